@@ -1,0 +1,69 @@
+# make workbook | make test | make help
+PYTHON ?= python3
+# Taken as it stands, so it may carry options:
+#   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" workbook
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+# Prints the folders this Python's packages lie in, if a torch with CUDA is among them.
+MACHINE_TORCH := import sys, torch; \
+  torch.version.cuda and print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")
+
+.DEFAULT_GOAL := help
+.PHONY: help workbook test lab notebooks format clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+workbook: $(READY) ## run every incident and notebook, print the verdicts, write the report
+	$(BIN)/staleproof report --execute
+
+test: $(READY) ## lint, types, unit tests, and nbval over the notebooks
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -p no:cacheprovider --nbval --nbval-current-env \
+	  --nbval-cell-timeout 300 --nbval-sanitize-with notebooks/sanitize.cfg \
+	  -n $(JOBS) --dist loadscope notebooks/
+
+lab: $(READY) ## open JupyterLab on the notebooks
+	$(BIN)/staleproof lab
+
+notebooks: $(READY) ## execute the notebooks and store their outputs, in canonical form
+	cd notebooks && ../$(BIN)/python -m nbconvert --to notebook --inplace --execute *.ipynb
+	$(BIN)/python -m staleproof.report.canonical notebooks/*.ipynb
+
+format: $(READY) ## let ruff fix what it can
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+clean: ## remove the environment and what was built
+	rm -rf .venv workbook/_build
+
+# A machine that has a torch with CUDA keeps it: the environment then sees that Python's packages,
+# after its own, through a .pth file. (--system-site-packages would show the base Python's packages,
+# not those of an environment that PYTHON belongs to.) Data files that JupyterLab and nbconvert look
+# up beside the environment's prefix come along, the kernels do not: those name another Python.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "staleproof needs Python 3.11 or newer; make PYTHON=... names another")'
+	$(PYTHON) -m venv .venv
+	@if folders=$$($(PYTHON) -c '$(MACHINE_TORCH)' 2>/dev/null) && [ -n "$$folders" ]; then \
+	  echo "keeping the torch of $$(command -v $(PYTHON))"; \
+	  echo "$$folders" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/machine.pth"; \
+	else \
+	  $(BIN)/python -m pip install $(TORCH); \
+	fi
+	$(BIN)/python -m pip install -e ".[test]"
+	@prefix=$$($(PYTHON) -c 'import sys; print(sys.prefix)'); \
+	if [ -f $(BIN)/../lib/python*/site-packages/machine.pth ]; then \
+	  for name in lab labextensions nbconvert; do \
+	    if [ -d "$$prefix/share/jupyter/$$name" ]; then \
+	      mkdir -p .venv/share/jupyter && cp -Rn "$$prefix/share/jupyter/$$name" .venv/share/jupyter/; \
+	    fi; \
+	  done; \
+	fi
+	@touch $@

@@ -1,0 +1,49 @@
+"""The incidents that walk end to end, by folder name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from staleproof import device
+
+if TYPE_CHECKING:
+    from staleproof.runs.findings import Finding
+
+
+class Incident(NamedTuple):
+    """What ``staleproof list`` says about one incident."""
+
+    number: int
+    title: str
+    notebook: str
+    summary: str
+
+
+INCIDENTS: dict[str, Incident] = {
+    "mla_padding": Incident(
+        number=1,
+        title="NaN from empty rows of MLA decode",
+        notebook="01_mla_padding.ipynb",
+        summary="no kernel writes the output row of a padding slot, and a real token reads it",
+    ),
+}
+
+
+def put_questions(
+    incident: str, device_name: str, progress: Callable[[str], None]
+) -> Iterator[Finding]:
+    """Put every question of one incident, yielding each finding as it is obtained.
+
+    ``staleproof.<incident>.experiment.run(device, progress)`` does the work; ``progress`` takes one
+    line about the step that begins.
+    """
+    from staleproof.runs.findings import not_run, proved
+
+    if not device.has_triton():
+        yield not_run(incident, "all questions", "all variants", device.TRITON_MISSING)
+        return
+    experiment = importlib.import_module(f"staleproof.{incident}.experiment")
+    for found in experiment.run(device_name, progress):
+        yield proved(found)

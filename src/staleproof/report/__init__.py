@@ -1,0 +1,1 @@
+"""The verdict matrix, pictures, and the HTML report."""

@@ -1,0 +1,163 @@
+"""The report: one HTML file that loads nothing from anywhere."""
+
+from __future__ import annotations
+
+import datetime
+import html as markup
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import nbformat
+from nbconvert import HTMLExporter
+from pygments.formatters import HtmlFormatter
+
+from staleproof.report import matrix
+from staleproof.report.notebooks import Execution
+from staleproof.runs.findings import Finding
+from staleproof.runs.recorded import Run, compare
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --soft: #f3f5f7; --line: #c9d1d9;
+  --good: #0b6b3a; --bad: #b3261e; --dim: #59636e; --link: #0550ae; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ec; --paper: #14181d; --soft: #1f252c;
+  --line: #3c4650; --good: #63d297; --bad: #ff8a80; --dim: #9aa5b1; --link: #79b8ff; } }
+body { margin: 0 auto; padding: 1.5rem; max-width: 62rem; color: var(--ink);
+  background: var(--paper); font: 16px/1.55 system-ui, sans-serif; }
+a { color: var(--link); } a.anchor-link { display: none; }
+h1, h2, h3 { line-height: 1.25; } section { margin-top: 3rem; border-top: 1px solid var(--line); }
+pre, code { font: 13px/1.45 ui-monospace, monospace; }
+pre { margin: 0; padding: .6rem .8rem; background: var(--soft); overflow-x: auto; }
+.wide, .output_html, .output_svg { overflow-x: auto; }
+table { border-collapse: collapse; margin: .8rem 0; font-size: 14px; }
+caption { text-align: left; padding-bottom: .3rem; }
+th, td { border: 1px solid var(--line); padding: .25rem .6rem; text-align: left; }
+thead th { background: var(--soft); } .num { text-align: right; }
+.ok { color: var(--good); } .bad { color: var(--bad); font-weight: 700; }
+.absent { color: var(--dim); } .provenance { letter-spacing: .04em; }
+.cell { margin: .8rem 0; } .prompt { display: none; } .output_area pre { border-left: 3px solid
+  var(--line); } img, svg { max-width: 100%; height: auto; }
+nav ul { list-style: none; padding-left: 1rem; }
+"""
+# Widgets and scripts cannot run in a file that loads nothing; their text or picture is shown.
+SHOWN = ["text/html", "image/svg+xml", "image/png", "image/jpeg", "text/markdown", "text/plain"]
+ALT = "picture; the verdict printed beside it says what it shows"
+MEASURED_COLUMNS = ("kernel", "provider", "mode", "x_name", "x_value", "p50", "p20", "p80", "unit")
+
+
+def page(findings: Sequence[Finding], runs: Sequence[Run], notebooks: Sequence[Execution]) -> str:
+    """The whole report.
+
+    Args:
+        findings: of this machine; obtained just now, or read back as RECORDED.
+        runs: recorded runs to show beside them.
+        notebooks: executed copies, in reading order.
+    """
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    contents = [_entry("verdicts", "Verdicts"), _entry("recorded", "Recorded runs")]
+    chapters = []
+    for execution in notebooks:
+        body, entry = _chapter(execution)
+        chapters.append(body)
+        contents.append(entry)
+    parts = [
+        "<!doctype html>",
+        "<html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<title>staleproof</title><style>{STYLE}{_code_style()}</style></head><body>",
+        f"<h1>staleproof</h1><p>{today}. MEASURED: a GPU ran it for this report. INTERPRETED: the ",
+        "CPU did, Triton kernels through Triton's interpreter; it says nothing on time. RECORDED: ",
+        "read from an earlier run.</p>",
+        f"<nav aria-label='Contents'><ul>{''.join(contents)}</ul></nav>",
+        f"<section id='verdicts'><h2>Verdicts</h2>{_verdicts(findings)}</section>",
+        f"<section id='recorded'><h2>Recorded runs</h2>{_recorded(runs, findings)}</section>",
+        *chapters,
+        "</body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _entry(anchor: str, title: str, below: str = "") -> str:
+    return f"<li><a href='#{markup.escape(anchor)}'>{title}</a>{below}</li>"
+
+
+def _code_style() -> str:
+    light = HtmlFormatter(style="default").get_style_defs(".highlight")
+    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
+    return f"\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n"
+
+
+def _verdicts(findings: Sequence[Finding]) -> str:
+    if not findings:
+        return "<p>None yet: <code>staleproof run</code> obtains them.</p>"
+    names = sorted({str(f.machine.get("name", "unknown machine")) for f in findings})
+    dates = sorted({f.date for f in findings})
+    return f"<p>{markup.escape(', '.join(names + dates))}</p>" + matrix.html(findings)
+
+
+def _recorded(runs: Sequence[Run], findings: Sequence[Finding]) -> str:
+    if not runs:
+        return "<p>None yet: <code>staleproof record</code> makes one.</p>"
+    parts = []
+    for run in runs:
+        parts.append(f"<h3>{markup.escape(run.title)}</h3>")
+        if findings:
+            beside = compare(findings, run.findings).summary
+            parts.append(f"<p>Verdicts above (first) against these (second): {beside}.</p>")
+        parts.append(matrix.html(run.findings))
+        if run.measurements:
+            parts.append(_measurements(run.measurements))
+    return "\n".join(parts)
+
+
+def _measurements(rows: Sequence[dict[str, Any]]) -> str:
+    head = "".join(f"<th scope='col'>{name}</th>" for name in MEASURED_COLUMNS)
+    body = "".join(
+        "<tr>" + "".join(_value(row.get(name, "")) for name in MEASURED_COLUMNS) + "</tr>"
+        for row in rows
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div class='wide'>{table}</div>"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, int | float):
+        return f"<td class='num'>{value:.6g}</td>"
+    return f"<td>{markup.escape(str(value))}</td>"
+
+
+def _chapter(execution: Execution) -> tuple[str, str]:
+    """One notebook as a section, and its entry in the table of contents."""
+    stem = execution.path.stem
+    notebook = nbformat.read(execution.path, as_version=4)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "data" in output:
+                output.data = {kind: output.data[kind] for kind in SHOWN if kind in output.data}
+    quiet = logging.Logger("nbconvert", logging.ERROR)
+    exporter = HTMLExporter(template_name="basic", embed_images=True, log=quiet)
+    exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
+    body, _ = exporter.from_notebook_node(
+        notebook, resources={"metadata": {"path": str(execution.path.parent)}}
+    )
+    body = body.replace("No description has been provided for this image", ALT)
+    # Two notebooks may share a heading, and a link to a notebook is a link to its section here.
+    body = re.sub(r"(<h[1-6][^>]* id=\")", rf"\g<1>{stem}-", body)
+    body = re.sub(r"href=\"(?:\./)?(\d\d_\w+)\.ipynb(?:#[^\"]*)?\"", r'href="#\1"', body)
+    headings = re.findall(r"<h([12])[^>]* id=\"([^\"]+)\">(.*?)</h\1>", body, re.DOTALL)
+    titles, below = [], ""
+    for level, anchor, heading in headings:
+        plain = re.sub(r"<a class.*?</a>|<[^>]+>", "", heading)
+        if level == "1":
+            titles.append(plain)
+        else:
+            below += _entry(anchor, plain)
+    stopped = (
+        f"<p class='bad'>This notebook stopped: {markup.escape(execution.error)}</p>"
+        if execution.error
+        else ""
+    )
+    title = titles[0] if titles else markup.escape(stem)
+    entry = _entry(stem, title, f"<ul>{below}</ul>" if below else "")
+    return f"<section id='{markup.escape(stem)}'>{stopped}{body}</section>", entry

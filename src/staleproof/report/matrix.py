@@ -1,0 +1,173 @@
+"""The verdict matrix: variants down, questions across, a panel a group of questions."""
+
+from __future__ import annotations
+
+import html as markup
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from staleproof.runs.findings import NOT_RUN, Finding, proved
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NOT_ASKED = "-"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One panel: verdicts of one incident on questions that are put to the same variants.
+
+    Attributes:
+        incident: folder name.
+        questions: columns, in the order they were first asked.
+        variants: rows, likewise.
+        cells: (variant, question) -> its finding.
+    """
+
+    incident: str
+    questions: list[str]
+    variants: list[str]
+    cells: dict[tuple[str, str], Finding]
+
+
+def build(findings: Iterable[Finding]) -> list[Matrix]:
+    """The panels of every incident, in order of appearance.
+
+    Neighbouring questions share a panel where they were put to much the same variants; one table of
+    all questions would be wide and mostly empty. A finding that says "fixed" where the reproduction
+    did not fail first is changed to "not reproduced" (:func:`staleproof.runs.findings.proved`). Of
+    two findings of one cell, the unexpected one is shown, otherwise the later.
+    """
+    answers: dict[tuple[str, str], dict[str, Finding]] = {}
+    for found in map(proved, findings):
+        row = answers.setdefault((found.incident, found.question), {})
+        if found.variant not in row or not row[found.variant].failed:
+            row[found.variant] = found
+    panels: list[Matrix] = []
+    for (incident, question), row in answers.items():
+        here = [p for p in panels[-1:] if p.incident == incident and _alike(p.variants, row)]
+        if not here:
+            here = [Matrix(incident, [], [], {})]
+            panels += here
+        (panel,) = here
+        panel.questions.append(question)
+        panel.variants.extend(variant for variant in row if variant not in panel.variants)
+        panel.cells.update({(variant, question): found for variant, found in row.items()})
+    return panels
+
+
+def _alike(one: Iterable[str], two: Iterable[str]) -> bool:
+    """Whether one set of variants is at least half of the other, and nothing else."""
+    small, large = sorted((set(one), set(two)), key=len)
+    return small <= large and 2 * len(small) >= len(large)
+
+
+def provenance(findings: Iterable[Finding]) -> str:
+    """The provenance word of these findings; several joined by ``+``."""
+    return "+".join(sorted({str(found.provenance) for found in findings})) or "no findings"
+
+
+def counts(findings: Iterable[Finding]) -> str:
+    """How many verdicts are as expected, how many are not, and how many were not run."""
+    checked = [proved(found) for found in findings]
+    good = sum(found.ok for found in checked)
+    bad = sum(found.failed for found in checked)
+    absent = sum(not found.ran for found in checked)
+    return f"{good} as expected, {bad} not as expected, {absent} not run"
+
+
+def text(findings: Sequence[Finding]) -> str:
+    """The matrices as plain ASCII.
+
+    The provenance word stands in the first line and nowhere else, and there are no timings, so a
+    notebook cell that prints this stores the same text on every machine that gives the same
+    verdicts.
+    """
+    lines = [provenance(findings)]
+    for matrix in build(findings):
+        head = [matrix.incident, *matrix.questions]
+        rows = [[v, *(_cell(matrix, v, q) for q in matrix.questions)] for v in matrix.variants]
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        rule = ["-" * width for width in widths]
+        lines.append("")
+        for row in (head, rule, *rows):
+            padded = (value.ljust(width) for value, width in zip(row, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
+    lines += ["", *absences(findings), counts(findings)]
+    return "\n".join(lines)
+
+
+def absences(findings: Iterable[Finding]) -> list[str]:
+    """What was not run, with the reason; one line a variant and reason."""
+    questions: dict[tuple[str, str, str], list[str]] = {}
+    for f in findings:
+        if not f.ran:
+            key = f.incident, f.variant, f.note or "no reason given"
+            questions.setdefault(key, []).append(f.question)
+    return [
+        f"{NOT_RUN}: {incident}, {variant}: {why} ({'; '.join(asked)})"
+        for (incident, variant, why), asked in questions.items()
+    ]
+
+
+def tables(findings: Sequence[Finding]) -> list[Table]:
+    """The matrices for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"ok": "green", "bad": "bold red", "absent": "dim"}
+    drawn = []
+    for matrix in build(findings):
+        table = Table(title=f"{matrix.incident}, {provenance(matrix.cells.values())}")
+        for name in ("variant", *matrix.questions):
+            table.add_column(name)
+        for variant in matrix.variants:
+            cells = [
+                Text(
+                    _cell(matrix, variant, question),
+                    style=styles[_class(matrix, variant, question)],
+                )
+                for question in matrix.questions
+            ]
+            table.add_row(Text(variant), *cells)
+        drawn.append(table)
+    return drawn
+
+
+def html(findings: Sequence[Finding]) -> str:
+    """The matrices as HTML tables, with the absences and the counts; style comes from the page."""
+    esc = markup.escape
+    parts = []
+    for matrix in build(findings):
+        head = "".join(f"<th scope='col'>{esc(q)}</th>" for q in matrix.questions)
+        parts.append(
+            f"<div class='wide'><table class='matrix'><caption>{esc(matrix.incident)} "
+            f"<b class='provenance'>{esc(provenance(matrix.cells.values()))}</b></caption>"
+            f"<thead><tr><th scope='col'>variant</th>{head}</tr></thead><tbody>"
+        )
+        for variant in matrix.variants:
+            cells = "".join(
+                f"<td class='{_class(matrix, variant, q)}'>{esc(_cell(matrix, variant, q))}</td>"
+                for q in matrix.questions
+            )
+            parts.append(f"<tr><th scope='row'>{esc(variant)}</th>{cells}</tr>")
+        parts.append("</tbody></table></div>")
+    parts.append(f"<p>{esc(counts(findings))}</p>")
+    absent = "".join(f"<li>{esc(line)}</li>" for line in absences(findings))
+    return "\n".join(parts) + (f"\n<ul class='absent'>{absent}</ul>" if absent else "")
+
+
+def _cell(matrix: Matrix, variant: str, question: str) -> str:
+    found = matrix.cells.get((variant, question))
+    if found is None:
+        return NOT_ASKED
+    return f"{found.verdict} (expected {found.expected})" if found.failed else found.verdict
+
+
+def _class(matrix: Matrix, variant: str, question: str) -> str:
+    found = matrix.cells.get((variant, question))
+    if found is None or not found.ran:
+        return "absent"
+    return "bad" if found.failed else "ok"

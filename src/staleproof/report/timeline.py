@@ -1,0 +1,224 @@
+"""The timeline of the five incidents, from ``workbook/timeline.json``: as a table, as a picture.
+
+``python -m staleproof.report.timeline`` writes ``workbook/timeline.md`` anew.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from staleproof.check import require
+from staleproof.runs.recorded import checkout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Number of the incident: its folder, and what it is in a few words.
+LANES = {
+    1: ("mla_padding", "empty rows of MLA decode"),
+    2: ("decode_buffer", "a buffer no profile saw"),
+    3: ("moe_routing", "NaN logits, one expert twice"),
+    4: ("kv_reuse", "KV blocks that were Mamba state"),
+    5: ("scale_padding", "what the revert blamed"),
+}
+
+LEGEND = (
+    "Lines marked *reported* are what a thread says; the figures in them are its authors', on "
+    "GB200 or B200 hardware unless they say otherwise, and were not measured here. Lines marked "
+    "*checked* we read in the released wheel, or ran from it; a wheel's date is its build's."
+)
+
+INK = "#808080"
+# Okabe and Ito's colours, one an incident: told apart by colour-blind eyes, on light and on dark.
+COLOURS = {1: "#0072B2", 2: "#D55E00", 3: "#009E73", 4: "#CC79A7", 5: "#E69F00"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the timeline.
+
+    Attributes:
+        date: the day.
+        source: the thread or release, as people name it.
+        url: its address, or ``None`` for a release read from its wheel.
+        incidents: numbers of the incidents it belongs to.
+        label: a few words for the picture, or ``None`` to draw a dot only.
+        event: what happened, in our words.
+        checked: True where we read it in the released code or ran that code; False where it is
+            what the thread says.
+        reported: the thread's own figures; hardware GB200 or B200 unless the figure says otherwise.
+    """
+
+    date: datetime.date
+    source: str
+    url: str | None
+    incidents: tuple[int, ...]
+    label: str | None
+    event: str
+    checked: bool
+    reported: tuple[str, ...]
+
+
+def load(path: Path | None = None) -> list[Event]:
+    """The events, in order of date.
+
+    Args:
+        path: another file than ``workbook/timeline.json``.
+
+    Raises:
+        RunFileError: staleproof is installed without its checkout.
+        ValueError: an entry lacks a field, has an unknown one, or names an unknown incident, or
+            the entries are not in order of date.
+    """
+    path = path or checkout() / "workbook" / "timeline.json"
+    events = [
+        _event(number, row) for number, row in enumerate(json.loads(path.read_text("utf-8")), 1)
+    ]
+    dates = [e.date for e in events]
+    require(dates == sorted(dates), path.name, "entries in order of date", "another order")
+    return events
+
+
+def _event(number: int, row: dict[str, Any]) -> Event:
+    fields = {"date", "source", "url", "incident", "label", "event", "checked", "reported"}
+    name = f"timeline entry {number}"
+    require(set(row) == fields, name, f"the fields {sorted(fields)}", sorted(row))
+    incident = row["incident"]
+    incidents = tuple(incident if isinstance(incident, list) else [incident])
+    known = bool(incidents) and set(incidents) <= set(LANES)
+    require(known, f"{name}, incident", f"some of {list(LANES)}", incident)
+    return Event(
+        date=datetime.date.fromisoformat(row["date"]),
+        source=row["source"],
+        url=row["url"],
+        incidents=incidents,
+        label=row["label"],
+        event=row["event"],
+        checked=row["checked"],
+        reported=tuple(row["reported"]),
+    )
+
+
+def markdown(events: list[Event] | None = None) -> str:
+    """``workbook/timeline.md``: the incidents, then one table row an event."""
+    events = load() if events is None else events
+    lines = [
+        "# Timeline",
+        "",
+        "<!-- Made from timeline.json by `python -m staleproof.report.timeline`; edit that. -->",
+        "",
+        LEGEND,
+        "",
+        "| incident | name | what it is |",
+        "|---|---|---|",
+        *(f"| {n} | `{name}` | {what} |" for n, (name, what) in LANES.items()),
+        "",
+        "| date | source | incident | what happened | figures, as reported | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for e in events:
+        source = f"[{e.source}]({e.url})" if e.url else e.source
+        numbers = ", ".join(map(str, e.incidents))
+        figures = "<br>".join(e.reported)
+        mark = "checked" if e.checked else "reported"
+        row = [e.date.isoformat(), source, numbers, e.event, figures, mark]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def figure(events: list[Event] | None = None) -> Figure:
+    """The timeline as a picture: a lane an incident, dates on x.
+
+    A full dot is an event that was checked, a ring one that is reported. Transparent, with
+    mid-grey ink, so that it reads on a light and on a dark page.
+
+    Returns:
+        A figure that pyplot does not know; ``.savefig("timeline.svg")`` writes it.
+    """
+    from matplotlib.dates import ConciseDateFormatter, MonthLocator, date2num
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    events = load() if events is None else events
+    # Inches: the page, the room for lane names, one line of text.
+    width, left, right, line = 11.0, 2.35, 0.1, 0.19
+    first, last = (float(date2num(e.date)) for e in (events[0], events[-1]))
+    start, end = first - 8, last + 45
+    day = (width - left - right) / (end - start)
+
+    levels, heights = {}, {}
+    for n in LANES:
+        lane = [e for e in events if n in e.incidents and e.label]
+        levels[n] = _levels([(float(date2num(e.date)), _inches(e.label or "") / day) for e in lane])
+        heights[n] = 2 + max(levels[n], default=0)
+    units = sum(heights.values())
+    bottom, top = 0.6, 0.1
+    height = units * line + bottom + top
+
+    fig = Figure(figsize=(width, height), facecolor="none")
+    box = (left / width, bottom / height, 1 - (left + right) / width, units * line / height)
+    ax = fig.add_axes(box, facecolor="none")
+    ax.set(xlim=(start, end), ylim=(units, 0))
+    foot = 0.0
+    middles = []
+    for n, colour in COLOURS.items():
+        middles.append(foot + heights[n] / 2)
+        foot += heights[n]
+        base = foot - 0.6
+        ax.plot([start, end], [base, base], color=INK, linewidth=0.5)
+        level = iter(levels[n])
+        for e in (e for e in events if n in e.incidents):
+            x = float(date2num(e.date))
+            if e.label:
+                y = base - 0.75 - next(level)
+                ax.plot([x, x], [base, y], color=colour, linewidth=0.8)
+                at = (x + 0.05 / day, y)
+                ax.annotate(e.label, at, color=INK, fontsize=8, va="center", annotation_clip=False)
+            fill = colour if e.checked else "none"
+            ax.plot(x, base, "o", markersize=6, color=colour, markerfacecolor=fill)
+    names = [f"{n}  {name}\n{what}" for n, (name, what) in LANES.items()]
+    ax.set_yticks(middles, names, color=INK, fontsize=8)
+    ax.tick_params(axis="x", colors=INK, labelsize=8)
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_locator(MonthLocator())
+    ax.xaxis.set_major_formatter(ConciseDateFormatter(MonthLocator(), show_offset=False))
+    for side in ("left", "right", "top"):
+        ax.spines[side].set_visible(False)
+    ax.spines["bottom"].set_color(INK)
+    marks = [
+        Line2D([], [], color=INK, marker="o", linestyle="", markerfacecolor=fill, label=label)
+        for fill, label in ((INK, "checked in the release"), ("none", "reported"))
+    ]
+    fig.legend(handles=marks, loc="lower left", ncols=2, fontsize=8, frameon=False, labelcolor=INK)
+    return fig
+
+
+def _inches(text: str) -> float:
+    """Width of a label of the picture, with the gap before it and some air after it."""
+    from matplotlib.textpath import TextPath
+
+    return TextPath((0, 0), text, size=8).get_extents().width / 72 + 0.15
+
+
+def _levels(labels: list[tuple[float, float]]) -> list[int]:
+    """Heights at which labels (start, width) stand, so that none meets another or its leader.
+
+    Labels are in order of start and run to the right, so an earlier label may pass above a later
+    one, whose leader then ends below it.
+    """
+    levels: list[int] = []
+    for index in reversed(range(len(labels))):
+        start, width = labels[index]
+        later = zip(labels[index + 1 :], levels, strict=True)
+        levels.insert(0, max((lv + 1 for (x, _), lv in later if x < start + width), default=0))
+    return levels
+
+
+if __name__ == "__main__":
+    table = checkout() / "workbook" / "timeline.md"
+    table.write_text(markdown(), encoding="utf-8")
+    print(f"{table.name} written")

@@ -1,0 +1,1 @@
+"""Findings, measurements, and recorded runs of whole machines."""

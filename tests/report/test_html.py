@@ -1,0 +1,162 @@
+"""The HTML report, and executing the notebooks it shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import v4
+
+from staleproof import cli
+from staleproof.report import html, notebooks
+from staleproof.report.notebooks import Execution
+from staleproof.runs import recorded
+from staleproof.runs.findings import RunFileError, finding
+
+CELLS = [
+    v4.new_markdown_cell("# First of all\n\n[next](01_next.ipynb) and [upstream](https://a.test)"),
+    v4.new_code_cell("import sys, os\nprint(sys.executable, os.getcwd())"),
+    v4.new_markdown_cell("## The `symptom`"),
+    v4.new_code_cell(
+        "import matplotlib.pyplot as plt\n"
+        "%config InlineBackend.figure_formats = ['svg']\n"
+        "plt.plot([1, 2]);"
+    ),
+    v4.new_code_cell("import ipywidgets\nipywidgets.IntSlider(description='live rows')"),
+    v4.new_code_cell("from IPython.display import Javascript\nJavascript('alert(1)')"),
+]
+
+
+def write(path: Path, cells: list) -> Path:
+    nbformat.write(v4.new_notebook(cells=cells), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Execution:
+    folder = tmp_path_factory.mktemp("notebooks")
+    source = write(folder / "00_first.ipynb", CELLS)
+    before = source.read_bytes()
+    seen: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        # A machine where another Python has registered itself as "python3".
+        other = folder / "jupyter/kernels/python3"
+        other.mkdir(parents=True)
+        spec = {"argv": ["/no/such/python"], "display_name": "another", "language": "python"}
+        (other / "kernel.json").write_text(json.dumps(spec))
+        patch.setenv("JUPYTER_PATH", str(folder / "jupyter"))
+        execution = notebooks.execute(source, folder / "out", lambda *at: seen.append(at))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert source.read_bytes() == before
+    return execution
+
+
+def test_a_copy_is_executed_by_this_python_in_the_notebooks_folder(executed):
+    assert executed.error is None
+    copy = nbformat.read(executed.path, as_version=4)
+    printed = copy.cells[1].outputs[0].text.split()
+    assert printed == [sys.executable, str(executed.path.parents[1])]
+    assert [c.execution_count for c in copy.cells if c.cell_type == "code"] == [1, 2, 3, 4]
+    assert [p.name for p in executed.path.parent.iterdir()] == ["00_first.ipynb"]
+
+
+def test_the_page_loads_nothing(executed):
+    page = html.page([finding("a", "q", "v", "clean")], [], [executed])
+    assert not re.search(r"<script|<link|<iframe|@import", page, re.IGNORECASE)
+    assert not re.search(r"\bsrc\s*=\s*[\"'](?!data:)", page, re.IGNORECASE)
+    assert not re.search(r"url\(\s*[\"']?(?!#|data:)", page, re.IGNORECASE)
+    assert f'<img alt="{html.ALT}" src="data:image/svg+xml;base64,' in page
+    assert "IntSlider(value=0" in page
+    # A link that a reader may follow is not a thing the page loads.
+    assert 'href="https://a.test"' in page
+
+
+def test_the_contents_lead_to_every_section(executed):
+    page = html.page([], [], [executed])
+    contents = page[page.index("<nav") : page.index("</nav>")]
+    anchors = re.findall(r"href='#([^']+)'", contents)
+    assert anchors == ["verdicts", "recorded", "00_first", "00_first-The-symptom"]
+    for anchor in anchors:
+        assert len(re.findall(rf"\bid=['\"]{anchor}['\"]", page)) == 1
+    assert ">First of all</a>" in contents
+    assert 'href="#01_next"' in page
+
+
+def test_light_and_dark(executed):
+    page = html.page([], [], [])
+    assert "color-scheme: light dark" in page
+    assert page.count("@media (prefers-color-scheme: dark)") == 2
+
+
+def test_recorded_runs_stand_beside_with_their_mark(tmp_path, monkeypatch):
+    row = {"kernel": "<clear>", "provider": "ours", "p50": 2.125, "unit": "us"}
+    recorded.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [row])
+    monkeypatch.setattr("staleproof.runs.findings.source_digest", lambda incident: "another")
+    page = html.page([finding("a", "q", "v", "leaked")], recorded.read_all(tmp_path), [])
+    assert "source changed since: a</h3>" in page
+    assert "0 match, 1 mismatch" in page
+    assert "<b class='provenance'>RECORDED</b>" in page
+    assert "<td>&lt;clear&gt;</td>" in page
+    assert "<td class='num'>2.125</td>" in page
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("1 / 0", "code cell 2 raised ZeroDivisionError: division by zero"),
+        ("import os; os.write(2, b'device-side assert'); os._exit(139)", "the kernel died"),
+        ("import time; time.sleep(60)", "code cell 2 took longer than 2 s"),
+    ],
+)
+def test_a_notebook_that_stops_says_where_and_the_rest_is_kept(tmp_path, code, said):
+    cells = [v4.new_code_cell("print('so far')"), v4.new_code_cell(code), v4.new_code_cell("3")]
+    source = write(tmp_path / "01_stops.ipynb", cells)
+    execution = notebooks.execute(source, tmp_path / "out", lambda *at: None, cell_timeout_s=2)
+    assert execution.error is not None
+    assert said in execution.error
+    page = html.page([], [], [execution])
+    assert "so far" in page
+    assert "This notebook stopped: " in page
+    if "died" in said:
+        assert "device-side assert" in (tmp_path / "out/01_stops.log").read_text()
+
+
+def test_a_spoilt_notebook_is_refused(tmp_path):
+    (tmp_path / "00_cut.ipynb").write_text('{"cells": [')
+    with pytest.raises(RunFileError, match="cannot be read"):
+        notebooks.execute(tmp_path / "00_cut.ipynb", tmp_path / "out", lambda *at: None)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    for name in ("notebooks", "workbook/runs"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr(recorded, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(cli, "INCIDENTS", {})
+    return tmp_path
+
+
+def test_report_shows_committed_notebooks_as_they_are(root, capsys):
+    source = write(root / "notebooks/00_first.ipynb", [v4.new_markdown_cell("# As committed")])
+    before = source.read_bytes()
+    assert cli.main(["report"]) == 0
+    page = root / "workbook/_build/index.html"
+    assert capsys.readouterr().out == f"report: {page}\n"
+    assert "As committed" in page.read_text()
+    assert source.read_bytes() == before
+
+
+def test_report_execute_exits_1_where_a_notebook_stops_and_still_writes(root, capsys):
+    write(root / "notebooks/00_good.ipynb", [v4.new_code_cell("print('went', 'well')")])
+    write(root / "notebooks/01_bad.ipynb", [v4.new_code_cell("assert 0, 'no verdict'")])
+    assert cli.main(["report", "--execute"]) == 1
+    captured = capsys.readouterr()
+    assert "01_bad.ipynb: code cell 1 raised AssertionError: no verdict" in captured.err
+    page = (root / "workbook/_build/index.html").read_text()
+    assert "went well" in page
+    assert "This notebook stopped" in page
+    assert str(root / "workbook/_build/index.html") in captured.out

@@ -1,0 +1,133 @@
+"""The verdict matrix as text, as a terminal table and as HTML."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+from rich.console import Console
+
+from staleproof.device import Provenance
+from staleproof.report import matrix
+from staleproof.runs.findings import Finding, finding, not_run, off_on_off
+
+TEXT = """\
+INTERPRETED
+
+mla_padding  empty_row  amax                     off/on/off
+-----------  ---------  -----------------------  ----------
+unwritten    leaked     pad_only                 -
+ours         clean      leaked (expected clean)  fixed
+cutlass      not run    not run                  not run
+
+mla_padding      ablation
+---------------  --------
+all four         leaked
+no padding rows  clean
+
+not run: mla_padding, cutlass: needs <SM100> (empty_row; amax; off/on/off)
+6 as expected, 1 not as expected, 3 not run"""
+
+
+def findings() -> list[Finding]:
+    name = "mla_padding"
+    found = [
+        finding(name, "empty_row", "unwritten", "leaked", expected="leaked", rows=3),
+        finding(name, "empty_row", "ours", "clean", expected="clean"),
+        finding(name, "amax", "unwritten", "pad_only", expected="pad_only"),
+        finding(name, "amax", "ours", "leaked", expected="clean", us=1.25),
+        not_run(name, "empty_row", "cutlass", "needs <SM100>"),
+        not_run(name, "amax", "cutlass", "needs <SM100>"),
+        off_on_off(name, "ours", off="leaked", on="clean", off_again="leaked"),
+        not_run(name, "off/on/off", "cutlass", "needs <SM100>"),
+        finding(name, "ablation", "all four", "leaked", expected="leaked"),
+        finding(name, "ablation", "no padding rows", "clean", expected="clean"),
+    ]
+    return [replace(f, provenance=Provenance.INTERPRETED) for f in found]
+
+
+def test_text_is_this_and_differs_between_machines_in_the_word_only():
+    assert matrix.text(findings()) == TEXT
+    elsewhere = [
+        replace(f, provenance=Provenance.MEASURED, machine={"name": "NVIDIA H200"}, date="2030")
+        for f in findings()
+    ]
+    assert matrix.text(elsewhere) == TEXT.replace("INTERPRETED", "MEASURED")
+    assert matrix.text(findings()).isascii()
+
+
+def test_rows_and_columns_keep_the_order_of_asking():
+    built, ablation = matrix.build(findings())
+    assert ablation.questions == ["ablation"]
+    assert built.variants == ["unwritten", "ours", "cutlass"]
+    assert built.questions == ["empty_row", "amax", "off/on/off"]
+
+
+def test_no_panel_holds_two_incidents():
+    both = [*findings(), finding("kv_reuse", "ablation", "all four", "clean")]
+    shown = [m.incident for m in matrix.build(both)]
+    assert shown == ["mla_padding", "mla_padding", "kv_reuse"]
+
+
+def test_fixed_is_not_printed_where_the_reproduction_did_not_fail():
+    claim = finding("a", "off/on/off", "ours", "fixed", off="clean", on="clean", off_again="leaked")
+    for shown in (matrix.text([claim]), matrix.html([claim])):
+        assert "not reproduced (expected fixed)" in shown
+        assert "1 not as expected" in shown
+
+
+def test_an_unexpected_finding_is_not_hidden_by_a_later_good_one():
+    bad = finding("a", "q", "v", "leaked", expected="clean")
+    good = finding("a", "q", "v", "clean", expected="clean")
+    for order in ([bad, good], [good, bad]):
+        assert "leaked (expected clean)" in matrix.text(order)
+
+
+def test_not_run_is_counted_apart():
+    assert matrix.counts([not_run("a", "q", "v", "no GPU")]) == (
+        "0 as expected, 0 not as expected, 1 not run"
+    )
+
+
+def test_the_terminal_table_shows_every_cell():
+    console = Console(width=120, record=True, file=None, quiet=False)
+    with console.capture() as captured:
+        for table in matrix.tables(findings()):
+            console.print(table)
+    drawn = captured.get()
+    for word in ("INTERPRETED", "unwritten", "leaked (expected clean)", "not run", "fixed"):
+        assert word in drawn
+
+
+def test_html_says_by_class_and_by_word_what_is_as_expected():
+    cells: list[tuple[str, str]] = []
+
+    class Cells(HTMLParser):
+        kind: str | None = None
+
+        def handle_starttag(self, tag, attrs):
+            self.kind = dict(attrs).get("class") if tag == "td" else None
+
+        def handle_endtag(self, tag):
+            self.kind = None
+
+        def handle_data(self, data):
+            if self.kind:
+                cells.append((self.kind, data))
+
+    shown = matrix.html(findings())
+    Cells().feed(shown)
+    assert cells == [
+        ("ok", "leaked"),
+        ("ok", "pad_only"),
+        ("absent", "-"),
+        ("ok", "clean"),
+        ("bad", "leaked (expected clean)"),
+        ("ok", "fixed"),
+        ("absent", "not run"),
+        ("absent", "not run"),
+        ("absent", "not run"),
+        ("ok", "leaked"),
+        ("ok", "clean"),
+    ]
+    assert "needs &lt;SM100&gt;" in shown

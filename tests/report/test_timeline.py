@@ -1,0 +1,120 @@
+"""The timeline: its data, the table made from it, and a picture in which no label meets another."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
+
+from staleproof.report import timeline
+
+WORKBOOK = Path(__file__).resolve().parents[2] / "workbook"
+
+
+def _row(**changes: object) -> dict[str, object]:
+    row: dict[str, object] = {
+        "date": "2026-03-18",
+        "source": "vLLM #1",
+        "url": "https://example.org/1",
+        "incident": 1,
+        "label": "opened",
+        "event": "It began.",
+        "checked": False,
+        "reported": ["7 us", "8 us"],
+    }
+    return row | changes
+
+
+def _load(tmp_path: Path, *rows: dict[str, object]) -> list[timeline.Event]:
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps(rows), "utf-8")
+    return timeline.load(path)
+
+
+def test_the_committed_table_is_what_the_generator_gives() -> None:
+    have = (WORKBOOK / "timeline.md").read_text("utf-8")
+    assert have == timeline.markdown(), "run: python -m staleproof.report.timeline"
+
+
+def test_every_incident_has_events_and_every_thread_an_address() -> None:
+    events = timeline.load()
+    assert {n for e in events for n in e.incidents} == set(timeline.LANES)
+    for e in events:
+        assert e.url or e.source.endswith("wheel"), e.source
+        # What a thread says is never marked as checked; a checked line has no figure of a thread.
+        assert e.checked == e.source.endswith("wheel"), e.source
+        assert not (e.checked and e.reported), e.source
+
+
+def test_load_reads_one_incident_or_several(tmp_path: Path) -> None:
+    one, two = _load(tmp_path, _row(), _row(incident=[2, 5], label=None))
+    assert one.date == datetime.date(2026, 3, 18)
+    assert (one.incidents, two.incidents) == ((1,), (2, 5))
+    assert one.reported == ("7 us", "8 us")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([_row(incident=6)], "timeline entry 1, incident: expected some of"),
+        ([_row(incident=[])], "timeline entry 1, incident: expected some of"),
+        ([_row(), _row(extra=1)], "timeline entry 2: expected the fields"),
+        ([_row(date="2026-03-32")], "day"),
+        ([_row(), _row(date="2026-03-17")], "expected entries in order of date"),
+    ],
+)
+def test_load_names_the_bad_entry(
+    tmp_path: Path, rows: list[dict[str, object]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _load(tmp_path, *rows)
+
+
+def test_a_table_row_carries_source_incidents_figures_and_mark(tmp_path: Path) -> None:
+    events = _load(tmp_path, _row(event="a | b"), _row(checked=True, url=None, reported=[]))
+    rows = timeline.markdown(events).splitlines()[-2:]
+    assert rows == [
+        "| 2026-03-18 | [vLLM #1](https://example.org/1) | 1 | a \\| b | 7 us<br>8 us | reported |",
+        "| 2026-03-18 | vLLM #1 | 1 | It began. |  | checked |",
+    ]
+
+
+def test_no_label_of_the_picture_meets_another_and_ink_is_mid_grey() -> None:
+    events = timeline.load()
+    figure = timeline.figure(events)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
+    labels = [e.label for e in events for _ in e.incidents if e.label]
+    assert len(texts) > len(labels)
+    assert sorted(labels) == sorted(t.get_text() for t in texts if t.get_text() in set(labels))
+    boxes = [(t.get_text(), t.get_window_extent()) for t in texts]
+    for (a, box), (b, other) in itertools.combinations(boxes, 2):
+        assert not box.overlaps(other), f"{a!r} and {b!r}"
+    page = figure.bbox
+    for label, box in boxes:
+        assert page.x0 <= box.x0 < box.x1 <= page.x1, label
+        assert page.y0 <= box.y0 < box.y1 <= page.y1, label
+    assert {to_hex(t.get_color()) for t in texts} == {timeline.INK}
+    assert figure.get_facecolor()[3] == 0
+    assert figure.axes[0].get_facecolor()[3] == 0
+
+
+def test_no_leader_of_the_picture_crosses_a_label() -> None:
+    levels = timeline._levels([(0, 10), (2, 3), (4, 10), (30, 5)])
+    # The first passes above both that begin under it; the second above the third; the last is free.
+    assert levels == [2, 1, 0, 0]
+
+
+def test_the_picture_has_a_dot_for_every_event_of_every_incident(tmp_path: Path) -> None:
+    events = _load(tmp_path, _row(), _row(incident=[1, 2], checked=True))
+    dots = [line for line in timeline.figure(events).axes[0].lines if line.get_marker() == "o"]
+    fills = sorted((line.get_color(), line.get_markerfacecolor() != "none") for line in dots)
+    blue, orange = timeline.COLOURS[1], timeline.COLOURS[2]
+    assert fills == [(blue, False), (blue, True), (orange, True)]

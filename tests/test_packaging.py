@@ -1,0 +1,162 @@
+"""What a fresh machine installs and runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import staleproof
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def _name_and_range(requirement: str) -> tuple[str, str]:
+    match = re.match(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?\s*([^;]*)", requirement)
+    assert match, requirement
+    return match[1].lower().replace("_", "-"), match[2].strip()
+
+
+def test_environment_yml_and_pyproject_agree():
+    listed = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    conda = dict(_name_and_range(entry) for entry in listed if isinstance(entry, str))
+    (pip,) = (entry["pip"] for entry in listed if isinstance(entry, dict))
+    assert conda.pop("python") == PROJECT["requires-python"]
+    conda.pop("pip")
+    # The package itself brings every dependency, with its extra for the tests.
+    (editable,) = (entry for entry in pip if entry.startswith("-e"))
+    match = re.fullmatch(r"-e \.\[([a-z,]+)\]", editable)
+    assert match
+    assert "test" in match[1].split(",")
+    assert set(match[1].split(",")) <= set(PROJECT["optional-dependencies"])
+    # Whatever is listed beside it must not say something else than pyproject.toml does.
+    needs = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]
+    ranges = dict(map(_name_and_range, needs))
+    beside = conda | dict(_name_and_range(entry) for entry in pip if entry != editable)
+    assert beside.items() <= ranges.items()
+
+
+def test_every_public_name_has_a_home():
+    assert set(staleproof.__all__) == set(staleproof._HOME)
+    for name, home in staleproof._HOME.items():
+        assert getattr(staleproof, name) is getattr(importlib.import_module(home), name)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nan_to_num'"):
+        staleproof.nan_to_num  # noqa: B018
+
+
+def _make(*arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | environment,
+    )
+    return done.stdout
+
+
+def test_make_help_lists_every_target():
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony
+    listed = [line.split()[0] for line in _make("--no-print-directory", "help").splitlines()]
+    assert listed == phony[1].split()
+
+
+def test_make_test_runs_every_check():
+    steps = _make("-n", "test")
+    for step in ("ruff check .", "ruff format --check .", "-m mypy", "-m pytest -q -n"):
+        assert step in steps
+    # nbval waits half an hour for a dead kernel, and may share a notebook between two kernels,
+    # unless it is told otherwise.
+    nbval = steps[steps.index("--nbval ") :]
+    for option in (
+        "--nbval-current-env",
+        "--nbval-cell-timeout 300",
+        "--nbval-sanitize-with notebooks/sanitize.cfg",
+        "--dist loadscope",
+        "notebooks/",
+    ):
+        assert option in nbval
+
+
+def test_ci_runs_the_readme_commands():
+    readme = (ROOT / "README.md").read_text()
+    assert "make test" in (ROOT / ".ci/run").read_text()
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    for command in ("make workbook", "make test"):
+        assert command in readme
+
+
+def _fake_python(folder: Path, torch: str) -> Path:
+    """A Python whose ``torch`` is ``torch`` and whose venv is a folder with a recording python."""
+    path = folder / "python3"
+    site = folder / "machine/lib/python3/site-packages"
+    (site / "torch").mkdir(parents=True)
+    (site / "torch/__init__.py").write_text(torch)
+    path.write_text(
+        f"""#!/bin/sh
+if [ "$1" = -m ]; then
+  mkdir -p .venv/bin .venv/lib/python3/site-packages
+  cp '{folder}/venv_python' .venv/bin/python
+elif [ "$2" = 'import sys; print(sys.prefix)' ]; then
+  echo '{folder}/machine'
+else
+  PYTHONPATH='{site}' exec "$REAL_PYTHON" "$@"
+fi
+"""
+    )
+    (folder / "venv_python").write_text(
+        """#!/bin/sh
+if [ "$1" = -c ]; then echo .venv/lib/python3/site-packages; else echo "$@" >> installed; fi
+"""
+    )
+    for name in ("python3", "venv_python"):
+        (folder / name).chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("torch", "kept"),
+    [
+        ("class version:\n    cuda = '13.0'\n", True),
+        ("class version:\n    cuda = None\n", False),
+        ("raise ImportError('no torch here')\n", False),
+    ],
+)
+def test_a_machine_keeps_the_cuda_torch_it_has(tmp_path, torch, kept):
+    import sys
+
+    python = _fake_python(tmp_path, torch)
+    (tmp_path / "machine/share/jupyter/nbconvert").mkdir(parents=True)
+    (tmp_path / "machine/share/jupyter/kernels/python3").mkdir(parents=True)
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for name in ("Makefile", "pyproject.toml"):
+        (checkout / name).write_text((ROOT / name).read_text())
+    arguments = ["-C", str(checkout), f"PYTHON={python}", ".venv/.ready"]
+    environment = {"REAL_PYTHON": sys.executable}
+    _make(*arguments, **environment)
+    pth = checkout / ".venv/lib/python3/site-packages/machine.pth"
+    installed = (checkout / "installed").read_text().splitlines()
+    package = "-m pip install -e .[test]"
+    assert installed == ([package] if kept else ["-m pip install torch==2.13.0", package])
+    assert pth.exists() is kept
+    if kept:
+        assert str(tmp_path / "machine/lib/python3/site-packages") in pth.read_text().splitlines()
+    # A kernel of the machine names another Python, so it stays behind.
+    came_along = [p.name for p in (checkout / ".venv").glob("share/jupyter/*")]
+    assert came_along == (["nbconvert"] if kept else [])
+    # The stamp spares the second call everything.
+    _make(*arguments, **environment)
+    assert (checkout / "installed").read_text().splitlines() == installed
