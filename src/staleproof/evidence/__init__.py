@@ -1,0 +1,32 @@
+"""The detectors: canaries, row verdicts, pad-invariance, in-graph counters."""
+
+from staleproof.evidence.canary import plant, row_states, unwritten_bitmap
+from staleproof.evidence.counters import Crossing, RowCounters
+from staleproof.evidence.rows import (
+    CLEAN,
+    FILLS,
+    Fill,
+    PadInvariance,
+    Verdict,
+    bad_rows,
+    judge_rows,
+    pad_invariance,
+    same_bits,
+)
+
+__all__ = [
+    "CLEAN",
+    "FILLS",
+    "Crossing",
+    "Fill",
+    "PadInvariance",
+    "RowCounters",
+    "Verdict",
+    "bad_rows",
+    "judge_rows",
+    "pad_invariance",
+    "plant",
+    "row_states",
+    "same_bits",
+    "unwritten_bitmap",
+]

@@ -1,0 +1,1 @@
+"""The miniature serving engine in which the incidents happen."""

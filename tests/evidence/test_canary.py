@@ -1,0 +1,57 @@
+"""Canaries tell unwritten memory from computed NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from staleproof.evidence import plant, row_states, unwritten_bitmap
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("stage", [1, 5, 62])
+def test_states(device, dtype, stage):
+    x = plant(torch.empty(6, 3, 4, dtype=dtype, device=device), stage)
+    x[1] = 0.0
+    x[2] = 1.5
+    x[3] = float("nan")
+    x[4, 0] = 2.0
+    x[5] = torch.zeros((), dtype=dtype, device=device) / 0
+    expected = ["unwritten", "zero", "finite", "nan", "partly written", "nan"]
+    assert row_states(x, stage) == expected
+
+
+def test_another_stages_canary_is_a_computed_nan(device):
+    x = plant(torch.empty(1, 4, dtype=torch.bfloat16, device=device), stage=3)
+    assert row_states(x, stage=4) == ["nan"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int32])
+def test_bitmap_needs_no_payload(device, dtype):
+    out = torch.empty(4, 5, dtype=dtype, device=device)
+    value = torch.zeros(5, dtype=dtype, device=device)
+
+    def run():
+        out[1].copy_(value)
+        out[3, :2].copy_(value[:2])
+
+    bitmap = unwritten_bitmap(run, out)
+    expected = torch.ones(4, 5, dtype=torch.bool)
+    expected[1] = False
+    expected[3, :2] = False
+    assert torch.equal(bitmap.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "message"),
+    [
+        (torch.float8_e4m3fn, 1, "x: expected bfloat16, float16 or float32"),
+        (torch.bfloat16, 0, "stage: expected 1 to 62"),
+        (torch.bfloat16, 63, "stage: expected 1 to 62"),
+    ],
+)
+def test_bad_input(dtype, stage, message):
+    x = torch.zeros(2, 2).to(dtype)
+    with pytest.raises(ValueError, match=message):
+        plant(x, stage)
+    assert x.float().eq(0).all()

@@ -1,0 +1,115 @@
+"""The four verdicts and pad-invariance, on toy steps whose truth is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from staleproof.evidence import CLEAN, Verdict, bad_rows, judge_rows, pad_invariance
+
+LIVE = 2
+NAN = float("nan")
+
+
+def step(mix, padding=NAN, live=1.0):
+    """A step of 4 rows: ``mix`` consumes (live rows + padding rows) and returns the outputs."""
+
+    def run(fill):
+        x = torch.full((4, 3), live)
+        x[LIVE:] = padding
+        if fill is not None:
+            fill(x[LIVE:])
+        return mix(x)
+
+    return run
+
+
+def by_row(x):
+    return x * 2
+
+
+def by_amax(x):
+    return x / x.abs().max()
+
+
+def by_row_of_live_only(x):
+    return torch.where(torch.arange(4)[:, None] < LIVE, x, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "verdict"),
+    [
+        (step(by_row, padding=7.0), Verdict.CLEAN),
+        (step(by_row_of_live_only), Verdict.CLEAN),
+        (step(by_row), Verdict.PAD_ONLY),
+        (step(by_row, padding=float("inf")), Verdict.PAD_ONLY),
+        (step(by_amax), Verdict.LEAKED),
+        (step(by_row, live=NAN), Verdict.LIVE_BORN),
+        (step(by_amax, padding=7.0, live=NAN), Verdict.LIVE_BORN),
+    ],
+)
+def test_verdicts(run, verdict):
+    assert judge_rows(run, LIVE) == verdict
+    assert judge_rows(run, torch.tensor([True, True, False, False])) == verdict
+
+
+def test_one_healed_row_convicts_the_padding():
+    def run(fill):
+        x = step(by_amax)(fill)
+        x[0] = NAN
+        return x
+
+    assert judge_rows(run, LIVE) == Verdict.LEAKED
+
+
+def test_a_nan_in_any_returned_stage_counts():
+    run = step(lambda x: [x, by_row_of_live_only(x)])
+    assert judge_rows(run, LIVE) == Verdict.PAD_ONLY
+
+
+def test_pad_invariance_sees_wrong_finite_values_where_no_nan_check_does():
+    def run(fill):
+        # An fmax-style amax: NaN in padding is dropped, large finite padding is not.
+        return step(lambda x: x / x.nan_to_num(0.0, 0.0, 0.0).abs().max(), padding=7.0)(fill)
+
+    assert judge_rows(run, LIVE) == Verdict.CLEAN
+    result = pad_invariance(run, LIVE)
+    assert not result
+    assert result.changed == ("largest", "noise")
+    assert result.changed_rows == LIVE
+
+
+def test_pad_invariance_holds_for_rows_that_do_not_meet():
+    result = pad_invariance(step(by_row), LIVE, trials=6)
+    assert result
+    assert result.trials == 6
+
+
+def test_judging_does_not_keep_views_of_static_memory():
+    static = torch.zeros(4, 3)
+
+    def run(fill):
+        static.fill_(1.0)
+        static[:LIVE] = NAN if fill is not CLEAN else 1.0
+        return static
+
+    assert judge_rows(run, LIVE) == Verdict.LEAKED
+
+
+def test_bad_rows_reads_fp8():
+    x = torch.tensor([[1.0, 2.0], [NAN, 1.0]]).to(torch.float8_e4m3fn)
+    assert bad_rows(x).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: judge_rows(step(by_row), 5), "live_rows: expected 0 to 4, got 5"),
+        (lambda: judge_rows(step(by_row), torch.ones(3, dtype=torch.bool)), r"live_rows.*\(4\)"),
+        (lambda: judge_rows(lambda fill: [], 1), "run: expected at least one output"),
+        (lambda: pad_invariance(step(by_row), 2, trials=0), "trials: expected at least 1, got 0"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
