@@ -1,0 +1,77 @@
+"""Clearing the rows of empty requests: ours, what PyTorch offers, and cudaMemsetAsync.
+
+Run: ``python benchmarks/bench_clear_empty_rows.py`` on a machine with a CUDA device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from staleproof import device
+
+device.select()
+
+from staleproof.mla_padding.kernels import clear_empty_rows  # noqa: E402
+from staleproof.runs import measure  # noqa: E402
+
+ROWS, HEADS, RANK = 1024, 128, 512
+LIVE = (1, 512, 1000, 1024)
+ROW_BYTES = HEADS * RANK * 2
+# Each launch of a graph writes its own buffer: none finds its lines in the L2.
+SETS = measure.LAUNCHES
+
+
+def rows() -> list[dict[str, Any]]:
+    """Measure every case.
+
+    Raises:
+        DeviceError: no GPU.
+    """
+    measure.require_gpu()
+    outs = [
+        torch.empty(ROWS, HEADS, RANK, dtype=torch.bfloat16, device="cuda") for _ in range(SETS)
+    ]
+    zero = torch.zeros((), dtype=torch.bfloat16, device="cuda")
+    found = []
+    for live in LIVE:
+        seq_lens = torch.zeros(ROWS, dtype=torch.int32, device="cuda")
+        seq_lens[:live] = 512
+        empty = (seq_lens == 0)[:, None, None]
+        providers: dict[str, Callable[[torch.Tensor], object]] = {
+            "staleproof": lambda out, lens=seq_lens: clear_empty_rows(out, lens),
+            "masked_fill_": lambda out, mask=empty: out.masked_fill_(mask, 0),
+            "torch.where": lambda out, mask=empty: torch.where(mask, zero, out, out=out),
+            "slice zero_, n on the host": lambda out, n=live: out[n:].zero_(),
+            "limit: cudaMemsetAsync, n on the host": lambda out, n=live: measure.memset_async(
+                out[n:]
+            ),
+        }
+        for provider, clear in providers.items():
+            if live == ROWS and "n on the host" in provider:
+                continue
+            target = outs[0].fill_(torch.nan)
+            clear(target)
+            if bool(target[:live].isfinite().any()) or int(target[live:].count_nonzero()):
+                print(f"{provider}: refused, wrong rows")
+                continue
+            times = measure.graph_times([lambda o=out, c=clear: c(o) for out in outs])
+            found.append(
+                measure.row(
+                    "mla_padding",
+                    "clear_empty_rows",
+                    provider,
+                    f"bf16 ({ROWS}, {HEADS}, {RANK})",
+                    "live rows",
+                    live,
+                    times,
+                    (ROWS - live) * ROW_BYTES,
+                )
+            )
+    return found
+
+
+if __name__ == "__main__":
+    measure.print_rows(rows(), baseline="staleproof")

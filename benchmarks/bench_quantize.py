@@ -1,0 +1,97 @@
+"""Per-tensor FP8 with and without padding rows: ours, PyTorch eager and compiled, and a memset.
+
+Run: ``python benchmarks/bench_quantize.py`` on a machine with a CUDA device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from staleproof import device
+
+device.select()
+
+from staleproof.mla_padding import reference  # noqa: E402
+from staleproof.mla_padding.kernels import quantize_fp8_per_tensor  # noqa: E402
+from staleproof.runs import measure  # noqa: E402
+
+ROWS = 1024
+# DeepSeek's hidden size, its attention output before the projection, its latent output.
+HIDDEN = (7168, 128 * 128, 128 * 512)
+LIVE = (1, 512, 1024)
+Quantized = tuple[torch.Tensor, torch.Tensor]
+
+
+def all_rows(x: torch.Tensor) -> Quantized:
+    """Per-tensor dynamic FP8 as upstream's PyTorch path does it: over the padded batch."""
+    scale = (x.abs().max().float() / reference.E4M3_MAX).reshape(1)
+    scaled = (x.float() * scale.reciprocal()).clamp(-reference.E4M3_MAX, reference.E4M3_MAX)
+    return scaled.to(torch.float8_e4m3fn), scale
+
+
+def rows() -> list[dict[str, Any]]:
+    """Measure every case.
+
+    Raises:
+        DeviceError: no GPU.
+    """
+    measure.require_gpu()
+    compiled = torch.compile(all_rows)
+    found = []
+    for hidden in HIDDEN:
+        count = measure.sets_beyond_l2(ROWS * hidden * 2)
+        xs = [torch.randn(ROWS, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        target = torch.empty(ROWS, hidden, dtype=torch.uint8, device="cuda")
+
+        def add(
+            provider: str,
+            live: int,
+            call: Callable[[torch.Tensor], Quantized | None],
+            *,
+            xs: list[torch.Tensor] = xs,
+            hidden: int = hidden,
+        ) -> None:
+            got = call(xs[0])
+            if got is not None:
+                # The scale is the exact one of the rows read; a byte may round the other way.
+                want, scale = reference.quantize_fp8_per_tensor(xs[0], live_rows=live)
+                close = torch.isclose(got[0].float(), want.float(), rtol=0.13, atol=2**-9)
+                if not bool(close.all()) or not torch.allclose(got[1], scale, rtol=1e-6):
+                    print(f"{provider}: refused, wrong result")
+                    return
+            times = measure.graph_times([lambda x=x: call(x) for x in xs])
+            found.append(
+                measure.row(
+                    "mla_padding",
+                    "quantize_fp8_per_tensor",
+                    provider,
+                    f"bf16 ({ROWS}, {hidden})",
+                    "live rows",
+                    live,
+                    times,
+                    live * hidden * 2 + ROWS * hidden,
+                )
+            )
+
+        for live in LIVE:
+            count_on_device = torch.tensor([live], dtype=torch.int32, device="cuda")
+            mask = torch.arange(ROWS, device="cuda") < live
+            add("staleproof", live, lambda x, n=count_on_device: quantize_fp8_per_tensor(
+                x, live_rows=n
+            ))  # fmt: skip
+            add("staleproof, mask", live, lambda x, m=mask: quantize_fp8_per_tensor(
+                x, live_rows=m
+            ))  # fmt: skip
+        add("staleproof, all rows", ROWS, quantize_fp8_per_tensor)
+        add("torch eager, all rows", ROWS, all_rows)
+        add("torch.compile, all rows", ROWS, compiled)
+        for live in LIVE:
+            add("limit: memset of the result", live, lambda x, t=target: measure.memset_async(t))
+    return found
+
+
+if __name__ == "__main__":
+    measure.print_rows(rows(), baseline="staleproof, all rows")
