@@ -52,6 +52,9 @@ def rows() -> list[dict[str, Any]]:
         DeviceError: no GPU.
     """
     measure.require_gpu()
+    for peer in peers().values():
+        if peer.why_not is not None:
+            print(f"{peer.name}: not run, {peer.why_not}")
     memory_rate, matmul_rate = rates()
     found = []
     for batch in BATCHES:
@@ -91,8 +94,8 @@ def rows() -> list[dict[str, Any]]:
             add("staleproof", ours)
             for key, peer in peers().items():
                 if peer.why_not is not None:
-                    print(f"{peer.name}: not run, {peer.why_not}")
-                elif key == "vllm_triton":
+                    continue
+                if key == "vllm_triton":
                     for splits in (1, 2, 4, 8):
                         add(
                             f"{peer.name}, {splits} splits",

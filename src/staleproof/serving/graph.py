@@ -137,7 +137,7 @@ def capture(fn: Callable[[], Any], on: str) -> Graph:
         fn: the step; runs on static tensors, returns nothing that matters.
         on: ``"cuda"`` or ``"cpu"``.
     """
-    if on == "cuda":
-        return CudaGraph(fn)
-    fn()  # the eager warm-up run: lazily allocated buffers come to life before the capture
-    return LaunchList(fn)
+    # An engine first runs the step eagerly, on the stream everything else is allocated on: buffers
+    # that are allocated lazily come to life here, outside the graph's own memory.
+    fn()
+    return CudaGraph(fn) if on == "cuda" else LaunchList(fn)

@@ -1,0 +1,100 @@
+"""A captured decode step with the fix of incident 1 against the same step without it.
+
+One layer with DeepSeek-V3's attention: 128 heads, 512 + 64, and projections that read about as
+many bytes as its absorbed ones (370 MB); its experts are kept small, which makes the bar harder. The two graphs are replayed in turn, so that both see the same clocks.
+
+Run: ``python benchmarks/bench_decode_step.py`` on a machine with a CUDA device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from staleproof import device
+
+device.select()
+
+from staleproof.evidence import RowCounters  # noqa: E402
+from staleproof.mla_padding import broken, experiment, kernels  # noqa: E402
+from staleproof.runs import measure  # noqa: E402
+from staleproof.serving.engine import Batch, Engine, EngineConfig, Variant  # noqa: E402
+
+BATCH = 128
+CONTEXTS = (512, 4096)
+LIVE = (3, 100, 128)
+REPLAYS = 200
+
+
+def _paired(engines: dict[str, Engine]) -> dict[str, measure.Times]:
+    """Microseconds a replay of each engine's step, replayed in turn."""
+    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in engines}
+    for turn in range(REPLAYS + 10):
+        for name, engine in engines.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            engine.graph.replay()
+            end.record()
+            if turn >= 10:
+                marks[name].append((start, end))
+    torch.cuda.synchronize()
+    times = {}
+    for name, pairs in marks.items():
+        each = torch.tensor([a.elapsed_time(b) * 1000 for a, b in pairs], dtype=torch.float64)
+        p20, p50, p80 = each.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+        times[name] = measure.Times(p50=p50, p20=p20, p80=p80)
+    return times
+
+
+def rows() -> list[dict[str, Any]]:
+    """Measure every case.
+
+    Raises:
+        DeviceError: no GPU.
+    """
+    measure.require_gpu()
+    found = []
+    for context in CONTEXTS:
+        config = EngineConfig.for_device(
+            "cuda", batch=BATCH, context=context, hidden=1344, inter=512, experts=8, top_k=2
+        )
+        counters = RowCounters(Engine.stage_names(config.layers), "cuda")
+        decode, amax = kernels.mla_decode, broken.quantise_amax_torch_max
+        without = Variant("without", broken.NoRemedy(decode), amax)
+        variants = {
+            "without": (without, None),
+            "clear_empty_rows": (
+                Variant("cleared", experiment.ClearEmptyRows(decode), amax), None
+            ),
+            "masked_fill": (Variant("masked", broken.MaskedFill(decode), amax), None),
+            "quantize live rows": (
+                Variant("live", broken.NoRemedy(decode), experiment.quantise_live_rows), None
+            ),
+            "RowCounters on": (without, counters),
+        }  # fmt: skip
+        engines = {n: Engine(v, config, c) for n, (v, c) in variants.items()}
+        for live in LIVE:
+            for engine in engines.values():
+                engine.set_batch(Batch(live))
+            logits = {name: engine.replay()[:live].clone() for name, engine in engines.items()}
+            for name in ("clear_empty_rows", "masked_fill", "RowCounters on"):
+                if not torch.equal(logits[name], logits["without"]):
+                    raise measure.WrongResult(f"{name}: live rows differ from the step without it")
+            # Bytes that any form of the step reads: weights once, and the live requests' keys.
+            weights = sum(w.numel() * 2 for w in (*vars(engines["without"].weights[0]).values(),))
+            moved = weights + live * context * 576 * 2
+            for name, times in _paired(engines).items():
+                found.append(
+                    measure.row(
+                        "mla_padding", "decode step", name, f"batch {BATCH}, {context} tokens",
+                        "live rows", live, times, moved,
+                    )
+                )  # fmt: skip
+        del engines
+        torch.cuda.empty_cache()
+    return found
+
+
+if __name__ == "__main__":
+    measure.print_rows(rows(), baseline="without")
