@@ -1,8 +1,10 @@
 # make workbook | make test | make help
 PYTHON ?= python3
-# Taken as it stands, so it may carry options:
-#   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" workbook
+# Taken as it stands, so it may carry options of pip: make TORCH="torch==2.12.0 --index-url ..."
 TORCH ?= torch==2.13.0
+# Its Python alone, without the gigabytes of CUDA packages it asks for: enough to check that our calls
+# bind to its signatures.
+FLASHINFER ?= flashinfer-python==0.6.18.post1
 JOBS ?= 2
 
 BIN := .venv/bin
@@ -58,6 +60,9 @@ $(READY): pyproject.toml
 	  $(BIN)/python -m pip install $(TORCH); \
 	fi
 	$(BIN)/python -m pip install -e ".[test]"
+	@$(BIN)/python -c "import flashinfer" 2>/dev/null \
+	  || $(BIN)/python -m pip install --no-deps $(FLASHINFER) \
+	  || echo "no FlashInfer here: the tests that bind to its signatures will be skipped"
 	@prefix=$$($(PYTHON) -c 'import sys; print(sys.prefix)'); \
 	if [ -f $(BIN)/../lib/python*/site-packages/machine.pth ]; then \
 	  for name in lab labextensions nbconvert; do \

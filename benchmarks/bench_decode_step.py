@@ -1,7 +1,8 @@
 """A captured decode step with the fix of incident 1 against the same step without it.
 
 One layer with DeepSeek-V3's attention: 128 heads, 512 + 64, and projections that read about as
-many bytes as its absorbed ones (370 MB); its experts are kept small, which makes the bar harder. The two graphs are replayed in turn, so that both see the same clocks.
+many bytes as its absorbed ones (370 MB); its experts are kept small, which makes the bar harder.
+The graphs are replayed in turn, so that all see the same clocks.
 
 Run: ``python benchmarks/bench_decode_step.py`` on a machine with a CUDA device.
 """

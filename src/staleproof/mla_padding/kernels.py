@@ -24,7 +24,7 @@ E4M3_MAX = 448.0
 # A scale below the smallest normal number would have no finite reciprocal.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # Best of a sweep on an H200: rows a program looks after, bytes it clears of each.
-CLEAR_ROWS, CLEAR_BYTES, CLEAR_WARPS = 4, 32768, 8
+CLEAR_ROWS, CLEAR_BYTES, CLEAR_WARPS = 8, 32768, 4
 
 
 @triton.jit
@@ -209,7 +209,7 @@ def _merge_splits_kernel(
 def _clear_empty_rows_kernel(
     out, lse, seq_lens, query_start_loc, rows, batch, q_len, heads, row_stride, row_size,
     RAGGED: tl.constexpr, HAS_LSE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    HEADS: tl.constexpr, OWNERS: tl.constexpr,
+    WHOLE: tl.constexpr, HEADS: tl.constexpr, OWNERS: tl.constexpr,
 ):  # fmt: skip
     """One slice of CHUNK elements of ROWS rows, which lie a grid apart from each other.
 
@@ -243,7 +243,8 @@ def _clear_empty_rows_kernel(
             tl.store(
                 out + target * row_stride + column,
                 tl.zeros([CHUNK], out.dtype.element_ty),
-                mask=column < row_size,
+                mask=(column < row_size) | WHOLE,
+                cache_modifier=".cs",
             )
             if HAS_LSE and tl.program_id(0) == 0:
                 head = tl.arange(0, HEADS)
@@ -346,8 +347,10 @@ def _quantize_kernel(
 
 
 @cache
-def _processors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+def _gpu(index: int) -> tuple[int, tuple[int, int]]:
+    """(multiprocessors, compute capability) of a CUDA device."""
+    found = torch.cuda.get_device_properties(index)
+    return found.multi_processor_count, (found.major, found.minor)
 
 
 def _plan(q: torch.Tensor, rows: int, capacity: int) -> tuple[int, int, int, dict[str, int]]:
@@ -360,7 +363,7 @@ def _plan(q: torch.Tensor, rows: int, capacity: int) -> tuple[int, int, int, dic
         block_m, block_n, options = 16, 16, {"num_warps": 4, "num_stages": 2}
     else:
         block_m, block_n, options = 16, 64, {"num_warps": 4, "num_stages": 2}
-    processors = _processors(q.device.index) if q.is_cuda else 1
+    processors = _gpu(q.device.index)[0] if q.is_cuda else 1
     batch, blocks = q.shape[0], triton.cdiv(capacity, block_n)
     narrow = batch * triton.cdiv(rows, block_m)
     if q.element_size() == 2 and narrow * blocks > 8 * processors:
@@ -376,7 +379,7 @@ def _fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -
     """Whether the kernel written for Hopper takes this call: its shape, and 16-byte loads."""
     return (
         q.is_cuda
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and _gpu(q.device.index)[1] == (9, 0)
         and q.element_size() == 2
         and (rank, q.shape[-1]) == (512, 576)
         and kv_cache.shape[1] % 64 == 0
@@ -510,7 +513,8 @@ def clear_empty_rows(
         out.view(bits), lse, seq_lens, query_start_loc, rows, batch, max(rows // batch, 1), heads,
         row_stride, heads * dim,
         RAGGED=query_start_loc is not None, HAS_LSE=lse is not None, ROWS=CLEAR_ROWS, CHUNK=chunk,
-        HEADS=triton.next_power_of_2(heads), OWNERS=128, num_warps=CLEAR_WARPS,
+        WHOLE=heads * dim % chunk == 0, HEADS=triton.next_power_of_2(heads), OWNERS=128,
+        num_warps=CLEAR_WARPS,
     )  # fmt: skip
 
 
@@ -564,7 +568,7 @@ def quantize_fp8_per_tensor(
     scale = torch.empty(1, dtype=torch.float32, device=x.device)
     block = min(4096, triton.next_power_of_2(hidden))
     tiles = rows * triton.cdiv(hidden, block)
-    programs = min(tiles, 8 * _processors(x.device.index) if x.is_cuda else 8)
+    programs = min(tiles, 8 * _gpu(x.device.index)[0] if x.is_cuda else 8)
     partial = torch.empty(programs, dtype=torch.int32, device=x.device)
     _amax_kernel[(programs,)](
         x, live, count, partial, rows, hidden, x.stride(0), LIVE=kind, BLOCK=block, num_warps=8
@@ -602,8 +606,9 @@ def mla_decode(
 
     Query token j of q_len attends to the first ``seq_len - q_len + j + 1`` keys. The hot path
     never waits for the device: a negative length counts as empty, one past the table's reach as
-    the table's reach. One launch, or two with splits; the partial results of splits take at most
-    processors * 64 * kv_lora_rank * 4 bytes (16.5 MiB on an H200) during the call.
+    the table's reach. One launch, or two with splits; the partial results of the splits it
+    chooses take at most processors * 64 * kv_lora_rank * 4 bytes (16.5 MiB on an H200) during
+    the call. On Hopper DeepSeek's shape runs a kernel of its own (``decode_sm90.py``).
 
     Args:
         q: (batch, heads, 576) or (batch, q_len, heads, 576), bfloat16, float16 or float32;

@@ -213,16 +213,28 @@ def flashinfer_plan_args(
 
 
 def flashinfer_run_args(
-    q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor | None
+    backend: str,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Keywords for ``BatchMLAPagedAttentionWrapper.run``, all backends."""
-    return {
+    """Keywords for ``BatchMLAPagedAttentionWrapper.run``.
+
+    CUTLASS takes the batch here; the others have planned it.
+    """
+    args: dict[str, Any] = {
         "q_nope": q[..., :RANK],
         "q_pe": q[..., RANK:],
         "ckv_cache": kv_cache[..., :RANK],
         "kpe_cache": kv_cache[..., RANK:],
         "out": out,
     }
+    if backend == "cutlass":
+        return args | {"kv_len": seq_lens, "page_table": block_table}
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    return args | {"lse": lse, "return_lse": True, "return_lse_base_on_e": True}
 
 
 def flashinfer_trtllm_args(
@@ -272,19 +284,14 @@ def _prepare_flashinfer(backend: str) -> Callable[..., Launch]:
         mla = importlib.import_module("flashinfer.mla")
         wrapper = mla.BatchMLAPagedAttentionWrapper(_workspace(q), backend=backend)
         result = _new_out(q, out)
-        run_args = flashinfer_run_args(q, kv_cache, result)
-        lse: torch.Tensor | None = None
-        if backend == "cutlass":
-            run_args |= {"kv_len": seq_lens, "page_table": block_table}
-        else:
+        run_args = flashinfer_run_args(backend, q, kv_cache, block_table, seq_lens, result)
+        if backend != "cutlass":
             # The plan reads the lengths on the host: it belongs to the batch, not to the launch.
             wrapper.plan(**flashinfer_plan_args(q, kv_cache, block_table, seq_lens, softmax_scale))
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            run_args |= {"lse": lse, "return_lse": True, "return_lse_base_on_e": True}
 
         def launch() -> Result:
             wrapper.run(**run_args)
-            return result, lse
+            return result, run_args.get("lse")
 
         return launch
 
