@@ -140,13 +140,15 @@ class RowCounters:
         )
         columns = x.numel() // rows
         raw = x.view(BITS[x.element_size()])
-        block = min(4096, triton.next_power_of_2(columns))
+        block = min(16384, triton.next_power_of_2(columns))
         # A GPU wants a program a row; the interpreter pays for each program.
         tile = max(1, min(128, 2**19 // block)) if device.interpreting() else 1
         _count_bad_kernel[(triton.cdiv(rows, tile),)](
             raw, live, self._replay, self._counts, self._first,
             self.stages.index(stage), rows, columns, rows // live.shape[0],
             BAD=_BAD_BITS[x.dtype], ROWS=tile, BLOCK=block,
+            # One program holds a whole row's loads in flight: rows are few and long.
+            num_warps=16 if block >= 8192 else 4,
         )  # fmt: skip
 
     def reset(self) -> None:
