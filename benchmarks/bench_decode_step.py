@@ -88,7 +88,7 @@ def rows() -> list[dict[str, Any]]:
             for name, times in _paired(engines).items():
                 found.append(
                     measure.row(
-                        "mla_padding", "decode step", name, f"batch {BATCH}, {context} tokens",
+                        "mla_padding", "decode_step", name, f"batch {BATCH}, {context} tokens",
                         "live rows", live, times, moved,
                     )
                 )  # fmt: skip

@@ -473,8 +473,19 @@ class _FreedBlocks:
         if self.device == "cpu":
             self.freed.append(block)
 
-    def allocate_like(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self.freed.pop() if self.freed else torch.empty(shape, dtype=dtype, device="cuda")
+    def tenant_at(
+        self, where: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """The next tenant of the block at address ``where``, if it goes to anybody."""
+        if self.device == "cpu":
+            return self.freed.pop() if self.freed else None
+        # Blocks of this size that the process freed earlier may be handed out first.
+        tenants: list[torch.Tensor] = []
+        for _ in range(64):
+            tenants.append(torch.empty(shape, dtype=dtype, device=self.device))
+            if tenants[-1].data_ptr() == where:
+                return tenants[-1]
+        return None
 
 
 def growth_after_capture(name: str, device: str) -> Finding:
@@ -508,11 +519,9 @@ def growth_after_capture(name: str, device: str) -> Finding:
             num_decodes=larger, layer=0, softmax_scale=config.softmax_scale,
         )
     )  # fmt: skip
-    tenant = None
-    if device == "cuda" or blocks.freed:
-        tenant = blocks.allocate_like(tuple(shape), config.dtype)
+    tenant = blocks.tenant_at(where, tuple(shape), config.dtype)
     changed = 0
-    if tenant is not None and tenant.data_ptr() == where:
+    if tenant is not None:
         plant(tenant, stage=9)
         engine.set_batch(Batch(3))
         engine.graph.replay()

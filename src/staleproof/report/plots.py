@@ -1,0 +1,184 @@
+"""The notebooks' pictures: transparent, in mid-grey ink, readable without telling colours apart.
+
+Each state has a hatch of its own beside its colour (Okabe and Ito's), so NaN is never a blank.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from staleproof.check import require
+from staleproof.report.timeline import INK
+
+if TYPE_CHECKING:
+    from IPython.display import SVG
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from staleproof.mla_padding.experiment import StagePicture
+
+_BLUE, _ORANGE, _VERMILION, _PURPLE, _GREEN = "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73"
+
+# A state's colour, how much of it the cell's ground takes, and its hatch.
+STATES: Mapping[str, tuple[str, float, str]] = {
+    "finite": (_BLUE, 0.25, ""),
+    "NaN in a padding row": (_ORANGE, 0.2, "///"),
+    "NaN in a live row": (_VERMILION, 0.45, "xxx"),
+    "clean": (_BLUE, 0.25, ""),
+    "pad_only": (_ORANGE, 0.2, "///"),
+    "leaked": (_VERMILION, 0.45, "xxx"),
+    "live_born": (_PURPLE, 0.3, "\\\\\\"),
+    "this step": (_BLUE, 0.25, ""),
+    "an earlier step": (_GREEN, 0.3, "---"),
+    "nobody": (_ORANGE, 0.2, "///"),
+}
+_STAGE_STATES = ("finite", "NaN in a padding row", "NaN in a live row")
+_FONT = 8
+
+
+def grid(
+    cells: Sequence[Sequence[str]],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    live: int | None = None,
+    cell: tuple[float, float] = (0.55, 0.24),
+) -> Figure:
+    """A field of states with a legend: rows down, columns across.
+
+    Args:
+        cells: a state of :data:`STATES` for each row and column.
+        rows: labels of the rows; an empty one leaves its row without.
+        columns: labels of the columns.
+        live: draws a line below this many rows.
+        cell: width and height of a cell, in inches.
+
+    Returns:
+        A figure that pyplot does not know.
+
+    Raises:
+        ValueError: cells that do not fit the labels, or an unknown state.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    require(len(cells) == len(rows), "cells", f"{len(rows)} rows", len(cells))
+    for line in cells:
+        require(len(line) == len(columns), "cells", f"{len(columns)} columns", len(line))
+        require(set(line) <= set(STATES), "cells", f"states of {list(STATES)}", sorted(set(line)))
+    # Inches: room for the labels, as wide as they are.
+    left = 0.25 + 0.075 * max(map(len, rows))
+    flat = 0.07 * max(map(len, columns)) < cell[0]
+    top = 0.3 if flat else 0.15 + 0.055 * max(map(len, columns))
+    bottom, right = 0.4, 0.6
+    width, height = len(columns) * cell[0], len(rows) * cell[1]
+    size = (max(left + width + right, 4.6), bottom + height + top)
+    fig = Figure(figsize=size, facecolor="none")
+    ax = fig.add_axes(
+        (left / size[0], bottom / size[1], width / size[0], height / size[1]), facecolor="none"
+    )
+    for y, line in enumerate(cells):
+        for x, state in enumerate(line):
+            ax.add_patch(_patch(state, (x, y)))
+    if live is not None:
+        ax.plot([-0.15, len(columns) + 0.15], [live, live], color=INK, linewidth=2, clip_on=False)
+    ax.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
+    middles = [x + 0.5 for x in range(len(columns))]
+    ax.set_xticks(middles, columns, rotation=0 if flat else 35, ha="center" if flat else "left")
+    ax.set_yticks([y + 0.5 for y in range(len(rows))], rows)
+    ax.xaxis.tick_top()
+    ax.tick_params(length=0, colors=INK, labelsize=_FONT)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    shown = [s for s in STATES if any(s in line for line in cells)]
+    handles: list[Patch] = [_patch(state, label=state) for state in shown]
+    fig.legend(
+        handles=handles, loc="lower left", ncols=len(handles), fontsize=_FONT, frameon=False,
+        labelcolor=INK, handlelength=2.2, handleheight=1.4,
+    )  # fmt: skip
+    return fig
+
+
+def _patch(state: str, corner: tuple[float, float] = (0, 0), **changes: Any) -> Any:
+    from matplotlib.colors import to_rgba
+    from matplotlib.patches import Rectangle
+
+    colour, strength, hatch = STATES[state]
+    return Rectangle(
+        corner, 1, 1, facecolor=to_rgba(colour, strength), edgecolor=colour, hatch=hatch,
+        linewidth=0.6, **changes,
+    )  # fmt: skip
+
+
+def stages(picture: StagePicture) -> Figure:
+    """Rows x stages of one replay; live rows stand above the line."""
+    count = len(picture.cells)
+    labels = [f"row {row}" if row < picture.live else f"padding {row}" for row in range(count)]
+    return grid(
+        [[_STAGE_STATES[cell] for cell in line] for line in picture.cells],
+        rows=labels, columns=picture.stages, live=picture.live,
+    )  # fmt: skip
+
+
+def timings(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Recorded medians with p20 to p80: a panel a mode and machine, a mark a provider.
+
+    Args:
+        rows: lines of ``measurements.jsonl`` of one kernel.
+
+    Raises:
+        ValueError: no rows.
+    """
+    import pandas as pd
+    import seaborn as sns
+    from matplotlib.figure import Figure
+
+    require(bool(rows), "rows", "at least one", 0)
+    frame = pd.DataFrame(rows)
+    panels = list(frame.groupby(["machine", "date", "mode"], sort=False))
+    fig = Figure(figsize=(7, 2.9 * len(panels)), facecolor="none", layout="constrained")
+    axes = fig.subplots(len(panels), squeeze=False)[:, 0]
+    order = list(dict.fromkeys(frame["provider"]))
+    for ax, ((machine, date, mode), part) in zip(axes, panels, strict=True):
+        values = sorted(set(part["x_value"]))
+        part = part.assign(x=[values.index(value) for value in part["x_value"]])
+        for row in part.itertuples():
+            ax.plot([row.x, row.x], [row.p20, row.p80], color=INK, linewidth=1)
+        sns.scatterplot(
+            part, x="x", y="p50", hue="provider", style="provider", hue_order=order,
+            style_order=order, palette=sns.color_palette("colorblind", len(order)), s=60, ax=ax,
+        )  # fmt: skip
+        ax.set(yscale="log", xlabel=part["x_name"].iloc[0], ylabel=part["unit"].iloc[0])
+        ax.set_xticks(range(len(values)), map(str, values))
+        ax.set_title(f"RECORDED {machine}, {date}: {mode}", color=INK, fontsize=9)
+        _in_grey(ax)
+    return fig
+
+
+def _in_grey(ax: Axes) -> None:
+    ax.set_facecolor("none")
+    ax.tick_params(which="both", colors=INK, labelsize=_FONT)
+    for label in (ax.xaxis.label, ax.yaxis.label):
+        label.set(color=INK, fontsize=_FONT)
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(INK)
+    ax.legend(
+        loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=_FONT,
+        labelcolor=INK,
+    )  # fmt: skip
+
+
+def svg(fig: Figure) -> SVG:
+    """The figure as a cell shows it; drawn anew, it gives the same bytes."""
+    import matplotlib as mpl
+    from IPython.display import SVG
+
+    text = io.StringIO()
+    # Words stay words: small, searchable, and no other sans-serif is as wide as the one laid out.
+    style: Any = {"svg.hashsalt": "staleproof", "svg.fonttype": "none", "hatch.linewidth": 0.8}
+    with mpl.rc_context(style):
+        fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return SVG(text.getvalue())

@@ -1,0 +1,220 @@
+"""What notebook cells call: the banner, plain tables, verdict lines, recorded runs, a slider.
+
+Text is plain, because nbval compares plain text; a verdict line begins with the provenance word.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from staleproof import device as devices
+from staleproof.check import require
+from staleproof.runs import recorded
+from staleproof.runs.measure import print_rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from staleproof.evidence import Fill, RowCounters
+    from staleproof.runs.findings import Finding
+
+
+def start(device: str) -> str:
+    """Choose the device of this notebook and print the banner.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``.
+
+    Returns:
+        ``cpu`` or ``cuda``.
+
+    Raises:
+        DeviceError: unknown or absent device.
+    """
+    chosen = devices.select(device)
+    m = devices.machine()
+    driver = f" · driver {m.driver}" if m.driver else ""
+    print(
+        f"machine: {m.name}{driver} · Python {m.python} · torch {m.torch} · triton {m.triton} · "
+        f"flashinfer {m.flashinfer} · vllm {m.vllm} · {devices.provenance()}"
+    )
+    return chosen
+
+
+def verdict(text: str) -> None:
+    """Print one verdict line: the provenance word of this process, then ``text``."""
+    print(f"{devices.provenance()} {text}")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print rows under their column names, left-aligned."""
+    lines = [tuple(map(str, row)) for row in (columns, *rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    lines.insert(1, tuple("-" * width for width in widths))
+    for line in lines:
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
+
+
+def answers(findings: Iterable[Finding]) -> None:
+    """Print findings as a table: variants down, questions across; below it what was not run."""
+    found = list(findings)
+    questions = list(dict.fromkeys(f.question for f in found))
+    cells = {(f.variant, f.question): f.verdict for f in found}
+    variants = dict.fromkeys(f.variant for f in found)
+    table(
+        ("", *questions),
+        ((variant, *(cells.get((variant, q), "-") for q in questions)) for variant in variants),
+    )
+    for variant, note in dict.fromkeys((f.variant, f.note) for f in found if not f.ran):
+        print(f"not run: {variant}: {note}")
+
+
+def recorded_answers(incident: str, question: str) -> None:
+    """Print what each recorded machine answered to one question: RECORDED, so no evidence here."""
+    for run in recorded.read_all():
+        print(f"RECORDED {run.title}")
+        asked = [f for f in run.findings if (f.incident, f.question) == (incident, question)]
+        table(("variant", question), ((f.variant, f.verdict) for f in asked))
+    _say_if_none()
+
+
+def recorded_timings(kernel: str, baseline: str = "staleproof") -> list[dict[str, Any]]:
+    """Print the timings of one kernel on each recorded machine.
+
+    Args:
+        kernel: as in ``measurements.jsonl``.
+        baseline: the provider that the others' ratios refer to.
+
+    Returns:
+        The rows printed.
+    """
+    rows = []
+    for run in recorded.read_all():
+        mine = [row for row in run.measurements if row["kernel"] == kernel]
+        if mine:
+            print(f"RECORDED {run.title}")
+            print_rows(mine, baseline=baseline)
+            rows += mine
+    if not rows:
+        print(f"no recorded timing of {kernel}: staleproof record on a GPU machine makes one")
+    return rows
+
+
+def _say_if_none() -> None:
+    if not recorded.read_all():
+        print("no recorded run yet: staleproof record makes one")
+
+
+def has_front_end() -> bool:
+    """Whether somebody can move a widget: JupyterLab or VS Code, with ipywidgets installed.
+
+    Executing without a page (nbclient, nbconvert, nbval) sets neither mark.
+    """
+    try:
+        import ipywidgets  # noqa: F401
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    shell = get_ipython()
+    in_code = shell is not None and "__vsc_ipynb_file__" in shell.user_ns
+    return in_code or "JPY_SESSION_NAME" in os.environ
+
+
+def slider(
+    name: str, values: range, draw: Callable[[int], object], instead: Callable[[], object]
+) -> None:
+    """A slider where somebody can move one, and ``instead`` everywhere else.
+
+    Args:
+        name: label of the slider.
+        values: what it runs over.
+        draw: shows one value.
+        instead: shows all of them in text.
+    """
+    if not has_front_end():
+        instead()
+        return
+    import ipywidgets
+
+    handle = ipywidgets.IntSlider(
+        min=values[0], max=values[-1], step=values.step, description=name, continuous_update=False
+    )
+    ipywidgets.interact(draw, **{name: handle})
+
+
+class ToyStep:
+    """The smallest captured step with the fault: one kernel, one consumer, static memory.
+
+    Row ``i`` belongs to request ``i``, and says ``i + 1`` in each of its four columns.
+
+    Args:
+        device: ``cpu`` (a recorded launch list) or ``cuda`` (a CUDA graph).
+        rows: size of the captured batch.
+        writes_every_row: whether the kernel writes zeros for a row without tokens; otherwise it
+            leaves that row alone.
+        amax: the consumer divides all rows by the largest magnitude among them, found with
+            ``torch.max`` (keeps NaN) or ``fmax`` (drops it); ``None`` leaves rows apart.
+        counters: optional RowCounters over ``kernel`` and ``consumer``, captured with the step.
+
+    Attributes:
+        x: (rows, 4) fp32, what each request says.
+        out: (rows, 4) fp32, the kernel's output memory.
+        scaled: (rows, 4) fp32, the consumer's output.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        rows: int = 6,
+        writes_every_row: bool = False,
+        amax: str | None = None,
+        counters: RowCounters | None = None,
+    ) -> None:
+        import torch
+
+        from staleproof.serving.graph import capture
+
+        require(amax in (None, "torch.max", "fmax"), "amax", "None, torch.max or fmax", amax)
+        self.writes_every_row, self.amax, self.counters = writes_every_row, amax, counters
+        self.x = torch.arange(1.0, rows + 1, device=device)[:, None].repeat(1, 4)
+        self.out, self.scaled = torch.zeros_like(self.x), torch.zeros_like(self.x)
+        self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.live = 0
+        self.graph = capture(self._step, device)
+        if counters is not None:
+            counters.reset()
+
+    def _step(self) -> None:
+        import torch
+
+        has_tokens = (self.seq_lens > 0)[:, None]
+        left_there = torch.zeros_like(self.out) if self.writes_every_row else self.out
+        self.out.copy_(torch.where(has_tokens, self.x, left_there))
+        seen = self.out
+        if self.amax == "fmax":
+            seen = torch.where(seen.isnan(), torch.zeros_like(seen), seen)
+        self.scaled.copy_(self.out if self.amax is None else self.out / seen.abs().max())
+        if self.counters is not None:
+            self.counters.begin()
+            self.counters.observe("kernel", self.out, self.seq_lens)
+            self.counters.observe("consumer", self.scaled, self.seq_lens)
+
+    def serve(self, live: int) -> None:
+        """One step for the first ``live`` requests: new lengths, then the captured replay."""
+        self.live = live
+        self.seq_lens.zero_()
+        self.seq_lens[:live] = 1
+        self.graph.replay()
+
+    def __call__(self, fill: Fill | None) -> list[torch.Tensor]:
+        """The same step again, for the judges; ``fill`` is put into the padding rows before it."""
+        before = self.out.clone()
+        if fill is not None:
+            fill(self.out[self.live :])
+        self.graph.replay()
+        seen = [self.out.clone(), self.scaled.clone()]
+        self.out.copy_(before)
+        return seen

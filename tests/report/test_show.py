@@ -1,0 +1,188 @@
+"""What notebook cells print, and the toy that orientation is told with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from staleproof import device as devices
+from staleproof.evidence import CLEAN, RowCounters, judge_rows, pad_invariance, plant, row_states
+from staleproof.report import show
+from staleproof.runs import recorded
+from staleproof.runs.findings import finding, not_run
+
+
+def test_start_prints_one_banner_line(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show.start("auto") == device
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"machine: {devices.machine().name} ")
+    assert line.endswith(f" {devices.provenance()}")
+    assert f"torch {torch.__version__}" in line
+
+
+def test_a_verdict_line_begins_with_the_provenance(capsys: pytest.CaptureFixture[str]) -> None:
+    show.verdict("H1 held: 3 rows")
+    assert capsys.readouterr().out == f"{devices.provenance()} H1 held: 3 rows\n"
+
+
+def test_table_aligns_to_the_widest_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    show.table(("a", "number"), [("long one", 7), ("b", None)])
+    assert capsys.readouterr().out.splitlines() == [
+        "a         number",
+        "--------  ------",
+        "long one  7",
+        "b         None",
+    ]
+
+
+def test_a_row_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        show.table(("a", "b"), [("only one",)])
+
+
+def test_answers_show_every_question_and_why_one_was_not_put(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show.answers(
+        [
+            finding("mla_padding", "empty row", "ours", "zero"),
+            finding("mla_padding", "past seq_len", "ours", "clean"),
+            not_run("mla_padding", "empty row", "theirs", "needs an SM100 GPU"),
+        ]
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "        empty row  past seq_len",
+        "------  ---------  ------------",
+        "ours    zero       clean",
+        "theirs  not run    -",
+        "not run: theirs: needs an SM100 GPU",
+    ]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(recorded, "runs_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_without_a_recorded_run_it_says_so(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show.recorded_answers("mla_padding", "empty row")
+    assert show.recorded_timings("clear_empty_rows") == []
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("no recorded run yet")
+    assert second.startswith("no recorded timing of clear_empty_rows")
+
+
+def test_recorded_values_come_with_machine_and_date(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "schema": 1, "incident": "mla_padding", "kernel": "clear_empty_rows", "mode": "bf16",
+        "provider": "staleproof", "x_name": "live rows", "x_value": 1, "p50": 31.0, "p20": 30.5,
+        "p80": 32.5, "unit": "us", "bytes": 134086656, "source_digest": "of old",
+    }  # fmt: skip
+    answers = [
+        finding("mla_padding", question, "vllm_triton", verdict)
+        for question, verdict in (("empty row", "nan"), ("past seq_len", "clean"))
+    ]
+    recorded.write(runs / "gpu", answers, [row, row | {"kernel": "mla_decode"}])
+    (run,) = recorded.read_all(runs)
+
+    show.recorded_answers("mla_padding", "empty row")
+    title, _, _, line = capsys.readouterr().out.splitlines()
+    assert title == f"RECORDED {run.title}"
+    assert "source changed since: mla_padding" in title
+    assert line.split() == ["vllm_triton", "nan"]
+
+    assert show.recorded_timings("clear_empty_rows") == [row]
+    title, _, line = capsys.readouterr().out.splitlines()
+    assert title == f"RECORDED {run.title}"
+    assert "31.00" in line
+
+
+@pytest.mark.parametrize("page", [False, True])
+def test_a_slider_needs_somebody_to_move_it(page: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ipywidgets = pytest.importorskip("ipywidgets")
+    seen = []
+    monkeypatch.setattr(ipywidgets, "interact", lambda draw, **by: seen.append((draw, by["live"])))
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    if page:
+        monkeypatch.setenv("JPY_SESSION_NAME", "01.ipynb")
+    show.slider("live", range(1, 17), print, instead=lambda: seen.append("table"))
+    if not page:
+        assert seen == ["table"]
+        return
+    ((draw, handle),) = seen
+    assert draw is print
+    assert (handle.min, handle.max, handle.step, handle.value) == (1, 16, 1, 1)
+
+
+def test_a_slider_is_a_table_without_ipywidgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JPY_SESSION_NAME", "01.ipynb")
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    seen = []
+    show.slider("live", range(1, 17), print, instead=lambda: seen.append("table"))
+    assert seen == ["table"]
+
+
+def test_the_toy_leaves_rows_without_tokens_alone(device: str) -> None:
+    toy = show.ToyStep(device)
+    plant(toy.out)
+    toy.serve(live=2)
+    assert row_states(toy.out) == ["finite"] * 2 + ["unwritten"] * 4
+    assert toy.scaled[:2, 0].tolist() == [1, 2]
+    toy.serve(live=6)
+    toy.x.fill_(9)
+    toy.serve(live=2)
+    assert toy.out[:, 0].tolist() == [9, 9, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("writes_every_row", "amax", "verdict"),
+    [
+        (True, "torch.max", "clean"),
+        (False, None, "pad_only"),
+        (False, "fmax", "pad_only"),
+        (False, "torch.max", "leaked"),
+    ],
+)
+def test_the_toy_gives_the_verdict_it_is_built_for(
+    device: str, writes_every_row: bool, amax: str | None, verdict: str
+) -> None:
+    toy = show.ToyStep(device, writes_every_row=writes_every_row, amax=amax)
+    plant(toy.out)
+    toy.serve(live=3)
+    before = toy.out.clone().view(torch.int32)
+    assert judge_rows(toy, toy.live) == verdict
+    assert bool(pad_invariance(toy, toy.live)) == (writes_every_row or amax is None)
+    # Judging is looking: what lay in the padding still lies there.
+    assert torch.equal(toy.out.view(torch.int32), before)
+
+
+def test_a_sick_request_of_the_toy_is_live_born(device: str) -> None:
+    toy = show.ToyStep(device, writes_every_row=True)
+    toy.x[0] = float("nan")
+    toy.serve(live=3)
+    assert judge_rows(toy, toy.live) == "live_born"
+    assert toy(CLEAN)[1].isnan().any(1).tolist() == [True] + [False] * 5
+
+
+def test_the_toys_counters_start_at_its_first_replay(device: str) -> None:
+    counters = RowCounters(("kernel", "consumer"), device)
+    toy = show.ToyStep(device, amax="torch.max", counters=counters)
+    toy.serve(live=6)
+    assert counters.first_crossing is None
+    plant(toy.out[3:])
+    toy.serve(live=3)
+    first = counters.first_crossing
+    assert first is not None
+    assert (first.replay, first.stage, first.row) == (2, "consumer", 0)
+    assert counters.read()["kernel"].pad_rows == 3
+
+
+def test_an_unknown_amax_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match=r"amax: expected None, torch\.max or fmax, got max"):
+        show.ToyStep(device, amax="max")
