@@ -5,7 +5,8 @@ TORCH ?= torch==2.13.0
 # Its Python alone, without the gigabytes of CUDA packages it asks for: enough to check that our calls
 # bind to its signatures.
 FLASHINFER ?= flashinfer-python==0.6.18.post1
-JOBS ?= 2
+# On a GPU one process at a time: tests that run out of memory want all of it for themselves.
+JOBS ?= $(if $(shell command -v nvidia-smi),1,2)
 
 BIN := .venv/bin
 READY := .venv/.ready

@@ -9,11 +9,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from staleproof.decode_buffer import DecodeWorkspace
     from staleproof.mla_padding import clear_empty_rows, mla_decode, quantize_fp8_per_tensor
 
-__all__ = ["clear_empty_rows", "mla_decode", "quantize_fp8_per_tensor"]
+__all__ = ["DecodeWorkspace", "clear_empty_rows", "mla_decode", "quantize_fp8_per_tensor"]
 
 _HOME = {
+    "DecodeWorkspace": "staleproof.decode_buffer",
     "clear_empty_rows": "staleproof.mla_padding",
     "mla_decode": "staleproof.mla_padding",
     "quantize_fp8_per_tensor": "staleproof.mla_padding",

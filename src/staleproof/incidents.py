@@ -28,6 +28,12 @@ INCIDENTS: dict[str, Incident] = {
         notebook="01_mla_padding.ipynb",
         summary="no kernel writes the output row of a padding slot, and a real token reads it",
     ),
+    "decode_buffer": Incident(
+        number=2,
+        title="the out-of-memory that the first fix caused",
+        notebook="02_decode_buffer_oom.ipynb",
+        summary="a buffer a layer in a branch that the memory profile never takes",
+    ),
 }
 
 

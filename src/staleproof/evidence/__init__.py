@@ -1,7 +1,8 @@
-"""The detectors: canaries, row verdicts, pad-invariance, in-graph counters."""
+"""The detectors: canaries, row verdicts, pad-invariance, in-graph counters, allocation ledger."""
 
 from staleproof.evidence.canary import plant, row_states, unwritten_bitmap
 from staleproof.evidence.counters import Crossing, RowCounters
+from staleproof.evidence.ledger import AllocationLedger
 from staleproof.evidence.rows import (
     CLEAN,
     FILLS,
@@ -17,6 +18,7 @@ from staleproof.evidence.rows import (
 __all__ = [
     "CLEAN",
     "FILLS",
+    "AllocationLedger",
     "Crossing",
     "Fill",
     "PadInvariance",

@@ -132,7 +132,9 @@ def not_run(incident: str, question: str, variant: str, why: str) -> Finding:
 
 OFF_ON_OFF = "off/on/off"
 FIXED, NOT_FIXED, NOT_REPRODUCED = "fixed", "not fixed", "not reproduced"
-CLEAN = "clean"
+CLEAN, LIVES = "clean", "lives"
+# What nothing is wrong with: rows that are right, a server that survives.
+_SOUND = (CLEAN, LIVES)
 
 
 def off_on_off(
@@ -150,14 +152,14 @@ def off_on_off(
     Args:
         incident: folder name.
         variant: the fix under test.
-        off: row verdict without the fix.
-        on: row verdict of the same detector on the same inputs with the fix.
-        off_again: row verdict without the fix once more.
+        off: verdict without the fix: a row verdict, or whether the server dies or lives.
+        on: verdict of the same detector on the same inputs with the fix.
+        off_again: verdict without the fix once more.
         expected: :data:`FIXED`, or :data:`NOT_FIXED` for a remedy that is known not to hold.
         numbers: what else the answer rests on.
 
     Returns:
-        A finding of question :data:`OFF_ON_OFF`, with the three row verdicts among its numbers.
+        A finding of question :data:`OFF_ON_OFF`, with the three verdicts among its numbers.
     """
     verdict = _off_on_off_verdict(off, on, off_again)
     numbers |= {"off": off, "on": on, "off_again": off_again}
@@ -165,9 +167,9 @@ def off_on_off(
 
 
 def _off_on_off_verdict(off: object, on: object, off_again: object) -> str:
-    if any(seen in (CLEAN, NOT_RUN, None) for seen in (off, off_again)):
+    if any(seen in (*_SOUND, NOT_RUN, None) for seen in (off, off_again)):
         return NOT_REPRODUCED
-    return FIXED if on == CLEAN else NOT_FIXED
+    return FIXED if on in _SOUND else NOT_FIXED
 
 
 def proved(claim: Finding) -> Finding:

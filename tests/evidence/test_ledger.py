@@ -1,0 +1,347 @@
+"""The allocation ledger: whose bytes, how many are to come, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from staleproof.evidence.ledger import (
+    UNOWNED,
+    AllocationLedger,
+    cuda_usage,
+    owned_tensors,
+)
+from staleproof.mla_padding import clear_empty_rows
+from staleproof.serving.graph import capture
+
+KIB, MIB = 2**10, 2**20
+LAYERS = 5
+# A buffer is 64 x 1024 fp32.
+EACH = 256 * KIB
+
+_a_global: dict[str, torch.Tensor] = {}
+
+
+def new_buffer(device):
+    return torch.zeros(64, 1024, device=device)
+
+
+@dataclass
+class Holder:
+    """A plain object that holds a tensor, deep down."""
+
+    inner: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class Lazy(nn.Module):
+    """Allocates at its first decode; ``keep`` says where it puts the tensor."""
+
+    def __init__(self, keep, device="cpu"):
+        super().__init__()
+        self.keep = keep
+        self.weight = nn.Parameter(torch.full((1024,), 2.0, device=device))
+        self.holder = Holder()
+        self.kept = None
+
+    def forward(self, x, decode):
+        if decode and self.kept is None:
+            self.kept = True
+            buffer = new_buffer(x.device)
+            if self.keep == "attribute":
+                self.buffer = buffer
+            elif self.keep == "list":
+                self.buffer = [buffer]
+            elif self.keep == "nested":
+                self.buffer = {"a": (None, {"b": buffer})}
+            elif self.keep == "buffer":
+                self.register_buffer("buffer", buffer, persistent=False)
+            elif self.keep == "parameter":
+                self.buffer = nn.Parameter(buffer)
+            elif self.keep == "view":
+                self.buffer = buffer[1:3].t()
+            elif self.keep == "object":
+                self.holder.inner["x"] = [buffer]
+        if decode and self.keep == "global" and not _a_global:
+            _a_global["x"] = new_buffer(x.device)
+        if decode and self.keep == "shared" and not hasattr(self, "buffer"):
+            self.buffer = _a_global.setdefault("x", new_buffer(x.device))
+        return x * self.weight
+
+
+class Tree(nn.Module):
+    def __init__(self, keep, device="cpu"):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"attn": Lazy(keep, device)}) for _ in range(LAYERS)
+        )
+        self.odd = Lazy("nowhere", device)
+
+    def forward(self, x, decode=False, layers=LAYERS):
+        for layer in self.layers[:layers]:
+            x = layer["attn"](x, decode)
+        # A workspace as large as four buffers, in every step.
+        return x * new_buffer(x.device).new_zeros(4 * EACH // 4)[0].add(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_global():
+    yield
+    _a_global.clear()
+
+
+def profiled(keep, device="cpu", **options):
+    model = Tree(keep, device)
+    x = torch.ones(1024, device=device)
+    ledger = AllocationLedger(model, **options)
+    with ledger.phase("profile"):
+        model(x)
+    return model, x, ledger
+
+
+OWNERS = {
+    "attribute": "layers.*.attn.buffer",
+    "list": "layers.*.attn.buffer",
+    "nested": "layers.*.attn.buffer",
+    "buffer": "layers.*.attn.buffer",
+    "parameter": "layers.*.attn.buffer",
+    "view": "layers.*.attn.buffer",
+    "object": "layers.*.attn.holder.inner",
+}
+
+
+@pytest.mark.parametrize("keep", OWNERS)
+def test_one_layer_tells_of_all(keep):
+    model, x, ledger = profiled(keep, budget_bytes=3 * MIB)
+    with ledger.phase("capture"):
+        model(x, decode=True, layers=1)
+    report = ledger.read()
+    (owner,) = report.surprises
+    assert owner.name == OWNERS[keep]
+    assert (owner.bytes_each, owner.holders, owner.layers) == (EACH, 1, LAYERS)
+    assert (owner.bytes, owner.predicted) == (EACH, LAYERS * EACH)
+    assert owner.source.startswith("evidence/test_ledger.py:")
+    with ledger.phase("capture"):
+        model(x, decode=True)
+    later = ledger.read()
+    assert later.surprises[0].bytes == owner.predicted
+    assert later.headroom == report.headroom
+    assert not [o for o in later.owners if o.name == UNOWNED]
+
+
+def test_the_sentence_comes_before_the_crash():
+    # Weights, five buffers and the workspace need a little more than 2.25 MiB.
+    model, x, ledger = profiled("attribute", budget_bytes=2 * MIB)
+    with ledger.phase("capture"):
+        model(x, decode=True, layers=1)
+    report = ledger.read()
+    assert report.sentence == (
+        "`layers.*.attn.buffer`: 256 KiB x 5 layers = 1.25 MiB allocated after profiling; "
+        "headroom 744 KiB; this will not fit"
+    )
+    held = sum(t.nbytes for _, _, t in owned_tensors(model))
+    assert report.headroom == 2 * MIB - held - 4 * EACH
+    assert report.required >= 4 * EACH
+    assert report.fits is False
+    _, _, roomy = profiled("attribute", budget_bytes=3 * MIB)
+    assert roomy.read().fits is True
+    assert roomy.read().sentence.startswith("nothing new after profiling; headroom 2.98 MiB")
+
+
+@pytest.mark.parametrize(
+    ("keep", "name"),
+    [("global", f"{__name__}:_a_global"), ("shared", "layers.*.attn.buffer")],
+)
+def test_one_buffer_for_all_is_not_multiplied(keep, name):
+    model, x, ledger = profiled(keep)
+    with ledger.phase("capture"):
+        model(x, decode=True)
+    (owner,) = ledger.read().surprises
+    assert (owner.name, owner.layers, owner.predicted) == (name, 1, EACH)
+
+
+def test_what_no_attribute_holds_is_told_with_its_line():
+    _, _, ledger = profiled("attribute")
+    with ledger.phase("serve"):
+        stray = torch.tensor([1.0] * 500)
+        small = torch.ones(100)
+        grown = torch.empty(10)
+        grown.resize_(1000)
+    owners = {(o.name, o.bytes) for o in ledger.read().surprises}
+    assert owners == {(UNOWNED, stray.nbytes), (UNOWNED, grown.nbytes)}
+    assert small.nbytes in {o.bytes for o in ledger.read().owners}
+    del stray, grown
+    assert ledger.read().surprises == ()
+
+
+def test_a_planned_phase_counts_and_is_no_surprise():
+    model, _, ledger = profiled("attribute", budget_bytes=3 * MIB)
+    before = ledger.read()
+    with ledger.phase("kv_cache", planned=True):
+        model.kv_cache = [torch.empty(7 * EACH, dtype=torch.uint8)]
+    report = ledger.read()
+    assert report.surprises == ()
+    assert [o.name for o in report.owners] == ["kv_cache"]
+    assert before.headroom - report.headroom == 7 * EACH
+    assert report.fits is False
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_the_model_computes_the_same_bits(device, decode):
+    model = Tree("attribute", device)
+    x = torch.randn(1024, generator=torch.Generator().manual_seed(0)).to(device)
+    plain = model(x, decode)
+    ledger = AllocationLedger(model)
+    with ledger.phase("profile"):
+        watched = model(x, decode)
+    assert torch.equal(plain.view(torch.int32), watched.view(torch.int32))
+
+
+def test_nothing_is_hooked_outside_a_phase():
+    model, x, ledger = profiled("attribute")
+    assert _get_current_dispatch_mode() is None
+    seen = ledger.read()
+    kept = torch.ones(1000)
+    model(x, decode=True)
+    assert ledger.read() == seen
+    with pytest.raises(KeyError), ledger.phase("serve"):
+        raise KeyError
+    assert _get_current_dispatch_mode() is None
+    assert kept.sum() == 1000
+
+
+def test_it_watches_a_captured_step_with_a_triton_kernel(device):
+    model = Tree("attribute", device)
+    seq_lens = torch.tensor([1, 0, 1, 0], dtype=torch.int32, device=device)
+    x = torch.ones(1024, device=device)
+    ledger = AllocationLedger(model)
+    with ledger.phase("profile"):
+        model(x)
+    out = torch.ones(4, 2, 16, device=device)
+
+    def step():
+        model(x, decode=True)
+        clear_empty_rows(out, seq_lens)
+
+    with ledger.phase("capture"):
+        graph = capture(step, device)
+        out.fill_(1.0)
+        graph.replay()
+    assert out.sum((1, 2)).tolist() == [32.0, 0.0, 32.0, 0.0]
+    (owner, *_) = ledger.read().surprises
+    assert (owner.name, owner.bytes) == ("layers.*.attn.buffer", LAYERS * EACH)
+
+
+def test_clearing_rows_takes_no_memory_and_the_interpreters_own_is_not_counted(device):
+    out = torch.ones(64, 2, 512, device=device)
+    seq_lens = torch.zeros(64, dtype=torch.int32, device=device)
+    clear_empty_rows(out, seq_lens)
+    ledger = AllocationLedger(Tree("attribute", device))
+    with ledger.phase("profile"):
+        clear_empty_rows(out.fill_(1.0), seq_lens)
+    assert not out.any()
+    (phase,) = ledger.read().phases
+    assert (phase.transient, phase.by_owner) == (0, {})
+
+
+def test_the_report_is_exported_printed_and_drawn(capsys):
+    model, x, ledger = profiled("attribute", budget_bytes=3 * MIB)
+    with ledger.phase("capture"):
+        model(x, decode=True)
+    report = ledger.report()
+    printed = capsys.readouterr().out
+    assert report.sentence == printed.splitlines()[0]
+    assert "layers.*.attn.buffer at evidence/test_ledger.py:" in printed
+    stored = json.loads(report.to_json())
+    assert stored["sentence"] == report.sentence
+    assert stored["owners"][0]["predicted"] == LAYERS * EACH
+    assert [p["name"] for p in stored["phases"]] == ["profile", "capture"]
+    assert stored["phases"][1]["by_owner"] == {"layers.*.attn.buffer": LAYERS * EACH}
+    heights = [bar.get_height() for bar in report.figure().axes[0].patches]
+    assert LAYERS * EACH / MIB in heights
+
+
+def test_phases_out_of_order_are_refused():
+    model, x, ledger = profiled("attribute")
+    other = AllocationLedger(model)
+    with ledger.phase("capture"):
+        model(x)
+        for inner in (ledger.phase("serve"), other.phase("profile")):
+            with pytest.raises(ValueError, match="phase: expected no phase inside another"):
+                inner.__enter__()
+    assert ledger.read().phases[-1].name == "capture"
+    with pytest.raises(ValueError, match=r"phase: expected \['capture'\] again or a new one"):
+        ledger.phase("profile").__enter__()
+    with other.phase("serve"):
+        model(x)
+    for name, said in (("capture", "'capture' before"), ("profile", "'profile' before")):
+        with pytest.raises(ValueError, match=said):
+            other.phase(name).__enter__()
+    late = AllocationLedger(model)
+    with late.phase("load"):
+        model(x)
+    with pytest.raises(ValueError, match="phase: expected 'profile' first"):
+        late.phase("profile").__enter__()
+
+
+def test_bad_arguments_are_refused():
+    model = Tree("attribute")
+    held = sum(t.nbytes for _, _, t in owned_tensors(model))
+    with pytest.raises(ValueError, match=f"budget_bytes: expected at least the {held} bytes"):
+        AllocationLedger(model, budget_bytes=held - 1)
+    with pytest.raises(ValueError, match=r"module: expected an nn\.Module"):
+        AllocationLedger([model])
+    with pytest.raises(ValueError, match="report: expected at least one phase"):
+        AllocationLedger(model).read()
+    assert AllocationLedger(model, budget_bytes=held).budget_bytes == held
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [*OWNERS])
+def test_on_cuda_one_layer_tells_of_all(device, keep):
+    model, x, ledger = profiled(keep, device)
+    with ledger.phase("capture"):
+        model(x, decode=True, layers=1)
+    (owner,) = ledger.read().surprises
+    assert (owner.name, owner.holders, owner.layers) == (OWNERS[keep], 1, LAYERS)
+    assert owner.source.startswith("evidence/test_ledger.py:")
+    before = cuda_usage()
+    with ledger.phase("capture"):
+        model(x, decode=True)
+    assert owner.bytes + cuda_usage().allocated - before.allocated == owner.predicted
+
+
+@pytest.mark.gpu
+def test_on_cuda_memory_the_allocator_does_not_own_is_seen(device):
+    import ctypes
+
+    _, _, ledger = profiled("attribute", device)
+    runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}")
+    address = ctypes.c_void_p()
+    with ledger.phase("communicators"):
+        status = runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(256 * MIB))
+    assert status == 0
+    try:
+        report = ledger.read()
+        assert report.phases[1].outside == 256 * MIB
+        assert "256 MiB outside the caching allocator" in str(report)
+    finally:
+        runtime.cudaFree(address)
+
+
+@pytest.mark.gpu
+def test_on_cuda_nothing_is_recorded_outside_a_phase(device):
+    model, x, ledger = profiled("attribute", device)
+    model(x, decode=True)
+    events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    with ledger.phase("serve"):
+        model(x)
+    later = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    model(x)
+    after = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    assert len(after) == len(later)
+    assert events is not None
