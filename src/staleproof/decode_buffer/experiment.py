@@ -163,7 +163,7 @@ SETUPS: dict[str, Setup] = {
         LIVES, NOTHING, SEPARATE, RIGHT_SHAPE, SAFE, CLEARED, fix=True,
     ),
     "lazy_moe_workspace": Setup(
-        partial(Wiring, Attention, broken.LazyMoeWorkspace), "vLLM #40655, #49476", DIES, UNSEEN
+        partial(Wiring, Attention, broken.LazyMoeWorkspace), "vLLM #40655, #40420", DIES, UNSEEN
     ),
 }  # fmt: skip
 OFF = "zeros_per_layer"

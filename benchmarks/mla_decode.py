@@ -1,6 +1,6 @@
 """MLA decode: ours, vLLM's Triton kernel, FlashInfer's, and what the machine allows.
 
-Run: ``python benchmarks/bench_mla_decode.py`` on a machine with a CUDA device.
+Run: ``python benchmarks/mla_decode.py`` on a machine with a CUDA device.
 """
 
 from __future__ import annotations

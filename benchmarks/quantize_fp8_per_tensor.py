@@ -1,6 +1,6 @@
 """Per-tensor FP8 with and without padding rows: ours, PyTorch eager and compiled, and a memset.
 
-Run: ``python benchmarks/bench_quantize.py`` on a machine with a CUDA device.
+Run: ``python benchmarks/quantize_fp8_per_tensor.py`` on a machine with a CUDA device.
 """
 
 from __future__ import annotations

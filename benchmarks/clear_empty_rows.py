@@ -1,6 +1,6 @@
 """Clearing the rows of empty requests: ours, what PyTorch offers, and cudaMemsetAsync.
 
-Run: ``python benchmarks/bench_clear_empty_rows.py`` on a machine with a CUDA device.
+Run: ``python benchmarks/clear_empty_rows.py`` on a machine with a CUDA device.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ One layer with DeepSeek-V3's attention: 128 heads, 512 + 64, and projections tha
 many bytes as its absorbed ones (370 MB); its experts are kept small, which makes the bar harder.
 The graphs are replayed in turn, so that all see the same clocks.
 
-Run: ``python benchmarks/bench_decode_step.py`` on a machine with a CUDA device.
+Run: ``python benchmarks/decode_step.py`` on a machine with a CUDA device.
 """
 
 from __future__ import annotations
