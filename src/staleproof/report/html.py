@@ -68,7 +68,8 @@ def page(findings: Sequence[Finding], runs: Sequence[Run], notebooks: Sequence[E
         f"<title>staleproof</title><style>{STYLE}{_code_style()}</style></head><body>",
         f"<h1>staleproof</h1><p>{today}. MEASURED: a GPU ran it for this report. INTERPRETED: the ",
         "CPU did, Triton kernels through Triton's interpreter; it says nothing on time. RECORDED: ",
-        "read from an earlier run.</p>",
+        "read from an earlier run. Green is the verdict that was expected, so a faulty variant ",
+        "that leaks is green; red is any other; grey was not run.</p>",
         f"<nav aria-label='Contents'><ul>{''.join(contents)}</ul></nav>",
         f"<section id='verdicts'><h2>Verdicts</h2>{_verdicts(findings)}</section>",
         f"<section id='recorded'><h2>Recorded runs</h2>{_recorded(runs, findings)}</section>",
@@ -107,7 +108,9 @@ def _recorded(runs: Sequence[Run], findings: Sequence[Finding]) -> str:
             parts.append(f"<p>Verdicts above (first) against these (second): {beside}.</p>")
         parts.append(matrix.html(run.findings))
         if run.measurements:
-            parts.append(_measurements(run.measurements))
+            count = f"{len(run.measurements)} measurements"
+            table = _measurements(run.measurements)
+            parts.append(f"<details><summary>{count}</summary>{table}</details>")
     return "\n".join(parts)
 
 
