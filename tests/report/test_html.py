@@ -18,7 +18,10 @@ from staleproof.runs import recorded
 from staleproof.runs.findings import RunFileError, finding
 
 CELLS = [
-    v4.new_markdown_cell("# First of all\n\n[next](01_next.ipynb) and [upstream](https://a.test)"),
+    v4.new_markdown_cell(
+        "# First of all\n\n[next](01_next.ipynb), [upstream](https://a.test), "
+        "[words](../workbook/glossary.md)"
+    ),
     v4.new_code_cell("import sys, os\nprint(sys.executable, os.getcwd())"),
     v4.new_markdown_cell("## The `symptom`"),
     v4.new_code_cell(
@@ -84,6 +87,7 @@ def test_the_contents_lead_to_every_section(executed):
         assert len(re.findall(rf"\bid=['\"]{anchor}['\"]", page)) == 1
     assert ">First of all</a>" in contents
     assert 'href="#01_next"' in page
+    assert 'href="../glossary.md"' in page
 
 
 def test_light_and_dark(executed):

@@ -148,6 +148,8 @@ def _chapter(execution: Execution) -> tuple[str, str]:
     # Two notebooks may share a heading, and a link to a notebook is a link to its section here.
     body = re.sub(r"(<h[1-6][^>]* id=\")", rf"\g<1>{stem}-", body)
     body = re.sub(r"href=\"(?:\./)?(\d\d_\w+)\.ipynb(?:#[^\"]*)?\"", r'href="#\1"', body)
+    # Notebooks lie beside workbook/, the page inside workbook/_build/.
+    body = body.replace('href="../workbook/', 'href="../')
     headings = re.findall(r"<h([12])[^>]* id=\"([^\"]+)\">(.*?)</h\1>", body, re.DOTALL)
     titles, below = [], ""
     for level, anchor, heading in headings:
