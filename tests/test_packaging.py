@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -160,3 +161,29 @@ def test_a_machine_keeps_the_cuda_torch_it_has(tmp_path, torch, kept):
     # The stamp spares the second call everything.
     _make(*arguments, **environment)
     assert (checkout / "installed").read_text().splitlines() == installed
+
+
+def test_without_triton_everything_but_kernels_is_there():
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from staleproof import evidence
+from staleproof.mla_padding import reference
+from staleproof.cli import main
+assert evidence.judge_rows(lambda fill: torch.zeros(2, 3), 1) == "clean"
+x_fp8, scale = reference.quantize_fp8_per_tensor(torch.ones(2, 4), live_rows=1)
+assert scale.shape == (1,)
+try:
+    evidence.RowCounters
+except ImportError as error:
+    print(error)
+main(["doctor"])
+main(["list"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Triton is not installed" in done.stdout.splitlines()[0]
+    assert "mla_padding" in done.stdout

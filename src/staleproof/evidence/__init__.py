@@ -1,7 +1,11 @@
 """The detectors: canaries, row verdicts, pad-invariance, in-graph counters, allocation ledger."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from staleproof.evidence.canary import plant, row_states, unwritten_bitmap
-from staleproof.evidence.counters import Crossing, RowCounters
 from staleproof.evidence.ledger import AllocationLedger
 from staleproof.evidence.rows import (
     CLEAN,
@@ -14,6 +18,9 @@ from staleproof.evidence.rows import (
     pad_invariance,
     same_bits,
 )
+
+if TYPE_CHECKING:
+    from staleproof.evidence.counters import Crossing, RowCounters
 
 __all__ = [
     "CLEAN",
@@ -32,3 +39,10 @@ __all__ = [
     "same_bits",
     "unwritten_bitmap",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # Late, so that the other detectors stay importable where Triton has no wheel.
+    if name not in ("Crossing", "RowCounters"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.counters"), name)
