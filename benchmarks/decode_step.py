@@ -40,12 +40,7 @@ def _paired(engines: dict[str, Engine]) -> dict[str, measure.Times]:
             if turn >= 10:
                 marks[name].append((start, end))
     torch.cuda.synchronize()
-    times = {}
-    for name, pairs in marks.items():
-        each = torch.tensor([a.elapsed_time(b) * 1000 for a, b in pairs], dtype=torch.float64)
-        p20, p50, p80 = each.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-        times[name] = measure.Times(p50=p50, p20=p20, p80=p80)
-    return times
+    return {name: measure.times_between(pairs) for name, pairs in marks.items()}
 
 
 def rows() -> list[dict[str, Any]]:
@@ -83,7 +78,7 @@ def rows() -> list[dict[str, Any]]:
                 if not torch.equal(logits[name], logits["without"]):
                     raise measure.WrongResult(f"{name}: live rows differ from the step without it")
             # Bytes that any form of the step reads: weights once, and the live requests' keys.
-            weights = sum(w.numel() * 2 for w in (*vars(engines["without"].weights[0]).values(),))
+            weights = sum(w.numel() * 2 for w in vars(engines["without"].weights[0]).values())
             moved = weights + live * context * 576 * 2
             for name, times in _paired(engines).items():
                 found.append(

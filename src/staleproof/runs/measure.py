@@ -37,6 +37,17 @@ class Times:
     p80: float
 
 
+def times_between(
+    marks: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]], launches: int = 1
+) -> Times:
+    """Quantiles of the time between each pair of events, all reached, over ``launches`` calls."""
+    each = torch.tensor(
+        [start.elapsed_time(end) * 1000 / launches for start, end in marks], dtype=torch.float64
+    )
+    p20, p50, p80 = each.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    return Times(p50=p50, p20=p20, p80=p80)
+
+
 def require_gpu() -> None:
     """Refuse to time on a machine that cannot.
 
@@ -90,11 +101,7 @@ def graph_times(
         graph.replay()
         end.record()
     torch.cuda.synchronize()
-    each = torch.tensor(
-        [start.elapsed_time(end) * 1000 / launches for start, end in marks], dtype=torch.float64
-    )
-    p20, p50, p80 = each.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    return Times(p50=p50, p20=p20, p80=p80)
+    return times_between(marks, launches)
 
 
 @cache
