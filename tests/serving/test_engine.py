@@ -64,7 +64,7 @@ def test_run_restores_the_memory_it_filled(device):
     engine.poison(plant)
     engine.set_batch(Batch(2))
     engine.replay()
-    memory = engine.taps[0].by_stage["attention"]
+    memory = engine.taps[0]["attention"]
     before = memory.clone()
     engine.run(FILLS[2])
     assert same_bits(memory, before).all()

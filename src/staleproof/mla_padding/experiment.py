@@ -134,7 +134,11 @@ def config_for(device: str, setup: Setup, **changes: object) -> EngineConfig:
 
 
 def engine_for(
-    name: str, setup: Setup, quantiser: str, config: EngineConfig, counters: object = None
+    name: str,
+    setup: Setup,
+    quantiser: str,
+    config: EngineConfig,
+    counters: RowCounters | None = None,
 ) -> Engine:
     """A captured engine whose unowned memory holds canaries: the state before the first request."""
     remedy = setup.remedy(setup.kernel)
@@ -503,7 +507,7 @@ def growth_after_capture(name: str, device: str) -> Finding:
     )
     config = config_for(device, setup)
     engine = Engine(Variant(name, remedy, broken.QUANTISERS["torch.max"]), config)
-    old = engine.taps[0].by_stage["attention"]
+    old = engine.taps[0]["attention"]
     shape, where = old.shape, old.data_ptr()
     del old
     engine.forget_taps()
@@ -582,7 +586,7 @@ def stage_picture(
     engine = engine_for(name, setup, quantiser, config, counters)
     engine.set_batch(Batch(live))
     engine.replay()
-    outputs = [taps.by_stage[stage] for taps in engine.taps for stage in STAGES]
+    outputs = [taps[stage] for taps in engine.taps for stage in STAGES]
     cells = []
     for x in [*outputs, engine.logits]:
         bad = bad_rows(x).tolist()

@@ -14,7 +14,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ import torch.nn.functional as F
 from staleproof import check
 from staleproof.evidence.rows import CLEAN, Fill, Verdict, judge_rows, pad_invariance
 from staleproof.serving.graph import Graph, capture
+
+if TYPE_CHECKING:
+    from staleproof.evidence.counters import RowCounters
 
 KV_LORA_RANK, ROPE_DIM = 512, 64
 LATENT = KV_LORA_RANK + ROPE_DIM
@@ -155,13 +159,6 @@ class Weights:
     down: torch.Tensor
 
 
-@dataclass
-class Taps:
-    """Static output tensors of one layer, by stage; what the detectors look at."""
-
-    by_stage: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
 class Engine:
     """One captured decode step over static tensors.
 
@@ -172,7 +169,9 @@ class Engine:
             captured with the step.
     """
 
-    def __init__(self, variant: Variant, config: EngineConfig, counters: object = None) -> None:
+    def __init__(
+        self, variant: Variant, config: EngineConfig, counters: RowCounters | None = None
+    ) -> None:
         self.variant, self.config = variant, config
         c = config
         self._counters = counters
@@ -207,14 +206,15 @@ class Engine:
         self.block_table = torch.empty(c.batch, self.max_pages, dtype=torch.int32, device=c.device)
         self.seq_lens = torch.empty(c.batch, dtype=torch.int32, device=c.device)
         self.live = torch.empty(rows, dtype=torch.bool, device=c.device)
-        self.taps = [Taps() for _ in range(c.layers)]
+        # Static output tensors of each layer, by stage: what the detectors look at.
+        self.taps: list[dict[str, torch.Tensor]] = [{} for _ in range(c.layers)]
         self.logits = torch.empty(0)
         self._overlay: Fill | None = None
         self._healthy: tuple[int, torch.Tensor] | None = None
         self.set_batch(Batch(live=1))
         self.graph: Graph = capture(self._step, c.device)
         if counters is not None:
-            counters.reset()  # type: ignore[attr-defined]
+            counters.reset()
 
     @staticmethod
     def stage_names(layers: int) -> list[str]:
@@ -262,16 +262,16 @@ class Engine:
 
     def _observe(self, name: str, x: torch.Tensor) -> None:
         if self._counters is not None:
-            self._counters.observe(name, x, self.live)  # type: ignore[attr-defined]
+            self._counters.observe(name, x, self.live)
 
     def _step(self) -> None:
         """One decode step. Captured once; only the operations survive, not this Python."""
         if self._counters is not None:
-            self._counters.begin()  # type: ignore[attr-defined]
+            self._counters.begin()
         x = self.hidden
-        for layer, (w, taps) in enumerate(zip(self.weights, self.taps, strict=True)):
+        for layer, w in enumerate(self.weights):
             outputs = self._layer(layer, w, x)
-            taps.by_stage = dict(zip(STAGES, outputs, strict=True))
+            self.taps[layer] = dict(zip(STAGES, outputs, strict=True))
             x = outputs[-1]
         self.logits = x @ self.head
         self._observe("logits", self.logits)
@@ -323,7 +323,7 @@ class Engine:
         for taps, kv_cache in zip(self.taps, self.kv_cache, strict=True):
             write(kv_cache[0])
             if not self.variant.keeps_memory:
-                write(taps.by_stage["attention"])
+                write(taps["attention"])
 
     def forget_taps(self) -> None:
         """Drop our own references to the stage outputs, which a serving engine does not hold."""
@@ -338,7 +338,7 @@ class Engine:
         """Static outputs of all stages the variant answers for, in order, logits last."""
         # A consumer's fix takes the attention output as given: it is judged from its own stage on.
         kept = STAGES[STAGES.index(self.variant.judged_from) :]
-        return [*(taps.by_stage[stage] for taps in self.taps for stage in kept), self.logits]
+        return [*(taps[stage] for taps in self.taps for stage in kept), self.logits]
 
     def run(self, fill: Fill | None) -> Sequence[torch.Tensor]:
         """The current step, for :func:`judge_rows` and :func:`pad_invariance`.
@@ -352,7 +352,7 @@ class Engine:
             return self.outputs()
         if fill is CLEAN:
             return self._run_over_clean_padding()
-        memory = [taps.by_stage["attention"] for taps in self.taps]
+        memory = [taps["attention"] for taps in self.taps]
         before = [x.clone() for x in memory]
         for x in memory:
             fill(x[self.live_rows :])
@@ -365,8 +365,8 @@ class Engine:
     def _run_over_clean_padding(self) -> list[torch.Tensor]:
         # Eager, so that the overlay can be put between the kernel and its consumer; the counters
         # and the static taps of the captured step are put back afterwards.
-        kept = [Taps(dict(t.by_stage)) for t in self.taps], self.logits, self._counters
-        memory = [t.by_stage["attention"] for t in self.taps]
+        kept = [*self.taps], self.logits, self._counters
+        memory = [t["attention"] for t in self.taps]
         before = [x.clone() for x in memory]
         self._counters, self._overlay = None, CLEAN
         try:
