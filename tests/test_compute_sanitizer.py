@@ -12,6 +12,7 @@ import pytest
 PROGRAM = """
 import torch
 from staleproof.evidence import RowCounters
+from staleproof.kv_reuse import BlockZeroer
 from staleproof.mla_padding import clear_empty_rows, mla_decode, quantize_fp8_per_tensor
 
 torch.manual_seed(0)
@@ -35,6 +36,12 @@ x[3] = float("nan")
 counters.begin()
 counters.observe("x", x, torch.ones(37, dtype=torch.bool, device="cuda"))
 assert counters.first_crossing.row == 3
+pages = torch.full((2, 9, 101), 255, dtype=torch.uint8, device="cuda")
+wide = torch.ones(9, 3, 4096, device="cuda")
+zeroer = BlockZeroer([pages, wide], block_dim=[1, 0])
+zeroer.zero([8, 1])
+zeroer.zero(torch.tensor([-1, 0, 9, 2**31 - 1, 4], dtype=torch.int32, device="cuda"))
+assert pages.eq(0).sum(2).tolist() == [[0, 101, 0, 0, 101, 0, 0, 0, 101]] * 2
 torch.cuda.synchronize()
 print("every kernel ran")
 """

@@ -1,4 +1,4 @@
-"""The detectors: canaries, row verdicts, pad-invariance, in-graph counters, allocation ledger."""
+"""The detectors: canaries, row verdicts, pad-invariance, counters, ledger, tenancy log."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from staleproof.evidence.rows import (
     pad_invariance,
     same_bits,
 )
+from staleproof.evidence.tenancy import Suspect, TenancyLog
 
 if TYPE_CHECKING:
     from staleproof.evidence.counters import Crossing, RowCounters
@@ -30,6 +31,8 @@ __all__ = [
     "Fill",
     "PadInvariance",
     "RowCounters",
+    "Suspect",
+    "TenancyLog",
     "Verdict",
     "bad_rows",
     "judge_rows",

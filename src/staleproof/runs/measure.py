@@ -105,7 +105,8 @@ def graph_times(
 
 
 @cache
-def _cudart() -> ctypes.CDLL:
+def cudart() -> ctypes.CDLL:
+    """The CUDA runtime of this process, for what torch does not wrap."""
     # The soname finds the runtime that torch has loaded already.
     major = (torch.version.cuda or "").split(".")[0]
     return ctypes.CDLL(f"libcudart.so.{major}")
@@ -117,7 +118,7 @@ def memset_async(x: torch.Tensor, value: int = 0) -> None:
     Raises:
         RuntimeError: the runtime refused.
     """
-    status = _cudart().cudaMemsetAsync(
+    status = cudart().cudaMemsetAsync(
         ctypes.c_void_p(x.data_ptr()),
         ctypes.c_int(value),
         ctypes.c_size_t(x.numel() * x.element_size()),

@@ -1,0 +1,263 @@
+"""Zeroing KV blocks: ours, upstream's form, vLLM's own, what PyTorch offers, and cudaMemsetAsync.
+
+Run: ``python benchmarks/zero_blocks.py`` on a machine with a CUDA device. vLLM's kernel is taken
+from the source file of an installed vLLM (0.20.2 was meant); without one that peer is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import random
+import runpy
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from staleproof import device
+
+device.select()
+device.load_triton()
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from staleproof.kv_reuse import BlockZeroer  # noqa: E402
+from staleproof.runs import measure  # noqa: E402
+
+WORD = 4
+# Turns of calls with ids in a list, and calls a turn where the host is timed.
+TURNS, AHEAD = 80, 6
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The caches of a model, raw bytes: (segments, blocks, page) a layer."""
+
+    name: str
+    layers: int
+    segments: int
+    page: int
+    blocks: int
+    cases: tuple[int, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.segments * self.page
+
+
+POOLS = (
+    # Qwen3-0.6B: 8 heads of 128 in bf16, 16 tokens a block; a pool of 16 GiB.
+    Pool("28 layers, K/V outermost, 32 KiB pages", 28, 2, 32768, 9362, (1, 30, 515)),
+    # Qwen3.5-397B at TP 1 with an fp8 cache; a pool of 30 GiB.
+    Pool("15 layers, 4,276,224 B pages", 15, 1, 4_276_224, 502, (1, 8)),
+)
+
+
+@triton.jit
+def _upstream_form(
+    segments, ids, count, SEGMENTS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """One program for 4 KiB, block after block, as described in vLLM #35219."""
+    pid = tl.program_id(0)
+    chunks: tl.constexpr = PAGE // CHUNK
+    block, part = pid // (SEGMENTS * chunks), pid % (SEGMENTS * chunks)
+    if block < count:
+        start = tl.load(segments + part // chunks).to(tl.pointer_type(tl.int32))
+        at = tl.load(ids + block) * PAGE + (part % chunks) * CHUNK
+        tl.store(start + at + tl.arange(0, CHUNK), tl.zeros([CHUNK], tl.int32))
+
+
+@functools.cache
+def _vllm_kernel() -> Any:
+    """``_zero_kv_blocks_kernel`` of an installed vLLM, alone, or ``None``."""
+    spec = importlib.util.find_spec("vllm")
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(root) / "v1/worker/utils.py"
+        source = path.read_text() if path.is_file() else ""
+        for node in ast.parse(source).body:
+            if not isinstance(node, ast.FunctionDef) or node.name != "_zero_kv_blocks_kernel":
+                continue
+            if "PAGE_SIZE_EL" not in {argument.arg for argument in node.args.args}:
+                continue
+            # Triton reads a kernel's source from its file, and this file imports all of vLLM.
+            lines = source.splitlines()[node.decorator_list[0].lineno - 1 : node.end_lineno]
+            copy = Path(tempfile.mkdtemp()) / "vllm_zero_kv_blocks.py"
+            copy.write_text("\n".join(["import triton, triton.language as tl", *lines]) + "\n")
+            return runpy.run_path(str(copy))[node.name]
+    print("no vLLM with the kernel of 0.20.2 is installed: it is not run")
+    return None
+
+
+class Bench:
+    """One pool, its caches allocated, and every provider's call on it."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.caches = [
+            torch.empty(pool.segments, pool.blocks, pool.page, dtype=torch.uint8, device="cuda")
+            for _ in range(pool.layers)
+        ]
+        self.zeroer = BlockZeroer(self.caches, block_dim=1)
+        self.segments = torch.tensor(
+            [segment.data_ptr() for cache in self.caches for segment in cache],
+            dtype=torch.int64,
+            device="cuda",
+        )
+        self.flat = torch.empty(0, dtype=torch.uint8, device="cuda")
+
+    def upstream(self, kernel: Any, ids: torch.Tensor) -> None:
+        """Launch a kernel of upstream's form; ids are int64."""
+        words = self.pool.page // WORD
+        chunk = min(words & -words, 1024)
+        segments, count = len(self.segments), len(ids)
+        kernel[(count * segments * (words // chunk),)](
+            self.segments, ids, count, segments, words, chunk
+        )
+
+    def index_fill(self, ids: torch.Tensor) -> None:
+        for cache in self.caches:
+            cache.index_fill_(1, ids, 0)
+
+    def providers(self) -> dict[str, Callable[[torch.Tensor], object]]:
+        """Calls that take ids on the device, int64."""
+        calls: dict[str, Callable[[torch.Tensor], object]] = {
+            "staleproof": self.zeroer.zero,
+            "upstream's form, 4 KiB a program": lambda ids: self.upstream(_upstream_form, ids),
+        }
+        kernel = _vllm_kernel()
+        if kernel is not None:
+            calls["vLLM"] = lambda ids: self.upstream(kernel, ids)
+        return calls | {"index_fill_ a layer": self.index_fill}
+
+    def right(self, call: Callable[[torch.Tensor], object], ids: torch.Tensor) -> bool:
+        """Whether the call zeroes these blocks of poisoned caches, and no other."""
+        for cache in self.caches:
+            cache.fill_(255)
+        call(ids)
+        left = (self.pool.blocks - len(ids)) * self.pool.segments * self.pool.page
+        return all(
+            not int(cache[:, ids].count_nonzero())
+            and int(cache.view(torch.int64).count_nonzero()) * 8 == left
+            for cache in self.caches
+        )
+
+    def id_sets(self, blocks: int, scattered: bool) -> list[list[int]]:
+        """Lists of ids that together exceed the L2."""
+        rng = random.Random(blocks)
+        found = []
+        for _ in range(measure.sets_beyond_l2(blocks * self.pool.block_bytes)):
+            first = rng.randint(1, self.pool.blocks - blocks)
+            run = [*range(first, first + blocks)]
+            found.append(rng.sample(range(1, self.pool.blocks), blocks) if scattered else run)
+        return found
+
+    def row(self, mode: str, provider: str, blocks: int, times: measure.Times) -> dict[str, Any]:
+        moved = 0 if "host" in mode else blocks * self.pool.block_bytes
+        return measure.row(
+            "kv_reuse", "BlockZeroer.zero", provider, f"{self.pool.name}, {mode}",
+            "blocks", blocks, times, moved,
+        )  # fmt: skip
+
+    def device_rows(self, blocks: int) -> Iterator[dict[str, Any]]:
+        """Time on the device, ids there already."""
+        for scattered in (False, True) if blocks > 1 else (True,):
+            mode = "scattered ids" if scattered else "consecutive ids"
+            lists = self.id_sets(blocks, scattered)
+            given = [torch.tensor(ids, device="cuda") for ids in lists]
+            # The order in which our call has them on the device.
+            ordered = [ids.sort().values for ids in given]
+            for provider, call in self.providers().items():
+                sets = ordered if provider == "staleproof" else given
+                if not self.right(call, sets[0]):
+                    print(f"{provider}, {mode}, {blocks} blocks: refused, wrong blocks")
+                    continue
+                times = measure.graph_times([lambda i=ids, c=call: c(i) for ids in sets])
+                yield self.row(mode, provider, blocks, times)
+            yield from self.limits(mode, blocks, len(lists))
+
+    def limits(self, mode: str, blocks: int, sets: int) -> Iterator[dict[str, Any]]:
+        """As many contiguous bytes, by a fill kernel and by the runtime."""
+        size = blocks * self.pool.block_bytes
+        self.flat = self.flat if len(self.flat) >= size * sets else self.flat.new_empty(size * sets)
+        parts = [self.flat[i * size : (i + 1) * size] for i in range(sets)]
+        zeroed = measure.graph_times([lambda p=part: p.zero_() for part in parts])
+        yield self.row(mode, "Tensor.zero_, contiguous bytes", blocks, zeroed)
+        set_ = measure.graph_times([lambda p=part: measure.memset_async(p) for part in parts])
+        yield self.row(mode, "limit: cudaMemsetAsync, contiguous bytes", blocks, set_)
+
+    def from_a_list(self) -> dict[str, Callable[[list[int]], object]]:
+        """Calls that take ids in a Python list."""
+        pinned = torch.empty(self.pool.blocks, dtype=torch.int64, pin_memory=True)
+        there = torch.empty_like(pinned, device="cuda")
+
+        def fresh(ids: list[int]) -> None:
+            staged = torch.tensor(ids, dtype=torch.int64, pin_memory=True)
+            self.upstream(_upstream_form, staged.to("cuda", non_blocking=True))
+
+        def reused(ids: list[int]) -> None:
+            pinned[: len(ids)].numpy()[:] = ids
+            there[: len(ids)].copy_(pinned[: len(ids)], non_blocking=True)
+            self.upstream(_upstream_form, there[: len(ids)])
+
+        return {
+            "staleproof": self.zeroer.zero,
+            "fresh pinned tensor, upstream's form": fresh,
+            "one pinned buffer (races), upstream's form": reused,
+        }
+
+    def list_rows(self, blocks: int) -> Iterator[dict[str, Any]]:
+        """Ids in a list: time of the host, and of the device with the copy."""
+        lists = self.id_sets(blocks, scattered=True) * TURNS
+        for provider, call in self.from_a_list().items():
+            host, marks = [], []
+            for ids in lists[:TURNS]:
+                torch.cuda.synchronize()
+                started = time.perf_counter_ns()
+                for _ in range(AHEAD):
+                    call(ids)
+                host.append((time.perf_counter_ns() - started) / 1000 / AHEAD)
+            for ids in lists[:TURNS]:
+                torch.cuda.synchronize()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                # Busy, so that the device does not wait for the host.
+                torch.cuda._sleep(200_000)
+                start.record()
+                call(ids)
+                end.record()
+                marks.append((start, end))
+            torch.cuda.synchronize()
+            p20, p50, p80 = torch.tensor(host).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+            yield self.row(
+                "ids in a list, host time", provider, blocks, measure.Times(p50, p20, p80)
+            )
+            yield self.row(
+                "ids in a list, copy included", provider, blocks, measure.times_between(marks)
+            )
+
+
+def rows() -> list[dict[str, Any]]:
+    """Measure every case.
+
+    Raises:
+        DeviceError: no GPU.
+    """
+    measure.require_gpu()
+    found = []
+    for pool in POOLS:
+        bench = Bench(pool)
+        for blocks in pool.cases:
+            found += [*bench.device_rows(blocks), *bench.list_rows(blocks)]
+        del bench
+        torch.cuda.empty_cache()
+    return found
+
+
+if __name__ == "__main__":
+    measure.print_rows(rows(), baseline="staleproof")
