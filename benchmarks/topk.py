@@ -1,14 +1,18 @@
-"""Routing that no NaN can break: ours with and without sanitising, vLLM's kernels, and PyTorch.
+"""Routing that no NaN can break: ours with and without sanitising, vLLM's kernels, and others.
 
 Run: ``python benchmarks/topk.py`` on a machine with a CUDA device. ``STALEPROOF_VLLM_MOE_SO``
 names the compiled ``_moe_C`` library of a vLLM wheel (0.20.2 was meant); without it those peers are
-left out.
+left out. FlashInfer has a stand-alone kernel for DeepSeek's grouped routing alone, which it
+compiles at its first call; without FlashInfer or nvcc it is left out.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +25,11 @@ from staleproof.moe_routing import kernels, reference  # noqa: E402
 from staleproof.runs import measure  # noqa: E402
 
 TOKENS = (1, 16, 128, 1024, 16384)
-# Experts and experts a token: Qwen3-30B-A3B, DeepSeek-V3, Qwen3-Next, and two that fit no warp.
-SHAPES = ((128, 8), (256, 8), (512, 10), (160, 6), (60, 4))
+# Experts and experts a token: Qwen3-30B-A3B, DeepSeek-V3, Qwen3-Next, two that fit no warp, and the
+# most that ours takes.
+SOFTMAX_SHAPES = ((128, 8), (256, 8), (512, 10), (160, 6), (60, 4), (1024, 32))
+# Without a bias as Llama 4 Maverick, with one as MiniMax-M2.
+SIGMOID_SHAPES = ((128, 1, False), (256, 8, True))
 GROUPS, TOPK_GROUP, SCALING = 8, 4, 2.5
 Routed = tuple[torch.Tensor, torch.Tensor]
 Call = Callable[[torch.Tensor], Routed]
@@ -38,26 +45,54 @@ def vllm() -> Any:
     return torch.ops._moe_C
 
 
+def flashinfer() -> Any:
+    """FlashInfer's ``fused_topk_deepseek``, or ``None`` where it cannot be compiled."""
+    if importlib.util.find_spec("flashinfer") is None or shutil.which("nvcc") is None:
+        print("no FlashInfer, or no nvcc to compile its kernel: it is not run")
+        return None
+    from flashinfer.fused_moe import fused_topk_deepseek
+
+    return fused_topk_deepseek
+
+
 def softmax_then_topk(x: torch.Tensor, top_k: int) -> Routed:
     """PyTorch's two launches, and the casts."""
     weights, ids = x.softmax(-1, dtype=torch.float32).topk(top_k)
     return weights, ids.int()
 
 
-def _unsanitised(x: torch.Tensor, top_k: int, **options: Any) -> Routed:
+def _ours(x: torch.Tensor, top_k: int, **options: Any) -> Routed:
+    """Our launch with every option open."""
     arguments: dict[str, Any] = {
-        "softmax": True, "bias": None, "renormalize": False, "is_padding": None, "padding_id": -1,
-        "topk_ids_dtype": torch.int32, "out": None, "sanitize": False,
+        "softmax": True, "bias": None, "renormalize": False, "routed_scaling_factor": 1.0,
+        "is_padding": None, "padding_id": -1, "topk_ids_dtype": torch.int32, "out": None,
     }  # fmt: skip
     return kernels._route(x, top_k, **arguments | options)
 
 
-def _right(got: Routed, want: Routed) -> bool:
-    # Peers need not order their choice, and round scores otherwise: of two nearly equal experts at
-    # the end of the choice they may take the other.
-    same = got[1].long().sort(-1).values == want[1].long().sort(-1).values
-    weights = (pair[0].float().sort(-1).values for pair in (got, want))
-    return bool(same.all(-1).float().mean() > 0.98) and torch.allclose(*weights, rtol=2e-3)
+def _into(op: Any, out: Routed, *arguments: Any) -> Call:
+    """vLLM's operators with the logits in the fourth place, as calls on the logits."""
+    sources = torch.empty_like(out[1])
+
+    def call(x: torch.Tensor) -> Routed:
+        op(*out, sources, x, *arguments)
+        return out
+
+    return call
+
+
+def _cleaned(call: Call) -> Call:
+    return lambda x: call(x.nan_to_num())
+
+
+def _right(got: Routed, want: Routed, x: torch.Tensor) -> bool:
+    # Peers need not order their choice, may take another of equal experts, and round scores
+    # otherwise: of two nearly equal ones at the end of the choice they may take the other.
+    logits, wanted = (x.gather(1, pair[1].long()).sort(-1).values for pair in (got, want))
+    same = (logits == wanted).all(-1).float().mean() > 0.98
+    # FlashInfer's weights have the dtype of the logits.
+    weights, wanted = (pair[0].float().sort(-1).values for pair in (got, want))
+    return bool(same) and torch.allclose(weights, wanted, rtol=5e-3)
 
 
 def measured(
@@ -67,14 +102,113 @@ def measured(
     found = []
     tokens, experts = xs[0].shape
     for provider, call in providers.items():
-        if not _right(call(xs[0]), want):
+        if not _right(call(xs[0]), want, xs[0]):
             print(f"{kernel}, {mode}, {tokens} tokens, {provider}: refused, wrong result")
             continue
-        times = measure.graph_times([lambda x=x, c=call: c(x) for x in xs])
+        times = measure.graph_times([partial(call, x) for x in xs])
         moved = tokens * experts * 2 + want[0].numel() * 8
         found.append(
             measure.row("moe_routing", kernel, provider, mode, "tokens", tokens, times, moved)
         )
+    return found
+
+
+def logits(tokens: int, experts: int) -> list[torch.Tensor]:
+    """Healthy bf16 logits, as many sets as leave the L2 behind."""
+    count = measure.sets_beyond_l2(tokens * experts * 2)
+    return [torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+
+
+def output(tokens: int, top_k: int) -> Routed:
+    """Where weights and ids go to."""
+    ids = torch.empty(tokens, top_k, device="cuda", dtype=torch.int32)
+    return torch.empty(tokens, top_k, device="cuda"), ids
+
+
+def biases(experts: int) -> torch.Tensor:
+    """A correction bias in float32 that bfloat16, which FlashInfer wants, holds as well."""
+    return (torch.randn(experts, device="cuda") / 10).bfloat16().float()
+
+
+def softmax_rows(ops: Any) -> list[dict[str, Any]]:
+    """``topk_softmax``."""
+    found = []
+    for experts, k in SOFTMAX_SHAPES:
+        for tokens in TOKENS:
+            xs, out = logits(tokens, experts), output(tokens, k)
+            providers: dict[str, Call] = {
+                "staleproof": partial(_ours, top_k=k, out=out),
+                "staleproof, not sanitised": partial(_ours, top_k=k, out=out, sanitize=False),
+                "softmax, torch.topk": partial(softmax_then_topk, top_k=k),
+            }
+            if ops is not None:
+                of_vllm = _into(ops.topk_softmax, out, False, None)
+                providers["vLLM"] = of_vllm
+                providers["nan_to_num, vLLM"] = _cleaned(of_vllm)
+            mode = f"bf16, {experts} experts, top {k}"
+            want = reference.topk_softmax(xs[0], k)
+            found += measured("topk_softmax", mode, xs, want, providers)
+    return found
+
+
+def sigmoid_rows(ops: Any) -> list[dict[str, Any]]:
+    """``topk_sigmoid``."""
+    found = []
+    for experts, k, biased in SIGMOID_SHAPES:
+        bias = biases(experts) if biased else None
+        options: dict[str, Any] = {"softmax": False, "bias": bias, "renormalize": biased}
+        for tokens in TOKENS:
+            xs, out = logits(tokens, experts), output(tokens, k)
+            call = partial(_ours, top_k=k, out=out, **options)
+            providers: dict[str, Call] = {
+                "staleproof": call,
+                "staleproof, not sanitised": partial(call, sanitize=False),
+            }
+            if ops is not None:
+                of_vllm = _into(ops.topk_sigmoid, out, biased, bias)
+                providers["vLLM"] = of_vllm
+                providers["nan_to_num, vLLM"] = _cleaned(of_vllm)
+            mode = f"bf16, {experts} experts, top {k}" + ", bias" * biased
+            want = reference.topk_sigmoid(xs[0], k, bias=bias, renormalize=biased)
+            found += measured("topk_sigmoid", mode, xs, want, providers)
+    return found
+
+
+def grouped_rows(ops: Any, of_flashinfer: Any) -> list[dict[str, Any]]:
+    """``grouped_topk``, as DeepSeek-V3 calls it."""
+    found = []
+    experts, k = 256, 8
+    bias = biases(experts)
+    bias16 = bias.bfloat16()
+    options: dict[str, Any] = {"bias": bias, "routed_scaling_factor": SCALING}
+    private = {"softmax": False, "renormalize": True, "groups": GROUPS, "topk_group": TOPK_GROUP}
+    for tokens in TOKENS:
+        xs, out = logits(tokens, experts), output(tokens, k)
+        call = partial(_ours, top_k=k, out=out, **options | private)
+        providers: dict[str, Call] = {
+            "staleproof": call,
+            "staleproof, not sanitised": partial(call, sanitize=False),
+        }
+        if ops is not None:
+
+            def of_vllm(x: torch.Tensor) -> Routed:
+                return ops.grouped_topk(x, GROUPS, TOPK_GROUP, k, True, SCALING, bias, 1)
+
+            providers["vLLM"] = of_vllm
+            providers["nan_to_num, vLLM"] = _cleaned(of_vllm)
+        if of_flashinfer is not None:
+            narrow = (out[0].bfloat16(), out[1])
+
+            def with_flashinfer(x: torch.Tensor, out: Routed = narrow) -> Routed:
+                # Programmatic dependent launch would overlap it with the next launch of itself.
+                of_flashinfer(x, bias16, GROUPS, TOPK_GROUP, k, SCALING, *out, False)
+                return out
+
+            providers["FlashInfer"] = with_flashinfer
+        mode = f"bf16, {experts} experts, {GROUPS} groups, top {k}"
+        groups = {"num_expert_group": GROUPS, "topk_group": TOPK_GROUP}
+        want = reference.grouped_topk(xs[0], k, **options | groups)
+        found += measured("grouped_topk", mode, xs, want, providers)
     return found
 
 
@@ -86,62 +220,7 @@ def rows() -> list[dict[str, Any]]:
     """
     measure.require_gpu()
     ops = vllm()
-    found = []
-    for experts, k in SHAPES:
-        for tokens in TOKENS:
-            count = measure.sets_beyond_l2(tokens * experts * 2)
-            xs = [
-                torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16)
-                for _ in range(count)
-            ]
-            weights = torch.empty(tokens, k, device="cuda")
-            ids = torch.empty(tokens, k, device="cuda", dtype=torch.int32)
-            out, sources = (weights, ids), torch.empty_like(ids)
-
-            def of_vllm(
-                x: torch.Tensor, out: Routed = out, sources: torch.Tensor = sources
-            ) -> Routed:
-                ops.topk_softmax(*out, sources, x, False, None)
-                return out
-
-            providers: dict[str, Call] = {
-                "staleproof": lambda x, k=k, o=out: kernels.topk_softmax(x, k, out=o),
-                "staleproof, not sanitised": lambda x, k=k, o=out: _unsanitised(x, k, out=o),
-                "softmax, torch.topk": lambda x, k=k: softmax_then_topk(x, k),
-            }
-            if ops is not None:
-                providers["vLLM"] = of_vllm
-                providers["nan_to_num, vLLM"] = lambda x, f=of_vllm: f(x.nan_to_num())
-            want = reference.topk_softmax(xs[0], k)
-            mode = f"bf16, {experts} experts, top {k}"
-            found += measured("topk_softmax", mode, xs, want, providers)
-
-    experts, k = 256, 8
-    bias = torch.randn(experts, device="cuda") / 10
-    grouping = {"num_expert_group": GROUPS, "topk_group": TOPK_GROUP}
-    for tokens in TOKENS:
-        count = measure.sets_beyond_l2(tokens * experts * 2)
-        xs = [
-            torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16) for _ in range(count)
-        ]
-        options: dict[str, Any] = {"bias": bias, "routed_scaling_factor": SCALING} | grouping
-        private = {
-            "softmax": False, "bias": bias, "renormalize": True,
-            "scaling": SCALING, "groups": GROUPS, "topk_group": TOPK_GROUP,
-        }  # fmt: skip
-        providers = {
-            "staleproof": lambda x, o=options: kernels.grouped_topk(x, k, **o),
-            "staleproof, not sanitised": lambda x, o=private: _unsanitised(x, k, **o),
-        }
-        if ops is not None:
-            providers["vLLM"] = lambda x: ops.grouped_topk(
-                x, GROUPS, TOPK_GROUP, k, True, SCALING, bias, 1
-            )
-            providers["nan_to_num, vLLM"] = lambda x, f=providers["vLLM"]: f(x.nan_to_num())
-        want = reference.grouped_topk(xs[0], k, **options)
-        mode = f"bf16, {experts} experts, {GROUPS} groups, top {k}"
-        found += measured("grouped_topk", mode, xs, want, providers)
-    return found
+    return softmax_rows(ops) + sigmoid_rows(ops) + grouped_rows(ops, flashinfer())
 
 
 if __name__ == "__main__":

@@ -36,6 +36,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+moe_module = typer.Typer(
+    help="FlashInfer's fused MoE, reduced to what incident 3 needs and compiled from its sources."
+)
+app.add_typer(moe_module, name="moe-module", no_args_is_help=True)
+
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the best this machine has.")]
 
 
@@ -52,30 +57,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Register a command whose bad input is one line on stderr and exit code 2."""
+def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
+    """Turn bad input into one line on stderr and exit code 2."""
 
     @functools.wraps(function)
     def run_command(*args: Any, **kwargs: Any) -> None:
         from staleproof.device import DeviceError
+        from staleproof.moe_routing.moe_module import ModuleError
         from staleproof.runs.findings import RunFileError
 
         try:
             function(*args, **kwargs)
-        except (BadInputError, DeviceError, RunFileError) as error:
+        except (BadInputError, DeviceError, ModuleError, RunFileError) as error:
             typer.echo(f"staleproof: {error}", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             typer.echo("staleproof: interrupted", err=True)
             raise typer.Exit(130) from error
 
-    return app.command(function.__name__.rstrip("_"))(run_command)
+    return run_command
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a command whose bad input is one line on stderr and exit code 2."""
+    return app.command(function.__name__.rstrip("_"))(in_one_line(function))
 
 
 @command
 def doctor() -> None:
     """Say what this machine can run, and what it will skip and why."""
     from staleproof import device
+    from staleproof.moe_routing import fused_moe
     from staleproof.runs import environment
 
     device.select()
@@ -87,7 +99,9 @@ def doctor() -> None:
     for name, version in environment.packages().items():
         typer.echo(f"{name:<20}{version or 'not installed'}")
     typer.echo("")
-    for found in environment.capabilities():
+    missing = fused_moe.why_not() or fused_moe.why_not(check=False)
+    module = environment.Capability("FlashInfer MoE", missing is None, missing or "reduced")
+    for found in (*environment.capabilities(), module):
         typer.echo(f"{'yes ' if found.available else 'skip'}  {found.name:<20}{found.detail}")
     for warning in environment.warnings():
         typer.echo(f"\nwarning: {warning}")
@@ -248,6 +262,27 @@ def compare(
         typer.echo(f"{_row_text(row)} -> {row['p50_second']:.4g} ({ratio:.2f})")
     if verdicts.mismatch:
         raise typer.Exit(1)
+
+
+@moe_module.command("build")
+@in_one_line
+def build_moe_module(
+    package_root: Annotated[
+        Path | None,
+        typer.Option(help="Folder with an unpacked flashinfer; the installed one by default."),
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Where the modules go; $STALEPROOF_MOE_MODULES or the user's cache."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Compilations at a time; one a core by default.")
+    ] = None,
+) -> None:
+    """Compile the modules with and without the bounds check. Needs nvcc, and minutes."""
+    from staleproof.moe_routing.moe_module import build
+
+    build(package_root, cache=cache, jobs=jobs, say=typer.echo)
 
 
 def _chosen(incidents: Sequence[str] | None) -> Sequence[str]:

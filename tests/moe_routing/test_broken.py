@@ -145,3 +145,36 @@ def test_skipping_padding_hides_what_it_does_not_cure(device: str) -> None:
     assert weights[2].tolist() == [0.0] * 8
     # A NaN in a row that belongs to a request is as fatal as before.
     assert broken.rows_with_duplicates(ids[[0, 1, 3, 4, 5]]).tolist() == [0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_the_two_quantisers_agree_on_numbers(device: str, per_token: bool) -> None:
+    x = logits(6, 64, device)
+    one, two = (broken.quantise_fp8(x, per_token=per_token, drops_nan=d) for d in (False, True))
+    assert torch.equal(one[0].float(), two[0].float())
+    assert torch.equal(one[1], two[1])
+    scale = (x.abs().amax(1, keepdim=True) if per_token else x.abs().max().view(1, 1)) / 448
+    torch.testing.assert_close(one[1], scale)
+    torch.testing.assert_close(one[0].float() * one[1], x, rtol=0.07, atol=0.01)
+
+
+def test_only_the_kernels_quantiser_drops_nan(device: str) -> None:
+    x = torch.tensor([[1.0, NAN, -2.0], [0.5, 0.25, -0.125]], device=device)
+    kept, scale = broken.quantise_fp8(x, per_token=True, drops_nan=False)
+    assert kept.float().isnan().all(1).tolist() == [True, False]
+    assert scale.isnan().flatten().tolist() == [True, False]
+    dropped, scale = broken.quantise_fp8(x, per_token=True, drops_nan=True)
+    # fminf(NaN, 448) is 448: a NaN leaves as the row's largest magnitude.
+    assert dropped.float().tolist() == [[224.0, 448.0, -448.0], [448.0, 224.0, -112.0]]
+    assert bool(scale.isfinite().all())
+    whole = broken.quantise_fp8(x, per_token=False, drops_nan=True)
+    assert whole[1].tolist() == [[pytest.approx(2 / 448)]]
+    assert bool(broken.quantise_fp8(x, per_token=False, drops_nan=False)[1].isnan().all())
+
+
+def test_an_infinity_passes_for_a_magnitude(device: str) -> None:
+    x = torch.tensor([[1.0, float("inf")], [1.0, 2.0]], device=device)
+    for drops in (True, False):
+        values, scale = broken.quantise_fp8(x, per_token=False, drops_nan=drops)
+        assert bool(scale.isinf().all())
+        assert bool((values.float() * scale).isfinite().logical_not().all())

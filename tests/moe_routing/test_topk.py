@@ -179,6 +179,40 @@ def test_a_nan_bias_is_no_bonus(device: str, function: str) -> None:
     assert_contract(route(function, x, 8, device, bias=bias), 64)
 
 
+def test_infinite_biases_do_not_cancel(device: str) -> None:
+    x = numbers(8, 32)
+    bias = torch.full((32,), -INF)
+    # Of group 2 nothing but one expert of +inf, of group 1 one of no bonus, of group 3 two.
+    bias[17], bias[9], bias[25:27] = INF, 0.0, 0.0
+    _, ids = route("grouped_topk", x, 4, device, bias=bias)
+    assert bool((ids[:, 0] == 17).all())
+    assert bool(((ids[:, 1:3] == 25) | (ids[:, 1:3] == 26)).all())
+
+
+@pytest.mark.parametrize("function", ["topk_softmax", "topk_sigmoid"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_experts_of_minus_infinity_are_taken_once(
+    device: str, function: str, dtype: torch.dtype, bias: bool
+) -> None:
+    x = torch.full((3, 9), -INF, dtype=dtype)
+    x[0, 4], x[1, 8] = 2.0, -1.0
+    values = torch.full((9,), -INF) if bias else None
+    _, ids = route(function, x, 8, device, bias=values)
+    if not bias:
+        wanted = torch.tensor([4, 0, 1, 2, 3, 5, 6, 7], dtype=torch.int32)
+        assert torch.equal(ids[0].cpu(), wanted)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_weights_are_scaled_last(device: str, function: str) -> None:
+    x = any_bits(8, 64, torch.bfloat16, 6)
+    got = route(function, x, 4, device, renormalize=True, routed_scaling_factor=3.0)
+    one = route(function, x, 4, device, renormalize=True, routed_scaling_factor=1.0)
+    assert torch.equal(got[1], one[1])
+    assert torch.equal(got[0], one[0] * 3.0)
+
+
 @st.composite
 def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     dtype = draw(st.sampled_from(DTYPES))
@@ -216,12 +250,12 @@ def test_any_bits(
     assert_contract(got, x.shape[1])
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_hundred_thousand_rows(device: str, function: str, dtype: torch.dtype) -> None:
-    x = any_bits(100_000, 128, dtype, 1)
-    x[::2] = numbers(50_000, 128, dtype)
+@pytest.mark.parametrize("rows", [128, pytest.param(100_000, marks=pytest.mark.gpu)])
+def test_many_rows_of_any_bits(device: str, function: str, dtype: torch.dtype, rows: int) -> None:
+    x = any_bits(rows, 128, dtype, 1)
+    x[::2] = numbers(rows // 2, 128, dtype)
     bias = any_bits(2, 128, torch.float32, 2)[1]
     assert_contract(route(function, x, 8, device), 128)
     assert_contract(route(function, x, 8, device, bias=bias), 128)
@@ -310,6 +344,8 @@ BAD_INPUTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no group": ("grouped_topk", {"topk_group": 0}, r"topk_group: expected 1 to 4 groups"),
     "too few groups": ("grouped_topk", {"top_k": 5}, r"topk_group: .* 2 that hold top_k 5"),
     "factor": ("grouped_topk", {"routed_scaling_factor": NAN}, r"routed_scaling_factor: expected"),
+    "big factor": ("topk_softmax", {"routed_scaling_factor": 1e39}, r"routed_scaling_factor: .*1e"),
+    "infinite factor": ("topk_sigmoid", {"routed_scaling_factor": INF}, r"routed_scaling_factor:"),
 }  # fmt: skip
 
 

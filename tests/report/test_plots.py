@@ -42,11 +42,15 @@ def test_every_bad_state_is_hatched_and_none_is_white() -> None:
     for state, (colour, strength, hatch) in plots.STATES.items():
         assert to_hex(colour) not in ("#ffffff", "#000000")
         assert strength > 0
-        assert bool(hatch) == (state not in ("finite", "clean", "this step")), state
+        assert bool(hatch) == (state not in ("finite", "clean", "this step", "written", "cured")), (
+            state
+        )
 
 
 def test_states_of_one_picture_differ_without_their_colours() -> None:
-    pictures = (VERDICTS, plots._STAGE_STATES, ("this step", "an earlier step", "nobody"))
+    pictures = (VERDICTS, plots._STAGE_STATES, ("this step", "an earlier step", "nobody"),
+                ("written", "never written"),
+                ("cured", "helped", "not cured", "made worse"))  # fmt: skip
     for states in pictures:
         assert len({plots.STATES[s][2] for s in states}) == len(states)
 
@@ -122,6 +126,80 @@ def test_timings_show_median_and_spread_under_a_recorded_title() -> None:
 def test_timings_of_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="rows: expected at least one, got 0"):
         plots.timings([])
+
+
+def test_routing_hatches_an_expert_taken_again_and_the_map_s_holes() -> None:
+    fig = plots.routing([[3, 1], [0, 0], [-1, 2]], [[False, False], [False, True], [False] * 2],
+                        live=1)  # fmt: skip
+    left, right = fig.axes
+    hatched = {at: bool(p.get_hatch()) for at, p in _cells(fig).items()}
+    # A slot without an expert has no cell.
+    assert hatched == {
+        (0, 0): False, (0, 1): False, (1, 0): False, (1, 1): True, (2, 1): False
+    }  # fmt: skip
+    assert [t.get_text() for t in left.texts] == ["3", "1", "0", "0", "2"]
+    holes = {(int(p.get_y()), int(p.get_x())): bool(p.get_hatch()) for p in right.patches}
+    assert [at for at, hole in holes.items() if hole] == [(1, 1)]
+    assert len(holes) == 6
+    assert [t.get_text() for t in left.get_yticklabels()] == ["row 0", "padding 1", "padding 2"]
+    assert [t.get_text() for t in fig.legends[0].get_texts()] == ["never written", "written"]
+
+
+def test_routing_refuses_holes_of_another_shape() -> None:
+    with pytest.raises(ValueError, match=r"holes: expected rows of \[2\] slots, got \[1\]"):
+        plots.routing([[3, 1]], [[False]], live=1)
+
+
+def test_cost_bars_are_ratios_to_the_baseline_of_the_same_run() -> None:
+    cases = {
+        ("X", "staleproof"): (2.0, 6.0), ("X", "peer"): (4.0, 3.0),
+        ("Y", "staleproof"): (9.0,), ("Y", "peer"): (2.0,),
+    }  # fmt: skip
+    rows = [
+        _timing(machine=f"NVIDIA {machine}", provider=provider, x_value=x, p20=p, p50=p, p80=p + 1)
+        for (machine, provider), times in cases.items()
+        for x, p in enumerate(times)
+    ]
+    fig = plots.cost_bars(rows, "peer")
+    first, second = fig.axes
+    assert [bar.get_height() for bar in first.patches] == [0.5, 2.0]
+    assert [bar.get_height() for bar in second.patches] == [4.5]
+    assert first.get_title() == "RECORDED NVIDIA X, 2026-11-20: bf16"
+    assert [t.get_text() for t in first.get_legend().get_texts()] == ["peer", "staleproof"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [([], "rows: expected at least one"), ([_timing()], "baseline: expected one of .*'peer'")],
+)
+def test_cost_bars_without_a_baseline_are_refused(rows: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plots.cost_bars(rows, "peer")
+
+
+def test_uptime_draws_each_share_at_the_end_of_its_window() -> None:
+    fig = plots.uptime({"off": [0.0, 0.5], "on": [0.0, 0.0, 0.0, 0.0]}, steps=100)
+    off, on = fig.axes[0].lines
+    assert list(zip(*off.get_data(), strict=True)) == [(50, 0.0), (100, 0.5)]
+    assert list(on.get_xdata()) == [25, 50, 75, 100]
+    # Told apart without their colours, too.
+    assert off.get_marker() != on.get_marker()
+    legend = fig.axes[0].get_legend()
+    assert legend is not None
+    assert [t.get_text() for t in legend.get_texts()] == ["off", "on"]
+
+
+@pytest.mark.parametrize(
+    ("curves", "message"),
+    [
+        ({}, "curves: expected at least one, got 0"),
+        ({"off": []}, r"curves\['off'\]: expected at least one window, got 0"),
+        ({"off": [0.5, 1.5]}, r"curves\['off'\]: expected shares from 0 to 1, got \[0.5, 1.5\]"),
+    ],
+)
+def test_curves_of_no_share_are_refused(curves: dict[str, list[float]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plots.uptime(curves, steps=100)
 
 
 def test_the_same_picture_has_the_same_bytes_and_no_date() -> None:

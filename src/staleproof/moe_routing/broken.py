@@ -246,3 +246,33 @@ def rows_with_duplicates(ids: torch.Tensor) -> torch.Tensor:
     """(rows,) bool: where an expert stands twice."""
     ordered = ids.sort(-1).values
     return (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+
+
+def quantise_fp8(
+    x: torch.Tensor, *, per_token: bool, drops_nan: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dynamic fp8 as GPU kernels do it, or as PyTorch does.
+
+    Kernels take their largest magnitude from 0 on with ``fmaxf`` and clamp with ``fminf`` and
+    ``fmaxf``, each of which returns the operand that is a number: no NaN comes out (vLLM's
+    ``dynamic_scaled_fp8_quant``). ``torch.amax`` and ``torch.clamp`` keep it
+    (``QuantFP8.forward_native``). An infinity passes for a magnitude in both.
+
+    Args:
+        x: (rows, columns).
+        per_token: a scale a row, or one for all.
+        drops_nan: kernels' way, or PyTorch's.
+
+    Returns:
+        e4m3 values like x, and float32 scales (rows, 1) or (1, 1).
+    """
+    magnitude = x.abs().float()
+    if drops_nan:
+        magnitude = magnitude.fmax(torch.zeros_like(magnitude))
+    scale = (magnitude.amax(1, keepdim=True) if per_token else magnitude.amax().view(1, 1)) / 448.0
+    scaled = x.float() / scale
+    if drops_nan:
+        scaled = scaled.fmin(torch.full_like(scaled, 448.0)).fmax(torch.full_like(scaled, -448.0))
+    else:
+        scaled = scaled.clamp(-448.0, 448.0)
+    return scaled.to(torch.float8_e4m3fn), scale

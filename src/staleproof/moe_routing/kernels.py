@@ -35,83 +35,118 @@ def _float32(x):
 
 
 @triton.jit
-def _exp(x):
-    """``reference.exp`` step by step: e to the power of x <= 0, and 0 for a NaN."""
-    x = tl.where(x > -104.0, x, -104.0)
+def _exp_times(x, POWER: tl.constexpr):
+    """exp(x) * 2**POWER for x from -104 to 0 and a POWER that keeps it a normal number."""
     # Adding 1.5 * 2**23 leaves the nearest integer in the low bits.
-    shifted = x * 1.4426950408889634 + 12582912.0
-    power = shifted.to(tl.int32, bitcast=True) - 0x4B400000
-    rounded = shifted - 12582912.0
+    shift = 12582912.0 + POWER
+    shifted = x * 1.4426950408889634 + shift
+    rounded = shifted - shift
     r = x - rounded * 0.693359375 - rounded * -0.00021219444005469058
     q = r * 0.00138146126 + 0.00836871006
     q = q * r + 0.0416683902
     q = q * r + 0.166665211
     q = q * r + 0.49999994
     value = q * (r * r) + r + 1.0
-    half = power >> 1
-    value = value * ((half + 127) << 23).to(tl.float32, bitcast=True)
-    return value * ((power - half + 127) << 23).to(tl.float32, bitcast=True)
+    exponent = shifted.to(tl.int32, bitcast=True) << 23
+    return (value.to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exp(x):
+    """``reference.exp`` step by step: e to the power of x <= 0, and 0 for a NaN."""
+    # The product rounds what becomes denormal, once.
+    return _exp_times(tl.where(x > -104.0, x, -104.0), 64) * 5.421010862427522e-20
 
 
 @triton.jit
 def _sigmoid(x):
+    """0 for a NaN."""
     small = _exp(tl.where(x < 0, x, -x))
-    return tl.div_rn(tl.where(x < 0, small, 1.0), 1.0 + small)
+    return tl.div_rn(tl.where(x >= 0, 1.0, small), 1.0 + small)
 
 
 @triton.jit
 def _exact_sum(x):
-    """Sums of the rows of numbers in [0, 2), in multiples of 2**-40: any order, the same bits."""
-    return tl.sum((x * 1099511627776.0).to(tl.int64), 1).to(tl.float32) * 9.094947017729282e-13
+    """Sums of the rows of numbers in [0, 2) times 2**40, cut to integers: any order, same bits."""
+    return tl.sum(x.to(tl.int64), 1).to(tl.float32) * 9.094947017729282e-13
 
 
 @triton.jit
 def _order(x):
-    """An int32 that orders as the float32 does, with -0 equal to 0."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    """An int32 that orders as the float32 does, with -0 equal to 0 and NaN beyond both infinities.
+
+    The infinities are 0x7F800000 and -0x7F800000.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    sign = bits >> 31
+    return (bits ^ (sign & 0x7FFFFFFF)) - sign
 
 
 @triton.jit
 def _number(order):
     """The float32 of an ``_order``."""
-    bits = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
-    return bits.to(tl.float32, bitcast=True)
+    sign = order >> 31
+    return ((order + sign) ^ (sign & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _key(order, index, NARROW: tl.constexpr):
-    """One integer of a number and its index, the lower index above the higher among equals.
+def _key(order, index):
+    """One integer of an order and an index, the lower index above the higher among equals."""
+    return (order.to(tl.int64) << 32) | (1023 - index)
 
-    NARROW numbers were 16 bits long: ten bits of their float32 are free for the index.
-    """
-    if NARROW:
-        return (order & -1024) | (1023 - index)
-    else:
-        return (order.to(tl.int64) << 32) | (1023 - index)
+
+@triton.jit
+def _narrow_key(order, index):
+    """The same in 29 bits for an order of 16 bits, which is 0 in its 13 lowest."""
+    return ((order >> 3) & -1024) | (1023 - index)
 
 
 @triton.jit
 def _close_groups(
-    key, group_count,
+    order, group_count,
     TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Keys (rows, GROUPS * GROUP_SIZE) with LEAST for all outside the TOPK_GROUP best groups."""
-    rows: tl.constexpr = key.shape[0]
-    grouped = tl.reshape(key, [rows, GROUPS, GROUP_SIZE])
+    """Orders (rows, GROUPS * GROUP_SIZE) with LEAST for all outside the TOPK_GROUP best groups."""
+    rows: tl.constexpr = order.shape[0]
+    grouped = tl.reshape(order, [rows, GROUPS, GROUP_SIZE])
     best = tl.max(grouped, 2)
-    second = tl.max(tl.where(grouped == best[:, :, None], LEAST, grouped), 2)
-    score = _number((best >> 32).to(tl.int32)) + _number((second >> 32).to(tl.int32))
-    # An infinite bias and its opposite cancel to NaN.
-    score = tl.where(score == score, score, 0.0)
+    is_best = grouped == best[:, :, None]
+    # No less than the most negative number: a sum with +inf is no NaN.
+    second = tl.max(tl.where(is_best, -0x7F7FFFFF, grouped), 2)
+    second = tl.where(tl.sum(is_best.to(tl.int32), 2) > 1, best, second)
     group = tl.arange(0, GROUPS)[None, :]
-    group_key = tl.where(group < group_count, _key(_order(score), group, NARROW=False), LEAST)
-    for _ in tl.static_range(TOPK_GROUP):
-        winner = tl.max(group_key, 1)
-        group_key = tl.where(group_key == winner[:, None], LEAST, group_key)
-    # The winners, and groups that do not exist, whose experts are LEAST already.
-    is_open = group_key == LEAST
-    return tl.reshape(tl.where(is_open[:, :, None], grouped, LEAST), [rows, GROUPS * GROUP_SIZE])
+    key = _key(_order(_number(best) + _number(second)), group)
+    key = tl.where(group < group_count, key, -(2**63))
+    # A group's rank is the number of better ones.
+    rank = tl.sum((key[:, None, :] > key[:, :, None]).to(tl.int32), 2)
+    is_open = (rank < TOPK_GROUP)[:, :, None]
+    return tl.reshape(tl.where(is_open, grouped, LEAST), [rows, GROUPS * GROUP_SIZE])
+
+
+@triton.jit
+def _best_keys(key, slot, TOP_K: tl.constexpr):
+    """The TOP_K largest of each row of narrow keys, in the slots 0 to TOP_K - 1."""
+    best = tl.max(key, 1)
+    chosen = tl.zeros([key.shape[0], slot.shape[1]], tl.int32) + best[:, None]
+    for index in tl.static_range(1, TOP_K):
+        # What lies above wraps around to a small number, and the nearest below is the largest.
+        beyond = tl.max((key - best[:, None]).to(tl.uint32, bitcast=True), 1)
+        best += beyond.to(tl.int32, bitcast=True)
+        chosen = tl.where(slot >= index, best[:, None], chosen)
+    return chosen
+
+
+@triton.jit
+def _best_orders(order, index, slot, TOP_K: tl.constexpr, LEAST: tl.constexpr):
+    """1023 less the index of the TOP_K largest of each row, the lower index first among equals."""
+    chosen = tl.zeros([order.shape[0], slot.shape[1]], tl.int32)
+    flipped = 1023 - index
+    for turn in tl.static_range(TOP_K):
+        best = tl.max(order, 1)
+        winner = tl.max(tl.where(order == best[:, None], flipped, 0), 1)
+        chosen = tl.where(slot == turn, winner[:, None], chosen)
+        order = tl.where(flipped == winner[:, None], LEAST, order)
+    return chosen
 
 
 @triton.jit
@@ -127,6 +162,8 @@ def _topk_kernel(
 
     SANITIZE is for measuring what it costs: without it, a NaN yields wrong experts and weights.
     """
+    # Below the order of every float32, those of -inf and NaN among them.
+    LEAST: tl.constexpr = -(2**31)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_rows = row < rows
     place = tl.arange(0, GROUPS * GROUP_SIZE)
@@ -139,69 +176,69 @@ def _topk_kernel(
         exists = place < experts
     line = logits + row * row_stride
     here = in_rows[:, None] & exists[None, :]
+    # Experts that do not exist come last among those of -inf.
     x = _float32(tl.load(line[:, None] + expert[None, :], mask=here, other=-float("inf")))
-    if SANITIZE and not SOFTMAX:
-        x = tl.where(x == x, x, -float("inf"))
     order = _order(x)
-
     if SOFTMAX:
-        if SANITIZE:
-            # The peak as an integer: every NaN above infinity, in every version of Triton.
-            order = tl.where(x == x, order, 0x7FFFFFFF)
-        top = tl.max(order, 1)
-        peak = _number(top)
-        if SANITIZE:
-            # A NaN or infinity makes every score NaN, and so does -inf as the peak: all count as 0,
-            # as they do below an infinite peak.
-            lost = (top >= 0x7F800000) | (top == -0x7F800001)
-            peak = tl.where(lost, float("inf"), peak)
-        exponentials = _exp(x - peak[:, None])
-        total = _exact_sum(exponentials)
-        if SANITIZE:
-            total = tl.where(lost, 1.0, total)
-        inverse = tl.div_rn(1.0, total)
-    if BIASED:
-        bonus = _float32(tl.load(bias + expert, mask=exists, other=0.0))
-        if SANITIZE:
-            bonus = tl.where(bonus == bonus, bonus, 0.0)
-        if SOFTMAX:
-            order = _order(exponentials * inverse[:, None] + bonus[None, :])
+        # Turned until what lay below -inf wraps around: -inf is the least, every NaN above +inf.
+        turned = order - 0x00800000
+        if NARROW:
+            key = _narrow_key(turned, expert[None, :])
+            top = (tl.max(key, 1) & -1024) << 3
         else:
-            order = _order(_sigmoid(x) + bonus[None, :])
-    elif GROUPED:
-        order = _order(_sigmoid(x))
+            top = tl.max(turned, 1)
+        peak = _number(top + 0x00800000)
+        from_peak = x - peak[:, None]
+        from_peak = tl.where(from_peak > -104.0, from_peak, -104.0)
+        total = _exact_sum(_exp_times(from_peak, 40))
+        # 0 if, and only if, the peak is a NaN or an infinity: then every score is to be 0.
+        inverse = tl.div_rn(1.0, total)
+        if SANITIZE and BIASED:
+            inverse = tl.where(total > 0.0, inverse, 0.0)
+    elif not BIASED and not GROUPED:
+        if SANITIZE:
+            order = _order(tl.where(x > -float("inf"), x, -float("inf")))
+        if NARROW:
+            key = _narrow_key(order, expert[None, :])
+    if BIASED or GROUPED:
+        scores = _exp(from_peak) * inverse[:, None] if SOFTMAX else _sigmoid(x)
+        if BIASED:
+            bonus = _float32(tl.load(bias + expert, mask=exists, other=0.0))
+            if SANITIZE:
+                bonus = tl.where(bonus == bonus, bonus, 0.0)
+            scores += bonus[None, :]
+        order = _order(scores)
 
-    LEAST: tl.constexpr = -(2**31) if NARROW else -(2**63)
-    key = tl.where(exists[None, :], _key(order, expert[None, :], NARROW), LEAST)
-    if GROUPED:
-        key = _close_groups(key, group_count, TOPK_GROUP, GROUPS, GROUP_SIZE, LEAST)
-    slot = tl.arange(0, SLOTS)
-    if SORT:
-        chosen = tl.topk(key, SLOTS)
+    slot = tl.arange(0, SLOTS)[None, :]
+    if NARROW:
+        chosen = tl.topk(key, SLOTS) if SORT else _best_keys(key, slot, TOP_K)
     else:
-        chosen = tl.full([ROWS, SLOTS], LEAST, key.dtype)
-        for index in tl.static_range(TOP_K):
-            best = tl.max(key, 1)
-            chosen = tl.where(slot[None, :] == index, best[:, None], chosen)
-            key = tl.where(key == best[:, None], LEAST, key)
-    chosen_id = 1023 - (chosen & 1023).to(tl.int32)
-    if SANITIZE and SOFTMAX and not BIASED:
-        chosen_id = tl.where(lost[:, None], slot[None, :], chosen_id)
+        order = tl.where(exists[None, :], order, LEAST)
+        if GROUPED:
+            order = _close_groups(order, group_count, TOPK_GROUP, GROUPS, GROUP_SIZE, LEAST)
+        if SORT:
+            chosen = tl.topk(_key(order, expert[None, :]), SLOTS).to(tl.int32)
+        else:
+            chosen = _best_orders(order, expert[None, :], slot, TOP_K, LEAST)
+    chosen_id = ~chosen & 1023
 
     # The weights are the scores without bias: from the logits again, which are near.
-    wanted = in_rows[:, None] & (slot < TOP_K)[None, :]
+    wanted = in_rows[:, None] & (slot < TOP_K)
     x = _float32(tl.load(line[:, None] + chosen_id, mask=wanted, other=-float("inf")))
     if SOFTMAX:
         weight = _exp(x - peak[:, None]) * inverse[:, None]
+        if SANITIZE and not BIASED:
+            # Infinitely much of nothing is a NaN here, in the rows whose total is 0 alone.
+            is_number = weight == weight
+            weight = tl.where(is_number, weight, 0.0)
+            chosen_id = tl.where(is_number, chosen_id, slot)
     else:
-        if SANITIZE:
-            x = tl.where(x == x, x, -float("inf"))
         weight = _sigmoid(x)
     if RENORMALIZE:
         # By the power of two that brings the largest to 1 or a little above it.
         largest = tl.max(weight.to(tl.int32, bitcast=True), 1) & 0x7F800000
         scaled = weight * (0x7F000000 - largest).to(tl.float32, bitcast=True)[:, None]
-        total = _exact_sum(scaled)[:, None]
+        total = _exact_sum(scaled * 1099511627776.0)[:, None]
         weight = tl.where(total > 0, tl.div_rn(scaled, tl.where(total > 0, total, 1.0)), weight)
     if SCALED:
         weight = weight * scaling
@@ -209,7 +246,7 @@ def _topk_kernel(
         padding = tl.load(is_padding + row, mask=in_rows, other=0) != 0
         weight = tl.where(padding[:, None], 0.0, weight)
         chosen_id = tl.where(padding[:, None], padding_id, chosen_id)
-    target = row[:, None] * TOP_K + slot[None, :]
+    target = row[:, None] * TOP_K + slot
     tl.store(weights + target, weight, mask=wanted)
     tl.store(ids + target, chosen_id.to(ids.dtype.element_ty), mask=wanted)
 
@@ -219,18 +256,19 @@ def _plan(rows: int, experts: int, narrow: bool) -> tuple[bool, int, int]:
     if INTERPRET:
         # There an operation costs the same for one row as for many, and a sort takes seconds.
         return False, min(64, triton.next_power_of_2(rows)), 1
-    if rows <= 512:
-        return (False, 1, 1) if narrow and experts <= 256 else (True, 1, 4)
-    if rows >= 4096:
-        return False, (4 if experts <= 256 else 2) if narrow else 1, 1
-    return not narrow, 1, 1
+    if rows <= 256 and not narrow:
+        return True, 1, 4
+    if rows < 4096:
+        return (False, 4, 4) if rows > 512 and 64 < experts <= 128 else (False, 1, 1)
+    places = triton.next_power_of_2(experts)
+    return False, max(1, min(4, (1024 if narrow else 512) // places)), 1
 
 
 def _route(
     router_logits: torch.Tensor, top_k: int, *, softmax: bool, bias: torch.Tensor | None,
     renormalize: bool, is_padding: torch.Tensor | None, padding_id: int,
-    topk_ids_dtype: torch.dtype, out: tuple[torch.Tensor, torch.Tensor] | None,
-    scaling: float = 1.0, groups: int | None = None, topk_group: int = 1,
+    routed_scaling_factor: float, topk_ids_dtype: torch.dtype,
+    out: tuple[torch.Tensor, torch.Tensor] | None, groups: int | None = None, topk_group: int = 1,
     sanitize: bool = True, plan: tuple[bool, int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Check and launch. ``sanitize`` and ``plan`` are for measuring what they cost."""
@@ -251,6 +289,8 @@ def _route(
         check.tensor("is_padding", is_padding, shape=(rows,), dtype=torch.bool, **like)
         in_range = isinstance(padding_id, int) and -(2**31) <= padding_id < 2**31
         check.require(in_range, "padding_id", "a 32-bit integer", padding_id)
+    finite = abs(routed_scaling_factor) <= torch.finfo(torch.float32).max
+    check.require(finite, "routed_scaling_factor", "a finite float32", routed_scaling_factor)
     known = topk_ids_dtype in IDS_DTYPES
     check.require(known, "topk_ids_dtype", "torch.int32 or torch.int64", topk_ids_dtype)
     if out is None:
@@ -270,10 +310,10 @@ def _route(
     group_size = max(triton.next_power_of_2(experts // (groups or 1)), 1 if groups else slots)
     _topk_kernel[(triton.cdiv(rows, rows_each),)](
         x, bias, is_padding, weights, ids, strides[0], rows, experts, groups or 1, padding_id,
-        scaling,
+        routed_scaling_factor,
         SOFTMAX=softmax, BIASED=bias is not None, PADDED=is_padding is not None,
-        RENORMALIZE=renormalize, SCALED=scaling != 1.0, NARROW=narrow, SANITIZE=sanitize,
-        SORT=sort, TOP_K=top_k, SLOTS=slots, TOPK_GROUP=topk_group,
+        RENORMALIZE=renormalize, SCALED=routed_scaling_factor != 1.0, NARROW=narrow,
+        SANITIZE=sanitize, SORT=sort, TOP_K=top_k, SLOTS=slots, TOPK_GROUP=topk_group,
         GROUPED=groups is not None, GROUPS=triton.next_power_of_2(groups or 1),
         GROUP_SIZE=group_size, ROWS=rows_each,
         # A fused product and sum round once, and only compiled code would fuse them.
@@ -288,6 +328,7 @@ def topk_softmax(
     *,
     bias: torch.Tensor | None = None,
     renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
     is_padding: torch.Tensor | None = None,
     padding_id: int = -1,
     topk_ids_dtype: torch.dtype = torch.int32,
@@ -306,6 +347,7 @@ def topk_softmax(
         bias: (experts,) float32, float16 or bfloat16, added to the scores for the choice only; a
             NaN in it is no bonus.
         renormalize: whether to divide a token's weights by their sum, where that is not 0.
+        routed_scaling_factor: finite factor on the weights, after ``renormalize``.
         is_padding: (tokens,) bool; rows where it is true get ``padding_id`` and weights 0.
         padding_id: what padding rows hold; beware of consumers that index with -1 (vLLM #46428).
         topk_ids_dtype: torch.int32 or torch.int64; ``out`` brings its own.
@@ -321,7 +363,8 @@ def topk_softmax(
     """
     return _route(
         router_logits, top_k, softmax=True, bias=bias, renormalize=renormalize,
-        is_padding=is_padding, padding_id=padding_id, topk_ids_dtype=topk_ids_dtype, out=out,
+        routed_scaling_factor=routed_scaling_factor, is_padding=is_padding, padding_id=padding_id,
+        topk_ids_dtype=topk_ids_dtype, out=out,
     )  # fmt: skip
 
 
@@ -331,6 +374,7 @@ def topk_sigmoid(
     *,
     bias: torch.Tensor | None = None,
     renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
     is_padding: torch.Tensor | None = None,
     padding_id: int = -1,
     topk_ids_dtype: torch.dtype = torch.int32,
@@ -343,7 +387,8 @@ def topk_sigmoid(
     """
     return _route(
         router_logits, top_k, softmax=False, bias=bias, renormalize=renormalize,
-        is_padding=is_padding, padding_id=padding_id, topk_ids_dtype=topk_ids_dtype, out=out,
+        routed_scaling_factor=routed_scaling_factor, is_padding=is_padding, padding_id=padding_id,
+        topk_ids_dtype=topk_ids_dtype, out=out,
     )  # fmt: skip
 
 
@@ -369,7 +414,6 @@ def grouped_topk(
     Args:
         num_expert_group: groups of equally many experts, two or more; they stand side by side.
         topk_group: how many groups a token's experts come from; together they hold ``top_k``.
-        routed_scaling_factor: finite factor on the weights, after ``renormalize``.
 
     The other arguments, the results and errors are those of :func:`topk_softmax`.
     """
@@ -390,10 +434,8 @@ def grouped_topk(
         f"1 to {num_expert_group} groups of {size} that hold top_k {top_k} experts",
         topk_group,
     )
-    finite = abs(routed_scaling_factor) < float("inf")
-    check.require(finite, "routed_scaling_factor", "a finite number", routed_scaling_factor)
     return _route(
         router_logits, top_k, softmax=False, bias=bias, renormalize=renormalize,
-        is_padding=is_padding, padding_id=padding_id, topk_ids_dtype=topk_ids_dtype, out=out,
-        scaling=routed_scaling_factor, groups=num_expert_group, topk_group=topk_group,
+        routed_scaling_factor=routed_scaling_factor, is_padding=is_padding, padding_id=padding_id,
+        topk_ids_dtype=topk_ids_dtype, out=out, groups=num_expert_group, topk_group=topk_group,
     )  # fmt: skip

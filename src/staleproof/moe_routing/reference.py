@@ -76,10 +76,10 @@ def biased(scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 def open_experts(choice: torch.Tensor, num_expert_group: int, topk_group: int) -> torch.Tensor:
     """Which experts lie in the best groups, (tokens, experts) bool. Two experts speak for each."""
     groups = choice.unflatten(-1, (num_expert_group, -1))
-    best_two = groups.sort(descending=True).values[..., :2]
-    # An infinite bias and its opposite cancel to NaN.
-    sums = best_two[..., 0] + best_two[..., 1]
-    order = torch.where(sums.isnan(), 0.0, sums).argsort(descending=True, stable=True)
+    best, second = groups.sort(descending=True).values[..., :2].unbind(-1)
+    # Biases of +inf and -inf would cancel to NaN: so the second is no less than a finite number.
+    sums = best + second.clamp(min=torch.finfo(torch.float32).min)
+    order = sums.argsort(descending=True, stable=True)
     chosen = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, order[:, :topk_group], True)
     return chosen[..., None].expand_as(groups).flatten(-2)
 
@@ -90,7 +90,7 @@ def _pick(
     top_k: int,
     *,
     renormalize: bool,
-    scaling: float = 1.0,
+    scaling: float,
     is_open: torch.Tensor | None = None,
     is_padding: torch.Tensor | None,
     padding_id: int,
@@ -121,6 +121,7 @@ def topk_softmax(
     *,
     bias: torch.Tensor | None = None,
     renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
     is_padding: torch.Tensor | None = None,
     padding_id: int = -1,
     topk_ids_dtype: torch.dtype = torch.int32,
@@ -132,7 +133,8 @@ def topk_softmax(
     scores, logits = softmax(router_logits.float())
     return _pick(
         scores, logits if bias is None else biased(scores, bias), top_k, renormalize=renormalize,
-        is_padding=is_padding, padding_id=padding_id, topk_ids_dtype=topk_ids_dtype,
+        scaling=routed_scaling_factor, is_padding=is_padding, padding_id=padding_id,
+        topk_ids_dtype=topk_ids_dtype,
     )  # fmt: skip
 
 
@@ -142,6 +144,7 @@ def topk_sigmoid(
     *,
     bias: torch.Tensor | None = None,
     renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
     is_padding: torch.Tensor | None = None,
     padding_id: int = -1,
     topk_ids_dtype: torch.dtype = torch.int32,
@@ -153,7 +156,8 @@ def topk_sigmoid(
     scores, logits = sigmoid(router_logits.float())
     return _pick(
         scores, logits if bias is None else biased(scores, bias), top_k, renormalize=renormalize,
-        is_padding=is_padding, padding_id=padding_id, topk_ids_dtype=topk_ids_dtype,
+        scaling=routed_scaling_factor, is_padding=is_padding, padding_id=padding_id,
+        topk_ids_dtype=topk_ids_dtype,
     )  # fmt: skip
 
 

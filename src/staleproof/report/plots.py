@@ -33,6 +33,12 @@ STATES: Mapping[str, tuple[str, float, str]] = {
     "this step": (_BLUE, 0.25, ""),
     "an earlier step": (_GREEN, 0.3, "---"),
     "nobody": (_ORANGE, 0.2, "///"),
+    "cured": (_BLUE, 0.25, ""),
+    "helped": (_GREEN, 0.3, "---"),
+    "not cured": (_ORANGE, 0.2, "///"),
+    "made worse": (_VERMILION, 0.45, "xxx"),
+    "written": (_BLUE, 0.25, ""),
+    "never written": (_VERMILION, 0.45, "xxx"),
 }
 _STAGE_STATES = ("finite", "NaN in a padding row", "NaN in a live row")
 _FONT = 8
@@ -154,6 +160,140 @@ def timings(rows: Sequence[Mapping[str, Any]]) -> Figure:
         ax.set_xticks(range(len(values)), map(str, values))
         ax.set_title(f"RECORDED {machine}, {date}: {mode}", color=INK, fontsize=9)
         _in_grey(ax)
+    return fig
+
+
+def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, live: int) -> Figure:
+    """The experts of a batch as a heat map, duplicates hatched, beside the map with its holes.
+
+    Args:
+        ids: the experts of each row; those below 0 stay empty.
+        holes: which of these slots' map entries nobody wrote.
+        live: draws a line below this many rows.
+
+    Raises:
+        ValueError: ids and holes that do not fit each other.
+    """
+    import seaborn as sns
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    shapes = [[len(line) for line in lines] for lines in (ids, holes)]
+    require(shapes[0] == shapes[1], "holes", f"rows of {shapes[0]} slots", shapes[1])
+    colours = sns.color_palette("cividis", 1 + max(max(line) for line in ids))
+    count, slots = len(ids), len(ids[0])
+    size = (1.0 + 0.62 * slots, 1.0 + 0.24 * count)
+    fig = Figure(figsize=size, facecolor="none", layout="constrained")
+    left, right = fig.subplots(1, 2, width_ratios=(3, 2))
+    for row, line in enumerate(ids):
+        for slot, expert in enumerate(line):
+            state = "never written" if holes[row][slot] else "written"
+            right.add_patch(_patch(state, (slot, row)))
+            if expert < 0:
+                continue
+            again = expert in line[:slot]
+            left.add_patch(
+                Rectangle(
+                    (slot, row), 1, 1, facecolor=colours[expert], linewidth=0.6,
+                    edgecolor=_ORANGE if again else INK, hatch="xxx" if again else "",
+                )
+            )  # fmt: skip
+            dark = sum(colours[expert]) < 1.5
+            left.text(
+                slot + 0.5, row + 0.5, str(expert), ha="center", va="center", fontsize=_FONT,
+                color="white" if dark else "black",
+            )  # fmt: skip
+    labels = [f"row {row}" if row < live else f"padding {row}" for row in range(count)]
+    for ax, title in ((left, "expert ids; hatched: again"), (right, "map entries")):
+        ax.plot([-0.15, slots + 0.15], [live, live], color=INK, linewidth=2, clip_on=False)
+        ax.set(xlim=(0, slots), ylim=(count, 0))
+        ax.set_title(title, color=INK, fontsize=_FONT + 1)
+        ax.set_xticks([x + 0.5 for x in range(slots)], [f"{slot}" for slot in range(slots)])
+        ax.set_yticks([y + 0.5 for y in range(count)], labels if ax is left else [""] * count)
+        ax.tick_params(length=0, colors=INK, labelsize=_FONT)
+        ax.set_facecolor("none")
+        for spine in ax.spines.values():
+            spine.set_visible(False)
+    states = ["never written"] * any(map(any, holes)) + ["written"]
+    fig.legend(
+        handles=[_patch(state, label=state) for state in states], loc="outside lower right",
+        ncols=2, fontsize=_FONT, frameon=False, labelcolor=INK, handlelength=2.2, handleheight=1.4,
+    )  # fmt: skip
+    return fig
+
+
+def cost_bars(rows: Sequence[Mapping[str, Any]], baseline: str) -> Figure:
+    """Recorded medians over the baseline's, in bars: a panel a mode and machine, a bar a provider.
+
+    Args:
+        rows: lines of ``measurements.jsonl`` of one kernel.
+        baseline: the provider that is 1.
+
+    Raises:
+        ValueError: no rows, or none of the baseline.
+    """
+    import pandas as pd
+    import seaborn as sns
+    from matplotlib.figure import Figure
+
+    require(bool(rows), "rows", "at least one", 0)
+    frame = pd.DataFrame(rows)
+    providers = list(dict.fromkeys(frame["provider"]))
+    require(baseline in providers, "baseline", f"one of {providers}", repr(baseline))
+    others = [name for name in providers if name != baseline]
+    palette = sns.color_palette("colorblind", len(others))
+    hatches = ("", "///", "...", "xxx", "---")
+    panels = list(frame.groupby(["machine", "date", "mode"], sort=False))
+    fig = Figure(figsize=(7, 2.6 * len(panels)), facecolor="none", layout="constrained")
+    axes = fig.subplots(len(panels), squeeze=False)[:, 0]
+    for ax, ((machine, date, mode), part) in zip(axes, panels, strict=True):
+        one = part[part["provider"] == baseline].set_index("x_value")["p50"]
+        width = 0.8 / len(others)
+        for index, name in enumerate(others):
+            mine = part[part["provider"] == name].set_index("x_value").reindex(one.index)
+            at = [x + (index - (len(others) - 1) / 2) * width for x in range(len(one))]
+            heights = mine["p50"] / one
+            ax.bar(
+                at, heights, width, label=name, facecolor=palette[index], edgecolor=INK,
+                hatch=hatches[index % len(hatches)], linewidth=0.6,
+            )  # fmt: skip
+            spread = [(mine["p50"] - mine["p20"]) / one, (mine["p80"] - mine["p50"]) / one]
+            ax.errorbar(at, heights, spread, fmt="none", ecolor=INK, linewidth=1)
+        ax.axhline(1, color=INK, linestyle="--", linewidth=1, label=baseline)
+        ax.set(xlabel=part["x_name"].iloc[0], ylabel=f"time, {baseline} = 1")
+        ax.set_xticks(range(len(one)), map(str, one.index))
+        ax.set_title(f"RECORDED {machine}, {date}: {mode}", color=INK, fontsize=9)
+        _in_grey(ax)
+    return fig
+
+
+def uptime(curves: Mapping[str, Sequence[float]], *, steps: int) -> Figure:
+    """Share of corrupted requests over the life of a server, a line a variant.
+
+    Args:
+        curves: shares from 0 to 1 by variant, one a window of equal length.
+        steps: of the whole run.
+
+    Raises:
+        ValueError: no curve, one without a window, or a share that is none.
+    """
+    import seaborn as sns
+    from matplotlib.figure import Figure
+
+    require(bool(curves), "curves", "at least one", 0)
+    for name, shares in curves.items():
+        require(len(shares) > 0, f"curves[{name!r}]", "at least one window", 0)
+        ok = all(0 <= share <= 1 for share in shares)
+        require(ok, f"curves[{name!r}]", "shares from 0 to 1", list(shares))
+    fig = Figure(figsize=(7, 2.9), facecolor="none", layout="constrained")
+    ax = fig.subplots()
+    colours = sns.color_palette("colorblind", len(curves))
+    for (name, shares), colour, mark in zip(curves.items(), colours, "osD^vPX*" * 9, strict=False):
+        ends = [steps * (window + 1) / len(shares) for window in range(len(shares))]
+        ax.plot(ends, shares, color=colour, marker=mark, linewidth=1.5, label=name)
+    ax.set(xlabel="steps served", ylabel="requests corrupted", xlim=(0, None), ylim=(-0.04, 1.04))
+    ax.yaxis.set_major_formatter("{x:.0%}")
+    _in_grey(ax)
     return fig
 
 

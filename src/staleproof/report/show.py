@@ -73,11 +73,15 @@ def answers(findings: Iterable[Finding]) -> None:
 
 def recorded_answers(incident: str, question: str) -> None:
     """Print what each recorded machine answered to one question: RECORDED, so no evidence here."""
+    asked = []
     for run in recorded.read_all():
-        print(f"RECORDED {run.title}")
-        asked = [f for f in run.findings if (f.incident, f.question) == (incident, question)]
-        table(("variant", question), ((f.variant, f.verdict) for f in asked))
-    _say_if_none()
+        answered = [f for f in run.findings if (f.incident, f.question) == (incident, question)]
+        if answered:
+            print(f"RECORDED {run.title}")
+            table(("variant", question), ((f.variant, f.verdict) for f in answered))
+        asked += answered
+    if not asked:
+        print("no recorded run has asked this yet: staleproof record makes one")
 
 
 def recorded_timings(kernel: str, baseline: str = "staleproof") -> list[dict[str, Any]]:
@@ -100,11 +104,6 @@ def recorded_timings(kernel: str, baseline: str = "staleproof") -> list[dict[str
     if not rows:
         print(f"no recorded timing of {kernel}: staleproof record on a GPU machine makes one")
     return rows
-
-
-def _say_if_none() -> None:
-    if not recorded.read_all():
-        print("no recorded run yet: staleproof record makes one")
 
 
 def has_front_end() -> bool:

@@ -81,9 +81,9 @@ def capabilities() -> list[Capability]:
         f"CUDA {torch.version.cuda}",
         f"{no_gpu}: a captured step is a recorded list of launches over the same static tensors",
     )
-    nvcc = _tool("nvcc")
+    nvcc = tool("nvcc")
     add("nvcc", nvcc is not None, _version(nvcc), "not found: no inline CUDA is compiled")
-    sanitizer = _tool("compute-sanitizer")
+    sanitizer = tool("compute-sanitizer")
     add(
         "compute-sanitizer",
         on_gpu and sanitizer is not None,
@@ -146,7 +146,8 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def _tool(name: str) -> Path | None:
+def tool(name: str) -> Path | None:
+    """A program of the CUDA toolkit, on the path or in its usual place."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     on_path = shutil.which(name)
     places = [Path(on_path)] if on_path else []
