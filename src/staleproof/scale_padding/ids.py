@@ -1,0 +1,105 @@
+"""Expert ids as the revert's suspect left them, and as they should be: width, packing, chance.
+
+The routing simulator of vLLM (``routing_simulator_router.py``) draws expert ids for load tests. It
+has two faults that have nothing to do with each other: ids come as int64 where a consumer may take
+the bytes for int32, and they are drawn with replacement, so that a token may get an expert twice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from staleproof import check
+
+
+def duplicate_chance(experts: int, top_k: int) -> float:
+    """Chance that ``top_k`` experts drawn with replacement are not all different: birthdays.
+
+    Raises:
+        ValueError: fewer than one expert, or fewer than one a token.
+    """
+    check.require(experts > 0, "experts", "at least 1", experts)
+    check.require(top_k > 0, "top_k", "at least 1", top_k)
+    different = 1.0
+    for taken in range(top_k):
+        different *= max(0, experts - taken) / experts
+    return 1 - different
+
+
+def check_route(tokens: int, experts: int, top_k: int) -> None:
+    """Raise ValueError unless ``top_k`` different experts can be had for some tokens."""
+    check.require(tokens > 0, "tokens", "at least 1", tokens)
+    check.require(0 < top_k <= experts, "top_k", f"1 to {experts} experts", top_k)
+
+
+def simulate_routing(
+    tokens: int,
+    experts: int,
+    top_k: int,
+    *,
+    topk_ids_dtype: torch.dtype = torch.int32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uniformly random routing: distinct experts, of the width a kernel reads.
+
+    The ``top_k`` largest of one random number an expert, as vLLM does since #48740.
+
+    Returns:
+        ``topk_weights`` (tokens, top_k) float32, equal; ``topk_ids`` (tokens, top_k).
+
+    Raises:
+        ValueError: no token, more experts a token than there are, or ids of another dtype.
+    """
+    check_route(tokens, experts, top_k)
+    ok = topk_ids_dtype in (torch.int32, torch.int64)
+    check.require(ok, "topk_ids_dtype", "torch.int32 or torch.int64", topk_ids_dtype)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, experts, generator=generator).topk(top_k).indices
+    weights = torch.full((tokens, top_k), 1 / top_k)
+    return weights.to(device), ids.to(device, topk_ids_dtype)
+
+
+def require_int32_ids(topk_ids: torch.Tensor) -> torch.Tensor:
+    """``topk_ids`` itself, if a kernel that reads (tokens, top_k) int32 may have it.
+
+    FlashInfer's MnnvlMoe refuses in this way (reported, vLLM #38352): the honest end of this fault.
+
+    Raises:
+        ValueError: another dtype or rank, or not contiguous.
+    """
+    check.tensor("topk_ids", topk_ids, ndim=2, dtype=torch.int32, contiguous=True)
+    return topk_ids
+
+
+def pack_topk(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    """Id and weight in one int32: the id above, the weight's bfloat16 bits below.
+
+    The format of TensorRT-LLM's routed MoE (vLLM, ``experts/trtllm_fp8_moe.py``).
+
+    Args:
+        topk_ids: (tokens, top_k) int32, below 2**15.
+        topk_weights: (tokens, top_k) float.
+
+    Raises:
+        ValueError: ids of another width, or weights of another shape.
+    """
+    require_int32_ids(topk_ids)
+    check.tensor("topk_weights", topk_weights, shape=tuple(topk_ids.shape), like=topk_ids)
+    return topk_ids << 16 | weight_bits(topk_weights)
+
+
+def weight_bits(topk_weights: torch.Tensor) -> torch.Tensor:
+    """The bfloat16 bits of weights, as int32 from 0 to 65535."""
+    return topk_weights.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
+
+
+def unpack_topk(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids int32 and weights float32 out of :func:`pack_topk`."""
+    return packed >> 16, (packed << 16).view(torch.float32)
+
+
+def experts_twice(topk_ids: torch.Tensor) -> torch.Tensor:
+    """(tokens,) bool: whose ids name an expert twice."""
+    ordered = topk_ids.sort(-1).values
+    return (ordered[:, 1:] == ordered[:, :-1]).any(-1)
