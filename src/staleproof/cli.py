@@ -165,7 +165,8 @@ def report(
             Execution(copy if copy.exists() else path, None)
             for copy, path in zip(copies, sources, strict=True)
         ]
-    write_lines(page, html.page(findings, runs, executions).splitlines())
+    patched = html.read_patched(recorded.checkout() / "workbook/patches.json")
+    write_lines(page, html.page(findings, runs, executions, patched).splitlines())
     if execute:
         _print_verdicts(findings, runs)
     typer.echo(f"report: {page}")
@@ -262,6 +263,35 @@ def compare(
         typer.echo(f"{_row_text(row)} -> {row['p50_second']:.4g} ({ratio:.2f})")
     if verdicts.mismatch:
         raise typer.Exit(1)
+
+
+@command
+def patches(
+    version: Annotated[
+        str | None, typer.Option(help="A release from the table; the installed vLLM by default.")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option(help="One patch by name: mechanism, versions, threads, cost.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """Say which incidents a vLLM has, by what evidence, and what the plugin does about them."""
+    from staleproof import vllm_plugin
+    from staleproof.incidents import INCIDENTS
+    from staleproof.patching import PatchError
+
+    try:
+        if explain is not None:
+            typer.echo(vllm_plugin.explanation(explain, INCIDENTS))
+            return
+        release, sources = (version, None) if version else vllm_plugin.installed()
+        found = vllm_plugin.decisions(release, sources)
+    except PatchError as error:
+        raise BadInputError(str(error)) from error
+    if as_json:
+        typer.echo(vllm_plugin.as_json(release, sources is not None, found))
+    else:
+        typer.echo(vllm_plugin.as_text(release, sources is not None, found))
 
 
 @moe_module.command("build")

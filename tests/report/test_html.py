@@ -154,6 +154,23 @@ def test_report_shows_committed_notebooks_as_they_are(root, capsys):
     assert source.read_bytes() == before
 
 
+def test_report_shows_what_the_patches_change(root):
+    answers = {
+        "0.18.1": {"ids <pending>": ["600", "0"], "rows": ["none", "none"]},
+        "0.33.0": {"ids <pending>": ["0", "0"]},
+    }
+    (root / "workbook/patches.json").write_text(json.dumps(answers))
+    assert cli.main(["report"]) == 0
+    page = (root / "workbook/_build/index.html").read_text()
+    assert "<th scope='col'>0.33.0</th>" in page
+    row = page[page.index("ids &lt;pending&gt;") :]
+    assert row.startswith(
+        "ids &lt;pending&gt;</th><td class='ok'>600 → 0</td><td class='absent'>0</td>"
+    )
+    assert "rows</th><td class='absent'>none</td><td class='absent'>-</td>" in page
+    assert "href='#patched'" in page
+
+
 def test_report_execute_exits_1_where_a_notebook_stops_and_still_writes(root, capsys):
     write(root / "notebooks/00_good.ipynb", [v4.new_code_cell("print('went', 'well')")])
     write(root / "notebooks/01_bad.ipynb", [v4.new_code_cell("assert 0, 'no verdict'")])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import html as markup
+import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import nbformat
@@ -46,17 +48,30 @@ ALT = "picture; the verdict printed beside it says what it shows"
 MEASURED_COLUMNS = ("kernel", "provider", "mode", "x_name", "x_value", "p50", "p20", "p80", "unit")
 
 
-def page(findings: Sequence[Finding], runs: Sequence[Run], notebooks: Sequence[Execution]) -> str:
+# Release of vLLM -> question -> the answer without the patches, and with them.
+Patched = Mapping[str, Mapping[str, Sequence[str]]]
+
+
+def page(
+    findings: Sequence[Finding],
+    runs: Sequence[Run],
+    notebooks: Sequence[Execution],
+    patched: Patched | None = None,
+) -> str:
     """The whole report.
 
     Args:
         findings: of this machine; obtained just now, or read back as RECORDED.
         runs: recorded runs to show beside them.
         notebooks: executed copies, in reading order.
+        patched: what the tests saw in real releases of vLLM (``workbook/patches.json``).
     """
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     contents = [_entry("verdicts", "Verdicts"), _entry("recorded", "Recorded runs")]
     chapters = []
+    if patched:
+        contents.append(_entry("patched", "vLLM, patched"))
+        chapters.append(_patched(patched))
     for execution in notebooks:
         body, entry = _chapter(execution)
         chapters.append(body)
@@ -112,6 +127,35 @@ def _recorded(runs: Sequence[Run], findings: Sequence[Finding]) -> str:
             table = _measurements(run.measurements)
             parts.append(f"<details><summary>{count}</summary>{table}</details>")
     return "\n".join(parts)
+
+
+def read_patched(path: Path) -> Patched | None:
+    """What the tests saw in real releases of vLLM; ``None`` before they have."""
+    return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+def _patched(releases: Patched) -> str:
+    """Questions down, releases across; a cell that the patches change shows both answers."""
+    esc = markup.escape
+    questions = dict.fromkeys(question for answers in releases.values() for question in answers)
+    head = "".join(f"<th scope='col'>{esc(release)}</th>" for release in releases)
+    body = ""
+    for question in questions:
+        cells = ""
+        for answers in releases.values():
+            off, on = answers.get(question, ("-", "-"))
+            same = "absent" if off == on else "ok"
+            said = off if off == on else f"{off} → {on}"
+            cells += f"<td class='{same}'>{esc(said)}</td>"
+        body += f"<tr><th scope='row'>{esc(question)}</th>{cells}</tr>"
+    return (
+        "<section id='patched'><h2>vLLM, patched</h2><p>RECORDED. Real releases on a CPU, each "
+        "question without staleproof's patches → with them; grey where nothing changes. The Triton "
+        "kernel is vLLM's, interpreted; stand-ins that model their faults take the place of the "
+        "compiled ones.</p>"
+        f"<div class='wide'><table><thead><tr><th scope='col'>question</th>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div></section>"
+    )
 
 
 def _measurements(rows: Sequence[dict[str, Any]]) -> str:

@@ -24,9 +24,12 @@ class RunFileError(RuntimeError):
 
 @cache
 def source_digest(incident: str) -> str:
-    """First 12 hex digits of the SHA-256 over the Python sources of one incident's folder."""
+    """First 12 hex digits of the SHA-256 over the Python sources of one incident's folder.
+
+    Without ``patch.py``: no finding runs it.
+    """
     digest = hashlib.sha256()
-    for path in sorted((PACKAGE / incident).glob("*.py")):
+    for path in sorted({*(PACKAGE / incident).glob("*.py")} - {PACKAGE / incident / "patch.py"}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 

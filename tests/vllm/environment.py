@@ -1,0 +1,140 @@
+"""Real vLLM without a GPU: its sources, and what they import, in folders outside the checkout.
+
+vLLM's source distribution is pure Python as it stands: unpacked, with its metadata beside it, it is
+importable. Its dependencies go into a folder of their own with pinned versions; torch, Triton and
+numpy are this environment's. Nothing is installed into this environment.
+
+    python tests/vllm/environment.py [VERSION ...]     fetch now what the tests would fetch
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent
+REQUIREMENTS = HERE / "requirements.txt"
+# Reading the metadata of a vLLM source distribution runs its setup.py, which imports these.
+TOOLS = ("setuptools>=77,<81", "setuptools_scm", "wheel", "packaging", "setuptools_rust")
+TESTED = ("0.17.1", "0.18.1", "0.19.1", "0.20.2", "0.25.1", "0.33.0")
+# Of 250 MB a release: the package, and what the probes read.
+KEPT = re.compile(
+    r"[^/]+/(vllm/.*|PKG-INFO|requirements/cuda\.txt|csrc/(libtorch_stable/)?moe/topk_softmax.*)"
+)
+
+
+class UnavailableError(RuntimeError):
+    """A download failed; the text is pip's last line."""
+
+
+def cache() -> Path:
+    """Where everything is kept."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "staleproof/vllm"
+    return Path(os.environ.get("STALEPROOF_VLLM_CACHE", default))
+
+
+def _pip(*arguments: str, **environment: str) -> None:
+    command = [sys.executable, "-m", "pip", *arguments, "-q", "--retries", "1", "--timeout", "30"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | environment, check=False
+    )
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise UnavailableError((errors or done.stderr.splitlines() or ["pip failed"])[-1])
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """One process at a time makes a folder; the others wait for it."""
+    cache().mkdir(parents=True, exist_ok=True)
+    with (cache() / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _installed(name: str, *arguments: str) -> Path:
+    """A folder of packages, installed whole or not at all."""
+    digest = hashlib.sha256(repr(arguments).encode()).hexdigest()[:8]
+    folder = cache() / f"{name}-{sys.implementation.cache_tag}-{digest}"
+    with _alone(name):
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=cache()) as work:
+                _pip("install", "--target", f"{work}/packages", *arguments)
+                os.replace(f"{work}/packages", folder)
+    return folder
+
+
+def packages() -> Path:
+    """The folder with what vLLM imports."""
+    pins = [line for line in REQUIREMENTS.read_text().split("\n") if line and line[0] != "#"]
+    return _installed("packages", "--no-deps", *pins)
+
+
+def sources(version: str) -> Path:
+    """The unpacked source distribution of one release, importable as it lies.
+
+    Raises:
+        UnavailableError: it cannot be fetched.
+    """
+    folder = cache() / version
+    if folder.exists():
+        return folder
+    tools = _installed("tools", *TOOLS)
+    with _alone(version), tempfile.TemporaryDirectory(dir=cache()) as work:
+        if folder.exists():
+            return folder
+        # Without the first, setup.py looks for CUDA; without the second, it names the version anew;
+        # with isolation, pip would fetch another torch.
+        _pip(
+            "download", f"vllm=={version}", "--no-binary", "vllm", "--no-deps",
+            "--no-build-isolation", "--no-cache-dir", "-d", work,
+            VLLM_TARGET_DEVICE="empty", VLLM_VERSION_OVERRIDE=version, PYTHONPATH=str(tools),
+        )  # fmt: skip
+        unpacked = Path(work) / "unpacked"
+        with tarfile.open(Path(work) / f"vllm-{version}.tar.gz") as archive:
+            kept = [member for member in archive if KEPT.fullmatch(member.name)]
+            for member in kept:
+                member.name = member.name.partition("/")[2]
+            archive.extractall(unpacked, members=kept, filter="data")
+        metadata = unpacked / f"vllm-{version}.dist-info"
+        metadata.mkdir()
+        os.replace(unpacked / "PKG-INFO", metadata / "METADATA")
+        os.replace(unpacked, folder)
+    return folder
+
+
+def pinned_flashinfer(folder: Path) -> str:
+    """The FlashInfer that a release asks for."""
+    match = re.search(r"flashinfer-python==(\S+)", (folder / "requirements/cuda.txt").read_text())
+    assert match, folder
+    return match[1]
+
+
+def variables(version: str) -> dict[str, str]:
+    """The environment of a process that imports this vLLM."""
+    folders = [sources(version), packages()]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "TRITON_INTERPRET": "1",
+        # Set but empty: otherwise vLLM finds no driver and swaps Triton for a placeholder.
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": str(cache() / "vllm-cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+
+
+if __name__ == "__main__":
+    for release in sys.argv[1:] or TESTED:
+        print(release, sources(release))
+    print(packages())

@@ -1,0 +1,221 @@
+"""Every check of one vLLM in one process: patches loaded, off, on, off. Prints one JSON object.
+
+Run inside a vLLM environment (environment.py), with staleproof's entry point installed:
+
+    python real_checks.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+VERSION = importlib.metadata.version("vllm")
+
+
+class Lines(logging.Handler):
+    """What the plugin logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def load(lines: Lines) -> dict[str, Any]:
+    """vLLM loads its plugins, as each of its processes does."""
+    plugins = importlib.import_module("vllm.plugins")
+    # 0.33.0 sets its loggers up when an engine starts, and not on import.
+    logging.getLogger("vllm.staleproof").setLevel(logging.INFO)
+    logging.getLogger("vllm.staleproof").addHandler(lines)
+    before = set(sys.modules)
+    plugins.load_general_plugins()
+    import torch
+
+    from staleproof import patching, vllm_plugin
+
+    targets = {t.module for patch in vllm_plugin.patches().values() for t in patch.targets}
+    return {
+        "lines": list(lines.lines),
+        "imported": sorted(targets & (set(sys.modules) - before)),
+        "cuda": torch.cuda.is_initialized(),
+        "watching": patching._finder in sys.meta_path,
+    }
+
+
+def checks() -> dict[str, Callable[[], Any]]:
+    """Each question, as a function of no arguments."""
+    import real_kernels as kernels
+    import real_scheduler as scheduler
+
+    listed = VERSION < "0.19"
+    ragged = hasattr(kernels.mla_module("flashinfer_mla"), "FlashInferMLAMetadata")
+    # Where batches may be ragged, each says where its requests start; two rows belong to none.
+    uniform = [*range(0, 28, 4)] if ragged else None
+    found: dict[str, Callable[[], Any]] = {
+        "leak": scheduler.leak,
+        "hybrid": lambda: scheduler.hybrid(scheduler.attention_spec()),
+        "hybrid MLA": lambda: scheduler.hybrid(scheduler.mla_spec()),
+        "race": lambda: scheduler.race(listed),
+        "zeroed": lambda: scheduler.zeroed(listed),
+        "Triton MLA": kernels.triton_rows,
+        "CUTLASS MLA": kernels.cutlass_rows,
+        "CUTLASS MLA, 16 heads": lambda: kernels.cutlass_rows(16),
+        "FlashInfer MLA": lambda: kernels.flashinfer_rows(1),
+        "FlashInfer MLA, q_len 4": lambda: kernels.flashinfer_rows(4, uniform),
+        "routing": kernels.routing,
+        "routing, traced": kernels.traced_routing,
+        "simulator": kernels.simulator,
+        "fp4 scales": kernels.fp4_padding,
+        "fp4 scales, traced": lambda: kernels.fp4_padding(compiled=True),
+        "fused MoE": kernels.fused_moe_ids,
+        "dummy run": kernels.dummy_slots,
+    }
+    if ragged:
+        # Requests 3 and 5 are empty and own no rows.
+        found["FlashInfer MLA, ragged"] = lambda: kernels.flashinfer_rows(3, [0, 2, 3, 6, 6, 7, 7])
+    return found
+
+
+def functions(module: str, name: str) -> Any:
+    """What stands at a target now."""
+    holder: Any = importlib.import_module(module)
+    for part in name.split("."):
+        holder = vars(holder)[part] if part in vars(holder) else getattr(holder, part)
+    return holder
+
+
+def contained() -> dict[str, Any]:
+    """A remedy that fails at each call: vLLM's own answer, and one line."""
+    import real_kernels as kernels
+
+    from staleproof.mla_padding import kernels as ours
+    from staleproof.moe_routing import kernels as topk
+
+    broken = mock.Mock(side_effect=RuntimeError("planted"))
+    with (
+        mock.patch.object(ours, "clear_empty_rows", broken),
+        mock.patch.object(topk, "topk_softmax", broken),
+    ):
+        return {
+            "rows": [kernels.triton_rows()["bad"] for _ in range(2)],
+            "routing": kernels.routing()["softmax"],
+            "asked": broken.call_count,
+        }
+
+
+def stranger() -> dict[str, Any]:
+    """Another package has wrapped a target: left alone, unless forced."""
+    from staleproof import vllm_plugin
+
+    patch = vllm_plugin.patches()["mla_padding"]
+    cls = importlib.import_module("vllm.v1.attention.backends.mla.triton_mla").TritonMLAImpl
+    own = cls.forward_mqa
+    namespace: dict[str, Any] = {"__name__": "other_plugin", "own": own}
+    exec("def forward_mqa(*a, **k):\n    return own(*a, **k)", namespace)
+    theirs = cls.forward_mqa = namespace["forward_mqa"]
+    try:
+        patch.apply(VERSION)
+        alone = cls.forward_mqa is theirs
+        patch.apply(VERSION, force=True)
+        forced = cls.forward_mqa is not theirs
+    finally:
+        patch.revert()
+        back = cls.forward_mqa is theirs
+        cls.forward_mqa = own
+    return {"alone": alone, "forced": forced, "back": back}
+
+
+def main() -> dict[str, Any]:
+    """Everything, as JSON wants it."""
+    lines = Lines()
+    result: dict[str, Any] = {"version": VERSION, "load": load(lines)}
+    import environment
+    import real_kernels as kernels
+    import torch
+
+    from staleproof import patching, vllm_plugin
+
+    kernels.stub_flashinfer()
+    version, sources = vllm_plugin.installed()
+    release = vllm_plugin.release(version)
+    # As if the FlashInfer that this release pins were there.
+    sources.flashinfer = environment.pinned_flashinfer(sources.package.parent)
+    decided = {d.patch.name: d for d in vllm_plugin.decisions(version, sources)}
+    applied = [d.patch for d in decided.values() if d.state == "applied"]
+    result["decisions"] = {name: d.state for name, d in decided.items()}
+    # The routing kernels of csrc were clamped when topk_nan ceased to be needed.
+    ops = kernels.CompiledOps(clamped=decided["topk_nan"].state != "applied")
+    # Dynamo lists torch's functions when it first runs: that must not be while one is mocked.
+    torch.compile(torch.neg, backend="eager")(torch.zeros(1))
+    asked = checks()
+
+    for patch in applied:
+        # FlashInfer's were armed only if the one that is installed needs them.
+        patch.apply(release)
+        for target in patch.targets_for(release):
+            with kernels.cuda_is_cpu():
+                importlib.import_module(target.module)
+    places = [(t.module, t.name) for p in applied for t in p.targets_for(release)]
+    wrapped = [functions(*place) for place in places]
+    result["loaders"] = all(
+        type(sys.modules[module].__loader__).__module__ != "staleproof.patching"
+        for module, _ in places
+    )
+    result["lines"] = [*lines.lines]
+
+    # Twice more: vLLM loads plugins again and again.
+    vllm_plugin.register()
+    for patch in applied:
+        patch.apply(release)
+    result["idempotent"] = all(
+        a is b for a, b in zip(wrapped, (functions(*place) for place in places), strict=True)
+    )
+
+    for patch in applied:
+        patch.revert()
+    result["finder gone"] = patching._finder not in sys.meta_path
+    result["reverted"] = all(
+        functions(*place).__code__.co_filename != patching.__file__ for place in places
+    )
+    result["off"] = {name: check() for name, check in asked.items()}
+    for patch in applied:
+        patch.apply(release)
+    result["on"] = {name: check() for name, check in asked.items()}
+    before = len(lines.lines)
+    result["contained"] = contained() | {"lines": lines.lines[before:]}
+    for patch in applied:
+        patch.revert()
+    result["off again"] = {name: check() for name, check in asked.items()}
+    result["stranger"] = stranger()
+    # Each alone does not depend on the others; the context manager takes it away again.
+    with vllm_plugin.patches()["routing_simulator"].applied(release):
+        result["one alone"] = kernels.simulator()
+    result["after it"] = kernels.simulator()
+    ops.library._destroy()
+    return result
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    # What vLLM prints goes to stderr; stdout is the one object.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = main()
+    json.dump(found, out)
+    out.close()

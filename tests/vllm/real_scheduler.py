@@ -1,0 +1,296 @@
+"""vLLM's own scheduler and block zeroer, driven on a CPU; run inside a vLLM environment only."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import inspect
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+BLOCKS = 512
+TINY_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 128, "max_position_embeddings": 512,
+    "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
+    """Call with the keywords that this release knows."""
+    known = inspect.signature(call).parameters
+    return call(**{name: value for name, value in keywords.items() if name in known})
+
+
+@cache
+def config(caching: bool) -> Any:
+    """A VllmConfig for a model of two small layers that is never loaded."""
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+
+    folder = Path(tempfile.mkdtemp(prefix="staleproof-tiny-"))
+    # vLLM reads it whenever it likes while the process lives.
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+    model = ModelConfig(
+        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=512
+    )
+    scheduler = fitting(
+        SchedulerConfig, max_num_seqs=8, max_num_batched_tokens=512, max_model_len=512,
+        enable_chunked_prefill=True, is_encoder_decoder=False,
+    )  # fmt: skip
+    cached = fitting(
+        CacheConfig, block_size=16, gpu_memory_utilization=0.9, swap_space=0, cache_dtype="auto",
+        enable_prefix_caching=caching,
+    )  # fmt: skip
+    cached.num_gpu_blocks = BLOCKS
+    return VllmConfig(
+        model_config=model, cache_config=cached, parallel_config=ParallelConfig(),
+        scheduler_config=scheduler, device_config=DeviceConfig(device="cpu"),
+    )  # fmt: skip
+
+
+def attention_spec() -> Any:
+    """Full attention in blocks of 16."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return fitting(
+        FullAttentionSpec, block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32,
+        use_mla=False,
+    )  # fmt: skip
+
+
+def mla_spec() -> Any:
+    """MLA in blocks of 16."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return fitting(
+        MLAAttentionSpec, block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32,
+        use_mla=True,
+    )  # fmt: skip
+
+
+def mamba_spec(like: Any) -> Any:
+    """A state a request, padded to the page of ``like``."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(
+        block_size=512, shapes=((8, 8),), dtypes=(torch.float32,),
+        page_size_padded=like.page_size_bytes,
+    )  # fmt: skip
+
+
+def scheduler(*specs: Any) -> Any:
+    """The real Scheduler over one KV group a spec."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    # A state has no prefix to find again.
+    vllm_config = config(len(specs) == 1)
+    groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
+    page, names = specs[0].page_size_bytes, [f"layer.{i}" for i in range(len(specs))]
+    # All layers on the same bytes; the last three from 0.33.0 on.
+    tensor = fitting(
+        KVCacheTensor, size=page * BLOCKS, shared_by=names, layers=names, layer_stride=0,
+        block_stride=page,
+    )  # fmt: skip
+    sizes = [spec.block_size for spec in specs]
+    return fitting(
+        Scheduler,
+        vllm_config=vllm_config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups
+        ),
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        # One block size for all groups, from 0.25.1 on.
+        block_size=math.lcm(*sizes),
+        hash_block_size=min(sizes),
+        log_stats=False,
+    )
+
+
+def _request(number: int, tokens: int, block_size: int) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    sampling = SamplingParams(max_tokens=1 if block_size else 40)
+    if hasattr(sampling, "update_from_generation_config"):
+        sampling.update_from_generation_config({}, 2)
+    return fitting(
+        Request, request_id=str(number), prompt_token_ids=[number % 100] * tokens,
+        sampling_params=sampling, pooling_params=None, eos_token_id=2, arrival_time=0.0,
+        block_hasher=get_request_block_hasher(block_size or 16, sha256),
+    )  # fmt: skip
+
+
+def _step(engine: Any) -> Any:
+    """Schedule, and say that the model sampled token 5 for every request."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    scheduled = engine.schedule()
+    ids = [*scheduled.num_scheduled_tokens]
+    engine.update_from_output(
+        scheduled,
+        fitting(
+            ModelRunnerOutput, req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)},
+            sampled_token_ids=[[5] for _ in ids], logprobs=None, prompt_logprobs_dict={},
+            pooler_output=[None for _ in ids],
+        ),
+    )  # fmt: skip
+    return scheduled
+
+
+def pending(engine: Any) -> int:
+    """Block ids that are remembered and were never taken."""
+    managers = engine.kv_cache_manager.coordinator.single_type_managers
+    return sum(len(manager.new_block_ids) for manager in managers)
+
+
+def leak() -> list[int]:
+    """Pending ids of a full-attention model after 100, 200 and 300 requests of two blocks."""
+    engine = scheduler(attention_spec())
+    found = []
+    for number in range(300):
+        engine.add_request(_request(number, 24, 16))
+        if number % 8 == 7 or number == 299:
+            while engine.has_requests() and engine.get_num_unfinished_requests():
+                _step(engine)
+        if number % 100 == 99:
+            while engine.get_num_unfinished_requests():
+                _step(engine)
+            found.append(pending(engine))
+    return found
+
+
+def hybrid(spec: Any) -> dict[str, Any]:
+    """Ids that a model of Mamba and attention layers gets to zero, in 20 steps."""
+    engine = scheduler(spec, mamba_spec(spec))
+    for number in range(2):
+        engine.add_request(_request(number, 40, 0))
+    asked = [_step(engine).new_block_ids_to_zero for _ in range(20)]
+    return {"asked": [ids for ids in asked if ids], "pending": pending(engine)}
+
+
+class _Stream:
+    """Work in order, done later."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+
+    def drain(self) -> None:
+        for work in self.work:
+            work()
+        self.work.clear()
+
+
+class _LateIds:
+    """Stands for the device's id buffer: copies happen when the stream gets to them."""
+
+    def __init__(self, stream: _Stream, size: int) -> None:
+        self.stream, self.ids = stream, torch.zeros(size, dtype=torch.int64)
+
+    def __getitem__(self, index: slice) -> _LateIds:
+        view = _LateIds(self.stream, 0)
+        view.ids = self.ids[index]
+        return view
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> None:
+        assert non_blocking
+        self.stream.work.append(lambda: self.ids.copy_(source))
+
+
+def _block_dim(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def block_zeroer(specs: list[Any], caches: list[torch.Tensor], listed: bool) -> Any:
+    """The real KVBlockZeroer over one group a cache."""
+    from vllm.v1.worker import utils
+
+    groups = [
+        SimpleNamespace(
+            kv_cache_spec=spec, kv_cache_group_id=i, layer_names=[f"layer.{i}"],
+            backend=SimpleNamespace(get_kv_cache_block_dim=_block_dim), kernel_block_stride=None,
+        )
+        for i, spec in enumerate(specs)
+    ]  # fmt: skip
+    layers = {
+        f"layer.{i}": SimpleNamespace(kv_cache=[cache] if listed else cache)
+        for i, cache in enumerate(caches)
+    }
+    rest = {
+        "attn_groups_iter": iter(groups), "kernel_block_sizes": [16] * len(specs),
+        "cache_dtype": "auto", "runner_only_attn_layers": set(), "static_forward_context": layers,
+    }  # fmt: skip
+    made = {"device": torch.device("cpu"), "pin_memory": False, "num_blocks": len(caches[0])}
+    # 0.33.0 asks this of the platform instead.
+    torch_utils = importlib.import_module("vllm.utils.torch_utils")
+    if hasattr(torch_utils, "PIN_MEMORY"):
+        torch_utils.PIN_MEMORY = utils.PIN_MEMORY = False
+    if not hasattr(utils.KVBlockZeroer, "init_meta"):
+        return fitting(utils.KVBlockZeroer, **made, **rest)
+    zeroer = fitting(utils.KVBlockZeroer, **made)
+    zeroer.init_meta(**rest)
+    return zeroer
+
+
+def race(listed: bool) -> list[list[int]] | None:
+    """What the kernel zeroes when two steps ask before the stream has run: [1, 2], then [8, 9].
+
+    ``None`` where there is no buffer to share.
+    """
+    from vllm.v1.worker import utils
+
+    zeroer = block_zeroer([attention_spec()], [torch.zeros(16, 2, 16, 32)], listed)
+    if not hasattr(zeroer, "_ids_pinned"):
+        return None
+    stream = _Stream()
+    zeroer._ids_gpu = _LateIds(stream, zeroer._id_cap)
+    seen: list[list[int]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            def launch(segments: Any, ids: _LateIds, count: int, **constants: Any) -> None:
+                stream.work.append(lambda: seen.append(ids.ids[:count].tolist()))
+
+            return launch
+
+    kernel, utils._zero_kv_blocks_kernel = utils._zero_kv_blocks_kernel, Kernel()
+    try:
+        zeroer.zero_block_ids([1, 2])
+        zeroer.zero_block_ids([8, 9])
+        stream.drain()
+    finally:
+        utils._zero_kv_blocks_kernel = kernel
+    return seen
+
+
+def zeroed(listed: bool) -> dict[str, list[int]]:
+    """Blocks of a full-attention and an MLA cache that are zero after asking for 3 and 5."""
+    caches = [torch.full((16, 2, 16, 32), torch.nan), torch.full((16, 16, 64), torch.nan)]
+    zeroer = block_zeroer([attention_spec(), mla_spec()], caches, listed)
+    zeroer.zero_block_ids([3, 5])
+    return {
+        name: [i for i, block in enumerate(cache) if not block.isnan().any()]
+        for name, cache in zip(("attention", "mla"), caches, strict=True)
+    }

@@ -1,0 +1,44 @@
+"""Probe every release's source distribution and write what `staleproof patches --version` reads.
+
+    python tests/vllm/table.py
+
+fetches what is not there yet, about 35 MB a release, and writes src/staleproof/vllm_versions.json.
+The tests check the file against the sources that are there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import environment
+
+from staleproof import vllm_plugin
+from staleproof.patching import Sources
+
+RELEASES = (
+    "0.17.1", "0.18.0", "0.18.1", "0.19.0", "0.19.1", "0.20.0", "0.20.2", "0.21.0", "0.22.1",
+    "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.33.0",
+)  # fmt: skip
+
+
+def sources_of(folder: Path) -> Sources:
+    """An unpacked source distribution, with the FlashInfer it asks for."""
+    return Sources(folder / "vllm", folder / "csrc", environment.pinned_flashinfer(folder))
+
+
+def probed(sources: Sources) -> dict[str, dict[str, Any]]:
+    """What each patch's probe finds in one release."""
+    return {
+        name: patch.is_needed(sources)._asdict() for name, patch in vllm_plugin.patches().items()
+    }
+
+
+if __name__ == "__main__":
+    found = {version: probed(sources_of(environment.sources(version))) for version in RELEASES}
+    vllm_plugin.TABLE.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{len(found)} releases, {len(vllm_plugin.patches())} patches: {vllm_plugin.TABLE.name}")

@@ -1,0 +1,149 @@
+"""vLLM 0.20.2's own files on a GPU, with and without our patches.
+
+The files run as they are, under their own names, with stand-ins for the rest of the package. Needs
+an importable ``vllm`` folder with them, and for routing ``STALEPROOF_VLLM_MOE_SO``, the compiled
+``_moe_C`` of its wheel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from staleproof import vllm_plugin
+from staleproof.serving.vllm_files import executed
+
+pytestmark = pytest.mark.gpu
+BENCHMARK = Path(__file__).parents[2] / "benchmarks/patches.py"
+PATCHES = vllm_plugin.patches()
+
+
+@pytest.fixture(name="bench", scope="module")
+def bench_fixture() -> Iterator[dict[str, Any]]:
+    """The calls that the benchmark times, over vLLM's files."""
+    names = runpy.run_path(str(BENCHMARK))
+    root = names["vllm_root"]()
+    if root is None:
+        pytest.skip("no vllm folder with these files is importable")
+    with executed(root, *names["FILES"]):
+        yield names
+
+
+def _replayed(bench: dict[str, Any], patch: bool) -> dict[int, tuple[int, torch.Tensor]]:
+    """Live count -> padding rows with NaN, and the live rows' bits, of one captured step."""
+    torch.manual_seed(0)
+    call, seq_lens = bench["mla_call"](16, 16, heads=16, context=128)
+    if patch:
+        PATCHES["mla_padding"].apply("0.20.2")
+    try:
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, _ = call()
+    finally:
+        PATCHES["mla_padding"].revert()
+    found = {}
+    # Down and up again: zeroed once is not zeroed always.
+    for live in (16, 5, 1, 9):
+        seq_lens.fill_(0)
+        seq_lens[:live] = 128
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        bad = int((~out[live:].isfinite()).any(-1).any(-1).sum())
+        assert patch is False or not out[live:].count_nonzero()
+        found[live] = bad, out[:live].view(torch.int16).clone()
+    return found
+
+
+def test_empty_rows_of_a_captured_triton_mla(bench):
+    off, on, again = (_replayed(bench, patch) for patch in (False, True, False))
+    for live in off:
+        assert off[live][0] == again[live][0] == 16 - live
+        assert on[live][0] == 0
+        assert torch.equal(off[live][1], on[live][1])
+
+
+@pytest.fixture(name="ops")
+def ops_fixture(bench) -> Any:
+    path = os.environ.get("STALEPROOF_VLLM_MOE_SO")
+    if path is None:
+        pytest.skip("STALEPROOF_VLLM_MOE_SO is not set")
+    torch.ops.load_library(path)
+    return importlib.import_module(bench["OPS"])
+
+
+def _select(ops: Any, name: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    rows, top_k = x.shape[0], 8
+    weights = torch.empty(rows, top_k, device="cuda")
+    ids, indices = (torch.empty(rows, top_k, dtype=torch.int32, device="cuda") for _ in range(2))
+    if name == "grouped_topk":
+        _, ids = ops.grouped_topk(x, 8, 4, top_k, True, 2.5, bias, 1)
+    else:
+        getattr(ops, name)(weights, ids, indices, x, False, bias)
+    return ids
+
+
+def _repeated(ids: torch.Tensor) -> int:
+    ordered = ids.sort(-1).values
+    return int((ordered[:, 1:] == ordered[:, :-1]).any(-1).sum())
+
+
+@pytest.mark.parametrize("name", ["topk_softmax", "topk_sigmoid", "grouped_topk"])
+def test_routing_by_the_compiled_ops(ops, name):
+    torch.manual_seed(0)
+    x = torch.randn(1000, 256, dtype=torch.bfloat16, device="cuda")
+    bias = torch.randn(256, device="cuda") * 0.1
+    bias[4:] = torch.nan
+    counts = {}
+    counts["off"] = _repeated(_select(ops, name, x, bias))
+    with PATCHES["topk_nan_bias"].applied("0.20.2"):
+        counts["bias"] = _repeated(_select(ops, name, x, bias))
+    # Where bias and logits are finite, a patch may not change the choice.
+    clean = torch.randn(256, device="cuda") * 0.1
+    x[::7] = torch.nan
+    counts["NaN logits, off"] = _repeated(_select(ops, name, x, clean))
+    with PATCHES["topk_nan"].applied("0.18.1"):
+        ours = _select(ops, name, x, clean)
+        counts["NaN logits, on"] = _repeated(ours)
+    theirs = _select(ops, name, x, clean)
+    whole = torch.arange(1000, device="cuda") % 7 != 0
+    same = (ours.sort(-1).values == theirs.sort(-1).values).all(-1)[whole].float().mean().item()
+    print(name, counts, f"same choice {same:.3f}")
+    assert counts["bias"] == counts["NaN logits, on"] == 0
+    assert same > 0.98
+    if name == "topk_sigmoid":
+        assert counts["off"] > 0
+
+
+def test_two_steps_of_the_zeroer_before_the_first_copy(bench):
+    found = {}
+    for patched in (False, True, False):
+        zeroer, caches = bench["zeroer"]()
+        # As many ids as below: a kernel for another count would be compiled in between.
+        zeroer.zero_block_ids([62, 63])
+        side = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        if patched:
+            PATCHES["staging_race"].apply("0.20.2")
+        try:
+            with torch.cuda.stream(side):
+                # The step before still runs: both copies wait in the stream.
+                torch.cuda._sleep(200_000_000)
+                zeroer.zero_block_ids([1, 2])
+                zeroer.zero_block_ids([8, 9])
+        finally:
+            PATCHES["staging_race"].revert()
+        torch.cuda.synchronize()
+        zero = [b for b in range(64) if not any(c[:, b].count_nonzero() for c in caches)]
+        found.setdefault(patched, []).append(zero)
+    print(found)
+    assert found == {False: [[8, 9, 62, 63]] * 2, True: [[1, 2, 8, 9, 62, 63]]}

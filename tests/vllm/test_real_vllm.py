@@ -1,0 +1,198 @@
+"""Patches against the real code of each affected vLLM, on a CPU, one process a release.
+
+Each release's checks ran without the patches, with them and without again. A release that cannot be
+fetched is skipped, and counted as skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import before_after
+import environment
+import table as tables
+
+from staleproof import vllm_plugin
+
+pytestmark = pytest.mark.slow
+_unavailable: list[str] = []
+
+
+def _fetched(version: str) -> Path:
+    """The sources of one release; after one that could not be fetched, no other is waited for."""
+    if _unavailable and not (environment.cache() / version).exists():
+        pytest.skip(f"vLLM cannot be fetched: {_unavailable[0]}")
+    try:
+        return environment.sources(version)
+    except environment.UnavailableError as error:
+        _unavailable.append(str(error))
+        pytest.skip(f"vLLM cannot be fetched: {error}")
+
+
+def _checked(version: str) -> dict[str, Any]:
+    _fetched(version)
+    try:
+        return before_after.run(version)
+    except environment.UnavailableError as error:
+        pytest.skip(f"what vLLM imports cannot be fetched: {error}")
+
+
+def _expected_states(version: str) -> dict[str, str]:
+    recorded = vllm_plugin.table()[version]
+    return {
+        name: "applied" if recorded[name]["needed"] and patch.applies_to(version) else "not needed"
+        for name, patch in vllm_plugin.patches().items()
+    }
+
+
+@pytest.mark.parametrize("version", environment.TESTED)
+def test_every_incident_of_this_vllm_is_gone(version):
+    seen = _checked(version)
+    states = _expected_states(version)
+    assert seen["version"] == version
+    assert seen["decisions"] == states
+    off, on = seen["off"], seen["on"]
+    # Off, on, off: what the patches changed comes back without them.
+    assert seen["off again"] == off
+
+    _loads(seen, version)
+    _rows(off, on, states["decode_buffer"] == "applied")
+    _blocks(off, on, states)
+    _routes(off, on, states)
+    assert off["fp4 scales, traced"] == on["fp4 scales, traced"]
+    if states["scale_padding"] == "applied":
+        assert (off["fp4 scales"]["stale"], on["fp4 scales"]["stale"]) == (128, 0)
+        # Shape and dtype are what the quantising op expects.
+        assert off["fp4 scales"] | {"stale": 0} == on["fp4 scales"]
+    else:
+        assert off["fp4 scales"] == on["fp4 scales"]
+
+    _manners(seen)
+    committed = json.loads(before_after.FILE.read_text())
+    assert committed[version] == before_after.table(seen)
+
+
+def _loads(seen: dict[str, Any], version: str) -> None:
+    load = seen["load"]
+    assert load["imported"] == []
+    assert not load["cuda"]
+    assert load["watching"]
+    (line,) = load["lines"]
+    assert line.startswith(f"staleproof on vLLM {version}: applied: mla_padding")
+    assert seen["loaders"]
+    # One line a patch, beside the one of the load.
+    placed = [line.split()[1] for line in seen["lines"] if "is in place" in line]
+    assert sorted(placed) == sorted(n for n, s in seen["decisions"].items() if s == "applied")
+
+
+def _rows(off: dict[str, Any], on: dict[str, Any], kept: bool) -> None:
+    assert off["Triton MLA"]["bad"] == [3, 5]
+    assert on["Triton MLA"] == off["Triton MLA"] | {"bad": []}
+    assert on["Triton MLA"]["empty_sum"] == 0
+    assert on["Triton MLA"]["empty_lse"] == [float("-inf")]
+    for name in ("CUTLASS MLA", "CUTLASS MLA, 16 heads", "FlashInfer MLA"):
+        # 0.18.0 to 0.19.1 have the first cure: clean rows, and a buffer a layer.
+        assert off[name]["bad"] == ([] if kept else [3, 5])
+        assert off[name]["kept"] is kept
+        assert on[name] == off[name] | {"bad": [], "kept": False}
+    several = off["FlashInfer MLA, q_len 4"]
+    assert several["bad"][:8] == [12, 13, 14, 15, 20, 21, 22, 23]
+    assert on["FlashInfer MLA, q_len 4"] == several | {"bad": []}
+    if "FlashInfer MLA, ragged" in off:
+        assert off["FlashInfer MLA, ragged"]["bad"] == [7, 8]
+        assert on["FlashInfer MLA, ragged"] == off["FlashInfer MLA, ragged"] | {"bad": []}
+        assert on["FlashInfer MLA, ragged"]["live"] == 7
+
+
+def _blocks(off: dict[str, Any], on: dict[str, Any], states: dict[str, str]) -> None:
+    if states["undrained_ids"] == "applied":
+        assert off["leak"] == [200, 400, 600]
+    else:
+        assert off["leak"] == [0, 0, 0]
+    assert on["leak"] == [0, 0, 0]
+    assert on["hybrid"] == off["hybrid"]
+    assert [len(ids) for ids in on["hybrid"]["asked"]] == [6, 2]
+    assert on["hybrid"]["pending"] == 0
+    recorded = states["mla_recording"] == "applied"
+    assert bool(off["hybrid MLA"]["asked"]) is not recorded
+    assert on["hybrid MLA"] == on["hybrid"]
+    if states["staging_race"] == "applied":
+        assert off["race"] == [[8, 9], [8, 9]]
+        assert on["race"] == [[1, 2], [8, 9]]
+    else:
+        assert off["race"] is on["race"] is None
+    uncovered = states["mla_zeroing"] == "applied"
+    assert off["zeroed"] == {"attention": [3, 5], "mla": [] if uncovered else [3, 5]}
+    assert on["zeroed"] == {"attention": [3, 5], "mla": [3, 5]}
+    if states["dummy_slots"] == "applied":
+        assert off["dummy run"]["dummy"] == [7] * 16
+        assert on["dummy run"]["dummy"] == [-1] * 16
+    else:
+        assert off["dummy run"] == on["dummy run"]
+        assert on["dummy run"]["dummy"][:8] == [-1] * 8
+    assert on["dummy run"]["real"] == off["dummy run"]["real"]
+
+
+def _routes(off: dict[str, Any], on: dict[str, Any], states: dict[str, str]) -> None:
+    unclamped = states["topk_nan"] == "applied"
+    repeated = ("softmax", "sigmoid", "grouped")
+    assert [off["routing"][k] for k in repeated] == ([2, 1, 1] if unclamped else [0, 0, 0])
+    biased = [k for k in off["routing"] if "bias" in k]
+    assert [off["routing"][k] for k in biased] == [6, 6, 6]
+    assert not any(on["routing"].values())
+    assert (off["routing, traced"], on["routing, traced"]) == (2 if unclamped else 0, 0)
+    if states["duplicate_experts"] == "applied":
+        assert off["fused MoE"]["ids"] == [[3, 1, 3], [0, 1, 2]]
+        assert on["fused MoE"]["ids"] == [[3, 1, -1], [0, 1, 2]]
+        assert on["fused MoE"]["weights"][0] == pytest.approx([0.6, 0.3, 0.0])
+        assert on["fused MoE"]["weights"][1] == off["fused MoE"]["weights"][1]
+    else:
+        assert on["fused MoE"] == off["fused MoE"]
+    assert off["simulator"]["dtype"] == "torch.int64"
+    assert on["simulator"]["dtype"] == "torch.int32"
+    assert off["simulator"]["normal"] > 0.15
+    assert on["simulator"]["normal"] == on["simulator"]["uniform"] == 0
+    assert on["simulator"]["uniform range"]
+    assert on["simulator"]["normal range"]
+
+
+def _manners(seen: dict[str, Any]) -> None:
+    assert seen["idempotent"]
+    assert seen["reverted"]
+    assert seen["finder gone"]
+    assert seen["stranger"] == {"alone": True, "forced": True, "back": True}
+    contained = seen["contained"]
+    # vLLM's own rows, twice, and one line a failure.
+    assert contained["rows"] == [[3, 5], [3, 5]]
+    assert contained["routing"] == seen["off"]["routing"]["softmax"]
+    assert contained["asked"] >= 2
+    assert len(contained["lines"]) == len(set(contained["lines"]))
+    assert len(contained["lines"]) == 1 + (seen["decisions"]["topk_nan"] == "applied")
+    assert all("planted" in line and "vLLM's own code runs" in line for line in contained["lines"])
+    assert seen["one alone"] == seen["on"]["simulator"]
+    assert seen["after it"] == seen["off"]["simulator"]
+
+
+@pytest.mark.parametrize("version", tables.RELEASES)
+def test_the_table_says_what_the_sources_say(version):
+    sources = tables.sources_of(_fetched(version))
+    found = tables.probed(sources)
+    assert found == vllm_plugin.table()[version]
+    for patch in vllm_plugin.patches().values():
+        needed = found[patch.name]["needed"]
+        # The ranges and the probes were written down apart.
+        assert needed == patch.applies_to(version), patch.name
+        for target in patch.targets_for(version) if needed else ():
+            target.check(sources)
+
+
+def test_every_release_of_the_table_is_known():
+    assert [*vllm_plugin.table()] == [*tables.RELEASES]
+    assert set(environment.TESTED) <= set(tables.RELEASES)
