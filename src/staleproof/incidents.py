@@ -34,6 +34,24 @@ INCIDENTS: dict[str, Incident] = {
         notebook="02_decode_buffer_oom.ipynb",
         summary="a buffer a layer in a branch that the memory profile never takes",
     ),
+    "moe_routing": Incident(
+        number=3,
+        title="NaN logits, the same expert k times, an illegal access",
+        notebook="03_moe_routing.ipynb",
+        summary="a choice by comparison repeats an expert, and a map entry stays unwritten",
+    ),
+    "kv_reuse": Incident(
+        number=4,
+        title="KV blocks that were Mamba state",
+        notebook="04_kv_reuse.ipynb",
+        summary="a block changes hands unzeroed, and a mask multiplies what it held by 0",
+    ),
+    "scale_padding": Incident(
+        number=5,
+        title="what the revert blamed, and what it was",
+        notebook="05_the_revert.ipynb",
+        summary="int64 ids make no NaN; scale padding, the null block and a neighbour's row do",
+    ),
 }
 
 

@@ -21,6 +21,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode, v4
 
+from staleproof.incidents import INCIDENTS
 from staleproof.report.canonical import canonical
 from staleproof.report.timeline import LANES
 
@@ -237,9 +238,8 @@ def test_there_are_notebooks() -> None:
     names = [p.stem for p in NOTEBOOKS]
     assert names, "no notebooks"
     assert [n[:3] for n in names] == [f"{i:02d}_" for i in range(len(names))]
-    walked = {int(p.name[:2]): p.stem[3:] for p in NOTEBOOKS if is_walkthrough(p)}
-    assert [n for n, name in walked.items() if not name.startswith(LANES[n][0])] == []
-    assert walked
+    walked = {int(p.name[:2]): p.name for p in NOTEBOOKS if is_walkthrough(p)}
+    assert walked == {about.number: about.notebook for about in INCIDENTS.values()}
 
 
 CASES = [

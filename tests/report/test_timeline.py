@@ -13,6 +13,8 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from staleproof.report import timeline
+from staleproof.runs import recorded
+from staleproof.runs.findings import NOT_RUN
 
 WORKBOOK = Path(__file__).resolve().parents[2] / "workbook"
 
@@ -33,7 +35,7 @@ def _row(**changes: object) -> dict[str, object]:
 
 def _load(tmp_path: Path, *rows: dict[str, object]) -> list[timeline.Event]:
     path = tmp_path / "timeline.json"
-    path.write_text(json.dumps(rows), "utf-8")
+    path.write_text(json.dumps({"events": rows, "claims": []}), "utf-8")
     return timeline.load(path)
 
 
@@ -78,7 +80,7 @@ def test_load_names_the_bad_entry(
 
 def test_a_table_row_carries_source_incidents_figures_and_mark(tmp_path: Path) -> None:
     events = _load(tmp_path, _row(event="a | b"), _row(checked=True, url=None, reported=[]))
-    rows = timeline.markdown(events).splitlines()[-2:]
+    rows = timeline.markdown(events, []).split("\n\n## ")[0].splitlines()[-2:]
     assert rows == [
         "| 2026-03-18 | [vLLM #1](https://example.org/1) | 1 | a \\| b | 7 us<br>8 us | reported |",
         "| 2026-03-18 | vLLM #1 | 1 | It began. |  | checked |",
@@ -118,3 +120,57 @@ def test_the_picture_has_a_dot_for_every_event_of_every_incident(tmp_path: Path)
     fills = sorted((line.get_color(), line.get_markerfacecolor() != "none") for line in dots)
     blue, orange = timeline.COLOURS[1], timeline.COLOURS[2]
     assert fills == [(blue, False), (blue, True), (orange, True)]
+
+
+def _claims(tmp_path: Path, **changes: object) -> list[timeline.Claim]:
+    row = {
+        "number": 1, "source": "vLLM #1", "url": "https://example.org/1", "claim": "It is so.",
+        "mark": "held", "note": "Here.", "notebook": "01_mla_padding.ipynb",
+        "finding": ["mla_padding", "empty row", "a", "nan"],
+    }  # fmt: skip
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps({"events": [], "claims": [row | changes]}), "utf-8")
+    return timeline.claims(path)
+
+
+def test_the_first_twenty_claims_are_there_in_order_and_each_has_a_mark() -> None:
+    found = timeline.claims()
+    assert [c.number for c in found if c.number] == list(range(1, 21))
+    for c in found:
+        assert c.url.startswith("https://github.com/"), c.claim
+        assert (
+            WORKBOOK.parent / "src" / "staleproof" / (c.finding or ("mla_padding",))[0]
+        ).is_dir()
+        # What could not be run says why, and no verdict stands for it.
+        assert c.mark != timeline.NOT_HERE or (c.note and (c.finding or (NOT_RUN,))[-1] == NOT_RUN)
+
+
+def test_what_shows_a_claim_is_what_the_recorded_runs_hold() -> None:
+    runs = recorded.read_all()
+    for c in timeline.claims():
+        if c.finding:
+            held = [f.verdict for run in runs for f in run.findings if f.key == c.finding[:3]]
+            assert set(held) == {c.finding[3]}, c
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mark": "true"}, "claim 1, mark: expected one of"),
+        ({"extra": 1}, "claim 1: expected the fields"),
+        ({"finding": ["a", "b"]}, "claim 1, finding: expected incident, question, variant"),
+    ],
+)
+def test_claims_name_the_bad_entry(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _claims(tmp_path, **changes)
+
+
+def test_a_claims_row_carries_mark_conditions_and_what_shows_it(tmp_path: Path) -> None:
+    line = timeline.markdown([], _claims(tmp_path)).splitlines()[-1]
+    assert line == (
+        "| 1 | [vLLM #1](https://example.org/1) | It is so. | held | Here. | "
+        "[01](../notebooks/01_mla_padding.ipynb): `mla_padding`, `empty row`, `a`, `nan` |"
+    )

@@ -1,5 +1,6 @@
-"""The timeline of the five incidents, from ``workbook/timeline.json``: as a table, as a picture.
+"""The timeline of the five incidents and the claims of their threads, as tables and a picture.
 
+Both come from ``workbook/timeline.json``.
 ``python -m staleproof.report.timeline`` writes ``workbook/timeline.md`` anew.
 """
 
@@ -30,6 +31,12 @@ LEGEND = (
     "Lines marked *reported* are what a thread says; the figures in them are its authors', on "
     "GB200 or B200 hardware unless they say otherwise, and were not measured here. Lines marked "
     "*checked* we read in the released wheel, or ran from it; a wheel's date is its build's."
+)
+
+CLAIMS_LEGEND = (
+    "The first twenty by number, then those that a first check raised. *Shown by* names the "
+    "walkthrough and, where one finding says it, that finding: incident, question, variant, "
+    "verdict, as `staleproof run` prints them."
 )
 
 INK = "#808080"
@@ -63,6 +70,66 @@ class Event:
     reported: tuple[str, ...]
 
 
+HELD, NOT_HELD, NOT_HERE = "held", "did not hold", "could not be run here"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a thread claims, and what became of it.
+
+    Attributes:
+        number: its number in the list of the threads' first twenty, or ``None``.
+        source: the thread, as people name it.
+        url: its address.
+        claim: the claim, in our words.
+        mark: one of :data:`HELD`, :data:`NOT_HELD`, :data:`NOT_HERE`.
+        note: under which conditions, one line.
+        notebook: the walkthrough whose cells show it.
+        finding: incident, question, variant and verdict that show it; ``None`` where a recorded
+            timing does, or nothing can here.
+    """
+
+    number: int | None
+    source: str
+    url: str
+    claim: str
+    mark: str
+    note: str
+    notebook: str
+    finding: tuple[str, str, str, str] | None
+
+
+def claims(path: Path | None = None) -> list[Claim]:
+    """The claims, in the order of their threads.
+
+    Args:
+        path: another file than ``workbook/timeline.json``.
+
+    Raises:
+        RunFileError: staleproof is installed without its checkout.
+        ValueError: an entry lacks a field, has an unknown one, or an unknown mark.
+    """
+    return [_claim(number, row) for number, row in enumerate(_read(path)["claims"], 1)]
+
+
+def _claim(number: int, row: dict[str, Any]) -> Claim:
+    fields = set(Claim.__annotations__)
+    name = f"claim {number}"
+    require(set(row) == fields, name, f"the fields {sorted(fields)}", sorted(row))
+    marks = (HELD, NOT_HELD, NOT_HERE)
+    require(row["mark"] in marks, f"{name}, mark", f"one of {marks}", row["mark"])
+    shown = row["finding"]
+    ok = shown is None or len(shown) == 4
+    require(ok, f"{name}, finding", "incident, question, variant, verdict", shown)
+    return Claim(**row | {"finding": tuple(shown) if shown else None})
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    path = path or checkout() / "workbook" / "timeline.json"
+    rows: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return rows
+
+
 def load(path: Path | None = None) -> list[Event]:
     """The events, in order of date.
 
@@ -74,12 +141,9 @@ def load(path: Path | None = None) -> list[Event]:
         ValueError: an entry lacks a field, has an unknown one, or names an unknown incident, or
             the entries are not in order of date.
     """
-    path = path or checkout() / "workbook" / "timeline.json"
-    events = [
-        _event(number, row) for number, row in enumerate(json.loads(path.read_text("utf-8")), 1)
-    ]
+    events = [_event(number, row) for number, row in enumerate(_read(path)["events"], 1)]
     dates = [e.date for e in events]
-    require(dates == sorted(dates), path.name, "entries in order of date", "another order")
+    require(dates == sorted(dates), "events", "entries in order of date", "another order")
     return events
 
 
@@ -103,9 +167,10 @@ def _event(number: int, row: dict[str, Any]) -> Event:
     )
 
 
-def markdown(events: list[Event] | None = None) -> str:
-    """``workbook/timeline.md``: the incidents, then one table row an event."""
+def markdown(events: list[Event] | None = None, asserted: list[Claim] | None = None) -> str:
+    """``workbook/timeline.md``: the incidents, one table row an event, then one a claim."""
     events = load() if events is None else events
+    asserted = claims() if asserted is None else asserted
     lines = [
         "# Timeline",
         "",
@@ -126,8 +191,23 @@ def markdown(events: list[Event] | None = None) -> str:
         figures = "<br>".join(e.reported)
         mark = "checked" if e.checked else "reported"
         row = [e.date.isoformat(), source, numbers, e.event, figures, mark]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+        lines.append(_line(row))
+    lines += ["", "## What the threads claim, and what became of it", "", CLAIMS_LEGEND, ""]
+    lines += [
+        "| | source | claim | | under which conditions | shown by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for c in asserted:
+        number = "" if c.number is None else str(c.number)
+        shown = f"[{c.notebook[:2]}](../notebooks/{c.notebook})"
+        if c.finding:
+            shown += ": " + ", ".join(f"`{part}`" for part in c.finding)
+        lines.append(_line([number, f"[{c.source}]({c.url})", c.claim, c.mark, c.note, shown]))
     return "\n".join(lines) + "\n"
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def figure(events: list[Event] | None = None) -> Figure:
