@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from staleproof import device
@@ -13,6 +17,12 @@ DEVICE = device.select()
 def device_fixture() -> str:
     """Where this session runs kernels: ``cuda``, or ``cpu`` through Triton's interpreter."""
     return DEVICE
+
+
+@pytest.fixture(name="asked", scope="session")
+def asked_fixture() -> Callable[..., list[Any]]:
+    """Findings of one of an experiment's long questions, which is put once a process."""
+    return functools.cache(lambda question: list(question(DEVICE)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,18 +33,9 @@ from staleproof.decode_buffer.reference import DecodeWorkspace
 from staleproof.runs.findings import FIXED, OFF_ON_OFF
 from staleproof.serving.memory import DIES, GIB, LIVES, MIB, oom_fields
 
-_seen: dict[str, list] = {}
 
-
-def asked(device, question):
-    """Findings of one of the long questions, put once a session."""
-    if question.__name__ not in _seen:
-        _seen[question.__name__] = list(question(device))
-    return _seen[question.__name__]
-
-
-def test_servers_die_live_and_die_again(device):
-    found = asked(device, servers)
+def test_servers_die_live_and_die_again(asked):
+    found = asked(servers)
     assert [f for f in found if not f.ok] == []
     fixes = {f.variant: f for f in found if f.question == OFF_ON_OFF}
     assert set(fixes) == {"decode_workspace", "clear_empty_rows"}
@@ -53,8 +44,8 @@ def test_servers_die_live_and_die_again(device):
         assert [fix.numbers[k] for k in ("off", "on", "off_again")] == [DIES, LIVES, DIES]
 
 
-def test_a_server_dies_of_a_real_out_of_memory(device):
-    dead = next(f for f in asked(device, servers) if (f.question, f.variant) == ("server", OFF))
+def test_a_server_dies_of_a_real_out_of_memory(asked):
+    dead = next(f for f in asked(servers) if (f.question, f.variant) == ("server", OFF))
     assert dead.numbers["died_in"] == "serve"
     assert dead.numbers["oom_tried"] == "126.00 MiB"
     # The same fields, from torch's own message and from ours.
@@ -63,8 +54,8 @@ def test_a_server_dies_of_a_real_out_of_memory(device):
     }  # fmt: skip
 
 
-def test_the_ledger_said_so_before(device):
-    found = {f.variant: f for f in asked(device, servers) if f.question == "ledger"}
+def test_the_ledger_said_so_before(asked):
+    found = {f.variant: f for f in asked(servers) if f.question == "ledger"}
     note = found[OFF].note
     assert note.startswith(
         "`layers.*.attn._decode_out`: 8 MiB x 61 layers = 488 MiB allocated after profiling; "
@@ -101,8 +92,8 @@ def test_the_ledger_changes_no_outcome(device):
     assert oom_fields(plain.error)["tried"] == oom_fields(watched.error)["tried"]
 
 
-def test_the_reports_size(device):
-    found = asked(device, true_size)
+def test_the_reports_size(asked):
+    found = asked(true_size)
     if not found[0].ran:
         pytest.skip(found[0].note)
     assert [f for f in found if not f.ok] == []
@@ -172,8 +163,8 @@ def test_the_headroom_picture_holds_the_numbers():
     assert case.left == 3 * GIB
 
 
-def test_the_table_shows_no_time_that_no_gpu_took(device):
-    found = asked(device, servers)
+def test_the_table_shows_no_time_that_no_gpu_took(asked, device):
+    found = asked(servers)
     asked_of_each = (overlap, growth)
     found = [*found, *(ask(name, device) for name in ATTENTION for ask in asked_of_each)]
     rows = table(found).splitlines()

@@ -40,45 +40,35 @@ from staleproof.kv_reuse.scene import (
 from staleproof.kv_reuse.scheduler import ATTENTION, NewBlocks
 from staleproof.runs.findings import CLEAN, FIXED, NOT_FIXED, OFF_ON_OFF
 
-_seen: dict[str, list] = {}
-
-
-def asked(device, question):
-    """Findings of one of the long questions, put once a session."""
-    if question.__name__ not in _seen:
-        _seen[question.__name__] = list(question(device))
-    return _seen[question.__name__]
-
-
 QUESTIONS = (bits_of_a_state, cured_late, layouts, ablation, which_blocks, race, leak, policies)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_every_verdict_is_the_expected_one(device, question):
-    found = asked(device, question)
+def test_every_verdict_is_the_expected_one(asked, question):
+    found = asked(question)
     assert found
     assert [f for f in found if not f.ok] == []
     assert all(f.expected is not None for f in found)
 
 
-def test_the_share_of_corrupted_requests_grows_with_uptime(device):
+def test_the_share_of_corrupted_requests_grows_with_uptime(asked):
     for question in ("served with prefix caching", "served without prefix caching"):
-        found = {f.variant: f.numbers for f in asked(device, policies) if f.question == question}
+        found = {f.variant: f.numbers for f in asked(policies) if f.question == question}
         off = [tuple(map(int, w.split("/"))) for w in found["no_zeroing"]["by_window"].split()]
         assert sum(bad for bad, _ in off[:2]) == 0
         assert sum(bad for bad, _ in off[3:]) / sum(of for _, of in off[3:]) > 0.25
         assert found["BlockZeroer"]["corrupted"] == 0
         assert found["BlockZeroer"]["finished"] > 30
     with_, without = (
-        next(f.numbers["corrupted"] for f in asked(device, policies)
+        next(f.numbers["corrupted"] for f in asked(policies)
              if (f.question, f.variant) == (f"served {how} prefix caching", "no_zeroing"))
         for how in ("with", "without")
     )  # fmt: skip
     assert with_ > without
 
 
-def test_off_on_off(device):
-    claims = [f for f in asked(device, policies) if f.question == OFF_ON_OFF]
+def test_off_on_off(asked):
+    claims = [f for f in asked(policies) if f.question == OFF_ON_OFF]
     ours = [f for f in claims if f.variant.startswith("BlockZeroer")]
     assert [f.verdict for f in ours] == [FIXED, FIXED]
     assert all(f.numbers["off"] == f.numbers["off_again"] == NAN for f in ours)
@@ -132,8 +122,8 @@ def test_the_gpus_kernels_decide(device, name):
         assert found.ok or not found.ran, found
 
 
-def test_both_threads_are_right_about_their_own_state_type(device):
-    found = {(f.variant, f.question): f.verdict for f in asked(device, which_blocks)}
+def test_both_threads_are_right_about_their_own_state_type(asked):
+    found = {(f.variant, f.question): f.verdict for f in asked(which_blocks)}
     assert len(found) == 16
     assert found["Mamba, written whole first", "zeroed: none"] == CLEAN
     for kind in ("Mamba, read first", "Mamba, partly written"):
@@ -144,20 +134,20 @@ def test_both_threads_are_right_about_their_own_state_type(device):
     assert all(found[kind, "zeroed: both"] == CLEAN for kind in STATE_TYPES)
 
 
-def test_a_cure_leaves_what_the_prefix_cache_holds(device):
-    with_, without = (f.numbers for f in asked(device, cured_late))
+def test_a_cure_leaves_what_the_prefix_cache_holds(asked):
+    with_, without = (f.numbers for f in asked(cured_late))
     assert 0 < with_["corrupted"] == with_["through_cached_blocks_alone"] < with_["began"]
     assert without["corrupted"] == 0 < without["began"]
 
 
-def test_each_ingredient_is_necessary(device):
-    found = {f.variant: f.verdict for f in asked(device, ablation)}
+def test_each_ingredient_is_necessary(asked):
+    found = {f.variant: f.verdict for f in asked(ablation)}
     assert found.pop("all four") == NAN
     assert found == dict.fromkeys(list(INGREDIENTS)[1:], CLEAN)
 
 
-def test_the_race_wipes_live_blocks_and_keeps_stale_ones(device):
-    found = {f.variant: f.numbers for f in asked(device, race)}
+def test_the_race_wipes_live_blocks_and_keeps_stale_ones(asked):
+    found = {f.variant: f.numbers for f in asked(race)}
     assert found["one_pinned_buffer"]["live_blocks_wiped"] > 0
     assert found["one_pinned_buffer"]["stale_blocks_kept"] > 0
     for right in ("one_pinned_buffer, in step", "fresh_pinned_buffer", "BlockZeroer"):
