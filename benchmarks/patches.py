@@ -102,12 +102,9 @@ def _host_times(call: Callable[[], object]) -> measure.Times:
 
 def vllm_root() -> Path | None:
     """The folder ``vllm`` with the files that are run here, found without importing it."""
-    spec = importlib.util.find_spec("vllm")
-    root = Path(spec.origin).parent if spec is not None and spec.origin else None
-    there = root is not None and all(
-        (root.parent / (name.replace(".", "/") + ".py")).exists() for name in FILES
-    )
-    return root if there else None
+    paths = [name.removeprefix("vllm.").replace(".", "/") + ".py" for name in FILES]
+    root = device.vllm_file("__init__.py")
+    return root.parent if root and all(map(device.vllm_file, paths)) else None
 
 
 def _pair(

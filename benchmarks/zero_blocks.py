@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import random
 import runpy
 import tempfile
@@ -77,20 +76,18 @@ def _upstream_form(
 @functools.cache
 def _vllm_kernel() -> Any:
     """``_zero_kv_blocks_kernel`` of an installed vLLM, alone, or ``None``."""
-    spec = importlib.util.find_spec("vllm")
-    for root in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(root) / "v1/worker/utils.py"
-        source = path.read_text() if path.is_file() else ""
-        for node in ast.parse(source).body:
-            if not isinstance(node, ast.FunctionDef) or node.name != "_zero_kv_blocks_kernel":
-                continue
-            if "PAGE_SIZE_EL" not in {argument.arg for argument in node.args.args}:
-                continue
-            # Triton reads a kernel's source from its file, and this file imports all of vLLM.
-            lines = source.splitlines()[node.decorator_list[0].lineno - 1 : node.end_lineno]
-            copy = Path(tempfile.mkdtemp()) / "vllm_zero_kv_blocks.py"
-            copy.write_text("\n".join(["import triton, triton.language as tl", *lines]) + "\n")
-            return runpy.run_path(str(copy))[node.name]
+    path = device.vllm_file("v1/worker/utils.py")
+    source = path.read_text() if path else ""
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.FunctionDef) or node.name != "_zero_kv_blocks_kernel":
+            continue
+        if "PAGE_SIZE_EL" not in {argument.arg for argument in node.args.args}:
+            continue
+        # Triton reads a kernel's source from its file, and this file imports all of vLLM.
+        lines = source.splitlines()[node.decorator_list[0].lineno - 1 : node.end_lineno]
+        copy = Path(tempfile.mkdtemp()) / "vllm_zero_kv_blocks.py"
+        copy.write_text("\n".join(["import triton, triton.language as tl", *lines]) + "\n")
+        return runpy.run_path(str(copy))[node.name]
     print("no vLLM with the kernel of 0.20.2 is installed: it is not run")
     return None
 

@@ -63,12 +63,11 @@ def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run_command(*args: Any, **kwargs: Any) -> None:
         from staleproof.device import DeviceError
-        from staleproof.moe_routing.moe_module import ModuleError
         from staleproof.runs.findings import RunFileError
 
         try:
             function(*args, **kwargs)
-        except (BadInputError, DeviceError, ModuleError, RunFileError) as error:
+        except (BadInputError, DeviceError, RunFileError) as error:
             typer.echo(f"staleproof: {error}", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
@@ -277,12 +276,11 @@ def patches(
 ) -> None:
     """Say which incidents a vLLM has, by what evidence, and what the plugin does about them."""
     from staleproof import vllm_plugin
-    from staleproof.incidents import INCIDENTS
     from staleproof.patching import PatchError
 
     try:
         if explain is not None:
-            typer.echo(vllm_plugin.explanation(explain, INCIDENTS))
+            typer.echo(vllm_plugin.explanation(explain))
             return
         release, sources = (version, None) if version else vllm_plugin.installed()
         found = vllm_plugin.decisions(release, sources)
@@ -310,9 +308,12 @@ def build_moe_module(
     ] = None,
 ) -> None:
     """Compile the modules with and without the bounds check. Needs nvcc, and minutes."""
-    from staleproof.moe_routing.moe_module import build
+    from staleproof.moe_routing.moe_module import ModuleError, build
 
-    build(package_root, cache=cache, jobs=jobs, say=typer.echo)
+    try:
+        build(package_root, cache=cache, jobs=jobs, say=typer.echo)
+    except ModuleError as error:
+        raise BadInputError(str(error)) from error
 
 
 def _chosen(incidents: Sequence[str] | None) -> Sequence[str]:

@@ -386,10 +386,14 @@ class _Place:
 _places: dict[tuple[str, str], _Place] = {}
 
 
+def _package(module: ModuleType) -> Path:
+    """The folder of the package that a module belongs to."""
+    return Path(str(sys.modules[module.__name__.partition(".")[0]].__file__)).parent
+
+
 def _stranger(place: _Place, module: ModuleType) -> str | None:
     """Whose function stands there, if neither vLLM's own nor one that vLLM has decorated."""
-    package = sys.modules[module.__name__.partition(".")[0]]
-    home = Path(str(package.__file__)).parent
+    home = _package(module)
     if isinstance(place.holder, type) and place.holder.__module__ != module.__name__:
         return place.holder.__module__
     function = place.original
@@ -420,8 +424,7 @@ def _install(module: ModuleType, watcher: _Watcher) -> None:
                 f"{target.name} was wrapped by {stranger} before; "
                 f"STALEPROOF_PATCHES=+{patch.name} wraps it all the same"
             )
-        package = Path(str(sys.modules[module.__name__.partition(".")[0]].__file__)).parent
-        target.check(Sources(package))
+        target.check(Sources(_package(module)))
         _places[key] = place
         if place.add(patch, target):
             level = logging.DEBUG if patch.name in _announced else logging.INFO

@@ -7,18 +7,19 @@ that inspects models. It imports neither vLLM nor torch, touches no device, and 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from staleproof import device
+from staleproof.incidents import INCIDENTS
 from staleproof.patching import (
     Evidence,
     NotShippedError,
@@ -32,7 +33,6 @@ from staleproof.patching import (
 VARIABLE = "STALEPROOF_PATCHES"
 # What the probes read in the source distributions, release by release (tests/vllm/table.py).
 TABLE = Path(__file__).with_name("vllm_versions.json")
-INCIDENTS = ("mla_padding", "decode_buffer", "moe_routing", "kv_reuse", "scale_padding")
 # A release, or the builds of one that upstream publishes.
 RELEASE = re.compile(r"(\d+\.\d+\.\d+)(?:\+(?:cu\d+|cpu))?")
 CACHE_NOTE = (
@@ -140,10 +140,7 @@ def installed() -> tuple[str, Sources]:
         PatchError: none is installed, or half of one.
     """
     spec = importlib.util.find_spec("vllm")
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        version = None
+    version = device.version_of("vllm")
     if spec is None and version is None:
         raise PatchError("no vLLM is installed")
     if spec is None or not spec.submodule_search_locations or spec.origin is None:
@@ -152,10 +149,7 @@ def installed() -> tuple[str, Sources]:
         )
     if version is None:
         raise PatchError("vLLM is half installed: its metadata is missing; nothing is patched")
-    try:
-        flashinfer = importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        flashinfer = None
+    flashinfer = device.version_of("flashinfer-python")
     return version, Sources(Path(spec.origin).parent, flashinfer=flashinfer)
 
 
@@ -252,12 +246,8 @@ def as_json(version: str, is_installed: bool, found: Sequence[Decision]) -> str:
     return json.dumps(answer, indent=1)
 
 
-def explanation(name: str, incidents: Mapping[str, Any]) -> str:
-    """Everything about one patch.
-
-    Args:
-        name: of the patch.
-        incidents: what is known of each incident, for the notebook to read.
+def explanation(name: str) -> str:
+    """Everything about one patch, by its name.
 
     Raises:
         PatchError: no patch has this name.
@@ -267,7 +257,6 @@ def explanation(name: str, incidents: Mapping[str, Any]) -> str:
     patch = patches()[name]
     spans = ", ".join(f"{first} to {last}" for first, last in patch.versions)
     where = [f"{target.module}: {target.name}" for target in patch.targets]
-    about = incidents.get(patch.incident)
     lines = [
         f"{name}: {patch.summary}",
         "",
@@ -285,8 +274,7 @@ def explanation(name: str, incidents: Mapping[str, Any]) -> str:
         lines.append(f"cache      {CACHE_NOTE}")
     else:
         lines.append("cache      torch.compile does not see it: nothing to clear")
-    if about is not None:
-        lines.append(f"notebook   notebooks/{about.notebook}")
+    lines.append(f"notebook   notebooks/{INCIDENTS[patch.incident].notebook}")
     return "\n".join(lines)
 
 

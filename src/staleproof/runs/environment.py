@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ PACKAGES = (
     "nbconvert",
     "nbval",
 )
+# Where vLLM has kept its Triton MLA decode, newest first.
 VLLM_TRITON_MLA = (
     "v1/attention/ops/triton_decode_attention.py",
     "attention/ops/triton_decode_attention.py",
@@ -106,7 +106,7 @@ def capabilities() -> list[Capability]:
     )
     add(
         "vLLM Triton MLA",
-        _vllm_triton_mla(),
+        device.vllm_file(*VLLM_TRITON_MLA) is not None,
         f"vllm {machine.vllm}",
         f"vllm {machine.vllm} has no Triton MLA at a known place"
         if machine.vllm
@@ -166,10 +166,3 @@ def _version(tool: Path | None) -> str:
         return "version unknown"
     match = re.search(r"(?:release|[Vv]ersion) (\d[\d.]*\d)", said)
     return match.group(1) if match else "version unknown"
-
-
-def _vllm_triton_mla() -> bool:
-    # Looks at files only: importing vllm starts much more than a look.
-    spec = importlib.util.find_spec("vllm")
-    homes = spec.submodule_search_locations if spec else None
-    return any((Path(home) / path).is_file() for home in homes or () for path in VLLM_TRITON_MLA)

@@ -15,19 +15,14 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from staleproof import device
 from staleproof.device import Provenance
+from staleproof.runs.environment import VLLM_TRITON_MLA
 
-# Where vLLM has kept its Triton MLA decode, newest first.
-VLLM_TRITON_MLA = (
-    "v1/attention/ops/triton_decode_attention.py",
-    "attention/ops/triton_decode_attention.py",
-)
 FLASHINFER_WORKSPACE_BYTES = 128 * 2**20
 # DeepSeek's: every peer here is built for 512 + 64.
 RANK, ROPE = 512, 64
@@ -95,15 +90,6 @@ def _stand_ins(modules: dict[str, types.ModuleType]) -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def _vllm_file() -> Path | None:
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    roots = [Path(root) for root in spec.submodule_search_locations]
-    found = [root / name for root in roots for name in VLLM_TRITON_MLA if (root / name).is_file()]
-    return found[0] if found else None
-
-
 @cache
 def vllm_triton_mla_module() -> types.ModuleType:
     """vLLM's Triton MLA source file, executed on its own.
@@ -114,7 +100,7 @@ def vllm_triton_mla_module() -> types.ModuleType:
     Raises:
         RuntimeError: no vLLM with this file is installed.
     """
-    path = _vllm_file()
+    path = device.vllm_file(*VLLM_TRITON_MLA)
     if path is None:
         raise RuntimeError("no importable vllm holds the Triton MLA kernel")
     device.load_triton()
@@ -355,7 +341,8 @@ def _prepare_sdpa(
 def _why_not_vllm() -> str | None:
     if not device.has_triton():
         return "Triton is not installed"
-    return None if _vllm_file() else "no vllm with a Triton MLA kernel is installed"
+    found = device.vllm_file(*VLLM_TRITON_MLA)
+    return None if found else "no vllm with a Triton MLA kernel is installed"
 
 
 def _why_not_flashinfer(*, sm100: bool) -> str | None:
