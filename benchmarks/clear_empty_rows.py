@@ -14,8 +14,8 @@ from staleproof import device
 
 device.select()
 
-from staleproof.mla_padding.kernels import clear_empty_rows  # noqa: E402
-from staleproof.runs import measure  # noqa: E402
+from staleproof.harness import measure
+from staleproof.ops.clear_empty_rows import clear_empty_rows
 
 ROWS, HEADS, RANK = 1024, 128, 512
 LIVE = (1, 512, 1000, 1024)
@@ -31,9 +31,7 @@ def rows() -> list[dict[str, Any]]:
         DeviceError: no GPU.
     """
     measure.require_gpu()
-    outs = [
-        torch.empty(ROWS, HEADS, RANK, dtype=torch.bfloat16, device="cuda") for _ in range(SETS)
-    ]
+    outs = [torch.empty(ROWS, HEADS, RANK, dtype=torch.bfloat16, device="cuda") for _ in range(SETS)]
     zero = torch.zeros((), dtype=torch.bfloat16, device="cuda")
     found = []
     for live in LIVE:
@@ -45,9 +43,7 @@ def rows() -> list[dict[str, Any]]:
             "masked_fill_": lambda out, mask=empty: out.masked_fill_(mask, 0),
             "torch.where": lambda out, mask=empty: torch.where(mask, zero, out, out=out),
             "slice zero_, n on the host": lambda out, n=live: out[n:].zero_(),
-            "limit: cudaMemsetAsync, n on the host": lambda out, n=live: measure.memset_async(
-                out[n:]
-            ),
+            "limit: cudaMemsetAsync, n on the host": lambda out, n=live: measure.memset_async(out[n:]),
         }
         for provider, clear in providers.items():
             if live == ROWS and "n on the host" in provider:

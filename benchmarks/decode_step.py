@@ -17,10 +17,12 @@ from staleproof import device
 
 device.select()
 
-from staleproof.evidence import RowCounters  # noqa: E402
-from staleproof.mla_padding import broken, experiment, kernels  # noqa: E402
-from staleproof.runs import measure  # noqa: E402
-from staleproof.serving.engine import Batch, Engine, EngineConfig, Variant  # noqa: E402
+from staleproof.evidence import RowCounters
+from staleproof.harness import measure
+from staleproof.incidents.mla_padding import broken
+from staleproof.incidents.mla_padding import questions as experiment
+from staleproof.incidents.mla_padding.scene import Batch, Engine, EngineConfig, Variant
+from staleproof.ops.mla_decode import mla_decode
 
 BATCH = 128
 CONTEXTS = (512, 4096)
@@ -56,19 +58,18 @@ def rows() -> list[dict[str, Any]]:
             "cuda", batch=BATCH, context=context, hidden=1344, inter=512, experts=8, top_k=2
         )
         counters = RowCounters(Engine.stage_names(config.layers), "cuda")
-        decode, amax = kernels.mla_decode, broken.quantise_amax_torch_max
+        decode, amax = mla_decode, broken.quantise_amax_torch_max
         without = Variant("without", broken.NoRemedy(decode), amax)
         variants = {
             "without": (without, None),
-            "clear_empty_rows": (
-                Variant("cleared", experiment.ClearEmptyRows(decode), amax), None
-            ),
+            "clear_empty_rows": (Variant("cleared", experiment.ClearEmptyRows(decode), amax), None),
             "masked_fill": (Variant("masked", broken.MaskedFill(decode), amax), None),
             "quantize live rows": (
-                Variant("live", broken.NoRemedy(decode), experiment.quantise_live_rows), None
+                Variant("live", broken.NoRemedy(decode), experiment.quantise_live_rows),
+                None,
             ),
             "RowCounters on": (without, counters),
-        }  # fmt: skip
+        }
         engines = {n: Engine(v, config, c) for n, (v, c) in variants.items()}
         for live in LIVE:
             for engine in engines.values():
@@ -83,10 +84,16 @@ def rows() -> list[dict[str, Any]]:
             for name, times in _paired(engines).items():
                 found.append(
                     measure.row(
-                        "mla_padding", "decode_step", name, f"batch {BATCH}, {context} tokens",
-                        "live rows", live, times, moved,
+                        "mla_padding",
+                        "decode_step",
+                        name,
+                        f"batch {BATCH}, {context} tokens",
+                        "live rows",
+                        live,
+                        times,
+                        moved,
                     )
-                )  # fmt: skip
+                )
         del engines
         torch.cuda.empty_cache()
     return found

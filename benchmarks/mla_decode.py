@@ -14,10 +14,10 @@ from staleproof import device
 
 device.select()
 
-from staleproof.mla_padding import reference  # noqa: E402
-from staleproof.mla_padding.kernels import mla_decode  # noqa: E402
-from staleproof.runs import measure  # noqa: E402
-from staleproof.serving.peers import peers  # noqa: E402
+from staleproof.harness import measure
+from staleproof.harness.peers import peers
+from staleproof.ops.mla_decode import mla_decode
+from staleproof.ops.reference import mla_decode as reference
 
 BATCHES = (128, 16, 1)
 TOKENS = (512, 4096)
@@ -83,9 +83,7 @@ def rows() -> list[dict[str, Any]]:
                     print(f"{provider}: refused, relative error {error.item():.1e}")
                     return
                 times = measure.graph_times(calls)
-                found.append(
-                    measure.row("mla_padding", "mla_decode", provider, *case, times, io_bytes)
-                )
+                found.append(measure.row("mla_padding", "mla_decode", provider, *case, times, io_bytes))
 
             def ours(q: Any, kv: Any, table: Any, lens: Any, out: Any) -> Callable[[], Any]:
                 lse = torch.empty(q.shape[:-1], device=q.device)
@@ -117,9 +115,7 @@ def rows() -> list[dict[str, Any]]:
             ):
                 times = measure.Times(p50=floor, p20=floor, p80=floor)
                 found.append(
-                    measure.row(
-                        "mla_padding", "mla_decode", name, mode, "tokens", tokens, times, io_bytes
-                    )
+                    measure.row("mla_padding", "mla_decode", name, mode, "tokens", tokens, times, io_bytes)
                 )
     return found
 

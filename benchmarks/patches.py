@@ -1,6 +1,6 @@
 """What each patch of an installed vLLM costs a decode step, beside vLLM's own code without it.
 
-vLLM's files run as they are, in the places they have there (`staleproof.serving.vllm_files`): its
+vLLM's files run as they are, in the places they have there (`staleproof.harness.vllm_files`): its
 Triton MLA, its callers of the routing ops and its block zeroer. ``STALEPROOF_VLLM_MOE_SO`` names
 the compiled ``_moe_C`` library of a vLLM wheel (0.20.2 was meant); without it the routing rows are
 left out. Rows named "host" are time of the calling thread, not of the device.
@@ -25,9 +25,9 @@ from staleproof import device
 
 device.select()
 
-from staleproof import vllm_plugin  # noqa: E402
-from staleproof.runs import measure  # noqa: E402
-from staleproof.serving.vllm_files import executed  # noqa: E402
+from staleproof.harness import measure
+from staleproof.harness.vllm_files import executed
+from staleproof.vllm import plugin as vllm_plugin
 
 VERSION = "0.20.2"
 TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
@@ -55,8 +55,10 @@ def mla_call(batch: int, live: int, heads: int = HEADS, context: int = CONTEXT) 
     layer = SimpleNamespace(_k_scale=one, _v_scale=one)
     metadata = SimpleNamespace(
         decode=SimpleNamespace(seq_lens=seq_lens, block_table=table),
-        num_decodes=batch, num_decode_tokens=batch, max_seq_len=context,
-    )  # fmt: skip
+        num_decodes=batch,
+        num_decode_tokens=batch,
+        max_seq_len=context,
+    )
     return lambda: impl.forward_mqa(q, cache, metadata, layer), seq_lens
 
 
@@ -68,9 +70,11 @@ def zeroer(pin: bool = True) -> Any:
     caches = [torch.ones(2, 64, 16, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(28)]
     names = [str(i) for i in range(28)]
     group = SimpleNamespace(
-        kv_cache_spec=spec, kv_cache_group_id=0, layer_names=names,
+        kv_cache_spec=spec,
+        kv_cache_group_id=0,
+        layer_names=names,
         backend=SimpleNamespace(get_kv_cache_block_dim=lambda *a, **k: 1),
-    )  # fmt: skip
+    )
     layers = {n: SimpleNamespace(kv_cache=c) for n, c in zip(names, caches, strict=True)}
     made = worker.KVBlockZeroer(torch.device("cuda"), pin)
     made.init_meta([group], [16], "auto", set(), layers)
@@ -120,9 +124,7 @@ def _pair(
             times = time_of(call)
         finally:
             subject.revert()
-        yield measure.row(
-            subject.incident, f"patch {patch}", provider, mode, "rows", BATCH, times, moved
-        )
+        yield measure.row(subject.incident, f"patch {patch}", provider, mode, "rows", BATCH, times, moved)
 
 
 def rows() -> list[dict[str, Any]]:
@@ -136,7 +138,7 @@ def rows() -> list[dict[str, Any]]:
     if root is None:
         print("no importable vllm folder with its MLA, zeroer and ops: nothing to patch is timed")
         return []
-    from staleproof.moe_routing.distinct import distinct_experts
+    from staleproof.ops.distinct_experts import distinct_experts
 
     found: list[dict[str, Any]] = []
     with executed(root, *FILES):
@@ -150,25 +152,32 @@ def rows() -> list[dict[str, Any]]:
             torch.ops.load_library(library)
             moved = BATCH * 256 * 2
             found += _pair(
-                "topk_nan", "softmax, 128 experts, top 8",
-                _topk_call("topk_softmax", 128, 8, None), BATCH * 128 * 2,
-            )  # fmt: skip
+                "topk_nan",
+                "softmax, 128 experts, top 8",
+                _topk_call("topk_softmax", 128, 8, None),
+                BATCH * 128 * 2,
+            )
             bias = torch.randn(256, device="cuda")
             for name in ("topk_sigmoid", "grouped_topk"):
                 found += _pair(
-                    "topk_nan_bias", f"{name}, 256 experts, top 8",
-                    _topk_call(name, 256, 8, bias), moved,
-                )  # fmt: skip
+                    "topk_nan_bias", f"{name}, 256 experts, top 8", _topk_call(name, 256, 8, bias), moved
+                )
         weights = torch.rand(BATCH, 8, device="cuda")
         ids = torch.randint(0, 128, (BATCH, 8), dtype=torch.int32, device="cuda")
         times = measure.graph_times([lambda: distinct_experts(weights, ids)])
         mode = "ids and weights, top 8"
         found.append(
             measure.row(
-                "moe_routing", "patch duplicate_experts", "patched", mode, "rows", BATCH, times,
+                "moe_routing",
+                "patch duplicate_experts",
+                "patched",
+                mode,
+                "rows",
+                BATCH,
+                times,
                 BATCH * 8 * 16,
             )
-        )  # fmt: skip
+        )
         ops = importlib.import_module(OPS)
         if hasattr(ops, "create_fp4_scale_tensor"):
             times = measure.graph_times(
@@ -176,31 +185,42 @@ def rows() -> list[dict[str, Any]]:
             )
             found.append(
                 measure.row(
-                    "scale_padding", "patch scale_padding", "patched", "zeros, 7168 columns",
-                    "rows", BATCH, times, BATCH * 7168 // 16,
+                    "scale_padding",
+                    "patch scale_padding",
+                    "patched",
+                    "zeros, 7168 columns",
+                    "rows",
+                    BATCH,
+                    times,
+                    BATCH * 7168 // 16,
                 )
-            )  # fmt: skip
+            )
         made, _ = zeroer()
         found += _pair(
-            "staging_race", "host: zero 30 blocks of 28 layers",
-            lambda: made.zero_block_ids([*range(1, 31)]), 30 * 28 * 2 * 32768, host=True,
-        )  # fmt: skip
-        scheduler = SimpleNamespace(
-            needs_kv_cache_zeroing=False,
-            kv_cache_manager=SimpleNamespace(take_new_block_ids=list),
+            "staging_race",
+            "host: zero 30 blocks of 28 layers",
+            lambda: made.zero_block_ids([*range(1, 31)]),
+            30 * 28 * 2 * 32768,
+            host=True,
         )
-        from staleproof.kv_reuse.patch import _drain
+        scheduler = SimpleNamespace(
+            needs_kv_cache_zeroing=False, kv_cache_manager=SimpleNamespace(take_new_block_ids=list)
+        )
+        from staleproof.vllm.patches.kv_reuse import _drain
 
-        for provider, hook in (
-            ("without", lambda: None),
-            ("patched", lambda: _drain(0, (scheduler,), {})),
-        ):
+        for provider, hook in (("without", lambda: None), ("patched", lambda: _drain(0, (scheduler,), {}))):
             found.append(
                 measure.row(
-                    "kv_reuse", "patch undrained_ids", provider, "host: one schedule()", "rows",
-                    BATCH, _host_times(hook), 0,
+                    "kv_reuse",
+                    "patch undrained_ids",
+                    provider,
+                    "host: one schedule()",
+                    "rows",
+                    BATCH,
+                    _host_times(hook),
+                    0,
                 )
-            )  # fmt: skip
+            )
     return found
 
 

@@ -14,9 +14,9 @@ from staleproof import device
 
 device.select()
 
-from staleproof.mla_padding import reference  # noqa: E402
-from staleproof.mla_padding.kernels import quantize_fp8_per_tensor  # noqa: E402
-from staleproof.runs import measure  # noqa: E402
+from staleproof.harness import measure
+from staleproof.ops.fp8 import quantize_fp8_per_tensor
+from staleproof.ops.reference import fp8 as reference
 
 ROWS = 1024
 # DeepSeek's hidden size, its attention output before the projection, its latent output.
@@ -79,12 +79,8 @@ def rows() -> list[dict[str, Any]]:
         for live in LIVE:
             count_on_device = torch.tensor([live], dtype=torch.int32, device="cuda")
             mask = torch.arange(ROWS, device="cuda") < live
-            add("staleproof", live, lambda x, n=count_on_device: quantize_fp8_per_tensor(
-                x, live_rows=n
-            ))  # fmt: skip
-            add("staleproof, mask", live, lambda x, m=mask: quantize_fp8_per_tensor(
-                x, live_rows=m
-            ))  # fmt: skip
+            add("staleproof", live, lambda x, n=count_on_device: quantize_fp8_per_tensor(x, live_rows=n))
+            add("staleproof, mask", live, lambda x, m=mask: quantize_fp8_per_tensor(x, live_rows=m))
         add("staleproof, all rows", ROWS, quantize_fp8_per_tensor)
         add("torch eager, all rows", ROWS, all_rows)
         add("torch.compile, all rows", ROWS, compiled)

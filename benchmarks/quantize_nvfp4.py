@@ -15,8 +15,9 @@ from staleproof import device
 
 device.select()
 
-from staleproof.runs import measure  # noqa: E402
-from staleproof.scale_padding import kernels, reference  # noqa: E402
+from staleproof.harness import measure
+from staleproof.ops import nvfp4 as kernels
+from staleproof.ops.reference import nvfp4 as reference
 
 ROWS = (1, 32, 128, 200, 1024, 8192)
 HIDDEN = 7168  # DeepSeek's
@@ -85,10 +86,7 @@ def rows() -> list[dict[str, Any]]:
                 print(f"{m} rows, {provider}: refused, wrong result")
                 continue
             times = measure.graph_times(
-                [
-                    lambda x=x, o=o, f=call, g=factor: f(x, g, o)
-                    for x, o in zip(xs, outs, strict=True)
-                ]
+                [lambda x=x, o=o, f=call, g=factor: f(x, g, o) for x, o in zip(xs, outs, strict=True)]
             )
             found.append(_row(provider, m, times, moved))
         copies = [torch.empty(2, moved // 2, dtype=torch.uint8, device="cuda") for _ in xs]

@@ -21,8 +21,9 @@ from staleproof import device
 
 device.select()
 
-from staleproof.moe_routing import kernels, reference  # noqa: E402
-from staleproof.runs import measure  # noqa: E402
+from staleproof.harness import measure
+from staleproof.ops import topk as kernels
+from staleproof.ops.reference import topk as reference
 
 TOKENS = (1, 16, 128, 1024, 16384)
 # Experts and experts a token: Qwen3-30B-A3B, DeepSeek-V3, Qwen3-Next, two that fit no warp, and the
@@ -64,9 +65,15 @@ def softmax_then_topk(x: torch.Tensor, top_k: int) -> Routed:
 def _ours(x: torch.Tensor, top_k: int, **options: Any) -> Routed:
     """Our launch with every option open."""
     arguments: dict[str, Any] = {
-        "softmax": True, "bias": None, "renormalize": False, "routed_scaling_factor": 1.0,
-        "is_padding": None, "padding_id": -1, "topk_ids_dtype": torch.int32, "out": None,
-    }  # fmt: skip
+        "softmax": True,
+        "bias": None,
+        "renormalize": False,
+        "routed_scaling_factor": 1.0,
+        "is_padding": None,
+        "padding_id": -1,
+        "topk_ids_dtype": torch.int32,
+        "out": None,
+    }
     return kernels._route(x, top_k, **arguments | options)
 
 
@@ -107,9 +114,7 @@ def measured(
             continue
         times = measure.graph_times([partial(call, x) for x in xs])
         moved = tokens * experts * 2 + want[0].numel() * 8
-        found.append(
-            measure.row("moe_routing", kernel, provider, mode, "tokens", tokens, times, moved)
-        )
+        found.append(measure.row("moe_routing", kernel, provider, mode, "tokens", tokens, times, moved))
     return found
 
 

@@ -24,11 +24,11 @@ from staleproof import device
 device.select()
 device.load_triton()
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
-from staleproof.kv_reuse import BlockZeroer  # noqa: E402
-from staleproof.runs import measure  # noqa: E402
+from staleproof.harness import measure
+from staleproof.ops.zero_blocks import BlockZeroer
 
 WORD = 4
 # Turns of calls with ids in a list, and calls a turn where the host is timed.
@@ -114,9 +114,7 @@ class Bench:
         words = self.pool.page // WORD
         chunk = min(words & -words, 1024)
         segments, count = len(self.segments), len(ids)
-        kernel[(count * segments * (words // chunk),)](
-            self.segments, ids, count, segments, words, chunk
-        )
+        kernel[(count * segments * (words // chunk),)](self.segments, ids, count, segments, words, chunk)
 
     def index_fill(self, ids: torch.Tensor) -> None:
         for cache in self.caches:
@@ -158,9 +156,15 @@ class Bench:
     def row(self, mode: str, provider: str, blocks: int, times: measure.Times) -> dict[str, Any]:
         moved = 0 if "host" in mode else blocks * self.pool.block_bytes
         return measure.row(
-            "kv_reuse", "BlockZeroer.zero", provider, f"{self.pool.name}, {mode}",
-            "blocks", blocks, times, moved,
-        )  # fmt: skip
+            "kv_reuse",
+            "BlockZeroer.zero",
+            provider,
+            f"{self.pool.name}, {mode}",
+            "blocks",
+            blocks,
+            times,
+            moved,
+        )
 
     def device_rows(self, blocks: int) -> Iterator[dict[str, Any]]:
         """Time on the device, ids there already."""
@@ -231,12 +235,8 @@ class Bench:
                 marks.append((start, end))
             torch.cuda.synchronize()
             p20, p50, p80 = torch.tensor(host).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-            yield self.row(
-                "ids in a list, host time", provider, blocks, measure.Times(p50, p20, p80)
-            )
-            yield self.row(
-                "ids in a list, copy included", provider, blocks, measure.times_between(marks)
-            )
+            yield self.row("ids in a list, host time", provider, blocks, measure.Times(p50, p20, p80))
+            yield self.row("ids in a list, copy included", provider, blocks, measure.times_between(marks))
 
 
 def rows() -> list[dict[str, Any]]:

@@ -13,16 +13,9 @@ from pathlib import Path
 import pytest
 
 from staleproof import cli, device
-from staleproof.incidents import INCIDENTS, Incident
-from staleproof.runs import environment, recorded
-from staleproof.runs.findings import (
-    Finding,
-    finding,
-    not_run,
-    off_on_off,
-    read_findings,
-    write_findings,
-)
+from staleproof.harness import environment, recorded
+from staleproof.harness.findings import Finding, finding, not_run, off_on_off, read_findings, write_findings
+from staleproof.incidents.registry import INCIDENTS, Incident
 
 MEASUREMENT = {
     "kernel": "clear",
@@ -63,9 +56,9 @@ def incident(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             for answer in answers:
                 yield answer()
 
-        experiment = types.ModuleType("staleproof.fake.experiment")
+        experiment = types.ModuleType("staleproof.incidents.fake.questions")
         experiment.run = run  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "staleproof.fake.experiment", experiment)
+        monkeypatch.setitem(sys.modules, "staleproof.incidents.fake.questions", experiment)
         monkeypatch.setattr(device, "has_triton", lambda: True)
         for name in [*INCIDENTS]:
             monkeypatch.delitem(INCIDENTS, name)
@@ -129,9 +122,7 @@ def test_help_answers_at_once_and_imports_no_torch():
 
 
 def test_importing_the_package_imports_no_torch():
-    done = python(
-        "import sys, staleproof as s; print('torch' in sys.modules, set(s.__all__) <= set(dir(s)))"
-    )
+    done = python("import sys, staleproof as s; print('torch' in sys.modules, set(s.__all__) <= set(dir(s)))")
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
@@ -171,9 +162,7 @@ def test_not_run_is_no_failure_and_no_pass(root, incident, capsys):
 
 
 @pytest.mark.parametrize(("off", "off_again"), [("clean", "leaked"), ("leaked", "clean")])
-def test_run_refuses_fixed_where_the_reproduction_did_not_fail(
-    root, incident, capsys, off, off_again
-):
+def test_run_refuses_fixed_where_the_reproduction_did_not_fail(root, incident, capsys, off, off_again):
     def boast() -> Finding:
         seen = {"off": off, "on": "clean", "off_again": off_again}
         return finding("fake", "off/on/off", "ours", "fixed", expected="fixed", **seen)
@@ -192,9 +181,7 @@ def test_ctrl_c_keeps_the_findings_so_far(root, incident, capsys, tmp_path):
     path = tmp_path / "mine.jsonl"
     assert cli.main(["run", "--json", str(path)]) == 130
     assert [f.verdict for f in read_findings(path)] == ["leaked", "clean"]
-    assert one_line(capsys.readouterr().err) == (
-        f"staleproof: interrupted; 2 findings kept: {path}"
-    )
+    assert one_line(capsys.readouterr().err) == (f"staleproof: interrupted; 2 findings kept: {path}")
 
 
 def test_ctrl_c_before_the_first_finding_keeps_the_earlier_file(root, incident, capsys):
@@ -294,9 +281,7 @@ def _newer_environment(folder: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["run", "list", "report", "compare"])
-def test_a_spoilt_recorded_run_is_one_line_and_2_and_is_kept(
-    root, incident, capsys, spoil, said, command
-):
+def test_a_spoilt_recorded_run_is_one_line_and_2_and_is_kept(root, incident, capsys, spoil, said, command):
     asked = incident(clean)
     folder = _record(root, [leaked(), clean()])
     spoil(folder)
@@ -317,7 +302,7 @@ def test_run_shows_recorded_runs_beside_and_marks_moved_source(root, incident, c
     name = device.machine().name
     assert f"RECORDED  {name}, {leaked().date}, same source" in out
     assert "1 match, 0 mismatch, 1 only in the first, 1 only in the second" in out
-    monkeypatch.setattr("staleproof.runs.findings.source_digest", lambda incident: "another")
+    monkeypatch.setattr("staleproof.harness.findings.source_digest", lambda incident: "another")
     assert cli.main(["list"]) == 0
     assert "source changed since: fake" in capsys.readouterr().out
 
@@ -376,7 +361,7 @@ def test_record_keeps_the_earlier_run_when_a_benchmark_fails(root, incident, cap
     assert cli.main(["record"]) == 0
     (before,) = recorded.read_all()
     (root / "benchmarks/clear.py").write_text(
-        "from staleproof.runs.measure import WrongResult\n"
+        "from staleproof.harness.measure import WrongResult\n"
         "def rows():\n"
         f"    yield {MEASUREMENT!r}\n"
         "    raise WrongResult('row 3 is stale')\n"
@@ -433,17 +418,7 @@ def test_bench_prints_each_row(root, capsys, monkeypatch):
     monkeypatch.setattr(device, "select", lambda *_: "cuda")
     assert cli.main(["bench", "clear"]) == 0
     _, row = capsys.readouterr().out.splitlines()
-    assert row.split() == [
-        "graph",
-        "live",
-        "1",
-        "staleproof",
-        "2.00",
-        "1.90",
-        "2.20",
-        "2.00",
-        "1.00",
-    ]
+    assert row.split() == ["graph", "live", "1", "staleproof", "2.00", "1.90", "2.20", "2.00", "1.00"]
 
 
 def test_lab_opens_the_notebooks_with_this_python(root, monkeypatch):
@@ -483,9 +458,7 @@ def test_doctor_names_what_is_skipped_and_why(capsys):
         ("3.10.0", "2.10.0", True, False),
     ],
 )
-def test_doctor_warns_of_the_bad_combination(
-    capsys, monkeypatch, triton, numpy, interpreting, warned
-):
+def test_doctor_warns_of_the_bad_combination(capsys, monkeypatch, triton, numpy, interpreting, warned):
     versions = {"triton": triton, "numpy": numpy}
     monkeypatch.setattr(device, "version_of", versions.get)
     monkeypatch.setattr(device, "interpreting", lambda: interpreting)

@@ -12,8 +12,8 @@ import pytest
 PROGRAM = """
 import torch
 from staleproof.evidence import RowCounters
-from staleproof.kv_reuse import BlockZeroer
-from staleproof.mla_padding import clear_empty_rows, mla_decode, quantize_fp8_per_tensor
+from staleproof.ops.zero_blocks import BlockZeroer
+from staleproof import clear_empty_rows, mla_decode, quantize_fp8_per_tensor
 
 torch.manual_seed(0)
 seq_lens = torch.tensor([200, 1, 0, 64, 0], dtype=torch.int32, device="cuda")

@@ -45,9 +45,9 @@ def test_environment_yml_and_pyproject_agree():
 
 
 def test_every_public_name_has_a_home():
-    assert set(staleproof.__all__) == set(staleproof._HOME)
-    for name, home in staleproof._HOME.items():
-        assert getattr(staleproof, name) is getattr(importlib.import_module(home), name)
+    assert set(staleproof.__all__) == set(staleproof._MODULES)
+    for name, home in staleproof._MODULES.items():
+        assert getattr(staleproof, name) is getattr(importlib.import_module(f"staleproof.ops.{home}"), name)
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -169,7 +169,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 from staleproof import evidence
-from staleproof.mla_padding import reference
+from staleproof.ops.reference import fp8 as reference
 from staleproof.cli import main
 assert evidence.judge_rows(lambda fill: torch.zeros(2, 3), 1) == "clean"
 x_fp8, scale = reference.quantize_fp8_per_tensor(torch.ones(2, 4), live_rows=1)
@@ -181,9 +181,7 @@ except ImportError as error:
 main(["doctor"])
 main(["list"])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Triton is not installed" in done.stdout.splitlines()[0]
     assert "mla_padding" in done.stdout

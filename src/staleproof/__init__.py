@@ -9,45 +9,39 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from staleproof.decode_buffer import DecodeWorkspace
-    from staleproof.kv_reuse import BlockZeroer
-    from staleproof.mla_padding import clear_empty_rows, mla_decode, quantize_fp8_per_tensor
-    from staleproof.moe_routing import grouped_topk, topk_sigmoid, topk_softmax
-    from staleproof.scale_padding import create_fp4_scale_tensor, dequantize_nvfp4, quantize_nvfp4
+    from staleproof.ops.clear_empty_rows import clear_empty_rows as clear_empty_rows
+    from staleproof.ops.decode_workspace import DecodeWorkspace as DecodeWorkspace
+    from staleproof.ops.fp8 import quantize_fp8_per_tensor as quantize_fp8_per_tensor
+    from staleproof.ops.mla_decode import mla_decode as mla_decode
+    from staleproof.ops.nvfp4 import quantize_nvfp4 as quantize_nvfp4
+    from staleproof.ops.reference.nvfp4 import create_fp4_scale_tensor as create_fp4_scale_tensor
+    from staleproof.ops.reference.nvfp4 import dequantize_nvfp4 as dequantize_nvfp4
+    from staleproof.ops.topk import grouped_topk as grouped_topk
+    from staleproof.ops.topk import topk_sigmoid as topk_sigmoid
+    from staleproof.ops.topk import topk_softmax as topk_softmax
+    from staleproof.ops.zero_blocks import BlockZeroer as BlockZeroer
 
-__all__ = [
-    "BlockZeroer",
-    "DecodeWorkspace",
-    "clear_empty_rows",
-    "create_fp4_scale_tensor",
-    "dequantize_nvfp4",
-    "grouped_topk",
-    "mla_decode",
-    "quantize_fp8_per_tensor",
-    "quantize_nvfp4",
-    "topk_sigmoid",
-    "topk_softmax",
-]
-
-_HOME = {
-    "BlockZeroer": "staleproof.kv_reuse",
-    "DecodeWorkspace": "staleproof.decode_buffer",
-    "clear_empty_rows": "staleproof.mla_padding",
-    "create_fp4_scale_tensor": "staleproof.scale_padding",
-    "dequantize_nvfp4": "staleproof.scale_padding",
-    "grouped_topk": "staleproof.moe_routing",
-    "mla_decode": "staleproof.mla_padding",
-    "quantize_fp8_per_tensor": "staleproof.mla_padding",
-    "quantize_nvfp4": "staleproof.scale_padding",
-    "topk_sigmoid": "staleproof.moe_routing",
-    "topk_softmax": "staleproof.moe_routing",
+# Public name -> the module of staleproof.ops that defines it.
+_MODULES = {
+    "BlockZeroer": "zero_blocks",
+    "DecodeWorkspace": "decode_workspace",
+    "clear_empty_rows": "clear_empty_rows",
+    "create_fp4_scale_tensor": "reference.nvfp4",
+    "dequantize_nvfp4": "reference.nvfp4",
+    "grouped_topk": "topk",
+    "mla_decode": "mla_decode",
+    "quantize_fp8_per_tensor": "fp8",
+    "quantize_nvfp4": "nvfp4",
+    "topk_sigmoid": "topk",
+    "topk_softmax": "topk",
 }
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(f"staleproof.ops.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

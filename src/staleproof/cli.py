@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from staleproof.incidents import INCIDENTS, put_questions
+from staleproof.incidents.registry import INCIDENTS, put_questions
 
 if TYPE_CHECKING:
+    from staleproof.harness.findings import Finding
+    from staleproof.harness.recorded import Run
     from staleproof.report.notebooks import Execution
-    from staleproof.runs.findings import Finding
-    from staleproof.runs.recorded import Run
 
 Say = Callable[[str], None]
 
@@ -63,7 +63,7 @@ def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run_command(*args: Any, **kwargs: Any) -> None:
         from staleproof.device import DeviceError
-        from staleproof.runs.findings import RunFileError
+        from staleproof.harness.findings import RunFileError
 
         try:
             function(*args, **kwargs)
@@ -86,8 +86,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 def doctor() -> None:
     """Say what this machine can run, and what it will skip and why."""
     from staleproof import device
-    from staleproof.moe_routing import fused_moe
-    from staleproof.runs import environment
+    from staleproof.harness import environment
+    from staleproof.incidents.moe_routing import fused_moe
 
     device.select()
     machine = device.machine()
@@ -109,7 +109,7 @@ def doctor() -> None:
 @command
 def list_() -> None:
     """List the incidents, and the machines that were recorded."""
-    from staleproof.runs import recorded
+    from staleproof.harness import recorded
 
     for name, about in INCIDENTS.items():
         typer.echo(f"{about.number}  {name}: {about.title}")
@@ -121,8 +121,7 @@ def list_() -> None:
 @command
 def run(
     incidents: Annotated[
-        list[str] | None,
-        typer.Argument(help="Incidents by name or number; all by default."),
+        list[str] | None, typer.Argument(help="Incidents by name or number; all by default.")
     ] = None,
     device: Device = "auto",
     json: Annotated[Path | None, typer.Option(help="Where the findings go, as JSON lines.")] = None,
@@ -143,10 +142,10 @@ def report(
     device: Device = "auto",
 ) -> None:
     """Write workbook/_build/index.html and print its path."""
+    from staleproof.harness import recorded
+    from staleproof.harness.findings import read_findings, write_lines
     from staleproof.report import html
     from staleproof.report.notebooks import Execution
-    from staleproof.runs import recorded
-    from staleproof.runs.findings import read_findings, write_lines
 
     build = recorded.build_folder()
     page = build / "index.html"
@@ -181,7 +180,7 @@ def report(
 @command
 def lab() -> None:
     """Open JupyterLab on the notebooks, with this environment's Python."""
-    from staleproof.runs import recorded
+    from staleproof.harness import recorded
 
     notebooks = recorded.checkout() / "notebooks"
     os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", str(notebooks)])
@@ -199,7 +198,7 @@ def bench(
     files = _benchmarks(kernel)
     if devices.select() != "cuda":
         raise BadInputError("bench: timings need a CUDA GPU, and none is here; nothing was run")
-    from staleproof.runs.measure import print_rows
+    from staleproof.harness.measure import print_rows
 
     for path in files:
         print_rows([*_measure([path])], baseline="staleproof")
@@ -207,14 +206,12 @@ def bench(
 
 @command
 def record(
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of runs; the run goes to OUT/<machine>/.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of runs; the run goes to OUT/<machine>/.")] = None,
     device: Device = "auto",
 ) -> None:
     """Record everything this machine can measure, whole or not at all."""
     from staleproof import device as devices
-    from staleproof.runs import recorded
+    from staleproof.harness import recorded
 
     on_gpu = devices.select(device) == "cuda"
     kept = _findings_path()
@@ -240,7 +237,7 @@ def compare(
     second: Annotated[str, typer.Argument(help="The one to compare with it.")],
 ) -> None:
     """Compare two recorded runs: verdicts first, timings second."""
-    from staleproof.runs import recorded
+    from staleproof.harness import recorded
 
     one, two = recorded.find(first), recorded.find(second)
     typer.echo(f"first   {one.title}\nsecond  {two.title}\n")
@@ -275,8 +272,8 @@ def patches(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
     """Say which incidents a vLLM has, by what evidence, and what the plugin does about them."""
-    from staleproof import vllm_plugin
-    from staleproof.patching import PatchError
+    from staleproof.vllm import plugin as vllm_plugin
+    from staleproof.vllm.hooks import PatchError
 
     try:
         if explain is not None:
@@ -296,19 +293,17 @@ def patches(
 @in_one_line
 def build_moe_module(
     package_root: Annotated[
-        Path | None,
-        typer.Option(help="Folder with an unpacked flashinfer; the installed one by default."),
+        Path | None, typer.Option(help="Folder with an unpacked flashinfer; the installed one by default.")
     ] = None,
     cache: Annotated[
-        Path | None,
-        typer.Option(help="Where the modules go; $STALEPROOF_MOE_MODULES or the user's cache."),
+        Path | None, typer.Option(help="Where the modules go; $STALEPROOF_MOE_MODULES or the user's cache.")
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Compilations at a time; one a core by default.")
     ] = None,
 ) -> None:
     """Compile the modules with and without the bounds check. Needs nvcc, and minutes."""
-    from staleproof.moe_routing.moe_module import ModuleError, build
+    from staleproof.incidents.moe_routing.moe_module import ModuleError, build
 
     try:
         build(package_root, cache=cache, jobs=jobs, say=typer.echo)
@@ -329,7 +324,7 @@ def _chosen(incidents: Sequence[str] | None) -> Sequence[str]:
 
 def _findings_path() -> Path:
     """Where findings are kept: in the checkout, or without one in the current folder."""
-    from staleproof.runs import recorded
+    from staleproof.harness import recorded
 
     try:
         return recorded.build_folder() / "findings.jsonl"
@@ -338,7 +333,7 @@ def _findings_path() -> Path:
 
 
 def _recorded_runs() -> Sequence[Run]:
-    from staleproof.runs import recorded
+    from staleproof.harness import recorded
 
     try:
         return recorded.read_all()
@@ -349,8 +344,8 @@ def _recorded_runs() -> Sequence[Run]:
 def _obtain(incidents: Sequence[str], device: str, path: Path) -> Sequence[Finding]:
     """Put every question, print each finding as it comes, and keep them whatever happens."""
     from staleproof import device as devices
-    from staleproof.runs import recorded
-    from staleproof.runs.findings import write_findings
+    from staleproof.harness import recorded
+    from staleproof.harness.findings import write_findings
 
     device = devices.select(device)
     recorded.check_writable(path)
@@ -383,9 +378,7 @@ def _execute(sources: Sequence[Path], folder: Path) -> Sequence[Execution]:
         typer.echo(f"notebook  {source.name}")
         with _progress() as progress:
 
-            def on_cell(
-                number: int, cells: int, name: str = source.name, say: Say = progress
-            ) -> None:
+            def on_cell(number: int, cells: int, name: str = source.name, say: Say = progress) -> None:
                 say(f"{name}: code cell {number} of {cells}")
 
             executions.append(notebooks.execute(source, folder, on_cell))
@@ -432,8 +425,8 @@ def _print_verdicts(findings: Sequence[Finding], runs: Sequence[Run]) -> None:
     """The verdict matrix, and beside it whether recorded runs say the same."""
     from rich.console import Console
 
+    from staleproof.harness.recorded import compare as compare_findings
     from staleproof.report import matrix
-    from staleproof.runs.recorded import compare as compare_findings
 
     console = Console()
     typer.echo("")
@@ -459,7 +452,7 @@ def _judge(findings: Sequence[Finding]) -> None:
 
 def _benchmarks(kernel: str | None) -> Sequence[Path]:
     """The benchmark file of one kernel, or all of them."""
-    from staleproof.runs import recorded
+    from staleproof.harness import recorded
 
     folder = recorded.checkout() / "benchmarks"
     files = {path.stem: path for path in sorted(folder.glob("*.py")) if path.stem[0] != "_"}
@@ -472,7 +465,7 @@ def _benchmarks(kernel: str | None) -> Sequence[Path]:
 
 def _measure(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Rows of ``measurements.jsonl``, from each file's ``rows()``, as they are obtained."""
-    from staleproof.runs.measure import WrongResult
+    from staleproof.harness.measure import WrongResult
 
     for path in files:
         with _progress() as progress:
@@ -480,7 +473,5 @@ def _measure(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
             try:
                 yield from runpy.run_path(str(path))["rows"]()
             except WrongResult as error:
-                typer.echo(
-                    f"staleproof: {path.stem}: no speed for a wrong result: {error}", err=True
-                )
+                typer.echo(f"staleproof: {path.stem}: no speed for a wrong result: {error}", err=True)
                 raise typer.Exit(1) from error

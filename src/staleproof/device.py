@@ -95,9 +95,7 @@ def load_triton() -> None:
     import triton
 
     # 0 / 0 is what half of the faulty variants are about; numpy need not remark on it.
-    warnings.filterwarnings(
-        "ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter"
-    )
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     # The marker that select() looks for: from here on the mode cannot change.
     sys.modules.setdefault("staleproof._kernels_loaded", triton)
 

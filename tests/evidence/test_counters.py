@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from staleproof.evidence import Crossing, RowCounters
-from staleproof.serving.graph import capture
+from staleproof.harness.graph import capture
 
 NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2],
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 )
 def test_counts_match_a_count_on_the_host(device, dtype):
     generator = torch.Generator().manual_seed(0)

@@ -10,14 +10,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from staleproof.evidence.ledger import (
-    UNOWNED,
-    AllocationLedger,
-    cuda_usage,
-    owned_tensors,
-)
-from staleproof.mla_padding import clear_empty_rows
-from staleproof.serving.graph import capture
+from staleproof.evidence.ledger import UNOWNED, AllocationLedger, cuda_usage, owned_tensors
+from staleproof.harness.graph import capture
+from staleproof.ops.clear_empty_rows import clear_empty_rows
 
 KIB, MIB = 2**10, 2**20
 LAYERS = 5
@@ -76,9 +71,7 @@ class Lazy(nn.Module):
 class Tree(nn.Module):
     def __init__(self, keep, device="cpu"):
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"attn": Lazy(keep, device)}) for _ in range(LAYERS)
-        )
+        self.layers = nn.ModuleList(nn.ModuleDict({"attn": Lazy(keep, device)}) for _ in range(LAYERS))
         self.odd = Lazy("nowhere", device)
 
     def forward(self, x, decode=False, layers=LAYERS):
@@ -153,8 +146,7 @@ def test_the_sentence_comes_before_the_crash():
 
 
 @pytest.mark.parametrize(
-    ("keep", "name"),
-    [("global", f"{__name__}:_a_global"), ("shared", "layers.*.attn.buffer")],
+    ("keep", "name"), [("global", f"{__name__}:_a_global"), ("shared", "layers.*.attn.buffer")]
 )
 def test_one_buffer_for_all_is_not_multiplied(keep, name):
     model, x, ledger = profiled(keep)

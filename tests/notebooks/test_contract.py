@@ -21,7 +21,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode, v4
 
-from staleproof.incidents import INCIDENTS
+from staleproof.incidents.registry import INCIDENTS
 from staleproof.report.canonical import canonical
 from staleproof.report.timeline import LANES
 

@@ -13,7 +13,7 @@ from nbval.plugin import get_sanitize_patterns
 
 from staleproof.device import Provenance
 from staleproof.evidence.rows import Verdict
-from staleproof.runs import findings
+from staleproof.harness import findings
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 CONFIG = (NOTEBOOKS / "sanitize.cfg").read_text("utf-8")
@@ -45,8 +45,10 @@ def test_the_file_holds_what_nbval_reads() -> None:
 
 
 def test_the_two_provenance_words_of_a_fresh_value_map_to_the_same_text() -> None:
-    texts = {sanitize(f"{word} empty_row: pad_only, 127 of 128") for word in
-             (Provenance.MEASURED, Provenance.INTERPRETED)}  # fmt: skip
+    texts = {
+        sanitize(f"{word} empty_row: pad_only, 127 of 128")
+        for word in (Provenance.MEASURED, Provenance.INTERPRETED)
+    }
     assert texts == {"PROVENANCE empty_row: pad_only, 127 of 128"}
 
 

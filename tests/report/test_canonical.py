@@ -38,17 +38,8 @@ def test_chance_is_dropped_and_what_is_shown_is_kept() -> None:
         "language_info": {"name": "python"},
     }
     prose, code = got["cells"]
-    assert prose == {
-        "cell_type": "markdown",
-        "id": "cell-01",
-        "metadata": {},
-        "source": ["# Größe"],
-    }
-    assert (code["id"], code["metadata"], code["execution_count"]) == (
-        "cell-02",
-        {"tags": ["a", "b"]},
-        3,
-    )
+    assert prose == {"cell_type": "markdown", "id": "cell-01", "metadata": {}, "source": ["# Größe"]}
+    assert (code["id"], code["metadata"], code["execution_count"]) == ("cell-02", {"tags": ["a", "b"]}, 3)
     out, err, picture, result = code["outputs"]
     assert (out["name"], out["text"]) == ("stdout", ["one\n", "two\n"])
     assert (err["name"], err["text"]) == ("stderr", ["three\n"])

@@ -12,10 +12,10 @@ import pytest
 from nbformat import v4
 
 from staleproof import cli
+from staleproof.harness import recorded
+from staleproof.harness.findings import RunFileError, finding
 from staleproof.report import html, notebooks
 from staleproof.report.notebooks import Execution
-from staleproof.runs import recorded
-from staleproof.runs.findings import RunFileError, finding
 
 CELLS = [
     v4.new_markdown_cell(
@@ -25,9 +25,7 @@ CELLS = [
     v4.new_code_cell("import sys, os\nprint(sys.executable, os.getcwd())"),
     v4.new_markdown_cell("## The `symptom`"),
     v4.new_code_cell(
-        "import matplotlib.pyplot as plt\n"
-        "%config InlineBackend.figure_formats = ['svg']\n"
-        "plt.plot([1, 2]);"
+        "import matplotlib.pyplot as plt\n%config InlineBackend.figure_formats = ['svg']\nplt.plot([1, 2]);"
     ),
     v4.new_code_cell("import ipywidgets\nipywidgets.IntSlider(description='live rows')"),
     v4.new_code_cell("from IPython.display import Javascript\nJavascript('alert(1)')"),
@@ -99,7 +97,7 @@ def test_light_and_dark(executed):
 def test_recorded_runs_stand_beside_with_their_mark(tmp_path, monkeypatch):
     row = {"kernel": "<clear>", "provider": "ours", "p50": 2.125, "unit": "us"}
     recorded.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [row])
-    monkeypatch.setattr("staleproof.runs.findings.source_digest", lambda incident: "another")
+    monkeypatch.setattr("staleproof.harness.findings.source_digest", lambda incident: "another")
     page = html.page([finding("a", "q", "v", "leaked")], recorded.read_all(tmp_path), [])
     assert "source changed since: a</h3>" in page
     assert "0 match, 1 mismatch" in page
@@ -164,9 +162,7 @@ def test_report_shows_what_the_patches_change(root):
     page = (root / "workbook/_build/index.html").read_text()
     assert "<th scope='col'>0.33.0</th>" in page
     row = page[page.index("ids &lt;pending&gt;") :]
-    assert row.startswith(
-        "ids &lt;pending&gt;</th><td class='ok'>600 → 0</td><td class='absent'>0</td>"
-    )
+    assert row.startswith("ids &lt;pending&gt;</th><td class='ok'>600 → 0</td><td class='absent'>0</td>")
     assert "rows</th><td class='absent'>none</td><td class='absent'>-</td>" in page
     assert "href='#patched'" in page
 

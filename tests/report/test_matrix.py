@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 from rich.console import Console
 
 from staleproof.device import Provenance
+from staleproof.harness.findings import Finding, finding, not_run, off_on_off
 from staleproof.report import matrix
-from staleproof.runs.findings import Finding, finding, not_run, off_on_off
 
 TEXT = """\
 INTERPRETED

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from staleproof.mla_padding.experiment import StagePicture
+from staleproof.incidents.mla_padding.questions import StagePicture
 from staleproof.report import plots
 from staleproof.report.timeline import INK
 
@@ -42,15 +42,17 @@ def test_every_bad_state_is_hatched_and_none_is_white() -> None:
     for state, (colour, strength, hatch) in plots.STATES.items():
         assert to_hex(colour) not in ("#ffffff", "#000000")
         assert strength > 0
-        assert bool(hatch) == (state not in ("finite", "clean", "this step", "written", "cured")), (
-            state
-        )
+        assert bool(hatch) == (state not in ("finite", "clean", "this step", "written", "cured")), state
 
 
 def test_states_of_one_picture_differ_without_their_colours() -> None:
-    pictures = (VERDICTS, plots._STAGE_STATES, ("this step", "an earlier step", "nobody"),
-                ("written", "never written"),
-                ("cured", "helped", "not cured", "made worse"))  # fmt: skip
+    pictures = (
+        VERDICTS,
+        plots._STAGE_STATES,
+        ("this step", "an earlier step", "nobody"),
+        ("written", "never written"),
+        ("cured", "helped", "not cured", "made worse"),
+    )
     for states in pictures:
         assert len({plots.STATES[s][2] for s in states}) == len(states)
 
@@ -104,9 +106,17 @@ def test_stages_draws_the_rows_and_the_line_below_the_live_ones() -> None:
 
 def _timing(**changes: Any) -> dict[str, Any]:
     row = {
-        "machine": "NVIDIA X", "date": "2026-11-20", "mode": "bf16", "x_name": "live rows",
-        "x_value": 1, "provider": "staleproof", "p50": 2.0, "p20": 1.5, "p80": 3.0, "unit": "us",
-    }  # fmt: skip
+        "machine": "NVIDIA X",
+        "date": "2026-11-20",
+        "mode": "bf16",
+        "x_name": "live rows",
+        "x_value": 1,
+        "provider": "staleproof",
+        "p50": 2.0,
+        "p20": 1.5,
+        "p80": 3.0,
+        "unit": "us",
+    }
     return row | changes
 
 
@@ -129,14 +139,11 @@ def test_timings_of_nothing_are_refused() -> None:
 
 
 def test_routing_hatches_an_expert_taken_again_and_the_map_s_holes() -> None:
-    fig = plots.routing([[3, 1], [0, 0], [-1, 2]], [[False, False], [False, True], [False] * 2],
-                        live=1)  # fmt: skip
+    fig = plots.routing([[3, 1], [0, 0], [-1, 2]], [[False, False], [False, True], [False] * 2], live=1)
     left, right = fig.axes
     hatched = {at: bool(p.get_hatch()) for at, p in _cells(fig).items()}
     # A slot without an expert has no cell.
-    assert hatched == {
-        (0, 0): False, (0, 1): False, (1, 0): False, (1, 1): True, (2, 1): False
-    }  # fmt: skip
+    assert hatched == {(0, 0): False, (0, 1): False, (1, 0): False, (1, 1): True, (2, 1): False}
     assert [t.get_text() for t in left.texts] == ["3", "1", "0", "0", "2"]
     holes = {(int(p.get_y()), int(p.get_x())): bool(p.get_hatch()) for p in right.patches}
     assert [at for at, hole in holes.items() if hole] == [(1, 1)]
@@ -152,9 +159,11 @@ def test_routing_refuses_holes_of_another_shape() -> None:
 
 def test_cost_bars_are_ratios_to_the_baseline_of_the_same_run() -> None:
     cases = {
-        ("X", "staleproof"): (2.0, 6.0), ("X", "peer"): (4.0, 3.0),
-        ("Y", "staleproof"): (9.0,), ("Y", "peer"): (2.0,),
-    }  # fmt: skip
+        ("X", "staleproof"): (2.0, 6.0),
+        ("X", "peer"): (4.0, 3.0),
+        ("Y", "staleproof"): (9.0,),
+        ("Y", "peer"): (2.0,),
+    }
     rows = [
         _timing(machine=f"NVIDIA {machine}", provider=provider, x_value=x, p20=p, p50=p, p80=p + 1)
         for (machine, provider), times in cases.items()

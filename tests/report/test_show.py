@@ -10,9 +10,9 @@ import torch
 
 from staleproof import device as devices
 from staleproof.evidence import CLEAN, RowCounters, judge_rows, pad_invariance, plant, row_states
+from staleproof.harness import recorded
+from staleproof.harness.findings import finding, not_run
 from staleproof.report import show
-from staleproof.runs import recorded
-from staleproof.runs.findings import finding, not_run
 
 
 def test_start_prints_one_banner_line(device: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,9 +43,7 @@ def test_a_row_of_another_length_is_refused() -> None:
         show.table(("a", "b"), [("only one",)])
 
 
-def test_answers_show_every_question_and_why_one_was_not_put(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_answers_show_every_question_and_why_one_was_not_put(capsys: pytest.CaptureFixture[str]) -> None:
     show.answers(
         [
             finding("mla_padding", "empty row", "ours", "zero"),
@@ -76,14 +74,22 @@ def test_without_a_recorded_run_it_says_so(runs: Path, capsys: pytest.CaptureFix
     assert second.startswith("no recorded timing of clear_empty_rows")
 
 
-def test_recorded_values_come_with_machine_and_date(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recorded_values_come_with_machine_and_date(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {
-        "schema": 1, "incident": "mla_padding", "kernel": "clear_empty_rows", "mode": "bf16",
-        "provider": "staleproof", "x_name": "live rows", "x_value": 1, "p50": 31.0, "p20": 30.5,
-        "p80": 32.5, "unit": "us", "bytes": 134086656, "source_digest": "of old",
-    }  # fmt: skip
+        "schema": 1,
+        "incident": "mla_padding",
+        "kernel": "clear_empty_rows",
+        "mode": "bf16",
+        "provider": "staleproof",
+        "x_name": "live rows",
+        "x_value": 1,
+        "p50": 31.0,
+        "p20": 30.5,
+        "p80": 32.5,
+        "unit": "us",
+        "bytes": 134086656,
+        "source_digest": "of old",
+    }
     answers = [
         finding("mla_padding", question, "vllm_triton", verdict)
         for question, verdict in (("empty row", "nan"), ("past seq_len", "clean"))

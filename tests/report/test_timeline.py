@@ -12,9 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
+from staleproof.harness import recorded
+from staleproof.harness.findings import NOT_RUN
 from staleproof.report import timeline
-from staleproof.runs import recorded
-from staleproof.runs.findings import NOT_RUN
 
 WORKBOOK = Path(__file__).resolve().parents[2] / "workbook"
 
@@ -71,9 +71,7 @@ def test_load_reads_one_incident_or_several(tmp_path: Path) -> None:
         ([_row(), _row(date="2026-03-17")], "expected entries in order of date"),
     ],
 )
-def test_load_names_the_bad_entry(
-    tmp_path: Path, rows: list[dict[str, object]], message: str
-) -> None:
+def test_load_names_the_bad_entry(tmp_path: Path, rows: list[dict[str, object]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _load(tmp_path, *rows)
 
@@ -124,10 +122,15 @@ def test_the_picture_has_a_dot_for_every_event_of_every_incident(tmp_path: Path)
 
 def _claims(tmp_path: Path, **changes: object) -> list[timeline.Claim]:
     row = {
-        "number": 1, "source": "vLLM #1", "url": "https://example.org/1", "claim": "It is so.",
-        "mark": "held", "note": "Here.", "notebook": "01_mla_padding.ipynb",
+        "number": 1,
+        "source": "vLLM #1",
+        "url": "https://example.org/1",
+        "claim": "It is so.",
+        "mark": "held",
+        "note": "Here.",
+        "notebook": "01_mla_padding.ipynb",
         "finding": ["mla_padding", "empty row", "a", "nan"],
-    }  # fmt: skip
+    }
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps({"events": [], "claims": [row | changes]}), "utf-8")
     return timeline.claims(path)
@@ -138,9 +141,7 @@ def test_the_first_twenty_claims_are_there_in_order_and_each_has_a_mark() -> Non
     assert [c.number for c in found if c.number] == list(range(1, 21))
     for c in found:
         assert c.url.startswith("https://github.com/"), c.claim
-        assert (
-            WORKBOOK.parent / "src" / "staleproof" / (c.finding or ("mla_padding",))[0]
-        ).is_dir()
+        assert (WORKBOOK.parent / "src/staleproof/incidents" / (c.finding or ("mla_padding",))[0]).is_dir()
         # What could not be run says why, and no verdict stands for it.
         assert c.mark != timeline.NOT_HERE or (c.note and (c.finding or (NOT_RUN,))[-1] == NOT_RUN)
 
@@ -161,9 +162,7 @@ def test_what_shows_a_claim_is_what_the_recorded_runs_hold() -> None:
         ({"finding": ["a", "b"]}, "claim 1, finding: expected incident, question, variant"),
     ],
 )
-def test_claims_name_the_bad_entry(
-    tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
+def test_claims_name_the_bad_entry(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _claims(tmp_path, **changes)
 

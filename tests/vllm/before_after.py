@@ -33,14 +33,14 @@ QUESTIONS = {
     "Triton MLA": ("NaN rows, Triton MLA (its real kernel)", lambda a: _list(a["bad"])),
     "CUTLASS MLA": ("NaN rows, CUTLASS MLA", lambda a: _list(a["bad"])),
     "FlashInfer MLA": ("NaN rows, FlashInfer MLA", lambda a: _list(a["bad"])),
-    "FlashInfer MLA, q_len 4": (
-        "NaN rows, FlashInfer MLA, 4 query tokens", lambda a: len(a["bad"])
-    ),
+    "FlashInfer MLA, q_len 4": ("NaN rows, FlashInfer MLA, 4 query tokens", lambda a: len(a["bad"])),
     "FlashInfer MLA, ragged": ("NaN rows, FlashInfer MLA, ragged", lambda a: _list(a["bad"])),
     "routing": (
         "of 6 rows with repeated experts: softmax, sigmoid, grouped; NaN bias",
-        lambda a: ", ".join(str(a[k]) for k in ("softmax", "sigmoid", "grouped"))
-        + f"; {max(a[k] for k in a if 'bias' in k)}",
+        lambda a: (
+            ", ".join(str(a[k]) for k in ("softmax", "sigmoid", "grouped"))
+            + f"; {max(a[k] for k in a if 'bias' in k)}"
+        ),
     ),
     "fused MoE": ("ids that reach FlashInfer from 3, 1, 3", lambda a: _list(a["ids"][0])),
     "simulator": (
@@ -56,7 +56,7 @@ QUESTIONS = {
         lambda a: sum(slot >= 0 for slot in a["dummy"][:8]),
     ),
     "decode buffer": ("decode outputs kept a layer", lambda a: int(a["kept"])),
-}  # fmt: skip
+}
 
 
 def _list(values: list[int]) -> str:
@@ -74,9 +74,13 @@ def run(version: str) -> dict[str, Any]:
         UnavailableError: it cannot be fetched.
     """
     done = subprocess.run(
-        [sys.executable, str(CHECKS)], capture_output=True, text=True, check=False, timeout=300,
+        [sys.executable, str(CHECKS)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
         env=environment.variables(version),
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(json.loads(done.stdout))
 
@@ -93,7 +97,6 @@ def table(result: dict[str, Any]) -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     FILE.write_text(
-        json.dumps({v: table(run(v)) for v in environment.TESTED}, indent=1, ensure_ascii=False)
-        + "\n"
+        json.dumps({v: table(run(v)) for v in environment.TESTED}, indent=1, ensure_ascii=False) + "\n"
     )
     print(FILE)

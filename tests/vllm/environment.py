@@ -44,9 +44,7 @@ def cache() -> Path:
 
 def _pip(*arguments: str, **environment: str) -> None:
     command = [sys.executable, "-m", "pip", *arguments, "-q", "--retries", "1", "--timeout", "30"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | environment, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise UnavailableError((errors or done.stderr.splitlines() or ["pip failed"])[-1])
@@ -95,10 +93,19 @@ def sources(version: str) -> Path:
         # Without the first, setup.py looks for CUDA; without the second, it names the version anew;
         # with isolation, pip would fetch another torch.
         _pip(
-            "download", f"vllm=={version}", "--no-binary", "vllm", "--no-deps",
-            "--no-build-isolation", "--no-cache-dir", "-d", work,
-            VLLM_TARGET_DEVICE="empty", VLLM_VERSION_OVERRIDE=version, PYTHONPATH=str(tools),
-        )  # fmt: skip
+            "download",
+            f"vllm=={version}",
+            "--no-binary",
+            "vllm",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-cache-dir",
+            "-d",
+            work,
+            VLLM_TARGET_DEVICE="empty",
+            VLLM_VERSION_OVERRIDE=version,
+            PYTHONPATH=str(tools),
+        )
         unpacked = Path(work) / "unpacked"
         with tarfile.open(Path(work) / f"vllm-{version}.tar.gz") as archive:
             kept = [member for member in archive if KEPT.fullmatch(member.name)]

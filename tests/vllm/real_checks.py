@@ -46,7 +46,8 @@ def load(lines: Lines) -> dict[str, Any]:
     plugins.load_general_plugins()
     import torch
 
-    from staleproof import patching, vllm_plugin
+    from staleproof.vllm import hooks as patching
+    from staleproof.vllm import plugin as vllm_plugin
 
     targets = {t.module for patch in vllm_plugin.patches().values() for t in patch.targets}
     return {
@@ -103,14 +104,11 @@ def contained() -> dict[str, Any]:
     """A remedy that fails at each call: vLLM's own answer, and one line."""
     import real_kernels as kernels
 
-    from staleproof.mla_padding import kernels as ours
-    from staleproof.moe_routing import kernels as topk
+    from staleproof.ops import clear_empty_rows as ours
+    from staleproof.ops import topk
 
     broken = mock.Mock(side_effect=RuntimeError("planted"))
-    with (
-        mock.patch.object(ours, "clear_empty_rows", broken),
-        mock.patch.object(topk, "topk_softmax", broken),
-    ):
+    with mock.patch.object(ours, "clear_empty_rows", broken), mock.patch.object(topk, "topk_softmax", broken):
         return {
             "rows": [kernels.triton_rows()["bad"] for _ in range(2)],
             "routing": kernels.routing()["softmax"],
@@ -120,7 +118,7 @@ def contained() -> dict[str, Any]:
 
 def stranger() -> dict[str, Any]:
     """Another package has wrapped a target: left alone, unless forced."""
-    from staleproof import vllm_plugin
+    from staleproof.vllm import plugin as vllm_plugin
 
     patch = vllm_plugin.patches()["mla_padding"]
     cls = importlib.import_module("vllm.v1.attention.backends.mla.triton_mla").TritonMLAImpl
@@ -148,7 +146,8 @@ def main() -> dict[str, Any]:
     import real_kernels as kernels
     import torch
 
-    from staleproof import patching, vllm_plugin
+    from staleproof.vllm import hooks as patching
+    from staleproof.vllm import plugin as vllm_plugin
 
     kernels.stub_flashinfer()
     version, sources = vllm_plugin.installed()
@@ -173,8 +172,7 @@ def main() -> dict[str, Any]:
     places = [(t.module, t.name) for p in applied for t in p.targets_for(release)]
     wrapped = [functions(*place) for place in places]
     result["loaders"] = all(
-        type(sys.modules[module].__loader__).__module__ != "staleproof.patching"
-        for module, _ in places
+        type(sys.modules[module].__loader__).__module__ != "staleproof.vllm.hooks" for module, _ in places
     )
     result["lines"] = [*lines.lines]
 
@@ -189,9 +187,7 @@ def main() -> dict[str, Any]:
     for patch in applied:
         patch.revert()
     result["finder gone"] = patching._finder not in sys.meta_path
-    result["reverted"] = all(
-        functions(*place).__code__.co_filename != patching.__file__ for place in places
-    )
+    result["reverted"] = all(functions(*place).__code__.co_filename != patching.__file__ for place in places)
     result["off"] = {name: check() for name, check in asked.items()}
     for patch in applied:
         patch.apply(release)

@@ -35,9 +35,7 @@ def stub_flashinfer() -> None:
         },
         "flashinfer.fused_moe": {},
         "flashinfer.fused_moe.core": {
-            "ActivationType": SimpleNamespace(
-                Swiglu=1, Relu2=2, Geglu=3, Silu=4, Gelu=5, Relu=6, Identity=7
-            )
+            "ActivationType": SimpleNamespace(Swiglu=1, Relu2=2, Geglu=3, Silu=4, Gelu=5, Relu=6, Identity=7)
         },
     }
     for name, content in names.items():
@@ -93,13 +91,24 @@ def mla_module(name: str) -> Any:
 def _impl(cls: type, heads: int) -> Any:
     impl = cls.__new__(cls)
     for name, value in {
-        "num_heads": heads, "scale": 0.1, "kv_lora_rank": RANK, "qk_rope_head_dim": ROPE,
-        "qk_nope_head_dim": 128, "kv_cache_dtype": "auto", "need_to_return_lse_for_decode": True,
-        "_num_kv_splits": -1, "bmm1_scale": 1.0, "bmm2_scale": 1.0, "dcp_world_size": 1,
-        "dcp_rank": 0, "_sm_count": 4, "_mla_counter_bytes": 16, "_mla_counter_max_batch": 8,
+        "num_heads": heads,
+        "scale": 0.1,
+        "kv_lora_rank": RANK,
+        "qk_rope_head_dim": ROPE,
+        "qk_nope_head_dim": 128,
+        "kv_cache_dtype": "auto",
+        "need_to_return_lse_for_decode": True,
+        "_num_kv_splits": -1,
+        "bmm1_scale": 1.0,
+        "bmm2_scale": 1.0,
+        "dcp_world_size": 1,
+        "dcp_rank": 0,
+        "_sm_count": 4,
+        "_mla_counter_bytes": 16,
+        "_mla_counter_max_batch": 8,
         "_workspace": SimpleNamespace(ensure_size=lambda *a: None, get_buf=lambda: None),
         "_workspace_buffer": None,
-    }.items():  # fmt: skip
+    }.items():
         setattr(impl, name, value)
     return impl
 
@@ -120,13 +129,15 @@ def _call(
     if starts is not None:
         decode.query_start_loc = torch.tensor(starts, dtype=torch.int32)
     metadata = SimpleNamespace(
-        decode=decode, num_decodes=len(SEQ_LENS), num_decode_tokens=rows, max_seq_len=32,
-        causal=True,
-    )  # fmt: skip
+        decode=decode, num_decodes=len(SEQ_LENS), num_decode_tokens=rows, max_seq_len=32, causal=True
+    )
     layer = SimpleNamespace(
-        _k_scale=torch.ones(1), _v_scale=torch.ones(1), _q_scale_float=1.0, _k_scale_float=1.0,
+        _k_scale=torch.ones(1),
+        _v_scale=torch.ones(1),
+        _q_scale_float=1.0,
+        _k_scale_float=1.0,
         _v_scale_float=1.0,
-    )  # fmt: skip
+    )
     with poisoned():
         return impl.forward_mqa(q, cache, metadata, layer)
 
@@ -164,9 +175,7 @@ def cutlass_rows(heads: int = 128) -> dict[str, Any]:
     impl = _impl(module.CutlassMLAImpl, heads)
     impl._decode_out = None
 
-    def kernel(
-        out: Any, lse: Any, q: Any, q_pe: Any, cache: Any, seq_lens: Any, *rest: Any
-    ) -> None:
+    def kernel(out: Any, lse: Any, q: Any, q_pe: Any, cache: Any, seq_lens: Any, *rest: Any) -> None:
         _skip_empty(out, lse, seq_lens)
 
     with mock.patch.object(module.ops, "sm100_cutlass_mla_decode", kernel):
@@ -260,9 +269,8 @@ class CompiledOps:
         return run
 
     def _grouped(
-        self, x: Any, groups: int, chosen: int, k: int, renorm: bool, scaling: float, bias: Any,
-        scoring: int,
-    ) -> Any:  # fmt: skip
+        self, x: Any, groups: int, chosen: int, k: int, renorm: bool, scaling: float, bias: Any, scoring: int
+    ) -> Any:
         scores = x.float().sigmoid() if scoring else x.float()
         if self.clamped:
             scores = torch.where(scores.isfinite(), scores, 0.0)
@@ -305,17 +313,27 @@ def routing() -> dict[str, Any]:
             found[scoring] = _duplicates(ids)
             found[f"{scoring} weights"] = int((~weights.isfinite()).sum())
         for scoring in ("softmax", "sigmoid"):
-            weights, ids = biased.vllm_topk_softmax(
-                torch.empty(6, 4), torch.empty(6, 4, dtype=torch.int32),
-                torch.empty(6, 4, dtype=torch.int32), clean, False, bias,
-            ) if scoring == "softmax" else biased.vllm_topk_sigmoid(
-                torch.empty(6, 4), torch.empty(6, 4, dtype=torch.int32),
-                torch.empty(6, 4, dtype=torch.int32), clean, False, bias,
-            )  # fmt: skip
+            weights, ids = (
+                biased.vllm_topk_softmax(
+                    torch.empty(6, 4),
+                    torch.empty(6, 4, dtype=torch.int32),
+                    torch.empty(6, 4, dtype=torch.int32),
+                    clean,
+                    False,
+                    bias,
+                )
+                if scoring == "softmax"
+                else biased.vllm_topk_sigmoid(
+                    torch.empty(6, 4),
+                    torch.empty(6, 4, dtype=torch.int32),
+                    torch.empty(6, 4, dtype=torch.int32),
+                    clean,
+                    False,
+                    bias,
+                )
+            )
             found[f"{scoring} NaN bias"] = _duplicates(ids)
-        _, ids = grouped.fused_grouped_topk(
-            hidden, x, 4, False, torch.zeros(32), 4, 2, "sigmoid", 1.0
-        )
+        _, ids = grouped.fused_grouped_topk(hidden, x, 4, False, torch.zeros(32), 4, 2, "sigmoid", 1.0)
         found["grouped"] = _duplicates(ids)
         _, ids = grouped.fused_grouped_topk(hidden, clean, 4, False, bias, 4, 2, "sigmoid", 1.0)
         found["grouped NaN bias"] = _duplicates(ids)
@@ -385,19 +403,29 @@ def fused_moe_ids() -> dict[str, Any]:
     with (
         mock.patch.object(module, "flashinfer_cutlass_fused_moe", kernel),
         mock.patch.object(
-            module.FlashInferExperts, "__getattr__", lambda self, name: _moe_attribute(name),
-            create=True,
+            module.FlashInferExperts, "__getattr__", lambda self, name: _moe_attribute(name), create=True
         ),
-    ):  # fmt: skip
+    ):
         for name in ("quant_dtype", "w1_scale", "w2_scale"):
             with contextlib.suppress(AttributeError):
                 setattr(impl, name, None)
         impl.apply(
-            torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.bfloat16), handed, handed,
+            torch.zeros(2, 8),
+            torch.zeros(2, 8, dtype=torch.bfloat16),
+            handed,
+            handed,
             torch.tensor([[0.4, 0.3, 0.2], [0.5, 0.3, 0.2]]),
-            torch.tensor([[3, 1, 3], [0, 1, 2]], dtype=torch.int32), activation, 8,
-            None, None, None, None, None, None, False,
-        )  # fmt: skip
+            torch.tensor([[3, 1, 3], [0, 1, 2]], dtype=torch.int32),
+            activation,
+            8,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            False,
+        )
     return seen
 
 
@@ -423,9 +451,7 @@ def dummy_slots() -> dict[str, Any]:
     runner.uniform_decode_query_len = 1
     runner.is_pooling_model = False
     runner.dcp_world_size = runner.pcp_world_size = 1
-    runner.kv_cache_config.kv_cache_groups = [
-        SimpleNamespace(kv_cache_spec=None, layer_names=["layer.0"])
-    ]
+    runner.kv_cache_config.kv_cache_groups = [SimpleNamespace(kv_cache_spec=None, layer_names=["layer.0"])]
     table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=buffer))
     runner.input_batch.block_table = [table]
     mode = module.CUDAGraphMode.NONE

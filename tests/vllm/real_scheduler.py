@@ -19,11 +19,19 @@ import torch
 
 BLOCKS = 512
 TINY_LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
-    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "vocab_size": 128, "max_position_embeddings": 512,
-    "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
@@ -48,22 +56,31 @@ def config(caching: bool) -> Any:
     # vLLM reads it whenever it likes while the process lives.
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
-    model = ModelConfig(
-        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=512
-    )
+    model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=512)
     scheduler = fitting(
-        SchedulerConfig, max_num_seqs=8, max_num_batched_tokens=512, max_model_len=512,
-        enable_chunked_prefill=True, is_encoder_decoder=False,
-    )  # fmt: skip
+        SchedulerConfig,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        max_model_len=512,
+        enable_chunked_prefill=True,
+        is_encoder_decoder=False,
+    )
     cached = fitting(
-        CacheConfig, block_size=16, gpu_memory_utilization=0.9, swap_space=0, cache_dtype="auto",
+        CacheConfig,
+        block_size=16,
+        gpu_memory_utilization=0.9,
+        swap_space=0,
+        cache_dtype="auto",
         enable_prefix_caching=caching,
-    )  # fmt: skip
+    )
     cached.num_gpu_blocks = BLOCKS
     return VllmConfig(
-        model_config=model, cache_config=cached, parallel_config=ParallelConfig(),
-        scheduler_config=scheduler, device_config=DeviceConfig(device="cpu"),
-    )  # fmt: skip
+        model_config=model,
+        cache_config=cached,
+        parallel_config=ParallelConfig(),
+        scheduler_config=scheduler,
+        device_config=DeviceConfig(device="cpu"),
+    )
 
 
 def attention_spec() -> Any:
@@ -71,9 +88,8 @@ def attention_spec() -> Any:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     return fitting(
-        FullAttentionSpec, block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32,
-        use_mla=False,
-    )  # fmt: skip
+        FullAttentionSpec, block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32, use_mla=False
+    )
 
 
 def mla_spec() -> Any:
@@ -81,9 +97,8 @@ def mla_spec() -> Any:
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     return fitting(
-        MLAAttentionSpec, block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32,
-        use_mla=True,
-    )  # fmt: skip
+        MLAAttentionSpec, block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32, use_mla=True
+    )
 
 
 def mamba_spec(like: Any) -> Any:
@@ -91,9 +106,8 @@ def mamba_spec(like: Any) -> Any:
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return MambaSpec(
-        block_size=512, shapes=((8, 8),), dtypes=(torch.float32,),
-        page_size_padded=like.page_size_bytes,
-    )  # fmt: skip
+        block_size=512, shapes=((8, 8),), dtypes=(torch.float32,), page_size_padded=like.page_size_bytes
+    )
 
 
 def scheduler(*specs: Any) -> Any:
@@ -108,16 +122,13 @@ def scheduler(*specs: Any) -> Any:
     page, names = specs[0].page_size_bytes, [f"layer.{i}" for i in range(len(specs))]
     # All layers on the same bytes; the last three from 0.33.0 on.
     tensor = fitting(
-        KVCacheTensor, size=page * BLOCKS, shared_by=names, layers=names, layer_stride=0,
-        block_stride=page,
-    )  # fmt: skip
+        KVCacheTensor, size=page * BLOCKS, shared_by=names, layers=names, layer_stride=0, block_stride=page
+    )
     sizes = [spec.block_size for spec in specs]
     return fitting(
         Scheduler,
         vllm_config=vllm_config,
-        kv_cache_config=KVCacheConfig(
-            num_blocks=BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups
-        ),
+        kv_cache_config=KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(vllm_config),
         # One block size for all groups, from 0.25.1 on.
         block_size=math.lcm(*sizes),
@@ -137,10 +148,15 @@ def _request(number: int, tokens: int, block_size: int) -> Any:
     if hasattr(sampling, "update_from_generation_config"):
         sampling.update_from_generation_config({}, 2)
     return fitting(
-        Request, request_id=str(number), prompt_token_ids=[number % 100] * tokens,
-        sampling_params=sampling, pooling_params=None, eos_token_id=2, arrival_time=0.0,
+        Request,
+        request_id=str(number),
+        prompt_token_ids=[number % 100] * tokens,
+        sampling_params=sampling,
+        pooling_params=None,
+        eos_token_id=2,
+        arrival_time=0.0,
         block_hasher=get_request_block_hasher(block_size or 16, sha256),
-    )  # fmt: skip
+    )
 
 
 def _step(engine: Any) -> Any:
@@ -152,11 +168,15 @@ def _step(engine: Any) -> Any:
     engine.update_from_output(
         scheduled,
         fitting(
-            ModelRunnerOutput, req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)},
-            sampled_token_ids=[[5] for _ in ids], logprobs=None, prompt_logprobs_dict={},
+            ModelRunnerOutput,
+            req_ids=ids,
+            req_id_to_index={r: i for i, r in enumerate(ids)},
+            sampled_token_ids=[[5] for _ in ids],
+            logprobs=None,
+            prompt_logprobs_dict={},
             pooler_output=[None for _ in ids],
         ),
-    )  # fmt: skip
+    )
     return scheduled
 
 
@@ -229,19 +249,24 @@ def block_zeroer(specs: list[Any], caches: list[torch.Tensor], listed: bool) -> 
 
     groups = [
         SimpleNamespace(
-            kv_cache_spec=spec, kv_cache_group_id=i, layer_names=[f"layer.{i}"],
-            backend=SimpleNamespace(get_kv_cache_block_dim=_block_dim), kernel_block_stride=None,
+            kv_cache_spec=spec,
+            kv_cache_group_id=i,
+            layer_names=[f"layer.{i}"],
+            backend=SimpleNamespace(get_kv_cache_block_dim=_block_dim),
+            kernel_block_stride=None,
         )
         for i, spec in enumerate(specs)
-    ]  # fmt: skip
+    ]
     layers = {
-        f"layer.{i}": SimpleNamespace(kv_cache=[cache] if listed else cache)
-        for i, cache in enumerate(caches)
+        f"layer.{i}": SimpleNamespace(kv_cache=[cache] if listed else cache) for i, cache in enumerate(caches)
     }
     rest = {
-        "attn_groups_iter": iter(groups), "kernel_block_sizes": [16] * len(specs),
-        "cache_dtype": "auto", "runner_only_attn_layers": set(), "static_forward_context": layers,
-    }  # fmt: skip
+        "attn_groups_iter": iter(groups),
+        "kernel_block_sizes": [16] * len(specs),
+        "cache_dtype": "auto",
+        "runner_only_attn_layers": set(),
+        "static_forward_context": layers,
+    }
     made = {"device": torch.device("cpu"), "pin_memory": False, "num_blocks": len(caches[0])}
     # 0.33.0 asks this of the platform instead.
     torch_utils = importlib.import_module("vllm.utils.torch_utils")

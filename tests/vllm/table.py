@@ -2,7 +2,7 @@
 
     python tests/vllm/table.py
 
-fetches what is not there yet, about 35 MB a release, and writes src/staleproof/vllm_versions.json.
+fetches what is not there yet, about 35 MB a release, and writes src/staleproof/vllm/versions.json.
 The tests check the file against the sources that are there.
 """
 
@@ -17,13 +17,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
 
-from staleproof import vllm_plugin
-from staleproof.patching import Sources
+from staleproof.vllm import plugin as vllm_plugin
+from staleproof.vllm.hooks import Sources
 
 RELEASES = (
-    "0.17.1", "0.18.0", "0.18.1", "0.19.0", "0.19.1", "0.20.0", "0.20.2", "0.21.0", "0.22.1",
-    "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.33.0",
-)  # fmt: skip
+    "0.17.1",
+    "0.18.0",
+    "0.18.1",
+    "0.19.0",
+    "0.19.1",
+    "0.20.0",
+    "0.20.2",
+    "0.21.0",
+    "0.22.1",
+    "0.23.0",
+    "0.24.0",
+    "0.25.1",
+    "0.26.0",
+    "0.27.1",
+    "0.28.0",
+    "0.33.0",
+)
 
 
 def sources_of(folder: Path) -> Sources:
@@ -33,9 +47,7 @@ def sources_of(folder: Path) -> Sources:
 
 def probed(sources: Sources) -> dict[str, dict[str, Any]]:
     """What each patch's probe finds in one release."""
-    return {
-        name: patch.is_needed(sources)._asdict() for name, patch in vllm_plugin.patches().items()
-    }
+    return {name: patch.is_needed(sources)._asdict() for name, patch in vllm_plugin.patches().items()}
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from staleproof import vllm_plugin
-from staleproof.serving.vllm_files import executed
+from staleproof.harness.vllm_files import executed
+from staleproof.vllm import plugin as vllm_plugin
 
 pytestmark = pytest.mark.gpu
 BENCHMARK = Path(__file__).parents[2] / "benchmarks/patches.py"

@@ -19,7 +19,7 @@ import before_after
 import environment
 import table as tables
 
-from staleproof import vllm_plugin
+from staleproof.vllm import plugin as vllm_plugin
 
 pytestmark = pytest.mark.slow
 _unavailable: list[str] = []

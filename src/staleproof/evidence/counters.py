@@ -12,8 +12,8 @@ from staleproof.evidence.canary import BITS
 
 device.load_triton()
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
 # A value is NaN or Inf when these bits are all set: the exponent, or for e4m3fn (which has no Inf)
 # everything but the sign. The test reads bits, so it means the same compiled and interpreted.
@@ -144,12 +144,21 @@ class RowCounters:
         # A GPU wants a program a row; the interpreter pays for each program.
         tile = max(1, min(128, 2**19 // block)) if device.interpreting() else 1
         _count_bad_kernel[(triton.cdiv(rows, tile),)](
-            raw, live, self._replay, self._counts, self._first,
-            self.stages.index(stage), rows, columns, rows // live.shape[0],
-            BAD=_BAD_BITS[x.dtype], ROWS=tile, BLOCK=block,
+            raw,
+            live,
+            self._replay,
+            self._counts,
+            self._first,
+            self.stages.index(stage),
+            rows,
+            columns,
+            rows // live.shape[0],
+            BAD=_BAD_BITS[x.dtype],
+            ROWS=tile,
+            BLOCK=block,
             # One program holds a whole row's loads in flight: rows are few and long.
             num_warps=16 if block >= 8192 else 4,
-        )  # fmt: skip
+        )
 
     def reset(self) -> None:
         """Forget everything seen. Safe between replays of a captured step."""

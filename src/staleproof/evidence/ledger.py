@@ -37,8 +37,20 @@ _BLOCK = 512
 
 _TORCH = str(Path(torch.__file__).parent)
 _INTERPRETER = str(Path("triton", "runtime", "interpreter.py"))
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, FunctionType, ModuleType,
-           torch.dtype, torch.device)  # fmt: skip
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    FunctionType,
+    ModuleType,
+    torch.dtype,
+    torch.device,
+)
 
 
 def size_text(nbytes: int) -> str:
@@ -192,9 +204,7 @@ class Report:
     def surprises(self) -> tuple[Owner, ...]:
         """Owners of a block or more, first allocated after the profile in an unplanned phase."""
         first = self.phases[0].name
-        return tuple(
-            o for o in self.owners if o.phase != first and not o.planned and o.predicted >= _BLOCK
-        )
+        return tuple(o for o in self.owners if o.phase != first and not o.planned and o.predicted >= _BLOCK)
 
     @property
     def fits(self) -> bool | None:
@@ -268,9 +278,16 @@ class Report:
             foot = [a + b for a, b in zip(foot, scaled, strict=True)]
         transient = [p.transient / unit for p in self.phases]
         ax.bar(
-            names, transient, bottom=foot, width=0.6, fill=False, edgecolor=ink, hatch="///",
-            linewidth=0.5, label="freed again in the phase",
-        )  # fmt: skip
+            names,
+            transient,
+            bottom=foot,
+            width=0.6,
+            fill=False,
+            edgecolor=ink,
+            hatch="///",
+            linewidth=0.5,
+            label="freed again in the phase",
+        )
         if self.budget is not None:
             ax.axhline(self.budget / unit, color=ink, linestyle="--", linewidth=1, label="budget")
         ax.set_ylabel("GiB" if unit == 2**30 else "MiB", color=ink)
@@ -298,9 +315,7 @@ class _Group:
         self.sources.append(found.source)
 
 
-def _tensors_in(
-    value: Any, path: str, seen: set[int], depth: int = 4
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_in(value: Any, path: str, seen: set[int], depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors reachable from an attribute: itself, containers' items, plain objects' attributes."""
     if isinstance(value, torch.Tensor):
         if value.layout == torch.strided:
@@ -401,11 +416,7 @@ class _DispatchTracker(TorchDispatchMode):
         self.__exit__(None, None, None)
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         # torch.tensor() makes its storage outside of dispatch and then lifts it.
@@ -477,9 +488,7 @@ class _CudaTracker:
         self.live = {key: a for key, a in self.live.items() if key in active}
         self.now = self.peak = sum(a.nbytes for a in self.live.values())
         # Stacks are kept for blocks in use only: naming those of every event takes seconds.
-        torch.cuda.memory._record_memory_history(
-            "all", context="state", stacks="python", clear_history=True
-        )
+        torch.cuda.memory._record_memory_history("all", context="state", stacks="python", clear_history=True)
 
     def end(self) -> None:
         torch.cuda.synchronize()
@@ -555,11 +564,7 @@ class AllocationLedger:
     _active: ClassVar[AllocationLedger | None] = None
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        budget_bytes: int | None = None,
-        usage: Callable[[], Usage] | None = None,
+        self, module: nn.Module, *, budget_bytes: int | None = None, usage: Callable[[], Usage] | None = None
     ) -> None:
         check.require(isinstance(module, nn.Module), "module", "an nn.Module", type(module))
         held = [tensor for _, _, tensor in owned_tensors(module)]
@@ -598,9 +603,7 @@ class AllocationLedger:
             ValueError: a ledger is active already, or the phase comes out of order.
         """
         active = AllocationLedger._active
-        check.require(
-            active is None, "phase", "no phase inside another, of this ledger or any", repr(name)
-        )
+        check.require(active is None, "phase", "no phase inside another, of this ledger or any", repr(name))
         names = [entered.name for entered in self._phases]
         if not names or name != names[-1]:
             self._check_order(name, names)
@@ -686,9 +689,7 @@ class AllocationLedger:
             usage = self._usage()
             to_come = sum(owner.predicted - owner.bytes for owner in owners)
             headroom = self.budget_bytes - usage.used + usage.releasable - to_come
-        return Report(
-            self.budget_bytes, self._before, phases, owners, headroom, phases[0].transient
-        )
+        return Report(self.budget_bytes, self._before, phases, owners, headroom, phases[0].transient)
 
     def report(self) -> Report:
         """Print :meth:`read`, and return it."""

@@ -127,9 +127,7 @@ class TenancyLog:
         """``owner`` is done; what becomes of its blocks from this step on cannot hurt it."""
         self._of(owner).ended = self.step
 
-    def wrote(
-        self, block_ids: Iterable[int], owner: Hashable, dtype: str, *, whole: bool = False
-    ) -> None:
+    def wrote(self, block_ids: Iterable[int], owner: Hashable, dtype: str, *, whole: bool = False) -> None:
         """``owner`` wrote into blocks; ``whole``: every byte that its layer reads from them."""
         for block in block_ids:
             write = Write(owner, dtype, self.step)
@@ -195,12 +193,8 @@ class TenancyLog:
         return self._owners[owner]
 
 
-def _suspect(
-    tenancy: _Tenancy, kind: str, write: Write, step: int, via: tuple[Hashable, ...]
-) -> Suspect:
-    return Suspect(
-        tenancy.block, kind, write.owner, write.dtype, tenancy.dtype, step, step - write.step, via
-    )
+def _suspect(tenancy: _Tenancy, kind: str, write: Write, step: int, via: tuple[Hashable, ...]) -> Suspect:
+    return Suspect(tenancy.block, kind, write.owner, write.dtype, tenancy.dtype, step, step - write.step, via)
 
 
 def _wiped(tenancy: _Tenancy, via: tuple[Hashable, ...]) -> Suspect:

@@ -15,10 +15,10 @@ import nbformat
 from nbconvert import HTMLExporter
 from pygments.formatters import HtmlFormatter
 
+from staleproof.harness.findings import Finding
+from staleproof.harness.recorded import Run, compare
 from staleproof.report import matrix
 from staleproof.report.notebooks import Execution
-from staleproof.runs.findings import Finding
-from staleproof.runs.recorded import Run, compare
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --soft: #f3f5f7; --line: #c9d1d9;
@@ -161,8 +161,7 @@ def _patched(releases: Patched) -> str:
 def _measurements(rows: Sequence[dict[str, Any]]) -> str:
     head = "".join(f"<th scope='col'>{name}</th>" for name in MEASURED_COLUMNS)
     body = "".join(
-        "<tr>" + "".join(_value(row.get(name, "")) for name in MEASURED_COLUMNS) + "</tr>"
-        for row in rows
+        "<tr>" + "".join(_value(row.get(name, "")) for name in MEASURED_COLUMNS) + "</tr>" for row in rows
     )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f"<div class='wide'>{table}</div>"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from staleproof.runs.findings import NOT_RUN, Finding, proved
+from staleproof.harness.findings import NOT_RUN, Finding, proved
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +37,7 @@ def build(findings: Iterable[Finding]) -> list[Matrix]:
 
     Neighbouring questions share a panel where they were put to much the same variants; one table of
     all questions would be wide and mostly empty. A finding that says "fixed" where the reproduction
-    did not fail first is changed to "not reproduced" (:func:`staleproof.runs.findings.proved`). Of
+    did not fail first is changed to "not reproduced" (:func:`staleproof.harness.findings.proved`). Of
     two findings of one cell, the unexpected one is shown, otherwise the later.
     """
     answers: dict[tuple[str, str], dict[str, Finding]] = {}
@@ -125,10 +125,7 @@ def tables(findings: Sequence[Finding]) -> list[Table]:
             table.add_column(name)
         for variant in matrix.variants:
             cells = [
-                Text(
-                    _cell(matrix, variant, question),
-                    style=styles[_class(matrix, variant, question)],
-                )
+                Text(_cell(matrix, variant, question), style=styles[_class(matrix, variant, question)])
                 for question in matrix.questions
             ]
             table.add_row(Text(variant), *cells)

@@ -12,7 +12,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from staleproof.runs.findings import RunFileError
+from staleproof.harness.findings import RunFileError
 
 CELL_TIMEOUT_S = 600
 
@@ -32,10 +32,7 @@ class Execution:
 
 
 def execute(
-    source: Path,
-    folder: Path,
-    progress: Callable[[int, int], None],
-    cell_timeout_s: int = CELL_TIMEOUT_S,
+    source: Path, folder: Path, progress: Callable[[int, int], None], cell_timeout_s: int = CELL_TIMEOUT_S
 ) -> Execution:
     """Execute a copy of one notebook in its own folder's directory.
 

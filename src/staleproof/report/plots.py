@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from staleproof.mla_padding.experiment import StagePicture
+    from staleproof.incidents.mla_padding.questions import StagePicture
 
 _BLUE, _ORANGE, _VERMILION, _PURPLE, _GREEN = "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73"
 
@@ -82,9 +82,7 @@ def grid(
     width, height = len(columns) * cell[0], len(rows) * cell[1]
     size = (max(left + width + right, 4.6), bottom + height + top)
     fig = Figure(figsize=size, facecolor="none")
-    ax = fig.add_axes(
-        (left / size[0], bottom / size[1], width / size[0], height / size[1]), facecolor="none"
-    )
+    ax = fig.add_axes((left / size[0], bottom / size[1], width / size[0], height / size[1]), facecolor="none")
     for y, line in enumerate(cells):
         for x, state in enumerate(line):
             ax.add_patch(_patch(state, (x, y)))
@@ -101,9 +99,15 @@ def grid(
     shown = [s for s in STATES if any(s in line for line in cells)]
     handles: list[Patch] = [_patch(state, label=state) for state in shown]
     fig.legend(
-        handles=handles, loc="lower left", ncols=len(handles), fontsize=_FONT, frameon=False,
-        labelcolor=INK, handlelength=2.2, handleheight=1.4,
-    )  # fmt: skip
+        handles=handles,
+        loc="lower left",
+        ncols=len(handles),
+        fontsize=_FONT,
+        frameon=False,
+        labelcolor=INK,
+        handlelength=2.2,
+        handleheight=1.4,
+    )
     return fig
 
 
@@ -113,9 +117,15 @@ def _patch(state: str, corner: tuple[float, float] = (0, 0), **changes: Any) -> 
 
     colour, strength, hatch = STATES[state]
     return Rectangle(
-        corner, 1, 1, facecolor=to_rgba(colour, strength), edgecolor=colour, hatch=hatch,
-        linewidth=0.6, **changes,
-    )  # fmt: skip
+        corner,
+        1,
+        1,
+        facecolor=to_rgba(colour, strength),
+        edgecolor=colour,
+        hatch=hatch,
+        linewidth=0.6,
+        **changes,
+    )
 
 
 def stages(picture: StagePicture) -> Figure:
@@ -124,8 +134,10 @@ def stages(picture: StagePicture) -> Figure:
     labels = [f"row {row}" if row < picture.live else f"padding {row}" for row in range(count)]
     return grid(
         [[_STAGE_STATES[cell] for cell in line] for line in picture.cells],
-        rows=labels, columns=picture.stages, live=picture.live,
-    )  # fmt: skip
+        rows=labels,
+        columns=picture.stages,
+        live=picture.live,
+    )
 
 
 def timings(rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -153,9 +165,17 @@ def timings(rows: Sequence[Mapping[str, Any]]) -> Figure:
         for row in part.itertuples():
             ax.plot([row.x, row.x], [row.p20, row.p80], color=INK, linewidth=1)
         sns.scatterplot(
-            part, x="x", y="p50", hue="provider", style="provider", hue_order=order,
-            style_order=order, palette=sns.color_palette("colorblind", len(order)), s=60, ax=ax,
-        )  # fmt: skip
+            part,
+            x="x",
+            y="p50",
+            hue="provider",
+            style="provider",
+            hue_order=order,
+            style_order=order,
+            palette=sns.color_palette("colorblind", len(order)),
+            s=60,
+            ax=ax,
+        )
         ax.set(yscale="log", xlabel=part["x_name"].iloc[0], ylabel=part["unit"].iloc[0])
         ax.set_xticks(range(len(values)), map(str, values))
         ax.set_title(f"RECORDED {machine}, {date}: {mode}", color=INK, fontsize=9)
@@ -194,15 +214,25 @@ def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, li
             again = expert in line[:slot]
             left.add_patch(
                 Rectangle(
-                    (slot, row), 1, 1, facecolor=colours[expert], linewidth=0.6,
-                    edgecolor=_ORANGE if again else INK, hatch="xxx" if again else "",
+                    (slot, row),
+                    1,
+                    1,
+                    facecolor=colours[expert],
+                    linewidth=0.6,
+                    edgecolor=_ORANGE if again else INK,
+                    hatch="xxx" if again else "",
                 )
-            )  # fmt: skip
+            )
             dark = sum(colours[expert]) < 1.5
             left.text(
-                slot + 0.5, row + 0.5, str(expert), ha="center", va="center", fontsize=_FONT,
+                slot + 0.5,
+                row + 0.5,
+                str(expert),
+                ha="center",
+                va="center",
+                fontsize=_FONT,
                 color="white" if dark else "black",
-            )  # fmt: skip
+            )
     labels = [f"row {row}" if row < live else f"padding {row}" for row in range(count)]
     for ax, title in ((left, "expert ids; hatched: again"), (right, "map entries")):
         ax.plot([-0.15, slots + 0.15], [live, live], color=INK, linewidth=2, clip_on=False)
@@ -216,9 +246,15 @@ def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, li
             spine.set_visible(False)
     states = ["never written"] * any(map(any, holes)) + ["written"]
     fig.legend(
-        handles=[_patch(state, label=state) for state in states], loc="outside lower right",
-        ncols=2, fontsize=_FONT, frameon=False, labelcolor=INK, handlelength=2.2, handleheight=1.4,
-    )  # fmt: skip
+        handles=[_patch(state, label=state) for state in states],
+        loc="outside lower right",
+        ncols=2,
+        fontsize=_FONT,
+        frameon=False,
+        labelcolor=INK,
+        handlelength=2.2,
+        handleheight=1.4,
+    )
     return fig
 
 
@@ -254,9 +290,15 @@ def cost_bars(rows: Sequence[Mapping[str, Any]], baseline: str) -> Figure:
             at = [x + (index - (len(others) - 1) / 2) * width for x in range(len(one))]
             heights = mine["p50"] / one
             ax.bar(
-                at, heights, width, label=name, facecolor=palette[index], edgecolor=INK,
-                hatch=hatches[index % len(hatches)], linewidth=0.6,
-            )  # fmt: skip
+                at,
+                heights,
+                width,
+                label=name,
+                facecolor=palette[index],
+                edgecolor=INK,
+                hatch=hatches[index % len(hatches)],
+                linewidth=0.6,
+            )
             spread = [(mine["p50"] - mine["p20"]) / one, (mine["p80"] - mine["p50"]) / one]
             ax.errorbar(at, heights, spread, fmt="none", ecolor=INK, linewidth=1)
         ax.axhline(1, color=INK, linestyle="--", linewidth=1, label=baseline)
@@ -305,10 +347,7 @@ def _in_grey(ax: Axes) -> None:
     for side, spine in ax.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(INK)
-    ax.legend(
-        loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=_FONT,
-        labelcolor=INK,
-    )  # fmt: skip
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=_FONT, labelcolor=INK)
 
 
 def svg(fig: Figure) -> SVG:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from staleproof import device as devices
 from staleproof.check import require
-from staleproof.runs import recorded
-from staleproof.runs.measure import print_rows
+from staleproof.harness import recorded
+from staleproof.harness.measure import print_rows
 
 if TYPE_CHECKING:
     import torch
 
     from staleproof.evidence import Fill, RowCounters
-    from staleproof.runs.findings import Finding
+    from staleproof.harness.findings import Finding
 
 
 def start(device: str) -> str:
@@ -121,9 +121,7 @@ def has_front_end() -> bool:
     return in_code or "JPY_SESSION_NAME" in os.environ
 
 
-def slider(
-    name: str, values: range, draw: Callable[[int], object], instead: Callable[[], object]
-) -> None:
+def slider(name: str, values: range, draw: Callable[[int], object], instead: Callable[[], object]) -> None:
     """A slider where somebody can move one, and ``instead`` everywhere else.
 
     Args:
@@ -174,7 +172,7 @@ class ToyStep:
     ) -> None:
         import torch
 
-        from staleproof.serving.graph import capture
+        from staleproof.harness.graph import capture
 
         require(amax in (None, "torch.max", "fmax"), "amax", "None, torch.max or fmax", amax)
         self.writes_every_row, self.amax, self.counters = writes_every_row, amax, counters

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staleproof.check import require
-from staleproof.runs.recorded import checkout
+from staleproof.harness.recorded import checkout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -193,10 +193,7 @@ def markdown(events: list[Event] | None = None, asserted: list[Claim] | None = N
         row = [e.date.isoformat(), source, numbers, e.event, figures, mark]
         lines.append(_line(row))
     lines += ["", "## What the threads claim, and what became of it", "", CLAIMS_LEGEND, ""]
-    lines += [
-        "| | source | claim | | under which conditions | shown by |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines += ["| | source | claim | | under which conditions | shown by |", "|---|---|---|---|---|---|"]
     for c in asserted:
         number = "" if c.number is None else str(c.number)
         shown = f"[{c.notebook[:2]}](../notebooks/{c.notebook})"

@@ -1,0 +1,1 @@
+"""How a question is asked, and how its answer is kept."""

@@ -1,0 +1,162 @@
+"""One captured step: a real ``torch.cuda.CUDAGraph``, or on a CPU a recorded list of launches.
+
+Both freeze the same thing: which operations run, on which memory. Python does not run again at
+replay, so host integers and branches keep the value they had at capture, and memory that no
+recorded operation writes keeps its bytes from replay to replay.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from staleproof import check, device
+
+# Operations that only hand out memory. A CUDA graph holds the block, not a fill.
+_ALLOCATIONS = (
+    "aten::empty",
+    "aten::new_empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty_strided",
+)
+
+
+def capture_sizes(max_size: int = 512) -> list[int]:
+    """vLLM's default ladder of captured batch sizes: 1, 2, 4, steps of 8, from 256 on of 16."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_size + 1, 16)]
+    return [s for s in sizes if s <= max_size]
+
+
+def padded_size(live: int, max_size: int = 512) -> int:
+    """The captured size that a batch of ``live`` requests replays.
+
+    Raises:
+        ValueError: fewer than one request, or more than the largest captured size.
+    """
+    sizes = capture_sizes(max_size)
+    check.require(1 <= live <= sizes[-1], "live", f"1 to {sizes[-1]}", live)
+    return sizes[bisect.bisect_left(sizes, live)]
+
+
+class Graph(Protocol):
+    """A captured step."""
+
+    def replay(self) -> None:
+        """Run the captured operations once more on the same memory."""
+
+
+class LaunchList(TorchDispatchMode):
+    """The CPU's stand-in for a CUDA graph: every operation of ``fn``, recorded with its tensors.
+
+    Triton kernels are recorded as whole launches. Reading a value back to the host raises, as it
+    does under CUDA capture.
+    """
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        super().__init__()
+        self._launches: list[Callable[[], Any]] = []
+        with _recorded_triton(self._launches), self:
+            fn()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name in ("aten::_local_scalar_dense", "aten::nonzero"):
+            raise RuntimeError(f"{name} reads a value back to the host: not permitted in a capture")
+        result = func(*args, **kwargs)
+        if name in _ALLOCATIONS:
+            return result
+        aliases = [r.alias_info for r in func._schema.returns]
+        writes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
+        if aliases and all(a is not None and not a.is_write for a in aliases) and not writes:
+            return result  # a view: the same memory under another shape
+
+        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+
+        def launch() -> None:
+            again = func(*args, **kwargs)
+            if not writes:
+                fresh = [t for t in pytree.tree_leaves(again) if isinstance(t, torch.Tensor)]
+                for kept, new in zip(outputs, fresh, strict=True):
+                    kept.copy_(new)
+
+        self._launches.append(launch)
+        return result
+
+    def replay(self) -> None:
+        """Run the recorded launches once more on the same tensors."""
+        for launch in self._launches:
+            launch()
+
+
+class _recorded_triton:
+    """While active, interpreted Triton launches are also appended to ``launches``."""
+
+    def __init__(self, launches: list[Callable[[], Any]]) -> None:
+        self._launches = launches
+
+    def __enter__(self) -> None:
+        if not device.has_triton():
+            self._cls = None
+            return
+        from triton.runtime.interpreter import InterpretedFunction
+
+        self._cls = InterpretedFunction
+        self._run = run = InterpretedFunction.run
+        launches = self._launches
+
+        def recorded(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            # The interpreter itself works with torch operations; those are not the step's.
+            with _disable_current_modes():
+                result = run(kernel, *args, **kwargs)
+            launches.append(lambda: run(kernel, *args, **kwargs))
+            return result
+
+        InterpretedFunction.run = recorded
+
+    def __exit__(self, *_: object) -> None:
+        if self._cls is not None:
+            self._cls.run = self._run
+
+
+class CudaGraph:
+    """A real CUDA graph of ``fn``: two eager warm-up runs on a side stream, then the capture.
+
+    ``pool`` shares graph memory between graphs, as a serving engine does.
+    """
+
+    def __init__(self, fn: Callable[[], Any], pool: Any = None) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                fn()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            fn()
+
+    def replay(self) -> None:
+        """Replay the graph on the current stream."""
+        self.graph.replay()
+
+
+def capture(fn: Callable[[], Any], on: str) -> Graph:
+    """Capture one step.
+
+    Args:
+        fn: the step; runs on static tensors, returns nothing that matters.
+        on: ``"cuda"`` or ``"cpu"``.
+    """
+    # An engine first runs the step eagerly, on the stream everything else is allocated on: buffers
+    # that are allocated lazily come to life here, outside the graph's own memory.
+    fn()
+    return CudaGraph(fn) if on == "cuda" else LaunchList(fn)

@@ -1,0 +1,1 @@
+"""The incidents: the miniature each happens in, its faults, and the questions put to it."""

@@ -1,0 +1,237 @@
+"""Paged decode attention by real kernels, behind one call: those that mask by multiplication, those
+that do not.
+
+Nothing here is the incident's fault. A kernel that gives masked positions the weight 0 and then
+multiplies is right for every finite value; ``0 * NaN`` is NaN (PyTorch #101967,
+flash-attention #1974).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from staleproof import device as devices
+from staleproof.device import Provenance
+from staleproof.evidence.canary import bits
+from staleproof.incidents.kv_reuse.block_pool import NULL_BLOCK
+
+FLASHINFER_WORKSPACE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Call:
+    """One decode step.
+
+    Attributes:
+        q: (rows, heads, head_dim) in the compute dtype.
+        keys: (kernel blocks, tokens, kv_heads, head_dim) in the cache's dtype, any strides.
+        values: like ``keys``.
+        table: (rows, kernel blocks a row) int64; entries past a row's tokens name the null block.
+        seq_lens: (rows,) int64, at least 1.
+    """
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        """The softmax scale."""
+        return 1 / math.sqrt(self.q.shape[-1])
+
+    def gathered(self, cache_: torch.Tensor) -> torch.Tensor:
+        """Whole pages of each row, as a server that gathers them sees them.
+
+        Returns:
+            (rows, heads, tokens, head_dim) in the compute dtype; the conversion is exact.
+        """
+        # fp8 has no indexing on every device; its bytes have.
+        pages = bits(cache_)[self.table].view(cache_.dtype).flatten(1, 2).to(self.q.dtype)
+        groups = self.q.shape[1] // pages.shape[2]
+        heads_first = pages.transpose(1, 2)
+        return heads_first if groups == 1 else heads_first.repeat_interleave(groups, 1)
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """(rows, tokens) bool: which gathered positions hold a token of the row."""
+        tokens = self.table.shape[1] * self.keys.shape[1]
+        return torch.arange(tokens, device=self.q.device) < self.seq_lens[:, None]
+
+
+Attend = Callable[[Call], torch.Tensor]
+
+
+def used_table(table: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> torch.Tensor:
+    """``table`` (rows, blocks) with the null block behind each row's last block."""
+    column = torch.arange(table.shape[1], device=table.device)
+    return torch.where(column * block_size < seq_lens[:, None], table, NULL_BLOCK)
+
+
+def masked_loads(call: Call) -> torch.Tensor:
+    """Positions past ``seq_lens`` are replaced before anything is computed with them: ours.
+
+    What a kernel with masked loads does (``other=0``), as ``staleproof.mla_decode`` does it.
+    """
+    valid = call.valid[:, None, :, None]
+    keys = torch.where(valid, call.gathered(call.keys), 0)
+    values = torch.where(valid, call.gathered(call.values), 0)
+    scores = (call.q[:, :, None] @ keys.transpose(2, 3)) * call.scale
+    scores = torch.where(valid.transpose(2, 3), scores, float("-inf"))
+    return (scores.softmax(-1) @ values)[:, :, 0]
+
+
+def _sdpa(backend: SDPBackend, call: Call) -> torch.Tensor:
+    with sdpa_kernel(backend):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            call.q[:, :, None],
+            call.gathered(call.keys),
+            call.gathered(call.values),
+            attn_mask=call.valid[:, None, None].expand(-1, call.q.shape[1], -1, -1),
+            scale=call.scale,
+        )
+    return out[:, :, 0]
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _flex(call: Call) -> torch.Tensor:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    keys, values = call.gathered(call.keys), call.gathered(call.values)
+    seq_lens = call.seq_lens
+
+    def within(b: torch.Tensor, _h: Any, _q: Any, kv: torch.Tensor) -> torch.Tensor:
+        return kv < seq_lens[b]
+
+    mask = create_block_mask(within, call.q.shape[0], None, 1, keys.shape[2], device=str(call.q.device))
+    out = _compiled_flex()(call.q[:, :, None], keys, values, block_mask=mask, scale=call.scale)
+    return out[:, :, 0]
+
+
+@cache
+def _flashinfer_wrapper(backend: str) -> Any:
+    prefill = importlib.import_module("flashinfer.prefill")
+    workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    return prefill.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+
+
+def _flashinfer(backend: str, call: Call) -> torch.Tensor:
+    wrapper = _flashinfer_wrapper(backend)
+    rows, size = call.q.shape[0], call.keys.shape[1]
+    seq_lens = call.seq_lens.int().cpu()
+    counts = (seq_lens + size - 1) // size
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    column = torch.arange(call.table.shape[1])
+    used = (column < counts[:, None]).to(call.table.device)
+    wrapper.plan(
+        torch.arange(rows + 1, dtype=torch.int32),
+        starts,
+        call.table[used].int(),
+        seq_lens - (counts - 1) * size,
+        call.q.shape[1],
+        call.keys.shape[2],
+        call.q.shape[2],
+        size,
+        sm_scale=call.scale,
+        q_data_type=call.q.dtype,
+        kv_data_type=call.keys.dtype,
+    )
+    return wrapper.run(call.q, (call.keys, call.values))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One attention kernel.
+
+    Attributes:
+        name: whose, which.
+        attend: a :class:`Call` to (rows, heads, head_dim).
+        why_not: one line why it cannot run here, or ``None``.
+        keys: what it makes of NaN among the keys past ``seq_lens``: ``leaked`` or ``clean``.
+        values: the same, among the values.
+        dtypes: cache dtypes it takes; FlashInfer takes that of ``q`` alone.
+    """
+
+    name: str
+    attend: Attend
+    why_not: str | None
+    keys: str
+    values: str
+    dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+
+
+def _needs_gpu() -> str | None:
+    return None if devices.provenance() is Provenance.MEASURED else "needs a CUDA device"
+
+
+def _why_not_flashinfer(backend: str) -> str | None:
+    if why := _needs_gpu():
+        return why
+    if importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer-python is not installed"
+    if backend == "fa3" and devices.machine().capability != "sm_90":
+        return f"needs an SM90 GPU (H100, H200); this is {devices.machine().capability}"
+    return None
+
+
+def kernels() -> dict[str, Kernel]:
+    """Every kernel by its short key, runnable here or not.
+
+    What each makes of NaN past ``seq_lens`` is what one H200 and one CPU showed.
+    """
+    on_cpu = None if _needs_gpu() else "torch has it for CPU tensors only"
+    leaked, clean = "leaked", "clean"
+    flashinfer = f"FlashInfer {devices.version_of('flashinfer-python') or ''}".strip()
+    torch_ = f"torch {torch.__version__} SDPA, boolean mask"
+    return {
+        "sdpa_math": Kernel(f"{torch_}, math", partial(_sdpa, SDPBackend.MATH), None, leaked, leaked),
+        "sdpa_flash_cpu": Kernel(
+            f"{torch_}, flash of the CPU", partial(_sdpa, SDPBackend.FLASH_ATTENTION), on_cpu, leaked, leaked
+        ),
+        "sdpa_efficient": Kernel(
+            f"{torch_}, memory-efficient",
+            partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
+            _needs_gpu(),
+            leaked,
+            leaked,
+        ),
+        "sdpa_cudnn": Kernel(
+            f"{torch_}, cuDNN", partial(_sdpa, SDPBackend.CUDNN_ATTENTION), _needs_gpu(), leaked, leaked
+        ),
+        "flex_attention": Kernel(
+            f"torch {torch.__version__} flex_attention, compiled", _flex, _needs_gpu(), clean, leaked
+        ),
+        "flashinfer_fa2": Kernel(
+            f"{flashinfer} paged fa2",
+            partial(_flashinfer, "fa2"),
+            _why_not_flashinfer("fa2"),
+            clean,
+            clean,
+            (torch.bfloat16,),
+        ),
+        "flashinfer_fa3": Kernel(
+            f"{flashinfer} paged fa3",
+            partial(_flashinfer, "fa3"),
+            _why_not_flashinfer("fa3"),
+            clean,
+            clean,
+            (torch.bfloat16,),
+        ),
+        "masked_loads": Kernel("ours, masked loads", masked_loads, None, clean, clean),
+    }

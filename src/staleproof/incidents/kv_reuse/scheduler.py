@@ -1,0 +1,319 @@
+"""The scheduler's half of the fix: which blocks are new in this step, and nothing kept of it.
+
+A small continuous batch: as many requests as there are rows, one token each a step, prompts
+included; attention blocks as a request grows, one Mamba block for its state, and with prefix
+caching a Mamba block an attention block, as vLLM's ``align`` mode keeps them. Nothing here looks
+at a value, so one trace serves every kernel and every remedy with the same inputs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from staleproof.incidents.kv_reuse.block_pool import NULL_BLOCK, BlockPool
+
+ATTENTION, MAMBA = "attention", "mamba"
+VOCABULARY = 97
+
+
+class Request(NamedTuple):
+    """A request whose output is known beforehand, so that no fault changes what is scheduled."""
+
+    number: int
+    tokens: tuple[int, ...]
+
+
+def requests(seed: int = 0, *, prefix: int = 32, shortest: int = 34, longest: int = 80) -> Iterator[Request]:
+    """Requests without end; each begins with one of six prefixes of ``prefix`` tokens."""
+    draw = random.Random(seed)
+    prefixes = [[draw.randrange(VOCABULARY) for _ in range(prefix)] for _ in range(6)]
+    number = 0
+    while True:
+        more = draw.randint(shortest, longest) - prefix
+        tail = [draw.randrange(VOCABULARY) for _ in range(more)]
+        yield Request(number, (*draw.choice(prefixes), *tail))
+        number += 1
+
+
+class NewBlocks:
+    """Ids of newly allocated blocks, until somebody takes them."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, list[int]] = {ATTENTION: [], MAMBA: []}
+
+    def record(self, group: str, block_ids: list[int]) -> None:
+        """Blocks just allocated to a group. Prefix-cache hits are not new: never record them."""
+        self.ids[group].extend(block_ids)
+
+    def take(self) -> dict[str, list[int]]:
+        """What was recorded since the last time, by group; nothing stays behind.
+
+        Taken in every step, whatever the model: a list that only some models take grows for ever
+        on the others (vLLM #44175).
+        """
+        taken, self.ids = self.ids, {ATTENTION: [], MAMBA: []}
+        return taken
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's part of one step.
+
+    Attributes:
+        request: its number.
+        token: fed in this step.
+        position: of that token in the request.
+        blocks: attention blocks, in order.
+        state_in: Mamba block that holds the state before this token.
+        state_out: Mamba block that takes the state after it.
+        first: whether no token came before: there is no state to load.
+        last: whether the request is done after this step.
+    """
+
+    request: int
+    token: int
+    position: int
+    blocks: tuple[int, ...]
+    state_in: int
+    state_out: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the scheduler hands to the worker.
+
+    Attributes:
+        rows: one a running request.
+        new: ids allocated in this step, by group; they must be clean before anything reads them.
+        hits: (request, blocks) taken from the prefix cache, both groups.
+        ended: requests whose blocks were given back before this step.
+        freed: blocks that nobody holds any more since then, both groups.
+    """
+
+    rows: tuple[Row, ...]
+    new: dict[str, list[int]]
+    hits: tuple[tuple[int, tuple[int, ...]], ...]
+    ended: tuple[int, ...]
+    freed: tuple[int, ...]
+
+
+@dataclass
+class _Running:
+    request: Request
+    position: int = 0
+    blocks: list[int] = field(default_factory=list)
+    state: int = NULL_BLOCK
+    fresh: bool = True
+
+
+class Scheduler:
+    """Requests in, steps out.
+
+    Args:
+        pool: block ids of both groups.
+        block_size: tokens an attention block holds.
+        source: the requests, first come first served.
+        batch: rows of every step.
+        prefix_caching: whether full blocks are remembered and hit.
+        hybrid: whether the model has Mamba layers.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        source: Iterator[Request],
+        *,
+        batch: int = 16,
+        prefix_caching: bool = True,
+        hybrid: bool = True,
+    ) -> None:
+        self.pool, self.block_size, self.source = pool, block_size, source
+        self.batch, self.prefix_caching, self.hybrid = batch, prefix_caching, hybrid
+        self.new = NewBlocks()
+        self._running: list[_Running] = []
+        # States that the step in flight still reads, for the last time.
+        self._leaving: list[int] = []
+
+    def schedule(self) -> Step:
+        """The next step.
+
+        Raises:
+            OutOfBlocks: the pool is too small for the batch.
+        """
+        ended, freed = self._end()
+        hits = [self._begin() for _ in range(self.batch - len(self._running))]
+        rows = [self._advance(running) for running in self._running]
+        return Step(
+            tuple(rows), self.drain(), tuple(hit for hit in hits if hit[1]), tuple(ended), tuple(freed)
+        )
+
+    def drain(self) -> dict[str, list[int]]:
+        """Take the new ids of this step, whatever the model."""
+        return self.new.take()
+
+    def _allocate(self, group: str) -> int:
+        (block,) = self.pool.allocate(1)
+        self.new.record(group, [block])
+        return block
+
+    def _end(self) -> tuple[list[int], list[int]]:
+        done = [r for r in self._running if r.position == len(r.request.tokens)]
+        freed = self.pool.free(self._leaving)
+        self._leaving.clear()
+        for running in done:
+            held = [*running.blocks, *([running.state] if self.hybrid else [])]
+            # Last block first: a prefix is worth more than what follows it.
+            freed += self.pool.free(held[::-1])
+            self._running.remove(running)
+        return [running.request.number for running in done], freed
+
+    def _begin(self) -> tuple[int, tuple[int, ...]]:
+        running = _Running(next(self.source))
+        self._running.append(running)
+        if not self.prefix_caching:
+            return running.request.number, ()
+        # At least one token is always computed, since a row is for its output.
+        longest = (len(running.request.tokens) - 1) // self.block_size
+        blocks: list[int] = []
+        usable: list[int] = []
+        for count in range(1, longest + 1):
+            block = self.pool.cached(self._key(ATTENTION, running.request, count))
+            if block is None:
+                break
+            blocks.append(block)
+            # Attention is of use up to where the recurrent state was kept as well.
+            state = self.pool.cached(self._key(MAMBA, running.request, count))
+            if state is not None or not self.hybrid:
+                running.state = state if state is not None else NULL_BLOCK
+                usable = blocks.copy()
+        held = [*usable, *([running.state] if usable and self.hybrid else [])]
+        self.pool.touch(held)
+        running.blocks, running.position = usable, len(usable) * self.block_size
+        running.fresh = not usable
+        return running.request.number, tuple(held)
+
+    def _key(self, group: str, request: Request, blocks: int) -> Hashable:
+        return group, request.tokens[: blocks * self.block_size]
+
+    def _advance(self, running: _Running) -> Row:
+        request, position = running.request, running.position
+        state_in, first = running.state, running.fresh
+        if position % self.block_size == 0:
+            running.blocks.append(self._allocate(ATTENTION))
+        if self.hybrid and (first or (self.prefix_caching and position % self.block_size == 0)):
+            # The state at the end of the last block stays where it is, for others to hit.
+            running.state = self._allocate(MAMBA)
+            if not first:
+                self._leaving.append(state_in)
+        row = Row(
+            request.number,
+            request.tokens[position],
+            position,
+            tuple(running.blocks),
+            NULL_BLOCK if first else state_in,
+            running.state if self.hybrid else NULL_BLOCK,
+            first,
+            position + 1 == len(request.tokens),
+        )
+        running.position += 1
+        running.fresh = False
+        if self.prefix_caching and running.position % self.block_size == 0:
+            # Full once this step is done; nobody can hit it before the next one is scheduled.
+            count = running.position // self.block_size
+            self.pool.cache(running.blocks[-1], self._key(ATTENTION, request, count))
+            if self.hybrid:
+                self.pool.cache(running.state, self._key(MAMBA, request, count))
+        return row
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Where each row of each step reads and writes, as pages of one memory; (steps, rows, ...)."""
+
+    blocks: torch.Tensor
+    state_in: torch.Tensor
+    state_out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Hundreds of steps, with the same inputs for every memory they are served from.
+
+    Attributes:
+        steps: as scheduled.
+        tokens: (steps, rows) int64.
+        positions: (steps, rows) int64.
+        first: (steps, rows) bool.
+        owners: (steps, rows) int64, request numbers.
+        pooled: pages of the pool: ids are reused.
+        clean: pages of a memory in which every tenancy has a page of its own that nobody had.
+        clean_pages: pages that such a memory needs.
+    """
+
+    steps: list[Step]
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    first: torch.Tensor
+    owners: torch.Tensor
+    pooled: Tables
+    clean: Tables
+    clean_pages: int
+
+    @property
+    def finished(self) -> dict[int, int]:
+        """Step in which each request ended, of those that did."""
+        return {row.request: n for n, step in enumerate(self.steps) for row in step.rows if row.last}
+
+
+def trace(scheduler: Scheduler, steps: int, device: str = "cpu", width: int | None = None) -> Trace:
+    """Let a scheduler run for a number of steps.
+
+    Args:
+        scheduler: fresh.
+        steps: how many.
+        device: of the tensors.
+        width: blocks in a row of the block table; the most any request has by default.
+    """
+    page_of, pages = {NULL_BLOCK: NULL_BLOCK}, 1
+    taken, clean = [], []
+    for _ in range(steps):
+        step = scheduler.schedule()
+        for block in (*step.new[ATTENTION], *step.new[MAMBA]):
+            page_of[block] = pages
+            pages += 1
+        taken.append(step)
+        clean.append(
+            [([page_of[b] for b in r.blocks], page_of[r.state_in], page_of[r.state_out]) for r in step.rows]
+        )
+    pooled = [[(list(r.blocks), r.state_in, r.state_out) for r in s.rows] for s in taken]
+    width = width or max(len(r.blocks) for s in taken for r in s.rows)
+
+    def tensor(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    def tables(of: list[list[tuple[list[int], int, int]]]) -> Tables:
+        rows = [[b + [NULL_BLOCK] * (width - len(b)) for b, _, _ in step] for step in of]
+        return Tables(
+            tensor(rows),
+            tensor([[i for _, i, _ in step] for step in of]),
+            tensor([[o for _, _, o in step] for step in of]),
+        )
+
+    return Trace(
+        taken,
+        tensor([[r.token for r in s.rows] for s in taken]),
+        tensor([[r.position for r in s.rows] for s in taken]),
+        tensor([[r.first for r in s.rows] for s in taken], torch.bool),
+        tensor([[r.request for r in s.rows] for s in taken]),
+        tables(pooled),
+        tables(clean),
+        pages,
+    )

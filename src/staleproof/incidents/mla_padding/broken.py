@@ -1,0 +1,340 @@
+"""The faulty MLA decodes and quantisers, and upstream's remedies, each named after what it does.
+
+The kernels share one small Triton body and differ in one thing each. Selections and guards are
+written as the upstream kernels behave, not as they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from staleproof import device
+from staleproof.incidents.mla_padding.scene import KV_LORA_RANK, AttentionInputs
+
+device.load_triton()
+
+import triton
+import triton.language as tl
+
+# What becomes of a row with no keys.
+_LEAVE, _DIVIDE, _ZERO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _faulty_mla_kernel(
+    q_ptr, kv_ptr, table_ptr, seq_lens_ptr, out_ptr, lse_ptr,
+    softmax_scale, heads, q_len, max_pages,
+    PAGE: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr,
+    RANK: tl.constexpr, ROPE: tl.constexpr,
+    EMPTY: tl.constexpr, MASK_V: tl.constexpr, FOLLOW_ALL: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    request = row // q_len
+    seq_len = tl.load(seq_lens_ptr + request)
+    # Causal among the q_len tokens; an empty request stays empty.
+    limit = tl.where(seq_len > 0, seq_len - q_len + (row % q_len).to(tl.int32) + 1, 0)
+    if EMPTY == _LEAVE and limit <= 0:
+        return
+
+    head = tl.arange(0, HEADS).to(tl.int64) + tl.program_id(1) * HEADS
+    some = head < heads
+    rank = tl.arange(0, RANK)
+    rope = tl.arange(0, ROPE)
+    q_row = q_ptr + (row * heads + head[:, None]) * (RANK + ROPE)
+    q_nope = tl.load(q_row + rank[None, :], mask=some[:, None], other=0.0)
+    q_rope = tl.load(q_row + RANK + rope[None, :], mask=some[:, None], other=0.0)
+
+    if UPCAST:
+        q_nope = q_nope.to(tl.float32)
+        q_rope = q_rope.to(tl.float32)
+
+    best = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    acc = tl.zeros((HEADS, RANK), tl.float32)
+    for start in range(0, limit, TILE):
+        token = start + tl.arange(0, TILE)
+        valid = token < limit
+        page_index = token // PAGE
+        if FOLLOW_ALL:
+            # Every entry under the tile is followed, also those past the request's last page.
+            followed = page_index < max_pages
+        else:
+            followed = page_index * PAGE < limit
+        page = tl.load(table_ptr + request * max_pages + page_index, mask=followed, other=0)
+        kv_row = kv_ptr + (page.to(tl.int64) * PAGE + token % PAGE) * (RANK + ROPE)
+        loaded = followed
+        if MASK_V:
+            loaded = valid
+        latent = tl.load(kv_row[:, None] + rank[None, :], mask=loaded[:, None], other=0.0)
+        k_rope = tl.load(kv_row[:, None] + RANK + rope[None, :], mask=loaded[:, None], other=0.0)
+        if UPCAST:
+            latent = latent.to(tl.float32)
+            k_rope = k_rope.to(tl.float32)
+        score = tl.dot(q_nope, tl.trans(latent)) + tl.dot(q_rope, tl.trans(k_rope))
+        score = tl.where(valid[None, :], score * softmax_scale, float("-inf"))
+        # A maximum over NaN differs between Triton's interpreter, its versions and its compiler.
+        tile_best = tl.max(tl.where(score == score, score, float("-inf")), axis=1)
+        new_best = tl.where(tile_best > best, tile_best, best)
+        shrink = tl.exp(best - new_best)
+        p = tl.exp(score - new_best[:, None])
+        total = total * shrink + tl.sum(p, axis=1)
+        # Past the limit p is 0 and the product relies on 0 * v being 0. It is not when v is NaN.
+        acc = acc * shrink[:, None] + tl.dot(p.to(latent.dtype), latent)
+        best = new_best
+
+    if EMPTY == _ZERO and limit <= 0:
+        total = total + 1.0
+    # 0 / 0 for a row without keys.
+    result = acc / total[:, None]
+    out_row = out_ptr + (row * heads + head[:, None]) * RANK + rank[None, :]
+    tl.store(out_row, result.to(out_ptr.dtype.element_ty), mask=some[:, None])
+    lse = tl.where(limit > 0, best + tl.log(total), float("-inf"))
+    tl.store(lse_ptr + row * heads + head, lse, mask=some)
+
+
+def _launch(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    *,
+    empty: int,
+    mask_v: bool = True,
+    tile: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, q_len, heads = (q.shape[0], 1, q.shape[1]) if q.ndim == 3 else q.shape[:3]
+    if out is None:
+        out = q.new_empty(*q.shape[:-1], KV_LORA_RANK)
+    if lse is None:
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    page = kv_cache.shape[1]
+    _faulty_mla_kernel[(batch * q_len, triton.cdiv(heads, 16))](
+        q,
+        kv_cache,
+        block_table,
+        seq_lens,
+        out,
+        lse,
+        softmax_scale,
+        heads,
+        q_len,
+        block_table.shape[1],
+        PAGE=page,
+        TILE=tile or 16,
+        HEADS=16,
+        RANK=KV_LORA_RANK,
+        ROPE=q.shape[-1] - KV_LORA_RANK,
+        EMPTY=empty,
+        MASK_V=mask_v,
+        FOLLOW_ALL=tile is not None,
+        # The interpreter's dot of bf16 operands multiplies their bit patterns.
+        UPCAST=device.interpreting(),
+        num_warps=4,
+        num_stages=1,
+    )
+    return out, lse
+
+
+def empty_row_not_written(q, kv_cache, block_table, seq_lens, *, softmax_scale, out=None, lse=None):
+    """Returns at once for a row without keys: its output keeps the bytes of the last tenant.
+
+    Stands for CUTLASS SM100 MLA and, at small ``max_seq_len``, FlashInfer trtllm-gen
+    (vLLM #37442; FlashInfer #4975). Same arguments and results as ``mla_decode``.
+    """
+    return _launch(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, empty=_LEAVE.value)
+
+
+def zero_by_zero_written(q, kv_cache, block_table, seq_lens, *, softmax_scale, out=None, lse=None):
+    """Divides by a softmax sum that is 0 for a row without keys, and writes the NaN.
+
+    Stands for vLLM's Triton MLA, ``_fwd_kernel_stage2`` (vLLM #57017), and FlashInfer trtllm-gen at
+    large ``max_seq_len`` (FlashInfer #2883). Clearing the buffer before the launch does not help.
+    Same arguments and results as ``mla_decode``.
+    """
+    return _launch(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, empty=_DIVIDE.value)
+
+
+def tail_masked_by_multiplication(q, kv_cache, block_table, seq_lens, *, softmax_scale, out=None, lse=None):
+    """Reads whole pages and trusts ``0 * v`` past ``seq_len``: a NaN there becomes the answer.
+
+    Stands for FA3 before its fix (flash-attention #1974). Same arguments and results as
+    ``mla_decode``.
+    """
+    return _launch(
+        q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, empty=_ZERO.value, mask_v=False
+    )
+
+
+def block_table_not_padded(q, kv_cache, block_table, seq_lens, *, softmax_scale, out=None, lse=None):
+    """Reads 128-token tiles and follows every block-table entry under them, used or not.
+
+    Stands for the 128-row tiles of the SM100 kernels over pages of 32 or 64 (vLLM #37442): entries
+    past the last page must name readable memory, and what they name must hold no NaN. Same
+    arguments and results as ``mla_decode``; unused entries must be valid page ids, or this reads
+    out of bounds.
+    """
+    return _launch(
+        q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, empty=_ZERO.value, mask_v=False, tile=128
+    )
+
+
+KERNELS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
+    "empty_row_not_written": empty_row_not_written,
+    "zero_by_zero_written": zero_by_zero_written,
+    "tail_masked_by_multiplication": tail_masked_by_multiplication,
+    "block_table_not_padded": block_table_not_padded,
+}
+
+
+@triton.jit
+def _amax_dropping_nan_kernel(x_ptr, amax_ptr, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x_ptr + index, mask=index < count, other=0.0).to(tl.float32)
+    # fmaxf(0, NaN) is 0: no comparison with NaN holds, so NaN never becomes the maximum.
+    magnitude = tl.where(value > 0, value, tl.where(value < 0, -value, 0.0))
+    tl.atomic_max(amax_ptr, tl.max(magnitude, axis=0))
+
+
+def quantise_amax_torch_max(
+    x: torch.Tensor, live_rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-tensor fp8 over *all* rows with ``torch.max``: one NaN anywhere makes every row NaN.
+
+    Stands for vLLM ``QuantFP8.forward_native``, which torch.compile inlines when the custom op is
+    off. Args: x (rows, hidden); ``live_rows`` is ignored, which is the fault. Returns e4m3 values
+    and an fp32 scale (1,).
+    """
+    scale = (x.abs().max().float() / 448.0).reshape(1)
+    return (x.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+
+
+def quantise_amax_fmax(
+    x: torch.Tensor, live_rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-tensor fp8 over all rows with an fmax-style amax and clamp: NaN is dropped, then finite.
+
+    Stands for vLLM's CUDA op ``dynamic_scaled_fp8_quant`` (``segmented_max_reduction_strided``
+    starts at 0 and uses fmaxf; the conversion clamps with fmin and fmax). It launders NaN, and
+    still lets *finite* stale rows choose everybody's scale. Arguments and results as above.
+    """
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+    block = min(8192, triton.next_power_of_2(x.numel()))
+    _amax_dropping_nan_kernel[(triton.cdiv(x.numel(), block),)](x, amax, x.numel(), BLOCK=block)
+    scale = amax / 448.0
+    scaled = x.float() / scale
+    # fmax(NaN, -448) is -448.
+    return scaled.nan_to_num(-448.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+
+
+QUANTISERS = {"torch.max": quantise_amax_torch_max, "fmax": quantise_amax_fmax}
+
+Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def _call(kernel: Kernel, a: AttentionInputs, out: torch.Tensor) -> torch.Tensor:
+    kernel(a.q, a.kv_cache, a.block_table, a.seq_lens, softmax_scale=a.softmax_scale, out=out)
+    return out
+
+
+class NoRemedy:
+    """Fresh, unwritten output memory for every call, as vLLM before 0.18.0 and from 0.20.0 on."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __call__(self, a: AttentionInputs) -> torch.Tensor:
+        """(batch, q_len, heads, 512)."""
+        return _call(self.kernel, a, a.new_out())
+
+
+class ZerosOncePerLayer:
+    """One zeroed buffer a layer, allocated at the first call and grown when a batch is larger.
+
+    vLLM #37442 (0.18.0 to 0.19.1). Zero once is not zero always: rows keep what an earlier step put
+    there. ``free`` receives a buffer that growth replaced; a captured graph still writes to it.
+    """
+
+    def __init__(self, kernel: Kernel, free: Callable[[torch.Tensor], object] = lambda _: None):
+        self.kernel, self.free = kernel, free
+        self.buffers: dict[int, torch.Tensor] = {}
+
+    def __call__(self, a: AttentionInputs) -> torch.Tensor:
+        """(batch, q_len, heads, 512)."""
+        return _call(self.kernel, a, self._buffer(a.layer, a.q)[: a.q.shape[0]])
+
+    def _buffer(self, key: int, q: torch.Tensor) -> torch.Tensor:
+        held = self.buffers.get(key)
+        if held is None or held.shape[0] < q.shape[0] or held.dtype != q.dtype:
+            if held is not None:
+                self.free(held)
+            self.buffers[key] = torch.zeros(*q.shape[:-1], KV_LORA_RANK, dtype=q.dtype, device=q.device)
+        return self.buffers[key]
+
+
+class OneSharedBuffer(ZerosOncePerLayer):
+    """The same buffer for all layers: less memory, the same stale rows, now of other layers too.
+
+    vLLM #37799 (closed).
+    """
+
+    def __call__(self, a: AttentionInputs) -> torch.Tensor:
+        """(batch, q_len, heads, 512)."""
+        return _call(self.kernel, a, self._buffer(0, a.q)[: a.q.shape[0]])
+
+
+class ClearsNothing(NoRemedy):
+    """After the launch, zeroes ``out[num_decodes:]``: an empty slice, since num_decodes is padded.
+
+    The branch of vLLM #37442 for ``q_len > 1``.
+    """
+
+    def __call__(self, a: AttentionInputs) -> torch.Tensor:
+        """(batch, q_len, heads, 512)."""
+        out = super().__call__(a)
+        out[a.num_decodes :].zero_()
+        return out
+
+
+class PadWithSeqLenOne(NoRemedy):
+    """Gives every padding row one token, which it reads from the null block 0.
+
+    SGLang #1779; vLLM #38436 (closed). The row is written, with whatever the null block holds.
+    """
+
+    def __call__(self, a: AttentionInputs) -> torch.Tensor:
+        """(batch, q_len, heads, 512)."""
+        q_len = a.q.shape[1]
+        seq_lens = torch.where(a.seq_lens > 0, a.seq_lens, q_len)
+        table = a.block_table.clamp(min=0)
+        return _call(
+            self.kernel,
+            AttentionInputs(a.q, a.kv_cache, table, seq_lens, a.num_decodes, a.layer, a.softmax_scale),
+            a.new_out(),
+        )
+
+
+class MaskedFill(NoRemedy):
+    """``masked_fill_`` of the empty rows after the launch: right, and reads and writes every row.
+
+    As TensorRT-LLM #15383 does for Helix context parallelism.
+    """
+
+    def __call__(self, a: AttentionInputs) -> torch.Tensor:
+        """(batch, q_len, heads, 512)."""
+        out = super().__call__(a)
+        return out.masked_fill_((a.seq_lens == 0)[:, None, None, None], 0.0)
+
+
+REMEDIES: dict[str, Callable[[Kernel], Callable[[AttentionInputs], torch.Tensor]]] = {
+    "none": NoRemedy,
+    "zeros_once_per_layer": ZerosOncePerLayer,
+    "one_shared_buffer": OneSharedBuffer,
+    "clears_nothing_q_len_above_1": ClearsNothing,
+    "pad_with_seq_len_1": PadWithSeqLenOne,
+    "masked_fill": MaskedFill,
+}

@@ -1,0 +1,71 @@
+"""The incidents that walk end to end, by folder name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from staleproof import device
+
+if TYPE_CHECKING:
+    from staleproof.harness.findings import Finding
+
+
+class Incident(NamedTuple):
+    """What ``staleproof list`` says about one incident."""
+
+    number: int
+    title: str
+    notebook: str
+    summary: str
+
+
+INCIDENTS: dict[str, Incident] = {
+    "mla_padding": Incident(
+        number=1,
+        title="NaN from empty rows of MLA decode",
+        notebook="01_mla_padding.ipynb",
+        summary="no kernel writes the output row of a padding slot, and a real token reads it",
+    ),
+    "decode_buffer": Incident(
+        number=2,
+        title="the out-of-memory that the first fix caused",
+        notebook="02_decode_buffer_oom.ipynb",
+        summary="a buffer a layer in a branch that the memory profile never takes",
+    ),
+    "moe_routing": Incident(
+        number=3,
+        title="NaN logits, the same expert k times, an illegal access",
+        notebook="03_moe_routing.ipynb",
+        summary="a choice by comparison repeats an expert, and a map entry stays unwritten",
+    ),
+    "kv_reuse": Incident(
+        number=4,
+        title="KV blocks that were Mamba state",
+        notebook="04_kv_reuse.ipynb",
+        summary="a block changes hands unzeroed, and a mask multiplies what it held by 0",
+    ),
+    "scale_padding": Incident(
+        number=5,
+        title="what the revert blamed, and what it was",
+        notebook="05_the_revert.ipynb",
+        summary="int64 ids make no NaN; scale padding, the null block and a neighbour's row do",
+    ),
+}
+
+
+def put_questions(incident: str, device_name: str, progress: Callable[[str], None]) -> Iterator[Finding]:
+    """Put every question of one incident, yielding each finding as it is obtained.
+
+    ``staleproof.incidents.<incident>.questions.run(device, progress)`` does the work; ``progress`` takes one
+    line about the step that begins.
+    """
+    from staleproof.harness.findings import not_run, proved
+
+    if not device.has_triton():
+        yield not_run(incident, "all questions", "all variants", device.TRITON_MISSING)
+        return
+    experiment = importlib.import_module(f"staleproof.incidents.{incident}.questions")
+    for found in experiment.run(device_name, progress):
+        yield proved(found)

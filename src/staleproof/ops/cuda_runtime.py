@@ -1,0 +1,28 @@
+"""What the kernels ask of CUDA beside Triton: the device's size, and calls torch does not wrap."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+
+@cache
+def processor_count(index: int) -> int:
+    """Number of streaming multiprocessors of CUDA device ``index``."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
+def capability(index: int) -> tuple[int, int]:
+    """Compute capability of CUDA device ``index``, e.g. (9, 0) on Hopper."""
+    return torch.cuda.get_device_capability(index)
+
+
+@cache
+def cudart() -> ctypes.CDLL:
+    """The CUDA runtime library of this process, for calls that torch does not wrap."""
+    # torch has loaded a runtime already; its soname finds that one and not a second copy.
+    major = (torch.version.cuda or "").split(".")[0]
+    return ctypes.CDLL(f"libcudart.so.{major}")

@@ -1,0 +1,1 @@
+"""The contracts of ``staleproof.ops`` in plain PyTorch: slow, exact, and on any device."""

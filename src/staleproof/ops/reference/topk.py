@@ -1,0 +1,203 @@
+"""The right answers of incident 3 in plain PyTorch: any bits in, distinct experts out.
+
+The contract that vLLM #39593 found missing: whatever the logits of a row hold, its expert ids are
+distinct and in range and its weights finite. A NaN or an infinity among the scores counts as a
+score of 0, a NaN in the bias as no bonus, and equals are taken in the order of their index.
+
+Every step is one rounding in float32, and sums are exact, so that two machines agree on each bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LOG2_E = 1.4426950408889634
+# ln 2 in two parts: the first has few bits, so that its product with an exponent is exact.
+LN2_HIGH, LN2_LOW = 0.693359375, -0.00021219444005469058
+# exp(r) = 1 + r + r * r * (a polynomial), fitted for |r| <= ln(2) / 2 to 3e-9 of the result.
+EXP_POLYNOMIAL = (0.00138146126, 0.00836871006, 0.0416683902, 0.166665211, 0.49999994)
+# Below this the result is nearer to 0 than to the smallest float32.
+EXP_SMALLEST = -104.0
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """e to the power of ``x`` <= 0 in float32; 0 for a NaN.
+
+    From products and sums alone: the exponentials that GPUs, numpy and PyTorch come with differ in
+    the last bits, and with them the ids of nearly equal scores.
+    """
+    x = torch.where(x > EXP_SMALLEST, x, EXP_SMALLEST)
+    power = (x * LOG2_E).round()
+    r = x - power * LN2_HIGH - power * LN2_LOW
+    q = torch.full_like(r, EXP_POLYNOMIAL[0])
+    for coefficient in EXP_POLYNOMIAL[1:]:
+        q = q * r + coefficient
+    value = q * (r * r) + r + 1.0
+    # Two steps: one factor cannot hold a power that leads to a denormal.
+    half = power.int() >> 1
+    for part in (half, power.int() - half):
+        value = value * ((part + 127) << 23).view(torch.float32)
+    return value
+
+
+def exact_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the last axis of numbers in [0, 2), in multiples of 2**-40; the axis is kept."""
+    return (x * 2.0**40).long().sum(-1, keepdim=True).double().float() * 2.0**-40
+
+
+def softmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of a row and what orders them: the logits, since softmax only ever grows with them.
+
+    A NaN, an infinity, or nothing but minus infinity makes every score of the row NaN: all count
+    as 0, and so do the logits.
+    """
+    peak = x.amax(-1, keepdim=True)
+    lost = x.isnan().any(-1, keepdim=True) | peak.isinf()
+    x, peak = torch.where(lost, 0.0, x), torch.where(lost, 0.0, peak)
+    exponentials = exp(x - peak)
+    inverse = torch.where(lost, 0.0, torch.ones_like(peak) / exact_sum(exponentials))
+    return exponentials * inverse, x
+
+
+def sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of a row and what orders them: the logits again, a NaN below every number."""
+    x = torch.where(x.isnan(), -torch.inf, x)
+    small = exp(-x.abs())
+    return torch.where(x < 0, small, 1.0) / (1.0 + small), x
+
+
+def biased(scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Scores plus bias, which only the choice sees."""
+    if bias is None:
+        return scores
+    return scores + torch.where(bias.isnan(), 0.0, bias.float())
+
+
+def open_experts(choice: torch.Tensor, num_expert_group: int, topk_group: int) -> torch.Tensor:
+    """Which experts lie in the best groups, (tokens, experts) bool. Two experts speak for each."""
+    groups = choice.unflatten(-1, (num_expert_group, -1))
+    best, second = groups.sort(descending=True).values[..., :2].unbind(-1)
+    # Biases of +inf and -inf would cancel to NaN: so the second is no less than a finite number.
+    sums = best + second.clamp(min=torch.finfo(torch.float32).min)
+    order = sums.argsort(descending=True, stable=True)
+    chosen = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, order[:, :topk_group], True)
+    return chosen[..., None].expand_as(groups).flatten(-2)
+
+
+def _pick(
+    scores: torch.Tensor,
+    choice: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    scaling: float,
+    is_open: torch.Tensor | None = None,
+    is_padding: torch.Tensor | None,
+    padding_id: int,
+    topk_ids_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    order = choice.argsort(dim=-1, descending=True, stable=True)
+    if is_open is not None:
+        closed_last = (~is_open).gather(-1, order).int().argsort(dim=-1, stable=True)
+        order = order.gather(-1, closed_last)
+    ids = order[:, :top_k]
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        # The power of two that brings the largest weight to 1 or a little above it.
+        largest = weights.amax(-1, keepdim=True).view(torch.int32) & 0x7F800000
+        scaled = weights * (0x7F000000 - largest).view(torch.float32)
+        total = exact_sum(scaled)
+        weights = torch.where(total > 0, scaled / total, weights)
+    weights = weights * scaling
+    if is_padding is not None:
+        weights = weights.masked_fill(is_padding[:, None], 0.0)
+        ids = ids.masked_fill(is_padding[:, None], padding_id)
+    return weights, ids.to(topk_ids_dtype)
+
+
+def topk_softmax(
+    router_logits: torch.Tensor,
+    top_k: int,
+    *,
+    bias: torch.Tensor | None = None,
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    is_padding: torch.Tensor | None = None,
+    padding_id: int = -1,
+    topk_ids_dtype: torch.dtype = torch.int32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``top_k`` experts of largest softmax score a row.
+
+    Args and results are those of :func:`staleproof.ops.topk.topk_softmax`.
+    """
+    scores, logits = softmax(router_logits.float())
+    return _pick(
+        scores,
+        logits if bias is None else biased(scores, bias),
+        top_k,
+        renormalize=renormalize,
+        scaling=routed_scaling_factor,
+        is_padding=is_padding,
+        padding_id=padding_id,
+        topk_ids_dtype=topk_ids_dtype,
+    )
+
+
+def topk_sigmoid(
+    router_logits: torch.Tensor,
+    top_k: int,
+    *,
+    bias: torch.Tensor | None = None,
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    is_padding: torch.Tensor | None = None,
+    padding_id: int = -1,
+    topk_ids_dtype: torch.dtype = torch.int32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``top_k`` experts of largest sigmoid score a row.
+
+    Args and results are those of :func:`staleproof.ops.topk.topk_sigmoid`.
+    """
+    scores, logits = sigmoid(router_logits.float())
+    return _pick(
+        scores,
+        logits if bias is None else biased(scores, bias),
+        top_k,
+        renormalize=renormalize,
+        scaling=routed_scaling_factor,
+        is_padding=is_padding,
+        padding_id=padding_id,
+        topk_ids_dtype=topk_ids_dtype,
+    )
+
+
+def grouped_topk(
+    router_logits: torch.Tensor,
+    top_k: int,
+    *,
+    num_expert_group: int,
+    topk_group: int,
+    bias: torch.Tensor | None = None,
+    renormalize: bool = True,
+    routed_scaling_factor: float = 1.0,
+    is_padding: torch.Tensor | None = None,
+    padding_id: int = -1,
+    topk_ids_dtype: torch.dtype = torch.int32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``top_k`` experts of largest sigmoid score within the ``topk_group`` best groups.
+
+    Args and results are those of :func:`staleproof.ops.topk.grouped_topk`.
+    """
+    scores, _ = sigmoid(router_logits.float())
+    choice = biased(scores, bias)
+    return _pick(
+        scores,
+        choice,
+        top_k,
+        renormalize=renormalize,
+        scaling=routed_scaling_factor,
+        is_open=open_experts(choice, num_expert_group, topk_group),
+        is_padding=is_padding,
+        padding_id=padding_id,
+        topk_ids_dtype=topk_ids_dtype,
+    )

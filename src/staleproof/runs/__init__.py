@@ -1,1 +1,0 @@
-"""Findings, measurements, and recorded runs of whole machines."""

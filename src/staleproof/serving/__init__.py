@@ -1,1 +1,0 @@
-"""The miniature serving engine in which the incidents happen."""

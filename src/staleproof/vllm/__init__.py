@@ -1,0 +1,1 @@
+"""What an operator of vLLM installs: a plugin, and the patches it puts in place."""

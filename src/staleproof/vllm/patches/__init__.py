@@ -1,0 +1,1 @@
+"""Patches of an installed vLLM, one module an incident."""

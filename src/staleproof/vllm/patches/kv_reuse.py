@@ -1,0 +1,283 @@
+"""Incident 4 in an installed vLLM: its KV zeroing leaks no ids, loses no ids and covers MLA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from staleproof.vllm.hooks import (
+    Arguments,
+    Evidence,
+    Keywords,
+    Patch,
+    PatchError,
+    Sources,
+    Target,
+    argument,
+    replaced,
+)
+
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+MANAGER = "vllm.v1.core.single_type_kv_cache_manager"
+WORKER = "vllm.v1.worker.utils"
+RUNNER = "vllm.v1.worker.gpu_model_runner"
+META = (
+    "self",
+    "attn_groups_iter",
+    "kernel_block_sizes",
+    "cache_dtype",
+    "runner_only_attn_layers",
+    "static_forward_context",
+)
+
+
+def _path(module: str) -> str:
+    return module.removeprefix("vllm.").replace(".", "/") + ".py"
+
+
+def _drain(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Take the ids that nobody asked for; where they are zeroed, ``schedule`` has taken them."""
+    scheduler = args[0]
+    if not scheduler.needs_kv_cache_zeroing:
+        scheduler.kv_cache_manager.take_new_block_ids()
+    return result
+
+
+def _fresh_staging(args: Arguments, kwargs: Keywords) -> None:
+    """Give this call pinned memory of its own.
+
+    torch keeps the former until the copies from it are done, so that no step overwrites ids that
+    are still to be read.
+    """
+    import torch
+
+    zeroer = args[0]
+    pinned = zeroer._ids_pinned
+    if pinned is not None:
+        zeroer._ids_pinned = torch.empty_like(pinned, pin_memory=zeroer.pin_memory)
+
+
+def _is_mla(spec: object) -> bool:
+    # By name: importing the class would import vLLM.
+    return type(spec).__name__ == "MLAAttentionSpec"
+
+
+def _record_new(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    manager = args[0]
+    if _is_mla(manager.kv_cache_spec):
+        manager.new_block_ids.extend(block.block_id for block in result)
+    return result
+
+
+def _record_external(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Record the blocks behind the prefix hits, which are for tokens from a KV connector."""
+    manager = args[0]
+    if _is_mla(manager.kv_cache_spec) and argument(args, kwargs, 4, EXTERNAL[4]) > 0:
+        request = argument(args, kwargs, 1, EXTERNAL[1])
+        blocks = manager.req_to_blocks[request][manager.num_cached_block[request] :]
+        manager.new_block_ids.extend(block.block_id for block in blocks)
+    return result
+
+
+EXTERNAL = (
+    "self",
+    "request_id",
+    "new_computed_blocks",
+    "num_local_computed_tokens",
+    "num_external_computed_tokens",
+)
+
+
+def _keep_groups(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+    """Let two read the groups: what vLLM passes is an iterator."""
+    groups = list(argument(args, kwargs, 1, META[1]))
+    args[0]._staleproof_groups = groups
+    return replaced(args, kwargs, 1, META[1], groups)
+
+
+def _add_zeroer(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Build our zeroer for the MLA layers that vLLM's leaves out."""
+    from staleproof.ops.zero_blocks import BlockZeroer
+
+    _, _, sizes, _, skipped, layers = (argument(args, kwargs, i, META[i]) for i in range(6))
+    caches, ratios = [], []
+    for group in args[0].__dict__.pop("_staleproof_groups"):
+        if not _is_mla(group.kv_cache_spec) or group.kv_cache_group_id >= len(sizes):
+            continue
+        ratio = group.kv_cache_spec.block_size // sizes[group.kv_cache_group_id]
+        for name in group.layer_names:
+            if name in skipped:
+                continue
+            cache = layers[name].kv_cache
+            # One a pipeline stage, up to 0.18.1.
+            caches.append(cache[0] if isinstance(cache, list | tuple) else cache)
+            ratios.append(ratio)
+    if caches:
+        args[0]._staleproof_zeroer = BlockZeroer(caches, block_dim=0, block_size_ratio=ratios)
+    return result
+
+
+def _zero_mla(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    zeroer = getattr(args[0], "_staleproof_zeroer", None)
+    block_ids = argument(args, kwargs, 1, "block_ids")
+    if zeroer is not None and block_ids:
+        zeroer.zero([*dict.fromkeys(block_ids)])
+    return result
+
+
+@contextmanager
+def _dummy(runner: Any) -> Iterator[None]:
+    runner._staleproof_dummy = True
+    try:
+        yield
+    finally:
+        runner._staleproof_dummy = False
+
+
+def _dummy_run(args: Arguments, kwargs: Keywords) -> Any:
+    return _dummy(args[0])
+
+
+def _no_slots(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """In a dummy run no token has a slot; -1 makes the cache kernels skip the write."""
+    by_group = result[0]
+    if getattr(args[0], "_staleproof_dummy", False) and by_group is not None:
+        for slots in by_group.values():
+            # The graph reads the padded size, which is more than this slice of the buffer.
+            (slots if slots._base is None else slots._base).fill_(-1)
+    return result
+
+
+def _undrained(sources: Sources) -> Evidence:
+    schedule = sources.function(_path(SCHEDULER), "Scheduler.schedule")
+    text = schedule.text
+    if "take_new_block_ids" in text and "if self.needs_kv_cache_zeroing" in text:
+        return Evidence(True, f"{schedule.place} drains the ids only where blocks are zeroed")
+    return Evidence(False, f"{schedule.place} drains the ids always")
+
+
+def _race(sources: Sources) -> Evidence:
+    zero = sources.function(_path(WORKER), "KVBlockZeroer.zero_block_ids")
+    if "self._ids_pinned[:n_blocks]" in zero.text and "non_blocking=True" in zero.text:
+        return Evidence(True, f"{zero.place} copies every step from one pinned buffer")
+    return Evidence(False, f"{zero.place} has no pinned buffer of all steps")
+
+
+def _unrecorded(sources: Sources) -> Evidence:
+    allocate = sources.function(_path(MANAGER), "SingleTypeKVCacheManager.allocate_new_blocks")
+    if "FullAttentionSpec" in allocate.text and "MLAAttentionSpec" not in allocate.text:
+        return Evidence(True, f"{allocate.place} records no blocks of MLA groups")
+    return Evidence(False, f"{allocate.place} records blocks of MLA groups")
+
+
+def _uncovered(sources: Sources) -> Evidence:
+    try:
+        meta = sources.function(_path(WORKER), "KVBlockZeroer.init_meta")
+    except PatchError:
+        meta = sources.function(_path(WORKER), "KVBlockZeroer.__init__")
+    if "type(spec) is not FullAttentionSpec" in meta.text:
+        return Evidence(True, f"{meta.place} leaves MLA groups out")
+    return Evidence(False, f"{meta.place} covers MLA groups")
+
+
+def _dummy_writes(sources: Sources) -> Evidence:
+    run = sources.function(_path(RUNNER), "GPUModelRunner._dummy_run")
+    if "fill_(-1)" in run.text:
+        return Evidence(False, f"{run.place} fills the slots with -1")
+    return Evidence(True, f"{run.place} writes to slots of an earlier step, or to block 0")
+
+
+PATCHES = (
+    Patch(
+        name="undrained_ids",
+        incident="kv_reuse",
+        summary="drains the list of new block ids where nothing zeroes blocks",
+        versions=(("0.17.1", "0.25.1"),),
+        targets=(Target(SCHEDULER, "Scheduler.schedule", ("self",), after=_drain),),
+        probe=_undrained,
+        mechanism=(
+            "Each allocated block is remembered to be zeroed, and only models with Mamba layers "
+            "take the list: elsewhere it grows by one int a block for as long as the server lives."
+        ),
+        threads=("vLLM #44175", "vLLM #44490"),
+        cost="no launch; on the host one list a step, RECORDED as patch undrained_ids",
+    ),
+    Patch(
+        name="staging_race",
+        incident="kv_reuse",
+        summary="stages the block ids of each step in pinned memory of its own",
+        versions=(("0.17.1", "0.25.1"),),
+        targets=(
+            Target(WORKER, "KVBlockZeroer.zero_block_ids", ("self", "block_ids"), before=_fresh_staging),
+        ),
+        probe=_race,
+        mechanism=(
+            "Block ids go to the device by an asynchronous copy from one pinned buffer. With "
+            "asynchronous scheduling the next step overwrites it before the copy has run: blocks "
+            "of live requests are zeroed, and the new ones keep their last tenant's bytes."
+        ),
+        threads=("vLLM #48085", "vLLM #48399"),
+        cost="no launch; an allocation of pinned memory a step, RECORDED as patch staging_race",
+    ),
+    Patch(
+        name="mla_recording",
+        incident="kv_reuse",
+        summary="remembers new blocks of MLA groups, so that they are zeroed",
+        versions=(("0.17.1", "0.22.1"),),
+        targets=(
+            Target(MANAGER, "SingleTypeKVCacheManager.allocate_new_blocks", ("self",), after=_record_new),
+            Target(
+                MANAGER,
+                "SingleTypeKVCacheManager.allocate_new_computed_blocks",
+                EXTERNAL,
+                after=_record_external,
+            ),
+        ),
+        probe=_unrecorded,
+        mechanism=(
+            "In a model of Mamba and MLA layers (Kimi Linear) the blocks of both are the same "
+            "memory. Only blocks of plain full attention are remembered and zeroed, so MLA reads "
+            "Mamba state as keys, and a NaN in it survives the mask as 0 times NaN."
+        ),
+        threads=("vLLM #43961", "vLLM #35219"),
+        cost="no launch; on the host one list an allocation",
+        requires=("undrained_ids",),
+    ),
+    Patch(
+        name="mla_zeroing",
+        incident="kv_reuse",
+        summary="zeroes the new blocks of MLA groups, which vLLM's zeroer leaves out",
+        versions=(("0.17.1", "0.19.1"),),
+        targets=(
+            Target(WORKER, "KVBlockZeroer.init_meta", META, before=_keep_groups, after=_add_zeroer),
+            Target(WORKER, "KVBlockZeroer.zero_block_ids", ("self", "block_ids"), after=_zero_mla),
+        ),
+        probe=_uncovered,
+        mechanism=(
+            "vLLM's zeroer takes layers of plain full attention only. With the patch "
+            "staleproof.BlockZeroer zeroes the same blocks in the MLA layers beside it."
+        ),
+        threads=("vLLM #43961", "vLLM #35219"),
+        cost="one launch in a step that allocates blocks; RECORDED as kernel BlockZeroer.zero",
+        requires=("mla_recording",),
+    ),
+    Patch(
+        name="dummy_slots",
+        incident="kv_reuse",
+        summary="dummy runs write no KV",
+        versions=(("0.17.1", "0.19.1"),),
+        targets=(
+            Target(RUNNER, "GPUModelRunner._dummy_run", ("self", "num_tokens"), around=_dummy_run),
+            Target(RUNNER, "GPUModelRunner._get_slot_mappings", ("self",), after=_no_slots),
+        ),
+        probe=_dummy_writes,
+        mechanism=(
+            "An idle data-parallel rank runs dummy batches. Their slot mapping is left over from "
+            "an earlier step, or zeros, so that hidden states of nobody land in the KV cache, in "
+            "block 0 above all, which every unused entry of a block table points to."
+        ),
+        threads=("vLLM #39444", "vLLM #44211"),
+        cost="one fill of the slot mapping a dummy run; none in a real step",
+    ),
+)

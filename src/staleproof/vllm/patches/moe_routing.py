@@ -1,0 +1,332 @@
+"""Incident 3 in an installed vLLM: distinct experts whatever the logits and the bias hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from staleproof.vllm.hooks import (
+    Arguments,
+    Evidence,
+    Keywords,
+    Patch,
+    Sources,
+    Target,
+    argument,
+    numbers,
+    replaced,
+)
+
+OPS = "vllm._custom_ops"
+TOPK = (
+    "topk_weights",
+    "topk_ids",
+    "token_expert_indices",
+    "gating_output",
+    "renormalize",
+    "e_score_correction_bias",
+)
+GROUPED = (
+    "scores",
+    "num_expert_group",
+    "topk_group",
+    "topk",
+    "renormalize",
+    "routed_scaling_factor",
+    "bias",
+    "scoring_func",
+)
+SIGMOID = 1
+KERNELS = "topk_softmax_kernels.cu"
+EXPERTS = "vllm.model_executor.layers.fused_moe"
+SIMULATOR = f"{EXPERTS}.router.routing_simulator_router"
+SAMPLE = ("self", "num_tokens", "num_experts", "top_k", "device", "indices_type")
+GUARDED_FLASHINFER = "0.6.10"
+
+
+def _tracing() -> bool:
+    """Whether torch.compile reads this call: then vLLM's op stays, with its inputs cleaned."""
+    import torch
+
+    return torch.compiler.is_compiling()
+
+
+def _select(name: str, args: Arguments, kwargs: Keywords) -> Any:
+    """``ops.topk_softmax`` or ``ops.topk_sigmoid`` by our kernel, into the caller's tensors.
+
+    ``token_expert_indices`` stays as it is: no caller of these versions reads it.
+    """
+    if _tracing():
+        return NotImplemented
+    import torch
+
+    from staleproof.ops import topk as kernels
+
+    weights, ids, _, logits = (argument(args, kwargs, i, TOPK[i]) for i in range(4))
+    if not logits.shape[0]:
+        return NotImplemented
+    getattr(kernels, name)(
+        logits,
+        ids.shape[1],
+        bias=argument(args, kwargs, 5, TOPK[5]),
+        renormalize=bool(argument(args, kwargs, 4, TOPK[4], False)),
+        # An id has the same bits in both.
+        out=(weights, ids.view(torch.int32) if ids.dtype == torch.uint32 else ids),
+    )
+    return None
+
+
+def _softmax(args: Arguments, kwargs: Keywords) -> Any:
+    return _select("topk_softmax", args, kwargs)
+
+
+def _sigmoid(args: Arguments, kwargs: Keywords) -> Any:
+    return _select("topk_sigmoid", args, kwargs)
+
+
+def _grouped(args: Arguments, kwargs: Keywords) -> Any:
+    if _tracing():
+        return NotImplemented
+    from staleproof.ops.topk import grouped_topk
+
+    scores, groups, chosen, top_k, renormalize, scaling, bias = (
+        argument(args, kwargs, i, GROUPED[i]) for i in range(7)
+    )
+    if argument(args, kwargs, 7, GROUPED[7], 0) != SIGMOID or not scores.shape[0]:
+        return NotImplemented
+    return grouped_topk(
+        scores,
+        top_k,
+        num_expert_group=groups,
+        topk_group=chosen,
+        bias=bias,
+        renormalize=renormalize,
+        routed_scaling_factor=scaling,
+    )
+
+
+def _without_nan(x: Any, value: float = 0.0) -> Any:
+    import torch
+
+    # One launch, and infinities as they were.
+    return torch.nan_to_num(x, value, torch.inf, -torch.inf)
+
+
+def _clean_bias(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
+    bias = argument(args, kwargs, 5, TOPK[5])
+    return None if bias is None else replaced(args, kwargs, 5, TOPK[5], _without_nan(bias))
+
+
+def _clean_grouped_bias(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
+    bias = argument(args, kwargs, 6, GROUPED[6])
+    return None if bias is None else replaced(args, kwargs, 6, GROUPED[6], _without_nan(bias))
+
+
+def _clean_logits(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+    """A row that softmax would make NaN becomes a row of equal logits."""
+    import torch
+
+    logits = argument(args, kwargs, 3, TOPK[3])
+    bad = (logits.isnan() | (logits == torch.inf)).any(-1, keepdim=True)
+    given = replaced(args, kwargs, 3, TOPK[3], torch.where(bad, 0.0, logits))
+    return _clean_bias(*given) or given
+
+
+def _clean_sigmoid_logits(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+    logits = argument(args, kwargs, 3, TOPK[3])
+    clean = _without_nan(logits, _lowest(logits))
+    given = replaced(args, kwargs, 3, TOPK[3], clean)
+    return _clean_bias(*given) or given
+
+
+def _clean_scores(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+    scores = argument(args, kwargs, 0, GROUPED[0])
+    sigmoid = argument(args, kwargs, 7, GROUPED[7], 0) == SIGMOID
+    clean = _without_nan(scores, _lowest(scores) if sigmoid else 0.0)
+    given = replaced(args, kwargs, 0, GROUPED[0], clean)
+    return _clean_grouped_bias(*given) or given
+
+
+def _lowest(x: Any) -> float:
+    """A logit whose score is 0."""
+    import torch
+
+    return torch.finfo(x.dtype).min
+
+
+def _distinct(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+    from staleproof.ops.distinct_experts import distinct_experts
+
+    weights = argument(args, kwargs, 5, "topk_weights")
+    ids = argument(args, kwargs, 6, "topk_ids")
+    weights, ids = distinct_experts(weights.contiguous(), ids.contiguous())
+    args, kwargs = replaced(args, kwargs, 5, "topk_weights", weights)
+    return replaced(args, kwargs, 6, "topk_ids", ids)
+
+
+def _int32_ids(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
+    import torch
+
+    if argument(args, kwargs, 4, "indices_type") is not None:
+        return None
+    return replaced(args, kwargs, 4, "indices_type", torch.int32)
+
+
+def _sample(args: Arguments, kwargs: Keywords) -> Any:
+    """Draw each token's experts from the strategy's distribution, without replacement.
+
+    The largest of log p + Gumbel noise are such a draw. A normal sample falls to expert e where
+    its sigmoid lies in [e, e + 1) / experts, so that p is known.
+    """
+    import torch
+
+    router, tokens, experts, top_k, device, dtype = (argument(args, kwargs, i, SAMPLE[i]) for i in range(6))
+    if top_k > experts or router.distribution not in ("uniform", "normal"):
+        return NotImplemented
+    log_p = torch.zeros(experts, dtype=torch.float64, device=device)
+    if router.distribution == "normal":
+        given = router.distribution_params
+        edges = torch.arange(experts + 1, dtype=torch.float64, device=device) / experts
+        below = torch.special.ndtr((edges.logit() - given["mean"]) / given["std"])
+        log_p = below.diff().log()
+    uniform = torch.rand(tokens, experts, dtype=torch.float64, device=device)
+    keys = log_p - uniform.log().neg().log()
+    return keys.topk(top_k, dim=-1).indices.to(dtype)
+
+
+def _unclamped(sources: Sources) -> Evidence:
+    clamped = "isnan(" in sources.csrc_text(KERNELS)
+    says = "makes NaN scores 0" if clamped else "compares NaN scores as they are"
+    return Evidence(not clamped, f"csrc {KERNELS} {says}")
+
+
+def _nan_bias(sources: Sources) -> Evidence:
+    text = sources.csrc_text(KERNELS)
+    clamped = "isnan(" in text
+    guarded = any(f"{test}(bias" in text for test in ("isnan", "isfinite"))
+    says = "adds the bias behind the clamp" if clamped else "has no clamp at all (topk_nan)"
+    return Evidence(clamped and not guarded, f"csrc {KERNELS} {says}")
+
+
+def _unguarded_flashinfer(sources: Sources) -> Evidence:
+    found = sources.flashinfer
+    if found is None:
+        return Evidence(False, "no FlashInfer is installed")
+    needed = numbers(found) < numbers(GUARDED_FLASHINFER)
+    says = "reads" if needed else "bounds"
+    return Evidence(needed, f"flashinfer-python {found} {says} the row index of a repeated expert")
+
+
+def _simulator(sources: Sources) -> Evidence:
+    path = SIMULATOR.removeprefix("vllm.").replace(".", "/") + ".py"
+    sample = sources.function(path, "DistributionBasedRouting._sample_expert_ids")
+    route = sources.function(path, "DistributionBasedRouting.route_tokens")
+    found = []
+    if "torch.long" in route.text:
+        found.append(f"{route.place} gives int64 ids by default")
+    if "torch.randint" in sample.text:
+        found.append(f"{sample.place} draws with replacement")
+    elif "_sample_continuous_distribution" in sample.text:
+        found.append(f"{sample.place} draws normal samples with replacement")
+    return Evidence(bool(found), "; ".join(found) or f"{route.place} gives distinct int32 ids")
+
+
+_MECHANISM = (
+    "One NaN logit makes a row's softmax NaN, every comparison with it is false, and the selection "
+    "takes one expert k times. FlashInfer's map builder leaves the repeated slots unwritten and "
+    "its finalise step follows them. "
+)
+_THREADS = ("vLLM #39593", "vLLM #39391", "vLLM #39288", "vLLM #37758")
+
+
+def _routing(name: str, hook: Any, clean: Any) -> Target:
+    """A top-k op: our kernel instead, or vLLM's with cleaned inputs where torch traces."""
+    arguments = GROUPED if name == "grouped_topk" else TOPK
+    return Target(OPS, name, arguments, instead=hook, before=clean)
+
+
+PATCHES = (
+    Patch(
+        name="topk_nan",
+        incident="moe_routing",
+        summary="routes by kernels whose expert ids are distinct whatever the logits hold",
+        versions=(("0.17.1", "0.19.1"),),
+        targets=(
+            _routing("topk_softmax", _softmax, _clean_logits),
+            _routing("topk_sigmoid", _sigmoid, _clean_sigmoid_logits),
+            _routing("grouped_topk", _grouped, _clean_scores),
+        ),
+        probe=_unclamped,
+        mechanism=_MECHANISM
+        + "With the patch staleproof's top-k takes the place of vLLM's: NaN scores count as 0, in "
+        "logits and in the bias.",
+        threads=_THREADS,
+        cost="our kernel in place of vLLM's; RECORDED as patch topk_nan",
+        traced=True,
+    ),
+    Patch(
+        name="topk_nan_bias",
+        incident="moe_routing",
+        summary="clears NaN from the score correction bias before vLLM's selection",
+        versions=(("0.20.0", "0.33.0"),),
+        targets=(
+            Target(OPS, "topk_softmax", TOPK, before=_clean_bias),
+            Target(OPS, "topk_sigmoid", TOPK, before=_clean_bias),
+            Target(OPS, "grouped_topk", GROUPED, before=_clean_grouped_bias),
+        ),
+        probe=_nan_bias,
+        mechanism=_MECHANISM
+        + "vLLM #39391 makes NaN scores 0 and adds the bias after that, so a bias of NaN still "
+        "repeats experts. With the patch a NaN in it is no bonus.",
+        threads=_THREADS,
+        cost="one launch where a model has a bias, none elsewhere; RECORDED as patch topk_nan_bias",
+        traced=True,
+    ),
+    Patch(
+        name="duplicate_experts",
+        incident="moe_routing",
+        summary="gives FlashInfer's fused MoE distinct expert ids",
+        versions=(("0.17.1", "0.21.0"),),
+        targets=tuple(
+            Target(
+                f"{EXPERTS}.{module}",
+                "FlashInferExperts.apply",
+                ("self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids"),
+                before=_distinct,
+                versions=versions,
+            )
+            for module, versions in (
+                ("flashinfer_cutlass_moe", ("0.17.1", "0.20.2")),
+                ("experts.flashinfer_cutlass_moe", ("0.21.0", "0.21.0")),
+            )
+        ),
+        probe=_unguarded_flashinfer,
+        mechanism=_MECHANISM
+        + "FlashInfer bounds that index from 0.6.10 on. With the patch a repeated slot gets the "
+        "id -1, which its kernels skip, and its weight goes to the first slot of that expert.",
+        threads=(*_THREADS, "FlashInfer #2762", "vLLM #42906"),
+        cost="one small launch a layer; RECORDED as patch duplicate_experts",
+    ),
+    Patch(
+        name="routing_simulator",
+        incident="moe_routing",
+        summary="simulated routing draws without replacement, and int32 ids by default",
+        versions=(("0.17.1", "0.33.0"),),
+        targets=(
+            Target(
+                SIMULATOR,
+                "DistributionBasedRouting.route_tokens",
+                ("self", "hidden_states", "router_logits", "top_k", "indices_type"),
+                before=_int32_ids,
+            ),
+            Target(SIMULATOR, "DistributionBasedRouting._sample_expert_ids", SAMPLE, instead=_sample),
+        ),
+        probe=_simulator,
+        mechanism=(
+            "VLLM_MOE_ROUTING_SIMULATION_STRATEGY draws experts with replacement: with 8 of 128 "
+            "experts a fifth of the tokens names one twice. Its ids are int64 by default, and "
+            "consumers of raw int32 ids read (id, 0) pairs or refuse."
+        ),
+        threads=("vLLM #38352", "vLLM #38359", "vLLM #48740"),
+        cost="only where the simulator is switched on",
+    ),
+)

@@ -1,0 +1,93 @@
+"""Findings on disk, and the off/on/off rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from staleproof.harness.findings import (
+    Finding,
+    RunFileError,
+    finding,
+    not_run,
+    off_on_off,
+    proved,
+    read_findings,
+    write_findings,
+)
+
+
+def test_findings_come_back_as_recorded(tmp_path):
+    path = tmp_path / "deep" / "findings.jsonl"
+    written = [finding("a", "q", "v", "leaked", expected="leaked", rows=3, amax=float("nan"))]
+    write_findings(path, written)
+    (read,) = read_findings(path)
+    assert read.provenance == "RECORDED"
+    assert (read.key, read.verdict, read.numbers["rows"]) == (("a", "q", "v"), "leaked", 3)
+    assert read.numbers["amax"] != read.numbers["amax"]
+    assert read.machine == written[0].machine
+    assert [p.name for p in path.parent.iterdir()] == ["findings.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"incident": "a"', "truncated or not JSON"),
+        ('{"incident": "a"}\n', "not a finding"),
+        ('{"surprise": 1, "incident": "a"}\n', "not a finding"),
+        ("[1]\n", "expected an object"),
+        ('{"schema": 2}\n', "newer than 1"),
+        (finding("a", "q", "v", "clean").to_json(), "the last line has no end"),
+    ],
+)
+def test_spoilt_findings_are_refused(tmp_path, text, said):
+    path = tmp_path / "findings.jsonl"
+    path.write_text(text)
+    with pytest.raises(RunFileError, match=said):
+        read_findings(path)
+
+
+def test_a_failed_write_leaves_the_earlier_file(tmp_path):
+    path = tmp_path / "findings.jsonl"
+    write_findings(path, [finding("a", "q", "v", "clean")])
+    before = path.read_text()
+    (tmp_path / "findings.jsonl.part").mkdir()
+    with pytest.raises(RunFileError, match="cannot be written"):
+        write_findings(path, [])
+    assert path.read_text() == before
+
+
+def test_ok_failed_and_not_run():
+    good = finding("a", "q", "v", "clean", expected="clean")
+    bad = finding("a", "q", "v", "clean", expected="leaked")
+    absent = not_run("a", "q", "v", "no GPU")
+    open_question = finding("a", "q", "v", "leaked")
+    states = [(f.ok, f.failed, f.ran) for f in (good, bad, absent, open_question)]
+    assert states == [(True, False, True), (False, True, True), (False, False, False), (True, False, True)]
+
+
+@pytest.mark.parametrize(
+    ("off", "on", "off_again", "verdict"),
+    [
+        ("leaked", "clean", "leaked", "fixed"),
+        ("pad_only", "clean", "pad_only", "fixed"),
+        ("leaked", "leaked", "leaked", "not fixed"),
+        ("leaked", "pad_only", "leaked", "not fixed"),
+        ("clean", "clean", "leaked", "not reproduced"),
+        ("leaked", "clean", "clean", "not reproduced"),
+        ("not run", "clean", "leaked", "not reproduced"),
+    ],
+)
+def test_off_on_off(off, on, off_again, verdict):
+    found = off_on_off("a", "ours", off=off, on=on, off_again=off_again, steps=4)
+    assert found.verdict == verdict
+    assert found.ok is (verdict == "fixed")
+    assert found.numbers["steps"] == 4
+    assert proved(found) is found
+
+
+@pytest.mark.parametrize("numbers", [{}, {"off": "leaked", "on": "clean"}])
+def test_fixed_without_the_three_verdicts_is_not_believed(numbers):
+    claim: Finding = finding("a", "off/on/off", "ours", "fixed", **numbers)
+    judged = proved(claim)
+    assert (judged.verdict, judged.expected) == ("not reproduced", "fixed")
+    assert judged.failed

@@ -1,0 +1,65 @@
+"""The kernels agree on clean caches, and differ on what lies past a request's end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from staleproof.incidents.kv_reuse.attention import Call, kernels, masked_loads, used_table
+from staleproof.incidents.kv_reuse.bits import DTYPES
+from staleproof.incidents.kv_reuse.questions import _call, past_seq_len
+
+
+def _expected(call: Call) -> torch.Tensor:
+    """Row by row, from the tokens alone."""
+    rows = []
+    for row, tokens in enumerate(call.seq_lens.tolist()):
+        keys, values = (
+            x.float()[call.table[row]].flatten(0, 1)[:tokens, 0] for x in (call.keys, call.values)
+        )
+        q = call.q[row].float()
+        rows.append(((q @ keys.T) * q.shape[-1] ** -0.5).softmax(-1) @ values)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", list(kernels()))
+def test_every_kernel_computes_attention(device, name):
+    kernel = kernels()[name]
+    if kernel.why_not is not None:
+        pytest.skip(kernel.why_not)
+    for dtype in kernel.dtypes:
+        call = _call(device, dtype)
+        near = 2e-2 if call.q.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(kernel.attend(call).float(), _expected(call), rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("name", list(kernels()))
+def test_what_each_kernel_makes_of_nan_past_seq_len(device, name):
+    for found in past_seq_len(name, device):
+        assert found.ok or not found.ran, found
+        assert found.ran == (kernels()[name].why_not is None)
+        assert found.ran or found.note
+
+
+def test_what_is_put_past_seq_len_is_nan_in_every_dtype(device):
+    for dtype in DTYPES.values():
+        call = _call(device, dtype)
+        call.values[2, 4:].view(torch.uint8).fill_(0xFF)
+        assert bool(call.values[2, 4:].float().isnan().all())
+        assert bool(kernels()["sdpa_math"].attend(call)[0].isnan().all())
+        assert bool(masked_loads(call).isfinite().all())
+
+
+def test_grouped_query_heads_share_a_kv_head(device):
+    call = _call(device, torch.bfloat16)
+    twice = Call(call.q.repeat(1, 2, 1), call.keys, call.values, call.table, call.seq_lens)
+    out, one = masked_loads(twice), masked_loads(call)
+    assert out.shape[1] == 2
+    for head in range(2):
+        assert torch.equal(out[:, head], one[:, 0])
+
+
+def test_blocks_behind_the_last_token_are_not_followed():
+    table = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    assert used_table(table, torch.tensor([17, 48]), 16).tolist() == [[4, 5, 0], [7, 8, 9]]
+    assert used_table(table, torch.tensor([16, 1]), 16).tolist() == [[4, 0, 0], [7, 0, 0]]

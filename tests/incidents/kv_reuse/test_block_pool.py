@@ -1,0 +1,197 @@
+"""One pool for attention and Mamba: page arithmetic, the shared bytes, and who holds which id."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from staleproof.incidents.kv_reuse.block_pool import (
+    AttentionSpec,
+    BlockPool,
+    KVBuffers,
+    MambaSpec,
+    OutOfBlocks,
+    equalise,
+    qwen3_5_397b,
+    split_block_table,
+)
+
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("tp", "dtype", "mamba_bytes", "token_bytes", "block", "page_bytes", "padding"),
+    [
+        (1, FP8, 4_268_032, 1024, 4176, 4_276_224, 0.19),
+        (1, BF16, 4_268_032, 2048, 2096, 4_292_608, 0.58),
+        (2, FP8, 2_134_016, 512, 4176, 2_138_112, 0.19),
+        (4, FP8, 1_067_008, 512, 2096, 1_073_152, 0.58),
+        (8, FP8, 533_504, 512, 1056, 540_672, 1.34),
+        (8, BF16, 533_504, 1024, 528, 540_672, 1.34),
+    ],
+)
+def test_the_page_table_of_qwen3_5_397b(tp, dtype, mamba_bytes, token_bytes, block, page_bytes, padding):
+    attention, mamba = qwen3_5_397b(tp, dtype)
+    page = equalise(attention, mamba)
+    assert attention.token_bytes == token_bytes
+    assert page.mamba_bytes == mamba.state_bytes == mamba_bytes
+    assert (page.block_size, page.page_bytes) == (block, page_bytes)
+    assert page.padding == page_bytes - mamba_bytes
+    # Upstream quotes the padding against the Mamba page.
+    assert round(100 * page.padding / mamba_bytes, 2) == padding
+
+
+def test_one_rank_keeps_the_whole_convolution_and_recurrent_state():
+    _, mamba = qwen3_5_397b(1, FP8)
+    assert mamba.conv_bytes == 73_728
+    assert mamba.state_bytes - mamba.conv_bytes == 4_194_304
+
+
+def test_a_block_is_the_smallest_multiple_that_holds_a_state():
+    attention = AttentionSpec(1, 8, BF16)
+    exact = MambaSpec((1, 32), (1, 4, 4))
+    assert exact.state_bytes == 128
+    assert equalise(attention, exact, 4) == equalise(attention, exact, 2)
+    assert equalise(attention, exact, 4).padding == 0
+    assert equalise(attention, MambaSpec((1, 34), (1, 4, 4)), 4).block_size == 8
+    with pytest.raises(ValueError, match="alignment: expected at least 1 token, got 0"):
+        equalise(attention, exact, 0)
+
+
+SMALL = MambaSpec((3, 16), (2, 4, 8))
+
+
+def _buffers(*, kv_outermost=False, mamba=SMALL, kernel=8, dtype=BF16, device="cpu"):
+    spec = AttentionSpec(2, 4, dtype, kv_outermost)
+    return KVBuffers(5, 2, spec, mamba, kernel_block_size=kernel, device=device)
+
+
+def _pages_written(buffers, layer):
+    return [page for page, row in enumerate(buffers.raw[layer]) if bool((row != 0).any())]
+
+
+@pytest.mark.parametrize("kv_outermost", [False, True])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_token_lies_in_the_page_of_its_block_in_both_layouts(device, kv_outermost, side):
+    buffers = _buffers(kv_outermost=kv_outermost, device=device)
+    assert buffers.ratio == buffers.page.block_size // 8 == 2
+    shape = (2, 10, 8, 2, 4) if kv_outermost else (10, 2, 8, 2, 4)
+    assert buffers.kv_cache(1).shape == shape
+    assert buffers.kv_cache(1).shape[buffers.block_dim] == 10
+    # Token 9 of block 3 is token 1 of kernel block 7.
+    table = split_block_table(torch.tensor([[3]], device=device), buffers.ratio)
+    assert table.tolist() == [[6, 7]]
+    buffers.keys_and_values(1)[side][table[0, 1], 1] = 1
+    assert _pages_written(buffers, 1) == [3]
+    assert _pages_written(buffers, 0) == []
+    assert int((buffers.raw[1].view(torch.int16) != 0).sum()) == 2 * 4
+
+
+def test_every_byte_of_a_page_belongs_to_its_tokens_once():
+    for kv_outermost in (False, True):
+        buffers = _buffers(kv_outermost=kv_outermost)
+        for token in range(buffers.page.block_size):
+            kernel_block, offset = divmod(token, 8)
+            for side in buffers.keys_and_values(0):
+                side.view(torch.uint8)[2 * buffers.ratio + kernel_block, offset] += 1
+        assert bool((buffers.raw[0][2] == 1).all())
+        assert _pages_written(buffers, 0) == [2]
+
+
+def test_without_mamba_layers_keys_and_values_lie_apart_if_asked_for():
+    buffers = _buffers(kv_outermost=True, mamba=None)
+    cache = buffers.kv_cache(0)
+    assert cache.is_contiguous()
+    cache[1, 0] = 1
+    first = buffers.raw[0].view(-1).nonzero()[0].item()
+    # Past all the keys: these are bytes that a Mamba layer would call another block's.
+    assert first >= buffers.raw[0].numel() // 2
+    with pytest.raises(ValueError, match="mamba: expected a model with Mamba layers"):
+        buffers.state(0)
+
+
+def test_the_same_bytes_are_a_state_to_one_layer_and_keys_to_another():
+    buffers = _buffers()
+    conv, ssm = buffers.state(0)
+    assert conv.shape == (5, *SMALL.conv_shape)
+    assert ssm.shape == (5, *SMALL.ssm_shape)
+    assert ssm.dtype == torch.float32
+    conv[4], ssm[4] = 1.0, 2.0
+    assert _pages_written(buffers, 0) == [4]
+    unused = buffers.raw[0][4, buffers.page.mamba_bytes :]
+    assert len(unused) == buffers.page.padding > 0
+    assert not bool(unused.any())
+    # 2.0 in fp32 is 0x40000000: in bf16, a 0 and another 2.
+    seen = buffers.kv_cache(0)[8].flatten()[SMALL.conv_bytes // 2 :][:4]
+    assert seen.tolist() == [0, 2, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_blocks": 1}, "num_blocks: expected at least 2"),
+        ({"layers": 0}, "layers: expected at least 1, got 0"),
+        ({"kernel_block_size": 5}, "kernel_block_size: expected a divisor of the block size 16"),
+    ],
+)
+def test_memory_that_cannot_be_is_refused(arguments, message):
+    given = {"num_blocks": 4, "layers": 1, "attention": AttentionSpec(1, 8, BF16)} | arguments
+    with pytest.raises(ValueError, match=message):
+        KVBuffers(**given)
+
+
+def test_the_block_that_was_free_longest_comes_first_and_never_the_null_block():
+    pool = BlockPool(5)
+    assert pool.allocate(3) == [1, 2, 3]
+    assert pool.free([2]) == [2]
+    assert pool.free([1]) == [1]
+    assert pool.allocate(3) == [4, 2, 1]
+    with pytest.raises(OutOfBlocks, match="1 blocks asked for, 0 of 5 free"):
+        pool.allocate(1)
+
+
+def test_a_shared_block_is_free_when_its_last_holder_lets_go():
+    pool = BlockPool(4)
+    (block,) = pool.allocate(1)
+    pool.cache(block, "prefix")
+    pool.touch([block])
+    assert pool.free([block]) == []
+    assert pool.num_free == 2
+    assert pool.free([block]) == [block]
+    assert pool.num_free == 3
+
+
+def test_a_free_block_is_hit_until_it_is_handed_out_again():
+    pool = BlockPool(3)
+    first, second = pool.allocate(2)
+    pool.cache(first, "prefix")
+    pool.cache(second, "prefix")
+    pool.free([first, second])
+    assert pool.cached("prefix") == first
+    pool.touch([first])
+    assert pool.allocate(1) == [second]
+    pool.free([first])
+    assert pool.allocate(1) == [first]
+    assert pool.cached("prefix") is None
+
+
+def test_bad_ids_change_nothing():
+    pool = BlockPool(4)
+    (block,) = pool.allocate(1)
+    for ids, message in (
+        ([0], "ids in 1 to 3, got 0"),
+        ([4], "ids in 1 to 3, got 4"),
+        ([-1], "ids in 1 to 3, got -1"),
+        ([block, block], f"block {block} freed at most 1 times, got 2"),
+        ([2], "block 2 freed at most 0 times, got 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pool.free(ids)
+    with pytest.raises(ValueError, match=f"blocks: expected cached blocks, got {block}"):
+        pool.touch([block])
+    with pytest.raises(ValueError, match="block: expected a block that somebody holds, got 3"):
+        pool.cache(3, "key")
+    with pytest.raises(ValueError, match="count: expected at least 0, got -1"):
+        pool.allocate(-1)
+    assert pool.ref_counts == [0, 1, 0, 0]
+    assert pool.num_free == 2

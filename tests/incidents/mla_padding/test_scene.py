@@ -1,0 +1,108 @@
+"""The miniature engine: padding as a model runner writes it, and rows that do not meet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from staleproof.evidence import FILLS, RowCounters, Verdict, plant, same_bits
+from staleproof.harness.graph import capture_sizes, padded_size
+from staleproof.incidents.mla_padding import broken
+from staleproof.incidents.mla_padding.scene import Batch, Engine, EngineConfig, Variant
+from staleproof.ops.mla_decode import mla_decode
+
+
+def make(device, kernel=mla_decode, quantise=None, counters=None, **changes):
+    config = EngineConfig.for_device(device, batch=8, **changes)
+    return Engine(Variant("test", broken.NoRemedy(kernel), quantise), config, counters)
+
+
+def test_capture_sizes_are_vllms_ladder():
+    sizes = capture_sizes(512)
+    assert sizes[:5] == [1, 2, 4, 8, 16]
+    assert sizes[sizes.index(256) : sizes.index(256) + 3] == [256, 272, 288]
+    assert sizes[-1] == 512
+
+
+@pytest.mark.parametrize(("live", "padded"), [(1, 1), (3, 4), (5, 8), (121, 128), (257, 272)])
+def test_padded_size(live, padded):
+    assert padded_size(live) == padded
+
+
+@pytest.mark.parametrize("live", [0, 513])
+def test_padded_size_refuses_what_no_graph_holds(live):
+    with pytest.raises(ValueError, match=f"live: expected 1 to 512, got {live}"):
+        padded_size(live)
+
+
+def test_padding_rows_have_no_tokens_and_no_pages(device):
+    engine = make(device)
+    engine.set_batch(Batch(3))
+    assert engine.seq_lens.tolist() == [engine.config.context] * 3 + [0] * 5
+    assert (engine.block_table[3:] == -1).all()
+    assert (engine.block_table[:3] > 0).all()
+    assert engine.live.tolist() == [True] * 3 + [False] * 5
+
+
+def test_a_live_row_says_the_same_whatever_batch_it_is_in(device):
+    engine = make(device)
+    engine.set_batch(Batch(1))
+    alone = engine.replay().clone()
+    engine.set_batch(Batch(8))
+    full = engine.replay()
+    assert same_bits(alone[:1], full[:1]).all()
+    assert not torch.equal(full[0], full[1])
+
+
+def test_run_restores_the_memory_it_filled(device):
+    engine = make(device, broken.empty_row_not_written)
+    engine.poison(plant)
+    engine.set_batch(Batch(2))
+    engine.replay()
+    memory = engine.taps[0]["attention"]
+    before = memory.clone()
+    engine.run(FILLS[2])
+    assert same_bits(memory, before).all()
+
+
+def test_a_sick_request_is_live_born_and_healed_by_the_next_batch(device):
+    engine = make(device)
+    engine.set_batch(Batch(4, poisoned_row=2))
+    assert engine.verdict() == Verdict.LIVE_BORN
+    engine.set_batch(Batch(4))
+    assert engine.verdict() == Verdict.CLEAN
+
+
+def test_counters_inside_the_step_name_the_first_crossing(device):
+    counters = RowCounters(Engine.stage_names(1), EngineConfig.for_device(device).device)
+    engine = make(device, broken.zero_by_zero_written, broken.quantise_amax_torch_max, counters)
+    engine.set_batch(Batch(8))
+    engine.replay()
+    assert counters.first_crossing is None
+    engine.set_batch(Batch(5))
+    engine.replay()
+    crossing = counters.first_crossing
+    assert (crossing.replay, crossing.stage, crossing.row) == (2, "0.quantise", 0)
+    counts = counters.read()
+    assert counts["0.attention"].pad_rows == 3
+    assert counts["0.attention"].live_rows == 0
+    assert counts["0.quantise"].live_rows == 5
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (Batch(0), "batch.live: expected 1 to 8, got 0"),
+        (Batch(9), "batch.live: expected 1 to 8, got 9"),
+        (Batch(2, seq_len=10**6), "batch.seq_len: expected"),
+        (Batch(2, poisoned_row=2), "batch.poisoned_row: expected a live row, 0 to 1, got 2"),
+    ],
+)
+def test_bad_batches_change_nothing(device, batch, message):
+    engine = make(device)
+    engine.set_batch(Batch(3))
+    before = engine.seq_lens.clone(), engine.block_table.clone()
+    with pytest.raises(ValueError, match=message):
+        engine.set_batch(batch)
+    assert torch.equal(engine.seq_lens, before[0])
+    assert torch.equal(engine.block_table, before[1])

@@ -1,0 +1,171 @@
+"""The faulty choices fail as upstream's did, and each remedy cures what upstream's cured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from staleproof.incidents.moe_routing import broken
+from staleproof.ops.reference import topk as reference
+
+NAN = float("nan")
+# Few experts for the two of Triton: its interpreter sorts slowly.
+EXPERTS = {
+    "warp_keeps_its_first_column": 128,
+    "block_keeps_the_left": 60,
+    "sort_swaps_raw_nan": 16,
+    "topk_swaps_raw_nan": 16,
+}
+
+
+def logits(rows: int, experts: int, device: str, nan_rate: float = 0.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, experts, generator=generator)
+    x[torch.rand(rows, experts, generator=generator) < nan_rate] = NAN
+    return x.to(device)
+
+
+def ids_of(name: str, x: torch.Tensor, top_k: int, remedy: str, **options: object) -> torch.Tensor:
+    return broken.route(broken.CHOICES[name], x, top_k, remedy=broken.REMEDIES[remedy], **options)[1]  # type: ignore[arg-type]
+
+
+def duplicates(ids: torch.Tensor) -> int:
+    return int(broken.rows_with_duplicates(ids).sum())
+
+
+@pytest.mark.parametrize("name", broken.CHOICES)
+@pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "sigmoid"])
+def test_numbers_are_routed_right(device: str, name: str, softmax: bool) -> None:
+    x = logits(20, EXPERTS[name], device)
+    function = reference.topk_softmax if softmax else reference.topk_sigmoid
+    got = broken.route(broken.CHOICES[name], x, 4, softmax=softmax)
+    want = function(x, 4)
+    assert torch.equal(got[1], want[1])
+    torch.testing.assert_close(got[0], want[0], rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("experts", [16, 128, 512])
+@pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "sigmoid"])
+def test_the_warp_picks_expert_0_each_time(device: str, experts: int, softmax: bool) -> None:
+    x = torch.full((1, experts), NAN, device=device).bfloat16()
+    weights, ids = broken.route(broken.warp_keeps_its_first_column, x, 8, softmax=softmax)
+    assert ids.tolist() == [[0] * 8]
+    assert bool(weights.isnan().all())
+
+
+def test_one_nan_is_enough_for_softmax(device: str) -> None:
+    x = logits(3, 128, device)
+    x[1, 77] = NAN
+    ids = ids_of("warp_keeps_its_first_column", x, 8, "none")
+    assert broken.rows_with_duplicates(ids).tolist() == [False, True, False]
+
+
+def test_a_warp_holds_each_column_once() -> None:
+    for experts, itemsize in ((128, 2), (128, 4), (512, 2), (64, 4), (4, 2)):
+        columns = broken.warp_columns(experts, itemsize)
+        assert columns.flatten().sort().values.tolist() == list(range(experts))
+    assert broken.warp_columns(128, 4)[1].tolist() == [4, 5, 6, 7]
+    assert broken.warp_columns(512, 2)[1].tolist() == [*range(8, 16), *range(264, 272)]
+
+
+def test_a_warp_holds_powers_of_two_only(device: str) -> None:
+    with pytest.raises(ValueError, match="choice: expected a power of two of experts up to 512"):
+        broken.warp_keeps_its_first_column(logits(1, 60, device), 4, 2)
+
+
+def test_a_lane_is_stuck_on_a_nan_in_its_first_column(device: str) -> None:
+    # Lane 1 of 32 holds experts 4 to 7 of fp32 logits, and the best expert with them.
+    x = torch.zeros(2, 128, device=device)
+    x[:, 6] = 5.0
+    x[0, 5], x[1, 4] = NAN, NAN
+    ids = ids_of("warp_keeps_its_first_column", x, 1, "none", softmax=False)
+    assert ids.tolist() == [[6], [0]]
+
+
+def test_the_block_picks_256_first_and_then_expert_0(device: str) -> None:
+    few = torch.full((1, 60), NAN, device=device)
+    many = torch.full((1, 300), NAN, device=device)
+    assert ids_of("block_keeps_the_left", few, 5, "none").tolist() == [[0] * 5]
+    assert ids_of("block_keeps_the_left", many, 5, "none").tolist() == [[256, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("name", ["sort_swaps_raw_nan", "topk_swaps_raw_nan"])
+def test_triton_keeps_a_neighbour_of_a_nan_twice(device: str, name: str) -> None:
+    choice = torch.tensor([[3.0, NAN, 1.0, 2.0]], device=device)
+    ids = broken.CHOICES[name](choice, 2, 4)
+    assert ids.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("name", broken.CHOICES)
+@pytest.mark.parametrize(
+    ("remedy", "cured"),
+    [("none", False), ("nan_to_num_before", True), ("lowest_on_load", True), ("clamp_after_scoring", True)],
+)
+def test_what_cures_a_nan_logit(device: str, name: str, remedy: str, cured: bool) -> None:
+    x = torch.cat([logits(20, EXPERTS[name], device), torch.full((4, EXPERTS[name]), NAN, device=device)])
+    ids = ids_of(name, x, 4, remedy)
+    assert duplicates(ids[:20]) == 0
+    assert duplicates(ids[20:]) == (0 if cured else 4)
+    if cured:
+        assert ids[20:].tolist() == [[0, 1, 2, 3]] * 4
+
+
+@pytest.mark.parametrize("name", ["warp_keeps_its_first_column", "sort_swaps_raw_nan"])
+def test_some_nan_doubles_some_rows_of_sigmoid(device: str, name: str) -> None:
+    x = logits(60, EXPERTS[name], device, nan_rate=0.2)
+    assert 0 < duplicates(ids_of(name, x, 4, "none", softmax=False)) < 60
+    assert duplicates(ids_of(name, x, 4, "clamp_after_scoring", softmax=False)) == 0
+
+
+@pytest.mark.parametrize("name", broken.CHOICES)
+@pytest.mark.parametrize("remedy", broken.REMEDIES)
+def test_no_remedy_cures_a_nan_bias(device: str, name: str, remedy: str) -> None:
+    x = logits(4, EXPERTS[name], device)
+    bias = torch.full((EXPERTS[name],), NAN, device=device)
+    assert duplicates(ids_of(name, x, 4, remedy, softmax=False, bias=bias)) == 4
+
+
+def test_skipping_padding_hides_what_it_does_not_cure(device: str) -> None:
+    x = logits(6, 128, device)
+    x[2], x[4] = NAN, NAN
+    mask = torch.tensor([False, False, True, False, False, False], device=device)
+    weights, ids = broken.route(
+        broken.warp_keeps_its_first_column, x, 8, is_padding=mask, remedy=broken.REMEDIES["skip_padding"]
+    )
+    assert ids[2].tolist() == [-1] * 8
+    assert weights[2].tolist() == [0.0] * 8
+    # A NaN in a row that belongs to a request is as fatal as before.
+    assert broken.rows_with_duplicates(ids[[0, 1, 3, 4, 5]]).tolist() == [0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_the_two_quantisers_agree_on_numbers(device: str, per_token: bool) -> None:
+    x = logits(6, 64, device)
+    one, two = (broken.quantise_fp8(x, per_token=per_token, drops_nan=d) for d in (False, True))
+    assert torch.equal(one[0].float(), two[0].float())
+    assert torch.equal(one[1], two[1])
+    scale = (x.abs().amax(1, keepdim=True) if per_token else x.abs().max().view(1, 1)) / 448
+    torch.testing.assert_close(one[1], scale)
+    torch.testing.assert_close(one[0].float() * one[1], x, rtol=0.07, atol=0.01)
+
+
+def test_only_the_kernels_quantiser_drops_nan(device: str) -> None:
+    x = torch.tensor([[1.0, NAN, -2.0], [0.5, 0.25, -0.125]], device=device)
+    kept, scale = broken.quantise_fp8(x, per_token=True, drops_nan=False)
+    assert kept.float().isnan().all(1).tolist() == [True, False]
+    assert scale.isnan().flatten().tolist() == [True, False]
+    dropped, scale = broken.quantise_fp8(x, per_token=True, drops_nan=True)
+    # fminf(NaN, 448) is 448: a NaN leaves as the row's largest magnitude.
+    assert dropped.float().tolist() == [[224.0, 448.0, -448.0], [448.0, 224.0, -112.0]]
+    assert bool(scale.isfinite().all())
+    whole = broken.quantise_fp8(x, per_token=False, drops_nan=True)
+    assert whole[1].tolist() == [[pytest.approx(2 / 448)]]
+    assert bool(broken.quantise_fp8(x, per_token=False, drops_nan=False)[1].isnan().all())
+
+
+def test_an_infinity_passes_for_a_magnitude(device: str) -> None:
+    x = torch.tensor([[1.0, float("inf")], [1.0, 2.0]], device=device)
+    for drops in (True, False):
+        values, scale = broken.quantise_fp8(x, per_token=False, drops_nan=drops)
+        assert bool(scale.isinf().all())
+        assert bool((values.float() * scale).isfinite().logical_not().all())

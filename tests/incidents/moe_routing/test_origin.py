@@ -1,0 +1,210 @@
+"""Padding rows hold what their memory's last tenant left, and ranks agree on how many there are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from staleproof.incidents.moe_routing import origin
+from staleproof.incidents.moe_routing.origin import Counts, Pool, RankError, Request, Scheduler, Setting
+
+SHORT = Setting(requests=24)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small matrices on a busy machine: a second thread would only wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def steps(requests: list[Request]) -> list[int]:
+    scheduler, found = Scheduler(requests), []
+    while tokens := scheduler.step():
+        found.append(tokens)
+    return found
+
+
+def test_the_trace_is_as_stated() -> None:
+    requests = origin.trace(4000)
+    assert requests[:5] == origin.trace(4000)[:5]
+    prompts = torch.tensor([r.prompt for r in requests]).float()
+    answers = torch.tensor([r.answer for r in requests]).float()
+    assert (prompts.min(), prompts.max(), answers.max()) == (40, 200, 256)
+    assert answers.min() >= 16
+    assert abs(prompts.median() - 90) < 5
+    assert abs(answers.median() - 100) < 5
+
+
+def test_a_request_takes_its_prompt_and_then_a_token_a_step() -> None:
+    assert steps([Request(50, 4)]) == [50, 1, 1, 1]
+    # A prompt longer than the budget comes in chunks, beside the tokens of who decodes.
+    assert steps([Request(10, 3), Request(3000, 2)]) == [2048, 963, 2]
+
+
+def test_no_more_requests_run_than_the_limit() -> None:
+    found = steps([Request(1, 10)] * 40)
+    assert found[:10] == [origin.MAX_NUM_SEQS] * 10
+    assert found[10:] == [8] * 10
+
+
+@given(st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 20)), min_size=1, max_size=60))
+def test_every_token_is_computed_once(lengths: list[tuple[int, int]]) -> None:
+    found = steps([Request(*pair) for pair in lengths])
+    # The step that ends a prompt gives the first token of the answer.
+    assert sum(found) == sum(prompt + answer - 1 for prompt, answer in lengths)
+    assert max(found) <= origin.MAX_NUM_BATCHED_TOKENS
+
+
+def test_sizes_are_the_captured_ones() -> None:
+    assert [origin.replayed_size(n) for n in (1, 3, 5, 250, 257, 512)] == [1, 4, 8, 256, 272, 512]
+    assert origin.replayed_size(513) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 7)), min_size=1, max_size=30))
+def test_the_pool_gives_each_byte_to_one_tensor(plan: list[tuple[int, int]]) -> None:
+    pool, held = Pool("cpu", size=2**18), []
+    for number, (size, frees) in enumerate(plan):
+        x = pool.empty(size, dtype=torch.uint8).fill_(number % 251)
+        held.append((x, number % 251))
+        for _ in range(min(frees, len(held)) // 2):
+            pool.free(held.pop(0)[0])
+        assert all(bool((y == value).all()) for y, value in held)
+    for y, _ in held:
+        pool.free(y)
+    assert pool.free_blocks == {0: 2**18}
+
+
+def test_the_pool_takes_the_smallest_block_that_fits_and_leaves_its_bytes() -> None:
+    pool = Pool("cpu")
+    large, between, small, _last = (pool.empty(n) for n in (4096, 256, 1024, 256))
+    small.fill_(3.0)
+    pool.free(large)
+    pool.free(small)
+    again = pool.empty(512)
+    assert again.data_ptr() == small.data_ptr()
+    assert again.tolist() == [3.0] * 512
+    assert between.data_ptr() != again.data_ptr()
+
+
+def test_fp32_bits_read_as_bf16_are_nan_in_one_of_512() -> None:
+    pool = Pool("cpu")
+    wide = pool.empty(1000, 1000, dtype=torch.float32)
+    wide.copy_(torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)))
+    pool.free(wide)
+    # Every other number is the low half of a float32: exponent all ones in one of 256.
+    share = pool.empty(1000, 2000).isnan().float().mean()
+    assert abs(share - 1 / 512) < 2e-4
+    narrow = pool.empty(1000, 1000).copy_(wide)
+    pool.free(narrow)
+    assert not bool(pool.empty(1000, 1000).isnan().any())
+
+
+@pytest.mark.parametrize("allocator", ["pool", "torch"])
+def test_one_rank_pads_to_captured_sizes(device: str, allocator: str) -> None:
+    setting = dataclasses.replace(SHORT, allocator=allocator)
+    seen = origin.serve(setting, device)
+    tokens = steps(origin.trace(SHORT.requests))
+    sizes = [origin.replayed_size(n) or 0 for n in tokens]
+    assert seen.sizes == sizes
+    padding = [size - n for size, n in zip(sizes, tokens, strict=True) if size > n]
+    assert (seen.passes, seen.padded) == (len(tokens), len(padding))
+    assert seen.padding_rows == sum(padding)
+    assert seen.mean_padding == sum(padding) / len(padding)
+    assert seen.live_bad == seen.idle == 0
+
+
+def test_padding_holds_nan_where_fp32_was_before(device: str) -> None:
+    seen = origin.serve(SHORT, device)
+    assert seen.with_nan > 0.9 * seen.padded > 0
+    assert seen.nan_numbers > 10 * seen.inf_numbers
+
+
+@pytest.mark.parametrize("change", [{"wide": False}, {"zeroed": True}, {"graphs": False}])
+def test_without_one_of_three_things_there_is_no_nan(device: str, change: dict[str, bool]) -> None:
+    seen = origin.serve(dataclasses.replace(SHORT, **change), device)
+    assert (seen.with_nan, seen.with_inf) == (0, 0)
+    assert (seen.padded == 0) == (change == {"graphs": False})
+
+
+class Poisoned(Pool):
+    """Memory whose last tenant left NaN everywhere: all ones, in any float format."""
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        x = super().empty(*shape, dtype=dtype)
+        x.view(torch.uint8).fill_(255)
+        return x
+
+
+def test_a_dummy_step_fills_its_output_and_a_step_with_requests_does_not(device: str) -> None:
+    model = origin.Model(SHORT, device, 0)
+    model.memory = Poisoned(device)
+    for live, rows in ((0, 0), (3, 5)):
+        nan, inf, live_nan = model.forward(origin.Step(8, 8, True), live).tolist()
+        assert nan == origin.LAYERS * rows * origin.ATTENTION
+        assert (inf, live_nan) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[Counts]:
+    settings = [dataclasses.replace(SHORT, ranks=2, expert_parallel=dep) for dep in (False, True)]
+    return origin.serve_ranks(settings, "cpu")
+
+
+def test_two_ranks_run_the_size_that_the_larger_needs(two_ranks: list[Counts]) -> None:
+    by_rank = [steps(origin.trace(SHORT.requests)[rank::2]) for rank in range(2)]
+    length = max(map(len, by_rank))
+    for tokens in by_rank:
+        tokens += [0] * (length - len(tokens))
+    sizes = []
+    for pair in zip(*by_rank, strict=True):
+        wanted = [origin.replayed_size(max(n, 1)) for n in pair]
+        sizes.append(0 if None in wanted else max(wanted))
+    assert 0 in sizes
+    pads = [
+        size - n
+        for size, pair in zip(sizes, zip(*by_rank, strict=True), strict=True)
+        for n in pair
+        if size > n
+    ]
+    for seen in two_ranks:
+        assert seen.sizes == sizes
+        assert (seen.passes, seen.padded, seen.padding_rows) == (2 * length, len(pads), sum(pads))
+        # An idle rank pads its whole batch; without a graph it runs one dummy row.
+        assert seen.idle == sum(tokens.count(0) for tokens in by_rank) > 0
+
+
+def test_busy_ranks_have_nan_in_padding_and_idle_ones_zeros(two_ranks: list[Counts]) -> None:
+    for seen in two_ranks:
+        busy = seen.padded - seen.idle
+        assert 0.9 * busy < seen.with_nan <= busy
+        # What one rank's padding holds does not reach another rank's requests.
+        assert seen.live_bad == 0
+
+
+def test_ranks_that_ran_other_sizes_are_not_added_up() -> None:
+    assert origin.add([Counts(padded=1, sizes=[8, 4]), Counts(padded=2, sizes=[8, 4])]).padded == 3
+    with pytest.raises(RankError, match="different sizes"):
+        origin.add([Counts(sizes=[8, 4]), Counts(sizes=[8, 8])])
+
+
+def test_slow_ranks_are_ended() -> None:
+    with pytest.raises(RankError, match="no answer within 0 s"):
+        origin.serve_ranks([SHORT], "cpu", timeout_s=0.05)
+
+
+def test_a_rank_that_fails_says_why() -> None:
+    with pytest.raises(RankError, match=r"a rank ended with 1 and said: .*nowhere"):
+        origin.serve_ranks([SHORT], "nowhere")
+
+
+def test_settings_of_other_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"settings: expected 1 ranks each, got \[1, 2\]"):
+        origin.serve_ranks([SHORT, dataclasses.replace(SHORT, ranks=2)], "cpu")

@@ -1,0 +1,88 @@
+"""Widths, packing and chance of expert ids."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from staleproof.incidents.scale_padding import broken, ids
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (4, 2), (4, 3), (5, 4), (3, 4)])
+def test_the_birthday_formula_counts_what_can_be_listed(experts, top_k):
+    draws = list(itertools.product(range(experts), repeat=top_k))
+    twice = sum(len(set(draw)) < top_k for draw in draws)
+    assert ids.duplicate_chance(experts, top_k) == pytest.approx(twice / len(draws))
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "chance"), [(256, 8, 0.1046), (128, 8, 0.2000), (512, 10, 0.0846)]
+)
+def test_the_chances_of_the_models_named(experts, top_k, chance):
+    assert ids.duplicate_chance(experts, top_k) == pytest.approx(chance, abs=5e-5)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(256, 8), (128, 8), (512, 10), (8, 8)])
+def test_our_simulator_draws_distinct_experts_evenly(experts, top_k):
+    weights, drawn = ids.simulate_routing(4096, experts, top_k)
+    assert drawn.dtype == torch.int32
+    assert not ids.experts_twice(drawn).any()
+    counts = drawn.flatten().bincount(minlength=experts).float()
+    mean = 4096 * top_k / experts
+    assert counts.min() > mean - 6 * mean**0.5
+    assert counts.max() < mean + 6 * mean**0.5
+    assert torch.allclose(weights.sum(1), torch.ones(4096))
+
+
+def test_upstreams_simulator_draws_twice_and_wide():
+    _, drawn = broken.simulate_with_replacement(4096, 128, 8)
+    assert drawn.dtype == torch.int64
+    share = float(ids.experts_twice(drawn).float().mean())
+    assert share == pytest.approx(ids.duplicate_chance(128, 8), abs=0.03)
+    asked = broken.simulate_with_replacement(4, 128, 8, indices_type=torch.int32)[1]
+    assert asked.dtype == torch.int32
+
+
+def test_int64_bytes_read_as_int32_are_ids_and_zeros_of_half_of_the_tokens():
+    wide = torch.tensor([[3, 1], [4, 2], [6, 5], [7, 8]])
+    assert broken.read_as_int32(wide).tolist() == [[3, 0], [1, 0], [4, 0], [2, 0]]
+
+
+def test_packing_keeps_id_and_weight_and_an_id_in_the_wrong_width_keeps_neither():
+    weights, drawn = ids.simulate_routing(32, 64, 4)
+    weights = torch.rand_like(weights)
+    packed = ids.pack_topk(drawn, weights)
+    assert packed.dtype == torch.int32
+    back = ids.unpack_topk(packed)
+    assert torch.equal(back[0], drawn)
+    assert torch.equal(back[1], weights.bfloat16().float())
+    assert torch.equal(packed, broken.pack_in_the_width_of_the_ids(drawn, weights))
+    wide = broken.pack_in_the_width_of_the_ids(drawn.long(), weights)
+    assert wide.dtype == torch.int64
+    assert ids.unpack_topk(broken.read_as_int32(wide))[0][:, 1::2].eq(0).all()
+
+
+def test_the_dtype_check_is_an_error_that_says_so():
+    _, drawn = ids.simulate_routing(4, 8, 2, topk_ids_dtype=torch.int64)
+    message = "topk_ids: expected torch.int32, got torch.int64"
+    with pytest.raises(ValueError, match=message):
+        ids.require_int32_ids(drawn)
+    with pytest.raises(ValueError, match=message):
+        ids.pack_topk(drawn, torch.ones(4, 2))
+    assert ids.require_int32_ids(drawn.int()).dtype == torch.int32
+
+
+def test_bad_sizes_are_named():
+    for draw in (ids.simulate_routing, broken.simulate_with_replacement):
+        with pytest.raises(ValueError, match="tokens: expected at least 1, got 0"):
+            draw(0, 8, 2)
+        with pytest.raises(ValueError, match="top_k: expected 1 to 8 experts, got 9"):
+            draw(1, 8, 9)
+    with pytest.raises(ValueError, match=r"topk_ids_dtype: expected torch.int32 or torch.int64"):
+        ids.simulate_routing(1, 8, 2, topk_ids_dtype=torch.int16)
+    with pytest.raises(ValueError, match="experts: expected at least 1"):
+        ids.duplicate_chance(0, 1)
+    with pytest.raises(ValueError, match="topk_weights: expected shape"):
+        ids.pack_topk(torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 3))

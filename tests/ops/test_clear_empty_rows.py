@@ -1,0 +1,194 @@
+"""clear_empty_rows against its reference; live rows keep every bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from staleproof.ops.clear_empty_rows import clear_empty_rows
+from staleproof.ops.reference import clear_empty_rows as reference
+
+SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(SAME_SIZE[x.element_size()])
+
+
+def canary(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Random bytes, NaN among them."""
+    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8)
+    return raw.view(dtype).to(device)
+
+
+def lens(*values: int, device: str) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str
+)
+@pytest.mark.parametrize(
+    ("shape", "seq_lens", "starts"),
+    [
+        ((5, 3, 512), (7, 0, 1, 0, 0), None),
+        ((40, 2, 64), (0, 9) * 20, None),
+        ((6, 4, 64), (0, 5, 0), None),
+        ((3, 5, 2, 64), (4, 0, 8), None),
+        ((11, 3, 64), (4, 0, 8, 0), (0, 2, 5, 8, 8)),
+        ((300, 1, 32), (1, 0) * 75, tuple(range(0, 301, 2))),
+    ],
+    ids=["3-d", "many rows", "uniform q_len", "4-d", "ragged", "ragged, many requests"],
+)
+def test_matches_reference_and_touches_no_live_bit(
+    device: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+    starts: tuple[int, ...] | None,
+) -> None:
+    out = canary(*shape, dtype=dtype, device=device)
+    lse = canary(*shape[:-1], dtype=torch.float32, device=device)
+    want_out, want_lse = bits(out).clone(), lse.clone()
+    lengths = lens(*seq_lens, device=device)
+    start = None if starts is None else lens(*starts, device=device)
+    reference.clear_empty_rows(want_out, lengths, lse=want_lse, query_start_loc=start)
+    clear_empty_rows(out, lengths, lse=lse, query_start_loc=start)
+    assert torch.equal(bits(out), want_out)
+    assert torch.equal(bits(lse), bits(want_lse))
+    # The reference did clear some rows here and did spare others.
+    cleared = (want_out == 0).flatten(-2).all(-1)
+    assert 0 < int(cleared.sum()) < cleared.numel()
+
+
+def test_rows_behind_the_last_request_are_cleared(device: str) -> None:
+    out = canary(9, 2, 32, dtype=torch.bfloat16, device=device)
+    before = bits(out).clone()
+    starts = lens(0, 3, 4, device=device)
+    clear_empty_rows(out, lens(5, 6, device=device), query_start_loc=starts)
+    assert torch.equal(bits(out)[:4], before[:4])
+    assert int(bits(out)[4:].count_nonzero()) == 0
+
+
+def test_sliced_heads_leave_their_neighbours_alone(device: str) -> None:
+    # CUTLASS MLA writes 128 heads; the caller keeps a slice of them.
+    whole = canary(4, 8, 64, dtype=torch.bfloat16, device=device)
+    before = bits(whole).clone()
+    clear_empty_rows(whole[:, :3], lens(1, 0, 2, 0, device=device))
+    assert int(bits(whole)[[1, 3], :3].count_nonzero()) == 0
+    assert torch.equal(bits(whole)[:, 3:], before[:, 3:])
+    assert torch.equal(bits(whole)[[0, 2]], before[[0, 2]])
+
+
+def test_a_negative_length_counts_as_empty(device: str) -> None:
+    out = canary(2, 2, 32, dtype=torch.bfloat16, device=device)
+    clear_empty_rows(out, lens(-1, 3, device=device))
+    assert int(bits(out)[0].count_nonzero()) == 0
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_live_count_down_then_up(device: str) -> None:
+    rows = 1024
+    out = torch.empty(rows, 16, 512, dtype=torch.bfloat16, device=device)
+    lse = torch.empty(rows, 16, device=device)
+    seq_lens = torch.full((rows,), 9, dtype=torch.int32, device=device)
+    clear_empty_rows(out, seq_lens, lse=lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        clear_empty_rows(out, seq_lens, lse=lse)
+    for live in (1024, 1, 512, 0, 1000, 1024):
+        seq_lens[:live] = 9
+        seq_lens[live:] = 0
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        assert bool(out[:live].isnan().all())
+        assert bool(lse[:live].isnan().all())
+        assert int(bits(out[live:]).count_nonzero()) == 0
+        assert bool((lse[live:] == -torch.inf).all())
+
+
+def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return lambda device: torch.full(shape, 7, dtype=dtype, device=device)
+
+
+def _lens(*values: int) -> Any:
+    return lambda device: lens(*values, device=device)
+
+
+BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "out rank": ({"out": _tensor(4, 64)}, r"out: expected a tensor of rank 3 or 4, got shape"),
+    "out dtype": (
+        {"out": _tensor(4, 2, 64, dtype=torch.float64)},
+        r"out: expected 1, 2 or 4 bytes an element, got torch.float64",
+    ),
+    "out empty": ({"out": _tensor(4, 0, 64)}, r"out: expected at least one element, got shape"),
+    "out layout": (
+        {"out": lambda d: _tensor(4, 64, 2)(d).mT},
+        r"out: expected contiguous heads and last axis, got strides",
+    ),
+    "4-d layout": (
+        {"out": lambda d: _tensor(3, 4, 2, 64)(d).transpose(0, 1)},
+        r"out: expected the query tokens of consecutive requests at one stride, got strides",
+    ),
+    "rows": ({"out": _tensor(5, 2, 64)}, r"out: expected a multiple of 4 rows, as in seq_lens, got 5 rows"),
+    "4-d batch": ({"out": _tensor(2, 2, 2, 64)}, r"out: expected 4 requests, as in seq_lens, got shape"),
+    "lens dtype": (
+        {"seq_lens": lambda d: _lens(1, 2, 3, 4)(d).long()},
+        r"seq_lens: expected torch.int32, got torch.int64",
+    ),
+    "lens rank": (
+        {"seq_lens": lambda d: _lens(1, 2, 3, 4)(d)[None]},
+        r"seq_lens: expected a tensor of rank 1, got shape",
+    ),
+    "lens layout": (
+        {"seq_lens": lambda d: _lens(*range(8))(d)[::2]},
+        r"seq_lens: expected a contiguous tensor, got strides",
+    ),
+    "empty batch": (
+        {"seq_lens": lambda d: _lens(1)(d)[:0]},
+        r"seq_lens: expected at least one request, got an empty batch",
+    ),
+    "other device": (
+        {"seq_lens": lambda d: torch.empty(4, dtype=torch.int32, device="meta")},
+        r"seq_lens: expected a tensor on \w+.*, got one on meta",
+    ),
+    "lse shape": (
+        {"lse": _tensor(4, 3, dtype=torch.float32)},
+        r"lse: expected shape \(4, 2\), got shape \(4, 3\)",
+    ),
+    "lse dtype": ({"lse": _tensor(4, 2)}, r"lse: expected torch.float32, got torch.bfloat16"),
+    "starts shape": (
+        {"query_start_loc": _lens(0, 1, 2, 3)},
+        r"query_start_loc: expected shape \(5\), got shape \(4,\)",
+    ),
+    "starts dtype": (
+        {"query_start_loc": lambda d: _lens(0, 1, 2, 3, 4)(d).long()},
+        r"query_start_loc: expected torch.int32, got torch.int64",
+    ),
+    "starts with 4-d": (
+        {"out": _tensor(4, 1, 2, 64), "query_start_loc": _lens(0, 1, 2, 3, 4)},
+        r"out: expected \(rows, heads, dim\) with query_start_loc, got shape",
+    ),
+    "negative length": (
+        {"seq_lens": _lens(0, 1, -2, 0), "validate": lambda d: True},
+        r"seq_lens\[2\]: expected a length of at least 0, got -2",
+    ),
+    "starts fall": (
+        {"query_start_loc": _lens(0, 2, 1, 3, 4), "validate": lambda d: True},
+        r"query_start_loc: expected 0, rising, at most 4 rows, got \[0, 2, 1, 3, 4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> None:
+    change, message = BAD_INPUTS[case]
+    defaults = {"out": _tensor(4, 2, 64), "seq_lens": _lens(0, 0, 0, 0)}
+    args = {name: build(device) for name, build in {**defaults, **change}.items()}
+    before = args["out"].clone()
+    with pytest.raises(ValueError, match=message):
+        clear_empty_rows(**args)
+    assert torch.equal(args["out"], before)

@@ -1,0 +1,114 @@
+"""DecodeWorkspace: what its key tells apart, and that it cannot grow once locked."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import staleproof
+from staleproof.evidence import plant, row_states
+from staleproof.ops.decode_workspace import DecodeWorkspace, WorkspaceLocked
+
+SHAPE = (8, 4, 16)
+BF16 = torch.bfloat16
+
+
+def test_layers_share_and_smaller_batches_are_the_first_rows(device):
+    workspace = DecodeWorkspace()
+    whole = workspace.get(SHAPE, BF16, device)
+    assert (tuple(whole.shape), whole.dtype, whole.is_contiguous()) == (SHAPE, BF16, True)
+    part = workspace.get((3, 4, 16), BF16, device)
+    assert part.data_ptr() == whole.data_ptr()
+    # Four query tokens a request take as many rows.
+    tokens = workspace.get((2, 4, 4, 16), BF16, device)
+    assert (tuple(tokens.shape), tokens.data_ptr()) == ((2, 4, 4, 16), whole.data_ptr())
+    assert workspace.nbytes == whole.nbytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "micro_batch"),
+    [
+        ((8, 2, 16), BF16, 0),
+        ((8, 4, 32), BF16, 0),
+        # As many elements a row, cut otherwise.
+        ((8, 8, 8), BF16, 0),
+        (SHAPE, torch.float16, 0),
+        (SHAPE, BF16, 1),
+    ],
+)
+def test_each_part_of_the_key_has_its_own_memory(device, shape, dtype, micro_batch):
+    workspace = DecodeWorkspace()
+    first = plant(workspace.get(SHAPE, BF16, device, micro_batch=0), 1)
+    other = workspace.get(shape, dtype, device, micro_batch=micro_batch)
+    assert (tuple(other.shape), other.dtype) == (shape, dtype)
+    other.zero_()
+    assert row_states(first, 1) == ["unwritten"] * 8
+
+
+def test_another_device_has_its_own_memory(device):
+    workspace = DecodeWorkspace()
+    workspace.get(SHAPE, BF16, device)
+    assert workspace.get(SHAPE, BF16, "meta").device.type == "meta"
+
+
+def test_growth_before_the_lock_and_refusal_after(device):
+    workspace = DecodeWorkspace()
+    small = workspace.get((2, 4, 16), BF16, device)
+    large = workspace.get(SHAPE, BF16, device)
+    assert small.data_ptr() != large.data_ptr()
+    workspace.lock()
+    assert workspace.get(SHAPE, BF16, device).data_ptr() == large.data_ptr()
+    with pytest.raises(WorkspaceLocked, match=r"shape \(9, 4, 16\).*needs 9 rows.*held 8 rows"):
+        workspace.get((9, 4, 16), BF16, device)
+    with pytest.raises(WorkspaceLocked, match=r"shape \(1, 2, 16\).*held none"):
+        workspace.get((1, 2, 16), BF16, device)
+    assert workspace.nbytes == large.nbytes
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (8, 0, 16), (1, 2, 3, 4, 5), (-1, 4, 16)])
+def test_bad_shapes_are_refused(shape):
+    workspace = DecodeWorkspace()
+    with pytest.raises(ValueError, match=r"shape: expected \(batch, heads, rank\)"):
+        workspace.get(shape, BF16, "cpu")
+    assert workspace.nbytes == 0
+
+
+def test_threads_of_one_key_get_one_buffer():
+    workspace, seen = DecodeWorkspace(), []
+    gate = threading.Barrier(8)
+
+    def ask():
+        gate.wait()
+        seen.append(workspace.get(SHAPE, BF16, "cpu").data_ptr())
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(seen)) == 1
+    assert len(seen) == 8
+
+
+def test_it_is_a_public_name():
+    assert staleproof.DecodeWorkspace is DecodeWorkspace
+
+
+@pytest.mark.gpu
+def test_two_streams_never_share(device):
+    workspace = DecodeWorkspace()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    mixed = 0
+    for _ in range(50):
+        outs = []
+        for stage, stream in enumerate(streams, 1):
+            with torch.cuda.stream(stream):
+                outs.append(plant(workspace.get((64, 16, 512), BF16, device), stage))
+                torch.cuda._sleep(100_000)
+        for stage, (stream, out) in enumerate(zip(streams, outs, strict=True), 1):
+            with torch.cuda.stream(stream):
+                mixed += sum(state != "unwritten" for state in row_states(out, stage))
+    assert mixed == 0
+    assert workspace.nbytes == 2 * 64 * 16 * 512 * 2

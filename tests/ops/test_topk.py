@@ -1,0 +1,369 @@
+"""topk_softmax, topk_sigmoid and grouped_topk against their reference, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from staleproof.ops import topk as kernels
+from staleproof.ops.reference import topk as reference
+
+INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+DTYPES = list(INTEGERS)
+GROUPED = {"num_expert_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+FUNCTIONS: dict[str, dict[str, Any]] = {"topk_softmax": {}, "topk_sigmoid": {}, "grouped_topk": GROUPED}
+NAN, INF = float("nan"), float("inf")
+
+Routed = tuple[torch.Tensor, torch.Tensor]
+
+
+def from_bits(bits: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(bits.astype(np.uint32).view(np.int32)).to(INTEGERS[dtype]).view(dtype)
+
+
+def any_bits(rows: int, experts: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Random bits, half of them replaced with the values that comparisons trip over."""
+    random = np.random.default_rng(seed)
+    x = from_bits(random.integers(0, 2**32, (rows, experts)), dtype)
+    special = torch.tensor([NAN, -NAN, INF, -INF, 0.0, -0.0, 1.0, 1e-40, -1e-40, 6e-8], dtype=dtype)
+    picks = torch.from_numpy(random.integers(0, len(special), (rows, experts)))
+    # From rows without a special value to rows of nothing else.
+    rate = np.linspace(0, 1, rows)[:, None]
+    return torch.where(torch.from_numpy(random.random((rows, experts)) < rate), special[picks], x)
+
+
+def numbers(rows: int, experts: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logits of a healthy router, every third row rounded so that many are equal."""
+    x = torch.randn(rows, experts, generator=torch.Generator().manual_seed(rows + experts)) * 3
+    x[::3] = x[::3].round()
+    return x.to(dtype)
+
+
+def assert_same(got: Routed, want: Routed) -> None:
+    for mine, theirs, name in zip(got, want, ("weights", "ids"), strict=True):
+        mine = mine.cpu()
+        assert mine.dtype == theirs.dtype
+        if name == "weights":
+            mine, theirs = mine.view(torch.int32), theirs.view(torch.int32)
+        wrong = (mine != theirs).any(-1).nonzero()[:, 0].tolist()
+        assert not wrong, f"{name} of rows {wrong[:5]}: {mine[wrong[0]]}, not {theirs[wrong[0]]}"
+
+
+def assert_contract(got: Routed, experts: int) -> None:
+    weights, ids = got
+    assert bool(weights.isfinite().all())
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < experts
+    ordered = ids.sort(-1).values
+    assert not bool((ordered[:, 1:] == ordered[:, :-1]).any())
+
+
+def route(name: str, x: torch.Tensor, top_k: int, device: str, **keywords: Any) -> Routed:
+    """The result on the device, after it was compared with the reference on the CPU."""
+    keywords = FUNCTIONS[name] | keywords
+    want = getattr(reference, name)(x, top_k, **keywords)
+    there = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
+    got = getattr(kernels, name)(x.to(device), top_k, **there)
+    assert_same(got, want)
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("renormalize", [False, True], ids=["scores", "renormalised"])
+def test_matches_reference(
+    device: str, function: str, dtype: torch.dtype, bias: bool, renormalize: bool
+) -> None:
+    experts, top_k = 60, 5
+    values = numbers(1, experts)[0] / 10 if bias else None
+    got = route(function, numbers(33, experts, dtype), top_k, device, bias=values, renormalize=renormalize)
+    assert_contract(got, experts)
+    if renormalize:
+        factor = FUNCTIONS[function].get("routed_scaling_factor", 1.0)
+        total = got[0].sum(-1).cpu()
+        torch.testing.assert_close(total, torch.full_like(total, factor))
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (3, 3), (128, 8), (160, 6), (576, 10), (1024, 32)])
+@pytest.mark.parametrize("function", ["topk_softmax", "topk_sigmoid"])
+def test_any_number_of_experts(device: str, function: str, experts: int, top_k: int) -> None:
+    bits = any_bits(16, experts, torch.bfloat16, experts)
+    x = torch.cat([numbers(16, experts, torch.bfloat16), bits])
+    assert_contract(route(function, x, top_k, device), experts)
+
+
+@pytest.mark.parametrize(
+    ("experts", "groups", "topk_group", "top_k"),
+    [(256, 8, 4, 8), (160, 8, 3, 6), (12, 3, 2, 5), (6, 1, 1, 3), (4, 2, 2, 4), (1000, 4, 1, 32)],
+)
+def test_any_grouping(device: str, experts: int, groups: int, topk_group: int, top_k: int) -> None:
+    x = torch.cat([numbers(16, experts), any_bits(16, experts, torch.float32, experts)])
+    got = route(
+        "grouped_topk",
+        x,
+        top_k,
+        device,
+        num_expert_group=groups,
+        topk_group=topk_group,
+        bias=numbers(1, experts)[0] / 10,
+    )
+    assert_contract(got, experts)
+    used = (got[1].cpu().long() // (experts // groups)).sort(-1).values
+    assert int((used[:, 1:] != used[:, :-1]).sum(-1).max()) < topk_group
+
+
+def test_the_reference_is_the_formula() -> None:
+    x = numbers(200, 96)
+    for (scores, _), want in (
+        (reference.softmax(x), x.double().softmax(-1)),
+        (reference.sigmoid(x), x.double().sigmoid()),
+    ):
+        torch.testing.assert_close(scores.double(), want, rtol=2e-6, atol=0)
+    steep = torch.linspace(-87, 0, 100_001)
+    torch.testing.assert_close(reference.exp(steep).double(), steep.double().exp(), rtol=1.3e-7, atol=0)
+    far = torch.tensor([-103.9, -95.0, -200.0, -INF, NAN])
+    want = torch.tensor([-103.9, -95.0, -INF, -INF, -INF], dtype=torch.float64).exp()
+    torch.testing.assert_close(reference.exp(far).double(), want, rtol=0, atol=1.5e-45)
+
+
+@pytest.mark.parametrize("function", ["topk_softmax", "topk_sigmoid"])
+def test_equals_are_taken_in_the_order_of_their_index(device: str, function: str) -> None:
+    x = torch.zeros(3, 64)
+    x[1, ::2] = -0.0
+    x[2, 40:] = 1.0
+    _, ids = route(function, x, 8, device)
+    first = torch.arange(8, dtype=torch.int32)
+    assert torch.equal(ids.cpu(), torch.stack([first, first, first + 40]))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("value", [NAN, INF, -INF, -NAN, 3e38, -3e38, -0.0, 1e-45])
+def test_rows_of_one_value_get_the_first_experts(device: str, function: str, value: float) -> None:
+    x = torch.full((2, 64), value)
+    weights, ids = route(function, x, 8, device)
+    assert torch.equal(ids.cpu(), torch.arange(8, dtype=torch.int32).expand(2, 8))
+    assert bool(weights.isfinite().all())
+
+
+def test_one_nan_takes_the_scores_of_a_softmax_row_and_of_no_other(device: str) -> None:
+    x = numbers(4, 64)
+    x[1, 50], x[2, 50] = NAN, INF
+    weights, ids = route("topk_softmax", x, 8, device)
+    assert torch.equal(ids[1:3].cpu(), torch.arange(8, dtype=torch.int32).expand(2, 8))
+    assert int(weights[1:3].count_nonzero()) == 0
+    clean_weights, clean_ids = route("topk_softmax", x[::3], 8, device)
+    assert torch.equal(ids[::3], clean_ids)
+    assert torch.equal(weights[::3], clean_weights)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_nan_bias_is_no_bonus(device: str, function: str) -> None:
+    x = numbers(32, 64, torch.bfloat16)
+    bias = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    none = bias.clone()
+    bias[::5], none[::5] = NAN, 0.0
+    got, want = (route(function, x, 8, device, bias=b) for b in (bias, none))
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(got[0], want[0])
+    bias[::3], bias[1::3] = INF, -INF
+    assert_contract(route(function, x, 8, device, bias=bias), 64)
+
+
+def test_infinite_biases_do_not_cancel(device: str) -> None:
+    x = numbers(8, 32)
+    bias = torch.full((32,), -INF)
+    # Of group 2 nothing but one expert of +inf, of group 1 one of no bonus, of group 3 two.
+    bias[17], bias[9], bias[25:27] = INF, 0.0, 0.0
+    _, ids = route("grouped_topk", x, 4, device, bias=bias)
+    assert bool((ids[:, 0] == 17).all())
+    assert bool(((ids[:, 1:3] == 25) | (ids[:, 1:3] == 26)).all())
+
+
+@pytest.mark.parametrize("function", ["topk_softmax", "topk_sigmoid"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_experts_of_minus_infinity_are_taken_once(
+    device: str, function: str, dtype: torch.dtype, bias: bool
+) -> None:
+    x = torch.full((3, 9), -INF, dtype=dtype)
+    x[0, 4], x[1, 8] = 2.0, -1.0
+    values = torch.full((9,), -INF) if bias else None
+    _, ids = route(function, x, 8, device, bias=values)
+    if not bias:
+        wanted = torch.tensor([4, 0, 1, 2, 3, 5, 6, 7], dtype=torch.int32)
+        assert torch.equal(ids[0].cpu(), wanted)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_weights_are_scaled_last(device: str, function: str) -> None:
+    x = any_bits(8, 64, torch.bfloat16, 6)
+    got = route(function, x, 4, device, renormalize=True, routed_scaling_factor=3.0)
+    one = route(function, x, 4, device, renormalize=True, routed_scaling_factor=1.0)
+    assert torch.equal(got[1], one[1])
+    assert torch.equal(got[0], one[0] * 3.0)
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    dtype = draw(st.sampled_from(DTYPES))
+    experts = 4 * draw(st.integers(2, 10))
+    rows = draw(st.integers(1, 4))
+    top_k = draw(st.integers(1, experts // 2))
+    width = 8 * dtype.itemsize
+    # Exponents of all ones are NaN and infinity, of all zeros 0 and denormals.
+    exponent = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[dtype]
+    anything = st.integers(0, 2**width - 1)
+    bits = anything | anything.map(lambda b: b | exponent) | anything.map(lambda b: b & ~exponent)
+    count = rows * experts
+    drawn = draw(st.lists(bits, min_size=count, max_size=count))
+    x = from_bits(np.array(drawn).reshape(rows, experts), dtype)
+    bias = None
+    if draw(st.booleans()):
+        drawn = draw(st.lists(bits, min_size=experts, max_size=experts))
+        bias = from_bits(np.array(drawn), dtype)
+    return x, bias, min(top_k, 32)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@settings(
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.large_base_example,
+    ],
+)
+@given(case=routings(), renormalize=st.booleans())
+def test_any_bits(
+    device: str, function: str, case: tuple[torch.Tensor, torch.Tensor | None, int], renormalize: bool
+) -> None:
+    x, bias, top_k = case
+    got = route(function, x, top_k, device, bias=bias, renormalize=renormalize)
+    assert_contract(got, x.shape[1])
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [128, pytest.param(100_000, marks=pytest.mark.gpu)])
+def test_many_rows_of_any_bits(device: str, function: str, dtype: torch.dtype, rows: int) -> None:
+    x = any_bits(rows, 128, dtype, 1)
+    x[::2] = numbers(rows // 2, 128, dtype)
+    bias = any_bits(2, 128, torch.float32, 2)[1]
+    assert_contract(route(function, x, 8, device), 128)
+    assert_contract(route(function, x, 8, device, bias=bias), 128)
+
+
+@pytest.mark.parametrize("sort", [False, True], ids=["rounds", "sort"])
+@pytest.mark.parametrize("rows_each", [1, 4])
+def test_every_plan_gives_the_same_bits(
+    device: str, sort: bool, rows_each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_plan", lambda *_: (sort, rows_each, 1))
+    for dtype in (torch.bfloat16, torch.float32):
+        route("topk_softmax", any_bits(5, 13, dtype, 3), 3, device, renormalize=True)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+def test_padding_rows_hold_the_id_asked_for(device: str, function: str, ids_dtype: torch.dtype) -> None:
+    x = any_bits(6, 64, torch.bfloat16, 4)
+    mask = torch.tensor([False, True, False, False, True, True])
+    weights, ids = route(function, x, 4, device, is_padding=mask, padding_id=64, topk_ids_dtype=ids_dtype)
+    assert ids.dtype == ids_dtype
+    assert bool((ids[mask] == 64).all())
+    assert int(weights[mask].count_nonzero()) == 0
+    assert_contract((weights[~mask], ids[~mask]), 64)
+    assert bool((route(function, x, 4, device, is_padding=mask)[1][mask] == -1).all())
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+def test_out_is_written_and_returned(device: str, ids_dtype: torch.dtype) -> None:
+    x = numbers(5, 64, torch.bfloat16)
+    weights = torch.full((5, 4), NAN, device=device)
+    ids = torch.full((5, 4), -7, dtype=ids_dtype, device=device)
+    got = kernels.topk_softmax(x.to(device), 4, out=(weights, ids))
+    assert got[0] is weights
+    assert got[1] is ids
+    assert_same(got, reference.topk_softmax(x, 4, topk_ids_dtype=ids_dtype))
+
+
+def test_rows_may_lie_apart(device: str) -> None:
+    wide = numbers(9, 96, torch.bfloat16).to(device)
+    got = kernels.topk_softmax(wide[::2, :60], 4)
+    assert_same(got, reference.topk_softmax(wide[::2, :60].cpu(), 4))
+
+
+X = torch.zeros(4, 8)
+MASK = torch.zeros(4, dtype=torch.bool)
+BAD_INPUTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "rank": ("topk_softmax", {"router_logits": X[0]}, r"router_logits: expected .* rank 2"),
+    "dtype": ("topk_sigmoid", {"router_logits": X.double()}, r"router_logits: .*got torch.float64"),
+    "zero tokens": ("topk_softmax", {"router_logits": X[:0]}, r"router_logits: .* one token"),
+    "no experts": ("topk_softmax", {"router_logits": X[:, :0]}, r"router_logits: expected 1 to"),
+    "many experts": (
+        "topk_softmax",
+        {"router_logits": torch.zeros(1, 1025)},
+        r"router_logits: expected 1 to 1024 experts, got 1025",
+    ),
+    "layout": ("topk_softmax", {"router_logits": X.T}, r"router_logits: expected contiguous rows"),
+    "k over experts": ("topk_softmax", {"top_k": 9}, r"top_k: expected 1 to 8 experts, got 9"),
+    "k zero": ("topk_sigmoid", {"top_k": 0}, r"top_k: expected 1 to 8 experts, got 0"),
+    "k over 32": ("topk_softmax", {"router_logits": torch.zeros(1, 64), "top_k": 33}, r"top_k: .*1 to 32"),
+    "k a float": ("topk_softmax", {"top_k": 2.0}, r"top_k: expected 1 to 8 experts, got 2.0"),
+    "bias length": ("topk_softmax", {"bias": X[0, :7]}, r"bias: expected shape \(8\), got .*7"),
+    "bias dtype": ("topk_softmax", {"bias": X[0].double()}, r"bias: expected torch.bfloat16 or"),
+    "bias layout": ("topk_softmax", {"bias": X.flatten()[::4]}, r"bias: expected a contiguous"),
+    "mask length": ("topk_softmax", {"is_padding": MASK[:3]}, r"is_padding: expected shape \(4\)"),
+    "mask dtype": ("topk_softmax", {"is_padding": X[:, 0]}, r"is_padding: expected torch.bool"),
+    "padding id": (
+        "topk_softmax",
+        {"is_padding": MASK, "padding_id": 2**31},
+        r"padding_id: expected a 32-bit",
+    ),
+    "ids dtype": ("topk_softmax", {"topk_ids_dtype": torch.int16}, r"topk_ids_dtype: expected"),
+    "out": ("topk_softmax", {"out": X}, r"out: expected a pair"),
+    "out weights": ("topk_softmax", {"out": (X, X)}, r"out\[0\]: expected shape \(4, 2\)"),
+    "out ids": ("topk_softmax", {"out": (torch.zeros(4, 2), torch.zeros(4, 2))}, r"out\[1\]: .*int32 or"),
+    "groups": ("grouped_topk", {"num_expert_group": 3}, r"num_expert_group: expected a divisor"),
+    "groups of one": ("grouped_topk", {"num_expert_group": 8}, r"num_expert_group: .* two or more"),
+    "groups a float": ("grouped_topk", {"num_expert_group": 4.0}, r"num_expert_group: .* got 4.0"),
+    "group a float": ("grouped_topk", {"topk_group": 2.0}, r"topk_group: expected .* got 2.0"),
+    "no group": ("grouped_topk", {"topk_group": 0}, r"topk_group: expected 1 to 4 groups"),
+    "too few groups": ("grouped_topk", {"top_k": 5}, r"topk_group: .* 2 that hold top_k 5"),
+    "factor": ("grouped_topk", {"routed_scaling_factor": NAN}, r"routed_scaling_factor: expected"),
+    "big factor": ("topk_softmax", {"routed_scaling_factor": 1e39}, r"routed_scaling_factor: .*1e"),
+    "infinite factor": ("topk_sigmoid", {"routed_scaling_factor": INF}, r"routed_scaling_factor:"),
+}
+
+
+def moved(value: Any, device: str) -> Any:
+    """The same on the device, strides included."""
+    if isinstance(value, tuple):
+        return tuple(moved(v, device) for v in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return there.copy_(value)
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_input_is_named(device: str, case: str) -> None:
+    name, change, message = BAD_INPUTS[case]
+    arguments = {"router_logits": X, "top_k": 2} | FUNCTIONS[name] | change
+    with pytest.raises(ValueError, match=message):
+        getattr(kernels, name)(**{key: moved(value, device) for key, value in arguments.items()})
+
+
+def test_tensors_of_one_call_share_a_device(device: str) -> None:
+    with pytest.raises(ValueError, match=r"bias: expected a tensor on \w+.*, got one on meta"):
+        kernels.topk_softmax(X.to(device), 2, bias=torch.zeros(8, device="meta"))

@@ -1,0 +1,71 @@
+"""The hooks of incident 4's patches on plain objects; tests/vllm has them in the real vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from staleproof.vllm.patches import kv_reuse as patch
+
+
+class MLAAttentionSpec:
+    """Known by its name alone."""
+
+
+class FullAttentionSpec:
+    """Recorded by vLLM itself."""
+
+
+def _manager(spec: object) -> SimpleNamespace:
+    blocks = [SimpleNamespace(block_id=i) for i in (4, 5, 8, 9)]
+    return SimpleNamespace(
+        kv_cache_spec=spec, new_block_ids=[], req_to_blocks={"r": blocks}, num_cached_block={"r": 2}
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "external", "recorded"),
+    [(MLAAttentionSpec(), 32, [8, 9]), (MLAAttentionSpec(), 0, []), (FullAttentionSpec(), 32, [])],
+)
+def test_blocks_for_external_tokens_are_recorded_behind_the_prefix_hits(spec, external, recorded):
+    manager = _manager(spec)
+    assert patch._record_external(None, (manager, "r", [], 16, external), {}) is None
+    assert manager.new_block_ids == recorded
+    manager = _manager(spec)
+    names = {"num_external_computed_tokens": external, "request_id": "r"}
+    patch._record_external(None, (manager,), names)
+    assert manager.new_block_ids == recorded
+
+
+def test_a_dummy_run_that_raises_leaves_no_trace():
+    runner = SimpleNamespace()
+    buffer = torch.arange(8)
+    result = {0: buffer[:4]}, {}
+
+    def dummy_run():
+        with patch._dummy_run((runner, 4), {}):
+            patch._no_slots(result, (runner,), {})
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        dummy_run()
+    assert buffer.tolist() == [-1] * 8
+    buffer.copy_(torch.arange(8))
+    patch._no_slots(result, (runner,), {})
+    assert buffer.tolist() == [*range(8)]
+    # Before there is a cache, vLLM hands out none.
+    with patch._dummy_run((runner, 4), {}):
+        assert patch._no_slots((None, None), (runner,), {}) == (None, None)
+
+
+def test_each_call_stages_through_memory_of_its_own():
+    zeroer = SimpleNamespace(_ids_pinned=torch.zeros(4, dtype=torch.int64), pin_memory=False)
+    first = zeroer._ids_pinned
+    assert patch._fresh_staging((zeroer, [1]), {}) is None
+    assert zeroer._ids_pinned is not first
+    assert zeroer._ids_pinned.shape == first.shape
+    zeroer._ids_pinned = None
+    patch._fresh_staging((zeroer, [1]), {})
+    assert zeroer._ids_pinned is None

@@ -1,0 +1,250 @@
+"""Patches on a package that stands for vLLM: in place late, off again, and never in the way."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import textwrap
+from contextlib import contextmanager
+
+import pytest
+
+from staleproof.vllm import hooks as patching
+from staleproof.vllm.hooks import Evidence, Patch, PatchError, Sources, Target
+
+MODULE = "vllm.ops"
+TEXT = """
+imported = True
+
+
+def double(x, y=0):
+    return 2 * x + y
+
+
+class Impl:
+    def run(self, x):
+        self.runs = getattr(self, "runs", 0) + 1
+        if x < 0:
+            raise KeyError("vLLM's own")
+        return x
+"""
+
+
+@pytest.fixture(name="package")
+def package_fixture(tmp_path, monkeypatch):
+    """A vllm whose ``ops`` nobody has imported yet."""
+    folder = tmp_path / "vllm"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "ops.py").write_text(textwrap.dedent(TEXT))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    patching._reported.clear()
+    patching._places.clear()
+    before = [*sys.meta_path]
+    yield folder
+    assert sys.meta_path == before
+    assert not patching._watched
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def _patch(*targets: Target, name: str = "p") -> Patch:
+    return Patch(
+        name=name,
+        incident="i",
+        summary="s",
+        versions=(("1.0.0", "1.2.0"),),
+        targets=targets,
+        probe=lambda sources: Evidence(True, "there"),
+        mechanism="m",
+        threads=(),
+        cost="c",
+    )
+
+
+def _double(**hooks) -> Target:
+    return Target(MODULE, "double", ("x",), **hooks)
+
+
+def _ops():
+    return importlib.import_module(MODULE)
+
+
+def test_a_patch_waits_for_the_import(package):
+    with _patch(_double(after=lambda r, a, k: r + 100)).applied("1.0.0"):
+        assert MODULE not in sys.modules
+        ops = _ops()
+        assert ops.double(1) == 102
+        # The module is as it would have been: its own loader, its own name.
+        assert type(ops.__loader__).__name__ == "SourceFileLoader"
+        assert type(ops.__spec__.loader).__name__ == "SourceFileLoader"
+        assert ops.double.__name__ == "double"
+    assert ops.double(1) == 2
+
+
+def test_a_patch_of_an_imported_module_is_in_place_at_once(package):
+    ops = _ops()
+    own = ops.double
+    patch = _patch(_double(before=lambda a, k: ((a[0] + 1, *a[1:]), k)))
+    patch.apply("1.0.0")
+    once = ops.double
+    patch.apply("1.0.0")
+    assert ops.double is once
+    assert ops.double(1, y=5) == 9
+    patch.revert()
+    assert ops.double is own
+    patch.revert()
+
+
+def test_two_patches_share_a_function_and_leave_in_any_order(package):
+    ops = _ops()
+    one = _patch(_double(after=lambda r, a, k: r + 1), name="one")
+    ten = _patch(_double(after=lambda r, a, k: r * 10), name="ten")
+    one.apply("1.0.0")
+    ten.apply("1.0.0")
+    assert ops.double(1) == 30
+    one.revert()
+    assert ops.double(1) == 20
+    ten.revert()
+    assert ops.double(1) == 2
+
+
+def test_instead_may_leave_a_call_to_vllm(package):
+    hook = _double(instead=lambda a, k: NotImplemented if a[0] == 3 else "ours")
+    with _patch(hook).applied("1.0.0"):
+        assert [_ops().double(x) for x in (1, 3)] == ["ours", 6]
+
+
+def _fails(*args):
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("hook", ["around", "before", "instead", "after"])
+def test_a_failing_hook_is_one_line_and_vllms_answer(package, caplog, hook):
+    with _patch(_double(**{hook: _fails})).applied("1.0.0"), caplog.at_level(logging.WARNING):
+        ops = _ops()
+        assert [ops.double(1, y=2), ops.double(2)] == [4, 4]
+    lines = [r.getMessage() for r in caplog.records]
+    assert len(lines) == 1
+    assert "p: " in lines[0]
+    assert "vLLM's own code runs: RuntimeError: planted" in lines[0]
+
+
+@contextmanager
+def _leaves_badly():
+    yield
+    raise RuntimeError("planted")
+
+
+def test_a_context_that_fails_at_its_end(package):
+    with _patch(_double(around=lambda a, k: _leaves_badly())).applied("1.0.0"):
+        assert _ops().double(1) == 2
+
+
+def test_vllms_own_exception_is_vllms(package):
+    entered = []
+
+    @contextmanager
+    def around(args, kwargs):
+        entered.append("in")
+        try:
+            yield
+        finally:
+            entered.append("out")
+
+    target = Target(
+        MODULE,
+        "Impl.run",
+        ("self", "x"),
+        around=lambda a, k: around(a, k),
+        before=lambda a, k: None,
+        after=lambda r, a, k: r,
+    )
+    with _patch(target).applied("1.0.0"):
+        impl = _ops().Impl()
+        with pytest.raises(KeyError, match="vLLM's own"):
+            impl.run(-1)
+        # Once, not again without the patch.
+        assert impl.runs == 1
+        assert entered == ["in", "out"]
+
+
+def test_another_packages_wrapper_is_left_alone_unless_asked(package, caplog):
+    ops = _ops()
+    own = ops.double
+    theirs = ops.double = lambda x: own(x) + 0.5
+    patch = _patch(_double(after=lambda r, a, k: -r))
+    patch.apply("1.0.0")
+    assert ops.double is theirs
+    assert "p leaves double alone: double was wrapped by" in caplog.text
+    assert "STALEPROOF_PATCHES=+p" in caplog.text
+    patch.apply("1.0.0", force=True)
+    assert ops.double(1) == -2.5
+    patch.revert()
+    assert ops.double is theirs
+
+
+def test_a_wrapper_over_ours_is_not_torn_off(package, caplog):
+    ops = _ops()
+    patch = _patch(_double(after=lambda r, a, k: -r))
+    patch.apply("1.0.0")
+    ours = ops.double
+    theirs = ops.double = lambda x: ours(x) + 0.5
+    patch.revert()
+    assert ops.double is theirs
+    assert "another package has wrapped double since" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        (Target(MODULE, "halve", ("x",)), "p leaves halve alone"),
+        (Target(MODULE, "Impl.stop", ("self",)), "p leaves Impl.stop alone"),
+        (Target(MODULE, "double", ("z",)), "double takes (x, y), not what was expected"),
+    ],
+)
+def test_a_target_that_is_not_as_expected_is_left_alone(package, caplog, target, line):
+    with _patch(target).applied("1.0.0"):
+        assert _ops().double(1) == 2
+    assert line in caplog.text
+
+
+def test_versions_and_targets():
+    patch = _patch(_double(), Target(MODULE, "Impl.run", ("self",), versions=("1.1.0", "1.2.0")))
+    assert [patch.applies_to(v) for v in ("0.9.9", "1.0.0", "1.2.0", "1.2.1", "1.10.0")] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [t.name for t in patch.targets_for("1.0.5")] == ["double"]
+    assert patching.numbers("0.6.8.post1") == (0, 6, 8)
+
+
+def test_sources_are_read_and_not_run(package):
+    sources = Sources(package)
+    found = sources.function("ops.py", "Impl.run")
+    assert found.arguments == ("self", "x")
+    assert found.place.startswith("ops.py:")
+    assert "raise KeyError" in found.text
+    assert MODULE not in sys.modules
+    with pytest.raises(PatchError, match=r"vllm/gone\.py is not there"):
+        sources.text("gone.py")
+    with pytest.raises(PatchError, match=r"ops.py has no Impl.gone"):
+        sources.function("ops.py", "Impl.gone")
+    with pytest.raises(patching.NotShippedError):
+        sources.csrc_text("kernel.cu")
+
+
+def test_arguments_by_place_and_by_name():
+    assert patching.argument((1, 2), {"c": 3}, 1, "b") == 2
+    assert patching.argument((1, 2), {"c": 3}, 2, "c") == 3
+    assert patching.argument((1,), {}, 2, "c", "default") == "default"
+    args, kwargs = (1, 2), {"c": 3}
+    assert patching.replaced(args, kwargs, 1, "b", 9) == ((1, 9), {"c": 3})
+    assert patching.replaced(args, kwargs, 2, "c", 9) == ((1, 2), {"c": 9})
+    assert (args, kwargs) == ((1, 2), {"c": 3})

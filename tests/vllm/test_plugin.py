@@ -1,0 +1,264 @@
+"""What the plugin decides: by probe first and number second, and never in vLLM's way."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from staleproof import cli
+from staleproof.vllm import hooks as patching
+from staleproof.vllm import plugin as vllm_plugin
+from staleproof.vllm.hooks import Evidence, PatchError, Sources
+from staleproof.vllm.plugin import Choice
+
+ROOT = Path(__file__).parents[2]
+ALL = Choice(frozenset(vllm_plugin.patches()), frozenset())
+
+
+@pytest.fixture(name="fake")
+def fake_fixture(tmp_path, monkeypatch):
+    """Makes an installed vLLM of a given version, with files that hold nothing."""
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("a vLLM is installed here, and would be found beside the one made up")
+
+    def make(version: str | None, package: bool = True) -> None:
+        if package:
+            (tmp_path / "vllm").mkdir()
+            (tmp_path / "vllm/__init__.py").write_text("")
+        if version is not None:
+            info = tmp_path / f"vllm-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv(vllm_plugin.VARIABLE, raising=False)
+    patching._reported.clear()
+    yield make
+    assert not patching._watched
+
+
+def _states(version, sources=None, choice=ALL):
+    return {d.patch.name: d.state for d in vllm_plugin.decisions(version, sources, choice)}
+
+
+def test_patches_by_release():
+    counts = {v: [*_states(v).values()].count("applied") for v in vllm_plugin.table()}
+    assert counts["0.18.1"] == 11
+    assert counts["0.33.0"] == 3
+    assert _states("0.19.1")["decode_buffer"] == "applied"
+    assert _states("0.20.2")["decode_buffer"] == "not needed"
+    assert _states("0.18.1+cu129") == _states("0.18.1")
+    for version in vllm_plugin.table():
+        assert "refused" not in _states(version).values()
+
+
+def test_patches_know_what_they_are_about():
+    for name, patch in vllm_plugin.patches().items():
+        assert name == patch.name
+        assert patch.incident in vllm_plugin.INCIDENTS
+        assert patch.threads
+        assert patch.cost
+        assert set(patch.requires) <= set(vllm_plugin.patches())
+        for target in patch.targets:
+            assert target.module.startswith("vllm.")
+
+
+@pytest.mark.parametrize(
+    "version", ["0.18.1+custom", "0.19.0rc2.dev3+gabc1234", "0.18.1.dev0", "0.34.0", "0.20.1", "", "main"]
+)
+def test_an_unknown_version_is_one_line(version):
+    with pytest.raises(PatchError, match="nothing is patched"):
+        vllm_plugin.decisions(version)
+
+
+def test_choice():
+    every = frozenset(vllm_plugin.patches())
+    chosen = vllm_plugin.chosen
+    assert chosen(None).names == chosen("all").names == chosen("").names == every
+    assert chosen("none").names == frozenset()
+    assert chosen("mla_padding, scale_padding").names == {"mla_padding", "scale_padding"}
+    # An incident's name stands for all its patches.
+    assert chosen("moe_routing").names == {
+        "topk_nan",
+        "topk_nan_bias",
+        "duplicate_experts",
+        "routing_simulator",
+    }
+    assert chosen("-mla_padding").names == every - {"mla_padding"}
+    assert chosen("all,-kv_reuse").names == {
+        n for n, p in vllm_plugin.patches().items() if p.incident != "kv_reuse"
+    }
+    assert chosen("+topk_nan") == Choice(every, frozenset({"topk_nan"}))
+    with pytest.raises(PatchError, match="names 'mla_pading', nothing is patched; known: all"):
+        chosen("mla_pading")
+
+
+def test_a_patch_that_needs_another_is_refused_without_it():
+    states = _states("0.18.1", choice=Choice(ALL.names - {"undrained_ids"}, frozenset()))
+    assert states["undrained_ids"] == "off"
+    # One leads to the next: recorded blocks would pile up, and zeroing has none to zero.
+    assert states["mla_recording"] == states["mla_zeroing"] == "refused"
+    assert _states("0.18.1", choice=vllm_plugin.chosen("-mla_padding"))["decode_buffer"] == "refused"
+
+
+def test_the_probe_counts_before_the_number(tmp_path, monkeypatch):
+    patch = vllm_plugin.patches()["undrained_ids"]
+    found = {}
+    for needed in (True, False):
+        fake = type(patch)(**{**vars(patch), "probe": lambda s, n=needed: Evidence(n, "seen"), "targets": ()})
+        for version in ("0.18.1", "0.33.0"):
+            found[needed, version] = vllm_plugin.decide(fake, version, Sources(tmp_path), ALL).state
+    assert found == {
+        (True, "0.18.1"): "applied",
+        (True, "0.33.0"): "refused",
+        (False, "0.18.1"): "not needed",
+        (False, "0.33.0"): "not needed",
+    }
+
+
+def test_a_probe_that_raises_is_one_line(tmp_path):
+    patch = vllm_plugin.patches()["undrained_ids"]
+    broken = type(patch)(**{**vars(patch), "probe": lambda s: 1 / 0})
+    decision = vllm_plugin.decide(broken, "0.18.1", Sources(tmp_path), ALL)
+    assert decision.state == "refused"
+    assert decision.why == "the probe failed: ZeroDivisionError: division by zero"
+
+
+def _register(caplog) -> list[str]:
+    with caplog.at_level(logging.INFO, "vllm.staleproof"):
+        vllm_plugin.register()
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_no_vllm(fake, caplog):
+    assert _register(caplog) == ["staleproof: no vLLM is installed"]
+
+
+@pytest.mark.parametrize(
+    ("version", "package", "line"),
+    [
+        ("0.18.1", False, "vLLM 0.18.1 is half installed: no importable package; nothing is patched"),
+        (None, True, "vLLM is half installed: its metadata is missing; nothing is patched"),
+        ("0.18.1+custom", True, "is not a release, but a build of its own; nothing is patched"),
+        ("0.99.0", True, "vLLM 0.99.0 is not a release we know; nothing is patched"),
+    ],
+)
+def test_bad_input_is_one_line_and_vllm_starts(fake, caplog, version, package, line):
+    fake(version, package)
+    lines = _register(caplog)
+    assert len(lines) == 1
+    assert line in lines[0]
+
+
+def test_a_vllm_without_its_files(fake, caplog):
+    fake("0.18.1")
+    lines = _register(caplog)
+    assert len(lines) == 2
+    gone = "mla_padding (vllm/v1/attention/ops/triton_decode_attention.py is not there)"
+    assert gone in lines[0]
+    # Known by its number alone, and yet not without the file it is for.
+    assert "topk_nan (vllm/_custom_ops.py is not there)" in lines[0]
+    assert lines[1].startswith("staleproof on vLLM 0.18.1: refused: mla_padding")
+    assert "applied" not in lines[1]
+
+
+def test_an_unknown_patch_name(fake, caplog, monkeypatch):
+    fake("0.18.1")
+    monkeypatch.setenv(vllm_plugin.VARIABLE, "mla_pading")
+    (line,) = _register(caplog)
+    assert "STALEPROOF_PATCHES names 'mla_pading', nothing is patched" in line
+
+
+def test_none_reads_nothing(caplog, monkeypatch):
+    monkeypatch.setenv(vllm_plugin.VARIABLE, "none")
+    monkeypatch.setattr(vllm_plugin, "installed", lambda: 1 / 0)
+    assert _register(caplog) == ["staleproof: off by STALEPROOF_PATCHES"]
+
+
+def test_whatever_else_goes_wrong_stays_inside(caplog, monkeypatch):
+    patching._reported.clear()
+    monkeypatch.delenv(vllm_plugin.VARIABLE, raising=False)
+    monkeypatch.setattr(vllm_plugin, "installed", lambda: 1 / 0)
+    assert _register(caplog) == ["staleproof: nothing is patched: ZeroDivisionError: division by zero"]
+
+
+def test_loading_imports_neither_torch_nor_vllm(tmp_path):
+    """In a process of its own, with a vLLM that says so if it is imported."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise SystemExit('vllm was imported')")
+    info = tmp_path / "vllm-0.18.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.18.1\n")
+    program = (
+        "import sys; from staleproof.vllm.plugin import register; register(); "
+        "print([n for n in ('torch', 'triton', 'vllm', 'numpy') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT / "src")))},
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_entry_point_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = project["project"]["entry-points"]["vllm.general_plugins"]
+    assert declared == {"staleproof": "staleproof.vllm.plugin:register"}
+    assert "vllm/versions.json" in project["tool"]["setuptools"]["package-data"]["staleproof"]
+    (installed,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="staleproof")
+    assert installed.load() is vllm_plugin.register
+
+
+def test_the_command_for_a_release(capsys):
+    assert cli.main(["patches", "--version", "0.18.1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("vLLM 0.18.1, recorded probes of its source\n")
+    assert "applied     mla_padding        mla_padding" in text
+    assert "divides by a sum that is 0 in an empty row" in text
+    assert cli.main(["patches", "--version", "0.33.0", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["vllm"] == "0.33.0"
+    assert {p["patch"]: p["state"] for p in answer["patches"]} == _states("0.33.0")
+
+
+def test_the_command_explains(capsys):
+    for name, patch in vllm_plugin.patches().items():
+        assert cli.main(["patches", "--explain", name]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith(f"{name}: {patch.summary}")
+        for said in (*patch.threads, patch.cost, "cache      "):
+            assert said in text
+        assert ("VLLM_DISABLE_COMPILE_CACHE=1" in text) is patch.traced
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--version", "0.18.1+custom"], "is not a release, but a build of its own"),
+        (["--explain", "mla"], "unknown patch 'mla'; known: mla_padding"),
+    ],
+)
+def test_the_commands_bad_input(capsys, arguments, line):
+    assert cli.main(["patches", *arguments]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_the_command_for_what_is_installed(fake, capsys):
+    fake("0.18.1")
+    assert cli.main(["patches"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("vLLM 0.18.1, installed, probed now\n")
+    assert "refused" in text
