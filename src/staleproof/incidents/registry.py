@@ -67,5 +67,5 @@ def put_questions(incident: str, device_name: str, progress: Callable[[str], Non
         yield not_run(incident, "all questions", "all variants", device.TRITON_MISSING)
         return
     experiment = importlib.import_module(f"staleproof.incidents.{incident}.questions")
-    for found in experiment.run(device_name, progress):
+    for found in getattr(experiment, "QUESTIONS", experiment).run(device_name, progress):
         yield proved(found)

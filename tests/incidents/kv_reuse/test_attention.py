@@ -7,7 +7,7 @@ import torch
 
 from staleproof.incidents.kv_reuse.attention import Call, kernels, masked_loads, used_table
 from staleproof.incidents.kv_reuse.bits import DTYPES
-from staleproof.incidents.kv_reuse.questions import _call, past_seq_len
+from staleproof.incidents.kv_reuse.questions import QUESTIONS, part_full_blocks
 
 
 def _expected(call: Call) -> torch.Tensor:
@@ -25,25 +25,26 @@ def _expected(call: Call) -> torch.Tensor:
 @pytest.mark.parametrize("name", list(kernels()))
 def test_every_kernel_computes_attention(device, name):
     kernel = kernels()[name]
-    if kernel.why_not is not None:
-        pytest.skip(kernel.why_not)
+    if kernel.unavailable_reason is not None:
+        pytest.skip(kernel.unavailable_reason)
     for dtype in kernel.dtypes:
-        call = _call(device, dtype)
+        call = part_full_blocks(device, dtype)
         near = 2e-2 if call.q.dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(kernel.attend(call).float(), _expected(call), rtol=near, atol=near)
 
 
+@pytest.mark.parametrize("side", ["K", "V"])
 @pytest.mark.parametrize("name", list(kernels()))
-def test_what_each_kernel_makes_of_nan_past_seq_len(device, name):
-    for found in past_seq_len(name, device):
-        assert found.ok or not found.ran, found
-        assert found.ran == (kernels()[name].why_not is None)
-        assert found.ran or found.note
+def test_what_each_kernel_makes_of_nan_past_seq_len(name, side):
+    (found,) = QUESTIONS.ask(f"NaN in {side} past seq_len", name)
+    assert not found.failed, found
+    assert found.ran == (kernels()[name].unavailable_reason is None)
+    assert found.ran or found.note
 
 
 def test_what_is_put_past_seq_len_is_nan_in_every_dtype(device):
     for dtype in DTYPES.values():
-        call = _call(device, dtype)
+        call = part_full_blocks(device, dtype)
         call.values[2, 4:].view(torch.uint8).fill_(0xFF)
         assert bool(call.values[2, 4:].float().isnan().all())
         assert bool(kernels()["sdpa_math"].attend(call)[0].isnan().all())
@@ -51,7 +52,7 @@ def test_what_is_put_past_seq_len_is_nan_in_every_dtype(device):
 
 
 def test_grouped_query_heads_share_a_kv_head(device):
-    call = _call(device, torch.bfloat16)
+    call = part_full_blocks(device, torch.bfloat16)
     twice = Call(call.q.repeat(1, 2, 1), call.keys, call.values, call.table, call.seq_lens)
     out, one = masked_loads(twice), masked_loads(call)
     assert out.shape[1] == 2

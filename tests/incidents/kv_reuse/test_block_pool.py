@@ -12,6 +12,7 @@ from staleproof.incidents.kv_reuse.block_pool import (
     MambaSpec,
     OutOfBlocks,
     equalise,
+    geometry,
     qwen3_5_397b,
     split_block_table,
 )
@@ -39,6 +40,20 @@ def test_the_page_table_of_qwen3_5_397b(tp, dtype, mamba_bytes, token_bytes, blo
     assert page.padding == page_bytes - mamba_bytes
     # Upstream quotes the padding against the Mamba page.
     assert round(100 * page.padding / mamba_bytes, 2) == padding
+
+
+def test_the_geometry_is_of_every_rank_count():
+    rows = {(tp, dtype): page.block_size for tp, dtype, page in geometry()}
+    assert rows == {
+        (1, "e4m3"): 4176,
+        (1, "bf16"): 2096,
+        (2, "e4m3"): 4176,
+        (2, "bf16"): 2096,
+        (4, "e4m3"): 2096,
+        (4, "bf16"): 1056,
+        (8, "e4m3"): 1056,
+        (8, "bf16"): 528,
+    }
 
 
 def test_one_rank_keeps_the_whole_convolution_and_recurrent_state():

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from staleproof.incidents.kv_reuse import broken
 from staleproof.incidents.kv_reuse.block_pool import NULL_BLOCK, BlockPool, OutOfBlocks
 from staleproof.incidents.kv_reuse.scheduler import (
     ATTENTION,
@@ -21,9 +20,9 @@ from staleproof.incidents.kv_reuse.scheduler import (
 SIZE = 8
 
 
-def _scheduler(kind=Scheduler, *, prefix_caching=True, hybrid=True, blocks=60, **load):
+def _scheduler(*, prefix_caching=True, hybrid=True, blocks=60, **load):
     given = {"prefix": 16, "shortest": 18, "longest": 40} | load
-    return kind(
+    return Scheduler(
         BlockPool(blocks), SIZE, requests(**given), batch=6, prefix_caching=prefix_caching, hybrid=hybrid
     )
 
@@ -103,21 +102,6 @@ def test_the_state_at_the_end_of_a_block_is_kept_for_others():
                 assert row.state_in == before.state_out
                 assert (row.state_out != before.state_out) == moved
             last[row.request] = row
-
-
-def test_without_mamba_layers_upstreams_list_keeps_every_id():
-    handed = 0
-    upstream = _scheduler(broken.TakenOnHybridsOnly, hybrid=False)
-    for _ in range(80):
-        before = len(upstream.new.ids[ATTENTION])
-        upstream.schedule()
-        handed = len(upstream.new.ids[ATTENTION])
-        assert handed >= before
-    assert handed > 20
-    hybrid = _scheduler(broken.TakenOnHybridsOnly)
-    for _ in range(80):
-        assert hybrid.schedule().new.keys() == {ATTENTION, MAMBA}
-        assert hybrid.new.ids[ATTENTION] == []
 
 
 def test_taking_leaves_nothing():

@@ -5,19 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from staleproof.harness.children import ChildError
 from staleproof.incidents.scale_padding import null_block
 
+needs_gloo = pytest.mark.skipif(
+    null_block.unavailable_reason("gloo") is not None, reason="this torch has no gloo"
+)
 
+
+@needs_gloo
 def test_the_idle_ranks_next_request_is_lost_with_slot_0_and_safe_with_slot_minus_1(device):
-    why = null_block.why_not("gloo")
-    if why:
-        pytest.skip(why)
-    steps = null_block.reproduce("gloo", device=device)
-    seen = {(s.rank, number % 3): s for number, s in enumerate(steps)}
-    assert [s.slot for s in steps] == [*null_block.SLOTS] * 2
-    for number, bad in enumerate((True, False, True)):
-        assert (seen[1, number].null_block_bad, seen[1, number].row_bad) == (bad, bad)
-        assert (seen[0, number].null_block_bad, seen[0, number].row_bad) == (False, False)
+    busy, idle = null_block.reproduce("gloo", device=device)
+    assert [s.slot for s in busy] == [s.slot for s in idle] == [*null_block.SLOTS]
+    assert [(s.null_block_bad, s.row_bad) for s in idle] == [(True, True), (False, False), (True, True)]
+    assert not any(s.null_block_bad or s.row_bad for s in busy)
 
 
 def test_a_negative_slot_is_skipped():
@@ -27,20 +28,18 @@ def test_a_negative_slot_is_skipped():
     assert cache[1, 1].tolist() == [1, 1, 1]
 
 
-def test_ranks_that_do_not_come_back_are_ended(monkeypatch):
-    if null_block.why_not("gloo"):
-        pytest.skip("no gloo")
-    with pytest.raises(null_block.RanksFailed, match="did not come back in 0 s"):
+@needs_gloo
+def test_ranks_that_do_not_come_back_are_ended():
+    with pytest.raises(ChildError, match="the ranks gave no answer within 0 s"):
         null_block.reproduce("gloo", timeout_s=0.05)
 
 
+@needs_gloo
 def test_a_rank_that_dies_says_why():
-    if null_block.why_not("gloo"):
-        pytest.skip("no gloo")
-    with pytest.raises(null_block.RanksFailed, match=r"rank 0 ended with 1: .*no_such_backend"):
+    with pytest.raises(ChildError, match=r"rank \d ended with 1 and said: .*no_such_backend"):
         null_block.reproduce("no_such_backend")
 
 
 def test_nccl_wants_two_gpus():
-    why = null_block.why_not("nccl")
+    why = null_block.unavailable_reason("nccl")
     assert (why is None) == (torch.cuda.device_count() >= 2)

@@ -162,7 +162,7 @@ class Kernel:
     Attributes:
         name: whose, which.
         attend: a :class:`Call` to (rows, heads, head_dim).
-        why_not: one line why it cannot run here, or ``None``.
+        unavailable_reason: one line why it cannot run here, or ``None``.
         keys: what it makes of NaN among the keys past ``seq_lens``: ``leaked`` or ``clean``.
         values: the same, among the values.
         dtypes: cache dtypes it takes; FlashInfer takes that of ``q`` alone.
@@ -170,7 +170,7 @@ class Kernel:
 
     name: str
     attend: Attend
-    why_not: str | None
+    unavailable_reason: str | None
     keys: str
     values: str
     dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
@@ -180,7 +180,7 @@ def _needs_gpu() -> str | None:
     return None if devices.provenance() is Provenance.MEASURED else "needs a CUDA device"
 
 
-def _why_not_flashinfer(backend: str) -> str | None:
+def _needs_flashinfer(backend: str) -> str | None:
     if why := _needs_gpu():
         return why
     if importlib.util.find_spec("flashinfer") is None:
@@ -190,6 +190,7 @@ def _why_not_flashinfer(backend: str) -> str | None:
     return None
 
 
+@cache
 def kernels() -> dict[str, Kernel]:
     """Every kernel by its short key, runnable here or not.
 
@@ -220,7 +221,7 @@ def kernels() -> dict[str, Kernel]:
         "flashinfer_fa2": Kernel(
             f"{flashinfer} paged fa2",
             partial(_flashinfer, "fa2"),
-            _why_not_flashinfer("fa2"),
+            _needs_flashinfer("fa2"),
             clean,
             clean,
             (torch.bfloat16,),
@@ -228,7 +229,7 @@ def kernels() -> dict[str, Kernel]:
         "flashinfer_fa3": Kernel(
             f"{flashinfer} paged fa3",
             partial(_flashinfer, "fa3"),
-            _why_not_flashinfer("fa3"),
+            _needs_flashinfer("fa3"),
             clean,
             clean,
             (torch.bfloat16,),

@@ -13,7 +13,7 @@ import torch
 
 from staleproof.incidents.kv_reuse.block_pool import KVBuffers
 from staleproof.incidents.kv_reuse.hybrid import Zeroing
-from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, NewBlocks, Scheduler, Step
+from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, NewBlocks, Step
 
 
 def index_fill(buffers: KVBuffers, ids: torch.Tensor) -> None:
@@ -155,23 +155,13 @@ class FreshPinnedBuffer(ZeroBoth):
         return ids
 
 
-NOTHING: dict[str, list[int]] = {ATTENTION: [], MAMBA: []}
-
-
-class TakenOnHybridsOnly(Scheduler):
-    """Records new ids on every model and takes them on models with Mamba layers: vLLM #44175.
-
-    0.17.1 to 0.25.1; on every other model the list grows for as long as the server lives.
-    """
-
-    def drain(self) -> dict[str, list[int]]:
-        """The new ids, where somebody wants them."""
-        return self.new.take() if self.hybrid else NOTHING
-
-
 class NeverTaken(NewBlocks):
-    """The same list on its own: it hands nothing out and forgets nothing."""
+    """Records new ids and never hands them out, so that the list grows as long as the server lives.
+
+    vLLM 0.17.1 to 0.25.1 on models without Mamba layers (#44175): ids were recorded on every model
+    and taken on those with Mamba layers only.
+    """
 
     def take(self) -> dict[str, list[int]]:
         """Nothing."""
-        return NOTHING
+        return {ATTENTION: [], MAMBA: []}

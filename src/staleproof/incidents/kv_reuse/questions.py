@@ -1,12 +1,12 @@
-"""The questions of incident 4: one function a question, each takes a variant, returns Findings."""
+"""The questions of incident 4: what stale bytes of a reused block do, and which remedies hold.
+
+The table is at the end; above it are the functions that answer one row each.
+"""
 
 from __future__ import annotations
 
-import gc
-import sys
-import tracemalloc
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,16 +14,18 @@ import torch
 
 from staleproof.evidence.rows import Fill, judge_rows
 from staleproof.evidence.tenancy import STALE, WIPED
-from staleproof.harness.findings import CLEAN, FIXED, NOT_FIXED, Finding, finding, not_run, off_on_off
+from staleproof.harness.findings import CLEAN, FIXED, NOT_FIXED, off_on_off
+from staleproof.harness.questions import ALL, Ablation, Answer, Fix, Question, Questions, Several, answer
 from staleproof.incidents.kv_reuse import broken
 from staleproof.incidents.kv_reuse.attention import Call, kernels
 from staleproof.incidents.kv_reuse.bits import DTYPES, nan_share
-from staleproof.incidents.kv_reuse.block_pool import BlockPool, Page, equalise, qwen3_5_397b
+from staleproof.incidents.kv_reuse.host_memory import host_memory
 from staleproof.incidents.kv_reuse.hybrid import HEAD_DIM, KERNEL_BLOCK, FirstStep
 from staleproof.incidents.kv_reuse.scene import (
     KERNEL,
     NAN,
     WRONG,
+    Outcome,
     Remedy,
     Scene,
     ZeroNewBlocks,
@@ -33,279 +35,161 @@ from staleproof.incidents.kv_reuse.scene import (
     tenancies,
     trace_of,
 )
-from staleproof.incidents.kv_reuse.scheduler import ATTENTION, NewBlocks
 
 INCIDENT = "kv_reuse"
-
 MILLION = 1_000_000
+CACHING = {"with prefix caching": True, "without prefix caching": False}
 
 
-def geometry() -> list[tuple[int, str, Page]]:
-    """(tensor parallelism, KV dtype, page) of Qwen3.5-397B-A17B."""
-    cases = [(tp, name) for tp in (1, 2, 4, 8) for name in ("e4m3", "bf16")]
-    return [(tp, name, equalise(*qwen3_5_397b(tp, DTYPES[name]))) for tp, name in cases]
+def nan_in_bits(source: str, dtype: str, device: str) -> Answer:
+    """How often the bits of fp32 values are NaN when they are read as ``dtype``."""
+    share = nan_share(source, dtype)
+    return answer(
+        "some" if share.elements else "none",
+        elements=share.elements,
+        infinite=share.infinite,
+        words=share.words,
+        head_vectors=share.heads,
+    )
 
 
-def bits_of_a_state(device: str) -> Iterator[Finding]:
-    """How often the bits of a fp32 state are NaN in each cache dtype."""
-    for name in DTYPES:
-        for source in ("N(0, 1)", "bf16 values in fp32"):
-            share = nan_share(source, name)
-            none = source != "N(0, 1)" and DTYPES[name].itemsize == 2
-            yield finding(
-                INCIDENT,
-                f"NaN in the bits of {source}",
-                name,
-                "some" if share.elements else "none",
-                expected="none" if none else "some",
-                elements=share.elements,
-                infinite=share.infinite,
-                words=share.words,
-                head_vectors=share.heads,
-            )
-
-
-def _call(device: str, dtype: torch.dtype) -> Call:
-    """Three rows of 20, 33 and 1 tokens in blocks of 16, whose last blocks are part empty."""
+def part_full_blocks(device: str, dtype: torch.dtype) -> Call:
+    """Three rows of 20, 33 and 1 tokens in blocks of 16, so that each last block is part empty."""
     generator = torch.Generator().manual_seed(2)
-    cache = torch.randn(8, 2, KERNEL_BLOCK, 1, HEAD_DIM, generator=generator).to(dtype).to(device)
+    cache_ = torch.randn(8, 2, KERNEL_BLOCK, 1, HEAD_DIM, generator=generator).to(dtype).to(device)
     q = torch.randn(3, 1, HEAD_DIM, generator=generator)
     table = torch.tensor([[1, 2, 0], [3, 4, 5], [6, 0, 0]], device=device)
     seq_lens = torch.tensor([20, 33, 1], device=device)
     compute = torch.bfloat16 if device == "cuda" else torch.float32
-    return Call(q.to(device, compute), cache[:, 0], cache[:, 1], table, seq_lens)
+    return Call(q.to(device, compute), cache_[:, 0], cache_[:, 1], table, seq_lens)
 
 
-def past_seq_len(name: str, device: str) -> Iterator[Finding]:
-    """What one kernel makes of NaN behind the last token of a request, in K and in V."""
+def past_seq_len(side: str, name: str, device: str) -> str:
+    """What one kernel makes of NaN behind the last token of a request, in K or in V."""
     kernel = kernels()[name]
-    for side, expected in (("K", kernel.keys), ("V", kernel.values)):
-        question = f"NaN in {side} past seq_len"
-        if kernel.why_not is not None:
-            yield not_run(INCIDENT, question, name, kernel.why_not)
-            continue
-        call = _call(device, kernel.dtypes[0])
-        cache = call.keys if side == "K" else call.values
-        tails = [cache[2, 4:], cache[5, 1:], cache[6, 1:]]
+    call = part_full_blocks(device, kernel.dtypes[0])
+    cache_ = call.keys if side == "K" else call.values
+    tails = [cache_[2, 4:], cache_[5, 1:], cache_[6, 1:]]
 
-        def run(fill: Fill | None, call: Call = call, tails: list[torch.Tensor] = tails) -> torch.Tensor:
-            for tail in tails:
-                # All bits set are NaN in every dtype here, and fill_ is not implemented for all.
-                if fill is None:
-                    tail.view(torch.uint8).fill_(0xFF)
-                else:
-                    tail.zero_()
-            return kernels()[name].attend(call)
+    def run(fill: Fill | None) -> torch.Tensor:
+        for tail in tails:
+            # All bits set are NaN in every dtype used here; fill_ does not support all of them.
+            tail.view(torch.uint8).fill_(0xFF if fill is None else 0)
+        return kernel.attend(call)
 
-        verdict = str(judge_rows(run, 3))
-        yield finding(INCIDENT, question, name, verdict, expected=expected)
+    return judge_rows(run, 3)
 
 
-def _cached(prefix_caching: bool) -> str:
-    return "with prefix caching" if prefix_caching else "without prefix caching"
+def _numbered(seen: Outcome) -> Answer:
+    return Answer(seen.verdict, seen.numbers)
 
 
-def decays(name: str, device: str) -> Iterator[Finding]:
-    """Nothing zeroed, one kernel, hundreds of steps: does the share of bad requests grow?"""
-    kernel = kernels()[name]
-    for prefix_caching in (True, False):
-        question = f"served {_cached(prefix_caching)}"
-        variant = f"no_zeroing, {name}"
-        if kernel.why_not is not None:
-            yield not_run(INCIDENT, question, variant, kernel.why_not)
-            continue
-        seen = judge(Scene(device, name, kernel.dtypes[0], prefix_caching))
-        yield finding(
-            INCIDENT,
-            question,
-            variant,
-            seen.verdict,
-            expected=CLEAN if kernel.values == CLEAN else NAN,
-            **seen.numbers,
-        )
+def served(scene: Scene, device: str, remedy: Remedy = no_zeroing) -> Answer:
+    """What becomes of the requests of a scene, on this device."""
+    return _numbered(judge(replace(scene, device=device), remedy))
 
 
-class Policy(NamedTuple):
-    """One way to choose what is zeroed, and what must come of it."""
-
-    remedy: Remedy
-    source: str
-    with_caching: str
-    without_caching: str
+def served_with(scene: Scene, remedy: Remedy, device: str) -> Answer:
+    """:func:`served`, asked of a remedy."""
+    return served(scene, device, remedy)
 
 
-POLICIES: dict[str, Policy] = {
-    "no_zeroing": Policy(no_zeroing, "vLLM 0.16.0", NAN, NAN),
-    "zero_on_free": Policy(broken.ZeroOnFree, "vLLM #35219, first design", WRONG, CLEAN),
-    "zero_hits_too": Policy(broken.ZeroHitsToo, "for comparison", WRONG, CLEAN),
-    "zero_attention_only": Policy(broken.ZeroAttentionOnly, "vLLM #35219, merged", CLEAN, CLEAN),
-    "zero_mamba_only": Policy(broken.ZeroMambaOnly, "half of vLLM #56524", NAN, NAN),
-    "BlockZeroer": Policy(ZeroNewBlocks, "ours", CLEAN, CLEAN),
+# How blocks are chosen for zeroing; then the verdicts with prefix caching and without.
+POLICIES: dict[str, tuple[Remedy, str, str]] = {
+    "no_zeroing": (no_zeroing, NAN, NAN),
+    "zero_on_free": (broken.ZeroOnFree, WRONG, CLEAN),
+    "zero_hits_too": (broken.ZeroHitsToo, WRONG, CLEAN),
+    "zero_attention_only": (broken.ZeroAttentionOnly, CLEAN, CLEAN),
+    "zero_mamba_only": (broken.ZeroMambaOnly, NAN, NAN),
+    "BlockZeroer": (ZeroNewBlocks, CLEAN, CLEAN),
 }
 
 
-def policies(device: str) -> Iterator[Finding]:
-    """Each way to zero, with prefix caching on and off; and the fixes off / on / off."""
-    for prefix_caching in (True, False):
+def policies(device: str) -> Iterator[Answer]:
+    """Each way to zero, with prefix caching on and off; the same runs give off / on / off of two."""
+    for how, prefix_caching in CACHING.items():
         scene = Scene(device, prefix_caching=prefix_caching)
         seen = {}
-        for name, policy in POLICIES.items():
-            seen[name] = judge(scene, policy.remedy)
-            yield finding(
-                INCIDENT,
-                f"served {_cached(prefix_caching)}",
-                name,
-                seen[name].verdict,
-                expected=policy.with_caching if prefix_caching else policy.without_caching,
-                **seen[name].numbers,
-            )
+        for name, (remedy, with_caching, without_caching) in POLICIES.items():
+            seen[name] = judge(scene, remedy)
+            expected = with_caching if prefix_caching else without_caching
+            yield replace(_numbered(seen[name]), question=f"served {how}", variant=name, expected=expected)
         off, again = seen["no_zeroing"].verdict, judge(scene).verdict
         for name in ("zero_on_free", "BlockZeroer"):
-            on = seen[name].verdict
-            yield off_on_off(
-                INCIDENT,
-                f"{name}, {_cached(prefix_caching)}",
-                off=off,
-                on=on,
-                off_again=again,
-                expected=FIXED if name == "BlockZeroer" or not prefix_caching else NOT_FIXED,
-            )
+            expected = FIXED if name == "BlockZeroer" or not prefix_caching else NOT_FIXED
+            claim = off_on_off(INCIDENT, f"{name}, {how}", off=off, on=seen[name].verdict, off_again=again)
+            yield Answer(claim.verdict, claim.numbers, "", claim.question, claim.variant, expected)
 
 
-def cured_late(device: str) -> Iterator[Finding]:
+def cured_late(prefix_caching: bool, device: str) -> Answer:
     """New blocks are zeroed in the last third only: what of the requests that begin in it?"""
-    for prefix_caching in (True, False):
-        scene = Scene(device, prefix_caching=prefix_caching)
-        start = scene.steps * 2 // 3
-        seen = judge(scene, partial(broken.ZeroFromStep, start=start))
-        owners = trace_of(scene).owners
-        later = {*owners[start:].unique().tolist()} - {*owners[:start].unique().tolist()}
-        hurt = later & seen.corrupted
-        log = tenancies(scene, seen.served)
-        yield finding(
-            INCIDENT,
-            "requests after the cure",
-            _cached(prefix_caching),
-            NAN if hurt else CLEAN,
-            expected=NAN if prefix_caching else CLEAN,
-            corrupted=len(hurt),
-            began=len(later),
-            through_cached_blocks_alone=sum(all(s.via for s in log.explain(r)) for r in hurt),
-        )
+    scene = Scene(device, prefix_caching=prefix_caching)
+    start = scene.steps * 2 // 3
+    seen = judge(scene, partial(broken.ZeroFromStep, start=start))
+    owners = trace_of(scene).owners
+    later = {*owners[start:].unique().tolist()} - {*owners[:start].unique().tolist()}
+    hurt = later & seen.corrupted
+    log = tenancies(scene, seen.served)
+    return answer(
+        NAN if hurt else CLEAN,
+        corrupted=len(hurt),
+        began=len(later),
+        through_cached_blocks_alone=sum(all(s.via for s in log.explain(r)) for r in hurt),
+    )
 
 
-def layouts(device: str) -> Iterator[Finding]:
-    """Off / on / off in every cache dtype, and with K and V outermost."""
-    for name, dtype in DTYPES.items():
-        for kv_outermost in (False, True):
-            scene = brief(device, dtype=dtype, kv_outermost=kv_outermost)
-            off, on, again = (
-                judge(scene, remedy).verdict for remedy in (no_zeroing, ZeroNewBlocks, no_zeroing)
-            )
-            layout = "K/V outermost" if kv_outermost else "blocks outermost"
-            yield off_on_off(INCIDENT, f"BlockZeroer, {name}, {layout}", off=off, on=on, off_again=again)
+# What a block can hold -> a scene in which nothing else is exposed. In those about Mamba the kernel
+# masks its loads, so that attention cannot be to blame. The device is a placeholder, here and in the
+# table: `served` replaces it.
+_MAMBA = brief("cpu", kernel="masked_loads")
+STATE_TYPES = {
+    "keys and values": brief("cpu"),
+    "Mamba, written whole first": _MAMBA,
+    "Mamba, read first": replace(_MAMBA, first_step=FirstStep.LOADED),
+    "Mamba, partly written": replace(_MAMBA, first_step=FirstStep.PARTLY_WRITTEN),
+}
+# Which blocks are zeroed, and the verdict for each of STATE_TYPES. Whether Mamba blocks need it is
+# disputed: vLLM #54004 says that their state is overwritten, #56524 that they do.
+ZEROED: dict[str, tuple[Remedy, tuple[str, str, str, str]]] = {
+    "none": (no_zeroing, (NAN, CLEAN, WRONG, WRONG)),
+    "attention": (broken.ZeroAttentionOnly, (CLEAN, CLEAN, WRONG, WRONG)),
+    "Mamba": (broken.ZeroMambaOnly, (NAN, CLEAN, CLEAN, CLEAN)),
+    "both": (broken.ZeroBoth, (CLEAN, CLEAN, CLEAN, CLEAN)),
+}
+# Without these the corruption does not happen: what to change in the scene to leave one out.
+INGREDIENTS: dict[str, dict[str, Any]] = {
+    "no block is used twice": {"blocks": 400},
+    "states in memory of their own": {"shared": False},
+    "keys and values in fp32": {"dtype": torch.float32},
+    "kernel masks its loads": {"kernel": "masked_loads"},
+}
 
-
-# Each ingredient taken away: the scene without it, and what must come out.
-INGREDIENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "all four": ({}, NAN),
-    "no block is used twice": ({"blocks": 400}, CLEAN),
-    "states in memory of their own": ({"shared": False}, CLEAN),
-    "keys and values in fp32": ({"dtype": torch.float32}, CLEAN),
-    "kernel masks its loads": ({"kernel": "masked_loads"}, CLEAN),
+# How the ids reach the device, and how many steps the host is ahead of it.
+RACES: dict[str, tuple[Remedy, int]] = {
+    "one_pinned_buffer, in step": (broken.OnePinnedBuffer, 0),
+    "one_pinned_buffer": (broken.OnePinnedBuffer, 1),
+    "fresh_pinned_buffer": (broken.FreshPinnedBuffer, 1),
+    "BlockZeroer": (ZeroNewBlocks, 1),
 }
 
 
-def ablation(device: str) -> Iterator[Finding]:
-    """The corruption with each of its four ingredients taken away."""
-    for name, (without, expected) in INGREDIENTS.items():
-        seen = judge(brief(device, **without))
-        yield finding(
-            INCIDENT,
-            "ablation",
-            name,
-            seen.verdict,
-            expected=expected,
-            corrupted=seen.numbers["corrupted"],
-            finished=seen.numbers["finished"],
-        )
-
-
-ZEROED: dict[str, Remedy] = {
-    "none": no_zeroing,
-    "attention": broken.ZeroAttentionOnly,
-    "Mamba": broken.ZeroMambaOnly,
-    "both": broken.ZeroBoth,
-}
-
-
-class StateType(NamedTuple):
-    """What a block can hold, alone in being exposed; and what must come out by what is zeroed."""
-
-    changes: Mapping[str, Any]
-    expected: tuple[str, str, str, str]
-
-
-# Where Mamba is asked about, the kernel masks its loads, so that attention cannot be to blame.
-_MASKED = {"kernel": "masked_loads"}
-STATE_TYPES: dict[str, StateType] = {
-    "keys and values": StateType({}, (NAN, CLEAN, NAN, CLEAN)),
-    "Mamba, written whole first": StateType(_MASKED, (CLEAN, CLEAN, CLEAN, CLEAN)),
-    "Mamba, read first": StateType({**_MASKED, "first_step": FirstStep.LOADED}, (WRONG, WRONG, CLEAN, CLEAN)),
-    "Mamba, partly written": StateType(
-        {**_MASKED, "first_step": FirstStep.PARTLY_WRITTEN}, (WRONG, WRONG, CLEAN, CLEAN)
-    ),
-}
-
-
-def which_blocks(device: str) -> Iterator[Finding]:
-    """Attention blocks, Mamba blocks or both: the experiment on which two threads disagree.
-
-    vLLM #54004 has it that Mamba blocks need no zeroing, since their state is overwritten; #56524
-    that they do.
-    """
-    for name, kind in STATE_TYPES.items():
-        for (zeroed, remedy), expected in zip(ZEROED.items(), kind.expected, strict=True):
-            seen = judge(brief(device, **kind.changes), remedy)
-            yield finding(
-                INCIDENT,
-                f"zeroed: {zeroed}",
-                name,
-                seen.verdict,
-                expected=expected,
-                corrupted=seen.numbers["corrupted"],
-                finished=seen.numbers["finished"],
-            )
-
-
-def race(device: str) -> Iterator[Finding]:
-    """Ids through one pinned buffer, with the host one step ahead of the device, in a full pool.
+def race(how: tuple[Remedy, int], device: str) -> Answer:
+    """Ids on their way to the device while the host prepares the next step, in a full pool.
 
     A request gives its blocks back while its last step is in flight (so does vLLM; #45357 defers it
-    in one case), and the stream keeps the order: until that step is done they are still read.
+    in one case). That is right as long as the stream keeps the order, since that step reads them.
     """
-    variants: dict[str, tuple[Remedy, int, str]] = {
-        "one_pinned_buffer, in step": (broken.OnePinnedBuffer, 0, CLEAN),
-        "one_pinned_buffer": (broken.OnePinnedBuffer, 1, NAN),
-        "fresh_pinned_buffer": (broken.FreshPinnedBuffer, 1, CLEAN),
-        "BlockZeroer": (ZeroNewBlocks, 1, CLEAN),
-    }
+    remedy, ahead = how
     scene = brief(device, blocks=2 * brief(device).batch + 1)
-    for name, (remedy, ahead, expected) in variants.items():
-        seen = judge(scene, remedy, ahead=ahead, delay=_late(device) if ahead else _in_time)
-        log = tenancies(scene, seen.served)
-        suspects = [s for r in sorted(seen.corrupted) for s in log.explain(r) if not s.via]
-        yield finding(
-            INCIDENT,
-            "host one step ahead",
-            name,
-            seen.verdict,
-            expected=expected,
-            corrupted=seen.numbers["corrupted"],
-            finished=seen.numbers["finished"],
-            live_blocks_wiped=sum(s.kind == WIPED for s in suspects),
-            stale_blocks_kept=sum(s.kind == STALE for s in suspects),
-        )
+    seen = judge(scene, remedy, ahead=ahead, delay=_late(device) if ahead else _in_time)
+    log = tenancies(scene, seen.served)
+    suspects = [s for r in sorted(seen.corrupted) for s in log.explain(r) if not s.via]
+    return answer(
+        seen.verdict,
+        **seen.numbers,
+        live_blocks_wiped=sum(s.kind == WIPED for s in suspects),
+        stale_blocks_kept=sum(s.kind == STALE for s in suspects),
+    )
 
 
 def _in_time() -> None:
@@ -313,96 +197,116 @@ def _in_time() -> None:
 
 
 def _late(device: str) -> Callable[[], None]:
-    # Some ten milliseconds: the host needs two or three for all that it enqueues behind the copy,
-    # and goes on to the next step meanwhile.
+    # Some ten milliseconds: the host needs two or three to enqueue a step, so it has gone on to the
+    # next one when the copy of the ids begins.
     return partial(torch.cuda._sleep, 20_000_000) if device == "cuda" else _in_time
 
 
-@dataclass(frozen=True)
-class HostMemory:
-    """What a list of new ids costs after a number of blocks.
-
-    Attributes:
-        kept: ids in the list.
-        list_bytes: size of the list.
-        traced_bytes: what tracemalloc saw grow.
-        gc_sees: whether ``gc.get_objects()`` holds the list.
-    """
-
-    kept: int
-    list_bytes: int
-    traced_bytes: int
-    gc_sees: bool
+def grows(taken: bool, device: str) -> Answer:
+    """What the list of new ids costs on a model for which nobody zeroes."""
+    memory = host_memory(MILLION, taken=taken, frozen=True)
+    return answer(
+        "grows" if memory.kept else "flat",
+        blocks=MILLION,
+        ids_kept=memory.kept,
+        list_bytes=memory.list_bytes,
+        traced_bytes=memory.traced_bytes,
+    )
 
 
-def host_memory(new: NewBlocks, blocks: int, *, frozen: bool) -> HostMemory:
-    """Record ``blocks`` allocations, 16 a step, and weigh the list.
+class Witness(NamedTuple):
+    """A way to look for the growing list, whether the collector is frozen, and what it says then."""
 
-    Args:
-        new: where the ids go; taken after every step.
-        blocks: allocations; a multiple of 16.
-        frozen: call ``gc.freeze()`` first, as vLLM's engine does when it has started.
-    """
-    # The ids that a pool hands out are its own objects: the list holds references, not integers.
-    ids = BlockPool(1025).allocate(1024)
-    gc.collect()
-    if frozen:
-        gc.freeze()
-    try:
-        tracemalloc.start()
-        before = tracemalloc.get_traced_memory()[0]
-        for start in range(0, blocks, 16):
-            new.record(ATTENTION, ids[start % 1024 :][:16])
-            new.take()
-        traced = tracemalloc.get_traced_memory()[0] - before
-        kept = new.ids[ATTENTION]
-        return HostMemory(len(kept), sys.getsizeof(kept), traced, any(o is kept for o in gc.get_objects()))
-    finally:
-        tracemalloc.stop()
-        if frozen:
-            gc.unfreeze()
+    seen: str
+    blocks: int
+    frozen: bool
+    expected: str
 
 
-def leak(device: str, blocks: int = MILLION) -> Iterator[Finding]:
-    """What an id list costs on a model that nobody zeroes for, and who sees it."""
-    taken = host_memory(NewBlocks(), blocks, frozen=False)
-    never = host_memory(broken.NeverTaken(), blocks, frozen=True)
-    seen = host_memory(broken.NeverTaken(), 16_000, frozen=False)
-    for name, memory, expected in (("taken every step", taken, "flat"), ("never", never, "grows")):
-        yield finding(
-            INCIDENT,
-            "host memory",
-            name,
-            "grows" if memory.kept else "flat",
-            expected=expected,
-            blocks=blocks,
-            ids_kept=memory.kept,
-            list_bytes=memory.list_bytes,
-            traced_bytes=memory.traced_bytes,
+WITNESSES = {
+    "gc.get_objects()": Witness("gc_sees", 16_000, False, "seen"),
+    "gc.get_objects() after gc.freeze()": Witness("gc_sees", MILLION, True, "hidden"),
+    "tracemalloc after gc.freeze()": Witness("tracemalloc_sees", MILLION, True, "seen"),
+}
+
+
+def who_sees(witness: Witness, device: str) -> str:
+    """Whether the growing list shows up."""
+    memory = host_memory(witness.blocks, taken=False, frozen=witness.frozen)
+    return "seen" if getattr(memory, witness.seen) else "hidden"
+
+
+def _no_kernel(name: str, device: str) -> str | None:
+    return kernels()[name].unavailable_reason
+
+
+QUESTIONS = Questions(
+    INCIDENT,
+    Question("NaN in the bits of N(0, 1)", list(DTYPES), partial(nan_in_bits, "N(0, 1)"), "some"),
+    Question(
+        "NaN in the bits of bf16 values in fp32",
+        list(DTYPES),
+        partial(nan_in_bits, "bf16 values in fp32"),
+        # Read in 16 bits, a value is a bf16 number or its low half, which is zero.
+        lambda dtype: "none" if DTYPES[dtype].itemsize == 2 else "some",
+    ),
+    *(
+        Question(
+            f"NaN in {side} past seq_len",
+            list(kernels()),
+            partial(past_seq_len, side),
+            {name: kernel.keys if side == "K" else kernel.values for name, kernel in kernels().items()},
+            unavailable=_no_kernel,
         )
-    for name, visible, expected in (
-        ("gc.get_objects()", seen.gc_sees, "seen"),
-        ("gc.get_objects() after gc.freeze()", never.gc_sees, "hidden"),
-        ("tracemalloc after gc.freeze()", never.traced_bytes > never.list_bytes // 2, "seen"),
-    ):
-        yield finding(INCIDENT, "who sees the list", name, "seen" if visible else "hidden", expected=expected)
-
-
-def run(device: str, progress: Callable[[str], None]) -> Iterator[Finding]:
-    """Every question of the incident, one finding at a time."""
-    names = list(kernels())
-    steps: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
-        ("bits of a state", partial(bits_of_a_state, device)),
-        *((f"past seq_len, {name}", partial(past_seq_len, name, device)) for name in names),
-        *((f"decay, {name}", partial(decays, name, device)) for name in names if name != KERNEL),
-        ("what is zeroed when", partial(policies, device)),
-        ("cured late", partial(cured_late, device)),
-        ("dtypes and layouts", partial(layouts, device)),
-        ("ablation", partial(ablation, device)),
-        ("which blocks", partial(which_blocks, device)),
-        ("host one step ahead", partial(race, device)),
-        ("host memory", partial(leak, device)),
-    ]
-    for number, (name, ask) in enumerate(steps, 1):
-        progress(f"{INCIDENT} {number}/{len(steps)}: {name}")
-        yield from ask()
+        for side in "KV"
+    ),
+    *(
+        Question(
+            f"served {how}",
+            {
+                f"no_zeroing, {name}": Scene("cpu", name, kernel.dtypes[0], prefix_caching)
+                for name, kernel in kernels().items()
+                if name != KERNEL
+            },
+            served,
+            lambda scene: CLEAN if kernels()[scene.kernel].values == CLEAN else NAN,
+            unavailable=lambda scene, device: _no_kernel(scene.kernel, device),
+        )
+        for how, prefix_caching in CACHING.items()
+    ),
+    Several("what is zeroed when", policies),
+    Question("requests after the cure", CACHING, cured_late, lambda caching: NAN if caching else CLEAN),
+    *(
+        Fix(
+            f"BlockZeroer, {name}, {'K/V' if kv_outermost else 'blocks'} outermost",
+            off=no_zeroing,
+            on=ZeroNewBlocks,
+            ask=partial(served_with, brief("cpu", dtype=dtype, kv_outermost=kv_outermost)),
+        )
+        for name, dtype in DTYPES.items()
+        for kv_outermost in (False, True)
+    ),
+    Ablation(
+        brief("cpu"),
+        without=INGREDIENTS,
+        ask=served,
+        expected={ALL: NAN, **dict.fromkeys(INGREDIENTS, CLEAN)},
+    ),
+    *(
+        Question(
+            f"zeroed: {zeroed}",
+            STATE_TYPES,
+            partial(served, remedy=remedy),
+            dict(zip(STATE_TYPES, verdicts, strict=True)),
+        )
+        for zeroed, (remedy, verdicts) in ZEROED.items()
+    ),
+    Question("host one step ahead", RACES, race, dict.fromkeys(RACES, CLEAN) | {"one_pinned_buffer": NAN}),
+    Question(
+        "host memory",
+        {"taken every step": True, "never": False},
+        grows,
+        lambda taken: "flat" if taken else "grows",
+    ),
+    Question("who sees the list", WITNESSES, who_sees, lambda witness: witness.expected),
+)

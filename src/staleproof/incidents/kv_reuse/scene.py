@@ -105,34 +105,23 @@ def brief(device: str, **changes: Any) -> Scene:
 
 
 @lru_cache(maxsize=16)
-def _trace(
-    device: str,
-    block_size: int,
-    prefix_caching: bool,
-    steps: int,
-    batch: int,
-    blocks: int,
-    prefix: int,
-    shortest: int,
-    longest: int,
-) -> Trace:
-    source = requests(prefix=prefix, shortest=shortest, longest=longest)
-    scheduler = Scheduler(BlockPool(blocks), block_size, source, batch=batch, prefix_caching=prefix_caching)
-    return trace(scheduler, steps, device)
+def _trace(scene: Scene) -> Trace:
+    source = requests(prefix=scene.prefix, shortest=scene.shortest, longest=scene.longest)
+    scheduler = Scheduler(
+        BlockPool(scene.blocks),
+        scene.page.block_size,
+        source,
+        batch=scene.batch,
+        prefix_caching=scene.prefix_caching,
+    )
+    return trace(scheduler, scene.steps, scene.device)
 
 
 def trace_of(scene: Scene) -> Trace:
-    """What is scheduled in a scene; no value has a part in it."""
+    """What is scheduled in a scene."""
+    # These fields have no part in scheduling: scenes that differ in nothing else share one trace.
     return _trace(
-        scene.device,
-        scene.page.block_size,
-        scene.prefix_caching,
-        scene.steps,
-        scene.batch,
-        scene.blocks,
-        scene.prefix,
-        scene.shortest,
-        scene.longest,
+        replace(scene, kernel=KERNEL, first_step=FirstStep.OVERWRITTEN, kv_outermost=False, shared=True)
     )
 
 

@@ -152,12 +152,8 @@ class Scheduler:
         hits = [self._begin() for _ in range(self.batch - len(self._running))]
         rows = [self._advance(running) for running in self._running]
         return Step(
-            tuple(rows), self.drain(), tuple(hit for hit in hits if hit[1]), tuple(ended), tuple(freed)
+            tuple(rows), self.new.take(), tuple(hit for hit in hits if hit[1]), tuple(ended), tuple(freed)
         )
-
-    def drain(self) -> dict[str, list[int]]:
-        """Take the new ids of this step, whatever the model."""
-        return self.new.take()
 
     def _allocate(self, group: str) -> int:
         (block,) = self.pool.allocate(1)

@@ -10,26 +10,18 @@ their time is up.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from staleproof.harness import children
 
 RANKS = 2
 BLOCK_SIZE, BLOCKS, HEAD = 4, 8, 16
 # The dummy batch's slot, off / on / off: as a buffer of zeros has it, as the fix has it, and again.
 SLOTS = (0, -1, 0)
-
-
-class RanksFailed(RuntimeError):
-    """A rank died or did not come back in time."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ def attend(q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, seq_len: i
     return score.softmax(0) @ keys
 
 
-def run_rank(rank: int, device: str) -> list[RankStep]:
+def _repetitions(rank: int, device: str) -> list[RankStep]:
     """The three repetitions of one rank: rank 0 busy and rank 1 idle, then both with a request."""
     steps = []
     for slot in SLOTS:
@@ -106,22 +98,21 @@ def run_rank(rank: int, device: str) -> list[RankStep]:
     return steps
 
 
-def main(rank: int, backend: str, folder: str) -> None:
-    """One rank of the group that meets in ``folder``; leaves what it saw there."""
+def run_rank(rank: int, meeting: str, backend: str) -> list[RankStep]:
+    """One rank of the group that meets at ``meeting``, an ``init_method``; what it saw."""
     device = "cpu"
     if torch.cuda.is_available():
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    meeting = Path(folder) / "meeting"
     dist.init_process_group(
-        backend, init_method=f"file://{meeting}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
+        backend, init_method=meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
     )
-    seen = [vars(step) for step in run_rank(rank, device)]
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(seen))
+    steps = _repetitions(rank, device)
     dist.destroy_process_group()
+    return steps
 
 
-def why_not(backend: str) -> str | None:
+def unavailable_reason(backend: str) -> str | None:
     """Why two ranks of this backend cannot run here, or ``None``."""
     if not dist.is_available():
         return "this torch has no torch.distributed"
@@ -135,51 +126,22 @@ def why_not(backend: str) -> str | None:
     return None
 
 
-def reproduce(backend: str = "gloo", *, device: str = "cpu", timeout_s: float = 60) -> list[RankStep]:
+def reproduce(
+    backend: str = "gloo", *, device: str = "cpu", timeout_s: float = 60
+) -> tuple[list[RankStep], list[RankStep]]:
     """Run the two ranks as processes of their own.
 
     Args:
-        backend: ``gloo``, or ``nccl`` where there are two GPUs.
+        backend: ``gloo``, or ``nccl`` if there are two GPUs.
         device: ``cpu`` hides the GPUs from the ranks.
         timeout_s: after so many seconds the ranks are ended.
 
     Returns:
-        Steps of rank 0, then of rank 1, each in the order of :data:`SLOTS`.
+        Steps of rank 0, which is busy, and of rank 1, which is idle, in the order of :data:`SLOTS`.
 
     Raises:
-        RanksFailed: a rank died or did not come back.
+        ChildError: a rank died or did not come back.
     """
-    env = dict(os.environ)
-    if device == "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    if backend == "gloo" and sys.platform == "linux":
-        # Both ranks are here: no name of this machine needs to resolve.
-        env["GLOO_SOCKET_IFNAME"] = "lo"
-    code = "import sys; from staleproof.incidents.scale_padding import null_block as n; "
-    code += "n.main(int(sys.argv[1]), *sys.argv[2:])"
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(rank), backend, folder],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            for number, rank in enumerate(ranks):
-                _, error = rank.communicate(timeout=timeout_s)
-                if rank.returncode != 0:
-                    last = (error.strip().splitlines() or ["no message"])[-1]
-                    raise RanksFailed(f"rank {number} ended with {rank.returncode}: {last}")
-        except subprocess.TimeoutExpired as error:
-            raise RanksFailed(f"the ranks did not come back in {timeout_s:.0f} s") from error
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.communicate()
-        files = [Path(folder) / f"rank{number}.json" for number in range(RANKS)]
-        return [RankStep(**row) for path in files for row in json.loads(path.read_text())]
+    env = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    busy, idle = children.call_ranks(run_rank, RANKS, backend, timeout_s=timeout_s, env=env)
+    return busy, idle

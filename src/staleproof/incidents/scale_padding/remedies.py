@@ -14,9 +14,13 @@ from functools import cache
 
 import torch
 
-import staleproof
 from staleproof.incidents.scale_padding import broken, ids, null_block
+from staleproof.ops.clear_empty_rows import clear_empty_rows
+from staleproof.ops.fp8 import quantize_fp8_per_tensor
+from staleproof.ops.nvfp4 import quantize_nvfp4
 from staleproof.ops.reference import nvfp4 as reference
+from staleproof.ops.topk import topk_softmax
+from staleproof.ops.zero_blocks import BlockZeroer
 
 ROWS, LAYERS, EXPERTS, TOP_K = 4, 2, 8, 2
 # 80 elements are five blocks of 16: the scales get three padding columns.
@@ -30,15 +34,20 @@ STALE = (torch.nan, torch.nan, 300.0, torch.nan)
 
 UNWRITTEN = ("empty rows", "amax, torch.max", "amax, fmax")
 OVER_READS = ("tail over-read", "null block", "block reuse")
-CAUSES = (
-    *UNWRITTEN,
-    "NaN logits",
-    "duplicate ids",
-    "int64 ids",
-    "scale padding",
-    *OVER_READS,
-    "cross-row reduction",
-)
+# Each cause, and the remedy that it asks for.
+CAUSES = {
+    "empty rows": "post_kernel_clear",
+    "amax, torch.max": "amax_of_live_rows",
+    "amax, fmax": "amax_of_live_rows",
+    "NaN logits": "fused_sanitising",
+    "duplicate ids": "distinct_ids",
+    "int64 ids": "int32_ids",
+    "scale padding": "in_kernel_padding",
+    "tail over-read": "zero_blocks_on_allocation",
+    "null block": "slot_minus_one",
+    "block reuse": "zero_blocks_on_allocation",
+    "cross-row reduction": "rows_kept_apart",
+}
 
 # What the threads tried; then what three of the causes need.
 REMEDIES = (
@@ -104,7 +113,7 @@ class Server:
                 held.copy_(state.view(torch.bfloat16))
                 held[0] = 0
         if self.remedy == "zero_blocks_on_allocation":
-            self.zeroer = staleproof.BlockZeroer(self.caches)
+            self.zeroer = BlockZeroer(self.caches)
 
     def has(self, *causes: str) -> bool:
         """Whether the fault in place is one of these."""
@@ -154,14 +163,14 @@ class Server:
                 out[row] = 0
         if self.remedy == "post_kernel_clear":
             lengths = torch.tensor(seq_lens, dtype=torch.int32, device=self.device)
-            staleproof.clear_empty_rows(out.view(ROWS, 1, WIDTH), lengths)
+            clear_empty_rows(out.view(ROWS, 1, WIDTH), lengths)
         return out
 
     def quantised(self, x: torch.Tensor, live: int) -> torch.Tensor:
         """x through fp8 and back, by the quantiser the cause is about; else one scale a row."""
         if self.cause in ("amax, torch.max", "amax, fmax"):
             if self.remedy == "amax_of_live_rows":
-                values, scale = staleproof.quantize_fp8_per_tensor(x, live_rows=live)
+                values, scale = quantize_fp8_per_tensor(x, live_rows=live)
                 return values.float() * scale
             seen = x.abs() if self.faulty else x[:live].abs()
             amax = (seen.nan_to_num(0.0) if self.cause == "amax, fmax" else seen).max()
@@ -179,7 +188,7 @@ class Server:
         """x @ weight.T by way of NVFP4."""
         factor = torch.full((1,), GLOBAL_SCALE, device=self.device)
         if self.remedy == "in_kernel_padding":
-            packed, scales = staleproof.quantize_nvfp4(x, factor)
+            packed, scales = quantize_nvfp4(x, factor)
         elif self.has("scale padding"):
             packed, scales = broken.quantize_blocks_only(
                 x, factor, broken.PATHS["128x4"], "empty", lambda held: held.fill_(torch.nan)
@@ -223,7 +232,7 @@ class Server:
             # The rows of padding, which a piecewise graph leaves as they lie.
             logits[LIVE[step] :] = torch.nan
         if self.remedy == "fused_sanitising":
-            return staleproof.topk_softmax(logits, TOP_K)
+            return topk_softmax(logits, TOP_K)
         if self.has("NaN logits"):
             return keeps_the_first(logits.softmax(1))
         weights, chosen = logits.softmax(1).topk(TOP_K)
@@ -339,13 +348,7 @@ class Cell:
 
 def row_of(cause: str, device: str, remedies: tuple[str, ...] = REMEDIES) -> list[Cell]:
     """Every remedy on one cause; the cause alone is served before and after."""
-    threads = torch.get_num_threads()
-    # The tensors are tiny: on a CPU, sharing them out costs more than the work.
-    torch.set_num_threads(1)
-    try:
-        off = serve(cause, None, device)
-        on = {remedy: serve(cause, remedy, device) for remedy in remedies}
-        off_again = serve(cause, None, device)
-    finally:
-        torch.set_num_threads(threads)
+    off = serve(cause, None, device)
+    on = {remedy: serve(cause, remedy, device) for remedy in remedies}
+    off_again = serve(cause, None, device)
     return [Cell(cause, remedy, off, count, off_again) for remedy, count in on.items()]

@@ -1,0 +1,110 @@
+"""A load on a pool: what a remedy makes of it, whose bits a request read, and where it first goes bad."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from staleproof.harness.findings import CLEAN
+from staleproof.incidents.kv_reuse import broken
+from staleproof.incidents.kv_reuse.hybrid import STATE, Zeroing, serve
+from staleproof.incidents.kv_reuse.scene import (
+    WRONG,
+    Scene,
+    ZeroNewBlocks,
+    brief,
+    clean_run,
+    history,
+    judge,
+    tenancies,
+    trace_of,
+)
+from staleproof.incidents.kv_reuse.scheduler import ATTENTION
+
+
+def test_a_fix_that_zeroes_hits_is_seen(device, monkeypatch):
+    submit = ZeroNewBlocks.submit
+    monkeypatch.setattr(
+        ZeroNewBlocks,
+        "submit",
+        lambda self, step: list(
+            dict.fromkeys([*submit(self, step), *(block for _, blocks in step.hits for block in blocks)])
+        ),
+    )
+    assert judge(Scene(device, steps=120), ZeroNewBlocks).verdict == WRONG
+
+
+def test_clean_memory_gives_numbers_everywhere_and_the_pool_does_too_at_first(device):
+    scene_ = Scene(device, steps=40)
+    clean = clean_run(scene_)
+    assert bool(clean.outputs.isfinite().all())
+    seen = judge(scene_)
+    # No block has changed hands yet.
+    assert (seen.verdict, seen.corrupted) == (CLEAN, frozenset())
+
+
+def test_the_log_suspects_every_corrupted_request_and_none_once_all_is_zeroed(device):
+    scene_ = Scene(device)
+    seen = judge(scene_)
+    log = tenancies(scene_, seen.served)
+    assert seen.corrupted
+    for request in seen.corrupted:
+        suspects = log.explain(request)
+        assert suspects, request
+        assert suspects[0].kind == "stale"
+    direct = [s for r in seen.corrupted for s in log.explain(r) if not s.via]
+    assert {"fp32"} <= {s.written_as for s in direct}
+    assert {s.read_as for s in direct} == {"e4m3"}
+    zeroed = tenancies(scene_, judge(scene_, ZeroNewBlocks).served)
+    assert all(zeroed.explain(request) == [] for request in trace_of(scene_).finished)
+    wiped = judge(scene_, broken.ZeroOnFree)
+    log = tenancies(scene_, wiped.served)
+    for request in wiped.corrupted:
+        assert {s.kind for s in log.explain(request)} == {"wiped"}
+
+
+def test_the_first_attention_layer_heals_and_what_was_written_back_does_not(device):
+    seen = history(Scene(device, prefix_caching=False))
+    assert seen.stages == ["0.mamba", "0.attention", "1.mamba", "1.attention"]
+    assert seen.first_bad is not None
+    assert seen.first_bad[1] == "0.attention"
+    assert all(row[0] for row in seen.finite)
+    assert seen.finite[-1] == [True, True, False, False]
+    with pytest.raises(ValueError, match="scene: expected one in which a corrupted request"):
+        history(Scene(device, "masked_loads", prefix_caching=False, steps=120))
+
+
+def test_the_hosts_lead_is_a_queue_on_the_cpu():
+    scene_ = brief("cpu")
+    order = []
+
+    class Watched(Zeroing):
+        def submit(self, step):
+            order.append("submit")
+            return None
+
+        def run(self, ticket):
+            order.append("run")
+            return ()
+
+    serve(trace_of(scene_), scene_.model(), scene_.buffers(), Watched(), ahead=2)
+    assert order[:5] == ["submit", "submit", "submit", "run", "submit"]
+    assert order[-2:] == ["run", "run"]
+    with pytest.raises(ValueError, match="ahead: expected at least 0 steps, got -1"):
+        serve(trace_of(scene_), scene_.model(), scene_.buffers(), ahead=-1)
+
+
+def test_the_scenes_page_holds_a_state_and_splits_into_kernel_blocks():
+    page = Scene("cpu").page
+    assert (page.block_size, page.page_bytes, page.mamba_bytes) == (32, 4096, STATE.state_bytes)
+    buffers = Scene("cpu").buffers()
+    assert buffers.ratio == 2
+    assert Scene("cpu", dtype=torch.bfloat16).buffers().ratio == 1
+
+
+def test_the_new_ids_of_a_step_are_both_groups(device):
+    scene_ = brief(device)
+    remedy = ZeroNewBlocks(scene_.buffers())
+    step = trace_of(scene_).steps[0]
+    assert sorted(remedy.submit(step)) == sorted([*step.new[ATTENTION], *step.new["mamba"]])
+    assert len(remedy.submit(step)) == 16
