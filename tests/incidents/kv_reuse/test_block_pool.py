@@ -1,4 +1,4 @@
-"""One pool for attention and Mamba: page arithmetic, the shared bytes, and who holds which id."""
+"""One pool for attention and Mamba: page arithmetic, the shared bytes, and who uses which id."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_bad_ids_change_nothing():
             pool.free(ids)
     with pytest.raises(ValueError, match=f"blocks: expected cached blocks, got {block}"):
         pool.touch([block])
-    with pytest.raises(ValueError, match="block: expected a block that somebody holds, got 3"):
+    with pytest.raises(ValueError, match="block: expected a block in use, got 3"):
         pool.cache(3, "key")
     with pytest.raises(ValueError, match="count: expected at least 0, got -1"):
         pool.allocate(-1)

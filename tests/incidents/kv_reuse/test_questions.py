@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from staleproof.harness.findings import CLEAN, FIXED, NOT_FIXED, OFF_ON_OFF
-from staleproof.incidents.kv_reuse import scene
+from staleproof.incidents.kv_reuse import questions, scene
 from staleproof.incidents.kv_reuse.questions import INGREDIENTS, QUESTIONS, STATE_TYPES, ZEROED
 from staleproof.incidents.kv_reuse.scene import NAN, WRONG
 
@@ -93,3 +93,17 @@ def test_the_race_wipes_live_blocks_and_keeps_stale_ones():
     assert found["one_pinned_buffer"]["stale_blocks_kept"] > 0
     for right in ("one_pinned_buffer, in step", "fresh_pinned_buffer", "BlockZeroer"):
         assert found[right]["live_blocks_wiped"] == found[right]["stale_blocks_kept"] == 0
+
+
+def test_each_way_to_zero_is_served_once_and_the_scene_without_once_more(monkeypatch, device):
+    runs = []
+
+    def judge(scene_, remedy=scene.no_zeroing):
+        runs.append((scene_.prefix_caching, remedy))
+        return scene.Outcome(NAN if remedy is scene.no_zeroing else CLEAN, frozenset(), (), None)
+
+    monkeypatch.setattr(questions, "judge", judge)
+    claims = [a for a in questions.policies(device) if a.question == OFF_ON_OFF]
+    assert len(claims) == 4
+    assert len(runs) == 2 * (len(questions.POLICIES) + 1)
+    assert runs.count((True, scene.no_zeroing)) == 2

@@ -1,4 +1,4 @@
-"""Every new block is told once and nothing is kept; hits are not new; no page serves two."""
+"""Each new block is reported once and then forgotten; hits are not new; no page has two users."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _scheduler(*, prefix_caching=True, hybrid=True, blocks=60, **load):
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_a_step_tells_exactly_the_blocks_that_the_pool_handed_out(prefix_caching, hybrid):
+def test_a_step_reports_exactly_the_blocks_that_the_pool_handed_out(prefix_caching, hybrid):
     scheduler = _scheduler(prefix_caching=prefix_caching, hybrid=hybrid)
     handed = []
     allocate = scheduler.pool.allocate
@@ -37,8 +37,8 @@ def test_a_step_tells_exactly_the_blocks_that_the_pool_handed_out(prefix_caching
     for _ in range(150):
         handed.clear()
         step = scheduler.schedule()
-        told = [*step.new[ATTENTION], *step.new[MAMBA]]
-        assert sorted(told) == sorted(itertools.chain(*handed))
+        reported = [*step.new[ATTENTION], *step.new[MAMBA]]
+        assert sorted(reported) == sorted(itertools.chain(*handed))
         assert bool(step.new[MAMBA]) <= hybrid
         # Nothing stays behind, whatever the model.
         assert scheduler.new.ids == {ATTENTION: [], MAMBA: []}
@@ -56,7 +56,7 @@ def test_a_hit_is_not_a_new_block():
     assert hits > 10
 
 
-def test_a_block_that_is_read_is_held_by_nobody_else():
+def test_a_block_that_is_read_is_used_by_nobody_else():
     for prefix_caching in (True, False):
         scheduler = _scheduler(prefix_caching=prefix_caching)
         for _ in range(150):

@@ -1,4 +1,4 @@
-"""Two real ranks: what the idle one writes into the null block, and who reads it."""
+"""What the idle rank of two real ones writes into the null block, and who reads it."""
 
 from __future__ import annotations
 

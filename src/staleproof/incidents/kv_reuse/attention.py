@@ -1,8 +1,7 @@
-"""Paged decode attention by real kernels, behind one call: those that mask by multiplication, those
-that do not.
+"""Paged decode attention by real kernels, behind one call.
 
-Nothing here is the incident's fault. A kernel that gives masked positions the weight 0 and then
-multiplies is right for every finite value; ``0 * NaN`` is NaN (PyTorch #101967,
+Some kernels multiply masked positions by a weight of 0, others never load them. None of them is
+wrong: a weight of 0 removes every finite value. But ``0 * NaN`` is NaN (PyTorch #101967,
 flash-attention #1974).
 """
 
@@ -51,12 +50,12 @@ class Call:
         return 1 / math.sqrt(self.q.shape[-1])
 
     def gathered(self, cache_: torch.Tensor) -> torch.Tensor:
-        """Whole pages of each row, as a server that gathers them sees them.
+        """The whole pages of each row, positions past its last token included.
 
         Returns:
             (rows, heads, tokens, head_dim) in the compute dtype; the conversion is exact.
         """
-        # fp8 has no indexing on every device; its bytes have.
+        # Not every device can index fp8; every device can index its bytes.
         pages = bits(cache_)[self.table].view(cache_.dtype).flatten(1, 2).to(self.q.dtype)
         groups = self.q.shape[1] // pages.shape[2]
         heads_first = pages.transpose(1, 2)
@@ -73,15 +72,15 @@ Attend = Callable[[Call], torch.Tensor]
 
 
 def used_table(table: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> torch.Tensor:
-    """``table`` (rows, blocks) with the null block behind each row's last block."""
+    """``table`` (rows, blocks) with the null block in every entry past a row's last token."""
     column = torch.arange(table.shape[1], device=table.device)
     return torch.where(column * block_size < seq_lens[:, None], table, NULL_BLOCK)
 
 
 def masked_loads(call: Call) -> torch.Tensor:
-    """Positions past ``seq_lens`` are replaced before anything is computed with them: ours.
+    """Ours: positions past ``seq_lens`` become 0 before anything is computed with them.
 
-    What a kernel with masked loads does (``other=0``), as ``staleproof.mla_decode`` does it.
+    This is what masked loads (``other=0``) do in a kernel such as ``staleproof.mla_decode``.
     """
     valid = call.valid[:, None, :, None]
     keys = torch.where(valid, call.gathered(call.keys), 0)
@@ -165,7 +164,7 @@ class Kernel:
         unavailable_reason: one line why it cannot run here, or ``None``.
         keys: what it makes of NaN among the keys past ``seq_lens``: ``leaked`` or ``clean``.
         values: the same, among the values.
-        dtypes: cache dtypes it takes; FlashInfer takes that of ``q`` alone.
+        dtypes: cache dtypes it takes; FlashInfer takes only that of ``q``.
     """
 
     name: str
@@ -194,7 +193,7 @@ def _needs_flashinfer(backend: str) -> str | None:
 def kernels() -> dict[str, Kernel]:
     """Every kernel by its short key, runnable here or not.
 
-    What each makes of NaN past ``seq_lens`` is what one H200 and one CPU showed.
+    ``keys`` and ``values`` are what one H200 and one CPU showed.
     """
     on_cpu = None if _needs_gpu() else "torch has it for CPU tensors only"
     leaked, clean = "leaked", "clean"

@@ -1,4 +1,4 @@
-"""How often the bits of a recurrent state are NaN to somebody who reads them as keys and values."""
+"""How often the bits of a recurrent state are NaN when they are read as keys and values."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class NanShare:
 
 
 def nan_share(source: str, dtype: str, samples: int = SAMPLES, seed: int = 0) -> NanShare:
-    """Draw fp32 values and read their bytes, as they lie, in another dtype.
+    """Draw fp32 values and reinterpret their bytes in another dtype.
 
     Args:
         source: a key of :data:`SOURCES`.
@@ -79,7 +79,7 @@ def nan_share(source: str, dtype: str, samples: int = SAMPLES, seed: int = 0) ->
     values = torch.from_numpy(SOURCES[source](np.random.default_rng(seed), samples))
     read = values.view(DTYPES[dtype])
     nan = read.isnan()
-    # e4m3 has no infinity, and torch no isinf for it.
+    # e4m3 has no infinity, and torch has no isinf for it.
     infinite = 0.0 if dtype == "e4m3" else (read.float().abs() == float("inf")).float().mean()
     return NanShare(
         source,

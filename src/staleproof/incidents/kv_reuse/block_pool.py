@@ -141,7 +141,7 @@ def geometry() -> list[tuple[int, str, Page]]:
 
 
 class KVBuffers:
-    """The bytes: one raw buffer a layer position, and its views.
+    """The memory: one raw buffer for each layer position, and views of it.
 
     Args:
         num_blocks: pages of each buffer, the null block included.
@@ -257,7 +257,7 @@ def split_block_table(block_table: torch.Tensor, ratio: int) -> torch.Tensor:
 
 
 class BlockPool:
-    """The ids: who holds which block, which are free, and what the free ones still remember.
+    """The block ids: how many requests use each, which are free, which are in the prefix cache.
 
     A freed block goes to the end of the free list and keeps its bytes. If it was cached, it can be
     hit until it is handed out again (after vLLM's ``BlockPool``).
@@ -279,11 +279,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that no request uses."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out the blocks that have been free longest; what they were cached as is forgotten.
+        """Hand out the blocks that have been free longest, and drop them from the prefix cache.
 
         Raises:
             ValueError: a negative count.
@@ -299,7 +299,7 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Hold blocks found in the prefix cache. They are not new: their bytes are wanted.
+        """Add a user to blocks found in the prefix cache. They are not new: their bytes are wanted.
 
         Raises:
             ValueError: an id that is out of range, the null block, or not cached.
@@ -312,16 +312,16 @@ class BlockPool:
             self._free.pop(block, None)
 
     def free(self, blocks: Sequence[int]) -> list[int]:
-        """Let go of blocks, each once; returns those that nobody holds any more.
+        """Take one user off each of the blocks; returns those that have none left.
 
         Raises:
-            ValueError: an id out of range, the null block, or one let go of more often than held;
-                nothing is freed then.
+            ValueError: an id out of range, the null block, or more frees than users; nothing is
+                freed then.
         """
         for block in set(blocks):
             self._check("blocks", block)
-            held, wanted = self.ref_counts[block], list(blocks).count(block)
-            require(held >= wanted, "blocks", f"block {block} freed at most {held} times", wanted)
+            users, frees = self.ref_counts[block], list(blocks).count(block)
+            require(users >= frees, "blocks", f"block {block} freed at most {users} times", frees)
         ended = []
         for block in blocks:
             self.ref_counts[block] -= 1
@@ -331,19 +331,19 @@ class BlockPool:
         return ended
 
     def cache(self, block: int, key: Hashable) -> None:
-        """Remember a full block under ``key``; the first block of a key stays.
+        """Put a full block into the prefix cache under ``key``; the first block of a key stays.
 
         Raises:
-            ValueError: an id that is out of range, the null block, or held by nobody.
+            ValueError: an id that is out of range, the null block, or not in use.
         """
         self._check("block", block)
-        require(self.ref_counts[block] > 0, "block", "a block that somebody holds", block)
+        require(self.ref_counts[block] > 0, "block", "a block in use", block)
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def cached(self, key: Hashable) -> int | None:
-        """The block remembered under ``key``, held or free."""
+        """The block cached under ``key``, in use or free, or ``None``."""
         return self._block_of.get(key)
 
     def _check(self, name: str, block: int) -> None:

@@ -1,8 +1,8 @@
-"""The remedies that came out wrong, each named after what it does, each with its source.
+"""Remedies with a fault, and right ones to compare with; each is named after what it does.
 
 A remedy decides which blocks are zeroed before which step (:class:`Zeroing`), or how the list of
-new ids is kept. What they zero with is torch's ``index_fill_`` on every layer's buffer: right, and
-slow; the faults are not in it.
+new ids is kept. All zero with torch's ``index_fill_`` on every layer's buffer, which is right and
+slow: the faults are in the choice of ids, or in their way to the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Fill(Zeroing):
         raise NotImplementedError
 
     def submit(self, step: Step) -> object:
-        """The ids, on the device by the time they are needed."""
+        """The ids, in a new tensor on the device."""
         return torch.tensor(list(self.ids(step)), device=self.buffers.raw[0].device).long()
 
     def run(self, ticket: object) -> torch.Tensor:
@@ -44,9 +44,9 @@ class _Fill(Zeroing):
 
 
 class ZeroOnFree(_Fill):
-    """Zeroes a block when its last holder lets go: the first design of vLLM #35219.
+    """Zeroes a block when its last user gives it back: the first design of vLLM #35219.
 
-    The prefix cache still remembers what was in it.
+    The block stays in the prefix cache, so a later hit reads zeros.
     """
 
     def ids(self, step: Step) -> Sequence[int]:
@@ -57,11 +57,11 @@ class ZeroOnFree(_Fill):
 class ZeroHitsToo(_Fill):
     """Zeroes whatever a request starts with, prefix-cache hits included.
 
-    What recording at the wrong place would do: in vLLM, hits are touched and not recorded.
+    It wipes cached KV that other requests still use. vLLM records new blocks only, not hits.
     """
 
     def ids(self, step: Step) -> Sequence[int]:
-        """Blocks new in ``step``, and blocks hit."""
+        """New blocks of both groups, and the blocks hit."""
         hits = [block for _, blocks in step.hits for block in blocks]
         return [*step.new[ATTENTION], *step.new[MAMBA], *hits]
 
@@ -83,7 +83,7 @@ class ZeroMambaOnly(_Fill):
 
 
 class ZeroBoth(_Fill):
-    """Zeroes every new block, with ``index_fill_``: right, to compare with."""
+    """Zeroes every new block: right, to compare with."""
 
     def ids(self, step: Step) -> Sequence[int]:
         """New blocks of both groups."""
@@ -125,13 +125,13 @@ class OnePinnedBuffer(ZeroBoth):
         self.there = torch.zeros(capacity, dtype=torch.int64, device=device)
 
     def submit(self, step: Step) -> object:
-        """Write the ids over the last step's; what is handed on is their number."""
+        """Overwrite the last step's ids; only their number is passed on."""
         ids = self.ids(step)
         self.host[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
         return len(ids)
 
     def run(self, ticket: object) -> torch.Tensor:
-        """Copy as many ids as were promised, whichever they are by now, and zero those."""
+        """Copy that many ids, which by now can be the next step's, and zero those blocks."""
         assert isinstance(ticket, int)
         ids = self.there[:ticket]
         ids.copy_(self.host[:ticket], non_blocking=True)
@@ -140,10 +140,10 @@ class OnePinnedBuffer(ZeroBoth):
 
 
 class FreshPinnedBuffer(ZeroBoth):
-    """A new host buffer for every step: vLLM's repair (#48399). Right, and pays for the pinning."""
+    """A new host buffer for every step: vLLM's repair (#48399). Right, at the cost of pinning."""
 
     def submit(self, step: Step) -> object:
-        """The ids in memory of their own."""
+        """The ids, in a host buffer of this step alone."""
         host = torch.tensor(list(self.ids(step)), dtype=torch.int64)
         return host.pin_memory() if self.buffers.raw[0].is_cuda else host
 

@@ -179,9 +179,9 @@ class HybridModel:
 
 
 class Zeroing:
-    """When which blocks are zeroed: nothing, never. The remedies derive from it.
+    """Decides which blocks are zeroed before which step. This one zeroes none; remedies derive from it.
 
-    The host submits a step when it has scheduled it; the device gets to it later.
+    :meth:`submit` is called when the host has scheduled a step, :meth:`run` when the device begins it.
     """
 
     def submit(self, step: Step) -> object:
@@ -195,7 +195,7 @@ class Zeroing:
 
 @dataclass(frozen=True)
 class Served:
-    """What one memory made of a trace.
+    """What came out of a trace on one memory.
 
     Attributes:
         outputs: (steps, rows, hidden) fp32.
@@ -210,8 +210,9 @@ class Served:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    # Operations of microseconds: a team of threads waits for its last member longer than it
-    # computes, and much longer on a busy machine.
+    # These operations take microseconds: handing them to a second thread takes longer than doing
+    # them, ten times longer on a busy machine. Notebooks call `serve` directly as well, so the
+    # question runner's `one_thread` is not enough.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -241,12 +242,12 @@ def serve(
         model: serves it.
         buffers: the memory.
         zeroing: what cleans it; by default nothing does.
-        clean: use the pages of which each tenancy has its own.
+        clean: use the memory in which every tenancy has a page of its own.
         states: separate memory for the Mamba layers, instead of the shared pages.
         ahead: steps that the host schedules before the device has done the one in front. On a CPU
             the device is a queue that many steps long; on CUDA it is the stream.
         delay: enqueued before each step's device work, to make the stream late.
-        watch: note after which stages each row was finite.
+        watch: record after which stages each row was finite.
 
     Returns:
         Outputs and what was zeroed.
@@ -296,11 +297,11 @@ def serve(
             work(*waiting.pop(0))
     for left in waiting:
         work(*left)
-    told = [z.tolist() if isinstance(z, torch.Tensor) else list(z) for z in zeroed]
-    return Served(torch.stack(outputs), told, {stage: torch.stack(x) for stage, x in finite.items()})
+    ids = [z.tolist() if isinstance(z, torch.Tensor) else list(z) for z in zeroed]
+    return Served(torch.stack(outputs), ids, {stage: torch.stack(x) for stage, x in finite.items()})
 
 
 def corrupted(trace: Trace, served: Served, clean: Served) -> set[int]:
-    """Requests of which any output differs, bit for bit, from the same step on clean memory."""
+    """Requests with an output that differs in any bit from the same step on clean memory."""
     differs = (bits(served.outputs) != bits(clean.outputs)).any(-1)
     return set(trace.owners[differs].tolist())

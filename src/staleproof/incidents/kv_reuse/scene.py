@@ -1,7 +1,7 @@
-"""A load on a pool, served: which requests came out wrong, whose bits they read, what to zero.
+"""Serves a load from one pool of blocks and tells which requests came out wrong, and why.
 
 A request is corrupted if any of its outputs differs, in one bit, from the same step served from
-clean memory: a memory in which every tenancy has a page that nobody had before.
+clean memory: a memory in which every tenancy has a page that nobody used before.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def judge(
 
 
 def tenancies(scene: Scene, served: Served) -> TenancyLog:
-    """What a log kept while a scene was served would have heard."""
+    """The tenancy log of a served scene, from its trace and from what was zeroed."""
     log = TenancyLog()
     kv = next((name for name, dtype in DTYPES.items() if dtype == scene.dtype), "fp32")
     size = scene.page.block_size
@@ -267,8 +267,8 @@ class History:
 def history(scene: Scene) -> History:
     """A corrupted request of a scene served without zeroing.
 
-    The first that finishes with its first attention layer finite again, if there is one: by then it
-    has written over every stale position.
+    If there is one, a request whose first attention layer is finite again in its last step: by then
+    it has overwritten every stale position. Else the first that finishes.
 
     Raises:
         ValueError: no corrupted request finishes.

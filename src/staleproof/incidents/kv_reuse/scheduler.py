@@ -1,9 +1,9 @@
-"""The scheduler's half of the fix: which blocks are new in this step, and nothing kept of it.
+"""The scheduler's half of the fix: it reports the new blocks of each step, and keeps no list of them.
 
 A small continuous batch: as many requests as there are rows, one token each a step, prompts
 included; attention blocks as a request grows, one Mamba block for its state, and with prefix
-caching a Mamba block an attention block, as vLLM's ``align`` mode keeps them. Nothing here looks
-at a value, so one trace serves every kernel and every remedy with the same inputs.
+caching a Mamba block an attention block, as vLLM's ``align`` mode keeps them. Scheduling
+looks at no computed value, so one trace gives every kernel and every remedy the same inputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Request(NamedTuple):
 
 
 def requests(seed: int = 0, *, prefix: int = 32, shortest: int = 34, longest: int = 80) -> Iterator[Request]:
-    """Requests without end; each begins with one of six prefixes of ``prefix`` tokens."""
+    """An endless stream of requests; each begins with one of six prefixes of ``prefix`` tokens."""
     draw = random.Random(seed)
     prefixes = [[draw.randrange(VOCABULARY) for _ in range(prefix)] for _ in range(6)]
     number = 0
@@ -41,20 +41,20 @@ def requests(seed: int = 0, *, prefix: int = 32, shortest: int = 34, longest: in
 
 
 class NewBlocks:
-    """Ids of newly allocated blocks, until somebody takes them."""
+    """Ids of newly allocated blocks, until they are taken."""
 
     def __init__(self) -> None:
         self.ids: dict[str, list[int]] = {ATTENTION: [], MAMBA: []}
 
     def record(self, group: str, block_ids: list[int]) -> None:
-        """Blocks just allocated to a group. Prefix-cache hits are not new: never record them."""
+        """Add blocks just allocated to a group. Prefix-cache hits are not new: never record them."""
         self.ids[group].extend(block_ids)
 
     def take(self) -> dict[str, list[int]]:
-        """What was recorded since the last time, by group; nothing stays behind.
+        """Return what was recorded since the last call, by group, and forget it.
 
-        Taken in every step, whatever the model: a list that only some models take grows for ever
-        on the others (vLLM #44175).
+        Call it in every step, on every model: on a model that never does, the list grows for as
+        long as the server runs (vLLM #44175).
         """
         taken, self.ids = self.ids, {ATTENTION: [], MAMBA: []}
         return taken
@@ -94,7 +94,7 @@ class Step:
         new: ids allocated in this step, by group; they must be clean before anything reads them.
         hits: (request, blocks) taken from the prefix cache, both groups.
         ended: requests whose blocks were given back before this step.
-        freed: blocks that nobody holds any more since then, both groups.
+        freed: blocks that lost their last user since the step before, both groups.
     """
 
     rows: tuple[Row, ...]
@@ -139,7 +139,7 @@ class Scheduler:
         self.batch, self.prefix_caching, self.hybrid = batch, prefix_caching, hybrid
         self.new = NewBlocks()
         self._running: list[_Running] = []
-        # States that the step in flight still reads, for the last time.
+        # States that the step in flight reads for the last time; they are freed after it.
         self._leaving: list[int] = []
 
     def schedule(self) -> Step:
@@ -165,9 +165,9 @@ class Scheduler:
         freed = self.pool.free(self._leaving)
         self._leaving.clear()
         for running in done:
-            held = [*running.blocks, *([running.state] if self.hybrid else [])]
-            # Last block first: a prefix is worth more than what follows it.
-            freed += self.pool.free(held[::-1])
+            blocks = [*running.blocks, *([running.state] if self.hybrid else [])]
+            # Last block first, so that the beginning of a prefix stays in the cache longest.
+            freed += self.pool.free(blocks[::-1])
             self._running.remove(running)
         return [running.request.number for running in done], freed
 
@@ -176,7 +176,7 @@ class Scheduler:
         self._running.append(running)
         if not self.prefix_caching:
             return running.request.number, ()
-        # At least one token is always computed, since a row is for its output.
+        # At least one token is always computed: its output is what the row is for.
         longest = (len(running.request.tokens) - 1) // self.block_size
         blocks: list[int] = []
         usable: list[int] = []
@@ -185,16 +185,16 @@ class Scheduler:
             if block is None:
                 break
             blocks.append(block)
-            # Attention is of use up to where the recurrent state was kept as well.
+            # A hit counts only up to a block whose recurrent state is cached as well.
             state = self.pool.cached(self._key(MAMBA, running.request, count))
             if state is not None or not self.hybrid:
                 running.state = state if state is not None else NULL_BLOCK
                 usable = blocks.copy()
-        held = [*usable, *([running.state] if usable and self.hybrid else [])]
-        self.pool.touch(held)
+        hit = [*usable, *([running.state] if usable and self.hybrid else [])]
+        self.pool.touch(hit)
         running.blocks, running.position = usable, len(usable) * self.block_size
         running.fresh = not usable
-        return running.request.number, tuple(held)
+        return running.request.number, tuple(hit)
 
     def _key(self, group: str, request: Request, blocks: int) -> Hashable:
         return group, request.tokens[: blocks * self.block_size]
@@ -205,7 +205,7 @@ class Scheduler:
         if position % self.block_size == 0:
             running.blocks.append(self._allocate(ATTENTION))
         if self.hybrid and (first or (self.prefix_caching and position % self.block_size == 0)):
-            # The state at the end of the last block stays where it is, for others to hit.
+            # The state at the end of the last block stays in its block, for other requests to hit.
             running.state = self._allocate(MAMBA)
             if not first:
                 self._leaving.append(state_in)
@@ -222,7 +222,8 @@ class Scheduler:
         running.position += 1
         running.fresh = False
         if self.prefix_caching and running.position % self.block_size == 0:
-            # Full once this step is done; nobody can hit it before the next one is scheduled.
+            # The block is full once this step is done. It cannot be hit earlier, since hits are
+            # looked up when the next step is scheduled.
             count = running.position // self.block_size
             self.pool.cache(running.blocks[-1], self._key(ATTENTION, request, count))
             if self.hybrid:
@@ -250,7 +251,7 @@ class Trace:
         first: (steps, rows) bool.
         owners: (steps, rows) int64, request numbers.
         pooled: pages of the pool: ids are reused.
-        clean: pages of a memory in which every tenancy has a page of its own that nobody had.
+        clean: pages of a memory in which every tenancy has a page that nobody used before.
         clean_pages: pages that such a memory needs.
     """
 

@@ -1,7 +1,7 @@
-"""The faulty ones of incident 5, each named after what it does wrong.
+"""The faulty functions of incident 5, each named after what it does wrong.
 
-Three faults that were blamed or overlooked: scales whose padding nobody writes, ids of the wrong
-width or drawn twice, and a reduction "per token" that takes in the neighbour's row.
+Three faults that were blamed or overlooked: scales whose padding nobody writes, expert ids of the
+wrong width or drawn twice, and a reduction "per token" that includes the neighbour's row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ device.load_triton()
 import triton
 import triton.language as tl
 
-Held = Callable[[torch.Tensor], object]
+Leave = Callable[[torch.Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ ALLOCATIONS: dict[str, tuple[str, ...]] = {
 
 
 def quantize_blocks_only(
-    x: torch.Tensor, factor: torch.Tensor, path: Path, allocation: str, held: Held
+    x: torch.Tensor, factor: torch.Tensor, path: Path, allocation: str, leave: Leave
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """NVFP4 whose kernel writes the scales of blocks, into memory as ``allocation`` left it.
+    """NVFP4 by a kernel that writes the scales of blocks, and leaves their padding as ``allocation`` did.
 
     Args:
         x: (m, n).
         factor: (1,) float32 global scale.
         path: where the scales go.
         allocation: one of :data:`ALLOCATIONS`.
-        held: writes what the last tenant of fresh memory left there, float8_e4m3fn.
+        leave: fills fresh memory, float8_e4m3fn, with what its last tenant left there.
 
     Returns:
         Packed values, and scales in the layout of ``path``.
@@ -77,7 +77,7 @@ def quantize_blocks_only(
     tile = path.row_tile
     shape = reference.scale_shape(m, n, swizzled=tile is not None, row_tile=tile or 128)
     scales = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
-    held(scales)
+    leave(scales)
     if path.calls_create and path.layout in ALLOCATIONS[allocation]:
         scales.view(torch.uint8).zero_()
     packed = torch.empty(m, n // 2, dtype=torch.uint8, device=x.device)
@@ -116,7 +116,8 @@ def simulate_with_replacement(
 def read_as_int32(topk_ids: torch.Tensor) -> torch.Tensor:
     """What a kernel sees that takes the pointer for (tokens, top_k) int32.
 
-    Little-endian int64 ids look like id, 0, id, 0, ...; and only half of the tokens are reached.
+    Little-endian int64 ids look like id, 0, id, 0, ..., and the second half of the tokens is never
+    reached.
     """
     words = topk_ids.contiguous().view(torch.int32).flatten()
     return words[: topk_ids.numel()].view(topk_ids.shape)
@@ -141,14 +142,14 @@ def _per_token_kernel(
     inside = (row < rows)[:, None] & (column < hidden)[None, :]
     at = row[:, None] * hidden + column[None, :]
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    # fmaxf: no comparison with NaN holds, so that none becomes the maximum.
+    # Like fmaxf: comparisons with NaN are false, so that a NaN never becomes the maximum.
     magnitude = tl.where(values > 0, values, tl.where(values < 0, -values, 0.0))
     amax = tl.max(magnitude, 1)
     if SHARED:
         amax = tl.where(amax == amax, tl.max(amax, 0), amax)
     scale = tl.where(amax > 0, tl.div_rn(amax, 448.0), 1.0)
     scaled = values * tl.div_rn(1.0, scale)[:, None]
-    # fmaxf and fminf: a NaN ends as -448.
+    # Like fmaxf and fminf: a NaN becomes -448.
     scaled = tl.where(scaled > -448.0, scaled, -448.0)
     scaled = tl.where(scaled < 448.0, scaled, 448.0)
     tl.store(x_fp8 + at, scaled, mask=inside)
@@ -157,7 +158,7 @@ def _per_token_kernel(
 
 def _per_token(x: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
     rows, hidden = x.shape
-    # Rounded to fp8 by torch: the interpreter's cast drops carries.
+    # torch rounds to fp8: the cast of Triton's interpreter drops carries.
     scaled = torch.empty(rows, hidden, dtype=torch.float32, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     _per_token_kernel[(triton.cdiv(rows, 2),)](
@@ -174,10 +175,10 @@ def _per_token(x: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tenso
 
 
 def neighbour_in_the_maximum(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token fp8 whose maximum runs over the two rows of a warp: the neighbour sets the scale.
+    """Per-token fp8 whose maximum is taken over the two rows of a warp: a neighbour can set the scale.
 
-    Stands for the quantisers of vLLM #40047, #42984 and FlashInfer #3057. A NaN next door is
-    dropped, so that no NaN check fires; a number next door costs a live row its digits.
+    Stands for the quantisers of vLLM #40047, #42984 and FlashInfer #3057. A NaN in the
+    neighbour is dropped, so that no NaN check fires; a large number there costs a live row digits.
 
     Args:
         x: (rows, hidden).

@@ -1,8 +1,8 @@
-"""Expert ids as the revert's suspect left them, and as they should be: width, packing, chance.
+"""Expert ids for load tests, as vLLM's routing simulator draws them and as they should be.
 
-The routing simulator of vLLM (``routing_simulator_router.py``) draws expert ids for load tests. It
-has two faults that have nothing to do with each other: ids come as int64 where a consumer may take
-the bytes for int32, and they are drawn with replacement, so that a token may get an expert twice.
+The simulator (``routing_simulator_router.py``) has two independent faults. Its ids are int64, while
+some consumers read the bytes as int32. And it draws with replacement, so that a token can get the
+same expert twice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from staleproof import check
 
 
 def duplicate_chance(experts: int, top_k: int) -> float:
-    """Chance that ``top_k`` experts drawn with replacement are not all different: birthdays.
+    """Chance that ``top_k`` experts drawn with replacement are not all different (birthday problem).
 
     Raises:
         ValueError: fewer than one expert, or fewer than one a token.
@@ -27,7 +27,7 @@ def duplicate_chance(experts: int, top_k: int) -> float:
 
 
 def check_route(tokens: int, experts: int, top_k: int) -> None:
-    """Raise ValueError unless ``top_k`` different experts can be had for some tokens."""
+    """Raise ValueError unless there are tokens, and enough experts to give each ``top_k``."""
     check.require(tokens > 0, "tokens", "at least 1", tokens)
     check.require(0 < top_k <= experts, "top_k", f"1 to {experts} experts", top_k)
 
@@ -41,9 +41,9 @@ def simulate_routing(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uniformly random routing: distinct experts, of the width a kernel reads.
+    """Uniformly random routing: distinct experts, with ids of the width a kernel reads.
 
-    The ``top_k`` largest of one random number an expert, as vLLM does since #48740.
+    Each expert gets a random number and the ``top_k`` largest win, as in vLLM since #48740.
 
     Returns:
         ``topk_weights`` (tokens, top_k) float32, equal; ``topk_ids`` (tokens, top_k).
@@ -61,9 +61,9 @@ def simulate_routing(
 
 
 def require_int32_ids(topk_ids: torch.Tensor) -> torch.Tensor:
-    """``topk_ids`` itself, if a kernel that reads (tokens, top_k) int32 may have it.
+    """Return ``topk_ids`` if a kernel that reads (tokens, top_k) int32 can take it.
 
-    FlashInfer's MnnvlMoe refuses in this way (reported, vLLM #38352): the honest end of this fault.
+    FlashInfer's MnnvlMoe refuses other ids in this way (reported, vLLM #38352).
 
     Raises:
         ValueError: another dtype or rank, or not contiguous.
@@ -100,6 +100,6 @@ def unpack_topk(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def experts_twice(topk_ids: torch.Tensor) -> torch.Tensor:
-    """(tokens,) bool: whose ids name an expert twice."""
+    """(tokens,) bool: which tokens have an expert twice."""
     ordered = topk_ids.sort(-1).values
     return (ordered[:, 1:] == ordered[:, :-1]).any(-1)

@@ -1,11 +1,10 @@
-"""The null block: two data-parallel ranks, one idle, and what its dummy batch writes where.
+"""The null block: the dummy batch of an idle data-parallel rank writes into it.
 
-With experts spread over ranks every rank joins every step's exchange, so an idle rank runs a dummy
-batch. Its slot mapping is a persistent buffer made of zeros; slot 0 is a valid slot, of block 0,
-and block 0 is what every unused block-table entry names (vLLM #39444; the fix there: slot -1).
+With experts spread over ranks, every rank takes part in every step's exchange, so an idle rank runs
+a dummy batch. Its slot mapping is a buffer of zeros. Slot 0 belongs to block 0, and every unused
+block-table entry names block 0 (vLLM #39444; the fix there: slot -1).
 
-:func:`reproduce` starts two ranks, real processes of ``torch.distributed``, and ends them when
-their time is up.
+:func:`reproduce` runs two ranks, real processes of ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from staleproof.harness import children
 
 RANKS = 2
 BLOCK_SIZE, BLOCKS, HEAD = 4, 8, 16
-# The dummy batch's slot, off / on / off: as a buffer of zeros has it, as the fix has it, and again.
+# The dummy batch's slot, off / on / off: of a buffer of zeros, of the fix, of the zeros again.
 SLOTS = (0, -1, 0)
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank saw of one repetition.
+    """The result of one repetition on one rank.
 
     Attributes:
         rank: which.
-        slot: slot of every token of the dummy batch, when this rank was idle.
-        null_block_bad: whether block 0 of its cache holds a NaN afterwards.
-        row_bad: whether the answer of its own, healthy request does.
+        slot: of every token of the idle rank's dummy batch.
+        null_block_bad: whether block 0 of this rank's cache has a NaN afterwards.
+        row_bad: whether the output of this rank's healthy request has one.
     """
 
     rank: int
@@ -56,8 +55,8 @@ def write_kv(cache: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None
 def attend(q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, seq_len: int) -> torch.Tensor:
     """One request's decode over all blocks its table row names, the unused ones masked.
 
-    The weight past ``seq_len`` is 0 and the value there is multiplied all the same, as a tile of
-    128 tokens does over smaller blocks (vLLM #37442): 0 times NaN is NaN.
+    Values past ``seq_len`` are multiplied by a weight of 0, as in a kernel whose tile of 128 tokens
+    spans smaller blocks (vLLM #37442). 0 times NaN is NaN.
     """
     keys = cache[table].flatten(0, 1)
     score = keys @ q / HEAD**0.5
@@ -78,7 +77,7 @@ def _repetitions(rank: int, device: str) -> list[RankStep]:
 
         idle = rank == 1
         if idle:
-            # Hidden states of a dummy batch are whatever the buffer holds.
+            # Hidden states of a dummy batch are whatever is in the buffer.
             hidden = torch.full((BLOCK_SIZE, HEAD), torch.nan, device=device)
             slots = torch.full((BLOCK_SIZE,), slot, device=device)
         else:
@@ -99,7 +98,7 @@ def _repetitions(rank: int, device: str) -> list[RankStep]:
 
 
 def run_rank(rank: int, meeting: str, backend: str) -> list[RankStep]:
-    """One rank of the group that meets at ``meeting``, an ``init_method``; what it saw."""
+    """Run one rank of the group that meets at ``meeting``, an ``init_method`` of torch."""
     device = "cpu"
     if torch.cuda.is_available():
         device = f"cuda:{rank % torch.cuda.device_count()}"

@@ -209,6 +209,7 @@ QUESTIONS = Questions(
         READERS,
         random_padding,
         {"in_its_own_layout": "NaN or right", "as_8x4": "NaN or wrong"},
+        one_thread=True,
     ),
     Question(
         "id width",

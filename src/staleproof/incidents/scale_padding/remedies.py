@@ -1,10 +1,10 @@
-"""Which fix cures which symptom: one small step, every cause in it, every remedy on every cause.
+"""Which remedy cures which cause: every remedy is tried on every cause, in one small model.
 
-The step has a place for each fault of the five incidents: block allocation, a dummy batch, paged
+The model has a place for each fault of the five incidents: block allocation, a dummy batch, paged
 attention over two layers, the merge of two ranks' parts, quantisers, an NVFP4 product, routing and
-the experts' map. One cause at a time is in place, the rest of the step is right; one remedy at a
-time is applied, the cause's own or not. Four steps are served, and each answer of a healthy request
-is compared with what a step without the fault says: a cell is a count of wrong answers.
+the experts' map. One fault at a time is put in place, and one remedy applied, whether it is meant
+for that fault or not. Four steps are served. A cell counts the outputs of healthy requests that
+differ from those of a model without the fault.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ROWS, LAYERS, EXPERTS, TOP_K = 4, 2, 8, 2
 # 80 elements are five blocks of 16: the scales get three padding columns.
 WIDTH = 80
 BLOCK_SIZE, TOKENS, GLOBAL_SCALE = 4, 6, 64.0
-# Live requests of each step. In the second, rows 1 and 3 are sick by themselves; it is not judged.
+# Live requests of each step. In the second, rows 1 and 3 are NaN by themselves; it is not judged.
 LIVE = (2, 4, 2, 2)
 SICK_STEP, SICK_ROWS = 1, [1, 3]
-# What fresh memory holds at each step: it was another tensor's before.
+# What fresh memory contains at each step: it was another tensor's before.
 STALE = (torch.nan, torch.nan, 300.0, torch.nan)
 
 UNWRITTEN = ("empty rows", "amax, torch.max", "amax, fmax")
@@ -72,10 +72,10 @@ class Server:
     """What lives from step to step.
 
     Attributes:
-        cause: which fault's setting this is: load test, idle rank, two ranks' parts ...
+        cause: the fault; it also decides the setting: load test, idle rank, two ranks' parts ...
         remedy: one of :data:`REMEDIES`, or ``None``.
         device: where it runs.
-        faulty: whether the fault itself is in place.
+        faulty: whether the fault is in place, or only its setting.
         buffers: attention outputs that a remedy keeps.
     """
 
@@ -103,20 +103,20 @@ class Server:
         self.router = noise(WIDTH, EXPERTS)
         self.experts = noise(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5
         self.caches = [torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for _ in range(LAYERS)]
-        for held in self.caches:
+        for cache_ in self.caches:
             if self.has("tail over-read"):
                 # The last request in these blocks was sick.
-                held[1:] = torch.nan
+                cache_[1:] = torch.nan
             if self.has("block reuse"):
                 # They were float32 state of a Mamba layer, whose low halves spell NaN in bfloat16.
                 state = noise(*shape[:2], WIDTH // 2)
-                held.copy_(state.view(torch.bfloat16))
-                held[0] = 0
+                cache_.copy_(state.view(torch.bfloat16))
+                cache_[0] = 0
         if self.remedy == "zero_blocks_on_allocation":
             self.zeroer = BlockZeroer(self.caches)
 
     def has(self, *causes: str) -> bool:
-        """Whether the fault in place is one of these."""
+        """Whether one of these faults is in place."""
         return self.faulty and self.cause in causes
 
     def allocate(self, rows: range) -> None:
@@ -127,16 +127,16 @@ class Server:
             if self.remedy == "zero_blocks_on_allocation":
                 self.zeroer.zero(blocks.tolist())
             slots = (blocks[:, None] * BLOCK_SIZE + position).flatten()[:TOKENS]
-            for layer, held in enumerate(self.caches):
-                null_block.write_kv(held, self.tokens[layer, row], slots)
+            for layer, cache_ in enumerate(self.caches):
+                null_block.write_kv(cache_, self.tokens[layer, row], slots)
 
     def dummy_batch(self) -> None:
-        """What an idle rank runs so that the others are not left waiting."""
+        """What an idle rank runs so that the others need not wait for it."""
         fixed = self.remedy == "slot_minus_one" or not self.faulty
         slots = torch.full((1,), -1 if fixed else 0, device=self.device)
         garbage = torch.full((1, WIDTH), torch.nan, dtype=torch.bfloat16, device=self.device)
-        for held in self.caches:
-            null_block.write_kv(held, garbage, slots)
+        for cache_ in self.caches:
+            null_block.write_kv(cache_, garbage, slots)
 
     def output(self, layer: int, step: int) -> torch.Tensor:
         """(rows, width): memory for one layer's attention output."""
@@ -191,7 +191,7 @@ class Server:
             packed, scales = quantize_nvfp4(x, factor)
         elif self.has("scale padding"):
             packed, scales = broken.quantize_blocks_only(
-                x, factor, broken.PATHS["128x4"], "empty", lambda held: held.fill_(torch.nan)
+                x, factor, broken.PATHS["128x4"], "empty", lambda memory: memory.fill_(torch.nan)
             )
         else:
             packed, scales = reference.quantize_nvfp4(x, factor)
@@ -238,7 +238,7 @@ class Server:
         weights, chosen = logits.softmax(1).topk(TOP_K)
         return weights, chosen
 
-    def step(self, number: int) -> Said:
+    def step(self, number: int) -> StepResult:
         """One step."""
         x = self.hidden(number)
         weights, chosen = self.route(x, number)
@@ -248,12 +248,18 @@ class Server:
         if self.has("int64 ids") and chosen.dtype == torch.int64:
             chosen = broken.read_as_int32(chosen)
         rows, survived = through_the_map(x, weights, chosen, self.experts)
-        return Said(rows, meant, survived)
+        return StepResult(rows, meant, survived)
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a step answered, (rows, width); what its routing meant; whether the process survived."""
+class StepResult:
+    """One step's outputs.
+
+    Attributes:
+        rows: (rows, width), through the map.
+        meant: (rows, width), what the routing of this step should give.
+        survived: whether the process did.
+    """
 
     rows: torch.Tensor
     meant: torch.Tensor
@@ -261,7 +267,7 @@ class Said:
 
 
 def keeps_the_first(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds of a scan that keeps its first expert unless another is larger (vLLM #39593)."""
+    """Top-k by scans that keep expert 0 unless another is larger; NaN never is (vLLM #39593)."""
     left = scores.clone()
     chosen = torch.zeros(len(scores), TOP_K, dtype=torch.int64, device=scores.device)
     for turn in range(TOP_K):
@@ -287,8 +293,8 @@ def through_the_map(
 ) -> tuple[torch.Tensor, bool]:
     """The same by a map from slots to rows sorted by expert, as FlashInfer's CUTLASS MoE takes it.
 
-    For each expert a token's slots are scanned up to the first match. The slot of a second match
-    keeps what the map's memory held, and following that is an illegal access (vLLM #39593).
+    For each expert, a token's slots are scanned up to the first match. The slot of a second match is
+    never written: following its stale entry is an illegal access (vLLM #39593).
 
     Returns:
         (rows, width), and whether every entry followed had been written.
@@ -296,8 +302,8 @@ def through_the_map(
     expert_of = chosen.tolist()
     first = [[row.index(expert) == slot for slot, expert in enumerate(row)] for row in expert_of]
     written = torch.tensor(first, device=x.device)
-    held = torch.where(written, weights, 0.0)
-    return expert_sums(x, held, chosen, experts), all(map(all, first))
+    kept = torch.where(written, weights, 0.0)
+    return expert_sums(x, kept, chosen, experts), all(map(all, first))
 
 
 @cache
@@ -307,13 +313,13 @@ def _right(cause: str, device: str) -> tuple[torch.Tensor, ...]:
 
 
 def serve(cause: str, remedy: str | None, device: str) -> int:
-    """Serve the four steps; how many of the healthy requests' answers were wrong or never came."""
+    """Serve the four steps; return how many outputs of healthy requests were wrong or never came."""
     server = Server(cause, remedy, device)
     wrong, survived = 0, True
     for number, live in enumerate(LIVE):
         if survived:
             said = server.step(number)
-            # An illegal access takes the process with it, and with it every step to come.
+            # An illegal access ends the process, and with it all later steps.
             survived = said.survived
         if number == SICK_STEP:
             continue
@@ -326,7 +332,7 @@ def serve(cause: str, remedy: str | None, device: str) -> int:
 
 @dataclass(frozen=True)
 class Cell:
-    """One remedy on one cause: wrong answers without it, with it, and without it again."""
+    """One remedy on one cause: wrong outputs without it, with it, and without it again."""
 
     cause: str
     remedy: str
