@@ -53,8 +53,8 @@ def rows() -> list[dict[str, Any]]:
     """
     measure.require_gpu()
     for peer in peers().values():
-        if peer.why_not is not None:
-            print(f"{peer.name}: not run, {peer.why_not}")
+        if peer.unavailable_reason is not None:
+            print(f"{peer.name}: not run, {peer.unavailable_reason}")
     memory_rate, matmul_rate = rates()
     found = []
     for batch in BATCHES:
@@ -91,7 +91,7 @@ def rows() -> list[dict[str, Any]]:
 
             add("staleproof", ours)
             for key, peer in peers().items():
-                if peer.why_not is not None:
+                if peer.unavailable_reason is not None:
                     continue
                 if key == "vllm_triton":
                     for splits in (1, 2, 4, 8):

@@ -1,9 +1,9 @@
 """What each patch of an installed vLLM costs a decode step, beside vLLM's own code without it.
 
-vLLM's files run as they are, in the places they have there (`staleproof.harness.vllm_files`): its
-Triton MLA, its callers of the routing ops and its block zeroer. ``STALEPROOF_VLLM_MOE_SO`` names
-the compiled ``_moe_C`` library of a vLLM wheel (0.20.2 was meant); without it the routing rows are
-left out. Rows named "host" are time of the calling thread, not of the device.
+Runs vLLM's own files with stand-ins for the rest of it (`staleproof.harness.vllm_files`): its Triton
+MLA, its callers of the routing ops and its block zeroer. ``STALEPROOF_VLLM_MOE_SO`` names the compiled
+``_moe_C`` library of a vLLM wheel (0.20.2 is recorded); without it the routing rows are left out.
+Rows named "host" are time of the calling thread, not of the device.
 
 Run: ``python benchmarks/patches.py`` on a machine with a CUDA device and an importable vllm folder.
 """
@@ -26,8 +26,9 @@ from staleproof import device
 device.select()
 
 from staleproof.harness import measure
-from staleproof.harness.vllm_files import executed
+from staleproof.harness.vllm_files import UnavailableError, executed, load
 from staleproof.vllm import plugin as vllm_plugin
+from staleproof.vllm.sources import file_of, vllm_file
 
 VERSION = "0.20.2"
 TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
@@ -104,11 +105,17 @@ def _host_times(call: Callable[[], object]) -> measure.Times:
     return measure.Times(p50=p50, p20=p20, p80=p80)
 
 
-def vllm_root() -> Path | None:
-    """The folder ``vllm`` with the files that are run here, found without importing it."""
-    paths = [name.removeprefix("vllm.").replace(".", "/") + ".py" for name in FILES]
-    root = device.vllm_file("__init__.py")
-    return root.parent if root and all(map(device.vllm_file, paths)) else None
+def vllm_root() -> Path:
+    """Find the folder ``vllm`` of an importable vLLM whose files run here.
+
+    Raises:
+        UnavailableError: there is none, or its files do not load.
+    """
+    init = vllm_file("__init__.py")
+    if init is None or not all(vllm_file(file_of(name)) for name in FILES):
+        raise UnavailableError("no importable vllm folder with its MLA, zeroer and ops")
+    load(init.parent, *FILES)
+    return init.parent
 
 
 def _pair(
@@ -134,9 +141,10 @@ def rows() -> list[dict[str, Any]]:
         DeviceError: no GPU.
     """
     measure.require_gpu()
-    root = vllm_root()
-    if root is None:
-        print("no importable vllm folder with its MLA, zeroer and ops: nothing to patch is timed")
+    try:
+        root = vllm_root()
+    except UnavailableError as error:
+        print(f"patches: not run, {error}")
         return []
     from staleproof.ops.distinct_experts import distinct_experts
 

@@ -29,6 +29,7 @@ import triton.language as tl
 
 from staleproof.harness import measure
 from staleproof.ops.zero_blocks import BlockZeroer
+from staleproof.vllm.sources import vllm_file
 
 WORD = 4
 # Turns of calls with ids in a list, and calls a turn where the host is timed.
@@ -76,7 +77,7 @@ def _upstream_form(
 @functools.cache
 def _vllm_kernel() -> Any:
     """``_zero_kv_blocks_kernel`` of an installed vLLM, alone, or ``None``."""
-    path = device.vllm_file("v1/worker/utils.py")
+    path = vllm_file("v1/worker/utils.py")
     source = path.read_text() if path else ""
     for node in ast.parse(source).body:
         if not isinstance(node, ast.FunctionDef) or node.name != "_zero_kv_blocks_kernel":

@@ -16,7 +16,6 @@ import warnings
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache
-from pathlib import Path
 
 TRITON_MISSING = (
     "Triton is not installed (it has wheels for Linux only): kernels are not run here; "
@@ -136,14 +135,6 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def vllm_file(*paths: str) -> Path | None:
-    """The first of these files, below ``vllm/``, of an importable vLLM; it is not imported."""
-    spec = importlib.util.find_spec("vllm")
-    roots = (spec.submodule_search_locations or ()) if spec else ()
-    files = (Path(root) / path for root in roots for path in paths)
-    return next((file for file in files if file.is_file()), None)
 
 
 def _driver() -> str | None:

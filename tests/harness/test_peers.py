@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+import environment
+
 from staleproof import device as devices
 from staleproof.device import Provenance
 from staleproof.harness import peers
+from staleproof.ops.reference.mla_decode import mla_decode
 
 
 def call():
@@ -59,9 +66,9 @@ def test_pages_in_use_leave_out_empty_requests_and_unused_entries():
 
 def test_an_absent_peer_says_why_and_refuses():
     for name, peer in peers.peers().items():
-        if peer.why_not is None:
+        if peer.unavailable_reason is None:
             continue
-        assert "\n" not in peer.why_not, name
+        assert "\n" not in peer.unavailable_reason, name
         with pytest.raises(RuntimeError, match="is not available"):
             peer(*call(), softmax_scale=0.1)
 
@@ -70,5 +77,46 @@ def test_sm100_kernels_do_not_run_elsewhere():
     if devices.provenance() is Provenance.MEASURED and devices.is_sm100():
         pytest.skip("this is SM100")
     found = peers.peers()
-    assert found["flashinfer_trtllm"].why_not is not None
-    assert found["flashinfer_cutlass"].why_not is not None
+    assert found["flashinfer_trtllm"].unavailable_reason is not None
+    assert found["flashinfer_cutlass"].unavailable_reason is not None
+
+
+@pytest.fixture(name="vllm")
+def vllm_fixture(monkeypatch):
+    """Makes a folder ``vllm`` the one that is installed."""
+
+    def use(root: Path) -> None:
+        monkeypatch.setattr(
+            peers, "vllm_file", lambda path: file if (file := root / path).is_file() else None
+        )
+        peers.vllm_triton_mla_module.cache_clear()
+
+    yield use
+    peers.vllm_triton_mla_module.cache_clear()
+
+
+@pytest.mark.parametrize("release", ["0.17.1", "0.22.1", "0.33.0"])
+def test_vllms_triton_mla(vllm, device, release):
+    root = environment.cache() / release / "vllm"
+    if not root.exists():
+        pytest.skip(f"vLLM {release} was not fetched")
+    vllm(root)
+    # The interpreter's dot multiplies the bit patterns of bf16 operands.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, kv_cache = (torch.randn(*shape, device=device).to(dtype) for shape in ((2, 16, 576), (3, 16, 576)))
+    block_table = torch.tensor([[1, 2], [0, 0]], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor([20, 7], dtype=torch.int32, device=device)
+    want, _ = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.05)
+    out, _ = peers.peers()["vllm_triton"](q, kv_cache, block_table, seq_lens, softmax_scale=0.05)
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_vllm_whose_file_does_not_load_says_why(vllm, tmp_path):
+    file = tmp_path / "v1/attention/ops/triton_decode_attention.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("from triton import no_such_name")
+    vllm(tmp_path)
+    peer = peers.peers()["vllm_triton"]
+    assert peer.unavailable_reason.startswith("vllm.v1.attention.ops.triton_decode_attention does not load")
+    with pytest.raises(RuntimeError, match="no_such_name"):
+        peer(*call(), softmax_scale=0.1)

@@ -46,7 +46,7 @@ def load(lines: Lines) -> dict[str, Any]:
     plugins.load_general_plugins()
     import torch
 
-    from staleproof.vllm import hooks as patching
+    from staleproof.vllm import hooks
     from staleproof.vllm import plugin as vllm_plugin
 
     targets = {t.module for patch in vllm_plugin.patches().values() for t in patch.targets}
@@ -54,7 +54,7 @@ def load(lines: Lines) -> dict[str, Any]:
         "lines": list(lines.lines),
         "imported": sorted(targets & (set(sys.modules) - before)),
         "cuda": torch.cuda.is_initialized(),
-        "watching": patching._finder in sys.meta_path,
+        "watching": hooks._finder in sys.meta_path,
     }
 
 
@@ -146,7 +146,7 @@ def main() -> dict[str, Any]:
     import real_kernels as kernels
     import torch
 
-    from staleproof.vllm import hooks as patching
+    from staleproof.vllm import hooks
     from staleproof.vllm import plugin as vllm_plugin
 
     kernels.stub_flashinfer()
@@ -186,8 +186,8 @@ def main() -> dict[str, Any]:
 
     for patch in applied:
         patch.revert()
-    result["finder gone"] = patching._finder not in sys.meta_path
-    result["reverted"] = all(functions(*place).__code__.co_filename != patching.__file__ for place in places)
+    result["finder gone"] = hooks._finder not in sys.meta_path
+    result["reverted"] = all(functions(*place).__code__.co_filename != hooks.__file__ for place in places)
     result["off"] = {name: check() for name, check in asked.items()}
     for patch in applied:
         patch.apply(release)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import environment
 
 from staleproof.vllm import plugin as vllm_plugin
-from staleproof.vllm.hooks import Sources
+from staleproof.vllm.sources import Sources
 
 RELEASES = (
     "0.17.1",

@@ -1,8 +1,8 @@
-"""vLLM 0.20.2's own files on a GPU, with and without our patches.
+"""vLLM's own files on a GPU, with and without our patches.
 
-The files run as they are, under their own names, with stand-ins for the rest of the package. Needs
-an importable ``vllm`` folder with them, and for routing ``STALEPROOF_VLLM_MOE_SO``, the compiled
-``_moe_C`` of its wheel.
+The files run under their own names, with stand-ins for the rest of the package. Needs an importable
+``vllm`` folder with them, and for routing ``STALEPROOF_VLLM_MOE_SO``, the compiled ``_moe_C`` of the
+wheel. A release whose files do not load with stand-ins is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from staleproof.harness.vllm_files import executed
+from staleproof.harness.vllm_files import UnavailableError, executed
 from staleproof.vllm import plugin as vllm_plugin
 
 pytestmark = pytest.mark.gpu
@@ -29,9 +29,10 @@ PATCHES = vllm_plugin.patches()
 def bench_fixture() -> Iterator[dict[str, Any]]:
     """The calls that the benchmark times, over vLLM's files."""
     names = runpy.run_path(str(BENCHMARK))
-    root = names["vllm_root"]()
-    if root is None:
-        pytest.skip("no vllm folder with these files is importable")
+    try:
+        root = names["vllm_root"]()
+    except UnavailableError as error:
+        pytest.skip(f"not run: {error}")
     with executed(root, *names["FILES"]):
         yield names
 

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from staleproof import cli
-from staleproof.vllm import hooks as patching
+from staleproof.incidents.registry import INCIDENTS
+from staleproof.vllm import hooks
 from staleproof.vllm import plugin as vllm_plugin
-from staleproof.vllm.hooks import Evidence, PatchError, Sources
+from staleproof.vllm.patches import NOTEBOOKS
 from staleproof.vllm.plugin import Choice
+from staleproof.vllm.sources import Evidence, PatchError, Sources
 
 ROOT = Path(__file__).parents[2]
 ALL = Choice(frozenset(vllm_plugin.patches()), frozenset())
@@ -42,9 +44,9 @@ def fake_fixture(tmp_path, monkeypatch):
 
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv(vllm_plugin.VARIABLE, raising=False)
-    patching._reported.clear()
+    hooks._warned.clear()
     yield make
-    assert not patching._watched
+    assert not hooks._watched
 
 
 def _states(version, sources=None, choice=ALL):
@@ -62,10 +64,14 @@ def test_patches_by_release():
         assert "refused" not in _states(version).values()
 
 
+def test_notebooks_are_those_of_the_registry():
+    assert {name: INCIDENTS[name].notebook for name in NOTEBOOKS} == NOTEBOOKS
+
+
 def test_patches_know_what_they_are_about():
     for name, patch in vllm_plugin.patches().items():
         assert name == patch.name
-        assert patch.incident in vllm_plugin.INCIDENTS
+        assert patch.incident in NOTEBOOKS
         assert patch.threads
         assert patch.cost
         assert set(patch.requires) <= set(vllm_plugin.patches())
@@ -186,7 +192,7 @@ def test_none_reads_nothing(caplog, monkeypatch):
 
 
 def test_whatever_else_goes_wrong_stays_inside(caplog, monkeypatch):
-    patching._reported.clear()
+    hooks._warned.clear()
     monkeypatch.delenv(vllm_plugin.VARIABLE, raising=False)
     monkeypatch.setattr(vllm_plugin, "installed", lambda: 1 / 0)
     assert _register(caplog) == ["staleproof: nothing is patched: ZeroDivisionError: division by zero"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from staleproof import device
+from staleproof.vllm.sources import vllm_file
 
 PACKAGES = (
     "staleproof",
@@ -103,7 +104,7 @@ def capabilities() -> list[Capability]:
     )
     add(
         "vLLM Triton MLA",
-        device.vllm_file(*VLLM_TRITON_MLA) is not None,
+        vllm_file(*VLLM_TRITON_MLA) is not None,
         f"vllm {machine.vllm}",
         f"vllm {machine.vllm} has no Triton MLA at a known place"
         if machine.vllm

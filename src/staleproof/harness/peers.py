@@ -1,18 +1,16 @@
-"""Other packages' MLA decode kernels, each behind one call of the shape of our own.
+"""MLA decode kernels of other packages, each called as :func:`staleproof.mla_decode` is.
 
-Nothing here is ours: these are the kernels that the incidents happened in, and the peers that our
-own is measured against. A peer that cannot run here says why in one line.
+The incidents happened in these kernels, and our own kernel is measured against them. A peer that
+cannot run on this machine gives the reason in one line.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
-import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,9 +20,11 @@ import torch
 from staleproof import device
 from staleproof.device import Provenance
 from staleproof.harness.environment import VLLM_TRITON_MLA
+from staleproof.harness.vllm_files import UnavailableError, load
+from staleproof.vllm.sources import vllm_file
 
 FLASHINFER_WORKSPACE_BYTES = 128 * 2**20
-# DeepSeek's: every peer here is built for 512 + 64.
+# DeepSeek's sizes, which every peer here is built for.
 RANK, ROPE = 512, 64
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
@@ -37,13 +37,13 @@ class Peer:
 
     Attributes:
         name: package, version where known, kernel.
-        why_not: one line why it cannot run here, or ``None``.
-        prepare: makes a closure that launches the kernel and nothing else, so that it can be
-            captured; takes (q, kv_cache, block_table, seq_lens, softmax_scale, num_kv_splits, out).
+        unavailable_reason: one line that says why it cannot run here, or ``None``.
+        prepare: takes (q, kv_cache, block_table, seq_lens, softmax_scale, num_kv_splits, out) and
+            returns a closure that only launches the kernel, so that it can be captured in a graph.
     """
 
     name: str
-    why_not: str | None
+    unavailable_reason: str | None
     prepare: Callable[..., Launch]
 
     def __call__(
@@ -57,17 +57,32 @@ class Peer:
         num_kv_splits: int | None = None,
         out: torch.Tensor | None = None,
     ) -> Result:
-        """Decode once, as :func:`staleproof.mla_decode` does; q is (batch, heads, 576).
+        """Decode once.
+
+        Args:
+            q: (batch, heads, 576).
+            kv_cache: (pages, page_size, 576).
+            block_table: (batch, max_pages) int32.
+            seq_lens: (batch,) int32.
+            softmax_scale: factor of the scores.
+            num_kv_splits: parts that vLLM's kernel splits the keys into, 4 by default.
+            out: (batch, heads, 512), written and returned if given.
 
         Returns:
-            ``out`` (batch, heads, 512), and ``lse`` (batch, heads) natural logarithm, or ``None``
-            where the kernel gives none. Padding rows hold whatever the kernel left there.
+            ``out`` (batch, heads, 512), and ``lse`` (batch, heads), a natural logarithm, or ``None``
+            if the kernel returns none. Rows of empty requests hold whatever the kernel left there.
 
         Raises:
             RuntimeError: the peer cannot run here.
+
+        >>> q, kv_cache = torch.ones(1, 2, 576), torch.ones(1, 16, 576)
+        >>> block_table, seq_lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([3])
+        >>> out, _ = peers()["torch_sdpa"](q, kv_cache, block_table, seq_lens, softmax_scale=0.1)
+        >>> out.shape
+        torch.Size([1, 2, 512])
         """
-        if self.why_not is not None:
-            raise RuntimeError(f"{self.name} is not available: {self.why_not}")
+        if self.unavailable_reason is not None:
+            raise RuntimeError(f"{self.name} is not available: {self.unavailable_reason}")
         return self.prepare(q, kv_cache, block_table, seq_lens, softmax_scale, num_kv_splits, out)()
 
 
@@ -75,57 +90,24 @@ def _new_out(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return torch.empty(*q.shape[:-1], RANK, dtype=q.dtype, device=q.device) if out is None else out
 
 
-@contextlib.contextmanager
-def _stand_ins(modules: dict[str, types.ModuleType]) -> Iterator[None]:
-    """Put modules into ``sys.modules`` for the length of one import."""
-    before = {name: sys.modules.get(name) for name in modules}
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
-
-
 @cache
 def vllm_triton_mla_module() -> types.ModuleType:
-    """vLLM's Triton MLA source file, executed on its own.
+    """Execute the Triton MLA source file of an importable vLLM, and return its module.
 
-    The package itself is not imported: that would start its platform detection, and needs its
-    compiled libraries. The file asks it for three names, which stand-ins give.
+    The package is not imported; :mod:`staleproof.harness.vllm_files` has stand-ins for the rest of it.
 
     Raises:
-        RuntimeError: no vLLM with this file is installed.
+        UnavailableError: Triton or such a vLLM is missing, or the file does not load.
     """
-    path = device.vllm_file(*VLLM_TRITON_MLA)
-    if path is None:
-        raise RuntimeError("no importable vllm holds the Triton MLA kernel")
-    device.load_triton()
-    import logging
-
-    import triton
-    import triton.language as tl
-
-    names = ("vllm", "vllm.platforms", "vllm.triton_utils", "vllm.logger")
-    modules: dict[str, Any] = {name: types.ModuleType(name) for name in names}
-    modules["vllm.platforms"].current_platform = types.SimpleNamespace(
-        is_rocm=lambda: False, is_cuda=lambda: True, is_xpu=lambda: False
-    )
-    modules["vllm.triton_utils"].tl = tl
-    modules["vllm.triton_utils"].triton = triton
-    modules["vllm.logger"].init_logger = logging.getLogger
-    spec = importlib.util.spec_from_file_location("staleproof._vllm_triton_mla", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with _stand_ins(modules):
-        # Triton looks a kernel's globals up by its module.
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    return module
+    if not device.has_triton():
+        raise UnavailableError("Triton is not installed")
+    for path in VLLM_TRITON_MLA:
+        file = vllm_file(path)
+        if file is not None:
+            device.load_triton()
+            name = f"vllm.{path.removesuffix('.py').replace('/', '.')}"
+            return load(file.parents[path.count("/")], name)[0]
+    raise UnavailableError("no vllm with a Triton MLA kernel is installed")
 
 
 def _prepare_vllm_triton(
@@ -144,7 +126,7 @@ def _prepare_vllm_triton(
     splits = num_kv_splits or 4
     partial = torch.empty(batch, heads, splits, RANK + 1, dtype=torch.float32, device=q.device)
     cache_4d = kv_cache.unsqueeze(2)
-    # As vLLM calls it; keywords that its release does not know are left out.
+    # vLLM passes these keywords. Older releases do not have all of them.
     extra: dict[str, Any] = {
         "k_scale": torch.ones(1, dtype=torch.float32, device=q.device),
         "v_scale": torch.ones(1, dtype=torch.float32, device=q.device),
@@ -176,7 +158,7 @@ def _prepare_vllm_triton(
 def _pages_in_use(
     block_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block table in the CSR form FlashInfer plans with: (batch + 1,) starts, (pages,) ids."""
+    """Return the block table as FlashInfer's plan takes it: (batch + 1,) starts, (pages,) page ids."""
     counts = (seq_lens + page_size - 1) // page_size
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     column = torch.arange(block_table.shape[1], device=block_table.device)
@@ -190,7 +172,14 @@ def flashinfer_plan_args(
     seq_lens: torch.Tensor,
     softmax_scale: float,
 ) -> dict[str, Any]:
-    """Keywords for ``BatchMLAPagedAttentionWrapper.plan``."""
+    """Return the keywords for ``BatchMLAPagedAttentionWrapper.plan``.
+
+    >>> q, kv_cache = torch.ones(2, 16, 576), torch.ones(3, 64, 576)
+    >>> block_table = torch.tensor([[2, 1], [0, 0]], dtype=torch.int32)
+    >>> plan = flashinfer_plan_args(q, kv_cache, block_table, torch.tensor([65, 64]), 0.1)
+    >>> plan["kv_indptr"].tolist(), plan["kv_indices"].tolist()
+    ([0, 2, 3], [2, 1, 0])
+    """
     starts, pages = _pages_in_use(block_table, seq_lens, kv_cache.shape[1])
     return {
         "qo_indptr": torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device),
@@ -216,9 +205,9 @@ def flashinfer_run_args(
     seq_lens: torch.Tensor,
     out: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Keywords for ``BatchMLAPagedAttentionWrapper.run``.
+    """Return the keywords for ``BatchMLAPagedAttentionWrapper.run``.
 
-    CUTLASS takes the batch here; the others have planned it.
+    Only the CUTLASS backend takes lengths and block table here; the others took them in ``plan``.
     """
     args: dict[str, Any] = {
         "q_nope": q[..., :RANK],
@@ -242,7 +231,7 @@ def flashinfer_trtllm_args(
     workspace: torch.Tensor,
     out: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Keywords for ``trtllm_batch_decode_with_kv_cache_mla``, as vLLM's backend passes them.
+    """Return the keywords for ``trtllm_batch_decode_with_kv_cache_mla``, as vLLM passes them.
 
     ``q`` is (batch, heads, 576) or (batch, q_len, heads, 576).
     """
@@ -263,7 +252,7 @@ def flashinfer_trtllm_args(
 
 
 def _workspace(q: torch.Tensor) -> torch.Tensor:
-    # trtllm-gen keeps semaphores in it, which must start at zero.
+    # trtllm-gen keeps semaphores in the workspace, and they must start at zero.
     return torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
 
 
@@ -282,7 +271,7 @@ def _prepare_flashinfer(backend: str) -> Callable[..., Launch]:
         result = _new_out(q, out)
         run_args = flashinfer_run_args(backend, q, kv_cache, block_table, seq_lens, result)
         if backend != "cutlass":
-            # The plan reads the lengths on the host: it belongs to the batch, not to the launch.
+            # The plan reads the lengths on the host, so it cannot be part of the captured launch.
             wrapper.plan(**flashinfer_plan_args(q, kv_cache, block_table, seq_lens, softmax_scale))
 
         def launch() -> Result:
@@ -304,8 +293,8 @@ def _prepare_trtllm(
     out: torch.Tensor | None,
 ) -> Launch:
     decode = importlib.import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache_mla
-    # vLLM passes no out, and FlashInfer allocates it with torch.empty: here it is the caller's,
-    # so that what a row held before is known.
+    # vLLM passes no out and FlashInfer allocates it with torch.empty. Here the caller may pass one,
+    # so that a test knows what an unwritten row contained before.
     result = _new_out(q, out)
     target = result if q.ndim == 4 else result.unsqueeze(1)
     args = flashinfer_trtllm_args(q, kv_cache, block_table, seq_lens, softmax_scale, _workspace(q), target)
@@ -327,7 +316,7 @@ def _prepare_sdpa(
     out: torch.Tensor | None,
 ) -> Launch:
     result = _new_out(q, out)
-    # Entries behind a request's pages may hold anything: page 0 stands in, as in vLLM.
+    # Block table entries after a request's last page are arbitrary. Use page 0 for them.
     counts = (seq_lens + kv_cache.shape[1] - 1) // kv_cache.shape[1]
     column = torch.arange(block_table.shape[1], device=q.device)
     pages = torch.where(column[None, :] < counts[:, None], block_table, 0).long()
@@ -346,14 +335,15 @@ def _prepare_sdpa(
     return launch
 
 
-def _why_not_vllm() -> str | None:
-    if not device.has_triton():
-        return "Triton is not installed"
-    found = device.vllm_file(*VLLM_TRITON_MLA)
-    return None if found else "no vllm with a Triton MLA kernel is installed"
+def _vllm_unavailable_reason() -> str | None:
+    try:
+        vllm_triton_mla_module()
+    except UnavailableError as error:
+        return str(error)
+    return None
 
 
-def _why_not_flashinfer(*, sm100: bool) -> str | None:
+def _flashinfer_unavailable_reason(*, sm100: bool) -> str | None:
     if device.provenance() is not Provenance.MEASURED:
         return "needs a CUDA device"
     if importlib.util.find_spec("flashinfer") is None:
@@ -364,27 +354,22 @@ def _why_not_flashinfer(*, sm100: bool) -> str | None:
 
 
 def peers() -> dict[str, Peer]:
-    """Every peer by its short key, runnable here or not.
+    """Return every peer by its short key, whether it can run here or not.
 
-    ``vllm_triton``, ``flashinfer_fa2``, ``flashinfer_fa3``, ``flashinfer_trtllm``,
-    ``flashinfer_cutlass`` and ``torch_sdpa`` (gathered keys, boolean mask).
+    >>> print(*peers())
+    vllm_triton flashinfer_fa2 flashinfer_fa3 flashinfer_trtllm flashinfer_cutlass torch_sdpa
     """
     flashinfer = f"FlashInfer {device.version_of('flashinfer-python') or ''}".strip()
     vllm = f"vLLM {device.version_of('vllm') or ''}".strip()
-    fa3 = _why_not_flashinfer(sm100=False)
+    fa2, sm100 = (_flashinfer_unavailable_reason(sm100=needed) for needed in (False, True))
+    fa3 = fa2
     if fa3 is None and device.machine().capability != "sm_90":
         fa3 = f"needs an SM90 GPU (H100, H200); this is {device.machine().capability}"
     return {
-        "vllm_triton": Peer(f"{vllm} Triton MLA", _why_not_vllm(), _prepare_vllm_triton),
-        "flashinfer_fa2": Peer(
-            f"{flashinfer} MLA fa2", _why_not_flashinfer(sm100=False), _prepare_flashinfer("fa2")
-        ),
+        "vllm_triton": Peer(f"{vllm} Triton MLA", _vllm_unavailable_reason(), _prepare_vllm_triton),
+        "flashinfer_fa2": Peer(f"{flashinfer} MLA fa2", fa2, _prepare_flashinfer("fa2")),
         "flashinfer_fa3": Peer(f"{flashinfer} MLA fa3", fa3, _prepare_flashinfer("fa3")),
-        "flashinfer_trtllm": Peer(
-            f"{flashinfer} trtllm-gen MLA", _why_not_flashinfer(sm100=True), _prepare_trtllm
-        ),
-        "flashinfer_cutlass": Peer(
-            f"{flashinfer} CUTLASS MLA", _why_not_flashinfer(sm100=True), _prepare_flashinfer("cutlass")
-        ),
+        "flashinfer_trtllm": Peer(f"{flashinfer} trtllm-gen MLA", sm100, _prepare_trtllm),
+        "flashinfer_cutlass": Peer(f"{flashinfer} CUTLASS MLA", sm100, _prepare_flashinfer("cutlass")),
         "torch_sdpa": Peer(f"torch {torch.__version__} SDPA, boolean mask", None, _prepare_sdpa),
     }

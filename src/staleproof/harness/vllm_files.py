@@ -1,12 +1,15 @@
-"""Single source files of a vLLM, executed under their own names, with stand-ins for the rest.
+"""Executes single source files of a vLLM under their own names, with stand-ins for the rest.
 
-Importing the package starts its platform detection, and needs its compiled libraries and some
-fifty dependencies. Here the named files run as they are, and every other ``vllm`` module is an
-empty one whose names are classes that accept anything: enough to call what the files define.
+Importing the whole package starts its platform detection, and needs its compiled libraries and some
+fifty dependencies. Here only the named files run. Every other ``vllm`` module is a stand-in: each
+public name in it is a class that takes any arguments and has any enumeration member. That is enough
+to load the files and to call what they define.
 """
 
 from __future__ import annotations
 
+import abc
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -18,9 +21,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from staleproof.vllm.sources import file_of
 
-class _Anything:
-    """Stands for a class or function of a module that is not there."""
+
+class UnavailableError(RuntimeError):
+    """Files of vLLM cannot be executed here; the message is one line that says why."""
+
+
+class _AnyMember(abc.ABCMeta):
+    """Makes every public attribute of a stand-in class a member of it, as in an enumeration."""
+
+    def __getattr__(cls, name: str) -> Any:
+        # A class that vLLM derives from a stand-in has only what vLLM gave it.
+        if name.startswith("_") or _Anything not in cls.__bases__:
+            raise AttributeError(f"{cls.__name__} has no {name}")
+        member = cls()
+        setattr(cls, name, member)
+        return member
+
+
+class _Anything(metaclass=_AnyMember):
+    """The base of all stand-in classes; takes any arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -30,12 +51,12 @@ class _Anything:
 
 
 class _StandIn(types.ModuleType):
-    """A module in which every public name is there."""
+    """A module that has every public name, each a stand-in class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = type(name, (_Anything,), {})
+        value = _AnyMember(name, (_Anything,), {})
         setattr(self, name, value)
         return value
 
@@ -50,8 +71,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if name.partition(".")[0] != "vllm":
             return None
         if name in self.names:
-            file = self.root.parent / (name.replace(".", "/") + ".py")
-            return importlib.util.spec_from_file_location(name, file)
+            return importlib.util.spec_from_file_location(name, self.root / file_of(name))
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
@@ -72,6 +92,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 "largest_power_of_2_divisor": lambda n: n & -n,
                 "round_up": lambda n, to: -(-n // to) * to,
             },
+            "vllm.v1.worker.workspace": {"is_workspace_manager_initialized": lambda: False},
             "vllm.utils.torch_utils": {"is_quantized_kv_cache": lambda name: name != "auto"},
             "vllm.platforms": {
                 "current_platform": types.SimpleNamespace(
@@ -90,17 +111,25 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextmanager
 def executed(root: Path, *names: str) -> Iterator[None]:
-    """Make ``import vllm...`` find these files and stand-ins for the length of a ``with``.
+    """Let ``import vllm...`` find these files, and stand-ins for all others, inside a ``with``.
 
     Args:
         root: the folder ``vllm``.
         names: modules to execute, e.g. ``vllm.v1.worker.utils``.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "size.py").write_text("from vllm.utils.math_utils import round_up")
+    ...     with executed(Path(folder), "vllm.size"):
+    ...         importlib.import_module("vllm.size").round_up(17, 16)
+    32
     """
     before = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "vllm"}
     for name in before:
         del sys.modules[name]
     finder = _Finder(root, names)
-    # Behind a patch's finder, which asks the others; in front of an installed vLLM's.
+    # In front of the finders that would find an installed vLLM. The finder of a patch that is
+    # applied inside the ``with`` goes in front of this one, and asks it.
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -109,3 +138,24 @@ def executed(root: Path, *names: str) -> Iterator[None]:
         for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
             del sys.modules[name]
         sys.modules.update(before)
+
+
+def load(root: Path, *names: str) -> list[types.ModuleType]:
+    """Execute these files with stand-ins, and return their modules.
+
+    Args:
+        root: the folder ``vllm``.
+        names: see :func:`executed`.
+
+    Raises:
+        UnavailableError: a file is absent, or needs something that the stand-ins do not have.
+    """
+    with executed(root, *names):
+        modules = []
+        for name in names:
+            try:
+                modules.append(importlib.import_module(name))
+            except Exception as error:
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                raise UnavailableError(f"{name} does not load with stand-ins: {reason}") from error
+    return modules

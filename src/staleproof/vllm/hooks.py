@@ -1,132 +1,54 @@
-"""Patches of an installed vLLM: what they need, and how they are put in place and taken away.
+"""Wraps functions of vLLM: at once if their module is imported, otherwise as soon as it is.
 
 vLLM is never imported from here. Importing one of its MLA backends allocates 128 MiB on the device,
-and a plugin is loaded in every process it starts: a patch waits until vLLM itself has imported the
-module it is for. Nothing of ours may stop vLLM: whatever goes wrong is logged once, and its own
-code runs with the arguments it was given.
+and a plugin is loaded in every process that vLLM starts.
+
+A failure of ours must not stop vLLM. It is logged once, and vLLM's function runs with the arguments
+it was given. While torch.compile traces a call nothing is logged, because it cannot trace logging.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib.abc
 import importlib.machinery
 import logging
-import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NamedTuple
 
-# A child of vLLM's logger, so that the lines stand among vLLM's own.
+from staleproof.vllm.sources import PatchError, Sources, file_of
+
+# A child of vLLM's logger, so that vLLM's handlers and levels apply.
 logger = logging.getLogger("vllm.staleproof")
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
-# What `instead` returns where it leaves the call to vLLM is NotImplemented.
 Around = Callable[[Arguments, Keywords], AbstractContextManager[None]]
 Before = Callable[[Arguments, Keywords], tuple[Arguments, Keywords] | None]
+# Returns NotImplemented to let vLLM's function run.
 Instead = Callable[[Arguments, Keywords], Any]
 After = Callable[[Any, Arguments, Keywords], Any]
 
 
-class NotShippedError(LookupError):
-    """A probe asks for a source that wheels do not hold: then the recorded probe counts."""
-
-
-class PatchError(RuntimeError):
-    """A patch does not fit what is there; its text is the one line that says why."""
-
-
-class Evidence(NamedTuple):
-    """What a probe found.
-
-    Attributes:
-        needed: whether the defect is there.
-        why: the place, and what stands there.
-    """
-
-    needed: bool
-    why: str
-
-
-@dataclass(frozen=True)
-class Function:
-    """One function of a source file: its argument names, its text and where it begins."""
-
-    arguments: tuple[str, ...]
-    text: str
-    place: str
-
-
-@dataclass
-class Sources:
-    """The source files of one vLLM, read and never executed.
-
-    Attributes:
-        package: the folder ``vllm``.
-        csrc: the folder ``csrc`` of a source distribution, which no wheel holds.
-        flashinfer: version of FlashInfer beside it, or ``None``.
-    """
-
-    package: Path
-    csrc: Path | None = None
-    flashinfer: str | None = None
-    _trees: dict[str, tuple[ast.Module, str]] = field(default_factory=dict, repr=False)
-
-    def text(self, path: str) -> str:
-        """One file below ``vllm/``."""
-        try:
-            return (self.package / path).read_text()
-        except OSError as error:
-            raise PatchError(f"vllm/{path} is not there") from error
-
-    def csrc_text(self, name: str) -> str:
-        """One CUDA source by its file name, wherever it lies below ``csrc/``."""
-        found = sorted(self.csrc.rglob(name)) if self.csrc else []
-        if not found:
-            raise NotShippedError(f"csrc {name} is not in a wheel")
-        return found[0].read_text()
-
-    def function(self, path: str, name: str) -> Function:
-        """A function ``f`` or method ``Class.f`` of a file below ``vllm/``."""
-        if path not in self._trees:
-            text = self.text(path)
-            self._trees[path] = ast.parse(text), text
-        tree, text = self._trees[path]
-        node: ast.AST = tree
-        for part in name.split("."):
-            inside = [
-                child
-                for child in ast.iter_child_nodes(node)
-                if isinstance(child, ast.FunctionDef | ast.ClassDef) and child.name == part
-            ]
-            if not inside:
-                raise PatchError(f"vllm/{path} has no {name}")
-            node = inside[-1]
-        if not isinstance(node, ast.FunctionDef):
-            raise PatchError(f"vllm/{path}: {name} is not a function")
-        names = tuple(arg.arg for arg in (*node.args.posonlyargs, *node.args.args))
-        return Function(names, ast.get_source_segment(text, node) or "", f"{path}:{node.lineno}")
-
-
 @dataclass(frozen=True)
 class Target:
-    """One function of vLLM and what happens to its calls.
+    """One function of vLLM, and the hooks that run at each call of it.
 
     Attributes:
         module: full name of its module.
         name: ``function`` or ``Class.method``.
-        arguments: the leading argument names the hooks rely on.
-        around: makes a context manager that each call runs in.
-        before: gives other arguments, or ``None`` for the same.
-        instead: gives the result; writes nothing but what vLLM's own code would write again.
-        after: gives the result from vLLM's.
-        versions: the first and last version that has it here; ``None`` for all of the patch's.
+        arguments: the leading argument names that the hooks rely on.
+        around: returns a context manager; the call runs inside it.
+        before: returns other arguments for the call, or ``None`` to keep them.
+        instead: replaces the call. If it raises, vLLM's function runs, so it may write only outputs
+            that vLLM's function overwrites.
+        after: takes vLLM's result and returns the one that the caller gets.
+        versions: the first and last release with this function; ``None`` for all of the patch's.
     """
 
     module: str
@@ -138,161 +60,79 @@ class Target:
     after: After | None = None
     versions: tuple[str, str] | None = None
 
-    @property
-    def path(self) -> str:
-        """Its file below ``vllm/``."""
-        return self.module.removeprefix("vllm.").replace(".", "/") + ".py"
-
     def check(self, sources: Sources) -> None:
-        """Whether vLLM has this function with these arguments.
+        """Check that vLLM has this function, with these leading arguments.
 
         Raises:
             PatchError: it has not.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "ops.py").write_text("def double(x, y=0): return 2 * x + y")
+        ...     Target("vllm.ops", "double", ("z",)).check(Sources(Path(folder)))
+        Traceback (most recent call last):
+        staleproof.vllm.sources.PatchError: vllm/ops.py:1 double takes (x, y), not what was expected
         """
-        found = sources.function(self.path, self.name)
-        if found.arguments[: len(self.arguments)] != self.arguments:
-            got = ", ".join(found.arguments)
-            raise PatchError(f"vllm/{found.place} {self.name} takes ({got}), not what was expected")
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One remedy for an installed vLLM.
-
-    Attributes:
-        name: what the user calls it.
-        incident: folder of the incident it belongs to.
-        summary: what it does, in one line.
-        versions: ranges of releases it is for, first and last included.
-        targets: what it wraps.
-        probe: reads the sources and says whether the defect is there.
-        mechanism: the defect and the remedy, in a few sentences.
-        threads: upstream issues and pull requests.
-        cost: what it costs a decode step, and where that was measured.
-        requires: patches without which it would do harm.
-        traced: whether torch.compile may trace what it wraps, so that a cached graph may hold the
-            function as it was before.
-    """
-
-    name: str
-    incident: str
-    summary: str
-    versions: tuple[tuple[str, str], ...]
-    targets: tuple[Target, ...]
-    probe: Callable[[Sources], Evidence]
-    mechanism: str
-    threads: tuple[str, ...]
-    cost: str
-    requires: tuple[str, ...] = ()
-    traced: bool = False
-
-    def is_needed(self, sources: Sources) -> Evidence:
-        """Whether these sources have the defect, and where.
-
-        Raises:
-            PatchError: what the probe reads is not there.
-            NotShippedError: only a source distribution could tell.
-        """
-        return self.probe(sources)
-
-    def applies_to(self, version: str) -> bool:
-        """Whether a release, as in ``0.18.1``, lies in the ranges this patch is for."""
-        return any(within(version, span) for span in self.versions)
-
-    def targets_for(self, version: str) -> list[Target]:
-        """The targets that this release has."""
-        return [t for t in self.targets if t.versions is None or within(version, t.versions)]
-
-    def apply(self, version: str, *, force: bool = False) -> None:
-        """Put it in place, now where vLLM's module is imported, else as soon as it is.
-
-        Applying twice changes nothing.
-
-        Args:
-            version: the release whose targets are meant.
-            force: also where another package has wrapped the target already.
-        """
-        for target in self.targets_for(version):
-            _when_imported(target.module, self, target, force)
-
-    def revert(self) -> None:
-        """Take it away: vLLM's own functions are back, and no import is watched for it."""
-        for target in self.targets:
-            watchers = _watched.get(target.module, [])
-            watchers[:] = [w for w in watchers if w.patch is not self]
-            if not watchers:
-                _watched.pop(target.module, None)
-            place = _places.get((target.module, target.name))
-            if place is not None:
-                place.remove(self)
-        if not _watched and _finder in sys.meta_path:
-            sys.meta_path.remove(_finder)
-
-    def applied(self, version: str) -> Applied:
-        """``with patch.applied("0.18.1"):`` applies here and reverts at the end."""
-        return Applied(self, version)
-
-
-class Applied(AbstractContextManager["Applied"]):
-    """A patch for the length of a ``with``."""
-
-    def __init__(self, patch: Patch, version: str) -> None:
-        self.patch, self.version = patch, version
-
-    def __enter__(self) -> Applied:
-        self.patch.apply(self.version)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.patch.revert()
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: ``0.6.8.post1`` is (0, 6, 8)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("post")[0])[:3])
-
-
-def within(version: str, span: tuple[str, str]) -> bool:
-    """Whether a release lies between two, both included."""
-    return numbers(span[0]) <= numbers(version) <= numbers(span[1])
+        function = sources.function(file_of(self.module), self.name)
+        if function.arguments[: len(self.arguments)] != self.arguments:
+            got = ", ".join(function.arguments)
+            raise PatchError(f"vllm/{function.place} {self.name} takes ({got}), not what was expected")
 
 
 def argument(args: Arguments, kwargs: Keywords, position: int, name: str, default: Any = None) -> Any:
-    """One argument of a call, however it was passed."""
+    """Return one argument of a call, passed by position or by name.
+
+    >>> argument((1, 2), {"c": 3}, 1, "b"), argument((1, 2), {"c": 3}, 2, "c")
+    (2, 3)
+    """
     return args[position] if position < len(args) else kwargs.get(name, default)
 
 
 def replaced(
     args: Arguments, kwargs: Keywords, position: int, name: str, value: Any
 ) -> tuple[Arguments, Keywords]:
-    """The arguments of a call with one of them changed."""
+    """Return the arguments of a call with one of them changed; the inputs stay as they are.
+
+    >>> replaced((1, 2), {"c": 3}, 1, "b", 9), replaced((1, 2), {"c": 3}, 2, "c", 9)
+    (((1, 9), {'c': 3}), ((1, 2), {'c': 9}))
+    """
     if position < len(args):
         return (*args[:position], value, *args[position + 1 :]), kwargs
     return args, kwargs | {name: value}
 
 
-# Failures that were reported and patches that were announced: one line each, not one a step.
-_reported: set[str] = set()
+# Warnings that were logged and patches that were announced: one line each, not one a step.
+_warned: set[str] = set()
 _announced: set[str] = set()
 
 
-def report_once(text: str) -> None:
-    """Warn in one line, the first time."""
-    if text not in _reported:
-        _reported.add(text)
+def warn_once(text: str) -> None:
+    """Log a warning, the first time this text comes."""
+    if text not in _warned:
+        _warned.add(text)
         logger.warning("staleproof: %s", text)
 
 
-def _failed(patch: Patch, target: Target, what: str, error: Exception) -> None:
-    report_once(
-        f"{patch.name}: {what} of {target.name} failed, vLLM's own code runs: {type(error).__name__}: {error}"
-    )
+def _failed(hook: _Hook, what: str, error: Exception) -> None:
+    import torch
+
+    # torch.compile cannot trace logging: with fullgraph=True the compilation would fail.
+    if not torch.compiler.is_compiling():
+        reason = f"{type(error).__name__}: {error}"
+        warn_once(f"{hook.owner}: {what} of {hook.target.name} failed, vLLM's own code runs: {reason}")
 
 
-def _wrapped(original: Callable[..., Any], patch: Patch, target: Target) -> Callable[..., Any]:
-    """``original`` with one target's hooks around it, none of which can raise."""
+class _Hook(NamedTuple):
+    """One target of the patch named ``owner``."""
+
+    owner: str
+    target: Target
+    force: bool
+
+
+def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
+    """Return ``original`` with the hooks of one target around it; an error in a hook is contained."""
+    target = hook.target
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -302,20 +142,20 @@ def _wrapped(original: Callable[..., Any], patch: Patch, target: Target) -> Call
                 if result is not NotImplemented:
                     return result
             except Exception as error:
-                _failed(patch, target, "the replacement", error)
+                _failed(hook, "the replacement", error)
                 return original(*args, **kwargs)
         given = args, kwargs
         if target.before is not None:
             try:
                 given = target.before(args, kwargs) or given
             except Exception as error:
-                _failed(patch, target, "preparing a call", error)
+                _failed(hook, "preparing a call", error)
         result = original(*given[0], **given[1])
         if target.after is not None:
             try:
                 return target.after(result, args, kwargs)
             except Exception as error:
-                _failed(patch, target, "finishing a call", error)
+                _failed(hook, "finishing a call", error)
         return result
 
     if target.around is None:
@@ -324,24 +164,27 @@ def _wrapped(original: Callable[..., Any], patch: Patch, target: Target) -> Call
 
     @functools.wraps(original)
     def call_inside(*args: Any, **kwargs: Any) -> Any:
-        stack = ExitStack()
+        entered = None
         try:
-            stack.enter_context(around(args, kwargs))
+            context = around(args, kwargs)
+            context.__enter__()
+            entered = context
         except Exception as error:
-            _failed(patch, target, "entering a call", error)
+            _failed(hook, "entering a call", error)
         try:
             return call(*args, **kwargs)
         finally:
-            try:
-                stack.close()
-            except Exception as error:
-                _failed(patch, target, "leaving a call", error)
+            if entered is not None:
+                try:
+                    entered.__exit__(None, None, None)
+                except Exception as error:
+                    _failed(hook, "leaving a call", error)
 
     return call_inside
 
 
 class _Place:
-    """One function of vLLM that patches share."""
+    """One function of vLLM and the hooks on it; several patches may share it."""
 
     def __init__(self, module: ModuleType, name: str) -> None:
         *path, self.attribute = name.split(".")
@@ -350,30 +193,30 @@ class _Place:
             self.holder = getattr(self.holder, part)
         self.original = vars(self.holder)[self.attribute]
         self.current = self.original
-        self.layers: list[tuple[Patch, Target]] = []
+        self.hooks: list[_Hook] = []
 
-    def add(self, patch: Patch, target: Target) -> bool:
-        if any(layer is patch for layer, _ in self.layers):
+    def add(self, hook: _Hook) -> bool:
+        if any(other.owner == hook.owner for other in self.hooks):
             return False
-        self.layers.append((patch, target))
+        self.hooks.append(hook)
         self._install()
         return True
 
-    def remove(self, patch: Patch) -> None:
-        kept = [layer for layer in self.layers if layer[0] is not patch]
-        if len(kept) == len(self.layers):
+    def remove(self, owner: str) -> None:
+        kept = [hook for hook in self.hooks if hook.owner != owner]
+        if len(kept) == len(self.hooks):
             return
         if vars(self.holder)[self.attribute] is not self.current:
-            report_once(f"{patch.name} stays: another package has wrapped {self.attribute} since")
+            warn_once(f"{owner} stays: another package has wrapped {self.attribute} since")
             return
-        self.layers = kept
+        self.hooks = kept
         self._install()
-        _announced.discard(patch.name)
+        _announced.discard(owner)
 
     def _install(self) -> None:
         self.current = self.original
-        for patch, target in self.layers:
-            self.current = _wrapped(self.current, patch, target)
+        for hook in self.hooks:
+            self.current = _wrapped(self.current, hook)
         setattr(self.holder, self.attribute, self.current)
 
 
@@ -381,12 +224,12 @@ _places: dict[tuple[str, str], _Place] = {}
 
 
 def _package(module: ModuleType) -> Path:
-    """The folder of the package that a module belongs to."""
+    """Return the folder of the package that a module belongs to."""
     return Path(str(sys.modules[module.__name__.partition(".")[0]].__file__)).parent
 
 
 def _stranger(place: _Place, module: ModuleType) -> str | None:
-    """Whose function stands there, if neither vLLM's own nor one that vLLM has decorated."""
+    """Name the package whose function stands there; ``None`` if it is vLLM's, decorated or not."""
     home = _package(module)
     if isinstance(place.holder, type) and place.holder.__module__ != module.__name__:
         return place.holder.__module__
@@ -404,41 +247,35 @@ def _stranger(place: _Place, module: ModuleType) -> str | None:
         function = function.__wrapped__
 
 
-def _install(module: ModuleType, watcher: _Watcher) -> None:
-    """Put one target's hooks in place; the reason why not is one line."""
-    patch, target = watcher.patch, watcher.target
+def _install(module: ModuleType, hook: _Hook) -> None:
+    """Put one hook in place; if that fails, log one line with the reason."""
+    owner, target, force = hook
     try:
         key = module.__name__, target.name
         place = _places.get(key)
-        if place is None or not place.layers:
+        if place is None or not place.hooks:
             place = _Place(module, target.name)
         stranger = _stranger(place, module)
-        if stranger is not None and not watcher.force:
+        if stranger is not None and not force:
             raise PatchError(
                 f"{target.name} was wrapped by {stranger} before; "
-                f"STALEPROOF_PATCHES=+{patch.name} wraps it all the same"
+                f"STALEPROOF_PATCHES=+{owner} wraps it all the same"
             )
         target.check(Sources(_package(module)))
         _places[key] = place
-        if place.add(patch, target):
-            level = logging.DEBUG if patch.name in _announced else logging.INFO
-            logger.log(level, "staleproof: %s is in place (%s)", patch.name, target.name)
-            _announced.add(patch.name)
+        if place.add(hook):
+            level = logging.DEBUG if owner in _announced else logging.INFO
+            logger.log(level, "staleproof: %s is in place (%s)", owner, target.name)
+            _announced.add(owner)
     except Exception as error:
-        report_once(f"{patch.name} leaves {target.name} alone: {error}")
+        warn_once(f"{owner} leaves {target.name} alone: {error}")
 
 
-class _Watcher(NamedTuple):
-    patch: Patch
-    target: Target
-    force: bool
-
-
-_watched: dict[str, list[_Watcher]] = {}
+_watched: dict[str, list[_Hook]] = {}
 
 
 class _Loader(importlib.abc.Loader):
-    """A module's own loader, and our hooks after it."""
+    """Runs a module's own loader, then installs our hooks."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self.loader = loader
@@ -447,17 +284,17 @@ class _Loader(importlib.abc.Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # From here on the module is as it would have been without us.
+        # The module keeps no trace of us: others may look at its loader.
         module.__loader__ = self.loader
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        for watcher in _watched.get(module.__name__, ()):
-            _install(module, watcher)
+        for hook in _watched.get(module.__name__, ()):
+            _install(module, hook)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the watched modules as the other finders do, and lends them our loader."""
+    """Finds the watched modules through the other finders, and gives them our loader."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -478,13 +315,35 @@ class _Finder(importlib.abc.MetaPathFinder):
 _finder = _Finder()
 
 
-def _when_imported(name: str, patch: Patch, target: Target, force: bool) -> None:
-    watcher = _Watcher(patch, target, force)
-    if all(w[:2] != watcher[:2] for w in _watched.get(name, ())):
-        _watched.setdefault(name, []).append(watcher)
+def wrap(owner: str, target: Target, *, force: bool = False) -> None:
+    """Put the hooks of one target in place, now or when vLLM imports its module.
+
+    Doing so twice changes nothing.
+
+    Args:
+        owner: name of the patch.
+        target: the function and its hooks.
+        force: wrap it even if another package has wrapped it before.
+    """
+    hook = _Hook(owner, target, force)
+    watched = _watched.setdefault(target.module, [])
+    if all(other[:2] != hook[:2] for other in watched):
+        watched.append(hook)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
-    module = sys.modules.get(name)
-    # One that is being imported right now runs through the finder's loader, or not at all.
+    module = sys.modules.get(target.module)
+    # A module that is being imported right now gets its hooks from our loader, if it uses that.
     if module is not None and not getattr(module.__spec__, "_initializing", False):
-        _install(module, watcher)
+        _install(module, hook)
+
+
+def unwrap(owner: str) -> None:
+    """Remove all hooks of one patch, and stop waiting for the modules of its targets."""
+    for module, hooks in [*_watched.items()]:
+        hooks[:] = [hook for hook in hooks if hook.owner != owner]
+        if not hooks:
+            del _watched[module]
+    for place in _places.values():
+        place.remove(owner)
+    if not _watched and _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)

@@ -1,13 +1,13 @@
-"""The ``vllm.general_plugins`` entry point: puts every patch in place that fits this vLLM.
+"""The ``vllm.general_plugins`` entry point: applies the patches that the installed vLLM needs.
 
 vLLM calls :func:`register` in each process it starts: API server, engine core, workers, and the one
-that inspects models. It imports neither vLLM nor torch, touches no device, and raises nothing.
+that inspects models. It imports neither vLLM nor torch, touches no device and never raises, because
+an exception here would stop vLLM.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -18,14 +18,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from staleproof import device
-from staleproof.incidents.registry import INCIDENTS
-from staleproof.vllm.hooks import Evidence, NotShippedError, Patch, PatchError, Sources, logger, report_once
+from staleproof.vllm.hooks import logger, warn_once
+from staleproof.vllm.patch import Patch
+from staleproof.vllm.patches import NOTEBOOKS
+from staleproof.vllm.sources import Evidence, NotShippedError, PatchError, Sources, installed
 
 VARIABLE = "STALEPROOF_PATCHES"
-# What the probes read in the source distributions, release by release (tests/vllm/table.py).
+# What the probes say of each release's source distribution; written by tests/vllm/table.py.
 TABLE = Path(__file__).with_name("versions.json")
-# A release, or the builds of one that upstream publishes.
+# A release, or a build of one that upstream publishes.
 RELEASE = re.compile(r"(\d+\.\d+\.\d+)(?:\+(?:cu\d+|cpu))?")
 CACHE_NOTE = (
     "torch.compile may have kept vLLM's own function in its cache: start once with "
@@ -35,7 +36,7 @@ CACHE_NOTE = (
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one patch.
+    """What the plugin does with one patch.
 
     Attributes:
         state: ``applied``, ``not needed``, ``refused`` or ``off``.
@@ -49,11 +50,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user asked for.
+    """The patches that ``STALEPROOF_PATCHES`` selects.
 
     Attributes:
-        names: patches to apply where they are needed.
-        forced: those to apply even where another package has wrapped the target.
+        names: patches to apply if they are needed.
+        forced: those to apply even if another package has wrapped the target.
     """
 
     names: frozenset[str]
@@ -62,18 +63,23 @@ class Choice:
 
 @cache
 def patches() -> dict[str, Patch]:
-    """Every patch by name."""
-    found = {}
-    for incident in INCIDENTS:
-        for patch in importlib.import_module(f"staleproof.vllm.patches.{incident}").PATCHES:
-            found[patch.name] = patch
-    return found
+    """Return every patch by name.
+
+    >>> [name for name, patch in patches().items() if patch.traced]
+    ['topk_nan', 'topk_nan_bias', 'scale_padding']
+    """
+    modules = [importlib.import_module(f"staleproof.vllm.patches.{incident}") for incident in NOTEBOOKS]
+    return {patch.name: patch for module in modules for patch in module.PATCHES}
 
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
-    """Release -> patch -> ``needed`` and ``why``, as its source distribution was probed."""
-    return dict(json.loads(TABLE.read_text()))
+    """Return release -> patch -> ``needed`` and ``why``, as recorded from source distributions.
+
+    >>> table()["0.20.2"]["decode_buffer"]["needed"]
+    False
+    """
+    return dict(json.loads(TABLE.read_text(encoding="utf-8")))
 
 
 def chosen(text: str | None) -> Choice:
@@ -81,10 +87,13 @@ def chosen(text: str | None) -> Choice:
 
     Args:
         text: ``all`` (the default), ``none``, or names of patches or incidents; ``-name`` leaves
-            one out, ``+name`` applies it even where another package has wrapped the target.
+            one out, ``+name`` applies it even if another package has wrapped the target.
 
     Raises:
         PatchError: an unknown name.
+
+    >>> len(chosen("all").names), sorted(chosen("decode_buffer,+mla_padding").names)
+    (12, ['decode_buffer', 'mla_padding'])
     """
     known = patches()
     words = [word.strip() for word in (text or "all").split(",") if word.strip()]
@@ -112,10 +121,13 @@ def chosen(text: str | None) -> Choice:
 
 
 def release(version: str) -> str:
-    """The release that a version string is a build of, e.g. ``0.18.1`` for ``0.18.1+cu129``.
+    """Return the release that a version string is a build of.
 
     Raises:
-        PatchError: it is none whose sources were probed.
+        PatchError: it is not a release of the table.
+
+    >>> release("0.18.1+cu129")
+    '0.18.1'
     """
     match = RELEASE.fullmatch(version)
     if match is None or match[1] not in table():
@@ -124,33 +136,18 @@ def release(version: str) -> str:
     return match[1]
 
 
-def installed() -> tuple[str, Sources]:
-    """Version and sources of the installed vLLM, found without importing it.
-
-    Raises:
-        PatchError: none is installed, or half of one.
-    """
-    spec = importlib.util.find_spec("vllm")
-    version = device.version_of("vllm")
-    if spec is None and version is None:
-        raise PatchError("no vLLM is installed")
-    if spec is None or not spec.submodule_search_locations or spec.origin is None:
-        raise PatchError(f"vLLM {version} is half installed: no importable package; nothing is patched")
-    if version is None:
-        raise PatchError("vLLM is half installed: its metadata is missing; nothing is patched")
-    flashinfer = device.version_of("flashinfer-python")
-    return version, Sources(Path(spec.origin).parent, flashinfer=flashinfer)
-
-
 def evidence(patch: Patch, version: str, sources: Sources | None) -> Evidence:
-    """What the probe finds in these sources; the recorded probe where they cannot tell.
+    """Probe these sources for a patch's defect; use the recorded probe if they cannot tell.
 
     Args:
         version: a release of the table.
-        sources: of an installed vLLM, or ``None`` for the recorded probes alone.
+        sources: of an installed vLLM, or ``None`` to use the recorded probe.
 
     Raises:
-        PatchError: the probe finds nothing to read.
+        PatchError: the probe cannot read what it needs, or a target is not as the patch expects.
+
+    >>> evidence(patches()["decode_buffer"], "0.20.2", None).needed
+    False
     """
     recorded = table()[version][patch.name]
     from_table = Evidence(recorded["needed"], recorded["why"])
@@ -158,13 +155,13 @@ def evidence(patch: Patch, version: str, sources: Sources | None) -> Evidence:
         return from_table
     try:
         try:
-            found = patch.is_needed(sources)
+            result = patch.is_needed(sources)
         except NotShippedError:
             why = f"{from_table.why} (recorded from the source of {version})"
-            found = Evidence(from_table.needed, why)
-        for target in patch.targets_for(version) if found.needed else ():
+            result = Evidence(from_table.needed, why)
+        for target in patch.targets_for(version) if result.needed else ():
             target.check(sources)
-        return found
+        return result
     except PatchError:
         raise
     except Exception as error:
@@ -172,26 +169,30 @@ def evidence(patch: Patch, version: str, sources: Sources | None) -> Evidence:
 
 
 def decide(patch: Patch, version: str, sources: Sources | None, choice: Choice) -> Decision:
-    """What becomes of one patch on one release; see :func:`evidence`."""
+    """Decide what to do with one patch on one release; see :func:`evidence` for the arguments.
+
+    >>> decide(patches()["mla_padding"], "0.18.1", None, chosen("none")).state
+    'off'
+    """
     if patch.name not in choice.names:
         return Decision(patch, "off", f"{VARIABLE} leaves it out")
     try:
-        found = evidence(patch, version, sources)
+        result = evidence(patch, version, sources)
     except PatchError as error:
         return Decision(patch, "refused", str(error))
-    if not found.needed:
-        return Decision(patch, "not needed", found.why)
+    if not result.needed:
+        return Decision(patch, "not needed", result.why)
     if not patch.applies_to(version):
-        return Decision(patch, "refused", f"{found.why}; no patch for {version}")
+        return Decision(patch, "refused", f"{result.why}; no patch for {version}")
     for name in patch.requires:
         other = decide(patches()[name], version, sources, choice)
         if other.state != "applied":
             return Decision(patch, "refused", f"needs {name}, which is {other.state}")
-    return Decision(patch, "applied", found.why)
+    return Decision(patch, "applied", result.why)
 
 
 def decisions(version: str, sources: Sources | None = None, choice: Choice | None = None) -> list[Decision]:
-    """What becomes of every patch.
+    """Decide what to do with every patch.
 
     Args:
         version: as vLLM or the user spells it.
@@ -200,17 +201,30 @@ def decisions(version: str, sources: Sources | None = None, choice: Choice | Non
 
     Raises:
         PatchError: an unknown version, or an unknown name in the choice.
+
+    >>> decided = decisions("0.33.0", choice=chosen("all"))
+    >>> [decision.patch.name for decision in decided if decision.state == "applied"]
+    ['mla_padding', 'topk_nan_bias', 'routing_simulator']
     """
     known = release(version)
     choice = choice or chosen(os.environ.get(VARIABLE))
     return [decide(patch, known, sources, choice) for patch in patches().values()]
 
 
-def as_text(version: str, is_installed: bool, found: Sequence[Decision]) -> str:
-    """Decisions as a table: state, patch, incident, and the evidence or the reason."""
+def as_text(version: str, is_installed: bool, decided: Sequence[Decision]) -> str:
+    """Format decisions as a table: state, patch, incident, and the evidence or the reason.
+
+    >>> decided = decisions("0.20.2", choice=chosen("none"))
+    >>> print(as_text("0.20.2", False, decided[:1]))
+    vLLM 0.20.2, recorded probes of its source
+    <BLANKLINE>
+    state  patch        incident     evidence
+    -----  -----------  -----------  --------
+    off    mla_padding  mla_padding  STALEPROOF_PATCHES leaves it out
+    """
     origin = "installed, probed now" if is_installed else "recorded probes of its source"
     rows = [["state", "patch", "incident", "evidence"]]
-    rows += [[d.state, d.patch.name, d.patch.incident, d.why] for d in found]
+    rows += [[d.state, d.patch.name, d.patch.incident, d.why] for d in decided]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     rows.insert(1, ["-" * width for width in (*widths, 8)])
     lines = [
@@ -219,27 +233,28 @@ def as_text(version: str, is_installed: bool, found: Sequence[Decision]) -> str:
     return "\n".join([f"vLLM {version}, {origin}", "", *lines])
 
 
-def as_json(version: str, is_installed: bool, found: Sequence[Decision]) -> str:
-    """The same for programs."""
-    patches_ = [
-        {
-            "patch": d.patch.name,
-            "incident": d.patch.incident,
-            "state": d.state,
-            "why": d.why,
-            "summary": d.patch.summary,
-        }
-        for d in found
-    ]
-    answer = {"vllm": version, "installed": is_installed, "patches": patches_}
-    return json.dumps(answer, indent=1)
+def as_json(version: str, is_installed: bool, decided: Sequence[Decision]) -> str:
+    """Format decisions as JSON, for programs.
+
+    >>> decided = decisions("0.20.2", choice=chosen("none"))
+    >>> json.loads(as_json("0.20.2", False, decided))["patches"][0]["state"]
+    'off'
+    """
+    rows = []
+    for state, patch, why in ((d.state, d.patch, d.why) for d in decided):
+        row = {"patch": patch.name, "incident": patch.incident, "state": state, "why": why}
+        rows.append(row | {"summary": patch.summary})
+    return json.dumps({"vllm": version, "installed": is_installed, "patches": rows}, indent=1)
 
 
 def explanation(name: str) -> str:
-    """Everything about one patch, by its name.
+    """Describe one patch: summary, mechanism, releases, targets, threads, cost, notebook.
 
     Raises:
         PatchError: no patch has this name.
+
+    >>> print(explanation("scale_padding").splitlines()[0])
+    scale_padding: allocates swizzled FP4 scales zeroed
     """
     if name not in patches():
         raise PatchError(f"unknown patch {name!r}; known: {', '.join(patches())}")
@@ -251,7 +266,7 @@ def explanation(name: str) -> str:
         "",
         *textwrap.wrap(patch.mechanism, 88),
         "",
-        f"releases   {spans}, where the probe finds it",
+        f"releases   {spans}, if the probe finds the defect",
         f"wraps      {where[0]}",
         *(f"           {place}" for place in where[1:]),
         f"upstream   {', '.join(patch.threads)}",
@@ -263,32 +278,35 @@ def explanation(name: str) -> str:
         lines.append(f"cache      {CACHE_NOTE}")
     else:
         lines.append("cache      torch.compile does not see it: nothing to clear")
-    lines.append(f"notebook   notebooks/{INCIDENTS[patch.incident].notebook}")
+    lines.append(f"notebook   notebooks/{NOTEBOOKS[patch.incident]}")
     return "\n".join(lines)
 
 
 def register() -> None:
-    """What vLLM calls. Logs one line, whatever happens."""
+    """Apply the patches that this vLLM needs. vLLM calls this in each process.
+
+    Logs what was decided, or one line that says why nothing is patched. Never raises.
+    """
     try:
         if os.environ.get(VARIABLE, "").strip() == "none":
             logger.info("staleproof: off by %s", VARIABLE)
             return
         choice = chosen(os.environ.get(VARIABLE))
         version, sources = installed()
-        found = decisions(version, sources, choice)
+        decided = decisions(version, sources, choice)
         by_state: dict[str, list[str]] = {}
-        for decision in found:
+        for decision in decided:
             by_state.setdefault(decision.state, []).append(decision.patch.name)
             if decision.state == "applied":
                 decision.patch.apply(release(version), force=decision.patch.name in choice.forced)
         summary = "; ".join(f"{state}: {', '.join(names)}" for state, names in by_state.items())
-        traced = any(d.patch.traced for d in found if d.state == "applied")
+        traced = any(d.patch.traced for d in decided if d.state == "applied")
         note = f" ({CACHE_NOTE})" if traced else ""
-        refused = [f"{d.patch.name} ({d.why})" for d in found if d.state == "refused"]
+        refused = [f"{d.patch.name} ({d.why})" for d in decided if d.state == "refused"]
         if refused:
-            report_once(f"on vLLM {version}, refused: {'; '.join(refused)}")
+            warn_once(f"on vLLM {version}, refused: {'; '.join(refused)}")
         logger.info("staleproof on vLLM %s: %s%s", version, summary, note)
     except PatchError as error:
-        report_once(str(error))
+        warn_once(str(error))
     except Exception as error:
-        report_once(f"nothing is patched: {type(error).__name__}: {error}")
+        warn_once(f"nothing is patched: {type(error).__name__}: {error}")

@@ -378,9 +378,9 @@ _PEER_EXPECTED: dict[str, tuple[str | None, str | None, str | None]] = {
 def real_kernels(device: str) -> Iterator[Finding]:
     """The same three questions, put to other packages' kernels; and vLLM's kernel served."""
     for name, peer in peers().items():
-        if peer.why_not is not None:
+        if peer.unavailable_reason is not None:
             for question in ("empty row", "past seq_len", "unused table entry"):
-                yield not_run(INCIDENT, question, name, peer.why_not)
+                yield not_run(INCIDENT, question, name, peer.unavailable_reason)
             continue
         kernel = _peer_kernel(peer)
         expected = _PEER_EXPECTED.get(name, (None, None, None))
@@ -397,8 +397,8 @@ def served_real_kernel(device: str) -> Iterator[Finding]:
         ("vllm_triton", broken.NoRemedy, Verdict.LEAKED),
         ("vllm_triton_cleared", ClearEmptyRows, Verdict.CLEAN),
     ):
-        if peer.why_not is not None:
-            yield not_run(INCIDENT, question, name, peer.why_not)
+        if peer.unavailable_reason is not None:
+            yield not_run(INCIDENT, question, name, peer.unavailable_reason)
             continue
         if device != "cuda":
             yield not_run(INCIDENT, question, name, "served in bf16, which needs a CUDA device")

@@ -1,4 +1,4 @@
-"""Incident 2 in an installed vLLM: no decode output is kept a layer."""
+"""Patch for incident 2: MLA layers no longer keep a decode output buffer each."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from staleproof.vllm.hooks import Arguments, Evidence, Keywords, Patch, Sources, Target, argument
+from staleproof.vllm.hooks import Arguments, Keywords, Target, argument
+from staleproof.vllm.patch import Patch
+from staleproof.vllm.sources import Evidence, Sources, file_of
 
 BACKENDS = "vllm.v1.attention.backends.mla"
 FORWARD_MQA = ("self", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")
-# CUTLASS pads its output to as many heads.
+# vLLM's CUTLASS backend allocates its output for this many heads, whatever the model has.
 CUTLASS_HEADS = 128
 
 
 @contextmanager
 def _borrowed(impl: Any, q: Any, requests: int, heads: int | None) -> Iterator[None]:
-    """Lend ``_decode_out`` for one call what would otherwise be allocated and kept.
+    """Set ``_decode_out`` to a buffer for one call, and drop it after the call.
 
-    vLLM keeps a buffer that is large enough and of the right dtype; where this one is not, it
-    allocates its own, and that is dropped as well. Nothing needs to be zero in it: incident 1's
-    patch clears the rows that the kernel leaves out.
+    vLLM uses a ``_decode_out`` that is large enough and has the right dtype. Otherwise it allocates
+    one and keeps it there; that one is dropped as well. The buffer need not be zero: patch
+    ``mla_padding`` clears the rows that the kernel does not write.
     """
     import torch
 
@@ -37,7 +39,7 @@ def _borrowed(impl: Any, q: Any, requests: int, heads: int | None) -> Iterator[N
     try:
         yield
     finally:
-        # The result is a view of it: the memory goes back when the layer is done with that.
+        # The result is a view of it, so the memory is freed when the layer drops the result.
         impl._decode_out = None
 
 
@@ -48,13 +50,13 @@ def _cutlass(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _flashinfer(args: Arguments, kwargs: Keywords) -> Any:
-    # With several query tokens a request it passes no buffer at all.
+    # With several query tokens a request, vLLM passes no buffer to the kernel.
     metadata = argument(args, kwargs, 3, "attn_metadata")
     return _borrowed(args[0], argument(args, kwargs, 1, "q"), metadata.num_decodes, None)
 
 
 def _probe(sources: Sources) -> Evidence:
-    path = "v1/attention/backends/mla/cutlass_mla.py"
+    path = file_of(f"{BACKENDS}.cutlass_mla")
     for line, text in enumerate(sources.text(path).splitlines(), start=1):
         if "self._decode_out" in text:
             return Evidence(True, f"{path}:{line} keeps an output buffer a layer")

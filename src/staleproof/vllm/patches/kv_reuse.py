@@ -1,4 +1,4 @@
-"""Incident 4 in an installed vLLM: its KV zeroing leaks no ids, loses no ids and covers MLA."""
+"""Patches for incident 4: vLLM's KV zeroing drains its list of ids, loses none, and covers MLA."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from staleproof.vllm.hooks import (
-    Arguments,
-    Evidence,
-    Keywords,
-    Patch,
-    PatchError,
-    Sources,
-    Target,
-    argument,
-    replaced,
-)
+from staleproof.vllm.hooks import Arguments, Keywords, Target, argument, replaced
+from staleproof.vllm.patch import Patch
+from staleproof.vllm.sources import Evidence, PatchError, Sources, file_of
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 MANAGER = "vllm.v1.core.single_type_kv_cache_manager"
@@ -32,12 +24,8 @@ META = (
 )
 
 
-def _path(module: str) -> str:
-    return module.removeprefix("vllm.").replace(".", "/") + ".py"
-
-
 def _drain(result: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Take the ids that nobody asked for; where they are zeroed, ``schedule`` has taken them."""
+    """Empty the list of new block ids. With zeroing on, ``schedule`` has emptied it itself."""
     scheduler = args[0]
     if not scheduler.needs_kv_cache_zeroing:
         scheduler.kv_cache_manager.take_new_block_ids()
@@ -45,10 +33,9 @@ def _drain(result: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _fresh_staging(args: Arguments, kwargs: Keywords) -> None:
-    """Give this call pinned memory of its own.
+    """Give this call a pinned buffer of its own, so that it cannot overwrite ids of an earlier step.
 
-    torch keeps the former until the copies from it are done, so that no step overwrites ids that
-    are still to be read.
+    torch reuses the earlier buffer only after the copies from it have finished.
     """
     import torch
 
@@ -59,7 +46,7 @@ def _fresh_staging(args: Arguments, kwargs: Keywords) -> None:
 
 
 def _is_mla(spec: object) -> bool:
-    # By name: importing the class would import vLLM.
+    # Compared by name, because importing the class would import vLLM.
     return type(spec).__name__ == "MLAAttentionSpec"
 
 
@@ -71,7 +58,7 @@ def _record_new(result: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _record_external(result: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Record the blocks behind the prefix hits, which are for tokens from a KV connector."""
+    """Record the blocks after the prefix hits; they are new, for tokens from a KV connector."""
     manager = args[0]
     if _is_mla(manager.kv_cache_spec) and argument(args, kwargs, 4, EXTERNAL[4]) > 0:
         request = argument(args, kwargs, 1, EXTERNAL[1])
@@ -90,14 +77,14 @@ EXTERNAL = (
 
 
 def _keep_groups(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
-    """Let two read the groups: what vLLM passes is an iterator."""
+    """Pass the groups on as a list. vLLM passes an iterator, and ``_add_zeroer`` reads it again."""
     groups = list(argument(args, kwargs, 1, META[1]))
     args[0]._staleproof_groups = groups
     return replaced(args, kwargs, 1, META[1], groups)
 
 
 def _add_zeroer(result: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Build our zeroer for the MLA layers that vLLM's leaves out."""
+    """Build our zeroer for the MLA layers, which vLLM's zeroer leaves out."""
     from staleproof.ops.zero_blocks import BlockZeroer
 
     _, _, sizes, _, skipped, layers = (argument(args, kwargs, i, META[i]) for i in range(6))
@@ -110,7 +97,7 @@ def _add_zeroer(result: Any, args: Arguments, kwargs: Keywords) -> Any:
             if name in skipped:
                 continue
             cache = layers[name].kv_cache
-            # One a pipeline stage, up to 0.18.1.
+            # Up to 0.18.1 it is a list with one cache a pipeline stage.
             caches.append(cache[0] if isinstance(cache, list | tuple) else cache)
             ratios.append(ratio)
     if caches:
@@ -140,17 +127,17 @@ def _dummy_run(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _no_slots(result: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """In a dummy run no token has a slot; -1 makes the cache kernels skip the write."""
+    """Set all slots of a dummy run to -1, so that the cache kernels write nothing."""
     by_group = result[0]
     if getattr(args[0], "_staleproof_dummy", False) and by_group is not None:
         for slots in by_group.values():
-            # The graph reads the padded size, which is more than this slice of the buffer.
+            # These are a slice of a buffer. A captured graph reads the padded size, so fill all of it.
             (slots if slots._base is None else slots._base).fill_(-1)
     return result
 
 
 def _undrained(sources: Sources) -> Evidence:
-    schedule = sources.function(_path(SCHEDULER), "Scheduler.schedule")
+    schedule = sources.function(file_of(SCHEDULER), "Scheduler.schedule")
     text = schedule.text
     if "take_new_block_ids" in text and "if self.needs_kv_cache_zeroing" in text:
         return Evidence(True, f"{schedule.place} drains the ids only where blocks are zeroed")
@@ -158,14 +145,14 @@ def _undrained(sources: Sources) -> Evidence:
 
 
 def _race(sources: Sources) -> Evidence:
-    zero = sources.function(_path(WORKER), "KVBlockZeroer.zero_block_ids")
+    zero = sources.function(file_of(WORKER), "KVBlockZeroer.zero_block_ids")
     if "self._ids_pinned[:n_blocks]" in zero.text and "non_blocking=True" in zero.text:
         return Evidence(True, f"{zero.place} copies every step from one pinned buffer")
     return Evidence(False, f"{zero.place} has no pinned buffer of all steps")
 
 
 def _unrecorded(sources: Sources) -> Evidence:
-    allocate = sources.function(_path(MANAGER), "SingleTypeKVCacheManager.allocate_new_blocks")
+    allocate = sources.function(file_of(MANAGER), "SingleTypeKVCacheManager.allocate_new_blocks")
     if "FullAttentionSpec" in allocate.text and "MLAAttentionSpec" not in allocate.text:
         return Evidence(True, f"{allocate.place} records no blocks of MLA groups")
     return Evidence(False, f"{allocate.place} records blocks of MLA groups")
@@ -173,16 +160,16 @@ def _unrecorded(sources: Sources) -> Evidence:
 
 def _uncovered(sources: Sources) -> Evidence:
     try:
-        meta = sources.function(_path(WORKER), "KVBlockZeroer.init_meta")
+        meta = sources.function(file_of(WORKER), "KVBlockZeroer.init_meta")
     except PatchError:
-        meta = sources.function(_path(WORKER), "KVBlockZeroer.__init__")
+        meta = sources.function(file_of(WORKER), "KVBlockZeroer.__init__")
     if "type(spec) is not FullAttentionSpec" in meta.text:
         return Evidence(True, f"{meta.place} leaves MLA groups out")
     return Evidence(False, f"{meta.place} covers MLA groups")
 
 
 def _dummy_writes(sources: Sources) -> Evidence:
-    run = sources.function(_path(RUNNER), "GPUModelRunner._dummy_run")
+    run = sources.function(file_of(RUNNER), "GPUModelRunner._dummy_run")
     if "fill_(-1)" in run.text:
         return Evidence(False, f"{run.place} fills the slots with -1")
     return Evidence(True, f"{run.place} writes to slots of an earlier step, or to block 0")
@@ -192,13 +179,13 @@ PATCHES = (
     Patch(
         name="undrained_ids",
         incident="kv_reuse",
-        summary="drains the list of new block ids where nothing zeroes blocks",
+        summary="drains the list of new block ids if nothing zeroes blocks",
         versions=(("0.17.1", "0.25.1"),),
         targets=(Target(SCHEDULER, "Scheduler.schedule", ("self",), after=_drain),),
         probe=_undrained,
         mechanism=(
-            "Each allocated block is remembered to be zeroed, and only models with Mamba layers "
-            "take the list: elsewhere it grows by one int a block for as long as the server lives."
+            "The id of each allocated block goes to a list of blocks to zero. Only models with "
+            "Mamba layers read the list; otherwise it grows by one int a block until the end."
         ),
         threads=("vLLM #44175", "vLLM #44490"),
         cost="no launch; on the host one list a step, RECORDED as patch undrained_ids",
@@ -223,7 +210,7 @@ PATCHES = (
     Patch(
         name="mla_recording",
         incident="kv_reuse",
-        summary="remembers new blocks of MLA groups, so that they are zeroed",
+        summary="records new blocks of MLA groups, so that they are zeroed",
         versions=(("0.17.1", "0.22.1"),),
         targets=(
             Target(MANAGER, "SingleTypeKVCacheManager.allocate_new_blocks", ("self",), after=_record_new),
@@ -237,8 +224,8 @@ PATCHES = (
         probe=_unrecorded,
         mechanism=(
             "In a model of Mamba and MLA layers (Kimi Linear) the blocks of both are the same "
-            "memory. Only blocks of plain full attention are remembered and zeroed, so MLA reads "
-            "Mamba state as keys, and a NaN in it survives the mask as 0 times NaN."
+            "memory. Only blocks of plain full attention are recorded and zeroed, so MLA reads "
+            "Mamba state as keys. The mask multiplies a NaN in it by 0, which is NaN."
         ),
         threads=("vLLM #43961", "vLLM #35219"),
         cost="no launch; on the host one list an allocation",
@@ -255,8 +242,8 @@ PATCHES = (
         ),
         probe=_uncovered,
         mechanism=(
-            "vLLM's zeroer takes layers of plain full attention only. With the patch "
-            "staleproof.BlockZeroer zeroes the same blocks in the MLA layers beside it."
+            "vLLM's zeroer covers layers of plain full attention only. With the patch "
+            "staleproof.BlockZeroer zeroes the same blocks in the MLA layers."
         ),
         threads=("vLLM #43961", "vLLM #35219"),
         cost="one launch in a step that allocates blocks; RECORDED as kernel BlockZeroer.zero",
@@ -274,8 +261,8 @@ PATCHES = (
         probe=_dummy_writes,
         mechanism=(
             "An idle data-parallel rank runs dummy batches. Their slot mapping is left over from "
-            "an earlier step, or zeros, so that hidden states of nobody land in the KV cache, in "
-            "block 0 above all, which every unused entry of a block table points to."
+            "an earlier step, or zero, so that dummy keys are written to the KV cache, mostly to "
+            "block 0, which every unused entry of a block table points to."
         ),
         threads=("vLLM #39444", "vLLM #44211"),
         cost="one fill of the slot mapping a dummy run; none in a real step",

@@ -1,20 +1,12 @@
-"""Incident 3 in an installed vLLM: distinct experts whatever the logits and the bias hold."""
+"""Patches for incident 3: expert ids are distinct even if logits or bias contain NaN."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from staleproof.vllm.hooks import (
-    Arguments,
-    Evidence,
-    Keywords,
-    Patch,
-    Sources,
-    Target,
-    argument,
-    numbers,
-    replaced,
-)
+from staleproof.vllm.hooks import Arguments, Keywords, Target, argument, replaced
+from staleproof.vllm.patch import Patch
+from staleproof.vllm.sources import Evidence, Sources, file_of, numbers
 
 OPS = "vllm._custom_ops"
 TOPK = (
@@ -35,25 +27,27 @@ GROUPED = (
     "bias",
     "scoring_func",
 )
+# vLLM's number for sigmoid scores; 0 is softmax.
 SIGMOID = 1
 KERNELS = "topk_softmax_kernels.cu"
 EXPERTS = "vllm.model_executor.layers.fused_moe"
 SIMULATOR = f"{EXPERTS}.router.routing_simulator_router"
 SAMPLE = ("self", "num_tokens", "num_experts", "top_k", "device", "indices_type")
+# The first FlashInfer that bounds the row index of a repeated expert.
 GUARDED_FLASHINFER = "0.6.10"
 
 
 def _tracing() -> bool:
-    """Whether torch.compile reads this call: then vLLM's op stays, with its inputs cleaned."""
+    """Say whether torch.compile traces this call. Then vLLM's op stays, and only its inputs change."""
     import torch
 
     return torch.compiler.is_compiling()
 
 
 def _select(name: str, args: Arguments, kwargs: Keywords) -> Any:
-    """``ops.topk_softmax`` or ``ops.topk_sigmoid`` by our kernel, into the caller's tensors.
+    """Run our ``topk_softmax`` or ``topk_sigmoid`` in place of vLLM's, into the caller's tensors.
 
-    ``token_expert_indices`` stays as it is: no caller of these versions reads it.
+    ``token_expert_indices`` is not written, because no caller in these releases reads it.
     """
     if _tracing():
         return NotImplemented
@@ -69,7 +63,7 @@ def _select(name: str, args: Arguments, kwargs: Keywords) -> Any:
         ids.shape[1],
         bias=argument(args, kwargs, 5, TOPK[5]),
         renormalize=bool(argument(args, kwargs, 4, TOPK[4], False)),
-        # An id has the same bits in both.
+        # Our op writes int32, and an expert id has the same bits in both.
         out=(weights, ids.view(torch.int32) if ids.dtype == torch.uint32 else ids),
     )
     return None
@@ -107,7 +101,7 @@ def _grouped(args: Arguments, kwargs: Keywords) -> Any:
 def _without_nan(x: Any, value: float = 0.0) -> Any:
     import torch
 
-    # One launch, and infinities as they were.
+    # nan_to_num changes infinities too, unless it is told not to.
     return torch.nan_to_num(x, value, torch.inf, -torch.inf)
 
 
@@ -122,7 +116,7 @@ def _clean_grouped_bias(args: Arguments, kwargs: Keywords) -> tuple[Arguments, K
 
 
 def _clean_logits(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
-    """A row that softmax would make NaN becomes a row of equal logits."""
+    """Set all logits of a row to 0 if softmax would make the row NaN."""
     import torch
 
     logits = argument(args, kwargs, 3, TOPK[3])
@@ -147,7 +141,7 @@ def _clean_scores(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keyword
 
 
 def _lowest(x: Any) -> float:
-    """A logit whose score is 0."""
+    """Return a logit whose score is 0."""
     import torch
 
     return torch.finfo(x.dtype).min
@@ -174,8 +168,8 @@ def _int32_ids(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] 
 def _sample(args: Arguments, kwargs: Keywords) -> Any:
     """Draw each token's experts from the strategy's distribution, without replacement.
 
-    The largest of log p + Gumbel noise are such a draw. A normal sample falls to expert e where
-    its sigmoid lies in [e, e + 1) / experts, so that p is known.
+    The top_k largest of log p + Gumbel noise are such a draw. For the normal strategy, vLLM maps a
+    sample to expert floor(sigmoid(sample) * experts); p is the probability of that interval.
     """
     import torch
 
@@ -208,26 +202,26 @@ def _nan_bias(sources: Sources) -> Evidence:
 
 
 def _unguarded_flashinfer(sources: Sources) -> Evidence:
-    found = sources.flashinfer
-    if found is None:
+    version = sources.flashinfer
+    if version is None:
         return Evidence(False, "no FlashInfer is installed")
-    needed = numbers(found) < numbers(GUARDED_FLASHINFER)
+    needed = numbers(version) < numbers(GUARDED_FLASHINFER)
     says = "reads" if needed else "bounds"
-    return Evidence(needed, f"flashinfer-python {found} {says} the row index of a repeated expert")
+    return Evidence(needed, f"flashinfer-python {version} {says} the row index of a repeated expert")
 
 
 def _simulator(sources: Sources) -> Evidence:
-    path = SIMULATOR.removeprefix("vllm.").replace(".", "/") + ".py"
+    path = file_of(SIMULATOR)
     sample = sources.function(path, "DistributionBasedRouting._sample_expert_ids")
     route = sources.function(path, "DistributionBasedRouting.route_tokens")
-    found = []
+    defects = []
     if "torch.long" in route.text:
-        found.append(f"{route.place} gives int64 ids by default")
+        defects.append(f"{route.place} gives int64 ids by default")
     if "torch.randint" in sample.text:
-        found.append(f"{sample.place} draws with replacement")
+        defects.append(f"{sample.place} draws with replacement")
     elif "_sample_continuous_distribution" in sample.text:
-        found.append(f"{sample.place} draws normal samples with replacement")
-    return Evidence(bool(found), "; ".join(found) or f"{route.place} gives distinct int32 ids")
+        defects.append(f"{sample.place} draws normal samples with replacement")
+    return Evidence(bool(defects), "; ".join(defects) or f"{route.place} gives distinct int32 ids")
 
 
 _MECHANISM = (
@@ -239,7 +233,7 @@ _THREADS = ("vLLM #39593", "vLLM #39391", "vLLM #39288", "vLLM #37758")
 
 
 def _routing(name: str, hook: Any, clean: Any) -> Target:
-    """A top-k op: our kernel instead, or vLLM's with cleaned inputs where torch traces."""
+    """Target a top-k op: our op replaces it; while torch.compile traces, its inputs are cleaned."""
     arguments = GROUPED if name == "grouped_topk" else TOPK
     return Target(OPS, name, arguments, instead=hook, before=clean)
 
@@ -248,7 +242,7 @@ PATCHES = (
     Patch(
         name="topk_nan",
         incident="moe_routing",
-        summary="routes by kernels whose expert ids are distinct whatever the logits hold",
+        summary="routes by kernels whose expert ids are distinct even if logits are NaN",
         versions=(("0.17.1", "0.19.1"),),
         targets=(
             _routing("topk_softmax", _softmax, _clean_logits),
@@ -257,8 +251,8 @@ PATCHES = (
         ),
         probe=_unclamped,
         mechanism=_MECHANISM
-        + "With the patch staleproof's top-k takes the place of vLLM's: NaN scores count as 0, in "
-        "logits and in the bias.",
+        + "With the patch staleproof's top-k replaces vLLM's: a NaN score counts as 0, and so does a "
+        "NaN bias.",
         threads=_THREADS,
         cost="our kernel in place of vLLM's; RECORDED as patch topk_nan",
         traced=True,
@@ -276,9 +270,9 @@ PATCHES = (
         probe=_nan_bias,
         mechanism=_MECHANISM
         + "vLLM #39391 makes NaN scores 0 and adds the bias after that, so a bias of NaN still "
-        "repeats experts. With the patch a NaN in it is no bonus.",
+        "repeats experts. With the patch a NaN in the bias counts as 0.",
         threads=_THREADS,
-        cost="one launch where a model has a bias, none elsewhere; RECORDED as patch topk_nan_bias",
+        cost="one launch where a model has a bias, none otherwise; RECORDED as patch topk_nan_bias",
         traced=True,
     ),
     Patch(
@@ -327,6 +321,6 @@ PATCHES = (
             "consumers of raw int32 ids read (id, 0) pairs or refuse."
         ),
         threads=("vLLM #38352", "vLLM #38359", "vLLM #48740"),
-        cost="only where the simulator is switched on",
+        cost="only if the simulator is switched on",
     ),
 )

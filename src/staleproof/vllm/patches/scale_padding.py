@@ -1,17 +1,19 @@
-"""Incident 5 in an installed vLLM: the padding of swizzled FP4 scales is zero."""
+"""Patch for incident 5: the padding of swizzled FP4 scales is zero."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from staleproof.vllm.hooks import Arguments, Evidence, Keywords, Patch, Sources, Target, argument
+from staleproof.vllm.hooks import Arguments, Keywords, Target, argument
+from staleproof.vllm.patch import Patch
+from staleproof.vllm.sources import Evidence, Sources
 
 OPS = "vllm._custom_ops"
 NAMES = ("m", "n", "device", "is_sf_swizzled_layout")
 
 
 def _zeroed(args: Arguments, kwargs: Keywords) -> Any:
-    """vLLM's tensor for scales, zeroed: four scales an int32 swizzled, else one a uint8."""
+    """Allocate vLLM's swizzled scale tensor zeroed: int32, four scales an element."""
     import torch
 
     from staleproof.ops.reference.nvfp4 import create_fp4_scale_tensor

@@ -1,0 +1,187 @@
+"""Finds the source files of a vLLM and reads them, without importing it.
+
+Importing vLLM starts its platform detection and can allocate device memory. Probes and patches
+therefore read the files as text, or as a syntax tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+
+class PatchError(RuntimeError):
+    """A patch cannot be applied to this vLLM; the message is one line that says why."""
+
+
+class NotShippedError(LookupError):
+    """A probe needs a source file that wheels do not contain; the recorded probe is used instead."""
+
+
+class Evidence(NamedTuple):
+    """What a probe found.
+
+    Attributes:
+        needed: whether these sources have the defect.
+        why: file, line and what the code does there.
+    """
+
+    needed: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function of a source file: argument names, source text, and ``file:line`` of its ``def``."""
+
+    arguments: tuple[str, ...]
+    text: str
+    place: str
+
+
+@dataclass
+class Sources:
+    """The source files of one vLLM. They are read and never executed.
+
+    Attributes:
+        package: the folder ``vllm``.
+        csrc: the folder ``csrc`` of a source distribution. Wheels do not contain it.
+        flashinfer: version of the FlashInfer beside it, or ``None``.
+    """
+
+    package: Path
+    csrc: Path | None = None
+    flashinfer: str | None = None
+    _trees: dict[str, tuple[ast.Module, str]] = field(default_factory=dict, repr=False)
+
+    def text(self, path: str) -> str:
+        """Return the text of one file below ``vllm/``.
+
+        Raises:
+            PatchError: the file cannot be read.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "ops.py").write_text("x = 1")
+        ...     Sources(Path(folder)).text("ops.py")
+        'x = 1'
+        """
+        try:
+            return (self.package / path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PatchError(f"vllm/{path} is not there") from error
+
+    def csrc_text(self, name: str) -> str:
+        """Return the text of one CUDA source, searched by file name below ``csrc/``.
+
+        Raises:
+            NotShippedError: there is no ``csrc``, or no such file in it.
+        """
+        files = sorted(self.csrc.rglob(name)) if self.csrc else []
+        if not files:
+            raise NotShippedError(f"csrc {name} is not in a wheel")
+        return files[0].read_text(encoding="utf-8")
+
+    def function(self, path: str, name: str) -> Function:
+        """Find a function ``f`` or a method ``Class.f`` in a file below ``vllm/``.
+
+        Raises:
+            PatchError: the file, the function or its class is not there.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "ops.py").write_text("def double(x, y=0): return 2 * x + y")
+        ...     double = Sources(Path(folder)).function("ops.py", "double")
+        >>> double.arguments, double.place
+        (('x', 'y'), 'ops.py:1')
+        """
+        if path not in self._trees:
+            text = self.text(path)
+            self._trees[path] = ast.parse(text), text
+        tree, text = self._trees[path]
+        node: ast.AST = tree
+        for part in name.split("."):
+            inside = [
+                child
+                for child in ast.iter_child_nodes(node)
+                if isinstance(child, ast.FunctionDef | ast.ClassDef) and child.name == part
+            ]
+            if not inside:
+                raise PatchError(f"vllm/{path} has no {name}")
+            # With several definitions of one name, the last one is the one that vLLM calls.
+            node = inside[-1]
+        if not isinstance(node, ast.FunctionDef):
+            raise PatchError(f"vllm/{path}: {name} is not a function")
+        names = tuple(arg.arg for arg in (*node.args.posonlyargs, *node.args.args))
+        return Function(names, ast.get_source_segment(text, node) or "", f"{path}:{node.lineno}")
+
+
+def file_of(module: str) -> str:
+    """Return the path below ``vllm/`` of a module.
+
+    >>> file_of("vllm.v1.worker.utils")
+    'v1/worker/utils.py'
+    """
+    return module.removeprefix("vllm.").replace(".", "/") + ".py"
+
+
+def vllm_file(*paths: str) -> Path | None:
+    """Find the first of these files below ``vllm/`` of an importable vLLM, without importing it.
+
+    Args:
+        paths: e.g. ``v1/worker/utils.py``.
+
+    >>> vllm_file("no/such/file.py") is None
+    True
+    """
+    spec = importlib.util.find_spec("vllm")
+    roots = (spec.submodule_search_locations or ()) if spec else ()
+    files = (Path(root) / path for root in roots for path in paths)
+    return next((file for file in files if file.is_file()), None)
+
+
+def installed() -> tuple[str, Sources]:
+    """Find the installed vLLM without importing it; return its version and its sources.
+
+    Raises:
+        PatchError: no vLLM is installed, or its package or its metadata is missing.
+    """
+    spec = importlib.util.find_spec("vllm")
+    version = _version_of("vllm")
+    if spec is None and version is None:
+        raise PatchError("no vLLM is installed")
+    if spec is None or not spec.submodule_search_locations or spec.origin is None:
+        raise PatchError(f"vLLM {version} is half installed: no importable package; nothing is patched")
+    if version is None:
+        raise PatchError("vLLM is half installed: its metadata is missing; nothing is patched")
+    return version, Sources(Path(spec.origin).parent, flashinfer=_version_of("flashinfer-python"))
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version, at most three.
+
+    >>> numbers("0.6.8.post1")
+    (0, 6, 8)
+    """
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("post")[0])[:3])
+
+
+def within(version: str, span: tuple[str, str]) -> bool:
+    """Say whether a release lies between two others, both included.
+
+    >>> within("0.9.2", ("0.9.0", "0.10.0")), within("0.10.1", ("0.9.0", "0.10.0"))
+    (True, False)
+    """
+    return numbers(span[0]) <= numbers(version) <= numbers(span[1])

@@ -1,0 +1,63 @@
+"""Sources of a vLLM are read as text and never run."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from staleproof.vllm.sources import NotShippedError, PatchError, Sources, vllm_file, within
+
+TEXT = """
+raise SystemExit("vLLM was run")
+
+
+class Impl:
+    def run(self, x):
+        raise KeyError("äöü")
+"""
+
+
+@pytest.fixture(name="package")
+def package_fixture(tmp_path, monkeypatch):
+    folder = tmp_path / "vllm"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise SystemExit('vLLM was imported')")
+    (folder / "ops.py").write_text(TEXT, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    return folder
+
+
+def test_sources_are_read_and_not_run(package):
+    sources = Sources(package)
+    function = sources.function("ops.py", "Impl.run")
+    assert function.arguments == ("self", "x")
+    assert function.place == "ops.py:6"
+    assert 'raise KeyError("äöü")' in function.text
+    with pytest.raises(PatchError, match=r"vllm/gone\.py is not there"):
+        sources.text("gone.py")
+    with pytest.raises(PatchError, match=r"ops.py has no Impl.gone"):
+        sources.function("ops.py", "Impl.gone")
+    with pytest.raises(PatchError, match=r"ops.py: Impl is not a function"):
+        sources.function("ops.py", "Impl")
+    with pytest.raises(NotShippedError):
+        sources.csrc_text("kernel.cu")
+
+
+def test_cuda_sources_are_found_by_name(package, tmp_path):
+    (tmp_path / "csrc/moe").mkdir(parents=True)
+    (tmp_path / "csrc/moe/kernel.cu").write_text("isnan(x)")
+    assert Sources(package, tmp_path / "csrc").csrc_text("kernel.cu") == "isnan(x)"
+
+
+def test_a_file_of_an_importable_vllm(package):
+    assert vllm_file("gone.py", "ops.py") == package / "ops.py"
+    assert vllm_file("gone.py") is None
+    assert "vllm" not in sys.modules
+
+
+def test_releases_are_compared_by_number():
+    span = ("1.0.0", "1.2.0")
+    releases = ("0.9.9", "1.0.0", "1.2.0", "1.2.0.post1", "1.2.1", "1.10.0")
+    assert [within(release, span) for release in releases] == [False, True, True, True, False, False]
