@@ -61,6 +61,7 @@ def load(lines: Lines) -> dict[str, Any]:
 def checks() -> dict[str, Callable[[], Any]]:
     """Each question, as a function of no arguments."""
     import real_kernels as kernels
+    import real_routing as routing
     import real_scheduler as scheduler
 
     listed = VERSION < "0.19"
@@ -78,13 +79,13 @@ def checks() -> dict[str, Callable[[], Any]]:
         "CUTLASS MLA, 16 heads": lambda: kernels.cutlass_rows(16),
         "FlashInfer MLA": lambda: kernels.flashinfer_rows(1),
         "FlashInfer MLA, q_len 4": lambda: kernels.flashinfer_rows(4, uniform),
-        "routing": kernels.routing,
-        "routing, traced": kernels.traced_routing,
-        "simulator": kernels.simulator,
+        "routing": routing.routing,
+        "routing, traced": routing.traced_routing,
+        "simulator": routing.simulator,
         "fp4 scales": kernels.fp4_padding,
         "fp4 scales, traced": lambda: kernels.fp4_padding(compiled=True),
-        "fused MoE": kernels.fused_moe_ids,
-        "dummy run": kernels.dummy_slots,
+        "fused MoE": routing.fused_moe_ids,
+        "dummy run": scheduler.dummy_slots,
     }
     if ragged:
         # Requests 3 and 5 are empty and own no rows.
@@ -103,6 +104,7 @@ def functions(module: str, name: str) -> Any:
 def contained() -> dict[str, Any]:
     """A remedy that fails at each call: vLLM's own answer, and one line."""
     import real_kernels as kernels
+    import real_routing as routing
 
     from staleproof.ops import clear_empty_rows as ours
     from staleproof.ops import topk
@@ -111,7 +113,7 @@ def contained() -> dict[str, Any]:
     with mock.patch.object(ours, "clear_empty_rows", broken), mock.patch.object(topk, "topk_softmax", broken):
         return {
             "rows": [kernels.triton_rows()["bad"] for _ in range(2)],
-            "routing": kernels.routing()["softmax"],
+            "routing": routing.routing()["softmax"],
             "asked": broken.call_count,
         }
 
@@ -144,6 +146,7 @@ def main() -> dict[str, Any]:
     result: dict[str, Any] = {"version": VERSION, "load": load(lines)}
     import environment
     import real_kernels as kernels
+    import real_routing as routing
     import torch
 
     from staleproof.vllm import hooks
@@ -158,7 +161,7 @@ def main() -> dict[str, Any]:
     applied = [d.patch for d in decided.values() if d.state == "applied"]
     result["decisions"] = {name: d.state for name, d in decided.items()}
     # The routing kernels of csrc were clamped when topk_nan ceased to be needed.
-    ops = kernels.CompiledOps(clamped=decided["topk_nan"].state != "applied")
+    ops = routing.CompiledOps(clamped=decided["topk_nan"].state != "applied")
     # Dynamo lists torch's functions when it first runs: that must not be while one is mocked.
     torch.compile(torch.neg, backend="eager")(torch.zeros(1))
     asked = checks()
@@ -200,8 +203,8 @@ def main() -> dict[str, Any]:
     result["stranger"] = stranger()
     # Each alone does not depend on the others; the context manager takes it away again.
     with vllm_plugin.patches()["routing_simulator"].applied(release):
-        result["one alone"] = kernels.simulator()
-    result["after it"] = kernels.simulator()
+        result["one alone"] = routing.simulator()
+    result["after it"] = routing.simulator()
     ops.library._destroy()
     return result
 

@@ -1,8 +1,9 @@
-"""vLLM's own scheduler and block zeroer, driven on a CPU; run inside a vLLM environment only."""
+"""vLLM's own scheduler, block zeroer and dummy run, driven on a CPU; run inside a vLLM environment only."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import inspect
 import json
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -319,3 +321,36 @@ def zeroed(listed: bool) -> dict[str, list[int]]:
         name: [i for i, block in enumerate(cache) if not block.isnan().any()]
         for name, cache in zip(("attention", "mla"), caches, strict=True)
     }
+
+
+class _Stop(Exception):
+    pass
+
+
+def dummy_slots() -> dict[str, Any]:
+    """The slots that a real ``_dummy_run`` of 8 tokens hands out, and a real step after it."""
+    module = importlib.import_module("vllm.v1.worker.gpu_model_runner")
+    cls = module.GPUModelRunner
+    buffer = torch.full((16,), 7, dtype=torch.int64)
+    runner = mock.MagicMock()
+    runner.max_num_tokens = 16
+    runner.scheduler_config.max_num_seqs = 8
+    runner.uniform_decode_query_len = 1
+    runner.is_pooling_model = False
+    runner.dcp_world_size = runner.pcp_world_size = 1
+    runner.kv_cache_config.kv_cache_groups = [SimpleNamespace(kv_cache_spec=None, layer_names=["layer.0"])]
+    table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=buffer))
+    runner.input_batch.block_table = [table]
+    mode = module.CUDAGraphMode.NONE
+    size = SimpleNamespace(num_tokens=8, num_reqs=8)
+    runner._determine_batch_execution_and_padding.return_value = (mode, size, False, None, None)
+    runner.vllm_config.model_config.multimodal_config = None
+    runner._get_slot_mappings = lambda *a, **k: cls._get_slot_mappings(runner, *a, **k)
+    runner._staleproof_dummy = False
+    runner.synchronize_input_prep.side_effect = _Stop
+    with contextlib.suppress(_Stop):
+        cls._dummy_run(runner, 8, cudagraph_runtime_mode=mode)
+    handed = buffer.tolist()
+    buffer.fill_(7)
+    runner._get_slot_mappings(num_tokens_padded=8, num_reqs_padded=8, num_tokens_unpadded=6)
+    return {"dummy": handed, "real": buffer.tolist()}

@@ -1,0 +1,244 @@
+"""Patched functions inside a compiled caller: one graph, vLLM's own answer if a hook fails.
+
+vLLM compiles its models with ``fullgraph=True``: a patch that Dynamo cannot trace would stop it.
+The functions of vLLM are stand-ins here that model their faults; real_routing.py traces the real ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from staleproof.vllm import hooks
+from staleproof.vllm.hooks import Target
+from staleproof.vllm.plugin import patches
+
+OPS = """
+import torch
+
+
+def _select(scores, bias, k):
+    # No comparison with NaN is true, so that the first expert is chosen again and again.
+    choice = scores if bias is None else scores + bias
+    ids = torch.where(choice.isnan().any(-1, keepdim=True), 0, choice.topk(k).indices)
+    return scores.gather(1, ids), ids
+
+
+def topk_softmax(
+    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None
+):
+    weights, ids = _select(gating_output.softmax(-1), e_score_correction_bias, topk_ids.shape[1])
+    topk_weights.copy_(weights)
+    topk_ids.copy_(ids)
+
+
+def topk_sigmoid(
+    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None
+):
+    weights, ids = _select(gating_output.sigmoid(), e_score_correction_bias, topk_ids.shape[1])
+    topk_weights.copy_(weights)
+    topk_ids.copy_(ids)
+
+
+def grouped_topk(
+    scores, num_expert_group, topk_group, topk, renormalize, routed_scaling_factor, bias, scoring_func=0
+):
+    return _select(scores.sigmoid() if scoring_func else scores, bias, topk)
+
+
+def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout):
+    return torch.full((128, 4), 0x7F7F7F7F, dtype=torch.int32, device=device)
+"""
+MLA = """
+import torch
+
+
+class {name}:
+    kv_lora_rank = 16
+    kv_cache_dtype = "auto"
+
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+        if getattr(self, "_decode_out", None) is None:
+            self._decode_out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
+        # Rows of empty requests are not written.
+        empty = (attn_metadata.decode.seq_lens == 0)[:, None, None]
+        return torch.where(empty, torch.nan, self._decode_out * 0 + 1.0), None
+"""
+MOE = """
+class FlashInferExperts:
+    def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids):
+        return topk_weights * 1, topk_ids * 1
+"""
+SIMULATOR = """
+import torch
+
+
+class DistributionBasedRouting:
+    distribution = "uniform"
+
+    def _sample_expert_ids(self, num_tokens, num_experts, top_k, device, indices_type):
+        return torch.zeros(num_tokens, top_k, dtype=indices_type, device=device)
+
+    def route_tokens(self, hidden_states, router_logits, top_k, indices_type=None):
+        return self._sample_expert_ids(
+            len(hidden_states), router_logits.shape[1], top_k, hidden_states.device, indices_type or torch.long
+        )
+"""
+FILES = {
+    "_custom_ops": OPS,
+    "v1.attention.backends.mla.triton_mla": MLA.format(name="TritonMLAImpl"),
+    "v1.attention.backends.mla.cutlass_mla": MLA.format(name="CutlassMLAImpl"),
+    "v1.attention.backends.mla.flashinfer_mla": MLA.format(name="FlashInferMLAImpl"),
+    "model_executor.layers.fused_moe.flashinfer_cutlass_moe": MOE,
+    "model_executor.layers.fused_moe.router.routing_simulator_router": SIMULATOR,
+    "simple": "def double(x):\n    return 2 * x\n",
+}
+# Functions of vLLM's scheduler and worker: Python over lists, outside of any compiled model.
+HOST = {"undrained_ids", "staging_race", "mla_recording", "mla_zeroing", "dummy_slots"}
+
+
+@pytest.fixture(name="vllm")
+def vllm_fixture(tmp_path, monkeypatch):
+    """Imports a module of a stand-in vLLM by its name below ``vllm``."""
+    for name, text in {"": "", **FILES}.items():
+        file = tmp_path / "vllm" / (name.replace(".", "/") + ".py" if name else "__init__.py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = {name for name in sys.modules if name.partition(".")[0] == "vllm"}
+    for name in before:
+        monkeypatch.delitem(sys.modules, name)
+    hooks._warned.clear()
+    hooks._places.clear()
+    torch._dynamo.reset()
+    yield lambda name: importlib.import_module(f"vllm.{name}")
+    assert not hooks._watched
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def _compiled(call: Callable[..., object]) -> Callable[..., object]:
+    return torch.compile(call, fullgraph=True, backend="aot_eager")
+
+
+def _select(ops, name, logits, bias):
+    if name == "grouped_topk":
+        return ops.grouped_topk(logits, 1, 1, 4, True, 1.0, bias, 1)[1]
+    ids = torch.empty(len(logits), 4, dtype=torch.int32)
+    getattr(ops, name)(torch.empty(len(logits), 4), ids, torch.empty_like(ids), logits, False, bias)
+    return ids
+
+
+def _repeats(ids: torch.Tensor) -> int:
+    return sum(len({*row}) < len(row) for row in ids.tolist())
+
+
+@pytest.mark.parametrize("name", ["topk_softmax", "topk_sigmoid", "grouped_topk"])
+@pytest.mark.parametrize(("patch", "release"), [("topk_nan", "0.18.1"), ("topk_nan_bias", "0.20.2")])
+def test_routing(vllm, patch, release, name):
+    ops = vllm("_custom_ops")
+    logits, bias = torch.randn(6, 32), torch.zeros(32)
+    (logits[3] if patch == "topk_nan" else bias)[0] = torch.nan
+
+    def caller(x, b):
+        return _select(ops, name, x * 1, b)
+
+    assert _repeats(caller(logits, bias)) > 0
+    with patches()[patch].applied(release):
+        assert _repeats(_compiled(caller)(logits, bias)) == 0
+
+
+def test_scale_padding(vllm):
+    ops = vllm("_custom_ops")
+    with patches()["scale_padding"].applied("0.18.1"):
+        scales = _compiled(lambda x: ops.create_fp4_scale_tensor(len(x), 64, x.device, True) + 0)(
+            torch.ones(5)
+        )
+    assert not scales.count_nonzero()
+    assert scales.shape == (128, 1)
+
+
+@pytest.mark.parametrize(
+    ("patch", "name"),
+    [
+        ("mla_padding", "triton"),
+        ("mla_padding", "cutlass"),
+        ("mla_padding", "flashinfer"),
+        ("decode_buffer", "cutlass"),
+        ("decode_buffer", "flashinfer"),
+    ],
+)
+def test_mla(vllm, patch, name):
+    module = vllm(f"v1.attention.backends.mla.{name}_mla")
+    impl = next(cls for cls in vars(module).values() if isinstance(cls, type))()
+    seq_lens = torch.tensor([3, 0, 5], dtype=torch.int32)
+    metadata = SimpleNamespace(decode=SimpleNamespace(seq_lens=seq_lens), num_decodes=3)
+    with patches()[patch].applied("0.18.1"):
+        out = _compiled(lambda q: impl.forward_mqa(q * 1, None, metadata, None)[0])(torch.ones(3, 128, 24))
+    assert out[::2].eq(1).all()
+    assert out[1].isnan().any() == (patch != "mla_padding")
+    assert (impl._decode_out is None) == (patch == "decode_buffer")
+
+
+def test_duplicate_experts(vllm):
+    experts = vllm("model_executor.layers.fused_moe.flashinfer_cutlass_moe").FlashInferExperts()
+    weights, ids = torch.tensor([[0.4, 0.3, 0.2]]), torch.tensor([[3, 1, 3]], dtype=torch.int32)
+    with patches()["duplicate_experts"].applied("0.18.1"):
+        _, ids = _compiled(lambda w, i: experts.apply(None, None, None, None, w, i))(weights, ids)
+    assert ids.tolist() == [[3, 1, -1]]
+
+
+def test_routing_simulator(vllm):
+    router = vllm(
+        "model_executor.layers.fused_moe.router.routing_simulator_router"
+    ).DistributionBasedRouting()
+    with patches()["routing_simulator"].applied("0.18.1"):
+        ids = _compiled(lambda h, x: router.route_tokens(h, x, 4))(torch.ones(6, 8), torch.ones(6, 32))
+    assert ids.dtype == torch.int32
+    assert _repeats(ids) == 0
+
+
+def test_no_patch_is_left_out():
+    tested = {"topk_nan", "topk_nan_bias", "scale_padding", "mla_padding", "decode_buffer"}
+    tested |= {"duplicate_experts", "routing_simulator"}
+    assert tested | HOST == {*patches()}
+    assert not any(patches()[name].traced for name in HOST)
+
+
+def _fails(*args):
+    raise RuntimeError("planted")
+
+
+@contextmanager
+def _leaves_badly():
+    yield
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        {"around": _fails},
+        {"around": lambda args, kwargs: _leaves_badly()},
+        {"before": _fails},
+        {"instead": _fails},
+        {"after": _fails},
+    ],
+    ids=["entering", "leaving", "before", "instead", "after"],
+)
+def test_a_failing_hook_leaves_the_call_to_vllm_and_logs_nothing(vllm, caplog, hook):
+    simple = vllm("simple")
+    hooks.wrap("p", Target("vllm.simple", "double", ("x",), **hook))
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert _compiled(lambda x: simple.double(x + 1))(torch.ones(3)).tolist() == [4.0] * 3
+    finally:
+        hooks.unwrap("p")
+    assert not caplog.records
