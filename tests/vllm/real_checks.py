@@ -1,4 +1,4 @@
-"""Every check of one vLLM in one process: patches loaded, off, on, off. Prints one JSON object.
+"""Runs every check of one vLLM in one process: patches loaded, off, on, off. Prints one JSON object.
 
 Run inside a vLLM environment (environment.py), with staleproof's entry point installed:
 
@@ -26,7 +26,7 @@ VERSION = importlib.metadata.version("vllm")
 
 
 class Lines(logging.Handler):
-    """What the plugin logs."""
+    """Collects what the plugin logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Lines(logging.Handler):
 
 
 def load(lines: Lines) -> dict[str, Any]:
-    """vLLM loads its plugins, as each of its processes does."""
+    """Let vLLM load its plugins, as each of its processes does, and report what that did."""
     plugins = importlib.import_module("vllm.plugins")
     # 0.33.0 sets its loggers up when an engine starts, and not on import.
     logging.getLogger("vllm.staleproof").setLevel(logging.INFO)
@@ -59,7 +59,7 @@ def load(lines: Lines) -> dict[str, Any]:
 
 
 def checks() -> dict[str, Callable[[], Any]]:
-    """Each question, as a function of no arguments."""
+    """Return the checks by name, each a function of no arguments."""
     import real_kernels as kernels
     import real_routing as routing
     import real_scheduler as scheduler
@@ -94,7 +94,7 @@ def checks() -> dict[str, Callable[[], Any]]:
 
 
 def functions(module: str, name: str) -> Any:
-    """What stands at a target now."""
+    """Return the function that is at a target now."""
     holder: Any = importlib.import_module(module)
     for part in name.split("."):
         holder = vars(holder)[part] if part in vars(holder) else getattr(holder, part)
@@ -102,7 +102,7 @@ def functions(module: str, name: str) -> Any:
 
 
 def contained() -> dict[str, Any]:
-    """A remedy that fails at each call: vLLM's own answer, and one line."""
+    """Let our ops fail at each call: vLLM's own answer comes back, and one line is logged."""
     import real_kernels as kernels
     import real_routing as routing
 
@@ -119,7 +119,7 @@ def contained() -> dict[str, Any]:
 
 
 def stranger() -> dict[str, Any]:
-    """Another package has wrapped a target: left alone, unless forced."""
+    """Wrap a target as another package would: the patch leaves it alone, unless forced."""
     from staleproof.vllm import plugin as vllm_plugin
 
     patch = vllm_plugin.patches()["mla_padding"]
@@ -141,7 +141,7 @@ def stranger() -> dict[str, Any]:
 
 
 def main() -> dict[str, Any]:
-    """Everything, as JSON wants it."""
+    """Run everything; the result can be written as JSON."""
     lines = Lines()
     result: dict[str, Any] = {"version": VERSION, "load": load(lines)}
     import environment

@@ -48,7 +48,7 @@ def stub_flashinfer() -> None:
 
 @contextlib.contextmanager
 def cuda_is_cpu() -> Iterator[None]:
-    """CUDA memory is host memory: vLLM's MLA modules ask for some when they are imported."""
+    """Allocate host memory for CUDA memory, which vLLM's MLA modules allocate when they are imported."""
 
     def here(function: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def cuda_is_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that nobody wrote holds NaN, or bytes 0x7F."""
+    """Fill new memory with NaN, or with bytes 0x7F."""
     empty, new_empty = torch.empty, torch.Tensor.new_empty
 
     def poison(x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def triton_rows() -> dict[str, Any]:
 
 
 def _skip_empty(out: torch.Tensor, lse: Any, seq_lens: torch.Tensor, q_len: int = 1) -> None:
-    """What CUTLASS and FlashInfer do to rows of empty requests: nothing."""
+    """Write the rows of live requests only, as CUTLASS and FlashInfer do."""
     for request, length in enumerate(seq_lens.tolist()):
         if length:
             out.view(len(seq_lens), -1, *out.shape[-2:])[request] = 1.0

@@ -16,7 +16,7 @@ import torch
 
 
 def _first_wins(scores: torch.Tensor, choice: torch.Tensor, k: int) -> tuple[Any, Any]:
-    """vLLM's selection: k rounds of ``>``, which no NaN wins, so that the first column stays."""
+    """Select as vLLM does, in k rounds of ``>``. No comparison with NaN is true, so expert 0 stays."""
     ids = torch.zeros(scores.shape[0], k, dtype=torch.int64)
     for row, values in enumerate(choice.clone().tolist()):
         for slot in range(k):

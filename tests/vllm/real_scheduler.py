@@ -104,7 +104,7 @@ def mla_spec() -> Any:
 
 
 def mamba_spec(like: Any) -> Any:
-    """A state a request, padded to the page of ``like``."""
+    """One Mamba state a request, padded to the page size of ``like``."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return MambaSpec(
@@ -183,7 +183,7 @@ def _step(engine: Any) -> Any:
 
 
 def pending(engine: Any) -> int:
-    """Block ids that are remembered and were never taken."""
+    """Count the recorded block ids that nobody has taken."""
     managers = engine.kv_cache_manager.coordinator.single_type_managers
     return sum(len(manager.new_block_ids) for manager in managers)
 
@@ -214,7 +214,7 @@ def hybrid(spec: Any) -> dict[str, Any]:
 
 
 class _Stream:
-    """Work in order, done later."""
+    """A stream whose work runs, in order, when it is drained."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], None]] = []

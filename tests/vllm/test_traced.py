@@ -32,7 +32,7 @@ def _select(scores, bias, k):
 
 
 def topk_softmax(
-    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None
+    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias=None
 ):
     weights, ids = _select(gating_output.softmax(-1), e_score_correction_bias, topk_ids.shape[1])
     topk_weights.copy_(weights)
@@ -40,7 +40,7 @@ def topk_softmax(
 
 
 def topk_sigmoid(
-    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None
+    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias=None
 ):
     weights, ids = _select(gating_output.sigmoid(), e_score_correction_bias, topk_ids.shape[1])
     topk_weights.copy_(weights)
@@ -87,9 +87,8 @@ class DistributionBasedRouting:
         return torch.zeros(num_tokens, top_k, dtype=indices_type, device=device)
 
     def route_tokens(self, hidden_states, router_logits, top_k, indices_type=None):
-        return self._sample_expert_ids(
-            len(hidden_states), router_logits.shape[1], top_k, hidden_states.device, indices_type or torch.long
-        )
+        experts, device = router_logits.shape[1], hidden_states.device
+        return self._sample_expert_ids(len(hidden_states), experts, top_k, device, indices_type or torch.long)
 """
 FILES = {
     "_custom_ops": OPS,
