@@ -27,7 +27,7 @@ GROUPED = (
     "bias",
     "scoring_func",
 )
-# vLLM's number for sigmoid scores; 0 is softmax.
+# vLLM's scoring_func: 1 takes logits and computes their sigmoid, 0 takes scores.
 SIGMOID = 1
 KERNELS = "topk_softmax_kernels.cu"
 EXPERTS = "vllm.model_executor.layers.fused_moe"
@@ -63,7 +63,7 @@ def _select(name: str, args: Arguments, kwargs: Keywords) -> Any:
         ids.shape[1],
         bias=argument(args, kwargs, 5, TOPK[5]),
         renormalize=bool(argument(args, kwargs, 4, TOPK[4], False)),
-        # Our op writes int32, and an expert id has the same bits in both.
+        # Our op takes no uint32; as int32 an expert id has the same bits.
         out=(weights, ids.view(torch.int32) if ids.dtype == torch.uint32 else ids),
     )
     return None
