@@ -69,7 +69,7 @@ class {name}:
             self._decode_out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
         # Rows of empty requests are not written.
         empty = (attn_metadata.decode.seq_lens == 0)[:, None, None]
-        return torch.where(empty, torch.nan, self._decode_out * 0 + 1.0), None
+        return torch.where(empty, torch.nan, torch.ones_like(self._decode_out)), None
 """
 MOE = """
 class FlashInferExperts:
