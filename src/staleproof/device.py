@@ -1,7 +1,8 @@
-"""What this machine can run, and the provenance word for it.
+"""What this machine can run, and how its results are labelled.
 
-Triton decides between its compiler and its CPU interpreter when a kernel is defined, from
-``TRITON_INTERPRET``. So the choice is made once a process, here, before any kernel is imported.
+Triton reads ``TRITON_INTERPRET`` when a kernel is defined, and chooses between its compiler and its CPU
+interpreter. That choice cannot change later, so it is made here once per process, before any kernel
+module is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TRITON_MISSING = (
 
 
 class Provenance(StrEnum):
-    """Where a value comes from."""
+    """Where a value comes from: run on a GPU, interpreted on a CPU, or read from a recorded run."""
 
     MEASURED = "MEASURED"
     INTERPRETED = "INTERPRETED"
@@ -32,11 +33,36 @@ class Provenance(StrEnum):
 
 
 class DeviceError(RuntimeError):
-    """The device asked for is unknown, absent, or no longer to be had in this process."""
+    """The requested device is unknown, absent, or this process already uses the other one."""
+
+
+class MissingExtraError(ImportError):
+    """Packages of one of staleproof's extras are not installed."""
+
+
+# Import names of the extra "workbook" that the report, the pictures and the notebooks need.
+WORKBOOK = (
+    *("pandas", "matplotlib", "seaborn", "jupyterlab", "ipykernel"),
+    *("jupyter_client", "nbclient", "nbconvert", "nbformat"),
+)
+
+
+def need_workbook(*packages: str) -> None:
+    """Raise unless packages of the extra ``workbook`` are installed. It imports none of them.
+
+    Args:
+        packages: import names; :data:`WORKBOOK` by default.
+
+    Raises:
+        MissingExtraError: naming what is missing and the command that installs it.
+    """
+    missing = [name for name in packages or WORKBOOK if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(f'not installed: {", ".join(missing)}; run: pip install -e ".[workbook]"')
 
 
 def has_cuda() -> bool:
-    """Whether torch sees a CUDA device."""
+    """Whether torch can use a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
@@ -53,17 +79,21 @@ def interpreting() -> bool:
 
 
 def select(device: str | None = None) -> str:
-    """Choose the device of this process, and with it compiled or interpreted kernels.
+    """Choose the device of this process: compiled kernels on CUDA, interpreted ones on the CPU.
 
     Args:
-        device: ``"cpu"``, ``"cuda"``, or ``None`` / ``"auto"`` for the best this machine has
+        device: ``"cpu"``, ``"cuda"``, or ``None`` / ``"auto"`` for CUDA if there is a device
             (``TRITON_INTERPRET=1`` in the environment means ``"cpu"``).
 
     Returns:
         ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        DeviceError: unknown or absent device, or Triton's kernels are already loaded the other way.
+        DeviceError: unknown or absent device, or kernels were already loaded for the other one.
+
+    >>> device = select()
+    >>> device in ("cpu", "cuda") and device == select(device)
+    True
     """
     if device not in (None, "auto", "cpu", "cuda"):
         raise DeviceError(f"device: expected cpu, cuda or auto, got {device!r}")
@@ -82,7 +112,7 @@ def select(device: str | None = None) -> str:
 
 
 def load_triton() -> None:
-    """Fix the mode of this process and import Triton. First line of every kernel module.
+    """Choose the device unless that is done, and import Triton. Kernel modules call it first.
 
     Raises:
         ImportError: Triton is not installed.
@@ -93,20 +123,29 @@ def load_triton() -> None:
         select()
     import triton
 
-    # 0 / 0 is what half of the faulty variants are about; numpy need not remark on it.
+    # Many faulty variants compute 0 / 0 on purpose. numpy, under the interpreter, would warn each time.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
-    # The marker that select() looks for: from here on the mode cannot change.
+    # select() looks for this name: from here on the device cannot change.
     sys.modules.setdefault("staleproof._kernels_loaded", triton)
 
 
 def provenance() -> Provenance:
-    """The word for a value computed in this process just now."""
+    """The label of values that this process computes."""
     return Provenance.INTERPRETED if interpreting() or not has_cuda() else Provenance.MEASURED
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a result was obtained on. No host name, no user, no path."""
+    """The machine and versions a result was obtained on. No host name, no user, no path.
+
+    Attributes:
+        name: of the GPU, or ``CPU x86_64``.
+        kind: ``cuda`` or ``cpu``.
+        capability: ``sm_90``; ``None`` on a CPU.
+        memory_gib: memory of the GPU.
+        driver: its version; ``None`` without nvidia-ml-py.
+        python, torch, triton, flashinfer, vllm: versions, ``None`` if not installed.
+    """
 
     name: str
     kind: str
@@ -121,16 +160,25 @@ class Machine:
 
     @property
     def slug(self) -> str:
-        """Folder name of this machine's recorded run, e.g. ``nvidia-h200``."""
+        """Folder name of this machine's recorded run.
+
+        >>> machine = Machine("NVIDIA H200", "cuda", *[None] * 8)
+        >>> machine.slug
+        'nvidia-h200'
+        """
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
     def as_dict(self) -> dict[str, object]:
-        """The fields, as JSON wants them."""
+        """The fields as a dict that ``json`` can write."""
         return asdict(self)
 
 
 def version_of(package: str) -> str | None:
-    """Installed version of a distribution, or ``None``."""
+    """Installed version of a distribution, or ``None``.
+
+    >>> version_of("no-such-distribution") is None
+    True
+    """
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -146,7 +194,7 @@ def _driver() -> str | None:
             return str(pynvml.nvmlSystemGetDriverVersion())
         finally:
             pynvml.nvmlShutdown()
-    except Exception:  # no NVML, no driver: the field stays empty
+    except Exception:  # no nvidia-ml-py, or no driver
         return None
 
 
@@ -176,7 +224,7 @@ def _machine(use_cuda: bool) -> Machine:
 
 
 def machine() -> Machine:
-    """The machine and the versions that results of this process are labelled with."""
+    """The machine and versions that results of this process carry."""
     return _machine(provenance() is Provenance.MEASURED)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.evidence import plant, row_states, unwritten_bitmap
+from staleproof.evidence import plant, row_states
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -24,22 +24,6 @@ def test_states(device, dtype, stage):
 def test_another_stages_canary_is_a_computed_nan(device):
     x = plant(torch.empty(1, 4, dtype=torch.bfloat16, device=device), stage=3)
     assert row_states(x, stage=4) == ["nan"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int32])
-def test_bitmap_needs_no_payload(device, dtype):
-    out = torch.empty(4, 5, dtype=dtype, device=device)
-    value = torch.zeros(5, dtype=dtype, device=device)
-
-    def run():
-        out[1].copy_(value)
-        out[3, :2].copy_(value[:2])
-
-    bitmap = unwritten_bitmap(run, out)
-    expected = torch.ones(4, 5, dtype=torch.bool)
-    expected[1] = False
-    expected[3, :2] = False
-    assert torch.equal(bitmap.cpu(), expected)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from staleproof.evidence import Crossing, RowCounters
+from staleproof.evidence import Crossing, RowCounters, counters
 from staleproof.harness.graph import capture
 
 NAN, INF = float("nan"), float("inf")
@@ -79,6 +82,41 @@ def test_reset_forgets_and_the_captured_step_goes_on_counting(device):
     graph.replay()
     assert counters.read()["a"].live_values == 8
     assert counters.first_crossing == Crossing(1, "a", 0)
+
+
+def test_the_kernel_launches_on_the_device_of_its_tensors(monkeypatch):
+    launches, current = [], torch.device("cuda", 0)
+
+    @contextmanager
+    def switched(device):
+        nonlocal current
+        before, current = current, device
+        yield
+        current = before
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: launches.append(current)
+
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    monkeypatch.setattr(counters, "_count_bad_kernel", Kernel())
+    with FakeTensorMode():
+        second = torch.device("cuda", 1)
+        x = torch.zeros(2, 4, device=second)
+        RowCounters(["a"], second).observe("a", x, torch.ones(2, dtype=torch.int32, device=second))
+        RowCounters(["a"], "cpu").observe("a", torch.zeros(2, 4), torch.ones(2))
+    assert launches == [second, torch.device("cuda", 0)]
+
+
+@pytest.mark.gpu
+def test_on_cuda_it_counts_on_a_device_that_is_not_current(device):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    x = torch.full((2, 4), NAN, device="cuda:1")
+    on_second = RowCounters(["a"], "cuda:1")
+    on_second.observe("a", x, torch.ones(2, dtype=torch.int32, device="cuda:1"))
+    assert torch.cuda.current_device() == 0
+    assert on_second.read()["a"].live_values == 8
 
 
 @pytest.mark.parametrize(

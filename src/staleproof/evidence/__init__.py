@@ -1,11 +1,17 @@
-"""The detectors: canaries, row verdicts, pad-invariance, counters, ledger, tenancy log."""
+"""Detectors for anybody's kernels and servers.
+
+Canaries (:func:`plant`) show memory that a kernel did not write. :func:`judge_rows` and
+:func:`pad_invariance` show whether padding rows change live rows. :class:`RowCounters` find the first
+bad stage inside a CUDA graph. :class:`TenancyLog` names the last writer of a KV block, and
+:class:`AllocationLedger` the owner of memory that was allocated after the memory profile.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
 
-from staleproof.evidence.canary import plant, row_states, unwritten_bitmap
+from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.ledger import AllocationLedger
 from staleproof.evidence.rows import (
     CLEAN,
@@ -40,12 +46,11 @@ __all__ = [
     "plant",
     "row_states",
     "same_bits",
-    "unwritten_bitmap",
 ]
 
 
 def __getattr__(name: str) -> object:
-    # Late, so that the other detectors stay importable where Triton has no wheel.
+    # Loaded on first use: without Triton the other detectors still import.
     if name not in ("Crossing", "RowCounters"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.counters"), name)

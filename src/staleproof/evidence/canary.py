@@ -1,20 +1,18 @@
-"""Canaries: a NaN whose mantissa names who planted it.
+"""Canaries: NaN values that carry a number in their mantissa.
 
-Planted before a launch, it answers what a plain NaN cannot: a surviving canary is memory nobody
-wrote, any other NaN was computed. Formats with a single NaN a sign (fp8 e4m3) have no room for a
-name; :func:`unwritten_bitmap` tells the same of any dtype from two runs.
+Fill an output with them before a kernel is launched. Where the canary is still there afterwards, the
+kernel wrote nothing. Any other NaN was computed. A plain NaN cannot tell these two apart. fp8 e4m3 has
+a single NaN per sign and so no room for a number.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
 from staleproof import check
 
-# Quiet-NaN bits of each format. The payload goes into the low mantissa bits; 0 and all-ones are
-# left out because hardware and conversions produce them.
+# Per format: integer type of its width, bits of its quiet NaN, number of mantissa bits free for the
+# stage. Hardware and conversions produce NaNs with all free bits 0 or all 1, so no stage may be either.
 _QUIET_NAN = {
     torch.bfloat16: (torch.int16, 0x7FC0, 6),
     torch.float16: (torch.int16, 0x7E00, 9),
@@ -25,7 +23,11 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """``x`` seen as integers of the same width. NaN compares unequal to itself, bits do not."""
+    """View ``x`` as integers of the same width, to compare bits: a NaN is not equal to itself.
+
+    >>> bits(torch.tensor([1.0, -0.0])).tolist()
+    [1065353216, -2147483648]
+    """
     return x.view(BITS[x.element_size()])
 
 
@@ -38,17 +40,23 @@ def _payload(stage: int, dtype: torch.dtype) -> tuple[torch.dtype, int]:
 
 
 def plant(x: torch.Tensor, stage: int = 1) -> torch.Tensor:
-    """Fill ``x`` in place with the canary of ``stage``.
+    """Fill ``x`` in place with the canary of a stage.
 
     Args:
         x: bf16, fp16 or fp32, any shape.
-        stage: 1 to 62 (bf16), 510 (fp16), 4194302 (fp32).
+        stage: number that the canary carries, from 1 to 62 (bf16), 510 (fp16) or 4194302 (fp32). Use
+            one per kernel to see whose output was not written.
 
     Returns:
         ``x``.
 
     Raises:
-        ValueError: another dtype, or a stage the mantissa cannot hold.
+        ValueError: another dtype, or a stage that does not fit into the mantissa.
+
+    >>> out = plant(torch.empty(3, 4))
+    >>> out[0] = 1.0  # a kernel that forgets rows 1 and 2
+    >>> row_states(out)
+    ['finite', 'unwritten', 'unwritten']
     """
     integer, pattern = _payload(stage, x.dtype)
     x.view(integer).fill_(pattern)
@@ -56,14 +64,23 @@ def plant(x: torch.Tensor, stage: int = 1) -> torch.Tensor:
 
 
 def row_states(x: torch.Tensor, stage: int = 1) -> list[str]:
-    """What became of each row since :func:`plant`.
+    """Say what happened to each row since :func:`plant`.
 
     Args:
-        x: (rows, ...), planted with ``stage`` before the launch.
+        x: (rows, ...), bf16, fp16 or fp32, filled by ``plant(x, stage)`` before the launch.
+        stage: as given to :func:`plant`.
 
     Returns:
-        One word a row: ``unwritten`` (every canary survives), ``partly written``, ``nan`` (written,
-        with a NaN or Inf in it), ``zero``, or ``finite``.
+        One word per row: ``unwritten`` (all canaries are still there), ``partly written`` (some are),
+        ``nan`` (written, and at least one value is NaN or Inf), ``zero``, or ``finite``.
+
+    Raises:
+        ValueError: as :func:`plant`.
+
+    >>> out = plant(torch.empty(3, 2, dtype=torch.bfloat16), stage=5)
+    >>> out[0], out[1], out[2, 0] = float("nan"), 0.0, 3.0
+    >>> row_states(out, stage=5)
+    ['nan', 'zero', 'partly written']
     """
     integer, pattern = _payload(stage, x.dtype)
     flat = x.reshape(x.shape[0], -1)
@@ -76,27 +93,3 @@ def row_states(x: torch.Tensor, stage: int = 1) -> list[str]:
     states[kept.all(1)] = 0
     words = ("unwritten", "partly written", "nan", "zero", "finite")
     return [words[i] for i in states.tolist()]
-
-
-def unwritten_bitmap(run: Callable[[], torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Which elements of ``out`` a launch leaves unwritten, for any dtype.
-
-    ``run`` is launched twice over two complementary byte patterns; an element that shows the
-    pattern both times was not written.
-
-    Args:
-        run: launches the kernel under test, which writes ``out``.
-        out: the memory it writes; contiguous.
-
-    Returns:
-        bool, shape of ``out``.
-    """
-    check.tensor("out", out, contiguous=True)
-    raw = bits(out)
-    untouched = torch.ones_like(raw, dtype=torch.bool)
-    for pattern in (0x55, 0xAA):
-        out.view(torch.uint8).fill_(pattern)
-        before = raw.clone()
-        run()
-        untouched &= raw == before
-    return untouched

@@ -1,8 +1,13 @@
-"""RowCounters: which stage first made a live row bad, kept on the device inside the graph."""
+"""RowCounters: find the stage that first made a live row NaN or Inf, inside a CUDA graph.
+
+The counters are device memory and the counting kernel is captured with the step, so nothing waits for
+the device until somebody reads them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +20,8 @@ device.load_triton()
 import triton
 import triton.language as tl
 
-# A value is NaN or Inf when these bits are all set: the exponent, or for e4m3fn (which has no Inf)
-# everything but the sign. The test reads bits, so it means the same compiled and interpreted.
+# A value is NaN or Inf if all of these bits are set: the exponent, or in e4m3fn (which has no Inf) all
+# bits but the sign. Comparing bits gives the same answer from Triton's compiler and its interpreter.
 _BAD_BITS = {
     torch.float32: 0x7F800000,
     torch.float16: 0x7C00,
@@ -25,13 +30,13 @@ _BAD_BITS = {
     torch.float8_e5m2: 0x7C,
 }
 
-# A first crossing is one int64, ordered by replay, then stage, then row.
+# The first crossing is packed into one int64 (replay, stage, row), so that atomic_min finds the earliest.
 _STAGE_SHIFT = tl.constexpr(24)
 _REPLAY_SHIFT = tl.constexpr(32)
 _NEVER = tl.constexpr(2**63 - 1)
 
 
-# Specialising on stage would compile the kernel again for stages 0, 1 and 16.
+# Without do_not_specialize Triton would compile again for a stage of 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["stage"])
 def _count_bad_kernel(
     x_ptr, live_ptr, replay_ptr, counts_ptr, first_ptr,
@@ -40,7 +45,7 @@ def _count_bad_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = row < rows
-    found = tl.zeros((ROWS, BLOCK), tl.int32)
+    bad_here = tl.zeros((ROWS, BLOCK), tl.int32)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         value = tl.load(
@@ -48,13 +53,13 @@ def _count_bad_kernel(
             mask=in_range[:, None] & (column < columns)[None, :],
             other=0,
         )
-        found += ((value.to(tl.int32) & BAD) == BAD).to(tl.int32)
-    bad = tl.sum(found, axis=1).to(tl.int64)
+        bad_here += ((value.to(tl.int32) & BAD) == BAD).to(tl.int32)
+    bad = tl.sum(bad_here, axis=1).to(tl.int64)
     if tl.sum(bad, axis=0) > 0:
         live = tl.load(live_ptr + row // rows_per_live, mask=in_range, other=0) != 0
         is_bad = bad > 0
         live_bad = live & is_bad
-        # counts is (stages, padding | live, values | rows)
+        # counts: (stages, 2, 2); axis 1 is padding, live; axis 2 is values, rows.
         slot = counts_ptr + stage.to(tl.int64) * 4
         tl.atomic_add(slot, tl.sum(tl.where(live, 0, bad), axis=0))
         tl.atomic_add(slot + 1, tl.sum((is_bad & (live == 0)).to(tl.int64), axis=0))
@@ -68,7 +73,7 @@ def _count_bad_kernel(
 
 @dataclass(frozen=True)
 class Crossing:
-    """The first time a live row was bad: replay (from 1), stage name, row."""
+    """The first live row with a NaN or Inf: number of the replay (from 1), name of the stage, row."""
 
     replay: int
     stage: str
@@ -77,7 +82,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class StageCount:
-    """Bad values and bad rows of one stage, summed over replays."""
+    """NaN and Inf values of one stage, and rows that have any, summed over replays."""
 
     pad_values: int
     pad_rows: int
@@ -86,18 +91,30 @@ class StageCount:
 
 
 class RowCounters:
-    """Counts bad (NaN or Inf) values in padding and in live rows, stage by stage, inside a graph.
+    """Counts NaN and Inf values per stage, apart for padding rows and live rows.
 
-    Call :meth:`begin` once and :meth:`observe` after each stage while the step is captured; both
-    are device work only. Read when you want to know: :meth:`read` and :attr:`first_crossing` are
-    the only host syncs. At most 256 stages and 2^24 rows.
+    Call :meth:`begin` at the start of the step and :meth:`observe` after each stage, while the step
+    is captured. Both only launch work on the device. :meth:`read` and :attr:`first_crossing` wait for
+    the device. At most 256 stages and 2**24 rows.
 
     Args:
-        stages: stage names in order of execution.
+        stages: names of the stages in order of execution.
         device: where the step runs.
 
     Raises:
-        ValueError: no stage, a repeated name, or more than 256.
+        ValueError: no stage, more than 256, or a name twice.
+
+    >>> counters = RowCounters(["attention", "quantize"], "cpu")
+    >>> seq_lens = torch.tensor([3, 5, 0])  # row 2 is padding
+    >>> attention, quantized = torch.ones(3, 4), torch.ones(3, 4)
+    >>> attention[2] = quantized[:] = float("nan")
+    >>> counters.begin()
+    >>> counters.observe("attention", attention, seq_lens)
+    >>> counters.observe("quantize", quantized, seq_lens)
+    >>> counters.first_crossing
+    Crossing(replay=1, stage='quantize', row=0)
+    >>> counters.read()["attention"]
+    StageCount(pad_values=4, pad_rows=1, live_values=0, live_rows=0)
     """
 
     def __init__(self, stages: Sequence[str], device: torch.device | str) -> None:
@@ -113,20 +130,20 @@ class RowCounters:
         self._first = torch.full((1,), _NEVER.value, dtype=torch.int64, device=device)
 
     def begin(self) -> None:
-        """Count one more replay. First call of the captured step."""
+        """Count one more replay. Call it first in the captured step."""
         self._replay.add_(1)
 
     def observe(self, stage: str, x: torch.Tensor, live: torch.Tensor) -> None:
-        """Count the bad values of one stage's output.
+        """Count the NaN and Inf values of one stage's output.
 
         Args:
-            stage: one of the names given at construction.
-            x: (rows, ...), contiguous; fp32, fp16, bf16 or fp8.
-            live: (n,) with ``rows % n == 0``; a row is live where its entry is not 0. ``seq_lens``
-                serves as it is.
+            stage: one of the names given to the constructor.
+            x: (rows, ...), contiguous, on the counters' device; fp32, fp16, bf16, e4m3fn or e5m2.
+            live: (n,), any integer type or bool, where n divides rows; each entry stands for
+                ``rows // n`` rows. They are live if the entry is not 0, so ``seq_lens`` can be given.
 
         Raises:
-            ValueError: unknown stage, wrong dtype, layout or length.
+            ValueError: unknown stage, or a tensor of wrong dtype, device, layout or length.
         """
         check.require(stage in self.stages, "stage", f"one of {list(self.stages)}", stage)
         check.tensor("x", x, dtype=tuple(_BAD_BITS), like=self._counts, contiguous=True)
@@ -141,33 +158,35 @@ class RowCounters:
         columns = x.numel() // rows
         raw = x.view(BITS[x.element_size()])
         block = min(16384, triton.next_power_of_2(columns))
-        # A GPU wants a program a row; the interpreter pays for each program.
+        # On a GPU one program per row runs fastest. The interpreter's time grows with programs.
         tile = max(1, min(128, 2**19 // block)) if device.interpreting() else 1
-        _count_bad_kernel[(triton.cdiv(rows, tile),)](
-            raw,
-            live,
-            self._replay,
-            self._counts,
-            self._first,
-            self.stages.index(stage),
-            rows,
-            columns,
-            rows // live.shape[0],
-            BAD=_BAD_BITS[x.dtype],
-            ROWS=tile,
-            BLOCK=block,
-            # One program holds a whole row's loads in flight: rows are few and long.
-            num_warps=16 if block >= 8192 else 4,
-        )
+        # Triton launches on the current device, which need not be the device of x.
+        with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
+            _count_bad_kernel[(triton.cdiv(rows, tile),)](
+                raw,
+                live,
+                self._replay,
+                self._counts,
+                self._first,
+                self.stages.index(stage),
+                rows,
+                columns,
+                rows // live.shape[0],
+                BAD=_BAD_BITS[x.dtype],
+                ROWS=tile,
+                BLOCK=block,
+                # Rows are few and long: many warps keep enough loads of one row in flight.
+                num_warps=16 if block >= 8192 else 4,
+            )
 
     def reset(self) -> None:
-        """Forget everything seen. Safe between replays of a captured step."""
+        """Set all counts to zero. Allowed between replays of a captured step."""
         self._counts.zero_()
         self._replay.zero_()
         self._first.fill_(_NEVER.value)
 
     def read(self) -> dict[str, StageCount]:
-        """Counts by stage. Waits for the device."""
+        """Counts per stage. Waits for the device."""
         return {
             name: StageCount(*map(int, (p[0], p[1], v[0], v[1])))
             for name, (p, v) in zip(self.stages, self._counts.tolist(), strict=True)
@@ -175,7 +194,7 @@ class RowCounters:
 
     @property
     def first_crossing(self) -> Crossing | None:
-        """Where a live row first went bad, or ``None``. Waits for the device."""
+        """Where a live row first had a NaN or Inf, or ``None``. Waits for the device."""
         packed = int(self._first.item())
         if packed == _NEVER.value:
             return None

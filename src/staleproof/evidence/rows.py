@@ -1,4 +1,4 @@
-"""Row verdicts: whose NaN is it, and does padding decide what a live row says."""
+"""Row verdicts: whose NaN a bad row has, and whether padding rows change live rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from staleproof.evidence.canary import bits
 
 
 class Verdict(StrEnum):
-    """What became of the rows of one step.
+    """What a step did to its rows. A row is bad if it has a NaN or an Inf.
 
-    ``clean``: no row is bad. ``pad_only``: padding rows are bad, no live row is. ``leaked``: a live
-    row is bad, and good again over clean padding. ``live_born``: a live row is bad by itself.
+    ``clean``: no row is bad. ``pad_only``: padding rows are bad, live rows are not. ``leaked``: a live
+    row is bad, and becomes good if the padding is clean. ``live_born``: a live row is bad either way.
     """
 
     CLEAN = "clean"
@@ -27,7 +27,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Fill:
-    """Named content for memory that belongs to no live row. Calling it fills a tensor in place."""
+    """Named content for memory that belongs to no live row. A call fills a tensor in place.
+
+    >>> x = torch.zeros(2)
+    >>> FILLS[0](x)
+    >>> FILLS[0].name, x
+    ('nan', tensor([nan, nan]))
+    """
 
     name: str
     write: Callable[[torch.Tensor], object]
@@ -63,14 +69,35 @@ Rows = int | torch.Tensor
 
 
 def bad_rows(x: torch.Tensor) -> torch.Tensor:
-    """(rows,) bool: which rows of ``x`` (rows, ...) hold a NaN or an Inf."""
+    """Which rows of ``x`` have a NaN or an Inf.
+
+    Args:
+        x: (rows, ...), any floating dtype, fp8 included.
+
+    Returns:
+        (rows,) bool.
+
+    >>> bad_rows(torch.tensor([[1.0, 2.0], [float("inf"), 0.0]]))
+    tensor([False,  True])
+    """
     flat = x.reshape(x.shape[0], -1)
-    # isfinite is not implemented for every fp8 type; the conversion to fp32 is exact.
+    # isfinite is missing for some fp8 types. Their conversion to fp32 is exact.
     return ~torch.isfinite(flat.float()).all(1)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """(rows,) bool: which rows of two tensors of one shape and dtype agree bit for bit."""
+    """Which rows of two tensors are equal bit for bit. NaN equals the same NaN; 0 differs from -0.
+
+    Args:
+        a, b: (rows, ...), of one shape and dtype.
+
+    Returns:
+        (rows,) bool.
+
+    >>> nan = float("nan")
+    >>> same_bits(torch.tensor([[nan], [0.0]]), torch.tensor([[nan], [-0.0]]))
+    tensor([ True, False])
+    """
     return (bits(a.contiguous()) == bits(b.contiguous())).reshape(a.shape[0], -1).all(1)
 
 
@@ -83,10 +110,21 @@ def _copies(outputs: Outputs) -> list[torch.Tensor]:
 
 
 def live_mask(live_rows: Rows, rows: int, device: torch.device) -> torch.Tensor:
-    """(rows,) bool from a number of leading live rows or from a mask.
+    """A mask of the live rows.
+
+    Args:
+        live_rows: number of leading live rows, or a (rows,) bool mask.
+        rows: number of rows.
+        device: where the mask shall be.
+
+    Returns:
+        (rows,) bool.
 
     Raises:
         ValueError: more live rows than rows, or a mask of another length or dtype.
+
+    >>> live_mask(2, 4, torch.device("cpu"))
+    tensor([ True,  True, False, False])
     """
     if isinstance(live_rows, int):
         check.require(0 <= live_rows <= rows, "live_rows", f"0 to {rows}", live_rows)
@@ -96,19 +134,29 @@ def live_mask(live_rows: Rows, rows: int, device: torch.device) -> torch.Tensor:
 
 
 def judge_rows(run: Run, live_rows: Rows) -> Verdict:
-    """Judge one step.
+    """Run one step, and once more over clean padding if a live row came out bad.
 
     Args:
-        run: does the step on one fixed input and returns its outputs, each (rows, ...). Called with
-            ``None`` it leaves the padding as the system has it; called with :data:`CLEAN` it hands
-            clean padding to whatever mixes rows. It may return several stages.
+        run: does the step, always with the same input, and returns its output or a list of outputs
+            (of several stages), each (rows, ...). Its argument is a :class:`Fill` or ``None``: with
+            ``None`` it leaves the padding as the system leaves it; with :data:`CLEAN` it must fill
+            the padding rows before a stage mixes rows.
         live_rows: number of leading live rows, or a (rows,) bool mask.
 
     Returns:
-        The verdict over all returned outputs.
+        The verdict over all outputs.
 
     Raises:
         ValueError: no output, or ``live_rows`` does not fit the rows.
+
+    >>> def divide_by_largest(fill):
+    ...     x = torch.ones(4, 2)
+    ...     x[2:] = float("nan")  # rows that the attention kernel left unwritten
+    ...     if fill is not None:
+    ...         fill(x[2:])
+    ...     return x / x.abs().max()
+    >>> print(judge_rows(divide_by_largest, live_rows=2))
+    leaked
     """
     as_is = _copies(run(None))
     check.require(bool(as_is), "run", "at least one output tensor", "none")
@@ -118,13 +166,19 @@ def judge_rows(run: Run, live_rows: Rows) -> Verdict:
         return Verdict.PAD_ONLY if bad.any() else Verdict.CLEAN
     clean = _copies(run(CLEAN))
     still = torch.stack([bad_rows(x) for x in clean]).any(0)
-    # One live row that clean padding heals is enough to convict the padding.
+    # If clean padding mends even one live row, the padding was the cause.
     return Verdict.LEAKED if (bad & live & ~still).any() else Verdict.LIVE_BORN
 
 
 @dataclass(frozen=True)
 class PadInvariance:
-    """Result of :func:`pad_invariance`; true in a boolean context when no live row changed."""
+    """Result of :func:`pad_invariance`; true if no live row changed.
+
+    Attributes:
+        trials: number of fills tried.
+        changed: names of the fills that changed a live row.
+        changed_rows: the most live rows that one fill changed.
+    """
 
     trials: int
     changed: tuple[str, ...]
@@ -135,20 +189,29 @@ class PadInvariance:
 
 
 def pad_invariance(run: Run, live_rows: Rows, trials: int = len(FILLS)) -> PadInvariance:
-    """Change only padding content and demand bit-identical live rows.
+    """Change only the padding, and check that live rows stay the same bit for bit.
 
-    It needs no NaN to fire: a wrong finite scale changes bits as well.
+    This also catches what produces no NaN, for example a scale that is finite and wrong.
 
     Args:
         run: as for :func:`judge_rows`; called with :data:`CLEAN`, then with each fill.
         live_rows: number of leading live rows, or a (rows,) bool mask.
-        trials: fills to try: NaN, Inf, the largest finite value, then noise of a new seed each.
+        trials: number of fills to try: NaN, Inf, the largest finite value, then noise, each with
+            another seed.
 
     Returns:
-        The fills that changed a live row, and the most live rows any of them changed.
+        Which fills changed a live row, and how many live rows at most.
 
     Raises:
         ValueError: fewer than one trial, or ``live_rows`` does not fit the rows.
+
+    >>> def quantize(fill):
+    ...     x = torch.ones(4, 2)
+    ...     fill(x[2:])
+    ...     scale = x.abs().nan_to_num(0, 0).max() / 448  # NaN and Inf are ignored
+    ...     return x / scale
+    >>> pad_invariance(quantize, live_rows=2)
+    PadInvariance(trials=4, changed=('largest', 'noise'), changed_rows=2)
     """
     check.require(trials >= 1, "trials", "at least 1", trials)
     fills = [*FILLS, *(Fill(f"noise {i}", _noise(i)) for i in range(1, trials))][:trials]

@@ -1,8 +1,8 @@
-"""Who wrote each block last, in which dtype, zeroed or not; asked about a request that went wrong.
+"""TenancyLog: which bytes a request could read that another request had written.
 
-A pool hands the same bytes from tenant to tenant. The log hears of four things: a block was
-allocated, hit in the prefix cache, written, zeroed. From these it answers which bytes a request
-could read that were not its own, whose they were, and how long they had been lying there.
+A pool of KV blocks gives the same memory to one request after another. The log records when a block
+is allocated, taken from the prefix cache, written and zeroed. For a request with wrong output it then
+says which blocks contained bytes of somebody else, whose bytes they were, and how old.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from staleproof.check import require
 
-# A new tenant over the last one's bytes; a tenant's bytes wiped while it, or the prefix cache,
-# still counted on them.
+# STALE: the block still had the bytes of its last owner when a new owner got it. WIPED: the block was
+# zeroed while its owner, or the prefix cache, still needed its bytes.
 STALE, WIPED = "stale", "wiped"
 
 
@@ -23,14 +23,14 @@ class Suspect:
     """Bytes that a request could read and should not have.
 
     Attributes:
-        block: where.
+        block: id of the block.
         kind: :data:`STALE` or :data:`WIPED`.
-        whose: for stale bytes their last writer; for wiped ones the tenant who lost them.
-        written_as: dtype of that writer.
-        read_as: dtype of the request's own layer.
-        step: when the block came to the request, or was wiped.
-        steps_ago: for how long, at that step, the bytes had been lying there.
-        via: owners through whose cached blocks they reached the request, nearest first.
+        whose: for stale bytes the request that wrote them; for wiped bytes the request that lost them.
+        written_as: dtype they were written in.
+        read_as: dtype they are read in.
+        step: step in which the block was allocated to its reader, or wiped.
+        steps_ago: age of the bytes in that step, in steps.
+        via: requests whose cached blocks carried the bytes on, nearest first.
     """
 
     block: int
@@ -46,17 +46,17 @@ class Suspect:
         ago = f"{self.steps_ago} step{'' if self.steps_ago == 1 else 's'}"
         through = f", through the cached blocks of {', '.join(map(str, self.via))}"
         if self.kind == WIPED:
-            said = f"block {self.block}: wiped in step {self.step}, {ago} after {self.whose} wrote"
-            said += f" {self.written_as} there"
+            text = f"block {self.block}: wiped in step {self.step}, {ago} after {self.whose} wrote"
+            text += f" {self.written_as} there"
         else:
-            said = f"block {self.block}: {self.written_as} bits of {self.whose}, {ago} old, not"
-            said += f" zeroed, read as {self.read_as} from step {self.step} on"
-        return said + (through if self.via else "")
+            text = f"block {self.block}: {self.written_as} bits of {self.whose}, {ago} old, not"
+            text += f" zeroed, read as {self.read_as} from step {self.step} on"
+        return text + (through if self.via else "")
 
 
 @dataclass(frozen=True)
 class Write:
-    """The last write to a block."""
+    """A write to a block: by whom, in which dtype, in which step."""
 
     owner: Hashable
     dtype: str
@@ -65,6 +65,8 @@ class Write:
 
 @dataclass
 class _Tenancy:
+    """A block's time with one owner: the write it found there, its own last write, and the wipe."""
+
     block: int
     owner: Hashable
     dtype: str
@@ -82,16 +84,24 @@ class _Owner:
 
 
 class TenancyLog:
-    """The last tenants of every block, on the host.
+    """Records on the host who had each block and who wrote it. An owner is a request.
 
     Args:
-        keep: owners remembered; of older ones only the blocks' last writes stay.
+        keep: number of owners to remember. Of older owners only the last write to a block is kept.
 
     Attributes:
-        step: the current step; :meth:`advance` counts it up.
+        step: number of the current step; :meth:`advance` begins the next.
 
     Raises:
-        ValueError: ``keep`` below 1.
+        ValueError: ``keep`` is below 1.
+
+    >>> log = TenancyLog()
+    >>> log.allocated([7], "request 1", "fp32")
+    >>> log.wrote([7], "request 1", "fp32")
+    >>> log.advance()
+    >>> log.allocated([7], "request 2", "e4m3")  # not zeroed in between
+    >>> print(*log.explain("request 2"))
+    block 7: fp32 bits of request 1, 1 step old, not zeroed, read as e4m3 from step 1 on
     """
 
     def __init__(self, keep: int = 10_000) -> None:
@@ -107,14 +117,14 @@ class TenancyLog:
         self.step += 1
 
     def allocated(self, block_ids: Iterable[int], owner: Hashable, dtype: str) -> None:
-        """Blocks begin to belong to ``owner``, whose layer reads them as ``dtype``."""
+        """Blocks were allocated to ``owner``, whose layer reads them as ``dtype``."""
         for block in block_ids:
             tenancy = _Tenancy(block, owner, dtype, self.step, self._last.get(block))
             self._now[block] = tenancy
             self._of(owner).tenancies.append(tenancy)
 
     def hit(self, block_ids: Iterable[int], owner: Hashable) -> None:
-        """``owner`` takes blocks from the prefix cache, with the bytes that are in them.
+        """``owner`` took blocks from the prefix cache and will read the bytes that are in them.
 
         Raises:
             ValueError: a block that was never allocated.
@@ -124,11 +134,18 @@ class TenancyLog:
             self._of(owner).hits.append(self._now[block])
 
     def ended(self, owner: Hashable) -> None:
-        """``owner`` is done; what becomes of its blocks from this step on cannot hurt it."""
+        """``owner`` has finished. Blocks that are zeroed from this step on do not count as its loss."""
         self._of(owner).ended = self.step
 
     def wrote(self, block_ids: Iterable[int], owner: Hashable, dtype: str, *, whole: bool = False) -> None:
-        """``owner`` wrote into blocks; ``whole``: every byte that its layer reads from them."""
+        """``owner`` wrote into blocks.
+
+        Args:
+            block_ids: the blocks.
+            owner: who wrote.
+            dtype: what it wrote.
+            whole: every byte that the owner's layer reads was written, so no earlier byte is left.
+        """
         for block in block_ids:
             write = Write(owner, dtype, self.step)
             self._last[block] = write
@@ -139,7 +156,7 @@ class TenancyLog:
                     tenancy.inherited = tenancy.wiped = None
 
     def zeroed(self, block_ids: Iterable[int]) -> None:
-        """Blocks were set to zero, rightly or not."""
+        """Blocks were zeroed, whether that was right or wrong."""
         for block in block_ids:
             self._last[block] = None
             tenancy = self._now.get(block)
@@ -148,42 +165,41 @@ class TenancyLog:
                 if tenancy.wrote is not None and tenancy.wiped is None:
                     tenancy.wiped = self.step
 
-    def last_write(self, block: int) -> Write | None:
-        """Who wrote a block last, in which dtype and step; ``None`` if it was zeroed since."""
-        return self._last.get(block)
-
     def explain(self, owner: Hashable) -> list[Suspect]:
-        """What ``owner`` could read that was not its own, oldest first.
+        """List bytes of others that ``owner`` could read, and bytes of its own that were wiped.
+
+        Returns:
+            Its own blocks first, then those it reached through the prefix cache; each in order of steps.
 
         Raises:
-            ValueError: an owner that the log does not know, or no longer.
+            ValueError: the log does not know the owner, or no longer.
         """
         require(owner in self._owners, "owner", "an owner in the log", owner)
-        found = self._suspects(owner, self.step, (), {owner})
-        return sorted(found, key=lambda suspect: (len(suspect.via), suspect.step, suspect.block))
+        suspects = self._suspects(owner, self.step, (), {owner})
+        return sorted(suspects, key=lambda suspect: (len(suspect.via), suspect.step, suspect.block))
 
     def _suspects(
-        self, owner: Hashable, until: int, via: tuple[Hashable, ...], seen: set[Hashable]
+        self, owner: Hashable, until: int, via: tuple[Hashable, ...], visited: set[Hashable]
     ) -> list[Suspect]:
         known = self._owners.get(owner)
         if known is None:
             return []
-        found = []
+        suspects = []
         end = self.step + 1 if known.ended is None else known.ended
         for t in known.tenancies:
             if t.inherited is not None and t.step <= until:
-                found.append(_suspect(t, STALE, t.inherited, t.step, via))
+                suspects.append(_suspect(t, STALE, t.inherited, t.step, via))
             if t.wiped is not None and t.wiped <= until and t.wiped < end:
-                found.append(_wiped(t, via))
+                suspects.append(_wiped(t, via))
         for t in known.hits:
             further = (*via, t.owner)
             if t.wiped is not None:
-                found.append(_wiped(t, further))
-            if t.owner not in seen and t.wrote is not None:
-                seen.add(t.owner)
-                # What reached the writer after it had filled the block is not in the block.
-                found += self._suspects(t.owner, t.wrote.step, further, seen)
-        return list(dict.fromkeys(found))
+                suspects.append(_wiped(t, further))
+            if t.owner not in visited and t.wrote is not None:
+                visited.add(t.owner)
+                # Bytes that reached the writer after it wrote this block are not in this block.
+                suspects += self._suspects(t.owner, t.wrote.step, further, visited)
+        return list(dict.fromkeys(suspects))
 
     def _of(self, owner: Hashable) -> _Owner:
         if owner not in self._owners:
