@@ -8,6 +8,12 @@ FLASHINFER ?= flashinfer-python==0.6.18.post1
 # On a GPU one process at a time: tests that run out of memory want all of it for themselves.
 JOBS ?= $(if $(shell command -v nvidia-smi),1,2)
 
+# The oldest and the newest torch that pyproject.toml admits. Beside each lies what vLLM pins with it and
+# what brings vLLM its typer and rich. Old Triton's interpreter also needs the numpy of the older numba.
+VERSIONS := 2.10.0 2.15.0
+BESIDE_TORCH_2.10.0 := numba==0.61.2 "fastapi[standard]"
+BESIDE_TORCH_2.15.0 := numba==0.65.0 "fastapi[standard]"
+
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -16,7 +22,7 @@ MACHINE_TORCH := import sys, torch; \
   torch.version.cuda and print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")
 
 .DEFAULT_GOAL := help
-.PHONY: help workbook test lab notebooks format clean
+.PHONY: help workbook test versions lab notebooks format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +39,23 @@ test: $(READY) ## lint, types, unit tests, and nbval over the notebooks
 	  --nbval-cell-timeout 300 --nbval-sanitize-with notebooks/sanitize.cfg \
 	  -n $(JOBS) --dist loadscope notebooks/
 
+versions: ## pip install beside vLLM's pins, and the CPU tests, on the oldest and newest torch (5 GB, minutes)
+	@echo "fresh environments in .venv-versions/ for torch $(VERSIONS): 5 GB of wheels, 15 GB of disk"
+	@$(MAKE) -k --no-print-directory $(VERSIONS:%=torch-%)
+
+# Installs staleproof beside the torch, and compares the versions of all packages before and after.
+torch-%:
+	$(PYTHON) -m venv --clear .venv-versions/$*
+	.venv-versions/$*/bin/python -m pip install -q torch==$* $(BESIDE_TORCH_$*)
+	.venv-versions/$*/bin/python -m pip freeze --all > .venv-versions/$*/before
+	rm -rf build
+	.venv-versions/$*/bin/python -m pip install .
+	.venv-versions/$*/bin/python -m pip freeze --all | grep -v '^staleproof ' > .venv-versions/$*/after
+	diff .venv-versions/$*/before .venv-versions/$*/after
+	@echo "torch $*: pip install . changed none of $$(wc -l < .venv-versions/$*/before) installed packages"
+	.venv-versions/$*/bin/python -m pip install -q -e ".[workbook,test]"
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 .venv-versions/$*/bin/python -m pytest -q -n $(JOBS)
+
 lab: $(READY) ## open JupyterLab on the notebooks
 	$(BIN)/staleproof lab
 
@@ -44,8 +67,8 @@ format: $(READY) ## let ruff fix what it can
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-clean: ## remove the environment and what was built
-	rm -rf .venv workbook/_build
+clean: ## remove the environments and what was built
+	rm -rf .venv .venv-versions workbook/_build
 
 # A machine that has a torch with CUDA keeps it: the environment then sees that Python's packages,
 # after its own, through a .pth file. (--system-site-packages would show the base Python's packages,
@@ -60,7 +83,7 @@ $(READY): pyproject.toml
 	else \
 	  $(BIN)/python -m pip install $(TORCH); \
 	fi
-	$(BIN)/python -m pip install -e ".[test]"
+	$(BIN)/python -m pip install -e ".[workbook,test]"
 	@$(BIN)/python -c "import flashinfer" 2>/dev/null \
 	  || $(BIN)/python -m pip install --no-deps $(FLASHINFER) \
 	  || echo "no FlashInfer here: the tests that bind to its signatures will be skipped"

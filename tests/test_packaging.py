@@ -12,11 +12,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 import staleproof
+from staleproof import device
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+# Import names of what the extra "workbook" brings, where they are not the names of distributions.
+IMPORT_NAMES = {"nvidia-ml-py": "pynvml"}
 
 
 def _name_and_range(requirement: str) -> tuple[str, str]:
@@ -31,17 +36,44 @@ def test_environment_yml_and_pyproject_agree():
     (pip,) = (entry["pip"] for entry in listed if isinstance(entry, dict))
     assert conda.pop("python") == PROJECT["requires-python"]
     conda.pop("pip")
-    # The package itself brings every dependency, with its extra for the tests.
+    # The package itself brings every dependency, with its extras for notebooks and tests.
     (editable,) = (entry for entry in pip if entry.startswith("-e"))
     match = re.fullmatch(r"-e \.\[([a-z,]+)\]", editable)
     assert match
-    assert "test" in match[1].split(",")
-    assert set(match[1].split(",")) <= set(PROJECT["optional-dependencies"])
-    # Whatever is listed beside it must not say something else than pyproject.toml does.
-    needs = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]
+    assert match[1] == "workbook,test"
+    # make installs the same.
+    assert f'pip install -e ".[{match[1]}]"' in _make("-n", "-W", "pyproject.toml", "workbook")
+    # A package listed beside it must have the range that pyproject.toml gives it.
+    needs = [*PROJECT["dependencies"], *EXTRAS["workbook"], *EXTRAS["test"]]
     ranges = dict(map(_name_and_range, needs))
     beside = conda | dict(_name_and_range(entry) for entry in pip if entry != editable)
     assert beside.items() <= ranges.items()
+
+
+def test_a_server_installs_nothing_of_jupyter():
+    core = dict(map(_name_and_range, PROJECT["dependencies"]))
+    assert core.keys() == {"torch", "triton", "numpy", "typer", "rich"}
+    assert core["numpy"] == core["rich"] == ""
+    workbook = {name for name, _ in map(_name_and_range, EXTRAS["workbook"])}
+    # jupyter_client comes with nbclient.
+    assert set(device.WORKBOOK) - {"jupyter_client"} <= workbook
+
+
+# torch and Triton of vLLM's releases (requirements/cuda.txt, and what that torch asks for), and the next.
+VLLM_PINS = {
+    "0.17.1 to 0.19.1": ("2.10.0", "3.6.0"),
+    "0.20.0 to 0.26.0": ("2.11.0", "3.6.0"),
+    "0.27.1 and 0.28.0": ("2.13.0", "3.7.1"),
+    "0.33.0": ("2.14.0", "3.8.0"),
+    "none yet": ("2.15.0", "3.9.0"),
+}
+
+
+@pytest.mark.parametrize("release", VLLM_PINS)
+def test_the_ranges_admit_what_vllm_pins(release):
+    ranges = dict(map(_name_and_range, PROJECT["dependencies"]))
+    for name, version in zip(("torch", "triton"), VLLM_PINS[release], strict=True):
+        assert SpecifierSet(ranges[name]).contains(version), name
 
 
 def test_every_public_name_has_a_home():
@@ -91,6 +123,26 @@ def test_make_test_runs_every_check():
         assert option in nbval
 
 
+def test_make_versions_installs_beside_the_oldest_and_the_newest_torch():
+    steps = _make("-n", "versions")
+    ranges = dict(map(_name_and_range, PROJECT["dependencies"]))
+    for version in ("2.10.0", "2.15.0"):
+        python = f".venv-versions/{version}/bin/python"
+        in_order = (
+            f"pip install -q torch=={version}",
+            "> .venv",
+            f"{python} -m pip install .\n",
+            "diff",
+            "pytest",
+        )
+        steps = steps[steps.index(f"venv --clear .venv-versions/{version}") :]
+        places = [steps.index(step) for step in in_order]
+        assert places == sorted(places)
+        assert SpecifierSet(ranges["torch"]).contains(version)
+    assert not SpecifierSet(ranges["torch"]).contains("2.9.1")
+    assert not SpecifierSet(ranges["torch"]).contains("2.16.0")
+
+
 def test_ci_runs_the_readme_commands():
     readme = (ROOT / "README.md").read_text()
     assert "make test" in (ROOT / ".ci/run").read_text()
@@ -136,8 +188,6 @@ if [ "$1" = -c ]; then echo .venv/lib/python3/site-packages; else echo "$@" >> i
     ],
 )
 def test_a_machine_keeps_the_cuda_torch_it_has(tmp_path, torch, kept):
-    import sys
-
     python = _fake_python(tmp_path, torch)
     (tmp_path / "machine/share/jupyter/nbconvert").mkdir(parents=True)
     (tmp_path / "machine/share/jupyter/kernels/python3").mkdir(parents=True)
@@ -150,7 +200,7 @@ def test_a_machine_keeps_the_cuda_torch_it_has(tmp_path, torch, kept):
     _make(*arguments, **environment)
     pth = checkout / ".venv/lib/python3/site-packages/machine.pth"
     installed = (checkout / "installed").read_text().splitlines()
-    package = "-m pip install -e .[test]"
+    package = "-m pip install -e .[workbook,test]"
     assert installed == ([package] if kept else ["-m pip install torch==2.13.0", package])
     assert pth.exists() is kept
     if kept:
@@ -185,3 +235,63 @@ main(["list"])
     assert done.returncode == 0, done.stderr
     assert "Triton is not installed" in done.stdout.splitlines()[0]
     assert "mla_padding" in done.stdout
+
+
+LIGHT_CORE = """
+import importlib, pkgutil, sys
+for name in {blocked}:
+    sys.modules[name] = None
+import staleproof
+from staleproof import cli
+from staleproof.harness.findings import Finding
+# These render notebooks and pictures.
+needs_more = ("report.canonical", "report.html", "report.notebooks", "report.plots")
+for module in pkgutil.walk_packages(staleproof.__path__, "staleproof."):
+    if not module.name.endswith(("__main__", *needs_more)):
+        importlib.import_module(module.name)
+from staleproof.report import matrix
+print(matrix.text([Finding("kv_reuse", "a question", "a variant", "clean")]))
+for command in {commands}:
+    print(command, cli.main(command.split()), file=sys.stderr)
+from staleproof.evidence.ledger import Report
+for needs in (lambda: importlib.import_module("staleproof.report.plots"), Report(0, 0, (), (), 0, 0).figure):
+    try:
+        needs()
+    except ImportError as error:
+        print(error, file=sys.stderr)
+"""
+
+
+def test_the_light_core_loads_every_question_and_a_report_names_the_extra_it_needs():
+    blocked = [name for name, _ in map(_name_and_range, EXTRAS["workbook"])]
+    blocked = [IMPORT_NAMES.get(name, name) for name in blocked] + ["jupyter_client", "IPython", "yaml"]
+    fine = ["doctor", "list", "patches --version 0.18.1", "compare nvidia-h200 nvidia-h200"]
+    commands = [*fine, "run nothing", "bench nothing", "report", "report --execute", "lab"]
+    program = LIGHT_CORE.format(blocked=blocked, commands=commands)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    missing = r"not installed: [a-z_, ]*{}[a-z_, ]*; run: pip install -e \".\[workbook\]\""
+    for line, expected in zip(
+        done.stderr.splitlines(),
+        [
+            *(f"{command} 0" for command in fine),
+            "staleproof: unknown incident .*",
+            "run nothing 2",
+            "staleproof: unknown kernel .*",
+            "bench nothing 2",
+            f"staleproof: {missing.format('nbconvert')}",
+            "report 2",
+            f"staleproof: {missing.format('nbconvert')}",
+            "report --execute 2",
+            f"staleproof: {missing.format('jupyterlab')}",
+            "lab 2",
+            missing.format("seaborn"),
+            missing.format("seaborn"),
+        ],
+        strict=True,
+    ):
+        assert re.fullmatch(expected, line), done.stderr
+    assert "a variant" in done.stdout

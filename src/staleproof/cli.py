@@ -62,12 +62,12 @@ def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run_command(*args: Any, **kwargs: Any) -> None:
-        from staleproof.device import DeviceError
+        from staleproof.device import DeviceError, MissingExtraError
         from staleproof.harness.findings import RunFileError
 
         try:
             function(*args, **kwargs)
-        except (BadInputError, DeviceError, RunFileError) as error:
+        except (BadInputError, DeviceError, MissingExtraError, RunFileError) as error:
             typer.echo(f"staleproof: {error}", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
@@ -142,6 +142,9 @@ def report(
     device: Device = "auto",
 ) -> None:
     """Write workbook/_build/index.html and print its path."""
+    from staleproof.device import need_workbook
+
+    need_workbook()
     from staleproof.harness import recorded
     from staleproof.harness.findings import read_findings, write_lines
     from staleproof.report import html
@@ -180,8 +183,10 @@ def report(
 @command
 def lab() -> None:
     """Open JupyterLab on the notebooks, with this environment's Python."""
+    from staleproof.device import need_workbook
     from staleproof.harness import recorded
 
+    need_workbook("jupyterlab", "ipykernel")
     notebooks = recorded.checkout() / "notebooks"
     os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", str(notebooks)])
 

@@ -213,9 +213,10 @@ class Report:
             heights = [size / unit for size in sizes]
             ax.bar(names, heights, bottom=foot, color=colour, label=name, width=0.6)
             foot = [a + b for a, b in zip(foot, heights, strict=True)]
-        hatched = {"fill": False, "edgecolor": ink, "hatch": "///", "linewidth": 0.5, "width": 0.6}
         transient = [p.transient / unit for p in self.phases]
-        ax.bar(names, transient, bottom=foot, label="freed again in the phase", **hatched)
+        hatched = ax.bar(names, transient, bottom=foot, label="freed again in the phase", width=0.6)
+        for bar in hatched:
+            bar.set(fill=False, edgecolor=ink, hatch="///", linewidth=0.5)
         if self.budget is not None:
             ax.axhline(self.budget / unit, color=ink, linestyle="--", linewidth=1, label="budget")
         ax.set_ylabel("GiB" if unit == 2**30 else "MiB", color=ink)

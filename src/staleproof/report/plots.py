@@ -9,6 +9,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from staleproof import device
 from staleproof.check import require
 from staleproof.report.timeline import INK
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from staleproof.incidents.mla_padding.questions import StagePicture
+
+device.need_workbook("pandas", "matplotlib", "seaborn")
 
 _BLUE, _ORANGE, _VERMILION, _PURPLE, _GREEN = "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73"
 

@@ -1,0 +1,165 @@
+"""Which part of the package may import which, read with ``ast``, imports inside functions included."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src/staleproof"
+
+LIGHT = {"check", "device"}
+SERVER = {"ops", "vllm", "evidence", *LIGHT}
+# First part of a module's name -> what it may import of ours. "" is the package's own __init__.
+ALLOWED = {
+    "": {"ops"},
+    "__main__": {"cli"},
+    "check": set(),
+    "device": set(),
+    "ops": {"ops", *LIGHT},
+    "evidence": {"evidence", *LIGHT},
+    "vllm": {"vllm", "ops", "evidence", "check"},
+    "harness": {"harness", *SERVER},
+    "incidents": {"harness", *SERVER},  # and their own folder, see _may_import
+    "report": {"report", "harness", "incidents", *SERVER, ""},
+    "cli": {"cli", "report", "harness", "incidents", *SERVER, ""},
+}
+# What a server installs may need no other package than these. Imports of vllm are for vLLM's processes.
+THIRD_PARTY = {"ops": {"torch", "triton", "numpy"}, "evidence": {"torch", "triton", "matplotlib", "seaborn"}}
+
+LINES = 400
+# Files that would be harder to read if they were split, with the reason.
+LONG: dict[str, str] = {}
+
+
+def _imported(tree: ast.Module, module: str, package: Path) -> Iterator[tuple[int, str]]:
+    """(line, full name) of every module that a module imports, by statement or ``import_module``."""
+    is_package = (package.joinpath(*module.split(".")[1:]) / "__init__.py").exists()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = module.split(".")[: None if is_package else -1]
+            base = parts[: len(parts) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                # A name that is no module of the package is an attribute of one.
+                path = package.joinpath(*name.split(".")[1:], alias.name)
+                ours = name.split(".")[0] == "staleproof" and (
+                    path.is_dir() or path.with_suffix(".py").exists()
+                )
+                yield node.lineno, f"{name}.{alias.name}" if ours else name
+        elif isinstance(node, ast.Call) and node.args:
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            first = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+            if called in ("import_module", "__import__") and isinstance(first, ast.Constant):
+                yield node.lineno, str(first.value).rstrip(".")
+
+
+def _may_import(module: str, target: str) -> bool:
+    """Whether the rules let one module import another; both are full names."""
+    parts, theirs = module.split(".")[1:] or [""], target.split(".")[1:] or [""]
+    if target.split(".")[0] != "staleproof":
+        allowed = THIRD_PARTY.get(parts[0])
+        return allowed is None or target.split(".")[0] in allowed | sys.stdlib_module_names
+    if parts[0] == theirs[0] == "incidents":
+        # The registry knows every incident. An incident knows its own folder only.
+        return parts[1:2] == ["registry"] or parts[:2] == theirs[:2]
+    return theirs[0] in ALLOWED[parts[0]]
+
+
+def forbidden_imports(package: Path) -> list[str]:
+    """``file:line: imports name`` for every import against the rules in a package's tree."""
+    problems = []
+    for path in sorted(package.rglob("*.py")):
+        relative = path.relative_to(package).with_suffix("")
+        parts = [part for part in relative.parts if part != "__init__"]
+        module = ".".join(["staleproof", *parts])
+        for line, target in _imported(ast.parse(path.read_text()), module, package):
+            if not _may_import(module, target):
+                problems.append(f"{relative}.py:{line}: imports {target}")
+    return problems
+
+
+def test_imports_point_one_way():
+    assert forbidden_imports(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "target"),
+    [
+        ("ops/fp8.py", "from staleproof.evidence.canary import bits", "staleproof.evidence.canary"),
+        ("ops/fp8.py", "def f():\n    from staleproof import harness", "staleproof.harness"),
+        ("ops/fp8.py", "from ..evidence import canary", "staleproof.evidence.canary"),
+        ("ops/fp8.py", "import pandas as pd", "pandas"),
+        ("ops/__init__.py", "from ..vllm import hooks", "staleproof.vllm.hooks"),
+        ("vllm/hooks.py", "from staleproof import device", "staleproof.device"),
+        ("vllm/patches/fix.py", "from staleproof.incidents.a import broken", "staleproof.incidents.a.broken"),
+        ("evidence/canary.py", "import staleproof.ops.fp8", "staleproof.ops.fp8"),
+        ("harness/children.py", "from staleproof.incidents import registry", "staleproof.incidents.registry"),
+        ("incidents/a/scene.py", "from staleproof.incidents import b", "staleproof.incidents.b"),
+        ("incidents/a/broken.py", "from staleproof import mla_decode", "staleproof"),
+        ("incidents/a/broken.py", "import staleproof", "staleproof"),
+        ("incidents/a/broken.py", "from staleproof.report import plots", "staleproof.report.plots"),
+        ("harness/children.py", "importlib.import_module('staleproof.cli')", "staleproof.cli"),
+        ("ops/fp8.py", "import_module(f'staleproof.vllm.{1}')", "staleproof.vllm"),
+        ("check.py", "from staleproof import device", "staleproof.device"),
+        ("__init__.py", "from staleproof.evidence import canary", "staleproof.evidence.canary"),
+    ],
+)
+def test_each_rule_catches_an_import_against_it(tmp_path, file, source, target):
+    modules = "ops/fp8 vllm/hooks evidence/canary harness/children incidents/a/broken incidents/b/broken"
+    for module in f"{modules} incidents/registry report/plots vllm/patches/fix check device cli".split():
+        path = tmp_path / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("from __future__ import annotations\n")
+        (path.parent / "__init__.py").touch()
+    (tmp_path / "ops/fp8.py").write_text(
+        "import torch\nfrom staleproof import check\nfrom . import reference\n"
+    )
+    (tmp_path / "incidents/a/scene.py").write_text("from staleproof.incidents.a.broken import x\n")
+    (tmp_path / "cli.py").write_text("from staleproof.report import plots\n")
+    assert forbidden_imports(tmp_path) == []
+    (tmp_path / file).write_text(source + "\n")
+    (problem,) = forbidden_imports(tmp_path)
+    assert problem.startswith(f"{file}:")
+    assert problem.endswith(f": imports {target}")
+
+
+def _loaded_after(statement: str) -> set[str]:
+    """First parts of the modules of ours that a fresh process has loaded after a statement."""
+    program = f"import sys\n{statement}\nprint(*[m for m in sys.modules if m.startswith('staleproof.')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name.split(".")[1] for name in done.stdout.split()} - {"_kernels_loaded"}
+
+
+def test_importing_the_package_loads_no_torch():
+    program = "import sys, staleproof, staleproof.cli; print({'torch', 'triton'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "allowed"), [("ops", {"ops", *LIGHT}), ("vllm", {"vllm", "ops", "evidence", *LIGHT})]
+)
+def test_importing_what_a_server_calls_loads_nothing_else(package, allowed):
+    """Importing an operation or a patch must not load the code that asks questions."""
+    names = [
+        ".".join(p.relative_to(ROOT / "src").with_suffix("").parts) for p in PACKAGE.glob(f"{package}/*.py")
+    ]
+    assert package != "ops" or "staleproof.ops.zero_blocks" in names
+    statement = "; ".join(f"import {name.removesuffix('.__init__')}" for name in sorted(names))
+    assert _loaded_after(statement) <= allowed
+
+
+def test_no_file_is_longer_than_400_lines():
+    files = [path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert {name: n for name, n in sorted(lengths.items()) if n > LINES and name not in LONG} == {}
+    assert {name for name in LONG if lengths.get(name, 0) <= LINES} == set(), "exceptions no longer needed"
