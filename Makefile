@@ -1,15 +1,15 @@
 # make workbook | make test | make help
 PYTHON ?= python3
-# Taken as it stands, so it may carry options of pip: make TORCH="torch==2.12.0 --index-url ..."
+# Given to pip as it is, so it may contain options: make TORCH="torch==2.12.0 --index-url ..."
 TORCH ?= torch==2.13.0
-# Its Python alone, without the gigabytes of CUDA packages it asks for: enough to check that our calls
-# bind to its signatures.
+# Installed without its dependencies, which are gigabytes of CUDA packages. Its Python files are enough to
+# check that our calls bind to its signatures.
 FLASHINFER ?= flashinfer-python==0.6.18.post1
-# On a GPU one process at a time: tests that run out of memory want all of it for themselves.
+# One test process on a GPU: tests that run out of memory need the whole device.
 JOBS ?= $(if $(shell command -v nvidia-smi),1,2)
 
-# The oldest and the newest torch that pyproject.toml admits. Beside each lies what vLLM pins with it and
-# what brings vLLM its typer and rich. Old Triton's interpreter also needs the numpy of the older numba.
+# The oldest and the newest torch that pyproject.toml admits, and what vLLM installs beside it that could
+# conflict with ours: numba limits numpy, fastapi brings typer and rich.
 VERSIONS := 2.10.0 2.15.0
 BESIDE_TORCH_2.10.0 := numba==0.61.2 "fastapi[standard]"
 BESIDE_TORCH_2.15.0 := numba==0.65.0 "fastapi[standard]"
@@ -68,12 +68,13 @@ format: $(READY) ## let ruff fix what it can
 	$(BIN)/python -m ruff format .
 
 clean: ## remove the environments and what was built
-	rm -rf .venv .venv-versions workbook/_build
+	rm -rf .venv .venv-versions build workbook/_build
 
-# A machine that has a torch with CUDA keeps it: the environment then sees that Python's packages,
-# after its own, through a .pth file. (--system-site-packages would show the base Python's packages,
-# not those of an environment that PYTHON belongs to.) Data files that JupyterLab and nbconvert look
-# up beside the environment's prefix come along, the kernels do not: those name another Python.
+# If this machine's Python has a torch with CUDA, the environment uses that torch: a .pth file appends the
+# folders of that Python's packages to the environment's own. --system-site-packages would not do, because
+# PYTHON may itself be in an environment, and that option shows the base Python's packages only. JupyterLab
+# and nbconvert look for data files below the environment, so these are copied. Kernels are not: a kernel
+# names the Python it was installed for.
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "staleproof needs Python 3.11 or newer; make PYTHON=... names another")'
 	$(PYTHON) -m venv .venv

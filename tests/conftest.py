@@ -1,4 +1,4 @@
-"""One device for the whole session, chosen before any kernel is imported."""
+"""The device of the test session, chosen once, before a kernel module is imported."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DEVICE = device.select()
 
 @pytest.fixture(name="device")
 def device_fixture() -> str:
-    """Where this session runs kernels: ``cuda``, or ``cpu`` through Triton's interpreter."""
+    """Where kernels run: ``cuda``, or ``cpu`` through Triton's interpreter."""
     return DEVICE
 
 
 @pytest.fixture(name="asked", scope="session")
 def asked_fixture() -> Callable[..., list[Any]]:
-    """Findings of one of an experiment's long questions, which is put once a process."""
+    """Asks a question that takes long only once per process, and returns its findings."""
     return functools.cache(lambda question: list(question(DEVICE)))
 
 
