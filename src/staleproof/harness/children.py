@@ -1,16 +1,24 @@
-"""Processes of our own that may crash, hang or run out of memory without taking the caller along.
+"""Child processes: for code that may crash, hang or run out of memory without harming the caller.
 
-A child runs one function of the package and reports with :func:`tell` as it goes, so that what it
-said before a crash is kept. Every child has a time limit and a process group of its own, and
-:func:`end_all` ends whatever still runs: the question runner calls it when it stops, for whatever
-reason it stops.
+A child runs one importable function. It reports with :func:`tell` as it goes, so that its answers
+survive a later crash. Every child has a time limit, and a process group of its own, so that the
+processes it starts end with it. :func:`end_all` ends whatever still runs; the question runner calls
+it when it stops, for whatever reason.
+
+>>> import math
+>>> call(math.sqrt, 2.25, timeout_s=60).answer()
+1.5
+>>> call(os._exit, 3, timeout_s=60).code
+3
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import importlib
+import math
 import os
 import pickle
 import signal
@@ -23,11 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Where a child's answers go; its standard output belongs to the libraries it loads.
+from staleproof.check import require
+
+# Names the file of a child's answers. Not its standard output: libraries print there.
 REPORT = "STALEPROOF_CHILD_REPORT"
 
 _running: set[Child] = set()
-_deadline: float | None = None
+_deadline = math.inf
 
 
 class ChildError(RuntimeError):
@@ -39,7 +49,7 @@ class Ended:
     """How a child ended.
 
     Attributes:
-        told: what it passed to :func:`tell`, in order; kept also when it crashed afterwards.
+        told: what it passed to :func:`tell`, in order, also if it crashed afterwards.
         code: its exit code, or ``None`` if the time limit ended it.
         stdout: its standard output.
         stderr: its standard error.
@@ -59,10 +69,10 @@ class Ended:
         return lines[-1] if lines else ""
 
     def answer(self) -> Any:
-        """The last thing it told.
+        """The last answer.
 
         Raises:
-            ChildError: it was too slow, ended with an error, or told nothing.
+            ChildError: it was too slow, ended with an error, or gave no answer.
         """
         if self.code is None:
             raise ChildError(f"gave no answer within {self.limit_s:.0f} s")
@@ -84,7 +94,7 @@ class Child:
             files["stdout"].open("wb") as stdout,
             files["stderr"].open("wb") as stderr,
         ):
-            # Files, not pipes: a child that says much while nobody reads must not block.
+            # Files, not pipes: a child blocks on a full pipe that nobody reads.
             self._process = subprocess.Popen(
                 command,
                 stdin=stdin,
@@ -96,12 +106,11 @@ class Child:
         _running.add(self)
 
     def wait(self, timeout_s: float) -> Ended:
-        """Wait for the child, end it after ``timeout_s`` seconds, and return what it left.
+        """Wait for the child, end it after ``timeout_s`` seconds, and return its answers; once.
 
-        Inside :func:`within` the time left there is the limit if it is shorter.
+        Inside :func:`within`, the time left there is the limit if it is shorter.
         """
-        if _deadline is not None:
-            timeout_s = max(0.0, min(timeout_s, _deadline - time.monotonic()))
+        timeout_s = max(0.0, min(timeout_s, _deadline - time.monotonic()))
         try:
             code: int | None = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -113,16 +122,23 @@ class Child:
         self._folder.cleanup()
         return Ended(told, code, stdout, stderr, timeout_s)
 
+    def poll(self) -> int | None:
+        """Its exit code, or ``None`` while it runs."""
+        return self._process.poll()
+
     def end(self) -> None:
         """Kill the child and every process it started."""
-        with contextlib.suppress(ProcessLookupError):
+        if self not in _running:
+            return  # its number may belong to another process by now
+        # macOS refuses to signal a group whose only member has ended.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         _running.discard(self)
 
 
 def _read_answers(path: Path) -> list[Any]:
-    """What a child told, as far as it came: a crash can cut the last answer short."""
+    """A child's answers; a crash can cut the last one short, and then it is left out."""
     told: list[Any] = []
     if not path.exists():
         return told
@@ -147,11 +163,18 @@ def start(
         prefix: a program that runs the process, with its options, e.g. compute-sanitizer.
 
     Returns:
-        The child; :meth:`Child.wait` gives what became of it. What the function returns counts as
-        the last thing it told, unless it is ``None``.
+        The child, for :meth:`Child.wait`. The function's result is its last answer, unless it is
+        ``None``. On Linux a child also ends with the thread that started it, so that it does not
+        outlive a caller that is killed.
+
+    Raises:
+        ValueError: the function cannot be imported.
     """
+    name = f"{function.__module__}.{function.__qualname__}"
+    importable = function.__module__ != "__main__" and "<" not in name
+    require(importable, "function", "one that another process can import", name)
     order = pickle.dumps((function.__module__, function.__qualname__, args))
-    # The child must find what the caller found, whatever put it on the path.
+    # The child must be able to import whatever the caller can.
     paths = os.pathsep.join(filter(None, sys.path))
     command = [*prefix, sys.executable, "-m", "staleproof.harness.children"]
     return Child(command, order, {"PYTHONPATH": paths, **(env or {})})
@@ -191,37 +214,42 @@ def call_ranks(
     Raises:
         ChildError: a rank failed or was too slow; all are ended.
     """
-    # All ranks are here: the loopback interface is there, and no name of this machine needs to
-    # resolve. Multicast over NVLink needs rights that a shared machine may not give.
+    # All ranks run on this machine: the loopback interface exists, and the machine's name need not
+    # resolve. NVLink multicast (NVLS) needs rights that a shared machine may not give.
     local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     local = {name: os.environ.get(name, value) for name, value in local.items()}
-    local["NCCL_NVLS_ENABLE"] = "0"
-    deadline = time.monotonic() + timeout_s
+    env = {**local, "NCCL_NVLS_ENABLE": "0", **(env or {})}
+    deadline = min(time.monotonic() + timeout_s, _deadline)
+    started: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="staleproof-") as folder:
-        meeting = f"file://{folder}/meeting"
-        started = [
-            start(function, rank, meeting, *args, env={**local, **(env or {})}) for rank in range(ranks)
-        ]
-        answers = []
         try:
-            for rank, child in enumerate(started):
-                ended = child.wait(max(0.0, deadline - time.monotonic()))
+            for rank in range(ranks):
+                started.append(start(function, rank, f"file://{folder}/meeting", *args, env=env))
+            # The first rank that fails has the reason; the others then fail or wait for it.
+            while time.monotonic() < deadline:
+                codes = [child.poll() for child in started]
+                if None not in codes or any(codes):
+                    break
+                time.sleep(0.05)
+            else:
+                raise ChildError(f"the ranks gave no answer within {timeout_s:.0f} s")
+            answers = {}
+            for rank in sorted(range(ranks), key=lambda rank: not codes[rank]):
                 try:
-                    answers.append(ended.answer())
+                    answers[rank] = started[rank].wait(0).answer()
                 except ChildError as error:
-                    limit = f"the ranks gave no answer within {timeout_s:.0f} s"
-                    raise ChildError(limit if ended.code is None else f"rank {rank} {error}") from error
+                    raise ChildError(f"rank {rank} {error}") from error
+            return [answers[rank] for rank in range(ranks)]
         finally:
             for child in started:
                 child.end()
-        return answers
 
 
 @contextlib.contextmanager
 def within(limit_s: float) -> Iterator[None]:
-    """Give the children of a ``with`` block ``limit_s`` seconds together, whatever their own limits."""
+    """Give the children of a ``with`` block ``limit_s`` seconds together, or less by their own limits."""
     global _deadline
-    before, _deadline = _deadline, time.monotonic() + limit_s
+    before, _deadline = _deadline, min(_deadline, time.monotonic() + limit_s)
     try:
         yield
     finally:
@@ -229,7 +257,7 @@ def within(limit_s: float) -> Iterator[None]:
 
 
 def tell(answer: Any) -> None:
-    """In a child: report one picklable answer now, so that it outlives a later crash."""
+    """Called in a child: report one picklable answer now, so that it survives a later crash."""
     with open(os.environ[REPORT], "ab") as report:
         report.write(pickle.dumps(answer))
 
@@ -240,11 +268,14 @@ def end_all() -> None:
         child.end()
 
 
-# A caller that is killed by an exception nobody caught leaves no process behind either.
+# Also for a caller that ends by an exception.
 atexit.register(end_all)
 
 
 def _main() -> None:
+    if sys.platform == "linux":
+        # A caller that is killed cannot end its children, so the kernel does: PR_SET_PDEATHSIG.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     module, name, args = pickle.load(sys.stdin.buffer)
     function: Any = importlib.import_module(module)
     for part in name.split("."):

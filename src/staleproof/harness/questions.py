@@ -1,19 +1,33 @@
 """The questions of an incident as a table, and the one runner that puts them.
 
-A row of the table is a :class:`Question`, a :class:`Fix`, an :class:`Ablation` or, where answers do
-not come one a variant, a :class:`Several`. The rows say what is asked, of whom, and what must come
-out; the runner does the rest: progress, ``not run`` with its reason, one thread for tiny
-operations, off / on / off, the order, and the end of every child process whatever happens.
+A row of the table is a :class:`Question`, a :class:`Fix`, an :func:`Ablation`, or a
+:class:`Several` if one call answers several questions. A row says what is asked, about which
+variants, and which verdict is expected. The runner does the rest: progress lines, ``not run`` with
+its reason, one thread for tiny operations, off / on / off, time limits, and the end of every child
+process, also after an error or Ctrl-C.
+
+>>> def parity(number, device):
+...     return answer("odd" if number % 2 else "even", remainder=number % 2)
+>>> table = Questions(
+...     "an_incident",
+...     Question("parity", {"two": 2, "three": 3}, parity, expected={"two": "even", "three": "odd"}),
+... )
+>>> [(found.variant, found.verdict, found.ok) for found in table.run("cpu")]
+[('two', 'even', True), ('three', 'odd', True)]
+>>> [found.numbers for found in table.ask("parity", "three", device="cpu")]
+[{'remainder': 1}]
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from staleproof import device as devices
+from staleproof.check import require
 from staleproof.harness import children
 from staleproof.harness.findings import FIXED, NOT_RUN, OFF_ON_OFF, Finding, finding, not_run, off_on_off
 
@@ -32,11 +46,8 @@ def _always_available(subject: Any, device: str) -> str | None:
     return None
 
 
-class _Unset:
-    """Stands for "what the row says" where ``None`` already means "no expected verdict"."""
-
-
-UNSET: Any = _Unset()
+# The default of Answer.expected: the row's. ``None`` already means "no expected verdict".
+UNSET: Any = object()
 
 
 @dataclass(frozen=True)
@@ -45,9 +56,9 @@ class Answer:
 
     Attributes:
         verdict: the answer in a word or two.
-        numbers: what it rests on; JSON values.
+        numbers: the values that the verdict rests on; JSON values.
         note: one line beside it.
-        question, variant, expected: only where they differ from those of the row and its subject.
+        question, variant, expected: only if they differ from those of the row.
         changes: other fields of the :class:`Finding` to set, e.g. its provenance.
     """
 
@@ -59,14 +70,32 @@ class Answer:
     expected: str | None = UNSET
     changes: Mapping[str, Any] = field(default_factory=dict)
 
+    def finding(self, incident: str, question: str, variant: str, expected: str | None) -> Finding:
+        """This answer as a finding; the arguments hold for whatever it does not say itself."""
+        where = incident, self.question or question, self.variant or variant
+        if self.verdict == NOT_RUN:
+            found = not_run(*where, self.note)
+        else:
+            expected = expected if self.expected is UNSET else self.expected
+            found = finding(*where, self.verdict, expected=expected, note=self.note)
+        return replace(found, **{"numbers": self.numbers, **self.changes})
 
-def answer(verdict: str, *, note: str = "", **numbers: Any) -> Answer:
-    """An :class:`Answer` whose numbers are given by keyword."""
+
+def answer(verdict: str, /, *, note: str = "", **numbers: Any) -> Answer:
+    """An :class:`Answer` whose numbers are given by keyword.
+
+    >>> answer("leaked", note="row 3", bad_rows=1).numbers
+    {'bad_rows': 1}
+    """
     return Answer(str(verdict), numbers, note)
 
 
 def no_answer(why: str, *, question: str | None = None, variant: str | None = None) -> Answer:
-    """An :class:`Answer` that says in one line why the question could not be put."""
+    """An :class:`Answer` that says in one line why the question was not run.
+
+    >>> no_answer("needs an SM100 GPU").verdict
+    'not run'
+    """
     return Answer(NOT_RUN, note=why, question=question, variant=variant)
 
 
@@ -74,13 +103,14 @@ Said = str | Answer | Iterable[Answer]
 
 
 def _answers(said: Said) -> Iterable[Answer]:
+    """What an ``ask`` returned or yields, as answers."""
     if isinstance(said, str):
         return (Answer(str(said)),)
     return (said,) if isinstance(said, Answer) else said
 
 
 def _expected(expected: Any, variant: str, subject: Any) -> str | None:
-    """What a row expects of one variant: a verdict, a verdict a variant, or a rule."""
+    """The verdict that a row expects of one variant; see :class:`Question`."""
     if isinstance(expected, Mapping):
         return expected[variant]
     return expected(subject) if callable(expected) else expected
@@ -88,20 +118,25 @@ def _expected(expected: Any, variant: str, subject: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Question:
-    """One question, put to each variant.
+    """One question, asked about each variant.
 
     Attributes:
         name: the question, e.g. ``"served, fmax"``.
-        variants: name -> subject, what ``ask`` is given; or names, which are then the subjects.
-        ask: ``ask(subject, device)`` -> a verdict, an :class:`Answer`, or several of them.
-        expected: the verdict that must come out, or a mapping from variant or a function of the
-            subject to it; ``None`` means that there is none, and any answer is recorded.
-        unavailable: ``unavailable(subject, device)`` -> why it cannot be asked here, or ``None``.
-        also: further questions that ``ask`` answers on the way. An answer names the one it answers.
-        one_thread: run with one thread of torch: for operations of microseconds, where a second
-            thread only waits.
+        variants: a mapping from variant to the subject that ``ask`` receives, or a list of variants
+            that are their own subjects.
+        ask: ``ask(subject, device)`` returns a verdict or an :class:`Answer`, or yields several.
+        expected: the verdict that must come out. A mapping from variant to verdict or a function
+            from subject to verdict if it differs between variants. ``None``: no expected verdict,
+            any answer is recorded.
+        unavailable: ``unavailable(subject, device)`` returns why the question cannot be asked on
+            this machine, or ``None`` if it can.
+        also: other questions that ``ask`` answers too, each in an answer with that ``question``. If
+            the subject is unavailable, they are reported as not run as well.
+        one_thread: run with one thread of torch: for operations of microseconds, which a second
+            thread only slows down.
         begin: ``begin(device)`` starts something slow before the first question of the table, e.g.
-            a child process that compiles; its result is the third argument of ``ask``.
+            a child process that compiles. Its result is the third argument of ``ask``. Rows with the
+            same ``begin`` share one result.
         limit_s: seconds that the child processes of one variant may take together.
     """
 
@@ -130,15 +165,10 @@ class Question:
                 yield not_run(incident, name, variant, why)
             return
         for said in _answers(self.ask(subject, device, *begun)):
-            expected = said.expected
-            if expected is UNSET:
-                expected = _expected(self.expected, variant, subject)
-            where = incident, said.question or self.name, said.variant or variant
-            if said.verdict == NOT_RUN:
-                found = not_run(*where, said.note)
-            else:
-                found = finding(*where, said.verdict, expected=expected, note=said.note, **said.numbers)
-            yield replace(found, **said.changes)
+            # The row need not expect anything of a variant whose answers say it themselves.
+            own = said.expected is not UNSET or said.verdict == NOT_RUN
+            expected = None if own else _expected(self.expected, variant, subject)
+            yield said.finding(incident, self.name, variant, expected)
 
 
 @dataclass(frozen=True)
@@ -149,8 +179,9 @@ class Fix:
         variant: the fix.
         off: the subject without it.
         on: the subject with it.
-        ask: ``ask(subject, device)`` -> a verdict or an :class:`Answer`; the same for all three.
-        expected: :data:`FIXED`, or :data:`NOT_FIXED` for a remedy that is known not to hold.
+        ask: ``ask(subject, device)`` returns a verdict or an :class:`Answer`; it is called three
+            times.
+        expected: :data:`FIXED`, or :data:`NOT_FIXED` for a remedy that is known to fail.
         unavailable, one_thread, limit_s: as in :class:`Question`.
     """
 
@@ -177,10 +208,15 @@ class Fix:
             if why := self.unavailable(subject, device):
                 yield not_run(incident, OFF_ON_OFF, variant, why)
                 return
-        # In this order: a fix that leaves something behind must not help the last run.
-        off, on, again = (
-            next(iter(_answers(self.ask(subject, device)))) for subject in (self.off, self.on, self.off)
-        )
+        # In this order: the last run shows that the fix, not something it left behind, made the
+        # difference.
+        asked: list[Answer] = []
+        for subject in (self.off, self.on, self.off):
+            asked.append(next(iter(_answers(self.ask(subject, device)))))
+            if asked[-1].verdict == NOT_RUN:
+                yield not_run(incident, OFF_ON_OFF, variant, asked[-1].note)
+                return
+        off, on, again = asked
         yield off_on_off(
             incident,
             variant,
@@ -207,7 +243,7 @@ def Ablation(
 
     Args:
         base: a dataclass with all ingredients.
-        without: what is left out -> the fields of ``base`` to change for that.
+        without: maps what is left out to the fields of ``base`` that change then.
         ask: as in :class:`Question`.
         expected: the verdict for ``whole`` and for each key of ``without``.
         name: the question's name.
@@ -220,11 +256,12 @@ def Ablation(
 
 @dataclass(frozen=True)
 class Several:
-    """Answers that do not come one a variant, such as servers that are started in one go.
+    """Several questions that one call answers, e.g. about servers that are started together.
 
     Attributes:
         name: what is asked, for the progress line and for :meth:`Questions.ask`.
-        ask: ``ask(device)`` -> answers, each with its question and variant.
+        ask: ``ask(device)`` yields answers, each with its question and variant. An answer without
+            ``expected`` has no expected verdict.
         one_thread, limit_s: as in :class:`Question`.
     """
 
@@ -239,15 +276,9 @@ class Several:
     def findings(self, incident: str, variant: str, device: str) -> Iterator[Finding]:
         """Ask all of it."""
         for said in self.ask(device):
-            assert said.question is not None, f"{self.name}: an answer names its question"
-            assert said.variant is not None, f"{self.name}: an answer names its variant"
-            expected = None if said.expected is UNSET else said.expected
-            where = incident, said.question, said.variant
-            if said.verdict == NOT_RUN:
-                found = not_run(*where, said.note)
-            else:
-                found = finding(*where, said.verdict, expected=expected, note=said.note, **said.numbers)
-            yield replace(found, **said.changes)
+            assert said.question is not None, f"{self.name}: an answer without a question"
+            assert said.variant is not None, f"{self.name}: an answer without a variant"
+            yield said.finding(incident, said.question, said.variant, None)
 
 
 Row = Question | Fix | Several
@@ -269,6 +300,12 @@ def _threads(one: bool) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _begin(rows: Iterable[Row], device: str) -> dict[Any, Any]:
+    """Each ``begin`` of these rows with its result."""
+    starts = dict.fromkeys(row.begin for row in rows)
+    return {begin: begin(device) for begin in starts if begin is not None}
+
+
 class Questions:
     """The table of one incident.
 
@@ -282,7 +319,10 @@ class Questions:
         self.rows = rows
 
     def run(self, device: str, progress: Progress = _silent) -> Iterator[Finding]:
-        """Put every question, yielding each finding as it is obtained.
+        """Ask every question, yielding each finding as soon as it is there.
+
+        However this ends (the last answer, an error, Ctrl-C, a caller that stops listening), no
+        child process is left.
 
         Args:
             device: ``"cpu"`` or ``"cuda"``.
@@ -290,45 +330,52 @@ class Questions:
         """
         steps = [(row, variant) for row in self.rows for variant in row.subjects]
         try:
-            begun = {id(row): (row.begin(device),) for row in self.rows if row.begin is not None}
+            begun = _begin(self.rows, device)
             for number, (row, variant) in enumerate(steps, 1):
                 what = ", ".join(filter(None, (row.name, variant)))
                 progress(f"{self.incident} {number}/{len(steps)}: {what}")
-                yield from self._put(row, variant, device, *begun.get(id(row), ()))
+                yield from self._put(row, variant, device, begun)
         finally:
-            # Also when the caller stops listening, or the user presses Ctrl-C.
             children.end_all()
 
     def ask(self, name: str, *variants: str, device: str | None = None) -> list[Finding]:
-        """Put one question of the table; for notebooks and tests.
+        """Ask one question of the table; for notebooks and tests.
 
         Args:
-            name: of the row; rows of one name are asked one after another.
-            variants: which of its variants; all by default.
-            device: ``"cpu"``, ``"cuda"``, or ``None`` for this process's.
+            name: of the row; if several rows have it, all of them are asked.
+            variants: some of its variants; all by default.
+            device: ``"cpu"``, ``"cuda"``, or ``None`` for the device of this process.
 
         Raises:
             ValueError: no such row, or no such variant.
         """
         device = devices.select() if device is None else device
         rows = [row for row in self.rows if row.name == name]
+        names = sorted({row.name for row in self.rows})
+        require(bool(rows), "name", f"one of {names}", repr(name))
         known = [variant for row in rows for variant in row.subjects]
-        if not rows:
-            raise ValueError(f"name: expected one of {sorted({r.name for r in self.rows})}, got {name!r}")
-        if unknown := [variant for variant in variants if variant not in known]:
-            raise ValueError(f"variants: expected some of {known}, got {unknown}")
-        found: list[Finding] = []
+        require(set(variants) <= set(known), "variants", f"some of {known}", list(variants))
         try:
-            for row in rows:
-                begun = () if row.begin is None else (row.begin(device),)
-                for variant in row.subjects:
-                    if not variants or variant in variants:
-                        found += self._put(row, variant, device, *begun)
+            begun = _begin(rows, device)
+            return [
+                found
+                for row in rows
+                for variant in row.subjects
+                if not variants or variant in variants
+                for found in self._put(row, variant, device, begun)
+            ]
         finally:
             children.end_all()
-        return found
 
-    def _put(self, row: Row, variant: str, device: str, *begun: Any) -> list[Finding]:
-        # As a list, so that the thread count is back before the caller goes on.
-        with _threads(row.one_thread), children.within(row.limit_s):
-            return [*row.findings(self.incident, variant, device, *begun)]
+    def _put(self, row: Row, variant: str, device: str, begun: Mapping[Any, Any]) -> Iterator[Finding]:
+        arguments = () if row.begin is None else (begun[row.begin],)
+        answers = row.findings(self.incident, variant, device, *arguments)
+        deadline = time.monotonic() + row.limit_s
+        while True:
+            # One block an answer, not one around all: the caller runs between two answers, and
+            # must find its own number of threads and no time limit.
+            with _threads(row.one_thread), children.within(deadline - time.monotonic()):
+                found = next(answers, None)
+            if found is None:
+                return
+            yield found
