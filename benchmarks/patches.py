@@ -1,9 +1,9 @@
-"""What each patch of an installed vLLM costs a decode step, beside vLLM's own code without it.
+"""What each patch of vLLM costs a decode step: vLLM's own code with the patch and without it.
 
-Runs vLLM's own files with stand-ins for the rest of it (`staleproof.harness.vllm_files`): its Triton
-MLA, its callers of the routing ops and its block zeroer. ``STALEPROOF_VLLM_MOE_SO`` names the compiled
-``_moe_C`` library of a vLLM wheel (0.20.2 is recorded); without it the routing rows are left out.
-Rows named "host" are time of the calling thread, not of the device.
+vLLM's files run unchanged (`staleproof.harness.vllm_files`): its Triton MLA, its callers of the
+routing ops and its block zeroer. ``STALEPROOF_VLLM_MOE_SO`` names the compiled ``_moe_C`` library of
+a vLLM wheel (written for 0.20.2); without it the routing rows are left out. Rows named "host" are
+the time of the calling thread, not of the device.
 
 Run: ``python benchmarks/patches.py`` on a machine with a CUDA device and an importable vllm folder.
 """
@@ -27,9 +27,11 @@ device.select()
 
 from staleproof.harness import measure
 from staleproof.harness.vllm_files import UnavailableError, executed, load
-from staleproof.vllm import plugin as vllm_plugin
+from staleproof.vllm.patches import kv_reuse, mla_padding, moe_routing
 from staleproof.vllm.sources import file_of, vllm_file
 
+# Imported by name, so that the source digest of a recorded row covers them.
+PATCHES = {patch.name: patch for part in (kv_reuse, mla_padding, moe_routing) for patch in part.PATCHES}
 VERSION = "0.20.2"
 TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
 WORKER = "vllm.v1.worker.utils"
@@ -122,7 +124,7 @@ def _pair(
     patch: str, mode: str, call: Callable[[], object], moved: int, host: bool = False
 ) -> Iterator[dict[str, Any]]:
     """One row without the patch and one with it."""
-    subject = vllm_plugin.patches()[patch]
+    subject = PATCHES[patch]
     time_of = _host_times if host else lambda c: measure.graph_times([c])
     for provider in ("without", "patched"):
         if provider == "patched":
@@ -214,9 +216,8 @@ def rows() -> list[dict[str, Any]]:
         scheduler = SimpleNamespace(
             needs_kv_cache_zeroing=False, kv_cache_manager=SimpleNamespace(take_new_block_ids=list)
         )
-        from staleproof.vllm.patches.kv_reuse import _drain
-
-        for provider, hook in (("without", lambda: None), ("patched", lambda: _drain(0, (scheduler,), {}))):
+        drain = kv_reuse._drain
+        for provider, hook in (("without", lambda: None), ("patched", lambda: drain(0, (scheduler,), {}))):
             found.append(
                 measure.row(
                     "kv_reuse",

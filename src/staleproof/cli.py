@@ -1,18 +1,18 @@
 """The ``staleproof`` command.
 
-Exit codes: 0 all well; 1 a fix fails or a reproduction does not reproduce; 2 bad input, in one
-line; 130 interrupted. Everything heavy is imported inside the commands, so that ``--help`` answers
-at once.
+Exit codes: 0 all well; 1 a verdict is not as expected, or a kernel of ours gave a wrong result in a
+benchmark; 2 bad input or an unreadable recorded run, in one line; 130 interrupted by Ctrl-C. Each
+command imports what it needs, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import os
-import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,15 +21,14 @@ import typer
 from staleproof.incidents.registry import INCIDENTS, put_questions
 
 if TYPE_CHECKING:
-    from staleproof.harness.findings import Finding
+    from staleproof.harness.findings import Finding, RunFileError
     from staleproof.harness.recorded import Run
-    from staleproof.report.notebooks import Execution
 
-Say = Callable[[str], None]
+# Modules that come with the extra "workbook": the notebooks and the report import them.
+WORKBOOK = ("pandas", "matplotlib", "seaborn", "nbformat", "nbclient", "nbconvert", "ipykernel", "ipywidgets")
 
 app = typer.Typer(
     name="staleproof",
-    help="Root causes of stale-memory incidents of LLM serving, shown on this machine.",
     rich_markup_mode=None,
     add_completion=False,
     no_args_is_help=True,
@@ -45,7 +44,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the best this mac
 
 
 class BadInputError(RuntimeError):
-    """A command cannot do what it was asked; its text is the one line the user sees."""
+    """A command cannot do what was asked of it; the user sees the text as one line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,12 +61,12 @@ def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run_command(*args: Any, **kwargs: Any) -> None:
-        from staleproof.device import DeviceError, MissingExtraError
+        from staleproof.device import DeviceError
         from staleproof.harness.findings import RunFileError
 
         try:
             function(*args, **kwargs)
-        except (BadInputError, DeviceError, MissingExtraError, RunFileError) as error:
+        except (BadInputError, DeviceError, RunFileError) as error:
             typer.echo(f"staleproof: {error}", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
@@ -82,40 +81,46 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return app.command(function.__name__.rstrip("_"))(in_one_line(function))
 
 
+def _print_version(wanted: bool) -> None:
+    from staleproof.device import version_of
+
+    if wanted:
+        typer.echo(f"staleproof {version_of('staleproof') or '(not installed)'}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Root causes of stale-memory incidents of LLM serving, shown on this machine."""
+
+
 @command
 def doctor() -> None:
-    """Say what this machine can run, and what it will skip and why."""
+    """Say what this machine can run, and what is skipped and why."""
     from staleproof import device
-    from staleproof.harness import environment
+    from staleproof.harness.environment import Capability
     from staleproof.incidents.moe_routing import fused_moe
+    from staleproof.report import terminal
 
     device.select()
-    machine = device.machine()
-    typer.echo(f"machine             {machine.name}")
-    typer.echo(f"device              {machine.kind}")
-    typer.echo(f"provenance          {device.provenance()}")
-    typer.echo(f"python              {machine.python}")
-    for name, version in environment.packages().items():
-        typer.echo(f"{name:<20}{version or 'not installed'}")
-    typer.echo("")
-    missing = fused_moe.why_not() or fused_moe.why_not(check=False)
-    module = environment.Capability("FlashInfer MoE", missing is None, missing or "reduced")
-    for found in (*environment.capabilities(), module):
-        typer.echo(f"{'yes ' if found.available else 'skip'}  {found.name:<20}{found.detail}")
-    for warning in environment.warnings():
-        typer.echo(f"\nwarning: {warning}")
+    missing = fused_moe.unavailable_reason() or fused_moe.unavailable_reason(check=False)
+    terminal.print_machine([Capability("FlashInfer MoE", missing is None, missing or "reduced")])
 
 
 @command
 def list_() -> None:
-    """List the incidents, and the machines that were recorded."""
-    from staleproof.harness import recorded
-
+    """List the incidents and the recorded machines."""
     for name, about in INCIDENTS.items():
         typer.echo(f"{about.number}  {name}: {about.title}")
         typer.echo(f"   {about.summary}; notebooks/{about.notebook}")
-    for run in recorded.read_all():
+    runs, spoilt = _recorded_runs()
+    for run in runs:
         typer.echo(f"recorded  {run.folder.name}: {run.title}")
+    _finish([], spoilt)
 
 
 @command
@@ -126,12 +131,14 @@ def run(
     device: Device = "auto",
     json: Annotated[Path | None, typer.Option(help="Where the findings go, as JSON lines.")] = None,
 ) -> None:
-    """Put the questions to every variant, and print the verdict matrix."""
+    """Ask every question about every variant, and print the verdict matrix."""
+    from staleproof.report import terminal
+
     names = _chosen(incidents)
-    runs = _recorded_runs()
+    runs, spoilt = _recorded_runs()
     findings = _obtain(names, device, json or _findings_path())
-    _print_verdicts(findings, runs)
-    _judge(findings)
+    terminal.print_verdicts(findings, runs)
+    _finish(findings, spoilt)
 
 
 @command
@@ -142,23 +149,23 @@ def report(
     device: Device = "auto",
 ) -> None:
     """Write workbook/_build/index.html and print its path."""
-    from staleproof.device import need_workbook
-
-    need_workbook()
     from staleproof.harness import recorded
     from staleproof.harness.findings import read_findings, write_lines
-    from staleproof.report import html
-    from staleproof.report.notebooks import Execution
+    from staleproof.report import terminal
 
     build = recorded.build_folder()
+    _require_workbook("report", *WORKBOOK)
+    from staleproof.report import html
+    from staleproof.report.notebooks import Execution, execute_all
+
     page = build / "index.html"
     recorded.check_writable(page)
-    runs = recorded.read_all()
+    runs, spoilt = _recorded_runs()
     kept = build / "findings.jsonl"
     sources = sorted((recorded.checkout() / "notebooks").glob("*.ipynb"))
     if execute:
         findings = _obtain([*INCIDENTS], device, kept)
-        executions = _execute(sources, build / "notebooks")
+        executions = execute_all(sources, build / "notebooks")
     else:
         findings = read_findings(kept) if kept.exists() else []
         copies = (build / "notebooks" / path.name for path in sources)
@@ -169,25 +176,19 @@ def report(
     patched = html.read_patched(recorded.checkout() / "workbook/patches.json")
     write_lines(page, html.page(findings, runs, executions, patched).splitlines())
     if execute:
-        _print_verdicts(findings, runs)
+        terminal.print_verdicts(findings, runs)
     typer.echo(f"report: {page}")
-    stopped = [execution for execution in executions if execution.error]
-    for execution in stopped:
-        typer.echo(f"staleproof: {execution.path.name}: {execution.error}", err=True)
-    if stopped:
-        raise typer.Exit(1)
-    if execute:
-        _judge(findings)
+    stopped = [f"{done.path.name}: {done.error}" for done in executions if done.error]
+    _finish(findings if execute else [], spoilt, stopped)
 
 
 @command
 def lab() -> None:
-    """Open JupyterLab on the notebooks, with this environment's Python."""
-    from staleproof.device import need_workbook
+    """Open JupyterLab on the notebooks, with the Python of this environment."""
     from staleproof.harness import recorded
 
-    need_workbook("jupyterlab", "ipykernel")
     notebooks = recorded.checkout() / "notebooks"
+    _require_workbook("lab", "jupyterlab", *WORKBOOK)
     os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", str(notebooks)])
 
 
@@ -197,16 +198,19 @@ def bench(
         str | None, typer.Argument(help="One file of benchmarks/, without .py; all by default.")
     ] = None,
 ) -> None:
-    """Time each kernel, its peers and the physical limit in one run. Needs a GPU."""
+    """Time each kernel, its peers and what the hardware allows in one run. Needs a GPU."""
     from staleproof import device as devices
+    from staleproof.harness import recorded
 
-    files = _benchmarks(kernel)
+    files = recorded.benchmarks()
+    if kernel is not None and kernel not in files:
+        raise BadInputError(f"unknown kernel {kernel!r}; known: {', '.join(files) or 'none'}")
     if devices.select() != "cuda":
-        raise BadInputError("bench: timings need a CUDA GPU, and none is here; nothing was run")
+        raise BadInputError("bench: timings need a CUDA GPU, and this machine has none; nothing was run")
     from staleproof.harness.measure import print_rows
 
-    for path in files:
-        print_rows([*_measure([path])], baseline="staleproof")
+    for path in files.values() if kernel is None else [files[kernel]]:
+        print_rows([*_measure(path)], baseline="staleproof")
 
 
 @command
@@ -214,9 +218,10 @@ def record(
     out: Annotated[Path | None, typer.Option(help="Folder of runs; the run goes to OUT/<machine>/.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Record everything this machine can measure, whole or not at all."""
+    """Record every finding and timing that this machine can give, all or nothing."""
     from staleproof import device as devices
     from staleproof.harness import recorded
+    from staleproof.report import terminal
 
     on_gpu = devices.select(device) == "cuda"
     kept = _findings_path()
@@ -224,14 +229,15 @@ def record(
     folder = (out or recorded.runs_folder()) / devices.machine().slug
     recorded.open_for_writing(folder).rmdir()
     findings = _obtain([*INCIDENTS], device, kept)
-    _print_verdicts(findings, [])
+    terminal.print_verdicts(findings, [])
     if any(found.failed for found in findings):
         typer.echo(f"staleproof: not recorded, a verdict is not as expected: {kept}", err=True)
         raise typer.Exit(1)
     rows = []
-    for row in _measure(_benchmarks(None)) if on_gpu else ():
-        typer.echo(_row_text(row))
-        rows.append(row)
+    for path in recorded.benchmarks().values() if on_gpu else ():
+        for row in _measure(path):
+            typer.echo(terminal.row_text(row))
+            rows.append(row)
     recorded.write(folder, findings, rows)
     typer.echo(f"recorded: {folder} ({len(findings)} findings, {len(rows)} measurements)")
 
@@ -243,26 +249,9 @@ def compare(
 ) -> None:
     """Compare two recorded runs: verdicts first, timings second."""
     from staleproof.harness import recorded
+    from staleproof.report import terminal
 
-    one, two = recorded.find(first), recorded.find(second)
-    typer.echo(f"first   {one.title}\nsecond  {two.title}\n")
-    verdicts = recorded.compare(one.findings, two.findings)
-    for key, (a, b) in verdicts.mismatch.items():
-        typer.echo(f"mismatch        {', '.join(key)}: {a} / {b}")
-    for where, keys in (
-        ("only in first", verdicts.only_first),
-        ("only in second", verdicts.only_second),
-        ("in neither", verdicts.neither),
-    ):
-        for key in keys:
-            typer.echo(f"{where:<14}  {', '.join(key)}")
-    typer.echo(verdicts.summary)
-    timings = recorded.compare_timings(one, two)
-    if timings:
-        typer.echo("\ntimings, first -> second (second / first)")
-    for row, ratio in timings:
-        typer.echo(f"{_row_text(row)} -> {row['p50_second']:.4g} ({ratio:.2f})")
-    if verdicts.mismatch:
+    if not terminal.print_comparison(recorded.find(first), recorded.find(second)):
         raise typer.Exit(1)
 
 
@@ -276,7 +265,7 @@ def patches(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
-    """Say which incidents a vLLM has, by what evidence, and what the plugin does about them."""
+    """Say which incidents a vLLM is affected by, how that is known, and what the plugin does."""
     from staleproof.vllm import plugin as vllm_plugin
     from staleproof.vllm.hooks import PatchError
 
@@ -317,13 +306,12 @@ def build_moe_module(
 
 
 def _chosen(incidents: Sequence[str] | None) -> Sequence[str]:
-    """Names of the incidents a user asked for by name or number."""
+    """The names of incidents given by name or number, each once; all by default."""
     by_number = {str(about.number): name for name, about in INCIDENTS.items()}
-    names = [by_number.get(asked, asked) for asked in incidents or INCIDENTS]
+    names = [by_number.get(given, given) for given in incidents or INCIDENTS]
     for name in names:
         if name not in INCIDENTS:
             raise BadInputError(f"unknown incident {name!r}; known: {', '.join(INCIDENTS)}")
-    # Naming one twice asks once.
     return [*dict.fromkeys(names)]
 
 
@@ -337,146 +325,71 @@ def _findings_path() -> Path:
         return Path("staleproof-findings.jsonl")
 
 
-def _recorded_runs() -> Sequence[Run]:
+def _recorded_runs() -> tuple[Sequence[Run], Sequence[RunFileError]]:
+    """The recorded runs of the checkout, if there is one, and the errors of those that are spoilt."""
     from staleproof.harness import recorded
 
-    try:
-        return recorded.read_all()
-    except recorded.CheckoutError:
-        return []
+    runs: list[Run] = []
+    spoilt: list[RunFileError] = []
+    with contextlib.suppress(recorded.CheckoutError):
+        runs = recorded.read_all(spoilt=spoilt.append)
+    return runs, spoilt
+
+
+def _finish(findings: Sequence[Finding], spoilt: Sequence[RunFileError], stopped: Sequence[str] = ()) -> None:
+    """Exit with 1 for an unexpected verdict or a stopped notebook, 2 for a run that cannot be read."""
+    failed = sum(found.failed for found in findings)
+    unexpected = [f"{failed} verdicts are not as expected"] if failed else []
+    for line in (*stopped, *unexpected, *spoilt):
+        typer.echo(f"staleproof: {line}", err=True)
+    if stopped or failed or spoilt:
+        raise typer.Exit(1 if stopped or failed else 2)
+
+
+def _require_workbook(name: str, *modules: str) -> None:
+    """Stop before the long work if a module that ``staleproof NAME`` needs is not installed."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise BadInputError(f'{name}: needs {", ".join(missing)}: pip install "staleproof[workbook]"')
 
 
 def _obtain(incidents: Sequence[str], device: str, path: Path) -> Sequence[Finding]:
-    """Put every question, print each finding as it comes, and keep them whatever happens."""
+    """Ask every question, print each finding, and keep those there are however this ends."""
     from staleproof import device as devices
     from staleproof.harness import recorded
     from staleproof.harness.findings import write_findings
+    from staleproof.report import terminal
 
     device = devices.select(device)
     recorded.check_writable(path)
     findings: list[Finding] = []
-    interrupted = False
     try:
-        with _progress() as progress:
+        with terminal.progress() as progress:
             for name in incidents:
-                for found in put_questions(name, device, progress):
-                    findings.append(found)
-                    typer.echo(_finding_text(found))
-    except KeyboardInterrupt:
-        interrupted = True
+                # Closed at once on Ctrl-C: that ends the child processes.
+                with contextlib.closing(put_questions(name, device, progress)) as answers:
+                    for found in answers:
+                        findings.append(found)
+                        typer.echo(terminal.finding_text(found))
+    except KeyboardInterrupt as error:
+        kept = f"{len(findings)} findings kept: {path}" if findings else "no finding yet"
+        typer.echo(f"staleproof: interrupted; {kept}", err=True)
+        raise typer.Exit(130) from error
     finally:
         if findings:
             write_findings(path, findings)
-    if interrupted:
-        kept = f"{len(findings)} findings kept: {path}" if findings else "no finding yet"
-        typer.echo(f"staleproof: interrupted; {kept}", err=True)
-        raise typer.Exit(130)
     return findings
 
 
-def _execute(sources: Sequence[Path], folder: Path) -> Sequence[Execution]:
-    """Execute copies of the notebooks into ``folder``, saying which cell runs."""
-    from staleproof.report import notebooks
+def _measure(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of one benchmark; exit with 1 if a kernel of ours gave a wrong result."""
+    from staleproof.harness.measure import WrongResult, benchmark_rows
+    from staleproof.report import terminal
 
-    executions = []
-    for source in sources:
-        typer.echo(f"notebook  {source.name}")
-        with _progress() as progress:
-
-            def on_cell(number: int, cells: int, name: str = source.name, say: Say = progress) -> None:
-                say(f"{name}: code cell {number} of {cells}")
-
-            executions.append(notebooks.execute(source, folder, on_cell))
-    return executions
-
-
-@contextmanager
-def _progress() -> Iterator[Say]:
-    """A status line in a terminal; elsewhere the lines that stay are progress enough."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console()
-    if not console.is_terminal:
-        yield lambda line: None
-        return
-    with console.status("") as status:
-        yield lambda line: status.update(Text(line))
-
-
-def _finding_text(found: Finding) -> str:
-    """One finding as one line."""
-    key = f"{found.provenance}  {found.incident}, {found.question}, {found.variant}: "
-    if not found.ran:
-        return f"{key}{found.verdict}: {found.note}"
-    beside = f" (expected {found.expected})" if found.failed else ""
-    numbers = ", ".join(f"{name} {_number(value)}" for name, value in found.numbers.items())
-    return key + found.verdict + beside + (f"  [{numbers}]" if numbers else "")
-
-
-def _number(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _row_text(row: Mapping[str, Any]) -> str:
-    """One measurement as one line."""
-    return (
-        f"{row['kernel']}, {row['provider']}, {row['mode']}, {row['x_name']} {row['x_value']}: "
-        f"{row['p50']:.4g} {row['unit']} (p20 {row['p20']:.4g}, p80 {row['p80']:.4g})"
-    )
-
-
-def _print_verdicts(findings: Sequence[Finding], runs: Sequence[Run]) -> None:
-    """The verdict matrix, and beside it whether recorded runs say the same."""
-    from rich.console import Console
-
-    from staleproof.harness.recorded import compare as compare_findings
-    from staleproof.report import matrix
-
-    console = Console()
-    typer.echo("")
-    if console.is_terminal:
-        for table in matrix.tables(findings):
-            console.print(table)
-        for line in (*matrix.absences(findings), matrix.counts(findings)):
-            typer.echo(line)
-    else:
-        typer.echo(matrix.text(findings))
-    asked = {found.incident for found in findings}
-    for run_ in runs:
-        beside = compare_findings(findings, (f for f in run_.findings if f.incident in asked))
-        typer.echo(f"RECORDED  {run_.title}\n          {beside.summary}")
-
-
-def _judge(findings: Sequence[Finding]) -> None:
-    failed = sum(found.failed for found in findings)
-    if failed:
-        typer.echo(f"staleproof: {failed} verdicts are not as expected", err=True)
-        raise typer.Exit(1)
-
-
-def _benchmarks(kernel: str | None) -> Sequence[Path]:
-    """The benchmark file of one kernel, or all of them."""
-    from staleproof.harness import recorded
-
-    folder = recorded.checkout() / "benchmarks"
-    files = {path.stem: path for path in sorted(folder.glob("*.py")) if path.stem[0] != "_"}
-    if kernel is None:
-        return [*files.values()]
-    if kernel not in files:
-        raise BadInputError(f"unknown kernel {kernel!r}; known: {', '.join(files) or 'none'}")
-    return [files[kernel]]
-
-
-def _measure(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Rows of ``measurements.jsonl``, from each file's ``rows()``, as they are obtained."""
-    from staleproof.harness.measure import WrongResult
-
-    for path in files:
-        with _progress() as progress:
-            progress(f"bench {path.stem}")
-            try:
-                yield from runpy.run_path(str(path))["rows"]()
-            except WrongResult as error:
-                typer.echo(f"staleproof: {path.stem}: no speed for a wrong result: {error}", err=True)
-                raise typer.Exit(1) from error
+    with terminal.progress() as progress:
+        progress(f"bench {path.stem}")
+        try:
+            yield from benchmark_rows(path)
+        except WrongResult as error:
+            typer.echo(f"staleproof: {path.stem}: no speed for a wrong result: {error}", err=True)
+            raise typer.Exit(1) from error

@@ -1,4 +1,4 @@
-"""What this machine can measure, what it will skip, and why."""
+"""What this machine can run, what is skipped, and why."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Capability:
 
     Attributes:
         name: what is needed.
-        available: whether this process on this machine has it.
-        detail: the version where it is there; what is skipped, and why, where it is not.
+        available: whether this process has it on this machine.
+        detail: its version, or what is skipped without it and why.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Capability:
 
 
 def packages() -> dict[str, str | None]:
-    """Installed version of each package a result can depend on; ``None`` where absent."""
+    """The installed version of each package that a result can depend on; ``None`` if absent."""
     return {name: device.version_of(name) for name in PACKAGES}
 
 
 def capabilities() -> list[Capability]:
-    """What this process can run and what it will skip. Call :func:`device.select` first."""
+    """What this process can run and what it skips. Call :func:`staleproof.device.select` first."""
     import torch
 
     on_gpu = device.provenance() is device.Provenance.MEASURED
@@ -108,7 +108,7 @@ def capabilities() -> list[Capability]:
         f"vllm {machine.vllm}",
         f"vllm {machine.vllm} has no Triton MLA at a known place"
         if machine.vllm
-        else "vllm is not installed: its kernel is not asked",
+        else "vllm is not installed: its kernel is not run",
     )
     gpus = torch.cuda.device_count() if on_gpu else 0
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
@@ -122,7 +122,7 @@ def capabilities() -> list[Capability]:
 
 
 def warnings() -> list[str]:
-    """Known bad combinations of what is installed."""
+    """One line for each combination of installed packages that is known to fail."""
     triton, numpy = device.version_of("triton"), device.version_of("numpy")
     bad = (
         device.interpreting()
@@ -145,7 +145,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def tool(name: str) -> Path | None:
-    """A program of the CUDA toolkit, on the path or in its usual place."""
+    """A program of the CUDA toolkit: on the path, in ``$CUDA_HOME`` or in ``/usr/local/cuda``."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     on_path = shutil.which(name)
     places = [Path(on_path)] if on_path else []

@@ -1,37 +1,31 @@
-"""Findings: one answer to one question, with the machine and the provenance it came from."""
+"""Findings: one answer to one question, with its machine and provenance.
+
+>>> found = finding("an_incident", "empty row", "ours", "clean", expected="clean", bad_rows=0)
+>>> found.ok, found.failed, found.numbers
+(True, False, {'bad_rows': 0})
+>>> absent = not_run("an_incident", "empty row", "theirs", "needs an SM100 GPU")
+>>> absent.ok, absent.failed
+(False, False)
+"""
 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from staleproof import device
 from staleproof.device import Provenance
+from staleproof.harness.digest import source_digest
 
 SCHEMA = 1
-PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class RunFileError(RuntimeError):
     """A run file is truncated, of a newer schema, or cannot be read or written."""
-
-
-@cache
-def source_digest(incident: str) -> str:
-    """First 12 hex digits of the SHA-256 over the Python sources of one incident's folder.
-
-    Without ``patch.py``: no finding runs it.
-    """
-    digest = hashlib.sha256()
-    for path in sorted({*(PACKAGE / incident).glob("*.py")} - {PACKAGE / incident / "patch.py"}):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -40,16 +34,17 @@ class Finding:
 
     Attributes:
         incident: folder name, e.g. ``mla_padding``.
-        question: what was asked, a short key, e.g. ``empty_row``.
-        variant: which kernel or remedy was asked.
-        verdict: the answer in one word.
-        numbers: what the answer rests on; JSON scalars only.
-        expected: the verdict that this variant must give, or ``None`` where any is a result.
+        question: a short name, e.g. ``empty_row``.
+        variant: which kernel or remedy the question is about.
+        verdict: the answer in a word or two.
+        numbers: the values that the verdict rests on; JSON values.
+        expected: the verdict that this variant must give; ``None``: any verdict is recorded.
         provenance: MEASURED, INTERPRETED or RECORDED.
         machine: :class:`staleproof.device.Machine` as a dict.
-        source_digest: :func:`source_digest` of the incident when it was obtained.
+        source_digest: :func:`~staleproof.harness.digest.source_digest` of the incident at the time.
         date: UTC day, ISO.
         note: one line, e.g. why a question was not run.
+        schema: version of this format.
     """
 
     incident: str
@@ -67,27 +62,27 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What identifies the same finding on two machines."""
+        """Incident, question and variant: the same for one finding on all machines."""
         return self.incident, self.question, self.variant
 
     @property
     def ran(self) -> bool:
-        """False where the hardware or the package the question needs is absent."""
+        """Whether the question was asked: False if this machine lacks something that it needs."""
         return self.verdict != NOT_RUN
 
     @property
     def ok(self) -> bool:
-        """Whether the verdict is the expected one. ``not run`` is never ok and never a failure."""
+        """Whether the verdict is as expected. ``not run`` is neither ok nor failed."""
         return self.ran and (self.expected is None or self.verdict == self.expected)
 
     @property
     def failed(self) -> bool:
-        """Whether the question was put and the verdict is not the expected one."""
+        """Whether the question was asked and the verdict is not as expected."""
         return self.ran and not self.ok
 
     @property
     def stale(self) -> bool:
-        """Whether the incident's source has changed since a recorded finding was obtained."""
+        """Whether the source of the incident, or anything it imports, has changed since."""
         return self.source_digest != source_digest(self.incident)
 
     def recorded(self) -> Finding:
@@ -129,33 +124,40 @@ def finding(
 
 
 def not_run(incident: str, question: str, variant: str, why: str) -> Finding:
-    """A finding that says in one line why its question could not be put here."""
+    """A finding that says in one line why its question was not asked on this machine."""
     return finding(incident, question, variant, NOT_RUN, note=why)
 
 
 OFF_ON_OFF = "off/on/off"
 FIXED, NOT_FIXED, NOT_REPRODUCED = "fixed", "not fixed", "not reproduced"
 CLEAN, LIVES = "clean", "lives"
-# What nothing is wrong with: rows that are right, a server that survives.
+# Verdicts without a fault: the rows are right, the server survives.
 _SOUND = (CLEAN, LIVES)
 
 
 def off_on_off(
     incident: str, variant: str, *, off: str, on: str, off_again: str, expected: str = FIXED, **numbers: Any
 ) -> Finding:
-    """The verification of one fix: broken fails, fixed passes, broken fails again.
+    """Judge one fix by three runs: without it, with it, without it again.
 
     Args:
         incident: folder name.
-        variant: the fix under test.
-        off: verdict without the fix: a row verdict, or whether the server dies or lives.
+        variant: the fix.
+        off: verdict without the fix.
         on: verdict of the same detector on the same inputs with the fix.
         off_again: verdict without the fix once more.
-        expected: :data:`FIXED`, or :data:`NOT_FIXED` for a remedy that is known not to hold.
-        numbers: what else the answer rests on.
+        expected: :data:`FIXED`, or :data:`NOT_FIXED` for a remedy that is known to fail.
+        numbers: other values that the verdict rests on.
 
     Returns:
-        A finding of question :data:`OFF_ON_OFF`, with the three verdicts among its numbers.
+        A finding of question :data:`OFF_ON_OFF`: "fixed" if only the run with the fix is without a
+        fault, "not fixed" if that one has a fault too, "not reproduced" if a run without the fix
+        has none. The three verdicts are among its numbers.
+
+    >>> off_on_off("an_incident", "ours", off="leaked", on="clean", off_again="leaked").verdict
+    'fixed'
+    >>> off_on_off("an_incident", "ours", off="clean", on="clean", off_again="leaked").verdict
+    'not reproduced'
     """
     verdict = _off_on_off_verdict(off, on, off_again)
     numbers |= {"off": off, "on": on, "off_again": off_again}
@@ -169,10 +171,9 @@ def _off_on_off_verdict(off: object, on: object, off_again: object) -> str:
 
 
 def proved(claim: Finding) -> Finding:
-    """``claim`` itself, unless it says "fixed" without the three row verdicts that show it.
+    """``claim``, unless it says "fixed" and its three verdicts do not show that.
 
-    A fix of something that did not fail is no fix, so such a claim comes back with the verdict that
-    its numbers do show.
+    Then the verdict is replaced by the one that they do show, usually "not reproduced".
     """
     if claim.verdict != FIXED:
         return claim
@@ -185,16 +186,16 @@ def proved(claim: Finding) -> Finding:
 
 
 def write_findings(path: Path, findings: Iterable[Finding]) -> None:
-    """Write findings as JSON lines, whole or not at all.
+    """Write findings as JSON lines, completely or not at all.
 
     Raises:
-        RunFileError: the file cannot be written; a file that was there before is untouched.
+        RunFileError: the file cannot be written; an earlier file is unchanged.
     """
     write_lines(path, [f.to_json() for f in findings])
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Replace ``path`` by these lines through a neighbour file, so that a failure loses nothing."""
+    """Write to a file beside ``path``, then rename it: a failure leaves the earlier file as it was."""
     text = "".join(line + "\n" for line in lines)
     draft = path.with_name(path.name + ".part")
     try:
@@ -206,7 +207,7 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file of a run.
+    """The rows of a JSON-lines file of a run.
 
     Raises:
         RunFileError: unreadable, truncated, not JSON lines, or of a newer schema.
@@ -235,10 +236,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_findings(path: Path) -> list[Finding]:
-    """Findings of a recorded run, each marked RECORDED.
+    """The findings of a recorded run, each marked RECORDED.
 
     Raises:
-        RunFileError: see :func:`read_lines`, or a field is missing or unknown.
+        RunFileError: as :func:`read_lines`, or a field is missing or unknown.
     """
     found = []
     for number, row in enumerate(read_lines(path), 1):

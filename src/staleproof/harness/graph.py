@@ -1,8 +1,17 @@
 """One captured step: a real ``torch.cuda.CUDAGraph``, or on a CPU a recorded list of launches.
 
-Both freeze the same thing: which operations run, on which memory. Python does not run again at
-replay, so host integers and branches keep the value they had at capture, and memory that no
-recorded operation writes keeps its bytes from replay to replay.
+Both fix which operations run, and on which memory. A replay runs no Python: host integers and
+branches keep their values of the capture, and memory that no recorded operation writes keeps its
+bytes from one replay to the next.
+
+>>> x, total = torch.zeros(2), torch.zeros(2)
+>>> step = capture(lambda: total.add_(x * 2), "cpu")
+>>> total.tolist()  # the step ran once eagerly and once in the capture
+[0.0, 0.0]
+>>> _ = x.fill_(3)
+>>> step.replay()
+>>> total.tolist()
+[6.0, 6.0]
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from staleproof import check, device
 
-# Operations that only hand out memory. A CUDA graph holds the block, not a fill.
+# Operations that only allocate. A CUDA graph keeps the memory, and does not write it at replay.
 _ALLOCATIONS = (
     "aten::empty",
     "aten::new_empty",
@@ -28,7 +37,11 @@ _ALLOCATIONS = (
 
 
 def capture_sizes(max_size: int = 512) -> list[int]:
-    """vLLM's default ladder of captured batch sizes: 1, 2, 4, steps of 8, from 256 on of 16."""
+    """The batch sizes that vLLM captures by default: 1, 2, 4, steps of 8 up to 256, then of 16.
+
+    >>> capture_sizes(32)
+    [1, 2, 4, 8, 16, 24, 32]
+    """
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_size + 1, 16)]
     return [s for s in sizes if s <= max_size]
 
@@ -38,6 +51,9 @@ def padded_size(live: int, max_size: int = 512) -> int:
 
     Raises:
         ValueError: fewer than one request, or more than the largest captured size.
+
+    >>> padded_size(3), padded_size(129)
+    (4, 136)
     """
     sizes = capture_sizes(max_size)
     check.require(1 <= live <= sizes[-1], "live", f"1 to {sizes[-1]}", live)
@@ -52,10 +68,10 @@ class Graph(Protocol):
 
 
 class LaunchList(TorchDispatchMode):
-    """The CPU's stand-in for a CUDA graph: every operation of ``fn``, recorded with its tensors.
+    """Stands in for a CUDA graph on a CPU: records every operation of ``fn`` with its tensors.
 
-    Triton kernels are recorded as whole launches. Reading a value back to the host raises, as it
-    does under CUDA capture.
+    A Triton kernel is recorded as one launch. Reading a value back to the host raises
+    ``RuntimeError``, as in a CUDA capture.
     """
 
     def __init__(self, fn: Callable[[], Any]) -> None:
@@ -77,7 +93,7 @@ class LaunchList(TorchDispatchMode):
         aliases = [r.alias_info for r in func._schema.returns]
         writes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
         if aliases and all(a is not None and not a.is_write for a in aliases) and not writes:
-            return result  # a view: the same memory under another shape
+            return result  # a view of the same memory: nothing to replay
 
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
 
@@ -114,7 +130,7 @@ class _recorded_triton:
         launches = self._launches
 
         def recorded(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            # The interpreter itself works with torch operations; those are not the step's.
+            # The interpreter's own torch operations are not part of the step.
             with _disable_current_modes():
                 result = run(kernel, *args, **kwargs)
             launches.append(lambda: run(kernel, *args, **kwargs))
@@ -128,9 +144,11 @@ class _recorded_triton:
 
 
 class CudaGraph:
-    """A real CUDA graph of ``fn``: two eager warm-up runs on a side stream, then the capture.
+    """A real CUDA graph of ``fn``, captured after two eager runs on a side stream.
 
-    ``pool`` shares graph memory between graphs, as a serving engine does.
+    Args:
+        fn: the step.
+        pool: graphs with the same pool share memory, as in a serving engine.
     """
 
     def __init__(self, fn: Callable[[], Any], pool: Any = None) -> None:
@@ -150,13 +168,12 @@ class CudaGraph:
 
 
 def capture(fn: Callable[[], Any], on: str) -> Graph:
-    """Capture one step.
+    """Capture one step, after running it once eagerly.
 
     Args:
-        fn: the step; runs on static tensors, returns nothing that matters.
+        fn: the step; reads and writes tensors that stay where they are. Its result is ignored.
         on: ``"cuda"`` or ``"cpu"``.
     """
-    # An engine first runs the step eagerly, on the stream everything else is allocated on: buffers
-    # that are allocated lazily come to life here, outside the graph's own memory.
+    # As an engine does: buffers that the first call allocates then lie outside the graph's memory.
     fn()
     return CudaGraph(fn) if on == "cuda" else LaunchList(fn)

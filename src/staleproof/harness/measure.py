@@ -1,23 +1,26 @@
-"""Timing on the device: captured launches, replayed, between device events.
+"""Time on the device: launches captured in a CUDA graph, replayed between two events.
 
-A CUDA graph holds the launches, so that no host time is in the figures; inputs rotate through more
-memory than the L2 holds, so that they come from memory as they do in a model; and the result is
-checked in the same run, from a poisoned output: a wrong kernel gets no speed.
+The graph keeps host time out of the figures. Inputs rotate through more memory than the L2 holds,
+so that they come from device memory, as in a model. Each benchmark first checks the result, from an
+output filled with NaN: no speed is reported for a wrong result.
 """
 
 from __future__ import annotations
 
 import ctypes
 import datetime
-from collections.abc import Callable, Sequence
+import runpy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from staleproof import device
 from staleproof.device import DeviceError, Provenance
-from staleproof.harness.findings import SCHEMA, source_digest
+from staleproof.harness.digest import file_digest
+from staleproof.harness.findings import SCHEMA
 from staleproof.ops.cuda_runtime import cudart
 
 LAUNCHES = 20
@@ -25,7 +28,7 @@ REPLAYS = 30
 
 
 class WrongResult(AssertionError):
-    """A kernel whose speed was asked for gave a wrong result."""
+    """A kernel of ours gave a wrong result in a benchmark: nothing is recorded."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,10 @@ class Times:
 
 
 def times_between(marks: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]], launches: int = 1) -> Times:
-    """Quantiles of the time between each pair of events, all reached, over ``launches`` calls."""
+    """Quantiles of the time between each pair of events, divided by ``launches`` calls.
+
+    The device must have reached all events.
+    """
     each = torch.tensor(
         [start.elapsed_time(end) * 1000 / launches for start, end in marks], dtype=torch.float64
     )
@@ -47,17 +53,39 @@ def times_between(marks: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]], la
 
 
 def require_gpu() -> None:
-    """Refuse to time on a machine that cannot.
+    """Check that this process runs kernels on a GPU.
 
     Raises:
-        DeviceError: this process runs no kernels on a GPU.
+        DeviceError: it does not.
     """
     if device.provenance() is not Provenance.MEASURED:
-        raise DeviceError("timings need a CUDA device; the interpreter is silent on time")
+        raise DeviceError("timings need a CUDA device; Triton's interpreter says nothing about time")
+
+
+def checked(provider: str, ok: bool, why: str) -> bool:
+    """Whether this provider may be timed: ``ok``, unless it is ours.
+
+    Args:
+        provider: as in :func:`row`; it is ours if its name contains ``staleproof``.
+        ok: whether its result is right.
+        why: what is wrong with it if not.
+
+    Raises:
+        WrongResult: ours is wrong.
+
+    >>> checked("a peer", False, "2 of 8 rows differ")
+    a peer: refused, 2 of 8 rows differ
+    False
+    """
+    if not ok and "staleproof" in provider:
+        raise WrongResult(f"{provider}: {why}")
+    if not ok:
+        print(f"{provider}: refused, {why}")
+    return ok
 
 
 def sets_beyond_l2(bytes_each: int) -> int:
-    """How many input sets of this size rotate through three times the L2."""
+    """How many input sets of this size fill the L2 three times over; at most :data:`LAUNCHES`."""
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return max(1, min(LAUNCHES, -(-3 * l2 // max(bytes_each, 1))))
 
@@ -65,10 +93,10 @@ def sets_beyond_l2(bytes_each: int) -> int:
 def graph_times(
     calls: Sequence[Callable[[], object]], *, launches: int = LAUNCHES, replays: int = REPLAYS
 ) -> Times:
-    """Time ``launches`` calls, taken from ``calls`` in turn, captured in one CUDA graph.
+    """Microseconds a call, from a CUDA graph of ``launches`` calls that take turns.
 
     Args:
-        calls: one closure an input set, each enqueuing the same work on the current stream.
+        calls: one closure for each input set; each enqueues the same work on the current stream.
         launches: calls in the graph.
         replays: timed replays of the graph, after three untimed ones.
 
@@ -79,7 +107,7 @@ def graph_times(
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        # Compilation and first-use set-up stay outside the capture.
+        # Compiling and setting up at the first call are not permitted in a capture.
         for call in calls:
             call()
     torch.cuda.current_stream().wait_stream(stream)
@@ -102,10 +130,10 @@ def graph_times(
 
 
 def memset_async(x: torch.Tensor, value: int = 0) -> None:
-    """``cudaMemsetAsync`` over a contiguous tensor: the ceiling of any clearing kernel.
+    """``cudaMemsetAsync`` of a contiguous tensor: no clearing kernel can be faster.
 
     Raises:
-        RuntimeError: the runtime refused.
+        RuntimeError: the CUDA runtime reported an error.
     """
     status = cudart().cudaMemsetAsync(
         ctypes.c_void_p(x.data_ptr()),
@@ -130,11 +158,11 @@ def row(
     """One line of ``measurements.jsonl``.
 
     Args:
-        incident: folder of the kernel, for its source digest.
+        incident: the incident it belongs to.
         kernel: public name of the kernel measured.
         provider: whose implementation: ``staleproof``, a peer, or a limit such as memset.
-        mode: the fixed part of the case, in words.
-        x_name: what varies between the rows of one kernel and mode.
+        mode: what does not vary between the rows of one plot, in words.
+        x_name: what varies, e.g. ``tokens``.
         x_value: its value here.
         times: microseconds a call.
         bytes_moved: fewest bytes the call must move through device memory.
@@ -158,13 +186,31 @@ def row(
         "torch": machine.torch,
         "triton": machine.triton,
         "flashinfer": machine.flashinfer,
-        "source_digest": source_digest(incident),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 
+def benchmark_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Run one file of ``benchmarks/``, giving each row the file's name and source digest.
+
+    Args:
+        path: a file with a function ``rows()``.
+
+    Raises:
+        WrongResult: a kernel of ours gave a wrong result.
+    """
+    for measured in runpy.run_path(str(path))["rows"]():
+        yield measured | {"benchmark": path.stem, "source_digest": file_digest(path)}
+
+
 def print_rows(rows: Sequence[dict[str, Any]], *, baseline: str) -> None:
-    """Print rows as a table, each beside its ratio to ``baseline`` in its case, or in its mode."""
+    """Print rows as a table.
+
+    Args:
+        rows: as :func:`row` makes them.
+        baseline: the provider that the last column divides by: in the same case if it was measured
+            there, otherwise in the same mode.
+    """
     print(
         f"{'mode':<44} {'case':<16} {'provider':<34} {'p50 us':>9} {'p20':>9} {'p80':>9} "
         f"{'TB/s':>6} {'x ours':>7}"

@@ -21,7 +21,7 @@ process, also after an error or Ctrl-C.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -318,7 +318,7 @@ class Questions:
         self.incident = incident
         self.rows = rows
 
-    def run(self, device: str, progress: Progress = _silent) -> Iterator[Finding]:
+    def run(self, device: str, progress: Progress = _silent) -> Generator[Finding]:
         """Ask every question, yielding each finding as soon as it is there.
 
         However this ends (the last answer, an error, Ctrl-C, a caller that stops listening), no

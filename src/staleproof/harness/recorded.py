@@ -1,32 +1,26 @@
-"""Recorded runs: what one machine found and measured, one folder a machine.
+"""Recorded runs: the findings and measurements of one machine, in a folder for each machine.
 
 A run folder holds ``findings.jsonl``, ``measurements.jsonl`` (timings, from a GPU only) and
-``environment.json``, which says what it was obtained on and how many lines the other two have.
+``environment.json``: machine, versions, and how many lines the other two files have, so that a
+truncated one is noticed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from staleproof import device
 from staleproof.harness import environment
-from staleproof.harness.findings import (
-    PACKAGE,
-    SCHEMA,
-    Finding,
-    RunFileError,
-    read_findings,
-    read_lines,
-    source_digest,
-    write_lines,
-)
+from staleproof.harness.digest import PACKAGE, file_digest
+from staleproof.harness.findings import SCHEMA, Finding, RunFileError, read_findings, read_lines, write_lines
 
 FINDINGS, MEASUREMENTS, ENVIRONMENT = "findings.jsonl", "measurements.jsonl", "environment.json"
 
@@ -36,10 +30,10 @@ class CheckoutError(RunFileError):
 
 
 def checkout() -> Path:
-    """The repository this package is installed from in editable mode.
+    """The repository that this package is installed from in editable mode.
 
     Raises:
-        CheckoutError: installed without it, so there are no notebooks and no run folders.
+        CheckoutError: the package is installed without its repository.
     """
     root = PACKAGE.parents[1]
     if not (root / "notebooks").is_dir() or not (root / "pyproject.toml").is_file():
@@ -56,8 +50,14 @@ def runs_folder() -> Path:
 
 
 def build_folder() -> Path:
-    """Where the report and the findings of the last run go; not under version control."""
+    """Where the report and the findings of the last run go; git ignores it."""
     return checkout() / "workbook" / "_build"
+
+
+def benchmarks() -> dict[str, Path]:
+    """The files of ``benchmarks/`` by name, without those that begin with ``_``."""
+    files = sorted((checkout() / "benchmarks").glob("*.py"))
+    return {path.stem: path for path in files if path.stem[0] != "_"}
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,18 @@ class Run:
 
     @property
     def stale(self) -> list[str]:
-        """Incidents whose source has changed since."""
-        verdicts = {f.incident for f in self.findings if f.stale}
-        timings = {
-            row["incident"]
-            for row in self.measurements
-            if "incident" in row and row.get("source_digest") != source_digest(row["incident"])
-        }
-        return sorted(verdicts | timings)
+        """Incidents whose source, or the source of whose benchmarks, has changed since.
+
+        Benchmarks are in the checkout only: without one, only findings are compared.
+        """
+        changed = {found.incident for found in self.findings if found.stale}
+        with contextlib.suppress(CheckoutError):
+            digests = {name: file_digest(path) for name, path in benchmarks().items()}
+            for row in self.measurements:
+                same = row.get("source_digest") == digests.get(row.get("benchmark", ""), "")
+                if "incident" in row and not same:
+                    changed.add(row["incident"])
+        return sorted(changed)
 
     @property
     def title(self) -> str:
@@ -133,17 +137,34 @@ def read(folder: Path) -> Run:
     return Run(folder, about, findings, measurements)
 
 
-def read_all(folder: Path | None = None) -> list[Run]:
-    """Every recorded run of ``workbook/runs``, or of another folder, sorted by name."""
+def read_all(
+    folder: Path | None = None, *, spoilt: Callable[[RunFileError], object] | None = None
+) -> list[Run]:
+    """Every recorded run of ``workbook/runs``, or of another folder, sorted by name.
+
+    Args:
+        folder: instead of ``workbook/runs``.
+        spoilt: called with the error of each run that cannot be read; the others are returned.
+
+    Raises:
+        RunFileError: a run cannot be read, and ``spoilt`` is ``None``.
+    """
     folder = folder or runs_folder()
-    if not folder.is_dir():
-        return []
-    names = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.endswith(".part"))
-    return [read(path) for path in names]
+    runs: list[Run] = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not path.is_dir() or path.name.endswith(".part"):
+            continue
+        try:
+            runs.append(read(path))
+        except RunFileError as error:
+            if spoilt is None:
+                raise
+            spoilt(error)
+    return runs
 
 
 def find(name: str) -> Run:
-    """The recorded run a user means: a run folder, or a machine's slug under ``workbook/runs``.
+    """The recorded run of this name: a run folder, or a machine under ``workbook/runs``.
 
     Raises:
         RunFileError: neither is there, or see :func:`read`.
@@ -158,10 +179,12 @@ def find(name: str) -> Run:
 
 
 def open_for_writing(folder: Path) -> Path:
-    """An empty draft folder beside ``folder``, made before the long work to see that it can be.
+    """An empty draft folder beside ``folder``.
+
+    Called before the long work too, so that a folder that cannot be written is noticed first.
 
     Raises:
-        RunFileError: it cannot be made, or ``folder`` is something else than a recorded run.
+        RunFileError: it cannot be made, or ``folder`` exists and is not a recorded run.
     """
     if folder.exists() and not (folder / ENVIRONMENT).is_file():
         raise RunFileError(f"{folder}: exists and is not a recorded run; it is left as it is")
@@ -175,10 +198,10 @@ def open_for_writing(folder: Path) -> Path:
 
 
 def write(folder: Path, findings: Iterable[Finding], measurements: Iterable[Mapping[str, Any]]) -> None:
-    """Write a run of this process, whole or not at all; an earlier run of the folder is replaced.
+    """Write a run of this process, replacing an earlier run in the folder, completely or not at all.
 
     Raises:
-        RunFileError: it cannot be written; an earlier run is still there.
+        RunFileError: it cannot be written; an earlier run is unchanged.
     """
     rows = {
         FINDINGS: [found.to_json() for found in findings],
@@ -211,7 +234,7 @@ def write(folder: Path, findings: Iterable[Finding], measurements: Iterable[Mapp
 
 
 def check_writable(path: Path) -> None:
-    """Raise now what writing findings to ``path`` would raise after the long work.
+    """Check that ``path`` can be written, before the long work rather than after it.
 
     Raises:
         RunFileError: the file cannot be written.
@@ -236,11 +259,11 @@ class Comparison:
     """Whether two sets of findings say the same.
 
     Attributes:
-        match: same verdict in both.
-        mismatch: key -> verdict in the first, verdict in the second.
-        only_first: findings asked in the first alone, or not run in the second.
-        only_second: the other way round.
-        neither: not run in either.
+        match: keys with the same verdict in both.
+        mismatch: keys with two verdicts: that of the first, that of the second.
+        only_first: keys with a verdict in the first only.
+        only_second: keys with a verdict in the second only.
+        neither: keys that were not run in either.
     """
 
     match: list[Key]
@@ -259,7 +282,7 @@ class Comparison:
 
 
 def compare(first: Iterable[Finding], second: Iterable[Finding]) -> Comparison:
-    """Compare verdicts. A question that was not run says nothing, so it never matches."""
+    """Compare verdicts. A question that was not run has none, so it never matches."""
     one, two = ({f.key: f for f in findings} for findings in (first, second))
     result = Comparison([], {}, [], [], [])
     for key in one | two:
@@ -282,7 +305,7 @@ def _answer(found: Finding | None) -> str | None:
 
 
 def compare_timings(first: Run, second: Run) -> list[tuple[dict[str, Any], float]]:
-    """Rows measured in both runs, each with the second's median over the first's."""
+    """The rows measured in both runs, each with the median of the second divided by the first's."""
     two = {_timing_key(row): row for row in second.measurements}
     pairs = []
     for row in first.measurements:

@@ -1,9 +1,10 @@
-"""The incidents that walk end to end, by folder name."""
+"""The incidents by folder name, and the one way to ask their questions."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, NamedTuple
 
 from staleproof import device
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Incident(NamedTuple):
-    """What ``staleproof list`` says about one incident."""
+    """What ``staleproof list`` prints about one incident."""
 
     number: int
     title: str
@@ -55,17 +56,20 @@ INCIDENTS: dict[str, Incident] = {
 }
 
 
-def put_questions(incident: str, device_name: str, progress: Callable[[str], None]) -> Iterator[Finding]:
-    """Put every question of one incident, yielding each finding as it is obtained.
+def put_questions(incident: str, device_name: str, progress: Callable[[str], None]) -> Generator[Finding]:
+    """Ask every question of one incident, yielding each finding as soon as it is there.
 
-    ``staleproof.incidents.<incident>.questions.run(device, progress)`` does the work; ``progress`` takes one
-    line about the step that begins.
+    Args:
+        incident: its folder name; the questions are ``QUESTIONS`` in ``questions.py`` there.
+        device_name: ``"cpu"`` or ``"cuda"``.
+        progress: takes one line about the step that begins.
     """
     from staleproof.harness.findings import not_run, proved
 
     if not device.has_triton():
         yield not_run(incident, "all questions", "all variants", device.TRITON_MISSING)
         return
-    experiment = importlib.import_module(f"staleproof.incidents.{incident}.questions")
-    for found in getattr(experiment, "QUESTIONS", experiment).run(device_name, progress):
-        yield proved(found)
+    module = importlib.import_module(f"staleproof.incidents.{incident}.questions")
+    run = module.QUESTIONS.run if hasattr(module, "QUESTIONS") else module.run
+    with contextlib.closing(run(device_name, progress)) as answers:
+        yield from map(proved, answers)

@@ -1,18 +1,20 @@
-"""Executing copies of the notebooks with this environment's Python."""
+"""Executing copies of the notebooks with the Python of this environment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+import typer
 from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 from staleproof.harness.findings import RunFileError
+from staleproof.report import terminal
 
 CELL_TIMEOUT_S = 600
 
@@ -22,8 +24,8 @@ class Execution:
     """One executed copy.
 
     Attributes:
-        path: the copy, with the outputs so far. What the kernel's process wrote to its own stderr
-            (driver messages, device asserts) lies beside it as ``.log`` where there was an error.
+        path: the copy, with the outputs so far. If there was an error, the stderr of the kernel's
+            process (driver messages, device asserts) is beside it as ``.log``.
         error: one line on what stopped it, or ``None``.
     """
 
@@ -34,16 +36,17 @@ class Execution:
 def execute(
     source: Path, folder: Path, progress: Callable[[int, int], None], cell_timeout_s: int = CELL_TIMEOUT_S
 ) -> Execution:
-    """Execute a copy of one notebook in its own folder's directory.
+    """Execute a copy of one notebook, with the notebook's own folder as current directory.
 
     Args:
-        source: the notebook; it is not written.
+        source: the notebook; it is not changed.
         folder: where the copy goes, under the same name.
-        progress: called with (code cell about to run, code cells), from 1.
+        progress: called before each code cell with its number, from 1, and the number of them.
         cell_timeout_s: seconds one cell may take.
 
     Returns:
-        The copy and what stopped it: a raising cell, a cell out of time, or a dead kernel.
+        The copy and what stopped it: a cell that raised, a cell that took too long, or a kernel
+        that died.
 
     Raises:
         RunFileError: the notebook cannot be read, or the copy cannot be written.
@@ -55,7 +58,7 @@ def execute(
     todo = [(i, cell) for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
     for _, cell in todo:
         cell.outputs, cell.execution_count = [], None
-    # No folder of kernelspecs is searched, so "python3" is the ipykernel beside this interpreter.
+    # Without folders to search for kernelspecs, "python3" is the ipykernel of this interpreter.
     kernels = KernelSpecManager(kernel_dirs=[])
     client = NotebookClient(
         notebook,
@@ -90,3 +93,17 @@ def execute(
     else:
         error_line += f" (its stderr: {log_path})"
     return Execution(path, error_line)
+
+
+def execute_all(sources: Sequence[Path], folder: Path) -> list[Execution]:
+    """Execute a copy of each notebook into ``folder``, saying in the terminal which cell runs."""
+    executions = []
+    for source in sources:
+        typer.echo(f"notebook  {source.name}")
+        with terminal.progress() as say:
+
+            def on_cell(number: int, cells: int, name: str = source.name, say: terminal.Say = say) -> None:
+                say(f"{name}: code cell {number} of {cells}")
+
+            executions.append(execute(source, folder, on_cell))
+    return executions
