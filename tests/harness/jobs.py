@@ -1,0 +1,75 @@
+"""What the child processes of the tests run; importable by them, as test modules are not."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from staleproof.harness.children import REPORT, tell
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def environment(name: str) -> str:
+    return os.environ[name]
+
+
+def say_nothing() -> None:
+    pass
+
+
+def tell_and_crash() -> None:
+    tell("first")
+    tell({"second": 2})
+    os.abort()
+
+
+def tell_half_and_crash() -> None:
+    tell("whole")
+    with Path(os.environ[REPORT]).open("ab") as report:
+        report.write(pickle.dumps("an answer that is cut short")[:-9])
+    os._exit(7)
+
+
+def fail() -> None:
+    print("a line before", file=sys.stderr)
+    raise ValueError("rows: expected 3, got 4")
+
+
+def print_much(characters: int) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.write("x" * characters)
+    return characters
+
+
+def sleep(place: str, seconds: float = 600) -> None:
+    """Write the numbers of this process and of one that it starts to ``place``, and sleep."""
+    code = f"import time; time.sleep({seconds})"
+    grandchild = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL)
+    draft = Path(place).with_suffix(".part")
+    draft.write_text(f"{os.getpid()} {grandchild.pid}")
+    draft.rename(place)
+    tell("started")
+    time.sleep(seconds)
+
+
+def start_and_return(place: str) -> str:
+    """Leave a process behind."""
+    grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(place).write_text(str(grandchild.pid))
+    return "done"
+
+
+def meet(rank: int, meeting: str, failing: int | None) -> tuple[int, str]:
+    """Wait for all ranks at the meeting place, but for the rank that fails."""
+    if rank == failing:
+        raise RuntimeError("out of memory")
+    if failing is not None:
+        time.sleep(600)
+    return rank, meeting
