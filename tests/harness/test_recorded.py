@@ -9,6 +9,7 @@ import pytest
 
 from staleproof.harness import findings as findings_module
 from staleproof.harness import recorded
+from staleproof.harness.digest import file_digest
 from staleproof.harness.findings import RunFileError, finding, not_run
 
 ROW = {"kernel": "k", "provider": "ours", "mode": "graph", "x_name": "n", "x_value": 1, "p50": 4.0}
@@ -25,14 +26,48 @@ def test_a_run_comes_back_whole(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a-gpu"]
 
 
-def test_a_run_says_when_the_source_has_moved_on(tmp_path, monkeypatch):
-    row = ROW | {"incident": "b", "source_digest": findings_module.source_digest("b")}
-    recorded.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [row])
+def test_a_run_says_when_the_source_of_a_finding_has_changed(tmp_path, monkeypatch):
+    recorded.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [])
     assert recorded.read(tmp_path / "a").title.endswith("same source")
-    recorded.write(tmp_path / "b", [], [row | {"source_digest": "an earlier one"}])
-    assert recorded.read(tmp_path / "b").title.endswith("source changed since: b")
     monkeypatch.setattr(findings_module, "source_digest", lambda incident: "another")
     assert recorded.read(tmp_path / "a").title.endswith("source changed since: a")
+
+
+def test_a_run_says_when_the_source_of_a_benchmark_has_changed(tmp_path, monkeypatch):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/k.py").write_text("pass\n")
+    monkeypatch.setattr(recorded, "checkout", lambda: tmp_path)
+    digest = file_digest(tmp_path / "benchmarks/k.py")
+    row = ROW | {"incident": "b", "benchmark": "k", "source_digest": digest}
+    for changes, stale in (
+        ({}, []),
+        ({"source_digest": "an earlier one"}, ["b"]),
+        ({"benchmark": "deleted since"}, ["b"]),
+    ):
+        recorded.write(tmp_path / "run", [], [row | changes])
+        assert recorded.read(tmp_path / "run").stale == stale
+    # A recording of before the benchmark was named.
+    del row["benchmark"]
+    recorded.write(tmp_path / "run", [], [row])
+    assert recorded.read(tmp_path / "run").stale == ["b"]
+    # There are no benchmarks to compare with.
+    monkeypatch.undo()
+    monkeypatch.setattr(recorded, "PACKAGE", tmp_path / "site-packages" / "staleproof")
+    assert recorded.read(tmp_path / "run").stale == []
+
+
+def test_a_spoilt_run_hides_no_other(tmp_path):
+    for name in ("a", "b", "c"):
+        recorded.write(tmp_path / name, [finding(name, "q", "v", "clean")], [])
+    path = tmp_path / "b" / "findings.jsonl"
+    path.write_text(path.read_text()[:-20])
+    spoilt: list[RunFileError] = []
+    assert [run.folder.name for run in recorded.read_all(tmp_path, spoilt=spoilt.append)] == ["a", "c"]
+    (error,) = spoilt
+    assert "truncated" in str(error)
+    assert str(path) in str(error)
+    with pytest.raises(RunFileError, match="truncated"):
+        recorded.read_all(tmp_path)
 
 
 @pytest.mark.parametrize("fails_at", ["environment.json", "the swap"])
