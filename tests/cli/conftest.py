@@ -1,0 +1,54 @@
+"""A checkout and an incident of their own for the tests of the commands."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from staleproof import device
+from staleproof.harness import recorded
+from staleproof.harness.findings import Finding
+from staleproof.incidents.registry import INCIDENTS, Incident
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of its own, so that no test touches this one."""
+    for name in ("notebooks", "benchmarks", "workbook/runs"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr(recorded, "checkout", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def incident(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Replaces the registry by one incident, ``fake``, with these answers.
+
+    Returns a list that grows by the device each time the questions are asked.
+    """
+
+    def install(*answers: Callable[[], Finding]) -> list[str]:
+        asked: list[str] = []
+
+        def run(device_name: str, progress: Callable[[str], None]) -> Iterator[Finding]:
+            asked.append(device_name)
+            progress("the fake step")
+            for answer in answers:
+                yield answer()
+
+        module = types.ModuleType("staleproof.incidents.fake.questions")
+        module.QUESTIONS = types.SimpleNamespace(run=run)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(device, "has_triton", lambda: True)
+        for name in [*INCIDENTS]:
+            monkeypatch.delitem(INCIDENTS, name)
+        monkeypatch.setitem(INCIDENTS, "fake", Incident(1, "a fake", "01_fake.ipynb", "it lies"))
+        return asked
+
+    return install

@@ -1,0 +1,48 @@
+"""What the tests of the commands share: answers of a fake incident, and a measurement."""
+
+from __future__ import annotations
+
+from staleproof.harness.findings import Finding, finding, not_run, off_on_off
+
+MEASUREMENT = {
+    "kernel": "clear",
+    "provider": "staleproof",
+    "mode": "graph",
+    "x_name": "live",
+    "x_value": 1,
+    "p50": 2.0,
+    "p20": 1.9,
+    "p80": 2.2,
+    "unit": "us",
+    "bytes": 4_000_000,
+}
+
+
+def leaked() -> Finding:
+    return finding("fake", "empty_row", "broken", "leaked", expected="leaked", bad_rows=3)
+
+
+def clean() -> Finding:
+    return finding("fake", "empty_row", "ours", "clean", expected="clean")
+
+
+def wrong() -> Finding:
+    return finding("fake", "empty_row", "remedy", "clean", expected="leaked")
+
+
+def absent() -> Finding:
+    return not_run("fake", "empty_row", "cutlass", "needs SM100")
+
+
+def verified() -> Finding:
+    return off_on_off("fake", "ours", off="leaked", on="clean", off_again="leaked")
+
+
+def interrupted() -> Finding:
+    raise KeyboardInterrupt
+
+
+def one_line(captured: str) -> str:
+    lines = captured.strip().splitlines()
+    assert len(lines) == 1, captured
+    return lines[0]

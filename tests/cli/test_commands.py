@@ -1,0 +1,295 @@
+"""The commands: what they print, keep and refuse, and their exit codes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import time
+
+import pytest
+from fakes import MEASUREMENT, absent, clean, interrupted, leaked, one_line, verified, wrong
+
+from staleproof import cli, device
+from staleproof.harness import children, environment, recorded
+from staleproof.harness.findings import Finding, finding, read_findings, write_findings
+from staleproof.harness.questions import Question, Questions
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_help_answers_at_once_and_imports_no_torch():
+    code = (
+        "import sys\nfrom staleproof.cli import main\n"
+        "code = main(['--help'])\n"
+        "print(sorted({'torch', 'triton', 'pandas', 'nbconvert', 'rich'} & set(sys.modules)))\n"
+        "sys.exit(code)"
+    )
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = python(code)
+        seconds.append(time.perf_counter() - begin)
+    assert done.returncode == 0, done.stderr
+    assert "compare" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+    # The promise is 0.3 s on a quiet machine; tests share theirs.
+    assert min(seconds) < 1.0
+
+
+def test_version_is_one_line():
+    done = python("import sys; from staleproof.cli import main; sys.exit(main(['--version']))")
+    assert (done.returncode, done.stdout) == (0, f"staleproof {importlib.metadata.version('staleproof')}\n")
+
+
+WITHOUT_THE_EXTRA = """
+import sys, types
+for name in ("pandas", "matplotlib", "seaborn", "nbformat", "nbclient", "nbconvert", "ipykernel",
+             "ipywidgets", "jupyterlab", "jupyter_client", "IPython"):
+    sys.modules[name] = None
+from staleproof import cli
+from staleproof.harness.questions import Question, Questions
+fake = types.ModuleType("staleproof.incidents.kv_reuse.questions")
+fake.QUESTIONS = Questions("kv_reuse", Question("q", ["v"], lambda *_: "clean"))
+sys.modules[fake.__name__] = fake
+for command in {commands}:
+    print("EXIT", command, cli.main(command.split()), flush=True)
+"""
+
+
+def test_the_commands_of_a_server_need_no_jupyter(tmp_path):
+    recorded.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [])
+    commands = ["list", f"run kv_reuse --json {tmp_path}/x.jsonl", "doctor", "patches --version 0.18.1"]
+    commands.append(f"compare {tmp_path}/a {tmp_path}/a")
+    done = python(WITHOUT_THE_EXTRA.format(commands=commands))
+    exits = [line for line in done.stdout.splitlines() if line.startswith("EXIT")]
+    assert exits == [f"EXIT {command} 0" for command in commands], done.stderr
+
+
+def test_report_and_lab_name_the_extra_they_need():
+    done = python(WITHOUT_THE_EXTRA.format(commands=["report --execute", "lab"]))
+    assert done.stdout == "EXIT report --execute 2\nEXIT lab 2\n"
+    report, lab = done.stderr.splitlines()
+    assert report.startswith("staleproof: report: needs pandas, matplotlib, ")
+    assert lab.startswith("staleproof: lab: needs jupyterlab, ")
+    assert all(line.endswith(': pip install "staleproof[workbook]"') for line in (report, lab))
+
+
+def test_importing_the_package_imports_no_torch():
+    done = python("import sys, staleproof as s; print('torch' in sys.modules, set(s.__all__) <= set(dir(s)))")
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_run_prints_findings_then_matrix_and_keeps_them(root, incident, capsys):
+    asked = incident(leaked, clean, absent, verified)
+    assert cli.main(["run"]) == 0
+    out = capsys.readouterr().out
+    word = device.provenance()
+    assert f"{word}  fake, empty_row, broken: leaked  [bad_rows 3]" in out
+    assert f"{word}  fake, empty_row, cutlass: not run: needs SM100" in out
+    assert out.index("broken: leaked") < out.index("fake     empty_row\n")
+    assert "3 as expected, 0 not as expected, 1 not run" in out
+    assert asked == ["cuda" if word == "MEASURED" else "cpu"]
+    kept = read_findings(root / "workbook/_build/findings.jsonl")
+    assert [f.verdict for f in kept] == ["leaked", "clean", "not run", "fixed"]
+
+
+@pytest.mark.parametrize("name", ["fake", "1"])
+def test_run_takes_a_name_or_a_number_and_asks_once(root, incident, name):
+    asked = incident(clean)
+    assert cli.main(["run", name, "fake"]) == 0
+    assert len(asked) == 1
+
+
+def test_run_exits_1_where_a_verdict_is_not_as_expected(root, incident, capsys):
+    incident(clean, wrong)
+    assert cli.main(["run"]) == 1
+    captured = capsys.readouterr()
+    assert "clean (expected leaked)" in captured.out
+    assert one_line(captured.err) == "staleproof: 1 verdicts are not as expected"
+
+
+def test_not_run_is_no_failure_and_no_pass(root, incident, capsys):
+    incident(absent)
+    assert cli.main(["run"]) == 0
+    assert "0 as expected, 0 not as expected, 1 not run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("off", "off_again"), [("clean", "leaked"), ("leaked", "clean")])
+def test_run_refuses_fixed_where_the_reproduction_did_not_fail(root, incident, capsys, off, off_again):
+    def boast() -> Finding:
+        seen = {"off": off, "on": "clean", "off_again": off_again}
+        return finding("fake", "off/on/off", "ours", "fixed", expected="fixed", **seen)
+
+    incident(boast)
+    assert cli.main(["run"]) == 1
+    out = capsys.readouterr().out
+    assert "ours: not reproduced (expected fixed)" in out
+    assert "ours: fixed" not in out
+    (kept,) = read_findings(root / "workbook/_build/findings.jsonl")
+    assert kept.verdict == "not reproduced"
+
+
+def test_ctrl_c_keeps_the_findings_so_far(root, incident, capsys, tmp_path):
+    incident(leaked, clean, interrupted, verified)
+    path = tmp_path / "mine.jsonl"
+    assert cli.main(["run", "--json", str(path)]) == 130
+    assert [f.verdict for f in read_findings(path)] == ["leaked", "clean"]
+    assert one_line(capsys.readouterr().err) == (f"staleproof: interrupted; 2 findings kept: {path}")
+
+
+@pytest.mark.parametrize("pressed_in", ["a question", "the output"])
+def test_ctrl_c_ends_the_children(root, incident, monkeypatch, tmp_path, pressed_in):
+    incident()
+    started = []
+
+    def begin(device: str) -> children.Child:
+        started.append(children.start(time.sleep, 600))
+        return started[0]
+
+    def ask(variant: str, device: str, child: children.Child) -> str:
+        assert child.poll() is None
+        if (variant, pressed_in) == ("second", "a question"):
+            raise KeyboardInterrupt
+        return "clean"
+
+    def echo(line: str = "", **options: object) -> None:
+        if "first" in line and pressed_in == "the output":
+            raise KeyboardInterrupt
+
+    table = Questions("fake", Question("q", ["first", "second"], ask, begin=begin))
+    monkeypatch.setattr(sys.modules["staleproof.incidents.fake.questions"], "QUESTIONS", table)
+    monkeypatch.setattr(cli.typer, "echo", echo)
+    assert cli.main(["run", "--json", str(tmp_path / "x.jsonl")]) == 130
+    assert [found.variant for found in read_findings(tmp_path / "x.jsonl")] == ["first"]
+    assert started[0].poll() is not None
+
+
+def test_ctrl_c_before_the_first_finding_keeps_the_earlier_file(root, incident, capsys):
+    kept = root / "workbook/_build/findings.jsonl"
+    write_findings(kept, [leaked()])
+    incident(interrupted)
+    assert cli.main(["run"]) == 130
+    assert len(read_findings(kept)) == 1
+    assert "no finding yet" in capsys.readouterr().err
+
+
+def test_an_error_in_a_question_keeps_the_findings_so_far(root, incident):
+    def broken() -> Finding:
+        raise ZeroDivisionError
+
+    incident(leaked, broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["run"])
+    assert len(read_findings(root / "workbook/_build/findings.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "nope"], "unknown incident 'nope'; known: fake"),
+        (["run", "--device", "tpu"], "device: expected cpu, cuda or auto, got 'tpu'"),
+        (["run", "--json", "{root}/a_file/x.jsonl"], "cannot be written"),
+        (["run", "--json", "{root}"], "cannot be written: it is a folder"),
+        (["record", "--out", "{root}/a_file"], "cannot be written"),
+        (["compare", "here", "there"], "neither a run folder nor a recorded machine"),
+        (["bench", "nope"], "unknown kernel 'nope'"),
+    ],
+)
+def test_bad_input_is_one_line_and_2(root, incident, capsys, arguments, said):
+    asked = incident(clean)
+    (root / "a_file").write_text("in the way")
+    assert cli.main([a.format(root=root) for a in arguments]) == 2
+    captured = capsys.readouterr()
+    assert said in one_line(captured.err)
+    assert captured.out == ""
+    assert asked == []
+    assert (root / "a_file").read_text() == "in the way"
+
+
+@pytest.mark.parametrize("arguments", [["nope"], ["run", "--nope"], ["compare", "one"]])
+def test_unknown_commands_and_options_are_2(capsys, arguments):
+    assert cli.main(arguments) == 2
+    assert "nope" in (said := capsys.readouterr().err) or "Missing argument" in said
+
+
+def test_a_device_that_is_absent_is_2(root, incident, capsys, monkeypatch):
+    incident(clean)
+    monkeypatch.setattr(device, "has_cuda", lambda: False)
+    assert cli.main(["run", "--device", "cuda"]) == 2
+    assert "torch sees no CUDA device" in one_line(capsys.readouterr().err)
+
+
+def test_without_a_checkout_run_and_list_work_and_the_rest_says_so(incident, capsys, monkeypatch, tmp_path):
+    incident(clean)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recorded, "PACKAGE", tmp_path / "site-packages" / "staleproof")
+    assert cli.main(["run"]) == 0
+    assert len(read_findings(tmp_path / "staleproof-findings.jsonl")) == 1
+    assert cli.main(["list"]) == 0
+    capsys.readouterr()
+    for command in ("report", "lab", "bench", "record"):
+        assert cli.main([command]) == 2
+        assert "clone the repository" in one_line(capsys.readouterr().err)
+
+
+def test_bench_is_refused_without_a_gpu(root, capsys, monkeypatch):
+    (root / "benchmarks/clear.py").write_text("raise SystemError('not to be run')")
+    monkeypatch.setattr(device, "select", lambda *_: "cpu")
+    assert cli.main(["bench"]) == 2
+    assert "need a CUDA GPU" in one_line(capsys.readouterr().err)
+
+
+def test_bench_prints_each_row(root, capsys, monkeypatch):
+    (root / "benchmarks/clear.py").write_text(f"def rows():\n    yield {MEASUREMENT!r}\n")
+    (root / "benchmarks/other.py").write_text("raise SystemError('not asked')")
+    monkeypatch.setattr(device, "select", lambda *_: "cuda")
+    assert cli.main(["bench", "clear"]) == 0
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.split() == ["graph", "live", "1", "staleproof", "2.00", "1.90", "2.20", "2.00", "1.00"]
+
+
+def test_lab_opens_the_notebooks_with_this_python(root, monkeypatch):
+    calls = []
+    monkeypatch.setattr(cli.os, "execv", lambda path, argv: calls.append((path, argv)))
+    assert cli.main(["lab"]) == 0
+    notebooks = str(root / "notebooks")
+    assert calls == [(sys.executable, [sys.executable, "-m", "jupyterlab", notebooks])]
+
+
+def test_doctor_names_what_is_skipped_and_why(capsys):
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert str(device.provenance()) in out
+    for name in (
+        "Triton kernels",
+        "CUDA graphs",
+        "compute-sanitizer",
+        "nvcc",
+        "FlashInfer kernels",
+        "SM100 kernels",
+        "vLLM Triton MLA",
+        "NCCL, two GPUs",
+    ):
+        (line,) = (line for line in out.splitlines() if line[6:].startswith(name))
+        assert line[:6] in ("yes   ", "skip  ")
+        assert line[26:].strip(), line
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "interpreting", "warned"),
+    [
+        ("3.6.0", "2.4.6", True, True),
+        ("3.6.0", "2.5.2", False, False),
+        ("3.6.0", "2.3.5", True, False),
+        ("3.7.1", "2.4.6", True, False),
+        ("3.10.0", "2.10.0", True, False),
+    ],
+)
+def test_doctor_warns_of_the_bad_combination(capsys, monkeypatch, triton, numpy, interpreting, warned):
+    versions = {"triton": triton, "numpy": numpy}
+    monkeypatch.setattr(device, "version_of", versions.get)
+    monkeypatch.setattr(device, "interpreting", lambda: interpreting)
+    assert bool(environment.warnings()) is warned

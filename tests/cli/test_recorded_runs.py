@@ -1,0 +1,201 @@
+"""Commands that read or write recorded runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fakes import MEASUREMENT, absent, clean, interrupted, leaked, one_line, wrong
+
+from staleproof import cli, device
+from staleproof.harness import recorded
+from staleproof.harness.digest import file_digest
+from staleproof.harness.findings import Finding, finding, read_findings
+
+
+def _record(root: Path, findings: list[Finding], name: str = "a-gpu") -> Path:
+    folder = root / "workbook/runs" / name
+    recorded.write(folder, findings, [MEASUREMENT])
+    return folder
+
+
+def _cut(folder: Path) -> None:
+    path = folder / "findings.jsonl"
+    path.write_text(path.read_text()[:-20])
+
+
+def _drop_a_line(folder: Path) -> None:
+    path = folder / "findings.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def _cut_environment(folder: Path) -> None:
+    path = folder / "environment.json"
+    path.write_text(path.read_text()[:40])
+
+
+def _newer_findings(folder: Path) -> None:
+    path = folder / "findings.jsonl"
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+
+
+def _newer_environment(folder: Path) -> None:
+    path = folder / "environment.json"
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_cut, "truncated"),
+        (_drop_a_line, "truncated: expected 2 lines, got 1"),
+        (_cut_environment, "truncated"),
+        (_newer_findings, "newer"),
+        (_newer_environment, "newer"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "list", "report", "compare"])
+def test_a_spoilt_recorded_run_is_named_and_hides_no_other(root, incident, capsys, spoil, said, command):
+    incident(clean)
+    folder = _record(root, [leaked(), clean()])
+    _record(root, [leaked(), clean()], "b-gpu")
+    spoil(folder)
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    assert cli.main([command, *(["a-gpu", "b-gpu"] if command == "compare" else [])]) == 2
+    captured = capsys.readouterr()
+    assert said in one_line(captured.err)
+    assert str(folder) in captured.err
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    if command != "compare":
+        page = root / "workbook/_build/index.html"
+        shown = page.read_text() if command == "report" else captured.out
+        assert shown.count(recorded.read(root / "workbook/runs/b-gpu").title) == 1
+
+
+def test_an_unexpected_verdict_comes_before_a_spoilt_run(root, incident, capsys):
+    incident(wrong)
+    _cut(_record(root, [leaked()]))
+    assert cli.main(["run"]) == 1
+    verdict, run = capsys.readouterr().err.splitlines()
+    assert verdict == "staleproof: 1 verdicts are not as expected"
+    assert "truncated" in run
+
+
+def test_run_shows_recorded_runs_beside_and_marks_moved_source(root, incident, capsys, monkeypatch):
+    incident(leaked, clean)
+    _record(root, [leaked(), wrong()])
+    assert cli.main(["run"]) == 0
+    out = capsys.readouterr().out
+    name = device.machine().name
+    assert f"RECORDED  {name}, {leaked().date}, same source" in out
+    assert "1 match, 0 mismatch, 1 only in the first, 1 only in the second" in out
+    monkeypatch.setattr("staleproof.harness.findings.source_digest", lambda incident: "another")
+    assert cli.main(["list"]) == 0
+    assert "source changed since: fake" in capsys.readouterr().out
+
+
+def test_record_on_a_cpu_writes_findings_and_no_timing(root, incident, capsys, monkeypatch):
+    incident(leaked, clean)
+    (root / "benchmarks/clear.py").write_text("raise SystemError('nothing is timed here')")
+    monkeypatch.setattr(device, "select", lambda *_: "cpu")
+    assert cli.main(["record"]) == 0
+    (run,) = recorded.read_all()
+    assert run.folder.name == device.machine().slug
+    assert [f.verdict for f in run.findings] == ["leaked", "clean"]
+    assert {f.provenance for f in run.findings} == {device.Provenance.RECORDED}
+    assert run.measurements == []
+    assert [p.name for p in run.folder.parent.iterdir()] == [run.folder.name]
+
+
+def test_record_on_a_gpu_keeps_every_row(root, incident, monkeypatch, tmp_path):
+    incident(clean)
+    path = root / "benchmarks/clear.py"
+    path.write_text(f"def rows():\n    yield {MEASUREMENT!r}\n")
+    monkeypatch.setattr(device, "select", lambda *_: "cuda")
+    assert cli.main(["record", "--out", str(tmp_path / "out")]) == 0
+    (run,) = recorded.read_all(tmp_path / "out")
+    stamp = {"benchmark": "clear", "source_digest": file_digest(path)}
+    assert run.measurements == [MEASUREMENT | stamp]
+    assert run.title.endswith("same source")
+
+
+@pytest.mark.parametrize("second", [wrong, interrupted])
+def test_record_never_replaces_a_run_by_a_failed_one(root, incident, capsys, second):
+    incident(leaked)
+    assert cli.main(["record"]) == 0
+    (before,) = recorded.read_all()
+    incident(clean, second)
+    assert cli.main(["record"]) == (1 if second is wrong else 130)
+    (after,) = recorded.read_all()
+    assert after == before
+    assert [p.name for p in before.folder.parent.iterdir()] == [before.folder.name]
+    # What was found is not lost either.
+    assert read_findings(root / "workbook/_build/findings.jsonl")[0].variant == "ours"
+
+
+BENCHMARK = """
+from staleproof.harness import measure
+def rows():
+    for provider in {providers}:
+        if measure.checked(provider, provider == "right", "row 3 is stale"):
+            yield {row!r} | {{"provider": provider}}
+"""
+
+
+def test_a_wrong_result_of_ours_is_1_and_records_nothing(root, incident, capsys, monkeypatch):
+    incident(leaked)
+    monkeypatch.setattr(device, "select", lambda *_: "cuda")
+    assert cli.main(["record"]) == 0
+    (before,) = recorded.read_all()
+    text = BENCHMARK.format(providers=["right", "staleproof, all rows"], row=MEASUREMENT)
+    (root / "benchmarks/clear.py").write_text(text)
+    for command in ("record", "bench"):
+        capsys.readouterr()
+        assert cli.main([command]) == 1
+        said = one_line(capsys.readouterr().err)
+        assert said == "staleproof: clear: no speed for a wrong result: staleproof, all rows: row 3 is stale"
+    assert recorded.read_all() == [before]
+
+
+def test_a_wrong_result_of_a_peer_is_left_out(root, incident, capsys, monkeypatch):
+    incident(leaked)
+    text = BENCHMARK.format(providers=["wrong peer", "right"], row=MEASUREMENT)
+    (root / "benchmarks/clear.py").write_text(text)
+    monkeypatch.setattr(device, "select", lambda *_: "cuda")
+    assert cli.main(["record"]) == 0
+    assert "wrong peer: refused, row 3 is stale" in capsys.readouterr().out
+    (run,) = recorded.read_all()
+    assert [row["provider"] for row in run.measurements] == ["right"]
+
+
+def test_record_leaves_a_folder_that_is_no_run_alone(root, incident, capsys):
+    asked = incident(clean)
+    mine = root / "workbook/runs" / device.machine().slug
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    assert cli.main(["record"]) == 2
+    assert "not a recorded run" in one_line(capsys.readouterr().err)
+    assert asked == []
+    assert (mine / "thesis.txt").read_text() == "years of work"
+
+
+def test_compare_prints_verdicts_first_and_timings_second(root, capsys):
+    _record(root, [leaked(), clean()], "a-gpu")
+    changed = finding("fake", "empty_row", "ours", "leaked", expected="clean")
+    folder = _record(root, [leaked(), changed, absent()], "b-gpu")
+    path = folder / "measurements.jsonl"
+    path.write_text(json.dumps(MEASUREMENT | {"p50": 3.0}) + "\n")
+    assert cli.main(["compare", "a-gpu", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert "mismatch        fake, empty_row, ours: clean / leaked" in out
+    assert "in neither      fake, empty_row, cutlass" in out
+    assert "1 match, 1 mismatch, 0 only in the first, 0 only in the second, 1 not run" in out
+    assert "clear, staleproof, graph, live 1: 2 us (p20 1.9, p80 2.2) -> 3 (1.50)" in out
+    assert out.index("1 match") < out.index("clear, staleproof")
+
+
+def test_compare_of_a_run_with_itself_is_0(root, capsys):
+    _record(root, [leaked(), clean()])
+    assert cli.main(["compare", "a-gpu", "a-gpu"]) == 0
+    assert "2 match, 0 mismatch" in capsys.readouterr().out
