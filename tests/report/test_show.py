@@ -70,7 +70,7 @@ def test_without_a_recorded_run_it_says_so(runs: Path, capsys: pytest.CaptureFix
     show.recorded_answers("mla_padding", "empty row")
     assert show.recorded_timings("clear_empty_rows") == []
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("no recorded run has asked this yet")
+    assert first.startswith("no recorded run has this question yet")
     assert second.startswith("no recorded timing of clear_empty_rows")
 
 

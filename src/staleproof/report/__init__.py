@@ -1,1 +1,1 @@
-"""The verdict matrix, pictures, and the HTML report."""
+"""What is shown: terminal output, the verdict matrix, pictures, and the HTML report."""

@@ -1,8 +1,8 @@
 """The one form in which a notebook is committed: ``python -m staleproof.report.canonical FILE...``.
 
-Executing a notebook writes into it things that say nothing (timestamps, random ids, the versions
-of the author's kernel), so two honest executions differ in a hundred lines. The canonical form
-keeps what a reader sees and what nbval compares, and fixes the rest.
+Executing a notebook stores timestamps, random ids and versions in it, so two executions with the
+same results differ in a hundred lines. The canonical form keeps what a reader sees and what nbval
+compares, and makes the rest the same.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-# Its model id is random and the widget's state is not stored, so it could never be shown again.
+# Left out: its model id is random, and without the widget's state, which is not stored, it shows nothing.
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def canonical(nb: NotebookNode) -> str:
     """The canonical text of a notebook.
 
-    nbformat 4.5 as ``nbformat.writes`` prints it, with :data:`METADATA` and nothing else as
-    metadata, no cell metadata but sorted tags, cells numbered ``cell-01``, ``cell-02`` and on,
-    outputs kept, neighbouring chunks of one stream joined, and one newline at the end.
+    The text is nbformat 4.5 as ``nbformat.writes`` prints it. Metadata is :data:`METADATA`; that of
+    a cell is its sorted tags. Cells are named ``cell-01``, ``cell-02`` and so on. Outputs are kept,
+    with neighbouring chunks of one stream joined. The text ends with one newline.
 
     Args:
-        nb: a notebook of major format 4; left as it is.
+        nb: a notebook of major format 4; it is not changed.
 
     Returns:
-        The text; ``canonical`` of what it parses to is the same text.
+        The text. Parsed and made canonical again, it is the same text.
     """
     cells = []
     for number, cell in enumerate(nb.cells, 1):
@@ -54,7 +54,7 @@ def canonical(nb: NotebookNode) -> str:
 
 
 def _outputs(cell: NotebookNode) -> list[dict]:
-    """A code cell's outputs; how a stream was cut into chunks is chance, so chunks are joined."""
+    """A code cell's outputs, with the chunks of a stream joined: their sizes vary from run to run."""
     outputs: list[dict] = []
     for output in cell.outputs:
         kept = dict(output)
@@ -69,10 +69,10 @@ def _outputs(cell: NotebookNode) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rewrite the given notebooks in canonical form; those that are so already are not touched.
+    """Rewrite notebooks in canonical form; those that are canonical already are not written.
 
     Returns:
-        0, or 2 where a file is no notebook or cannot be read or written; the others are done.
+        0, or 2 if a file is not a notebook or cannot be read or written. The others are rewritten.
     """
     parser = argparse.ArgumentParser(prog="python -m staleproof.report.canonical")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")

@@ -1,4 +1,4 @@
-"""The report: one HTML file that loads nothing from anywhere."""
+"""The report: one HTML file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ thead th { background: var(--soft); } .num { text-align: right; }
   var(--line); } img, svg { max-width: 100%; height: auto; }
 nav ul { list-style: none; padding-left: 1rem; }
 """
-# Widgets and scripts cannot run in a file that loads nothing; their text or picture is shown.
+# Kinds of output, best first. Widgets and scripts cannot run in the page: their text or picture is shown.
 SHOWN = ["text/html", "image/svg+xml", "image/png", "image/jpeg", "text/markdown", "text/plain"]
 ALT = "picture; the verdict printed beside it says what it shows"
 MEASURED_COLUMNS = ("kernel", "provider", "mode", "x_name", "x_value", "p50", "p20", "p80", "unit")
 
 
-# Release of vLLM -> question -> the answer without the patches, and with them.
+# Release of vLLM -> question -> two answers: without the patches and with them.
 Patched = Mapping[str, Mapping[str, Sequence[str]]]
 
 
@@ -61,10 +61,10 @@ def page(
     """The whole report.
 
     Args:
-        findings: of this machine; obtained just now, or read back as RECORDED.
+        findings: of this machine: of this process, or of an earlier one, read as RECORDED.
         runs: recorded runs to show beside them.
         notebooks: executed copies, in reading order.
-        patched: what the tests saw in real releases of vLLM (``workbook/patches.json``).
+        patched: what tests on real releases of vLLM found (``workbook/patches.json``).
     """
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     contents = [_entry("verdicts", "Verdicts"), _entry("recorded", "Recorded runs")]
@@ -130,12 +130,12 @@ def _recorded(runs: Sequence[Run], findings: Sequence[Finding]) -> str:
 
 
 def read_patched(path: Path) -> Patched | None:
-    """What the tests saw in real releases of vLLM; ``None`` before they have."""
+    """What tests on real releases of vLLM found; ``None`` if they were never run."""
     return dict(json.loads(path.read_text())) if path.exists() else None
 
 
 def _patched(releases: Patched) -> str:
-    """Questions down, releases across; a cell that the patches change shows both answers."""
+    """A row for each question, a column for each release; both answers if the patches change it."""
     esc = markup.escape
     questions = dict.fromkeys(question for answers in releases.values() for question in answers)
     head = "".join(f"<th scope='col'>{esc(release)}</th>" for release in releases)
@@ -188,10 +188,11 @@ def _chapter(execution: Execution) -> tuple[str, str]:
         notebook, resources={"metadata": {"path": str(execution.path.parent)}}
     )
     body = body.replace("No description has been provided for this image", ALT)
-    # Two notebooks may share a heading, and a link to a notebook is a link to its section here.
+    # Two notebooks may have the same heading, so ids begin with the notebook's name; a link to a
+    # notebook becomes a link to its section.
     body = re.sub(r"(<h[1-6][^>]* id=\")", rf"\g<1>{stem}-", body)
     body = re.sub(r"href=\"(?:\./)?(\d\d_\w+)\.ipynb(?:#[^\"]*)?\"", r'href="#\1"', body)
-    # Notebooks lie beside workbook/, the page inside workbook/_build/.
+    # Notebooks are beside workbook/, the page is in workbook/_build/.
     body = body.replace('href="../workbook/', 'href="../')
     headings = re.findall(r"<h([12])[^>]* id=\"([^\"]+)\">(.*?)</h\1>", body, re.DOTALL)
     titles, below = [], ""

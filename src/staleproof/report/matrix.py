@@ -1,4 +1,14 @@
-"""The verdict matrix: variants down, questions across, a panel a group of questions."""
+"""The verdict matrix: a row for each variant, a column for each question, in panels.
+
+>>> from staleproof.harness.findings import finding
+>>> print(text([finding("an_incident", "empty row", "ours", "clean", expected="clean")]).partition("\\n")[2])
+<BLANKLINE>
+an_incident  empty row
+-----------  ---------
+ours         clean
+<BLANKLINE>
+1 as expected, 0 not as expected, 0 not run
+"""
 
 from __future__ import annotations
 
@@ -17,13 +27,13 @@ NOT_ASKED = "-"
 
 @dataclass(frozen=True)
 class Matrix:
-    """One panel: verdicts of one incident on questions that are put to the same variants.
+    """One panel: some questions of one incident, asked about much the same variants.
 
     Attributes:
         incident: folder name.
-        questions: columns, in the order they were first asked.
-        variants: rows, likewise.
-        cells: (variant, question) -> its finding.
+        questions: columns, in the order of asking.
+        variants: rows, in the order of asking.
+        cells: the finding of each (variant, question).
     """
 
     incident: str
@@ -33,12 +43,12 @@ class Matrix:
 
 
 def build(findings: Iterable[Finding]) -> list[Matrix]:
-    """The panels of every incident, in order of appearance.
+    """The panels of every incident, in the order of asking.
 
-    Neighbouring questions share a panel where they were put to much the same variants; one table of
-    all questions would be wide and mostly empty. A finding that says "fixed" where the reproduction
-    did not fail first is changed to "not reproduced" (:func:`staleproof.harness.findings.proved`). Of
-    two findings of one cell, the unexpected one is shown, otherwise the later.
+    Successive questions share a panel if they were asked about much the same variants: one table of
+    all questions would be wide and mostly empty. A finding that says "fixed" without showing it is
+    changed to "not reproduced" (:func:`staleproof.harness.findings.proved`). If a cell has two
+    findings, an unexpected verdict is shown; otherwise the later one.
     """
     answers: dict[tuple[str, str], dict[str, Finding]] = {}
     for found in map(proved, findings):
@@ -59,13 +69,13 @@ def build(findings: Iterable[Finding]) -> list[Matrix]:
 
 
 def _alike(one: Iterable[str], two: Iterable[str]) -> bool:
-    """Whether one set of variants is at least half of the other, and nothing else."""
+    """Whether one set of variants contains the other, which is at least half as large."""
     small, large = sorted((set(one), set(two)), key=len)
     return small <= large and 2 * len(small) >= len(large)
 
 
 def provenance(findings: Iterable[Finding]) -> str:
-    """The provenance word of these findings; several joined by ``+``."""
+    """The provenance of these findings; several are joined by ``+``."""
     return "+".join(sorted({str(found.provenance) for found in findings})) or "no findings"
 
 
@@ -81,9 +91,8 @@ def counts(findings: Iterable[Finding]) -> str:
 def text(findings: Sequence[Finding]) -> str:
     """The matrices as plain ASCII.
 
-    The provenance word stands in the first line and nowhere else, and there are no timings, so a
-    notebook cell that prints this stores the same text on every machine that gives the same
-    verdicts.
+    The provenance is in the first line only, and there are no timings. So a notebook cell that
+    prints this stores the same text on every machine with the same verdicts.
     """
     lines = [provenance(findings)]
     for matrix in build(findings):
@@ -100,7 +109,7 @@ def text(findings: Sequence[Finding]) -> str:
 
 
 def absences(findings: Iterable[Finding]) -> list[str]:
-    """What was not run, with the reason; one line a variant and reason."""
+    """One line for each variant and reason: what was not run, and why."""
     questions: dict[tuple[str, str, str], list[str]] = {}
     for f in findings:
         if not f.ran:
@@ -134,7 +143,7 @@ def tables(findings: Sequence[Finding]) -> list[Table]:
 
 
 def html(findings: Sequence[Finding]) -> str:
-    """The matrices as HTML tables, with the absences and the counts; style comes from the page."""
+    """The matrices as HTML tables, with counts and absences; the page has the style."""
     esc = markup.escape
     parts = []
     for matrix in build(findings):

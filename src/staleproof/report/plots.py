@@ -1,6 +1,6 @@
-"""The notebooks' pictures: transparent, in mid-grey ink, readable without telling colours apart.
+"""The pictures of the notebooks: transparent, in mid-grey, readable without colours.
 
-Each state has a hatch of its own beside its colour (Okabe and Ito's), so NaN is never a blank.
+Each state has a colour of Okabe and Ito's and a hatch of its own. NaN is drawn, never left blank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ device.need_workbook("pandas", "matplotlib", "seaborn")
 
 _BLUE, _ORANGE, _VERMILION, _PURPLE, _GREEN = "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73"
 
-# A state's colour, how much of it the cell's ground takes, and its hatch.
+# State -> its colour, the opacity of the cell's background, and its hatch.
 STATES: Mapping[str, tuple[str, float, str]] = {
     "finite": (_BLUE, 0.25, ""),
     "NaN in a padding row": (_ORANGE, 0.2, "///"),
@@ -55,17 +55,17 @@ def grid(
     live: int | None = None,
     cell: tuple[float, float] = (0.55, 0.24),
 ) -> Figure:
-    """A field of states with a legend: rows down, columns across.
+    """A grid of states with a legend.
 
     Args:
         cells: a state of :data:`STATES` for each row and column.
-        rows: labels of the rows; an empty one leaves its row without.
+        rows: labels of the rows; they may be empty.
         columns: labels of the columns.
         live: draws a line below this many rows.
         cell: width and height of a cell, in inches.
 
     Returns:
-        A figure that pyplot does not know.
+        A figure that pyplot does not keep.
 
     Raises:
         ValueError: cells that do not fit the labels, or an unknown state.
@@ -77,7 +77,7 @@ def grid(
     for line in cells:
         require(len(line) == len(columns), "cells", f"{len(columns)} columns", len(line))
         require(set(line) <= set(STATES), "cells", f"states of {list(STATES)}", sorted(set(line)))
-    # Inches: room for the labels, as wide as they are.
+    # In inches: the space for the labels grows with their length.
     left = 0.25 + 0.075 * max(map(len, rows))
     flat = 0.07 * max(map(len, columns)) < cell[0]
     top = 0.3 if flat else 0.15 + 0.055 * max(map(len, columns))
@@ -132,7 +132,7 @@ def _patch(state: str, corner: tuple[float, float] = (0, 0), **changes: Any) -> 
 
 
 def stages(picture: StagePicture) -> Figure:
-    """Rows x stages of one replay; live rows stand above the line."""
+    """The rows of one replay after each stage; live rows are above the line."""
     count = len(picture.cells)
     labels = [f"row {row}" if row < picture.live else f"padding {row}" for row in range(count)]
     return grid(
@@ -144,7 +144,7 @@ def stages(picture: StagePicture) -> Figure:
 
 
 def timings(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Recorded medians with p20 to p80: a panel a mode and machine, a mark a provider.
+    """Recorded medians with p20 to p80: a panel for each mode and machine, a mark for each provider.
 
     Args:
         rows: lines of ``measurements.jsonl`` of one kernel.
@@ -187,15 +187,15 @@ def timings(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, live: int) -> Figure:
-    """The experts of a batch as a heat map, duplicates hatched, beside the map with its holes.
+    """The experts of a batch as a heat map, duplicates hatched, beside the map from slot to entry.
 
     Args:
-        ids: the experts of each row; those below 0 stay empty.
-        holes: which of these slots' map entries nobody wrote.
+        ids: the experts of each row; negative ones stay empty.
+        holes: for each slot, whether its entry of the map was never written.
         live: draws a line below this many rows.
 
     Raises:
-        ValueError: ids and holes that do not fit each other.
+        ValueError: ids and holes have different shapes.
     """
     import seaborn as sns
     from matplotlib.figure import Figure
@@ -262,14 +262,14 @@ def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, li
 
 
 def cost_bars(rows: Sequence[Mapping[str, Any]], baseline: str) -> Figure:
-    """Recorded medians over the baseline's, in bars: a panel a mode and machine, a bar a provider.
+    """Recorded medians divided by the baseline's: a panel for each mode and machine.
 
     Args:
         rows: lines of ``measurements.jsonl`` of one kernel.
         baseline: the provider that is 1.
 
     Raises:
-        ValueError: no rows, or none of the baseline.
+        ValueError: no rows, or the baseline was not measured.
     """
     import pandas as pd
     import seaborn as sns
@@ -313,14 +313,14 @@ def cost_bars(rows: Sequence[Mapping[str, Any]], baseline: str) -> Figure:
 
 
 def uptime(curves: Mapping[str, Sequence[float]], *, steps: int) -> Figure:
-    """Share of corrupted requests over the life of a server, a line a variant.
+    """Share of corrupted requests over the life of a server, a line for each variant.
 
     Args:
-        curves: shares from 0 to 1 by variant, one a window of equal length.
-        steps: of the whole run.
+        curves: shares from 0 to 1 for each variant, one for each window of equal length.
+        steps: length of the whole run.
 
     Raises:
-        ValueError: no curve, one without a window, or a share that is none.
+        ValueError: no curve, an empty one, or a share outside 0 to 1.
     """
     import seaborn as sns
     from matplotlib.figure import Figure
@@ -354,12 +354,13 @@ def _in_grey(ax: Axes) -> None:
 
 
 def svg(fig: Figure) -> SVG:
-    """The figure as a cell shows it; drawn anew, it gives the same bytes."""
+    """The figure as a notebook cell shows it; the same figure always gives the same bytes."""
     import matplotlib as mpl
     from IPython.display import SVG
 
     text = io.StringIO()
-    # Words stay words: small, searchable, and no other sans-serif is as wide as the one laid out.
+    # Text stays text: small and searchable. The layout is for DejaVu Sans, which is wider than other
+    # sans-serif fonts, so the text of a reader's font fits too.
     style: Any = {"svg.hashsalt": "staleproof", "svg.fonttype": "none", "hatch.linewidth": 0.8}
     with mpl.rc_context(style):
         fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})

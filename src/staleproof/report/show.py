@@ -1,6 +1,6 @@
-"""What notebook cells call: the banner, plain tables, verdict lines, recorded runs, a slider.
+"""What notebook cells call: the banner, tables, verdict lines, recorded runs, a slider.
 
-Text is plain, because nbval compares plain text; a verdict line begins with the provenance word.
+Output is plain text, because nbval compares plain text. A verdict line begins with the provenance.
 """
 
 from __future__ import annotations
@@ -44,12 +44,19 @@ def start(device: str) -> str:
 
 
 def verdict(text: str) -> None:
-    """Print one verdict line: the provenance word of this process, then ``text``."""
+    """Print one verdict line: the provenance of this process, then ``text``."""
     print(f"{devices.provenance()} {text}")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows under their column names, left-aligned."""
+    """Print rows under their column names, left-aligned.
+
+    >>> table(("row", "state"), [(0, "finite"), (127, "nan")])
+    row  state
+    ---  ------
+    0    finite
+    127  nan
+    """
     lines = [tuple(map(str, row)) for row in (columns, *rows)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     lines.insert(1, tuple("-" * width for width in widths))
@@ -58,7 +65,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def answers(findings: Iterable[Finding]) -> None:
-    """Print findings as a table: variants down, questions across; below it what was not run."""
+    """Print a row for each variant, a column for each question, and what was not run and why."""
     found = list(findings)
     questions = list(dict.fromkeys(f.question for f in found))
     cells = {(f.variant, f.question): f.verdict for f in found}
@@ -72,16 +79,20 @@ def answers(findings: Iterable[Finding]) -> None:
 
 
 def recorded_answers(incident: str, question: str) -> None:
-    """Print what each recorded machine answered to one question: RECORDED, so no evidence here."""
+    """Print the verdicts of each recorded machine on one question. They prove nothing about this one."""
     asked = []
-    for run in recorded.read_all():
+    for run in recorded.read_all(spoilt=_not_shown):
         answered = [f for f in run.findings if (f.incident, f.question) == (incident, question)]
         if answered:
             print(f"RECORDED {run.title}")
             table(("variant", question), ((f.variant, f.verdict) for f in answered))
         asked += answered
     if not asked:
-        print("no recorded run has asked this yet: staleproof record makes one")
+        print("no recorded run has this question yet: staleproof record makes one")
+
+
+def _not_shown(error: Exception) -> None:
+    print(f"not shown: {error}")
 
 
 def recorded_timings(kernel: str, baseline: str = "staleproof") -> list[dict[str, Any]]:
@@ -89,13 +100,13 @@ def recorded_timings(kernel: str, baseline: str = "staleproof") -> list[dict[str
 
     Args:
         kernel: as in ``measurements.jsonl``.
-        baseline: the provider that the others' ratios refer to.
+        baseline: the provider whose times the others are divided by.
 
     Returns:
         The rows printed.
     """
     rows = []
-    for run in recorded.read_all():
+    for run in recorded.read_all(spoilt=_not_shown):
         mine = [row for row in run.measurements if row["kernel"] == kernel]
         if mine:
             print(f"RECORDED {run.title}")
@@ -107,9 +118,9 @@ def recorded_timings(kernel: str, baseline: str = "staleproof") -> list[dict[str
 
 
 def has_front_end() -> bool:
-    """Whether somebody can move a widget: JupyterLab or VS Code, with ipywidgets installed.
+    """Whether a reader can move a widget: in JupyterLab or VS Code, with ipywidgets installed.
 
-    Executing without a page (nbclient, nbconvert, nbval) sets neither mark.
+    nbclient, nbconvert and nbval set neither of the two marks that are looked for.
     """
     try:
         import ipywidgets  # noqa: F401
@@ -122,13 +133,13 @@ def has_front_end() -> bool:
 
 
 def slider(name: str, values: range, draw: Callable[[int], object], instead: Callable[[], object]) -> None:
-    """A slider where somebody can move one, and ``instead`` everywhere else.
+    """Show a slider if a reader can move it, otherwise call ``instead``.
 
     Args:
         name: label of the slider.
-        values: what it runs over.
+        values: its values.
         draw: shows one value.
-        instead: shows all of them in text.
+        instead: shows all values as text.
     """
     if not has_front_end():
         instead()
@@ -144,19 +155,19 @@ def slider(name: str, values: range, draw: Callable[[int], object], instead: Cal
 class ToyStep:
     """The smallest captured step with the fault: one kernel, one consumer, static memory.
 
-    Row ``i`` belongs to request ``i``, and says ``i + 1`` in each of its four columns.
+    Row ``i`` belongs to request ``i`` and holds ``i + 1`` in each of its four columns.
 
     Args:
         device: ``cpu`` (a recorded launch list) or ``cuda`` (a CUDA graph).
         rows: size of the captured batch.
-        writes_every_row: whether the kernel writes zeros for a row without tokens; otherwise it
-            leaves that row alone.
-        amax: the consumer divides all rows by the largest magnitude among them, found with
-            ``torch.max`` (keeps NaN) or ``fmax`` (drops it); ``None`` leaves rows apart.
-        counters: optional RowCounters over ``kernel`` and ``consumer``, captured with the step.
+        writes_every_row: whether the kernel writes zeros to a row without tokens, or does not write
+            that row.
+        amax: the consumer divides all rows by their largest magnitude, found with ``torch.max``
+            (keeps NaN) or ``fmax`` (drops it); ``None``: it copies each row.
+        counters: optional RowCounters of ``kernel`` and ``consumer``, captured with the step.
 
     Attributes:
-        x: (rows, 4) fp32, what each request says.
+        x: (rows, 4) fp32, the input of each request.
         out: (rows, 4) fp32, the kernel's output memory.
         scaled: (rows, 4) fp32, the consumer's output.
     """
@@ -200,14 +211,14 @@ class ToyStep:
             self.counters.observe("consumer", self.scaled, self.seq_lens)
 
     def serve(self, live: int) -> None:
-        """One step for the first ``live`` requests: new lengths, then the captured replay."""
+        """One step with the first ``live`` requests: set the lengths, then replay the capture."""
         self.live = live
         self.seq_lens.zero_()
         self.seq_lens[:live] = 1
         self.graph.replay()
 
     def __call__(self, fill: Fill | None) -> list[torch.Tensor]:
-        """The same step again, for the judges; ``fill`` is put into the padding rows before it."""
+        """Run the same step again, for the detectors; ``fill`` fills the padding rows before it."""
         before = self.out.clone()
         if fill is not None:
             fill(self.out[self.live :])

@@ -1,7 +1,7 @@
 """The timeline of the five incidents and the claims of their threads, as tables and a picture.
 
-Both come from ``workbook/timeline.json``.
-``python -m staleproof.report.timeline`` writes ``workbook/timeline.md`` anew.
+Both are in ``workbook/timeline.json``. ``python -m staleproof.report.timeline`` writes
+``workbook/timeline.md`` from it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from staleproof.harness.recorded import checkout
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Number of the incident: its folder, and what it is in a few words.
+# Number of the incident -> its folder and a few words on it.
 LANES = {
     1: ("mla_padding", "empty rows of MLA decode"),
     2: ("decode_buffer", "a buffer no profile saw"),
@@ -40,7 +40,7 @@ CLAIMS_LEGEND = (
 )
 
 INK = "#808080"
-# Okabe and Ito's colours, one an incident: told apart by colour-blind eyes, on light and on dark.
+# Okabe and Ito's colours, one for each incident: colour-blind readers can tell them apart.
 COLOURS = {1: "#0072B2", 2: "#D55E00", 3: "#009E73", 4: "#CC79A7", 5: "#E69F00"}
 
 
@@ -50,14 +50,14 @@ class Event:
 
     Attributes:
         date: the day.
-        source: the thread or release, as people name it.
-        url: its address, or ``None`` for a release read from its wheel.
+        source: the usual name of the thread or release.
+        url: its address; ``None`` for a release that was read from its wheel.
         incidents: numbers of the incidents it belongs to.
-        label: a few words for the picture, or ``None`` to draw a dot only.
+        label: a few words for the picture; ``None``: a dot only.
         event: what happened, in our words.
-        checked: True where we read it in the released code or ran that code; False where it is
-            what the thread says.
-        reported: the thread's own figures; hardware GB200 or B200 unless the figure says otherwise.
+        checked: True if we read it in the released code or ran that code; False if the thread says
+            so.
+        reported: figures of the thread, on GB200 or B200 unless the figure says otherwise.
     """
 
     date: datetime.date
@@ -75,18 +75,18 @@ HELD, NOT_HELD, NOT_HERE = "held", "did not hold", "could not be run here"
 
 @dataclass(frozen=True)
 class Claim:
-    """What a thread claims, and what became of it.
+    """A claim of a thread, and whether it was confirmed.
 
     Attributes:
-        number: its number in the list of the threads' first twenty, or ``None``.
-        source: the thread, as people name it.
+        number: its number among the first twenty claims, or ``None``.
+        source: the usual name of the thread.
         url: its address.
         claim: the claim, in our words.
         mark: one of :data:`HELD`, :data:`NOT_HELD`, :data:`NOT_HERE`.
         note: under which conditions, one line.
         notebook: the walkthrough whose cells show it.
-        finding: incident, question, variant and verdict that show it; ``None`` where a recorded
-            timing does, or nothing can here.
+        finding: incident, question, variant and verdict that show it; ``None`` if a recorded timing
+            shows it, or nothing does.
     """
 
     number: int | None
@@ -100,10 +100,10 @@ class Claim:
 
 
 def claims(path: Path | None = None) -> list[Claim]:
-    """The claims, in the order of their threads.
+    """The claims, in the order of the file.
 
     Args:
-        path: another file than ``workbook/timeline.json``.
+        path: instead of ``workbook/timeline.json``.
 
     Raises:
         RunFileError: staleproof is installed without its checkout.
@@ -134,7 +134,7 @@ def load(path: Path | None = None) -> list[Event]:
     """The events, in order of date.
 
     Args:
-        path: another file than ``workbook/timeline.json``.
+        path: instead of ``workbook/timeline.json``.
 
     Raises:
         RunFileError: staleproof is installed without its checkout.
@@ -168,7 +168,7 @@ def _event(number: int, row: dict[str, Any]) -> Event:
 
 
 def markdown(events: list[Event] | None = None, asserted: list[Claim] | None = None) -> str:
-    """``workbook/timeline.md``: the incidents, one table row an event, then one a claim."""
+    """The text of ``workbook/timeline.md``: tables of the incidents, the events and the claims."""
     events = load() if events is None else events
     asserted = claims() if asserted is None else asserted
     lines = [
@@ -208,20 +208,20 @@ def _line(cells: list[str]) -> str:
 
 
 def figure(events: list[Event] | None = None) -> Figure:
-    """The timeline as a picture: a lane an incident, dates on x.
+    """The timeline as a picture: a lane for each incident, dates along x.
 
-    A full dot is an event that was checked, a ring one that is reported. Transparent, with
-    mid-grey ink, so that it reads on a light and on a dark page.
+    A full dot is an event that was checked, a ring one that is only reported. Transparent, in
+    mid-grey, so that it can be read on a light and on a dark page.
 
     Returns:
-        A figure that pyplot does not know; ``.savefig("timeline.svg")`` writes it.
+        A figure that pyplot does not keep; ``.savefig("timeline.svg")`` writes it.
     """
     from matplotlib.dates import ConciseDateFormatter, MonthLocator, date2num
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     events = load() if events is None else events
-    # Inches: the page, the room for lane names, one line of text.
+    # In inches: the page, the space for lane names, one line of text.
     width, left, right, line = 11.0, 2.35, 0.1, 0.19
     first, last = (float(date2num(e.date)) for e in (events[0], events[-1]))
     start, end = first - 8, last + 45
@@ -275,17 +275,17 @@ def figure(events: list[Event] | None = None) -> Figure:
 
 
 def _inches(text: str) -> float:
-    """Width of a label of the picture, with the gap before it and some air after it."""
+    """Width of a label of the picture, with the gap before it and some space after it."""
     from matplotlib.textpath import TextPath
 
     return TextPath((0, 0), text, size=8).get_extents().width / 72 + 0.15
 
 
 def _levels(labels: list[tuple[float, float]]) -> list[int]:
-    """Heights at which labels (start, width) stand, so that none meets another or its leader.
+    """A height for each label (start, width), so that no label overlaps another or its line.
 
-    Labels are in order of start and run to the right, so an earlier label may pass above a later
-    one, whose leader then ends below it.
+    Labels are sorted by start and extend to the right. So an earlier label may pass above a later
+    one, whose line then ends below it.
     """
     levels: list[int] = []
     for index in reversed(range(len(labels))):

@@ -1,0 +1,223 @@
+"""The contract of the notebooks: rules that nbval does not hold.
+
+nbval passes a cell without outputs, ignores untagged cells in lax mode, and compares no pictures. So
+each rule reads the committed file, without a kernel: a function that takes a notebook and returns a
+line for each thing that is wrong with it.
+
+An evidence cell is one tagged ``nbval-check-output``. Its verdict line is the one line of its text
+that begins with the provenance word, MEASURED or INTERPRETED.
+"""
+
+from __future__ import annotations
+
+import ast
+import platform
+import re
+from collections.abc import Callable, Iterator
+
+import nbformat
+from IPython.core.inputtransformer2 import TransformerManager
+from nbformat import NotebookNode
+
+from staleproof.report.canonical import canonical
+
+EVIDENCE = "nbval-check-output"
+MAX_LINES = 15
+# The sections of a walkthrough, in order; each is one level-2 heading that holds the word.
+SECTIONS = (
+    "claim",
+    "symptom",
+    "hypotheses",
+    "experiment",
+    "ingredient",
+    "first bad stage",
+    "fix",
+    "verification",
+    "exercises",
+    "not covered",
+)
+VERDICT_LINE = re.compile(r"^(?:MEASURED|INTERPRETED)\b", re.MULTILINE)
+TIMING = re.compile(r"\d\s?(?:[nµμum]?s|sec|seconds?)\b|/s\b")
+ABSOLUTE_PATH = re.compile(
+    r"(?<![\w.:/])/(?:home|root|tmp|usr|opt|var|etc|mnt|srv|work|workspace|data|content|Users)\b"
+    r"|\b[A-Za-z]:\\|file://|site-packages"
+)
+ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\blocalhost\b|\w@[\w-]+:")
+URL = re.compile(r"https?://([^/\s)\"'>]+)")
+PUBLIC = {"github.com"}
+
+Rule = Callable[[NotebookNode], list[str]]
+
+
+def code_cells(nb: NotebookNode) -> list[NotebookNode]:
+    return [c for c in nb.cells if c.cell_type == "code"]
+
+
+def evidence_cells(nb: NotebookNode) -> list[NotebookNode]:
+    return [c for c in code_cells(nb) if EVIDENCE in c.metadata.get("tags", [])]
+
+
+def output_text(cell: NotebookNode) -> str:
+    """All text a cell shows, pictures aside."""
+    parts = []
+    for output in cell.get("outputs", []):
+        parts.append(output.get("text", ""))
+        data = output.get("data", {})
+        parts += [str(v) for k, v in data.items() if not k.startswith("image/")]
+    return "\n".join(parts)
+
+
+def syntax_tree(cell: NotebookNode) -> ast.Module:
+    return ast.parse(TransformerManager().transform_cell(cell.source))
+
+
+def nodes(nb: NotebookNode) -> Iterator[tuple[str, ast.AST]]:
+    """Each node of each code cell that parses, with the cell's id."""
+    for cell in code_cells(nb):
+        try:
+            tree = syntax_tree(cell)
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            yield cell.id, node
+
+
+def is_valid_4_5(nb: NotebookNode) -> list[str]:
+    version = f"{nb.nbformat}.{nb.nbformat_minor}"
+    problems = [] if version == "4.5" else [f"nbformat {version}"]
+    return problems + [e.message for e in nbformat.validator.iter_validate(nb)]
+
+
+def is_canonical(nb: NotebookNode) -> list[str]:
+    if nbformat.writes(nb).rstrip("\n") + "\n" == canonical(nb):
+        return []
+    return ["not canonical: run python -m staleproof.report.canonical on it"]
+
+
+def is_executed_in_order(nb: NotebookNode) -> list[str]:
+    counts = [c.execution_count for c in code_cells(nb)]
+    return [] if counts == list(range(1, len(counts) + 1)) else [f"execution counts {counts}"]
+
+
+def shows_no_error(nb: NotebookNode) -> list[str]:
+    return [
+        f"{c.id}: an error output, or a traceback in its text"
+        for c in code_cells(nb)
+        if any(o.output_type == "error" for o in c.outputs)
+        or "Traceback (most recent call last)" in output_text(c)
+    ]
+
+
+def has_short_cells(nb: NotebookNode) -> list[str]:
+    lines = {c.id: len(c.source.splitlines()) for c in code_cells(nb)}
+    return [f"{i}: {n} lines, at most {MAX_LINES}" for i, n in lines.items() if n > MAX_LINES]
+
+
+def parses(nb: NotebookNode) -> list[str]:
+    problems = []
+    for cell in code_cells(nb):
+        try:
+            syntax_tree(cell)
+        except SyntaxError as error:
+            problems.append(f"{cell.id}: {error}")
+    return problems
+
+
+def defines_nothing(nb: NotebookNode) -> list[str]:
+    problems = []
+    for cell, node in nodes(nb):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            problems.append(f"{cell}: defines {node.name}")
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+            if isinstance(node.value, ast.Lambda):
+                problems.append(f"{cell}: gives a lambda a name")
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "tl":
+                problems.append(f"{cell}: kernel code, tl.{node.attr}")
+            if (node.value.id, node.attr) == ("triton", "jit"):
+                problems.append(f"{cell}: @triton.jit")
+    return problems
+
+
+def hides_nothing_in_cell_magics(nb: NotebookNode) -> list[str]:
+    return [f"{c.id}: a cell magic" for c in code_cells(nb) if c.source.lstrip().startswith("%%")]
+
+
+def starts_with_parameters(nb: NotebookNode) -> list[str]:
+    first = code_cells(nb)[:1]
+    tagged = bool(first) and "parameters" in first[0].metadata.get("tags", [])
+    return [] if tagged else ["the first code cell is not tagged parameters"]
+
+
+def has_evidence(nb: NotebookNode) -> list[str]:
+    return [] if evidence_cells(nb) else [f"no cell is tagged {EVIDENCE}"]
+
+
+def evidence_is_stored(nb: NotebookNode) -> list[str]:
+    return [f"{c.id}: no stored text" for c in evidence_cells(nb) if not output_text(c).strip()]
+
+
+def evidence_asserts(nb: NotebookNode) -> list[str]:
+    asserting = {
+        cell
+        for cell, node in nodes(nb)
+        if isinstance(node, ast.Assert) and not isinstance(node.test, ast.Constant)
+    }
+    return [f"{c.id}: asserts nothing" for c in evidence_cells(nb) if c.id not in asserting]
+
+
+def evidence_prints_one_verdict(nb: NotebookNode) -> list[str]:
+    counts = {c.id: len(VERDICT_LINE.findall(output_text(c))) for c in evidence_cells(nb)}
+    return [f"{i}: {n} verdict lines, expected 1" for i, n in counts.items() if n != 1]
+
+
+def evidence_prints_no_timing(nb: NotebookNode) -> list[str]:
+    return [
+        f"{c.id}: a timing, {found.group()!r}"
+        for c in evidence_cells(nb)
+        if (found := TIMING.search(output_text(c)))
+    ]
+
+
+def names_no_path_and_no_host(nb: NotebookNode) -> list[str]:
+    node = platform.node()
+    here = re.compile(rf"\b{re.escape(node)}\b") if len(node) > 3 else None
+    problems = []
+    for cell in nb.cells:
+        text = cell.source + "\n" + output_text(cell)
+        for pattern in filter(None, (ABSOLUTE_PATH, ADDRESS, here)):
+            problems += [f"{cell.id}: {m.group()!r}" for m in pattern.finditer(text)]
+        problems += [f"{cell.id}: host {host}" for host in URL.findall(text) if host not in PUBLIC]
+    return problems
+
+
+def walks_in_order(nb: NotebookNode) -> list[str]:
+    prose = "\n".join(c.source for c in nb.cells if c.cell_type == "markdown")
+    headings = re.findall(r"^## +(.+)$", prose, re.MULTILINE)
+    if len(headings) != len(SECTIONS):
+        return [f"sections {headings}, expected one each on {SECTIONS}"]
+    return [
+        f"section {heading!r}, expected one on {word!r}"
+        for heading, word in zip(headings, SECTIONS, strict=True)
+        if word not in heading.lower()
+    ]
+
+
+RULES: tuple[Rule, ...] = (
+    is_valid_4_5,
+    is_canonical,
+    is_executed_in_order,
+    shows_no_error,
+    has_short_cells,
+    parses,
+    defines_nothing,
+    hides_nothing_in_cell_magics,
+    starts_with_parameters,
+    has_evidence,
+    evidence_is_stored,
+    evidence_asserts,
+    evidence_prints_one_verdict,
+    evidence_prints_no_timing,
+    names_no_path_and_no_host,
+    walks_in_order,
+)

@@ -1,0 +1,102 @@
+"""What the commands print."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from staleproof.device import Provenance
+from staleproof.harness import recorded
+from staleproof.harness.environment import Capability
+from staleproof.harness.findings import finding, not_run
+from staleproof.report import terminal
+
+ROW = {"kernel": "clear", "provider": "ours", "mode": "graph", "x_name": "live", "x_value": 1, "unit": "us"}
+ROW |= {"p50": 2.0, "p20": 1.9, "p80": 2.2}
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (finding("a", "q", "v", "clean"), "a, q, v: clean"),
+        (finding("a", "q", "v", "clean", expected="clean", rows=3), "a, q, v: clean  [rows 3]"),
+        (finding("a", "q", "v", "leaked", expected="clean"), "a, q, v: leaked (expected clean)"),
+        (finding("a", "q", "v", "x", amax=1 / 3, on="clean"), "a, q, v: x  [amax 0.333333, on clean]"),
+        (not_run("a", "q", "v", "needs SM100"), "a, q, v: not run: needs SM100"),
+    ],
+)
+def test_a_finding_is_one_line(found, line):
+    assert terminal.finding_text(replace(found, provenance=Provenance.MEASURED)) == f"MEASURED  {line}"
+
+
+def test_a_measurement_is_one_line():
+    assert terminal.row_text(ROW) == "clear, ours, graph, live 1: 2 us (p20 1.9, p80 2.2)"
+
+
+def test_a_machine_is_printed_with_what_it_lacks(capsys):
+    terminal.print_machine([Capability("a module", False, "no nvcc"), Capability("another", True, "1.2")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("machine  ")
+    assert "skip  a module            no nvcc" in lines
+    assert "yes   another             1.2" in lines
+
+
+def test_recorded_runs_are_compared_on_the_incidents_that_ran(tmp_path, capsys):
+    recorded.write(tmp_path / "r", [finding("a", "q", "v", "clean"), finding("b", "q", "v", "clean")], [])
+    terminal.print_verdicts([finding("a", "q", "v", "leaked")], recorded.read_all(tmp_path))
+    out = capsys.readouterr().out
+    assert "0 match, 1 mismatch, 0 only in the first, 0 only in the second" in out
+
+
+def test_a_comparison_says_whether_all_verdicts_match(tmp_path, capsys):
+    for name, verdict in (("one", "clean"), ("two", "leaked")):
+        recorded.write(tmp_path / name, [finding("a", "q", "v", verdict)], [ROW])
+    one, two = recorded.read_all(tmp_path)
+    assert terminal.print_comparison(one, one)
+    assert "mismatch  " not in capsys.readouterr().out
+    assert not terminal.print_comparison(one, two)
+    out = capsys.readouterr().out
+    assert "mismatch        a, q, v: clean / leaked" in out
+    assert "clear, ours, graph, live 1: 2 us (p20 1.9, p80 2.2) -> 2 (1.00)" in out
+
+
+def test_in_a_terminal_there_is_a_table_and_a_status_line():
+    """A terminal of its own; elsewhere neither is printed."""
+    code = (
+        "from staleproof.harness.findings import finding\nfrom staleproof.report import terminal\n"
+        "with terminal.progress() as say:\n    say('[step] one')\n    import time; time.sleep(0.3)\n"
+        "terminal.print_verdicts([finding('a', 'q', 'v', 'clean')], [])\n"
+    )
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
+    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert plain.returncode == 0, plain.stderr
+    assert "[step] one" not in plain.stdout
+    assert "\n-  -----\n" in plain.stdout
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=theirs, env=environment):
+        os.close(theirs)
+        drawn = b""
+        while True:
+            try:
+                chunk = os.read(ours, 4096)
+            except OSError:  # Linux says so that the other end is closed
+                break
+            drawn += chunk
+            if not chunk:
+                break
+    os.close(ours)
+    text = drawn.decode()
+    assert "[step] one" in text
+    assert "│ v       │" in text
+
+
+def test_the_output_needs_none_of_the_extra():
+    code = "import sys; from staleproof.report import terminal; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"pandas", "matplotlib", "seaborn", "nbformat", "nbconvert", "IPython", "ipywidgets"}
