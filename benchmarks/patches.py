@@ -1,9 +1,9 @@
-"""What each patch of vLLM costs a decode step: vLLM's own code with the patch and without it.
+"""What each patch of an installed vLLM costs a decode step, beside vLLM's own code without it.
 
-vLLM's files run unchanged (`staleproof.harness.vllm_files`): its Triton MLA, its callers of the
-routing ops and its block zeroer. ``STALEPROOF_VLLM_MOE_SO`` names the compiled ``_moe_C`` library of
-a vLLM wheel (written for 0.20.2); without it the routing rows are left out. Rows named "host" are
-the time of the calling thread, not of the device.
+vLLM's files run as they are, in the places they have there (`staleproof.harness.vllm_files`): its
+Triton MLA, its callers of the routing ops and its block zeroer. ``STALEPROOF_VLLM_MOE_SO`` names
+the compiled ``_moe_C`` library of a vLLM wheel (0.20.2 was meant); without it the routing rows are
+left out. Rows named "host" are time of the calling thread, not of the device.
 
 Run: ``python benchmarks/patches.py`` on a machine with a CUDA device and an importable vllm folder.
 """

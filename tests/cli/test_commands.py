@@ -11,7 +11,7 @@ import pytest
 from fakes import MEASUREMENT, absent, clean, interrupted, leaked, one_line, verified, wrong
 
 from staleproof import cli, device
-from staleproof.harness import children, environment, recorded
+from staleproof.harness import children, recorded
 from staleproof.harness.findings import Finding, finding, read_findings, write_findings
 from staleproof.harness.questions import Question, Questions
 
@@ -276,20 +276,3 @@ def test_doctor_names_what_is_skipped_and_why(capsys):
         (line,) = (line for line in out.splitlines() if line[6:].startswith(name))
         assert line[:6] in ("yes   ", "skip  ")
         assert line[26:].strip(), line
-
-
-@pytest.mark.parametrize(
-    ("triton", "numpy", "interpreting", "warned"),
-    [
-        ("3.6.0", "2.4.6", True, True),
-        ("3.6.0", "2.5.2", False, False),
-        ("3.6.0", "2.3.5", True, False),
-        ("3.7.1", "2.4.6", True, False),
-        ("3.10.0", "2.10.0", True, False),
-    ],
-)
-def test_doctor_warns_of_the_bad_combination(capsys, monkeypatch, triton, numpy, interpreting, warned):
-    versions = {"triton": triton, "numpy": numpy}
-    monkeypatch.setattr(device, "version_of", versions.get)
-    monkeypatch.setattr(device, "interpreting", lambda: interpreting)
-    assert bool(environment.warnings()) is warned
