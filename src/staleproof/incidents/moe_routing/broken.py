@@ -1,7 +1,7 @@
 """The faulty expert choices, and upstream's remedies, each named after what it does.
 
-The two CUDA choices are replayed lane by lane in PyTorch with the comparisons they make, so that
-they give the same ids on every machine; the two of Triton run as they are.
+The two CUDA choices are replayed lane by lane in PyTorch, with the same comparisons, so that they give
+the same ids on every machine. The two Triton choices run as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ device.load_triton()
 import triton
 import triton.language as tl
 
-# What a chosen expert's score is overwritten with in the warp's registers.
+# The warp overwrites the score of a chosen expert with this, in its registers.
 CHOSEN = -10000.0
 BLOCK_THREADS = 256
 Choice = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -35,17 +35,17 @@ def warp_columns(experts: int, itemsize: int) -> torch.Tensor:
 
 
 def warp_keeps_its_first_column(choice: torch.Tensor, top_k: int, itemsize: int) -> torch.Tensor:
-    """Rounds of a warp's argmax with strict comparisons: no number is larger than a NaN.
+    """A warp's argmax, top_k times, with strict comparisons: none finds a number larger than a NaN.
 
     Each lane starts from its first column and scans for a larger score; lanes exchange their best
-    by butterfly; lane 0 writes, and the lane that holds the winner blanks it. With NaN the lanes
-    disagree about who won. An all-NaN row gives expert 0 each time. Stands for ``topkGating`` of
+    by butterfly; lane 0 writes, and the lane that holds the winner blanks it. With NaN each lane can
+    see another winner. An all-NaN row gives expert 0 each time. Stands for ``topkGating`` of
     vLLM up to 0.19.1 (vLLM #39593) where the number of experts is a power of two up to 512.
 
     Args:
         choice: (rows, experts) float32, scores and bias.
         top_k: rounds.
-        itemsize: bytes of a logit as it came, which decide the columns of a lane.
+        itemsize: bytes of a logit before conversion; they decide the columns of a lane.
 
     Returns:
         (rows, top_k) int32 ids.
@@ -58,13 +58,13 @@ def warp_keeps_its_first_column(choice: torch.Tensor, top_k: int, itemsize: int)
     check.require(fits, "choice", "a power of two of experts up to 512", experts)
     columns = warp_columns(experts, itemsize).to(choice.device)
     lane = torch.arange(len(columns), device=choice.device)
-    held = choice[:, columns]
+    in_lanes = choice[:, columns]
     ids = torch.empty(len(choice), top_k, dtype=torch.int32, device=choice.device)
     for turn in range(top_k):
-        best, expert = held[..., 0], columns[:, 0].expand(len(choice), -1)
+        best, expert = in_lanes[..., 0], columns[:, 0].expand(len(choice), -1)
         for index in range(1, columns.shape[1]):
-            larger = held[..., index] > best
-            best = torch.where(larger, held[..., index], best)
+            larger = in_lanes[..., index] > best
+            best = torch.where(larger, in_lanes[..., index], best)
             expert = torch.where(larger, columns[:, index], expert)
         distance = len(lane) // 2
         while distance:
@@ -74,22 +74,22 @@ def warp_keeps_its_first_column(choice: torch.Tensor, top_k: int, itemsize: int)
             expert = torch.where(wins, other_expert, expert)
             distance //= 2
         ids[:, turn] = expert[:, 0]
-        held = torch.where(columns == expert[..., None], CHOSEN, held)
+        in_lanes = torch.where(columns == expert[..., None], CHOSEN, in_lanes)
     return ids
 
 
 def _arg_max(
     left: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cub::ArgMax of (expert, score) pairs: the left one unless the right one compares better."""
+    """cub::ArgMax of (expert, score) pairs: the left pair, unless the right score compares larger."""
     wins = (right[1] > left[1]) | ((right[1] == left[1]) & (right[0] < left[0]))
     return torch.where(wins, right[0], left[0]), torch.where(wins, right[1], left[1])
 
 
 def block_keeps_the_left(choice: torch.Tensor, top_k: int, itemsize: int) -> torch.Tensor:
-    """Rounds of a block's argmax whose operator returns its left operand where none is larger.
+    """A block's argmax, top_k times, whose operator returns its left operand if no score is larger.
 
-    Thread t looks at the experts t, t + 256, ...; those chosen before are passed over. An all-NaN
+    Thread t looks at the experts t, t + 256, ... and skips those chosen before. An all-NaN
     row gives expert 0 each time, and first 256 if there are more than 256 experts. Stands for
     ``moeTopK`` of vLLM up to 0.19.1, the path of unusual numbers of experts. Arguments and
     result are those of :func:`warp_keeps_its_first_column`.
@@ -106,8 +106,8 @@ def block_keeps_the_left(choice: torch.Tensor, top_k: int, itemsize: int) -> tor
             expert = (first + threads).expand(rows, -1)
             passed_over = (expert[..., None] == ids[:, None, :turn]).any(-1) | (expert >= experts)
             score = choice.gather(1, expert.clamp(max=experts - 1))
-            found = (torch.where(passed_over, pair[0], expert), torch.where(passed_over, pair[1], score))
-            pair = _arg_max(found, pair)
+            mine = (torch.where(passed_over, pair[0], expert), torch.where(passed_over, pair[1], score))
+            pair = _arg_max(mine, pair)
         # Neighbours first within a warp, then warp after warp.
         by_warp = [part.view(rows, -1, 32) for part in pair]
         while by_warp[0].shape[-1] > 1:
@@ -128,7 +128,7 @@ def _float_order_kernel(
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     score = tl.load(choice + row * experts + expert, mask=expert < experts, other=-3e38)
-    # The index in the last bits of the number, the lower one as the larger number. A NaN stays one.
+    # The low 10 bits carry the index, inverted so that the lower expert wins a tie. A NaN stays a NaN.
     bits = (score.to(tl.int32, bitcast=True) & -1024) | (1023 - expert)
     packed = bits.to(tl.float32, bitcast=True)
     if SORT:
@@ -158,10 +158,10 @@ def _float_order(choice: torch.Tensor, top_k: int, sort: bool) -> torch.Tensor:
 
 
 def sort_swaps_raw_nan(choice: torch.Tensor, top_k: int, itemsize: int) -> torch.Tensor:
-    """``tl.sort`` of floats that carry their index: its swap keeps one neighbour of a NaN twice.
+    """``tl.sort`` of floats that carry their index. Its swap duplicates one neighbour of a NaN.
 
     Compiled and interpreted Triton, 3.6 to 3.9. Arguments and result are those of
-    :func:`warp_keeps_its_first_column`; ``itemsize`` plays no part.
+    :func:`warp_keeps_its_first_column`; ``itemsize`` is not used.
     """
     return _float_order(choice, top_k, sort=True)
 
@@ -185,11 +185,11 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Where upstream steps in.
+    """What upstream changed, and at which step of the routing.
 
     Attributes:
-        on_load: what becomes of the logits before they are scored.
-        after_scoring: what becomes of the scores before the bias is added.
+        on_load: applied to the logits before they are scored.
+        after_scoring: applied to the scores before the bias is added.
         skips_padding: whether padding rows get the id -1 and weights 0.
     """
 
@@ -214,7 +214,7 @@ REMEDIES: dict[str, Remedy] = {
     "lowest_on_load": Remedy(on_load=_lowest_for_nan),
     # vLLM #39391, from 0.20.0 on. The bias is added after it.
     "clamp_after_scoring": Remedy(after_scoring=_zero_for_nan_and_infinity),
-    # vLLM #46428: the id -1, which consumers that index with it are not ready for.
+    # vLLM #46428: the id -1. Consumers that index with ids are not ready for it.
     "skip_padding": Remedy(skips_padding=True),
 }
 
@@ -244,24 +244,18 @@ def route(
     return weights, ids
 
 
-def rows_with_duplicates(ids: torch.Tensor) -> torch.Tensor:
-    """(rows,) bool: where an expert stands twice."""
-    ordered = ids.sort(-1).values
-    return (ordered[:, 1:] == ordered[:, :-1]).any(-1)
-
-
 def quantise_fp8(x: torch.Tensor, *, per_token: bool, drops_nan: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Dynamic fp8 as GPU kernels do it, or as PyTorch does.
 
     Kernels take their largest magnitude from 0 on with ``fmaxf`` and clamp with ``fminf`` and
-    ``fmaxf``, each of which returns the operand that is a number: no NaN comes out (vLLM's
-    ``dynamic_scaled_fp8_quant``). ``torch.amax`` and ``torch.clamp`` keep it
-    (``QuantFP8.forward_native``). An infinity passes for a magnitude in both.
+    ``fmaxf``. Both return the operand that is a number, so no NaN comes out (vLLM's
+    ``dynamic_scaled_fp8_quant``). ``torch.amax`` and ``torch.clamp`` keep a NaN
+    (``QuantFP8.forward_native``). Both ways take an infinity for a magnitude.
 
     Args:
         x: (rows, columns).
-        per_token: a scale a row, or one for all.
-        drops_nan: kernels' way, or PyTorch's.
+        per_token: whether each row has a scale of its own.
+        drops_nan: whether NaN is dropped, as kernels do, or kept, as PyTorch does.
 
     Returns:
         e4m3 values like x, and float32 scales (rows, 1) or (1, 1).

@@ -2,8 +2,8 @@
 
 Follows FlashInfer's ``cutlass_fused_moe`` (``cutlass_fused_moe_kernels.cuh``), which expects the k
 experts of a token to be distinct. Its three-step map builder searches a token's slots for an expert
-and stops at the first that matches: the other slots of a duplicate get no entry, and the finalise
-step follows whatever the memory held. Nothing crashes here: an entry that leads out of the buffer
+and stops at the first match, so the other slots of a duplicate get no entry. The finalise step then
+follows whatever the memory held before. Nothing crashes here: an entry that points out of the buffer
 is counted, and adds 0.
 """
 
@@ -20,22 +20,17 @@ device.load_triton()
 import triton
 import triton.language as tl
 
-from staleproof.incidents.moe_routing.broken import rows_with_duplicates
-
-# In map entries that nobody wrote: bytes of 0x7f, far out of any buffer.
+# Marks map entries that nobody wrote. The bytes 0x7f make an index far outside any buffer.
 CANARY = 0x7F7F7F7F
-IDS = ("distinct", "all equal", "partly equal")
-HELD = ("canary", "zeros", "previous map")
 ONE_BLOCK_TOKENS, ONE_BLOCK_EXPERTS, ONE_BLOCK_TOP_K = 256, 510, (1, 2, 4, 6, 8)
 IDS_DTYPES = (torch.int32, torch.int64)
-RIGHT, ILLEGAL_ACCESS, SILENT = "right", "illegal access", "wrong, silent"
 
 
 @triton.jit
 def _rank_kernel(
     keys, row_of_slot, slot_of_row, tokens, top_k, items, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """One block's way: the row of every (token, slot) is its rank by expert, duplicates and all."""
+    """The one-block builder: the row of each (token, slot) is its rank by expert, also for duplicates."""
     item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + item, mask=item < items, other=0)
     rank = tl.zeros([BLOCK], dtype=tl.int32)
@@ -55,14 +50,14 @@ def _block_prefix_kernel(
     ids, found, counts, tokens, experts, blocks,
     TOP_K: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Step 1: the slots of each expert among a block's tokens, packed, and how many they are."""
+    """Step 1: lists the slots of each expert among the tokens of one block, and counts them."""
     expert = tl.program_id(0).to(tl.int64) * EXPERTS + tl.arange(0, EXPERTS)
     block = tl.program_id(1).to(tl.int64)
     token = block * TOKENS + tl.arange(0, TOKENS)
     slot = tl.full([EXPERTS, TOKENS], -1, dtype=tl.int64)
     for k in tl.static_range(TOP_K):
         chosen = tl.load(ids + token * TOP_K + k, mask=token < tokens, other=-1)
-        # Only the first slot that matches: upstream leaves its loop there.
+        # Only the first slot that matches, because upstream leaves its loop there.
         first = (chosen[None, :] == expert[:, None]) & (slot < 0)
         slot = tl.where(first, k * tokens + token[None, :], slot)
     matched = (slot >= 0).to(tl.int32)
@@ -74,7 +69,7 @@ def _block_prefix_kernel(
 
 @triton.jit
 def _global_prefix_kernel(counts, first_rows, first_row, experts, blocks, TOTAL: tl.constexpr):
-    """Step 2: at which row each block of each expert begins."""
+    """Step 2: computes at which row each block of each expert begins."""
     index = tl.arange(0, TOTAL)
     count = tl.load(counts + index, mask=index < experts * blocks, other=0)
     begins = tl.cumsum(count, 0) - count
@@ -89,7 +84,7 @@ def _merge_kernel(
     found, counts, first_rows, row_of_slot, slot_of_row, tokens, experts, blocks,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Step 3: the map, both ways, for the slots that step 1 found. No other entry is written."""
+    """Step 3: writes the map and its inverse for the slots of step 1, and no other entry."""
     expert = tl.program_id(0).to(tl.int64) * EXPERTS + tl.arange(0, EXPERTS)
     block = tl.program_id(1).to(tl.int64)
     place = tl.arange(0, TOKENS)[None, :]
@@ -108,7 +103,7 @@ def _finalise_kernel(
     rows, weights, ids, row_of_slot, out, wild_reads, tokens, experts, hidden,
     GUARD: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr, HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """Each token's weighted sum over its slots, each read from the row that the map names."""
+    """Sums each token's slots with their weights, reading each slot from the row that the map gives."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, HIDDEN)[None, :]
     known = token < tokens
@@ -132,13 +127,13 @@ def _finalise_kernel(
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """Where the expert outputs of each slot lie, sorted by expert.
+    """Where the expert output of each slot lies; rows are sorted by expert.
 
     Attributes:
         row_of_slot: (top_k * tokens,) int32, entry ``slot * tokens + token``
             (upstream: ``unpermuted_row_to_permuted_row``).
         slot_of_row: (top_k * tokens,) int32, its inverse (``permuted_row_to_unpermuted_row``).
-        first_row: (experts + 1,) int32, where each expert's rows begin, and where they end.
+        first_row: (experts + 1,) int32, where each expert's rows begin; the last entry is their end.
         one_block: which of the two builders made it.
     """
 
@@ -154,7 +149,7 @@ class Finalised:
 
     Attributes:
         out: (tokens, hidden) float32.
-        wild_reads: map entries that lead out of the buffer and that upstream would have followed.
+        wild_reads: map entries outside the buffer that upstream would have followed.
     """
 
     out: torch.Tensor
@@ -162,55 +157,51 @@ class Finalised:
 
 
 def takes_one_block(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether FlashInfer builds the map in one block, where duplicates do no harm."""
+    """Whether FlashInfer builds the map in one block. Duplicates do no harm there."""
     fits = tokens <= ONE_BLOCK_TOKENS and experts <= ONE_BLOCK_EXPERTS
     return fits and top_k in ONE_BLOCK_TOP_K
 
 
 def _checked_map(
-    topk_ids: torch.Tensor, num_experts: int, held: torch.Tensor | None, one_block: bool | None
+    topk_ids: torch.Tensor, num_experts: int, before: torch.Tensor | None, one_block: bool | None
 ) -> tuple[torch.Tensor, bool]:
-    """The map's memory as it was before, and whether one block builds it."""
+    """The memory of the map before the build, and whether one block builds it."""
     check.tensor("topk_ids", topk_ids, ndim=2, dtype=IDS_DTYPES)
     tokens, top_k = topk_ids.shape
     check.require(topk_ids.numel() > 0, "topk_ids", "at least one token and slot", (tokens, top_k))
     check.require(num_experts > 0, "num_experts", "at least 1", num_experts)
-    if held is None:
+    if before is None:
         memory = torch.full((top_k * tokens,), CANARY, dtype=torch.int32, device=topk_ids.device)
     else:
-        check.tensor("held", held, shape=(top_k * tokens,), dtype=torch.int32, like=topk_ids)
-        memory = held.clone()
+        check.tensor("before", before, shape=(top_k * tokens,), dtype=torch.int32, like=topk_ids)
+        memory = before.clone()
     return memory, takes_one_block(tokens, top_k, num_experts) if one_block is None else one_block
-
-
-def _block_tokens(tokens: int) -> int:
-    return min(256, max(16, triton.next_power_of_2(tokens)))
 
 
 def build_map(
     topk_ids: torch.Tensor,
     num_experts: int,
     *,
-    held: torch.Tensor | None = None,
+    before: torch.Tensor | None = None,
     one_block: bool | None = None,
 ) -> ExpertMap:
-    """Sort the slots of a batch by expert.
+    """Sort the slots of a batch by expert, as FlashInfer does.
 
     Args:
         topk_ids: (tokens, top_k) int32 or int64; a slot whose id is out of range has no expert.
         num_experts: experts of the layer.
-        held: (top_k * tokens,) int32, what the memory of ``row_of_slot`` held before, copied;
-            :data:`CANARY` by default.
-        one_block: which builder to take; FlashInfer's choice (:func:`takes_one_block`) by default.
+        before: (top_k * tokens,) int32, what the memory of ``row_of_slot`` contains before the build;
+            it is copied. :data:`CANARY` everywhere by default.
+        one_block: which builder to use; FlashInfer's choice (:func:`takes_one_block`) by default.
 
     Returns:
-        The map; with three steps, entries of slots without an expert and of all but the first slot
-        of a duplicate are what ``held`` was.
+        The map. The three-step builder leaves two kinds of entries as they were in ``before``: slots
+        without an expert, and all but the first slot of a duplicate.
 
     Raises:
         ValueError: an argument does not fit.
     """
-    row_of_slot, one_block = _checked_map(topk_ids, num_experts, held, one_block)
+    row_of_slot, one_block = _checked_map(topk_ids, num_experts, before, one_block)
     ids, (tokens, top_k) = topk_ids.contiguous(), topk_ids.shape
     slot_of_row = torch.full_like(row_of_slot, CANARY)
     if one_block:
@@ -219,7 +210,7 @@ def build_map(
             keys, row_of_slot, slot_of_row, tokens, top_k, ids.numel(), BLOCK=64, CHUNK=256
         )
         return ExpertMap(row_of_slot, slot_of_row, _first_row(keys, num_experts), True)
-    block, experts = _block_tokens(tokens), 16
+    block, experts = min(256, max(16, triton.next_power_of_2(tokens))), 16
     blocks = triton.cdiv(tokens, block)
     first_row = row_of_slot.new_empty(num_experts + 1)
     found = row_of_slot.new_empty(num_experts * tokens)
@@ -248,7 +239,7 @@ def build_map(
 
 
 def _first_row(keys: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Where each expert's rows begin, from the expert of every slot."""
+    """The first row of each expert, from the expert of every slot."""
     counts = torch.bincount(keys.flatten(), minlength=num_experts + 1)
     return (counts.cumsum(0) - counts).int()
 
@@ -257,11 +248,11 @@ def build_map_torch(
     topk_ids: torch.Tensor,
     num_experts: int,
     *,
-    held: torch.Tensor | None = None,
+    before: torch.Tensor | None = None,
     one_block: bool | None = None,
 ) -> ExpertMap:
-    """:func:`build_map` as one reads it."""
-    row_of_slot, one_block = _checked_map(topk_ids, num_experts, held, one_block)
+    """:func:`build_map` in plain PyTorch."""
+    row_of_slot, one_block = _checked_map(topk_ids, num_experts, before, one_block)
     tokens, top_k = topk_ids.shape
     slot_of_row = torch.full_like(row_of_slot, CANARY)
     if one_block:
@@ -277,7 +268,7 @@ def build_map_torch(
         first_row[expert] = row
         match = topk_ids == expert
         token = match.any(1).nonzero().flatten()
-        # argmax gives the first slot that matches: upstream's search stops there.
+        # argmax gives the first slot that matches, where upstream's search stops.
         slots = match.int().argmax(1)[token] * tokens + token
         row_of_slot[slots] = torch.arange(row, row + len(slots)).to(row_of_slot)
         slot_of_row[row : row + len(slots)] = slots
@@ -312,8 +303,8 @@ def finalise(
         topk_weights: (tokens, top_k) float32.
         topk_ids: (tokens, top_k) int32 or int64; a slot whose id is out of range adds 0.
         expert_map: from :func:`build_map`.
-        guard: whether entries that lead out of ``rows`` are passed over, as from FlashInfer 0.6.10
-            on (FlashInfer #2762). They add 0 either way; without it they are counted.
+        guard: whether entries outside ``rows`` are skipped, as in FlashInfer since 0.6.10 (FlashInfer
+            #2762). They add 0 either way; without the guard they are counted as wild reads.
 
     Raises:
         ValueError: an argument does not fit.
@@ -348,7 +339,7 @@ def finalise_torch(
     *,
     guard: bool = False,
 ) -> Finalised:
-    """:func:`finalise` as one reads it."""
+    """:func:`finalise` in plain PyTorch."""
     _check_finalise(rows, topk_weights, topk_ids, expert_map)
     tokens, top_k = topk_ids.shape
     out, wild_reads = rows.new_zeros(tokens, rows.shape[1]), 0
@@ -366,9 +357,9 @@ def finalise_torch(
 def layer(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
-    """The right answer: each token's weighted sum over its experts, duplicates and all.
+    """The right answer: each token's weighted sum over its experts, counting duplicates.
 
-    An expert here multiplies by its row of ``table``: which expert was taken is all that matters.
+    An expert here only multiplies by its row of ``table``, so that the result shows which one ran.
 
     Args:
         x: (tokens, hidden) float32.
@@ -385,11 +376,11 @@ def layer(
 def index_directly(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, table: torch.Tensor
 ) -> Finalised:
-    """A consumer that is not ready for the padding id: it indexes with it.
+    """A consumer that indexes with the ids as they are, the padding id -1 included.
 
-    In Python -1 is the last expert (vLLM #46428's ids met such consumers); a pointer would lead in
-    front of the buffer. Ids that lead out of ``table`` either way are counted, and add 0. Arguments
-    are those of :func:`layer`.
+    In Python -1 is the last expert (the ids of vLLM #46428 met such consumers); in a kernel the
+    address would lie before the buffer. Ids outside ``table`` either way are counted, and add 0.
+    Arguments are those of :func:`layer`.
     """
     return _sum_over_slots(x, topk_weights, topk_ids, table, lowest=-len(table))
 
@@ -404,150 +395,3 @@ def _sum_over_slots(
         skipped += int((~read).sum())
         out[read] += weights[read, k, None] * (x[read] * table[expert[read]])
     return Finalised(out, skipped)
-
-
-def make_ids(
-    kind: str, tokens: int, top_k: int, experts: int, *, seed: int = 0, device: str = "cpu"
-) -> torch.Tensor:
-    """Expert ids of one batch, the same on every machine.
-
-    Args:
-        kind: of :data:`IDS`; ``partly equal`` repeats one expert in a fifth of the rows.
-        tokens, top_k, experts: the shape.
-        seed: of the choice.
-        device: where they go.
-
-    Returns:
-        (tokens, top_k) int32.
-
-    Raises:
-        ValueError: an unknown kind, or more slots than experts.
-    """
-    check.require(kind in IDS, "kind", " or ".join(IDS), repr(kind))
-    check.require(top_k <= experts, "top_k", f"at most {experts} experts", top_k)
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].int()
-    if kind == "all equal":
-        ids[:] = ids[0, 0]
-    elif kind == "partly equal":
-        repeated = torch.randperm(tokens, generator=generator)[: -(-tokens // 5)]
-        ids[repeated] = ids[repeated, :1]
-    return ids.to(device)
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What became of one batch.
-
-    Attributes:
-        tokens, top_k, experts, ids, held, guard: the case.
-        one_block: which builder made the map.
-        unwritten: map entries that nobody wrote and that the finalise step reads.
-        wild_reads: entries it would have followed out of the buffer.
-        duplicate_rows: tokens with an expert twice.
-        wrong_rows: tokens whose output is wrong.
-        wrong_clean_rows: of these, tokens with distinct experts.
-        outcome: :data:`RIGHT`, :data:`ILLEGAL_ACCESS` or :data:`SILENT`.
-    """
-
-    tokens: int
-    top_k: int
-    experts: int
-    ids: str
-    held: str
-    guard: bool
-    one_block: bool
-    unwritten: int
-    wild_reads: int
-    duplicate_rows: int
-    wrong_rows: int
-    wrong_clean_rows: int
-    outcome: str
-
-
-def holes(expert_map: ExpertMap, topk_ids: torch.Tensor) -> torch.Tensor:
-    """(tokens, top_k) bool: slots with an expert whose entry nobody wrote.
-
-    Args:
-        expert_map: built over :data:`CANARY`.
-        topk_ids: (tokens, top_k), what it was built from.
-    """
-    tokens, top_k = topk_ids.shape
-    unwritten = (expert_map.row_of_slot == CANARY).view(top_k, tokens).T
-    return unwritten & (topk_ids >= 0) & (topk_ids < len(expert_map.first_row) - 1)
-
-
-def observe(
-    tokens: int,
-    top_k: int,
-    experts: int,
-    ids: str | torch.Tensor,
-    *,
-    held: str = "canary",
-    guard: bool = False,
-    device: str = "cpu",
-    in_torch: bool = False,
-) -> Observation:
-    """Send one batch through map and finalise step, and compare with :func:`layer`.
-
-    Args:
-        tokens, top_k, experts: the shape.
-        ids: of :data:`IDS`, or (tokens, top_k) ids that a routing chose.
-        held: what the memory of map and expert outputs held before, of :data:`HELD`: the canary,
-            zeros, or what a batch of other, distinct ids left there.
-        guard: see :func:`finalise`.
-        device: where the kernels run.
-        in_torch: whether to take the torch forms instead of the kernels.
-
-    Raises:
-        ValueError: an argument does not fit.
-    """
-    check.require(held in HELD, "held", " or ".join(HELD), repr(held))
-    make, finish = (build_map_torch, finalise_torch) if in_torch else (build_map, finalise)
-    topk_ids = make_ids(ids, tokens, top_k, experts, seed=1, device=device) if isinstance(ids, str) else ids
-    check.tensor("ids", topk_ids, shape=(tokens, top_k))
-    generator = torch.Generator().manual_seed(2)
-    hidden = 16
-    x, table = (torch.randn(n, hidden, generator=generator).to(device) for n in (tokens, experts))
-    weights = torch.rand(tokens, top_k, generator=generator).softmax(1).to(device)
-
-    def outputs(ids: torch.Tensor, of: ExpertMap, memory: torch.Tensor) -> torch.Tensor:
-        """The experts' rows, over what the memory held."""
-        slots = of.slot_of_row[: int(of.first_row[-1])].long()
-        token, slot = slots % tokens, slots // tokens
-        rows = memory.clone()
-        rows[: len(slots)] = x[token] * table[ids[token, slot].long()]
-        return rows
-
-    empty = x.new_zeros(tokens * top_k, hidden)
-    over_canary = make(topk_ids, experts)
-    if held == "canary":
-        built, rows_held = over_canary, empty
-    elif held == "zeros":
-        built = make(topk_ids, experts, held=torch.zeros_like(over_canary.row_of_slot))
-        rows_held = empty
-    else:
-        earlier_ids = make_ids("distinct", tokens, top_k, experts, seed=3, device=device)
-        earlier = make(earlier_ids, experts)
-        built = make(topk_ids, experts, held=earlier.row_of_slot)
-        rows_held = outputs(earlier_ids, earlier, empty)
-    got = finish(outputs(topk_ids, built, rows_held), weights, topk_ids, built, guard=guard)
-    unwritten = holes(over_canary, topk_ids)
-    wrong = ~torch.isclose(got.out, layer(x, weights, topk_ids, table), atol=1e-5).all(1)
-    duplicates = rows_with_duplicates(topk_ids)
-    outcome = SILENT if bool(wrong.any()) else RIGHT
-    return Observation(
-        tokens,
-        top_k,
-        experts,
-        ids if isinstance(ids, str) else "routed",
-        held,
-        guard,
-        built.one_block,
-        int(unwritten.sum()),
-        got.wild_reads,
-        int(duplicates.sum()),
-        int(wrong.sum()),
-        int((wrong & ~duplicates).sum()),
-        ILLEGAL_ACCESS if got.wild_reads else outcome,
-    )

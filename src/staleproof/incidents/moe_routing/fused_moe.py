@@ -1,41 +1,41 @@
-"""The real consumer: FlashInfer's ``cutlass_fused_moe`` over distinct and duplicate expert ids.
+"""FlashInfer's own ``cutlass_fused_moe`` over distinct and duplicate expert ids.
 
-Runs the reduced module of :mod:`staleproof.incidents.moe_routing.moe_module` through FlashInfer's own Python
-entry, each case in a process that may die of it. What an unwritten map entry holds is what the
-allocator's free memory held, so that is filled first.
+Runs the reduced module of :mod:`staleproof.incidents.moe_routing.moe_module` through FlashInfer's
+Python entry, in child processes, because an illegal access ends the process. An unwritten map entry
+contains what the allocator's free memory contained, so that memory is filled first.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import re
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from staleproof import device
-from staleproof.harness import environment
+from staleproof.harness import children, environment
 from staleproof.incidents.moe_routing import moe_module
+from staleproof.incidents.moe_routing.batch import IDS, RIGHT, SILENT, Batch, make_ids, rows_with_duplicates
 from staleproof.incidents.moe_routing.moe_module import ModuleError
-
-if TYPE_CHECKING:
-    import torch
 
 # Qwen3-30B-A3B's, the model of vLLM #39593.
 HIDDEN, INTERMEDIATE = 2048, 768
-RIGHT, ILLEGAL_ACCESS, SILENT = "right", "illegal memory access", "wrong, silent"
+# Outcomes besides RIGHT and SILENT. The first is the text of CUDA's error.
+CUDA_ILLEGAL_ACCESS = "illegal memory access"
 REFUSED, TIMED_OUT, DIED = "refused", "timed out", "died"
-OURS, WARP = "NaN through topk_softmax", "NaN through the warp argmax"
+# Kinds of ids besides those of IDS: NaN rows through a choice, ids out of range, and int64.
+VIA_TOPK_SOFTMAX, VIA_WARP_ARGMAX = "NaN through topk_softmax", "NaN through the warp argmax"
 NEGATIVE, PAST, INT64 = "negative", "past the last expert", "distinct, int64"
 BYTES, ZEROS, PREVIOUS, FRESH = "0x7f bytes", "zeros", "previous map", "fresh"
+# The children compile their Triton kernels, whatever the calling process does.
+CHILD_ENV = {"TRITON_INTERPRET": "0"}
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,12 @@ class Case:
 
     Attributes:
         tokens, top_k: the batch.
-        ids: ``distinct``, ``all equal``, ``partly equal`` (a fifth of the rows), :data:`NEGATIVE`
-            or :data:`PAST` (in a fifth of the rows), :data:`INT64`, or a fifth of NaN rows through
-            a routing: :data:`OURS`, :data:`WARP`.
+        ids: one of :data:`IDS`; or, in a fifth of the rows, :data:`NEGATIVE`, :data:`PAST`, or NaN
+            logits through a choice (:data:`VIA_TOPK_SOFTMAX`, :data:`VIA_WARP_ARGMAX`); or :data:`INT64`.
         experts: of the layer.
-        check: whether the finalise kernel has its bounds check, as FlashInfer from 0.6.10 on.
-        tail: what the memory of the map held: :data:`BYTES`, :data:`ZEROS`, :data:`PREVIOUS` (a
-            call with other, distinct ids came before) or :data:`FRESH` (whatever the driver gave).
+        check: whether the finalise kernel has its bounds check, as in FlashInfer since 0.6.10.
+        tail: what the memory of the map contained: :data:`BYTES`, :data:`ZEROS`, :data:`PREVIOUS` (the
+            map of an earlier call with other, distinct ids) or :data:`FRESH` (whatever the driver gave).
         all_to_all: rank 0 of two expert-parallel ranks behind an all-to-all.
     """
 
@@ -63,26 +62,25 @@ class Case:
     all_to_all: bool = False
 
     @property
+    def batch(self) -> Batch:
+        """The shape of the call."""
+        return Batch(self.tokens, self.top_k, self.experts)
+
+    @property
     def name(self) -> str:
         """The case in words."""
-        parts = [
-            f"{self.tokens} tokens",
-            f"top {self.top_k}",
-            f"{self.experts} experts",
-            self.ids,
-            "checked" if self.check else "without check",
-            self.tail,
-        ]
+        check = "checked" if self.check else "without check"
+        parts = [str(self.batch), self.ids, check, self.tail]
         return ", ".join(parts + ["all-to-all"] * self.all_to_all)
 
 
 @dataclass(frozen=True)
-class Row:
+class CaseResult:
     """What became of one case.
 
     Attributes:
         case: the case.
-        outcome: :data:`RIGHT`, :data:`ILLEGAL_ACCESS`, :data:`SILENT`, :data:`REFUSED` (an error
+        outcome: :data:`RIGHT`, :data:`CUDA_ILLEGAL_ACCESS`, :data:`SILENT`, :data:`REFUSED` (an error
             before the launch), :data:`TIMED_OUT` or :data:`DIED`.
         wrong_rows: tokens whose output is wrong.
         wrong_clean_rows: of these, tokens with distinct experts.
@@ -97,8 +95,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Sanitized:
-    """What compute-sanitizer's memcheck said.
+class Memcheck:
+    """What compute-sanitizer's memcheck reported.
 
     Attributes:
         errors: how many.
@@ -115,10 +113,10 @@ def _table() -> Iterator[tuple[Case, str | None]]:
     for ids in ("distinct", "all equal", "partly equal"):
         yield Case(128, 8, ids), RIGHT
     yield Case(256, 8, "all equal", check=False), RIGHT
-    yield Case(257, 8, "all equal", check=False), ILLEGAL_ACCESS
+    yield Case(257, 8, "all equal", check=False), CUDA_ILLEGAL_ACCESS
     yield Case(512, 8, "distinct", check=False), RIGHT
-    yield Case(512, 8, "all equal", check=False), ILLEGAL_ACCESS
-    yield Case(512, 8, "partly equal", check=False), ILLEGAL_ACCESS
+    yield Case(512, 8, "all equal", check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(512, 8, "partly equal", check=False), CUDA_ILLEGAL_ACCESS
     yield Case(512, 8, "all equal", check=False, tail=FRESH), None
     yield Case(512, 8, "all equal", check=False, tail=ZEROS), SILENT
     yield Case(512, 8, "all equal", check=False, tail=PREVIOUS), SILENT
@@ -126,23 +124,23 @@ def _table() -> Iterator[tuple[Case, str | None]]:
     yield Case(512, 8, "all equal"), SILENT
     yield Case(512, 8, "partly equal"), SILENT
     yield Case(512, 8, "distinct", all_to_all=True), RIGHT
-    yield Case(512, 8, "all equal", all_to_all=True), ILLEGAL_ACCESS
-    yield Case(1, 10, "all equal", check=False), ILLEGAL_ACCESS
-    yield Case(4, 10, "all equal", check=False), ILLEGAL_ACCESS
-    yield Case(4, 8, "all equal", experts=512, check=False), ILLEGAL_ACCESS
+    yield Case(512, 8, "all equal", all_to_all=True), CUDA_ILLEGAL_ACCESS
+    yield Case(1, 10, "all equal", check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(4, 10, "all equal", check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(4, 8, "all equal", experts=512, check=False), CUDA_ILLEGAL_ACCESS
     yield Case(512, 8, NEGATIVE, check=False), RIGHT
     yield Case(512, 8, PAST, check=False), RIGHT
     yield Case(128, 8, INT64), REFUSED
-    yield Case(512, 8, WARP, check=False), ILLEGAL_ACCESS
-    yield Case(512, 8, OURS, check=False), RIGHT
+    yield Case(512, 8, VIA_WARP_ARGMAX, check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(512, 8, VIA_TOPK_SOFTMAX, check=False), RIGHT
 
 
-# Each case and what it must come to; None is asked openly.
+# Each case and its expected outcome; None: no expected outcome, any is recorded.
 TABLE = tuple(_table())
 
 
-def why_not(check: bool = True) -> str | None:
-    """One line why the real module cannot run in this process, or ``None``."""
+def unavailable_reason(check: bool = True) -> str | None:
+    """Why the real module cannot run in this process, in one line, or ``None`` if it can."""
     if device.provenance() is not device.Provenance.MEASURED:
         return "needs a CUDA device"
     if device.machine().capability != "sm_90":
@@ -156,8 +154,8 @@ def why_not(check: bool = True) -> str | None:
     return None
 
 
-def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int = 6) -> list[Row]:
-    """Run each case in a process of its own, or in one that no case has killed yet.
+def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int = 6) -> list[CaseResult]:
+    """Run each case in a child process; cases share one until a case ends it.
 
     Args:
         cases: the cases.
@@ -165,37 +163,53 @@ def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int =
         processes: how many at a time.
 
     Returns:
-        One row a case, in their order.
+        One result a case, in their order.
 
     Raises:
         ModuleError: a module was not built.
     """
-    lanes: list[tuple[Path, list[int]]] = []
+    lanes: list[list[int]] = []
+    modules = {}
     for check in (True, False):
         # One module a process: two that define the same kernels would get in each other's way.
         group = [index for index, case in enumerate(cases) if case.check is check]
         share = max(1, processes * len(group) // max(1, len(cases)))
         if group:
-            module = moe_module.built(check=check)
-            lanes += [(module, group[first::share]) for first in range(min(share, len(group)))]
-
-    def run(lane: tuple[Path, list[int]]) -> list[tuple[int, Row]]:
-        module, indices = lane
-        rows = _run_lane(module, [cases[index] for index in indices], timeout_s)
-        return [*zip(indices, rows, strict=True)]
-
-    with ThreadPoolExecutor(max(1, len(lanes))) as pool:
-        done = dict(pair for pairs in pool.map(run, lanes) for pair in pairs)
+            modules[check] = str(moe_module.built(check=check))
+            lanes += [group[first::share] for first in range(min(share, len(group)))]
+    done: dict[int, CaseResult] = {}
+    while lanes:
+        started = []
+        for lane in lanes:
+            left = [cases[index] for index in lane]
+            child = children.start(run_in_child, modules[left[0].check], left, env=CHILD_ENV)
+            started.append((lane, child, time.monotonic() + timeout_s))
+        lanes = []
+        for lane, child, deadline in started:
+            results = _results([cases[index] for index in lane], child.wait(deadline - time.monotonic()))
+            done |= zip(lane, results, strict=False)
+            # A case that ended its process leaves the rest of its lane to another one.
+            lanes += [lane[len(results) :]] if len(results) < len(lane) else []
     return [done[index] for index in range(len(cases))]
 
 
+def _results(cases: Sequence[Case], ended: children.Ended) -> list[CaseResult]:
+    """The results that a process told before it ended, and that of the case that ended it."""
+    told: list[CaseResult] = ended.told
+    if len(told) < len(cases) and (not told or told[-1].outcome != CUDA_ILLEGAL_ACCESS):
+        # It ended in the middle of a case, and could not say why.
+        outcome = TIMED_OUT if ended.code is None else DIED
+        return [*told, CaseResult(cases[len(told)], outcome, error=ended.last_line)]
+    return told
+
+
 def sanitizer_missing() -> str | None:
-    """One line where compute-sanitizer is not installed, or ``None``."""
+    """One line if compute-sanitizer is not installed, or ``None``."""
     missing = environment.tool("compute-sanitizer") is None
     return "compute-sanitizer is not installed" if missing else None
 
 
-def sanitize(case: Case, *, timeout_s: float = 300) -> Sanitized:
+def sanitize(case: Case, *, timeout_s: float = 300) -> Memcheck:
     """Run one case under compute-sanitizer's memcheck.
 
     Raises:
@@ -204,63 +218,48 @@ def sanitize(case: Case, *, timeout_s: float = 300) -> Sanitized:
     tool = environment.tool("compute-sanitizer")
     if tool is None:
         raise ModuleError(str(sanitizer_missing()))
-    module = moe_module.built(check=case.check)
-    said, _, _ = _work(module, [case], timeout_s, [str(tool), "--tool", "memcheck"])
+    module = str(moe_module.built(check=case.check))
+    said = children.call(
+        run_in_child,
+        module,
+        [case],
+        timeout_s=timeout_s,
+        env=CHILD_ENV,
+        prefix=[str(tool), "--tool", "memcheck"],
+    ).stdout
     summary = re.search(r"ERROR SUMMARY: (\d+) error", said)
     if summary is None:
-        raise ModuleError(f"compute-sanitizer gave no summary: {_last_line(said)}")
+        last = said.strip().splitlines()[-1:]
+        raise ModuleError(f"compute-sanitizer gave no summary: {''.join(last).strip()}")
     error = re.search(r"=+ (Invalid .*)\n=+ +at (.*)\n(?:=.*\n)*?=+ +(?:and )?is (.*)", said)
     if error is None:
-        return Sanitized(int(summary.group(1)), "", "")
+        return Memcheck(int(summary.group(1)), "", "")
     kernel = re.search(r"\w*Kernel\b", error.group(2))
-    return Sanitized(
+    return Memcheck(
         int(summary.group(1)),
         f"{error.group(1)}, {error.group(3)}",
         kernel.group() if kernel else error.group(2),
     )
 
 
-def _run_lane(module: Path, lane: Sequence[Case], timeout_s: float) -> list[Row]:
-    rows: list[Row] = []
-    while len(rows) < len(lane):
-        left = lane[len(rows) :]
-        said, error, code = _work(module, left, timeout_s)
-        told = [json.loads(line[4:]) for line in said.splitlines() if line.startswith("row ")]
-        rows += [Row(case, **about) for case, about in zip(left, told, strict=False)]
-        if len(told) < len(left) and (not told or told[-1]["outcome"] != ILLEGAL_ACCESS):
-            # It ended in the middle of a case, and could not say why.
-            outcome = TIMED_OUT if code is None else DIED
-            rows.append(Row(left[len(told)], outcome, error=_last_line(error)))
-    return rows
+# The rest of this file runs in the child processes.
 
 
-def _work(
-    module: Path, cases: Sequence[Case], timeout_s: float, prefix: Sequence[str] = ()
-) -> tuple[str, str, int | None]:
-    """Output, errors and exit code of one process; no exit code where it ran out of time."""
-    paths = os.pathsep.join(filter(None, sys.path))
-    order = {"module": str(module), "cases": [asdict(case) for case in cases]}
-    try:
-        done = subprocess.run(
-            [*prefix, sys.executable, "-m", __spec__.name, json.dumps(order)],
-            env={**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "0"},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        said, wrong = (x.decode() if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr))
-        return said, wrong, None
-    return done.stdout, done.stderr, done.returncode
+def run_in_child(module: str, cases: Sequence[Case]) -> None:
+    """Run the cases one after another, and tell each result.
 
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
-
-
-# What follows runs in the process that may die.
+    Args:
+        module: path of the built module.
+        cases: all with the bounds check, or all without.
+    """
+    device.select("cuda")
+    fused_moe = _entry(module)
+    for case in cases:
+        result = _run_case(case, fused_moe)
+        children.tell(result)
+        if result.outcome == CUDA_ILLEGAL_ACCESS:
+            # The CUDA context is lost. Leave without cleanup, which would call CUDA again.
+            os._exit(3)
 
 
 def _entry(module: str) -> Callable[..., Any]:
@@ -274,14 +273,13 @@ def _entry(module: str) -> Callable[..., Any]:
 
 
 def _fill_free_memory(byte: int) -> None:
-    """Write every block that the caching allocator would hand out next."""
-    import torch
+    """Fill every block that PyTorch's allocator would hand out next with ``byte``."""
 
     def free_sizes() -> Iterator[int]:
         for segment in torch.cuda.memory_snapshot():
             for block in segment["blocks"]:
                 size, small = block["size"], segment["segment_type"] == "small"
-                # Up to 1 MiB the allocator serves from small segments, and above from large ones.
+                # The allocator serves up to 1 MiB from small segments, and more from large ones.
                 if block["state"] == "inactive" and small is (size <= 2**20):
                     yield size
                 elif block["state"] == "inactive" and small:
@@ -293,10 +291,9 @@ def _fill_free_memory(byte: int) -> None:
 
 
 def _route(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids of a case."""
-    import torch
-
-    from staleproof.incidents.moe_routing import broken, consumer
+    """The weights and ids of a case, both (tokens, top_k)."""
+    # Here and not above: importing them loads Triton, which the calling process need not have.
+    from staleproof.incidents.moe_routing import broken
     from staleproof.ops.topk import topk_softmax
 
     generator = torch.Generator(device="cuda").manual_seed(4)
@@ -304,14 +301,14 @@ def _route(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.randn(shape, generator=generator, device="cuda").bfloat16()
     fifth = -(-case.tokens // 5)
     logits[:fifth] = float("nan")
-    if case.ids == OURS:
+    if case.ids == VIA_TOPK_SOFTMAX:
         return topk_softmax(logits, case.top_k)
-    if case.ids == WARP:
+    if case.ids == VIA_WARP_ARGMAX:
         return broken.route(broken.warp_keeps_its_first_column, logits, case.top_k)
-    kind = case.ids if case.ids in consumer.IDS else "distinct"
-    ids = consumer.make_ids(kind, case.tokens, case.top_k, case.experts, seed=1, device="cuda")
+    kind = case.ids if case.ids in IDS else "distinct"
+    ids = make_ids(kind, case.batch, seed=1, device="cuda")
     if case.all_to_all and kind == "all equal":
-        # An expert of rank 0.
+        # The id of an expert of rank 0.
         ids %= case.experts // 2
     if case.ids == NEGATIVE:
         ids[:fifth] = -1
@@ -324,9 +321,7 @@ def _route(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 def _layer(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
 ) -> torch.Tensor:
-    """The right answer of the experts that are here, in float32."""
-    import torch
-
+    """The right answer of this rank's experts, in float32."""
     out = torch.zeros(x.shape, device=x.device)
     for expert in ids.unique().tolist():
         if 0 <= expert < len(w1):
@@ -338,13 +333,9 @@ def _layer(
     return out
 
 
-def _run_case(case: Case, fused_moe: Callable[..., Any]) -> dict[str, Any]:
-    """Outcome of one case, as the fields of a row."""
-    import torch
-
-    from staleproof.incidents.moe_routing import broken, consumer
-
-    # Nothing of the case before is free memory of this one.
+def _run_case(case: Case, fused_moe: Callable[..., Any]) -> CaseResult:
+    """Run one case, and compare its output with :func:`_layer`."""
+    # So that the free memory of this case has nothing of the case before.
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     ranks = 2 if case.all_to_all else 1
@@ -356,9 +347,9 @@ def _run_case(case: Case, fused_moe: Callable[..., Any]) -> dict[str, Any]:
     w1, w2 = random(here, 2 * INTERMEDIATE, HIDDEN), random(here, HIDDEN, INTERMEDIATE)
     x = random(case.tokens, HIDDEN) * HIDDEN**0.5
     weights, ids = _route(case)
-    earlier = consumer.make_ids("distinct", case.tokens, case.top_k, case.experts, seed=3, device="cuda")
+    earlier = make_ids("distinct", case.batch, seed=3, device="cuda")
 
-    # Its own memory for both calls, so that the workspace finds the block it had before.
+    # One output for both calls, so that the workspace of the second gets the block of the first.
     out = torch.zeros_like(x)
 
     def call(chosen: torch.Tensor) -> None:
@@ -380,36 +371,20 @@ def _run_case(case: Case, fused_moe: Callable[..., Any]) -> dict[str, Any]:
 
     try:
         if case.tail != FRESH:
-            # Its workspace goes back to the allocator, map and all, and comes again in the next.
+            # Its workspace, with the map in it, goes back to the allocator and to the next call.
             call(earlier)
         if case.tail in (BYTES, ZEROS):
             _fill_free_memory(0x7F if case.tail == BYTES else 0)
         call(ids)
-    except Exception as error:  # whatever it says is the result
+    except Exception as error:  # any error is a result
         text = str(error).strip().splitlines()[0]
-        illegal = ILLEGAL_ACCESS in text
-        return {"outcome": ILLEGAL_ACCESS if illegal else REFUSED, "error": text}
+        return CaseResult(case, CUDA_ILLEGAL_ACCESS if CUDA_ILLEGAL_ACCESS in text else REFUSED, error=text)
     expected = _layer(x, weights, ids, w1, w2)
     distance = (out.float() - expected).norm(dim=1)
     wrong = ~(distance <= 0.05 * expected.norm(dim=1) + 1e-6)
-    clean = ~broken.rows_with_duplicates(ids)
-    return {
-        "outcome": SILENT if bool(wrong.any()) else RIGHT,
-        "wrong_rows": int(wrong.sum()),
-        "wrong_clean_rows": int((wrong & clean).sum()),
-    }
-
-
-def _main(order: dict[str, Any]) -> None:
-    device.select("cuda")
-    fused_moe = _entry(order["module"])
-    for fields in order["cases"]:
-        row = _run_case(Case(**fields), fused_moe)
-        print("row " + json.dumps(row), flush=True)
-        if row["outcome"] == ILLEGAL_ACCESS:
-            # The context is gone.
-            os._exit(3)
-
-
-if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]))
+    return CaseResult(
+        case,
+        SILENT if bool(wrong.any()) else RIGHT,
+        wrong_rows=int(wrong.sum()),
+        wrong_clean_rows=int((wrong & ~rows_with_duplicates(ids)).sum()),
+    )

@@ -1,9 +1,9 @@
 """A reduced build of FlashInfer's fused MoE for Hopper, from a package's own sources.
 
-The module that FlashInfer compiles on first use instantiates every data type and GEMM tile. The
-kernels of this incident, the map builder and the finalise step, come with any one of them: here
-BF16 with the tile of the default, untuned tactic, which compiles in minutes. The sources are copied
-and narrowed at a few anchors; where an anchor is gone, the build says so and stops.
+The module that FlashInfer compiles on first use instantiates every data type and GEMM tile. One of
+each is enough for the map builder and the finalise step, so this build keeps BF16 and the tile of the
+default, untuned tactic, and compiles in minutes. The sources are copied and narrowed at a few anchor
+texts; if an anchor is missing, the build says so and stops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from staleproof.harness import environment
 
-# Where built modules are kept instead of in the user's cache, so that they can be carried along.
+# Names a folder for built modules, in place of the user's cache: they can be built on another machine.
 FOLDER_VARIABLE = "STALEPROOF_MOE_MODULES"
 BACKEND = "fused_moe/cutlass_backend/"
 INTERNAL = "nv_internal/tensorrt_llm/kernels/"
@@ -31,19 +31,19 @@ CHANGED = "the sources of this release are not those that the reduced build was 
 
 
 class ModuleError(RuntimeError):
-    """The module cannot be built or run here; the text is the one line that says why."""
+    """The module cannot be built or run here; the text says why, in one line."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One narrowed place.
+    """One change to a source file.
 
     Attributes:
         file: below the package's ``data/csrc``.
         why: what is left out, in words.
-        start: text that stands once in the file.
-        until: what is replaced ends before the next occurrence of this, or with ``start``.
-        text: what stands there instead.
+        start: where the change begins; this text occurs once in the file.
+        until: the change ends before the next occurrence of this, or with ``start`` if ``None``.
+        text: the replacement.
     """
 
     file: str
@@ -100,8 +100,8 @@ namespace tensorrt_llm::kernels::cutlass_kernels {{
 template class CutlassMoeFCRunner<__nv_bfloat16, __nv_bfloat16>;
 }}
 """
-# Ours, in the place of the package's instantiations.
-OURS = {
+# These replace the package's instantiations.
+OWN_SOURCES = {
     "ours/runner.cu": _RUNNER_SOURCE.format(Path(RUNNER).name),
     "ours/gemm.cu": """#include "moe_gemm/launchers/moe_gemm_tma_ws_launcher.inl"
 namespace tensorrt_llm::kernels::cutlass_kernels_oss {
@@ -123,7 +123,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_deepgemm_jit_include_dirs, no_deep_gemm);
 }
 UNCHECKED = "ours/unchecked_runner.cu"
 SOURCES = (
-    *OURS,
+    *OWN_SOURCES,
     BACKEND + "flashinfer_cutlass_fused_moe_binding.cu",
     MOE_GEMM + "moe_gemm_kernels_bf16_bf16.cu",
     MOE_GEMM + "moe_gemm_tma_warp_specialized_input.cu",
@@ -167,7 +167,7 @@ HEADERS = {"cublasLt.h": "nvidia-cublas", "curand_kernel.h": "nvidia-curand"}
 
 @dataclass(frozen=True)
 class Package:
-    """One FlashInfer on disk.
+    """A FlashInfer package on disk.
 
     Attributes:
         root: the folder that holds ``flashinfer/``.
@@ -179,16 +179,16 @@ class Package:
 
     @property
     def data(self) -> Path:
-        """What the package brings to compile."""
+        """The folder of the sources that it compiles on first use."""
         return self.root / "flashinfer" / "data"
 
     def file(self, name: str) -> Path:
-        """One of its sources, by the path in ``data/csrc``."""
+        """One of its sources, by its path in ``data/csrc``."""
         return self.data / "csrc" / name
 
 
 def package(root: Path | None = None) -> Package:
-    """The installed FlashInfer, or the one unpacked in ``root``. Nothing of it is imported.
+    """The installed FlashInfer, or the one unpacked in ``root``; it is not imported.
 
     Raises:
         ModuleError: there is none.
@@ -207,12 +207,12 @@ def package(root: Path | None = None) -> Package:
 
 
 def narrowed(source: Package) -> dict[str, str]:
-    """The files of the build that are not the package's own, by their path in ``data/csrc``.
+    """The files that the build adds or changes, by their path in ``data/csrc``, with their text.
 
     Raises:
         ModuleError: a file or an anchor is not there.
     """
-    files = dict(OURS)
+    files = dict(OWN_SOURCES)
     for edit in EDITS:
         files[edit.file] = _narrow(source, edit)
     files[UNCHECKED_RUNNER] = _narrow(source, WITHOUT_CHECK)
@@ -241,14 +241,14 @@ def _narrow(source: Package, edit: Edit) -> str:
 
 
 def folder() -> Path:
-    """Where built modules are kept: ``$STALEPROOF_MOE_MODULES``, or the user's cache."""
+    """The folder of built modules: ``$STALEPROOF_MOE_MODULES``, or one in the user's cache."""
     given = os.environ.get(FOLDER_VARIABLE)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(given) if given else cache / "staleproof" / "moe"
 
 
 def _targets(source: Package, files: dict[str, str], cache: Path | None = None) -> dict[bool, Path]:
-    """Where the modules are kept, by version and digest: with the bounds check, and without."""
+    """The paths of the modules with and without the bounds check, named by version and digest."""
     told = repr((sorted(files.items()), SOURCES, FLAGS)).encode()
     name = f"fused_moe_sm90-{source.version}-{hashlib.sha256(told).hexdigest()[:12]}"
     shipped = (cache or folder()) / f"{name}.so"
@@ -256,14 +256,14 @@ def _targets(source: Package, files: dict[str, str], cache: Path | None = None) 
 
 
 def built(root: Path | None = None, *, check: bool = True) -> Path:
-    """The module that :func:`build` made of a package before.
+    """The module that an earlier :func:`build` made.
 
     Args:
         root: folder with an unpacked ``flashinfer/``; the installed one by default.
         check: whether the finalise kernel has its bounds check.
 
     Raises:
-        ModuleError: there is no package, its sources changed, or nothing was built of it.
+        ModuleError: there is no package, its sources changed, or it was not built.
     """
     source = package(root)
     path = _targets(source, narrowed(source))[check]
@@ -279,12 +279,12 @@ def build(
     jobs: int | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[bool, Path]:
-    """Compile the reduced module, with and without its bounds check, or find it built already.
+    """Compile the reduced module, with and without its bounds check, unless it was built already.
 
     Args:
         root: folder with an unpacked ``flashinfer/``; the installed one by default.
         cache: folder the modules go to; see :func:`folder`.
-        jobs: compilations at a time; as many as there are cores by default.
+        jobs: compilations at a time; by default one a core.
         say: takes one line of progress.
 
     Returns:
@@ -323,7 +323,7 @@ def build(
         try:
             objects = dict(zip(names, pool.map(compile_one, names), strict=True))
         finally:
-            # After an error or an interrupt, the compilations that have not begun are not wanted.
+            # After an error or an interrupt, do not begin the compilations that are still queued.
             pool.shutdown(cancel_futures=True)
         for check, target in targets.items():
             left_out = UNCHECKED if check else "ours/runner.cu"
@@ -336,7 +336,7 @@ def build(
 
 
 def _keep(draft: Path, target: Path) -> None:
-    """Copy through a neighbour, so that an interrupted copy is never taken for the module."""
+    """Copy to a ``.part`` file and rename, so that an interrupted copy never counts as a module."""
     part = target.with_suffix(".part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -350,8 +350,7 @@ def _include(source: Package, sources: Path) -> list[str]:
     spec = importlib.util.find_spec("tvm_ffi")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleError("apache-tvm-ffi is not installed: pip install apache-tvm-ffi")
-    kernels = sources / INTERNAL
-    data = source.data
+    kernels, data = sources / INTERNAL, source.data
     nvidia = importlib.util.find_spec("nvidia")
     wheels = [Path(place) for place in (nvidia and nvidia.submodule_search_locations) or ()]
     own = [

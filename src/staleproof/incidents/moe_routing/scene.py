@@ -1,0 +1,239 @@
+"""The routing of a small batch: router logits with bad values, the choices of experts, the consumer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from staleproof.evidence.rows import bad_rows
+from staleproof.incidents.moe_routing import broken, consumer
+from staleproof.incidents.moe_routing.batch import Batch
+from staleproof.incidents.moe_routing.broken import REMEDIES
+from staleproof.incidents.moe_routing.observation import Observation, holes, observe
+from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
+
+NAN, INF = float("nan"), float("inf")
+OURS, TORCH, VLLM = "staleproof", "torch.topk", "vLLM's compiled kernels"
+VLLM_VARIABLE = "STALEPROOF_VLLM_MOE_SO"
+# Of the rows of a small batch, the first LIVE belong to requests.
+LIVE = 5
+TOP_8, TOP_10 = Batch(8, 8, 128), Batch(8, 10, 64)
+
+Routed = tuple[torch.Tensor, torch.Tensor]
+
+
+class RouterInput(NamedTuple):
+    """The arguments of a routing: logits (rows, experts), softmax or sigmoid, and a bias (experts,)."""
+
+    logits: torch.Tensor
+    softmax: bool
+    bias: torch.Tensor | None = None
+
+
+# (router input, top_k) -> weights, ids, both (rows, top_k)
+Select = Callable[[RouterInput, int], Routed]
+
+
+def make_logits(device: str, experts: int, rows: int) -> torch.Tensor:
+    """(rows, experts) float32, normal, the same on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, experts, generator=generator).to(device)
+
+
+def _some(shape: tuple[int, ...], share: float, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return (torch.rand(shape, generator=generator) < share).to(device)
+
+
+def _all_nan(x: torch.Tensor) -> RouterInput:
+    return RouterInput(torch.full_like(x, NAN), softmax=True)
+
+
+def _one_nan(x: torch.Tensor) -> RouterInput:
+    row = torch.arange(len(x), device=x.device)
+    x[row, (row * 4 + 1) % x.shape[1]] = NAN
+    return RouterInput(x, softmax=True)
+
+
+def _nan_in_lanes(x: torch.Tensor, place: int) -> RouterInput:
+    # A lane of a warp holds four float32 logits side by side.
+    columns = x.view(len(x), -1, 4)[:, :, place]
+    columns[_some(tuple(columns.shape), 0.25, x.device)] = NAN
+    return RouterInput(x, softmax=False)
+
+
+def nan_bias(x: torch.Tensor) -> RouterInput:
+    """``x`` as it is, with NaN for a tenth of the experts in the bias."""
+    bias = torch.zeros(x.shape[1], device=x.device)
+    bias[_some(tuple(bias.shape), 0.1, x.device)] = NAN
+    return RouterInput(x, softmax=False, bias=bias)
+
+
+# Kind of input -> what makes it of finite logits.
+INPUTS: dict[str, Callable[[torch.Tensor], RouterInput]] = {
+    "all NaN, softmax": _all_nan,
+    "one NaN, softmax": _one_nan,
+    "NaN inside lanes, sigmoid": lambda x: _nan_in_lanes(x, 1),
+    "NaN first in lanes, sigmoid": lambda x: _nan_in_lanes(x, 0),
+    "NaN in the bias, sigmoid": nan_bias,
+}
+
+
+def select_ours(given: RouterInput, top_k: int) -> Routed:
+    """The choice of ``topk_softmax`` or ``topk_sigmoid``."""
+    select = topk_softmax if given.softmax else topk_sigmoid
+    return select(given.logits, top_k, bias=given.bias)
+
+
+def select_torch(given: RouterInput, top_k: int) -> Routed:
+    """The choice of ``torch.topk``."""
+    scores = given.logits.softmax(-1) if given.softmax else given.logits.sigmoid()
+    ids = (scores if given.bias is None else scores + given.bias).topk(top_k).indices
+    return scores.gather(1, ids), ids.int()
+
+
+@cache
+def _vllm_ops() -> Any:
+    torch.ops.load_library(os.environ[VLLM_VARIABLE])
+    return torch.ops._moe_C
+
+
+def select_vllm(given: RouterInput, top_k: int) -> Routed:
+    """The choice of vLLM's compiled operators, from the library that STALEPROOF_VLLM_MOE_SO names."""
+    x = given.logits
+    weights = torch.empty(len(x), top_k, device=x.device)
+    ids = torch.empty(len(x), top_k, dtype=torch.int32, device=x.device)
+    route = _vllm_ops().topk_softmax if given.softmax else _vllm_ops().topk_sigmoid
+    route(weights, ids, torch.empty_like(ids), x, False, given.bias)
+    return weights, ids
+
+
+def vllm_unavailable_reason(device: str) -> str | None:
+    """Why vLLM's compiled operators cannot run, in one line, or ``None`` if they can."""
+    if device != "cuda":
+        return "needs a CUDA device"
+    return None if VLLM_VARIABLE in os.environ else f"{VLLM_VARIABLE} names no _moe_C library"
+
+
+def _select_broken(name: str) -> Select:
+    def select(given: RouterInput, top_k: int) -> Routed:
+        choose = broken.CHOICES[name]
+        return broken.route(choose, given.logits, top_k, softmax=given.softmax, bias=given.bias)
+
+    return select
+
+
+@dataclass(frozen=True)
+class Selector:
+    """One way to choose experts.
+
+    Attributes:
+        select: the choice.
+        experts: how many there are to choose from.
+        top_k: how many it chooses.
+        rows: of the batch; few where Triton's interpreter sorts, which is slow.
+    """
+
+    select: Select
+    experts: int = 128
+    top_k: int = 8
+    rows: int = 256
+
+
+SELECTORS: dict[str, Selector] = {
+    "warp_keeps_its_first_column": Selector(_select_broken("warp_keeps_its_first_column")),
+    "block_keeps_the_left": Selector(_select_broken("block_keeps_the_left"), experts=160),
+    "sort_swaps_raw_nan": Selector(_select_broken("sort_swaps_raw_nan"), 16, 4, 16),
+    "topk_swaps_raw_nan": Selector(_select_broken("topk_swaps_raw_nan"), 16, 4, 16),
+    TORCH: Selector(select_torch),
+    VLLM: Selector(select_vllm),
+    OURS: Selector(select_ours),
+}
+
+
+def chosen(selector: Selector, kind: str, device: str) -> tuple[RouterInput, torch.Tensor]:
+    """One of :data:`INPUTS`, and the ids (rows, top_k) that a selector chooses for it."""
+    given = INPUTS[kind](make_logits(device, selector.experts, selector.rows))
+    return given, selector.select(given, selector.top_k)[1]
+
+
+@dataclass(frozen=True)
+class RoutingCase:
+    """One small batch on its way from router logits through the choice of experts to the consumer.
+
+    Attributes:
+        choice: :data:`OURS`, ``grouped_topk``, or a remedy (:data:`REMEDIES`) of the warp's argmax.
+        softmax: whether scores are a softmax; a sigmoid otherwise.
+        bad: ``padding``, ``live row`` or ``bias`` is NaN; ``infinity`` is one in a live row; or ``nowhere``.
+        batch: its shape.
+        before: what the memory of the map contained, see :func:`observe`.
+        guard: whether the consumer checks bounds.
+    """
+
+    choice: str = "none"
+    softmax: bool = True
+    bad: str = "padding"
+    batch: Batch = TOP_10
+    before: str = "canary"
+    guard: bool = False
+
+
+def router_input(case: RoutingCase, device: str) -> RouterInput:
+    """The router's input with the case's bad values in it."""
+    logits, bias = make_logits(device, case.batch.experts, case.batch.tokens), None
+    if case.bad == "padding":
+        logits[LIVE:] = NAN
+    elif case.bad == "live row":
+        logits[2] = NAN
+    elif case.bad == "infinity":
+        logits[2, 9] = INF
+    elif case.bad == "bias":
+        bias = torch.full((case.batch.experts,), NAN, device=device)
+    return RouterInput(logits, case.softmax, bias)
+
+
+def routed(case: RoutingCase, device: str) -> Routed:
+    """The weights and ids (tokens, top_k) that the case's choice sends to the consumer."""
+    given, top_k = router_input(case, device), case.batch.top_k
+    if case.choice == OURS:
+        return select_ours(given, top_k)
+    if case.choice == "grouped_topk":
+        return grouped_topk(given.logits, top_k, num_expert_group=8, topk_group=4, bias=given.bias)
+    return broken.route(
+        broken.warp_keeps_its_first_column,
+        given.logits,
+        top_k,
+        softmax=given.softmax,
+        bias=given.bias,
+        is_padding=torch.arange(case.batch.tokens, device=device) >= LIVE,
+        remedy=REMEDIES[case.choice],
+    )
+
+
+def serve(case: RoutingCase, device: str) -> Observation:
+    """What became of the batch in the consumer."""
+    ids = routed(case, device)[1]
+    return observe(case.batch, ids, device, before=case.before, guard=case.guard)
+
+
+def picture(case: RoutingCase, device: str) -> tuple[list[list[int]], list[list[bool]]]:
+    """Expert ids and holes of the map, row by row and slot by slot."""
+    ids = routed(case, device)[1]
+    expert_map = consumer.build_map(ids, case.batch.experts)
+    return ids.tolist(), holes(expert_map, ids).tolist()
+
+
+def stages(case: RoutingCase, device: str) -> list[tuple[str, int, int]]:
+    """Each stage's name, and how many of its live rows and of its padding rows are bad."""
+    ids, unwritten = picture(case, device)
+    by_stage = {
+        "router logits: NaN": bad_rows(router_input(case, device).logits).tolist(),
+        "choice: an expert twice": [len(set(row)) < len(row) for row in ids],
+        "map: an entry nobody wrote": [any(row) for row in unwritten],
+    }
+    return [(name, sum(bad[:LIVE]), sum(bad[LIVE:])) for name, bad in by_stage.items()]
