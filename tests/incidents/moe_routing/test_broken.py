@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from staleproof.incidents.moe_routing import broken
+from staleproof.incidents.moe_routing.batch import rows_with_duplicates
 from staleproof.ops.reference import topk as reference
 
 NAN = float("nan")
@@ -30,7 +31,7 @@ def ids_of(name: str, x: torch.Tensor, top_k: int, remedy: str, **options: objec
 
 
 def duplicates(ids: torch.Tensor) -> int:
-    return int(broken.rows_with_duplicates(ids).sum())
+    return int(rows_with_duplicates(ids).sum())
 
 
 @pytest.mark.parametrize("name", broken.CHOICES)
@@ -57,7 +58,7 @@ def test_one_nan_is_enough_for_softmax(device: str) -> None:
     x = logits(3, 128, device)
     x[1, 77] = NAN
     ids = ids_of("warp_keeps_its_first_column", x, 8, "none")
-    assert broken.rows_with_duplicates(ids).tolist() == [False, True, False]
+    assert rows_with_duplicates(ids).tolist() == [False, True, False]
 
 
 def test_a_warp_holds_each_column_once() -> None:
@@ -135,7 +136,7 @@ def test_skipping_padding_hides_what_it_does_not_cure(device: str) -> None:
     assert ids[2].tolist() == [-1] * 8
     assert weights[2].tolist() == [0.0] * 8
     # A NaN in a row that belongs to a request is as fatal as before.
-    assert broken.rows_with_duplicates(ids[[0, 1, 3, 4, 5]]).tolist() == [0, 0, 0, 1, 0]
+    assert rows_with_duplicates(ids[[0, 1, 3, 4, 5]]).tolist() == [0, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("per_token", [True, False])

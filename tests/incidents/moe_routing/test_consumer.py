@@ -1,13 +1,13 @@
-"""Map builder and finalise step: which entries nobody writes, and what follows from it."""
+"""Map builder and finalise step: which entries nobody writes, and what a slot's row adds."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from staleproof.incidents.moe_routing import broken, consumer
-from staleproof.incidents.moe_routing.consumer import CANARY, ILLEGAL_ACCESS, RIGHT, SILENT, observe
-from staleproof.ops.topk import topk_softmax
+from staleproof.incidents.moe_routing import consumer
+from staleproof.incidents.moe_routing.batch import Batch, make_ids
+from staleproof.incidents.moe_routing.consumer import CANARY
 
 FORMS = {"triton": consumer.build_map, "torch": consumer.build_map_torch}
 
@@ -76,13 +76,13 @@ def test_the_map_is_the_one_of_a_search_slot_by_slot(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_unwritten_entries_are_what_the_memory_held(device: str, form: str) -> None:
+def test_unwritten_entries_are_what_the_memory_contained(device: str, form: str) -> None:
     ids = torch.tensor([[3, 3], [1, 2], [9, 1]], dtype=torch.int32, device=device)
-    held = torch.arange(100, 106, dtype=torch.int32, device=device)
-    built = FORMS[form](ids, 4, held=held, one_block=False)
+    before = torch.arange(100, 106, dtype=torch.int32, device=device)
+    built = FORMS[form](ids, 4, before=before, one_block=False)
     # Slot 1 of token 0 repeats expert 3; slot 0 of token 2 has no expert.
     assert built.row_of_slot.tolist() == [3, 0, 102, 103, 2, 1]
-    assert held.tolist() == [*range(100, 106)]
+    assert before.tolist() == [*range(100, 106)]
 
 
 @pytest.mark.parametrize("guard", [False, True])
@@ -107,53 +107,6 @@ def test_both_finalise_forms_give_the_weighted_sum(device: str, guard: bool) -> 
         assert got.wild_reads == (0 if guard else wild)
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(257, 8, 128), (20, 10, 64), (4, 8, 512)])
-def test_all_but_the_first_slot_of_a_duplicate_are_unwritten(
-    device: str, tokens: int, top_k: int, experts: int
-) -> None:
-    for ids, rows in (("distinct", 0), ("all equal", tokens), ("partly equal", -(-tokens // 5))):
-        seen = observe(tokens, top_k, experts, ids, device=device)
-        assert not seen.one_block
-        assert seen.duplicate_rows == rows
-        assert seen.unwritten == seen.wild_reads == rows * (top_k - 1)
-        assert seen.outcome == (ILLEGAL_ACCESS if rows else RIGHT)
-        # Nothing to lose for the other rows of the batch: the damage stays where it was done.
-        assert (seen.wrong_rows, seen.wrong_clean_rows) == (rows, 0)
-
-
-@pytest.mark.parametrize("ids", consumer.IDS)
-@pytest.mark.parametrize(("tokens", "one_block"), [(256, True), (257, False)])
-def test_one_token_more_and_duplicates_hurt(ids: str, tokens: int, one_block: bool) -> None:
-    seen = observe(tokens, 8, 128, ids, in_torch=True)
-    assert seen.one_block is one_block
-    assert (seen.outcome == RIGHT) is (one_block or ids == "distinct")
-
-
-@pytest.mark.parametrize("guard", [False, True])
-def test_what_the_memory_held_decides(guard: bool) -> None:
-    def wrong(held: str, ids: str = "all equal") -> tuple[str, int, int]:
-        seen = observe(512, 8, 128, ids, held=held, guard=guard, in_torch=True)
-        return seen.outcome, seen.wild_reads, seen.wrong_rows
-
-    # Token 0 owns row 0, which zeros lead every other token to.
-    assert wrong("zeros") == (SILENT, 0, 511)
-    assert wrong("previous map") == (SILENT, 0, 512)
-    assert wrong("previous map", "partly equal") == (SILENT, 0, 103)
-    if guard:
-        # No crash, and only the first slot counts.
-        assert wrong("canary") == (SILENT, 0, 512)
-    else:
-        assert wrong("canary") == (ILLEGAL_ACCESS, 512 * 7, 512)
-
-
-def test_an_id_out_of_range_adds_nothing(device: str) -> None:
-    ids = consumer.make_ids("distinct", 20, 10, 64).to(device)
-    ids[:5], ids[5:10] = -1, 64
-    for held in consumer.HELD:
-        seen = observe(20, 10, 64, ids, held=held, device=device)
-        assert (seen.outcome, seen.unwritten, seen.wild_reads) == (RIGHT, 0, 0)
-
-
 def test_indexing_with_the_padding_id_takes_the_last_expert() -> None:
     x, table = torch.ones(2, 1), torch.tensor([[10.0], [20.0], [30.0]])
     weights = torch.ones(2, 2)
@@ -164,55 +117,29 @@ def test_indexing_with_the_padding_id_takes_the_last_expert() -> None:
     assert got.wild_reads == 1
 
 
-def test_our_routing_in_front_leaves_nothing_unwritten(device: str) -> None:
-    logits = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)).to(device)
-    logits[:7] = float("nan")
-    _, ids = broken.route(broken.warp_keeps_its_first_column, logits, 10)
-    off = observe(20, 10, 64, ids, device=device)
-    assert (off.outcome, off.unwritten) == (ILLEGAL_ACCESS, 7 * 9)
-    _, ids = topk_softmax(logits, 10)
-    on = observe(20, 10, 64, ids, device=device)
-    assert (on.outcome, on.unwritten, on.duplicate_rows) == (RIGHT, 0, 0)
-
-
-def test_ids_are_the_same_everywhere_and_what_they_are_called() -> None:
-    distinct = consumer.make_ids("distinct", 50, 10, 64)
-    assert not bool(broken.rows_with_duplicates(distinct).any())
-    assert int(distinct.min()) >= 0
-    assert int(distinct.max()) < 64
-    assert torch.equal(distinct, consumer.make_ids("distinct", 50, 10, 64))
-    equal = consumer.make_ids("all equal", 50, 10, 64)
-    assert equal.unique().numel() == 1
-    partly = consumer.make_ids("partly equal", 50, 10, 64)
-    rows = broken.rows_with_duplicates(partly)
-    assert int(rows.sum()) == 10
-    assert bool((partly[rows] == partly[rows, :1]).all())
-
-
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("ids", "experts", "message"),
     [
-        (lambda: consumer.build_map(torch.zeros(4), 8), "topk_ids: expected a tensor of rank 2"),
-        (lambda: consumer.build_map(torch.zeros(4, 2), 8), "topk_ids: expected torch.int32"),
-        (lambda: consumer.build_map(torch.zeros(0, 2).int(), 8), "topk_ids: expected at least one"),
-        (lambda: consumer.build_map(torch.zeros(4, 2).int(), 0), "num_experts: expected at least"),
-        (
-            lambda: consumer.build_map(torch.zeros(4, 2).int(), 8, held=torch.zeros(7).int()),
-            r"held: expected shape \(8\)",
-        ),
-        (lambda: observe(4, 2, 8, "equal"), "kind: expected distinct or all equal"),
-        (lambda: observe(4, 2, 8, "distinct", held="noise"), "held: expected canary or zeros"),
-        (lambda: observe(4, 9, 8, "distinct"), "top_k: expected at most 8 experts, got 9"),
-        (lambda: observe(4, 2, 8, torch.zeros(4, 3).int()), r"ids: expected shape \(4, 2\)"),
+        (torch.zeros(4), 8, "topk_ids: expected a tensor of rank 2"),
+        (torch.zeros(4, 2), 8, "topk_ids: expected torch.int32"),
+        (torch.zeros(0, 2).int(), 8, "topk_ids: expected at least one"),
+        (torch.zeros(4, 2).int(), 0, "num_experts: expected at least"),
     ],
 )
-def test_bad_input_names_the_argument(call: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()  # type: ignore[operator]
+def test_bad_ids_are_named(ids: torch.Tensor, experts: int, message: str) -> None:
+    for form in FORMS.values():
+        with pytest.raises(ValueError, match=message):
+            form(ids, experts)
+
+
+def test_memory_of_another_size_is_named() -> None:
+    for form in FORMS.values():
+        with pytest.raises(ValueError, match=r"before: expected shape \(8\)"):
+            form(torch.zeros(4, 2).int(), 8, before=torch.zeros(7).int())
 
 
 def test_finalise_refuses_what_does_not_fit() -> None:
-    ids = consumer.make_ids("distinct", 4, 2, 8)
+    ids = make_ids("distinct", Batch(4, 2, 8))
     built = consumer.build_map_torch(ids, 8)
     rows, weights = torch.zeros(8, 3), torch.zeros(4, 2)
     for finalise in (consumer.finalise, consumer.finalise_torch):

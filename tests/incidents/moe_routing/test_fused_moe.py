@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from staleproof.harness import environment
-from staleproof.incidents.moe_routing import consumer, fused_moe, moe_module
+from staleproof.harness import children, environment
+from staleproof.harness.children import Ended
+from staleproof.incidents.moe_routing import fused_moe, moe_module
+from staleproof.incidents.moe_routing.batch import RIGHT, SILENT
 from staleproof.incidents.moe_routing.fused_moe import (
+    CUDA_ILLEGAL_ACCESS,
     DIED,
-    ILLEGAL_ACCESS,
-    RIGHT,
-    SILENT,
     TIMED_OUT,
     Case,
-    Row,
-    Sanitized,
+    CaseResult,
+    Memcheck,
 )
+from staleproof.incidents.moe_routing.observation import observe
 
 MEMCHECK = """========= COMPUTE-SANITIZER
-row {{"outcome": "illegal memory access"}}
 ========= Invalid __global__ read of size 4 bytes
 =========     at void a::b::finalizeMoeRoutingKernel<x, (a::ScaleMode)1>(const T2 *, int)+0x3d0
 =========     by thread (0,0,0) in block (1,0,0)
@@ -32,39 +31,83 @@ row {{"outcome": "illegal memory access"}}
 =========
 ========= ERROR SUMMARY: {errors} error{s}
 """
-Work = Callable[..., tuple[str, str, int | None]]
+# Stands for the function that runs in a child: what a case does stands in its ``ids``.
+CHILD = """
+import os, sys, time
+from staleproof.harness import children
+from staleproof.incidents.moe_routing.fused_moe import CaseResult
+
+def run_in_child(module, cases):
+    print("some library greets")
+    for case in cases:
+        assert module == str(case.check) and os.environ["TRITON_INTERPRET"] == "0"
+        if case.ids == "dies":
+            print("first\\nlast words\\n\\n", file=sys.stderr, flush=True)
+            os.abort()
+        if case.ids == "hangs":
+            time.sleep(60)
+        children.tell(CaseResult(case, case.ids, wrong_rows=case.tokens))
+        if case.ids == "illegal memory access":
+            os._exit(3)
+"""
+# As compute-sanitizer: it runs the program behind its own options, and reports on standard output.
+SANITIZER = """#!/bin/sh
+[ "$1 $2" = "--tool memcheck" ] || exit 1
+shift 2
+"$@"
+[ $? = 3 ] && cat "$(dirname "$0")/report"
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes that run :data:`CHILD` in place of the function that needs a GPU."""
+    (tmp_path / "child_of_a_test.py").write_text(CHILD)
+    monkeypatch.syspath_prepend(tmp_path)
+    import child_of_a_test  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(fused_moe, "run_in_child", child_of_a_test.run_in_child)
+    monkeypatch.setattr(moe_module, "built", lambda *, check: Path(str(check)))
 
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Case, str]], list[list[Case]]]:
-    """Replaces the processes: each case says its line, dies, or hangs as it is told.
+    """Replaces the processes: each case gets its outcome, dies, or hangs as it is told.
 
-    ``wrong_rows`` counts the cases that were run.
-
-    Returns what each process was asked for.
+    ``wrong_rows`` counts the cases that were run. Returns what each process was given.
     """
 
     def install(answers: dict[Case, str]) -> list[list[Case]]:
-        asked: list[list[Case]] = []
+        given: list[list[Case]] = []
         ran: list[Case] = []
 
-        def work(module: Path, cases: Sequence[Case], timeout_s: float) -> tuple[str, str, int | None]:
-            asked.append([*cases])
-            said = "some library greets\n"
-            for case in cases:
-                assert module.name == str(case.check)
-                if answers[case] in ("dies", "hangs"):
-                    return said, "first\nlast words\n\n", None if answers[case] == "hangs" else -6
-                ran.append(case)
-                row = {"outcome": answers[case], "wrong_rows": len(ran)}
-                said += "row " + json.dumps(row) + "\n"
-                if answers[case] == ILLEGAL_ACCESS:
-                    return said, "", 3
-            return said, "", 0
+        class Fake:
+            def __init__(self, cases: Sequence[Case]) -> None:
+                self.cases = cases
 
-        monkeypatch.setattr(fused_moe, "_work", work)
+            def wait(self, timeout_s: float) -> Ended:
+                assert 0 < timeout_s <= 120
+                told = []
+                for case in self.cases:
+                    if answers[case] in ("dies", "hangs"):
+                        code = None if answers[case] == "hangs" else -6
+                        return Ended(told, code, "", "first\nlast words\n\n", timeout_s)
+                    ran.append(case)
+                    told.append(CaseResult(case, answers[case], wrong_rows=len(ran)))
+                    if answers[case] == CUDA_ILLEGAL_ACCESS:
+                        return Ended(told, 3, "", "", timeout_s)
+                return Ended(told, 0, "", "", timeout_s)
+
+        def start(function: object, module: str, cases: Sequence[Case], *, env: dict[str, str]) -> Fake:
+            assert function is fused_moe.run_in_child
+            assert {str(case.check) for case in cases} == {module}
+            assert env["TRITON_INTERPRET"] == "0"
+            given.append([*cases])
+            return Fake(cases)
+
+        monkeypatch.setattr(children, "start", start)
         monkeypatch.setattr(moe_module, "built", lambda *, check: Path(str(check)))
-        return asked
+        return given
 
     return install
 
@@ -73,44 +116,51 @@ def test_a_process_that_ends_is_followed_by_another(
     worker: Callable[[dict[Case, str]], list[list[Case]]],
 ) -> None:
     cases = [Case(tokens, 8, "distinct") for tokens in range(1, 8)]
-    answers = [RIGHT, ILLEGAL_ACCESS, SILENT, "dies", "hangs", ILLEGAL_ACCESS, RIGHT]
-    asked = worker(dict(zip(cases, answers, strict=True)))
-    rows = fused_moe.run_cases(cases, processes=1)
-    assert [row.case for row in rows] == cases
-    assert [row.outcome for row in rows] == [
-        RIGHT,
-        ILLEGAL_ACCESS,
-        SILENT,
-        DIED,
-        TIMED_OUT,
-        ILLEGAL_ACCESS,
-        RIGHT,
-    ]
-    assert rows[0] == Row(cases[0], RIGHT, wrong_rows=1)
-    assert rows[3] == Row(cases[3], DIED, error="last words")
-    assert asked == [cases, cases[2:], cases[4:], cases[5:], cases[6:]]
+    answers = [RIGHT, CUDA_ILLEGAL_ACCESS, SILENT, "dies", "hangs", CUDA_ILLEGAL_ACCESS, RIGHT]
+    given = worker(dict(zip(cases, answers, strict=True)))
+    results = fused_moe.run_cases(cases, processes=1)
+    assert [result.case for result in results] == cases
+    outcomes = [RIGHT, CUDA_ILLEGAL_ACCESS, SILENT, DIED, TIMED_OUT, CUDA_ILLEGAL_ACCESS, RIGHT]
+    assert [result.outcome for result in results] == outcomes
+    assert results[0] == CaseResult(cases[0], RIGHT, wrong_rows=1)
+    assert results[3] == CaseResult(cases[3], DIED, error="last words")
+    assert given == [cases, cases[2:], cases[4:], cases[5:], cases[6:]]
 
 
-def test_rows_come_in_the_order_of_the_cases_and_a_process_has_one_module(
+def test_results_come_in_the_order_of_the_cases_and_a_process_has_one_module(
     worker: Callable[[dict[Case, str]], list[list[Case]]],
 ) -> None:
     cases = [Case(tokens, 8, "distinct", check=tokens % 3 == 0) for tokens in range(1, 10)]
-    asked = worker(dict.fromkeys(cases, RIGHT))
-    rows = fused_moe.run_cases(cases, processes=4)
-    assert [row.case for row in rows] == cases
-    assert len(asked) == 3
-    for lane in asked:
-        assert len({case.check for case in lane}) == 1
+    given = worker(dict.fromkeys(cases, RIGHT))
+    results = fused_moe.run_cases(cases, processes=4)
+    assert [result.case for result in results] == cases
+    assert [len(lane) for lane in given] == [3, 3, 3]
 
 
-def test_a_case_that_is_asked_twice_is_run_twice(
+def test_a_case_that_is_given_twice_is_run_twice(
     worker: Callable[[dict[Case, str]], list[list[Case]]],
 ) -> None:
     off, on = Case(512, 8, "all equal"), Case(512, 8, "distinct")
-    worker({off: ILLEGAL_ACCESS, on: RIGHT})
-    rows = fused_moe.run_cases([off, on, off], processes=1)
-    assert [row.wrong_rows for row in rows] == [1, 2, 3]
+    worker({off: CUDA_ILLEGAL_ACCESS, on: RIGHT})
+    results = fused_moe.run_cases([off, on, off], processes=1)
+    assert [result.wrong_rows for result in results] == [1, 2, 3]
     assert fused_moe.run_cases([]) == []
+
+
+def test_a_child_that_dies_keeps_what_it_told_before(child: None) -> None:
+    cases = [Case(n, 8, what) for n, what in enumerate((RIGHT, "dies", CUDA_ILLEGAL_ACCESS), 1)]
+    results = fused_moe.run_cases(cases, processes=1)
+    assert results == [
+        CaseResult(cases[0], RIGHT, wrong_rows=1),
+        CaseResult(cases[1], DIED, error="last words"),
+        CaseResult(cases[2], CUDA_ILLEGAL_ACCESS, wrong_rows=3),
+    ]
+
+
+def test_a_child_that_hangs_is_ended(child: None) -> None:
+    case = Case(1, 8, "hangs")
+    (result,) = fused_moe.run_cases([case], timeout_s=0.2)
+    assert result.outcome == TIMED_OUT
 
 
 def test_names_and_cases_are_distinct() -> None:
@@ -124,35 +174,42 @@ def test_names_and_cases_are_distinct() -> None:
     [
         (
             MEMCHECK.format(errors=9, s="s"),
-            Sanitized(
+            Memcheck(
                 9,
                 "Invalid __global__ read of size 4 bytes, 2,190,366 bytes after the nearest "
                 "allocation at 0x7e0000 of size 2 bytes",
                 "finalizeMoeRoutingKernel",
             ),
         ),
-        ("row {}\n========= ERROR SUMMARY: 0 errors\n", Sanitized(0, "", "")),
+        ("========= ERROR SUMMARY: 0 errors\n", Memcheck(0, "", "")),
     ],
 )
-def test_what_memcheck_says(monkeypatch: pytest.MonkeyPatch, said: str, expected: Sanitized) -> None:
-    monkeypatch.setattr(environment, "tool", lambda name: Path("/tools") / name)
-    monkeypatch.setattr(moe_module, "built", lambda *, check: Path("module.so"))
-    prefixes = []
+def test_what_memcheck_says(
+    child: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, expected: Memcheck
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(SANITIZER)
+    tool.chmod(0o755)
+    (tmp_path / "report").write_text(said)
+    monkeypatch.setattr(environment, "tool", lambda name: tool)
+    assert fused_moe.sanitize(Case(512, 8, CUDA_ILLEGAL_ACCESS)) == expected
 
-    def work(*arguments: object) -> tuple[str, str, int]:
-        prefixes.append(arguments[-1])
-        return said, "", 0
 
-    monkeypatch.setattr(fused_moe, "_work", work)
-    assert fused_moe.sanitize(Case(512, 8, "all equal")) == expected
-    assert prefixes == [["/tools/compute-sanitizer", "--tool", "memcheck"]]
+def test_a_sanitizer_without_a_summary_is_named(
+    child: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mute").write_text("#!/bin/sh\necho first\necho not supported here\n")
+    (tmp_path / "mute").chmod(0o755)
+    monkeypatch.setattr(environment, "tool", lambda name: tmp_path / "mute")
+    with pytest.raises(moe_module.ModuleError, match="gave no summary: not supported here"):
+        fused_moe.sanitize(Case(512, 8, RIGHT))
 
 
 def test_where_it_cannot_run_it_says_why(
     device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(moe_module.FOLDER_VARIABLE, str(tmp_path))
-    why = fused_moe.why_not()
+    why = fused_moe.unavailable_reason()
     if device == "cpu":
         assert why == "needs a CUDA device"
     else:
@@ -165,7 +222,7 @@ def test_where_it_cannot_run_it_says_why(
 
 @pytest.mark.gpu
 def test_the_table() -> None:
-    why = fused_moe.why_not() or fused_moe.why_not(check=False)
+    why = fused_moe.unavailable_reason() or fused_moe.unavailable_reason(check=False)
     if why:
         pytest.skip(why)
     rows = fused_moe.run_cases([case for case, _ in fused_moe.TABLE])
@@ -178,28 +235,20 @@ def test_the_table() -> None:
     # Only tokens with a duplicate are hurt.
     assert {row.wrong_clean_rows for row in rows} == {0}
     # As many as our own map and finalise step say, from the same ids over the same memory.
-    held = {fused_moe.BYTES: "canary", fused_moe.ZEROS: "zeros", fused_moe.PREVIOUS: "previous map"}
+    before = {fused_moe.BYTES: "canary", fused_moe.ZEROS: "zeros", fused_moe.PREVIOUS: "previous map"}
     compared = 0
     for row in rows:
         case = row.case
-        if row.outcome == SILENT and case.tail in held:
-            ours = consumer.observe(
-                case.tokens,
-                case.top_k,
-                case.experts,
-                case.ids,
-                held=held[case.tail],
-                guard=case.check,
-                in_torch=True,
-            )
-            assert (ours.outcome, ours.wrong_rows) == (consumer.SILENT, row.wrong_rows), case.name
+        if row.outcome == SILENT and case.tail in before:
+            ours = observe(case.batch, case.ids, before=before[case.tail], guard=case.check, in_torch=True)
+            assert (ours.outcome, ours.wrong_rows) == (SILENT, row.wrong_rows), case.name
             compared += 1
     assert compared >= 5
 
 
 @pytest.mark.gpu
 def test_memcheck_names_the_finalise_kernel() -> None:
-    why = fused_moe.why_not(check=False) or fused_moe.sanitizer_missing()
+    why = fused_moe.unavailable_reason(check=False) or fused_moe.sanitizer_missing()
     if why:
         pytest.skip(why)
     seen = fused_moe.sanitize(Case(512, 8, "all equal", check=False))

@@ -37,7 +37,7 @@ def unpacked(tmp_path: Path) -> Path:
     about.write_text('__version__ = "0.6.10"\n')
     csrc = root / "flashinfer/data/csrc"
     edits = {edit.file: edit for edit in (*moe_module.EDITS, moe_module.WITHOUT_CHECK)}
-    for name in {*moe_module.SOURCES, *edits} - {*moe_module.OURS}:
+    for name in {*moe_module.SOURCES, *edits} - {*moe_module.OWN_SOURCES}:
         (csrc / name).parent.mkdir(parents=True, exist_ok=True)
         (csrc / name).touch()
     for name, edit in edits.items():

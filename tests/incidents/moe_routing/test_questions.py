@@ -2,268 +2,271 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from staleproof import device as devices
+from staleproof.device import Provenance
 from staleproof.evidence.rows import Verdict
-from staleproof.harness.findings import FIXED, NOT_FIXED, NOT_REPRODUCED, Finding
-from staleproof.incidents.moe_routing import broken, fused_moe, origin
-from staleproof.incidents.moe_routing import questions as experiment
-from staleproof.incidents.moe_routing.consumer import ILLEGAL_ACCESS, RIGHT, SILENT
-from staleproof.incidents.moe_routing.origin import Counts
+from staleproof.harness.children import ChildError
+from staleproof.harness.findings import FIXED, NOT_FIXED, NOT_REPRODUCED, OFF_ON_OFF, Finding
+from staleproof.harness.questions import ALL
+from staleproof.incidents.moe_routing import broken, fused_moe, questions, ranks, scene
+from staleproof.incidents.moe_routing.batch import ILLEGAL_ACCESS, RIGHT, SILENT
+from staleproof.incidents.moe_routing.fused_moe import CUDA_ILLEGAL_ACCESS, Case, CaseResult
+from staleproof.incidents.moe_routing.origin import Setting
+from staleproof.incidents.moe_routing.questions import DUPLICATES, QUESTIONS
+from staleproof.incidents.moe_routing.ranks import Counts
+from staleproof.incidents.moe_routing.scene import OURS, Routed, RouterInput, Selector
+
+# Questions of processes of their own, or of FlashInfer's kernel.
+LONG = (questions.PADDING, questions.REAL, questions.SANITIZER)
+ROWS = [(row.name, variant) for row in QUESTIONS.rows if row.name not in LONG for variant in row.subjects]
+ROWS.remove((OFF_ON_OFF, questions.REAL_FIX))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.mark.parametrize(("name", "variant"), ROWS)
+def test_every_question_has_its_expected_verdict(device: str, name: str, variant: str) -> None:
+    (found,) = QUESTIONS.ask(name, variant, device=device)
+    assert (found.question, found.variant) == (name, variant)
+    if found.ran:
+        assert found.expected is None or found.verdict == found.expected, found
+    else:
+        assert found.note
+        assert variant == scene.VLLM or name == "ids of vLLM's kernel"
 
 
-def as_expected(findings: Iterator[Finding]) -> dict[str, str]:
-    found = list(findings)
-    assert found
-    for one in found:
-        assert not one.failed, one
-        assert one.ran or one.note
-    return {one.question: one.verdict for one in found}
-
-
-@pytest.mark.parametrize("name", experiment.SELECTORS)
-def test_selection(device: str, name: str) -> None:
-    seen = as_expected(experiment.selection(name, device))
-    assert list(seen) == list(experiment.INPUTS)
+def failed(name: str, *variants: str, device: str) -> list[Finding]:
+    return [found for found in QUESTIONS.ask(name, *variants, device=device) if found.failed]
 
 
 def test_every_faulty_choice_repeats_an_expert_and_ours_never_does() -> None:
-    for name, selector in experiment.SELECTORS.items():
-        if name in broken.CHOICES:
-            assert experiment.DUPLICATES in selector.expected
-    assert set(experiment.SELECTORS[experiment.OURS].expected) == {experiment.DISTINCT}
-    assert set(broken.CHOICES) < set(experiment.SELECTORS)
+    for name in broken.CHOICES:
+        assert DUPLICATES in questions.CHOICE_EXPECTED[name]
+    assert set(questions.CHOICE_EXPECTED[OURS]) == {questions.DISTINCT}
+    assert set(questions.REMEDY_EXPECTED) == {*broken.REMEDIES, OURS}
 
 
-def test_a_blind_detector_is_found_out(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        experiment, "rows_with_duplicates", lambda ids: torch.zeros(len(ids), dtype=torch.bool)
-    )
-    assert any(f.failed for f in experiment.selection("warp_keeps_its_first_column", device))
-    assert any(f.failed for f in experiment.remedy("none", device))
+def test_a_blind_detector_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    monkeypatch.setattr(questions, "rows_with_duplicates", blind)
+    assert failed("all NaN, softmax", "warp_keeps_its_first_column", device=device)
+    assert failed("NaN in padding", "none", device=device)
 
 
 def test_a_choice_that_loses_the_best_is_not_called_right(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = experiment.SELECTORS[experiment.OURS].select
-
-    def second_best(*args: Any) -> experiment.Routed:
-        x, top_k, *rest = args
-        weights, ids = first(x, top_k + 1, *rest)
+    def second_best(given: RouterInput, top_k: int) -> Routed:
+        weights, ids = scene.select_ours(given, top_k + 1)
         return weights[:, 1:], ids[:, 1:]
 
-    worse = experiment.Selector(second_best, (experiment.DISTINCT,) * 5)
-    monkeypatch.setitem(experiment.SELECTORS, "worse", worse)
-    failed = [f for f in experiment.selection("worse", device) if f.failed]
-    assert [f.verdict for f in failed] == [experiment.NOT_THE_BEST] * 3
+    monkeypatch.setitem(scene.SELECTORS, OURS, Selector(second_best))
+    worse = [found for kind in scene.INPUTS for found in failed(kind, OURS, device=device)]
+    assert [found.verdict for found in worse] == [questions.NOT_THE_BEST] * 3
 
 
-@pytest.mark.parametrize("name", experiment.REMEDY_EXPECTED)
-def test_remedy(device: str, name: str) -> None:
-    seen = as_expected(experiment.remedy(name, device))
-    assert seen["rows without NaN"] == "right"
-
-
-def test_every_remedy_is_asked() -> None:
-    assert set(experiment.REMEDY_EXPECTED) == {*broken.REMEDIES, experiment.OURS}
-
-
-def test_a_remedy_that_spoils_good_rows_is_found_out(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remedy_that_spoils_good_rows_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     harmful = broken.Remedy(on_load=lambda x: x.nan_to_num().flip(1))
     monkeypatch.setitem(broken.REMEDIES, "nan_to_num_before", harmful)
-    failed = [f.question for f in experiment.remedy("nan_to_num_before", device) if f.failed]
-    assert failed == ["rows without NaN"]
+    assert failed("rows without NaN", "nan_to_num_before", device=device)
+    assert not failed("NaN in padding", "nan_to_num_before", device=device)
 
 
 def test_nan_weights_are_not_called_distinct(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoilt(*args: Any) -> experiment.Routed:
-        weights, ids = experiment.topk_softmax(*args[:2])
+    def spoilt(given: RouterInput, top_k: int) -> Routed:
+        weights, ids = scene.topk_softmax(given.logits, top_k)
         return weights.fill_(float("nan")), ids
 
-    monkeypatch.setattr(experiment, "_of_ours", spoilt)
-    verdicts = {f.verdict for f in experiment.remedy(experiment.OURS, device)}
-    assert experiment.NAN_WEIGHTS in verdicts
+    monkeypatch.setattr(scene, "select_ours", spoilt)
+    (found,) = failed("NaN in padding", OURS, device=device)
+    assert found.verdict == questions.NAN_WEIGHTS
 
 
 def test_the_padding_id_reaches_the_last_expert_of_a_consumer_that_indexes(device: str) -> None:
-    found = list(experiment.indexing_consumer(device))
-    assert not any(f.failed for f in found)
+    found = QUESTIONS.ask("padding id -1", device=device)
     assert [f.numbers["rows"] for f in found] == [3, 0]
 
 
-@pytest.mark.parametrize("batch", experiment.BATCHES, ids=str)
-def test_consumer(device: str, batch: experiment.Batch) -> None:
-    seen = as_expected(experiment.consume(batch, device))
-    safe = batch == (256, 8, 128)
-    assert (seen["ids all equal"] == RIGHT) == safe
-    assert seen["ids distinct"] == RIGHT
-
-
-def test_what_the_memory_held_decides_how_it_ends(device: str) -> None:
-    found = list(experiment.held_before(device))
-    assert not any(f.failed for f in found)
+def test_what_the_memory_contained_decides_how_it_ends(device: str) -> None:
+    found = QUESTIONS.ask("memory held", device=device)
     assert {f.verdict for f in found} == {ILLEGAL_ACCESS, SILENT}
     # The damage stays in the rows that repeat an expert.
     assert all(f.numbers["wrong_clean_rows"] == 0 < f.numbers["wrong_rows"] for f in found)
 
 
-@pytest.mark.parametrize("name", experiment.FIREWALLS)
-def test_firewall(device: str, name: str) -> None:
-    as_expected(experiment.firewall(name, device))
-
-
 def test_fmax_lets_no_nan_through_and_an_infinity_ruins_all_rows() -> None:
-    verdicts = experiment.FIREWALLS
-    for name, (_, drops_nan, (nan, _)) in verdicts.items():
+    for name, (_, drops_nan, nan, _) in questions.FIREWALLS.items():
         assert (nan == Verdict.CLEAN) is drops_nan, name
-    assert verdicts["one scale, fmax"][2] == (Verdict.CLEAN, Verdict.LEAKED)
+    assert questions.FIREWALLS["one scale, fmax"][2:] == (Verdict.CLEAN, Verdict.LEAKED)
 
 
-@pytest.mark.parametrize("name", experiment.INGREDIENTS)
-def test_ablation(device: str, name: str) -> None:
-    found = experiment.ingredient(name, device)
-    assert found.verdict == found.expected, found
+def test_the_crash_needs_all_four(device: str) -> None:
+    verdicts = {found.variant: found.verdict for found in QUESTIONS.ask("ablation", device=device)}
+    assert len(verdicts) == 5
+    assert [name for name, verdict in verdicts.items() if verdict == ILLEGAL_ACCESS] == [ALL]
 
 
-def test_the_crash_needs_all_four() -> None:
-    assert [o == ILLEGAL_ACCESS for _, o in experiment.INGREDIENTS.values()] == [True] + 4 * [False]
+def test_a_fix_leaves_nothing_unwritten_and_nothing_wrong(device: str) -> None:
+    found = QUESTIONS.ask(OFF_ON_OFF, *questions.FIXES, device=device)
+    assert [f.verdict for f in found].count(FIXED) == 8
+    for one in found:
+        assert one.numbers["unwritten_off"] > 0, one
+        if one.verdict == FIXED:
+            assert one.numbers["unwritten_on"] == one.numbers["wrong_on"] == 0, one
 
 
-@pytest.mark.parametrize("name", experiment.FIXES)
-def test_off_on_off(device: str, name: str) -> None:
-    found = experiment.verify(name, device)
-    assert found.verdict == found.expected, found
-    if found.verdict == FIXED:
-        assert found.numbers["unwritten_on"] == found.numbers["wrong_on"] == 0
-    assert found.numbers["unwritten_off"] > 0
+def fix(name: str, device: str) -> str:
+    (found,) = QUESTIONS.ask(OFF_ON_OFF, name, device=device)
+    return found.verdict
 
 
 def test_a_kernel_without_sanitising_is_not_called_fixed(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raw(x: torch.Tensor, top_k: int, **_: Any) -> experiment.Routed:
+    def raw(x: torch.Tensor, top_k: int, **_: Any) -> Routed:
         return broken.route(broken.warp_keeps_its_first_column, x, top_k)
 
-    monkeypatch.setattr(experiment, "topk_softmax", raw)
-    found = experiment.verify("topk_softmax", device)
-    assert (found.verdict, found.failed) == (NOT_FIXED, True)
+    monkeypatch.setattr(scene, "topk_softmax", raw)
+    assert fix("topk_softmax", device) == NOT_FIXED
 
 
 def test_what_does_not_fail_first_is_not_called_fixed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     harmless = broken.Remedy(on_load=torch.nan_to_num)
     monkeypatch.setitem(broken.REMEDIES, "none", harmless)
-    assert experiment.verify("topk_softmax", device).verdict == NOT_REPRODUCED
+    assert fix("topk_softmax", device) == NOT_REPRODUCED
 
 
 def test_an_unguarded_bias_is_not_called_fixed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unguarded(x: torch.Tensor, top_k: int, *, bias: torch.Tensor) -> experiment.Routed:
-        return broken.route(
-            broken.warp_keeps_its_first_column,
-            x,
-            top_k,
-            softmax=False,
-            bias=bias,
-            remedy=broken.REMEDIES["clamp_after_scoring"],
-        )
+    def unguarded(x: torch.Tensor, top_k: int, *, bias: torch.Tensor) -> Routed:
+        clamp = broken.REMEDIES["clamp_after_scoring"]
+        choose = broken.warp_keeps_its_first_column
+        return broken.route(choose, x, top_k, softmax=False, bias=bias, remedy=clamp)
 
-    monkeypatch.setattr(experiment, "topk_sigmoid", unguarded)
-    assert experiment.verify("topk_sigmoid, NaN bias", device).verdict == NOT_FIXED
+    monkeypatch.setattr(scene, "topk_sigmoid", unguarded)
+    assert fix("topk_sigmoid, NaN bias", device) == NOT_FIXED
 
 
 def ranks_that(answer: dict[str, Counts] | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def serve_ranks(settings: list[origin.Setting], device: str) -> list[Counts]:
+    def serve_ranks(settings: list[Setting], device: str) -> list[Counts]:
         if isinstance(answer, str):
-            raise origin.RankError(answer)
+            raise ChildError(answer)
         return [answer["as served" if s.wide and not s.zeroed else "cured"] for s in settings]
 
-    monkeypatch.setattr(origin, "serve_ranks", serve_ranks)
+    monkeypatch.setattr(ranks, "serve_ranks", serve_ranks)
+
+
+def servers(device: str) -> dict[str, Finding]:
+    return {found.variant: found for found in QUESTIONS.ask(questions.PADDING, device=device)}
 
 
 def test_padding_is_judged_by_busy_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = Counts(passes=100, padded=50, with_nan=30, idle=20, padding_rows=400)
-    ranks_that({"as served": seen, "cured": Counts(passes=100)}, monkeypatch)
-    found = {f.variant: f for f in experiment.padding("cpu")}
-    assert found["DP 2, gloo"].verdict == experiment.NEARLY_ALL
+    counts = Counts(passes=100, padded=50, with_nan=30, idle=20, padding_rows=400)
+    ranks_that({"as served": counts, "cured": Counts(passes=100)}, monkeypatch)
+    found = servers("cpu")
+    assert found["DP 2, gloo"].verdict == questions.NEARLY_ALL
     assert found["DP 2, gloo"].numbers["mean_padding"] == 8.0
-    assert found["1 rank, output zeroed"].verdict == experiment.NONE
+    assert found["1 rank, output zeroed"].verdict == questions.NONE
     assert found["1 rank, no graphs"].failed
     assert not found["DP 2, NCCL"].ran
     assert found["DP 2, NCCL"].note == "needs two CUDA devices"
+    assert found["1 rank, PyTorch's allocator"].note == "needs a CUDA device"
     # A third of the busy passes is not nearly all of them.
-    seen.with_nan = 10
-    assert {f.variant: f for f in experiment.padding("cpu")}["1 rank"].failed
+    counts.with_nan = 10
+    assert servers("cpu")["1 rank"].failed
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_with_gpus_the_ranks_on_the_cpu_stay_interpreted(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counts(passes=100, padded=50, with_nan=50)
+    ranks_that({"as served": counts, "cured": counts}, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    machine = devices.machine()
+    monkeypatch.setattr(devices, "machine", lambda: machine)
+    monkeypatch.setattr(devices, "provenance", lambda: Provenance.MEASURED)
+    found = servers("cuda")
+    assert found["1 rank, PyTorch's allocator"].ran
+    assert found["1 rank, PyTorch's allocator"].expected is None
+    assert found["DEP 2, NCCL"].ran is (gpus == 2)
+    measured = {name for name, one in found.items() if one.provenance == Provenance.MEASURED}
+    assert found.keys() - measured == {"DP 2, gloo", "DEP 2, gloo"}
 
 
 def test_ranks_that_give_no_answer_are_a_failure_and_not_an_absence(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_that("the ranks ran steps of different sizes: they did not agree", monkeypatch)
-    found = [f for f in experiment.padding("cuda") if f.ran]
-    assert {"1 rank", "1 rank, PyTorch's allocator", "DEP 2, gloo"} <= {f.variant for f in found}
-    for one in found:
-        assert one.failed
-        assert "did not agree" in one.note
+    ran = {name: found for name, found in servers("cuda").items() if found.ran}
+    assert {"1 rank", "1 rank, PyTorch's allocator", "DEP 2, gloo"} <= ran.keys()
+    for found in ran.values():
+        assert found.failed
+        assert "did not agree" in found.note
 
 
 def test_the_real_kernel_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [
-        *experiment.real_module("cpu"),
-        *experiment.under_sanitizer("cpu"),
-        experiment.verify_real("cpu"),
-    ]
+    def real(device: str) -> list[Finding]:
+        found = [*QUESTIONS.ask(questions.REAL, device=device)]
+        found += QUESTIONS.ask(questions.SANITIZER, device=device)
+        return found + QUESTIONS.ask(OFF_ON_OFF, questions.REAL_FIX, device=device)
+
+    found = real("cpu")
     assert len(found) == len(fused_moe.TABLE) + 3
     assert {(f.ran, f.note) for f in found} == {(False, "needs a CUDA device")}
     missing = {True: None, False: "not built: staleproof moe-module build"}
-    monkeypatch.setattr(fused_moe, "why_not", lambda check=True: missing[check])
-    (why,) = {f.note for f in experiment.real_module("cuda")}
-    assert why == "not built: staleproof moe-module build"
+    monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: missing[check])
+    assert {f.note for f in real("cuda")} == {"not built: staleproof moe-module build"}
 
 
-def test_the_real_kernels_outcomes_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_moe, "why_not", lambda check=True: None)
+@pytest.fixture
+def real_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Case], str]], None]:
+    """Replaces FlashInfer's kernel by a function that says what becomes of a case."""
 
-    def rows(outcome: str) -> Any:
-        return lambda cases: [
-            SimpleNamespace(case=c, outcome=outcome, wrong_rows=0, wrong_clean_rows=0, error="said so")
-            for c in cases
-        ]
+    def install(outcome: Callable[[Case], str]) -> None:
+        def run_cases(cases: list[Case]) -> list[CaseResult]:
+            return [CaseResult(case, outcome(case), 1, 0, "said so") for case in cases]
 
-    monkeypatch.setattr(fused_moe, "run_cases", rows(fused_moe.RIGHT))
-    found = list(experiment.real_module("cuda"))
-    expected = [want for _, want in fused_moe.TABLE]
-    assert [f.failed for f in found] == [want not in (None, fused_moe.RIGHT) for want in expected]
-    assert experiment.verify_real("cuda").verdict == NOT_REPRODUCED
-    monkeypatch.setattr(fused_moe, "run_cases", rows(fused_moe.ILLEGAL_ACCESS))
-    assert experiment.verify_real("cuda").verdict == NOT_FIXED
-    rows_of = {fused_moe.WARP: fused_moe.ILLEGAL_ACCESS, fused_moe.OURS: fused_moe.RIGHT}
-    monkeypatch.setattr(fused_moe, "run_cases", lambda cases: [rows(rows_of[c.ids])([c])[0] for c in cases])
-    assert experiment.verify_real("cuda").verdict == FIXED
+        monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: None)
+        monkeypatch.setattr(fused_moe, "run_cases", run_cases)
+
+    return install
 
 
-@pytest.mark.gpu
-def test_the_replays_are_vllms_kernels_to_the_id() -> None:
-    for name in experiment.REPLAYED:
-        found = experiment.replay(name, "cuda")
-        assert not found.failed, found
+def test_the_real_kernels_outcomes_are_judged(real_kernel: Callable[[Callable[[Case], str]], None]) -> None:
+    real_kernel(lambda case: RIGHT)
+    found = QUESTIONS.ask(questions.REAL, device="cuda")
+    assert [f.variant for f in found] == [case.name for case, _ in fused_moe.TABLE]
+    assert [f.expected for f in found] == [want for _, want in fused_moe.TABLE]
+    assert [f.failed for f in found] == [want not in (None, RIGHT) for _, want in fused_moe.TABLE]
+    assert {(f.note, f.numbers["wrong_rows"]) for f in found} == {("said so", 1)}
+    assert fix(questions.REAL_FIX, "cuda") == NOT_REPRODUCED
+    real_kernel(lambda case: CUDA_ILLEGAL_ACCESS)
+    assert fix(questions.REAL_FIX, "cuda") == NOT_FIXED
+    cured = {fused_moe.VIA_WARP_ARGMAX: CUDA_ILLEGAL_ACCESS, fused_moe.VIA_TOPK_SOFTMAX: RIGHT}
+    real_kernel(lambda case: cured[case.ids])
+    assert fix(questions.REAL_FIX, "cuda") == FIXED
 
 
-def test_the_consumer_is_asked_with_what_the_choice_gave(device: str) -> None:
-    ids, holes = experiment.picture(experiment.Served(), device)
-    assert ids[5:] == [[0] * 10] * 3
-    assert [len(set(row)) for row in ids[:5]] == [10] * 5
-    assert holes == [[False] * 10] * 5 + [[False] + [True] * 9] * 3
-    assert [row[1:] for row in experiment.stages(experiment.Served(), device)] == [(0, 3)] * 3
-    ours = experiment.Served(choice="topk_softmax")
-    assert [row[1:] for row in experiment.stages(ours, device)] == [(0, 3), (0, 0), (0, 0)]
+def test_the_sanitizers_report_is_judged(
+    real_kernel: Callable[[Callable[[Case], str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_kernel(lambda case: RIGHT)
+    monkeypatch.setattr(fused_moe, "sanitizer_missing", lambda: None)
+    report = fused_moe.Memcheck(3, "Invalid read", "finalizeMoeRoutingKernel")
+    monkeypatch.setattr(fused_moe, "sanitize", lambda case: report)
+    distinct, equal = QUESTIONS.ask(questions.SANITIZER, device="cuda")
+    assert (distinct.failed, equal.failed) == (True, False)
+    assert equal.numbers == {"kernel": "finalizeMoeRoutingKernel", "errors": 3}
+    monkeypatch.setattr(fused_moe, "sanitize", lambda case: replace(report, errors=0))
+    distinct, equal = QUESTIONS.ask(questions.SANITIZER, device="cuda")
+    assert (distinct.failed, equal.failed) == (False, True)
+
+    def mute(case: Case) -> fused_moe.Memcheck:
+        raise fused_moe.ModuleError("compute-sanitizer gave no summary: nothing")
+
+    monkeypatch.setattr(fused_moe, "sanitize", mute)
+    for found in QUESTIONS.ask(questions.SANITIZER, device="cuda"):
+        assert (found.ran, found.note) == (False, "compute-sanitizer gave no summary: nothing")

@@ -1,0 +1,97 @@
+"""One batch through map and finalise step: what is unwritten, what is wrong, and how it ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from staleproof.incidents.moe_routing import broken
+from staleproof.incidents.moe_routing.batch import IDS, ILLEGAL_ACCESS, RIGHT, SILENT, Batch, make_ids
+from staleproof.incidents.moe_routing.observation import MEMORY, observe
+from staleproof.ops.topk import topk_softmax
+
+BATCH = Batch(20, 10, 64)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(257, 8, 128), (20, 10, 64), (4, 8, 512)])
+def test_all_but_the_first_slot_of_a_duplicate_are_unwritten(
+    device: str, tokens: int, top_k: int, experts: int
+) -> None:
+    for ids, rows in (("distinct", 0), ("all equal", tokens), ("partly equal", -(-tokens // 5))):
+        seen = observe(Batch(tokens, top_k, experts), ids, device, in_torch=False)
+        assert not seen.one_block
+        assert seen.duplicate_rows == rows
+        assert seen.unwritten == seen.wild_reads == rows * (top_k - 1)
+        assert seen.outcome == (ILLEGAL_ACCESS if rows else RIGHT)
+        # Nothing to lose for the other rows of the batch: the damage stays where it was done.
+        assert (seen.wrong_rows, seen.wrong_clean_rows) == (rows, 0)
+
+
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize(("tokens", "one_block"), [(256, True), (257, False)])
+def test_one_token_more_and_duplicates_hurt(ids: str, tokens: int, one_block: bool) -> None:
+    seen = observe(Batch(tokens, 8, 128), ids)
+    assert seen.one_block is one_block
+    assert (seen.outcome == RIGHT) is (one_block or ids == "distinct")
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_what_the_memory_contained_decides(guard: bool) -> None:
+    def wrong(before: str, ids: str = "all equal") -> tuple[str, int, int]:
+        seen = observe(Batch(512, 8, 128), ids, before=before, guard=guard)
+        return seen.outcome, seen.wild_reads, seen.wrong_rows
+
+    # Token 0 owns row 0, which zeros lead every other token to.
+    assert wrong("zeros") == (SILENT, 0, 511)
+    assert wrong("previous map") == (SILENT, 0, 512)
+    assert wrong("previous map", "partly equal") == (SILENT, 0, 103)
+    if guard:
+        # No crash, and only the first slot counts.
+        assert wrong("canary") == (SILENT, 0, 512)
+    else:
+        assert wrong("canary") == (ILLEGAL_ACCESS, 512 * 7, 512)
+
+
+def test_an_id_out_of_range_adds_nothing(device: str) -> None:
+    ids = make_ids("distinct", BATCH, device=device)
+    ids[:5], ids[5:10] = -1, 64
+    for before in MEMORY:
+        seen = observe(BATCH, ids, device, before=before)
+        assert (seen.outcome, seen.unwritten, seen.wild_reads) == (RIGHT, 0, 0)
+
+
+def test_our_routing_in_front_leaves_nothing_unwritten(device: str) -> None:
+    logits = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[:7] = float("nan")
+    _, ids = broken.route(broken.warp_keeps_its_first_column, logits, 10)
+    off = observe(BATCH, ids, device)
+    assert (off.outcome, off.unwritten) == (ILLEGAL_ACCESS, 7 * 9)
+    _, ids = topk_softmax(logits, 10)
+    on = observe(BATCH, ids, device)
+    assert (on.outcome, on.unwritten, on.duplicate_rows) == (RIGHT, 0, 0)
+
+
+def test_large_batches_on_a_cpu_take_the_torch_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(*_: object, **__: object) -> None:
+        raise AssertionError("a kernel")
+
+    monkeypatch.setattr("staleproof.incidents.moe_routing.observation.build_map", no_kernel)
+    assert observe(Batch(65, 10, 64), "distinct").outcome == RIGHT
+    with pytest.raises(AssertionError, match="a kernel"):
+        observe(Batch(64, 10, 64), "distinct")
+
+
+@pytest.mark.parametrize(
+    ("batch", "ids", "before", "message"),
+    [
+        (Batch(4, 2, 8), "equal", "canary", "kind: expected distinct or all equal"),
+        (Batch(4, 2, 8), "distinct", "noise", "before: expected canary or zeros"),
+        (Batch(4, 9, 8), "distinct", "canary", "top_k: expected at most 8 experts, got 9"),
+        (Batch(4, 2, 8), torch.zeros(4, 3).int(), "canary", r"ids: expected shape \(4, 2\)"),
+    ],
+)
+def test_bad_input_names_the_argument(
+    batch: Batch, ids: str | torch.Tensor, before: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        observe(batch, ids, before=before)

@@ -1,0 +1,74 @@
+"""The scene: what the choices get to see, and what of it reaches the consumer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from staleproof.incidents.moe_routing import broken, scene
+from staleproof.incidents.moe_routing.batch import Batch
+from staleproof.incidents.moe_routing.scene import LIVE, OURS, RoutingCase
+
+
+def test_each_input_has_its_nan_where_it_says(device: str) -> None:
+    inputs = {kind: make(scene.make_logits(device, 128, 40)) for kind, make in scene.INPUTS.items()}
+    nan = {kind: given.logits.isnan() for kind, given in inputs.items()}
+    assert bool(nan["all NaN, softmax"].all())
+    assert nan["one NaN, softmax"].sum(1).tolist() == [1] * 40
+    for kind, place in (("NaN inside lanes, sigmoid", 1), ("NaN first in lanes, sigmoid", 0)):
+        columns = nan[kind].view(40, 32, 4).sum((0, 1)).tolist()
+        assert [n > 0 for n in columns] == [column == place for column in range(4)]
+    bias = inputs["NaN in the bias, sigmoid"].bias
+    assert bias is not None
+    assert 0 < int(bias.isnan().sum()) < 64
+    assert not bool(nan["NaN in the bias, sigmoid"].any())
+    assert [given.softmax for given in inputs.values()] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("bad", "nan", "infinite"),
+    [("padding", 3 * 64, 0), ("live row", 64, 0), ("infinity", 0, 1), ("bias", 0, 0), ("nowhere", 0, 0)],
+)
+def test_a_case_has_its_bad_values_where_it_says(device: str, bad: str, nan: int, infinite: int) -> None:
+    given = scene.router_input(RoutingCase(bad=bad), device)
+    assert int(given.logits.isnan().sum()) == nan
+    assert int(given.logits.isinf().sum()) == infinite
+    assert bool(given.logits[LIVE:].isnan().any()) is (bad == "padding")
+    assert (given.bias is not None and bool(given.bias.isnan().all())) is (bad == "bias")
+
+
+def test_every_faulty_choice_is_a_selector() -> None:
+    assert {*broken.CHOICES, scene.TORCH, scene.VLLM, OURS} == {*scene.SELECTORS}
+
+
+def test_vllms_kernels_say_why_they_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(scene.VLLM_VARIABLE, raising=False)
+    assert scene.vllm_unavailable_reason("cpu") == "needs a CUDA device"
+    assert scene.vllm_unavailable_reason("cuda") == "STALEPROOF_VLLM_MOE_SO names no _moe_C library"
+    monkeypatch.setenv(scene.VLLM_VARIABLE, "some.so")
+    assert scene.vllm_unavailable_reason("cuda") is None
+
+
+@pytest.mark.parametrize("choice", [OURS, "grouped_topk"])
+def test_the_consumer_gets_what_the_choice_gave(device: str, choice: str) -> None:
+    case = RoutingCase(softmax=choice == OURS)
+    ids, holes = scene.picture(case, device)
+    assert ids[5:] == [[0] * 10] * 3
+    assert [len(set(row)) for row in ids[:5]] == [10] * 5
+    assert holes == [[False] * 10] * 5 + [[False] + [True] * 9] * 3
+    assert [row[1:] for row in scene.stages(case, device)] == [(0, 3)] * 3
+    ours = replace(case, choice=choice)
+    assert [row[1:] for row in scene.stages(ours, device)] == [(0, 3), (0, 0), (0, 0)]
+
+
+def test_remedies_see_the_padding_and_the_consumer_its_memory(device: str) -> None:
+    case = RoutingCase(choice="skip_padding", batch=Batch(12, 10, 64))
+    weights, ids = scene.routed(case, device)
+    assert (ids < 0).all(1).tolist() == [False] * LIVE + [True] * 7
+    assert torch.equal(weights[LIVE:], torch.zeros(7, 10, device=device))
+    over_zeros = scene.serve(RoutingCase(before="zeros"), device)
+    guarded = scene.serve(RoutingCase(guard=True), device)
+    assert (over_zeros.wild_reads, guarded.wild_reads) == (0, 0)
+    assert scene.serve(RoutingCase(), device).wild_reads == 3 * 9
