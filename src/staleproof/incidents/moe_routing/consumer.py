@@ -3,7 +3,7 @@
 Follows FlashInfer's ``cutlass_fused_moe`` (``cutlass_fused_moe_kernels.cuh``), which expects the k
 experts of a token to be distinct. Its three-step map builder searches a token's slots for an expert
 and stops at the first match, so the other slots of a duplicate get no entry. The finalise step then
-follows whatever the memory held before. Nothing crashes here: an entry that points out of the buffer
+follows whatever the memory contained before. Nothing crashes here: an entry that points out of the buffer
 is counted, and adds 0.
 """
 

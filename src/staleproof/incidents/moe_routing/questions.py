@@ -385,4 +385,3 @@ QUESTIONS = Questions(
         unavailable=needs_module,
     ),
 )
-run = QUESTIONS.run
