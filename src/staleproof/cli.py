@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from staleproof.harness.recorded import Run
 
 # Modules that come with the extra "workbook": the notebooks and the report import them.
-WORKBOOK = ("pandas", "matplotlib", "seaborn", "nbformat", "nbclient", "nbconvert", "ipykernel", "ipywidgets")
 
 app = typer.Typer(
     name="staleproof",
@@ -61,12 +59,12 @@ def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run_command(*args: Any, **kwargs: Any) -> None:
-        from staleproof.device import DeviceError
+        from staleproof.device import DeviceError, MissingExtraError
         from staleproof.harness.findings import RunFileError
 
         try:
             function(*args, **kwargs)
-        except (BadInputError, DeviceError, RunFileError) as error:
+        except (BadInputError, DeviceError, MissingExtraError, RunFileError) as error:
             typer.echo(f"staleproof: {error}", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
@@ -149,12 +147,13 @@ def report(
     device: Device = "auto",
 ) -> None:
     """Write workbook/_build/index.html and print its path."""
+    from staleproof.device import need_workbook
     from staleproof.harness import recorded
     from staleproof.harness.findings import read_findings, write_lines
     from staleproof.report import terminal
 
     build = recorded.build_folder()
-    _require_workbook("report", *WORKBOOK)
+    need_workbook()
     from staleproof.report import html
     from staleproof.report.notebooks import Execution, execute_all
 
@@ -185,10 +184,11 @@ def report(
 @command
 def lab() -> None:
     """Open JupyterLab on the notebooks, with the Python of this environment."""
+    from staleproof.device import need_workbook
     from staleproof.harness import recorded
 
     notebooks = recorded.checkout() / "notebooks"
-    _require_workbook("lab", "jupyterlab", *WORKBOOK)
+    need_workbook("jupyterlab", "ipykernel")
     os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", str(notebooks)])
 
 
@@ -344,13 +344,6 @@ def _finish(findings: Sequence[Finding], spoilt: Sequence[RunFileError], stopped
         typer.echo(f"staleproof: {line}", err=True)
     if stopped or failed or spoilt:
         raise typer.Exit(1 if stopped or failed else 2)
-
-
-def _require_workbook(name: str, *modules: str) -> None:
-    """Stop before the long work if a module that ``staleproof NAME`` needs is not installed."""
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if missing:
-        raise BadInputError(f'{name}: needs {", ".join(missing)}: pip install "staleproof[workbook]"')
 
 
 def _obtain(incidents: Sequence[str], device: str, path: Path) -> Sequence[Finding]:

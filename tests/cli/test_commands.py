@@ -72,9 +72,9 @@ def test_report_and_lab_name_the_extra_they_need():
     done = python(WITHOUT_THE_EXTRA.format(commands=["report --execute", "lab"]))
     assert done.stdout == "EXIT report --execute 2\nEXIT lab 2\n"
     report, lab = done.stderr.splitlines()
-    assert report.startswith("staleproof: report: needs pandas, matplotlib, ")
-    assert lab.startswith("staleproof: lab: needs jupyterlab, ")
-    assert all(line.endswith(': pip install "staleproof[workbook]"') for line in (report, lab))
+    assert report.startswith("staleproof: not installed: pandas, matplotlib, ")
+    assert lab.startswith("staleproof: not installed: jupyterlab, ")
+    assert all(line.endswith('; run: pip install -e ".[workbook]"') for line in (report, lab))
 
 
 def test_importing_the_package_imports_no_torch():
