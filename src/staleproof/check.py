@@ -1,21 +1,37 @@
-"""Argument checks that name the argument, what was expected and what came.
+"""Argument checks whose errors name the argument, what was expected and what came.
 
-Every public function checks its arguments through here before it writes anything.
+Every public function checks its arguments here before it writes anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import torch
 
 
+def fail(name: str, expected: str, got: object) -> NoReturn:
+    """Raise ``ValueError("name: expected ..., got ...")``.
+
+    >>> fail("top_k", "1 to 8", 9)
+    Traceback (most recent call last):
+    ValueError: top_k: expected 1 to 8, got 9
+    """
+    raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
 def require(ok: bool, name: str, expected: str, got: object) -> None:
-    """Raise ``ValueError("name: expected ..., got ...")`` unless ``ok``."""
+    """Fail unless ``ok``.
+
+    The texts are made on every call. Where that costs too much, write
+    ``if not ok: check.fail(...)``.
+
+    >>> require(3 <= 8, "top_k", "1 to 8", 3)
+    """
     if not ok:
-        raise ValueError(f"{name}: expected {expected}, got {got}")
+        fail(name, expected, got)
 
 
 def _shape_text(shape: Iterable[int | str | None]) -> str:
@@ -45,27 +61,44 @@ def tensor(
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
+
+    >>> import torch
+    >>> tensor("x", torch.ones(2, 3), shape=(None, 4))
+    Traceback (most recent call last):
+    ValueError: x: expected shape (*, 4), got shape (2, 3)
     """
     import torch
 
-    require(isinstance(x, torch.Tensor), name, "a torch.Tensor", type(x).__name__)
+    # The texts are made only on failure: these checks run on every call of every operation.
+    if not isinstance(x, torch.Tensor):
+        fail(name, "a torch.Tensor", type(x).__name__)
     if ndim is not None:
         ranks = (ndim,) if isinstance(ndim, int) else ndim
-        require(
-            x.ndim in ranks,
-            name,
-            f"a tensor of rank {' or '.join(map(str, ranks))}",
-            f"shape {tuple(x.shape)}",
-        )
-    if shape is not None:
-        ok = x.ndim == len(shape) and all(
-            want is None or have == want for want, have in zip(shape, x.shape, strict=False)
-        )
-        require(ok, name, f"shape {_shape_text(shape)}", f"shape {tuple(x.shape)}")
+        if x.ndim not in ranks:
+            fail(name, f"a tensor of rank {' or '.join(map(str, ranks))}", f"shape {tuple(x.shape)}")
+    if shape is not None and (
+        x.ndim != len(shape)
+        or any(want is not None and have != want for want, have in zip(shape, x.shape, strict=True))
+    ):
+        fail(name, f"shape {_shape_text(shape)}", f"shape {tuple(x.shape)}")
     if dtype is not None:
         dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype
-        require(x.dtype in dtypes, name, " or ".join(map(str, dtypes)), x.dtype)
-    if like is not None:
-        require(x.device == like.device, name, f"a tensor on {like.device}", f"one on {x.device}")
-    if contiguous:
-        require(x.is_contiguous(), name, "a contiguous tensor", f"strides {x.stride()}")
+        if x.dtype not in dtypes:
+            fail(name, " or ".join(map(str, dtypes)), x.dtype)
+    if like is not None and x.device != like.device:
+        fail(name, f"a tensor on {like.device}", f"one on {x.device}")
+    if contiguous and not x.is_contiguous():
+        fail(name, "a contiguous tensor", f"strides {x.stride()}")
+
+
+def out_pair(out: object, names: str) -> None:
+    """Check that ``out`` is a pair of results, e.g. ``names`` = "(x_fp8, scale)".
+
+    >>> out_pair([1, 2, 3], "(x_fp8, scale)")
+    Traceback (most recent call last):
+    ValueError: out: expected (x_fp8, scale), got a list of 3
+    """
+    if not isinstance(out, (tuple, list)):
+        fail("out", names, type(out).__name__)
+    if len(out) != 2:
+        fail("out", names, f"a {type(out).__name__} of {len(out)}")

@@ -1,17 +1,18 @@
-"""Set the rows of empty requests to the empty sum behind any decode kernel."""
+"""Clearing the rows of empty requests, behind any decode kernel (incident 1)."""
 
 from __future__ import annotations
 
 import torch
 
 from staleproof import check, device
+from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
 
 import triton
 import triton.language as tl
 
-# Best of a sweep on an H200: rows a program looks after, bytes it clears of each.
+# Rows of a program, and bytes of each row that it clears: the fastest of a sweep on an H200.
 CLEAR_ROWS, CLEAR_BYTES, CLEAR_WARPS = 8, 32768, 4
 
 
@@ -21,10 +22,11 @@ def _clear_empty_rows_kernel(
     RAGGED: tl.constexpr, HAS_LSE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     WHOLE: tl.constexpr, HEADS: tl.constexpr, OWNERS: tl.constexpr,
 ):  # fmt: skip
-    """One slice of CHUNK elements of ROWS rows, which lie a grid apart from each other.
+    """Clear one slice of CHUNK elements in those of ROWS rows that are empty.
 
-    Rows to clear stand together at the end of a padded batch, so neighbours go to different
-    programs. A program without a row to clear reads ROWS lengths and leaves.
+    The rows of a program are ``num_programs(1)`` apart. The empty rows of a padded batch are
+    adjacent, at its end, and this spreads them over all programs. A program without an empty row
+    reads ROWS lengths and returns.
     """
     groups = tl.num_programs(1)
     lane = tl.arange(0, ROWS)
@@ -38,7 +40,7 @@ def _clear_empty_rows_kernel(
             owner += tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), 1)
     else:
         owner = row // q_len
-    # Rows behind the last request belong to nobody and read as empty.
+    # Rows behind the last request belong to none; their length reads as 0, so they are cleared.
     tokens = tl.load(seq_lens + owner, mask=(row < rows) & (owner < batch), other=0)
     empty = (row < rows) & (tokens <= 0)
     flags = tl.sum(empty.to(tl.int32) << lane, 0)
@@ -46,7 +48,7 @@ def _clear_empty_rows_kernel(
         column = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
         while flags != 0:
             lowest = flags & -flags
-            # The exponent of a power of two is its bit's index.
+            # The index of the lowest set bit: the exponent of that power of two as a float32.
             index = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             flags ^= lowest
             target = (index * groups + tl.program_id(1)).to(tl.int64)
@@ -65,6 +67,39 @@ def _clear_empty_rows_kernel(
                 )
 
 
+@operator("clear_empty_rows(Tensor(a!) out, Tensor seq_lens, Tensor? query_start_loc, Tensor(b!)? lse) -> ()")
+def _launch(
+    out: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor | None, lse: torch.Tensor | None
+) -> None:
+    *_, heads, dim = out.shape
+    row_size = heads * dim
+    rows = out.numel() // row_size
+    batch = seq_lens.shape[0]
+    # Integers of the same size: 0 is the same bits in every dtype, FP8 included.
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.element_size()]
+    chunk = CLEAR_BYTES // out.element_size()
+    _clear_empty_rows_kernel[(triton.cdiv(row_size, chunk), triton.cdiv(rows, CLEAR_ROWS))](
+        out.view(bits),
+        lse,
+        seq_lens,
+        query_start_loc,
+        rows,
+        batch,
+        max(rows // batch, 1),
+        heads,
+        out.stride(-3) if out.shape[-3] > 1 else out.stride(0),
+        row_size,
+        RAGGED=query_start_loc is not None,
+        HAS_LSE=lse is not None,
+        ROWS=CLEAR_ROWS,
+        CHUNK=chunk,
+        WHOLE=row_size % chunk == 0,
+        HEADS=triton.next_power_of_2(heads),
+        OWNERS=128,
+        num_warps=CLEAR_WARPS,
+    )
+
+
 def clear_empty_rows(
     out: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -73,57 +108,60 @@ def clear_empty_rows(
     query_start_loc: torch.Tensor | None = None,
     validate: bool = False,
 ) -> None:
-    """Clear, in place, the output rows of requests without tokens, behind any decode kernel.
+    """Set the output rows of empty requests to 0 and their lse to -inf, in place.
 
-    Makes the result of a kernel that leaves such rows unwritten, or writes 0/0 there (vLLM
-    #37442, #57017, FlashInfer #2883), what the empty sum is. Reads ``seq_lens`` on the device:
-    no host sync, and safe to capture in a CUDA graph whose live count changes between replays.
-    Rows of live requests are neither read nor written.
+    Call it behind a decode kernel that leaves these rows unwritten or writes 0/0 there (vLLM
+    #37442, #57017, FlashInfer #2883). Rows of live requests are neither read nor written.
+    ``seq_lens`` is read on the device, so there is no host sync, and a captured CUDA graph stays
+    right when the number of live requests changes between replays.
 
     Args:
         out: (rows, heads, dim) or (batch, q_len, heads, dim), of 1, 2 or 4 bytes an element;
             heads and dim contiguous, rows at any stride. Without ``query_start_loc``, ``rows`` is
             ``batch * q_len`` for some q_len.
         seq_lens: (batch,) int32, tokens of each request; 0 marks an empty one.
-        lse: out's shape without its last axis, float32, contiguous; rows cleared become -inf.
+        lse: out's shape without its last axis, float32, contiguous.
         query_start_loc: (batch + 1,) int32, rising: request b owns rows query_start_loc[b] up to
             query_start_loc[b + 1]. For batches with different numbers of query tokens. Rows from
             query_start_loc[batch] on belong to no request and are cleared as well.
         validate: also check the values of ``seq_lens`` and ``query_start_loc``, which waits for
-            the device. Without it a negative length counts as empty.
+            the device; for tests and notebooks. Without it a negative length counts as empty.
 
     Raises:
         ValueError: an argument does not fit; nothing was written.
+
+    >>> out = torch.full((3, 1, 2), torch.nan)
+    >>> clear_empty_rows(out, torch.tensor([7, 0, 0], dtype=torch.int32))
+    >>> out[:, 0]
+    tensor([[nan, nan],
+            [0., 0.],
+            [0., 0.]])
     """
     check.tensor("out", out, ndim=(3, 4))
-    check.require(out.element_size() in (1, 2, 4), "out", "1, 2 or 4 bytes an element", out.dtype)
     check.tensor("seq_lens", seq_lens, ndim=1, dtype=torch.int32, like=out, contiguous=True)
-    batch = seq_lens.shape[0]
-    check.require(batch > 0, "seq_lens", "at least one request", "an empty batch")
-    check.require(out.numel() > 0, "out", "at least one element", f"shape {tuple(out.shape)}")
-    shape = tuple(out.shape)
+    shape, strides, batch = out.shape, out.stride(), seq_lens.shape[0]
     heads, dim = shape[-2:]
-    inner = out.stride()[-2:]
-    check.require(
-        inner[1] == 1 and (inner[0] == dim or heads == 1),
-        "out",
-        "contiguous heads and last axis",
-        f"strides {out.stride()}",
-    )
+    rows = shape[0] if out.ndim == 3 else shape[0] * shape[1]
+    if out.element_size() not in (1, 2, 4):
+        check.fail("out", "1, 2 or 4 bytes an element", out.dtype)
+    if batch == 0:
+        check.fail("seq_lens", "at least one request", "an empty batch")
+    if rows == 0 or heads == 0 or dim == 0:
+        check.fail("out", "at least one element", f"shape {tuple(shape)}")
+    if strides[-1] != 1 or (strides[-2] != dim and heads != 1):
+        check.fail("out", "contiguous heads and last axis", f"strides {strides}")
     if out.ndim == 4:
-        check.require(shape[0] == batch, "out", f"{batch} requests, as in seq_lens", f"shape {shape}")
-        check.require(
-            out.stride(0) == shape[1] * out.stride(1) or 1 in shape[:2],
-            "out",
-            "the query tokens of consecutive requests at one stride",
-            f"strides {out.stride()}",
-        )
-    rows = out.numel() // (heads * dim)
-    row_stride = out.stride(-3) if shape[-3] > 1 else out.stride(0)
+        if shape[0] != batch:
+            check.fail("out", f"{batch} requests, as in seq_lens", f"shape {tuple(shape)}")
+        if strides[0] != shape[1] * strides[1] and shape[0] != 1 and shape[1] != 1:
+            expected = "the query tokens of consecutive requests at one stride"
+            check.fail("out", expected, f"strides {strides}")
     if query_start_loc is None:
-        check.require(rows % batch == 0, "out", f"a multiple of {batch} rows, as in seq_lens", f"{rows} rows")
+        if rows % batch != 0:
+            check.fail("out", f"a multiple of {batch} rows, as in seq_lens", f"{rows} rows")
     else:
-        check.require(out.ndim == 3, "out", "(rows, heads, dim) with query_start_loc", f"shape {shape}")
+        if out.ndim != 3:
+            check.fail("out", "(rows, heads, dim) with query_start_loc", f"shape {tuple(shape)}")
         check.tensor(
             "query_start_loc",
             query_start_loc,
@@ -135,6 +173,7 @@ def clear_empty_rows(
     if lse is not None:
         check.tensor("lse", lse, shape=shape[:-1], dtype=torch.float32, like=out, contiguous=True)
     if validate:
+        require_values(out)
         for request, length in enumerate(seq_lens.tolist()):
             check.require(length >= 0, f"seq_lens[{request}]", "a length of at least 0", length)
         if query_start_loc is not None:
@@ -145,28 +184,4 @@ def clear_empty_rows(
                 f"0, rising, at most {rows} rows",
                 starts,
             )
-
-    # Same-size integers: zero bits are zero in every dtype, FP8 included.
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.element_size()]
-    chunk = CLEAR_BYTES // out.element_size()
-    groups = triton.cdiv(rows, CLEAR_ROWS)
-    _clear_empty_rows_kernel[(triton.cdiv(heads * dim, chunk), groups)](
-        out.view(bits),
-        lse,
-        seq_lens,
-        query_start_loc,
-        rows,
-        batch,
-        max(rows // batch, 1),
-        heads,
-        row_stride,
-        heads * dim,
-        RAGGED=query_start_loc is not None,
-        HAS_LSE=lse is not None,
-        ROWS=CLEAR_ROWS,
-        CHUNK=chunk,
-        WHOLE=heads * dim % chunk == 0,
-        HEADS=triton.next_power_of_2(heads),
-        OWNERS=128,
-        num_warps=CLEAR_WARPS,
-    )
+    _launch(out, seq_lens, query_start_loc, lse)

@@ -1,4 +1,4 @@
-"""Dynamic per-tensor FP8 whose scale reads live rows only."""
+"""Dynamic per-tensor FP8 quantisation whose scale depends on live rows only (incident 1)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 
 from staleproof import check, device
 from staleproof.ops.cuda_runtime import processor_count
+from staleproof.ops.e4m3 import encode_e4m3
+from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
 
@@ -13,7 +15,6 @@ import triton
 import triton.language as tl
 
 INTERPRET = device.interpreting()
-E4M3_MAX = 448.0
 # A scale below the smallest normal number would have no finite reciprocal.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -22,6 +23,8 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 def _row_is_live(row, rows, live_rows, live_count, LIVE: tl.constexpr):
     if LIVE == "mask":
         return tl.load(live_rows + row) != 0
+    elif LIVE == "padding":
+        return tl.load(live_rows + row) == 0
     else:
         return row < live_count
 
@@ -33,8 +36,8 @@ def _amax_kernel(
 ):  # fmt: skip
     """Largest magnitude of the live rows, one partial result a program.
 
-    Magnitudes are compared as the integers their bits spell: same order, and every NaN is above
-    infinity, so that no version of Triton can lose one.
+    Magnitudes are compared by their bits, as integers. The order is the same, and every NaN is
+    above infinity, while Triton's versions disagree on the maximum of a NaN and a number.
     """
     if LIVE == "tensor":
         live_count = tl.minimum(tl.load(live_rows), rows)
@@ -48,22 +51,6 @@ def _amax_kernel(
             magnitude = values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
             bits = tl.maximum(bits, magnitude)
     tl.store(partial + tl.program_id(0), tl.max(bits, 0))
-
-
-@triton.jit
-def _encode_e4m3(x):
-    """The byte of the E4M3 number nearest to ``x`` (|x| <= 448, or NaN), ties to even."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-    # Exponents are biased by 7 there and by 127 here; below 2**-6 numbers are 2**-9 apart, and
-    # adding 2**14 leaves no finer bit.
-    normal = rounded - (120 << 3)
-    shifted = tl.where(x < 0, -x, x) + 16384.0
-    subnormal = shifted.to(tl.int32, bitcast=True) & 0xF
-    code = tl.where(magnitude < 0x3C800000, subnormal, normal)
-    code = tl.where(x == x, code, 0x7F)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -90,12 +77,14 @@ def _quantize_kernel(
         if _row_is_live(row, rows, live_rows, live_count, LIVE):
             values = tl.load(x + row.to(tl.int64) * row_stride + column, mask=column < hidden, other=0.0)
             scaled = values.to(tl.float32) * inverse
-            # Comparisons, not clamp: a NaN passes both and stays visible.
+            # Comparisons, because clamp may replace a NaN: here a NaN stays a NaN.
             scaled = tl.where(scaled > 448.0, 448.0, scaled)
             scaled = tl.where(scaled < -448.0, -448.0, scaled)
             if INTERPRET:
                 # The interpreter's cast drops the carry into the exponent, and NaN.
-                codes = _encode_e4m3(scaled)
+                bits = scaled.to(tl.int32, bitcast=True)
+                magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+                codes = (encode_e4m3(magnitude) | ((bits >> 24) & 0x80)).to(tl.uint8)
             else:
                 codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
             tl.store(target, codes, mask=column < hidden)
@@ -103,62 +92,36 @@ def _quantize_kernel(
             tl.store(target, tl.zeros([BLOCK], tl.uint8), mask=column < hidden)
 
 
-def quantize_fp8_per_tensor(
-    x: torch.Tensor, *, live_rows: int | torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dynamic per-tensor FP8 quantisation whose scale is that of the live rows.
-
-    Upstream's scale is the amax of the whole padded batch, so that one stale row rescales, or
-    with ``torch.max`` turns into NaN, every request of the step (vLLM #37442). Here the amax reads
-    live rows only, which is also less work: two launches, no host sync.
-
-    Args:
-        x: (rows, hidden) float32, float16 or bfloat16; last axis contiguous.
-        live_rows: which rows belong to requests: the first n of them (an int, or an int32 tensor
-            of shape (1,) on the device), those where a (rows,) bool mask is true, or all (None).
-
-    Returns:
-        ``x_fp8`` (rows, hidden) float8_e4m3fn, padding rows zero; ``scale`` (1,) float32, such
-        that ``x_fp8 * scale`` is about ``x``. The scale is amax / 448, at least the smallest
-        normal float32, and 1 where no row is live or every live value is zero. As with
-        ``torch.max``, a NaN in a live row makes the scale and all live rows NaN: it was born
-        there, and stays visible. An infinite one makes the scale infinite.
-
-    Raises:
-        ValueError: an argument does not fit.
-    """
-    check.tensor("x", x, ndim=2, dtype=(torch.bfloat16, torch.float16, torch.float32))
-    check.require(x.numel() > 0, "x", "at least one element", f"shape {tuple(x.shape)}")
-    check.require(x.stride(1) == 1, "x", "a contiguous last axis", f"strides {x.stride()}")
+@operator(
+    "quantize_fp8_per_tensor(Tensor x, Tensor? live_rows, Tensor? is_padding, SymInt live_count, "
+    "Tensor(a!) x_fp8, Tensor(b!) scale) -> ()"
+)
+def _launch(
+    x: torch.Tensor,
+    live_rows: torch.Tensor | None,
+    is_padding: torch.Tensor | None,
+    live_count: int,
+    x_fp8: torch.Tensor,
+    scale: torch.Tensor,
+) -> None:
+    """Rows that neither tensor decides about are live if below ``live_count``."""
     rows, hidden = x.shape
-    kind, live, count = "all", None, rows
-    if isinstance(live_rows, torch.Tensor):
-        live = live_rows
-        if live.dtype == torch.bool:
-            check.tensor("live_rows", live, shape=(rows,), like=x, contiguous=True)
-            kind = "mask"
-        else:
-            check.tensor("live_rows", live, shape=(1,), dtype=torch.int32, like=x)
-            kind = "tensor"
+    kind, decides = "all", live_rows
+    if is_padding is not None:
+        kind, decides = "padding", is_padding
     elif live_rows is not None:
-        check.require(
-            isinstance(live_rows, int) and 0 <= live_rows <= rows, "live_rows", f"0 to {rows} rows", live_rows
-        )
-        count = live_rows
-
-    x_fp8 = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(1, dtype=torch.float32, device=x.device)
+        kind = "mask" if live_rows.dtype == torch.bool else "tensor"
     block = min(4096, triton.next_power_of_2(hidden))
     tiles = rows * triton.cdiv(hidden, block)
     programs = min(tiles, 8 * processor_count(x.device.index) if x.is_cuda else 8)
     partial = torch.empty(programs, dtype=torch.int32, device=x.device)
     _amax_kernel[(programs,)](
-        x, live, count, partial, rows, hidden, x.stride(0), LIVE=kind, BLOCK=block, num_warps=8
+        x, decides, live_count, partial, rows, hidden, x.stride(0), LIVE=kind, BLOCK=block, num_warps=8
     )
     _quantize_kernel[(programs,)](
         x,
-        live,
-        count,
+        decides,
+        live_count,
         partial,
         programs,
         x_fp8.view(torch.uint8),
@@ -173,4 +136,81 @@ def quantize_fp8_per_tensor(
         INTERPRET=INTERPRET,
         num_warps=8,
     )
+
+
+def quantize_fp8_per_tensor(
+    x: torch.Tensor,
+    *,
+    live_rows: int | torch.Tensor | None = None,
+    is_padding: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    validate: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dynamic per-tensor FP8 quantisation whose scale depends on live rows only.
+
+    Upstream's scale is the amax of the whole padded batch: one stale row rescales every request of
+    the step, or turns it into NaN with ``torch.max`` (vLLM #37442). Reading only live rows is also
+    less work. Two launches, no host sync.
+
+    Args:
+        x: (rows, hidden) float32, float16 or bfloat16; last axis contiguous.
+        live_rows: the older way to say which rows belong to requests: the first n of them (an int,
+            or a (1,) int32 tensor on the device), or those where a (rows,) bool mask is True.
+        is_padding: (rows,) bool, True for padding rows, as in the routing functions. With neither
+            keyword all rows are live.
+        out: (x_fp8, scale) to write, contiguous, of the results' shapes and dtypes.
+        validate: also check the value of a ``live_rows`` count on the device, which waits for the
+            device; for tests and notebooks. Without it a count below 0 counts as 0, one above
+            ``rows`` as ``rows``.
+
+    Returns:
+        ``x_fp8`` (rows, hidden) float8_e4m3fn, padding rows zero; ``scale`` (1,) float32, such
+        that ``x_fp8 * scale`` is about ``x``. The scale is amax / 448, at least the smallest
+        normal float32, and 1 if no row is live or every live value is zero. A NaN in a live row
+        makes the scale and all live rows NaN, as with ``torch.max``: it was computed there, and
+        hiding it would hide the fault. An infinite value makes the scale infinite.
+
+    Raises:
+        ValueError: an argument does not fit; nothing was written.
+
+    >>> x = torch.tensor([[448.0, -2.0], [torch.nan, 7.0]])
+    >>> x_fp8, scale = quantize_fp8_per_tensor(x, is_padding=torch.tensor([False, True]))
+    >>> x_fp8.float(), scale
+    (tensor([[448.,  -2.],
+            [  0.,   0.]]), tensor([1.]))
+    """
+    check.tensor("x", x, ndim=2, dtype=(torch.bfloat16, torch.float16, torch.float32))
+    rows, hidden = x.shape
+    if rows == 0 or hidden == 0:
+        check.fail("x", "at least one element", f"shape {tuple(x.shape)}")
+    if x.stride(1) != 1:
+        check.fail("x", "a contiguous last axis", f"strides {x.stride()}")
+    mask, count = None, rows
+    if is_padding is not None:
+        check.require(live_rows is None, "is_padding", "None beside live_rows", "both")
+        check.tensor("is_padding", is_padding, shape=(rows,), dtype=torch.bool, like=x, contiguous=True)
+    if isinstance(live_rows, torch.Tensor):
+        mask = live_rows
+        if mask.dtype == torch.bool:
+            check.tensor("live_rows", mask, shape=(rows,), like=x, contiguous=True)
+        else:
+            check.tensor("live_rows", mask, shape=(1,), dtype=torch.int32, like=x)
+    elif live_rows is not None:
+        count = live_rows
+    if validate and mask is not None and mask.dtype == torch.int32:
+        require_values(x)
+        count = int(mask)
+    if not isinstance(count, (int, torch.SymInt)) or not 0 <= count <= rows:
+        check.fail("live_rows", f"0 to {rows} rows", count)
+    if out is None:
+        x_fp8 = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device=x.device)
+        scale = torch.empty(1, dtype=torch.float32, device=x.device)
+    else:
+        check.out_pair(out, "(x_fp8, scale)")
+        x_fp8, scale = out
+        check.tensor(
+            "out[0]", x_fp8, shape=(rows, hidden), dtype=torch.float8_e4m3fn, like=x, contiguous=True
+        )
+        check.tensor("out[1]", scale, shape=(1,), dtype=torch.float32, like=x, contiguous=True)
+    _launch(x, mask, is_padding, count, x_fp8, scale)
     return x_fp8, scale

@@ -1,9 +1,11 @@
 """The operations as operators of the ``staleproof`` namespace, so that torch can trace them.
 
 ``torch.compile``, ``torch.export`` and fake tensors cannot look into a Triton launch. They need an
-operator with a schema that says what it writes, and a kernel that runs on tensors without data.
-Every operator here writes into tensors that its caller made and returns nothing, so that the second
-of these does nothing at all.
+operator with a schema that says what it writes, and a kernel for tensors without data. Every
+operator here writes into tensors that its caller allocated and returns nothing, so the kernel for
+tensors without data has nothing to do.
+
+Operators check nothing. Call the public functions, which do.
 """
 
 from __future__ import annotations
@@ -13,32 +15,57 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack
 from torch._C import _TorchDispatchModeKey as ModeKey
+
+from staleproof import check
 
 LIBRARY = torch.library.Library("staleproof", "FRAGMENT")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_HERE = contextlib.nullcontext()
+_NO_GUARD = contextlib.nullcontext()
 
 Launch = TypeVar("Launch", bound=Callable[..., None])
 
 
 def traced(x: torch.Tensor) -> bool:
-    """Whether torch is tracing the call that ``x`` is an argument of, or ``x`` has no data."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in _PLAIN
-        or torch._C._get_dispatch_mode(ModeKey.PROXY) is not None
-        or torch._C._get_dispatch_mode(ModeKey.FAKE) is not None
+    """Whether torch is tracing the call that ``x`` is an argument of, or ``x`` has no data.
+
+    >>> traced(torch.ones(2)), traced(torch.ones(2, device="meta"))
+    (False, True)
+    """
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN or x.is_meta:
+        return True
+    # Modes of other kinds (a profiler, the graph stand-in of staleproof.harness) see plain launches.
+    return _len_torch_dispatch_stack() > 0 and (
+        _get_dispatch_mode(ModeKey.PROXY) is not None or _get_dispatch_mode(ModeKey.FAKE) is not None
     )
+
+
+def require_values(x: torch.Tensor) -> None:
+    """Refuse ``validate=True`` where the values of ``x`` cannot be read.
+
+    Raises:
+        ValueError: torch is tracing the call, or ``x`` has no data.
+
+    >>> require_values(torch.ones(2, device="meta"))
+    Traceback (most recent call last):
+    ValueError: validate: expected False while torch traces the call, got True
+    """
+    check.require(not traced(x), "validate", "False while torch traces the call", True)
 
 
 def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """A context in which kernels are launched on the device of ``x``.
 
-    Triton launches on the current device, which need not be the one the tensors lie on.
+    Triton launches on the current device, whatever device the tensors are on.
+
+    >>> with on_device_of(torch.ones(2)):
+    ...     pass
     """
+    # The current device by the call that torch.cuda.current_device() makes, without its checks;
+    # torch built for a CPU lacks it and never gets there.
     if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
-        return _HERE
+        return _NO_GUARD
     return torch.cuda.device(x.device)
 
 
@@ -46,13 +73,20 @@ def operator(schema: str) -> Callable[[Launch], Launch]:
     """Register the decorated launcher as ``torch.ops.staleproof.<name>``.
 
     Args:
-        schema: as ``torch.library`` wants it, e.g. ``"clear(Tensor(a!) out, Tensor seq_lens) -> ()"``.
-            Tensors that are written carry ``(a!)``, ``(b!)``; the first argument is a tensor.
+        schema: as ``torch.library`` expects it. Tensors that the launcher writes carry ``(a!)``,
+            ``(b!)``. The first argument is a tensor.
 
     Returns:
-        A function with the launcher's arguments. While torch traces it calls the operator,
-        otherwise the launcher, without the microseconds that torch's dispatcher takes; both launch
-        on the device of the first argument.
+        A function with the launcher's arguments, all positional. While torch traces, it calls the
+        operator, otherwise the launcher, which saves the microseconds of torch's dispatcher. Both
+        launch on the device of the first argument.
+
+    >>> @operator("double_(Tensor(a!) x) -> ()")
+    ... def double_(x):
+    ...     x.mul_(2)
+    >>> x = torch.ones(2)
+    >>> double_(x), torch.ops.staleproof.double_(x), x
+    (None, None, tensor([4., 4.]))
     """
     name = schema.partition("(")[0]
 
@@ -79,4 +113,4 @@ def operator(schema: str) -> Callable[[Launch], Launch]:
 
 
 def _writes_nothing(*args: Any, **kwargs: Any) -> None:
-    """The operator on tensors without data: its results were made by the caller."""
+    """The kernel for tensors without data: the caller allocated all results."""
