@@ -1,9 +1,7 @@
-"""The fix of incident 1: MLA decode, its cleaner and its consumer, each right about padding rows.
+"""MLA decode over a paged cache, with a contract for padding rows (the fix of incident 1).
 
 Upstream's decode kernels leave the output row of an empty request unwritten (CUTLASS and
-TensorRT-LLM MLA, vLLM #37442) or write 0/0 into it (Triton MLA, vLLM #57017). Three places can
-cure that, and each is here: the kernel itself, a pass behind somebody else's kernel, and the
-quantiser that lets the row of one request reach another.
+TensorRT-LLM MLA, vLLM #37442) or write 0/0 into it (Triton MLA, vLLM #57017).
 """
 
 from __future__ import annotations
@@ -12,6 +10,8 @@ import torch
 
 from staleproof import check, device
 from staleproof.ops.cuda_runtime import capability, processor_count
+from staleproof.ops.merge_splits import merge_splits_kernel
+from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
 
@@ -43,13 +43,13 @@ def _attend(
     q_c, q_r, k_c, k_r, live, peak, total, acc, scale_log2,
     MASKED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One online softmax step over a block of keys; ``live`` (rows, keys) counts where MASKED."""
+    """One online softmax step over a block of keys; with MASKED, of those where ``live`` (rows, keys)."""
     scores = tl.dot(q_c, tl.trans(k_c), input_precision="ieee")
     scores = tl.dot(q_r, tl.trans(k_r), scores, input_precision="ieee") * scale_log2
     if MASKED:
         scores = tl.where(live, scores, -float("inf"))
-    # A live NaN must not decide the peak: Triton's versions disagree on the maximum of a NaN.
-    # It still reaches the sums below, and so the output.
+    # Leave a live NaN out of the maximum, on which Triton's versions disagree. It still reaches the
+    # sums below, and so the output.
     known = tl.where(scores == scores, scores, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(known, 1))
     base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
@@ -58,7 +58,7 @@ def _attend(
     total = total * decay + tl.sum(weights, 1)
     acc = acc * decay[:, None]
     if INTERPRET:
-        # The values came as bfloat16 or float16 and were widened for the interpreter (see below).
+        # _widen has made float32 of the values.
         acc = tl.dot(weights, k_c, acc, input_precision="ieee")
     else:
         acc = tl.dot(weights.to(k_c.dtype), k_c, acc, input_precision="ieee")
@@ -67,7 +67,7 @@ def _attend(
 
 @triton.jit
 def _widen(x, INTERPRET: tl.constexpr):
-    """Operands for a dot: the interpreter multiplies bfloat16 as if its bits were integers."""
+    """An operand of a dot, as float32 for the interpreter: it multiplies the bits of bfloat16."""
     if INTERPRET:
         return x.to(tl.float32)
     else:
@@ -83,10 +83,10 @@ def _mla_decode_kernel(
     RANK: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows (query token, head) of one request over one split of its keys.
+    """Attend from BLOCK_M rows (query token, head) of one request to one split of its keys.
 
-    Writes the normalised output of its split and the split's lse; with one split that is the
-    result. Every program writes its rows, also where its range of keys is empty.
+    Writes the normalised output of the split and its lse; with one split that is the result. A
+    program whose range of keys is empty writes its rows as well.
     """
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
@@ -96,14 +96,14 @@ def _mla_decode_kernel(
     first_token = (tl.program_id(0) * BLOCK_M) // heads
     last_token = tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // heads, q_len - 1)
 
-    # A length past the table's reach would have the kernel read past the table.
+    # Longer than the table can hold: following it would read past the end of the table.
     seq_len = tl.minimum(tl.load(seq_lens + request), capacity)
     first_limit = tl.maximum(seq_len - q_len + first_token + 1, 0)
     last_limit = tl.maximum(seq_len - q_len + last_token + 1, 0)
     span = tl.cdiv(tl.cdiv(last_limit, BLOCK_N), SPLITS) * BLOCK_N
     begin = split * span
     end = tl.minimum(begin + span, last_limit)
-    # Blocks before `full` lie below the limit of every row here and need no mask.
+    # Every row here sees all keys before `full`, so blocks up to there need no mask.
     full = tl.minimum(end, first_limit // BLOCK_N * BLOCK_N)
 
     column = tl.arange(0, RANK)
@@ -132,8 +132,8 @@ def _mla_decode_kernel(
         k_r = _widen(tl.load(k_row[:, None] + rope_column[None, :]), INTERPRET)
         peak, total, acc = _attend(q_c, q_r, k_c, k_r, is_row, peak, total, acc, scale_log2, False, INTERPRET)
 
-    # The tail, one query token at a time: a key beyond a token's limit is loaded as zero, because
-    # a weight of zero does not cure it (0 * NaN is NaN).
+    # The rest, one query token at a time. A key beyond the token's limit is loaded as zeros: giving
+    # it weight zero would not do, because 0 * NaN is NaN.
     for tail_token in tl.range(first_token, last_token + 1):
         limit = tl.minimum(end, seq_len - q_len + tail_token + 1)
         for position in tl.range(tl.maximum(begin, full), limit, BLOCK_N, num_stages=1):
@@ -158,7 +158,7 @@ def _mla_decode_kernel(
                 INTERPRET,
             )
             if SPECULATIVE:
-                # The dot ran over the rows of the other tokens too, and 0 * NaN is NaN.
+                # The dot also covered rows of other tokens, with weight zero: 0 * NaN is NaN.
                 new_acc = tl.where((token == tail_token)[:, None], new_acc, acc)
             acc = new_acc
 
@@ -173,38 +173,12 @@ def _mla_decode_kernel(
     tl.store(lse + slot, log_sum, mask=is_row)
 
 
-@triton.jit
-def _merge_splits_kernel(
-    parts, part_lse, out, lse, splits,
-    RANK: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Weigh the splits of one row by their lse; SPLITS is ``splits`` rounded up to a power of 2."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    split = tl.arange(0, SPLITS)
-    logs = tl.load(part_lse + row * splits + split, mask=split < splits, other=-float("inf"))
-    peak = tl.max(tl.where(logs == logs, logs, -float("inf")), 0)
-    base = tl.where(peak == -float("inf"), 0.0, peak)
-    weights = tl.exp(logs - base)
-    total = tl.sum(weights, 0)
-    # Splits without keys hold nothing worth reading.
-    wanted = logs != -float("inf")
-    values = tl.load(
-        parts + (row * splits + split)[:, None] * RANK + column[None, :], mask=wanted[:, None], other=0.0
-    )
-    empty = total == 0.0
-    safe = tl.where(empty, 1.0, total)
-    result = tl.sum(values * weights[:, None], 0) / safe
-    tl.store(out + row * RANK + column, tl.where(empty, 0.0, result).to(out.dtype.element_ty))
-    if tl.program_id(1) == 0:
-        tl.store(lse + row, tl.where(empty, -float("inf"), base + tl.log(safe)))
-
-
 def _plan(q: torch.Tensor, rows: int, capacity: int) -> tuple[int, int, int, dict[str, int]]:
     """(rows and keys of a program, splits, launch options), from shapes alone.
 
-    No length is read back, so ``capacity`` stands for all of them. Tiles measured on an H200:
-    wide ones read the cache less often, narrow ones spread a small batch over the processors.
+    The lengths are on the device and are not read back, so every request counts as ``capacity``
+    tokens. Tile sizes as measured on an H200: wide tiles read the cache less often, narrow tiles
+    spread a small batch over more processors.
     """
     if q.element_size() == 4:
         block_m, block_n, options = 16, 16, {"num_warps": 4, "num_stages": 2}
@@ -223,7 +197,7 @@ def _plan(q: torch.Tensor, rows: int, capacity: int) -> tuple[int, int, int, dic
 
 
 def _fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -> bool:
-    """Whether the kernel written for Hopper takes this call: its shape, and 16-byte loads."""
+    """Whether the Hopper kernel supports this call: DeepSeek's shape, and 16-byte loads."""
     return (
         q.is_cuda
         and capability(q.device.index) == (9, 0)
@@ -236,30 +210,84 @@ def _fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -
     )
 
 
-def _is_power_of_two(n: int) -> bool:
-    return n > 0 and n & (n - 1) == 0
-
-
-def _check_lengths(block_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int, pages: int) -> None:
-    """The checks that need values, and so wait for the device."""
-    lengths = seq_lens.tolist()
+@operator(
+    "mla_decode(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens, float softmax_scale, "
+    "float k_scale, SymInt? num_kv_splits, Tensor(a!) out, Tensor(b!) lse) -> ()"
+)
+def _launch(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    k_scale: float,
+    num_kv_splits: int | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    rank = out.shape[-1]
+    batch, heads = q.shape[0], q.shape[-2]
+    q_len = q.shape[1] if q.ndim == 4 else 1
+    rows = q_len * heads
+    page_size = kv_cache.shape[1]
     capacity = block_table.shape[1] * page_size
-    for request, length in enumerate(lengths):
-        check.require(length >= 0, f"seq_lens[{request}]", "a length of at least 0", length)
-        check.require(
-            length <= capacity,
-            f"seq_lens[{request}]",
-            f"at most {capacity} tokens ({block_table.shape[1]} pages of {page_size} in block_table)",
-            length,
+    block_m, block_n, splits, options = _plan(q, rows, capacity)
+    splits = num_kv_splits or splits
+    parts, part_lse = out, lse
+    if splits > 1:
+        parts = torch.empty(batch * rows, splits, rank, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(batch * rows, splits, dtype=torch.float32, device=q.device)
+    tensors = (q, kv_cache, block_table, seq_lens, parts, part_lse)
+    strides = (q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2))
+    strides += (kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0))
+    arguments = (*tensors, *strides, softmax_scale, k_scale, capacity, q_len, heads)
+    grid = (triton.cdiv(rows, block_m), splits, batch)
+    if block_m == 64 and _fits_sm90(q, kv_cache, rank, q_len):
+        from staleproof.ops.mla_decode_sm90 import mla_decode_sm90_kernel
+
+        mla_decode_sm90_kernel[grid](*arguments, SPLITS=splits, PAGE_SIZE=page_size, num_warps=8)
+    else:
+        _mla_decode_kernel[grid](
+            *arguments,
+            SPECULATIVE=q_len > 1,
+            SPLITS=splits,
+            PAGE_SIZE=page_size,
+            RANK=rank,
+            ROPE=q.shape[-1] - rank,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            INTERPRET=INTERPRET,
+            **options,
         )
+    if splits > 1:
+        block = min(128, rank)
+        merge_splits_kernel[(batch * rows, rank // block)](
+            parts,
+            part_lse,
+            out,
+            lse,
+            splits,
+            RANK=rank,
+            BLOCK=block,
+            SPLITS=triton.next_power_of_2(splits),
+            num_warps=4,
+        )
+
+
+def _check_values(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """The checks that read values, and so wait for the device."""
+    require_values(seq_lens)
+    pages, page_size = kv_cache.shape[:2]
+    lengths, columns = seq_lens.tolist(), block_table.shape[1]
+    for request, length in enumerate(lengths):
+        name = f"seq_lens[{request}]"
+        check.require(length >= 0, name, "a length of at least 0", length)
+        reach = f"at most {columns * page_size} tokens ({columns} pages of {page_size} in block_table)"
+        check.require(length <= columns * page_size, name, reach, length)
     for request, row in enumerate(block_table.tolist()):
         for index, page in enumerate(row[: -(-lengths[request] // page_size)]):
-            check.require(
-                0 <= page < pages,
-                f"block_table[{request}, {index}]",
-                f"a page of kv_cache, 0 to {pages - 1}",
-                page,
-            )
+            name = f"block_table[{request}, {index}]"
+            check.require(0 <= page < pages, name, f"a page of kv_cache, 0 to {pages - 1}", page)
 
 
 def mla_decode(
@@ -284,11 +312,10 @@ def mla_decode(
       token change an earlier one of the same request.
     - Unused entries of ``block_table`` are never followed; they may hold anything.
 
-    Query token j of q_len attends to the first ``seq_len - q_len + j + 1`` keys. The hot path
-    never waits for the device: a negative length counts as empty, one past the table's reach as
-    the table's reach. One launch, or two with splits; the partial results of the splits it
-    chooses take at most processors * 64 * kv_lora_rank * 4 bytes (16.5 MiB on an H200) during
-    the call. On Hopper DeepSeek's shape runs a kernel of its own (``decode_sm90.py``).
+    Query token j of q_len attends to the first ``seq_len - q_len + j + 1`` keys. There is no host
+    sync. One launch, or two with splits. During the call the partial results of the splits that it
+    chooses take at most processors * 64 * kv_lora_rank * 4 bytes (16.5 MiB on an H200). On Hopper
+    DeepSeek's shape has a kernel of its own (``mla_decode_sm90.py``).
 
     Args:
         q: (batch, heads, 576) or (batch, q_len, heads, 576), bfloat16, float16 or float32;
@@ -305,127 +332,62 @@ def mla_decode(
         out: (*q.shape[:-1], kv_lora_rank), dtype of q, contiguous; written in place.
         lse: q.shape[:-1] float32, contiguous; written in place.
         validate: also check the values of ``seq_lens`` and ``block_table``, which waits for the
-            device; for tests and notebooks.
+            device; for tests and notebooks. Without it a negative length counts as 0, and one that
+            ``block_table`` has no pages for as the most it has pages for.
 
     Returns:
         ``out`` and ``lse``, the natural logarithm of the sum of exponentials.
 
     Raises:
         ValueError: an argument does not fit; nothing was written.
+
+    >>> q, cache = torch.zeros(2, 1, 32), torch.ones(1, 16, 32)
+    >>> table = torch.zeros(2, 1, dtype=torch.int32)
+    >>> seq_lens = torch.tensor([4, 0], dtype=torch.int32)
+    >>> out, lse = mla_decode(q, cache, table, seq_lens, softmax_scale=0.2, kv_lora_rank=16)
+    >>> out[:, 0, 0], lse[:, 0]
+    (tensor([1., 0.]), tensor([1.3863,   -inf]))
     """
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    check.tensor("q", q, ndim=(3, 4), dtype=dtypes)
-    check.tensor("kv_cache", kv_cache, ndim=3, dtype=q.dtype, like=q)
-    check.require(
-        _is_power_of_two(kv_lora_rank) and 16 <= kv_lora_rank <= 512,
-        "kv_lora_rank",
-        "a power of two from 16 to 512",
-        kv_lora_rank,
-    )
+    check.tensor("q", q, ndim=(3, 4), dtype=(torch.bfloat16, torch.float16, torch.float32))
+    if kv_lora_rank not in (16, 32, 64, 128, 256, 512):
+        check.fail("kv_lora_rank", "a power of two from 16 to 512", kv_lora_rank)
     batch, heads, width = q.shape[0], q.shape[-2], q.shape[-1]
-    q_len = q.shape[1] if q.ndim == 4 else 1
-    rope = width - kv_lora_rank
-    check.require(
-        _is_power_of_two(rope) and 16 <= rope <= 64,
-        "q",
-        f"a last axis of kv_lora_rank {kv_lora_rank} + 16, 32 or 64",
-        f"shape {tuple(q.shape)}",
-    )
-    check.require(batch > 0, "q", "at least one request", "an empty batch")
-    check.require(q_len > 0, "q", "at least one query token a request", "q_len 0")
-    check.require(1 <= heads <= 128, "q", "1 to 128 heads", f"{heads} heads")
-    check.require(q.stride(-1) == 1, "q", "a contiguous last axis", f"strides {q.stride()}")
-    pages, page_size = kv_cache.shape[:2]
-    check.tensor("kv_cache", kv_cache, shape=(None, None, width))
-    check.require(
-        page_size % 16 == 0 and 16 <= page_size <= 128,
-        "kv_cache",
-        "a page size that is a multiple of 16 up to 128",
-        f"shape {tuple(kv_cache.shape)}",
-    )
-    check.require(
-        kv_cache.stride(-1) == 1, "kv_cache", "a contiguous last axis", f"strides {kv_cache.stride()}"
-    )
+    if width - kv_lora_rank not in (16, 32, 64):
+        expected = f"a last axis of kv_lora_rank {kv_lora_rank} + 16, 32 or 64"
+        check.fail("q", expected, f"shape {tuple(q.shape)}")
+    if batch == 0:
+        check.fail("q", "at least one request", "an empty batch")
+    if q.ndim == 4 and q.shape[1] == 0:
+        check.fail("q", "at least one query token a request", "q_len 0")
+    if not 1 <= heads <= 128:
+        check.fail("q", "1 to 128 heads", f"{heads} heads")
+    if q.stride(-1) != 1:
+        check.fail("q", "a contiguous last axis", f"strides {q.stride()}")
+    check.tensor("kv_cache", kv_cache, ndim=3, shape=(None, None, width), dtype=q.dtype, like=q)
+    page_size = kv_cache.shape[1]
+    if page_size % 16 != 0 or not 16 <= page_size <= 128:
+        expected = "a page size that is a multiple of 16 up to 128"
+        check.fail("kv_cache", expected, f"shape {tuple(kv_cache.shape)}")
+    if kv_cache.stride(-1) != 1:
+        check.fail("kv_cache", "a contiguous last axis", f"strides {kv_cache.stride()}")
     check.tensor("block_table", block_table, shape=(batch, None), dtype=torch.int32, like=q)
-    check.require(
-        block_table.shape[1] > 0 and block_table.stride(1) == 1,
-        "block_table",
-        "at least one page a request, contiguous along a request",
-        f"shape {tuple(block_table.shape)}, strides {block_table.stride()}",
-    )
+    if block_table.shape[1] == 0 or block_table.stride(1) != 1:
+        got = f"shape {tuple(block_table.shape)}, strides {block_table.stride()}"
+        check.fail("block_table", "at least one page a request, contiguous along a request", got)
     check.tensor("seq_lens", seq_lens, shape=(batch,), dtype=torch.int32, like=q, contiguous=True)
-    check.require(
-        num_kv_splits is None or num_kv_splits >= 1, "num_kv_splits", "None or at least 1", num_kv_splits
-    )
-    out_shape = (*q.shape[:-1], kv_lora_rank)
+    if num_kv_splits is not None and num_kv_splits < 1:
+        check.fail("num_kv_splits", "None or at least 1", num_kv_splits)
+    lse_shape = q.shape[:-1]
+    out_shape = (*lse_shape, kv_lora_rank)
     if out is not None:
         check.tensor("out", out, shape=out_shape, dtype=q.dtype, like=q, contiguous=True)
     if lse is not None:
-        check.tensor("lse", lse, shape=tuple(q.shape[:-1]), dtype=torch.float32, like=q, contiguous=True)
+        check.tensor("lse", lse, shape=lse_shape, dtype=torch.float32, like=q, contiguous=True)
     if validate:
-        _check_lengths(block_table, seq_lens, page_size, pages)
-
+        _check_values(kv_cache, block_table, seq_lens)
     if out is None:
         out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
     if lse is None:
-        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    rows = q_len * heads
-    capacity = block_table.shape[1] * page_size
-    block_m, block_n, splits, options = _plan(q, rows, capacity)
-    splits = num_kv_splits or splits
-    row_blocks = triton.cdiv(rows, block_m)
-    parts, part_lse = out, lse
-    if splits > 1:
-        parts = torch.empty(batch * rows, splits, kv_lora_rank, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(batch * rows, splits, dtype=torch.float32, device=q.device)
-    arguments = (
-        q,
-        kv_cache,
-        block_table,
-        seq_lens,
-        parts,
-        part_lse,
-        q.stride(0),
-        q.stride(1) if q.ndim == 4 else 0,
-        q.stride(-2),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        block_table.stride(0),
-        softmax_scale,
-        k_scale,
-        capacity,
-        q_len,
-        heads,
-    )
-    grid = (row_blocks, splits, batch)
-    if block_m == 64 and _fits_sm90(q, kv_cache, kv_lora_rank, q_len):
-        from staleproof.ops.mla_decode_sm90 import mla_decode_sm90_kernel
-
-        mla_decode_sm90_kernel[grid](*arguments, SPLITS=splits, PAGE_SIZE=page_size, num_warps=8)
-    else:
-        _mla_decode_kernel[grid](
-            *arguments,
-            SPECULATIVE=q_len > 1,
-            SPLITS=splits,
-            PAGE_SIZE=page_size,
-            RANK=kv_lora_rank,
-            ROPE=rope,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            INTERPRET=INTERPRET,
-            **options,
-        )
-    if splits > 1:
-        block = min(128, kv_lora_rank)
-        _merge_splits_kernel[(batch * rows, kv_lora_rank // block)](
-            parts,
-            part_lse,
-            out,
-            lse,
-            splits,
-            RANK=kv_lora_rank,
-            BLOCK=block,
-            SPLITS=triton.next_power_of_2(splits),
-            num_warps=4,
-        )
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    _launch(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, num_kv_splits, out, lse)
     return out, lse

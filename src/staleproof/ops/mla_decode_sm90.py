@@ -1,9 +1,10 @@
-"""MLA decode for Hopper: the program of ``kernels._mla_decode_kernel``, scheduled by hand.
+"""MLA decode for Hopper: the same program as ``mla_decode._mla_decode_kernel``, scheduled by hand.
 
-Triton's pipeliner issues the loads of the next keys behind the arithmetic of the present ones and
-waits for them at once. Here they are issued in front of it, into the buffer that the block before
-has just left, so that a whole block of arithmetic covers them; and the two warp groups share the
-scores instead of each computing all of them. Same contract, same arguments, DeepSeek's shape only.
+Triton's pipeliner issues the loads of the next keys after the arithmetic of the present ones, and
+waits for them at once. Here they are issued before that arithmetic, into the buffer that the
+previous block has just left, so a whole block of arithmetic hides them. Also, the two warp groups
+share the scores instead of each computing all of them. Contract and arguments are the same, for
+DeepSeek's shape only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Their names changed after Triton 3.6.
+# These were renamed after Triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
@@ -31,7 +32,7 @@ def _copy(
     shared_c, shared_r, rows_c, rows_r, mask_c, mask_r,
     LAYOUT_C: gl.constexpr, LAYOUT_R: gl.constexpr,
 ):  # fmt: skip
-    """Start copying 64 rows of 512 + 64 elements; masked rows arrive as zeros."""
+    """Start copying 64 rows of 512 + 64 elements; masked rows become zeros."""
     column_c = gl.arange(0, 512, layout=gl.SliceLayout(0, LAYOUT_C))
     column_r = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT_R))
     async_load(shared_c, rows_c[:, None] + column_c[None, :], mask=mask_c[:, None])
@@ -67,7 +68,7 @@ def mla_decode_sm90_kernel(
     softmax_scale, k_scale, capacity, q_len, heads,
     SPLITS: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """64 heads of one query token over one split of its keys, 64 keys a step, on 8 warps.
+    """Attend from 64 heads of one query token to one split of its keys, 64 keys a step, on 8 warps.
 
     PAGE_SIZE is 64 or 128; the 64 rows of a program belong to one query token.
     """
@@ -130,14 +131,14 @@ def mla_decode_sm90_kernel(
 
     scale_log2 = softmax_scale * k_scale * 1.4426950408889634
     peak = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, scores_layout))
-    # Sums stay spread over the columns until the end: one exchange between warp groups less.
+    # One sum a column until the end, which saves an exchange between the warp groups a step.
     totals = gl.full([64, 64], 0.0, gl.float32, layout=scores_layout)
     acc = gl.full([64, 512], 0.0, gl.float32, layout=acc_layout)
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, scores_layout))
 
     for position in range(begin, end, 64):
         buffer = ((position - begin) // 64) % 2
-        # Everybody has read the other buffer, and everybody's part of this one has arrived.
+        # After the barrier all threads have read the other buffer, and this one has arrived whole.
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
@@ -165,7 +166,7 @@ def mla_decode_sm90_kernel(
 
         scores = scores * scale_log2
         scores = gl.where((position + column < end)[None, :], scores, -float("inf"))
-        # A live NaN must not decide the peak; it reaches the sums, and so the output.
+        # Leave a live NaN out of the maximum. It reaches the sums, and so the output.
         known = gl.where(scores == scores, scores, -float("inf"))
         new_peak = gl.maximum(peak, gl.max(known, 1))
         base = gl.where(new_peak == -float("inf"), 0.0, new_peak)
@@ -174,7 +175,7 @@ def mla_decode_sm90_kernel(
         totals = totals * decay[:, None] + weights
         peak = new_peak
         decay = gl.convert_layout(decay, gl.SliceLayout(1, acc_layout))
-        # Each warp group needs the weights of both.
+        # Each warp group computed half of the weights and needs all: exchange in shared memory.
         weights_s.store(weights.to(dtype))
         acc = acc * decay[:, None]
         fence_async_shared()

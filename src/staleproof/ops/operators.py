@@ -44,14 +44,20 @@ def traced(x: torch.Tensor) -> bool:
 def require_values(x: torch.Tensor) -> None:
     """Refuse ``validate=True`` where the values of ``x`` cannot be read.
 
+    ``torch.compile`` breaks its graph here and calls the rest from Python, which can read them;
+    with ``fullgraph=True`` it names this reason.
+
     Raises:
-        ValueError: torch is tracing the call, or ``x`` has no data.
+        ValueError: ``torch.export`` or the like is tracing the call, or ``x`` has no data.
 
     >>> require_values(torch.ones(2, device="meta"))
     Traceback (most recent call last):
     ValueError: validate: expected False while torch traces the call, got True
     """
-    check.require(not traced(x), "validate", "False while torch traces the call", True)
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg="validate=True reads values on the host")
+    else:
+        check.require(not traced(x), "validate", "False while torch traces the call", True)
 
 
 def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
