@@ -96,6 +96,68 @@ def test_it_is_a_public_name():
     assert staleproof.DecodeWorkspace is DecodeWorkspace
 
 
+def filled(workspace, micro_batch=None):
+    def call(x):
+        buffer = workspace.get(x.shape, x.dtype, x.device, micro_batch=micro_batch)
+        buffer.copy_(x)
+        return buffer * 2
+
+    return call
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_writes_the_buffer_of_the_moment(device, backend, dynamic):
+    torch._dynamo.reset()
+    workspace = DecodeWorkspace()
+    call = filled(workspace, micro_batch=0)
+    compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=dynamic)
+    # A larger buffer replaces the first, and then one of the same size the second.
+    for rows in (4, 8, 8):
+        workspace._buffers.clear() if rows == 8 else None
+        buffer = workspace.get((rows, 4, 16), torch.float32, device, micro_batch=0).zero_()
+        for value in (2.0, 3.0):
+            x = torch.full((3, 4, 16), value, device=device)
+            assert torch.equal(compiled(x), 2 * x)
+            assert torch.equal(buffer[:3], x)
+
+
+def test_growth_breaks_the_graph(device):
+    torch._dynamo.reset()
+    x = torch.ones(3, 4, 16, device=device)
+    workspace = DecodeWorkspace()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="lock"):
+        torch.compile(filled(workspace, 0), backend="eager", fullgraph=True)(x)
+    assert workspace.nbytes == 0
+    compiled = torch.compile(filled(workspace, 0), backend="eager")
+    assert torch.equal(compiled(x), 2 * x)
+    assert torch.equal(workspace.get((3, 4, 16), torch.float32, device, micro_batch=0), x)
+    workspace.lock()
+    with pytest.raises(WorkspaceLocked, match="needs 5 rows"):
+        compiled(torch.ones(5, 4, 16, device=device))
+
+
+def test_compiled_code_is_not_tied_to_the_stream_it_was_compiled_on(monkeypatch):
+    """Streams that the test names, in front of buffers in CPU memory."""
+    torch._dynamo.reset()
+    workspace, cuda = DecodeWorkspace(), torch.device("cuda", 0)
+    stream = "first"
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    for name in ("first", "second"):
+        workspace._buffers[cuda, name, BF16, 4, 16] = torch.zeros(SHAPE, dtype=BF16)
+
+    def call(x):
+        return workspace.get(SHAPE, BF16, cuda).add_(x)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="micro_batch: expected a number"):
+        torch.compile(call, backend="eager", fullgraph=True)(torch.ones(16))
+    compiled = torch.compile(call, backend="eager")
+    for name in ("first", "second"):
+        stream = name
+        compiled(torch.ones(16))
+    assert all(bool((buffer == 1).all()) for buffer in workspace._buffers.values())
+
+
 @pytest.mark.gpu
 def test_two_streams_never_share(device):
     workspace = DecodeWorkspace()
