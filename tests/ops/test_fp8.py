@@ -109,6 +109,42 @@ def test_strided_rows(device: str) -> None:
     assert torch.equal(scale, want_scale)
 
 
+def test_is_padding_is_the_mask_turned_round(device: str) -> None:
+    x = batch(torch.bfloat16, device)
+    padding = torch.arange(9, device=device) % 3 == 1
+    x[padding] = torch.nan
+    want, want_scale = quantize_fp8_per_tensor(x, live_rows=~padding)
+    for quantize in (quantize_fp8_per_tensor, reference.quantize_fp8_per_tensor):
+        got, scale = quantize(x, is_padding=padding)
+        assert torch.equal(scale, want_scale)
+        assert torch.equal(payload(got), payload(want))
+        assert int(payload(got)[padding].count_nonzero()) == 0
+
+
+def test_out_is_written_and_returned(device: str) -> None:
+    x = batch(torch.bfloat16, device)
+    want, want_scale = quantize_fp8_per_tensor(x, live_rows=4)
+    x_fp8 = torch.full_like(payload(want), 0x7F).view(torch.float8_e4m3fn)
+    scale = torch.full((1,), torch.nan, device=device)
+    got = quantize_fp8_per_tensor(x, live_rows=4, out=(x_fp8, scale))
+    assert got[0] is x_fp8
+    assert got[1] is scale
+    assert torch.equal(payload(x_fp8), payload(want))
+    assert torch.equal(scale, want_scale)
+
+
+@pytest.mark.parametrize(("count", "as_if"), [(-3, 0), (12, 9)])
+def test_a_count_out_of_range_is_cut_to_it(device: str, count: int, as_if: int) -> None:
+    x = batch(torch.bfloat16, device)
+    live = torch.tensor([count], dtype=torch.int32, device=device)
+    got, scale = quantize_fp8_per_tensor(x, live_rows=live)
+    want, want_scale = quantize_fp8_per_tensor(x, live_rows=as_if)
+    assert torch.equal(payload(got), payload(want))
+    assert torch.equal(scale, want_scale)
+    live.fill_(as_if)
+    quantize_fp8_per_tensor(x, live_rows=live, validate=True)
+
+
 @pytest.mark.gpu
 def test_graph_replay_with_live_count_down_then_up(device: str) -> None:
     x = torch.randn(1024, 7168, device=device).bfloat16()
@@ -128,41 +164,88 @@ def test_graph_replay_with_live_count_down_then_up(device: str) -> None:
         x.copy_(poisoned)
 
 
+def _tensor(*values: Any, dtype: torch.dtype | None = None) -> Any:
+    return lambda x: torch.tensor(values, dtype=dtype, device=x.device)
+
+
+def _out(shape: tuple[int, ...] = (9, 300), scale: tuple[int, ...] = (1,), **more: Any) -> Any:
+    def build(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bytes_ = torch.full(shape, 7, dtype=torch.uint8, device=x.device)
+        return bytes_.view(more.get("dtype", torch.float8_e4m3fn)), torch.full(scale, 7.0, device=x.device)
+
+    return build
+
+
+INT32 = torch.int32
 BAD_INPUTS: dict[str, tuple[Any, Any, str]] = {
-    "rank": (lambda x: x[0], None, r"x: expected a tensor of rank 2, got shape"),
-    "dtype": (lambda x: x.double(), None, r"x: expected .*got torch.float64"),
-    "empty": (lambda x: x[:0], None, r"x: expected at least one element, got shape"),
-    "layout": (lambda x: x.T.contiguous().T, None, r"x: expected a contiguous last axis, got"),
-    "too many": (None, 10, r"live_rows: expected 0 to 9 rows, got 10"),
-    "negative": (None, -1, r"live_rows: expected 0 to 9 rows, got -1"),
-    "float": (None, 2.0, r"live_rows: expected 0 to 9 rows, got 2.0"),
-    "count dtype": (None, torch.tensor([2]), r"live_rows: expected torch.int32, got torch.int64"),
+    "rank": (lambda x: x[0], {}, r"x: expected a tensor of rank 2, got shape"),
+    "dtype": (lambda x: x.double(), {}, r"x: expected .*got torch.float64"),
+    "empty": (lambda x: x[:0], {}, r"x: expected at least one element, got shape"),
+    "layout": (lambda x: x.T.contiguous().T, {}, r"x: expected a contiguous last axis, got"),
+    "too many": (None, {"live_rows": 10}, r"live_rows: expected 0 to 9 rows, got 10"),
+    "negative": (None, {"live_rows": -1}, r"live_rows: expected 0 to 9 rows, got -1"),
+    "float": (None, {"live_rows": 2.0}, r"live_rows: expected 0 to 9 rows, got 2.0"),
+    "count dtype": (None, {"live_rows": _tensor(2)}, r"live_rows: expected torch.int32, got torch.int64"),
     "count shape": (
         None,
-        torch.tensor([2, 3], dtype=torch.int32),
+        {"live_rows": _tensor(2, 3, dtype=INT32)},
         r"live_rows: expected shape \(1\), got shape \(2,\)",
+    ),
+    "count on the device": (
+        None,
+        {"live_rows": _tensor(10, dtype=INT32), "validate": True},
+        r"live_rows: expected 0 to 9 rows, got 10",
     ),
     "mask shape": (
         None,
-        torch.ones(8, dtype=torch.bool),
+        {"live_rows": _tensor(*[True] * 8)},
         r"live_rows: expected shape \(9\), got shape \(8,\)",
     ),
-    "mask layout": (None, torch.ones(18, dtype=torch.bool)[::2], r"live_rows: expected a contiguous tensor"),
+    "mask layout": (
+        None,
+        {"live_rows": lambda x: torch.ones(18, dtype=torch.bool, device=x.device)[::2]},
+        r"live_rows: expected a contiguous tensor",
+    ),
     "other device": (
         None,
-        torch.ones(9, dtype=torch.bool, device="meta"),
+        {"live_rows": lambda x: torch.ones(9, dtype=torch.bool, device="meta")},
         r"live_rows: expected a tensor on \w+.*, got one on meta",
     ),
+    "padding dtype": (
+        None,
+        {"is_padding": _tensor(*range(9), dtype=INT32)},
+        r"is_padding: expected torch.bool, got torch.int32",
+    ),
+    "padding shape": (
+        None,
+        {"is_padding": _tensor(*[True] * 8)},
+        r"is_padding: expected shape \(9\), got shape \(8,\)",
+    ),
+    "both masks": (
+        None,
+        {"is_padding": _tensor(*[True] * 9), "live_rows": 3},
+        r"is_padding: expected None beside live_rows, got both",
+    ),
+    "out alone": (None, {"out": lambda x: _out()(x)[0]}, r"out: expected \(x_fp8, scale\), got Tensor"),
+    "out of three": (None, {"out": [1, 2, 3]}, r"out: expected \(x_fp8, scale\), got a list of 3"),
+    "out shape": (None, {"out": _out((9, 299))}, r"out\[0\]: expected shape \(9, 300\), got shape"),
+    "out dtype": (
+        None,
+        {"out": _out(dtype=torch.uint8)},
+        r"out\[0\]: expected torch.float8_e4m3fn, got torch.uint8",
+    ),
+    "scale shape": (None, {"out": _out(scale=(9,))}, r"out\[1\]: expected shape \(1\), got shape \(9,\)"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_input_is_named(device: str, case: str) -> None:
-    change, live_rows, message = BAD_INPUTS[case]
+def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> None:
+    change, keywords, message = BAD_INPUTS[case]
     x = batch(torch.bfloat16, device)
-    if isinstance(live_rows, torch.Tensor) and live_rows.device.type == "cpu":
-        # Sliced after the move, so that a stride survives it.
-        stride = live_rows.stride(0)
-        live_rows = live_rows.repeat_interleave(stride).to(device)[::stride]
+    keywords = {k: v(x) if callable(v) else v for k, v in keywords.items()}
+    x_fp8, scale = _out()(x)
+    keywords.setdefault("out", (x_fp8, scale))
     with pytest.raises(ValueError, match=message):
-        quantize_fp8_per_tensor(x if change is None else change(x), live_rows=live_rows)
+        quantize_fp8_per_tensor(x if change is None else change(x), **keywords)
+    assert bool((payload(x_fp8) == 7).all())
+    assert scale.item() == 7.0

@@ -1,4 +1,4 @@
-"""What the kernels ask of CUDA beside Triton: the device's size, and calls torch does not wrap."""
+"""Facts about a CUDA device that launchers need, and the CUDA runtime for calls torch does not wrap."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def capability(index: int) -> tuple[int, int]:
 @cache
 def cudart() -> ctypes.CDLL:
     """The CUDA runtime library of this process, for calls that torch does not wrap."""
-    # torch has loaded a runtime already; its soname finds that one and not a second copy.
+    # torch has loaded one already. Its soname finds that one, where a path could load a second copy.
     major = (torch.version.cuda or "").split(".")[0]
     return ctypes.CDLL(f"libcudart.so.{major}")

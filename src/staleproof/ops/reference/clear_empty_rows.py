@@ -12,9 +12,15 @@ def clear_empty_rows(
     lse: torch.Tensor | None = None,
     query_start_loc: torch.Tensor | None = None,
 ) -> None:
-    """Zero the rows of requests without tokens, with host-side indexing.
+    """Zero the rows of requests without tokens, by indexing.
 
-    Args are those of :func:`staleproof.ops.mla_decode.clear_empty_rows`.
+    Args are those of :func:`staleproof.ops.clear_empty_rows.clear_empty_rows`.
+
+    >>> out = torch.full((2, 1, 2), torch.nan)
+    >>> clear_empty_rows(out, torch.tensor([7, 0], dtype=torch.int32))
+    >>> out[:, 0]
+    tensor([[nan, nan],
+            [0., 0.]])
     """
     if out.ndim == 4:
         out, lse = out.flatten(0, 1), None if lse is None else lse.flatten(0, 1)
@@ -24,7 +30,7 @@ def clear_empty_rows(
     else:
         rows = torch.arange(out.shape[0], device=out.device)
         owner = torch.searchsorted(query_start_loc[1:].long(), rows, right=True)
-    # Rows behind the last request belong to none: they get an owner without tokens.
+    # Rows behind the last request belong to none: their owner is one more request, without tokens.
     lengths = torch.cat([seq_lens, seq_lens.new_zeros(1)])
     empty = lengths[owner] <= 0
     out[empty] = 0

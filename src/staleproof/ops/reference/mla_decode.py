@@ -1,8 +1,7 @@
-"""The right answers of incident 1 in plain PyTorch: slow, exact, and on any device.
+"""The contract of mla_decode in plain PyTorch.
 
-They state the padding contract that vLLM #37442 found missing: a row that belongs to no request is
-written, with the empty sum (zero, and the logarithm of zero), and nothing outside a request's own
-tokens is read. The kernels beside this file answer to them.
+The padding part was missing in vLLM #37442: a row that belongs to no request is written, with the
+sum over no keys (zero, and the logarithm of zero), and only a request's own tokens are read.
 """
 
 from __future__ import annotations
@@ -24,6 +23,12 @@ def mla_decode(
 
     Args and results are those of :func:`staleproof.ops.mla_decode.mla_decode`; the output is
     rounded to the dtype of ``q`` at the end.
+
+    >>> q, cache = torch.zeros(2, 1, 32), torch.ones(1, 16, 32)
+    >>> table, seq_lens = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([4, 0])
+    >>> out, lse = mla_decode(q, cache, table, seq_lens, softmax_scale=0.2, kv_lora_rank=16)
+    >>> out[:, 0, 0], lse[:, 0]
+    (tensor([1., 0.]), tensor([1.3863,   -inf]))
     """
     batch, q_len = q.shape[0], q.shape[1] if q.ndim == 4 else 1
     queries = q.reshape(batch, q_len, *q.shape[-2:])
@@ -34,7 +39,7 @@ def mla_decode(
         pages = block_table[request, : -(-seq_len // page_size)].long()
         tokens = kv_cache[pages].flatten(0, 1).double() * k_scale
         for token in range(q_len):
-            # Query token j stands at position seq_len - q_len + j, and sees itself.
+            # Query token j is at position seq_len - q_len + j and attends to itself as well.
             keys = tokens[: max(seq_len - q_len + token + 1, 0)]
             if len(keys) == 0:
                 continue
