@@ -31,6 +31,7 @@ for page_size, q_len, splits in ((64, 1, 1), (64, 1, 3), (64, 4, 2), (16, 1, 2))
 x = torch.randn(37, 7168, device="cuda").bfloat16()
 for live in (None, 5, torch.tensor([9], dtype=torch.int32, device="cuda"), x[:, 0] > 0):
     quantize_fp8_per_tensor(x, live_rows=live)
+quantize_fp8_per_tensor(x, is_padding=x[:, 0] > 0)
 counters = RowCounters(["x"], "cuda")
 x[3] = float("nan")
 counters.begin()

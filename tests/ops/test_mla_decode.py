@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -291,49 +288,11 @@ def test_graph_replay_with_live_count_down_then_up(device: str) -> None:
         assert bool((lse[live:] == -torch.inf).all())
 
 
-COMPILE_FOR_HOPPER = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from staleproof.ops.mla_decode_sm90 import mla_decode_sm90_kernel as kernel
-
-kinds = dict.fromkeys(kernel.arg_names, "i32")
-kinds |= dict.fromkeys(("q", "kv_cache", "out"), "*bf16") | {"lse": "*fp32"}
-kinds |= dict.fromkeys(("block_table", "seq_lens"), "*i32")
-kinds |= dict.fromkeys(("softmax_scale", "k_scale"), "fp32")
-constants = {"SPLITS": 1, "PAGE_SIZE": 64}
-kinds |= dict.fromkeys(constants, "constexpr")
-aligned = [name for name, kind in kinds.items() if kind[0] == "*" or name.endswith("stride")]
-place = kernel.arg_names.index
-source = GluonASTSource(
-    kernel,
-    kinds,
-    {(place(name),): value for name, value in constants.items()},
-    {(place(name),): [["tt.divisibility", 16]] for name in aligned},
-)
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-print("shared memory", compiled.metadata.shared)
-"""
-
-
-def test_the_hopper_kernel_compiles_with_this_triton() -> None:
-    """No GPU is needed to compile; the kernel must fit the 227 KiB a Hopper block may have."""
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE_FOR_HOPPER],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert 0 < int(result.stdout.split()[-1]) <= 227 * 1024
-
-
 def _bad(**change: Any) -> Any:
     return lambda batch: {**batch.args(), **{k: v(batch) for k, v in change.items()}}
 
 
+PAGE_SIZE = r"kv_cache: expected a page size that is a multiple of 16 up to 128, got shape"
 BAD_INPUTS = {
     "q rank": (_bad(q=lambda b: b.q[0]), r"q: expected a tensor of rank 3 or 4, got shape"),
     "q dtype": (_bad(q=lambda b: b.q.double()), r"q: expected .*bfloat16.*, got torch.float64"),
@@ -347,7 +306,7 @@ BAD_INPUTS = {
     "empty batch": (_bad(q=lambda b: b.q[:0]), r"q: expected at least one request, got an empty"),
     "q_len 0": (
         _bad(q=lambda b: b.q[:, None][:, :0]),
-        r"q: expected at least one query token a request, got q_len 0",
+        r"q: expected at least one query token .*, got q_len 0",
     ),
     "rank": (_bad(kv_lora_rank=lambda b: 60), r"kv_lora_rank: expected a power of two from 16"),
     "cache rank": (_bad(kv_cache=lambda b: b.kv_cache[None]), r"kv_cache: .*rank 3, got shape"),
@@ -356,14 +315,8 @@ BAD_INPUTS = {
         _bad(kv_cache=lambda b: b.kv_cache[..., :64]),
         r"kv_cache: expected shape \(\*, \*, 80\), got shape",
     ),
-    "page size 8": (
-        _bad(kv_cache=lambda b: b.kv_cache[:, :8]),
-        r"kv_cache: expected a page size that is a multiple of 16 up to 128, got shape",
-    ),
-    "page size 144": (
-        _bad(kv_cache=lambda b: b.kv_cache.repeat(1, 9, 1)),
-        r"kv_cache: expected a page size that is a multiple of 16 up to 128, got shape",
-    ),
+    "page size 8": (_bad(kv_cache=lambda b: b.kv_cache[:, :8]), PAGE_SIZE),
+    "page size 144": (_bad(kv_cache=lambda b: b.kv_cache.repeat(1, 9, 1)), PAGE_SIZE),
     "table dtype": (
         _bad(block_table=lambda b: b.block_table.long()),
         r"block_table: expected torch.int32, got torch.int64",
