@@ -304,10 +304,7 @@ BAD_INPUTS = {
     ),
     "heads": (_bad(q=lambda b: b.q.repeat(1, 9, 1)), r"q: expected 1 to 128 heads, got 144 heads"),
     "empty batch": (_bad(q=lambda b: b.q[:0]), r"q: expected at least one request, got an empty"),
-    "q_len 0": (
-        _bad(q=lambda b: b.q[:, None][:, :0]),
-        r"q: expected at least one query token .*, got q_len 0",
-    ),
+    "q_len 0": (_bad(q=lambda b: b.q[:, None][:, :0]), r"q: expected at least one query .*, got q_len 0"),
     "rank": (_bad(kv_lora_rank=lambda b: 60), r"kv_lora_rank: expected a power of two from 16"),
     "cache rank": (_bad(kv_cache=lambda b: b.kv_cache[None]), r"kv_cache: .*rank 3, got shape"),
     "cache dtype": (_bad(kv_cache=lambda b: b.kv_cache.half()), r"kv_cache: .*got torch.float16"),
