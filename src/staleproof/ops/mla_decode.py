@@ -238,8 +238,8 @@ def _launch(
         parts = torch.empty(batch * rows, splits, rank, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(batch * rows, splits, dtype=torch.float32, device=q.device)
     tensors = (q, kv_cache, block_table, seq_lens, parts, part_lse)
-    strides = (q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2))
-    strides += (kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0))
+    q_strides = (q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2))
+    strides = (*q_strides, *kv_cache.stride()[:2], block_table.stride(0))
     arguments = (*tensors, *strides, softmax_scale, k_scale, capacity, q_len, heads)
     grid = (triton.cdiv(rows, block_m), splits, batch)
     if block_m == 64 and _fits_sm90(q, kv_cache, rank, q_len):
