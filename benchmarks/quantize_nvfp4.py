@@ -46,6 +46,7 @@ def rows() -> list[dict[str, Any]]:
 
     Raises:
         DeviceError: no GPU.
+        WrongResult: ours is wrong.
     """
     measure.require_gpu()
     compiled = torch.compile(reference.quantize_nvfp4, dynamic=False)
@@ -79,10 +80,12 @@ def rows() -> list[dict[str, Any]]:
             scales = [part[1].view(torch.uint8).flatten() for part in (got, want)]
             if "not written" in provider:
                 scales = [part[owned] for part in scales]
-            # A compiled reference fuses its roundings, and is off by one code here and there.
+            # torch.compile fuses a product and a sum, so that single codes differ by one.
             same = float((got[0] == want[0]).float().mean())
             wrong = same < 1 if "staleproof" in provider else same < 0.99
             if wrong or (provider != "torch.compile" and not torch.equal(*scales)):
+                if "staleproof" in provider:
+                    raise measure.WrongResult(f"{m} rows, {provider}")
                 print(f"{m} rows, {provider}: refused, wrong result")
                 continue
             times = measure.graph_times(

@@ -37,7 +37,7 @@ Call = Callable[[torch.Tensor], Routed]
 
 
 def vllm() -> Any:
-    """The operators of vLLM's compiled library, or ``None`` where it is not to be had."""
+    """The operators of vLLM's compiled library, or ``None`` if the variable does not name it."""
     path = os.environ.get("STALEPROOF_VLLM_MOE_SO")
     if path is None:
         print("STALEPROOF_VLLM_MOE_SO is not set: vLLM's kernels are not run")
@@ -47,7 +47,7 @@ def vllm() -> Any:
 
 
 def flashinfer() -> Any:
-    """FlashInfer's ``fused_topk_deepseek``, or ``None`` where it cannot be compiled."""
+    """FlashInfer's ``fused_topk_deepseek``, or ``None`` if it cannot be compiled here."""
     if importlib.util.find_spec("flashinfer") is None or shutil.which("nvcc") is None:
         print("no FlashInfer, or no nvcc to compile its kernel: it is not run")
         return None
@@ -62,19 +62,19 @@ def softmax_then_topk(x: torch.Tensor, top_k: int) -> Routed:
     return weights, ids.int()
 
 
-def _ours(x: torch.Tensor, top_k: int, **options: Any) -> Routed:
-    """Our launch with every option open."""
-    arguments: dict[str, Any] = {
-        "softmax": True,
-        "bias": None,
-        "renormalize": False,
-        "routed_scaling_factor": 1.0,
-        "is_padding": None,
-        "padding_id": -1,
-        "topk_ids_dtype": torch.int32,
-        "out": None,
-    }
-    return kernels._route(x, top_k, **arguments | options)
+def _not_sanitised(
+    x: torch.Tensor,
+    out: Routed,
+    *,
+    softmax: bool,
+    bias: torch.Tensor | None = None,
+    renormalize: bool = False,
+    scaling: float = 1.0,
+    groups: tuple[int, int] = (0, 1),
+) -> Routed:
+    """Our launch without the handling of NaN."""
+    kernels._launch(softmax, x, bias, None, *out, renormalize, scaling, -1, *groups, sanitize=False)
+    return out
 
 
 def _into(op: Any, out: Routed, *arguments: Any) -> Call:
@@ -93,8 +93,8 @@ def _cleaned(call: Call) -> Call:
 
 
 def _right(got: Routed, want: Routed, x: torch.Tensor) -> bool:
-    # Peers need not order their choice, may take another of equal experts, and round scores
-    # otherwise: of two nearly equal ones at the end of the choice they may take the other.
+    # Peers need not sort their experts, and they round scores differently: of two equal or nearly
+    # equal experts at the end of the choice they may pick the other one.
     logits, wanted = (x.gather(1, pair[1].long()).sort(-1).values for pair in (got, want))
     same = (logits == wanted).all(-1).float().mean() > 0.98
     # FlashInfer's weights have the dtype of the logits.
@@ -105,12 +105,19 @@ def _right(got: Routed, want: Routed, x: torch.Tensor) -> bool:
 def measured(
     kernel: str, mode: str, xs: list[torch.Tensor], want: Routed, providers: dict[str, Call]
 ) -> list[dict[str, Any]]:
-    """One row a provider; a provider whose result is wrong gets none."""
+    """One row a provider. A peer whose result is wrong gets none.
+
+    Raises:
+        WrongResult: ours is wrong.
+    """
     found = []
     tokens, experts = xs[0].shape
     for provider, call in providers.items():
         if not _right(call(xs[0]), want, xs[0]):
-            print(f"{kernel}, {mode}, {tokens} tokens, {provider}: refused, wrong result")
+            case = f"{kernel}, {mode}, {tokens} tokens, {provider}"
+            if "staleproof" in provider:
+                raise measure.WrongResult(case)
+            print(f"{case}: refused, wrong result")
             continue
         times = measure.graph_times([partial(call, x) for x in xs])
         moved = tokens * experts * 2 + want[0].numel() * 8
@@ -142,8 +149,8 @@ def softmax_rows(ops: Any) -> list[dict[str, Any]]:
         for tokens in TOKENS:
             xs, out = logits(tokens, experts), output(tokens, k)
             providers: dict[str, Call] = {
-                "staleproof": partial(_ours, top_k=k, out=out),
-                "staleproof, not sanitised": partial(_ours, top_k=k, out=out, sanitize=False),
+                "staleproof": partial(kernels.topk_softmax, top_k=k, out=out),
+                "staleproof, not sanitised": partial(_not_sanitised, out=out, softmax=True),
                 "softmax, torch.topk": partial(softmax_then_topk, top_k=k),
             }
             if ops is not None:
@@ -161,20 +168,19 @@ def sigmoid_rows(ops: Any) -> list[dict[str, Any]]:
     found = []
     for experts, k, biased in SIGMOID_SHAPES:
         bias = biases(experts) if biased else None
-        options: dict[str, Any] = {"softmax": False, "bias": bias, "renormalize": biased}
+        options: dict[str, Any] = {"bias": bias, "renormalize": biased}
         for tokens in TOKENS:
             xs, out = logits(tokens, experts), output(tokens, k)
-            call = partial(_ours, top_k=k, out=out, **options)
             providers: dict[str, Call] = {
-                "staleproof": call,
-                "staleproof, not sanitised": partial(call, sanitize=False),
+                "staleproof": partial(kernels.topk_sigmoid, top_k=k, out=out, **options),
+                "staleproof, not sanitised": partial(_not_sanitised, out=out, softmax=False, **options),
             }
             if ops is not None:
                 of_vllm = _into(ops.topk_sigmoid, out, biased, bias)
                 providers["vLLM"] = of_vllm
                 providers["nan_to_num, vLLM"] = _cleaned(of_vllm)
             mode = f"bf16, {experts} experts, top {k}" + ", bias" * biased
-            want = reference.topk_sigmoid(xs[0], k, bias=bias, renormalize=biased)
+            want = reference.topk_sigmoid(xs[0], k, **options)
             found += measured("topk_sigmoid", mode, xs, want, providers)
     return found
 
@@ -185,14 +191,18 @@ def grouped_rows(ops: Any, of_flashinfer: Any) -> list[dict[str, Any]]:
     experts, k = 256, 8
     bias = biases(experts)
     bias16 = bias.bfloat16()
-    options: dict[str, Any] = {"bias": bias, "routed_scaling_factor": SCALING}
-    private = {"softmax": False, "renormalize": True, "groups": GROUPS, "topk_group": TOPK_GROUP}
+    options: dict[str, Any] = {
+        "bias": bias,
+        "routed_scaling_factor": SCALING,
+        "num_expert_group": GROUPS,
+        "topk_group": TOPK_GROUP,
+    }
+    without = partial(_not_sanitised, softmax=False, bias=bias, renormalize=True, scaling=SCALING)
     for tokens in TOKENS:
         xs, out = logits(tokens, experts), output(tokens, k)
-        call = partial(_ours, top_k=k, out=out, **options | private)
         providers: dict[str, Call] = {
-            "staleproof": call,
-            "staleproof, not sanitised": partial(call, sanitize=False),
+            "staleproof": partial(kernels.grouped_topk, top_k=k, out=out, **options),
+            "staleproof, not sanitised": partial(without, out=out, groups=(GROUPS, TOPK_GROUP)),
         }
         if ops is not None:
 
@@ -211,8 +221,7 @@ def grouped_rows(ops: Any, of_flashinfer: Any) -> list[dict[str, Any]]:
 
             providers["FlashInfer"] = with_flashinfer
         mode = f"bf16, {experts} experts, {GROUPS} groups, top {k}"
-        groups = {"num_expert_group": GROUPS, "topk_group": TOPK_GROUP}
-        want = reference.grouped_topk(xs[0], k, **options | groups)
+        want = reference.grouped_topk(xs[0], k, **options)
         found += measured("grouped_topk", mode, xs, want, providers)
     return found
 

@@ -2,6 +2,7 @@
 
 Run: ``python benchmarks/zero_blocks.py`` on a machine with a CUDA device. vLLM's kernel is taken
 from the source file of an installed vLLM (0.20.2 was meant); without one that peer is left out.
+All providers get the same ids in the same order, ascending ones where ids are on the device.
 """
 
 from __future__ import annotations
@@ -132,17 +133,27 @@ class Bench:
             calls["vLLM"] = lambda ids: self.upstream(kernel, ids)
         return calls | {"index_fill_ a layer": self.index_fill}
 
-    def right(self, call: Callable[[torch.Tensor], object], ids: torch.Tensor) -> bool:
-        """Whether the call zeroes these blocks of poisoned caches, and no other."""
+    def is_right(self, provider: str, mode: str, call: Callable[[Any], object], ids: Any) -> bool:
+        """Whether the call zeroes these blocks of poisoned caches, and no other.
+
+        Raises:
+            WrongResult: it does not, and it is ours.
+        """
         for cache in self.caches:
             cache.fill_(255)
         call(ids)
         left = (self.pool.blocks - len(ids)) * self.pool.segments * self.pool.page
-        return all(
+        right = all(
             not int(cache[:, ids].count_nonzero())
             and int(cache.view(torch.int64).count_nonzero()) * 8 == left
             for cache in self.caches
         )
+        if not right:
+            case = f"{provider}, {mode}, {len(ids)} blocks"
+            if provider == "staleproof":
+                raise measure.WrongResult(case)
+            print(f"{case}: refused, wrong blocks")
+        return right
 
     def id_sets(self, blocks: int, scattered: bool) -> list[list[int]]:
         """Lists of ids that together exceed the L2."""
@@ -171,18 +182,13 @@ class Bench:
         """Time on the device, ids there already."""
         for scattered in (False, True) if blocks > 1 else (True,):
             mode = "scattered ids" if scattered else "consecutive ids"
-            lists = self.id_sets(blocks, scattered)
-            given = [torch.tensor(ids, device="cuda") for ids in lists]
-            # The order in which our call has them on the device.
-            ordered = [ids.sort().values for ids in given]
+            sets = [torch.tensor(sorted(ids), device="cuda") for ids in self.id_sets(blocks, scattered)]
             for provider, call in self.providers().items():
-                sets = ordered if provider == "staleproof" else given
-                if not self.right(call, sets[0]):
-                    print(f"{provider}, {mode}, {blocks} blocks: refused, wrong blocks")
+                if not self.is_right(provider, mode, call, sets[0]):
                     continue
                 times = measure.graph_times([lambda i=ids, c=call: c(i) for ids in sets])
                 yield self.row(mode, provider, blocks, times)
-            yield from self.limits(mode, blocks, len(lists))
+            yield from self.limits(mode, blocks, len(sets))
 
     def limits(self, mode: str, blocks: int, sets: int) -> Iterator[dict[str, Any]]:
         """As many contiguous bytes, by a fill kernel and by the runtime."""
@@ -218,6 +224,8 @@ class Bench:
         """Ids in a list: time of the host, and of the device with the copy."""
         lists = self.id_sets(blocks, scattered=True) * TURNS
         for provider, call in self.from_a_list().items():
+            if not self.is_right(provider, "ids in a list", call, lists[0]):
+                continue
             host, marks = [], []
             for ids in lists[:TURNS]:
                 torch.cuda.synchronize()
@@ -245,6 +253,7 @@ def rows() -> list[dict[str, Any]]:
 
     Raises:
         DeviceError: no GPU.
+        WrongResult: ours is wrong.
     """
     measure.require_gpu()
     found = []

@@ -89,8 +89,11 @@ def test_a_nan_stays_in_its_block_and_stays_visible(device):
 
 def test_a_number_and_a_tensor_of_it_give_the_same_bits(device):
     x = torch.randn(9, 48, device=device)
-    tensor = torch.full((1,), 12.5, device=device)
-    assert same(quantize_nvfp4(x, 12.5), quantize_nvfp4(x, tensor))
+    for shape in ((), (1,)):
+        tensor = torch.full(shape, 12.5, device=device)
+        got = quantize_nvfp4(x, tensor, validate=True)
+        assert same(quantize_nvfp4(x, 12.5), got)
+        assert torch.equal(dequantize_nvfp4(*got, tensor), dequantize_nvfp4(*got, 12.5))
 
 
 def test_rows_may_lie_at_any_stride(device):
@@ -121,7 +124,9 @@ def test_bad_arguments_are_named_and_nothing_is_written(device):
         (lambda: quantize_nvfp4(x.repeat(1, 2)[:, ::2], 1.0), "x: expected a contiguous last axis"),
         (lambda: quantize_nvfp4(x, -1.0, out=out), "global_scale: expected a positive"),
         (lambda: quantize_nvfp4(x, torch.nan, out=out), "global_scale: expected a positive"),
-        (lambda: quantize_nvfp4(x, x[0], out=out), "global_scale: expected shape"),
+        (lambda: quantize_nvfp4(x, x[0], out=out), r"global_scale: expected shape \(\) or \(1,\)"),
+        (lambda: quantize_nvfp4(x, 0 * x[0, 0], out=out, validate=True), "global_scale: .* got 0.0"),
+        (lambda: quantize_nvfp4(x, 1.0, out=out[0]), "out: expected a pair"),
         (lambda: quantize_nvfp4(x, 1.0, out=(out[0][:2], out[1])), r"out\[0\]: expected shape"),
         (
             lambda: quantize_nvfp4(x, 1.0, out=(out[0], out[1][:3])),

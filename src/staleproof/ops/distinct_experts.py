@@ -1,17 +1,18 @@
-"""Distinct expert ids for a consumer that cannot take repeated ones (vLLM #42906)."""
+"""Expert ids made distinct, for a fused MoE kernel that fails on repeated ids (vLLM #42906)."""
 
 from __future__ import annotations
 
 import torch
 
 from staleproof import check, device
+from staleproof.ops.operators import operator
 
 device.load_triton()
 
 import triton
 import triton.language as tl
 
-# Tokens a program: a few, since a batch of decode has hundreds.
+# Tokens a program: few, because a decode batch has only hundreds.
 ROWS = 4
 
 
@@ -38,11 +39,33 @@ def _distinct_kernel(
     tl.store(ids_out + at, tl.where(repeats, -1, mine), mask=inside)
 
 
-def distinct_experts(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make the expert ids of each token distinct, for the same result of the layer.
+@operator(
+    "distinct_experts(Tensor topk_weights, Tensor topk_ids, Tensor(a!) new_weights, Tensor(b!) new_ids) -> ()"
+)
+def _launch(
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, new_weights: torch.Tensor, new_ids: torch.Tensor
+) -> None:
+    rows, top_k = topk_ids.shape
+    if rows and top_k:
+        _distinct_kernel[(triton.cdiv(rows, ROWS),)](
+            topk_weights,
+            topk_ids,
+            new_weights,
+            new_ids,
+            rows,
+            TOP_K=top_k,
+            SLOTS=max(2, triton.next_power_of_2(top_k)),
+            ROWS=ROWS,
+            num_warps=1,
+        )
 
-    A repeated slot gets the id -1, which FlashInfer's fused MoE skips in every release read, and
-    its weight goes to the first slot of that expert. One launch, no host sync.
+
+def distinct_experts(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the expert ids of each token distinct, without changing the result of the layer.
+
+    The first slot of an expert gets the sum of its weights. The other slots get the id -1, which
+    FlashInfer's fused MoE skips (in every release that was read), and the weight 0. One launch, no
+    host sync.
 
     Args:
         topk_weights: (tokens, top_k) float32, float16 or bfloat16, contiguous.
@@ -53,6 +76,10 @@ def distinct_experts(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tupl
 
     Raises:
         ValueError: an argument does not fit.
+
+    >>> weights, ids = distinct_experts(torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[7, 3, 7]]))
+    >>> weights.tolist(), ids.tolist()
+    ([[0.75, 0.25, 0.0]], [[7, 3, -1]])
     """
     check.tensor("topk_ids", topk_ids, ndim=2, dtype=(torch.int32, torch.int64), contiguous=True)
     check.tensor(
@@ -63,18 +90,6 @@ def distinct_experts(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tupl
         contiguous=True,
         dtype=(torch.float32, torch.float16, torch.bfloat16),
     )
-    rows, top_k = topk_ids.shape
     weights, ids = torch.empty_like(topk_weights), torch.empty_like(topk_ids)
-    if rows and top_k:
-        _distinct_kernel[(triton.cdiv(rows, ROWS),)](
-            topk_weights,
-            topk_ids,
-            weights,
-            ids,
-            rows,
-            TOP_K=top_k,
-            SLOTS=max(2, triton.next_power_of_2(top_k)),
-            ROWS=ROWS,
-            num_warps=1,
-        )
+    _launch(topk_weights, topk_ids, weights, ids)
     return weights, ids

@@ -1,8 +1,8 @@
-"""Block ids on their way to the device, each list in memory of its own until it was read.
+"""Copies of block ids to the device, where each list keeps memory of its own until it has been read.
 
-Upstream copied from one pinned buffer (vLLM 0.17.1 to 0.25.1): with async scheduling the next
-step's ids were in it before the copy of the last step's ran, so that live blocks were zeroed and
-new ones were not (vLLM #48085, #48399).
+vLLM 0.17.1 to 0.25.1 copied from one pinned buffer. With async scheduling the ids of the next step
+overwrote it before the copy of the last step ran, so that live blocks were zeroed and new ones were
+not (vLLM #48085, #48399).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from staleproof.ops.cuda_runtime import cudart
 
-# Parts of the ring, each large enough for the longest list.
+# Slots of the ring. Each holds the longest list.
 PARTS = 4
 HOST_TO_DEVICE = 1  # cudaMemcpyHostToDevice
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
@@ -26,45 +26,45 @@ RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 @cache
 def _memcpy_async() -> Callable[..., int]:
-    # A function object of its own: argument types set once here make each call cheaper.
+    # By index, which makes a function object of its own. Its argument types, set once, make each
+    # call cheaper.
     copy = cudart()["cudaMemcpyAsync"]
     copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     return copy
 
 
 class IdRing:
-    """A ring of parts in host and in device memory, which lists of ids fill one after another.
+    """A ring of slots in host and in device memory, which lists of ids fill one after another.
 
-    A part is written again only after the events behind the last readers of its lists were reached:
-    the host waits where it is a ring ahead of the device, and otherwise never. Any thread and any
-    stream may send.
+    A slot is reused only after the kernels that read it have finished. The host waits only when it is
+    a full ring ahead of the device. Any thread may send, on any stream.
 
-    The host's memory is not pinned. From pinned memory the copy engine would fetch the ids, for
-    which the kernel waits longer than for the few bytes that the driver then puts among the
-    commands; and a kernel that reads pinned memory itself waits for it in every program.
+    The host memory is not pinned. From pinned memory the copy engine fetches the ids, which takes
+    longer than having the driver put these few bytes into the command stream. A kernel that reads
+    pinned memory itself waits for it in every program.
 
     Args:
-        capacity: the most ids of one list, and of a part.
+        capacity: the most ids of one list, and of a slot.
         device: the CUDA device that reads them.
-        parts: the length of the ring.
+        parts: number of slots.
     """
 
     def __init__(self, capacity: int, device: torch.device, parts: int | None = None) -> None:
         self._capacity = capacity
         self._part, self._used = 0, 0
         self._streams: dict[int, torch.cuda.Stream] = {}
-        # The last event of each part on each stream that read of it.
+        # For each slot, the last event on each stream that read it.
         self._events: list[dict[int, Any]] = [{} for _ in range(parts or PARTS)]
         self._lock = threading.Lock()
         self._allocate(len(self._events) * capacity, device)
 
     def send(self, ids: np.ndarray, stream: int, read: Callable[[int], None]) -> None:
-        """Enqueue the copy of ``ids`` and behind it their reader.
+        """Enqueue the copy of ``ids``, then the kernel that reads them.
 
         Args:
             ids: integers, at most ``capacity``, each within int32.
-            stream: the handle of the current stream, on which all is enqueued.
-            read: enqueues the reader; takes the address of the ids on the device, int32.
+            stream: handle of the current stream.
+            read: enqueues that kernel, given the address of the int32 ids on the device.
 
         Raises:
             RuntimeError: the runtime refused the copy.
@@ -86,8 +86,8 @@ class IdRing:
         self._from, self._to = self._host.ctypes.data, self._there.data_ptr()
 
     def _wait(self, events: dict[int, Any]) -> None:
-        # While any stream is capturing, CUDA refuses the question and breaks that capture, unless
-        # this thread vouches that what it asks after is no part of one.
+        # While any stream is capturing, waiting for an event is an error that breaks the capture. In
+        # relaxed mode it is allowed: these events belong to no capture.
         mode = ctypes.c_int(RELAXED)
         cudart().cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:
@@ -105,6 +105,6 @@ class IdRing:
         if stream not in events:
             events[stream] = torch.cuda.Event()
         if stream not in self._streams:
-            # Making torch's object for the current stream takes longer than all else here.
+            # Kept, because making torch's stream object takes longer than the rest of this call.
             self._streams[stream] = torch.cuda.current_stream()
         events[stream].record(self._streams[stream])

@@ -1,9 +1,9 @@
-"""The fix of incident 5: an NVFP4 quantiser whose launch leaves no byte of its scales unwritten.
+"""NVFP4 quantisation that leaves no byte of its scales unwritten. The fix of incident 5.
 
-Upstream went back and forth between a fill before the quantiser (vLLM #38148, #45739) and none
-(vLLM #42988), and in the end had the quantiser write the padding (vLLM #53568). Here programs that
-quantise the rows of a tile that is not full also write the rows nobody owns, while their own loads
-are under way; padding columns come out of the arithmetic, as blocks of zeros.
+vLLM went back and forth between a fill before the quantiser (vLLM #38148, #45739) and none (vLLM
+#42988), until its quantiser wrote the padding (vLLM #53568). Here the programs that quantise the
+rows of an incomplete tile also write its padding rows, while their own loads are under way. Padding
+columns need no code of their own: they are quantised as blocks of zeros.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from staleproof import check, device
-from staleproof.ops.reference.nvfp4 import (
+from staleproof.ops.nvfp4_layout import (
     BLOCK,
     COLUMNS_A_STEP,
     DTYPES,
@@ -20,11 +20,16 @@ from staleproof.ops.reference.nvfp4 import (
     check_sizes,
     scale_shape,
 )
+from staleproof.ops.nvfp4_layout import create_fp4_scale_tensor as create_fp4_scale_tensor
+from staleproof.ops.operators import operator
+from staleproof.ops.reference.nvfp4 import dequantize_nvfp4 as dequantize_nvfp4
 
 device.load_triton()
 
 import triton
 import triton.language as tl
+
+from staleproof.ops.e4m3 import decode_e4m3, encode_e4m3
 
 ROW_TILE = 128
 _SIXTH = tl.constexpr(SIXTH)
@@ -35,33 +40,10 @@ _FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 def _magnitude(half, KIND: tl.constexpr):
     """|x| as float32, of the 16 bits of x in an int32."""
     if KIND == "bfloat16":
-        # By its bits: the interpreter's own conversion of denormals is another.
+        # A shift of the bits, because the interpreter's cast rounds denormals differently.
         return ((half & 0x7FFF) << 16).to(tl.float32, bitcast=True)
     else:
         return (half & 0x7FFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _encode_e4m3(x):
-    """The code of the e4m3 number nearest to x >= 0, ties to even; above 448: 448; NaN: 0x7F.
-
-    By integers, because the interpreter's cast drops the carry into the exponent, and NaN.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
-    # Exponents are biased by 7 there and by 127 here; below 2**-6 numbers are 2**-9 apart, and
-    # adding 2**14 leaves no finer bit.
-    subnormal = (x + 16384.0).to(tl.int32, bitcast=True) & 0xF
-    code = tl.where(bits < 0x3C800000, subnormal, rounded - (120 << 3))
-    code = tl.where(code > 0x7E, 0x7E, code)
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F, code)
-
-
-@triton.jit
-def _decode_e4m3(code):
-    """The number of a code from 0 to 0x7E."""
-    normal = ((code + (120 << 3)) << 20).to(tl.float32, bitcast=True)
-    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
 
 
 @triton.jit
@@ -70,8 +52,8 @@ def _encode_e2m1(x):
     x = tl.where(x < 6.0, x, 6.0)
     bits = x.to(tl.int32, bitcast=True)
     power = tl.where(bits > 0x3F800000, bits, 0x3F800000) & 0x7F800000
-    # Codes below 2 are 0.5 apart, below 4 they are 1 apart, then 2: the spacing of floats from
-    # 2**22, 2**23 and 2**24 on.
+    # E2M1 numbers are 0.5 apart below 2, 1 below 4, then 2. Floats from 2**22, 2**23 and 2**24 on
+    # have that spacing, so adding one of these rounds to an E2M1 number.
     magic = power + (22 << 23)
     shifted = (x + magic.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
     return shifted - magic + (power >> 22) - (127 << 1)
@@ -83,10 +65,10 @@ def _quantize_nvfp4_kernel(
     SWIZZLED: tl.constexpr, PAD_ROWS: tl.constexpr, PAD_COLUMNS: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows x COLUMNS blocks of 16, and the padding of their scales.
+    """Each program quantises ROWS rows x COLUMNS blocks of 16, and writes the padding beside them.
 
-    With KIND float32 ``x`` points at values, else at pairs of them; ``row_stride`` counts what it
-    points at.
+    ``x`` points at float32 values if KIND is float32, else at int32 words of two 16-bit values;
+    ``row_stride`` counts these.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -111,25 +93,25 @@ def _quantize_nvfp4_kernel(
     tiles = (columns + 3) // 4
 
     if PAD_ROWS:
-        # The rows that nobody owns: tiles are dealt out to the programs that hold their rows.
+        # Padding rows: the programs that quantise rows of the last tiles share these tiles out.
         first = m // 128 * 128
         mine = tl.program_id(0) - first // ROWS
         if mine >= 0:
             word = tl.arange(0, 128)
-            unowned = word % 4 * 32 + word // 4 >= m - first
+            is_padding = word % 4 * 32 + word // 4 >= m - first
             tile = tl.program_id(1) * (COLUMNS // 4)
             last = tl.minimum(tile + COLUMNS // 4, tiles)
             for one in tl.range(tile + mine, last, tl.cdiv(m - first, ROWS)):
                 start = ((first // 128).to(tl.int64) * tiles + one) * 128
-                tl.store(scale_words + start + word, tl.zeros([128], tl.int32), mask=unowned)
+                tl.store(scale_words + start + word, tl.zeros([128], tl.int32), mask=is_padding)
 
-    # Magnitudes order as their bits do, every NaN above infinity: no version loses one.
+    # The maximum of the bits, in which every NaN is above infinity: no version of Triton loses one.
     even_bits = even.to(tl.int32, bitcast=True)
     odd_bits = odd.to(tl.int32, bitcast=True)
     amax_bits = tl.max(tl.where(even_bits > odd_bits, even_bits, odd_bits), 2)
     amax = amax_bits.to(tl.float32, bitcast=True)
-    code = _encode_e4m3(amax * (factor * _SIXTH))
-    inverse = tl.div_rn(1.0, _decode_e4m3(code) * tl.div_rn(1.0, factor))
+    code = encode_e4m3(amax * (factor * _SIXTH))
+    inverse = tl.div_rn(1.0, decode_e4m3(code) * tl.div_rn(1.0, factor))
     inverse = tl.where(inverse > _FLOAT_MAX, _FLOAT_MAX, inverse)
     inverse = tl.where((amax_bits == 0) | (amax_bits > 0x7F800000), 0.0, inverse)[:, :, None]
     byte = _encode_e2m1(even * inverse) | (_encode_e2m1(odd * inverse) << 4) | signs
@@ -142,7 +124,7 @@ def _quantize_nvfp4_kernel(
         at = (tile_row[:, None] + (column // 4)[None, :]) * 512
         at += within[:, None] + (column % 4)[None, :]
         if PAD_COLUMNS:
-            # A padding column is a block of zeros, whose scale is 0.
+            # A padding column was loaded as a block of zeros, so its scale is 0.
             live = (row < m)[:, None] & (column < tiles * 4)[None, :]
     else:
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -152,7 +134,7 @@ def _quantize_nvfp4_kernel(
 def _plan(m: int, columns: int) -> tuple[int, int, int]:
     """Rows and blocks of a program, and its warps."""
     if device.interpreting():
-        # The interpreter pays for each program.
+        # The interpreter's time grows with the number of programs.
         return min(128, triton.next_power_of_2(m)), min(64, triton.next_power_of_2(columns)), 4
     # Best of a sweep on an H200.
     if m <= 16:
@@ -160,12 +142,15 @@ def _plan(m: int, columns: int) -> tuple[int, int, int]:
     return (4, 32, 4) if m <= 64 else (1, 32 if m <= 256 else 64, 1)
 
 
-def _quantize(
+@operator(
+    "quantize_nvfp4(Tensor x, Tensor global_scale, Tensor(a!) packed, Tensor(b!) scales, "
+    "bool swizzled, bool pad) -> ()"
+)
+def _launch(
     x: torch.Tensor,
-    factor: torch.Tensor,
+    global_scale: torch.Tensor,
     packed: torch.Tensor,
     scales: torch.Tensor,
-    *,
     swizzled: bool,
     pad: bool,
 ) -> None:
@@ -173,7 +158,7 @@ def _quantize(
     kind = str(x.dtype).removeprefix("torch.")
     if x.element_size() == 2:
         if x.stride(0) % 2 or x.data_ptr() % 4:
-            # Its pairs do not lie at whole words.
+            # Pairs of values do not start at multiples of 4 bytes.
             x = x.clone(memory_format=torch.contiguous_format)
         x = x.view(torch.int32)
     rows, width, warps = _plan(m, columns)
@@ -181,7 +166,7 @@ def _quantize(
     raw = scales.view(torch.uint8)
     _quantize_nvfp4_kernel[(triton.cdiv(m, rows), triton.cdiv(columns, width))](
         x,
-        factor,
+        global_scale,
         packed,
         raw,
         raw.view(torch.int32) if swizzled else raw,
@@ -194,10 +179,23 @@ def _quantize(
         KIND=kind,
         ROWS=rows,
         COLUMNS=width,
-        # A fused multiply-add would round once where the reference rounds twice.
+        # A fused multiply-add rounds once where the reference rounds twice.
         enable_fp_fusion=False,
         num_warps=warps,
     )
+
+
+def _quantize(
+    x: torch.Tensor,
+    factor: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    swizzled: bool,
+    pad: bool,
+) -> None:
+    """Launch without checks. ``pad=False`` leaves the padding as it is: the fault of incident 5."""
+    _launch(x, factor, packed, scales, swizzled, pad)
 
 
 def quantize_nvfp4(
@@ -206,20 +204,24 @@ def quantize_nvfp4(
     *,
     swizzled: bool = True,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    validate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """NVFP4 values and scales in one launch, with every byte of the scales written.
 
     The scale of a block of 16 is e4m3(amax * (global_scale / 6)), its codes are
-    e2m1(x / (scale / global_scale)); each step is one float32 rounding, both conversions round to
-    nearest even and saturate (FlashInfer's ``fp4_quantize`` without fast math). Where that drops a
-    NaN, here the block's scale becomes NaN: it was born there, stays there, and stays visible.
+    e2m1(x / (scale / global_scale)). Each step is one float32 rounding, and both conversions round
+    to nearest even and saturate, as in FlashInfer's ``fp4_quantize`` without fast math. FlashInfer
+    drops a NaN; here the scale of its block becomes NaN, so that the NaN stays visible in the block
+    where it arose and does not spread.
 
     Args:
         x: (m, n) bfloat16, float16 or float32, n a multiple of 16, rows contiguous at any stride.
-        global_scale: usually 448 * 6 / amax of the tensor; a positive number, or (1,) float32 on
-            the device, which is read there without a sync.
-        swizzled: scales in 128 x 4 tiles, whose padding is written with 0, or in plain rows.
-        out: packed and scales to write, contiguous.
+        global_scale: usually 448 * 6 / amax of the tensor. A positive number, or () or (1,) float32
+            on the device, which the kernel reads without a host sync.
+        swizzled: scales in 128 x 4 tiles, whose padding becomes 0, or in plain rows.
+        out: ``(packed, scales)`` to write to, contiguous.
+        validate: also check the value of a ``global_scale`` on the device, which waits for the
+            device; for tests and notebooks.
 
     Returns:
         ``packed`` (m, n / 2) uint8, the even element in the low half of its byte; ``scales``
@@ -227,19 +229,25 @@ def quantize_nvfp4(
 
     Raises:
         ValueError: an argument does not fit; nothing was written.
+
+    >>> packed, scales = quantize_nvfp4(torch.arange(32.0).reshape(1, 32), 1.0)
+    >>> packed.shape, scales.shape, scales[0].tolist()
+    (torch.Size([1, 16]), torch.Size([128, 4]), [2.5, 5.0, 0.0, 0.0])
     """
     check.tensor("x", x, ndim=2, dtype=DTYPES)
     m, n = x.shape
     check_sizes(m, n, "x")
     check.require(x.stride(1) == 1, "x", "a contiguous last axis", f"strides {x.stride()}")
     shape = scale_shape(m, n, swizzled=swizzled)
+    factor = as_global_scale(global_scale, x, validate=validate)
     if out is None:
         packed = torch.empty(m, n // 2, dtype=torch.uint8, device=x.device)
         scales = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     else:
+        is_pair = isinstance(out, tuple | list) and len(out) == 2
+        check.require(is_pair, "out", "a pair (packed, scales)", type(out).__name__)
         packed, scales = out
         check.tensor("out[0]", packed, shape=(m, n // 2), dtype=torch.uint8, like=x, contiguous=True)
         check.tensor("out[1]", scales, shape=shape, dtype=torch.float8_e4m3fn, like=x, contiguous=True)
-    factor = as_global_scale(global_scale, x)
     _quantize(x, factor, packed, scales, swizzled=swizzled, pad=True)
     return packed, scales

@@ -1,9 +1,9 @@
-"""The fix of incident 4: newly allocated KV blocks are zeroed, all layers in one launch.
+"""Zeroing of newly allocated KV blocks, all layers in one launch. The fix of incident 4.
 
-Upstream's (vLLM #35219) writes 4 KiB a program, block after block, and knows one page size and one
-kind of layout. Here every range of bytes that belongs to a block is a row of a table of absolute
-addresses, so that any layout, dtype and mixture of page sizes will do; the programs follow the
-addresses upwards, which memory likes better; and stores are 16 bytes wide.
+vLLM's kernel (vLLM #35219) writes 4 KiB a program, block after block, for one page size and one kind
+of layout. Here every range of bytes of a block is a row in a table of absolute addresses, so that
+layouts, dtypes and page sizes may be mixed. Programs write ascending addresses, which DRAM handles
+faster, in stores of 16 bytes.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Sequence
-from functools import partial
-from itertools import product
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from staleproof import check, device
+from staleproof.ops import block_ranges
+from staleproof.ops.block_ranges import Layout
 from staleproof.ops.id_ring import IdRing
+from staleproof.ops.operators import on_device_of, operator, traced
 from staleproof.ops.reference.zero_blocks import per_cache
 
 device.load_triton()
@@ -28,14 +30,12 @@ import triton
 import triton.language as tl
 
 INTERPRET = device.interpreting()
-# Bytes of a page that one program clears.
+# Bytes that one program zeroes of each of its pages.
 CHUNK = 4096
-# Where pages differ in size, each is cut into rows of at most this many bytes.
-ROW = 32768
 WARPS = 2
-# Programs along the second and third axis of a grid, at most.
+# The most programs along the second and third axis of a CUDA grid.
 MOST = 65535
-# Types in which zero bytes are the number zero.
+# Dtypes in which zero bytes are the number zero.
 DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
@@ -44,15 +44,15 @@ DTYPES = (
 )
 
 
-# One compiled kernel serves every count and every list of ids.
+# No specialisation on the numbers: one compiled kernel serves every list of ids.
 @triton.jit(do_not_specialize=["count", "rows", "num_blocks"], do_not_specialize_on_alignment=["ids"])
 def _zero_kernel(
     table, ids, count, rows, num_blocks,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Zero a chunk of a page, which is a row of the table in one block, or of some pages.
+    """Each program zeroes CHUNK bytes of PAGES (table row, block) pairs.
 
-    Programs start along axis 0, then 1, then 2, so that they follow the addresses upwards.
+    Programs start along axis 0, then 1, then 2, so that the addresses written ascend.
     """
     chunk = tl.program_id(0).to(tl.int64)
     word, byte = tl.arange(0, CHUNK // 4), tl.arange(0, 16)
@@ -70,19 +70,19 @@ def _zero_kernel(
     length = tl.load(row + 2, mask=there, other=0)
     length = tl.where((block > 0) & (block < num_blocks), length, 0)
 
-    # Counted from an address that is a multiple of 16, in bytes: [skip, end) is to be zero.
+    # Bytes [skip, end) are zeroed, counted from the last multiple of 16 at or before ``start``.
     base = start // 16 * 16
     skip = 0 if ALIGNED else start - base
     end = skip + length
     words = (base + chunk * CHUNK).to(tl.pointer_type(tl.int32))
     if PAGES == 1:
         words = tl.multiple_of(words, 16)
-    # Products with 4, so that the compiler sees that no mask parts 16 bytes.
+    # As multiples of 4 words, so that the compiler sees that no mask splits a 16-byte store.
     left = end // 16 * 4 - chunk * (CHUNK // 4)
     mask = word < tl.where(left < CHUNK // 4, left, CHUNK // 4).to(tl.int32)
     if not ALIGNED:
         mask &= word >= tl.where((chunk == 0) & (skip > 0), 4, 0)
-    # Nobody reads the zeros soon: they need not stay in the caches.
+    # Streaming stores, because nobody reads the zeros soon.
     tl.store(words + word, 0, mask=mask, cache_modifier=".cs")
     if not ALIGNED:
         stop = tl.where((skip > 0) & (chunk == 0), end, 0)
@@ -94,110 +94,141 @@ def _zero_kernel(
         tl.store(tail, 0, mask=byte < stop)
 
 
-class _Range(NamedTuple):
-    """The bytes of block b: ``length`` of them from the address ``start + b * stride``."""
-
-    stride: int
-    start: int
-    length: int
-
-
-def _ranges(name: str, cache: torch.Tensor, block_dim: int, ratio: int) -> list[_Range]:
-    """Where the bytes of a manager's block lie in one cache."""
-    size = cache.element_size()
-    stride, blocks = cache.stride(block_dim) * size, cache.shape[block_dim]
-    axes = sorted(
-        (cache.stride(d) * size, cache.shape[d])
-        for d in range(cache.ndim)
-        if d != block_dim and cache.shape[d] > 1
-    )
-    layout = f"shape {tuple(cache.shape)}, strides {cache.stride()}"
-    run = size
-    while axes and axes[0][0] == run:
-        run *= axes.pop(0)[1]
-    # What is left goes over all blocks at once, as K and V outermost do, and overlaps nothing.
-    check.require(
-        run <= stride and all(step > stride for step, _ in axes),
-        name,
-        f"the elements of a block side by side, and blocks apart, along axis {block_dim}",
-        layout,
-    )
-    span = (blocks - 1) * stride + run
-    for step, count in axes:
-        check.require(step >= span, name, "elements with memory of their own", layout)
-        span += (count - 1) * step
-    begins = [
-        cache.data_ptr() + sum(offsets)
-        for offsets in product(*(range(0, step * count, step) for step, count in axes))
-    ]
-    if run == stride:
-        return [_Range(ratio * stride, begin, ratio * run) for begin in begins]
-    return [_Range(ratio * stride, begin + j * stride, run) for begin in begins for j in range(ratio)]
-
-
-def _merged(ranges: list[_Range]) -> list[_Range]:
-    """The same bytes without duplicates, by ascending address within a stride."""
-    merged: list[_Range] = []
-    for new in sorted(set(ranges)):
-        old = merged[-1] if merged else None
-        if old and old.stride == new.stride and new.start <= old.start + old.length:
-            length = max(old.length, new.start + new.length - old.start)
-            merged[-1] = old._replace(length=length)
-        else:
-            merged.append(new)
-    return merged
-
-
-def _rows(ranges: list[_Range]) -> list[tuple[int, int, int, int]]:
-    """Rows of (start, stride, length, 0) for the kernel: with the 0, one read of memory each."""
-    longest = max(r.length for r in ranges)
-    # Rows of one length need no cutting: each takes as many programs.
-    row = longest if longest == min(r.length for r in ranges) else ROW
-    return [
-        (r.start + at, r.stride, min(row, r.length - at), 0) for r in ranges for at in range(0, r.length, row)
-    ]
-
-
 def _tile(longest: int) -> tuple[int, int]:
-    """Bytes of a page, and pages, that one program clears."""
+    """Bytes of a page, and pages, that one program zeroes."""
     if not INTERPRET:
         return CHUNK, 1
-    # An interpreted program costs the same whatever it clears.
+    # An interpreted program takes as long for many bytes as for few.
     chunk = min(max(triton.next_power_of_2(longest), 16), 2**16)
     return chunk, 2**18 // chunk
 
 
-def _append(freed: list[int], index: int, _: object) -> None:
-    freed.append(index)
+class _Plan:
+    """Everything about a launch that depends on the caches only: the table, and the compiled kernel."""
+
+    def __init__(
+        self, caches: Sequence[Layout], dims: Sequence[int], ratios: Sequence[int], where: torch.device
+    ) -> None:
+        found = []
+        for index, (cache, dim, ratio) in enumerate(zip(caches, dims, ratios, strict=True)):
+            found += block_ranges.ranges(f"kv_caches[{index}]", cache, dim, ratio)
+        found = block_ranges.merged(found)
+        rows = block_ranges.table(found)
+        check.require(len(rows) <= MOST, "kv_caches", f"at most {MOST} ranges of bytes a block", len(rows))
+        self.rows, self.num_blocks = len(rows), caches[0].shape[dims[0]] // ratios[0]
+        self.block_bytes = sum(r.length for r in found)
+        self._aligned = all(number % 16 == 0 for row in rows for number in row)
+        longest = max(length for _, _, length, _ in rows)
+        self._chunk, self._pages = _tile(longest)
+        # If a start is not a multiple of 16, the end moves by up to 15 bytes.
+        self._chunks = triton.cdiv(longest + (0 if self._aligned else 15), self._chunk)
+        self.table = torch.tensor(rows, dtype=torch.int64, device=where)
+        self._address = self.table.data_ptr()
+        if not INTERPRET:
+            with on_device_of(self.table):
+                # Loading a kernel breaks a capture, so load it now. The only program of this launch
+                # finds the null block and writes nothing.
+                self._compiled = {
+                    dtype: _zero_kernel[(1,)](
+                        self.table, self.table.new_zeros(1, dtype=dtype), *self._sizes(1), num_warps=WARPS
+                    )
+                    for dtype in (torch.int32, torch.int64)
+                }
+
+    def zero(self, ids: torch.Tensor) -> None:
+        """Launch on ids beside the caches. Ids that name no block, or the null block, are skipped."""
+        if not INTERPRET:
+            self.launch(ids.data_ptr(), len(ids), ids.dtype, self.stream())
+        elif len(ids):
+            pages = triton.cdiv(self.rows * len(ids), self._pages)
+            _zero_kernel[(self._chunks, pages)](self.table, ids, *self._sizes(len(ids)))
+
+    def stream(self) -> int:
+        """The handle of the current stream."""
+        return triton.runtime.driver.active.get_current_stream(self.table.get_device())
+
+    def launch(self, address: int, count: int, dtype: torch.dtype, stream: int) -> None:
+        # The compiled kernel's own launcher, because Triton's dispatcher takes twice as long to find
+        # it by the arguments.
+        kernel = self._compiled[dtype]
+        for first in range(0, count, MOST):
+            part = min(count - first, MOST)
+            kernel.run(
+                self._chunks,
+                part,
+                self.rows,
+                stream,
+                kernel.function,
+                kernel.packed_metadata,
+                None,
+                None,
+                None,
+                self._address,
+                address + first * dtype.itemsize,
+                *self._sizes(part),
+            )
+
+    def _sizes(self, count: int) -> tuple[Any, ...]:
+        """The arguments of the kernel behind the table and the ids."""
+        return count, self.rows, self.num_blocks, self._aligned, self._chunk, self._pages
+
+
+@lru_cache(maxsize=64)
+def _plan(
+    caches: tuple[Layout, ...], dims: tuple[int, ...], ratios: tuple[int, ...], where: torch.device
+) -> _Plan:
+    """A plan for the caches an operator was called with, which need not be those of a BlockZeroer."""
+    check.require(
+        INTERPRET or not torch.cuda.is_current_stream_capturing(),
+        "kv_caches",
+        "caches of an earlier call, because a capture cannot build their table",
+        "others",
+    )
+    return _Plan(caches, dims, ratios, where)
+
+
+@operator("zero_blocks(Tensor block_ids, Tensor(a!)[] kv_caches, int[] block_dim, int[] ratio) -> ()")
+def _zero_blocks(
+    block_ids: torch.Tensor, kv_caches: list[torch.Tensor], block_dim: list[int], ratio: list[int]
+) -> None:
+    # By the addresses of this call: a compiler may pass copies of the caches, and copy them back.
+    caches = tuple(Layout.of(cache) for cache in kv_caches)
+    _plan(caches, tuple(block_dim), tuple(ratio), block_ids.device).zero(block_ids)
 
 
 class BlockZeroer:
     """Zeroes KV blocks in every layer's cache, in one launch.
 
-    For each block that a scheduler newly allocates: what its last tenant left there, fp32 state of
-    a Mamba layer say, may read as NaN, and attention that masks by multiplication keeps it (vLLM
-    #35138). Prefix-cache hits must not be named.
+    Call it for each block that a scheduler newly allocates, and not for prefix-cache hits. The last
+    tenant's bytes, fp32 state of a Mamba layer for example, may read as NaN in the new dtype, and
+    attention that masks by multiplication keeps a NaN (vLLM #35138).
 
-    The caches are known by address. Of their memory weak references are held: the caller keeps them
-    alive, and a call after one was freed is an error. Only bytes that belong to the named blocks of
-    the caches given are written: not the gap from the end of a page to the next block, nor a
-    neighbour in a packed layout (vLLM #50276).
+    The zeroer keeps the addresses of the caches and weak references to their memory. The caller
+    keeps them alive; a call after one was freed is an error. Only bytes of the named blocks are
+    written: neither the gap between the end of a page and the next block, nor a neighbour in a
+    packed layout (vLLM #50276).
 
     Args:
         kv_caches: tensors on one device, one or more a layer, of any floating-point or integer
             dtype in which zero bytes are the number zero; usually views of a few raw buffers. The
-            elements of a block lie side by side, but for axes of a larger stride than that of the
-            blocks (K and V outermost). Bytes that several caches share are zeroed once.
+            elements of a block lie side by side. Only axes with a larger stride than that of the
+            blocks (K and V outermost) are exempt. Bytes that several caches share are zeroed once.
         block_dim: the axis of the blocks, for all caches or one each.
-        block_size_ratio: blocks of a cache to a block of the manager (virtual block splitting), for
+        block_size_ratio: blocks of a cache per block of the manager (virtual block splitting), for
             all caches or one each.
 
     Attributes:
-        num_blocks: blocks of the manager, the null block among them.
+        num_blocks: blocks of the manager, including the null block.
         block_bytes: bytes zeroed for one block.
 
     Raises:
         ValueError: an argument does not fit.
+
+    >>> cache = torch.ones(4, 3)
+    >>> zeroer = BlockZeroer([cache])
+    >>> zeroer.zero([2])
+    >>> cache[:, 0].tolist(), zeroer.block_bytes
+    ([1.0, 1.0, 0.0, 1.0], 12)
     """
 
     def __init__(
@@ -215,7 +246,7 @@ class BlockZeroer:
             fits = isinstance(value, int) or (isinstance(value, Sequence) and len(value) == len(caches))
             check.require(fits, name, f"one int, or {len(caches)}", value)
         dims, ratios = per_cache(block_dim, len(caches)), per_cache(block_size_ratio, len(caches))
-        counts, ranges = [], []
+        counts = []
         for index, (cache, dim, ratio) in enumerate(zip(caches, dims, ratios, strict=True)):
             name = f"kv_caches[{index}]"
             check.tensor(name, cache)
@@ -224,105 +255,81 @@ class BlockZeroer:
             kind = "cpu" if INTERPRET else "cuda"
             check.require(cache.device.type == kind, name, f"a {kind} tensor", cache.device)
             check.tensor(name, cache, like=caches[0])
-            check.require(
-                isinstance(dim, int) and 0 <= dim < cache.ndim,
-                "block_dim",
-                f"an axis of {name}, 0 to {cache.ndim - 1}",
-                dim,
-            )
+            fits = isinstance(dim, int) and 0 <= dim < cache.ndim
+            check.require(fits, "block_dim", f"an axis of {name}, 0 to {cache.ndim - 1}", dim)
             blocks = cache.shape[dim]
-            check.require(
-                isinstance(ratio, int) and ratio > 0 and blocks % ratio == 0,
-                "block_size_ratio",
-                f"a divisor of the {blocks} blocks of {name}",
-                ratio,
-            )
+            fits = isinstance(ratio, int) and ratio > 0 and blocks % ratio == 0
+            check.require(fits, "block_size_ratio", f"a divisor of the {blocks} blocks of {name}", ratio)
             check.require(cache.numel() > 0, name, "elements", f"shape {tuple(cache.shape)}")
             counts.append(blocks // ratio)
             check.require(counts[-1] == counts[0], name, f"{counts[0]} blocks of the manager", counts[-1])
-            ranges += _ranges(name, cache, dim, ratio)
-
-        self.num_blocks = counts[0]
-        ranges = _merged(ranges)
-        self.block_bytes = sum(r.length for r in ranges)
-        rows = _rows(ranges)
-        self._rows = len(rows)
-        check.require(self._rows <= MOST, "kv_caches", f"at most {MOST} ranges of bytes a block", self._rows)
-        self._aligned = all(number % 16 == 0 for row in rows for number in row)
-        longest = max(length for _, _, length, _ in rows)
-        self._chunk, self._pages = _tile(longest)
-        # A start that is not a multiple of 16 moves the end by up to 15 bytes.
-        self._chunks = triton.cdiv(longest + (0 if self._aligned else 15), self._chunk)
-        self._device = caches[0].device
-        self._table = torch.tensor(rows, dtype=torch.int64, device=self._device)
-        self._address = self._table.data_ptr()
+        self._plan = _Plan([Layout.of(cache) for cache in caches], dims, ratios, caches[0].device)
+        self.num_blocks, self.block_bytes = self._plan.num_blocks, self._plan.block_bytes
+        self._device, self._axes = caches[0].device, (dims, ratios)
         self._freed: list[int] = []
         # A storage dies with the last of its tensors, whichever of them was given here.
         self._storages = [
             weakref.ref(cache.untyped_storage(), partial(_append, self._freed, index))
             for index, cache in enumerate(caches)
         ]
+        self._caches = [weakref.ref(cache) for cache in caches]
         if not INTERPRET:
-            with torch.cuda.device(self._device):
-                self._ring = IdRing(self.num_blocks, self._device)
-                # Loading a kernel would break a capture, so it happens here. Without ids, one
-                # program runs, finds the null block, and writes nothing.
-                none = {
-                    dtype: torch.zeros(1, dtype=dtype, device=self._device)
-                    for dtype in (torch.int32, torch.int64)
-                }
-                self._compiled = {
-                    dtype: _zero_kernel[(1,)](self._table, ids, *self._sizes(1), num_warps=WARPS)
-                    for dtype, ids in none.items()
-                }
+            self._ring = IdRing(self.num_blocks, self._device)
 
     def zero(self, block_ids: Sequence[int] | torch.Tensor) -> None:
         """Zero the blocks, on the current stream, without waiting for the device.
 
-        Ids on the host are checked, and the list may change as soon as the call returns; any other
-        stream may be capturing meanwhile. Ids on the device are read when the kernel runs. They
-        cannot be checked: those that name no block, or the null block, are passed over, and
-        repeated ones do no harm. A call that is captured takes its ids there, padded with zeros.
-        One launch for each 65,535 blocks.
+        Ids on the host are checked. The list may change as soon as the call returns, and other
+        streams may be capturing meanwhile. Ids on the device are read when the kernel runs, so they
+        are not checked: ids that name no block, or the null block, are skipped, and repeated ids do
+        no harm. One launch per 65,535 blocks.
+
+        In a CUDA graph the ids must be on the device, padded with 0 to a fixed length. So they must
+        under ``torch.compile(fullgraph=True)``, which refuses ids on the host: a graph would keep the
+        list of its first call. Without ``fullgraph`` such a call breaks the graph. While torch
+        traces, the tensors given to the constructor must still exist, and torch refuses caches that
+        share memory under different dtypes. ``torch.export`` cannot keep a zeroer, which is bound to
+        addresses: call the operator ``torch.ops.staleproof.zero_blocks``, which is given the caches.
 
         Args:
             block_ids: ids of the manager, from 1 to ``num_blocks - 1``: block 0 is the null block,
                 which no request owns. A sequence of ints, or an int32 or int64 tensor of one axis,
-                contiguous, on the host or on the caches' device. None is fine.
+                contiguous, on the host or on the caches' device. May be empty.
 
         Raises:
             ValueError: a bad id, or a cache was freed; nothing was written.
+
+        >>> cache = torch.ones(4, 3)
+        >>> BlockZeroer([cache]).zero([4])
+        Traceback (most recent call last):
+        ValueError: block_ids: expected 1 to 3, got 4
         """
+        self._check_alive()
         if isinstance(block_ids, torch.Tensor):
             check.tensor("block_ids", block_ids, ndim=1, dtype=(torch.int32, torch.int64), contiguous=True)
             if block_ids.is_cuda:
-                check.require(
-                    block_ids.device == self._device,
-                    "block_ids",
-                    f"a tensor on the host or on {self._device}",
-                    f"one on {block_ids.device}",
-                )
-                if len(block_ids) > 0:
-                    self._check_alive()
-                    with torch.cuda.device(self._device):
-                        self._launch(block_ids.data_ptr(), len(block_ids), block_ids.dtype, self._stream())
-                return
-            block_ids = block_ids.tolist()
-        ids = self._checked(block_ids)
+                check.tensor("block_ids", block_ids, like=self._plan.table)
+            if block_ids.device == self._device and traced(block_ids):
+                return _zero_blocks(block_ids, self._live_caches(), *self._axes)
+            if block_ids.is_cuda:
+                with on_device_of(block_ids):
+                    return self._plan.zero(block_ids)
+        if torch.compiler.is_compiling():
+            return _zero_untraced(self, block_ids)
+        self._zero_from_host(block_ids)
+
+    def _zero_from_host(self, block_ids: Sequence[int] | torch.Tensor) -> None:
+        ids = self._checked(block_ids.tolist() if isinstance(block_ids, torch.Tensor) else block_ids)
         if len(ids) == 0:
             return
-        self._check_alive()
-        if INTERPRET:
-            pages = triton.cdiv(self._rows * len(ids), self._pages)
-            _zero_kernel[(self._chunks, pages)](self._table, torch.from_numpy(ids), *self._sizes(len(ids)))
-        elif torch.cuda.current_device() == self._device.index:
-            self._send(ids)
-        else:
-            with torch.cuda.device(self._device):
+        with on_device_of(self._plan.table):
+            if INTERPRET:
+                self._plan.zero(torch.from_numpy(ids))
+            else:
                 self._send(ids)
 
     def _checked(self, block_ids: Sequence[int]) -> np.ndarray:
-        """The ids in rising order."""
+        """The ids in ascending order, int64."""
         try:
             listed = block_ids if isinstance(block_ids, list) else [*block_ids]
             ids = np.frombuffer(array("q", listed), np.int64)
@@ -330,8 +337,8 @@ class BlockZeroer:
             raise ValueError(f"block_ids: expected a sequence of int64, got {error}") from error
         if len(ids) == 0:
             return ids
-        # In rising order, what is wrong is at an end or beside its like, and memory is written in
-        # the order of its addresses.
+        # Sorted, because then bad ids are at an end, repeated ids are neighbours, and the addresses
+        # written ascend.
         ids.sort()
         lowest, highest = ids.item(0), ids.item(-1)
         if lowest < 1 or highest >= self.num_blocks:
@@ -347,6 +354,17 @@ class BlockZeroer:
         if self._freed:
             check.require(False, f"kv_caches[{self._freed[0]}]", "a live tensor", "freed memory")
 
+    def _live_caches(self) -> list[torch.Tensor]:
+        """The tensors given to the constructor, which a tracer needs to see."""
+        caches: list[torch.Tensor] = []
+        for index, ref in enumerate(self._caches):
+            cache = ref()
+            if cache is None:
+                check.require(False, f"kv_caches[{index}]", "a live tensor while torch traces", "none")
+            else:
+                caches.append(cache)
+        return caches
+
     def _send(self, ids: np.ndarray) -> None:
         if torch.cuda.is_current_stream_capturing():
             check.require(
@@ -355,33 +373,14 @@ class BlockZeroer:
                 "a tensor on the device where the current stream is capturing",
                 "ids on the host, which no replay could read again",
             )
-        stream = self._stream()
-        self._ring.send(ids, stream, lambda address: self._launch(address, len(ids), torch.int32, stream))
+        plan, stream = self._plan, self._plan.stream()
+        self._ring.send(ids, stream, lambda address: plan.launch(address, len(ids), torch.int32, stream))
 
-    def _stream(self) -> int:
-        return triton.runtime.driver.active.get_current_stream(self._device.index)
 
-    def _launch(self, address: int, count: int, dtype: torch.dtype, stream: int) -> None:
-        # The compiled kernel's own launcher: Triton's dispatcher, which would find it by the
-        # arguments, takes twice as long.
-        kernel = self._compiled[dtype]
-        for first in range(0, count, MOST):
-            part = min(count - first, MOST)
-            kernel.run(
-                self._chunks,
-                part,
-                self._rows,
-                stream,
-                kernel.function,
-                kernel.packed_metadata,
-                None,
-                None,
-                None,
-                self._address,
-                address + first * dtype.itemsize,
-                *self._sizes(part),
-            )
+def _append(freed: list[int], index: int, _: object) -> None:
+    freed.append(index)
 
-    def _sizes(self, count: int) -> tuple[Any, ...]:
-        """The arguments of the kernel behind the table and the ids."""
-        return count, self._rows, self.num_blocks, self._aligned, self._chunk, self._pages
+
+_zero_untraced = torch.compiler.disable(
+    BlockZeroer._zero_from_host, reason="block_ids on the host: pass a tensor on the device"
+)

@@ -1,10 +1,10 @@
-"""The right answers of incident 3 in plain PyTorch: any bits in, distinct experts out.
+"""Routing in plain PyTorch: distinct experts, whatever bits the logits hold.
 
-The contract that vLLM #39593 found missing: whatever the logits of a row hold, its expert ids are
-distinct and in range and its weights finite. A NaN or an infinity among the scores counts as a
-score of 0, a NaN in the bias as no bonus, and equals are taken in the order of their index.
+The contract, whose absence vLLM #39593 reports: the expert ids of a row are distinct and in range and
+its weights are finite. A NaN or an infinity among the scores counts as a score of 0, a NaN in the
+bias as 0, and among equal scores the lower index comes first.
 
-Every step is one rounding in float32, and sums are exact, so that two machines agree on each bit.
+Each step is one rounding in float32, and sums are exact, so that two machines agree on every bit.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ EXP_SMALLEST = -104.0
 def exp(x: torch.Tensor) -> torch.Tensor:
     """e to the power of ``x`` <= 0 in float32; 0 for a NaN.
 
-    From products and sums alone: the exponentials that GPUs, numpy and PyTorch come with differ in
-    the last bits, and with them the ids of nearly equal scores.
+    Computed from products and sums, because the exponentials of GPUs, numpy and PyTorch differ in
+    the last bits, which changes the choice among nearly equal scores.
     """
     x = torch.where(x > EXP_SMALLEST, x, EXP_SMALLEST)
     power = (x * LOG2_E).round()
@@ -33,7 +33,7 @@ def exp(x: torch.Tensor) -> torch.Tensor:
     for coefficient in EXP_POLYNOMIAL[1:]:
         q = q * r + coefficient
     value = q * (r * r) + r + 1.0
-    # Two steps: one factor cannot hold a power that leads to a denormal.
+    # In two factors, because one float32 factor cannot lead to a denormal.
     half = power.int() >> 1
     for part in (half, power.int() - half):
         value = value * ((part + 127) << 23).view(torch.float32)
@@ -41,15 +41,15 @@ def exp(x: torch.Tensor) -> torch.Tensor:
 
 
 def exact_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the last axis of numbers in [0, 2), in multiples of 2**-40; the axis is kept."""
+    """Sum over the last axis of numbers in [0, 2), in fixed point (multiples of 2**-40). Keeps the axis."""
     return (x * 2.0**40).long().sum(-1, keepdim=True).double().float() * 2.0**-40
 
 
 def softmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of a row and what orders them: the logits, since softmax only ever grows with them.
+    """Scores of a row, and the logits, which order experts as the scores do.
 
-    A NaN, an infinity, or nothing but minus infinity makes every score of the row NaN: all count
-    as 0, and so do the logits.
+    A NaN, a +inf, or a row of only -inf makes every score of the row NaN. All scores and logits of
+    such a row count as 0.
     """
     peak = x.amax(-1, keepdim=True)
     lost = x.isnan().any(-1, keepdim=True) | peak.isinf()
@@ -60,24 +60,24 @@ def softmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of a row and what orders them: the logits again, a NaN below every number."""
+    """Scores of a row, and the logits, which order experts as the scores do. A NaN counts as -inf."""
     x = torch.where(x.isnan(), -torch.inf, x)
     small = exp(-x.abs())
     return torch.where(x < 0, small, 1.0) / (1.0 + small), x
 
 
 def biased(scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Scores plus bias, which only the choice sees."""
+    """Scores plus bias, for the choice only."""
     if bias is None:
         return scores
     return scores + torch.where(bias.isnan(), 0.0, bias.float())
 
 
 def open_experts(choice: torch.Tensor, num_expert_group: int, topk_group: int) -> torch.Tensor:
-    """Which experts lie in the best groups, (tokens, experts) bool. Two experts speak for each."""
+    """Which experts are in the best groups, (tokens, experts) bool; two experts make a group's score."""
     groups = choice.unflatten(-1, (num_expert_group, -1))
     best, second = groups.sort(descending=True).values[..., :2].unbind(-1)
-    # Biases of +inf and -inf would cancel to NaN: so the second is no less than a finite number.
+    # The second is at least a finite number, because +inf + -inf would be a NaN.
     sums = best + second.clamp(min=torch.finfo(torch.float32).min)
     order = sums.argsort(descending=True, stable=True)
     chosen = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, order[:, :topk_group], True)
@@ -103,7 +103,7 @@ def _pick(
     ids = order[:, :top_k]
     weights = scores.gather(-1, ids)
     if renormalize:
-        # The power of two that brings the largest weight to 1 or a little above it.
+        # First scaled by a power of two, so that the largest weight is in [1, 2).
         largest = weights.amax(-1, keepdim=True).view(torch.int32) & 0x7F800000
         scaled = weights * (0x7F000000 - largest).view(torch.float32)
         total = exact_sum(scaled)
@@ -129,6 +129,9 @@ def topk_softmax(
     """The ``top_k`` experts of largest softmax score a row.
 
     Args and results are those of :func:`staleproof.ops.topk.topk_softmax`.
+
+    >>> topk_softmax(torch.tensor([[0.0, 2.0, 1.0], [0.0, float("nan"), 1.0]]), 2)[1].tolist()
+    [[1, 2], [0, 1]]
     """
     scores, logits = softmax(router_logits.float())
     return _pick(
@@ -157,6 +160,9 @@ def topk_sigmoid(
     """The ``top_k`` experts of largest sigmoid score a row.
 
     Args and results are those of :func:`staleproof.ops.topk.topk_sigmoid`.
+
+    >>> topk_sigmoid(torch.tensor([[0.0, float("nan"), 1.0]]), 3)[1].tolist()
+    [[2, 0, 1]]
     """
     scores, logits = sigmoid(router_logits.float())
     return _pick(
@@ -187,6 +193,10 @@ def grouped_topk(
     """The ``top_k`` experts of largest sigmoid score within the ``topk_group`` best groups.
 
     Args and results are those of :func:`staleproof.ops.topk.grouped_topk`.
+
+    >>> logits = torch.tensor([[9.0, -9.0, 1.0, 1.0]])
+    >>> grouped_topk(logits, 2, num_expert_group=2, topk_group=1)[1].tolist()
+    [[2, 3]]
     """
     scores, _ = sigmoid(router_logits.float())
     choice = biased(scores, bias)
