@@ -64,17 +64,17 @@ def test_every_16_bit_value_is_rounded_as_the_reference_does(device, dtype):
 @pytest.mark.parametrize(("m", "n"), [(1, 16), (5, 80), (130, 64)])
 def test_no_byte_of_the_scales_is_left_as_it_was(device, m, n):
     x = torch.randn(m, n, device=device)
-    nobody = reference.padding_offsets(m, n).to(device)
+    padding = reference.padding_offsets(m, n).to(device)
     for byte in (0x00, 0x55, 0x7F):
         out = poisoned(x)
         out[1].view(torch.uint8).fill_(byte)
         scales = quantize_nvfp4(x, 8.0, out=out)[1].view(torch.uint8).flatten()
-        assert not scales[nobody].any()
+        assert not scales[padding].any()
         # The same without its padding: the test can see the difference.
         kernels._quantize(x, torch.full((1,), 8.0, device=device), *out, swizzled=True, pad=False)
         out[1].view(torch.uint8).fill_(byte)
         kernels._quantize(x, torch.full((1,), 8.0, device=device), *out, swizzled=True, pad=False)
-        left = out[1].view(torch.uint8).flatten()[nobody]
+        left = out[1].view(torch.uint8).flatten()[padding]
         assert bool((left == byte).all())
 
 

@@ -38,8 +38,8 @@ def test_the_layout_is_the_formula_and_no_byte_is_used_twice(rows, columns):
     padded = reference.scale_shape(rows, columns * 16)
     assert padded == (-(-rows // 128) * 128, tiles * 4)
     assert offsets.max() < padded[0] * padded[1]
-    nobody = reference.padding_offsets(rows, columns * 16)
-    everything = torch.cat((offsets.flatten(), nobody)).sort().values
+    padding = reference.padding_offsets(rows, columns * 16)
+    everything = torch.cat((offsets.flatten(), padding)).sort().values
     assert torch.equal(everything, torch.arange(padded[0] * padded[1]))
 
 
@@ -158,9 +158,9 @@ def test_the_product_is_that_of_what_was_kept_and_padding_of_zeros_is_silent():
     got = reference.block_scaled_mm(*left, *right, 1 / 64**2)
     want = dequantize_nvfp4(*left, 64.0) @ dequantize_nvfp4(*right, 64.0).T
     torch.testing.assert_close(got, want)
-    nobody = reference.padding_offsets(5, 80)
+    padding = reference.padding_offsets(5, 80)
     for byte, same in ((0x70, True), (0x7F, False)):
-        left[1].view(torch.uint8).view(-1)[nobody] = byte
+        left[1].view(torch.uint8).view(-1)[padding] = byte
         dirty = reference.block_scaled_mm(*left, *right, 1 / 64**2)
         assert torch.equal(dirty, got) is same
     # NaN beside 0 in the padding columns, so every live row is lost.

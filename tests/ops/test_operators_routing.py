@@ -265,9 +265,8 @@ def test_the_operator_of_zeroing_takes_the_caches(device: str) -> None:
         assert got[0][:, 0].tolist() == [2, 1, 2, 1]
         assert got[1][1, :, 0].tolist() == [2, 2, 1, 1, 2, 2, 1, 1]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        cache = torch.ones(2, 5, device=device)
         step.zeroer.zero(mode.from_tensor(ids))
-        assert isinstance(cache, FakeTensor)
+    assert bool(step.caches[0].eq(1).all())
 
 
 def test_zeroing_with_ids_on_the_host_is_refused_in_one_graph_and_breaks_it_otherwise(device: str) -> None:
@@ -306,12 +305,14 @@ def test_compiled_zeroing_in_a_cuda_graph() -> None:
             cache.fill_(1)
         ids.copy_(torch.tensor(blocks))
         captured.replay()
-        step.check((torch.full((8,), 5.0), step.caches[0][:, 0] + 1), blocks)
+        step.check((torch.full((8,), 5.0), step.caches[0][:, 0] + 1), [b for b in blocks if b])
 
 
 @pytest.fixture(name="launches")
-def launches_fixture(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def launches_fixture(device: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each launch so far was made under the guard of the device of its tensors."""
+    if device != "cpu":
+        pytest.skip("counts the launches of Triton's interpreter")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     seen: list[bool] = []
     inside = False

@@ -275,7 +275,7 @@ def test_every_plan_gives_the_same_bits(
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
-def test_padding_rows_hold_the_id_asked_for(device: str, function: str, ids_dtype: torch.dtype) -> None:
+def test_padding_rows_hold_the_padding_id(device: str, function: str, ids_dtype: torch.dtype) -> None:
     x = any_bits(6, 64, torch.bfloat16, 4)
     mask = torch.tensor([False, True, False, False, True, True])
     weights, ids = route(function, x, 4, device, is_padding=mask, padding_id=64, topk_ids_dtype=ids_dtype)

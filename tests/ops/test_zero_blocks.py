@@ -206,7 +206,7 @@ def test_nothing_to_do(device: str) -> None:
 def test_the_kernel_passes_over_ids_that_name_no_block(
     device: str, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ids on the device reach it, which nobody checked."""
+    """Ids on the device reach it unchecked."""
     case = Case([replace(plain(6, page), offset=2 * page, bytes=10 * page)], device)
     case.expect([4])
     ids = [-1, 0, 4, 6, 7]

@@ -12,7 +12,7 @@ import math
 import torch
 
 from staleproof import check
-from staleproof.ops.operators import require_values
+from staleproof.ops import operators
 
 BLOCK = 16
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
@@ -79,7 +79,7 @@ def as_global_scale(
     shape = tuple(global_scale.shape)
     check.require(shape in ((), (1,)), "global_scale", "shape () or (1,)", shape)
     if validate:
-        require_values(global_scale)
+        operators.require_values(global_scale)
         value = global_scale.item()
         check.require(0 < value <= most, "global_scale", "a positive finite number", value)
     return global_scale if shape else global_scale.reshape(1)
@@ -169,7 +169,11 @@ def create_fp4_scale_tensor(
 
 
 def swizzle(scales: torch.Tensor, *, row_tile: int = 128, fill: int = 0) -> torch.Tensor:
-    """(m, columns) uint8 scales in tiles of ``row_tile`` rows x 4 columns; the padding is ``fill``."""
+    """(m, columns) uint8 scales in tiles of ``row_tile`` rows x 4 columns; the padding is ``fill``.
+
+    >>> swizzle(torch.full((1, 3), 7, dtype=torch.uint8))[0].tolist()
+    [7, 7, 7, 0]
+    """
     m, columns = scales.shape
     shape = scale_shape(m, columns * BLOCK, row_tile=row_tile)
     out = torch.full((math.prod(shape),), fill, dtype=torch.uint8, device=scales.device)
@@ -178,6 +182,10 @@ def swizzle(scales: torch.Tensor, *, row_tile: int = 128, fill: int = 0) -> torc
 
 
 def unswizzle(scales: torch.Tensor, m: int, columns: int, *, row_tile: int = 128) -> torch.Tensor:
-    """The (m, columns) scales of a swizzled buffer; ``m`` and ``columns`` may include padding."""
+    """The (m, columns) scales of a swizzled buffer; ``m`` and ``columns`` may include padding.
+
+    >>> unswizzle(swizzle(torch.full((1, 3), 0x38, dtype=torch.uint8)), 1, 4).tolist()
+    [[1.0, 1.0, 1.0, 0.0]]
+    """
     offsets = scale_offsets(m, columns, row_tile=row_tile, device=scales.device)
     return scales.view(torch.uint8).flatten()[offsets].view(torch.float8_e4m3fn)

@@ -34,13 +34,21 @@ _HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def global_scale_of(x: torch.Tensor) -> torch.Tensor:
-    """The usual global scale, 448 * 6 / amax, (1,) float32; 1 if every element is 0."""
+    """The usual global scale, 448 * 6 / amax, (1,) float32; 1 if every element is 0.
+
+    >>> global_scale_of(torch.tensor([[-2.0, 1.0]]))
+    tensor([1344.])
+    """
     amax = x.abs().amax().float()
     return torch.where(amax > 0, E4M3_MAX * E2M1_MAX / amax, 1.0).reshape(1)
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Codes 0 to 7 of non-negative numbers, nearest with ties to even; above 6 and NaN: 7."""
+    """Codes 0 to 7 of non-negative numbers, nearest with ties to even; above 6 and NaN: 7.
+
+    >>> encode_e2m1(torch.tensor([0.25, 2.4, 5.0, 99.0])).tolist()
+    [0, 4, 6, 7]
+    """
     code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for index, halfway in enumerate(_HALFWAY):
         code += x >= halfway if index % 2 else x > halfway
@@ -48,7 +56,11 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """(m, n / 2) uint8, the even element in the low half of its byte, as (m, n) float32."""
+    """(m, n / 2) uint8, the even element in the low half of its byte, as (m, n) float32.
+
+    >>> decode_e2m1(torch.tensor([[0x2A]], dtype=torch.uint8)).tolist()
+    [[-1.0, 1.0]]
+    """
     table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=packed.device)
     codes = torch.stack((packed & 0xF, packed >> 4), -1).flatten(1)
     return table[codes.long()]
@@ -150,6 +162,10 @@ def block_scaled_mm(
 
     Raises:
         ValueError: an argument does not fit.
+
+    >>> sixes = quantize_nvfp4(torch.full((2, 16), 6.0), 1.0)
+    >>> block_scaled_mm(*sixes, *sixes, 1.0).tolist()
+    [[576.0, 576.0], [576.0, 576.0]]
     """
     check.require(row_tile in ROW_TILES, "row_tile", f"one of {ROW_TILES}", row_tile)
     m, k = check_quantized(a, a_scales, swizzled=True, row_tile=row_tile)
