@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import signal
 import subprocess
 import sys
 import time
@@ -143,7 +144,7 @@ def test_ctrl_c_keeps_the_findings_so_far(root, incident, capsys, tmp_path):
 @pytest.mark.parametrize("pressed_in", ["a question", "the output"])
 def test_ctrl_c_ends_the_children(root, incident, monkeypatch, tmp_path, pressed_in):
     incident()
-    started = []
+    started, ended = [], []
 
     def begin(device: str) -> children.Child:
         started.append(children.start(time.sleep, 600))
@@ -158,13 +159,15 @@ def test_ctrl_c_ends_the_children(root, incident, monkeypatch, tmp_path, pressed
     def echo(line: str = "", **options: object) -> None:
         if "first" in line and pressed_in == "the output":
             raise KeyboardInterrupt
+        if "interrupted" in line:
+            ended.append(started[0].poll())
 
     table = Questions("fake", Question("q", ["first", "second"], ask, begin=begin))
     monkeypatch.setattr(sys.modules["staleproof.incidents.fake.questions"], "QUESTIONS", table)
     monkeypatch.setattr(cli.typer, "echo", echo)
     assert cli.main(["run", "--json", str(tmp_path / "x.jsonl")]) == 130
     assert [found.variant for found in read_findings(tmp_path / "x.jsonl")] == ["first"]
-    assert started[0].poll() is not None
+    assert ended == [-signal.SIGKILL]
 
 
 def test_ctrl_c_before_the_first_finding_keeps_the_earlier_file(root, incident, capsys):

@@ -21,12 +21,8 @@ Say = Callable[[str], None]
 
 @contextmanager
 def progress() -> Iterator[Say]:
-    """A status line in a terminal, nothing elsewhere; the lines that stay are printed by others."""
-    console = Console()
-    if not console.is_terminal:
-        yield lambda line: None
-        return
-    with console.status("") as status:
+    """A status line in a terminal, nothing elsewhere."""
+    with Console().status("") as status:
         yield lambda line: status.update(Text(line))
 
 
