@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from staleproof.incidents.mla_padding.questions import StagePicture
+from staleproof.incidents.mla_padding.pictures import StagePicture
 from staleproof.report import plots
 from staleproof.report.timeline import INK
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from staleproof.incidents.mla_padding.questions import StagePicture
+    from staleproof.incidents.mla_padding.pictures import StagePicture
 
 device.need_workbook("pandas", "matplotlib", "seaborn")
 

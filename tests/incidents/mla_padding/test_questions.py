@@ -1,98 +1,92 @@
-"""Each detector flags each faulty variant, each remedy gets its true verdict, each fix is fixed."""
+"""Each faulty variant is flagged, each remedy gets its verdict, each fix is fixed off / on / off."""
 
 from __future__ import annotations
 
 import pytest
 
 from staleproof.evidence import Verdict
-from staleproof.harness.findings import FIXED
-from staleproof.incidents.mla_padding import broken
-from staleproof.incidents.mla_padding import questions as experiment
+from staleproof.harness.findings import FIXED, NOT_FIXED, OFF_ON_OFF
+from staleproof.harness.peers import Peer
+from staleproof.incidents.mla_padding import broken, questions, setups
+from staleproof.incidents.mla_padding.questions import ALONE, CONTRACT, GROWTH, QUESTIONS, REPRODUCER
+from staleproof.incidents.mla_padding.setups import SETUPS
 
-FIXES = [name for name, setup in experiment.SETUPS.items() if setup.fix]
+FIXES = [name for name, setup in SETUPS.items() if setup.fix]
+STAND_INS = [name for name in CONTRACT if name in (*broken.KERNELS, "mla_decode")]
 
 
-def verdicts(findings):
-    return {(f.question, f.variant): f.verdict for f in findings}
-
-
-@pytest.mark.parametrize("name", experiment._FAULTS)
-def test_kernel_contract(device, name):
-    for found in experiment.kernel_contract(name, device):
-        assert found.verdict == found.expected, found
+@pytest.mark.parametrize("kernel", STAND_INS)
+@pytest.mark.parametrize("question", ALONE)
+def test_a_kernel_alone(device, question, kernel):
+    (found,) = QUESTIONS.ask(question, kernel, device=device)
+    assert found.expected is not None
+    assert found.verdict == found.expected, found
 
 
 def test_every_faulty_kernel_breaks_something():
-    assert set(broken.KERNELS) < set(experiment._FAULTS)
-    ours = experiment._FAULTS["mla_decode"]
-    assert all(experiment._FAULTS[name] != ours for name in broken.KERNELS)
+    assert set(broken.KERNELS) < set(CONTRACT)
+    assert all(CONTRACT[name] != CONTRACT["mla_decode"] for name in broken.KERNELS)
 
 
-@pytest.mark.parametrize("name", experiment.SETUPS)
+@pytest.mark.parametrize("question", ALONE)
+def test_the_peers_that_run_give_what_is_known_of_them(device, question):
+    peers = [name for name, kernel in questions.KERNELS.items() if isinstance(kernel, questions.PeerKernel)]
+    found = QUESTIONS.ask(question, *peers, device=device)
+    assert [f.variant for f in found] == peers
+    assert [f for f in found if f.failed] == []
+    # Gathered keys and a boolean mask run everywhere.
+    assert [f.variant for f in found if f.ran][-1] == "torch_sdpa"
+
+
+def test_a_peer_that_is_absent_is_not_asked(device):
+    absent = questions.PeerKernel(Peer("theirs", "needs an SM100 GPU", prepare=pytest.fail))
+    assert questions._unavailable(absent, device) == "needs an SM100 GPU"
+    assert questions._not_served(setups.Setup(absent), "cuda") == "needs an SM100 GPU"
+    assert questions._unavailable(broken.empty_row_not_written, device) is None
+
+
+@pytest.mark.parametrize("name", SETUPS)
 def test_served(device, name):
-    found = list(experiment.served(name, device))
+    found = QUESTIONS.ask("served, torch.max", name, device=device)
+    if SETUPS[name].quantise is None:
+        found += QUESTIONS.ask("served, fmax", name, device=device)
     for one in found:
         assert one.verdict == one.expected, one
     # A request that is sick by itself must never be blamed on padding.
-    sick = {one.numbers["sick_step"] for one in found if "sick_step" in one.numbers}
-    assert Verdict.LIVE_BORN in sick
-    assert Verdict.LEAKED not in sick
+    assert {one.numbers["sick_step"] for one in found if "sick_step" in one.numbers} == {Verdict.LIVE_BORN}
 
 
 @pytest.mark.parametrize("name", FIXES)
 def test_off_on_off(device, name):
-    found = experiment.verify(name, device)
+    (found,) = QUESTIONS.ask(OFF_ON_OFF, name, device=device)
     assert found.verdict == FIXED, found
 
 
 def test_a_fix_that_does_nothing_is_not_called_fixed(device, monkeypatch):
-    monkeypatch.setattr(experiment, "clear_empty_rows", lambda out, seq_lens: None)
-    assert experiment.verify("clear_empty_rows", device).failed
+    monkeypatch.setattr(setups, "clear_empty_rows", lambda out, seq_lens: None)
+    (found,) = QUESTIONS.ask(OFF_ON_OFF, "clear_empty_rows", device=device)
+    assert found.verdict == NOT_FIXED
+    assert found.failed
 
 
 def test_the_reproducers_table(device):
-    rows = experiment.padding_table(device)
-    assert [(r.padding, r.q_len, r.fixed) for r in rows] == [
-        (127, 1, False),
-        (127, 1, True),
-        (127, 4, False),
-        (127, 4, True),
-        (1023, 1, False),
-        (1023, 1, True),
-    ]
-    for row in rows:
-        assert row.padding_nan is not row.fixed
-        # torch.max keeps NaN, so the amax is a number only once the padding is clean.
-        assert (row.amax == row.amax) is row.fixed
-        if row.fixed:
-            assert row.amax > 0
+    for question in REPRODUCER:
+        off, on = QUESTIONS.ask(question, device=device)
+        assert (off.verdict, on.verdict) == ("padding NaN", "no padding NaN"), question
+        # torch.max keeps NaN, so the amax is a number only if the padding holds none.
+        assert off.numbers["amax"] != off.numbers["amax"]
+        assert on.numbers["amax"] > 0
 
 
-@pytest.mark.parametrize("name", ["zeros_once_per_layer", "clear_empty_rows"])
+@pytest.mark.parametrize("name", GROWTH)
 def test_growth_after_capture(device, name):
-    found = experiment.growth_after_capture(name, device)
-    assert found.verdict == found.expected
+    (found,) = QUESTIONS.ask("growth after capture", name, device=device)
+    assert found.verdict == GROWTH[name]
 
 
-@pytest.mark.parametrize("name", experiment.INGREDIENTS)
-def test_ablation(device, name):
-    found = experiment.ingredient(name, device)
-    assert found.verdict == found.expected
-
-
-def test_the_first_bad_stage_and_the_first_crossing(device):
-    picture = experiment.stage_picture("empty_row_not_written", device)
-    column = {stage: [row[i] for row in picture.cells] for i, stage in enumerate(picture.stages)}
-    padding = len(picture.cells) - picture.live
-    assert column["0.attention"] == [0] * picture.live + [1] * padding
-    assert column["0.quantise"] == [2] * picture.live + [1] * padding
-    assert picture.first_crossing.stage == "0.quantise"
-    fixed = experiment.stage_picture("clear_empty_rows", device)
-    assert not any(map(any, fixed.cells))
-    assert fixed.first_crossing is None
-
-
-def test_absent_kernels_say_so_and_do_not_pass(device):
-    for found in experiment.real_kernels(device):
-        assert found.ran or found.note
-        assert found.ran or not found.ok
+def test_each_ingredient_is_necessary(device):
+    found = {f.variant: f for f in QUESTIONS.ask("ablation", device=device)}
+    assert [f for f in found.values() if not f.ok] == []
+    assert found.pop("all four").verdict == Verdict.LEAKED
+    assert len(found) == 4
+    assert Verdict.LEAKED not in {f.verdict for f in found.values()}

@@ -8,7 +8,7 @@ import torch
 from staleproof.evidence import FILLS, RowCounters, Verdict, plant, same_bits
 from staleproof.harness.graph import capture_sizes, padded_size
 from staleproof.incidents.mla_padding import broken
-from staleproof.incidents.mla_padding.scene import Batch, Engine, EngineConfig, Variant
+from staleproof.incidents.mla_padding.scene import Batch, Engine, EngineConfig, Variant, make_call
 from staleproof.ops.mla_decode import mla_decode
 
 
@@ -106,3 +106,11 @@ def test_bad_batches_change_nothing(device, batch, message):
         engine.set_batch(batch)
     assert torch.equal(engine.seq_lens, before[0])
     assert torch.equal(engine.block_table, before[1])
+
+
+def test_a_call_names_a_spare_page_in_each_unused_entry(device):
+    call = make_call(device, rows=4, live=2, tokens=64, q_len=2)
+    assert call.q.shape[:2] == (4, 2)
+    assert call.seq_lens.tolist() == [64, 64, 0, 0]
+    assert call.block_table.tolist() == [[1, 2], [3, 4], [0, 0], [0, 0]]
+    assert len(call.kv_cache) == 5

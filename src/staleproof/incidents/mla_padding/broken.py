@@ -1,24 +1,25 @@
 """The faulty MLA decodes and quantisers, and upstream's remedies, each named after what it does.
 
-The kernels share one small Triton body and differ in one thing each. Selections and guards are
-written as the upstream kernels behave, not as they are written.
+The kernels share one small Triton body and differ in one thing each. They behave as the upstream
+kernels do; their code is not upstream's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from staleproof import device
-from staleproof.incidents.mla_padding.scene import KV_LORA_RANK, AttentionInputs
+from staleproof.incidents.mla_padding.scene import KV_LORA_RANK, SCALE, AttentionInputs
 
 device.load_triton()
 
 import triton
 import triton.language as tl
 
-# What becomes of a row with no keys.
+# What a kernel does with a row that has no keys.
 _LEAVE, _DIVIDE, _ZERO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -58,7 +59,7 @@ def _faulty_mla_kernel(
         valid = token < limit
         page_index = token // PAGE
         if FOLLOW_ALL:
-            # Every entry under the tile is followed, also those past the request's last page.
+            # Reads the page of every table entry under the tile, also past the request's last page.
             followed = page_index < max_pages
         else:
             followed = page_index * PAGE < limit
@@ -74,13 +75,14 @@ def _faulty_mla_kernel(
             k_rope = k_rope.to(tl.float32)
         score = tl.dot(q_nope, tl.trans(latent)) + tl.dot(q_rope, tl.trans(k_rope))
         score = tl.where(valid[None, :], score * softmax_scale, float("-inf"))
-        # A maximum over NaN differs between Triton's interpreter, its versions and its compiler.
+        # NaN is taken out first: tl.max of NaN differs between Triton's versions, and between its
+        # interpreter and its compiler.
         tile_best = tl.max(tl.where(score == score, score, float("-inf")), axis=1)
         new_best = tl.where(tile_best > best, tile_best, best)
         shrink = tl.exp(best - new_best)
         p = tl.exp(score - new_best[:, None])
         total = total * shrink + tl.sum(p, axis=1)
-        # Past the limit p is 0 and the product relies on 0 * v being 0. It is not when v is NaN.
+        # Past the limit p is 0, and the product counts on 0 * v = 0. If v is NaN, it is NaN.
         acc = acc * shrink[:, None] + tl.dot(p.to(latent.dtype), latent)
         best = new_best
 
@@ -141,7 +143,7 @@ def _launch(
 
 
 def empty_row_not_written(q, kv_cache, block_table, seq_lens, *, softmax_scale, out=None, lse=None):
-    """Returns at once for a row without keys: its output keeps the bytes of the last tenant.
+    """Returns at once for a row without keys, so that its output keeps what the memory held before.
 
     Stands for CUTLASS SM100 MLA and, at small ``max_seq_len``, FlashInfer trtllm-gen
     (vLLM #37442; FlashInfer #4975). Same arguments and results as ``mla_decode``.
@@ -160,7 +162,7 @@ def zero_by_zero_written(q, kv_cache, block_table, seq_lens, *, softmax_scale, o
 
 
 def tail_masked_by_multiplication(q, kv_cache, block_table, seq_lens, *, softmax_scale, out=None, lse=None):
-    """Reads whole pages and trusts ``0 * v`` past ``seq_len``: a NaN there becomes the answer.
+    """Reads whole pages and weighs what lies past ``seq_len`` with 0: a NaN there makes the output NaN.
 
     Stands for FA3 before its fix (flash-attention #1974). Same arguments and results as
     ``mla_decode``.
@@ -171,12 +173,11 @@ def tail_masked_by_multiplication(q, kv_cache, block_table, seq_lens, *, softmax
 
 
 def block_table_not_padded(q, kv_cache, block_table, seq_lens, *, softmax_scale, out=None, lse=None):
-    """Reads 128-token tiles and follows every block-table entry under them, used or not.
+    """Reads 128-token tiles, with the page of every block-table entry under them, used or not.
 
-    Stands for the 128-row tiles of the SM100 kernels over pages of 32 or 64 (vLLM #37442): entries
-    past the last page must name readable memory, and what they name must hold no NaN. Same
-    arguments and results as ``mla_decode``; unused entries must be valid page ids, or this reads
-    out of bounds.
+    Stands for the 128-row tiles of the SM100 kernels over pages of 32 or 64 (vLLM #37442). Entries
+    past the last page must be valid page ids, or this reads out of bounds, and their pages must hold
+    no NaN. Same arguments and results as ``mla_decode``.
     """
     return _launch(
         q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, empty=_ZERO.value, mask_v=False, tile=128
@@ -195,7 +196,7 @@ KERNELS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
 def _amax_dropping_nan_kernel(x_ptr, amax_ptr, count, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x_ptr + index, mask=index < count, other=0.0).to(tl.float32)
-    # fmaxf(0, NaN) is 0: no comparison with NaN holds, so NaN never becomes the maximum.
+    # As fmaxf(0, NaN), which is 0: a comparison with NaN is false, so NaN is never the maximum.
     magnitude = tl.where(value > 0, value, tl.where(value < 0, -value, 0.0))
     tl.atomic_max(amax_ptr, tl.max(magnitude, axis=0))
 
@@ -216,11 +217,11 @@ def quantise_amax_torch_max(
 def quantise_amax_fmax(
     x: torch.Tensor, live_rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-tensor fp8 over all rows with an fmax-style amax and clamp: NaN is dropped, then finite.
+    """Per-tensor fp8 over all rows with fmax in amax and clamp: the scale ignores NaN, and NaN turns finite.
 
     Stands for vLLM's CUDA op ``dynamic_scaled_fp8_quant`` (``segmented_max_reduction_strided``
-    starts at 0 and uses fmaxf; the conversion clamps with fmin and fmax). It launders NaN, and
-    still lets *finite* stale rows choose everybody's scale. Arguments and results as above.
+    starts at 0 and uses fmaxf; the conversion clamps with fmin and fmax). It hides NaN, and *finite*
+    stale rows still decide the scale of all rows. Arguments and results as above.
     """
     amax = torch.zeros(1, dtype=torch.float32, device=x.device)
     block = min(8192, triton.next_power_of_2(x.numel()))
@@ -237,12 +238,12 @@ Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def _call(kernel: Kernel, a: AttentionInputs, out: torch.Tensor) -> torch.Tensor:
-    kernel(a.q, a.kv_cache, a.block_table, a.seq_lens, softmax_scale=a.softmax_scale, out=out)
+    kernel(a.q, a.kv_cache, a.block_table, a.seq_lens, softmax_scale=SCALE, out=out)
     return out
 
 
 class NoRemedy:
-    """Fresh, unwritten output memory for every call, as vLLM before 0.18.0 and from 0.20.0 on."""
+    """New, unwritten output memory for every call, as vLLM before 0.18.0 and from 0.20.0 on."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -255,8 +256,8 @@ class NoRemedy:
 class ZerosOncePerLayer:
     """One zeroed buffer a layer, allocated at the first call and grown when a batch is larger.
 
-    vLLM #37442 (0.18.0 to 0.19.1). Zero once is not zero always: rows keep what an earlier step put
-    there. ``free`` receives a buffer that growth replaced; a captured graph still writes to it.
+    vLLM #37442 (0.18.0 to 0.19.1). It is zeroed once only, so rows keep what an earlier step wrote.
+    ``free`` is called with a buffer that growth replaced; a captured graph still writes to it.
     """
 
     def __init__(self, kernel: Kernel, free: Callable[[torch.Tensor], object] = lambda _: None):
@@ -268,18 +269,18 @@ class ZerosOncePerLayer:
         return _call(self.kernel, a, self._buffer(a.layer, a.q)[: a.q.shape[0]])
 
     def _buffer(self, key: int, q: torch.Tensor) -> torch.Tensor:
-        held = self.buffers.get(key)
-        if held is None or held.shape[0] < q.shape[0] or held.dtype != q.dtype:
-            if held is not None:
-                self.free(held)
+        buffer = self.buffers.get(key)
+        if buffer is None or buffer.shape[0] < q.shape[0] or buffer.dtype != q.dtype:
+            if buffer is not None:
+                self.free(buffer)
             self.buffers[key] = torch.zeros(*q.shape[:-1], KV_LORA_RANK, dtype=q.dtype, device=q.device)
         return self.buffers[key]
 
 
 class OneSharedBuffer(ZerosOncePerLayer):
-    """The same buffer for all layers: less memory, the same stale rows, now of other layers too.
+    """One such buffer for all layers, so that a layer also finds the stale rows of other layers.
 
-    vLLM #37799 (closed).
+    It takes less memory. vLLM #37799 (closed).
     """
 
     def __call__(self, a: AttentionInputs) -> torch.Tensor:
@@ -308,18 +309,12 @@ class PadWithSeqLenOne(NoRemedy):
 
     def __call__(self, a: AttentionInputs) -> torch.Tensor:
         """(batch, q_len, heads, 512)."""
-        q_len = a.q.shape[1]
-        seq_lens = torch.where(a.seq_lens > 0, a.seq_lens, q_len)
-        table = a.block_table.clamp(min=0)
-        return _call(
-            self.kernel,
-            AttentionInputs(a.q, a.kv_cache, table, seq_lens, a.num_decodes, a.layer, a.softmax_scale),
-            a.new_out(),
-        )
+        seq_lens = torch.where(a.seq_lens > 0, a.seq_lens, a.q.shape[1])
+        return super().__call__(replace(a, block_table=a.block_table.clamp(min=0), seq_lens=seq_lens))
 
 
 class MaskedFill(NoRemedy):
-    """``masked_fill_`` of the empty rows after the launch: right, and reads and writes every row.
+    """``masked_fill_`` of the empty rows after the launch: correct, but it reads and writes every row.
 
     As TensorRT-LLM #15383 does for Helix context parallelism.
     """
@@ -328,13 +323,3 @@ class MaskedFill(NoRemedy):
         """(batch, q_len, heads, 512)."""
         out = super().__call__(a)
         return out.masked_fill_((a.seq_lens == 0)[:, None, None, None], 0.0)
-
-
-REMEDIES: dict[str, Callable[[Kernel], Callable[[AttentionInputs], torch.Tensor]]] = {
-    "none": NoRemedy,
-    "zeros_once_per_layer": ZerosOncePerLayer,
-    "one_shared_buffer": OneSharedBuffer,
-    "clears_nothing_q_len_above_1": ClearsNothing,
-    "pad_with_seq_len_1": PadWithSeqLenOne,
-    "masked_fill": MaskedFill,
-}

@@ -1,12 +1,10 @@
 """A miniature decode engine: MLA decode to logits, captured at a padded batch size.
 
-It is as small as the incidents allow. Weights are fixed and random, the KV cache is filled once,
-and nothing is sampled: what a live row's logits say, and whether padding changed them, is the
-question.
+It is as small as the incident allows. Weights are fixed and random, the KV cache is filled once, and
+nothing is sampled. The detectors look at the logits of live rows, and at whether padding changed them.
 
-Sources: capture sizes as vLLM's ``compilation.cudagraph_capture_sizes`` default; padding rows get
-``seq_lens = 0`` in FULL mode (vLLM 0.18.1 ``gpu_model_runner.py:1796``) and ``num_decodes`` counts
-them (``v1/attention/backends/utils.py``).
+Sources: in FULL mode padding rows get ``seq_lens = 0`` (vLLM 0.18.1 ``gpu_model_runner.py:1796``), and
+``num_decodes`` counts them (``v1/attention/backends/utils.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
 
 KV_LORA_RANK, ROPE_DIM = 512, 64
 LATENT = KV_LORA_RANK + ROPE_DIM
+# 1 / sqrt(head size of DeepSeek's MLA before absorption: 128 without rope, 64 with it).
+SCALE = (128 + ROPE_DIM) ** -0.5
 
 STAGES = ("attention", "quantise", "projection", "norm", "router", "experts")
 
@@ -57,11 +57,6 @@ class EngineConfig:
             return cls(**{**_ON_GPU, **changes})  # type: ignore[arg-type]
         return cls(**changes)  # type: ignore[arg-type]
 
-    @property
-    def softmax_scale(self) -> float:
-        """1 / sqrt(head dim of DeepSeek MLA before absorption: 128 nope + 64 rope)."""
-        return 1 / math.sqrt(128 + ROPE_DIM)
-
 
 _ON_GPU = {
     "batch": 128,
@@ -85,8 +80,7 @@ class AttentionInputs:
         block_table: (batch, max_pages) int32; -1 where a request has no page.
         seq_lens: (batch,) int32, 0 for padding rows.
         num_decodes: host integer, the *padded* batch in FULL graphs, as in vLLM.
-        layer: which layer asks, for remedies that keep something a layer.
-        softmax_scale: fp scalar.
+        layer: index of the layer, for remedies that keep a buffer a layer.
     """
 
     q: torch.Tensor
@@ -95,10 +89,9 @@ class AttentionInputs:
     seq_lens: torch.Tensor
     num_decodes: int
     layer: int
-    softmax_scale: float
 
     def new_out(self) -> torch.Tensor:
-        """(batch, q_len, heads, 512) memory for the output; nobody has written it."""
+        """Memory for the output (batch, q_len, heads, 512), not written by anybody."""
         return self.q.new_empty(*self.q.shape[:-1], KV_LORA_RANK)
 
 
@@ -113,10 +106,10 @@ class Variant:
 
     Attributes:
         name: short name.
-        attend: returns the attention output (batch, q_len, heads, 512) it wrote.
+        attend: writes and returns the attention output (batch, q_len, heads, 512).
         quantise: per-tensor fp8 quantiser of the attention output, or ``None`` for none.
-        judged_from: the first stage this variant answers for.
-        keeps_memory: whether ``attend`` writes into memory of its own that outlives the step.
+        judged_from: the detectors look at this stage and the later ones.
+        keeps_memory: whether ``attend`` writes into memory of its own that it keeps after the step.
     """
 
     name: str
@@ -128,7 +121,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's requests: how many are live and how long each is, in tokens."""
+    """One step: ``live`` requests of ``seq_len`` tokens each; by default, as many as the cache holds.
+
+    ``poisoned_row`` is a request whose KV cache holds NaN.
+    """
 
     live: int
     seq_len: int | None = None
@@ -153,7 +149,7 @@ class Engine:
     Args:
         variant: what plugs into the stages.
         config: sizes and device.
-        counters: optional :class:`staleproof.evidence.RowCounters` over :meth:`stage_names`,
+        counters: optional :class:`staleproof.evidence.RowCounters` over :meth:`stage_names`; they are
             captured with the step.
     """
 
@@ -192,7 +188,7 @@ class Engine:
         self.block_table = torch.empty(c.batch, self.max_pages, dtype=torch.int32, device=c.device)
         self.seq_lens = torch.empty(c.batch, dtype=torch.int32, device=c.device)
         self.live = torch.empty(rows, dtype=torch.bool, device=c.device)
-        # Static output tensors of each layer, by stage: what the detectors look at.
+        # The static output tensors of each layer, by stage, for the detectors.
         self.taps: list[dict[str, torch.Tensor]] = [{} for _ in range(c.layers)]
         self.logits = torch.empty(0)
         self._overlay: Fill | None = None
@@ -210,11 +206,12 @@ class Engine:
     def set_batch(self, batch: Batch) -> None:
         """Write one step's metadata into the static tensors, as a model runner does.
 
-        Padding rows get ``seq_lens`` 0 and block-table entries -1. ``poisoned_row`` puts NaN into
-        the KV cache of one live request (a request that is sick by itself); the next call heals it.
+        Padding rows get ``seq_lens`` 0 and block-table entries -1. The KV cache of the batch's
+        ``poisoned_row`` gets NaN; the next call puts back what it held.
 
         Raises:
-            ValueError: more live requests than the captured batch, or longer than the cache holds.
+            ValueError: more live requests than the captured batch, requests longer than the cache
+                holds, or a ``poisoned_row`` that is not live.
         """
         c = self.config
         seq_len = c.context if batch.seq_len is None else batch.seq_len
@@ -249,7 +246,7 @@ class Engine:
             self._counters.observe(name, x, self.live)
 
     def _step(self) -> None:
-        """One decode step. Captured once; only the operations survive, not this Python."""
+        """One decode step; captured once, and replayed without this Python."""
         if self._counters is not None:
             self._counters.begin()
         x = self.hidden
@@ -264,9 +261,7 @@ class Engine:
         c = self.config
         q = (x @ w.q).view(c.batch, c.q_len, c.heads, LATENT)
         attended = self.variant.attend(
-            AttentionInputs(
-                q, self.kv_cache[layer], self.block_table, self.seq_lens, c.batch, layer, c.softmax_scale
-            )
+            AttentionInputs(q, self.kv_cache[layer], self.block_table, self.seq_lens, c.batch, layer)
         )
         flat = attended.reshape(c.batch * c.q_len, c.heads * KV_LORA_RANK)
         if self._overlay is not None:
@@ -288,7 +283,8 @@ class Engine:
         router_logits = normed @ w.router
         self._observe(f"{layer}.router", router_logits)
         weights, ids = torch.topk(router_logits.float().softmax(-1), c.top_k)
-        # Every expert sees every row and a row keeps the experts it chose: rows never meet.
+        # Every expert computes every row, and each row then takes the experts it chose: no operation
+        # mixes rows, so that this stage carries no NaN from one row to another.
         up = F.silu(torch.matmul(normed, w.up))
         by_expert = torch.matmul(up, w.down).transpose(0, 1)
         chosen = by_expert.gather(1, ids[..., None].expand(-1, -1, c.hidden))
@@ -298,10 +294,10 @@ class Engine:
         return [flat, quantised, projected, normed, router_logits, out]
 
     def poison(self, write: Callable[[torch.Tensor], object]) -> None:
-        """Write into memory that belongs to no request: what its last tenant left there.
+        """Fill the memory that belongs to no request, as an earlier tenant would have.
 
-        That is the null block of every layer's KV cache, and, unless the variant keeps its output
-        memory from step to step, the attention output of every layer.
+        This is the null block of every layer's KV cache and the attention output of every layer. A
+        variant that keeps its output memory from step to step filled that memory itself.
         """
         for taps, kv_cache in zip(self.taps, self.kv_cache, strict=True):
             write(kv_cache[0])
@@ -309,7 +305,7 @@ class Engine:
                 write(taps["attention"])
 
     def forget_taps(self) -> None:
-        """Drop our own references to the stage outputs, which a serving engine does not hold."""
+        """Drop our references to the stage outputs: a serving engine has none, so it can free them."""
         self.taps = []
 
     def replay(self) -> torch.Tensor:
@@ -318,39 +314,38 @@ class Engine:
         return self.logits
 
     def outputs(self) -> list[torch.Tensor]:
-        """Static outputs of all stages the variant answers for, in order, logits last."""
-        # A consumer's fix takes the attention output as given: it is judged from its own stage on.
+        """Static outputs of the stages from ``variant.judged_from`` on, in order, logits last."""
+        # A fix in the consumer does not change the attention output, so it is not judged by it.
         kept = STAGES[STAGES.index(self.variant.judged_from) :]
         return [*(taps[stage] for taps in self.taps for stage in kept), self.logits]
 
     def run(self, fill: Fill | None) -> Sequence[torch.Tensor]:
         """The current step, for :func:`judge_rows` and :func:`pad_invariance`.
 
-        ``None`` replays as is. :data:`CLEAN` runs the same step with zeros in the padding rows of
-        every attention output, whatever the kernel left there. Another fill is put into that memory
-        *before* the replay: bytes of an earlier tenant, which a correct step never reads.
+        ``None`` replays the step. :data:`CLEAN` runs it with zeros in the padding rows of every
+        attention output, whatever the kernel left there. Another fill is written into that memory
+        *before* the replay: a correct step never reads those bytes of an earlier tenant.
         """
         if fill is None:
             self.replay()
             return self.outputs()
-        if fill is CLEAN:
-            return self._run_over_clean_padding()
         memory = [taps["attention"] for taps in self.taps]
         before = [x.clone() for x in memory]
-        for x in memory:
-            fill(x[self.live_rows :])
-        self.replay()
-        seen = [x.clone() for x in self.outputs()]
-        for x, old in zip(memory, before, strict=True):
-            x.copy_(old)
-        return seen
+        try:
+            if fill is CLEAN:
+                return self._outputs_over_zeros()
+            for x in memory:
+                fill(x[self.live_rows :])
+            self.replay()
+            return [x.clone() for x in self.outputs()]
+        finally:
+            for x, old in zip(memory, before, strict=True):
+                x.copy_(old)
 
-    def _run_over_clean_padding(self) -> list[torch.Tensor]:
-        # Eager, so that the overlay can be put between the kernel and its consumer; the counters
-        # and the static taps of the captured step are put back afterwards.
+    def _outputs_over_zeros(self) -> list[torch.Tensor]:
+        # Eager, so that the zeros can be written between the kernel and its consumer. Afterwards the
+        # counters and the static outputs of the captured step are put back.
         kept = [*self.taps], self.logits, self._counters
-        memory = [t["attention"] for t in self.taps]
-        before = [x.clone() for x in memory]
         self._counters, self._overlay = None, CLEAN
         try:
             self._step()
@@ -358,8 +353,6 @@ class Engine:
         finally:
             self._overlay = None
             self.taps, self.logits, self._counters = kept
-            for x, old in zip(memory, before, strict=True):
-                x.copy_(old)
 
     def verdict(self) -> Verdict:
         """Row verdict of the current step."""
@@ -368,3 +361,40 @@ class Engine:
     def invariant(self, trials: int = 4) -> bool:
         """Whether padding content leaves the live rows of the current step bit-identical."""
         return bool(pad_invariance(self.run, self.live_rows, trials))
+
+
+class Call(NamedTuple):
+    """The positional arguments of one ``mla_decode``."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def make_call(
+    device: str,
+    *,
+    rows: int,
+    live: int,
+    tokens: int,
+    q_len: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Call:
+    """A decode batch with ``live`` requests of ``tokens`` tokens among ``rows`` rows.
+
+    q is (rows, heads, 576) or, with ``q_len``, (rows, q_len, heads, 576); 128 heads on a GPU, 4 under
+    the interpreter. Pages hold 64 tokens. Each request's last entry of the block table is unused, and
+    names a page that belongs to nobody.
+    """
+    heads, page_size = 128 if device == "cuda" else 4, 64
+    generator = torch.Generator().manual_seed(1)
+    pages = -(-tokens // page_size)
+    shape = (rows, heads, LATENT) if q_len is None else (rows, q_len, heads, LATENT)
+    q = torch.randn(shape, generator=generator).to(device, dtype)
+    kv_cache = torch.randn(live * (pages + 1) + 1, page_size, LATENT, generator=generator)
+    table = torch.zeros(rows, pages + 1, dtype=torch.int32)
+    table[:live] = torch.arange(1, live * (pages + 1) + 1, dtype=torch.int32).view(live, pages + 1)
+    seq_lens = torch.zeros(rows, dtype=torch.int32)
+    seq_lens[:live] = tokens
+    return Call(q, kv_cache.to(device, dtype), table.to(device), seq_lens.to(device))

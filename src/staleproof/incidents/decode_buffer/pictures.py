@@ -1,0 +1,154 @@
+"""Figures for the notebook of incident 2: sizes from shapes, and the headroom of the reported server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from staleproof.evidence.ledger import Usage, size_text
+from staleproof.harness.findings import Finding
+from staleproof.incidents.decode_buffer.allocator import GIB
+from staleproof.incidents.decode_buffer.model import decode_out_bytes
+from staleproof.incidents.decode_buffer.setups import ATTENTION, MAX_NUM_SEQS, OFF, REPORT, Case, run_server
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Arithmetic(NamedTuple):
+    """One reading of the report: rows of a decode step, bytes a layer and over all layers."""
+
+    batch: int
+    layer_bytes: int
+    total_bytes: int
+    source: str
+
+
+def arithmetic() -> list[Arithmetic]:
+    """Both readings of "~256 MiB a layer, 15 GiB", from shapes."""
+    readings = {
+        REPORT.batch: "max_cudagraph_capture_size; the comment on vLLM #37442",
+        MAX_NUM_SEQS: "--max-num-seqs of the same command; the dispatcher keeps no larger size",
+    }
+    each = {batch: decode_out_bytes(batch, REPORT.heads, rank=REPORT.rank) for batch in readings}
+    return [Arithmetic(n, each[n], REPORT.layers * each[n], source) for n, source in readings.items()]
+
+
+class Headroom(NamedTuple):
+    """What takes the memory outside the KV cache if every layer keeps a decode buffer, in bytes.
+
+    Attributes:
+        layer: one layer's buffer.
+        buffers: of all layers.
+        fragments: of segments that hold a buffer, the part that no buffer uses.
+        graph: private pool of the captured step.
+        room: device memory that the KV cache leaves.
+        needed: workspace of a prefill.
+        verdict: whether the server dies or lives.
+    """
+
+    layer: int
+    buffers: int
+    fragments: int
+    graph: int
+    room: int
+    needed: int
+    verdict: str
+
+    @property
+    def left(self) -> int:
+        """Bytes left to serve with."""
+        return self.room - self.buffers - self.fragments - self.graph
+
+    def __str__(self) -> str:
+        return (
+            f"{size_text(self.layer)} x {self.buffers // self.layer} layers = "
+            f"{size_text(self.buffers)}, headroom {size_text(self.left)}, a prefill needs "
+            f"{size_text(self.needed)}: the server {self.verdict}"
+        )
+
+
+def headroom(batch: int = 2048, heads: int = 128, layers: int = 61, utilisation: float = 0.9) -> Headroom:
+    """The reported server with a buffer a layer and these sizes, always on simulated memory.
+
+    Raises:
+        ValueError: a size below 1, or a utilisation outside (0, 1] or too small for the weights.
+    """
+    config = replace(
+        REPORT,
+        batch=batch,
+        heads=heads,
+        layers=layers,
+        utilisation=utilisation,
+        tokens=max(batch, REPORT.tokens),
+    )
+    outcome = run_server(Case(OFF, config), "cpu")
+    planned, decoded = outcome.usages["kv_cache"], outcome.usages["warm_up"]
+    captured = outcome.usages.get("capture", decoded)
+    buffers = config.layers * config.decode_out_bytes
+    return Headroom(
+        layer=config.decode_out_bytes,
+        buffers=buffers,
+        fragments=outcome.taken_bytes() - buffers,
+        graph=_in_use(captured) - _in_use(decoded),
+        room=config.total_bytes - _in_use(planned),
+        needed=config.workspace_bytes,
+        verdict=outcome.verdict,
+    )
+
+
+def _in_use(usage: Usage) -> int:
+    return usage.used - usage.releasable
+
+
+def headroom_figure(cases: Mapping[str, Headroom]) -> Figure:
+    """One bar a case: what fills the memory that the KV cache leaves.
+
+    The headroom line shows how far a bar may reach if a prefill is to fit.
+    """
+    import seaborn
+    from matplotlib.figure import Figure
+
+    ink = "#808080"
+    fig = Figure(figsize=(8, 1.3 + 0.4 * len(cases)), facecolor="none", layout="constrained")
+    ax = fig.add_subplot(facecolor="none")
+    names = list(cases)
+    foot = [0.0] * len(names)
+    hatches = {"buffers": "", "fragments": "///", "graph": "..."}
+    colours = seaborn.color_palette("colorblind", len(hatches))
+    for colour, (part, hatch) in zip(colours, hatches.items(), strict=True):
+        widths = [getattr(case, part) / GIB for case in cases.values()]
+        ax.barh(names, widths, left=foot, color=colour, hatch=hatch, label=part, height=0.6)
+        foot = [a + b for a, b in zip(foot, widths, strict=True)]
+    for y, case in enumerate(cases.values()):
+        ends = (case.room - case.needed) / GIB
+        ax.plot([ends, ends], [y - 0.4, y + 0.4], color=ink, linewidth=3)
+    ax.plot([], [], color=ink, linewidth=3, label="headroom line")
+    ax.invert_yaxis()
+    ax.set_xlabel("GiB outside the KV cache", color=ink)
+    ax.tick_params(colors=ink, labelsize=8)
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(ink)
+    fig.legend(loc="outside upper left", ncols=4, fontsize=8, frameon=False, labelcolor=ink)
+    return fig
+
+
+def table(findings: Iterable[Finding]) -> str:
+    """The variants side by side; times only where a GPU took them."""
+    cells = {(f.variant, f.question): f for f in findings}
+    head = ("variant", "kept at the report's size", "profile", "overlap", "growth", "added time")
+    rows: list[tuple[str, ...]] = [head]
+    for name in ATTENTION:
+        kept = cells[name, "profile"].numbers["buffers"] * REPORT.decode_out_bytes
+        time_ = cells.get((name, "added_time"))
+        added = "-"
+        if time_ is not None and time_.ran:
+            added = f"{time_.numbers['added_us']:+.1f} us"
+        verdicts = [cells[name, q].verdict for q in ("profile", "overlap", "growth")]
+        rows.append((name, size_text(round(kept)), *verdicts, added))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

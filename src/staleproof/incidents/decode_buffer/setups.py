@@ -1,0 +1,202 @@
+"""The variants of incident 2: a decode buffer in a server, and what must come out of each question."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from staleproof import device as devices
+from staleproof.evidence.ledger import AllocationLedger
+from staleproof.harness import children
+from staleproof.harness.findings import LIVES
+from staleproof.incidents.decode_buffer import broken
+from staleproof.incidents.decode_buffer.allocator import CudaMemory, Memory, SimulatedMemory
+from staleproof.incidents.decode_buffer.model import Attention, Experts, Part, ServerConfig
+from staleproof.incidents.decode_buffer.scene import DIES, Outcome, Server
+from staleproof.ops.clear_empty_rows import clear_empty_rows
+from staleproof.ops.decode_workspace import DecodeWorkspace
+
+SERVERS_TIMEOUT_S = 300
+
+REPORT = ServerConfig()
+# A thirty-second of everything. At this size blocks are rounded differently and leave fewer fragments,
+# so the engine leaves a little less than the report's tenth outside its plan.
+SMALL = replace(REPORT.scaled(32), utilisation=0.92)
+# The report's command limits a decode step to this; 256 MiB a layer needs its capture size, 2048.
+MAX_NUM_SEQS = 1024
+
+SEEN, UNSEEN, NOTHING = "seen", "unseen", "nothing kept"
+MIXED, SEPARATE = "mixed", "separate"
+WRONG_SHAPE, RIGHT_SHAPE = "wrong shape", "right shape"
+FREED, REFUSED, SAFE = "writes freed memory", "refused", "safe"
+CLEARED, STALE = "cleared", "stale"
+
+
+class KeyedWorkspace(Attention):
+    """Our :class:`DecodeWorkspace`, asked for the largest batch before the profile run."""
+
+    def __init__(self, config: ServerConfig, device: str, workspace: DecodeWorkspace) -> None:
+        super().__init__(config, device)
+        self.workspace = workspace
+        shape = (config.batch, config.heads, config.rank)
+        workspace.get(shape, config.dtype, device, micro_batch=0)
+
+    def output(self, q: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """(batch, heads, rank) of the workspace."""
+        return self.workspace.get(q.shape, q.dtype, q.device, micro_batch=micro_batch)
+
+
+class ClearedRows(Attention):
+    """No buffer at all: new memory, and :func:`clear_empty_rows` after the kernel."""
+
+    def decode(self, q: torch.Tensor, seq_lens: torch.Tensor, micro_batch: int = 0) -> torch.Tensor:
+        """The output (batch, heads, rank) of one decode launch, empty rows 0."""
+        out = super().decode(q, seq_lens, micro_batch)
+        # No kernel runs on a meta tensor, and this one allocates nothing.
+        if not out.is_meta:
+            clear_empty_rows(out, seq_lens)
+        return out
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The parts of one server process; ``ready`` is called between warm-up and capture."""
+
+    attention: Part = Attention
+    experts: Part = Experts
+    ready: Callable[[], object] = lambda: None
+
+
+def _keyed() -> Wiring:
+    workspace = DecodeWorkspace()
+    return Wiring(partial(KeyedWorkspace, workspace=workspace), ready=workspace.lock)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One row of the verdict matrix: a buffer, and what must come out.
+
+    Attributes:
+        wire: makes the parts of a new process.
+        server: whether the server dies; the ledger must say so beforehand.
+        profile: whether the profile run counted the memory that is kept.
+        overlap: whether the outputs of two micro-batches in flight mix.
+        other_model: the shape that a model of other heads and rank gets.
+        growth: what happens at a batch larger than the captured one.
+        empty_rows: what an empty row of the output holds after a step.
+        fix: whether it is one of ours, verified off / on / off.
+    """
+
+    wire: Callable[[], Wiring]
+    server: str
+    profile: str
+    overlap: str | None = None
+    other_model: str | None = None
+    growth: str | None = None
+    empty_rows: str | None = None
+    fix: bool = False
+
+    @contextlib.contextmanager
+    def process(self) -> Iterator[Wiring]:
+        """The parts of a new process, whose module-level memory is dropped at its end."""
+        try:
+            yield self.wire()
+        finally:
+            broken.forget_singleton()
+
+
+SETUPS: dict[str, Setup] = {
+    "no_buffer": Setup(Wiring, LIVES, NOTHING, SEPARATE, RIGHT_SHAPE, SAFE, STALE),
+    "zeros_per_layer": Setup(
+        partial(Wiring, broken.ZerosPerLayer), DIES, UNSEEN, MIXED, RIGHT_SHAPE, FREED, STALE
+    ),
+    "zeros_before_profile": Setup(
+        partial(Wiring, broken.ZerosBeforeProfile), LIVES, SEEN, MIXED, RIGHT_SHAPE, FREED, STALE
+    ),
+    "module_singleton": Setup(
+        partial(Wiring, broken.ModuleSingleton), LIVES, UNSEEN, MIXED, WRONG_SHAPE, FREED, STALE
+    ),
+    "decode_workspace": Setup(_keyed, LIVES, SEEN, SEPARATE, RIGHT_SHAPE, REFUSED, STALE, fix=True),
+    "clear_empty_rows": Setup(
+        partial(Wiring, ClearedRows), LIVES, NOTHING, SEPARATE, RIGHT_SHAPE, SAFE, CLEARED, fix=True
+    ),
+    "lazy_moe_workspace": Setup(partial(Wiring, Attention, broken.LazyMoeWorkspace), DIES, UNSEEN),
+}
+OFF = "zeros_per_layer"
+# The variants that change the attention; the others can be asked about the whole server only.
+ATTENTION = [name for name, setup in SETUPS.items() if setup.overlap is not None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One server to start.
+
+    Attributes:
+        variant: a key of :data:`SETUPS`.
+        config: its sizes; ``None`` for the report's, on the whole device.
+        changes: fields of the sizes to change.
+        watched: whether an :class:`AllocationLedger` watches the start.
+    """
+
+    variant: str
+    config: ServerConfig | None = SMALL
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    watched: bool = False
+
+
+def true_size_config(total_bytes: int) -> ServerConfig:
+    """The report's server on a device of another size, with as many bytes outside its plan.
+
+    Raises:
+        ValueError: too small a device for it.
+    """
+    outside = REPORT.total_bytes - int(REPORT.utilisation * REPORT.total_bytes)
+    share = 1 - outside / total_bytes
+    weights = int(share * total_bytes) // 2
+    return replace(REPORT, total_bytes=total_bytes, utilisation=share, weight_bytes=weights)
+
+
+def run_server(case: Case, device: str) -> Outcome:
+    """Start one server in this process and let it serve: on real memory on CUDA, else simulated."""
+    memory: Memory
+    if device == "cuda":
+        memory = CudaMemory(None if case.config is None else case.config.total_bytes)
+        config = case.config or true_size_config(memory.total_bytes)
+    else:
+        config = case.config or REPORT
+        memory = SimulatedMemory(config.total_bytes)
+    with SETUPS[case.variant].process() as wiring:
+        server = Server(
+            replace(config, **case.changes), memory, wiring.attention, wiring.experts, wiring.ready
+        )
+        ledger = None
+        if case.watched:
+            ledger = AllocationLedger(server.model, budget_bytes=memory.total_bytes, usage=memory.usage)
+        return server.start(ledger)
+
+
+def _run_on_cuda(cases: Sequence[Case]) -> list[Outcome]:
+    devices.select("cuda")
+    outcomes = []
+    for case in cases:
+        outcomes.append(run_server(case, "cuda"))
+        gc.collect()
+        torch.cuda.empty_cache()
+    return outcomes
+
+
+def run_servers(cases: Sequence[Case], device: str) -> list[Outcome]:
+    """Start one server after another: on CUDA in a process of their own, elsewhere simulated here.
+
+    Raises:
+        ChildError: the process ended without an answer.
+    """
+    if device != "cuda":
+        return [run_server(case, device) for case in cases]
+    return children.call(_run_on_cuda, cases, timeout_s=SERVERS_TIMEOUT_S).answer()

@@ -1,0 +1,134 @@
+"""The simulated device counts bytes as torch's caching allocator does."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from staleproof.incidents.decode_buffer.allocator import (
+    GIB,
+    MIB,
+    SimulatedAllocator,
+    SimulatedMemory,
+    oom_fields,
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        # What is left over is at most 1 MiB, and so it is not split off.
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (11 * MIB + 1, 12 * MIB, 12 * MIB),
+        (256 * MIB, 256 * MIB, 256 * MIB),
+    ],
+)
+def test_requests_are_rounded_as_torch_rounds_them(asked, allocated, reserved):
+    device = SimulatedAllocator(GIB)
+    block = device.malloc(asked)
+    assert (device.allocated, device.reserved) == (allocated, reserved)
+    device.free(block)
+    assert (device.allocated, device.reserved) == (0, reserved)
+    device.empty_cache()
+    assert device.reserved == 0
+
+
+def test_freed_neighbours_join_and_the_best_fit_is_taken():
+    device = SimulatedAllocator(GIB)
+    blocks = [device.malloc(4 * MIB) for _ in range(5)]
+    assert device.reserved == 20 * MIB
+    for block in (blocks[1], blocks[3], blocks[2]):
+        device.free(block)
+    # Three joined neighbours hold what none of them alone could.
+    whole = device.malloc(12 * MIB)
+    assert (whole.segment, device.reserved) == (blocks[0].segment, 20 * MIB)
+    device.free(whole)
+    device.free(blocks[0])
+    device.malloc(30 * MIB)
+    assert device.malloc(2 * MIB).segment is blocks[4].segment
+
+
+def test_segments_go_back_before_a_request_fails_and_private_pools_stay():
+    device = SimulatedAllocator(100 * MIB)
+    device.free(device.malloc(60 * MIB))
+    assert device.usage().releasable == 60 * MIB
+    kept = device.malloc(90 * MIB)
+    assert device.reserved == 90 * MIB
+    device.free(kept)
+    device.empty_cache()
+    device.free(device.malloc(60 * MIB, pool=1))
+    assert device.usage() == (60 * MIB, 60 * MIB, 0, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        device.malloc(50 * MIB)
+
+
+def test_a_pinned_fragment_keeps_its_segment():
+    device = SimulatedAllocator(100 * MIB)
+    large = device.malloc(40 * MIB)
+    device.free(large)
+    device.malloc(16 * MIB)
+    assert device.reserved == 40 * MIB
+    device.empty_cache()
+    assert (device.reserved, device.usage().releasable) == (40 * MIB, 0)
+
+
+def test_the_error_says_what_torchs_error_says():
+    device = SimulatedAllocator(8 * GIB, outside=GIB)
+    device.malloc(5 * GIB)
+    device.malloc(3 * MIB)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        device.malloc(3 * GIB)
+    assert oom_fields(str(caught.value)) == {
+        "tried": "3.00 GiB",
+        "total": "8.00 GiB",
+        "free": "1.98 GiB",
+        "in_use": "6.02 GiB",
+        "allocated": "5.00 GiB",
+        "unallocated": "17.00 MiB",
+    }
+
+
+@pytest.mark.gpu
+def test_the_allocator_counts_as_torchs_own_does():
+    # In a process of its own: segments that other tests hold would be shared.
+    walk = f"import runpy; runpy.run_path({__file__!r})['walk_both_allocators']('cuda')"
+    done = subprocess.run([sys.executable, "-c", walk], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def walk_both_allocators(device):
+    sizes = [512, 3000, MIB, MIB + 1, 5 * MIB, 10 * MIB, 33 * MIB, 70 * MIB]
+    assert torch.cuda.memory_reserved() == 0
+    ours, held, draw = SimulatedAllocator(8 * GIB), [], random.Random(0)
+    for step in range(400):
+        if held and draw.random() < 0.45:
+            tensor, block = held.pop(draw.randrange(len(held)))
+            del tensor
+            ours.free(block)
+        else:
+            size = draw.choice(sizes) - draw.randrange(200)
+            tensor = torch.empty(size, dtype=torch.uint8, device=device)
+            held.append((tensor, ours.malloc(size)))
+            del tensor
+        assert ours.allocated == torch.cuda.memory_allocated(), step
+        assert ours.reserved == torch.cuda.memory_reserved(), step
+
+
+def test_dead_storages_give_their_blocks_back():
+    simulated = SimulatedMemory(GIB)
+    with simulated:
+        x = torch.empty(3, MIB, device="meta", dtype=torch.uint8)
+        view = x[1]
+        del x
+        assert simulated.usage().allocated == 3 * MIB
+        del view
+    assert simulated.usage().allocated == 0

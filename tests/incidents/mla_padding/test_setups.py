@@ -1,0 +1,34 @@
+"""The variants in the engine: what is served, and what switching a fix off means."""
+
+from __future__ import annotations
+
+import pytest
+
+from staleproof.evidence import Verdict, row_states
+from staleproof.incidents.mla_padding import broken
+from staleproof.incidents.mla_padding.setups import SETUPS, Served
+from staleproof.ops.mla_decode import mla_decode
+
+
+def test_the_sick_requests_own_step_is_left_out_of_the_worst():
+    steps = (Verdict.CLEAN, Verdict.PAD_ONLY, Verdict.CLEAN, Verdict.LIVE_BORN, Verdict.CLEAN)
+    assert Served(steps, invariant=True).verdict == Verdict.PAD_ONLY
+    assert Served((*steps[:4], Verdict.LEAKED), invariant=True).verdict == Verdict.LEAKED
+
+
+@pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if setup.fix])
+def test_without_its_fix_a_setup_is_faulty_and_of_the_same_sizes(name):
+    setup, off = SETUPS[name], SETUPS[name].without_fix
+    assert (off.remedy, off.quantise) == (broken.NoRemedy, None)
+    assert off.kernel is not mla_decode
+    assert off.kernel in (setup.kernel, broken.empty_row_not_written)
+    assert (off.layers, off.q_len) == (setup.layers, setup.q_len)
+
+
+def test_a_new_engine_holds_canaries_where_nobody_wrote(device):
+    engine = SETUPS["empty_row_not_written"].engine("torch.max", device, batch=4)
+    assert set(row_states(engine.taps[0]["attention"])) == {"unwritten"}
+    assert set(row_states(engine.kv_cache[0][:1])) == {"unwritten"}
+    # The zeros of this variant are its own memory, and stay.
+    kept = SETUPS["zeros_once_per_layer"].engine("torch.max", device, batch=4)
+    assert "unwritten" not in row_states(kept.taps[0]["attention"])
