@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from staleproof.harness.children import ChildError
+from staleproof.harness import children
 from staleproof.incidents.decode_buffer import broken
 from staleproof.incidents.decode_buffer.allocator import GIB, oom_fields
 from staleproof.incidents.decode_buffer.scene import LIVES
@@ -58,7 +58,13 @@ def test_a_process_leaves_no_module_level_memory():
     assert broken._shared_out == {}
 
 
+def test_cases_and_outcomes_travel_between_processes():
+    cases = [Case("no_buffer", changes={"layers": 2}, watched=True)]
+    (outcome,) = children.call(run_servers, cases, "cpu", timeout_s=120).answer()
+    assert outcome == run_servers(cases, "cpu")[0]
+
+
 @pytest.mark.gpu
 def test_a_process_without_an_answer_is_an_error(device):
-    with pytest.raises(ChildError, match="ended with 1 and said: KeyError: 'no such variant'"):
+    with pytest.raises(children.ChildError, match="ended with 1 and said: KeyError: 'no such variant'"):
         run_servers([Case("no such variant")], device)

@@ -138,7 +138,7 @@ class Served:
     """What a sequence of served steps showed.
 
     Attributes:
-        steps: one verdict a step; the sick request's step is ``live_born`` with every setup.
+        steps: one verdict a step; no setup can heal the sick request's own.
         invariant: whether padding content left the live rows of the third step bit-identical.
     """
 
