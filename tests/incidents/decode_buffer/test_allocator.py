@@ -25,9 +25,10 @@ from staleproof.incidents.decode_buffer.allocator import (
         (513, 1024, 2 * MIB),
         (MIB, MIB, 2 * MIB),
         (MIB + 1, MIB + 512, 20 * MIB),
-        # What is left over is at most 1 MiB, and so it is not split off.
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB, 10 * MIB, 10 * MIB),
+        # What is left over is at most 1 MiB, and so it is not split off.
+        (11 * MIB, 12 * MIB, 12 * MIB),
         (11 * MIB + 1, 12 * MIB, 12 * MIB),
         (256 * MIB, 256 * MIB, 256 * MIB),
     ],
