@@ -17,12 +17,11 @@ from staleproof import device
 
 device.select()
 
-from staleproof.incidents.mla_padding.setups import ClearEmptyRows, quantise_live_rows
-
 from staleproof.evidence import RowCounters
 from staleproof.harness import measure
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.scene import Batch, Engine, EngineConfig, Variant
+from staleproof.incidents.mla_padding.setups import ClearEmptyRows, quantise_live_rows
 from staleproof.ops.mla_decode import mla_decode
 
 BATCH = 128

@@ -69,7 +69,6 @@ def put_questions(incident: str, device_name: str, progress: Callable[[str], Non
     if not device.has_triton():
         yield not_run(incident, "all questions", "all variants", device.TRITON_MISSING)
         return
-    module = importlib.import_module(f"staleproof.incidents.{incident}.questions")
-    run = module.QUESTIONS.run if hasattr(module, "QUESTIONS") else module.run
-    with contextlib.closing(run(device_name, progress)) as answers:
+    questions = importlib.import_module(f"staleproof.incidents.{incident}.questions").QUESTIONS
+    with contextlib.closing(questions.run(device_name, progress)) as answers:
         yield from map(proved, answers)

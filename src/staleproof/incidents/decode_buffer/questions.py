@@ -365,5 +365,3 @@ QUESTIONS = Questions(
     Question("added_time", _BUFFERS, added_time, unavailable=_untimed),
     Question("ledger_cost", ("AllocationLedger",), ledger_cost, unavailable=_untimed),
 )
-# The registry calls it.
-run = QUESTIONS.run

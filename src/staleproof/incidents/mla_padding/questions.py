@@ -342,5 +342,3 @@ QUESTIONS = Questions(
     ),
     *(off_on_off(name) for name, setup in SETUPS.items() if setup.fix),
 )
-# The registry calls it.
-run = QUESTIONS.run
