@@ -116,7 +116,8 @@ def vllm_root() -> Path:
     init = vllm_file("__init__.py")
     if init is None or not all(vllm_file(file_of(name)) for name in FILES):
         raise UnavailableError("no importable vllm folder with its MLA, zeroer and ops")
-    load(init.parent, *FILES)
+    # Not the ops: loading them registers operators, which a process can do once.
+    load(init.parent, *(name for name in FILES if name != OPS))
     return init.parent
 
 
