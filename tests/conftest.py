@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from staleproof import device
@@ -17,12 +13,6 @@ DEVICE = device.select()
 def device_fixture() -> str:
     """Where kernels run: ``cuda``, or ``cpu`` through Triton's interpreter."""
     return DEVICE
-
-
-@pytest.fixture(name="asked", scope="session")
-def asked_fixture() -> Callable[..., list[Any]]:
-    """Asks a question that takes long only once per process, and returns its findings."""
-    return functools.cache(lambda question: list(question(DEVICE)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
