@@ -246,8 +246,8 @@ def test_wide_tiles_at_deepseek_shape(
         spare_pages=800,
     )
     capacity = batch.block_table.shape[1] * page_size
-    assert kernels._plan(batch.q, q_len * heads, capacity)[0] == 64
     if torch.cuda.get_device_capability() == (9, 0):
+        assert kernels._plan(batch.q, q_len * heads, capacity)[0] == 64
         assert kernels._fits_sm90(batch.q, batch.kv_cache, 512, q_len)
     want_out, want_lse = mla_decode(**batch.args(), num_kv_splits=splits, k_scale=0.5)
     assert_close(batch, want_out, want_lse, k_scale=0.5)

@@ -21,6 +21,14 @@ def capability(index: int) -> tuple[int, int]:
 
 
 @cache
+def shared_memory(index: int) -> int:
+    """Bytes of shared memory that a block may have on CUDA device ``index``, by opt-in."""
+    import triton
+
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+@cache
 def cudart() -> ctypes.CDLL:
     """The CUDA runtime library of this process, for calls that torch does not wrap."""
     # torch has loaded one already. Its soname finds that one, where a path could load a second copy.

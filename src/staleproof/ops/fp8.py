@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from staleproof import check, device
-from staleproof.ops.cuda_runtime import processor_count
+from staleproof.ops.cuda_runtime import capability, processor_count
 from staleproof.ops.e4m3 import encode_e4m3
 from staleproof.ops.operators import operator, require_values
 
@@ -57,7 +57,7 @@ def _amax_kernel(
 def _quantize_kernel(
     x, live_rows, live_count, partial, programs, x_fp8, scale, rows, hidden, row_stride,
     smallest_scale,
-    LIVE: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr, INTERPRET: tl.constexpr,
+    LIVE: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr, BY_BITS: tl.constexpr,
 ):  # fmt: skip
     if LIVE == "tensor":
         live_count = tl.minimum(tl.load(live_rows), rows)
@@ -80,8 +80,7 @@ def _quantize_kernel(
             # Comparisons, because clamp may replace a NaN: here a NaN stays a NaN.
             scaled = tl.where(scaled > 448.0, 448.0, scaled)
             scaled = tl.where(scaled < -448.0, -448.0, scaled)
-            if INTERPRET:
-                # The interpreter's cast drops the carry into the exponent, and NaN.
+            if BY_BITS:
                 bits = scaled.to(tl.int32, bitcast=True)
                 magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
                 codes = (encode_e4m3(magnitude) | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -90,6 +89,15 @@ def _quantize_kernel(
             tl.store(target, codes, mask=column < hidden)
         else:
             tl.store(target, tl.zeros([BLOCK], tl.uint8), mask=column < hidden)
+
+
+def _by_bits(x: torch.Tensor) -> bool:
+    """Whether FP8 codes are made from the bits of float32, without a cast.
+
+    GPUs before compute capability 8.9 have no cast to e4m3. The interpreter's drops the carry into
+    the exponent, and NaN.
+    """
+    return INTERPRET or capability(x.device.index) < (8, 9)
 
 
 @operator(
@@ -133,7 +141,7 @@ def _launch(
         LIVE=kind,
         BLOCK=block,
         PARTIALS=triton.next_power_of_2(programs),
-        INTERPRET=INTERPRET,
+        BY_BITS=_by_bits(x),
         num_warps=8,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from staleproof import check, device
-from staleproof.ops.cuda_runtime import capability, processor_count
+from staleproof.ops.cuda_runtime import capability, processor_count, shared_memory
 from staleproof.ops.merge_splits import merge_splits_kernel
 from staleproof.ops.operators import operator, require_values
 
@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 
 INTERPRET = device.interpreting()
+# What the tile of 32 rows and 32 keys takes on GPUs other than Hopper, for DeepSeek's shape.
+WIDE_SHARED_BYTES = 102_400
 
 
 @triton.jit
@@ -173,27 +175,27 @@ def _mla_decode_kernel(
     tl.store(lse + slot, log_sum, mask=is_row)
 
 
-def _plan(q: torch.Tensor, rows: int, capacity: int) -> tuple[int, int, int, dict[str, int]]:
-    """(rows and keys of a program, splits, launch options), from shapes alone.
+def _plan(q: torch.Tensor, rows: int, capacity: int) -> tuple[int, int, int, int]:
+    """(rows and keys of a program, splits, warps), from shapes alone.
 
     The lengths are on the device and are not read back, so every request counts as ``capacity``
-    tokens. Tile sizes as measured on an H200: wide tiles read the cache less often, narrow tiles
-    spread a small batch over more processors.
+    tokens. Wide tiles read the cache less often, narrow tiles spread a small batch over more
+    processors. For Hopper, tile sizes as measured on an H200. For other GPUs, the largest that fit
+    into shared memory and spill no registers, as compiled (``make architectures``).
     """
-    if q.element_size() == 4:
-        block_m, block_n, options = 16, 16, {"num_warps": 4, "num_stages": 2}
-    else:
-        block_m, block_n, options = 16, 64, {"num_warps": 4, "num_stages": 2}
+    measured = not q.is_cuda or capability(q.device.index) == (9, 0)
+    warps = 4 if measured or q.element_size() == 4 else 8
+    block_m, block_n = 16, 16 if q.element_size() == 4 else 64 if measured else 32
     processors = processor_count(q.device.index) if q.is_cuda else 1
     batch, blocks = q.shape[0], triton.cdiv(capacity, block_n)
     narrow = batch * triton.cdiv(rows, block_m)
     if q.element_size() == 2 and narrow * blocks > 8 * processors:
-        if rows > 32:
-            block_m, options = 64, {"num_warps": 8, "num_stages": 2}
-        elif rows > 16:
+        if measured and rows > 32:
+            block_m, warps = 64, 8
+        elif rows > 16 and (measured or shared_memory(q.device.index) >= WIDE_SHARED_BYTES):
             block_m = 32
     programs = batch * triton.cdiv(rows, block_m)
-    return block_m, block_n, max(1, min(processors // programs, blocks)), options
+    return block_m, block_n, max(1, min(processors // programs, blocks)), warps
 
 
 def _fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -> bool:
@@ -231,7 +233,7 @@ def _launch(
     rows = q_len * heads
     page_size = kv_cache.shape[1]
     capacity = block_table.shape[1] * page_size
-    block_m, block_n, splits, options = _plan(q, rows, capacity)
+    block_m, block_n, splits, warps = _plan(q, rows, capacity)
     splits = num_kv_splits or splits
     parts, part_lse = out, lse
     if splits > 1:
@@ -257,10 +259,12 @@ def _launch(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             INTERPRET=INTERPRET,
-            **options,
+            num_warps=warps,
+            num_stages=2,
         )
     if splits > 1:
-        block = min(128, rank)
+        # With 256 splits a block of 128 columns would not fit into the registers.
+        block = min(128 if splits <= 128 else 64, rank)
         merge_splits_kernel[(batch * rows, rank // block)](
             parts,
             part_lse,

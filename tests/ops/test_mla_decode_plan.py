@@ -1,0 +1,63 @@
+"""The tiles that mla_decode chooses on each GPU, from shapes alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from staleproof.ops import mla_decode as kernels
+
+# Capability -> (processors, bytes of shared memory of a block).
+GPUS = {
+    (8, 0): (108, 163 * 1024),
+    (8, 6): (84, 99 * 1024),
+    (9, 0): (132, 227 * 1024),
+    (10, 0): (148, 227 * 1024),
+    (12, 0): (188, 99 * 1024),
+}
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    def choose(gpu, batch, heads, size=2, capacity=4096):
+        processors, shared = GPUS[gpu]
+        for name, value in (("capability", gpu), ("processor_count", processors), ("shared_memory", shared)):
+            monkeypatch.setattr(kernels, name, lambda index, value=value: value)
+        q = SimpleNamespace(
+            is_cuda=True,
+            element_size=lambda: size,
+            device=SimpleNamespace(index=0),
+            shape=(batch, heads, 576),
+        )
+        return kernels._plan(q, heads, capacity)
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "size", "expected"),
+    [
+        (256, 128, 2, (64, 64, 1, 8)),
+        (256, 32, 2, (32, 64, 1, 4)),
+        (256, 16, 2, (16, 64, 1, 4)),
+        (1, 128, 2, (16, 64, 16, 4)),
+        (1, 16, 2, (16, 64, 64, 4)),
+        (256, 128, 4, (16, 16, 1, 4)),
+    ],
+)
+def test_hopper_keeps_the_tiles_that_were_measured(plan, batch, heads, size, expected):
+    assert plan((9, 0), batch, heads, size) == expected
+
+
+@pytest.mark.parametrize(("gpu", "rows"), [((8, 0), 32), ((8, 6), 16), ((10, 0), 32), ((12, 0), 16)])
+def test_a_large_batch_gets_the_widest_tile_that_fits_into_shared_memory(plan, gpu, rows):
+    assert plan(gpu, 256, 128)[:2] == (rows, 32)
+    assert plan(gpu, 256, 16)[:2] == (16, 32)
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu != (9, 0)])
+def test_a_small_batch_is_split_over_the_processors(plan, gpu):
+    block_m, block_n, splits, warps = plan(gpu, 1, 128, capacity=2048)
+    assert (block_m, block_n, warps) == (16, 32, 8)
+    assert splits == GPUS[gpu][0] // 8
