@@ -22,10 +22,10 @@ MACHINE_TORCH := import sys, torch; \
   torch.version.cuda and print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")
 
 .DEFAULT_GOAL := help
-.PHONY: help workbook test versions lab notebooks format clean
+.PHONY: help workbook test versions architectures lab notebooks format clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 workbook: $(READY) ## run every incident and notebook, print the verdicts, write the report
 	$(BIN)/staleproof report --execute
@@ -55,6 +55,9 @@ torch-%:
 	@echo "torch $*: pip install . changed none of $$(wc -l < .venv-versions/$*/before) installed packages"
 	.venv-versions/$*/bin/python -m pip install -q -e ".[workbook,test]"
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 .venv-versions/$*/bin/python -m pytest -q -n $(JOBS)
+
+architectures: $(READY) ## compile every kernel for the GPUs that are not here (a minute and a half, or ten without a cache)
+	$(BIN)/python -m staleproof.harness.architectures
 
 lab: $(READY) ## open JupyterLab on the notebooks
 	$(BIN)/staleproof lab

@@ -172,8 +172,8 @@ def report(
             Execution(copy if copy.exists() else path, None)
             for copy, path in zip(copies, sources, strict=True)
         ]
-    patched = html.read_patched(recorded.checkout() / "workbook/patches.json")
-    write_lines(page, html.page(findings, runs, executions, patched).splitlines())
+    kept_files = (recorded.checkout() / f"workbook/{name}.json" for name in ("patches", "architectures"))
+    write_lines(page, html.page(findings, runs, executions, *map(html.read_kept, kept_files)).splitlines())
     if execute:
         terminal.print_verdicts(findings, runs)
     typer.echo(f"report: {page}")

@@ -24,6 +24,16 @@ def say_nothing() -> None:
     pass
 
 
+def compile_without_ptxas_blackwell() -> list[object]:
+    from triton import knobs
+
+    from staleproof.harness.architectures import compile_here
+
+    find = knobs.NvidiaTool.from_path
+    knobs.NvidiaTool.from_path = staticmethod(lambda path: None if "blackwell" in path else find(path))
+    return compile_here([100], ["distinct_experts, top 8, int64"])
+
+
 def tell_and_crash() -> None:
     tell("first")
     tell({"second": 2})

@@ -177,3 +177,15 @@ def test_report_execute_exits_1_where_a_notebook_stops_and_still_writes(root, ca
     assert "went well" in page
     assert "This notebook stopped" in page
     assert str(root / "workbook/_build/index.html") in captured.out
+
+
+def test_the_page_shows_what_was_compiled_for_other_gpus():
+    row = {"capability": 120, "kernel": "k<1>", "specialisations": 2, "warps": 8, "registers": 255}
+    row |= {"spilled": 0, "shared": 213_544, "limit": 101_376, "accepted": []}
+    kept = {"date": "2026-11-21", "versions": {"triton": "3.9.0"}, "rows": [row | {"problems": ["too much"]}]}
+    page = html.page([], [], [], compiled=kept)
+    assert "<th scope='row' class='bad'>sm_120</th>" in page
+    assert "k&lt;1&gt;" in page
+    assert "too much" in page
+    assert "triton 3.9.0" in page
+    assert "id='compiled'" not in html.page([], [], [])

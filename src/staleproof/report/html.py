@@ -45,6 +45,10 @@ nav ul { list-style: none; padding-left: 1rem; }
 # Kinds of output, best first. Widgets and scripts cannot run in the page: their text or picture is shown.
 SHOWN = ["text/html", "image/svg+xml", "image/png", "image/jpeg", "text/markdown", "text/plain"]
 ALT = "picture; the verdict printed beside it says what it shows"
+COMPILED_COLUMNS = (
+    *("kernel", "specialisations", "warps", "registers", "spilled", "shared", "limit"),
+    *("problems", "accepted"),
+)
 MEASURED_COLUMNS = ("kernel", "provider", "mode", "x_name", "x_value", "p50", "p20", "p80", "unit")
 
 
@@ -57,6 +61,7 @@ def page(
     runs: Sequence[Run],
     notebooks: Sequence[Execution],
     patched: Patched | None = None,
+    compiled: Mapping[str, Any] | None = None,
 ) -> str:
     """The whole report.
 
@@ -65,6 +70,7 @@ def page(
         runs: recorded runs to show beside them.
         notebooks: executed copies, in reading order.
         patched: what tests on real releases of vLLM found (``workbook/patches.json``).
+        compiled: what the compiler says for other GPUs (``workbook/architectures.json``).
     """
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     contents = [_entry("verdicts", "Verdicts"), _entry("recorded", "Recorded runs")]
@@ -72,6 +78,9 @@ def page(
     if patched:
         contents.append(_entry("patched", "vLLM, patched"))
         chapters.append(_patched(patched))
+    if compiled:
+        contents.append(_entry("compiled", "Compiled for other GPUs"))
+        chapters.append(_compiled(compiled))
     for execution in notebooks:
         body, entry = _chapter(execution)
         chapters.append(body)
@@ -129,8 +138,8 @@ def _recorded(runs: Sequence[Run], findings: Sequence[Finding]) -> str:
     return "\n".join(parts)
 
 
-def read_patched(path: Path) -> Patched | None:
-    """What tests on real releases of vLLM found; ``None`` if they were never run."""
+def read_kept(path: Path) -> dict[str, Any] | None:
+    """What ``make`` keeps in a JSON file of the workbook; ``None`` if it was never run."""
     return dict(json.loads(path.read_text())) if path.exists() else None
 
 
@@ -155,6 +164,27 @@ def _patched(releases: Patched) -> str:
         "compiled ones.</p>"
         f"<div class='wide'><table><thead><tr><th scope='col'>question</th>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table></div></section>"
+    )
+
+
+def _compiled(kept: Mapping[str, Any]) -> str:
+    """A row for each kernel on each architecture."""
+    head = "".join(f"<th scope='col'>{name}</th>" for name in ("GPU", *COMPILED_COLUMNS))
+    body = ""
+    for row in kept["rows"]:
+        cells = "".join(
+            _value("; ".join(row[name]) if isinstance(row[name], list) else row[name])
+            for name in COMPILED_COLUMNS
+        )
+        mark = "bad" if row["problems"] else "ok"
+        body += f"<tr><th scope='row' class='{mark}'>sm_{row['capability']}</th>{cells}</tr>"
+    versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
+    return (
+        "<section id='compiled'><h2>Compiled for other GPUs</h2><p>Every Triton kernel, in each "
+        "specialisation that the public functions launch at DeepSeek's and Qwen's shapes, compiled on a "
+        "machine without a GPU; the worst of its specialisations. Bytes a thread spills and of shared "
+        f"memory a block. {markup.escape(kept['date'])}, {markup.escape(versions)}.</p><div class='wide'>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )
 
 
