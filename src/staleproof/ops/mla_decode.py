@@ -175,16 +175,19 @@ def _mla_decode_kernel(
     tl.store(lse + slot, log_sum, mask=is_row)
 
 
+def _measured(q: torch.Tensor) -> bool:
+    """Whether the tiles are those measured on an H200. Under the interpreter any tile will do."""
+    return not q.is_cuda or capability(q.device.index) == (9, 0)
+
+
 def _plan(q: torch.Tensor, rows: int, capacity: int) -> tuple[int, int, int, int]:
     """(rows and keys of a program, splits, warps), from shapes alone.
 
     The lengths are on the device and are not read back, so every request counts as ``capacity``
-    tokens. Wide tiles read the cache less often, narrow tiles spread a small batch over more
-    processors. For Hopper, tile sizes as measured on an H200. For other GPUs, the largest that fit
-    into shared memory and spill no registers, as compiled (``make architectures``).
+    tokens. Wide tiles read the cache less often; narrow ones spread a small batch over more
+    processors. Hopper's as measured on an H200; elsewhere they fit and spill no registers.
     """
-    measured = not q.is_cuda or capability(q.device.index) == (9, 0)
-    warps = 4 if measured or q.element_size() == 4 else 8
+    warps = 4 if (measured := _measured(q)) or q.element_size() == 4 else 8
     block_m, block_n = 16, 16 if q.element_size() == 4 else 64 if measured else 32
     processors = processor_count(q.device.index) if q.is_cuda else 1
     batch, blocks = q.shape[0], triton.cdiv(capacity, block_n)
@@ -263,8 +266,8 @@ def _launch(
             num_stages=2,
         )
     if splits > 1:
-        # With 256 splits a block of 128 columns would not fit into the registers.
-        block = min(128 if splits <= 128 else 64, rank)
+        # 256 splits of 128 columns do not fit into the registers.
+        block = min(128 if splits <= 128 or _measured(q) else 64, rank)
         merge_splits_kernel[(batch * rows, rank // block)](
             parts,
             part_lse,
