@@ -245,13 +245,20 @@ def record(
 @command
 def compare(
     first: Annotated[str, typer.Argument(help="A run folder, or a recorded machine's name.")],
-    second: Annotated[str, typer.Argument(help="The one to compare with it.")],
+    second: Annotated[str | None, typer.Argument(help="The one to compare with it.")] = None,
+    predictions: Annotated[
+        bool, typer.Option("--predictions", help="Compare with workbook/predictions.json instead.")
+    ] = False,
 ) -> None:
-    """Compare two recorded runs: verdicts first, timings second."""
+    """Compare two recorded runs, verdicts first, timings second; or one with the predictions for SM100."""
     from staleproof.harness import recorded
     from staleproof.report import terminal
 
-    if not terminal.print_comparison(recorded.find(first), recorded.find(second)):
+    if predictions == (second is not None):
+        raise BadInputError("compare: give a second run or --predictions")
+    run = recorded.find(first)
+    right = terminal.print_comparison(run, recorded.find(second)) if second else terminal.print_predicted(run)
+    if not right:
         raise typer.Exit(1)
 
 

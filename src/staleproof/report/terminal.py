@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from staleproof import device
-from staleproof.harness import environment, recorded
+from staleproof.harness import environment, predictions, recorded
 from staleproof.harness.findings import Finding
 from staleproof.harness.recorded import Run
 from staleproof.report import matrix
@@ -113,3 +113,14 @@ def print_comparison(first: Run, second: Run) -> bool:
     for row, ratio in timings:
         typer.echo(f"{row_text(row)} -> {row['p50_second']:.4g} ({ratio:.2f})")
     return not verdicts.mismatch
+
+
+def print_predicted(run: Run) -> bool:
+    """Print what became of each prediction, the refuted first. Returns whether none is refuted."""
+    found = predictions.of_run(predictions.read(), run)
+    typer.echo(f"{run.title}\n")
+    for outcome in found:
+        typer.echo(outcome.text)
+    states = [outcome.state for outcome in found]
+    typer.echo(", ".join(f"{states.count(state)} {state}" for state in predictions.STATES))
+    return predictions.REFUTED not in states
