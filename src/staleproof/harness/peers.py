@@ -217,9 +217,17 @@ def flashinfer_run_args(
         "out": out,
     }
     if backend == "cutlass":
-        return args | {"kv_len": seq_lens, "page_table": block_table}
+        return args | {"kv_len": seq_lens, "page_table": _whole_tiles(block_table, kv_cache)}
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     return args | {"lse": lse, "return_lse": True, "return_lse_base_on_e": True}
+
+
+def _whole_tiles(block_table: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+    """The block table up to a whole tile of 128 keys, without which FlashInfer's SM100 kernels refuse it.
+
+    The entries added name page 0.
+    """
+    return torch.nn.functional.pad(block_table, (0, -block_table.shape[1] % (128 // kv_cache.shape[1])))
 
 
 def flashinfer_trtllm_args(
@@ -235,6 +243,7 @@ def flashinfer_trtllm_args(
 
     ``q`` is (batch, heads, 576) or (batch, q_len, heads, 576).
     """
+    block_table = _whole_tiles(block_table, kv_cache)
     return {
         "query": q if q.ndim == 4 else q.unsqueeze(1),
         "kv_cache": kv_cache.unsqueeze(1),

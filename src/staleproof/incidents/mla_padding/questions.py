@@ -12,7 +12,7 @@ from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.rows import Fill, Verdict, bad_rows, judge_rows, pad_invariance
 from staleproof.harness.findings import FIXED
 from staleproof.harness.peers import Peer, peers
-from staleproof.harness.questions import Ablation, Answer, Fix, Question, Questions, answer
+from staleproof.harness.questions import Ablation, Answer, Fix, Question, Questions, answer, no_answer
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.scene import (
     KV_LORA_RANK,
@@ -106,6 +106,20 @@ def unused_table_entry(kernel: broken.Kernel, device: str) -> str:
     """Whether a page that only an unused entry of the block table names can change the output."""
     call = _call(device, rows=3, live=3, tokens=64)
     return _reads(kernel, call, [call.kv_cache[page] for page in call.block_table[:, 1].tolist()])
+
+
+def _or_reason(ask: Callable[[broken.Kernel, str], str | Answer]) -> Callable[..., str | Answer]:
+    """The question; if a peer refuses the call or fails, the reason in one line, and the others go on."""
+
+    def guarded(kernel: broken.Kernel, device: str) -> str | Answer:
+        try:
+            return ask(kernel, device)
+        except Exception as error:
+            if not isinstance(kernel, PeerKernel):
+                raise
+            return no_answer(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+    return guarded
 
 
 KERNELS: dict[str, broken.Kernel] = {
@@ -299,7 +313,7 @@ QUESTIONS = Questions(
         Question(
             name,
             KERNELS,
-            ask,
+            _or_reason(ask),
             expected={kernel: CONTRACT.get(kernel, (None,) * 3)[index] for kernel in KERNELS},
             unavailable=_unavailable,
         )

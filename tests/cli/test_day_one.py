@@ -1,0 +1,172 @@
+"""``staleproof record`` on a B200, rehearsed with a stand-in: FlashInfer's own checks, no SM100 kernel.
+
+The stand-ins behind FlashInfer's Python do what ``workbook/sm100-sources.md`` says of the kernels: an
+empty row is not stored, and the last tile's values are multiplied by weights of 0.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import one_line
+
+from staleproof import cli, device
+from staleproof.device import Machine, Provenance
+from staleproof.harness import peers, predictions, recorded
+from staleproof.harness.questions import Question, Questions
+from staleproof.incidents.moe_routing import fused_moe
+from staleproof.incidents.registry import INCIDENTS
+
+B200 = Machine(
+    "NVIDIA B200", "cuda", "sm_100", 178.4, "580.95", "3.12.3", "2.11.0", "3.6.0", "0.6.18.post1", None
+)
+CORE = pytest.importorskip("flashinfer.mla._core")
+SM100_PEERS = ("flashinfer_cutlass", "flashinfer_trtllm")
+PREDICTIONS = Path(__file__).parents[2] / "workbook" / predictions.NAME
+
+
+def _decode(out, q, kv_cache, seq_lens, table, scale):
+    """MLA decode over whole tiles of 128 keys; ``out`` (batch, heads, 512), pages of 64."""
+    for row, length in enumerate(seq_lens.tolist()):
+        if length:
+            pages = table[row, : -(-length // 128) * 2].long()
+            keys = kv_cache[pages].flatten(0, 1).float()
+            scores = q[row].float() @ torch.where(keys.isnan(), 0.0, keys).T * scale
+            scores[:, length:] = -torch.inf
+            out[row] = scores.softmax(1) @ keys[:, :512]
+
+
+class Kernels:
+    """In place of FlashInfer's compiled modules; checks what the launchers check."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+
+    def cutlass_mla_paged_attention(self, workspace, out, lse, q, kv_cache, kv_len, page_table, o_scale):
+        assert workspace.numel() == 128 * 1024 * 1024
+        assert q.shape[1:] == (128, 576)
+        assert kv_len.dtype == page_table.dtype == torch.int32
+        if self.failure:
+            raise self.failure
+        _decode(out, q, kv_cache, kv_len, page_table, 192**-0.5)
+
+    def trtllm_paged_attention_decode(self, out, out_scale, query, key_cache, value_cache, *rest):
+        workspace, counters, block_tables, seq_lens, max_q_len, max_kv_len, scale = rest[:7]
+        assert key_cache.data_ptr() == value_cache.data_ptr()
+        assert (max_q_len, max_kv_len) == (1, block_tables.shape[-1] * 64)
+        assert counters.dtype == torch.uint8 or counters.dtype == torch.int32
+        assert not workspace.any()
+        _decode(
+            out.view(-1, 128, 512), query.view(-1, 128, 576), key_cache[:, 0], seq_lens, block_tables, scale
+        )
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """FlashInfer as on a B200, down to its compiled modules."""
+    found = Kernels()
+    for name in ("get_mla_module", "get_trtllm_gen_fmha_module"):
+        monkeypatch.setattr(CORE, name, lambda: found)
+    monkeypatch.setattr(CORE, "get_compute_capability", lambda device: (10, 0))
+    monkeypatch.setattr(CORE, "get_device_sm_count", lambda device: 148)
+    monkeypatch.setattr(CORE, "device_support_pdl", lambda device: True)
+    monkeypatch.setattr(device, "machine", lambda: B200)
+    monkeypatch.setattr(device, "provenance", lambda: Provenance.MEASURED)
+    return found
+
+
+@pytest.fixture
+def record(kernels, monkeypatch, tmp_path):
+    """Records the questions that need SM100 into a folder, and returns it."""
+    from staleproof.incidents.mla_padding import questions
+
+    def _call(device_name, rows, live, tokens):
+        call = questions.make_call("cpu", rows=rows, live=live, tokens=tokens)
+        q = torch.randn(rows, 128, 576, generator=torch.Generator().manual_seed(2)).to(call.q.dtype)
+        return call._replace(q=q)
+
+    found = peers.peers()
+    assert [found[name].unavailable_reason for name in SM100_PEERS] == [None, None]
+    subjects = {name: questions.PeerKernel(found[name]) for name in SM100_PEERS}
+    table = [Question(name, subjects, questions._or_reason(ask)) for name, ask in questions.ALONE.items()]
+    monkeypatch.setattr(questions, "_call", _call)
+    monkeypatch.setattr(questions, "QUESTIONS", Questions("mla_padding", *table))
+    for name in INCIDENTS.keys() - {"mla_padding"}:
+        monkeypatch.delitem(INCIDENTS, name)
+    checkout = tmp_path / "checkout"
+    (checkout / "workbook").mkdir(parents=True)
+    shutil.copy(PREDICTIONS, checkout / "workbook")
+    monkeypatch.setattr(recorded, "checkout", lambda: checkout)
+
+    def run() -> Path:
+        assert cli.main(["record", "--out", str(tmp_path), "--device", "cpu"]) == 0
+        return tmp_path / "nvidia-b200"
+
+    return run
+
+
+def test_the_rehearsal_answers_every_question_that_names_sm100(record, capsys):
+    run = recorded.read(record())
+    asked = {found.key for found in run.findings if found.ran}
+    absent = [json.loads(line) for line in _recorded_on_an_h200() if "needs an SM100 GPU" in line]
+    assert {(row["incident"], row["question"], row["variant"]) for row in absent} == asked
+    capsys.readouterr()
+    assert cli.main(["compare", str(run.folder), "--predictions"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"0 refuted, 6 confirmed, {len(predictions.read()) - 6} open"
+
+
+def _recorded_on_an_h200() -> list[str]:
+    return (PREDICTIONS.parent / "runs/nvidia-h200/findings.jsonl").read_text().splitlines()
+
+
+def test_a_miss_is_printed_first(record, capsys, monkeypatch):
+    mended = Kernels.cutlass_mla_paged_attention
+
+    def zeroes(self, workspace, out, *rest):
+        out.zero_()
+        mended(self, workspace, out, *rest)
+
+    monkeypatch.setattr(Kernels, "cutlass_mla_paged_attention", zeroes)
+    folder = record()
+    capsys.readouterr()
+    assert cli.main(["compare", str(folder), "--predictions"]) == 1
+    _, _, first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(
+        "refuted    mla_padding, empty row, flashinfer_cutlass: predicted unwritten, got zero"
+    )
+    assert last.startswith("1 refuted, 5 confirmed")
+
+
+def test_a_kernel_that_fails_is_a_line_and_the_others_answer(record, kernels, capsys):
+    kernels.failure = RuntimeError("CUTLASS: Error Internal\n  at launch")
+    run = recorded.read(record())
+    assert "Traceback" not in capsys.readouterr().out
+    said = {found.key[1:]: found for found in run.findings}
+    failed = said["empty row", "flashinfer_cutlass"]
+    assert (failed.ran, failed.note) == (False, "failed: RuntimeError: CUTLASS: Error Internal at launch")
+    assert said["empty row", "flashinfer_trtllm"].verdict == "unwritten"
+
+
+def test_a_recorded_run_of_another_gpu_has_no_predictions(capsys):
+    folder = PREDICTIONS.parent / "runs/nvidia-h200"
+    assert cli.main(["compare", str(folder), "--predictions"]) == 2
+    assert "the predictions are for sm_100 and sm_103" in one_line(capsys.readouterr().err)
+
+
+def test_what_stays_unavailable_on_a_b200_says_so_in_one_line(kernels):
+    reason = fused_moe.unavailable_reason()
+    assert reason == "needs an SM90 GPU (H100, H200); this is sm_100"
+    assert peers.peers()["flashinfer_fa3"].unavailable_reason == reason
+
+
+def test_tables_are_filled_up_to_whole_tiles_of_128_keys():
+    cache = SimpleNamespace(shape=(5, 64, 576))
+    table = torch.tensor([[4, 2, 7]], dtype=torch.int32)
+    assert peers._whole_tiles(table, cache).tolist() == [[4, 2, 7, 0]]
+    assert peers._whole_tiles(table[:, :2], cache).tolist() == [[4, 2]]
