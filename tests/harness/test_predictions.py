@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from staleproof.harness import predictions, recorded
+from staleproof.harness.digest import source_digest
 from staleproof.harness.findings import RunFileError, finding, not_run
 from staleproof.incidents.registry import INCIDENTS
 
@@ -66,3 +67,15 @@ def test_a_row_with_an_unknown_field_is_named(tmp_path):
     path.write_text(json.dumps([{"incident": "x"}]))
     with pytest.raises(ValueError, match="prediction 1: expected the fields"):
         predictions.read(path)
+
+
+def test_registering_anew_changes_date_and_digest_of_stale_ones_alone(tmp_path):
+    fresh, other = (replace(one, source_digest=source_digest(one.incident)) for one in predictions.read()[:2])
+    fresh, other = replace(fresh, date="2026-01-01"), replace(other, date="2026-01-01", source_digest="old")
+    path = tmp_path / "predictions.json"
+    path.write_text(json.dumps([asdict(fresh), asdict(other)]))
+    predictions.register(path)
+    kept, changed = predictions.read(path)
+    assert kept == fresh
+    assert changed == replace(other, date=changed.date, source_digest=fresh.source_digest)
+    assert changed.date > "2026-01-01"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from staleproof.ops import fp8
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.reference import fp8 as reference
 
@@ -249,3 +250,12 @@ def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> No
         quantize_fp8_per_tensor(x if change is None else change(x), **keywords)
     assert bool((payload(x_fp8) == 7).all())
     assert scale.item() == 7.0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "by_bits"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((12, 0), False)]
+)
+def test_codes_are_made_from_bits_where_the_gpu_has_no_cast_to_e4m3(monkeypatch, gpu, by_bits):
+    monkeypatch.setattr(fp8, "INTERPRET", False)
+    monkeypatch.setattr(fp8, "capability", lambda index: gpu)
+    assert fp8._by_bits(torch.ones(1)) is by_bits

@@ -1,13 +1,15 @@
 """Verdicts predicted before the machine that can give them was there, and what became of them.
 
 They are in ``workbook/predictions.json``, for SM100 GPUs, which none of our recorded runs has.
+``python -m staleproof.harness.predictions`` registers them anew, after the code that will ask has changed.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from staleproof import check
@@ -121,3 +123,22 @@ def of_run(predictions: Sequence[Prediction], run: recorded.Run) -> list[Outcome
             f"{run.folder}: the predictions are for {expected}, this is {capability or 'a CPU'}"
         )
     return outcomes(predictions, run.findings)
+
+
+def register(path: Path | None = None) -> None:
+    """Give those whose code has changed today's date and digest. Not to be done once an SM100 GPU answered.
+
+    Args:
+        path: instead of ``workbook/predictions.json``.
+    """
+    path = path or recorded.checkout() / "workbook" / NAME
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    rows = [
+        replace(one, date=today, source_digest=source_digest(one.incident)) if one.stale else one
+        for one in read(path)
+    ]
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    register()
