@@ -148,7 +148,7 @@ def report(
 ) -> None:
     """Write workbook/_build/index.html and print its path."""
     from staleproof.device import need_workbook
-    from staleproof.harness import recorded
+    from staleproof.harness import predictions, recorded
     from staleproof.harness.findings import read_findings, write_lines
     from staleproof.report import terminal
 
@@ -172,8 +172,11 @@ def report(
             Execution(copy if copy.exists() else path, None)
             for copy, path in zip(copies, sources, strict=True)
         ]
-    kept_files = (recorded.checkout() / f"workbook/{name}.json" for name in ("patches", "architectures"))
-    write_lines(page, html.page(findings, runs, executions, *map(html.read_kept, kept_files)).splitlines())
+    patched, compiled = (
+        html.read_kept(recorded.checkout() / f"workbook/{name}.json") for name in ("patches", "architectures")
+    )
+    told = predictions.of_all(runs)
+    write_lines(page, html.page(findings, runs, executions, patched, compiled, told).splitlines())
     if execute:
         terminal.print_verdicts(findings, runs)
     typer.echo(f"report: {page}")

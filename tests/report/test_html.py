@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -12,7 +13,7 @@ import pytest
 from nbformat import v4
 
 from staleproof import cli
-from staleproof.harness import recorded
+from staleproof.harness import predictions, recorded
 from staleproof.harness.findings import RunFileError, finding
 from staleproof.report import html, notebooks
 from staleproof.report.notebooks import Execution
@@ -189,3 +190,19 @@ def test_the_page_shows_what_was_compiled_for_other_gpus():
     assert "too much" in page
     assert "triton 3.9.0" in page
     assert "id='compiled'" not in html.page([], [], [])
+
+
+def test_the_page_shows_predictions_the_refuted_first_in_red():
+    one = predictions.Prediction("a", "q<1>", "theirs", "nan", "its source", "zero", "2026-11-21", "0")
+    found = predictions.outcomes(
+        [replace(one, question="open"), one, replace(one, question="right")],
+        [finding("a", "q<1>", "theirs", "zero"), finding("a", "right", "theirs", "nan")],
+    )
+    page = html.page([], [], [], predicted=found)
+    states = re.findall(r"<th scope='row' class='(\w+)'>(\w+)</th><td>a</td><td>([^<]+)</td>", page)
+    assert states == [
+        ("bad", "refuted", "q&lt;1&gt;"),
+        ("ok", "confirmed", "right"),
+        ("absent", "open", "open"),
+    ]
+    assert "id='predicted'" not in html.page([], [], [])

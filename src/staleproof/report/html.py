@@ -16,6 +16,7 @@ from nbconvert import HTMLExporter
 from pygments.formatters import HtmlFormatter
 
 from staleproof.harness.findings import Finding
+from staleproof.harness.predictions import CONFIRMED, OPEN, REFUTED, Outcome
 from staleproof.harness.recorded import Run, compare
 from staleproof.report import matrix
 from staleproof.report.notebooks import Execution
@@ -62,6 +63,7 @@ def page(
     notebooks: Sequence[Execution],
     patched: Patched | None = None,
     compiled: Mapping[str, Any] | None = None,
+    predicted: Sequence[Outcome] = (),
 ) -> str:
     """The whole report.
 
@@ -71,6 +73,7 @@ def page(
         notebooks: executed copies, in reading order.
         patched: what tests on real releases of vLLM found (``workbook/patches.json``).
         compiled: what the compiler says for other GPUs (``workbook/architectures.json``).
+        predicted: verdicts predicted for SM100, and what the recorded runs say of them.
     """
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     contents = [_entry("verdicts", "Verdicts"), _entry("recorded", "Recorded runs")]
@@ -81,6 +84,9 @@ def page(
     if compiled:
         contents.append(_entry("compiled", "Compiled for other GPUs"))
         chapters.append(_compiled(compiled))
+    if predicted:
+        contents.append(_entry("predicted", "Predicted for SM100"))
+        chapters.append(_predicted(predicted))
     for execution in notebooks:
         body, entry = _chapter(execution)
         chapters.append(body)
@@ -184,6 +190,23 @@ def _compiled(kept: Mapping[str, Any]) -> str:
         "specialisation that the public functions launch at DeepSeek's and Qwen's shapes, compiled on a "
         "machine without a GPU; the worst of its specialisations. Bytes a thread spills and of shared "
         f"memory a block. {markup.escape(kept['date'])}, {markup.escape(versions)}.</p><div class='wide'>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
+    )
+
+
+def _predicted(outcomes: Sequence[Outcome]) -> str:
+    """A row for each prediction, the refuted first."""
+    marks = {REFUTED: "bad", CONFIRMED: "ok", OPEN: "absent"}
+    body = ""
+    for one in outcomes:
+        cells = (*one.prediction.key, one.prediction.predicted, one.verdict or "", one.prediction.why)
+        head = f"<th scope='row' class='{marks[one.state]}'>{one.state}</th>"
+        body += f"<tr>{head}{''.join(map(_value, cells))}</tr>"
+    names = ("", "incident", "question", "variant", "predicted", "got", "why")
+    head = "".join(f"<th scope='col'>{name}</th>" for name in names)
+    return (
+        "<section id='predicted'><h2>Predicted for SM100</h2><p>Registered before anybody ran these "
+        "questions on such a GPU; open until a recorded run answers.</p><div class='wide'>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )
 
