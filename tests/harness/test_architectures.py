@@ -10,7 +10,8 @@ import pytest
 from staleproof.harness import architectures, children
 from staleproof.harness.architectures import KNOWN, Compiled, compile_all
 
-# Of each kernel one case, on the architectures whose limits differ.
+# Of each kernel one case: on sm_86, with the least shared memory and no cast to e4m3, and on sm_100. All seven
+# architectures take longer without a cache than the other tests may: make architectures.
 SAMPLE = (
     *("mla_decode, batch 256, 128 heads, pages of 32", "quantize_fp8_per_tensor, 128 x 7168, mask"),
     *("clear_empty_rows, 128 heads, FP8", "topk_softmax, Qwen3, padding", "BlockZeroer, unaligned"),
@@ -22,9 +23,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_the_default_choices_fit_every_architecture_and_spill_nothing():
-    found = compile_all((80, 86, 100, 120), cases=SAMPLE)
+    found = compile_all((86, 100), cases=SAMPLE)
     assert [(one.capability, one.case, one.problems) for one in found if one.problems] == []
-    kernels = {one.kernel for one in found if one.capability == 120}
+    kernels = {one.kernel for one in found if one.capability == 100}
     assert {"mla_decode_kernel", "quantize_kernel", "topk_kernel", "quantize_nvfp4_kernel"} <= kernels
     assert all(one.registers > 0 for one in found)
 
