@@ -56,7 +56,7 @@ torch-%:
 	.venv-versions/$*/bin/python -m pip install -q -e ".[workbook,test]"
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 .venv-versions/$*/bin/python -m pytest -q -n $(JOBS)
 
-architectures: $(READY) ## compile every kernel for the GPUs that are not here (a minute and a half, or ten without a cache)
+architectures: $(READY) ## compile every kernel for the GPUs that are not here (seconds, or six minutes without a cache)
 	$(BIN)/python -m staleproof.harness.architectures
 
 lab: $(READY) ## open JupyterLab on the notebooks

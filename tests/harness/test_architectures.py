@@ -10,8 +10,8 @@ import pytest
 from staleproof.harness import architectures, children
 from staleproof.harness.architectures import KNOWN, Compiled, compile_all
 
-# Of each kernel one case: on sm_86, with the least shared memory and no cast to e4m3, and on sm_100. All seven
-# architectures take longer without a cache than the other tests may: make architectures.
+# Of each kernel one case: on sm_86, with the least shared memory and no cast to e4m3, and on sm_100.
+# All seven architectures take minutes without a cache: make architectures.
 SAMPLE = (
     *("mla_decode, batch 256, 128 heads, pages of 32", "quantize_fp8_per_tensor, 128 x 7168, mask"),
     *("clear_empty_rows, 128 heads, FP8", "topk_softmax, Qwen3, padding", "BlockZeroer, unaligned"),
