@@ -1,8 +1,9 @@
 """The ``staleproof`` command.
 
 Exit codes: 0 all well; 1 a verdict is not as expected, or a kernel of ours gave a wrong result in a
-benchmark; 2 bad input or an unreadable recorded run, in one line; 130 interrupted by Ctrl-C. Each
-command imports what it needs, so that ``--help`` answers at once.
+benchmark; 2 bad input or an unreadable recorded run, in one line; 3 a patch that this vLLM needs, or
+may need, is refused (``patches``); 130 interrupted by Ctrl-C. Each command imports what it needs, so
+that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -275,22 +276,23 @@ def patches(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
-    """Say which incidents a vLLM is affected by, how that is known, and what the plugin does."""
-    from staleproof.vllm import plugin as vllm_plugin
-    from staleproof.vllm.hooks import PatchError
+    """Say which incidents a vLLM is affected by, how that is known, and what the plugin does.
+
+    Exit code 3: something that it needs, or may need, is refused.
+    """
+    from staleproof.vllm import status
+    from staleproof.vllm.sources import PatchError
 
     try:
         if explain is not None:
-            typer.echo(vllm_plugin.explanation(explain))
+            typer.echo(status.explanation(explain))
             return
-        release, sources = (version, None) if version else vllm_plugin.installed()
-        found = vllm_plugin.decisions(release, sources)
+        found = status.answer(version)
     except PatchError as error:
         raise BadInputError(str(error)) from error
-    if as_json:
-        typer.echo(vllm_plugin.as_json(release, sources is not None, found))
-    else:
-        typer.echo(vllm_plugin.as_text(release, sources is not None, found))
+    typer.echo(status.as_json(found) if as_json else status.as_text(found))
+    if status.must_worry(found.decided):
+        raise typer.Exit(3)
 
 
 @moe_module.command("build")

@@ -42,6 +42,10 @@ QUESTIONS = {
             + f"; {max(a[k] for k in a if 'bias' in k)}"
         ),
     ),
+    "hash routing": (
+        "of 6 rows with repeated experts, DeepSeek-V4's selection; NaN bias",
+        lambda a: "no such selection" if a is None else f"{a['logits']}; {a['bias']}",
+    ),
     "fused MoE": ("ids that reach FlashInfer from 3, 1, 3", lambda a: _list(a["ids"][0])),
     "simulator": (
         "simulated tokens that name an expert twice, uniform and normal; id dtype",
@@ -97,6 +101,7 @@ def table(result: dict[str, Any]) -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     FILE.write_text(
-        json.dumps({v: table(run(v)) for v in environment.TESTED}, indent=1, ensure_ascii=False) + "\n"
+        json.dumps({v: table(run(v)) for v in environment.TESTED}, indent=1, ensure_ascii=False) + "\n",
+        encoding="utf-8",
     )
     print(FILE)

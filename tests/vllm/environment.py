@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -26,10 +27,13 @@ REQUIREMENTS = HERE / "requirements.txt"
 # Reading the metadata of a vLLM source distribution runs its setup.py, which imports these.
 TOOLS = ("setuptools>=77,<81", "setuptools_scm", "wheel", "packaging", "setuptools_rust")
 TESTED = ("0.17.1", "0.18.1", "0.19.1", "0.20.2", "0.25.1", "0.33.0")
-# Of 250 MB a release: the package, and what the probes read.
+# Of 250 MB a release: the package, and what the probes and their tests read.
 KEPT = re.compile(
-    r"[^/]+/(vllm/.*|PKG-INFO|requirements/cuda\.txt|csrc/(libtorch_stable/)?moe/topk_softmax.*)"
+    r"[^/]+/(vllm/.*|PKG-INFO|requirements/cuda\.txt|csrc/(libtorch_stable/)?"
+    r"(moe/topk_soft.*|quantization/fp4/(activation_)?nvfp4_quant.*))"
 )
+# In every release. One that was unpacked before this file was kept is fetched again.
+FUSED_QUANT = "activation_nvfp4_quant_fusion_kernels.cu"
 
 
 class UnavailableError(RuntimeError):
@@ -84,11 +88,11 @@ def sources(version: str) -> Path:
         UnavailableError: it cannot be fetched.
     """
     folder = cache() / version
-    if folder.exists():
+    if is_whole(version):
         return folder
     tools = _installed("tools", *TOOLS)
     with _alone(version), tempfile.TemporaryDirectory(dir=cache()) as work:
-        if folder.exists():
+        if is_whole(version):
             return folder
         # Without the first, setup.py looks for CUDA; without the second, it names the version anew;
         # with isolation, pip would fetch another torch.
@@ -115,8 +119,14 @@ def sources(version: str) -> Path:
         metadata = unpacked / f"vllm-{version}.dist-info"
         metadata.mkdir()
         os.replace(unpacked / "PKG-INFO", metadata / "METADATA")
+        shutil.rmtree(folder, ignore_errors=True)
         os.replace(unpacked, folder)
     return folder
+
+
+def is_whole(version: str) -> bool:
+    """Say whether a release is there, with all that :data:`KEPT` names."""
+    return any((cache() / version / "csrc").rglob(FUSED_QUANT))
 
 
 def pinned_flashinfer(folder: Path) -> str:
@@ -128,7 +138,8 @@ def pinned_flashinfer(folder: Path) -> str:
 
 def variables(version: str) -> dict[str, str]:
     """The environment of a process that imports this vLLM."""
-    folders = [sources(version), packages()]
+    # This checkout first, because the installed staleproof may be another one.
+    folders = [HERE.parents[1] / "src", sources(version), packages()]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "TRITON_INTERPRET": "1",

@@ -81,6 +81,7 @@ def checks() -> dict[str, Callable[[], Any]]:
         "FlashInfer MLA, q_len 4": lambda: kernels.flashinfer_rows(4, uniform),
         "routing": routing.routing,
         "routing, traced": routing.traced_routing,
+        "hash routing": routing.hash_routing,
         "simulator": routing.simulator,
         "fp4 scales": kernels.fp4_padding,
         "fp4 scales, traced": lambda: kernels.fp4_padding(compiled=True),
@@ -149,19 +150,20 @@ def main() -> dict[str, Any]:
     import real_routing as routing
     import torch
 
-    from staleproof.vllm import hooks
+    from staleproof.vllm import hooks, standing
     from staleproof.vllm import plugin as vllm_plugin
+    from staleproof.vllm.plugin import WILL
 
     kernels.stub_flashinfer()
     version, sources = vllm_plugin.installed()
-    release = vllm_plugin.release(version)
+    release = vllm_plugin.base(version).name
     # As if the FlashInfer that this release pins were there.
     sources.flashinfer = environment.pinned_flashinfer(sources.package.parent)
     decided = {d.patch.name: d for d in vllm_plugin.decisions(version, sources)}
-    applied = [d.patch for d in decided.values() if d.state == "applied"]
+    applied = [d.patch for d in decided.values() if d.state == WILL]
     result["decisions"] = {name: d.state for name, d in decided.items()}
     # The routing kernels of csrc were clamped when topk_nan ceased to be needed.
-    ops = routing.CompiledOps(clamped=decided["topk_nan"].state != "applied")
+    ops = routing.CompiledOps(clamped=decided["topk_nan"].state != WILL, hash_clamped=VERSION >= "0.28")
     # Dynamo lists torch's functions when it first runs: that must not be while one is mocked.
     torch.compile(torch.neg, backend="eager")(torch.zeros(1))
     asked = checks()
@@ -189,6 +191,7 @@ def main() -> dict[str, Any]:
 
     for patch in applied:
         patch.revert()
+    hooks.unwrap(standing.REPORT)
     result["finder gone"] = hooks._finder not in sys.meta_path
     result["reverted"] = all(functions(*place).__code__.co_filename != hooks.__file__ for place in places)
     result["off"] = {name: check() for name, check in asked.items()}

@@ -32,13 +32,13 @@ def _first_wins(scores: torch.Tensor, choice: torch.Tensor, k: int) -> tuple[Any
 class CompiledOps:
     """Stand-ins for the routing ops of ``_moe_C``, registered for the CPU."""
 
-    def __init__(self, clamped: bool) -> None:
+    def __init__(self, clamped: bool, hash_clamped: bool = False) -> None:
         ops = importlib.import_module("vllm._custom_ops")
         arguments = importlib.import_module("inspect").signature(ops.topk_softmax).parameters
         padding = ", Tensor? is_padding" if "is_padding" in arguments else ""
         scaling = ", float scaling" if padding else ""
         self.clamped = clamped
-        self.bias_seen: list[bool] = []
+        self.hash_clamped = hash_clamped
         self.library = torch.library.Library("_moe_C", "FRAGMENT")
         common = "Tensor(a!) w, Tensor(b!) ids, Tensor(c!) i, Tensor x, bool renorm, Tensor? bias"
         self.library.define(f"topk_softmax({common}{padding}) -> ()")
@@ -50,6 +50,12 @@ class CompiledOps:
         self.library.impl("topk_softmax", self._topk(lambda x: x.softmax(-1)), "CPU")
         self.library.impl("topk_sigmoid", self._topk(lambda x: x.sigmoid()), "CPU")
         self.library.impl("grouped_topk", self._grouped, "CPU")
+        if hasattr(ops, "topk_hash_softplus_sqrt"):
+            known = importlib.import_module("inspect").signature(ops.topk_hash_softplus_sqrt).parameters
+            rest = [f"{'int' if name.endswith('_lo') else 'Tensor?'} {name}" for name in [*known][6:]]
+            given = common.removesuffix(", Tensor? bias")
+            self.library.define(f"topk_softplus_sqrt({given}, float scaling, {', '.join(rest)}) -> ()")
+            self.library.impl("topk_softplus_sqrt", self._hash, "CPU")
         for name in ("topk_softmax", "topk_sigmoid"):
             torch.library.register_fake(f"_moe_C::{name}", lambda *args: None, lib=self.library)
 
@@ -64,6 +70,16 @@ class CompiledOps:
             ids.copy_(found)
 
         return run
+
+    def _hash(
+        self, w: Any, ids: Any, i: Any, x: Any, renorm: bool, scaling: float, bias: Any, *rest: Any
+    ) -> None:
+        scores = torch.nn.functional.softplus(x.float()).sqrt()
+        if self.hash_clamped:
+            scores = torch.where(scores.isnan(), 0.0, scores)
+        values, found = _first_wins(scores, scores if bias is None else scores + bias, ids.shape[1])
+        w.copy_(values * scaling)
+        ids.copy_(found)
 
     def _grouped(
         self, x: Any, groups: int, chosen: int, k: int, renorm: bool, scaling: float, bias: Any, scoring: int
@@ -134,6 +150,27 @@ def routing() -> dict[str, Any]:
         found["grouped"] = _duplicates(ids)
         _, ids = grouped.fused_grouped_topk(hidden, clean, 4, False, bias, 4, 2, "sigmoid", 1.0)
         found["grouped NaN bias"] = _duplicates(ids)
+    return found
+
+
+def hash_routing() -> dict[str, int] | None:
+    """Rows of 6 with a repeated expert, through vLLM's caller of DeepSeek-V4's selection.
+
+    ``None`` where there is none (before 0.20.0).
+    """
+    biased = importlib.import_module(f"{ROUTERS}.fused_topk_bias_router")
+    if not hasattr(biased, "vllm_topk_softplus_sqrt"):
+        return None
+    clean = torch.randn(6, 32, generator=torch.Generator().manual_seed(2))
+    bias = torch.zeros(32)
+    found = {}
+    for name, logits, value in (("logits", _logits(), 0.0), ("bias", clean, torch.nan)):
+        bias[:30] = value
+        ids = torch.empty(6, 4, dtype=torch.int32)
+        weights, unread = torch.empty(6, 4), torch.empty(6, 4, dtype=torch.int32)
+        biased.vllm_topk_softplus_sqrt(weights, ids, unread, logits, False, bias)
+        found[name] = _duplicates(ids)
+        found[f"{name} weights"] = int((~weights.isfinite()).sum())
     return found
 
 

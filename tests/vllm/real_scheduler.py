@@ -270,6 +270,7 @@ def block_zeroer(specs: list[Any], caches: list[torch.Tensor], listed: bool) -> 
         "static_forward_context": layers,
     }
     made = {"device": torch.device("cpu"), "pin_memory": False, "num_blocks": len(caches[0])}
+    made["max_concurrency"] = 2
     # 0.33.0 asks this of the platform instead.
     torch_utils = importlib.import_module("vllm.utils.torch_utils")
     if hasattr(torch_utils, "PIN_MEMORY"):
@@ -292,7 +293,9 @@ def race(listed: bool) -> list[list[int]] | None:
     if not hasattr(zeroer, "_ids_pinned"):
         return None
     stream = _Stream()
-    zeroer._ids_gpu = _LateIds(stream, zeroer._id_cap)
+    late = _LateIds(stream, zeroer._id_cap)
+    # 0.26.0 has one a batch in flight.
+    zeroer._ids_gpu = [late] * len(zeroer._ids_gpu) if isinstance(zeroer._ids_gpu, list) else late
     seen: list[list[int]] = []
 
     class Kernel:

@@ -18,26 +18,38 @@ sys.path.insert(0, str(Path(__file__).parent))
 import environment
 
 from staleproof.vllm import plugin as vllm_plugin
+from staleproof.vllm.releases import TABLE
 from staleproof.vllm.sources import Sources
 
-RELEASES = (
+# All that the package index has from the first to the last.
+RELEASES = [
+    "0.16.0",
+    "0.17.0",
     "0.17.1",
     "0.18.0",
     "0.18.1",
     "0.19.0",
     "0.19.1",
     "0.20.0",
+    "0.20.1",
     "0.20.2",
     "0.21.0",
+    "0.22.0",
     "0.22.1",
     "0.23.0",
     "0.24.0",
+    "0.25.0",
     "0.25.1",
     "0.26.0",
+    "0.27.0",
     "0.27.1",
     "0.28.0",
+    "0.29.0",
+    "0.30.0",
+    "0.31.0",
+    "0.32.0",
     "0.33.0",
-)
+]
 
 
 def sources_of(folder: Path) -> Sources:
@@ -52,5 +64,5 @@ def probed(sources: Sources) -> dict[str, dict[str, Any]]:
 
 if __name__ == "__main__":
     found = {version: probed(sources_of(environment.sources(version))) for version in RELEASES}
-    vllm_plugin.TABLE.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{len(found)} releases, {len(vllm_plugin.patches())} patches: {vllm_plugin.TABLE.name}")
+    TABLE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(found)} releases, {len(vllm_plugin.patches())} patches: {TABLE.name}")

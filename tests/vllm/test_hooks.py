@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from staleproof.vllm import hooks
+from staleproof.vllm import arguments, hooks
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import Evidence
@@ -68,7 +68,7 @@ def _patch(*targets: Target, name: str = "p") -> Patch:
 
 
 def _double(**hooks) -> Target:
-    return Target(MODULE, "double", ("x",), **hooks)
+    return Target(MODULE, "double", ("x", "y"), **hooks)
 
 
 def _ops():
@@ -215,10 +215,10 @@ def test_a_target_that_is_not_as_expected_is_left_alone(package, caplog, target,
 
 
 def test_arguments_by_place_and_by_name():
-    assert hooks.argument((1, 2), {"c": 3}, 1, "b") == 2
-    assert hooks.argument((1, 2), {"c": 3}, 2, "c") == 3
-    assert hooks.argument((1,), {}, 2, "c", "default") == "default"
+    assert arguments.argument((1, 2), {"c": 3}, 1, "b") == 2
+    assert arguments.argument((1, 2), {"c": 3}, 2, "c") == 3
+    assert arguments.argument((1,), {}, 2, "c", "default") == "default"
     args, kwargs = (1, 2), {"c": 3}
-    assert hooks.replaced(args, kwargs, 1, "b", 9) == ((1, 9), {"c": 3})
-    assert hooks.replaced(args, kwargs, 2, "c", 9) == ((1, 2), {"c": 9})
+    assert arguments.replaced(args, kwargs, 1, "b", 9) == ((1, 9), {"c": 3})
+    assert arguments.replaced(args, kwargs, 2, "c", 9) == ((1, 2), {"c": 9})
     assert (args, kwargs) == ((1, 2), {"c": 3})

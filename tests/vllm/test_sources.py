@@ -61,3 +61,30 @@ def test_releases_are_compared_by_number():
     span = ("1.0.0", "1.2.0")
     releases = ("0.9.9", "1.0.0", "1.2.0", "1.2.0.post1", "1.2.1", "1.10.0")
     assert [within(release, span) for release in releases] == [False, True, True, True, False, False]
+
+
+def test_a_line_of_a_function(package):
+    function = Sources(package).function("ops.py", "Impl.run")
+    assert function.at("KeyError") == "ops.py:7"
+    assert function.at("not there") == "ops.py:6"
+
+
+def test_all_kinds_of_arguments_count(package):
+    (package / "kinds.py").write_text("def f(a, /, b, *c, d, **e): pass")
+    assert Sources(package).function("kinds.py", "f").arguments == ("a", "b", "c", "d", "e")
+
+
+def test_a_file_that_cannot_be_read_is_named(package):
+    (package / "broken.py").write_text("x = 1\ndef f(:\n    pass\n")
+    with pytest.raises(PatchError, match=r"vllm/broken\.py:2 is not valid Python \(invalid syntax"):
+        Sources(package).function("broken.py", "f")
+    (package / "latin.py").write_bytes("x = 'ä'".encode("latin-1"))
+    with pytest.raises(PatchError, match=r"vllm/latin\.py is not UTF-8"):
+        Sources(package).function("latin.py", "f")
+
+
+def test_the_text_of_a_method(tmp_path):
+    text = "class A:\n    x = 1\n\n    @f\n    def run(self):\n        # Ä\n        return 2\n\n    y = 3\n"
+    (tmp_path / "a.py").write_text(text, encoding="utf-8")
+    found = Sources(tmp_path).function("a.py", "A.run")
+    assert (found.text.lstrip(), found.place) == ("def run(self):\n        # Ä\n        return 2", "a.py:5")

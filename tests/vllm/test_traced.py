@@ -53,6 +53,21 @@ def grouped_topk(
     return _select(scores.sigmoid() if scoring_func else scores, bias, topk)
 
 
+def topk_hash_softplus_sqrt(
+    topk_weights,
+    topk_indices,
+    token_expert_indices,
+    gating_output,
+    renormalize=False,
+    routed_scaling_factor=1.0,
+    e_score_correction_bias=None,
+):
+    scores = torch.nn.functional.softplus(gating_output).sqrt()
+    weights, ids = _select(scores, e_score_correction_bias, topk_indices.shape[1])
+    topk_weights.copy_(weights)
+    topk_indices.copy_(ids)
+
+
 def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout):
     return torch.full((128, 4), 0x7F7F7F7F, dtype=torch.int32, device=device)
 """
@@ -68,8 +83,11 @@ class {name}:
         if getattr(self, "_decode_out", None) is None:
             self._decode_out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
         # Rows of empty requests are not written.
-        empty = (attn_metadata.decode.seq_lens == 0)[:, None, None]
+        empty = attn_metadata.decode.seq_lens.logical_not()[:, None, None]
         return torch.where(empty, torch.nan, torch.ones_like(self._decode_out)), None
+
+    def _sm100_cutlass_mla_decode(self):
+        pass
 """
 MOE = """
 class FlashInferExperts:
@@ -91,6 +109,7 @@ class DistributionBasedRouting:
         return self._sample_expert_ids(len(hidden_states), experts, top_k, device, indices_type or torch.long)
 """
 FILES = {
+    "v1.attention.ops.triton_decode_attention": "def _fwd_kernel_stage2(acc, e_sum): return acc / e_sum",
     "_custom_ops": OPS,
     "v1.attention.backends.mla.triton_mla": MLA.format(name="TritonMLAImpl"),
     "v1.attention.backends.mla.cutlass_mla": MLA.format(name="CutlassMLAImpl"),
@@ -131,7 +150,8 @@ def _select(ops, name, logits, bias):
     if name == "grouped_topk":
         return ops.grouped_topk(logits, 1, 1, 4, True, 1.0, bias, 1)[1]
     ids = torch.empty(len(logits), 4, dtype=torch.int32)
-    getattr(ops, name)(torch.empty(len(logits), 4), ids, torch.empty_like(ids), logits, False, bias)
+    scaling = [1.0] if name == "topk_hash_softplus_sqrt" else []
+    getattr(ops, name)(torch.empty(len(logits), 4), ids, torch.empty_like(ids), logits, False, *scaling, bias)
     return ids
 
 
@@ -139,12 +159,22 @@ def _repeats(ids: torch.Tensor) -> int:
     return sum(len({*row}) < len(row) for row in ids.tolist())
 
 
-@pytest.mark.parametrize("name", ["topk_softmax", "topk_sigmoid", "grouped_topk"])
-@pytest.mark.parametrize(("patch", "release"), [("topk_nan", "0.18.1"), ("topk_nan_bias", "0.20.2")])
-def test_routing(vllm, patch, release, name):
+ROUTING = [
+    (patch, release, in_logits, name)
+    for patch, release, in_logits in (("topk_nan", "0.18.1", True), ("topk_nan_bias", "0.20.2", False))
+    for name in ("topk_softmax", "topk_sigmoid", "grouped_topk")
+]
+ROUTING += [
+    ("hash_topk_nan", release, in_logits, "topk_hash_softplus_sqrt")
+    for release, in_logits in (("0.22.1", True), ("0.22.1", False), ("0.28.0", False))
+]
+
+
+@pytest.mark.parametrize(("patch", "release", "in_logits", "name"), ROUTING)
+def test_routing(vllm, patch, release, in_logits, name):
     ops = vllm("_custom_ops")
     logits, bias = torch.randn(6, 32), torch.zeros(32)
-    (logits[3] if patch == "topk_nan" else bias)[0] = torch.nan
+    (logits[3] if in_logits else bias)[0] = torch.nan
 
     def caller(x, b):
         return _select(ops, name, x * 1, b)
@@ -206,7 +236,7 @@ def test_routing_simulator(vllm):
 
 def test_no_patch_is_left_out():
     tested = {"topk_nan", "topk_nan_bias", "scale_padding", "mla_padding", "decode_buffer"}
-    tested |= {"duplicate_experts", "routing_simulator"}
+    tested |= {"duplicate_experts", "routing_simulator", "hash_topk_nan"}
     assert tested | HOST == {*patches()}
     assert not any(patches()[name].traced for name in HOST)
 

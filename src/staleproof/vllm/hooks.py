@@ -3,8 +3,9 @@
 vLLM is never imported from here. Importing one of its MLA backends allocates 128 MiB on the device,
 and a plugin is loaded in every process that vLLM starts.
 
-A failure of ours must not stop vLLM. It is logged once, and vLLM's function runs with the arguments
-it was given. While torch.compile traces a call nothing is logged, because it cannot trace logging.
+A failure of ours must not stop vLLM. vLLM's function runs with the arguments it was given, and the
+patch steps back: from then on its hooks do nothing, nor do those of the patches that require it. One
+line says so. While torch.compile traces a call nothing is logged, because it cannot trace logging.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -21,13 +23,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from staleproof.vllm.sources import PatchError, Sources, file_of
+from staleproof.vllm import standing
+from staleproof.vllm.arguments import Arguments, Keywords, names_of
+from staleproof.vllm.sources import Evidence, PatchError, Sources, file_of
 
 # A child of vLLM's logger, so that vLLM's handlers and levels apply.
 logger = logging.getLogger("vllm.staleproof")
 
-Arguments = tuple[Any, ...]
-Keywords = dict[str, Any]
 Around = Callable[[Arguments, Keywords], AbstractContextManager[None]]
 Before = Callable[[Arguments, Keywords], tuple[Arguments, Keywords] | None]
 # Returns NotImplemented to let vLLM's function run.
@@ -42,13 +44,15 @@ class Target:
     Attributes:
         module: full name of its module.
         name: ``function`` or ``Class.method``.
-        arguments: the leading argument names that the hooks rely on.
+        arguments: the leading argument names that the hooks rely on; all names if there is ``instead``.
         around: returns a context manager; the call runs inside it.
         before: returns other arguments for the call, or ``None`` to keep them.
         instead: replaces the call. If it raises, vLLM's function runs, so it may write only outputs
-            that vLLM's function overwrites.
+            that vLLM's function overwrites. A call with arguments beyond ``arguments`` is vLLM's.
         after: takes vLLM's result and returns the one that the caller gets.
         versions: the first and last release with this function; ``None`` for all of the patch's.
+        vital: whether the whole patch steps back if this one function cannot be wrapped.
+        probe: says whether this function has the defect; ``None`` if the patch's probe says it.
     """
 
     module: str
@@ -59,6 +63,13 @@ class Target:
     instead: Instead | None = None
     after: After | None = None
     versions: tuple[str, str] | None = None
+    vital: bool = False
+    probe: Callable[[Sources], Evidence] | None = None
+
+    @property
+    def place(self) -> str:
+        """Return ``module:name``."""
+        return f"{self.module}:{self.name}"
 
     def check(self, sources: Sources) -> None:
         """Check that vLLM has this function, with these leading arguments.
@@ -74,31 +85,27 @@ class Target:
         staleproof.vllm.sources.PatchError: vllm/ops.py:1 double takes (x, y), not what was expected
         """
         function = sources.function(file_of(self.module), self.name)
-        if function.arguments[: len(self.arguments)] != self.arguments:
-            got = ", ".join(function.arguments)
-            raise PatchError(f"vllm/{function.place} {self.name} takes ({got}), not what was expected")
+        self._compare(function.arguments, function.place)
 
+    def check_loaded(self, function: Any) -> None:
+        """Check the function that vLLM has imported; reading its source again takes longer."""
+        line = inspect.unwrap(function).__code__.co_firstlineno
+        self._compare(names_of(function), f"{file_of(self.module)}:{line}")
 
-def argument(args: Arguments, kwargs: Keywords, position: int, name: str, default: Any = None) -> Any:
-    """Return one argument of a call, passed by position or by name.
+    def _compare(self, arguments: tuple[str, ...], place: str) -> None:
+        known = arguments if self.instead else arguments[: len(self.arguments)]
+        if known != self.arguments:
+            got = ", ".join(arguments)
+            raise PatchError(f"vllm/{place} {self.name} takes ({got}), not what was expected")
 
-    >>> argument((1, 2), {"c": 3}, 1, "b"), argument((1, 2), {"c": 3}, 2, "c")
-    (2, 3)
-    """
-    return args[position] if position < len(args) else kwargs.get(name, default)
+    def knows(self, args: Arguments, kwargs: Keywords) -> bool:
+        """Say whether a call gives no argument but those named in ``arguments``.
 
-
-def replaced(
-    args: Arguments, kwargs: Keywords, position: int, name: str, value: Any
-) -> tuple[Arguments, Keywords]:
-    """Return the arguments of a call with one of them changed; the inputs stay as they are.
-
-    >>> replaced((1, 2), {"c": 3}, 1, "b", 9), replaced((1, 2), {"c": 3}, 2, "c", 9)
-    (((1, 9), {'c': 3}), ((1, 2), {'c': 9}))
-    """
-    if position < len(args):
-        return (*args[:position], value, *args[position + 1 :]), kwargs
-    return args, kwargs | {name: value}
+        >>> target = Target("vllm.ops", "double", ("x", "y"))
+        >>> target.knows((1,), {"y": 2}), target.knows((1,), {"z": 2}), target.knows((1, 2, 3), {})
+        (True, False, False)
+        """
+        return len(args) <= len(self.arguments) and all(name in self.arguments for name in kwargs)
 
 
 # Warnings that were logged and patches that were announced: one line each, not one a step.
@@ -106,9 +113,9 @@ _warned: set[str] = set()
 _announced: set[str] = set()
 
 
-def warn_once(text: str) -> None:
-    """Log a warning, the first time this text comes."""
-    if text not in _warned:
+def warn_once(text: str | None) -> None:
+    """Log a warning, the first time this text comes; ``None`` is no warning."""
+    if text is not None and text not in _warned:
         _warned.add(text)
         logger.warning("staleproof: %s", text)
 
@@ -118,8 +125,8 @@ def _failed(hook: _Hook, what: str, error: Exception) -> None:
 
     # torch.compile cannot trace logging: with fullgraph=True the compilation would fail.
     if not torch.compiler.is_compiling():
-        reason = f"{type(error).__name__}: {error}"
-        warn_once(f"{hook.owner}: {what} of {hook.target.name} failed, vLLM's own code runs: {reason}")
+        reason = f"vLLM's own code runs: {type(error).__name__}: {error}"
+        warn_once(standing.step_back(hook.owner, f"{what} of {hook.target.name} failed, {reason}"))
 
 
 class _Hook(NamedTuple):
@@ -132,11 +139,13 @@ class _Hook(NamedTuple):
 
 def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
     """Return ``original`` with the hooks of one target around it; an error in a hook is contained."""
-    target = hook.target
+    owner, target = hook.owner, hook.target
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if target.instead is not None:
+        if owner in standing.stepped_back:
+            return original(*args, **kwargs)
+        if target.instead is not None and target.knows(args, kwargs):
             try:
                 result = target.instead(args, kwargs)
                 if result is not NotImplemented:
@@ -151,7 +160,7 @@ def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
             except Exception as error:
                 _failed(hook, "preparing a call", error)
         result = original(*given[0], **given[1])
-        if target.after is not None:
+        if target.after is not None and owner not in standing.stepped_back:
             try:
                 return target.after(result, args, kwargs)
             except Exception as error:
@@ -164,6 +173,8 @@ def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def call_inside(*args: Any, **kwargs: Any) -> Any:
+        if owner in standing.stepped_back:
+            return original(*args, **kwargs)
         entered = None
         try:
             context = around(args, kwargs)
@@ -250,7 +261,12 @@ def _stranger(place: _Place, module: ModuleType) -> str | None:
 def _install(module: ModuleType, hook: _Hook) -> None:
     """Put one hook in place; if that fails, log one line with the reason."""
     owner, target, force = hook
+    if owner in standing.stepped_back:
+        return
     try:
+        if target.probe is not None and not target.probe(Sources(_package(module))).needed:
+            standing.note(owner, target.place, "not needed")
+            return
         key = module.__name__, target.name
         place = _places.get(key)
         if place is None or not place.hooks:
@@ -261,14 +277,31 @@ def _install(module: ModuleType, hook: _Hook) -> None:
                 f"{target.name} was wrapped by {stranger} before; "
                 f"STALEPROOF_PATCHES=+{owner} wraps it all the same"
             )
-        target.check(Sources(_package(module)))
+        if stranger is None:  # Otherwise it may take any arguments and pass them on.
+            target.check_loaded(place.original)
         _places[key] = place
         if place.add(hook):
-            level = logging.DEBUG if owner in _announced else logging.INFO
+            standing.note(owner, target.place, "in place")
+            level = logging.INFO if _is_in_place(owner) else logging.DEBUG
             logger.log(level, "staleproof: %s is in place (%s)", owner, target.name)
-            _announced.add(owner)
     except Exception as error:
-        warn_once(f"{owner} leaves {target.name} alone: {error}")
+        standing.note(owner, target.place, str(error))
+        if target.vital:
+            warn_once(standing.step_back(owner, f"{target.name} is left alone: {error}"))
+        else:
+            warn_once(f"{owner} leaves {target.name} alone: {error}")
+
+
+def _is_in_place(owner: str) -> bool:
+    """Say, once, that a patch works: its vital targets are wrapped, and one of the others, if any."""
+    states = standing.targets(owner)
+    ours = {hook.target for hooks in _watched.values() for hook in hooks if hook.owner == owner}
+    vital = [states[target.place] == "in place" for target in ours if target.vital]
+    others = [states[target.place] == "in place" for target in ours if not target.vital]
+    if owner in _announced or not all(vital) or (others and not any(others)):
+        return False
+    _announced.add(owner)
+    return True
 
 
 _watched: dict[str, list[_Hook]] = {}
@@ -280,6 +313,12 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self.loader = loader
 
+    def __getattr__(self, name: str) -> Any:
+        # E.g. get_source and get_code, which runpy and inspect ask for.
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
@@ -289,7 +328,10 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        for hook in _watched.get(module.__name__, ()):
+        # importlib.reload has made new functions, without our hooks.
+        for place in [place for place in _places if place[0] == module.__name__]:
+            del _places[place]
+        for hook in [*_watched.get(module.__name__, ())]:
             _install(module, hook)
 
 
@@ -315,26 +357,34 @@ class _Finder(importlib.abc.MetaPathFinder):
 _finder = _Finder()
 
 
-def wrap(owner: str, target: Target, *, force: bool = False) -> None:
-    """Put the hooks of one target in place, now or when vLLM imports its module.
+def wrap(owner: str, *targets: Target, requires: Sequence[str] = (), force: bool = False) -> None:
+    """Put the hooks of a patch in place, now or when vLLM imports their modules; twice changes nothing.
 
-    Doing so twice changes nothing.
+    It steps back if a vital target cannot be wrapped, or if a patch that it requires stepped back.
 
     Args:
         owner: name of the patch.
-        target: the function and its hooks.
-        force: wrap it even if another package has wrapped it before.
+        targets: the functions and their hooks.
+        requires: patches without which this one would do harm.
+        force: wrap a function even if another package has wrapped it before.
     """
-    hook = _Hook(owner, target, force)
-    watched = _watched.setdefault(target.module, [])
-    if all(other[:2] != hook[:2] for other in watched):
-        watched.append(hook)
+    warn_once(standing.arm(owner, requires))
+    if owner in standing.stepped_back:
+        return
+    for target in targets:
+        hook = _Hook(owner, target, force)
+        if target.place not in standing.targets(owner):
+            standing.note(owner, target.place, "waiting")
+        watched = _watched.setdefault(target.module, [])
+        if all(other[:2] != hook[:2] for other in watched):
+            watched.append(hook)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
-    module = sys.modules.get(target.module)
-    # A module that is being imported right now gets its hooks from our loader, if it uses that.
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
-        _install(module, hook)
+    for target in targets:
+        module = sys.modules.get(target.module)
+        # A module that is being imported right now gets its hooks from our loader, if it uses that.
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            _install(module, _Hook(owner, target, force))
 
 
 def unwrap(owner: str) -> None:
@@ -345,5 +395,6 @@ def unwrap(owner: str) -> None:
             del _watched[module]
     for place in _places.values():
         place.remove(owner)
+    standing.forget(owner)
     if not _watched and _finder in sys.meta_path:
         sys.meta_path.remove(_finder)

@@ -8,30 +8,21 @@ an exception here would stop vLLM.
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import re
-import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from staleproof.vllm.hooks import logger, warn_once
+from staleproof.vllm import process
+from staleproof.vllm.hooks import warn_once
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.patches import NOTEBOOKS
+from staleproof.vllm.releases import TABLE, neighbours, release, table
 from staleproof.vllm.sources import Evidence, NotShippedError, PatchError, Sources, installed
 
 VARIABLE = "STALEPROOF_PATCHES"
-# What the probes say of each release's source distribution; written by tests/vllm/table.py.
-TABLE = Path(__file__).with_name("versions.json")
-# A release, or a build of one that upstream publishes.
-RELEASE = re.compile(r"(\d+\.\d+\.\d+)(?:\+(?:cu\d+|cpu))?")
-CACHE_NOTE = (
-    "torch.compile may have kept vLLM's own function in its cache: start once with "
-    "VLLM_DISABLE_COMPILE_CACHE=1, or remove ~/.cache/vllm/torch_compile_cache"
-)
+UNKNOWN = "STALEPROOF_UNKNOWN"
+AFFECTED, WILL, REFUSED = "affected", "will be patched", "refused"
 
 
 @dataclass(frozen=True)
@@ -39,13 +30,16 @@ class Decision:
     """What the plugin does with one patch.
 
     Attributes:
-        state: ``applied``, ``not needed``, ``refused`` or ``off``.
+        state: ``affected`` (the recorded probe found the defect), ``will be patched`` (so did the probe
+            of the installed vLLM), ``not needed``, ``refused`` or ``off``.
         why: the evidence, or the reason.
+        needed: whether the defect is there; ``None`` if the probe could not tell.
     """
 
     patch: Patch
     state: str
     why: str
+    needed: bool | None
 
 
 @dataclass(frozen=True)
@@ -66,20 +60,10 @@ def patches() -> dict[str, Patch]:
     """Return every patch by name.
 
     >>> [name for name, patch in patches().items() if patch.traced]
-    ['topk_nan', 'topk_nan_bias', 'scale_padding']
+    ['topk_nan', 'topk_nan_bias', 'hash_topk_nan', 'scale_padding']
     """
     modules = [importlib.import_module(f"staleproof.vllm.patches.{incident}") for incident in NOTEBOOKS]
     return {patch.name: patch for module in modules for patch in module.PATCHES}
-
-
-@cache
-def table() -> dict[str, dict[str, Any]]:
-    """Return release -> patch -> ``needed`` and ``why``, as recorded from source distributions.
-
-    >>> table()["0.20.2"]["decode_buffer"]["needed"]
-    False
-    """
-    return dict(json.loads(TABLE.read_text(encoding="utf-8")))
 
 
 def chosen(text: str | None) -> Choice:
@@ -93,7 +77,7 @@ def chosen(text: str | None) -> Choice:
         PatchError: an unknown name.
 
     >>> len(chosen("all").names), sorted(chosen("decode_buffer,+mla_padding").names)
-    (12, ['decode_buffer', 'mla_padding'])
+    (13, ['decode_buffer', 'mla_padding'])
     """
     known = patches()
     words = [word.strip() for word in (text or "all").split(",") if word.strip()]
@@ -120,79 +104,113 @@ def chosen(text: str | None) -> Choice:
     return Choice(frozenset(names), frozenset(forced))
 
 
-def release(version: str) -> str:
-    """Return the release that a version string is a build of.
+class Base(NamedTuple):
+    """The release of the table that a vLLM is, or comes next after.
+
+    Attributes:
+        name: the release.
+        unknown: what the version is if it is not that release, in one line.
+    """
+
+    name: str
+    unknown: str | None = None
+
+
+def base(version: str) -> Base:
+    """Find the release of the table that a version is, or else the last one before it.
 
     Raises:
-        PatchError: it is not a release of the table.
+        PatchError: no release of the table comes before it.
 
-    >>> release("0.18.1+cu129")
-    '0.18.1'
+    >>> base("0.18.1+cu129"), base("0.20.3").name
+    (Base(name='0.18.1', unknown=None), '0.20.2')
     """
-    match = RELEASE.fullmatch(version)
-    if match is None or match[1] not in table():
-        kind = "is not a release we know" if match else "is not a release, but a build of its own"
-        raise PatchError(f"vLLM {version} {kind}; nothing is patched")
-    return match[1]
+    try:
+        return Base(release(version))
+    except PatchError as error:
+        before, _ = neighbours(version)
+        if before is None:
+            raise
+        return Base(before, str(error))
 
 
-def evidence(patch: Patch, version: str, sources: Sources | None) -> Evidence:
+def evidence(patch: Patch, of: Base, sources: Sources | None) -> Evidence:
     """Probe these sources for a patch's defect; use the recorded probe if they cannot tell.
 
     Args:
-        version: a release of the table.
+        of: what these sources are.
         sources: of an installed vLLM, or ``None`` to use the recorded probe.
 
     Raises:
-        PatchError: the probe cannot read what it needs, or a target is not as the patch expects.
+        PatchError: the probe cannot read what it needs, or only CUDA sources of an unknown release
+            could tell.
 
-    >>> evidence(patches()["decode_buffer"], "0.20.2", None).needed
+    >>> evidence(patches()["decode_buffer"], Base("0.20.2"), None).needed
     False
     """
-    recorded = table()[version][patch.name]
-    from_table = Evidence(recorded["needed"], recorded["why"])
-    if sources is None:
-        return from_table
     try:
-        try:
-            result = patch.is_needed(sources)
-        except NotShippedError:
-            why = f"{from_table.why} (recorded from the source of {version})"
-            result = Evidence(from_table.needed, why)
-        for target in patch.targets_for(version) if result.needed else ():
-            target.check(sources)
-        return result
+        recorded = Evidence(**table()[of.name][patch.name])
+    except (LookupError, TypeError) as error:
+        raise PatchError(f"{TABLE.name} does not say: {error!r}") from error
+    if sources is None:
+        return recorded
+    try:
+        return patch.is_needed(sources)
+    except NotShippedError as error:
+        if of.unknown:
+            raise PatchError(f"{error}, and only it could tell") from error
+        return Evidence(recorded.needed, f"{recorded.why} (recorded from the source of {of.name})")
     except PatchError:
         raise
     except Exception as error:
         raise PatchError(f"the probe failed: {type(error).__name__}: {error}") from error
 
 
-def decide(patch: Patch, version: str, sources: Sources | None, choice: Choice) -> Decision:
+def decide(patch: Patch, of: Base, sources: Sources | None, choice: Choice) -> Decision:
     """Decide what to do with one patch on one release; see :func:`evidence` for the arguments.
 
-    >>> decide(patches()["mla_padding"], "0.18.1", None, chosen("none")).state
+    >>> decide(patches()["mla_padding"], Base("0.18.1"), None, chosen("none")).state
     'off'
     """
-    if patch.name not in choice.names:
-        return Decision(patch, "off", f"{VARIABLE} leaves it out")
     try:
-        result = evidence(patch, version, sources)
+        needed, why = evidence(patch, of, sources)
     except PatchError as error:
-        return Decision(patch, "refused", str(error))
-    if not result.needed:
-        return Decision(patch, "not needed", result.why)
-    if not patch.applies_to(version):
-        return Decision(patch, "refused", f"{result.why}; no patch for {version}")
+        return Decision(patch, REFUSED if patch.name in choice.names else "off", str(error), None)
+    if patch.name not in choice.names:
+        return Decision(patch, "off", f"{VARIABLE} leaves it out; {why}", needed)
+    if not needed:
+        return Decision(patch, "not needed", why, needed)
+    reason = _refusal(patch, of, sources, choice)
+    if reason is not None:
+        return Decision(patch, REFUSED, f"{why}; {reason}", needed)
+    return Decision(patch, AFFECTED if sources is None else WILL, why, needed)
+
+
+def _refusal(patch: Patch, of: Base, sources: Sources | None, choice: Choice) -> str | None:
+    """Say why a needed patch cannot be put in place."""
+    if not patch.applies_to(of.name):
+        return f"no patch for {of.name}"
+    try:
+        if sources is not None:
+            patch.check(of.name, sources)
+    except PatchError as error:
+        return str(error)
+    except Exception as error:
+        return f"its check failed: {type(error).__name__}: {error}"
+    if of.unknown and os.environ.get(UNKNOWN) != "probe":
+        return f"this release is not in the table; {UNKNOWN}=probe patches it all the same"
     for name in patch.requires:
-        other = decide(patches()[name], version, sources, choice)
-        if other.state != "applied":
-            return Decision(patch, "refused", f"needs {name}, which is {other.state}")
-    return Decision(patch, "applied", result.why)
+        other = decide(patches()[name], of, sources, choice)
+        if other.state not in (AFFECTED, WILL):
+            return f"needs {name}, which is {other.state}"
+    return None
 
 
 def decisions(version: str, sources: Sources | None = None, choice: Choice | None = None) -> list[Decision]:
     """Decide what to do with every patch.
+
+    A version that is not in the table is probed if its sources are given. Nothing is patched then,
+    unless ``STALEPROOF_UNKNOWN=probe``.
 
     Args:
         version: as vLLM or the user spells it.
@@ -200,86 +218,15 @@ def decisions(version: str, sources: Sources | None = None, choice: Choice | Non
         choice: by default what ``STALEPROOF_PATCHES`` says.
 
     Raises:
-        PatchError: an unknown version, or an unknown name in the choice.
+        PatchError: an unknown version without sources, or an unknown name in the choice.
 
-    >>> decided = decisions("0.33.0", choice=chosen("all"))
-    >>> [decision.patch.name for decision in decided if decision.state == "applied"]
-    ['mla_padding', 'topk_nan_bias', 'routing_simulator']
+    >>> decided = decisions("0.28.0", choice=chosen("all"))
+    >>> [decision.patch.name for decision in decided if decision.state == "affected"]
+    ['mla_padding', 'topk_nan_bias', 'hash_topk_nan', 'routing_simulator']
     """
-    known = release(version)
+    of = Base(release(version)) if sources is None else base(version)
     choice = choice or chosen(os.environ.get(VARIABLE))
-    return [decide(patch, known, sources, choice) for patch in patches().values()]
-
-
-def as_text(version: str, is_installed: bool, decided: Sequence[Decision]) -> str:
-    """Format decisions as a table: state, patch, incident, and the evidence or the reason.
-
-    >>> decided = decisions("0.20.2", choice=chosen("none"))
-    >>> print(as_text("0.20.2", False, decided[:1]))
-    vLLM 0.20.2, recorded probes of its source
-    <BLANKLINE>
-    state  patch        incident     evidence
-    -----  -----------  -----------  --------
-    off    mla_padding  mla_padding  STALEPROOF_PATCHES leaves it out
-    """
-    origin = "installed, probed now" if is_installed else "recorded probes of its source"
-    rows = [["state", "patch", "incident", "evidence"]]
-    rows += [[d.state, d.patch.name, d.patch.incident, d.why] for d in decided]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    rows.insert(1, ["-" * width for width in (*widths, 8)])
-    lines = [
-        "  ".join((*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])) for row in rows
-    ]
-    return "\n".join([f"vLLM {version}, {origin}", "", *lines])
-
-
-def as_json(version: str, is_installed: bool, decided: Sequence[Decision]) -> str:
-    """Format decisions as JSON, for programs.
-
-    >>> decided = decisions("0.20.2", choice=chosen("none"))
-    >>> json.loads(as_json("0.20.2", False, decided))["patches"][0]["state"]
-    'off'
-    """
-    rows = []
-    for state, patch, why in ((d.state, d.patch, d.why) for d in decided):
-        row = {"patch": patch.name, "incident": patch.incident, "state": state, "why": why}
-        rows.append(row | {"summary": patch.summary})
-    return json.dumps({"vllm": version, "installed": is_installed, "patches": rows}, indent=1)
-
-
-def explanation(name: str) -> str:
-    """Describe one patch: summary, mechanism, releases, targets, threads, cost, notebook.
-
-    Raises:
-        PatchError: no patch has this name.
-
-    >>> print(explanation("scale_padding").splitlines()[0])
-    scale_padding: allocates swizzled FP4 scales zeroed
-    """
-    if name not in patches():
-        raise PatchError(f"unknown patch {name!r}; known: {', '.join(patches())}")
-    patch = patches()[name]
-    spans = ", ".join(f"{first} to {last}" for first, last in patch.versions)
-    where = [f"{target.module}: {target.name}" for target in patch.targets]
-    lines = [
-        f"{name}: {patch.summary}",
-        "",
-        *textwrap.wrap(patch.mechanism, 88),
-        "",
-        f"releases   {spans}, if the probe finds the defect",
-        f"wraps      {where[0]}",
-        *(f"           {place}" for place in where[1:]),
-        f"upstream   {', '.join(patch.threads)}",
-        f"cost       {patch.cost}",
-    ]
-    if patch.requires:
-        lines.append(f"needs      {', '.join(patch.requires)}")
-    if patch.traced:
-        lines.append(f"cache      {CACHE_NOTE}")
-    else:
-        lines.append("cache      torch.compile does not see it: nothing to clear")
-    lines.append(f"notebook   notebooks/{NOTEBOOKS[patch.incident]}")
-    return "\n".join(lines)
+    return [decide(patch, of, sources, choice) for patch in patches().values()]
 
 
 def register() -> None:
@@ -289,23 +236,29 @@ def register() -> None:
     """
     try:
         if os.environ.get(VARIABLE, "").strip() == "none":
-            logger.info("staleproof: off by %s", VARIABLE)
+            process.say(f": off by {VARIABLE}")
             return
         choice = chosen(os.environ.get(VARIABLE))
         version, sources = installed()
         decided = decisions(version, sources, choice)
+        of = base(version)
+        if of.unknown and os.environ.get(UNKNOWN) != "probe":
+            found = ", ".join(d.patch.name for d in decided if d.needed) or "nothing"
+            warn_once(f"{of.unknown}; its own sources need {found}; {UNKNOWN}=probe patches what it can")
+            return
         by_state: dict[str, list[str]] = {}
         for decision in decided:
             by_state.setdefault(decision.state, []).append(decision.patch.name)
-            if decision.state == "applied":
-                decision.patch.apply(release(version), force=decision.patch.name in choice.forced)
-        summary = "; ".join(f"{state}: {', '.join(names)}" for state, names in by_state.items())
-        traced = any(d.patch.traced for d in decided if d.state == "applied")
-        note = f" ({CACHE_NOTE})" if traced else ""
-        refused = [f"{d.patch.name} ({d.why})" for d in decided if d.state == "refused"]
+            if decision.state == WILL:
+                decision.patch.apply(of.name, force=decision.patch.name in choice.forced)
+        refused = [f"{d.patch.name} ({d.why})" for d in decided if d.state == REFUSED]
         if refused:
             warn_once(f"on vLLM {version}, refused: {'; '.join(refused)}")
-        logger.info("staleproof on vLLM %s: %s%s", version, summary, note)
+        summary = "; ".join(f"{state}: {', '.join(names)}" for state, names in by_state.items())
+        process.say(f" on vLLM {version}: {summary}")
+        process.watch(
+            version, by_state.get(WILL, []), {d.patch.name: d.why for d in decided if d.state == REFUSED}
+        )
     except PatchError as error:
         warn_once(str(error))
     except Exception as error:

@@ -10,7 +10,9 @@ import ast
 import importlib.metadata
 import importlib.util
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,11 +39,26 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True)
 class Function:
-    """One function of a source file: argument names, source text, and ``file:line`` of its ``def``."""
+    """One function of a source file.
+
+    Attributes:
+        arguments: names of all its arguments, in order.
+        text: its source.
+        place: ``file:line`` of its ``def``.
+    """
 
     arguments: tuple[str, ...]
     text: str
     place: str
+
+    def at(self, fragment: str) -> str:
+        """Return ``file:line`` of the first line that contains ``fragment``; of ``def`` if none does.
+
+        >>> Function(("x",), "def double(x):\\n    return 2 * x", "ops.py:7").at("return")
+        'ops.py:8'
+        """
+        path, _, first = self.place.rpartition(":")
+        return f"{path}:{int(first) + (line_of(self.text, fragment) or 1) - 1}"
 
 
 @dataclass
@@ -57,13 +74,12 @@ class Sources:
     package: Path
     csrc: Path | None = None
     flashinfer: str | None = None
-    _trees: dict[str, tuple[ast.Module, str]] = field(default_factory=dict, repr=False)
 
     def text(self, path: str) -> str:
         """Return the text of one file below ``vllm/``.
 
         Raises:
-            PatchError: the file cannot be read.
+            PatchError: the file is not there, or is not UTF-8.
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -75,6 +91,8 @@ class Sources:
             return (self.package / path).read_text(encoding="utf-8")
         except OSError as error:
             raise PatchError(f"vllm/{path} is not there") from error
+        except UnicodeDecodeError as error:
+            raise PatchError(f"vllm/{path} is not UTF-8") from error
 
     def csrc_text(self, name: str) -> str:
         """Return the text of one CUDA source, searched by file name below ``csrc/``.
@@ -91,7 +109,7 @@ class Sources:
         """Find a function ``f`` or a method ``Class.f`` in a file below ``vllm/``.
 
         Raises:
-            PatchError: the file, the function or its class is not there.
+            PatchError: the file, the function or its class is not there, or the file is not Python.
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -100,25 +118,55 @@ class Sources:
         >>> double.arguments, double.place
         (('x', 'y'), 'ops.py:1')
         """
-        if path not in self._trees:
-            text = self.text(path)
-            self._trees[path] = ast.parse(text), text
-        tree, text = self._trees[path]
-        node: ast.AST = tree
-        for part in name.split("."):
-            inside = [
-                child
-                for child in ast.iter_child_nodes(node)
-                if isinstance(child, ast.FunctionDef | ast.ClassDef) and child.name == part
-            ]
-            if not inside:
-                raise PatchError(f"vllm/{path} has no {name}")
-            # With several definitions of one name, the last one is the one that vLLM calls.
-            node = inside[-1]
-        if not isinstance(node, ast.FunctionDef):
+        functions = _functions(path, self.text(path))
+        if name not in functions:
+            raise PatchError(f"vllm/{path} has no {name}")
+        found = functions[name]
+        if found is None:
             raise PatchError(f"vllm/{path}: {name} is not a function")
-        names = tuple(arg.arg for arg in (*node.args.posonlyargs, *node.args.args))
-        return Function(names, ast.get_source_segment(text, node) or "", f"{path}:{node.lineno}")
+        return found
+
+
+@lru_cache(maxsize=64)
+def _functions(path: str, text: str) -> dict[str, Function | None]:
+    """Return the functions and methods of a file by name; ``None`` for a class.
+
+    Each process that vLLM starts pays for this, so a file is parsed once, and its tree is not kept.
+    ast.get_source_segment would take 30 ms a function.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise PatchError(f"vllm/{path}:{line} is not valid Python ({error})") from error
+    lines = text.split("\n")
+    found: dict[str, Function | None] = {}
+
+    def collect(nodes: Sequence[ast.stmt], before: str) -> None:
+        # With several definitions of one name, the last one is the one that vLLM calls.
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                found[before + node.name] = None
+                collect(node.body, f"{before}{node.name}.")
+            elif isinstance(node, ast.FunctionDef):
+                given = node.args
+                rest = [given.vararg, *given.kwonlyargs, given.kwarg]
+                names = [arg.arg for arg in (*given.posonlyargs, *given.args, *rest) if arg is not None]
+                body = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+                found[before + node.name] = Function(tuple(names), body, f"{path}:{node.lineno}")
+
+    collect(tree.body, "")
+    return found
+
+
+def line_of(text: str, fragment: str) -> int | None:
+    """Return the number of the first line that contains ``fragment``, counted from 1.
+
+    >>> line_of("one\\ntwo", "two"), line_of("one", "two")
+    (2, None)
+    """
+    lines = enumerate(text.split("\n"), start=1)
+    return next((number for number, line in lines if fragment in line), None)
 
 
 def file_of(module: str) -> str:

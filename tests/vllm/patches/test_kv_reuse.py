@@ -21,7 +21,11 @@ class FullAttentionSpec:
 def _manager(spec: object) -> SimpleNamespace:
     blocks = [SimpleNamespace(block_id=i) for i in (4, 5, 8, 9)]
     return SimpleNamespace(
-        kv_cache_spec=spec, new_block_ids=[], req_to_blocks={"r": blocks}, num_cached_block={"r": 2}
+        kv_cache_spec=spec,
+        new_block_ids=[],
+        req_to_blocks={"r": blocks},
+        num_cached_block={"r": 2},
+        _staleproof_record=True,
     )
 
 

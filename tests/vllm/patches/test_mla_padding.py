@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from staleproof.vllm.patches import mla_padding as patch
+from staleproof.vllm.sources import Sources
 
 SEQ_LENS = (7, 0, 3)
 
@@ -65,3 +66,64 @@ def test_lse_of_another_dtype_and_of_a_part_of_the_heads(device):
 def test_no_row_at_all(device):
     out = torch.empty(0, 2, 16, device=device)
     assert _call(out, None, device)[0] is out
+
+
+def test_turboquant_rows(device):
+    seq_lens = torch.tensor([*SEQ_LENS, 5], dtype=torch.int32, device=device)
+    metadata = SimpleNamespace(seq_lens=seq_lens)
+    # The lengths are those of the padded batch; the workspace has more heads than the layer.
+    out = torch.ones(4, 4, 16, device=device)[:3, :2]
+    out[1] = torch.nan
+    assert patch._clear_turboquant(out, (None, None, None, metadata), {}) is out
+    assert out[:, 0, 0].tolist() == [1.0, 0.0, 1.0]
+    assert not _nan_rows(out)
+    # Several tokens a request are not expected: nothing is cleared that may be a live row.
+    out = torch.full((5, 2, 16), torch.nan, device=device)
+    patch._clear_turboquant(out, (None,), {"attn_metadata": metadata})
+    assert _nan_rows(out) == [*range(5)]
+
+
+STAGE2 = "def _fwd_kernel_stage2(acc, e_sum):\n    return acc / {}\n"
+TURBOQUANT = "def triton_turboquant_decode_attention(query):\n    _fwd_kernel_stage2[(1,)](query)\n"
+
+
+@pytest.fixture(name="package")
+def package_fixture(tmp_path):
+    """The files that the probes read, as in 0.22.1."""
+    folder = tmp_path / "v1/attention"
+    (folder / "ops").mkdir(parents=True)
+    (folder / "backends/mla").mkdir(parents=True)
+    (folder / "ops/triton_decode_attention.py").write_text(STAGE2.format("e_sum"))
+    (folder / "ops/triton_turboquant_decode.py").write_text(TURBOQUANT)
+    for module, name in (("cutlass", "Cutlass"), ("flashinfer", "FlashInfer")):
+        methods = [f"    def {method}(self): pass" for method in ("forward_mqa", "_sm100_cutlass_mla_decode")]
+        text = "\n".join([f"class {name}MLAImpl:", *methods])
+        (folder / f"backends/mla/{module}_mla.py").write_text(text)
+    return tmp_path
+
+
+def _needed(package) -> list[bool]:
+    sources = Sources(package)
+    return [target.probe(sources).needed for target in patch.TARGETS]
+
+
+def test_each_backend_has_a_probe(package):
+    assert _needed(package) == [True] * 4
+    # The guard of a later release, in the kernel that Triton MLA and TurboQuant share.
+    stage2 = package / "v1/attention/ops/triton_decode_attention.py"
+    stage2.write_text(STAGE2.format("tl.where(e_sum > 0, e_sum, 1)").replace("return", "e_sum > 0; return"))
+    assert _needed(package) == [False, True, True, False]
+    found = patch._probe(Sources(package))
+    assert found.needed
+    assert "cutlass_mla.py" in found.why
+    assert "flashinfer_mla.py" in found.why
+    assert "triton_decode_attention.py" not in found.why
+    for module in ("cutlass", "flashinfer"):
+        file = package / f"v1/attention/backends/mla/{module}_mla.py"
+        file.write_text(file.read_text().replace("(self): pass", "(self, o, seq_lens): o[seq_lens == 0] = 0"))
+    assert not patch._probe(Sources(package)).needed
+
+
+def test_a_release_without_turboquant(package):
+    (package / "v1/attention/ops/triton_turboquant_decode.py").unlink()
+    assert _needed(package) == [True, True, True, False]

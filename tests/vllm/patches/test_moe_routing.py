@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from staleproof.vllm.patches import moe_routing as patch
+from staleproof.vllm.sources import NotShippedError, Sources
 
 
 def _draws(distribution: str, tokens: int, experts: int, top_k: int, **params) -> torch.Tensor:
@@ -57,3 +58,42 @@ def test_cleaned_inputs_keep_infinities_and_everything_finite():
     args, _ = patch._clean_sigmoid_logits((0, 0, 0, logits), {})
     assert args[3][2].sigmoid().tolist() == [0.0, 0.5]
     assert args[3][1].tolist() == [torch.inf, 0.0]
+
+
+def test_hash_selection_cleans_logits_and_both_biases():
+    nan = torch.tensor([torch.nan, 1.0, torch.inf])
+    args, kwargs = patch._clean_hash((0, 0, 0, nan, False, 1.0, nan, None, None), {"bias_vl": nan})
+    assert torch.nn.functional.softplus(args[3]).sqrt()[0] == 0
+    assert args[3].tolist()[1:] == args[6].tolist()[1:] == [1.0, torch.inf]
+    assert args[6][0] == kwargs["bias_vl"][0] == 0
+    # By position, as vLLM may pass them; a missing bias stays missing.
+    args, kwargs = patch._clean_hash_bias((0, 0, 0, nan, False, 1.0, None, None, None, None, nan), {})
+    assert args[3] is nan
+    assert args[6] is None
+    assert args[10][0] == 0
+    assert not kwargs
+
+
+CLAMPED = "val = isnan(val) ? 0 : val;\n"
+BIASED = "val = val + row_bias[expert];\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "needed", "why"),
+    [
+        (BIASED, True, "compares NaN scores as they are"),
+        (CLAMPED + BIASED, True, "topk_softplus_sqrt_kernels.cu:2 adds the bias behind the clamp"),
+        (CLAMPED + "isnan(row_bias[expert]);\n" + BIASED, False, "makes NaN scores and a NaN bias 0"),
+    ],
+)
+def test_hash_probe(tmp_path, text, needed, why):
+    (tmp_path / "_custom_ops.py").write_text("def topk_hash_softplus_sqrt(x): pass")
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc/topk_softplus_sqrt_kernels.cu").write_text(text)
+    found = patch._hash_nan(Sources(tmp_path, tmp_path / "csrc"))
+    assert found.needed is needed
+    assert why in found.why
+    with pytest.raises(NotShippedError):
+        patch._hash_nan(Sources(tmp_path))
+    (tmp_path / "_custom_ops.py").write_text("")
+    assert not patch._hash_nan(Sources(tmp_path)).needed

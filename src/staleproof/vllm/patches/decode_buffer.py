@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from staleproof.vllm.hooks import Arguments, Keywords, Target, argument
+from staleproof.vllm.arguments import Arguments, Keywords, argument
+from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import Evidence, Sources, file_of
 
@@ -18,18 +19,18 @@ CUTLASS_HEADS = 128
 
 @contextmanager
 def _borrowed(impl: Any, q: Any, requests: int, heads: int | None) -> Iterator[None]:
-    """Set ``_decode_out`` to a buffer for one call, and drop it after the call.
+    """Set ``_decode_out`` to a zeroed buffer for one call, and drop it after the call.
 
     vLLM uses a ``_decode_out`` that is large enough and has the right dtype. Otherwise it allocates
-    one and keeps it there; that one is dropped as well. The buffer need not be zero: patch
-    ``mla_padding`` clears the rows that the kernel does not write.
+    one and keeps it there; that one is dropped as well. vLLM's buffer starts as zeros, and so does
+    this one: its kernels leave the rows of empty requests as they are.
     """
     import torch
 
     like = q[0] if isinstance(q, tuple) else q
     if like.shape[0] == requests:
         quantized = str(impl.kv_cache_dtype).startswith("fp8")
-        impl._decode_out = torch.empty(
+        impl._decode_out = torch.zeros(
             requests,
             heads or like.shape[-2],
             impl.kv_lora_rank,
@@ -68,6 +69,7 @@ PATCHES = (
         name="decode_buffer",
         incident="decode_buffer",
         summary="keeps no decode output a layer",
+        models="MLA models on CUTLASS or FlashInfer MLA",
         versions=(("0.18.0", "0.19.1"),),
         targets=(
             Target(f"{BACKENDS}.cutlass_mla", "CutlassMLAImpl.forward_mqa", FORWARD_MQA, around=_cutlass),
@@ -79,11 +81,11 @@ PATCHES = (
         mechanism=(
             "The first cure of incident 1 keeps a zeroed output (requests, heads, 512) a layer, in "
             "a branch that the memory profile never takes: 61 layers of DeepSeek at 1,024 requests "
-            "hold 7.6 GiB that nobody budgeted. With the patch each call gets a buffer that dies "
-            "with its result; the rows it was zeroed for are cleared by mla_padding."
+            "hold 7.6 GiB that nobody budgeted. With the patch each call gets a zeroed buffer that "
+            "dies with its result."
         ),
         threads=("vLLM #37442", "vLLM #37777", "vLLM #37799", "vLLM #38359"),
-        cost="nothing on the device; saves the buffers",
+        cost="one fill of the output a layer; saves the buffers",
         requires=("mla_padding",),
     ),
 )

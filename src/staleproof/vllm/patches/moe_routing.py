@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from staleproof.vllm.hooks import Arguments, Keywords, Target, argument, replaced
+from staleproof.vllm.arguments import Arguments, Keywords, argument, replaced
+from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import Evidence, Sources, file_of, numbers
 
@@ -27,9 +29,20 @@ GROUPED = (
     "bias",
     "scoring_func",
 )
-# vLLM's scoring_func: 1 takes logits and computes their sigmoid, 0 takes scores.
-SIGMOID = 1
+HASH = (
+    "topk_weights",
+    "topk_indices",
+    "token_expert_indices",
+    "gating_output",
+    "renormalize",
+    "routed_scaling_factor",
+    "e_score_correction_bias",
+)
+# The bias of image tokens (0.33.0).
+IMAGE_BIAS = 10, "bias_vl"
+SIGMOID = 1  # vLLM's scoring_func: 1 takes logits and computes their sigmoid, 0 takes scores
 KERNELS = "topk_softmax_kernels.cu"
+HASH_KERNELS = "topk_softplus_sqrt_kernels.cu"
 EXPERTS = "vllm.model_executor.layers.fused_moe"
 SIMULATOR = f"{EXPERTS}.router.routing_simulator_router"
 SAMPLE = ("self", "num_tokens", "num_experts", "top_k", "device", "indices_type")
@@ -140,6 +153,20 @@ def _clean_scores(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keyword
     return _clean_grouped_bias(*given) or given
 
 
+def _clean_hash_bias(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+    for position, name in ((6, HASH[6]), IMAGE_BIAS):
+        if (bias := argument(args, kwargs, position, name)) is not None:
+            args, kwargs = replaced(args, kwargs, position, name, _without_nan(bias))
+    return args, kwargs
+
+
+def _clean_hash(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+    """Clean the logits and the bias of ``topk_hash_softplus_sqrt``; a NaN logit scores 0."""
+    logits = argument(args, kwargs, 3, HASH[3])
+    clean = _without_nan(logits, _lowest(logits))
+    return _clean_hash_bias(*replaced(args, kwargs, 3, HASH[3], clean))
+
+
 def _lowest(x: Any) -> float:
     """Return a logit whose score is 0."""
     import torch
@@ -187,18 +214,35 @@ def _sample(args: Arguments, kwargs: Keywords) -> Any:
     return keys.topk(top_k, dim=-1).indices.to(dtype)
 
 
+def _clamps(sources: Sources, kernels: str) -> tuple[bool, bool, str]:
+    """Read whether the kernels clamp NaN scores, and a NaN bias; and where they add the bias."""
+    text = sources.csrc_text(kernels)
+    guarded = re.search(r"(isnan|isfinite)\((correction_|row_)?bias", text) is not None
+    line = next((n for n, line in enumerate(text.splitlines(), start=1) if ADDED.search(line)), 1)
+    return "isnan(" in text, guarded, f"csrc {kernels}:{line}"
+
+
 def _unclamped(sources: Sources) -> Evidence:
-    clamped = "isnan(" in sources.csrc_text(KERNELS)
-    says = "makes NaN scores 0" if clamped else "compares NaN scores as they are"
-    return Evidence(not clamped, f"csrc {KERNELS} {says}")
+    clamped, _, place = _clamps(sources, KERNELS)
+    return Evidence(not clamped, f"{place} has {'made' if clamped else 'not made'} NaN scores 0 before")
 
 
 def _nan_bias(sources: Sources) -> Evidence:
-    text = sources.csrc_text(KERNELS)
-    clamped = "isnan(" in text
-    guarded = any(f"{test}(bias" in text for test in ("isnan", "isfinite"))
-    says = "adds the bias behind the clamp" if clamped else "has no clamp at all (topk_nan)"
-    return Evidence(clamped and not guarded, f"csrc {KERNELS} {says}")
+    clamped, guarded, place = _clamps(sources, KERNELS)
+    if not clamped:
+        return Evidence(False, f"{place} has no clamp at all (topk_nan)")
+    says = "makes a NaN bias 0" if guarded else "adds the bias behind the clamp"
+    return Evidence(not guarded, f"{place} {says}")
+
+
+def _hash_nan(sources: Sources) -> Evidence:
+    if "def topk_hash_softplus_sqrt(" not in sources.text(file_of(OPS)):
+        return Evidence(False, f"{file_of(OPS)} has no topk_hash_softplus_sqrt")
+    clamped, guarded, place = _clamps(sources, HASH_KERNELS)
+    if clamped and guarded:
+        return Evidence(False, f"{place} makes NaN scores and a NaN bias 0")
+    says = "adds the bias behind the clamp" if clamped else "compares NaN scores as they are"
+    return Evidence(True, f"{place} {says}")
 
 
 def _unguarded_flashinfer(sources: Sources) -> Evidence:
@@ -216,14 +260,18 @@ def _simulator(sources: Sources) -> Evidence:
     route = sources.function(path, "DistributionBasedRouting.route_tokens")
     defects = []
     if "torch.long" in route.text:
-        defects.append(f"{route.place} gives int64 ids by default")
+        defects.append(f"{route.at('torch.long')} gives int64 ids by default")
     if "torch.randint" in sample.text:
-        defects.append(f"{sample.place} draws with replacement")
+        defects.append(f"{sample.at('torch.randint')} draws with replacement")
     elif "_sample_continuous_distribution" in sample.text:
-        defects.append(f"{sample.place} draws normal samples with replacement")
+        defects.append(
+            f"{sample.at('_sample_continuous_distribution')} draws normal samples with replacement"
+        )
     return Evidence(bool(defects), "; ".join(defects) or f"{route.place} gives distinct int32 ids")
 
 
+# Where the kernels add the bias to the score.
+ADDED = re.compile(r"= .* \+ (correction_|row_)?bias\[")
 _MECHANISM = (
     "One NaN logit makes a row's softmax NaN, every comparison with it is false, and the selection "
     "takes one expert k times. FlashInfer's map builder leaves the repeated slots unwritten and "
@@ -243,7 +291,8 @@ PATCHES = (
         name="topk_nan",
         incident="moe_routing",
         summary="routes by kernels whose expert ids are distinct even if logits are NaN",
-        versions=(("0.17.1", "0.19.1"),),
+        models="MoE models",
+        versions=(("0.17.0", "0.19.1"),),
         targets=(
             _routing("topk_softmax", _softmax, _clean_logits),
             _routing("topk_sigmoid", _sigmoid, _clean_sigmoid_logits),
@@ -254,13 +303,15 @@ PATCHES = (
         + "With the patch staleproof's top-k replaces vLLM's: a NaN score counts as 0, and so does a "
         "NaN bias.",
         threads=_THREADS,
-        cost="our kernel in place of vLLM's; RECORDED as patch topk_nan",
+        cost="our kernel in place of vLLM's: 1.9 us in place of 3.7 for 128 rows of 128 experts on an H200",
+        triton=True,
         traced=True,
     ),
     Patch(
         name="topk_nan_bias",
         incident="moe_routing",
         summary="clears NaN from the score correction bias before vLLM's selection",
+        models="MoE models whose router has a bias",
         versions=(("0.20.0", "0.33.0"),),
         targets=(
             Target(OPS, "topk_softmax", TOPK, before=_clean_bias),
@@ -272,14 +323,35 @@ PATCHES = (
         + "vLLM #39391 makes NaN scores 0 and adds the bias after that, so a bias of NaN still "
         "repeats experts. With the patch a NaN in the bias counts as 0.",
         threads=_THREADS,
-        cost="one launch where a model has a bias, none otherwise; RECORDED as patch topk_nan_bias",
+        cost="one launch where a model has a bias, 1.4 us a layer on an H200; none otherwise",
+        traced=True,
+    ),
+    Patch(
+        name="hash_topk_nan",
+        incident="moe_routing",
+        summary="clears NaN from the logits and the bias of DeepSeek-V4's selection",
+        models="DeepSeek-V4",
+        versions=(("0.20.0", "0.33.0"),),
+        targets=(
+            Target(OPS, "topk_hash_softplus_sqrt", HASH, before=_clean_hash, versions=("0.20.0", "0.27.1")),
+            Target(
+                OPS, "topk_hash_softplus_sqrt", HASH, before=_clean_hash_bias, versions=("0.28.0", "0.33.0")
+            ),
+        ),
+        probe=_hash_nan,
+        mechanism=_MECHANISM
+        + "topk_hash_softplus_sqrt clamps nothing before 0.28.0, and from then on the score but not "
+        "the bias. With the patch a NaN logit scores 0, and a NaN in the bias counts as 0.",
+        threads=_THREADS,
+        cost="one launch for the logits (before 0.28.0) and one for each bias; not measured",
         traced=True,
     ),
     Patch(
         name="duplicate_experts",
         incident="moe_routing",
         summary="gives FlashInfer's fused MoE distinct expert ids",
-        versions=(("0.17.1", "0.21.0"),),
+        models="MoE models on FlashInfer's CUTLASS experts",
+        versions=(("0.17.0", "0.21.0"),),
         targets=tuple(
             Target(
                 f"{EXPERTS}.{module}",
@@ -289,7 +361,7 @@ PATCHES = (
                 versions=versions,
             )
             for module, versions in (
-                ("flashinfer_cutlass_moe", ("0.17.1", "0.20.2")),
+                ("flashinfer_cutlass_moe", ("0.17.0", "0.20.2")),
                 ("experts.flashinfer_cutlass_moe", ("0.21.0", "0.21.0")),
             )
         ),
@@ -298,13 +370,15 @@ PATCHES = (
         + "FlashInfer bounds that index from 0.6.10 on. With the patch a repeated slot gets the "
         "id -1, which its kernels skip, and its weight goes to the first slot of that expert.",
         threads=(*_THREADS, "FlashInfer #2762", "vLLM #42906"),
-        cost="one small launch a layer; RECORDED as patch duplicate_experts",
+        cost="one small launch a layer: 1.3 us for 128 rows on an H200",
+        triton=True,
     ),
     Patch(
         name="routing_simulator",
         incident="moe_routing",
         summary="simulated routing draws without replacement, and int32 ids by default",
-        versions=(("0.17.1", "0.33.0"),),
+        models="runs with VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+        versions=(("0.17.0", "0.33.0"),),
         targets=(
             Target(
                 SIMULATOR,

@@ -1,0 +1,75 @@
+"""The hooks of incident 2's patch on plain tensors; tests/vllm has them in the real vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from staleproof.vllm import plugin
+from staleproof.vllm.patches import decode_buffer as patch
+from staleproof.vllm.sources import PatchError, Sources
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_buffer_is_zeros_whatever_the_memory_held(monkeypatch, fp8):
+    monkeypatch.setattr(torch, "empty", lambda *shape, **given: torch.full(shape, torch.nan, **given))
+    impl = SimpleNamespace(
+        kv_cache_dtype="fp8_e4m3" if fp8 else "auto", kv_lora_rank=16, _decode_out=torch.ones(1)
+    )
+    q = torch.ones(3, 2, 24)
+    metadata = SimpleNamespace(num_decodes=3)
+    for around, heads in ((patch._cutlass, patch.CUTLASS_HEADS), (patch._flashinfer, 2)):
+        with around((impl, q, None, metadata), {}):
+            assert impl._decode_out.shape == (3, heads, 16)
+            assert impl._decode_out.dtype == (torch.bfloat16 if fp8 else torch.float32)
+            # What the kernel leaves unwritten stays 0, as in vLLM's own buffer.
+            assert not impl._decode_out.count_nonzero()
+        assert impl._decode_out is None
+        impl._decode_out = torch.ones(1)
+
+
+def test_several_query_tokens_get_no_buffer():
+    impl = SimpleNamespace(kv_cache_dtype="auto", kv_lora_rank=16, _decode_out=None)
+    with patch._flashinfer((impl, torch.ones(12, 2, 24), None, SimpleNamespace(num_decodes=3)), {}):
+        assert impl._decode_out is None
+
+
+@pytest.mark.parametrize("name", ["mla_padding", "topk_nan", "mla_zeroing", "duplicate_experts"])
+def test_without_triton_no_patch_with_kernels_is_applied(monkeypatch, tmp_path, name):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda module: None if module == "triton" else found(module)
+    )
+    with pytest.raises(PatchError, match="need Triton, which is not installed"):
+        plugin.patches()[name].check("0.19.0", Sources(tmp_path))
+
+
+def test_without_triton_decode_buffer_goes_with_mla_padding(monkeypatch, tmp_path):
+    """Sources with both defects: with Triton both patches are applied, without it neither."""
+    backends = tmp_path / "v1/attention/backends/mla"
+    backends.mkdir(parents=True)
+    (tmp_path / "v1/attention/ops").mkdir()
+    (tmp_path / "v1/attention/ops/triton_decode_attention.py").write_text(
+        "def _fwd_kernel_stage2(acc, e_sum): return acc / e_sum"
+    )
+    methods = """
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer): pass
+    def _sm100_cutlass_mla_decode(self): self._decode_out
+"""
+    for module, name in (("triton", "Triton"), ("cutlass", "Cutlass"), ("flashinfer", "FlashInfer")):
+        (backends / f"{module}_mla.py").write_text(f"class {name}MLAImpl:{methods}")
+
+    def states() -> dict[str, tuple[str, str]]:
+        found = plugin.decisions("0.19.0", Sources(tmp_path), plugin.chosen("mla_padding,decode_buffer"))
+        return {d.patch.name: (d.state, d.why) for d in found if d.state != "off"}
+
+    assert [state for state, _ in states().values()] == ["will be patched"] * 2
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
+    assert {name: (state, why.rpartition("; ")[2]) for name, (state, why) in states().items()} == {
+        "mla_padding": ("refused", "its kernels need Triton, which is not installed"),
+        "decode_buffer": ("refused", "needs mla_padding, which is refused"),
+    }

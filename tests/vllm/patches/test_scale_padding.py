@@ -1,0 +1,99 @@
+"""The hooks and the probe of incident 5's patch; the fused kernel's padding in a made-up result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from staleproof.ops.reference.nvfp4 import padding_offsets, scale_shape
+from staleproof.vllm.patches import scale_padding as patch
+from staleproof.vllm.sources import Sources
+
+DIRTY = 0x7F
+
+
+@dataclass
+class QuantizedActivation:
+    """What the patch reads of vLLM's."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    orig_shape: tuple[int, ...]
+
+
+def _activation(rows: int, width: int) -> QuantizedActivation:
+    """What vLLM's fused SiLU and quantisation returns; every scale is 0x7F, padding included."""
+    scale = torch.full(scale_shape(rows, width), DIRTY, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    data = torch.zeros(rows, width // 2, dtype=torch.uint8)
+    return QuantizedActivation(data, scale, (rows, width))
+
+
+@pytest.mark.parametrize("rows", [1, 33, 128, 130, 256])
+@pytest.mark.parametrize("width", [16, 64, 80, 192])
+def test_padding_is_cleared_and_nothing_else(rows, width):
+    given = _activation(rows, width)
+    assert patch._clear_padding(given, (), {}) is given
+    expected = torch.full_like(given.scale.view(torch.uint8).flatten(), DIRTY)
+    expected[padding_offsets(rows, width)] = 0
+    assert given.scale.view(torch.uint8).flatten().equal(expected)
+
+
+def test_leading_dimensions_count_as_rows():
+    given = _activation(6, 64)
+    given.orig_shape = (2, 3, 64)
+    patch._clear_padding(given, (), {})
+    assert int(given.scale.view(torch.uint8).count_nonzero()) == 6 * 4
+
+
+def test_it_can_be_traced():
+    def call(data, scale):
+        given = QuantizedActivation(data, scale, (data.shape[0], data.shape[1] * 2))
+        return patch._clear_padding(given, (), {}).scale
+
+    traced = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
+    for rows in (5, 130):
+        given, other = _activation(rows, 80), _activation(rows, 80)
+        scales = traced(given.data, given.scale)
+        expected = call(other.data, other.scale)
+        assert scales.view(torch.uint8).equal(expected.view(torch.uint8))
+
+
+def test_other_results_pass():
+    plain = torch.ones(3, 4)
+    assert patch._clear_padding(plain, (), {}) is plain
+    fp8 = SimpleNamespace(data=torch.ones(3, 4, dtype=torch.float8_e4m3fn), scale=torch.ones(3))
+    assert patch._clear_padding(fp8, (), {}) is fp8
+    # A plain activation of bytes has a ``data`` as well.
+    plain = torch.ones(3, 4, dtype=torch.uint8)
+    assert patch._clear_padding(plain, (), {}) is plain
+
+
+ALLOCATOR = """
+def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout):
+    if is_sf_swizzled_layout:
+        return torch.{0}((128, 4))
+    else:
+        return torch.empty((m, n))
+"""
+OLD = (
+    "def scaled_fp4_quant(input):\n    output = torch.empty(1)\n    output_scale = torch.empty(\n        2)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "needed", "why"),
+    [
+        (ALLOCATOR.format("empty"), True, "_custom_ops.py:4 allocates empty scales, of which silu_mul"),
+        (ALLOCATOR.format("zeros"), False, "_custom_ops.py:4 allocates zeros"),
+        (OLD, True, "_custom_ops.py:3 allocates empty scales"),
+        ("x = 1", False, "_custom_ops.py has no create_fp4_scale_tensor"),
+    ],
+)
+def test_probe(tmp_path, text, needed, why):
+    (tmp_path / "_custom_ops.py").write_text(text)
+    found = patch._probe(Sources(tmp_path))
+    assert found.needed is needed
+    assert found.why.startswith(why)

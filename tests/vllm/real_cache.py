@@ -1,0 +1,95 @@
+"""Starts of a vLLM model with torch.compile, on a CPU; run inside a vLLM environment only.
+
+    python real_cache.py none all none all
+
+Each start is a process that loads the plugins with that ``STALEPROOF_PATCHES``, and compiles a router
+with vLLM's own ``@support_torch_compile``. Prints, a start, whether the graph came from vLLM's cache
+(below ``VLLM_CACHE_ROOT``) and how many of 6 rows name an expert twice.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import real_routing
+
+ops = importlib.import_module("vllm._custom_ops")
+configs = importlib.import_module("vllm.config")
+contexts = importlib.import_module("vllm.forward_context")
+decorators = importlib.import_module("vllm.compilation.decorators")
+fixing = importlib.import_module("vllm.compilation.passes.utility.fix_functionalization")
+
+
+@decorators.support_torch_compile(dynamic_arg_dims={"logits": 0})
+class Router(torch.nn.Module):
+    """Top 4 of 32 experts by vLLM's ``topk_softmax``."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+
+    def forward(self, logits: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        weights = torch.zeros(logits.shape[0], 4)
+        ids = torch.zeros(logits.shape[0], 4, dtype=torch.int32)
+        ops.topk_softmax(weights, ids, torch.zeros_like(ids), logits * 1, False, bias)
+        return ids + 0
+
+
+def start(patches: str) -> dict[str, Any]:
+    """Load the plugins, compile or load the model, and run it once."""
+    os.environ["STALEPROOF_PATCHES"] = patches
+    importlib.import_module("vllm.plugins").load_general_plugins()
+    stand_in = real_routing.CompiledOps(clamped=False)
+    # This pass names operators of vLLM's CUDA library, which is not here.
+    fixing.FixFunctionalizationPass.__call__ = lambda self, graph: None
+    passes = configs.PassConfig()
+    for name in vars(passes):
+        # Fusions that are on by default, though this platform has none of them.
+        if name.startswith(("fuse_", "enable_")):
+            setattr(passes, name, False)
+    config = configs.VllmConfig(
+        device_config=configs.DeviceConfig(device="cpu"),
+        compilation_config=configs.CompilationConfig(
+            mode=3,
+            custom_ops=["none"],
+            cudagraph_mode="NONE",
+            splitting_ops=[],
+            compile_sizes=[],
+            pass_config=passes,
+        ),
+    )
+    logits = torch.randn(6, 32, generator=torch.Generator().manual_seed(2))
+    bias = torch.zeros(32)
+    bias[:30] = torch.nan
+    with configs.set_current_vllm_config(config), torch.inference_mode():
+        model = Router(vllm_config=config)
+        with contexts.set_forward_context(None, config):
+            ids = model(logits, bias)
+    found = {
+        "repeated": real_routing._duplicates(ids),
+        "from disk": model.was_aot_compile_fn_loaded_from_disk,
+    }
+    stand_in.library._destroy()
+    return found
+
+
+if __name__ == "__main__":
+    # What vLLM prints goes to stderr; stdout is the one object.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    context = multiprocessing.get_context("fork")
+    results = []
+    for patches in sys.argv[1:]:
+        with context.Pool(1) as pool:
+            results.append(pool.apply(start, (patches,)))
+    json.dump(results, out)
+    out.close()

@@ -1,0 +1,71 @@
+"""vLLM's compile cache over starts with and without the patches, with its own ``@support_torch_compile``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import environment
+
+from staleproof.vllm.patch import check_cache_key
+from staleproof.vllm.plugin import patches
+from staleproof.vllm.sources import PatchError, Sources
+
+STARTS = Path(__file__).with_name("real_cache.py")
+
+
+def _sources(version: str) -> Path:
+    try:
+        return environment.sources(version)
+    except environment.UnavailableError as error:
+        pytest.skip(f"vLLM cannot be fetched: {error}")
+
+
+@pytest.mark.slow
+# In the first topk_nan is applied, in the second topk_nan_bias.
+@pytest.mark.parametrize("version", ["0.19.0", "0.22.1"])
+def test_each_state_is_served_from_a_graph_of_its_own(version, tmp_path):
+    _sources(version)
+    done = subprocess.run(
+        [sys.executable, str(STARTS), "none", "all", "none", "all"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment.variables(version) | {"VLLM_CACHE_ROOT": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    starts = json.loads(done.stdout.splitlines()[-1])
+    assert [start["repeated"] for start in starts] == [6, 0, 6, 0]
+    assert [start["from disk"] for start in starts] == [False, False, True, True]
+
+
+@pytest.fixture(name="package")
+def package_fixture(tmp_path):
+    """The files that vLLM's cache key is made in."""
+    folder = tmp_path / "vllm/compilation"
+    folder.mkdir(parents=True)
+    (folder / "caching.py").write_text("def aot_compile_hash_factors(c): return [envs.compile_factors()]")
+    (folder / "backends.py").write_text(
+        "class VllmBackend:\n    def __call__(self, graph):\n        return envs.compile_factors()\n"
+    )
+    (folder.parent / "_custom_ops.py").write_text(
+        "def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout): pass"
+    )
+    return folder.parent
+
+
+def test_a_traced_patch_is_refused_where_the_key_is_not_as_expected(package):
+    sources = Sources(package)
+    check_cache_key(sources)
+    patch = patches()["scale_padding"]
+    patch.check("0.18.1", sources)
+    (package / "compilation/caching.py").write_text("def aot_compile_hash_factors(c): return [c]")
+    with pytest.raises(PatchError, match=r"does not hash envs\.compile_factors.*could mix graphs"):
+        patch.check("0.18.1", Sources(package))

@@ -1,0 +1,49 @@
+"""Patches that need each other in a real vLLM: no list grows, whoever schedules and whatever fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import environment
+
+pytestmark = pytest.mark.slow
+SCENES = Path(__file__).with_name("real_groups.py")
+
+
+def test_patches_together():
+    try:
+        environment.sources("0.22.1")
+    except environment.UnavailableError as error:
+        pytest.skip(f"vLLM cannot be fetched: {error}")
+    done = subprocess.run(
+        [sys.executable, str(SCENES)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment.variables("0.22.1"),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: scene["pending"] for name, scene in found.items() if "pending" in scene} == {
+        "patched": 0,
+        "another_plugin": 0,
+        "scheduler_class": 0,
+        "failing_drain": 0,
+    }
+    assert found["patched"]["hybrid"] == 0
+    assert found["patched"]["lines"] == found["scheduler_class"]["lines"] == []
+    # What does not stand, and why; the log says what does.
+    first, second = found["another_plugin"]["lines"]
+    assert "undrained_ids: Scheduler.schedule is left alone: Scheduler.schedule was wrapped by" in first
+    assert second.startswith("staleproof: mla_recording: needs undrained_ids, which stepped back")
+    (line,) = found["failing_drain"]["lines"]
+    assert "RuntimeError: planted; out of service: undrained_ids, mla_recording; in service: " in line
+    assert found["turboquant"] == {"off": [3, 5], "on": [], "lines": []}

@@ -1,0 +1,138 @@
+"""Each process says once what stands in it, when its engine or worker is ready."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from staleproof.vllm import hooks, process, standing
+from staleproof.vllm.hooks import Target
+
+FILES = {
+    "__init__": "",
+    "ops": "def double(x):\n    return 2 * x\n\n\ndef halve(x):\n    return x / 2\n",
+    "late": "def late():\n    pass\n",
+    "v1/__init__": "",
+    "v1/engine/__init__": "",
+    "v1/engine/core": "class EngineCore:\n    def __init__(self, worker=None):\n"
+    "        if worker:\n            worker.compile_or_warm_up_model()\n        import vllm.ops\n",
+    "v1/worker/__init__": "",
+    "v1/worker/gpu_worker": "class Worker:\n    def compile_or_warm_up_model(self):\n        return 1.5\n",
+}
+
+
+@pytest.fixture(name="vllm")
+def vllm_fixture(tmp_path, monkeypatch):
+    """Imports a module of a made-up vLLM."""
+    for name, text in FILES.items():
+        file = tmp_path / f"vllm/{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    hooks._warned.clear()
+    hooks._places.clear()
+    yield lambda name: importlib.import_module(f"vllm.{name}")
+    for owner in ("a", "b", "c", standing.REPORT):
+        hooks.unwrap(owner)
+    assert not hooks._watched
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def _lines(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "this process" in r.getMessage()]
+
+
+def _after(name: str, module: str = "ops") -> Target:
+    return Target(f"vllm.{module}", name, (), after=lambda r, a, k: r)
+
+
+def _fails(result, args, kwargs):
+    raise RuntimeError("planted")
+
+
+def test_one_line_when_the_engine_is_ready(vllm, caplog):
+    caplog.set_level(logging.INFO, "vllm.staleproof")
+    hooks.wrap("a", _after("double"))
+    hooks.wrap("b", _after("late", "late"))
+    hooks.wrap("c", _after("halve"), Target("vllm.ops", "double", ("z",), after=_fails))
+    process.watch("0.18.1", ["a", "b", "c"], {"d": "no Triton"})
+    worker = vllm("v1.worker.gpu_worker").Worker()
+    assert not _lines(caplog)
+    # The worker is ready in the middle of the engine's start, and another line would be half the truth.
+    vllm("v1.engine.core").EngineCore(worker)
+    (line,) = _lines(caplog)
+    assert line == (
+        "staleproof on vLLM 0.18.1, this process: in place: a; partly: c "
+        "(vllm/ops.py:1 double takes (x), not what was expected); "
+        "refused: d (no Triton); will be patched: b (not imported here)"
+    )
+
+
+def test_a_worker_in_a_process_of_its_own(vllm, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "vllm.staleproof")
+    process.watch("0.18.1", [], {})
+    monkeypatch.setattr(process, "_starting", [os.getpid() + 1])
+    assert vllm("v1.worker.gpu_worker").Worker().compile_or_warm_up_model() == 1.5
+    assert _lines(caplog) == ["staleproof on vLLM 0.18.1, this process: nothing to patch"]
+    # The two functions that it waits for are no patches.
+    assert not any("is in place" in record.getMessage() for record in caplog.records)
+    assert standing.in_service() == []
+
+
+def test_a_patch_that_stepped_back_is_refused(vllm, caplog):
+    hooks.wrap("a", Target("vllm.ops", "double", ("x",), after=_fails))
+    assert vllm("ops").double(1) == 2
+    state, why = process.state("a")
+    assert state == "refused"
+    assert "planted" in why
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_a_line_is_not_lost_before_logging_is_configured(monkeypatch, configured):
+    """vLLM 0.33.0 loads plugins first; Python prints warnings alone until there is a handler."""
+    seen = []
+    monkeypatch.setattr(hooks.logger, "hasHandlers", lambda: configured)
+    monkeypatch.setattr(hooks.logger, "log", lambda level, *rest: seen.append(level))
+    process.say(": off")
+    assert seen == [logging.INFO if configured else logging.WARNING]
+
+
+def test_an_unconfigured_process_prints_the_summary(tmp_path):
+    program = "from staleproof.vllm.plugin import register; register()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "STALEPROOF_PATCHES": "none"},
+    )
+    assert done.stderr == "staleproof: off by STALEPROOF_PATCHES\n"
+
+
+@pytest.mark.slow
+def test_the_summary_of_the_real_0_33_0_is_not_lost():
+    sys.path.insert(0, str(Path(__file__).parent))
+    import environment
+
+    try:
+        variables = environment.variables("0.33.0")
+    except environment.UnavailableError as error:
+        pytest.skip(f"vLLM cannot be fetched: {error}")
+    done = subprocess.run(
+        [sys.executable, "-c", "from vllm.plugins import load_general_plugins as load; load()"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=variables | {"STALEPROOF_PATCHES": "all"},
+    )
+    said = [line for line in done.stderr.splitlines() if "staleproof on vLLM 0.33.0: will be patched" in line]
+    assert len(said) == 1, done.stderr[-2000:]

@@ -1,0 +1,31 @@
+"""The race check on a release that keeps one id buffer for each batch in flight."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import environment
+
+
+@pytest.mark.slow
+def test_no_race_in_0_26_0():
+    try:
+        variables = environment.variables("0.26.0")
+    except environment.UnavailableError as error:
+        pytest.skip(f"vLLM cannot be fetched: {error}")
+    done = subprocess.run(
+        [sys.executable, "-c", "import real_scheduler; print('race', real_scheduler.race(listed=False))"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+        env=variables,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1:] == ["race [[1, 2], [8, 9]]"], done.stderr[-2000:]

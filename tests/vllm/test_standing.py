@@ -1,0 +1,169 @@
+"""Patches that need each other are put in place together, and step back together."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+
+import pytest
+
+from staleproof.vllm import hooks, standing
+from staleproof.vllm.hooks import Target
+from staleproof.vllm.sources import Evidence, Sources
+
+TEXT = """
+def double(x):
+    return 2 * x
+
+
+def halve(x):
+    return x / 2
+"""
+
+
+def _add(amount):
+    return lambda result, args, kwargs: result + amount
+
+
+def _fails(*args):
+    raise RuntimeError("planted")
+
+
+DRAIN = Target("vllm.a", "double", ("x",), after=_add(100), vital=True)
+FIRST = Target("vllm.b", "double", ("x",), after=_add(10), vital=True)
+SECOND = Target("vllm.b", "halve", ("x",), after=_add(10), vital=True)
+
+
+@pytest.fixture(name="module")
+def module_fixture(tmp_path, monkeypatch):
+    """Imports ``vllm.a`` or ``vllm.b`` of a made-up vLLM."""
+    (tmp_path / "vllm").mkdir()
+    for name, text in {"__init__": "", "a": TEXT, "b": TEXT}.items():
+        (tmp_path / f"vllm/{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    hooks._warned.clear()
+    hooks._places.clear()
+    yield lambda name: importlib.import_module(f"vllm.{name}")
+    for name in ("drain", "record", "zero", "other"):
+        hooks.unwrap(name)
+    assert not hooks._watched
+    assert not standing.stepped_back
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def _wrap_all() -> None:
+    hooks.wrap("other", Target("vllm.a", "halve", ("x",), after=_add(1)))
+    hooks.wrap("drain", DRAIN)
+    hooks.wrap("record", FIRST, SECOND, requires=("drain",))
+    hooks.wrap("zero", Target("vllm.b", "double", ("x",), after=_add(1000)), requires=("record",))
+
+
+def test_all_of_them(module, caplog):
+    with caplog.at_level(logging.INFO, "vllm.staleproof"):
+        _wrap_all()
+        assert module("b").double(1) == 1012
+        assert module("a").double(1) == 102
+    # A patch is announced once, when its last vital target is in place.
+    lines = [record.getMessage().removeprefix("staleproof: ") for record in caplog.records]
+    assert lines == [
+        "record is in place (halve)",
+        "zero is in place (double)",
+        "other is in place (halve)",
+        "drain is in place (double)",
+    ]
+    assert standing.in_service() == ["other", "drain", "record", "zero"]
+
+
+def test_another_package_owns_the_function_that_one_needs(module, caplog):
+    own = module("a").double
+    theirs = module("a").double = lambda x: own(x)
+    _wrap_all()
+    assert module("a").double is theirs
+    assert (module("b").double(1), module("b").halve(2)) == (2, 1)
+    assert module("a").halve(2) == 2
+    assert "drain: double is left alone: double was wrapped by" in caplog.text
+    assert "out of service: drain; in service: other" in caplog.text
+    assert "record: needs drain, which stepped back" in caplog.text
+    assert standing.in_service() == ["other"]
+    # vLLM loads plugins again and again.
+    lines = len(caplog.records)
+    _wrap_all()
+    assert standing.in_service() == ["other"]
+    assert module("b").double(1) == 2
+    assert len(caplog.records) == lines
+
+
+def test_a_function_that_turns_out_later_not_to_be_as_expected(module, caplog, tmp_path):
+    _wrap_all()
+    assert module("b").double(1) == 1012
+    (tmp_path / "vllm/a.py").write_text(TEXT.replace("double(x)", "double(z)").replace("2 * x", "2 * z"))
+    assert module("a").double(1) == 2
+    # Those in place already do nothing any more.
+    assert module("b").double(1) == 2
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line.endswith("out of service: drain, record, zero; in service: other")
+
+
+def test_half_of_a_patch(module, caplog, tmp_path):
+    (tmp_path / "vllm/b.py").write_text(TEXT.replace("halve", "quarter"))
+    _wrap_all()
+    # Its first function is vLLM's own again; what does not need it stays.
+    assert module("b").double(1) == 2
+    assert module("a").double(1) == 102
+    assert "out of service: record, zero; in service: other, drain" in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["before", "after"])
+def test_a_hook_that_raises_takes_those_that_need_it_along(module, caplog, hook):
+    hooks.wrap("drain", Target("vllm.a", "double", ("x",), **{hook: _fails}))
+    hooks.wrap("record", FIRST, SECOND, requires=("drain",))
+    assert module("b").double(1) == 12
+    assert module("a").double(1) == 2
+    assert module("b").double(1) == 2
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line.endswith("RuntimeError: planted; out of service: drain, record; in service: nothing")
+
+
+def test_a_target_without_the_defect_is_not_wrapped(module, caplog):
+    probe = {True: lambda s: Evidence(True, "there"), False: lambda s: Evidence(False, "not there")}
+    for needed in (True, False):
+        hooks.wrap("other", Target("vllm.a", "double", ("x",), after=_add(1), probe=probe[needed]))
+        assert module("a").double(1) == (3 if needed else 2)
+        assert standing.targets("other") == {"vllm.a:double": "in place" if needed else "not needed"}
+        hooks.unwrap("other")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", ["around", "before", "instead", "after"])
+def test_hooks_of_every_kind_stop(module, kind):
+    calls = []
+    hook = {
+        "around": lambda args, kwargs: calls.append("call") or contextlib.nullcontext(),
+        "before": lambda args, kwargs: calls.append("call"),
+        "instead": lambda args, kwargs: calls.append("call") or NotImplemented,
+        "after": lambda result, args, kwargs: calls.append("call") or result,
+    }[kind]
+    hooks.wrap("other", Target("vllm.a", "double", ("x",), **{kind: hook}))
+    assert [module("a").double(1), len(calls)] == [2, 1]
+    standing.step_back("other", "the test says so")
+    assert [module("a").double(1), len(calls)] == [2, 1]
+
+
+def test_after_a_failed_preparation_nothing_is_finished(module):
+    finished = []
+    target = Target("vllm.a", "double", ("x",), before=_fails, after=lambda r, a, k: finished.append(r))
+    hooks.wrap("other", target)
+    assert module("a").double(1) == 2
+    assert not finished
+
+
+def test_putting_a_hook_in_place_reads_no_source(module, monkeypatch):
+    """Each process of vLLM does so, and parsing its larger files takes a tenth of a second each."""
+    monkeypatch.setattr(Sources, "text", lambda self, path: pytest.fail(path))
+    hooks.wrap("other", DRAIN)
+    assert module("a").double(1) == 102

@@ -1,0 +1,205 @@
+"""What an operator reads: states, advice, exit codes, JSON, and why nothing will be patched."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from staleproof import cli
+from staleproof.vllm import plugin as vllm_plugin
+from staleproof.vllm import status
+
+ROOT = Path(__file__).parents[2]
+OPS = """
+def topk_hash_softplus_sqrt(x): pass
+def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout):
+    if is_sf_swizzled_layout:
+        return torch.empty(
+            (m, n))
+    else:
+        return None
+"""
+
+
+@pytest.fixture(name="fake")
+def fake_fixture(tmp_path, monkeypatch):
+    """Makes an installed vLLM that has FP4 scales and nothing else."""
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("a vLLM is installed here, and would be found beside the one made up")
+
+    def make(version: str) -> None:
+        (tmp_path / "vllm/compilation").mkdir(parents=True)
+        (tmp_path / "vllm/__init__.py").write_text("")
+        (tmp_path / "vllm/_custom_ops.py").write_text(OPS)
+        hashed = "    envs.compile_factors()\n"
+        (tmp_path / "vllm/envs.py").write_text("def compile_factors(): return {}\n")
+        (tmp_path / "vllm/compilation/caching.py").write_text(f"def aot_compile_hash_factors():\n{hashed}")
+        backend = f"class VllmBackend:\n    def __call__(self):\n    {hashed}"
+        (tmp_path / "vllm/compilation/backends.py").write_text(backend)
+        info = tmp_path / f"vllm-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in (vllm_plugin.VARIABLE, vllm_plugin.UNKNOWN, "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    return make
+
+
+def _states(capsys) -> dict[str, str]:
+    return {row["patch"]: row["state"] for row in json.loads(capsys.readouterr().out)["patches"]}
+
+
+def test_a_release_of_the_table_is_affected_and_not_patched(capsys):
+    assert cli.main(["patches", "--version", "0.18.1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("vLLM 0.18.1, recorded probes of its source\n")
+    assert "affected    mla_padding        mla_padding" in text
+    assert "divides by a sum that is 0 in an empty row" in text
+    assert "applied" not in text
+    assert "patched" not in text
+
+
+def test_json(capsys):
+    assert cli.main(["patches", "--version", "v0.22.1", "--json"]) == 0
+    rows = {row["patch"]: row for row in json.loads(capsys.readouterr().out)["patches"]}
+    recording = rows["mla_recording"]
+    assert recording["needed"] is True
+    assert recording["requires"] == ["undrained_ids"]
+    assert recording["traced"] is False
+    assert rows["scale_padding"]["traced"] is True
+    assert rows["scale_padding"]["targets"][0] == "vllm._custom_ops:create_fp4_scale_tensor"
+    assert rows["topk_nan"]["needed"] is False
+    assert "https://github.com/vllm-project/vllm/issues/39391" in rows["topk_nan"]["urls"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "patches", "code"),
+    [
+        (["--version", "0.33.0"], "all", 0),
+        (["--version", "0.16.0"], "all", 3),
+        (["--version", "0.18.1"], "-undrained_ids", 3),
+        (["--version", "0.18.1"], "none", 0),
+    ],
+)
+def test_exit_3_if_something_needed_is_refused(monkeypatch, capsys, arguments, patches, code):
+    monkeypatch.setenv(vllm_plugin.VARIABLE, patches)
+    assert cli.main(["patches", *arguments]) == code
+    assert ("refused" in capsys.readouterr().out) is (code == 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--version", "0.18.1+custom"], "is not a release, but a build of its own"),
+        (["--version", "0.22"], "name one of 0.22.0, 0.22.1"),
+        (["--explain", "mla"], "unknown patch 'mla'; known: mla_padding"),
+    ],
+)
+def test_bad_input(capsys, arguments, line):
+    assert cli.main(["patches", *arguments]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_explanations(capsys):
+    for name, patch in vllm_plugin.patches().items():
+        assert cli.main(["patches", "--explain", name]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith(f"{name}: {patch.summary}")
+        for said in (*patch.threads, *map(status.url, patch.threads), patch.cost, patch.models):
+            assert said in text
+        assert "RECORDED" not in text
+        assert ("compile-cache key" in text) is patch.traced
+
+
+def test_advice():
+    text = status.answer("0.22.1").notes[-1]
+    assert text.startswith("advice: affected: MLA models, and TurboQuant (mla_padding); ")
+    assert text.endswith(
+        "; upgrade to 0.26.0, which needs only mla_padding, topk_nan_bias, hash_topk_nan, routing_simulator"
+    )
+    assert status.answer("0.33.0").notes[-1].endswith("no later release has fewer")
+
+
+def test_an_installed_vllm_will_be_patched(fake, capsys):
+    fake("0.22.1")
+    # The other files of this vLLM are missing: those probes cannot tell.
+    assert cli.main(["patches", "--json"]) == 3
+    states = _states(capsys)
+    assert states["scale_padding"] == "will be patched"
+    assert states["mla_padding"] == "refused"
+
+
+@pytest.mark.parametrize("plugins", ["", "other", "other,second"])
+def test_a_plugin_that_vllm_does_not_load_patches_nothing(fake, capsys, monkeypatch, plugins):
+    fake("0.22.1")
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    assert cli.main(["patches"]) == 3
+    text = capsys.readouterr().out
+    assert "will be patched" not in text
+    assert "affected    scale_padding" in text
+    assert f"warning: VLLM_PLUGINS={plugins} leaves staleproof out: nothing is patched" in text
+    monkeypatch.setenv("VLLM_PLUGINS", "other, staleproof")
+    cli.main(["patches"])
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_missing_entry_point(fake, capsys, monkeypatch):
+    fake("0.22.1")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **given: ())
+    cli.main(["patches"])
+    text = capsys.readouterr().out
+    assert "warning: no entry point staleproof in vllm.general_plugins is installed" in text
+    assert "will be patched" not in text
+
+
+def test_a_missing_triton(fake, capsys, monkeypatch):
+    fake("0.18.1")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
+    cli.main(["patches"])
+    text = capsys.readouterr().out
+    # The recorded probe says that topk_nan is needed; its kernel cannot run.
+    assert "its kernels need Triton, which is not installed" in text
+    assert "will be patched  scale_padding" in text
+
+
+@pytest.mark.parametrize(("variable", "state"), [(None, "refused"), ("probe", "will be patched")])
+def test_an_unknown_release_is_probed_and_patched_only_if_asked(fake, capsys, monkeypatch, variable, state):
+    fake("0.22.7")
+    if variable:
+        monkeypatch.setenv(vllm_plugin.UNKNOWN, variable)
+    assert cli.main(["patches", "--json"]) == 3
+    answer = json.loads(capsys.readouterr().out)
+    rows = {row["patch"]: row for row in answer["patches"]}
+    assert rows["scale_padding"]["state"] == state
+    assert rows["scale_padding"]["needed"] is True
+    # Only the CUDA sources could tell, and nothing is recorded for this release.
+    assert rows["hash_topk_nan"]["state"] == "refused"
+    assert rows["hash_topk_nan"]["needed"] is None
+    assert answer["notes"][0].startswith(
+        "note: vLLM 0.22.7 is not a release we know (nearest: 0.22.1, 0.23.0)"
+    )
+
+
+def test_a_posix_locale_reads_every_file(fake, tmp_path):
+    fake("0.22.1")
+    (tmp_path / "vllm/_custom_ops.py").write_text("# \N{GREEK SMALL LETTER ALPHA}\n" + OPS, encoding="utf-8")
+    path = os.pathsep.join((str(ROOT / "src"), str(tmp_path)))
+    done = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-m", "staleproof", "patches"],
+        capture_output=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path, "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"},
+    )
+    assert (done.returncode, done.stderr) == (3, b"")
+    assert b"will be patched  scale_padding" in done.stdout
