@@ -27,6 +27,7 @@ device.select()
 
 from staleproof.harness import measure
 from staleproof.harness.vllm_files import UnavailableError, executed, load
+from staleproof.vllm import standing
 from staleproof.vllm.patches import kv_reuse, mla_padding, moe_routing
 from staleproof.vllm.sources import file_of, vllm_file
 
@@ -36,7 +37,8 @@ VERSION = "0.20.2"
 TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
 WORKER = "vllm.v1.worker.utils"
 OPS = "vllm._custom_ops"
-FILES = (TRITON_MLA, "vllm.v1.attention.ops.triton_decode_attention", WORKER, OPS)
+# vllm.envs, because a patch that torch.compile traces adds itself to the compile-cache key there.
+FILES = (TRITON_MLA, "vllm.v1.attention.ops.triton_decode_attention", WORKER, OPS, "vllm.envs")
 BATCH, HEADS, PAGE, CONTEXT = 128, 128, 64, 512
 HOST_CALLS = 200
 
@@ -132,6 +134,9 @@ def _pair(
             subject.apply(subject.versions[-1][0] if not subject.applies_to(VERSION) else VERSION)
         try:
             times = time_of(call)
+            if provider == "patched" and "in place" not in standing.targets(patch).values():
+                why = standing.stepped_back.get(patch, "its functions were not imported")
+                raise measure.WrongResult(f"{patch} is not in place, this would time vLLM alone: {why}")
         finally:
             subject.revert()
         yield measure.row(subject.incident, f"patch {patch}", provider, mode, "rows", BATCH, times, moved)
