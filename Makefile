@@ -6,7 +6,8 @@ TORCH ?= torch==2.13.0
 # check that our calls bind to its signatures.
 FLASHINFER ?= flashinfer-python==0.6.18.post1
 # One test process on a GPU: tests that run out of memory need the whole device.
-JOBS ?= $(if $(shell command -v nvidia-smi),1,2)
+# Elsewhere three on two cores: some tests wait for a process of their own.
+JOBS ?= $(if $(shell command -v nvidia-smi),1,3)
 
 # The oldest and the newest torch that pyproject.toml admits, and what vLLM installs beside it that could
 # conflict with ours: numba limits numpy, fastapi brings typer and rich.
@@ -34,10 +35,10 @@ test: $(READY) ## lint, types, unit tests, and nbval over the notebooks
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 	$(BIN)/python -m pytest -q -p no:cacheprovider --nbval --nbval-current-env \
 	  --nbval-cell-timeout 300 --nbval-sanitize-with notebooks/sanitize.cfg \
-	  -n $(JOBS) --dist loadscope notebooks/
+	  -n $(if $(filter 1,$(JOBS)),1,2) --dist loadscope notebooks/
 
 versions: ## pip install beside vLLM's pins, and the CPU tests, on the oldest and newest torch (5 GB, minutes)
 	@echo "fresh environments in .venv-versions/ for torch $(VERSIONS): 5 GB of wheels, 15 GB of disk"
