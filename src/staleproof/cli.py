@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from staleproof.harness.findings import Finding, RunFileError
     from staleproof.harness.recorded import Run
 
-# Modules that come with the extra "workbook": the notebooks and the report import them.
-
 app = typer.Typer(
     name="staleproof",
     rich_markup_mode=None,

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -285,11 +285,16 @@ Row = Question | Fix | Several
 
 
 @contextmanager
-def _threads(one: bool) -> Iterator[None]:
-    """One thread of torch for the length of a ``with``, if ``one``."""
-    if not one:
-        yield
-        return
+def one_thread() -> Iterator[None]:
+    """One thread of torch for the length of a ``with``: for operations of microseconds.
+
+    Handing these to a second thread takes longer than doing them, ten times longer on a busy machine.
+
+    >>> import torch
+    >>> with one_thread():
+    ...     torch.get_num_threads()
+    1
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -374,7 +379,10 @@ class Questions:
         while True:
             # One block an answer, not one around all: the caller runs between two answers, and
             # must find its own number of threads and no time limit.
-            with _threads(row.one_thread), children.within(deadline - time.monotonic()):
+            with (
+                one_thread() if row.one_thread else nullcontext(),
+                children.within(deadline - time.monotonic()),
+            ):
                 found = next(answers, None)
             if found is None:
                 return

@@ -7,8 +7,7 @@ changes hands is what this model computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,6 +15,7 @@ import torch
 
 from staleproof.check import require
 from staleproof.evidence.canary import bits
+from staleproof.harness.questions import one_thread
 from staleproof.incidents.kv_reuse.attention import Attend, Call, used_table
 from staleproof.incidents.kv_reuse.block_pool import AttentionSpec, KVBuffers, MambaSpec, split_block_table
 from staleproof.incidents.kv_reuse.scheduler import VOCABULARY, Step, Tables, Trace
@@ -208,21 +208,9 @@ class Served:
     finite: dict[str, torch.Tensor]
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # These operations take microseconds: handing them to a second thread takes longer than doing
-    # them, ten times longer on a busy machine. Notebooks call `serve` directly as well, so the
-    # question runner's `one_thread` is not enough.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
+# Also here, because notebooks call `serve` without the question runner.
 @torch.inference_mode()
-@_one_thread()
+@one_thread()
 def serve(
     trace: Trace,
     model: HybridModel,
