@@ -19,7 +19,7 @@ from staleproof import cli, device
 from staleproof.device import Machine, Provenance
 from staleproof.harness import peers, predictions, recorded
 from staleproof.harness.questions import Question, Questions
-from staleproof.incidents.moe_routing import fused_moe
+from staleproof.incidents.moe_routing import fused_moe, moe_module
 from staleproof.incidents.registry import INCIDENTS
 
 B200 = Machine(
@@ -159,10 +159,14 @@ def test_a_recorded_run_of_another_gpu_has_no_predictions(capsys):
     assert "the predictions are for sm_100 and sm_103" in one_line(capsys.readouterr().err)
 
 
-def test_what_stays_unavailable_on_a_b200_says_so_in_one_line(kernels):
-    reason = fused_moe.unavailable_reason()
-    assert reason == "needs an SM90 GPU (H100, H200); this is sm_100"
-    assert peers.peers()["flashinfer_fa3"].unavailable_reason == reason
+def test_what_is_not_available_on_a_b200_says_so_in_one_line(kernels, monkeypatch, tmp_path):
+    monkeypatch.setenv(moe_module.FOLDER_VARIABLE, str(tmp_path))
+    assert (
+        fused_moe.unavailable_reason() == "not built: staleproof moe-module build (needs nvcc, and minutes)"
+    )
+    assert peers.peers()["flashinfer_fa3"].unavailable_reason == (
+        "needs an SM90 GPU (H100, H200); this is sm_100"
+    )
 
 
 def test_tables_are_filled_up_to_whole_tiles_of_128_keys():

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import re
 import stat
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from staleproof import cli
+from staleproof import cli, device
 from staleproof.harness import environment
-from staleproof.incidents.moe_routing import moe_module
+from staleproof.incidents.moe_routing import moe_module, moe_sources
 from staleproof.incidents.moe_routing.moe_module import ModuleError
+
+EDITS = (*moe_sources.EDITS, moe_sources.HOPPER.tiles, moe_sources.WITHOUT_CHECK)
 
 # Records its arguments in the file it is asked for. HEADER and COMPILE are what it does first.
 NVCC = """#!/bin/sh
@@ -36,8 +41,8 @@ def unpacked(tmp_path: Path) -> Path:
     about.parent.mkdir(parents=True)
     about.write_text('__version__ = "0.6.10"\n')
     csrc = root / "flashinfer/data/csrc"
-    edits = {edit.file: edit for edit in (*moe_module.EDITS, moe_module.WITHOUT_CHECK)}
-    for name in {*moe_module.SOURCES, *edits} - {*moe_module.OWN_SOURCES}:
+    edits = {edit.file: edit for edit in EDITS}
+    for name in {*moe_sources.SOURCES, *edits} - {*moe_sources.OWN_SOURCES, moe_sources.GEMM}:
         (csrc / name).parent.mkdir(parents=True, exist_ok=True)
         (csrc / name).touch()
     for name, edit in edits.items():
@@ -56,7 +61,7 @@ def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tool
 
 
-def edited_file(root: Path, edit: moe_module.Edit) -> Path:
+def edited_file(root: Path, edit: moe_sources.Edit) -> Path:
     return root / "flashinfer/data/csrc" / edit.file
 
 
@@ -67,45 +72,116 @@ def changed_lines(source: moe_module.Package, name: str, text: str) -> tuple[lis
     return [m[2:] for m in marks if m[0] == "-"], [m[2:] for m in marks if m[0] == "+"]
 
 
-def test_the_installed_package_is_the_one_the_build_was_written_for() -> None:
+@pytest.mark.parametrize("of", moe_sources.ARCHITECTURES.values(), ids=moe_sources.ARCHITECTURES)
+def test_the_installed_package_is_the_one_the_build_was_written_for(of: moe_sources.Architecture) -> None:
     if importlib.util.find_spec("flashinfer") is None:
         pytest.skip("flashinfer is not installed")
     source = moe_module.package()
-    files = moe_module.narrowed(source)
-    cuh = files[moe_module.UNCHECKED_RUNNER]
-    gone, new = changed_lines(source, moe_module.RUNNER, cuh)
+    files = moe_module.narrowed(source, of)
+    cuh = files[moe_sources.UNCHECKED_RUNNER]
+    gone, new = changed_lines(source, moe_sources.RUNNER, cuh)
     assert [line.strip() for line in new] == ["if (false) {"]
     assert len(gone) == 1
-    binding, dispatch, tiles = (files[edit.file] for edit in moe_module.EDITS)
+    binding, dispatch = (files[edit.file] for edit in moe_sources.EDITS)
     # One runner is made, where the package makes one a combination of types.
     assert binding.count("mKernelRunner = std::make") == 1
     assert "launcher(inputs, sm_count_);" not in dispatch
-    gone, new = changed_lines(source, moe_module.EDITS[2].file, tiles)
-    assert (gone, len(new)) == ([], 4)
-    for name in moe_module.SOURCES:
+    gone, new = changed_lines(source, of.tiles.file, files[of.tiles.file])
+    assert (len(gone), len(new)) == ((0, 4) if of is moe_sources.HOPPER else (1, 1))
+    for name in moe_sources.SOURCES:
         assert name in files or (source.data / "csrc" / name).is_file(), name
+
+
+def test_the_build_for_sm100_is_part_of_the_packages_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer's generator for a B200: its flags for BF16, and its kernels of the default tile."""
+    jit = pytest.importorskip("flashinfer.jit.fused_moe")
+    context = importlib.import_module("flashinfer.compilation_context").CompilationContext
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "10.0a")
+    monkeypatch.setattr(jit, "current_compilation_context", context())
+    monkeypatch.setattr(jit.jit_env, "FLASHINFER_GEN_SRC_DIR", tmp_path)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(jit, "gen_jit_spec", lambda name, sources, **rest: asked.update(rest, name=name))
+    jit.gen_cutlass_fused_moe_sm100_module()
+    theirs, ours = asked["extra_cuda_cflags"], moe_sources.BLACKWELL.flags
+    assert asked["name"] == f"fused_moe_{moe_sources.BLACKWELL.number}"
+    assert {flag for flag in theirs if "FP4" not in flag} <= set(ours)
+    assert not [flag for flag in ours if "SM90" in flag or "HOPPER" in flag or "90a" in flag]
+    kernels = instances("".join(path.read_text() for path in tmp_path.rglob("*.cu")))
+    of_the_tile = {
+        one for one in kernels if one.count("__nv_bfloat16") == 3 and " 128, 128, 64, 1, 1, 1," in one
+    }
+    assert of_the_tile == instances(moe_sources.BLACKWELL.gemm)
+    assert len(of_the_tile) == 12
+
+
+def instances(text: str) -> set[str]:
+    """The arguments of each GEMM that a source instantiates."""
+    found = re.findall(r"INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM\((.*?)\);", text, re.DOTALL)
+    return {" ".join(one.split()) for one in found}
+
+
+@pytest.mark.parametrize(
+    ("capability", "number", "flag"),
+    [
+        ("sm_90", 90, "-gencode=arch=compute_90a,code=sm_90a"),
+        ("sm_100", 100, "-gencode=arch=compute_100a,code=sm_100a"),
+        (None, 90, "-gencode=arch=compute_90a,code=sm_90a"),
+    ],
+)
+def test_the_gpu_chooses_the_flags_and_the_build_stops_at_the_compiler(
+    capability: str | None,
+    number: int,
+    flag: str,
+    nvcc: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("flashinfer")
+    monkeypatch.setattr(device, "machine", lambda: SimpleNamespace(capability=capability))
+    told = tmp_path / "told"
+    refuses = f'echo "$*" >> {told}; echo "nvcc fatal: no such error" >&2; exit 1'
+    nvcc.write_text(NVCC.format(header="exit 0", compile=refuses))
+    with pytest.raises(ModuleError) as caught:
+        moe_module.build(jobs=1, say=lambda line: None)
+    assert str(caught.value) == "ours/runner.cu does not compile: nvcc fatal: no such error"
+    assert flag in told.read_text().split()
+    # A compiler that accepts everything: the modules are named after the architecture.
+    nvcc.write_text(NVCC.format(header="exit 0", compile=":"))
+    made = moe_module.build(jobs=2, say=lambda line: None)
+    assert all(path.name.startswith(f"fused_moe_sm{number}-") for path in made.values())
+    assert moe_module.built() == made[True]
+
+
+def test_another_gpu_is_one_line(unpacked: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "machine", lambda: SimpleNamespace(capability="sm_120"))
+    for call in (moe_module.build, moe_module.built):
+        with pytest.raises(ModuleError) as caught:
+            call(unpacked)
+        assert str(caught.value) == "needs an SM90 or SM100 GPU (H100, H200, B200, GB200); this is sm_120"
 
 
 def test_narrowing_takes_out_what_it_says_and_nothing_else(unpacked: Path) -> None:
     source = moe_module.package(unpacked)
     files = moe_module.narrowed(source)
-    for edit in moe_module.EDITS:
+    for edit in (*moe_sources.EDITS, moe_sources.HOPPER.tiles):
         end = f"{edit.until} after" if edit.until else " between  after"
         assert files[edit.file] == f"before {edit.text}{end}\n"
-    assert files[moe_module.UNCHECKED_RUNNER] == "before false between  after\n"
-    assert moe_module.RUNNER not in files
+    assert files[moe_sources.UNCHECKED_RUNNER] == "before false between  after\n"
+    assert moe_sources.RUNNER not in files
 
 
 @pytest.mark.parametrize(
     ("edit", "change"),
     [
         (edit, change)
-        for edit in (*moe_module.EDITS, moe_module.WITHOUT_CHECK)
+        for edit in EDITS
         for change in ("gone", "twice", "no end", "no file")
         if edit.until or change != "no end"
     ],
 )
-def test_changed_sources_are_named(unpacked: Path, edit: moe_module.Edit, change: str) -> None:
+def test_changed_sources_are_named(unpacked: Path, edit: moe_sources.Edit, change: str) -> None:
     path = edited_file(unpacked, edit)
     text = path.read_text()
     if change == "no file":
@@ -172,13 +248,13 @@ def test_each_module_gets_its_own_runner_and_is_kept(unpacked: Path, nvcc: Path)
     assert "unchecked_runner.o" not in linked[True]
     assert "unchecked_runner.o" in linked[False]
     assert "runner.o" not in linked[False]
-    assert len(linked[True]) == len(linked[False]) == 1 + len(moe_module.SOURCES)
+    assert len(linked[True]) == len(linked[False]) == 1 + len(moe_sources.SOURCES)
     for check, path in targets.items():
         assert moe_module.built(unpacked, check=check) == path
     # Found again without a compiler, until the package's sources change.
     nvcc.unlink()
     assert moe_module.build(unpacked, say=lambda line: None) == targets
-    path = edited_file(unpacked, moe_module.EDITS[0])
+    path = edited_file(unpacked, moe_sources.EDITS[0])
     path.write_text(path.read_text() + "// another release\n")
     with pytest.raises(ModuleError, match="not built"):
         moe_module.built(unpacked)

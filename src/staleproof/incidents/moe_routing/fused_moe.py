@@ -143,8 +143,6 @@ def unavailable_reason(check: bool = True) -> str | None:
     """Why the real module cannot run in this process, in one line, or ``None`` if it can."""
     if device.provenance() is not device.Provenance.MEASURED:
         return "needs a CUDA device"
-    if device.machine().capability != "sm_90":
-        return f"needs an SM90 GPU (H100, H200); this is {device.machine().capability}"
     if importlib.util.find_spec("tvm_ffi") is None:
         return "apache-tvm-ffi is not installed"
     try:
@@ -268,7 +266,7 @@ def _entry(module: str) -> Callable[..., Any]:
 
     core: Any = importlib.import_module("flashinfer.fused_moe.core")
     built = SimpleNamespace(build_and_load=lambda: tvm_ffi.load_module(module))
-    core.gen_cutlass_fused_moe_sm90_module = lambda *_: built
+    setattr(core, f"gen_cutlass_fused_moe_sm{moe_module.architecture().number}_module", lambda *_: built)
     return core.cutlass_fused_moe
 
 

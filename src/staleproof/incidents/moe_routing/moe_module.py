@@ -1,4 +1,4 @@
-"""A reduced build of FlashInfer's fused MoE for Hopper, from a package's own sources.
+"""A reduced build of FlashInfer's fused MoE for Hopper or Blackwell, from a package's own sources.
 
 The module that FlashInfer compiles on first use instantiates every data type and GEMM tile. One of
 each is enough for the map builder and the finalise step, so this build keeps BF16 and the tile of the
@@ -20,13 +20,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from staleproof import device
 from staleproof.harness import environment
+from staleproof.incidents.moe_routing.moe_sources import (
+    ARCHITECTURES,
+    BACKEND,
+    EDITS,
+    GEMM,
+    HOPPER,
+    INTERNAL,
+    OWN_SOURCES,
+    RUNNER_SOURCE,
+    SOURCES,
+    UNCHECKED,
+    UNCHECKED_RUNNER,
+    WITHOUT_CHECK,
+    Architecture,
+    Edit,
+)
 
 # Names a folder for built modules, in place of the user's cache: they can be built on another machine.
 FOLDER_VARIABLE = "STALEPROOF_MOE_MODULES"
-BACKEND = "fused_moe/cutlass_backend/"
-INTERNAL = "nv_internal/tensorrt_llm/kernels/"
-MOE_GEMM = INTERNAL + "cutlass_kernels/moe_gemm/"
 CHANGED = "the sources of this release are not those that the reduced build was written for"
 
 
@@ -34,133 +48,19 @@ class ModuleError(RuntimeError):
     """The module cannot be built or run here; the text says why, in one line."""
 
 
-@dataclass(frozen=True)
-class Edit:
-    """One change to a source file.
+def architecture() -> Architecture:
+    """That of the GPU that questions run on; Hopper's where there is none, to compile for another machine.
 
-    Attributes:
-        file: below the package's ``data/csrc``.
-        why: what is left out, in words.
-        start: where the change begins; this text occurs once in the file.
-        until: the change ends before the next occurrence of this, or with ``start`` if ``None``.
-        text: the replacement.
+    Raises:
+        ModuleError: the reduced build was written for other GPUs.
     """
+    capability = device.machine().capability
+    found = HOPPER if capability is None else ARCHITECTURES.get(capability)
+    if found is None:
+        raise ModuleError(f"needs an SM90 or SM100 GPU (H100, H200, B200, GB200); this is {capability}")
+    return found
 
-    file: str
-    why: str
-    start: str
-    until: str | None
-    text: str
 
-
-RUNNER = BACKEND + "cutlass_fused_moe_kernels.cuh"
-UNCHECKED_RUNNER = BACKEND + "cutlass_fused_moe_kernels_without_check.cuh"
-EDITS = (
-    Edit(
-        BACKEND + "flashinfer_cutlass_fused_moe_binding.cu",
-        "data types other than BF16",
-        "mInnerDimMultiplier = 1;",
-        "if (!mKernelRunner) {",
-        """mInnerDimMultiplier = 1;
-    if (mActivationDtype == dl_bfloat16 && mWeightDtype == dl_bfloat16) {
-      using Bf16Runner = kernels::CutlassMoeFCRunner<__nv_bfloat16, __nv_bfloat16>;
-      mKernelRunner = std::make_shared<Bf16Runner>();
-    }
-    """,
-    ),
-    Edit(
-        MOE_GEMM + "moe_gemm_template_dispatch.h",
-        "the grouped GEMMs of Ampere",
-        "// dispatch for quant op type",
-        "} else {",
-        'TLLM_THROW("left out of the reduced build");\n  ',
-    ),
-    Edit(
-        MOE_GEMM + "moe_gemm_template_dispatch_tma_ws.h",
-        "tiles other than the default tactic's",
-        "constexpr int cta_n = get<1>(CTAShape{});",
-        None,
-        """constexpr int cta_n = get<1>(CTAShape{});
-  if constexpr (cta_m != 128 || cta_n != 16 || get<0>(ClusterShape{}) != 1 ||
-                get<1>(ClusterShape{}) != 1) {
-    return false;
-  }""",
-    ),
-)
-WITHOUT_CHECK = Edit(
-    RUNNER,
-    "the bounds check of the finalise kernel",
-    "expanded_permuted_row < 0 || expanded_permuted_row >= expanded_rows",
-    None,
-    "false",
-)
-_RUNNER_SOURCE = """#include "{}"
-#include "moe_kernels.h"
-namespace tensorrt_llm::kernels::cutlass_kernels {{
-template class CutlassMoeFCRunner<__nv_bfloat16, __nv_bfloat16>;
-}}
-"""
-# These replace the package's instantiations.
-OWN_SOURCES = {
-    "ours/runner.cu": _RUNNER_SOURCE.format(Path(RUNNER).name),
-    "ours/gemm.cu": """#include "moe_gemm/launchers/moe_gemm_tma_ws_launcher.inl"
-namespace tensorrt_llm::kernels::cutlass_kernels_oss {
-#define ONE_TILE(FUSION, SWAP)                                                                   \\
-  INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM(Sm90, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16,   \\
-                                            void, EpilogueOpDefault, FUSION, 128, 16, 64, 1, 1, \\
-                                            1, false, false, false, SWAP)
-ONE_TILE(NONE, false);
-ONE_TILE(NONE, true);
-ONE_TILE(FINALIZE, false);
-ONE_TILE(FINALIZE, true);
-}
-""",
-    "ours/deep_gemm.cu": """#include <tvm/ffi/extra/module.h>
-// DeepGEMM is left out; the Python entry tells every module where its headers are.
-void no_deep_gemm(tvm::ffi::Array<tvm::ffi::String>) {}
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_deepgemm_jit_include_dirs, no_deep_gemm);
-""",
-}
-UNCHECKED = "ours/unchecked_runner.cu"
-SOURCES = (
-    *OWN_SOURCES,
-    BACKEND + "flashinfer_cutlass_fused_moe_binding.cu",
-    MOE_GEMM + "moe_gemm_kernels_bf16_bf16.cu",
-    MOE_GEMM + "moe_gemm_tma_warp_specialized_input.cu",
-    MOE_GEMM + "moe_gemm_mixed_utils.cu",
-    INTERNAL + "cutlass_kernels/cutlass_heuristic.cpp",
-    INTERNAL + "lora/lora.cpp",
-    INTERNAL + "preQuantScaleKernel.cu",
-    "nv_internal/cpp/common/envUtils.cpp",
-    "nv_internal/cpp/common/logger.cpp",
-    "nv_internal/cpp/common/memoryUtils.cu",
-    "nv_internal/cpp/common/stringUtils.cpp",
-    "nv_internal/cpp/common/tllmException.cpp",
-)
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-DNDEBUG",
-    "-w",
-    "-Xcompiler=-fPIC",
-    "-use_fast_math",
-    "--expt-relaxed-constexpr",
-    "-static-global-template-stub=false",
-    "-gencode=arch=compute_90a,code=sm_90a",
-    "-Xfatbin=-compress-all",
-    "-DENABLE_BF16",
-    "-DENABLE_FP8",
-    "-DUSING_OSS_CUTLASS_MOE_GEMM",
-    "-DCOMPILE_HOPPER_TMA_GEMMS",
-    "-DCOMPILE_HOPPER_TMA_GROUPED_GEMMS",
-    "-DCUTLASS_ENABLE_GDC_FOR_SM90=1",
-    "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",
-    "-DFLASHINFER_ENABLE_FP8_E8M0",
-    "-DFLASHINFER_ENABLE_F16",
-    "-DFLASHINFER_ENABLE_BF16",
-    "-DFLASHINFER_ENABLE_FP8_E4M3",
-    "-DFLASHINFER_ENABLE_FP8_E5M2",
-)
 # Headers that a bare toolkit lacks, and the wheel that brings each.
 HEADERS = {"cublasLt.h": "nvidia-cublas", "curand_kernel.h": "nvidia-curand"}
 
@@ -206,17 +106,17 @@ def package(root: Path | None = None) -> Package:
     return Package(root, found.group(1) if found else "unknown")
 
 
-def narrowed(source: Package) -> dict[str, str]:
+def narrowed(source: Package, of: Architecture = HOPPER) -> dict[str, str]:
     """The files that the build adds or changes, by their path in ``data/csrc``, with their text.
 
     Raises:
         ModuleError: a file or an anchor is not there.
     """
-    files = dict(OWN_SOURCES)
-    for edit in EDITS:
+    files = {**OWN_SOURCES, GEMM: of.gemm}
+    for edit in (*EDITS, of.tiles):
         files[edit.file] = _narrow(source, edit)
     files[UNCHECKED_RUNNER] = _narrow(source, WITHOUT_CHECK)
-    files[UNCHECKED] = _RUNNER_SOURCE.format(Path(UNCHECKED_RUNNER).name)
+    files[UNCHECKED] = RUNNER_SOURCE.format(Path(UNCHECKED_RUNNER).name)
     for name in SOURCES:
         if name not in files and not source.file(name).is_file():
             raise ModuleError(f"flashinfer {source.version}: {name}: {CHANGED}")
@@ -247,10 +147,12 @@ def folder() -> Path:
     return Path(given) if given else cache / "staleproof" / "moe"
 
 
-def _targets(source: Package, files: dict[str, str], cache: Path | None = None) -> dict[bool, Path]:
+def _targets(
+    source: Package, of: Architecture, files: dict[str, str], cache: Path | None = None
+) -> dict[bool, Path]:
     """The paths of the modules with and without the bounds check, named by version and digest."""
-    told = repr((sorted(files.items()), SOURCES, FLAGS)).encode()
-    name = f"fused_moe_sm90-{source.version}-{hashlib.sha256(told).hexdigest()[:12]}"
+    told = repr((sorted(files.items()), SOURCES, of.flags)).encode()
+    name = f"fused_moe_sm{of.number}-{source.version}-{hashlib.sha256(told).hexdigest()[:12]}"
     shipped = (cache or folder()) / f"{name}.so"
     return {True: shipped, False: shipped.with_name(f"{name}-without-check.so")}
 
@@ -263,10 +165,10 @@ def built(root: Path | None = None, *, check: bool = True) -> Path:
         check: whether the finalise kernel has its bounds check.
 
     Raises:
-        ModuleError: there is no package, its sources changed, or it was not built.
+        ModuleError: there is no package, its sources changed, it was not built, or not for this GPU.
     """
-    source = package(root)
-    path = _targets(source, narrowed(source))[check]
+    source, of = package(root), architecture()
+    path = _targets(source, of, narrowed(source, of))[check]
     if not path.is_file():
         raise ModuleError("not built: staleproof moe-module build (needs nvcc, and minutes)")
     return path
@@ -279,7 +181,7 @@ def build(
     jobs: int | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[bool, Path]:
-    """Compile the reduced module, with and without its bounds check, unless it was built already.
+    """Compile the reduced module for this GPU, with and without its bounds check, unless that is done.
 
     Args:
         root: folder with an unpacked ``flashinfer/``; the installed one by default.
@@ -294,9 +196,9 @@ def build(
     Raises:
         ModuleError: something is missing, the package's sources changed, or they do not compile.
     """
-    source = package(root)
-    files = narrowed(source)
-    targets = _targets(source, files, cache)
+    source, of = package(root), architecture()
+    files = narrowed(source, of)
+    targets = _targets(source, of, files, cache)
     if all(path.is_file() for path in targets.values()):
         say(f"built already: {targets[False].parent}")
         return targets
@@ -314,7 +216,7 @@ def build(
 
         def compile_one(name: str) -> str:
             made = str(Path(scratch) / f"{Path(name).stem}.o")
-            _run([str(nvcc), *FLAGS, *include, "-c", str(sources / name), "-o", made], name)
+            _run([str(nvcc), *of.flags, *include, "-c", str(sources / name), "-o", made], name)
             say(f"compiled {name}")
             return made
 

@@ -1,0 +1,214 @@
+"""What the reduced build changes in the sources of FlashInfer's fused MoE, and nvcc's flags for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+BACKEND = "fused_moe/cutlass_backend/"
+INTERNAL = "nv_internal/tensorrt_llm/kernels/"
+MOE_GEMM = INTERNAL + "cutlass_kernels/moe_gemm/"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change to a source file.
+
+    Attributes:
+        file: below the package's ``data/csrc``.
+        why: what is left out, in words.
+        start: where the change begins; this text occurs once in the file.
+        until: the change ends before the next occurrence of this, or with ``start`` if ``None``.
+        text: the replacement.
+    """
+
+    file: str
+    why: str
+    start: str
+    until: str | None
+    text: str
+
+
+RUNNER = BACKEND + "cutlass_fused_moe_kernels.cuh"
+UNCHECKED_RUNNER = BACKEND + "cutlass_fused_moe_kernels_without_check.cuh"
+EDITS = (
+    Edit(
+        BACKEND + "flashinfer_cutlass_fused_moe_binding.cu",
+        "data types other than BF16",
+        "mInnerDimMultiplier = 1;",
+        "if (!mKernelRunner) {",
+        """mInnerDimMultiplier = 1;
+    if (mActivationDtype == dl_bfloat16 && mWeightDtype == dl_bfloat16) {
+      using Bf16Runner = kernels::CutlassMoeFCRunner<__nv_bfloat16, __nv_bfloat16>;
+      mKernelRunner = std::make_shared<Bf16Runner>();
+    }
+    """,
+    ),
+    Edit(
+        MOE_GEMM + "moe_gemm_template_dispatch.h",
+        "the grouped GEMMs of Ampere",
+        "// dispatch for quant op type",
+        "} else {",
+        'TLLM_THROW("left out of the reduced build");\n  ',
+    ),
+)
+WITHOUT_CHECK = Edit(
+    RUNNER,
+    "the bounds check of the finalise kernel",
+    "expanded_permuted_row < 0 || expanded_permuted_row >= expanded_rows",
+    None,
+    "false",
+)
+RUNNER_SOURCE = """#include "{}"
+#include "moe_kernels.h"
+namespace tensorrt_llm::kernels::cutlass_kernels {{
+template class CutlassMoeFCRunner<__nv_bfloat16, __nv_bfloat16>;
+}}
+"""
+# These, and the GEMM of an architecture, replace the package's instantiations.
+OWN_SOURCES = {
+    "ours/runner.cu": RUNNER_SOURCE.format(Path(RUNNER).name),
+    "ours/deep_gemm.cu": """#include <tvm/ffi/extra/module.h>
+// DeepGEMM is left out; the Python entry tells every module where its headers are.
+void no_deep_gemm(tvm::ffi::Array<tvm::ffi::String>) {}
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_deepgemm_jit_include_dirs, no_deep_gemm);
+""",
+}
+UNCHECKED = "ours/unchecked_runner.cu"
+GEMM = "ours/gemm.cu"
+SOURCES = (
+    "ours/runner.cu",
+    GEMM,
+    "ours/deep_gemm.cu",
+    BACKEND + "flashinfer_cutlass_fused_moe_binding.cu",
+    MOE_GEMM + "moe_gemm_kernels_bf16_bf16.cu",
+    MOE_GEMM + "moe_gemm_tma_warp_specialized_input.cu",
+    MOE_GEMM + "moe_gemm_mixed_utils.cu",
+    INTERNAL + "cutlass_kernels/cutlass_heuristic.cpp",
+    INTERNAL + "lora/lora.cpp",
+    INTERNAL + "preQuantScaleKernel.cu",
+    "nv_internal/cpp/common/envUtils.cpp",
+    "nv_internal/cpp/common/logger.cpp",
+    "nv_internal/cpp/common/memoryUtils.cu",
+    "nv_internal/cpp/common/stringUtils.cpp",
+    "nv_internal/cpp/common/tllmException.cpp",
+)
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-DNDEBUG",
+    "-w",
+    "-Xcompiler=-fPIC",
+    "-use_fast_math",
+    "--expt-relaxed-constexpr",
+    "-static-global-template-stub=false",
+)
+_MORE_FLAGS = (
+    "-DFLASHINFER_ENABLE_FP8_E8M0",
+    "-DFLASHINFER_ENABLE_F16",
+    "-DFLASHINFER_ENABLE_BF16",
+    "-DFLASHINFER_ENABLE_FP8_E4M3",
+    "-DFLASHINFER_ENABLE_FP8_E5M2",
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the reduced build has of its own for one generation of GPUs.
+
+    Attributes:
+        number: of the module in FlashInfer: 90 or 100.
+        tiles: keeps the tile of the default tactic only.
+        gemm: source that instantiates the GEMM with that tile.
+        flags: for nvcc, as ``flashinfer/jit/fused_moe.py`` gives them, for BF16.
+    """
+
+    number: int
+    tiles: Edit
+    gemm: str
+    flags: tuple[str, ...]
+
+
+_TILES = MOE_GEMM + "moe_gemm_template_dispatch_tma_ws.h"
+HOPPER = Architecture(
+    90,
+    Edit(
+        _TILES,
+        "tiles other than the default tactic's",
+        "constexpr int cta_n = get<1>(CTAShape{});",
+        None,
+        """constexpr int cta_n = get<1>(CTAShape{});
+  if constexpr (cta_m != 128 || cta_n != 16 || get<0>(ClusterShape{}) != 1 ||
+                get<1>(ClusterShape{}) != 1) {
+    return false;
+  }""",
+    ),
+    """#include "moe_gemm/launchers/moe_gemm_tma_ws_launcher.inl"
+namespace tensorrt_llm::kernels::cutlass_kernels_oss {
+#define ONE_TILE(FUSION, SWAP)                                                                   \\
+  INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM(Sm90, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16,   \\
+                                            void, EpilogueOpDefault, FUSION, 128, 16, 64, 1, 1, \\
+                                            1, false, false, false, SWAP)
+ONE_TILE(NONE, false);
+ONE_TILE(NONE, true);
+ONE_TILE(FINALIZE, false);
+ONE_TILE(FINALIZE, true);
+}
+""",
+    (
+        *_FLAGS,
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-Xfatbin=-compress-all",
+        "-DENABLE_BF16",
+        "-DENABLE_FP8",
+        "-DUSING_OSS_CUTLASS_MOE_GEMM",
+        "-DCOMPILE_HOPPER_TMA_GEMMS",
+        "-DCOMPILE_HOPPER_TMA_GROUPED_GEMMS",
+        "-DCUTLASS_ENABLE_GDC_FOR_SM90=1",
+        "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",
+        *_MORE_FLAGS,
+    ),
+)
+
+
+def _blackwell_gemm() -> str:
+    """The default tactic's tile with all epilogues and clusters, because the dispatch names them."""
+    tma, no_smem = "PtrArrayTmaWarpSpecialized", "PtrArrayNoSmemWarpSpecialized"
+    instances = "".join(
+        f"INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM(Sm100, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, "
+        f"{epilogue}, EpilogueOpDefault, {fusion}, 128, 128, 64, 1, 1, 1, false, {dynamic}, false, {swap});\n"
+        for epilogue, fusion in ((tma, "NONE"), (no_smem, "NONE"), (tma, "FINALIZE"))
+        for dynamic in ("false", "true")
+        for swap in ("false", "true")
+    )
+    return (
+        '#include "moe_gemm/launchers/moe_gemm_tma_ws_launcher.inl"\n'
+        f"namespace tensorrt_llm::kernels::cutlass_kernels_oss {{\n{instances}}}\n"
+    )
+
+
+BLACKWELL = Architecture(
+    100,
+    Edit(
+        _TILES,
+        "tiles other than the default tactic's",
+        "if constexpr (TileM != 64 && TileM != 128) {",
+        None,
+        "if constexpr (TileM != 128 || TileN != 128 || size<0>(ClusterShape{}) != 1) {",
+    ),
+    _blackwell_gemm(),
+    (
+        *_FLAGS,
+        "-gencode=arch=compute_100a,code=sm_100a",
+        "-Xfatbin=-compress-all",
+        "-DENABLE_BF16",
+        "-DENABLE_FP8",
+        "-DUSING_OSS_CUTLASS_MOE_GEMM",
+        "-DCOMPILE_BLACKWELL_TMA_GEMMS",
+        "-DCOMPILE_BLACKWELL_TMA_GROUPED_GEMMS",
+        "-DCUTLASS_ENABLE_GDC_FOR_SM100=1",
+        *_MORE_FLAGS,
+    ),
+)
+# GPU -> its architecture. A B300 (sm_103) is not here: FlashInfer's module for it is another one.
+ARCHITECTURES = {"sm_90": HOPPER, "sm_100": BLACKWELL}
