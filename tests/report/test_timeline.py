@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import itertools
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +15,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
+from staleproof.device import version_of
 from staleproof.harness import recorded
-from staleproof.harness.findings import NOT_RUN
+from staleproof.harness.findings import NOT_RUN, Grade, finding, real
 from staleproof.report import timeline
 
 WORKBOOK = Path(__file__).resolve().parents[2] / "workbook"
+# As tests/vllm/environment.py has it.
+CACHE = Path(os.environ.get("STALEPROOF_VLLM_CACHE", Path.home() / ".cache/staleproof/vllm"))
 
 
 def _row(**changes: object) -> dict[str, object]:
@@ -29,6 +35,8 @@ def _row(**changes: object) -> dict[str, object]:
         "event": "It began.",
         "checked": False,
         "reported": ["7 us", "8 us"],
+        "grade": None,
+        "where": [],
     }
     return row | changes
 
@@ -68,6 +76,10 @@ def test_load_reads_one_incident_or_several(tmp_path: Path) -> None:
         ([_row(incident=[])], "timeline entry 1, incident: expected some of"),
         ([_row(), _row(extra=1)], "timeline entry 2: expected the fields"),
         ([_row(date="2026-03-32")], "day"),
+        # What a thread says did not run here; what we checked has a grade.
+        ([_row(grade="real")], "timeline entry 1, grade: expected one of"),
+        ([_row(checked=True)], "timeline entry 1, grade: expected one of"),
+        ([_row(where=["vllm/envs.py"])], "timeline entry 1, where: expected package, release, file:line"),
         ([_row(), _row(date="2026-03-17")], "expected entries in order of date"),
     ],
 )
@@ -77,12 +89,17 @@ def test_load_names_the_bad_entry(tmp_path: Path, rows: list[dict[str, object]],
 
 
 def test_a_table_row_carries_source_incidents_figures_and_mark(tmp_path: Path) -> None:
-    events = _load(tmp_path, _row(event="a | b"), _row(checked=True, url=None, reported=[]))
+    read = {"grade": "source", "where": ["vLLM 1.0 a.py:7", "vLLM 1.0 b.py:8-9", "vLLM 2.0 a.py:7"]}
+    wheel = _row(checked=True, url=None, reported=[], **read)
+    events = _load(tmp_path, _row(event="a | b"), wheel)
     rows = timeline.markdown(events, []).split("\n\n## ")[0].splitlines()[-2:]
-    assert rows == [
-        "| 2026-03-18 | [vLLM #1](https://example.org/1) | 1 | a \\| b | 7 us<br>8 us | reported |",
-        "| 2026-03-18 | vLLM #1 | 1 | It began. |  | checked |",
-    ]
+    assert rows[0] == (
+        "| 2026-03-18 | [vLLM #1](https://example.org/1) | 1 | a \\| b | 7 us<br>8 us | reported |"
+    )
+    assert rows[1] == (
+        "| 2026-03-18 | vLLM #1 | 1 | It began. |  | "
+        "checked, source<br>vLLM 1.0 `a.py:7`<br>`b.py:8-9`<br>vLLM 2.0 `a.py:7` |"
+    )
 
 
 def test_no_label_of_the_picture_meets_another_and_ink_is_mid_grey() -> None:
@@ -113,7 +130,7 @@ def test_no_leader_of_the_picture_crosses_a_label() -> None:
 
 
 def test_the_picture_has_a_dot_for_every_event_of_every_incident(tmp_path: Path) -> None:
-    events = _load(tmp_path, _row(), _row(incident=[1, 2], checked=True))
+    events = _load(tmp_path, _row(), _row(incident=[1, 2], checked=True, grade="source"))
     dots = [line for line in timeline.figure(events).axes[0].lines if line.get_marker() == "o"]
     fills = sorted((line.get_color(), line.get_markerfacecolor() != "none") for line in dots)
     blue, orange = timeline.COLOURS[1], timeline.COLOURS[2]
@@ -127,7 +144,9 @@ def _claims(tmp_path: Path, **changes: object) -> list[timeline.Claim]:
         "url": "https://example.org/1",
         "claim": "It is so.",
         "mark": "held",
+        "grade": "real",
         "note": "Here.",
+        "where": [],
         "notebook": "01_mla_padding.ipynb",
         "finding": ["mla_padding", "empty row", "a", "nan"],
     }
@@ -144,20 +163,73 @@ def test_the_first_twenty_claims_are_there_in_order_and_each_has_a_mark() -> Non
         assert (WORKBOOK.parent / "src/staleproof/incidents" / (c.finding or ("mla_padding",))[0]).is_dir()
         # What could not be run says why, and no verdict stands for it.
         assert c.mark != timeline.NOT_HERE or (c.note and (c.finding or (NOT_RUN,))[-1] == NOT_RUN)
+        # What rests on lines names them; what rests on a run names its finding, or says what was timed.
+        assert c.where or c.grade != Grade.SOURCE, c.claim
+        assert c.finding or c.grade not in (Grade.REAL, Grade.REPLICA) or "benchmarks/" in c.note, c.claim
 
 
 def test_what_shows_a_claim_is_what_the_recorded_runs_hold() -> None:
     runs = recorded.read_all()
     for c in timeline.claims():
         if c.finding:
-            held = [f.verdict for run in runs for f in run.findings if f.key == c.finding[:3]]
-            assert set(held) == {c.finding[3]}, c
+            held = [f for run in runs for f in run.findings if f.key == c.finding[:3]]
+            assert held, c
+            assert {timeline.disagrees(c, f) for f in held} == {None}, c
+
+
+def test_a_claim_disagrees_with_another_verdict_and_with_another_grade(tmp_path: Path) -> None:
+    (claim,) = _claims(tmp_path)
+    shown = finding(*claim.finding, evidence=real("torch"))
+    assert timeline.disagrees(claim, shown) is None
+    assert timeline.disagrees(claim, replace(shown, grade="")) is None, "a run from before there were grades"
+    replica = replace(shown, grade="replica")
+    assert timeline.disagrees(claim, replica) == "the claim is graded real, its finding replica"
+    assert "the finding says 'zero'" in str(timeline.disagrees(claim, replace(shown, verdict="zero")))
+    (by_lines,) = _claims(tmp_path, grade="source", where=["vLLM 1.0 a.py:7"])
+    assert timeline.disagrees(by_lines, replica) is None
+
+
+def test_six_claims_about_sm100_rest_on_its_source() -> None:
+    cuda = ("csrc/", "include/flashinfer")
+    by_source = [c for c in timeline.claims() if c.grade == Grade.SOURCE]
+    assert sum(any(part in line for line in c.where for part in cuda) for c in by_source) >= 6
+
+
+def test_lines_that_are_cited_exist_where_the_release_is_here() -> None:
+    """Of FlashInfer, if this version is installed, and of the releases of vLLM that were fetched."""
+    cited = {line for c in (*timeline.claims(), *timeline.load()) for line in c.where}
+    package = importlib.util.find_spec("flashinfer")
+    checked = 0
+    for line in sorted(cited):
+        name, version, place = line.split(" ")
+        file, _, numbers = place.rpartition(":")
+        if name == "vLLM":
+            path = CACHE / version / file
+        elif package and version_of("flashinfer-python") == version:
+            path = Path(package.submodule_search_locations[0]).parent / file
+        else:
+            continue
+        if path.is_file():
+            assert int(numbers.split("-")[-1]) <= len(path.read_text("utf-8").splitlines()), line
+            checked += 1
+        else:
+            # Of vLLM the wheels are fetched, which have no CUDA sources.
+            assert name == "vLLM", line
+            assert "csrc/" in file or not (CACHE / version).is_dir(), line
+    if not checked:
+        pytest.skip("neither this FlashInfer nor a fetched release of vLLM is here")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"mark": "true"}, "claim 1, mark: expected one of"),
+        ({"grade": "seen"}, "claim 1, grade of 'held': expected one of"),
+        ({"grade": None}, "claim 1, grade of 'held': expected one of"),
+        ({"mark": "could not be run here"}, "claim 1, grade of 'could not be run here': expected one of"),
+        ({"mark": "consistent with a replica"}, "grade of 'consistent with a replica': expected"),
+        ({"where": ["kernel.hpp"]}, "claim 1, where: expected package, release, file:line"),
+        ({"grade": "source"}, "claim 1, where: expected the lines that say it"),
         ({"extra": 1}, "claim 1: expected the fields"),
         ({"finding": ["a", "b"]}, "claim 1, finding: expected incident, question, variant"),
     ],
@@ -170,6 +242,6 @@ def test_claims_name_the_bad_entry(tmp_path: Path, changes: dict[str, object], m
 def test_a_claims_row_carries_mark_conditions_and_what_shows_it(tmp_path: Path) -> None:
     line = timeline.markdown([], _claims(tmp_path)).splitlines()[-1]
     assert line == (
-        "| 1 | [vLLM #1](https://example.org/1) | It is so. | held | Here. | "
+        "| 1 | [vLLM #1](https://example.org/1) | It is so. | held | real | Here. | "
         "[01](../notebooks/01_mla_padding.ipynb): `mla_padding`, `empty row`, `a`, `nan` |"
     )

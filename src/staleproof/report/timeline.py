@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staleproof.check import require
+from staleproof.harness.findings import Finding, Grade
 from staleproof.harness.recorded import checkout
 
 if TYPE_CHECKING:
@@ -30,14 +32,25 @@ LANES = {
 LEGEND = (
     "Lines marked *reported* are what a thread says; the figures in them are its authors', on "
     "GB200 or B200 hardware unless they say otherwise, and were not measured here. Lines marked "
-    "*checked* we read in the released wheel, or ran from it; a wheel's date is its build's."
+    "*checked* we read in the released wheel (*source*) or ran from it (*real*); a wheel's date is "
+    "its build's."
 )
 
-CLAIMS_LEGEND = (
-    "The first twenty by number, then those that a first check raised. *Shown by* names the "
-    "walkthrough and, where one finding says it, that finding: incident, question, variant, "
-    "verdict, as `staleproof run` prints them."
-)
+CLAIMS_LEGEND = """\
+The first twenty by number, then those that a first check raised. The grade says what the mark rests on:
+
+| grade | |
+|---|---|
+| real | The code of vLLM, FlashInfer or torch ran, in the finding that is named. |
+| source | What shipped source says, by file and line; that code did not run here. A finding beside it \
+shows the same on a replica, or says what could not be run. |
+| replica | Our code ran, which follows a cited source. About a kernel that never ran here, the best mark \
+is then *consistent with a replica*. |
+| arithmetic | Computed from sizes or from bits. |
+
+*Shown by* names the walkthrough and, where one finding says it, that finding: incident, question, variant,
+verdict, as `staleproof run` prints them. Paths are those of the named release: of its source distribution, or
+of its wheel."""
 
 INK = "#808080"
 # Okabe and Ito's colours, one for each incident: colour-blind readers can tell them apart.
@@ -58,6 +71,8 @@ class Event:
         checked: True if we read it in the released code or ran that code; False if the thread says
             so.
         reported: figures of the thread, on GB200 or B200 unless the figure says otherwise.
+        grade: of what we checked: ``real`` or ``source``; ``None`` if the thread says it and we did not.
+        where: the lines we read, each ``"vLLM 0.18.1 vllm/envs.py:247"``.
     """
 
     date: datetime.date
@@ -68,9 +83,15 @@ class Event:
     event: str
     checked: bool
     reported: tuple[str, ...]
+    grade: str | None
+    where: tuple[str, ...]
 
 
-HELD, NOT_HELD, NOT_HERE = "held", "did not hold", "could not be run here"
+HELD, HELD_IN_PART, NOT_HELD = "held", "held in part", "did not hold"
+CONSISTENT, NOT_HERE = "consistent with a replica", "could not be run here"
+MARKS = (HELD, HELD_IN_PART, NOT_HELD, CONSISTENT, NOT_HERE)
+# Package, release, file and lines.
+_WHERE = re.compile(r"(vLLM|FlashInfer) \S+ \S+:\d+(-\d+)?")
 
 
 @dataclass(frozen=True)
@@ -82,8 +103,11 @@ class Claim:
         source: the usual name of the thread.
         url: its address.
         claim: the claim, in our words.
-        mark: one of :data:`HELD`, :data:`NOT_HELD`, :data:`NOT_HERE`.
+        mark: one of :data:`MARKS`.
+        grade: the :class:`~staleproof.harness.findings.Grade` of what the mark rests on; ``None`` if it
+            could not be run here.
         note: under which conditions, one line.
+        where: for the grade ``source`` the lines that say it, like those of an :class:`Event`.
         notebook: the walkthrough whose cells show it.
         finding: incident, question, variant and verdict that show it; ``None`` if a recorded timing
             shows it, or nothing does.
@@ -94,7 +118,9 @@ class Claim:
     url: str
     claim: str
     mark: str
+    grade: str | None
     note: str
+    where: tuple[str, ...]
     notebook: str
     finding: tuple[str, str, str, str] | None
 
@@ -107,7 +133,8 @@ def claims(path: Path | None = None) -> list[Claim]:
 
     Raises:
         RunFileError: staleproof is installed without its checkout.
-        ValueError: an entry lacks a field, has an unknown one, or an unknown mark.
+        ValueError: an entry lacks a field, has an unknown one, an unknown mark or grade, or a mark that
+            its grade does not carry.
     """
     return [_claim(number, row) for number, row in enumerate(_read(path)["claims"], 1)]
 
@@ -116,12 +143,35 @@ def _claim(number: int, row: dict[str, Any]) -> Claim:
     fields = set(Claim.__annotations__)
     name = f"claim {number}"
     require(set(row) == fields, name, f"the fields {sorted(fields)}", sorted(row))
-    marks = (HELD, NOT_HELD, NOT_HERE)
-    require(row["mark"] in marks, f"{name}, mark", f"one of {marks}", row["mark"])
-    shown = row["finding"]
+    mark, grade, shown = row["mark"], row["grade"], row["finding"]
+    require(mark in MARKS, f"{name}, mark", f"one of {MARKS}", mark)
+    grades = {NOT_HERE: (None,), CONSISTENT: (Grade.REPLICA,)}.get(mark, tuple(Grade))
+    require(grade in grades, f"{name}, grade of {mark!r}", f"one of {[str(g) for g in grades]}", grade)
+    _require_where(row, name)
+    read = bool(row["where"]) or grade != Grade.SOURCE
+    require(read, f"{name}, where", "the lines that say it", row["where"])
     ok = shown is None or len(shown) == 4
     require(ok, f"{name}, finding", "incident, question, variant, verdict", shown)
-    return Claim(**row | {"finding": tuple(shown) if shown else None})
+    return Claim(**row | {"finding": tuple(shown) if shown else None, "where": tuple(row["where"])})
+
+
+def _require_where(row: dict[str, Any], name: str) -> None:
+    for where in row["where"]:
+        expected = "package, release, file:line"
+        require(_WHERE.fullmatch(where) is not None, f"{name}, where", expected, where)
+
+
+def disagrees(claim: Claim, shown: Finding) -> str | None:
+    """Why the finding that a claim names does not carry its mark, or ``None`` if it does.
+
+    A claim graded ``source`` rests on the lines it names, so the finding beside it may have any grade.
+    """
+    if claim.finding is None or shown.verdict != claim.finding[3]:
+        return f"the finding says {shown.verdict!r}, the claim names {claim.finding}"
+    # Runs recorded before there were grades have none.
+    if claim.grade in (Grade.SOURCE, shown.grade) or not (shown.grade and shown.ran):
+        return None
+    return f"the claim is graded {claim.grade}, its finding {shown.grade}"
 
 
 def _read(path: Path | None) -> dict[str, Any]:
@@ -148,13 +198,16 @@ def load(path: Path | None = None) -> list[Event]:
 
 
 def _event(number: int, row: dict[str, Any]) -> Event:
-    fields = {"date", "source", "url", "incident", "label", "event", "checked", "reported"}
+    fields = set(Event.__annotations__) - {"incidents"} | {"incident"}
     name = f"timeline entry {number}"
     require(set(row) == fields, name, f"the fields {sorted(fields)}", sorted(row))
     incident = row["incident"]
     incidents = tuple(incident if isinstance(incident, list) else [incident])
     known = bool(incidents) and set(incidents) <= set(LANES)
     require(known, f"{name}, incident", f"some of {list(LANES)}", incident)
+    grades = (Grade.REAL, Grade.SOURCE) if row["checked"] else (None, Grade.SOURCE)
+    require(row["grade"] in grades, f"{name}, grade", f"one of {[str(g) for g in grades]}", row["grade"])
+    _require_where(row, name)
     return Event(
         date=datetime.date.fromisoformat(row["date"]),
         source=row["source"],
@@ -164,6 +217,8 @@ def _event(number: int, row: dict[str, Any]) -> Event:
         event=row["event"],
         checked=row["checked"],
         reported=tuple(row["reported"]),
+        grade=row["grade"],
+        where=tuple(row["where"]),
     )
 
 
@@ -189,18 +244,32 @@ def markdown(events: list[Event] | None = None, asserted: list[Claim] | None = N
         source = f"[{e.source}]({e.url})" if e.url else e.source
         numbers = ", ".join(map(str, e.incidents))
         figures = "<br>".join(e.reported)
-        mark = "checked" if e.checked else "reported"
-        row = [e.date.isoformat(), source, numbers, e.event, figures, mark]
+        mark = ", ".join(filter(None, ("checked" if e.checked else "reported", e.grade)))
+        row = [e.date.isoformat(), source, numbers, e.event, figures, mark + _lines_read(e.where)]
         lines.append(_line(row))
     lines += ["", "## What the threads claim, and what became of it", "", CLAIMS_LEGEND, ""]
-    lines += ["| | source | claim | | under which conditions | shown by |", "|---|---|---|---|---|---|"]
+    lines += [
+        "| | source | claim | | grade | under which conditions | shown by |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for c in asserted:
         number = "" if c.number is None else str(c.number)
         shown = f"[{c.notebook[:2]}](../notebooks/{c.notebook})"
         if c.finding:
             shown += ": " + ", ".join(f"`{part}`" for part in c.finding)
-        lines.append(_line([number, f"[{c.source}]({c.url})", c.claim, c.mark, c.note, shown]))
+        cells = [number, f"[{c.source}]({c.url})", c.claim, c.mark, c.grade or "", c.note]
+        lines.append(_line([*cells, shown + _lines_read(c.where)]))
     return "\n".join(lines) + "\n"
+
+
+def _lines_read(where: tuple[str, ...]) -> str:
+    """One ``<br>``-separated list, the package and release once for lines of the same one."""
+    said, last = "", ""
+    for one in where:
+        package, _, line = one.rpartition(" ")
+        said += f"<br>{package} `{line}`" if package != last else f"<br>`{line}`"
+        last = package
+    return said
 
 
 def _line(cells: list[str]) -> str:
