@@ -7,6 +7,7 @@ empty row is not stored, and the last tile's values are multiplied by weights of
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from staleproof.harness import peers, predictions, recorded
 from staleproof.harness.questions import Question, Questions
 from staleproof.incidents.moe_routing import fused_moe, moe_module
 from staleproof.incidents.registry import INCIDENTS
+from staleproof.report import plots, show
 
 B200 = Machine(
     "NVIDIA B200", "cuda", "sm_100", 178.4, "580.95", "3.12.3", "2.11.0", "3.6.0", "0.6.18.post1", None
@@ -99,13 +101,14 @@ def record(kernels, monkeypatch, tmp_path):
     for name in INCIDENTS.keys() - {"mla_padding"}:
         monkeypatch.delitem(INCIDENTS, name)
     checkout = tmp_path / "checkout"
-    (checkout / "workbook").mkdir(parents=True)
+    runs = checkout / "workbook" / "runs"
+    shutil.copytree(PREDICTIONS.parent / "runs/nvidia-h200", runs / "nvidia-h200")
     shutil.copy(PREDICTIONS, checkout / "workbook")
     monkeypatch.setattr(recorded, "checkout", lambda: checkout)
 
     def run() -> Path:
-        assert cli.main(["record", "--out", str(tmp_path), "--device", "cpu"]) == 0
-        return tmp_path / "nvidia-b200"
+        assert cli.main(["record", "--out", str(runs), "--device", "cpu"]) == 0
+        return runs / "nvidia-b200"
 
     return run
 
@@ -151,6 +154,58 @@ def test_a_kernel_that_fails_is_a_line_and_the_others_answer(record, kernels, ca
     failed = said["empty row", "flashinfer_cutlass"]
     assert (failed.ran, failed.note) == (False, "failed: RuntimeError: CUTLASS: Error Internal at launch")
     assert said["empty row", "flashinfer_trtllm"].verdict == "unwritten"
+
+
+def test_the_folder_is_accepted_by_compare_and_report(record, capsys):
+    folder = record()
+    capsys.readouterr()
+    assert cli.main(["compare", str(folder), "nvidia-h200"]) == 0
+    said = capsys.readouterr().out
+    assert "only in first   mla_padding, empty row, flashinfer_cutlass" in said
+    assert "0 mismatch, 6 only in the first" in said.splitlines()[-1]
+    assert cli.main(["report"]) == 0
+    page = Path(capsys.readouterr().out.removeprefix("report: ").strip()).read_text()
+    assert "NVIDIA B200" in page
+    assert page.count("class='ok'>confirmed<") == 6
+
+
+def _cells_of_recorded_runs():
+    """Cells of the notebooks that show recorded runs and need no cell before them."""
+    for path in sorted((PREDICTIONS.parents[1] / "notebooks").glob("*.ipynb")):
+        for index, cell in enumerate(json.loads(path.read_text())["cells"]):
+            source = "".join(cell["source"])
+            shows = "recorded_" in source or "recorded.read_all" in source
+            if cell["cell_type"] == "code" and shows and "QUESTIONS" not in source:
+                yield f"{path.stem}[{index}]", source
+
+
+def test_the_notebooks_show_the_folder(record, capsys):
+    record()
+    capsys.readouterr()
+    shown = {}
+    for name, source in _cells_of_recorded_runs():
+        # 04[11] also uses what its notebook obtained before.
+        if "answers = [" not in source:
+            exec(source, {"show": show, "plots": plots, "display": lambda drawn: None})
+            shown[name] = capsys.readouterr().out
+    assert {name[:2] for name in shown} == {"01", "02", "03", "04", "05"}
+    (table,) = (text for text in shown.values() if "RECORDED NVIDIA B200" in text)
+    mine = table.partition("RECORDED NVIDIA B200")[2].partition("RECORDED")[0]
+    assert re.search(r"^flashinfer_cutlass +unwritten$", mine, re.MULTILINE)
+    assert re.search(r"^flashinfer_trtllm +unwritten$", mine, re.MULTILINE)
+
+
+def test_a_folder_that_was_cut_short_is_a_line(record, capsys):
+    folder = record()
+    kept = folder / "findings.jsonl"
+    kept.write_text(kept.read_text()[:-40])
+    capsys.readouterr()
+    show.recorded_answers("mla_padding", "empty row")
+    told = capsys.readouterr().out
+    assert f"not shown: {kept}" in told
+    assert "RECORDED NVIDIA H200" in told
+    assert cli.main(["compare", str(folder), "--predictions"]) == 2
+    assert str(kept) in one_line(capsys.readouterr().err)
 
 
 def test_a_recorded_run_of_another_gpu_has_no_predictions(capsys):
