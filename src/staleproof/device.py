@@ -73,6 +73,22 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def flashinfer_missing() -> str | None:
+    """Why FlashInfer cannot be imported here, in one line, or ``None``.
+
+    Its import fails beside cubins of another version, which a package index may offer as the newest.
+
+    >>> flashinfer_missing() is None or "flashinfer" in flashinfer_missing()
+    True
+    """
+    if importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer-python is not installed"
+    version, cubin = version_of("flashinfer-python"), version_of("flashinfer-cubin")
+    if cubin in (None, version) or os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK"):
+        return None
+    return f"flashinfer-python {version} refuses to be imported beside flashinfer-cubin {cubin}"
+
+
 def interpreting() -> bool:
     """Whether this process runs Triton kernels through Triton's CPU interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -20,8 +20,11 @@ from staleproof import cli, device
 from staleproof.device import Machine, Provenance
 from staleproof.harness import peers, predictions, recorded
 from staleproof.harness.questions import Question, Questions
+from staleproof.incidents.kv_reuse import attention
 from staleproof.incidents.moe_routing import fused_moe, moe_module
+from staleproof.incidents.moe_routing.questions import REAL
 from staleproof.incidents.registry import INCIDENTS
+from staleproof.incidents.scale_padding import flashinfer_fp4
 from staleproof.report import plots, show
 
 B200 = Machine(
@@ -208,6 +211,36 @@ def test_a_folder_that_was_cut_short_is_a_line(record, capsys):
     assert str(kept) in one_line(capsys.readouterr().err)
 
 
+def test_cubins_that_are_missing_are_a_line(record, monkeypatch, tmp_path):
+    """FlashInfer's own loader, with nothing in its cache and no network."""
+    jit = pytest.importorskip("flashinfer.jit.cubin_loader")
+    monkeypatch.setattr(jit, "FLASHINFER_CUBIN_DIR", tmp_path / "cubins")
+    monkeypatch.setattr(jit, "download_file", lambda *args, **rest: False)
+    monkeypatch.setattr(CORE, "get_trtllm_gen_fmha_module", lambda: CORE.gen_trtllm_gen_fmha_module())
+    said = {found.key[1:]: found for found in recorded.read(record()).findings}
+    missing = said["empty row", "flashinfer_trtllm"]
+    assert not missing.ran
+    assert missing.note.startswith("failed: AssertionError: Failed to get checksums.txt from ")
+    assert one_line(missing.note + "\n")
+    assert said["empty row", "flashinfer_cutlass"].verdict == "unwritten"
+
+
+def test_cubins_of_another_version_are_a_line(kernels, monkeypatch):
+    """FlashInfer raises when it is imported beside them, so nothing may import it."""
+    versions = {"flashinfer-cubin": "0.6.13", "flashinfer-python": "0.6.18.post1"}
+    monkeypatch.setattr(device, "version_of", versions.get)
+    monkeypatch.delenv("FLASHINFER_DISABLE_VERSION_CHECK", raising=False)
+    why = "flashinfer-python 0.6.18.post1 refuses to be imported beside flashinfer-cubin 0.6.13"
+    found = peers.peers()
+    for name in (*SM100_PEERS, "flashinfer_fa2"):
+        assert found[name].unavailable_reason == why
+    assert fused_moe.unavailable_reason() == why
+    assert flashinfer_fp4.unavailable_reason(None, "cuda") == why
+    assert attention._needs_flashinfer("fa2") == why
+    monkeypatch.setitem(versions, "flashinfer-cubin", "0.6.18.post1")
+    assert device.flashinfer_missing() is None
+
+
 def test_a_recorded_run_of_another_gpu_has_no_predictions(capsys):
     folder = PREDICTIONS.parent / "runs/nvidia-h200"
     assert cli.main(["compare", str(folder), "--predictions"]) == 2
@@ -222,6 +255,15 @@ def test_what_is_not_available_on_a_b200_says_so_in_one_line(kernels, monkeypatc
     assert peers.peers()["flashinfer_fa3"].unavailable_reason == (
         "needs an SM90 GPU (H100, H200); this is sm_100"
     )
+
+
+def test_no_outcome_of_the_moe_is_expected_where_nobody_ran_it(kernels):
+    # An unexpected verdict would end the recording; these are compared with the predictions instead.
+    assert {*fused_moe.expected().values()} == {None}
+    told = [one for one in predictions.read() if one.question == REAL]
+    outcomes = {case.name: outcome for case, outcome in fused_moe.TABLE}
+    assert told
+    assert [outcomes[one.variant] for one in told] == [one.predicted for one in told]
 
 
 def test_tables_are_filled_up_to_whole_tiles_of_128_keys():

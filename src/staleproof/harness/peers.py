@@ -7,7 +7,6 @@ cannot run on this machine gives the reason in one line.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import types
 from collections.abc import Callable
@@ -355,8 +354,8 @@ def _vllm_unavailable_reason() -> str | None:
 def _flashinfer_unavailable_reason(*, sm100: bool) -> str | None:
     if device.provenance() is not Provenance.MEASURED:
         return "needs a CUDA device"
-    if importlib.util.find_spec("flashinfer") is None:
-        return "flashinfer-python is not installed"
+    if why := device.flashinfer_missing():
+        return why
     if sm100 and not device.is_sm100():
         return f"needs an SM100 GPU (B200, GB200); this is {device.machine().capability}"
     return None

@@ -8,7 +8,6 @@ flash-attention #1974).
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -182,8 +181,8 @@ def _needs_gpu() -> str | None:
 def _needs_flashinfer(backend: str) -> str | None:
     if why := _needs_gpu():
         return why
-    if importlib.util.find_spec("flashinfer") is None:
-        return "flashinfer-python is not installed"
+    if why := devices.flashinfer_missing():
+        return why
     if backend == "fa3" and devices.machine().capability != "sm_90":
         return f"needs an SM90 GPU (H100, H200); this is {devices.machine().capability}"
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,9 +24,7 @@ def unavailable_reason(subject: object, device: str) -> str | None:
     """Why FlashInfer's kernels cannot be asked here, or ``None``."""
     if devices.provenance() is not Provenance.MEASURED:
         return "needs a CUDA device"
-    if importlib.util.find_spec("flashinfer") is None:
-        return "flashinfer-python is not installed"
-    return None
+    return devices.flashinfer_missing()
 
 
 def _fp4() -> Any:
