@@ -202,6 +202,8 @@ def test_lines_that_are_cited_exist_where_the_release_is_here() -> None:
     checked = 0
     for line in sorted(cited):
         name, version, place = line.split(" ")
+        if name == "flashinfer-cubin":
+            continue
         file, _, numbers = place.rpartition(":")
         if name == "vLLM":
             path = CACHE / version / file

@@ -42,8 +42,8 @@ The first twenty by number, then those that a first check raised. The grade says
 | grade | |
 |---|---|
 | real | The code of vLLM, FlashInfer or torch ran, in the finding that is named. |
-| source | What shipped source says, by file and line; that code did not run here. A finding beside it \
-shows the same on a replica, or says what could not be run. |
+| source | What shipped source says, by file and line, or a shipped binary, by file and offset; that code \
+did not run here. A finding beside it shows the same on a replica, or says what could not be run. |
 | replica | Our code ran, which follows a cited source. About a kernel that never ran here, the best mark \
 is then *consistent with a replica*. |
 | arithmetic | Computed from sizes or from bits. |
@@ -90,8 +90,8 @@ class Event:
 HELD, HELD_IN_PART, NOT_HELD = "held", "held in part", "did not hold"
 CONSISTENT, NOT_HERE = "consistent with a replica", "could not be run here"
 MARKS = (HELD, HELD_IN_PART, NOT_HELD, CONSISTENT, NOT_HERE)
-# Package, release, file and lines.
-_WHERE = re.compile(r"(vLLM|FlashInfer) \S+ \S+:\d+(-\d+)?")
+# Package, release, file and lines; of a binary the offset.
+_WHERE = re.compile(r"(vLLM|FlashInfer|flashinfer-cubin) \S+ \S+:(\d+(-\d+)?|0x[0-9a-f]+)")
 
 
 @dataclass(frozen=True)
