@@ -72,6 +72,15 @@ def no_answer(why: str, *, question: str | None = None, variant: str | None = No
     return Answer(NOT_RUN, note=why, question=question, variant=variant)
 
 
+def failed(error: Exception) -> Answer:
+    """An :class:`Answer` that says in one line how somebody's kernel failed, so that the others are asked.
+
+    >>> failed(RuntimeError("no kernel image\\n  at launch")).note
+    'failed: RuntimeError: no kernel image at launch'
+    """
+    return no_answer(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+
 Said = str | Answer | Iterable[Answer]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.rows import Fill, Verdict, bad_rows, judge_rows, pad_invariance
-from staleproof.harness.answers import Answer, answer, no_answer
+from staleproof.harness.answers import Answer, answer, failed
 from staleproof.harness.findings import FIXED, REPLICA, Evidence, Grade
 from staleproof.harness.peers import Peer, peers
 from staleproof.harness.questions import Ablation, Fix, Question, Questions
@@ -123,7 +123,7 @@ def _or_reason(ask: Callable[[broken.Kernel, str], str | Answer]) -> Callable[..
         except Exception as error:
             if not isinstance(kernel, PeerKernel):
                 raise
-            return no_answer(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            return failed(error)
 
     return guarded
 

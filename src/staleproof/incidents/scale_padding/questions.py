@@ -12,7 +12,7 @@ import torch
 
 from staleproof.evidence.rows import Verdict, judge_rows, pad_invariance
 from staleproof.harness import children
-from staleproof.harness.answers import Answer, answer, no_answer
+from staleproof.harness.answers import Answer, answer, failed, no_answer
 from staleproof.harness.compare import other_bits
 from staleproof.harness.findings import ARITHMETIC, CLEAN, NOT_FIXED, OFF_ON_OFF, off_on_off, real
 from staleproof.harness.questions import Fix, Question, Questions
@@ -202,7 +202,10 @@ def public_kernel(kernel: PublicKernel, device: str, build: Build) -> Answer:
     """One kernel of FlashInfer on our bytes."""
     if why := build():
         return no_answer(why)
-    return answer(kernel.compare(product_on("cuda", m=37)))
+    try:
+        return answer(kernel.compare(product_on("cuda", m=37)))
+    except Exception as error:
+        return failed(error)
 
 
 QUESTIONS = Questions(
