@@ -77,7 +77,7 @@ def install() -> NoGpu:
 
     To be called before any kernel module is imported.
     """
-    from staleproof.ops import cuda_runtime, operators
+    from staleproof.ops import cuda_runtime, launching, operators
 
     gpu = NoGpu()
     triton.runtime.driver.set_active(gpu)
@@ -106,6 +106,8 @@ def install() -> NoGpu:
         (cuda_runtime, "capability", lambda index: divmod(gpu.capability, 10)),
         (cuda_runtime, "shared_memory", lambda index: gpu.shared),
         (operators, "on_device_of", contextlib.nullcontext),
+        # Nothing is launched twice: what would repeat a launch asks Triton's driver for the loaded kernel.
+        (launching, "Ready", lambda *call: None),
         # Tensors without data would go to the operator, which is for tracing, and end there.
         (operators, "traced", lambda x: False),
     )
