@@ -213,7 +213,10 @@ def test_a_wrapper_over_ours_is_not_torn_off(package, caplog):
         (Target(MODULE, "imported.run", ("self",)), "alone: vllm/ops.py has no imported.run"),
         # A class that only inherits the function does not have it: wrapping would change its base.
         (Target(MODULE, "Own.run", ("self",)), "p leaves Own.run alone: vllm/ops.py has no Own.run"),
-        (Target(MODULE, "halve", ("x",), vital=True), "p: halve is left alone: vllm/ops.py has no halve; out"),
+        (
+            Target(MODULE, "halve", ("x",), vital=True),
+            "p: halve is left alone: vllm/ops.py has no halve; out",
+        ),
         (Target(MODULE, "double", ("z",)), "double takes (x, y), not what was expected"),
     ],
 )
