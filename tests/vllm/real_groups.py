@@ -1,7 +1,7 @@
 """What patches do together in one vLLM, on a CPU; run inside a vLLM environment only. Prints one object.
 
 Each scene is a process of its own. A model of MLA layers alone serves 2,000 requests while somebody
-else schedules, or a hook fails; the rows of TurboQuant's decode.
+else schedules, or a hook fails; the rows of TurboQuant's decode; the first requests of the soak.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import real_kernels as kernels
 import real_scheduler as real
+import soak
 
 SCHEDULER = importlib.import_module("vllm.v1.core.sched.scheduler")
 REQUESTS = 2000
@@ -51,10 +52,10 @@ def _served() -> int:
     """Pending ids after all requests, of two blocks each, in a model of MLA layers alone."""
     engine = real.scheduler(real.mla_spec())
     for number in range(REQUESTS):
-        engine.add_request(real._request(number, 24, 16))
+        engine.add_request(real.request(number, [number] * 24, 1))
         if number % 8 == 7:
             while engine.get_num_unfinished_requests():
-                real._step(engine)
+                real.step(engine)
     return real.pending(engine)
 
 
@@ -130,5 +131,6 @@ if __name__ == "__main__":
     for scene in SCENES:
         with context.Pool(1) as pool:
             results[scene.__name__] = pool.apply(scene)
+    results["soak"] = soak.main(REQUESTS, samples=10)
     json.dump(results, out)
     out.close()

@@ -43,7 +43,7 @@ def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
 
 
 @cache
-def config(caching: bool) -> Any:
+def config(caching: bool, blocks: int = BLOCKS) -> Any:
     """A VllmConfig for a model of two small layers that is never loaded."""
     from vllm.config import (
         CacheConfig,
@@ -75,7 +75,7 @@ def config(caching: bool) -> Any:
         cache_dtype="auto",
         enable_prefix_caching=caching,
     )
-    cached.num_gpu_blocks = BLOCKS
+    cached.num_gpu_blocks = blocks
     return VllmConfig(
         model_config=model,
         cache_config=cached,
@@ -112,25 +112,25 @@ def mamba_spec(like: Any) -> Any:
     )
 
 
-def scheduler(*specs: Any) -> Any:
+def scheduler(*specs: Any, blocks: int = BLOCKS) -> Any:
     """The real Scheduler over one KV group a spec."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
     from vllm.v1.structured_output import StructuredOutputManager
 
     # A state has no prefix to find again.
-    vllm_config = config(len(specs) == 1)
+    vllm_config = config(len(specs) == 1, blocks)
     groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
     page, names = specs[0].page_size_bytes, [f"layer.{i}" for i in range(len(specs))]
     # All layers on the same bytes; the last three from 0.33.0 on.
     tensor = fitting(
-        KVCacheTensor, size=page * BLOCKS, shared_by=names, layers=names, layer_stride=0, block_stride=page
+        KVCacheTensor, size=page * blocks, shared_by=names, layers=names, layer_stride=0, block_stride=page
     )
     sizes = [spec.block_size for spec in specs]
     return fitting(
         Scheduler,
         vllm_config=vllm_config,
-        kv_cache_config=KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups),
+        kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(vllm_config),
         # One block size for all groups, from 0.25.1 on.
         block_size=math.lcm(*sizes),
@@ -139,29 +139,37 @@ def scheduler(*specs: Any) -> Any:
     )
 
 
-def _request(number: int, tokens: int, block_size: int) -> Any:
-    from vllm.sampling_params import SamplingParams
+@cache
+def _block_hasher() -> Any:
+    """One seed of the hashes for all requests; with one each, no prefix would be found again."""
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    sampling = SamplingParams(max_tokens=1 if block_size else 40)
+    return get_request_block_hasher(16, sha256)
+
+
+def request(number: int, prompt: list[int], max_tokens: int) -> Any:
+    """A request that ends after ``max_tokens`` tokens."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    sampling = SamplingParams(max_tokens=max_tokens)
     if hasattr(sampling, "update_from_generation_config"):
         sampling.update_from_generation_config({}, 2)
     return fitting(
         Request,
         request_id=str(number),
-        prompt_token_ids=[number % 100] * tokens,
+        prompt_token_ids=prompt,
         sampling_params=sampling,
         pooling_params=None,
         eos_token_id=2,
         arrival_time=0.0,
-        block_hasher=get_request_block_hasher(block_size or 16, sha256),
+        block_hasher=_block_hasher(),
     )
 
 
-def _step(engine: Any) -> Any:
+def step(engine: Any) -> Any:
     """Schedule, and say that the model sampled token 5 for every request."""
     from vllm.v1.outputs import ModelRunnerOutput
 
@@ -193,13 +201,13 @@ def leak() -> list[int]:
     engine = scheduler(attention_spec())
     found = []
     for number in range(300):
-        engine.add_request(_request(number, 24, 16))
+        engine.add_request(request(number, [number] * 24, 1))
         if number % 8 == 7 or number == 299:
             while engine.has_requests() and engine.get_num_unfinished_requests():
-                _step(engine)
+                step(engine)
         if number % 100 == 99:
             while engine.get_num_unfinished_requests():
-                _step(engine)
+                step(engine)
             found.append(pending(engine))
     return found
 
@@ -208,8 +216,8 @@ def hybrid(spec: Any) -> dict[str, Any]:
     """Ids that a model of Mamba and attention layers gets to zero, in 20 steps."""
     engine = scheduler(spec, mamba_spec(spec))
     for number in range(2):
-        engine.add_request(_request(number, 40, 0))
-    asked = [_step(engine).new_block_ids_to_zero for _ in range(20)]
+        engine.add_request(request(number, [number] * 40, 40))
+    asked = [step(engine).new_block_ids_to_zero for _ in range(20)]
     return {"asked": [ids for ids in asked if ids], "pending": pending(engine)}
 
 

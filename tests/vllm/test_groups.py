@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
+import soak
 
 pytestmark = pytest.mark.slow
 SCENES = Path(__file__).with_name("real_groups.py")
@@ -46,4 +47,5 @@ def test_patches_together():
     assert second.startswith("staleproof: mla_recording: needs undrained_ids, which stepped back")
     (line,) = found["failing_drain"]["lines"]
     assert "RuntimeError: planted; out of service: undrained_ids, mla_recording; in service: " in line
+    soak.check(found["soak"])
     assert found["turboquant"] == {"off": [3, 5], "on": [], "lines": []}

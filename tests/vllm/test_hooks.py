@@ -30,6 +30,10 @@ class Impl:
         if x < 0:
             raise KeyError("vLLM's own")
         return x
+
+
+class Own(Impl):
+    pass
 """
 
 
@@ -203,8 +207,16 @@ def test_a_wrapper_over_ours_is_not_torn_off(package, caplog):
 @pytest.mark.parametrize(
     ("target", "line"),
     [
-        (Target(MODULE, "halve", ("x",)), "p leaves halve alone"),
-        (Target(MODULE, "Impl.stop", ("self",)), "p leaves Impl.stop alone"),
+        (Target(MODULE, "halve", ("x",)), "p leaves halve alone: vllm/ops.py has no halve"),
+        (Target(MODULE, "Impl.stop", ("self",)), "p leaves Impl.stop alone: vllm/ops.py has no Impl.stop"),
+        (Target(MODULE, "Gone.run", ("self",)), "p leaves Gone.run alone: vllm/ops.py has no Gone.run"),
+        (Target(MODULE, "imported.run", ("self",)), "alone: vllm/ops.py has no imported.run"),
+        # A class that only inherits the function does not have it: wrapping would change its base.
+        (Target(MODULE, "Own.run", ("self",)), "p leaves Own.run alone: vllm/ops.py has no Own.run"),
+        (
+            Target(MODULE, "halve", ("x",), vital=True),
+            "p: halve is left alone: vllm/ops.py has no halve; out",
+        ),
         (Target(MODULE, "double", ("z",)), "double takes (x, y), not what was expected"),
     ],
 )

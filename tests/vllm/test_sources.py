@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from staleproof.vllm import sources as module
 from staleproof.vllm.sources import NotShippedError, PatchError, Sources, vllm_file, within
 
 TEXT = """
@@ -88,3 +89,25 @@ def test_the_text_of_a_method(tmp_path):
     (tmp_path / "a.py").write_text(text, encoding="utf-8")
     found = Sources(tmp_path).function("a.py", "A.run")
     assert (found.text.lstrip(), found.place) == ("def run(self):\n        # Ä\n        return 2", "a.py:5")
+
+
+CUT = {
+    "a string at the margin": 'class A:\n    def run(self, x):\n        return """\nend"""\n',
+    "a bracket at the margin": "class A:\n    def run(self, x):\n        return (1 +\n2)\n",
+    "two of one name": "class A:\n    def run(self):\n        pass\n\n    def run(self, x):\n        pass\n",
+    "two classes": "class A:\n    def run(self): pass\nclass A:\n    def run(self, x): pass\n",
+    "two spaces": "class A:\n  def run(self, x):\n    pass\n",
+    "plain": "class A:\n    def run(\n        self, x\n    ):\n        pass\n# End\n",
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_a_function_that_is_cut_out_is_the_one_of_the_whole_file(tmp_path, monkeypatch, case):
+    (tmp_path / "a.py").write_text(CUT[case])
+    whole = module._functions("a.py", CUT[case])["A.run"]
+    parsed = []
+    monkeypatch.setattr(module, "_functions", lambda path, text: parsed.append(path) or {"A.run": whole})
+    found = Sources(tmp_path).function("a.py", "A.run")
+    assert found == whole
+    assert found.arguments == ("self", "x")
+    assert len(parsed) == (case != "plain")

@@ -199,10 +199,11 @@ class _Place:
 
     def __init__(self, module: ModuleType, name: str) -> None:
         *path, self.attribute = name.split(".")
-        self.holder: Any = module
-        for part in path:
-            self.holder = getattr(self.holder, part)
-        self.original = vars(self.holder)[self.attribute]
+        try:
+            self.holder: Any = functools.reduce(lambda holder, part: vars(holder)[part], path, module)
+            self.original = vars(self.holder)[self.attribute]
+        except (KeyError, TypeError):
+            raise PatchError(f"vllm/{file_of(module.__name__)} has no {name}") from None
         self.current = self.original
         self.hooks: list[_Hook] = []
 
@@ -245,10 +246,7 @@ def _stranger(place: _Place, module: ModuleType) -> str | None:
     if isinstance(place.holder, type) and place.holder.__module__ != module.__name__:
         return place.holder.__module__
     function = place.original
-    while True:
-        code = getattr(function, "__code__", None)
-        if code is None:
-            return f"a {type(function).__name__}"
+    while (code := getattr(function, "__code__", None)) is not None:
         path = Path(code.co_filename)
         if home in path.parents:
             return None
@@ -256,6 +254,7 @@ def _stranger(place: _Place, module: ModuleType) -> str | None:
         if "torch" not in path.parts or not hasattr(function, "__wrapped__"):
             return str(getattr(function, "__module__", None) or path)
         function = function.__wrapped__
+    return f"a {type(function).__name__}"
 
 
 def _install(module: ModuleType, hook: _Hook) -> None:

@@ -118,7 +118,11 @@ class Sources:
         >>> double.arguments, double.place
         (('x', 'y'), 'ops.py:1')
         """
-        functions = _functions(path, self.text(path))
+        text = self.text(path)
+        cut = _cut(path, text, name)
+        if cut is not None:
+            return cut
+        functions = _functions(path, text)
         if name not in functions:
             raise PatchError(f"vllm/{path} has no {name}")
         found = functions[name]
@@ -127,12 +131,48 @@ class Sources:
         return found
 
 
+def _function(node: ast.FunctionDef, lines: Sequence[str], path: str, before: int = 0) -> Function:
+    """Describe a function whose tree counts lines from ``before`` on."""
+    given = node.args
+    rest = [given.vararg, *given.kwonlyargs, given.kwarg]
+    names = [arg.arg for arg in (*given.posonlyargs, *given.args, *rest) if arg is not None]
+    # ast.get_source_segment would take 30 ms a function.
+    body = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    return Function(tuple(names), body, f"{path}:{node.lineno + before}")
+
+
+def _cut(path: str, text: str, name: str) -> Function | None:
+    """Cut one function out by its indentation and parse nothing else; ``None`` if that is not certain.
+
+    Each process that vLLM starts pays for this, and parsing its larger files takes 0.1 s each. A block
+    ends at the next statement that is indented no further. If that was inside a string or a bracket,
+    what was cut out is not Python.
+    """
+    headers = [f"class {part}" for part in name.split(".")]
+    headers[-1] = f"def {name.rpartition('.')[2]}"
+    first, last = 0, len(text)
+    for depth, header in enumerate(headers):
+        starts = [*re.compile(rf"^{' ' * 4 * depth}{header}\b", re.M).finditer(text, first, last)]
+        if len(starts) != 1:
+            return None
+        first = starts[0].start()
+        end = re.compile(rf"^ {{0,{4 * depth}}}[^\s#)\]}}]", re.M).search(text, starts[0].end(), last)
+        last = end.start() if end else last
+    lines = ["if True:" if depth else "", *text[first:last].split("\n")]
+    try:
+        node = ast.parse("\n".join(lines)).body[0]
+    except (SyntaxError, ValueError):
+        return None
+    node = node.body[0] if isinstance(node, ast.If) else node
+    assert isinstance(node, ast.FunctionDef)
+    return _function(node, lines, path, text.count("\n", 0, first) - 1)
+
+
 @lru_cache(maxsize=64)
 def _functions(path: str, text: str) -> dict[str, Function | None]:
     """Return the functions and methods of a file by name; ``None`` for a class.
 
-    Each process that vLLM starts pays for this, so a file is parsed once, and its tree is not kept.
-    ast.get_source_segment would take 30 ms a function.
+    A file is parsed once, and its tree is not kept.
     """
     try:
         tree = ast.parse(text)
@@ -149,11 +189,7 @@ def _functions(path: str, text: str) -> dict[str, Function | None]:
                 found[before + node.name] = None
                 collect(node.body, f"{before}{node.name}.")
             elif isinstance(node, ast.FunctionDef):
-                given = node.args
-                rest = [given.vararg, *given.kwonlyargs, given.kwarg]
-                names = [arg.arg for arg in (*given.posonlyargs, *given.args, *rest) if arg is not None]
-                body = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-                found[before + node.name] = Function(tuple(names), body, f"{path}:{node.lineno}")
+                found[before + node.name] = _function(node, lines, path)
 
     collect(tree.body, "")
     return found
