@@ -35,7 +35,7 @@ def absent() -> Finding:
 
 
 def verified() -> Finding:
-    return off_on_off("fake", "ours", off="leaked", on="clean", off_again="leaked")
+    return off_on_off("fake", "ours", off="leaked", on="clean", off_again="leaked", wrong=None)
 
 
 def interrupted() -> Finding:

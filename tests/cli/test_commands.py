@@ -88,9 +88,9 @@ def test_run_prints_findings_then_matrix_and_keeps_them(root, incident, capsys):
     assert cli.main(["run"]) == 0
     out = capsys.readouterr().out
     word = device.provenance()
-    assert f"{word}  fake, empty_row, broken: leaked  [bad_rows 3]" in out
+    assert f"{word}  fake, empty_row, broken: leaked  (replica)  [bad_rows 3]" in out
     assert f"{word}  fake, empty_row, cutlass: not run: needs SM100" in out
-    assert out.index("broken: leaked") < out.index("fake     empty_row\n")
+    assert out.index("broken: leaked") < out.index("fake     asked of  empty_row\n")
     assert "3 as expected, 0 not as expected, 1 not run" in out
     assert asked == ["cuda" if word == "MEASURED" else "cpu"]
     kept = read_findings(root / "workbook/_build/findings.jsonl")

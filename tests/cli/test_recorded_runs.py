@@ -37,12 +37,12 @@ def _cut_environment(folder: Path) -> None:
 
 def _newer_findings(folder: Path) -> None:
     path = folder / "findings.jsonl"
-    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+    path.write_text(path.read_text().replace('"schema": 2', '"schema": 3'))
 
 
 def _newer_environment(folder: Path) -> None:
     path = folder / "environment.json"
-    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+    path.write_text(path.read_text().replace('"schema": 2', '"schema": 3'))
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from staleproof.harness.findings import (
+    Evidence,
     Finding,
+    Grade,
     RunFileError,
     finding,
     not_run,
     off_on_off,
     proved,
     read_findings,
+    real,
     write_findings,
 )
 
@@ -35,7 +39,7 @@ def test_findings_come_back_as_recorded(tmp_path):
         ('{"incident": "a"}\n', "not a finding"),
         ('{"surprise": 1, "incident": "a"}\n', "not a finding"),
         ("[1]\n", "expected an object"),
-        ('{"schema": 2}\n', "newer than 1"),
+        ('{"schema": 3}\n', "newer than 2"),
         (finding("a", "q", "v", "clean").to_json(), "the last line has no end"),
     ],
 )
@@ -78,11 +82,38 @@ def test_ok_failed_and_not_run():
     ],
 )
 def test_off_on_off(off, on, off_again, verdict):
-    found = off_on_off("a", "ours", off=off, on=on, off_again=off_again, steps=4)
+    found = off_on_off("a", "ours", off=off, on=on, off_again=off_again, wrong=None, steps=4)
     assert found.verdict == verdict
     assert found.ok is (verdict == "fixed")
     assert found.numbers["steps"] == 4
     assert proved(found) is found
+
+
+@pytest.mark.parametrize(
+    ("on", "verdict"), [("clean", "wrong"), ("lives", "wrong"), ("leaked", "not fixed"), (None, "not fixed")]
+)
+def test_a_fix_with_a_wrong_result_is_wrong_and_fails(on, verdict):
+    found = off_on_off(
+        "a", "ours", off="leaked", on=on, off_again="leaked", wrong="rows are 3 times too large"
+    )
+    assert (found.verdict, found.failed, found.numbers["right"]) == (verdict, True, False)
+    assert found.note == "rows are 3 times too large"
+
+
+def test_fixed_without_a_comparison_is_not_believed():
+    three = {"off": "leaked", "on": "clean", "off_again": "leaked"}
+    for more in ({}, {"right": False}, {"right": "yes"}):
+        judged = proved(finding("a", "off/on/off", "ours", "fixed", **three, **more))
+        assert (judged.verdict, judged.expected, judged.failed) == ("wrong", "fixed", True)
+        assert "nothing shows that the result is right" in judged.note
+
+
+def test_a_real_finding_names_whose_code_ran_and_an_absent_one_has_no_grade():
+    found = finding("a", "q", "v", "nan", evidence=real("torch", "topk"))
+    assert (found.grade, found.of) == ("real", f"torch {torch.__version__} topk")
+    assert (not_run("a", "q", "v", "no GPU").grade, finding("a", "q", "v", "nan").grade) == ("", "replica")
+    with pytest.raises(ValueError, match="of: expected the package and version whose code ran"):
+        Evidence(Grade.REAL)
 
 
 @pytest.mark.parametrize("numbers", [{}, {"off": "leaked", "on": "clean"}])

@@ -11,18 +11,9 @@ import torch
 
 from staleproof.device import Provenance
 from staleproof.harness import children
+from staleproof.harness.answers import Answer, answer, no_answer
 from staleproof.harness.children import ChildError
-from staleproof.harness.findings import FIXED, NOT_FIXED, NOT_REPRODUCED
-from staleproof.harness.questions import (
-    Ablation,
-    Answer,
-    Fix,
-    Question,
-    Questions,
-    Several,
-    answer,
-    no_answer,
-)
+from staleproof.harness.questions import Ablation, Question, Questions, Several
 
 
 def run(*rows, **options) -> list:
@@ -142,54 +133,6 @@ def test_what_is_unavailable_is_not_run_with_its_reason_and_its_further_question
         ("lse", "absent"): "not run",
     }
     assert {f.note for f in found if not f.ran} == {"no absent on cpu"}
-
-
-@pytest.mark.parametrize(
-    ("answers", "expected", "verdict", "ok"),
-    [
-        (["leaked", "clean", "leaked"], FIXED, FIXED, True),
-        (["leaked", "leaked", "leaked"], FIXED, NOT_FIXED, False),
-        (["leaked", "leaked", "leaked"], NOT_FIXED, NOT_FIXED, True),
-        (["clean", "clean", "leaked"], FIXED, NOT_REPRODUCED, False),
-        (["leaked", "clean", "clean"], FIXED, NOT_REPRODUCED, False),
-    ],
-)
-def test_a_fix_is_asked_off_on_off_in_this_order(answers, expected, verdict, ok):
-    asked, told = [], iter(answers)
-
-    def ask(subject, device):
-        asked.append((subject, device))
-        return answer(next(told), step=len(asked))
-
-    (found,) = run(Fix("ours", off="broken", on="fixed", ask=ask, expected=expected))
-    assert asked == [("broken", "cpu"), ("fixed", "cpu"), ("broken", "cpu")]
-    assert (found.key, found.verdict, found.ok) == (("fake", "off/on/off", "ours"), verdict, ok)
-    of_runs = dict(zip(("off", "on", "off_again"), answers, strict=True))
-    assert found.numbers == {"step_off": 1, "step_on": 2} | of_runs
-
-
-@pytest.mark.parametrize("absent", ["broken", "fixed"])
-def test_a_fix_that_cannot_be_asked_is_not_run(absent):
-    def unavailable(subject, device):
-        return "needs SM100" if subject == absent else None
-
-    def ask(subject, device):
-        pytest.fail("asked")
-
-    (found,) = run(Fix("ours", "broken", "fixed", ask, unavailable=unavailable))
-    assert (found.verdict, found.note) == ("not run", "needs SM100")
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_fix_one_of_whose_runs_has_no_answer_is_not_run(number):
-    calls = []
-
-    def ask(subject, device):
-        calls.append(subject)
-        return no_answer("out of memory") if len(calls) == number else "leaked"
-
-    (found,) = run(Fix("ours", "broken", "fixed", ask))
-    assert (found.verdict, found.note, len(calls)) == ("not run", "out of memory", number)
 
 
 def test_an_ablation_takes_one_ingredient_away_at_a_time():

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from staleproof import device as devices
+from staleproof.harness.answers import answer
 from staleproof.harness.findings import Finding, finding
-from staleproof.harness.questions import Question, Questions, answer
+from staleproof.harness.questions import Question, Questions
 from staleproof.incidents import registry
 from staleproof.incidents.registry import INCIDENTS
 

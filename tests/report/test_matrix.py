@@ -8,22 +8,22 @@ from html.parser import HTMLParser
 from rich.console import Console
 
 from staleproof.device import Provenance
-from staleproof.harness.findings import Finding, finding, not_run, off_on_off
+from staleproof.harness.findings import Finding, finding, not_run, off_on_off, real
 from staleproof.report import matrix
 
 TEXT = """\
 INTERPRETED
 
-mla_padding  empty_row  amax                     off/on/off
------------  ---------  -----------------------  ----------
-unwritten    leaked     pad_only                 -
-ours         clean      leaked (expected clean)  fixed
-cutlass      not run    not run                  not run
+mla_padding  asked of      empty_row  amax                     off/on/off
+-----------  ------------  ---------  -----------------------  ----------
+unwritten    real+replica  leaked     pad_only                 -
+ours         replica       clean      leaked (expected clean)  fixed
+cutlass      -             not run    not run                  not run
 
-mla_padding      ablation
----------------  --------
-all four         leaked
-no padding rows  clean
+mla_padding      asked of  ablation
+---------------  --------  --------
+all four         replica   leaked
+no padding rows  replica   clean
 
 not run: mla_padding, cutlass: needs <SM100> (empty_row; amax; off/on/off)
 6 as expected, 1 not as expected, 3 not run"""
@@ -32,13 +32,21 @@ not run: mla_padding, cutlass: needs <SM100> (empty_row; amax; off/on/off)
 def findings() -> list[Finding]:
     name = "mla_padding"
     found = [
-        finding(name, "empty_row", "unwritten", "leaked", expected="leaked", rows=3),
+        finding(
+            name,
+            "empty_row",
+            "unwritten",
+            "leaked",
+            expected="leaked",
+            evidence=real("torch", "<empty>"),
+            rows=3,
+        ),
         finding(name, "empty_row", "ours", "clean", expected="clean"),
         finding(name, "amax", "unwritten", "pad_only", expected="pad_only"),
         finding(name, "amax", "ours", "leaked", expected="clean", us=1.25),
         not_run(name, "empty_row", "cutlass", "needs <SM100>"),
         not_run(name, "amax", "cutlass", "needs <SM100>"),
-        off_on_off(name, "ours", off="leaked", on="clean", off_again="leaked"),
+        off_on_off(name, "ours", off="leaked", on="clean", off_again="leaked", wrong=None),
         not_run(name, "off/on/off", "cutlass", "needs <SM100>"),
         finding(name, "ablation", "all four", "leaked", expected="leaked"),
         finding(name, "ablation", "no padding rows", "clean", expected="clean"),
@@ -118,16 +126,22 @@ def test_html_says_by_class_and_by_word_what_is_as_expected():
     shown = matrix.html(findings())
     Cells().feed(shown)
     assert cells == [
+        ("grade", "real+replica"),
         ("ok", "leaked"),
         ("ok", "pad_only"),
         ("absent", "-"),
+        ("grade", "replica"),
         ("ok", "clean"),
         ("bad", "leaked (expected clean)"),
         ("ok", "fixed"),
+        ("grade", "-"),
         ("absent", "not run"),
         ("absent", "not run"),
         ("absent", "not run"),
+        ("grade", "replica"),
         ("ok", "leaked"),
+        ("grade", "replica"),
         ("ok", "clean"),
     ]
+    assert "&lt;empty&gt;" in shown
     assert "needs &lt;SM100&gt;" in shown

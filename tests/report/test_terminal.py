@@ -23,10 +23,13 @@ ROW |= {"p50": 2.0, "p20": 1.9, "p80": 2.2}
 @pytest.mark.parametrize(
     ("found", "line"),
     [
-        (finding("a", "q", "v", "clean"), "a, q, v: clean"),
-        (finding("a", "q", "v", "clean", expected="clean", rows=3), "a, q, v: clean  [rows 3]"),
-        (finding("a", "q", "v", "leaked", expected="clean"), "a, q, v: leaked (expected clean)"),
-        (finding("a", "q", "v", "x", amax=1 / 3, on="clean"), "a, q, v: x  [amax 0.333333, on clean]"),
+        (finding("a", "q", "v", "clean"), "a, q, v: clean  (replica)"),
+        (finding("a", "q", "v", "clean", expected="clean", rows=3), "a, q, v: clean  (replica)  [rows 3]"),
+        (finding("a", "q", "v", "leaked", expected="clean"), "a, q, v: leaked (expected clean)  (replica)"),
+        (
+            finding("a", "q", "v", "x", amax=1 / 3, on="clean"),
+            "a, q, v: x  (replica)  [amax 0.333333, on clean]",
+        ),
         (not_run("a", "q", "v", "needs SM100"), "a, q, v: not run: needs SM100"),
     ],
 )
@@ -76,7 +79,7 @@ def test_in_a_terminal_there_is_a_table_and_a_status_line():
     plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert plain.returncode == 0, plain.stderr
     assert "[step] one" not in plain.stdout
-    assert "\n-  -----\n" in plain.stdout
+    assert "\n-  --------  -----\n" in plain.stdout
     ours, theirs = pty.openpty()
     with subprocess.Popen([sys.executable, "-c", code], stdout=theirs, env=environment):
         os.close(theirs)

@@ -14,18 +14,75 @@ import datetime
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from staleproof import device
+from staleproof.check import require
 from staleproof.device import Provenance
 from staleproof.harness.digest import source_digest
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class RunFileError(RuntimeError):
     """A run file is truncated, of a newer schema, or cannot be read or written."""
+
+
+class Grade(StrEnum):
+    """What a question was put to, from the strongest evidence to the weakest.
+
+    >>> Grade("replica") < Grade.REAL, [grade.value for grade in Grade]
+    (False, ['real', 'source', 'replica', 'arithmetic'])
+    """
+
+    REAL = "real"
+    """Third-party code ran: vLLM's, FlashInfer's, torch's."""
+    SOURCE = "source"
+    """What shipped source or a shipped binary says, by file and line; nothing ran."""
+    REPLICA = "replica"
+    """Our code ran, which follows a cited source."""
+    ARITHMETIC = "arithmetic"
+    """Computed from sizes or from bits; no server or kernel took part."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The grade of an answer, and whose code it was put to.
+
+    Attributes:
+        grade: see :class:`Grade`.
+        of: for :attr:`Grade.REAL` the package and version that ran, e.g. ``"vLLM 0.20.2"``.
+    """
+
+    grade: Grade
+    of: str = ""
+
+    def __post_init__(self) -> None:
+        named = bool(self.of) or self.grade is not Grade.REAL
+        require(named, "of", "the package and version whose code ran", repr(self.of))
+
+
+REPLICA, ARITHMETIC = Evidence(Grade.REPLICA), Evidence(Grade.ARITHMETIC)
+# Distribution -> how its project spells itself.
+_SPELLING = {"flashinfer-python": "FlashInfer", "vllm": "vLLM"}
+
+
+def real(distribution: str, what: str = "") -> Evidence:
+    """Third-party code, named with its installed version.
+
+    Args:
+        distribution: name on the package index.
+        what: which part of it, or in which way it was changed.
+
+    >>> import torch
+    >>> real("torch", "SDPA").of == f"torch {torch.__version__} SDPA"
+    True
+    """
+    name = _SPELLING.get(distribution, distribution)
+    version = device.version_of(distribution) or ""
+    return Evidence(Grade.REAL, " ".join(filter(None, (name, version, what))))
 
 
 @dataclass(frozen=True)
@@ -44,6 +101,9 @@ class Finding:
         source_digest: :func:`~staleproof.harness.digest.source_digest` of the incident at the time.
         date: UTC day, ISO.
         note: one line, e.g. why a question was not run.
+        grade: a :class:`Grade`: what the question was put to; empty in runs recorded before there
+            were grades.
+        of: whose code that was, e.g. ``"vLLM 0.20.2"``.
         schema: version of this format.
     """
 
@@ -58,6 +118,8 @@ class Finding:
     source_digest: str = ""
     date: str = ""
     note: str = ""
+    grade: str = ""
+    of: str = ""
     schema: int = SCHEMA
 
     @property
@@ -105,6 +167,7 @@ def finding(
     *,
     expected: str | None = None,
     note: str = "",
+    evidence: Evidence = REPLICA,
     **numbers: Any,
 ) -> Finding:
     """A finding obtained in this process just now."""
@@ -120,23 +183,38 @@ def finding(
         source_digest=source_digest(incident),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         note=note,
+        grade=evidence.grade,
+        of=evidence.of,
     )
 
 
 def not_run(incident: str, question: str, variant: str, why: str) -> Finding:
-    """A finding that says in one line why its question was not asked on this machine."""
-    return finding(incident, question, variant, NOT_RUN, note=why)
+    """A finding that says in one line why its question was not asked on this machine.
+
+    It has no grade: nothing was put to anything.
+    """
+    return replace(finding(incident, question, variant, NOT_RUN, note=why), grade="")
 
 
 OFF_ON_OFF = "off/on/off"
-FIXED, NOT_FIXED, NOT_REPRODUCED = "fixed", "not fixed", "not reproduced"
+FIXED, NOT_FIXED, NOT_REPRODUCED, WRONG = "fixed", "not fixed", "not reproduced", "wrong"
 CLEAN, LIVES = "clean", "lives"
-# Verdicts without a fault: the rows are right, the server survives.
+# Verdicts without a fault: no NaN where none belongs, the server survives. They do not say that the
+# result is right.
 _SOUND = (CLEAN, LIVES)
 
 
 def off_on_off(
-    incident: str, variant: str, *, off: str, on: str, off_again: str, expected: str = FIXED, **numbers: Any
+    incident: str,
+    variant: str,
+    *,
+    off: str,
+    on: str,
+    off_again: str,
+    wrong: str | None,
+    expected: str = FIXED,
+    evidence: Evidence = REPLICA,
+    **numbers: Any,
 ) -> Finding:
     """Judge one fix by three runs: without it, with it, without it again.
 
@@ -146,42 +224,58 @@ def off_on_off(
         off: verdict without the fix.
         on: verdict of the same detector on the same inputs with the fix.
         off_again: verdict without the fix once more.
+        wrong: what is wrong with the result of the run with the fix, or ``None`` if it was compared
+            with a reference and is right. The detector sees the fault only: without this check an
+            operation that returns zeros would be a fix.
         expected: :data:`FIXED`, or :data:`NOT_FIXED` for a remedy that is known to fail.
+        evidence: what the three runs were put to.
         numbers: other values that the verdict rests on.
 
     Returns:
         A finding of question :data:`OFF_ON_OFF`: "fixed" if only the run with the fix is without a
-        fault, "not fixed" if that one has a fault too, "not reproduced" if a run without the fix
-        has none. The three verdicts are among its numbers.
+        fault and its result is right, "wrong" if it is not right, "not fixed" if the run with the
+        fix has a fault too, "not reproduced" if a run without it has none. The three verdicts are
+        among its numbers.
 
-    >>> off_on_off("an_incident", "ours", off="leaked", on="clean", off_again="leaked").verdict
+    >>> three = {"off": "leaked", "on": "clean", "off_again": "leaked"}
+    >>> off_on_off("an_incident", "ours", **three, wrong=None).verdict
     'fixed'
-    >>> off_on_off("an_incident", "ours", off="clean", on="clean", off_again="leaked").verdict
+    >>> off_on_off("an_incident", "ours", **three, wrong="live rows are 3 times too large").verdict
+    'wrong'
+    >>> off_on_off("an_incident", "ours", off="clean", on="clean", off_again="leaked", wrong=None).verdict
     'not reproduced'
     """
-    verdict = _off_on_off_verdict(off, on, off_again)
-    numbers |= {"off": off, "on": on, "off_again": off_again}
-    return finding(incident, OFF_ON_OFF, variant, verdict, expected=expected, **numbers)
+    verdict = _off_on_off_verdict(off, on, off_again, right=wrong is None)
+    numbers |= {"off": off, "on": on, "off_again": off_again, "right": wrong is None}
+    note = wrong or ""
+    return finding(
+        incident, OFF_ON_OFF, variant, verdict, expected=expected, note=note, evidence=evidence, **numbers
+    )
 
 
-def _off_on_off_verdict(off: object, on: object, off_again: object) -> str:
+def _off_on_off_verdict(off: object, on: object, off_again: object, *, right: bool) -> str:
     if any(seen in (*_SOUND, NOT_RUN, None) for seen in (off, off_again)):
         return NOT_REPRODUCED
-    return FIXED if on in _SOUND else NOT_FIXED
+    if on not in _SOUND:
+        return NOT_FIXED
+    return FIXED if right else WRONG
 
 
 def proved(claim: Finding) -> Finding:
-    """``claim``, unless it says "fixed" and its three verdicts do not show that.
+    """``claim``, unless it says "fixed" and its numbers do not show that.
 
-    Then the verdict is replaced by the one that they do show, usually "not reproduced".
+    Then the verdict is replaced by the one that they do show: "not reproduced", "not fixed", or
+    "wrong" where no comparison with a reference is among them.
     """
     if claim.verdict != FIXED:
         return claim
     seen = [claim.numbers.get(name) for name in ("off", "on", "off_again")]
-    verdict = _off_on_off_verdict(*seen)
+    right = claim.numbers.get("right") is True
+    verdict = _off_on_off_verdict(*seen, right=right)
     if verdict == FIXED:
         return claim
     note = f"said fixed, but off/on/off gave {', '.join(map(str, seen))}"
+    note += "" if right else ", and nothing shows that the result is right"
     return replace(claim, verdict=verdict, expected=claim.expected or FIXED, note=note)
 
 

@@ -6,6 +6,7 @@ variants, and which verdict is expected. The runner does the rest: progress line
 its reason, one thread for tiny operations, off / on / off, time limits, and the end of every child
 process, also after an error or Ctrl-C.
 
+>>> from staleproof.harness.answers import answer
 >>> def parity(number, device):
 ...     return answer("odd" if number % 2 else "even", remainder=number % 2)
 >>> table = Questions(
@@ -29,13 +30,26 @@ from typing import Any
 from staleproof import device as devices
 from staleproof.check import require
 from staleproof.harness import children
-from staleproof.harness.findings import FIXED, NOT_RUN, OFF_ON_OFF, Finding, finding, not_run, off_on_off
+from staleproof.harness.answers import UNSET, Answer, Said, answers_of
+from staleproof.harness.findings import (
+    FIXED,
+    NOT_FIXED,
+    NOT_RUN,
+    OFF_ON_OFF,
+    REPLICA,
+    Evidence,
+    Finding,
+    not_run,
+    off_on_off,
+)
 
 ABLATION = "ablation"
 ALL = "all four"
 LIMIT_S = 900.0
 
 Progress = Callable[[str], None]
+# Of a row: the same for all its variants, or a function from the subject.
+Grades = Evidence | Callable[[Any], Evidence]
 
 
 def _silent(line: str) -> None:
@@ -46,67 +60,8 @@ def _always_available(subject: Any, device: str) -> str | None:
     return None
 
 
-# The default of Answer.expected: the row's. ``None`` already means "no expected verdict".
-UNSET: Any = object()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer to a question.
-
-    Attributes:
-        verdict: the answer in a word or two.
-        numbers: the values that the verdict rests on; JSON values.
-        note: one line beside it.
-        question, variant, expected: only if they differ from those of the row.
-        changes: other fields of the :class:`Finding` to set, e.g. its provenance.
-    """
-
-    verdict: str
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""
-    question: str | None = None
-    variant: str | None = None
-    expected: str | None = UNSET
-    changes: Mapping[str, Any] = field(default_factory=dict)
-
-    def finding(self, incident: str, question: str, variant: str, expected: str | None) -> Finding:
-        """This answer as a finding; the arguments hold for whatever it does not say itself."""
-        where = incident, self.question or question, self.variant or variant
-        if self.verdict == NOT_RUN:
-            found = not_run(*where, self.note)
-        else:
-            expected = expected if self.expected is UNSET else self.expected
-            found = finding(*where, self.verdict, expected=expected, note=self.note)
-        return replace(found, **{"numbers": self.numbers, **self.changes})
-
-
-def answer(verdict: str, /, *, note: str = "", **numbers: Any) -> Answer:
-    """An :class:`Answer` whose numbers are given by keyword.
-
-    >>> answer("leaked", note="row 3", bad_rows=1).numbers
-    {'bad_rows': 1}
-    """
-    return Answer(str(verdict), numbers, note)
-
-
-def no_answer(why: str, *, question: str | None = None, variant: str | None = None) -> Answer:
-    """An :class:`Answer` that says in one line why the question was not run.
-
-    >>> no_answer("needs an SM100 GPU").verdict
-    'not run'
-    """
-    return Answer(NOT_RUN, note=why, question=question, variant=variant)
-
-
-Said = str | Answer | Iterable[Answer]
-
-
-def _answers(said: Said) -> Iterable[Answer]:
-    """What an ``ask`` returned or yields, as answers."""
-    if isinstance(said, str):
-        return (Answer(str(said)),)
-    return (said,) if isinstance(said, Answer) else said
+def _evidence(grades: Grades, subject: Any) -> Evidence:
+    return grades if isinstance(grades, Evidence) else grades(subject)
 
 
 def _expected(expected: Any, variant: str, subject: Any) -> str | None:
@@ -138,6 +93,8 @@ class Question:
             a child process that compiles. Its result is the third argument of ``ask``. Rows with the
             same ``begin`` share one result.
         limit_s: seconds that the child processes of one variant may take together.
+        evidence: what is asked: our replica of somebody's code, or the code itself
+            (:class:`~staleproof.harness.findings.Evidence`); or a function from the subject to that.
     """
 
     name: str
@@ -149,6 +106,7 @@ class Question:
     one_thread: bool = False
     begin: Callable[[str], Any] | None = None
     limit_s: float = LIMIT_S
+    evidence: Grades = REPLICA
 
     @property
     def subjects(self) -> Mapping[str, Any]:
@@ -164,11 +122,11 @@ class Question:
             for name in (self.name, *self.also):
                 yield not_run(incident, name, variant, why)
             return
-        for said in _answers(self.ask(subject, device, *begun)):
+        for said in answers_of(self.ask(subject, device, *begun)):
             # The row need not expect anything of a variant whose answers say it themselves.
             own = said.expected is not UNSET or said.verdict == NOT_RUN
             expected = None if own else _expected(self.expected, variant, subject)
-            yield said.finding(incident, self.name, variant, expected)
+            yield said.finding(incident, self.name, variant, expected, _evidence(self.evidence, subject))
 
 
 @dataclass(frozen=True)
@@ -181,21 +139,34 @@ class Fix:
         on: the subject with it.
         ask: ``ask(subject, device)`` returns a verdict or an :class:`Answer`; it is called three
             times.
+        wrong: ``wrong(on, device)`` compares what the fix computes with a reference, within a stated
+            error: live rows, what the contract says of padding rows, and live rows again over other
+            padding. It returns what is wrong in one line, or ``None``. Only a remedy that is known
+            to fail needs none.
         expected: :data:`FIXED`, or :data:`NOT_FIXED` for a remedy that is known to fail.
-        unavailable, one_thread, limit_s: as in :class:`Question`.
+        unavailable, one_thread, limit_s, evidence: as in :class:`Question`.
+
+    Raises:
+        ValueError: a fix without ``wrong``.
     """
 
     variant: str
     off: Any
     on: Any
     ask: Callable[[Any, str], str | Answer]
+    wrong: Callable[[Any, str], str | None] | None = None
     expected: str = FIXED
     unavailable: Callable[[Any, str], str | None] = _always_available
     one_thread: bool = False
     limit_s: float = LIMIT_S
+    evidence: Grades = REPLICA
 
     name = OFF_ON_OFF
     begin = None
+
+    def __post_init__(self) -> None:
+        compared = self.wrong is not None or self.expected == NOT_FIXED
+        require(compared, "wrong", f"a comparison of {self.variant} with a reference", None)
 
     @property
     def subjects(self) -> Mapping[str, Any]:
@@ -212,18 +183,21 @@ class Fix:
         # difference.
         asked: list[Answer] = []
         for subject in (self.off, self.on, self.off):
-            asked.append(next(iter(_answers(self.ask(subject, device)))))
+            asked.append(next(iter(answers_of(self.ask(subject, device)))))
             if asked[-1].verdict == NOT_RUN:
                 yield not_run(incident, OFF_ON_OFF, variant, asked[-1].note)
                 return
         off, on, again = asked
+        wrong = None if self.wrong is None else self.wrong(self.on, device)
         yield off_on_off(
             incident,
             variant,
             off=off.verdict,
             on=on.verdict,
             off_again=again.verdict,
+            wrong=wrong,
             expected=self.expected,
+            evidence=_evidence(self.evidence, self.on),
             **{f"{name}_off": value for name, value in off.numbers.items()},
             **{f"{name}_on": value for name, value in on.numbers.items()},
         )
@@ -262,13 +236,14 @@ class Several:
         name: what is asked, for the progress line and for :meth:`Questions.ask`.
         ask: ``ask(device)`` yields answers, each with its question and variant. An answer without
             ``expected`` has no expected verdict.
-        one_thread, limit_s: as in :class:`Question`.
+        one_thread, limit_s, evidence: as in :class:`Question`.
     """
 
     name: str
     ask: Callable[[str], Iterable[Answer]]
     one_thread: bool = False
     limit_s: float = LIMIT_S
+    evidence: Evidence = REPLICA
 
     begin = None
     subjects: Mapping[str, Any] = field(default_factory=lambda: {"": None}, init=False)
@@ -278,7 +253,7 @@ class Several:
         for said in self.ask(device):
             assert said.question is not None, f"{self.name}: an answer without a question"
             assert said.variant is not None, f"{self.name}: an answer without a variant"
-            yield said.finding(incident, said.question, said.variant, None)
+            yield said.finding(incident, said.question, said.variant, None, self.evidence)
 
 
 Row = Question | Fix | Several

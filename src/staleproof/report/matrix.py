@@ -3,9 +3,9 @@
 >>> from staleproof.harness.findings import finding
 >>> print(text([finding("an_incident", "empty row", "ours", "clean", expected="clean")]).partition("\\n")[2])
 <BLANKLINE>
-an_incident  empty row
------------  ---------
-ours         clean
+an_incident  asked of  empty row
+-----------  --------  ---------
+ours         replica   clean
 <BLANKLINE>
 1 as expected, 0 not as expected, 0 not run
 """
@@ -17,12 +17,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from staleproof.harness.findings import NOT_RUN, Finding, proved
+from staleproof.harness.findings import NOT_RUN, Finding, Grade, proved
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 NOT_ASKED = "-"
+ASKED_OF = "asked of"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Matrix:
     questions: list[str]
     variants: list[str]
     cells: dict[tuple[str, str], Finding]
+
+    def row(self, variant: str) -> list[Finding]:
+        """The findings of one variant."""
+        return [found for (name, _), found in self.cells.items() if name == variant]
 
 
 def build(findings: Iterable[Finding]) -> list[Matrix]:
@@ -79,6 +84,19 @@ def provenance(findings: Iterable[Finding]) -> str:
     return "+".join(sorted({str(found.provenance) for found in findings})) or "no findings"
 
 
+def grades(findings: Iterable[Finding]) -> str:
+    """What these findings were asked of, the strongest evidence first; ``-`` if none of them ran.
+
+    >>> from staleproof.harness.findings import finding, not_run, real
+    >>> ran = finding("an_incident", "empty row", "theirs", "nan", evidence=real("torch"))
+    >>> grades([ran, not_run("an_incident", "served", "theirs", "needs SM100")])
+    'real'
+    """
+    found = {found.grade or "not graded" for found in findings if found.ran}
+    known = [grade for grade in Grade if grade in found]
+    return "+".join([*known, *sorted(found - set(known))]) or NOT_ASKED
+
+
 def counts(findings: Iterable[Finding]) -> str:
     """How many verdicts are as expected, how many are not, and how many were not run."""
     checked = [proved(found) for found in findings]
@@ -96,8 +114,11 @@ def text(findings: Sequence[Finding]) -> str:
     """
     lines = [provenance(findings)]
     for matrix in build(findings):
-        head = [matrix.incident, *matrix.questions]
-        rows = [[v, *(_cell(matrix, v, q) for q in matrix.questions)] for v in matrix.variants]
+        head = [matrix.incident, ASKED_OF, *matrix.questions]
+        rows = [
+            [v, grades(matrix.row(v)), *(_cell(matrix, v, q) for q in matrix.questions)]
+            for v in matrix.variants
+        ]
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
         rule = ["-" * width for width in widths]
         lines.append("")
@@ -130,14 +151,14 @@ def tables(findings: Sequence[Finding]) -> list[Table]:
     drawn = []
     for matrix in build(findings):
         table = Table(title=f"{matrix.incident}, {provenance(matrix.cells.values())}")
-        for name in ("variant", *matrix.questions):
+        for name in ("variant", ASKED_OF, *matrix.questions):
             table.add_column(name)
         for variant in matrix.variants:
             cells = [
                 Text(_cell(matrix, variant, question), style=styles[_class(matrix, variant, question)])
                 for question in matrix.questions
             ]
-            table.add_row(Text(variant), *cells)
+            table.add_row(Text(variant), grades(matrix.row(variant)), *cells)
         drawn.append(table)
     return drawn
 
@@ -151,14 +172,18 @@ def html(findings: Sequence[Finding]) -> str:
         parts.append(
             f"<div class='wide'><table class='matrix'><caption>{esc(matrix.incident)} "
             f"<b class='provenance'>{esc(provenance(matrix.cells.values()))}</b></caption>"
-            f"<thead><tr><th scope='col'>variant</th>{head}</tr></thead><tbody>"
+            f"<thead><tr><th scope='col'>variant</th><th scope='col'>{ASKED_OF}</th>"
+            f"{head}</tr></thead><tbody>"
         )
         for variant in matrix.variants:
             cells = "".join(
                 f"<td class='{_class(matrix, variant, q)}'>{esc(_cell(matrix, variant, q))}</td>"
                 for q in matrix.questions
             )
-            parts.append(f"<tr><th scope='row'>{esc(variant)}</th>{cells}</tr>")
+            row = matrix.row(variant)
+            whose = "; ".join(dict.fromkeys(found.of for found in row if found.of))
+            grade = f"<td class='grade' title='{esc(whose, quote=True)}'>{esc(grades(row))}</td>"
+            parts.append(f"<tr><th scope='row'>{esc(variant)}</th>{grade}{cells}</tr>")
         parts.append("</tbody></table></div>")
     parts.append(f"<p>{esc(counts(findings))}</p>")
     absent = "".join(f"<li>{esc(line)}</li>" for line in absences(findings))

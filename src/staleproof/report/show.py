@@ -6,19 +6,22 @@ Output is plain text, because nbval compares plain text. A verdict line begins w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from staleproof import device as devices
 from staleproof.check import require
 from staleproof.harness import recorded
+from staleproof.harness.findings import REPLICA, Evidence, Finding, finding
 from staleproof.harness.measure import print_rows
+from staleproof.report import matrix
 
 if TYPE_CHECKING:
     import torch
 
     from staleproof.evidence import Fill, RowCounters
-    from staleproof.harness.findings import Finding
+
+Says = str | Sequence[str] | Mapping[str, str] | None
 
 
 def start(device: str) -> str:
@@ -43,9 +46,67 @@ def start(device: str) -> str:
     return chosen
 
 
-def verdict(text: str) -> None:
-    """Print one verdict line: the provenance of this process, then ``text``."""
-    print(f"{devices.provenance()} {text}")
+def observed(what: str, verdict: object, expected: object, evidence: Evidence = REPLICA) -> Finding:
+    """What a cell saw by itself, as a finding that :func:`verdict` takes.
+
+    Args:
+        what: the question in a few words.
+        verdict: what was seen.
+        expected: what the verdict line claims.
+        evidence: whose code was asked.
+
+    >>> observed("rows with NaN", 5, 5).ok
+    True
+    """
+    return finding("notebook", what, "here", str(verdict), expected=str(expected), evidence=evidence)
+
+
+def verdict(text: str, findings: Finding | Iterable[Finding] | None = None, says: Says = None) -> bool:
+    """Print one verdict line, if its findings say so: provenance, grade, then ``text``.
+
+    Args:
+        text: what the findings show.
+        findings: all findings that the text rests on.
+        says: the verdicts that it rests on: one for all findings, one each in order, or by variant.
+            By default each finding's own expected verdict, which it must have.
+
+    Returns:
+        Whether the line was printed. If a finding was not run, a line with the reason is printed
+        instead: nothing speaks for what did not run.
+
+    Raises:
+        ValueError: no findings, or a finding without any expected verdict.
+        AssertionError: a finding ran and says something else.
+
+    >>> verdict("five rows hold NaN", observed("rows with NaN", 5, 5))
+    INTERPRETED replica: five rows hold NaN
+    True
+    >>> from staleproof.harness.findings import not_run
+    >>> verdict("it leaks", not_run("an_incident", "served", "theirs", "needs a CUDA device"), "leaked")
+    not run, so no verdict: served, theirs: needs a CUDA device
+    False
+    """
+    if findings is None:
+        print(f"{devices.provenance()} {text}")
+        return True
+    found = [findings] if isinstance(findings, Finding) else list(findings)
+    require(bool(found), "findings", "those that the verdict rests on", "none")
+    if isinstance(says, str) or says is None:
+        wanted: list[str | None] = [says or f.expected for f in found]
+    elif isinstance(says, Mapping):
+        wanted = [says[f.variant] for f in found]
+    else:
+        require(len(says) == len(found), "says", f"{len(found)} verdicts", len(says))
+        wanted = list(says)
+    require(None not in wanted, "says", "a verdict for every finding", "a finding that expects none")
+    absent = [f for f in found if not f.ran]
+    for f in absent:
+        print(f"not run, so no verdict: {f.question}, {f.variant}: {f.note}")
+    other = [f for f, want in zip(found, wanted, strict=True) if f.ran and f.verdict != want]
+    assert not other, [(f.question, f.variant, f.verdict) for f in other]
+    if not absent:
+        print(f"{matrix.provenance(found)} {matrix.grades(found)}: {text}")
+    return not absent
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

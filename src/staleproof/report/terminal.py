@@ -56,12 +56,13 @@ def finding_text(found: Finding) -> str:
     >>> finding_text(not_run("an_incident", "empty row", "theirs", "needs SM100")).split("  ")[1]
     'an_incident, empty row, theirs: not run: needs SM100'
     """
+    asked = f"{found.grade}, {found.of}" if found.of else found.grade
     key = f"{found.provenance}  {found.incident}, {found.question}, {found.variant}: "
     if not found.ran:
         return f"{key}{found.verdict}: {found.note}"
     beside = f" (expected {found.expected})" if found.failed else ""
     numbers = ", ".join(f"{name} {_number(value)}" for name, value in found.numbers.items())
-    return key + found.verdict + beside + (f"  [{numbers}]" if numbers else "")
+    return f"{key}{found.verdict}{beside}  ({asked})" + (f"  [{numbers}]" if numbers else "")
 
 
 def _number(value: object) -> str:

@@ -13,11 +13,13 @@ import torch
 
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.ledger import AllocationLedger, owned_tensors, size_text
+from staleproof.harness.answers import Answer, answer
 from staleproof.harness.findings import LIVES
 from staleproof.harness.graph import capture
 from staleproof.harness.measure import Times, graph_times
-from staleproof.harness.questions import Ablation, Answer, Fix, Question, Questions, answer
+from staleproof.harness.questions import Ablation, Fix, Question, Questions
 from staleproof.incidents.decode_buffer.allocator import GIB, oom_fields
+from staleproof.incidents.decode_buffer.correct import wrong_output
 from staleproof.incidents.decode_buffer.model import Attention, Experts, Model
 from staleproof.incidents.decode_buffer.scene import DIES, Outcome
 from staleproof.incidents.decode_buffer.setups import (
@@ -263,6 +265,19 @@ def empty_rows(setup: Setup, device: str) -> Answer:
     return answer(verdict, zero_rows=states.count("zero"), rows=len(states))
 
 
+def wrong(case: Case, device: str) -> str | None:
+    """What one layer of a server computes wrongly, in one line, or ``None``."""
+    with SETUPS[case.variant].process() as wiring:
+        layer = _part(wiring, device)
+        q = _query(layer, 8, 1)
+        for lane in (0, 1):
+            layer.decode(q, _ones(8, device), lane)
+        wiring.ready()
+        return wrong_output(
+            SETUPS[case.variant], layer, torch.arange(q.numel(), device=device).view_as(q).to(q)
+        )
+
+
 # --- Time.
 
 
@@ -329,7 +344,7 @@ QUESTIONS = Questions(
         also=("ledger", "profile"),
     ),
     *(
-        Fix(name, off=Case(OFF), on=Case(name), ask=server, unavailable=too_small)
+        Fix(name, off=Case(OFF), on=Case(name), ask=server, wrong=wrong, unavailable=too_small)
         for name, setup in SETUPS.items()
         if setup.fix
     ),

@@ -14,11 +14,22 @@ import torch
 
 from staleproof.evidence.rows import Fill, judge_rows
 from staleproof.evidence.tenancy import STALE, WIPED
-from staleproof.harness.findings import CLEAN, FIXED, NOT_FIXED, off_on_off
-from staleproof.harness.questions import ALL, Ablation, Answer, Fix, Question, Questions, Several, answer
+from staleproof.harness.answers import Answer, answer
+from staleproof.harness.findings import (
+    ARITHMETIC,
+    CLEAN,
+    FIXED,
+    NOT_FIXED,
+    REPLICA,
+    Evidence,
+    Grade,
+    off_on_off,
+)
+from staleproof.harness.questions import ALL, Ablation, Fix, Question, Questions, Several
 from staleproof.incidents.kv_reuse import broken
-from staleproof.incidents.kv_reuse.attention import Call, kernels
+from staleproof.incidents.kv_reuse.attention import Call, kernels, masked_loads
 from staleproof.incidents.kv_reuse.bits import DTYPES, nan_share
+from staleproof.incidents.kv_reuse.correct import wrong_bytes
 from staleproof.incidents.kv_reuse.host_memory import host_memory
 from staleproof.incidents.kv_reuse.hybrid import HEAD_DIM, KERNEL_BLOCK, FirstStep
 from staleproof.incidents.kv_reuse.scene import (
@@ -94,6 +105,11 @@ def served_with(scene: Scene, remedy: Remedy, device: str) -> Answer:
     return served(scene, device, remedy)
 
 
+def wrong_on(scene: Scene, remedy: Remedy, device: str) -> str | None:
+    """:func:`wrong_bytes` on this device."""
+    return wrong_bytes(replace(scene, device=device), remedy)
+
+
 # How blocks are chosen for zeroing; then the verdicts with prefix caching and without.
 POLICIES: dict[str, tuple[Remedy, str, str]] = {
     "no_zeroing": (no_zeroing, NAN, NAN),
@@ -117,8 +133,11 @@ def policies(device: str) -> Iterator[Answer]:
         off, again = seen["no_zeroing"].verdict, judge(scene).verdict
         for name in ("zero_on_free", "BlockZeroer"):
             expected = FIXED if name == "BlockZeroer" or not prefix_caching else NOT_FIXED
-            claim = off_on_off(INCIDENT, f"{name}, {how}", off=off, on=seen[name].verdict, off_again=again)
-            yield Answer(claim.verdict, claim.numbers, "", claim.question, claim.variant, expected)
+            wrong = wrong_bytes(scene, POLICIES[name][0])
+            claim = off_on_off(
+                INCIDENT, f"{name}, {how}", off=off, on=seen[name].verdict, off_again=again, wrong=wrong
+            )
+            yield Answer(claim.verdict, claim.numbers, claim.note, claim.question, claim.variant, expected)
 
 
 def cured_late(prefix_caching: bool, device: str) -> Answer:
@@ -240,15 +259,27 @@ def _no_kernel(name: str, device: str) -> str | None:
     return kernels()[name].unavailable_reason
 
 
+def _evidence(name: str, where: str = "") -> Evidence:
+    kernel = kernels()[name]
+    return REPLICA if kernel.attend is masked_loads else Evidence(Grade.REAL, kernel.name + where)
+
+
 QUESTIONS = Questions(
     INCIDENT,
-    Question("NaN in the bits of N(0, 1)", list(DTYPES), partial(nan_in_bits, "N(0, 1)"), "some"),
+    Question(
+        "NaN in the bits of N(0, 1)",
+        list(DTYPES),
+        partial(nan_in_bits, "N(0, 1)"),
+        "some",
+        evidence=ARITHMETIC,
+    ),
     Question(
         "NaN in the bits of bf16 values in fp32",
         list(DTYPES),
         partial(nan_in_bits, "bf16 values in fp32"),
         # Read in 16 bits, a value is a bf16 number or its low half, which is zero.
         lambda dtype: "none" if DTYPES[dtype].itemsize == 2 else "some",
+        evidence=ARITHMETIC,
     ),
     *(
         Question(
@@ -257,6 +288,7 @@ QUESTIONS = Questions(
             partial(past_seq_len, side),
             {name: kernel.keys if side == "K" else kernel.values for name, kernel in kernels().items()},
             unavailable=_no_kernel,
+            evidence=_evidence,
         )
         for side in "KV"
     ),
@@ -271,6 +303,7 @@ QUESTIONS = Questions(
             served,
             lambda scene: CLEAN if kernels()[scene.kernel].values == CLEAN else NAN,
             unavailable=lambda scene, device: _no_kernel(scene.kernel, device),
+            evidence=lambda scene: _evidence(scene.kernel, ", in our engine"),
         )
         for how, prefix_caching in CACHING.items()
     ),
@@ -282,6 +315,7 @@ QUESTIONS = Questions(
             off=no_zeroing,
             on=ZeroNewBlocks,
             ask=partial(served_with, brief("cpu", dtype=dtype, kv_outermost=kv_outermost)),
+            wrong=partial(wrong_on, brief("cpu", dtype=dtype, kv_outermost=kv_outermost)),
         )
         for name, dtype in DTYPES.items()
         for kv_outermost in (False, True)

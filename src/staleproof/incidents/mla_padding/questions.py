@@ -10,10 +10,12 @@ import torch
 
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.rows import Fill, Verdict, bad_rows, judge_rows, pad_invariance
-from staleproof.harness.findings import FIXED
+from staleproof.harness.answers import Answer, answer, no_answer
+from staleproof.harness.findings import FIXED, REPLICA, Evidence, Grade
 from staleproof.harness.peers import Peer, peers
-from staleproof.harness.questions import Ablation, Answer, Fix, Question, Questions, answer, no_answer
+from staleproof.harness.questions import Ablation, Fix, Question, Questions
 from staleproof.incidents.mla_padding import broken
+from staleproof.incidents.mla_padding.correct import wrong
 from staleproof.incidents.mla_padding.scene import (
     KV_LORA_RANK,
     LATENT,
@@ -58,6 +60,10 @@ class PeerKernel:
 
 def _unavailable(kernel: broken.Kernel, device: str) -> str | None:
     return kernel.peer.unavailable_reason if isinstance(kernel, PeerKernel) else None
+
+
+def _evidence(kernel: broken.Kernel, where: str = "") -> Evidence:
+    return Evidence(Grade.REAL, kernel.peer.name + where) if isinstance(kernel, PeerKernel) else REPLICA
 
 
 def _call(device: str, rows: int, live: int, tokens: int) -> Call:
@@ -211,7 +217,7 @@ SERVED_PEERS = {
 def off_on_off(name: str, expected: str = FIXED) -> Fix:
     """The same kernel without, with and again without the remedy of one setup."""
     setup = SETUPS[name]
-    return Fix(name, off=setup.without_fix, on=setup, ask=served_verdict, expected=expected)
+    return Fix(name, off=setup.without_fix, on=setup, ask=served_verdict, wrong=wrong, expected=expected)
 
 
 class _FreedBlocks:
@@ -316,6 +322,7 @@ QUESTIONS = Questions(
             _or_reason(ask),
             expected={kernel: CONTRACT.get(kernel, (None,) * 3)[index] for kernel in KERNELS},
             unavailable=_unavailable,
+            evidence=_evidence,
         )
         for index, (name, ask) in enumerate(ALONE.items())
     ),
@@ -335,7 +342,14 @@ QUESTIONS = Questions(
         partial(served_verdict, quantiser="fmax"),
         lambda s: s.served[1],
     ),
-    Question("served, torch.max", SERVED_PEERS, served_verdict, lambda s: s.served[0], _not_served),
+    Question(
+        "served, torch.max",
+        SERVED_PEERS,
+        served_verdict,
+        lambda s: s.served[0],
+        _not_served,
+        evidence=lambda s: _evidence(s.kernel, ", in our engine"),
+    ),
     Question("growth after capture", {name: SETUPS[name] for name in GROWTH}, growth_after_capture, GROWTH),
     Ablation(
         Ingredients(),

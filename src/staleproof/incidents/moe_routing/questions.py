@@ -9,34 +9,23 @@ from typing import Any
 
 import torch
 
-from staleproof.device import Provenance
 from staleproof.evidence.rows import Verdict, bad_rows
-from staleproof.harness.children import ChildError
-from staleproof.harness.findings import CLEAN, FIXED, NOT_FIXED
-from staleproof.harness.questions import (
-    ALL,
-    Ablation,
-    Answer,
-    Fix,
-    Question,
-    Questions,
-    Several,
-    answer,
-    no_answer,
-)
-from staleproof.incidents.moe_routing import broken, consumer, fused_moe, ranks, scene
+from staleproof.harness.answers import Answer, answer, no_answer
+from staleproof.harness.findings import CLEAN, FIXED, NOT_FIXED, REPLICA, Evidence, real
+from staleproof.harness.questions import ALL, Ablation, Fix, Question, Questions, Several
+from staleproof.incidents.moe_routing import broken, consumer, fused_moe, scene
 from staleproof.incidents.moe_routing.batch import ILLEGAL_ACCESS, RIGHT, SILENT, Batch, rows_with_duplicates
+from staleproof.incidents.moe_routing.correct import wrong
 from staleproof.incidents.moe_routing.observation import Observation, observe
-from staleproof.incidents.moe_routing.origin import Setting
+from staleproof.incidents.moe_routing.padding import PADDING, padding
 from staleproof.incidents.moe_routing.scene import OURS, SELECTORS, TOP_8, TOP_10, RoutingCase, Selector
 from staleproof.ops.reference import topk as reference
 from staleproof.ops.topk import topk_softmax
 
 DISTINCT, DUPLICATES = "distinct", "duplicates"
 NOT_THE_BEST, NAN_WEIGHTS, SKIPPED = "distinct, not the best", "distinct, NaN weights", "skipped"
-NEARLY_ALL, SOME, NONE = "nearly all", "some", "none"
 TAKES_LAST, PASSES_OVER = "takes the last expert", "passes over"
-REAL, SANITIZER, PADDING = "FlashInfer's kernel", "compute-sanitizer", "NaN in padding rows"
+REAL, SANITIZER = "FlashInfer's kernel", "compute-sanitizer"
 
 
 def choose(kind: str, selector: Selector, device: str) -> Answer:
@@ -76,6 +65,12 @@ def replay(name: str, device: str) -> Answer:
 def needs_vllm(selector: Selector, device: str) -> str | None:
     """Why this selector cannot run, if it is vLLM's."""
     return scene.vllm_unavailable_reason(device) if selector is SELECTORS[scene.VLLM] else None
+
+
+def _selector_evidence(selector: Selector) -> Evidence:
+    if selector is SELECTORS[scene.VLLM]:
+        return real("vllm", "_moe_C")
+    return real("torch", "topk") if selector is SELECTORS[scene.TORCH] else REPLICA
 
 
 def remedied(case: RoutingCase, name: str, device: str) -> str:
@@ -148,7 +143,19 @@ def real_module(device: str) -> Iterator[Answer]:
         return
     for row in fused_moe.run_cases([*expected]):
         numbers = {"wrong_rows": row.wrong_rows, "wrong_clean_rows": row.wrong_clean_rows}
-        yield Answer(row.outcome, numbers, row.error, REAL, row.case.name, expected[row.case])
+        yield Answer(
+            row.outcome,
+            numbers,
+            row.error,
+            REAL,
+            row.case.name,
+            expected[row.case],
+            _module_evidence(row.case),
+        )
+
+
+def _module_evidence(case: fused_moe.Case) -> Evidence:
+    return real("flashinfer-python", "" if case.check else "without its bounds check")
 
 
 def under_sanitizer(case: fused_moe.Case, device: str) -> Answer:
@@ -164,42 +171,6 @@ def under_sanitizer(case: fused_moe.Case, device: str) -> Answer:
 def needs_sanitizer(case: fused_moe.Case, device: str) -> str | None:
     """Why the real kernel cannot run under compute-sanitizer."""
     return needs_module(case, device) or fused_moe.sanitizer_missing()
-
-
-def padding(device: str) -> Iterator[Answer]:
-    """Which passes of a server have padding, and what its rows contain: alone, DP 2 and DEP 2."""
-    no_cuda = None if device == "cuda" else "needs a CUDA device"
-    no_nccl = None if device == "cuda" and torch.cuda.device_count() >= 2 else "needs two CUDA devices"
-    for servers, where, why in (
-        (SERVERS, device, None),
-        (PYTORCH, device, no_cuda),
-        (GLOO, "cpu", None),
-        (NCCL, device, no_nccl),
-    ):
-        if why:
-            yield from (no_answer(why, question=PADDING, variant=name) for name in servers)
-        else:
-            yield from _served(servers, where)
-
-
-def _served(servers: Mapping[str, tuple[Setting, str | None]], device: str) -> Iterator[Answer]:
-    # Ranks on the CPU measure nothing, also on a machine with a GPU.
-    on_cpu = device == "cpu"
-    changes = {"provenance": Provenance.INTERPRETED} if on_cpu else {}
-    try:
-        counts = ranks.serve_ranks([setting for setting, _ in servers.values()], device)
-    except ChildError as error:
-        for name, (_, expected) in servers.items():
-            yield Answer("failed", {}, str(error), PADDING, name, expected or NEARLY_ALL, changes)
-        return
-    for (name, (_, expected)), of_server in zip(servers.items(), counts, strict=True):
-        # The padding of an idle rank is zeros, because attention fills it in a dummy step.
-        busy = of_server.padded - of_server.idle
-        share = of_server.with_nan / busy if busy else 0.0
-        verdict = NEARLY_ALL if share >= 0.9 else SOME if share else NONE
-        numbers = asdict(of_server) | {"mean_padding": round(of_server.mean_padding, 2)}
-        del numbers["sizes"]
-        yield Answer(verdict, numbers, "ranks on the CPU" * on_cpu, PADDING, name, expected, changes)
 
 
 def through_fp8(bad: float, firewall: tuple[bool, bool, Verdict, Verdict], device: str) -> Answer:
@@ -276,19 +247,6 @@ MEMORY = {
     "previous map": ("previous map", False, SILENT),
 }
 _SANITIZED = [fused_moe.Case(512, 8, ids, check=False) for ids in ("distinct", "all equal")]
-# Servers, with what NaN in the padding of their attention output must come to.
-SERVERS: dict[str, tuple[Setting, str | None]] = {
-    "1 rank": (Setting(), NEARLY_ALL),
-    "1 rank, fp32 never in that memory": (Setting(wide=False), NONE),
-    "1 rank, output zeroed": (Setting(zeroed=True), NONE),
-    "1 rank, no graphs": (Setting(graphs=False), NONE),
-}
-# The layout of PyTorch's allocator is not ours to fix, so there is no expected verdict.
-PYTORCH = {"1 rank, PyTorch's allocator": (Setting(allocator="torch"), None)}
-_PARALLEL = {"DP 2": Setting(ranks=2), "DEP 2": Setting(ranks=2, expert_parallel=True)}
-GLOO, NCCL = ({f"{n}, {b}": (s, NEARLY_ALL) for n, s in _PARALLEL.items()} for b in ("gloo", "NCCL"))
-# vLLM #39593, Qwen3-30B-A3B BF16, GSM8K: steps with padding, with NaN, with Inf, mean padding.
-REPORTED = {"1 rank": (62, 62, 5, 4.0), "DP 2": (832, 829, 22, 16.7), "DEP 2": (729, 729, 11, 14.2)}
 # How an fp8 model quantises its attention output: whether with a scale a token, whether NaN is dropped;
 # then the expected verdicts with NaN and with Inf in the padding.
 _CLEAN, _PAD, _LEAK = Verdict.CLEAN, Verdict.PAD_ONLY, Verdict.LEAKED
@@ -334,7 +292,14 @@ _Small = partial(Question, one_thread=True)
 QUESTIONS = Questions(
     "moe_routing",
     *(
-        _Small(kind, SELECTORS, partial(choose, kind), _column(CHOICE_EXPECTED, index), needs_vllm)
+        _Small(
+            kind,
+            SELECTORS,
+            partial(choose, kind),
+            _column(CHOICE_EXPECTED, index),
+            needs_vllm,
+            evidence=_selector_evidence,
+        )
         for index, kind in enumerate(scene.INPUTS)
     ),
     _Small(
@@ -343,6 +308,7 @@ QUESTIONS = Questions(
         replay,
         REPLAY_EXPECTED,
         lambda name, device: scene.vllm_unavailable_reason(device),
+        evidence=lambda name: _selector_evidence(SELECTORS[scene.VLLM]),
     ),
     *(
         _Small(name, [*REMEDY_EXPECTED], partial(remedied, case), _column(REMEDY_EXPECTED, index))
@@ -362,6 +328,7 @@ QUESTIONS = Questions(
         under_sanitizer,
         lambda case: "no error" if case.ids == "distinct" else "invalid read",
         needs_sanitizer,
+        evidence=_module_evidence,
     ),
     Several(PADDING, padding),
     _Small("NaN into fp8", FIREWALLS, partial(through_fp8, scene.NAN), lambda wall: wall[2]),
@@ -374,7 +341,7 @@ QUESTIONS = Questions(
         one_thread=True,
     ),
     *(
-        Fix(name, off, replace(off, **changes), judge_case, expected, one_thread=True)
+        Fix(name, off, replace(off, **changes), judge_case, wrong, expected, one_thread=True)
         for name, (off, changes, expected) in FIXES.items()
     ),
     Fix(
@@ -382,6 +349,8 @@ QUESTIONS = Questions(
         _REAL_OFF,
         replace(_REAL_OFF, ids=fused_moe.VIA_TOPK_SOFTMAX),
         judge_real,
+        lambda case, device: wrong(replace(_SOFTMAX, choice=OURS), device),
         unavailable=needs_module,
+        evidence=_module_evidence,
     ),
 )

@@ -7,9 +7,13 @@ same expert twice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from staleproof import check
+
+Simulator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def duplicate_chance(experts: int, top_k: int) -> float:

@@ -12,9 +12,12 @@ import torch
 
 from staleproof.evidence.rows import Verdict, judge_rows, pad_invariance
 from staleproof.harness import children
-from staleproof.harness.findings import CLEAN, NOT_FIXED, OFF_ON_OFF, off_on_off
-from staleproof.harness.questions import Answer, Fix, Question, Questions, answer, no_answer
+from staleproof.harness.answers import Answer, answer, no_answer
+from staleproof.harness.compare import other_bits
+from staleproof.harness.findings import ARITHMETIC, CLEAN, NOT_FIXED, OFF_ON_OFF, off_on_off, real
+from staleproof.harness.questions import Fix, Question, Questions
 from staleproof.incidents.scale_padding import broken, flashinfer_fp4, ids, null_block, remedies
+from staleproof.incidents.scale_padding.correct import wrong_draw, wrong_product, wrong_row_scale, wrong_write
 from staleproof.incidents.scale_padding.flashinfer_fp4 import Build, PublicKernel
 from staleproof.incidents.scale_padding.scene import IN_KERNEL, LIVE, N, per_token_step, product_on, step_of
 from staleproof.ops.reference import nvfp4 as reference
@@ -122,13 +125,18 @@ def id_width(reader: Reader, device: str) -> Answer:
     return answer("NaN" if bool(got.isnan().any()) else verdict, first_ids=words)
 
 
+def wrong_ids(reader: Reader, device: str) -> str | None:
+    """Whether the ids that arrive are those that were sent."""
+    weights, right = ids.simulate_routing(*ROUTED, device=device)
+    return other_bits("ids", reader(right, weights)[0], right)
+
+
 # experts, experts a token: DeepSeek-V3, Qwen3-30B-A3B, Qwen3-Next
 SIMULATED = ((256, 8), (128, 8), (512, 10))
 SIMULATED_TOKENS = 20_000
-Simulator = Callable[..., Pair]
 
 
-def duplicates(experts: int, top_k: int, how: tuple[Simulator, float], device: str) -> Answer:
+def duplicates(experts: int, top_k: int, how: tuple[ids.Simulator, float], device: str) -> Answer:
     """How often a simulator gives a token an expert twice, beside the chance computed for it."""
     draw, computed = how
     # In parts, so that the random numbers of 512 experts stay small.
@@ -142,7 +150,7 @@ def duplicates(experts: int, top_k: int, how: tuple[Simulator, float], device: s
     return answer(verdict if counted else DISTINCT, computed=computed, counted=counted)
 
 
-def draws(simulator: Simulator, device: str) -> str:
+def draws(simulator: ids.Simulator, device: str) -> str:
     """Whether a simulator gives any token an expert twice."""
     return TWICE if ids.experts_twice(simulator(4096, 128, 8)[1]).any() else CLEAN
 
@@ -164,8 +172,8 @@ def null_block_ranks(backend: str, device: str) -> Iterator[Answer]:
         return
     off, on, again = (LEAKED if step.row_bad else CLEAN for step in idle)
     yield answer(off, null_block_bad=idle[0].null_block_bad, busy_rank_bad=busy[0].row_bad)
-    claim = off_on_off(INCIDENT, fix, off=off, on=on, off_again=again)
-    yield Answer(claim.verdict, claim.numbers, "", OFF_ON_OFF, fix, claim.expected)
+    claim = off_on_off(INCIDENT, fix, off=off, on=on, off_again=again, wrong=wrong_write(device))
+    yield Answer(claim.verdict, claim.numbers, claim.note, OFF_ON_OFF, fix, claim.expected)
 
 
 def nan_reaches(name: str, device: str) -> str:
@@ -203,7 +211,7 @@ QUESTIONS = Questions(
         Question(f"padding, {path}", list(found), partial(padding, path), found)
         for path, found in PADDING.items()
     ),
-    Question("NaN in a tile", ["512 random bytes"], nan_in_a_tile, "98.2%"),
+    Question("NaN in a tile", ["512 random bytes"], nan_in_a_tile, "98.2%", evidence=ARITHMETIC),
     Question(
         "random padding",
         READERS,
@@ -240,8 +248,10 @@ QUESTIONS = Questions(
         content_decides,
         {"neighbour_in_the_maximum": WRONG, "row_alone": CLEAN},
     ),
-    Fix(IN_KERNEL, off="empty", on=IN_KERNEL, ask=partial(leaks, "128x4")),
-    Fix("zeros_swizzled_only", off="empty", on="zeros_swizzled_only", ask=partial(leaks, "128x4")),
+    *(
+        Fix(name, "empty", name, partial(leaks, "128x4"), partial(wrong_product, "128x4"))
+        for name in (IN_KERNEL, "zeros_swizzled_only")
+    ),
     Fix(
         "zeros_swizzled_only, 8x4",
         off="empty",
@@ -249,9 +259,27 @@ QUESTIONS = Questions(
         ask=partial(leaks, "8x4"),
         expected=NOT_FIXED,
     ),
-    Fix("int32_ids", off=ID_WIDTHS["int64_read_as_int32"], on=ID_WIDTHS["int32"], ask=id_width),
-    Fix("simulate_routing", off=broken.simulate_with_replacement, on=ids.simulate_routing, ask=draws),
-    Fix("row_alone", off="neighbour_in_the_maximum", on="row_alone", ask=content_decides),
+    Fix(
+        "int32_ids",
+        off=ID_WIDTHS["int64_read_as_int32"],
+        on=ID_WIDTHS["int32"],
+        ask=id_width,
+        wrong=wrong_ids,
+    ),
+    Fix(
+        "simulate_routing",
+        off=broken.simulate_with_replacement,
+        on=ids.simulate_routing,
+        ask=draws,
+        wrong=wrong_draw,
+    ),
+    Fix(
+        "row_alone",
+        off="neighbour_in_the_maximum",
+        on="row_alone",
+        ask=content_decides,
+        wrong=wrong_row_scale,
+    ),
     Question("matrix", list(remedies.CAUSES), cures, one_thread=True),
     Question(
         "public",
@@ -260,5 +288,6 @@ QUESTIONS = Questions(
         lambda kernel: kernel.expected,
         unavailable=flashinfer_fp4.unavailable_reason,
         begin=flashinfer_fp4.start_build,
+        evidence=real("flashinfer-python"),
     ),
 )
