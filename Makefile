@@ -23,7 +23,7 @@ MACHINE_TORCH := import sys, torch; \
   torch.version.cuda and print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")
 
 .DEFAULT_GOAL := help
-.PHONY: help workbook test versions architectures lab notebooks format clean
+.PHONY: help workbook test versions architectures mutations lab notebooks format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ torch-%:
 
 architectures: $(READY) ## compile every kernel for the GPUs that are not here (seconds, or six minutes without a cache)
 	$(BIN)/python -m staleproof.harness.architectures
+
+mutations: $(READY) ## make each small edit of tests/mutations in a copy, and see a test turn red (minutes)
+	$(BIN)/python tests/mutations/mutate.py
 
 lab: $(READY) ## open JupyterLab on the notebooks
 	$(BIN)/staleproof lab

@@ -11,6 +11,7 @@ from staleproof.evidence.allocations import (
     DispatchTracker,
     Usage,
     count_alike,
+    cuda_usage,
     group_by_owner,
     owned_tensors,
     size_text,
@@ -78,3 +79,17 @@ def test_sizes_read_as_in_torchs_out_of_memory_error(nbytes, text, short):
 
 def test_stuck_memory_is_neither_used_by_tensors_nor_releasable():
     assert Usage(used=9, reserved=8, allocated=4, releasable=1).stuck == 3
+
+
+def test_segments_of_a_graphs_private_pool_are_not_releasable(monkeypatch):
+    """The allocator returns an empty segment of its own pool to the device, and none of a graph's."""
+    segments = [
+        {"total_size": total, "allocated_size": used, "active_size": used, "segment_pool_id": pool}
+        for total, used, pool in ((8, 8, (0, 0)), (4, 0, (0, 0)), (2, 0, (0, 1)), (1, 0, (3, 0)))
+    ]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (68, 100))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    usage = cuda_usage()
+    assert usage == Usage(used=32, reserved=15, allocated=8, releasable=4)
+    assert usage.stuck == 3

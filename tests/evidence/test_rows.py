@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.evidence import CLEAN, Verdict, bad_rows, judge_rows, pad_invariance
+from staleproof.evidence import CLEAN, Verdict, bad_rows, judge_rows, pad_invariance, same_bits
 
 LIVE = 2
 NAN = float("nan")
@@ -67,6 +67,32 @@ def test_a_nan_in_any_returned_stage_counts():
     assert judge_rows(run, LIVE) == Verdict.PAD_ONLY
 
 
+@pytest.mark.parametrize(
+    ("bad_with_clean_padding", "verdict"), [(False, Verdict.LEAKED), (True, Verdict.LIVE_BORN)]
+)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_every_output_is_judged(place, bad_with_clean_padding, verdict):
+    """One of three outputs has a bad live row, over the padding as it is or over clean padding too."""
+
+    def run(fill):
+        outputs = [torch.ones(4, 3) for _ in range(3)]
+        if fill is None or bad_with_clean_padding:
+            outputs[place][0] = NAN
+        return outputs
+
+    assert judge_rows(run, LIVE) == verdict
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_every_output_is_compared(place):
+    def run(fill):
+        outputs = [torch.ones(4, 3) for _ in range(3)]
+        outputs[place] = step(lambda x: x + x[LIVE:].abs().max())(fill)
+        return outputs
+
+    assert not pad_invariance(run, LIVE)
+
+
 def test_pad_invariance_sees_wrong_finite_values_where_no_nan_check_does():
     def run(fill):
         # An fmax-style amax: NaN in padding is dropped, large finite padding is not.
@@ -94,6 +120,23 @@ def test_judging_does_not_keep_views_of_static_memory():
         return static
 
     assert judge_rows(run, LIVE) == Verdict.LEAKED
+
+
+def test_comparing_does_not_keep_views_of_static_memory():
+    static = torch.zeros(4, 3)
+
+    def run(fill):
+        static[LIVE:] = 0.0
+        fill(static[LIVE:])
+        return static.copy_(static.abs().max().expand(4, 3))
+
+    assert not pad_invariance(run, LIVE)
+
+
+def test_rows_are_compared_bit_for_bit():
+    a = torch.tensor([[NAN, 1.0], [0.0, 1.0], [2.0, 3.0]])
+    b = torch.tensor([[NAN, 1.0], [-0.0, 1.0], [2.0, 3.0]])
+    assert same_bits(a, b).tolist() == [True, False, True]
 
 
 def test_bad_rows_reads_fp8():

@@ -39,6 +39,16 @@ def test_zeroing_before_the_first_write_clears_the_suspicion():
     assert log.explain("B") == []
 
 
+def test_a_block_that_is_zeroed_before_it_changes_hands_is_above_suspicion():
+    log = TenancyLog()
+    log.allocated([7], "A", "fp32")
+    log.wrote([7], "A", "fp32")
+    log.ended("A")
+    log.zeroed([7])
+    log.allocated([7], "B", "e4m3")
+    assert log.explain("B") == []
+
+
 def test_a_state_that_is_written_whole_is_above_suspicion():
     log = TenancyLog()
     log.wrote([7], "A", "e4m3")

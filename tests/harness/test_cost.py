@@ -27,7 +27,7 @@ ROWS = [
     row("staleproof", 21.4, **MLA),
     row("staleproof", 3.4),
     row("staleproof", 1.5, size=4_000_000),
-    row("somebody else", 1.0),
+    row("somebody else", 1.0, size=16_000_000),
 ]
 
 

@@ -28,6 +28,22 @@ def test_a_verdict_line_begins_with_the_provenance(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == f"{devices.provenance()} H1 held: 3 rows\n"
 
 
+def test_a_verdict_line_is_refused_where_a_finding_says_something_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = finding("an_incident", "served", "theirs", "clean", expected="leaked")
+    with pytest.raises(AssertionError, match="served"):
+        show.verdict("it leaks", wrong)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_verdict_line_is_not_printed_for_what_did_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = finding("an_incident", "served", "ours", "clean", expected="clean")
+    absent = not_run("an_incident", "served", "theirs", "needs SM100")
+    assert not show.verdict("both are clean", [ran, absent], "clean")
+    assert capsys.readouterr().out == "not run, so no verdict: served, theirs: needs SM100\n"
+
+
 def test_table_aligns_to_the_widest_cell(capsys: pytest.CaptureFixture[str]) -> None:
     show.table(("a", "number"), [("long one", 7), ("b", None)])
     assert capsys.readouterr().out.splitlines() == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
 
+from staleproof.vllm import hooks
 from staleproof.vllm.patch import check_cache_key
 from staleproof.vllm.plugin import patches
 from staleproof.vllm.sources import PatchError, Sources
@@ -69,3 +71,28 @@ def test_a_traced_patch_is_refused_where_the_key_is_not_as_expected(package):
     (package / "compilation/caching.py").write_text("def aot_compile_hash_factors(c): return [c]")
     with pytest.raises(PatchError, match=r"does not hash envs\.compile_factors.*could mix graphs"):
         patch.check("0.18.1", Sources(package))
+
+
+def test_a_traced_patch_changes_the_factors_of_the_cache_key(package, monkeypatch):
+    """While it waits for its module, once its function is wrapped, and if it leaves the function alone."""
+    (package / "__init__.py").write_text("")
+    (package / "envs.py").write_text("def compile_factors(): return {'VLLM_USE_V1': True}")
+    monkeypatch.syspath_prepend(str(package.parent))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    hooks._places.clear()
+    envs = importlib.import_module("vllm.envs")
+    try:
+        key = "STALEPROOF_SCALE_PADDING"
+        wrapped = "vllm._custom_ops:create_fp4_scale_tensor vllm.envs:compile_factors"
+        with patches()["scale_padding"].applied("0.18.1"):
+            assert envs.compile_factors() == {"VLLM_USE_V1": True, key: wrapped}
+            importlib.import_module("vllm._custom_ops")
+            assert envs.compile_factors()[key] == wrapped
+        assert envs.compile_factors() == {"VLLM_USE_V1": True}
+        sys.modules["vllm._custom_ops"].create_fp4_scale_tensor = lambda *theirs: None
+        with patches()["scale_padding"].applied("0.18.1"):
+            assert envs.compile_factors()[key] == "vllm.envs:compile_factors"
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            del sys.modules[name]

@@ -226,6 +226,16 @@ def test_a_target_that_is_not_as_expected_is_left_alone(package, caplog, target,
     assert line in caplog.text
 
 
+def test_a_function_that_is_left_alone_is_named_once(package, caplog):
+    """vLLM loads plugins again and again."""
+    _ops()
+    patch = _patch(Target(MODULE, "double", ("z",)))
+    for _ in range(3):
+        patch.apply("1.0.0")
+    assert caplog.text.count("p leaves double alone") == 1
+    patch.revert()
+
+
 def test_arguments_by_place_and_by_name():
     assert arguments.argument((1, 2), {"c": 3}, 1, "b") == 2
     assert arguments.argument((1, 2), {"c": 3}, 2, "c") == 3

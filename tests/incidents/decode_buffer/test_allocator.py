@@ -43,7 +43,7 @@ def test_requests_are_rounded_as_torch_rounds_them(asked, allocated, reserved):
     assert device.reserved == 0
 
 
-def test_freed_neighbours_join_and_the_best_fit_is_taken():
+def test_freed_neighbours_join():
     device = SimulatedAllocator(GIB)
     blocks = [device.malloc(4 * MIB) for _ in range(5)]
     assert device.reserved == 20 * MIB
@@ -56,6 +56,14 @@ def test_freed_neighbours_join_and_the_best_fit_is_taken():
     device.free(blocks[0])
     device.malloc(30 * MIB)
     assert device.malloc(2 * MIB).segment is blocks[4].segment
+
+
+def test_the_smallest_block_that_fits_is_taken_not_the_first():
+    device = SimulatedAllocator(GIB)
+    blocks = [device.malloc(4 * MIB) for _ in range(5)]
+    for freed in (blocks[0], blocks[1], blocks[3]):
+        device.free(freed)
+    assert device.malloc(4 * MIB).offset == 3 * 4 * MIB
 
 
 def test_segments_go_back_before_a_request_fails_and_private_pools_stay():

@@ -15,7 +15,7 @@ from staleproof.evidence.rows import Verdict
 from staleproof.harness.children import ChildError
 from staleproof.harness.findings import FIXED, NOT_FIXED, NOT_REPRODUCED, OFF_ON_OFF, Finding
 from staleproof.harness.questions import ALL
-from staleproof.incidents.moe_routing import broken, fused_moe, questions, ranks, scene
+from staleproof.incidents.moe_routing import broken, fused_moe, padding, questions, ranks, scene
 from staleproof.incidents.moe_routing.batch import ILLEGAL_ACCESS, RIGHT, SILENT
 from staleproof.incidents.moe_routing.fused_moe import CUDA_ILLEGAL_ACCESS, Case, CaseResult
 from staleproof.incidents.moe_routing.origin import Setting
@@ -170,9 +170,9 @@ def test_padding_is_judged_by_busy_passes(monkeypatch: pytest.MonkeyPatch) -> No
     counts = Counts(passes=100, padded=50, with_nan=30, idle=20, padding_rows=400)
     ranks_that({"as served": counts, "cured": Counts(passes=100)}, monkeypatch)
     found = servers("cpu")
-    assert found["DP 2, gloo"].verdict == questions.NEARLY_ALL
+    assert found["DP 2, gloo"].verdict == padding.NEARLY_ALL
     assert found["DP 2, gloo"].numbers["mean_padding"] == 8.0
-    assert found["1 rank, output zeroed"].verdict == questions.NONE
+    assert found["1 rank, output zeroed"].verdict == padding.NONE
     assert found["1 rank, no graphs"].failed
     assert not found["DP 2, NCCL"].ran
     assert found["DP 2, NCCL"].note == "needs two CUDA devices"

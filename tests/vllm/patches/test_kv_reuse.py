@@ -43,6 +43,52 @@ def test_blocks_for_external_tokens_are_recorded_behind_the_prefix_hits(spec, ex
     assert manager.new_block_ids == recorded
 
 
+@pytest.mark.parametrize("zeroing", [False, True])
+def test_the_list_is_drained_where_nobody_else_takes_it(zeroing):
+    taken = []
+    manager = SimpleNamespace(take_new_block_ids=lambda: taken.append("taken"))
+    scheduler = SimpleNamespace(needs_kv_cache_zeroing=zeroing, kv_cache_manager=manager)
+    assert patch._drain("scheduled", (scheduler,), {}) == "scheduled"
+    assert taken == ([] if zeroing else ["taken"])
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("spec", [MLAAttentionSpec(), FullAttentionSpec()])
+def test_blocks_of_mla_groups_are_recorded_if_somebody_takes_them(spec, taken):
+    manager = _manager(spec)
+    coordinator = SimpleNamespace(single_type_managers=[manager])
+    scheduler = SimpleNamespace(
+        needs_kv_cache_zeroing=taken, kv_cache_manager=SimpleNamespace(coordinator=coordinator)
+    )
+    patch._allow_recording((scheduler,), {})
+    blocks = [SimpleNamespace(block_id=7)]
+    assert patch._record_new(blocks, (manager, "r", 16), {}) is blocks
+    assert manager.new_block_ids == ([7] if taken and isinstance(spec, MLAAttentionSpec) else [])
+
+
+def test_mla_layers_are_zeroed_beside_vllms_own(device):
+    caches = {name: torch.ones(8, 4, 16, device=device) for name in ("mla.0", "mla.1", "skipped", "full")}
+    layers = {name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()}
+    specs = MLAAttentionSpec(), FullAttentionSpec()
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, kv_cache_group_id=index, layer_names=names)
+        for index, (spec, names) in enumerate(
+            zip(specs, (["mla.0", "mla.1", "skipped"], ["full"]), strict=True)
+        )
+    ]
+    specs[0].block_size = 8
+    zeroer, seen = SimpleNamespace(), []
+    # vLLM passes an iterator and reads it; two of the cache's blocks are one of the scheduler's.
+    args, kwargs = patch._keep_groups((zeroer, iter(groups), [4, 4], "auto", {"skipped"}, layers), {})
+    seen += list(args[1])
+    patch._add_zeroer(None, args, kwargs)
+    patch._zero_mla(None, (zeroer, [2, 2]), {})
+    patch._zero_mla(None, (zeroer, []), {})
+    assert seen == groups
+    zeroed = {name: [i for i, block in enumerate(cache) if not block.any()] for name, cache in caches.items()}
+    assert zeroed == {"mla.0": [4, 5], "mla.1": [4, 5], "skipped": [], "full": []}
+
+
 def test_a_dummy_run_that_raises_leaves_no_trace():
     runner = SimpleNamespace()
     buffer = torch.arange(8)
