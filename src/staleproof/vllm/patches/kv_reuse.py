@@ -33,6 +33,30 @@ def _drain(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     return result
 
 
+def _zero_through_ring(args: Arguments, kwargs: Keywords) -> Any:
+    """Zero the same bytes as vLLM's zeroer, by our kernel, which reads the ids from a ring of slots.
+
+    ``NotImplemented`` where ours cannot: before there is a table of segments, on a CPU, for ids that
+    our kernel skips, in a capture. Then vLLM's function runs, with :func:`_fresh_staging`.
+    """
+    zeroer = args[0]
+    block_ids, meta = argument(args, kwargs, 1, "block_ids"), zeroer._meta
+    if not block_ids or meta is None or zeroer.device.type != "cuda":
+        return NotImplemented
+    try:
+        known, ours = zeroer.__dict__.get("_staleproof_segments", (None, None))
+        # vLLM makes another table when it allocates the caches again.
+        if known is not meta:
+            from staleproof.ops.zero_segments import SegmentZeroer
+
+            addresses, words, *_ = meta
+            ours = SegmentZeroer(addresses.tolist(), words * 4, addresses.device)
+            zeroer._staleproof_segments = meta, ours
+        return ours.zero(block_ids)
+    except ValueError:
+        return NotImplemented
+
+
 def _fresh_staging(args: Arguments, kwargs: Keywords) -> None:
     """Give this call a pinned buffer of its own, so that it cannot overwrite ids of an earlier step.
 
@@ -225,20 +249,28 @@ PATCHES = (
     Patch(
         name="staging_race",
         incident="kv_reuse",
-        summary="stages the block ids of each step in pinned memory of its own",
+        summary="zeroes the same blocks from ids that no later step overwrites",
         models="models with Mamba layers",
         versions=(("0.17.1", "0.25.1"),),
         targets=(
-            Target(WORKER, "KVBlockZeroer.zero_block_ids", ("self", "block_ids"), before=_fresh_staging),
+            Target(
+                WORKER,
+                "KVBlockZeroer.zero_block_ids",
+                ("self", "block_ids"),
+                instead=_zero_through_ring,
+                before=_fresh_staging,
+            ),
         ),
         probe=_race,
         mechanism=(
             "Block ids go to the device by an asynchronous copy from one pinned buffer. With "
             "asynchronous scheduling the next step overwrites it before the copy has run: blocks "
-            "of live requests are zeroed, and the new ones keep their last tenant's bytes."
+            "of live requests are zeroed, and the new ones keep their last tenant's bytes. With the patch "
+            "staleproof's kernel zeroes the same bytes, and reads the ids from a ring of slots."
         ),
         threads=("vLLM #48085", "vLLM #48399"),
-        cost="no launch; 6 us on the host a step that zeroes blocks, for an allocation of pinned memory",
+        cost="our kernel and copy in place of vLLM's in a step that zeroes blocks",
+        triton=True,
     ),
     Patch(
         name="mla_recording",
