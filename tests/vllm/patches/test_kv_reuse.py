@@ -11,6 +11,53 @@ from staleproof.ops import zero_segments
 from staleproof.vllm.patches import kv_reuse as patch
 
 
+class _OfType:
+    """vLLM's manager of one kind of layer, as far as new ids go."""
+
+    def __init__(self) -> None:
+        self.new_block_ids: list[int] = []
+        self.taken = 0
+
+    def take_new_block_ids(self) -> list[int]:
+        ids, self.new_block_ids, self.taken = self.new_block_ids, [], self.taken + 1
+        return ids
+
+
+def _scheduler(zeroing: bool) -> tuple[SimpleNamespace, list[_OfType]]:
+    managers = [_OfType(), _OfType()]
+    manager = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=managers),
+        take_new_block_ids=lambda: [i for each in managers for i in each.take_new_block_ids()],
+    )
+    return SimpleNamespace(needs_kv_cache_zeroing=zeroing, kv_cache_manager=manager), managers
+
+
+def test_ids_that_nobody_reads_are_kept_in_no_step():
+    scheduler, managers = _scheduler(zeroing=False)
+    for _ in range(3):
+        for each in managers:
+            each.new_block_ids.extend(i for i in (1, 2))
+            each.new_block_ids.append(3)
+        assert patch._drain("result", (scheduler,), {}) == "result"
+        assert [len(each.new_block_ids) for each in managers] == [0, 0]
+    # Once, and then vLLM's allocation does not even run its generator.
+    assert [each.taken for each in managers] == [1, 1]
+    managers[0].new_block_ids.extend(1 // 0 for _ in range(1))
+    # Another manager: its list has ids, and is vLLM's.
+    scheduler.kv_cache_manager = _scheduler(zeroing=False)[0].kv_cache_manager
+    other = scheduler.kv_cache_manager.coordinator.single_type_managers
+    other[1].new_block_ids.append(4)
+    patch._drain(None, (scheduler,), {})
+    assert other[1].new_block_ids == []
+
+
+def test_ids_to_zero_are_left_to_schedule():
+    scheduler, managers = _scheduler(zeroing=True)
+    managers[1].new_block_ids.extend([1, 2])
+    patch._drain(None, (scheduler,), {})
+    assert scheduler.kv_cache_manager.take_new_block_ids() == [1, 2]
+
+
 class MLAAttentionSpec:
     """Known by its name alone."""
 
