@@ -33,7 +33,7 @@ from staleproof import device
 device.select()
 
 from staleproof.harness import measure, vllm_calls
-from staleproof.harness.vllm_calls import OPS, mla_call, zeroer
+from staleproof.harness.vllm_calls import OPS, applies_to, mla_call, zeroer
 from staleproof.harness.vllm_files import UnavailableError, executed, load
 from staleproof.vllm import standing
 from staleproof.vllm.patches import kv_reuse, mla_padding, moe_routing, scale_padding
@@ -193,20 +193,6 @@ def older_root() -> Path | None:
     return root if all((root / file_of(name)).is_file() for name in OLDER_FILES) else None
 
 
-def applies_to(patch: str) -> str:
-    """The releases of the recorded table that need a patch and get it, e.g. ``0.18.0 to 0.19.1``."""
-    spans: list[list[str]] = []
-    after = False
-    for version, needs in table().items():
-        here = needs[patch]["needed"] and PATCHES[patch].applies_to(version)
-        if here and after:
-            spans[-1][1] = version
-        elif here:
-            spans.append([version, version])
-        after = here
-    return ", ".join(first if first == last else f"{first} to {last}" for first, last in spans)
-
-
 def outcome(case: Case, call: Call) -> Any:
     """What one call did: a copy of its result, whose tensors are then overwritten."""
     value = call()
@@ -270,7 +256,7 @@ def pair(case: Case, version: str) -> Iterator[dict[str, Any]]:
             cache=None if case.host else case.cache,
         )
         needed = bool(table()[version][case.patch]["needed"])
-        yield row | {"vllm": version, "needed": needed, "applies_to": applies_to(case.patch)}
+        yield row | {"vllm": version, "needed": needed, "applies_to": applies_to(subject)}
 
 
 def measured(found: Iterator[Case], version: str, library: bool) -> Iterator[dict[str, Any]]:

@@ -118,8 +118,6 @@ def test_a_patched_call_that_writes_nothing_gets_no_row(bench, monkeypatch):
 def test_a_patch_that_is_not_needed_says_so(bench):
     (older,) = {case.patch for case in bench.older_cases(bench.VERSION)}
     assert older == "topk_nan"
-    assert bench.applies_to("topk_nan") == "0.17.0 to 0.19.1"
-    assert bench.applies_to("scale_padding") == "0.18.0 to 0.19.1, 0.22.0 to 0.24.0, 0.30.0 to 0.33.0"
     with executed(bench.root, *bench.FILES):
         vllm_calls.import_ops()
         stand_in = real_routing.CompiledOps(clamped=True)

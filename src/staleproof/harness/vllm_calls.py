@@ -16,6 +16,9 @@ from unittest import mock
 
 import torch
 
+from staleproof.vllm.patch import Patch
+from staleproof.vllm.releases import table
+
 TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
 DECODE_ATTENTION = "vllm.v1.attention.ops.triton_decode_attention"
 WORKER = "vllm.v1.worker.utils"
@@ -26,6 +29,25 @@ SCHEDULING = (SCHEDULER, "vllm.v1.core.sched.output", *MANAGERS)
 EXPERTS = "vllm.model_executor.layers.fused_moe.flashinfer_cutlass_moe"
 
 PAGE = 64
+
+
+def applies_to(patch: Patch) -> str:
+    """The releases of the recorded table that need a patch and get it.
+
+    >>> from staleproof.vllm.plugin import patches
+    >>> applies_to(patches()["scale_padding"])
+    '0.18.0 to 0.19.1, 0.22.0 to 0.24.0, 0.30.0 to 0.33.0'
+    """
+    spans: list[list[str]] = []
+    before = False
+    for version, needs in table().items():
+        here = needs[patch.name]["needed"] and patch.applies_to(version)
+        if here and before:
+            spans[-1][1] = version
+        elif here:
+            spans.append([version, version])
+        before = here
+    return ", ".join(first if first == last else f"{first} to {last}" for first, last in spans)
 
 
 def import_ops() -> ModuleType:
@@ -137,7 +159,7 @@ def schedule_call(requests: int) -> Callable[[], Any]:
     The scheduler, the manager's list of new ids and its draining are vLLM's. Allocation is left out:
     one block of one request is recorded as new in each step, as with 16 tokens a block.
     """
-    module = importlib.import_module(SCHEDULER)
+    module: Any = importlib.import_module(SCHEDULER)
     managers, single = (importlib.import_module(name) for name in MANAGERS)
     of_type = single.FullAttentionManager.__new__(single.FullAttentionManager)
     of_type.new_block_ids = []
@@ -184,7 +206,7 @@ def experts_call(
 
     The dict holds the ids and weights that the kernel was given last.
     """
-    module = importlib.import_module(EXPERTS)
+    module: Any = importlib.import_module(EXPERTS)
     seen: dict[str, torch.Tensor] = {}
 
     def kernel(**given: Any) -> None:
