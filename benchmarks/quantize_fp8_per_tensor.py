@@ -6,12 +6,13 @@ With all rows live ours does the same work as the others: what it gains there ov
 Run: ``python benchmarks/quantize_fp8_per_tensor.py`` on a machine with a CUDA device.
 ``STALEPROOF_VLLM_C_SO`` names the compiled library of a vLLM wheel that has
 ``dynamic_scaled_fp8_quant``: ``_C_stable_libtorch.abi3.so`` in 0.22.1, ``_C.abi3.so`` in 0.20.2;
-without it that peer is left out.
+without it that peer is left out. A release in the path, as in ``vllm-0.22.1/``, names the peer.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -39,12 +40,12 @@ def all_rows(x: torch.Tensor) -> Quantized:
     return scaled.to(torch.float8_e4m3fn), scale
 
 
-def vllm() -> Callable[[torch.Tensor], Quantized] | None:
-    """vLLM's compiled op over all rows, or ``None`` if the variable does not name its library."""
+def vllm() -> dict[str, Callable[[torch.Tensor], Quantized]]:
+    """vLLM's compiled op over all rows by its name; empty if the variable does not name its library."""
     path = os.environ.get("STALEPROOF_VLLM_C_SO")
     if path is None:
         print("STALEPROOF_VLLM_C_SO is not set: vLLM's fp8 op is not run")
-        return None
+        return {}
     torch.ops.load_library(path)
     op = torch.ops._C.dynamic_scaled_fp8_quant
 
@@ -55,7 +56,8 @@ def vllm() -> Callable[[torch.Tensor], Quantized] | None:
         op(result, x, scale)
         return result, scale
 
-    return quantise
+    release = re.search(r"vllm-(\d+\.\d+\.\d+)", path)
+    return {f"vLLM {release[1]}'s op" if release else "vLLM's op": quantise}
 
 
 def rows() -> list[dict[str, Any]]:
@@ -110,8 +112,8 @@ def rows() -> list[dict[str, Any]]:
             add("staleproof", live, lambda x, n=count_on_device: quantize_fp8_per_tensor(x, live_rows=n))
             add("staleproof, mask", live, lambda x, m=mask: quantize_fp8_per_tensor(x, live_rows=m))
         add("staleproof, all rows", ROWS, quantize_fp8_per_tensor)
-        if of_vllm is not None:
-            add("vLLM's op, all rows", ROWS, of_vllm)
+        for name, op in of_vllm.items():
+            add(f"{name}, all rows", ROWS, op)
         add("torch eager, all rows", ROWS, all_rows)
         add("torch.compile, all rows", ROWS, compiled)
         times = measure.graph_times([lambda t=target: measure.memset_async(t) for target in targets])
