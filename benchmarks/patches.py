@@ -1,22 +1,29 @@
-"""What each patch of an installed vLLM costs a decode step, beside vLLM's own code without it.
+"""What each patch of an installed vLLM costs a decode step: vLLM's function in place, without it and with.
 
-vLLM's files run as they are, in the places they have there (`staleproof.harness.vllm_files`): its
-Triton MLA, its callers of the routing ops and its block zeroer. ``STALEPROOF_VLLM_MOE_SO`` names
-the compiled ``_moe_C`` library of a vLLM wheel (0.20.2 was meant); without it the routing rows are
-left out. Rows named "host" are time of the calling thread, not of the device.
+vLLM's files run as they are, in the places they have there (`staleproof.harness.vllm_files`), and the
+patch wraps them as the plugin does, so that its wrapper is timed too. Each row names the release whose
+files ran (``vllm``), whether the patch is needed there (``needed``) and where it applies
+(``applies_to``). A patch that the installed release does not need is timed on the files of
+:data:`OLDER`, if ``STALEPROOF_VLLM_CACHE`` has them (``<version>/vllm``, as the tests fetch them).
+
+``STALEPROOF_VLLM_MOE_SO`` names the compiled ``_moe_C`` library of a vLLM wheel (0.20.2 was meant),
+which serves both releases; without it the routing rows are left out. Rows named "host" are time of the
+calling thread, not of the device.
+
+Not timed: ``decode_buffer`` (its kernels need SM100), ``dummy_slots`` and ``routing_simulator`` (no
+part of a real step), ``mla_zeroing`` (it zeroes what vLLM leaves out; see ``BlockZeroer.zero``).
 
 Run: ``python benchmarks/patches.py`` on a machine with a CUDA device and an importable vllm folder.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,78 +32,134 @@ from staleproof import device
 
 device.select()
 
-from staleproof.harness import measure
+from staleproof.harness import measure, vllm_calls
+from staleproof.harness.vllm_calls import OPS, applies_to, mla_call, zeroer
 from staleproof.harness.vllm_files import UnavailableError, executed, load
 from staleproof.vllm import standing
-from staleproof.vllm.patches import kv_reuse, mla_padding, moe_routing
+from staleproof.vllm.patches import kv_reuse, mla_padding, moe_routing, scale_padding
+from staleproof.vllm.releases import table
 from staleproof.vllm.sources import file_of, vllm_file
 
 # Imported by name, so that the source digest of a recorded row covers them.
-PATCHES = {patch.name: patch for part in (kv_reuse, mla_padding, moe_routing) for patch in part.PATCHES}
-VERSION = "0.20.2"
-TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
-WORKER = "vllm.v1.worker.utils"
-OPS = "vllm._custom_ops"
+PARTS = (kv_reuse, mla_padding, moe_routing, scale_padding)
+PATCHES = {patch.name: patch for part in PARTS for patch in part.PATCHES}
+VERSION, OLDER = "0.20.2", "0.19.1"
 # vllm.envs, because a patch that torch.compile traces adds itself to the compile-cache key there.
-FILES = (TRITON_MLA, "vllm.v1.attention.ops.triton_decode_attention", WORKER, OPS, "vllm.envs")
-BATCH, HEADS, PAGE, CONTEXT = 128, 128, 64, 512
+OLDER_FILES = (OPS, "vllm.envs")
+FILES = (
+    *(vllm_calls.TRITON_MLA, vllm_calls.DECODE_ATTENTION, vllm_calls.WORKER, vllm_calls.EXPERTS),
+    *vllm_calls.SCHEDULING,
+    *OLDER_FILES,
+)
+BATCH, HEADS, CONTEXT = 128, 128, 512
 HOST_CALLS = 200
+Call = Callable[[], Any]
 
 
-def mla_call(batch: int, live: int, heads: int = HEADS, context: int = CONTEXT) -> Any:
-    """A closure over vLLM's Triton ``forward_mqa`` for a padded decode batch, and its lengths."""
-    cls = importlib.import_module(TRITON_MLA).TritonMLAImpl
-    impl = cls.__new__(cls)
-    impl.kv_lora_rank, impl.scale = 512, 576**-0.5
-    impl.need_to_return_lse_for_decode = False
-    impl._sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-    q = torch.randn(batch, heads, 576, dtype=torch.bfloat16, device="cuda")
-    pages = context // PAGE
-    cache = torch.randn(batch * pages, PAGE, 576, dtype=torch.bfloat16, device="cuda")
-    seq_lens = torch.zeros(batch, dtype=torch.int32, device="cuda")
-    seq_lens[:live] = context
-    table = torch.arange(batch * pages, dtype=torch.int32, device="cuda").view(batch, pages)
-    one = torch.ones(1, device="cuda")
-    layer = SimpleNamespace(_k_scale=one, _v_scale=one)
-    metadata = SimpleNamespace(
-        decode=SimpleNamespace(seq_lens=seq_lens, block_table=table),
-        num_decodes=batch,
-        num_decode_tokens=batch,
-        max_seq_len=context,
+@dataclass(frozen=True)
+class Case:
+    """One function of vLLM that a patch wraps.
+
+    Attributes:
+        patch: its name.
+        mode: what is called, in words.
+        calls: makes the closures to time, one an input set.
+        moved: fewest bytes a call must move.
+        host: whether the calling thread is timed, not the device.
+        result: what a call did, if that is not what it returns; undoes it.
+        library: whether it needs vLLM's compiled library.
+        cache: where the inputs are before a call.
+    """
+
+    patch: str
+    mode: str
+    calls: Callable[[], list[Call]]
+    moved: int = 0
+    host: bool = False
+    result: Call | None = None
+    library: bool = False
+    cache: str = measure.WARM
+
+
+def routing(patch: str, name: str, experts: int, top_k: int, biased: bool) -> Iterator[Case]:
+    """One routing op, on the device and on the host. Its logits come from the layer before: warm."""
+    bias = torch.randn(experts, device="cuda") if biased else None
+    words = f"{name}, {experts} experts, top {top_k}" + ", bias" * biased
+
+    def calls() -> list[Call]:
+        return [vllm_calls.topk_call(name, BATCH, experts, top_k, bias)]
+
+    moved = BATCH * experts * 2 + BATCH * top_k * 8
+    yield Case(patch, words, calls, moved, library=True)
+    yield Case(patch, f"host: {words}", calls, host=True, library=True)
+
+
+def older_cases(version: str) -> Iterator[Case]:
+    """Patches that the installed release does not need; on its files if there are no others."""
+    yield from routing("topk_nan", "topk_softmax", 128, 8, biased=False)
+    if version == OLDER:
+        ops = vllm_calls.import_ops()
+        where = torch.device("cuda")
+        yield Case(
+            "scale_padding",
+            "create_fp4_scale_tensor, 7168 columns",
+            lambda: [lambda: ops.create_fp4_scale_tensor(BATCH, 7168, where, True).shape],
+            BATCH * 7168 // 16,
+        )
+
+
+def cases() -> Iterator[Case]:
+    """Patches that the installed release needs."""
+
+    def attention() -> list[Call]:
+        turns = measure.rotation(100 * CONTEXT * 576 * 2)
+        made = [mla_call(BATCH, 100, HEADS, CONTEXT)[0] for _ in range(turns.sets)]
+        return [lambda call=call: call()[0][:100] for call in made]
+
+    yield Case(
+        "mla_padding",
+        f"Triton MLA, 100 live, {CONTEXT} tokens",
+        attention,
+        BATCH * HEADS * 512 * 2,
+        cache=measure.COLD,
     )
-    return lambda: impl.forward_mqa(q, cache, metadata, layer), seq_lens
+    yield from routing("topk_nan_bias", "topk_softmax", 256, 8, biased=True)
+    yield from routing("topk_nan_bias", "topk_sigmoid", 256, 8, biased=True)
+    yield from routing("topk_nan_bias", "grouped_topk", 256, 8, biased=True)
+    yield from routing("hash_topk_nan", "topk_hash_softplus_sqrt", 256, 6, biased=True)
+    if importlib.util.find_spec("flashinfer") is not None:
+        experts, given = vllm_calls.experts_call(BATCH, 8)
+        # The copy that stands for FlashInfer's kernel is timed in both rows.
+        yield Case(
+            "duplicate_experts",
+            "FlashInferExperts.apply, its kernel a copy, top 8",
+            lambda: [experts],
+            BATCH * 8 * 16,
+            result=lambda: {name: x.clone() for name, x in given.items()},
+        )
+    made, caches = zeroer()
+
+    def zeroed() -> list[int]:
+        blocks = [b for b in range(64) if not any(int(c[:, b].count_nonzero()) for c in caches)]
+        for cache in caches:
+            cache.fill_(1)
+        return blocks
+
+    for count in (1, 30):
+        yield Case(
+            "staging_race",
+            f"host: zero {count} blocks of 28 layers",
+            lambda n=count: [lambda: made.zero_block_ids([*range(1, n + 1)])],
+            host=True,
+            result=zeroed,
+        )
+    for patch in ("undrained_ids", "mla_recording"):
+        yield Case(
+            patch, "host: schedule() of 64 requests", lambda: [vllm_calls.schedule_call(64)], host=True
+        )
 
 
-def zeroer(pin: bool = True) -> Any:
-    """vLLM's KVBlockZeroer over 28 layers of (2, blocks, 16, 8, 128) bf16."""
-    worker = importlib.import_module(WORKER)
-    spec = worker.FullAttentionSpec()
-    spec.block_size, spec.num_kv_heads, spec.head_size = 16, 8, 128
-    caches = [torch.ones(2, 64, 16, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(28)]
-    names = [str(i) for i in range(28)]
-    group = SimpleNamespace(
-        kv_cache_spec=spec,
-        kv_cache_group_id=0,
-        layer_names=names,
-        backend=SimpleNamespace(get_kv_cache_block_dim=lambda *a, **k: 1),
-    )
-    layers = {n: SimpleNamespace(kv_cache=c) for n, c in zip(names, caches, strict=True)}
-    made = worker.KVBlockZeroer(torch.device("cuda"), pin)
-    made.init_meta([group], [16], "auto", set(), layers)
-    return made, caches
-
-
-def _topk_call(name: str, experts: int, top_k: int, bias: torch.Tensor | None) -> Callable[[], Any]:
-    ops = importlib.import_module(OPS)
-    x = torch.randn(BATCH, experts, dtype=torch.bfloat16, device="cuda")
-    weights = torch.empty(BATCH, top_k, device="cuda")
-    ids, indices = (torch.empty(BATCH, top_k, dtype=torch.int32, device="cuda") for _ in range(2))
-    if name == "grouped_topk":
-        return lambda: ops.grouped_topk(x, 8, 4, top_k, True, 2.5, bias, 1)
-    return lambda: getattr(ops, name)(weights, ids, indices, x, False, bias)
-
-
-def _host_times(call: Callable[[], object]) -> measure.Times:
+def host_times(call: Call) -> measure.Times:
     """Microseconds of the calling thread."""
     each = []
     for turn in range(HOST_CALLS + 20):
@@ -117,29 +180,89 @@ def vllm_root() -> Path:
     """
     init = vllm_file("__init__.py")
     if init is None or not all(vllm_file(file_of(name)) for name in FILES):
-        raise UnavailableError("no importable vllm folder with its MLA, zeroer and ops")
+        raise UnavailableError("no importable vllm folder with its MLA, zeroer, scheduler and ops")
     # Not the ops: loading them registers operators, which a process can do once.
     load(init.parent, *(name for name in FILES if name != OPS))
     return init.parent
 
 
-def _pair(
-    patch: str, mode: str, call: Callable[[], object], moved: int, host: bool = False
-) -> Iterator[dict[str, Any]]:
-    """One row without the patch and one with it."""
-    subject = PATCHES[patch]
-    time_of = _host_times if host else lambda c: measure.graph_times([c])
+def older_root() -> Path | None:
+    """The folder ``vllm`` of :data:`OLDER`, if it was fetched."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "staleproof/vllm"
+    root = Path(os.environ.get("STALEPROOF_VLLM_CACHE", default)) / OLDER / "vllm"
+    return root if all((root / file_of(name)).is_file() for name in OLDER_FILES) else None
+
+
+def outcome(case: Case, call: Call) -> Any:
+    """What one call did: a copy of its result, whose tensors are then overwritten."""
+    value = call()
+    return _taken(case.result() if case.result else value)
+
+
+def _taken(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        copy = value.clone()
+        value.fill_(torch.nan if value.is_floating_point() else -7)
+        return copy
+    if isinstance(value, tuple | list):
+        return [_taken(one) for one in value]
+    return [_taken(one) for one in value.values()] if isinstance(value, dict) else value
+
+
+def agree(one: Any, two: Any) -> bool:
+    """Whether two results are the same but for roundings: of nearly equal experts either may be chosen."""
+    if isinstance(one, torch.Tensor):
+        if one.is_floating_point():
+            return torch.allclose(one.sort(-1).values, two.sort(-1).values, rtol=5e-3, atol=1e-6)
+        same = one.sort(-1).values == two.sort(-1).values
+        return bool(same.all(-1).float().mean() > 0.98)
+    if isinstance(one, list):
+        return len(one) == len(two) and all(agree(a, b) for a, b in zip(one, two, strict=True))
+    return bool(one == two)
+
+
+def pair(case: Case, version: str) -> Iterator[dict[str, Any]]:
+    """One row without the patch and one with it, on this release.
+
+    Raises:
+        WrongResult: the patch is not in place, or changes the result of healthy inputs.
+    """
+    subject = PATCHES[case.patch]
+    calls = case.calls()
+    wanted: Any = None
     for provider in ("without", "patched"):
+        # Timed calls have left a result: it is overwritten, so that the next one must write it.
+        outcome(case, calls[0])
         if provider == "patched":
-            subject.apply(subject.versions[-1][0] if not subject.applies_to(VERSION) else VERSION)
+            subject.apply(version if subject.applies_to(version) else subject.versions[-1][0])
         try:
-            times = time_of(call)
-            if provider == "patched" and "in place" not in standing.targets(patch).values():
-                why = standing.stepped_back.get(patch, "its functions were not imported")
-                raise measure.WrongResult(f"{patch} is not in place, this would time vLLM alone: {why}")
+            got = outcome(case, calls[0])
+            if provider == "patched" and "in place" not in standing.targets(case.patch).values():
+                why = standing.stepped_back.get(case.patch, "its functions were not imported")
+                raise measure.WrongResult(f"{case.patch} is not in place, this would time vLLM alone: {why}")
+            if provider == "patched" and not agree(wanted, got):
+                raise measure.WrongResult(f"{case.patch} changes the result of {case.mode}")
+            times = host_times(calls[0]) if case.host else measure.graph_times(calls)
+            if case.patch in standing.stepped_back:
+                raise measure.WrongResult(f"{case.patch}: {standing.stepped_back[case.patch]}")
         finally:
             subject.revert()
-        yield measure.row(subject.incident, f"patch {patch}", provider, mode, "rows", BATCH, times, moved)
+        if provider == "without":
+            wanted = got
+        row = measure.row(
+            *(subject.incident, f"patch {case.patch}", provider, case.mode, "rows", BATCH),
+            times,
+            case.moved,
+            cache=None if case.host else case.cache,
+        )
+        needed = bool(table()[version][case.patch]["needed"])
+        yield row | {"vllm": version, "needed": needed, "applies_to": applies_to(subject)}
+
+
+def measured(found: Iterator[Case], version: str, library: bool) -> Iterator[dict[str, Any]]:
+    for case in found:
+        if library or not case.library:
+            yield from pair(case, version)
 
 
 def rows() -> list[dict[str, Any]]:
@@ -147,6 +270,7 @@ def rows() -> list[dict[str, Any]]:
 
     Raises:
         DeviceError: no GPU.
+        WrongResult: a patch is not in place, or changes a result.
     """
     measure.require_gpu()
     try:
@@ -154,88 +278,22 @@ def rows() -> list[dict[str, Any]]:
     except UnavailableError as error:
         print(f"patches: not run, {error}")
         return []
-    from staleproof.ops.distinct_experts import distinct_experts
-
+    path = os.environ.get("STALEPROOF_VLLM_MOE_SO")
+    if path is None:
+        print("STALEPROOF_VLLM_MOE_SO is not set: vLLM's routing is not run")
+    else:
+        torch.ops.load_library(path)
+    library, older = path is not None, older_root()
+    if older is None:
+        print(f"vLLM {OLDER} was not fetched: patches that {VERSION} does not need are timed on its files")
     found: list[dict[str, Any]] = []
+    version, folder, files = (VERSION, root, FILES) if older is None else (OLDER, older, OLDER_FILES)
+    with executed(folder, *files):
+        vllm_calls.import_ops()
+        found += measured(older_cases(version), version, library)
     with executed(root, *FILES):
-        call, _ = mla_call(BATCH, 100)
-        mode = f"Triton MLA, 100 live, {CONTEXT} tokens"
-        found += _pair("mla_padding", mode, call, BATCH * HEADS * 512 * 2)
-        library = os.environ.get("STALEPROOF_VLLM_MOE_SO")
-        if library is None:
-            print("STALEPROOF_VLLM_MOE_SO is not set: vLLM's routing is not run")
-        else:
-            torch.ops.load_library(library)
-            moved = BATCH * 256 * 2
-            found += _pair(
-                "topk_nan",
-                "softmax, 128 experts, top 8",
-                _topk_call("topk_softmax", 128, 8, None),
-                BATCH * 128 * 2,
-            )
-            bias = torch.randn(256, device="cuda")
-            for name in ("topk_sigmoid", "grouped_topk"):
-                found += _pair(
-                    "topk_nan_bias", f"{name}, 256 experts, top 8", _topk_call(name, 256, 8, bias), moved
-                )
-        weights = torch.rand(BATCH, 8, device="cuda")
-        ids = torch.randint(0, 128, (BATCH, 8), dtype=torch.int32, device="cuda")
-        times = measure.graph_times([lambda: distinct_experts(weights, ids)])
-        mode = "ids and weights, top 8"
-        found.append(
-            measure.row(
-                "moe_routing",
-                "patch duplicate_experts",
-                "patched",
-                mode,
-                "rows",
-                BATCH,
-                times,
-                BATCH * 8 * 16,
-            )
-        )
-        ops = importlib.import_module(OPS)
-        if hasattr(ops, "create_fp4_scale_tensor"):
-            times = measure.graph_times(
-                [lambda: ops.create_fp4_scale_tensor(BATCH, 7168, torch.device("cuda"), True)]
-            )
-            found.append(
-                measure.row(
-                    "scale_padding",
-                    "patch scale_padding",
-                    "patched",
-                    "zeros, 7168 columns",
-                    "rows",
-                    BATCH,
-                    times,
-                    BATCH * 7168 // 16,
-                )
-            )
-        made, _ = zeroer()
-        found += _pair(
-            "staging_race",
-            "host: zero 30 blocks of 28 layers",
-            lambda: made.zero_block_ids([*range(1, 31)]),
-            30 * 28 * 2 * 32768,
-            host=True,
-        )
-        scheduler = SimpleNamespace(
-            needs_kv_cache_zeroing=False, kv_cache_manager=SimpleNamespace(take_new_block_ids=list)
-        )
-        drain = kv_reuse._drain
-        for provider, hook in (("without", lambda: None), ("patched", lambda: drain(0, (scheduler,), {}))):
-            found.append(
-                measure.row(
-                    "kv_reuse",
-                    "patch undrained_ids",
-                    provider,
-                    "host: one schedule()",
-                    "rows",
-                    BATCH,
-                    _host_times(hook),
-                    0,
-                )
-            )
+        vllm_calls.import_ops()
+        found += measured(cases(), VERSION, library)
     return found
 
 

@@ -1,10 +1,18 @@
-"""Per-tensor FP8 with and without padding rows: ours, PyTorch eager and compiled, and a memset.
+"""Per-tensor FP8 with and without padding rows: ours, vLLM's op, PyTorch eager and compiled, a memset.
+
+With all rows live ours does the same work as the others: what it gains there over eager
+``torch.max`` is the fusion of its kernels, and only what fewer live rows gain is the fix.
 
 Run: ``python benchmarks/quantize_fp8_per_tensor.py`` on a machine with a CUDA device.
+``STALEPROOF_VLLM_C_SO`` names the compiled library of a vLLM wheel that has
+``dynamic_scaled_fp8_quant``: ``_C_stable_libtorch.abi3.so`` in 0.22.1, ``_C.abi3.so`` in 0.20.2;
+without it that peer is left out. A release in the path, as in ``vllm-0.22.1/``, names the peer.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +40,26 @@ def all_rows(x: torch.Tensor) -> Quantized:
     return scaled.to(torch.float8_e4m3fn), scale
 
 
+def vllm() -> dict[str, Callable[[torch.Tensor], Quantized]]:
+    """vLLM's compiled op over all rows by its name; empty if the variable does not name its library."""
+    path = os.environ.get("STALEPROOF_VLLM_C_SO")
+    if path is None:
+        print("STALEPROOF_VLLM_C_SO is not set: vLLM's fp8 op is not run")
+        return {}
+    torch.ops.load_library(path)
+    op = torch.ops._C.dynamic_scaled_fp8_quant
+
+    def quantise(x: torch.Tensor) -> Quantized:
+        # As vLLM's scaled_fp8_quant allocates them: the op sets the scale itself.
+        result = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        scale = torch.empty(1, dtype=torch.float32, device=x.device)
+        op(result, x, scale)
+        return result, scale
+
+    release = re.search(r"vllm-(\d+\.\d+\.\d+)", path)
+    return {f"vLLM {release[1]}'s op" if release else "vLLM's op": quantise}
+
+
 def rows() -> list[dict[str, Any]]:
     """Measure every case.
 
@@ -39,13 +67,13 @@ def rows() -> list[dict[str, Any]]:
         DeviceError: no GPU.
     """
     measure.require_gpu()
-    compiled = torch.compile(all_rows)
+    compiled, of_vllm = torch.compile(all_rows), vllm()
     found = []
     for hidden in HIDDEN:
-        count = measure.sets_beyond_l2(ROWS * hidden * 2)
-        xs = [torch.randn(ROWS, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        turns = measure.rotation(ROWS * hidden * 2)
+        xs = [torch.randn(ROWS, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(turns.sets)]
         result_bytes = ROWS * hidden
-        target = torch.empty(result_bytes, dtype=torch.uint8, device="cuda")
+        targets = [torch.empty(result_bytes, dtype=torch.uint8, device="cuda") for _ in xs]
 
         def add(
             provider: str,
@@ -53,6 +81,7 @@ def rows() -> list[dict[str, Any]]:
             call: Callable[[torch.Tensor], Quantized],
             *,
             xs: list[torch.Tensor] = xs,
+            turns: measure.Rotation = turns,
             hidden: int = hidden,
         ) -> None:
             got, got_scale = call(xs[0])
@@ -62,19 +91,20 @@ def rows() -> list[dict[str, Any]]:
             right = bool(close.all()) and torch.allclose(got_scale, scale, rtol=1e-6)
             if not measure.checked(provider, right, f"wrong result for {live} rows of {hidden}"):
                 return
-            times = measure.graph_times([lambda x=x: call(x) for x in xs])
-            found.append(
-                measure.row(
-                    "mla_padding",
-                    "quantize_fp8_per_tensor",
-                    provider,
-                    f"bf16 ({ROWS}, {hidden})",
-                    "live rows",
-                    live,
-                    times,
-                    live * hidden * 2 + ROWS * hidden,
+            for cache, times in measure.cached_times([lambda x=x: call(x) for x in xs], turns):
+                found.append(
+                    measure.row(
+                        "mla_padding",
+                        "quantize_fp8_per_tensor",
+                        provider,
+                        f"bf16 ({ROWS}, {hidden})",
+                        "live rows",
+                        live,
+                        times,
+                        live * hidden * 2 + ROWS * hidden,
+                        cache=cache,
+                    )
                 )
-            )
 
         for live in LIVE:
             count_on_device = torch.tensor([live], dtype=torch.int32, device="cuda")
@@ -82,9 +112,11 @@ def rows() -> list[dict[str, Any]]:
             add("staleproof", live, lambda x, n=count_on_device: quantize_fp8_per_tensor(x, live_rows=n))
             add("staleproof, mask", live, lambda x, m=mask: quantize_fp8_per_tensor(x, live_rows=m))
         add("staleproof, all rows", ROWS, quantize_fp8_per_tensor)
+        for name, op in of_vllm.items():
+            add(f"{name}, all rows", ROWS, op)
         add("torch eager, all rows", ROWS, all_rows)
         add("torch.compile, all rows", ROWS, compiled)
-        times = measure.graph_times([lambda t=target: measure.memset_async(t)])
+        times = measure.graph_times([lambda t=target: measure.memset_async(t) for target in targets])
         found.append(
             measure.row(
                 "mla_padding",
@@ -95,6 +127,7 @@ def rows() -> list[dict[str, Any]]:
                 1,
                 times,
                 result_bytes,
+                cache=measure.COLD,
             )
         )
     return found

@@ -19,6 +19,7 @@ from staleproof.harness import measure
 from staleproof.ops import nvfp4 as kernels
 from staleproof.ops.reference import nvfp4 as reference
 
+# The scales are padded to 128 rows: 1, 32 and 200 rows have padding, the others have none.
 ROWS = (1, 32, 128, 200, 1024, 8192)
 HIDDEN = 7168  # DeepSeek's
 Quantised = tuple[torch.Tensor, torch.Tensor]
@@ -56,13 +57,13 @@ def rows() -> list[dict[str, Any]]:
         "zeros, then staleproof": zeros_then_quantise,
         "torch.compile": lambda x, factor, out: compiled(x, factor),
     }
-    found = []
+    found: list[dict[str, Any]] = []
     for m in ROWS:
         bytes_in, bytes_out = m * HIDDEN * 2, m * HIDDEN // 2
         shape = reference.scale_shape(m, HIDDEN)
         moved = bytes_in + bytes_out + shape[0] * shape[1]
-        count = measure.sets_beyond_l2(moved)
-        xs = [torch.randn(m, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        turns = measure.rotation(bytes_in)
+        xs = [torch.randn(m, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(turns.sets)]
         factor = reference.global_scale_of(xs[0])
         outs = [
             (
@@ -88,19 +89,22 @@ def rows() -> list[dict[str, Any]]:
                     raise measure.WrongResult(f"{m} rows, {provider}")
                 print(f"{m} rows, {provider}: refused, wrong result")
                 continue
-            times = measure.graph_times(
-                [lambda x=x, o=o, f=call, g=factor: f(x, g, o) for x, o in zip(xs, outs, strict=True)]
-            )
-            found.append(_row(provider, m, times, moved))
+            calls = [lambda x=x, o=o, f=call, g=factor: f(x, g, o) for x, o in zip(xs, outs, strict=True)]
+            found += _rows(provider, m, calls, turns, moved)
         copies = [torch.empty(2, moved // 2, dtype=torch.uint8, device="cuda") for _ in xs]
-        times = measure.graph_times([lambda c=c: c[0].copy_(c[1]) for c in copies])
-        found.append(_row("limit: copy of as many bytes", m, times, moved))
+        calls = [lambda c=c: c[0].copy_(c[1]) for c in copies]
+        found += _rows("limit: copy of as many bytes", m, calls, turns, moved)
     return found
 
 
-def _row(provider: str, m: int, times: measure.Times, moved: int) -> dict[str, Any]:
-    mode = f"bf16 (m, {HIDDEN})"
-    return measure.row("scale_padding", "quantize_nvfp4", provider, mode, "rows", m, times, moved)
+def _rows(
+    provider: str, m: int, calls: list[Callable[[], object]], turns: measure.Rotation, moved: int
+) -> list[dict[str, Any]]:
+    mode = f"bf16 (m, {HIDDEN})" + ("" if m % 128 else ", no scale padding")
+    case = "scale_padding", "quantize_nvfp4", provider, mode, "rows", m
+    return [
+        measure.row(*case, times, moved, cache=cache) for cache, times in measure.cached_times(calls, turns)
+    ]
 
 
 if __name__ == "__main__":

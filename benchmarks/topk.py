@@ -4,6 +4,8 @@ Run: ``python benchmarks/topk.py`` on a machine with a CUDA device. ``STALEPROOF
 names the compiled ``_moe_C`` library of a vLLM wheel (0.20.2 was meant); without it those peers are
 left out. FlashInfer has a stand-alone kernel for DeepSeek's grouped routing alone, which it
 compiles at its first call; without FlashInfer or nvcc it is left out.
+
+The logits of a decode batch are small and were written by the layer before: ``warm`` is their case.
 """
 
 from __future__ import annotations
@@ -119,15 +121,20 @@ def measured(
                 raise measure.WrongResult(case)
             print(f"{case}: refused, wrong result")
             continue
-        times = measure.graph_times([partial(call, x) for x in xs])
         moved = tokens * experts * 2 + want[0].numel() * 8
-        found.append(measure.row("moe_routing", kernel, provider, mode, "tokens", tokens, times, moved))
+        turns = measure.rotation(tokens * experts * 2)
+        for cache, times in measure.cached_times([partial(call, x) for x in xs], turns):
+            found.append(
+                measure.row(
+                    "moe_routing", kernel, provider, mode, "tokens", tokens, times, moved, cache=cache
+                )
+            )
     return found
 
 
 def logits(tokens: int, experts: int) -> list[torch.Tensor]:
-    """Healthy bf16 logits, as many sets as leave the L2 behind."""
-    count = measure.sets_beyond_l2(tokens * experts * 2)
+    """Healthy bf16 logits, as many sets as take turns."""
+    count = measure.rotation(tokens * experts * 2).sets
     return [torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
 
 

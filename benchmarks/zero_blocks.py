@@ -155,17 +155,22 @@ class Bench:
             print(f"{case}: refused, wrong blocks")
         return right
 
+    def turns(self, blocks: int) -> measure.Rotation:
+        return measure.rotation(blocks * self.pool.block_bytes)
+
     def id_sets(self, blocks: int, scattered: bool) -> list[list[int]]:
-        """Lists of ids that together exceed the L2."""
+        """Lists of ids that take turns."""
         rng = random.Random(blocks)
         found = []
-        for _ in range(measure.sets_beyond_l2(blocks * self.pool.block_bytes)):
+        for _ in range(self.turns(blocks).sets):
             first = rng.randint(1, self.pool.blocks - blocks)
             run = [*range(first, first + blocks)]
             found.append(rng.sample(range(1, self.pool.blocks), blocks) if scattered else run)
         return found
 
-    def row(self, mode: str, provider: str, blocks: int, times: measure.Times) -> dict[str, Any]:
+    def row(
+        self, mode: str, provider: str, blocks: int, times: measure.Times, cache: str | None = None
+    ) -> dict[str, Any]:
         moved = 0 if "host" in mode else blocks * self.pool.block_bytes
         return measure.row(
             "kv_reuse",
@@ -176,7 +181,14 @@ class Bench:
             blocks,
             times,
             moved,
+            cache=cache,
         )
+
+    def cached_rows(
+        self, mode: str, provider: str, blocks: int, calls: list[Callable[[], object]]
+    ) -> Iterator[dict[str, Any]]:
+        for cache, times in measure.cached_times(calls, self.turns(blocks)):
+            yield self.row(mode, provider, blocks, times, cache)
 
     def device_rows(self, blocks: int) -> Iterator[dict[str, Any]]:
         """Time on the device, ids there already."""
@@ -186,8 +198,8 @@ class Bench:
             for provider, call in self.providers().items():
                 if not self.is_right(provider, mode, call, sets[0]):
                     continue
-                times = measure.graph_times([lambda i=ids, c=call: c(i) for ids in sets])
-                yield self.row(mode, provider, blocks, times)
+                calls = [lambda i=ids, c=call: c(i) for ids in sets]
+                yield from self.cached_rows(mode, provider, blocks, calls)
             yield from self.limits(mode, blocks, len(sets))
 
     def limits(self, mode: str, blocks: int, sets: int) -> Iterator[dict[str, Any]]:
@@ -195,10 +207,12 @@ class Bench:
         size = blocks * self.pool.block_bytes
         self.flat = self.flat if len(self.flat) >= size * sets else self.flat.new_empty(size * sets)
         parts = [self.flat[i * size : (i + 1) * size] for i in range(sets)]
-        zeroed = measure.graph_times([lambda p=part: p.zero_() for part in parts])
-        yield self.row(mode, "Tensor.zero_, contiguous bytes", blocks, zeroed)
-        set_ = measure.graph_times([lambda p=part: measure.memset_async(p) for part in parts])
-        yield self.row(mode, "limit: cudaMemsetAsync, contiguous bytes", blocks, set_)
+        for provider, fill in (
+            ("Tensor.zero_, contiguous bytes", torch.Tensor.zero_),
+            ("limit: cudaMemsetAsync, contiguous bytes", measure.memset_async),
+        ):
+            calls = [functools.partial(fill, part) for part in parts]
+            yield from self.cached_rows(mode, provider, blocks, calls)
 
     def from_a_list(self) -> dict[str, Callable[[list[int]], object]]:
         """Calls that take ids in a Python list."""
@@ -217,6 +231,7 @@ class Bench:
         return {
             "staleproof": self.zeroer.zero,
             "fresh pinned tensor, upstream's form": fresh,
+            # As vLLM 0.17.1 to 0.25.1 does it, which races (vLLM #48085).
             "one pinned buffer (races), upstream's form": reused,
         }
 

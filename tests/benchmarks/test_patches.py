@@ -1,54 +1,129 @@
-"""The benchmark of the patches: a row named "patched" is a patched one."""
+"""The benchmark of the patches: a row named "patched" is a patched one, of vLLM's own function."""
 
 from __future__ import annotations
 
 import importlib
-import runpy
+import importlib.util
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from staleproof.harness import measure
+from staleproof.harness import measure, vllm_calls
 from staleproof.harness.vllm_files import executed
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "vllm")]
 
 import environment
+import real_routing
+import rehearsal
 
-TRACED = ("topk_nan_bias", "topk_softmax")
+pytestmark = pytest.mark.skipif(rehearsal.impossible(), reason="rehearsed on the host")
 
 
-@pytest.fixture(name="bench", scope="module")
-def bench_fixture():
-    names = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/patches.py"))
-    root = environment.cache() / names["VERSION"] / "vllm"
+@pytest.fixture(name="bench")
+def bench_fixture(monkeypatch):
+    bench = rehearsal.load("patches", monkeypatch, BATCH=8)
+    root = environment.cache() / bench.VERSION / "vllm"
     if not root.exists():
-        pytest.skip(f"vLLM {names['VERSION']} was not fetched")
-    return SimpleNamespace(**names, root=root)
+        pytest.skip(f"vLLM {bench.VERSION} was not fetched")
+    bench.root = root
+    for name in ("topk_call", "experts_call"):
+        call = getattr(vllm_calls, name)
+        on_host = lambda *args, call=call: call(*args, device="cpu")  # noqa: E731
+        monkeypatch.setattr(vllm_calls, name, on_host)
+    # The host has no pinned memory, and small caches are enough.
+    monkeypatch.setattr(bench, "zeroer", lambda: vllm_calls.zeroer(pin=False, layers=1, device="cpu"))
+    monkeypatch.setattr(bench, "host_times", lambda call: rehearsal.times([call]))
+
+    def attention(*sizes):
+        # vLLM's kernel takes minutes in the interpreter: a copy of the query stands for it.
+        module = importlib.import_module(vllm_calls.TRITON_MLA)
+        module.decode_attention_fwd = lambda q, k, v, out, *rest, **options: out.copy_(q[..., :512])
+        return vllm_calls.mla_call(102, 100, 1, 64, device="cpu")
+
+    monkeypatch.setattr(bench, "mla_call", attention)
+    return bench
 
 
-def rows(bench, files: tuple[str, ...], monkeypatch) -> list[bool]:
-    """Whether vLLM's function is wrapped while each of the two rows is timed."""
-    patch, name = TRACED
+def rows(bench, *chosen: str, library: bool = False, files: tuple[str, ...] | None = None) -> list[dict]:
+    """The rows of the cases whose patch and mode contain one of these."""
+    with executed(bench.root, *(files or bench.FILES)):
+        vllm_calls.import_ops()
+        stand_in = real_routing.CompiledOps(clamped=True, hash_clamped=True) if library else None
+        try:
+            found = [c for c in bench.cases() if any(name in f"{c.patch}: {c.mode}" for name in chosen)]
+            return [*bench.measured(iter(found), bench.VERSION, library)]
+        finally:
+            if stand_in is not None:
+                stand_in.library._destroy()
+
+
+def test_patches_of_the_host_have_a_row_without_and_one_with(bench):
+    found = rows(bench, "undrained_ids", "mla_recording", "staging_race")
+    assert {row["kernel"] for row in found} == {
+        *("patch undrained_ids", "patch mla_recording", "patch staging_race")
+    }
+    assert [row["provider"] for row in found] == ["without", "patched"] * (len(found) // 2)
+    for row in found:
+        assert (row["vllm"], row["needed"], row["cache"]) == ("0.20.2", True, None)
+    assert {row["applies_to"] for row in found} == {"0.17.1 to 0.25.1", "0.17.1 to 0.22.1"}
+
+
+def test_patches_of_the_device(bench):
+    found = rows(bench, "mla_padding", "topk_sigmoid", "topk_hash", "duplicate", library=True)
+    assert {(row["mode"].partition(",")[0], row["cache"]) for row in found} == {
+        ("topk_sigmoid", "warm"),
+        ("host: topk_sigmoid", None),
+        ("topk_hash_softplus_sqrt", "warm"),
+        ("host: topk_hash_softplus_sqrt", None),
+        ("Triton MLA", "cold"),
+    } | ({("FlashInferExperts.apply", "warm")} if importlib.util.find_spec("flashinfer") else set())
+
+
+def test_vllms_function_is_wrapped_while_the_patched_row_is_timed(bench, monkeypatch):
     wrapped = []
 
     def timed(calls):
-        wrapped.append(hasattr(getattr(importlib.import_module(bench.OPS), name), "__wrapped__"))
+        ops = importlib.import_module(vllm_calls.OPS)
+        wrapped.append(hasattr(ops.topk_sigmoid, "__wrapped__"))
         return measure.Times(1.0, 1.0, 1.0)
 
     monkeypatch.setattr(measure, "graph_times", timed)
-    with executed(bench.root, *files):
-        assert len([*bench._pair(patch, "mode", lambda: None, 0)]) == 2
-    return wrapped
+    assert len(rows(bench, "bias: topk_sigmoid", library=True)) == 2
+    assert wrapped == [False, True]
 
 
-def test_a_traced_patch_is_in_place_while_it_is_timed(bench, monkeypatch):
-    assert rows(bench, bench.FILES, monkeypatch) == [False, True]
-
-
-def test_a_patch_that_steps_back_gets_no_row(bench, monkeypatch):
-    without = tuple(name for name in bench.FILES if name != "vllm.envs")
+def test_a_patch_that_steps_back_gets_no_row(bench):
+    # vLLM's envs has the key of its compile cache, without which a traced patch steps back.
+    files = tuple(name for name in bench.FILES if name != "vllm.envs")
     with pytest.raises(measure.WrongResult, match=r"topk_nan_bias is not in place.*compile_factors"):
-        rows(bench, without, monkeypatch)
+        rows(bench, "bias: topk_sigmoid", library=True, files=files)
+
+
+def test_a_patch_that_changes_a_result_gets_no_row(bench):
+    # The stand-in knows no groups, so that ours chooses other experts.
+    with pytest.raises(measure.WrongResult, match="topk_nan_bias changes the result of grouped_topk"):
+        rows(bench, "bias: grouped_topk", library=True)
+
+
+def test_a_patched_call_that_writes_nothing_gets_no_row(bench, monkeypatch):
+    from staleproof.ops import topk
+
+    monkeypatch.setattr(topk, "topk_sigmoid", lambda *args, **kwargs: None)
+    with pytest.raises(measure.WrongResult, match="topk_nan_bias changes the result of topk_sigmoid"):
+        rows(bench, "bias: topk_sigmoid", library=True)
+
+
+def test_a_patch_that_is_not_needed_says_so(bench):
+    (older,) = {case.patch for case in bench.older_cases(bench.VERSION)}
+    assert older == "topk_nan"
+    with executed(bench.root, *bench.FILES):
+        vllm_calls.import_ops()
+        stand_in = real_routing.CompiledOps(clamped=True)
+        try:
+            found = [*bench.measured(bench.older_cases(bench.VERSION), bench.VERSION, True)]
+        finally:
+            stand_in.library._destroy()
+    assert {row["needed"] for row in found} == {False}
+    assert {row["applies_to"] for row in found} == {"0.17.0 to 0.19.1"}

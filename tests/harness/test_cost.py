@@ -28,6 +28,7 @@ ROWS = [
     row("staleproof", 3.4),
     row("staleproof", 1.5, size=4_000_000),
     row("somebody else", 1.0, size=16_000_000),
+    row("staleproof", 0.5, size=9_000_000, mode="inputs in the L2") | {"cache": "warm"},
 ]
 
 

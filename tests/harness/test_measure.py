@@ -1,8 +1,12 @@
-"""What becomes of the events of a timing, and of a wrong result; the events need a GPU."""
+"""What becomes of the events of a timing, of a wrong result, and of the inputs; the events need a GPU."""
 
 from __future__ import annotations
 
+import contextlib
+from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,3 +59,106 @@ def test_rows_come_with_the_benchmark_and_its_digest(tmp_path):
     assert next(rows) == {"p50": 1.0, "benchmark": "clear", "source_digest": file_digest(path)}
     with pytest.raises(KeyError):
         next(rows)
+
+
+L2 = 1000
+
+
+class Cache:
+    """An L2 that keeps what was read last; counts the bytes that a timed call has to fetch."""
+
+    def __init__(self) -> None:
+        self.lines: OrderedDict[str, int] = OrderedDict()
+        self.fetched: list[int] = []
+        self.graph: list | None = None
+
+    def read(self, name: str, size: int) -> None:
+        if self.graph is not None:
+            return self.graph.append(partial(self.read, name, size))
+        self.fetched.append(size - min(size, self.lines.pop(name, 0)))
+        self.lines[name] = size
+        while sum(self.lines.values()) > L2:
+            self.lines.popitem(last=False)
+
+    def replay(self, graph: list) -> None:
+        for call in graph:
+            call()
+
+    @contextlib.contextmanager
+    def capture(self, graph):
+        self.graph = graph.calls
+        yield
+        self.graph = None
+
+
+@pytest.fixture(name="cache")
+def cache_fixture(monkeypatch):
+    """A device whose graphs replay on this L2. Only calls after the first event count."""
+    cache = Cache()
+
+    class Graph:
+        def __init__(self) -> None:
+            self.calls: list = []
+
+        def replay(self) -> None:
+            cache.replay(self.calls)
+
+    nothing = SimpleNamespace(wait_stream=lambda other: None)
+    fake = {
+        "Stream": lambda: nothing,
+        "current_stream": lambda: nothing,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": lambda: None,
+        "CUDAGraph": Graph,
+        "graph": cache.capture,
+        "Event": lambda enable_timing: SimpleNamespace(
+            record=lambda: None, elapsed_time=lambda end: float(len(cache.fetched))
+        ),
+    }
+    for name, value in fake.items():
+        monkeypatch.setattr(measure.torch.cuda, name, value)
+    monkeypatch.setattr(measure, "require_gpu", lambda: None)
+    monkeypatch.setattr(measure, "l2_bytes", lambda: L2)
+    flush = lambda: [cache.lines.clear(), cache.lines.update(flushed=L2)]  # noqa: E731
+    monkeypatch.setattr(measure, "read_more_than_l2", flush)
+    return cache
+
+
+@pytest.mark.parametrize("size", [1, 10, 23, 24, 100, 150, 160, 999, 1000, 2999, 5000])
+def test_cold_inputs_are_fetched_and_warm_ones_are_not(cache, size):
+    turns = measure.rotation(size)
+    calls = [partial(cache.read, f"set {index}", size) for index in range(turns.sets)]
+    fetched = {}
+    for where, _ in measure.cached_times(calls, turns):
+        timed = measure.launches_for(turns.sets) * measure.REPLAYS
+        fetched[where] = set(cache.fetched[-timed:])
+    if size < L2:
+        assert fetched[measure.COLD] == {size}
+    # Small inputs are measured in both ways; for others the copies would not fit.
+    assert (measure.WARM in fetched) == (3 * L2 / size >= measure.MOST_SETS)
+    assert fetched.get(measure.WARM, {0}) == {0}
+
+
+@pytest.mark.parametrize("size", [1, 24, 1000, 3000])
+def test_sets_exceed_three_times_the_l2_or_fit_into_half_of_it(size):
+    turns = measure.rotation(size, l2=L2)
+    both = turns.caches == (measure.WARM, measure.COLD)
+    assert turns.sets * size < L2 / 2 if both else turns.sets * size > 3 * L2
+    assert turns.sets <= measure.MOST_SETS
+
+
+def test_every_set_is_needed(cache):
+    turns = measure.rotation(10)
+    with pytest.raises(ValueError, match="calls: expected 20, one a set, got 1"):
+        next(measure.cached_times([lambda: None], turns))
+
+
+def test_a_row_says_where_its_inputs_were():
+    times = measure.Times(1.0, 1.0, 1.0)
+    rows = [
+        measure.row("incident", "kernel", "ours", "bf16", "tokens", 1, times, 0, cache=cache)
+        for cache in (measure.WARM, measure.COLD, None)
+    ]
+    assert [row["cache"] for row in rows] == ["warm", "cold", None]
+    # Two runs are compared by kernel, provider, mode and case.
+    assert [row["mode"] for row in rows] == ["bf16, warm", "bf16, cold", "bf16"]

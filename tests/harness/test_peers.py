@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import environment
 from staleproof import device as devices
 from staleproof.device import Provenance
 from staleproof.harness import peers
+from staleproof.harness.vllm_files import executed
 from staleproof.ops.reference.mla_decode import mla_decode
 
 
@@ -120,3 +123,27 @@ def test_a_vllm_whose_file_does_not_load_says_why(vllm, tmp_path):
     assert peer.unavailable_reason.startswith("vllm.v1.attention.ops.triton_decode_attention does not load")
     with pytest.raises(RuntimeError, match="no_such_name"):
         peer(*call(), softmax_scale=0.1)
+
+
+TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
+
+
+@pytest.mark.parametrize("version", ["0.20.2", "0.25.1"])
+def test_splits_are_those_that_vllm_chooses(version):
+    root = environment.cache() / version / "vllm"
+    if not root.exists():
+        pytest.skip(f"vLLM {version} was not fetched")
+    chosen = []
+    with executed(root, TRITON_MLA):
+        module = importlib.import_module(TRITON_MLA)
+        module.decode_attention_fwd = lambda *args, **kwargs: chosen.append(args[8])
+        impl = module.TritonMLAImpl.__new__(module.TritonMLAImpl)
+        impl.kv_lora_rank, impl.scale, impl._sm_count = 512, 1.0, 132
+        impl.need_to_return_lse_for_decode = False
+        layer = SimpleNamespace(_k_scale=None, _v_scale=None)
+        lengths = (1, 511, 512, 1024, 1535, 1536, 4096, 33000, 10**6)
+        for length in lengths:
+            decode = SimpleNamespace(block_table=None, seq_lens=None)
+            metadata = SimpleNamespace(decode=decode, max_seq_len=length)
+            impl.forward_mqa(torch.zeros(1, 2, 576), torch.zeros(1, 16, 576), metadata, layer)
+    assert chosen == [peers.vllm_splits(length, 132) for length in lengths]

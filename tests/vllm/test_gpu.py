@@ -116,11 +116,24 @@ def test_routing_by_the_compiled_ops(ops, name):
         ours = _select(ops, name, x, clean)
         counts["NaN logits, on"] = _repeated(ours)
     theirs = _select(ops, name, x, clean)
+    with PATCHES["topk_nan_bias"].applied("0.20.2"):
+        biased = _select(ops, name, x, clean)
+    # In few values most choices are between equal sums: the same ids in the same order.
+    coarse, steps = x.nan_to_num().round(), (clean * 20).round()
+    tied = _select(ops, name, coarse, steps)
+    with PATCHES["topk_nan_bias"].applied("0.20.2"):
+        counts["ties that differ"] = int((_select(ops, name, coarse, steps) != tied).any(-1).sum())
     whole = torch.arange(1000, device="cuda") % 7 != 0
-    same = (ours.sort(-1).values == theirs.sort(-1).values).all(-1)[whole].float().mean().item()
-    print(name, counts, f"same choice {same:.3f}")
+    same, same_biased = (
+        (made.sort(-1).values == theirs.sort(-1).values).all(-1)[whole].float().mean().item()
+        for made in (ours, biased)
+    )
+    print(name, counts, f"same choice {same:.3f}, {same_biased:.3f}")
     assert counts["bias"] == counts["NaN logits, on"] == 0
+    # Sums of two experts round apart, so that nearly equal groups may change places.
+    assert counts["ties that differ"] <= (20 if name == "grouped_topk" else 0)
     assert same > 0.98
+    assert same_biased > 0.98
     if name == "topk_sigmoid":
         assert counts["off"] > 0
 
@@ -129,13 +142,14 @@ def test_two_steps_of_the_zeroer_before_the_first_copy(bench):
     found = {}
     for patched in (False, True, False):
         zeroer, caches = bench["zeroer"]()
-        # As many ids as below: a kernel for another count would be compiled in between.
-        zeroer.zero_block_ids([62, 63])
-        side = torch.cuda.Stream()
-        torch.cuda.synchronize()
         if patched:
             PATCHES["staging_race"].apply("0.20.2")
         try:
+            # As many ids as below: a kernel for another count would be compiled in between, and ours
+            # reads vLLM's table at its first call.
+            zeroer.zero_block_ids([62, 63])
+            side = torch.cuda.Stream()
+            torch.cuda.synchronize()
             with torch.cuda.stream(side):
                 # The step before still runs: both copies wait in the stream.
                 torch.cuda._sleep(200_000_000)

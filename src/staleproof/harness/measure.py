@@ -1,8 +1,10 @@
 """Time on the device: launches captured in a CUDA graph, replayed between two events.
 
-The graph keeps host time out of the figures. Inputs rotate through more memory than the L2 holds,
-so that they come from device memory, as in a model. Each benchmark first checks the result, from an
-output filled with NaN: no speed is reported for a wrong result.
+The graph keeps host time out of the figures. Each row says where its inputs were before the call:
+``cold`` in device memory, ``warm`` in the L2. Large inputs take turns until they exceed three times
+the L2. Small ones would need thousands of copies for that, so they are measured in both ways. Each
+benchmark first checks the result, from an output filled with NaN: no speed is reported for a wrong
+result.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import datetime
 import runpy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from staleproof import device
+from staleproof import check, device
 from staleproof.device import DeviceError, Provenance
 from staleproof.harness.digest import file_digest
 from staleproof.harness.findings import SCHEMA
@@ -25,6 +28,9 @@ from staleproof.ops.cuda_runtime import cudart
 
 LAUNCHES = 20
 REPLAYS = 30
+# Input sets that may take turns in one graph. With more, capturing takes longer than measuring.
+MOST_SETS = 128
+COLD, WARM = "cold", "warm"
 
 
 class WrongResult(AssertionError):
@@ -84,26 +90,86 @@ def checked(provider: str, ok: bool, why: str) -> bool:
     return ok
 
 
-def sets_beyond_l2(bytes_each: int) -> int:
-    """How many input sets of this size fill the L2 three times over; at most :data:`LAUNCHES`."""
-    l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    return max(1, min(LAUNCHES, -(-3 * l2 // max(bytes_each, 1))))
+@dataclass(frozen=True)
+class Rotation:
+    """How the inputs of a benchmark take turns.
+
+    Attributes:
+        sets: input sets to make.
+        caches: :data:`COLD`, or :data:`WARM` and :data:`COLD`: how they are to be measured.
+    """
+
+    sets: int
+    caches: tuple[str, ...]
+
+
+def l2_bytes() -> int:
+    """Size of the current device's L2."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+
+
+def rotation(bytes_each: int, l2: int | None = None) -> Rotation:
+    """Choose how many input sets take turns, and whether they are measured warm too.
+
+    Args:
+        bytes_each: bytes of one set that a call reads.
+        l2: size of the L2; that of the current device by default.
+
+    Returns:
+        As many sets as exceed three times the L2 together, measured cold. If that takes more than
+        :data:`MOST_SETS`, then :data:`LAUNCHES` of them, which fit into half of the L2, measured warm
+        and cold.
+
+    >>> rotation(30 * 2**20, l2=50 * 2**20)
+    Rotation(sets=6, caches=('cold',))
+    >>> rotation(2**15, l2=50 * 2**20)
+    Rotation(sets=20, caches=('warm', 'cold'))
+    """
+    needed = 3 * (l2_bytes() if l2 is None else l2) // max(bytes_each, 1) + 1
+    return Rotation(needed, (COLD,)) if needed <= MOST_SETS else Rotation(LAUNCHES, (WARM, COLD))
+
+
+@cache
+def _more_than_l2(device_index: int) -> torch.Tensor:
+    return torch.zeros(3 * l2_bytes() // 4, dtype=torch.int32, device=f"cuda:{device_index}")
+
+
+def read_more_than_l2() -> None:
+    """Read three times the L2, so that it holds nothing else. Reading leaves no lines to write back."""
+    _more_than_l2(torch.cuda.current_device()).sum()
+
+
+def launches_for(sets: int) -> int:
+    """Launches in a graph: the multiple of ``sets`` from :data:`LAUNCHES` on.
+
+    With any other number a replay would begin with sets that the last one has just read.
+
+    >>> launches_for(1), launches_for(15), launches_for(64)
+    (20, 30, 64)
+    """
+    return -(-LAUNCHES // sets) * sets
 
 
 def graph_times(
-    calls: Sequence[Callable[[], object]], *, launches: int = LAUNCHES, replays: int = REPLAYS
+    calls: Sequence[Callable[[], object]],
+    *,
+    launches: int | None = None,
+    replays: int = REPLAYS,
+    before: Callable[[], object] | None = None,
 ) -> Times:
-    """Microseconds a call, from a CUDA graph of ``launches`` calls that take turns.
+    """Microseconds a call, from a CUDA graph of calls that take turns.
 
     Args:
         calls: one closure for each input set; each enqueues the same work on the current stream.
-        launches: calls in the graph.
+        launches: calls in the graph; see :func:`launches_for`.
         replays: timed replays of the graph, after three untimed ones.
+        before: enqueues untimed work before each replay.
 
     Raises:
         DeviceError: no GPU.
     """
     require_gpu()
+    launches = launches or launches_for(len(calls))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -116,17 +182,38 @@ def graph_times(
     with torch.cuda.graph(graph):
         for index in range(launches):
             calls[index % len(calls)]()
-    for _ in range(3):
-        graph.replay()
     marks = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)
     ]
+    for _ in range(3):
+        graph.replay()
     for start, end in marks:
+        if before is not None:
+            before()
         start.record()
         graph.replay()
         end.record()
     torch.cuda.synchronize()
     return times_between(marks, launches)
+
+
+def cached_times(calls: Sequence[Callable[[], object]], turns: Rotation) -> Iterator[tuple[str, Times]]:
+    """Measure calls in each of the ways that :func:`rotation` chose.
+
+    Args:
+        calls: as for :func:`graph_times`; ``turns.sets`` of them.
+        turns: what :func:`rotation` returned for the bytes that one call reads.
+
+    Yields:
+        :data:`WARM` or :data:`COLD`, and microseconds a call.
+    """
+    if len(calls) != turns.sets:
+        check.fail("calls", f"{turns.sets}, one a set", len(calls))
+    for where in turns.caches:
+        # Sets that exceed the L2 push each other out. Otherwise it is emptied before each replay, in
+        # which every set is then read once.
+        emptied = where == COLD and WARM in turns.caches
+        yield where, graph_times(calls, before=read_more_than_l2 if emptied else None)
 
 
 def memset_async(x: torch.Tensor, value: int = 0) -> None:
@@ -154,6 +241,8 @@ def row(
     x_value: int,
     times: Times,
     bytes_moved: int,
+    *,
+    cache: str | None = None,
 ) -> dict[str, Any]:
     """One line of ``measurements.jsonl``.
 
@@ -166,6 +255,8 @@ def row(
         x_value: its value here.
         times: microseconds a call.
         bytes_moved: fewest bytes the call must move through device memory.
+        cache: :data:`WARM` or :data:`COLD`, where the inputs were before the call. It becomes a part
+            of ``mode``, because rows of two runs are compared by that.
     """
     machine = device.machine()
     return {
@@ -173,7 +264,7 @@ def row(
         "incident": incident,
         "kernel": kernel,
         "provider": provider,
-        "mode": mode,
+        "mode": f"{mode}, {cache}" if cache else mode,
         "x_name": x_name,
         "x_value": x_value,
         "p50": round(times.p50, 3),
@@ -181,6 +272,7 @@ def row(
         "p80": round(times.p80, 3),
         "unit": "us",
         "bytes": bytes_moved,
+        "cache": cache,
         "machine": machine.name,
         "driver": machine.driver,
         "torch": machine.torch,
@@ -212,7 +304,7 @@ def print_rows(rows: Sequence[dict[str, Any]], *, baseline: str) -> None:
             there, otherwise in the same mode.
     """
     print(
-        f"{'mode':<44} {'case':<16} {'provider':<34} {'p50 us':>9} {'p20':>9} {'p80':>9} "
+        f"{'mode':<52} {'case':<16} {'provider':<34} {'p50 us':>9} {'p20':>9} {'p80':>9} "
         f"{'TB/s':>6} {'x ours':>7}"
     )
     ours = {r["mode"]: r["p50"] for r in rows if r["provider"] == baseline}
@@ -222,6 +314,6 @@ def print_rows(rows: Sequence[dict[str, Any]], *, baseline: str) -> None:
         ratio = f"{r['p50'] / base:7.2f}" if base else "      -"
         rate = r["bytes"] / r["p50"] / 1e6
         print(
-            f"{r['mode']:<44} {r['x_name'] + ' ' + str(r['x_value']):<16} {r['provider']:<34} "
+            f"{r['mode']:<52} {r['x_name'] + ' ' + str(r['x_value']):<16} {r['provider']:<34} "
             f"{r['p50']:9.2f} {r['p20']:9.2f} {r['p80']:9.2f} {rate:6.2f} {ratio}"
         )

@@ -109,6 +109,21 @@ def vllm_triton_mla_module() -> types.ModuleType:
     raise UnavailableError("no vllm with a Triton MLA kernel is installed")
 
 
+def vllm_splits(max_seq_len: int, processors: int) -> int:
+    """The parts that vLLM's Triton MLA splits the keys into, from 0.20.0 on; before that always 4.
+
+    Args:
+        max_seq_len: longest request of the batch. In a captured graph it is the longest that the
+            server takes, whatever the batch holds.
+        processors: multiprocessors of the GPU.
+
+    >>> [vllm_splits(tokens, 132) for tokens in (1, 512, 4096, 40000, 1_000_000)]
+    [1, 1, 8, 128, 264]
+    """
+    wanted = max(1, max_seq_len // 512)
+    return min(1 << (wanted - 1).bit_length(), 2 * processors)
+
+
 def _prepare_vllm_triton(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -7,7 +7,55 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from staleproof.ops import zero_segments
 from staleproof.vllm.patches import kv_reuse as patch
+
+
+class _OfType:
+    """vLLM's manager of one kind of layer, as far as new ids go."""
+
+    def __init__(self) -> None:
+        self.new_block_ids: list[int] = []
+        self.taken = 0
+
+    def take_new_block_ids(self) -> list[int]:
+        ids, self.new_block_ids, self.taken = self.new_block_ids, [], self.taken + 1
+        return ids
+
+
+def _scheduler(zeroing: bool) -> tuple[SimpleNamespace, list[_OfType]]:
+    managers = [_OfType(), _OfType()]
+    manager = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=managers),
+        take_new_block_ids=lambda: [i for each in managers for i in each.take_new_block_ids()],
+    )
+    return SimpleNamespace(needs_kv_cache_zeroing=zeroing, kv_cache_manager=manager), managers
+
+
+def test_ids_that_nobody_reads_are_kept_in_no_step():
+    scheduler, managers = _scheduler(zeroing=False)
+    for _ in range(3):
+        for each in managers:
+            each.new_block_ids.extend(i for i in (1, 2))
+            each.new_block_ids.append(3)
+        assert patch._drain("result", (scheduler,), {}) == "result"
+        assert [len(each.new_block_ids) for each in managers] == [0, 0]
+    # Once, and then vLLM's allocation does not even run its generator.
+    assert [each.taken for each in managers] == [1, 1]
+    managers[0].new_block_ids.extend(1 // 0 for _ in range(1))
+    # Another manager: its list has ids, and is vLLM's.
+    scheduler.kv_cache_manager = _scheduler(zeroing=False)[0].kv_cache_manager
+    other = scheduler.kv_cache_manager.coordinator.single_type_managers
+    other[1].new_block_ids.append(4)
+    patch._drain(None, (scheduler,), {})
+    assert other[1].new_block_ids == []
+
+
+def test_ids_to_zero_are_left_to_schedule():
+    scheduler, managers = _scheduler(zeroing=True)
+    managers[1].new_block_ids.extend([1, 2])
+    patch._drain(None, (scheduler,), {})
+    assert scheduler.kv_cache_manager.take_new_block_ids() == [1, 2]
 
 
 class MLAAttentionSpec:
@@ -119,3 +167,61 @@ def test_each_call_stages_through_memory_of_its_own():
     zeroer._ids_pinned = None
     patch._fresh_staging((zeroer, [1]), {})
     assert zeroer._ids_pinned is None
+
+
+def _zeroer(cache: torch.Tensor) -> SimpleNamespace:
+    """vLLM's zeroer over one cache with K and V outermost."""
+    segments = torch.tensor([part.data_ptr() for part in cache], dtype=torch.uint64)
+    words = cache.stride(1) * cache.element_size() // 4
+    # It says cuda, and interpreted kernels write to the host.
+    return SimpleNamespace(_meta=(segments, words, 4, len(cache)), device=SimpleNamespace(type="cuda"))
+
+
+def _zeroed(cache: torch.Tensor) -> list[int]:
+    return [block for block in range(cache.shape[1]) if not cache[:, block].any()]
+
+
+@pytest.mark.skipif(not zero_segments.INTERPRET, reason="the cache is on the host")
+def test_the_replacement_zeroes_what_vllm_would():
+    cache = torch.ones(2, 8, 16, 4)
+    zeroer = _zeroer(cache)
+    assert patch._zero_through_ring((zeroer, [6, 3]), {}) is None
+    assert _zeroed(cache) == [3, 6]
+    kept = zeroer._staleproof_segments[1]
+    patch._zero_through_ring((zeroer,), {"block_ids": [1]})
+    assert _zeroed(cache) == [1, 3, 6]
+    assert zeroer._staleproof_segments[1] is kept
+    # Another table: vLLM has allocated the caches again.
+    other = torch.ones(2, 8, 16, 4)
+    zeroer._meta = _zeroer(other)._meta
+    patch._zero_through_ring((zeroer, [2]), {})
+    assert (_zeroed(cache), _zeroed(other)) == ([1, 3, 6], [2])
+
+
+@pytest.mark.parametrize(
+    ("ids", "change"),
+    [
+        ([], {}),
+        ([3, 0], {}),
+        ([*range(1, 9000)], {}),
+        ([3], {"_meta": None}),
+        ([3], {"device": SimpleNamespace(type="cpu")}),
+    ],
+)
+def test_what_the_replacement_does_not_take_is_left_to_vllm(ids, change):
+    cache = torch.ones(2, 8, 16, 4)
+    zeroer = _zeroer(cache)
+    vars(zeroer).update(change)
+    if zero_segments.INTERPRET:
+        assert patch._zero_through_ring((zeroer, ids), {}) is NotImplemented
+    assert _zeroed(cache) == []
+
+
+def test_a_capture_is_left_to_vllm():
+    class Capturing:
+        def zero(self, ids):
+            raise ValueError("block_ids: expected a stream that is not capturing, got a capture")
+
+    zeroer = _zeroer(torch.ones(2, 8, 16, 4))
+    zeroer._staleproof_segments = zeroer._meta, Capturing()
+    assert patch._zero_through_ring((zeroer, [3]), {}) is NotImplemented

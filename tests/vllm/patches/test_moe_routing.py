@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from staleproof.vllm import simulated_routing as simulated
 from staleproof.vllm.patches import moe_routing as patch
 from staleproof.vllm.sources import NotShippedError, Sources
 
@@ -15,7 +16,7 @@ def _draws(distribution: str, tokens: int, experts: int, top_k: int, **params) -
     torch.manual_seed(0)
     router = SimpleNamespace(distribution=distribution, distribution_params=params)
     device = torch.device("cpu")
-    return patch._sample((router, tokens, experts, top_k, device, torch.int32), {})
+    return simulated.sample((router, tokens, experts, top_k, device, torch.int32), {})
 
 
 @pytest.mark.parametrize("params", [{"mean": 0.0, "std": 1.0}, {"mean": 1.0, "std": 0.5}])
@@ -97,3 +98,129 @@ def test_hash_probe(tmp_path, text, needed, why):
         patch._hash_nan(Sources(tmp_path))
     (tmp_path / "_custom_ops.py").write_text("")
     assert not patch._hash_nan(Sources(tmp_path)).needed
+
+
+def _vllms_choice(scores: torch.Tensor, bias: torch.Tensor, top_k: int) -> list[list[int]]:
+    """vLLM's compiled selection: k rounds of ``>`` from the lowest index, the winner set to -10000."""
+    chosen = []
+    for row in (scores + bias).tolist():
+        ids: list[int] = []
+        for _ in range(top_k):
+            best = 0
+            for expert, value in enumerate(row):
+                if value > row[best]:
+                    best = expert
+            ids.append(best)
+            row[best] = -10000.0
+        chosen.append(ids)
+    return chosen
+
+
+def _routed(name: str, release: str, logits: torch.Tensor, bias: torch.Tensor | None, **more):
+    """(result of the hook, weights, ids) of the one target for this release."""
+    (bias_patch,) = [p for p in patch.PATCHES if p.name == "topk_nan_bias"]
+    (target,) = [t for t in bias_patch.targets_for(release) if t.name == name]
+    weights = torch.full((len(logits), 4), torch.nan)
+    ids = torch.full((len(logits), 4), -7, dtype=more.pop("dtype", torch.int32))
+    if name == "grouped_topk":
+        result = target.instead((logits, 4, 2, 4, True, 2.5, bias, 1), {})
+        return (result, *(result if isinstance(result, tuple) else (weights, ids)))
+    given = {"renormalize": True, "e_score_correction_bias": bias, **more}
+    assert target.knows((weights, ids, ids, logits), given)
+    return target.instead((weights, ids, ids, logits), given), weights, ids
+
+
+# The first and the last release of each list of arguments.
+RELEASES = ("0.20.0", "0.25.1", "0.26.0", "0.27.0", "0.33.0")
+SCORES = {"topk_softmax": lambda x: x.softmax(-1), "topk_sigmoid": torch.sigmoid}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("ties", [False, True])
+def test_with_a_bias_the_replacement_chooses_as_vllm_does(name, release, ties):
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(9, 24, generator=generator)
+    bias = torch.randn(24, generator=generator)
+    if ties:
+        # Few values, so that most choices are between equal sums.
+        logits, bias = logits.round(), bias.round() * 4
+    result, weights, ids = _routed(name, release, logits, bias)
+    assert result is None
+    scores = SCORES[name](logits.double())
+    wanted = _vllms_choice(scores.float(), bias, 4)
+    assert ids.tolist() == wanted
+    kept = scores.gather(1, torch.tensor(wanted))
+    torch.testing.assert_close(weights.double(), kept / kept.sum(-1, keepdim=True), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_grouped_with_a_bias_chooses_as_vllm_does(ties):
+    generator = torch.Generator().manual_seed(4)
+    logits, bias = torch.randn(9, 24, generator=generator), torch.randn(24, generator=generator)
+    if ties:
+        logits, bias = logits.round(), bias.round() * 4
+    _, weights, ids = _routed("grouped_topk", "0.20.2", logits, bias)
+    scores = logits.double().sigmoid()
+    groups = (scores.float() + bias).view(9, 4, 6).topk(2).values.sum(-1)
+    # The lower group of equal ones, as in the kernel.
+    closed = groups.argsort(descending=True, stable=True)[:, 2:]
+    choice = (scores.float()).view(9, 4, 6).clone()
+    choice[torch.arange(9)[:, None], closed] = -1000.0
+    wanted = _vllms_choice(choice.view(9, 24), bias, 4)
+    assert ids.tolist() == wanted
+    kept = scores.gather(1, torch.tensor(wanted))
+    expected = 2.5 * kept / kept.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [*SCORES, "grouped_topk"])
+def test_a_nan_bias_repeats_no_expert_and_changes_no_finite_weight(name):
+    logits = torch.randn(6, 24, generator=torch.Generator().manual_seed(5))
+    bias = torch.zeros(24)
+    bias[:22] = torch.nan
+    repeats = [len({*row}) < 4 for row in _vllms_choice(logits.sigmoid(), bias, 4)]
+    assert all(repeats)
+    _, weights, ids = _routed(name, "0.20.2", logits, bias)
+    _, expected_weights, expected = _routed(name, "0.20.2", logits, torch.zeros(24))
+    assert torch.equal(ids, expected)
+    assert torch.equal(weights, expected_weights)
+    assert all(len({*row}) == 4 for row in ids.tolist())
+
+
+def test_arguments_of_later_releases_reach_the_replacement():
+    logits, bias = torch.randn(3, 24), torch.zeros(24)
+    padding = torch.tensor([False, True, False])
+    _, once, _ = _routed("topk_sigmoid", "0.26.0", logits, bias, routed_scaling_factor=1.0)
+    _, weights, ids = _routed(
+        "topk_sigmoid", "0.33.0", logits, bias, routed_scaling_factor=2.0, is_padding=padding
+    )
+    assert torch.equal(weights[::2], 2 * once[::2])
+    # vLLM's own id of a padding row, which its kernels skip.
+    assert ids[1].tolist() == [-1] * 4
+    assert weights.isfinite().all()
+    _, _, ids = _routed("topk_softmax", "0.33.0", logits, bias, is_padding=padding, dtype=torch.uint32)
+    assert ids[1].tolist() == [2**32 - 1] * 4
+
+
+@pytest.mark.parametrize("name", [*SCORES, "grouped_topk"])
+def test_what_the_replacement_does_not_take_gets_vllms_kernel_and_a_clean_bias(name):
+    logits, bias = torch.randn(3, 24), torch.full((24,), torch.nan)
+    (bias_patch,) = [p for p in patch.PATCHES if p.name == "topk_nan_bias"]
+    (target,) = [t for t in bias_patch.targets_for("0.20.2") if t.name == name]
+    unfit = {
+        "no bias": (logits, None),
+        "no token": (logits[:0], bias),
+        "dtype": (logits.double(), bias),
+        "rows apart in memory": (logits.t().contiguous().t(), bias),
+        "a bias of another length": (logits, bias[:23]),
+    }
+    for why, (x, b) in unfit.items():
+        result, weights, ids = _routed(name, "0.20.2", x, b)
+        assert result is NotImplemented, why
+        if name != "grouped_topk":
+            assert weights.isnan().all(), why
+            assert (ids == -7).all(), why
+    args = (logits, 4, 2, 4, True, 2.5, bias, 1) if name == "grouped_topk" else (0, 0, 0, logits, True, bias)
+    cleaned, _ = target.before(args, {})
+    assert not any(torch.is_tensor(x) and x.isnan().any() for x in cleaned)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,12 +25,52 @@ META = (
 )
 
 
+class _Unread(list[int]):
+    """A list of new block ids that nobody reads: it stays empty."""
+
+    def append(self, block_id: int) -> None:
+        """Keep nothing."""
+
+    def extend(self, block_ids: Iterable[int]) -> None:
+        """Keep nothing, and do not run the generator that vLLM passes."""
+
+
 def _drain(result: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Empty the list of new block ids. With zeroing on, ``schedule`` has emptied it itself."""
+    """Empty the list of new block ids, and keep it empty. With zeroing on, ``schedule`` empties it itself."""
     scheduler = args[0]
     if not scheduler.needs_kv_cache_zeroing:
-        scheduler.kv_cache_manager.take_new_block_ids()
+        manager = scheduler.kv_cache_manager
+        # By the manager, because a scheduler may get another one.
+        if getattr(manager, "_staleproof_drained", None) is not True:
+            manager.take_new_block_ids()
+            for of_type in manager.coordinator.single_type_managers:
+                of_type.new_block_ids = _Unread()
+            manager._staleproof_drained = True
     return result
+
+
+def _zero_through_ring(args: Arguments, kwargs: Keywords) -> Any:
+    """Zero the same bytes as vLLM's zeroer, by our kernel, which reads the ids from a ring of slots.
+
+    ``NotImplemented`` where ours cannot: before there is a table of segments, on a CPU, for ids that
+    our kernel skips, in a capture. Then vLLM's function runs, with :func:`_fresh_staging`.
+    """
+    zeroer = args[0]
+    block_ids, meta = argument(args, kwargs, 1, "block_ids"), zeroer._meta
+    if not block_ids or meta is None or zeroer.device.type != "cuda":
+        return NotImplemented
+    try:
+        known, ours = zeroer.__dict__.get("_staleproof_segments", (None, None))
+        # vLLM makes another table when it allocates the caches again.
+        if known is not meta:
+            from staleproof.ops.zero_segments import SegmentZeroer
+
+            addresses, words, *_ = meta
+            ours = SegmentZeroer(addresses.tolist(), words * 4, addresses.device)
+            zeroer._staleproof_segments = meta, ours
+        return ours.zero(block_ids)
+    except ValueError:
+        return NotImplemented
 
 
 def _fresh_staging(args: Arguments, kwargs: Keywords) -> None:
@@ -220,25 +260,33 @@ PATCHES = (
             "Mamba layers read the list; otherwise it grows by one int a block until the end."
         ),
         threads=("vLLM #44175", "vLLM #44490"),
-        cost="no launch; 0.3 us a step on the host",
+        cost="no launch; on the host one attribute a step, and less work an allocation",
     ),
     Patch(
         name="staging_race",
         incident="kv_reuse",
-        summary="stages the block ids of each step in pinned memory of its own",
+        summary="zeroes the same blocks from ids that no later step overwrites",
         models="models with Mamba layers",
         versions=(("0.17.1", "0.25.1"),),
         targets=(
-            Target(WORKER, "KVBlockZeroer.zero_block_ids", ("self", "block_ids"), before=_fresh_staging),
+            Target(
+                WORKER,
+                "KVBlockZeroer.zero_block_ids",
+                ("self", "block_ids"),
+                instead=_zero_through_ring,
+                before=_fresh_staging,
+            ),
         ),
         probe=_race,
         mechanism=(
             "Block ids go to the device by an asynchronous copy from one pinned buffer. With "
             "asynchronous scheduling the next step overwrites it before the copy has run: blocks "
-            "of live requests are zeroed, and the new ones keep their last tenant's bytes."
+            "of live requests are zeroed, and the new ones keep their last tenant's bytes. With the patch "
+            "staleproof's kernel zeroes the same bytes, and reads the ids from a ring of slots."
         ),
         threads=("vLLM #48085", "vLLM #48399"),
-        cost="no launch; 6 us on the host a step that zeroes blocks, for an allocation of pinned memory",
+        cost="our kernel and copy in place of vLLM's in a step that zeroes blocks",
+        triton=True,
     ),
     Patch(
         name="mla_recording",

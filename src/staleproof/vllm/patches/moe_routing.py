@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
+from staleproof.vllm import simulated_routing as simulated
 from staleproof.vllm.arguments import Arguments, Keywords, argument, replaced
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
@@ -19,6 +21,8 @@ TOPK = (
     "renormalize",
     "e_score_correction_bias",
 )
+SOFTMAX_TOPK = (*TOPK, "is_padding")
+SIGMOID_TOPK = (*TOPK, "routed_scaling_factor", "is_padding")
 GROUPED = (
     "scores",
     "num_expert_group",
@@ -44,8 +48,6 @@ SIGMOID = 1  # vLLM's scoring_func: 1 takes logits and computes their sigmoid, 0
 KERNELS = "topk_softmax_kernels.cu"
 HASH_KERNELS = "topk_softplus_sqrt_kernels.cu"
 EXPERTS = "vllm.model_executor.layers.fused_moe"
-SIMULATOR = f"{EXPERTS}.router.routing_simulator_router"
-SAMPLE = ("self", "num_tokens", "num_experts", "top_k", "device", "indices_type")
 # The first FlashInfer that bounds the row index of a repeated expert.
 GUARDED_FLASHINFER = "0.6.10"
 
@@ -66,18 +68,24 @@ def _select(name: str, args: Arguments, kwargs: Keywords) -> Any:
         return NotImplemented
     import torch
 
-    from staleproof.ops import topk as kernels
+    from staleproof.ops.topk_launch import launch_again
 
-    weights, ids, _, logits = (argument(args, kwargs, i, TOPK[i]) for i in range(4))
+    # Releases differ in what follows the bias; a hook is only given calls whose names it knows.
+    names = SIGMOID_TOPK if name == "topk_sigmoid" else SOFTMAX_TOPK
+    given = dict(zip(names, args, strict=False)) | kwargs
+    logits, ids = given["gating_output"], given["topk_ids"]
     if not logits.shape[0]:
         return NotImplemented
-    getattr(kernels, name)(
+    launch_again(
+        name,
         logits,
-        ids.shape[1],
-        bias=argument(args, kwargs, 5, TOPK[5]),
-        renormalize=bool(argument(args, kwargs, 4, TOPK[4], False)),
+        given.get("e_score_correction_bias"),
+        given.get("is_padding"),
+        given["topk_weights"],
         # Our op takes no uint32; as int32 an expert id has the same bits.
-        out=(weights, ids.view(torch.int32) if ids.dtype == torch.uint32 else ids),
+        ids.view(torch.int32) if ids.dtype == torch.uint32 else ids,
+        renormalize=bool(given.get("renormalize", False)),
+        scaling=given.get("routed_scaling_factor", 1.0),
     )
     return None
 
@@ -93,22 +101,38 @@ def _sigmoid(args: Arguments, kwargs: Keywords) -> Any:
 def _grouped(args: Arguments, kwargs: Keywords) -> Any:
     if _tracing():
         return NotImplemented
-    from staleproof.ops.topk import grouped_topk
+    import torch
+
+    from staleproof.ops.topk_launch import launch_again
 
     scores, groups, chosen, top_k, renormalize, scaling, bias = (
         argument(args, kwargs, i, GROUPED[i]) for i in range(7)
     )
     if argument(args, kwargs, 7, GROUPED[7], 0) != SIGMOID or not scores.shape[0]:
         return NotImplemented
-    return grouped_topk(
-        scores,
-        top_k,
-        num_expert_group=groups,
-        topk_group=chosen,
-        bias=bias,
-        renormalize=renormalize,
-        routed_scaling_factor=scaling,
-    )
+    weights = torch.empty(scores.shape[0], top_k, dtype=torch.float32, device=scores.device)
+    ids = torch.empty_like(weights, dtype=torch.int32)
+    more = {"renormalize": renormalize, "scaling": scaling, "groups": groups, "topk_group": chosen}
+    launch_again("grouped_topk", scores, bias, None, weights, ids, **more)
+    return weights, ids
+
+
+def _biased(replacement: Callable[..., Any], position: int, name: str) -> Callable[..., Any]:
+    """Let the replacement run where the model has a bias; without one vLLM's kernel has no defect.
+
+    The same where ours does not take the shapes or dtypes, of which it says so before it writes. Then
+    vLLM's kernel runs on a bias without NaN.
+    """
+
+    def instead(args: Arguments, kwargs: Keywords) -> Any:
+        if argument(args, kwargs, position, name) is None:
+            return NotImplemented
+        try:
+            return replacement(args, kwargs)
+        except ValueError:
+            return NotImplemented
+
+    return instead
 
 
 def _without_nan(x: Any, value: float = 0.0) -> Any:
@@ -184,36 +208,6 @@ def _distinct(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
     return replaced(args, kwargs, 6, "topk_ids", ids)
 
 
-def _int32_ids(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
-    import torch
-
-    if argument(args, kwargs, 4, "indices_type") is not None:
-        return None
-    return replaced(args, kwargs, 4, "indices_type", torch.int32)
-
-
-def _sample(args: Arguments, kwargs: Keywords) -> Any:
-    """Draw each token's experts from the strategy's distribution, without replacement.
-
-    The top_k largest of log p + Gumbel noise are such a draw. For the normal strategy, vLLM maps a
-    sample to expert floor(sigmoid(sample) * experts); p is the probability of that interval.
-    """
-    import torch
-
-    router, tokens, experts, top_k, device, dtype = (argument(args, kwargs, i, SAMPLE[i]) for i in range(6))
-    if top_k > experts or router.distribution not in ("uniform", "normal"):
-        return NotImplemented
-    log_p = torch.zeros(experts, dtype=torch.float64, device=device)
-    if router.distribution == "normal":
-        given = router.distribution_params
-        edges = torch.arange(experts + 1, dtype=torch.float64, device=device) / experts
-        below = torch.special.ndtr((edges.logit() - given["mean"]) / given["std"])
-        log_p = below.diff().log()
-    uniform = torch.rand(tokens, experts, dtype=torch.float64, device=device)
-    keys = log_p - uniform.log().neg().log()
-    return keys.topk(top_k, dim=-1).indices.to(dtype)
-
-
 def _clamps(sources: Sources, kernels: str) -> tuple[bool, bool, str]:
     """Read whether the kernels clamp NaN scores, and a NaN bias; and where they add the bias."""
     text = sources.csrc_text(kernels)
@@ -254,22 +248,7 @@ def _unguarded_flashinfer(sources: Sources) -> Evidence:
     return Evidence(needed, f"flashinfer-python {version} {says} the row index of a repeated expert")
 
 
-def _simulator(sources: Sources) -> Evidence:
-    path = file_of(SIMULATOR)
-    sample = sources.function(path, "DistributionBasedRouting._sample_expert_ids")
-    route = sources.function(path, "DistributionBasedRouting.route_tokens")
-    defects = []
-    if "torch.long" in route.text:
-        defects.append(f"{route.at('torch.long')} gives int64 ids by default")
-    if "torch.randint" in sample.text:
-        defects.append(f"{sample.at('torch.randint')} draws with replacement")
-    elif "_sample_continuous_distribution" in sample.text:
-        defects.append(
-            f"{sample.at('_sample_continuous_distribution')} draws normal samples with replacement"
-        )
-    return Evidence(bool(defects), "; ".join(defects) or f"{route.place} gives distinct int32 ids")
-
-
+_SIMULATED = "DistributionBasedRouting"
 # Where the kernels add the bias to the score.
 ADDED = re.compile(r"= .* \+ (correction_|row_)?bias\[")
 _MECHANISM = (
@@ -284,6 +263,12 @@ def _routing(name: str, hook: Any, clean: Any) -> Target:
     """Target a top-k op: our op replaces it; while torch.compile traces, its inputs are cleaned."""
     arguments = GROUPED if name == "grouped_topk" else TOPK
     return Target(OPS, name, arguments, instead=hook, before=clean)
+
+
+def _biased_routing(name: str, arguments: tuple[str, ...], versions: tuple[str, str]) -> Target:
+    """The same for calls with a bias, in releases with these arguments."""
+    instead = _biased(_softmax if name == "topk_softmax" else _sigmoid, 5, TOPK[5])
+    return Target(OPS, name, arguments, instead=instead, before=_clean_bias, versions=versions)
 
 
 PATCHES = (
@@ -310,20 +295,32 @@ PATCHES = (
     Patch(
         name="topk_nan_bias",
         incident="moe_routing",
-        summary="clears NaN from the score correction bias before vLLM's selection",
+        summary="routes by kernels to which a NaN in the score correction bias counts as 0",
         models="MoE models whose router has a bias",
         versions=(("0.20.0", "0.33.0"),),
         targets=(
-            Target(OPS, "topk_softmax", TOPK, before=_clean_bias),
-            Target(OPS, "topk_sigmoid", TOPK, before=_clean_bias),
-            Target(OPS, "grouped_topk", GROUPED, before=_clean_grouped_bias),
+            _biased_routing("topk_softmax", TOPK, ("0.20.0", "0.26.0")),
+            _biased_routing("topk_softmax", SOFTMAX_TOPK, ("0.27.0", "0.33.0")),
+            _biased_routing("topk_sigmoid", TOPK, ("0.20.0", "0.25.1")),
+            _biased_routing("topk_sigmoid", SIGMOID_TOPK[:7], ("0.26.0", "0.26.0")),
+            _biased_routing("topk_sigmoid", SIGMOID_TOPK, ("0.27.0", "0.33.0")),
+            Target(
+                OPS,
+                "grouped_topk",
+                GROUPED,
+                instead=_biased(_grouped, 6, GROUPED[6]),
+                before=_clean_grouped_bias,
+            ),
         ),
         probe=_nan_bias,
         mechanism=_MECHANISM
         + "vLLM #39391 makes NaN scores 0 and adds the bias after that, so a bias of NaN still "
-        "repeats experts. With the patch a NaN in the bias counts as 0.",
+        "repeats experts. With the patch staleproof's top-k replaces vLLM's where a model has a bias, and "
+        "a NaN in it counts as 0. What ours does not take, and a call that torch.compile traces, goes to "
+        "vLLM's kernel with a bias without NaN.",
         threads=_THREADS,
-        cost="one launch where a model has a bias, 1.4 us a layer on an H200; none otherwise",
+        cost="our kernel in place of vLLM's where a model has a bias; no launch otherwise",
+        triton=True,
         traced=True,
     ),
     Patch(
@@ -381,14 +378,16 @@ PATCHES = (
         versions=(("0.17.0", "0.33.0"),),
         targets=(
             Target(
-                SIMULATOR,
-                "DistributionBasedRouting.route_tokens",
-                ("self", "hidden_states", "router_logits", "top_k", "indices_type"),
-                before=_int32_ids,
+                simulated.SIMULATOR, f"{_SIMULATED}.route_tokens", simulated.ROUTE, before=simulated.int32_ids
             ),
-            Target(SIMULATOR, "DistributionBasedRouting._sample_expert_ids", SAMPLE, instead=_sample),
+            Target(
+                simulated.SIMULATOR,
+                f"{_SIMULATED}._sample_expert_ids",
+                simulated.SAMPLE,
+                instead=simulated.sample,
+            ),
         ),
-        probe=_simulator,
+        probe=simulated.probe,
         mechanism=(
             "VLLM_MOE_ROUTING_SIMULATION_STRATEGY draws experts with replacement: with 8 of 128 "
             "experts a fifth of the tokens names one twice. Its ids are int64 by default, and "

@@ -1,0 +1,258 @@
+"""The tables of README.md under "What it costs", from the recorded run of an H200.
+
+``python -m staleproof.report.figures`` writes them between the two markers. A rule chooses what they
+show, not we: each kernel at the shapes of DeepSeek and Qwen, beside each peer, in the case where it
+compares best and in the case where it compares worst.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from staleproof.harness import recorded
+from staleproof.harness.recorded import Run
+from staleproof.harness.vllm_calls import applies_to
+from staleproof.vllm.plugin import patches
+from staleproof.vllm.releases import table
+
+MACHINE = "nvidia-h200"
+BEGIN = "<!-- written by python -m staleproof.report.figures from workbook/runs/nvidia-h200 -->"
+END = "<!-- end of the written part -->"
+# The release whose files the recorded patches ran on, before rows said so.
+RELEASE = "0.20.2"
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operation in the first table.
+
+    Attributes:
+        name: as in ``measurements.jsonl``.
+        modes: pattern of the modes with DeepSeek's or Qwen's shapes.
+        says: what to call it, if not by its name.
+        drop: pattern of what is left out of a mode where a case is named.
+    """
+
+    name: str
+    modes: str
+    says: str = ""
+    drop: str = ""
+
+
+KERNELS = (
+    Kernel(
+        "clear_empty_rows", r"bf16 \(1024, 128, 512\)", "`clear_empty_rows`, (1024, 128, 512)", r"bf16 \(.*\)"
+    ),
+    Kernel("mla_decode", r"bf16 batch \d+ heads 128 page 64", "`mla_decode`, 128 heads", "bf16 | heads.*64"),
+    Kernel("quantize_fp8_per_tensor", r"bf16 \(1024, \d+\)", drop="bf16 "),
+    Kernel("quantize_nvfp4", r"bf16 \(m, 7168\)", "`quantize_nvfp4`, 7168 columns", r"bf16 \(m, 7168\)"),
+    Kernel("topk_softmax", r"bf16, (128 experts, top 8|512 experts, top 10)", drop="bf16, "),
+    Kernel(
+        "grouped_topk", r"bf16, 256 experts, 8 groups, top 8", "`grouped_topk`, 256 experts", "bf16.*top 8"
+    ),
+    *(
+        Kernel(
+            "BlockZeroer.zero",
+            rf"(28|15) layers, .*{ids}",
+            f"`BlockZeroer.zero`, {says}",
+            r", K/V.*?pages|, [\d,]+ B pages|, ids in a list, (copy included|host time)",
+        )
+        for ids, says in (
+            ("(scattered|consecutive) ids", "ids on the device"),
+            ("ids in a list, copy included", "ids in a list"),
+            ("ids in a list, host time", "ids in a list, host time"),
+        )
+    ),
+)
+
+
+def us(value: float) -> str:
+    """Microseconds in three digits or so.
+
+    >>> us(1.539), us(99.96), us(2559.9)
+    ('1.5', '100', '2560')
+    """
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def is_ours(provider: str) -> bool:
+    """Whether the operation as it is offered: variants of ours are no peers, and do not stand for it.
+
+    >>> [is_ours(name) for name in ("staleproof", "staleproof, mask", "zeros, then staleproof", "vLLM")]
+    [True, False, False, False]
+    """
+    return provider == "staleproof"
+
+
+def _peer(provider: str) -> str | None:
+    """The name of a peer; ``None`` for variants of ours."""
+    if provider.startswith("staleproof"):
+        return None
+    # Rows of one number of splits each, as runs had them once: the fastest stands for the kernel.
+    return re.sub(r", \d+ splits$", ", best splits", provider)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Ours beside a peer in one case, in microseconds."""
+
+    ours: float
+    peer: float
+    case: str
+    limit: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """Above 1 where ours is faster."""
+        return self.peer / self.ours
+
+    def __str__(self) -> str:
+        ratio = f"{self.ratio:.2f}" if self.ratio < 9.995 else f"{self.ratio:.0f}"
+        bold = "**" if self.ratio < 0.995 and not self.limit else ""
+        return f"{bold}{ratio}{bold}: {us(self.ours)} for {us(self.peer)}, {self.case}"
+
+
+def pairs(kernel: Kernel, rows: Sequence[Row]) -> dict[str, list[Pair]]:
+    """Peer -> every case of this kernel in which both were measured.
+
+    A peer that was measured in one case of a mode did the same work in the others: it reads all rows,
+    whichever are live.
+    """
+    mine = [row for row in rows if row["kernel"] == kernel.name and re.match(kernel.modes, row["mode"])]
+    ours = [row for row in mine if is_ours(row["provider"])]
+    times: dict[str, dict[tuple[str, Any], float]] = {}
+    for row in mine:
+        if (peer := _peer(row["provider"])) is not None:
+            cases = times.setdefault(peer, {})
+            key = row["mode"], row["x_value"]
+            cases[key] = min(row["p50"], cases.get(key, row["p50"]))
+    found: dict[str, list[Pair]] = {}
+    for peer, cases in times.items():
+        for row in ours:
+            in_mode = [us for (mode, _), us in cases.items() if mode == row["mode"]]
+            theirs = cases.get((row["mode"], row["x_value"]), in_mode[0] if len(in_mode) == 1 else None)
+            if theirs is not None:
+                words = re.sub(kernel.drop, "", row["mode"])
+                parts = *re.split(", ", words), f"{row['x_name']} {row['x_value']}"
+                case = ", ".join(part.strip() for part in parts if part.strip())
+                limit = peer.startswith("limit")
+                found.setdefault(peer, []).append(Pair(row["p50"], theirs, case, limit))
+    return found
+
+
+def kernel_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The first table: a line for each kernel and peer."""
+    yield "| | beside | at best | at worst |"
+    yield "|---|---|---|---|"
+    for kernel in KERNELS:
+        says = kernel.says or f"`{kernel.name}`"
+        for peer, found in pairs(kernel, rows).items():
+            best, worst = (choose(found, key=lambda pair: pair.ratio) for choose in (max, min))
+            yield f"| {says} | {peer} | {best} | {worst} |"
+            says = ""
+
+
+def step_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The second table: what a decode step takes, and what each variant adds."""
+    steps = {
+        (row["mode"], row["provider"], row["x_value"]): row["p50"]
+        for row in rows
+        if row["kernel"] == "decode_step"
+    }
+    live = sorted({x for _, _, x in steps})
+    yield "| a decode step of | variant | " + " | ".join(f"{x} live" for x in live) + " |"
+    yield "|---|---|" + "---|" * len(live)
+    for mode, variant in dict.fromkeys((mode, variant) for mode, variant, _ in steps):
+        cells = []
+        for x in live:
+            here, base = steps[mode, variant, x], steps[mode, "without", x]
+            change = f"{here - base:+.1f} ({here / base - 1:+.1%})"
+            cells.append(us(here) if variant == "without" else change)
+        yield f"| {mode} | {variant} | " + " | ".join(cells) + " |"
+
+
+def patch_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The third table: each patch, where it applies, and its function without it and with."""
+    yield "| patch | applies to vLLM | measured on | call | without | patched | |"
+    yield "|---|---|---|---|---|---|---|"
+    times: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row["kernel"].startswith("patch "):
+            times.setdefault((row["kernel"].removeprefix("patch "), row["mode"]), {})[row["provider"]] = row
+    for (name, mode), found in times.items():
+        patched, without = found["patched"], found.get("without")
+        release = patched.get("vllm", RELEASE)
+        needed = patched.get("needed", table()[release][name]["needed"])
+        where = release if needed else f"{release}, which does not need it"
+        before = us(without["p50"]) if without else "-"
+        # Without the patch of an allocation there is nothing to wait for.
+        change = f"{patched['p50'] / without['p50'] - 1:+.0%}" if without and without["p50"] else "-"
+        spans = patched.get("applies_to", applies_to(patches()[name]))
+        yield f"| `{name}` | {spans} | {where} | {mode} | {before} | {us(patched['p50'])} | {change} |"
+
+
+def fusion(rows: Sequence[Row]) -> str:
+    """What of the live-row quantiser's gain in a decode step is not the fix; empty without such rows."""
+    found = {
+        (row["provider"], row["x_value"]): row["p50"]
+        for row in rows
+        if row["kernel"] == "decode_step" and row["mode"].endswith(" 512 tokens")
+    }
+    most = max((x for _, x in found), default=0)
+    if ("quantize live rows", most) not in found:
+        return ""
+    gains = {x: found["without", x] - found["quantize live rows", x] for x in (3, 100, most)}
+    return (
+        f"At 512 tokens the live-row quantiser gains {us(gains[most])} us with all {most} rows live: that "
+        "much is one fused kernel in place of eager `torch.max`, not the fix. It gains "
+        f"{us(gains[100])} us with 100 rows live and {us(gains[3])} us with 3."
+    )
+
+
+def section(run: Run) -> str:
+    """Everything between the markers."""
+    rows = run.measurements
+    first = rows[0]
+    about = (
+        f"RECORDED on an {run.machine}, {run.date} (torch {first['torch']}, Triton {first['triton']}, "
+        f"FlashInfer {first['flashinfer']}, kernels of vLLM {RELEASE}); CUDA graphs, median us; all of it in "
+        f"`workbook/runs/{MACHINE}/`, and `staleproof bench` measures yours."
+    )
+    rule = (
+        "Each kernel at the shapes of DeepSeek and Qwen, beside each peer: the case that compares best and "
+        "the one that compares worst, as peer's time divided by ours, then both times. **Bold**: ours is "
+        "slower than a peer. A limit is what the machine takes for as many bytes or operations. "
+        "`warm`: inputs in the L2; `cold`: in device memory."
+    )
+    parts = [about, rule, "\n".join(kernel_lines(rows))]
+    parts += ["What a variant adds to a captured decode step, us:", "\n".join(step_lines(rows)), fusion(rows)]
+    parts += [
+        "What a patch changes, us of the device, or of the calling thread where the call says `host`:",
+        "\n".join(patch_lines(rows)),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def replaced(readme: str, text: str) -> str:
+    """The page with this text between its markers.
+
+    >>> replaced(f"above {BEGIN} old {END} below", "new").replace(BEGIN, "(").replace(END, ")").split()
+    ['above', '(', 'new', ')', 'below']
+    """
+    before, rest = readme.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    """Rewrite the part of README.md."""
+    path = recorded.checkout() / "README.md"
+    path.write_text(replaced(path.read_text(), section(recorded.find(MACHINE))))
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Benchmarks of the operations, rehearsed on the host: which rows they give, and which they refuse."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from staleproof.harness import measure
+from staleproof.harness.peers import Peer
+from staleproof.ops.reference import fp8
+from staleproof.ops.reference.mla_decode import mla_decode
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import rehearsal
+
+pytestmark = pytest.mark.skipif(rehearsal.impossible(), reason="rehearsed on the host")
+
+
+def test_mla_rows_hold_vllms_own_splits_and_the_best(monkeypatch):
+    bench = rehearsal.load("mla_decode", monkeypatch, BATCHES=(1,), TOKENS=(1024,), HEADS=2)
+    monkeypatch.setattr(bench, "rates", lambda: (1.0, 1.0))
+    asked = []
+
+    def prepare(q, kv_cache, block_table, seq_lens, scale, splits, out):
+        def launch():
+            asked.append(splits)
+            result, _ = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=scale)
+            return out.copy_(result if splits != 4 else result * 3), None
+
+        return launch
+
+    # 16 splits are the fastest, and 4 are wrong.
+    monkeypatch.setattr(
+        measure,
+        "graph_times",
+        lambda calls, **options: [calls[0]()] and measure.Times(*[abs((asked or [16])[-1] - 16) + 1.0] * 3),
+    )
+    peer = Peer("vLLM", None, prepare)
+    monkeypatch.setattr(bench, "peers", lambda: {"vllm_triton": peer, "torch_sdpa": peer})
+    found = [row for row in bench.rows() if row["provider"].startswith("vLLM")]
+    assert set(asked) == {1, 2, 4, 8, 16, 32, 64}
+    assert [(row["provider"], row["splits"], row["p50"]) for row in found] == [
+        ("vLLM, best splits", 16, 1.0),
+        ("vLLM, its own splits", 2, 15.0),
+    ]
+    assert [*found[0]["sweep"]] == ["1", "2", "8", "16", "32", "64"]
+
+
+def test_a_large_batch_is_not_split_to_64(monkeypatch):
+    bench = rehearsal.load("mla_decode", monkeypatch)
+    assert bench.splits_to_try(128, 512) == [1, 2, 4, 8]
+    assert bench.splits_to_try(16, 8192) == [1, 2, 4, 8, 16]
+    assert bench.splits_to_try(1, 512) == [1, 2, 4, 8, 16, 32]
+
+
+@pytest.mark.parametrize(
+    ("here", "name"),
+    [(None, None), ("vllm-0.22.1/_C.so", "vLLM 0.22.1's op, all rows"), ("_C.so", "vLLM's op, all rows")],
+)
+def test_vllms_fp8_op_is_a_peer_where_its_library_is_named(monkeypatch, capsys, here, name):
+    sizes = {"ROWS": 8, "HIDDEN": (64,), "LIVE": (1, 8)}
+    bench = rehearsal.load("quantize_fp8_per_tensor", monkeypatch, **sizes)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.delenv("STALEPROOF_VLLM_C_SO", raising=False)
+    library = torch.library.Library("_C", "FRAGMENT")
+    if here:
+        monkeypatch.setenv("STALEPROOF_VLLM_C_SO", here)
+        monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+        library.define("dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()")
+
+        def op(result, x, scale):
+            quantised, scales = fp8.quantize_fp8_per_tensor(x)
+            result.copy_(quantised)
+            scale.copy_(scales)
+
+        library.impl("dynamic_scaled_fp8_quant", op, "CPU")
+    try:
+        found = {row["provider"] for row in bench.rows()}
+    finally:
+        library._destroy()
+    assert {provider for provider in found if provider.startswith("vLLM")} == ({name} if name else set())
+    assert ("vLLM's fp8 op is not run" in capsys.readouterr().out) is (here is None)
+    assert {"staleproof, all rows", "torch eager, all rows"} <= found
+
+
+def test_scales_without_padding_are_said_to_have_none(monkeypatch):
+    bench = rehearsal.load("quantize_nvfp4", monkeypatch, ROWS=(1, 128), HIDDEN=64)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    found = {(row["x_value"], row["mode"].partition(", ")[2]) for row in bench.rows()}
+    assert {(rows, mode.removesuffix("cold").removesuffix("warm").strip(", ")) for rows, mode in found} == {
+        (1, "64)"),
+        (128, "64), no scale padding"),
+    }
+
+
+def test_small_inputs_have_a_warm_row_and_a_cold_one(monkeypatch):
+    sizes = {"TOKENS": (1, 16), "SOFTMAX_SHAPES": ((8, 2),)}
+    bench = rehearsal.load("topk", monkeypatch, **sizes)
+    found = {(row["x_value"], row["mode"]) for row in bench.softmax_rows(None)}
+    words = "bf16, 8 experts, top 2"
+    # The L2 that is rehearsed has 4 KiB: 16 bytes are too small to take turns, 256 are not.
+    assert found == {(1, f"{words}, warm"), (1, f"{words}, cold"), (16, f"{words}, cold")}

@@ -1,0 +1,123 @@
+"""The tables of README.md are those of the recorded run, and of a run whose rows say more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from staleproof.harness import recorded
+from staleproof.report import figures
+
+
+@pytest.fixture(name="run", scope="module")
+def run_fixture() -> recorded.Run:
+    return recorded.find(figures.MACHINE)
+
+
+def test_readme_agrees_with_the_recorded_run(run):
+    readme = (recorded.checkout() / "README.md").read_text()
+    written = readme.split(figures.BEGIN)[1].split(figures.END)[0].strip()
+    assert written == figures.section(run), "run: python -m staleproof.report.figures"
+
+
+def test_every_kernel_and_patch_of_the_run_is_shown(run):
+    measured = {row["kernel"] for row in run.measurements}
+    # Their shapes are those of other models.
+    shown = {kernel.name for kernel in figures.KERNELS} | {"decode_step", "topk_sigmoid"}
+    assert {name for name in measured if not name.startswith("patch ")} == shown
+    assert all(figures.pairs(kernel, run.measurements) for kernel in figures.KERNELS)
+    text = figures.section(run)
+    for name in measured:
+        if name.startswith("patch "):
+            assert f"| `{name.removeprefix('patch ')}` |" in text
+
+
+def row(provider: str, p50: float, **more) -> dict:
+    return {
+        "kernel": "mla_decode",
+        "provider": provider,
+        "mode": "bf16 batch 1 heads 128 page 64",
+        "x_name": "tokens",
+        "x_value": 512,
+        "p50": p50,
+    } | more
+
+
+MLA = next(kernel for kernel in figures.KERNELS if kernel.name == "mla_decode")
+
+
+def lines(rows: list[dict]) -> dict[str, tuple[str, str]]:
+    return {
+        peer: tuple(str(choose(found, key=lambda pair: pair.ratio)) for choose in (max, min))
+        for peer, found in figures.pairs(MLA, rows).items()
+    }
+
+
+def test_the_best_case_and_the_worst_whichever_way_they_point():
+    rows = [row("staleproof", 10.0), row("fa3", 20.0)]
+    rows += [row("staleproof", 100.0, x_value=4096), row("fa3", 55.0, x_value=4096)]
+    assert lines(rows) == {
+        "fa3": ("2.00: 10.0 for 20.0, batch 1, tokens 512", "**0.55**: 100 for 55.0, batch 1, tokens 4096")
+    }
+
+
+def test_a_limit_is_not_a_loss():
+    assert lines([row("staleproof", 10.0), row("limit: bytes", 5.0)])["limit: bytes"][0].startswith("0.50: ")
+
+
+def test_rows_of_each_number_of_splits_stand_for_the_fastest():
+    rows = [row("staleproof", 10.0)]
+    rows += [row(f"vLLM Triton MLA, {splits} splits", p50) for splits, p50 in ((1, 50.0), (8, 16.0))]
+    rows += [row("vLLM Triton MLA, its own splits", 30.0, splits=4)]
+    assert {peer: best.partition(",")[0] for peer, (best, _) in lines(rows).items()} == {
+        "vLLM Triton MLA, best splits": "1.60: 10.0 for 16.0",
+        "vLLM Triton MLA, its own splits": "3.00: 10.0 for 30.0",
+    }
+
+
+def test_warm_is_beside_warm_and_cold_beside_cold():
+    modes = {"warm": (1.0, 5.0), "cold": (4.0, 8.0)}
+    rows = [
+        row(provider, p50, mode=f"bf16 batch 1 heads 128 page 64, {cache}")
+        for cache, times in modes.items()
+        for provider, p50 in zip(("staleproof", "fa3"), times, strict=True)
+    ]
+    assert lines(rows) == {
+        "fa3": (
+            "5.00: 1.0 for 5.0, batch 1, warm, tokens 512",
+            "2.00: 4.0 for 8.0, batch 1, cold, tokens 512",
+        )
+    }
+
+
+def test_a_peer_that_reads_all_rows_is_beside_every_live_count():
+    rows = [row("staleproof", 2.0, x_value=1), row("staleproof", 8.0, x_value=1024)]
+    rows += [row("torch, all rows", 16.0, x_value=1024)]
+    assert {best[:4] for best in lines(rows)["torch, all rows"]} == {"8.00", "2.00"}
+
+
+def test_a_patch_row_says_where_it_applies(run):
+    def patch(provider: str, p50: float, **more) -> dict:
+        return row(provider, p50, kernel="patch topk_nan", mode="host: topk_softmax", **more)
+
+    about = {"vllm": "0.19.1", "needed": True, "applies_to": "0.17.0 to 0.19.1"}
+    (line,) = [*figures.patch_lines([patch("without", 4.0, **about), patch("patched", 3.0, **about)])][2:]
+    assert line == "| `topk_nan` | 0.17.0 to 0.19.1 | 0.19.1 | host: topk_softmax | 4.0 | 3.0 | -25% |"
+    about = {"vllm": "0.20.2", "needed": False, "applies_to": "0.17.0 to 0.19.1"}
+    (line,) = [*figures.patch_lines([patch("without", 4.0, **about), patch("patched", 5.0, **about)])][2:]
+    assert "| 0.20.2, which does not need it |" in line
+    assert line.endswith("| +25% |")
+
+
+def test_what_is_fusion_is_said_with_its_figures(run):
+    assert "gains 90.0 us with all 128 rows live" in figures.fusion(
+        [
+            {"kernel": "decode_step", "mode": "batch 128, 512 tokens", "x_value": x, "provider": name} | more
+            for x in (3, 100, 128)
+            for name, more in (("without", {"p50": 402.0}), ("quantize live rows", {"p50": 312.0}))
+        ]
+    )
+    assert figures.fusion([]) == ""
+    cut = replace(run, measurements=[r for r in run.measurements if r["kernel"] != "decode_step"])
+    assert "eager `torch.max`" not in figures.section(cut)
