@@ -16,8 +16,8 @@ from staleproof.evidence.ledger import owned_tensors
 from staleproof.harness.answers import Answer, answer
 from staleproof.harness.graph import LaunchList, capture
 from staleproof.incidents.decode_buffer import broken
+from staleproof.incidents.decode_buffer.driver import kernel_nodes
 from staleproof.incidents.decode_buffer.model import Attention
-from staleproof.incidents.decode_buffer.nodes import kernel_nodes
 from staleproof.incidents.decode_buffer.setups import (
     ANOTHER,
     CLEARED,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from staleproof.device import Provenance
 from staleproof.evidence.ledger import AllocationLedger, size_text
 from staleproof.harness.answers import Answer, answer
 from staleproof.harness.findings import LIVES
@@ -36,6 +37,7 @@ from staleproof.incidents.decode_buffer.buffer import (
 )
 from staleproof.incidents.decode_buffer.correct import wrong_output
 from staleproof.incidents.decode_buffer.model import Attention, Experts, Model, ServerConfig
+from staleproof.incidents.decode_buffer.outside import OUTSIDE, outside
 from staleproof.incidents.decode_buffer.scene import DIES, Outcome
 from staleproof.incidents.decode_buffer.setups import (
     ATTENTION,
@@ -180,17 +182,19 @@ UTILISATIONS = {
 
 def utilisation(sweep: Sweep, device: str) -> Answer:
     """From which utilisation on a server with a buffer a layer dies."""
-    changes = [{**sweep.changes, "utilisation": share} for share in sweep.utilisations]
+    sizes = [{**sweep.changes, "utilisation": share} for share in sweep.utilisations]
     if sweep.config is None and device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         outside = [REPORT.total_bytes * (1 - share) for share in sweep.utilisations]
-        changes = [{**sweep.changes, "utilisation": 1 - left / total} for left in outside]
-    outcomes = run_servers([Case(OFF, sweep.config, change) for change in changes], device)
+        sizes = [{**sweep.changes, "utilisation": 1 - left / total} for left in outside]
+    outcomes = run_servers([Case(OFF, sweep.config, size) for size in sizes], device)
     said = dict(zip(map(str, sweep.utilisations), (o.verdict for o in outcomes), strict=True))
     dead = [share for share, verdict in said.items() if verdict == DIES]
     sharp = [*said.values()] == [LIVES] * (len(said) - len(dead)) + [DIES] * len(dead)
     verdict = LIVES if not dead else f"dies from {dead[0]}" if sharp else f"dies at {', '.join(dead)}"
-    return answer(verdict, **said)
+    # A notebook asks for the simulation on every machine; then no GPU measured it.
+    changes = {} if device == "cuda" else {"provenance": Provenance.INTERPRETED}
+    return Answer(verdict, said, changes=changes)
 
 
 def _sweep_too_small(sweep: Sweep, device: str) -> str | None:
@@ -332,6 +336,7 @@ QUESTIONS = Questions(
     ),
     Question("first use in two threads", FIRST_USE, first_use, expected=FIRST_USE_EXPECTED),
     Question("captured kernels", _BUFFERS, captured_kernels, expected=_nodes_expected),
+    Question("outside torch", tuple(OUTSIDE), outside, expected=OUTSIDE),
     Question("added_time", _BUFFERS, added_time, unavailable=_untimed),
     Question("ledger_cost", ("AllocationLedger",), ledger_cost, unavailable=_untimed),
 )

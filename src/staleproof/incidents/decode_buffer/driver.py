@@ -1,9 +1,10 @@
-"""The kernels of a CUDA graph, by name, read from the driver."""
+"""What only the CUDA driver says or gives: the kernels of a graph, and memory past torch's allocator."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,3 +69,40 @@ def _name(driver: Any, node: ctypes.c_void_p) -> str:
 def _check(code: int, what: str) -> None:
     if code != 0:
         raise RuntimeError(f"{what}: the CUDA driver returned {code}")
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Allocation(ctypes.Structure):
+    # CUmemAllocationProp: type, handle types, location, a pointer for Windows, flags.
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handles", ctypes.c_int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+@contextlib.contextmanager
+def driver_memory(nbytes: int) -> Iterator[None]:
+    """Device memory from ``cuMemCreate`` for the length of a ``with``, as ``ncclMemAlloc`` takes it.
+
+    Args:
+        nbytes: a multiple of 2 MiB.
+
+    Raises:
+        RuntimeError: the driver refused.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    pinned = _Allocation(type=1, location=_Location(type=1, id=torch.cuda.current_device()))
+    handle = ctypes.c_ulonglong()
+    size = ctypes.c_size_t(nbytes)
+    code = driver.cuMemCreate(ctypes.byref(handle), size, ctypes.byref(pinned), ctypes.c_ulonglong(0))
+    _check(code, "cuMemCreate")
+    try:
+        yield
+    finally:
+        _check(driver.cuMemRelease(handle), "cuMemRelease")
