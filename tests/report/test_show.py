@@ -28,6 +28,15 @@ def test_a_verdict_line_begins_with_provenance_and_grade(capsys: pytest.CaptureF
     assert capsys.readouterr().out == f"{devices.provenance()} replica: H1 held: 3 rows\n"
 
 
+def test_a_cell_that_ends_in_a_verdict_shows_its_line_only() -> None:
+    pytest.importorskip("IPython")
+    from IPython.core.formatters import DisplayFormatter
+
+    printed = show.verdict("H1 held", show.observed("rows", 3, 3))
+    assert DisplayFormatter().format(printed) == ({}, {})
+    assert (bool(printed), repr(printed), repr(show.Printed(0))) == (True, "True", "False")
+
+
 ABSENT = not_run("mla_padding", "served", "theirs", "needs an SM100 GPU")
 
 

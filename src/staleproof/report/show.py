@@ -61,6 +61,16 @@ def observed(what: str, verdict: object, expected: object, evidence: Evidence = 
     return finding("notebook", what, "here", str(verdict), expected=str(expected), evidence=evidence)
 
 
+class Printed(int):
+    """Whether a verdict line was printed: true or false. A cell that ends in it shows nothing more."""
+
+    def _ipython_display_(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return str(bool(self))
+
+
 def ran(findings: Finding | Iterable[Finding]) -> bool:
     """Whether all findings were asked; prints a line for each that was not.
 
@@ -83,7 +93,7 @@ def _as_list(findings: Finding | Iterable[Finding]) -> list[Finding]:
     return found
 
 
-def verdict(text: str, findings: Finding | Iterable[Finding], says: Says = None) -> bool:
+def verdict(text: str, findings: Finding | Iterable[Finding], says: Says = None) -> Printed:
     """Print one verdict line, if its findings say so: provenance, grade, then ``text``.
 
     Args:
@@ -119,10 +129,10 @@ def verdict(text: str, findings: Finding | Iterable[Finding], says: Says = None)
     require(None not in wanted, "says", "a verdict for every finding", "a finding that expects none")
     other = [f for f, want in zip(found, wanted, strict=True) if f.ran and f.verdict != want]
     assert not other, [(f.question, f.variant, f.verdict) for f in other]
-    if not ran(found):
-        return False
-    print(f"{matrix.provenance(found)} {matrix.grades(found)}: {text}")
-    return True
+    printed = Printed(ran(found))
+    if printed:
+        print(f"{matrix.provenance(found)} {matrix.grades(found)}: {text}")
+    return printed
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

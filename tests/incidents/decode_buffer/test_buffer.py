@@ -26,7 +26,6 @@ from staleproof.incidents.decode_buffer.outside import AS_FREE, COUNTED, MISSED,
 from staleproof.incidents.decode_buffer.questions import QUESTIONS, SMALL, Sweep, utilisation
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES
 from staleproof.incidents.decode_buffer.setups import ANOTHER, ITS_OWN, MIXED, SEPARATE, SETUPS
-from staleproof.ops import decode_workspace
 from staleproof.ops.decode_workspace import DecodeWorkspace
 
 OWN, SHARED = "zeros_per_layer", "module_singleton"
@@ -65,7 +64,13 @@ def test_threads_mix_as_soon_as_the_key_forgets_the_micro_batch(device, monkeypa
 
 def test_without_its_lock_the_workspace_gives_two_buffers(device, monkeypatch):
     assert first_use(SETUPS["decode_workspace"], device).verdict == ONE_BUFFER
-    monkeypatch.setattr(decode_workspace.threading, "Lock", contextlib.nullcontext)
+    whole = DecodeWorkspace.__init__
+
+    def without_lock(self):
+        whole(self)
+        self._growing = contextlib.nullcontext()
+
+    monkeypatch.setattr(DecodeWorkspace, "__init__", without_lock)
     assert first_use(SETUPS["decode_workspace"], device).verdict == TWO_BUFFERS
 
 

@@ -16,6 +16,7 @@ from staleproof.harness.peers import Peer, peers
 from staleproof.harness.questions import Ablation, Fix, Question, Questions
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.correct import wrong
+from staleproof.incidents.mla_padding.pictures import ROWS, live_count_verdict
 from staleproof.incidents.mla_padding.remedies import (
     BUFFERS,
     BUFFERS_EXPECTED,
@@ -284,8 +285,16 @@ def leak(parts: Ingredients, device: str) -> str:
     return engine.verdict()
 
 
+LIVE_COUNTS = {f"{live} of {ROWS} live": live for live in range(1, ROWS + 1)}
+
+
+def _live_count_expected(live: int) -> str:
+    return Verdict.CLEAN if live == ROWS else Verdict.LEAKED
+
+
 QUESTIONS = Questions(
     "mla_padding",
+    Question("live count", LIVE_COUNTS, live_count_verdict, _live_count_expected, one_thread=True),
     *(
         Question(
             name,
