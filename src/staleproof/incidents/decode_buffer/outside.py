@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import torch
 
+from staleproof.device import Provenance
 from staleproof.evidence.ledger import AllocationLedger, cuda_usage
-from staleproof.harness.answers import Answer, answer, no_answer
+from staleproof.harness.answers import Answer, no_answer
 from staleproof.incidents.decode_buffer.allocator import MIB, SimulatedMemory
 from staleproof.incidents.decode_buffer.driver import driver_memory
 from staleproof.incidents.decode_buffer.model import Attention, Experts, Model
@@ -47,7 +48,10 @@ def outside(kind: str, device: str) -> Answer:
     assert after is not None
     change = after - before
     verdict = NAMED if report.surprises else AS_FREE if change > 0 else COUNTED if change < 0 else MISSED
-    return answer(verdict, headroom_change_bytes=change, taken_bytes=_BYTES)
+    numbers = {"headroom_change_bytes": change, "taken_bytes": _BYTES}
+    return Answer(
+        verdict, numbers, changes={} if device == "cuda" else {"provenance": Provenance.INTERPRETED}
+    )
 
 
 @contextlib.contextmanager

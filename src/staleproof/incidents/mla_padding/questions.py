@@ -14,7 +14,7 @@ from staleproof.harness.answers import Answer, answer, no_answer
 from staleproof.harness.findings import FIXED, NOT_FIXED, REPLICA, Evidence, Grade
 from staleproof.harness.peers import Peer, peers
 from staleproof.harness.questions import Ablation, Fix, Question, Questions
-from staleproof.incidents.mla_padding import broken
+from staleproof.incidents.mla_padding import broken, fa3
 from staleproof.incidents.mla_padding.correct import wrong
 from staleproof.incidents.mla_padding.pictures import ROWS, live_count_verdict
 from staleproof.incidents.mla_padding.remedies import (
@@ -152,6 +152,7 @@ def _or_reason(ask: Callable[[broken.Kernel, str], str | Answer]) -> Callable[..
 KERNELS: dict[str, broken.Kernel] = {
     **broken.KERNELS,
     "mla_decode": mla_decode,
+    "vllm_fa3": PeerKernel(fa3.peer()),
     **{name: PeerKernel(peer) for name, peer in peers().items()},
 }
 # Parts that a kernel splits the keys into: vLLM's takes the number, ours chooses from the shapes. Fewer
