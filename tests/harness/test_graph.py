@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from staleproof.evidence import plant, row_states
-from staleproof.harness.graph import capture
+from staleproof.harness.graph import LaunchList, capture
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 
 
@@ -64,6 +64,20 @@ def test_triton_launches_are_part_of_the_step(device):
     graph.replay()
     assert out[:2].eq(1).all()
     assert out[2:].eq(0).all()
+
+
+def test_a_launch_list_names_its_launches_and_no_allocation(device):
+    if device != "cpu":
+        pytest.skip("a launch list stands for a CUDA graph on a CPU")
+    seq_lens = torch.tensor([1, 0], dtype=torch.int32)
+
+    def step():
+        out = torch.empty(2, 2, 8)
+        out.fill_(1.0)
+        clear_empty_rows(out, seq_lens)
+
+    step()
+    assert LaunchList(step).names == ["aten::fill_", "_clear_empty_rows_kernel"]
 
 
 def test_reading_a_value_back_is_refused(device):

@@ -157,13 +157,17 @@ def evidence_is_stored(nb: NotebookNode) -> list[str]:
     return [f"{c.id}: no stored text" for c in evidence_cells(nb) if not output_text(c).strip()]
 
 
-def evidence_asserts(nb: NotebookNode) -> list[str]:
-    asserting = {
+def evidence_rests_on_findings(nb: NotebookNode) -> list[str]:
+    """The verdict line comes from ``show.verdict(text, findings)``, which refuses without findings."""
+    resting = {
         cell
         for cell, node in nodes(nb)
-        if isinstance(node, ast.Assert) and not isinstance(node.test, ast.Constant)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "verdict"
+        and len(node.args) + len(node.keywords) >= 2
     }
-    return [f"{c.id}: asserts nothing" for c in evidence_cells(nb) if c.id not in asserting]
+    return [f"{c.id}: no verdict from findings" for c in evidence_cells(nb) if c.id not in resting]
 
 
 def evidence_prints_one_verdict(nb: NotebookNode) -> list[str]:
@@ -215,7 +219,7 @@ RULES: tuple[Rule, ...] = (
     starts_with_parameters,
     has_evidence,
     evidence_is_stored,
-    evidence_asserts,
+    evidence_rests_on_findings,
     evidence_prints_one_verdict,
     evidence_prints_no_timing,
     names_no_path_and_no_host,

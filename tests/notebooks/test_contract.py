@@ -58,7 +58,7 @@ def _good() -> NotebookNode:
     parameters = v4.new_code_cell('DEVICE = "cpu"', execution_count=1)
     parameters.metadata.tags = ["parameters"]
     evidence = v4.new_code_cell(
-        'verdict = show("empty_row")\nassert verdict == "pad_only"', execution_count=2
+        'found = ask("empty_row")\nshow.verdict("empty_row: pad_only", found)', execution_count=2
     )
     evidence.metadata.tags = [EVIDENCE]
     text = "row  state\n127  unwritten\nINTERPRETED empty_row: pad_only, 127 of 128 rows\n"
@@ -167,8 +167,8 @@ BROKEN: tuple[tuple[Rule, Callable[[NotebookNode], None]], ...] = (
     (contract.has_evidence, _tags(2)),
     (contract.evidence_is_stored, _set(2, "outputs", [])),
     (contract.evidence_is_stored, _set(2, "outputs", [v4.new_output("stream", text="\n")])),
-    (contract.evidence_asserts, _source(2, 'show("empty_row")')),
-    (contract.evidence_asserts, _source(2, "# assert verdict\nassert True")),
+    (contract.evidence_rests_on_findings, _source(2, 'show("empty_row")')),
+    (contract.evidence_rests_on_findings, _source(2, 'assert found\nshow.verdict("empty_row: pad_only")')),
     (contract.evidence_prints_one_verdict, _text("pad_only\n")),
     (contract.evidence_prints_one_verdict, _text(f"{VERDICT}\n{VERDICT}\n")),
     (contract.evidence_prints_one_verdict, _text("RECORDED empty_row: pad_only\n")),

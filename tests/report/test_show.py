@@ -23,9 +23,55 @@ def test_start_prints_one_banner_line(device: str, capsys: pytest.CaptureFixture
     assert f"torch {torch.__version__}" in line
 
 
-def test_a_verdict_line_begins_with_the_provenance(capsys: pytest.CaptureFixture[str]) -> None:
-    show.verdict("H1 held: 3 rows")
-    assert capsys.readouterr().out == f"{devices.provenance()} H1 held: 3 rows\n"
+def test_a_verdict_line_begins_with_provenance_and_grade(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show.verdict("H1 held: 3 rows", show.observed("rows", 3, 3))
+    assert capsys.readouterr().out == f"{devices.provenance()} replica: H1 held: 3 rows\n"
+
+
+def test_a_cell_that_ends_in_a_verdict_shows_its_line_only() -> None:
+    pytest.importorskip("IPython")
+    from IPython.core.formatters import DisplayFormatter
+
+    printed = show.verdict("H1 held", show.observed("rows", 3, 3))
+    assert DisplayFormatter().format(printed) == ({}, {})
+    assert (bool(printed), repr(printed), repr(show.Printed(0))) == (True, "True", "False")
+
+
+ABSENT = not_run("mla_padding", "served", "theirs", "needs an SM100 GPU")
+
+
+def test_nothing_speaks_for_what_did_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    here = show.observed("rows", 3, 3)
+    assert not show.verdict("H1 held", [here, ABSENT], ("3", "leaked"))
+    assert not show.ran([here, ABSENT])
+    reason = "not run, so no verdict: served, theirs: needs an SM100 GPU\n"
+    assert capsys.readouterr().out == 2 * reason
+
+
+@pytest.mark.parametrize("says", [None, "3", ("3", "4"), {"here": "3"}])
+def test_a_finding_that_says_something_else_stops_the_cell(
+    says: show.Says, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [show.observed("rows", 3, 3), show.observed("columns", 3 if says == ("3", "4") else 5, 3)]
+    with pytest.raises(AssertionError, match="columns"):
+        show.verdict("H1 held", found, says)
+    assert capsys.readouterr().out == ""
+
+
+def test_says_by_variant_and_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [finding("mla_padding", "served", name, name.upper()) for name in ("a", "b")]
+    assert show.verdict("both", found, {"a": "A", "b": "B"})
+    assert show.verdict("both", found, ("A", "B"))
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_verdict_without_findings_or_without_an_expected_verdict_is_refused() -> None:
+    with pytest.raises(ValueError, match="findings: expected those that the verdict rests on, got none"):
+        show.verdict("H1 held", [])
+    with pytest.raises(ValueError, match="says: expected a verdict for every finding"):
+        show.verdict("H1 held", finding("mla_padding", "served", "theirs", "nan"))
+    with pytest.raises(ValueError, match="says: expected 1 verdicts, got 2"):
+        show.verdict("H1 held", show.observed("rows", 3, 3), ("3", "3"))
 
 
 def test_a_verdict_line_is_refused_where_a_finding_says_something_else(

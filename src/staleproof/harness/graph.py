@@ -77,7 +77,9 @@ class LaunchList(TorchDispatchMode):
     def __init__(self, fn: Callable[[], Any]) -> None:
         super().__init__()
         self._launches: list[Callable[[], Any]] = []
-        with _recorded_triton(self._launches), self:
+        # What was recorded, one name a launch.
+        self.names: list[str] = []
+        with _recorded_triton(self._launches, self.names), self:
             fn()
 
     def __torch_dispatch__(
@@ -105,6 +107,7 @@ class LaunchList(TorchDispatchMode):
                     kept.copy_(new)
 
         self._launches.append(launch)
+        self.names.append(name)
         return result
 
     def replay(self) -> None:
@@ -116,8 +119,8 @@ class LaunchList(TorchDispatchMode):
 class _recorded_triton:
     """While active, interpreted Triton launches are also appended to ``launches``."""
 
-    def __init__(self, launches: list[Callable[[], Any]]) -> None:
-        self._launches = launches
+    def __init__(self, launches: list[Callable[[], Any]], names: list[str]) -> None:
+        self._launches, self._names = launches, names
 
     def __enter__(self) -> None:
         if not device.has_triton():
@@ -127,13 +130,14 @@ class _recorded_triton:
 
         self._cls = InterpretedFunction
         self._run = run = InterpretedFunction.run
-        launches = self._launches
+        launches, names = self._launches, self._names
 
         def recorded(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             # The interpreter's own torch operations are not part of the step.
             with _disable_current_modes():
                 result = run(kernel, *args, **kwargs)
             launches.append(lambda: run(kernel, *args, **kwargs))
+            names.append(kernel.fn.__name__)
             return result
 
         InterpretedFunction.run = recorded

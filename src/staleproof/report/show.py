@@ -61,7 +61,39 @@ def observed(what: str, verdict: object, expected: object, evidence: Evidence = 
     return finding("notebook", what, "here", str(verdict), expected=str(expected), evidence=evidence)
 
 
-def verdict(text: str, findings: Finding | Iterable[Finding] | None = None, says: Says = None) -> bool:
+class Printed(int):
+    """Whether a verdict line was printed: true or false. A cell that ends in it shows nothing more."""
+
+    def _ipython_display_(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return str(bool(self))
+
+
+def ran(findings: Finding | Iterable[Finding]) -> bool:
+    """Whether all findings were asked; prints a line for each that was not.
+
+    For cells that compute with the numbers of findings: a finding that was not run has none.
+
+    >>> from staleproof.harness.findings import not_run
+    >>> ran([observed("rows", 5, 5), not_run("an_incident", "served", "theirs", "needs a CUDA device")])
+    not run, so no verdict: served, theirs: needs a CUDA device
+    False
+    """
+    absent = [f for f in _as_list(findings) if not f.ran]
+    for f in absent:
+        print(f"not run, so no verdict: {f.question}, {f.variant}: {f.note}")
+    return not absent
+
+
+def _as_list(findings: Finding | Iterable[Finding]) -> list[Finding]:
+    found = [findings] if isinstance(findings, Finding) else list(findings)
+    require(bool(found), "findings", "those that the verdict rests on", "none")
+    return found
+
+
+def verdict(text: str, findings: Finding | Iterable[Finding], says: Says = None) -> Printed:
     """Print one verdict line, if its findings say so: provenance, grade, then ``text``.
 
     Args:
@@ -86,11 +118,7 @@ def verdict(text: str, findings: Finding | Iterable[Finding] | None = None, says
     not run, so no verdict: served, theirs: needs a CUDA device
     False
     """
-    if findings is None:
-        print(f"{devices.provenance()} {text}")
-        return True
-    found = [findings] if isinstance(findings, Finding) else list(findings)
-    require(bool(found), "findings", "those that the verdict rests on", "none")
+    found = _as_list(findings)
     if isinstance(says, str) or says is None:
         wanted: list[str | None] = [says or f.expected for f in found]
     elif isinstance(says, Mapping):
@@ -99,14 +127,12 @@ def verdict(text: str, findings: Finding | Iterable[Finding] | None = None, says
         require(len(says) == len(found), "says", f"{len(found)} verdicts", len(says))
         wanted = list(says)
     require(None not in wanted, "says", "a verdict for every finding", "a finding that expects none")
-    absent = [f for f in found if not f.ran]
-    for f in absent:
-        print(f"not run, so no verdict: {f.question}, {f.variant}: {f.note}")
     other = [f for f, want in zip(found, wanted, strict=True) if f.ran and f.verdict != want]
     assert not other, [(f.question, f.variant, f.verdict) for f in other]
-    if not absent:
+    printed = Printed(ran(found))
+    if printed:
         print(f"{matrix.provenance(found)} {matrix.grades(found)}: {text}")
-    return not absent
+    return printed
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

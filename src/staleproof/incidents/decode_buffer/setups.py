@@ -36,6 +36,7 @@ MIXED, SEPARATE = "mixed", "separate"
 WRONG_SHAPE, RIGHT_SHAPE = "wrong shape", "right shape"
 FREED, REFUSED, SAFE = "writes freed memory", "refused", "safe"
 CLEARED, STALE = "cleared", "stale"
+ITS_OWN, ANOTHER = "its own", "another layer's"
 
 
 class KeyedWorkspace(Attention):
@@ -90,6 +91,8 @@ class Setup:
         other_model: the shape that a model of other heads and rank gets.
         growth: what happens at a batch larger than the captured one.
         empty_rows: what an empty row of the output holds after a step.
+        left_in_empty_rows: whose rows an empty row of a captured step holds when layers decode one after
+            another. Without a buffer that is up to the memory pool of the graph.
         fix: whether it is one of ours, verified off / on / off.
     """
 
@@ -100,6 +103,7 @@ class Setup:
     other_model: str | None = None
     growth: str | None = None
     empty_rows: str | None = None
+    left_in_empty_rows: str | None = None
     fix: bool = False
 
     @contextlib.contextmanager
@@ -114,17 +118,17 @@ class Setup:
 SETUPS: dict[str, Setup] = {
     "no_buffer": Setup(Wiring, LIVES, NOTHING, SEPARATE, RIGHT_SHAPE, SAFE, STALE),
     "zeros_per_layer": Setup(
-        partial(Wiring, broken.ZerosPerLayer), DIES, UNSEEN, MIXED, RIGHT_SHAPE, FREED, STALE
+        partial(Wiring, broken.ZerosPerLayer), DIES, UNSEEN, MIXED, RIGHT_SHAPE, FREED, STALE, ITS_OWN
     ),
     "zeros_before_profile": Setup(
-        partial(Wiring, broken.ZerosBeforeProfile), LIVES, SEEN, MIXED, RIGHT_SHAPE, FREED, STALE
+        partial(Wiring, broken.ZerosBeforeProfile), LIVES, SEEN, MIXED, RIGHT_SHAPE, FREED, STALE, ITS_OWN
     ),
     "module_singleton": Setup(
-        partial(Wiring, broken.ModuleSingleton), LIVES, UNSEEN, MIXED, WRONG_SHAPE, FREED, STALE
+        partial(Wiring, broken.ModuleSingleton), LIVES, UNSEEN, MIXED, WRONG_SHAPE, FREED, STALE, ANOTHER
     ),
-    "decode_workspace": Setup(_keyed, LIVES, SEEN, SEPARATE, RIGHT_SHAPE, REFUSED, STALE, fix=True),
+    "decode_workspace": Setup(_keyed, LIVES, SEEN, SEPARATE, RIGHT_SHAPE, REFUSED, STALE, ANOTHER, fix=True),
     "clear_empty_rows": Setup(
-        partial(Wiring, ClearedRows), LIVES, NOTHING, SEPARATE, RIGHT_SHAPE, SAFE, CLEARED, fix=True
+        partial(Wiring, ClearedRows), LIVES, NOTHING, SEPARATE, RIGHT_SHAPE, SAFE, CLEARED, CLEARED, fix=True
     ),
     "lazy_moe_workspace": Setup(partial(Wiring, Attention, broken.LazyMoeWorkspace), DIES, UNSEEN),
 }

@@ -266,9 +266,10 @@ class ZerosOncePerLayer:
 
     def __call__(self, a: AttentionInputs) -> torch.Tensor:
         """(batch, q_len, heads, 512)."""
-        return _call(self.kernel, a, self._buffer(a.layer, a.q)[: a.q.shape[0]])
+        return _call(self.kernel, a, self.buffer_of(a.layer, a.q)[: a.q.shape[0]])
 
-    def _buffer(self, key: int, q: torch.Tensor) -> torch.Tensor:
+    def buffer_of(self, key: int, q: torch.Tensor) -> torch.Tensor:
+        """The buffer of layer ``key``, large enough for the output of ``q`` (batch, q_len, heads, 576)."""
         buffer = self.buffers.get(key)
         if buffer is None or buffer.shape[0] < q.shape[0] or buffer.dtype != q.dtype:
             if buffer is not None:
@@ -285,7 +286,7 @@ class OneSharedBuffer(ZerosOncePerLayer):
 
     def __call__(self, a: AttentionInputs) -> torch.Tensor:
         """(batch, q_len, heads, 512)."""
-        return _call(self.kernel, a, self._buffer(0, a.q)[: a.q.shape[0]])
+        return _call(self.kernel, a, self.buffer_of(0, a.q)[: a.q.shape[0]])
 
 
 class ClearsNothing(NoRemedy):

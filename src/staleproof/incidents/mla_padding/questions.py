@@ -11,16 +11,30 @@ import torch
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.rows import Fill, Verdict, bad_rows, judge_rows, pad_invariance
 from staleproof.harness.answers import Answer, answer, failed
-from staleproof.harness.findings import FIXED, REPLICA, Evidence, Grade
+from staleproof.harness.findings import FIXED, NOT_FIXED, REPLICA, Evidence, Grade
 from staleproof.harness.peers import Peer, peers
 from staleproof.harness.questions import Ablation, Fix, Question, Questions
-from staleproof.incidents.mla_padding import broken
+from staleproof.incidents.mla_padding import broken, fa3
 from staleproof.incidents.mla_padding.correct import wrong
+from staleproof.incidents.mla_padding.pictures import ROWS, live_count_verdict
+from staleproof.incidents.mla_padding.remedies import (
+    BUFFERS,
+    BUFFERS_EXPECTED,
+    DECODES,
+    DECODES_EXPECTED,
+    FREE_BLOCKS,
+    GROWTH,
+    NULL_BLOCKS,
+    growth_after_capture,
+    growth_by_history,
+    null_block,
+    null_block_expected,
+    num_decodes,
+    three_d_buffer,
+)
 from staleproof.incidents.mla_padding.scene import (
     KV_LORA_RANK,
-    LATENT,
     SCALE,
-    AttentionInputs,
     Batch,
     Call,
     Engine,
@@ -37,9 +51,15 @@ from staleproof.ops.mla_decode import mla_decode
 
 @dataclass(frozen=True)
 class PeerKernel:
-    """Another package's decode kernel, called as ``mla_decode`` is."""
+    """Another package's decode kernel, called as ``mla_decode`` is.
+
+    Attributes:
+        peer: the kernel.
+        num_kv_splits: parts that the keys are split into, for kernels that take the number.
+    """
 
     peer: Peer
+    num_kv_splits: int | None = None
 
     def __call__(
         self,
@@ -54,7 +74,8 @@ class PeerKernel:
         """``out``, and ``lse`` or, if the kernel gives none, an empty tensor."""
         q = q.squeeze(1) if q.ndim == 4 else q
         out = None if out is None else out.view(*q.shape[:-1], KV_LORA_RANK)
-        out, lse = self.peer(q, kv_cache, block_table, seq_lens, softmax_scale=softmax_scale, out=out)
+        call = q, kv_cache, block_table, seq_lens
+        out, lse = self.peer(*call, softmax_scale=softmax_scale, num_kv_splits=self.num_kv_splits, out=out)
         return out, torch.empty(0) if lse is None else lse
 
 
@@ -73,13 +94,13 @@ def _call(device: str, rows: int, live: int, tokens: int) -> Call:
     return make_call(device, rows=rows, live=live, tokens=tokens, dtype=dtype)
 
 
-def empty_row(kernel: broken.Kernel, device: str) -> Answer:
+def empty_row(kernel: broken.Kernel, device: str, rows: int = 8) -> Answer:
     """What a kernel does with the output rows of requests without tokens.
 
     The output is filled with a canary first: if it survives, the row was not written; another NaN was
     computed by the kernel.
     """
-    call = _call(device, rows=8, live=3, tokens=20)
+    call = _call(device, rows=rows, live=3, tokens=20)
     out = plant(call.q.new_empty(*call.q.shape[:-1], KV_LORA_RANK), stage=5)
     kernel(*call, softmax_scale=SCALE, out=out)
     states = row_states(out, stage=5)
@@ -131,8 +152,25 @@ def _or_reason(ask: Callable[[broken.Kernel, str], str | Answer]) -> Callable[..
 KERNELS: dict[str, broken.Kernel] = {
     **broken.KERNELS,
     "mla_decode": mla_decode,
+    "vllm_fa3": PeerKernel(fa3.peer()),
     **{name: PeerKernel(peer) for name, peer in peers().items()},
 }
+# Parts that a kernel splits the keys into: vLLM's takes the number, ours chooses from the shapes. Fewer
+# under the interpreter, which is slow.
+SPLITS = {"cuda": (1, 2, 4, 8, 16, 32, 64), "cpu": (1, 4)}
+
+
+def empty_row_by_splits(kernel: Callable[[int], broken.Kernel], device: str) -> Answer:
+    """What becomes of an empty row, with each number of splits."""
+    states = [empty_row(kernel(splits), device, rows=4).verdict for splits in SPLITS[device]]
+    return answer(" and ".join(sorted({*states})), splits=list(SPLITS[device]), states=states)
+
+
+SPLIT_KERNELS: dict[str, Callable[[int], broken.Kernel]] = {
+    "mla_decode": lambda splits: partial(mla_decode, num_kv_splits=splits),
+    "vllm_triton": lambda splits: PeerKernel(peers()["vllm_triton"], splits),
+}
+
 ALONE: dict[str, Callable[[broken.Kernel, str], str | Answer]] = {
     "empty row": empty_row,
     "past seq_len": past_seq_len,
@@ -220,71 +258,6 @@ def off_on_off(name: str, expected: str = FIXED) -> Fix:
     return Fix(name, off=setup.without_fix, on=setup, ask=served_verdict, wrong=wrong, expected=expected)
 
 
-class _FreedBlocks:
-    """The next tenant of a freed block: on CUDA torch's allocator decides, elsewhere this list does."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.freed: list[torch.Tensor] = []
-
-    def free(self, block: torch.Tensor) -> None:
-        if self.device == "cpu":
-            self.freed.append(block)
-
-    def tenant_at(self, where: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """The tensor that gets the block at address ``where``, if any does."""
-        if self.device == "cpu":
-            return self.freed.pop() if self.freed else None
-        # Blocks of this size that the process freed earlier may be handed out first.
-        tenants: list[torch.Tensor] = []
-        for _ in range(64):
-            tenants.append(torch.empty(shape, dtype=dtype, device=self.device))
-            if tenants[-1].data_ptr() == where:
-                return tenants[-1]
-        return None
-
-
-def growth_after_capture(setup: Setup, device: str) -> Answer:
-    """Whether a replay writes into memory that belongs to somebody else by then.
-
-    After the capture one larger eager batch comes. If a buffer grows for it, the old one is freed and
-    given to another tensor, but the captured graph still writes to it.
-    """
-    blocks = _FreedBlocks(device)
-    remedy = setup.remedy(setup.kernel)
-    if isinstance(remedy, broken.ZerosOncePerLayer):
-        remedy.free = blocks.free
-    config = setup.config(device)
-    engine = Engine(Variant("grown", remedy, broken.QUANTISERS["torch.max"]), config)
-    output = engine.taps[0]["attention"]
-    shape, where = tuple(output.shape), output.data_ptr()
-    del output
-    engine.forget_taps()
-    larger = 2 * config.batch
-    remedy(
-        AttentionInputs(
-            q=torch.zeros(larger, config.q_len, config.heads, LATENT, dtype=config.dtype, device=device),
-            kv_cache=engine.kv_cache[0],
-            block_table=engine.block_table.repeat(2, 1),
-            seq_lens=torch.zeros(larger, dtype=torch.int32, device=device),
-            num_decodes=larger,
-            layer=0,
-        )
-    )
-    tenant = blocks.tenant_at(where, shape, config.dtype)
-    changed = 0
-    if tenant is not None:
-        plant(tenant, stage=9)
-        engine.set_batch(Batch(3))
-        engine.graph.replay()
-        states = row_states(tenant.view(config.batch * config.q_len, -1), stage=9)
-        changed = sum(state != "unwritten" for state in states)
-    return answer("overwrites a tenant" if changed else "clean", tenant_rows_overwritten=changed)
-
-
-GROWTH = {"zeros_once_per_layer": "overwrites a tenant", "clear_empty_rows": "clean", "mla_decode": "clean"}
-
-
 @dataclass(frozen=True)
 class Ingredients:
     """What a leak needs.
@@ -313,8 +286,16 @@ def leak(parts: Ingredients, device: str) -> str:
     return engine.verdict()
 
 
+LIVE_COUNTS = {f"{live} of {ROWS} live": live for live in range(1, ROWS + 1)}
+
+
+def _live_count_expected(live: int) -> str:
+    return Verdict.CLEAN if live == ROWS else Verdict.LEAKED
+
+
 QUESTIONS = Questions(
     "mla_padding",
+    Question("live count", LIVE_COUNTS, live_count_verdict, _live_count_expected, one_thread=True),
     *(
         Question(
             name,
@@ -351,6 +332,19 @@ QUESTIONS = Questions(
         evidence=lambda s: _evidence(s.kernel, ", in our engine"),
     ),
     Question("growth after capture", {name: SETUPS[name] for name in GROWTH}, growth_after_capture, GROWTH),
+    Question("growth by history", FREE_BLOCKS, growth_by_history, "overwrites a tenant"),
+    Question("null block", NULL_BLOCKS, null_block, null_block_expected, one_thread=True),
+    Question("num_decodes", DECODES, num_decodes, DECODES_EXPECTED),
+    Question("3-D buffer", BUFFERS, three_d_buffer, BUFFERS_EXPECTED),
+    Question(
+        "empty row, by splits",
+        SPLIT_KERNELS,
+        empty_row_by_splits,
+        expected={"mla_decode": "zero", "vllm_triton": "nan"},
+        unavailable=lambda kernel, device: _unavailable(kernel(1), device),
+        one_thread=True,
+        evidence=lambda kernel: _evidence(kernel(1)),
+    ),
     Ablation(
         Ingredients(),
         without={
@@ -369,4 +363,6 @@ QUESTIONS = Questions(
         },
     ),
     *(off_on_off(name) for name, setup in SETUPS.items() if setup.fix),
+    # The remedy that was merged, put to the same test.
+    off_on_off("zeros_once_per_layer", NOT_FIXED),
 )

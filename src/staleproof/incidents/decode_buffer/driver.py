@@ -1,0 +1,108 @@
+"""What only the CUDA driver says or gives: the kernels of a graph, and memory past torch's allocator."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_KERNEL_NODE = 0
+
+
+# CUDA_KERNEL_NODE_PARAMS_v2 begins with the function and ends with the kernel and the context.
+class _KernelNode(ctypes.Structure):
+    _fields_ = (
+        ("func", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("arguments", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+def kernel_nodes(fn: Callable[[], Any]) -> list[str]:
+    """Capture ``fn`` in a CUDA graph and name its nodes in the order of the driver.
+
+    Args:
+        fn: launches kernels; called once, inside the capture.
+
+    Returns:
+        For a kernel its name, grid and block; for another node its type, as the driver numbers it.
+
+    Raises:
+        RuntimeError: the driver refused a call.
+    """
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        fn()
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle = ctypes.c_void_p(graph.raw_cuda_graph())
+    count = ctypes.c_size_t()
+    _check(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)), "cuGraphGetNodes")
+    nodes = (ctypes.c_void_p * count.value)()
+    _check(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)), "cuGraphGetNodes")
+    return sorted(_name(driver, ctypes.c_void_p(node)) for node in nodes)
+
+
+def _name(driver: Any, node: ctypes.c_void_p) -> str:
+    kind = ctypes.c_int()
+    _check(driver.cuGraphNodeGetType(node, ctypes.byref(kind)), "cuGraphNodeGetType")
+    if kind.value != _KERNEL_NODE:
+        return f"node of type {kind.value}"
+    got = _KernelNode()
+    _check(driver.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(got)), "cuGraphKernelNodeGetParams")
+    name = ctypes.c_char_p()
+    if got.func:
+        code = driver.cuFuncGetName(ctypes.byref(name), ctypes.c_void_p(got.func))
+    else:
+        code = driver.cuKernelGetName(ctypes.byref(name), ctypes.c_void_p(got.kernel))
+    _check(code, "the name of a kernel")
+    return f"{(name.value or b'?').decode()} grid {[*got.grid]}, block {[*got.block]}"
+
+
+def _check(code: int, what: str) -> None:
+    if code != 0:
+        raise RuntimeError(f"{what}: the CUDA driver returned {code}")
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Allocation(ctypes.Structure):
+    # CUmemAllocationProp: type, handle types, location, a pointer for Windows, flags.
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handles", ctypes.c_int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+@contextlib.contextmanager
+def driver_memory(nbytes: int) -> Iterator[None]:
+    """Device memory from ``cuMemCreate`` for the length of a ``with``, as ``ncclMemAlloc`` takes it.
+
+    Args:
+        nbytes: a multiple of 2 MiB.
+
+    Raises:
+        RuntimeError: the driver refused.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    pinned = _Allocation(type=1, location=_Location(type=1, id=torch.cuda.current_device()))
+    handle = ctypes.c_ulonglong()
+    size = ctypes.c_size_t(nbytes)
+    code = driver.cuMemCreate(ctypes.byref(handle), size, ctypes.byref(pinned), ctypes.c_ulonglong(0))
+    _check(code, "cuMemCreate")
+    try:
+        yield
+    finally:
+        _check(driver.cuMemRelease(handle), "cuMemRelease")

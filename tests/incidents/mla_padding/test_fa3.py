@@ -1,0 +1,59 @@
+"""FA3 of vLLM's wheel is called as vLLM calls it, or says why not."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+from staleproof.incidents.mla_padding import fa3
+from staleproof.incidents.mla_padding.questions import ALONE, QUESTIONS
+from staleproof.incidents.mla_padding.scene import SCALE, make_call
+from staleproof.ops.reference.mla_decode import mla_decode
+
+
+def test_without_a_gpu_it_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device is here")
+    for question in ALONE:
+        (found,) = QUESTIONS.ask(question, "vllm_fa3", device="cpu")
+        assert (found.verdict, found.note) == ("not run", "needs a CUDA device")
+
+
+def test_a_wheel_without_the_library_is_named(monkeypatch):
+    monkeypatch.setattr(fa3.device, "provenance", lambda: fa3.Provenance.MEASURED)
+    monkeypatch.setattr(fa3.device, "machine", lambda: types.SimpleNamespace(capability="sm_90"))
+    monkeypatch.setattr(fa3, "vllm_file", lambda path: None)
+    assert fa3.unavailable_reason() == f"no vllm with {fa3.LIBRARY} is installed"
+    monkeypatch.setattr(fa3.device, "machine", lambda: types.SimpleNamespace(capability="sm_100"))
+    assert fa3.unavailable_reason().startswith("needs an SM90 GPU")
+
+
+def test_its_arguments_are_an_mla_decode(monkeypatch):
+    """A stand-in with FA3's signature rebuilds what it is given and decodes it."""
+
+    def varlen(*, q, k, v, q_v, seqused_k, block_table, softmax_scale, max_seqlen_k, out, **more):
+        assert (more["fa_version"], more["causal"], more["max_seqlen_q"]) == (3, True, 1)
+        assert max_seqlen_k >= int(seqused_k.max())
+        query, cache = torch.cat((q_v, q), -1), torch.cat((v, k), -1).squeeze(-2)
+        out.copy_(mla_decode(query, cache, block_table, seqused_k, softmax_scale=softmax_scale)[0])
+
+    module = types.SimpleNamespace(flash_attn_varlen_func=varlen)
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", module)
+    call = make_call("cpu", rows=4, live=3, tokens=84, dtype=torch.float32)
+    got, lse = fa3._prepare(*call, SCALE, None, None)()
+    want, _ = mla_decode(*call, softmax_scale=SCALE)
+    assert torch.equal(got, want)
+    assert lse is None
+
+
+@pytest.mark.gpu
+def test_on_sm90_live_rows_are_right(device):
+    if why := fa3.unavailable_reason():
+        pytest.skip(why)
+    call = make_call(device, rows=4, live=3, tokens=84)
+    got, _ = fa3.peer()(*call, softmax_scale=SCALE)
+    want, _ = mla_decode(*call, softmax_scale=SCALE)
+    assert (got[:3].double() - want[:3].double()).norm() / want[:3].double().norm() < 1e-2

@@ -1,0 +1,101 @@
+"""No notebook prints a verdict that its findings do not give.
+
+Each notebook's cells run once with every finding forced to ``not run``, and once with every verdict
+changed. No verdict line that the notebook has stored may come out again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import v4
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from contract import VERDICT_LINE, code_cells, output_text
+from guard import FLIPPED, MODES, NOT_RUN
+
+HERE = Path(__file__).resolve().parent
+NOTEBOOKS = sorted((HERE.parents[1] / "notebooks").glob("*.ipynb"))
+WORD = re.compile(r"^(?:(?:MEASURED|INTERPRETED|RECORDED|\+)+)\s+")
+
+
+def verdicts(text: str) -> set[str]:
+    """The verdict lines of a text, without the word that says where the values come from."""
+    return {WORD.sub("", line) for line in text.splitlines() if VERDICT_LINE.match(line)}
+
+
+def stored(path: Path) -> set[str]:
+    """The verdict lines in the outputs of a notebook."""
+    nb = nbformat.read(path, as_version=4)
+    return {line for cell in code_cells(nb) for line in verdicts(output_text(cell))}
+
+
+def forced(path: Path, mode: str) -> list[str]:
+    """What the notebook prints in ``mode``, in a process of its own."""
+    command = [sys.executable, str(HERE / "guard.py"), str(path), mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_verdict_outlives_its_findings(path: Path, mode: str) -> None:
+    lines = forced(path, mode)
+    # The first cells ran: without them every cell raises and nothing is shown.
+    assert any(line.startswith("machine: ") for line in lines)
+    assert sorted(stored(path) & verdicts("\n".join(lines))) == []
+
+
+START = """from staleproof.incidents.mla_padding.questions import QUESTIONS
+from staleproof.report import show
+device = show.start("cpu")
+found = QUESTIONS.ask("ablation", "all four")
+here = [show.observed("rows", 5, 5)]"""
+GOOD = """show.verdict("it leaks", found, "leaked")
+show.verdict("5 rows", here)"""
+# Each prints a verdict for what did not run, or for what came out otherwise.
+BAD = {
+    "print": 'print("INTERPRETED replica: it leaks")',
+    "findings that are not its own": 'show.verdict("it leaks", found, [f.verdict for f in found])',
+    "only those that ran": (
+        'if all(f.verdict == "leaked" for f in found if f.ran):\n    print("INTERPRETED replica: it leaks")'
+    ),
+    "a default for a number": (
+        'if found[0].numbers.get("rows", 5) == 5:\n    print("INTERPRETED replica: it leaks")'
+    ),
+}
+
+
+def synthetic(path: Path, *cells: str) -> Path:
+    """A notebook with these code cells, whose outputs hold both verdict lines."""
+    nb = v4.new_notebook(cells=[v4.new_code_cell(source) for source in cells])
+    text = "INTERPRETED replica: it leaks\nMEASURED replica: 5 rows\n"
+    nb.cells[-1].outputs = [v4.new_output("stream", name="stdout", text=text)]
+    nbformat.write(nb, path)
+    return path
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_guard_lets_a_sound_notebook_pass_and_goes_on_after_an_error(tmp_path: Path, mode: str) -> None:
+    path = synthetic(tmp_path / "good.ipynb", START, "1 / 0", GOOD, 'print("the end")')
+    lines = forced(path, mode)
+    assert lines[-1] == "the end"
+    assert stored(path) == {"replica: it leaks", "replica: 5 rows"}
+    assert not stored(path) & verdicts("\n".join(lines))
+    reason = "not run, so no verdict: ablation, all four: forced by the guard"
+    assert (reason in lines) == (mode == NOT_RUN)
+
+
+@pytest.mark.parametrize("cell", BAD)
+def test_the_guard_sees_a_cell_that_speaks_for_what_did_not_run(tmp_path: Path, cell: str) -> None:
+    path = synthetic(tmp_path / "bad.ipynb", START, BAD[cell])
+    mode = FLIPPED if cell.startswith(("findings", "a default")) else NOT_RUN
+    assert stored(path) & verdicts("\n".join(forced(path, mode))) == {"replica: it leaks"}
