@@ -16,7 +16,7 @@ from staleproof.harness.answers import Answer, answer, no_answer
 from staleproof.harness.compare import other_bits
 from staleproof.harness.findings import ARITHMETIC, CLEAN, NOT_FIXED, OFF_ON_OFF, off_on_off, real
 from staleproof.harness.questions import Fix, Question, Questions
-from staleproof.incidents.scale_padding import broken, flashinfer_fp4, ids, null_block, remedies
+from staleproof.incidents.scale_padding import broken, flashinfer_fp4, ids, matrix, null_block, remedies
 from staleproof.incidents.scale_padding.correct import wrong_draw, wrong_product, wrong_row_scale, wrong_write
 from staleproof.incidents.scale_padding.flashinfer_fp4 import Build, PublicKernel
 from staleproof.incidents.scale_padding.scene import IN_KERNEL, LIVE, N, per_token_step, product_on, step_of
@@ -158,7 +158,8 @@ def draws(simulator: ids.Simulator, device: str) -> str:
 def null_block_ranks(backend: str, device: str) -> Iterator[Answer]:
     """Two ranks, one idle: does its dummy batch reach the request that it gets next?
 
-    The ranks run with slot 0, -1 and 0 in one life, which is off / on / off as well.
+    The ranks run with slot 0, -1 and 0 in one life, which is off / on / off as well; each time with
+    every one of :data:`null_block.CONTENTS` in the dummy batch.
     """
     fix = f"slot_minus_one, {backend}"
     if why := null_block.unavailable_reason(backend):
@@ -170,8 +171,14 @@ def null_block_ranks(backend: str, device: str) -> Iterator[Answer]:
     except children.ChildError as error:
         yield answer("failed", note=str(error))
         return
-    off, on, again = (LEAKED if step.row_bad else CLEAN for step in idle)
-    yield answer(off, null_block_bad=idle[0].null_block_bad, busy_rank_bad=busy[0].row_bad)
+    off, on, again = (LEAKED if step.row_wrong else CLEAN for step in idle)
+    yield answer(
+        off,
+        changed_by=" ".join(idle[0].row_wrong),
+        contents=" ".join(null_block.CONTENTS),
+        null_block_bad=idle[0].null_block_bad,
+        busy_rank_bad=bool(busy[0].row_wrong),
+    )
     claim = off_on_off(INCIDENT, fix, off=off, on=on, off_again=again, wrong=wrong_write(device))
     yield Answer(claim.verdict, claim.numbers, claim.note, OFF_ON_OFF, fix, claim.expected)
 
@@ -189,12 +196,12 @@ def content_decides(name: str, device: str) -> Answer:
 
 def cures(cause: str, device: str) -> Iterator[Answer]:
     """Every remedy on one cause, an answer a cell: the question is the remedy."""
-    for cell in remedies.row_of(cause, device):
+    for cell in matrix.row_of(cause, device):
         yield Answer(
             cell.verdict,
-            {"wrong_off": cell.off, "wrong_on": cell.on, "wrong_off_again": cell.off_again},
+            cell.numbers,
             question=f"matrix, {cell.remedy}",
-            expected=remedies.CURED if remedies.CAUSES[cause] == cell.remedy else None,
+            expected=matrix.CURED if remedies.CAUSES[cause] == cell.remedy else None,
         )
 
 
