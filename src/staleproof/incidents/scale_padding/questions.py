@@ -13,11 +13,16 @@ import torch
 from staleproof.evidence.rows import Verdict, judge_rows, pad_invariance
 from staleproof.harness import children
 from staleproof.harness.answers import Answer, answer, no_answer
-from staleproof.harness.compare import other_bits
 from staleproof.harness.findings import ARITHMETIC, CLEAN, NOT_FIXED, OFF_ON_OFF, off_on_off, real
 from staleproof.harness.questions import Fix, Question, Questions
 from staleproof.incidents.scale_padding import broken, flashinfer_fp4, ids, matrix, null_block, remedies
-from staleproof.incidents.scale_padding.correct import wrong_draw, wrong_product, wrong_row_scale, wrong_write
+from staleproof.incidents.scale_padding.correct import (
+    wrong_draw,
+    wrong_ids,
+    wrong_product,
+    wrong_row_scale,
+    wrong_write,
+)
 from staleproof.incidents.scale_padding.flashinfer_fp4 import Build, PublicKernel
 from staleproof.incidents.scale_padding.scene import IN_KERNEL, LIVE, N, per_token_step, product_on, step_of
 from staleproof.ops.reference import nvfp4 as reference
@@ -107,6 +112,10 @@ ID_WIDTHS: dict[str, Reader] = {
 ROUTED = (64, 16, 4)
 
 
+def _sent(device: str) -> Pair:
+    return ids.simulate_routing(*ROUTED, device=device)
+
+
 def _mixed(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """(tokens,) what a token gets if expert e answers e + 1; a wrong id is a wrong number."""
     return (weights * (chosen + 1)).sum(1)
@@ -114,7 +123,7 @@ def _mixed(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 def id_width(reader: Reader, device: str) -> Answer:
     """What a kernel computes from the ids that ``reader`` makes of the right ones."""
-    weights, right = ids.simulate_routing(*ROUTED, device=device)
+    weights, right = _sent(device)
     try:
         chosen, read_weights = reader(right, weights)
     except ValueError:
@@ -123,12 +132,6 @@ def id_width(reader: Reader, device: str) -> Answer:
     verdict = CLEAN if torch.allclose(got, _mixed(weights, right)) else WRONG
     words = " ".join(map(str, chosen.flatten()[:8].tolist()))
     return answer("NaN" if bool(got.isnan().any()) else verdict, first_ids=words)
-
-
-def wrong_ids(reader: Reader, device: str) -> str | None:
-    """Whether the ids that arrive are those that were sent."""
-    weights, right = ids.simulate_routing(*ROUTED, device=device)
-    return other_bits("ids", reader(right, weights)[0], right)
 
 
 # experts, experts a token: DeepSeek-V3, Qwen3-30B-A3B, Qwen3-Next
@@ -271,7 +274,7 @@ QUESTIONS = Questions(
         off=ID_WIDTHS["int64_read_as_int32"],
         on=ID_WIDTHS["int32"],
         ask=id_width,
-        wrong=wrong_ids,
+        wrong=lambda reader, device: wrong_ids(reader, _sent(device)),
     ),
     Fix(
         "simulate_routing",
