@@ -264,6 +264,8 @@ def real_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Case], s
 
         monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: None)
         monkeypatch.setattr(fused_moe, "run_cases", run_cases)
+        # It compares on the GPU, which is not here.
+        monkeypatch.setattr(questions, "wrong", lambda case, device: None)
 
     return install
 
