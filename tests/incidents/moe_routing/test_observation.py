@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from staleproof.incidents.moe_routing import broken
-from staleproof.incidents.moe_routing.batch import IDS, ILLEGAL_ACCESS, MISREAD, RIGHT, SILENT, Batch, make_ids
+from staleproof.incidents.moe_routing.batch import (
+    IDS,
+    ILLEGAL_ACCESS,
+    MISREAD,
+    RIGHT,
+    SILENT,
+    Batch,
+    make_ids,
+)
 from staleproof.incidents.moe_routing.observation import MEMORY, observe
 from staleproof.ops.topk import topk_softmax
 
