@@ -14,7 +14,7 @@ from staleproof.incidents.scale_padding import broken, flashinfer_fp4, null_bloc
 from staleproof.incidents.scale_padding.questions import QUESTIONS, WRONG
 from staleproof.ops import nvfp4 as kernels
 
-# Each is put once for all tests here. The matrix is asked by parts, in test_remedies.py.
+# Each is put once for all tests here. The matrix is asked by parts, in test_matrix.py.
 ask = cache(QUESTIONS.ask)
 ROWS = sorted({row.name for row in QUESTIONS.rows} - {"matrix", "public"})
 

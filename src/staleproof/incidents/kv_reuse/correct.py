@@ -1,28 +1,37 @@
-"""Whether a remedy of incident 4 zeroes the blocks that it is given, and no other byte."""
+"""Whether a remedy of incident 4 zeroes the blocks that it says, and no other byte."""
 
 from __future__ import annotations
+
+from itertools import islice
 
 import torch
 
 from staleproof.harness.compare import other_bits
 from staleproof.incidents.kv_reuse.hybrid import Zeroing
-from staleproof.incidents.kv_reuse.scene import Remedy, Scene, ZeroNewBlocks
+from staleproof.incidents.kv_reuse.scene import Remedy, Scene, ZeroNewBlocks, trace_of
+from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA
+
+STEPS = 3
 
 
 def wrong_bytes(scene: Scene, remedy: Remedy) -> str | None:
-    """What a remedy leaves in a block that it was given, or changes elsewhere, or ``None``.
+    """What a remedy leaves in a block that it says it zeroed, or changes elsewhere, or ``None``.
 
-    The outputs of all requests were compared with a run on clean memory before: this is asked of
-    :class:`ZeroNewBlocks`, which may not write elsewhere either.
+    Asked in the first steps of the scene that zero anything. That the outputs of all requests have the
+    bits of a run on clean memory is the verdict ``clean`` of the run itself.
     """
-    buffers = scene.buffers(12)
-    for memory in buffers.raw:
-        memory.fill_(0x5A)
+    buffers = scene.buffers()
     zeroing: Zeroing = remedy(buffers)
-    if not isinstance(zeroing, ZeroNewBlocks):
-        return None
-    zeroing.run([3, 4, 9])
-    want = torch.full_like(buffers.raw[0], 0x5A)
-    want[[3, 4, 9]] = 0
-    found = (other_bits(f"layer {layer}", raw, want) for layer, raw in enumerate(buffers.raw))
-    return next(filter(None, found), None)
+    busy = (step for step in trace_of(scene).steps if step.new[ATTENTION] and step.new[MAMBA] and step.freed)
+    for step in islice(busy, STEPS):
+        for memory in buffers.raw:
+            memory.fill_(0x5A)
+        zeroed = torch.as_tensor(zeroing.run(zeroing.submit(step))).tolist()
+        if isinstance(zeroing, ZeroNewBlocks) and set(zeroed) != {*step.new[ATTENTION], *step.new[MAMBA]}:
+            return f"zeroed the blocks {sorted(set(zeroed))}, which are not the new ones"
+        want = torch.full_like(buffers.raw[0], 0x5A)
+        want[zeroed] = 0
+        for layer, raw in enumerate(buffers.raw):
+            if found := other_bits(f"layer {layer}", raw, want):
+                return found
+    return None

@@ -10,7 +10,11 @@ from staleproof import check
 
 # Outcomes. ILLEGAL_ACCESS is the miniature's: it counts what a real kernel would crash on.
 RIGHT, SILENT, ILLEGAL_ACCESS = "right", "wrong, silent", "illegal access"
-IDS = ("distinct", "all equal", "partly equal")
+# NaN in an output row, without a crash.
+NAN_ROWS = "NaN"
+# What a kernel sees that takes (tokens, top_k) int64 ids for int32: id, 0, id, 0, ... (vLLM #38359).
+MISREAD = "int64 read as int32"
+IDS = ("distinct", "all equal", "partly equal", MISREAD)
 
 
 class Batch(NamedTuple):
@@ -29,7 +33,8 @@ def make_ids(kind: str, batch: Batch, *, seed: int = 0, device: str = "cpu") -> 
     """Expert ids of one batch, the same on every machine.
 
     Args:
-        kind: one of :data:`IDS`; ``partly equal`` repeats one expert in a fifth of the rows.
+        kind: one of :data:`IDS`; ``partly equal`` repeats one expert in a fifth of the rows, and
+            :data:`MISREAD` is what is seen of the distinct ids of the same seed.
         batch: the shape.
         seed: of the choice.
         device: where the ids go.
@@ -50,6 +55,8 @@ def make_ids(kind: str, batch: Batch, *, seed: int = 0, device: str = "cpu") -> 
     elif kind == "partly equal":
         repeated = torch.randperm(tokens, generator=generator)[: -(-tokens // 5)]
         ids[repeated] = ids[repeated, :1]
+    elif kind == MISREAD:
+        ids = ids.long().view(torch.int32).flatten()[: tokens * top_k].view(tokens, top_k)
     return ids.to(device)
 
 

@@ -21,8 +21,8 @@ import torch
 
 from staleproof import device
 from staleproof.harness import children, environment
-from staleproof.incidents.moe_routing import moe_module
-from staleproof.incidents.moe_routing.batch import IDS, RIGHT, SILENT, Batch, make_ids, rows_with_duplicates
+from staleproof.incidents.moe_routing import batch, moe_module
+from staleproof.incidents.moe_routing.batch import IDS, MISREAD, NAN_ROWS, RIGHT, SILENT, Batch
 from staleproof.incidents.moe_routing.moe_module import ModuleError
 
 # Qwen3-30B-A3B's, the model of vLLM #39593.
@@ -80,10 +80,11 @@ class CaseResult:
 
     Attributes:
         case: the case.
-        outcome: :data:`RIGHT`, :data:`CUDA_ILLEGAL_ACCESS`, :data:`SILENT`, :data:`REFUSED` (an error
-            before the launch), :data:`TIMED_OUT` or :data:`DIED`.
+        outcome: :data:`RIGHT`, :data:`CUDA_ILLEGAL_ACCESS`, :data:`NAN_ROWS`, :data:`SILENT`,
+            :data:`REFUSED` (an error before the launch), :data:`TIMED_OUT` or :data:`DIED`.
         wrong_rows: tokens whose output is wrong.
         wrong_clean_rows: of these, tokens with distinct experts.
+        nan_rows: tokens whose output has a NaN.
         error: what the process said, one line.
     """
 
@@ -92,6 +93,7 @@ class CaseResult:
     wrong_rows: int = 0
     wrong_clean_rows: int = 0
     error: str = ""
+    nan_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,10 @@ def _table() -> Iterator[tuple[Case, str | None]]:
     yield Case(512, 8, NEGATIVE, check=False), RIGHT
     yield Case(512, 8, PAST, check=False), RIGHT
     yield Case(128, 8, INT64), REFUSED
+    # What of the revert's int64 ids: refused as they are; read as int32 they are duplicates.
+    yield Case(257, 8, MISREAD, check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(257, 8, MISREAD), SILENT
+    yield Case(257, 8, MISREAD, tail=PREVIOUS), None
     yield Case(512, 8, VIA_WARP_ARGMAX, check=False), CUDA_ILLEGAL_ACCESS
     yield Case(512, 8, VIA_TOPK_SOFTMAX, check=False), RIGHT
 
@@ -312,7 +318,7 @@ def _route(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     if case.ids == VIA_WARP_ARGMAX:
         return broken.route(broken.warp_keeps_its_first_column, logits, case.top_k)
     kind = case.ids if case.ids in IDS else "distinct"
-    ids = make_ids(kind, case.batch, seed=1, device="cuda")
+    ids = batch.make_ids(kind, case.batch, seed=1, device="cuda")
     if case.all_to_all and kind == "all equal":
         # The id of an expert of rank 0.
         ids %= case.experts // 2
@@ -353,7 +359,7 @@ def _run_case(case: Case, fused_moe: Callable[..., Any]) -> CaseResult:
     w1, w2 = random(here, 2 * INTERMEDIATE, HIDDEN), random(here, HIDDEN, INTERMEDIATE)
     x = random(case.tokens, HIDDEN) * HIDDEN**0.5
     weights, ids = _route(case)
-    earlier = make_ids("distinct", case.batch, seed=3, device="cuda")
+    earlier = batch.make_ids("distinct", case.batch, seed=3, device="cuda")
 
     # One output for both calls, so that the workspace of the second gets the block of the first.
     out = torch.zeros_like(x)
@@ -385,12 +391,16 @@ def _run_case(case: Case, fused_moe: Callable[..., Any]) -> CaseResult:
     except Exception as error:  # any error is a result
         text = str(error).strip().splitlines()[0]
         return CaseResult(case, CUDA_ILLEGAL_ACCESS if CUDA_ILLEGAL_ACCESS in text else REFUSED, error=text)
-    expected = _layer(x, weights, ids, w1, w2)
+    # Misread ids name other experts than those that the router chose.
+    meant = batch.make_ids("distinct", case.batch, seed=1, device="cuda") if case.ids == MISREAD else ids
+    expected = _layer(x, weights, meant, w1, w2)
+    nan = out.isnan().any(1)
     distance = (out.float() - expected).norm(dim=1)
     wrong = ~(distance <= 0.05 * expected.norm(dim=1) + 1e-6)
     return CaseResult(
         case,
-        SILENT if bool(wrong.any()) else RIGHT,
+        NAN_ROWS if bool(nan.any()) else SILENT if bool(wrong.any()) else RIGHT,
         wrong_rows=int(wrong.sum()),
-        wrong_clean_rows=int((wrong & ~rows_with_duplicates(ids)).sum()),
+        wrong_clean_rows=int((wrong & ~batch.rows_with_duplicates(ids)).sum()),
+        nan_rows=int(nan.sum()),
     )

@@ -9,6 +9,8 @@ import torch
 from staleproof import check
 from staleproof.incidents.moe_routing.batch import (
     ILLEGAL_ACCESS,
+    MISREAD,
+    NAN_ROWS,
     RIGHT,
     SILENT,
     Batch,
@@ -25,8 +27,9 @@ from staleproof.incidents.moe_routing.consumer import (
     layer,
 )
 
-# What the memory of the map may contain before the map is built.
-MEMORY = ("canary", "zeros", "previous map")
+# What the memory of the map may contain before the map is built, and that of the experts' output rows:
+# the previous map's rows, or with "NaN rows" those of another tensor.
+MEMORY = ("canary", "zeros", "previous map", "previous map, NaN rows")
 HIDDEN = 16
 
 
@@ -35,13 +38,14 @@ class Observation:
     """What became of one batch.
 
     Attributes:
-        outcome: :data:`RIGHT`, :data:`ILLEGAL_ACCESS` or :data:`SILENT`.
+        outcome: :data:`RIGHT`, :data:`ILLEGAL_ACCESS`, :data:`NAN_ROWS` or :data:`SILENT`.
         one_block: whether the one-block builder made the map.
         unwritten: map entries that nobody wrote and that the finalise step reads.
         wild_reads: entries that it would have followed out of the buffer.
         duplicate_rows: tokens with an expert twice.
         wrong_rows: tokens whose output is wrong.
         wrong_clean_rows: of these, tokens with distinct experts.
+        nan_rows: tokens whose output has a NaN.
     """
 
     outcome: str
@@ -51,6 +55,7 @@ class Observation:
     duplicate_rows: int
     wrong_rows: int
     wrong_clean_rows: int
+    nan_rows: int
 
 
 def holes(expert_map: ExpertMap, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -112,21 +117,31 @@ def observe(
     over_canary = built = make(topk_ids, experts)
     if before == "zeros":
         built = make(topk_ids, experts, before=torch.zeros_like(over_canary.row_of_slot))
-    elif before == "previous map":
+    elif before != "canary":
         earlier_ids = make_ids("distinct", batch, seed=3, device=device)
         earlier = make(earlier_ids, experts)
         built = make(topk_ids, experts, before=earlier.row_of_slot)
         memory = outputs(earlier_ids, earlier, memory)
+        if before == "previous map, NaN rows":
+            memory.fill_(torch.nan)
+    # Misread ids name other experts than those that the router chose.
+    meant = (
+        make_ids("distinct", batch, seed=1, device=device)
+        if isinstance(ids, str) and ids == MISREAD
+        else topk_ids
+    )
     got = finish(outputs(topk_ids, built, memory), weights, topk_ids, built, guard=guard)
-    wrong = ~torch.isclose(got.out, layer(x, weights, topk_ids, table), atol=1e-5).all(1)
+    wrong = ~torch.isclose(got.out, layer(x, weights, meant, table), atol=1e-5).all(1)
+    nan = got.out.isnan().any(1)
     duplicates = rows_with_duplicates(topk_ids)
-    outcome = ILLEGAL_ACCESS if got.wild_reads else SILENT if bool(wrong.any()) else RIGHT
+    outcome = NAN_ROWS if bool(nan.any()) else SILENT if bool(wrong.any()) else RIGHT
     return Observation(
-        outcome,
+        ILLEGAL_ACCESS if got.wild_reads else outcome,
         one_block=built.one_block,
         unwritten=int(holes(over_canary, topk_ids).sum()),
         wild_reads=got.wild_reads,
         duplicate_rows=int(duplicates.sum()),
         wrong_rows=int(wrong.sum()),
         wrong_clean_rows=int((wrong & ~duplicates).sum()),
+        nan_rows=int(nan.sum()),
     )

@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from staleproof.evidence.rows import Verdict, bad_rows
 from staleproof.harness.answers import Answer, answer, no_answer
 from staleproof.harness.findings import CLEAN, FIXED, NOT_FIXED, REPLICA, Evidence, real
 from staleproof.harness.questions import ALL, Ablation, Fix, Question, Questions, Several
-from staleproof.incidents.moe_routing import broken, consumer, fused_moe, scene
-from staleproof.incidents.moe_routing.batch import ILLEGAL_ACCESS, RIGHT, SILENT, Batch, rows_with_duplicates
+from staleproof.incidents.moe_routing import broken, consumer, fp8, fused_moe, scene
+from staleproof.incidents.moe_routing.batch import (
+    IDS,
+    ILLEGAL_ACCESS,
+    MISREAD,
+    NAN_ROWS,
+    RIGHT,
+    SILENT,
+    Batch,
+    rows_with_duplicates,
+)
 from staleproof.incidents.moe_routing.correct import wrong
 from staleproof.incidents.moe_routing.observation import Observation, observe
 from staleproof.incidents.moe_routing.padding import PADDING, padding
@@ -119,13 +128,16 @@ def consume(kind: str, batch: Batch, device: str) -> Answer:
 
 
 def _consumed(kind: str, batch: Batch) -> str:
-    return RIGHT if kind == "distinct" or consumer.takes_one_block(*batch) else ILLEGAL_ACCESS
+    if kind == "distinct" or consumer.takes_one_block(*batch):
+        # The map is right for the ids it gets, but misread ids name other experts.
+        return SILENT if kind == MISREAD else RIGHT
+    return ILLEGAL_ACCESS
 
 
-def consume_over(memory: tuple[str, bool, str], device: str) -> Answer:
+def consume_over(kind: str, batch: Batch, memory: tuple[str, bool, str], device: str) -> Answer:
     """What they make of a batch with duplicates, by what the memory contained and the bounds check."""
     before, guard, _ = memory
-    return _observed(observe(TOP_10, "partly equal", device, before=before, guard=guard))
+    return _observed(observe(batch, kind, device, before=before, guard=guard))
 
 
 def needs_module(subject: object, device: str) -> str | None:
@@ -142,7 +154,7 @@ def real_module(device: str) -> Iterator[Answer]:
         yield from (no_answer(why, question=REAL, variant=case.name) for case in expected)
         return
     for row in fused_moe.run_cases([*expected]):
-        numbers = {"wrong_rows": row.wrong_rows, "wrong_clean_rows": row.wrong_clean_rows}
+        numbers = {name: getattr(row, name) for name in ("wrong_rows", "wrong_clean_rows", "nan_rows")}
         yield Answer(
             row.outcome,
             numbers,
@@ -171,21 +183,6 @@ def under_sanitizer(case: fused_moe.Case, device: str) -> Answer:
 def needs_sanitizer(case: fused_moe.Case, device: str) -> str | None:
     """Why the real kernel cannot run under compute-sanitizer."""
     return needs_module(case, device) or fused_moe.sanitizer_missing()
-
-
-def through_fp8(bad: float, firewall: tuple[bool, bool, Verdict, Verdict], device: str) -> Answer:
-    """What an fp8 quantiser between attention and router lets through to the router."""
-    per_token, drops_nan, *_ = firewall
-    attended = scene.make_logits(device, 256, 8)
-    attended[scene.LIVE :, ::64] = bad
-    values, scale = broken.quantise_fp8(attended, per_token=per_token, drops_nan=drops_nan)
-    logits = (values.float() * scale) @ scene.make_logits(device, 128, 256)
-    rows = bad_rows(logits)
-    verdict = Verdict.PAD_ONLY if bool(rows.any()) else Verdict.CLEAN
-    if bool(rows[: scene.LIVE].any()):
-        verdict = Verdict.LEAKED
-    _, ids = broken.route(broken.warp_keeps_its_first_column, logits, 8)
-    return answer(verdict, rows_with_duplicates=int(rows_with_duplicates(ids).sum()))
 
 
 def consume_case(case: RoutingCase, device: str) -> Answer:
@@ -245,17 +242,11 @@ MEMORY = {
     "canary, bounds check": ("canary", True, SILENT),
     "zeros": ("zeros", False, SILENT),
     "previous map": ("previous map", False, SILENT),
+    "previous map, NaN rows": ("previous map, NaN rows", False, NAN_ROWS),
+    "previous map, NaN rows, bounds check": ("previous map, NaN rows", True, NAN_ROWS),
 }
+MISREAD_BATCH = Batch(257, 8, 128)
 _SANITIZED = [fused_moe.Case(512, 8, ids, check=False) for ids in ("distinct", "all equal")]
-# How an fp8 model quantises its attention output: whether with a scale a token, whether NaN is dropped;
-# then the expected verdicts with NaN and with Inf in the padding.
-_CLEAN, _PAD, _LEAK = Verdict.CLEAN, Verdict.PAD_ONLY, Verdict.LEAKED
-FIREWALLS: dict[str, tuple[bool, bool, Verdict, Verdict]] = {
-    "a scale a token, fmax": (True, True, _CLEAN, _PAD),
-    "a scale a token, torch.amax": (True, False, _PAD, _PAD),
-    "one scale, fmax": (False, True, _CLEAN, _LEAK),
-    "one scale, torch.amax": (False, False, _LEAK, _LEAK),
-}
 # Fix -> a case that fails without it, what it changes, and what off / on / off must say.
 _SOFTMAX, _SIGMOID = RoutingCase(), RoutingCase(softmax=False)
 _BIAS, _LIVE_ROW = RoutingCase(softmax=False, bad="bias"), RoutingCase(bad="live row")
@@ -316,11 +307,14 @@ QUESTIONS = Questions(
     ),
     _Small("rows without NaN", [*REMEDY_EXPECTED], good_rows, "right"),
     _Small("padding id -1", CONSUMERS, consume_padding_id, lambda consumes: consumes[1]),
+    *(_Small(f"ids {kind}", BATCHES, partial(consume, kind), partial(_consumed, kind)) for kind in IDS),
     *(
-        _Small(f"ids {kind}", BATCHES, partial(consume, kind), partial(_consumed, kind))
-        for kind in ("distinct", "all equal", "partly equal")
+        _Small(name, MEMORY, partial(consume_over, kind, batch), lambda memory: memory[2])
+        for name, kind, batch in (
+            ("memory held", "partly equal", TOP_10),
+            (f"{MISREAD}, memory held", MISREAD, MISREAD_BATCH),
+        )
     ),
-    _Small("memory held", MEMORY, consume_over, lambda memory: memory[2]),
     Several(REAL, real_module),
     Question(
         SANITIZER,
@@ -331,8 +325,17 @@ QUESTIONS = Questions(
         evidence=_module_evidence,
     ),
     Several(PADDING, padding),
-    _Small("NaN into fp8", FIREWALLS, partial(through_fp8, scene.NAN), lambda wall: wall[2]),
-    _Small("Inf into fp8", FIREWALLS, partial(through_fp8, scene.INF), lambda wall: wall[3]),
+    *(
+        _Small(
+            f"{name} into fp8",
+            fp8.FIREWALLS,
+            partial(fp8.through, bad),
+            attrgetter(name.lower()),
+            unavailable=fp8.unavailable_reason,
+            evidence=fp8.evidence,
+        )
+        for name, bad in (("NaN", scene.NAN), ("Inf", scene.INF))
+    ),
     Ablation(
         _SOFTMAX,
         without=_column(INGREDIENTS, 0),

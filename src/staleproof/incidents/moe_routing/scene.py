@@ -19,7 +19,7 @@ from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
 
 NAN, INF = float("nan"), float("inf")
 OURS, TORCH, VLLM = "staleproof", "torch.topk", "vLLM's compiled kernels"
-VLLM_VARIABLE = "STALEPROOF_VLLM_MOE_SO"
+VLLM_VARIABLE, VLLM_FP8_VARIABLE = "STALEPROOF_VLLM_MOE_SO", "STALEPROOF_VLLM_C_SO"
 # Of the rows of a small batch, the first LIVE belong to requests.
 LIVE = 5
 TOP_8, TOP_10 = Batch(8, 8, 128), Batch(8, 10, 64)
@@ -98,9 +98,10 @@ def select_torch(given: RouterInput, top_k: int) -> Routed:
 
 
 @cache
-def _vllm_ops() -> Any:
-    torch.ops.load_library(os.environ[VLLM_VARIABLE])
-    return torch.ops._moe_C
+def vllm_ops(variable: str = VLLM_VARIABLE) -> Any:
+    """The operators of a compiled library of vLLM, whose path is in an environment variable."""
+    torch.ops.load_library(os.environ[variable])
+    return torch.ops._moe_C if variable == VLLM_VARIABLE else torch.ops._C
 
 
 def select_vllm(given: RouterInput, top_k: int) -> Routed:
@@ -108,16 +109,17 @@ def select_vllm(given: RouterInput, top_k: int) -> Routed:
     x = given.logits
     weights = torch.empty(len(x), top_k, device=x.device)
     ids = torch.empty(len(x), top_k, dtype=torch.int32, device=x.device)
-    route = _vllm_ops().topk_softmax if given.softmax else _vllm_ops().topk_sigmoid
+    route = vllm_ops().topk_softmax if given.softmax else vllm_ops().topk_sigmoid
     route(weights, ids, torch.empty_like(ids), x, False, given.bias)
     return weights, ids
 
 
-def vllm_unavailable_reason(device: str) -> str | None:
+def vllm_unavailable_reason(device: str, variable: str = VLLM_VARIABLE) -> str | None:
     """Why vLLM's compiled operators cannot run, in one line, or ``None`` if they can."""
     if device != "cuda":
         return "needs a CUDA device"
-    return None if VLLM_VARIABLE in os.environ else f"{VLLM_VARIABLE} names no _moe_C library"
+    library = "_moe_C" if variable == VLLM_VARIABLE else "_C"
+    return None if variable in os.environ else f"{variable} names no {library} library"
 
 
 def _select_broken(name: str) -> Select:

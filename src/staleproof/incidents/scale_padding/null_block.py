@@ -21,6 +21,14 @@ RANKS = 2
 BLOCK_SIZE, BLOCKS, HEAD = 4, 8, 16
 # The dummy batch's slot, off / on / off: of a buffer of zeros, of the fix, of the zeros again.
 SLOTS = (0, -1, 0)
+# Hidden states of a dummy batch are whatever is in the buffer, so each of these is tried.
+CONTENTS = {
+    "nan": torch.nan,
+    "inf": torch.inf,
+    "largest": torch.finfo(torch.float32).max,
+    "300": 300.0,
+    "zero": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -30,14 +38,15 @@ class RankStep:
     Attributes:
         rank: which.
         slot: of every token of the idle rank's dummy batch.
-        null_block_bad: whether block 0 of this rank's cache has a NaN afterwards.
-        row_bad: whether the output of this rank's healthy request has one.
+        null_block_bad: whether NaN in a dummy batch is in block 0 of this rank's cache afterwards.
+        row_wrong: the contents of a dummy batch with which the output of this rank's healthy request
+            differs from the right one.
     """
 
     rank: int
     slot: int
     null_block_bad: bool
-    row_bad: bool
+    row_wrong: tuple[str, ...]
 
 
 def write_kv(cache: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
@@ -68,33 +77,39 @@ def _repetitions(rank: int, device: str) -> list[RankStep]:
     """The three repetitions of one rank: rank 0 busy and rank 1 idle, then both with a request."""
     steps = []
     for slot in SLOTS:
-        generator = torch.Generator().manual_seed(rank)
-        cache = torch.randn(BLOCKS, BLOCK_SIZE, HEAD, generator=generator).to(device)
-        cache[0] = 0
-        # A request of six tokens: two blocks, and two unused entries that name the null block.
-        table = torch.tensor([3, 5, 0, 0], device=device)
-        q = torch.randn(HEAD, generator=generator).to(device)
-
-        idle = rank == 1
-        if idle:
-            # Hidden states of a dummy batch are whatever is in the buffer.
-            hidden = torch.full((BLOCK_SIZE, HEAD), torch.nan, device=device)
-            slots = torch.full((BLOCK_SIZE,), slot, device=device)
-        else:
-            hidden = torch.randn(BLOCK_SIZE, HEAD, generator=generator).to(device)
-            slots = torch.arange(BLOCK_SIZE, device=device) + 3 * BLOCK_SIZE
-        write_kv(cache, hidden, slots)
-        # The exchange that the idle rank must not miss. Each rank fills its own place, so the rows
-        # of the two never mix.
-        places = torch.zeros(RANKS, BLOCK_SIZE, HEAD, device=device)
-        places[rank] = hidden.nan_to_num(0)
-        dist.all_reduce(places)
-
-        answer = attend(q, cache, table, 6)
-        dist.all_reduce(torch.ones(1, device=device))
-        bad = (bool(cache[0].isnan().any()), bool(answer.isnan().any()))
-        steps.append(RankStep(rank, slot, *bad))
+        ended = {name: _repetition(rank, slot, value, device) for name, value in CONTENTS.items()}
+        wrong = tuple(name for name, (_, row_wrong) in ended.items() if row_wrong)
+        steps.append(RankStep(rank, slot, ended["nan"][0], wrong))
     return steps
+
+
+def _repetition(rank: int, slot: int, content: float, device: str) -> tuple[bool, bool]:
+    """Whether block 0 has a NaN afterwards, and whether the next request's output is wrong."""
+    generator = torch.Generator().manual_seed(rank)
+    cache = torch.randn(BLOCKS, BLOCK_SIZE, HEAD, generator=generator).to(device)
+    cache[0] = 0
+    # A request of six tokens: two blocks, and two unused entries that name the null block.
+    table = torch.tensor([3, 5, 0, 0], device=device)
+    q = torch.randn(HEAD, generator=generator).to(device)
+
+    if rank == 1:
+        hidden = torch.full((BLOCK_SIZE, HEAD), content, device=device)
+        slots = torch.full((BLOCK_SIZE,), slot, device=device)
+    else:
+        hidden = torch.randn(BLOCK_SIZE, HEAD, generator=generator).to(device)
+        slots = torch.arange(BLOCK_SIZE, device=device) + 3 * BLOCK_SIZE
+    write_kv(cache, hidden, slots)
+    # The exchange that the idle rank must not miss. Each rank fills its own place, so the rows
+    # of the two never mix.
+    places = torch.zeros(RANKS, BLOCK_SIZE, HEAD, device=device)
+    places[rank] = hidden.nan_to_num(0)
+    dist.all_reduce(places)
+
+    answer = attend(q, cache, table, 6)
+    dist.all_reduce(torch.ones(1, device=device))
+    # Right is what the same request gets from its own six tokens.
+    right = attend(q, cache, table[:2], 6)
+    return bool(cache[0].isnan().any()), not torch.allclose(answer, right, rtol=1e-5, atol=1e-6)
 
 
 def run_rank(rank: int, meeting: str, backend: str) -> list[RankStep]:

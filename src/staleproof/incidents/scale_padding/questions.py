@@ -13,11 +13,16 @@ import torch
 from staleproof.evidence.rows import Verdict, judge_rows, pad_invariance
 from staleproof.harness import children
 from staleproof.harness.answers import Answer, answer, failed, no_answer
-from staleproof.harness.compare import other_bits
 from staleproof.harness.findings import ARITHMETIC, CLEAN, NOT_FIXED, OFF_ON_OFF, off_on_off, real
 from staleproof.harness.questions import Fix, Question, Questions
-from staleproof.incidents.scale_padding import broken, flashinfer_fp4, ids, null_block, remedies
-from staleproof.incidents.scale_padding.correct import wrong_draw, wrong_product, wrong_row_scale, wrong_write
+from staleproof.incidents.scale_padding import broken, flashinfer_fp4, ids, matrix, null_block, remedies
+from staleproof.incidents.scale_padding.correct import (
+    wrong_draw,
+    wrong_ids,
+    wrong_product,
+    wrong_row_scale,
+    wrong_write,
+)
 from staleproof.incidents.scale_padding.flashinfer_fp4 import Build, PublicKernel
 from staleproof.incidents.scale_padding.scene import IN_KERNEL, LIVE, N, per_token_step, product_on, step_of
 from staleproof.ops.reference import nvfp4 as reference
@@ -107,6 +112,10 @@ ID_WIDTHS: dict[str, Reader] = {
 ROUTED = (64, 16, 4)
 
 
+def _sent(device: str) -> Pair:
+    return ids.simulate_routing(*ROUTED, device=device)
+
+
 def _mixed(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """(tokens,) what a token gets if expert e answers e + 1; a wrong id is a wrong number."""
     return (weights * (chosen + 1)).sum(1)
@@ -114,7 +123,7 @@ def _mixed(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 def id_width(reader: Reader, device: str) -> Answer:
     """What a kernel computes from the ids that ``reader`` makes of the right ones."""
-    weights, right = ids.simulate_routing(*ROUTED, device=device)
+    weights, right = _sent(device)
     try:
         chosen, read_weights = reader(right, weights)
     except ValueError:
@@ -123,12 +132,6 @@ def id_width(reader: Reader, device: str) -> Answer:
     verdict = CLEAN if torch.allclose(got, _mixed(weights, right)) else WRONG
     words = " ".join(map(str, chosen.flatten()[:8].tolist()))
     return answer("NaN" if bool(got.isnan().any()) else verdict, first_ids=words)
-
-
-def wrong_ids(reader: Reader, device: str) -> str | None:
-    """Whether the ids that arrive are those that were sent."""
-    weights, right = ids.simulate_routing(*ROUTED, device=device)
-    return other_bits("ids", reader(right, weights)[0], right)
 
 
 # experts, experts a token: DeepSeek-V3, Qwen3-30B-A3B, Qwen3-Next
@@ -158,7 +161,8 @@ def draws(simulator: ids.Simulator, device: str) -> str:
 def null_block_ranks(backend: str, device: str) -> Iterator[Answer]:
     """Two ranks, one idle: does its dummy batch reach the request that it gets next?
 
-    The ranks run with slot 0, -1 and 0 in one life, which is off / on / off as well.
+    The ranks run with slot 0, -1 and 0 in one life, which is off / on / off as well; each time with
+    every one of :data:`null_block.CONTENTS` in the dummy batch.
     """
     fix = f"slot_minus_one, {backend}"
     if why := null_block.unavailable_reason(backend):
@@ -170,8 +174,14 @@ def null_block_ranks(backend: str, device: str) -> Iterator[Answer]:
     except children.ChildError as error:
         yield answer("failed", note=str(error))
         return
-    off, on, again = (LEAKED if step.row_bad else CLEAN for step in idle)
-    yield answer(off, null_block_bad=idle[0].null_block_bad, busy_rank_bad=busy[0].row_bad)
+    off, on, again = (LEAKED if step.row_wrong else CLEAN for step in idle)
+    yield answer(
+        off,
+        changed_by=" ".join(idle[0].row_wrong),
+        contents=" ".join(null_block.CONTENTS),
+        null_block_bad=idle[0].null_block_bad,
+        busy_rank_bad=bool(busy[0].row_wrong),
+    )
     claim = off_on_off(INCIDENT, fix, off=off, on=on, off_again=again, wrong=wrong_write(device))
     yield Answer(claim.verdict, claim.numbers, claim.note, OFF_ON_OFF, fix, claim.expected)
 
@@ -189,12 +199,12 @@ def content_decides(name: str, device: str) -> Answer:
 
 def cures(cause: str, device: str) -> Iterator[Answer]:
     """Every remedy on one cause, an answer a cell: the question is the remedy."""
-    for cell in remedies.row_of(cause, device):
+    for cell in matrix.row_of(cause, device):
         yield Answer(
             cell.verdict,
-            {"wrong_off": cell.off, "wrong_on": cell.on, "wrong_off_again": cell.off_again},
+            cell.numbers,
             question=f"matrix, {cell.remedy}",
-            expected=remedies.CURED if remedies.CAUSES[cause] == cell.remedy else None,
+            expected=matrix.CURED if remedies.CAUSES[cause] == cell.remedy else None,
         )
 
 
@@ -267,7 +277,7 @@ QUESTIONS = Questions(
         off=ID_WIDTHS["int64_read_as_int32"],
         on=ID_WIDTHS["int32"],
         ask=id_width,
-        wrong=wrong_ids,
+        wrong=lambda reader, device: wrong_ids(reader, _sent(device)),
     ),
     Fix(
         "simulate_routing",

@@ -1,16 +1,17 @@
-"""Which remedy cures which cause: every remedy is tried on every cause, in one small model.
+"""One small model with a place for every cause and every remedy; matrix.py tries each pair.
 
-The model has a place for each fault of the five incidents: block allocation, a dummy batch, paged
-attention over two layers, the merge of two ranks' parts, quantisers, an NVFP4 product, routing and
-the experts' map. One fault at a time is put in place, and one remedy applied, whether it is meant
-for that fault or not. Four steps are served. A cell counts the outputs of healthy requests that
-differ from those of a model without the fault.
+It has block allocation, a dummy batch, paged attention over two layers, the merge of two ranks'
+parts, quantisers, an NVFP4 product, routing and the experts' map. One fault at a time is put in
+place, and one remedy applied, whether it is meant for that fault or not. What memory contained
+before is a :class:`History`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +19,11 @@ from staleproof.incidents.scale_padding import broken, ids, null_block
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.nvfp4 import quantize_nvfp4
+from staleproof.ops.reference import clear_empty_rows as reference_clear
+from staleproof.ops.reference import fp8 as reference_fp8
 from staleproof.ops.reference import nvfp4 as reference
+from staleproof.ops.reference import topk as reference_topk
+from staleproof.ops.reference.zero_blocks import zero_blocks
 from staleproof.ops.topk import topk_softmax
 from staleproof.ops.zero_blocks import BlockZeroer
 
@@ -26,11 +31,10 @@ ROWS, LAYERS, EXPERTS, TOP_K = 4, 2, 8, 2
 # 80 elements are five blocks of 16: the scales get three padding columns.
 WIDTH = 80
 BLOCK_SIZE, TOKENS, GLOBAL_SCALE = 4, 6, 64.0
-# Live requests of each step. In the second, rows 1 and 3 are NaN by themselves; it is not judged.
+# Live requests of each step. In the second, rows 1 and 3 are NaN by themselves unless nobody is sick;
+# it is not judged.
 LIVE = (2, 4, 2, 2)
 SICK_STEP, SICK_ROWS = 1, [1, 3]
-# What fresh memory contains at each step: it was another tensor's before.
-STALE = (torch.nan, torch.nan, 300.0, torch.nan)
 
 UNWRITTEN = ("empty rows", "amax, torch.max", "amax, fmax")
 OVER_READS = ("tail over-read", "null block", "block reuse")
@@ -64,7 +68,51 @@ REMEDIES = (
     "rows_kept_apart",
 )
 
-CURED, HELPED, NOT_CURED, WORSE = "cured", "helped", "not cured", "made worse"
+
+@dataclass(frozen=True)
+class History:
+    """What memory contained before this model got it: float32 numbers of another tensor.
+
+    Fresh memory of another type contains the bytes of these numbers: the scales of an NVFP4 tensor,
+    the experts' map, and blocks that were a Mamba state.
+
+    Attributes:
+        values: the number at each step, or ``None`` for random ones, normal.
+        sick: whether two requests of the second step are NaN by themselves.
+        earlier_map: whether the map's memory contains the map of the step before, and not these bytes.
+    """
+
+    values: tuple[float, float, float, float] | None
+    sick: bool = True
+    earlier_map: bool = False
+
+    def fresh(self, step: int, *shape: int, device: str) -> torch.Tensor:
+        """Float32 memory of a shape at a step."""
+        if self.values is not None:
+            return torch.full(shape, self.values[step], device=device)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(step)).to(device)
+
+
+class Operations(NamedTuple):
+    """The operations that remedies call: our kernels, or their contracts in PyTorch."""
+
+    clear_empty_rows: Callable[..., Any]
+    quantize_fp8_per_tensor: Callable[..., Any]
+    quantize_nvfp4: Callable[..., Any]
+    topk_softmax: Callable[..., Any]
+    zero: Callable[[list[torch.Tensor]], Callable[[list[int]], None]]
+
+
+KERNELS = Operations(
+    clear_empty_rows, quantize_fp8_per_tensor, quantize_nvfp4, topk_softmax, lambda kv: BlockZeroer(kv).zero
+)
+IN_TORCH = Operations(
+    reference_clear.clear_empty_rows,
+    reference_fp8.quantize_fp8_per_tensor,
+    reference.quantize_nvfp4,
+    reference_topk.topk_softmax,
+    lambda kv: partial(zero_blocks, kv),
+)
 
 
 @dataclass
@@ -75,15 +123,21 @@ class Server:
         cause: the fault; it also decides the setting: load test, idle rank, two ranks' parts ...
         remedy: one of :data:`REMEDIES`, or ``None``.
         device: where it runs.
+        history: what memory contained before.
+        run: the operations of the remedies.
         faulty: whether the fault is in place, or only its setting.
         buffers: attention outputs that a remedy keeps.
+        map: the experts' map of the step before, at first of another batch.
     """
 
     cause: str
     remedy: str | None
     device: str
+    history: History
+    run: Operations = KERNELS
     faulty: bool = True
     buffers: dict[int, torch.Tensor] = field(default_factory=dict)
+    map: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -100,20 +154,23 @@ class Server:
         self.tokens = (noise(LAYERS, ROWS, TOKENS, WIDTH) * loudness).bfloat16()
         self.queries, self.other_rank = noise(ROWS, WIDTH), noise(ROWS, WIDTH)
         self.weight = reference.quantize_nvfp4(noise(WIDTH, WIDTH) / WIDTH**0.5, GLOBAL_SCALE)
+        self.map = torch.arange(ROWS * TOP_K, dtype=torch.int32, device=self.device).view(ROWS, TOP_K)
         self.router = noise(WIDTH, EXPERTS)
         self.experts = noise(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5
         self.caches = [torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for _ in range(LAYERS)]
         for cache_ in self.caches:
             if self.has("tail over-read"):
-                # The last request in these blocks was sick.
-                cache_[1:] = torch.nan
+                # What the last request in these blocks wrote.
+                cache_[1:] = self.fresh(0, *shape)[1:]
             if self.has("block reuse"):
-                # They were float32 state of a Mamba layer, whose low halves spell NaN in bfloat16.
-                state = noise(*shape[:2], WIDTH // 2)
-                cache_.copy_(state.view(torch.bfloat16))
-                cache_[0] = 0
+                # They were float32 state of a Mamba layer: in bfloat16, other numbers.
+                cache_[1:] = self.fresh(0, *shape[:2], WIDTH // 2).view(torch.bfloat16)[1:]
         if self.remedy == "zero_blocks_on_allocation":
-            self.zeroer = BlockZeroer(self.caches)
+            self.zero = self.run.zero(self.caches)
+
+    def fresh(self, step: int, *shape: int) -> torch.Tensor:
+        """Memory as its last tenant left it."""
+        return self.history.fresh(step, *shape, device=self.device)
 
     def has(self, *causes: str) -> bool:
         """Whether one of these faults is in place."""
@@ -125,16 +182,16 @@ class Server:
         for row in rows:
             blocks = self.table[row, :2]
             if self.remedy == "zero_blocks_on_allocation":
-                self.zeroer.zero(blocks.tolist())
+                self.zero(blocks.tolist())
             slots = (blocks[:, None] * BLOCK_SIZE + position).flatten()[:TOKENS]
             for layer, cache_ in enumerate(self.caches):
                 null_block.write_kv(cache_, self.tokens[layer, row], slots)
 
-    def dummy_batch(self) -> None:
+    def dummy_batch(self, step: int) -> None:
         """What an idle rank runs so that the others need not wait for it."""
         fixed = self.remedy == "slot_minus_one" or not self.faulty
         slots = torch.full((1,), -1 if fixed else 0, device=self.device)
-        garbage = torch.full((1, WIDTH), torch.nan, dtype=torch.bfloat16, device=self.device)
+        garbage = self.fresh(step, 1, WIDTH).bfloat16()
         for cache_ in self.caches:
             null_block.write_kv(cache_, garbage, slots)
 
@@ -144,7 +201,7 @@ class Server:
             key = layer if self.remedy == "zero_init_per_layer" else 0
             zeros = torch.zeros(ROWS, WIDTH, device=self.device)
             return self.buffers.setdefault(key, zeros)
-        return torch.full((ROWS, WIDTH), STALE[step], device=self.device)
+        return self.fresh(step, ROWS, WIDTH)
 
     def attention(self, layer: int, step: int, x: torch.Tensor, seq_lens: list[int]) -> torch.Tensor:
         """(rows, width). The faulty kernels leave an empty row alone, or read past a row's end."""
@@ -163,17 +220,17 @@ class Server:
                 out[row] = 0
         if self.remedy == "post_kernel_clear":
             lengths = torch.tensor(seq_lens, dtype=torch.int32, device=self.device)
-            clear_empty_rows(out.view(ROWS, 1, WIDTH), lengths)
+            self.run.clear_empty_rows(out.view(ROWS, 1, WIDTH), lengths)
         return out
 
     def quantised(self, x: torch.Tensor, live: int) -> torch.Tensor:
         """x through fp8 and back, by the quantiser the cause is about; else one scale a row."""
         if self.cause in ("amax, torch.max", "amax, fmax"):
             if self.remedy == "amax_of_live_rows":
-                values, scale = quantize_fp8_per_tensor(x, live_rows=live)
+                values, scale = self.run.quantize_fp8_per_tensor(x, live_rows=live)
                 return values.float() * scale
             seen = x.abs() if self.faulty else x[:live].abs()
-            amax = (seen.nan_to_num(0.0) if self.cause == "amax, fmax" else seen).max()
+            amax = (seen.where(~seen.isnan(), 0.0) if self.cause == "amax, fmax" else seen).max()
         elif self.has("cross-row reduction"):
             apart = self.remedy == "rows_kept_apart"
             values, scale = (broken.row_alone if apart else broken.neighbour_in_the_maximum)(x)
@@ -184,30 +241,30 @@ class Server:
         scaled = (x * (1 / scale)).clamp(-448, 448)
         return scaled.to(torch.float8_e4m3fn).float() * scale
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor, step: int) -> torch.Tensor:
         """x @ weight.T by way of NVFP4."""
         factor = torch.full((1,), GLOBAL_SCALE, device=self.device)
-        if self.remedy == "in_kernel_padding":
-            packed, scales = quantize_nvfp4(x, factor)
-        elif self.has("scale padding"):
-            packed, scales = broken.quantize_blocks_only(
-                x, factor, broken.PATHS["128x4"], "empty", lambda memory: memory.fill_(torch.nan)
-            )
-        else:
-            packed, scales = reference.quantize_nvfp4(x, factor)
+        ours = self.remedy == "in_kernel_padding"
+        packed, scales = (self.run if ours else IN_TORCH).quantize_nvfp4(x, factor)
+        if self.has("scale padding") and not ours:
+            # As quantize_blocks_only leaves them.
+            raw = scales.view(torch.uint8).view(-1)
+            nobody = reference.padding_offsets(ROWS, WIDTH).to(self.device)
+            raw[nobody] = self.fresh(step, len(raw) // 4).view(torch.uint8)[nobody]
         return reference.block_scaled_mm(packed, scales, *self.weight, GLOBAL_SCALE**-2)
 
     def hidden(self, step: int) -> torch.Tensor:
         """(rows, width): the step up to its router."""
         live = LIVE[step]
         if self.cause == "null block":
-            self.dummy_batch()
+            self.dummy_batch(step)
         if step < 2:
             self.allocate(range(LIVE[step - 1] if step else 0, live))
         seq_lens = [TOKENS] * live + [0] * (ROWS - live)
         x = self.queries.clone()
         if step == SICK_STEP:
-            x[SICK_ROWS] = torch.nan
+            if self.history.sick:
+                x[SICK_ROWS] = torch.nan
         elif self.cause == "empty rows":
             # All tokens of the second request lie on another rank.
             seq_lens[1] = 0
@@ -217,7 +274,7 @@ class Server:
                 # Two ranks' parts by their weights, which is 0 here for a row without tokens.
                 here = torch.tensor(seq_lens, device=self.device).clamp(max=1)[:, None] / 2
                 out = here * out + (1 - here) * self.other_rank
-            x = self.product(self.quantised(out, live))
+            x = self.product(self.quantised(out, live), step)
         return x
 
     def route(self, x: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,9 +287,10 @@ class Server:
         logits = x @ self.router
         if self.has("NaN logits"):
             # The rows of padding, which a piecewise graph leaves as they lie.
-            logits[LIVE[step] :] = torch.nan
+            logits[LIVE[step] :] = self.fresh(step, ROWS - LIVE[step], EXPERTS)
         if self.remedy == "fused_sanitising":
-            return topk_softmax(logits, TOP_K)
+            weights, chosen = self.run.topk_softmax(logits, TOP_K)
+            return weights, chosen.long()
         if self.has("NaN logits"):
             return keeps_the_first(logits.softmax(1))
         weights, chosen = logits.softmax(1).topk(TOP_K)
@@ -247,7 +305,9 @@ class Server:
             chosen = chosen.int()
         if self.has("int64 ids") and chosen.dtype == torch.int64:
             chosen = broken.read_as_int32(chosen)
-        rows, survived = through_the_map(x, weights, chosen, self.experts)
+        unused = self.fresh(number, chosen.numel(), WIDTH)
+        stale = self.map if self.history.earlier_map else unused[:, 0].view(torch.int32).view(chosen.shape)
+        rows, self.map, survived = through_the_map(x, weights, chosen, self.experts, stale, unused)
         return StepResult(rows, meant, survived)
 
 
@@ -289,72 +349,34 @@ def expert_sums(
 
 
 def through_the_map(
-    x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: torch.Tensor
-) -> tuple[torch.Tensor, bool]:
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    experts: torch.Tensor,
+    stale: torch.Tensor,
+    unused: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """The same by a map from slots to rows sorted by expert, as FlashInfer's CUTLASS MoE takes it.
 
     For each expert, a token's slots are scanned up to the first match. The slot of a second match is
-    never written: following its stale entry is an illegal access (vLLM #39593).
+    never written: its stale entry is followed, which is an illegal access if it names no row
+    (vLLM #39593).
+
+    Args:
+        x, weights, chosen, experts: as for :func:`expert_sums`.
+        stale: (rows, top_k) int32, what the memory of the map contained.
+        unused: (rows * top_k, width), what that of the experts' output rows contained.
 
     Returns:
-        (rows, width), and whether every entry followed had been written.
+        (rows, width); the map, (rows, top_k) int32; whether every entry followed named a row.
     """
     expert_of = chosen.tolist()
-    first = [[row.index(expert) == slot for slot, expert in enumerate(row)] for row in expert_of]
-    written = torch.tensor(first, device=x.device)
-    kept = torch.where(written, weights, 0.0)
-    return expert_sums(x, kept, chosen, experts), all(map(all, first))
-
-
-@cache
-def _right(cause: str, device: str) -> tuple[torch.Tensor, ...]:
-    server = Server(cause, None, device, faulty=False)
-    return tuple(server.step(number).meant for number in range(len(LIVE)))
-
-
-def serve(cause: str, remedy: str | None, device: str) -> int:
-    """Serve the four steps; return how many outputs of healthy requests were wrong or never came."""
-    server = Server(cause, remedy, device)
-    wrong, survived = 0, True
-    for number, live in enumerate(LIVE):
-        if survived:
-            said = server.step(number)
-            # An illegal access ends the process, and with it all later steps.
-            survived = said.survived
-        if number == SICK_STEP:
-            continue
-        wanted = said.meant if cause == "duplicate ids" else _right(cause, device)[number]
-        for row in range(live):
-            near = torch.allclose(said.rows[row], wanted[row], rtol=1e-3, atol=1e-4)
-            wrong += not (survived and near)
-    return wrong
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One remedy on one cause: wrong outputs without it, with it, and without it again."""
-
-    cause: str
-    remedy: str
-    off: int
-    on: int
-    off_again: int
-
-    @property
-    def verdict(self) -> str:
-        """``cured``, ``helped``, ``not cured`` or ``made worse``."""
-        if not self.off or self.off != self.off_again:
-            return "not reproduced"
-        if self.on == 0:
-            return CURED
-        if self.on == self.off:
-            return NOT_CURED
-        return HELPED if self.on < self.off else WORSE
-
-
-def row_of(cause: str, device: str, remedies: tuple[str, ...] = REMEDIES) -> list[Cell]:
-    """Every remedy on one cause; the cause alone is served before and after."""
-    off = serve(cause, None, device)
-    on = {remedy: serve(cause, remedy, device) for remedy in remedies}
-    off_again = serve(cause, None, device)
-    return [Cell(cause, remedy, off, count, off_again) for remedy, count in on.items()]
+    slots = [(e, r, k) for r, row in enumerate(expert_of) for k, e in enumerate(row) if row.index(e) == k]
+    row_of_slot, outputs = stale.clone(), unused.clone()
+    for place, (expert, row, k) in enumerate(sorted(slots)):
+        row_of_slot[row, k] = place
+        outputs[place] = x[row] @ experts[expert]
+    inside = (row_of_slot >= 0) & (row_of_slot < len(outputs))
+    followed = outputs[row_of_slot.where(inside, 0).long()]
+    summed = (weights[..., None] * followed).where(inside[..., None], 0.0).sum(1)
+    return summed, row_of_slot, bool(inside.all())

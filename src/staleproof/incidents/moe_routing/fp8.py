@@ -1,0 +1,78 @@
+"""What an fp8 quantiser between attention and router lets through: our replicas, and vLLM's compiled ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from staleproof.evidence.rows import Verdict, bad_rows
+from staleproof.harness.answers import Answer, answer
+from staleproof.harness.findings import REPLICA, Evidence, real
+from staleproof.incidents.moe_routing import broken, scene
+from staleproof.incidents.moe_routing.batch import rows_with_duplicates
+
+
+class Firewall(NamedTuple):
+    """An fp8 quantiser, and the verdicts with NaN and with Inf in the padding; ``None``: any."""
+
+    quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    nan: Verdict | None
+    inf: Verdict | None
+
+
+def through(bad: float, firewall: Firewall, device: str) -> Answer:
+    """What an fp8 quantiser between attention and router lets through to the router."""
+    attended = scene.make_logits(device, 256, 8)
+    attended[scene.LIVE :, ::64] = bad
+    values, scale = firewall.quantise(attended)
+    logits = (values.float() * scale) @ scene.make_logits(device, 128, 256)
+    rows = bad_rows(logits)
+    verdict = Verdict.PAD_ONLY if bool(rows.any()) else Verdict.CLEAN
+    if bool(rows[: scene.LIVE].any()):
+        verdict = Verdict.LEAKED
+    _, ids = broken.route(broken.warp_keeps_its_first_column, logits, 8)
+    return answer(verdict, rows_with_duplicates=int(rows_with_duplicates(ids).sum()))
+
+
+def vllms_op(x: torch.Tensor, *, per_token: bool) -> scene.Routed:
+    """vLLM's compiled dynamic fp8 quantisers, from the library that STALEPROOF_VLLM_C_SO names.
+
+    Called as by ``scaled_fp8_quant`` (vLLM 0.20.2 ``_custom_ops.py:2056``). Arguments and results are
+    those of :func:`broken.quantise_fp8`.
+    """
+    ops, x = scene.vllm_ops(scene.VLLM_FP8_VARIABLE), x.bfloat16()
+    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(len(x) if per_token else 1, 1, device=x.device)
+    if per_token:
+        ops.dynamic_per_token_scaled_fp8_quant(values, x, scale, None)
+    else:
+        ops.dynamic_scaled_fp8_quant(values, x, scale.view(1))
+    return values, scale
+
+
+_CLEAN, _PAD, _LEAK = Verdict.CLEAN, Verdict.PAD_ONLY, Verdict.LEAKED
+_fp8 = partial(partial, broken.quantise_fp8)
+FIREWALLS: dict[str, Firewall] = {
+    "a scale a token, fmax": Firewall(_fp8(per_token=True, drops_nan=True), _CLEAN, _PAD),
+    "a scale a token, torch.amax": Firewall(_fp8(per_token=True, drops_nan=False), _PAD, _PAD),
+    "one scale, fmax": Firewall(_fp8(per_token=False, drops_nan=True), _CLEAN, _LEAK),
+    "one scale, torch.amax": Firewall(_fp8(per_token=False, drops_nan=False), _LEAK, _LEAK),
+    "a scale a token, vLLM's op": Firewall(partial(vllms_op, per_token=True), None, None),
+    "one scale, vLLM's op": Firewall(partial(vllms_op, per_token=False), None, None),
+}
+_THEIRS = [wall for name, wall in FIREWALLS.items() if "vLLM" in name]
+
+
+def unavailable_reason(firewall: Firewall, device: str) -> str | None:
+    """Why this quantiser cannot run, if it is vLLM's."""
+    if firewall in _THEIRS:
+        return scene.vllm_unavailable_reason(device, scene.VLLM_FP8_VARIABLE)
+    return None
+
+
+def evidence(firewall: Firewall) -> Evidence:
+    """Whose code it is."""
+    return real("vllm", "_C") if firewall in _THEIRS else REPLICA

@@ -1,0 +1,149 @@
+"""Which remedy cures which cause: every remedy is tried on every cause, over what memory may contain.
+
+Four steps are served. A cell counts the outputs of healthy requests that differ from those of a
+model without the fault, once for each :data:`HISTORIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from staleproof.incidents.scale_padding.remedies import (
+    CAUSES,
+    IN_TORCH,
+    KERNELS,
+    LIVE,
+    REMEDIES,
+    SICK_STEP,
+    History,
+    Operations,
+    Server,
+)
+
+# The largest number that float32 and bfloat16 both have; in e4m3 its bytes are NaN.
+LARGEST = torch.finfo(torch.bfloat16).max
+NAN = (torch.nan,) * 4
+# The stated range. The first seven differ in what memory contained. In the last two it contained NaN;
+# in one nobody was sick, in the other the experts' map lies where the step before had its own.
+HISTORIES: dict[str, History] = {
+    "NaN": History(NAN),
+    "infinity": History((torch.inf,) * 4),
+    "largest finite": History((LARGEST,) * 4),
+    "300": History((300.0,) * 4),
+    "NaN, once 300": History((torch.nan, torch.nan, 300.0, torch.nan)),
+    "N(0, 1)": History(None),
+    "zeros": History((0.0,) * 4),
+    "NaN, nobody sick": History(NAN, sick=False),
+    "NaN, over an earlier map": History(NAN, earlier_map=True),
+}
+
+# No place of this cause is fresh memory, so one history is enough.
+READS_NO_MEMORY = "cross-row reduction"
+
+CURED, NOT_CURED, NOT_REPRODUCED = "cured", "not cured", "not reproduced"
+
+
+@cache
+def _right(cause: str, device: str) -> tuple[torch.Tensor, ...]:
+    server = Server(cause, None, device, History((0.0,) * 4, sick=False), faulty=False)
+    return tuple(server.step(number).meant for number in range(len(LIVE)))
+
+
+def serve(
+    cause: str, remedy: str | None, device: str, history: History, operations: Operations = KERNELS
+) -> int:
+    """Serve the four steps; return how many outputs of healthy requests were wrong or never came."""
+    server = Server(cause, remedy, device, history, operations)
+    wrong, survived = 0, True
+    for number, live in enumerate(LIVE):
+        if survived:
+            said = server.step(number)
+            # An illegal access ends the process, and with it all later steps.
+            survived = said.survived
+        if number == SICK_STEP:
+            continue
+        wanted = said.meant if cause == "duplicate ids" else _right(cause, device)[number]
+        for row in range(live):
+            near = torch.allclose(said.rows[row], wanted[row], rtol=1e-3, atol=1e-4)
+            wrong += not (survived and near)
+    return wrong
+
+
+class Counts(NamedTuple):
+    """Wrong outputs over one history: without the remedy, with it, and without it again."""
+
+    off: int
+    on: int
+    off_again: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One remedy on one cause.
+
+    Attributes:
+        cause, remedy: which.
+        counts: one for each of :data:`HISTORIES`, in their order.
+    """
+
+    cause: str
+    remedy: str
+    counts: Sequence[Counts]
+
+    @property
+    def verdict(self) -> str:
+        """``cured`` if nothing is wrong over any history; ``not cured`` if the remedy changes no count.
+
+        Otherwise over how many histories it made the cause worse, helped against it or cured it, e.g.
+        ``worse in 1, helped in 2 of 9``. ``not reproduced`` if the cause shows over no history.
+        """
+        shown = [count for count in self.counts if count.off]
+        if not shown or any(count.off != count.off_again for count in self.counts):
+            return NOT_REPRODUCED
+        if not any(count.on for count in self.counts):
+            return CURED
+        told = {
+            "worse": sum(count.on > count.off for count in self.counts),
+            "helped": sum(0 < count.on < count.off for count in shown),
+            "cured": sum(count.on == 0 for count in shown),
+        }
+        parts = [f"{word} in {number}" for word, number in told.items() if number]
+        return f"{', '.join(parts)} of {len(self.counts)}" if parts else NOT_CURED
+
+    @property
+    def numbers(self) -> dict[str, str | int]:
+        """For a finding: the counts, a word for each history, and over how many the cause shows."""
+        columns = zip(*self.counts, strict=True)
+        told = {
+            f"wrong_{name}": " ".join(map(str, column))
+            for name, column in zip(Counts._fields, columns, strict=True)
+        }
+        return {**told, "shown": sum(count.off > 0 for count in self.counts), "of": len(self.counts)}
+
+
+def row_of(cause: str, device: str, remedies: Sequence[str] = REMEDIES) -> list[Cell]:
+    """Every remedy on one cause; the cause alone is served before and after.
+
+    On a CPU, where Triton's interpreter is slow, the kernels run where the cause's own remedy meets the
+    first history. Elsewhere the same contracts run in PyTorch; tests hold the two to the same bits.
+    """
+    histories = [*HISTORIES.values()][: 1 if cause == READS_NO_MEMORY else None]
+
+    def over_all(remedy: str | None) -> list[int]:
+        compiled, own = device == "cuda", remedy == CAUSES[cause]
+        return [
+            serve(cause, remedy, device, history, KERNELS if compiled or (own and not number) else IN_TORCH)
+            for number, history in enumerate(histories)
+        ]
+
+    off, on = over_all(None), [over_all(remedy) for remedy in remedies]
+    again = over_all(None)
+    return [
+        Cell(cause, remedy, [Counts(*counts) for counts in zip(off, column, again, strict=True)])
+        for remedy, column in zip(remedies, on, strict=True)
+    ]
