@@ -26,8 +26,10 @@ ALLOWED = {
     "vllm": {"vllm", "ops", "evidence", "check"},
     "harness": {"harness", *SERVER},
     "incidents": {"harness", *SERVER},  # and their own folder, see _may_import
+    "engine": {"engine", "harness", "incidents", *SERVER},
     "report": {"report", "harness", "incidents", *SERVER, ""},
-    "cli": {"cli", "report", "harness", "incidents", *SERVER, ""},
+    "cli": {"cli", "cli_engine", "report", "harness", "incidents", *SERVER, ""},
+    "cli_engine": {"cli", "engine", "report", "harness", *SERVER},
 }
 # What a server installs may need no other package than these. Imports of vllm are for vLLM's processes.
 THIRD_PARTY = {"ops": {"torch", "triton", "numpy"}, "evidence": {"torch", "triton", "matplotlib", "seaborn"}}
