@@ -141,13 +141,19 @@ def live_logits(name: str) -> Any:
 
 
 def live_padding(name: str) -> Any:
-    """The judge of whether five live requests more change a bit of the first three."""
+    """The judge of whether five live requests more change a bit of the first three.
+
+    If they do and it happens between the two rounds of three as well, then what the padding rows held
+    reached the live ones: only that differs between these.
+    """
 
     def judge(results: Results) -> Answer:
-        three_live, eight_live, again, _ = _rounds(results, _off(name))
+        three_live, eight_live, again, _ = _rounds(results, name)
         first = {"sums": [row[:3] for row in eight_live["sums"]], "tokens": eight_live["tokens"][:3]}
         changed, noise = different([three_live], [first]), different([three_live], [again])
         said = "same bits" if not changed["logits"] else "other bits"
+        if noise["logits"]:
+            said = "other bits of three again"
         return answer(said, with_8_live=changed, with_3_live_again=noise)
 
     return judge
@@ -179,8 +185,9 @@ def _cells() -> dict[Cell, Any]:
     cells: dict[Cell, Any] = {}
     for name in (*FIXED_ONES, *OTHERS):
         cells[NAN_ROWS, name] = nan_rows(name)
-        cells[LIVE_PADDING, name] = live_padding(name)
+        cells[LIVE_PADDING, name] = live_padding(_off(name))
     for name in FIXED_ONES:
+        cells[LIVE_PADDING, f"{name}, plugin"] = live_padding(f"{name}, on")
         cells[LIVE_LOGITS, name] = live_logits(name)
         cells[FIX, name] = padding_fix(name)
     return cells
