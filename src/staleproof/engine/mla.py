@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from staleproof.engine.bench import FIX, Bench, Cell, Results, fix, three
+from staleproof.engine.bench import FIX, Bench, Cell, MissingError, Results, fix, three
 from staleproof.engine.orders import Order
 from staleproof.harness.answers import Answer, answer
 
@@ -17,14 +17,15 @@ PIECEWISE = {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes"
 SPIES = ("attention", "logits", "routing")
 
 
+PROBES: dict[str, dict[str, Any]] = {"start": {}, "control": {}, "rows": {"live": LIVE}, "spoilt_blocks": {}}
+
+
 def engine(backend: str = "TRITON_MLA", spies: Sequence[str] = (*SPIES, "stages"), **options: Any) -> Order:
     """An order for a DeepSeek-V2 shape that answers ``rows``."""
     options = {"attention_backend": backend, "moe_backend": "triton", **options}
     if "enforce_eager" not in options:
         options.setdefault("compilation_config", FULL)
-    return Order(
-        "deepseek_v2", {"start": {}, "rows": {"live": LIVE}, "spoilt_blocks": {}}, options, spies=spies
-    )
+    return Order("deepseek_v2", PROBES, options, spies=spies)
 
 
 # What torch.compile looks into must not be spied on: only attention, routing and logits are.
@@ -78,6 +79,18 @@ def by_stage(rounds: Sequence[Mapping[str, Any]], which: int) -> dict[str, str]:
 
 def _rounds(results: Results, name: str) -> list[dict[str, Any]]:
     return results.of(name, "rows")
+
+
+def _control(results: Results, name: str) -> str:
+    """That the checksums notice a change at all.
+
+    Raises:
+        MissingError: they do not, so that equal checksums say nothing.
+    """
+    other, of = results.of(name, "control")
+    if not other:
+        raise MissingError(f"{name}: the logits do not notice another first token of the prompt")
+    return f"another first token changes {other} of {of} steps"
 
 
 def _off(name: str) -> str:
@@ -135,7 +148,8 @@ def live_logits(name: str) -> Any:
         said = "same bits" if not changed["logits"] else "other bits"
         if noise["logits"]:
             said = "differ without it too"
-        return answer(said, off_against_on=changed, off_against_off=noise)
+        control = _control(results, f"{name}, on")
+        return answer(said, off_against_on=changed, off_against_off=noise, control=control)
 
     return judge
 
@@ -154,7 +168,8 @@ def live_padding(name: str) -> Any:
         said = "same bits" if not changed["logits"] else "other bits"
         if noise["logits"]:
             said = "other bits of three again"
-        return answer(said, with_8_live=changed, with_3_live_again=noise)
+        control = _control(results, name)
+        return answer(said, with_8_live=changed, with_3_live_again=noise, control=control)
 
     return judge
 

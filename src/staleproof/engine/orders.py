@@ -140,12 +140,12 @@ def keep_log(name: str, ended: Ended) -> None:
 
 
 def width(free_bytes: int, cores: int) -> int:
-    """How many engines may start at once: each takes :data:`EACH` of memory and two cores.
+    """How many engines may start at once: each takes :data:`EACH` of memory and a core; two are left.
 
     >>> width(139 * 2**30, 16), width(10 * 2**30, 64)
-    (8, 1)
+    (14, 1)
     """
-    return max(1, min(free_bytes // EACH, cores // 2))
+    return max(1, min(free_bytes // EACH, cores - 2))
 
 
 def run(

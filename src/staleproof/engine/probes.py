@@ -77,6 +77,7 @@ def start(engine: Engine) -> dict[str, Any]:
     config = engine.llm.llm_engine.vllm_config
     return {
         "seconds": round(engine.started_s, 1),
+        "runner": f"{type(engine.runner).__module__}.{type(engine.runner).__name__}",
         "graphs": str(config.compilation_config.cudagraph_mode),
         "sizes": list(config.compilation_config.cudagraph_capture_sizes or ()),
         "block_size": config.cache_config.block_size,
@@ -125,6 +126,22 @@ def rows(engine: Engine, live: Sequence[int], tokens: int = 24) -> list[dict[str
             }
         )
     return rounds
+
+
+def control(engine: Engine, tokens: int = 8) -> list[int]:
+    """Do the logits notice one other token at the start of a prompt? If not, equal bits say nothing.
+
+    Returns:
+        Steps whose checksum differs, and steps compared.
+    """
+    (asked,) = prompts([67])
+    other = {"prompt_token_ids": [asked["prompt_token_ids"][0] ^ 1, *asked["prompt_token_ids"][1:]]}
+    sums = []
+    for prompt in (asked, other):
+        engine.watch.clear()
+        generate(engine, [prompt], [tokens])
+        sums.append([int(kept[0]) for kept in engine.watch.sums])
+    return [sum(a != b for a, b in zip(*sums, strict=False)), tokens]
 
 
 def spoilt_blocks(engine: Engine) -> list[list[int]]:

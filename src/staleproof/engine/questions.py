@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from staleproof.engine import blocks, cost, hybrid, mla, router
+from staleproof.engine import blocks, cost, hybrid, memory, mla, router
 from staleproof.engine.bench import INCIDENT, Bench
 from staleproof.harness.questions import Questions
 
 BENCHES: dict[str, Bench] = {
-    bench.name: bench for bench in (mla.BENCH, blocks.BENCH, hybrid.BENCH, router.BENCH, cost.BENCH)
+    bench.name: bench
+    for bench in (mla.BENCH, blocks.BENCH, hybrid.BENCH, router.BENCH, memory.BENCH, cost.BENCH)
 }
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from staleproof.engine import probes, spies
+from staleproof.engine import memory_probes, probes, spies
 from staleproof.engine.models import write_config
 from staleproof.engine.orders import OPTIONS, Order
 from staleproof.harness.children import tell
@@ -25,7 +25,8 @@ def serve(order: Order) -> None:
             write_config(Path(folder), order.model, order.config)
             engine = start(order, folder)
             for name, arguments in order.probes.items():
-                tell((name, getattr(probes, name)(engine, **arguments)))
+                probe = getattr(probes, name, None) or getattr(memory_probes, name)
+                tell((name, probe(engine, **arguments)))
     except Exception as error:
         import traceback
 
@@ -44,6 +45,7 @@ def start(order: Order, folder: str) -> probes.Engine:
     begun = time.perf_counter()
     # First the plugin, so that spies see what it makes of a kernel's result.
     vllm.plugins.load_general_plugins()
+    spies.living_weights()
     watch = spies.Rows()
     for name in order.spies:
         getattr(spies, name)(watch)

@@ -7,7 +7,9 @@ it keeps is then what the last replay wrote. It never waits for the device durin
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ BACKENDS = {
     "FLASHMLA": ("flashmla", "FlashMLAImpl"),
     "FLASH_ATTN_MLA": ("flashattn_mla", "FlashAttnMLAImpl"),
 }
+# What :func:`lazy_buffers` allocates: 1 GiB a layer with 16 heads of 512 bfloat16 values.
+BUFFER, BUFFER_ROWS = "_staleproof_decode_out", 65536
 # The stage that a decode step of MLA always has.
 ATTENTION = "attention"
 
@@ -33,6 +37,9 @@ class Rows:
         sums: for each step since :meth:`clear`, a checksum of each live row's logits.
         zeroed: for each call of vLLM's zeroer since then, the block ids it was asked to zero, and a copy
             of those that its kernel read.
+        ledger: the :class:`~staleproof.evidence.AllocationLedger` over the engine's start.
+        graph_bytes: what vLLM says that its graphs took.
+        lazy_layers: so many of the first layers allocate their buffer (:func:`lazy_buffers`).
     """
 
     def __init__(self) -> None:
@@ -41,6 +48,9 @@ class Rows:
         self.sums: list[torch.Tensor] = []
         self.layers: dict[int, str] = {}
         self.zeroed: list[tuple[list[int], torch.Tensor]] = []
+        self.ledger: Any = None
+        self.graph_bytes: int | None = None
+        self.lazy_layers = 0
 
     def keep(self, stage: str, x: torch.Tensor) -> None:
         """Keep which rows of a stage's output have a NaN; only launches work."""
@@ -226,3 +236,93 @@ def no_zeroing(watch: Rows) -> None:
     from vllm.v1.worker.utils import KVBlockZeroer
 
     KVBlockZeroer.zero_block_ids = lambda self, block_ids: None
+
+
+def living_weights() -> None:
+    """Make vLLM's dummy weights large enough that every layer changes the logits.
+
+    vLLM draws all of them, norms included, from +-0.001. Then a layer adds so little to the residual
+    stream that bfloat16 rounds it away, and "no bit of the logits changed" would say nothing.
+    """
+    from vllm.model_executor.model_loader import dummy_loader, weight_utils
+
+    seeds = itertools.count(1)
+
+    @torch.no_grad()
+    def initialize(param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if param.device.type == "meta" or not param.is_floating_point():
+            return
+        if param.ndim < 2:
+            param.fill_(1.0)
+            return
+        draw = torch.Generator(device=param.device).manual_seed(next(seeds))
+        param.uniform_(-spread(param.shape), spread(param.shape), generator=draw)
+
+    weight_utils.initialize_single_dummy_weight = initialize
+    dummy_loader.initialize_single_dummy_weight = initialize
+
+
+def spread(shape: Sequence[int]) -> float:
+    """Half the width of a uniform distribution of weights whose products keep the scale of their input.
+
+    >>> spread((16, 3))
+    1.0
+    """
+    return math.sqrt(3 / shape[-1])
+
+
+def ledger(watch: Rows) -> None:
+    """Keep an allocation ledger over the start: profile, KV cache (planned), capture."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from staleproof.evidence import AllocationLedger
+
+    load = Worker.load_model
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        watch.ledger = AllocationLedger(self.model_runner.get_model())
+        capture = self.model_runner.capture_model
+
+        def capture_model(*args: Any, **kwargs: Any) -> Any:
+            watch.graph_bytes = capture(*args, **kwargs)
+            return watch.graph_bytes
+
+        self.model_runner.capture_model = capture_model
+        return result
+
+    Worker.load_model = load_model
+    for name, phase, planned in (
+        ("determine_available_memory", "profile", False),
+        ("initialize_from_config", "kv cache", True),
+        ("compile_or_warm_up_model", "capture", False),
+    ):
+        setattr(Worker, name, _in_phase(getattr(Worker, name), watch, phase, planned))
+
+
+def _in_phase(inner: Any, watch: Rows, phase: str, planned: bool) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with watch.ledger.phase(phase, planned=planned):
+            return inner(self, *args, **kwargs)
+
+    return method
+
+
+def lazy_buffers(watch: Rows) -> None:
+    """A fault: a buffer a layer, in a branch that neither the profile nor the capture takes.
+
+    vLLM 0.18.1 kept one like it in the MLA backends (``_decode_out``, vLLM #37442, reverted in #38359).
+    Nothing happens until :attr:`Rows.lazy_layers` is set.
+    """
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
+
+    inner = TritonMLAImpl.forward_mqa
+
+    def forward_mqa(self: Any, q: Any, kv: Any, metadata: Any, layer: Any) -> Any:
+        result = inner(self, q, kv, metadata, layer)
+        wanted = int(_layer(layer).split(".")[1]) < watch.lazy_layers
+        if wanted and getattr(self, BUFFER, None) is None:
+            setattr(self, BUFFER, result[0].new_empty(BUFFER_ROWS, *result[0].shape[1:]))
+        return result
+
+    TritonMLAImpl.forward_mqa = forward_mqa
