@@ -28,7 +28,7 @@ class Results(dict[str, Told]):
         Raises:
             MissingError: it gave none.
         """
-        told = self[name]
+        told = self.get(name, Told({}, "it was not started"))
         if probe not in told.answers:
             raise MissingError(f"{name}: {told.failed}")
         return told.answers[probe]

@@ -58,23 +58,31 @@ def verdict(rounds: Sequence[Mapping[str, Any]]) -> str:
     return "pad_only" if any(padding for _, padding in counts) else "clean"
 
 
-def by_stage(rounds: Sequence[Mapping[str, Any]], which: int) -> dict[str, str]:
-    """Rows with a NaN by stage, one number a layer; stages without any are left out.
+def by_stage(rounds: Sequence[Mapping[str, Any]], which: int) -> dict[str, dict[str, str]]:
+    """Rows with a NaN by round and stage, in order of execution; stages without any are left out.
 
     Args:
         rounds: of ``probes.rows``.
         which: 0 for live rows, 1 for padding rows.
 
-    >>> stages = {"layers.0.attention": [0, 5], "layers.1.attention": [0, 5], "layers.0.mlp": [0, 0]}
+    >>> stages = {"layers.0.attention": [0, 5], "layers.1.attention": [0, 5], "layers.1.mlp": [0, 0]}
     >>> by_stage([{"live": 3, "size": 8, "stages": stages}], 1)
-    {'3 of 8, attention': '5 5'}
+    {'3 of 8': {'attention': '5 in 2 of 2 layers'}}
     """
-    found: dict[str, list[int]] = {}
+    found: dict[str, dict[str, str]] = {}
     for one in rounds:
+        layers: dict[str, list[int]] = {}
         for stage, counts in one["stages"].items():
             _, _, *rest = stage.split(".")
-            found.setdefault(f"{one['live']} of {one['size']}, {'.'.join(rest)}", []).append(counts[which])
-    return {stage: " ".join(map(str, counts)) for stage, counts in found.items() if any(counts)}
+            layers.setdefault(".".join(rest) or "layer", []).append(counts[which])
+        label = f"{one['live']} of {one['size']}"
+        label += " again" if label in found else ""
+        found[label] = {
+            stage: f"{max(counts)} in {sum(map(bool, counts))} of {len(counts)} layers"
+            for stage, counts in layers.items()
+            if any(counts)
+        }
+    return {label: stages for label, stages in found.items() if stages}
 
 
 def _rounds(results: Results, name: str) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ it keeps is then what the last replay wrote. It never waits for the device durin
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import math
@@ -105,8 +106,10 @@ class Rows:
 def attention(watch: Rows) -> None:
     """Keep the output rows of every MLA decode, which torch.compile does not look into."""
     for module, name in BACKENDS.values():
-        implementation = getattr(importlib.import_module(f"vllm.v1.attention.backends.mla.{module}"), name)
-        _attention(implementation, watch)
+        # An engine cannot use a backend whose kernels are not installed.
+        with contextlib.suppress(ImportError):
+            backend = importlib.import_module(f"vllm.v1.attention.backends.mla.{module}")
+            _attention(getattr(backend, name), watch)
 
 
 def _attention(implementation: Any, watch: Rows) -> None:
