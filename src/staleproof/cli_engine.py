@@ -52,3 +52,30 @@ def engine(
     if folder is not None:
         recorded.write(folder, findings, [])
         typer.echo(f"recorded: {folder} ({len(findings)} findings)")
+
+
+@command
+def watch(
+    url: Annotated[str, typer.Argument(help="A watch's port, e.g. localhost:9464.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the table once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: JSON instead of a table.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
+) -> None:
+    """Show what the watch of a live vLLM counts (STALEPROOF_WATCH=1 in the server's environment)."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from staleproof.engine import watching
+
+    if as_json and not once:
+        raise BadInputError("watch: --json needs --once")
+    try:
+        if as_json:
+            typer.echo(watching.as_json(watching.fetch(url)))
+        elif once:
+            Console().print(watching.table(watching.fetch(url)))
+        else:
+            with Live() as live:
+                watching.follow(url, every, live.update)
+    except watching.WatchError as error:
+        raise BadInputError(str(error)) from error

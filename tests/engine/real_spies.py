@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from vllm.model_executor.model_loader import weight_utils
 from vllm.v1.worker.utils import KVBlockZeroer
 
+import vllm
 from staleproof.engine import spies
+from staleproof.vllm.sources import Sources
+from staleproof.vllm.watch import Settings
+from staleproof.vllm.watch_hooks import Hooks
 
 watch = spies.Rows()
 for name in (
@@ -34,3 +40,9 @@ try:
 except Exception as error:  # a grid of no programs: only the ids matter here
     print("kernel:", type(error).__name__, error)
 print("fits zeroing:", *[f"{asked} as {read.tolist()}" for asked, read in watch.zeroed])
+
+sources = Sources(Path(vllm.__file__).parent)
+targets = Hooks(Settings()).targets()
+for target in targets:
+    target.check(sources)
+print(f"fits watch: {len(targets)} functions")

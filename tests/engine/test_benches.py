@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from staleproof.engine import bench as benches
-from staleproof.engine import blocks, cost, hybrid, memory, mla, router
+from staleproof.engine import blocks, cost, hybrid, memory, mla, router, watched
 from staleproof.engine.bench import Bench, MissingError, Results
 from staleproof.engine.orders import Order, Told
 from staleproof.engine.questions import BENCHES
@@ -154,10 +154,10 @@ def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said):
 
 def test_the_players_of_the_cost_agree_on_their_turns():
     players = [order.probes["turns"] for order in cost.orders().values()]
-    assert [player["player"] for player in players] == [*range(7)]
+    assert [player["player"] for player in players] == [*range(9)]
     assert len({(p["players"], p["rounds"], p["steps"], tuple(p["live"])) for p in players}) == 1
-    turns = [*cost.schedule(7, (3, 50), 16)]
-    assert all(sum(who == player for who, _, _ in turns) == 2 * 17 for player in range(7))
+    turns = [*cost.schedule(9, (3, 50), 16)]
+    assert all(sum(who == player for who, _, _ in turns) == 2 * 17 for player in range(9))
 
 
 def test_the_first_player_that_fails_ends_the_turns_of_all(monkeypatch, tmp_path):
@@ -197,6 +197,16 @@ def test_graphs_that_vllm_does_not_count(monkeypatch):
     said = asked(memory.BENCH, told, monkeypatch)
     assert said[memory.GRAPHS, memory.V2].verdict == "not counted"
     assert said[memory.GRAPHS, memory.V1].verdict == NOT_RUN
+
+
+@pytest.mark.parametrize(("counted", "said"), [(552, "exact"), (551, "not exact"), (1104, "not exact")])
+def test_the_watch_is_compared_with_the_spies_of_the_same_run(monkeypatch, counted, said):
+    rounds = [{**one, "sums": [[0]] * 24} for one in mla_engine(5)["rows"][:3]]
+    rounds.append({**a_round(50, 64, 14), "sums": [[0]] * 24})
+    bad = {f"attention, layers.{i}": [counted, 0] for i in range(4)}
+    told = {"rows": rounds, "watched": {"bad": bad, "steps": 96, "scraped": [["attention"]]}}
+    found = asked(watched.BENCH, results(**{watched.PLAIN: told}), monkeypatch)
+    assert found[watched.COUNTS, watched.PLAIN].verdict == said
 
 
 def test_findings_carry_what_ran(monkeypatch):

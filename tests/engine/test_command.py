@@ -15,7 +15,9 @@ from staleproof.harness.recorded import read
 def test_an_unknown_question_is_one_line(capsys):
     assert cli.main(["engine", "mla", "moe", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
-    assert said == ("staleproof: unknown question 'moe'; known: mla, blocks, hybrid, router, memory, cost\n")
+    assert said == (
+        "staleproof: unknown question 'moe'; known: mla, blocks, hybrid, router, watch, memory, cost\n"
+    )
 
 
 def test_findings_are_printed_kept_and_recorded(capsys, tmp_path):

@@ -137,4 +137,5 @@ def test_spies_and_fault_fit_the_real_vllm():
         "fits no_zeroing",
         "fits living_weights: norm 1.0, gain 1.0",
         "fits zeroing: [3, 2] as [3, 2]",
+        "fits watch: 15 functions",
     ], done.stderr[-3000:]

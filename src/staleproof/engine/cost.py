@@ -14,8 +14,16 @@ from staleproof.engine.bench import Bench, Cell, Results
 from staleproof.engine.orders import Order, Told
 from staleproof.harness.answers import Answer, answer
 
-COST, NOISE = "cost of a step", "noise of a step"
+COST, NOISE, WATCH = "cost of a step", "noise of a step", "cost of the watch"
 BAR = 0.01
+# The watch of a server with the plugin: its variables, and the bar for what it may cost beside it.
+WATCHES: dict[str, tuple[dict[str, str], float]] = {
+    "all stages": ({"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "9470"}, 0.03),
+    "one layer in four": (
+        {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "9471", "STALEPROOF_WATCH_LAYERS": "4"},
+        0.01,
+    ),
+}
 LIVE, ROUNDS, STEPS = (3, 50, 256), 16, 40
 # The file in the folder of turns that tells the others to give up.
 FAILED = "failed"
@@ -57,13 +65,15 @@ def orders(live: Sequence[int] = LIVE, rounds: int = ROUNDS, steps: int = STEPS)
     """The players, in their order; each knows its number."""
     states = [(mode, state) for mode in MODES for state in ("off", "on")]
     states.append(("full graphs", "off again"))
+    states += [("full graphs", watch) for watch in WATCHES]
     turns = {"players": len(states), "live": list(live), "rounds": rounds, "steps": steps}
     return {
         f"{mode}, {state}": Order(
             "deepseek_v2",
             {"start": {}, "turns": {"player": player, **turns}},
             {"attention_backend": "TRITON_MLA", "moe_backend": "triton", **MODES[mode]},
-            patches="all" if state == "on" else "none",
+            patches="none" if state.startswith("off") else "all",
+            env=WATCHES[state][0] if state in WATCHES else {},
         )
         for player, (mode, state) in enumerate(states)
     }
@@ -109,15 +119,15 @@ def slowdown(off: Sequence[float], on: Sequence[float], resamples: int = 4000) -
     return statistics.median(ratios), medians[cut], medians[-cut - 1]
 
 
-def judge(off: str, on: str, live: int) -> Any:
-    """The judge of one pair: does the interval of the slowdown lie under the bar of 1 %?"""
+def judge(off: str, on: str, live: int, bar: float = BAR) -> Any:
+    """The judge of one pair: does the interval of the slowdown lie under the bar?"""
 
     def judged(results: Results) -> Answer:
         a, b = (results.of(name, "turns")[live] for name in (off, on))
         median, low, high = slowdown(a, b)
-        said = "under 1 %" if high < BAR else "over 1 %" if low > BAR else "around 1 %"
+        where = "under" if high < bar else "over" if low > bar else "around"
         return answer(
-            said,
+            f"{where} {bar:.0%}".replace("%", " %"),
             slowdown_percent=round(median * 100, 3),
             interval_percent=[round(low * 100, 3), round(high * 100, 3)],
             step_ms_off=round(statistics.median(a) * 1e3, 4),
@@ -137,6 +147,9 @@ def _cells() -> dict[Cell, Any]:
             cells[COST, f"{mode}, {live} of {size}"] = judge(f"{mode}, off", f"{mode}, on", live)
         pair = "full graphs, off", "full graphs, off again"
         cells[NOISE, f"full graphs, {live} of {size}"] = judge(*pair, live)
+        for watch, (_, bar) in WATCHES.items():
+            watched = judge("full graphs, on", f"full graphs, {watch}", live, bar)
+            cells[WATCH, f"{watch}, {live} of {size}"] = watched
     return cells
 
 

@@ -323,3 +323,30 @@ def nan_bias(engine: Engine, live: int = 3, expert: int = 5) -> dict[str, Any]:
         for bias, value in zip(biases, kept, strict=True):
             bias.data[expert] = value
     return {"sound": sound, "spoilt": spoilt, "routers": len(biases)}
+
+
+def watched(engine: Engine, port: int) -> dict[str, Any]:
+    """What the watch counted since the engine was ready, and what its port says.
+
+    Returns:
+        ``bad``: "stage, layer" -> padding and live rows; ``repeats``: the same of experts named twice;
+        ``steps``; ``scraped``: rows of :func:`staleproof.engine.watching.rows` from the port.
+    """
+    import torch
+
+    from staleproof.engine import watching
+    from staleproof.vllm.watch_hooks import installed
+
+    watch = installed[0].watch
+    assert watch is not None, "the watch is off"
+    torch.cuda.synchronize()
+    watch.reading()
+    watch.copy()
+    torch.cuda.synchronize()
+    reading = watch.reading()
+    return {
+        "bad": {", ".join(key): list(counts) for key, counts in reading.bad.items()},
+        "repeats": {layer: list(counts) for layer, counts in reading.repeats.items()},
+        "steps": reading.steps,
+        "scraped": [list(row) for row in watching.rows(watching.fetch(f"localhost:{port}"))],
+    }

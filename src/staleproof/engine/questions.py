@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from staleproof.engine import blocks, cost, hybrid, memory, mla, router
+from staleproof.engine import blocks, cost, hybrid, memory, mla, router, watched
 from staleproof.engine.bench import INCIDENT, Bench
 from staleproof.harness.questions import Questions
 
-BENCHES: dict[str, Bench] = {
-    bench.name: bench
-    for bench in (mla.BENCH, blocks.BENCH, hybrid.BENCH, router.BENCH, memory.BENCH, cost.BENCH)
-}
+_MODULES = (mla, blocks, hybrid, router, watched, memory, cost)
+BENCHES: dict[str, Bench] = {module.BENCH.name: module.BENCH for module in _MODULES}
 
 
 def table(*names: str) -> Questions:
