@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from staleproof.engine import bench as benches
-from staleproof.engine import blocks, cost, hybrid, memory, mla, router, watched
+from staleproof.engine import blocks, cost, hybrid, memory, mla, questions, router, watched
 from staleproof.engine.bench import Bench, MissingError, Results
 from staleproof.engine.orders import Order, Told
 from staleproof.engine.questions import BENCHES
@@ -70,7 +70,7 @@ def test_a_plugin_that_changes_a_live_row_is_wrong(monkeypatch):
     said = asked(mla.BENCH, told, monkeypatch)
     assert said[mla.LIVE_LOGITS, MLA].verdict == "other bits"
     assert said["off/on/off", MLA].verdict == "wrong"
-    assert "128 of 128 rows differ" in said["off/on/off", MLA].note
+    assert "live logits: 128 differ" in said["off/on/off", MLA].note
 
 
 def test_equal_bits_say_nothing_if_the_control_does_not_differ(monkeypatch):
@@ -230,3 +230,29 @@ def test_an_answer_that_is_missing_names_its_engine():
     told = Results({"a": Told({}, "rows: out of memory")})
     with pytest.raises(MissingError, match="a: rows: out of memory"):
         told.of("a", "rows")
+
+
+def test_benches_that_share_the_gpu_start_together(monkeypatch):
+    started = []
+
+    def run(orders, timeout_s):
+        started.append([*orders])
+        # The engines of the second bench end first.
+        for name in reversed([*orders]):
+            yield name, Told({"start": {}}, name)
+
+    monkeypatch.setattr(benches, "run", run)
+    one = Bench("one", "", {"a": Order("qwen3", {}), "b": Order("qwen3", {})}, {})
+    two = Bench("two", "", {"a": Order("qwen3", {})}, {})
+    pool = benches.Pool([one, two])
+    told = {bench.name: dict(pool.of(bench).together(bench.orders, timeout_s=1)) for bench in (one, two)}
+    assert started == [["one/a", "one/b", "two/a"]]
+    assert {name: [t.failed for t in of.values()] for name, of in told.items()} == {
+        "one": ["one/a", "one/b"],
+        "two": ["two/a"],
+    }
+
+
+def test_engines_that_must_be_alone_come_last():
+    rows = [row.name for row in questions.table("cost", "mla", "memory", "blocks").rows]
+    assert rows == ["mla", "blocks", "cost", "memory"]

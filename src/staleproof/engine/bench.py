@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from staleproof.engine.orders import Order, Told, run, unavailable
@@ -44,7 +45,8 @@ class Bench:
         orders: name -> engine.
         cells: (question, variant) -> a function from the results to its answer.
         timeout_s: for each engine.
-        together: runs the orders; all at once, unless the engines take turns.
+        together: runs the orders: as many at a time as fit, unless the engines take turns or must be
+            alone.
     """
 
     name: str
@@ -73,6 +75,35 @@ class Bench:
             except MissingError as error:
                 said = no_answer(str(error))
             yield replace(said, question=question, variant=variant)
+
+
+class Pool:
+    """Engines of several benches that start together: a bench gets its own as they end.
+
+    Args:
+        benches: those whose engines need not be alone on the GPU.
+    """
+
+    def __init__(self, benches: Sequence[Bench]) -> None:
+        self._orders = {
+            (bench.name, name): order for bench in benches for name, order in bench.orders.items()
+        }
+        self._ended: dict[tuple[str, str], Told] = {}
+        self._running: Iterator[tuple[str, Told]] | None = None
+
+    def of(self, bench: Bench) -> Bench:
+        """The bench with its engines in the pool."""
+        return replace(bench, together=partial(self._take, bench.name))
+
+    def _take(self, bench: str, orders: Iterable[str], timeout_s: float) -> Iterator[tuple[str, Told]]:
+        keys = {"/".join(key): key for key in self._orders}
+        if self._running is None:
+            self._running = run({name: self._orders[key] for name, key in keys.items()}, timeout_s)
+        for name in orders:
+            while (bench, name) not in self._ended:
+                key, told = next(self._running)
+                self._ended[keys[key]] = told
+            yield name, self._ended[bench, name]
 
 
 def fix(
