@@ -116,7 +116,7 @@ def test_a_hybrid_engine_is_compared_with_itself_zeroing(monkeypatch):
 
     told = Results()
     for backend in hybrid.BACKENDS:
-        for state in ("zeroing", "zeroing again"):
+        for state in ("zeroing", "zeroing again", "zeroing, cache of NaN"):
             told[f"{backend}, {state}"] = Told(served(), None)
     told["TRITON_ATTN, no zeroing"] = Told(served(changed=(99,)), None)
     told["TRITON_ATTN, no zeroing, cache of NaN"] = Told(served(nan=(0, 50)), None)

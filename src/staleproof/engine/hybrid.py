@@ -37,6 +37,7 @@ def _orders(backend: str) -> dict[str, Order]:
         f"{backend}, zeroing": on,
         f"{backend}, zeroing again": on,
         f"{backend}, no zeroing": replace(on, spies=("no_zeroing",)),
+        f"{backend}, zeroing, cache of NaN": replace(on, probes=poisoned),
         f"{backend}, no zeroing, cache of NaN": replace(on, spies=("no_zeroing",), probes=poisoned),
     }
 
@@ -56,21 +57,28 @@ def changed(one: dict[str, Any], two: dict[str, Any], what: str) -> list[int]:
     return fifths([a != b for a, b in zip(one[what], two[what], strict=True)])
 
 
-def bits(backend: str, spoilt: str) -> Any:
-    """The judge of what a request notices without zeroing, by fifth of the uptime."""
+def bits(backend: str, cache: str = "") -> Any:
+    """The judge of what a request notices without zeroing, by fifth of the uptime.
+
+    Args:
+        backend: of the attention.
+        cache: what the cache held before the first request, as the orders name it.
+    """
+    states = (f"zeroing{cache}", "zeroing again", f"no zeroing{cache}")
 
     def judge(results: Results) -> Answer:
-        on, again, off = (
-            results.of(f"{backend}, {state}", "hybrid") for state in ("zeroing", "zeroing again", spoilt)
-        )
+        on, again, off = (results.of(f"{backend}, {state}", "hybrid") for state in states)
         noise = changed(on, again, "logprobs")
         nan, other = fifths(off["nan"]), changed(on, off, "logprobs")
         said = "nan" if sum(nan) else "other bits" if sum(other) > sum(noise) else "same bits"
-        if sum(noise) and not sum(nan):
+        if sum(fifths(on["nan"])):
+            said = "nan with zeroing too"
+        elif sum(noise) and not sum(nan):
             said = "differ with it too"
         return answer(
             said,
             nan_by_fifth=nan,
+            nan_with_zeroing_by_fifth=fifths(on["nan"]),
             changed_bits_by_fifth=other,
             changed_tokens_by_fifth=changed(on, off, "tokens"),
             changed_with_zeroing_again=noise,
@@ -98,8 +106,8 @@ def race(results: Results) -> Answer:
 def _cells() -> dict[Cell, Any]:
     cells: dict[Cell, Any] = {}
     for backend in BACKENDS:
-        cells[BITS, backend] = bits(backend, "no zeroing")
-        cells[POISONED, backend] = bits(backend, "no zeroing, cache of NaN")
+        cells[BITS, backend] = bits(backend)
+        cells[POISONED, backend] = bits(backend, ", cache of NaN")
     cells[RACE, "asynchronous scheduling"] = race
     return cells
 

@@ -22,7 +22,7 @@ from staleproof.vllm.sources import numbers
 OLDEST, NEWEST = "0.22.1", "0.26.0"
 NEEDED = f"vLLM {OLDEST} to {NEWEST} with the torch it pins"
 # Device memory an engine of the table takes, in bytes: cache, weights, graphs, CUDA context.
-EACH = 6 * 2**30
+EACH = 8 * 2**30
 KV_BYTES = 2**31
 # Names a folder for what the engines print.
 LOGS = "STALEPROOF_ENGINE_LOGS"
@@ -42,7 +42,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 2048,
     "max_num_seqs": 256,
     # The prompts of a round fit into one step, so that all its requests decode together.
-    "max_num_batched_tokens": 16384,
+    "max_num_batched_tokens": 8192,
     "gpu_memory_utilization": 0.1,
     # A fixed cache: engines that start side by side must not measure each other's memory.
     "kv_cache_memory_bytes": KV_BYTES,

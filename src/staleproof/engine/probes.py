@@ -109,7 +109,7 @@ def rows(engine: Engine, live: Sequence[int], tokens: int = 24) -> list[dict[str
     for count in live:
         engine.watch.clear()
         # Long enough that no prompt is a step that the spies keep.
-        asked = prompts([67 + 11 * i % 190 for i in range(count)])
+        asked = prompts([67 + 7 * i % 90 for i in range(count)])
         outputs = generate(engine, asked, [tokens] * count)
         torch.cuda.synchronize()
         seen = dict(engine.watch.seen())
