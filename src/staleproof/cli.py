@@ -46,6 +46,8 @@ class BadInputError(RuntimeError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    from staleproof import cli_engine  # noqa: F401  (it registers its commands)
+
     try:
         app(args=arguments, prog_name="staleproof")
     except SystemExit as end:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -128,7 +128,7 @@ def _tensors_in(
         return
     visited.add(id(value))
     inside: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):  # another mapping may compute its items, as vLLM's registries do
         inside = [(path, item) for item in value.values()]
     elif isinstance(value, list | tuple | set | frozenset):
         inside = [(path, item) for item in value]

@@ -185,17 +185,30 @@ class RowCounters:
         self._replay.zero_()
         self._first.fill_(_NEVER.value)
 
-    def read(self) -> dict[str, StageCount]:
-        """Counts per stage. Waits for the device."""
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The counts and the first crossing on the device, for a copy that nobody waits for.
+
+        Give copies of them to :meth:`read` and :meth:`crossing`.
+        """
+        return self._counts, self._first
+
+    def read(self, counts: torch.Tensor | None = None) -> dict[str, StageCount]:
+        """Counts per stage, from a copy of the counts, or from the device, for which it waits."""
+        counts = self._counts if counts is None else counts
         return {
             name: StageCount(*map(int, (p[0], p[1], v[0], v[1])))
-            for name, (p, v) in zip(self.stages, self._counts.tolist(), strict=True)
+            for name, (p, v) in zip(self.stages, counts.tolist(), strict=True)
         }
 
     @property
     def first_crossing(self) -> Crossing | None:
         """Where a live row first had a NaN or Inf, or ``None``. Waits for the device."""
-        packed = int(self._first.item())
+        return self.crossing(self._first)
+
+    def crossing(self, first: torch.Tensor) -> Crossing | None:
+        """The same from a copy of the first crossing."""
+        packed = int(first.item())
         if packed == _NEVER.value:
             return None
         stage = (packed >> _STAGE_SHIFT.value) & 0xFF

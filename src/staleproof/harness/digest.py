@@ -28,7 +28,8 @@ def source_digest(incident: str) -> str:
     >>> len(source_digest("mla_padding"))
     12
     """
-    return _digest(closure([f"staleproof.incidents.{incident}.questions"]))
+    # A room of its own, such as staleproof.engine, is named like an incident.
+    return _digest(closure([f"staleproof.{room}{incident}.questions" for room in ("incidents.", "")]))
 
 
 @cache

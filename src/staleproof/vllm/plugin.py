@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from staleproof.vllm import process
+from staleproof.vllm import process, watch_hooks
 from staleproof.vllm.hooks import warn_once
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.patches import NOTEBOOKS
@@ -263,3 +263,6 @@ def register() -> None:
         warn_once(str(error))
     except Exception as error:
         warn_once(f"nothing is patched: {type(error).__name__}: {error}")
+    finally:
+        # After the patches: the watch counts what they leave.
+        watch_hooks.install()

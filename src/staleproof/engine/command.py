@@ -1,0 +1,48 @@
+"""``staleproof engine``: put the questions, print each answer, keep them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from staleproof.engine.questions import BENCHES, table
+from staleproof.harness.findings import Finding, proved, write_findings
+
+
+def ask(
+    names: Sequence[str],
+    device: str,
+    progress: Callable[[str], None],
+    say: Callable[[Finding], None],
+    path: Path | None,
+) -> list[Finding]:
+    """Ask these benches; findings are said as they come, and kept however this ends.
+
+    Args:
+        names: keys of :data:`BENCHES`; all if empty.
+        device: ``"cpu"`` or ``"cuda"``.
+        progress: takes one line about the step that begins.
+        say: takes each finding.
+        path: where the findings go, as JSON lines; ``None`` for nowhere.
+    """
+    found: list[Finding] = []
+    try:
+        with contextlib.closing(table(*names).run(device, progress)) as answers:
+            for one in map(proved, answers):
+                found.append(one)
+                say(one)
+    finally:
+        if found and path is not None:
+            write_findings(path, found)
+    return found
+
+
+def unknown(names: Sequence[str]) -> str | None:
+    """What is wrong with these names of questions, in one line.
+
+    >>> unknown(["mla"]) is None, unknown(["no"])
+    (True, "unknown question 'no'; known: mla, blocks, hybrid, router, watch, memory, cost")
+    """
+    wrong = [name for name in names if name not in BENCHES]
+    return f"unknown question {wrong[0]!r}; known: {', '.join(BENCHES)}" if wrong else None

@@ -1,0 +1,96 @@
+"""Incident 2 in a real engine: an allocation that no profile saw, and vLLM's account of its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from staleproof.engine.bench import Bench, Results
+from staleproof.engine.mla import FULL
+from staleproof.engine.orders import Order, Told, run
+from staleproof.harness.answers import Answer, answer
+
+DEATH, GRAPHS, ACCOUNT = "death after start", "memory of graphs", "account of the start"
+V1, V2 = "DeepSeek-V2, runner V1", "Qwen3 dense, runner V2"
+WITHIN = 0.01
+# The engine measures its own memory here, so the cache is not fixed.
+MEASURED = {"kv_cache_memory_bytes": None, "compilation_config": FULL}
+ORDERS = {
+    V1: Order(
+        "deepseek_v2",
+        {"start": {}, "accounts": {}, "death": {}},
+        {"attention_backend": "TRITON_MLA", "moe_backend": "triton", **MEASURED},
+        spies=("ledger", "lazy_buffers"),
+    ),
+    V2: Order("qwen3", {"start": {}, "accounts": {}}, MEASURED, spies=("ledger",)),
+}
+
+
+def alone(orders: Mapping[str, Order], timeout_s: float) -> Iterator[tuple[str, Told]]:
+    """Run one engine after the other: each measures the free memory of the device."""
+    yield from run(orders, timeout_s, at_once=1)
+
+
+def death(results: Results) -> Answer:
+    """Was the end of the engine predicted, before it happened and within one per cent?"""
+    told = results.of(V1, "death")
+    error = told["predicted"] / told["taken"] - 1
+    foreseen = told["fits"] is False and abs(error) <= WITHIN
+    said = "predicted" if foreseen else "not predicted"
+    if not told["healthy"]:
+        said = "dies without the fault"
+    elif told["died"] is None:
+        said = "lives"
+    return answer(said, error_percent=round(error * 100, 3), **told)
+
+
+def balances(phases: Mapping[str, Mapping[str, int]]) -> bool:
+    """Whether the ledger explains what the device gave in each phase, within one per cent.
+
+    >>> phase = {"device": 100, "owned": 60, "pools": 20, "cached": 10, "outside": 10}
+    >>> balances({"profile": phase}), balances({"profile": {**phase, "owned": 40}})
+    (True, False)
+    """
+    parts = "owned", "pools", "cached", "outside"
+    return all(
+        abs(got["device"] - sum(got[part] for part in parts)) <= WITHIN * abs(got["device"])
+        for got in phases.values()
+    )
+
+
+def account(name: str) -> Any:
+    """The judge of how much of what the device gave is in the ledger: owned, in pools, outside torch."""
+
+    def judge(results: Results) -> Answer:
+        told = results.of(name, "accounts")
+        return answer("balances" if balances(told["phases"]) else "does not balance", **told)
+
+    return judge
+
+
+def graphs(name: str) -> Any:
+    """The judge of vLLM's estimate of its graphs' memory, before it sizes the KV cache."""
+
+    def judge(results: Results) -> Answer:
+        told = results.of(name, "accounts")
+        estimated, taken = told["graph_bytes_estimated"], told["graph_bytes_taken"]
+        said = "not counted" if not estimated and taken else "counted"
+        runner = results.of(name, "start")["runner"]
+        return answer(said, estimated=estimated, taken=taken, runner=runner)
+
+    return judge
+
+
+BENCH = Bench(
+    "memory",
+    "incident 2: a ledger over the start, and a death that it predicts",
+    ORDERS,
+    {
+        (DEATH, V1): death,
+        (ACCOUNT, V1): account(V1),
+        (ACCOUNT, V2): account(V2),
+        (GRAPHS, V1): graphs(V1),
+        (GRAPHS, V2): graphs(V2),
+    },
+    together=alone,
+)

@@ -1,0 +1,220 @@
+"""Incident 1 in a real engine: NaN rows of MLA decode, layer by layer, and what a live token notices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from staleproof.engine.bench import FIX, Bench, Cell, MissingError, Results, fix, three
+from staleproof.engine.orders import Order
+from staleproof.harness.answers import Answer, answer
+
+LIVE = (3, 8, 3, 50)
+NAN_ROWS, LIVE_LOGITS, LIVE_PADDING = "NaN rows", "live logits, off / on", "live logits, 3 / 8 live"
+FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 64]}
+COMPILED = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [8, 64]}
+PIECEWISE = {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 64]}
+SPIES = ("attention", "logits", "routing")
+
+
+PROBES: dict[str, dict[str, Any]] = {"start": {}, "control": {}, "rows": {"live": LIVE}, "spoilt_blocks": {}}
+
+
+def engine(backend: str = "TRITON_MLA", spies: Sequence[str] = (*SPIES, "stages"), **options: Any) -> Order:
+    """An order for a DeepSeek-V2 shape that answers ``rows``."""
+    options = {"attention_backend": backend, "moe_backend": "triton", **options}
+    if "enforce_eager" not in options:
+        options.setdefault("compilation_config", FULL)
+    return Order("deepseek_v2", PROBES, options, spies=spies)
+
+
+# What torch.compile looks into must not be spied on: only attention, routing and logits are.
+FIXED_ONES = {
+    "TRITON_MLA, full graphs": engine(),
+    "TRITON_MLA, full graphs, compiled": engine(spies=SPIES, compilation_config=COMPILED),
+    "TRITON_MLA, full graphs, fp8": engine(quantization="fp8"),
+}
+OTHERS = {
+    "TRITON_MLA, piecewise graphs, compiled": engine(spies=SPIES, compilation_config=PIECEWISE),
+    "TRITON_MLA, eager": engine(enforce_eager=True),
+    "FLASHMLA, full graphs": engine("FLASHMLA"),
+    "FLASH_ATTN_MLA, full graphs": engine("FLASH_ATTN_MLA"),
+    "TRITON_MLA, eager, fp8": engine(quantization="fp8", enforce_eager=True),
+}
+
+
+def verdict(rounds: Sequence[Mapping[str, Any]]) -> str:
+    """``clean``, ``pad_only`` or ``leaked``, of the rounds that ``probes.rows`` returned.
+
+    >>> one = {"stages": {"layers.0.attention": [0, 5]}, "nan": 0}
+    >>> verdict([one]), verdict([{**one, "nan": 1}]), verdict([{"stages": {}, "nan": 0}])
+    ('pad_only', 'leaked', 'no step seen')
+    """
+    if not all(one["stages"] for one in rounds):
+        return "no step seen"
+    counts = [count for one in rounds for count in one["stages"].values()]
+    if any(one["nan"] for one in rounds) or any(live for live, _ in counts):
+        return "leaked"
+    return "pad_only" if any(padding for _, padding in counts) else "clean"
+
+
+def by_stage(rounds: Sequence[Mapping[str, Any]], which: int) -> dict[str, dict[str, str]]:
+    """Rows with a NaN by round and stage, in order of execution; stages without any are left out.
+
+    Args:
+        rounds: of ``probes.rows``.
+        which: 0 for live rows, 1 for padding rows.
+
+    >>> stages = {"layers.0.attention": [0, 5], "layers.1.attention": [0, 5], "layers.1.mlp": [0, 0]}
+    >>> by_stage([{"live": 3, "size": 8, "stages": stages}], 1)
+    {'3 of 8': {'attention': '5 in 2 of 2 layers'}}
+    """
+    found: dict[str, dict[str, str]] = {}
+    for one in rounds:
+        layers: dict[str, list[int]] = {}
+        for stage, counts in one["stages"].items():
+            _, _, *rest = stage.split(".")
+            layers.setdefault(".".join(rest) or "layer", []).append(counts[which])
+        label = f"{one['live']} of {one['size']}"
+        label += " again" if label in found else ""
+        found[label] = {
+            stage: f"{max(counts)} in {sum(map(bool, counts))} of {len(counts)} layers"
+            for stage, counts in layers.items()
+            if any(counts)
+        }
+    return {label: stages for label, stages in found.items() if stages}
+
+
+def _rounds(results: Results, name: str) -> list[dict[str, Any]]:
+    return results.of(name, "rows")
+
+
+def _control(results: Results, name: str) -> str:
+    """That the checksums notice a change at all.
+
+    Raises:
+        MissingError: they do not, so that equal checksums say nothing.
+    """
+    other, of = results.of(name, "control")
+    if not other:
+        raise MissingError(f"{name}: the logits do not notice another first token of the prompt")
+    return f"another first token changes {other} of {of} steps"
+
+
+def _off(name: str) -> str:
+    return f"{name}, off" if name in FIXED_ONES else name
+
+
+def nan_rows(name: str) -> Any:
+    """The judge of one engine without the plugin."""
+
+    def judge(results: Results) -> Answer:
+        rounds = _rounds(results, _off(name))
+        return answer(
+            verdict(rounds),
+            padding=by_stage(rounds, 1),
+            live=by_stage(rounds, 0),
+            sizes=[f"{one['live']} of {one['size']}" for one in rounds],
+            nan_tokens=sum(one["nan"] for one in rounds),
+            routers_with_an_expert_twice=[one["twice"] for one in rounds],
+            kv_blocks_with_nan=results.of(_off(name), "spoilt_blocks"),
+            start=results.of(_off(name), "start"),
+        )
+
+    return judge
+
+
+def different(one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """How much of the live rows differs between two engines that served the same rounds.
+
+    Returns:
+        ``logits``: rows of logits with another checksum; ``tokens``: requests with other tokens; ``of``:
+        rows of logits compared.
+
+    >>> a = [{"sums": [[1, 2], [3, 4]], "tokens": [[5], [6]]}]
+    >>> different(a, [{"sums": [[1, 2], [3, 0]], "tokens": [[5], [7]]}])
+    {'logits': 1, 'tokens': 1, 'of': 4}
+    """
+    rows = [
+        (a, b)
+        for x, y in zip(one, two, strict=True)
+        for s, t in zip(x["sums"], y["sums"], strict=False)
+        for a, b in zip(s, t, strict=False)
+    ]
+    tokens = [
+        (a, b) for x, y in zip(one, two, strict=True) for a, b in zip(x["tokens"], y["tokens"], strict=True)
+    ]
+    return {"logits": sum(a != b for a, b in rows), "tokens": sum(a != b for a, b in tokens), "of": len(rows)}
+
+
+def live_logits(name: str) -> Any:
+    """The judge of whether the plugin changes a bit of a live row's logits."""
+
+    def judge(results: Results) -> Answer:
+        off, on, again = (_rounds(results, f"{name}, {state}") for state in ("off", "on", "off again"))
+        noise, changed = different(off, again), different(off, on)
+        said = "same bits" if not changed["logits"] else "other bits"
+        if noise["logits"]:
+            said = "differ without it too"
+        control = _control(results, f"{name}, on")
+        return answer(said, off_against_on=changed, off_against_off=noise, control=control)
+
+    return judge
+
+
+def live_padding(name: str) -> Any:
+    """The judge of whether five live requests more change a bit of the first three.
+
+    If they do and it happens between the two rounds of three as well, then what the padding rows held
+    reached the live ones: only that differs between these.
+    """
+
+    def judge(results: Results) -> Answer:
+        three_live, eight_live, again, _ = _rounds(results, name)
+        first = {"sums": [row[:3] for row in eight_live["sums"]], "tokens": eight_live["tokens"][:3]}
+        changed, noise = different([three_live], [first]), different([three_live], [again])
+        said = "same bits" if not changed["logits"] else "other bits"
+        if noise["logits"]:
+            said = "other bits of three again"
+        control = _control(results, name)
+        return answer(said, with_8_live=changed, with_3_live_again=noise, control=control)
+
+    return judge
+
+
+def padding_fix(name: str) -> Any:
+    """The judge of off / on / off."""
+
+    def judge(results: Results) -> Answer:
+        off, on, again = (_rounds(results, f"{name}, {state}") for state in ("off", "on", "off again"))
+        changed, noise = different(off, on), different(off, again)
+        # Bits that differ between two equal engines cannot be compared; then tokens are.
+        what = "tokens" if noise["logits"] else "logits"
+        wrong = f"live {what}: {changed[what]} differ" if changed[what] > noise[what] else None
+        expected = None if "fp8" in name else "fixed"
+        return fix(
+            name,
+            [verdict(off), verdict(on), verdict(again)],
+            wrong,
+            expected,
+            padding_off=by_stage(off, 1),
+            padding_on=by_stage(on, 1),
+        )
+
+    return judge
+
+
+def _cells() -> dict[Cell, Any]:
+    cells: dict[Cell, Any] = {}
+    for name in (*FIXED_ONES, *OTHERS):
+        cells[NAN_ROWS, name] = nan_rows(name)
+        cells[LIVE_PADDING, name] = live_padding(_off(name))
+    for name in FIXED_ONES:
+        cells[LIVE_PADDING, f"{name}, plugin"] = live_padding(f"{name}, on")
+        cells[LIVE_LOGITS, name] = live_logits(name)
+        cells[FIX, name] = padding_fix(name)
+    return cells
+
+
+ORDERS = {key: order for name, one in FIXED_ONES.items() for key, order in three(name, one).items()} | OTHERS
+BENCH = Bench("mla", "incident 1: NaN rows by layer and stage, live logits", ORDERS, _cells())

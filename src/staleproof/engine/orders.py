@@ -1,0 +1,177 @@
+"""Orders: one engine to start in a process of its own, and what to ask it there.
+
+An engine takes 5 to 25 s to start, so several engines start at once, and each answers many questions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from staleproof import device as devices
+from staleproof.harness import children
+from staleproof.harness.children import Child, ChildError, Ended
+from staleproof.vllm.sources import numbers
+
+# The releases of vLLM that these orders were written for: names of spied functions, keywords of LLM.
+OLDEST, NEWEST = "0.22.1", "0.26.0"
+NEEDED = f"vLLM {OLDEST} to {NEWEST} with the torch it pins"
+# Device memory an engine of the table takes, in bytes: cache, weights, graphs, CUDA context.
+EACH = 8 * 2**30
+KV_BYTES = 2**31
+# Names a folder for what the engines print.
+LOGS = "STALEPROOF_ENGINE_LOGS"
+
+ENVIRONMENT = {
+    # The engine runs in the process that asks it, so that spies and questions reach it.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # Engines that compile the same model at the same time must not share files.
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
+}
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "max_model_len": 2048,
+    "max_num_seqs": 256,
+    # The prompts of a round fit into one step, so that all its requests decode together.
+    "max_num_batched_tokens": 8192,
+    "gpu_memory_utilization": 0.1,
+    # A fixed cache: engines that start side by side must not measure each other's memory.
+    "kv_cache_memory_bytes": KV_BYTES,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True)
+class Order:
+    """One engine and the probes it answers, in this order.
+
+    Attributes:
+        model: a key of :data:`staleproof.engine.models.MODELS`.
+        probes: name of a function of :mod:`staleproof.engine.probes` -> its arguments.
+        options: keywords of ``vllm.LLM`` beside :data:`OPTIONS`.
+        config: fields of ``config.json`` that differ from the table's.
+        patches: ``STALEPROOF_PATCHES``.
+        spies: names of spies to install before the engine starts.
+        env: further variables.
+    """
+
+    model: str
+    probes: Mapping[str, Mapping[str, Any]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    patches: str = "none"
+    spies: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self) -> Child:
+        """Start its process."""
+        from staleproof.engine import session
+
+        env = {**ENVIRONMENT, "STALEPROOF_PATCHES": self.patches, **self.env}
+        return children.start(session.serve, self, env=env)
+
+
+def unavailable(device: str) -> str | None:
+    """Why no engine can run here, with what to install; ``None`` if one can.
+
+    >>> unavailable("cpu")
+    'a real engine needs a CUDA GPU, and vLLM 0.22.1 to 0.26.0 with the torch it pins'
+    """
+    if device != "cuda":
+        return f"a real engine needs a CUDA GPU, and {NEEDED}"
+    version = devices.version_of("vllm")
+    if version is None:
+        return f"vLLM is not installed; install {NEEDED}, e.g. pip install vllm=={OLDEST}"
+    if not _in_range(version):
+        return f"vLLM {version} is not one that these questions know; install {NEEDED}"
+    return None
+
+
+def _in_range(version: str) -> bool:
+    return numbers(OLDEST) <= numbers(version) <= numbers(NEWEST)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one engine's process answered.
+
+    Attributes:
+        answers: probe -> what it returned; without the probes that it did not reach.
+        failed: how the process ended, in one line, if it did not answer every probe.
+    """
+
+    answers: Mapping[str, Any]
+    failed: str | None
+
+
+def told(order: Order, ended: Ended) -> Told:
+    """The answers of a process that ended, and what went wrong if some are missing."""
+    answers = dict(ended.told)
+    missing = [name for name in order.probes if name not in answers]
+    if not missing:
+        return Told(answers, None)
+    reason = answers.get("error")
+    if reason is None:
+        try:
+            ended.answer()
+            reason = "ended early"
+        except ChildError as error:
+            reason = str(error)
+    return Told(answers, f"{', '.join(missing)}: {reason}")
+
+
+def keep_log(name: str, ended: Ended) -> None:
+    """Write what an engine's process printed to the folder that :data:`LOGS` names, if it names one."""
+    folder = os.environ.get(LOGS)
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = re.sub(r"[^a-zA-Z0-9]+", "-", name) + ".log"
+        Path(folder, file).write_text(f"{ended.told}\n{ended.stdout}\n{ended.stderr}")
+
+
+def width(free_bytes: int, cores: int) -> int:
+    """How many engines may start at once: each takes :data:`EACH` of memory and a core; two are left.
+
+    >>> width(139 * 2**30, 16), width(10 * 2**30, 64)
+    (14, 1)
+    """
+    return max(1, min(free_bytes // EACH, cores - 2))
+
+
+def run(
+    orders: Mapping[str, Order], timeout_s: float = 240.0, at_once: int | None = None
+) -> Iterator[tuple[str, Told]]:
+    """Start these engines, as many at a time as fit, and yield the answers of each as it ends.
+
+    Args:
+        orders: name -> order.
+        timeout_s: for each engine; it is ended then, and what it told by then counts.
+        at_once: how many run at a time; by default what :func:`width` says of this machine.
+    """
+    if at_once is None:
+        import torch
+
+        at_once = width(torch.cuda.mem_get_info()[0], os.cpu_count() or 2)
+    waiting = list(orders.items())
+    running: dict[str, tuple[Order, Child, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            name, order = waiting.pop(0)
+            running[name] = order, order.start(), time.monotonic() + timeout_s
+        for name, (order, child, deadline) in [*running.items()]:
+            if child.poll() is not None or time.monotonic() > deadline:
+                del running[name]
+                ended = child.wait(0)
+                keep_log(name, ended)
+                yield name, told(order, ended)
+        time.sleep(0.05)

@@ -1,0 +1,26 @@
+"""The questions put to a real engine, as one table."""
+
+from __future__ import annotations
+
+from staleproof.engine import blocks, cost, hybrid, memory, mla, router, watched
+from staleproof.engine.bench import INCIDENT, Bench, Pool
+from staleproof.engine.orders import run
+from staleproof.harness.questions import Questions
+
+_MODULES = (mla, blocks, hybrid, router, watched, memory, cost)
+BENCHES: dict[str, Bench] = {module.BENCH.name: module.BENCH for module in _MODULES}
+
+
+def table(*names: str) -> Questions:
+    """The table of these benches; of all by default.
+
+    Engines that may share the GPU come first and start together; those that must not wait for them.
+    """
+    chosen = [BENCHES[name] for name in dict.fromkeys(names or BENCHES)]
+    sharing = [bench for bench in chosen if bench.together is run]
+    pool = Pool(sharing)
+    rest = [bench for bench in chosen if bench.together is not run]
+    return Questions(INCIDENT, *(bench.row for bench in (*map(pool.of, sharing), *rest)))
+
+
+QUESTIONS = table()

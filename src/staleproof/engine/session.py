@@ -1,0 +1,56 @@
+"""What runs in an engine's own process: it starts a real ``vllm.LLM`` and answers probes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from staleproof.engine import memory_probes, probes, spies
+from staleproof.engine.models import write_config
+from staleproof.engine.orders import OPTIONS, Order
+from staleproof.harness.children import tell
+
+
+def serve(order: Order) -> None:
+    """Start an engine, put every probe of the order to it, tell each answer at once, and exit.
+
+    Runs in a process of its own (:func:`staleproof.engine.orders.run`).
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix=order.model) as folder:
+            write_config(Path(folder), order.model, order.config)
+            engine = start(order, folder)
+            for name, arguments in order.probes.items():
+                probe = getattr(probes, name, None) or getattr(memory_probes, name)
+                tell((name, probe(engine, **arguments)))
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        tell(("error", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The answers are written. vLLM's own teardown takes seconds and can fail.
+    os._exit(0)
+
+
+def start(order: Order, folder: str) -> probes.Engine:
+    """Start the engine of an order with its spies; ``folder`` holds its ``config.json``."""
+    import vllm.plugins
+
+    begun = time.perf_counter()
+    # First the plugin, so that spies see what it makes of a kernel's result.
+    vllm.plugins.load_general_plugins()
+    spies.living_weights()
+    watch = spies.Rows()
+    for name in order.spies:
+        getattr(spies, name)(watch)
+    from vllm import LLM
+
+    options: dict[str, Any] = {**OPTIONS, **order.options}
+    llm = LLM(model=folder, **options)
+    return probes.Engine(llm, watch, time.perf_counter() - begun)

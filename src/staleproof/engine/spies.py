@@ -1,0 +1,331 @@
+"""Spies: they keep, on the device, which rows of a step held a NaN.
+
+A spy is put in place before the engine starts, so that its copies are captured with the CUDA graph. What
+it keeps is then what the last replay wrote. It never waits for the device during a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+# Rows of the largest step that is kept: prompts are longer, so that only decode steps are.
+LARGEST = 64
+BACKENDS = {
+    "TRITON_MLA": ("triton_mla", "TritonMLAImpl"),
+    "FLASHMLA": ("flashmla", "FlashMLAImpl"),
+    "FLASH_ATTN_MLA": ("flashattn_mla", "FlashAttnMLAImpl"),
+}
+# What :func:`lazy_buffers` allocates: 1 GiB a layer with 16 heads of 512 bfloat16 values.
+BUFFER, BUFFER_ROWS = "_staleproof_decode_out", 65536
+# The stage that a decode step of MLA always has.
+ATTENTION = "attention"
+
+
+class Rows:
+    """Flags for each row of each stage, and checksums of the logits.
+
+    Attributes:
+        flags: (stage, rows of the step) -> int8 flags: 1 if the row has a NaN, 0 if not, -1 if no step
+            of that many rows ran since :meth:`clear`.
+        ids: (layer, rows of the step) -> expert ids of the last step.
+        sums: for each step since :meth:`clear`, a checksum of each live row's logits.
+        zeroed: for each call of vLLM's zeroer since then, the block ids it was asked to zero, and a copy
+            of those that its kernel read.
+        ledger: the :class:`~staleproof.evidence.AllocationLedger` over the engine's start.
+        graph_bytes: what vLLM says that its graphs took.
+        lazy_layers: so many of the first layers allocate their buffer (:func:`lazy_buffers`).
+    """
+
+    def __init__(self) -> None:
+        self.flags: dict[tuple[str, int], torch.Tensor] = {}
+        self.ids: dict[tuple[str, int], torch.Tensor] = {}
+        self.sums: list[torch.Tensor] = []
+        self.layers: dict[int, str] = {}
+        self.zeroed: list[tuple[list[int], torch.Tensor]] = []
+        self.ledger: Any = None
+        self.graph_bytes: int | None = None
+        self.lazy_layers = 0
+
+    def keep(self, stage: str, x: torch.Tensor) -> None:
+        """Keep which rows of a stage's output have a NaN; only launches work."""
+        if not 0 < x.shape[0] <= LARGEST or not x.is_floating_point():
+            return
+        key = stage, x.shape[0]
+        if key not in self.flags:
+            self.flags[key] = torch.full((x.shape[0],), -1, dtype=torch.int8, device=x.device)
+        self.flags[key].copy_(torch.isnan(x.float()).flatten(1).any(1))
+
+    def keep_ids(self, layer: str, ids: torch.Tensor) -> None:
+        """Keep the expert ids of a step, (rows, top_k)."""
+        if 0 < ids.shape[0] <= LARGEST:
+            key = layer, ids.shape[0]
+            if key not in self.ids:
+                self.ids[key] = torch.full_like(ids, -1)
+            self.ids[key].copy_(ids)
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Forget what was kept; captured graphs keep writing to the same tensors."""
+        for kept in (*self.flags.values(), *self.ids.values()):
+            kept.fill_(-1)
+        self.sums.clear()
+        self.zeroed.clear()
+
+    def staged(self) -> list[int]:
+        """Calls of vLLM's zeroer, and those in which its kernel read other ids than it was asked to."""
+        return [len(self.zeroed), sum(asked != read.tolist() for asked, read in self.zeroed)]
+
+    def seen(self) -> Iterator[tuple[str, list[int]]]:
+        """Stage and flags of every stage of the last decode step, in order of execution."""
+        ran = {key: kept.tolist() for key, kept in self.flags.items() if int(kept[0]) >= 0}
+        sizes = [rows for stage, rows in ran if stage.endswith(ATTENTION)]
+        for (stage, rows), flags in ran.items():
+            if rows == min(sizes, default=0):
+                yield stage, flags
+
+    def duplicates(self, rows: int) -> tuple[int, int]:
+        """Rows of the last step with an expert twice: among the first ``rows``, and among the others."""
+        live = padding = 0
+        for kept in self.ids.values():
+            ids = kept.sort(-1).values
+            if int(ids[0, 0]) < 0:
+                continue
+            twice = (ids[:, 1:] == ids[:, :-1]).any(-1)
+            live += int(twice[:rows].sum())
+            padding += int(twice[rows:].sum())
+        return live, padding
+
+
+def attention(watch: Rows) -> None:
+    """Keep the output rows of every MLA decode, which torch.compile does not look into."""
+    for module, name in BACKENDS.values():
+        # An engine cannot use a backend whose kernels are not installed.
+        with contextlib.suppress(ImportError):
+            backend = importlib.import_module(f"vllm.v1.attention.backends.mla.{module}")
+            _attention(getattr(backend, name), watch)
+
+
+def _attention(implementation: Any, watch: Rows) -> None:
+    inner = implementation.forward_mqa
+
+    def forward_mqa(self: Any, q: Any, kv: Any, metadata: Any, layer: Any) -> Any:
+        result = inner(self, q, kv, metadata, layer)
+        # FlashMLA returns (requests, tokens of a query, heads, rank).
+        watch.keep(f"{_layer(layer)}.{ATTENTION}", result[0].flatten(0, -3))
+        return result
+
+    implementation.forward_mqa = forward_mqa
+
+
+def _layer(layer: Any) -> str:
+    """``layers.3`` of ``model.layers.3.self_attn.attn``."""
+    return ".".join(str(layer.layer_name).split(".")[1:3])
+
+
+def stages(watch: Rows) -> None:
+    """Keep the output rows of every module inside the decoder layers. Not for compiled models."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    inner = GPUModelRunner.load_model
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = inner(self, *args, **kwargs)
+        for name, module in self.get_model().named_modules():
+            parts = name.split(".")
+            if parts[:2] == ["model", "layers"] and len(parts) > 2:
+                module.register_forward_hook(_hook(watch, ".".join(parts[1:])))
+        return result
+
+    GPUModelRunner.load_model = load_model
+
+
+def _hook(watch: Rows, stage: str) -> Any:
+    def hook(module: Any, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, torch.Tensor) and first.ndim >= 2:
+            watch.keep(stage, first)
+
+    return hook
+
+
+def logits(watch: Rows) -> None:
+    """Keep a checksum of the bits of every live row's logits, a step."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    inner = GPUModelRunner.load_model
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = inner(self, *args, **kwargs)
+        model = self.get_model()
+        compute = model.compute_logits
+
+        def compute_logits(*args: Any, **kwargs: Any) -> Any:
+            out = compute(*args, **kwargs)
+            if out is not None and len(watch.sums) < 4096:
+                watch.sums.append(checksum(out))
+            return out
+
+        model.compute_logits = compute_logits
+        return result
+
+    GPUModelRunner.load_model = load_model
+
+
+def checksum(x: torch.Tensor) -> torch.Tensor:
+    """A number for each row that changes if any bit of it does, but for rare collisions.
+
+    Args:
+        x: (rows, columns), 2 or 4 bytes an element.
+
+    Returns:
+        (rows,) int64.
+
+    >>> a = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+    >>> one, other = checksum(a).tolist()
+    >>> one == other, torch.equal(checksum(a), checksum(a.clone()))
+    (False, True)
+    """
+    bits = x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32).long()
+    # Odd weights: no bit of a value is lost, and the order of the values counts.
+    weights = 2 * torch.arange(x.shape[1], device=x.device) + 1
+    return (bits * weights).sum(1)
+
+
+def routing(watch: Rows) -> None:
+    """Keep the expert ids that every router chose."""
+    from vllm.model_executor.layers.fused_moe.router import base_router
+
+    for router in vars(base_router).values():
+        if isinstance(router, type) and "select_experts" in vars(router):
+            _routing(router, watch)
+
+
+def _routing(router: Any, watch: Rows) -> None:
+    inner = router.select_experts
+
+    def select_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = inner(self, *args, **kwargs)
+        layer = watch.layers.setdefault(id(self), f"router {len(watch.layers)}")
+        watch.keep_ids(layer, result[1])
+        return result
+
+    router.select_experts = select_experts
+
+
+def staging(watch: Rows) -> None:
+    """Keep which block ids vLLM's zeroing kernel read, beside those that it was asked to zero."""
+    from vllm.v1.worker.utils import KVBlockZeroer
+
+    inner = KVBlockZeroer.zero_block_ids
+
+    def zero_block_ids(self: Any, block_ids: list[int]) -> None:
+        inner(self, block_ids)
+        if block_ids and self._ids_gpu is not None:
+            # On the same stream: this copy sees what the kernel before it saw.
+            watch.zeroed.append((list(block_ids), self._ids_gpu[: len(block_ids)].clone()))
+
+    KVBlockZeroer.zero_block_ids = zero_block_ids
+
+
+def no_zeroing(watch: Rows) -> None:
+    """Switch vLLM's zeroing of new blocks off; not a spy, but the fault that zeroing prevents."""
+    from vllm.v1.worker.utils import KVBlockZeroer
+
+    KVBlockZeroer.zero_block_ids = lambda self, block_ids: None
+
+
+def living_weights() -> None:
+    """Make vLLM's dummy weights large enough that every layer changes the logits.
+
+    vLLM draws all of them, norms included, from +-0.001. Then a layer adds so little to the residual
+    stream that bfloat16 rounds it away, and "no bit of the logits changed" would say nothing.
+    """
+    from vllm.model_executor.model_loader import dummy_loader, weight_utils
+
+    seeds = itertools.count(1)
+
+    @torch.no_grad()
+    def initialize(param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if param.device.type == "meta" or not param.is_floating_point():
+            return
+        if param.ndim < 2:
+            param.fill_(1.0)
+            return
+        draw = torch.Generator(device=param.device).manual_seed(next(seeds))
+        param.uniform_(-spread(param.shape), spread(param.shape), generator=draw)
+
+    weight_utils.initialize_single_dummy_weight = initialize
+    dummy_loader.initialize_single_dummy_weight = initialize
+
+
+def spread(shape: Sequence[int]) -> float:
+    """Half the width of a uniform distribution of weights whose products keep the scale of their input.
+
+    >>> spread((16, 3))
+    1.0
+    """
+    return math.sqrt(3 / shape[-1])
+
+
+def ledger(watch: Rows) -> None:
+    """Keep an allocation ledger over the start: profile, KV cache (planned), capture."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from staleproof.evidence import AllocationLedger
+
+    load = Worker.load_model
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        watch.ledger = AllocationLedger(self.model_runner.get_model())
+        capture = self.model_runner.capture_model
+
+        def capture_model(*args: Any, **kwargs: Any) -> Any:
+            watch.graph_bytes = capture(*args, **kwargs)
+            return watch.graph_bytes
+
+        self.model_runner.capture_model = capture_model
+        return result
+
+    Worker.load_model = load_model
+    for name, phase, planned in (
+        ("determine_available_memory", "profile", False),
+        ("initialize_from_config", "kv cache", True),
+        ("compile_or_warm_up_model", "capture", False),
+    ):
+        setattr(Worker, name, _in_phase(getattr(Worker, name), watch, phase, planned))
+
+
+def _in_phase(inner: Any, watch: Rows, phase: str, planned: bool) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with watch.ledger.phase(phase, planned=planned):
+            return inner(self, *args, **kwargs)
+
+    return method
+
+
+def lazy_buffers(watch: Rows) -> None:
+    """A fault: a buffer a layer, in a branch that neither the profile nor the capture takes.
+
+    vLLM 0.18.1 kept one like it in the MLA backends (``_decode_out``, vLLM #37442, reverted in #38359).
+    Nothing happens until :attr:`Rows.lazy_layers` is set.
+    """
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
+
+    inner = TritonMLAImpl.forward_mqa
+
+    def forward_mqa(self: Any, q: Any, kv: Any, metadata: Any, layer: Any) -> Any:
+        result = inner(self, q, kv, metadata, layer)
+        wanted = int(_layer(layer).split(".")[1]) < watch.lazy_layers
+        if wanted and getattr(self, BUFFER, None) is None:
+            setattr(self, BUFFER, result[0].new_empty(BUFFER_ROWS, *result[0].shape[1:]))
+        return result
+
+    TritonMLAImpl.forward_mqa = forward_mqa

@@ -1,0 +1,69 @@
+"""The watch in a real engine: are its counts those of a reference, and does its port say the same?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from staleproof.engine.bench import Bench, Results
+from staleproof.engine.mla import FULL, LIVE, PIECEWISE
+from staleproof.engine.orders import Order
+from staleproof.harness.answers import Answer, answer
+
+COUNTS = "counts of the watch"
+PLAIN = "TRITON_MLA, full graphs"
+LAYERS = 4
+
+
+def _order(port: int, **changes: Any) -> Order:
+    order = Order(
+        "deepseek_v2",
+        {"start": {}, "rows": {"live": LIVE}, "watched": {"port": port}},
+        {"attention_backend": "TRITON_MLA", "moe_backend": "triton", "compilation_config": FULL},
+        spies=("attention", "logits"),
+        env={"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": str(port)},
+    )
+    return replace(order, **changes)
+
+
+ORDERS = {
+    PLAIN: _order(9480),
+    f"{PLAIN}, plugin": _order(9481, patches="all"),
+    "TRITON_MLA, piecewise graphs": _order(
+        9482,
+        options={"attention_backend": "TRITON_MLA", "moe_backend": "triton", "compilation_config": PIECEWISE},
+    ),
+}
+
+
+def expected(rounds: list[dict[str, Any]]) -> int:
+    """Padding rows with a NaN that one layer's attention had, by the spies of the same run.
+
+    Each round is one prompt step and then decode steps, each of which pads its batch alike.
+
+    >>> one = {"live": 3, "size": 8, "sums": [0] * 24, "stages": {"layers.0.attention": [0, 5]}}
+    >>> expected([one, {**one, "stages": {"layers.0.attention": [0, 0]}}])
+    115
+    """
+    return sum((len(one["sums"]) - 1) * next(iter(one["stages"].values()), [0, 0])[1] for one in rounds)
+
+
+def judge(name: str) -> Any:
+    """The judge of one engine."""
+
+    def judged(results: Results) -> Answer:
+        told, rounds = results.of(name, "watched"), results.of(name, "rows")
+        want = [expected(rounds), 0]
+        got = [counts for stage, counts in told["bad"].items() if stage.startswith("attention")]
+        live = sum(counts[1] for counts in told["bad"].values())
+        exact = got == [want] * LAYERS and live == sum(one["nan"] for one in rounds)
+        steps = sum(len(one["sums"]) for one in rounds)
+        scraped = bool(told["scraped"])
+        return answer("exact" if exact and scraped else "not exact", want=want, reference_steps=steps, **told)
+
+    return judged
+
+
+BENCH = Bench(
+    "watch", "the watch: counts against a reference", ORDERS, {(COUNTS, name): judge(name) for name in ORDERS}
+)

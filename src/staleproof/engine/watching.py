@@ -1,0 +1,115 @@
+"""``staleproof watch``: what the watch of a live server counts, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from staleproof.check import require
+
+# One sample of Prometheus' text format: name, labels, value.
+_SAMPLE = re.compile(r"(staleproof_\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+TIMEOUT_S = 5.0
+
+
+class WatchError(RuntimeError):
+    """The port does not answer, or is not a watch's; the text is one line."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One number of a watch: its name without ``staleproof_`` and ``_total``, its labels, its value."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def parse(text: str) -> list[Sample]:
+    """The samples of ours in what a port answers.
+
+    >>> parse('staleproof_bad_rows_total{stage="router",layer="layers.0",rows="live"} 3.0')
+    [Sample(name='bad_rows', labels={'stage': 'router', 'layer': 'layers.0', 'rows': 'live'}, value=3.0)]
+    """
+    found = []
+    for line in text.splitlines():
+        if (match := _SAMPLE.match(line)) is not None and not match[1].endswith("_created"):
+            labels = dict(_LABEL.findall(match[2] or ""))
+            found.append(Sample(match[1].removeprefix("staleproof_"), labels, float(match[3])))
+    return found
+
+
+def fetch(url: str) -> list[Sample]:
+    """Read a watch's port.
+
+    Args:
+        url: ``host:port``, with or without ``http://`` and ``/metrics``.
+
+    Raises:
+        WatchError: nothing answers, or what answers is no watch.
+    """
+    address = url if "//" in url else f"http://{url}"
+    address = address if address.rstrip("/").endswith("/metrics") else f"{address.rstrip('/')}/metrics"
+    try:
+        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
+            samples = parse(answer.read().decode("utf-8", "replace"))
+    except (OSError, ValueError) as error:
+        raise WatchError(f"{address}: {getattr(error, 'reason', None) or error}") from error
+    if not samples:
+        raise WatchError(f"{address}: no metrics of staleproof there; is STALEPROOF_WATCH=1 set?")
+    return samples
+
+
+def as_json(samples: list[Sample]) -> str:
+    """All samples as one JSON object: steps, bad rows, duplicate rows, patches."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for sample in samples:
+        by_name.setdefault(sample.name, []).append({**sample.labels, "value": sample.value})
+    return json.dumps(by_name, sort_keys=True)
+
+
+def rows(samples: list[Sample]) -> list[tuple[str, str, int, int]]:
+    """(stage, layer, padding rows, live rows), rows with a NaN or Inf first, then experts named twice.
+
+    >>> rows([Sample("bad_rows", {"stage": "experts", "layer": "layers.1", "rows": "live"}, 2.0)])
+    [('experts', 'layers.1', 0, 2)]
+    """
+    table: dict[tuple[str, str], dict[str, int]] = {}
+    for sample in samples:
+        if "rows" in sample.labels:
+            stage = sample.labels.get("stage", "expert twice")
+            key = stage, sample.labels["layer"]
+            table.setdefault(key, {})[sample.labels["rows"]] = int(sample.value)
+    return [(*key, counts.get("padding", 0), counts.get("live", 0)) for key, counts in table.items()]
+
+
+def table(samples: list[Sample]) -> Any:
+    """The samples as a table of rich; a row with live rows is red."""
+    from rich.table import Table
+
+    steps = sum(int(sample.value) for sample in samples if sample.name == "steps")
+    patches = [f"{s.labels['patch']} {s.labels['state']}" for s in samples if s.name == "patch_info"]
+    caption = "; ".join(patches) or "no patch"
+    found = Table("stage", "layer", "padding rows", "live rows", title=f"step {steps}", caption=caption)
+    for stage, layer, padding, live in rows(samples):
+        found.add_row(stage, layer, str(padding), str(live), style="bold red" if live else None)
+    return found
+
+
+def follow(url: str, every_s: float, draw: Callable[[Any], None]) -> None:
+    """Draw the table again and again, until Ctrl-C.
+
+    Raises:
+        ValueError: a period that is not positive.
+        WatchError: see :func:`fetch`.
+    """
+    require(every_s > 0, "every_s", "a positive number of seconds", every_s)
+    while True:
+        draw(table(fetch(url)))
+        time.sleep(every_s)

@@ -1,0 +1,258 @@
+"""What the answers of engines become: verdicts, off / on / off, intervals."""
+
+from __future__ import annotations
+
+import pytest
+
+from staleproof.engine import bench as benches
+from staleproof.engine import blocks, cost, hybrid, memory, mla, questions, router, watched
+from staleproof.engine.bench import Bench, MissingError, Results
+from staleproof.engine.orders import Order, Told
+from staleproof.engine.questions import BENCHES
+from staleproof.harness.answers import Answer
+from staleproof.harness.findings import NOT_RUN, Evidence, Grade
+from staleproof.harness.questions import Questions
+
+MLA = "TRITON_MLA, full graphs"
+
+
+def results(**by_order: dict[str, object]) -> Results:
+    return Results({name: Told(answers, None) for name, answers in by_order.items()})
+
+
+def asked(bench: Bench, told: Results, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Answer]:
+    """The answers of a bench whose engines told this."""
+    monkeypatch.setattr(benches, "unavailable", lambda device: None)
+    monkeypatch.setattr(benches, "real", lambda package: Evidence(Grade.REAL, "vLLM 0.22.1"))
+    here = Bench(bench.name, bench.about, bench.orders, bench.cells, together=lambda *_, **__: told.items())
+    return {(said.question, said.variant): said for said in here.ask("cuda")}
+
+
+def a_round(live: int, size: int, bad: int, sums: int = 0, nan: int = 0) -> dict[str, object]:
+    return {
+        "live": live,
+        "size": size,
+        "stages": {f"layers.{i}.attention": [0, bad] for i in range(4)},
+        "tokens": [[1, 2]] * live,
+        "sums": [[sums + i for i in range(live)]] * 2,
+        "nan": nan,
+        "twice": [0, 0],
+    }
+
+
+def mla_engine(bad: int, sums: int = 0, control: int = 8) -> dict[str, object]:
+    rounds = [a_round(3, 8, bad, sums), a_round(8, 8, 0, sums), a_round(3, 8, bad, sums)]
+    return {
+        "rows": [*rounds, a_round(50, 64, bad, sums)],
+        "control": [control, 8],
+        "spoilt_blocks": [],
+        "start": {},
+    }
+
+
+def test_padding_rows_are_fixed_if_no_live_bit_changes(monkeypatch):
+    told = results(
+        **{f"{MLA}, off": mla_engine(5), f"{MLA}, on": mla_engine(0), f"{MLA}, off again": mla_engine(5)}
+    )
+    said = asked(mla.BENCH, told, monkeypatch)
+    assert said[mla.NAN_ROWS, MLA].verdict == "pad_only"
+    assert said[mla.NAN_ROWS, MLA].numbers["padding"]["3 of 8 again"] == {"attention": "5 in 4 of 4 layers"}
+    assert said[mla.LIVE_LOGITS, MLA].verdict == "same bits"
+    assert said["off/on/off", MLA].verdict == "fixed"
+    # An engine that did not answer leaves its own cells open, not those of others.
+    assert said[mla.NAN_ROWS, "FLASHMLA, full graphs"].verdict == NOT_RUN
+
+
+def test_a_plugin_that_changes_a_live_row_is_wrong(monkeypatch):
+    told = results(
+        **{f"{MLA}, off": mla_engine(5), f"{MLA}, on": mla_engine(0, 7), f"{MLA}, off again": mla_engine(5)}
+    )
+    said = asked(mla.BENCH, told, monkeypatch)
+    assert said[mla.LIVE_LOGITS, MLA].verdict == "other bits"
+    assert said["off/on/off", MLA].verdict == "wrong"
+    assert "live logits: 128 differ" in said["off/on/off", MLA].note
+
+
+def test_equal_bits_say_nothing_if_the_control_does_not_differ(monkeypatch):
+    engines = {f"{MLA}, {state}": mla_engine(5, control=0) for state in ("off", "on", "off again")}
+    said = asked(mla.BENCH, results(**engines), monkeypatch)
+    assert said[mla.LIVE_LOGITS, MLA].verdict == NOT_RUN
+    assert "do not notice" in said[mla.LIVE_LOGITS, MLA].note
+
+
+def test_what_padding_held_is_told_from_the_size_of_the_batch(monkeypatch):
+    engine = mla_engine(0)
+    engine["rows"][2]["sums"] = [[9, 9, 9]] * 2
+    said = asked(mla.BENCH, results(**{"TRITON_MLA, eager": engine}), monkeypatch)
+    assert said[mla.LIVE_PADDING, "TRITON_MLA, eager"].verdict == "other bits of three again"
+
+
+def test_ids_that_grow_and_ids_that_are_drained(monkeypatch):
+    def counted(ids: list[int], tokens: int = 5) -> dict[str, object]:
+        return {"undrained": {"ids": ids, "rss": [1, 2, 3], "tokens": tokens}}
+
+    grows, clean = counted([0, 800, 1600]), counted([0, 0, 0])
+    name = blocks.UNDRAINED
+    told = results(**{f"{name}, off": grows, f"{name}, on": clean, f"{name}, off again": grows})
+    said = asked(blocks.BENCH, told, monkeypatch)
+    assert [one.verdict for one in said.values()] == ["grows", "fixed"]
+    told[f"{name}, on"] = Told(counted([0, 0, 0], tokens=6), None)
+    assert asked(blocks.BENCH, told, monkeypatch)["off/on/off", name].verdict == "wrong"
+
+
+def test_a_hybrid_engine_is_compared_with_itself_zeroing(monkeypatch):
+    def served(changed: tuple[int, ...] = (), nan: tuple[int, ...] = ()) -> dict[str, object]:
+        return {
+            "hybrid": {
+                "tokens": [[i] for i in range(100)],
+                "logprobs": [[-1 if i in changed else 1] for i in range(100)],
+                "nan": [i in nan for i in range(100)],
+                "blocks": 24,
+                "block_size": 1024,
+                "staged": [10, 0],
+            },
+            "start": {"async_scheduling": True},
+        }
+
+    told = Results()
+    for backend in hybrid.BACKENDS:
+        for state in ("zeroing", "zeroing again", "zeroing, cache of NaN"):
+            told[f"{backend}, {state}"] = Told(served(), None)
+    told["TRITON_ATTN, no zeroing"] = Told(served(changed=(99,)), None)
+    told["TRITON_ATTN, no zeroing, cache of NaN"] = Told(served(nan=(0, 50)), None)
+    told["FLASH_ATTN, no zeroing"] = Told(served(), None)
+    said = asked(hybrid.BENCH, told, monkeypatch)
+    assert said[hybrid.BITS, "TRITON_ATTN"].verdict == "other bits"
+    assert said[hybrid.BITS, "TRITON_ATTN"].numbers["changed_bits_by_fifth"] == [0, 0, 0, 0, 1]
+    assert said[hybrid.POISONED, "TRITON_ATTN"].verdict == "nan"
+    assert said[hybrid.BITS, "FLASH_ATTN"].verdict == "same bits"
+    assert said[hybrid.POISONED, "FLASH_ATTN"].verdict == NOT_RUN
+    assert said[hybrid.RACE, "asynchronous scheduling"].verdict == "same ids"
+
+
+def test_a_nan_bias(monkeypatch):
+    def told_of(twice: list[int], nan: int = 0) -> dict[str, object]:
+        sound, spoilt = a_round(3, 8, 0), {**a_round(3, 8, 0, nan=nan), "twice": twice}
+        return {"nan_bias": {"sound": sound, "spoilt": spoilt, "routers": 3}}
+
+    name, bad = router.NAME, told_of([3, 5])
+    told = results(**{f"{name}, off": bad, f"{name}, on": told_of([0, 0]), f"{name}, off again": bad})
+    said = asked(router.BENCH, told, monkeypatch)
+    assert [one.verdict for one in said.values()] == ["duplicates", "fixed"]
+
+
+@pytest.mark.parametrize(("ratio", "said"), [(1.001, "under 1 %"), (1.05, "over 1 %"), (None, "around 1 %")])
+def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said):
+    off = {count: [0.002] * 8 for count in cost.LIVE}
+    spread = [1.0, 1.02] * 4 if ratio is None else [ratio] * 8
+    on = {count: [0.002 * r for r in spread] for count in cost.LIVE}
+    told = results(**{"full graphs, off": {"turns": off}, "full graphs, on": {"turns": on}})
+    found = asked(cost.BENCH, told, monkeypatch)[cost.COST, "full graphs, 3 of 8"]
+    assert found.verdict == said
+    assert found.numbers["step_ms_off"] == 2.0
+
+
+def test_the_players_of_the_cost_agree_on_their_turns():
+    players = [order.probes["turns"] for order in cost.orders().values()]
+    assert [player["player"] for player in players] == [*range(9)]
+    assert len({(p["players"], p["rounds"], p["steps"], tuple(p["live"])) for p in players}) == 1
+    turns = [*cost.schedule(9, (3, 50), 16)]
+    assert all(sum(who == player for who, _, _ in turns) == 2 * 17 for player in range(9))
+
+
+def test_the_first_player_that_fails_ends_the_turns_of_all(monkeypatch, tmp_path):
+    seen = []
+
+    def run(players, timeout_s, at_once):
+        folder = players["a"].probes["turns"]["folder"]
+        yield "a", Told({}, "no memory")
+        seen.append((cost.Path(folder) / cost.FAILED).exists())
+        yield "b", Told({}, "another engine failed")
+
+    monkeypatch.setattr(cost.running, "run", run)
+    players = {name: Order("qwen3", {"turns": {"player": i}}) for i, name in enumerate("ab")}
+    assert [name for name, _ in cost.take_turns(players, 1)] == ["a", "b"]
+    assert seen == [True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "predicted"),
+        ({"fits": True}, "not predicted"),
+        ({"predicted": 4100}, "not predicted"),
+        ({"died": None}, "lives"),
+        ({"healthy": False}, "dies without the fault"),
+    ],
+)
+def test_a_death_counts_as_predicted_only_if_the_ledger_said_so_before(monkeypatch, changes, said):
+    death = {"predicted": 4000, "taken": 4000, "fits": False, "healthy": True, "died": "OutOfMemoryError: x"}
+    told = results(**{memory.V1: {"death": {**death, **changes}}})
+    assert asked(memory.BENCH, told, monkeypatch)[memory.DEATH, memory.V1].verdict == said
+
+
+def test_graphs_that_vllm_does_not_count(monkeypatch):
+    accounts = {"phases": {}, "graph_bytes_estimated": 0, "graph_bytes_taken": 2**27}
+    told = results(**{memory.V2: {"accounts": accounts, "start": {"runner": "GPUModelRunner"}}})
+    said = asked(memory.BENCH, told, monkeypatch)
+    assert said[memory.GRAPHS, memory.V2].verdict == "not counted"
+    assert said[memory.GRAPHS, memory.V1].verdict == NOT_RUN
+
+
+@pytest.mark.parametrize(("counted", "said"), [(552, "exact"), (551, "not exact"), (1104, "not exact")])
+def test_the_watch_is_compared_with_the_spies_of_the_same_run(monkeypatch, counted, said):
+    rounds = [{**one, "sums": [[0]] * 24} for one in mla_engine(5)["rows"][:3]]
+    rounds.append({**a_round(50, 64, 14), "sums": [[0]] * 24})
+    bad = {f"attention, layers.{i}": [counted, 0] for i in range(4)}
+    told = {"rows": rounds, "watched": {"bad": bad, "steps": 96, "scraped": [["attention"]]}}
+    found = asked(watched.BENCH, results(**{watched.PLAIN: told}), monkeypatch)
+    assert found[watched.COUNTS, watched.PLAIN].verdict == said
+
+
+def test_findings_carry_what_ran(monkeypatch):
+    told = results(**{f"{MLA}, off": mla_engine(5)})
+    asked(mla.BENCH, told, monkeypatch)
+    here = Bench("mla", "", {}, mla.BENCH.cells, together=lambda *_, **__: told.items())
+    found = {f.key: f for f in Questions("engine", here.row).run("cuda")}
+    one = found["engine", mla.NAN_ROWS, MLA]
+    assert (one.verdict, one.grade, one.of) == ("pad_only", "real", "vLLM 0.22.1")
+    assert len(one.source_digest) == 12
+
+
+def test_without_a_gpu_every_question_is_not_run_with_the_reason():
+    found = [f for name in BENCHES for f in Questions("engine", BENCHES[name].row).run("cpu")]
+    assert len(found) == sum(len(bench.cells) for bench in BENCHES.values())
+    assert {f.verdict for f in found} == {NOT_RUN}
+    assert all("needs a CUDA GPU" in f.note for f in found)
+
+
+def test_an_answer_that_is_missing_names_its_engine():
+    told = Results({"a": Told({}, "rows: out of memory")})
+    with pytest.raises(MissingError, match="a: rows: out of memory"):
+        told.of("a", "rows")
+
+
+def test_benches_that_share_the_gpu_start_together(monkeypatch):
+    started = []
+
+    def run(orders, timeout_s):
+        started.append([*orders])
+        # The engines of the second bench end first.
+        for name in reversed([*orders]):
+            yield name, Told({"start": {}}, name)
+
+    monkeypatch.setattr(benches, "run", run)
+    one = Bench("one", "", {"a": Order("qwen3", {}), "b": Order("qwen3", {})}, {})
+    two = Bench("two", "", {"a": Order("qwen3", {})}, {})
+    pool = benches.Pool([one, two])
+    told = {bench.name: dict(pool.of(bench).together(bench.orders, timeout_s=1)) for bench in (one, two)}
+    assert started == [["one/a", "one/b", "two/a"]]
+    assert {name: [t.failed for t in of.values()] for name, of in told.items()} == {
+        "one": ["one/a", "one/b"],
+        "two": ["two/a"],
+    }
+
+
+def test_engines_that_must_be_alone_come_last():
+    rows = [row.name for row in questions.table("cost", "mla", "memory", "blocks").rows]
+    assert rows == ["mla", "blocks", "cost", "memory"]

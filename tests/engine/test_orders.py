@@ -1,0 +1,117 @@
+"""Orders start engines in processes of their own, and keep what those told, however they end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from staleproof import device as devices
+from staleproof.engine import orders
+from staleproof.engine.models import MODELS, write_config
+from staleproof.engine.orders import Order, run, unavailable
+from staleproof.engine.questions import BENCHES
+from staleproof.harness import children
+from staleproof.harness.children import tell
+
+ORDER = Order("qwen3", {"start": {}, "rows": {}})
+
+
+def answers_all(order: Order) -> None:
+    for name in order.probes:
+        tell((name, os.environ["STALEPROOF_PATCHES"]))
+
+
+def stops_half_way(order: Order) -> None:
+    tell(("start", 1))
+    tell(("error", "ValueError: no such model"))
+
+
+def dies(order: Order) -> None:
+    tell(("start", 1))
+    print("CUDA error: an illegal memory access", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def hangs(order: Order) -> None:
+    time.sleep(60)
+
+
+def started_as(monkeypatch: pytest.MonkeyPatch, function: object) -> None:
+    """Let an order start this function in place of an engine."""
+
+    def start(self: Order) -> children.Child:
+        return children.start(function, self, env={"STALEPROOF_PATCHES": self.patches})
+
+    monkeypatch.setattr(Order, "start", start)
+
+
+def test_every_probe_is_answered_by_its_own_engine(monkeypatch):
+    started_as(monkeypatch, answers_all)
+    pair = {"off": ORDER, "on": replace(ORDER, patches="all")}
+    told = dict(run(pair, timeout_s=60, at_once=2))
+    assert {name: one.answers for name, one in told.items()} == {
+        "off": {"start": "none", "rows": "none"},
+        "on": {"start": "all", "rows": "all"},
+    }
+    assert all(one.failed is None for one in told.values())
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout_s", "failed"),
+    [
+        (stops_half_way, 60, "rows: ValueError: no such model"),
+        (dies, 60, "rows: ended with 1 and said: CUDA error: an illegal memory access"),
+        (hangs, 1, "start, rows: gave no answer within 0 s"),
+    ],
+)
+def test_an_engine_that_fails_says_why_and_keeps_what_it_told(monkeypatch, function, timeout_s, failed):
+    started_as(monkeypatch, function)
+    ((name, one),) = run({"one": ORDER}, timeout_s=timeout_s, at_once=1)
+    assert (name, one.failed) == ("one", failed)
+    assert ("start" in one.answers) == (function is not hangs)
+
+
+def test_what_an_engine_printed_is_kept_on_demand(monkeypatch, tmp_path):
+    started_as(monkeypatch, dies)
+    monkeypatch.setenv(orders.LOGS, str(tmp_path / "logs"))
+    list(run({"TRITON_MLA, off": ORDER}, timeout_s=60, at_once=1))
+    assert "illegal memory access" in (tmp_path / "logs/TRITON-MLA-off.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, "vLLM is not installed; install vLLM 0.22.1 to 0.26.0"),
+        ("0.20.2", "vLLM 0.20.2 is not one that these questions know"),
+        ("0.33.0", "vLLM 0.33.0 is not one that these questions know"),
+        ("0.22.1", None),
+    ],
+)
+def test_the_reason_names_what_to_install(monkeypatch, version, said):
+    monkeypatch.setattr(devices, "version_of", lambda package: version)
+    why = unavailable("cuda")
+    assert why is None if said is None else why is not None and why.startswith(said)
+    assert "needs a CUDA GPU" in str(unavailable("cpu"))
+
+
+def test_every_order_names_a_model_its_probes_and_its_spies(tmp_path):
+    from staleproof.engine import memory_probes, probes, spies
+
+    for bench in BENCHES.values():
+        for order in bench.orders.values():
+            write_config(tmp_path, order.model, order.config)
+            for name in order.probes:
+                assert callable(getattr(probes, name, None) or getattr(memory_probes, name, None)), name
+            for name in order.spies:
+                assert callable(getattr(spies, name)), name
+    assert {order.model for bench in BENCHES.values() for order in bench.orders.values()} == {*MODELS}
+
+
+def test_an_unknown_model_writes_nothing(tmp_path):
+    with pytest.raises(ValueError, match=r"model: expected one of .*qwen3.*, got llama"):
+        write_config(tmp_path, "llama", {})
+    assert not [*tmp_path.iterdir()]

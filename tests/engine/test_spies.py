@@ -1,0 +1,141 @@
+"""Spies keep which rows of a step had a NaN, and name the stage; and they fit the real vLLM 0.22.1."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from staleproof.engine import spies
+from staleproof.engine.spies import Rows, checksum
+
+VLLM_TESTS = Path(__file__).resolve().parents[1] / "vllm"
+NAN = float("nan")
+
+
+class Backend:
+    """The shape of an MLA backend: rows without a live request are NaN."""
+
+    def forward_mqa(self, q, kv, metadata, layer):
+        out = torch.ones(q.shape[0], 2, 4)
+        out[metadata:] = NAN
+        return out, None
+
+
+def step(backend: Backend, rows: int, live: int, layer: int = 0) -> None:
+    named = types.SimpleNamespace(layer_name=f"model.layers.{layer}.self_attn.attn")
+    backend.forward_mqa(torch.zeros(rows, 2, 6), None, live, named)
+
+
+@pytest.fixture(name="watched")
+def watched_fixture(monkeypatch) -> tuple[Rows, Backend]:
+    monkeypatch.setattr(Backend, "forward_mqa", Backend.forward_mqa)  # undone after the test
+    watch = Rows()
+    spies._attention(Backend, watch)
+    return watch, Backend()
+
+
+def test_flags_are_those_of_the_last_step_of_that_size(watched):
+    watch, backend = watched
+    step(backend, 8, 3)
+    step(backend, 8, 5, layer=1)
+    assert dict(watch.seen()) == {
+        "layers.0.attention": [0, 0, 0, 1, 1, 1, 1, 1],
+        "layers.1.attention": [0, 0, 0, 0, 0, 1, 1, 1],
+    }
+    watch.clear()
+    assert dict(watch.seen()) == {}
+    step(backend, 64, 50)
+    assert [sum(flags) for _, flags in watch.seen()] == [14]
+
+
+def test_prompts_and_integers_are_not_kept(watched):
+    watch, backend = watched
+    step(backend, spies.LARGEST + 1, 3)
+    watch.keep("layers.0.ids", torch.zeros(8, 2, dtype=torch.int64))
+    assert not watch.flags
+
+
+def test_a_stage_of_another_size_than_the_decode_step_is_left_out(watched):
+    watch, backend = watched
+    step(backend, 8, 8)
+    watch.keep("layers.0.mlp", torch.full((8, 4), NAN))
+    watch.keep("layers.0.warm_up", torch.full((64, 4), NAN))
+    assert [stage for stage, _ in watch.seen()] == ["layers.0.attention", "layers.0.mlp"]
+
+
+def test_query_tokens_of_a_request_are_rows(monkeypatch):
+    class Ragged(Backend):
+        def forward_mqa(self, q, kv, metadata, layer):
+            return torch.full((4, 2, 2, 4), NAN), None
+
+    watch = Rows()
+    spies._attention(Ragged, watch)
+    step(Ragged(), 8, 8)
+    assert dict(watch.seen()) == {"layers.0.attention": [1] * 8}
+
+
+def test_experts_that_are_named_twice_are_counted_by_kind_of_row():
+    watch = Rows()
+    watch.keep_ids("router 0", torch.tensor([[0, 1], [2, 2], [3, 3], [4, 5]]))
+    assert watch.duplicates(2) == (1, 1)
+    watch.clear()
+    assert watch.duplicates(2) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_notices_one_bit_and_the_place_of_a_value(dtype):
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    kept = checksum(x)
+    bits = x.clone().view(torch.int16)
+    bits[1, 7] ^= 1
+    changed = checksum(bits.view(dtype))
+    swapped = x.clone()
+    swapped[2, :2] = x[2, [1, 0]]
+    assert (kept == changed).tolist() == [True, False, True]
+    assert (kept == checksum(swapped)).tolist() == [True, True, False]
+
+
+def test_ids_that_the_kernel_read_are_compared_with_those_it_was_asked_for():
+    watch = Rows()
+    watch.zeroed = [([1, 2], torch.tensor([1, 2])), ([8, 9], torch.tensor([8, 1]))]
+    assert watch.staged() == [2, 1]
+
+
+@pytest.mark.slow
+def test_spies_and_fault_fit_the_real_vllm():
+    sys.path.insert(0, str(VLLM_TESTS))
+    import environment
+
+    try:
+        variables = environment.variables("0.22.1")
+    except environment.UnavailableError as error:
+        pytest.skip(f"vLLM cannot be fetched: {error}")
+    program = Path(__file__).with_name("real_spies.py")
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=VLLM_TESTS,
+        env=variables,
+        timeout=300,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("fits ")]
+    assert lines == [
+        "fits attention",
+        "fits stages",
+        "fits logits",
+        "fits routing",
+        "fits staging",
+        "fits ledger",
+        "fits lazy_buffers",
+        "fits no_zeroing",
+        "fits living_weights: norm 1.0, gain 1.0",
+        "fits zeroing: [3, 2] as [3, 2]",
+        "fits watch: 15 functions",
+    ], done.stderr[-3000:]

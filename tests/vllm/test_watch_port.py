@@ -1,0 +1,123 @@
+"""The watch's port against a watch without an engine: scrapes, the command, a port that is taken."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+
+import pytest
+import torch
+
+from staleproof import cli
+from staleproof.engine import watching
+from staleproof.vllm import hooks, watch_port
+from staleproof.vllm.watch import Settings, Watch
+
+pytest.importorskip("prometheus_client")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+@pytest.fixture(name="served", scope="module")
+def served_fixture() -> tuple[Watch, str]:
+    watch, port = Watch(Settings(), "cpu"), free_port()
+    watch_port.serve(watch, port)
+    watch.begin_step(3)
+    watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan))
+    watch.observe_ids("layers.0", torch.tensor([[1, 1]] * 8))
+    watch.copy()
+    watch.reading()
+    return watch, f"localhost:{port}"
+
+
+def test_a_scrape_has_what_was_counted(served):
+    _, url = served
+    rows = watching.rows(watching.fetch(url))
+    assert ("attention", "layers.0", 5, 3) in rows
+    assert ("expert twice", "layers.0", 5, 3) in rows
+
+
+def test_a_scrape_touches_no_device_and_starts_no_copy(served, monkeypatch):
+    _, url = served
+
+    def forbidden(*args: object) -> None:
+        raise AssertionError("a scrape must only read what has arrived")
+
+    monkeypatch.setattr(Watch, "copy", forbidden)
+    monkeypatch.setattr(Watch, "reading", forbidden)
+    assert watching.fetch(url)
+
+
+def test_many_scrapers_at_once_and_one_that_goes_away(served):
+    _, url = served
+    host, port = url.split(":")
+    gone = socket.create_connection((host, int(port)))
+    gone.sendall(b"GET /metrics HTTP/1.1\r\n")
+    gone.close()
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(len(watching.fetch(url)))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({*found}) == 1
+    assert len(found) == 8
+
+
+def test_the_command_prints_a_table_or_json(served, capsys):
+    _, url = served
+    assert cli.main(["watch", url, "--once"]) == 0
+    table = capsys.readouterr().out
+    assert "padding rows" in table
+    assert "expert twice" in table
+    assert cli.main(["watch", url, "--once", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    live = {"layer": "layers.0", "rows": "live", "stage": "attention", "value": 3.0}
+    assert live in told["bad_rows"]
+    assert told["steps"] == [{"value": 1.0}]
+
+
+def test_bad_input_of_the_command_is_one_line(capsys):
+    assert cli.main(["watch", f"localhost:{free_port()}", "--once"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert cli.main(["watch", "localhost:1", "--json"]) == 2
+    assert "--json needs --once" in capsys.readouterr().err
+
+
+def test_a_port_of_somebody_else_is_no_watch():
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    port = free_port()
+    start_http_server(port, registry=CollectorRegistry())
+    with pytest.raises(watching.WatchError, match="no metrics of staleproof"):
+        watching.fetch(f"http://localhost:{port}/metrics")
+
+
+def test_a_port_that_is_taken_is_one_line(caplog):
+    hooks._warned.clear()
+    with socket.socket() as taken, caplog.at_level(logging.WARNING, hooks.logger.name):
+        taken.bind(("", 0))
+        taken.listen()
+        watch_port.serve(Watch(Settings(), "cpu"), taken.getsockname()[1])
+    assert [record.getMessage() for record in caplog.records if "cannot be opened" in record.getMessage()]
+
+
+def test_the_dashboard_asks_for_metrics_that_the_port_has(served):
+    import re
+    from pathlib import Path
+
+    board = json.loads((Path(__file__).parents[2] / "workbook/watch-dashboard.json").read_text())
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"staleproof_(\w+?)(?:_total)?\b", target["expr"])
+    }
+    watch_names = {family.name for family in watch_port.Collector(served[0]).collect()}
+    assert asked == {name.removeprefix("staleproof_") for name in watch_names}
