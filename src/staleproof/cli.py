@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from staleproof.incidents.registry import INCIDENTS, put_questions
-from staleproof.report.audit import audit, print_changes
+from staleproof.report.audit import audit, print_changes, recorded_audits
 
 if TYPE_CHECKING:
     from staleproof.harness.findings import Finding, RunFileError
@@ -172,8 +172,10 @@ def report(
     patched, compiled = (
         html.read_kept(recorded.checkout() / f"workbook/{name}.json") for name in ("patches", "architectures")
     )
-    told = predictions.of_all(runs)
-    write_lines(page, html.page(findings, runs, executions, patched, compiled, told).splitlines())
+    told_and_audited = predictions.of_all(runs), recorded_audits()
+    write_lines(
+        page, html.page(findings, runs, executions, patched, compiled, *told_and_audited).splitlines()
+    )
     if execute:
         terminal.print_verdicts(findings, runs)
     typer.echo(f"report: {page}")

@@ -60,3 +60,25 @@ def test_a_module_that_does_not_import_or_registers_nothing_is_a_row(tmp_path):
     assert notes[1] == "registers no kernel"
     assert "is no Python file" in notes[2] or "absent.py" in notes[2]
     assert {rows[0].verdict for rows in found} == {Verdict.BREAKS}
+
+
+def test_the_examples_break_what_their_docstrings_say():
+    found = {rows[0].subject: rows for rows in runner.audit(["staleproof.audit.examples"])}
+    broken = {
+        name: [row.clause for row in rows if row.verdict is Verdict.BREAKS] for name, rows in found.items()
+    }
+    assert broken == {
+        "masked by a weight of 0": ["E", "T", "B"],
+        "masked by selection": [],
+        "fp8, one scale for the tensor": ["R"],
+        "fp8, a scale for each row": [],
+    }
+
+
+def test_a_subject_that_cannot_run_here_says_why_and_whether_it_binds(monkeypatch):
+    monkeypatch.setattr(runner.packages, "unavailable_reason", lambda subject: "needs an SM100 GPU")
+    found = [*runner.audit(["staleproof.audit.subjects.torch_"], only="torch.topk, softmax")]
+    assert found == []
+    (rows,) = runner.audit(["staleproof.audit.subjects.torch_"], only="rms_norm")
+    assert {row.verdict for row in rows} == {Verdict.NOT_RUN}
+    assert rows[0].note == "needs an SM100 GPU; its calls fit the signatures of this release"

@@ -177,6 +177,6 @@ def make_importable(subjects: Sequence[Subject], release: Release) -> None:
     top = files[0].partition(".")[0]
     if root is None:
         spec = importlib.util.find_spec(top)
-        assert spec is not None and spec.origin is not None, f"{top} is installed without files"
-        root = Path(spec.origin).parents[1]
+        assert spec is not None, f"{top} is installed without files"
+        root = Path(str(spec.origin)).parents[1]
     sys.meta_path.insert(0, _Package(root / top, files, cuda))

@@ -98,6 +98,28 @@ def _clauses(rows: Sequence[Row]) -> list[str]:
     return [clause for clause in CLAUSES if clause in asked]
 
 
+def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Column names, and a line a subject with a sign a clause, for a notebook's table."""
+    clauses = _clauses(rows)
+    lines = [
+        [subject, *(SIGNS[str(found[clause].verdict)] if clause in found else "" for clause in clauses)]
+        for (_, _, subject), found in _lines(rows).items()
+    ]
+    return ["", *clauses], lines
+
+
+def recorded_audits() -> list[Row]:
+    """The rows of the recorded audits (``workbook/audits``); none outside a checkout."""
+    from staleproof.audit.contract import read_rows
+    from staleproof.harness import recorded
+
+    try:
+        folder = recorded.checkout() / "workbook/audits"
+    except recorded.CheckoutError:
+        return []
+    return [row for path in sorted(folder.glob("*.jsonl")) for row in read_rows(path)]
+
+
 def print_table(rows: Sequence[Row]) -> None:
     """Print subject x clause, what each sign means, and a line for each broken clause.
 

@@ -39,12 +39,3 @@ def silu_and_mul(x):
     from flashinfer.triton.activation import silu_and_mul
 
     return silu_and_mul(x)
-
-
-@audit.merge(name="triton.cascade.merge_state", package="flashinfer-python", needs="sm90")
-def merge_state(out_a, lse_a, out_b, lse_b):
-    from flashinfer.triton.cascade import merge_state
-
-    # Its logarithms are to the base 2.
-    out, lse = merge_state(out_a, lse_a * 1.4426950408889634, out_b, lse_b * 1.4426950408889634)
-    return out, lse / 1.4426950408889634

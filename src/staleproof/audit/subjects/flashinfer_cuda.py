@@ -205,3 +205,12 @@ def nvfp4(x):
     from flashinfer import nvfp4_quantize
 
     return nvfp4_quantize(x, torch.ones(1, device=x.device))
+
+
+@audit.merge(name="triton.cascade.merge_state", package="flashinfer-python", needs="sm90")
+def triton_merge_state(out_a, lse_a, out_b, lse_b):
+    from flashinfer.triton.cascade import merge_state
+
+    # Its logarithms are to the base 2.
+    out, lse = merge_state(out_a, lse_a * 1.4426950408889634, out_b, lse_b * 1.4426950408889634)
+    return out, lse / 1.4426950408889634
