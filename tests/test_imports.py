@@ -26,8 +26,9 @@ ALLOWED = {
     "vllm": {"vllm", "ops", "evidence", "check"},
     "harness": {"harness", *SERVER},
     "incidents": {"harness", *SERVER},  # and their own folder, see _may_import
-    "report": {"report", "harness", "incidents", *SERVER, ""},
-    "cli": {"cli", "report", "harness", "incidents", *SERVER, ""},
+    "audit": {"audit", "harness", *SERVER},
+    "report": {"report", "harness", "incidents", "audit", *SERVER, ""},
+    "cli": {"cli", "report", "harness", "incidents", "audit", *SERVER, ""},
 }
 # What a server installs may need no other package than these. Imports of vllm are for vLLM's processes.
 THIRD_PARTY = {"ops": {"torch", "triton", "numpy"}, "evidence": {"torch", "triton", "matplotlib", "seaborn"}}
@@ -113,6 +114,8 @@ def test_imports_point_one_way():
         ("incidents/a/broken.py", "from staleproof import mla_decode", "staleproof"),
         ("incidents/a/broken.py", "import staleproof", "staleproof"),
         ("incidents/a/broken.py", "from staleproof.report import plots", "staleproof.report.plots"),
+        ("audit/runner.py", "from staleproof.incidents.a import broken", "staleproof.incidents.a.broken"),
+        ("audit/runner.py", "from staleproof.report import plots", "staleproof.report.plots"),
         ("harness/children.py", "importlib.import_module('staleproof.cli')", "staleproof.cli"),
         ("ops/fp8.py", "import_module(f'staleproof.vllm.{1}')", "staleproof.vllm"),
         ("check.py", "from staleproof import device", "staleproof.device"),
@@ -121,7 +124,9 @@ def test_imports_point_one_way():
 )
 def test_each_rule_catches_an_import_against_it(tmp_path, file, source, target):
     modules = "ops/fp8 vllm/hooks evidence/canary harness/children incidents/a/broken incidents/b/broken"
-    for module in f"{modules} incidents/registry report/plots vllm/patches/fix check device cli".split():
+    for (
+        module
+    ) in f"{modules} audit/runner incidents/registry report/plots vllm/patches/fix check device cli".split():
         path = tmp_path / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("from __future__ import annotations\n")

@@ -19,18 +19,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from staleproof.incidents.registry import INCIDENTS, put_questions
+from staleproof.report.audit import audit, print_changes, recorded_audits
 
 if TYPE_CHECKING:
     from staleproof.harness.findings import Finding, RunFileError
     from staleproof.harness.recorded import Run
 
 app = typer.Typer(
-    name="staleproof",
-    rich_markup_mode=None,
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+    rich_markup_mode=None, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
 )
+app.command("audit")(audit)
 
 moe_module = typer.Typer(
     help="FlashInfer's fused MoE, reduced to what incident 3 needs and compiled from its sources."
@@ -176,8 +174,10 @@ def report(
     patched, compiled = (
         html.read_kept(recorded.checkout() / f"workbook/{name}.json") for name in ("patches", "architectures")
     )
-    told = predictions.of_all(runs)
-    write_lines(page, html.page(findings, runs, executions, patched, compiled, told).splitlines())
+    told_and_audited = predictions.of_all(runs), recorded_audits()
+    write_lines(
+        page, html.page(findings, runs, executions, patched, compiled, *told_and_audited).splitlines()
+    )
     if execute:
         terminal.print_verdicts(findings, runs)
     typer.echo(f"report: {page}")
@@ -254,12 +254,14 @@ def compare(
         bool, typer.Option("--predictions", help="Compare with workbook/predictions.json instead.")
     ] = False,
 ) -> None:
-    """Compare two recorded runs, verdicts first, timings second; or one with the predictions for SM100."""
+    """Compare two recorded runs, or two audits (.jsonl), or one run with the predictions for SM100."""
     from staleproof.harness import recorded
     from staleproof.report import terminal
 
     if predictions == (second is not None):
         raise BadInputError("compare: give a second run or --predictions")
+    if second and first.endswith(".jsonl"):
+        raise typer.Exit(print_changes(Path(first), Path(second)))
     run = recorded.find(first)
     right = terminal.print_comparison(run, recorded.find(second)) if second else terminal.print_predicted(run)
     if not right:

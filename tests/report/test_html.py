@@ -13,6 +13,7 @@ import pytest
 from nbformat import v4
 
 from staleproof import cli
+from staleproof.audit.contract import Row, Verdict
 from staleproof.harness import predictions, recorded
 from staleproof.harness.findings import RunFileError, finding
 from staleproof.report import html, notebooks
@@ -206,3 +207,11 @@ def test_the_page_shows_predictions_the_refuted_first_in_red():
         ("absent", "open", "open"),
     ]
     assert "id='predicted'" not in html.page([], [], [])
+
+
+def test_the_page_shows_the_audit():
+    row = Row("decode", "kernels", "1.0", "E", Verdict.BREAKS, "NaN", "CPU", "INTERPRETED")
+    page = html.page([], [], [], audited=[row])
+    assert "<section id='audited'>" in page
+    assert "kernels 1.0 decode" in page
+    assert "id='audited'" not in html.page([], [], [])

@@ -15,10 +15,12 @@ import nbformat
 from nbconvert import HTMLExporter
 from pygments.formatters import HtmlFormatter
 
+from staleproof.audit.contract import Row
 from staleproof.harness.findings import Finding
 from staleproof.harness.predictions import CONFIRMED, OPEN, REFUTED, Outcome
 from staleproof.harness.recorded import Run, compare
-from staleproof.report import matrix
+from staleproof.report import matrix, plots
+from staleproof.report.audit import heat_map
 from staleproof.report.notebooks import Execution
 
 STYLE = """
@@ -64,6 +66,7 @@ def page(
     patched: Patched | None = None,
     compiled: Mapping[str, Any] | None = None,
     predicted: Sequence[Outcome] = (),
+    audited: Sequence[Row] = (),
 ) -> str:
     """The whole report.
 
@@ -74,6 +77,7 @@ def page(
         patched: what tests on real releases of vLLM found (``workbook/patches.json``).
         compiled: what the compiler says for other GPUs (``workbook/architectures.json``).
         predicted: verdicts predicted for SM100, and what the recorded runs say of them.
+        audited: rows of recorded audits (``workbook/audits``).
     """
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     contents = [_entry("verdicts", "Verdicts"), _entry("recorded", "Recorded runs")]
@@ -87,6 +91,9 @@ def page(
     if predicted:
         contents.append(_entry("predicted", "Predicted for SM100"))
         chapters.append(_predicted(predicted))
+    if audited:
+        contents.append(_entry("audited", "The padding contract"))
+        chapters.append(_audited(audited))
     for execution in notebooks:
         body, entry = _chapter(execution)
         chapters.append(body)
@@ -208,6 +215,16 @@ def _predicted(outcomes: Sequence[Outcome]) -> str:
         "<section id='predicted'><h2>Predicted for SM100</h2><p>Registered before anybody ran these "
         "questions on such a GPU; open until a recorded run answers.</p><div class='wide'>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
+    )
+
+
+def _audited(rows: Sequence[Row]) -> str:
+    """The heat map of recorded audits."""
+    picture = plots.svg(heat_map(rows)).data
+    return (
+        "<section id='audited'><h2>The padding contract</h2><p>RECORDED. Kernels of packages by clause; the "
+        "clauses are in workbook/contract.md. Subjects that did not run are left out.</p>"
+        f"<div class='wide'>{picture}</div></section>"
     )
 
 

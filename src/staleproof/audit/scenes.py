@@ -1,0 +1,288 @@
+"""The inputs of the probes, by the names that kernels use for them, and the right results.
+
+A kernel under audit is a function. It is called with the arguments that it names: a probe makes all
+of them, and passes those that its signature asks for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from staleproof.check import fail
+
+NULL_PAGE = 0
+# Pages before and after the cache, so that an id of -1 or one past the end reads memory we own.
+GUARD = 2
+
+
+class WrongArgumentsError(TypeError):
+    """A kernel names an argument that its kind does not have."""
+
+
+def bound(kernel: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:
+    """The arguments among ``known`` that a kernel names.
+
+    Raises:
+        WrongArgumentsError: it needs one that is not known.
+
+    >>> bound(lambda q, seq_lens, *, softmax_scale=1.0: q, {"q": 1, "seq_lens": 2, "out": 3})
+    {'q': 1, 'seq_lens': 2}
+    """
+    found = {}
+    for name, parameter in inspect.signature(kernel).parameters.items():
+        if name in known:
+            found[name] = known[name]
+        elif parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            raise WrongArgumentsError(f"needs {name}; known: {', '.join(known)}")
+    return found
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an attention kernel is built for.
+
+    Attributes:
+        layout: ``paged``: K and V in pages; ``mla``: one latent in pages, V is its beginning;
+            ``gathered``: (batch, heads, tokens, head_dim) and a mask, without pages.
+        heads, kv_heads, head_dim, value_dim: sizes.
+        page_size: tokens a page.
+        dtype: of q and the cache, e.g. ``float16``; float32 on a CPU and bfloat16 on a GPU by default.
+        q_len: query tokens a request at most; 0 stands for any number, by ``query_start_loc``.
+    """
+
+    layout: str = "paged"
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 32
+    value_dim: int = 32
+    page_size: int = 16
+    dtype: str = ""
+    q_len: int = 1
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("paged", "mla", "gathered"):
+            fail("layout", "paged, mla or gathered", self.layout)
+
+
+def mla_shape(**given: Any) -> Shape:
+    """DeepSeek's sizes: a latent of 512 and 64 more for positions."""
+    usual: dict[str, Any] = {"layout": "mla", "heads": 2, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
+    return Shape(**(usual | given))
+
+
+def usual_dtype(device: str, name: str = "") -> torch.dtype:
+    """The dtype of that name, or the one that kernels are asked with on a device."""
+    found: torch.dtype = getattr(torch, name or ("float32" if device == "cpu" else "bfloat16"))
+    return found
+
+
+@dataclass
+class Call:
+    """One attention call; the tensors may be edited in place.
+
+    Attributes:
+        shape: what it was made for.
+        q: (tokens, heads, head_dim).
+        k_cache: (pages, page_size, kv_heads, head_dim), between guard pages.
+        v_cache: the same with value_dim; in layout ``mla`` the beginning of ``k_cache``.
+        block_table: (batch, max_pages) int32; entries past the need name the null page.
+        seq_lens: (batch,) int32, all query tokens counted.
+        query_start_loc: (batch + 1,) int32.
+        out, lse: (tokens, heads, value_dim) and (tokens, heads) float32.
+        softmax_scale: of the scores.
+        guards: the buffers around the cache and ``out``.
+    """
+
+    shape: Shape
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    softmax_scale: float
+    guards: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest request that the block table has room for."""
+        return self.block_table.shape[1] * self.shape.page_size
+
+    def rows(self, request: int) -> slice:
+        """The rows of q of one request."""
+        start, end = self.query_start_loc[request : request + 2].tolist()
+        return slice(start, end)
+
+    def live(self) -> torch.Tensor:
+        """(tokens,) bool: rows of requests that are not empty."""
+        mask = torch.zeros(len(self.q), dtype=torch.bool, device=self.q.device)
+        for request, length in enumerate(self.seq_lens.tolist()):
+            mask[self.rows(request)] = length > 0
+        return mask
+
+    def pages(self, request: int) -> list[int]:
+        """The pages that a request needs."""
+        need = -(-int(self.seq_lens[request]) // self.shape.page_size)
+        return self.block_table[request, :need].tolist()
+
+    def arguments(self) -> dict[str, Any]:
+        """Everything that a kernel may name."""
+        given = {
+            name: getattr(self, name)
+            for name in ("q", "block_table", "seq_lens", "query_start_loc", "out", "lse", "softmax_scale")
+        }
+        given |= {"max_seq_len": self.max_seq_len, "page_size": self.shape.page_size}
+        given["max_q_len"] = int(self.query_start_loc.diff().max())
+        if self.shape.q_len != 0 and given["max_q_len"] > 1:
+            batch = len(self.seq_lens)
+            for name in ("q", "out", "lse"):
+                given[name] = given[name].unflatten(0, (batch, given["max_q_len"]))
+        if self.shape.layout == "mla":
+            return given | {"kv_cache": self.k_cache[:, :, 0], "kv_lora_rank": self.shape.value_dim}
+        if self.shape.layout == "gathered":
+            return given | self._gathered()
+        return given | {"k_cache": self.k_cache, "v_cache": self.v_cache}
+
+    def _gathered(self) -> dict[str, Any]:
+        groups = self.shape.heads // self.shape.kv_heads
+        k, v = (
+            x[self.block_table.long()].flatten(1, 2).transpose(1, 2).repeat_interleave(groups, 1)
+            for x in (self.k_cache, self.v_cache)
+        )
+        token = torch.arange(k.shape[2], device=k.device)
+        mask = (token < self.seq_lens[:, None])[:, None, None]
+        q = self.q.unsqueeze(2)
+        return {"q": q, "k": k, "v": v, "mask": mask}
+
+
+def make_call(
+    shape: Shape,
+    seq_lens: Sequence[int],
+    device: str,
+    *,
+    q_lens: Sequence[int] | None = None,
+    spare_rows: int = 0,
+    seed: int = 0,
+) -> Call:
+    """A call with random live content, and zeros in all memory that no request may read.
+
+    Args:
+        shape: of the kernel.
+        seq_lens: tokens of each request; 0 makes it empty.
+        device: where.
+        q_lens: query tokens of each request; 1 each by default.
+        spare_rows: rows of q and out past the last of ``query_start_loc``.
+        seed: of the content.
+
+    >>> call = make_call(Shape(), [20, 0], "cpu")
+    >>> call.block_table.tolist(), call.pages(0)
+    ([[1, 2, 0], [0, 0, 0]], [1, 2])
+    """
+    size, batch = shape.page_size, len(seq_lens)
+    dtype = usual_dtype(device, shape.dtype)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*dims: int) -> torch.Tensor:
+        return torch.randn(*dims, generator=generator).to(device, dtype)
+
+    needs = [-(-length // size) for length in seq_lens]
+    # One entry past the longest request, and page 0 for nobody.
+    table = torch.full((batch, max(needs, default=0) + 1), NULL_PAGE, dtype=torch.int32)
+    pages, next_page = 1 + sum(needs) + 1, 1
+    buffers = [
+        torch.zeros(pages + 2 * GUARD, size, shape.kv_heads, shape.head_dim, device=device, dtype=dtype)
+    ]
+    if shape.layout != "mla":
+        buffers.append(torch.zeros(*buffers[0].shape[:3], shape.value_dim, device=device, dtype=dtype))
+    caches = [buffer[GUARD:-GUARD] for buffer in buffers]
+    for request, (length, need) in enumerate(zip(seq_lens, needs, strict=True)):
+        table[request, :need] = torch.arange(next_page, next_page + need)
+        for cache in caches:
+            content = random(length, shape.kv_heads, cache.shape[-1])
+            cache[next_page : next_page + need].flatten(0, 1)[:length] = content
+        next_page += need
+    starts = torch.tensor([0, *(q_lens or [1] * batch)]).cumsum(0).int()
+    tokens = int(starts[-1]) + spare_rows
+    around = torch.zeros(tokens + 2, shape.heads, shape.value_dim, device=device, dtype=dtype)
+    return Call(
+        shape,
+        random(tokens, shape.heads, shape.head_dim),
+        caches[0],
+        caches[-1][..., : shape.value_dim],
+        table.to(device),
+        torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        starts.to(device),
+        around[1:-1],
+        torch.zeros(tokens, shape.heads, device=device),
+        shape.head_dim**-0.5,
+        [*buffers, around],
+    )
+
+
+def reference(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The right result in float64, on the CPU: (tokens, heads, value_dim) and (tokens, heads)."""
+    groups = call.shape.heads // call.shape.kv_heads
+    out = torch.zeros(*call.out.shape, dtype=torch.float64)
+    lse = torch.full(call.lse.shape, float("-inf"), dtype=torch.float64)
+    for request, length in enumerate(call.seq_lens.tolist()):
+        pages, rows = call.pages(request), call.rows(request)
+        if not pages:
+            continue
+        k, v = (
+            cache[pages].flatten(0, 1)[:length].cpu().double().repeat_interleave(groups, 1)
+            for cache in (call.k_cache, call.v_cache)
+        )
+        q = call.q[rows].cpu().double()
+        scores = torch.einsum("qhd,khd->qhk", q, k) * call.softmax_scale
+        # Causal among the query tokens, which are the last of the request.
+        last = torch.arange(len(q)) + length - len(q)
+        scores = scores.masked_fill(torch.arange(length) > last[:, None, None], float("-inf"))
+        out[rows] = torch.einsum("qhk,khd->qhd", scores.softmax(-1), v)
+        lse[rows] = scores.logsumexp(-1)
+    return out, lse
+
+
+@contextmanager
+def dirty_memory(fill: float) -> Iterator[None]:
+    """Fill what Python code gets from ``torch.empty`` and its siblings, as a last tenant would have.
+
+    Args:
+        fill: for floating tensors; integers get 0x7F in each byte or 1, so that two fills differ.
+    """
+
+    def filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            x = make(*args, **kwargs)
+            if x.element_size() == 1:
+                x.view(torch.uint8).fill_(0x7F if fill != fill else 1)
+            elif x.is_floating_point():
+                x.fill_(fill)
+            else:
+                x.fill_(0x7F7F if fill != fill else 1)
+            return x
+
+        return call
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        # Compiled code allocates where this cannot reach: what the allocator hands out next is dirty.
+        held = [torch.full((2**size // 4,), fill, device="cuda") for size in range(9, 26) for _ in range(4)]
+        del held
+    with (
+        mock.patch.object(torch, "empty", filled(torch.empty)),
+        mock.patch.object(torch, "empty_like", filled(torch.empty_like)),
+        mock.patch.object(torch, "empty_strided", filled(torch.empty_strided)),
+        mock.patch.object(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty)),
+    ):
+        yield

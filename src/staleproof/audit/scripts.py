@@ -1,0 +1,282 @@
+"""The smallest counterexample of a broken clause, as a script of under 30 lines that runs alone.
+
+It holds the adapter as it is, the smallest input that shows the case, and an assertion of the clause:
+it ends with an AssertionError while the kernel breaks it, and quietly once it is mended.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from staleproof.audit.contract import CLAUSES, Outcome
+from staleproof.audit.packages import Release
+from staleproof.audit.registry import Subject
+from staleproof.audit.scenes import Shape, mla_shape
+
+LINES = 29
+
+
+def _source(subject: Subject) -> list[str]:
+    """The adapter without its decorators; an import, if it is a function of a module of the user's."""
+    function = inspect.unwrap(subject.call)
+    if not subject.package:
+        module = inspect.getmodule(function)
+        name = (module.__name__ if module else "").removeprefix("audited_")
+        return [
+            f"from {name} import {function.__name__}",
+            "def first(result): return result[0] if isinstance(result, tuple) else result",
+        ]
+    lines = textwrap.dedent(inspect.getsource(function)).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("def "))
+    return [line for line in lines[start:] if line.strip() and not line.strip().startswith("#")]
+
+
+def _call(subject: Subject, **renamed: str) -> str:
+    function = inspect.unwrap(subject.call)
+    names = inspect.signature(function).parameters
+    return f"{function.__name__}({', '.join(f'{name}={renamed.get(name, name)}' for name in names)})"
+
+
+def _prologue(subject: Subject) -> list[str]:
+    lines = ["import os", "import torch", 'device = "cuda" if torch.cuda.is_available() else "cpu"']
+    if not subject.package:
+        return lines[1:]
+    if subject.package in ("torch", "transformers"):
+        return lines[1:]
+    lines.append('os.environ.setdefault("TRITON_INTERPRET", str(int(device == "cpu")))')
+    if subject.package == "vllm":
+        # Without a GPU vLLM hides Triton from its kernels.
+        lines.append('if device == "cpu": import sys, types, triton, triton.language as tl')
+        shown = "types.SimpleNamespace(tl=tl, triton=triton)"
+        lines.append(f'if device == "cpu": sys.modules["vllm.triton_utils"] = {shown}')
+    return lines
+
+
+_FILLS = {"NaN": 'float("nan")', "finite garbage": "1e4"}
+
+
+def _gathered(subject: Subject, shape: Shape, case: tuple[str, ...]) -> list[str]:
+    if case[0] != "tail":
+        return []
+    place = "k" if case[-1].startswith("K") else "v"
+    return [
+        f"softmax_scale = {shape.head_dim**-0.5:.6f}",
+        f"q, k, v = (torch.randn(1, {shape.heads}, n, {shape.head_dim}, device=device) for n in (1, 16, 16))",
+        "mask = (torch.arange(16, device=device) < 3)[None, None, None]",
+        f"clean = {_call(subject)}",
+        f"{place}[:, :, 3:] = {_FILLS[case[1]]}",
+        f"got = {_call(subject)}",
+        "assert torch.equal(got, clean), got.flatten()[:4]",
+    ]
+
+
+def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
+    sizes: dict[str, Any] = {k: v for k, v in subject.shape.items() if k not in ("planned", "empty_lse")}
+    shape = (mla_shape if sizes.get("layout") == "mla" else Shape)(**sizes)
+    if shape.layout == "gathered":
+        return _gathered(subject, shape, case)
+    kind, batch = case[0], 2 if case[0].startswith("empty") else 1
+    cache = ["kv_cache"] if shape.layout == "mla" else ["k_cache", "v_cache"]
+    dims = f"{shape.head_dim}" if shape.layout == "mla" else f"{shape.kv_heads}, {shape.head_dim}"
+    poison = _poison(kind, case, cache)
+    if not poison and not kind.startswith("empty"):
+        return []
+    named = inspect.signature(inspect.unwrap(subject.call)).parameters
+    scene = {
+        "softmax_scale": f"softmax_scale = {shape.head_dim**-0.5:.6f}",
+        "page_size": f"page_size = {shape.page_size}",
+        "dtype": 'dtype = torch.bfloat16 if device == "cuda" else torch.float32',
+        "q": f"q = torch.randn({batch}, {shape.heads}, {shape.head_dim}, device=device, dtype=dtype)",
+    }
+    for name in cache:
+        # The pages around belong to nobody.
+        scene[name] = f"{name} = torch.zeros(6, {shape.page_size}, {dims}, device=device, dtype=dtype)[1:-1]"
+        scene[f"{name} content"] = f"{name}[1, :3] = torch.randn(3, {dims}).to(device, dtype)"
+    scene |= {
+        "seq_lens": f"seq_lens = torch.tensor({[3, 0][:batch]}, dtype=torch.int32, device=device)",
+        "block_table": f"block_table = torch.tensor([[1, 0]] * {batch}, dtype=torch.int32, device=device)",
+        "out": f"out = q.new_full(({batch}, {shape.heads}, {shape.value_dim}), float('nan'))",
+        "lse": f"lse = torch.full(({batch}, {shape.heads}), float('nan'), device=device)",
+        "query_start_loc": f"query_start_loc = torch.arange({batch + 1}, dtype=torch.int32, device=device)",
+        "max_q_len": "max_q_len = 1",
+        "max_seq_len": f"max_seq_len = {2 * shape.page_size}",
+    }
+    needed = {*named, "dtype", *(f"{name} content" for name in cache)}
+    lines = [line for name, line in scene.items() if name in needed]
+    if kind == "empty lse":
+        return [*lines, f"lse = {_call(subject)}[1]", 'assert (lse[1] == float("-inf")).all(), lse[1]']
+    call = _call(subject)
+    if not subject.package:
+        call = f"first({call})"
+    call += "[0].clone()" if subject.package and _returns_pair(subject) else ".clone()"
+    if kind == "empty":
+        return [*lines, f"got = {call}", "assert (got[1] == 0).all(), got[1].flatten()[:4]"]
+    check = "assert torch.equal(got, clean), got.flatten()[:4]"
+    return [*lines, f"clean = {call}", *poison, f"got = {call}", check]
+
+
+def _poison(kind: str, case: tuple[str, ...], cache: list[str]) -> list[str]:
+    """What is written to memory that the row must not read."""
+    if kind == "table":
+        entry = "-1" if case[1] == "-1" else "4"
+        return [*(f"{name}._base[[0, -1]] = float('nan')" for name in cache), f"block_table[0, 1] = {entry}"]
+    if kind != "tail":
+        return []
+    fill = _FILLS[case[1]]
+    if "tail" not in case[-1]:
+        return [f"{name}[0] = {fill}" for name in cache]
+    places = [cache[0] if case[-1].startswith("K") else cache[-1]] if len(cache) == 2 else cache
+    return [f"{name}[1, 3:] = {fill}" for name in places]
+
+
+def _returns_pair(subject: Subject) -> bool:
+    """Whether an adapter of ours returns ``out, lse``, by its last statement."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(subject.call))))
+    last = [node for node in ast.walk(tree) if isinstance(node, ast.Return)][-1]
+    return isinstance(last.value, ast.Tuple)
+
+
+def _routing(subject: Subject, case: tuple[str, ...]) -> list[str]:
+    experts, top_k = subject.shape.get("experts", 16), subject.shape.get("top_k", 4)
+    odd = {
+        "all NaN": 'router_logits[0] = float("nan")',
+        "one NaN": 'router_logits[0, 5] = float("nan")',
+        "a NaN in the first column": 'router_logits[0, 0] = float("nan")',
+        "half NaN": 'router_logits[0, ::2] = float("nan")',
+        "all -inf": 'router_logits[0] = float("-inf")',
+        "all +inf": 'router_logits[0] = float("inf")',
+        "one +inf": 'router_logits[0, 3] = float("inf")',
+        "all of the bias NaN": 'bias[:] = float("nan")',
+        "one NaN in the bias": 'bias[0] = float("nan")',
+    }.get(case[-1])
+    if odd is None:
+        return []
+    return [
+        f"top_k, is_padding, router_logits = {top_k}, None, torch.randn(1, {experts}, device=device)",
+        f"bias = torch.zeros({experts}, device=device)",
+        odd,
+        f"weights, ids = {_call(subject)}",
+        f"assert len(set(ids[0].tolist())) == {top_k} and ((ids >= 0) & (ids < {experts})).all(), ids",
+    ]
+
+
+def _rows(subject: Subject, case: tuple[str, ...]) -> list[str]:
+    hidden = subject.shape.get("hidden", 64)
+    make = f"x = torch.randn(2, {hidden}, device=device)"
+    first = f"got = {_call(subject, x='x.clone()')}"
+    if case[0] == "rows":
+        fill = {"nan": 'float("nan")', "inf": 'float("inf")', "largest": "3e38"}.get(case[1], "100 * x[1]")
+        return [
+            make,
+            first.replace("got", "clean"),
+            f"x[1] = {fill}",
+            first,
+            "clean, got = (r[0] if isinstance(r, tuple) else r for r in (clean, got))",
+            "got, clean = got[0].float(), clean[0].float()",
+            "assert torch.equal(got, clean), (got[:4], clean[:4])",
+        ]
+    return []
+
+
+def _ragged(subject: Subject, case: tuple[str, ...]) -> list[str]:
+    hidden = subject.shape.get("hidden", 64)
+    lines = [
+        f"x = torch.randn(4, {hidden}, device=device)",
+        "starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)",
+    ]
+    if case[0] == "spare":
+        return [
+            "torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is filled with NaN",
+            *lines,
+            f"got = {_call(subject)}",
+            "assert (got[2:] == 0).all(), got[2].flatten()[:4]",
+        ]
+    if case[0] == "starts":
+        return [
+            *lines,
+            _call(subject),
+            "starts.copy_(torch.tensor([0, 1, 4]))",
+            f"got, fresh = {_call(subject)}, {_call(subject, starts='starts.clone()')}",
+            "assert torch.equal(got, fresh)",
+        ]
+    return []
+
+
+def _merge(subject: Subject, case: tuple[str, ...]) -> list[str]:
+    both = case[1] != "nan"
+    return [
+        "out_a, out_b = torch.randn(2, 1, 2, 32, device=device).unbind()",
+        "lse_a, lse_b = torch.zeros(2, 1, 2, device=device).unbind()",
+        'lse_a[:] = float("-inf")  # this part saw no keys',
+        f"out_a[:] = {0.0 if both else 'float(' + repr('nan') + ')'}",
+        *(['lse_b[:], out_b[:] = float("-inf"), 0.0  # nor did this one'] if both else []),
+        f"got = {_call(subject)}",
+        "got = got[0] if isinstance(got, tuple) else got",
+        "assert torch.allclose(got, out_b, atol=1e-2), got.flatten()[:4]",
+    ]
+
+
+def _kv_write(subject: Subject, case: tuple[str, ...]) -> list[str]:
+    heads, dim = subject.shape.get("kv_heads", 2), subject.shape.get("head_dim", 32)
+    pad = subject.shape.get("pad_slot", -1)
+    return [
+        f"key, value = torch.randn(2, 2, {heads}, {dim}, device=device).unbind()",
+        f"k_cache, v_cache = torch.zeros(2, 4, 16, {heads}, {dim}, device=device).unbind()",
+        'key[1] = value[1] = float("nan")  # a row of padding',
+        f"slot_mapping = torch.tensor([17, {pad}], device=device)",
+        _call(subject),
+        "assert k_cache.isfinite().all() and v_cache.isfinite().all(), k_cache[0, 0, 0, :4]",
+    ]
+
+
+def _experts(subject: Subject, case: tuple[str, ...]) -> list[str]:
+    hidden, inner = subject.shape.get("hidden", 32), subject.shape.get("inner", 16)
+    ids = "[[0, 0]]" if case[0] == "repeated" else f"[[0, {case[1]}]]"
+    return [
+        f"x = torch.randn(1, {hidden}, device=device)",
+        f"w1 = torch.randn(4, {2 * inner}, {hidden}, device=device) / 8",
+        f"w2 = torch.randn(4, {hidden}, {inner}, device=device) / 8",
+        f"topk_weights = torch.tensor([[0.5, {0.5 if case[0] == 'repeated' else 0.0}]])",
+        f"topk_ids = torch.tensor({ids})",
+        "topk_weights, topk_ids = topk_weights.to(device), topk_ids.to(device)",
+        f"got = {_call(subject)}",
+        "gate, up = (w1[0] @ x[0]).chunk(2)",
+        "expected = topk_weights.sum() * (w2[0] @ (torch.nn.functional.silu(gate) * up))",
+        "assert torch.allclose(got[0], expected, rtol=3e-2, atol=3e-2), (got[0, :4], expected[:4])",
+    ]
+
+
+_SCENES: dict[str, Callable[[Subject, tuple[str, ...]], list[str]]] = {
+    "attention": _attention,
+    "routing": _routing,
+    "rows": _rows,
+    "ragged": _ragged,
+    "merge": _merge,
+    "kv_write": _kv_write,
+    "experts": _experts,
+}
+
+
+def counterexample(subject: Subject, release: Release, clause: str, outcome: Outcome) -> str:
+    """The script, or ``""`` where none of under 30 lines shows the case.
+
+    Args:
+        subject: the kernel.
+        release: of its package.
+        clause: that it breaks.
+        outcome: with the case.
+    """
+    make = _SCENES.get(subject.kind)
+    if not outcome.case or make is None or outcome.case[0] == "clean" or subject.shape.get("planned"):
+        return ""
+    scene = [line for line in make(subject, outcome.case) if line]
+    if not scene:
+        return ""
+    package = f"{subject.package} {release.version}" if subject.package else "your module"
+    head = f"# {subject.name} ({package}). Clause {clause}: {CLAUSES[clause]}"
+    lines = [head, *_prologue(subject), *_source(subject), "torch.manual_seed(0)", *scene]
+    return "\n".join(lines) + "\n" if len(lines) <= LINES else ""

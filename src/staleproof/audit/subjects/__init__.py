@@ -1,0 +1,1 @@
+"""Adapters: what calls the real kernels of packages, one module a package."""

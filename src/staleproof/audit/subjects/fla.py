@@ -1,0 +1,53 @@
+"""flash-linear-attention (the distribution fla-core)."""
+
+from __future__ import annotations
+
+from staleproof import audit
+
+
+@audit.rows(name="l2norm", package="fla-core")
+def l2norm(x):
+    from fla.modules.norm.l2norm import l2norm
+
+    return l2norm(x)
+
+
+@audit.rows(name="rms_norm", package="fla-core")
+def rms_norm(x):
+    import torch
+    from fla.modules.norm.layernorm import rms_norm
+
+    return rms_norm(x, torch.ones(x.shape[1], device=x.device, dtype=x.dtype), None)
+
+
+@audit.ragged(name="fused_recurrent_gated_delta_rule", package="fla-core")
+def gated_delta_rule(x, starts):
+    import torch
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    x = x.view(1, len(x), 2, -1)
+    g, beta = torch.full_like(x[..., 0], -0.1), torch.full_like(x[..., 0], 0.5)
+    out, _ = fused_recurrent_gated_delta_rule(
+        x, x, x, g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=starts.long()
+    )
+    return out[0]
+
+
+@audit.ragged(name="chunk_gated_delta_rule", package="fla-core")
+def chunk_gated_delta_rule(x, starts):
+    import torch
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    x = x.view(1, len(x), 2, -1)
+    g, beta = torch.full_like(x[..., 0], -0.1), torch.full_like(x[..., 0], 0.5)
+    out, _ = chunk_gated_delta_rule(x, x, x, g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=starts)
+    return out[0]
+
+
+@audit.ragged(name="causal_conv1d", package="fla-core")
+def causal_conv1d(x, starts):
+    import torch
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    weight = torch.ones(x.shape[1], 4, device=x.device, dtype=x.dtype)
+    return causal_conv1d(x[None], weight, cu_seqlens=starts, backend="triton")[0][0]

@@ -1,0 +1,27 @@
+"""quack's CuTe kernels."""
+
+from __future__ import annotations
+
+from staleproof import audit
+
+
+@audit.rows(name="softmax", package="quack-kernels", needs="sm90", hidden=256)
+def softmax(x):
+    from quack.softmax import softmax_fwd
+
+    return softmax_fwd(x)
+
+
+@audit.rows(name="rmsnorm", package="quack-kernels", needs="sm90", hidden=256)
+def rmsnorm(x):
+    import torch
+    from quack.rmsnorm import rmsnorm
+
+    return rmsnorm(x, torch.ones_like(x[0]).float())
+
+
+@audit.routing(name="topk with softmax", package="quack-kernels", needs="sm90", experts=64)
+def topk(router_logits, top_k):
+    from quack.topk import topk
+
+    return topk(router_logits, top_k, True)

@@ -1,0 +1,111 @@
+"""sglang's Triton sources, executed as they are."""
+
+from __future__ import annotations
+
+from staleproof import audit
+
+_OPS = "sglang.kernels.ops"
+_DECODE = (f"{_OPS}.attention.decode_attention", f"{_OPS}.attention.score_mod")
+
+
+@audit.attention(name="Triton decode, MLA", package="sglang", files=_DECODE, layout="mla")
+def decode_mla(q, kv_cache, block_table, seq_lens, softmax_scale, out):
+    import torch
+    from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+
+    size, kv = kv_cache.shape[1], kv_cache.flatten(0, 1).unsqueeze(1)
+    token = torch.arange(block_table.shape[1] * size, device=q.device)
+    slots = block_table[:, token // size] * size + token % size
+    starts = torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).int()
+    indices, v = slots[token < seq_lens[:, None]].long(), kv[..., : out.shape[-1]]
+    parts = torch.empty(*q.shape[:2], 2, out.shape[-1], device=q.device)
+    lse, splits = torch.empty_like(parts[..., 0]), torch.full_like(seq_lens, 2)
+    decode_attention_fwd(q, kv, v, out, starts, indices, parts, lse, splits, 2, softmax_scale, 1.0, 1.0)
+    return out
+
+
+@audit.attention(name="Triton decode, grouped heads", package="sglang", files=_DECODE)
+def decode_grouped(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out):
+    import torch
+    from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+
+    size, k, v = k_cache.shape[1], k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    token = torch.arange(block_table.shape[1] * size, device=q.device)
+    slots = block_table[:, token // size] * size + token % size
+    starts = torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).int()
+    indices = slots[token < seq_lens[:, None]].long()
+    parts = torch.empty(*q.shape[:2], 2, out.shape[-1], device=q.device)
+    lse, splits = torch.empty_like(parts[..., 0]), torch.full_like(seq_lens, 2)
+    decode_attention_fwd(q, k, v, out, starts, indices, parts, lse, splits, 2, softmax_scale, 1.0, 1.0)
+    return out
+
+
+@audit.merge(name="Triton merge_state", package="sglang", files=(f"{_OPS}.attention.merge_state",))
+def merge_state(out_a, lse_a, out_b, lse_b):
+    from sglang.kernels.ops.attention.merge_state import merge_state_triton
+
+    return merge_state_triton(out_a, lse_a, out_b, lse_b)
+
+
+@audit.kv_write(
+    name="Triton set_mla_kv_buffer",
+    package="sglang",
+    files=(f"{_OPS}.kvcache.mla_buffer",),
+    kv_heads=1,
+    pad_slot=0,
+)
+def set_mla_kv_buffer(key, value, k_cache, v_cache, slot_mapping):
+    import torch
+    from sglang.kernels.ops.kvcache.mla_buffer import set_mla_kv_buffer_triton
+
+    # One buffer holds both; here they are taken apart again, so that each can be compared.
+    both = torch.cat([k_cache, v_cache], -1).flatten(0, 1)
+    set_mla_kv_buffer_triton(both, slot_mapping, key, value)
+    parts = both.view(*k_cache.shape[:3], -1).chunk(2, -1)
+    k_cache.copy_(parts[0])
+    v_cache.copy_(parts[1])
+
+
+@audit.kv_write(
+    name="Triton set_mla_kv_buffer without rope",
+    package="sglang",
+    files=(f"{_OPS}.kvcache.mla_buffer",),
+    kv_heads=1,
+    pad_slot=0,
+)
+def set_mla_kv_buffer_norope(key, value, k_cache, v_cache, slot_mapping):
+    from sglang.kernels.ops.kvcache.mla_buffer import set_mla_kv_buffer_triton
+
+    set_mla_kv_buffer_triton(k_cache.flatten(0, 1), slot_mapping, key, None)
+    set_mla_kv_buffer_triton(v_cache.flatten(0, 1), slot_mapping, value, None)
+
+
+@audit.state(
+    name="Triton causal_conv1d_update", package="sglang", files=(f"{_OPS}.mamba.causal_conv1d_triton",)
+)
+def conv1d_update(x, state, weight, state_indices):
+    from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_update
+
+    return causal_conv1d_update(x, state, weight, None, None, conv_state_indices=state_indices)
+
+
+@audit.rows(name="per_token_quant_int8", package="sglang", files=(f"{_OPS}.quantization.int8_kernel",))
+def per_token_int8(x):
+    from sglang.kernels.ops.quantization.int8_kernel import per_token_quant_int8
+
+    return per_token_quant_int8(x)
+
+
+@audit.rows(name="per_token_group_quant_int8", package="sglang", files=(f"{_OPS}.quantization.int8_kernel",))
+def per_token_group_int8(x):
+    from sglang.kernels.ops.quantization.int8_kernel import per_token_group_quant_int8
+
+    return per_token_group_quant_int8(x, 32)
+
+
+@audit.rows(name="fused_rmsnorm", package="sglang", files=(f"{_OPS}.layernorm.fused_rmsnorm",))
+def fused_rmsnorm(x):
+    import torch
+    from sglang.kernels.ops.layernorm.fused_rmsnorm import fused_rmsnorm
+
+    return fused_rmsnorm(x, torch.ones(x.shape[1], device=x.device, dtype=x.dtype), 1e-6)

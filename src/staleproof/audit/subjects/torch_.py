@@ -1,0 +1,135 @@
+"""PyTorch: attention by backend, top-k, norms, and the grouped matrix product."""
+
+from __future__ import annotations
+
+from staleproof import audit
+
+_MASKED = {"R": "one call takes all rows; other rows are other batch entries"}
+
+
+@audit.attention(name="SDPA math, boolean mask", package="torch", layout="gathered")
+def sdpa_math(q, k, v, mask, softmax_scale):
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
+
+
+@audit.attention(name="SDPA flash of the CPU, boolean mask", package="torch", layout="gathered", needs="cpu")
+def sdpa_flash_cpu(q, k, v, mask, softmax_scale):
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
+
+
+@audit.attention(name="SDPA memory-efficient, boolean mask", package="torch", layout="gathered", needs="cuda")
+def sdpa_efficient(q, k, v, mask, softmax_scale):
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mask = mask.expand(-1, q.shape[1], 1, -1)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
+
+
+@audit.attention(
+    name="SDPA cuDNN, boolean mask",
+    package="torch",
+    layout="gathered",
+    needs="cuda",
+    head_dim=64,
+    value_dim=64,
+)
+def sdpa_cudnn(q, k, v, mask, softmax_scale):
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mask = mask.expand(-1, q.shape[1], 1, -1)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
+
+
+@audit.attention(name="flex_attention, eager", package="torch", layout="gathered")
+def flex_eager(q, k, v, mask, softmax_scale):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def within(b, h, i, j):
+        return mask[b, 0, 0, j]
+
+    blocks = create_block_mask(within, q.shape[0], None, 1, k.shape[2], device=str(q.device), BLOCK_SIZE=16)
+    return flex_attention(q, k, v, block_mask=blocks, scale=softmax_scale)
+
+
+@audit.attention(name="flex_attention, compiled", package="torch", layout="gathered", needs="cuda")
+def flex_compiled(q, k, v, mask, softmax_scale):
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def within(b, h, i, j):
+        return mask[b, 0, 0, j]
+
+    blocks = create_block_mask(within, q.shape[0], None, 1, k.shape[2], device=str(q.device))
+    return torch.compile(flex_attention)(q, k, v, block_mask=blocks, scale=softmax_scale)
+
+
+@audit.attention(
+    name="varlen_attn, paged",
+    package="torch",
+    needs="cuda",
+    q_len=0,
+    head_dim=64,
+    value_dim=64,
+    page_size=256,
+)
+def varlen_attn(
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, max_seq_len, softmax_scale
+):
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(
+        q, k_cache, v_cache, query_start_loc, None, max_q_len, max_seq_len, scale=softmax_scale,
+        seqused_k=seq_lens, block_table=block_table, window_size=(-1, 0),
+    )  # fmt: skip
+
+
+@audit.routing(name="softmax, then topk", package="torch")
+def softmax_topk(router_logits, top_k):
+    import torch
+
+    return torch.topk(router_logits.softmax(-1), top_k, dim=-1)
+
+
+@audit.routing(name="sigmoid with a bias, then topk", package="torch")
+def sigmoid_topk(router_logits, top_k, bias=None):
+    import torch
+
+    scores = router_logits.sigmoid()
+    ids = torch.topk(scores if bias is None else scores + bias, top_k, dim=-1).indices
+    return scores.gather(1, ids), ids
+
+
+@audit.rows(name="rms_norm", package="torch")
+def rms_norm(x):
+    import torch
+
+    return torch.nn.functional.rms_norm(x, x.shape[-1:])
+
+
+@audit.rows(name="amax / 448 over the tensor, as QuantFP8.forward_native", package="torch")
+def fp8_per_tensor(x):
+    import torch
+
+    scale = (x.abs().max().float() / 448).reshape(1)
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+@audit.ragged(name="_grouped_mm", package="torch", hidden=64, dtype="bfloat16")
+def grouped_mm(x, starts):
+    import torch
+
+    torch.manual_seed(0)
+    weights = torch.randn(len(starts) - 1, x.shape[1], 32).to(x.device, torch.bfloat16)
+    return torch._grouped_mm(x.bfloat16(), weights, offs=starts[1:])

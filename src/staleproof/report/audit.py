@@ -1,0 +1,236 @@
+"""``staleproof audit``: the command, its table, the comparison of two audits, and the heat map."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from staleproof.audit.contract import Row
+
+# How a verdict is shown in a cell; a picture has the same signs, so that colour is not needed.
+SIGNS = {"holds": "+", "breaks": "X", "undefined": "u", "not run": "."}
+STYLES = {"holds": "green", "breaks": "bold red", "undefined": "yellow", "not run": "dim"}
+COLOURS = {"holds": "#bfd3e6", "breaks": "#b2182b", "undefined": "#f4a582", "not run": "#f0f0f0"}
+
+
+def audit(
+    modules: Annotated[
+        list[str] | None,
+        typer.Argument(help="Modules or files that register kernels; known packages by default."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the best this machine has.")] = "auto",
+    only: Annotated[
+        str, typer.Option(help="Only subjects whose package, version or name holds this text.")
+    ] = "",
+    json: Annotated[Path | None, typer.Option(help="Where the rows go, as JSON lines.")] = None,
+    scripts: Annotated[
+        Path | None, typer.Option(help="Folder for the counterexamples, one script each.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Where the heat map goes, as SVG.")] = None,
+    limit: Annotated[float, typer.Option(min=1.0, help="Seconds that one clause may take.")] = 60.0,
+) -> None:
+    """Put kernels through the padding contract: which clause holds, which breaks, and the smallest input.
+
+    Exit code 1: a kernel of yours or of ours breaks a clause, or a module does not import.
+    """
+    from staleproof.device import DeviceError, MissingExtraError
+    from staleproof.harness.findings import RunFileError
+
+    try:
+        rows = _run(modules or [], device, only, json, limit)
+        if scripts is not None:
+            typer.echo(f"{write_scripts(rows, scripts)} counterexamples: {scripts}")
+        if picture is not None:
+            draw(rows, picture)
+            typer.echo(f"heat map: {picture}")
+    except (DeviceError, MissingExtraError, RunFileError) as error:
+        typer.echo(f"staleproof: {error}", err=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as error:
+        typer.echo("staleproof: interrupted", err=True)
+        raise typer.Exit(130) from error
+    broken = [row for row in rows if row.verdict == "breaks" and row.package in ("yours", "staleproof")]
+    if broken:
+        typer.echo(f"staleproof: {len(broken)} clauses are broken", err=True)
+        raise typer.Exit(1)
+
+
+def _run(modules: Sequence[str], device: str, only: str, json: Path | None, limit: float) -> list[Row]:
+    from staleproof import device as devices
+    from staleproof.audit import runner
+    from staleproof.audit.contract import write_rows
+    from staleproof.harness import recorded
+    from staleproof.report import terminal
+
+    device = devices.select(device)
+    if json is not None:
+        recorded.check_writable(json)
+    rows: list[Row] = []
+    try:
+        with terminal.progress() as progress:
+            for found in runner.audit(modules or runner.SUBJECTS, device, only=only, limit_s=limit):
+                rows += found
+                progress(f"audit {found[0].package} {found[0].version} {found[0].subject}")
+    finally:
+        if json is not None and rows:
+            write_rows(json, rows)
+    print_table(rows)
+    return rows
+
+
+def _lines(rows: Sequence[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
+    """(package, version, subject) -> clause -> row, in their order."""
+    found: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.package, row.version)):
+        found.setdefault((row.package, row.version, row.subject), {})[row.clause] = row
+    return found
+
+
+def _clauses(rows: Sequence[Row]) -> list[str]:
+    from staleproof.audit.contract import CLAUSES
+
+    asked = {row.clause for row in rows}
+    return [clause for clause in CLAUSES if clause in asked]
+
+
+def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Column names, and a line a subject with a sign a clause, for a notebook's table."""
+    clauses = _clauses(rows)
+    lines = [
+        [subject, *(SIGNS[str(found[clause].verdict)] if clause in found else "" for clause in clauses)]
+        for (_, _, subject), found in _lines(rows).items()
+    ]
+    return ["", *clauses], lines
+
+
+def recorded_audits() -> list[Row]:
+    """The rows of the recorded audits (``workbook/audits``); none outside a checkout."""
+    from staleproof.audit.contract import read_rows
+    from staleproof.harness import recorded
+
+    try:
+        folder = recorded.checkout() / "workbook/audits"
+    except recorded.CheckoutError:
+        return []
+    return [row for path in sorted(folder.glob("*.jsonl")) for row in read_rows(path)]
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Print subject x clause, what each sign means, and a line for each broken clause.
+
+    Subjects that did not run are a line each with the reason.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from staleproof.audit.contract import CLAUSES
+
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    clauses, lines = _clauses(rows), _lines(rows)
+    ran = {
+        key: found for key, found in lines.items() if any(row.verdict != "not run" for row in found.values())
+    }
+    table = Table("package", "subject", *clauses, box=None, pad_edge=False)
+    for (package, version, subject), found in ran.items():
+        cells = []
+        for clause in clauses:
+            verdict = str(found[clause].verdict) if clause in found else ""
+            cells.append(f"[{STYLES[verdict]}]{SIGNS[verdict]}[/]" if verdict else "")
+        table.add_row(f"{package} {version}".strip(), subject, *cells)
+    if ran:
+        Console(file=sys.stdout, highlight=False, width=max(console.width, 40 + 4 * len(clauses) + 60)).print(
+            table
+        )
+        console.print("  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items()))
+        for clause in clauses:
+            console.print(f"{clause}: {CLAUSES[clause]}", markup=False)
+    for row in rows:
+        if row.verdict in ("breaks", "undefined"):
+            name = " ".join(filter(None, (row.package, row.version, row.subject)))
+            console.print(f"{row.verdict}  {row.clause}  {name}: {row.note}", markup=False)
+    for key, found in lines.items():
+        if key not in ran:
+            reason = next(iter(found.values())).note
+            console.print(f"not run  {' '.join(filter(None, key))}: {reason}", markup=False)
+    first = rows[0] if rows else None
+    if first:
+        console.print(
+            f"{first.provenance} on {first.machine}: {len(ran)} of {len(lines)} subjects ran", markup=False
+        )
+
+
+def write_scripts(rows: Sequence[Row], folder: Path) -> int:
+    """Write one file for each counterexample, and return how many."""
+    import re
+
+    from staleproof.harness.findings import write_lines
+
+    count = 0
+    for row in rows:
+        if row.counterexample:
+            name = re.sub(r"[^A-Za-z0-9.]+", "_", f"{row.package}_{row.version}_{row.subject}_{row.clause}")
+            write_lines(folder / f"{name}.py", row.counterexample.splitlines())
+            count += 1
+    return count
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Write the heat map, subject x clause, with a sign in each cell."""
+    from staleproof.device import need_workbook
+
+    need_workbook("matplotlib")
+    figure = heat_map(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight")
+
+
+def heat_map(rows: Sequence[Row]) -> Any:
+    """The heat map of an audit, as a matplotlib figure; subjects that did not run are left out."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
+    clauses = _clauses(rows)
+    lines = {
+        key: found
+        for key, found in _lines(rows).items()
+        if {row.verdict for row in found.values()} != {"not run"}
+    }
+    order = [*COLOURS]
+    figure = Figure(figsize=(0.42 * len(clauses) + 5, 0.24 * len(lines) + 1))
+    axes = figure.add_subplot()
+    numbers = []
+    for y, found in enumerate(lines.values()):
+        numbers.append(
+            [order.index(found[c].verdict) if c in found else order.index("not run") for c in clauses]
+        )
+        for x, clause in enumerate(clauses):
+            if clause in found:
+                sign = SIGNS[found[clause].verdict]
+                axes.text(x, y, sign, ha="center", va="center", fontsize=7, color="w" if sign == "X" else "k")
+    axes.imshow(numbers, cmap=ListedColormap([*COLOURS.values()]), vmin=-0.5, vmax=3.5, aspect="auto")
+    axes.set_xticks(range(len(clauses)), clauses)
+    axes.set_yticks(range(len(lines)), [" ".join(filter(None, key)) for key in lines], fontsize=7)
+    axes.xaxis.tick_top()
+    axes.set_title("  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items()), fontsize=8)
+    return figure
+
+
+def print_changes(before: Path, after: Path) -> int:
+    """Print what changed between two audits; the exit code is 1 if a clause got worse."""
+    from staleproof.audit.contract import Verdict, compare, read_rows
+
+    worse = 0
+    changes = compare(read_rows(before), read_rows(after))
+    for change in changes:
+        row, old = change.after, change.before
+        was = f"{old.verdict} ({old.version})" if old else "not asked"
+        name = " ".join(filter(None, (row.package, row.version, row.subject)))
+        typer.echo(f"{row.clause}  {name}: {was} -> {row.verdict}" + (f": {row.note}" if row.note else ""))
+        worse |= row.verdict is Verdict.BREAKS
+    typer.echo(f"{len(changes)} changes")
+    return int(worse)

@@ -1,0 +1,56 @@
+"""Rows of an audit: written, read, and compared."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from staleproof.audit.contract import CLAUSES, KINDS, Row, Verdict, compare, read_rows, write_rows
+from staleproof.audit.registry import SIZES
+from staleproof.harness.findings import RunFileError
+
+ROW = Row("decode", "kernels", "1.0", "E", Verdict.BREAKS, "NaN", "CPU", "INTERPRETED", "import torch\n")
+
+
+def test_rows_come_back_as_they_were(tmp_path):
+    rows = [ROW, replace(ROW, clause="T", verdict=Verdict.HOLDS, counterexample="")]
+    write_rows(tmp_path / "audit.jsonl", rows)
+    assert read_rows(tmp_path / "audit.jsonl") == rows
+
+
+@pytest.mark.parametrize("line", ["{", '{"subject": "x"}', '{"verdict": "fine"}', "[]"])
+def test_a_line_that_is_no_row_is_named(tmp_path, line):
+    path = tmp_path / "audit.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(RunFileError, match=r"audit.jsonl:1: not a row of an audit"):
+        read_rows(path)
+
+
+def test_a_release_is_compared_with_the_newest_before_it():
+    before = [replace(ROW, version="1.9"), replace(ROW, version="1.10", verdict=Verdict.HOLDS)]
+    (change,) = compare(before, [replace(ROW, version="1.11")])
+    assert change.before is not None
+    assert (change.before.version, change.after.verdict) == ("1.10", Verdict.BREAKS)
+
+
+def test_the_same_version_is_compared_with_itself():
+    before = [ROW, replace(ROW, version="2.0", verdict=Verdict.HOLDS)]
+    assert compare(before, [ROW]) == []
+
+
+def test_a_new_subject_is_a_change():
+    (change,) = compare([], [ROW])
+    assert change.before is None
+
+
+def test_the_document_has_every_clause_and_no_other():
+    text = (Path(__file__).parents[2] / "workbook/contract.md").read_text()
+    assert set(re.findall(r"\*\*([0-9A-Z]b?)\*\*", text)) == set(CLAUSES)
+
+
+def test_every_clause_belongs_to_a_kind_and_every_kind_has_a_decorator():
+    assert {clause for clauses in KINDS.values() for clause in clauses} == set(CLAUSES)
+    assert set(SIZES) == set(KINDS)

@@ -1,0 +1,47 @@
+"""``pytest --padding-contract``, run with pytester in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+MODULE = """
+from staleproof import audit
+
+@audit.rows(name="right")
+def right(x):
+    return 2 * x
+
+@audit.rows(name="per tensor", skip={"W": "asked elsewhere"})
+def per_tensor(x):
+    return x / x.abs().max()
+"""
+
+
+def _run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    return pytester.runpytest_subprocess("-p", "staleproof.audit.pytest_plugin", *arguments)
+
+
+def test_a_broken_clause_fails_with_its_counterexample(pytester):
+    pytester.makepyfile(my_kernels=MODULE)
+    result = _run(pytester, "--padding-contract", "my_kernels.py", "-rs", "-v")
+    result.assert_outcomes(passed=4, failed=1, skipped=1)
+    result.stdout.fnmatch_lines(
+        ["*right[[]R] PASSED*", "*per tensor[[]R] FAILED*", "clause R: Live rows keep their bits*"]
+    )
+    result.stdout.fnmatch_lines(["from my_kernels import per_tensor", "assert torch.equal(got, clean)*"])
+    result.stdout.fnmatch_lines(["*asked elsewhere*"])
+
+
+def test_nothing_happens_without_the_option(pytester):
+    pytester.makepyfile(my_kernels=MODULE)
+    result = _run(pytester, "my_kernels.py")
+    result.assert_outcomes()
+
+
+def test_a_module_that_does_not_import_is_an_error(pytester):
+    pytester.makepyfile(my_kernels="from staleproof import audit\nimport no_such_module\n")
+    result = _run(pytester, "--padding-contract", "my_kernels.py")
+    assert result.ret != 0
+    result.stdout.fnmatch_lines(["*my_kernels.py does not import*no_such_module*"])

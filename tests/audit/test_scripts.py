@@ -1,0 +1,98 @@
+"""The counterexamples run alone: they fail while the kernel breaks the clause, and pass for a right one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from staleproof.audit import packages, registry, runner, scripts
+from staleproof.audit.contract import Outcome, Verdict, breaks
+from staleproof.audit.packages import Release
+
+# A case of each kind that a probe can hand on.
+CASES = {
+    "attention": [
+        ("empty",), ("empty lse",), ("tail", "NaN", "K of the last page's tail"),
+        ("tail", "finite garbage", "V of the last page's tail"), ("tail", "NaN", "the null page"),
+        ("table", "-1"),
+    ],
+    "routing": [("logits", "all NaN"), ("logits", "one +inf"), ("bias", "one NaN in the bias")],
+    "rows": [("rows", "nan"), ("rows", "noise")],
+    "ragged": [("spare", "nan"), ("starts",)],
+    "merge": [("merge", "nan"), ("merge", "0")],
+    "kv_write": [("slot",)],
+    "experts": [("repeated",), ("range", "-1")],
+}  # fmt: skip
+OURS = {s.name: s for s in registry.subjects_of(registry.load_module("staleproof.audit.subjects.ours"))}
+TORCH = {s.name: s for s in registry.subjects_of(registry.load_module("staleproof.audit.subjects.torch_"))}
+
+
+def _run(text: str, folder: Path, *paths: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a clean environment: only these folders are importable beside installed packages."""
+    path = folder / "counterexample.py"
+    path.write_text(text)
+    return subprocess.run(
+        [sys.executable, "-P", str(path)],
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        | {"PYTHONPATH": os.pathsep.join(paths)},
+        cwd=folder,
+        check=False,
+    )
+
+
+def _all_subjects() -> list[registry.Subject]:
+    return [s for module in runner.SUBJECTS for s in registry.subjects_of(registry.load_module(module))]
+
+
+def test_every_script_is_short_and_parses():
+    made = 0
+    for subject in _all_subjects():
+        for case in CASES.get(subject.kind, ()):
+            text = scripts.counterexample(subject, Release("1.0"), subject.clauses[1], breaks("x", *case))
+            assert len(text.splitlines()) < 30
+            compile(text, subject.name, "exec")
+            made += bool(text)
+    assert made > 100
+
+
+@pytest.mark.parametrize("clause", ["0", "E"])
+def test_nothing_is_made_for_clean_input_or_a_clause_that_holds(clause):
+    subject = OURS["mla_decode"]
+    assert scripts.counterexample(subject, Release("1"), clause, breaks("x", "clean")) == ""
+    assert scripts.counterexample(subject, Release("1"), clause, Outcome(Verdict.HOLDS)) == ""
+
+
+def test_a_script_fails_for_a_kernel_that_breaks_the_clause(tmp_path):
+    case = breaks("x", "tail", "NaN", "V of the last page's tail")
+    done = _run(scripts.counterexample(TORCH["SDPA math, boolean mask"], Release("2"), "T", case), tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "AssertionError: tensor([nan, nan, nan, nan])"
+
+
+@pytest.mark.parametrize("case", CASES["attention"], ids=lambda case: " ".join(case)[:25])
+def test_the_same_scripts_pass_for_a_right_kernel(tmp_path, case):
+    text = scripts.counterexample(OURS["mla_decode"], Release("1"), "E", breaks("x", *case))
+    done = _run(text, tmp_path, str(Path(__file__).parents[2] / "src"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_vllms_script_runs_on_its_real_package(tmp_path):
+    module = registry.load_module("staleproof.audit.subjects.vllm_")
+    subject = next(s for s in registry.subjects_of(module) if s.name == "Triton MLA decode")
+    folders = [r.folder for r in packages.releases(subject) if r.version == "0.33.0" and r.folder]
+    beside = [*folders[0].parent.glob("packages-*")] if folders else []
+    if not beside:
+        pytest.skip("vLLM 0.33.0 and what it imports are not in the cache")
+    text = scripts.counterexample(subject, Release("0.33.0"), "E", breaks("x", "empty"))
+    done = _run(text, tmp_path, str(folders[0]), str(beside[0]))
+    assert done.stderr.splitlines()[-1] == "AssertionError: tensor([nan, nan, nan, nan])"
+    right = replace(subject, call=OURS["mla_decode"].call)
+    text = scripts.counterexample(right, Release("0.33.0"), "E", breaks("x", "empty"))
+    assert _run(text, tmp_path, str(Path(__file__).parents[2] / "src")).returncode == 0

@@ -1,0 +1,81 @@
+"""The command, its table, the comparison and the heat map."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from staleproof import cli
+from staleproof.audit import runner
+from staleproof.audit.contract import Row, Verdict, read_rows, write_rows
+from staleproof.report import audit
+
+ROW = Row(
+    "decode", "kernels", "1.0", "E", Verdict.BREAKS, "NaN is written", "CPU x", "INTERPRETED", "assert 0\n"
+)
+ROWS = [
+    ROW,
+    replace(ROW, clause="T", verdict=Verdict.HOLDS, note="", counterexample=""),
+    replace(ROW, clause="B", verdict=Verdict.UNDEFINED, note="documented: mask it", counterexample=""),
+    replace(ROW, subject="prefill", verdict=Verdict.NOT_RUN, note="needs a CUDA GPU", counterexample=""),
+]
+
+
+@pytest.fixture(name="answers")
+def answers_fixture(monkeypatch):
+    def answer(*rows: Row) -> None:
+        monkeypatch.setattr(runner, "audit", lambda *args, **kwargs: iter([[row] for row in rows]))
+
+    return answer
+
+
+def test_the_table_has_a_sign_a_clause_and_a_line_a_break(capsys):
+    audit.print_table(ROWS)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["package", "subject", "E", "T", "B"]
+    assert lines[1].split() == ["kernels", "1.0", "decode", "X", "+", "u"]
+    assert "breaks  E  kernels 1.0 decode: NaN is written" in lines
+    assert "undefined  B  kernels 1.0 decode: documented: mask it" in lines
+    assert "not run  kernels 1.0 prefill: needs a CUDA GPU" in lines
+    assert lines[-1] == "INTERPRETED on CPU x: 1 of 2 subjects ran"
+
+
+def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(answers, capsys, tmp_path):
+    answers(*ROWS)
+    assert cli.main(["audit", "--json", str(tmp_path / "a.jsonl"), "--scripts", str(tmp_path / "s")]) == 0
+    assert read_rows(tmp_path / "a.jsonl") == ROWS
+    (script,) = (tmp_path / "s").iterdir()
+    assert (script.name, script.read_text()) == ("kernels_1.0_decode_E.py", "assert 0\n")
+    answers(*(replace(row, package="yours") for row in ROWS))
+    assert cli.main(["audit", "mine.py"]) == 1
+    assert "staleproof: 1 clauses are broken" in capsys.readouterr().err
+
+
+def test_a_path_that_cannot_be_written_is_bad_input(answers, tmp_path, capsys):
+    answers(*ROWS)
+    assert cli.main(["audit", "--json", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("staleproof: ")
+
+
+def test_compare_says_what_a_release_changed(tmp_path, capsys):
+    write_rows(tmp_path / "old.jsonl", ROWS)
+    write_rows(
+        tmp_path / "new.jsonl", [replace(row, version="2.0", verdict=Verdict.HOLDS) for row in ROWS[:2]]
+    )
+    assert cli.main(["compare", str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl")]) == 0
+    out = capsys.readouterr().out
+    assert "E  kernels 2.0 decode: breaks (1.0) -> holds" in out
+    assert out.endswith("1 changes\n")
+    assert cli.main(["compare", str(tmp_path / "new.jsonl"), str(tmp_path / "old.jsonl")]) == 1
+
+
+def test_the_picture_leaves_out_what_did_not_run(tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = audit.heat_map(ROWS)
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["kernels 1.0 decode"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["E", "T", "B"]
+    assert sorted(text.get_text() for text in axes.texts) == ["+", "X", "u"]
+    audit.draw(ROWS, tmp_path / "map.svg")
+    assert (tmp_path / "map.svg").read_text().startswith("<?xml")
