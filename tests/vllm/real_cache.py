@@ -1,10 +1,11 @@
 """Starts of a vLLM model with torch.compile, on a CPU; run inside a vLLM environment only.
 
-    python real_cache.py none all none all
+    python real_cache.py none all none all uninstalled
 
-Each start is a process that loads the plugins with that ``STALEPROOF_PATCHES``, and compiles a router
-with vLLM's own ``@support_torch_compile``. Prints, a start, whether the graph came from vLLM's cache
-(below ``VLLM_CACHE_ROOT``) and how many of 6 rows name an expert twice.
+Each start is a process that loads the plugins with that ``STALEPROOF_PATCHES``, or without ours, and
+compiles a router with vLLM's own ``@support_torch_compile``. Prints, a start, whether our plugin was
+loaded, whether the graph came from vLLM's cache (below ``VLLM_CACHE_ROOT``), and how many of 6 rows name
+an expert twice.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ class Router(torch.nn.Module):
 
 def start(patches: str) -> dict[str, Any]:
     """Load the plugins, compile or load the model, and run it once."""
-    os.environ["STALEPROOF_PATCHES"] = patches
-    importlib.import_module("vllm.plugins").load_general_plugins()
+    # VLLM_PLUGINS would not do: it is a factor of vLLM's cache key.
+    if patches != "uninstalled":
+        os.environ["STALEPROOF_PATCHES"] = patches
+        importlib.import_module("vllm.plugins").load_general_plugins()
     stand_in = real_routing.CompiledOps(clamped=False)
     # This pass names operators of vLLM's CUDA library, which is not here.
     fixing.FixFunctionalizationPass.__call__ = lambda self, graph: None
@@ -75,6 +78,7 @@ def start(patches: str) -> dict[str, Any]:
         with contexts.set_forward_context(None, config):
             ids = model(logits, bias)
     found = {
+        "plugin": "staleproof.vllm.plugin" in sys.modules,
         "repeated": real_routing._duplicates(ids),
         "from disk": model.was_aot_compile_fn_loaded_from_disk,
     }
