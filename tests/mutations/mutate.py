@@ -155,7 +155,8 @@ def _run(root: Path, *names: str, stop: bool = False) -> tuple[int, str]:
         process.kill()
         process.join()
         return -1, f"no end after {TIMEOUT_S} s"
-    return process.exitcode, (root / SAID).read_text(errors="replace")
+    said = root / SAID
+    return process.exitcode, said.read_text(errors="replace") if said.exists() else ""
 
 
 @cache
