@@ -189,7 +189,8 @@ def patch_lines(rows: Sequence[Row]) -> Iterator[str]:
         needed = patched.get("needed", table()[release][name]["needed"])
         where = release if needed else f"{release}, which does not need it"
         before = us(without["p50"]) if without else "-"
-        change = f"{patched['p50'] / without['p50'] - 1:+.0%}" if without else "-"
+        # Without the patch of an allocation there is nothing to wait for.
+        change = f"{patched['p50'] / without['p50'] - 1:+.0%}" if without and without["p50"] else "-"
         spans = patched.get("applies_to", applies_to(patches()[name]))
         yield f"| `{name}` | {spans} | {where} | {mode} | {before} | {us(patched['p50'])} | {change} |"
 
@@ -239,8 +240,8 @@ def section(run: Run) -> str:
 def replaced(readme: str, text: str) -> str:
     """The page with this text between its markers.
 
-    >>> replaced(f"a\\n{BEGIN}\\nold\\n{END}\\nb", "new").splitlines()[2:5:2]
-    ['new', '<!-- end of the written part -->']
+    >>> replaced(f"above {BEGIN} old {END} below", "new").replace(BEGIN, "(").replace(END, ")").split()
+    ['above', '(', 'new', ')', 'below']
     """
     before, rest = readme.split(BEGIN)
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
