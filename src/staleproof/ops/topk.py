@@ -171,15 +171,15 @@ def _launch(
     groups: int = 0,
     topk_group: int = 1,
     sanitize: bool = True,
-) -> Any:
-    """Launch the kernel, and return it compiled; ``groups`` is 0 for a choice among all experts."""
+) -> None:
+    """Launch the kernel; ``groups`` is 0 for a choice among all experts."""
     (rows, experts), top_k = x.shape, weights.shape[1]
     # Key and index fit into 32 bits if the choice is among 16-bit logits themselves.
     narrow = bias is None and not groups and x.dtype != torch.float32
     sort, rows_each, warps = _plan(rows, experts, narrow)
     slots = max(2, triton.next_power_of_2(top_k))
     group_size = max(triton.next_power_of_2(experts // (groups or 1)), 1 if groups else slots)
-    return _topk_kernel[(triton.cdiv(rows, rows_each),)](
+    _topk_kernel[(triton.cdiv(rows, rows_each),)](
         x,
         bias,
         is_padding,

@@ -68,7 +68,7 @@ def _select(name: str, args: Arguments, kwargs: Keywords) -> Any:
         return NotImplemented
     import torch
 
-    from staleproof.ops.topk_launch import launch_again
+    from staleproof.ops import topk as kernels
 
     # Releases differ in what follows the bias; a hook is only given calls whose names it knows.
     names = SIGMOID_TOPK if name == "topk_sigmoid" else SOFTMAX_TOPK
@@ -76,16 +76,15 @@ def _select(name: str, args: Arguments, kwargs: Keywords) -> Any:
     logits, ids = given["gating_output"], given["topk_ids"]
     if not logits.shape[0]:
         return NotImplemented
-    launch_again(
-        name,
+    getattr(kernels, name)(
         logits,
-        given.get("e_score_correction_bias"),
-        given.get("is_padding"),
-        given["topk_weights"],
-        # Our op takes no uint32; as int32 an expert id has the same bits.
-        ids.view(torch.int32) if ids.dtype == torch.uint32 else ids,
+        ids.shape[1],
+        bias=given.get("e_score_correction_bias"),
         renormalize=bool(given.get("renormalize", False)),
-        scaling=given.get("routed_scaling_factor", 1.0),
+        routed_scaling_factor=given.get("routed_scaling_factor", 1.0),
+        is_padding=given.get("is_padding"),
+        # Our op takes no uint32; as int32 an expert id has the same bits.
+        out=(given["topk_weights"], ids.view(torch.int32) if ids.dtype == torch.uint32 else ids),
     )
     return None
 
@@ -101,20 +100,22 @@ def _sigmoid(args: Arguments, kwargs: Keywords) -> Any:
 def _grouped(args: Arguments, kwargs: Keywords) -> Any:
     if _tracing():
         return NotImplemented
-    import torch
-
-    from staleproof.ops.topk_launch import launch_again
+    from staleproof.ops.topk import grouped_topk
 
     scores, groups, chosen, top_k, renormalize, scaling, bias = (
         argument(args, kwargs, i, GROUPED[i]) for i in range(7)
     )
     if argument(args, kwargs, 7, GROUPED[7], 0) != SIGMOID or not scores.shape[0]:
         return NotImplemented
-    weights = torch.empty(scores.shape[0], top_k, dtype=torch.float32, device=scores.device)
-    ids = torch.empty_like(weights, dtype=torch.int32)
-    more = {"renormalize": renormalize, "scaling": scaling, "groups": groups, "topk_group": chosen}
-    launch_again("grouped_topk", scores, bias, None, weights, ids, **more)
-    return weights, ids
+    return grouped_topk(
+        scores,
+        top_k,
+        num_expert_group=groups,
+        topk_group=chosen,
+        bias=bias,
+        renormalize=renormalize,
+        routed_scaling_factor=scaling,
+    )
 
 
 def _biased(replacement: Callable[..., Any], position: int, name: str) -> Callable[..., Any]:
