@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 _KERNEL_NODE = 0
-_GRAPH_CALLS = "cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphKernelNodeGetParams_v2", "cuFuncGetName"
+_GRAPH_CALLS = (
+    "cuGraphGetNodes",
+    "cuGraphNodeGetType",
+    "cuGraphKernelNodeGetParams_v2",
+    "cuFuncGetName",
+    "cuKernelGetName",
+)
 
 
 class DriverError(RuntimeError):
@@ -63,7 +69,11 @@ def kernel_nodes(fn: Callable[[], Any]) -> list[str]:
     with torch.cuda.graph(graph):
         fn()
     driver = _driver(
-        "cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphKernelNodeGetParams_v2", "cuFuncGetName"
+        "cuGraphGetNodes",
+        "cuGraphNodeGetType",
+        "cuGraphKernelNodeGetParams_v2",
+        "cuFuncGetName",
+        "cuKernelGetName",
     )
     handle = ctypes.c_void_p(graph.raw_cuda_graph())
     count = ctypes.c_size_t()
