@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from staleproof.ops import mla_decode as kernels
+from staleproof.ops import mla_decode_plan as kernels
 
 # Capability -> (processors, bytes of shared memory of a block).
 GPUS = {
@@ -30,7 +30,7 @@ def plan(monkeypatch):
             device=SimpleNamespace(index=0),
             shape=(batch, heads, 576),
         )
-        return kernels._plan(q, heads, capacity)
+        return kernels.plan(q, heads, capacity)
 
     return choose
 

@@ -26,7 +26,7 @@ source = GluonASTSource(
     {(place(name),): value for name, value in constants.items()},
     {(place(name),): [["tt.divisibility", 16]] for name in aligned},
 )
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 print("shared memory", compiled.metadata.shared)
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from staleproof import check, device
+from staleproof.ops.launching import Ready, Seen, address, key_of, launched
 from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
@@ -67,10 +68,13 @@ def _clear_empty_rows_kernel(
                 )
 
 
+_SEEN: Seen[Ready] = Seen()
+
+
 @operator("clear_empty_rows(Tensor(a!) out, Tensor seq_lens, Tensor? query_start_loc, Tensor(b!)? lse) -> ()")
 def _launch(
     out: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor | None, lse: torch.Tensor | None
-) -> None:
+) -> Ready | None:
     *_, heads, dim = out.shape
     row_size = heads * dim
     rows = out.numel() // row_size
@@ -78,26 +82,24 @@ def _launch(
     # Integers of the same size: 0 is the same bits in every dtype, FP8 included.
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.element_size()]
     chunk = CLEAR_BYTES // out.element_size()
-    _clear_empty_rows_kernel[(triton.cdiv(row_size, chunk), triton.cdiv(rows, CLEAR_ROWS))](
-        out.view(bits),
-        lse,
-        seq_lens,
-        query_start_loc,
+    sizes = (
         rows,
         batch,
         max(rows // batch, 1),
         heads,
         out.stride(-3) if out.shape[-3] > 1 else out.stride(0),
         row_size,
-        RAGGED=query_start_loc is not None,
-        HAS_LSE=lse is not None,
-        ROWS=CLEAR_ROWS,
-        CHUNK=chunk,
-        WHOLE=row_size % chunk == 0,
-        HEADS=triton.next_power_of_2(heads),
-        OWNERS=128,
-        num_warps=CLEAR_WARPS,
+        query_start_loc is not None,
+        lse is not None,
+        CLEAR_ROWS,
+        chunk,
+        row_size % chunk == 0,
+        triton.next_power_of_2(heads),
+        128,
     )
+    grid = triton.cdiv(row_size, chunk), triton.cdiv(rows, CLEAR_ROWS)
+    tensors = out.view(bits), lse, seq_lens, query_start_loc
+    return launched(_clear_empty_rows_kernel, grid, tensors, sizes, num_warps=CLEAR_WARPS)
 
 
 def clear_empty_rows(
@@ -137,6 +139,9 @@ def clear_empty_rows(
             [0., 0.],
             [0., 0.]])
     """
+    key = key_of(out, seq_lens, lse, query_start_loc)
+    if not validate and (again := _SEEN.get(key)) is not None:
+        return again(out.data_ptr(), address(lse), seq_lens.data_ptr(), address(query_start_loc))
     check.tensor("out", out, ndim=(3, 4))
     check.tensor("seq_lens", seq_lens, ndim=1, dtype=torch.int32, like=out, contiguous=True)
     shape, strides, batch = out.shape, out.stride(), seq_lens.shape[0]
@@ -184,4 +189,4 @@ def clear_empty_rows(
                 f"0, rising, at most {rows} rows",
                 starts,
             )
-    _launch(out, seq_lens, query_start_loc, lse)
+    _SEEN.keep(key, _launch(out, seq_lens, query_start_loc, lse))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from staleproof import check, device
-from staleproof.ops.cuda_runtime import capability, processor_count, shared_memory
+from staleproof.ops.launching import Ready, Seen, key_of, launched
 from staleproof.ops.merge_splits import merge_splits_kernel
+from staleproof.ops.mla_decode_plan import fits_sm90, is_measured, plan
 from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
@@ -19,8 +20,6 @@ import triton
 import triton.language as tl
 
 INTERPRET = device.interpreting()
-# What the tile of 32 rows and 32 keys takes on GPUs other than Hopper, for DeepSeek's shape.
-WIDE_SHARED_BYTES = 102_400
 
 
 @triton.jit
@@ -175,46 +174,6 @@ def _mla_decode_kernel(
     tl.store(lse + slot, log_sum, mask=is_row)
 
 
-def _measured(q: torch.Tensor) -> bool:
-    """Whether the tiles are those measured on an H200. Under the interpreter any tile will do."""
-    return not q.is_cuda or capability(q.device.index) == (9, 0)
-
-
-def _plan(q: torch.Tensor, rows: int, capacity: int) -> tuple[int, int, int, int]:
-    """(rows and keys of a program, splits, warps), from shapes alone.
-
-    The lengths are on the device and are not read back, so every request counts as ``capacity``
-    tokens. Wide tiles read the cache less often; narrow ones spread a small batch over more
-    processors. Hopper's as measured on an H200; elsewhere they fit and spill no registers.
-    """
-    warps = 4 if (measured := _measured(q)) or q.element_size() == 4 else 8
-    block_m, block_n = 16, 16 if q.element_size() == 4 else 64 if measured else 32
-    processors = processor_count(q.device.index) if q.is_cuda else 1
-    batch, blocks = q.shape[0], triton.cdiv(capacity, block_n)
-    narrow = batch * triton.cdiv(rows, block_m)
-    if q.element_size() == 2 and narrow * blocks > 8 * processors:
-        if measured and rows > 32:
-            block_m, warps = 64, 8
-        elif rows > 16 and (measured or shared_memory(q.device.index) >= WIDE_SHARED_BYTES):
-            block_m = 32
-    programs = batch * triton.cdiv(rows, block_m)
-    return block_m, block_n, max(1, min(processors // programs, blocks)), warps
-
-
-def _fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -> bool:
-    """Whether the Hopper kernel supports this call: DeepSeek's shape, and 16-byte loads."""
-    return (
-        q.is_cuda
-        and capability(q.device.index) == (9, 0)
-        and q.element_size() == 2
-        and (rank, q.shape[-1]) == (512, 576)
-        and kv_cache.shape[1] % 64 == 0
-        and (q_len == 1 or q.shape[-2] % 64 == 0)
-        and all(x.data_ptr() % 16 == 0 for x in (q, kv_cache))
-        and all(n % 16 == 0 for n in (*q.stride()[:-1], *kv_cache.stride()[:-1]))
-    )
-
-
 @operator(
     "mla_decode(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens, float softmax_scale, "
     "float k_scale, SymInt? num_kv_splits, Tensor(a!) out, Tensor(b!) lse) -> ()"
@@ -229,56 +188,51 @@ def _launch(
     num_kv_splits: int | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-) -> None:
+) -> tuple[Ready, Ready | None, int] | None:
     rank = out.shape[-1]
     batch, heads = q.shape[0], q.shape[-2]
     q_len = q.shape[1] if q.ndim == 4 else 1
     rows = q_len * heads
     page_size = kv_cache.shape[1]
     capacity = block_table.shape[1] * page_size
-    block_m, block_n, splits, warps = _plan(q, rows, capacity)
+    block_m, block_n, splits, warps = plan(q, rows, capacity)
     splits = num_kv_splits or splits
     parts, part_lse = out, lse
     if splits > 1:
-        parts = torch.empty(batch * rows, splits, rank, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(batch * rows, splits, dtype=torch.float32, device=q.device)
+        memory, numbers = _part_memory(out, splits)
+        parts, part_lse = memory[:numbers], memory[numbers:]
     tensors = (q, kv_cache, block_table, seq_lens, parts, part_lse)
     q_strides = (q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2))
     strides = (*q_strides, *kv_cache.stride()[:2], block_table.stride(0))
-    arguments = (*tensors, *strides, softmax_scale, k_scale, capacity, q_len, heads)
+    sizes = (*strides, softmax_scale, k_scale, capacity, q_len, heads)
     grid = (triton.cdiv(rows, block_m), splits, batch)
-    if block_m == 64 and _fits_sm90(q, kv_cache, rank, q_len):
+    if block_m == 64 and fits_sm90(q, kv_cache, rank, q_len):
         from staleproof.ops.mla_decode_sm90 import mla_decode_sm90_kernel
 
-        mla_decode_sm90_kernel[grid](*arguments, SPLITS=splits, PAGE_SIZE=page_size, num_warps=8)
+        decode = launched(mla_decode_sm90_kernel, grid, tensors, (*sizes, splits, page_size), num_warps=4)
     else:
-        _mla_decode_kernel[grid](
-            *arguments,
-            SPECULATIVE=q_len > 1,
-            SPLITS=splits,
-            PAGE_SIZE=page_size,
-            RANK=rank,
-            ROPE=q.shape[-1] - rank,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            INTERPRET=INTERPRET,
-            num_warps=warps,
-            num_stages=2,
-        )
+        # In the order of the signature: whether q_len > 1, splits, page, value and rotary columns, tile.
+        rope = q.shape[-1] - rank
+        sizes += (q_len > 1, splits, page_size, rank, rope, block_m, block_n, INTERPRET)
+        options = {"num_warps": warps, "num_stages": 2}
+        decode = launched(_mla_decode_kernel, grid, tensors, sizes, **options)
+    merge = None
     if splits > 1:
         # 256 splits of 128 columns do not fit into the registers.
-        block = min(128 if splits <= 128 or _measured(q) else 64, rank)
-        merge_splits_kernel[(batch * rows, rank // block)](
-            parts,
-            part_lse,
-            out,
-            lse,
-            splits,
-            RANK=rank,
-            BLOCK=block,
-            SPLITS=triton.next_power_of_2(splits),
-            num_warps=4,
-        )
+        block = min(128 if splits <= 128 or is_measured(q) else 64, rank)
+        of_merge = splits, rank, block, triton.next_power_of_2(splits)
+        programs = batch * rows, rank // block
+        merge = launched(merge_splits_kernel, programs, (parts, part_lse, out, lse), of_merge, num_warps=4)
+    return None if decode is None else (decode, merge, splits)
+
+
+def _part_memory(out: torch.Tensor, splits: int) -> tuple[torch.Tensor, int]:
+    """Memory for the splits of each row of ``out``: this many numbers of output, then their lse."""
+    numbers = out.numel() * splits
+    return out.new_empty(numbers + numbers // out.shape[-1], dtype=torch.float32), numbers
+
+
+_SEEN: Seen[tuple[Ready, Ready | None, int]] = Seen()
 
 
 def _check_values(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
@@ -355,6 +309,19 @@ def mla_decode(
     >>> out[:, 0, 0], lse[:, 0]
     (tensor([1., 0.]), tensor([1.3863,   -inf]))
     """
+    options = softmax_scale, kv_lora_rank, k_scale, num_kv_splits
+    key = key_of(q, kv_cache, block_table, seq_lens, *options, out, lse)
+    if not validate and (again := _SEEN.get(key)) is not None:
+        out, lse = _new(q, kv_lora_rank, out, lse)
+        decode, merge, splits = again
+        at = out.data_ptr(), lse.data_ptr()
+        if merge is not None:
+            memory, numbers = _part_memory(out, splits)
+            at = memory.data_ptr(), memory.data_ptr() + 4 * numbers
+        decode(q.data_ptr(), kv_cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(), *at)
+        if merge is not None:
+            merge(*at, out.data_ptr(), lse.data_ptr())
+        return out, lse
     check.tensor("q", q, ndim=(3, 4), dtype=(torch.bfloat16, torch.float16, torch.float32))
     if kv_lora_rank not in (16, 32, 64, 128, 256, 512):
         check.fail("kv_lora_rank", "a power of two from 16 to 512", kv_lora_rank)
@@ -392,9 +359,18 @@ def mla_decode(
         check.tensor("lse", lse, shape=lse_shape, dtype=torch.float32, like=q, contiguous=True)
     if validate:
         _check_values(kv_cache, block_table, seq_lens)
+    out, lse = _new(q, kv_lora_rank, out, lse)
+    made = _launch(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, num_kv_splits, out, lse)
+    _SEEN.keep(key, made)
+    return out, lse
+
+
+def _new(
+    q: torch.Tensor, rank: int, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results for ``q``, where the caller gave none."""
     if out is None:
-        out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
+        out = torch.empty((*q.shape[:-1], rank), dtype=q.dtype, device=q.device)
     if lse is None:
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    _launch(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, num_kv_splits, out, lse)
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     return out, lse

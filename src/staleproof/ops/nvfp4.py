@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from staleproof import check, device
+from staleproof.ops.launching import Ready, Seen, key_of, launched
 from staleproof.ops.nvfp4_layout import (
     BLOCK,
     COLUMNS_A_STEP,
@@ -153,36 +154,38 @@ def _launch(
     scales: torch.Tensor,
     swizzled: bool,
     pad: bool,
-) -> None:
+) -> Ready | None:
     m, columns = x.shape[0], x.shape[1] // BLOCK
     kind = str(x.dtype).removeprefix("torch.")
+    in_place = x.element_size() == 4 or not (x.stride(0) % 2 or x.data_ptr() % 4)
+    if not in_place:
+        # Pairs of values do not start at multiples of 4 bytes.
+        x = x.clone(memory_format=torch.contiguous_format)
     if x.element_size() == 2:
-        if x.stride(0) % 2 or x.data_ptr() % 4:
-            # Pairs of values do not start at multiples of 4 bytes.
-            x = x.clone(memory_format=torch.contiguous_format)
         x = x.view(torch.int32)
     rows, width, warps = _plan(m, columns)
     width = max(width, COLUMNS_A_STEP)
     raw = scales.view(torch.uint8)
-    _quantize_nvfp4_kernel[(triton.cdiv(m, rows), triton.cdiv(columns, width))](
-        x,
-        global_scale,
-        packed,
-        raw,
-        raw.view(torch.int32) if swizzled else raw,
+    grid = triton.cdiv(m, rows), triton.cdiv(columns, width)
+    tensors = x, global_scale, packed, raw, raw.view(torch.int32) if swizzled else raw
+    sizes = (
         m,
         columns,
         x.stride(0) if m > 1 else x.shape[1],
-        SWIZZLED=swizzled,
-        PAD_ROWS=pad and swizzled and m % ROW_TILE != 0,
-        PAD_COLUMNS=pad and columns % COLUMNS_A_STEP != 0,
-        KIND=kind,
-        ROWS=rows,
-        COLUMNS=width,
-        # A fused multiply-add rounds once where the reference rounds twice.
-        enable_fp_fusion=False,
-        num_warps=warps,
+        swizzled,
+        pad and swizzled and m % ROW_TILE != 0,
+        pad and columns % COLUMNS_A_STEP != 0,
+        kind,
+        rows,
+        width,
     )
+    # A fused multiply-add rounds once where the reference rounds twice.
+    options = {"enable_fp_fusion": False, "num_warps": warps}
+    made = launched(_quantize_nvfp4_kernel, grid, tensors, sizes, **options)
+    return made if in_place else None
+
+
+_SEEN: Seen[Ready] = Seen()
 
 
 def _quantize(
@@ -193,9 +196,10 @@ def _quantize(
     *,
     swizzled: bool,
     pad: bool,
-) -> None:
+) -> Ready | None:
     """Launch without checks. ``pad=False`` leaves the padding as it is: the fault of incident 5."""
-    _launch(x, factor, packed, scales, swizzled, pad)
+    made: Ready | None = _launch(x, factor, packed, scales, swizzled, pad)
+    return made
 
 
 def quantize_nvfp4(
@@ -234,6 +238,16 @@ def quantize_nvfp4(
     >>> packed.shape, scales.shape, scales[0].tolist()
     (torch.Size([1, 16]), torch.Size([128, 4]), [2.5, 5.0, 0.0, 0.0])
     """
+    key = None
+    # A number becomes a tensor on every call: one that is kept could lie in the memory of a graph.
+    if isinstance(global_scale, torch.Tensor) and not validate:
+        results = out if isinstance(out, tuple | list) else (out,)
+        key = key_of(x, global_scale, swizzled, *results)
+        if (again := _SEEN.get(key)) is not None:
+            packed, scales = _new(x, swizzled) if out is None else out
+            at = scales.data_ptr()
+            again(x.data_ptr(), global_scale.data_ptr(), packed.data_ptr(), at, at)
+            return packed, scales
     check.tensor("x", x, ndim=2, dtype=DTYPES)
     m, n = x.shape
     check_sizes(m, n, "x")
@@ -241,13 +255,20 @@ def quantize_nvfp4(
     shape = scale_shape(m, n, swizzled=swizzled)
     factor = as_global_scale(global_scale, x, validate=validate)
     if out is None:
-        packed = torch.empty(m, n // 2, dtype=torch.uint8, device=x.device)
-        scales = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
+        packed, scales = _new(x, swizzled)
     else:
         is_pair = isinstance(out, tuple | list) and len(out) == 2
         check.require(is_pair, "out", "a pair (packed, scales)", type(out).__name__)
         packed, scales = out
         check.tensor("out[0]", packed, shape=(m, n // 2), dtype=torch.uint8, like=x, contiguous=True)
         check.tensor("out[1]", scales, shape=shape, dtype=torch.float8_e4m3fn, like=x, contiguous=True)
-    _quantize(x, factor, packed, scales, swizzled=swizzled, pad=True)
+    _SEEN.keep(key, _quantize(x, factor, packed, scales, swizzled=swizzled, pad=True))
     return packed, scales
+
+
+def _new(x: torch.Tensor, swizzled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the packed values of ``x`` and their scales."""
+    m, n = x.shape
+    packed = torch.empty(m, n // 2, dtype=torch.uint8, device=x.device)
+    shape = scale_shape(m, n, swizzled=swizzled)
+    return packed, torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)

@@ -24,7 +24,7 @@ LIBRARY = torch.library.Library("staleproof", "FRAGMENT")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NO_GUARD = contextlib.nullcontext()
 
-Launch = TypeVar("Launch", bound=Callable[..., None])
+Launch = TypeVar("Launch", bound=Callable[..., Any])
 
 
 def traced(x: torch.Tensor) -> bool:
@@ -84,8 +84,8 @@ def operator(schema: str) -> Callable[[Launch], Launch]:
 
     Returns:
         A function with the launcher's arguments, all positional. While torch traces, it calls the
-        operator, otherwise the launcher, which saves the microseconds of torch's dispatcher. Both
-        launch on the device of the first argument.
+        operator, otherwise the launcher, which saves the microseconds of torch's dispatcher, and
+        returns its result. Both launch on the device of the first argument.
 
     >>> @operator("double_(Tensor(a!) x) -> ()")
     ... def double_(x):
@@ -97,20 +97,20 @@ def operator(schema: str) -> Callable[[Launch], Launch]:
     name = schema.partition("(")[0]
 
     def register(launch: Launch) -> Launch:
-        def run(x: torch.Tensor, *args: Any) -> None:
+        def run(x: torch.Tensor, *args: Any) -> Any:
             with on_device_of(x):
-                launch(x, *args)
+                return launch(x, *args)
+
+        def operate(x: torch.Tensor, *args: Any) -> None:
+            run(x, *args)
 
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, operate, "CompositeExplicitAutograd")
         torch.library.register_fake(f"staleproof::{name}", _writes_nothing, lib=LIBRARY)
         overload = getattr(torch.ops.staleproof, name).default
 
-        def call(x: torch.Tensor, *args: Any) -> None:
-            if traced(x):
-                overload(x, *args)
-            else:
-                run(x, *args)
+        def call(x: torch.Tensor, *args: Any) -> Any:
+            return overload(x, *args) if traced(x) else run(x, *args)
 
         call.__doc__ = launch.__doc__
         return call  # type: ignore[return-value]

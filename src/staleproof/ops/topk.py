@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from staleproof import check, device
+from staleproof.ops.launching import Ready, Seen, address, key_of, launched
 from staleproof.ops.operators import operator
 
 device.load_triton()
@@ -171,7 +172,7 @@ def _launch(
     groups: int = 0,
     topk_group: int = 1,
     sanitize: bool = True,
-) -> None:
+) -> Ready | None:
     """Launch the kernel; ``groups`` is 0 for a choice among all experts."""
     (rows, experts), top_k = x.shape, weights.shape[1]
     # Key and index fit into 32 bits if the choice is among 16-bit logits themselves.
@@ -179,37 +180,14 @@ def _launch(
     sort, rows_each, warps = _plan(rows, experts, narrow)
     slots = max(2, triton.next_power_of_2(top_k))
     group_size = max(triton.next_power_of_2(experts // (groups or 1)), 1 if groups else slots)
-    _topk_kernel[(triton.cdiv(rows, rows_each),)](
-        x,
-        bias,
-        is_padding,
-        weights,
-        ids,
-        x.stride(0),
-        rows,
-        experts,
-        groups or 1,
-        padding_id,
-        scaling,
-        SOFTMAX=softmax,
-        BIASED=bias is not None,
-        PADDED=is_padding is not None,
-        RENORMALIZE=renormalize,
-        SCALED=scaling != 1.0,
-        NARROW=narrow,
-        SANITIZE=sanitize,
-        SORT=sort,
-        TOP_K=top_k,
-        SLOTS=slots,
-        TOPK_GROUP=topk_group,
-        GROUPED=groups > 0,
-        GROUPS=triton.next_power_of_2(groups or 1),
-        GROUP_SIZE=group_size,
-        ROWS=rows_each,
-        # A fused multiply-add rounds once where the reference rounds twice.
-        enable_fp_fusion=False,
-        num_warps=warps,
-    )
+    has = softmax, bias is not None, is_padding is not None, renormalize, scaling != 1.0
+    how = narrow, sanitize, sort, top_k, slots, topk_group
+    of_groups = groups > 0, triton.next_power_of_2(groups or 1), group_size, rows_each
+    sizes = x.stride(0), rows, experts, groups or 1, padding_id, scaling, *has, *how, *of_groups
+    grid = (triton.cdiv(rows, rows_each),)
+    # A fused multiply-add rounds once where the reference rounds twice.
+    tensors = x, bias, is_padding, weights, ids
+    return launched(_topk_kernel, grid, tensors, sizes, enable_fp_fusion=False, num_warps=warps)
 
 
 _ARGUMENTS = (
@@ -224,8 +202,11 @@ _GROUPED = f"grouped_topk({_ARGUMENTS}, int num_expert_group, int topk_group) ->
 _grouped_topk = operator(_GROUPED)(partial(_launch, False))
 
 
+_SEEN: Seen[Ready] = Seen()
+
+
 def _route(
-    launch: Callable[..., None],
+    launch: Callable[..., Ready | None],
     x: torch.Tensor,
     top_k: int,
     options: tuple[torch.Tensor | None, bool, float, torch.Tensor | None, int],
@@ -235,6 +216,19 @@ def _route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the arguments, allocate the results, launch."""
     bias, renormalize, routed_scaling_factor, is_padding, padding_id = options
+    key = key_of(
+        launch,
+        x,
+        top_k,
+        *options,
+        topk_ids_dtype,
+        *groups,
+        *(out if isinstance(out, tuple | list) else (out,)),
+    )
+    if (again := _SEEN.get(key)) is not None:
+        weights, ids = _new(x, top_k, topk_ids_dtype) if out is None else out
+        again(x.data_ptr(), address(bias), address(is_padding), weights.data_ptr(), ids.data_ptr())
+        return weights, ids
     check.tensor("router_logits", x, ndim=2, dtype=LOGITS_DTYPES)
     (rows, experts), strides = x.shape, x.stride()
     check.require(rows > 0, "router_logits", "at least one token", tuple(x.shape))
@@ -255,16 +249,23 @@ def _route(
     known = topk_ids_dtype in IDS_DTYPES
     check.require(known, "topk_ids_dtype", "torch.int32 or torch.int64", topk_ids_dtype)
     if out is None:
-        weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
-        ids = torch.empty(rows, top_k, dtype=topk_ids_dtype, device=x.device)
+        weights, ids = _new(x, top_k, topk_ids_dtype)
     else:
         is_pair = isinstance(out, tuple | list) and len(out) == 2
         check.require(is_pair, "out", "a pair (topk_weights, topk_ids)", type(out).__name__)
         weights, ids = out
         check.tensor("out[0]", weights, shape=(rows, top_k), dtype=torch.float32, **like)
         check.tensor("out[1]", ids, shape=(rows, top_k), dtype=IDS_DTYPES, **like)
-    launch(x, bias, is_padding, weights, ids, renormalize, routed_scaling_factor, padding_id, *groups)
+    made = launch(x, bias, is_padding, weights, ids, renormalize, routed_scaling_factor, padding_id, *groups)
+    _SEEN.keep(key, made)
     return weights, ids
+
+
+def _new(x: torch.Tensor, top_k: int, ids_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the weights and ids of the rows of ``x``."""
+    shape = x.shape[0], top_k
+    weights = torch.empty(shape, dtype=torch.float32, device=x.device)
+    return weights, torch.empty(shape, dtype=ids_dtype, device=x.device)
 
 
 def topk_softmax(

@@ -1,0 +1,55 @@
+"""Tiles, splits and warps of an MLA decode, from shapes alone."""
+
+from __future__ import annotations
+
+import torch
+
+from staleproof.ops.cuda_runtime import capability, processor_count, shared_memory
+
+# What the tile of 32 rows and 32 keys takes on GPUs other than Hopper, for DeepSeek's shape.
+WIDE_SHARED_BYTES = 102_400
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def is_measured(q: torch.Tensor) -> bool:
+    """Whether the tiles are those measured on an H200. Under the interpreter any tile will do."""
+    return not q.is_cuda or capability(q.device.index) == (9, 0)
+
+
+def plan(q: torch.Tensor, rows: int, capacity: int) -> tuple[int, int, int, int]:
+    """(rows and keys of a program, splits, warps), from shapes alone.
+
+    The lengths are on the device and are not read back, so every request counts as ``capacity``
+    tokens. Wide tiles read the cache less often; narrow ones spread a small batch over more
+    processors. Hopper's as measured on an H200; elsewhere they fit and spill no registers.
+    """
+    warps = 4 if (measured := is_measured(q)) or q.element_size() == 4 else 8
+    block_m, block_n = 16, 16 if q.element_size() == 4 else 64 if measured else 32
+    processors = processor_count(q.device.index) if q.is_cuda else 1
+    batch, blocks = q.shape[0], cdiv(capacity, block_n)
+    narrow = batch * cdiv(rows, block_m)
+    if q.element_size() == 2 and narrow * blocks > 8 * processors:
+        if measured and rows > 32:
+            block_m, warps = 64, 8
+        elif rows > 16 and (measured or shared_memory(q.device.index) >= WIDE_SHARED_BYTES):
+            block_m = 32
+    programs = batch * cdiv(rows, block_m)
+    return block_m, block_n, max(1, min(processors // programs, blocks)), warps
+
+
+def fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -> bool:
+    """Whether the Hopper kernel supports this call: DeepSeek's shape, and 16-byte loads."""
+    return (
+        q.is_cuda
+        and capability(q.device.index) == (9, 0)
+        and q.element_size() == 2
+        and (rank, q.shape[-1]) == (512, 576)
+        and kv_cache.shape[1] % 64 == 0
+        and (q_len == 1 or q.shape[-2] % 64 == 0)
+        and all(x.data_ptr() % 16 == 0 for x in (q, kv_cache))
+        and all(n % 16 == 0 for n in (*q.stride()[:-1], *kv_cache.stride()[:-1]))
+    )

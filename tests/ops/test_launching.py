@@ -1,0 +1,176 @@
+"""Calls that were checked and compiled before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from staleproof.ops import launching
+from staleproof.ops.clear_empty_rows import clear_empty_rows
+from staleproof.ops.fp8 import quantize_fp8_per_tensor
+from staleproof.ops.launching import Seen, key_of
+from staleproof.ops.mla_decode import mla_decode
+from staleproof.ops.nvfp4 import quantize_nvfp4
+from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
+
+Call = Callable[[int], tuple[torch.Tensor, ...]]
+
+
+def test_only_cuda_tensors_outside_of_tracing_have_a_key():
+    assert key_of(torch.ones(2)) is None
+    assert key_of(torch.ones(2, device="meta"), 3) is None
+    with FakeTensorMode():
+        assert key_of(3, torch.ones(2)) is None
+    assert key_of(8, None) == (int, 8, type(None), None)
+
+
+def test_equal_numbers_of_other_types_have_other_keys():
+    assert len({key_of(1), key_of(1.0), key_of(True)}) == 3
+
+
+def test_a_call_is_found_by_its_key_and_not_without():
+    seen: Seen[str] = Seen()
+    seen.keep((1,), "a call")
+    seen.keep((2,), None)
+    seen.keep(None, "another")
+    assert [seen.get(key) for key in ((1,), (2,), None)] == ["a call", None, None]
+
+
+def test_an_argument_that_no_dict_holds_is_left_to_the_checks():
+    assert Seen().get(key_of([1, 2])) is None
+    with pytest.raises(ValueError, match="top_k"):
+        topk_softmax(torch.ones(1, 4), [2])  # type: ignore[arg-type]
+
+
+def test_keys_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(launching, "MOST_KEYS", 3)
+    seen: Seen[int] = Seen()
+    for number in range(10):
+        seen.keep((number,), number)
+    assert len(seen._calls) <= 3
+    assert seen.get((9,)) == 9
+
+
+def _rows(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to("cuda", dtype)
+
+
+def _lengths(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def _clear(seed: int) -> tuple[torch.Tensor, ...]:
+    out, lse = _rows(seed, 4, 8, 512), _rows(seed, 4, 8, dtype=torch.float32)
+    clear_empty_rows(out, _lengths(seed, 0, 3, 0), lse=lse)
+    return out, lse
+
+
+def _decode(batch: int, heads: int, q_len: int | None = None) -> Call:
+    def call(seed: int) -> tuple[torch.Tensor, ...]:
+        q = _rows(seed, batch, heads, 576) if q_len is None else _rows(seed, batch, q_len, heads, 576)
+        table = torch.randperm(4 * batch).view(batch, 4).to("cuda", torch.int32)
+        lengths = torch.randint(0, 256, (batch,)).to("cuda", torch.int32)
+        return mla_decode(q, _rows(seed + 1, 4 * batch, 64, 576), table, lengths, softmax_scale=0.04)
+
+    return call
+
+
+def _padding(seed: int) -> torch.Tensor:
+    return torch.arange(16, device="cuda") >= seed
+
+
+CALLS: dict[str, Call] = {
+    "clear_empty_rows": _clear,
+    "mla_decode, splits": _decode(2, 128),
+    "mla_decode, Hopper": _decode(256, 128),
+    "mla_decode, 2 query tokens": _decode(3, 16, 2),
+    "topk_softmax": lambda seed: topk_softmax(_rows(seed, 16, 128), 8, is_padding=_padding(seed)),
+    "topk_sigmoid": lambda seed: topk_sigmoid(_rows(seed, 16, 64), 4, bias=_rows(seed, 64), renormalize=True),
+    "grouped_topk": lambda seed: grouped_topk(
+        _rows(seed, 16, 256), 8, num_expert_group=8, topk_group=4, routed_scaling_factor=2.5
+    ),
+    "fp8, padding": lambda seed: quantize_fp8_per_tensor(_rows(seed, 16, 96), is_padding=_padding(seed)),
+    "fp8, all": lambda seed: quantize_fp8_per_tensor(_rows(seed, 16, 96)),
+    "nvfp4": lambda seed: quantize_nvfp4(_rows(seed, 5, 96), torch.full((), 2.0 + seed, device="cuda")),
+}
+
+
+@pytest.fixture
+def triton_launches(monkeypatch) -> list[object]:
+    """Filled with each launch by Triton's own way."""
+    found = []
+    launched = launching.launched
+
+    def counted(kernel, *args, **options):
+        found.append(kernel)
+        return launched(kernel, *args, **options)
+
+    for name in ("clear_empty_rows", "mla_decode", "topk", "fp8", "nvfp4"):
+        monkeypatch.setattr(f"staleproof.ops.{name}.launched", counted)
+        monkeypatch.setattr(f"staleproof.ops.{name}._SEEN", Seen())
+    return found
+
+
+def _bits(results: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    return [x.contiguous().view(torch.uint8) for x in results]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_a_repeated_call_takes_the_short_way_to_the_same_bits(name, triton_launches, monkeypatch):
+    call = CALLS[name]
+
+    def seeded(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        return _bits(call(seed))
+
+    seeded(3)
+    first = len(triton_launches)
+    short = seeded(5)
+    assert len(triton_launches) == first > 0
+    monkeypatch.setattr(Seen, "get", lambda *_: None)
+    long = seeded(5)
+    assert len(triton_launches) > first
+    assert all(map(torch.equal, short, long))
+
+
+@pytest.mark.gpu
+def test_another_alignment_stream_or_bad_argument_is_not_mistaken_for_the_last_call(triton_launches):
+    memory = torch.full((4 * 8 * 512 + 1,), torch.nan, dtype=torch.bfloat16, device="cuda")
+    for start in (0, 1, 0, 1):
+        out = memory[start : start + 4 * 8 * 512].view(4, 8, 512)
+        clear_empty_rows(out, _lengths(0, 0, 0, 0))
+        assert not out.isnan().any()
+        memory.fill_(torch.nan)
+    assert len(triton_launches) == 2
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        out = torch.full((4, 8, 512), torch.nan, dtype=torch.bfloat16, device="cuda")
+        lengths = _lengths(0, 0, 0, 0)
+        torch.cuda._sleep(20_000_000)
+        clear_empty_rows(out, lengths)
+        bad = out.isnan().any()
+    stream.synchronize()
+    assert not bad
+    with pytest.raises(ValueError, match=r"seq_lens: expected torch\.int32"):
+        clear_empty_rows(out, lengths.long())
+    with pytest.raises(ValueError, match="seq_lens: expected a tensor on cuda:0"):
+        clear_empty_rows(out, lengths.cpu())
+
+
+@pytest.mark.gpu
+def test_a_short_call_is_captured(triton_launches):
+    out, lengths = _rows(1, 4, 8, 512), _lengths(3, 3, 3, 3)
+    clear_empty_rows(out, lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        clear_empty_rows(out, lengths)
+    assert len(triton_launches) == 1
+    lengths.copy_(_lengths(3, 0, 3, 0))
+    out.fill_(torch.nan)
+    graph.replay()
+    assert out.isnan().flatten(1).any(1).tolist() == [True, False, True, False]
