@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from staleproof.evidence.ledger import Usage
-from staleproof.incidents.decode_buffer import driver, model, questions
+from staleproof.incidents.decode_buffer import buffer, driver, model, questions
 from staleproof.incidents.decode_buffer.allocator import SimulatedAllocator
 from staleproof.incidents.decode_buffer.buffer import (
     MORE_NODES,
@@ -150,3 +150,19 @@ def test_a_ledger_that_reads_torch_alone_misses_it(monkeypatch):
 
 def test_the_allocation_of_the_driver_has_its_size():
     assert ctypes.sizeof(driver._Allocation) == 32
+
+
+def test_a_driver_that_is_absent_is_a_reason_and_no_crash(monkeypatch):
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    with pytest.raises(driver.DriverError, match="no CUDA driver"):
+        driver._driver("cuMemCreate")
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: object())
+    with pytest.raises(driver.DriverError, match="the CUDA driver has no cuMemCreate"):
+        driver._driver("cuMemCreate")
+
+    def refuse(fn):
+        raise driver.DriverError("refused")
+
+    monkeypatch.setattr(buffer, "_kernels", lambda setup, device: refuse(setup))
+    said = captured_kernels(SETUPS[OWN], "cuda")
+    assert (said.verdict, said.note) == ("not run", "refused")

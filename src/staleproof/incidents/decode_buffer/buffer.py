@@ -13,10 +13,10 @@ import torch
 
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.ledger import owned_tensors
-from staleproof.harness.answers import Answer, answer
+from staleproof.harness.answers import Answer, answer, no_answer
 from staleproof.harness.graph import LaunchList, capture
 from staleproof.incidents.decode_buffer import broken
-from staleproof.incidents.decode_buffer.driver import kernel_nodes
+from staleproof.incidents.decode_buffer.driver import DriverError, kernel_nodes
 from staleproof.incidents.decode_buffer.model import Attention
 from staleproof.incidents.decode_buffer.setups import (
     ANOTHER,
@@ -284,7 +284,10 @@ def captured_kernels(setup: Setup, device: str) -> Answer:
     A graph that launches the same kernels on buffers as large takes the same time, so this says more of
     "it costs no time" than a stopwatch at one size.
     """
-    plain, names = _kernels(SETUPS["no_buffer"], device), _kernels(setup, device)
+    try:
+        plain, names = _kernels(SETUPS["no_buffer"], device), _kernels(setup, device)
+    except DriverError as error:
+        return no_answer(str(error))
     more = len(names) - len(plain)
     verdict = SAME_NODES if names == plain else MORE_NODES if more == 1 else "other kernels"
     return answer(verdict, kernels=names, without_buffer=plain)

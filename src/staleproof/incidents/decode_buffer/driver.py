@@ -10,6 +10,33 @@ from typing import Any
 import torch
 
 _KERNEL_NODE = 0
+_GRAPH_CALLS = (
+    "cuGraphGetNodes",
+    "cuGraphNodeGetType",
+    "cuGraphKernelNodeGetParams_v2",
+    "cuFuncGetName",
+    "cuKernelGetName",
+)
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver is missing, lacks a call, or refused one; in one line."""
+
+
+def _driver(*calls: str) -> Any:
+    """The driver's library, with these calls.
+
+    Raises:
+        DriverError: it is not here, or too old.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DriverError("no CUDA driver") from error
+    missing = [call for call in calls if not hasattr(driver, call)]
+    if missing:
+        raise DriverError(f"the CUDA driver has no {', '.join(missing)}")
+    return driver
 
 
 # CUDA_KERNEL_NODE_PARAMS_v2 begins with the function and ends with the kernel and the context.
@@ -36,12 +63,18 @@ def kernel_nodes(fn: Callable[[], Any]) -> list[str]:
         For a kernel its name, grid and block; for another node its type, as the driver numbers it.
 
     Raises:
-        RuntimeError: the driver refused a call.
+        DriverError: the driver lacks or refused a call.
     """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         fn()
-    driver = ctypes.CDLL("libcuda.so.1")
+    driver = _driver(
+        "cuGraphGetNodes",
+        "cuGraphNodeGetType",
+        "cuGraphKernelNodeGetParams_v2",
+        "cuFuncGetName",
+        "cuKernelGetName",
+    )
     handle = ctypes.c_void_p(graph.raw_cuda_graph())
     count = ctypes.c_size_t()
     _check(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)), "cuGraphGetNodes")
@@ -68,7 +101,7 @@ def _name(driver: Any, node: ctypes.c_void_p) -> str:
 
 def _check(code: int, what: str) -> None:
     if code != 0:
-        raise RuntimeError(f"{what}: the CUDA driver returned {code}")
+        raise DriverError(f"{what}: the CUDA driver returned {code}")
 
 
 class _Location(ctypes.Structure):
@@ -94,9 +127,9 @@ def driver_memory(nbytes: int) -> Iterator[None]:
         nbytes: a multiple of 2 MiB.
 
     Raises:
-        RuntimeError: the driver refused.
+        DriverError: the driver lacks the call, or refused it.
     """
-    driver = ctypes.CDLL("libcuda.so.1")
+    driver = _driver("cuMemCreate", "cuMemRelease")
     pinned = _Allocation(type=1, location=_Location(type=1, id=torch.cuda.current_device()))
     handle = ctypes.c_ulonglong()
     size = ctypes.c_size_t(nbytes)

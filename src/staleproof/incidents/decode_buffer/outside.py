@@ -12,7 +12,7 @@ from staleproof.device import Provenance
 from staleproof.evidence.ledger import AllocationLedger, cuda_usage
 from staleproof.harness.answers import Answer, no_answer
 from staleproof.incidents.decode_buffer.allocator import MIB, SimulatedMemory
-from staleproof.incidents.decode_buffer.driver import driver_memory
+from staleproof.incidents.decode_buffer.driver import DriverError, driver_memory
 from staleproof.incidents.decode_buffer.model import Attention, Experts, Model
 from staleproof.incidents.decode_buffer.setups import SMALL
 
@@ -41,9 +41,12 @@ def outside(kind: str, device: str) -> Answer:
     with ledger.phase("profile"):
         pass
     before = ledger.read().headroom
-    with ledger.phase("later"), _taken(memory, -_BYTES if kind == ASLEEP else _BYTES, device):
-        report = ledger.read()
-        after = report.headroom
+    try:
+        with ledger.phase("later"), _taken(memory, -_BYTES if kind == ASLEEP else _BYTES, device):
+            report = ledger.read()
+            after = report.headroom
+    except DriverError as error:
+        return no_answer(str(error))
     assert before is not None
     assert after is not None
     change = after - before
