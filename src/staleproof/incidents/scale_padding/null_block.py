@@ -109,7 +109,7 @@ def _repetition(rank: int, slot: int, content: float, device: str) -> tuple[bool
     dist.all_reduce(torch.ones(1, device=device))
     # Right is what the same request gets from its own six tokens.
     right = attend(q, cache, table[:2], 6)
-    return bool(cache[0].isnan().any()), not torch.allclose(answer, right, rtol=1e-5, atol=1e-6)
+    return bool(cache[0].isnan().any()), not torch.allclose(answer, right, rtol=1e-4, atol=1e-5)
 
 
 def run_rank(rank: int, meeting: str, backend: str) -> list[RankStep]:
