@@ -144,7 +144,7 @@ def test_a_nan_bias(monkeypatch):
 @pytest.mark.parametrize(("ratio", "said"), [(1.001, "under 1 %"), (1.05, "over 1 %"), (None, "around 1 %")])
 def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said):
     off = {count: [0.002] * 8 for count in cost.LIVE}
-    spread = [1.0, 1.02] * 4 if ratio is None else [ratio] * 8
+    spread = [1.0, 1.018] * 4 if ratio is None else [ratio] * 8
     on = {count: [0.002 * r for r in spread] for count in cost.LIVE}
     told = results(**{"full graphs, off": {"turns": off}, "full graphs, on": {"turns": on}})
     found = asked(cost.BENCH, told, monkeypatch)[cost.COST, "full graphs, 3 of 8"]
