@@ -154,10 +154,10 @@ def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said):
 
 def test_the_players_of_the_cost_agree_on_their_turns():
     players = [order.probes["turns"] for order in cost.orders().values()]
-    assert [player["player"] for player in players] == [*range(9)]
+    assert [player["player"] for player in players] == [*range(10)]
     assert len({(p["players"], p["rounds"], p["steps"], tuple(p["live"])) for p in players}) == 1
-    turns = [*cost.schedule(9, (3, 50), 16)]
-    assert all(sum(who == player for who, _, _ in turns) == 2 * 17 for player in range(9))
+    turns = [*cost.schedule(10, (3, 50), 16)]
+    assert all(sum(who == player for who, _, _ in turns) == 2 * 17 for player in range(10))
 
 
 def test_the_first_player_that_fails_ends_the_turns_of_all(monkeypatch, tmp_path):
