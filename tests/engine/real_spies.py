@@ -30,6 +30,10 @@ weight_utils.initialize_dummy_weights(layer, None)
 gain = float(layer[0](torch.randn(512, 64, generator=torch.Generator().manual_seed(0))).std())
 print(f"fits living_weights: norm {float(layer[1].weight[0])}, gain {gain:.1f}")
 
+small = torch.zeros(8, 64, dtype=torch.float8_e4m3fn)
+weight_utils.initialize_single_dummy_weight(small)
+assert float(small.float().std()) > 0.1, "weights of one byte are drawn too"
+
 zeroer = KVBlockZeroer(torch.device("cpu"), pin_memory=False)
 zeroer._meta = (torch.zeros(1, dtype=torch.uint64), 0, 1, 0)
 zeroer._id_cap = 8

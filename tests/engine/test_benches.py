@@ -144,7 +144,7 @@ def test_a_nan_bias(monkeypatch):
 @pytest.mark.parametrize(("ratio", "said"), [(1.001, "under 1 %"), (1.05, "over 1 %"), (None, "around 1 %")])
 def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said):
     off = {count: [0.002] * 8 for count in cost.LIVE}
-    spread = [1.0, 1.02] * 4 if ratio is None else [ratio] * 8
+    spread = [1.0, 1.018] * 4 if ratio is None else [ratio] * 8
     on = {count: [0.002 * r for r in spread] for count in cost.LIVE}
     told = results(**{"full graphs, off": {"turns": off}, "full graphs, on": {"turns": on}})
     found = asked(cost.BENCH, told, monkeypatch)[cost.COST, "full graphs, 3 of 8"]
@@ -154,10 +154,10 @@ def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said):
 
 def test_the_players_of_the_cost_agree_on_their_turns():
     players = [order.probes["turns"] for order in cost.orders().values()]
-    assert [player["player"] for player in players] == [*range(9)]
+    assert [player["player"] for player in players] == [*range(10)]
     assert len({(p["players"], p["rounds"], p["steps"], tuple(p["live"])) for p in players}) == 1
-    turns = [*cost.schedule(9, (3, 50), 16)]
-    assert all(sum(who == player for who, _, _ in turns) == 2 * 17 for player in range(9))
+    turns = [*cost.schedule(10, (3, 50), 16)]
+    assert all(sum(who == player for who, _, _ in turns) == 2 * 17 for player in range(10))
 
 
 def test_the_first_player_that_fails_ends_the_turns_of_all(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from staleproof.evidence.repeats import count_repeats
-from staleproof.vllm import hooks, standing, watch_hooks
+from staleproof.vllm import hooks, plugin, standing, watch_hooks
 from staleproof.vllm.sources import PatchError
 from staleproof.vllm.watch import Settings, Watch, settings
 from staleproof.vllm.watch_hooks import Hooks
@@ -186,3 +186,16 @@ def test_the_engine_survives_an_exception_in_the_watch(tmp_path, monkeypatch, ca
         assert sum("no memory for counters" in record.getMessage() for record in caplog.records) == 1
     finally:
         watch_hooks.remove()
+
+
+@pytest.mark.parametrize("patches", ["all", "none", "no_such_patch"])
+def test_the_watch_comes_after_the_patches_whatever_they_say(monkeypatch, patches):
+    """A hook that is added later sees what an earlier one returns."""
+    order = []
+    monkeypatch.setenv(plugin.VARIABLE, patches)
+    monkeypatch.setattr(plugin, "installed", lambda: ("0.22.1", None))
+    monkeypatch.setattr(plugin, "decisions", lambda *_: order.append("patches") or [])
+    monkeypatch.setattr(plugin.process, "watch", lambda *_: None)
+    monkeypatch.setattr(watch_hooks, "install", lambda: order.append("watch"))
+    plugin.register()
+    assert order == (["patches", "watch"] if patches == "all" else ["watch"])

@@ -53,7 +53,7 @@ class Bench:
     about: str
     orders: Mapping[str, Order]
     cells: Mapping[Cell, Callable[[Results], Answer]]
-    timeout_s: float = 240.0
+    timeout_s: float = 180.0
     together: Callable[..., Iterable[tuple[str, Told]]] = run
 
     @property

@@ -16,13 +16,15 @@ from staleproof.harness.answers import Answer, answer
 
 COST, NOISE, WATCH = "cost of a step", "noise of a step", "cost of the watch"
 BAR = 0.01
-# The watch of a server with the plugin: its variables, and the bar for what it may cost beside it.
+# What looks for NaN in a server with the plugin: its variables, and the bar for what it may cost there. The
+# last is vLLM's own: it counts in the logits only, names no layer and sees no padding.
 WATCHES: dict[str, tuple[dict[str, str], float]] = {
     "all stages": ({"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "9470"}, 0.03),
     "one layer in four": (
         {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "9471", "STALEPROOF_WATCH_LAYERS": "4"},
         0.01,
     ),
+    "vLLM's count in the logits": ({"VLLM_COMPUTE_NANS_IN_LOGITS": "1"}, 0.01),
 }
 LIVE, ROUNDS, STEPS = (3, 50, 256), 16, 40
 # The file in the folder of turns that tells the others to give up.

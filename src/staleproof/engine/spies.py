@@ -259,7 +259,10 @@ def living_weights() -> None:
             param.fill_(1.0)
             return
         draw = torch.Generator(device=param.device).manual_seed(next(seeds))
-        param.uniform_(-spread(param.shape), spread(param.shape), generator=draw)
+        half = spread(param.shape)
+        # uniform_ does not draw dtypes of one byte.
+        wide = torch.empty(param.shape, dtype=torch.float32, device=param.device)
+        param.copy_(wide.uniform_(-half, half, generator=draw))
 
     weight_utils.initialize_single_dummy_weight = initialize
     dummy_loader.initialize_single_dummy_weight = initialize
