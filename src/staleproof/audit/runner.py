@@ -109,6 +109,8 @@ def ask(module: str, questions: Questions, release: Release, device: str, limit_
             faulthandler.dump_traceback_later(limit_s, exit=True)
             outcome, alive = _answer(probes[clause], subject, device)
             faulthandler.cancel_dump_traceback_later()
+            if why := packages.imported_elsewhere(subject, release):
+                outcome = not_run(why)
             script = scripts.counterexample(subject, release, clause, outcome)
             outcome = replace(_documented(outcome, subject, clause), case=(script,))
             children.tell((name, clause, outcome))
