@@ -221,6 +221,19 @@ def test_what_the_interpreter_refuses_and_what_is_not_installed_did_not_run():
     assert _answer(lacks, yours, "cpu")[0].verdict is Verdict.BREAKS
 
 
+def test_a_call_that_does_not_fit_a_release_did_not_run():
+    def other_signature(device):
+        return route(1, 2, seqused_k=3)
+
+    def type_error_inside(device):
+        return "a" + 1
+
+    theirs, yours = Subject("x", "rows", print, package="fast"), Subject("x", "rows", print)
+    assert _answer(other_signature, theirs, "cpu")[0].verdict is Verdict.NOT_RUN
+    assert _answer(other_signature, yours, "cpu")[0].verdict is Verdict.BREAKS
+    assert _answer(type_error_inside, theirs, "cpu")[0].verdict is Verdict.BREAKS
+
+
 def test_an_error_of_the_device_ends_the_process():
     def fails(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
