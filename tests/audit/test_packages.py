@@ -66,3 +66,18 @@ def test_a_file_runs_with_stand_ins_for_the_rest_of_its_package(cache):
         env={"PYTHONPATH": f"{source}:{cache}", "PATH": "", "TRITON_INTERPRET": "1"},
     )
     assert done.stdout == "2.0 True\n", done.stderr
+
+
+def _adapter(x):
+    from json.decoder import JSONDecoder
+
+    return JSONDecoder
+
+
+def test_an_installed_release_does_not_answer_for_one_of_the_cache(cache):
+    subject = Subject("x", "rows", _adapter, package="fast-kernels")
+    _adapter(0)
+    folder = packages.Release("2.0", cache / "fast_kernels-2.0")
+    why = packages.imported_elsewhere(subject, folder)
+    assert why == "json.decoder was imported from another release"
+    assert packages.imported_elsewhere(subject, packages.Release("2.0")) == ""

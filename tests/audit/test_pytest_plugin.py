@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import tomllib
+from pathlib import Path
+
 import pytest
 
 pytest_plugins = ["pytester"]
@@ -20,7 +24,9 @@ def per_tensor(x):
 
 
 def _run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    return pytester.runpytest_subprocess("-p", "staleproof.audit.pytest_plugin", *arguments)
+    # By its module: an entry point exists only where the package was installed since.
+    plugin = ("-p", "no:staleproof", "-p", "staleproof.audit.pytest_plugin")
+    return pytester.runpytest_subprocess(*plugin, *arguments)
 
 
 def test_a_broken_clause_fails_with_its_counterexample(pytester):
@@ -45,3 +51,9 @@ def test_a_module_that_does_not_import_is_an_error(pytester):
     result = _run(pytester, "--padding-contract", "my_kernels.py")
     assert result.ret != 0
     result.stdout.fnmatch_lines(["*my_kernels.py does not import*no_such_module*"])
+
+
+def test_an_installation_brings_the_plugin():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (module,) = project["entry-points"]["pytest11"].values()
+    assert importlib.import_module(module).pytest_addoption

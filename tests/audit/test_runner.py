@@ -4,56 +4,44 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from staleproof.audit import runner
-from staleproof.audit.contract import Row, Verdict
+from staleproof.audit.contract import Verdict
 
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module", name="rows")
-def rows_fixture() -> dict[tuple[str, str], Row]:
-    found = [row for rows in runner.audit([str(HERE / "bad_kernels.py")], limit_s=5.0) for row in rows]
-    return {(row.subject, row.clause): row for row in found}
+MISDEEDS = {
+    ("raises", "0"): "raises RuntimeError: no such configuration",
+    ("hangs", "0"): "no answer within 10 s",
+    ("ends its process", "R"): "ended its process with signal 6",
+    ("needs another argument", "0"): "raises WrongArgumentsError: needs weight; known: x, starts",
+    ("wrong shape", "0"): "returns shape (1, 2), expected (3, 2, 32)",
+    ("writes past its output", "0"): "writes outside out",
+    ("another dtype", "0"): "raises AssertionError: expected float8",
+}
 
 
-def test_a_right_kernel_beside_them_holds(rows):
+# One test: the kernels are audited together, once.
+def test_each_misdeed_is_a_row_and_the_audit_goes_on(device):
+    found = [
+        row for rows in runner.audit([str(HERE / "bad_kernels.py")], device, limit_s=10.0) for row in rows
+    ]
+    rows = {(row.subject, row.clause): row for row in found}
+    assert {key: row.note for key, row in rows.items() if row.verdict is Verdict.BREAKS} == MISDEEDS
     assert [rows["right", clause].verdict for clause in "0RW"] == [Verdict.HOLDS] * 3
-
-
-@pytest.mark.parametrize(
-    ("subject", "clause", "note"),
-    [
-        ("raises", "0", "raises RuntimeError: no such configuration"),
-        ("hangs", "0", "no answer within 5 s"),
-        ("ends its process", "R", "ended its process with signal 6"),
-        ("needs another argument", "0", "raises WrongArgumentsError: needs weight; known: x, starts"),
-        ("wrong shape", "0", "returns shape (1, 2), expected (3, 2, 32)"),
-        ("writes past its output", "0", "writes outside out"),
-        ("another dtype", "0", "raises AssertionError: expected float8"),
-    ],
-)
-def test_each_misdeed_is_a_row(rows, subject, clause, note):
-    assert rows[subject, clause].verdict is Verdict.BREAKS
-    assert rows[subject, clause].note == note
-
-
-def test_a_process_that_ends_does_not_take_the_next_clause_with_it(rows):
-    assert rows["ends its process", "0"].verdict is Verdict.HOLDS
-    assert rows["ends its process", "W"].verdict is Verdict.HOLDS
-
-
-def test_a_kernel_that_is_wrong_on_clean_input_is_asked_nothing_more(rows):
+    # A process that ends does not take the next clause with it.
+    assert [rows["ends its process", clause].verdict for clause in "0W"] == [Verdict.HOLDS] * 2
+    # A kernel that is wrong on clean input is asked nothing more.
     for clause in "RW":
         assert rows["raises", clause].verdict is Verdict.NOT_RUN
         assert rows["raises", clause].note == "not asked: wrong on clean input"
 
 
-def test_a_module_that_does_not_import_or_registers_nothing_is_a_row(tmp_path):
+def test_a_module_that_does_not_import_or_registers_nothing_is_a_row(tmp_path, device):
     (tmp_path / "broken.py").write_text("import no_such_module\n")
     (tmp_path / "nothing.py").write_text("x = 1\n")
-    found = [*runner.audit([str(tmp_path / name) for name in ("broken.py", "nothing.py", "absent.py")])]
+    modules = [str(tmp_path / name) for name in ("broken.py", "nothing.py", "absent.py")]
+    found = [*runner.audit(modules, device)]
     assert [len(rows) for rows in found] == [1, 1, 1]
     notes = [rows[0].note for rows in found]
     assert "No module named 'no_such_module'" in notes[0]
@@ -62,8 +50,8 @@ def test_a_module_that_does_not_import_or_registers_nothing_is_a_row(tmp_path):
     assert {rows[0].verdict for rows in found} == {Verdict.BREAKS}
 
 
-def test_the_examples_break_what_their_docstrings_say():
-    found = {rows[0].subject: rows for rows in runner.audit(["staleproof.audit.examples"])}
+def test_the_examples_break_what_their_docstrings_say(device):
+    found = {rows[0].subject: rows for rows in runner.audit(["staleproof.audit.examples"], device)}
     broken = {
         name: [row.clause for row in rows if row.verdict is Verdict.BREAKS] for name, rows in found.items()
     }
@@ -75,10 +63,10 @@ def test_the_examples_break_what_their_docstrings_say():
     }
 
 
-def test_a_subject_that_cannot_run_here_says_why_and_whether_it_binds(monkeypatch):
+def test_a_subject_that_cannot_run_here_says_why_and_whether_it_binds(monkeypatch, device):
     monkeypatch.setattr(runner.packages, "unavailable_reason", lambda subject: "needs an SM100 GPU")
-    found = [*runner.audit(["staleproof.audit.subjects.torch_"], only="torch.topk, softmax")]
+    found = [*runner.audit(["staleproof.audit.subjects.torch_"], device, only="torch.topk, softmax")]
     assert found == []
-    (rows,) = runner.audit(["staleproof.audit.subjects.torch_"], only="rms_norm")
+    (rows,) = runner.audit(["staleproof.audit.subjects.torch_"], device, only="rms_norm")
     assert {row.verdict for row in rows} == {Verdict.NOT_RUN}
     assert rows[0].note == "needs an SM100 GPU; its calls fit the signatures of this release"

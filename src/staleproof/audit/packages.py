@@ -7,13 +7,16 @@ releases are also found where ``tests/vllm/environment.py`` unpacks their source
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import re
 import sys
+import textwrap
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -180,3 +183,23 @@ def make_importable(subjects: Sequence[Subject], release: Release) -> None:
         assert spec is not None, f"{top} is installed without files"
         root = Path(str(spec.origin)).parents[1]
     sys.meta_path.insert(0, _Package(root / top, files, cuda))
+
+
+def imported_elsewhere(subject: Subject, release: Release) -> str:
+    """Which module of an adapter came from another place than the release's folder, or ``""``.
+
+    A folder that lacks files of the package lets an installed release answer in its place.
+    """
+    if release.folder is None:
+        return ""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(subject.call))))
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and not node.module.startswith(("torch", "staleproof"))
+        ):
+            file = getattr(sys.modules.get(node.module), "__file__", None)
+            if file is not None and not Path(file).resolve().is_relative_to(release.folder.resolve()):
+                return f"{node.module} was imported from another release"
+    return ""

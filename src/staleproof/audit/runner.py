@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -25,6 +26,8 @@ from staleproof.harness.vllm_files import UnavailableError
 _COMPILED = ("flashinfer_cuda", "vllm_compiled", "quack")
 _SOURCES = ("ours", "torch_", "vllm_", "sglang_", "fla", "liger", "transformers_", "flashinfer_")
 SUBJECTS = tuple(f"staleproof.audit.subjects.{name}" for name in (*_SOURCES, *_COMPILED))
+# What Python says of a call that does not fit a signature.
+_SIGNATURE = re.compile(r"\(\) (got an unexpected keyword|missing \d|takes \d|got multiple values)")
 LIMIT_S = 60.0
 START_S = 90.0
 
@@ -66,6 +69,8 @@ def _answer(probe: Callable[[str], Outcome], subject: Subject, device: str) -> t
             return not_run(f"Triton's interpreter cannot run it: {str(error)[:120]}"), True
         if isinstance(error, ImportError | UnavailableError) and subject.package:
             return not_run(f"does not import here: {text}"), True
+        if isinstance(error, TypeError) and subject.package and _SIGNATURE.search(text):
+            return not_run(f"its calls do not fit this release: {text}"), True
         return breaks(f"raises {text}"), "CUDA error" not in text and "illegal memory access" not in text
 
 
@@ -109,9 +114,14 @@ def ask(module: str, questions: Questions, release: Release, device: str, limit_
             faulthandler.dump_traceback_later(limit_s, exit=True)
             outcome, alive = _answer(probes[clause], subject, device)
             faulthandler.cancel_dump_traceback_later()
-            script = scripts.counterexample(subject, release, clause, outcome)
-            outcome = replace(_documented(outcome, subject, clause), case=(script,))
+            if why := packages.imported_elsewhere(subject, release):
+                outcome = not_run(why)
+            case = outcome.case
+            outcome = _documented(replace(outcome, case=()), subject, clause)
+            # First without the script: an error in making it is no verdict.
             children.tell((name, clause, outcome))
+            if script := scripts.counterexample(subject, release, clause, replace(outcome, case=case)):
+                children.tell((name, clause, replace(outcome, case=(script,))))
             if not alive:
                 os._exit(1)
             if clause == "0" and outcome.verdict is not Verdict.HOLDS:

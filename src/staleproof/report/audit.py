@@ -71,14 +71,13 @@ def _run(modules: Sequence[str], device: str, only: str, json: Path | None, limi
     if json is not None:
         recorded.check_writable(json)
     rows: list[Row] = []
-    try:
-        with terminal.progress() as progress:
-            for found in runner.audit(modules or runner.SUBJECTS, device, only=only, limit_s=limit):
-                rows += found
-                progress(f"audit {found[0].package} {found[0].version} {found[0].subject}")
-    finally:
-        if json is not None and rows:
-            write_rows(json, rows)
+    with terminal.progress() as progress:
+        for found in runner.audit(modules or runner.SUBJECTS, device, only=only, limit_s=limit):
+            rows += found
+            progress(f"audit {found[0].package} {found[0].version} {found[0].subject}")
+            if json is not None:
+                # At once: an audit that is ended from outside keeps what it had.
+                write_rows(json, rows)
     print_table(rows)
     return rows
 
