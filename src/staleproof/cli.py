@@ -30,11 +30,6 @@ app = typer.Typer(
 )
 app.command("audit")(audit)
 
-moe_module = typer.Typer(
-    help="FlashInfer's fused MoE, reduced to what incident 3 needs and compiled from its sources."
-)
-app.add_typer(moe_module, name="moe-module", no_args_is_help=True)
-
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the best this machine has.")]
 
 
@@ -44,7 +39,7 @@ class BadInputError(RuntimeError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from staleproof import cli_engine  # noqa: F401  (it registers its commands)
+    from staleproof import cli_engine, cli_modules  # noqa: F401  (they register their commands)
 
     try:
         app(args=arguments, prog_name="staleproof")
@@ -295,28 +290,6 @@ def patches(
     typer.echo(status.as_json(found) if as_json else status.as_text(found))
     if status.must_worry(found.decided):
         raise typer.Exit(3)
-
-
-@moe_module.command("build")
-@in_one_line
-def build_moe_module(
-    package_root: Annotated[
-        Path | None, typer.Option(help="Folder with an unpacked flashinfer; the installed one by default.")
-    ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="Where the modules go; $STALEPROOF_MOE_MODULES or the user's cache.")
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Compilations at a time; one a core by default.")
-    ] = None,
-) -> None:
-    """Compile the modules with and without the bounds check. Needs nvcc, and minutes."""
-    from staleproof.incidents.moe_routing.moe_module import ModuleError, build
-
-    try:
-        build(package_root, cache=cache, jobs=jobs, say=typer.echo)
-    except ModuleError as error:
-        raise BadInputError(str(error)) from error
 
 
 def _chosen(incidents: Sequence[str] | None) -> Sequence[str]:
