@@ -148,7 +148,7 @@ def report(
 
     build = recorded.build_folder()
     need_workbook()
-    from staleproof.report import html
+    from staleproof.report import html, service
     from staleproof.report.notebooks import Execution, execute_all
 
     page = build / "index.html"
@@ -166,13 +166,15 @@ def report(
             Execution(copy if copy.exists() else path, None)
             for copy, path in zip(copies, sources, strict=True)
         ]
-    patched, compiled = (
-        html.read_kept(recorded.checkout() / f"workbook/{name}.json") for name in ("patches", "architectures")
+    names = "patches", "architectures", "plugin-faults", "soak-cpu", "soak-engine"
+    patched, compiled, faults, on_cpu, on_gpu = (
+        html.read_kept(recorded.checkout() / f"workbook/{name}.json") for name in names
     )
-    told_and_audited = predictions.of_all(runs), recorded_audits()
-    write_lines(
-        page, html.page(findings, runs, executions, patched, compiled, *told_and_audited).splitlines()
-    )
+    soaks = {"vLLM's scheduler on a CPU": on_cpu, "A whole engine on a GPU": on_gpu}
+    served = service.section(faults, {title: soak for title, soak in soaks.items() if soak})
+    told, audited = predictions.of_all(runs), recorded_audits()
+    made = html.page(findings, runs, executions, patched, compiled, told, audited, served)
+    write_lines(page, made.splitlines())
     if execute:
         terminal.print_verdicts(findings, runs)
     typer.echo(f"report: {page}")

@@ -67,6 +67,7 @@ def page(
     compiled: Mapping[str, Any] | None = None,
     predicted: Sequence[Outcome] = (),
     audited: Sequence[Row] = (),
+    served: str = "",
 ) -> str:
     """The whole report.
 
@@ -78,6 +79,7 @@ def page(
         compiled: what the compiler says for other GPUs (``workbook/architectures.json``).
         predicted: verdicts predicted for SM100, and what the recorded runs say of them.
         audited: rows of recorded audits (``workbook/audits``).
+        served: the section of :func:`staleproof.report.service.section`.
     """
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     contents = [_entry("verdicts", "Verdicts"), _entry("recorded", "Recorded runs")]
@@ -85,6 +87,9 @@ def page(
     if patched:
         contents.append(_entry("patched", "vLLM, patched"))
         chapters.append(_patched(patched))
+    if served:
+        contents.append(_entry("service", "The plugin in service"))
+        chapters.append(served)
     if compiled:
         contents.append(_entry("compiled", "Compiled for other GPUs"))
         chapters.append(_compiled(compiled))
