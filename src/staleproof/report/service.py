@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from staleproof.check import require
-from staleproof.report import plots
 from staleproof.report.timeline import INK
 
 if TYPE_CHECKING:
@@ -81,6 +80,8 @@ def section(faults: Faults | None, soaks: Mapping[str, Soak]) -> str:
         faults: as in :func:`fault_counts`, or ``None``.
         soaks: title -> soak.
     """
+    from staleproof.report import plots
+
     esc = markup.escape
     parts = ["<section id='service'><h2>The plugin in service</h2>"]
     if faults:
