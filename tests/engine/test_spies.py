@@ -111,10 +111,8 @@ def test_spies_and_fault_fit_the_real_vllm():
     sys.path.insert(0, str(VLLM_TESTS))
     import environment
 
-    try:
+    with environment.skipped_if_unavailable():
         variables = environment.variables("0.22.1")
-    except environment.UnavailableError as error:
-        pytest.skip(f"vLLM cannot be fetched: {error}")
     program = Path(__file__).with_name("real_spies.py")
     done = subprocess.run(
         [sys.executable, str(program)],

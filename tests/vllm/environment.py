@@ -40,6 +40,18 @@ class UnavailableError(RuntimeError):
     """A download failed; the text is pip's last line."""
 
 
+@contextlib.contextmanager
+def skipped_if_unavailable() -> Iterator[None]:
+    """Skip a test where vLLM cannot be fetched."""
+    # Scripts use this module too, without pytest.
+    import pytest
+
+    try:
+        yield
+    except UnavailableError as error:
+        pytest.skip(f"vLLM cannot be fetched: {error}")
+
+
 def cache() -> Path:
     """Where everything is kept."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "staleproof/vllm"

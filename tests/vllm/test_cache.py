@@ -23,10 +23,8 @@ STARTS = Path(__file__).with_name("real_cache.py")
 
 
 def _sources(version: str) -> Path:
-    try:
+    with environment.skipped_if_unavailable():
         return environment.sources(version)
-    except environment.UnavailableError as error:
-        pytest.skip(f"vLLM cannot be fetched: {error}")
 
 
 @pytest.mark.slow

@@ -19,10 +19,8 @@ SCENES = Path(__file__).with_name("real_groups.py")
 
 
 def test_patches_together():
-    try:
+    with environment.skipped_if_unavailable():
         environment.sources("0.22.1")
-    except environment.UnavailableError as error:
-        pytest.skip(f"vLLM cannot be fetched: {error}")
     done = subprocess.run(
         [sys.executable, str(SCENES)],
         capture_output=True,

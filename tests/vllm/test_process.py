@@ -123,10 +123,8 @@ def test_the_summary_of_the_real_0_33_0_is_not_lost():
     sys.path.insert(0, str(Path(__file__).parent))
     import environment
 
-    try:
+    with environment.skipped_if_unavailable():
         variables = environment.variables("0.33.0")
-    except environment.UnavailableError as error:
-        pytest.skip(f"vLLM cannot be fetched: {error}")
     done = subprocess.run(
         [sys.executable, "-c", "from vllm.plugins import load_general_plugins as load; load()"],
         capture_output=True,

@@ -15,10 +15,8 @@ import environment
 
 @pytest.mark.slow
 def test_no_race_in_0_26_0():
-    try:
+    with environment.skipped_if_unavailable():
         variables = environment.variables("0.26.0")
-    except environment.UnavailableError as error:
-        pytest.skip(f"vLLM cannot be fetched: {error}")
     done = subprocess.run(
         [sys.executable, "-c", "import real_scheduler; print('race', real_scheduler.race(listed=False))"],
         capture_output=True,
