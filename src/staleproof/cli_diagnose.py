@@ -64,7 +64,10 @@ def diagnose(
     source = log if log is not None else paste
     facts = Facts() if source is None else logs.read(_text(source))
     if source is not None and not facts.known and not facts.traits:
-        facts.notes.append(f"no line of {source} says a version, a model, a backend or an error that we know")
+        why = f"{source}: no line says a release, a model, a backend or an error that we know"
+        if not any(given.values()):
+            raise BadInputError(f"diagnose: {why}; is it a log of vLLM?")
+        facts.notes.append(why)
     try:
         for name, word in given.items():
             if word is not None:
@@ -76,6 +79,10 @@ def diagnose(
         if not sys.stdin.isatty():
             raise BadInputError("diagnose: give --symptom, --version ..., or --log FILE; see --help")
         _ask(facts)
+        if not facts.known and not facts.traits:
+            raise BadInputError(
+                "diagnose: nothing is known, so nothing can be said; staleproof diagnose --table"
+            )
     found = judge.judge_all(facts)
     width = shutil.get_terminal_size().columns
     typer.echo(answer.as_json(facts, found) if as_json else answer.as_text(facts, found, width))

@@ -25,6 +25,8 @@ CAPTION = (
     "tried on a production server. Evidence: real (released code ran), source (released code says so), "
     "replica (our code ran, after the cited source)."
 )
+# An option is not cut at its hyphens.
+_WHOLE: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
 # Strongest first.
 GRADES = "real", "source", "replica", "arithmetic"
 
@@ -237,7 +239,7 @@ def markdown(chapter: Callable[[Row], str]) -> str:
         chapter: address of a row's notebook, as seen from the page.
 
     >>> markdown(lambda row: f"notebooks/{row.notebook}").splitlines()[0][:25]
-    '| What you see | Not seen '
+    '| What you see | Not seen'
     """
     columns = [*rows()[0].cells, "Chapter"]
     lines = [columns, ["---"] * len(columns)]
@@ -301,7 +303,7 @@ def in_production(incident: str) -> None:
     OOM after upgrade to 0.18 or 0.19: ...
     """
     for row in of(incident):
-        print("\n".join(textwrap.wrap(plain(row.see), 100)))
+        print(textwrap.fill(plain(row.see), 100, **_WHOLE))
         names = ", ".join(row.patches)
         for name, text in (
             ("releases", row.affected),
@@ -310,4 +312,5 @@ def in_production(incident: str) -> None:
             ("patch", f"{names} (staleproof patches --explain {row.patches[0]})" if names else "none"),
             ("confirm", plain(row.confirm)),
         ):
-            print(textwrap.fill(text, 100, initial_indent=f"  {name:<9}", subsequent_indent=" " * 11))
+            first = f"  {name:<9}"
+            print(textwrap.fill(text, 100, initial_indent=first, subsequent_indent=" " * 11, **_WHOLE))
