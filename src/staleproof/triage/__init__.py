@@ -6,6 +6,6 @@ deployment, ``judge`` weighs the rows, ``answer`` prints. Nothing here loads tor
 
 from __future__ import annotations
 
-from staleproof.triage.table import in_production
+from staleproof.triage.table import in_production, symptom
 
-__all__ = ["in_production"]
+__all__ = ["in_production", "symptom"]

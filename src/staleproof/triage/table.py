@@ -213,6 +213,18 @@ def of(incident: str) -> tuple[Row, ...]:
     return tuple(row for row in rows() if row.incident == incident)
 
 
+def symptom(incident: str) -> str:
+    """What an operator sees first of an incident, without Markdown's marks.
+
+    Raises:
+        ValueError: no incident has this name.
+
+    >>> symptom("decode_buffer")[:17]
+    'OOM after upgrade'
+    """
+    return plain(of(incident)[0].see)
+
+
 def symptoms() -> Mapping[str, Mapping[str, Any]]:
     """Symptom -> ``says``, one phrase, and ``words`` that people type for it.
 
