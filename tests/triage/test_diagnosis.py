@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,25 @@ def test_a_fact_says_its_line_and_the_last_line_holds():
     )
     assert known.known == {"graphs": "piecewise"}
     assert known.origin["graphs"] == "line 2"
+
+
+@pytest.mark.parametrize("name", FROM_LOGS)
+def test_skipping_lines_without_a_mark_loses_no_fact(name, monkeypatch):
+    quick = read(name)
+    monkeypatch.setattr(logs, "MARKS", ("",))
+    assert read(name) == quick
+
+
+def test_a_day_of_throughput_lines_is_read_in_seconds():
+    line = (
+        "INFO 04-02 22:05:45 [loggers.py:259] Engine 000: Avg prompt throughput: 210.3 tokens/s, Running: 3\n"
+    )
+    text = (LOGS / "vllm-0.18.1-oom-gb200.log").read_text()
+    begin = time.process_time()
+    known = logs.read(line * 100_000 + text)
+    # Without the marks it takes twenty times as long.
+    assert time.process_time() - begin < 3
+    assert known.known == FROM_LOGS["vllm-0.18.1-oom-gb200"]
 
 
 def test_colours_do_not_hide_a_line():
