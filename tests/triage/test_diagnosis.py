@@ -11,6 +11,7 @@ import pytest
 
 from staleproof.triage import answer, facts, judge, logs, table
 from staleproof.triage.facts import Facts
+from staleproof.vllm import status
 
 LOGS = Path(__file__).with_name("logs")
 
@@ -309,6 +310,10 @@ def test_questions_end_where_no_answer_would_change_anything():
     assert judge.next_question(known, ["symptom", "version", "model"]) is None
 
 
-def test_patch_lines_are_those_of_patches():
-    lines = answer.patch_lines(next(row for row in table.rows() if row.key == "scale_padding"), "0.17.0")
-    assert [(patch, state) for patch, state, _ in lines] == [("scale_padding", "refused")]
+@pytest.mark.parametrize("version", ["0.17.0", "0.18.1", "0.33.0"])
+def test_patch_lines_are_those_of_patches(version):
+    said = json.loads(status.as_json(status.answer(version)))["patches"]
+    states = {line["patch"]: (line["state"], line["why"]) for line in said}
+    for row in table.rows():
+        for patch, *state in answer.patch_lines(row, version):
+            assert tuple(state) == states[patch]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from staleproof.check import fail
 from staleproof.triage import table
+from staleproof.vllm import status
 from staleproof.vllm.releases import release
 from staleproof.vllm.sources import PatchError, numbers
 
@@ -217,7 +218,7 @@ def gpu(given: str) -> str:
 
 
 def version(given: str) -> str:
-    """The release of the table that a version names.
+    """The release of the table that a version names, as ``staleproof patches --version`` takes it.
 
     Raises:
         ValueError: it is not in the table.
@@ -226,7 +227,7 @@ def version(given: str) -> str:
     '0.18.1'
     """
     try:
-        return release(given)
+        return release(status.answer(given).version)
     except PatchError as error:
         raise ValueError(f"version: {str(error).removesuffix('; nothing is patched')}") from error
 
