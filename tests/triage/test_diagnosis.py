@@ -37,7 +37,7 @@ FROM_LOGS = {
         "version": "0.16.0",
         "graphs": "full",
         "quant": "none",
-        "backend": "flash_attn",
+        "backend": "flashinfer",
         "moe_backend": "triton",
         "scheduling": "async",
         "parallel": "none",
@@ -209,6 +209,8 @@ def test_drift_in_a_hybrid_model_leads_to_reused_blocks():
     known = read("vllm-0.16.0-hybrid-drift")
     known.learn("symptom", "accuracy drops with uptime", "--symptom")
     assert standing(known) == {"reused_blocks": judge.FITS}
+    known.learn("backend", "FLASH_ATTN", "--backend")
+    assert standing(known) == {"reused_blocks": judge.MEASURED}
 
 
 @pytest.mark.parametrize("row", table.rows(), ids=lambda row: row.key)
