@@ -155,6 +155,32 @@ def test_what_a_log_says_in_unknown_words_stays_unknown_with_a_note():
     assert "development build" in known.notes[0]
 
 
+def test_a_model_that_we_do_not_know_is_a_note_and_no_guess():
+    known = logs.read("Resolved architecture: NobodysForCausalLM")
+    assert known.traits == known.origin == {}
+    assert known.notes == [
+        "line 1: NobodysForCausalLM is no model that we know; say mla, moe, hybrid or dense"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("deepseek-ai/DeepSeek-V3.1", {"mla", "moe"}),
+        ("moonshotai/Kimi-K2-Instruct", {"mla", "moe"}),
+        ("KimiLinearForCausalLM", {"mla", "moe", "hybrid"}),
+        ("Qwen3_5MoeForCausalLM", {"moe", "hybrid"}),
+        ("Qwen/Qwen3-30B-A3B", {"moe"}),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", set()),
+        ("DeepseekV4ForCausalLM", {"moe"}),
+        ("NemotronHForCausalLM", {"hybrid"}),
+        ("LlamaForCausalLM", set()),
+    ],
+)
+def test_models_by_name(name, there):
+    assert {trait for trait, has in facts.traits(name).items() if has} == there
+
+
 def test_a_prefill_backend_is_not_the_decode_backend():
     assert "backend" not in logs.read("Using FLASH_ATTN MLA prefill backend.").known
 
@@ -187,6 +213,11 @@ def test_words_people_type(words, name):
         ({"gpu": "voodoo2"}, "gpu: expected one of A100, .* got 'voodoo2'"),
         ({"graphs": "maybe"}, "graphs: expected one of none, piecewise, full, got 'maybe'"),
         ({"parallel": "pp"}, r"parallel: expected dp, ep, dp\+ep or none, got 'pp'"),
+        (
+            {"backend": "triton"},
+            "backend: expected a name as vLLM prints it, with one of mla, .* got 'triton'",
+        ),
+        ({"moe_backend": "mla"}, "moe_backend: expected a name as vLLM prints it, .* got 'mla'"),
         ({"model": ""}, "model: expected a model's name, or some of mla, moe, hybrid, dense, got ''"),
     ],
 )

@@ -98,7 +98,11 @@ class Facts:
         """
         word = given.strip()
         if name == "model":
-            self.traits.update(traits(word))
+            found = traits(word)
+            self.traits.update(found)
+            if not found:
+                self.notes.append(f"{origin}: {word} is no model that we know; say mla, moe, hybrid or dense")
+                return
         else:
             self.known[name] = READ.get(name, lambda w: w.lower())(word)
         self.origin[name] = origin
@@ -246,6 +250,31 @@ def parallel(given: str) -> str:
     return "+".join(sorted(named))
 
 
+# What a backend's name has in it, as vLLM prints it.
+BACKENDS = {
+    "backend": ("mla", "attn", "attention", "flashinfer", "turboquant"),
+    "moe_backend": (
+        "triton",
+        "cutlass",
+        "trtllm",
+        "deep",
+        "cutedsl",
+        "marlin",
+        "aiter",
+        "humming",
+        "cpu",
+        "xpu",
+    ),
+}
+
+
+def _backend(name: str, given: str) -> str:
+    word = re.sub(r"[\s-]", "_", given.lower())
+    if not any(part in word for part in BACKENDS[name]):
+        fail(name, f"a name as vLLM prints it, with one of {', '.join(BACKENDS[name])} in it", repr(given))
+    return word
+
+
 READ = {
     "symptom": symptom,
     "version": version,
@@ -255,6 +284,6 @@ READ = {
     "quant": lambda given: _one_of("quant", QUANT, given),
     "scheduling": lambda given: _one_of("scheduling", SCHEDULING, given),
     "phase": lambda given: _one_of("phase", PHASE, given),
-    "backend": lambda given: re.sub(r"[\s-]", "_", given.lower()),
-    "moe_backend": lambda given: re.sub(r"[\s-]", "_", given.lower()),
+    "backend": lambda given: _backend("backend", given),
+    "moe_backend": lambda given: _backend("moe_backend", given),
 }
