@@ -20,7 +20,7 @@ PLAIN = {
     *("page", "block", "hit", "capture", "full / piecewise graph", "lane", "finding", "reported", "grade"),
     *("clean", "fixed", "not fixed", "not reproduced", "wrong", "zero", "finite", "nan", "variant"),
     *("unwritten", "partly written", "not run", "measured", "interpreted", "recorded", "leaked"),
-    *("conv", "ssm", "per-tensor / per-token scale", "dp", "ep"),
+    *("per-tensor / per-token scale", "dp", "ep"),
 }
 CODE = re.compile(r"```.*?```|`[^`\n]*`|<!--.*?-->|^#+ [^\n]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
@@ -52,7 +52,8 @@ def first_uses_without_link(nb: NotebookNode, words: dict[str, str]) -> list[str
     for name, anchor in words.items():
         if name in PLAIN:
             continue
-        used = re.search(rf"(?<![\w`-]){re.escape(name)}(?:s|es)?(?![\w`])", plain, re.IGNORECASE)
+        phrase = r"\s+".join(map(re.escape, name.split()))
+        used = re.search(rf"(?<![\w`-]){phrase}(?:s|es)?(?![\w`])", plain, re.IGNORECASE)
         if used and linked.get(anchor, len(text)) > used.start():
             line = prose[max(0, used.start() - 30) : used.end() + 20].replace("\n", " ")
             problems.append(f"{name}: not linked to {TARGET}{anchor} where it is first used: ...{line}...")

@@ -29,8 +29,9 @@ def canonical(nb: NotebookNode) -> str:
     """The canonical text of a notebook.
 
     The text is nbformat 4.5 as ``nbformat.writes`` prints it. Metadata is :data:`METADATA`; that of
-    a cell is its sorted tags; a cell tagged ``answer`` is folded. Cells are named ``cell-01``, ``cell-02`` and so on. Outputs are kept,
-    with neighbouring chunks of one stream joined. The text ends with one newline.
+    a cell is its sorted tags; a cell tagged ``answer`` is folded. Cells are named ``cell-01``,
+    ``cell-02`` and so on. Outputs are kept, with neighbouring chunks of one stream joined. The text
+    ends with one newline.
 
     Args:
         nb: a notebook of major format 4; it is not changed.

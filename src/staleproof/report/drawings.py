@@ -167,7 +167,12 @@ def tile(picture: TilePicture) -> Figure:
         mine = sum(written)
         # The columns that the quantiser wrote are the first ones.
         if mine < 4:
-            left = {"facecolor": (1, 1, 1, 0.45), "edgecolor": INK, "linewidth": 0.4, "hatch": "//"}
+            left: dict[str, Any] = {
+                "facecolor": (1, 1, 1, 0.45),
+                "edgecolor": INK,
+                "linewidth": 0.4,
+                "hatch": "//",
+            }
             ax.add_patch(Rectangle((x + mine, y), 4 - mine, 1, **left))
         light = mine < 4 or sum(colour[:3]) > 1.5
         ax.text(

@@ -184,6 +184,7 @@ def _owner_and_phase() -> list[str]:
     from staleproof.incidents.decode_buffer.setups import Case, run_servers
 
     (server,) = run_servers([Case("lazy_moe_workspace", watched=True)], "cpu")
+    assert server.ready is not None
     after = [owner.name for owner in server.ready.owners if not owner.planned]
     return [after[0], str(server.died_in)]
 

@@ -132,7 +132,12 @@ def patch(
     from matplotlib.patches import Rectangle
 
     colour, strength, hatch = STATES[state]
-    look = {"facecolor": to_rgba(colour, strength), "edgecolor": colour, "hatch": hatch, "linewidth": 0.6}
+    look: dict[str, Any] = {
+        "facecolor": to_rgba(colour, strength),
+        "edgecolor": colour,
+        "hatch": hatch,
+        "linewidth": 0.6,
+    }
     return Rectangle(corner, *size, **(look | changes))
 
 
@@ -284,7 +289,8 @@ def svg(fig: Figure, alt: str = "", caption: str = "") -> SVG:
     # sans-serif fonts, so the text of a reader's font fits too.
     style: Any = {"svg.hashsalt": "staleproof", "svg.fonttype": "none", "hatch.linewidth": 0.8}
     with mpl.rc_context(style):
-        fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": alt or None})
+        title = {"Title": alt} if alt else {}
+        fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None, **title})
     told = {name: words for name, words in (("alt", alt), ("caption", caption)) if words}
     picture = text.getvalue().replace("<svg ", '<svg role="img" ', 1)
     return SVG(picture, metadata=told or None)
