@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -186,3 +187,13 @@ def test_a_caption_is_printed_with_its_provenance(
 def test_a_picture_without_words_is_refused(alt: str, caption: str, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected a sentence"):
         plots.picture(_verdicts(), alt, caption)
+
+
+def test_in_the_stored_picture_no_hatch_lies_in_a_face_of_its_own_colour() -> None:
+    drawn = plots.svg(_verdicts()).data
+    patterns = re.findall(r"<pattern.*?</pattern>", drawn, re.DOTALL)
+    assert len(patterns) == 3
+    for pattern in patterns:
+        assert re.search(r'<rect [^>]*fill="none"', pattern), pattern
+    # The faces are there all the same.
+    assert drawn.count("fill-opacity") + drawn.count("opacity: 0.") >= 8

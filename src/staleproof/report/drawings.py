@@ -26,19 +26,6 @@ _FONT = 8
 ZOOM = 14
 
 
-def _legend(fig: Figure, states: Sequence[str]) -> None:
-    fig.legend(
-        handles=[plots.patch(state, label=state) for state in states],
-        loc="outside lower left",
-        ncols=len(states),
-        fontsize=_FONT,
-        frameon=False,
-        labelcolor=INK,
-        handlelength=2.2,
-        handleheight=1.4,
-    )
-
-
 def _bare(ax: Axes) -> None:
     ax.set_facecolor("none")
     ax.tick_params(length=0, colors=INK, labelsize=_FONT)
@@ -72,7 +59,8 @@ def maps(pictures: Sequence[MapPicture]) -> Figure:
             ax.set(ylim=(slots, 0))
             ax.set_yticks([0.5, slots - 0.5], ["slot 0", f"slot {slots - 1}"])
             _bare(ax)
-    _legend(fig, ["written"] + ["never written"] * any(p.unwritten for p in pictures))
+    states = ["written"] + ["never written"] * any(p.unwritten for p in pictures)
+    plots.legend(fig, [plots.patch(state, label=state) for state in states], "outside lower left")
     return fig
 
 
@@ -122,7 +110,7 @@ def life(block: BlockLife) -> Figure:
                 outline = [(span.begin, edge), *stairs, (span.end, edge)]
                 look = plots.patch(state)
                 filled.add_patch(
-                    Polygon(
+                    plots.two_layers(Polygon)(
                         outline,
                         facecolor=look.get_facecolor(),
                         edgecolor=look.get_edgecolor(),
@@ -137,13 +125,12 @@ def life(block: BlockLife) -> Figure:
     filled.xaxis.label.set(color=INK, fontsize=_FONT)
     for ax in (who, filled):
         _bare(ax)
-    handles: list[Any] = [
-        plots.patch("this step", label="position holds the owner's key and value"),
-        plots.patch("never written", label="position still holds what was there before"),
-    ]
-    fig.legend(
-        handles=handles, loc="outside lower left", ncols=2, fontsize=_FONT, frameon=False, labelcolor=INK
-    )
+    told = {
+        "this step": "holds the owner's key and value",
+        "never written": "still holds what was there before",
+    }
+    handles = [plots.patch(state, label=f"position {words}") for state, words in told.items()]
+    plots.legend(fig, handles, "outside lower left")
     return fig
 
 
@@ -158,7 +145,7 @@ def tile(picture: TilePicture) -> Figure:
 
     fig = Figure(figsize=(6.6, 6.4), facecolor="none", layout="constrained")
     ax = fig.subplots()
-    colours = mpl.colormaps["cividis"]
+    colours, square = mpl.colormaps["cividis"], plots.two_layers(Rectangle)
     for first in range(0, 512, 4):
         row, (y, x) = picture.rows[first], divmod(first, 16)
         written = picture.written[first : first + 4]
@@ -173,7 +160,7 @@ def tile(picture: TilePicture) -> Figure:
                 "linewidth": 0.4,
                 "hatch": "//",
             }
-            ax.add_patch(Rectangle((x + mine, y), 4 - mine, 1, **left))
+            ax.add_patch(square((x + mine, y), 4 - mine, 1, **left))
         light = mine < 4 or sum(colour[:3]) > 1.5
         ax.text(
             x + 2,
@@ -190,11 +177,6 @@ def tile(picture: TilePicture) -> Figure:
     ax.set_yticks([0.5, 7.5, 15.5, 23.5, 31.5], [f"byte {16 * y}" for y in (0, 7, 15, 23, 31)])
     ax.xaxis.tick_top()
     _bare(ax)
-    fig.legend(
-        handles=[Rectangle((0, 0), 1, 1, facecolor="none", edgecolor=INK, hatch="//", label="never written")],
-        loc="outside lower left",
-        fontsize=_FONT,
-        frameon=False,
-        labelcolor=INK,
-    )
+    handle = square((0, 0), 1, 1, facecolor="none", edgecolor=INK, hatch="//", label="never written")
+    plots.legend(fig, [handle], "outside lower left")
     return fig

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from staleproof import device
@@ -74,7 +75,6 @@ def grid(
         ValueError: cells that do not fit the labels, or an unknown state.
     """
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     require(len(cells) == len(rows), "cells", f"{len(rows)} rows", len(cells))
     for line in cells:
@@ -103,18 +103,28 @@ def grid(
     for spine in ax.spines.values():
         spine.set_visible(False)
     shown = [s for s in STATES if any(s in line for line in cells)]
-    handles: list[Patch] = [patch(state, label=state) for state in shown]
-    fig.legend(
-        handles=handles,
-        loc="lower left",
-        ncols=len(handles),
-        fontsize=_FONT,
-        frameon=False,
-        labelcolor=INK,
-        handlelength=2.2,
-        handleheight=1.4,
-    )
+    legend(fig, [patch(state, label=state) for state in shown], "lower left")
     return fig
+
+
+@cache
+def two_layers(kind: type) -> Any:
+    """A kind of matplotlib patch that draws its face first and its hatch over it.
+
+    In an SVG both would be one pattern at one opacity, and a hatch in the face's colour is invisible.
+    """
+
+    class TwoLayers(kind):  # type: ignore[misc]
+        def draw(self, renderer: Any) -> None:
+            hatch, face, width = self.get_hatch(), self.get_facecolor(), self.get_linewidth()
+            self.set_hatch(None)
+            super().draw(renderer)
+            if hatch:
+                self.set(hatch=hatch, facecolor="none", linewidth=0)
+                super().draw(renderer)
+                self.set(facecolor=face, linewidth=width)
+
+    return TwoLayers
 
 
 def patch(
@@ -132,13 +142,30 @@ def patch(
     from matplotlib.patches import Rectangle
 
     colour, strength, hatch = STATES[state]
-    look: dict[str, Any] = {
-        "facecolor": to_rgba(colour, strength),
-        "edgecolor": colour,
-        "hatch": hatch,
-        "linewidth": 0.6,
-    }
-    return Rectangle(corner, *size, **(look | changes))
+    look = {"facecolor": to_rgba(colour, strength), "edgecolor": colour, "hatch": hatch, "linewidth": 0.6}
+    return two_layers(Rectangle)(corner, *size, **(look | changes))
+
+
+def legend(fig: Figure, handles: Sequence[Any], loc: str) -> None:
+    """A legend of patches in one line, drawn like the patches themselves."""
+    from matplotlib.legend_handler import HandlerPatch
+    from matplotlib.patches import Rectangle
+
+    def drawn(**place: Any) -> Any:
+        corner = (-place["xdescent"], -place["ydescent"])
+        return two_layers(Rectangle)(corner, place["width"], place["height"])
+
+    fig.legend(
+        handles=list(handles),
+        handler_map={Rectangle: HandlerPatch(patch_func=drawn)},
+        loc=loc,
+        ncols=len(handles),
+        fontsize=_FONT,
+        frameon=False,
+        labelcolor=INK,
+        handlelength=2.2,
+        handleheight=1.4,
+    )
 
 
 def stages(picture: StagePicture) -> Figure:
@@ -183,7 +210,7 @@ def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, li
                 continue
             again = expert in line[:slot]
             left.add_patch(
-                Rectangle(
+                two_layers(Rectangle)(
                     (slot, row),
                     1,
                     1,
@@ -215,16 +242,7 @@ def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, li
         for spine in ax.spines.values():
             spine.set_visible(False)
     states = ["never written"] * any(map(any, holes)) + ["written"]
-    fig.legend(
-        handles=[patch(state, label=state) for state in states],
-        loc="outside lower right",
-        ncols=2,
-        fontsize=_FONT,
-        frameon=False,
-        labelcolor=INK,
-        handlelength=2.2,
-        handleheight=1.4,
-    )
+    legend(fig, [patch(state, label=state) for state in states], "outside lower right")
     return fig
 
 
