@@ -126,6 +126,36 @@ def exercises(notebook: str) -> Exercises:
 # What is right, by notebook. The imports are inside, because each notebook needs one incident only.
 
 
+def _stale_rows() -> set[int]:
+    from staleproof.report.show import ToyStep
+
+    toy = ToyStep("cpu")
+    toy.out.fill_(float("nan"))
+    for step, live in enumerate((4, 2), 1):
+        toy.x.fill_(step)
+        toy.serve(live)
+    return {row for row, said in enumerate(toy.out[:, 0].tolist()) if said == 1}
+
+
+def _right_by_luck() -> float:
+    from staleproof.report.show import ToyStep
+
+    toy = ToyStep("cpu", amax="fmax")
+    toy.out.fill_(0.5)
+    toy.serve(3)
+    return float(toy.scaled[2, 0])
+
+
+def _sick_and_mixed() -> str:
+    from staleproof.evidence import judge_rows
+    from staleproof.report.show import ToyStep
+
+    toy = ToyStep("cpu", writes_every_row=True, amax="torch.max")
+    toy.x[0] = float("nan")
+    toy.serve(3)
+    return str(judge_rows(toy, toy.live))
+
+
 def _padding_rows() -> int:
     from staleproof.harness.graph import padded_size
 
@@ -277,6 +307,13 @@ def _histories() -> set[str]:
 _BOOLS, _TWO_TEXTS = _list_of(3, bool, "of True and False"), _list_of(2, str, "texts")
 
 ALL: Mapping[str, Mapping[int, Exercise]] = {
+    "00": {
+        1: Exercise(INTEGERS, cache(_stale_rows), "Which step wrote each row last?"),
+        2: Exercise(NUMBER, cache(_right_by_luck), "The scale is the largest magnitude of all rows.", 1e-3),
+        3: Exercise(
+            TEXT, cache(_sick_and_mixed), "One of the four verdicts: are the rows good over clean padding?"
+        ),
+    },
     "01": {
         1: Exercise(INTEGER, cache(_padding_rows), "The ladder of sizes is capture_sizes()."),
         2: Exercise(TEXTS, cache(_stages_with_nan), "Names are those of the picture's stages."),
