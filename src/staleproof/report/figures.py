@@ -271,9 +271,9 @@ def short(run: Run) -> str:
 def replaced(page: str, begin: str, text: str) -> str:
     """The page with this text in the part that begins so.
 
-    >>> page = f"above {BEGIN} old {END} below {BEGIN_TRIAGE} kept {END}"
-    >>> replaced(page, BEGIN, "new").replace(BEGIN, "(").replace(END, ")")[:30].split()
-    ['above', '(', 'new', ')', 'below', '<!--']
+    >>> page = f"above {BEGIN} old {END} below {END} kept"
+    >>> replaced(page, BEGIN, "new").replace(BEGIN, "(").replace(END, ")").split()
+    ['above', '(', 'new', ')', 'below', ')', 'kept']
     """
     before, rest = page.split(begin)
     _, end, after = rest.partition(END)
