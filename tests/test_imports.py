@@ -46,7 +46,10 @@ ALLOWED |= {
     "cli_engine": {"cli", "engine", "report", "harness", *SERVER},
     "cli_modules": {"cli", "incidents"},
 }
-ALLOWED["cli"] |= {"cli_engine", "cli_modules"}
+# From a symptom to what to do: light, as what an operator installs.
+ALLOWED |= {"triage": {"triage", "vllm", "check"}, "cli_diagnose": {"cli", "triage"}}
+ALLOWED["cli"] |= {"cli_diagnose", "cli_engine", "cli_modules", "triage"}
+ALLOWED["report"] |= {"triage"}
 
 
 def _imported(tree: ast.Module, module: str, package: Path) -> Iterator[tuple[int, str]]:

@@ -39,7 +39,7 @@ class BadInputError(RuntimeError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from staleproof import cli_engine, cli_modules  # noqa: F401  (they register their commands)
+    from staleproof import cli_diagnose, cli_engine, cli_modules  # noqa: F401  (they register their commands)
 
     try:
         app(args=arguments, prog_name="staleproof")
