@@ -16,6 +16,7 @@ from staleproof.report.page import texts
 from staleproof.report.page.chapters import FIRST_BAD, Chapter
 from staleproof.report.page.meaning import meaning
 from staleproof.report.page.tables import cell, table, verdict
+from staleproof.triage.table import Row
 from staleproof.vllm.plugin import patches
 
 # Incident -> what breaks, why, and what cures it: one sentence each.
@@ -105,6 +106,7 @@ def _proof(proofs: Sequence[Finding]) -> Markup:
     )
 
 
-def plain_do(text: str) -> Markup:
-    """A cell of the triage table, its code spans as code."""
+def do_now(row: Row) -> Markup:
+    """What a row of the triage table says to do, and how to confirm it."""
+    text = f"**{row.see}** {row.do} Confirm: {row.confirm}"
     return Markup(str(texts.render(text)).strip().removeprefix("<p>").removesuffix("</p>"))

@@ -14,8 +14,11 @@ from staleproof.audit.contract import Row
 from staleproof.harness import predictions, recorded
 from staleproof.harness.predictions import Outcome
 from staleproof.harness.recorded import Run
+from staleproof.incidents.registry import INCIDENTS
 from staleproof.report import service
 from staleproof.report.audit import recorded_audits
+from staleproof.report.page import cards
+from staleproof.triage import table
 
 # Release of vLLM -> question -> two answers: without the patches and with them.
 Patched = Mapping[str, Mapping[str, Sequence[str]]]
@@ -63,7 +66,10 @@ def kept_in_the_workbook(runs: Sequence[Run]) -> Kept:
     names = "patches", "architectures", "plugin-faults", "soak-cpu", "soak-engine"
     patched, compiled, faults, on_cpu, on_gpu = (read_json(book / f"{name}.json") for name in names)
     soaks = {"vLLM's scheduler on a CPU": on_cpu, "A whole engine on a GPU": on_gpu}
+    do_now = {name: [cards.do_now(row) for row in table.of(name)] for name in INCIDENTS}
     return Kept(
+        triage=table.html(lambda row: f"#{row.incident}"),
+        do_now=do_now,
         patched=patched,
         compiled=compiled,
         predicted=predictions.of_all(runs),

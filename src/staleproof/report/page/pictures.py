@@ -1,7 +1,7 @@
 """SVG pictures as parts of the page: small, with an alternative text, readable in both themes.
 
->>> print(figure('<svg width="9pt"><path d="M 1.23456 2"/></svg>', alt="one line", caption="INTERPRETED"))
-<figure><svg role="img" aria-label="one line" width="9pt"><path d="M 1.23 2"/></svg>
+>>> print(figure('<svg><path d="M 1.23456 2"/></svg>', alt="one line", caption="INTERPRETED"))
+<figure><svg role="img" aria-label="one line" preserveAspectRatio="xMinYMin"><path d="M 1.23 2"/></svg>
 <figcaption>INTERPRETED</figcaption></figure>
 """
 
@@ -16,6 +16,8 @@ from markupsafe import Markup, escape
 # The grey that pictures are drawn in can be read on white and on black, but on neither with a contrast of
 # 4.5. The page lays each picture on its own light ground, so it can have a darker one.
 GREY, DARKER = "#808080", "#4a525b"
+# A picture that is made smaller stays at the left edge of its place.
+LEFT = 'preserveAspectRatio="xMinYMin"'
 
 
 def tidy(svg: str, prefix: str) -> str:
@@ -63,7 +65,9 @@ def figure(svg: str, *, alt: str, caption: object) -> Markup:
     # The same picture may stand in two places, with another caption.
     number = hashlib.sha256(f"{svg}{alt}{caption}".encode()).hexdigest()[:8]
     drawn = tidy(svg, f"p{number}-")
-    labelled = drawn.replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1)
+    labelled = drawn.replace(
+        "<svg", f'<svg role="img" preserveAspectRatio="xMinYMin" aria-label="{escape(alt)}"', 1
+    )
     return Markup("<figure>{}\n<figcaption>{}</figcaption></figure>").format(Markup(labelled), caption)
 
 
