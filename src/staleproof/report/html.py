@@ -83,10 +83,10 @@ def page(
     environment = Environment(
         loader=PackageLoader("staleproof.report.page"), autoescape=True, undefined=StrictUndefined
     )
-    names = Markup(environment.get_template("style.css").render())
+    style, script = (Markup(environment.get_template(name).render()) for name in ("style.css", "script.js"))
     made = environment.get_template("report.html").render(
-        style=names,
-        script=Markup(environment.get_template("script.js").render()),
+        style=style,
+        script=script,
         about=_about(findings),
         triage=Markup(kept.triage or "<p>The triage table is missing.</p>"),
         cards=cards.build(proofs, read, kept.do_now),
@@ -155,6 +155,7 @@ def _number(value: object) -> object:
 def _optional(kept: Kept) -> list[Section]:
     """The sections whose data may be missing."""
     return [
+        Section("engine", "In a real engine", Markup(kept.engine)),
         Section("patched", "vLLM, patched", _patched(kept.patched) if kept.patched else ""),
         Section("service", "The plugin in service", Markup(kept.served)),
         Section("compiled", "Compiled for other GPUs", _compiled(kept.compiled) if kept.compiled else ""),

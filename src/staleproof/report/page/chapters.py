@@ -135,9 +135,16 @@ def _add_code(section: Section, cell: Any, printed: str, after: Any, machine: st
     tags = cell.get("metadata", {}).get("tags", [])
     what = "answer" if "answer" in tags else "code"
     section.parts.append(fold(what, texts.code(cell.source), kind="code"))
-    for output in cell.get("outputs", []):
+    outputs = cell.get("outputs", [])
+    about = [said for one in outputs for said in one.get("metadata", {}).values() if isinstance(said, dict)]
+    captions = [said["caption"] for said in about if said.get("caption")]
+    for output in outputs:
         if output.output_type == "stream":
-            section.parts.append(_block(output.text))
+            text = output.text
+            for caption in captions:
+                # The cell prints it too; here it stands below its picture.
+                text = text.replace(caption, "")
+            section.parts.append(_block(text))
         elif output.output_type == "error":
             section.parts.append(_block("\n".join(output.traceback)))
         else:

@@ -33,7 +33,8 @@ class Kept:
         compiled: what the compiler says for other GPUs (``workbook/architectures.json``).
         predicted: verdicts predicted for SM100, and what the recorded runs say of them.
         audited: rows of recorded audits (``workbook/audits``).
-        served: the section of :func:`staleproof.report.service.section`.
+        served: what :func:`staleproof.report.service.section` returns.
+        engine: the same of benches in a real engine.
         documents: pages of the workbook, file name -> markdown.
         triage: the triage table, as HTML.
         do_now: incident -> what an operator does now.
@@ -45,6 +46,7 @@ class Kept:
     predicted: Sequence[Outcome] = ()
     audited: Sequence[Row] = ()
     served: str = ""
+    engine: str = ""
     documents: Mapping[str, str] = field(default_factory=dict)
     triage: str = ""
     do_now: Mapping[str, Sequence[Markup]] = field(default_factory=dict)
@@ -56,11 +58,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return dict(json.loads(path.read_text())) if path.exists() else None
 
 
-def kept_in_the_workbook(runs: Sequence[Run]) -> Kept:
+def kept_in_the_workbook(runs: Sequence[Run], origins: Sequence[str] = ()) -> Kept:
     """Everything that the report shows besides findings and notebooks.
 
     Args:
         runs: recorded runs, which the predictions are compared with.
+        origins: which source the findings of this machine are of, a line an incident.
     """
     book = recorded.checkout() / "workbook"
     names = "patches", "architectures", "plugin-faults", "soak-cpu", "soak-engine"
@@ -68,6 +71,7 @@ def kept_in_the_workbook(runs: Sequence[Run]) -> Kept:
     soaks = {"vLLM's scheduler on a CPU": on_cpu, "A whole engine on a GPU": on_gpu}
     do_now = {name: [cards.do_now(row) for row in table.of(name)] for name in INCIDENTS}
     return Kept(
+        origins=origins,
         triage=table.html(lambda row: f"#{row.incident}"),
         do_now=do_now,
         patched=patched,

@@ -41,7 +41,9 @@ def render(text: str, level: int = 0) -> Markup:
     made = _MARKDOWN.render(text)
     if level:
         made = re.sub(r"(</?h)([1-6])\b", lambda found: f"{found[1]}{min(int(found[2]) + level, 6)}", made)
-    return Markup(made.replace("<th>", '<th scope="col">').replace('<th scope="col"></th>', "<td></td>"))
+    made = made.replace("<th></th>", "<td></td>").replace("<th>", '<th scope="col">')
+    made = made.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
+    return Markup(made)
 
 
 def code(source: str) -> Markup:
@@ -108,7 +110,7 @@ def glossary_html(text: str) -> Markup:
     for block in re.split(r"\n\s*\n", text):
         match = _TERM.fullmatch(block.strip())
         if match is None:
-            parts.append(render(block, 2) if not block.startswith("# ") else Markup(""))
+            parts.append(render(block, 1) if not block.startswith("# ") else Markup(""))
             continue
         (term,) = terms(block.strip()).values()
         said = Markup(str(render(term.text)).strip().removeprefix("<p>").removesuffix("</p>"))
