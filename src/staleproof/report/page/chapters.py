@@ -179,7 +179,7 @@ def _words_for(section: Section, after: Any) -> str:
     if not about:
         said = [part for part in section.parts if part.startswith("<p>")]
         about = texts.plain(str(said[-1]).rstrip().rsplit("<p>", 1)[-1].join(("<p>", ""))) if said else ""
-    return f"{section.title}: {about}" if section.title else about
+    return ": ".join(filter(None, (section.title, about)))
 
 
 def _provenance(printed: str, machine: str) -> str:

@@ -25,7 +25,7 @@ def html(findings: Sequence[Finding]) -> Markup:
         caption = f"{one.incident}, {matrix.provenance(one.cells.values())}"
         panels.setdefault(one.incident, []).append(table(columns, rows, caption=caption, row_heads=True))
     parts = [
-        fold(f"{incident}: {len(tables)} matrices", Markup("\n").join(tables), kind="rows")
+        fold(f"{incident}, matrices: {len(tables)}", Markup("\n").join(tables), kind="rows")
         for incident, tables in panels.items()
     ]
     absent = matrix.absences(findings)
@@ -33,6 +33,6 @@ def html(findings: Sequence[Finding]) -> Markup:
     if absent:
         lines = Markup("").join(Markup("<li>{}</li>").format(line) for line in absent)
         parts.append(
-            fold(f"{len(absent)} variants not run, and why", Markup("<ul>{}</ul>").format(lines), kind="rows")
+            fold(f"not run, and why: {len(absent)}", Markup("<ul>{}</ul>").format(lines), kind="rows")
         )
     return Markup("\n").join(parts)

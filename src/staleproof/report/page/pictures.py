@@ -65,9 +65,7 @@ def figure(svg: str, *, alt: str, caption: object) -> Markup:
     # The same picture may stand in two places, with another caption.
     number = hashlib.sha256(f"{svg}{alt}{caption}".encode()).hexdigest()[:8]
     drawn = tidy(svg, f"p{number}-")
-    labelled = drawn.replace(
-        "<svg", f'<svg role="img" preserveAspectRatio="xMinYMin" aria-label="{escape(alt)}"', 1
-    )
+    labelled = drawn.replace("<svg", f'<svg role="img" aria-label="{escape(alt)}" {LEFT}', 1)
     return Markup("<figure>{}\n<figcaption>{}</figcaption></figure>").format(Markup(labelled), caption)
 
 
