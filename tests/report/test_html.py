@@ -76,7 +76,7 @@ def test_the_page_loads_nothing(executed):
     assert not re.search(r"url\(\s*[\"']?(?!#|data:)", page, re.IGNORECASE)
     assert '<svg role="img" aria-label="The symptom"' in page
     assert "IntSlider(value=0" in page
-    assert "alert(1)" not in page.replace("Javascript(&#39;alert(1)&#39;)", "").replace("alert(1)&#39;", "")
+    assert page.count("<script") == 1
     # A link that a reader may follow is not a thing the page loads.
     assert 'href="https://a.test"' in page
 
