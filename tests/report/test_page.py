@@ -225,9 +225,10 @@ def test_a_card_says_what_was_seen_off_on_off(tmp_path):
     three = {"off": "leaked", "on": "clean", "off_again": "leaked"}
     proofs = [off_on_off("mla_padding", name, **three, wrong=None) for name in ("one", "two")]
     proofs.append(off_on_off("mla_padding", "bad", **three | {"on": "leaked"}, wrong=None))
-    built = cards.build(proofs, [made], {"mla_padding": ["<do>"]})
+    built = cards.build(proofs, [made], {"mla_padding": ["<do>"]}, texts.terms("**CUDA graph** - A record."))
     assert [card.name for card in built] == [*INCIDENTS]
     card = built[0]
+    assert 'its <a href="glossary.md#cuda-graph">CUDA graph</a> gives' in card.sentences
     rows = re.findall(r"<tr><th scope=\"row\">(.*?)</th>(.*?)</tr>", card.proof)
     assert [name for name, _ in rows] == ["one, two", "bad"]
     assert rows[0][1].startswith(

@@ -80,6 +80,7 @@ def page(
         Section("api", "Public API", reference.html()),
     ]
     proofs = findings or [found for run in runs for found in run.findings]
+    known = texts.terms(kept.documents.get("glossary.md", ""))
     environment = Environment(
         loader=PackageLoader("staleproof.report.page"), autoescape=True, undefined=StrictUndefined
     )
@@ -89,14 +90,13 @@ def page(
         script=script,
         about=_about(findings),
         triage=Markup(kept.triage or "<p>The triage table is missing.</p>"),
-        cards=cards.build(proofs, read, kept.do_now),
+        cards=cards.build(proofs, read, kept.do_now, known),
         contents=_contents(sections, read),
         sections=[sections[0], *(chapter.html() for chapter in read), *sections[1:]],
     )
     anchors = set(re.findall(r"\bid=[\"']([^\"']+)[\"']", made))
     places = {f"{chapter.stem}.ipynb": chapter.stem for chapter in read}
     places |= {name: OWN_PLACE.get(name, _anchor(name)) for name in (*kept.documents, *OWN_PLACE)}
-    known = texts.terms(kept.documents.get("glossary.md", ""))
     return texts.settle_links(made, anchors, places, known).rstrip() + "\n"
 
 

@@ -31,7 +31,7 @@ class Card:
     number: int
     title: str
     notebook: str
-    sentences: str
+    sentences: Markup
     picture: Markup
     proof: Markup
     cost: list[Markup]
@@ -42,7 +42,10 @@ class Card:
 
 
 def build(
-    findings: Sequence[Finding], chapters: Iterable[Chapter], do_now: Mapping[str, Sequence[Markup]]
+    findings: Sequence[Finding],
+    chapters: Iterable[Chapter],
+    do_now: Mapping[str, Sequence[Markup]],
+    known: Mapping[str, texts.Term],
 ) -> list[Card]:
     """The cards of all incidents.
 
@@ -50,6 +53,7 @@ def build(
         findings: those whose off / on / off is shown: of this machine, or else of a recorded one.
         chapters: the notebooks, from which the picture comes.
         do_now: incident -> what an operator does now, from the triage table.
+        known: words of the glossary, which are linked.
     """
     by_stem = {chapter.stem: chapter for chapter in chapters}
     cards = []
@@ -67,7 +71,7 @@ def build(
                 number=about.number,
                 title=about.title,
                 notebook=chapter.stem if chapter else "",
-                sentences=SENTENCES[name],
+                sentences=texts.with_terms(SENTENCES[name], known),
                 picture=first_bad.take_figure() if first_bad else Markup(""),
                 proof=_proof(proofs),
                 cost=cost,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from markupsafe import Markup, escape
 
 from staleproof.harness.findings import Finding
-from staleproof.report.page.meaning import ABSENT, meaning
+from staleproof.report.page.meaning import meaning
 
 
 def cell(text: object, kind: str | None = None, title: str = "") -> Markup:
@@ -35,8 +35,6 @@ def verdict(found: Finding | None) -> Markup:
     """The cell of one finding: coloured by meaning, and with a mark if it was not expected."""
     if found is None:
         return Markup('<td class="absent">-</td>')
-    if not found.ran:
-        return cell(found.verdict, ABSENT, found.note)
     if found.failed:
         return Markup('<td class="{} unexpected">{} <b>unexpected</b>, expected {}</td>').format(
             meaning(found.verdict), found.verdict, found.expected

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from markdown_it import MarkdownIt
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
@@ -102,6 +102,29 @@ def terms(glossary: str) -> dict[str, Term]:
         anchor = match["slug"] or slug(names.split(",")[0])
         found[anchor] = Term(anchor, names, match["text"].strip())
     return found
+
+
+def with_terms(text: str, known: Mapping[str, Term]) -> Markup:
+    """Plain text, the first use of each word of the glossary linked to its entry.
+
+    >>> words = terms("**live row** - A row of a request.")
+    >>> print(with_terms("Two live rows, one live row.", words))
+    Two <a href="glossary.md#live-row">live rows</a>, one live row.
+    """
+    names = {name.strip().lower(): one.slug for one in known.values() for name in one.names.split(",")}
+    if not names:
+        return escape(text)
+    longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    linked: set[str] = set()
+
+    def link(match: re.Match[str]) -> str:
+        anchor = names[match[1].lower()]
+        if anchor in linked:
+            return match[0]
+        linked.add(anchor)
+        return f'<a href="glossary.md#{anchor}">{match[0]}</a>'
+
+    return Markup(re.sub(rf"\b({longest_first})s?\b", link, escape(text), flags=re.IGNORECASE))
 
 
 def glossary_html(text: str) -> Markup:
