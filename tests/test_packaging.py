@@ -251,7 +251,10 @@ import staleproof
 from staleproof import cli
 from staleproof.harness.findings import Finding
 # These render notebooks and pictures.
-needs_more = ("report.canonical", "report.html", "report.notebooks", "report.plots")
+needs_more = (
+    *("report.canonical", "report.html", "report.notebooks", "report.plots"),
+    *("page.cards", "page.chapters", "page.kept"),
+)
 for module in pkgutil.walk_packages(staleproof.__path__, "staleproof."):
     if not module.name.endswith(("__main__", *needs_more)):
         importlib.import_module(module.name)

@@ -142,7 +142,7 @@ def _verdicts(findings: Sequence[Finding], runs: Sequence[Run], origins: Sequenc
         parts.append(Markup("<h3>Timings</h3>"))
     for run in timed:
         rows = ([row.get(name, "") for name in MEASURED_COLUMNS] for row in run.measurements)
-        caption = f"RECORDED {run.title}. Medians with 20th and 80th percentile, in the unit of each row."
+        caption = f"RECORDED {run.machine}, {run.date}. p50 is a median; times in the unit of each row."
         body = table(MEASURED_COLUMNS, ([_number(v) for v in row] for row in rows), caption=caption)
         parts.append(fold(f"{run.machine}: {len(run.measurements)} measurements", body, kind="rows"))
     return Markup("\n").join(parts)

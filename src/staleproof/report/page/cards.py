@@ -71,7 +71,7 @@ def build(
                 number=about.number,
                 title=about.title,
                 notebook=chapter.stem if chapter else "",
-                sentences=texts.with_terms(SENTENCES[name], known),
+                sentences=texts.with_terms(SENTENCES.get(name, about.summary), known),
                 picture=first_bad.take_figure() if first_bad else Markup(""),
                 proof=_proof(proofs),
                 cost=cost,

@@ -14,7 +14,6 @@ from staleproof.audit.contract import Row
 from staleproof.harness import predictions, recorded
 from staleproof.harness.predictions import Outcome
 from staleproof.harness.recorded import Run
-from staleproof.incidents.registry import INCIDENTS
 from staleproof.report import service
 from staleproof.report.audit import recorded_audits
 from staleproof.report.page import cards
@@ -69,7 +68,9 @@ def kept_in_the_workbook(runs: Sequence[Run], origins: Sequence[str] = ()) -> Ke
     names = "patches", "architectures", "plugin-faults", "soak-cpu", "soak-engine"
     patched, compiled, faults, on_cpu, on_gpu = (read_json(book / f"{name}.json") for name in names)
     soaks = {"vLLM's scheduler on a CPU": on_cpu, "A whole engine on a GPU": on_gpu}
-    do_now = {name: [cards.do_now(row) for row in table.of(name)] for name in INCIDENTS}
+    do_now: dict[str, list[Markup]] = {}
+    for row in table.rows():
+        do_now.setdefault(row.incident, []).append(cards.do_now(row))
     return Kept(
         origins=origins,
         triage=table.html(lambda row: f"#{row.incident}"),
