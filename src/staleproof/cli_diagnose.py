@@ -14,7 +14,9 @@ from staleproof.cli import BadInputError, command
 
 @command
 def diagnose(
-    paste: Annotated[str | None, typer.Argument(help="A vLLM log, or - for stdin; as --log.")] = None,
+    paste: Annotated[
+        str | None, typer.Argument(metavar="LOG", help="A vLLM log, or - for stdin; as --log.")
+    ] = None,
     log: Annotated[str | None, typer.Option(help="A file with a pasted vLLM log, or - for stdin.")] = None,
     symptom: Annotated[
         str | None, typer.Option(help="What you see: nan, oom, crash, drift, leak, or in words.")
@@ -35,6 +37,15 @@ def diagnose(
     """Say which incidents fit what you see, by what evidence, and what to do now.
 
     Without options it asks at most five questions. An option overrides what the log says.
+
+    \b
+    Examples:
+      staleproof diagnose                                          asks
+      staleproof diagnose --symptom '!!!!' --version 0.18.1 --gpu gb200
+      staleproof diagnose --log server.log --symptom "accuracy drops"
+      kubectl logs my-pod | staleproof diagnose -
+
+    Exit code 2: bad input, in one line.
     """
     from staleproof.triage import answer, judge, logs
     from staleproof.triage.facts import Facts

@@ -35,7 +35,7 @@ def test_options_give_ranked_rows_with_evidence_patch_and_notebook(capsys):
     text = diagnose(capsys, *(f"--{option}" for option in given.split(" ")))
     first = text[text.index("1. ") : text.index("2. ")]
     assert first.startswith("1. fits: empty_rows (mla_padding)")
-    for words in ("mla_padding: affected", "--enforce-eager", "real: ", "notebooks/01_mla_padding.ipynb"):
+    for words in ("patch     mla_padding: ", "--enforce-eager", "real: ", "notebooks/01_mla_padding.ipynb"):
         assert words in first
     assert "scale_padding: quant none (--quant); it needs nvfp4" in text
 
@@ -59,10 +59,10 @@ def test_json_for_programs(capsys):
     assert answer["known"]["version"] == "0.18.1"
     assert answer["origin"]["symptom"] == "line 15"
     first = answer["rows"][0]
-    assert (first["key"], first["status"], first["patches"][0]["state"]) == (
+    assert (first["key"], first["status"], first["patches"][0]["patch"]) == (
         "decode_buffer",
         "fits",
-        "affected",
+        "decode_buffer",
     )
     assert all(item["rests_on"] for row in answer["rows"] for item in row["evidence"])
 

@@ -162,3 +162,12 @@ def test_a_row_says_where_its_inputs_were():
     assert [row["cache"] for row in rows] == ["warm", "cold", None]
     # Two runs are compared by kernel, provider, mode and case.
     assert [row["mode"] for row in rows] == ["bf16, warm", "bf16, cold", "bf16"]
+
+
+@pytest.mark.parametrize(("baseline", "name"), [("staleproof", "x ours"), ("without", "x without")])
+def test_the_last_column_says_what_it_divides_by(baseline, name, capsys):
+    row = {"mode": "bf16", "x_name": "rows", "x_value": 1, "provider": baseline, "bytes": 8}
+    measure.print_rows([row | {"p50": 2.0, "p20": 1.0, "p80": 3.0}], baseline=baseline)
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.endswith(name)
+    assert line.endswith(" 1.00")

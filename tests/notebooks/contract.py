@@ -19,7 +19,7 @@ import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
 
-from staleproof.report.canonical import canonical
+from staleproof.report.canonical import ANSWER, canonical
 
 EVIDENCE = "nbval-check-output"
 MAX_LINES = 15
@@ -35,7 +35,11 @@ SECTIONS = (
     "verification",
     "exercises",
     "not covered",
+    "what we know now",
+    "in production",
 )
+# The last section of a walkthrough whose fault was also produced in a whole engine.
+ENGINE = "in a real engine"
 VERDICT_LINE = re.compile(r"^(?:MEASURED|INTERPRETED)\b", re.MULTILINE)
 TIMING = re.compile(r"\d\s?(?:[nµμum]?s|sec|seconds?)\b|/s\b")
 ABSOLUTE_PATH = re.compile(
@@ -198,6 +202,8 @@ def names_no_path_and_no_host(nb: NotebookNode) -> list[str]:
 def walks_in_order(nb: NotebookNode) -> list[str]:
     prose = "\n".join(c.source for c in nb.cells if c.cell_type == "markdown")
     headings = re.findall(r"^## +(.+)$", prose, re.MULTILINE)
+    if headings and ENGINE in headings[-1].lower():
+        headings.pop()
     if len(headings) != len(SECTIONS):
         return [f"sections {headings}, expected one each on {SECTIONS}"]
     return [
@@ -205,6 +211,38 @@ def walks_in_order(nb: NotebookNode) -> list[str]:
         for heading, word in zip(headings, SECTIONS, strict=True)
         if word not in heading.lower()
     ]
+
+
+def pictures_are_told(nb: NotebookNode) -> list[str]:
+    """Each picture has an alt text of its own and a caption, which the report shows beside it."""
+    problems, seen = [], {}
+    for cell in code_cells(nb):
+        for output in cell.get("outputs", []):
+            if "image/svg+xml" not in output.get("data", {}):
+                continue
+            told = output.metadata.get("image/svg+xml", {})
+            problems += [f"{cell.id}: a picture without {k}" for k in ("alt", "caption") if not told.get(k)]
+            if told.get("alt") in seen:
+                problems.append(f"{cell.id}: the alt text of {seen[told.alt]}")
+            seen[told.get("alt")] = cell.id
+    return problems
+
+
+def exercises_are_answered(nb: NotebookNode) -> list[str]:
+    """Each ``check(number, ...)`` of a reader's cell has an answer cell, whose output says ``right``."""
+    calls = re.compile(r"^check\((\d+), ", re.MULTILINE)
+    asked: list[str] = []
+    answered: list[str] = []
+    problems = []
+    for cell in code_cells(nb):
+        numbers = calls.findall(cell.source)
+        is_answer = ANSWER in cell.metadata.get("tags", [])
+        (answered if is_answer else asked).extend(numbers)
+        said = [f"exercise {n}: {'right' if is_answer else 'no answer yet'}" for n in numbers]
+        problems += [f"{cell.id}: does not print {line!r}" for line in said if line not in output_text(cell)]
+    if not asked or asked != answered or asked != sorted(set(asked)):
+        problems.append(f"exercises {asked}, answers to {answered}")
+    return problems
 
 
 RULES: tuple[Rule, ...] = (
@@ -224,4 +262,8 @@ RULES: tuple[Rule, ...] = (
     evidence_prints_no_timing,
     names_no_path_and_no_host,
     walks_in_order,
+    pictures_are_told,
+    exercises_are_answered,
 )
+# Rules of the walkthroughs only.
+WALKTHROUGH = (walks_in_order, pictures_are_told, exercises_are_answered)

@@ -17,7 +17,7 @@ import contract
 from contract import EVIDENCE, RULES, SECTIONS, Rule
 
 from staleproof.incidents.registry import INCIDENTS
-from staleproof.report.canonical import canonical
+from staleproof.report.canonical import ANSWER, canonical
 from staleproof.report.timeline import LANES
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
@@ -40,7 +40,7 @@ CASES = [
     pytest.param(path, rule, id=f"{path.stem}-{rule.__name__}")
     for path in NOTEBOOKS
     for rule in RULES
-    if rule is not contract.walks_in_order or is_walkthrough(path)
+    if rule not in contract.WALKTHROUGH or is_walkthrough(path)
 ]
 
 
@@ -51,6 +51,9 @@ def test_notebook_keeps_the_contract(path: Path, rule: Rule) -> None:
     nb = v4.reads(text)
     assert rule(nb) == []
     assert rule is not contract.is_canonical or text == canonical(nb)
+
+
+TOLD = {"alt": "Row 127 is unwritten.", "caption": "one square is one row"}
 
 
 def _good() -> NotebookNode:
@@ -65,11 +68,16 @@ def _good() -> NotebookNode:
     picture = {"image/svg+xml": "<svg xmlns='http://www.w3.org/2000/svg'/>", "text/plain": "fig"}
     evidence.outputs = [
         v4.new_output("stream", name="stdout", text=text),
-        v4.new_output("display_data", data=picture),
+        v4.new_output("display_data", data=picture, metadata={"image/svg+xml": dict(TOLD)}),
     ]
+    reader = v4.new_code_cell("answer = ...\ncheck(1, answer)", execution_count=3)
+    reader.outputs = [v4.new_output("stream", name="stdout", text="exercise 1: no answer yet; put ...\n")]
+    answer = v4.new_code_cell("check(1, 7)", execution_count=4)
+    answer.metadata.tags = [ANSWER]
+    answer.outputs = [v4.new_output("stream", name="stdout", text="exercise 1: right\n")]
     prose = "# Incident\n" + "\n".join(f"## The {word} here\n### Detail" for word in SECTIONS)
     prose += "\nSource: https://github.com/vllm-project/vllm/pull/37442, 168 us reported."
-    nb = v4.new_notebook(cells=[v4.new_markdown_cell(prose), parameters, evidence])
+    nb = v4.new_notebook(cells=[v4.new_markdown_cell(prose), parameters, evidence, reader, answer])
     return nbformat.reads(canonical(nb), as_version=4)
 
 
@@ -104,6 +112,14 @@ def _tags(index: int, *tags: str) -> Callable[[NotebookNode], None]:
         nb.cells[index].metadata.tags = list(tags)
 
     return write
+
+
+def _untold(nb: NotebookNode) -> None:
+    nb.cells[2].outputs[1].metadata["image/svg+xml"].pop("caption")
+
+
+def _again(nb: NotebookNode) -> None:
+    nb.cells[2].outputs.append(nb.cells[2].outputs[1])
 
 
 def _set(index: int, key: str, value: object) -> Callable[[NotebookNode], None]:
@@ -188,6 +204,15 @@ BROKEN: tuple[tuple[Rule, Callable[[NotebookNode], None]], ...] = (
     (contract.walks_in_order, _prose("## The symptom", "### The symptom")),
     (contract.walks_in_order, _prose("## The symptom", "## A stray one\n## The symptom")),
     (contract.walks_in_order, _prose("## The claim", "## The symptom")),
+    (contract.walks_in_order, _prose("## The fix", "## In a real engine")),
+    (contract.pictures_are_told, _output("display_data", data={"image/svg+xml": "<svg/>"})),
+    (contract.pictures_are_told, _untold),
+    (contract.pictures_are_told, _again),
+    (contract.exercises_are_answered, _tags(4)),
+    (contract.exercises_are_answered, _source(4, "check(2, 7)")),
+    (contract.exercises_are_answered, _source(4, "print()")),
+    (contract.exercises_are_answered, _set(4, "outputs", [])),
+    (contract.exercises_are_answered, _set(3, "outputs", [])),
 )
 
 
@@ -196,6 +221,12 @@ def test_each_rule_sees_what_breaks_it(rule: Rule, spoil: Callable[[NotebookNode
     nb = _good()
     spoil(nb)
     assert rule(nb) != []
+
+
+def test_a_walkthrough_may_end_in_a_real_engine() -> None:
+    nb = _good()
+    nb.cells[0].source += "\n## In a real engine"
+    assert contract.walks_in_order(nb) == []
 
 
 def test_every_rule_is_shown_a_notebook_that_breaks_it() -> None:

@@ -47,6 +47,13 @@ def test_chance_is_dropped_and_what_is_shown_is_kept() -> None:
     assert result["data"] == {"text/plain": ["4"]}
 
 
+def test_the_answer_to_an_exercise_is_folded() -> None:
+    nb = _notebook()
+    nb.cells[1].metadata.tags = ["answer"]
+    metadata = json.loads(canonical(nb))["cells"][1]["metadata"]
+    assert metadata == {"jupyter": {"source_hidden": True}, "tags": ["answer"]}
+
+
 def test_the_form_is_valid_ends_in_one_newline_and_is_its_own_form() -> None:
     text = canonical(_notebook())
     nb = nbformat.reads(text, as_version=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
+from staleproof import device
 from staleproof.incidents.mla_padding.pictures import StagePicture
 from staleproof.report import plots
 from staleproof.report.timeline import INK
@@ -49,7 +51,7 @@ def test_states_of_one_picture_differ_without_their_colours() -> None:
     pictures = (
         VERDICTS,
         plots._STAGE_STATES,
-        ("this step", "an earlier step", "nobody"),
+        ("this step", "an earlier step", "NaN of an earlier step", "NaN in a live row", "zero"),
         ("written", "never written"),
         ("cured", "helped", "not cured", "made worse"),
     )
@@ -104,40 +106,6 @@ def test_stages_draws_the_rows_and_the_line_below_the_live_ones() -> None:
     assert labels == ["row 0", "padding 1", "padding 2"]
 
 
-def _timing(**changes: Any) -> dict[str, Any]:
-    row = {
-        "machine": "NVIDIA X",
-        "date": "2026-11-20",
-        "mode": "bf16",
-        "x_name": "live rows",
-        "x_value": 1,
-        "provider": "staleproof",
-        "p50": 2.0,
-        "p20": 1.5,
-        "p80": 3.0,
-        "unit": "us",
-    }
-    return row | changes
-
-
-def test_timings_show_median_and_spread_under_a_recorded_title() -> None:
-    rows = [_timing(), _timing(x_value=1024, p50=4.0), _timing(provider="peer", p50=9.0)]
-    fig = plots.timings([*rows, _timing(machine="NVIDIA Y", p50=7.0)])
-    first, second = fig.axes
-    assert first.get_title() == "RECORDED NVIDIA X, 2026-11-20: bf16"
-    assert second.get_title() == "RECORDED NVIDIA Y, 2026-11-20: bf16"
-    assert first.get_yscale() == "log"
-    points = {tuple(map(float, p)) for p in first.collections[0].get_offsets()}
-    assert points == {(0, 2), (1, 4), (0, 9)}
-    assert [list(line.get_ydata()) for line in first.lines[:3]] == [[1.5, 3.0]] * 3
-    assert [t.get_text() for t in first.get_xticklabels()] == ["1", "1024"]
-
-
-def test_timings_of_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows: expected at least one, got 0"):
-        plots.timings([])
-
-
 def test_routing_hatches_an_expert_taken_again_and_the_map_s_holes() -> None:
     fig = plots.routing([[3, 1], [0, 0], [-1, 2]], [[False, False], [False, True], [False] * 2], live=1)
     left, right = fig.axes
@@ -155,35 +123,6 @@ def test_routing_hatches_an_expert_taken_again_and_the_map_s_holes() -> None:
 def test_routing_refuses_holes_of_another_shape() -> None:
     with pytest.raises(ValueError, match=r"holes: expected rows of \[2\] slots, got \[1\]"):
         plots.routing([[3, 1]], [[False]], live=1)
-
-
-def test_cost_bars_are_ratios_to_the_baseline_of_the_same_run() -> None:
-    cases = {
-        ("X", "staleproof"): (2.0, 6.0),
-        ("X", "peer"): (4.0, 3.0),
-        ("Y", "staleproof"): (9.0,),
-        ("Y", "peer"): (2.0,),
-    }
-    rows = [
-        _timing(machine=f"NVIDIA {machine}", provider=provider, x_value=x, p20=p, p50=p, p80=p + 1)
-        for (machine, provider), times in cases.items()
-        for x, p in enumerate(times)
-    ]
-    fig = plots.cost_bars(rows, "peer")
-    first, second = fig.axes
-    assert [bar.get_height() for bar in first.patches] == [0.5, 2.0]
-    assert [bar.get_height() for bar in second.patches] == [4.5]
-    assert first.get_title() == "RECORDED NVIDIA X, 2026-11-20: bf16"
-    assert [t.get_text() for t in first.get_legend().get_texts()] == ["peer", "staleproof"]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [([], "rows: expected at least one"), ([_timing()], "baseline: expected one of .*'peer'")],
-)
-def test_cost_bars_without_a_baseline_are_refused(rows: list[Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plots.cost_bars(rows, "peer")
 
 
 def test_uptime_draws_each_share_at_the_end_of_its_window() -> None:
@@ -219,3 +158,42 @@ def test_the_same_picture_has_the_same_bytes_and_no_date() -> None:
     # Words are stored as words, and the page shows through.
     assert ">pad_only</text>" in one
     assert _verdicts().get_facecolor()[3] == 0
+
+
+def test_a_picture_carries_its_alt_text_and_caption() -> None:
+    shown = plots.svg(_verdicts(), "Four <verdicts>.", "one square is a verdict")
+    assert 'role="img"' in shown.data.split(">")[0]
+    assert "<title>Four &lt;verdicts&gt;.</title>" in shown.data
+    assert shown.metadata == {"alt": "Four <verdicts>.", "caption": "one square is a verdict"}
+    assert plots.svg(_verdicts()).metadata in (None, {})
+
+
+def test_a_caption_is_printed_with_its_provenance(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    plots.picture(_verdicts(), "Four verdicts.", "one square is a verdict")
+    plots.picture(_verdicts(), "Four verdicts.", "RECORDED X, 2026-11-20: one square is a verdict")
+    word = device.provenance()
+    assert capsys.readouterr().out.splitlines() == [
+        f"Picture, {word}: one square is a verdict",
+        "Picture, RECORDED X, 2026-11-20: one square is a verdict",
+    ]
+    assert shown[0].metadata == {"alt": "Four verdicts.", "caption": f"{word}: one square is a verdict"}
+
+
+@pytest.mark.parametrize(("alt", "caption", "name"), [("", "b", "alt"), ("a", " ", "caption")])
+def test_a_picture_without_words_is_refused(alt: str, caption: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected a sentence"):
+        plots.picture(_verdicts(), alt, caption)
+
+
+def test_in_the_stored_picture_no_hatch_lies_in_a_face_of_its_own_colour() -> None:
+    drawn = plots.svg(_verdicts()).data
+    patterns = re.findall(r"<pattern.*?</pattern>", drawn, re.DOTALL)
+    assert len(patterns) == 3
+    for pattern in patterns:
+        assert re.search(r'<rect [^>]*fill="none"', pattern), pattern
+    # The faces are there all the same.
+    assert drawn.count("fill-opacity") + drawn.count("opacity: 0.") >= 8

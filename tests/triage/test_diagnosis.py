@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from staleproof.triage import answer, facts, judge, logs, table
 from staleproof.triage.facts import Facts
+from staleproof.vllm import status
 
 LOGS = Path(__file__).with_name("logs")
 
@@ -35,7 +37,7 @@ FROM_LOGS = {
         "version": "0.16.0",
         "graphs": "full",
         "quant": "none",
-        "backend": "flash_attn",
+        "backend": "flashinfer",
         "moe_backend": "triton",
         "scheduling": "async",
         "parallel": "none",
@@ -119,6 +121,25 @@ def test_a_fact_says_its_line_and_the_last_line_holds():
     assert known.origin["graphs"] == "line 2"
 
 
+@pytest.mark.parametrize("name", FROM_LOGS)
+def test_skipping_lines_without_a_mark_loses_no_fact(name, monkeypatch):
+    quick = read(name)
+    monkeypatch.setattr(logs, "MARKS", ("",))
+    assert read(name) == quick
+
+
+def test_a_day_of_throughput_lines_is_read_in_seconds():
+    line = (
+        "INFO 04-02 22:05:45 [loggers.py:259] Engine 000: Avg prompt throughput: 210.3 tokens/s, Running: 3\n"
+    )
+    text = (LOGS / "vllm-0.18.1-oom-gb200.log").read_text()
+    begin = time.process_time()
+    known = logs.read(line * 100_000 + text)
+    # Without the marks it takes twenty times as long.
+    assert time.process_time() - begin < 3
+    assert known.known == FROM_LOGS["vllm-0.18.1-oom-gb200"]
+
+
 def test_colours_do_not_hide_a_line():
     assert logs.read("\x1b[32mINFO\x1b[0m Resolved architecture: \x1b[1mDeepseekV3ForCausalLM\x1b[0m").traits[
         "mla"
@@ -132,6 +153,32 @@ def test_what_a_log_says_in_unknown_words_stays_unknown_with_a_note():
     assert known.known == {}
     assert [note.partition(": ")[0] for note in known.notes] == ["line 1", "line 1"]
     assert "development build" in known.notes[0]
+
+
+def test_a_model_that_we_do_not_know_is_a_note_and_no_guess():
+    known = logs.read("Resolved architecture: NobodysForCausalLM")
+    assert known.traits == known.origin == {}
+    assert known.notes == [
+        "line 1: NobodysForCausalLM is no model that we know; say mla, moe, hybrid or dense"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("deepseek-ai/DeepSeek-V3.1", {"mla", "moe"}),
+        ("moonshotai/Kimi-K2-Instruct", {"mla", "moe"}),
+        ("KimiLinearForCausalLM", {"mla", "moe", "hybrid"}),
+        ("Qwen3_5MoeForCausalLM", {"moe", "hybrid"}),
+        ("Qwen/Qwen3-30B-A3B", {"moe"}),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", set()),
+        ("DeepseekV4ForCausalLM", {"moe"}),
+        ("NemotronHForCausalLM", {"hybrid"}),
+        ("LlamaForCausalLM", set()),
+    ],
+)
+def test_models_by_name(name, there):
+    assert {trait for trait, has in facts.traits(name).items() if has} == there
 
 
 def test_a_prefill_backend_is_not_the_decode_backend():
@@ -166,6 +213,11 @@ def test_words_people_type(words, name):
         ({"gpu": "voodoo2"}, "gpu: expected one of A100, .* got 'voodoo2'"),
         ({"graphs": "maybe"}, "graphs: expected one of none, piecewise, full, got 'maybe'"),
         ({"parallel": "pp"}, r"parallel: expected dp, ep, dp\+ep or none, got 'pp'"),
+        (
+            {"backend": "triton"},
+            "backend: expected a name as vLLM prints it, with one of mla, .* got 'triton'",
+        ),
+        ({"moe_backend": "mla"}, "moe_backend: expected a name as vLLM prints it, .* got 'mla'"),
         ({"model": ""}, "model: expected a model's name, or some of mla, moe, hybrid, dense, got ''"),
     ],
 )
@@ -188,6 +240,8 @@ def test_drift_in_a_hybrid_model_leads_to_reused_blocks():
     known = read("vllm-0.16.0-hybrid-drift")
     known.learn("symptom", "accuracy drops with uptime", "--symptom")
     assert standing(known) == {"reused_blocks": judge.FITS}
+    known.learn("backend", "FLASH_ATTN", "--backend")
+    assert standing(known) == {"reused_blocks": judge.MEASURED}
 
 
 @pytest.mark.parametrize("row", table.rows(), ids=lambda row: row.key)
@@ -289,6 +343,10 @@ def test_questions_end_where_no_answer_would_change_anything():
     assert judge.next_question(known, ["symptom", "version", "model"]) is None
 
 
-def test_patch_lines_are_those_of_patches():
-    lines = answer.patch_lines(next(row for row in table.rows() if row.key == "scale_padding"), "0.17.0")
-    assert [(patch, state) for patch, state, _ in lines] == [("scale_padding", "refused")]
+@pytest.mark.parametrize("version", ["0.17.0", "0.18.1", "0.33.0"])
+def test_patch_lines_are_those_of_patches(version):
+    said = json.loads(status.as_json(status.answer(version)))["patches"]
+    states = {line["patch"]: (line["state"], line["why"]) for line in said}
+    for row in table.rows():
+        for patch, *state in answer.patch_lines(row, version):
+            assert tuple(state) == states[patch]

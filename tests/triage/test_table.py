@@ -102,13 +102,13 @@ def _cells(row: table.Row) -> list[str]:
 
 def _of_markdown(text: str) -> list[list[str]]:
     lines = [line for line in text.splitlines() if line.startswith("|")][2:]
-    return [[table.plain(cell).strip() for cell in line.strip("|").split(" | ")][:-1] for line in lines]
+    return [[table.plain(cell).strip() for cell in line.strip("|").split(" | ")][1:] for line in lines]
 
 
 def _of_html(text: str) -> list[list[str]]:
     found = []
     for line in re.findall(r"<tr id=.*?</tr>", text):
-        cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)[:-1]
+        cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)[1:]
         found.append([markup.unescape(re.sub("<[^>]+>", "", cell)) for cell in cells])
     return found
 

@@ -303,9 +303,10 @@ def print_rows(rows: Sequence[dict[str, Any]], *, baseline: str) -> None:
         baseline: the provider that the last column divides by: in the same case if it was measured
             there, otherwise in the same mode.
     """
+    ratio_name = "x ours" if baseline == "staleproof" else f"x {baseline}"
     print(
         f"{'mode':<52} {'case':<16} {'provider':<34} {'p50 us':>9} {'p20':>9} {'p80':>9} "
-        f"{'TB/s':>6} {'x ours':>7}"
+        f"{'TB/s':>6} {ratio_name:>7}"
     )
     ours = {r["mode"]: r["p50"] for r in rows if r["provider"] == baseline}
     ours |= {(r["mode"], r["x_value"]): r["p50"] for r in rows if r["provider"] == baseline}

@@ -21,13 +21,17 @@ METADATA = {
 # Left out: its model id is random, and without the widget's state, which is not stored, it shows nothing.
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
+# The answer to an exercise: JupyterLab shows its output and folds its source.
+ANSWER = "answer"
+
 
 def canonical(nb: NotebookNode) -> str:
     """The canonical text of a notebook.
 
     The text is nbformat 4.5 as ``nbformat.writes`` prints it. Metadata is :data:`METADATA`; that of
-    a cell is its sorted tags. Cells are named ``cell-01``, ``cell-02`` and so on. Outputs are kept,
-    with neighbouring chunks of one stream joined. The text ends with one newline.
+    a cell is its sorted tags; a cell tagged ``answer`` is folded. Cells are named ``cell-01``,
+    ``cell-02`` and so on. Outputs are kept, with neighbouring chunks of one stream joined. The text
+    ends with one newline.
 
     Args:
         nb: a notebook of major format 4; it is not changed.
@@ -38,10 +42,13 @@ def canonical(nb: NotebookNode) -> str:
     cells = []
     for number, cell in enumerate(nb.cells, 1):
         tags = sorted(cell.metadata.get("tags", []))
+        metadata: dict[str, object] = {"tags": tags} if tags else {}
+        if ANSWER in tags:
+            metadata["jupyter"] = {"source_hidden": True}
         kept = {
             "cell_type": cell.cell_type,
             "id": f"cell-{number:02d}",
-            "metadata": {"tags": tags} if tags else {},
+            "metadata": metadata,
             "source": cell.source,
         }
         if cell.cell_type == "code":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from staleproof import device
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 device.need_workbook("pandas", "matplotlib", "seaborn")
 
 _BLUE, _ORANGE, _VERMILION, _PURPLE, _GREEN = "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73"
+_YELLOW = "#F0E442"
 
 # State -> its colour, the opacity of the cell's background, and its hatch.
 STATES: Mapping[str, tuple[str, float, str]] = {
@@ -36,6 +38,8 @@ STATES: Mapping[str, tuple[str, float, str]] = {
     "this step": (_BLUE, 0.25, ""),
     "an earlier step": (_GREEN, 0.3, "---"),
     "nobody": (_ORANGE, 0.2, "///"),
+    "NaN of an earlier step": (_ORANGE, 0.35, "///"),
+    "zero": (_YELLOW, 0.35, "||"),
     "cured": (_BLUE, 0.25, ""),
     "helped": (_GREEN, 0.3, "---"),
     "not cured": (_ORANGE, 0.2, "///"),
@@ -71,7 +75,6 @@ def grid(
         ValueError: cells that do not fit the labels, or an unknown state.
     """
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     require(len(cells) == len(rows), "cells", f"{len(rows)} rows", len(cells))
     for line in cells:
@@ -88,7 +91,7 @@ def grid(
     ax = fig.add_axes((left / size[0], bottom / size[1], width / size[0], height / size[1]), facecolor="none")
     for y, line in enumerate(cells):
         for x, state in enumerate(line):
-            ax.add_patch(_patch(state, (x, y)))
+            ax.add_patch(patch(state, (x, y)))
     if live is not None:
         ax.plot([-0.15, len(columns) + 0.15], [live, live], color=INK, linewidth=2, clip_on=False)
     ax.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
@@ -100,34 +103,68 @@ def grid(
     for spine in ax.spines.values():
         spine.set_visible(False)
     shown = [s for s in STATES if any(s in line for line in cells)]
-    handles: list[Patch] = [_patch(state, label=state) for state in shown]
+    legend(fig, [patch(state, label=state) for state in shown], "lower left")
+    return fig
+
+
+@cache
+def two_layers(kind: type) -> Any:
+    """A kind of matplotlib patch that draws its face first and its hatch over it.
+
+    In an SVG both would be one pattern at one opacity, and a hatch in the face's colour is invisible.
+    """
+
+    class TwoLayers(kind):  # type: ignore[misc]
+        def draw(self, renderer: Any) -> None:
+            hatch, face, width = self.get_hatch(), self.get_facecolor(), self.get_linewidth()
+            self.set_hatch(None)
+            super().draw(renderer)
+            if hatch:
+                self.set(hatch=hatch, facecolor="none", linewidth=0)
+                super().draw(renderer)
+                self.set(facecolor=face, linewidth=width)
+
+    return TwoLayers
+
+
+def patch(
+    state: str, corner: tuple[float, float] = (0, 0), size: tuple[float, float] = (1, 1), **changes: Any
+) -> Any:
+    """A rectangle in the colour and hatch of one of :data:`STATES`.
+
+    Args:
+        state: its name.
+        corner: x and y.
+        size: width and height.
+        changes: other properties of the rectangle.
+    """
+    from matplotlib.colors import to_rgba
+    from matplotlib.patches import Rectangle
+
+    colour, strength, hatch = STATES[state]
+    look = {"facecolor": to_rgba(colour, strength), "edgecolor": colour, "hatch": hatch, "linewidth": 0.6}
+    return two_layers(Rectangle)(corner, *size, **(look | changes))
+
+
+def legend(fig: Figure, handles: Sequence[Any], loc: str) -> None:
+    """A legend of patches in one line, drawn like the patches themselves."""
+    from matplotlib.legend_handler import HandlerPatch
+    from matplotlib.patches import Rectangle
+
+    def drawn(**place: Any) -> Any:
+        corner = (-place["xdescent"], -place["ydescent"])
+        return two_layers(Rectangle)(corner, place["width"], place["height"])
+
     fig.legend(
-        handles=handles,
-        loc="lower left",
+        handles=list(handles),
+        handler_map={Rectangle: HandlerPatch(patch_func=drawn)},
+        loc=loc,
         ncols=len(handles),
         fontsize=_FONT,
         frameon=False,
         labelcolor=INK,
         handlelength=2.2,
         handleheight=1.4,
-    )
-    return fig
-
-
-def _patch(state: str, corner: tuple[float, float] = (0, 0), **changes: Any) -> Any:
-    from matplotlib.colors import to_rgba
-    from matplotlib.patches import Rectangle
-
-    colour, strength, hatch = STATES[state]
-    return Rectangle(
-        corner,
-        1,
-        1,
-        facecolor=to_rgba(colour, strength),
-        edgecolor=colour,
-        hatch=hatch,
-        linewidth=0.6,
-        **changes,
     )
 
 
@@ -141,49 +178,6 @@ def stages(picture: StagePicture) -> Figure:
         columns=picture.stages,
         live=picture.live,
     )
-
-
-def timings(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Recorded medians with p20 to p80: a panel for each mode and machine, a mark for each provider.
-
-    Args:
-        rows: lines of ``measurements.jsonl`` of one kernel.
-
-    Raises:
-        ValueError: no rows.
-    """
-    import pandas as pd
-    import seaborn as sns
-    from matplotlib.figure import Figure
-
-    require(bool(rows), "rows", "at least one", 0)
-    frame = pd.DataFrame(rows)
-    panels = list(frame.groupby(["machine", "date", "mode"], sort=False))
-    fig = Figure(figsize=(7, 2.9 * len(panels)), facecolor="none", layout="constrained")
-    axes = fig.subplots(len(panels), squeeze=False)[:, 0]
-    order = list(dict.fromkeys(frame["provider"]))
-    for ax, ((machine, date, mode), part) in zip(axes, panels, strict=True):
-        values = sorted(set(part["x_value"]))
-        part = part.assign(x=[values.index(value) for value in part["x_value"]])
-        for row in part.itertuples():
-            ax.plot([row.x, row.x], [row.p20, row.p80], color=INK, linewidth=1)
-        sns.scatterplot(
-            part,
-            x="x",
-            y="p50",
-            hue="provider",
-            style="provider",
-            hue_order=order,
-            style_order=order,
-            palette=sns.color_palette("colorblind", len(order)),
-            s=60,
-            ax=ax,
-        )
-        ax.set(yscale="log", xlabel=part["x_name"].iloc[0], ylabel=part["unit"].iloc[0])
-        ax.set_xticks(range(len(values)), map(str, values))
-        ax.set_title(f"RECORDED {machine}, {date}: {mode}", color=INK, fontsize=9)
-        _in_grey(ax)
-    return fig
 
 
 def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, live: int) -> Figure:
@@ -211,12 +205,12 @@ def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, li
     for row, line in enumerate(ids):
         for slot, expert in enumerate(line):
             state = "never written" if holes[row][slot] else "written"
-            right.add_patch(_patch(state, (slot, row)))
+            right.add_patch(patch(state, (slot, row)))
             if expert < 0:
                 continue
             again = expert in line[:slot]
             left.add_patch(
-                Rectangle(
+                two_layers(Rectangle)(
                     (slot, row),
                     1,
                     1,
@@ -248,67 +242,7 @@ def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, li
         for spine in ax.spines.values():
             spine.set_visible(False)
     states = ["never written"] * any(map(any, holes)) + ["written"]
-    fig.legend(
-        handles=[_patch(state, label=state) for state in states],
-        loc="outside lower right",
-        ncols=2,
-        fontsize=_FONT,
-        frameon=False,
-        labelcolor=INK,
-        handlelength=2.2,
-        handleheight=1.4,
-    )
-    return fig
-
-
-def cost_bars(rows: Sequence[Mapping[str, Any]], baseline: str) -> Figure:
-    """Recorded medians divided by the baseline's: a panel for each mode and machine.
-
-    Args:
-        rows: lines of ``measurements.jsonl`` of one kernel.
-        baseline: the provider that is 1.
-
-    Raises:
-        ValueError: no rows, or the baseline was not measured.
-    """
-    import pandas as pd
-    import seaborn as sns
-    from matplotlib.figure import Figure
-
-    require(bool(rows), "rows", "at least one", 0)
-    frame = pd.DataFrame(rows)
-    providers = list(dict.fromkeys(frame["provider"]))
-    require(baseline in providers, "baseline", f"one of {providers}", repr(baseline))
-    others = [name for name in providers if name != baseline]
-    palette = sns.color_palette("colorblind", len(others))
-    hatches = ("", "///", "...", "xxx", "---")
-    panels = list(frame.groupby(["machine", "date", "mode"], sort=False))
-    fig = Figure(figsize=(7, 2.6 * len(panels)), facecolor="none", layout="constrained")
-    axes = fig.subplots(len(panels), squeeze=False)[:, 0]
-    for ax, ((machine, date, mode), part) in zip(axes, panels, strict=True):
-        one = part[part["provider"] == baseline].set_index("x_value")["p50"]
-        width = 0.8 / len(others)
-        for index, name in enumerate(others):
-            mine = part[part["provider"] == name].set_index("x_value").reindex(one.index)
-            at = [x + (index - (len(others) - 1) / 2) * width for x in range(len(one))]
-            heights = mine["p50"] / one
-            ax.bar(
-                at,
-                heights,
-                width,
-                label=name,
-                facecolor=palette[index],
-                edgecolor=INK,
-                hatch=hatches[index % len(hatches)],
-                linewidth=0.6,
-            )
-            spread = [(mine["p50"] - mine["p20"]) / one, (mine["p80"] - mine["p50"]) / one]
-            ax.errorbar(at, heights, spread, fmt="none", ecolor=INK, linewidth=1)
-        ax.axhline(1, color=INK, linestyle="--", linewidth=1, label=baseline)
-        ax.set(xlabel=part["x_name"].iloc[0], ylabel=f"time, {baseline} = 1")
-        ax.set_xticks(range(len(one)), map(str, one.index))
-        ax.set_title(f"RECORDED {machine}, {date}: {mode}", color=INK, fontsize=9)
-        _in_grey(ax)
+    legend(fig, [patch(state, label=state) for state in states], "outside lower right")
     return fig
 
 
@@ -338,11 +272,12 @@ def uptime(curves: Mapping[str, Sequence[float]], *, steps: int) -> Figure:
         ax.plot(ends, shares, color=colour, marker=mark, linewidth=1.5, label=name)
     ax.set(xlabel="steps served", ylabel="requests corrupted", xlim=(0, None), ylim=(-0.04, 1.04))
     ax.yaxis.set_major_formatter("{x:.0%}")
-    _in_grey(ax)
+    in_grey(ax)
     return fig
 
 
-def _in_grey(ax: Axes) -> None:
+def in_grey(ax: Axes) -> None:
+    """Draw axes, words and legend in the grey that is readable on white and on black."""
     ax.set_facecolor("none")
     ax.tick_params(which="both", colors=INK, labelsize=_FONT)
     for label in (ax.xaxis.label, ax.yaxis.label):
@@ -350,11 +285,20 @@ def _in_grey(ax: Axes) -> None:
     for side, spine in ax.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(INK)
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=_FONT, labelcolor=INK)
+    if ax.get_legend_handles_labels()[0]:
+        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
+        ax.legend(frameon=False, fontsize=_FONT, labelcolor=INK, **beside)
 
 
-def svg(fig: Figure) -> SVG:
-    """The figure as a notebook cell shows it; the same figure always gives the same bytes."""
+def svg(fig: Figure, alt: str = "", caption: str = "") -> SVG:
+    """The figure as a notebook cell shows it; the same figure always gives the same bytes.
+
+    Args:
+        fig: the figure.
+        alt: what a reader who cannot see the picture is told. It is the ``<title>`` of the SVG, and with
+            the caption the output's metadata, where the report reads both.
+        caption: what one mark stands for, where the values come from, and their unit.
+    """
     import matplotlib as mpl
     from IPython.display import SVG
 
@@ -363,5 +307,30 @@ def svg(fig: Figure) -> SVG:
     # sans-serif fonts, so the text of a reader's font fits too.
     style: Any = {"svg.hashsalt": "staleproof", "svg.fonttype": "none", "hatch.linewidth": 0.8}
     with mpl.rc_context(style):
-        fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return SVG(text.getvalue())
+        title = {"Title": alt} if alt else {}
+        fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None, **title})
+    told = {name: words for name, words in (("alt", alt), ("caption", caption)) if words}
+    picture = text.getvalue().replace("<svg ", '<svg role="img" ', 1)
+    return SVG(picture, metadata=told or None)
+
+
+def picture(fig: Figure, alt: str, caption: str) -> None:
+    """Show a figure in a notebook, and its caption as a line of text below it.
+
+    Args:
+        fig: the figure.
+        alt: one or two sentences that say what the picture shows.
+        caption: what one mark stands for, and the unit. The line begins with where the values come from,
+            unless the caption says so itself, as one of a recorded run does.
+
+    Raises:
+        ValueError: no alt text or no caption.
+    """
+    from IPython.display import display
+
+    for name, words in (("alt", alt), ("caption", caption)):
+        require(bool(words.strip()), name, "a sentence", repr(words))
+    if not caption.startswith("RECORDED"):
+        caption = f"{device.provenance()}: {caption}"
+    display(svg(fig, alt, caption))
+    print(f"Picture, {caption}")

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from staleproof import device as devices
 from staleproof.check import require
 from staleproof.harness import recorded
 from staleproof.harness.findings import REPLICA, Evidence, Finding, finding
-from staleproof.harness.measure import print_rows
 from staleproof.report import matrix
 
 if TYPE_CHECKING:
@@ -180,28 +179,6 @@ def recorded_answers(incident: str, question: str) -> None:
 
 def _not_shown(error: Exception) -> None:
     print(f"not shown: {error}")
-
-
-def recorded_timings(kernel: str, baseline: str = "staleproof") -> list[dict[str, Any]]:
-    """Print the timings of one kernel on each recorded machine.
-
-    Args:
-        kernel: as in ``measurements.jsonl``.
-        baseline: the provider whose times the others are divided by.
-
-    Returns:
-        The rows printed.
-    """
-    rows = []
-    for run in recorded.read_all(spoilt=_not_shown):
-        mine = [row for row in run.measurements if row["kernel"] == kernel]
-        if mine:
-            print(f"RECORDED {run.title}")
-            print_rows(mine, baseline=baseline)
-            rows += mine
-    if not rows:
-        print(f"no recorded timing of {kernel}: staleproof record on a GPU machine makes one")
-    return rows
 
 
 def has_front_end() -> bool:

@@ -11,7 +11,7 @@ from staleproof.triage import judge
 from staleproof.triage.facts import Facts
 from staleproof.triage.judge import Judgement
 from staleproof.triage.table import Row, plain
-from staleproof.vllm.plugin import decisions
+from staleproof.vllm import status
 
 # How many rows are shown in full.
 SHOWN = 3
@@ -31,7 +31,7 @@ def patch_lines(row: Row, version: str | None) -> list[tuple[str, str, str]]:
     """
     if version is None:
         return [(patch, "depends on the release", "give --version") for patch in row.patches]
-    states = {decision.patch.name: decision for decision in decisions(version)}
+    states = {decision.patch.name: decision for decision in status.answer(version).decided}
     return [(patch, states[patch].state, states[patch].why) for patch in row.patches]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from staleproof.check import fail
 from staleproof.triage import table
+from staleproof.vllm import status
 from staleproof.vllm.releases import release
 from staleproof.vllm.sources import PatchError, numbers
 
@@ -97,7 +98,11 @@ class Facts:
         """
         word = given.strip()
         if name == "model":
-            self.traits.update(traits(word))
+            found = traits(word)
+            self.traits.update(found)
+            if not found:
+                self.notes.append(f"{origin}: {word} is no model that we know; say mla, moe, hybrid or dense")
+                return
         else:
             self.known[name] = READ.get(name, lambda w: w.lower())(word)
         self.origin[name] = origin
@@ -217,7 +222,7 @@ def gpu(given: str) -> str:
 
 
 def version(given: str) -> str:
-    """The release of the table that a version names.
+    """The release of the table that a version names, as ``staleproof patches --version`` takes it.
 
     Raises:
         ValueError: it is not in the table.
@@ -226,7 +231,7 @@ def version(given: str) -> str:
     '0.18.1'
     """
     try:
-        return release(given)
+        return release(status.answer(given).version)
     except PatchError as error:
         raise ValueError(f"version: {str(error).removesuffix('; nothing is patched')}") from error
 
@@ -245,6 +250,31 @@ def parallel(given: str) -> str:
     return "+".join(sorted(named))
 
 
+# What a backend's name has in it, as vLLM prints it.
+BACKENDS = {
+    "backend": ("mla", "attn", "attention", "flashinfer", "turboquant"),
+    "moe_backend": (
+        "triton",
+        "cutlass",
+        "trtllm",
+        "deep",
+        "cutedsl",
+        "marlin",
+        "aiter",
+        "humming",
+        "cpu",
+        "xpu",
+    ),
+}
+
+
+def _backend(name: str, given: str) -> str:
+    word = re.sub(r"[\s-]", "_", given.lower())
+    if not any(part in word for part in BACKENDS[name]):
+        fail(name, f"a name as vLLM prints it, with one of {', '.join(BACKENDS[name])} in it", repr(given))
+    return word
+
+
 READ = {
     "symptom": symptom,
     "version": version,
@@ -254,6 +284,6 @@ READ = {
     "quant": lambda given: _one_of("quant", QUANT, given),
     "scheduling": lambda given: _one_of("scheduling", SCHEDULING, given),
     "phase": lambda given: _one_of("phase", PHASE, given),
-    "backend": lambda given: re.sub(r"[\s-]", "_", given.lower()),
-    "moe_backend": lambda given: re.sub(r"[\s-]", "_", given.lower()),
+    "backend": lambda given: _backend("backend", given),
+    "moe_backend": lambda given: _backend("moe_backend", given),
 }

@@ -13,6 +13,13 @@ from collections.abc import Callable
 from staleproof.triage.facts import GPUS, Facts
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# A line without any of these says nothing to the patterns below. Logs have millions of such lines.
+MARKS = (
+    *("Initializing a V1", "version", "staleproof", "Resolved arch", "udagraph", "backend", "quantization"),
+    *("Asynchronous", "NVIDIA", "data_parallel", "enable_expert", "EP rank", "amba", "GDN", "GatedDelta"),
+    *("init engine", "startup", "Starting vLLM", "failed to start", "llegal", "ILLEGAL", "out of memory"),
+    *("OutOfMemory", "Corrupted: ", "NaN", "!!!!"),
+)
 # Fact -> patterns; the last group that matches is the value.
 PATTERNS: tuple[tuple[str, str], ...] = (
     ("version", r"Initializing a V1 LLM engine \(v([^)]+)\)"),
@@ -73,6 +80,8 @@ def read(text: str) -> Facts:
     ready = False
     parallel: dict[str, int] = {}
     for number, line in enumerate(facts.lines.splitlines(), 1):
+        if not any(mark in line for mark in MARKS):
+            continue
         at = f"line {number}"
         for name, pattern in PATTERNS:
             for match in re.finditer(pattern, line, re.IGNORECASE if name == "gpu" else 0):

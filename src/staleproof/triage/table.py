@@ -145,8 +145,9 @@ class Row:
 
     @property
     def rests_on(self) -> str:
-        """Grades and claims, in one cell."""
-        return "; ".join(f"{item.grade}: {item.says}" for item in self.evidence)
+        """The strongest piece of evidence, in one cell; ``diagnose`` shows all."""
+        item = min(self.evidence, key=lambda item: GRADES.index(item.grade))
+        return f"{item.grade}: {item.says}"
 
     @property
     def cells(self) -> dict[str, str]:
@@ -250,12 +251,12 @@ def markdown(chapter: Callable[[Row], str]) -> str:
     Args:
         chapter: address of a row's notebook, as seen from the page.
 
-    >>> markdown(lambda row: f"notebooks/{row.notebook}").splitlines()[0][:25]
-    '| What you see | Not seen'
+    >>> markdown(lambda row: f"notebooks/{row.notebook}").splitlines()[0][:26]
+    '| Chapter | What you see |'
     """
-    columns = [*rows()[0].cells, "Chapter"]
+    columns = ["Chapter", *rows()[0].cells]
     lines = [columns, ["---"] * len(columns)]
-    lines += [[*row.cells.values(), f"[{row.notebook[:2]}]({chapter(row)})"] for row in rows()]
+    lines += [[f"[{row.notebook[:2]}]({chapter(row)})", *row.cells.values()] for row in rows()]
     text = "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
     return f"{text}\n\n{CAPTION}"
 
@@ -269,14 +270,14 @@ def html(chapter: Callable[[Row], str]) -> str:
     >>> html(lambda row: f"#{row.incident}").count("<tr id=") == len(rows())
     True
     """
-    columns = [*rows()[0].cells, "Chapter"]
+    columns = ["Chapter", *rows()[0].cells]
     head = "".join(f"<th scope='col'>{column}</th>" for column in columns)
     body = []
     for row in rows():
         first, *rest = (_as_html(cell) for cell in row.cells.values())
         link = f"<a href='{markup.escape(chapter(row))}'>{row.notebook[:2]}</a>"
-        cells = "".join(f"<td>{cell}</td>" for cell in (*rest, link))
-        body.append(f"<tr id='triage-{row.key}'><th scope='row'>{first}</th>{cells}</tr>")
+        cells = "".join(f"<td>{cell}</td>" for cell in rest)
+        body.append(f"<tr id='triage-{row.key}'><td>{link}</td><th scope='row'>{first}</th>{cells}</tr>")
     caption = f"<caption>{_as_html(CAPTION)}</caption>"
     return (
         f"<table class='triage'>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"

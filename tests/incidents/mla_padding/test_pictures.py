@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from staleproof.evidence import Verdict
-from staleproof.incidents.mla_padding.pictures import live_count_verdict, stage_picture
+from staleproof.incidents.mla_padding.pictures import buffer_rows, live_count_verdict, stage_picture
 
 
 def test_the_first_bad_stage_and_the_first_crossing(device):
@@ -21,3 +23,23 @@ def test_the_first_bad_stage_and_the_first_crossing(device):
 def test_one_padding_row_is_enough(device):
     assert live_count_verdict(15, device) == Verdict.LEAKED
     assert live_count_verdict(16, device) == Verdict.CLEAN
+
+
+def test_a_buffer_zeroed_once_is_zero_only_until_a_row_was_used(device):
+    picture = buffer_rows("zeros_once_per_layer", device)
+    assert picture.steps == ["1 live", "8 live", "3 live", "8 live, 1 sick", "3 live"]
+    assert picture.cells[0] == ["this step"] * 5
+    for row in picture.cells[3:7]:
+        assert row == ["zero", "this step", "an earlier step", "this step", "an earlier step"]
+    last = ["zero", "this step", "an earlier step", "NaN in a live row", "NaN of an earlier step"]
+    assert picture.cells[7] == last
+
+
+def test_cleared_rows_are_zero_after_every_step(device):
+    for row in buffer_rows("clear_empty_rows", device).cells[3:]:
+        assert [row[step] for step in (0, 2, 4)] == ["zero"] * 3
+
+
+def test_a_kernel_that_writes_every_row_has_no_such_picture():
+    with pytest.raises(ValueError, match="name: expected a setup whose kernel leaves empty rows unwritten"):
+        buffer_rows("zeros_before_zero_by_zero", "cpu")

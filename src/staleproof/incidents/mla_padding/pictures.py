@@ -1,13 +1,16 @@
-"""What the notebook of incident 1 draws: one captured step, stage by stage, at one live count."""
+"""What the notebook of incident 1 draws: one captured step by stage, and one buffer over five steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from staleproof.check import require
+from staleproof.evidence.canary import row_states
 from staleproof.evidence.counters import Crossing, RowCounters
-from staleproof.evidence.rows import Verdict, bad_rows
+from staleproof.evidence.rows import Verdict, bad_rows, same_bits
+from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.scene import STAGES, Batch, Engine
-from staleproof.incidents.mla_padding.setups import SETUPS
+from staleproof.incidents.mla_padding.setups import LIVE_COUNTS, SETUPS, SICK_STEP
 
 ROWS, LAYERS = 16, 2
 
@@ -50,3 +53,58 @@ def live_count_verdict(live: int, device: str) -> Verdict:
     engine = SETUPS["empty_row_not_written"].engine("torch.max", device, batch=ROWS)
     engine.set_batch(Batch(live))
     return engine.verdict()
+
+
+@dataclass(frozen=True)
+class BufferPicture:
+    """The rows of the first layer's attention output after each of several steps.
+
+    Attributes:
+        steps: a label for each step: its live rows, and what was found in them.
+        cells: rows x steps. Live rows hold ``this step`` or ``NaN in a live row``; the others ``zero``,
+            ``an earlier step``, ``NaN of an earlier step``, or ``this step`` if the step wrote them.
+    """
+
+    steps: list[str]
+    cells: list[list[str]]
+
+
+def buffer_rows(name: str, device: str, rows: int = 8) -> BufferPicture:
+    """What the attention output holds, row by row, after each of the five served steps.
+
+    Args:
+        name: a key of :data:`SETUPS`.
+        device: ``"cpu"`` or ``"cuda"``.
+        rows: of the captured batch; the second and the fourth step fill it.
+
+    Raises:
+        ValueError: a setup whose kernel writes every row: whether a step wrote a row is told by its bits.
+    """
+    kernel = SETUPS[name].kernel
+    ok = kernel is broken.empty_row_not_written
+    require(ok, "name", "a setup whose kernel leaves empty rows unwritten", kernel.__name__)
+    engine = SETUPS[name].engine("torch.max", device, batch=rows)
+    labels, columns = [], []
+    before = engine.taps[0]["attention"].clone()
+    for step, count in enumerate(LIVE_COUNTS):
+        live = count or rows
+        sick = step == SICK_STEP
+        engine.set_batch(Batch(live, poisoned_row=live - 1 if sick else None))
+        engine.replay()
+        out = engine.taps[0]["attention"].clone()
+        kept, states = same_bits(out, before).tolist(), row_states(out)
+        column = []
+        for row, state in enumerate(states):
+            bad = state not in ("finite", "zero")
+            if row < live:
+                column.append("NaN in a live row" if bad else "this step")
+            elif state == "zero":
+                column.append("zero")
+            elif kept[row]:
+                column.append("NaN of an earlier step" if bad else "an earlier step")
+            else:
+                column.append("NaN in a padding row" if bad else "this step")
+        labels.append(f"{live} live, 1 sick" if sick else f"{live} live")
+        columns.append(column)
+        before = out
+    return BufferPicture(labels, [list(row) for row in zip(*columns, strict=True)])

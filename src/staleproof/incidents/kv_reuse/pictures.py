@@ -1,0 +1,98 @@
+"""What the notebook of incident 4 draws: one block of the pool from its Mamba state to a prefix hit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from staleproof.check import require
+from staleproof.incidents.kv_reuse.scene import Scene, trace_of
+from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Trace
+
+FREE, STATE, KV, HIT = "free", "Mamba state", "keys and values", "prefix hit"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time in the life of a block: steps ``begin`` to ``end`` - 1, what it was, and whose."""
+
+    begin: int
+    end: int
+    what: str
+    request: int | None = None
+
+
+@dataclass(frozen=True)
+class BlockLife:
+    """One block of the pool, from a Mamba state to the first prefix hit on it.
+
+    Attributes:
+        block: its number.
+        spans: what it was, in order: ``Mamba state``, ``free``, ``keys and values`` or ``prefix hit``.
+        filled: (step, tokens): how many of its positions held keys and values of their owner by the end
+            of each step in which one was written.
+        block_size: its positions.
+    """
+
+    block: int
+    spans: list[Span]
+    filled: list[tuple[int, int]]
+    block_size: int
+
+
+def _spans(trace: Trace, block: int) -> list[Span]:
+    """The life of one block, without the free time before its first owner and after its last."""
+    marks: list[tuple[int, str, int | None]] = []
+    for number, step in enumerate(trace.steps):
+        if block in step.freed:
+            marks.append((number, FREE, None))
+        for request, blocks in step.hits:
+            if block in blocks:
+                marks.append((number, HIT, request))
+        for group, what in ((MAMBA, STATE), (ATTENTION, KV)):
+            if block in step.new[group]:
+                owner = next(row.request for row in step.rows if block in (row.state_out, row.blocks[-1]))
+                marks.append((number, what, owner))
+    ends = [begin for begin, _, _ in marks[1:]] + [len(trace.steps)]
+    spans = [Span(b, e, what, who) for (b, what, who), e in zip(marks, ends, strict=True) if e > b]
+    while spans and spans[-1].what == FREE:
+        spans.pop()
+    return spans
+
+
+def block_life(scene: Scene, corrupted: Collection[int]) -> BlockLife:
+    """The first block that was a Mamba state, then free, then keys and values of a request that came out
+    wrong, and was hit by a later request before it was a Mamba state again.
+
+    Args:
+        scene: served with prefix caching.
+        corrupted: requests that came out wrong.
+
+    Raises:
+        ValueError: no block of the scene had such a life.
+    """
+    trace, size = trace_of(scene), scene.page.block_size
+    for block in range(1, scene.blocks):
+        spans = _spans(trace, block)
+        kinds = [span.what for span in spans]
+        for at in range(len(spans) - 3):
+            later = kinds[at + 3 :]
+            if kinds[at : at + 3] != [STATE, FREE, KV] or HIT not in later:
+                continue
+            hit = later.index(HIT)
+            if spans[at + 2].request not in corrupted or STATE in later[:hit]:
+                continue
+            kept = spans[at : at + 4 + hit]
+            return BlockLife(block, kept, _filled(trace, block, kept, size), size)
+    require(False, "scene", "a block that is a state, then keys and values, then hit", "none")
+    raise AssertionError
+
+
+def _filled(trace: Trace, block: int, spans: list[Span], size: int) -> list[tuple[int, int]]:
+    owners = {span.request for span in spans if span.what == KV}
+    return [
+        (number, row.position % size + 1)
+        for number, step in enumerate(trace.steps)
+        for row in step.rows
+        if row.request in owners and row.blocks[row.position // size] == block
+    ]

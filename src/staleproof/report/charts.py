@@ -1,0 +1,159 @@
+"""Recorded times in a notebook: one sentence, and one chart in microseconds with a label on each mark.
+
+The rows come from recorded runs, so nothing is timed here. A provider that is recorded as a limit (a
+memset of the same bytes, say) is called a reference: a kernel that keeps its result in the cache can be
+faster than it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from staleproof.check import require
+from staleproof.harness import recorded
+from staleproof.report import plots
+from staleproof.report.timeline import INK
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_FONT = 8
+_OURS, _PEER, _REFERENCE = ("o", "#0072B2"), ("s", "#D55E00"), ("D", INK)
+
+
+def provider_name(name: str) -> str:
+    """The name under which a provider's times are shown.
+
+    >>> provider_name("limit: cudaMemsetAsync, n on the host")
+    'reference: cudaMemsetAsync, n on the host'
+    """
+    return name.replace("limit: ", "reference: ", 1) if name.startswith("limit: ") else name
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _span(values: Sequence[float], say: Callable[[float], str] = _number) -> str:
+    low, high = say(min(values)), say(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def conclusion(rows: Sequence[Mapping[str, Any]], says: str, *, ours: str, peer: str) -> str:
+    """Fill a sentence with the recorded times of two providers, over the cases that both were timed in.
+
+    Args:
+        rows: lines of ``measurements.jsonl`` of one kernel, mode and machine.
+        says: the sentence. ``{ours}`` and ``{peer}`` become times, ``{times}`` how many times as long the
+            peer takes, ``{more}`` by how many percent ours is longer.
+        ours: provider.
+        peer: provider that ours is compared with.
+
+    Raises:
+        ValueError: no case in which both were timed.
+
+    >>> row = {"x_value": 1, "unit": "us"}
+    >>> rows = [row | {"provider": "a", "p50": 2.0}, row | {"provider": "b", "p50": 5.0}]
+    >>> conclusion(rows, "a takes {ours}, b {times} times as long", ours="a", peer="b")
+    'a takes 2 us, b 2.5 times as long'
+    """
+    p50 = {(row["provider"], row["x_value"]): float(row["p50"]) for row in rows}
+    cases = [x for name, x in p50 if name == ours and (peer, x) in p50]
+    require(bool(cases), "rows", f"a case with {ours} and {peer}", sorted({name for name, _ in p50}))
+    mine, other = ([p50[name, x] for x in cases] for name in (ours, peer))
+    unit = rows[0]["unit"]
+    ratios = [b / a for a, b in zip(mine, other, strict=True)]
+    return says.format(
+        ours=f"{_span(mine)} {unit}",
+        peer=f"{_span(other)} {unit}",
+        times=_span(ratios),
+        more=_span([1 / r - 1 for r in ratios], "{:+.1%}".format),
+    )
+
+
+def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure:
+    """Recorded medians as one chart: a line for each provider and case, its time written beside the mark.
+
+    Args:
+        rows: lines of ``measurements.jsonl`` of one kernel, mode and machine.
+        ours: the provider drawn first and as a filled circle.
+
+    Raises:
+        ValueError: no rows, or rows of several machines, modes or units.
+    """
+    from matplotlib.figure import Figure
+
+    require(bool(rows), "rows", "at least one", 0)
+    for field in ("machine", "date", "mode", "unit", "x_name"):
+        of = sorted({str(row[field]) for row in rows})
+        require(len(of) == 1, "rows", f"one {field}", of)
+    first = rows[0]
+    lines: list[Mapping[str, Any] | None] = []
+    labels: list[str] = []
+    for x in sorted({row["x_value"] for row in rows}):
+        mine = sorted(
+            (row for row in rows if row["x_value"] == x),
+            key=lambda row: (row["provider"] != ours, row["provider"].startswith("limit: "), row["p50"]),
+        )
+        lines += [None, *mine]
+        labels += [f"{first['x_name']} {x}", *(f"{provider_name(row['provider'])}  " for row in mine)]
+    fig = Figure(figsize=(7.4, 1.1 + 0.21 * len(lines)), facecolor="none", layout="constrained")
+    ax = fig.subplots()
+    for y, row in enumerate(lines):
+        if row is None:
+            continue
+        reference = row["provider"].startswith("limit: ")
+        mark, colour = _OURS if row["provider"] == ours else _REFERENCE if reference else _PEER
+        ax.plot([row["p20"], row["p80"]], [y, y], color=colour, linewidth=1.5)
+        face = "none" if reference else colour
+        ax.plot([row["p50"]], [y], mark, color=colour, markerfacecolor=face, markersize=5)
+        said = f"{_number(row['p50'])} {row['unit']}"
+        ax.annotate(
+            said, (row["p80"], y), (7, 0), textcoords="offset points", va="center", fontsize=_FONT, color=INK
+        )
+    ax.set(xscale="log", ylim=(len(lines) - 0.4, -0.8))
+    low, high = min(row["p20"] for row in rows), max(row["p80"] for row in rows)
+    ax.set_xlim(low * 0.8, high * max(1.6, (high / low) ** 0.22))
+    steps = (1, 2, 5) if high / low < 50 else (1, 3)
+    ticks = [a * 10.0**e for e in range(-2, 7) for a in steps if low * 0.8 <= a * 10.0**e <= high * 1.2]
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.minorticks_off()
+    ax.set_xlabel(f"{first['unit']} a call: median, and the line from the 20th to the 80th percentile")
+    ax.set_yticks(range(len(lines)), labels)
+    fig.suptitle(
+        f"RECORDED {first['machine']}, {first['date']}\n{first['mode']}", color=INK, fontsize=9, ha="center"
+    )
+    plots.in_grey(ax)
+    for label, row in zip(ax.get_yticklabels(), lines, strict=True):
+        label.set_fontweight("bold" if row is None else "normal")
+    ax.tick_params(axis="y", length=0)
+    return fig
+
+
+def timed(
+    kernel: str, mode: str, says: str, *, peer: str, ours: str = "staleproof", only: Sequence[str] = ()
+) -> None:
+    """Show the newest recorded times of one kernel: a sentence, and a chart of all providers.
+
+    Args:
+        kernel: as in ``measurements.jsonl``.
+        mode: as there; the other modes are in the file.
+        says: see :func:`conclusion`.
+        peer: provider that ours is compared with in the sentence.
+        ours: our provider.
+        only: providers to draw besides these two; all by default.
+    """
+    runs = recorded.read_all(spoilt=lambda error: print(f"not shown: {error}"))
+    for run in sorted(runs, key=lambda run: run.date, reverse=True):
+        rows = [r for r in run.measurements if r["kernel"] == kernel and r["mode"] == mode]
+        drawn = [r for r in rows if not only or r["provider"] in (ours, peer, *only)]
+        if {ours, peer} <= {r["provider"] for r in rows}:
+            said = conclusion(rows, says, ours=ours, peer=peer)
+            print(f"RECORDED {run.title}: {said}")
+            caption = (
+                f"RECORDED {run.machine}, {run.date}: one mark a provider, {rows[0]['unit']} a call; {mode}"
+            )
+            plots.picture(times(drawn, ours), f"Times of {kernel}: {said}.", caption)
+            return
+    print(f"no recorded timing of {kernel} ({mode}): staleproof record on a GPU machine makes one")
