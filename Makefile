@@ -9,6 +9,9 @@ FLASHINFER ?= flashinfer-python==0.6.18.post1
 # Elsewhere three on two cores: some tests wait for a process of their own.
 JOBS ?= $(if $(shell command -v nvidia-smi),1,3)
 
+# The report's tests drive a Chromium, if this machine has one.
+CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+
 # The oldest and the newest torch that pyproject.toml admits, and what vLLM installs beside it that could
 # conflict with ours: numba limits numpy, fastapi brings typer and rich.
 VERSIONS := 2.10.0 2.15.0
@@ -92,6 +95,8 @@ $(READY): pyproject.toml
 	  $(BIN)/python -m pip install $(TORCH); \
 	fi
 	$(BIN)/python -m pip install -e ".[workbook,test]"
+	@[ -z "$(CHROMIUM)" ] || $(BIN)/python -m pip install -e ".[browser]" \
+	  || echo "no Playwright here: the tests that drive a browser will be skipped"
 	@$(BIN)/python -c "import flashinfer" 2>/dev/null \
 	  || $(BIN)/python -m pip install --no-deps $(FLASHINFER) \
 	  || echo "no FlashInfer here: the tests that bind to its signatures will be skipped"

@@ -98,6 +98,12 @@ def _make(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("chromium", ["/usr/bin/chromium", ""])
+def test_a_machine_with_a_chromium_installs_what_drives_it(chromium):
+    steps = _make("-n", "-W", "pyproject.toml", f"CHROMIUM={chromium}", "workbook")
+    assert f'[ -z "{chromium}" ] || .venv/bin/python -m pip install -e ".[browser]"' in steps
+
+
 def test_make_help_lists_every_target():
     makefile = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
@@ -195,7 +201,7 @@ def test_a_machine_keeps_the_cuda_torch_it_has(tmp_path, torch, kept):
     checkout.mkdir()
     for name in ("Makefile", "pyproject.toml"):
         (checkout / name).write_text((ROOT / name).read_text())
-    arguments = ["-C", str(checkout), f"PYTHON={python}", ".venv/.ready"]
+    arguments = ["-C", str(checkout), f"PYTHON={python}", "CHROMIUM=", ".venv/.ready"]
     environment = {"REAL_PYTHON": sys.executable}
     _make(*arguments, **environment)
     pth = checkout / ".venv/lib/python3/site-packages/machine.pth"
@@ -245,7 +251,10 @@ import staleproof
 from staleproof import cli
 from staleproof.harness.findings import Finding
 # These render notebooks and pictures.
-needs_more = ("report.canonical", "report.html", "report.notebooks", "report.plots")
+needs_more = (
+    *("report.canonical", "report.html", "report.notebooks", "report.plots"),
+    *("page.cards", "page.chapters", "page.kept"),
+)
 for module in pkgutil.walk_packages(staleproof.__path__, "staleproof."):
     if not module.name.endswith(("__main__", *needs_more)):
         importlib.import_module(module.name)

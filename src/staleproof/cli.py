@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from staleproof.incidents.registry import INCIDENTS, put_questions
-from staleproof.report.audit import audit, print_changes, recorded_audits
+from staleproof.report.audit import audit, print_changes
 
 if TYPE_CHECKING:
     from staleproof.harness.findings import Finding, RunFileError
@@ -142,14 +142,15 @@ def report(
 ) -> None:
     """Write workbook/_build/index.html and print its path."""
     from staleproof.device import need_workbook
-    from staleproof.harness import predictions, recorded
+    from staleproof.harness import recorded
     from staleproof.harness.findings import read_findings, write_lines
     from staleproof.report import terminal
 
     build = recorded.build_folder()
     need_workbook()
-    from staleproof.report import html, service
+    from staleproof.report import html
     from staleproof.report.notebooks import Execution, execute_all
+    from staleproof.report.page.kept import kept_in_the_workbook
 
     page = build / "index.html"
     recorded.check_writable(page)
@@ -166,14 +167,7 @@ def report(
             Execution(copy if copy.exists() else path, None)
             for copy, path in zip(copies, sources, strict=True)
         ]
-    names = "patches", "architectures", "plugin-faults", "soak-cpu", "soak-engine"
-    patched, compiled, faults, on_cpu, on_gpu = (
-        html.read_kept(recorded.checkout() / f"workbook/{name}.json") for name in names
-    )
-    soaks = {"vLLM's scheduler on a CPU": on_cpu, "A whole engine on a GPU": on_gpu}
-    served = service.section(faults, {title: soak for title, soak in soaks.items() if soak})
-    told, audited = predictions.of_all(runs), recorded_audits()
-    made = html.page(findings, runs, executions, patched, compiled, told, audited, served)
+    made = html.page(findings, runs, executions, kept_in_the_workbook(runs))
     write_lines(page, made.splitlines())
     if execute:
         terminal.print_verdicts(findings, runs)

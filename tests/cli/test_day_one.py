@@ -175,7 +175,7 @@ def test_the_folder_is_accepted_by_compare_and_report(record, capsys):
     assert cli.main(["report"]) == 0
     page = Path(capsys.readouterr().out.removeprefix("report: ").strip()).read_text()
     assert "NVIDIA B200" in page
-    assert page.count("class='ok'>confirmed<") == 6
+    assert page.count('class="clean">confirmed<') == 6
 
 
 def _cells_of_recorded_runs():

@@ -1,9 +1,8 @@
-"""The verdict matrix as text, as a terminal table and as HTML."""
+"""The verdict matrix as text and as a terminal table."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from html.parser import HTMLParser
 
 from rich.console import Console
 
@@ -79,9 +78,9 @@ def test_no_panel_holds_two_incidents():
 
 def test_fixed_is_not_printed_where_the_reproduction_did_not_fail():
     claim = finding("a", "off/on/off", "ours", "fixed", off="clean", on="clean", off_again="leaked")
-    for shown in (matrix.text([claim]), matrix.html([claim])):
-        assert "not reproduced (expected fixed)" in shown
-        assert "1 not as expected" in shown
+    shown = matrix.text([claim])
+    assert "not reproduced (expected fixed)" in shown
+    assert "1 not as expected" in shown
 
 
 def test_an_unexpected_finding_is_not_hidden_by_a_later_good_one():
@@ -105,43 +104,3 @@ def test_the_terminal_table_shows_every_cell():
     drawn = captured.get()
     for word in ("INTERPRETED", "unwritten", "leaked (expected clean)", "not run", "fixed"):
         assert word in drawn
-
-
-def test_html_says_by_class_and_by_word_what_is_as_expected():
-    cells: list[tuple[str, str]] = []
-
-    class Cells(HTMLParser):
-        kind: str | None = None
-
-        def handle_starttag(self, tag, attrs):
-            self.kind = dict(attrs).get("class") if tag == "td" else None
-
-        def handle_endtag(self, tag):
-            self.kind = None
-
-        def handle_data(self, data):
-            if self.kind:
-                cells.append((self.kind, data))
-
-    shown = matrix.html(findings())
-    Cells().feed(shown)
-    assert cells == [
-        ("grade", "real+replica"),
-        ("ok", "leaked"),
-        ("ok", "pad_only"),
-        ("absent", "-"),
-        ("grade", "replica"),
-        ("ok", "clean"),
-        ("bad", "leaked (expected clean)"),
-        ("ok", "fixed"),
-        ("grade", "-"),
-        ("absent", "not run"),
-        ("absent", "not run"),
-        ("absent", "not run"),
-        ("grade", "replica"),
-        ("ok", "leaked"),
-        ("grade", "replica"),
-        ("ok", "clean"),
-    ]
-    assert "&lt;empty&gt;" in shown
-    assert "needs &lt;SM100&gt;" in shown

@@ -50,7 +50,8 @@ def test_the_section_shows_each_fault_and_a_picture_for_each_soak():
     page = service.section({"hook": {"first <call>": "vLLM's own"}}, {"one": runs, "two": runs})
     assert "first &lt;call&gt;" in page
     assert len(re.findall("<svg", page)) == 2
-    assert page.count("plugin off") == 2
+    assert page.count(">plugin off<") == 2
+    assert page.count("block ids nobody took: 300 with the plugin off, 0 with it on") == 4
 
 
 def test_half_a_soak_is_refused():

@@ -12,7 +12,6 @@ ours         replica   clean
 
 from __future__ import annotations
 
-import html as markup
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,7 +46,8 @@ class Matrix:
         return [found for (name, _), found in self.cells.items() if name == variant]
 
 
-def _shown(found: Finding) -> Finding:
+def as_shown(found: Finding) -> Finding:
+    """The finding as a table shows it: a claim of "fixed" that its numbers do not show is changed."""
     # The first schema has no comparison with a reference: such a claim stands as it was recorded, and
     # the title of its run says that the source has changed since.
     return found if found.schema < 2 else proved(found)
@@ -62,7 +62,7 @@ def build(findings: Iterable[Finding]) -> list[Matrix]:
     findings, an unexpected verdict is shown; otherwise the later one.
     """
     answers: dict[tuple[str, str], dict[str, Finding]] = {}
-    for found in map(_shown, findings):
+    for found in map(as_shown, findings):
         row = answers.setdefault((found.incident, found.question), {})
         if found.variant not in row or not row[found.variant].failed:
             row[found.variant] = found
@@ -105,7 +105,7 @@ def grades(findings: Iterable[Finding]) -> str:
 
 def counts(findings: Iterable[Finding]) -> str:
     """How many verdicts are as expected, how many are not, and how many were not run."""
-    checked = [_shown(found) for found in findings]
+    checked = [as_shown(found) for found in findings]
     good = sum(found.ok for found in checked)
     bad = sum(found.failed for found in checked)
     absent = sum(not found.ran for found in checked)
@@ -167,33 +167,6 @@ def tables(findings: Sequence[Finding]) -> list[Table]:
             table.add_row(Text(variant), grades(matrix.row(variant)), *cells)
         drawn.append(table)
     return drawn
-
-
-def html(findings: Sequence[Finding]) -> str:
-    """The matrices as HTML tables, with counts and absences; the page has the style."""
-    esc = markup.escape
-    parts = []
-    for matrix in build(findings):
-        head = "".join(f"<th scope='col'>{esc(q)}</th>" for q in matrix.questions)
-        parts.append(
-            f"<div class='wide'><table class='matrix'><caption>{esc(matrix.incident)} "
-            f"<b class='provenance'>{esc(provenance(matrix.cells.values()))}</b></caption>"
-            f"<thead><tr><th scope='col'>variant</th><th scope='col'>{ASKED_OF}</th>"
-            f"{head}</tr></thead><tbody>"
-        )
-        for variant in matrix.variants:
-            cells = "".join(
-                f"<td class='{_class(matrix, variant, q)}'>{esc(_cell(matrix, variant, q))}</td>"
-                for q in matrix.questions
-            )
-            row = matrix.row(variant)
-            whose = "; ".join(dict.fromkeys(found.of for found in row if found.of))
-            grade = f"<td class='grade' title='{esc(whose, quote=True)}'>{esc(grades(row))}</td>"
-            parts.append(f"<tr><th scope='row'>{esc(variant)}</th>{grade}{cells}</tr>")
-        parts.append("</tbody></table></div>")
-    parts.append(f"<p>{esc(counts(findings))}</p>")
-    absent = "".join(f"<li>{esc(line)}</li>" for line in absences(findings))
-    return "\n".join(parts) + (f"\n<ul class='absent'>{absent}</ul>" if absent else "")
 
 
 def _cell(matrix: Matrix, variant: str, question: str) -> str:

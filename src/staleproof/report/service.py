@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import html as markup
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -74,28 +73,47 @@ def soak_figure(soak: Soak) -> Figure:
 
 
 def section(faults: Faults | None, soaks: Mapping[str, Soak]) -> str:
-    """The section of the report.
+    """The body of the report's section.
 
     Args:
         faults: as in :func:`fault_counts`, or ``None``.
         soaks: title -> soak.
     """
-    from staleproof.report import plots
+    from markupsafe import Markup
 
-    esc = markup.escape
-    parts = ["<section id='service'><h2>The plugin in service</h2>"]
+    from staleproof.report import plots
+    from staleproof.report.page import pictures
+    from staleproof.report.page.tables import table
+
+    parts = []
     if faults:
-        rows = "".join(
-            f"<tr><th scope='row'>{esc(fault)}</th>"
-            f"<td>{esc(', '.join(f'{said}: {count}' for said, count in outcomes.items()))}</td></tr>"
+        rows = [
+            (fault, ", ".join(f"{said}: {count}" for said, count in outcomes.items()))
             for fault, outcomes in fault_counts(faults).items()
+        ]
+        about = (
+            "RECORDED. Every hook of every patch raises, and this is what vLLM's caller got, in how many of "
+            "the hooked functions."
         )
-        parts.append(
-            "<p>RECORDED. Every hook of every patch raises, and this is what vLLM's caller got, in how many "
-            "of the hooked functions.</p><div class='wide'><table><thead><tr><th scope='col'>a hook raises"
-            f"</th><th scope='col'>the call returned</th></tr></thead><tbody>{rows}</tbody></table></div>"
-        )
+        parts.append(table(("a hook raises", "the call returned"), rows, caption=about, row_heads=True))
     for title, soak in soaks.items():
-        picture = plots.svg(soak_figure(soak)).data
-        parts.append(f"<h3>{esc(title)}</h3><p>RECORDED.</p><div class='wide'>{picture}</div>")
-    return "".join(parts) + "</section>"
+        ends = "; ".join(
+            f"{label}: {_last(soak, 'off', name) * factor:.4g} with the plugin off, "
+            f"{_last(soak, 'on', name) * factor:.4g} with it on"
+            for name, (label, factor) in CURVES.items()
+        )
+        parts.append(Markup("<h3>{}</h3>").format(title))
+        parts.append(
+            pictures.figure(
+                plots.svg(soak_figure(soak)).data,
+                alt=f"Four curves over the requests that have left. At the end {ends}.",
+                caption=f"RECORDED. At the end {ends}.",
+            )
+        )
+    return Markup("\n").join(parts)
+
+
+def _last(soak: Soak, state: str, name: str) -> float:
+    """The last value of a curve, for resident memory less the first."""
+    values = soak[state]["curves"][name]
+    return float(values[-1] - (values[0] if name == "rss_kib" else 0))

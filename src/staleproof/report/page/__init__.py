@@ -1,0 +1,1 @@
+"""The parts of the HTML report: one file a part, templates beside them."""
