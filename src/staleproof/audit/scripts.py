@@ -87,9 +87,18 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
     if not poison and not kind.startswith("empty"):
         return []
     named = inspect.signature(inspect.unwrap(subject.call)).parameters
+    scalars = {
+        "softmax_scale": f"{shape.head_dim**-0.5:.6f}",
+        "page_size": str(shape.page_size),
+        "max_q_len": "1",
+        "max_seq_len": str(2 * shape.page_size),
+    }
+    integers = {
+        "seq_lens": str([3, 0][:batch]),
+        "block_table": f"[[1, 0]] * {batch}",
+        "query_start_loc": str([*range(batch + 1)]),
+    }
     scene = {
-        "softmax_scale": f"softmax_scale = {shape.head_dim**-0.5:.6f}",
-        "page_size": f"page_size = {shape.page_size}",
         "dtype": 'dtype = torch.bfloat16 if device == "cuda" else torch.float32',
         "q": f"q = torch.randn({batch}, {shape.heads}, {shape.head_dim}, device=device, dtype=dtype)",
     }
@@ -98,16 +107,18 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
         scene[name] = f"{name} = torch.zeros(6, {shape.page_size}, {dims}, device=device, dtype=dtype)[1:-1]"
         scene[f"{name} content"] = f"{name}[1, :3] = torch.randn(3, {dims}).to(device, dtype)"
     scene |= {
-        "seq_lens": f"seq_lens = torch.tensor({[3, 0][:batch]}, dtype=torch.int32, device=device)",
-        "block_table": f"block_table = torch.tensor([[1, 0]] * {batch}, dtype=torch.int32, device=device)",
         "out": f"out = q.new_full(({batch}, {shape.heads}, {shape.value_dim}), float('nan'))",
         "lse": f"lse = torch.full(({batch}, {shape.heads}), float('nan'), device=device)",
-        "query_start_loc": f"query_start_loc = torch.arange({batch + 1}, dtype=torch.int32, device=device)",
-        "max_q_len": "max_q_len = 1",
-        "max_seq_len": f"max_seq_len = {2 * shape.page_size}",
     }
     needed = {*named, "dtype", *(f"{name} content" for name in cache)}
-    lines = [line for name, line in scene.items() if name in needed]
+    lines = []
+    if one := [name for name in scalars if name in named]:
+        lines.append(f"{', '.join(one)} = {', '.join(scalars[name] for name in one)}")
+    if many := [name for name in integers if name in named]:
+        values = ", ".join(integers[name] for name in many)
+        lines.append("def int32(x): return torch.tensor(x, dtype=torch.int32, device=device)")
+        lines.append(f"{', '.join(many)}, = map(int32, ({values},))")
+    lines += [line for name, line in scene.items() if name in needed]
     if subject.shape.get("planned"):
         lines.insert(0, _FIRST)
     if kind == "empty lse":
