@@ -83,6 +83,18 @@ neighbour = audit.rows(name=_expect("neighbour_in_the_maximum", "R"))(scales.nei
 alone = audit.rows(name=_expect("row_alone"))(scales.row_alone)
 
 
+def _quantise(name: str, *clauses: str, per_token: bool, drops_nan: bool):
+    def quantise(x):
+        return moe.quantise_fp8(x, per_token=per_token, drops_nan=drops_nan)
+
+    return audit.rows(name=_expect(name, *clauses))(quantise)
+
+
+tensor_keeps = _quantise("quantise_fp8 per tensor, keeps NaN", "R", per_token=False, drops_nan=False)
+tensor_drops = _quantise("quantise_fp8 per tensor, drops NaN", "R", per_token=False, drops_nan=True)
+token = _quantise("quantise_fp8 per token", per_token=True, drops_nan=False)
+
+
 @audit.rows(name=_expect("quantize_blocks_only", "W"), skip={"R": "scales lie in tiles of rows"})
 def blocks_only(x):
     one = torch.ones(1, device=x.device)

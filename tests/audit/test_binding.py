@@ -88,6 +88,14 @@ def test_a_star_import_is_followed(tmp_path):
     assert problem(found, release).startswith("decode: ")
 
 
+def test_a_definition_under_try_is_found(tmp_path):
+    (found,) = keyword.__dict__["__padding_contract__"]
+    release = _release(tmp_path)
+    body = SOURCE[SOURCE.index("def decode") :].strip()
+    (tmp_path / "fastkernels/kernels.py").write_text(f"try:\n    {body}\nexcept ImportError:\n    pass\n")
+    assert problem(found, release).startswith("decode: missing")
+
+
 def test_flashinfers_compiled_kernels_bind():
     pytest.importorskip("flashinfer")
     from staleproof.audit.subjects import flashinfer_cuda

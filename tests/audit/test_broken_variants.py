@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,17 @@ from staleproof.audit.contract import Verdict
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+
+
+CONTRACT = HERE.parents[1] / "workbook/contract.md"
+
+
+def test_the_document_lists_what_each_variant_breaks():
+    from broken_variants import EXPECTED
+
+    table = CONTRACT.read_text().partition("## What the incidents' faults break")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(.+?)` \| (.*?) \|", table, re.MULTILINE)
+    assert {name: set(clauses.replace("none", "").split()) for name, clauses in rows} == EXPECTED
 
 
 # One test for the table: the kernels are audited together, once.

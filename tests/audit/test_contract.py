@@ -8,9 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from staleproof.audit.contract import CLAUSES, KINDS, Row, Verdict, compare, read_rows, write_rows
+from staleproof.audit.contract import (
+    CLAUSES,
+    KINDS,
+    Row,
+    Verdict,
+    between_releases,
+    compare,
+    read_rows,
+    write_rows,
+)
 from staleproof.audit.registry import SIZES
 from staleproof.harness.findings import RunFileError
+from staleproof.report.audit import print_changes
 
 ROW = Row("decode", "kernels", "1.0", "E", Verdict.BREAKS, "NaN", "CPU", "INTERPRETED", "import torch\n")
 
@@ -44,6 +54,28 @@ def test_the_same_version_is_compared_with_itself():
 def test_a_new_subject_is_a_change():
     (change,) = compare([], [ROW])
     assert change.before is None
+
+
+def test_releases_within_one_audit_are_compared_on_the_same_machine():
+    fixed = replace(ROW, version="1.1", verdict=Verdict.HOLDS)
+    elsewhere = replace(ROW, version="1.2", machine="GPU")
+    same = replace(fixed, version="1.10")
+    (change,) = between_releases([same, elsewhere, fixed, ROW])
+    assert change.before is not None
+    assert (change.before.version, change.after.version) == ("1.0", "1.1")
+
+
+def test_an_audit_given_twice_shows_what_each_release_changed(tmp_path, capsys):
+    path = tmp_path / "audit.jsonl"
+    write_rows(path, [replace(ROW, verdict=Verdict.HOLDS), replace(ROW, version="1.1")])
+    assert print_changes(path, path) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "E  kernels 1.1 decode: holds (1.0) -> breaks: NaN",
+        "1 changes",
+    ]
+    other = tmp_path / "other.jsonl"
+    write_rows(other, [replace(ROW, verdict=Verdict.HOLDS), replace(ROW, version="1.1")])
+    assert print_changes(path, other) == 0
 
 
 def test_the_document_has_every_clause_and_no_other():

@@ -96,3 +96,9 @@ def test_vllms_script_runs_on_its_real_package(tmp_path):
     right = replace(subject, call=OURS["mla_decode"].call)
     text = scripts.counterexample(right, Release("0.33.0"), "E", breaks("x", "empty"))
     assert _run(text, tmp_path, str(Path(__file__).parents[2] / "src")).returncode == 0
+
+
+def test_no_adapter_of_another_package_imports_ours():
+    for subject in _all_subjects():
+        if subject.package != "staleproof":
+            assert "staleproof" not in "\n".join(scripts._source(subject)), subject.name

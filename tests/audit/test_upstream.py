@@ -24,6 +24,8 @@ PATCHED = {
     "sglang-mla-norope-reserved-slot": ("sglang_", "0.5.23", "Triton set_mla_kv_buffer without rope", "S"),
     "sglang-triton-decode-empty-row": ("sglang_", "0.5.23", "Triton decode, MLA", "E"),
     "sglang-merge-state-empty-parts": ("sglang_", "0.5.23", "Triton merge_state", "E"),
+    "sglang-extend-unified-empty-row": ("sglang_", "0.5.23", "Triton extend, unified", "E"),
+    "liger-fused-moe-negative-ids": ("liger", "0.8.5", "fused_moe", "X"),
     "fla-rows-past-cu-seqlens": ("fla", "0.6.0", "fused_recurrent_gated_delta_rule", "U"),
 }
 
@@ -60,8 +62,9 @@ def test_the_patch_mends_the_clause_and_changes_no_other(tmp_path, name):
     folders = [r.folder for r in packages.releases(subject) if r.version == version and r.folder]
     if not folders:
         pytest.skip(f"{subject.package} {version} is not in the cache")
-    top = subject.files[0].partition(".")[0] if subject.files else "fla"
-    files = [file.replace(".", "/") + ".py" for file in subject.files] or ["fla"]
+    whole = {"fla": "fla", "liger": "liger_kernel"}.get(PATCHED[name][0], "")
+    top = subject.files[0].partition(".")[0] if subject.files else whole
+    files = [file.replace(".", "/") + ".py" for file in subject.files] or [whole]
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         source = folders[0] / file

@@ -250,6 +250,8 @@ def _captured(kernel: Kernel, launch: Callable[[], Result]) -> tuple[Callable[[]
         return launch, "launched again: a graph cannot hold it"
 
     def replay() -> Result:
+        # Its inputs live as long as the launch, and the graph reads them by their addresses.
+        assert launch is not None
         graph.replay()
         return result
 

@@ -11,6 +11,7 @@ import ast
 import importlib.util
 import inspect
 import textwrap
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -55,6 +56,14 @@ def _file(module: str, release: Release) -> Path | None:
     return next((file for file in candidates if file.exists()), None)
 
 
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module, those under ``try`` and ``if`` too."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.Try | ast.If):
+            yield from _statements(statement.body)
+
+
 def _defined(module: str, name: str, release: Release, depth: int = 4) -> ast.stmt | None:
     """The statement that defines a name, followed through the imports of other names' modules."""
     file = _file(module, release)
@@ -62,7 +71,7 @@ def _defined(module: str, name: str, release: Release, depth: int = 4) -> ast.st
         return None
     tree = _tree(file)
     # Overloads stand before the definition that counts.
-    for statement in reversed(tree.body):
+    for statement in reversed([*_statements(tree.body)]):
         if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == name:
             return statement
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 
 from staleproof.check import require
@@ -152,6 +153,26 @@ class Change:
 
     before: Row | None
     after: Row
+
+
+def between_releases(rows: Sequence[Row]) -> list[Change]:
+    """What the releases of a package changed, in one audit that has several of them.
+
+    Each row is compared with that of the release before it on the same machine.
+
+    >>> old = Row("decode", "kernels", "1.9", "E", Verdict.BREAKS, "NaN", "CPU", "INTERPRETED")
+    >>> new = Row("decode", "kernels", "1.10", "E", Verdict.HOLDS, "", "CPU", "INTERPRETED")
+    >>> [(change.before.version, change.after.version) for change in between_releases([new, old])]
+    [('1.9', '1.10')]
+    """
+    together: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        together.setdefault((row.package, row.subject, row.clause, row.machine), []).append(row)
+    changes = []
+    for group in together.values():
+        group.sort(key=lambda row: _newest_first(row.version))
+        changes += [Change(old, new) for old, new in pairwise(group) if old.verdict != new.verdict]
+    return changes
 
 
 def _newest_first(version: str) -> tuple[tuple[int, str], ...]:

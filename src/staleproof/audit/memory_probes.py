@@ -205,13 +205,14 @@ def merge_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
 
 def _experts(shape: Shape, device: str) -> dict[str, torch.Tensor]:
     experts, hidden, inner = shape.get("experts", 4), shape.get("hidden", 32), shape.get("inner", 16)
-    ids = torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0], [0, 2]], device=device)
+    top_k = shape.get("top_k", 2)
+    ids = torch.tensor([[0, 1, 4], [2, 3, 5], [1, 2, 6], [3, 0, 7], [0, 2, 4]], device=device)[:, :top_k]
     return {
         "x": _random(5, hidden, device=device),
         "w1": _random(experts, 2 * inner, hidden, seed=1, device=device) / hidden**0.5,
         "w2": _random(experts, hidden, inner, seed=2, device=device) / inner**0.5,
-        "topk_weights": torch.full((5, 2), 0.5, device=device),
-        "topk_ids": ids,
+        "topk_weights": torch.full((5, top_k), 1 / top_k, device=device),
+        "topk_ids": ids.contiguous(),
     }
 
 

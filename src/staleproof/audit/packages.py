@@ -66,6 +66,9 @@ def releases(subject: Subject) -> list[Release]:
     if not subject.package:
         return [Release("")]
     installed = devices.version_of(subject.package)
+    if subject.package == "staleproof" and not installed:
+        # Imported from a checkout that is not installed.
+        return [Release("checkout")]
     found = [Release(installed)] if installed else []
     found += [release for release in _cached(subject.package) if release.version != installed]
     if subject.versions:
@@ -136,7 +139,10 @@ def _known(cuda: bool) -> dict[str, dict[str, Any]]:
                 capabilities=types.SimpleNamespace(supports_triton=True)
             )
         },
-        "sglang.kernels.ops.quantization.fp8_utils": {},
+        "sglang.kernels.kernel_api_logging": {"debug_kernel_api": lambda function: function},
+        "sglang.kernels.ops.quantization.fp8_utils": {
+            "fp8_dtype_to_triton": lambda dtype: __import__("triton").language.float8e4nv
+        },
         "sglang.kernels.ops.kvcache.set_mla_kv_buffer": {"can_use_set_mla_kv_buffer": _no},
     }
 

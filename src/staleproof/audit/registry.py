@@ -107,7 +107,7 @@ SIZES = {
     "routing": {"experts", "top_k", "grouped", "padding_id"},
     "rows": {"hidden", "dtype", "in_place", "reference", "live_rows"},
     "ragged": {"hidden", "dtype"},
-    "experts": {"experts", "hidden", "inner"},
+    "experts": {"experts", "hidden", "inner", "top_k"},
     "kv_write": {"kv_heads", "head_dim", "pad_slot"},
     "state": {"dim", "width", "pad_index"},
 }

@@ -23,13 +23,15 @@ from staleproof.harness import children
 from staleproof.harness.vllm_files import UnavailableError
 
 # Modules with the subjects of packages that people use.
-_COMPILED = ("flashinfer_cuda", "vllm_compiled", "quack")
+_COMPILED = ("flashinfer_cuda", "vllm_compiled", "quack", "wheels")
 _SOURCES = ("ours", "torch_", "vllm_", "sglang_", "fla", "liger", "transformers_", "flashinfer_")
 SUBJECTS = tuple(f"staleproof.audit.subjects.{name}" for name in (*_SOURCES, *_COMPILED))
 # What Python says of a call that does not fit a signature.
 _SIGNATURE = re.compile(r"\(\) (got an unexpected keyword|missing \d|takes \d|got multiple values)")
 LIMIT_S = 60.0
 START_S = 90.0
+# Most of an audit is compiling; each process has a context of its own, so that a fault stays its own.
+GPU_JOBS = 8
 
 
 def _probes(subject: Subject) -> dict[str, Callable[[str], Outcome]]:
@@ -55,8 +57,13 @@ def _probes(subject: Subject) -> dict[str, Callable[[str], Outcome]]:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).partition(" Search for `")[0]
     return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
+
+
+def _cause(error: BaseException) -> str:
+    """The loader's own words where another error hides them."""
+    return _one_line(error.__cause__ or error)
 
 
 def _answer(probe: Callable[[str], Outcome], subject: Subject, device: str) -> tuple[Outcome, bool]:
@@ -69,6 +76,10 @@ def _answer(probe: Callable[[str], Outcome], subject: Subject, device: str) -> t
             return not_run(f"Triton's interpreter cannot run it: {str(error)[:120]}"), True
         if isinstance(error, ImportError | UnavailableError) and subject.package:
             return not_run(f"does not import here: {text}"), True
+        if isinstance(error, OSError) and subject.package and "Could not load" in text:
+            return not_run(f"its library does not load here: {_cause(error)}"), True
+        if type(error).__name__ == "MissingJITCacheError":
+            return not_run("its compiled module is not here, and compiling is switched off"), True
         if isinstance(error, TypeError) and subject.package and _SIGNATURE.search(text):
             return not_run(f"its calls do not fit this release: {text}"), True
         return breaks(f"raises {text}"), "CUDA error" not in text and "illegal memory access" not in text
@@ -239,13 +250,14 @@ def audit(
         device: ``cpu`` or ``cuda``.
         only: a text that package, version or name of a subject must hold.
         limit_s: for one clause of one subject, in seconds.
-        jobs: processes at a time; on a CPU one a core, on a GPU one.
+        jobs: processes at a time; by default one a core, and 8 at most on a GPU.
 
     Yields:
         The rows of one release of one subject, as they come.
     """
     device = devices.select(device)
-    workers = jobs or (1 if device == "cuda" else os.cpu_count() or 1)
+    cores = os.cpu_count() or 1
+    workers = jobs or (min(cores, GPU_JOBS) if device == "cuda" else cores)
     with ThreadPoolExecutor(workers) as pool:
         running: dict[Future[Answers], tuple[list[Subject], Release]] = {}
         for module in modules:

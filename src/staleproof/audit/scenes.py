@@ -265,12 +265,14 @@ def dirty_memory(fill: float) -> Iterator[None]:
     def filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
             x = make(*args, **kwargs)
+            # Compilers allocate leaves that need a gradient, which may not be written in place.
+            memory = x.detach()
             if x.element_size() == 1:
-                x.view(torch.uint8).fill_(0x7F if fill != fill else 1)
+                memory.view(torch.uint8).fill_(0x7F if fill != fill else 1)
             elif x.is_floating_point():
-                x.fill_(fill)
+                memory.fill_(fill)
             else:
-                x.fill_(0x7F7F if fill != fill else 1)
+                memory.fill_(0x7F7F if fill != fill else 1)
             return x
 
         return call

@@ -18,6 +18,7 @@ from staleproof.audit.registry import Subject
 from staleproof.audit.scenes import Shape, mla_shape
 
 LINES = 29
+_FIRST = "def first(result): return result[0] if isinstance(result, tuple) else result"
 
 
 def _source(subject: Subject) -> list[str]:
@@ -26,10 +27,7 @@ def _source(subject: Subject) -> list[str]:
     if not subject.package:
         module = inspect.getmodule(function)
         name = (module.__name__ if module else "").removeprefix("audited_")
-        return [
-            f"from {name} import {function.__name__}",
-            "def first(result): return result[0] if isinstance(result, tuple) else result",
-        ]
+        return [f"from {name} import {function.__name__}", _FIRST]
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("def "))
     return [line for line in lines[start:] if line.strip() and not line.strip().startswith("#")]
@@ -38,7 +36,8 @@ def _source(subject: Subject) -> list[str]:
 def _call(subject: Subject, **renamed: str) -> str:
     function = inspect.unwrap(subject.call)
     names = inspect.signature(function).parameters
-    return f"{function.__name__}({', '.join(f'{name}={renamed.get(name, name)}' for name in names)})"
+    call = f"{function.__name__}({', '.join(f'{name}={renamed.get(name, name)}' for name in names)})"
+    return call + "()" if subject.shape.get("planned") else call
 
 
 def _prologue(subject: Subject) -> list[str]:
@@ -65,7 +64,9 @@ def _gathered(subject: Subject, shape: Shape, case: tuple[str, ...]) -> list[str
     place = "k" if case[-1].startswith("K") else "v"
     return [
         f"softmax_scale = {shape.head_dim**-0.5:.6f}",
-        f"q, k, v = (torch.randn(1, {shape.heads}, n, {shape.head_dim}, device=device) for n in (1, 16, 16))",
+        'dtype = torch.bfloat16 if device == "cuda" else torch.float32',
+        f"sizes = [(1, {shape.heads}, n, {shape.head_dim}) for n in (1, 16, 16)]",
+        "q, k, v = (torch.randn(size, device=device, dtype=dtype) for size in sizes)",
         "mask = (torch.arange(16, device=device) < 3)[None, None, None]",
         f"clean = {_call(subject)}",
         f"{place}[:, :, 3:] = {_FILLS[case[1]]}",
@@ -86,9 +87,18 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
     if not poison and not kind.startswith("empty"):
         return []
     named = inspect.signature(inspect.unwrap(subject.call)).parameters
+    scalars = {
+        "softmax_scale": f"{shape.head_dim**-0.5:.6f}",
+        "page_size": str(shape.page_size),
+        "max_q_len": "1",
+        "max_seq_len": str(2 * shape.page_size),
+    }
+    integers = {
+        "seq_lens": str([3, 0][:batch]),
+        "block_table": f"[[1, 0]] * {batch}",
+        "query_start_loc": str([*range(batch + 1)]),
+    }
     scene = {
-        "softmax_scale": f"softmax_scale = {shape.head_dim**-0.5:.6f}",
-        "page_size": f"page_size = {shape.page_size}",
         "dtype": 'dtype = torch.bfloat16 if device == "cuda" else torch.float32',
         "q": f"q = torch.randn({batch}, {shape.heads}, {shape.head_dim}, device=device, dtype=dtype)",
     }
@@ -97,22 +107,27 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
         scene[name] = f"{name} = torch.zeros(6, {shape.page_size}, {dims}, device=device, dtype=dtype)[1:-1]"
         scene[f"{name} content"] = f"{name}[1, :3] = torch.randn(3, {dims}).to(device, dtype)"
     scene |= {
-        "seq_lens": f"seq_lens = torch.tensor({[3, 0][:batch]}, dtype=torch.int32, device=device)",
-        "block_table": f"block_table = torch.tensor([[1, 0]] * {batch}, dtype=torch.int32, device=device)",
         "out": f"out = q.new_full(({batch}, {shape.heads}, {shape.value_dim}), float('nan'))",
         "lse": f"lse = torch.full(({batch}, {shape.heads}), float('nan'), device=device)",
-        "query_start_loc": f"query_start_loc = torch.arange({batch + 1}, dtype=torch.int32, device=device)",
-        "max_q_len": "max_q_len = 1",
-        "max_seq_len": f"max_seq_len = {2 * shape.page_size}",
     }
     needed = {*named, "dtype", *(f"{name} content" for name in cache)}
-    lines = [line for name, line in scene.items() if name in needed]
+    lines = []
+    if one := [name for name in scalars if name in named]:
+        lines.append(f"{', '.join(one)} = {', '.join(scalars[name] for name in one)}")
+    if many := [name for name in integers if name in named]:
+        values = ", ".join(integers[name] for name in many)
+        lines.append("def int32(x): return torch.tensor(x, dtype=torch.int32, device=device)")
+        lines.append(f"{', '.join(many)}, = map(int32, ({values},))")
+    lines += [line for name, line in scene.items() if name in needed]
+    if subject.shape.get("planned"):
+        lines.insert(0, _FIRST)
     if kind == "empty lse":
         return [*lines, f"lse = {_call(subject)}[1]", 'assert (lse[1] == float("-inf")).all(), lse[1]']
     call = _call(subject)
-    if not subject.package:
-        call = f"first({call})"
-    call += "[0].clone()" if subject.package and _returns_pair(subject) else ".clone()"
+    if not subject.package or subject.shape.get("planned"):
+        call = f"first({call}).clone()"
+    else:
+        call += "[0].clone()" if _returns_pair(subject) else ".clone()"
     if kind == "empty":
         return [*lines, f"got = {call}", "assert (got[1] == 0).all(), got[1].flatten()[:4]"]
     check = "assert torch.equal(got, clean), got.flatten()[:4]"
@@ -235,18 +250,21 @@ def _kv_write(subject: Subject, case: tuple[str, ...]) -> list[str]:
 
 def _experts(subject: Subject, case: tuple[str, ...]) -> list[str]:
     hidden, inner = subject.shape.get("hidden", 32), subject.shape.get("inner", 16)
-    ids = "[[0, 0]]" if case[0] == "repeated" else f"[[0, {case[1]}]]"
+    experts, more = subject.shape.get("experts", 4), subject.shape.get("top_k", 2) - 1
+    repeated = case[0] == "repeated"
+    ids = [0, *([0] if repeated else [int(case[1])]) * more]
+    weights = [0.5, *([0.5] if repeated else [0.0]) * more]
     return [
-        f"x = torch.randn(1, {hidden}, device=device)",
-        f"w1 = torch.randn(4, {2 * inner}, {hidden}, device=device) / 8",
-        f"w2 = torch.randn(4, {hidden}, {inner}, device=device) / 8",
-        f"topk_weights = torch.tensor([[0.5, {0.5 if case[0] == 'repeated' else 0.0}]])",
-        f"topk_ids = torch.tensor({ids})",
-        "topk_weights, topk_ids = topk_weights.to(device), topk_ids.to(device)",
-        f"got = {_call(subject)}",
-        "gate, up = (w1[0] @ x[0]).chunk(2)",
-        "expected = topk_weights.sum() * (w2[0] @ (torch.nn.functional.silu(gate) * up))",
-        "assert torch.allclose(got[0], expected, rtol=3e-2, atol=3e-2), (got[0, :4], expected[:4])",
+        'dtype = torch.bfloat16 if device == "cuda" else torch.float32',
+        f"x = torch.randn(1, {hidden}, device=device, dtype=dtype)",
+        f"w1 = torch.randn({experts}, {2 * inner}, {hidden}, device=device, dtype=dtype) / {hidden**0.5:.0f}",
+        f"w2 = torch.randn({experts}, {hidden}, {inner}, device=device, dtype=dtype) / {inner**0.5:.0f}",
+        f"topk_weights = torch.tensor([{weights}], device=device)",
+        f"topk_ids = torch.tensor([{ids}], device=device)",
+        f"got = {_call(subject)}.float()",
+        "gate, up = (w1[0].float() @ x[0].float()).chunk(2)",
+        "right = topk_weights.sum() * (w2[0].float() @ (torch.nn.functional.silu(gate) * up))",
+        "assert torch.allclose(got[0], right, rtol=3e-2, atol=3e-2), (got[0, :4], right[:4])",
     ]
 
 
@@ -271,7 +289,7 @@ def counterexample(subject: Subject, release: Release, clause: str, outcome: Out
         outcome: with the case.
     """
     make = _SCENES.get(subject.kind)
-    if not outcome.case or make is None or outcome.case[0] == "clean" or subject.shape.get("planned"):
+    if not outcome.case or make is None or outcome.case[0] == "clean":
         return ""
     scene = [line for line in make(subject, outcome.case) if line]
     if not scene:

@@ -220,11 +220,16 @@ def heat_map(rows: Sequence[Row]) -> Any:
 
 
 def print_changes(before: Path, after: Path) -> int:
-    """Print what changed between two audits; the exit code is 1 if a clause got worse."""
-    from staleproof.audit.contract import Verdict, compare, read_rows
+    """Print what changed between two audits; the exit code is 1 if a clause got worse.
+
+    One audit given twice is compared with itself: what each release in it changed since the one before.
+    """
+    from staleproof.audit.contract import Verdict, between_releases, compare, read_rows
 
     worse = 0
-    changes = compare(read_rows(before), read_rows(after))
+    rows = read_rows(after)
+    same = before.resolve() == after.resolve()
+    changes = between_releases(rows) if same else compare(read_rows(before), rows)
     for change in changes:
         row, old = change.after, change.before
         was = f"{old.verdict} ({old.version})" if old else "not asked"

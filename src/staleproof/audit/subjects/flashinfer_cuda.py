@@ -84,36 +84,38 @@ def paged_decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out)
     return lambda: wrapper.run(q, (k_cache, v_cache), out=out)
 
 
-def _prefill(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax_scale, out, backend):
+@audit.attention(name="paged prefill fa2", q_len=0, head_dim=64, value_dim=64, **_PLANNED)
+def prefill_fa2(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax_scale, out):
     import torch
     from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
-    workspace = torch.zeros(2**27, dtype=torch.uint8, device="cuda")
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
-    counts = (seq_lens + 15) // 16
+    space = torch.zeros(2**27, dtype=torch.uint8, device="cuda")
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend="fa2")
+    counts, live = (seq_lens + 15) // 16, int(query_start_loc[-1])
     used = torch.arange(block_table.shape[1], device="cuda") < counts[:, None]
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    last = seq_lens - (counts - 1).clamp(min=0) * 16
+    starts, last = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), (seq_lens - 1) % 16 + 1
     wrapper.plan(
         query_start_loc, starts, block_table[used], last, q.shape[1], k_cache.shape[2], 64, 16,
         causal=True, sm_scale=softmax_scale, q_data_type=q.dtype, kv_data_type=q.dtype,
     )  # fmt: skip
-    live = int(query_start_loc[-1])
     return lambda: (wrapper.run(q[:live], (k_cache, v_cache), out=out[:live]), out)[1]
-
-
-@audit.attention(name="paged prefill fa2", q_len=0, head_dim=64, value_dim=64, **_PLANNED)
-def prefill_fa2(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax_scale, out):
-    from staleproof.audit.subjects.flashinfer_cuda import _prefill
-
-    return _prefill(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax_scale, out, "fa2")
 
 
 @audit.attention(name="paged prefill fa3", q_len=0, head_dim=64, value_dim=64, **_PLANNED | {"needs": "sm90"})
 def prefill_fa3(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax_scale, out):
-    from staleproof.audit.subjects.flashinfer_cuda import _prefill
+    import torch
+    from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
-    return _prefill(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax_scale, out, "fa3")
+    space = torch.zeros(2**27, dtype=torch.uint8, device="cuda")
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend="fa3")
+    counts, live = (seq_lens + 15) // 16, int(query_start_loc[-1])
+    used = torch.arange(block_table.shape[1], device="cuda") < counts[:, None]
+    starts, last = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), (seq_lens - 1) % 16 + 1
+    wrapper.plan(
+        query_start_loc, starts, block_table[used], last, q.shape[1], k_cache.shape[2], 64, 16,
+        causal=True, sm_scale=softmax_scale, q_data_type=q.dtype, kv_data_type=q.dtype,
+    )  # fmt: skip
+    return lambda: (wrapper.run(q[:live], (k_cache, v_cache), out=out[:live]), out)[1]
 
 
 @audit.attention(
@@ -214,3 +216,70 @@ def triton_merge_state(out_a, lse_a, out_b, lse_b):
     # Its logarithms are to the base 2.
     out, lse = merge_state(out_a, lse_a * 1.4426950408889634, out_b, lse_b * 1.4426950408889634)
     return out, lse / 1.4426950408889634
+
+
+_MOE = {
+    "package": "flashinfer-python",
+    "needs": "sm90",
+    "experts": 8,
+    "hidden": 512,
+    "inner": 256,
+    "top_k": 3,
+}
+
+
+@audit.experts(name="fused_moe.cutlass_fused_moe", **_MOE)
+def fused_moe(x, w1, w2, topk_weights, topk_ids):
+    import torch
+    from flashinfer.fused_moe import cutlass_fused_moe
+
+    # It wants the up projection first.
+    gate, up = w1.chunk(2, 1)
+    out = torch.zeros_like(x)
+    cutlass_fused_moe(
+        x, topk_ids.int(), topk_weights, torch.cat([up, gate], 1), w2, x.dtype, quant_scales=None, output=out
+    )
+    return out
+
+
+@audit.experts(name="fused_moe.cutlass_fused_moe, two ranks with all-to-all", **_MOE)
+def fused_moe_ranks(x, w1, w2, topk_weights, topk_ids):
+    import torch
+    from flashinfer.fused_moe import cutlass_fused_moe
+
+    gate, up = w1.chunk(2, 1)
+    w1, total, half = torch.cat([up, gate], 1), torch.zeros_like(x), len(w1) // 2
+    # The ranks in turn: each adds what its experts give.
+    for rank, mine in enumerate((slice(half), slice(half, None))):
+        out = torch.zeros_like(x)
+        cutlass_fused_moe(
+            x, topk_ids.int(), topk_weights, w1[mine].contiguous(), w2[mine].contiguous(), x.dtype,
+            quant_scales=None, output=out, ep_size=2, ep_rank=rank, enable_alltoall=True,
+        )  # fmt: skip
+        total += out
+    return total
+
+
+@audit.rows(name="sampling.top_p_renorm_probs", package="flashinfer-python", needs="cuda", dtype="float32")
+def top_p_renorm(x):
+    from flashinfer.sampling import top_p_renorm_probs
+
+    return top_p_renorm_probs(x.softmax(-1), 0.9)
+
+
+@audit.rows(name="norm.gemma_rmsnorm", package="flashinfer-python", needs="cuda", hidden=256)
+def gemma_rmsnorm(x):
+    import torch
+    from flashinfer.norm import gemma_rmsnorm
+
+    return gemma_rmsnorm(x, torch.zeros_like(x[0]), 1e-6)
+
+
+@audit.rows(name="norm.rmsnorm_quant, static scale", package="flashinfer-python", needs="cuda", hidden=256)
+def rmsnorm_quant(x):
+    import torch
+    from flashinfer.norm import rmsnorm_quant
+
+    out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    rmsnorm_quant(out, x, torch.ones_like(x[0]), torch.ones(1, device=x.device), 1e-6)
+    return out

@@ -109,3 +109,107 @@ def fused_rmsnorm(x):
     from sglang.kernels.ops.layernorm.fused_rmsnorm import fused_rmsnorm
 
     return fused_rmsnorm(x, torch.ones(x.shape[1], device=x.device, dtype=x.dtype), 1e-6)
+
+
+_EXTEND = (f"{_OPS}.attention.extend_attention", *_DECODE)
+
+
+@audit.attention(
+    name="Triton extend, causal",
+    package="sglang",
+    files=_EXTEND,
+    q_len=0,
+    skip={"E": "it takes no seq_lens: each query token brings its own key"},
+)
+def extend(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, softmax_scale, out):
+    import torch
+    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+
+    size, k, v = k_cache.shape[1], k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    token = torch.arange(block_table.shape[1] * size, device=q.device)
+    slots = (block_table[:, token // size] * size + token % size).long()
+    # The cache holds the prefix; K and V of the query tokens come beside it, as many as there are tokens.
+    q_lens = query_start_loc.diff()
+    prefix = (seq_lens - q_lens).clamp(min=0)
+    starts = torch.nn.functional.pad(prefix.cumsum(0), (1, 0)).int()
+    request = torch.repeat_interleave(torch.arange(len(q_lens), device=q.device), q_lens)
+    place = torch.arange(len(request), device=q.device) - query_start_loc[request] + prefix[request]
+    new, old = slots[request, place], slots[token < prefix[:, None]]
+    extend_attention_fwd(
+        q, k[new], v[new], out, k, v, query_start_loc, starts, old, None, True, None, max_q_len,
+        1.0, 1.0, sm_scale=softmax_scale,
+    )  # fmt: skip
+    return out
+
+
+@audit.attention(name="Triton extend, unified", package="sglang", files=_EXTEND, q_len=0)
+def extend_unified(
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, softmax_scale, out
+):
+    import torch
+    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
+
+    size, k, v = k_cache.shape[1], k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    token = torch.arange(block_table.shape[1] * size, device=q.device)
+    slots = block_table[:, token // size] * size + token % size
+    starts = torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).int()
+    indices, prefix = slots[token < seq_lens[:, None]].long(), seq_lens - query_start_loc.diff()
+    extend_attention_fwd_unified(
+        q, out, k, v, 1.0, 1.0, query_start_loc, starts, indices, prefix, max_q_len, sm_scale=softmax_scale
+    )
+    return out
+
+
+_GATE = (f"{_OPS}.moe.moe_fused_gate",)
+
+
+@audit.routing(name="Triton moe_fused_gate, softmax", package="sglang", files=_GATE)
+def fused_gate_softmax(router_logits, top_k, bias=None):
+    from sglang.kernels.ops.moe.moe_fused_gate import moe_fused_gate
+
+    return moe_fused_gate(router_logits, bias, top_k, "softmax")
+
+
+@audit.routing(name="Triton moe_fused_gate, sigmoid in groups", package="sglang", files=_GATE, grouped=True)
+def fused_gate_sigmoid(router_logits, top_k, bias=None):
+    import torch
+    from sglang.kernels.ops.moe.moe_fused_gate import moe_fused_gate
+
+    bias = torch.zeros_like(router_logits[0]) if bias is None else bias
+    return moe_fused_gate(router_logits, bias, top_k, "sigmoid", num_expert_group=4, topk_group=2)
+
+
+@audit.routing(name="Triton gate_topk", package="sglang", files=(f"{_OPS}.moe.gate_topk",))
+def gate_topk(router_logits, top_k):
+    from sglang.kernels.ops.moe.gate_topk import gate_topk
+
+    return gate_topk(router_logits, top_k)
+
+
+@audit.routing(name="Triton fused_moe_router_cudacore", package="sglang", files=(f"{_OPS}.moe.router",))
+def router_cudacore(router_logits, top_k, bias=None):
+    import torch
+    from sglang.kernels.ops.moe.router import fused_moe_router_cudacore
+
+    # An identity for a weight, so that the hidden states are the logits.
+    weight = torch.eye(router_logits.shape[1], device=router_logits.device)
+    return fused_moe_router_cudacore(router_logits, weight, top_k, 0.0, bias)
+
+
+_FP8 = (f"{_OPS}.quantization.fp8_kernel",)
+
+
+@audit.rows(name="Triton per_tensor_quant_mla_fp8", package="sglang", files=_FP8)
+def per_tensor_mla_fp8(x):
+    import torch
+    from sglang.kernels.ops.quantization.fp8_kernel import per_tensor_quant_mla_fp8
+
+    values, scale = per_tensor_quant_mla_fp8(x[None], torch.zeros(1, device=x.device))
+    return values[0], scale
+
+
+@audit.rows(name="Triton per_token_group_quant_fp8", package="sglang", files=_FP8)
+def per_token_group_fp8(x):
+    from sglang.kernels.ops.quantization.fp8_kernel import _per_token_group_quant_8bit_raw
+
+    return _per_token_group_quant_8bit_raw(x, 32)

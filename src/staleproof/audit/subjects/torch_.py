@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from staleproof import audit
 
-_MASKED = {"R": "one call takes all rows; other rows are other batch entries"}
-
 
 @audit.attention(name="SDPA math, boolean mask", package="torch", layout="gathered")
 def sdpa_math(q, k, v, mask, softmax_scale):
@@ -95,6 +93,28 @@ def varlen_attn(
     )  # fmt: skip
 
 
+@audit.attention(
+    name="_flash_attention_forward, seqused_k",
+    package="torch",
+    needs="cuda",
+    q_len=0,
+    head_dim=64,
+    value_dim=64,
+    skip={"B": "takes no block table"},
+)
+def aten_flash(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, softmax_scale):
+    import torch
+
+    k, v = (cache[block_table.long()].flatten(1, 2) for cache in (k_cache, v_cache))
+    room = k.shape[1]
+    starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=q.device) * room
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k.flatten(0, 1), v.flatten(0, 1), query_start_loc, starts, max_q_len, room, 0.0, True, False,
+        scale=softmax_scale, seqused_k=seq_lens,
+    )  # fmt: skip
+    return out, lse.T
+
+
 @audit.routing(name="softmax, then topk", package="torch")
 def softmax_topk(router_logits, top_k):
     import torch
@@ -126,7 +146,13 @@ def fp8_per_tensor(x):
     return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
-@audit.ragged(name="_grouped_mm", package="torch", hidden=64, dtype="bfloat16")
+@audit.ragged(
+    name="_grouped_mm",
+    package="torch",
+    hidden=64,
+    dtype="bfloat16",
+    documented={"U": 'torch.nn.functional.grouped_mm: "elements beyond offs[-1] are ignored"'},
+)
 def grouped_mm(x, starts):
     import torch
 

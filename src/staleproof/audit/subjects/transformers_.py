@@ -37,6 +37,71 @@ def gpt_oss(router_logits, top_k):
     return router(router_logits)[1:]
 
 
+@audit.routing(name="DeepseekV3TopkRouter", package="transformers", grouped=True)
+def deepseek_v3(router_logits, top_k, bias=None):
+    import types
+
+    import torch
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    experts = router_logits.shape[1]
+    config = types.SimpleNamespace(
+        num_experts_per_tok=top_k, hidden_size=experts, num_local_experts=experts,
+        routed_scaling_factor=1.0, n_group=4, topk_group=2, norm_topk_prob=True,
+    )  # fmt: skip
+    router = DeepseekV3TopkRouter(config).to(router_logits)
+    router.weight.data = torch.eye(experts).to(router_logits)
+    if bias is not None:
+        router.e_score_correction_bias.data = bias
+    return router(router_logits)[1:]
+
+
+@audit.routing(name="Qwen3MoeTopKRouter", package="transformers")
+def qwen3(router_logits, top_k):
+    import types
+
+    import torch
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    experts = router_logits.shape[1]
+    config = types.SimpleNamespace(
+        num_experts_per_tok=top_k, hidden_size=experts, num_experts=experts, norm_topk_prob=True,
+    )  # fmt: skip
+    router = Qwen3MoeTopKRouter(config).to(router_logits)
+    router.weight.data = torch.eye(experts).to(router_logits)
+    return router(router_logits)[1:]
+
+
+@audit.routing(name="OlmoeTopKRouter", package="transformers")
+def olmoe(router_logits, top_k):
+    import types
+
+    import torch
+    from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+
+    experts = router_logits.shape[1]
+    config = types.SimpleNamespace(
+        num_experts_per_tok=top_k, hidden_size=experts, num_experts=experts, norm_topk_prob=False,
+    )  # fmt: skip
+    router = OlmoeTopKRouter(config).to(router_logits)
+    router.weight.data = torch.eye(experts).to(router_logits)
+    return router(router_logits)[1:]
+
+
+@audit.routing(name="MiniMaxM2TopKRouter", package="transformers")
+def minimax_m2(router_logits, top_k, bias=None):
+    import types
+
+    import torch
+    from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+
+    experts = router_logits.shape[1]
+    config = types.SimpleNamespace(num_experts_per_tok=top_k, num_local_experts=experts, hidden_size=experts)
+    router = MiniMaxM2TopKRouter(config).to(router_logits)
+    router.weight.data = torch.eye(experts).to(router_logits)
+    return router(router_logits, torch.zeros_like(router_logits[0]) if bias is None else bias)[1:]
+
+
 @audit.experts(name="MixtralExperts", package="transformers")
 def mixtral_experts(x, w1, w2, topk_weights, topk_ids):
     import types

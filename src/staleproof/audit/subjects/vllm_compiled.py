@@ -6,7 +6,14 @@ from staleproof import audit
 from staleproof.audit.subjects.vllm_ import VERSIONS
 
 
-@audit.rows(name="fp8 per tensor, dynamic", package="vllm", versions=VERSIONS, needs="cuda", hidden=256)
+@audit.rows(
+    name="fp8 per tensor, dynamic",
+    package="vllm",
+    versions=VERSIONS,
+    needs="cuda",
+    hidden=256,
+    documented={"R": 'scaled_fp8_quant without a scale: "per_tensor or per_token", one scale for the tensor'},
+)
 def fp8_per_tensor(x):
     from vllm._custom_ops import scaled_fp8_quant
 
@@ -138,3 +145,68 @@ def flash_mla(q, kv_cache, block_table, seq_lens, softmax_scale):
         return out.squeeze(1), lse.squeeze(-1)
 
     return launch
+
+
+@audit.rows(name="fused_add_rms_norm", package="vllm", versions=VERSIONS, needs="cuda", hidden=256)
+def fused_add_rms_norm(x):
+    import torch
+    from vllm._custom_ops import fused_add_rms_norm
+
+    x, residual = x.clone(), x.clone()
+    fused_add_rms_norm(x, residual, torch.ones_like(x[0]), 1e-6)
+    return x, residual
+
+
+@audit.merge(name="merge_attn_states, compiled", package="vllm", versions=VERSIONS, needs="cuda")
+def merge_attn_states(out_a, lse_a, out_b, lse_b):
+    import torch
+    from vllm._custom_ops import merge_attn_states
+
+    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a.T.contiguous())
+    merge_attn_states(out, out_a, lse_a.T.contiguous(), out_b, lse_b.T.contiguous(), lse)
+    return out, lse.T
+
+
+@audit.kv_write(name="reshape_and_cache_flash, compiled", package="vllm", versions=VERSIONS, needs="cuda")
+def reshape_and_cache_flash(key, value, k_cache, v_cache, slot_mapping):
+    import torch
+    from vllm._custom_ops import reshape_and_cache_flash
+
+    one = torch.ones(1, device=key.device)
+    reshape_and_cache_flash(key, value, k_cache, v_cache, slot_mapping, "auto", one, one)
+
+
+@audit.kv_write(
+    name="concat_and_cache_mla", package="vllm", versions=VERSIONS, needs="cuda", kv_heads=1, head_dim=64
+)
+def concat_and_cache_mla(key, value, k_cache, v_cache, slot_mapping):
+    import torch
+    from vllm._custom_ops import concat_and_cache_mla
+
+    # One cache holds both; here they are taken apart again, so that each can be compared.
+    both = torch.cat([k_cache, v_cache], -1)[:, :, 0].contiguous()
+    concat_and_cache_mla(key[:, 0], value[:, 0], both, slot_mapping, "auto", torch.ones(1, device=key.device))
+    parts = both.unsqueeze(2).chunk(2, -1)
+    k_cache.copy_(parts[0])
+    v_cache.copy_(parts[1])
+
+
+@audit.experts(
+    name="moe_align_block_size, then a product a block", package="vllm", versions=VERSIONS, needs="cuda"
+)
+def moe_align(x, w1, w2, topk_weights, topk_ids):
+    import torch
+    from vllm._custom_ops import moe_align_block_size
+
+    size, slots = 8, topk_ids.numel() + len(w1) * 7
+    tokens, experts = (torch.empty(n, dtype=torch.int32, device="cuda") for n in (slots, -(-slots // size)))
+    count, out = torch.empty(1, dtype=torch.int32, device="cuda"), torch.zeros_like(x)
+    moe_align_block_size(topk_ids.int(), len(w1), size, tokens, experts, count)
+    for block in range(int(count) // size):
+        expert = int(experts[block])
+        for slot in tokens[block * size : (block + 1) * size].tolist():
+            if slot < topk_ids.numel() and expert >= 0:
+                gate, up = (w1[expert] @ x[slot // 2]).chunk(2)
+                weight = topk_weights.flatten()[slot].to(x.dtype)
+                out[slot // 2] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+    return out
