@@ -17,7 +17,7 @@ NAN = float("nan")
 def runner_fixture(monkeypatch) -> SimpleNamespace:
     """Group 0 is linear attention, group 1 attention: 4 blocks of 8 tokens, keys and values."""
     cache = torch.zeros(4, 2, 8, 1, 2)
-    monkeypatch.setattr(tenants, "attention_caches", lambda runner: {1: (cache, 0, 8)})
+    monkeypatch.setattr(tenants, "attention_caches", lambda runner: {1: (cache, 4, 8)})
     return SimpleNamespace(cache=cache)
 
 

@@ -16,7 +16,7 @@ FIFTHS = 5
 # Keys that :func:`whole_tiles` reads at once, as the kernels of FlashAttention do.
 TILE = 128
 # What linear attention keeps in a block, and what attention reads there.
-STATE, KEYS = "fp32", "bf16"
+STATE, KEYS = "state", "keys and values"
 # Clock cycles a delayed copy waits for: about 15 ms on an H200, longer than the host needs for a step.
 DELAY_CYCLES = 30_000_000
 
@@ -61,11 +61,11 @@ class Tenants:
         for request, by_group, tokens in given:
             self.requests.setdefault(request, len(self.requests))
             for group, blocks in enumerate(by_group):
-                dtype = KEYS if group in caches else STATE
-                self.log.allocated(blocks, request, dtype)
-                if dtype == KEYS and self.zeroing:
+                kind = KEYS if group in caches else STATE
+                self.log.allocated(blocks, request, kind)
+                if kind == KEYS and self.zeroing:
                     self.log.zeroed(set(blocks) & set(output.new_block_ids_to_zero or ()))
-                self.log.wrote(blocks, request, dtype)
+                self.log.wrote(blocks, request, kind)
                 for block in blocks if group in caches else ():
                     self.counted.append((request, contents(*caches[group], block, tokens)))
 
@@ -74,8 +74,8 @@ class Tenants:
 
         Returns:
             ``given``; of these ``nonzero`` (some byte is not 0), ``nan_in_tail`` (a NaN behind the
-            prompt's last token) and ``from_state`` (the tenancy log says: still the fp32 state of a layer
-            of linear attention).
+            prompt's last token) and ``from_state`` (the tenancy log says: still the state of a layer of
+            linear attention).
         """
         rows: dict[str, list[int]] = {
             name: [0] * len(self.requests) for name in ("given", "nonzero", "nan_in_tail", "from_state")
@@ -93,7 +93,7 @@ class Tenants:
 
 
 def attention_caches(runner: Any) -> dict[int, tuple[torch.Tensor, int, int]]:
-    """Number of each KV cache group of attention -> a layer's cache, its block axis, tokens a block."""
+    """Number of each KV cache group of attention -> a layer's cache, blocks of the cache, tokens a block."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     config = runner.kv_cache_config
@@ -102,33 +102,35 @@ def attention_caches(runner: Any) -> dict[int, tuple[torch.Tensor, int, int]]:
         spec = group.kv_cache_spec
         cache = runner.compilation_config.static_forward_context[group.layer_names[0]].kv_cache
         if not isinstance(spec, MambaSpec) and isinstance(cache, torch.Tensor):
-            found[number] = cache, cache.shape.index(config.num_blocks), spec.block_size
+            found[number] = cache, config.num_blocks, spec.block_size
     return found
 
 
-def contents(cache: torch.Tensor, axis: int, tokens_a_block: int, block: int, tokens: int) -> torch.Tensor:
+def contents(cache: torch.Tensor, blocks: int, tokens_a_block: int, block: int, tokens: int) -> torch.Tensor:
     """How many values of a block are not 0, and how many behind its first tokens are NaN.
 
     Args:
-        cache: of one layer, any layout with an axis of blocks and one of tokens.
-        axis: that of blocks.
-        tokens_a_block: size of the axis of tokens.
-        block: its number.
-        tokens: where the tail begins.
+        cache: of one layer, any layout with an axis of blocks and one of tokens. A backend may cut each
+            block into smaller ones of its own.
+        blocks: how many blocks the scheduler hands out.
+        tokens_a_block: of each of these.
+        block: number of one.
+        tokens: where its tail begins.
 
     Returns:
         (2,) int64, on the cache's device; nothing waits for it.
 
-    >>> cache = torch.zeros(2, 4, 8, 1)
-    >>> cache[1, 3, 5] = float("nan")
-    >>> contents(cache, 1, 8, 3, 4).tolist(), contents(cache, 1, 8, 3, 6).tolist()
+    >>> cache = torch.zeros(2, 12, 8, 1)  # 3 blocks of 32 tokens, each in 4 parts
+    >>> cache[1, 9, 5] = float("nan")  # token 13 of block 2
+    >>> contents(cache, 3, 32, 2, 13).tolist(), contents(cache, 3, 32, 2, 14).tolist()
     ([1, 1], [1, 0])
     """
-    one = cache.select(axis, block)
-    first = min(tokens, tokens_a_block)
-    tail = one.narrow(one.shape.index(tokens_a_block), first, tokens_a_block - first)
-    # A NaN is not 0; neither is anything else whose bits are not.
-    return torch.stack([torch.count_nonzero(one), torch.isnan(tail).sum()])
+    axis = next(i for i, n in enumerate(cache.shape) if n % blocks == 0)
+    parts = cache.shape[axis] // blocks
+    inside = next(i for i, n in enumerate(cache.shape) if i != axis and n == tokens_a_block // parts)
+    one = cache.narrow(axis, block * parts, parts).movedim((axis, inside), (0, 1)).flatten(0, 1)
+    # A NaN is not 0.
+    return torch.stack([torch.count_nonzero(one), torch.isnan(one[tokens:]).sum()])
 
 
 def tenants(watch: Rows) -> None:
