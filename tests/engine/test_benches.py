@@ -156,46 +156,68 @@ def test_late_copies_are_judged_by_the_blocks_they_leave(monkeypatch):
     assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.STAGING].verdict == "not fixed"
 
 
-def nan_bias(twice: dict[int, list[int]], tokens: int = 2) -> dict[str, object]:
-    sound = {**a_round(3, 8, 0), "tokens": [[1, tokens]] * 3}
+def nan_bias(
+    twice: dict[int, list[int]], other: int = 0, chosen: tuple[int, int] = (4, 0)
+) -> dict[str, object]:
+    sound = a_round(3, 8, 0)
     return {
+        "same_choice": {"topk_sigmoid": [other, 2**-24]},
         "nan_bias": {
             "sound": sound,
             "spoilt": {at: {**sound, "twice": rows} for at, rows in twice.items()},
-            "chosen": {at: [4, 0] for at in twice},
+            "chosen": {at: [*chosen] for at in twice},
+            "first": {"sound": [0, 64], **{at: [1, 64] for at in twice}},
             "routers": 3,
             "kind": ["FusedTopKBiasRouter"],
             "top_k": 8,
-        }
+        },
     }
 
 
 def test_a_nan_bias(monkeypatch):
     name, bad, good = router.SIGMOID, nan_bias({5: [0, 0], 8: [3, 5]}), nan_bias({5: [0, 0], 8: [0, 0]})
     told = results(
-        **{f"{name}, off": bad, f"{name}, on": good, f"{name}, off again": bad, router.GROUPED: good}
+        **{f"{name}, off": bad, f"{name}, on": good, f"{name}, off again": bad, router.SOFTMAX: good},
+        **{router.ONE_GROUP: nan_bias({5: [0, 0]}, chosen=(2, 9))},
     )
     said = asked(router.BENCH, told, monkeypatch)
     assert said[router.TWICE, name].verdict == "duplicates"
     assert said["off/on/off", name].verdict == "fixed"
-    assert said[router.TWICE, router.GROUPED].verdict == "clean"
-    told[f"{name}, on"] = Told(nan_bias({8: [0, 0]}, tokens=7), None)
-    assert asked(router.BENCH, told, monkeypatch)["off/on/off", name].verdict == "wrong"
+    assert said[router.TWICE, router.SOFTMAX].verdict == "clean"
+    # Each of three live rows names the expert in each of three routers.
+    assert said[router.TWICE, router.ONE_GROUP].verdict == "always chosen"
+    told[f"{name}, on"] = Told(nan_bias({8: [0, 0]}, other=7), None)
+    wrong = asked(router.BENCH, told, monkeypatch)["off/on/off", name]
+    assert (wrong.verdict, wrong.note) == ("wrong", "topk_sigmoid: not vLLM's choice with a sound bias")
+
+
+def test_with_one_scale_a_batch_rounds_without_padding_must_keep_their_bits(monkeypatch):
+    name = "TRITON_MLA, full graphs, fp8"
+    off, on = mla_engine(5), mla_engine(0)
+    for number in (0, 2, 3):
+        on["rows"][number]["sums"] = [[99 for _ in row] for row in on["rows"][number]["sums"]]
+    told = results(**{f"{name}, off": off, f"{name}, on": on, f"{name}, off again": off})
+    said = asked(mla.BENCH, told, monkeypatch)
+    assert said[mla.LIVE_LOGITS, name].verdict == "padding reaches live rows"
+    assert said[mla.LIVE_LOGITS, name].numbers["without_padding"] == {"logits": 0, "tokens": 0, "of": 16}
+    assert said["off/on/off", name].verdict == "fixed"
+    assert said["off/on/off", name].numbers["compared"] == ["8 of 8"]
+    on["rows"][1]["sums"] = [[5] * 8] * 2
+    said = asked(mla.BENCH, told, monkeypatch)
+    assert (said[mla.LIVE_LOGITS, name].verdict, said["off/on/off", name].verdict) == ("other bits", "wrong")
 
 
 def test_a_leak_is_cured_if_rounds_without_padding_keep_their_bits(monkeypatch):
-    name = "TRITON_MLA, full graphs, fp8"
     bad, good = mla_engine(5), mla_engine(0)
     for number in (0, 2, 3):
         bad["rows"][number]["nan"] = 7
         good["rows"][number]["sums"] = [[99, 98, 97]] * 2
-    told = results(**{f"{name}, off": bad, f"{name}, on": good, f"{name}, off again": bad})
+    told = results(**{f"{MLA}, off": bad, f"{MLA}, on": good, f"{MLA}, off again": bad})
     said = asked(mla.BENCH, told, monkeypatch)
-    assert said[mla.NAN_ROWS, name].verdict == "leaked"
-    assert said["off/on/off", name].verdict == "fixed"
-    assert said["off/on/off", name].numbers["compared"] == ["8 of 8"]
+    assert said[mla.NAN_ROWS, MLA].verdict == "leaked"
+    assert said["off/on/off", MLA].verdict == "fixed"
     good["rows"][1]["sums"] = [[5] * 8] * 2
-    assert asked(mla.BENCH, told, monkeypatch)["off/on/off", name].verdict == "wrong"
+    assert asked(mla.BENCH, told, monkeypatch)["off/on/off", MLA].verdict == "wrong"
 
 
 def test_a_quantizer_that_lets_a_nan_row_change_the_others(monkeypatch):
@@ -315,6 +337,21 @@ def test_benches_that_share_the_gpu_start_together(monkeypatch):
         "one": ["one/a", "one/b"],
         "two": ["two/a"],
     }
+
+
+def test_engines_that_start_slowly_start_first(monkeypatch):
+    started = []
+
+    def run(orders, timeout_s):
+        started.extend(orders)
+        yield from ((name, Told({}, None)) for name in orders)
+
+    monkeypatch.setattr(benches, "run", run)
+    one = Bench("one", "", {"a": Order("qwen3", {})}, {})
+    two = Bench("two", "", {"b": Order("qwen3", {})}, {}, slow=True)
+    pool = benches.Pool([one, two])
+    assert [name for name, _ in pool.of(one).together(one.orders, timeout_s=1)] == ["a"]
+    assert started == ["two/b", "one/a"]
 
 
 def test_engines_that_must_be_alone_come_last():

@@ -87,6 +87,8 @@ def test_experts_that_are_named_twice_are_counted_by_kind_of_row():
     watch.keep_ids("router 0", torch.tensor([[0, 0], [2, 3], [3, 4], [4, 5]]))
     assert watch.duplicates(2) == (2, 1)
     assert (watch.chosen(3), watch.chosen(9)) == (2, 0)
+    watch.keep_ids("router 0", torch.tensor([[1, 0], [0, 2], [0, 1], [4, 5]]))
+    assert watch.first_experts() == [2, 4]
     watch.clear()
     assert watch.duplicates(2) == (0, 0)
 

@@ -97,3 +97,14 @@ def test_the_control_is_attention_and_reads_the_whole_tile():
     kv[2, 1, 128:] = NAN
     tenants._attend(query, kv, metadata, 0.25, out)
     assert not out.isnan().any()
+
+
+def test_only_the_zeroing_goes_without_the_runners_wait():
+    calls = []
+    event = SimpleNamespace(synchronize=lambda: calls.append("wait"), record=lambda: calls.append("record"))
+    guard = tenants.Later(event)
+    guard.synchronize()
+    guard.record()
+    assert calls == ["record"]
+    guard.event.synchronize()
+    assert calls == ["record", "wait"]

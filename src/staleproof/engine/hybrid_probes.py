@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from staleproof.engine.probes import Engine, generate, prompts
+from staleproof.engine.tenants import Later
 
 # State of the engine -> switches: zeroing of new blocks, a cache filled with NaN before the first request,
-# copies of block ids that start late, and the runner's wait for its last step's copies. The first state is
-# vLLM as it is. "again" tells what repeats without any switch.
+# copies of block ids that start late, and the runner's wait for its last step's copies before it zeroes new
+# blocks. The first state is vLLM as it is. "again" tells what repeats without any switch.
 AS_SHIPPED = {"zeroing": True, "poison": False, "delay": False, "waits": True}
 SWITCHES = {
     "zeroing": {},
@@ -49,7 +50,8 @@ def hybrid(engine: Engine, states: Sequence[str], requests: int = 100) -> dict[s
             poison(runner.kv_caches)
         tenants.clear()
         tenants.zeroing, tenants.delay = switches["zeroing"], switches["delay"]
-        runner.prepare_inputs_event = waits_for if switches["waits"] else None
+        tenants.guard = None if switches["waits"] else Later(waits_for)
+        runner.prepare_inputs_event = tenants.guard or waits_for
         outputs = generate(engine, asked, lengths)
         torch.cuda.synchronize()
         rows = [[lp.logprob for step in o.outputs[0].logprobs or () for lp in step.values()] for o in outputs]
@@ -59,7 +61,7 @@ def hybrid(engine: Engine, states: Sequence[str], requests: int = 100) -> dict[s
             "nan": [any(value != value for value in row) for row in rows],
             "blocks_by_fifth": tenants.by_fifth(),
         }
-    runner.prepare_inputs_event = waits_for
+    runner.prepare_inputs_event, tenants.guard = waits_for, None
     cache = engine.llm.llm_engine.vllm_config.cache_config
     return {**told, "block_size": cache.block_size, "blocks": cache.num_gpu_blocks}
 

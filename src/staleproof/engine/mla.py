@@ -53,9 +53,6 @@ FIXED_ONES = {
     "TRITON_MLA, full graphs, compiled": engine(spies=SPIES, compilation_config=COMPILED),
     # What the command of vLLM #57017 starts: online fp8, whose experts share one scale a batch.
     "TRITON_MLA, full graphs, fp8": engine(quantization="fp8"),
-    "TRITON_MLA, full graphs, compiled, fp8": engine(
-        spies=SPIES, compilation_config=COMPILED, quantization="fp8"
-    ),
 }
 OTHERS = {
     "TRITON_MLA, piecewise graphs, compiled": engine(spies=SPIES, compilation_config=PIECEWISE),
@@ -65,11 +62,16 @@ OTHERS = {
     "TRITON_MLA, eager, fp8": replace(
         engine(quantization="fp8", enforce_eager=True), probes={**PROBES, "quantizers": {}}
     ),
+    "TRITON_MLA, full graphs, compiled, fp8": engine(
+        spies=SPIES, compilation_config=COMPILED, quantization="fp8"
+    ),
     "TRITON_MLA, full graphs, fp8 checkpoint": replace(
         engine(), config={"quantization_config": _fp8_checkpoint()}
     ),
 }
 QUANTIZER = "TRITON_MLA, eager, fp8"
+# Their experts quantize a whole batch with one scale, so that a live row's bits depend on the others.
+SHARED_SCALE = ("TRITON_MLA, full graphs, fp8",)
 
 
 def verdict(rounds: Sequence[Mapping[str, Any]]) -> str:
@@ -176,17 +178,41 @@ def different(one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]]
     return {"logits": sum(a != b for a, b in rows), "tokens": sum(a != b for a, b in tokens), "of": len(rows)}
 
 
+def padded(rounds: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Which rounds had padding rows."""
+    return [one["live"] < one["size"] for one in rounds]
+
+
+def by_round(one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """What :func:`different` says of each round; the later of two equal ones counts."""
+    return {f"{a['live']} of {a['size']}": different([a], [b]) for a, b in zip(one, two, strict=True)}
+
+
 def live_logits(name: str) -> Any:
-    """The judge of whether the plugin changes a bit of a live row's logits."""
+    """The judge of whether the plugin changes a bit of a live row's logits.
+
+    It changes what padding rows hold. If only rounds that have some differ, padding reaches live rows.
+    """
 
     def judge(results: Results) -> Answer:
         off, on, again = (_rounds(results, f"{name}, {state}") for state in ("off", "on", "off again"))
         noise, changed = different(off, again), different(off, on)
-        said = "same bits" if not changed["logits"] else "other bits"
+        pairs = [*zip(off, on, padded(off), strict=True)]
+        without = different(*([pair[side] for pair in pairs if not pair[2]] for side in (0, 1)))
+        said = "other bits" if without["logits"] else "padding reaches live rows"
+        if not changed["logits"]:
+            said = "same bits"
         if noise["logits"]:
             said = "differ without it too"
         control = _control(results, f"{name}, on")
-        return answer(said, off_against_on=changed, off_against_off=noise, control=control)
+        return answer(
+            said,
+            off_against_on=changed,
+            off_against_off=noise,
+            without_padding=without,
+            by_round=by_round(off, on),
+            control=control,
+        )
 
     return judge
 
@@ -216,9 +242,9 @@ def padding_fix(name: str) -> Any:
 
     def judge(results: Results) -> Answer:
         off, on, again = (_rounds(results, f"{name}, {state}") for state in ("off", "on", "off again"))
-        hurt = verdict(off) == "leaked"
-        # Live rows that the fault spoils must change. Then rounds without padding are compared.
-        whole = [number for number, one in enumerate(off) if not hurt or one["live"] == one["size"]]
+        # Where padding reaches live rows, only rounds without any can keep their bits.
+        shared = verdict(off) == "leaked" or name in SHARED_SCALE
+        whole = [number for number, pads in enumerate(padded(off)) if not (shared and pads)]
         one, two, three = ([rounds[number] for number in whole] for rounds in (off, on, again))
         changed, noise = different(one, two), different(one, three)
         # Bits that differ between two equal engines cannot be compared; then tokens are.
@@ -230,7 +256,6 @@ def padding_fix(name: str) -> Any:
             name,
             [verdict(off), verdict(on), verdict(again)],
             wrong,
-            None if "fp8" in name else "fixed",
             compared=[f"{one['live']} of {one['size']}" for one in (off[number] for number in whole)],
             nan_tokens=[sum(one["nan"] for one in rounds) for rounds in (off, on, again)],
             padding_off=by_stage(off, 1),

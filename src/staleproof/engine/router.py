@@ -17,9 +17,11 @@ BEHIND = "MiniMax-M2 router, NaN bias, FlashInfer's fused MoE"
 OPTIONS = {"moe_backend": "triton", "compilation_config": FULL}
 MLA = {"attention_backend": "TRITON_MLA", **OPTIONS}
 SPIES = ("attention", "logits", "routing")
-PROBES: dict[str, dict[str, Any]] = {"start": {}, "nan_bias": {}}
+PROBES: dict[str, dict[str, Any]] = {"start": {}, "nan_bias": {}, "same_choice": {}}
+# Largest difference of a routing weight, of at most 1, between our kernels and vLLM's.
+BUDGET = 2**-20
 ONCE = {
-    GROUPED: Order("deepseek_v3", PROBES, MLA, spies=SPIES),
+    SOFTMAX: Order("ernie4_5_moe", PROBES, OPTIONS, spies=SPIES),
     ONE_GROUP: Order("deepseek_v3", PROBES, MLA, {"n_group": 1, "topk_group": 1}, spies=SPIES),
     # Ten experts a token: FlashInfer then builds its map of rows in three steps, which repeated ids break.
     BEHIND: Order(
@@ -35,22 +37,32 @@ ONCE = {
     ),
 }
 FIXED_ONES = {
+    GROUPED: Order("deepseek_v3", PROBES, MLA, spies=SPIES),
     SIGMOID: Order("minimax_m2", PROBES, OPTIONS, spies=SPIES),
-    SOFTMAX: Order("ernie4_5_moe", PROBES, OPTIONS, spies=SPIES),
 }
 
 
 def verdict(told: dict[str, Any]) -> str:
-    """``duplicates`` if a router names an expert twice for a live row, ``nan`` if a token's logprob is NaN.
+    """``duplicates`` if a router names an expert twice for a live row; ``nan`` if a token's logprob is NaN;
+    ``first experts`` if every row of a step gets the experts 0, 1, 2, ..., whatever its scores are;
+    ``always chosen`` if every live row of a step names the expert whose bias is NaN.
 
     >>> rounds = {5: {"twice": [0, 5], "nan": 0}, 8: {"twice": [2, 0], "nan": 0}}
-    >>> verdict({"spoilt": rounds}), verdict({"spoilt": {5: rounds[5]}})
-    ('duplicates', 'clean')
+    >>> told = {"sound": {"live": 3}, "routers": 3, "first": {"sound": [0, 64], 5: [0, 64]}, "spoilt": rounds}
+    >>> told["chosen"] = {5: [1, 9]}
+    >>> verdict(told), verdict({**told, "spoilt": {5: rounds[5]}})
+    ('duplicates', 'always chosen')
     """
     rounds = told["spoilt"].values()
     if any(one["twice"][0] for one in rounds):
         return "duplicates"
-    return "nan" if any(one["nan"] for one in rounds) else "clean"
+    if any(one["nan"] for one in rounds):
+        return "nan"
+    sound, *spoilt = told["first"].values()
+    if any(first == rows > 0 for first, rows in spoilt) and sound[0] < sound[1]:
+        return "first experts"
+    live = told["sound"]["live"] * told["routers"]
+    return "always chosen" if any(usual < live <= now for usual, now in told["chosen"].values()) else "clean"
 
 
 def twice(name: str) -> Any:
@@ -65,6 +77,7 @@ def twice(name: str) -> Any:
             with_a_sound_bias=sound["twice"],
             nan_tokens_by_expert={at: one["nan"] for at, one in told["spoilt"].items()},
             rows_that_name_the_expert=told["chosen"],
+            rows_with_the_first_experts=told["first"],
             requests_with_other_tokens={
                 at: sum(a != b for a, b in zip(sound["tokens"], one["tokens"], strict=True))
                 for at, one in told["spoilt"].items()
@@ -78,7 +91,7 @@ def twice(name: str) -> Any:
 
 
 def fixed(name: str) -> Any:
-    """The judge of off / on / off; right if with a sound bias the plugin changes no token."""
+    """The judge of off / on / off; right if with a sound bias the plugin chooses as vLLM's kernels do."""
 
     def judge(results: Results) -> Answer:
         states = [results.of(f"{name}, {state}", "nan_bias") for state in ("off", "on", "off again")]
@@ -88,13 +101,17 @@ def fixed(name: str) -> Any:
             sum(a != b for a, b in zip(rows[0], them, strict=True)) for them in (rows[2], rows[1])
         )
         tokens = sum(a != b for a, b in zip(off["sound"]["tokens"], on["sound"]["tokens"], strict=True))
-        wrong = f"with a sound bias {tokens} requests get other tokens" if tokens and not noise else None
+        choice = {state: results.of(f"{name}, {state}", "same_choice") for state in ("off", "on")}
+        far = [op for op, (other, error) in choice["on"].items() if other or error > BUDGET]
+        wrong = f"{', '.join(far)}: not vLLM's choice with a sound bias" if far else None
         twice_on = {at: one["twice"] for at, one in on["spoilt"].items()}
         return fix(
             name,
             [verdict(told) for told in states],
             wrong,
             live_and_padding_rows_by_expert=twice_on,
+            rows_that_choose_otherwise_and_error_of_weights=choice,
+            requests_with_other_tokens_with_a_sound_bias=tokens,
             steps_with_other_logits_with_a_sound_bias=other,
             steps_with_other_logits_off_again=noise,
         )

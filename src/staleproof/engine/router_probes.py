@@ -17,7 +17,8 @@ def nan_bias(engine: Engine, live: int = 50, experts: Sequence[int] = (5, 8)) ->
     Returns:
         ``sound`` and ``spoilt`` (expert -> the same): what :func:`~staleproof.engine.probes.rows` returns
         of a round; ``chosen``: rows of the last step that name the expert, with a sound bias and with the
-        NaN; ``routers``: how many biases were set; ``kind``: the class of the model's routers.
+        NaN; ``first``: see :meth:`~staleproof.engine.spies.Rows.first_experts`, of each round;
+        ``routers``: how many biases were set; ``kind``: the class of the model's routers.
     """
     import torch
 
@@ -25,7 +26,8 @@ def nan_bias(engine: Engine, live: int = 50, experts: Sequence[int] = (5, 8)) ->
     biases = [p for n, p in model.named_parameters() if "e_score_correction_bias" in n]
     (sound,) = rows(engine, [live])
     usual = {expert: engine.watch.chosen(expert) for expert in experts}
-    spoilt, chosen = {}, {}
+    spoilt, chosen, first = {}, {}, {}
+    sound_first = engine.watch.first_experts()
     for expert in experts:
         with torch.inference_mode():
             kept = [bias[expert].clone() for bias in biases]
@@ -33,16 +35,63 @@ def nan_bias(engine: Engine, live: int = 50, experts: Sequence[int] = (5, 8)) ->
                 bias.data[expert] = float("nan")
             (spoilt[expert],) = rows(engine, [live])
             chosen[expert] = [usual[expert], engine.watch.chosen(expert)]
+            first[expert] = engine.watch.first_experts()
             for bias, value in zip(biases, kept, strict=True):
                 bias.data[expert] = value
     return {
         "sound": sound,
         "spoilt": spoilt,
         "chosen": chosen,
+        "first": {"sound": sound_first, **first},
         "routers": len(biases),
         "kind": sorted(engine.watch.kinds),
         "top_k": max((ids.shape[1] for ids in engine.watch.ids.values()), default=0),
     }
+
+
+def same_choice(
+    engine: Engine, tokens: int = 512, experts: int = 64, top_k: int = 6
+) -> dict[str, list[float]]:
+    """Do the operations that a router calls choose as vLLM's kernels do, with a bias without NaN?
+
+    With the plugin the first are ours. The kernels are called past every patch.
+
+    Returns:
+        Operation -> rows in which the chosen experts differ, and the largest difference of a weight.
+    """
+    import torch
+
+    from vllm import _custom_ops as ops
+
+    draw = torch.Generator(device="cuda").manual_seed(0)
+    logits = torch.randn(tokens, experts, generator=draw, device="cuda")
+    bias = torch.rand(experts, generator=draw, device="cuda")
+    found = {}
+    for name in ("topk_sigmoid", "topk_softmax"):
+        results = []
+        for call in (getattr(ops, name), getattr(torch.ops._moe_C, name)):
+            weights = torch.empty(tokens, top_k, device="cuda")
+            ids, rows = (torch.empty(tokens, top_k, dtype=torch.int32, device="cuda") for _ in range(2))
+            call(weights, ids, rows, logits, True, bias)
+            results.append(_sorted(ids, weights))
+        found[name] = _apart(*results)
+    results = []
+    for grouped in (ops.grouped_topk, torch.ops._moe_C.grouped_topk):
+        weights, ids = grouped(logits, 8, 4, top_k, True, 1.0, bias, 1)
+        results.append(_sorted(ids, weights))
+    found["grouped_topk"] = _apart(*results)
+    return found
+
+
+def _sorted(ids: Any, weights: Any) -> tuple[Any, Any]:
+    ids, order = ids.sort(-1)
+    return ids, weights.gather(1, order)
+
+
+def _apart(one: tuple[Any, Any], two: tuple[Any, Any]) -> list[float]:
+    same = (one[0] == two[0]).all(-1)
+    error = (one[1] - two[1]).abs()[same]
+    return [int((~same).sum()), float(error.max()) if error.numel() else 0.0]
 
 
 def quantizers(engine: Engine) -> dict[str, list[Any]]:

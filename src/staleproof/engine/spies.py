@@ -107,6 +107,15 @@ class Rows:
         """How many rows of the last step name this expert."""
         return sum(int((kept == expert).any(-1).sum()) for kept in self.ids.values())
 
+    def first_experts(self) -> list[int]:
+        """How many rows of the last step name just the experts 0, 1, 2, ..., and how many rows there are.
+
+        vLLM's kernel for routers with groups gives a row these if no group has a finite score.
+        """
+        named = [kept.sort(-1).values for kept in self.ids.values() if int(kept[0, 0]) >= 0]
+        first = [(ids == torch.arange(ids.shape[1], device=ids.device)).all(-1) for ids in named]
+        return [sum(int(rows.sum()) for rows in first), sum(map(len, first))]
+
 
 def attention(watch: Rows) -> None:
     """Keep the output rows of every MLA decode, which torch.compile does not look into."""

@@ -39,10 +39,12 @@ class Tenants:
     Attributes:
         zeroing: whether vLLM's zeroing of new blocks runs.
         delay: whether the device is kept busy before each zeroing, so that its copy of ids starts late.
+        guard: stands in for the runner's event if it must not wait before the zeroing, but right after.
     """
 
     def __init__(self) -> None:
         self.zeroing, self.delay = True, False
+        self.guard: Later | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -90,6 +92,27 @@ class Tenants:
             suspects = self.log.explain(request)
             rows["from_state"][at] = sum((s.written_as, s.read_as) == (STATE, KEYS) for s in suspects)
         return {name: fifths(counts) for name, counts in rows.items()}
+
+
+class Later:
+    """In place of the event that a runner waits for before it reuses its host buffers.
+
+    The wait does nothing: the spies wait behind the zeroing of new blocks instead. So the zeroing has no
+    guard, and every other buffer of the runner still has it.
+
+    Args:
+        event: the runner's own.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def record(self) -> None:
+        """Record the event itself."""
+        self.event.record()
 
 
 def attention_caches(runner: Any) -> dict[int, tuple[torch.Tensor, int, int]]:
@@ -142,6 +165,9 @@ def tenants(watch: Rows) -> None:
     update, zero = GPUModelRunner._update_states, KVBlockZeroer.zero_block_ids
 
     def _update_states(self: Any, scheduler_output: Any) -> Any:
+        guard = self.prepare_inputs_event
+        if isinstance(guard, Later) and not scheduler_output.new_block_ids_to_zero:
+            guard.event.synchronize()
         result = update(self, scheduler_output)
         watch.tenants.step(self, scheduler_output)
         return result
@@ -151,6 +177,8 @@ def tenants(watch: Rows) -> None:
             torch.cuda._sleep(DELAY_CYCLES)
         if watch.tenants.zeroing:
             zero(self, block_ids)
+        if (guard := watch.tenants.guard) is not None:
+            guard.event.synchronize()
 
     GPUModelRunner._update_states = _update_states
     KVBlockZeroer.zero_block_ids = zero_block_ids
