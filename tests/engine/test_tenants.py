@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staleproof.engine import tenants
+from staleproof.engine import hybrid_probes, tenants
 from staleproof.engine.tenants import Tenants
 
 NAN = float("nan")
@@ -108,3 +108,40 @@ def test_only_the_zeroing_goes_without_the_runners_wait():
     assert calls == ["record"]
     guard.event.synchronize()
     assert calls == ["record", "wait"]
+
+
+def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(monkeypatch):
+    seen, event = [], SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+    log = Tenants()
+    cache = torch.zeros(2, 3)
+    runner = SimpleNamespace(kv_caches=[[cache]], prepare_inputs_event=event)
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=528, num_gpu_blocks=24))
+    engine = SimpleNamespace(
+        runner=runner,
+        watch=SimpleNamespace(tenants=log),
+        llm=SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config)),
+    )
+
+    def generate(engine, asked, lengths):
+        waits = runner.prepare_inputs_event is event
+        assert waits is (log.guard is None)
+        seen.append((log.zeroing, bool(cache.isnan().all()), log.delay, waits))
+        log.requests = {str(number): number for number in range(5)}
+        step = {7: SimpleNamespace(logprob=-0.5)}
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7], logprobs=[step])]) for _ in asked]
+
+    monkeypatch.setattr(hybrid_probes, "generate", generate)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    states = ["zeroing", "no zeroing", "no zeroing, cache of NaN", "late copies", "late copies, no wait"]
+    monkeypatch.setattr(Tenants, "by_fifth", lambda self: {"given": [0] * 5})
+    told = hybrid_probes.hybrid(engine, states, requests=3)
+    assert seen == [
+        (True, False, False, True),
+        (False, False, False, True),
+        (False, True, False, True),
+        (True, True, True, True),
+        (True, True, True, False),
+    ]
+    assert (runner.prepare_inputs_event, log.guard) == (event, None)
+    assert told["zeroing"]["nan"] == [False] * 3
+    assert (told["waits"], told["blocks"]) == (True, 24)

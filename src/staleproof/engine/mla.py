@@ -197,8 +197,8 @@ def live_logits(name: str) -> Any:
     def judge(results: Results) -> Answer:
         off, on, again = (_rounds(results, f"{name}, {state}") for state in ("off", "on", "off again"))
         noise, changed = different(off, again), different(off, on)
-        pairs = [*zip(off, on, padded(off), strict=True)]
-        without = different(*([pair[side] for pair in pairs if not pair[2]] for side in (0, 1)))
+        whole = [number for number, pads in enumerate(padded(off)) if not pads]
+        without = different([off[number] for number in whole], [on[number] for number in whole])
         said = "other bits" if without["logits"] else "padding reaches live rows"
         if not changed["logits"]:
             said = "same bits"
