@@ -33,6 +33,7 @@ def a_round(live: int, size: int, bad: int, sums: int = 0, nan: int = 0) -> dict
         "live": live,
         "size": size,
         "stages": {f"layers.{i}.attention": [0, bad] for i in range(4)},
+        "largest": {"layers.1.post_attention_layernorm": [4.0, 5.0]},
         "tokens": [[1, 2]] * live,
         "sums": [[sums + i for i in range(live)]] * 2,
         "nan": nan,

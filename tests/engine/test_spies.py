@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from staleproof.engine import spies
+from staleproof.engine import probes, spies
 from staleproof.engine.spies import Rows, checksum
 
 VLLM_TESTS = Path(__file__).resolve().parents[1] / "vllm"
@@ -66,6 +66,14 @@ def test_a_stage_of_another_size_than_the_decode_step_is_left_out(watched):
     watch.keep("layers.0.mlp", torch.full((8, 4), NAN))
     watch.keep("layers.0.warm_up", torch.full((64, 4), NAN))
     assert [stage for stage, _ in watch.seen()] == ["layers.0.attention", "layers.0.mlp"]
+
+
+def test_the_largest_magnitude_of_what_experts_get_leaves_nan_out():
+    watch, stage = Rows(), "layers.1.post_attention_layernorm"
+    watch.keep(stage, torch.tensor([[1.0, -3.0], [NAN, 2.0], [NAN, NAN]]))
+    assert watch.largest[stage, 3].tolist() == [3.0, 2.0, 0.0]
+    assert watch.flags[stage, 3].tolist() == [0, 1, 1]
+    assert probes._largest(watch, 1, {stage: [0, 1, 1]}) == {stage: [3.0, 2.0]}
 
 
 def test_query_tokens_of_a_request_are_rows(monkeypatch):

@@ -211,6 +211,10 @@ def live_logits(name: str) -> Any:
             off_against_off=noise,
             without_padding=without,
             by_round=by_round(off, on),
+            largest_of_live_and_padding_rows={
+                state: {f"{one['live']} of {one['size']}": one["largest"] for one in rounds}
+                for state, rounds in (("off", off), ("on", on))
+            },
             control=control,
         )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from staleproof.engine.spies import ATTENTION, Rows
+from staleproof.engine.spies import ATTENTION, EXPERTS_INPUT, Rows
 from staleproof.vllm import process, standing
 from staleproof.vllm.plugin import patches
 
@@ -100,8 +100,9 @@ def rows(engine: Engine, live: Sequence[int], tokens: int = 24) -> list[dict[str
 
     Returns:
         For each round: ``live``, ``size`` (rows of the step), ``stages`` (stage -> live rows and padding
-        rows with a NaN), ``tokens`` and ``sums`` (checksums of the live rows' logits, a step), ``nan``
-        (tokens whose logprob is NaN), ``twice`` (live and padding rows of routers with an expert twice).
+        rows with a NaN), ``largest`` (stage -> largest magnitude that experts get, in live rows and in
+        padding rows), ``tokens`` and ``sums`` (checksums of the live rows' logits, a step), ``nan`` (tokens
+        whose logprob is NaN), ``twice`` (live and padding rows of routers with an expert twice).
     """
     import torch
 
@@ -119,6 +120,7 @@ def rows(engine: Engine, live: Sequence[int], tokens: int = 24) -> list[dict[str
                 "live": count,
                 "size": max((len(flags) for stage, flags in seen.items() if ATTENTION in stage), default=0),
                 "stages": {stage: [sum(flags[:count]), sum(flags[count:])] for stage, flags in seen.items()},
+                "largest": _largest(engine.watch, count, seen),
                 "tokens": [list(o.outputs[0].token_ids) for o in outputs],
                 "sums": [kept[:count].tolist() for kept in engine.watch.sums],
                 "nan": sum(lp.logprob != lp.logprob for lp in chosen),
@@ -126,6 +128,16 @@ def rows(engine: Engine, live: Sequence[int], tokens: int = 24) -> list[dict[str
             }
         )
     return rounds
+
+
+def _largest(watch: Rows, live: int, seen: dict[str, list[int]]) -> dict[str, list[float]]:
+    """Stage -> largest magnitude of live rows and of padding rows in the last decode step."""
+    found = {}
+    for stage, flags in seen.items():
+        if stage.endswith(EXPERTS_INPUT):
+            rows = watch.largest[stage, len(flags)].tolist()
+            found[stage] = [max(rows[:live]), max(rows[live:], default=0.0)]
+    return found
 
 
 def control(engine: Engine, tokens: int = 8) -> list[int]:

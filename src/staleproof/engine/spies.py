@@ -26,6 +26,8 @@ BACKENDS = {
 BUFFER, BUFFER_ROWS = "_staleproof_decode_out", 65536
 # The stage that a decode step of MLA always has.
 ATTENTION = "attention"
+# The norm before the experts of a layer, whose output they quantize.
+EXPERTS_INPUT = "post_attention_layernorm"
 
 
 class Rows:
@@ -34,6 +36,7 @@ class Rows:
     Attributes:
         flags: (stage, rows of the step) -> int8 flags: 1 if the row has a NaN, 0 if not, -1 if no step
             of that many rows ran since :meth:`clear`.
+        largest: the same -> the largest magnitude of each row of what experts get, NaN left out.
         ids: (layer, rows of the step) -> expert ids of the last step.
         kinds: the classes of routers that chose experts.
         repeats: the same -> how often each row named an expert twice since :meth:`clear`.
@@ -46,6 +49,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.flags: dict[tuple[str, int], torch.Tensor] = {}
+        self.largest: dict[tuple[str, int], torch.Tensor] = {}
         self.ids: dict[tuple[str, int], torch.Tensor] = {}
         self.sums: list[torch.Tensor] = []
         self.layers: dict[int, str] = {}
@@ -63,7 +67,11 @@ class Rows:
         key = stage, x.shape[0]
         if key not in self.flags:
             self.flags[key] = torch.full((x.shape[0],), -1, dtype=torch.int8, device=x.device)
-        self.flags[key].copy_(torch.isnan(x.float()).flatten(1).any(1))
+            self.largest[key] = torch.zeros(x.shape[0], device=x.device)
+        nan = torch.isnan(x.float()).flatten(1)
+        self.flags[key].copy_(nan.any(1))
+        if stage.endswith(EXPERTS_INPUT):
+            self.largest[key].copy_(x.float().abs().flatten(1).masked_fill(nan, 0).amax(1))
 
     def keep_ids(self, layer: str, ids: torch.Tensor) -> None:
         """Keep the expert ids of a step, (rows, top_k)."""
