@@ -69,10 +69,13 @@ def same_choice(
     found = {}
     for name in ("topk_sigmoid", "topk_softmax"):
         results = []
-        for call in (getattr(ops, name), getattr(torch.ops._moe_C, name)):
+        kernel = getattr(torch.ops._moe_C, name)
+        # Later releases take a factor of the weights too.
+        takes = len(kernel.default._schema.arguments)
+        for call in (getattr(ops, name), kernel):
             weights = torch.empty(tokens, top_k, device="cuda")
             ids, rows = (torch.empty(tokens, top_k, dtype=torch.int32, device="cuda") for _ in range(2))
-            call(weights, ids, rows, logits, True, bias)
+            call(*(weights, ids, rows, logits, True, bias, 1.0)[:takes])
             results.append(_sorted(ids, weights))
         found[name] = _apart(*results)
     results = []
