@@ -22,6 +22,7 @@ LEAK = finding(
     MLA,
     "leaked",
     live={"3 of 8": {"mlp": "3 in 2 of 4 layers"}},
+    in_order_of_execution=["attention", "mlp"],
     padding={},
     sizes=["3 of 8"],
 )
@@ -61,6 +62,20 @@ def test_a_notebook_shows_its_own_incident_only():
     assert "1 more questions were not run" in lines
     assert "pad_only" not in lines
     assert "pad_only" in "\n".join(engine.chapter("mla_padding", [run(FIXED, stale)]))
+
+
+def test_stages_are_named_in_order_of_execution_and_phases_in_theirs():
+    assert engine.seen(LEAK) == "live rows, 3 of 8: 3 in 2 of 4 layers; in mlp"
+    phases = {name: {"device": 2**20} for name in ("capture", "kv cache", "profile")}
+    account = finding(
+        "engine",
+        "account of the start",
+        "V1",
+        "balances",
+        phases=phases,
+        unexplained_bytes=dict.fromkeys(phases, 0),
+    )
+    assert engine.seen(account).startswith("profile: the device gave 1 MiB, unexplained 0 B; kv cache")
 
 
 def test_numbers_of_another_release_of_the_bench_are_shown_as_they_are():

@@ -141,9 +141,12 @@ def nan_rows(name: str) -> Any:
 
     def judge(results: Results) -> Answer:
         rounds = _rounds(results, _off(name))
+        padding = by_stage(rounds, 1)
         return answer(
             verdict(rounds),
-            padding=by_stage(rounds, 1),
+            padding=padding,
+            # A list keeps its order in a file, unlike the stages above.
+            in_order_of_execution=[*next(iter(padding.values()), {})],
             live=by_stage(rounds, 0),
             sizes=[f"{one['live']} of {one['size']}" for one in rounds],
             nan_tokens=sum(one["nan"] for one in rounds),

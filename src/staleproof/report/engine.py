@@ -32,6 +32,8 @@ ABOUT = (
 )
 NONE = "No engine run is recorded: `staleproof engine --record` makes one on a machine with a GPU."
 COLUMNS = ("asked", "of", "answer", "seen")
+# A file has them sorted by name.
+PHASES = ("profile", "kv cache", "capture")
 Numbers = Mapping[str, Any]
 
 
@@ -54,24 +56,29 @@ def bench_of(found: Finding) -> str | None:
 def size(count: float) -> str:
     """Bytes in the unit that fits.
 
-    >>> size(2**21), size(3 * 2**30)
-    ('2 MiB', '3 GiB')
+    >>> size(2**21), size(3 * 2**30), size(1008)
+    ('2 MiB', '3 GiB', '1008 B')
     """
-    unit, name = (2**30, "GiB") if abs(count) >= 2**30 else (2**20, "MiB")
-    return f"{count / unit:.4g} {name}"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(count) >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count:.4g} B"
 
 
 def _rows(n: Numbers) -> str:
-    """First round with NaN: how many rows, in which stages."""
+    """The first round with NaN: how many rows of attention, and through which stages they go."""
     for what in ("live", "padding"):
         for rounds, stages in n[what].items():
-            first = next(iter(stages.items()))
-            spread = f"{len(stages)} stages, first {first[0]}: {first[1]}"
-            return f"{what} rows, {rounds}: {stages.get('attention', first[1])} of attention; {spread}"
+            rows = stages.get("attention", next(iter(stages.values())))
+            through = [stage for stage in n.get("in_order_of_execution", ()) if stage in stages]
+            path = f"; in {', '.join(through)}" if through else ""
+            return f"{what} rows, {rounds}: {rows}{path}"
     return "no row has a NaN: " + ", ".join(n["sizes"])
 
 
 def _bits(n: Numbers) -> str:
+    if "without_padding" in n:
+        n = {"all rounds": n["off_against_on"], "rounds without padding": n["without_padding"]}
     return "; ".join(
         f"{name.replace('_', ' ')}: {part['logits']} of {part['of']} rows of logits, {part['tokens']} tokens"
         for name, part in n.items()
@@ -100,8 +107,10 @@ def _fifths(n: Numbers) -> str:
 
 def _twice(n: Numbers) -> str:
     rows = "; ".join(
-        f"NaN at expert {at}: {live} live and {padding} padding rows"
-        for at, (live, padding) in n["live_and_padding_rows_by_expert"].items()
+        f"NaN at expert {at}: {live} live and {padding} padding rows; rows that name it {usual} → {now}"
+        for (at, (live, padding)), (usual, now) in zip(
+            n["live_and_padding_rows_by_expert"].items(), n["rows_that_name_the_expert"].values(), strict=True
+        )
     )
     return f"{rows}; {', '.join(n['kind'])}, top {n['top_k']}"
 
@@ -109,7 +118,7 @@ def _twice(n: Numbers) -> str:
 def _account(n: Numbers) -> str:
     return "; ".join(
         f"{phase}: the device gave {size(got['device'])}, unexplained {size(n['unexplained_bytes'][phase])}"
-        for phase, got in n["phases"].items()
+        for phase, got in sorted(n["phases"].items(), key=lambda item: PHASES.index(item[0]))
     )
 
 
