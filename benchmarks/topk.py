@@ -68,14 +68,14 @@ def _not_sanitised(
     x: torch.Tensor,
     out: Routed,
     *,
-    softmax: bool,
+    score: str,
     bias: torch.Tensor | None = None,
     renormalize: bool = False,
     scaling: float = 1.0,
     groups: tuple[int, int] = (0, 1),
 ) -> Routed:
     """Our launch without the handling of NaN."""
-    kernels._launch(softmax, x, bias, None, *out, renormalize, scaling, -1, *groups, sanitize=False)
+    kernels._launch(score, x, bias, None, *out, renormalize, scaling, -1, *groups, sanitize=False)
     return out
 
 
@@ -157,7 +157,7 @@ def softmax_rows(ops: Any) -> list[dict[str, Any]]:
             xs, out = logits(tokens, experts), output(tokens, k)
             providers: dict[str, Call] = {
                 "staleproof": partial(kernels.topk_softmax, top_k=k, out=out),
-                "staleproof, not sanitised": partial(_not_sanitised, out=out, softmax=True),
+                "staleproof, not sanitised": partial(_not_sanitised, out=out, score="softmax"),
                 "softmax, torch.topk": partial(softmax_then_topk, top_k=k),
             }
             if ops is not None:
@@ -180,7 +180,7 @@ def sigmoid_rows(ops: Any) -> list[dict[str, Any]]:
             xs, out = logits(tokens, experts), output(tokens, k)
             providers: dict[str, Call] = {
                 "staleproof": partial(kernels.topk_sigmoid, top_k=k, out=out, **options),
-                "staleproof, not sanitised": partial(_not_sanitised, out=out, softmax=False, **options),
+                "staleproof, not sanitised": partial(_not_sanitised, out=out, score="sigmoid", **options),
             }
             if ops is not None:
                 of_vllm = _into(ops.topk_sigmoid, out, biased, bias)
@@ -204,7 +204,7 @@ def grouped_rows(ops: Any, of_flashinfer: Any) -> list[dict[str, Any]]:
         "num_expert_group": GROUPS,
         "topk_group": TOPK_GROUP,
     }
-    without = partial(_not_sanitised, softmax=False, bias=bias, renormalize=True, scaling=SCALING)
+    without = partial(_not_sanitised, score="sigmoid", bias=bias, renormalize=True, scaling=SCALING)
     for tokens in TOKENS:
         xs, out = logits(tokens, experts), output(tokens, k)
         providers: dict[str, Call] = {
