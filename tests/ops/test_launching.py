@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from staleproof.ops import launching
 from staleproof.ops.clear_empty_rows import clear_empty_rows
+from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.launching import Seen, key_of
 from staleproof.ops.mla_decode import mla_decode
@@ -125,6 +126,9 @@ CALLS: dict[str, Call] = {
     ),
     "fp8, padding": lambda seed: quantize_fp8_per_tensor(_rows(seed, 16, 96), is_padding=_padding(seed)),
     "fp8, all": lambda seed: quantize_fp8_per_tensor(_rows(seed, 16, 96)),
+    "distinct_experts": lambda seed: distinct_experts(
+        _rows(seed, 16, 8, dtype=torch.float32), torch.randint(0, 9, (16, 8)).to("cuda", torch.int32)
+    ),
     "nvfp4": lambda seed: quantize_nvfp4(_rows(seed, 5, 96), torch.full((), 2.0 + seed, device="cuda")),
 }
 
@@ -139,7 +143,7 @@ def triton_launches(monkeypatch) -> list[object]:
         found.append(kernel)
         return launched(kernel, *args, **options)
 
-    for name in ("clear_empty_rows", "mla_decode", "topk", "fp8", "nvfp4"):
+    for name in ("clear_empty_rows", "mla_decode", "topk", "fp8", "nvfp4", "distinct_experts"):
         monkeypatch.setattr(f"staleproof.ops.{name}.launched", counted)
         monkeypatch.setattr(f"staleproof.ops.{name}._SEEN", Seen())
     return found

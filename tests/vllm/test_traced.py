@@ -61,6 +61,8 @@ def topk_hash_softplus_sqrt(
     renormalize=False,
     routed_scaling_factor=1.0,
     e_score_correction_bias=None,
+    input_tokens=None,
+    hash_indices_table=None,
 ):
     scores = torch.nn.functional.softplus(gating_output).sqrt()
     weights, ids = _select(scores, e_score_correction_bias, topk_indices.shape[1])
@@ -171,7 +173,10 @@ ROUTING += [
 
 
 @pytest.mark.parametrize(("patch", "release", "in_logits", "name"), ROUTING)
-def test_routing(vllm, patch, release, in_logits, name):
+def test_routing(vllm, patch, release, in_logits, name, tmp_path):
+    if release == "0.28.0":
+        file = tmp_path / "vllm/_custom_ops.py"
+        file.write_text(OPS.replace("hash_indices_table=None,", "hash_indices_table=None, is_padding=None,"))
     ops = vllm("_custom_ops")
     logits, bias = torch.randn(6, 32), torch.zeros(32)
     (logits[3] if in_logits else bias)[0] = torch.nan

@@ -7,7 +7,7 @@ import torch
 from staleproof import check, device
 from staleproof.ops.cuda_runtime import capability, processor_count
 from staleproof.ops.e4m3 import encode_e4m3
-from staleproof.ops.launching import Ready, Seen, address, key_of, launched
+from staleproof.ops.launching import Ready, Seen, address, empty_rows, key_of, launched
 from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
@@ -192,10 +192,10 @@ def quantize_fp8_per_tensor(
     if not validate and (again := _SEEN.get(key)) is not None:
         amax, quantize, programs = again
         # One allocation less: the scale lies behind the partial results, at a multiple of 16 bytes.
-        partial = torch.empty((programs + 3) // 4 * 4 + 1, dtype=torch.float32, device=x.device)
+        partial = empty_rows(1, (programs + 3) // 4 * 4 + 1, torch.float32, x)
         if out is None:
-            x_fp8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-            scale = partial[-1:]
+            x_fp8 = empty_rows(*x.shape, torch.float8_e4m3fn, x)
+            scale = partial[0, -1:]
         else:
             x_fp8, scale = out
         decides = live_rows if isinstance(live_rows, torch.Tensor) else is_padding

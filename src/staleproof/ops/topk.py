@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from staleproof import check, device
-from staleproof.ops.launching import Ready, Seen, address, key_of, launched
+from staleproof.ops.launching import Ready, Seen, address, empty_rows, key_of, launched
 from staleproof.ops.operators import operator
 
 device.load_triton()
@@ -105,17 +105,15 @@ def _route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the arguments, allocate the results, launch."""
     bias, renormalize, routed_scaling_factor, is_padding, padding_id = options
-    key = key_of(
-        x,
-        launch,
-        top_k,
-        *options,
-        topk_ids_dtype,
-        *groups,
-        *(out if isinstance(out, tuple | list) else (out,)),
-    )
+    results = out if isinstance(out, tuple | list) else (out,)
+    key = key_of(x, launch, top_k, *options, topk_ids_dtype, *groups, *results)
     if (again := _SEEN.get(key)) is not None:
-        weights, ids = _new(x, top_k, topk_ids_dtype) if out is None else out
+        if out is None:
+            rows = x.shape[0]
+            weights = empty_rows(rows, top_k, torch.float32, x)
+            ids = empty_rows(rows, top_k, topk_ids_dtype, x)
+        else:
+            weights, ids = out
         again(x.data_ptr(), address(bias), address(is_padding), weights.data_ptr(), ids.data_ptr())
         return weights, ids
     check.tensor("router_logits", x, ndim=2, dtype=LOGITS_DTYPES)
@@ -126,6 +124,8 @@ def _route(
     if not (isinstance(top_k, int) and 1 <= top_k <= min(experts, MAX_TOP_K)):
         # Texts with sizes are made on failure only: torch cannot trace them with symbolic sizes.
         check.require(False, "top_k", f"1 to {min(experts, MAX_TOP_K)} experts", top_k)
+    if groups:
+        _check_groups(experts, top_k, *groups)
     like: dict[str, Any] = {"like": x, "contiguous": True}
     if bias is not None:
         check.tensor("bias", bias, shape=(experts,), dtype=LOGITS_DTYPES, **like)
@@ -138,7 +138,8 @@ def _route(
     known = topk_ids_dtype in IDS_DTYPES
     check.require(known, "topk_ids_dtype", "torch.int32 or torch.int64", topk_ids_dtype)
     if out is None:
-        weights, ids = _new(x, top_k, topk_ids_dtype)
+        weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
+        ids = torch.empty(rows, top_k, dtype=topk_ids_dtype, device=x.device)
     else:
         is_pair = isinstance(out, tuple | list) and len(out) == 2
         check.require(is_pair, "out", "a pair (topk_weights, topk_ids)", type(out).__name__)
@@ -150,11 +151,16 @@ def _route(
     return weights, ids
 
 
-def _new(x: torch.Tensor, top_k: int, ids_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the weights and ids of the rows of ``x``."""
-    shape = x.shape[0], top_k
-    weights = torch.empty(shape, dtype=torch.float32, device=x.device)
-    return weights, torch.empty(shape, dtype=ids_dtype, device=x.device)
+def _check_groups(experts: int, top_k: int, num_expert_group: int, topk_group: int) -> None:
+    fits = isinstance(num_expert_group, int) and num_expert_group > 0
+    size = experts // num_expert_group if fits else 0
+    if size < 2 or size * num_expert_group != experts:
+        wanted = f"a divisor of {experts} experts that leaves two or more a group"
+        check.require(False, "num_expert_group", wanted, num_expert_group)
+    fits = isinstance(topk_group, int) and 1 <= topk_group <= num_expert_group
+    if not fits or topk_group * size < top_k:
+        wanted = f"1 to {num_expert_group} groups of {size} that hold top_k {top_k} experts"
+        check.require(False, "topk_group", wanted, topk_group)
 
 
 def topk_softmax(
@@ -290,17 +296,6 @@ def grouped_topk(
     >>> grouped_topk(logits, 2, num_expert_group=2, topk_group=1)[1].tolist()
     [[2, 3]]
     """
-    check.tensor("router_logits", router_logits, ndim=2)
-    experts = router_logits.shape[1]
-    fits = isinstance(num_expert_group, int) and num_expert_group > 0
-    size = experts // num_expert_group if fits else 0
-    if size < 2 or size * num_expert_group != experts:
-        wanted = f"a divisor of {experts} experts that leaves two or more a group"
-        check.require(False, "num_expert_group", wanted, num_expert_group)
-    fits = isinstance(topk_group, int) and 1 <= topk_group <= num_expert_group
-    if not fits or topk_group * size < top_k:
-        wanted = f"1 to {num_expert_group} groups of {size} that hold top_k {top_k} experts"
-        check.require(False, "topk_group", wanted, topk_group)
     options = bias, renormalize, routed_scaling_factor, is_padding, padding_id
     groups = num_expert_group, topk_group
     return _route(_grouped_topk, router_logits, top_k, options, topk_ids_dtype, out, groups)

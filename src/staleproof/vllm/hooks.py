@@ -105,7 +105,9 @@ class Target:
         >>> target.knows((1,), {"y": 2}), target.knows((1,), {"z": 2}), target.knows((1, 2, 3), {})
         (True, False, False)
         """
-        return len(args) <= len(self.arguments) and all(name in self.arguments for name in kwargs)
+        if len(args) > len(self.arguments):
+            return False
+        return not kwargs or all(name in self.arguments for name in kwargs)
 
 
 # Warnings that were logged and patches that were announced: one line each, not one a step.
@@ -140,14 +142,15 @@ class _Hook(NamedTuple):
 def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
     """Return ``original`` with the hooks of one target around it; an error in a hook is contained."""
     owner, target = hook.owner, hook.target
+    stepped_back, instead, knows = standing.stepped_back, target.instead, target.knows
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if owner in standing.stepped_back:
+        if owner in stepped_back:
             return original(*args, **kwargs)
-        if target.instead is not None and target.knows(args, kwargs):
+        if instead is not None and knows(args, kwargs):
             try:
-                result = target.instead(args, kwargs)
+                result = instead(args, kwargs)
                 if result is not NotImplemented:
                     return result
             except Exception as error:
