@@ -165,6 +165,10 @@ class Ready:
                 return self(*addresses)
         self._run(*self._grid, self._stream_of(device), *self._before, *addresses, *self._sizes)
 
+    def on(self, stream: int, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Launch on this stream with another grid and all arguments of the kernel."""
+        self._run(*grid, stream, *self._before, *arguments)
+
 
 def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """What launches a compiled kernel, and its arguments between the stream and those of the kernel."""
