@@ -113,7 +113,6 @@ class DistributionBasedRouting:
 FILES = {
     "v1.attention.ops.triton_decode_attention": "def _fwd_kernel_stage2(acc, e_sum): return acc / e_sum",
     "_custom_ops": OPS,
-    "v1.attention.backends.mla.triton_mla": MLA.format(name="TritonMLAImpl"),
     "v1.attention.backends.mla.cutlass_mla": MLA.format(name="CutlassMLAImpl"),
     "v1.attention.backends.mla.flashinfer_mla": MLA.format(name="FlashInferMLAImpl"),
     "model_executor.layers.fused_moe.flashinfer_cutlass_moe": MOE,
@@ -202,7 +201,6 @@ def test_scale_padding(vllm):
 @pytest.mark.parametrize(
     ("patch", "name"),
     [
-        ("mla_padding", "triton"),
         ("mla_padding", "cutlass"),
         ("mla_padding", "flashinfer"),
         ("decode_buffer", "cutlass"),
