@@ -17,7 +17,7 @@ import triton.language as tl
 ROWS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _distinct_kernel(
     weights, ids, weights_out, ids_out, rows,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,

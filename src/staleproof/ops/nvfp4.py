@@ -60,7 +60,8 @@ def _encode_e2m1(x):
     return shifted - magic + (power >> 22) - (127 << 1)
 
 
-@triton.jit
+# Not specialised on the number of rows: it changes from step to step, and no step should compile.
+@triton.jit(do_not_specialize=["m"])
 def _quantize_nvfp4_kernel(
     x, global_scale, packed, scales, scale_words, m, columns, row_stride,
     SWIZZLED: tl.constexpr, PAD_ROWS: tl.constexpr, PAD_COLUMNS: tl.constexpr, KIND: tl.constexpr,

@@ -27,7 +27,8 @@ from staleproof.ops.routing_scores import (
 )
 
 
-@triton.jit
+# Not specialised on the number of rows: it changes from step to step, and no step should compile.
+@triton.jit(do_not_specialize=["rows"])
 def topk_kernel(
     logits, bias, is_padding, weights, ids, row_stride, rows, experts, group_count, padding_id,
     scaling,
