@@ -30,7 +30,7 @@ PARTS = (clear_empty_rows, fp8, mla_decode, nvfp4, topk, zero_blocks)
 OPERATIONS: dict[str, tuple[str, str, str]] = {
     "mla_decode": (
         "mla_padding",
-        "q, kv, lens = bf16(128, 128, 576), bf16(256, 64, 576), ints(128) + 100; table = ints(256).view(128, 2)",
+        "q, kv, lens, table = bf16(99, 128, 576), bf16(256, 64, 576), ints(99) + 100, ints(198).view(-1, 2)",
         "staleproof.mla_decode(q, kv, table, lens, softmax_scale=0.07)",
     ),
     "clear_empty_rows": (
