@@ -197,7 +197,8 @@ def quantize_fp8_per_tensor(
         # One allocation less: the scale lies behind the partial results, at a multiple of 16 bytes.
         partial = empty_rows(1, (programs + 3) // 4 * 4 + 1, torch.float32, x)
         if out is None:
-            x_fp8 = empty_rows(*x.shape, torch.float8_e4m3fn, x)
+            rows, hidden = x.shape
+            x_fp8 = empty_rows(rows, hidden, torch.float8_e4m3fn, x)
             scale = partial[0, -1:]
         else:
             x_fp8, scale = out

@@ -45,11 +45,9 @@ def _layouts(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
         from torch._C._dynamo.guards import TensorGuards
 
         # What torch.compile's guards are made of: one call for all tensors, in C++.
-        guards = TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[[*x.shape] for x in tensors],
-            dynamic_dims_strides=[[*x.stride()] for x in tensors],
-        )
+        sizes: Any = [[*x.shape] for x in tensors]
+        strides: Any = [[*x.stride()] for x in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         if guards.check(*tensors):
             return guards.check
     except Exception:  # No public function of torch: another release may have another one.
