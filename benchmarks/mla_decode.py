@@ -1,9 +1,11 @@
-"""MLA decode: ours, vLLM's Triton kernel, FlashInfer's, and what the machine allows.
+"""MLA decode: ours, vLLM's Triton kernel, FlashInfer's, FlashMLA, and what the machine allows.
 
 vLLM's kernel is measured with several numbers of splits. Its rows are the fastest of them, and the
 number that vLLM itself would choose for these lengths (``splits``); ``sweep`` holds all of them.
 
-Run: ``python benchmarks/mla_decode.py`` on a machine with a CUDA device.
+Run: ``python benchmarks/mla_decode.py`` on a machine with a CUDA device. ``STALEPROOF_FLASHMLA_SO`` names
+the compiled ``_flashmla_C`` library of a vLLM wheel; without it, and without an installed vLLM, that peer is
+left out.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from staleproof import device
 device.select()
 
 from staleproof.harness import measure
-from staleproof.harness.peers import Peer, peers, vllm_splits
+from staleproof.harness.peer import Peer
+from staleproof.harness.peers import peers
+from staleproof.harness.vllm_peers import flashmla, vllm_splits
 from staleproof.ops.mla_decode import mla_decode
 from staleproof.ops.reference import mla_decode as reference
 
@@ -138,10 +142,11 @@ def rows() -> list[dict[str, Any]]:
         WrongResult: ours is wrong.
     """
     measure.require_gpu()
-    for peer in peers().values():
+    known = peers() | {"flashmla": flashmla()}
+    for peer in known.values():
         if peer.unavailable_reason is not None:
             print(f"{peer.name}: not run, {peer.unavailable_reason}")
-    usable = {key: peer for key, peer in peers().items() if peer.unavailable_reason is None}
+    usable = {key: peer for key, peer in known.items() if peer.unavailable_reason is None}
     limits = rates()
     found: list[dict[str, Any]] = []
     for batch in BATCHES:
@@ -151,7 +156,7 @@ def rows() -> list[dict[str, Any]]:
             for key, peer in usable.items():
                 if key == "vllm_triton":
                     found += case.vllm_rows(peer)
-                elif key.startswith("flashinfer"):
+                elif key.startswith("flash"):
                     found += case.rows(peer.name, _of_peer(peer, None))
             found += case.limits(*limits)
     return found

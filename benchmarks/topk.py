@@ -68,14 +68,14 @@ def _not_sanitised(
     x: torch.Tensor,
     out: Routed,
     *,
-    softmax: bool,
+    score: str,
     bias: torch.Tensor | None = None,
     renormalize: bool = False,
     scaling: float = 1.0,
     groups: tuple[int, int] = (0, 1),
 ) -> Routed:
     """Our launch without the handling of NaN."""
-    kernels._launch(softmax, x, bias, None, *out, renormalize, scaling, -1, *groups, sanitize=False)
+    kernels._launch(score, x, bias, None, *out, renormalize, scaling, -1, *groups, sanitize=False)
     return out
 
 
@@ -94,14 +94,26 @@ def _cleaned(call: Call) -> Call:
     return lambda x: call(x.nan_to_num())
 
 
-def _right(got: Routed, want: Routed, x: torch.Tensor) -> bool:
-    # Peers need not sort their experts, and they round scores differently: of two equal or nearly
-    # equal experts at the end of the choice they may pick the other one.
-    logits, wanted = (x.gather(1, pair[1].long()).sort(-1).values for pair in (got, want))
-    same = (logits == wanted).all(-1).float().mean() > 0.98
+def other_choices(got: Routed, want: Routed, x: torch.Tensor) -> int | None:
+    """In how many rows a provider chose experts of other logits; ``None`` if its result is wrong.
+
+    Peers need not sort their experts, and they round scores differently: of two nearly equal experts at
+    the end of the choice they may pick the other one, in at most 2 % of the rows. FlashInfer compiles its
+    kernel with ``-use_fast_math``, so its ``tanhf`` is an approximation to 2**-11, which decides otherwise
+    in some rows a thousand. Weights can be compared only where the experts are the same.
+    """
+    ids = got[1].long()
+    ordered = ids.sort(-1).values
+    in_range = int(ordered[:, 0].min()) >= 0 and int(ordered[:, -1].max()) < x.shape[1]
+    if not in_range or bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        return None
+    logits, wanted = (x.gather(1, each.long()).sort(-1).values for each in (ids, want[1]))
+    same = (logits == wanted).all(-1)
     # FlashInfer's weights have the dtype of the logits.
-    weights, wanted = (pair[0].float().sort(-1).values for pair in (got, want))
-    return bool(same) and torch.allclose(weights, wanted, rtol=5e-3)
+    weights, wanted = (pair[0].float().sort(-1).values[same] for pair in (got, want))
+    others = int((~same).sum())
+    right = others <= 0.02 * len(x) and torch.allclose(weights, wanted, rtol=5e-3)
+    return others if right else None
 
 
 def measured(
@@ -115,7 +127,8 @@ def measured(
     found = []
     tokens, experts = xs[0].shape
     for provider, call in providers.items():
-        if not _right(call(xs[0]), want, xs[0]):
+        others = other_choices(call(xs[0]), want, xs[0])
+        if others is None:
             case = f"{kernel}, {mode}, {tokens} tokens, {provider}"
             if "staleproof" in provider:
                 raise measure.WrongResult(case)
@@ -124,11 +137,10 @@ def measured(
         moved = tokens * experts * 2 + want[0].numel() * 8
         turns = measure.rotation(tokens * experts * 2)
         for cache, times in measure.cached_times([partial(call, x) for x in xs], turns):
-            found.append(
-                measure.row(
-                    "moe_routing", kernel, provider, mode, "tokens", tokens, times, moved, cache=cache
-                )
+            row = measure.row(
+                "moe_routing", kernel, provider, mode, "tokens", tokens, times, moved, cache=cache
             )
+            found.append(row | ({"rows_of_other_experts": others} if others else {}))
     return found
 
 
@@ -157,7 +169,7 @@ def softmax_rows(ops: Any) -> list[dict[str, Any]]:
             xs, out = logits(tokens, experts), output(tokens, k)
             providers: dict[str, Call] = {
                 "staleproof": partial(kernels.topk_softmax, top_k=k, out=out),
-                "staleproof, not sanitised": partial(_not_sanitised, out=out, softmax=True),
+                "staleproof, not sanitised": partial(_not_sanitised, out=out, score="softmax"),
                 "softmax, torch.topk": partial(softmax_then_topk, top_k=k),
             }
             if ops is not None:
@@ -180,7 +192,7 @@ def sigmoid_rows(ops: Any) -> list[dict[str, Any]]:
             xs, out = logits(tokens, experts), output(tokens, k)
             providers: dict[str, Call] = {
                 "staleproof": partial(kernels.topk_sigmoid, top_k=k, out=out, **options),
-                "staleproof, not sanitised": partial(_not_sanitised, out=out, softmax=False, **options),
+                "staleproof, not sanitised": partial(_not_sanitised, out=out, score="sigmoid", **options),
             }
             if ops is not None:
                 of_vllm = _into(ops.topk_sigmoid, out, biased, bias)
@@ -204,7 +216,7 @@ def grouped_rows(ops: Any, of_flashinfer: Any) -> list[dict[str, Any]]:
         "num_expert_group": GROUPS,
         "topk_group": TOPK_GROUP,
     }
-    without = partial(_not_sanitised, softmax=False, bias=bias, renormalize=True, scaling=SCALING)
+    without = partial(_not_sanitised, score="sigmoid", bias=bias, renormalize=True, scaling=SCALING)
     for tokens in TOKENS:
         xs, out = logits(tokens, experts), output(tokens, k)
         providers: dict[str, Call] = {

@@ -1,7 +1,8 @@
-"""Our kernels under compute-sanitizer, in a process of their own."""
+"""Every kernel of ours under compute-sanitizer, an operation a process, with small shapes."""
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -9,55 +10,191 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = """
-import torch
-from staleproof.evidence import RowCounters
-from staleproof.ops.zero_blocks import BlockZeroer
-from staleproof import clear_empty_rows, mla_decode, quantize_fp8_per_tensor
+import staleproof
+from staleproof import device
 
+START = """
+import sys
+import torch
+from staleproof import device
+device.load_triton()
+import triton
+D = sys.argv[1]
+compiled = []
+triton.knobs.runtime.jit_post_compile_hook = lambda **given: compiled.append(given["fn"].name)
 torch.manual_seed(0)
-seq_lens = torch.tensor([200, 1, 0, 64, 0], dtype=torch.int32, device="cuda")
-for page_size, q_len, splits in ((64, 1, 1), (64, 1, 3), (64, 4, 2), (16, 1, 2)):
-    pages = -(-200 // page_size)
-    table = torch.full((5, pages + 1), 2**31 - 1, dtype=torch.int32, device="cuda")
-    for request, length in enumerate(seq_lens.tolist()):
-        used = -(-length // page_size)
-        table[request, :used] = torch.arange(used, dtype=torch.int32, device="cuda")
-    kv = torch.randn(pages, page_size, 576, device="cuda").bfloat16()
-    q = torch.randn(5, q_len, 128, 576, device="cuda").bfloat16()
-    out, lse = mla_decode(q, kv, table, seq_lens, softmax_scale=0.07, num_kv_splits=splits)
-    clear_empty_rows(out, seq_lens, lse=lse)
-    assert out[2].eq(0).all() and lse[4].eq(float("-inf")).all()
-x = torch.randn(37, 7168, device="cuda").bfloat16()
-for live in (None, 5, torch.tensor([9], dtype=torch.int32, device="cuda"), x[:, 0] > 0):
-    quantize_fp8_per_tensor(x, live_rows=live)
-quantize_fp8_per_tensor(x, is_padding=x[:, 0] > 0)
-counters = RowCounters(["x"], "cuda")
-x[3] = float("nan")
-counters.begin()
-counters.observe("x", x, torch.ones(37, dtype=torch.bool, device="cuda"))
-assert counters.first_crossing.row == 3
-pages = torch.full((2, 9, 101), 255, dtype=torch.uint8, device="cuda")
-wide = torch.ones(9, 3, 4096, device="cuda")
-zeroer = BlockZeroer([pages, wide], block_dim=[1, 0])
-zeroer.zero([8, 1])
-zeroer.zero(torch.tensor([-1, 0, 9, 2**31 - 1, 4], dtype=torch.int32, device="cuda"))
-assert pages.eq(0).sum(2).tolist() == [[0, 101, 0, 0, 101, 0, 0, 0, 101]] * 2
-torch.cuda.synchronize()
+def bf16(*shape): return torch.randn(*shape, device=D).bfloat16()
+def ints(*values): return torch.tensor(values, dtype=torch.int32, device=D)
+def padding(rows): return torch.arange(rows, device=D) % 3 == 1
+"""
+END = """
+if D == "cuda":
+    torch.cuda.synchronize()
+    missing = [name for name in KERNELS if not any(found.endswith(name) for found in compiled)]
+    assert not missing, (missing, compiled)
 print("every kernel ran")
 """
+MLA = """
+from staleproof import mla_decode
+seq_lens = ints(200, 1, 0, 64, 0)
+for page_size, q_len, splits, heads, dtype in CASES:
+    pages = -(-200 // page_size)
+    table = torch.full((5, pages + 1), 2**31 - 1, dtype=torch.int32, device=D)
+    for request, length in enumerate(seq_lens.tolist()):
+        used = -(-length // page_size)
+        table[request, :used] = torch.arange(used, dtype=torch.int32, device=D)
+    kv = torch.randn(pages, page_size, 576, device=D).to(dtype)
+    q = torch.randn(5, q_len, heads, 576, device=D).to(dtype)
+    out, lse = mla_decode(q, kv, table, seq_lens, softmax_scale=0.07, num_kv_splits=splits)
+    assert out[2].eq(0).all() and lse[4].eq(float("-inf")).all()
+"""
+ROUTING = """
+from staleproof.ops import topk
+for rows in (3, 300, 5000):
+    x = bf16(rows, 64)
+    x[1, 5] = float("nan")
+    for logits in (x, x.float()):
+        CALL
+"""
+# Program of each operation. Most call it twice: the second call takes the short way of a repeated call.
+PROGRAMS = {
+    "mla_decode, one part and several": MLA.replace(
+        "CASES",
+        "((64, 1, 1, 128, torch.bfloat16), (64, 1, 3, 16, torch.float16), (16, 1, 2, 128, torch.bfloat16))",
+    ),
+    "mla_decode, several query tokens": MLA.replace(
+        "CASES", "((64, 4, 2, 128, torch.bfloat16), (64, 2, 1, 16, torch.float32))"
+    ),
+    "mla_decode, a batch that fills Hopper": """
+from staleproof import mla_decode
+lengths = torch.randint(0, 130, (256,), device=D, dtype=torch.int32)
+lengths[::5] = 0
+table = torch.randint(0, 40, (256, 3), device=D, dtype=torch.int32)
+for _ in range(2):
+    out, lse = mla_decode(bf16(256, 128, 576), bf16(40, 64, 576), table, lengths, softmax_scale=0.07)
+assert out[::5].eq(0).all() and lse[::5].eq(float("-inf")).all()
+""",
+    "clear_empty_rows": """
+from staleproof import clear_empty_rows
+for rows, starts in ((6, None), (12, None), (9, ints(0, 2, 3, 5, 6, 9, 9))):
+    for _ in range(2):
+        out, lse = bf16(rows, 16, 512), torch.zeros(rows, 16, device=D)
+        clear_empty_rows(out, ints(1, 0, 3, 0, 2, 0), lse=lse, query_start_loc=starts)
+    assert lse.eq(float("-inf")).any()
+clear_empty_rows(torch.zeros(6, 3, 5, device=D).to(torch.float8_e4m3fn), ints(1, 0, 3, 0, 2, 0))
+""",
+    "quantize_fp8_per_tensor": """
+from staleproof import quantize_fp8_per_tensor
+x = bf16(37, 7168)
+for live in (None, 5, ints(9), x[:, 0] > 0):
+    for _ in range(2):
+        quantize_fp8_per_tensor(x, live_rows=live)
+quantize_fp8_per_tensor(x[:, :100].contiguous(), is_padding=padding(37))
+quantize_fp8_per_tensor(x.float(), is_padding=padding(37))
+""",
+    "topk_softmax": ROUTING.replace(
+        "CALL", "topk.topk_softmax(logits, 6, is_padding=padding(rows), renormalize=True)"
+    ),
+    "topk_sigmoid": ROUTING.replace("CALL", "topk.topk_sigmoid(logits, 6, bias=x[0].float())"),
+    "topk_softplus_sqrt": ROUTING.replace("CALL", "topk.topk_softplus_sqrt(logits, 6, bias=x[0].float())"),
+    "grouped_topk": ROUTING.replace(
+        "CALL", "topk.grouped_topk(logits, 6, num_expert_group=8, topk_group=4, bias=x[0].float())"
+    ),
+    "distinct_experts": """
+from staleproof.ops.distinct_experts import distinct_experts
+for dtype in (torch.int32, torch.int64):
+    for _ in range(2):
+        ids = torch.randint(0, 5, (37, 6), device=D, dtype=dtype)
+        _, found = distinct_experts(torch.rand(37, 6, device=D), ids)
+assert all(len({*row} - {-1}) == sum(e >= 0 for e in row) for row in found.tolist())
+""",
+    "BlockZeroer": """
+from staleproof.ops.zero_blocks import BlockZeroer
+pages = torch.full((2, 9, 101), 255, dtype=torch.uint8, device=D)
+wide = torch.ones(9, 3, 4096, device=D)
+zeroer = BlockZeroer([pages, wide], block_dim=[1, 0])
+zeroer.zero([8, 1])
+zeroer.zero(ints(-1, 0, 9, 2**31 - 1, 4))
+assert pages.eq(0).sum(2).tolist() == [[0, 101, 0, 0, 101, 0, 0, 0, 101]] * 2
+many = torch.ones(50, 4096, device=D)
+BlockZeroer([many]).zero([*range(1, 50)])
+assert many.count_nonzero() == 4096
+""",
+    "quantize_nvfp4": """
+from staleproof import quantize_nvfp4
+for rows, columns in ((1, 64), (33, 7184), (70, 128), (130, 208), (300, 64)):
+    for x in (bf16(rows, columns), torch.randn(rows, columns, device=D)):
+        for swizzled in (True, False):
+            for _ in range(2):
+                quantize_nvfp4(x, torch.ones(1, device=D), swizzled=swizzled)
+""",
+    "count_repeats": """
+from staleproof.evidence.repeats import count_repeats
+ids = torch.randint(0, 5, (37, 6), device=D, dtype=torch.int32)
+counts = torch.zeros(2, device=D, dtype=torch.int64)
+count_repeats(ids, padding(37), counts)
+assert counts.sum() == sum(len({*row}) < 6 for row in ids.tolist())
+""",
+    "RowCounters": """
+from staleproof.evidence import RowCounters
+x = bf16(37, 7168)
+x[3] = float("nan")
+counters = RowCounters(["x"], D)
+counters.begin()
+counters.observe("x", x, torch.ones(37, dtype=torch.bool, device=D))
+assert counters.first_crossing.row == 3
+""",
+}
+
+
+# The kernels that each program must have compiled; Hopper's only there.
+KERNELS = {
+    "mla_decode, one part and several": ("_mla_decode_kernel", "merge_splits_kernel"),
+    "mla_decode, several query tokens": ("_mla_decode_kernel",),
+    "mla_decode, a batch that fills Hopper": ("mla_decode_sm90_kernel",),
+    "clear_empty_rows": ("_clear_empty_rows_kernel",),
+    "quantize_fp8_per_tensor": ("_amax_kernel", "_quantize_kernel"),
+    "topk_softmax": ("topk_kernel",),
+    "topk_sigmoid": ("topk_kernel",),
+    "topk_softplus_sqrt": ("topk_kernel",),
+    "grouped_topk": ("topk_kernel",),
+    "distinct_experts": ("_distinct_kernel",),
+    "BlockZeroer": ("_zero_kernel", "_zero_listed_kernel"),
+    "quantize_nvfp4": ("_quantize_nvfp4_kernel",),
+    "RowCounters": ("_count_bad_kernel",),
+    "count_repeats": ("_count_repeats_kernel",),
+}
+
+
+def kernels_in_the_source() -> set[str]:
+    """Names of the functions that Triton or Gluon compile and that are launched, not called by others."""
+    package = Path(staleproof.__file__).parent
+    found = set()
+    for path in [*package.joinpath("ops").glob("*.py"), *package.joinpath("evidence").glob("*.py")]:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                found |= {node.name for one in node.decorator_list if ".jit" in ast.unparse(one)}
+    return found
+
+
+def test_every_kernel_has_a_program() -> None:
+    assert {*PROGRAMS} == {*KERNELS}
+    assert {name for names in KERNELS.values() for name in names} == kernels_in_the_source()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_no_error_and_no_hazard(tool: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_error_and_no_hazard(name: str, tool: str, tmp_path: Path) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
+    if "Hopper" in name and device.machine().capability != "sm_90":
+        pytest.skip(f"needs an SM90 GPU; this is {device.machine().capability}")
     program = tmp_path / "kernels.py"
-    program.write_text(PROGRAM)
+    program.write_text(START + PROGRAMS[name] + END.replace("KERNELS", repr(KERNELS[name])))
     done = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(program)],
+        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(program), "cuda"],
         capture_output=True,
         text=True,
         timeout=300,

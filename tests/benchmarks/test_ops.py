@@ -42,3 +42,30 @@ def test_a_wrong_result_of_ours_ends_the_run(benchmark: Any, capsys: pytest.Capt
 
 def test_a_right_result_is_timed() -> None:
     assert zeroing("staleproof", wrong=False)
+
+
+def choices(change: str) -> int | None:
+    """What the check of the routing benchmark says of a result with one row changed."""
+    topk = runpy.run_path(str(BENCHMARKS / "topk.py"))
+    x = torch.randn(100, 16, generator=torch.Generator().manual_seed(1))
+    weights, ids = topk["softmax_then_topk"](x, 3)
+    want = weights.clone(), ids.clone()
+    rows = 3 if change == "other experts in 3 %" else 1
+    if change.startswith("other experts"):
+        # The fourth best in place of the third, with its own weight.
+        order = x.softmax(-1).sort(descending=True)
+        weights[:rows, 2], ids[:rows, 2] = order.values[:rows, 3], order.indices[:rows, 3].int()
+    elif change == "a repeated expert":
+        ids[0, 2] = ids[0, 1]
+    elif change == "an id out of range":
+        ids[0, 2] = 16
+    elif change == "a wrong weight":
+        weights[0] *= 1.01
+    return topk["other_choices"]((weights, ids), want, x)
+
+
+def test_nearly_equal_experts_may_be_chosen_otherwise_and_nothing_else_may_differ() -> None:
+    assert choices("nothing") == 0
+    assert choices("other experts in 1 %") == 1
+    for change in ("other experts in 3 %", "a repeated expert", "an id out of range", "a wrong weight"):
+        assert choices(change) is None, change

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from staleproof.harness import measure
-from staleproof.harness.peers import Peer
+from staleproof.harness.peer import Peer
 from staleproof.ops.reference import fp8
 from staleproof.ops.reference.mla_decode import mla_decode
 

@@ -19,7 +19,7 @@ from fakes import one_line
 
 from staleproof import cli, device
 from staleproof.device import Machine, Provenance
-from staleproof.harness import peers, predictions, recorded
+from staleproof.harness import flashinfer_peers, peers, predictions, recorded
 from staleproof.harness.questions import Question, Questions
 from staleproof.incidents.kv_reuse import attention
 from staleproof.incidents.moe_routing import fused_moe, moe_module
@@ -337,5 +337,5 @@ def test_no_outcome_of_the_moe_is_expected_where_nobody_ran_it(kernels):
 def test_tables_are_filled_up_to_whole_tiles_of_128_keys():
     cache = SimpleNamespace(shape=(5, 64, 576))
     table = torch.tensor([[4, 2, 7]], dtype=torch.int32)
-    assert peers._whole_tiles(table, cache).tolist() == [[4, 2, 7, 0]]
-    assert peers._whole_tiles(table[:, :2], cache).tolist() == [[4, 2]]
+    assert flashinfer_peers._whole_tiles(table, cache).tolist() == [[4, 2, 7, 0]]
+    assert flashinfer_peers._whole_tiles(table[:, :2], cache).tolist() == [[4, 2]]

@@ -17,7 +17,7 @@ import environment
 
 from staleproof import device as devices
 from staleproof.device import Provenance
-from staleproof.harness import peers
+from staleproof.harness import flashinfer_peers, peers, vllm_peers
 from staleproof.harness.vllm_files import executed
 from staleproof.ops.reference.mla_decode import mla_decode
 
@@ -32,7 +32,7 @@ def call():
 
 def test_trtllm_call_binds():
     decode = pytest.importorskip("flashinfer.decode").trtllm_batch_decode_with_kv_cache_mla
-    args = peers.flashinfer_trtllm_args(*call(), 0.1, torch.zeros(1), None)
+    args = flashinfer_peers.flashinfer_trtllm_args(*call(), 0.1, torch.zeros(1), None)
     bound = inspect.signature(decode).bind(**args)
     assert tuple(bound.arguments["query"].shape) == (3, 1, 16, 576)
     assert tuple(bound.arguments["kv_cache"].shape) == (5, 1, 64, 576)
@@ -41,18 +41,18 @@ def test_trtllm_call_binds():
 def test_wrapper_calls_bind():
     wrapper = pytest.importorskip("flashinfer.mla").BatchMLAPagedAttentionWrapper
     inspect.signature(wrapper.__init__).bind(None, torch.zeros(1), backend="cutlass")
-    plan = peers.flashinfer_plan_args(*call(), 0.1)
+    plan = flashinfer_peers.flashinfer_plan_args(*call(), 0.1)
     inspect.signature(wrapper.plan).bind(None, **plan)
     for backend in ("fa2", "fa3", "cutlass"):
         q, kv_cache, block_table, seq_lens = call()
-        args = peers.flashinfer_run_args(backend, q, kv_cache, block_table, seq_lens, None)
+        args = flashinfer_peers.flashinfer_run_args(backend, q, kv_cache, block_table, seq_lens, None)
         inspect.signature(wrapper.run).bind(None, **args)
 
 
 def test_a_call_that_does_not_bind_is_noticed():
     wrapper = pytest.importorskip("flashinfer.mla").BatchMLAPagedAttentionWrapper
     q, kv_cache, block_table, seq_lens = call()
-    args = peers.flashinfer_run_args("cutlass", q, kv_cache, block_table, seq_lens, None)
+    args = flashinfer_peers.flashinfer_run_args("cutlass", q, kv_cache, block_table, seq_lens, None)
     with pytest.raises(TypeError, match="no_such_keyword"):
         inspect.signature(wrapper.run).bind(None, **args, no_such_keyword=1)
 
@@ -62,7 +62,7 @@ def test_pages_in_use_leave_out_empty_requests_and_unused_entries():
     block_table[0] = torch.tensor([4, 2])
     block_table[1] = torch.tensor([3, -1])
     block_table[2] = -1
-    plan = peers.flashinfer_plan_args(q, kv_cache, block_table, seq_lens, 0.1)
+    plan = flashinfer_peers.flashinfer_plan_args(q, kv_cache, block_table, seq_lens, 0.1)
     assert plan["kv_indptr"].tolist() == [0, 2, 3, 3]
     assert plan["kv_indices"].tolist() == [4, 2, 3]
 
@@ -90,12 +90,12 @@ def vllm_fixture(monkeypatch):
 
     def use(root: Path) -> None:
         monkeypatch.setattr(
-            peers, "vllm_file", lambda path: file if (file := root / path).is_file() else None
+            vllm_peers, "vllm_file", lambda path: file if (file := root / path).is_file() else None
         )
-        peers.vllm_triton_mla_module.cache_clear()
+        vllm_peers.vllm_triton_mla_module.cache_clear()
 
     yield use
-    peers.vllm_triton_mla_module.cache_clear()
+    vllm_peers.vllm_triton_mla_module.cache_clear()
 
 
 @pytest.mark.parametrize("release", ["0.17.1", "0.22.1", "0.33.0"])
@@ -146,4 +146,52 @@ def test_splits_are_those_that_vllm_chooses(version):
             decode = SimpleNamespace(block_table=None, seq_lens=None)
             metadata = SimpleNamespace(decode=decode, max_seq_len=length)
             impl.forward_mqa(torch.zeros(1, 2, 576), torch.zeros(1, 16, 576), metadata, layer)
-    assert chosen == [peers.vllm_splits(length, 132) for length in lengths]
+    assert chosen == [vllm_peers.vllm_splits(length, 132) for length in lengths]
+
+
+def test_flashmla_says_what_it_needs(monkeypatch, tmp_path):
+    monkeypatch.delenv("STALEPROOF_FLASHMLA_SO", raising=False)
+    monkeypatch.setattr(vllm_peers, "vllm_file", lambda path: None)
+    if devices.provenance() is not Provenance.MEASURED:
+        assert vllm_peers.flashmla().unavailable_reason == "needs a CUDA device"
+    monkeypatch.setattr(vllm_peers, "_needs_sm90", lambda: None)
+    assert "STALEPROOF_FLASHMLA_SO does not name" in vllm_peers.flashmla().unavailable_reason
+    monkeypatch.setenv("STALEPROOF_FLASHMLA_SO", str(tmp_path / "gone.so"))
+    assert vllm_peers.flashmla().unavailable_reason is not None
+    (tmp_path / "gone.so").write_text("")
+    assert vllm_peers.flashmla().unavailable_reason is None
+
+
+def test_flashmla_gets_the_arguments_that_vllm_gives_it(monkeypatch):
+    calls = []
+
+    def decode(q, kv, rank, lengths, table, scale, causal, plan, splits, out):
+        calls.append((tuple(q.shape), tuple(kv.shape), rank, table.tolist(), causal, plan, splits))
+        want, lse = mla_decode(q[:, 0], kv[:, :, 0], table, lengths, softmax_scale=scale)
+        out[:, 0] = want
+        return out, lse[:, :, None], "a plan", "splits"
+
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(torch.ops, "_flashmla_C", SimpleNamespace(dense_decode_fwd=decode), raising=False)
+    q, kv_cache, block_table, seq_lens = (x.float() if x.is_floating_point() else x for x in call())
+    q, kv_cache = torch.randn_like(q), torch.randn_like(kv_cache)
+    block_table = torch.tensor([[1, 4], [2, 99], [77, -1]], dtype=torch.int32)
+    out, lse = vllm_peers._prepare_flashmla(q, kv_cache, block_table, seq_lens, 0.1, None, None)()
+    want, want_lse = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.1)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    first, second = calls
+    assert first == ((3, 1, 16, 576), (5, 64, 1, 576), 512, [[1, 4], [2, 0], [0, 0]], False, None, None)
+    assert second[-2:] == ("a plan", "splits")
+
+
+@pytest.mark.gpu
+def test_flashmla_is_right():
+    if why := vllm_peers.flashmla().unavailable_reason:
+        pytest.skip(f"not run: {why}")
+    q, kv_cache = (torch.randn(*s, device="cuda").bfloat16() for s in ((3, 128, 576), (5, 64, 576)))
+    block_table = torch.tensor([[1, 4], [2, -1], [-1, -1]], dtype=torch.int32, device="cuda")
+    seq_lens = torch.tensor([100, 64, 0], dtype=torch.int32, device="cuda")
+    want, _ = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.05)
+    out, _ = vllm_peers.flashmla()(q, kv_cache, block_table, seq_lens, softmax_scale=0.05)
+    torch.testing.assert_close(out[:2], want[:2], rtol=2e-2, atol=2e-2)

@@ -10,48 +10,78 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from staleproof.ops import launching
 from staleproof.ops.clear_empty_rows import clear_empty_rows
+from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.launching import Seen, key_of
 from staleproof.ops.mla_decode import mla_decode
 from staleproof.ops.nvfp4 import quantize_nvfp4
-from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
+from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax, topk_softplus_sqrt
 
 Call = Callable[[int], tuple[torch.Tensor, ...]]
 
 
-def test_only_cuda_tensors_outside_of_tracing_have_a_key():
-    assert key_of(torch.ones(2)) is None
-    assert key_of(torch.ones(2, device="meta"), 3) is None
+def test_no_key_while_torch_traces():
+    assert key_of(torch.ones(2)) is not None
     with FakeTensorMode():
-        assert key_of(3, torch.ones(2)) is None
-    assert key_of(8, None) == (int, 8, type(None), None)
+        assert key_of(torch.ones(2), 3) is None
 
 
-def test_equal_numbers_of_other_types_have_other_keys():
-    assert len({key_of(1), key_of(1.0), key_of(True)}) == 3
+X, Y = torch.ones(4, 6), torch.zeros(3, dtype=torch.int32)
+WIDE = torch.ones(4, 12)
+# (arguments of another call, whether the call kept for (X, Y, 8, None) serves them)
+OTHERS: dict[str, tuple[tuple[object, ...], bool]] = {
+    "values of tensors": ((X * 3, Y + 1, 8, None), True),
+    "a parameter": ((torch.nn.Parameter(X), Y, 8, None), False),
+    "shape": ((X[:3], Y, 8, None), False),
+    "shape of the second": ((X, Y[:2], 8, None), False),
+    "strides": ((WIDE[:, :6], Y, 8, None), False),
+    "dtype": ((X.double(), Y, 8, None), False),
+    "device": ((X.to("meta"), Y, 8, None), False),
+    "alignment": ((torch.ones(25)[1:].view(4, 6), Y, 8, None), False),
+    "number": ((X, Y, 9, None), False),
+    "a float": ((X, Y, 8.0, None), False),
+    "a list": ((X, Y, [8], None), False),
+    "a tensor more": ((X, Y, 8, Y), False),
+    "a tensor less": ((X, None, 8, None), False),
+    "the same tensor twice": ((X, X, 8, None), False),
+}
 
 
-def test_a_call_is_found_by_its_key_and_not_without():
+@pytest.mark.parametrize("in_python", [False, True], ids=["torch's guards", "without them"])
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_kept_call_serves_the_same_layouts_and_numbers(case, in_python, monkeypatch):
+    if in_python:
+        monkeypatch.setattr("torch._C._dynamo.guards.TensorGuards", None)
     seen: Seen[str] = Seen()
-    seen.keep((1,), "a call")
-    seen.keep((2,), None)
+    seen.keep((X, Y, 8, None), "a call")
+    arguments, serves = OTHERS[case]
+    assert seen.get(arguments) == ("a call" if serves else None)
+    assert seen.get((X, Y, 8, None)) == "a call"
     seen.keep(None, "another")
-    assert [seen.get(key) for key in ((1,), (2,), None)] == ["a call", None, None]
+    assert seen.get(None) is None
+
+
+def test_a_call_kept_for_an_odd_address_serves_every_address():
+    seen: Seen[str] = Seen()
+    seen.keep((torch.ones(25)[1:],), "no alignment")
+    assert seen.get((torch.ones(24),)) == seen.get((torch.ones(25)[1:],)) == "no alignment"
 
 
 def test_an_argument_that_no_dict_holds_is_left_to_the_checks():
-    assert Seen().get(key_of([1, 2])) is None
+    seen: Seen[str] = Seen()
+    seen.keep((X, (1, 2)), "a call")
+    assert seen.get((X, ([1], 2))) is None
     with pytest.raises(ValueError, match="top_k"):
         topk_softmax(torch.ones(1, 4), [2])  # type: ignore[arg-type]
 
 
-def test_keys_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(launching, "MOST_KEYS", 3)
+def test_calls_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(launching, "MOST_CALLS", 3)
     seen: Seen[int] = Seen()
     for number in range(10):
-        seen.keep((number,), number)
-    assert len(seen._calls) <= 3
-    assert seen.get((9,)) == 9
+        seen.keep((X, number), number)
+    assert sum(len(kind.calls) for kind in seen._kinds.values()) <= 3
+    assert seen.get((X, 9)) == 9
 
 
 def _rows(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -90,11 +120,15 @@ CALLS: dict[str, Call] = {
     "mla_decode, 2 query tokens": _decode(3, 16, 2),
     "topk_softmax": lambda seed: topk_softmax(_rows(seed, 16, 128), 8, is_padding=_padding(seed)),
     "topk_sigmoid": lambda seed: topk_sigmoid(_rows(seed, 16, 64), 4, bias=_rows(seed, 64), renormalize=True),
+    "topk_softplus_sqrt": lambda seed: topk_softplus_sqrt(_rows(seed, 16, 64), 6, bias=_rows(seed, 64)),
     "grouped_topk": lambda seed: grouped_topk(
         _rows(seed, 16, 256), 8, num_expert_group=8, topk_group=4, routed_scaling_factor=2.5
     ),
     "fp8, padding": lambda seed: quantize_fp8_per_tensor(_rows(seed, 16, 96), is_padding=_padding(seed)),
     "fp8, all": lambda seed: quantize_fp8_per_tensor(_rows(seed, 16, 96)),
+    "distinct_experts": lambda seed: distinct_experts(
+        _rows(seed, 16, 8, dtype=torch.float32), torch.randint(0, 9, (16, 8)).to("cuda", torch.int32)
+    ),
     "nvfp4": lambda seed: quantize_nvfp4(_rows(seed, 5, 96), torch.full((), 2.0 + seed, device="cuda")),
 }
 
@@ -109,7 +143,7 @@ def triton_launches(monkeypatch) -> list[object]:
         found.append(kernel)
         return launched(kernel, *args, **options)
 
-    for name in ("clear_empty_rows", "mla_decode", "topk", "fp8", "nvfp4"):
+    for name in ("clear_empty_rows", "mla_decode", "topk", "fp8", "nvfp4", "distinct_experts"):
         monkeypatch.setattr(f"staleproof.ops.{name}.launched", counted)
         monkeypatch.setattr(f"staleproof.ops.{name}._SEEN", Seen())
     return found

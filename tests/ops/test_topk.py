@@ -1,4 +1,4 @@
-"""topk_softmax, topk_sigmoid and grouped_topk against their reference, bit for bit."""
+"""topk_softmax, topk_sigmoid, topk_softplus_sqrt and grouped_topk against their reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from staleproof.ops.reference import topk as reference
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 DTYPES = list(INTEGERS)
 GROUPED = {"num_expert_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-FUNCTIONS: dict[str, dict[str, Any]] = {"topk_softmax": {}, "topk_sigmoid": {}, "grouped_topk": GROUPED}
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "topk_softmax": {},
+    "topk_sigmoid": {},
+    "topk_softplus_sqrt": {},
+    "grouped_topk": GROUPED,
+}
+UNGROUPED = [name for name in FUNCTIONS if name != "grouped_topk"]
 NAN, INF = float("nan"), float("inf")
 
 Routed = tuple[torch.Tensor, torch.Tensor]
@@ -91,7 +97,7 @@ def test_matches_reference(
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (3, 3), (128, 8), (160, 6), (576, 10), (1024, 32)])
-@pytest.mark.parametrize("function", ["topk_softmax", "topk_sigmoid"])
+@pytest.mark.parametrize("function", UNGROUPED)
 def test_any_number_of_experts(device: str, function: str, experts: int, top_k: int) -> None:
     bits = any_bits(16, experts, torch.bfloat16, experts)
     x = torch.cat([numbers(16, experts, torch.bfloat16), bits])
@@ -123,6 +129,7 @@ def test_the_reference_is_the_formula() -> None:
     for (scores, _), want in (
         (reference.softmax(x), x.double().softmax(-1)),
         (reference.sigmoid(x), x.double().sigmoid()),
+        (reference.softplus_sqrt(x), torch.nn.functional.softplus(x.double(), threshold=100).sqrt()),
     ):
         torch.testing.assert_close(scores.double(), want, rtol=2e-6, atol=0)
     steep = torch.linspace(-87, 0, 100_001)
@@ -132,7 +139,7 @@ def test_the_reference_is_the_formula() -> None:
     torch.testing.assert_close(reference.exp(far).double(), want, rtol=0, atol=1.5e-45)
 
 
-@pytest.mark.parametrize("function", ["topk_softmax", "topk_sigmoid"])
+@pytest.mark.parametrize("function", UNGROUPED)
 def test_equals_are_taken_in_the_order_of_their_index(device: str, function: str) -> None:
     x = torch.zeros(3, 64)
     x[1, ::2] = -0.0
@@ -185,7 +192,7 @@ def test_infinite_biases_do_not_cancel(device: str) -> None:
     assert bool(((ids[:, 1:3] == 25) | (ids[:, 1:3] == 26)).all())
 
 
-@pytest.mark.parametrize("function", ["topk_softmax", "topk_sigmoid"])
+@pytest.mark.parametrize("function", UNGROUPED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_experts_of_minus_infinity_are_taken_once(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from staleproof.ops import block_ranges
+from staleproof.ops import block_ranges, zero_kernel
 from staleproof.ops import zero_blocks as kernels
 from staleproof.ops.reference import zero_blocks as reference
 from staleproof.ops.zero_blocks import BlockZeroer
@@ -127,7 +127,7 @@ def test_random_geometries(device: str, monkeypatch: pytest.MonkeyPatch) -> None
         if device == "cpu":
             # Smaller programs than the interpreter would get, so that a page takes several.
             tile = (32 if longest == 40 else 256), 1024
-            monkeypatch.setattr(kernels, "_tile", lambda _, tile=tile: tile)
+            monkeypatch.setattr(zero_kernel, "_tile", lambda _, tile=tile: tile)
         else:
             longest *= rng.choice([1, 20])
         monkeypatch.setattr(block_ranges, "ROW", rng.choice([48, 200, 2**15]))
@@ -140,6 +140,15 @@ def test_random_geometries(device: str, monkeypatch: pytest.MonkeyPatch) -> None
         case.zeroer.zero(ids)
         case.check()
         done += len(layouts)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 17, 31, 32])
+def test_each_id_in_the_arguments_of_a_launch_is_read(device: str, count: int) -> None:
+    case = Case([plain(64, 40, kv=True), plain(64, 7)], device)
+    ids = sorted(random.Random(count).sample(range(1, 64), count))
+    case.expect(ids)
+    case.zeroer._plan.launch_listed(zero_kernel.pairs_of(ids))
+    case.check()
 
 
 @pytest.mark.parametrize("page", [1, 15, 16, 17, 31, 4096, 4097, 10_000, 70_001])
@@ -321,6 +330,25 @@ def test_captured_with_ids_on_the_device(dtype: torch.dtype) -> None:
         graph.replay()
         case.expect([i for i in replay if 0 < i < 40])
         case.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 32, 33])
+def test_short_lists_do_not_use_the_ring_and_keep_its_promises(count: int) -> None:
+    case = Case([plain(64, 4096)], "cuda")
+    ids = [*range(1, count + 1)]
+    case.expect(ids)
+    case.zeroer.zero(ids)
+    case.check()
+    assert (case.zeroer._ring._used > 0) == (count > 32)
+    with pytest.raises(ValueError, match=r"block_ids: expected each id once, got 3 again"):
+        case.zeroer.zero([3, 3])
+    with pytest.raises(ValueError, match=r"block_ids: expected a sequence of int64"):
+        case.zeroer.zero([2.0])  # type: ignore[list-item]
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
+        with pytest.raises(ValueError, match="where the current stream is capturing"):
+            case.zeroer.zero(ids)
 
 
 @pytest.mark.gpu

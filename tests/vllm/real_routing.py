@@ -78,7 +78,7 @@ class CompiledOps:
         if self.hash_clamped:
             scores = torch.where(scores.isnan(), 0.0, scores)
         values, found = _first_wins(scores, scores if bias is None else scores + bias, ids.shape[1])
-        w.copy_(values * scaling)
+        w.copy_(values / values.sum(-1, keepdim=True) * scaling if renorm else values * scaling)
         ids.copy_(found)
 
     def _grouped(

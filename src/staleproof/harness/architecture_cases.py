@@ -17,7 +17,7 @@ from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.mla_decode import mla_decode
 from staleproof.ops.nvfp4 import quantize_nvfp4
-from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
+from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax, topk_softplus_sqrt
 from staleproof.ops.zero_blocks import BlockZeroer
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -150,7 +150,8 @@ def _cases() -> dict[str, Callable[[], object]]:
             topk_group=4,
             routed_scaling_factor=2.5,
         )
-        add(f"topk_sigmoid, 256 experts, {rows} tokens", _topk, topk_sigmoid, rows, 256, 8, bias=True)
+        for function in (topk_sigmoid, topk_softplus_sqrt):
+            add(f"{function.__name__}, 256 experts, {rows} tokens", _topk, function, rows, 256, 8, bias=True)
     add("topk_softmax, 512 experts, 256 tokens", _topk, topk_softmax, 256, 512, 10, renormalize=True)
     add("topk_softmax, 1024 experts, 256 tokens", _topk, topk_softmax, 256, 1024, 32, FP32)
     add("topk_softmax, Qwen3, padding", _topk, topk_softmax, 256, 128, 8, padded=True, topk_ids_dtype=INT64)

@@ -17,7 +17,8 @@ import triton.language as tl
 CLEAR_ROWS, CLEAR_BYTES, CLEAR_WARPS = 8, 32768, 4
 
 
-@triton.jit
+# Not specialised on numbers that change from step to step: no step should compile.
+@triton.jit(do_not_specialize=["rows", "batch"])
 def _clear_empty_rows_kernel(
     out, lse, seq_lens, query_start_loc, rows, batch, q_len, heads, row_stride, row_size,
     RAGGED: tl.constexpr, HAS_LSE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,

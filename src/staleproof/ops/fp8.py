@@ -7,7 +7,7 @@ import torch
 from staleproof import check, device
 from staleproof.ops.cuda_runtime import capability, processor_count
 from staleproof.ops.e4m3 import encode_e4m3
-from staleproof.ops.launching import Ready, Seen, address, key_of, launched
+from staleproof.ops.launching import Ready, Seen, address, empty_rows, key_of, launched
 from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
@@ -30,7 +30,8 @@ def _row_is_live(row, rows, live_rows, live_count, LIVE: tl.constexpr):
         return row < live_count
 
 
-@triton.jit
+# Not specialised on numbers that change from step to step: no step should compile.
+@triton.jit(do_not_specialize=["live_count", "rows"])
 def _amax_kernel(
     x, live_rows, partial, live_count, rows, hidden, row_stride,
     LIVE: tl.constexpr, BLOCK: tl.constexpr,
@@ -54,7 +55,7 @@ def _amax_kernel(
     tl.store(partial + tl.program_id(0), tl.max(bits, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["live_count", "programs", "rows"])
 def _quantize_kernel(
     x, live_rows, partial, x_fp8, scale, live_count, programs, rows, hidden, row_stride,
     smallest_scale,
@@ -122,7 +123,8 @@ def _launch(
         kind = "mask" if live_rows.dtype == torch.bool else "tensor"
     block = min(4096, triton.next_power_of_2(hidden))
     tiles = rows * triton.cdiv(hidden, block)
-    programs = min(tiles, 8 * processor_count(x.device.index) if x.is_cuda else 8)
+    most = 8 * processor_count(x.device.index) if x.is_cuda else 8
+    programs = min(tiles, most)
     partial = torch.empty(programs, dtype=torch.int32, device=x.device)
     sizes = live_count, rows, hidden, x.stride(0), kind, block
     amax = launched(_amax_kernel, (programs,), (x, decides, partial), sizes, num_warps=8)
@@ -135,7 +137,8 @@ def _launch(
         SMALLEST_SCALE,
         kind,
         block,
-        triton.next_power_of_2(programs),
+        # For any number of rows, so that they share one compiled kernel.
+        triton.next_power_of_2(most),
         _by_bits(x),
     )
     tensors = x, decides, partial, x_fp8.view(torch.uint8), scale
@@ -192,10 +195,11 @@ def quantize_fp8_per_tensor(
     if not validate and (again := _SEEN.get(key)) is not None:
         amax, quantize, programs = again
         # One allocation less: the scale lies behind the partial results, at a multiple of 16 bytes.
-        partial = torch.empty((programs + 3) // 4 * 4 + 1, dtype=torch.float32, device=x.device)
+        partial = empty_rows(1, (programs + 3) // 4 * 4 + 1, torch.float32, x)
         if out is None:
-            x_fp8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-            scale = partial[-1:]
+            rows, hidden = x.shape
+            x_fp8 = empty_rows(rows, hidden, torch.float8_e4m3fn, x)
+            scale = partial[0, -1:]
         else:
             x_fp8, scale = out
         decides = live_rows if isinstance(live_rows, torch.Tensor) else is_padding

@@ -7,78 +7,134 @@ each such key, the compiled kernels of its first call, and later calls only fill
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import itemgetter
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch._C import _len_torch_dispatch_stack
 
-# A server sees each number of tokens up to its largest batch; more keys than this are a mistake.
-MOST_KEYS = 4096
+# A server sees each number of tokens up to its largest batch; more calls than this are a mistake.
+MOST_CALLS = 4096
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_data_ptr = torch.Tensor.data_ptr
+# No public function of torch: another release may not have it.
+_empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
+Key = tuple[Any, ...]
 Call = TypeVar("Call")
 
 
-def key_of(*arguments: Any) -> tuple[Hashable, ...] | None:
-    """What checks and grid of a call depend on; ``None`` where it must take the long way.
+def key_of(*arguments: Any) -> Key | None:
+    """The arguments that checks and grid of a call depend on; ``None`` while torch traces.
 
-    Args:
-        arguments: of the call; tensors count by layout, device and whether their address is a multiple
-            of 16, everything else by value.
+    The first of them is a tensor. :class:`Seen` compares tensors by layout, device and whether their
+    address is a multiple of 16, everything else by type and value.
 
-    Returns:
-        ``None`` while torch traces, under another dispatch mode, and for tensors that are not on a CUDA
-        device: the interpreter has nothing to gain.
-
-    >>> key_of(torch.ones(2), 8) is None
-    True
+    >>> len(key_of(torch.ones(2), 8))
+    2
     """
     if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
         return None
-    key: list[Any] = []
-    for x in arguments:
-        if type(x) in _PLAIN:
-            if (device := x.get_device()) < 0 or x.layout is not torch.strided:
-                return None
-            key += (x.shape, x.stride(), x.dtype, device, x.data_ptr() % 16 == 0)
-        elif isinstance(x, torch.Tensor):
-            return None
-        else:
-            # 1, 1.0 and True are equal, but Triton compiles other kernels for them.
-            key += (type(x), x)
-    return tuple(key)
+    return arguments
+
+
+def _layouts(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function that says whether tensors have the layouts, dtypes and devices of these."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        # What torch.compile's guards are made of: one call for all tensors, in C++.
+        sizes: Any = [[*x.shape] for x in tensors]
+        strides: Any = [[*x.stride()] for x in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        if guards.check(*tensors):
+            return guards.check
+    except Exception:  # No public function of torch: another release may have another one.
+        pass
+
+    def layout(x: torch.Tensor) -> Key:
+        return x.shape, x.stride(), x.dtype, x.device
+
+    wanted = [*map(layout, tensors)]
+    return lambda *others: [*map(layout, others)] == wanted
+
+
+class _Kept(NamedTuple):
+    fits: Callable[..., bool]
+    # Bit i: tensor i is at a multiple of 16 bytes, and the compiled kernel relies on that.
+    aligned: int
+    call: Any
+
+
+class _Kind:
+    """Calls whose arguments have the same types, so that tensors are in the same places."""
+
+    def __init__(self, types: tuple[type, ...]) -> None:
+        places = [i for i, t in enumerate(types) if t in _PLAIN]
+        others = [i for i in range(len(types)) if i not in places]
+        one = places[0]
+        # For one place an itemgetter returns no tuple.
+        self.tensors: Callable[[Key], tuple[torch.Tensor, ...]]
+        self.tensors = itemgetter(*places) if len(places) > 1 else lambda key: (key[one],)
+        self.values: Callable[[Key], Hashable] = itemgetter(*others) if others else lambda key: None
+        self.calls: dict[Hashable, list[_Kept]] = {}
+
+
+def _misaligned(tensors: Iterable[torch.Tensor]) -> int:
+    """Bit i is set if tensor i is not at a multiple of 16 bytes."""
+    return sum(1 << i for i, x in enumerate(tensors) if x.data_ptr() & 15)
 
 
 class Seen(Generic[Call]):
-    """The calls of one operation by key.
+    """The calls of one operation that were checked and compiled before.
 
     >>> seen = Seen()
-    >>> seen.keep(("a key",), "a call")
-    >>> seen.get(("a key",)), seen.get(None)
-    ('a call', None)
+    >>> seen.keep(key_of(torch.ones(2), 8), "a call")
+    >>> seen.get(key_of(torch.zeros(2), 8)), seen.get(key_of(torch.zeros(3), 8)), seen.get(None)
+    ('a call', None, None)
     """
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[Hashable, ...], Call] = {}
+        self._kinds: dict[tuple[type, ...], _Kind] = {}
+        self._count = 0
 
-    def get(self, key: tuple[Hashable, ...] | None) -> Call | None:
-        """The call with this key, or ``None``."""
-        if key is None:
+    def get(self, key: Key | None) -> Call | None:
+        """The call that was kept for such arguments, or ``None``."""
+        if key is None or (kind := self._kinds.get(tuple(map(type, key)))) is None:
             return None
         try:
-            return self._calls.get(key)
+            found = kind.calls.get((key[0].shape, kind.values(key)))
         except TypeError:
             # An argument that no dict can hold, e.g. a list: the checks will name it.
             return None
+        if found is None:
+            return None
+        tensors = kind.tensors(key)
+        bits = 0
+        for at in map(_data_ptr, tensors):
+            bits |= at
+        for kept in found:
+            if kept.fits(*tensors) and not (bits & 15 and kept.aligned & _misaligned(tensors)):
+                return cast(Call, kept.call)
+        return None
 
-    def keep(self, key: tuple[Hashable, ...] | None, call: Call | None) -> None:
+    def keep(self, key: Key | None, call: Call | None) -> None:
         """Remember a call whose arguments passed the checks, unless it has no key or nothing to repeat."""
         if key is None or call is None:
             return
-        if len(self._calls) >= MOST_KEYS:
-            self._calls.clear()
-        self._calls[key] = call
+        types = tuple(map(type, key))
+        if any(issubclass(t, torch.Tensor) and t not in _PLAIN for t in types):
+            return
+        if self._count >= MOST_CALLS:
+            self._kinds.clear()
+            self._count = 0
+        kind = self._kinds.setdefault(types, _Kind(types))
+        tensors = kind.tensors(key)
+        aligned = ~_misaligned(tensors)
+        kept = _Kept(_layouts(tensors), aligned, call)
+        kind.calls.setdefault((key[0].shape, kind.values(key)), []).append(kept)
+        self._count += 1
 
 
 class Ready:
@@ -95,27 +151,35 @@ class Ready:
     def __init__(self, compiled: Any, grid: tuple[int, ...], sizes: Iterable[Any], device: int) -> None:
         from triton.runtime import driver
 
-        self._run, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
+        self._run, self._before = _launcher(compiled)
         self._grid, self._sizes = (*grid, 1, 1)[:3], tuple(sizes)
         self._device, self._stream_of = device, driver.active.get_current_stream
 
     def __call__(self, *addresses: int | None) -> None:
         """Launch on the current stream of the device, with the addresses of the kernel's tensors."""
-        if self._device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self._device):
+        device = self._device
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
                 return self(*addresses)
-        self._run(
-            *self._grid,
-            self._stream_of(self._device),
-            self._function,
-            self._metadata,
-            # No metadata for a profiler, and no hooks.
-            None,
-            None,
-            None,
-            *addresses,
-            *self._sizes,
-        )
+        self._run(*self._grid, self._stream_of(device), *self._before, *addresses, *self._sizes)
+
+    def on(self, stream: int, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Launch on this stream with another grid and all arguments of the kernel."""
+        self._run(*grid, stream, *self._before, *arguments)
+
+
+def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What launches a compiled kernel, and its arguments between the stream and those of the kernel."""
+    import triton
+
+    run = compiled.run
+    # No metadata for a profiler, and no hooks.
+    given = compiled.packed_metadata, None, None, None
+    if triton.__version__.startswith("3.6.") and not (run.global_scratch_size or run.profile_scratch_size):
+        # Here ``run`` allocates scratch memory in Python, of which there is none, and then calls this.
+        options = run.launch_cooperative_grid, run.launch_pdl
+        return run.launch, (compiled.function, *options, None, None, *given)
+    return run, (compiled.function, *given)
 
 
 def launched(
@@ -143,6 +207,18 @@ def launched(
     if first is None or not first.is_cuda or not hasattr(compiled, "packed_metadata"):
         return None
     return Ready(compiled, grid, sizes, first.get_device())
+
+
+def empty_rows(rows: int, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """Uninitialised (rows, columns) beside ``like``, for a call that :class:`Seen` has found.
+
+    >>> empty_rows(2, 3, torch.int32, torch.ones(1)).shape
+    torch.Size([2, 3])
+    """
+    if _empty_strided_cuda is not None and like.is_cuda and like.get_device() == torch._C._cuda_getDevice():
+        # What code compiled by torch.compile calls: no dispatcher, a quarter of the time.
+        return _empty_strided_cuda((rows, columns), (columns, 1), dtype)
+    return torch.empty(rows, columns, dtype=dtype, device=like.device)
 
 
 def address(x: torch.Tensor | None) -> int | None:

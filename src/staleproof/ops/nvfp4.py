@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from staleproof import check, device
-from staleproof.ops.launching import Ready, Seen, key_of, launched
+from staleproof.ops.launching import Ready, Seen, empty_rows, key_of, launched
 from staleproof.ops.nvfp4_layout import (
     BLOCK,
     COLUMNS_A_STEP,
@@ -60,7 +60,8 @@ def _encode_e2m1(x):
     return shifted - magic + (power >> 22) - (127 << 1)
 
 
-@triton.jit
+# Not specialised on the number of rows: it changes from step to step, and no step should compile.
+@triton.jit(do_not_specialize=["m"])
 def _quantize_nvfp4_kernel(
     x, global_scale, packed, scales, scale_words, m, columns, row_stride,
     SWIZZLED: tl.constexpr, PAD_ROWS: tl.constexpr, PAD_COLUMNS: tl.constexpr, KIND: tl.constexpr,
@@ -244,7 +245,12 @@ def quantize_nvfp4(
         results = out if isinstance(out, tuple | list) else (out,)
         key = key_of(x, global_scale, swizzled, *results)
         if (again := _SEEN.get(key)) is not None:
-            packed, scales = _new(x, swizzled) if out is None else out
+            if out is None:
+                m, n = x.shape
+                packed = empty_rows(m, n // 2, torch.uint8, x)
+                scales = empty_rows(*scale_shape(m, n, swizzled=swizzled), torch.float8_e4m3fn, x)
+            else:
+                packed, scales = out
             at = scales.data_ptr()
             again(x.data_ptr(), global_scale.data_ptr(), packed.data_ptr(), at, at)
             return packed, scales
@@ -255,7 +261,8 @@ def quantize_nvfp4(
     shape = scale_shape(m, n, swizzled=swizzled)
     factor = as_global_scale(global_scale, x, validate=validate)
     if out is None:
-        packed, scales = _new(x, swizzled)
+        packed = torch.empty(m, n // 2, dtype=torch.uint8, device=x.device)
+        scales = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     else:
         is_pair = isinstance(out, tuple | list) and len(out) == 2
         check.require(is_pair, "out", "a pair (packed, scales)", type(out).__name__)
@@ -264,11 +271,3 @@ def quantize_nvfp4(
         check.tensor("out[1]", scales, shape=shape, dtype=torch.float8_e4m3fn, like=x, contiguous=True)
     _SEEN.keep(key, _quantize(x, factor, packed, scales, swizzled=swizzled, pad=True))
     return packed, scales
-
-
-def _new(x: torch.Tensor, swizzled: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the packed values of ``x`` and their scales."""
-    m, n = x.shape
-    packed = torch.empty(m, n // 2, dtype=torch.uint8, device=x.device)
-    shape = scale_shape(m, n, swizzled=swizzled)
-    return packed, torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)

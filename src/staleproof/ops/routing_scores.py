@@ -55,6 +55,28 @@ def sigmoid(x):
 
 
 @triton.jit
+def finite_or_least(x):
+    """-inf in place of NaN and +inf."""
+    return tl.where((x > -float("inf")) & (x < float("inf")), x, -float("inf"))
+
+
+@triton.jit
+def softplus_sqrt(x):
+    """The square root of log(1 + exp(x)); 0 for a NaN."""
+    small = exp(tl.where(x < 0, x, -x))
+    # log(1 + small) is twice the inverse hyperbolic tangent of this, which is 1/3 at most.
+    z = tl.div_rn(small, small + 2.0)
+    square = z * z
+    q = square * 0.15384615384615385 + 0.18181818181818182
+    q = q * square + 0.2222222222222222
+    q = q * square + 0.2857142857142857
+    q = q * square + 0.4
+    q = q * square + 0.6666666666666666
+    logarithm = q * square * z + z + z
+    return tl.sqrt_rn(tl.where(x > 0, x, 0.0) + logarithm)
+
+
+@triton.jit
 def exact_sum(x):
     """Sum of each row of numbers in [0, 2), which the caller has multiplied by 2**40.
 

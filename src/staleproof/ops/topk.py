@@ -15,135 +15,19 @@ from typing import Any
 import torch
 
 from staleproof import check, device
-from staleproof.ops.launching import Ready, Seen, address, key_of, launched
+from staleproof.ops.launching import Ready, Seen, address, empty_rows, key_of, launched
 from staleproof.ops.operators import operator
 
 device.load_triton()
 
 import triton
-import triton.language as tl
 
-from staleproof.ops.routing_scores import (
-    as_float32,
-    best_keys,
-    best_orders,
-    close_groups,
-    exact_sum,
-    exp,
-    exp_times,
-    narrow_key,
-    number_of,
-    order_of,
-    sigmoid,
-    wide_key,
-)
+from staleproof.ops.routing_kernel import topk_kernel
 
 INTERPRET = device.interpreting()
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IDS_DTYPES = (torch.int32, torch.int64)
-
-
-@triton.jit
-def _topk_kernel(
-    logits, bias, is_padding, weights, ids, row_stride, rows, experts, group_count, padding_id,
-    scaling,
-    SOFTMAX: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, RENORMALIZE: tl.constexpr,
-    SCALED: tl.constexpr, NARROW: tl.constexpr, SANITIZE: tl.constexpr, SORT: tl.constexpr,
-    TOP_K: tl.constexpr, SLOTS: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    GROUPED: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Each program routes ROWS tokens. GROUPS, GROUP_SIZE and SLOTS are powers of two.
-
-    SANITIZE=False exists to measure what the handling of NaN costs: a NaN then yields wrong experts.
-    """
-    # Below the order of every float32, -inf and the NaNs included.
-    LEAST: tl.constexpr = -(2**31)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    in_rows = row < rows
-    place = tl.arange(0, GROUPS * GROUP_SIZE)
-    if GROUPED:
-        size = experts // group_count
-        expert = place // GROUP_SIZE * size + place % GROUP_SIZE
-        exists = (place % GROUP_SIZE < size) & (place // GROUP_SIZE < group_count)
-    else:
-        expert = place
-        exists = place < experts
-    line = logits + row * row_stride
-    here = in_rows[:, None] & exists[None, :]
-    # Places without an expert hold -inf, and their index puts them behind every expert of -inf.
-    x = as_float32(tl.load(line[:, None] + expert[None, :], mask=here, other=-float("inf")))
-    order = order_of(x)
-    if SOFTMAX:
-        # Orders below that of -inf wrap around: now -inf is the least, and every NaN is above +inf.
-        turned = order - 0x00800000
-        if NARROW:
-            key = narrow_key(turned, expert[None, :])
-            top = (tl.max(key, 1) & -1024) << 3
-        else:
-            top = tl.max(turned, 1)
-        peak = number_of(top + 0x00800000)
-        from_peak = x - peak[:, None]
-        from_peak = tl.where(from_peak > -104.0, from_peak, -104.0)
-        total = exact_sum(exp_times(from_peak, 40))
-        # The total is 0 exactly if the peak is a NaN or an infinity, and every score must be 0 then.
-        inverse = tl.div_rn(1.0, total)
-        if SANITIZE and BIASED:
-            inverse = tl.where(total > 0.0, inverse, 0.0)
-    elif not BIASED and not GROUPED:
-        if SANITIZE:
-            order = order_of(tl.where(x > -float("inf"), x, -float("inf")))
-        if NARROW:
-            key = narrow_key(order, expert[None, :])
-    if BIASED or GROUPED:
-        scores = exp(from_peak) * inverse[:, None] if SOFTMAX else sigmoid(x)
-        if BIASED:
-            bonus = as_float32(tl.load(bias + expert, mask=exists, other=0.0))
-            if SANITIZE:
-                bonus = tl.where(bonus == bonus, bonus, 0.0)
-            scores += bonus[None, :]
-        order = order_of(scores)
-
-    slot = tl.arange(0, SLOTS)[None, :]
-    if NARROW:
-        chosen = tl.topk(key, SLOTS) if SORT else best_keys(key, slot, TOP_K)
-    else:
-        order = tl.where(exists[None, :], order, LEAST)
-        if GROUPED:
-            order = close_groups(order, group_count, TOPK_GROUP, GROUPS, GROUP_SIZE, LEAST)
-        if SORT:
-            chosen = tl.topk(wide_key(order, expert[None, :]), SLOTS).to(tl.int32)
-        else:
-            chosen = best_orders(order, expert[None, :], slot, TOP_K, LEAST)
-    chosen_id = ~chosen & 1023
-
-    # Weights are scores without bias. Computed again from the logits, which are still in the cache.
-    wanted = in_rows[:, None] & (slot < TOP_K)
-    x = as_float32(tl.load(line[:, None] + chosen_id, mask=wanted, other=-float("inf")))
-    if SOFTMAX:
-        weight = exp(x - peak[:, None]) * inverse[:, None]
-        if SANITIZE and not BIASED:
-            # 0 * inf is a NaN. It occurs only in rows whose total is 0, which get the first experts.
-            is_number = weight == weight
-            weight = tl.where(is_number, weight, 0.0)
-            chosen_id = tl.where(is_number, chosen_id, slot)
-    else:
-        weight = sigmoid(x)
-    if RENORMALIZE:
-        # First scaled by a power of two, so that the largest weight is in [1, 2).
-        largest = tl.max(weight.to(tl.int32, bitcast=True), 1) & 0x7F800000
-        scaled = weight * (0x7F000000 - largest).to(tl.float32, bitcast=True)[:, None]
-        total = exact_sum(scaled * 1099511627776.0)[:, None]
-        weight = tl.where(total > 0, tl.div_rn(scaled, tl.where(total > 0, total, 1.0)), weight)
-    if SCALED:
-        weight = weight * scaling
-    if PADDED:
-        padding = tl.load(is_padding + row, mask=in_rows, other=0) != 0
-        weight = tl.where(padding[:, None], 0.0, weight)
-        chosen_id = tl.where(padding[:, None], padding_id, chosen_id)
-    target = row[:, None] * TOP_K + slot
-    tl.store(weights + target, weight, mask=wanted)
-    tl.store(ids + target, chosen_id.to(ids.dtype.element_ty), mask=wanted)
 
 
 def _plan(rows: int, experts: int, narrow: bool) -> tuple[bool, int, int]:
@@ -160,7 +44,7 @@ def _plan(rows: int, experts: int, narrow: bool) -> tuple[bool, int, int]:
 
 
 def _launch(
-    softmax: bool,
+    score: str,
     x: torch.Tensor,
     bias: torch.Tensor | None,
     is_padding: torch.Tensor | None,
@@ -173,21 +57,25 @@ def _launch(
     topk_group: int = 1,
     sanitize: bool = True,
 ) -> Ready | None:
-    """Launch the kernel; ``groups`` is 0 for a choice among all experts."""
+    """Launch the kernel; ``groups`` is 0 for a choice among all experts.
+
+    ``score`` is softmax, sigmoid or softplus_sqrt.
+    """
     (rows, experts), top_k = x.shape, weights.shape[1]
     # Key and index fit into 32 bits if the choice is among 16-bit logits themselves.
     narrow = bias is None and not groups and x.dtype != torch.float32
     sort, rows_each, warps = _plan(rows, experts, narrow)
     slots = max(2, triton.next_power_of_2(top_k))
     group_size = max(triton.next_power_of_2(experts // (groups or 1)), 1 if groups else slots)
-    has = softmax, bias is not None, is_padding is not None, renormalize, scaling != 1.0
+    of = score == "softmax", score == "softplus_sqrt"
+    has = bias is not None, is_padding is not None, renormalize, scaling != 1.0
     how = narrow, sanitize, sort, top_k, slots, topk_group
     of_groups = groups > 0, triton.next_power_of_2(groups or 1), group_size, rows_each
-    sizes = x.stride(0), rows, experts, groups or 1, padding_id, scaling, *has, *how, *of_groups
+    sizes = x.stride(0), rows, experts, groups or 1, padding_id, scaling, *of, *has, *how, *of_groups
     grid = (triton.cdiv(rows, rows_each),)
     # A fused multiply-add rounds once where the reference rounds twice.
     tensors = x, bias, is_padding, weights, ids
-    return launched(_topk_kernel, grid, tensors, sizes, enable_fp_fusion=False, num_warps=warps)
+    return launched(topk_kernel, grid, tensors, sizes, enable_fp_fusion=False, num_warps=warps)
 
 
 _ARGUMENTS = (
@@ -196,10 +84,11 @@ _ARGUMENTS = (
 )
 
 
-_topk_softmax = operator(f"topk_softmax({_ARGUMENTS}) -> ()")(partial(_launch, True))
-_topk_sigmoid = operator(f"topk_sigmoid({_ARGUMENTS}) -> ()")(partial(_launch, False))
+_topk_softmax = operator(f"topk_softmax({_ARGUMENTS}) -> ()")(partial(_launch, "softmax"))
+_topk_sigmoid = operator(f"topk_sigmoid({_ARGUMENTS}) -> ()")(partial(_launch, "sigmoid"))
+_topk_softplus_sqrt = operator(f"topk_softplus_sqrt({_ARGUMENTS}) -> ()")(partial(_launch, "softplus_sqrt"))
 _GROUPED = f"grouped_topk({_ARGUMENTS}, int num_expert_group, int topk_group) -> ()"
-_grouped_topk = operator(_GROUPED)(partial(_launch, False))
+_grouped_topk = operator(_GROUPED)(partial(_launch, "sigmoid"))
 
 
 _SEEN: Seen[Ready] = Seen()
@@ -216,17 +105,15 @@ def _route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the arguments, allocate the results, launch."""
     bias, renormalize, routed_scaling_factor, is_padding, padding_id = options
-    key = key_of(
-        launch,
-        x,
-        top_k,
-        *options,
-        topk_ids_dtype,
-        *groups,
-        *(out if isinstance(out, tuple | list) else (out,)),
-    )
+    results = out if isinstance(out, tuple | list) else (out,)
+    key = key_of(x, launch, top_k, *options, topk_ids_dtype, *groups, *results)
     if (again := _SEEN.get(key)) is not None:
-        weights, ids = _new(x, top_k, topk_ids_dtype) if out is None else out
+        if out is None:
+            rows = x.shape[0]
+            weights = empty_rows(rows, top_k, torch.float32, x)
+            ids = empty_rows(rows, top_k, topk_ids_dtype, x)
+        else:
+            weights, ids = out
         again(x.data_ptr(), address(bias), address(is_padding), weights.data_ptr(), ids.data_ptr())
         return weights, ids
     check.tensor("router_logits", x, ndim=2, dtype=LOGITS_DTYPES)
@@ -237,6 +124,8 @@ def _route(
     if not (isinstance(top_k, int) and 1 <= top_k <= min(experts, MAX_TOP_K)):
         # Texts with sizes are made on failure only: torch cannot trace them with symbolic sizes.
         check.require(False, "top_k", f"1 to {min(experts, MAX_TOP_K)} experts", top_k)
+    if groups:
+        _check_groups(experts, top_k, *groups)
     like: dict[str, Any] = {"like": x, "contiguous": True}
     if bias is not None:
         check.tensor("bias", bias, shape=(experts,), dtype=LOGITS_DTYPES, **like)
@@ -249,7 +138,8 @@ def _route(
     known = topk_ids_dtype in IDS_DTYPES
     check.require(known, "topk_ids_dtype", "torch.int32 or torch.int64", topk_ids_dtype)
     if out is None:
-        weights, ids = _new(x, top_k, topk_ids_dtype)
+        weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
+        ids = torch.empty(rows, top_k, dtype=topk_ids_dtype, device=x.device)
     else:
         is_pair = isinstance(out, tuple | list) and len(out) == 2
         check.require(is_pair, "out", "a pair (topk_weights, topk_ids)", type(out).__name__)
@@ -261,11 +151,16 @@ def _route(
     return weights, ids
 
 
-def _new(x: torch.Tensor, top_k: int, ids_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the weights and ids of the rows of ``x``."""
-    shape = x.shape[0], top_k
-    weights = torch.empty(shape, dtype=torch.float32, device=x.device)
-    return weights, torch.empty(shape, dtype=ids_dtype, device=x.device)
+def _check_groups(experts: int, top_k: int, num_expert_group: int, topk_group: int) -> None:
+    fits = isinstance(num_expert_group, int) and num_expert_group > 0
+    size = experts // num_expert_group if fits else 0
+    if size < 2 or size * num_expert_group != experts:
+        wanted = f"a divisor of {experts} experts that leaves two or more a group"
+        check.require(False, "num_expert_group", wanted, num_expert_group)
+    fits = isinstance(topk_group, int) and 1 <= topk_group <= num_expert_group
+    if not fits or topk_group * size < top_k:
+        wanted = f"1 to {num_expert_group} groups of {size} that hold top_k {top_k} experts"
+        check.require(False, "topk_group", wanted, topk_group)
 
 
 def topk_softmax(
@@ -345,6 +240,32 @@ def topk_sigmoid(
     return _route(_topk_sigmoid, router_logits, top_k, options, topk_ids_dtype, out)
 
 
+def topk_softplus_sqrt(
+    router_logits: torch.Tensor,
+    top_k: int,
+    *,
+    bias: torch.Tensor | None = None,
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    is_padding: torch.Tensor | None = None,
+    padding_id: int = -1,
+    topk_ids_dtype: torch.dtype = torch.int32,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``top_k`` experts of largest sqrt(log(1 + exp(logit))) for each token, distinct for any input bits.
+
+    Replaces vLLM's ``ops.topk_hash_softplus_sqrt`` without a hash table, DeepSeek-V4's routing, where a
+    NaN in the logits (before 0.28.0) or in the bias repeats experts. A logit of NaN or +inf scores 0.
+    Arguments, results and errors are those of :func:`topk_softmax`.
+
+    >>> weights, ids = topk_softplus_sqrt(torch.tensor([[0.0, float("nan"), 2.0]]), 3)
+    >>> ids.tolist(), [round(w, 3) for w in weights[0].tolist()]
+    ([[2, 0, 1]], [1.458, 0.833, 0.0])
+    """
+    options = bias, renormalize, routed_scaling_factor, is_padding, padding_id
+    return _route(_topk_softplus_sqrt, router_logits, top_k, options, topk_ids_dtype, out)
+
+
 def grouped_topk(
     router_logits: torch.Tensor,
     top_k: int,
@@ -375,17 +296,6 @@ def grouped_topk(
     >>> grouped_topk(logits, 2, num_expert_group=2, topk_group=1)[1].tolist()
     [[2, 3]]
     """
-    check.tensor("router_logits", router_logits, ndim=2)
-    experts = router_logits.shape[1]
-    fits = isinstance(num_expert_group, int) and num_expert_group > 0
-    size = experts // num_expert_group if fits else 0
-    if size < 2 or size * num_expert_group != experts:
-        wanted = f"a divisor of {experts} experts that leaves two or more a group"
-        check.require(False, "num_expert_group", wanted, num_expert_group)
-    fits = isinstance(topk_group, int) and 1 <= topk_group <= num_expert_group
-    if not fits or topk_group * size < top_k:
-        wanted = f"1 to {num_expert_group} groups of {size} that hold top_k {top_k} experts"
-        check.require(False, "topk_group", wanted, topk_group)
     options = bias, renormalize, routed_scaling_factor, is_padding, padding_id
     groups = num_expert_group, topk_group
     return _route(_grouped_topk, router_logits, top_k, options, topk_ids_dtype, out, groups)

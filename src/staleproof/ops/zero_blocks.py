@@ -8,33 +8,22 @@ faster, in stores of 16 bytes.
 
 from __future__ import annotations
 
+import struct
 import weakref
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 import torch
 
-from staleproof import check, device
-from staleproof.ops import block_ranges
+from staleproof import check
 from staleproof.ops.block_ranges import Layout
 from staleproof.ops.id_ring import IdRing
 from staleproof.ops.operators import on_device_of, operator, traced
 from staleproof.ops.reference.zero_blocks import per_cache
+from staleproof.ops.zero_kernel import INTERPRET, LISTED, Plan, pairs_of
 
-device.load_triton()
-
-import triton
-import triton.language as tl
-
-INTERPRET = device.interpreting()
-# Bytes that one program zeroes of each of its pages.
-CHUNK = 4096
-WARPS = 2
-# The most programs along the second and third axis of a CUDA grid.
-MOST = 65535
 # Dtypes in which zero bytes are the number zero.
 DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -44,139 +33,10 @@ DTYPES = (
 )
 
 
-# No specialisation on the numbers: one compiled kernel serves every list of ids.
-@triton.jit(do_not_specialize=["count", "rows", "num_blocks"], do_not_specialize_on_alignment=["ids"])
-def _zero_kernel(
-    table, ids, count, rows, num_blocks,
-    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, PAGES: tl.constexpr,
-):  # fmt: skip
-    """Each program zeroes CHUNK bytes of PAGES (table row, block) pairs.
-
-    Programs start along axis 0, then 1, then 2, so that the addresses written ascend.
-    """
-    chunk = tl.program_id(0).to(tl.int64)
-    word, byte = tl.arange(0, CHUNK // 4), tl.arange(0, 16)
-    if PAGES == 1:
-        i, row = tl.program_id(1), tl.program_id(2)
-    else:
-        page = tl.program_id(1) * PAGES + tl.arange(0, PAGES)[:, None]
-        row = page // count
-        i = page - row * count
-        word, byte = word[None, :], byte[None, :]
-    there = row < rows
-    block = tl.load(ids + i, mask=there, other=0).to(tl.int64)
-    row = table + row.to(tl.int64) * 4
-    start = tl.load(row, mask=there, other=0) + block * tl.load(row + 1, mask=there, other=0)
-    length = tl.load(row + 2, mask=there, other=0)
-    length = tl.where((block > 0) & (block < num_blocks), length, 0)
-
-    # Bytes [skip, end) are zeroed, counted from the last multiple of 16 at or before ``start``.
-    base = start // 16 * 16
-    skip = 0 if ALIGNED else start - base
-    end = skip + length
-    words = (base + chunk * CHUNK).to(tl.pointer_type(tl.int32))
-    if PAGES == 1:
-        words = tl.multiple_of(words, 16)
-    # As multiples of 4 words, so that the compiler sees that no mask splits a 16-byte store.
-    left = end // 16 * 4 - chunk * (CHUNK // 4)
-    mask = word < tl.where(left < CHUNK // 4, left, CHUNK // 4).to(tl.int32)
-    if not ALIGNED:
-        mask &= word >= tl.where((chunk == 0) & (skip > 0), 4, 0)
-    # Streaming stores, because nobody reads the zeros soon.
-    tl.store(words + word, 0, mask=mask, cache_modifier=".cs")
-    if not ALIGNED:
-        stop = tl.where((skip > 0) & (chunk == 0), end, 0)
-        head = base.to(tl.pointer_type(tl.int8)) + byte
-        tl.store(head, 0, mask=(byte >= skip) & (byte < stop))
-        at = end // 16 * 16
-        stop = tl.where(((at > 0) | (skip == 0)) & (chunk == at // CHUNK), end - at, 0)
-        tail = (base + at).to(tl.pointer_type(tl.int8)) + byte
-        tl.store(tail, 0, mask=byte < stop)
-
-
-def _tile(longest: int) -> tuple[int, int]:
-    """Bytes of a page, and pages, that one program zeroes."""
-    if not INTERPRET:
-        return CHUNK, 1
-    # An interpreted program takes as long for many bytes as for few.
-    chunk = min(max(triton.next_power_of_2(longest), 16), 2**16)
-    return chunk, 2**18 // chunk
-
-
-class _Plan:
-    """Everything about a launch that depends on the caches only: the table, and the compiled kernel."""
-
-    def __init__(
-        self, caches: Sequence[Layout], dims: Sequence[int], ratios: Sequence[int], where: torch.device
-    ) -> None:
-        found = []
-        for index, (cache, dim, ratio) in enumerate(zip(caches, dims, ratios, strict=True)):
-            found += block_ranges.ranges(f"kv_caches[{index}]", cache, dim, ratio)
-        found = block_ranges.merged(found)
-        rows = block_ranges.table(found)
-        check.require(len(rows) <= MOST, "kv_caches", f"at most {MOST} ranges of bytes a block", len(rows))
-        self.rows, self.num_blocks = len(rows), caches[0].shape[dims[0]] // ratios[0]
-        self.block_bytes = sum(r.length for r in found)
-        self._aligned = all(number % 16 == 0 for row in rows for number in row)
-        longest = max(length for _, _, length, _ in rows)
-        self._chunk, self._pages = _tile(longest)
-        # If a start is not a multiple of 16, the end moves by up to 15 bytes.
-        self._chunks = triton.cdiv(longest + (0 if self._aligned else 15), self._chunk)
-        self.table = torch.tensor(rows, dtype=torch.int64, device=where)
-        self._address = self.table.data_ptr()
-        if not INTERPRET:
-            with on_device_of(self.table):
-                # Loading a kernel breaks a capture, so load it now. The only program of this launch
-                # finds the null block and writes nothing.
-                self._compiled = {
-                    dtype: _zero_kernel[(1,)](
-                        self.table, self.table.new_zeros(1, dtype=dtype), *self._sizes(1), num_warps=WARPS
-                    )
-                    for dtype in (torch.int32, torch.int64)
-                }
-
-    def zero(self, ids: torch.Tensor) -> None:
-        """Launch on ids beside the caches. Ids that name no block, or the null block, are skipped."""
-        if not INTERPRET:
-            self.launch(ids.data_ptr(), len(ids), ids.dtype, self.stream())
-        elif len(ids):
-            pages = triton.cdiv(self.rows * len(ids), self._pages)
-            _zero_kernel[(self._chunks, pages)](self.table, ids, *self._sizes(len(ids)))
-
-    def stream(self) -> int:
-        """The handle of the current stream."""
-        return triton.runtime.driver.active.get_current_stream(self.table.get_device())
-
-    def launch(self, address: int, count: int, dtype: torch.dtype, stream: int) -> None:
-        # The compiled kernel's own launcher, because Triton's dispatcher takes twice as long to find
-        # it by the arguments.
-        kernel = self._compiled[dtype]
-        for first in range(0, count, MOST):
-            part = min(count - first, MOST)
-            kernel.run(
-                self._chunks,
-                part,
-                self.rows,
-                stream,
-                kernel.function,
-                kernel.packed_metadata,
-                None,
-                None,
-                None,
-                self._address,
-                address + first * dtype.itemsize,
-                *self._sizes(part),
-            )
-
-    def _sizes(self, count: int) -> tuple[Any, ...]:
-        """The arguments of the kernel behind the table and the ids."""
-        return count, self.rows, self.num_blocks, self._aligned, self._chunk, self._pages
-
-
 @lru_cache(maxsize=64)
 def _plan(
     caches: tuple[Layout, ...], dims: tuple[int, ...], ratios: tuple[int, ...], where: torch.device
-) -> _Plan:
+) -> Plan:
     """A plan for the caches an operator was called with, which need not be those of a BlockZeroer."""
     check.require(
         INTERPRET or not torch.cuda.is_current_stream_capturing(),
@@ -184,7 +44,7 @@ def _plan(
         "caches of an earlier call, because a capture cannot build their table",
         "others",
     )
-    return _Plan(caches, dims, ratios, where)
+    return Plan(caches, dims, ratios, where)
 
 
 @operator("zero_blocks(Tensor block_ids, Tensor(a!)[] kv_caches, int[] block_dim, int[] ratio) -> ()")
@@ -263,7 +123,7 @@ class BlockZeroer:
             check.require(cache.numel() > 0, name, "elements", f"shape {tuple(cache.shape)}")
             counts.append(blocks // ratio)
             check.require(counts[-1] == counts[0], name, f"{counts[0]} blocks of the manager", counts[-1])
-        self._plan = _Plan([Layout.of(cache) for cache in caches], dims, ratios, caches[0].device)
+        self._plan = Plan([Layout.of(cache) for cache in caches], dims, ratios, caches[0].device)
         self.num_blocks, self.block_bytes = self._plan.num_blocks, self._plan.block_bytes
         self._device, self._axes = caches[0].device, (dims, ratios)
         self._freed: list[int] = []
@@ -319,7 +179,10 @@ class BlockZeroer:
         self._zero_from_host(block_ids)
 
     def _zero_from_host(self, block_ids: Sequence[int] | torch.Tensor) -> None:
-        ids = self._checked(block_ids.tolist() if isinstance(block_ids, torch.Tensor) else block_ids)
+        listed = block_ids.tolist() if isinstance(block_ids, torch.Tensor) else block_ids
+        if not INTERPRET and self._zero_few(listed):
+            return
+        ids = self._checked(listed)
         if len(ids) == 0:
             return
         with on_device_of(self._plan.table):
@@ -327,6 +190,22 @@ class BlockZeroer:
                 self._plan.zero(torch.from_numpy(ids))
             else:
                 self._send(ids)
+
+    def _zero_few(self, block_ids: Sequence[int]) -> bool:
+        """Zero a short list of good ids, which travel as arguments of the launch: no copy, no memory."""
+        if not isinstance(block_ids, list | tuple) or not 0 < len(block_ids) <= LISTED:
+            return False
+        try:
+            ids = sorted(block_ids)
+            pairs = pairs_of(ids)
+        except (TypeError, struct.error):
+            return False
+        if not 0 < ids[0] <= ids[-1] < self.num_blocks or len({*ids}) < len(ids):
+            return False
+        with on_device_of(self._plan.table):
+            _refuse_capture()
+            self._plan.launch_listed(pairs)
+        return True
 
     def _checked(self, block_ids: Sequence[int]) -> np.ndarray:
         """The ids in ascending order, int64."""
@@ -366,15 +245,15 @@ class BlockZeroer:
         return caches
 
     def _send(self, ids: np.ndarray) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            check.require(
-                False,
-                "block_ids",
-                "a tensor on the device where the current stream is capturing",
-                "ids on the host, which no replay could read again",
-            )
+        _refuse_capture()
         plan, stream = self._plan, self._plan.stream()
         self._ring.send(ids, stream, lambda address: plan.launch(address, len(ids), torch.int32, stream))
+
+
+def _refuse_capture() -> None:
+    if torch._C._cuda_isCurrentStreamCapturing():
+        expected = "a tensor on the device where the current stream is capturing"
+        check.fail("block_ids", expected, "ids on the host, which no replay could read again")
 
 
 def _append(freed: list[int], index: int, _: object) -> None:

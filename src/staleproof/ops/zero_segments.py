@@ -1,7 +1,8 @@
 """Zeroing of KV blocks whose caches are known by their addresses only, as vLLM's own zeroer keeps them.
 
-One launch of the kernel of :class:`staleproof.BlockZeroer`. The ids go to the device through a ring of
-slots, so that no call overwrites ids that an earlier one has not read (vLLM #48085).
+One launch of the kernel of :class:`staleproof.BlockZeroer`. A few ids travel as arguments of the launch,
+more of them through a ring of slots, so that no call overwrites ids that an earlier one has not read
+(vLLM #48085).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from staleproof import check
 from staleproof.ops.block_ranges import Layout
 from staleproof.ops.id_ring import IdRing
 from staleproof.ops.operators import on_device_of
-from staleproof.ops.zero_blocks import INTERPRET, _Plan
+from staleproof.ops.zero_kernel import INTERPRET, LISTED, Plan, pairs_of
 
 # Block counts are not known here. The kernel skips ids from this one on.
 MOST_BLOCKS = 2**31 - 1
@@ -49,7 +50,7 @@ class SegmentZeroer:
         check.require(page_bytes > 0 and page_bytes % 4 == 0, "page_bytes", "a multiple of 4", page_bytes)
         words = page_bytes // 4
         layouts = [Layout(start, 4, (MOST_BLOCKS, words), (words, 1)) for start in segments]
-        self._plan = _Plan(layouts, [0] * len(layouts), [1] * len(layouts), where)
+        self._plan = Plan(layouts, [0] * len(layouts), [1] * len(layouts), where)
         self._capacity = capacity
         if not INTERPRET:
             self._ring = IdRing(capacity, where)
@@ -74,9 +75,12 @@ class SegmentZeroer:
             check.fail("block_ids", f"1 to {MOST_BLOCKS - 1}", [ids.item(0), ids.item(-1)])
         if INTERPRET:
             return self._plan.zero(torch.from_numpy(ids))
-        if torch.cuda.is_current_stream_capturing():
+        if torch._C._cuda_isCurrentStreamCapturing():
             check.fail("block_ids", "a stream that is not capturing", "a capture")
         plan = self._plan
         with on_device_of(plan.table):
+            if len(ids) <= LISTED:
+                # As arguments of the launch: no copy, and no memory that a later call could overwrite.
+                return plan.launch_listed(pairs_of(ids.tolist()))
             stream = plan.stream()
             self._ring.send(ids, stream, lambda to: plan.launch(to, len(ids), torch.int32, stream))

@@ -19,12 +19,11 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from staleproof.vllm import standing
-from staleproof.vllm.arguments import Arguments, Keywords, names_of
+from staleproof.vllm.arguments import Arguments, Keywords, names_of, package_of, python_of, stranger_at
 from staleproof.vllm.sources import Evidence, PatchError, Sources, file_of
 
 # A child of vLLM's logger, so that vLLM's handlers and levels apply.
@@ -50,6 +49,8 @@ class Target:
         instead: replaces the call. If it raises, vLLM's function runs, so it may write only outputs
             that vLLM's function overwrites. A call with arguments beyond ``arguments`` is vLLM's.
         after: takes vLLM's result and returns the one that the caller gets.
+        swap: takes the object that stands there, e.g. a Triton kernel, and returns the one to stand
+            there instead, once and not at each call. It names the first one in ``staleproof_replaces``.
         versions: the first and last release with this function; ``None`` for all of the patch's.
         vital: whether the whole patch steps back if this one function cannot be wrapped.
         probe: says whether this function has the defect; ``None`` if the patch's probe says it.
@@ -62,6 +63,7 @@ class Target:
     before: Before | None = None
     instead: Instead | None = None
     after: After | None = None
+    swap: Callable[[Any], Any] | None = None
     versions: tuple[str, str] | None = None
     vital: bool = False
     probe: Callable[[Sources], Evidence] | None = None
@@ -89,6 +91,7 @@ class Target:
 
     def check_loaded(self, function: Any) -> None:
         """Check the function that vLLM has imported; reading its source again takes longer."""
+        function = python_of(function)
         line = inspect.unwrap(function).__code__.co_firstlineno
         self._compare(names_of(function), f"{file_of(self.module)}:{line}")
 
@@ -105,7 +108,9 @@ class Target:
         >>> target.knows((1,), {"y": 2}), target.knows((1,), {"z": 2}), target.knows((1, 2, 3), {})
         (True, False, False)
         """
-        return len(args) <= len(self.arguments) and all(name in self.arguments for name in kwargs)
+        if len(args) > len(self.arguments):
+            return False
+        return not kwargs or all(name in self.arguments for name in kwargs)
 
 
 # Warnings that were logged and patches that were announced: one line each, not one a step.
@@ -140,14 +145,15 @@ class _Hook(NamedTuple):
 def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
     """Return ``original`` with the hooks of one target around it; an error in a hook is contained."""
     owner, target = hook.owner, hook.target
+    stepped_back, instead, knows = standing.stepped_back, target.instead, target.knows
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if owner in standing.stepped_back:
+        if owner in stepped_back:
             return original(*args, **kwargs)
-        if target.instead is not None and target.knows(args, kwargs):
+        if instead is not None and knows(args, kwargs):
             try:
-                result = target.instead(args, kwargs)
+                result = instead(args, kwargs)
                 if result is not NotImplemented:
                     return result
             except Exception as error:
@@ -201,9 +207,11 @@ class _Place:
         *path, self.attribute = name.split(".")
         try:
             self.holder: Any = functools.reduce(lambda holder, part: vars(holder)[part], path, module)
-            self.original = vars(self.holder)[self.attribute]
+            original = vars(self.holder)[self.attribute]
         except (KeyError, TypeError):
             raise PatchError(f"vllm/{file_of(module.__name__)} has no {name}") from None
+        # A module may have imported the object that another module got in exchange.
+        self.original = getattr(original, "staleproof_replaces", original)
         self.current = self.original
         self.hooks: list[_Hook] = []
 
@@ -211,7 +219,11 @@ class _Place:
         if any(other.owner == hook.owner for other in self.hooks):
             return False
         self.hooks.append(hook)
-        self._install()
+        try:
+            self._install()
+        except Exception:
+            self.hooks.pop()
+            raise
         return True
 
     def remove(self, owner: str) -> None:
@@ -228,33 +240,12 @@ class _Place:
     def _install(self) -> None:
         self.current = self.original
         for hook in self.hooks:
-            self.current = _wrapped(self.current, hook)
+            swap = hook.target.swap
+            self.current = swap(self.current) if swap else _wrapped(self.current, hook)
         setattr(self.holder, self.attribute, self.current)
 
 
 _places: dict[tuple[str, str], _Place] = {}
-
-
-def _package(module: ModuleType) -> Path:
-    """Return the folder of the package that a module belongs to."""
-    return Path(str(sys.modules[module.__name__.partition(".")[0]].__file__)).parent
-
-
-def _stranger(place: _Place, module: ModuleType) -> str | None:
-    """Name the package whose function stands there; ``None`` if it is vLLM's, decorated or not."""
-    home = _package(module)
-    if isinstance(place.holder, type) and place.holder.__module__ != module.__name__:
-        return place.holder.__module__
-    function = place.original
-    while (code := getattr(function, "__code__", None)) is not None:
-        path = Path(code.co_filename)
-        if home in path.parents:
-            return None
-        # vLLM decorates some functions with torch.inference_mode().
-        if "torch" not in path.parts or not hasattr(function, "__wrapped__"):
-            return str(getattr(function, "__module__", None) or path)
-        function = function.__wrapped__
-    return f"a {type(function).__name__}"
 
 
 def _install(module: ModuleType, hook: _Hook) -> None:
@@ -263,14 +254,14 @@ def _install(module: ModuleType, hook: _Hook) -> None:
     if owner in standing.stepped_back:
         return
     try:
-        if target.probe is not None and not target.probe(Sources(_package(module))).needed:
+        if target.probe is not None and not target.probe(Sources(package_of(module))).needed:
             standing.note(owner, target.place, "not needed")
             return
         key = module.__name__, target.name
         place = _places.get(key)
         if place is None or not place.hooks:
             place = _Place(module, target.name)
-        stranger = _stranger(place, module)
+        stranger = stranger_at(place.holder, place.original, module)
         if stranger is not None and not force:
             raise PatchError(
                 f"{target.name} was wrapped by {stranger} before; "

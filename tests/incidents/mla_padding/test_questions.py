@@ -6,7 +6,7 @@ import pytest
 
 from staleproof.evidence import Verdict
 from staleproof.harness.findings import FIXED, NOT_FIXED, OFF_ON_OFF
-from staleproof.harness.peers import Peer
+from staleproof.harness.peer import Peer
 from staleproof.incidents.mla_padding import broken, questions, setups
 from staleproof.incidents.mla_padding.questions import ALONE, CONTRACT, GROWTH, QUESTIONS, REPRODUCER
 from staleproof.incidents.mla_padding.setups import SETUPS

@@ -53,7 +53,7 @@ def test_without_triton_decode_buffer_goes_with_mla_padding(monkeypatch, tmp_pat
     backends.mkdir(parents=True)
     (tmp_path / "v1/attention/ops").mkdir()
     (tmp_path / "v1/attention/ops/triton_decode_attention.py").write_text(
-        "def _fwd_kernel_stage2(acc, e_sum): return acc / e_sum"
+        "def _fwd_kernel_stage2(Mid_O, o, lse, B_Seqlen, e_sum): return acc / e_sum"
     )
     methods = """
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer): pass

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import staleproof.device
+from staleproof.vllm import hooks, standing
 from staleproof.vllm.patches import mla_padding as patch
 from staleproof.vllm.sources import Sources
 
@@ -127,3 +131,93 @@ def test_each_backend_has_a_probe(package):
 def test_a_release_without_turboquant(package):
     (package / "v1/attention/ops/triton_turboquant_decode.py").unlink()
     assert _needed(package) == [True, True, True, False]
+
+
+PLACE = "vllm.v1.attention.ops.triton_decode_attention:_fwd_kernel_stage2"
+KERNEL = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _fwd_kernel_stage2(Mid_O, o, lse, B_Seqlen, D: tl.constexpr):
+    row, offs = tl.program_id(0), tl.arange(0, D)
+    e_sum = 0.0
+    acc = tl.zeros([D], tl.float32)
+    for i in range(0, 2):
+        if i < tl.load(B_Seqlen + row):
+            acc += tl.load(Mid_O + row * D + offs)
+            e_sum += 1.0
+    tl.store(o + row * D + offs, acc / e_sum)
+    tl.store(lse + row, -float("inf") + tl.log(e_sum))
+"""
+
+
+@pytest.fixture(name="vllm")
+def vllm_fixture(tmp_path, monkeypatch):
+    """A vLLM of a Triton kernel, and of TurboQuant, which imports it by its name."""
+    staleproof.device.load_triton()
+    folder = tmp_path / "vllm/v1/attention/ops"
+    folder.mkdir(parents=True)
+    for package in (tmp_path / "vllm", *(tmp_path / "vllm").rglob("*/")):
+        (package / "__init__.py").write_text("")
+    (folder / "triton_decode_attention.py").write_text(KERNEL)
+    text = "from vllm.v1.attention.ops.triton_decode_attention import _fwd_kernel_stage2\n"
+    (folder / "triton_turboquant_decode.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    hooks._places.clear()
+    yield lambda name: importlib.import_module(f"vllm.v1.attention.ops.{name}")
+    assert not hooks._watched
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def _stage2(module, device):
+    """(out, lse) of vLLM's kernel for requests of 2, 0 and 1 parts, from NaN and from numbers."""
+    parts = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    mid = torch.randn(3, 16, generator=torch.Generator().manual_seed(1)).to(device)
+    mid[2, 3] = torch.nan
+    out, lse = torch.full((3, 16), 7.0, device=device), torch.full((3,), 7.0, device=device)
+    module._fwd_kernel_stage2[(3,)](mid, out, lse, parts, 16)
+    return out, lse
+
+
+@pytest.mark.parametrize("imported", [False, True], ids=["patched before the import", "after it"])
+def test_the_kernel_itself_writes_zeros_into_empty_rows_and_nothing_else_changes(vllm, device, imported):
+    (mla,) = patch.PATCHES
+    if imported:
+        vllm("triton_turboquant_decode")
+    before = _stage2(vllm("triton_decode_attention"), device) if imported else None
+    with mla.applied("0.22.1"):
+        module = vllm("triton_decode_attention")
+        assert standing.targets("mla_padding")[
+            "vllm.v1.attention.ops.triton_decode_attention:_fwd_kernel_stage2"
+        ]
+        out, lse = _stage2(module, device)
+        assert out[1].tolist() == [0.0] * 16
+        assert lse[1] == -torch.inf
+        # A NaN of a live row is no padding and stays.
+        assert out[2].isnan().tolist() == [column == 3 for column in range(16)]
+        metadata = SimpleNamespace(seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32, device=device))
+        late = torch.full((3, 2, 16), torch.nan, device=device)
+        vllm("triton_turboquant_decode")
+        patch._clear_turboquant(late, (None, None, None, metadata), {})
+        # TurboQuant's own copy of the name is the old kernel only if it was imported before.
+        assert bool(late[1].isnan().all()) != imported
+    out, lse = _stage2(vllm("triton_decode_attention"), device)
+    assert out[1].isnan().all()
+    if before is not None:
+        live = torch.tensor([0, 2], device=device)
+        assert torch.equal(before[0][live].nan_to_num(), out[live].nan_to_num())
+
+
+def test_a_kernel_that_divides_otherwise_is_left_alone(vllm, tmp_path, device):
+    file = tmp_path / "vllm/v1/attention/ops/triton_decode_attention.py"
+    file.write_text(KERNEL.replace("acc / e_sum", "acc / (e_sum + 0.0) + 0.0 * (acc / e_sum) + acc / e_sum"))
+    (mla,) = patch.PATCHES
+    with mla.applied("0.22.1"):
+        module = vllm("triton_decode_attention")
+        assert "does not divide by e_sum once" in standing.targets("mla_padding")[PLACE]
+        assert not hasattr(module._fwd_kernel_stage2, "staleproof_replaces")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from staleproof.vllm import routing_calls as calls
 from staleproof.vllm import simulated_routing as simulated
 from staleproof.vllm.patches import moe_routing as patch
 from staleproof.vllm.sources import NotShippedError, Sources
@@ -45,30 +46,30 @@ def test_what_the_simulator_cannot_draw_is_left_to_vllm():
 
 def test_cleaned_inputs_keep_infinities_and_everything_finite():
     bias = torch.tensor([torch.nan, 1.5, torch.inf, -torch.inf])
-    args, _ = patch._clean_bias((0, 0, 0, 0, False, bias), {})
+    args, _ = calls.clean_bias((0, 0, 0, 0, False, bias), {})
     assert args[5].tolist() == [0.0, 1.5, torch.inf, -torch.inf]
     assert bias.isnan().any()
-    assert patch._clean_bias((0, 0, 0, 0), {}) is None
-    _, kwargs = patch._clean_bias((0, 0, 0, 0), {"e_score_correction_bias": bias})
+    assert calls.clean_bias((0, 0, 0, 0), {}) is None
+    _, kwargs = calls.clean_bias((0, 0, 0, 0), {"e_score_correction_bias": bias})
     assert kwargs["e_score_correction_bias"][0] == 0
     # A row that softmax makes NaN has a NaN or +inf; -inf masks an expert and stays.
     logits = torch.tensor([[1.0, -torch.inf], [torch.inf, 0.0], [torch.nan, 0.0]])
-    args, _ = patch._clean_logits((0, 0, 0, logits), {})
+    args, _ = calls.clean_logits((0, 0, 0, logits), {})
     assert args[3].tolist() == [[1.0, -torch.inf], [0.0, 0.0], [0.0, 0.0]]
     assert args[3].softmax(-1).isfinite().all()
-    args, _ = patch._clean_sigmoid_logits((0, 0, 0, logits), {})
+    args, _ = calls.clean_sigmoid_logits((0, 0, 0, logits), {})
     assert args[3][2].sigmoid().tolist() == [0.0, 0.5]
     assert args[3][1].tolist() == [torch.inf, 0.0]
 
 
 def test_hash_selection_cleans_logits_and_both_biases():
     nan = torch.tensor([torch.nan, 1.0, torch.inf])
-    args, kwargs = patch._clean_hash((0, 0, 0, nan, False, 1.0, nan, None, None), {"bias_vl": nan})
+    args, kwargs = calls.clean_hash((0, 0, 0, nan, False, 1.0, nan, None, None), {"bias_vl": nan})
     assert torch.nn.functional.softplus(args[3]).sqrt()[0] == 0
     assert args[3].tolist()[1:] == args[6].tolist()[1:] == [1.0, torch.inf]
     assert args[6][0] == kwargs["bias_vl"][0] == 0
     # By position, as vLLM may pass them; a missing bias stays missing.
-    args, kwargs = patch._clean_hash_bias((0, 0, 0, nan, False, 1.0, None, None, None, None, nan), {})
+    args, kwargs = calls.clean_hash_bias((0, 0, 0, nan, False, 1.0, None, None, None, None, nan), {})
     assert args[3] is nan
     assert args[6] is None
     assert args[10][0] == 0
@@ -224,3 +225,59 @@ def test_what_the_replacement_does_not_take_gets_vllms_kernel_and_a_clean_bias(n
     args = (logits, 4, 2, 4, True, 2.5, bias, 1) if name == "grouped_topk" else (0, 0, 0, logits, True, bias)
     cleaned, _ = target.before(args, {})
     assert not any(torch.is_tensor(x) and x.isnan().any() for x in cleaned)
+
+
+def _hashed(release: str, logits: torch.Tensor, bias: torch.Tensor | None, **more):
+    """(result of the hook, weights, ids) of hash_topk_nan's target for this release."""
+    (hash_patch,) = [p for p in patch.PATCHES if p.name == "hash_topk_nan"]
+    (target,) = hash_patch.targets_for(release)
+    weights, ids = (
+        torch.full((len(logits), 4), torch.nan),
+        torch.full((len(logits), 4), -7, dtype=torch.int32),
+    )
+    args = weights, ids, torch.empty_like(ids), logits, True, 2.5, bias
+    assert target.knows(args, more)
+    return target.instead(args, more), weights, ids
+
+
+@pytest.mark.parametrize("release", ["0.20.0", "0.26.0", "0.27.1", "0.28.0", "0.33.0"])
+def test_deepseek_v4_is_routed_as_vllm_does_and_with_distinct_experts(release):
+    generator = torch.Generator().manual_seed(6)
+    logits, bias = torch.randn(9, 24, generator=generator), torch.randn(24, generator=generator)
+    result, weights, ids = _hashed(release, logits, bias)
+    assert result is None
+    scores = torch.nn.functional.softplus(logits.double()).sqrt()
+    wanted = _vllms_choice(scores.float(), bias, 4)
+    assert ids.tolist() == wanted
+    kept = scores.gather(1, torch.tensor(wanted))
+    expected = 2.5 * kept / kept.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
+    bias[:22] = torch.nan
+    _, weights, ids = _hashed(release, logits, bias)
+    assert all(len({*row}) == 4 for row in ids.tolist())
+    assert weights.isfinite().all()
+
+
+def test_nan_logits_repeat_no_expert_where_vllm_clamps_nothing():
+    logits = torch.full((2, 24), torch.nan)
+    assert len({*_vllms_choice(logits[:1], torch.zeros(24), 4)[0]}) == 1
+    _, weights, ids = _hashed("0.27.1", logits, None)
+    assert ids.tolist() == [[0, 1, 2, 3]] * 2
+    assert not weights.count_nonzero()
+    # From 0.28.0 on vLLM's kernel does that itself, so without a bias nothing is replaced.
+    assert _hashed("0.28.0", logits, None)[0] is NotImplemented
+
+
+def test_a_table_of_experts_or_a_bias_of_image_tokens_is_left_to_vllm():
+    logits, bias = torch.randn(3, 24), torch.zeros(24)
+    table = torch.zeros(100, 4, dtype=torch.int32)
+    tokens = torch.zeros(3, dtype=torch.int32)
+    named = {"input_tokens": tokens, "hash_indices_table": table}
+    assert _hashed("0.20.0", logits, bias, **named)[0] is NotImplemented
+    assert calls.clean_hash((0, 0, 0, logits, True, 2.5, bias), named) is None
+    assert _hashed("0.33.0", logits, bias, bias_vl=bias)[0] is NotImplemented
+    assert _hashed("0.20.0", logits.double(), bias)[0] is NotImplemented
+    padding = torch.tensor([False, True, False])
+    _, weights, ids = _hashed("0.33.0", logits, bias, is_padding=padding)
+    assert ids[1].tolist() == [-1] * 4
+    assert not weights[1].count_nonzero()

@@ -12,9 +12,11 @@ from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.rows import Fill, Verdict, bad_rows, judge_rows, pad_invariance
 from staleproof.harness.answers import Answer, answer, failed
 from staleproof.harness.findings import FIXED, NOT_FIXED, REPLICA, Evidence, Grade
-from staleproof.harness.peers import Peer, peers
+from staleproof.harness.peer import Peer
+from staleproof.harness.peers import peers
 from staleproof.harness.questions import Ablation, Fix, Question, Questions
-from staleproof.incidents.mla_padding import broken, fa3
+from staleproof.harness.vllm_peers import vllm_fa3
+from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.correct import wrong
 from staleproof.incidents.mla_padding.pictures import ROWS, live_count_verdict
 from staleproof.incidents.mla_padding.remedies import (
@@ -152,7 +154,7 @@ def _or_reason(ask: Callable[[broken.Kernel, str], str | Answer]) -> Callable[..
 KERNELS: dict[str, broken.Kernel] = {
     **broken.KERNELS,
     "mla_decode": mla_decode,
-    "vllm_fa3": PeerKernel(fa3.peer()),
+    "vllm_fa3": PeerKernel(vllm_fa3()),
     **{name: PeerKernel(peer) for name, peer in peers().items()},
 }
 # Parts that a kernel splits the keys into: vLLM's takes the number, ours chooses from the shapes. Fewer

@@ -66,6 +66,26 @@ def sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(x < 0, small, 1.0) / (1.0 + small), x
 
 
+# 2 atanh(z) = 2 z + z ** 3 (2 / 3 + 2 / 5 z ** 2 + ...), here up to z ** 13; for z <= 1/3 to 1e-8 of it.
+LOG_SERIES = (2 / 13, 2 / 11, 2 / 9, 2 / 7, 2 / 5, 2 / 3)
+
+
+def softplus_sqrt(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores sqrt(log(1 + exp(x))) of a row, and the logits, which order experts as the scores do.
+
+    A NaN and +inf count as -inf.
+    """
+    x = torch.where(x.isfinite(), x, -torch.inf)
+    small = exp(-x.abs())
+    z = small / (small + 2.0)
+    q = torch.full_like(z, LOG_SERIES[0])
+    for coefficient in LOG_SERIES[1:]:
+        q = q * (z * z) + coefficient
+    score = torch.where(x > 0, x, 0.0) + (q * (z * z) * z + z + z)
+    # By way of float64, because torch's float32 square root on a CPU may be one bit off.
+    return score.double().sqrt().float(), x
+
+
 def biased(scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Scores plus bias, for the choice only."""
     if bias is None:
@@ -165,6 +185,37 @@ def topk_sigmoid(
     [[2, 0, 1]]
     """
     scores, logits = sigmoid(router_logits.float())
+    return _pick(
+        scores,
+        logits if bias is None else biased(scores, bias),
+        top_k,
+        renormalize=renormalize,
+        scaling=routed_scaling_factor,
+        is_padding=is_padding,
+        padding_id=padding_id,
+        topk_ids_dtype=topk_ids_dtype,
+    )
+
+
+def topk_softplus_sqrt(
+    router_logits: torch.Tensor,
+    top_k: int,
+    *,
+    bias: torch.Tensor | None = None,
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    is_padding: torch.Tensor | None = None,
+    padding_id: int = -1,
+    topk_ids_dtype: torch.dtype = torch.int32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``top_k`` experts of largest sqrt(log(1 + exp(logit))) a row.
+
+    Args and results are those of :func:`staleproof.ops.topk.topk_softplus_sqrt`.
+
+    >>> topk_softplus_sqrt(torch.tensor([[0.0, float("nan"), 1.0]]), 3)[1].tolist()
+    [[2, 0, 1]]
+    """
+    scores, logits = softplus_sqrt(router_logits.float())
     return _pick(
         scores,
         logits if bias is None else biased(scores, bias),

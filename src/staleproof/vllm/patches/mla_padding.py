@@ -5,22 +5,57 @@ TurboQuant is no MLA, but its decode ends in the same Triton kernel.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import linecache
 import re
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
-from staleproof.vllm.sources import Evidence, Sources, file_of
+from staleproof.vllm.sources import Evidence, PatchError, Sources, file_of
 
 BACKENDS = "vllm.v1.attention.backends.mla"
-KERNEL = "v1/attention/ops/triton_decode_attention.py"
 TURBOQUANT = "vllm.v1.attention.backends.turboquant_attn"
-TURBOQUANT_KERNEL = "v1/attention/ops/triton_turboquant_decode.py"
+TURBOQUANT_KERNEL = "vllm.v1.attention.ops.triton_turboquant_decode"
+STAGE2 = "vllm.v1.attention.ops.triton_decode_attention", "_fwd_kernel_stage2"
+# In vLLM's kernel, and with the divisor of an empty row, whose accumulator is 0, made 1.
+DIVISION, GUARDED = "acc / e_sum", "acc / tl.where(e_sum == 0.0, 1.0, e_sum)"
 # What a backend would say that clears these rows itself, or gives the kernel zeros for them.
 CLEARED = re.compile(r"seq_lens\s*(==|<=|>|!=)\s*0|masked_fill")
 FORWARD_MQA = ("self", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")
+
+
+@functools.cache
+def _guarded(kernel: Any) -> Any:
+    """vLLM's kernel with one operation more, so that it writes 0 into empty rows: nothing runs after it.
+
+    Raises:
+        PatchError: the kernel is not as expected.
+    """
+    function = getattr(kernel, "fn", None)
+    try:
+        lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
+    except (TypeError, OSError) as error:
+        raise PatchError(f"{STAGE2[1]} has no source: {error}") from error
+    source = textwrap.dedent("".join(lines))
+    # Without its decorator, which is repeated below.
+    source = source[source.index("def ") :]
+    if source.count(DIVISION) != 1:
+        raise PatchError(f"{STAGE2[1]} does not divide by e_sum once")
+    source = source.replace(DIVISION, GUARDED)
+    # Triton reads the source of a kernel by the name of its file.
+    name = f"{inspect.unwrap(function).__code__.co_filename}/{first}, empty rows guarded"  # type: ignore[arg-type]
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    made: dict[str, Any] = {}
+    exec(compile(source, name, "exec"), function.__globals__, made)  # type: ignore[union-attr]
+    guarded = type(kernel)(made[STAGE2[1]])
+    guarded.staleproof_replaces = kernel
+    return guarded
 
 
 def _clear(result: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -53,6 +88,10 @@ def _clear_turboquant(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Clear the rows of empty requests in the result of TurboQuant's decode, (requests, heads, dim)."""
     from staleproof.ops.clear_empty_rows import clear_empty_rows
 
+    # Its last kernel is vLLM's stage 2, which it imported before or after that was exchanged.
+    module = sys.modules.get(TURBOQUANT_KERNEL)
+    if hasattr(getattr(module, STAGE2[1], None), "staleproof_replaces"):
+        return result
     seq_lens = argument(args, kwargs, 3, "attn_metadata").seq_lens
     # The lengths may be those of a larger batch. A row is a request: it has one query token.
     if 0 < len(result) <= len(seq_lens):
@@ -61,7 +100,7 @@ def _clear_turboquant(result: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _stage2(sources: Sources) -> Evidence:
-    stage2 = sources.function(KERNEL, "_fwd_kernel_stage2")
+    stage2 = sources.function(file_of(STAGE2[0]), STAGE2[1])
     guarded = any(f"e_sum {sign} 0" in stage2.text for sign in ("==", "!=", ">"))
     if "acc / e_sum" in stage2.text and not guarded:
         return Evidence(True, f"{stage2.at('acc / e_sum')} divides by a sum that is 0 in an empty row")
@@ -81,22 +120,22 @@ def _backend(module: str, name: str) -> Callable[[Sources], Evidence]:
 
 
 def _turboquant(sources: Sources) -> Evidence:
-    if not (sources.package / TURBOQUANT_KERNEL).is_file():
+    if not (sources.package / file_of(TURBOQUANT_KERNEL)).is_file():
         return Evidence(False, "no TurboQuant")
-    decode = sources.function(TURBOQUANT_KERNEL, "triton_turboquant_decode_attention")
+    decode = sources.function(file_of(TURBOQUANT_KERNEL), "triton_turboquant_decode_attention")
     if "_fwd_kernel_stage2[" in decode.text:
         return Evidence(_stage2(sources).needed, f"{decode.place} ends in that kernel")
     return Evidence(False, f"{decode.place} has a kernel of its own")
 
 
-def _mla(module: str, name: str, decode: str, probe: Callable[[Sources], Evidence] | None = None) -> Target:
+def _mla(module: str, name: str, decode: str) -> Target:
     module = f"{BACKENDS}.{module}"
-    probe = probe or _backend(module, f"{name}.{decode}")
+    probe = _backend(module, f"{name}.{decode}")
     return Target(module, f"{name}.forward_mqa", FORWARD_MQA, after=_clear, probe=probe)
 
 
 TARGETS = (
-    _mla("triton_mla", "TritonMLAImpl", "forward_mqa", _stage2),
+    Target(*STAGE2, ("Mid_O", "o", "lse", "B_Seqlen"), swap=_guarded, probe=_stage2),
     _mla("cutlass_mla", "CutlassMLAImpl", "_sm100_cutlass_mla_decode"),
     _mla("flashinfer_mla", "FlashInferMLAImpl", "forward_mqa"),
     Target(
@@ -131,8 +170,8 @@ PATCHES = (
             "CUTLASS and FlashInfer leave their output rows unwritten, Triton MLA and TurboQuant write "
             "0 / 0. "
             "A later kernel that mixes rows passes the NaN on to a live token. With the patch the "
-            "rows of such requests become 0, and their lse -inf, after each call of a backend that has "
-            "the defect."
+            "rows of such requests become 0, and their lse -inf: by one operation more in Triton MLA's "
+            "kernel, which TurboQuant shares, and by a launch after each call of CUTLASS or FlashInfer."
         ),
         threads=("vLLM #37442", "vLLM #38359", "vLLM #57017", "FlashInfer #2883"),
         cost="one launch a layer: 2.8 us for 128 rows of 128 heads on an H200, 0.8 % of the kernel's time",

@@ -1,0 +1,120 @@
+"""From ``import staleproof`` to the first result of each operation, in a process of its own each time.
+
+``cold``: Triton's cache is empty, so the kernels are compiled. ``warm``: a process before has filled it,
+which is what every further worker of a server finds. The time of ``import torch`` and of making the
+inputs, which create the CUDA context, is left out: a server has done that anyway. ``again`` is the second
+call of the same process.
+
+Run: ``python benchmarks/first_call.py`` on a machine with a CUDA device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from staleproof import device
+
+device.select()
+
+from staleproof.harness import measure
+from staleproof.ops import clear_empty_rows, fp8, mla_decode, nvfp4, topk, zero_blocks
+
+# By name, so that the source digest of a recorded row covers them.
+PARTS = (clear_empty_rows, fp8, mla_decode, nvfp4, topk, zero_blocks)
+# Inputs, then the call, of each operation: shapes of one decode step of DeepSeek-V3 or Qwen3.
+OPERATIONS: dict[str, tuple[str, str, str]] = {
+    "mla_decode": (
+        "mla_padding",
+        "q, kv, lens, table = bf16(99, 128, 576), bf16(256, 64, 576), ints(99) + 100, ints(198).view(-1, 2)",
+        "staleproof.mla_decode(q, kv, table, lens, softmax_scale=0.07)",
+    ),
+    "clear_empty_rows": (
+        "mla_padding",
+        "out, lens = bf16(128, 128, 512), ints(128)",
+        "staleproof.clear_empty_rows(out, lens)",
+    ),
+    "quantize_fp8_per_tensor": (
+        "mla_padding",
+        "x, pad = bf16(128, 7168), ints(128) > 0",
+        "staleproof.quantize_fp8_per_tensor(x, is_padding=pad)",
+    ),
+    "topk_softmax": ("moe_routing", "x = bf16(128, 128)", "staleproof.topk_softmax(x, 8)"),
+    "topk_sigmoid": ("moe_routing", "x = bf16(128, 256)", "staleproof.topk_sigmoid(x, 8)"),
+    "grouped_topk": (
+        "moe_routing",
+        "x, bias = bf16(128, 256), torch.zeros(256, device='cuda')",
+        "staleproof.grouped_topk(x, 8, num_expert_group=8, topk_group=4, bias=bias)",
+    ),
+    "BlockZeroer": (
+        "kv_reuse",
+        "caches = [bf16(2, 64, 16, 1024) for _ in range(28)]",
+        "staleproof.BlockZeroer(caches, block_dim=1).zero([1, 2, 3])",
+    ),
+    "quantize_nvfp4": (
+        "scale_padding",
+        "x, factor = bf16(128, 7168), torch.ones(1, device='cuda')",
+        "staleproof.quantize_nvfp4(x, factor)",
+    ),
+}
+PROGRAM = """
+import json, time, torch
+def bf16(*shape): return torch.randn(*shape, device="cuda").bfloat16()
+def ints(n): return torch.zeros(n, device="cuda", dtype=torch.int32)
+{inputs}
+torch.cuda.synchronize()
+times = [time.perf_counter()]
+import staleproof
+for _ in range(2):
+    {call}
+    torch.cuda.synchronize()
+    times.append(time.perf_counter())
+print(json.dumps([(b - a) * 1e6 for a, b in zip(times, times[1:])]))
+"""
+
+
+def timed(inputs: str, call: str, cache: str) -> tuple[float, float]:
+    """Microseconds of import and first call, and of the second call."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(inputs=inputs, call=call)],
+        env=os.environ | {"TRITON_CACHE_DIR": cache},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{call}: {done.stderr[-500:]}")
+    first, again = json.loads(done.stdout.splitlines()[-1])
+    return first, again
+
+
+def rows() -> list[dict[str, Any]]:
+    """Measure every operation, once each way.
+
+    Raises:
+        DeviceError: no GPU.
+    """
+    measure.require_gpu()
+    found = []
+    for name, (incident, inputs, call) in OPERATIONS.items():
+        with tempfile.TemporaryDirectory() as cache:
+            for mode in ("Triton's cache empty", "Triton's cache filled"):
+                first, again = timed(inputs, call, cache)
+                for provider, us in (("staleproof", first), ("the second call", again)):
+                    found.append(
+                        measure.row(
+                            *(incident, name, provider, f"import and first call, {mode}", "calls", 1),
+                            measure.Times(p50=us, p20=us, p80=us),
+                            0,
+                        )
+                    )
+    return found
+
+
+if __name__ == "__main__":
+    measure.print_rows(rows(), baseline="staleproof")

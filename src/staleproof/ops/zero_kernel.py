@@ -1,0 +1,214 @@
+"""The kernels behind :class:`staleproof.BlockZeroer`, and what a launch of them needs of the caches."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from staleproof import check, device
+from staleproof.ops import block_ranges
+from staleproof.ops.block_ranges import Layout
+from staleproof.ops.launching import Ready
+from staleproof.ops.operators import on_device_of
+
+device.load_triton()
+
+import triton
+import triton.language as tl
+
+INTERPRET = device.interpreting()
+# Bytes that one program zeroes of each of its pages.
+CHUNK = 4096
+WARPS = 2
+# The most programs along the second and third axis of a CUDA grid.
+MOST = 65535
+# So many ids fit into the arguments of a launch, two in each.
+LISTED = 32
+_IDS, _PAIRS, _NONE = struct.Struct(f"{LISTED}i"), struct.Struct(f"{LISTED // 2}q"), (0,) * LISTED
+
+
+@triton.jit
+def _zero_page(
+    table, row, block, there, num_blocks, chunk, word, byte,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, PAGES: tl.constexpr,
+):  # fmt: skip
+    """Zero CHUNK bytes of the pages (row of the table, block)."""
+    row = table + row.to(tl.int64) * 4
+    start = tl.load(row, mask=there, other=0) + block * tl.load(row + 1, mask=there, other=0)
+    length = tl.load(row + 2, mask=there, other=0)
+    length = tl.where((block > 0) & (block < num_blocks), length, 0)
+
+    # Bytes [skip, end) are zeroed, counted from the last multiple of 16 at or before ``start``.
+    base = start // 16 * 16
+    skip = 0 if ALIGNED else start - base
+    end = skip + length
+    words = (base + chunk * CHUNK).to(tl.pointer_type(tl.int32))
+    if PAGES == 1:
+        words = tl.multiple_of(words, 16)
+    # As multiples of 4 words, so that the compiler sees that no mask splits a 16-byte store.
+    left = end // 16 * 4 - chunk * (CHUNK // 4)
+    mask = word < tl.where(left < CHUNK // 4, left, CHUNK // 4).to(tl.int32)
+    if not ALIGNED:
+        mask &= word >= tl.where((chunk == 0) & (skip > 0), 4, 0)
+    # Streaming stores, because nobody reads the zeros soon.
+    tl.store(words + word, 0, mask=mask, cache_modifier=".cs")
+    if not ALIGNED:
+        stop = tl.where((skip > 0) & (chunk == 0), end, 0)
+        head = base.to(tl.pointer_type(tl.int8)) + byte
+        tl.store(head, 0, mask=(byte >= skip) & (byte < stop))
+        at = end // 16 * 16
+        stop = tl.where(((at > 0) | (skip == 0)) & (chunk == at // CHUNK), end - at, 0)
+        tail = (base + at).to(tl.pointer_type(tl.int8)) + byte
+        tl.store(tail, 0, mask=byte < stop)
+
+
+# No specialisation on the numbers: one compiled kernel serves every list of ids.
+@triton.jit(do_not_specialize=["count", "rows", "num_blocks"], do_not_specialize_on_alignment=["ids"])
+def _zero_kernel(
+    table, ids, count, rows, num_blocks,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, PAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program zeroes CHUNK bytes of PAGES (table row, block) pairs.
+
+    Programs start along axis 0, then 1, then 2, so that the addresses written ascend.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    word, byte = tl.arange(0, CHUNK // 4), tl.arange(0, 16)
+    if PAGES == 1:
+        i, row = tl.program_id(1), tl.program_id(2)
+    else:
+        page = tl.program_id(1) * PAGES + tl.arange(0, PAGES)[:, None]
+        row = page // count
+        i = page - row * count
+        word, byte = word[None, :], byte[None, :]
+    there = row < rows
+    block = tl.load(ids + i, mask=there, other=0).to(tl.int64)
+    _zero_page(table, row, block, there, num_blocks, chunk, word, byte, ALIGNED, CHUNK, PAGES)
+
+
+_NUMBERS = [*(f"pair{i}" for i in range(16)), "rows", "num_blocks"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _zero_listed_kernel(
+    table,
+    pair0, pair1, pair2, pair3, pair4, pair5, pair6, pair7,
+    pair8, pair9, pair10, pair11, pair12, pair13, pair14, pair15,
+    rows, num_blocks,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The same with PAGES = 1 and the ids in the arguments, two in each int64: no memory holds them."""
+    i, row = tl.program_id(1), tl.program_id(2)
+    # A tree of choices by the bits of i.
+    odd = (i & 2) != 0
+    a0, a1 = tl.where(odd, pair1, pair0), tl.where(odd, pair3, pair2)
+    a2, a3 = tl.where(odd, pair5, pair4), tl.where(odd, pair7, pair6)
+    a4, a5 = tl.where(odd, pair9, pair8), tl.where(odd, pair11, pair10)
+    a6, a7 = tl.where(odd, pair13, pair12), tl.where(odd, pair15, pair14)
+    odd = (i & 4) != 0
+    a0, a1 = tl.where(odd, a1, a0), tl.where(odd, a3, a2)
+    a2, a3 = tl.where(odd, a5, a4), tl.where(odd, a7, a6)
+    odd = (i & 8) != 0
+    a0, a1 = tl.where(odd, a1, a0), tl.where(odd, a3, a2)
+    pair = tl.where((i & 16) != 0, a1, a0)
+    block = (pair >> (i & 1).to(tl.int64) * 32) & 0x7FFFFFFF
+    chunk = tl.program_id(0).to(tl.int64)
+    word, byte = tl.arange(0, CHUNK // 4), tl.arange(0, 16)
+    _zero_page(table, row, block, row < rows, num_blocks, chunk, word, byte, ALIGNED, CHUNK, 1)
+
+
+def _tile(longest: int) -> tuple[int, int]:
+    """Bytes of a page, and pages, that one program zeroes."""
+    if not INTERPRET:
+        return CHUNK, 1
+    # An interpreted program takes as long for many bytes as for few.
+    chunk = min(max(triton.next_power_of_2(longest), 16), 2**16)
+    return chunk, 2**18 // chunk
+
+
+def pairs_of(ids: Sequence[int]) -> tuple[int, ...]:
+    """At most LISTED ids, two in each number, and how many they are.
+
+    Raises:
+        struct.error: an id is not an integer within int32.
+
+    >>> pairs_of([1, 2, 3])[:3]
+    (8589934593, 3, 0)
+    """
+    return *_PAIRS.unpack(_IDS.pack(*ids, *_NONE[len(ids) :])), len(ids)
+
+
+class Plan:
+    """Everything about a launch that depends on the caches only: the table, and the compiled kernel."""
+
+    def __init__(
+        self, caches: Sequence[Layout], dims: Sequence[int], ratios: Sequence[int], where: torch.device
+    ) -> None:
+        found = []
+        for index, (cache, dim, ratio) in enumerate(zip(caches, dims, ratios, strict=True)):
+            found += block_ranges.ranges(f"kv_caches[{index}]", cache, dim, ratio)
+        found = block_ranges.merged(found)
+        rows = block_ranges.table(found)
+        check.require(len(rows) <= MOST, "kv_caches", f"at most {MOST} ranges of bytes a block", len(rows))
+        self.rows, self.num_blocks = len(rows), caches[0].shape[dims[0]] // ratios[0]
+        self.block_bytes = sum(r.length for r in found)
+        self._aligned = all(number % 16 == 0 for row in rows for number in row)
+        longest = max(length for _, _, length, _ in rows)
+        self._chunk, self._pages = _tile(longest)
+        # If a start is not a multiple of 16, the end moves by up to 15 bytes.
+        self._chunks = triton.cdiv(longest + (0 if self._aligned else 15), self._chunk)
+        self.table = torch.tensor(rows, dtype=torch.int64, device=where)
+        self._address = self.table.data_ptr()
+        if not INTERPRET:
+            with on_device_of(self.table):
+                # Loading a kernel breaks a capture, so load them now. The only program of each launch
+                # finds the null block and writes nothing.
+                none = torch.zeros(1, dtype=torch.int64, device=where)
+                self._ready = {
+                    dtype: self._loaded(_zero_kernel, none.to(dtype), *self._sizes(1))
+                    for dtype in (torch.int32, torch.int64)
+                }
+                # Large numbers, because small ones would be compiled as int32; their lower half is 0.
+                self._listed = self._loaded(_zero_listed_kernel, *(2**40,) * (LISTED // 2), *self._last())
+
+    def _loaded(self, kernel: Any, *arguments: Any) -> Ready:
+        compiled = kernel[(1,)](self.table, *arguments, num_warps=WARPS)
+        return Ready(compiled, (1,), (), self.table.get_device())
+
+    def zero(self, ids: torch.Tensor) -> None:
+        """Launch on ids beside the caches. Ids that name no block, or the null block, are skipped."""
+        if not INTERPRET:
+            self.launch(ids.data_ptr(), len(ids), ids.dtype, self.stream())
+        elif len(ids):
+            pages = triton.cdiv(self.rows * len(ids), self._pages)
+            _zero_kernel[(self._chunks, pages)](self.table, ids, *self._sizes(len(ids)))
+
+    def stream(self) -> int:
+        """The handle of the current stream."""
+        return triton.runtime.driver.active.get_current_stream(self.table.get_device())
+
+    def launch(self, address: int, count: int, dtype: torch.dtype, stream: int) -> None:
+        """Launch on ``count`` ids at an address on the device."""
+        for first in range(0, count, MOST):
+            part = min(count - first, MOST)
+            at = self._address, address + first * dtype.itemsize
+            self._ready[dtype].on(stream, (self._chunks, part, self.rows), *at, *self._sizes(part))
+
+    def launch_listed(self, pairs: Sequence[int]) -> None:
+        """Launch on ids that travel with the launch, from :func:`pairs_of`."""
+        count, pairs = pairs[-1], pairs[:-1]
+        grid = self._chunks, count, self.rows
+        if INTERPRET:
+            _zero_listed_kernel[grid](self.table, *pairs, *self._last())
+        else:
+            self._listed.on(self.stream(), grid, self._address, *pairs, *self._last())
+
+    def _sizes(self, count: int) -> tuple[Any, ...]:
+        """The arguments of the kernel behind the table and the ids."""
+        return count, *self._last(), self._pages
+
+    def _last(self) -> tuple[Any, ...]:
+        return self.rows, self.num_blocks, self._aligned, self._chunk
