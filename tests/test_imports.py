@@ -45,8 +45,10 @@ ALLOWED |= {
     "engine": {"engine", "harness", "incidents", *SERVER},
     "cli_engine": {"cli", "engine", "report", "harness", *SERVER},
     "cli_modules": {"cli", "incidents"},
+    "cli_patches": {"cli", "report", "vllm"},
+    "cli_recorded": {"cli", "report", "harness", "incidents", *SERVER},
 }
-ALLOWED["cli"] |= {"cli_engine", "cli_modules"}
+ALLOWED["cli"] |= {"cli_engine", "cli_modules", "cli_patches", "cli_recorded"}
 
 
 def _imported(tree: ast.Module, module: str, package: Path) -> Iterator[tuple[int, str]]:

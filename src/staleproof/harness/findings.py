@@ -309,7 +309,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise RunFileError(f"{path}: cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RunFileError(f"{path}: cannot be read: {why}") from error
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
