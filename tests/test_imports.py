@@ -35,10 +35,7 @@ THIRD_PARTY = {"ops": {"torch", "triton", "numpy"}, "evidence": {"torch", "trito
 
 LINES = 400
 # Files that would be harder to read if they were split, with the reason.
-LONG: dict[str, str] = {
-    # A change of it ages the recorded run of its incident, so it is split before the next recording.
-    "src/staleproof/incidents/moe_routing/fused_moe.py": "six lines over"
-}
+LONG: dict[str, str] = {}
 
 # A whole vLLM: the bench, and the commands about it.
 ALLOWED |= {

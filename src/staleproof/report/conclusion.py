@@ -2,8 +2,8 @@
 
 >>> from staleproof.harness.findings import off_on_off
 >>> fix = off_on_off("kv_reuse", "BlockZeroer", off="NaN", on="clean", off_again="NaN", wrong=None)
->>> print(text([fix]).splitlines()[4])
-  fixed    BlockZeroer
+>>> [line for line in text([fix]).splitlines() if line.startswith("  fixed")]
+['  fixed    BlockZeroer']
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def text(findings: Sequence[Finding], width: int = 80) -> str:
         findings: of one run.
         width: columns; words are not cut.
     """
-    checked = [matrix.shown(found) for found in findings]
+    checked = [matrix.as_shown(found) for found in findings]
     lines: list[str] = []
     for incident in dict.fromkeys(found.incident for found in checked):
         lines += [*_incident(incident, [f for f in checked if f.incident == incident], width), ""]

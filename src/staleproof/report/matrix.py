@@ -47,7 +47,7 @@ class Matrix:
         return [found for (name, _), found in self.cells.items() if name == variant]
 
 
-def shown(found: Finding) -> Finding:
+def as_shown(found: Finding) -> Finding:
     # The first schema has no comparison with a reference: such a claim stands as it was recorded, and
     # the title of its run says that the source has changed since.
     return found if found.schema < 2 else proved(found)
@@ -62,7 +62,7 @@ def build(findings: Iterable[Finding]) -> list[Matrix]:
     findings, an unexpected verdict is shown; otherwise the later one.
     """
     answers: dict[tuple[str, str], dict[str, Finding]] = {}
-    for found in map(shown, findings):
+    for found in map(as_shown, findings):
         row = answers.setdefault((found.incident, found.question), {})
         if found.variant not in row or not row[found.variant].failed:
             row[found.variant] = found
@@ -105,7 +105,7 @@ def grades(findings: Iterable[Finding]) -> str:
 
 def counts(findings: Iterable[Finding]) -> str:
     """How many verdicts are as expected, how many are not, and how many were not run."""
-    checked = [shown(found) for found in findings]
+    checked = [as_shown(found) for found in findings]
     good = sum(found.ok for found in checked)
     bad = sum(found.failed for found in checked)
     absent = sum(not found.ran for found in checked)
