@@ -45,7 +45,10 @@ ALLOWED |= {
     "cli_patches": {"cli", "report", "vllm"},
     "cli_recorded": {"cli", "report", "harness", "incidents", *SERVER},
 }
-ALLOWED["cli"] |= {"cli_engine", "cli_modules", "cli_patches", "cli_recorded"}
+# From a symptom to what to do: light, as what an operator installs.
+ALLOWED |= {"triage": {"triage", "vllm", "check"}, "cli_diagnose": {"cli", "triage"}}
+ALLOWED["cli"] |= {"cli_diagnose", "cli_engine", "cli_modules", "cli_patches", "cli_recorded", "triage"}
+ALLOWED["report"] |= {"triage"}
 
 
 def _imported(tree: ast.Module, module: str, package: Path) -> Iterator[tuple[int, str]]:

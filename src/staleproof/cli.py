@@ -45,7 +45,7 @@ class BadInputError(RuntimeError):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     # They register their commands.
-    from staleproof import cli_engine, cli_modules, cli_patches, cli_recorded  # noqa: F401
+    from staleproof import cli_diagnose, cli_engine, cli_modules, cli_patches, cli_recorded  # noqa: F401
 
     try:
         code = app(args=arguments, prog_name="staleproof", standalone_mode=False)
@@ -157,12 +157,13 @@ def list_() -> None:
 
     The machines that were recorded come last, with their date and whether the source has changed since.
     """
+    from staleproof.report.conclusion import symptom_of
     from staleproof.report.terminal import say
 
     for name, about in INCIDENTS.items():
         say(f"{about.number}  {name}: {about.title}")
         for field, said in (
-            ("symptom", about.symptom),
+            ("symptom", symptom_of(name)),
             ("cause", about.summary),
             ("notebook", f"notebooks/{about.notebook}"),
         ):

@@ -13,6 +13,7 @@ from staleproof import device
 from staleproof.harness import recorded
 from staleproof.harness.findings import Finding
 from staleproof.incidents.registry import INCIDENTS, Incident
+from staleproof.report import conclusion
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -55,8 +56,9 @@ def incident(registry: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
         module.QUESTIONS = types.SimpleNamespace(run=run, steps=["the fake step"])  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(device, "has_triton", lambda: True)
+        monkeypatch.setattr(conclusion, "symptom", lambda name: "it looks true")
         INCIDENTS.clear()
-        INCIDENTS["fake"] = Incident(1, "a fake", "01_fake.ipynb", "it lies", "it looks true")
+        INCIDENTS["fake"] = Incident(1, "a fake", "01_fake.ipynb", "it lies")
         return asked
 
     return install

@@ -14,6 +14,7 @@ from staleproof.harness.findings import finding, not_run, off_on_off
 from staleproof.harness.kept import read_kept
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.report import conclusion, matrix
+from staleproof.triage import symptom
 
 RUNS = Path(__file__).parents[2] / "workbook/runs"
 COUNT = 40
@@ -24,7 +25,8 @@ from staleproof import cli, device
 from staleproof.harness import recorded
 from staleproof.harness.questions import Question, Questions
 from staleproof.incidents.registry import INCIDENTS, Incident
-from staleproof.report import terminal
+from staleproof.report import conclusion, terminal
+conclusion.symptom = lambda name: "it looks true"
 def ask(variant, device):
     time.sleep(0.02)
     return "clean"
@@ -33,7 +35,7 @@ module = types.ModuleType("staleproof.incidents.fake.questions")
 module.QUESTIONS = table
 sys.modules[module.__name__] = module
 INCIDENTS.clear()
-INCIDENTS["fake"] = Incident(1, "a fake", "01_fake.ipynb", "it lies", "it looks true")
+INCIDENTS["fake"] = Incident(1, "a fake", "01_fake.ipynb", "it lies")
 root = pathlib.Path({root!r})
 recorded.checkout = lambda: root
 {more}
@@ -110,7 +112,7 @@ def test_a_conclusion_fits_80_columns_and_claims_only_what_ran():
     assert max(map(len, lines)) <= 80
     for name, about in INCIDENTS.items():
         first = lines.index(f"{name}: {about.title}")
-        assert lines[first + 1].startswith("  symptom  ")
+        assert lines[first + 1].startswith(f"  symptom  {symptom(name)[:20]}")
         assert [line[:8] for line in lines[first:]].index("  cause ") < [
             line[:8] for line in lines[first:]
         ].index("  fixed ")

@@ -1,4 +1,7 @@
-"""The tables of README.md are those of the recorded run, and of a run whose rows say more."""
+"""The tables of README.md and figures.md, of the recorded run and of a run whose rows say more.
+
+tests/test_pages.py compares them with the files.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,6 @@ from staleproof.report import figures
 @pytest.fixture(name="run", scope="module")
 def run_fixture() -> recorded.Run:
     return recorded.find(figures.MACHINE)
-
-
-def test_readme_agrees_with_the_recorded_run(run):
-    readme = (recorded.checkout() / "README.md").read_text()
-    written = readme.split(figures.BEGIN)[1].split(figures.END)[0].strip()
-    assert written == figures.section(run), "run: python -m staleproof.report.figures"
 
 
 def test_every_kernel_and_patch_of_the_run_is_shown(run):
@@ -108,6 +105,15 @@ def test_a_patch_row_says_where_it_applies(run):
     (line,) = [*figures.patch_lines([patch("without", 4.0, **about), patch("patched", 5.0, **about)])][2:]
     assert "| 0.20.2, which does not need it |" in line
     assert line.endswith("| +25% |")
+
+
+def test_the_short_table_keeps_the_peer_that_looks_best_beside_ours(run):
+    lines = [*figures.short_lines(run.measurements)][2:]
+    assert len(lines) == len(figures.KERNELS)
+    for kernel, line in zip(figures.KERNELS, lines, strict=True):
+        peers = {p: c for p, c in figures.pairs(kernel, run.measurements).items() if not c[0].limit}
+        worst = min((pair for cases in peers.values() for pair in cases), key=lambda pair: pair.ratio)
+        assert line.endswith(f"| {worst} |"), line
 
 
 def test_what_is_fusion_is_said_with_its_figures(run):

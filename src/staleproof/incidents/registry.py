@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 
 class Incident(NamedTuple):
-    """What ``staleproof list`` and ``staleproof run`` print about one incident.
+    """What ``staleproof list`` and ``staleproof run`` print about one incident, beside its symptom.
+
+    The symptom is the triage table's: :func:`staleproof.triage.symptom`.
 
     Attributes:
         number: its chapter.
         title: the heading of its notebook.
         notebook: file name in ``notebooks/``.
         summary: the cause in one sentence.
-        symptom: what an operator sees.
         served: questions that put remedies into service.
         tried: variants of these questions that were tried as remedies, upstream or by users.
     """
@@ -30,7 +31,6 @@ class Incident(NamedTuple):
     title: str
     notebook: str
     summary: str
-    symptom: str = ""
     served: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
 
@@ -41,7 +41,6 @@ INCIDENTS: dict[str, Incident] = {
         title="NaN from the empty rows of MLA decode",
         notebook="01_mla_padding.ipynb",
         summary="no kernel writes the output row of a padding slot, and a real token reads it",
-        symptom="NaN logits for live requests; the same prompt may do well a moment later",
         served=("served, torch.max",),
         tried=(
             "zeros_once_per_layer",
@@ -56,7 +55,6 @@ INCIDENTS: dict[str, Incident] = {
         title="The out-of-memory that the first fix caused",
         notebook="02_decode_buffer_oom.ipynb",
         summary="a buffer a layer in a branch that the memory profile never takes",
-        symptom="out of memory in a prefill no larger than the profiled one; the server had started well",
         served=("server", "overlap", "other_model", "growth", "threads"),
         tried=("zeros_per_layer", "zeros_before_profile", "module_singleton"),
     ),
@@ -65,14 +63,12 @@ INCIDENTS: dict[str, Incident] = {
         title="NaN logits, the same expert k times, an illegal access",
         notebook="03_moe_routing.ipynb",
         summary="a choice by comparison repeats an expert, and a map entry stays unwritten",
-        symptom="an illegal memory access in the fused MoE kernel",
     ),
     "kv_reuse": Incident(
         number=4,
         title="KV blocks that were Mamba state",
         notebook="04_kv_reuse.ipynb",
         summary="a block changes hands unzeroed, and a mask multiplies what it held by 0",
-        symptom="a hybrid model answers well when the server starts, and worse by the hour",
         served=("served with prefix caching", "served without prefix caching"),
         tried=("zero_on_free", "zero_hits_too", "zero_mamba_only"),
     ),
@@ -81,7 +77,6 @@ INCIDENTS: dict[str, Incident] = {
         title="The revert: what it blamed, and what it was",
         notebook="05_the_revert.ipynb",
         summary="int64 ids make no NaN; scale padding, the null block and a neighbour's row do",
-        symptom="NaN that a revert blamed on int64 expert ids, and that came back without them",
     ),
 }
 

@@ -1,8 +1,9 @@
-"""The tables of README.md under "What it costs", from the recorded run of an H200.
+"""What README.md and ``workbook/figures.md`` show of the recorded run of an H200, and the triage table.
 
-``python -m staleproof.report.figures`` writes them between the two markers. A rule chooses what they
-show, not we: each kernel at the shapes of DeepSeek and Qwen, beside each peer, in the case where it
-compares best and in the case where it compares worst.
+``python -m staleproof.report.figures`` writes the parts between markers, and README's picture. A rule
+chooses what the tables of times show, not we: each kernel at the shapes of DeepSeek and Qwen, in the case
+where it compares best and in the case where it compares worst; beside each peer in ``figures.md``, beside
+the peer that compares best with it in README.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from typing import Any
 from staleproof.harness import recorded
 from staleproof.harness.recorded import Run
 from staleproof.harness.vllm_calls import applies_to
+from staleproof.triage import table as triage
 from staleproof.vllm.plugin import patches
 from staleproof.vllm.releases import table
 
 MACHINE = "nvidia-h200"
-BEGIN = "<!-- written by python -m staleproof.report.figures from workbook/runs/nvidia-h200 -->"
+_WRITTEN = "<!-- written by python -m staleproof.report.figures from"
+# Where a written part begins, by its source.
+BEGIN = f"{_WRITTEN} workbook/runs/{MACHINE} -->"
+BEGIN_TRIAGE = f"{_WRITTEN} src/staleproof/triage/triage.toml -->"
 END = "<!-- end of the written part -->"
+PICTURE = "workbook/first-bad-stage.svg"
 # The release whose files the recorded patches ran on, before rows said so.
 RELEASE = "0.20.2"
 Row = Mapping[str, Any]
@@ -213,22 +219,26 @@ def fusion(rows: Sequence[Row]) -> str:
     )
 
 
-def section(run: Run) -> str:
-    """Everything between the markers."""
-    rows = run.measurements
-    first = rows[0]
-    about = (
+def about(run: Run) -> str:
+    """Machine, date and versions of a recorded run, in a few words."""
+    first = run.measurements[0]
+    return (
         f"RECORDED on an {run.machine}, {run.date} (torch {first['torch']}, Triton {first['triton']}, "
-        f"FlashInfer {first['flashinfer']}, kernels of vLLM {RELEASE}); CUDA graphs, median us; all of it in "
-        f"`workbook/runs/{MACHINE}/`, and `staleproof bench` measures yours."
+        f"FlashInfer {first['flashinfer']}, kernels of vLLM {RELEASE}); CUDA graphs, median us"
     )
+
+
+def section(run: Run) -> str:
+    """The tables of ``workbook/figures.md``."""
+    rows = run.measurements
+    head = f"{about(run)}; all of it in `runs/{MACHINE}/`, and `staleproof bench` measures yours."
     rule = (
         "Each kernel at the shapes of DeepSeek and Qwen, beside each peer: the case that compares best and "
         "the one that compares worst, as peer's time divided by ours, then both times. **Bold**: ours is "
         "slower than a peer. A limit is what the machine takes for as many bytes or operations. "
         "`warm`: inputs in the L2; `cold`: in device memory."
     )
-    parts = [about, rule, "\n".join(kernel_lines(rows))]
+    parts = [head, rule, "\n".join(kernel_lines(rows))]
     parts += ["What a variant adds to a captured decode step, us:", "\n".join(step_lines(rows)), fusion(rows)]
     parts += [
         "What a patch changes, us of the device, or of the calling thread where the call says `host`:",
@@ -237,21 +247,63 @@ def section(run: Run) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def replaced(readme: str, text: str) -> str:
-    """The page with this text between its markers.
+def short_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """README's table: a line for each kernel, beside the peer that is fastest where ours compares worst."""
+    yield "| | fastest peer | at best | at worst |"
+    yield "|---|---|---|---|"
+    for kernel in KERNELS:
+        found = {peer: cases for peer, cases in pairs(kernel, rows).items() if not cases[0].limit}
+        worst = {peer: min(cases, key=lambda pair: pair.ratio) for peer, cases in found.items()}
+        peer = min(worst, key=lambda name: worst[name].ratio)
+        best = max(found[peer], key=lambda pair: pair.ratio)
+        yield f"| {kernel.says or f'`{kernel.name}`'} | {peer} | {best} | {worst[peer]} |"
 
-    >>> replaced(f"above {BEGIN} old {END} below", "new").replace(BEGIN, "(").replace(END, ")").split()
-    ['above', '(', 'new', ')', 'below']
+
+def short(run: Run) -> str:
+    """README's part."""
+    rule = (
+        f"{about(run)}. Peer's time divided by ours, then both; **bold**: ours is slower. Every peer, limit, "
+        "decode step and patch: [figures.md](workbook/figures.md)."
+    )
+    return "\n\n".join((rule, "\n".join(short_lines(run.measurements))))
+
+
+def replaced(page: str, begin: str, text: str) -> str:
+    """The page with this text in the part that begins so.
+
+    >>> page = f"above {BEGIN} old {END} below {BEGIN_TRIAGE} kept {END}"
+    >>> replaced(page, BEGIN, "new").replace(BEGIN, "(").replace(END, ")")[:30].split()
+    ['above', '(', 'new', ')', 'below', '<!--']
     """
-    before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
+    before, rest = page.split(begin)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
+def parts(run: Run) -> Iterator[tuple[str, str, str]]:
+    """File, beginning and text of each written part."""
+    yield "README.md", BEGIN_TRIAGE, triage.markdown(lambda row: f"notebooks/{row.notebook}")
+    yield "README.md", BEGIN, short(run)
+    yield "workbook/figures.md", BEGIN, section(run)
+
+
+def picture() -> str:
+    """README's picture: in which rows and stages of a captured step NaN stands, and where it crosses."""
+    from staleproof.incidents.mla_padding.pictures import stage_picture
+    from staleproof.report import plots
+
+    drawn: str = plots.svg(plots.stages(stage_picture("empty_row_not_written", "cpu"))).data
+    return drawn
 
 
 def main() -> None:
-    """Rewrite the part of README.md."""
-    path = recorded.checkout() / "README.md"
-    path.write_text(replaced(path.read_text(), section(recorded.find(MACHINE))))
-    print(f"written: {path}")
+    """Rewrite the parts, and the picture."""
+    root = recorded.checkout()
+    for name, begin, text in parts(recorded.find(MACHINE)):
+        path = root / name
+        path.write_text(replaced(path.read_text(), begin, text))
+        print(f"written: {path}")
+    (root / PICTURE).write_text(picture())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,11 @@
+"""From what an operator sees to what to do: the triage table, and ``staleproof diagnose``.
+
+``triage.toml`` is the one source. ``table`` renders it, ``facts`` and ``logs`` say what is known of a
+deployment, ``judge`` weighs the rows, ``answer`` prints. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+from staleproof.triage.table import in_production, symptom
+
+__all__ = ["in_production", "symptom"]

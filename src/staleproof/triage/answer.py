@@ -1,0 +1,191 @@
+"""The answer of ``staleproof diagnose``, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from staleproof.triage import judge
+from staleproof.triage.facts import Facts
+from staleproof.triage.judge import Judgement
+from staleproof.triage.table import Row, plain
+from staleproof.vllm.plugin import decisions
+
+# How many rows are shown in full.
+SHOWN = 3
+NO_SYMPTOM = "no symptom is known (--symptom): what follows fits the release and the deployment only"
+NOTHING = (
+    "Nothing in the table fits. That says only that it is none of these incidents as we know them: it may be "
+    "one of another kind. See what speaks against each; a wrong fact above would mislead."
+)
+
+
+def patch_lines(row: Row, version: str | None) -> list[tuple[str, str, str]]:
+    """Patch, state and evidence of a row's patches, as ``staleproof patches --version`` says.
+
+    >>> from staleproof.triage.table import of
+    >>> patch_lines(of("decode_buffer")[0], "0.20.2")[0][:2]
+    ('decode_buffer', 'not needed')
+    """
+    if version is None:
+        return [(patch, "depends on the release", "give --version") for patch in row.patches]
+    states = {decision.patch.name: decision for decision in decisions(version)}
+    return [(patch, states[patch].state, states[patch].why) for patch in row.patches]
+
+
+def ceiling(row: Row) -> str:
+    """How much the row's evidence can carry.
+
+    >>> from staleproof.triage.table import rows
+    >>> {row.key: ceiling(row)[:7] for row in rows()}["dummy_slots"]
+    'replica'
+    """
+    if row.grade == "real":
+        return "real: released code showed a link of it; your server was not asked"
+    if row.grade == "source":
+        return "source: released code says so; nobody ran it here"
+    return f"{row.grade}: at best consistent with it; no released code ran"
+
+
+def as_json(facts: Facts, found: list[Judgement]) -> str:
+    """Everything that :func:`as_text` says, for programs.
+
+    >>> facts = Facts(known={"symptom": "leak", "version": "0.22.1"}, traits={"hybrid": False})
+    >>> json.loads(as_json(facts, judge.judge_all(facts)))["rows"][0]["incident"]
+    'kv_reuse'
+    """
+    version = facts.known.get("version")
+    rows = [
+        {
+            "key": j.row.key,
+            "incident": j.row.incident,
+            "status": j.status,
+            "because": [*j.because, *j.signs],
+            "not_known": [*j.unknown],
+            "also_needs": j.row.also or None,
+            "measured_otherwise": [*j.measured],
+            "against": [*j.against],
+            "cannot_be_told_apart_from": [other.row.key for other in judge.alike(j, found)],
+            "flag": plain(j.row.flag),
+            "affected": j.row.affected,
+            "release": j.row.release,
+            "patches": [
+                dict(zip(("patch", "state", "why"), line, strict=True))
+                for line in patch_lines(j.row, version)
+            ],
+            "confirm": plain(j.row.confirm),
+            "notebook": f"notebooks/{j.row.notebook}",
+            "ceiling": ceiling(j.row),
+            "evidence": [
+                {"grade": item.grade, "says": item.says, "rests_on": item.rests_on} for item in j.row.evidence
+            ],
+        }
+        for j in found
+    ]
+    known: dict[str, Any] = {**facts.known, **({"model": facts.traits} if facts.traits else {})}
+    return json.dumps(
+        {
+            "known": known,
+            "origin": facts.origin,
+            "notes": facts.notes,
+            "nothing_fits": not any(j.alive for j in found),
+            "rows": rows,
+        },
+        indent=1,
+    )
+
+
+def as_text(facts: Facts, found: list[Judgement], width: int = 80) -> str:
+    """The rows in order: in full those that stand, then what speaks against each of the others.
+
+    Args:
+        facts: what is known.
+        found: every row, as :func:`staleproof.triage.judge.judge_all` ordered them.
+        width: columns of the terminal.
+
+    >>> print(as_text(Facts(), judge.judge_all(Facts())).splitlines()[0])
+    known: nothing
+    """
+    return "\n".join(_lines(facts, found, min(width, 100)))
+
+
+def _lines(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
+    known = [judge.fact(facts, name) for name in (*facts.known, *(["model"] if facts.traits else []))]
+    yield from _wrap("known: ", ", ".join(known) or "nothing", width)
+    notes = [] if facts.has("symptom") else [NO_SYMPTOM]
+    for note in (*facts.notes, *notes):
+        yield from _wrap("note: ", note, width)
+    yield ""
+    standing = [j for j in found if j.alive]
+    if not standing:
+        yield from _wrap("", NOTHING, width)
+        yield ""
+    for number, j in enumerate(standing[:SHOWN], 1):
+        yield from _row(number, j, facts, standing, width)
+        yield ""
+    if len(standing) > SHOWN:
+        yield "may fit as well:"
+        for j in standing[SHOWN:]:
+            more = [*map(j.asks, j.unknown), *([j.row.also] if j.row.also else []), *j.measured]
+            yield from _wrap(f"  {j.row.key}: ", f"{j.status}: {', '.join(more)}", width)
+        yield ""
+    contradicted = [j for j in found if not j.alive]
+    elsewhere = [
+        j.row.key for j in contradicted if facts.known.get("symptom", "") not in ("", *j.row.symptoms)
+    ]
+    if contradicted:
+        yield "speaks against:"
+    if elsewhere:
+        yield from _wrap("  another symptom: ", ", ".join(elsewhere), width)
+    for j in contradicted:
+        if j.row.key not in elsewhere:
+            yield from _wrap(f"  {j.row.key}: ", "; ".join(j.against), width)
+
+
+def _row(number: int, j: Judgement, facts: Facts, standing: list[Judgement], width: int) -> Iterator[str]:
+    row = j.row
+    yield from _wrap(f"{number}. ", f"{j.status}: {row.key} ({row.incident})", width)
+    yield from _field("sees", plain(row.see), width)
+    if reasons := [*j.because, *j.signs]:
+        yield from _field("because", "; ".join(reasons), width)
+    if row.also:
+        yield from _field("only if", f"there is also {row.also}", width)
+    for text in j.measured:
+        yield from _field("but", text, width)
+    if j.unknown:
+        yield from _field("unknown", ", ".join(map(j.asks, j.unknown)), width)
+    if others := judge.alike(j, standing):
+        apart = dict.fromkeys(name for other in others for name in judge.tells_apart(j, other))
+        tell = ", ".join(map(judge.option, apart)) or "only the confirmation below"
+        keys = ", ".join(other.row.key for other in others)
+        yield from _field("alike", f"cannot be told apart from {keys}; {tell} may tell", width)
+    yield from _field("not seen", plain(row.not_when), width)
+    yield from _field("flag", plain(row.flag), width)
+    yield from _field("release", row.release, width)
+    for patch, state, why in patch_lines(row, facts.known.get("version")) or [("none", "no patch", "")]:
+        reason = f" ({why})" if why and number == 1 else ""
+        yield from _field("patch", f"{patch}: {state}{reason}", width)
+    yield from _field("confirm", plain(row.confirm), width)
+    yield from _field("evidence", ceiling(row), width)
+    for item in row.evidence if number == 1 else ():
+        yield from _field("", f"{item.grade}: {item.says} [{item.rests_on}]", width)
+    yield from _field("read", f"notebooks/{row.notebook}", width)
+
+
+def _field(name: str, text: str, width: int) -> Iterator[str]:
+    yield from _wrap(f"   {name:<10}", text, width)
+
+
+def _wrap(first: str, text: str, width: int) -> Iterator[str]:
+    # A path or an option is not cut: it would no longer be one.
+    later = " " * min(len(first), 13)
+    yield from textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_on_hyphens=False,
+        break_long_words=False,
+    ) or [first]

@@ -1,0 +1,259 @@
+"""What is known of a deployment: a few facts, each with where it comes from.
+
+A fact is a word (``graphs`` = ``full``) or, for ``model``, a set of traits that are known to be there or not.
+What nobody said stays unknown; nothing is assumed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from staleproof.check import fail
+from staleproof.triage import table
+from staleproof.vllm.releases import release
+from staleproof.vllm.sources import PatchError, numbers
+
+# Fact -> what it is called, and one line that asks for it.
+ASK = {
+    "symptom": "What do you see? (" + ", ".join(str(s["says"]) for s in table.symptoms().values()) + ")",
+    "version": "Which vLLM release? (e.g. 0.18.1)",
+    "model": "Which model? (a name, or mla, moe, hybrid, dense)",
+    "gpu": "Which GPU? (e.g. H200, B200, GB200)",
+    "graphs": "Which CUDA graphs? (full, piecewise, none)",
+    "quant": "Which quantisation? (nvfp4, fp8, none)",
+    "parallel": "Data or expert parallel? (dp, ep, dp+ep, none)",
+    "backend": "Which attention backend? (e.g. FLASHINFER_MLA, TRITON_MLA; in the log after 'Using')",
+    "moe_backend": "Which MoE backend? (e.g. flashinfer_cutlass, triton)",
+    "scheduling": "Asynchronous scheduling? (async, sync; the log says at start)",
+    "phase": "When? (start, serving)",
+}
+TRAITS = "mla", "moe", "hybrid"
+# GPU -> compute capability, as families of kernels are named.
+GPUS = {
+    "sm80": ("a100", "a800"),
+    "sm89": ("l4", "l40s", "rtx4090"),
+    "sm90": ("h100", "h200", "h20", "h800", "gh200"),
+    "sm100": ("b200", "gb200", "b300", "gb300"),
+    "sm120": ("rtx5090", "rtxpro6000"),
+}
+# Pattern of a model's or architecture's name -> its traits, and whether these are all of the three.
+MODELS = (
+    (r"distill", (), False),
+    (r"deepseek.?v4", ("moe",), False),
+    (r"deepseek.?(v?[23]|r1)|kimi.?k2", ("mla", "moe"), True),
+    (r"kimi.?linear", ("mla", "moe", "hybrid"), True),
+    (r"qwen3.?next|qwen3.?5.?moe|qwen3.?5-\d+b-a\d+b", ("moe", "hybrid"), True),
+    (r"qwen3.?5", ("hybrid",), False),
+    (r"qwen3.?moe|qwen3-\d+b-a\d+b|mixtral", ("moe",), True),
+    (r"nemotron.?h|jamba|falcon.?h1|zamba|granitemoehybrid|bamba|lfm2", ("hybrid",), False),
+    (r"^(llama|qwen[23]?|mistral|gemma\d?|phi3)(forcausallm)?$", (), True),
+)
+GRAPHS = {
+    "none": ("none", "eager", "off", "no"),
+    "piecewise": ("piecewise",),
+    "full": ("full", "full_decode_only", "full_and_piecewise"),
+}
+QUANT = {
+    "nvfp4": ("nvfp4", "modelopt_fp4", "petit_nvfp4", "fp4"),
+    "fp8": ("fp8", "modelopt", "fbgemm_fp8"),
+    "none": ("none", "bf16", "fp16", "no"),
+}
+SCHEDULING = {"async": ("async", "yes", "enabled"), "sync": ("sync", "no", "disabled")}
+PHASE = {"start": ("start", "startup", "at start"), "serving": ("serving", "load", "under load")}
+
+
+@dataclass
+class Facts:
+    """Everything known.
+
+    Attributes:
+        known: fact -> word; ``model`` is in ``traits``.
+        traits: trait of the model -> whether it has it.
+        origin: fact -> where it comes from, e.g. ``--gpu`` or ``line 12``.
+        lines: text of the log in which ``signs`` are looked for.
+        in_place: patches of ours that the log says are in place.
+        notes: what the reader should know about these facts.
+    """
+
+    known: dict[str, str] = field(default_factory=dict)
+    traits: dict[str, bool] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    lines: str = ""
+    in_place: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+    def learn(self, name: str, given: str, origin: str) -> None:
+        """Take one fact as a person or a log spells it; a later one replaces an earlier one.
+
+        Raises:
+            ValueError: the word is not one we know, naming the option.
+
+        >>> facts = Facts()
+        >>> facts.learn("gpu", "NVIDIA GB200", "--gpu"); facts.learn("model", "DeepSeek-R1", "--model")
+        >>> facts.known["gpu"], facts.traits
+        ('sm100', {'mla': True, 'moe': True, 'hybrid': False})
+        """
+        word = given.strip()
+        if name == "model":
+            self.traits.update(traits(word))
+        else:
+            self.known[name] = READ.get(name, lambda w: w.lower())(word)
+        self.origin[name] = origin
+
+    def has(self, name: str) -> bool:
+        """Whether anything is known of this fact."""
+        return name in self.known or (name == "model" and bool(self.traits))
+
+    def meets(self, name: str, values: tuple[str, ...]) -> bool | None:
+        """Whether one of the values is true; ``None`` if that is not known.
+
+        >>> facts = Facts(traits={"mla": True})
+        >>> facts.meets("model", ("mla",)), facts.meets("model", ("hybrid+mla",))
+        (True, None)
+        """
+        if name != "model":
+            return None if name not in self.known else self._word_meets(name, values)
+        found = [self._trait(value) for value in values]
+        return True if True in found else None if None in found else False
+
+    def _word_meets(self, name: str, values: tuple[str, ...]) -> bool:
+        return bool({*self.known[name].split("+")} & {*values})
+
+    def _trait(self, value: str) -> bool | None:
+        if value.startswith("not "):
+            known = self.traits.get(value.removeprefix("not "))
+            return None if known is None else not known
+        found = [self.traits.get(trait) for trait in value.split("+")]
+        return False if False in found else None if None in found else True
+
+    def derive(self) -> None:
+        """Add what follows from the facts: traits from the backend, and graphs that a backend lacks."""
+        backend, version = self.known.get("backend", ""), self.known.get("version")
+        if backend.endswith("mla") and "mla" not in self.traits:
+            self.traits["mla"] = True
+            self.origin.setdefault("model", self.origin["backend"])
+        old = version is not None and numbers(version) < numbers("0.22.0")
+        if backend == "triton_mla" and old and self.known.get("graphs") == "full":
+            self.known["graphs"] = "piecewise"
+            self.origin["graphs"] = "Triton MLA has no full graphs before 0.22.0"
+
+
+def _one_of(name: str, words: Mapping[str, tuple[str, ...]], given: str) -> str:
+    low = given.lower().removeprefix("cudagraphmode.")
+    for word, spellings in words.items():
+        if low in spellings:
+            return word
+    return fail(name, f"one of {', '.join(words)}", repr(given))
+
+
+def symptom(given: str) -> str:
+    """The symptom that a phrase names.
+
+    Raises:
+        ValueError: none, or the word of none.
+
+    >>> symptom("OOM after upgrade"), symptom("the model prints !!!!"), symptom("Accuracy drops with uptime")
+    ('oom', 'nan', 'drift')
+    """
+    low = given.lower().strip()
+    known = table.symptoms()
+    if low in known:
+        return low
+    # A longer word says more: "oom killer" is not "oom".
+    words = sorted(
+        ((w, name) for name, entry in known.items() for w in entry["words"]), key=lambda p: -len(p[0])
+    )
+    for word, name in words:
+        if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", low):
+            return name
+    said = "; ".join(f"{name} ({entry['says']})" for name, entry in known.items())
+    return fail("symptom", f"one of {said}", repr(given))
+
+
+def traits(given: str) -> dict[str, bool]:
+    """What is known of a model by its name, or by traits that are named.
+
+    Raises:
+        ValueError: an empty word.
+
+    >>> traits("mla"), traits("mla,moe"), traits("dense"), traits("NobodysForCausalLM")
+    ({'mla': True}, {'mla': True, 'moe': True}, {'mla': False, 'moe': False, 'hybrid': False}, {})
+    """
+    low = given.lower()
+    if not low:
+        fail("model", "a model's name, or some of mla, moe, hybrid, dense", repr(given))
+    if low == "dense":
+        return dict.fromkeys(TRAITS, False)
+    named = re.split(r"[,+ ]+", low)
+    if {*named} <= {*TRAITS}:
+        return dict.fromkeys(named, True)
+    base = low.rpartition("/")[2]
+    for pattern, present, complete in MODELS:
+        if re.search(pattern, base):
+            return {trait: trait in present for trait in TRAITS if complete or trait in present}
+    return {}
+
+
+def gpu(given: str) -> str:
+    """The family of a GPU by its name, or by its compute capability.
+
+    Raises:
+        ValueError: a GPU that is not in our list.
+
+    >>> gpu("NVIDIA_H200"), gpu("sm_100"), gpu("NVIDIA RTX PRO 6000")
+    ('sm90', 'sm100', 'sm120')
+    """
+    low = re.sub(r"[\s_-]|nvidia|geforce", "", given.lower())
+    match = re.fullmatch(r"sm(\d+)[af]?", low)
+    if match:
+        return {"sm103": "sm100"}.get(low.rstrip("af"), low.rstrip("af"))
+    for family, names in GPUS.items():
+        if any(re.match(rf"{name}(?!\d)", low) for name in names):
+            return family
+    known = ", ".join(name.upper() for names in GPUS.values() for name in names)
+    return fail("gpu", f"one of {known}, or sm_90 and the like", repr(given))
+
+
+def version(given: str) -> str:
+    """The release of the table that a version names.
+
+    Raises:
+        ValueError: it is not in the table.
+
+    >>> version("v0.18.1")
+    '0.18.1'
+    """
+    try:
+        return release(given)
+    except PatchError as error:
+        raise ValueError(f"version: {str(error).removesuffix('; nothing is patched')}") from error
+
+
+def parallel(given: str) -> str:
+    """``dp``, ``ep``, ``dp+ep`` or ``none``.
+
+    >>> parallel("DEP"), parallel("dp,ep"), parallel("none")
+    ('dp+ep', 'dp+ep', 'none')
+    """
+    named = {*re.split(r"[,+ ]+", given.lower().replace("dep", "dp+ep"))}
+    if named in ({"none"}, {"no"}, {"tp"}):
+        return "none"
+    if not named or not named <= {"dp", "ep"}:
+        fail("parallel", "dp, ep, dp+ep or none", repr(given))
+    return "+".join(sorted(named))
+
+
+READ = {
+    "symptom": symptom,
+    "version": version,
+    "gpu": gpu,
+    "parallel": parallel,
+    "graphs": lambda given: _one_of("graphs", GRAPHS, given),
+    "quant": lambda given: _one_of("quant", QUANT, given),
+    "scheduling": lambda given: _one_of("scheduling", SCHEDULING, given),
+    "phase": lambda given: _one_of("phase", PHASE, given),
+    "backend": lambda given: re.sub(r"[\s-]", "_", given.lower()),
+    "moe_backend": lambda given: re.sub(r"[\s-]", "_", given.lower()),
+}

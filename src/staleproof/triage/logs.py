@@ -1,0 +1,121 @@
+"""Facts from a pasted vLLM log.
+
+Patterns are of lines that vLLM prints (read in the sources of 0.16.0 to 0.33.0, and in logs of 0.22.1). A
+process prefix, colours and timestamps do not matter. A line that says a fact again replaces the earlier one:
+vLLM prints the options as given, then the configuration that came of them, then what it changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from staleproof.triage.facts import GPUS, Facts
+
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# A line without any of these says nothing to the patterns below. Logs have millions of such lines.
+MARKS = (
+    *("Initializing a V1", "version", "staleproof", "Resolved arch", "udagraph", "backend", "quantization"),
+    *("Asynchronous", "NVIDIA", "data_parallel", "enable_expert", "EP rank", "amba", "GDN", "GatedDelta"),
+    *("init engine", "startup", "Starting vLLM", "failed to start", "llegal", "ILLEGAL", "out of memory"),
+    *("OutOfMemory", "Corrupted: ", "NaN", "!!!!"),
+)
+# Fact -> patterns; the last group that matches is the value.
+PATTERNS: tuple[tuple[str, str], ...] = (
+    ("version", r"Initializing a V1 LLM engine \(v([^)]+)\)"),
+    ("version", r"vLLM (?:API )?server version (\S+?),?(?:\s|$)"),
+    ("version", r"█\s+version\s+(\S+)"),
+    ("version", r"staleproof on vLLM ([\w.+]+)[:,]"),
+    ("model", r"Resolved architecture: (\w+)"),
+    ("graphs", r"'?cudagraph_mode'?[:=] ?<?(?:CUDAGraphMode\.)?([A-Z][A-Z_]+)"),
+    ("graphs", r"(?:setting|Overriding) cudagraph_mode(?: from \w+)?(?:=| to )([A-Z][A-Z_]+)"),
+    ("graphs", r"Cudagraph is disabled (under eager)"),
+    ("backend", r"Using (\w+) attention backend out of"),
+    (
+        "backend",
+        r"Using (?:AttentionBackendEnum\.)?([A-Z_]*(?:MLA|ATTN|FLASHINFER)\w*) backend(?:\.| \(sel| out of)",
+    ),
+    ("moe_backend", r"Using '?([\w ]+?)'? (?:Fp8|NvFp4|Unquantized|Int8|MxFp4) MoE backend"),
+    ("moe_backend", r"Using ([\w ]+?) backend for Unquantized MoE"),
+    ("quant", r"[ (]quantization='?(\w+)'?,"),
+    ("quant", r"Using '?\w+'? (NvFp4) MoE backend"),
+    ("scheduling", r"Asynchronous scheduling is (enabled|disabled)"),
+    ("gpu", rf"NVIDIA[ _](?:GeForce )?((?:{'|'.join(n for names in GPUS.values() for n in names)})(?!\d))"),
+)
+DATA_PARALLEL = re.compile(r"data_parallel_size'?[=:] ?(\d+)")
+EXPERT_PARALLEL = re.compile(r"enable_expert_parallel'?[=:] ?True|EP rank [1-9]")
+HYBRID = re.compile(r"mamba page size|Using \S+ GDN |MambaSpec|GatedDeltaNet")
+READY = re.compile(
+    r"init engine \(profile, create kv cache|Application startup complete|Starting vLLM (?:API )?server"
+)
+FAILED_TO_START = re.compile(r"EngineCore failed to start")
+IN_PLACE = re.compile(r"staleproof on vLLM \S+, this process: in place: ([\w, ]+)")
+# Symptom -> the line that says it.
+SYMPTOMS = (
+    ("crash", re.compile(r"illegal memory access|cudaErrorIllegalAddress|CUDA_ERROR_ILLEGAL_ADDRESS")),
+    ("oom", re.compile(r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory")),
+    (
+        "nan",
+        re.compile(r"Corrupted: [1-9]\d* reqs|NaNs? .*in .*logits|first live row with NaN|\bNaN detected"),
+    ),
+    ("nan", re.compile(r"!{8,}")),
+)
+
+
+def read(text: str) -> Facts:
+    """Read a log.
+
+    Args:
+        text: some or all of what vLLM printed.
+
+    Returns:
+        The facts; empty where nothing is recognised.
+
+    >>> facts = read("(EngineCore_DP0 pid=7) INFO 11-21 20:24:16 [cuda.py:318] Using FLASHINFER_MLA "
+    ...              "attention backend out of potential backends: ['FLASHINFER_MLA'].")
+    >>> facts.known, facts.traits
+    ({'backend': 'flashinfer_mla'}, {'mla': True})
+    """
+    facts = Facts(lines=COLOURS.sub("", text))
+    ready = False
+    parallel: dict[str, int] = {}
+    for number, line in enumerate(facts.lines.splitlines(), 1):
+        if not any(mark in line for mark in MARKS):
+            continue
+        at = f"line {number}"
+        for name, pattern in PATTERNS:
+            for match in re.finditer(pattern, line, re.IGNORECASE if name == "gpu" else 0):
+                _learn(facts, name, match[1], at)
+        for size in DATA_PARALLEL.findall(line):
+            parallel["dp"] = number if int(size) > 1 else 0
+        if EXPERT_PARALLEL.search(line):
+            parallel["ep"] = number
+        if HYBRID.search(line):
+            facts.traits["hybrid"] = True
+            facts.origin.setdefault("model", at)
+        if patched := IN_PLACE.search(line):
+            facts.in_place = tuple(patched[1].replace(" ", "").split(","))
+        ready = ready or bool(READY.search(line))
+        for name, sign in SYMPTOMS:
+            if "symptom" not in facts.known and sign.search(line):
+                facts.learn("symptom", name, at)
+                if ready or "version" in facts.known:
+                    facts.learn("phase", "serving" if ready else "start", at)
+        if FAILED_TO_START.search(line):
+            facts.learn("phase", "start", at)
+    if parallel:
+        there = [name for name in ("dp", "ep") if parallel.get(name)]
+        facts.learn("parallel", "+".join(there) or "none", f"line {max(parallel.values()) or '?'}")
+        if not there:
+            facts.origin["parallel"] = "data_parallel_size=1 in the log"
+    facts.derive()
+    return facts
+
+
+def _learn(facts: Facts, name: str, word: str, at: str) -> None:
+    """Learn what a line says; a word that we do not know stays unknown, with a note."""
+    told: dict[str, Callable[[str], str]] = {"graphs": lambda w: "none" if "eager" in w else w}
+    try:
+        facts.learn(name, told.get(name, str)(word), at)
+    except ValueError as error:
+        facts.notes.append(f"{at}: {error}")

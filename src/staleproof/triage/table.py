@@ -1,0 +1,328 @@
+"""The triage table: read from ``triage.toml``, rendered as Markdown, HTML, text and a rich table."""
+
+from __future__ import annotations
+
+import html as markup
+import re
+import textwrap
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from staleproof.check import require
+from staleproof.vllm.patches import NOTEBOOKS
+from staleproof.vllm.releases import table as probes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SOURCE = Path(__file__).with_name("triage.toml")
+CAPTION = (
+    "Releases are what the recorded probes of vLLM's source say. A flag does what that source says; none was "
+    "tried on a production server. Evidence: real (released code ran), source (released code says so), "
+    "replica (our code ran, after the cited source)."
+)
+# An option is not cut at its hyphens.
+_WHOLE: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
+# Strongest first.
+GRADES = "real", "source", "replica", "arithmetic"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one claim of a row rests on.
+
+    Attributes:
+        grade: one of ``GRADES``.
+        says: the claim.
+        finding: incident, question, variant and verdict, as in a recorded run; empty if it is a file.
+        file: a file of the checkout, if it is no finding.
+    """
+
+    grade: str
+    says: str
+    finding: tuple[str, ...] = ()
+    file: str = ""
+
+    @property
+    def rests_on(self) -> str:
+        """The finding or the file, in a few words."""
+        if not self.finding:
+            return self.file
+        incident, question, variant, verdict = self.finding
+        return f"{incident}: {question} / {variant} = {verdict}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; :mod:`staleproof.triage` has what its fields are for.
+
+    Attributes:
+        key: its name.
+        incident: the incident whose notebook walks through it.
+        patches: names of the patches that help.
+        symptoms: keys of :func:`symptoms`.
+        see, not_when, flag, confirm: cells, in Markdown with code spans.
+        evidence: what it rests on.
+        unpatched: releases with the defect and without a patch.
+        needs: fact -> values, of which one must be true.
+        also: what must be true besides; empty if nothing.
+        weighs: fact -> value -> where the incident did not show.
+        hints: fact -> value -> where it was reported.
+        signs: what a log says.
+    """
+
+    key: str
+    incident: str
+    patches: tuple[str, ...]
+    symptoms: tuple[str, ...]
+    see: str
+    not_when: str
+    flag: str
+    confirm: str
+    evidence: tuple[Evidence, ...]
+    needs: Mapping[str, Sequence[str]]
+    unpatched: tuple[str, ...] = ()
+    also: str = ""
+    weighs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    hints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    signs: tuple[str, ...] = ()
+
+    @property
+    def releases(self) -> tuple[str, ...]:
+        """The releases with the defect, oldest first, by the recorded probes.
+
+        >>> {row.key: row.releases[0] for row in rows()}["decode_buffer"]
+        '0.18.0'
+        """
+        found = [
+            name
+            for name, patches in probes().items()
+            if name in self.unpatched or any(patches[patch]["needed"] for patch in self.patches)
+        ]
+        return tuple(found)
+
+    @property
+    def affected(self) -> str:
+        """The releases with the defect, as spans."""
+        return spans(self.releases)
+
+    @property
+    def release(self) -> str:
+        """The releases that came later and do not have it.
+
+        >>> [row.release for row in rows() if row.key in ("decode_buffer", "empty_rows", "scale_padding")]
+        ['none up to 0.33.0', '0.20.0 or later', '0.20.0 to 0.21.0, 0.25.0 to 0.29.0']
+        """
+        known = [*probes()]
+        later = known[known.index(self.releases[0]) :]
+        without = [name for name in later if name not in self.releases]
+        if not without:
+            return f"none up to {known[-1]}"
+        first, _, last = spans(without).rpartition(", ")
+        if without[-1] == known[-1]:
+            last = f"{last.partition(' ')[0]} or later"
+        return f"{first}, {last}" if first else last
+
+    @property
+    def notebook(self) -> str:
+        """File name of the chapter."""
+        return NOTEBOOKS[self.incident]
+
+    @property
+    def grade(self) -> str:
+        """The strongest grade among its evidence."""
+        return min((item.grade for item in self.evidence), key=GRADES.index)
+
+    @property
+    def do(self) -> str:
+        """Flag, release and patch, in one cell."""
+        patch = ", ".join(f"`{name}`" for name in self.patches) or "none"
+        return f"Flag: {self.flag}. Release: {self.release}. Patch: {patch}."
+
+    @property
+    def rests_on(self) -> str:
+        """Grades and claims, in one cell."""
+        return "; ".join(f"{item.grade}: {item.says}" for item in self.evidence)
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """Column -> Markdown, for every rendering but the chapter's link."""
+        return {
+            "What you see": self.see,
+            "Not seen": self.not_when,
+            "vLLM": self.affected,
+            "Do now": self.do,
+            "Confirm": self.confirm,
+            "Evidence": self.rests_on,
+        }
+
+
+def spans(names: Sequence[str]) -> str:
+    """Successive releases of the table, as spans.
+
+    >>> spans(["0.18.0", "0.18.1", "0.19.0", "0.20.2"])
+    '0.18.0 to 0.19.0, 0.20.2'
+    """
+    known = [*probes()]
+    found: list[list[str]] = []
+    for name in names:
+        if found and known.index(name) == known.index(found[-1][-1]) + 1:
+            found[-1].append(name)
+        else:
+            found.append([name])
+    return ", ".join(part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in found)
+
+
+@cache
+def _source() -> dict[str, Any]:
+    return tomllib.loads(SOURCE.read_text(encoding="utf-8"))
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """Every row, in the order of the file.
+
+    >>> len({row.key for row in rows()}) == len(rows())
+    True
+    """
+    return tuple(_row(**entry) for entry in _source()["row"])
+
+
+def _row(evidence: Sequence[Mapping[str, Any]], **entry: Any) -> Row:
+    items = tuple(Evidence(**{**item, "finding": tuple(item.get("finding", ()))}) for item in evidence)
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
+    }
+    return Row(evidence=items, **fields)
+
+
+def of(incident: str) -> tuple[Row, ...]:
+    """The rows that an incident's notebook walks through.
+
+    Raises:
+        ValueError: no incident has this name.
+
+    >>> [row.key for row in of("decode_buffer")]
+    ['decode_buffer']
+    """
+    require(incident in NOTEBOOKS, "incident", f"one of {', '.join(NOTEBOOKS)}", repr(incident))
+    return tuple(row for row in rows() if row.incident == incident)
+
+
+def symptom(incident: str) -> str:
+    """What an operator sees first of an incident, without Markdown's marks.
+
+    Raises:
+        ValueError: no incident has this name.
+
+    >>> symptom("decode_buffer")[:17]
+    'OOM after upgrade'
+    """
+    return plain(of(incident)[0].see)
+
+
+def symptoms() -> Mapping[str, Mapping[str, Any]]:
+    """Symptom -> ``says``, one phrase, and ``words`` that people type for it.
+
+    >>> "!!!!" in symptoms()["nan"]["words"]
+    True
+    """
+    found: Mapping[str, Mapping[str, Any]] = _source()["symptoms"]
+    return found
+
+
+def plain(cell: str) -> str:
+    """A cell without Markdown's marks.
+
+    >>> plain("with `--enforce-eager`")
+    'with --enforce-eager'
+    """
+    return cell.replace("`", "")
+
+
+def markdown(chapter: Callable[[Row], str]) -> str:
+    """The table in Markdown, with its caption.
+
+    Args:
+        chapter: address of a row's notebook, as seen from the page.
+
+    >>> markdown(lambda row: f"notebooks/{row.notebook}").splitlines()[0][:25]
+    '| What you see | Not seen'
+    """
+    columns = [*rows()[0].cells, "Chapter"]
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[*row.cells.values(), f"[{row.notebook[:2]}]({chapter(row)})"] for row in rows()]
+    text = "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
+    return f"{text}\n\n{CAPTION}"
+
+
+def html(chapter: Callable[[Row], str]) -> str:
+    """The table in HTML: one ``<tr id="triage-KEY">`` a row, code spans as ``<code>``, no style.
+
+    Args:
+        chapter: address of a row's chapter, as seen from the page.
+
+    >>> html(lambda row: f"#{row.incident}").count("<tr id=") == len(rows())
+    True
+    """
+    columns = [*rows()[0].cells, "Chapter"]
+    head = "".join(f"<th scope='col'>{column}</th>" for column in columns)
+    body = []
+    for row in rows():
+        first, *rest = (_as_html(cell) for cell in row.cells.values())
+        link = f"<a href='{markup.escape(chapter(row))}'>{row.notebook[:2]}</a>"
+        cells = "".join(f"<td>{cell}</td>" for cell in (*rest, link))
+        body.append(f"<tr id='triage-{row.key}'><th scope='row'>{first}</th>{cells}</tr>")
+    caption = f"<caption>{_as_html(CAPTION)}</caption>"
+    return (
+        f"<table class='triage'>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    )
+
+
+def _as_html(cell: str) -> str:
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", markup.escape(cell, quote=False))
+
+
+def rich_table() -> Table:
+    """The table for a terminal: a section a row, a line a column, so that 80 columns are enough."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.HORIZONTALS, show_header=False, caption=CAPTION, caption_justify="left")
+    drawn.add_column(style="bold", no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for row in rows():
+        for name, cell in {**row.cells, "Chapter": f"notebooks/{row.notebook}"}.items():
+            drawn.add_row(name, Text(plain(cell)))
+        drawn.add_section()
+    return drawn
+
+
+def in_production(incident: str) -> None:
+    """Print what to do in production about an incident: flag, release, patch, how to confirm.
+
+    The text is the same on every machine, and has at most 100 columns.
+
+    Raises:
+        ValueError: no incident has this name.
+
+    >>> in_production("decode_buffer")  # doctest: +ELLIPSIS
+    OOM after upgrade to 0.18 or 0.19: ...
+    """
+    for row in of(incident):
+        print(textwrap.fill(plain(row.see), 100, **_WHOLE))
+        names = ", ".join(row.patches)
+        for name, text in (
+            ("releases", row.affected),
+            ("flag", plain(row.flag)),
+            ("release", row.release),
+            ("patch", f"{names} (staleproof patches --explain {row.patches[0]})" if names else "none"),
+            ("confirm", plain(row.confirm)),
+        ):
+            first = f"  {name:<9}"
+            print(textwrap.fill(text, 100, initial_indent=first, subsequent_indent=" " * 11, **_WHOLE))

@@ -1,0 +1,136 @@
+"""``staleproof diagnose``: options, a log, questions, bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from staleproof import cli, cli_diagnose
+
+LOGS = Path(__file__).parents[1] / "triage/logs"
+OOM = LOGS / "vllm-0.18.1-oom-gb200.log"
+
+
+def diagnose(capsys, *arguments: str) -> str:
+    assert cli.main(["diagnose", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert cli.main(["diagnose", *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    (line,) = told.err.splitlines()
+    return line
+
+
+def test_options_give_ranked_rows_with_evidence_patch_and_notebook(capsys):
+    given = "symptom=nan version=0.18.1 model=mla gpu=b200 graphs=full quant=none"
+    text = diagnose(capsys, *(f"--{option}" for option in given.split(" ")))
+    first = text[text.index("1. ") : text.index("2. ")]
+    assert first.startswith("1. fits: empty_rows (mla_padding)")
+    for words in ("mla_padding: affected", "--enforce-eager", "real: ", "notebooks/01_mla_padding.ipynb"):
+        assert words in first
+    assert "scale_padding: quant none (--quant); it needs nvfp4" in text
+
+
+def test_a_log_as_file_as_argument_and_from_stdin_say_the_same(capsys, monkeypatch):
+    by_option = diagnose(capsys, "--log", str(OOM))
+    assert "1. fits: decode_buffer (decode_buffer)" in by_option
+    assert diagnose(capsys, str(OOM)) == by_option
+    for dash in (["-"], ["--log", "-"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(OOM.read_text()))
+        assert diagnose(capsys, *dash) == by_option
+
+
+def test_an_option_overrides_the_log(capsys):
+    text = diagnose(capsys, "--log", str(OOM), "--version", "0.20.0")
+    assert "decode_buffer: vLLM 0.20.0 does not have it (0.18.0 to 0.19.1 do)" in " ".join(text.split())
+
+
+def test_json_for_programs(capsys):
+    answer = json.loads(diagnose(capsys, "--log", str(OOM), "--json"))
+    assert answer["known"]["version"] == "0.18.1"
+    assert answer["origin"]["symptom"] == "line 15"
+    first = answer["rows"][0]
+    assert (first["key"], first["status"], first["patches"][0]["state"]) == (
+        "decode_buffer",
+        "fits",
+        "affected",
+    )
+    assert all(item["rests_on"] for row in answer["rows"] for item in row["evidence"])
+
+
+def test_the_whole_table(capsys):
+    assert "Accuracy drops with uptime" in diagnose(capsys, "--table")
+
+
+def test_questions_are_asked_of_a_person_and_a_bad_answer_is_asked_again(capsys, monkeypatch):
+    asked: list[str] = []
+    answers = iter(["slow", "host memory", "0.22.1", ""])
+
+    def prompt(text: str, **_: object) -> str:
+        asked.append(text)
+        return next(answers)
+
+    monkeypatch.setattr(typer, "prompt", prompt)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    text = diagnose(capsys)
+    assert "symptom: expected one of" in text
+    assert [line.split("?")[0] for line in asked] == [
+        "What do you see",
+        "What do you see",
+        "Which vLLM release",
+        "Which model",
+    ]
+    assert "1. fits as far as known: undrained_ids (kv_reuse)" in text
+
+
+def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path):
+    assert "symptom: expected one of" in refused(capsys, "--symptom", "slow")
+    assert "version: vLLM 9.9" in refused(capsys, "--version", "9.9")
+    assert "No such file" in refused(capsys, "--log", str(tmp_path / "absent.log"))
+    assert "Is a directory" in refused(capsys, str(tmp_path))
+    (tmp_path / "empty.log").touch()
+    assert "nothing in it" in refused(capsys, str(tmp_path / "empty.log"))
+    assert "is it a log of vLLM?" in refused(capsys, str(LOGS / "not-a-vllm.log"))
+    assert "one log, please" in refused(capsys, str(OOM), "--log", str(OOM))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    assert "give --symptom" in refused(capsys)
+
+
+def test_no_answer_at_all_says_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(typer, "prompt", lambda *_, **__: "")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert cli.main(["diagnose"]) == 2
+    assert "nothing is known" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_it_works_without_torch_and_in_a_narrow_terminal(columns):
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['triton'] = None\n"
+        "from staleproof.cli import main\n"
+        f"sys.exit(main(['diagnose', {str(OOM)!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"COLUMNS": columns, "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "decode_buffer" in done.stdout
+    wide = [line for line in done.stdout.splitlines() if len(line) > int(columns) and len(line.split()) > 1]
+    assert wide == []
+
+
+def test_it_is_a_command_of_its_own_file():
+    assert cli_diagnose.diagnose.__name__ == "diagnose"

@@ -1,0 +1,123 @@
+"""README and the pages of the workbook: what is written from data agrees with it, and every link is alive."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from staleproof.harness import recorded
+from staleproof.report import figures
+from staleproof.triage import table
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "workbook").glob("*.md"))]
+LINK = re.compile(r"(?<!\\)\]\(([^()\s]+)\)")
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```|^    .*?$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings: GitHub's for Markdown, JupyterLab's for a notebook."""
+    if page.suffix == ".ipynb":
+        cells = json.loads(page.read_text())["cells"]
+        text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        return {h.strip().replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    slugs = (re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", h)) for h in headings)
+    return {slug.strip().lower().replace(" ", "-") for slug in slugs}
+
+
+def dead_links(page: Path) -> list[str]:
+    """The relative links of a page whose file or heading is not there."""
+    dead = []
+    for target in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            dead.append(target)
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_is_alive(page):
+    assert dead_links(page) == []
+
+
+def test_a_dead_link_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One heading\n[a](page.md#one-heading) [b](page.md#another) [c](absent.md) [d](#one-heading)"
+    )
+    assert dead_links(page) == ["page.md#another", "absent.md"]
+
+
+def test_readme_is_short_and_holds_what_it_should():
+    text = README.read_text()
+    assert len(text.splitlines()) < 120
+    for words in (
+        "make workbook",
+        "make test",
+        "staleproof diagnose",
+        "staleproof record",
+        "SM100",
+        "minutes",
+    ):
+        assert words in text, words
+    assert text.count("![") == 1
+
+
+@pytest.mark.parametrize("name", ["README.md, triage", "README.md, figures", "workbook/figures.md"])
+def test_written_parts_agree_with_their_source(name):
+    wanted = {"README.md, triage": 0, "README.md, figures": 1, "workbook/figures.md": 2}
+    path, begin, text = [*figures.parts(recorded.find(figures.MACHINE))][wanted[name]]
+    written = (ROOT / path).read_text().split(begin)[1].split(figures.END)[0].strip()
+    assert written == text, "run: python -m staleproof.report.figures"
+
+
+def test_the_picture_is_of_this_source():
+    texts = re.compile(r"<text[^>]*>([^<]*)</text>|<!-- ([^-]+) -->")
+    kept, drawn = (texts.findall(svg) for svg in ((ROOT / figures.PICTURE).read_text(), figures.picture()))
+    assert kept == drawn, "run: python -m staleproof.report.figures"
+
+
+def test_notebook_00_holds_the_table_of_the_source():
+    cells = json.loads((ROOT / "notebooks/00_orientation.ipynb").read_text())["cells"]
+    shown = [
+        "".join(output["data"]["text/markdown"])
+        for cell in cells
+        if cell["cell_type"] == "code"
+        for output in cell["outputs"]
+        if "text/markdown" in output.get("data", {})
+    ]
+    assert shown == [table.markdown(lambda row: row.notebook)]
+
+
+def test_the_index_names_every_page():
+    index = (ROOT / "workbook/index.md").read_text()
+    others = {path.name for path in (ROOT / "workbook").iterdir() if path.is_file()}
+    # Data that a page shows, and the picture of README.
+    others -= {"index.md", "architectures.json", "predictions.json", "timeline.json", "watch-dashboard.json"}
+    others -= {"plugin-faults.json", Path(figures.PICTURE).name}
+    assert {name for name in others if name not in index} == set()
+
+
+def test_onboarding_asks_ten_questions_each_with_a_link_and_a_folded_answer():
+    text = (ROOT / "workbook/onboarding.md").read_text()
+    questions = re.split(r"^### (?=\d+\. )", text, flags=re.MULTILINE)[1:]
+    assert [int(question.partition(".")[0]) for question in questions] == [*range(1, 11)]
+    for question in questions:
+        asked, _, answer = question.partition("<details><summary>Answer</summary>")
+        assert asked.splitlines()[0].endswith("?")
+        assert LINK.findall(asked), asked
+        assert answer.count("</details>") == 1
+        # An answer that takes three minutes to check is short.
+        assert 20 < len(answer.split()) < 90

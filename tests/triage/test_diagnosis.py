@@ -1,0 +1,314 @@
+"""Facts from options and logs, and how rows stand to them. Logs have the format of their release."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from staleproof.triage import answer, facts, judge, logs, table
+from staleproof.triage.facts import Facts
+
+LOGS = Path(__file__).with_name("logs")
+
+
+def of(**given: str) -> Facts:
+    known = Facts()
+    for name, word in given.items():
+        known.learn(name, word, f"--{name}")
+    known.derive()
+    return known
+
+
+def standing(known: Facts) -> dict[str, str]:
+    return {j.row.key: j.status for j in judge.judge_all(known) if j.alive}
+
+
+def read(name: str) -> Facts:
+    return logs.read((LOGS / f"{name}.log").read_text())
+
+
+FROM_LOGS = {
+    "vllm-0.16.0-hybrid-drift": {
+        "version": "0.16.0",
+        "graphs": "full",
+        "quant": "none",
+        "backend": "flash_attn",
+        "moe_backend": "triton",
+        "scheduling": "async",
+        "parallel": "none",
+    },
+    "vllm-0.18.1-oom-gb200": {
+        "version": "0.18.1",
+        "symptom": "oom",
+        "phase": "serving",
+        "graphs": "full",
+        "quant": "nvfp4",
+        "backend": "flashinfer_mla",
+        "moe_backend": "flashinfer_trtllm",
+        "gpu": "sm100",
+        "parallel": "dp+ep",
+    },
+    "vllm-0.20.2-illegal-access": {
+        "version": "0.20.2",
+        "symptom": "crash",
+        "phase": "serving",
+        "graphs": "piecewise",
+        "quant": "none",
+        "backend": "flash_attn",
+        "moe_backend": "flashinfer_cutlass",
+        "scheduling": "async",
+        "parallel": "dp",
+    },
+    "vllm-0.22.1-triton-mla-h200": {
+        "version": "0.22.1",
+        "symptom": "nan",
+        "phase": "serving",
+        "graphs": "full",
+        "quant": "fp8",
+        "backend": "triton_mla",
+        "moe_backend": "triton",
+        "gpu": "sm90",
+        "scheduling": "async",
+        "parallel": "none",
+    },
+    "vllm-0.33.0-oom-at-start": {
+        "version": "0.33.0",
+        "symptom": "oom",
+        "phase": "start",
+        "graphs": "none",
+        "quant": "none",
+        "backend": "flash_attn",
+        "parallel": "none",
+    },
+    "not-a-vllm": {},
+}
+
+
+@pytest.mark.parametrize("name", FROM_LOGS)
+def test_a_log_says_what_it_says_and_no_more(name):
+    assert read(name).known == FROM_LOGS[name]
+    assert read(name).notes == []
+
+
+@pytest.mark.parametrize(
+    ("name", "mla", "moe", "hybrid"),
+    [
+        ("vllm-0.16.0-hybrid-drift", False, True, True),
+        ("vllm-0.18.1-oom-gb200", True, True, False),
+        ("vllm-0.20.2-illegal-access", False, True, False),
+        ("vllm-0.33.0-oom-at-start", False, False, False),
+    ],
+)
+def test_a_log_names_the_model(name, mla, moe, hybrid):
+    assert read(name).traits == {"mla": mla, "moe": moe, "hybrid": hybrid}
+
+
+def test_every_log_is_tried():
+    assert {path.stem for path in LOGS.glob("*.log")} == {*FROM_LOGS}
+
+
+def test_a_fact_says_its_line_and_the_last_line_holds():
+    known = logs.read(
+        "non-default args: {'compilation_config': {'cudagraph_mode': <CUDAGraphMode.FULL: 2>}}\n"
+        "CUDAGraphMode.FULL is not supported with this backend; setting cudagraph_mode=PIECEWISE\n"
+    )
+    assert known.known == {"graphs": "piecewise"}
+    assert known.origin["graphs"] == "line 2"
+
+
+@pytest.mark.parametrize("name", FROM_LOGS)
+def test_skipping_lines_without_a_mark_loses_no_fact(name, monkeypatch):
+    quick = read(name)
+    monkeypatch.setattr(logs, "MARKS", ("",))
+    assert read(name) == quick
+
+
+def test_a_day_of_throughput_lines_is_read_in_seconds():
+    line = (
+        "INFO 04-02 22:05:45 [loggers.py:259] Engine 000: Avg prompt throughput: 210.3 tokens/s, Running: 3\n"
+    )
+    text = (LOGS / "vllm-0.18.1-oom-gb200.log").read_text()
+    begin = time.process_time()
+    known = logs.read(line * 100_000 + text)
+    # Without the marks it takes twenty times as long.
+    assert time.process_time() - begin < 3
+    assert known.known == FROM_LOGS["vllm-0.18.1-oom-gb200"]
+
+
+def test_colours_do_not_hide_a_line():
+    assert logs.read("\x1b[32mINFO\x1b[0m Resolved architecture: \x1b[1mDeepseekV3ForCausalLM\x1b[0m").traits[
+        "mla"
+    ]
+
+
+def test_what_a_log_says_in_unknown_words_stays_unknown_with_a_note():
+    known = logs.read(
+        "Initializing a V1 LLM engine (v0.18.1.dev7+gabc) with config: quantization=gguf, seed=0"
+    )
+    assert known.known == {}
+    assert [note.partition(": ")[0] for note in known.notes] == ["line 1", "line 1"]
+    assert "development build" in known.notes[0]
+
+
+def test_a_prefill_backend_is_not_the_decode_backend():
+    assert "backend" not in logs.read("Using FLASH_ATTN MLA prefill backend.").known
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("garbage", "nan"),
+        ("gibberish", "nan"),
+        ("NaN", "nan"),
+        ("!!!!", "nan"),
+        ("OOM after upgrade", "oom"),
+        ("illegal memory access", "crash"),
+        ("accuracy drops with uptime", "drift"),
+        ("oom killer", "leak"),
+    ],
+)
+def test_words_people_type(words, name):
+    assert facts.symptom(words) == name
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"symptom": "slow"}, "symptom: expected one of nan .* got 'slow'"),
+        (
+            {"version": "0.18.7"},
+            r"version: vLLM 0.18.7 is not a release we know \(nearest: 0.18.1, 0.19.0\)$",
+        ),
+        ({"gpu": "voodoo2"}, "gpu: expected one of A100, .* got 'voodoo2'"),
+        ({"graphs": "maybe"}, "graphs: expected one of none, piecewise, full, got 'maybe'"),
+        ({"parallel": "pp"}, r"parallel: expected dp, ep, dp\+ep or none, got 'pp'"),
+        ({"model": ""}, "model: expected a model's name, or some of mla, moe, hybrid, dense, got ''"),
+    ],
+)
+def test_bad_input_names_the_option(given, message):
+    with pytest.raises(ValueError, match=message):
+        of(**given)
+
+
+def test_the_three_journeys():
+    """Garbage on GB200, OOM after the upgrade, illegal access in fused MoE: the right row is first."""
+    first = next(iter(standing(of(symptom="garbage", gpu="GB200", model="DeepSeek-R1", graphs="full"))))
+    assert first == "empty_rows"
+    assert next(iter(standing(read("vllm-0.18.1-oom-gb200")).items())) == ("decode_buffer", judge.FITS)
+    found = judge.judge_all(read("vllm-0.20.2-illegal-access"))[0]
+    assert (found.row.key, found.status) == ("repeated_experts", judge.FITS)
+    assert found.signs == ("the log names finalizeMoeRouting",)
+
+
+def test_drift_in_a_hybrid_model_leads_to_reused_blocks():
+    known = read("vllm-0.16.0-hybrid-drift")
+    known.learn("symptom", "accuracy drops with uptime", "--symptom")
+    assert standing(known) == {"reused_blocks": judge.FITS}
+
+
+@pytest.mark.parametrize("row", table.rows(), ids=lambda row: row.key)
+def test_a_row_fits_its_own_words_and_each_need_can_refute_it(row):
+    """Every need of a row matters: with another value, something speaks against it."""
+    known = Facts()
+    known.learn("symptom", row.symptoms[0], "test")
+    known.learn("version", row.releases[0], "test")
+    for name, values in row.needs.items():
+        if name == "model":
+            here = [value.removeprefix("not ") for value in values[0].split("+")]
+            known.traits.update(dict.fromkeys(here, not values[0].startswith("not ")))
+        else:
+            known.known[name] = values[0]
+    found = judge.judge(row, known)
+    assert (found.unknown, found.against) == ((), ())
+    assert found.status == (judge.ONLY_IF if row.also else judge.FITS)
+    for name in row.needs:
+        other = Facts({**known.known, **({} if name == "model" else {name: "other"})}, dict(known.traits))
+        if name == "model":
+            other.traits = {trait: not there for trait, there in known.traits.items()}
+        assert not judge.judge(row, other).alive, name
+    for name in ("symptom", "version"):
+        without = Facts({k: v for k, v in known.known.items() if k != name}, dict(known.traits))
+        assert judge.judge(row, without).unknown == (name,)
+
+
+def test_what_was_measured_otherwise_is_never_said_to_fit():
+    known = read("vllm-0.22.1-triton-mla-h200")
+    assert standing(known)["empty_rows"] == judge.MEASURED
+    text = answer.as_text(known, judge.judge_all(known))
+    assert "but       on an H200 the NaN stayed in padding rows" in text
+
+
+def test_an_old_triton_mla_has_no_full_graphs():
+    known = of(symptom="nan", version="0.20.2", backend="TRITON_MLA", graphs="full")
+    assert known.known["graphs"] == "piecewise"
+    assert "empty_rows" not in standing(known)
+    assert "empty_rows" in standing(of(symptom="nan", version="0.22.0", backend="TRITON_MLA", graphs="full"))
+
+
+def test_a_patch_that_is_in_place_speaks_against():
+    known = of(symptom="leak", version="0.22.1", model="dense")
+    assert standing(known) == {"undrained_ids": judge.FITS}
+    known.in_place = logs.read("staleproof on vLLM 0.22.1, this process: in place: undrained_ids").in_place
+    assert standing(known) == {}
+
+
+def test_two_rows_that_nothing_tells_apart_say_so():
+    known = of(symptom="nan", version="0.18.1")
+    found = judge.judge_all(known)
+    keys = {j.row.key for j in judge.alike(found[0], found)}
+    assert {"scale_padding", "dummy_slots"} <= keys | {found[0].row.key}
+    assert "cannot be told apart from" in answer.as_text(known, found)
+    (one, other) = (next(j for j in found if j.row.key == key) for key in ("scale_padding", "dummy_slots"))
+    assert {*judge.tells_apart(one, other)} == {"quant", "gpu", "parallel"}
+
+
+def test_nothing_fits_is_one_clear_line():
+    known = of(symptom="oom", version="0.33.0", model="dense")
+    text = answer.as_text(known, judge.judge_all(known))
+    assert "Nothing in the table fits." in text
+    assert json.loads(answer.as_json(known, judge.judge_all(known)))["nothing_fits"] is True
+
+
+def test_nothing_is_more_certain_than_its_evidence():
+    """No text says that it is the incident; a row without released code says so."""
+    for name in FROM_LOGS:
+        known = read(name)
+        text = answer.as_text(known, judge.judge_all(known))
+        assert not re.search(r"\b(certain|proved|is caused by|root cause is)\b", text)
+    for row in table.rows():
+        if row.grade not in ("real", "source"):
+            assert answer.ceiling(row).endswith("at best consistent with it; no released code ran")
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("name", FROM_LOGS)
+def test_lines_fit_the_terminal(name, width):
+    known = read(name)
+    lines = answer.as_text(known, judge.judge_all(known), width).splitlines()
+    for line in lines:
+        # Only a path or an option that is longer than the line stands alone on it.
+        assert len(line) <= width or len(line.split()) == 1, line
+
+
+def test_at_most_five_questions_and_the_symptom_first():
+    known, asked = Facts(), []
+    while (name := judge.next_question(known, asked)) is not None:
+        asked.append(name)
+    assert asked[:2] == ["symptom", "version"]
+    assert len(asked) == judge.MOST == 5
+
+
+def test_questions_end_where_no_answer_would_change_anything():
+    known = of(symptom="leak", version="0.22.1")
+    assert judge.next_question(known, ["symptom", "version"]) == "model"
+    known.learn("model", "Llama", "you")
+    assert judge.next_question(known, ["symptom", "version", "model"]) is None
+
+
+def test_patch_lines_are_those_of_patches():
+    lines = answer.patch_lines(next(row for row in table.rows() if row.key == "scale_padding"), "0.17.0")
+    assert [(patch, state) for patch, state, _ in lines] == [("scale_padding", "refused")]
