@@ -36,9 +36,10 @@ def bench(
     if devices.select() != "cuda":
         raise BadInputError("bench: timings need a CUDA GPU, and this machine has none; nothing was run")
     from staleproof.harness.measure import print_rows
+    from staleproof.report import terminal
 
     for path in files.values() if kernel is None else [files[kernel]]:
-        print_rows([*_measure(path)], baseline="staleproof")
+        print_rows([*_measure(path)], baseline="staleproof", width=terminal.width())
 
 
 @command

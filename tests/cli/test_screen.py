@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from fakes import MEASUREMENT
 from screens import screen, typed
 
-from staleproof.harness import recorded
+from staleproof.harness import measure, recorded
 from staleproof.harness.findings import finding, not_run, off_on_off
 from staleproof.harness.kept import read_kept
 from staleproof.incidents.registry import INCIDENTS
@@ -175,6 +176,20 @@ def test_patches_and_list_fit_80_columns(tmp_path):
         assert max(map(len, lines)) <= 80, arguments
         if arguments[0] == "patches" and "--version" in arguments:
             assert "    v1/attention/ops/triton_decode_attention.py:574 divides by a sum that is 0" in lines
+
+
+def test_rows_of_a_benchmark_fit_80_columns(capsys):
+    one = MEASUREMENT | {"mode": "28 layers, scattered ids, cold, of a mode with a long name"}
+    limit = one | {"provider": "limit: cudaMemsetAsync, contiguous bytes", "p50": 1.0}
+    measure.print_rows([one | {"provider": "staleproof"}, limit], baseline="staleproof", width=80)
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 80
+    measure.print_rows([one | {"provider": "staleproof"}, limit], baseline="staleproof")
+    wide = capsys.readouterr().out
+    assert max(map(len, wide.splitlines())) > 80
+    numbers = re.compile(r"\d+\.\d+")
+    assert numbers.findall(narrow) == numbers.findall(wide) != []
+    assert "limit: cudaMemsetAsync, contiguous bytes" in narrow
 
 
 def test_the_screen_knows_the_codes_that_rich_sends():
