@@ -1,14 +1,13 @@
 """The ``staleproof`` command.
 
-Exit codes: 0 all well; 1 a verdict is not as expected, or a kernel of ours gave a wrong result in a
-benchmark; 2 bad input or an unreadable recorded run, in one line; 3 a patch that this vLLM needs, or
-may need, is refused (``patches``); 130 interrupted by Ctrl-C. Each command imports what it needs, so
-that ``--help`` answers at once.
+Each command imports what it needs, so that ``--help`` answers at once. What they print goes through
+``report.terminal``; errors are one line on stderr that names the argument.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import os
 import sys
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from staleproof.incidents.registry import INCIDENTS, put_questions
-from staleproof.report.audit import audit, print_changes
+from staleproof.incidents.registry import INCIDENTS, put_questions, steps
+from staleproof.report.audit import audit
 
 if TYPE_CHECKING:
     from staleproof.harness.findings import Finding, RunFileError
@@ -28,9 +27,15 @@ if TYPE_CHECKING:
 app = typer.Typer(
     rich_markup_mode=None, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
 )
-app.command("audit")(audit)
+app.command("audit", short_help="Put kernels through the padding contract.")(audit)
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the best this machine has.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print each finding, and the matrices of all verdicts.")
+]
+
+
+DURATIONS = "durations.json"
 
 
 class BadInputError(RuntimeError):
@@ -39,13 +44,24 @@ class BadInputError(RuntimeError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from staleproof import cli_diagnose, cli_engine, cli_modules  # noqa: F401  (they register their commands)
+    # They register their commands.
+    from staleproof import cli_diagnose, cli_engine, cli_modules, cli_patches, cli_recorded  # noqa: F401
 
     try:
-        app(args=arguments, prog_name="staleproof")
+        code = app(args=arguments, prog_name="staleproof", standalone_mode=False)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
-    return 0
+    except Exception as error:
+        # What typer says of unknown commands and options, in one line instead of three.
+        if not hasattr(error, "format_message"):
+            raise
+        context = getattr(error, "ctx", None)
+        name = context.command_path if context else "staleproof"
+        said = error.format_message()
+        is_help = type(error).__name__ == "NoArgsIsHelpError"
+        typer.echo(said if is_help else f"{name}: {said.rstrip('.')} (see {name} --help)", err=True)
+        return int(getattr(error, "exit_code", 2))
+    return code if isinstance(code, int) else 0
 
 
 def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
@@ -68,9 +84,20 @@ def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
     return run_command
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
+def command(function: Callable[..., None], **settings: Any) -> Callable[..., None]:
     """Register a command whose bad input is one line on stderr and exit code 2."""
-    return app.command(function.__name__.rstrip("_"))(in_one_line(function))
+    return app.command(function.__name__.rstrip("_"), **settings)(in_one_line(function))
+
+
+@contextlib.contextmanager
+def naming(argument: str) -> Iterator[None]:
+    """Put an argument's name before the error about the file that it names."""
+    from staleproof.harness.findings import RunFileError
+
+    try:
+        yield
+    except RunFileError as error:
+        raise BadInputError(f"{argument}: {error}") from error
 
 
 def _print_version(wanted: bool) -> None:
@@ -87,12 +114,33 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Root causes of stale-memory incidents of LLM serving, shown on this machine."""
+    """Five incidents in which LLM serving read memory that nobody had written.
+
+    Each can be reproduced on this machine, with the kernels and patches that fix it.
+
+    \b
+    Examples:
+      staleproof list                      what an operator sees in each incident
+      staleproof patches --version 0.18.1  which of them that release of vLLM has
+      staleproof run mla_padding           reproduce one of them, and try its fixes
+
+    \b
+    Exit codes:
+      0    all is well
+      1    a verdict is not as expected, a notebook stopped, two runs differ,
+           or a kernel of ours gave a wrong result
+      2    bad input, or a file that cannot be read or written: one line says which
+      3    patches: something that this vLLM needs, or may need, is refused
+      130  interrupted by Ctrl-C; what was found until then is kept
+    """
 
 
 @command
 def doctor() -> None:
-    """Say what this machine can run, and what is skipped and why."""
+    """Say what this machine can run, and what is skipped and why.
+
+    Runs nothing. A line that begins with skip says what is missing.
+    """
     from staleproof import device
     from staleproof.harness.environment import Capability
     from staleproof.incidents.moe_routing import fused_moe
@@ -105,13 +153,25 @@ def doctor() -> None:
 
 @command
 def list_() -> None:
-    """List the incidents and the recorded machines."""
+    """List the incidents: what an operator sees, and why.
+
+    The machines that were recorded come last, with their date and whether the source has changed since.
+    """
+    from staleproof.report.conclusion import symptom_of
+    from staleproof.report.terminal import say
+
     for name, about in INCIDENTS.items():
-        typer.echo(f"{about.number}  {name}: {about.title}")
-        typer.echo(f"   {about.summary}; notebooks/{about.notebook}")
+        say(f"{about.number}  {name}: {about.title}")
+        for field, said in (
+            ("symptom", symptom_of(name)),
+            ("cause", about.summary),
+            ("notebook", f"notebooks/{about.notebook}"),
+        ):
+            say(f"   {field:<10}{said}")
+    say("Read notebooks/00_orientation.ipynb first. For kernels of yours: 06_audit_your_kernels.ipynb.")
     runs, spoilt = _recorded_runs()
     for run in runs:
-        typer.echo(f"recorded  {run.folder.name}: {run.title}")
+        say(f"recorded  {run.folder.name}: {run.title}")
     _finish([], spoilt)
 
 
@@ -121,15 +181,31 @@ def run(
         list[str] | None, typer.Argument(help="Incidents by name or number; all by default.")
     ] = None,
     device: Device = "auto",
-    json: Annotated[Path | None, typer.Option(help="Where the findings go, as JSON lines.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for the findings, as JSON lines.")] = None,
+    verbose: Verbose = False,
 ) -> None:
-    """Ask every question about every variant, and print the verdict matrix."""
+    """Reproduce incidents, try their fixes, and say which hold.
+
+    All questions of an incident are put to every faulty variant and every remedy. The findings replace
+    the earlier ones of the same incidents in workbook/_build/findings.jsonl; those of other incidents stay.
+
+    \b
+    Examples:
+      staleproof run                     all five (minutes on a CPU)
+      staleproof run mla_padding -v      one, with every finding and matrix
+      staleproof run 1 3 --device cpu    two, by number
+
+    Exit code 1: a verdict is not as expected.
+    """
     from staleproof.report import terminal
 
     names = _chosen(incidents)
     runs, spoilt = _recorded_runs()
-    findings = _obtain(names, device, json or _findings_path())
-    terminal.print_verdicts(findings, runs)
+    path = json or _findings_path()
+    with naming("--json") if json else contextlib.nullcontext():
+        findings = _obtain(names, device, path, verbose)
+    terminal.print_verdicts(findings, runs, verbose)
+    terminal.print_kept(path, findings)
     _finish(findings, spoilt)
 
 
@@ -140,7 +216,17 @@ def report(
     ] = False,
     device: Device = "auto",
 ) -> None:
-    """Write workbook/_build/index.html and print its path."""
+    """Write the report, one HTML file, and print its path.
+
+    Without --execute it shows the findings of the last runs and the notebooks as they are stored.
+
+    \b
+    Examples:
+      staleproof report              from what is there (seconds)
+      staleproof report --execute    run everything first (minutes)
+
+    Exit code 1: a verdict is not as expected, or a notebook stopped.
+    """
     from staleproof.device import need_workbook
     from staleproof.harness import recorded
     from staleproof.harness.findings import read_findings, write_lines
@@ -171,121 +257,45 @@ def report(
     write_lines(page, made.splitlines())
     if execute:
         terminal.print_verdicts(findings, runs)
-    typer.echo(f"report: {page}")
+    terminal.say(f"report: {page}")
     stopped = [f"{done.path.name}: {done.error}" for done in executions if done.error]
     _finish(findings if execute else [], spoilt, stopped)
 
 
-@command
-def lab() -> None:
-    """Open JupyterLab on the notebooks, with the Python of this environment."""
+def lab(context: typer.Context) -> None:
+    """Open JupyterLab on the notebooks and the book.
+
+    The glossary, the timeline and the recorded runs are in its file browser, under workbook/.
+    What follows -- goes to JupyterLab. It refuses to run as root: in a container say --allow-root,
+    and whoever reaches its port with the token is root there; elsewhere use another user.
+
+    \b
+    Examples:
+      staleproof lab
+      staleproof lab -- --port 8889 --no-browser
+      staleproof lab -- --allow-root --ip 0.0.0.0
+    """
     from staleproof.device import need_workbook
     from staleproof.harness import recorded
 
-    notebooks = recorded.checkout() / "notebooks"
+    root = recorded.checkout()
     need_workbook("jupyterlab", "ipykernel")
-    os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", str(notebooks)])
+    given = context.args
+    if os.geteuid() == 0 and not any("allow-root" in one or "allow_root" in one for one in given):
+        raise BadInputError(
+            "lab: JupyterLab refuses to run as root; in a container type "
+            f"{' '.join(['staleproof lab -- --allow-root', *given])}, elsewhere run it as another user"
+        )
+    ours = {
+        "root_dir": f"--ServerApp.root_dir={root}",
+        "default_url": "--LabApp.default_url=/lab/tree/notebooks/00_orientation.ipynb",
+    }
+    # JupyterLab takes each option once: one that is given replaces ours.
+    ours = {name: option for name, option in ours.items() if not any(name in one for one in given)}
+    os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", *ours.values(), *given])
 
 
-@command
-def bench(
-    kernel: Annotated[
-        str | None, typer.Argument(help="One file of benchmarks/, without .py; all by default.")
-    ] = None,
-) -> None:
-    """Time each kernel, its peers and what the hardware allows in one run. Needs a GPU."""
-    from staleproof import device as devices
-    from staleproof.harness import recorded
-
-    files = recorded.benchmarks()
-    if kernel is not None and kernel not in files:
-        raise BadInputError(f"unknown kernel {kernel!r}; known: {', '.join(files) or 'none'}")
-    if devices.select() != "cuda":
-        raise BadInputError("bench: timings need a CUDA GPU, and this machine has none; nothing was run")
-    from staleproof.harness.measure import print_rows
-
-    for path in files.values() if kernel is None else [files[kernel]]:
-        print_rows([*_measure(path)], baseline="staleproof")
-
-
-@command
-def record(
-    out: Annotated[Path | None, typer.Option(help="Folder of runs; the run goes to OUT/<machine>/.")] = None,
-    device: Device = "auto",
-) -> None:
-    """Record every finding and timing that this machine can give, all or nothing."""
-    from staleproof import device as devices
-    from staleproof.harness import recorded
-    from staleproof.report import terminal
-
-    on_gpu = devices.select(device) == "cuda"
-    kept = _findings_path()
-    recorded.check_writable(kept)
-    folder = (out or recorded.runs_folder()) / devices.machine().slug
-    recorded.open_for_writing(folder).rmdir()
-    findings = _obtain([*INCIDENTS], device, kept)
-    terminal.print_verdicts(findings, [])
-    if any(found.failed for found in findings):
-        typer.echo(f"staleproof: not recorded, a verdict is not as expected: {kept}", err=True)
-        raise typer.Exit(1)
-    rows = []
-    for path in recorded.benchmarks().values() if on_gpu else ():
-        for row in _measure(path):
-            typer.echo(terminal.row_text(row))
-            rows.append(row)
-    recorded.write(folder, findings, rows)
-    typer.echo(f"recorded: {folder} ({len(findings)} findings, {len(rows)} measurements)")
-
-
-@command
-def compare(
-    first: Annotated[str, typer.Argument(help="A run folder, or a recorded machine's name.")],
-    second: Annotated[str | None, typer.Argument(help="The one to compare with it.")] = None,
-    predictions: Annotated[
-        bool, typer.Option("--predictions", help="Compare with workbook/predictions.json instead.")
-    ] = False,
-) -> None:
-    """Compare two recorded runs, or two audits (.jsonl), or one run with the predictions for SM100."""
-    from staleproof.harness import recorded
-    from staleproof.report import terminal
-
-    if predictions == (second is not None):
-        raise BadInputError("compare: give a second run or --predictions")
-    if second and first.endswith(".jsonl"):
-        raise typer.Exit(print_changes(Path(first), Path(second)))
-    run = recorded.find(first)
-    right = terminal.print_comparison(run, recorded.find(second)) if second else terminal.print_predicted(run)
-    if not right:
-        raise typer.Exit(1)
-
-
-@command
-def patches(
-    version: Annotated[
-        str | None, typer.Option(help="A release from the table; the installed vLLM by default.")
-    ] = None,
-    explain: Annotated[
-        str | None, typer.Option(help="One patch by name: mechanism, versions, threads, cost.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
-) -> None:
-    """Say which incidents a vLLM is affected by, how that is known, and what the plugin does.
-
-    Exit code 3: something that it needs, or may need, is refused.
-    """
-    from staleproof.vllm import status
-    from staleproof.vllm.sources import PatchError
-
-    try:
-        if explain is not None:
-            typer.echo(status.explanation(explain))
-            return
-        found = status.answer(version)
-    except PatchError as error:
-        raise BadInputError(str(error)) from error
-    typer.echo(status.as_json(found) if as_json else status.as_text(found))
-    if status.must_worry(found.decided):
-        raise typer.Exit(3)
+command(lab, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 
 
 def _chosen(incidents: Sequence[str] | None) -> Sequence[str]:
@@ -294,7 +304,12 @@ def _chosen(incidents: Sequence[str] | None) -> Sequence[str]:
     names = [by_number.get(given, given) for given in incidents or INCIDENTS]
     for name in names:
         if name not in INCIDENTS:
-            raise BadInputError(f"unknown incident {name!r}; known: {', '.join(INCIDENTS)}")
+            close = difflib.get_close_matches(name, INCIDENTS, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise BadInputError(
+                f"incidents: unknown incident {name!r}; known: {', '.join(INCIDENTS)}, "
+                f"or 1 to {len(INCIDENTS)}{meant}"
+            )
     return [*dict.fromkeys(names)]
 
 
@@ -329,43 +344,47 @@ def _finish(findings: Sequence[Finding], spoilt: Sequence[RunFileError], stopped
         raise typer.Exit(1 if stopped or failed else 2)
 
 
-def _obtain(incidents: Sequence[str], device: str, path: Path) -> Sequence[Finding]:
-    """Ask every question, print each finding, and keep those there are however this ends."""
+def _obtain(incidents: Sequence[str], device: str, path: Path, verbose: bool = False) -> Sequence[Finding]:
+    """Ask every question, and keep the findings there are however this ends.
+
+    Printed are each finding if ``verbose``, and unexpected verdicts and a line an incident at any rate.
+    """
     from staleproof import device as devices
-    from staleproof.harness import recorded
+    from staleproof.harness import kept, recorded
     from staleproof.harness.findings import write_findings
-    from staleproof.report import terminal
+    from staleproof.report import matrix, terminal
+    from staleproof.report.progress import Clock, keep_durations, read_durations
 
     device = devices.select(device)
     recorded.check_writable(path)
+    earlier = kept.read_kept(path)
+    last: dict[str, float] = {}
+    with contextlib.suppress(recorded.CheckoutError):
+        for folder in (recorded.checkout() / "workbook", recorded.build_folder()):
+            last |= read_durations(folder / DURATIONS, device)
+    clock = Clock([step for name in incidents for step in steps(name)], last)
     findings: list[Finding] = []
+    complete: list[str] = []
     try:
-        with terminal.progress() as progress:
+        with terminal.progress(clock) as progress:
             for name in incidents:
+                first = len(findings)
                 # Closed at once on Ctrl-C: that ends the child processes.
                 with contextlib.closing(put_questions(name, device, progress)) as answers:
                     for found in answers:
                         findings.append(found)
-                        typer.echo(terminal.finding_text(found))
+                        if verbose or found.failed:
+                            terminal.say(terminal.finding_text(found))
+                complete.append(name)
+                if len(incidents) > 1:
+                    terminal.say(f"{name}: {matrix.counts(findings[first:])}")
     except KeyboardInterrupt as error:
-        kept = f"{len(findings)} findings kept: {path}" if findings else "no finding yet"
-        typer.echo(f"staleproof: interrupted; {kept}", err=True)
+        count = f"{len(findings)} findings kept: {path}" if findings else "no finding yet"
+        typer.echo(f"staleproof: interrupted; {count}", err=True)
         raise typer.Exit(130) from error
     finally:
+        with contextlib.suppress(recorded.CheckoutError):
+            keep_durations(recorded.build_folder() / DURATIONS, device, clock.took)
         if findings:
-            write_findings(path, findings)
+            write_findings(path, kept.merged(earlier, findings, complete, [*INCIDENTS]))
     return findings
-
-
-def _measure(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one benchmark; exit with 1 if a kernel of ours gave a wrong result."""
-    from staleproof.harness.measure import WrongResult, benchmark_rows
-    from staleproof.report import terminal
-
-    with terminal.progress() as progress:
-        progress(f"bench {path.stem}")
-        try:
-            yield from benchmark_rows(path)
-        except WrongResult as error:
-            typer.echo(f"staleproof: {path.stem}: no speed for a wrong result: {error}", err=True)
-            raise typer.Exit(1) from error

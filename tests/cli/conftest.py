@@ -13,6 +13,7 @@ from staleproof import device
 from staleproof.harness import recorded
 from staleproof.harness.findings import Finding
 from staleproof.incidents.registry import INCIDENTS, Incident
+from staleproof.report import conclusion
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -26,8 +27,17 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def registry() -> Iterator[None]:
+    """Puts the incidents back in their order, which the undoing of monkeypatch.delitem does not."""
+    before = dict(INCIDENTS)
+    yield
+    INCIDENTS.clear()
+    INCIDENTS.update(before)
+
+
 @pytest.fixture
-def incident(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def incident(registry: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Replaces the registry by one incident, ``fake``, with these answers.
 
     Returns a list that grows by the device each time the questions are asked.
@@ -43,12 +53,12 @@ def incident(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
                 yield answer()
 
         module = types.ModuleType("staleproof.incidents.fake.questions")
-        module.QUESTIONS = types.SimpleNamespace(run=run)  # type: ignore[attr-defined]
+        module.QUESTIONS = types.SimpleNamespace(run=run, steps=["the fake step"])  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(device, "has_triton", lambda: True)
-        for name in [*INCIDENTS]:
-            monkeypatch.delitem(INCIDENTS, name)
-        monkeypatch.setitem(INCIDENTS, "fake", Incident(1, "a fake", "01_fake.ipynb", "it lies"))
+        monkeypatch.setattr(conclusion, "symptom", lambda name: "it looks true")
+        INCIDENTS.clear()
+        INCIDENTS["fake"] = Incident(1, "a fake", "01_fake.ipynb", "it lies")
         return asked
 
     return install

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from staleproof import device
 from staleproof.harness.findings import (
     Evidence,
     Finding,
@@ -16,6 +17,7 @@ from staleproof.harness.findings import (
     proved,
     read_findings,
     real,
+    real_file,
     write_findings,
 )
 
@@ -122,3 +124,28 @@ def test_fixed_without_the_three_verdicts_is_not_believed(numbers):
     judged = proved(claim)
     assert (judged.verdict, judged.expected) == ("not reproduced", "fixed")
     assert judged.failed
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_library_is_of_the_release_beside_it_not_of_the_installed_one(tmp_path, monkeypatch, is_link):
+    monkeypatch.setattr(device, "version_of", lambda distribution: "0.20.2")
+    library = tmp_path / "unpacked/vllm/_C_stable_libtorch.abi3.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    given = library
+    if is_link:
+        given = tmp_path / "_C.so"
+        given.symlink_to(library)
+    assert real_file("vllm", given).of == "vLLM, unknown release, _C_stable_libtorch"
+    info = tmp_path / "unpacked/vllm-0.22.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.22.1\n")
+    assert real_file("vllm", given).of == "vLLM 0.22.1 _C_stable_libtorch"
+
+
+def test_a_library_that_lies_alone_is_of_no_known_release(tmp_path):
+    """Another vLLM in the same folder says nothing about it."""
+    info = tmp_path / "vllm-0.22.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.22.1\n")
+    assert real_file("vllm", tmp_path / "libraries/_C.abi3.so").of == "vLLM, unknown release, _C"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import sys
 import types
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import pytest
 
 from staleproof import device as devices
 from staleproof.harness.answers import answer
-from staleproof.harness.findings import Finding, finding
+from staleproof.harness.findings import Finding, finding, read_findings
 from staleproof.harness.questions import Question, Questions
 from staleproof.incidents import registry
 from staleproof.incidents.registry import INCIDENTS
@@ -68,3 +70,25 @@ def test_each_incident_has_a_number_a_notebook_and_questions():
     for name, about in INCIDENTS.items():
         assert (NOTEBOOKS / about.notebook).is_file()
         assert (Path(registry.__file__).parent / name / "questions.py").is_file()
+
+
+def test_a_title_is_the_heading_of_its_notebook():
+    for about in INCIDENTS.values():
+        cells = json.loads((NOTEBOOKS / about.notebook).read_text())["cells"]
+        heading = "".join(cells[0]["source"]).splitlines()[0]
+        assert heading == f"# {about.number:02} · {about.title}"
+
+
+@pytest.mark.parametrize("name", INCIDENTS)
+def test_remedies_that_were_tried_are_variants_of_the_questions_that_serve_them(name):
+    about = INCIDENTS[name]
+    found = read_findings(NOTEBOOKS.parent / "workbook/runs/nvidia-h200/findings.jsonl")
+    served = {f.variant for f in found if f.incident == name and f.question in about.served}
+    assert {*about.tried} <= served
+    assert {f.question for f in found if f.incident == name} >= {*about.served}
+
+
+def test_steps_are_what_a_run_says_it_does():
+    module = importlib.import_module("staleproof.incidents.scale_padding.questions")
+    assert registry.steps("scale_padding") == [f"scale_padding: {step}" for step in module.QUESTIONS.steps]
+    assert len(registry.steps("scale_padding")) == sum(len(row.subjects) for row in module.QUESTIONS.rows)

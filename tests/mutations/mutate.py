@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
 PAGE = CHECKOUT / "workbook" / "mutations.md"
 TIMEOUT_S = 600
-SAID = "said.txt"
+SAID, TOOK = "said.txt", "took.txt"
 # Forked from a process that has imported torch, which takes longer than most of the tests.
 FORKS = multiprocessing.get_context("forkserver")
 
@@ -73,12 +73,16 @@ class Edit:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an edit: :data:`RED`, :data:`SURVIVED`, :data:`GONE`, or why it shows nothing."""
+    """What became of an edit: :data:`RED`, :data:`SURVIVED`, :data:`GONE`, or why it shows nothing.
+
+    ``seconds`` passed meanwhile; ``cpu_s`` are the processor's, which do not depend on what else runs.
+    """
 
     edit: Edit
     state: str
     says: str
     seconds: float
+    cpu_s: float = 0.0
 
 
 def edits() -> list[Edit]:
@@ -119,12 +123,18 @@ def _child(root: str, names: Sequence[str], stop: bool) -> NoReturn:
     with open(SAID, "wb") as said:
         for stream in (1, 2):
             os.dup2(said.fileno(), stream)
-    if names[0].startswith("run "):
-        sys.exit(_ask(names[0]))
+    try:
+        sys.exit(_ask(names[0]) if names[0].startswith("run ") else _test(names, stop))
+    finally:
+        Path(root, TOOK).write_text(str(sum(os.times()[:4])))
+
+
+def _test(names: Sequence[str], stop: bool) -> int:
+    """The exit code of pytest for tests of the copy."""
     import pytest
 
     options = ["-q", "-p", "no:cacheprovider", "--tb=no", "-rfE", *(["-x"] if stop else [])]
-    sys.exit(int(pytest.main([*options, *(f"tests/{name}" for name in names)])))
+    return int(pytest.main([*options, *(f"tests/{name}" for name in names)]))
 
 
 def _ask(red: str) -> int:
@@ -168,6 +178,8 @@ def _start_server() -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "TRITON_INTERPRET": "1",
         "COLUMNS": "250",
+        # As many processes as cores run at a time: threads of torch would only wait for each other.
+        "OMP_NUM_THREADS": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     forkserver.ensure_running()
@@ -205,22 +217,42 @@ def tried(edit: Edit) -> Outcome:
         if text is None:
             return Outcome(edit, GONE, "", time.monotonic() - begin)
         file.write_text(text)
-        return Outcome(edit, *noticed(edit, root), time.monotonic() - begin)
+        state, says = noticed(edit, root)
+        took = root / TOOK
+        cpu_s = float(took.read_text()) if took.exists() else 0.0
+        return Outcome(edit, state, says, time.monotonic() - begin, cpu_s)
 
 
 def red_anyway(names: Sequence[str]) -> list[str]:
-    """Those of the named tests and verdicts that are red without any edit."""
+    """Those of the named tests that are red without any edit, or all of the named verdicts if theirs is.
+
+    Args:
+        names: tests, or verdicts of one variant of one question.
+    """
     with copied() as root:
-        verdicts = [name for name in names if name.startswith("run ")]
-        found = [name for name in verdicts if _run(root, name)[0] != 0]
-        tests = [name for name in names if name not in verdicts]
-        code, out = _run(root, *tests) if tests else (0, "")
-        if code != 0:
-            bad = re.findall(r"^(?:FAILED|ERROR) tests/(.*?)(?: - .*)?$", out, re.MULTILINE)
-            # A file, or a test without its parameters, stands for all in it.
-            ours = [name for name in tests if any(one.startswith(name) for one in bad)]
-            found += ours or [f"exit {code}: {out.splitlines()[-1]}"]
-        return found
+        if names[0].startswith("run "):
+            return [*names] if _run(root, names[0])[0] != 0 else []
+        code, out = _run(root, *names)
+        if code == 0:
+            return []
+        bad = re.findall(r"^(?:FAILED|ERROR) tests/(.*?)(?: - .*)?$", out, re.MULTILINE)
+        # A file, or a test without its parameters, stands for all in it.
+        ours = [name for name in names if any(one.startswith(name) for one in bad)]
+        return ours or [f"exit {code}: {out.splitlines()[-1]}"]
+
+
+def unedited(names: Sequence[str], parts: int) -> list[Sequence[str]]:
+    """What to run without an edit, in groups for :func:`red_anyway`: each asks a verdict once.
+
+    >>> unedited(["run a | q | v | nan", "run a | q | v | wrong", "x.py", "y.py", "z.py"], 2)
+    [['run a | q | v | nan', 'run a | q | v | wrong'], ['x.py', 'z.py'], ['y.py']]
+    """
+    asked: dict[str, list[str]] = {}
+    for name in names:
+        if name.startswith("run "):
+            asked.setdefault(name.rpartition(" | ")[0], []).append(name)
+    tests = [name for name in names if not name.startswith("run ")]
+    return [*asked.values(), *filter(None, (tests[first::parts] for first in range(parts)))]
 
 
 def chosen(words: Sequence[str]) -> list[Edit]:
@@ -272,16 +304,18 @@ def main(words: Sequence[str]) -> int:
         done += 1
         state = f"{outcome.state:<10}" if outcome.state == RED else outcome.state.upper()
         print(
-            f"{done:>3}/{len(wanted)} {state} {outcome.seconds:5.1f} s  {edit.file}: {edit.breaks}",
+            f"{done:>3}/{len(wanted)} {state} {outcome.seconds:5.1f} s, {outcome.cpu_s:5.1f} of CPU  "
+            f"{edit.file}: {edit.breaks}",
             flush=True,
         )
         return outcome
 
+    names = [*dict.fromkeys(edit.red for edit in wanted)]
     with ThreadPoolExecutor(workers) as pool:
+        # The longest first, so that no worker is left with one of them at the end.
+        without = [pool.submit(red_anyway, part) for part in unedited(names, workers)]
         outcomes = [*pool.map(told, wanted)]
-        names = [*dict.fromkeys(edit.red for edit in wanted)]
-        print(f"the {len(names)} tests and verdicts without an edit")
-        anyway = {name for part in pool.map(red_anyway, _parts(names, workers)) for name in part}
+        anyway = {name for part in without for name in part.result()}
     table = Table("file", "the edit", "result", "what the test said")
     for outcome in outcomes:
         state = "red without it" if outcome.edit.red in anyway else outcome.state
@@ -291,17 +325,14 @@ def main(words: Sequence[str]) -> int:
     good = sum(o.state == RED and o.edit.red not in anyway for o in outcomes)
     for name in sorted(anyway):
         print(f"red without an edit: {name}")
-    print(f"{good} of {len(outcomes)} edits noticed, {time.monotonic() - begin:.0f} s, {workers} at a time")
+    seconds, cpu_s = time.monotonic() - begin, sum(outcome.cpu_s for outcome in outcomes)
+    print(f"{good} of {len(outcomes)} edits noticed, {seconds:.0f} s, {workers} at a time; CPU {cpu_s:.0f} s")
     if good < len(outcomes) or anyway:
         return 1
     if not words:
         PAGE.write_text(page(outcomes))
         print(f"written: {PAGE.relative_to(CHECKOUT)}")
     return 0
-
-
-def _parts(names: Sequence[str], count: int) -> list[Sequence[str]]:
-    return [part for part in (names[first::count] for first in range(count)) if part]
 
 
 if __name__ == "__main__":

@@ -32,6 +32,11 @@ def test_every_edit_applies():
     assert twice == []
 
 
+def test_a_verdict_is_asked_once_without_an_edit():
+    names = ["run a | q | v | nan", "run a | q | v | wrong", "run a | q | w | nan", "x.py", "y.py", "z.py"]
+    assert mutate.unedited(names, 2) == [names[:2], [names[2]], ["x.py", "z.py"], ["y.py"]]
+
+
 def test_every_test_that_is_named_exists():
     for edit in EDITS:
         if edit.red.startswith("run "):

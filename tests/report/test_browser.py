@@ -151,7 +151,8 @@ def test_tables_wrap_on_a_phone(browser, report):
         )
         assert wide == []
         # Each value says which column it is of.
-        labels = "[...document.querySelectorAll('#triage tbody tr:first-child td')].map((one) => one.dataset.label)"
+        cells = "[...document.querySelectorAll('#triage tbody tr:first-child td')]"
+        labels = cells + ".map((one) => one.dataset.label)"
         assert "Do now" in seen.page.evaluate(labels)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import subprocess
 import sys
 from dataclasses import replace
@@ -66,36 +64,6 @@ def test_a_comparison_says_whether_all_verdicts_match(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "mismatch        a, q, v: clean / leaked" in out
     assert "clear, ours, graph, live 1: 2 us (p20 1.9, p80 2.2) -> 2 (1.00)" in out
-
-
-def test_in_a_terminal_there_is_a_table_and_a_status_line():
-    """A terminal of its own; elsewhere neither is printed."""
-    code = (
-        "from staleproof.harness.findings import finding\nfrom staleproof.report import terminal\n"
-        "with terminal.progress() as say:\n    say('[step] one')\n    import time; time.sleep(0.3)\n"
-        "terminal.print_verdicts([finding('a', 'q', 'v', 'clean')], [])\n"
-    )
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
-    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert plain.returncode == 0, plain.stderr
-    assert "[step] one" not in plain.stdout
-    assert "\n-  --------  -----\n" in plain.stdout
-    ours, theirs = pty.openpty()
-    with subprocess.Popen([sys.executable, "-c", code], stdout=theirs, env=environment):
-        os.close(theirs)
-        drawn = b""
-        while True:
-            try:
-                chunk = os.read(ours, 4096)
-            except OSError:  # Linux says so that the other end is closed
-                break
-            drawn += chunk
-            if not chunk:
-                break
-    os.close(ours)
-    text = drawn.decode()
-    assert "[step] one" in text
-    assert "│ v       │" in text
 
 
 def test_the_output_needs_none_of_the_extra():

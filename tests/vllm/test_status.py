@@ -59,14 +59,32 @@ def _states(capsys) -> dict[str, str]:
     return {row["patch"]: row["state"] for row in json.loads(capsys.readouterr().out)["patches"]}
 
 
-def test_a_release_of_the_table_is_affected_and_not_patched(capsys):
+def test_patches_of_a_release_that_is_not_installed_would_apply(capsys):
     assert cli.main(["patches", "--version", "0.18.1"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("vLLM 0.18.1, recorded probes of its source\n")
-    assert "affected    mla_padding        mla_padding" in text
+    assert "would apply  mla_padding        mla_padding" in text
+    assert "affected " not in text
     assert "divides by a sum that is 0 in an empty row" in text
     assert "applied" not in text
     assert "patched" not in text
+
+
+@pytest.mark.parametrize("version", ["0.18", "v0.18", "0.18.1", "v0.18.1", " 0.18.1"])
+def test_a_series_is_its_last_release_and_says_so(capsys, version):
+    assert cli.main(["patches", "--version", version]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("vLLM 0.18.1, recorded probes")
+    assert (f"note: {version} is read as 0.18.1, the last of that series" in text) is (
+        version.count(".") == 1
+    )
+
+
+def test_a_terminal_cuts_no_word_of_the_evidence():
+    given = status.answer("0.18.1")
+    wide, narrow = status.as_text(given), status.as_text(given, 80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert narrow.split() == [word for word in wide.split() if word]
 
 
 def test_json(capsys):
@@ -101,7 +119,7 @@ def test_exit_3_if_something_needed_is_refused(monkeypatch, capsys, arguments, p
     ("arguments", "line"),
     [
         (["--version", "0.18.1+custom"], "is not a release, but a build of its own"),
-        (["--version", "0.22"], "name one of 0.22.0, 0.22.1"),
+        (["--version", "0.99"], "is not a release we know"),
         (["--explain", "mla"], "unknown patch 'mla'; known: mla_padding"),
     ],
 )

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -83,6 +84,25 @@ def real(distribution: str, what: str = "") -> Evidence:
     name = _SPELLING.get(distribution, distribution)
     version = device.version_of(distribution) or ""
     return Evidence(Grade.REAL, " ".join(filter(None, (name, version, what))))
+
+
+def real_file(distribution: str, file: Path) -> Evidence:
+    """Third-party code in a file, which need not be of the installed release.
+
+    Args:
+        distribution: name on the package index, and of the folder that the file is in.
+        file: e.g. a compiled library. Its release is that of the distribution beside its folder.
+
+    >>> real_file("vllm", Path("somewhere/_C.abi3.so")).of
+    'vLLM, unknown release, _C'
+    """
+    file = file.resolve()
+    name, what = _SPELLING.get(distribution, distribution), file.name.partition(".")[0]
+    for folder in file.parents:
+        if folder.name == distribution:
+            for found in importlib.metadata.distributions(name=distribution, path=[str(folder.parent)]):
+                return Evidence(Grade.REAL, f"{name} {found.version} {what}")
+    return Evidence(Grade.REAL, f"{name}, unknown release, {what}")
 
 
 @dataclass(frozen=True)
@@ -309,7 +329,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise RunFileError(f"{path}: cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RunFileError(f"{path}: cannot be read: {why}") from error
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         try:

@@ -295,26 +295,40 @@ def benchmark_rows(path: Path) -> Iterator[dict[str, Any]]:
         yield measured | {"benchmark": path.stem, "source_digest": file_digest(path)}
 
 
-def print_rows(rows: Sequence[dict[str, Any]], *, baseline: str) -> None:
+# Columns of a provider's name in a terminal of 80.
+NARROW = 33
+
+
+def print_rows(rows: Sequence[dict[str, Any]], *, baseline: str, width: int | None = None) -> None:
     """Print rows as a table.
 
     Args:
         rows: as :func:`row` makes them.
         baseline: the provider that the last column divides by: in the same case if it was measured
             there, otherwise in the same mode.
+        width: columns of a terminal. If a row does not fit, mode and case stand above their rows.
     """
     ratio_name = "x ours" if baseline == "staleproof" else f"x {baseline}"
-    print(
-        f"{'mode':<52} {'case':<16} {'provider':<34} {'p50 us':>9} {'p20':>9} {'p80':>9} "
-        f"{'TB/s':>6} {ratio_name:>7}"
-    )
+    numbers = f"{'p50 us':>9} {'p20':>9} {'p80':>9} {'TB/s':>6} {ratio_name:>7}"
+    head = f"{'mode':<52} {'case':<16} {'provider':<34} {numbers}"
+    is_narrow = width is not None and width < len(head)
+    print(f"{'provider':<{NARROW}} {numbers}" if is_narrow else head)
     ours = {r["mode"]: r["p50"] for r in rows if r["provider"] == baseline}
     ours |= {(r["mode"], r["x_value"]): r["p50"] for r in rows if r["provider"] == baseline}
+    above = ""
     for r in rows:
         base = ours.get((r["mode"], r["x_value"]), ours.get(r["mode"]))
         ratio = f"{r['p50'] / base:7.2f}" if base else "      -"
         rate = r["bytes"] / r["p50"] / 1e6
-        print(
-            f"{r['mode']:<52} {r['x_name'] + ' ' + str(r['x_value']):<16} {r['provider']:<34} "
-            f"{r['p50']:9.2f} {r['p20']:9.2f} {r['p80']:9.2f} {rate:6.2f} {ratio}"
-        )
+        values = f"{r['p50']:9.2f} {r['p20']:9.2f} {r['p80']:9.2f} {rate:6.2f} {ratio}"
+        case = f"{r['x_name']} {r['x_value']}"
+        if not is_narrow:
+            print(f"{r['mode']:<52} {case:<16} {r['provider']:<34} {values}")
+            continue
+        if above != (above := f"{r['mode']}, {case}"):
+            print(f"\n{above}")
+        name = r["provider"]
+        if len(name) > NARROW:
+            print(name)
+            name = ""
+        print(f"{name:<{NARROW}} {values}")

@@ -298,6 +298,11 @@ class Questions:
         self.incident = incident
         self.rows = rows
 
+    @property
+    def steps(self) -> list[str]:
+        """What :meth:`run` asks, one name a line of progress."""
+        return [", ".join(filter(None, (row.name, variant))) for row in self.rows for variant in row.subjects]
+
     def run(self, device: str, progress: Progress = _silent) -> Generator[Finding]:
         """Ask every question, yielding each finding as soon as it is there.
 
@@ -308,12 +313,11 @@ class Questions:
             device: ``"cpu"`` or ``"cuda"``.
             progress: takes one line about the step that begins.
         """
-        steps = [(row, variant) for row in self.rows for variant in row.subjects]
+        asked = [(row, variant) for row in self.rows for variant in row.subjects]
         try:
             begun = _begin(self.rows, device)
-            for number, (row, variant) in enumerate(steps, 1):
-                what = ", ".join(filter(None, (row.name, variant)))
-                progress(f"{self.incident} {number}/{len(steps)}: {what}")
+            for number, (step, (row, variant)) in enumerate(zip(self.steps, asked, strict=True), 1):
+                progress(f"{self.incident} {number}/{len(asked)}: {step}")
                 yield from self._put(row, variant, device, begun)
         finally:
             children.end_all()

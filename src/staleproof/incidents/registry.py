@@ -14,26 +14,49 @@ if TYPE_CHECKING:
 
 
 class Incident(NamedTuple):
-    """What ``staleproof list`` prints about one incident."""
+    """What ``staleproof list`` and ``staleproof run`` print about one incident, beside its symptom.
+
+    The symptom is the triage table's: :func:`staleproof.triage.symptom`.
+
+    Attributes:
+        number: its chapter.
+        title: the heading of its notebook.
+        notebook: file name in ``notebooks/``.
+        summary: the cause in one sentence.
+        served: questions that put remedies into service.
+        tried: variants of these questions that were tried as remedies, upstream or by users.
+    """
 
     number: int
     title: str
     notebook: str
     summary: str
+    served: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
 
 
 INCIDENTS: dict[str, Incident] = {
     "mla_padding": Incident(
         number=1,
-        title="NaN from empty rows of MLA decode",
+        title="NaN from the empty rows of MLA decode",
         notebook="01_mla_padding.ipynb",
         summary="no kernel writes the output row of a padding slot, and a real token reads it",
+        served=("served, torch.max",),
+        tried=(
+            "zeros_once_per_layer",
+            "zeros_before_zero_by_zero",
+            "one_shared_buffer",
+            "clears_nothing_q_len_4",
+            "pad_with_seq_len_1",
+        ),
     ),
     "decode_buffer": Incident(
         number=2,
-        title="the out-of-memory that the first fix caused",
+        title="The out-of-memory that the first fix caused",
         notebook="02_decode_buffer_oom.ipynb",
         summary="a buffer a layer in a branch that the memory profile never takes",
+        served=("server", "overlap", "other_model", "growth", "threads"),
+        tried=("zeros_per_layer", "zeros_before_profile", "module_singleton"),
     ),
     "moe_routing": Incident(
         number=3,
@@ -46,14 +69,28 @@ INCIDENTS: dict[str, Incident] = {
         title="KV blocks that were Mamba state",
         notebook="04_kv_reuse.ipynb",
         summary="a block changes hands unzeroed, and a mask multiplies what it held by 0",
+        served=("served with prefix caching", "served without prefix caching"),
+        tried=("zero_on_free", "zero_hits_too", "zero_mamba_only"),
     ),
     "scale_padding": Incident(
         number=5,
-        title="what the revert blamed, and what it was",
+        title="The revert: what it blamed, and what it was",
         notebook="05_the_revert.ipynb",
         summary="int64 ids make no NaN; scale padding, the null block and a neighbour's row do",
     ),
 }
+
+
+def steps(incident: str) -> list[str]:
+    """What a run of one incident asks, one name a line of progress. Imports the incident's questions.
+
+    >>> steps("scale_padding")[0].startswith("scale_padding: ")
+    True
+    """
+    if not device.has_triton():
+        return []
+    questions = importlib.import_module(f"staleproof.incidents.{incident}.questions").QUESTIONS
+    return [f"{incident}: {step}" for step in questions.steps]
 
 
 def put_questions(incident: str, device_name: str, progress: Callable[[str], None]) -> Generator[Finding]:

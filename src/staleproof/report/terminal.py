@@ -1,29 +1,110 @@
-"""What the commands print. Needs rich, and nothing of the extra ``workbook``."""
+"""What the commands print. Needs rich, and nothing of the extra ``workbook``.
+
+All of it goes through one console: a line printed past the one that draws the status line would be
+written into that line.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from staleproof import device
-from staleproof.harness import environment, predictions, recorded
-from staleproof.harness.findings import Finding
-from staleproof.harness.recorded import Run
-from staleproof.report import matrix
+from staleproof.harness import environment, kept, predictions, recorded
+from staleproof.report import conclusion, matrix
+from staleproof.report.progress import Clock, clock_text
+
+if TYPE_CHECKING:
+    from staleproof.harness.findings import Finding
+    from staleproof.harness.recorded import Run
 
 Say = Callable[[str], None]
 
 
+@cache
+def console() -> Console:
+    """The one console of this process."""
+    return Console(highlight=False)
+
+
+def width() -> int | None:
+    """Columns of the terminal; ``None`` if the output goes elsewhere."""
+    return console().width if console().is_terminal else None
+
+
+def say(text: str = "", style: str = "") -> None:
+    """Print lines: in a terminal wrapped between words, elsewhere as they are."""
+    lines = text.split("\n")
+    if console().is_terminal:
+        lines = [part for line in lines for part in _wrapped(line)]
+    console().print(Text("\n".join(lines), style), soft_wrap=True)
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line in pieces that fit the terminal. What continues it is indented; a path is not cut."""
+    width = console().width
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return (
+        textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+            replace_whitespace=False,
+        )
+        if len(line) > width
+        else [line]
+    )
+
+
+class _Times(ProgressColumn):
+    """Elapsed time, and the remaining time of a run with a clock."""
+
+    def __init__(self, clock: Clock | None) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def render(self, task: Task) -> Text:
+        left = f", {self.clock.left()}" if self.clock else ""
+        return Text(f"{clock_text(task.elapsed or 0.0)}{left}")
+
+
 @contextmanager
-def progress() -> Iterator[Say]:
-    """A status line in a terminal, nothing elsewhere."""
-    with Console().status("") as status:
-        yield lambda line: status.update(Text(line))
+def progress(clock: Clock | None = None) -> Iterator[Say]:
+    """A status line with the elapsed time in a terminal, nothing elsewhere.
+
+    Args:
+        clock: of a run whose steps are known; its next step begins with each line.
+    """
+    what = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
+    columns = SpinnerColumn(), what, _Times(clock)
+    # Elsewhere than in a terminal rich would write an empty line when it ends.
+    shown = Progress(*columns, console=console(), transient=True, expand=True, refresh_per_second=4)
+    with shown if console().is_terminal else nullcontext():
+        task = shown.add_task("", total=None)
+
+        def update(line: str) -> None:
+            if clock is not None:
+                clock.begin()
+            shown.update(task, description=line)
+
+        try:
+            yield update
+        finally:
+            if clock is not None:
+                clock.end()
 
 
 def print_machine(more: Sequence[environment.Capability]) -> None:
@@ -41,12 +122,12 @@ def print_machine(more: Sequence[environment.Capability]) -> None:
         **environment.packages(),
     }
     for name, value in rows.items():
-        typer.echo(f"{name:<20}{value or 'not installed'}")
-    typer.echo("")
+        say(f"{name:<20}{value or 'not installed'}")
+    say()
     for found in (*environment.capabilities(), *more):
-        typer.echo(f"{'yes ' if found.available else 'skip'}  {found.name:<20}{found.detail}")
+        say(f"{'yes ' if found.available else 'skip'}  {found.name:<20}{found.detail}")
     for warning in environment.warnings():
-        typer.echo(f"\nwarning: {warning}")
+        say(f"\nwarning: {warning}")
 
 
 def finding_text(found: Finding) -> str:
@@ -77,51 +158,83 @@ def row_text(row: Mapping[str, Any]) -> str:
     )
 
 
-def print_verdicts(findings: Sequence[Finding], runs: Sequence[Run]) -> None:
-    """Print the verdict matrix, and for each recorded run how many verdicts it shares."""
-    console = Console()
-    typer.echo("")
-    if console.is_terminal:
-        for table in matrix.tables(findings):
-            console.print(table)
-        for line in (*matrix.absences(findings), matrix.counts(findings)):
-            typer.echo(line)
-    else:
-        typer.echo(matrix.text(findings))
+def print_verdicts(findings: Sequence[Finding], runs: Sequence[Run], verbose: bool = False) -> None:
+    """Print the conclusion about each incident, then for each recorded run how many verdicts it shares.
+
+    Args:
+        findings: of one run.
+        runs: recorded runs to compare with.
+        verbose: print the verdict matrices after it, and each question that was not run.
+    """
+    say()
+    wide = console().width if console().is_terminal else 100
+    say(conclusion.text(findings, wide))
     incidents = {found.incident for found in findings}
     for run in runs:
         beside = recorded.compare(findings, (f for f in run.findings if f.incident in incidents))
-        typer.echo(f"RECORDED  {run.title}\n          {beside.summary}")
+        if beside.match or beside.mismatch:
+            say(f"RECORDED  {run.title}\n          {beside.summary}")
+    if not verbose:
+        return
+    say()
+    if console().is_terminal:
+        for table in matrix.tables(findings, wide):
+            console().print(table)
+        say("\n".join(matrix.absences(findings)))
+    else:
+        say(matrix.text(findings))
+
+
+def print_kept(path: Path, findings: Sequence[Finding]) -> None:
+    """Print where the findings of a run are, and of which source those beside them in the file are."""
+    here = Path.cwd()
+    say(f"findings  {path.relative_to(here) if path.is_relative_to(here) else path}")
+    new = {found.key for found in findings}
+    for line in kept.origins(found for found in kept.read_kept(path) if found.key not in new):
+        say(f"kept      {line}")
 
 
 def print_comparison(first: Run, second: Run) -> bool:
-    """Print where two runs differ, verdicts before timings. Returns whether all verdicts match."""
-    typer.echo(f"first   {first.title}\nsecond  {second.title}\n")
+    """Print whether two runs say the same, and where not: verdicts before timings.
+
+    Returns:
+        Whether all verdicts that both have are the same.
+    """
     verdicts = recorded.compare(first.findings, second.findings)
+    timings = recorded.compare_timings(first, second)
+    same = "the same verdicts" if not verdicts.mismatch else "DIFFERENT VERDICTS"
+    say(f"{same}: {verdicts.summary}")
+    if timings:
+        ratios = [ratio for _, ratio in timings]
+        low, high = min(ratios), max(ratios)
+        say(f"{len(ratios)} timings, second / first: {low:.2f} to {high:.2f}, median {median(ratios):.2f}")
+    say(f"first   {first.title}\nsecond  {second.title}\n")
     for key, (a, b) in verdicts.mismatch.items():
-        typer.echo(f"mismatch        {', '.join(key)}: {a} / {b}")
+        say(f"mismatch        {', '.join(key)}: {a} / {b}")
     for where, keys in (
         ("only in first", verdicts.only_first),
         ("only in second", verdicts.only_second),
         ("in neither", verdicts.neither),
     ):
         for key in keys:
-            typer.echo(f"{where:<14}  {', '.join(key)}")
-    typer.echo(verdicts.summary)
-    timings = recorded.compare_timings(first, second)
+            say(f"{where:<14}  {', '.join(key)}")
     if timings:
-        typer.echo("\ntimings, first -> second (second / first)")
+        say("\ntimings, first -> second (second / first)")
     for row, ratio in timings:
-        typer.echo(f"{row_text(row)} -> {row['p50_second']:.4g} ({ratio:.2f})")
+        say(f"{row_text(row)} -> {row['p50_second']:.4g} ({ratio:.2f})")
     return not verdicts.mismatch
 
 
 def print_predicted(run: Run) -> bool:
-    """Print what became of each prediction, the refuted first. Returns whether none is refuted."""
+    """Print what became of the predictions: the counts, then each, the refuted first.
+
+    Returns:
+        Whether none is refuted.
+    """
     found = predictions.of_run(predictions.read(), run)
-    typer.echo(f"{run.title}\n")
-    for outcome in found:
-        typer.echo(outcome.text)
     states = [outcome.state for outcome in found]
-    typer.echo(", ".join(f"{states.count(state)} {state}" for state in predictions.STATES))
+    say(", ".join(f"{states.count(state)} {state}" for state in predictions.STATES))
+    say(f"{run.title}\n")
+    for outcome in found:
+        say(outcome.text)
     return predictions.REFUTED not in states

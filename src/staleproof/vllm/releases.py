@@ -79,6 +79,17 @@ def kind(version: str) -> str | None:
     return "not a version"
 
 
+def last_of_series(version: str) -> str:
+    """Return the last release of a series, e.g. of 0.18; any other version as it is, without a ``v``.
+
+    >>> last_of_series("v0.18"), last_of_series("0.18.0+cu129"), last_of_series("0.99")
+    ('0.18.1', '0.18.0+cu129', '0.99')
+    """
+    version = version.strip().removeprefix("v")
+    series = [name for name in table() if name.startswith(f"{version}.")] if version.count(".") == 1 else []
+    return max(series, key=numbers, default=version)
+
+
 def release(version: str) -> str:
     """Return the release of the table that a version string names, or is a build of.
 

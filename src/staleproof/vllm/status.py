@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from staleproof.vllm.patches import NOTEBOOKS
 from staleproof.vllm.plugin import AFFECTED, REFUSED, WILL, Decision, base, decisions, patches
-from staleproof.vllm.releases import release, table
+from staleproof.vllm.releases import last_of_series, release, table
 from staleproof.vllm.sources import PatchError, installed
 
 GROUP, NAME = "vllm.general_plugins", "staleproof"
@@ -32,6 +32,10 @@ def inactive() -> str | None:
     if chosen is not None and NAME not in [name.strip() for name in chosen.split(",")]:
         return f"VLLM_PLUGINS={chosen} leaves {NAME} out"
     return None
+
+
+# What a patch would do to a release that is not installed here.
+WOULD = "would apply"
 
 
 class Answer(NamedTuple):
@@ -56,12 +60,14 @@ def answer(version: str | None = None) -> Answer:
     Raises:
         PatchError: an unknown version, no vLLM, or an unknown name in ``STALEPROOF_PATCHES``.
 
-    >>> answer("0.28.0").decided[0].state
-    'affected'
+    >>> answer("0.28.0").decided[0].state, answer("v0.18").version
+    ('would apply', '0.18.1')
     """
     if version is not None:
-        decided = decisions(version)
-        return Answer(version, False, decided, [f"advice: {advice(decided, release(version))}"])
+        name = release(last_of_series(version))
+        decided = [replace(d, state=WOULD) if d.state == AFFECTED else d for d in decisions(name)]
+        notes = [] if name in version else [f"note: {version} is read as {name}, the last of that series"]
+        return Answer(name, False, decided, [*notes, f"advice: {advice(decided, name)}"])
     version, sources = installed()
     decided, of, why = decisions(version, sources), base(version), inactive()
     notes = [f"note: {of.unknown}"] if of.unknown else []
@@ -113,8 +119,13 @@ def advice(decided: Sequence[Decision], release: str | None) -> str:
     return f"{text}; {best or 'no later release has fewer'}"
 
 
-def as_text(given: Answer) -> str:
+def as_text(given: Answer, width: int | None = None) -> str:
     """Format an answer as a table: state, patch, incident, and the evidence or the reason.
+
+    Args:
+        given: the answer.
+        width: columns of a terminal. The evidence then stands below its patch, and no word is cut;
+            ``None`` puts a patch on a line.
 
     >>> print(as_text(Answer("0.20.2", False, [], ["advice: none"])))
     vLLM 0.20.2, recorded probes of its source
@@ -128,11 +139,30 @@ def as_text(given: Answer) -> str:
     rows = [["state", "patch", "incident", "evidence"]]
     rows += [[d.state, d.patch.name, d.patch.incident, d.why] for d in given.decided]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    rows.insert(1, ["-" * width for width in (*widths, 8)])
-    lines = [
-        "  ".join((*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])) for row in rows
-    ]
-    return "\n".join([f"vLLM {given.version}, {origin}", "", *lines, "", *given.notes])
+    rows.insert(1, ["-" * size for size in (*widths, 8)])
+    lines = []
+    for row in rows:
+        first = "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=False))
+        if width is None or len(first) + 2 + len(row[3]) <= width:
+            lines.append(f"{first}  {row[3]}")
+        else:
+            lines += [first.rstrip(), *_wrapped(row[3], width, "    ")]
+    notes = [part for note in given.notes for part in _wrapped(note, width)]
+    return "\n".join([f"vLLM {given.version}, {origin}", "", *lines, "", *notes])
+
+
+def _wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
+    """Text in lines of a width, broken between words only; as it is without a width."""
+    if width is None:
+        return [text]
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def as_json(given: Answer) -> str:
@@ -140,7 +170,7 @@ def as_json(given: Answer) -> str:
 
     >>> row = json.loads(as_json(answer("0.20.2")))["patches"][0]
     >>> row["state"], row["needed"], row["requires"], row["targets"][0].rpartition(".")[2]
-    ('affected', True, [], 'forward_mqa')
+    ('would apply', True, [], 'forward_mqa')
     """
     rows = [
         {

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from staleproof.incidents.moe_routing import broken, scene
+from staleproof.incidents.moe_routing import broken, fp8, questions, scene
 from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.scene import LIVE, OURS, RoutingCase
 
@@ -72,3 +72,15 @@ def test_remedies_see_the_padding_and_the_consumer_its_memory(device: str) -> No
     guarded = scene.serve(RoutingCase(guard=True), device)
     assert (over_zeros.wild_reads, guarded.wild_reads) == (0, 0)
     assert scene.serve(RoutingCase(), device).wild_reads == 3 * 9
+
+
+def test_evidence_names_the_release_of_the_library_that_is_loaded(tmp_path, monkeypatch):
+    for variable, library in ((scene.VLLM_FP8_VARIABLE, "_C"), (scene.VLLM_VARIABLE, "_moe_C")):
+        monkeypatch.setenv(variable, str(tmp_path / f"vllm/{library}.abi3.so"))
+    info = tmp_path / "vllm-0.22.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.22.1\n")
+    asked = {name: fp8.evidence(wall).of for name, wall in fp8.FIREWALLS.items()}
+    assert asked["one scale, vLLM's op"] == asked["a scale a token, vLLM's op"] == "vLLM 0.22.1 _C"
+    assert {of for name, of in asked.items() if "vLLM" not in name} == {""}
+    assert questions._selector_evidence(questions.SELECTORS[scene.VLLM]).of == "vLLM 0.22.1 _moe_C"

@@ -10,7 +10,7 @@ import torch
 
 from staleproof.evidence.rows import Verdict, bad_rows
 from staleproof.harness.answers import Answer, answer
-from staleproof.harness.findings import REPLICA, Evidence, real
+from staleproof.harness.findings import REPLICA, Evidence
 from staleproof.incidents.moe_routing import broken, scene
 from staleproof.incidents.moe_routing.batch import rows_with_duplicates
 
@@ -75,4 +75,4 @@ def unavailable_reason(firewall: Firewall, device: str) -> str | None:
 
 def evidence(firewall: Firewall) -> Evidence:
     """Whose code it is."""
-    return real("vllm", "_C") if firewall in _THEIRS else REPLICA
+    return scene.vllm_evidence(scene.VLLM_FP8_VARIABLE) if firewall in _THEIRS else REPLICA

@@ -78,7 +78,7 @@ def needs_vllm(selector: Selector, device: str) -> str | None:
 
 def _selector_evidence(selector: Selector) -> Evidence:
     if selector is SELECTORS[scene.VLLM]:
-        return real("vllm", "_moe_C")
+        return scene.vllm_evidence()
     return real("torch", "topk") if selector is SELECTORS[scene.TORCH] else REPLICA
 
 

@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from staleproof.evidence.rows import bad_rows
+from staleproof.harness.findings import Evidence, real_file
 from staleproof.incidents.moe_routing import broken, consumer
 from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.broken import REMEDIES
@@ -102,6 +104,11 @@ def vllm_ops(variable: str = VLLM_VARIABLE) -> Any:
     """The operators of a compiled library of vLLM, whose path is in an environment variable."""
     torch.ops.load_library(os.environ[variable])
     return torch.ops._moe_C if variable == VLLM_VARIABLE else torch.ops._C
+
+
+def vllm_evidence(variable: str = VLLM_VARIABLE) -> Evidence:
+    """Which release of vLLM the library is of that an environment variable names."""
+    return real_file("vllm", Path(os.environ[variable]))
 
 
 def select_vllm(given: RouterInput, top_k: int) -> Routed:

@@ -1,0 +1,165 @@
+"""What a run says about each incident: symptom, cause, which remedy fails where, which holds, what next.
+
+>>> from staleproof.harness.findings import off_on_off
+>>> fix = off_on_off("kv_reuse", "BlockZeroer", off="NaN", on="clean", off_again="NaN", wrong=None)
+>>> [line for line in text([fix]).splitlines() if line.startswith("  fixed")]
+['  fixed    BlockZeroer']
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from staleproof.harness.findings import FIXED, NOT_RUN, OFF_ON_OFF, Finding
+from staleproof.incidents.registry import INCIDENTS, Incident
+from staleproof.report import matrix
+from staleproof.triage import symptom
+
+# Verdicts of a remedy in service that show no fault.
+SOUND = {"clean", "lives", "separate", "right shape", "safe", "refused"}
+# Questions of incident 5: one remedy each, put to every cause.
+MATRIX = "matrix, "
+SHOWN = 5
+# Of incidents that are in no registry: the questions to a whole vLLM.
+_UNKNOWN = Incident(0, "", "", "")
+
+
+def text(findings: Sequence[Finding], width: int = 80) -> str:
+    """The conclusion about each incident, then one line for all that was not run.
+
+    Args:
+        findings: of one run.
+        width: columns; words are not cut.
+    """
+    checked = [matrix.as_shown(found) for found in findings]
+    lines: list[str] = []
+    for incident in dict.fromkeys(found.incident for found in checked):
+        lines += [*_incident(incident, [f for f in checked if f.incident == incident], width), ""]
+    if len({found.incident for found in checked}) > 1:
+        lines.append(matrix.counts(checked))
+    return "\n".join([*lines, *not_run_line(checked, width)])
+
+
+def not_run_line(findings: Sequence[Finding], width: int = 80) -> list[str]:
+    """One line for all that was not run, with the reasons that fit; no line if everything ran."""
+    reasons = Counter(found.note or "no reason given" for found in findings if not found.ran)
+    if not reasons:
+        return []
+    line, rest = f"{NOT_RUN}:", reasons.total()
+    for why, count in reasons.most_common():
+        more = f"{line}{'' if line[-1] == ':' else ','} {count} {why}"
+        if len(more) + len(f", {rest - count} other (-v)") > width:
+            break
+        line, rest = more, rest - count
+    comma = "" if line[-1] == ":" else ","
+    return [line + (f"{comma} {rest} other (-v)" if rest else " (-v lists them)")[: width - len(line)]]
+
+
+def _incident(name: str, findings: Sequence[Finding], width: int) -> Iterable[str]:
+    """The conclusion about one incident."""
+    about = INCIDENTS.get(name, _UNKNOWN)
+    ran = [found for found in findings if found.ran]
+    yield f"{name}: {about.title}" if about.title else name
+    whose = f"{matrix.provenance(ran)}, asked of: {matrix.grades(ran).replace('+', ', ')}"
+    verdicts = _field("verdicts", matrix.counts(findings) + (f" ({whose})" if ran else ""), width)
+    if not ran:
+        # Nothing may be said about what did not run.
+        yield from verdicts
+        return
+    unexpected = [f"{f.question}, {f.variant}: {f.verdict}, expected {f.expected}" for f in ran if f.failed]
+    shown = [*unexpected[:SHOWN], *([f"and {len(unexpected) - SHOWN} more"] if unexpected[SHOWN:] else [])]
+    if unexpected:
+        yield from _field("wrong", "; ".join(shown), width)
+    yield from _field("symptom", symptom_of(name), width)
+    yield from _field("cause", about.summary + ("; not confirmed by this run" if unexpected else ""), width)
+    yield from _field("fails", "; ".join(_failing(about, ran)), width)
+    yield from _field("fixed", _fixed(ran) or "no fix was shown to hold by this run", width)
+    yield from verdicts
+    for number, step in enumerate(_next(name, about, bool(unexpected))):
+        yield from _field("" if number else "next", step, width)
+
+
+def symptom_of(incident: str) -> str:
+    """What an operator sees, as the triage table says it; empty for what is no incident of the table."""
+    try:
+        return symptom(incident)
+    except ValueError:
+        return ""
+
+
+def _field(name: str, said: str, width: int) -> list[str]:
+    if not said:
+        return []
+    first = f"  {name:<9}"
+    return textwrap.wrap(
+        said,
+        width,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        **WORDS_WHOLE,  # type: ignore[arg-type]
+    )
+
+
+WORDS_WHOLE: Mapping[str, bool] = {"break_long_words": False, "break_on_hyphens": False}
+
+
+def _split(variant: str) -> tuple[str, str]:
+    """A remedy and the case it was put into: ``zero_on_free``, ``with prefix caching``."""
+    name, _, where = variant.partition(", ")
+    return name, where
+
+
+def _failing(about: Incident, ran: Iterable[Finding]) -> list[str]:
+    """Each remedy that leaves a fault, with the cases in which it does and what is seen there."""
+    cases: dict[str, dict[str, str]] = {}
+    cures: dict[str, list[bool]] = {}
+    for found in ran:
+        if found.question == OFF_ON_OFF and found.verdict != FIXED:
+            name, where = _split(found.variant)
+            cases.setdefault(name, {})[where] = str(found.numbers.get("on", found.verdict))
+        elif found.question.startswith(MATRIX):
+            cures.setdefault(found.question.removeprefix(MATRIX), []).append(found.verdict == "cured")
+    for found in ran:
+        is_tried = found.question in about.served and found.variant in about.tried
+        if is_tried and found.verdict not in SOUND and "" not in cases.get(found.variant, {}):
+            where = found.question.removeprefix("served ")
+            cases.setdefault(found.variant, {})[where] = found.verdict
+    told = []
+    for name, seen in cases.items():
+        said = "; ".join(f"{where}: {verdict}" if where else verdict for where, verdict in seen.items())
+        told.append(f"{name} ({said})")
+    told += [f"{name} (cures none of {len(c)} causes)" for name, c in cures.items() if not any(c)]
+    return told
+
+
+def _fixed(ran: Sequence[Finding]) -> str:
+    """The remedies that off / on / off shows to hold, with the cases if they were put into several."""
+    cases: dict[str, list[str]] = {}
+    for found in ran:
+        if found.question == OFF_ON_OFF and found.verdict == FIXED:
+            name, where = _split(found.variant)
+            cases.setdefault(name, []).append(where)
+    fails = {_split(f.variant)[0] for f in ran if f.question == OFF_ON_OFF and f.verdict != FIXED}
+    parts = []
+    for name, wheres in cases.items():
+        named = f"{len(wheres)} cases" if len(wheres) > 3 else "; ".join(filter(None, wheres))
+        said = named or ("in the other cases" if name in fails else "")
+        parts.append(f"{name} ({said})" if said else name)
+    return ", ".join(parts)
+
+
+def _next(name: str, about: Incident, is_wrong: bool) -> list[str]:
+    """The commands to type after this run."""
+    from staleproof.vllm.plugin import patches
+
+    if is_wrong:
+        return [f"staleproof run {name} -v: every finding and the matrices"]
+    if not about.notebook:
+        return []
+    helps = ", ".join(patch.name for patch in patches().values() if patch.incident == name)
+    return [
+        f"staleproof patches: does your vLLM need a patch? ({helps})",
+        f"staleproof lab: the walkthrough, notebooks/{about.notebook}",
+    ]

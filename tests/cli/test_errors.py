@@ -1,0 +1,79 @@
+"""What a command cannot do is one line that names the argument, and exit code 2; help says the rest."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from fakes import clean, one_line
+
+from staleproof import cli, device
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "nope"], "incidents: unknown incident 'nope'; known: fake, or 1 to 1"),
+        (["run", "fak"], "did you mean fake?"),
+        (["run", "--device", "tpu"], "device: expected cpu, cuda or auto, got 'tpu'"),
+        (["run", "--json", "{root}/a_file/x.jsonl"], "--json: {root}/a_file/x.jsonl: cannot be written"),
+        (["run", "--json", "{root}"], "cannot be written: it is a folder"),
+        (["record", "--out", "{root}/a_file"], "--out: {root}/a_file/"),
+        (["compare", "here", "there"], "first: here: neither a run folder nor a recorded machine"),
+        (["compare", "a.jsonl", "b.jsonl"], "first or second: a.jsonl: cannot be read"),
+        (["compare", "one", "two", "--predictions"], "second: give a second run or --predictions, not both"),
+        (["bench", "nope"], "kernel: unknown kernel 'nope'"),
+        (["patches", "--version", "9.9"], "--version: vLLM 9.9 is not a release we know (nearest: 0.33.0)"),
+        (["patches", "--version", "main"], "--version: vLLM main is not a version"),
+        (["patches", "--explain", "nope"], "--explain: unknown patch 'nope'; known: mla_padding"),
+        (["nope"], "staleproof: No such command 'nope' (see staleproof --help)"),
+        (["run", "--nope"], "staleproof run: No such option: --nope"),
+        (["run", "--json"], "staleproof: Option '--json' requires an argument"),
+        (["compare"], "staleproof compare: Missing argument"),
+        (["compare", "one"], "second: give a second run, or --predictions"),
+    ],
+)
+def test_bad_input_is_one_line_and_2(root, incident, capsys, arguments, said):
+    asked = incident(clean)
+    (root / "a_file").write_text("in the way")
+    assert cli.main([a.format(root=root) for a in arguments]) == 2
+    captured = capsys.readouterr()
+    assert said.format(root=root) in one_line(captured.err)
+    assert captured.out == ""
+    assert asked == []
+    assert (root / "a_file").read_text() == "in the way"
+
+
+def test_a_file_without_permission_is_one_line_that_names_the_option(root, incident, capsys, monkeypatch):
+    asked = incident(clean)
+
+    def refused(path: Path, *rest: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", refused)
+    assert cli.main(["run", "--json", f"{root}/x.jsonl"]) == 2
+    said = one_line(capsys.readouterr().err)
+    assert said == f"staleproof: --json: {root}/x.jsonl: cannot be written: Permission denied"
+    assert asked == []
+
+
+def test_help_says_what_to_type_and_every_exit_code(capsys):
+    assert cli.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    for code in ("0", "1", "2", "3", "130"):
+        assert re.search(rf"^ +{code} +\w", said, re.MULTILINE), code
+    for command in ("run", "report", "lab", "bench", "record", "compare", "patches"):
+        assert cli.main([command, "--help"]) == 0
+        told = capsys.readouterr().out
+        assert f"    staleproof {command} " in told or f"    staleproof {command}\n" in told
+        (short,) = (line for line in said.splitlines() if line.split()[:1] == [command])
+        assert not short.endswith("...")
+        assert max(map(len, told.splitlines())) <= 80
+
+
+def test_a_device_that_is_absent_is_2(root, incident, capsys, monkeypatch):
+    incident(clean)
+    monkeypatch.setattr(device, "has_cuda", lambda: False)
+    assert cli.main(["run", "--device", "cuda"]) == 2
+    assert "torch sees no CUDA device" in one_line(capsys.readouterr().err)

@@ -1,0 +1,196 @@
+"""What a terminal of 80 columns shows: one line a finding, no word cut, the conclusion, elapsed time."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from fakes import MEASUREMENT
+from screens import screen, typed
+
+from staleproof.harness import measure, recorded
+from staleproof.harness.findings import finding, not_run, off_on_off
+from staleproof.harness.kept import read_kept
+from staleproof.incidents.registry import INCIDENTS
+from staleproof.report import conclusion, matrix
+from staleproof.triage import symptom
+
+RUNS = Path(__file__).parents[2] / "workbook/runs"
+COUNT = 40
+# An incident whose answers take a few milliseconds each, so that the status line is drawn between them.
+RUN = """
+import sys, time, types, pathlib
+from staleproof import cli, device
+from staleproof.harness import recorded
+from staleproof.harness.questions import Question, Questions
+from staleproof.incidents.registry import INCIDENTS, Incident
+from staleproof.report import conclusion, terminal
+conclusion.symptom = lambda name: "it looks true"
+def ask(variant, device):
+    time.sleep(0.02)
+    return "clean"
+table = Questions("fake", Question("a question", [f"variant_{{n}}" for n in range({count})], ask))
+module = types.ModuleType("staleproof.incidents.fake.questions")
+module.QUESTIONS = table
+sys.modules[module.__name__] = module
+INCIDENTS.clear()
+INCIDENTS["fake"] = Incident(1, "a fake", "01_fake.ipynb", "it lies")
+root = pathlib.Path({root!r})
+recorded.checkout = lambda: root
+{more}
+sys.exit(cli.main(["run", "-v", "--device", "cpu"]))
+"""
+# As before there was one console: printed past the status line.
+PAST = """
+import typer
+terminal.say = lambda text="", style="": typer.echo(text)
+terminal.console.__wrapped__
+from rich.console import Console
+terminal.console = lambda: Console(highlight=False)
+sys.stdout.reconfigure(line_buffering=True)
+import rich.live
+rich.live.Live._enable_redirect_io = lambda self: None
+"""
+
+
+def _findings_shown(sent: str) -> list[str]:
+    return [line for line in screen(sent) if "fake, a question" in line]
+
+
+def test_no_finding_is_written_into_the_status_line(tmp_path):
+    (tmp_path / "workbook/runs").mkdir(parents=True)
+    sent = typed(RUN.format(count=COUNT, root=str(tmp_path), more=""))
+    shown = _findings_shown(sent)
+    wanted = [f"INTERPRETED  fake, a question, variant_{n}: clean  (replica)" for n in range(COUNT)]
+    assert [line.rstrip() for line in shown] == wanted, sent
+    # The status line was there: the step, the elapsed time and how much is left.
+    assert re.search(r"fake \d+/40: a question, variant_\d+ +\d:\d\d, \d+ steps left", sent)
+    lines = screen(sent)
+    assert "  symptom  it looks true" in [line.rstrip() for line in lines]
+    # A path is not cut.
+    assert max(len(line.rstrip()) for line in lines if "/findings.jsonl" not in line) <= 80
+    assert len(read_kept(tmp_path / "workbook/_build/findings.jsonl")) == COUNT
+
+
+def test_this_test_sees_a_line_that_is_printed_past_the_console(tmp_path):
+    (tmp_path / "workbook/runs").mkdir(parents=True)
+    shown = _findings_shown(typed(RUN.format(count=COUNT, root=str(tmp_path), more=PAST)))
+    assert any(not line.startswith("INTERPRETED") for line in shown)
+
+
+def _cut_words(text: str, words: set[str]) -> set[str]:
+    """The words of a table that are no words of its cells."""
+    drawn = re.sub(r"[^\w'./()=,%+:-]", " ", text)
+    return {word for word in drawn.split() if word not in words}
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140])
+def test_tables_fit_and_cut_no_word(columns):
+    from rich.console import Console
+
+    findings = recorded.read(RUNS / "nvidia-h200").findings
+    tables = matrix.tables(findings, columns)
+    words = {"variant", "asked", "of", "RECORDED", matrix.NOT_ASKED}
+    for found in findings:
+        cell = f"{found.incident}, {found.question} {found.variant} {found.verdict} {found.grade}"
+        words |= {*cell.split(), f"{found.incident},"}
+    for table in tables:
+        console = Console(width=columns, record=True, file=io.StringIO())
+        console.print(table)
+        text = console.export_text()
+        assert max(map(len, text.splitlines())) <= columns
+        grades = {word for word in text.split() if "+" in word}
+        assert _cut_words(text, words | grades) == set(), text
+    if columns == 80:
+        assert len(tables) > len(matrix.build(findings)), "no table was too wide: the test shows nothing"
+
+
+def test_a_conclusion_fits_80_columns_and_claims_only_what_ran():
+    findings = recorded.read(RUNS / "nvidia-h200").findings
+    lines = conclusion.text(findings).splitlines()
+    assert max(map(len, lines)) <= 80
+    for name, about in INCIDENTS.items():
+        first = lines.index(f"{name}: {about.title}")
+        assert lines[first + 1].startswith(f"  symptom  {symptom(name)[:20]}")
+        assert [line[:8] for line in lines[first:]].index("  cause ") < [
+            line[:8] for line in lines[first:]
+        ].index("  fixed ")
+    absent = [not_run("kv_reuse", "off/on/off", "BlockZeroer", "needs a GPU")]
+    told = conclusion.text(absent)
+    assert "fixed" not in told
+    assert "cause" not in told
+    assert "not run: 1 needs a GPU" in told
+
+
+def _fix(variant: str, on: str = "clean"):
+    verdict = "fixed" if on == "clean" else "not fixed"
+    wrong = None
+    return off_on_off(
+        "moe_routing", variant, off="leaked", on=on, off_again="leaked", wrong=wrong, expected=verdict
+    )
+
+
+def test_the_conclusion_says_which_remedy_fails_where_and_which_holds():
+    told = conclusion.text([_fix("clamp"), _fix("clamp, NaN bias", on="leaked"), _fix("topk_softmax")])
+    assert "  fails    clamp (NaN bias: leaked)" in told
+    assert "  fixed    clamp (in the other cases), topk_softmax" in told
+    assert "staleproof patches" in told
+    assert "notebooks/03_moe_routing.ipynb" in told
+
+
+def test_an_unexpected_verdict_comes_first_and_the_cause_is_not_claimed():
+    bad = finding("moe_routing", "q", "v", "clean", expected="leaked")
+    lines = conclusion.text([bad, _fix("topk_softmax")]).splitlines()
+    assert lines[1] == "  wrong    q, v: clean, expected leaked"
+    assert "not confirmed by this run" in " ".join(lines)
+    assert "  next     staleproof run moe_routing -v: every finding and the matrices" in lines
+
+
+def test_remedies_that_were_served_and_the_matrix_of_causes_are_in_it():
+    served = finding("mla_padding", "served, torch.max", "one_shared_buffer", "leaked", expected="leaked")
+    told = conclusion.text([served])
+    assert "one_shared_buffer (torch.max: leaked)" in told or "one_shared_buffer (served" in told
+    cells = [finding("scale_padding", "matrix, shared_buffer", f"cause {n}", "not cured") for n in range(3)]
+    assert "shared_buffer (cures none of 3 causes)" in conclusion.text(cells)
+    cured = [*cells, finding("scale_padding", "matrix, shared_buffer", "cause 4", "cured")]
+    assert "cures none" not in conclusion.text(cured)
+
+
+def test_what_was_not_run_is_one_line_however_many_reasons():
+    reasons = ["needs a CUDA device"] * 9 + [
+        f"needs the package number {n}, which is absent" for n in range(20)
+    ]
+    absent = [not_run("a", "q", f"v{n}", why) for n, why in enumerate(reasons)]
+    (line,) = conclusion.not_run_line(absent)
+    assert line.startswith("not run: 9 needs a CUDA device")
+    assert line.endswith(" other (-v)")
+    assert len(line) <= 80
+
+
+def test_patches_and_list_fit_80_columns(tmp_path):
+    code = "import sys; from staleproof.cli import main; sys.exit(main({}))"
+    for arguments in (["list"], ["patches", "--version", "0.18.1"], ["patches", "--explain", "topk_nan"]):
+        lines = [line.rstrip() for line in screen(typed(code.format(arguments)))]
+        assert max(map(len, lines)) <= 80, arguments
+        if arguments[0] == "patches" and "--version" in arguments:
+            assert "    v1/attention/ops/triton_decode_attention.py:574 divides by a sum that is 0" in lines
+
+
+def test_rows_of_a_benchmark_fit_80_columns(capsys):
+    one = MEASUREMENT | {"mode": "28 layers, scattered ids, cold, of a mode with a long name"}
+    limit = one | {"provider": "limit: cudaMemsetAsync, contiguous bytes", "p50": 1.0}
+    measure.print_rows([one | {"provider": "staleproof"}, limit], baseline="staleproof", width=80)
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 80
+    measure.print_rows([one | {"provider": "staleproof"}, limit], baseline="staleproof")
+    wide = capsys.readouterr().out
+    assert max(map(len, wide.splitlines())) > 80
+    numbers = re.compile(r"\d+\.\d+")
+    assert numbers.findall(narrow) == numbers.findall(wide) != []
+    assert "limit: cudaMemsetAsync, contiguous bytes" in narrow
+
+
+def test_the_screen_knows_the_codes_that_rich_sends():
+    assert screen("one\r\x1b[2Ktwo\r\nthree\x1b[1A\rtw!\x1b[31m\r\n") == ["tw!", "three"]
