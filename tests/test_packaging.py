@@ -287,9 +287,9 @@ def test_the_light_core_loads_every_question_and_a_report_names_the_extra_it_nee
         done.stderr.splitlines(),
         [
             *(f"{command} 0" for command in fine),
-            "staleproof: unknown incident .*",
+            "staleproof: incidents: unknown incident .*",
             "run nothing 2",
-            "staleproof: unknown kernel .*",
+            "staleproof: kernel: unknown kernel .*",
             "bench nothing 2",
             f"staleproof: {missing.format('nbconvert')}",
             "report 2",
