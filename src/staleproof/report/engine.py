@@ -253,14 +253,8 @@ def chapter(incident: str, runs: Sequence[Run]) -> list[str]:
         if not own:
             continue
         remark = run.environment.get("remark")
-        lines += [
-            "",
-            f"RECORDED, {title}",
-            *(["", str(remark)] if remark else []),
-            "",
-            f"| {' | '.join(COLUMNS)} |",
-            "|---|---|---|---|",
-        ]
+        lines += ["", f"RECORDED, {title}", *(("", str(remark)) if remark else ())]
+        lines += ["", f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|"]
         lines += [f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in own]
         lines += [f"\n{absent} more questions were not run."] if absent else []
     return lines or [NONE]
