@@ -8,6 +8,7 @@ import pytest
 
 from staleproof.engine import hybrid, mla
 from staleproof.engine.questions import BENCHES
+from staleproof.harness import recorded
 from staleproof.harness.findings import Finding, finding, not_run
 from staleproof.harness.recorded import Run
 from staleproof.report import engine
@@ -81,3 +82,17 @@ def test_stages_are_named_in_order_of_execution_and_phases_in_theirs():
 def test_numbers_of_another_release_of_the_bench_are_shown_as_they_are():
     old = finding("engine", mla.NAN_ROWS, MLA, "clean", rows=3)
     assert engine.seen(old) == "rows 3"
+
+
+@pytest.mark.parametrize(
+    ("incident", "said"),
+    [
+        ("mla_padding", "padding reaches live rows"),
+        ("decode_buffer", "predicted 4 GiB, taken 4 GiB"),
+        ("moe_routing", "duplicates"),
+        ("kv_reuse", "ids after 1000 requests"),
+    ],
+)
+def test_the_recorded_run_has_something_for_each_notebook(incident, said):
+    assert said in "\n".join(engine.chapter(incident, recorded.read_all()))
+    assert said in str(engine.section())

@@ -214,6 +214,8 @@ def section(runs: Sequence[Run] | None = None) -> Markup:
         counts = Counter(_mark(found) for found in run.findings)
         told = f"{counts['ok']} as expected, {counts['bad']} not, {counts['absent']} not run"
         parts.append(_table(fixes, f"RECORDED, {title}: {told}"))
+        if remark := run.environment.get("remark"):
+            parts.append(f"<p>{escape(remark)}</p>")
         every = _table(run.findings, f"RECORDED, {title}")
         parts.append(f"<details><summary>All {len(run.findings)} answers</summary>{every}</details>")
     return Markup("".join(parts))
@@ -250,7 +252,9 @@ def chapter(incident: str, runs: Sequence[Run]) -> list[str]:
         absent = len(rows(run.findings, incident)) - len(own)
         if not own:
             continue
-        lines += ["", f"RECORDED, {title}", "", f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|"]
+        remark = run.environment.get("remark")
+        lines += ["", f"RECORDED, {title}", *(("", str(remark)) if remark else ())]
+        lines += ["", f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|"]
         lines += [f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in own]
         lines += [f"\n{absent} more questions were not run."] if absent else []
     return lines or [NONE]
