@@ -183,7 +183,7 @@ def _cells_of_recorded_runs():
     for path in sorted((PREDICTIONS.parents[1] / "notebooks").glob("*.ipynb")):
         for index, cell in enumerate(json.loads(path.read_text())["cells"]):
             source = "".join(cell["source"])
-            shows = "recorded_" in source or "recorded.read_all" in source
+            shows = any(call in source for call in ("recorded_", "recorded.read_all", "charts.timed"))
             if cell["cell_type"] == "code" and shows and "QUESTIONS" not in source:
                 yield f"{path.stem}[{index}]", source
 

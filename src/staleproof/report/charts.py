@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from staleproof.check import require
 from staleproof.harness import recorded
-from staleproof.report import plots
 from staleproof.report.timeline import INK
 
 if TYPE_CHECKING:
@@ -88,6 +87,8 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
     """
     from matplotlib.figure import Figure
 
+    from staleproof.report import plots
+
     require(bool(rows), "rows", "at least one", 0)
     for field in ("machine", "date", "mode", "unit", "x_name"):
         of = sorted({str(row[field]) for row in rows})
@@ -148,6 +149,8 @@ def timed(
         ours: our provider.
         only: providers to draw besides these two; all by default.
     """
+    from staleproof.report import plots
+
     runs = recorded.read_all(spoilt=lambda error: print(f"not shown: {error}"))
     for run in sorted(runs, key=lambda run: run.date, reverse=True):
         rows = [r for r in run.measurements if r["kernel"] == kernel and r["mode"] == mode]

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from staleproof.check import require
-from staleproof.report import plots
 from staleproof.report.timeline import INK
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ def maps(pictures: Sequence[MapPicture]) -> Figure:
     """
     from matplotlib.figure import Figure
 
+    from staleproof.report import plots
+
     require(bool(pictures), "pictures", "at least one", 0)
     fig = Figure(figsize=(8.2, 0.5 + 1.75 * len(pictures)), facecolor="none", layout="constrained")
     axes = fig.subplots(len(pictures), 2, squeeze=False, width_ratios=(3, 2))
@@ -66,6 +67,8 @@ def maps(pictures: Sequence[MapPicture]) -> Figure:
 
 def _holes(ax: Axes, picture: MapPicture, first: int) -> None:
     """The entries of the tokens from ``first`` on; neighbouring holes of a token are one patch."""
+    from staleproof.report import plots
+
     tokens, slots, _ = picture.batch
     ax.set_xlim(first, tokens)
     ax.add_patch(plots.patch("written", (first, 0), (tokens - first, slots)))
@@ -93,6 +96,8 @@ def life(block: BlockLife) -> Figure:
     """A block over the steps of a run: whose it is, and how many of its positions that owner has written."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Polygon
+
+    from staleproof.report import plots
 
     fig = Figure(figsize=(8.2, 3.2), facecolor="none", layout="constrained")
     who, filled = fig.subplots(2, 1, sharex=True, height_ratios=(1, 1.3))
@@ -142,6 +147,8 @@ def tile(picture: TilePicture) -> Figure:
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
+
+    from staleproof.report import plots
 
     fig = Figure(figsize=(6.6, 6.4), facecolor="none", layout="constrained")
     ax = fig.subplots()
