@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from staleproof.engine import cost
-from staleproof.engine.orders import Order
+from staleproof.engine.orders import Order, run
 
 # Steps leave their times in a file: two engines must never step at the same time.
 FAKE = """
@@ -41,7 +41,9 @@ class Engine:
 
 class LLM:
     def __init__(self, model, **options):
-        assert json.loads(Path(model, "config.json").read_text())["model_type"] == "qwen3"
+        kind = json.loads(Path(model, "config.json").read_text())["model_type"]
+        if kind != "qwen3":
+            raise ValueError(f"1 validation error for ModelConfig\\n  {kind} is not supported")
         self.llm_engine = Engine()
 """
 
@@ -91,3 +93,18 @@ def test_an_engine_that_fails_ends_the_wait_of_the_others(steps, monkeypatch):
     told = dict(cost.take_turns(players([2], rounds=2), timeout_s=60))
     assert told["on"].failed == "turns: RuntimeError: no memory"
     assert "another engine of this bench failed" in str(told["off"].failed)
+
+
+def test_a_model_that_does_not_load_is_one_line(steps):
+    ((_, told),) = run({"one": Order("qwen3_next", {"start": {}, "rows": {}})}, timeout_s=60, at_once=1)
+    expected = "start, rows: ValueError: 1 validation error for ModelConfig qwen3_next is not supported"
+    assert told.failed == expected
+
+
+def test_a_probe_that_fails_leaves_those_behind_it_their_turn(steps):
+    # A made-up engine has no configuration, so the first probe fails.
+    probes = {"start": {}, "turns": {"player": 0, "players": 1, "live": [2], "rounds": 1, "steps": 2}}
+    order = Order("qwen3", {**probes, "turns": {**probes["turns"], "folder": str(steps.parent)}})
+    ((_, told),) = run({"one": order}, timeout_s=60, at_once=1)
+    assert [*told.answers["turns"]] == [2]
+    assert str(told.failed).startswith("start: AttributeError")
