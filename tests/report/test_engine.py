@@ -42,7 +42,7 @@ def test_the_section_shows_the_fixes_and_folds_the_rest():
     page = str(engine.section([run(FIXED, LEAK, ABSENT), run(name="other")]))
     opened, _, folded = page.partition("<details")
     assert "pad_only → clean → pad_only" in opened
-    assert "2 as expected, 0 not as expected, 1 not run" in opened
+    assert "2 as expected, 0 not, 1 not run" in opened
     assert "3 in 2 of 4 layers" not in opened
     assert "3 in 2 of 4 layers" in folded
     # What a finding says is text, not markup.

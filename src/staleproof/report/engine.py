@@ -14,7 +14,6 @@ from markupsafe import Markup
 from staleproof.engine.questions import BENCHES
 from staleproof.harness.findings import NOT_RUN, OFF_ON_OFF, Finding
 from staleproof.harness.recorded import Run
-from staleproof.report.matrix import counts
 from staleproof.report.page import tables
 
 # Name of a bench -> the incident whose notebook shows it, and what the bench is about.
@@ -212,7 +211,9 @@ def section(runs: Sequence[Run] | None = None) -> Markup:
     parts = [Markup(ABOUT)]
     for title, run in engines:
         fixes = [found for found in run.findings if found.question == OFF_ON_OFF and found.ran]
-        parts.append(_table(fixes, f"RECORDED, {title}: {counts(run.findings)}"))
+        good, bad = sum(found.ok for found in run.findings), sum(found.failed for found in run.findings)
+        told = f"{good} as expected, {bad} not, {len(run.findings) - good - bad} not run"
+        parts.append(_table(fixes, f"RECORDED, {title}: {told}"))
         every = _table(run.findings, f"RECORDED, {title}")
         parts.append(tables.fold(f"All {len(run.findings)} answers", every, kind="rows"))
     return Markup("").join(parts)
