@@ -70,6 +70,19 @@ def test_each_mark_has_its_time_beside_it() -> None:
     ]
 
 
+@pytest.mark.parametrize("slowest", [3.4, 9.0, 60.0, 900.0, 90000.0])
+def test_the_axis_has_two_ticks_or_more_and_not_too_many(slowest: float) -> None:
+    (ax,) = charts.times([row(p50=2.7, p20=2.7), row(provider="peer", p50=slowest, p80=slowest)]).axes
+    assert 2 <= len(ax.get_xticks()) <= 10
+
+
+def test_what_was_recorded_as_a_reference_stays_one() -> None:
+    assert charts.provider_name("reference: memset") == "reference: memset"
+    rows = [row(), row(provider="reference: memset", p50=1.0)]
+    (ax,) = charts.times(rows).axes
+    assert [line.get_marker() for line in ax.lines if len(line.get_xdata()) == 1] == ["o", "D"]
+
+
 def test_what_was_recorded_as_a_limit_is_called_a_reference() -> None:
     assert not [word for word in words(charts.times(ROWS)) if "limit" in word]
 

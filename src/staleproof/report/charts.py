@@ -22,13 +22,17 @@ _FONT = 8
 _OURS, _PEER, _REFERENCE = ("o", "#0072B2"), ("s", "#D55E00"), ("D", INK)
 
 
+def _is_reference(name: str) -> bool:
+    return name.startswith(("limit: ", "reference: "))
+
+
 def provider_name(name: str) -> str:
     """The name under which a provider's times are shown.
 
     >>> provider_name("limit: cudaMemsetAsync, n on the host")
     'reference: cudaMemsetAsync, n on the host'
     """
-    return name.replace("limit: ", "reference: ", 1) if name.startswith("limit: ") else name
+    return name.replace("limit: ", "reference: ", 1) if _is_reference(name) else name
 
 
 def _number(value: float) -> str:
@@ -94,7 +98,7 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
     for x in sorted({row["x_value"] for row in rows}):
         mine = sorted(
             (row for row in rows if row["x_value"] == x),
-            key=lambda row: (row["provider"] != ours, row["provider"].startswith("limit: "), row["p50"]),
+            key=lambda row: (row["provider"] != ours, _is_reference(row["provider"]), row["p50"]),
         )
         lines += [None, *mine]
         labels += [f"{first['x_name']} {x}", *(f"{provider_name(row['provider'])}  " for row in mine)]
@@ -103,7 +107,7 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
     for y, row in enumerate(lines):
         if row is None:
             continue
-        reference = row["provider"].startswith("limit: ")
+        reference = _is_reference(row["provider"])
         mark, colour = _OURS if row["provider"] == ours else _REFERENCE if reference else _PEER
         ax.plot([row["p20"], row["p80"]], [y, y], color=colour, linewidth=1.5)
         face = "none" if reference else colour
@@ -115,7 +119,7 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
     ax.set(xscale="log", ylim=(len(lines) - 0.4, -0.8))
     low, high = min(row["p20"] for row in rows), max(row["p80"] for row in rows)
     ax.set_xlim(low * 0.8, high * max(1.6, (high / low) ** 0.22))
-    steps = (1, 2, 5) if high / low < 50 else (1, 3)
+    steps = (1, 1.5, 2, 3, 4, 5, 6, 8) if high / low < 5 else (1, 2, 5) if high / low < 50 else (1, 3)
     ticks = [a * 10.0**e for e in range(-2, 7) for a in steps if low * 0.8 <= a * 10.0**e <= high * 1.2]
     ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.minorticks_off()

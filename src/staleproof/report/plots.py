@@ -114,7 +114,7 @@ def two_layers(kind: type) -> Any:
     In an SVG both would be one pattern at one opacity, and a hatch in the face's colour is invisible.
     """
 
-    class TwoLayers(kind):  # type: ignore[misc]
+    class TwoLayers(kind):
         def draw(self, renderer: Any) -> None:
             hatch, face, width = self.get_hatch(), self.get_facecolor(), self.get_linewidth()
             self.set_hatch(None)
@@ -146,7 +146,7 @@ def patch(
     return two_layers(Rectangle)(corner, *size, **(look | changes))
 
 
-def legend(fig: Figure, handles: Sequence[Any], loc: str) -> None:
+def legend(fig: Figure, handles: Sequence[Any], loc: Any) -> None:
     """A legend of patches in one line, drawn like the patches themselves."""
     from matplotlib.legend_handler import HandlerPatch
     from matplotlib.patches import Rectangle
