@@ -218,6 +218,14 @@ def test_the_page_shows_predictions_the_refuted_first_in_red():
     assert 'id="predicted"' not in html.page([], [], [])
 
 
+def test_whole_engines_have_a_section_of_their_own(tmp_path):
+    recorded.write(tmp_path / "engine", [finding("engine", "boot", "off", "dies")], [])
+    page = html.page([], recorded.read_all(tmp_path), [], Kept(engine="<p>engines</p>"))
+    assert '<section id="engine">\n<h2>In a real engine</h2>\n<p>engines</p>' in page
+    assert "<td>boot</td>" not in page
+    assert 'id="engine"' not in html.page([], [], [])
+
+
 def test_the_page_shows_the_audit():
     row = Row("decode", "kernels", "1.0", "E", Verdict.BREAKS, "NaN", "CPU", "INTERPRETED")
     page = html.page([], [], [], Kept(audited=[row]))

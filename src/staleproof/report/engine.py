@@ -6,15 +6,15 @@ No engine run is recorded: `staleproof engine --record` makes one on a machine w
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from staleproof.engine.questions import BENCHES
 from staleproof.harness.findings import NOT_RUN, OFF_ON_OFF, Finding
 from staleproof.harness.recorded import Run
+from staleproof.report.page import tables
 
 # Name of a bench -> the incident whose notebook shows it, and what the bench is about.
 CHAPTERS = {
@@ -208,35 +208,24 @@ def section(runs: Sequence[Run] | None = None) -> Markup:
     engines = titles(recorded.read_all(spoilt=lambda error: None) if runs is None else runs)
     if not engines:
         return Markup()
-    parts = [ABOUT]
+    parts = [Markup(ABOUT)]
     for title, run in engines:
         fixes = [found for found in run.findings if found.question == OFF_ON_OFF and found.ran]
-        counts = Counter(_mark(found) for found in run.findings)
-        told = f"{counts['ok']} as expected, {counts['bad']} not, {counts['absent']} not run"
+        good, bad = sum(found.ok for found in run.findings), sum(found.failed for found in run.findings)
+        told = f"{good} as expected, {bad} not, {len(run.findings) - good - bad} not run"
         parts.append(_table(fixes, f"RECORDED, {title}: {told}"))
         if remark := run.environment.get("remark"):
             parts.append(f"<p>{escape(remark)}</p>")
         every = _table(run.findings, f"RECORDED, {title}")
-        parts.append(f"<details><summary>All {len(run.findings)} answers</summary>{every}</details>")
-    return Markup("".join(parts))
+        parts.append(tables.fold(f"All {len(run.findings)} answers", every, kind="rows"))
+    return Markup("").join(parts)
 
 
-def _mark(found: Finding) -> str:
-    return "bad" if found.failed else "ok" if found.ran else "absent"
-
-
-def _table(findings: Sequence[Finding], caption: str) -> str:
-    head = "".join(f"<th scope='col'>{name}</th>" for name in COLUMNS)
-    body = ""
-    for found, (asked, of, verdict, figures) in zip(findings, rows(findings), strict=True):
-        body += (
-            f"<tr><th scope='row'>{escape(asked)}</th><td>{escape(of)}</td>"
-            f"<td class='{_mark(found)}'>{escape(verdict)}</td><td>{escape(figures)}</td></tr>"
-        )
-    return (
-        f"<div class='wide'><table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>"
-        f"<tbody>{body}</tbody></table></div>"
-    )
+def _table(findings: Sequence[Finding], caption: str) -> Markup:
+    """Answers coloured by what they mean."""
+    lines = zip(findings, rows(findings), strict=True)
+    cells = ((asked, of, tables.verdict(found), figures) for found, (asked, of, _, figures) in lines)
+    return tables.table(COLUMNS, cells, caption=caption, row_heads=True)
 
 
 def chapter(incident: str, runs: Sequence[Run]) -> list[str]:

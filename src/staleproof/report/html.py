@@ -17,6 +17,7 @@ from staleproof.harness.predictions import Outcome
 from staleproof.harness.recorded import Run, compare
 from staleproof.report import plots, timeline
 from staleproof.report.audit import heat_map
+from staleproof.report.engine import is_engine
 from staleproof.report.notebooks import Execution
 from staleproof.report.page import beside, cards, chapters, matrices, pictures, reference, texts
 from staleproof.report.page.kept import Kept, Patched
@@ -73,6 +74,8 @@ def page(
     """
     kept = kept or Kept()
     read = [chapters.read(execution) for execution in notebooks]
+    # Whole engines have a section of their own.
+    runs = [run for run in runs if not is_engine(run)]
     sections = [
         Section("verdicts", "This machine beside the recorded ones", _verdicts(findings, runs, kept.origins)),
         *(one for one in _optional(kept) if one.body),

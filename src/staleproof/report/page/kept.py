@@ -14,7 +14,7 @@ from staleproof.audit.contract import Row
 from staleproof.harness import predictions, recorded
 from staleproof.harness.predictions import Outcome
 from staleproof.harness.recorded import Run
-from staleproof.report import service
+from staleproof.report import engine, service
 from staleproof.report.audit import recorded_audits
 from staleproof.report.page import cards
 from staleproof.triage import table
@@ -79,6 +79,7 @@ def kept_in_the_workbook(runs: Sequence[Run], origins: Sequence[str] = ()) -> Ke
         compiled=compiled,
         predicted=predictions.of_all(runs),
         audited=recorded_audits(),
+        engine=engine.section(),
         served=service.section(faults, {title: soak for title, soak in soaks.items() if soak}),
         documents={path.name: path.read_text() for path in sorted(book.glob("*.md"))},
     )
