@@ -230,6 +230,7 @@ def report(
     from staleproof.device import need_workbook
     from staleproof.harness import recorded
     from staleproof.harness.findings import read_findings, write_lines
+    from staleproof.harness.kept import origins
     from staleproof.report import terminal
 
     build = recorded.build_folder()
@@ -253,7 +254,7 @@ def report(
             Execution(copy if copy.exists() else path, None)
             for copy, path in zip(copies, sources, strict=True)
         ]
-    made = html.page(findings, runs, executions, kept_in_the_workbook(runs))
+    made = html.page(findings, runs, executions, kept_in_the_workbook(runs, origins(findings)))
     write_lines(page, made.splitlines())
     if execute:
         terminal.print_verdicts(findings, runs)
