@@ -215,7 +215,7 @@ def section(runs: Sequence[Run] | None = None) -> Markup:
         told = f"{good} as expected, {bad} not, {len(run.findings) - good - bad} not run"
         parts.append(_table(fixes, f"RECORDED, {title}: {told}"))
         if remark := run.environment.get("remark"):
-            parts.append(f"<p>{escape(remark)}</p>")
+            parts.append(Markup("<p>{}</p>").format(remark))
         every = _table(run.findings, f"RECORDED, {title}")
         parts.append(tables.fold(f"All {len(run.findings)} answers", every, kind="rows"))
     return Markup("").join(parts)
