@@ -30,7 +30,7 @@ def served_fixture() -> tuple[Watch, str]:
     watch_port.serve(watch, port)
     watch.begin_step(3)
     watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan))
-    watch.observe_ids("layers.0", torch.tensor([[1, 1]] * 8))
+    watch.observe("router", "layers.0", torch.ones(8, 2), torch.tensor([[1, 1]] * 8))
     watch.copy()
     watch.reading()
     return watch, f"localhost:{port}"

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from staleproof.engine import memory_probes, probes, spies
+from staleproof.engine import cost_probes, memory_probes, probes, spies, watch_probes
 from staleproof.engine.models import write_config
 from staleproof.engine.orders import OPTIONS, Order
 from staleproof.harness.children import tell
@@ -25,7 +25,8 @@ def serve(order: Order) -> None:
             write_config(Path(folder), order.model, order.config)
             engine = start(order, folder)
             for name, arguments in order.probes.items():
-                probe = getattr(probes, name, None) or getattr(memory_probes, name)
+                rooms = probes, memory_probes, cost_probes, watch_probes
+                probe = next(getattr(room, name) for room in rooms if hasattr(room, name))
                 tell((name, probe(engine, **arguments)))
     except Exception as error:
         import traceback
