@@ -14,6 +14,8 @@ from staleproof import cli
 from staleproof.engine import watching
 from staleproof.vllm import hooks, watch_port
 from staleproof.vllm.watch import Settings, Watch
+from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
+from staleproof.vllm.watch_memory import Memory
 
 pytest.importorskip("prometheus_client")
 
@@ -27,7 +29,11 @@ def free_port() -> int:
 @pytest.fixture(name="served", scope="module")
 def served_fixture() -> tuple[Watch, str]:
     watch, port = Watch(Settings(), "cpu"), free_port()
-    watch_port.serve(watch, port)
+    blocks, memory = Blocks([STATE, ATTENTION], [16, 16]), Memory(None, lambda: 2**20)
+    watch_port.serve(watch, port, blocks, memory)
+    blocks.stale[STATE, ATTENTION] += 2
+    memory.ready()
+    memory.latest = {"layers.*.out": 2**21}
     watch.begin_step(3)
     watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan))
     watch.observe("router", "layers.0", torch.ones(8, 2), torch.tensor([[1, 1]] * 8))
@@ -76,11 +82,33 @@ def test_the_command_prints_a_table_or_json(served, capsys):
     table = capsys.readouterr().out
     assert "padding rows" in table
     assert "expert twice" in table
+    assert "2 blocks of state read as attention before written" in " ".join(table.split())
+    assert "2.0 MiB unprofiled: layers.*.out" in table
     assert cli.main(["watch", url, "--once", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     live = {"layer": "layers.0", "rows": "live", "stage": "attention", "value": 3.0}
     assert live in told["bad_rows"]
-    assert told["steps"] == [{"value": 1.0}]
+    assert told["steps"] == told["counted_steps"] == [{"value": 1.0}]
+    assert told["stale_blocks_read"] == [
+        {"written_as": "state", "read_as": "attention", "value": 2.0},
+        {"written_as": "attention", "read_as": "attention", "value": 0.0},
+    ]
+    assert told["unprofiled_bytes"] == [{"owner": "layers.*.out", "value": 2.0**21}]
+    assert {one["of"]: one["value"] for one in told["sample"]} == {"layers": 1.0, "steps": 1.0}
+
+
+def test_the_table_says_that_counts_are_of_a_sample(capsys):
+    watch, port = Watch(Settings(steps=4, layers=2), "cpu"), free_port()
+    watch_port.serve(watch, port)
+    for _ in range(8):
+        watch.begin_step(3)
+        watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan))
+    watch.copy()
+    watch.reading()
+    samples = watching.fetch(f"localhost:{port}")
+    assert watching.rows(samples) == [("attention", "layers.0", 10, 6)]
+    heading = "step 8; counts are of 2 steps: of all there were about 4.0 times as many; one layer in 2"
+    assert watching.heading(samples) == heading
 
 
 def test_bad_input_of_the_command_is_one_line(capsys):
@@ -119,5 +147,4 @@ def test_the_dashboard_asks_for_metrics_that_the_port_has(served):
         for target in panel["targets"]
         for name in re.findall(r"staleproof_(\w+?)(?:_total)?\b", target["expr"])
     }
-    watch_names = {family.name for family in watch_port.Collector(served[0]).collect()}
-    assert asked == {name.removeprefix("staleproof_") for name in watch_names}
+    assert asked == {sample.name for sample in watching.fetch(served[1])} | {"patch_info"}
