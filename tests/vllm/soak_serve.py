@@ -270,7 +270,7 @@ def judged(name: str, found: dict[str, Any]) -> list[str]:
     if said is not None and sum(said in line for line in found["log"]) != 1:
         wrong.append(f"does not say once: {said}")
     if name == "watch":
-        scraped = found["scraped"]
+        scraped = found.get("scraped") or {"scrapes": 0, "failed": [], "went_back": 0, "steps": []}
         if scraped["failed"] or not scraped["scrapes"]:
             wrong.append(f"{len(scraped['failed'])} scrapes failed of {scraped['scrapes']}")
         if scraped["went_back"]:
