@@ -34,8 +34,10 @@ from typing import Any
 from staleproof.engine.models import write_config
 from staleproof.engine.watching import WatchError, fetch
 
-RATE, FEW = 24, 24
+RATE = 24
 START_S = 240.0
+# For the last answers, the last scrape and the end of the servers.
+MARGIN_S = 20.0
 MODEL, VOCABULARY = "deepseek_v2", 7999
 # One graph size more than the requests that run at a time need, so that most steps have padding rows.
 COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 64]}
@@ -294,32 +296,32 @@ def started(folder: Path, command: list[str], names: Iterator[str]) -> Iterator[
 
 
 def soak(
-    folder: Path, command: list[str], seconds: float, say: Callable[[str], None] = print
+    folder: Path,
+    command: list[str],
+    seconds: float,
+    say: Callable[[str], None] = print,
+    limit_s: float = float("inf"),
 ) -> dict[str, dict[str, Any]]:
-    """Start the servers, drive them, and say what is wrong; server -> its result."""
+    """Start the servers, drive them, and say what is wrong; server -> its result.
+
+    Args:
+        folder: for logs and what the servers need.
+        command: what is run before the arguments of ``serve``.
+        seconds: of the long loads.
+        say: takes a line.
+        limit_s: for all together; the long loads are shortened to fit.
+    """
+    last = time.monotonic() + limit_s - MARGIN_S
     found: dict[str, dict[str, Any]] = {}
-    with started(folder, command, iter(SERVERS)) as servers:
-        until = time.monotonic() + START_S
-        for name, server in servers.items():
-            found[name] = {"started_s": server.wait(until)}
-            say(f"{name}: {found[name]}")
-        up = {name: server for name, server in servers.items() if found[name]["started_s"] is not None}
-        for name in [name for name in up if name not in LONG]:
-            finish(found[name], up[name], load(up[name].url, 1.0, FEW))
-            up.pop(name).end()
-        stop = threading.Event()
-        with ThreadPoolExecutor(8) as pool:
-            loads = {name: pool.submit(load, server.url, seconds) for name, server in up.items()}
-            scraped = pool.submit(scrape, up["watch"].watch_port, stop) if "watch" in up else None
-            for name, server in up.items():
-                finish(found[name], server, loads[name].result())
-            # The last counts arrive with a step at least half a second later.
-            if scraped is not None:
-                time.sleep(1.0)
-                ask(up["watch"].url, 0)
-                time.sleep(1.5)
-                stop.set()
-                found["watch"]["scraped"] = scraped.result()
+    with started(folder, command, iter(SERVERS)) as servers, ThreadPoolExecutor(8) as pool:
+        until, stop = time.monotonic() + START_S, threading.Event()
+        ends = {
+            name: pool.submit(drive, server, until, seconds if name in LONG else 1.0, stop, last)
+            for name, server in servers.items()
+        }
+        for name, end in ends.items():
+            found[name] = end.result()
+            say(f"{name}: { ({k: v for k, v in found[name].items() if k != 'log'}) }"[:900])
     for name, server in servers.items():
         found[name].setdefault("log", server.lines()[:20])
         found[name]["wrong"] = judged(name, found[name])
@@ -327,15 +329,31 @@ def soak(
     return found
 
 
-def finish(found: dict[str, Any], server: Server, loaded: dict[str, Any]) -> None:
-    """Note what a server did under its load."""
+def drive(server: Server, until: float, seconds: float, stop: threading.Event, last: float) -> dict[str, Any]:
+    """Wait for one server, send its requests, and note what it did; its watch is scraped meanwhile."""
+    found: dict[str, Any] = {"started_s": server.wait(min(until, last))}
+    if found["started_s"] is None:
+        return found
+    seconds = max(1.0, min(seconds, last - time.monotonic()))
+    with ThreadPoolExecutor(1) as pool:
+        scraped = pool.submit(scrape, server.watch_port, stop) if server.name == "watch" else None
+        found["load"] = load(server.url, seconds)
+        if scraped is not None:
+            # The last counts arrive with a step at least half a second later.
+            time.sleep(1.0)
+            with contextlib.suppress(OSError):
+                ask(server.url, 0)
+            time.sleep(1.5)
+            stop.set()
+            found["scraped"] = scraped.result()
     alive = server.process.poll() is None and server.wait(time.monotonic() + 10) is not None
-    found.update(load=loaded, alive=alive, log=server.lines()[:20])
+    return found | {"alive": alive, "log": server.lines()[:20]}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all together")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, default=None, help="folder that keeps the servers' logs")
     given = parser.parse_args()
@@ -343,6 +361,6 @@ if __name__ == "__main__":
         where = given.logs or Path(temporary)
         where.mkdir(parents=True, exist_ok=True)
         vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-        result = soak(where, vllm, given.seconds, lambda line: print(line, flush=True))
+        result = soak(where, vllm, given.seconds, lambda line: print(line, flush=True), given.limit)
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     raise SystemExit(any(one["wrong"] for one in result.values()))
