@@ -120,9 +120,17 @@ def steps_fixture(tmp_path, monkeypatch) -> Path:
     return tmp_path / "steps"
 
 
+STATES = "off", "on", "watch", "seldom"
+
+
 def players(live: list[int], seconds: float = 0.4) -> dict[str, Order]:
-    asked = {"off": State(), "on": State(patches=True), "watch": State(patches=True, watch=Settings())}
-    named = {"players": ["one", "other"], "asked": asked, "live": live, "seconds": seconds, "steps": 5}
+    asked = {
+        "off": State(),
+        "on": State(patches=True),
+        "watch": State(patches=True, watch=Settings()),
+        "seldom": State(every=4),
+    }
+    named = {"players": ["one", "other"], "asked": asked, "live": dict.fromkeys(live, seconds), "steps": 5}
     return {
         name: Order(
             "qwen3",
@@ -139,12 +147,14 @@ def test_one_engine_steps_at_a_time_and_is_timed_in_every_state(steps):
     for one in told.values():
         for count in (2, 4):
             times = one.answers[f"{count} live"]
-            assert {*times} == {"off", "on", "watch"}
+            assert {*times} == set(STATES)
             assert len({len(rounds) for rounds in times.values()}) == 1
+            seldom = times.pop("seldom")
             assert all(0.0005 <= seconds < 1 for rounds in times.values() for seconds in rounds)
+            assert [seconds is None for seconds in seldom] == [i % 4 > 0 for i in range(len(seldom))]
     # Each state has graphs of its own; an engine without graphs has none.
-    assert told["one"].answers["states"]["captured"] == dict.fromkeys(("off", "on", "watch"), 1)
-    assert told["other"].answers["states"]["captured"] == dict.fromkeys(("off", "on", "watch"), 0)
+    assert told["one"].answers["states"]["captured"] == dict.fromkeys(STATES, 1)
+    assert told["other"].answers["states"]["captured"] == dict.fromkeys(STATES, 0)
     ran = sorted(map(json.loads, steps.read_text().splitlines()), key=lambda step: step[1])
     # Warming up is not timed. Then the engines take turns.
     timed = [step for step in ran if step[4]]

@@ -209,10 +209,8 @@ def test_the_hooks_name_layer_stage_and_rows():
     worker = types.SimpleNamespace(device="cpu")
     assert on.loaded("model", (worker,), {}) == "model"
     runner = types.SimpleNamespace(input_batch=types.SimpleNamespace(req_ids=["a", "b"]))
-    on.step((runner, scheduled(1, 1)), {})
-    on.batch((runner,), {"scheduler_output": scheduled(1, 1)})
+    on.step_v1((runner, scheduled(1, 1)), {})
     assert on.watch is not None
-    assert on.watch._recent[-1][:2] == (1, ("a", "b"))
     layer = types.SimpleNamespace(layer_name="model.layers.3.self_attn.attn")
     result = rows_with(5).view(8, 2, 8), None
     assert on.mla(result, (None, None, None, None, layer), {}) is result

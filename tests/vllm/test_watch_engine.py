@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,10 @@ def start_fixture(tmp_path, monkeypatch):
         file.write_text(code)
     (tmp_path / "vllm/__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = {n for n in importlib.sys.modules if n.partition(".")[0] == "vllm"}
-    assert not before, "a real vLLM was imported before"
+    # Those that another test has left.
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
 
     def start() -> tuple[Any, int]:
         port = free_port()
@@ -111,8 +114,8 @@ def start_fixture(tmp_path, monkeypatch):
 
     yield start
     watch_hooks.remove()
-    for name in [n for n in importlib.sys.modules if n.partition(".")[0] == "vllm"]:
-        del importlib.sys.modules[name]
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
 
 
 def _config() -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,11 +37,13 @@ class State:
         patches: whether the plugin's patches are in place.
         watch: what the watch counts; ``None`` if its hooks are out.
         probe: a key of :data:`PROBES`: what else looks for NaN.
+        every: it is timed in one round of so many; a large cost needs few.
     """
 
     patches: bool = False
     watch: Settings | None = None
     probe: str | None = None
+    every: int = 1
 
 
 class Switch:
@@ -57,6 +60,8 @@ class Switch:
         self._watches: dict[str, Any] = {}
         self._hooks = watch_hooks.installed[0]
         self._inside = contextlib.ExitStack()
+        # (Place, owners) -> what stands there: the same objects each time, so that Python's caches hold.
+        self._standing: dict[tuple[int, frozenset[str]], Any] = {}
         for name, state in self.states.items():
             device = engine.runner.device
             self._watches[name] = None if state.watch is None else Watch(state.watch, device)
@@ -80,7 +85,7 @@ class Switch:
         state = self.states[name]
         self._inside.close()
         owners = {watch_hooks.OWNER} if state.watch is not None or state.probe == "sync_stages" else set()
-        put_in_place(owners | (_patches() if state.patches else set()))
+        put_in_place(owners | (_patches() if state.patches else set()), self._standing)
         self._hooks.watch = self._watches[name]
         for wrapper in _wrappers():
             if name in self._graphs:
@@ -94,22 +99,31 @@ def _patches() -> set[str]:
     return {hook.owner for place in hooks._places.values() for hook in place.hooks} - {watch_hooks.OWNER}
 
 
-def put_in_place(owners: set[str]) -> None:
+def put_in_place(owners: set[str], kept: dict[tuple[int, frozenset[str]], Any]) -> None:
     """Leave the hooks of these owners in place, and take all others out: vLLM's own functions stand there.
 
-    >>> put_in_place(set())
+    Args:
+        owners: names of patches, or the watch's.
+        kept: what stood at each place with which owners; filled here.
+
+    >>> put_in_place(set(), {})
     """
-    for place in hooks._places.values():
-        wanted = place.original
-        for hook in place.hooks:
-            if hook.owner in owners:
-                wanted = hooks._wrapped(wanted, hook)
-            # For references to a wrapper that a module has imported by name.
-            if hook.owner in owners:
-                standing.stepped_back.pop(hook.owner, None)
+    for number, place in enumerate(hooks._places.values()):
+        inside = [hook for hook in place.hooks if hook.owner in owners]
+        key = number, frozenset(hook.owner for hook in inside)
+        if key not in kept:
+            kept[key] = place.original
+            for hook in inside:
+                swap = getattr(hook.target, "swap", None)
+                kept[key] = swap(kept[key]) if swap else hooks._wrapped(kept[key], hook)
+        if vars(place.holder)[place.attribute] is not kept[key]:
+            setattr(place.holder, place.attribute, kept[key])
+        # For references to a wrapper that a module has imported by name.
+        for owner in {hook.owner for hook in place.hooks}:
+            if owner in owners:
+                standing.stepped_back.pop(owner, None)
             else:
-                standing.stepped_back[hook.owner] = "taken out to be timed"
-        setattr(place.holder, place.attribute, wanted)
+                standing.stepped_back[owner] = "taken out to be timed"
 
 
 def _wrappers() -> list[Any]:
@@ -188,8 +202,7 @@ def states(
     name: str,
     players: Sequence[str],
     asked: Mapping[str, State],
-    live: Sequence[int],
-    seconds: float,
+    live: Mapping[int, float],
     steps: int,
     graphs: bool,
 ) -> dict[str, Any]:
@@ -200,14 +213,13 @@ def states(
         name: of this engine.
         players: names of all engines; none is timed before all are ready, and never two at a time.
         asked: states by name.
-        live: numbers of live requests.
-        seconds: for each of them.
+        live: numbers of live requests, and seconds for each of them.
         steps: timed in a turn.
         graphs: whether each state has graphs of its own.
 
     Returns:
         ``captured``: number of graphs of each state; ``left_out``: states that could not be captured, and
-        why. Told apart, as ``"N live"``: state -> seconds a step, one for each round.
+        why. Told apart, as ``"N live"``: what :func:`rounds` returns.
     """
     switch = Switch(engine, asked)
     captured, left_out = {}, {}
@@ -226,7 +238,10 @@ def states(
     Path(folder, f"{READY} {name}").touch()
     while any(not Path(folder, f"{READY} {player}").exists() for player in players):
         time.sleep(0.01)
-    for count in live:
+    # As a server does when it is ready: what lives by now is not looked at by each collection.
+    gc.collect()
+    gc.freeze()
+    for count, seconds in live.items():
         with Path(folder, LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             tell((f"{count} live", rounds(engine, switch, list(asked), count, seconds, steps)))
@@ -236,19 +251,27 @@ def states(
 
 def rounds(
     engine: Engine, switch: Switch, names: Sequence[str], count: int, seconds: float, steps: int
-) -> dict[str, list[float]]:
-    """State -> seconds a step, one for each round; the order within a round is drawn anew each time."""
-    times: dict[str, list[float]] = {name: [] for name in names}
+) -> dict[str, list[float | None]]:
+    """State -> seconds a step, one for each round; ``None`` in rounds in which it was not timed.
+
+    The order within a round is drawn anew each time.
+    """
+    times: dict[str, list[float | None]] = {name: [] for name in names}
     draw = random.Random(count)
     each = len(names) * (WARM + steps)
     at_once = max(1, TOKENS // each)
     end = time.monotonic() + seconds
+    number = 0
     while time.monotonic() < end:
         fill(engine, count, at_once * each + 8 * WARM)
         for _ in range(at_once):
-            for name in draw.sample(names, len(names)):
+            now = [name for name in names if number % switch.states[name].every == 0]
+            for name in draw.sample(now, len(now)):
                 switch.enter(name)
                 times[name].append(timed(lambda n: step(engine, n), steps))
+            for name in {*names} - {*now}:
+                times[name].append(None)
+            number += 1
         drain(engine)
     return times
 

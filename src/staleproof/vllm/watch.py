@@ -182,12 +182,13 @@ class Watch:
         # A step that is not counted costs nothing on the host. Its graphs return at once.
         if not self._counting and not self._capturing():
             return
-        slot = self.slot(stage, layer)
+        key = stage, layer
+        slot = self._slots[key] if key in self._slots else self.slot(stage, layer)
         if slot is not None and x.numel():
             self._board.count(slot, x, ids, padding)
 
     def name_requests(self, requests: Sequence[str], tokens: Mapping[str, int]) -> None:
-        """Say whose rows those of the step to come are: requests in their order, and tokens of each."""
+        """Say whose rows those of the current step are: requests in their order, and tokens of each."""
         self._recent.append((self.steps, tuple(requests), tokens))
 
     def begin_step(self, tokens: int) -> None:

@@ -95,21 +95,25 @@ class Blocks:
 
     def scheduled(self, output: Any) -> None:
         """Take in a ``SchedulerOutput`` of vLLM."""
-        tokens, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        cached = output.scheduled_cached_reqs
+        given = cached.new_block_ids
+        zeroed = getattr(output, "new_block_ids_to_zero", None) or ()
+        # Most steps of a decode give nobody a block.
+        grown = given.count(None) != len(given)
+        if not (grown or zeroed or output.scheduled_new_reqs or output.finished_req_ids):
+            return
+        tokens = output.num_scheduled_tokens
         new = [
             (one.req_id, one.block_ids, one.num_computed_tokens, tokens.get(one.req_id, 0))
             for one in output.scheduled_new_reqs
         ]
         more: list[tuple[str, Sequence[Sequence[int]], int, int]] = []
-        resumed = getattr(cached, "resumed_req_ids", ())
-        for at, groups in enumerate(cached.new_block_ids):
+        for at, groups in enumerate(given if grown else ()):
             if groups is not None:
                 name = cached.req_ids[at]
                 one = name, groups, cached.num_computed_tokens[at], tokens.get(name, 0)
-                (new if name in resumed else more).append(one)
-        zeroed = getattr(output, "new_block_ids_to_zero", None) or ()
-        if new or more or zeroed or output.finished_req_ids:
-            self.step(new, more, output.finished_req_ids, zeroed)
+                (new if name in cached.resumed_req_ids else more).append(one)
+        self.step(new, more, output.finished_req_ids, zeroed)
 
 
 def of(kv_cache_config: Any) -> Blocks:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from staleproof.vllm import hooks, standing, watch_blocks, watch_memory, watch_port
@@ -25,8 +25,7 @@ from staleproof.vllm.watch import Settings, Watch, read_settings
 OWNER = "watch"
 # The first release with these functions. The last that was read is the last of the table.
 OLDEST = "0.20.0"
-RUNNER = "vllm.v1.worker.gpu_model_runner", "GPUModelRunner"
-RUNNER_V2 = "vllm.v1.worker.gpu.model_runner", "GPUModelRunner"
+RUNNER, RUNNER_V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 SCHEDULED = "self", "scheduler_output"
 CONTEXT = "vllm.forward_context"
 WORKER = "vllm.v1.worker.gpu_worker"
@@ -68,6 +67,8 @@ class Hooks:
         self.watch: Watch | None = None
         self.blocks: watch_blocks.Blocks | None = None
         self.memory: watch_memory.Memory | None = None
+        # Tokens of each request of the last step of the first model runner.
+        self._tokens: Any = None
         # The layer whose experts run right now: a router does not know its own name.
         self.layer = ""
 
@@ -105,30 +106,35 @@ class Hooks:
 
     def step(self, args: Arguments, kwargs: Keywords) -> None:
         """Before ``execute_model``."""
-        if self.watch is None:
+        watch = self.watch
+        if watch is None:
+            return
+        if kwargs and kwargs.get("dummy_run"):
+            watch.pause()
             return
         output = argument(args, kwargs, 1, "scheduler_output")
-        if kwargs.get("dummy_run"):
-            self.watch.pause()
-            return
         if self.blocks is not None:
             self.blocks.scheduled(output)
         if output.total_num_scheduled_tokens:
-            copied = self.watch.latest
-            self.watch.begin_step(int(output.total_num_scheduled_tokens))
-            if self.memory is not None and self.watch.latest is not copied:
+            copied = watch.latest
+            watch.begin_step(output.total_num_scheduled_tokens)
+            if self.memory is not None and watch.latest is not copied:
                 self.memory.unprofiled()
+
+    def step_v1(self, args: Arguments, kwargs: Keywords) -> None:
+        """Before ``execute_model`` of the first model runner.
+
+        It orders its batch inside, and leaves it so until the next step, where this step is named.
+        """
+        if self.watch is not None and self._tokens is not None:
+            self.watch.name_requests(args[0].input_batch.req_ids, self._tokens)
+        self.step(args, kwargs)
+        self._tokens = argument(args, kwargs, 1, "scheduler_output").num_scheduled_tokens or None
 
     def idle(self, args: Arguments, kwargs: Keywords) -> None:
         """Before ``_dummy_run``, whose rows are nobody's."""
         if self.watch is not None:
             self.watch.pause()
-
-    def batch(self, args: Arguments, kwargs: Keywords) -> None:
-        """Before ``_prepare_inputs``: now the batch is in the order of the step's rows."""
-        if self.watch is not None:
-            tokens = argument(args, kwargs, 1, "scheduler_output").num_scheduled_tokens
-            self.watch.name_requests(args[0].input_batch.req_ids, tokens)
 
     def batch_v2(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``prepare_inputs`` of the second model runner, which returns the batch in order."""
@@ -144,9 +150,10 @@ class Hooks:
 
     def mla(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``forward_mqa``, which returns (rows, heads, rank), or with a query axis, and the lse."""
-        out = result[0]
-        out = out if out.ndim == 3 else out.flatten(0, -3)
-        self._see("attention", _name(argument(args, kwargs, 4, "layer")), out)
+        if self.watch is not None:
+            out = result[0]
+            out = out if out.ndim == 3 else out.flatten(0, -3)
+            self._see("attention", _name(argument(args, kwargs, 4, "layer")), out)
         return result
 
     def enter_experts(self, args: Arguments, kwargs: Keywords) -> None:
@@ -179,13 +186,10 @@ class Hooks:
                 around=partial(self.starting, watch_memory.CACHE),
             ),
             worker("Worker.compile_or_warm_up_model", around=self.capturing, after=self.ready),
-            Target(RUNNER[0], "GPUModelRunner._prepare_inputs", SCHEDULED, before=self.batch),
-            Target(RUNNER_V2[0], "GPUModelRunner.prepare_inputs", SCHEDULED, after=self.batch_v2),
-            Target(RUNNER[0], "GPUModelRunner._dummy_run", ("self",), before=self.idle),
-            *(
-                Target(module, f"{name}.execute_model", SCHEDULED, before=self.step)
-                for module, name in (RUNNER, RUNNER_V2)
-            ),
+            Target(RUNNER_V2, "GPUModelRunner.prepare_inputs", SCHEDULED, after=self.batch_v2),
+            Target(RUNNER, "GPUModelRunner._dummy_run", ("self",), before=self.idle),
+            Target(RUNNER, "GPUModelRunner.execute_model", SCHEDULED, before=self.step_v1),
+            Target(RUNNER_V2, "GPUModelRunner.execute_model", SCHEDULED, before=self.step),
         ]
         if "attention" in self.settings.stages:
             found += [
@@ -217,6 +221,7 @@ def padding_mask(rows: int) -> Any:
     return mask if mask is not None and mask.shape[0] >= rows else None
 
 
+@lru_cache(maxsize=4096)
 def _short(name: str) -> str:
     """``layers.3`` of ``model.layers.3.self_attn.attn``; the name itself if it has no number.
 
@@ -229,7 +234,7 @@ def _short(name: str) -> str:
 
 
 def _name(layer: Any) -> str:
-    return _short(str(getattr(layer, "layer_name", "")))
+    return _short(getattr(layer, "layer_name", ""))
 
 
 def install(version: str | None = None) -> None:

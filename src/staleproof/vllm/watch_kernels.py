@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 
 from staleproof import check, device
-from staleproof.ops.launching import Seen, key_of, launched
+from staleproof.ops.launching import Ready, launched
 
 device.load_triton()
 
@@ -34,6 +34,10 @@ _NEVER = tl.constexpr(NEVER)
 NUMBERS = 6
 _NUMBERS = tl.constexpr(NUMBERS)
 SLOTS, ROWS, STEPS = 256, 2**24, 2**30
+# The same numbers for the host, where a constexpr would be unwrapped at each step.
+_SHIFT, _COUNTED = _STEP_SHIFT.value, 1 << _ROW_BITS.value
+# Launches that are remembered; a server sees each number of tokens up to its largest batch.
+MOST = 4096
 
 # Format -> bits that are all set in a NaN or Inf; bits of a NaN's mantissa that are free to carry a canary's
 # number; the other bits of a canary (staleproof.evidence.canary). A one-byte NaN has no room for a number.
@@ -154,7 +158,7 @@ class Board:
         self.numbers = torch.zeros(SLOTS * NUMBERS + 2, dtype=torch.int64, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._counts, self._first = self.numbers[:-2], self.numbers[-2:]
-        self._seen: Seen = Seen()
+        self._ready: dict[tuple[object, ...], Ready] = {}
         self._addresses = self._step.data_ptr(), self._counts.data_ptr(), self._first.data_ptr()
         self.reset()
 
@@ -172,7 +176,7 @@ class Board:
             live: number of its leading rows that are live, below 2**24.
             counted: whether its rows are counted; if not, the kernels of the step return at once.
         """
-        self._step.fill_((step % STEPS) << _STEP_SHIFT.value | counted << _ROW_BITS.value | live)
+        self._step.fill_((step % STEPS) << _SHIFT | (_COUNTED if counted else 0) | live)
 
     def count(
         self, slot: int, x: torch.Tensor, ids: torch.Tensor | None = None, padding: torch.Tensor | None = None
@@ -190,26 +194,30 @@ class Board:
         Raises:
             ValueError: a tensor of wrong dtype, device, layout or length; nothing was counted.
         """
-        key = key_of(slot, x, ids, padding)
-        ready = self._seen.get(key)
-        if ready is not None:
-            mask = x.data_ptr() if padding is None else padding.data_ptr()
-            if ids is None:
-                ready(x.data_ptr(), mask, *self._addresses)
-            else:
-                ready(x.data_ptr(), ids.data_ptr(), mask, *self._addresses)
-            return
+        at, mask = x.data_ptr(), 0 if padding is None else padding.data_ptr()
+        key: tuple[object, ...] = slot, x.dtype, x.shape, x.stride(), (at | mask) & 15, mask != 0
+        if ids is None:
+            if (ready := self._ready.get(key)) is not None:
+                return ready(at, mask or at, *self._addresses)
+        else:
+            ids_at = ids.data_ptr()
+            key = *key, ids.dtype, ids.shape, ids.stride(), ids_at & 15
+            if (ready := self._ready.get(key)) is not None:
+                return ready(at, ids_at, mask or at, *self._addresses)
         _check(self.numbers, slot, x, ids, padding)
         # Triton launches on the current device, which need not be the device of x.
         with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-            compiled = self._launch(slot, x, ids, padding)
+            ready = self._launch(slot, x, ids, padding)
         # A copy has another address each time.
-        if x[0].is_contiguous() and (ids is None or ids.stride(1) == 1):
-            self._seen.keep(key, compiled)
+        if ready is not None and x[0].is_contiguous() and (ids is None or ids.stride(1) == 1):
+            if len(self._ready) >= MOST:
+                self._ready.clear()
+            self._ready[key] = ready
+        return None
 
     def _launch(
         self, slot: int, x: torch.Tensor, ids: torch.Tensor | None, padding: torch.Tensor | None
-    ) -> object:
+    ) -> Ready | None:
         integer, bad, free, quiet = FORMATS[x.dtype]
         x = x if x[0].is_contiguous() else x.contiguous()
         raw, rows, columns = x.view(integer), x.shape[0], x[0].numel()
