@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import struct
 import threading
 
 import pytest
@@ -60,10 +61,12 @@ def test_a_scrape_touches_no_device_and_starts_no_copy(served, monkeypatch):
     assert watching.fetch(url)
 
 
-def test_many_scrapers_at_once_and_one_that_goes_away(served):
+def test_many_scrapers_at_once_and_one_that_goes_away(served, capfd):
     _, url = served
     host, port = url.split(":")
     gone = socket.create_connection((host, int(port)))
+    # Closing it resets the connection: the server's next read or write raises.
+    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     gone.sendall(b"GET /metrics HTTP/1.1\r\n")
     gone.close()
     found: list[int] = []
@@ -74,6 +77,7 @@ def test_many_scrapers_at_once_and_one_that_goes_away(served):
         thread.join()
     assert len({*found}) == 1
     assert len(found) == 8
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_command_prints_a_table_or_json(served, capsys):

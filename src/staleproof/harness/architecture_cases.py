@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from staleproof.evidence.board import Board
 from staleproof.evidence.counters import RowCounters
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.distinct_experts import distinct_experts
@@ -19,7 +20,6 @@ from staleproof.ops.mla_decode import mla_decode
 from staleproof.ops.nvfp4 import quantize_nvfp4
 from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
 from staleproof.ops.zero_blocks import BlockZeroer
-from staleproof.vllm.watch_kernels import Board
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT32, INT64 = torch.int32, torch.int64

@@ -127,11 +127,12 @@ class Watch:
     def __init__(self, chosen: Settings, device: torch.device | str) -> None:
         import torch
 
-        from staleproof.vllm.watch_kernels import Board
+        from staleproof.evidence.board import Board
+        from staleproof.ops.launching import launched
 
         self.settings = chosen
         self._slots: dict[tuple[str, str], int | None] = {}
-        self._board = Board(device)
+        self._board = Board(device, launched)
         self._on_gpu = self._board.numbers.is_cuda
         self._capturing = torch.cuda.is_current_stream_capturing if self._on_gpu else lambda: False
         self._host = torch.empty_like(self._board.numbers, device="cpu", pin_memory=self._on_gpu)
@@ -153,7 +154,7 @@ class Watch:
         """Where a stage of a layer is counted; ``None`` if it is not watched."""
         key = stage, layer
         if key not in self._slots:
-            from staleproof.vllm.watch_kernels import SLOTS
+            from staleproof.evidence.board import SLOTS
 
             number = re.search(r"\d+", layer)
             taken = sum(slot is not None for slot in self._slots.values())
@@ -226,7 +227,7 @@ class Watch:
     def reading(self) -> Reading:
         """The counts that have arrived. Call it in the thread of the steps; others use :attr:`latest`."""
         if self._copied is not None and (self._arrived is None or self._arrived.query()):
-            from staleproof.vllm.watch_kernels import NUMBERS
+            from staleproof.evidence.board import NUMBERS
 
             numbers = self._host.tolist()
             watched = {key: NUMBERS * slot for key, slot in self._slots.items() if slot is not None}
@@ -252,7 +253,7 @@ class Watch:
 
     def _report(self, rows: str, packed: int) -> None:
         """Log the first padding row and the first live row that had a NaN or Inf, each once."""
-        from staleproof.vllm.watch_kernels import crossing
+        from staleproof.evidence.board import crossing
 
         first = crossing(packed)
         if first is None or rows in self._reported:

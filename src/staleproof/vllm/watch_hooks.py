@@ -213,7 +213,7 @@ class Hooks:
 def padding_mask(rows: int) -> Any:
     """vLLM's own mask of padding rows, if the step has one that long; else ``None``.
 
-    From 0.25.1 on the second model runner, and from 0.33.0 on both, give ``ForwardContext.is_padding``:
+    From 0.25.0 on the second model runner, and from 0.31.0 on both, give ``ForwardContext.is_padding``:
     a slice of one buffer that each step writes, so that a captured kernel may keep its address.
     """
     context = getattr(sys.modules.get(CONTEXT), "_forward_context", None)

@@ -97,7 +97,9 @@ def serve(watch: Watch, port: int, blocks: Blocks | None = None, memory: Memory 
 
         registry = CollectorRegistry()
         registry.register(Collector(watch, blocks, memory))
-        start_http_server(port, registry=registry)
+        server, _ = start_http_server(port, registry=registry)
+        # A scraper that goes away in the middle of its answer is not worth a traceback.
+        server.handle_error = lambda request, client_address: None  # type: ignore[method-assign]
         say(f": watch on port {port}: {', '.join(watch.settings.stages)}")
     except ImportError:
         warn_once("watch without a port: prometheus_client is not installed")

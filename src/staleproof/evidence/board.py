@@ -1,19 +1,20 @@
-"""The watch's counting kernels: one launch a stage, nothing waits for the device.
+"""Board: the counts of a live server, one launch a stage; nothing waits for the device.
 
-They count what :class:`staleproof.evidence.RowCounters` counts, and less costs less: rows only, rows of
-any stride, a router's weights and ids in one launch, and all counts in one tensor, so that one copy brings
-them to the host. What a step is (its number, its live rows, whether it is counted) is one number on the
-device, which the host sets with one fill before the step.
+It counts what :class:`staleproof.evidence.RowCounters` counts, and less costs less: rows only, rows of any
+stride, a router's weights and ids in one launch, and all counts in one tensor, so that one copy brings them
+to the host. What a step is (its number, its live rows, whether it is counted) is one number on the device,
+which the host sets with one fill before the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
 from staleproof import check, device
-from staleproof.ops.launching import Ready, launched
 
 device.load_triton()
 
@@ -40,13 +41,15 @@ _SHIFT, _COUNTED = _STEP_SHIFT.value, 1 << _ROW_BITS.value
 MOST = 4096
 
 # Format -> bits that are all set in a NaN or Inf; bits of a NaN's mantissa that are free to carry a canary's
-# number; the other bits of a canary (staleproof.evidence.canary). A one-byte NaN has no room for a number.
+# number; the other bits of a canary (staleproof.evidence.canary); its largest number that is recognised. The
+# NaNs of hardware have all free bits 0 or all 1. Those of a narrower format keep that after a conversion, in
+# the upper free bits: so a number has lower bits only. A one-byte NaN has no room for a number.
 FORMATS = {
-    torch.float32: (torch.int32, 0x7F800000, 0x3FFFFF, 0x7FC00000),
-    torch.float16: (torch.int16, 0x7C00, 0x1FF, 0x7E00),
-    torch.bfloat16: (torch.int16, 0x7F80, 0x3F, 0x7FC0),
-    torch.float8_e4m3fn: (torch.uint8, 0x7F, 0, 0),
-    torch.float8_e5m2: (torch.uint8, 0x7C, 0, 0),
+    torch.float32: (torch.int32, 0x7F800000, 0x3FFFFF, 0x7FC00000, 8191),
+    torch.float16: (torch.int16, 0x7C00, 0x1FF, 0x7E00, 255),
+    torch.bfloat16: (torch.int16, 0x7F80, 0x3F, 0x7FC0, 31),
+    torch.float8_e4m3fn: (torch.uint8, 0x7F, 0, 0, 0),
+    torch.float8_e5m2: (torch.uint8, 0x7C, 0, 0, 0),
 }
 
 
@@ -79,7 +82,7 @@ def _live_rows(step, padding_ptr, row, rows, MASKED: tl.constexpr):
 def _count_rows_kernel(
     x_ptr, padding_ptr, step_ptr, board_ptr, first_ptr,
     slot, rows, columns, stride,
-    BAD: tl.constexpr, FREE: tl.constexpr, QUIET: tl.constexpr, MASKED: tl.constexpr,
+    BAD: tl.constexpr, FREE: tl.constexpr, QUIET: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     step = tl.load(step_ptr)
@@ -98,7 +101,7 @@ def _count_rows_kernel(
             bad = bad | ((value & BAD) == BAD).to(tl.int32)
             if FREE != 0:
                 number = value & FREE
-                carries = ((value & ~FREE) == QUIET) & (number != 0) & (number != FREE)
+                carries = ((value & ~FREE) == QUIET) & (number != 0) & (number <= LARGEST)
                 canary = canary | carries.to(tl.int32)
         is_bad = tl.max(bad, axis=1) != 0
         live = _live_rows(step, padding_ptr, row, rows, MASKED)
@@ -109,7 +112,7 @@ def _count_rows_kernel(
 def _count_routing_kernel(
     x_ptr, ids_ptr, padding_ptr, step_ptr, board_ptr, first_ptr,
     slot, rows, stride, ids_stride, top_k,
-    BAD: tl.constexpr, FREE: tl.constexpr, QUIET: tl.constexpr, MASKED: tl.constexpr,
+    BAD: tl.constexpr, FREE: tl.constexpr, QUIET: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     step = tl.load(step_ptr)
@@ -120,7 +123,7 @@ def _count_routing_kernel(
         value = tl.load(x_ptr + row[:, None] * stride + k[None, :], mask=mask, other=0).to(tl.int32)
         bad = ((value & BAD) == BAD).to(tl.int32)
         number = value & FREE
-        carries = ((value & ~FREE) == QUIET) & (number != 0) & (number != FREE)
+        carries = ((value & ~FREE) == QUIET) & (number != 0) & (number <= LARGEST)
         live = _live_rows(step, padding_ptr, row, rows, MASKED)
         is_canary = tl.max(carries.to(tl.int32), axis=1) != 0
         _add_rows(board_ptr, first_ptr, step, slot, row, tl.max(bad, axis=1) != 0, is_canary, live)
@@ -135,11 +138,24 @@ def _count_routing_kernel(
             tl.atomic_add(counts + 5, tl.sum((twice & live).to(tl.int64), axis=0))
 
 
+Launch = Callable[..., Callable[..., None] | None]
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], tensors: Sequence[torch.Tensor], sizes: Sequence[Any], **options: Any
+) -> None:
+    """Launch by Triton's own way, each time anew."""
+    kernel[grid](*tensors, *sizes, **options)
+
+
 class Board:
     """Counts of up to 256 slots on one device. Every method but :meth:`values` only launches work.
 
     Args:
         device: where the model runs.
+        launch: launches a kernel, given its grid, its pointers, its other arguments and Triton's options;
+            returns what repeats that on other addresses, or ``None``. A server gives
+            :func:`staleproof.ops.launching.launched`, which saves most of a launch's time on the host.
 
     Attributes:
         numbers: (256 * 6 + 2,) int64: :data:`NUMBERS` for each slot, then the first padding row and the
@@ -154,11 +170,12 @@ class Board:
     (1, 7, 0, False)
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, launch: Launch = _launch) -> None:
+        self._launcher = launch
         self.numbers = torch.zeros(SLOTS * NUMBERS + 2, dtype=torch.int64, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._counts, self._first = self.numbers[:-2], self.numbers[-2:]
-        self._ready: dict[tuple[object, ...], Ready] = {}
+        self._ready: dict[tuple[object, ...], Callable[..., None]] = {}
         self._addresses = self._step.data_ptr(), self._counts.data_ptr(), self._first.data_ptr()
         self.reset()
 
@@ -217,18 +234,18 @@ class Board:
 
     def _launch(
         self, slot: int, x: torch.Tensor, ids: torch.Tensor | None, padding: torch.Tensor | None
-    ) -> Ready | None:
-        integer, bad, free, quiet = FORMATS[x.dtype]
+    ) -> Callable[..., None] | None:
+        integer, *bits = FORMATS[x.dtype]
         x = x if x[0].is_contiguous() else x.contiguous()
         raw, rows, columns = x.view(integer), x.shape[0], x[0].numel()
         mask = raw if padding is None else padding
-        formats = bad, free, quiet, padding is not None
+        formats = *bits, padding is not None
         state = mask, self._step, self._counts, self._first
         if ids is not None:
             tile, k = 32, triton.next_power_of_2(columns)
             ids = ids if ids.stride(1) == 1 else ids.contiguous()
             routing = slot, rows, x.stride(0), ids.stride(0), columns, *formats, tile, k
-            return launched(
+            return self._launcher(
                 _count_routing_kernel, (triton.cdiv(rows, tile),), (raw, ids, *state), routing, num_warps=4
             )
         block = min(8192, triton.next_power_of_2(columns))
@@ -237,7 +254,9 @@ class Board:
         sizes = slot, rows, columns, x.stride(0), *formats, tile, block
         # Rows are few and long: many warps keep enough loads of one row in flight.
         warps = 16 if block >= 8192 else 4
-        return launched(_count_rows_kernel, (triton.cdiv(rows, tile),), (raw, *state), sizes, num_warps=warps)
+        return self._launcher(
+            _count_rows_kernel, (triton.cdiv(rows, tile),), (raw, *state), sizes, num_warps=warps
+        )
 
 
 def _check(

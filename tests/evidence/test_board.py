@@ -1,4 +1,4 @@
-"""The watch's kernels against RowCounters and a plain count, and what they refuse."""
+"""The board's kernels against RowCounters and a plain count, and what they refuse."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from staleproof.evidence import RowCounters
-from staleproof.vllm.watch_kernels import NEVER, NUMBERS, Board, crossing
+from staleproof.evidence.board import NEVER, NUMBERS, Board, crossing
+from staleproof.evidence.canary import plant
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -67,6 +68,29 @@ def test_repeats_are_those_of_a_plain_count(top_k, dtype):
     bad = weights.isnan().any(1)
     want = [int(bad[40:].sum()), int(bad[:40].sum()), 0, 0, sum(twice[40:]), sum(twice[:40])]
     assert slot_of(board, 5) == want
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("pattern", [0x7FFF, 0xFFFF - 2**16, 0x7FC0, 0x7F80])
+def test_a_nan_of_the_hardware_is_no_canary_after_a_conversion(wide, pattern):
+    """Hardware makes 0x7FFF in bfloat16, which is 0x7FFF0000 in float32: neither all 0 nor all 1."""
+    narrow = torch.tensor([[pattern]], dtype=torch.int16).view(torch.bfloat16)
+    board = Board("cpu")
+    board.begin(1, 1, counted=True)
+    board.count(0, narrow.to(wide))
+    board.count(1, narrow.to(wide), torch.zeros(1, 1, dtype=torch.int32))
+    assert slot_of(board, 0)[:4] == slot_of(board, 1)[:4] == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(torch.float32, 8191), (torch.float16, 255), (torch.bfloat16, 31)]
+)
+def test_canaries_are_recognised_up_to_a_number(dtype, largest):
+    for number, seen in ((1, 1), (largest, 1), (largest + 1, 0)):
+        board = Board("cpu")
+        board.begin(1, 1, counted=True)
+        board.count(0, plant(torch.ones(1, 8, dtype=dtype), stage=number))
+        assert slot_of(board, 0)[:4] == [0, 1, 0, seen]
 
 
 def test_a_step_that_is_not_counted_changes_nothing():
