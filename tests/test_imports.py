@@ -27,7 +27,7 @@ ALLOWED = {
     "harness": {"harness", *SERVER},
     "incidents": {"harness", *SERVER},  # and their own folder, see _may_import
     "audit": {"audit", "harness", *SERVER},
-    "report": {"report", "harness", "incidents", "audit", *SERVER, ""},
+    "report": {"report", "harness", "incidents", "audit", "engine", *SERVER, ""},
     "cli": {"cli", "report", "harness", "incidents", "audit", *SERVER, ""},
 }
 # What a server installs may need no other package than these. Imports of vllm are for vLLM's processes.

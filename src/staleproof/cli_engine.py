@@ -21,9 +21,7 @@ def engine(
     record: Annotated[
         bool, typer.Option("--record", help="Record the run, unless a verdict is not as expected.")
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of runs; the run goes to OUT/<machine>-engine/.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Record the run there, in OUT/<machine>-engine/.")] = None,
 ) -> None:
     """Put questions to a whole vLLM with dummy weights, with and without the plugin. Needs a GPU."""
     from staleproof import device as devices
@@ -41,7 +39,7 @@ def engine(
         recorded.check_writable(json)
     folder = None
     if record or out is not None:
-        folder = (out or recorded.runs_folder()) / f"{devices.machine().slug}-engine"
+        folder = (out or recorded.runs_folder()) / engines.run_name(devices.machine())
         recorded.open_for_writing(folder).rmdir()
     with terminal.progress() as progress:
         findings = engines.ask(

@@ -10,18 +10,16 @@ from vllm.v1.worker.utils import KVBlockZeroer
 
 import vllm
 from staleproof.engine import spies
+from staleproof.engine.session import SPIES, find
 from staleproof.vllm.sources import Sources
 from staleproof.vllm.watch import Settings
 from staleproof.vllm.watch_hooks import Hooks
 
 watch = spies.Rows()
-for name in (
-    *("attention", "stages", "logits", "routing", "staging", "ledger", "lazy_buffers", "no_zeroing"),
-):
-    zero = KVBlockZeroer.zero_block_ids
-    getattr(spies, name)(watch)
-    if name == "no_zeroing":
-        KVBlockZeroer.zero_block_ids = zero
+zeroed = []
+KVBlockZeroer.zero_block_ids = lambda self, block_ids: zeroed.append(block_ids)
+for name in ("attention", "stages", "logits", "routing", "ledger", "lazy_buffers", "whole_tiles", "tenants"):
+    find(name, SPIES)(watch)
     print("fits", name)
 
 spies.living_weights()
@@ -35,15 +33,10 @@ weight_utils.initialize_single_dummy_weight(small)
 assert float(small.float().std()) > 0.1, "weights of one byte are drawn too"
 
 zeroer = KVBlockZeroer(torch.device("cpu"), pin_memory=False)
-zeroer._meta = (torch.zeros(1, dtype=torch.uint64), 0, 1, 0)
-zeroer._id_cap = 8
-zeroer._ids_pinned = torch.zeros(8, dtype=torch.int64)
-zeroer._ids_gpu = torch.zeros(8, dtype=torch.int64)
-try:
-    zeroer.zero_block_ids([3, 2])
-except Exception as error:  # a grid of no programs: only the ids matter here
-    print("kernel:", type(error).__name__, error)
-print("fits zeroing:", *[f"{asked} as {read.tolist()}" for asked, read in watch.zeroed])
+zeroer.zero_block_ids([3, 2])
+watch.tenants.zeroing = False
+zeroer.zero_block_ids([4])
+print(f"fits switches: zeroed {zeroed}")
 
 sources = Sources(Path(vllm.__file__).parent)
 targets = Hooks(Settings()).targets()

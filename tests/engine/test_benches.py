@@ -33,6 +33,7 @@ def a_round(live: int, size: int, bad: int, sums: int = 0, nan: int = 0) -> dict
         "live": live,
         "size": size,
         "stages": {f"layers.{i}.attention": [0, bad] for i in range(4)},
+        "largest": {"layers.1.post_attention_layernorm": [4.0, 5.0]},
         "tokens": [[1, 2]] * live,
         "sums": [[sums + i for i in range(live)]] * 2,
         "nan": nan,
@@ -100,45 +101,132 @@ def test_ids_that_grow_and_ids_that_are_drained(monkeypatch):
     assert asked(blocks.BENCH, told, monkeypatch)["off/on/off", name].verdict == "wrong"
 
 
-def test_a_hybrid_engine_is_compared_with_itself_zeroing(monkeypatch):
-    def served(changed: tuple[int, ...] = (), nan: tuple[int, ...] = ()) -> dict[str, object]:
-        return {
-            "hybrid": {
-                "tokens": [[i] for i in range(100)],
-                "logprobs": [[-1 if i in changed else 1] for i in range(100)],
-                "nan": [i in nan for i in range(100)],
-                "blocks": 24,
-                "block_size": 1024,
-                "staged": [10, 0],
-            },
-            "start": {"async_scheduling": True},
-        }
+def blocks_by_fifth(nonzero: int, nan: int = 0) -> dict[str, list[int]]:
+    rows = {"given": 25, "nonzero": nonzero, "nan_in_tail": nan, "from_state": nonzero}
+    return {name: [0, 0, 0, 0, count] for name, count in rows.items()}
 
-    told = Results()
-    for backend in hybrid.BACKENDS:
-        for state in ("zeroing", "zeroing again", "zeroing, cache of NaN"):
-            told[f"{backend}, {state}"] = Told(served(), None)
-    told["TRITON_ATTN, no zeroing"] = Told(served(changed=(99,)), None)
-    told["TRITON_ATTN, no zeroing, cache of NaN"] = Told(served(nan=(0, 50)), None)
-    told["FLASH_ATTN, no zeroing"] = Told(served(), None)
+
+def served(changed: tuple[int, ...] = (), nan: tuple[int, ...] = (), stale: int = 0) -> dict[str, object]:
+    return {
+        "tokens": [[i] for i in range(100)],
+        "logprobs": [[-1 if i in changed else 1] for i in range(100)],
+        "nan": [i in nan for i in range(100)],
+        "blocks_by_fifth": blocks_by_fifth(stale),
+    }
+
+
+def hybrid_engine(**states: dict[str, object]) -> dict[str, object]:
+    every = {name: served() for name in hybrid.QUIET + hybrid.FILLED + hybrid.LATE}
+    told = {**every, **{name.replace("_", " "): one for name, one in states.items()}}
+    return {
+        "hybrid": {**told, "blocks": 24, "block_size": 528, "waits": True},
+        "start": {"async_scheduling": True},
+    }
+
+
+def test_a_hybrid_engine_is_compared_with_itself_zeroing(monkeypatch):
+    told = results(
+        **{
+            "TRITON_ATTN": hybrid_engine(no_zeroing=served(changed=(99,), stale=25)),
+            "FLASH_ATTN": hybrid_engine(no_zeroing=served(stale=25)),
+            hybrid.KIMI: hybrid_engine(no_zeroing=served(stale=0)),
+            hybrid.CONTROL: hybrid_engine(no_zeroing=served(nan=(0, 50), stale=25)),
+        }
+    )
     said = asked(hybrid.BENCH, told, monkeypatch)
     assert said[hybrid.BITS, "TRITON_ATTN"].verdict == "other bits"
     assert said[hybrid.BITS, "TRITON_ATTN"].numbers["changed_bits_by_fifth"] == [0, 0, 0, 0, 1]
-    assert said[hybrid.POISONED, "TRITON_ATTN"].verdict == "nan"
     assert said[hybrid.BITS, "FLASH_ATTN"].verdict == "same bits"
-    assert said[hybrid.POISONED, "FLASH_ATTN"].verdict == NOT_RUN
-    assert said[hybrid.RACE, "asynchronous scheduling"].verdict == "same ids"
+    # Equal bits say nothing if no block was stale.
+    assert said[hybrid.BITS, hybrid.KIMI].verdict == "no stale block"
+    assert said[hybrid.BITS, hybrid.CONTROL].verdict == "nan"
+    assert said[hybrid.POISONED, hybrid.CONTROL].expected == "nan"
+    assert said[hybrid.POISONED, hybrid.WIDE].verdict == NOT_RUN
+
+
+def test_late_copies_are_judged_by_the_blocks_they_leave(monkeypatch):
+    left = {"late_copies,_no_wait": served(stale=30), "late_copies,_no_wait_again": served(stale=20)}
+    told = results(**{"TRITON_ATTN": hybrid_engine(**left), hybrid.PLUGIN: hybrid_engine()})
+    said = asked(hybrid.BENCH, told, monkeypatch)
+    assert said[hybrid.RACE, "late copies"].verdict == "all zeroed"
+    assert said[hybrid.RACE, hybrid.UNGUARDED].verdict == "blocks not zeroed"
+    assert said["off/on/off", hybrid.STAGING].verdict == "fixed"
+    told[hybrid.PLUGIN] = Told(hybrid_engine(zeroing=served(changed=(3,))), None)
+    assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.STAGING].verdict == "wrong"
+    told[hybrid.PLUGIN] = Told(hybrid_engine(**left), None)
+    assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.STAGING].verdict == "not fixed"
+
+
+def nan_bias(
+    twice: dict[int, list[int]], other: int = 0, chosen: tuple[int, int] = (4, 0)
+) -> dict[str, object]:
+    sound = a_round(3, 8, 0)
+    return {
+        "same_choice": {"topk_sigmoid": [other, 2**-24]},
+        "nan_bias": {
+            "sound": sound,
+            "spoilt": {at: {**sound, "twice": rows} for at, rows in twice.items()},
+            "chosen": {at: [*chosen] for at in twice},
+            "first": {"sound": [0, 64], **{at: [1, 64] for at in twice}},
+            "routers": 3,
+            "kind": ["FusedTopKBiasRouter"],
+            "top_k": 8,
+        },
+    }
 
 
 def test_a_nan_bias(monkeypatch):
-    def told_of(twice: list[int], nan: int = 0) -> dict[str, object]:
-        sound, spoilt = a_round(3, 8, 0), {**a_round(3, 8, 0, nan=nan), "twice": twice}
-        return {"nan_bias": {"sound": sound, "spoilt": spoilt, "routers": 3}}
-
-    name, bad = router.NAME, told_of([3, 5])
-    told = results(**{f"{name}, off": bad, f"{name}, on": told_of([0, 0]), f"{name}, off again": bad})
+    name, bad, good = router.SIGMOID, nan_bias({5: [0, 0], 8: [3, 5]}), nan_bias({5: [0, 0], 8: [0, 0]})
+    told = results(
+        **{f"{name}, off": bad, f"{name}, on": good, f"{name}, off again": bad},
+        **{f"{router.SOFTMAX}, off": good},
+        **{router.ONE_GROUP: nan_bias({5: [0, 0]}, chosen=(2, 9))},
+    )
     said = asked(router.BENCH, told, monkeypatch)
-    assert [one.verdict for one in said.values()] == ["duplicates", "fixed"]
+    assert said[router.TWICE, name].verdict == "duplicates"
+    assert said["off/on/off", name].verdict == "fixed"
+    assert said[router.TWICE, router.SOFTMAX].verdict == "clean"
+    # Each of three live rows names the expert in each of three routers.
+    assert said[router.TWICE, router.ONE_GROUP].verdict == "always chosen"
+    told[f"{name}, on"] = Told(nan_bias({8: [0, 0]}, other=7), None)
+    wrong = asked(router.BENCH, told, monkeypatch)["off/on/off", name]
+    assert (wrong.verdict, wrong.note) == ("wrong", "topk_sigmoid: not vLLM's choice with a sound bias")
+
+
+def test_with_one_scale_a_batch_rounds_without_padding_must_keep_their_bits(monkeypatch):
+    name = "TRITON_MLA, full graphs, fp8"
+    off, on = mla_engine(5), mla_engine(0)
+    for number in (0, 2, 3):
+        on["rows"][number]["sums"] = [[99 for _ in row] for row in on["rows"][number]["sums"]]
+    told = results(**{f"{name}, off": off, f"{name}, on": on, f"{name}, off again": off})
+    said = asked(mla.BENCH, told, monkeypatch)
+    assert said[mla.LIVE_LOGITS, name].verdict == "padding reaches live rows"
+    assert said[mla.LIVE_LOGITS, name].numbers["without_padding"] == {"logits": 0, "tokens": 0, "of": 16}
+    assert said["off/on/off", name].verdict == "fixed"
+    assert said["off/on/off", name].numbers["compared"] == ["8 of 8"]
+    on["rows"][1]["sums"] = [[5] * 8] * 2
+    said = asked(mla.BENCH, told, monkeypatch)
+    assert (said[mla.LIVE_LOGITS, name].verdict, said["off/on/off", name].verdict) == ("other bits", "wrong")
+
+
+def test_a_leak_is_cured_if_rounds_without_padding_keep_their_bits(monkeypatch):
+    bad, good = mla_engine(5), mla_engine(0)
+    for number in (0, 2, 3):
+        bad["rows"][number]["nan"] = 7
+        good["rows"][number]["sums"] = [[99, 98, 97]] * 2
+    told = results(**{f"{MLA}, off": bad, f"{MLA}, on": good, f"{MLA}, off again": bad})
+    said = asked(mla.BENCH, told, monkeypatch)
+    assert said[mla.NAN_ROWS, MLA].verdict == "leaked"
+    assert said["off/on/off", MLA].verdict == "fixed"
+    good["rows"][1]["sums"] = [[5] * 8] * 2
+    assert asked(mla.BENCH, told, monkeypatch)["off/on/off", MLA].verdict == "wrong"
+
+
+def test_a_quantizer_that_lets_a_nan_row_change_the_others(monkeypatch):
+    found = {"CUDA, per token": [0.01, "0.01", 0], "torch, per tensor": [0.01, "nan", 6144]}
+    told = results(**{mla.QUANTIZER: {"quantizers": found}})
+    said = asked(mla.BENCH, told, monkeypatch)[mla.QUANTIZERS, "3 sound rows, 5 rows of NaN"]
+    assert (said.verdict, said.numbers["leaked"]) == ("leaked", ["torch, per tensor"])
 
 
 @pytest.mark.parametrize(("ratio", "said"), [(1.001, "under 1 %"), (1.05, "over 1 %"), (None, "around 1 %")])
@@ -256,6 +344,21 @@ def test_benches_that_share_the_gpu_start_together(monkeypatch):
         "one": ["one/a", "one/b"],
         "two": ["two/a"],
     }
+
+
+def test_engines_that_start_slowly_start_first(monkeypatch):
+    started = []
+
+    def run(orders, timeout_s):
+        started.extend(orders)
+        yield from ((name, Told({}, None)) for name in orders)
+
+    monkeypatch.setattr(benches, "run", run)
+    one = Bench("one", "", {"a": Order("qwen3", {})}, {})
+    two = Bench("two", "", {"b": Order("qwen3", {})}, {}, slow=True)
+    pool = benches.Pool([one, two])
+    assert [name for name, _ in pool.of(one).together(one.orders, timeout_s=1)] == ["a"]
+    assert started == ["two/b", "one/a"]
 
 
 def test_engines_that_must_be_alone_come_last():

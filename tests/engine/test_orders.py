@@ -93,21 +93,28 @@ def test_what_an_engine_printed_is_kept_on_demand(monkeypatch, tmp_path):
 )
 def test_the_reason_names_what_to_install(monkeypatch, version, said):
     monkeypatch.setattr(devices, "version_of", lambda package: version)
+    monkeypatch.setattr(orders, "_free_bytes", lambda: 100 * 2**30)
     why = unavailable("cuda")
     assert why is None if said is None else why is not None and why.startswith(said)
     assert "needs a CUDA GPU" in str(unavailable("cpu"))
 
 
+def test_a_gpu_that_is_too_small_is_one_line(monkeypatch):
+    monkeypatch.setattr(devices, "version_of", lambda package: "0.22.1")
+    monkeypatch.setattr(orders, "_free_bytes", lambda: 3 * 2**29)
+    assert unavailable("cuda") == "an engine needs 8 GiB of free GPU memory; 1.5 GiB are free"
+
+
 def test_every_order_names_a_model_its_probes_and_its_spies(tmp_path):
-    from staleproof.engine import memory_probes, probes, spies
+    from staleproof.engine.session import PROBES, SPIES, find
 
     for bench in BENCHES.values():
         for order in bench.orders.values():
             write_config(tmp_path, order.model, order.config)
             for name in order.probes:
-                assert callable(getattr(probes, name, None) or getattr(memory_probes, name, None)), name
+                assert callable(find(name, PROBES))
             for name in order.spies:
-                assert callable(getattr(spies, name)), name
+                assert callable(find(name, SPIES))
     assert {order.model for bench in BENCHES.values() for order in bench.orders.values()} == {*MODELS}
 
 

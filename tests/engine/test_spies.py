@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from staleproof.engine import spies
+from staleproof.engine import probes, spies
 from staleproof.engine.spies import Rows, checksum
 
 VLLM_TESTS = Path(__file__).resolve().parents[1] / "vllm"
@@ -68,6 +68,14 @@ def test_a_stage_of_another_size_than_the_decode_step_is_left_out(watched):
     assert [stage for stage, _ in watch.seen()] == ["layers.0.attention", "layers.0.mlp"]
 
 
+def test_the_largest_magnitude_of_what_experts_get_leaves_nan_out():
+    watch, stage = Rows(), "layers.1.post_attention_layernorm"
+    watch.keep(stage, torch.tensor([[1.0, -3.0], [NAN, 2.0], [NAN, NAN]]))
+    assert watch.largest[stage, 3].tolist() == [3.0, 2.0, 0.0]
+    assert watch.flags[stage, 3].tolist() == [0, 1, 1]
+    assert probes._largest(watch, 1, {stage: [0, 1, 1]}) == {stage: [3.0, 2.0]}
+
+
 def test_query_tokens_of_a_request_are_rows(monkeypatch):
     class Ragged(Backend):
         def forward_mqa(self, q, kv, metadata, layer):
@@ -83,6 +91,12 @@ def test_experts_that_are_named_twice_are_counted_by_kind_of_row():
     watch = Rows()
     watch.keep_ids("router 0", torch.tensor([[0, 1], [2, 2], [3, 3], [4, 5]]))
     assert watch.duplicates(2) == (1, 1)
+    # The counts are of all steps since the last clear, not of the last.
+    watch.keep_ids("router 0", torch.tensor([[0, 0], [2, 3], [3, 4], [4, 5]]))
+    assert watch.duplicates(2) == (2, 1)
+    assert (watch.chosen(3), watch.chosen(9)) == (2, 0)
+    watch.keep_ids("router 0", torch.tensor([[1, 0], [0, 2], [0, 1], [4, 5]]))
+    assert watch.first_experts() == [2, 4]
     watch.clear()
     assert watch.duplicates(2) == (0, 0)
 
@@ -98,12 +112,6 @@ def test_a_checksum_notices_one_bit_and_the_place_of_a_value(dtype):
     swapped[2, :2] = x[2, [1, 0]]
     assert (kept == changed).tolist() == [True, False, True]
     assert (kept == checksum(swapped)).tolist() == [True, True, False]
-
-
-def test_ids_that_the_kernel_read_are_compared_with_those_it_was_asked_for():
-    watch = Rows()
-    watch.zeroed = [([1, 2], torch.tensor([1, 2])), ([8, 9], torch.tensor([8, 1]))]
-    assert watch.staged() == [2, 1]
 
 
 @pytest.mark.slow
@@ -129,11 +137,11 @@ def test_spies_and_fault_fit_the_real_vllm():
         "fits stages",
         "fits logits",
         "fits routing",
-        "fits staging",
         "fits ledger",
         "fits lazy_buffers",
-        "fits no_zeroing",
+        "fits whole_tiles",
+        "fits tenants",
         "fits living_weights: norm 1.0, gain 1.0",
-        "fits zeroing: [3, 2] as [3, 2]",
-        "fits watch: 15 functions",
+        "fits switches: zeroed [[3, 2]]",
+        "fits watch: 18 functions",
     ], done.stderr[-3000:]

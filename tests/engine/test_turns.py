@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from staleproof.engine import cost
 from staleproof.engine.cost_probes import State
-from staleproof.engine.orders import Order
+from staleproof.engine.orders import Order, run
 from staleproof.vllm.watch import Settings
 
 # Steps leave their times in a file: two engines must never step at the same time.
@@ -62,7 +63,9 @@ def timing():
 
 class LLM:
     def __init__(self, model, **options):
-        assert json.loads(Path(model, "config.json").read_text())["model_type"] == "qwen3"
+        kind = json.loads(Path(model, "config.json").read_text())["model_type"]
+        if kind != "qwen3":
+            raise ValueError(f"1 validation error for ModelConfig\\n  {kind} is not supported")
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
         self.llm_engine = Engine(GPUModelRunner())
 """
@@ -177,3 +180,19 @@ def test_an_engine_that_fails_does_not_end_the_others(steps, monkeypatch):
     assert told["other"].failed == "states: RuntimeError: no memory"
     assert told["one"].failed is None
     assert told["one"].answers["2 live"]["on"]
+
+
+def test_a_model_that_does_not_load_is_one_line(steps):
+    ((_, told),) = run({"one": Order("qwen3_next", {"start": {}, "rows": {}})}, timeout_s=60, at_once=1)
+    expected = "start, rows: ValueError: 1 validation error for ModelConfig qwen3_next is not supported"
+    assert told.failed == expected
+
+
+def test_a_probe_that_fails_leaves_those_behind_it_their_turn(steps):
+    # A made-up engine has no configuration, so the first probe fails.
+    order = players([2])["other"]
+    named = {**order.probes["states"], "players": ["other"], "folder": str(steps.parent)}
+    order = replace(order, probes={"start": {}, "states": named})
+    ((_, told),) = run({"one": order}, timeout_s=60, at_once=1)
+    assert told.answers["2 live"]["off"]
+    assert str(told.failed).startswith("start: AttributeError")

@@ -240,6 +240,16 @@ def test_clearing_rows_takes_no_memory_and_the_interpreters_own_is_not_counted(d
     assert (phase.transient, phase.by_owner) == (0, {})
 
 
+def test_memory_without_an_owner_is_summed_over_the_lines_that_allocated_it():
+    ledger = AllocationLedger(Tree("attribute", "cpu"))
+    with ledger.phase("profile"):
+        small = torch.zeros(64, 1024)
+        large = torch.zeros(128, 1024)
+    (phase,) = ledger.read().phases
+    assert phase.by_owner == {UNOWNED: 3 * EACH}
+    del small, large
+
+
 def test_the_report_is_exported_printed_and_drawn(capsys):
     model, x, ledger = profiled("attribute", budget_bytes=3 * MIB)
     with ledger.phase("capture"):

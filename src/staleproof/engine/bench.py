@@ -45,6 +45,7 @@ class Bench:
         orders: name -> engine.
         cells: (question, variant) -> a function from the results to its answer.
         timeout_s: for each engine.
+        slow: its engines take longest to start, so that they start before those of other benches.
         together: runs the orders: as many at a time as fit, unless the engines take turns or must be
             alone.
     """
@@ -53,7 +54,8 @@ class Bench:
     about: str
     orders: Mapping[str, Order]
     cells: Mapping[Cell, Callable[[Results], Answer]]
-    timeout_s: float = 180.0
+    timeout_s: float = 200.0
+    slow: bool = False
     together: Callable[..., Iterable[tuple[str, Told]]] = run
 
     @property
@@ -86,7 +88,9 @@ class Pool:
 
     def __init__(self, benches: Sequence[Bench]) -> None:
         self._orders = {
-            (bench.name, name): order for bench in benches for name, order in bench.orders.items()
+            (bench.name, name): order
+            for bench in sorted(benches, key=lambda bench: not bench.slow)
+            for name, order in bench.orders.items()
         }
         self._ended: dict[tuple[str, str], Told] = {}
         self._running: Iterator[tuple[str, Told]] | None = None

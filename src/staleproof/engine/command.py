@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from staleproof.device import Machine
+from staleproof.engine.orders import OLDEST
 from staleproof.engine.questions import BENCHES, table
 from staleproof.harness.findings import Finding, proved, write_findings
 
@@ -36,6 +38,19 @@ def ask(
         if found and path is not None:
             write_findings(path, found)
     return found
+
+
+def run_name(machine: Machine) -> str:
+    """Folder of the recorded run of a machine; that of a release other than the first names the release.
+
+    >>> from dataclasses import replace
+    >>> from staleproof import device
+    >>> here = replace(device.machine(), name="NVIDIA H200", vllm="0.22.1")
+    >>> run_name(here), run_name(replace(here, vllm="0.26.0"))
+    ('nvidia-h200-engine', 'nvidia-h200-engine-0.26.0')
+    """
+    name = f"{machine.slug}-engine"
+    return name if machine.vllm in (None, "none", OLDEST) else f"{name}-{machine.vllm}"
 
 
 def unknown(names: Sequence[str]) -> str | None:

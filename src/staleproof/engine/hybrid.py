@@ -1,120 +1,156 @@
-"""Incident 4 in a real engine: blocks that were Mamba state, with vLLM's zeroing on and off."""
+"""Incident 4 in a real engine: blocks that were state of linear attention, with vLLM's zeroing on and off."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from staleproof.engine.bench import Bench, Cell, Results
+from staleproof.engine.bench import FIX, Bench, Cell, Results, fix
 from staleproof.engine.orders import Order
+from staleproof.engine.tenants import fifths
 from staleproof.harness.answers import Answer, answer
 
-REQUESTS, FIFTHS = 100, 5
+REQUESTS = 100
 BITS, POISONED, RACE = "zeroing off", "zeroing off, cache of NaN", "staging race"
-BACKENDS = ("TRITON_ATTN", "FLASH_ATTN")
-ORDER = Order(
-    "qwen3_next",
-    {"start": {}, "hybrid": {"requests": REQUESTS}},
-    {
+QUIET, FILLED = (
+    ("zeroing", "zeroing again", "no zeroing"),
+    ("zeroing, cache of NaN", "no zeroing, cache of NaN"),
+)
+LATE = ("late copies", "late copies, no wait", "late copies, no wait again")
+SHIPPED, UNGUARDED = "late copies", "late copies, no wait"
+STAGING = "staging_race, late copies, no wait"
+# Attention of torch over whole tiles: what the bench must notice.
+CONTROL = "control: attention over whole tiles"
+# With a state of fp32 vLLM gives FlashAttention blocks of 16 to 64 tokens, because its kernels read whole
+# tiles of 128 (FlashAttention #1974). With another state the kernel's block is the scheduler's.
+WIDE = "FLASH_ATTN, bf16 state, blocks of 1,024 tokens"
+KIMI = "Kimi-Linear, TRITON_MLA"
+PLUGIN = "TRITON_ATTN, plugin"
+
+
+def _order(backend: str, *states: str, model: str = "qwen3_next", **options: Any) -> Order:
+    fixed = {
+        "attention_backend": backend,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 1024,
         "enforce_eager": True,
         "moe_backend": "triton",
-        "block_size": 1024,
         "num_gpu_blocks_override": 24,
         "mamba_ssm_cache_dtype": "float32",
         "additional_config": {"gdn_prefill_backend": "triton"},
-    },
-    spies=("staging",),
-)
-
-
-def _orders(backend: str) -> dict[str, Order]:
-    options = {**ORDER.options, "attention_backend": backend}
-    on = replace(ORDER, options=options)
-    poisoned = {"start": {}, "hybrid": {"requests": REQUESTS, "poison": True}}
-    return {
-        f"{backend}, zeroing": on,
-        f"{backend}, zeroing again": on,
-        f"{backend}, no zeroing": replace(on, spies=("no_zeroing",)),
-        f"{backend}, zeroing, cache of NaN": replace(on, probes=poisoned),
-        f"{backend}, no zeroing, cache of NaN": replace(on, spies=("no_zeroing",), probes=poisoned),
     }
+    probes = {"start": {}, "hybrid": {"states": list(states), "requests": REQUESTS}}
+    return Order(model, probes, {**fixed, **options}, spies=("tenants",))
 
 
-def fifths(flags: list[bool]) -> list[int]:
-    """How many are set in each fifth.
-
-    >>> fifths([True, False] + [False] * 7 + [True])
-    [1, 0, 0, 0, 1]
-    """
-    each = len(flags) // FIFTHS
-    return [sum(flags[i * each : (i + 1) * each]) for i in range(FIFTHS)]
+# vLLM chooses the size of a block itself, so that a block of keys and values is as large as a state.
+ORDERS = {
+    "TRITON_ATTN": _order("TRITON_ATTN", *QUIET, *FILLED, *LATE),
+    "FLASH_ATTN": _order("FLASH_ATTN", *QUIET, *FILLED),
+    WIDE: _order("FLASH_ATTN", *QUIET, *FILLED, block_size=1024, mamba_ssm_cache_dtype="bfloat16"),
+    KIMI: _order("TRITON_MLA", *QUIET, *FILLED, model="kimi_linear"),
+    CONTROL: replace(_order("TRITON_ATTN", *QUIET, *FILLED), spies=("whole_tiles", "tenants")),
+    PLUGIN: replace(_order("TRITON_ATTN", "zeroing", *LATE), patches="all"),
+}
+BACKENDS = [name for name in ORDERS if name != PLUGIN]
 
 
 def changed(one: dict[str, Any], two: dict[str, Any], what: str) -> list[int]:
-    """Requests whose tokens or logprobs differ between two engines, by fifth of the uptime."""
+    """Requests whose tokens or logprobs differ between two states, by fifth of the uptime."""
     return fifths([a != b for a, b in zip(one[what], two[what], strict=True)])
 
 
-def bits(backend: str, cache: str = "") -> Any:
+def bits(name: str, cache: str = "") -> Any:
     """The judge of what a request notices without zeroing, by fifth of the uptime.
 
     Args:
-        backend: of the attention.
-        cache: what the cache held before the first request, as the orders name it.
+        name: of the engine.
+        cache: what the cache held before the first request, as the states name it.
     """
-    states = (f"zeroing{cache}", "zeroing again", f"no zeroing{cache}")
 
     def judge(results: Results) -> Answer:
-        on, again, off = (results.of(f"{backend}, {state}", "hybrid") for state in states)
-        noise = changed(on, again, "logprobs")
+        told = results.of(name, "hybrid")
+        on, again, off = told[f"zeroing{cache}"], told["zeroing again"], told[f"no zeroing{cache}"]
+        # The same requests served twice with zeroing: what repeats without any switch.
+        noise = changed(told["zeroing"], again, "logprobs")
         nan, other = fifths(off["nan"]), changed(on, off, "logprobs")
         said = "nan" if sum(nan) else "other bits" if sum(other) > sum(noise) else "same bits"
         if sum(fifths(on["nan"])):
             said = "nan with zeroing too"
         elif sum(noise) and not sum(nan):
             said = "differ with it too"
-        return answer(
+        stale = off["blocks_by_fifth"]
+        if said == "same bits" and not sum(stale["nonzero"]):
+            said = "no stale block"
+        found = answer(
             said,
             nan_by_fifth=nan,
             nan_with_zeroing_by_fifth=fifths(on["nan"]),
             changed_bits_by_fifth=other,
             changed_tokens_by_fifth=changed(on, off, "tokens"),
             changed_with_zeroing_again=noise,
+            blocks_by_fifth=stale,
+            blocks_with_zeroing_by_fifth=on["blocks_by_fifth"],
             requests=REQUESTS,
-            blocks=off["blocks"],
-            block_size=off["block_size"],
+            blocks=told["blocks"],
+            block_size=told["block_size"],
         )
+        return replace(found, expected="nan") if (name, bool(cache)) == (CONTROL, True) else found
 
     return judge
 
 
+def _unzeroed(results: Results, name: str, state: str) -> int:
+    """Blocks that attention got with some byte not 0, although vLLM was to zero them."""
+    return sum(results.of(name, "hybrid")[state]["blocks_by_fifth"]["nonzero"])
+
+
 def race(results: Results) -> Answer:
-    """Did a zeroing kernel read other ids than its step asked for, under async scheduling?"""
-    calls = other = 0
-    for backend in BACKENDS:
-        for state in ("zeroing", "zeroing again"):
-            one = results.of(f"{backend}, {state}", "hybrid")["staged"]
-            calls, other = calls + one[0], other + one[1]
-    scheduled = results.of(f"{BACKENDS[0]}, zeroing", "start")["async_scheduling"]
+    """Does vLLM zero other blocks than it was asked to, if its copies of the ids start late?"""
+    told = results.of("TRITON_ATTN", "hybrid")
+    left = _unzeroed(results, "TRITON_ATTN", SHIPPED)
     return answer(
-        "other ids" if other else "same ids", calls=calls, with_other_ids=other, asynchronous=scheduled
+        "blocks not zeroed" if left else "all zeroed",
+        blocks_not_zeroed=left,
+        without_delay=_unzeroed(results, "TRITON_ATTN", "zeroing"),
+        runner_waits=told["waits"],
+        asynchronous=results.of("TRITON_ATTN", "start")["async_scheduling"],
     )
+
+
+def unguarded(results: Results) -> Answer:
+    """The same without the runner's wait for the copies of its last step (``prepare_inputs_event``)."""
+    told = results.of("TRITON_ATTN", "hybrid")
+    left = _unzeroed(results, "TRITON_ATTN", UNGUARDED)
+    given = sum(told[UNGUARDED]["blocks_by_fifth"]["given"])
+    other = changed(told["zeroing"], told[UNGUARDED], "tokens")
+    said = "blocks not zeroed" if left else "all zeroed"
+    return answer(said, blocks_not_zeroed=left, blocks_given=given, changed_tokens_by_fifth=other)
+
+
+def staged(results: Results) -> Answer:
+    """Off / on / off of the patch, with late copies and without the runner's wait.
+
+    Right if without a delay the plugin changes no bit of the served logprobs.
+    """
+    off, again = (_unzeroed(results, "TRITON_ATTN", state) for state in LATE[1:])
+    on = _unzeroed(results, PLUGIN, UNGUARDED)
+    plain, with_it = (results.of(name, "hybrid")["zeroing"] for name in ("TRITON_ATTN", PLUGIN))
+    other = sum(changed(plain, with_it, "logprobs"))
+    wrong = f"logprobs of {other} requests differ without a delay" if other else None
+    verdicts = ["blocks not zeroed" if left else "clean" for left in (off, on, again)]
+    return fix(STAGING, verdicts, wrong, blocks_not_zeroed=[off, on, again])
 
 
 def _cells() -> dict[Cell, Any]:
     cells: dict[Cell, Any] = {}
-    for backend in BACKENDS:
-        cells[BITS, backend] = bits(backend)
-        cells[POISONED, backend] = bits(backend, ", cache of NaN")
-    cells[RACE, "asynchronous scheduling"] = race
+    for name in BACKENDS:
+        cells[BITS, name] = bits(name)
+        cells[POISONED, name] = bits(name, ", cache of NaN")
+    cells[RACE, "late copies"] = race
+    cells[RACE, UNGUARDED] = unguarded
+    cells[FIX, STAGING] = staged
     return cells
 
 
-BENCH = Bench(
-    "hybrid",
-    "incident 4: a hybrid engine with 24 blocks, zeroing on and off",
-    {name: order for backend in BACKENDS for name, order in _orders(backend).items()},
-    _cells(),
-)
+BENCH = Bench("hybrid", "incident 4: hybrid engines with 24 blocks, zeroing on and off", ORDERS, _cells())

@@ -29,12 +29,13 @@ def accounts(engine: Engine) -> dict[str, Any]:
             "cached": phase.after.releasable - phase.before.releasable,
             "outside": phase.outside,
             "transient": phase.transient,
+            "allocated": phase.after.allocated - phase.before.allocated,
         }
         before = dict(phase.by_owner)
     return {
         "phases": phases,
         "sentence": report.sentence,
-        "owners": [str(owner) for owner in report.owners[:6]],
+        "owners": [f"{owner}, {owner.source}, first in {owner.phase}" for owner in report.owners[:8]],
         "graph_bytes_estimated": getattr(worker, "cudagraph_memory_estimate", None),
         "graph_bytes_taken": engine.watch.graph_bytes,
         "kv_bytes": getattr(worker, "available_kv_cache_memory_bytes", None),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from staleproof.engine.bench import FIX, Bench, Cell, MissingError, Results, fix, three
 from staleproof.engine.orders import Order
 from staleproof.harness.answers import Answer, answer
+from staleproof.harness.findings import FIXED
 
 LIVE = (3, 8, 3, 50)
 NAN_ROWS, LIVE_LOGITS, LIVE_PADDING = "NaN rows", "live logits, off / on", "live logits, 3 / 8 live"
+QUANTIZERS = "dynamic fp8 quantizers"
 FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 64]}
 COMPILED = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [8, 64]}
 PIECEWISE = {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 64]}
@@ -18,6 +21,23 @@ SPIES = ("attention", "logits", "routing")
 
 
 PROBES: dict[str, dict[str, Any]] = {"start": {}, "control": {}, "rows": {"live": LIVE}, "spoilt_blocks": {}}
+
+
+def _fp8_checkpoint() -> dict[str, Any]:
+    """What the configuration of an fp8 checkpoint says: a scale a tensor for weights, and for activations."""
+    scale = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    kept = ["lm_head", "re:.*gate$", "re:.*experts.*", "re:.*kv_b_proj"]
+    group = {
+        "targets": ["Linear"],
+        "weights": {**scale, "dynamic": False},
+        "input_activations": {**scale, "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": kept,
+        "config_groups": {"group_0": group},
+    }
 
 
 def engine(backend: str = "TRITON_MLA", spies: Sequence[str] = (*SPIES, "stages"), **options: Any) -> Order:
@@ -32,15 +52,27 @@ def engine(backend: str = "TRITON_MLA", spies: Sequence[str] = (*SPIES, "stages"
 FIXED_ONES = {
     "TRITON_MLA, full graphs": engine(),
     "TRITON_MLA, full graphs, compiled": engine(spies=SPIES, compilation_config=COMPILED),
+    # What the command of vLLM #57017 starts: online fp8, whose experts share one scale a batch.
     "TRITON_MLA, full graphs, fp8": engine(quantization="fp8"),
+    "TRITON_MLA, full graphs, compiled, fp8": engine(
+        spies=SPIES, compilation_config=COMPILED, quantization="fp8"
+    ),
 }
 OTHERS = {
     "TRITON_MLA, piecewise graphs, compiled": engine(spies=SPIES, compilation_config=PIECEWISE),
     "TRITON_MLA, eager": engine(enforce_eager=True),
     "FLASHMLA, full graphs": engine("FLASHMLA"),
     "FLASH_ATTN_MLA, full graphs": engine("FLASH_ATTN_MLA"),
-    "TRITON_MLA, eager, fp8": engine(quantization="fp8", enforce_eager=True),
+    "TRITON_MLA, eager, fp8": replace(
+        engine(quantization="fp8", enforce_eager=True), probes={**PROBES, "quantizers": {}}
+    ),
+    "TRITON_MLA, full graphs, fp8 checkpoint": replace(
+        engine(), config={"quantization_config": _fp8_checkpoint()}
+    ),
 }
+QUANTIZER = "TRITON_MLA, eager, fp8"
+# Their experts quantize a whole batch with one scale, so that a live row's bits depend on the others.
+SHARED_SCALE = ("TRITON_MLA, full graphs, fp8", "TRITON_MLA, full graphs, compiled, fp8")
 
 
 def verdict(rounds: Sequence[Mapping[str, Any]]) -> str:
@@ -110,9 +142,12 @@ def nan_rows(name: str) -> Any:
 
     def judge(results: Results) -> Answer:
         rounds = _rounds(results, _off(name))
+        padding = by_stage(rounds, 1)
         return answer(
             verdict(rounds),
-            padding=by_stage(rounds, 1),
+            padding=padding,
+            # A list keeps its order in a file, unlike the stages above.
+            in_order_of_execution=[*next(iter(padding.values()), {})],
             live=by_stage(rounds, 0),
             sizes=[f"{one['live']} of {one['size']}" for one in rounds],
             nan_tokens=sum(one["nan"] for one in rounds),
@@ -147,17 +182,45 @@ def different(one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]]
     return {"logits": sum(a != b for a, b in rows), "tokens": sum(a != b for a, b in tokens), "of": len(rows)}
 
 
+def padded(rounds: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Which rounds had padding rows."""
+    return [one["live"] < one["size"] for one in rounds]
+
+
+def by_round(one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """What :func:`different` says of each round; the later of two equal ones counts."""
+    return {f"{a['live']} of {a['size']}": different([a], [b]) for a, b in zip(one, two, strict=True)}
+
+
 def live_logits(name: str) -> Any:
-    """The judge of whether the plugin changes a bit of a live row's logits."""
+    """The judge of whether the plugin changes a bit of a live row's logits.
+
+    It changes what padding rows hold. If only rounds that have some differ, padding reaches live rows.
+    """
 
     def judge(results: Results) -> Answer:
         off, on, again = (_rounds(results, f"{name}, {state}") for state in ("off", "on", "off again"))
         noise, changed = different(off, again), different(off, on)
-        said = "same bits" if not changed["logits"] else "other bits"
+        whole = [number for number, pads in enumerate(padded(off)) if not pads]
+        without = different([off[number] for number in whole], [on[number] for number in whole])
+        said = "other bits" if without["logits"] else "padding reaches live rows"
+        if not changed["logits"]:
+            said = "same bits"
         if noise["logits"]:
             said = "differ without it too"
         control = _control(results, f"{name}, on")
-        return answer(said, off_against_on=changed, off_against_off=noise, control=control)
+        return answer(
+            said,
+            off_against_on=changed,
+            off_against_off=noise,
+            without_padding=without,
+            by_round=by_round(off, on),
+            largest_of_live_and_padding_rows={
+                state: {f"{one['live']} of {one['size']}": one["largest"] for one in rounds}
+                for state, rounds in (("off", off), ("on", on))
+            },
+            control=control,
+        )
 
     return judge
 
@@ -187,16 +250,24 @@ def padding_fix(name: str) -> Any:
 
     def judge(results: Results) -> Answer:
         off, on, again = (_rounds(results, f"{name}, {state}") for state in ("off", "on", "off again"))
-        changed, noise = different(off, on), different(off, again)
+        # Where padding reaches live rows, only rounds without any can keep their bits.
+        shared = verdict(off) == "leaked" or name in SHARED_SCALE
+        whole = [number for number, pads in enumerate(padded(off)) if not (shared and pads)]
+        one, two, three = ([rounds[number] for number in whole] for rounds in (off, on, again))
+        changed, noise = different(one, two), different(one, three)
         # Bits that differ between two equal engines cannot be compared; then tokens are.
         what = "tokens" if noise["logits"] else "logits"
         wrong = f"live {what}: {changed[what]} differ" if changed[what] > noise[what] else None
-        expected = None if "fp8" in name else "fixed"
+        if not whole:
+            wrong = "no round without padding to compare"
         return fix(
             name,
             [verdict(off), verdict(on), verdict(again)],
             wrong,
-            expected,
+            # Whether compiled fp8 keeps its bits with the plugin is what is asked.
+            None if name in SHARED_SCALE else FIXED,
+            compared=[f"{one['live']} of {one['size']}" for one in (off[number] for number in whole)],
+            nan_tokens=[sum(one["nan"] for one in rounds) for rounds in (off, on, again)],
             padding_off=by_stage(off, 1),
             padding_on=by_stage(on, 1),
         )
@@ -204,11 +275,19 @@ def padding_fix(name: str) -> Any:
     return judge
 
 
+def quantizers(results: Results) -> Answer:
+    """Whether a NaN row changes what vLLM's fp8 quantizers make of the sound rows beside it."""
+    found = results.of(QUANTIZER, "quantizers")
+    hurt = [name for name, (_, _, other) in found.items() if other]
+    return answer("leaked" if hurt else "clean", leaked=hurt, scale_alone_scale_with_nan_values_changed=found)
+
+
 def _cells() -> dict[Cell, Any]:
     cells: dict[Cell, Any] = {}
     for name in (*FIXED_ONES, *OTHERS):
         cells[NAN_ROWS, name] = nan_rows(name)
         cells[LIVE_PADDING, name] = live_padding(_off(name))
+    cells[QUANTIZERS, "3 sound rows, 5 rows of NaN"] = quantizers
     for name in FIXED_ONES:
         cells[LIVE_PADDING, f"{name}, plugin"] = live_padding(f"{name}, on")
         cells[LIVE_LOGITS, name] = live_logits(name)

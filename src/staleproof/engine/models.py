@@ -51,6 +51,15 @@ _DEEPSEEK: dict[str, Any] = {
     "routed_scaling_factor": 1.0,
 }
 
+_GROUPLESS: dict[str, Any] = {
+    **_COMMON,
+    "vocab_size": 8000,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     # MLA attention, softmax router without groups.
     "deepseek_v2": {
@@ -113,6 +122,76 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [0, 1, 2],
         "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    },
+    # Three layers of linear attention (KDA), one of MLA, which has no positions; DeepSeek's router.
+    "kimi_linear": {
+        **_COMMON,
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "vocab_size": 8000,
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 128,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "mla_use_nope": True,
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "use_grouped_topk": True,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+        "rope_theta": 10000.0,
+        "linear_attn_config": {
+            # Numbers of layers from 1 on.
+            "kda_layers": [1, 2, 3],
+            "full_attn_layers": [4],
+            "head_dim": 128,
+            "num_heads": 8,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    # A router with sigmoid scores and a bias, without groups.
+    "minimax_m2": {
+        **_GROUPLESS,
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        "intermediate_size": 512,
+        "num_local_experts": 64,
+        "num_experts_per_tok": 8,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "rotary_dim": 64,
+        "use_qk_norm": True,
+        "rope_theta": 10000.0,
+    },
+    # A router with softmax scores and a bias, without groups.
+    "ernie4_5_moe": {
+        **_GROUPLESS,
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "model_type": "ernie4_5_moe",
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 512,
+        "moe_num_experts": 64,
+        "moe_k": 6,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 3,
+        "moe_layer_interval": 1,
+        "use_bias": False,
+        "rope_theta": 10000.0,
     },
 }
 

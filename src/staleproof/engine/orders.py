@@ -94,7 +94,16 @@ def unavailable(device: str) -> str | None:
         return f"vLLM is not installed; install {NEEDED}, e.g. pip install vllm=={OLDEST}"
     if not _in_range(version):
         return f"vLLM {version} is not one that these questions know; install {NEEDED}"
+    free = _free_bytes()
+    if free < EACH:
+        return f"an engine needs {EACH // 2**30} GiB of free GPU memory; {free / 2**30:.1f} GiB are free"
     return None
+
+
+def _free_bytes() -> int:
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def _in_range(version: str) -> bool:
@@ -159,9 +168,7 @@ def run(
         at_once: how many run at a time; by default what :func:`width` says of this machine.
     """
     if at_once is None:
-        import torch
-
-        at_once = width(torch.cuda.mem_get_info()[0], os.cpu_count() or 2)
+        at_once = width(_free_bytes(), os.cpu_count() or 2)
     waiting = list(orders.items())
     running: dict[str, tuple[Order, Child, float]] = {}
     while waiting or running:

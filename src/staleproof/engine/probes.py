@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from staleproof.engine.spies import ATTENTION, Rows
+from staleproof.engine.spies import ATTENTION, EXPERTS_INPUT, Rows
 from staleproof.vllm import process, standing
 from staleproof.vllm.plugin import patches
 
@@ -97,8 +97,9 @@ def rows(engine: Engine, live: Sequence[int], tokens: int = 24) -> list[dict[str
 
     Returns:
         For each round: ``live``, ``size`` (rows of the step), ``stages`` (stage -> live rows and padding
-        rows with a NaN), ``tokens`` and ``sums`` (checksums of the live rows' logits, a step), ``nan``
-        (tokens whose logprob is NaN), ``twice`` (live and padding rows of routers with an expert twice).
+        rows with a NaN), ``largest`` (stage -> largest magnitude that experts get, in live rows and in
+        padding rows), ``tokens`` and ``sums`` (checksums of the live rows' logits, a step), ``nan`` (tokens
+        whose logprob is NaN), ``twice`` (live and padding rows of routers with an expert twice).
     """
     import torch
 
@@ -116,6 +117,7 @@ def rows(engine: Engine, live: Sequence[int], tokens: int = 24) -> list[dict[str
                 "live": count,
                 "size": max((len(flags) for stage, flags in seen.items() if ATTENTION in stage), default=0),
                 "stages": {stage: [sum(flags[:count]), sum(flags[count:])] for stage, flags in seen.items()},
+                "largest": _largest(engine.watch, count, seen),
                 "tokens": [list(o.outputs[0].token_ids) for o in outputs],
                 "sums": [kept[:count].tolist() for kept in engine.watch.sums],
                 "nan": sum(lp.logprob != lp.logprob for lp in chosen),
@@ -123,6 +125,16 @@ def rows(engine: Engine, live: Sequence[int], tokens: int = 24) -> list[dict[str
             }
         )
     return rounds
+
+
+def _largest(watch: Rows, live: int, seen: dict[str, list[int]]) -> dict[str, list[float]]:
+    """Stage -> largest magnitude of live rows and of padding rows in the last decode step."""
+    found = {}
+    for stage, flags in seen.items():
+        if stage.endswith(EXPERTS_INPUT):
+            rows = watch.largest[stage, len(flags)].tolist()
+            found[stage] = [max(rows[:live]), max(rows[live:], default=0.0)]
+    return found
 
 
 def control(engine: Engine, tokens: int = 8) -> list[int]:
@@ -186,68 +198,3 @@ def resident() -> int:
     """
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def hybrid(engine: Engine, requests: int = 100, poison: bool = False) -> dict[str, Any]:
-    """Serve requests of many lengths in an engine with few blocks, which change hands all the time.
-
-    Args:
-        requests: how many.
-        poison: fill the whole KV cache with NaN first: then every byte that is read before it is
-            written shows, not only those that happen to hold a NaN.
-
-    Returns:
-        For each request ``tokens``, ``logprobs`` (their bits, as integers) and ``nan`` (whether one is
-        NaN); ``block_size`` and ``blocks``; ``staged``: see :meth:`Rows.staged`.
-    """
-    import torch
-
-    if poison:
-        with torch.inference_mode():
-            for cache in _tensors(engine.runner.kv_caches):
-                cache.view(torch.uint8).fill_(0xFF) if cache.is_contiguous() else cache.fill_(float("nan"))
-    engine.watch.clear()
-    asked = prompts([20 + i * 37 % 400 for i in range(requests)])
-    outputs = generate(engine, asked, [4 + i % 13 for i in range(requests)])
-    torch.cuda.synchronize()
-    logprobs = [[lp.logprob for step in o.outputs[0].logprobs or () for lp in step.values()] for o in outputs]
-    cache = engine.llm.llm_engine.vllm_config.cache_config
-    return {
-        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
-        "logprobs": [torch.tensor(row, dtype=torch.float32).view(torch.int32).tolist() for row in logprobs],
-        "nan": [any(value != value for value in row) for row in logprobs],
-        "block_size": cache.block_size,
-        "blocks": cache.num_gpu_blocks,
-        "staged": engine.watch.staged(),
-    }
-
-
-def _tensors(caches: Any) -> Iterator[Any]:
-    """The tensors in the KV caches of a runner; a Mamba layer has a list of them."""
-    for cache in caches:
-        if isinstance(cache, list | tuple):
-            yield from _tensors(cache)
-        else:
-            yield cache
-
-
-def nan_bias(engine: Engine, live: int = 3, expert: int = 5) -> dict[str, Any]:
-    """Serve ``live`` requests, then again with a NaN in every router's correction bias.
-
-    Returns:
-        ``sound`` and ``spoilt``: what :func:`rows` returns of the two rounds; ``routers``: how many
-        biases were set.
-    """
-    import torch
-
-    sound = rows(engine, [live])[0]
-    biases = [p for n, p in engine.runner.get_model().named_parameters() if "e_score_correction_bias" in n]
-    with torch.inference_mode():
-        kept = [bias[expert].clone() for bias in biases]
-        for bias in biases:
-            bias.data[expert] = float("nan")
-    spoilt = rows(engine, [live])[0]
-    with torch.inference_mode():
-        for bias, value in zip(biases, kept, strict=True):
-            bias.data[expert] = value
-    return {"sound": sound, "spoilt": spoilt, "routers": len(biases)}

@@ -6,13 +6,28 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from staleproof.engine import cost_probes, memory_probes, probes, spies, watch_probes
+from staleproof.check import require
+from staleproof.engine import (
+    cost_probes,
+    hybrid_probes,
+    memory_probes,
+    probes,
+    router_probes,
+    spies,
+    tenants,
+    watch_probes,
+)
 from staleproof.engine.models import write_config
 from staleproof.engine.orders import OPTIONS, Order
 from staleproof.harness.children import tell
+
+PROBES = (probes, memory_probes, hybrid_probes, router_probes, cost_probes, watch_probes)
+SPIES = (spies, tenants)
 
 
 def serve(order: Order) -> None:
@@ -25,18 +40,38 @@ def serve(order: Order) -> None:
             write_config(Path(folder), order.model, order.config)
             engine = start(order, folder)
             for name, arguments in order.probes.items():
-                rooms = probes, memory_probes, cost_probes, watch_probes
-                probe = next(getattr(room, name) for room in rooms if hasattr(room, name))
-                tell((name, probe(engine, **arguments)))
+                try:
+                    tell((name, find(name, PROBES)(engine, **arguments)))
+                except Exception as error:
+                    # The probes after this one may still answer.
+                    _tell_error(error)
     except Exception as error:
-        import traceback
-
-        traceback.print_exc()
-        tell(("error", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+        _tell_error(error)
     sys.stdout.flush()
     sys.stderr.flush()
     # The answers are written. vLLM's own teardown takes seconds and can fail.
     os._exit(0)
+
+
+def _tell_error(error: Exception) -> None:
+    import traceback
+
+    traceback.print_exc()
+    tell(("error", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+
+
+def find(name: str, modules: Sequence[ModuleType]) -> Any:
+    """The probe or the spy of this name.
+
+    Raises:
+        ValueError: none has it.
+
+    >>> find("rows", PROBES) is probes.rows
+    True
+    """
+    found = [getattr(module, name) for module in modules if hasattr(module, name)]
+    require(bool(found), "name", f"a function of {[module.__name__ for module in modules]}", name)
+    return found[0]
 
 
 def start(order: Order, folder: str) -> probes.Engine:
@@ -49,7 +84,7 @@ def start(order: Order, folder: str) -> probes.Engine:
     spies.living_weights()
     watch = spies.Rows()
     for name in order.spies:
-        getattr(spies, name)(watch)
+        find(name, SPIES)(watch)
     from vllm import LLM
 
     options: dict[str, Any] = {**OPTIONS, **order.options}

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ BACKENDS = {
 BUFFER, BUFFER_ROWS = "_staleproof_decode_out", 65536
 # The stage that a decode step of MLA always has.
 ATTENTION = "attention"
+# The norm before the experts of a layer, whose output they quantize.
+EXPERTS_INPUT = "post_attention_layernorm"
 
 
 class Rows:
@@ -34,10 +36,12 @@ class Rows:
     Attributes:
         flags: (stage, rows of the step) -> int8 flags: 1 if the row has a NaN, 0 if not, -1 if no step
             of that many rows ran since :meth:`clear`.
+        largest: the same -> the largest magnitude of each row of what experts get, NaN left out.
         ids: (layer, rows of the step) -> expert ids of the last step.
+        kinds: the classes of routers that chose experts.
+        repeats: the same -> how often each row named an expert twice since :meth:`clear`.
         sums: for each step since :meth:`clear`, a checksum of each live row's logits.
-        zeroed: for each call of vLLM's zeroer since then, the block ids it was asked to zero, and a copy
-            of those that its kernel read.
+        tenants: what new blocks held (:mod:`staleproof.engine.tenants`).
         ledger: the :class:`~staleproof.evidence.AllocationLedger` over the engine's start.
         graph_bytes: what vLLM says that its graphs took.
         lazy_layers: so many of the first layers allocate their buffer (:func:`lazy_buffers`).
@@ -45,10 +49,13 @@ class Rows:
 
     def __init__(self) -> None:
         self.flags: dict[tuple[str, int], torch.Tensor] = {}
+        self.largest: dict[tuple[str, int], torch.Tensor] = {}
         self.ids: dict[tuple[str, int], torch.Tensor] = {}
         self.sums: list[torch.Tensor] = []
         self.layers: dict[int, str] = {}
-        self.zeroed: list[tuple[list[int], torch.Tensor]] = []
+        self.repeats: dict[tuple[str, int], torch.Tensor] = {}
+        self.tenants: Any = None
+        self.kinds: set[str] = set()
         self.ledger: Any = None
         self.graph_bytes: int | None = None
         self.lazy_layers = 0
@@ -60,7 +67,11 @@ class Rows:
         key = stage, x.shape[0]
         if key not in self.flags:
             self.flags[key] = torch.full((x.shape[0],), -1, dtype=torch.int8, device=x.device)
-        self.flags[key].copy_(torch.isnan(x.float()).flatten(1).any(1))
+            self.largest[key] = torch.zeros(x.shape[0], device=x.device)
+        nan = torch.isnan(x.float()).flatten(1)
+        self.flags[key].copy_(nan.any(1))
+        if stage.endswith(EXPERTS_INPUT):
+            self.largest[key].copy_(x.float().abs().flatten(1).masked_fill(nan, 0).amax(1))
 
     def keep_ids(self, layer: str, ids: torch.Tensor) -> None:
         """Keep the expert ids of a step, (rows, top_k)."""
@@ -68,19 +79,19 @@ class Rows:
             key = layer, ids.shape[0]
             if key not in self.ids:
                 self.ids[key] = torch.full_like(ids, -1)
+                self.repeats[key] = torch.zeros(len(ids), dtype=torch.int32, device=ids.device)
             self.ids[key].copy_(ids)
+            ordered = ids.sort(-1).values
+            self.repeats[key] += (ordered[:, 1:] == ordered[:, :-1]).any(-1)
 
     @torch.inference_mode()
     def clear(self) -> None:
         """Forget what was kept; captured graphs keep writing to the same tensors."""
         for kept in (*self.flags.values(), *self.ids.values()):
             kept.fill_(-1)
+        for counted in self.repeats.values():
+            counted.zero_()
         self.sums.clear()
-        self.zeroed.clear()
-
-    def staged(self) -> list[int]:
-        """Calls of vLLM's zeroer, and those in which its kernel read other ids than it was asked to."""
-        return [len(self.zeroed), sum(asked != read.tolist() for asked, read in self.zeroed)]
 
     def seen(self) -> Iterator[tuple[str, list[int]]]:
         """Stage and flags of every stage of the last decode step, in order of execution."""
@@ -91,16 +102,27 @@ class Rows:
                 yield stage, flags
 
     def duplicates(self, rows: int) -> tuple[int, int]:
-        """Rows of the last step with an expert twice: among the first ``rows``, and among the others."""
-        live = padding = 0
-        for kept in self.ids.values():
-            ids = kept.sort(-1).values
-            if int(ids[0, 0]) < 0:
-                continue
-            twice = (ids[:, 1:] == ids[:, :-1]).any(-1)
-            live += int(twice[:rows].sum())
-            padding += int(twice[rows:].sum())
-        return live, padding
+        """Rows of all steps with an expert twice: of the first ``rows`` of each step, and of the others."""
+        counts = [
+            counted
+            for key, counted in self.repeats.items()
+            # Graphs of other sizes were captured, but no step of that size ran.
+            if int(self.ids[key][0, 0]) >= 0
+        ]
+        return sum(int(c[:rows].sum()) for c in counts), sum(int(c[rows:].sum()) for c in counts)
+
+    def chosen(self, expert: int) -> int:
+        """How many rows of the last step name this expert."""
+        return sum(int((kept == expert).any(-1).sum()) for kept in self.ids.values())
+
+    def first_experts(self) -> list[int]:
+        """How many rows of the last step name just the experts 0, 1, 2, ..., and how many rows there are.
+
+        vLLM's kernel for routers with groups gives a row these if no group has a finite score.
+        """
+        named = [kept.sort(-1).values for kept in self.ids.values() if int(kept[0, 0]) >= 0]
+        first = [(ids == torch.arange(ids.shape[1], device=ids.device)).all(-1) for ids in named]
+        return [sum(int(rows.sum()) for rows in first), sum(map(len, first))]
 
 
 def attention(watch: Rows) -> None:
@@ -131,19 +153,30 @@ def _layer(layer: Any) -> str:
 
 def stages(watch: Rows) -> None:
     """Keep the output rows of every module inside the decoder layers. Not for compiled models."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    inner = GPUModelRunner.load_model
-
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = inner(self, *args, **kwargs)
-        for name, module in self.get_model().named_modules():
+    def loaded(model: Any) -> None:
+        for name, module in model.named_modules():
             parts = name.split(".")
             if parts[:2] == ["model", "layers"] and len(parts) > 2:
                 module.register_forward_hook(_hook(watch, ".".join(parts[1:])))
+
+    _when_loaded(loaded)
+
+
+def _when_loaded(look: Callable[[Any], None]) -> None:
+    """Call ``look`` with the model as soon as a runner has loaded it; vLLM has two runners."""
+    for module in ("gpu_model_runner", "gpu.model_runner"):
+        runner = importlib.import_module(f"vllm.v1.worker.{module}").GPUModelRunner
+        runner.load_model = _and_then(runner.load_model, look)
+
+
+def _and_then(inner: Any, look: Callable[[Any], None]) -> Any:
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = inner(self, *args, **kwargs)
+        look(self.get_model())
         return result
 
-    GPUModelRunner.load_model = load_model
+    return load_model
 
 
 def _hook(watch: Rows, stage: str) -> Any:
@@ -157,13 +190,8 @@ def _hook(watch: Rows, stage: str) -> Any:
 
 def logits(watch: Rows) -> None:
     """Keep a checksum of the bits of every live row's logits, a step."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    inner = GPUModelRunner.load_model
-
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = inner(self, *args, **kwargs)
-        model = self.get_model()
+    def loaded(model: Any) -> None:
         compute = model.compute_logits
 
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
@@ -173,9 +201,8 @@ def logits(watch: Rows) -> None:
             return out
 
         model.compute_logits = compute_logits
-        return result
 
-    GPUModelRunner.load_model = load_model
+    _when_loaded(loaded)
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
@@ -213,32 +240,11 @@ def _routing(router: Any, watch: Rows) -> None:
     def select_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = inner(self, *args, **kwargs)
         layer = watch.layers.setdefault(id(self), f"router {len(watch.layers)}")
+        watch.kinds.add(type(self).__name__)
         watch.keep_ids(layer, result[1])
         return result
 
     router.select_experts = select_experts
-
-
-def staging(watch: Rows) -> None:
-    """Keep which block ids vLLM's zeroing kernel read, beside those that it was asked to zero."""
-    from vllm.v1.worker.utils import KVBlockZeroer
-
-    inner = KVBlockZeroer.zero_block_ids
-
-    def zero_block_ids(self: Any, block_ids: list[int]) -> None:
-        inner(self, block_ids)
-        if block_ids and self._ids_gpu is not None:
-            # On the same stream: this copy sees what the kernel before it saw.
-            watch.zeroed.append((list(block_ids), self._ids_gpu[: len(block_ids)].clone()))
-
-    KVBlockZeroer.zero_block_ids = zero_block_ids
-
-
-def no_zeroing(watch: Rows) -> None:
-    """Switch vLLM's zeroing of new blocks off; not a spy, but the fault that zeroing prevents."""
-    from vllm.v1.worker.utils import KVBlockZeroer
-
-    KVBlockZeroer.zero_block_ids = lambda self, block_ids: None
 
 
 def living_weights() -> None:

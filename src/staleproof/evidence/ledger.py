@@ -227,6 +227,14 @@ class Report:
         return fig
 
 
+def _by_name(owners: tuple[Owner, ...]) -> dict[str, int]:
+    """Bytes by owner; memory without an owner is one entry, whatever lines allocated it."""
+    found: dict[str, int] = {}
+    for owner in owners:
+        found[owner.name] = found.get(owner.name, 0) + owner.bytes
+    return found
+
+
 @dataclass
 class _Entered:
     """A phase that was entered. ``done`` is ``None`` until it was left once."""
@@ -335,7 +343,7 @@ class AllocationLedger:
                 entered.before,
                 self._usage(),
                 max(transient, entered.done.transient if entered.done else 0),
-                {owner.name: owner.bytes for owner in self._owners()},
+                _by_name(self._owners()),
             )
 
     @staticmethod

@@ -1,0 +1,273 @@
+"""What a whole vLLM answered: one table for the report, and one for the end of each notebook.
+
+>>> print(chapter("no_incident", [])[-1])
+No engine run is recorded: `staleproof engine --record` makes one on a machine with a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from staleproof.engine.questions import BENCHES
+from staleproof.harness.findings import NOT_RUN, OFF_ON_OFF, Finding
+from staleproof.harness.recorded import Run
+
+# Name of a bench -> the incident whose notebook shows it, and what the bench is about.
+CHAPTERS = {
+    "mla": "mla_padding",
+    "cost": "mla_padding",
+    "watch": "mla_padding",
+    "memory": "decode_buffer",
+    "router": "moe_routing",
+    "hybrid": "kv_reuse",
+    "blocks": "kv_reuse",
+}
+ABOUT = (
+    "<p>Whole vLLM engines with dummy weights, asked by <code>staleproof engine</code>. Off / on / off is "
+    "three processes: without staleproof's patches, with them, without.</p>"
+)
+NONE = "No engine run is recorded: `staleproof engine --record` makes one on a machine with a GPU."
+COLUMNS = ("asked", "of", "answer", "seen")
+# A file has them sorted by name.
+PHASES = ("profile", "kv cache", "capture")
+Numbers = Mapping[str, Any]
+
+
+def is_engine(run: Run) -> bool:
+    """Whether a recorded run is one of ``staleproof engine``.
+
+    >>> from pathlib import Path
+    >>> is_engine(Run(Path("h200-engine"), {}, [], []))
+    False
+    """
+    return bool(run.findings) and all(found.incident == "engine" for found in run.findings)
+
+
+def bench_of(found: Finding) -> str | None:
+    """The bench that asks this question; ``None`` if none does any more."""
+    asked = (name for name, bench in BENCHES.items() if (found.question, found.variant) in bench.cells)
+    return next(asked, None)
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that fits.
+
+    >>> size(2**21), size(3 * 2**30), size(1008)
+    ('2 MiB', '3 GiB', '1008 B')
+    """
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(count) >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count:.4g} B"
+
+
+def _rows(n: Numbers) -> str:
+    """The first round with NaN: how many rows of attention, and through which stages they go."""
+    for what in ("live", "padding"):
+        for rounds, stages in n[what].items():
+            rows = stages.get("attention", next(iter(stages.values())))
+            through = [stage for stage in n.get("in_order_of_execution", ()) if stage in stages]
+            path = f"; in {', '.join(through)}" if through else ""
+            return f"{what} rows, {rounds}: {rows}{path}"
+    return "no row has a NaN: " + ", ".join(n["sizes"])
+
+
+def _bits(n: Numbers) -> str:
+    if "without_padding" in n:
+        n = {"all rounds": n["off_against_on"], "rounds without padding": n["without_padding"]}
+    return "; ".join(
+        f"{name.replace('_', ' ')}: {part['logits']} of {part['of']} rows of logits, {part['tokens']} tokens"
+        for name, part in n.items()
+        if isinstance(part, Mapping)
+    )
+
+
+def _fixed(n: Numbers) -> str:
+    seen = f"{n['off']} → {n['on']} → {n['off_again']}"
+    for name in ("blocks_not_zeroed", "nan_tokens"):
+        if name in n:
+            seen += f"; {name.replace('_', ' ')} {' → '.join(map(str, n[name]))}"
+    if "ids_off" in n:
+        seen += f"; ids {n['ids_off'][-1]} → {n['ids_on'][-1]}"
+    return seen
+
+
+def _fifths(n: Numbers) -> str:
+    stale = n["blocks_by_fifth"]
+    return (
+        f"by fifth of {n['requests']} requests: NaN {n['nan_by_fifth']}, changed {n['changed_bits_by_fifth']}"
+        f"; blocks given {stale['given']}, not zero {stale['nonzero']}, NaN behind the prompt "
+        f"{stale['nan_in_tail']}"
+    )
+
+
+def _twice(n: Numbers) -> str:
+    rows = "; ".join(
+        f"NaN at expert {at}: {live} live and {padding} padding rows; rows that name it {usual} → {now}"
+        for (at, (live, padding)), (usual, now) in zip(
+            n["live_and_padding_rows_by_expert"].items(), n["rows_that_name_the_expert"].values(), strict=True
+        )
+    )
+    return f"{rows}; {', '.join(n['kind'])}, top {n['top_k']}"
+
+
+def _account(n: Numbers) -> str:
+    return "; ".join(
+        f"{phase}: the device gave {size(got['device'])}, unexplained {size(n['unexplained_bytes'][phase])}"
+        for phase, got in sorted(n["phases"].items(), key=lambda item: PHASES.index(item[0]))
+    )
+
+
+def _slower(n: Numbers) -> str:
+    low, high = n["interval_percent"]
+    return (
+        f"{n['slowdown_percent']:+.2f} % [{low:+.2f}, {high:+.2f}] of {n['step_ms_off']:.3f} ms a step; "
+        f"{n['tokens_per_s_off']} → {n['tokens_per_s_on']} tokens/s, {n['rounds']} rounds"
+    )
+
+
+# Question -> a line of its figures; another question shows its first numbers.
+SEEN: dict[str, Callable[[Numbers], str]] = {
+    "NaN rows": _rows,
+    "live logits, off / on": _bits,
+    "live logits, 3 / 8 live": _bits,
+    "dynamic fp8 quantizers": lambda n: (
+        "values of sound rows changed: "
+        + ", ".join(
+            f"{name} {row[2]}" for name, row in n["scale_alone_scale_with_nan_values_changed"].items()
+        )
+    ),
+    "off/on/off": _fixed,
+    "undrained block ids": lambda n: f"{n['ids'][-1]} ids after {n['requests'][-1]} requests",
+    "zeroing off": _fifths,
+    "zeroing off, cache of NaN": _fifths,
+    "staging race": lambda n: f"{n['blocks_not_zeroed']} blocks reach attention not zeroed",
+    "experts named twice": _twice,
+    "death after start": lambda n: (
+        f"predicted {size(n['predicted'])}, taken {size(n['taken'])}; {str(n['died']).partition(':')[0]}"
+    ),
+    "account of the start": _account,
+    "memory of graphs": lambda n: f"estimated {size(n['estimated'] or 0)}, taken {size(n['taken'])}",
+    "counts of the watch": lambda n: f"{n['want'][0]} padding rows a layer in {n['steps']} steps",
+    "cost of a step": _slower,
+    "noise of a step": _slower,
+    "cost of the watch": _slower,
+}
+
+
+def seen(found: Finding) -> str:
+    """The figures of a finding that matter, in one line; the reason, if it was not run."""
+    if not found.ran:
+        return found.note
+    try:
+        line = SEEN[found.question](found.numbers)
+    except (KeyError, TypeError, ValueError, IndexError):
+        # Recorded by another release of the bench.
+        line = ", ".join(f"{name} {value}" for name, value in list(found.numbers.items())[:3])
+    return f"{line}; {found.note}" if found.note else line
+
+
+def rows(findings: Iterable[Finding], incident: str | None = None) -> list[tuple[str, str, str, str]]:
+    """A row a finding: question, variant, verdict, figures (:data:`COLUMNS`).
+
+    Args:
+        findings: of ``staleproof engine``.
+        incident: only those that its notebook shows; all by default.
+    """
+    return [
+        (found.question, found.variant, found.verdict, seen(found))
+        for found in findings
+        if found.incident == "engine" and incident in (None, CHAPTERS.get(bench_of(found) or ""))
+    ]
+
+
+def titles(runs: Sequence[Run]) -> list[tuple[str, Run]]:
+    """Each engine run with its title: release, machine, date, whether the source changed since."""
+    return [
+        (f"{next((found.of for found in run.findings if found.ran), 'vLLM')}, {run.title}", run)
+        for run in runs
+        if is_engine(run)
+    ]
+
+
+def section(runs: Sequence[Run] | None = None) -> Markup:
+    """The body of the report's section: the fixes of each engine run, and all its answers folded.
+
+    Args:
+        runs: recorded runs; those of ``workbook/runs`` by default. Others than engine runs are left out.
+
+    Returns:
+        Markup without a heading; empty if no engine run is recorded.
+    """
+    from staleproof.harness import recorded
+
+    engines = titles(recorded.read_all(spoilt=lambda error: None) if runs is None else runs)
+    if not engines:
+        return Markup()
+    parts = [ABOUT]
+    for title, run in engines:
+        fixes = [found for found in run.findings if found.question == OFF_ON_OFF and found.ran]
+        counts = Counter(_mark(found) for found in run.findings)
+        told = f"{counts['ok']} as expected, {counts['bad']} not, {counts['absent']} not run"
+        parts.append(_table(fixes, f"RECORDED, {title}: {told}"))
+        if remark := run.environment.get("remark"):
+            parts.append(f"<p>{escape(remark)}</p>")
+        every = _table(run.findings, f"RECORDED, {title}")
+        parts.append(f"<details><summary>All {len(run.findings)} answers</summary>{every}</details>")
+    return Markup("".join(parts))
+
+
+def _mark(found: Finding) -> str:
+    return "bad" if found.failed else "ok" if found.ran else "absent"
+
+
+def _table(findings: Sequence[Finding], caption: str) -> str:
+    head = "".join(f"<th scope='col'>{name}</th>" for name in COLUMNS)
+    body = ""
+    for found, (asked, of, verdict, figures) in zip(findings, rows(findings), strict=True):
+        body += (
+            f"<tr><th scope='row'>{escape(asked)}</th><td>{escape(of)}</td>"
+            f"<td class='{_mark(found)}'>{escape(verdict)}</td><td>{escape(figures)}</td></tr>"
+        )
+    return (
+        f"<div class='wide'><table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def chapter(incident: str, runs: Sequence[Run]) -> list[str]:
+    """The lines of the section at the end of an incident's notebook, as Markdown.
+
+    Args:
+        incident: folder name, e.g. ``mla_padding``.
+        runs: recorded runs.
+    """
+    lines: list[str] = []
+    for title, run in titles(runs):
+        own = [row for row in rows(run.findings, incident) if row[2] != NOT_RUN]
+        absent = len(rows(run.findings, incident)) - len(own)
+        if not own:
+            continue
+        remark = run.environment.get("remark")
+        lines += ["", f"RECORDED, {title}", *(("", str(remark)) if remark else ())]
+        lines += ["", f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|"]
+        lines += [f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in own]
+        lines += [f"\n{absent} more questions were not run."] if absent else []
+    return lines or [NONE]
+
+
+def in_a_real_engine(incident: str) -> None:
+    """Show what the recorded engine runs say of an incident; the last section of its notebook.
+
+    Args:
+        incident: folder name, e.g. ``mla_padding``.
+    """
+    from IPython.display import Markdown, display
+
+    from staleproof.harness import recorded
+
+    display(Markdown("\n".join(chapter(incident, recorded.read_all(spoilt=lambda error: print(error))))))

@@ -1,0 +1,98 @@
+"""Recorded engine runs: one table for the report, one section for each notebook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from staleproof.engine import hybrid, mla
+from staleproof.engine.questions import BENCHES
+from staleproof.harness import recorded
+from staleproof.harness.findings import Finding, finding, not_run
+from staleproof.harness.recorded import Run
+from staleproof.report import engine
+
+MLA = "TRITON_MLA, full graphs"
+FIXED = finding(
+    "engine", "off/on/off", MLA, "fixed", expected="fixed", off="pad_only", on="clean", off_again="pad_only"
+)
+LEAK = finding(
+    "engine",
+    mla.NAN_ROWS,
+    MLA,
+    "leaked",
+    live={"3 of 8": {"mlp": "3 in 2 of 4 layers"}},
+    in_order_of_execution=["attention", "mlp"],
+    padding={},
+    sizes=["3 of 8"],
+)
+ABSENT = not_run("engine", hybrid.BITS, hybrid.KIMI, "start: ValueError: no such model <here>")
+
+
+def run(*findings: Finding, name: str = "h200-engine") -> Run:
+    return Run(Path(name), {"machine": {"name": "NVIDIA H200"}, "date": "2026-11-21"}, list(findings), [])
+
+
+def test_every_question_has_a_chapter_and_a_line_of_figures():
+    assert {*engine.CHAPTERS} == {*BENCHES}
+    assert {question for bench in BENCHES.values() for question, _ in bench.cells} == {*engine.SEEN}
+
+
+def test_the_section_shows_the_fixes_and_folds_the_rest():
+    page = str(engine.section([run(FIXED, LEAK, ABSENT), run(name="other")]))
+    opened, _, folded = page.partition("<details>")
+    assert "pad_only → clean → pad_only" in opened
+    assert "2 as expected, 0 not, 1 not run" in opened
+    assert "3 in 2 of 4 layers" not in opened
+    assert "3 in 2 of 4 layers" in folded
+    # What a finding says is text, not markup.
+    assert "no such model &lt;here&gt;" in folded
+
+
+@pytest.mark.parametrize("runs", [[], [run(finding("mla_padding", "q", "v", "clean"))]])
+def test_without_an_engine_run_there_is_no_section(runs):
+    assert engine.section(runs) == ""
+    assert engine.chapter("mla_padding", runs) == [engine.NONE]
+
+
+def test_a_notebook_shows_its_own_incident_only():
+    stale = finding("engine", "undrained block ids", "Qwen3 dense", "grows", ids=[0, 9], requests=[0, 1000])
+    lines = "\n".join(engine.chapter("kv_reuse", [run(FIXED, stale, ABSENT)]))
+    assert "| undrained block ids | Qwen3 dense | grows | 9 ids after 1000 requests |" in lines
+    assert "1 more questions were not run" in lines
+    assert "pad_only" not in lines
+    assert "pad_only" in "\n".join(engine.chapter("mla_padding", [run(FIXED, stale)]))
+
+
+def test_stages_are_named_in_order_of_execution_and_phases_in_theirs():
+    assert engine.seen(LEAK) == "live rows, 3 of 8: 3 in 2 of 4 layers; in mlp"
+    phases = {name: {"device": 2**20} for name in ("capture", "kv cache", "profile")}
+    account = finding(
+        "engine",
+        "account of the start",
+        "V1",
+        "balances",
+        phases=phases,
+        unexplained_bytes=dict.fromkeys(phases, 0),
+    )
+    assert engine.seen(account).startswith("profile: the device gave 1 MiB, unexplained 0 B; kv cache")
+
+
+def test_numbers_of_another_release_of_the_bench_are_shown_as_they_are():
+    old = finding("engine", mla.NAN_ROWS, MLA, "clean", rows=3)
+    assert engine.seen(old) == "rows 3"
+
+
+@pytest.mark.parametrize(
+    ("incident", "said"),
+    [
+        ("mla_padding", "padding reaches live rows"),
+        ("decode_buffer", "predicted 4 GiB, taken 4 GiB"),
+        ("moe_routing", "duplicates"),
+        ("kv_reuse", "ids after 1000 requests"),
+    ],
+)
+def test_the_recorded_run_has_something_for_each_notebook(incident, said):
+    assert said in "\n".join(engine.chapter(incident, recorded.read_all()))
+    assert said in str(engine.section())
