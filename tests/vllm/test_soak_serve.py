@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from pathlib import Path
@@ -110,6 +111,13 @@ def test_a_count_that_goes_back_and_a_failed_scrape_are_noticed():
         "its steps do not grow"
     ]
     assert judged("watch", good | {"log": []}) == ["does not say once: watch on port"]
+
+
+def test_the_recorded_run_is_as_it_must_be():
+    found = json.loads((Path(__file__).parents[2] / "workbook/soak-serve.json").read_text())
+    assert {*found} == {*soak_serve.SERVERS}
+    assert {name: judged(name, one) for name, one in found.items()} == {name: [] for name in found}
+    assert found["watch"]["load"]["sent"] > 2000
 
 
 def test_a_killed_scraper_does_not_disturb_the_next(tmp_path, command, monkeypatch):
