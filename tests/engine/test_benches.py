@@ -231,36 +231,28 @@ def test_a_quantizer_that_lets_a_nan_row_change_the_others(monkeypatch):
 
 @pytest.mark.parametrize(("ratio", "said"), [(1.001, "under 1 %"), (1.05, "over 1 %"), (None, "around 1 %")])
 def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said):
-    off = {count: [0.002] * 8 for count in cost.LIVE}
     spread = [1.0, 1.018] * 4 if ratio is None else [ratio] * 8
-    on = {count: [0.002 * r for r in spread] for count in cost.LIVE}
-    told = results(**{"full graphs, off": {"turns": off}, "full graphs, on": {"turns": on}})
-    found = asked(cost.BENCH, told, monkeypatch)[cost.COST, "full graphs, 3 of 8"]
-    assert found.verdict == said
-    assert found.numbers["step_ms_off"] == 2.0
+    times = {"off": [0.002] * 8, "on": [0.002 * r for r in spread], "watch": [0.003] * 8}
+    states = {"captured": {"off": 3, "on": 3, "watch": 3}, "left_out": {cost.AGAIN: "no memory"}}
+    told = results(**{"full graphs": {"3 live": times, "states": states}})
+    found = asked(cost.BENCH, told, monkeypatch)
+    assert found[cost.COST, "full graphs, 3 of 8"].verdict == said
+    assert found[cost.COST, "full graphs, 3 of 8"].numbers["step_ms_off"] == 2.0
+    assert found[cost.WATCH, "watch, full graphs, 3 of 8"].verdict == "over 3 %"
+    # What was not timed has no verdict.
+    assert found[cost.NOISE, "full graphs, 3 of 8"].note == "full graphs: {'off again': 'no memory'}"
+    assert found[cost.COST, "full graphs, 50 of 64"].verdict == "not run"
 
 
-def test_the_players_of_the_cost_agree_on_their_turns():
-    players = [order.probes["turns"] for order in cost.orders().values()]
-    assert [player["player"] for player in players] == [*range(10)]
-    assert len({(p["players"], p["rounds"], p["steps"], tuple(p["live"])) for p in players}) == 1
-    turns = [*cost.schedule(10, (3, 50), 16)]
-    assert all(sum(who == player for who, _, _ in turns) == 2 * 17 for player in range(10))
-
-
-def test_the_first_player_that_fails_ends_the_turns_of_all(monkeypatch, tmp_path):
-    seen = []
-
-    def run(players, timeout_s, at_once):
-        folder = players["a"].probes["turns"]["folder"]
-        yield "a", Told({}, "no memory")
-        seen.append((cost.Path(folder) / cost.FAILED).exists())
-        yield "b", Told({}, "another engine failed")
-
-    monkeypatch.setattr(cost.running, "run", run)
-    players = {name: Order("qwen3", {"turns": {"player": i}}) for i, name in enumerate("ab")}
-    assert [name for name, _ in cost.take_turns(players, 1)] == ["a", "b"]
-    assert seen == [True]
+def test_every_mode_is_timed_at_every_size_and_the_watch_has_its_bars():
+    cells = [*cost.BENCH.cells]
+    assert sum(question == cost.COST for question, _ in cells) == 9
+    assert {"watch, eager, 3 live", "watch, one layer in four, full graphs, 256 of 256"} <= {
+        variant for question, variant in cells if question == cost.WATCH
+    }
+    for order in cost.orders().values():
+        assert order.probes["states"]["players"] == [*cost.MODES]
+        assert order.env["STALEPROOF_WATCH"] == "1", "the watch's hooks are there to be taken out"
 
 
 @pytest.mark.parametrize(
@@ -287,12 +279,25 @@ def test_graphs_that_vllm_does_not_count(monkeypatch):
     assert said[memory.GRAPHS, memory.V1].verdict == NOT_RUN
 
 
-@pytest.mark.parametrize(("counted", "said"), [(552, "exact"), (551, "not exact"), (1104, "not exact")])
-def test_the_watch_is_compared_with_the_spies_of_the_same_run(monkeypatch, counted, said):
+@pytest.mark.parametrize(
+    ("counted", "steps", "said"),
+    [
+        (552, 96, "exact"),
+        (551, 96, "not exact"),
+        (1104, 96, "not exact"),
+        # A step that was counted twice, or not at all.
+        (552, 97, "not exact"),
+    ],
+)
+def test_the_watch_is_compared_with_the_spies_of_the_same_run(monkeypatch, counted, steps, said):
     rounds = [{**one, "sums": [[0]] * 24} for one in mla_engine(5)["rows"][:3]]
     rounds.append({**a_round(50, 64, 14), "sums": [[0]] * 24})
     bad = {f"attention, layers.{i}": [counted, 0] for i in range(4)}
-    told = {"rows": rounds, "watched": {"bad": bad, "steps": 96, "scraped": [["attention"]]}}
+    told = {
+        "start": {"seconds": 9.0},
+        "rows": rounds,
+        "watched": {"bad": bad, "steps": steps, "counted": steps, "scraped": [["attention"]]},
+    }
     found = asked(watched.BENCH, results(**{watched.PLAIN: told}), monkeypatch)
     assert found[watched.COUNTS, watched.PLAIN].verdict == said
 

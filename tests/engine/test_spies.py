@@ -143,5 +143,5 @@ def test_spies_and_fault_fit_the_real_vllm():
         "fits tenants",
         "fits living_weights: norm 1.0, gain 1.0",
         "fits switches: zeroed [[3, 2]]",
-        "fits watch: 15 functions",
+        "fits watch: 18 functions",
     ], done.stderr[-3000:]

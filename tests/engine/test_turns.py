@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from staleproof.engine import cost
+from staleproof.engine.cost_probes import State
 from staleproof.engine.orders import Order, run
+from staleproof.vllm.watch import Settings
 
 # Steps leave their times in a file: two engines must never step at the same time.
 FAKE = """
-import json, os, time
+import json, os, time, types
 from pathlib import Path
 import torch
 
@@ -26,25 +29,75 @@ class SamplingParams:
 
 class Engine:
     left = {}
+    def __init__(self, runner):
+        self.runner = runner
+        worker = types.SimpleNamespace(model_runner=runner)
+        executor = types.SimpleNamespace(driver_worker=types.SimpleNamespace(worker=worker))
+        self.engine_core = types.SimpleNamespace(engine_core=types.SimpleNamespace(model_executor=executor))
     def add_request(self, name, prompt, parameters):
         self.left[name] = parameters.tokens
     def has_unfinished_requests(self):
         return bool(self.left)
     def step(self):
-        if os.environ["STALEPROOF_PATCHES"] == os.environ.get("FAILS"):
+        if os.environ["WHO"] == os.environ.get("FAILS"):
             raise RuntimeError("no memory")
         begun = time.monotonic()
         time.sleep(0.0005)
+        output = types.SimpleNamespace(total_num_scheduled_tokens=len(self.left), num_scheduled_tokens={})
+        self.runner.execute_model(output)
         self.left = {name: left - 1 for name, left in self.left.items() if left > 1}
+        from staleproof.engine import cost_probes
         with LOG.open("a") as log:
-            log.write(json.dumps([os.getpid(), begun, time.monotonic(), len(self.left)]) + "\\n")
+            end = time.monotonic()
+            graph, hooked = self.runner.replayed(), self.runner.hooked()
+            log.write(json.dumps([os.getpid(), begun, end, len(self.left), timing(), graph, hooked]) + "\\n")
+
+def timing():
+    import sys
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "timed":
+            return True
+        frame = frame.f_back
+    return False
 
 class LLM:
     def __init__(self, model, **options):
         kind = json.loads(Path(model, "config.json").read_text())["model_type"]
         if kind != "qwen3":
             raise ValueError(f"1 validation error for ModelConfig\\n  {kind} is not supported")
-        self.llm_engine = Engine()
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+        self.llm_engine = Engine(GPUModelRunner())
+"""
+RUNNER = """
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from staleproof.vllm import watch_hooks
+
+class GPUModelRunner:
+    device = "cpu"
+    def __init__(self):
+        self.graph = CUDAGraphWrapper()
+    def capture_model(self):
+        watch = watch_hooks.installed[0].watch
+        state = "watch" if self.hooked() else "on" if self.captures() else "off"
+        self.graph.concrete_cudagraph_entries["batch"] = state
+    def hooked(self):
+        return self.execute_model.__code__.co_name != "execute_model"
+    def captures(self):
+        self.number = getattr(self, "number", -1) + 1
+        return self.number
+    def replayed(self):
+        return self.graph.concrete_cudagraph_entries.get("batch")
+    def _prepare_inputs(self, scheduler_output): ...
+    def _dummy_run(self): ...
+    def execute_model(self, scheduler_output): ...
+"""
+GRAPHS = """
+class CUDAGraphWrapper:
+    _all_instances = []
+    def __init__(self):
+        self.concrete_cudagraph_entries = {}
+        self._all_instances.append(self)
 """
 
 
@@ -55,7 +108,12 @@ def steps_fixture(tmp_path, monkeypatch) -> Path:
     loader = package / "model_executor/model_loader"
     loader.mkdir(parents=True)
     (package / "__init__.py").write_text(FAKE)
-    (package / "plugins.py").write_text("def load_general_plugins(): pass\n")
+    install = "from staleproof.vllm import watch_hooks; watch_hooks.install('0.22.1')"
+    (package / "plugins.py").write_text(f"def load_general_plugins():\n    {install}\n")
+    for name, text in (("v1.worker.gpu_model_runner", RUNNER), ("compilation.cuda_graph", GRAPHS)):
+        file = package.joinpath(*name.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     (package / "model_executor/__init__.py").touch()
     (loader / "__init__.py").touch()
     for name in ("dummy_loader", "weight_utils"):
@@ -65,34 +123,63 @@ def steps_fixture(tmp_path, monkeypatch) -> Path:
     return tmp_path / "steps"
 
 
-def players(live: list[int], rounds: int) -> dict[str, Order]:
-    turns = {"players": 3, "live": live, "rounds": rounds, "steps": 5}
-    patches = ("none", "all", "none")
+STATES = "off", "on", "watch", "seldom"
+
+
+def players(live: list[int], seconds: float = 0.4) -> dict[str, Order]:
+    asked = {
+        "off": State(),
+        "on": State(patches=True),
+        "watch": State(patches=True, watch=Settings()),
+        "seldom": State(every=4),
+    }
+    named = {"players": ["one", "other"], "asked": asked, "live": dict.fromkeys(live, seconds), "steps": 5}
     return {
-        name: Order("qwen3", {"turns": {"player": i, **turns}}, patches=patches[i])
-        for i, name in enumerate(("off", "on", "again"))
+        name: Order(
+            "qwen3",
+            {"states": {"name": name, **named, "graphs": name == "one"}},
+            env={"STALEPROOF_WATCH": "1", "WHO": name},
+        )
+        for name in ("one", "other")
     }
 
 
-def test_one_engine_steps_at_a_time_and_each_is_timed_in_every_round(steps):
-    told = dict(cost.take_turns(players([2, 4], rounds=3), timeout_s=120))
-    assert {name: one.failed for name, one in told.items()} == {"off": None, "on": None, "again": None}
-    times = told["on"].answers["turns"]
-    assert {count: len(rounds) for count, rounds in times.items()} == {2: 3, 4: 3}
-    assert all(0.0005 <= seconds < 1 for rounds in times.values() for seconds in rounds)
+def test_one_engine_steps_at_a_time_and_is_timed_in_every_state(steps):
+    told = dict(cost.take_turns(players([2, 4]), timeout_s=120))
+    assert {name: one.failed for name, one in told.items()} == {"one": None, "other": None}
+    for one in told.values():
+        for count in (2, 4):
+            times = one.answers[f"{count} live"]
+            assert {*times} == set(STATES)
+            assert len({len(rounds) for rounds in times.values()}) == 1
+            seldom = times.pop("seldom")
+            assert all(0.0005 <= seconds < 1 for rounds in times.values() for seconds in rounds)
+            assert [seconds is None for seconds in seldom] == [i % 4 > 0 for i in range(len(seldom))]
+    # Each state has graphs of its own; an engine without graphs has none.
+    assert told["one"].answers["states"]["captured"] == dict.fromkeys(STATES, 1)
+    assert told["other"].answers["states"]["captured"] == dict.fromkeys(STATES, 0)
     ran = sorted(map(json.loads, steps.read_text().splitlines()), key=lambda step: step[1])
-    assert len({pid for pid, *_ in ran}) == 3
-    assert all(one[2] <= two[1] for one, two in itertools.pairwise(ran)), "two at the same time"
-    assert {left for *_, left in ran} <= {0, 2, 4}
-    # Requests last through every timed step.
-    assert sum(left == 4 for *_, left in ran) >= 3 * 3 * 5
+    # Warming up is not timed. Then the engines take turns.
+    timed = [step for step in ran if step[4]]
+    assert len({pid for pid, *_ in timed}) == 2
+    assert all(a[2] <= b[1] for a, b in itertools.pairwise(timed)), "two at the same time"
+    assert {left for _, _, _, left, *_ in timed} <= {2, 4}, "requests last through every timed step"
 
 
-def test_an_engine_that_fails_ends_the_wait_of_the_others(steps, monkeypatch):
-    monkeypatch.setenv("FAILS", "all")
-    told = dict(cost.take_turns(players([2], rounds=2), timeout_s=60))
-    assert told["on"].failed == "turns: RuntimeError: no memory"
-    assert "another engine of this bench failed" in str(told["off"].failed)
+def test_graphs_and_hooks_are_those_of_the_state(steps):
+    told = dict(cost.take_turns(players([2]), timeout_s=120))
+    assert told["one"].failed is None
+    seen = {tuple(json.loads(line)[5:]) for line in steps.read_text().splitlines()}
+    # Graph that was replayed, hooks in place: the watch's "execute_model" is seen in its state only.
+    assert seen == {("off", False), ("on", False), ("watch", True), (None, False), (None, True)}
+
+
+def test_an_engine_that_fails_does_not_end_the_others(steps, monkeypatch):
+    monkeypatch.setenv("FAILS", "other")
+    told = dict(cost.take_turns(players([2]), timeout_s=60))
+    assert told["other"].failed == "states: RuntimeError: no memory"
+    assert told["one"].failed is None
+    assert told["one"].answers["2 live"]["on"]
 
 
 def test_a_model_that_does_not_load_is_one_line(steps):
@@ -103,8 +190,9 @@ def test_a_model_that_does_not_load_is_one_line(steps):
 
 def test_a_probe_that_fails_leaves_those_behind_it_their_turn(steps):
     # A made-up engine has no configuration, so the first probe fails.
-    probes = {"start": {}, "turns": {"player": 0, "players": 1, "live": [2], "rounds": 1, "steps": 2}}
-    order = Order("qwen3", {**probes, "turns": {**probes["turns"], "folder": str(steps.parent)}})
+    order = players([2])["other"]
+    named = {**order.probes["states"], "players": ["other"], "folder": str(steps.parent)}
+    order = replace(order, probes={"start": {}, "states": named})
     ((_, told),) = run({"one": order}, timeout_s=60, at_once=1)
-    assert [*told.answers["turns"]] == [2]
+    assert told.answers["2 live"]["off"]
     assert str(told.failed).startswith("start: AttributeError")

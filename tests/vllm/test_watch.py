@@ -8,7 +8,6 @@ import types
 import pytest
 import torch
 
-from staleproof.evidence.repeats import count_repeats
 from staleproof.vllm import hooks, plugin, standing, watch_hooks
 from staleproof.vllm.sources import PatchError
 from staleproof.vllm.watch import Settings, Watch, settings
@@ -61,35 +60,100 @@ def test_only_chosen_stages_and_layers_are_counted():
 def test_rows_that_name_an_expert_twice():
     watch = Watch(Settings(), "cpu")
     watch.begin_step(2)
-    watch.observe_ids("layers.1", torch.tensor([[0, 1], [4, 4], [5, 5], [6, 7]]))
+    watch.observe("router", "layers.1", torch.ones(4, 2), torch.tensor([[0, 1], [4, 4], [5, 5], [6, 7]]))
     watch.copy()
     assert watch.reading().repeats == {"layers.1": (1, 1)}
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 8, 32])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_repeats_are_those_of_a_plain_count(top_k, dtype):
-    draw = torch.Generator().manual_seed(top_k)
-    ids = torch.randint(-1, 40, (67, top_k), generator=draw).to(dtype)
-    live = torch.arange(67) < 40
-    counts = torch.zeros(2, dtype=torch.int64)
-    count_repeats(ids, live, counts)
-    twice = [len({i for i in row if i >= 0}) < sum(i >= 0 for i in row) for row in ids.tolist()]
-    assert counts.tolist() == [sum(twice[40:]), sum(twice[:40])]
+def said(caplog):
+    return [record.getMessage() for record in caplog.records]
 
 
-def test_the_first_live_row_is_logged_once_with_its_request(caplog):
+def test_the_first_row_of_each_kind_is_logged_once_with_its_request(caplog):
     watch = Watch(Settings(), "cpu")
+    tokens = dict.fromkeys("abc", 1)
     with caplog.at_level(logging.WARNING, hooks.logger.name):
         for bad in ((6,), (2,), (0, 1)):
             watch.begin_step(3)
-            watch.name_requests(["a", "b", "c"])
+            watch.name_requests(["a", "b", "c"], tokens)
             watch.observe("attention", "layers.1", rows_with(*bad))
             counted(watch)
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines == [
-        "staleproof: first live row with NaN or Inf: step 2, attention of layers.1, row 2, request c"
+    assert said(caplog) == [
+        (
+            "staleproof: first padding row with NaN or Inf: step 1, attention of layers.1, row 6, "
+            "computed, no canary, batch a, b, c"
+        ),
+        (
+            "staleproof: first live row with NaN or Inf: step 2, attention of layers.1, row 2, "
+            "computed, no canary, request c of batch a, b, c"
+        ),
     ]
+
+
+def test_a_row_of_a_prompt_is_named_after_the_prompts_request(caplog):
+    watch = Watch(Settings(), "cpu")
+    with caplog.at_level(logging.WARNING, hooks.logger.name):
+        watch.begin_step(8)
+        watch.name_requests([f"r{i}" for i in range(12)], {"r0": 1, "r1": 6, "r2": 1})
+        watch.observe("attention", "layers.1", rows_with(6))
+        counted(watch)
+    assert said(caplog)[0].endswith("request r1 of batch r0, r1, r2, r3, r4, r5, r6, r7 and 4 more")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_canary_is_told_from_a_computed_nan(caplog, dtype):
+    from staleproof.evidence.canary import plant
+
+    watch = Watch(Settings(), "cpu")
+    x = torch.ones(4, 16, dtype=dtype)
+    plant(x[3:], stage=5)
+    x[0, 1], x[1, 1], x[2, 1] = NAN, -NAN, torch.inf
+    with caplog.at_level(logging.WARNING, hooks.logger.name):
+        watch.begin_step(3)
+        watch.observe("attention", "layers.0", x)
+        assert counted(watch) == {("attention", "layers.0"): (1, 3)}
+    assert watch.latest.canaries == {("attention", "layers.0"): (1, 0)}
+    assert "row 3, canary: nobody wrote it" in said(caplog)[0]
+    assert "row 0, computed, no canary" in said(caplog)[1]
+
+
+def test_one_step_in_n_is_counted_and_says_so():
+    watch = Watch(Settings(steps=4), "cpu")
+    for _ in range(10):
+        watch.begin_step(8)
+        watch.observe("attention", "layers.0", rows_with(1, 2))
+    assert counted(watch) == {("attention", "layers.0"): (0, 6)}  # steps 1, 5 and 9
+    assert (watch.latest.steps, watch.latest.counted) == (10, 3)
+
+
+def test_graphs_of_a_step_that_is_not_counted_count_nothing():
+    """A replay launches what was captured; the number on the device says whether it counts."""
+    watch = Watch(Settings(steps=2), "cpu")
+    watch._capturing = lambda: True
+    for _ in range(4):
+        watch.begin_step(8)
+        watch.observe("attention", "layers.0", rows_with(1))
+    assert counted(watch) == {("attention", "layers.0"): (0, 2)}
+
+
+def test_a_dummy_batch_between_two_steps_is_not_counted():
+    watch = Watch(Settings(), "cpu")
+    watch._capturing = lambda: True
+    watch.begin_step(8)
+    watch.observe("attention", "layers.0", rows_with(1))
+    watch.pause()
+    watch.observe("attention", "layers.0", rows_with(1, 2, 3))
+    watch.begin_step(8)
+    watch.observe("attention", "layers.0", rows_with(1))
+    assert counted(watch) == {("attention", "layers.0"): (0, 2)}
+
+
+def test_vllms_own_mask_of_padding_rows_comes_first():
+    watch = Watch(Settings(), "cpu")
+    watch.begin_step(8)
+    padding = torch.tensor([True, False] * 4)
+    watch.observe("attention", "layers.0", rows_with(0, 2, 3), padding=padding)
+    assert counted(watch) == {("attention", "layers.0"): (2, 1)}
 
 
 def test_a_copy_that_has_not_arrived_is_not_read_and_not_waited_for():
@@ -108,7 +172,10 @@ def test_a_copy_that_has_not_arrived_is_not_read_and_not_waited_for():
     ("variables", "said"),
     [
         ({"STALEPROOF_WATCH_STAGES": "attention,logits"}, "STAGES: expected some of .*, got logits"),
-        ({"STALEPROOF_WATCH_STAGES": ","}, "STAGES: expected some of attention, router, experts, got none"),
+        (
+            {"STALEPROOF_WATCH_STAGES": ","},
+            "STAGES: expected some of attention, router, experts, blocks, memory, got none",
+        ),
         ({"STALEPROOF_WATCH_LAYERS": "0"}, "LAYERS: expected 1 to .*, got '0'"),
         ({"STALEPROOF_WATCH_PORT": "http"}, "PORT: expected 1 to 65535, got 'http'"),
     ],
@@ -120,7 +187,7 @@ def test_bad_settings_are_one_line_and_the_server_starts(monkeypatch, caplog, va
         monkeypatch.setenv(name, value)
     hooks._warned.clear()
     with caplog.at_level(logging.WARNING, hooks.logger.name):
-        watch_hooks.install()
+        watch_hooks.install("0.22.1")
     assert len(caplog.records) == 1
     assert not watch_hooks.installed
 
@@ -132,7 +199,9 @@ def test_it_is_off_by_default(monkeypatch):
 
 
 def scheduled(*tokens: int) -> types.SimpleNamespace:
-    return types.SimpleNamespace(total_num_scheduled_tokens=sum(tokens), num_scheduled_tokens=tokens)
+    return types.SimpleNamespace(
+        total_num_scheduled_tokens=sum(tokens), num_scheduled_tokens=dict(zip("abc", tokens, strict=False))
+    )
 
 
 def test_the_hooks_name_layer_stage_and_rows():
@@ -140,8 +209,8 @@ def test_the_hooks_name_layer_stage_and_rows():
     worker = types.SimpleNamespace(device="cpu")
     assert on.loaded("model", (worker,), {}) == "model"
     runner = types.SimpleNamespace(input_batch=types.SimpleNamespace(req_ids=["a", "b"]))
-    on.step((runner, scheduled(1, 1)), {})
-    on.batch((runner,), {"scheduler_output": scheduled(1, 1)})
+    on.step_v1((runner, scheduled(1, 1)), {})
+    assert on.watch is not None
     layer = types.SimpleNamespace(layer_name="model.layers.3.self_attn.attn")
     result = rows_with(5).view(8, 2, 8), None
     assert on.mla(result, (None, None, None, None, layer), {}) is result

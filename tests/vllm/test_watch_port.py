@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import struct
 import threading
 
 import pytest
@@ -14,6 +15,8 @@ from staleproof import cli
 from staleproof.engine import watching
 from staleproof.vllm import hooks, watch_port
 from staleproof.vllm.watch import Settings, Watch
+from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
+from staleproof.vllm.watch_memory import Memory
 
 pytest.importorskip("prometheus_client")
 
@@ -27,10 +30,14 @@ def free_port() -> int:
 @pytest.fixture(name="served", scope="module")
 def served_fixture() -> tuple[Watch, str]:
     watch, port = Watch(Settings(), "cpu"), free_port()
-    watch_port.serve(watch, port)
+    blocks, memory = Blocks([STATE, ATTENTION], [16, 16]), Memory(None, lambda: 2**20)
+    watch_port.serve(watch, port, blocks, memory)
+    blocks.stale[STATE, ATTENTION] += 2
+    memory.ready()
+    memory.latest = {"layers.*.out": 2**21}
     watch.begin_step(3)
     watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan))
-    watch.observe_ids("layers.0", torch.tensor([[1, 1]] * 8))
+    watch.observe("router", "layers.0", torch.ones(8, 2), torch.tensor([[1, 1]] * 8))
     watch.copy()
     watch.reading()
     return watch, f"localhost:{port}"
@@ -54,10 +61,12 @@ def test_a_scrape_touches_no_device_and_starts_no_copy(served, monkeypatch):
     assert watching.fetch(url)
 
 
-def test_many_scrapers_at_once_and_one_that_goes_away(served):
+def test_many_scrapers_at_once_and_one_that_goes_away(served, capfd):
     _, url = served
     host, port = url.split(":")
     gone = socket.create_connection((host, int(port)))
+    # Closing it resets the connection: the server's next read or write raises.
+    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     gone.sendall(b"GET /metrics HTTP/1.1\r\n")
     gone.close()
     found: list[int] = []
@@ -68,6 +77,7 @@ def test_many_scrapers_at_once_and_one_that_goes_away(served):
         thread.join()
     assert len({*found}) == 1
     assert len(found) == 8
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_command_prints_a_table_or_json(served, capsys):
@@ -76,11 +86,33 @@ def test_the_command_prints_a_table_or_json(served, capsys):
     table = capsys.readouterr().out
     assert "padding rows" in table
     assert "expert twice" in table
+    assert "2 blocks of state read as attention before written" in " ".join(table.split())
+    assert "2.0 MiB unprofiled: layers.*.out" in table
     assert cli.main(["watch", url, "--once", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     live = {"layer": "layers.0", "rows": "live", "stage": "attention", "value": 3.0}
     assert live in told["bad_rows"]
-    assert told["steps"] == [{"value": 1.0}]
+    assert told["steps"] == told["counted_steps"] == [{"value": 1.0}]
+    assert told["stale_blocks_read"] == [
+        {"written_as": "state", "read_as": "attention", "value": 2.0},
+        {"written_as": "attention", "read_as": "attention", "value": 0.0},
+    ]
+    assert told["unprofiled_bytes"] == [{"owner": "layers.*.out", "value": 2.0**21}]
+    assert {one["of"]: one["value"] for one in told["sample"]} == {"layers": 1.0, "steps": 1.0}
+
+
+def test_the_table_says_that_counts_are_of_a_sample(capsys):
+    watch, port = Watch(Settings(steps=4, layers=2), "cpu"), free_port()
+    watch_port.serve(watch, port)
+    for _ in range(8):
+        watch.begin_step(3)
+        watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan))
+    watch.copy()
+    watch.reading()
+    samples = watching.fetch(f"localhost:{port}")
+    assert watching.rows(samples) == [("attention", "layers.0", 10, 6)]
+    heading = "step 8; counts are of 2 steps: of all there were about 4.0 times as many; one layer in 2"
+    assert watching.heading(samples) == heading
 
 
 def test_bad_input_of_the_command_is_one_line(capsys):
@@ -119,5 +151,4 @@ def test_the_dashboard_asks_for_metrics_that_the_port_has(served):
         for target in panel["targets"]
         for name in re.findall(r"staleproof_(\w+?)(?:_total)?\b", target["expr"])
     }
-    watch_names = {family.name for family in watch_port.Collector(served[0]).collect()}
-    assert asked == {name.removeprefix("staleproof_") for name in watch_names}
+    assert asked == {sample.name for sample in watching.fetch(served[1])} | {"patch_info"}

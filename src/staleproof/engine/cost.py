@@ -1,37 +1,31 @@
-"""What the plugin costs a step of a real engine: engines with and without it take turns on one GPU."""
+"""What the plugin and the watch cost a step of a real engine: one engine, in states that take turns."""
 
 from __future__ import annotations
 
 import random
 import statistics
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from staleproof.engine import orders as running
-from staleproof.engine.bench import Bench, Cell, Results
+from staleproof.engine.bench import Bench, Cell, MissingError, Results
+from staleproof.engine.cost_probes import READY, State
 from staleproof.engine.orders import Order, Told
 from staleproof.harness.answers import Answer, answer
+from staleproof.vllm.watch import Settings
 
 COST, NOISE, WATCH = "cost of a step", "noise of a step", "cost of the watch"
-BAR = 0.01
-# What looks for NaN in a server with the plugin: its variables, and the bar for what it may cost there. The
-# last is vLLM's own: it counts in the logits only, names no layer and sees no padding.
-WATCHES: dict[str, tuple[dict[str, str], float]] = {
-    "all stages": ({"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "9470"}, 0.03),
-    "one layer in four": (
-        {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "9471", "STALEPROOF_WATCH_LAYERS": "4"},
-        0.01,
-    ),
-    "vLLM's count in the logits": ({"VLLM_COMPUTE_NANS_IN_LOGITS": "1"}, 0.01),
-}
-LIVE, ROUNDS, STEPS = (3, 50, 256), 16, 40
-# The file in the folder of turns that tells the others to give up.
-FAILED = "failed"
-SIZES = [8, 64, 256]
-# Under each mode: an engine without the plugin, and one with it. Full graphs have a third one, without,
-# so that the difference of two equal engines shows what the method can tell apart.
+# The bars: the plugin; the watch of all stages; the watch of one layer in four.
+BAR, WATCH_BAR = 0.01, {"watch": 0.03, "watch, one layer in four": 0.01}
+LIVE, SIZES = (3, 50, 256), [8, 64, 256]
+# Steps timed in a turn.
+STEPS = 16
+
+OFF, AGAIN, ON = "off", "off again", "on"
+STATES = {OFF: State(), ON: State(patches=True), "watch": State(patches=True, watch=Settings())}
 MODES: dict[str, dict[str, Any]] = {
     "full graphs": {
         "compilation_config": {
@@ -45,57 +39,67 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "eager": {"enforce_eager": True},
 }
+# States beside those, and seconds for each number of live requests: a longer step needs longer for as many
+# rounds.
+FURTHER: dict[str, tuple[dict[str, State], tuple[float, float, float]]] = {
+    "full graphs": (
+        {
+            # The same again with other graphs: what the method can tell apart.
+            AGAIN: State(),
+            "watch, one layer in four": State(patches=True, watch=Settings(layers=4)),
+            "watch, one step in four": State(patches=True, watch=Settings(steps=4)),
+            # vLLM's own: it counts in the logits only, names no layer and sees no padding.
+            "VLLM_COMPUTE_NANS_IN_LOGITS": State(patches=True, probe="vllm_count", every=4),
+            "isnan(x).any() and its sync, last hidden states": State(
+                patches=True, probe="sync_hidden", every=4
+            ),
+        },
+        (25.0, 30.0, 45.0),
+    ),
+    "piecewise graphs": ({}, (12.0, 14.0, 22.0)),
+    "eager": (
+        {"isnan(x).any() and its sync, every stage": State(patches=True, probe="sync_stages", every=4)},
+        (20.0, 22.0, 30.0),
+    ),
+}
 
 
-def schedule(players: int, live: Sequence[int], rounds: int) -> Iterator[tuple[int, str, int]]:
-    """Whose turn it is: (player, ``begin`` or ``time``, live requests), in order, the same for all players.
-
-    Each round goes through the players once, every second one backwards, so that a drift of the clock
-    hits the two of a pair alike.
-
-    >>> [player for player, what, _ in schedule(3, [8], 2) if what == "time"]
-    [0, 1, 2, 2, 1, 0]
-    """
-    for count in live:
-        yield from ((player, "begin", count) for player in range(players))
-        for number in range(rounds):
-            turns = range(players) if number % 2 == 0 else reversed(range(players))
-            yield from ((player, "time", count) for player in turns)
-
-
-def orders(live: Sequence[int] = LIVE, rounds: int = ROUNDS, steps: int = STEPS) -> dict[str, Order]:
-    """The players, in their order; each knows its number."""
-    states = [(mode, state) for mode in MODES for state in ("off", "on")]
-    states.append(("full graphs", "off again"))
-    states += [("full graphs", watch) for watch in WATCHES]
-    turns = {"players": len(states), "live": list(live), "rounds": rounds, "steps": steps}
+def orders(live: Sequence[int] = LIVE, steps: int = STEPS, seconds: Sequence[float] = ()) -> dict[str, Order]:
+    """One engine a mode; ``seconds`` for each number of live requests, by default those of the table."""
     return {
-        f"{mode}, {state}": Order(
+        mode: Order(
             "deepseek_v2",
-            {"start": {}, "turns": {"player": player, **turns}},
-            {"attention_backend": "TRITON_MLA", "moe_backend": "triton", **MODES[mode]},
-            patches="none" if state.startswith("off") else "all",
-            env=WATCHES[state][0] if state in WATCHES else {},
+            {
+                "start": {},
+                "states": {
+                    "name": mode,
+                    "players": list(MODES),
+                    "asked": {**STATES, **FURTHER[mode][0]},
+                    "live": dict(zip(live, seconds or FURTHER[mode][1], strict=True)),
+                    "steps": steps,
+                    "graphs": mode != "eager",
+                },
+            },
+            {"attention_backend": "TRITON_MLA", "moe_backend": "triton", **options},
+            patches="all",
+            env={"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": str(9470 + number)},
         )
-        for player, (mode, state) in enumerate(states)
+        for number, (mode, options) in enumerate(MODES.items())
     }
 
 
 def take_turns(players: Mapping[str, Order], timeout_s: float) -> Iterator[tuple[str, Told]]:
-    """Run all players at once; they time their steps one after the other, never two together."""
-    import tempfile
-
+    """Start all engines at once; they are timed one after the other, never two together."""
     with tempfile.TemporaryDirectory(prefix="staleproof-turns-") as folder:
         told = {
             name: replace(
-                order, probes={**order.probes, "turns": {**order.probes["turns"], "folder": folder}}
+                order, probes={**order.probes, "states": {**order.probes["states"], "folder": folder}}
             )
             for name, order in players.items()
         }
         for name, one in running.run(told, timeout_s, at_once=len(told)):
-            if one.failed is not None:
-                # The others wait for a turn that never ends.
-                Path(folder, FAILED).touch()
+            # The others need not wait for one that has ended.
+            Path(folder, f"{READY} {name}").touch()
             yield name, one
 
 
@@ -121,11 +125,15 @@ def slowdown(off: Sequence[float], on: Sequence[float], resamples: int = 4000) -
     return statistics.median(ratios), medians[cut], medians[-cut - 1]
 
 
-def judge(off: str, on: str, live: int, bar: float = BAR) -> Any:
-    """The judge of one pair: does the interval of the slowdown lie under the bar?"""
+def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
+    """The judge of one pair of states: does the interval of the slowdown lie under the bar?"""
 
     def judged(results: Results) -> Answer:
-        a, b = (results.of(name, "turns")[live] for name in (off, on))
+        times = results.of(mode, f"{live} live")
+        if not {off, on} <= {*times}:
+            raise MissingError(f"{mode}: {results.of(mode, 'states')['left_out']}")
+        pairs = [(a, b) for a, b in zip(times[off], times[on], strict=True) if a and b]
+        a, b = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         median, low, high = slowdown(a, b)
         where = "under" if high < bar else "over" if low > bar else "around"
         return answer(
@@ -146,20 +154,22 @@ def _cells() -> dict[Cell, Any]:
     cells: dict[Cell, Any] = {}
     for live, size in zip(LIVE, SIZES, strict=True):
         for mode in MODES:
-            cells[COST, f"{mode}, {live} of {size}"] = judge(f"{mode}, off", f"{mode}, on", live)
-        pair = "full graphs, off", "full graphs, off again"
-        cells[NOISE, f"full graphs, {live} of {size}"] = judge(*pair, live)
-        for watch, (_, bar) in WATCHES.items():
-            watched = judge("full graphs, on", f"full graphs, {watch}", live, bar)
-            cells[WATCH, f"{watch}, {live} of {size}"] = watched
+            rows = f"{live} live" if mode == "eager" else f"{live} of {size}"
+            cells[COST, f"{mode}, {rows}"] = judge(mode, live, OFF, ON)
+            for state in [*STATES, *FURTHER[mode][0]]:
+                if state == AGAIN:
+                    cells[NOISE, f"{mode}, {rows}"] = judge(mode, live, OFF, AGAIN)
+                elif state not in (OFF, ON):
+                    bar = WATCH_BAR.get(state, BAR)
+                    cells[WATCH, f"{state}, {mode}, {rows}"] = judge(mode, live, ON, state, bar)
     return cells
 
 
 BENCH = Bench(
     "cost",
-    "step time and tokens/s with and without the plugin, in turns",
+    "step time and tokens/s with and without the plugin and the watch, in turns",
     orders(),
     _cells(),
-    timeout_s=280.0,
+    timeout_s=310.0,
     together=take_turns,
 )

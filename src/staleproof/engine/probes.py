@@ -7,7 +7,6 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from staleproof.engine.spies import ATTENTION, EXPERTS_INPUT, Rows
@@ -15,8 +14,6 @@ from staleproof.vllm import process, standing
 from staleproof.vllm.plugin import patches
 
 VOCABULARY = 7999
-# Steps before a timed turn: the GPU has been idle, or another engine's.
-WARM = 4
 
 
 @dataclass(frozen=True)
@@ -201,99 +198,3 @@ def resident() -> int:
     """
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def turns(
-    engine: Engine, folder: str, player: int, players: int, live: Sequence[int], rounds: int, steps: int
-) -> dict[int, list[float]]:
-    """Time decode steps, only when it is this player's turn (:func:`staleproof.engine.cost.schedule`).
-
-    Args:
-        folder: where the file of the turn that may begin is made; the same for all players.
-        player: number of this engine.
-        players, live, rounds, steps: the same for all; ``steps`` are timed a turn.
-
-    Returns:
-        Live requests -> seconds a step, one for each round.
-    """
-    import torch
-
-    from staleproof.engine.cost import schedule
-
-    times: dict[int, list[float]] = {count: [] for count in live}
-    for number, (whose, what, count) in enumerate(schedule(players, live, rounds)):
-        if whose != player:
-            continue
-        _wait_for_turn(Path(folder), number)
-        if what == "begin":
-            _drain(engine)
-            _fill(engine, count, rounds * (steps + WARM) + 8 * WARM)
-        else:
-            _step(engine, WARM)
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            _step(engine, steps)
-            torch.cuda.synchronize()
-            times[count].append((time.perf_counter() - begun) / steps)
-        Path(folder, str(number + 1)).touch()
-    return times
-
-
-def _wait_for_turn(folder: Path, number: int) -> None:
-    from staleproof.engine.cost import FAILED
-
-    while number and not (folder / str(number)).exists():
-        if (folder / FAILED).exists():
-            raise RuntimeError("another engine of this bench failed")
-        time.sleep(0.001)
-
-
-def _step(engine: Engine, steps: int) -> None:
-    for _ in range(steps):
-        engine.llm.llm_engine.step()
-
-
-def _drain(engine: Engine) -> None:
-    while engine.llm.llm_engine.has_unfinished_requests():
-        engine.llm.llm_engine.step()
-
-
-def _fill(engine: Engine, count: int, tokens: int) -> None:
-    """Start requests of so many tokens, and step until all of them decode."""
-    from vllm import SamplingParams
-
-    for prompt in prompts([64] * count):
-        engine.requests[0] += 1
-        engine.llm.llm_engine.add_request(
-            f"turn {engine.requests[0]}",
-            prompt,
-            SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False),
-        )
-    _step(engine, 4 * WARM)
-
-
-def watched(engine: Engine, port: int) -> dict[str, Any]:
-    """What the watch counted since the engine was ready, and what its port says.
-
-    Returns:
-        ``bad``: "stage, layer" -> padding and live rows; ``repeats``: the same of experts named twice;
-        ``steps``; ``scraped``: rows of :func:`staleproof.engine.watching.rows` from the port.
-    """
-    import torch
-
-    from staleproof.engine import watching
-    from staleproof.vllm.watch_hooks import installed
-
-    watch = installed[0].watch
-    assert watch is not None, "the watch is off"
-    torch.cuda.synchronize()
-    watch.reading()
-    watch.copy()
-    torch.cuda.synchronize()
-    reading = watch.reading()
-    return {
-        "bad": {", ".join(key): list(counts) for key, counts in reading.bad.items()},
-        "repeats": {layer: list(counts) for layer, counts in reading.repeats.items()},
-        "steps": reading.steps,
-        "scraped": [list(row) for row in watching.rows(watching.fetch(f"localhost:{port}"))],
-    }

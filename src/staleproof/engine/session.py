@@ -12,12 +12,21 @@ from types import ModuleType
 from typing import Any
 
 from staleproof.check import require
-from staleproof.engine import hybrid_probes, memory_probes, probes, router_probes, spies, tenants
+from staleproof.engine import (
+    cost_probes,
+    hybrid_probes,
+    memory_probes,
+    probes,
+    router_probes,
+    spies,
+    tenants,
+    watch_probes,
+)
 from staleproof.engine.models import write_config
 from staleproof.engine.orders import OPTIONS, Order
 from staleproof.harness.children import tell
 
-PROBES = (probes, memory_probes, hybrid_probes, router_probes)
+PROBES = (probes, memory_probes, hybrid_probes, router_probes, cost_probes, watch_probes)
 SPIES = (spies, tenants)
 
 

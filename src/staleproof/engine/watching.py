@@ -67,7 +67,7 @@ def fetch(url: str) -> list[Sample]:
 
 
 def as_json(samples: list[Sample]) -> str:
-    """All samples as one JSON object: steps, bad rows, duplicate rows, patches."""
+    """All samples as one JSON object: steps, bad rows, duplicate rows, blocks, memory, patches."""
     by_name: dict[str, list[dict[str, Any]]] = {}
     for sample in samples:
         by_name.setdefault(sample.name, []).append({**sample.labels, "value": sample.value})
@@ -75,28 +75,67 @@ def as_json(samples: list[Sample]) -> str:
 
 
 def rows(samples: list[Sample]) -> list[tuple[str, str, int, int]]:
-    """(stage, layer, padding rows, live rows), rows with a NaN or Inf first, then experts named twice.
+    """(stage, layer, padding rows, live rows): rows with a NaN or Inf, then experts named twice.
 
     >>> rows([Sample("bad_rows", {"stage": "experts", "layer": "layers.1", "rows": "live"}, 2.0)])
     [('experts', 'layers.1', 0, 2)]
     """
     table: dict[tuple[str, str], dict[str, int]] = {}
     for sample in samples:
-        if "rows" in sample.labels:
+        if sample.name in ("bad_rows", "duplicate_expert_rows"):
             stage = sample.labels.get("stage", "expert twice")
             key = stage, sample.labels["layer"]
             table.setdefault(key, {})[sample.labels["rows"]] = int(sample.value)
     return [(*key, counts.get("padding", 0), counts.get("live", 0)) for key, counts in table.items()]
 
 
+def canaries(samples: list[Sample]) -> int:
+    """How many of the bad rows held a canary, so that nobody wrote them.
+
+    >>> canaries([Sample("canary_rows", {"stage": "router", "layer": "layers.1", "rows": "live"}, 2.0)])
+    2
+    """
+    return sum(int(sample.value) for sample in samples if sample.name == "canary_rows")
+
+
+def heading(samples: list[Sample]) -> str:
+    """Steps, and what share of them the counts are of.
+
+    >>> steps = Sample("steps", {}, 400.0), Sample("counted_steps", {}, 100.0)
+    >>> heading([*steps, Sample("sample", {"of": "layers"}, 1.0)])
+    'step 400; counts are of 100 steps: of all there were about 4.0 times as many'
+    """
+    sums = {name: sum(s.value for s in samples if s.name == name) for name in ("steps", "counted_steps")}
+    text = f"step {sums['steps']:.0f}"
+    if 0 < sums["counted_steps"] < sums["steps"]:
+        times = sums["steps"] / sums["counted_steps"]
+        text += f"; counts are of {sums['counted_steps']:.0f} steps"
+        text += f": of all there were about {times:.1f} times as many"
+    layers = max((int(s.value) for s in samples if s.labels.get("of") == "layers"), default=1)
+    return text + (f"; one layer in {layers}" if layers > 1 else "")
+
+
 def table(samples: list[Sample]) -> Any:
     """The samples as a table of rich; a row with live rows is red."""
     from rich.table import Table
 
-    steps = sum(int(sample.value) for sample in samples if sample.name == "steps")
     patches = [f"{s.labels['patch']} {s.labels['state']}" for s in samples if s.name == "patch_info"]
-    caption = "; ".join(patches) or "no patch"
-    found = Table("stage", "layer", "padding rows", "live rows", title=f"step {steps}", caption=caption)
+    notes = ["; ".join(patches) or "no patch"]
+    if (count := canaries(samples)) > 0:
+        notes.append(f"{count} bad rows hold a canary: nobody wrote them")
+    stale = [s for s in samples if s.name == "stale_blocks_read"]
+    notes += [
+        f"{s.value:.0f} blocks of {s.labels['written_as']} read as {s.labels['read_as']} before written"
+        for s in stale
+    ]
+    notes += [
+        f"{s.value / 2**20:.1f} MiB unprofiled: {s.labels['owner']}"
+        for s in samples
+        if s.name == "unprofiled_bytes" and s.value
+    ]
+    found = Table(
+        "stage", "layer", "padding rows", "live rows", title=heading(samples), caption="\n".join(notes)
+    )
     for stage, layer, padding, live in rows(samples):
         found.add_row(stage, layer, str(padding), str(live), style="bold red" if live else None)
     return found

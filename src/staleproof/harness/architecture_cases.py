@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from staleproof.evidence.board import Board
 from staleproof.evidence.counters import RowCounters
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.distinct_experts import distinct_experts
@@ -101,6 +102,15 @@ def _count(rows: int, columns: int, dtype: torch.dtype, live: torch.dtype = INT3
     )
 
 
+def _watch(rows: int, columns: int, dtype: torch.dtype, top_k: int = 0, padding: bool = False) -> None:
+    Board("cuda").count(
+        7,
+        _empty(rows, top_k or columns, dtype=dtype),
+        _empty(rows, top_k, dtype=INT32) if top_k else None,
+        _empty(rows, dtype=torch.bool) if padding else None,
+    )
+
+
 def _cases() -> dict[str, Callable[[], object]]:
     cases: dict[str, Callable[[], object]] = {}
 
@@ -174,6 +184,11 @@ def _cases() -> dict[str, Callable[[], object]]:
     for dtype in (FP32, FP16, BF16, FP8, torch.float8_e5m2):
         add(f"RowCounters, 128 x 7168, {dtype}", _count, 128, 7168, dtype)
     add("RowCounters, 256 x 65536, bool", _count, 256, 65536, BF16, torch.bool)
+    for dtype in (FP32, FP16, BF16, FP8):
+        add(f"watch, 256 x 8192, {dtype}", _watch, 256, 8192, dtype)
+    add("watch, 50 x 2048, own mask", _watch, 50, 2048, BF16, padding=True)
+    add("watch, router, top 6", _watch, 256, 6, FP32, 6)
+    add("watch, router, top 8, own mask", _watch, 50, 8, BF16, 8, True)
     return {name.replace("torch.", ""): case for name, case in cases.items()}
 
 

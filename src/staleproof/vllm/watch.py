@@ -21,20 +21,22 @@ from staleproof.vllm.sources import PatchError
 if TYPE_CHECKING:
     import torch
 
-VARIABLE, PORT, STAGES, LAYERS = (
+VARIABLE, PORT, STAGES, LAYERS, STEPS = (
     "STALEPROOF_WATCH",
     "STALEPROOF_WATCH_PORT",
     "STALEPROOF_WATCH_STAGES",
     "STALEPROOF_WATCH_LAYERS",
+    "STALEPROOF_WATCH_STEPS",
 )
-KNOWN = ("attention", "router", "experts")
+# Rows behind these layers; block ids that change hands; memory that no profile saw.
+ROW_STAGES = ("attention", "router", "experts")
+KNOWN = (*ROW_STAGES, "blocks", "memory")
 DEFAULT_PORT = 9464
-# Stages of all layers together that one process can tell apart, and rows of a step.
-SLOTS, ROWS = 256, 2**16
 # Seconds between two copies of the counts.
 INTERVAL_S = 0.5
-# Steps whose request ids are remembered, so that the first bad row can be named.
-REMEMBERED = 4096
+# Steps whose requests are remembered, so that the first bad row can be named; and requests named in a line.
+REMEMBERED, NAMED = 1024, 8
+PADDING, LIVE = "padding", "live"
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,13 @@ class Settings:
     Attributes:
         stages: some of :data:`KNOWN`.
         layers: one layer in this many.
+        steps: one step in this many.
         port: of the first worker; the others add their rank.
     """
 
     stages: tuple[str, ...] = KNOWN
     layers: int = 1
+    steps: int = 1
     port: int = DEFAULT_PORT
 
 
@@ -72,6 +76,7 @@ def settings(environment: Mapping[str, str]) -> Settings | None:
     return Settings(
         stages,
         _number(environment, LAYERS, 1, range(1, 10**6)),
+        _number(environment, STEPS, 1, range(1, 10**6)),
         _number(environment, PORT, DEFAULT_PORT, range(1, 65536)),
     )
 
@@ -85,16 +90,21 @@ def _number(environment: Mapping[str, str], name: str, default: int, allowed: ra
 
 @dataclass(frozen=True)
 class Reading:
-    """Counts that have arrived on the host.
+    """Counts that have arrived on the host. Pairs are padding rows, live rows.
 
     Attributes:
         steps: of the engine when they were copied.
-        bad: (stage, layer) -> rows with a NaN or Inf: padding rows, live rows.
-        repeats: layer -> rows of expert ids that name one twice: padding rows, live rows.
+        counted: those of the steps whose rows were counted. The counts below are of these steps only: of
+            all steps there were about ``steps / counted`` times as many.
+        bad: (stage, layer) -> rows with a NaN or Inf.
+        canaries: (stage, layer) -> those of them that hold a canary: memory that nobody wrote.
+        repeats: layer -> rows of expert ids that name one twice.
     """
 
     steps: int = 0
+    counted: int = 0
     bad: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    canaries: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     repeats: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -117,54 +127,70 @@ class Watch:
     def __init__(self, chosen: Settings, device: torch.device | str) -> None:
         import torch
 
-        from staleproof.evidence import RowCounters
+        from staleproof.evidence.board import Board
+        from staleproof.ops.launching import launched
 
         self.settings = chosen
-        self.steps = 0
-        self._slots: dict[tuple[str, str], int] = {}
-        self._counters = RowCounters([str(slot) for slot in range(SLOTS)], device)
-        self._repeats = torch.zeros(SLOTS, 2, dtype=torch.int64, device=device)
-        self._index = torch.arange(ROWS, dtype=torch.int32, device=device)
-        self._live = torch.zeros(ROWS, dtype=torch.bool, device=device)
-        self._recent: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=REMEMBERED)
-        pinned = self._live.is_cuda
-        on_device = (*self._counters.tensors, self._repeats)
-        self._host = [torch.empty_like(x, device="cpu", pin_memory=pinned) for x in on_device]
-        self._arrived: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
-        self._copied_steps = -1
+        self._slots: dict[tuple[str, str], int | None] = {}
+        self._board = Board(device, launched)
+        self._on_gpu = self._board.numbers.is_cuda
+        self._capturing = torch.cuda.is_current_stream_capturing if self._on_gpu else lambda: False
+        self._host = torch.empty_like(self._board.numbers, device="cpu", pin_memory=self._on_gpu)
+        self._arrived: torch.cuda.Event | None = torch.cuda.Event() if self._on_gpu else None
+        self._recent: deque[tuple[int, Sequence[str], Mapping[str, int]]] = deque(maxlen=REMEMBERED)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.steps = self.counted = 0
+        # Until the engine is ready every launch is made, so that it is compiled and captured.
+        self._counting = True
+        self._copied: tuple[int, int] | None = None
         self._due = 0.0
         self._latest = Reading()
-        self._reported = False
+        self._reported: set[str] = set()
+        self._recent.clear()
 
     def slot(self, stage: str, layer: str) -> int | None:
         """Where a stage of a layer is counted; ``None`` if it is not watched."""
         key = stage, layer
         if key not in self._slots:
+            from staleproof.evidence.board import SLOTS
+
             number = re.search(r"\d+", layer)
-            if stage not in self.settings.stages or int(number[0] if number else 0) % self.settings.layers:
-                return None
-            if len(self._slots) == SLOTS:
-                return None
-            self._slots[key] = len(self._slots)
+            taken = sum(slot is not None for slot in self._slots.values())
+            left_out = stage not in self.settings.stages or taken == SLOTS
+            left_out |= bool(int(number[0] if number else 0) % self.settings.layers)
+            self._slots[key] = None if left_out else taken
         return self._slots[key]
 
-    def observe(self, stage: str, layer: str, x: torch.Tensor) -> None:
-        """Count the rows of a stage's output, (rows, ...), that have a NaN or Inf."""
-        slot = self.slot(stage, layer)
-        if slot is not None and 0 < x.shape[0] <= ROWS and x.numel():
-            self._counters.observe(str(slot), x.contiguous(), self._live[: x.shape[0]])
+    def observe(
+        self,
+        stage: str,
+        layer: str,
+        x: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        padding: torch.Tensor | None = None,
+    ) -> None:
+        """Count the rows of a stage's output that have a NaN or Inf.
 
-    def observe_ids(self, layer: str, ids: torch.Tensor) -> None:
-        """Count the rows of expert ids, (rows, top_k), that name an expert twice."""
-        from staleproof.evidence.repeats import count_repeats
+        Args:
+            stage: one of :data:`ROW_STAGES`.
+            layer: its name.
+            x: (rows, ...); a router's weights, (rows, top_k), come with its ids.
+            ids: (rows, top_k) expert ids; rows that name an expert twice are counted.
+            padding: (at least rows,) bool, true for padding rows; by default rows after the step's tokens.
+        """
+        # A step that is not counted costs nothing on the host. Its graphs return at once.
+        if not self._counting and not self._capturing():
+            return
+        key = stage, layer
+        slot = self._slots[key] if key in self._slots else self.slot(stage, layer)
+        if slot is not None and x.numel():
+            self._board.count(slot, x, ids, padding)
 
-        slot = self.slot("router", layer)
-        if slot is not None and 0 < ids.shape[0] <= ROWS:
-            count_repeats(ids.contiguous(), self._live[: ids.shape[0]], self._repeats[slot])
-
-    def name_requests(self, requests: Sequence[str]) -> None:
-        """Say whose rows those of the step to come are, in their order."""
-        self._recent.append((self.steps, tuple(requests)))
+    def name_requests(self, requests: Sequence[str], tokens: Mapping[str, int]) -> None:
+        """Say whose rows those of the current step are: requests in their order, and tokens of each."""
+        self._recent.append((self.steps, tuple(requests), tokens))
 
     def begin_step(self, tokens: int) -> None:
         """Say how many rows of the step to come are live: they are its first.
@@ -172,45 +198,52 @@ class Watch:
         Args:
             tokens: number of tokens of all requests.
         """
-        import torch
-
+        before, self._counting = self._counting, self.steps % self.settings.steps == 0
         self.steps += 1
-        torch.lt(self._index, tokens, out=self._live)
-        self._counters.begin()
-        self.reading()
-        now = time.monotonic()
-        if now >= self._due and self._copied_steps < 0:
-            self._due = now + INTERVAL_S
-            self.copy()
+        self.counted += self._counting
+        if self._counting or before:
+            self._board.begin(self.steps, tokens, self._counting)
+        if self._copied is not None:
+            self.reading()
+        else:
+            now = time.monotonic()
+            if now >= self._due:
+                self._due = now + INTERVAL_S
+                self.copy()
+
+    def pause(self) -> None:
+        """The rows to come belong to no step: a dummy batch, which keeps data-parallel ranks together."""
+        if self.steps and self._counting:
+            self._board.begin(self.steps, 0, counted=False)
+            self._counting = False
 
     def copy(self) -> None:
         """Start a copy of the counts to the host, behind the work that is queued."""
-        for host, x in zip(self._host, (*self._counters.tensors, self._repeats), strict=True):
-            host.copy_(x, non_blocking=True)
-        self._copied_steps = self.steps
+        self._host.copy_(self._board.numbers, non_blocking=True)
+        self._copied = self.steps, self.counted
         if self._arrived is not None:
             self._arrived.record()
 
     def reading(self) -> Reading:
         """The counts that have arrived. Call it in the thread of the steps; others use :attr:`latest`."""
-        if self._copied_steps >= 0 and (self._arrived is None or self._arrived.query()):
-            counts, first, repeats = self._host
-            stages = self._counters.read(counts)
-            rows = repeats.tolist()
+        if self._copied is not None and (self._arrived is None or self._arrived.query()):
+            from staleproof.evidence.board import NUMBERS
+
+            numbers = self._host.tolist()
+            watched = {key: NUMBERS * slot for key, slot in self._slots.items() if slot is not None}
             self._latest = Reading(
-                self._copied_steps,
+                *self._copied,
+                {key: (numbers[at], numbers[at + 1]) for key, at in watched.items()},
+                {key: (numbers[at + 2], numbers[at + 3]) for key, at in watched.items()},
                 {
-                    key: (stages[str(slot)].pad_rows, stages[str(slot)].live_rows)
-                    for key, slot in self._slots.items()
-                },
-                {
-                    layer: (rows[slot][0], rows[slot][1])
-                    for (stage, layer), slot in self._slots.items()
+                    layer: (numbers[at + 4], numbers[at + 5])
+                    for (stage, layer), at in watched.items()
                     if stage == "router"
                 },
             )
-            self._copied_steps = -1
-            self._report(first)
+            self._copied = None
+            self._report(PADDING, numbers[-2])
+            self._report(LIVE, numbers[-1])
         return self._latest
 
     @property
@@ -218,28 +251,42 @@ class Watch:
         """The last reading; for any thread."""
         return self._latest
 
-    def _report(self, first: torch.Tensor) -> None:
-        """Log the first live row that had a NaN or Inf, once."""
-        crossing = self._counters.crossing(first)
-        if crossing is None or self._reported:
+    def _report(self, rows: str, packed: int) -> None:
+        """Log the first padding row and the first live row that had a NaN or Inf, each once."""
+        from staleproof.evidence.board import crossing
+
+        first = crossing(packed)
+        if first is None or rows in self._reported:
             return
-        self._reported = True
-        stage, layer = next(key for key, slot in self._slots.items() if str(slot) == crossing.stage)
-        requests = next((ids for step, ids in self._recent if step == crossing.replay), ())
-        who = f", request {requests[crossing.row]}" if crossing.row < len(requests) else ""
+        self._reported.add(rows)
+        step, slot, row, canary = first
+        stage, layer = next(key for key, at in self._slots.items() if at == slot)
         logger.warning(
-            "staleproof: first live row with NaN or Inf: step %d, %s of %s, row %d%s",
-            crossing.replay, stage, layer, crossing.row, who,
+            "staleproof: first %s row with NaN or Inf: step %d, %s of %s, row %d, %s%s",
+            rows, step, stage, layer, row,
+            "canary: nobody wrote it" if canary else "computed, no canary",
+            self._who(step, row),
         )  # fmt: skip
+
+    def _who(self, step: int, row: int) -> str:
+        """The request of a row, and those of its batch; empty if they are not known."""
+        _, requests, tokens = next((known for known in self._recent if known[0] == step), (0, (), {}))
+        if not requests:
+            return ""
+        owner, end = None, 0
+        for request in requests:
+            end += tokens.get(request, 0)
+            if row < end:
+                owner = request
+                break
+        more = f" and {len(requests) - NAMED} more" if len(requests) > NAMED else ""
+        batch = f"batch {', '.join(requests[:NAMED])}{more}"
+        return f", {batch}" if owner is None else f", request {owner} of {batch}"
 
     def reset(self) -> None:
         """Forget all counts: those of the profile and of warm-up runs are nobody's."""
-        self._counters.reset()
-        self._repeats.zero_()
-        self.steps = 0
-        self._recent.clear()
-        self._copied_steps, self._due, self._reported = -1, 0.0, False
-        self._latest = Reading()
+        self._board.reset()
+        self._forget()
 
 
 def read_settings() -> Settings | None:

@@ -1,25 +1,33 @@
-"""Where the watch looks: behind attention, routers and experts, and at the start of each step.
+"""Where the watch looks: behind attention, routers and experts, at each step, and at the start.
 
-All of these run inside operations that torch.compile does not look into, so their kernels are captured
-with the step. Function names are those of vLLM 0.22.1 to 0.26.0; a function that is not there is left
-alone with one line in the log.
+Stages run inside operations that torch.compile does not look into, so their kernels are captured with the
+step. Function names are those of vLLM 0.20.0 to 0.33.0 (``tests/vllm/test_watch_hooks.py`` reads them in
+every release of the table); a function that is not there is left alone with one line in the log.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache, partial
 from typing import Any
 
-from staleproof.vllm import hooks, standing, watch_port
+from staleproof.vllm import hooks, standing, watch_blocks, watch_memory, watch_port
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, warn_once
 from staleproof.vllm.patches.mla_padding import BACKENDS, FORWARD_MQA
-from staleproof.vllm.sources import PatchError
+from staleproof.vllm.releases import table
+from staleproof.vllm.sources import PatchError, numbers
+from staleproof.vllm.sources import installed as vllm_installed
 from staleproof.vllm.watch import Settings, Watch, read_settings
 
 OWNER = "watch"
-RUNNER = "vllm.v1.worker.gpu_model_runner", "GPUModelRunner"
-RUNNER_V2 = "vllm.v1.worker.gpu.model_runner", "GPUModelRunner"
+# The first release with these functions. The last that was read is the last of the table.
+OLDEST = "0.20.0"
+RUNNER, RUNNER_V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 SCHEDULED = "self", "scheduler_output"
+CONTEXT = "vllm.forward_context"
 WORKER = "vllm.v1.worker.gpu_worker"
 EXPERTS = "vllm.model_executor.layers.fused_moe"
 MLA = {
@@ -34,6 +42,11 @@ ATTENTION = {
     "triton_attn": "TritonAttentionImpl",
     "flashinfer": "FlashInferImpl",
 }
+ALL_BACKENDS = "vllm.v1.attention.backends"
+ROUTER = f"{EXPERTS}.router.base_router", "BaseRouter.select_experts"
+# Since this release the method that routers share is their base class's.
+MOVED = "0.24.0"
+ROUTER_MOVED = f"{EXPERTS}.router.fused_moe_router", "FusedMoERouter.select_experts"
 FORWARD = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
 
 
@@ -42,40 +55,93 @@ installed: list[Hooks] = []
 
 
 class Hooks:
-    """The hooks of one process. The watch begins when the model is loaded."""
+    """The hooks of one process. The watch begins when the model is loaded.
 
-    def __init__(self, chosen: Settings) -> None:
-        self.settings = chosen
+    Args:
+        chosen: what is watched.
+        version: of vLLM; by default the oldest that is known.
+    """
+
+    def __init__(self, chosen: Settings, version: str = OLDEST) -> None:
+        self.settings, self.version = chosen, version
         self.watch: Watch | None = None
+        self.blocks: watch_blocks.Blocks | None = None
+        self.memory: watch_memory.Memory | None = None
+        # Tokens of each request of the last step of the first model runner.
+        self._tokens: Any = None
         # The layer whose experts run right now: a router does not know its own name.
         self.layer = ""
 
     def loaded(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``Worker.load_model``: make the counters, outside of any capture."""
         self.watch = Watch(self.settings, args[0].device)
+        if "memory" in self.settings.stages:
+            self.memory = watch_memory.of(args[0])
         return result
+
+    def starting(self, phase: str, args: Arguments, kwargs: Keywords) -> AbstractContextManager[None]:
+        """Around a phase of the worker's start."""
+        return nullcontext() if self.memory is None else self.memory.phase(phase)
+
+    @contextmanager
+    def capturing(self, args: Arguments, kwargs: Keywords) -> Iterator[None]:
+        """Around ``Worker.compile_or_warm_up_model``, the last phase of the start."""
+        with self.starting(watch_memory.CAPTURE, args, kwargs):
+            yield
+        if self.memory is not None:
+            self.memory.ready()
+
+    def cache(self, args: Arguments, kwargs: Keywords) -> None:
+        """Before ``Worker.initialize_from_config``: the groups of the KV cache are known now."""
+        if "blocks" in self.settings.stages:
+            self.blocks = watch_blocks.of(argument(args, kwargs, 1, "kv_cache_config"))
 
     def ready(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``Worker.compile_or_warm_up_model``: forget what warm-up runs counted; open the port."""
         if self.watch is not None:
             self.watch.reset()
-            watch_port.serve(self.watch, self.settings.port + int(getattr(args[0], "local_rank", 0)))
+            rank = int(getattr(args[0], "local_rank", 0))
+            watch_port.serve(self.watch, self.settings.port + rank, self.blocks, self.memory)
         return result
 
     def step(self, args: Arguments, kwargs: Keywords) -> None:
         """Before ``execute_model``."""
-        tokens = int(argument(args, kwargs, 1, "scheduler_output").total_num_scheduled_tokens)
-        if self.watch is not None and tokens and not kwargs.get("dummy_run"):
-            self.watch.begin_step(tokens)
+        watch = self.watch
+        if watch is None:
+            return
+        if kwargs and kwargs.get("dummy_run"):
+            watch.pause()
+            return
+        output = argument(args, kwargs, 1, "scheduler_output")
+        if self.blocks is not None:
+            self.blocks.scheduled(output)
+        if output.total_num_scheduled_tokens:
+            copied = watch.latest
+            watch.begin_step(output.total_num_scheduled_tokens)
+            if self.memory is not None and watch.latest is not copied:
+                self.memory.unprofiled()
 
-    def batch(self, args: Arguments, kwargs: Keywords) -> None:
-        """Before ``_prepare_inputs``: now the batch is in the order of the step's rows."""
-        scheduled = argument(args, kwargs, 1, "scheduler_output")
-        requests = args[0].input_batch.req_ids
-        # A row is a request only if each request has one token.
-        one_each = scheduled.total_num_scheduled_tokens == len(requests)
-        if self.watch is not None and one_each:
-            self.watch.name_requests(requests)
+    def step_v1(self, args: Arguments, kwargs: Keywords) -> None:
+        """Before ``execute_model`` of the first model runner.
+
+        It orders its batch inside, and leaves it so until the next step, where this step is named.
+        """
+        if self.watch is not None and self._tokens is not None:
+            self.watch.name_requests(args[0].input_batch.req_ids, self._tokens)
+        self.step(args, kwargs)
+        self._tokens = argument(args, kwargs, 1, "scheduler_output").num_scheduled_tokens or None
+
+    def idle(self, args: Arguments, kwargs: Keywords) -> None:
+        """Before ``_dummy_run``, whose rows are nobody's."""
+        if self.watch is not None:
+            self.watch.pause()
+
+    def batch_v2(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
+        """After ``prepare_inputs`` of the second model runner, which returns the batch in order."""
+        if self.watch is not None:
+            tokens = argument(args, kwargs, 1, "scheduler_output").num_scheduled_tokens
+            self.watch.name_requests(result.req_ids, tokens)
+        return result
 
     def attention(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After an attention backend, which returns (rows, ...) or fills ``output``."""
@@ -84,7 +150,10 @@ class Hooks:
 
     def mla(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``forward_mqa``, which returns (rows, heads, rank), or with a query axis, and the lse."""
-        self._see("attention", _name(argument(args, kwargs, 4, "layer")), result[0].flatten(0, -3))
+        if self.watch is not None:
+            out = result[0]
+            out = out if out.ndim == 3 else out.flatten(0, -3)
+            self._see("attention", _name(argument(args, kwargs, 4, "layer")), out)
         return result
 
     def enter_experts(self, args: Arguments, kwargs: Keywords) -> None:
@@ -98,26 +167,29 @@ class Hooks:
 
     def router(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After a router: (weights, ids), each (rows, top_k)."""
-        self._see("router", self.layer, result[0])
-        if self.watch is not None:
-            self.watch.observe_ids(self.layer, result[1])
+        self._see("router", self.layer, result[0], result[1])
         return result
 
-    def _see(self, stage: str, layer: str, x: Any) -> None:
+    def _see(self, stage: str, layer: str, x: Any, ids: Any = None) -> None:
         if self.watch is not None and getattr(x, "ndim", 0) >= 2:
-            self.watch.observe(stage, layer, x)
+            self.watch.observe(stage, layer, x, ids, padding_mask(x.shape[0]))
 
     def targets(self) -> list[Target]:
         """Every function that is watched."""
-        backends = "vllm.v1.attention.backends"
+        worker = partial(Target, WORKER, arguments=("self",))
         found = [
-            Target(WORKER, "Worker.load_model", ("self",), after=self.loaded),
-            Target(WORKER, "Worker.compile_or_warm_up_model", ("self",), after=self.ready),
-            Target(RUNNER[0], "GPUModelRunner._prepare_inputs", SCHEDULED, before=self.batch),
-            *(
-                Target(module, f"{name}.execute_model", SCHEDULED, before=self.step)
-                for module, name in (RUNNER, RUNNER_V2)
+            worker("Worker.load_model", after=self.loaded),
+            worker("Worker.determine_available_memory", around=partial(self.starting, watch_memory.PROFILE)),
+            worker(
+                "Worker.initialize_from_config",
+                before=self.cache,
+                around=partial(self.starting, watch_memory.CACHE),
             ),
+            worker("Worker.compile_or_warm_up_model", around=self.capturing, after=self.ready),
+            Target(RUNNER_V2, "GPUModelRunner.prepare_inputs", SCHEDULED, after=self.batch_v2),
+            Target(RUNNER, "GPUModelRunner._dummy_run", ("self",), before=self.idle),
+            Target(RUNNER, "GPUModelRunner.execute_model", SCHEDULED, before=self.step_v1),
+            Target(RUNNER_V2, "GPUModelRunner.execute_model", SCHEDULED, before=self.step),
         ]
         if "attention" in self.settings.stages:
             found += [
@@ -125,18 +197,31 @@ class Hooks:
                 for module, name in MLA.items()
             ]
             found += [
-                Target(f"{backends}.{module}", f"{name}.forward", FORWARD, after=self.attention)
+                Target(f"{ALL_BACKENDS}.{module}", f"{name}.forward", FORWARD, after=self.attention)
                 for module, name in ATTENTION.items()
             ]
-        runner, router = f"{EXPERTS}.runner.moe_runner", f"{EXPERTS}.router.base_router"
         if {"router", "experts"} & {*self.settings.stages}:
             apply = "MoERunner._apply_quant_method"
-            found.append(Target(runner, apply, ("self",), before=self.enter_experts, after=self.experts))
+            module = f"{EXPERTS}.runner.moe_runner"
+            found.append(Target(module, apply, ("self",), before=self.enter_experts, after=self.experts))
         if "router" in self.settings.stages:
-            found.append(Target(router, "BaseRouter.select_experts", ("self",), after=self.router))
+            module, name = ROUTER if numbers(self.version) < numbers(MOVED) else ROUTER_MOVED
+            found.append(Target(module, name, ("self",), after=self.router))
         return found
 
 
+def padding_mask(rows: int) -> Any:
+    """vLLM's own mask of padding rows, if the step has one that long; else ``None``.
+
+    From 0.25.0 on the second model runner, and from 0.31.0 on both, give ``ForwardContext.is_padding``:
+    a slice of one buffer that each step writes, so that a captured kernel may keep its address.
+    """
+    context = getattr(sys.modules.get(CONTEXT), "_forward_context", None)
+    mask = getattr(context, "is_padding", None)
+    return mask if mask is not None and mask.shape[0] >= rows else None
+
+
+@lru_cache(maxsize=4096)
 def _short(name: str) -> str:
     """``layers.3`` of ``model.layers.3.self_attn.attn``; the name itself if it has no number.
 
@@ -149,18 +234,30 @@ def _short(name: str) -> str:
 
 
 def _name(layer: Any) -> str:
-    return _short(str(getattr(layer, "layer_name", "")))
+    return _short(getattr(layer, "layer_name", ""))
 
 
-def install() -> None:
-    """Put the watch in place if ``STALEPROOF_WATCH`` asks for it. Never raises."""
+def install(version: str | None = None) -> None:
+    """Put the watch in place if ``STALEPROOF_WATCH`` asks for it. Never raises.
+
+    Args:
+        version: of vLLM; by default the installed one's.
+    """
     try:
         chosen = read_settings()
         if chosen is not None:
+            version = version or vllm_installed()[0]
+            newest = [*table()][-1]
+            # A build of the main branch has no number that says anything.
+            number = numbers(version) or numbers("999")
+            if number < numbers(OLDEST):
+                raise PatchError(f"vLLM {version} is too old: the watch knows {OLDEST} to {newest}")
+            if number > numbers(newest):
+                warn_once(f"watch on vLLM {version}: it knows {OLDEST} to {newest} and may find nothing here")
             # It is no patch: its targets are not listed with those.
             hooks._announced.add(OWNER)
             installed.clear()
-            installed.append(Hooks(chosen))
+            installed.append(Hooks(chosen, version))
             hooks.wrap(OWNER, *installed[-1].targets())
     except PatchError as error:
         warn_once(f"no watch: {error}")

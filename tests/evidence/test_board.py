@@ -1,0 +1,131 @@
+"""The board's kernels against RowCounters and a plain count, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from staleproof.evidence import RowCounters
+from staleproof.evidence.board import NEVER, NUMBERS, Board, crossing
+from staleproof.evidence.canary import plant
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def spoilt(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Rows with a NaN or Inf here and there."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.rand(rows, columns, generator=draw)
+    bad = torch.rand(rows, columns, generator=draw) < 0.3 / columns
+    # e4m3fn has no Inf.
+    x[bad] = torch.where(torch.rand(int(bad.sum()), generator=draw) < 0.5, torch.nan, -torch.nan)
+    return x.to(dtype)
+
+
+def slot_of(board: Board, slot: int) -> list[int]:
+    return board.numbers[slot * NUMBERS : (slot + 1) * NUMBERS].tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (37, 6), (130, 100), (5, 9000)])
+def test_rows_are_those_that_row_counters_count(dtype, rows, columns):
+    live, board, counters = rows // 2, Board("cpu"), RowCounters(["a"], "cpu")
+    mask = torch.arange(rows) < live
+    for seed in range(2):
+        x = spoilt(rows, columns, dtype, seed)
+        board.begin(seed + 1, live, counted=True)
+        board.count(3, x)
+        counters.begin()
+        counters.observe("a", x, mask)
+    want = counters.read()["a"]
+    assert slot_of(board, 3) == [want.pad_rows, want.live_rows, 0, 0, 0, 0]
+    first, found = counters.first_crossing, crossing(int(board.numbers[-1]))
+    assert found == (None if first is None else (first.replay, 3, first.row, False))
+
+
+def test_strided_rows_need_no_copy_and_give_the_same():
+    wide = spoilt(16, 64, torch.bfloat16)
+    board = Board("cpu")
+    board.begin(1, 9, counted=True)
+    board.count(0, wide[:, :40])
+    board.count(1, wide[:, :40].contiguous())
+    board.count(2, wide.view(16, 8, 8).transpose(1, 2))  # a row is not contiguous
+    board.count(3, wide)
+    assert slot_of(board, 0) == slot_of(board, 1)
+    assert slot_of(board, 2) == slot_of(board, 3)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8, 32])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_repeats_are_those_of_a_plain_count(top_k, dtype):
+    draw = torch.Generator().manual_seed(top_k)
+    ids = torch.randint(-1, 40, (67, top_k), generator=draw).to(dtype)
+    weights = spoilt(67, top_k, torch.float32, seed=top_k)
+    board = Board("cpu")
+    board.begin(1, 40, counted=True)
+    board.count(5, weights, ids)
+    twice = [len({i for i in row if i >= 0}) < sum(i >= 0 for i in row) for row in ids.tolist()]
+    bad = weights.isnan().any(1)
+    want = [int(bad[40:].sum()), int(bad[:40].sum()), 0, 0, sum(twice[40:]), sum(twice[:40])]
+    assert slot_of(board, 5) == want
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("pattern", [0x7FFF, 0xFFFF - 2**16, 0x7FC0, 0x7F80])
+def test_a_nan_of_the_hardware_is_no_canary_after_a_conversion(wide, pattern):
+    """Hardware makes 0x7FFF in bfloat16, which is 0x7FFF0000 in float32: neither all 0 nor all 1."""
+    narrow = torch.tensor([[pattern]], dtype=torch.int16).view(torch.bfloat16)
+    board = Board("cpu")
+    board.begin(1, 1, counted=True)
+    board.count(0, narrow.to(wide))
+    board.count(1, narrow.to(wide), torch.zeros(1, 1, dtype=torch.int32))
+    assert slot_of(board, 0)[:4] == slot_of(board, 1)[:4] == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(torch.float32, 8191), (torch.float16, 255), (torch.bfloat16, 31)]
+)
+def test_canaries_are_recognised_up_to_a_number(dtype, largest):
+    for number, seen in ((1, 1), (largest, 1), (largest + 1, 0)):
+        board = Board("cpu")
+        board.begin(1, 1, counted=True)
+        board.count(0, plant(torch.ones(1, 8, dtype=dtype), stage=number))
+        assert slot_of(board, 0)[:4] == [0, 1, 0, seen]
+
+
+def test_a_step_that_is_not_counted_changes_nothing():
+    board = Board("cpu")
+    board.begin(1, 4, counted=False)
+    board.count(0, torch.full((8, 4), torch.nan), torch.zeros(8, 4, dtype=torch.int32))
+    assert not board.numbers[:-2].any()
+    assert board.numbers[-2:].tolist() == [NEVER, NEVER]
+
+
+def test_the_first_rows_are_packed_and_come_back_whole():
+    board = Board("cpu")
+    for step in (2**30 - 2, 2**30 - 1):
+        board.begin(step, 1000, counted=True)
+        x = torch.ones(1004, 2)
+        x[999], x[1003] = torch.nan, torch.inf
+        board.count(255, x)
+    found = [crossing(packed) for packed in board.numbers[-2:].tolist()]
+    assert found == [(2**30 - 2, 255, 1003, False), (2**30 - 2, 255, 999, False)]
+
+
+@pytest.mark.parametrize(
+    ("slot", "x", "ids", "padding", "said"),
+    [
+        (256, torch.ones(2, 2), None, None, "slot: expected 0 to 255, got 256"),
+        (0, torch.ones(2, 2, dtype=torch.float64), None, None, "x: expected torch.float32 or"),
+        (0, torch.ones(0, 2), None, None, "x: expected at least one row"),
+        (0, torch.ones(2, 2), torch.ones(2, 3, dtype=torch.int32), None, "ids: expected 1 to 32 ids"),
+        (0, torch.ones(2, 2), torch.ones(2, 2), None, "ids: expected torch.int32 or torch.int64"),
+        (0, torch.ones(2, 2), None, torch.ones(1, dtype=torch.bool), "padding: expected at least 2 entries"),
+    ],
+)
+def test_bad_input_is_named_and_nothing_is_counted(slot, x, ids, padding, said):
+    board = Board("cpu")
+    board.begin(1, 0, counted=True)
+    with pytest.raises(ValueError, match=said):
+        board.count(slot, x, ids, padding)
+    assert not board.numbers[:-2].any()

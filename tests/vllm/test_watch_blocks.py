@@ -1,0 +1,136 @@
+"""Blocks that are read before they are written: against the tenancy log, and as vLLM's scheduler says."""
+
+from __future__ import annotations
+
+import random
+import types
+
+import pytest
+
+from staleproof.evidence.tenancy import STALE, TenancyLog
+from staleproof.vllm import watch_blocks
+from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
+
+SIZE = 4
+
+
+def test_a_block_that_is_filled_in_one_step_is_not_stale():
+    blocks = Blocks([ATTENTION], [SIZE])
+    blocks.step(new=[("a", [[1, 2]], 0, 8)])
+    blocks.step(new=[("b", [[2, 1]], 0, 8)], ended=["a"])
+    assert not blocks.stale
+
+
+def test_a_zeroed_block_and_the_null_block_are_not_stale():
+    blocks = Blocks([ATTENTION], [SIZE])
+    blocks.step(new=[("a", [[0, 1]], 0, 8)])
+    blocks.step(new=[("b", [[0, 1]], 0, 5)], ended=["a"], zeroed=[1])
+    assert not blocks.stale
+
+
+def test_a_hit_of_the_prefix_cache_is_no_stale_block():
+    blocks = Blocks([ATTENTION], [SIZE])
+    blocks.step(new=[("a", [[1, 2]], 0, 8)])
+    blocks.step(new=[("b", [[1, 3]], SIZE, 2)])
+    assert not blocks.stale
+    # The block behind the hit is a's and b writes a part of it.
+    blocks.step(new=[("c", [[1, 2]], SIZE, 2)], ended=["a"])
+    assert blocks.stale == {(ATTENTION, ATTENTION): 1}
+
+
+def test_a_state_that_is_read_as_attention_says_so():
+    blocks = Blocks([ATTENTION, STATE], [SIZE, SIZE])
+    blocks.step(new=[("a", [[1], [2]], 0, 3)])
+    blocks.step(new=[("b", [[2], [1]], 0, 3)], ended=["a"])
+    assert blocks.stale == {(STATE, ATTENTION): 1}
+    assert blocks.pairs == [(ATTENTION, ATTENTION), (STATE, ATTENTION)]
+
+
+def traffic(draw: random.Random, steps: int):
+    """Requests that come, grow and go in a pool of few blocks; yields what the scheduler would say."""
+    free, lengths, held = [*range(1, 24)], {}, {}
+    for number in range(steps):
+        ended = [name for name in lengths if draw.random() < 0.15]
+        for name in ended:
+            free += held.pop(name)
+            del lengths[name]
+        draw.shuffle(free)
+        zeroed, new, more = [], [], []
+        for name in [*lengths]:
+            length = lengths[name]
+            if length % SIZE == 0 and free:
+                held[name].append(free.pop())
+                more.append((name, [held[name][-1:]], length, 1))
+            elif length % SIZE == 0:
+                continue
+            lengths[name] += 1
+        tokens = draw.randrange(1, 11)
+        need = -(-tokens // SIZE)
+        if len(free) > need + 4:
+            held[f"r{number}"] = [free.pop() for _ in range(need)]
+            lengths[f"r{number}"] = tokens
+            new.append((f"r{number}", [held[f"r{number}"]], 0, tokens))
+        if draw.random() < 0.5:
+            zeroed = [b for _, ids, *_ in (*new, *more) for b in ids[0] if draw.random() < 0.5]
+        yield new, more, ended, zeroed
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_count_is_the_tenancy_logs(seed):
+    """The log keeps every tenancy and every write; the counter must find the same stale blocks."""
+    blocks, log, found = Blocks([ATTENTION], [SIZE]), TenancyLog(), 0
+    for new, more, ended, zeroed in traffic(random.Random(seed), 300):
+        log.advance()
+        log.zeroed(zeroed)
+        for name in ended:
+            log.ended(name)
+        for name, (ids,), computed, tokens in (*new, *more):
+            log.allocated(ids, name, ATTENTION)
+            first = 0 if computed == 0 else computed // SIZE
+            for at, block in enumerate(ids, first):
+                whole = computed <= at * SIZE and (at + 1) * SIZE <= computed + tokens
+                log.wrote([block], name, ATTENTION, whole=whole)
+            suspects = [s for s in log.explain(name) if s.kind == STALE and s.step == log.step]
+            found += len(suspects)
+        blocks.step(new, more, ended, zeroed)
+    assert found > 50
+    assert sum(blocks.stale.values()) == found
+
+
+def test_what_vllm_says_is_taken_in():
+    """Resumed requests come with all their blocks; others with the new ones, or with none."""
+    blocks = watch_blocks.of(
+        types.SimpleNamespace(
+            kv_cache_groups=[
+                types.SimpleNamespace(kv_cache_spec=spec)
+                for spec in (
+                    type("MLAAttentionSpec", (), {"block_size": SIZE})(),
+                    type("MambaSpec", (), {"block_size": SIZE})(),
+                )
+            ]
+        )
+    )
+    assert blocks.kinds == [ATTENTION, STATE]
+
+    def output(new, cached, ended=()):
+        names = [name for name, *_ in cached]
+        return types.SimpleNamespace(
+            num_scheduled_tokens={name: tokens for name, *_, tokens in (*new, *cached)},
+            scheduled_new_reqs=[
+                types.SimpleNamespace(req_id=name, block_ids=groups, num_computed_tokens=computed)
+                for name, groups, computed, _ in new
+            ],
+            scheduled_cached_reqs=types.SimpleNamespace(
+                req_ids=names,
+                resumed_req_ids={"c"} & {*names},
+                new_block_ids=[groups for _, groups, *_ in cached],
+                num_computed_tokens=[computed for *_, computed, _ in cached],
+            ),
+            finished_req_ids={*ended},
+        )
+
+    blocks.scheduled(output([("a", ([1], [9]), 0, 4), ("b", ([2], [8]), 0, 4)], []))
+    blocks.scheduled(output([], [("a", ([3], []), 4, 1), ("b", None, 4, 1)]))
+    assert not blocks.stale
+    blocks.scheduled(output([], [("c", ([3, 9], [7]), 0, 5)], ["a"]))
+    assert blocks.stale == {(STATE, ATTENTION): 1}

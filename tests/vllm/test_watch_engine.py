@@ -1,0 +1,235 @@
+"""A made-up engine with vLLM's module and function names: the watch counts it, and never ends it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from staleproof.engine import watching
+from staleproof.vllm import hooks, standing, watch_blocks, watch_hooks, watch_memory, watch_port
+from staleproof.vllm.watch import Watch
+
+pytest.importorskip("prometheus_client")
+
+# Module -> its code. A batch has eight rows; attention leaves those of no request NaN.
+ENGINE = {
+    "v1.worker.gpu_worker": """
+class Worker:
+    device, local_rank = "cpu", 0
+    def load_model(self): return "model"
+    def determine_available_memory(self): return 2**30
+    def initialize_from_config(self, kv_cache_config): return "cache"
+    def compile_or_warm_up_model(self): return "ready"
+""",
+    "v1.worker.gpu_model_runner": """
+import types
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
+
+class GPUModelRunner:
+    def __init__(self):
+        self.input_batch = types.SimpleNamespace(req_ids=[])
+        self.impl, self.moe = TritonMLAImpl(), MoERunner()
+        self.layer = types.SimpleNamespace(layer_name="model.layers.0.self_attn.attn")
+    def execute_model(self, scheduler_output):
+        self.input_batch.req_ids = [*scheduler_output.num_scheduled_tokens]
+        self._prepare_inputs(scheduler_output)
+        return self.forward(scheduler_output.total_num_scheduled_tokens)
+    def _prepare_inputs(self, scheduler_output): ...
+    def _dummy_run(self, rows): return self.forward(0)
+    def forward(self, live):
+        out, _ = self.impl.forward_mqa(live, None, None, self.layer)
+        return self.moe._apply_quant_method(None, out.flatten(1).nan_to_num(), None)[1]
+""",
+    "v1.attention.backends.mla.triton_mla": """
+import torch
+class TritonMLAImpl:
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+        out = torch.ones(8, 2, 4)
+        out[q:] = torch.nan
+        return out, None
+""",
+    "model_executor.layers.fused_moe.runner.moe_runner": """
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+class MoERunner:
+    layer_name, router = "model.layers.0.mlp.experts", BaseRouter()
+    def _apply_quant_method(self, layer, hidden_states, router_logits):
+        weights, ids = self.router.select_experts(hidden_states, router_logits)
+        return None, hidden_states * weights.sum(1, keepdim=True)
+""",
+    "model_executor.layers.fused_moe.router.base_router": """
+import torch
+class BaseRouter:
+    def select_experts(self, hidden_states, router_logits):
+        rows = hidden_states.shape[0]
+        ids = torch.arange(2 * rows, dtype=torch.int32).view(rows, 2)
+        ids[0] = 3  # row 0 names an expert twice
+        return torch.ones(rows, 2), ids
+""",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture(name="start")
+def start_fixture(tmp_path, monkeypatch):
+    """Starts the made-up engine with the watch; returns its runner and the watch's port."""
+    for name, code in ENGINE.items():
+        file = (tmp_path / "vllm").joinpath(*name.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+    (tmp_path / "vllm/__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # Those that another test has left.
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+
+    def start() -> tuple[Any, int]:
+        port = free_port()
+        monkeypatch.setenv("STALEPROOF_WATCH", "1")
+        monkeypatch.setenv("STALEPROOF_WATCH_PORT", str(port))
+        hooks._warned.clear()
+        watch_hooks.install("0.22.1")
+        worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker()
+        runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner()
+        assert worker.load_model() == "model"
+        assert worker.determine_available_memory() == 2**30
+        assert worker.initialize_from_config(_config()) == "cache"
+        runner._dummy_run(8)
+        assert worker.compile_or_warm_up_model() == "ready"
+        return runner, port
+
+    yield start
+    watch_hooks.remove()
+    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def _config() -> Any:
+    import types
+
+    spec = type("MLAAttentionSpec", (), {"block_size": 16})()
+    return types.SimpleNamespace(kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec)])
+
+
+def output(*names: str, block: int | None = None) -> Any:
+    """What the scheduler says of a step in which each of these requests has one token."""
+    import types
+
+    new = [types.SimpleNamespace(req_id=names[0], block_ids=([block],), num_computed_tokens=0)]
+    cached = types.SimpleNamespace(
+        req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
+    )
+    return types.SimpleNamespace(
+        total_num_scheduled_tokens=len(names),
+        num_scheduled_tokens=dict.fromkeys(names, 1),
+        scheduled_new_reqs=new if block is not None else [],
+        scheduled_cached_reqs=cached,
+        finished_req_ids=set(),
+    )
+
+
+def serve(runner: Any, steps: int = 4) -> list[torch.Tensor]:
+    return [runner.execute_model(output("a", "b", "c", block=4)) for _ in range(steps)]
+
+
+def test_a_whole_start_and_some_steps_are_counted(start, caplog):
+    with caplog.at_level(logging.WARNING, hooks.logger.name):
+        runner, port = start()
+        assert all(out.shape == (8, 8) for out in serve(runner))
+        runner._dummy_run(8)  # its eight NaN rows are nobody's
+        serve(runner, 1)
+        watch = watch_hooks.installed[0].watch
+        watch.copy()
+        watch.reading()
+    rows = watching.rows(watching.fetch(f"localhost:{port}"))
+    assert {row[:2]: row[2:] for row in rows} == {
+        ("attention", "layers.0"): (25, 0),
+        ("router", "layers.0"): (0, 0),
+        ("experts", "layers.0"): (0, 0),
+        ("expert twice", "layers.0"): (0, 5),
+    }
+    assert watch.latest.steps == 5
+    stale = next(s for s in watching.fetch(f"localhost:{port}") if s.name == "stale_blocks_read")
+    assert stale.value == 4  # the block comes to its second to fifth owner with another's bytes
+    assert sum("first padding row" in record.getMessage() for record in caplog.records) == 1
+
+
+def fails(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("a fault of the watch")
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "making it": (Watch, "__init__"),
+    "a step": (Watch, "begin_step"),
+    "requests": (Watch, "name_requests"),
+    "a stage": (Watch, "observe"),
+    "a dummy batch": (Watch, "pause"),
+    "a reading": (Watch, "reading"),
+    "being ready": (Watch, "reset"),
+    "blocks": (watch_blocks.Blocks, "scheduled"),
+    "groups of the cache": (watch_blocks, "of"),
+    "the ledger": (watch_memory, "of"),
+    "a phase": (watch_memory.Memory, "phase"),
+    "memory": (watch_memory.Memory, "unprofiled"),
+    "the port": (watch_port, "serve"),
+    "padding": (watch_hooks, "padding_mask"),
+}
+
+
+@pytest.mark.parametrize("where", FAULTS)
+def test_the_engine_survives_an_exception_anywhere_in_the_watch(start, monkeypatch, caplog, where):
+    owner, name = FAULTS[where]
+    monkeypatch.setattr(owner, name, fails)
+    with caplog.at_level(logging.WARNING, hooks.logger.name):
+        runner, _ = start()
+        first, *_, last = serve(runner)
+        runner._dummy_run(8)
+        serve(runner)
+    assert torch.equal(first, last)
+    assert first[0].tolist() == [2.0] * 8
+    lines = [r.getMessage() for r in caplog.records if "a fault of the watch" in r.getMessage()]
+    assert len(lines) == 1
+    assert standing.stepped_back["watch"], "it is out of service, and costs nothing more"
+
+
+def test_a_port_in_use_leaves_the_counts_and_their_line(start, monkeypatch, caplog):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setattr(
+            watch_port, "serve", _on_port(watch_port.serve, taken.getsockname()[1]), raising=True
+        )
+        with caplog.at_level(logging.WARNING, hooks.logger.name):
+            runner, _ = start()
+            serve(runner)
+            watch = watch_hooks.installed[0].watch
+            watch.copy()
+            assert watch.reading().bad["attention", "layers.0"] == (20, 0)
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert "cannot be opened" in said
+    assert "first padding row" in said
+
+
+def _on_port(inner: Callable[..., None], port: int) -> Callable[..., None]:
+    return lambda watch, _, *rest: inner(watch, port, *rest)
+
+
+def test_the_made_up_engine_has_vllms_names():
+    """What is wrapped here are the functions that the watch wraps in 0.22.1."""
+    modules = {target.module for target in watch_hooks.Hooks(watch_hooks.Settings()).targets()}
+    assert {f"vllm.{name}" for name in ENGINE} <= modules
+    assert Path(__file__).with_name("real_watch.py").exists()

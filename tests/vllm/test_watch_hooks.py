@@ -1,0 +1,91 @@
+"""The watch's hooks on vLLM's own files: every release of the table as text, three of them executed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import environment
+
+from staleproof.vllm import hooks, releases, watch_hooks
+from staleproof.vllm.sources import PatchError, Sources, numbers
+from staleproof.vllm.watch import Settings
+from staleproof.vllm.watch_hooks import OLDEST, Hooks
+
+KNOWN = [name for name in releases.table() if numbers(name) >= numbers(OLDEST)]
+
+
+def missing(version: str, name: str) -> list[str]:
+    """The functions that a release does not have, if the watch takes it for the release ``name``."""
+    found = []
+    for target in Hooks(Settings(), name).targets():
+        try:
+            target.check(Sources(environment.sources(version) / "vllm"))
+        except PatchError as error:
+            found.append(str(error))
+    return found
+
+
+def test_every_release_of_the_table_has_every_function():
+    fetched = [version for version in KNOWN if environment.is_whole(version)]
+    if not fetched:
+        pytest.skip("no source of vLLM is here; python tests/vllm/environment.py fetches some")
+    assert {version: missing(version, version) for version in fetched} == {v: [] for v in fetched}
+
+
+@pytest.mark.parametrize(("version", "other"), [("0.19.1", "0.20.0"), ("0.25.1", "0.22.1")])
+def test_a_function_that_moved_would_be_noticed(version, other):
+    with environment.skipped_if_unavailable():
+        assert missing(version, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["0.22.1", "0.25.1", "0.33.0"])
+def test_on_vllms_own_files(version):
+    with environment.skipped_if_unavailable():
+        variables = environment.variables(version)
+    script = Path(__file__).with_name("real_watch.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], env=variables, capture_output=True, text=True, check=False, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    # The kernels of FlashAttention's MLA are not installed on a CPU, and its module is not imported.
+    assert {place for place, state in said["states"].items() if state != "in place"} <= {
+        "vllm.v1.attention.backends.mla.flashattn_mla:FlashAttnMLAImpl.forward_mqa"
+    }
+    # The real kernel leaves rows 3 and 5 unwritten, of which three are live.
+    assert said["counted"] == [2, 0]
+    # vLLM's own mask, where a release has one: only row 5 is padding.
+    assert said["masked"] == ([2, 0] if version == "0.22.1" else [1, 1])
+    zeroing, none = said["blocks"]["True"], said["blocks"]["False"]
+    assert {*zeroing} == {"steps"}, "vLLM zeroes every block of a hybrid model before it is read"
+    assert none["state, attention"] > 5
+
+
+@pytest.mark.parametrize(
+    ("version", "said", "stands"),
+    [
+        ("0.19.1", "no watch: vLLM 0.19.1 is too old: the watch knows 0.20.0 to ", False),
+        ("1.4.0", "watch on vLLM 1.4.0: it knows 0.20.0 to ", True),
+        ("main", "watch on vLLM main: it knows 0.20.0 to ", True),
+    ],
+)
+def test_a_vllm_too_old_or_new_is_one_line(monkeypatch, caplog, version, said, stands):
+    monkeypatch.setenv("STALEPROOF_WATCH", "1")
+    hooks._warned.clear()
+    try:
+        with caplog.at_level(logging.WARNING, hooks.logger.name):
+            watch_hooks.install(version)
+        (record,) = caplog.records
+        assert record.getMessage().startswith(f"staleproof: {said}")
+        assert bool(watch_hooks.installed) == stands
+    finally:
+        watch_hooks.remove()

@@ -1,0 +1,82 @@
+"""Memory that the profile did not see: the ledger over a start, and what happens if it fails."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from staleproof.evidence import AllocationLedger
+from staleproof.vllm import hooks, watch_memory
+from staleproof.vllm.watch_memory import CACHE, CAPTURE, OUTSIDE, POOLS, PROFILE, SINCE, Memory
+
+
+class Layer(nn.Module):
+    def forward(self, decode: bool) -> None:
+        if decode and not hasattr(self, "out"):
+            self.out = torch.zeros(256, 1024)
+
+
+def start(memory: Memory, layers: nn.ModuleList) -> list[torch.Tensor]:
+    with memory.phase(PROFILE):
+        layers[0](decode=False)
+    with memory.phase(CACHE):
+        cache = [torch.zeros(1024, 1024)]
+    with memory.phase(CAPTURE):
+        for layer in layers:
+            layer(decode=True)
+    memory.ready()
+    return cache
+
+
+def test_the_owner_of_what_capture_allocated_is_named_and_the_cache_is_planned():
+    layers, now = nn.ModuleList(Layer() for _ in range(3)), [0]
+    memory = Memory(AllocationLedger(layers), lambda: now[0])
+    start(memory, layers)
+    assert memory.latest == {"*.out": 3 * 2**20, POOLS: 0, OUTSIDE: 0, SINCE: 0}
+    now[0] = 4096
+    assert memory.unprofiled()[SINCE] == 4096
+    # A scrape reads what a step has read.
+    now[0] = 8192
+    assert memory.latest[SINCE] == 4096
+
+
+def test_the_ledger_is_let_go_when_the_server_is_ready():
+    layers = nn.ModuleList([Layer()])
+    memory = Memory(AllocationLedger(layers), lambda: 0)
+    start(memory, layers)
+    assert memory._ledger is None
+
+
+@pytest.mark.parametrize("where", ["phase", "read"])
+def test_a_ledger_that_fails_costs_the_owners_only(monkeypatch, caplog, where):
+    def fails(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no trace")
+
+    hooks._warned.clear()
+    layers = nn.ModuleList([Layer()])
+    ledger = AllocationLedger(layers)
+    monkeypatch.setattr(ledger, where, fails)
+    memory = Memory(ledger, lambda: 7)
+    with caplog.at_level(logging.WARNING, hooks.logger.name):
+        start(memory, layers)
+    assert [record.getMessage() for record in caplog.records] == [
+        "staleproof: watch without owners of memory: RuntimeError: no trace"
+    ]
+    assert memory.latest[SINCE] == 0
+
+
+def test_what_vllm_raises_goes_through_a_phase():
+    memory = Memory(AllocationLedger(nn.ModuleList([Layer()])), lambda: 0)
+    with pytest.raises(ValueError, match="vLLM's own"), memory.phase(PROFILE):
+        raise ValueError("vLLM's own")
+    with memory.phase(CACHE):
+        pass
+
+
+def test_without_a_gpu_there_is_nothing_to_record():
+    import types
+
+    assert watch_memory.of(types.SimpleNamespace(device="cpu")).unprofiled() == {}
