@@ -12,6 +12,10 @@ JOBS ?= $(if $(shell command -v nvidia-smi),1,3)
 # The report's tests drive a Chromium, if this machine has one.
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
+# Where several processes share the cores, one thread each: a second one mostly waits, and takes CPU time
+# to do so (a quarter of that of tests/incidents/scale_padding, on two cores).
+THREADS := $(if $(filter 1,$(JOBS)),,OMP_NUM_THREADS=1)
+
 # The oldest and the newest torch that pyproject.toml admits, and what vLLM installs beside it that could
 # conflict with ours: numba limits numpy, fastapi brings typer and rich.
 VERSIONS := 2.10.0 2.15.0
@@ -38,8 +42,8 @@ test: $(READY) ## lint, types, unit tests, and nbval over the notebooks
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
-	$(BIN)/python -m pytest -q -p no:cacheprovider --nbval --nbval-current-env \
+	$(THREADS) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	$(THREADS) $(BIN)/python -m pytest -q -p no:cacheprovider --nbval --nbval-current-env \
 	  --nbval-cell-timeout 300 --nbval-sanitize-with notebooks/sanitize.cfg \
 	  -n $(if $(filter 1,$(JOBS)),1,2) --dist loadscope notebooks/
 

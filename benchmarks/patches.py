@@ -100,12 +100,13 @@ def older_cases(version: str) -> Iterator[Case]:
     if version == OLDER:
         ops = vllm_calls.import_ops()
         where = torch.device("cuda")
-        yield Case(
-            "scale_padding",
-            "create_fp4_scale_tensor, 7168 columns",
-            lambda: [lambda: ops.create_fp4_scale_tensor(BATCH, 7168, where, True).shape],
-            BATCH * 7168 // 16,
-        )
+        for rows, words in ((BATCH, "no padding"), (BATCH - 28, "28 rows of padding")):
+            yield Case(
+                "scale_padding",
+                f"create_fp4_scale_tensor, {rows} x 7168, {words}",
+                lambda rows=rows: [lambda: ops.create_fp4_scale_tensor(rows, 7168, where, True).shape],
+                rows * 7168 // 16,
+            )
 
 
 def cases() -> Iterator[Case]:
@@ -130,13 +131,16 @@ def cases() -> Iterator[Case]:
     if importlib.util.find_spec("flashinfer") is not None:
         experts, given = vllm_calls.experts_call(BATCH, 8)
         # The copy that stands for FlashInfer's kernel is timed in both rows.
-        yield Case(
-            "duplicate_experts",
-            "FlashInferExperts.apply, its kernel a copy, top 8",
-            lambda: [experts],
-            BATCH * 8 * 16,
-            result=lambda: {name: x.clone() for name, x in given.items()},
-        )
+        words = "FlashInferExperts.apply, its kernel a copy, top 8"
+        for mode, host in ((words, False), (f"host: {words}", True)):
+            yield Case(
+                "duplicate_experts",
+                mode,
+                lambda: [experts],
+                0 if host else BATCH * 8 * 16,
+                host=host,
+                result=lambda: {name: x.clone() for name, x in given.items()},
+            )
     made, caches = zeroer()
 
     def zeroed() -> list[int]:

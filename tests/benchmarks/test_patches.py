@@ -70,6 +70,9 @@ def test_patches_of_the_host_have_a_row_without_and_one_with(bench):
     assert {row["applies_to"] for row in found} == {"0.17.1 to 0.25.1", "0.17.1 to 0.22.1"}
 
 
+FLASHINFER = {("FlashInferExperts.apply", "warm"), ("host: FlashInferExperts.apply", None)}
+
+
 def test_patches_of_the_device(bench):
     found = rows(bench, "mla_padding", "topk_sigmoid", "topk_hash", "duplicate", library=True)
     assert {(row["mode"].partition(",")[0], row["cache"]) for row in found} == {
@@ -78,7 +81,7 @@ def test_patches_of_the_device(bench):
         ("topk_hash_softplus_sqrt", "warm"),
         ("host: topk_hash_softplus_sqrt", None),
         ("Triton MLA", "cold"),
-    } | ({("FlashInferExperts.apply", "warm")} if importlib.util.find_spec("flashinfer") else set())
+    } | (FLASHINFER if importlib.util.find_spec("flashinfer") else set())
 
 
 def test_vllms_function_is_wrapped_while_the_patched_row_is_timed(bench, monkeypatch):

@@ -30,13 +30,15 @@ LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IDS_DTYPES = (torch.int32, torch.int64)
 
 
-def _plan(rows: int, experts: int, narrow: bool) -> tuple[bool, int, int]:
+def _plan(rows: int, experts: int, narrow: bool, grouped: bool = False) -> tuple[bool, int, int]:
     """Whether to sort, rows a program, warps: the best of a sweep on an H200."""
     if INTERPRET:
         # The interpreter needs as long for one row as for many, and seconds for a sort.
         return False, min(64, triton.next_power_of_2(rows)), 1
     if rows <= 256 and not narrow:
         return True, 1, 4
+    if grouped and rows < 4096:
+        return False, 1, 2
     if rows < 4096:
         return (False, 4, 4) if rows > 512 and 64 < experts <= 128 else (False, 1, 1)
     places = triton.next_power_of_2(experts)
@@ -64,7 +66,7 @@ def _launch(
     (rows, experts), top_k = x.shape, weights.shape[1]
     # Key and index fit into 32 bits if the choice is among 16-bit logits themselves.
     narrow = bias is None and not groups and x.dtype != torch.float32
-    sort, rows_each, warps = _plan(rows, experts, narrow)
+    sort, rows_each, warps = _plan(rows, experts, narrow, groups > 0)
     slots = max(2, triton.next_power_of_2(top_k))
     group_size = max(triton.next_power_of_2(experts // (groups or 1)), 1 if groups else slots)
     of = score == "softmax", score == "softplus_sqrt"

@@ -61,6 +61,25 @@ def test_it_can_be_traced():
         assert scales.view(torch.uint8).equal(expected.view(torch.uint8))
 
 
+def test_memory_without_padding_stays_vllms():
+    device = torch.device("cpu")
+    assert patch._zeroed((128, 7168, device, True), {}) is NotImplemented
+    assert patch._zeroed((256, 64, device, True), {}) is NotImplemented
+    assert patch._zeroed((128, 80, device, True), {}).count_nonzero() == 0
+    assert patch._zeroed((100, 7168, device, True), {}).shape == (128, 112)
+    assert patch._zeroed((100, 7168, device, False), {}) is NotImplemented
+
+
+def test_a_trace_of_whole_tiles_serves_other_sizes():
+    def call(x):
+        made = patch._zeroed((x.shape[0], 64, x.device, True), {})
+        return torch.ones(1) if made is NotImplemented else made
+
+    traced = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
+    for rows in (128, 130):
+        assert traced(torch.ones(rows, 2)).shape == (-(-rows // 128) * 128, 1)
+
+
 def test_other_results_pass():
     plain = torch.ones(3, 4)
     assert patch._clear_padding(plain, (), {}) is plain
