@@ -60,7 +60,8 @@ def test_releases_within_one_audit_are_compared_on_the_same_machine():
     fixed = replace(ROW, version="1.1", verdict=Verdict.HOLDS)
     elsewhere = replace(ROW, version="1.2", machine="GPU")
     same = replace(fixed, version="1.10")
-    (change,) = between_releases([same, elsewhere, fixed, ROW])
+    absent = replace(ROW, version="1.0.5", verdict=Verdict.NOT_RUN)
+    (change,) = between_releases([same, elsewhere, absent, fixed, ROW])
     assert change.before is not None
     assert (change.before.version, change.after.version) == ("1.0", "1.1")
 

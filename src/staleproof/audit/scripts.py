@@ -224,7 +224,7 @@ def _ragged(subject: Subject, case: tuple[str, ...]) -> list[str]:
 def _merge(subject: Subject, case: tuple[str, ...]) -> list[str]:
     both = case[1] != "nan"
     return [
-        "out_a, out_b = torch.randn(2, 1, 2, 32, device=device).unbind()",
+        f"out_a, out_b = torch.randn(2, 1, 2, {subject.shape.get('head_dim', 32)}, device=device).unbind()",
         "lse_a, lse_b = torch.zeros(2, 1, 2, device=device).unbind()",
         'lse_a[:] = float("-inf")  # this part saw no keys',
         f"out_a[:] = {0.0 if both else 'float(' + repr('nan') + ')'}",
