@@ -20,7 +20,7 @@ from staleproof.audit.contract import (
 )
 from staleproof.audit.registry import SIZES
 from staleproof.harness.findings import RunFileError
-from staleproof.report.audit import print_changes
+from staleproof.report.audit import by_machine, heat_map, print_changes
 
 ROW = Row("decode", "kernels", "1.0", "E", Verdict.BREAKS, "NaN", "CPU", "INTERPRETED", "import torch\n")
 
@@ -60,7 +60,8 @@ def test_releases_within_one_audit_are_compared_on_the_same_machine():
     fixed = replace(ROW, version="1.1", verdict=Verdict.HOLDS)
     elsewhere = replace(ROW, version="1.2", machine="GPU")
     same = replace(fixed, version="1.10")
-    (change,) = between_releases([same, elsewhere, fixed, ROW])
+    absent = replace(ROW, version="1.0.5", verdict=Verdict.NOT_RUN)
+    (change,) = between_releases([same, elsewhere, absent, fixed, ROW])
     assert change.before is not None
     assert (change.before.version, change.after.version) == ("1.0", "1.1")
 
@@ -76,6 +77,20 @@ def test_an_audit_given_twice_shows_what_each_release_changed(tmp_path, capsys):
     other = tmp_path / "other.jsonl"
     write_rows(other, [replace(ROW, verdict=Verdict.HOLDS), replace(ROW, version="1.1")])
     assert print_changes(path, other) == 0
+
+
+def test_a_subject_of_two_machines_has_one_line_of_the_gpu():
+    cpu = [ROW, replace(ROW, subject="cpu only"), replace(ROW, subject="nowhere", verdict=Verdict.NOT_RUN)]
+    gpu = [
+        replace(row, machine="GPU", provenance="MEASURED", verdict=verdict)
+        for row, verdict in zip(cpu, (Verdict.HOLDS, Verdict.NOT_RUN, Verdict.NOT_RUN), strict=True)
+    ]
+    found = {row.subject: (row.machine, row.verdict) for row in by_machine([*cpu, *gpu])}
+    assert found["decode"] == ("GPU", Verdict.HOLDS)
+    assert found["cpu only"] == ("CPU", Verdict.BREAKS)
+    assert len(by_machine([*cpu, *gpu])) == 3
+    labels = [label.get_text() for label in heat_map([*cpu, *gpu]).axes[0].get_yticklabels()]
+    assert sorted(labels) == ["kernels 1.0 cpu only (CPU)", "kernels 1.0 decode"]
 
 
 def test_the_document_has_every_clause_and_no_other():

@@ -66,6 +66,13 @@ def test_a_library_that_does_not_load_is_not_run_with_the_words_of_the_loader():
     assert _outcome(OSError("no space left")).verdict is Verdict.BREAKS
 
 
+def test_a_file_that_the_package_lacks_is_not_run_and_its_folder_is_not_told():
+    error = FileNotFoundError(2, "No such file or directory", "/home/somebody/kernels/config.jinja")
+    outcome = _outcome(error)
+    assert (outcome.verdict, outcome.note) == (Verdict.NOT_RUN, "a file of it is not here: config.jinja")
+    assert _outcome(error, package="").verdict is Verdict.BREAKS
+
+
 def test_a_module_that_was_not_compiled_is_not_run():
     error = type("MissingJITCacheError", (RuntimeError,), {})("JIT compilation is disabled")
     assert _outcome(error).verdict is Verdict.NOT_RUN

@@ -158,7 +158,8 @@ class Change:
 def between_releases(rows: Sequence[Row]) -> list[Change]:
     """What the releases of a package changed, in one audit that has several of them.
 
-    Each row is compared with that of the release before it on the same machine.
+    Each row is compared with that of the release before it on the same machine; what was not run counts as
+    absent.
 
     >>> old = Row("decode", "kernels", "1.9", "E", Verdict.BREAKS, "NaN", "CPU", "INTERPRETED")
     >>> new = Row("decode", "kernels", "1.10", "E", Verdict.HOLDS, "", "CPU", "INTERPRETED")
@@ -167,7 +168,8 @@ def between_releases(rows: Sequence[Row]) -> list[Change]:
     """
     together: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
-        together.setdefault((row.package, row.subject, row.clause, row.machine), []).append(row)
+        if row.verdict is not Verdict.NOT_RUN:
+            together.setdefault((row.package, row.subject, row.clause, row.machine), []).append(row)
     changes = []
     for group in together.values():
         group.sort(key=lambda row: _newest_first(row.version))

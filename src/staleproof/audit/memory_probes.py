@@ -139,8 +139,9 @@ def state_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
 # Merge: (out_a, lse_a, out_b, lse_b) -> out, lse; (tokens, heads, dim) and (tokens, heads)
 
 
-def _parts(device: str) -> dict[str, torch.Tensor]:
-    out = {f"out_{part}": _random(4, 2, 32, seed=seed, device=device) for seed, part in enumerate("ab")}
+def _parts(shape: Shape, device: str) -> dict[str, torch.Tensor]:
+    size = shape.get("head_dim", 32)
+    out = {f"out_{part}": _random(4, 2, size, seed=seed, device=device) for seed, part in enumerate("ab")}
     lse = {f"lse_{part}": _random(4, 2, seed=seed, device=device).float() for seed, part in enumerate("ab")}
     return out | lse
 
@@ -168,14 +169,14 @@ def _merge_is_off(kernel: Kernel, known: dict[str, torch.Tensor]) -> str:
 
 def merges(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """0: two parts of finite weight."""
-    wrong = _merge_is_off(kernel, _parts(device))
+    wrong = _merge_is_off(kernel, _parts(shape, device))
     return breaks(wrong, "clean") if wrong else holds()
 
 
 def merges_empty(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """E: one part, the other, and both without keys: lse -inf, and the output NaN or 0."""
     for left in (0.0, NAN):
-        known = _parts(device)
+        known = _parts(shape, device)
         known["lse_a"][1], known["lse_b"][2] = -INF, -INF
         known["lse_a"][3], known["lse_b"][3] = -INF, -INF
         known["out_a"][1], known["out_b"][2] = left, left
@@ -187,9 +188,9 @@ def merges_empty(kernel: Kernel, shape: Shape, device: str) -> Outcome:
 
 def merge_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """R: content of one row changes no other."""
-    base = _call(kernel, _parts(device))
+    base = _call(kernel, _parts(shape, device))
     for fill in FILLS:
-        known = _parts(device)
+        known = _parts(shape, device)
         for part in known.values():
             fill(part[1])
         if not all(

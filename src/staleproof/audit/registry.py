@@ -103,7 +103,7 @@ _ATTENTION = "layout heads kv_heads head_dim value_dim page_size dtype q_len pla
 # Kind -> the sizes that its decorator takes.
 SIZES = {
     "attention": set(_ATTENTION.split()),
-    "merge": set[str](),
+    "merge": {"head_dim"},
     "routing": {"experts", "top_k", "grouped", "padding_id"},
     "rows": {"hidden", "dtype", "in_place", "reference", "live_rows"},
     "ragged": {"hidden", "dtype"},

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from staleproof import device as devices
@@ -78,6 +79,8 @@ def _answer(probe: Callable[[str], Outcome], subject: Subject, device: str) -> t
             return not_run(f"does not import here: {text}"), True
         if isinstance(error, OSError) and subject.package and "Could not load" in text:
             return not_run(f"its library does not load here: {_cause(error)}"), True
+        if isinstance(error, FileNotFoundError) and subject.package and error.filename:
+            return not_run(f"a file of it is not here: {Path(error.filename).name}"), True
         if type(error).__name__ == "MissingJITCacheError":
             return not_run("its compiled module is not here, and compiling is switched off"), True
         if isinstance(error, TypeError) and subject.package and _SIGNATURE.search(text):
@@ -127,6 +130,8 @@ def ask(module: str, questions: Questions, release: Release, device: str, limit_
             faulthandler.cancel_dump_traceback_later()
             if why := packages.imported_elsewhere(subject, release):
                 outcome = not_run(why)
+            if release.folder is not None:
+                outcome = replace(outcome, note=outcome.note.replace(f"{release.folder}/", ""))
             case = outcome.case
             outcome = _documented(replace(outcome, case=()), subject, clause)
             # First without the script: an error in making it is no verdict.

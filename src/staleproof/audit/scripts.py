@@ -187,6 +187,7 @@ def _rows(subject: Subject, case: tuple[str, ...]) -> list[str]:
         fill = {"nan": 'float("nan")', "inf": 'float("inf")', "largest": "3e38"}.get(case[1], "100 * x[1]")
         return [
             make,
+            "x[1] *= 4  # a scale that rows share is the second row's",
             first.replace("got", "clean"),
             f"x[1] = {fill}",
             first,
@@ -224,7 +225,7 @@ def _ragged(subject: Subject, case: tuple[str, ...]) -> list[str]:
 def _merge(subject: Subject, case: tuple[str, ...]) -> list[str]:
     both = case[1] != "nan"
     return [
-        "out_a, out_b = torch.randn(2, 1, 2, 32, device=device).unbind()",
+        f"out_a, out_b = torch.randn(2, 1, 2, {subject.shape.get('head_dim', 32)}, device=device).unbind()",
         "lse_a, lse_b = torch.zeros(2, 1, 2, device=device).unbind()",
         'lse_a[:] = float("-inf")  # this part saw no keys',
         f"out_a[:] = {0.0 if both else 'float(' + repr('nan') + ')'}",
@@ -261,6 +262,9 @@ def _experts(subject: Subject, case: tuple[str, ...]) -> list[str]:
         f"w2 = torch.randn({experts}, {hidden}, {inner}, device=device, dtype=dtype) / {inner**0.5:.0f}",
         f"topk_weights = torch.tensor([{weights}], device=device)",
         f"topk_ids = torch.tensor([{ids}], device=device)",
+        "torch.full((2**26,), 0x7F7F7F7F, dtype=torch.int32, device=device)  # what freed memory holds"
+        if subject.needs
+        else "",
         f"got = {_call(subject)}.float()",
         "gate, up = (w1[0].float() @ x[0].float()).chunk(2)",
         "right = topk_weights.sum() * (w2[0].float() @ (torch.nn.functional.silu(gate) * up))",

@@ -119,6 +119,26 @@ def recorded_audits() -> list[Row]:
     return [row for path in sorted(folder.glob("*.jsonl")) for row in read_rows(path)]
 
 
+def by_machine(rows: Sequence[Row]) -> list[Row]:
+    """Rows of several machines with one row a subject, release and clause: a GPU's, if it ran there.
+
+    Args:
+        rows: of recorded audits.
+
+    Returns:
+        Rows that a GPU measured, then those that only Triton's interpreter ran, then those that ran nowhere.
+    """
+
+    def rank(row: Row) -> tuple[bool, bool]:
+        return row.verdict == "not run", row.provenance != "MEASURED"
+
+    ran: dict[tuple[str, str, str], str] = {}
+    for row in sorted(rows, key=rank):
+        # All clauses of a subject come from one machine.
+        ran.setdefault((row.package, row.version, row.subject), row.machine)
+    return [row for row in rows if ran[row.package, row.version, row.subject] == row.machine]
+
+
 def print_table(rows: Sequence[Row]) -> None:
     """Print subject x clause, what each sign means, and a line for each broken clause.
 
@@ -189,10 +209,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def heat_map(rows: Sequence[Row]) -> Any:
-    """The heat map of an audit, as a matplotlib figure; subjects that did not run are left out."""
+    """The heat map of audits, as a matplotlib figure; subjects that did not run are left out.
+
+    A subject that ran on several machines has one line, of the GPU. Beside lines that a GPU measured, the
+    others say that they were interpreted.
+    """
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
+    rows = by_machine(rows)
+    mixed = len({row.provenance for row in rows if row.verdict != "not run"}) > 1
     clauses = _clauses(rows)
     lines = {
         key: found
@@ -213,7 +239,11 @@ def heat_map(rows: Sequence[Row]) -> Any:
                 axes.text(x, y, sign, ha="center", va="center", fontsize=7, color="w" if sign == "X" else "k")
     axes.imshow(numbers, cmap=ListedColormap([*COLOURS.values()]), vmin=-0.5, vmax=3.5, aspect="auto")
     axes.set_xticks(range(len(clauses)), clauses)
-    axes.set_yticks(range(len(lines)), [" ".join(filter(None, key)) for key in lines], fontsize=7)
+    names = []
+    for key, found in lines.items():
+        interpreted = mixed and next(iter(found.values())).provenance == "INTERPRETED"
+        names.append(" ".join(filter(None, (*key, "(CPU)" if interpreted else ""))))
+    axes.set_yticks(range(len(lines)), names, fontsize=7)
     axes.xaxis.tick_top()
     axes.set_title("  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items()), fontsize=8)
     return figure

@@ -134,7 +134,7 @@ def mla_trtllm(q, kv_cache, block_table, seq_lens, softmax_scale, max_seq_len, o
     return out
 
 
-@audit.merge(name="cascade.merge_state", package="flashinfer-python", needs="cuda")
+@audit.merge(name="cascade.merge_state", package="flashinfer-python", needs="cuda", head_dim=64)
 def merge_state(out_a, lse_a, out_b, lse_b):
     from flashinfer.cascade import merge_state
 
