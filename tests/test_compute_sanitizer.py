@@ -128,12 +128,19 @@ for rows, columns in ((1, 64), (33, 7184), (70, 128), (130, 208), (300, 64)):
             for _ in range(2):
                 quantize_nvfp4(x, torch.ones(1, device=D), swizzled=swizzled)
 """,
-    "count_repeats": """
-from staleproof.evidence.repeats import count_repeats
+    "Board": """
+from staleproof.evidence.board import NUMBERS, Board
+x, weights = bf16(37, 7168), bf16(37, 6)
+x[3], weights[30] = float("nan"), float("inf")
 ids = torch.randint(0, 5, (37, 6), device=D, dtype=torch.int32)
-counts = torch.zeros(2, device=D, dtype=torch.int64)
-count_repeats(ids, padding(37), counts)
-assert counts.sum() == sum(len({*row}) < 6 for row in ids.tolist())
+board = Board(D)
+board.begin(step=1, live=20, counted=True)
+for _ in range(2):
+    board.count(0, x)
+    board.count(1, weights, ids=ids, padding=padding(37))
+counts = board.numbers[: 2 * NUMBERS].tolist()
+assert counts[:2] == [0, 2] and sum(counts[NUMBERS : NUMBERS + 2]) == 2
+assert sum(counts[NUMBERS + 4 :]) == 2 * sum(len({*row}) < 6 for row in ids.tolist())
 """,
     "RowCounters": """
 from staleproof.evidence import RowCounters
@@ -162,7 +169,7 @@ KERNELS = {
     "BlockZeroer": ("_zero_kernel", "_zero_listed_kernel"),
     "quantize_nvfp4": ("_quantize_nvfp4_kernel",),
     "RowCounters": ("_count_bad_kernel",),
-    "count_repeats": ("_count_repeats_kernel",),
+    "Board": ("_count_rows_kernel", "_count_routing_kernel"),
 }
 
 

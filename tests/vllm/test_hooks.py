@@ -244,3 +244,35 @@ def test_arguments_by_place_and_by_name():
     assert arguments.replaced(args, kwargs, 1, "b", 9) == ((1, 9), {"c": 3})
     assert arguments.replaced(args, kwargs, 2, "c", 9) == ((1, 2), {"c": 9})
     assert (args, kwargs) == ((1, 2), {"c": 3})
+
+
+def test_an_exchange_is_made_once_and_undone(package):
+    ops = _ops()
+    own, seen = ops.double, []
+
+    def swap(function):
+        seen.append(function)
+        return lambda x, y=0: function(x, y) + 1
+
+    patch = _patch(_double(swap=swap))
+    patch.apply("1.0.0")
+    assert (ops.double(1), ops.double(2), seen) == (3, 5, [own])
+    patch.revert()
+    assert ops.double is own
+
+
+def test_an_exchange_that_fails_is_one_line_and_vllms_own(package, caplog):
+    ops = _ops()
+    own = ops.double
+
+    def swap(function):
+        raise RuntimeError("planted")
+
+    with (
+        caplog.at_level(logging.WARNING, logger="vllm.staleproof"),
+        _patch(_double(swap=swap)).applied("1.0.0"),
+    ):
+        assert ops.double is own
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "leaves double alone: " in line
+    assert "planted" in line

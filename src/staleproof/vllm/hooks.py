@@ -79,10 +79,10 @@ class Target:
         Raises:
             PatchError: it has not.
 
-        >>> import tempfile
+        >>> import pathlib, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Path(folder, "ops.py").write_text("def double(x, y=0): return 2 * x + y")
-        ...     Target("vllm.ops", "double", ("z",)).check(Sources(Path(folder)))
+        ...     _ = pathlib.Path(folder, "ops.py").write_text("def double(x, y=0): return 2 * x + y")
+        ...     Target("vllm.ops", "double", ("z",)).check(Sources(pathlib.Path(folder)))
         Traceback (most recent call last):
         staleproof.vllm.sources.PatchError: vllm/ops.py:1 double takes (x, y), not what was expected
         """

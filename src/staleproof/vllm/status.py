@@ -169,8 +169,8 @@ def as_json(given: Answer) -> str:
     """Format an answer as JSON, for programs.
 
     >>> row = json.loads(as_json(answer("0.20.2")))["patches"][0]
-    >>> row["state"], row["needed"], row["requires"], row["targets"][0].rpartition(".")[2]
-    ('would apply', True, [], 'forward_mqa')
+    >>> row["state"], row["needed"], row["requires"], row["targets"][0].rpartition(":")[2]
+    ('would apply', True, [], '_fwd_kernel_stage2')
     """
     rows = [
         {
