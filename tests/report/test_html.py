@@ -15,7 +15,7 @@ from nbformat import v4
 from staleproof import cli
 from staleproof.audit.contract import Row, Verdict
 from staleproof.harness import predictions, recorded
-from staleproof.harness.findings import RunFileError, finding
+from staleproof.harness.findings import RunFileError, finding, not_run, off_on_off
 from staleproof.report import html, notebooks
 from staleproof.report.notebooks import Execution
 from staleproof.report.page.kept import Kept
@@ -216,6 +216,17 @@ def test_the_page_shows_predictions_the_refuted_first_in_red():
         ("", "open", "open"),
     ]
     assert 'id="predicted"' not in html.page([], [], [])
+
+
+def test_a_card_without_a_proof_of_this_machine_shows_a_recorded_one(tmp_path):
+    three = {"off": "leaked", "on": "clean", "off_again": "leaked"}
+    theirs = [off_on_off(one, "theirs", **three, wrong=None) for one in ("mla_padding", "decode_buffer")]
+    recorded.write(tmp_path / "other", theirs, [])
+    own = off_on_off("mla_padding", "own", **three, wrong=None)
+    missing = not_run("decode_buffer", "off/on/off", "own", "no device")
+    page = html.page([own, missing], recorded.read_all(tmp_path), [])
+    cards = page.partition('id="verdicts"')[0]
+    assert re.findall(r'<th scope="row">(own|theirs)</th>', cards) == ["own", "theirs"]
 
 
 def test_whole_engines_have_a_section_of_their_own(tmp_path):

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from staleproof.audit.contract import Row
-from staleproof.harness.findings import Finding
+from staleproof.harness.findings import OFF_ON_OFF, Finding
 from staleproof.harness.predictions import Outcome
 from staleproof.harness.recorded import Run, compare
 from staleproof.report import plots, timeline
@@ -61,6 +61,17 @@ class Section:
         )
 
 
+def _proofs(told: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Off / on / off of each incident: of this machine, which is first, or else of a recorded one."""
+    proofs: list[Finding] = []
+    for incident in cards.INCIDENTS:
+        asked = (
+            [one for one in found if (one.incident, one.question) == (incident, OFF_ON_OFF)] for found in told
+        )
+        proofs += next((some for some in asked if any(one.ran for one in some)), [])
+    return proofs
+
+
 def page(
     findings: Sequence[Finding], runs: Sequence[Run], notebooks: Sequence[Execution], kept: Kept | None = None
 ) -> str:
@@ -82,7 +93,7 @@ def page(
         *_book(kept.documents),
         Section("api", "Public API", reference.html()),
     ]
-    proofs = findings or [found for run in runs for found in run.findings]
+    proofs = _proofs([findings, *(run.findings for run in runs)])
     known = texts.terms(kept.documents.get("glossary.md", ""))
     environment = Environment(
         loader=PackageLoader("staleproof.report.page"), autoescape=True, undefined=StrictUndefined
