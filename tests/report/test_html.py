@@ -233,6 +233,7 @@ def test_whole_engines_have_a_section_of_their_own(tmp_path):
     recorded.write(tmp_path / "engine", [finding("engine", "boot", "off", "dies")], [])
     page = html.page([], recorded.read_all(tmp_path), [], Kept(engine="<p>engines</p>"))
     assert '<section id="engine">\n<h2>In a real engine</h2>\n<p>engines</p>' in page
+    assert page.index('<section id="engine">') < page.index('<section id="verdicts">')
     assert "<td>boot</td>" not in page
     assert 'id="engine"' not in html.page([], [], [])
 

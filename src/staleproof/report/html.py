@@ -87,8 +87,12 @@ def page(
     read = [chapters.read(execution) for execution in notebooks]
     # Whole engines have a section of their own.
     runs = [run for run in runs if not is_engine(run)]
-    sections = [
+    # What a whole vLLM answered stands before what our engine in miniature did.
+    first = [
+        *([Section("engine", "In a real engine", Markup(kept.engine))] if kept.engine else []),
         Section("verdicts", "This machine beside the recorded ones", _verdicts(findings, runs, kept.origins)),
+    ]
+    last = [
         *(one for one in _optional(kept) if one.body),
         *_book(kept.documents),
         Section("api", "Public API", reference.html()),
@@ -105,8 +109,8 @@ def page(
         about=_about(findings),
         triage=Markup(kept.triage or "<p>The triage table is missing.</p>"),
         cards=cards.build(proofs, read, kept.do_now, known),
-        contents=_contents(sections, read),
-        sections=[sections[0], *(chapter.html() for chapter in read), *sections[1:]],
+        contents=_contents(first, read, last),
+        sections=[*first, *(chapter.html() for chapter in read), *last],
     )
     anchors = set(re.findall(r"\bid=[\"']([^\"']+)[\"']", made))
     places = {f"{chapter.stem}.ipynb": chapter.stem for chapter in read}
@@ -118,15 +122,17 @@ def _anchor(document: str) -> str:
     return f"doc-{document.removesuffix('.md')}"
 
 
-def _contents(sections: Sequence[Section], read: Sequence[chapters.Chapter]) -> list[Entry]:
+def _contents(
+    first: Sequence[Section], read: Sequence[chapters.Chapter], last: Sequence[Section]
+) -> list[Entry]:
     incidents = [Entry(name, f"{about.number} · {about.title}") for name, about in cards.INCIDENTS.items()]
     walked = [
         Entry(one.stem, one.title, [Entry(part.anchor, part.title) for part in one.sections[1:]])
         for one in read
     ]
-    first = [Entry("triage", "What do you see?"), Entry("incidents", "The five incidents", incidents)]
-    verdicts, *others = (Entry(one.anchor, one.title, one.below) for one in sections)
-    return [*first, verdicts, *walked, *others]
+    start = [Entry("triage", "What do you see?"), Entry("incidents", "The five incidents", incidents)]
+    before, after = ([Entry(one.anchor, one.title, one.below) for one in some] for some in (first, last))
+    return [*start, *before, *walked, *after]
 
 
 def _about(findings: Sequence[Finding]) -> str:
@@ -169,7 +175,6 @@ def _number(value: object) -> object:
 def _optional(kept: Kept) -> list[Section]:
     """The sections whose data may be missing."""
     return [
-        Section("engine", "In a real engine", Markup(kept.engine)),
         Section("patched", "vLLM, patched", _patched(kept.patched) if kept.patched else ""),
         Section("service", "The plugin in service", Markup(kept.served)),
         Section("compiled", "Compiled for other GPUs", _compiled(kept.compiled) if kept.compiled else ""),
