@@ -244,6 +244,16 @@ def machine() -> Machine:
     return _machine(provenance() is Provenance.MEASURED)
 
 
+def needs_sm90() -> str | None:
+    """Why a kernel for Hopper alone cannot run on the CUDA device, in one line, or ``None``.
+
+    >>> (needs_sm90() is None) == (machine().capability == "sm_90")
+    True
+    """
+    capability = machine().capability
+    return None if capability == "sm_90" else f"needs an SM90 GPU (H100, H200); this is {capability}"
+
+
 def is_sm100() -> bool:
     """Whether the CUDA device is SM100 or SM103 (B200, GB200, B300)."""
     return provenance() is Provenance.MEASURED and machine().capability in ("sm_100", "sm_103")

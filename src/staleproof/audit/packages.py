@@ -81,8 +81,8 @@ def unavailable_reason(subject: Subject) -> str:
     capability = devices.machine().capability
     if subject.needs in ("cuda", "sm90", "sm100") and capability is None:
         return "needs a CUDA GPU"
-    if subject.needs == "sm90" and capability != "sm_90":
-        return f"needs an SM90 GPU (H100, H200); this is {capability}"
+    if subject.needs == "sm90" and (why := devices.needs_sm90()):
+        return why
     if subject.needs == "sm100" and capability not in ("sm_100", "sm_103"):
         return f"needs an SM100 GPU (B200, GB200); this is {capability}"
     if subject.needs == "cpu" and capability is not None:

@@ -10,19 +10,9 @@ import torch
 
 from staleproof import device
 from staleproof.device import Provenance
-from staleproof.harness.peer import RANK, ROPE, Launch, Peer, Result, new_out
+from staleproof.harness.peer import RANK, ROPE, Launch, Peer, Result, new_out, pages_in_use
 
 WORKSPACE_BYTES = 128 * 2**20
-
-
-def _pages_in_use(
-    block_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the block table as FlashInfer's plan takes it: (batch + 1,) starts, (pages,) page ids."""
-    counts = (seq_lens + page_size - 1) // page_size
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    column = torch.arange(block_table.shape[1], device=block_table.device)
-    return starts, block_table[column[None, :] < counts[:, None]].int()
 
 
 def flashinfer_plan_args(
@@ -40,11 +30,11 @@ def flashinfer_plan_args(
     >>> plan["kv_indptr"].tolist(), plan["kv_indices"].tolist()
     ([0, 2, 3], [2, 1, 0])
     """
-    starts, pages = _pages_in_use(block_table, seq_lens, kv_cache.shape[1])
+    counts, used = pages_in_use(block_table, seq_lens, kv_cache.shape[1])
     return {
         "qo_indptr": torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device),
-        "kv_indptr": starts,
-        "kv_indices": pages,
+        "kv_indptr": torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+        "kv_indices": block_table[used].int(),
         "kv_len_arr": seq_lens,
         "num_heads": q.shape[1],
         "head_dim_ckv": RANK,
@@ -193,9 +183,7 @@ def flashinfer_peers() -> dict[str, Peer]:
     """
     flashinfer = f"FlashInfer {device.version_of('flashinfer-python') or ''}".strip()
     fa2, sm100 = (_unavailable_reason(sm100=needed) for needed in (False, True))
-    fa3 = fa2
-    if fa3 is None and device.machine().capability != "sm_90":
-        fa3 = f"needs an SM90 GPU (H100, H200); this is {device.machine().capability}"
+    fa3 = fa2 or device.needs_sm90()
     return {
         "flashinfer_fa2": Peer(f"{flashinfer} MLA fa2", fa2, _prepare_flashinfer("fa2")),
         "flashinfer_fa3": Peer(f"{flashinfer} MLA fa3", fa3, _prepare_flashinfer("fa3")),

@@ -70,5 +70,22 @@ class Peer:
         return self.prepare(q, kv_cache, block_table, seq_lens, softmax_scale, num_kv_splits, out)()
 
 
+def pages_in_use(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages of each request, (batch,), and which entries of the table name them, like the table.
+
+    Entries after a request's last page are arbitrary.
+
+    >>> table = torch.tensor([[2, 1], [0, 0]])
+    >>> counts, used = pages_in_use(table, torch.tensor([65, 64]), 64)
+    >>> counts.tolist(), used.tolist()
+    ([2, 1], [[True, True], [True, False]])
+    """
+    counts = (seq_lens + page_size - 1) // page_size
+    column = torch.arange(block_table.shape[1], device=block_table.device)
+    return counts, column[None, :] < counts[:, None]
+
+
 def new_out(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return torch.empty(*q.shape[:-1], RANK, dtype=q.dtype, device=q.device) if out is None else out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from staleproof.harness.flashinfer_peers import flashinfer_peers
-from staleproof.harness.peer import RANK, Launch, Peer, Result, new_out
+from staleproof.harness.peer import RANK, Launch, Peer, Result, new_out, pages_in_use
 from staleproof.harness.vllm_peers import vllm_triton
 
 
@@ -23,10 +23,9 @@ def _prepare_sdpa(
     out: torch.Tensor | None,
 ) -> Launch:
     result = new_out(q, out)
-    # Block table entries after a request's last page are arbitrary. Use page 0 for them.
-    counts = (seq_lens + kv_cache.shape[1] - 1) // kv_cache.shape[1]
-    column = torch.arange(block_table.shape[1], device=q.device)
-    pages = torch.where(column[None, :] < counts[:, None], block_table, 0).long()
+    # Use page 0 for the arbitrary entries of the table.
+    _, used = pages_in_use(block_table, seq_lens, kv_cache.shape[1])
+    pages = torch.where(used, block_table, 0).long()
     position = torch.arange(pages.shape[1] * kv_cache.shape[1], device=q.device)
     mask = (position[None, :] < seq_lens[:, None])[:, None, None, :]
 

@@ -15,7 +15,7 @@ import torch
 from staleproof import device
 from staleproof.device import Provenance
 from staleproof.harness.environment import VLLM_TRITON_MLA
-from staleproof.harness.peer import RANK, Launch, Peer, Result, new_out
+from staleproof.harness.peer import RANK, Launch, Peer, Result, new_out, pages_in_use
 from staleproof.harness.vllm_files import UnavailableError, load
 from staleproof.vllm.sources import vllm_file
 
@@ -111,22 +111,23 @@ def _triton_unavailable_reason() -> str | None:
     return None
 
 
+def _vllm() -> str:
+    return f"vLLM {device.version_of('vllm') or ''}".strip()
+
+
 def vllm_triton() -> Peer:
     """vLLM's Triton MLA, whether it can run here or not.
 
     >>> vllm_triton().name.endswith("Triton MLA")
     True
     """
-    name = f"vLLM {device.version_of('vllm') or ''}".strip()
-    return Peer(f"{name} Triton MLA", _triton_unavailable_reason(), _prepare_vllm_triton)
+    return Peer(f"{_vllm()} Triton MLA", _triton_unavailable_reason(), _prepare_vllm_triton)
 
 
 def _needs_sm90() -> str | None:
     if device.provenance() is not Provenance.MEASURED:
         return "needs a CUDA device"
-    if device.machine().capability != "sm_90":
-        return f"needs an SM90 GPU (H100, H200); this is {device.machine().capability}"
-    return None
+    return device.needs_sm90()
 
 
 def fa3_unavailable_reason() -> str | None:
@@ -178,8 +179,7 @@ def vllm_fa3() -> Peer:
     >>> vllm_fa3().name.endswith("FA3 MLA")
     True
     """
-    name = f"vLLM {device.version_of('vllm') or ''}".strip()
-    return Peer(f"{name} FA3 MLA", fa3_unavailable_reason(), _prepare_fa3)
+    return Peer(f"{_vllm()} FA3 MLA", fa3_unavailable_reason(), _prepare_fa3)
 
 
 def flashmla_library() -> Path | None:
@@ -213,9 +213,8 @@ def _prepare_flashmla(
     single = q.ndim == 3
     query, target = (x.unsqueeze(1) if single else x for x in (q, result))
     # Its loads follow every entry of the table, so entries after a request's last page are page 0.
-    counts = (seq_lens + kv_cache.shape[1] - 1) // kv_cache.shape[1]
-    column = torch.arange(block_table.shape[1], device=q.device)
-    table = torch.where(column[None, :] < counts[:, None], block_table, 0)
+    _, used = pages_in_use(block_table, seq_lens, kv_cache.shape[1])
+    table = torch.where(used, block_table, 0)
     given = query, kv_cache.unsqueeze(2), RANK, seq_lens, table, softmax_scale, not single
     # The first call plans the work of each program from the lengths; vLLM does that once a step.
     *_, plan, splits = decode(*given, None, None, target)

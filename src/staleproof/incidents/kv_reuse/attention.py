@@ -183,9 +183,7 @@ def _needs_flashinfer(backend: str) -> str | None:
         return why
     if why := devices.flashinfer_missing():
         return why
-    if backend == "fa3" and devices.machine().capability != "sm_90":
-        return f"needs an SM90 GPU (H100, H200); this is {devices.machine().capability}"
-    return None
+    return devices.needs_sm90() if backend == "fa3" else None
 
 
 @cache

@@ -135,6 +135,30 @@ def _pick(
     return weights, ids.to(topk_ids_dtype)
 
 
+def _pick_of_all(
+    scored: tuple[torch.Tensor, torch.Tensor],
+    bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    scaling: float,
+    is_padding: torch.Tensor | None,
+    padding_id: int,
+    topk_ids_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose by logit, or by score and bias; ``scored`` is scores and logits."""
+    scores, logits = scored
+    return _pick(
+        scores,
+        logits if bias is None else biased(scores, bias),
+        top_k,
+        renormalize=renormalize,
+        scaling=scaling,
+        is_padding=is_padding,
+        padding_id=padding_id,
+        topk_ids_dtype=topk_ids_dtype,
+    )
+
+
 def topk_softmax(
     router_logits: torch.Tensor,
     top_k: int,
@@ -153,17 +177,8 @@ def topk_softmax(
     >>> topk_softmax(torch.tensor([[0.0, 2.0, 1.0], [0.0, float("nan"), 1.0]]), 2)[1].tolist()
     [[1, 2], [0, 1]]
     """
-    scores, logits = softmax(router_logits.float())
-    return _pick(
-        scores,
-        logits if bias is None else biased(scores, bias),
-        top_k,
-        renormalize=renormalize,
-        scaling=routed_scaling_factor,
-        is_padding=is_padding,
-        padding_id=padding_id,
-        topk_ids_dtype=topk_ids_dtype,
-    )
+    options = renormalize, routed_scaling_factor, is_padding, padding_id, topk_ids_dtype
+    return _pick_of_all(softmax(router_logits.float()), bias, top_k, *options)
 
 
 def topk_sigmoid(
@@ -184,17 +199,8 @@ def topk_sigmoid(
     >>> topk_sigmoid(torch.tensor([[0.0, float("nan"), 1.0]]), 3)[1].tolist()
     [[2, 0, 1]]
     """
-    scores, logits = sigmoid(router_logits.float())
-    return _pick(
-        scores,
-        logits if bias is None else biased(scores, bias),
-        top_k,
-        renormalize=renormalize,
-        scaling=routed_scaling_factor,
-        is_padding=is_padding,
-        padding_id=padding_id,
-        topk_ids_dtype=topk_ids_dtype,
-    )
+    options = renormalize, routed_scaling_factor, is_padding, padding_id, topk_ids_dtype
+    return _pick_of_all(sigmoid(router_logits.float()), bias, top_k, *options)
 
 
 def topk_softplus_sqrt(
@@ -215,17 +221,8 @@ def topk_softplus_sqrt(
     >>> topk_softplus_sqrt(torch.tensor([[0.0, float("nan"), 1.0]]), 3)[1].tolist()
     [[2, 0, 1]]
     """
-    scores, logits = softplus_sqrt(router_logits.float())
-    return _pick(
-        scores,
-        logits if bias is None else biased(scores, bias),
-        top_k,
-        renormalize=renormalize,
-        scaling=routed_scaling_factor,
-        is_padding=is_padding,
-        padding_id=padding_id,
-        topk_ids_dtype=topk_ids_dtype,
-    )
+    options = renormalize, routed_scaling_factor, is_padding, padding_id, topk_ids_dtype
+    return _pick_of_all(softplus_sqrt(router_logits.float()), bias, top_k, *options)
 
 
 def grouped_topk(
