@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +51,8 @@ FILES = (
     *OLDER_FILES,
 )
 BATCH, HEADS, CONTEXT = 128, 128, 512
-HOST_CALLS = 200
+# A host's speed drifts, so it is timed without the patch and with it in turns, and the median turn counts.
+HOST_TURNS, HOST_ROUNDS = 5, 20
 Call = Callable[[], Any]
 
 
@@ -163,19 +163,6 @@ def cases() -> Iterator[Case]:
         )
 
 
-def host_times(call: Call) -> measure.Times:
-    """Microseconds of the calling thread."""
-    each = []
-    for turn in range(HOST_CALLS + 20):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if turn >= 20:
-            each.append((time.perf_counter() - start) * 1e6)
-    p20, p50, p80 = (torch.tensor(each).quantile(q).item() for q in (0.2, 0.5, 0.8))
-    return measure.Times(p50=p50, p20=p20, p80=p80)
-
-
 def vllm_root() -> Path:
     """Find the folder ``vllm`` of an importable vLLM whose files run here.
 
@@ -233,8 +220,9 @@ def pair(case: Case, version: str) -> Iterator[dict[str, Any]]:
     """
     subject = PATCHES[case.patch]
     calls = case.calls()
+    found: dict[str, list[measure.Times]] = {"without": [], "patched": []}
     wanted: Any = None
-    for provider in ("without", "patched"):
+    for provider in [*found] * (HOST_TURNS if case.host else 1):
         # Timed calls have left a result: it is overwritten, so that the next one must write it.
         outcome(case, calls[0])
         if provider == "patched":
@@ -246,21 +234,29 @@ def pair(case: Case, version: str) -> Iterator[dict[str, Any]]:
                 raise measure.WrongResult(f"{case.patch} is not in place, this would time vLLM alone: {why}")
             if provider == "patched" and not agree(wanted, got):
                 raise measure.WrongResult(f"{case.patch} changes the result of {case.mode}")
-            times = host_times(calls[0]) if case.host else measure.graph_times(calls)
+            found[provider].append(timed(case, calls))
             if case.patch in standing.stepped_back:
                 raise measure.WrongResult(f"{case.patch}: {standing.stepped_back[case.patch]}")
         finally:
             subject.revert()
         if provider == "without":
             wanted = got
+    needed = bool(table()[version][case.patch]["needed"])
+    for provider, each in found.items():
         row = measure.row(
             *(subject.incident, f"patch {case.patch}", provider, case.mode, "rows", BATCH),
-            times,
+            sorted(each, key=lambda times: times.p50)[len(each) // 2],
             case.moved,
             cache=None if case.host else case.cache,
         )
-        needed = bool(table()[version][case.patch]["needed"])
         yield row | {"vllm": version, "needed": needed, "applies_to": applies_to(subject)}
+
+
+def timed(case: Case, calls: list[Call]) -> measure.Times:
+    """Time of the calling thread or of the device, as the case says."""
+    if case.host:
+        return measure.host_times({case.mode: calls[0]}, rounds=HOST_ROUNDS)[case.mode]
+    return measure.graph_times(calls)
 
 
 def measured(found: Iterator[Case], version: str, library: bool) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,7 @@ def bench_fixture(monkeypatch):
         monkeypatch.setattr(vllm_calls, name, on_host)
     # The host has no pinned memory, and small caches are enough.
     monkeypatch.setattr(bench, "zeroer", lambda: vllm_calls.zeroer(pin=False, layers=1, device="cpu"))
-    monkeypatch.setattr(bench, "host_times", lambda call: rehearsal.times([call]))
+    monkeypatch.setattr(measure, "host_times", rehearsal.host_times)
 
     def attention(*sizes):
         # vLLM's kernel takes minutes in the interpreter: a copy of the query stands for it.

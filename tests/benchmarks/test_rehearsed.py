@@ -104,3 +104,26 @@ def test_small_inputs_have_a_warm_row_and_a_cold_one(monkeypatch):
     words = "bf16, 8 experts, top 2"
     # The L2 that is rehearsed has 4 KiB: 16 bytes are too small to take turns, 256 are not.
     assert found == {(1, f"{words}, warm"), (1, f"{words}, cold"), (16, f"{words}, cold")}
+
+
+def test_each_operation_is_beside_a_bare_launch_and_the_peers_that_are_here(monkeypatch):
+    bench = rehearsal.load("host_time", monkeypatch, ROWS=4, HIDDEN=32, HEADS=2)
+    monkeypatch.setattr(measure, "host_times", rehearsal.host_times)
+    peer = Peer("a peer", None, lambda *given: lambda: None)
+    absent = Peer("absent", "no such machine", lambda *given: pytest.fail("prepared"))
+    monkeypatch.setattr(bench, "peers", lambda: {"a": peer, "b": absent})
+    for name in ("STALEPROOF_VLLM_MOE_SO", "STALEPROOF_VLLM_C_SO"):
+        monkeypatch.delenv(name, raising=False)
+    found: dict[str, list[str]] = {}
+    for row in bench.rows():
+        found.setdefault(row["kernel"], []).append(row["provider"])
+    assert found.pop("mla_decode") == [bench.BARE, "staleproof", "a peer"]
+    assert len(found) == 8
+    assert {*map(tuple, found.values())} == {(bench.BARE, "staleproof")}
+
+
+def test_a_call_that_is_found_again_must_give_what_it_gave_first(monkeypatch):
+    bench = rehearsal.load("host_time", monkeypatch)
+    results = iter(torch.eye(2))
+    with pytest.raises(measure.WrongResult, match="staleproof, topk_softmax: the second call gives another"):
+        bench.same_again("topk_softmax", lambda: [next(results)])

@@ -127,3 +127,15 @@ def test_what_is_fusion_is_said_with_its_figures(run):
     assert figures.fusion([]) == ""
     cut = replace(run, measurements=[r for r in run.measurements if r["kernel"] != "decode_step"])
     assert "eager `torch.max`" not in figures.section(cut)
+
+
+def test_host_times_are_beside_a_bare_launch_and_only_if_they_were_taken(run):
+    row = {"benchmark": "host_time", "kernel": "topk_softmax", "mode": "topk_softmax, host time"}
+    providers = {figures.BARE: 10.0, "staleproof": 12.0, "vLLM": 8.0}
+    rows = [row | {"provider": name, "p50": p50} for name, p50 in providers.items()]
+    assert [*figures.host_lines(rows)][2:] == ["| `topk_softmax` | 12.0 | 1.20 | vLLM 8.0 |"]
+    alone = [r for r in rows if r["provider"] != "vLLM"]
+    assert [*figures.host_lines(alone)][2:] == ["| `topk_softmax` | 12.0 | 1.20 | - |"]
+    kept = [r for r in run.measurements if r["benchmark"] != "host_time"]
+    assert "calling thread where no graph" not in figures.section(replace(run, measurements=kept))
+    assert "calling thread where no graph" in figures.section(replace(run, measurements=[*kept, *rows]))

@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import datetime
 import runpy
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,9 @@ LAUNCHES = 20
 REPLAYS = 30
 # Input sets that may take turns in one graph. With more, capturing takes longer than measuring.
 MOST_SETS = 128
+# Rounds in which the host is timed, and calls a round: fewer than the launches that CUDA queues, so that
+# the calling thread never waits for the device.
+HOST_ROUNDS, HOST_CALLS = 60, 20
 COLD, WARM = "cold", "warm"
 
 
@@ -46,16 +50,20 @@ class Times:
     p80: float
 
 
+def _quantiles(each: Sequence[float]) -> Times:
+    p20, p50, p80 = torch.tensor(each, dtype=torch.float64).quantile(_QUANTILES).tolist()
+    return Times(p50=p50, p20=p20, p80=p80)
+
+
+_QUANTILES = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+
+
 def times_between(marks: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]], launches: int = 1) -> Times:
     """Quantiles of the time between each pair of events, divided by ``launches`` calls.
 
     The device must have reached all events.
     """
-    each = torch.tensor(
-        [start.elapsed_time(end) * 1000 / launches for start, end in marks], dtype=torch.float64
-    )
-    p20, p50, p80 = each.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    return Times(p50=p50, p20=p20, p80=p80)
+    return _quantiles([start.elapsed_time(end) * 1000 / launches for start, end in marks])
 
 
 def require_gpu() -> None:
@@ -214,6 +222,35 @@ def cached_times(calls: Sequence[Callable[[], object]], turns: Rotation) -> Iter
         # which every set is then read once.
         emptied = where == COLD and WARM in turns.caches
         yield where, graph_times(calls, before=read_more_than_l2 if emptied else None)
+
+
+def host_times(
+    calls: Mapping[str, Callable[[], object]], *, rounds: int = HOST_ROUNDS, each: int = HOST_CALLS
+) -> dict[str, Times]:
+    """Microseconds of the calling thread a call, without the time of the device.
+
+    The calls take turns in each round, because a host's speed drifts: of two calls that were timed one
+    after the other, either can look the faster.
+
+    Args:
+        calls: closures by name; each enqueues a few kernels at most, and does not wait for the device.
+        rounds: timed rounds, after three untimed ones.
+        each: calls of one closure in a round, back to back, from an idle device.
+
+    >>> sorted(host_times({"nothing": lambda: None, "a sum": lambda: sum(range(9))}, rounds=2))
+    ['a sum', 'nothing']
+    """
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 3):
+        for name, call in calls.items():
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            started = time.perf_counter_ns()
+            for _ in range(each):
+                call()
+            if turn >= 3:
+                found[name].append((time.perf_counter_ns() - started) / 1000 / each)
+    return {name: _quantiles(times) for name, times in found.items()}
 
 
 def memset_async(x: torch.Tensor, value: int = 0) -> None:

@@ -29,6 +29,8 @@ END = "<!-- end of the written part -->"
 PICTURE = "workbook/first-bad-stage.svg"
 # The release whose files the recorded patches ran on, before rows said so.
 RELEASE = "0.20.2"
+# The benchmark of the fourth table, and what it divides by.
+HOST, BARE = "host_time", "a bare Triton launch"
 Row = Mapping[str, Any]
 
 
@@ -201,6 +203,20 @@ def patch_lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| `{name}` | {spans} | {where} | {mode} | {before} | {us(patched['p50'])} | {change} |"
 
 
+def host_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The fourth table: what a call takes of the calling thread, beside a bare launch and the peers."""
+    yield "| operation | us | of a bare Triton launch | peers' own calls, us |"
+    yield "|---|---|---|---|"
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.get("benchmark") == HOST:
+            times.setdefault(row["kernel"], {})[row["provider"]] = row["p50"]
+    for kernel, found in times.items():
+        ours, bare = found.pop("staleproof"), found.pop(BARE)
+        peers = ", ".join(f"{peer} {us(time)}" for peer, time in found.items()) or "-"
+        yield f"| `{kernel}` | {us(ours)} | {ours / bare:.2f} | {peers} |"
+
+
 def fusion(rows: Sequence[Row]) -> str:
     """What of the live-row quantiser's gain in a decode step is not the fix; empty without such rows."""
     found = {
@@ -244,6 +260,9 @@ def section(run: Run) -> str:
         "What a patch changes, us of the device, or of the calling thread where the call says `host`:",
         "\n".join(patch_lines(rows)),
     ]
+    if any(row.get("benchmark") == HOST for row in rows):
+        says = "What a call takes of the calling thread where no graph replays it, checks on, small inputs:"
+        parts += [says, "\n".join(host_lines(rows))]
     return "\n\n".join(part for part in parts if part)
 
 
