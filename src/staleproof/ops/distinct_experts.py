@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from staleproof import check, device
-from staleproof.ops.launching import Ready, Seen, empty_rows, key_of, launched
+from staleproof.ops.launching import Ready, Seen, empty, key_of, launched
 from staleproof.ops.operators import operator
 
 device.load_triton()
@@ -81,8 +81,8 @@ def distinct_experts(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tupl
     key = key_of(topk_ids, topk_weights)
     if (again := _SEEN.get(key)) is not None:
         rows, top_k = topk_ids.shape
-        weights = empty_rows(rows, top_k, topk_weights.dtype, topk_ids)
-        ids = empty_rows(rows, top_k, topk_ids.dtype, topk_ids)
+        weights = empty((rows, top_k), topk_weights.dtype, topk_ids)
+        ids = empty((rows, top_k), topk_ids.dtype, topk_ids)
         again(topk_weights.data_ptr(), topk_ids.data_ptr(), weights.data_ptr(), ids.data_ptr())
         return weights, ids
     check.tensor("topk_ids", topk_ids, ndim=2, dtype=(torch.int32, torch.int64), contiguous=True)

@@ -7,7 +7,7 @@ import torch
 from staleproof import check, device
 from staleproof.ops.cuda_runtime import capability, processor_count
 from staleproof.ops.e4m3 import encode_e4m3
-from staleproof.ops.launching import Ready, Seen, address, empty_rows, key_of, launched
+from staleproof.ops.launching import Ready, Seen, address, empty, key_of, launched
 from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
@@ -194,12 +194,11 @@ def quantize_fp8_per_tensor(
     key = key_of(x, live_rows, is_padding, *results)
     if not validate and (again := _SEEN.get(key)) is not None:
         amax, quantize, programs = again
-        # One allocation less: the scale lies behind the partial results, at a multiple of 16 bytes.
-        partial = empty_rows(1, (programs + 3) // 4 * 4 + 1, torch.float32, x)
+        partial = empty((programs,), torch.int32, x)
         if out is None:
             rows, hidden = x.shape
-            x_fp8 = empty_rows(rows, hidden, torch.float8_e4m3fn, x)
-            scale = partial[0, -1:]
+            x_fp8 = empty((rows, hidden), torch.float8_e4m3fn, x)
+            scale = empty((1,), torch.float32, x)
         else:
             x_fp8, scale = out
         decides = live_rows if isinstance(live_rows, torch.Tensor) else is_padding

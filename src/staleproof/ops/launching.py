@@ -209,16 +209,16 @@ def launched(
     return Ready(compiled, grid, sizes, first.get_device())
 
 
-def empty_rows(rows: int, columns: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """Uninitialised (rows, columns) beside ``like``, for a call that :class:`Seen` has found.
+def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """Uninitialised memory of one or two axes beside ``like``, for a call that :class:`Seen` has found.
 
-    >>> empty_rows(2, 3, torch.int32, torch.ones(1)).shape
+    >>> empty((2, 3), torch.int32, torch.ones(1)).shape
     torch.Size([2, 3])
     """
     if _empty_strided_cuda is not None and like.is_cuda and like.get_device() == torch._C._cuda_getDevice():
         # What code compiled by torch.compile calls: no dispatcher, a quarter of the time.
-        return _empty_strided_cuda((rows, columns), (columns, 1), dtype)
-    return torch.empty(rows, columns, dtype=dtype, device=like.device)
+        return _empty_strided_cuda(shape, (*shape[1:], 1), dtype)
+    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def address(x: torch.Tensor | None) -> int | None:

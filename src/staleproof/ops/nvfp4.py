@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from staleproof import check, device
-from staleproof.ops.launching import Ready, Seen, empty_rows, key_of, launched
+from staleproof.ops.launching import Ready, Seen, empty, key_of, launched
 from staleproof.ops.nvfp4_layout import (
     BLOCK,
     COLUMNS_A_STEP,
@@ -247,8 +247,8 @@ def quantize_nvfp4(
         if (again := _SEEN.get(key)) is not None:
             if out is None:
                 m, n = x.shape
-                packed = empty_rows(m, n // 2, torch.uint8, x)
-                scales = empty_rows(*scale_shape(m, n, swizzled=swizzled), torch.float8_e4m3fn, x)
+                packed = empty((m, n // 2), torch.uint8, x)
+                scales = empty(scale_shape(m, n, swizzled=swizzled), torch.float8_e4m3fn, x)
             else:
                 packed, scales = out
             at = scales.data_ptr()

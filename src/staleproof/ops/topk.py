@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from staleproof import check, device
-from staleproof.ops.launching import Ready, Seen, address, empty_rows, key_of, launched
+from staleproof.ops.launching import Ready, Seen, address, empty, key_of, launched
 from staleproof.ops.operators import operator
 
 device.load_triton()
@@ -112,8 +112,8 @@ def _route(
     if (again := _SEEN.get(key)) is not None:
         if out is None:
             rows = x.shape[0]
-            weights = empty_rows(rows, top_k, torch.float32, x)
-            ids = empty_rows(rows, top_k, topk_ids_dtype, x)
+            weights = empty((rows, top_k), torch.float32, x)
+            ids = empty((rows, top_k), topk_ids_dtype, x)
         else:
             weights, ids = out
         again(x.data_ptr(), address(bias), address(is_padding), weights.data_ptr(), ids.data_ptr())
