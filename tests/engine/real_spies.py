@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from vllm.model_executor.layers.fla.ops import chunk_o
 from vllm.model_executor.model_loader import weight_utils
 from vllm.v1.worker.utils import KVBlockZeroer
 
@@ -15,10 +16,29 @@ from staleproof.vllm.sources import Sources
 from staleproof.vllm.watch import Settings
 from staleproof.vllm.watch_hooks import Hooks
 
+
+def autotuned():
+    kernel = chunk_o.chunk_fwd_kernel_o
+    while not hasattr(kernel, "configs"):
+        kernel = kernel.fn
+    return kernel
+
+
+timed = len(autotuned().configs)
 watch = spies.Rows()
 zeroed = []
 KVBlockZeroer.zero_block_ids = lambda self, block_ids: zeroed.append(block_ids)
-for name in ("attention", "stages", "logits", "routing", "ledger", "lazy_buffers", "whole_tiles", "tenants"):
+for name in (
+    "attention",
+    "stages",
+    "logits",
+    "routing",
+    "ledger",
+    "lazy_buffers",
+    "whole_tiles",
+    "tenants",
+    "first_configs",
+):
     find(name, SPIES)(watch)
     print("fits", name)
 
@@ -37,6 +57,8 @@ zeroer.zero_block_ids([3, 2])
 watch.tenants.zeroing = False
 zeroer.zero_block_ids([4])
 print(f"fits switches: zeroed {zeroed}")
+
+print(f"fits first_configs: {timed} and {len(autotuned().configs)}")
 
 sources = Sources(Path(vllm.__file__).parent)
 targets = Hooks(Settings()).targets()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from staleproof.engine import bench as benches
-from staleproof.engine import blocks, cost, hybrid, memory, mla, questions, router, watched
+from staleproof.engine import blocks, cost, hybrid, memory, mla, questions, router, starts, watched
 from staleproof.engine.bench import Bench, MissingError, Results
 from staleproof.engine.orders import Order, Told
 from staleproof.engine.questions import BENCHES
@@ -119,7 +119,8 @@ def hybrid_engine(**states: dict[str, object]) -> dict[str, object]:
     every = {name: served() for name in hybrid.QUIET + hybrid.FILLED + hybrid.LATE}
     told = {**every, **{name.replace("_", " "): one for name, one in states.items()}}
     return {
-        "hybrid": {**told, "blocks": 24, "block_size": 528, "waits": True},
+        **told,
+        "cache": {"blocks": 24, "block_size": 528, "waits": True},
         "start": {"async_scheduling": True},
     }
 
@@ -142,6 +143,44 @@ def test_a_hybrid_engine_is_compared_with_itself_zeroing(monkeypatch):
     assert said[hybrid.BITS, hybrid.CONTROL].verdict == "nan"
     assert said[hybrid.POISONED, hybrid.CONTROL].expected == "nan"
     assert said[hybrid.POISONED, hybrid.WIDE].verdict == NOT_RUN
+
+
+def test_a_hybrid_engine_whose_time_ends_has_answered_the_states_before(monkeypatch):
+    states = {name: one for name, one in hybrid_engine().items() if name not in hybrid.FILLED}
+    late = Told(states, "hybrid: gave no answer within 240 s")
+    said = asked(hybrid.BENCH, Results({"FLASH_ATTN": late}), monkeypatch)
+    assert said[hybrid.BITS, "FLASH_ATTN"].verdict == "no stale block"
+    missing = said[hybrid.POISONED, "FLASH_ATTN"]
+    assert (missing.verdict, missing.note) == (NOT_RUN, "FLASH_ATTN: hybrid: gave no answer within 240 s")
+
+
+def equal_engine(*bits: int, kernel: str = "triton_0: warps 4") -> dict[str, object]:
+    """Rounds of a prefill and a decode step of one request; ``bits`` of each round."""
+    rounds = [
+        {"size": -(-live // 8) * 8, "sums": [[bit], [bit]]}
+        for live, bit in zip(starts.LIVE, bits, strict=True)
+    ]
+    return {"rows": rounds, "compiled_kernels": {kernel: 2}}
+
+
+def test_equal_engines_are_compared_where_no_padding_takes_part(monkeypatch):
+    usual = equal_engine(1, 2, 2, 3, 3)
+    told = results(**{f"{starts.FP8}, {state}": usual for state in starts.STATES})
+    # With one scale a batch the plugin changes rounds with padding; that is no difference of engines.
+    told[f"{starts.FP8}, on"] = Told(equal_engine(9, 2, 2, 9, 9), None)
+    assert asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8].verdict == "same bits"
+    told[f"{starts.FP8}, off again"] = Told(equal_engine(1, 7, 7, 3, 3, kernel="triton_0: warps 8"), None)
+    said = asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8]
+    assert said.verdict == "differ between equal engines"
+    rest = ["off", "off once more", "on", "on again"]
+    assert said.numbers["engines_with_equal_bits"]["8 of 8"]["prefill"] == [rest, ["off again"]]
+    assert said.numbers["engines_with_equal_kernels"] == [rest, ["off again"]]
+    assert said.numbers["kernels_that_not_all_have"]["off again"] == ["triton_0: warps 8"]
+    # A start that failed leaves the rest to compare, unless it is the only one of its kind.
+    told[f"{starts.FP8}, off again"] = Told({}, "rows: out of memory")
+    assert asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8].verdict == "same bits"
+    del told[f"{starts.FP8}, off"]
+    assert asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8].verdict == NOT_RUN
 
 
 def test_late_copies_are_judged_by_the_blocks_they_leave(monkeypatch):

@@ -141,7 +141,9 @@ def test_spies_and_fault_fit_the_real_vllm():
         "fits lazy_buffers",
         "fits whole_tiles",
         "fits tenants",
+        "fits first_configs",
         "fits living_weights: norm 1.0, gain 1.0",
         "fits switches: zeroed [[3, 2]]",
+        "fits first_configs: 36 and 1",
         "fits watch: 18 functions",
     ], done.stderr[-3000:]

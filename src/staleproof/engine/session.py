@@ -20,14 +20,15 @@ from staleproof.engine import (
     router_probes,
     spies,
     tenants,
+    tuning,
     watch_probes,
 )
 from staleproof.engine.models import write_config
 from staleproof.engine.orders import OPTIONS, Order
 from staleproof.harness.children import tell
 
-PROBES = (probes, memory_probes, hybrid_probes, router_probes, cost_probes, watch_probes)
-SPIES = (spies, tenants)
+PROBES = (probes, memory_probes, hybrid_probes, router_probes, cost_probes, watch_probes, tuning)
+SPIES = (spies, tenants, tuning)
 
 
 def serve(order: Order) -> None:
