@@ -65,6 +65,8 @@ class Order:
         patches: ``STALEPROOF_PATCHES``.
         spies: names of spies to install before the engine starts.
         env: further variables.
+        packages: names a variable with folders to import from. A package that one question needs would
+            change which kernels vLLM picks for the others, if it were installed for all.
     """
 
     model: str
@@ -74,6 +76,7 @@ class Order:
     patches: str = "none"
     spies: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    packages: str | None = None
 
     def start(self) -> Child:
         """Start its process."""

@@ -77,6 +77,8 @@ def find(name: str, modules: Sequence[ModuleType]) -> Any:
 
 def start(order: Order, folder: str) -> probes.Engine:
     """Start the engine of an order with its spies; ``folder`` holds its ``config.json``."""
+    if order.packages is not None:
+        sys.path += filter(None, os.environ.get(order.packages, "").split(os.pathsep))
     import vllm.plugins
 
     begun = time.perf_counter()
