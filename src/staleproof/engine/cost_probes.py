@@ -109,7 +109,7 @@ def put_in_place(owners: set[str], kept: dict[tuple[int, frozenset[str]], Any]) 
     >>> put_in_place(set(), {})
     """
     for number, place in enumerate(hooks._places.values()):
-        inside = [hook for hook in place.hooks if hook.owner in owners]
+        inside = [hook for hook in place.hooks if hook.owner in owners and not hook.target.single]
         key = number, frozenset(hook.owner for hook in inside)
         if key not in kept:
             kept[key] = place.original
