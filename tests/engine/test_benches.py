@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from staleproof.engine import bench as benches
@@ -25,7 +27,11 @@ def asked(bench: Bench, told: Results, monkeypatch: pytest.MonkeyPatch) -> dict[
     monkeypatch.setattr(benches, "unavailable", lambda device: None)
     monkeypatch.setattr(benches, "real", lambda package: Evidence(Grade.REAL, "vLLM 0.22.1"))
     here = Bench(bench.name, bench.about, bench.orders, bench.cells, together=lambda *_, **__: told.items())
-    return {(said.question, said.variant): said for said in here.ask("cuda")}
+    answers = {(said.question, said.variant): said for said in here.ask("cuda")}
+    for said in answers.values():
+        # A run is written only if every finding can be.
+        json.dumps(said.numbers, sort_keys=True)
+    return answers
 
 
 def a_round(live: int, size: int, bad: int, sums: int = 0, nan: int = 0) -> dict[str, object]:
