@@ -277,12 +277,19 @@ def test_a_quantizer_that_lets_a_nan_row_change_the_others(monkeypatch):
 @pytest.mark.parametrize(("ratio", "said"), [(1.001, "under 1 %"), (1.05, "over 1 %"), (None, "around 1 %")])
 def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said):
     spread = [1.0, 1.018] * 4 if ratio is None else [ratio] * 8
-    times = {"off": [0.002] * 8, "on": [0.002 * r for r in spread], "watch": [0.003] * 8}
+    # The mean of a round is longer: one of its steps waited for something else.
+    times = {
+        "off": [(0.004, 0.002)] * 8,
+        "on": [(0.005, 0.002 * r) for r in spread],
+        "watch": [(0.004, 0.003)] * 8,
+    }
     states = {"captured": {"off": 3, "on": 3, "watch": 3}, "left_out": {cost.AGAIN: "no memory"}}
     told = results(**{"full graphs": {"3 live": times, "states": states}})
     found = asked(cost.BENCH, told, monkeypatch)
     assert found[cost.COST, "full graphs, 3 of 8"].verdict == said
-    assert found[cost.COST, "full graphs, 3 of 8"].numbers["step_ms_off"] == 2.0
+    numbers = found[cost.COST, "full graphs, 3 of 8"].numbers
+    assert numbers["step_ms_off"] == 2.0
+    assert numbers["slowdown_and_interval_percent_of_means"] == [25.0, 25.0, 25.0]
     assert found[cost.WATCH, "watch, full graphs, 3 of 8"].verdict == "over 3 %"
     # What was not timed has no verdict.
     assert found[cost.NOISE, "full graphs, 3 of 8"].note == "full graphs: {'off again': 'no memory'}"
