@@ -54,12 +54,12 @@ FURTHER: dict[str, tuple[dict[str, State], tuple[float, float, float]]] = {
                 patches=True, probe="sync_hidden", every=8
             ),
         },
-        (24.0, 24.0, 34.0),
+        (22.0, 22.0, 32.0),
     ),
-    "piecewise graphs": ({}, (14.0, 15.0, 24.0)),
+    "piecewise graphs": ({}, (13.0, 14.0, 22.0)),
     "eager": (
         {"isnan(x).any() and its sync, every stage": State(patches=True, probe="sync_stages", every=8)},
-        (12.0, 13.0, 18.0),
+        (10.0, 11.0, 16.0),
     ),
 }
 
