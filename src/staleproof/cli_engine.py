@@ -25,6 +25,9 @@ def engine(
     limit: Annotated[
         float | None, typer.Option(min=1, help="Seconds; engines that have not answered by then are ended.")
     ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(help="Engines with this in their name are not started; repeatable.")
+    ] = None,
 ) -> None:
     """Put questions to a whole vLLM with dummy weights, with and without the plugin. Needs a GPU."""
     from staleproof import device as devices
@@ -52,6 +55,7 @@ def engine(
             lambda found: typer.echo(terminal.finding_text(found)),
             json,
             limit,
+            without or (),
         )
     terminal.print_verdicts(findings, [])
     _finish(findings, [])

@@ -416,3 +416,20 @@ def test_engines_that_start_slowly_start_first(monkeypatch):
 def test_engines_that_must_be_alone_come_last():
     rows = [row.name for row in questions.table("cost", "mla", "memory", "blocks").rows]
     assert rows == ["mla", "blocks", "cost", "memory"]
+
+
+def test_engines_can_be_left_out_by_name(monkeypatch):
+    started = []
+
+    def take(self, bench, orders, timeout_s):
+        started.extend(orders)
+        return ()
+
+    monkeypatch.setattr(benches, "unavailable", lambda device: None)
+    monkeypatch.setattr(benches.Pool, "_take", take)
+    (row,) = questions.table("router", without=["off again", "MiniMax"]).rows
+    found = list(row.ask("cuda"))
+    pairs = [f"{name}, {state}" for name in (router.GROUPED, router.SOFTMAX) for state in ("off", "on")]
+    assert started == [router.ONE_GROUP, *pairs]
+    notes = {one.note for one in found if one.variant == router.SIGMOID}
+    assert notes == {f"{router.SIGMOID}, off: it was not started"}

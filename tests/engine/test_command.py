@@ -50,7 +50,7 @@ def test_what_was_answered_is_kept_when_the_rest_is_interrupted(monkeypatch, tmp
             yield finding("engine", "q", "v", "clean")
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "table", lambda *names: Table())
+    monkeypatch.setattr(command, "table", lambda *names, without: Table())
     with pytest.raises(KeyboardInterrupt):
         command.ask([], "cpu", lambda line: None, lambda found: None, tmp_path / "engine.jsonl")
     assert json.loads((tmp_path / "engine.jsonl").read_text())["verdict"] == "clean"

@@ -19,6 +19,7 @@ def ask(
     say: Callable[[Finding], None],
     path: Path | None,
     limit_s: float | None = None,
+    without: Sequence[str] = (),
 ) -> list[Finding]:
     """Ask these benches; findings are said as they come, and kept however this ends.
 
@@ -29,10 +30,14 @@ def ask(
         say: takes each finding.
         path: where the findings go, as JSON lines; ``None`` for nowhere.
         limit_s: engines that have not answered by then are ended; ``None`` for no limit.
+        without: engines with one of these in their name are not started.
     """
     found: list[Finding] = []
     try:
-        with at_most(limit_s), contextlib.closing(table(*names).run(device, progress)) as answers:
+        with (
+            at_most(limit_s),
+            contextlib.closing(table(*names, without=without).run(device, progress)) as answers,
+        ):
             for one in map(proved, answers):
                 found.append(one)
                 say(one)

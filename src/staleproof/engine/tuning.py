@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import pkgutil
 from collections import Counter
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 from staleproof.engine.probes import Engine
 from staleproof.engine.spies import Rows
 
-LINEAR_ATTENTION = "vllm.model_executor.layers.fla.ops"
+# From 0.26.0 on the second.
+LINEAR_ATTENTION = "vllm.model_executor.layers.fla.ops", "vllm.third_party.flash_linear_attention.ops"
 
 
 def first_configs(watch: Rows) -> None:
@@ -21,12 +23,15 @@ def first_configs(watch: Rows) -> None:
     anew: minutes of CPU time if some engines start together. And two engines that keep different ones
     need not agree in their bits.
     """
-    package = importlib.import_module(LINEAR_ATTENTION)
-    for module in pkgutil.iter_modules(package.__path__):
-        # Some need packages that only other backends have.
-        with contextlib.suppress(ImportError):
-            for kernel in vars(importlib.import_module(f"{LINEAR_ATTENTION}.{module.name}")).values():
-                keep_first(kernel)
+    for name in LINEAR_ATTENTION:
+        if importlib.util.find_spec(name.rpartition(".")[0]) is None:
+            continue
+        package = importlib.import_module(name)
+        for module in pkgutil.iter_modules(package.__path__):
+            # Some need packages that only other backends have.
+            with contextlib.suppress(ImportError):
+                for kernel in vars(importlib.import_module(f"{name}.{module.name}")).values():
+                    keep_first(kernel)
 
 
 def keep_first(kernel: Any) -> int:
