@@ -202,6 +202,15 @@ def test_late_copies_are_judged_by_the_blocks_they_leave(monkeypatch):
     assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.STAGING].verdict == "not fixed"
 
 
+def test_blocks_of_mla_that_vllm_does_not_zero(monkeypatch):
+    stale = {"zeroing": served(stale=90), "zeroing_again": served(stale=91)}
+    told = results(**{hybrid.KIMI: hybrid_engine(**stale), hybrid.KIMI_PLUGIN: hybrid_engine()})
+    fixed = asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.RECORDING]
+    assert (fixed.verdict, fixed.numbers["blocks_not_zeroed"]) == ("fixed", [90, 0, 91])
+    told[hybrid.KIMI_PLUGIN] = Told(hybrid_engine(zeroing=served(changed=(3,))), None)
+    assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.RECORDING].verdict == "wrong"
+
+
 def nan_bias(
     twice: dict[int, list[int]], other: int = 0, chosen: tuple[int, int] = (4, 0)
 ) -> dict[str, object]:

@@ -27,7 +27,8 @@ WIDE = "FLASH_ATTN, bf16 state, blocks of 1,024 tokens"
 # What blocks hold, and no timing of kernels at the start: with the plugin the bits must be comparable.
 SPIES = ("tenants", "first_configs")
 KIMI = "Kimi-Linear, TRITON_MLA"
-PLUGIN = "TRITON_ATTN, plugin"
+PLUGIN, KIMI_PLUGIN = "TRITON_ATTN, plugin", f"{KIMI}, plugin"
+RECORDING = "mla_recording, Kimi-Linear"
 
 
 def _order(backend: str, *states: str, model: str = "qwen3_next", **options: Any) -> Order:
@@ -53,8 +54,9 @@ ORDERS = {
     KIMI: _order("TRITON_MLA", *QUIET, *FILLED, model="kimi_linear"),
     CONTROL: replace(_order("TRITON_ATTN", *QUIET, *FILLED), spies=("whole_tiles", *SPIES)),
     PLUGIN: replace(_order("TRITON_ATTN", "zeroing", *LATE), patches="all"),
+    KIMI_PLUGIN: replace(_order("TRITON_MLA", "zeroing", model="kimi_linear"), patches="all"),
 }
-BACKENDS = [name for name in ORDERS if name != PLUGIN]
+BACKENDS = [name for name in ORDERS if name not in (PLUGIN, KIMI_PLUGIN)]
 
 
 def changed(one: dict[str, Any], two: dict[str, Any], what: str) -> list[int]:
@@ -130,18 +132,29 @@ def unguarded(results: Results) -> Answer:
     return answer(said, blocks_not_zeroed=left, blocks_given=given, changed_tokens_by_fifth=other)
 
 
-def staged(results: Results) -> Answer:
-    """Off / on / off of the patch, with late copies and without the runner's wait.
+def _zeroed(variant: str, left: list[int], plain: str, plugin: str, results: Results) -> Answer:
+    """Off / on / off of a patch of the zeroing, from the blocks that each state left as they were.
 
     Right if without a delay the plugin changes no bit of the served logprobs.
     """
-    off, again = (_unzeroed(results, "TRITON_ATTN", state) for state in LATE[1:])
-    on = _unzeroed(results, PLUGIN, UNGUARDED)
-    plain, with_it = (results.of(name, "zeroing") for name in ("TRITON_ATTN", PLUGIN))
-    other = sum(changed(plain, with_it, "logprobs"))
+    other = sum(changed(*(results.of(name, "zeroing") for name in (plain, plugin)), "logprobs"))
     wrong = f"logprobs of {other} requests differ without a delay" if other else None
-    verdicts = ["blocks not zeroed" if left else "clean" for left in (off, on, again)]
-    return fix(STAGING, verdicts, wrong, blocks_not_zeroed=[off, on, again])
+    verdicts = ["blocks not zeroed" if blocks else "clean" for blocks in left]
+    return fix(variant, verdicts, wrong, blocks_not_zeroed=left)
+
+
+def staged(results: Results) -> Answer:
+    """The patch of the staging race, with late copies and without the runner's wait."""
+    off, again = (_unzeroed(results, "TRITON_ATTN", state) for state in LATE[1:])
+    left = [off, _unzeroed(results, PLUGIN, UNGUARDED), again]
+    return _zeroed(STAGING, left, "TRITON_ATTN", PLUGIN, results)
+
+
+def recorded(results: Results) -> Answer:
+    """The patch that records new blocks of MLA layers, so that vLLM's zeroing gets them."""
+    off, again = (_unzeroed(results, KIMI, state) for state in QUIET[:2])
+    left = [off, _unzeroed(results, KIMI_PLUGIN, "zeroing"), again]
+    return _zeroed(RECORDING, left, KIMI, KIMI_PLUGIN, results)
 
 
 def _cells() -> dict[Cell, Any]:
@@ -152,6 +165,7 @@ def _cells() -> dict[Cell, Any]:
     cells[RACE, "late copies"] = race
     cells[RACE, UNGUARDED] = unguarded
     cells[FIX, STAGING] = staged
+    cells[FIX, RECORDING] = recorded
     return cells
 
 
