@@ -22,6 +22,12 @@ def engine(
         bool, typer.Option("--record", help="Record the run, unless a verdict is not as expected.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Record the run there, in OUT/<machine>-engine/.")] = None,
+    limit: Annotated[
+        float | None, typer.Option(min=1, help="Seconds; engines that have not answered by then are ended.")
+    ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(help="Engines with this in their name are not started; repeatable.")
+    ] = None,
 ) -> None:
     """Put questions to a whole vLLM with dummy weights, with and without the plugin. Needs a GPU."""
     from staleproof import device as devices
@@ -43,7 +49,13 @@ def engine(
         recorded.open_for_writing(folder).rmdir()
     with terminal.progress() as progress:
         findings = engines.ask(
-            questions or (), device, progress, lambda found: typer.echo(terminal.finding_text(found)), json
+            questions or (),
+            device,
+            progress,
+            lambda found: typer.echo(terminal.finding_text(found)),
+            json,
+            limit,
+            without or (),
         )
     terminal.print_verdicts(findings, [])
     _finish(findings, [])

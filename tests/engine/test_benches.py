@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine_answers import asked, results
+
 from staleproof.engine import bench as benches
-from staleproof.engine import blocks, cost, hybrid, memory, mla, questions, router, watched
+from staleproof.engine import blocks, cost, memory, mla, questions, router, watched
 from staleproof.engine.bench import Bench, MissingError, Results
 from staleproof.engine.orders import Order, Told
 from staleproof.engine.questions import BENCHES
-from staleproof.harness.answers import Answer
-from staleproof.harness.findings import NOT_RUN, Evidence, Grade
+from staleproof.harness.findings import NOT_RUN
 from staleproof.harness.questions import Questions
 
 MLA = "TRITON_MLA, full graphs"
-
-
-def results(**by_order: dict[str, object]) -> Results:
-    return Results({name: Told(answers, None) for name, answers in by_order.items()})
-
-
-def asked(bench: Bench, told: Results, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Answer]:
-    """The answers of a bench whose engines told this."""
-    monkeypatch.setattr(benches, "unavailable", lambda device: None)
-    monkeypatch.setattr(benches, "real", lambda package: Evidence(Grade.REAL, "vLLM 0.22.1"))
-    here = Bench(bench.name, bench.about, bench.orders, bench.cells, together=lambda *_, **__: told.items())
-    return {(said.question, said.variant): said for said in here.ask("cuda")}
 
 
 def a_round(live: int, size: int, bad: int, sums: int = 0, nan: int = 0) -> dict[str, object]:
@@ -99,62 +93,6 @@ def test_ids_that_grow_and_ids_that_are_drained(monkeypatch):
     assert [one.verdict for one in said.values()] == ["grows", "fixed"]
     told[f"{name}, on"] = Told(counted([0, 0, 0], tokens=6), None)
     assert asked(blocks.BENCH, told, monkeypatch)["off/on/off", name].verdict == "wrong"
-
-
-def blocks_by_fifth(nonzero: int, nan: int = 0) -> dict[str, list[int]]:
-    rows = {"given": 25, "nonzero": nonzero, "nan_in_tail": nan, "from_state": nonzero}
-    return {name: [0, 0, 0, 0, count] for name, count in rows.items()}
-
-
-def served(changed: tuple[int, ...] = (), nan: tuple[int, ...] = (), stale: int = 0) -> dict[str, object]:
-    return {
-        "tokens": [[i] for i in range(100)],
-        "logprobs": [[-1 if i in changed else 1] for i in range(100)],
-        "nan": [i in nan for i in range(100)],
-        "blocks_by_fifth": blocks_by_fifth(stale),
-    }
-
-
-def hybrid_engine(**states: dict[str, object]) -> dict[str, object]:
-    every = {name: served() for name in hybrid.QUIET + hybrid.FILLED + hybrid.LATE}
-    told = {**every, **{name.replace("_", " "): one for name, one in states.items()}}
-    return {
-        "hybrid": {**told, "blocks": 24, "block_size": 528, "waits": True},
-        "start": {"async_scheduling": True},
-    }
-
-
-def test_a_hybrid_engine_is_compared_with_itself_zeroing(monkeypatch):
-    told = results(
-        **{
-            "TRITON_ATTN": hybrid_engine(no_zeroing=served(changed=(99,), stale=25)),
-            "FLASH_ATTN": hybrid_engine(no_zeroing=served(stale=25)),
-            hybrid.KIMI: hybrid_engine(no_zeroing=served(stale=0)),
-            hybrid.CONTROL: hybrid_engine(no_zeroing=served(nan=(0, 50), stale=25)),
-        }
-    )
-    said = asked(hybrid.BENCH, told, monkeypatch)
-    assert said[hybrid.BITS, "TRITON_ATTN"].verdict == "other bits"
-    assert said[hybrid.BITS, "TRITON_ATTN"].numbers["changed_bits_by_fifth"] == [0, 0, 0, 0, 1]
-    assert said[hybrid.BITS, "FLASH_ATTN"].verdict == "same bits"
-    # Equal bits say nothing if no block was stale.
-    assert said[hybrid.BITS, hybrid.KIMI].verdict == "no stale block"
-    assert said[hybrid.BITS, hybrid.CONTROL].verdict == "nan"
-    assert said[hybrid.POISONED, hybrid.CONTROL].expected == "nan"
-    assert said[hybrid.POISONED, hybrid.WIDE].verdict == NOT_RUN
-
-
-def test_late_copies_are_judged_by_the_blocks_they_leave(monkeypatch):
-    left = {"late_copies,_no_wait": served(stale=30), "late_copies,_no_wait_again": served(stale=20)}
-    told = results(**{"TRITON_ATTN": hybrid_engine(**left), hybrid.PLUGIN: hybrid_engine()})
-    said = asked(hybrid.BENCH, told, monkeypatch)
-    assert said[hybrid.RACE, "late copies"].verdict == "all zeroed"
-    assert said[hybrid.RACE, hybrid.UNGUARDED].verdict == "blocks not zeroed"
-    assert said["off/on/off", hybrid.STAGING].verdict == "fixed"
-    told[hybrid.PLUGIN] = Told(hybrid_engine(zeroing=served(changed=(3,))), None)
-    assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.STAGING].verdict == "wrong"
-    told[hybrid.PLUGIN] = Told(hybrid_engine(**left), None)
-    assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.STAGING].verdict == "not fixed"
 
 
 def nan_bias(
@@ -232,12 +170,19 @@ def test_a_quantizer_that_lets_a_nan_row_change_the_others(monkeypatch):
 @pytest.mark.parametrize(("ratio", "said"), [(1.001, "under 1 %"), (1.05, "over 1 %"), (None, "around 1 %")])
 def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said):
     spread = [1.0, 1.018] * 4 if ratio is None else [ratio] * 8
-    times = {"off": [0.002] * 8, "on": [0.002 * r for r in spread], "watch": [0.003] * 8}
+    # The mean of a round is longer: one of its steps waited for something else.
+    times = {
+        "off": [(0.004, 0.002)] * 8,
+        "on": [(0.005, 0.002 * r) for r in spread],
+        "watch": [(0.004, 0.003)] * 8,
+    }
     states = {"captured": {"off": 3, "on": 3, "watch": 3}, "left_out": {cost.AGAIN: "no memory"}}
     told = results(**{"full graphs": {"3 live": times, "states": states}})
     found = asked(cost.BENCH, told, monkeypatch)
     assert found[cost.COST, "full graphs, 3 of 8"].verdict == said
-    assert found[cost.COST, "full graphs, 3 of 8"].numbers["step_ms_off"] == 2.0
+    numbers = found[cost.COST, "full graphs, 3 of 8"].numbers
+    assert numbers["step_ms_off"] == 2.0
+    assert numbers["slowdown_and_interval_percent_of_means"] == [25.0, 25.0, 25.0]
     assert found[cost.WATCH, "watch, full graphs, 3 of 8"].verdict == "over 3 %"
     # What was not timed has no verdict.
     assert found[cost.NOISE, "full graphs, 3 of 8"].note == "full graphs: {'off again': 'no memory'}"
@@ -364,3 +309,20 @@ def test_engines_that_start_slowly_start_first(monkeypatch):
 def test_engines_that_must_be_alone_come_last():
     rows = [row.name for row in questions.table("cost", "mla", "memory", "blocks").rows]
     assert rows == ["mla", "blocks", "cost", "memory"]
+
+
+def test_engines_can_be_left_out_by_name(monkeypatch):
+    started = []
+
+    def take(self, bench, orders, timeout_s):
+        started.extend(orders)
+        return ()
+
+    monkeypatch.setattr(benches, "unavailable", lambda device: None)
+    monkeypatch.setattr(benches.Pool, "_take", take)
+    (row,) = questions.table("router", without=["off again", "MiniMax"]).rows
+    found = list(row.ask("cuda"))
+    pairs = [f"{name}, {state}" for name in (router.GROUPED, router.SOFTMAX) for state in ("off", "on")]
+    assert started == [router.ONE_GROUP, *pairs]
+    notes = {one.note for one in found if one.variant == router.SIGMOID}
+    assert notes == {f"{router.SIGMOID}, off: it was not started"}

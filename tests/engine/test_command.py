@@ -16,7 +16,8 @@ def test_an_unknown_question_is_one_line(capsys):
     assert cli.main(["engine", "mla", "moe", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
     assert said == (
-        "staleproof: unknown question 'moe'; known: mla, blocks, hybrid, router, watch, memory, cost\n"
+        "staleproof: unknown question 'moe'; "
+        "known: mla, starts, blocks, hybrid, router, watch, memory, cost\n"
     )
 
 
@@ -49,7 +50,7 @@ def test_what_was_answered_is_kept_when_the_rest_is_interrupted(monkeypatch, tmp
             yield finding("engine", "q", "v", "clean")
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "table", lambda *names: Table())
+    monkeypatch.setattr(command, "table", lambda *names, without: Table())
     with pytest.raises(KeyboardInterrupt):
         command.ask([], "cpu", lambda line: None, lambda found: None, tmp_path / "engine.jsonl")
     assert json.loads((tmp_path / "engine.jsonl").read_text())["verdict"] == "clean"

@@ -65,7 +65,7 @@ def test_every_probe_is_answered_by_its_own_engine(monkeypatch):
     [
         (stops_half_way, 60, "rows: ValueError: no such model"),
         (dies, 60, "rows: ended with 1 and said: CUDA error: an illegal memory access"),
-        (hangs, 1, "start, rows: gave no answer within 0 s"),
+        (hangs, 1, "start, rows: gave no answer within 1 s"),
     ],
 )
 def test_an_engine_that_fails_says_why_and_keeps_what_it_told(monkeypatch, function, timeout_s, failed):
@@ -73,6 +73,16 @@ def test_an_engine_that_fails_says_why_and_keeps_what_it_told(monkeypatch, funct
     ((name, one),) = run({"one": ORDER}, timeout_s=timeout_s, at_once=1)
     assert (name, one.failed) == ("one", failed)
     assert ("start" in one.answers) == (function is not hangs)
+
+
+def test_the_time_of_all_engines_ends_what_runs_and_starts_no_more(monkeypatch):
+    started_as(monkeypatch, hangs)
+    with orders.at_most(1):
+        told = dict(run({"one": ORDER, "two": ORDER}, timeout_s=60, at_once=1))
+    assert {name: one.failed for name, one in told.items()} == {
+        "one": "start, rows: gave no answer within 1 s",
+        "two": "the time of all engines ended first",
+    }
 
 
 def test_what_an_engine_printed_is_kept_on_demand(monkeypatch, tmp_path):

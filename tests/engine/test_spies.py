@@ -115,12 +115,13 @@ def test_a_checksum_notices_one_bit_and_the_place_of_a_value(dtype):
 
 
 @pytest.mark.slow
-def test_spies_and_fault_fit_the_real_vllm():
+@pytest.mark.parametrize("version", ["0.22.1", "0.26.0"])
+def test_spies_and_fault_fit_the_real_vllm(version):
     sys.path.insert(0, str(VLLM_TESTS))
     import environment
 
     with environment.skipped_if_unavailable():
-        variables = environment.variables("0.22.1")
+        variables = environment.variables(version)
     program = Path(__file__).with_name("real_spies.py")
     done = subprocess.run(
         [sys.executable, str(program)],
@@ -141,7 +142,10 @@ def test_spies_and_fault_fit_the_real_vllm():
         "fits lazy_buffers",
         "fits whole_tiles",
         "fits tenants",
+        "fits first_configs",
         "fits living_weights: norm 1.0, gain 1.0",
         "fits switches: zeroed [[3, 2]]",
+        "fits routing: _routing",
+        "fits first_configs: 36 and 1",
         "fits watch: 18 functions",
     ], done.stderr[-3000:]

@@ -132,9 +132,11 @@ def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(mon
 
     monkeypatch.setattr(hybrid_probes, "generate", generate)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    told = {}
+    monkeypatch.setattr(hybrid_probes, "tell", lambda answer: told.update([answer]))
     states = ["zeroing", "no zeroing", "no zeroing, cache of NaN", "late copies", "late copies, no wait"]
     monkeypatch.setattr(Tenants, "by_fifth", lambda self: {"given": [0] * 5})
-    told = hybrid_probes.hybrid(engine, states, requests=3)
+    assert [*hybrid_probes.hybrid(engine, states, requests=3)] == states
     assert seen == [
         (True, False, False, True),
         (False, False, False, True),
@@ -144,4 +146,4 @@ def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(mon
     ]
     assert (runner.prepare_inputs_event, log.guard) == (event, None)
     assert told["zeroing"]["nan"] == [False] * 3
-    assert (told["waits"], told["blocks"]) == (True, 24)
+    assert told["cache"] == {"block_size": 528, "blocks": 24, "waits": True}

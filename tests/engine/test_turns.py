@@ -153,7 +153,7 @@ def test_one_engine_steps_at_a_time_and_is_timed_in_every_state(steps):
             assert {*times} == set(STATES)
             assert len({len(rounds) for rounds in times.values()}) == 1
             seldom = times.pop("seldom")
-            assert all(0.0005 <= seconds < 1 for rounds in times.values() for seconds in rounds)
+            assert all(0.0005 <= seconds < 1 for of in times.values() for pair in of for seconds in pair)
             assert [seconds is None for seconds in seldom] == [i % 4 > 0 for i in range(len(seldom))]
     # Each state has graphs of its own; an engine without graphs has none.
     assert told["one"].answers["states"]["captured"] == dict.fromkeys(STATES, 1)
@@ -163,6 +163,8 @@ def test_one_engine_steps_at_a_time_and_is_timed_in_every_state(steps):
     timed = [step for step in ran if step[4]]
     assert len({pid for pid, *_ in timed}) == 2
     assert all(a[2] <= b[1] for a, b in itertools.pairwise(timed)), "two at the same time"
+    # Each engine is timed on a core of its own, if there are some.
+    assert all(len(told[name].answers["states"]["cores"]) == 1 for name in told)
     assert {left for _, _, _, left, *_ in timed} <= {2, 4}, "requests last through every timed step"
 
 

@@ -26,8 +26,9 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,7 @@ def soak(
     seconds: float,
     say: Callable[[str], None] = print,
     limit_s: float = float("inf"),
+    names: Sequence[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Start the servers, drive them, and say what is wrong; server -> its result.
 
@@ -310,10 +312,11 @@ def soak(
         seconds: of the long loads.
         say: takes a line.
         limit_s: for all together; the long loads are shortened to fit.
+        names: some of :data:`SERVERS`; all if empty.
     """
     last = time.monotonic() + limit_s - MARGIN_S
     found: dict[str, dict[str, Any]] = {}
-    with started(folder, command, iter(SERVERS)) as servers, ThreadPoolExecutor(8) as pool:
+    with started(folder, command, iter(names or SERVERS)) as servers, ThreadPoolExecutor(8) as pool:
         until, stop = time.monotonic() + START_S, threading.Event()
         ends = {
             name: pool.submit(drive, server, until, seconds if name in LONG else 1.0, stop, last)
@@ -355,12 +358,14 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all together")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--servers", nargs="+", choices=[*SERVERS], default=[], help="all by default")
     parser.add_argument("--logs", type=Path, default=None, help="folder that keeps the servers' logs")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="staleproof-serve-") as temporary:
         where = given.logs or Path(temporary)
         where.mkdir(parents=True, exist_ok=True)
         vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-        result = soak(where, vllm, given.seconds, lambda line: print(line, flush=True), given.limit)
+        say = partial(print, flush=True)
+        result = soak(where, vllm, given.seconds, say, given.limit, given.servers)
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     raise SystemExit(any(one["wrong"] for one in result.values()))

@@ -10,7 +10,7 @@ import torch
 
 from staleproof.vllm import hooks, plugin, standing, watch_hooks
 from staleproof.vllm.sources import PatchError
-from staleproof.vllm.watch import Settings, Watch, settings
+from staleproof.vllm.watch import SPAN, Settings, Watch, settings
 from staleproof.vllm.watch_hooks import Hooks
 
 NAN = torch.nan
@@ -124,6 +124,52 @@ def test_one_step_in_n_is_counted_and_says_so():
         watch.observe("attention", "layers.0", rows_with(1, 2))
     assert counted(watch) == {("attention", "layers.0"): (0, 6)}  # steps 1, 5 and 9
     assert (watch.latest.steps, watch.latest.counted) == (10, 3)
+
+
+def told(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """What the device is told from here on: number of the step, live rows, counted."""
+    found = []
+    begin = watch._board.begin
+
+    def noted(step: int, live: int, counted: bool) -> None:
+        found.append((step, live, counted))
+        begin(step, live, counted)
+
+    monkeypatch.setattr(watch._board, "begin", noted)
+    return found
+
+
+def test_equal_steps_are_counted_exactly_though_the_device_is_told_of_few(monkeypatch, caplog):
+    watch = Watch(Settings(), "cpu")
+    watch._due = float("inf")  # the counts are copied at the end, whatever this machine does meanwhile
+    words = told(watch, monkeypatch)
+    with caplog.at_level(logging.WARNING, hooks.logger.name):
+        for number in range(1, 41):
+            watch.begin_step(8, same=number != 5)
+            watch.name_requests([f"r{number}"], {f"r{number}": 8})
+            watch.observe("attention", "layers.0", rows_with(*([2, 9] if number in (7, 38) else []), rows=10))
+        counts = counted(watch)
+    assert counts == {("attention", "layers.0"): (2, 2)}
+    # The first step, another batch, and so many steps after that.
+    assert [step for step, _, _ in words] == [1, 5, 5 + SPAN]
+    assert watch.latest.steps == watch.latest.counted == 40
+    # The row was bad in step 7: what is known is the batch, and first and last step that it ran in.
+    assert said(caplog)[1] == (
+        f"staleproof: first live row with NaN or Inf: step 5 to {4 + SPAN}, attention of layers.0, row 2, "
+        "computed, no canary, request r5 of batch r5"
+    )
+
+
+def test_another_number_of_tokens_is_told_whatever_the_caller_says(monkeypatch):
+    watch = Watch(Settings(), "cpu")
+    words = told(watch, monkeypatch)
+    for tokens in (8, 8, 3, 3):
+        watch.begin_step(tokens, same=True)
+    assert [live for _, live, _ in words] == [8, 3]
+    # Nobody's rows lie between two equal steps.
+    watch.pause()
+    watch.begin_step(3, same=True)
+    assert [counts for _, _, counts in words] == [True, True, False, True]
 
 
 def test_graphs_of_a_step_that_is_not_counted_count_nothing():

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,3 +90,33 @@ def test_a_vllm_too_old_or_new_is_one_line(monkeypatch, caplog, version, said, s
         assert bool(watch_hooks.installed) == stands
     finally:
         watch_hooks.remove()
+
+
+def test_a_step_is_the_same_only_if_nobody_came_went_or_was_set_aside():
+    on, begun = Hooks(Settings()), []
+    on.watch = SimpleNamespace(latest=None, begin_step=lambda tokens, same: begun.append(same))
+
+    def step(*names: str, each: int = 1, resumed: tuple[str, ...] = (), **changes: object) -> None:
+        output = {
+            "total_num_scheduled_tokens": each * len(names),
+            "num_scheduled_tokens": dict.fromkeys(names, each),
+            "scheduled_new_reqs": [],
+            "scheduled_cached_reqs": SimpleNamespace(resumed_req_ids=set(resumed)),
+            "finished_req_ids": set(),
+            "preempted_req_ids": None,
+        }
+        on.step((None, SimpleNamespace(**output | changes)), {})
+
+    step("a", "b")
+    step("a", "b")
+    step("a", "b", "c")
+    step("a", "b", "d", finished_req_ids={"c"})
+    step("a", "b", "e", scheduled_new_reqs=["e"])
+    step("a", "b", "f", resumed=("f",))
+    step("a", "b", "g", preempted_req_ids={"f"})
+    step("a", "b", "g")
+    assert begun == [False, True, False, False, False, False, False, True]
+    # Prompts, or drafts: as many tokens need not be the same requests' any more.
+    step("a", "b", "g", each=4)
+    step("a", "b", "g", each=4)
+    assert begun[8:] == [False, False]

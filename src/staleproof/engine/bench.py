@@ -73,10 +73,22 @@ class Bench:
             try:
                 if why is not None:
                     raise MissingError(why)
-                said = replace(judge(results), evidence=real("vllm"))
+                said = judge(results)
+                said = replace(said, numbers=spelled(said.numbers), evidence=real("vllm"))
             except MissingError as error:
                 said = no_answer(str(error))
             yield replace(said, question=question, variant=variant)
+
+
+def spelled(value: Any) -> Any:
+    """The value with text as keys, at every depth: JSON can sort no others.
+
+    >>> spelled({"first": {"sound": [0, {1: 2}], 5: (3,)}})
+    {'first': {'sound': [0, {'1': 2}], '5': [3]}}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): spelled(one) for key, one in value.items()}
+    return [spelled(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class Pool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from staleproof.device import Machine
-from staleproof.engine.orders import OLDEST
+from staleproof.engine.orders import OLDEST, at_most
 from staleproof.engine.questions import BENCHES, table
 from staleproof.harness.findings import Finding, proved, write_findings
 
@@ -18,6 +18,8 @@ def ask(
     progress: Callable[[str], None],
     say: Callable[[Finding], None],
     path: Path | None,
+    limit_s: float | None = None,
+    without: Sequence[str] = (),
 ) -> list[Finding]:
     """Ask these benches; findings are said as they come, and kept however this ends.
 
@@ -27,10 +29,15 @@ def ask(
         progress: takes one line about the step that begins.
         say: takes each finding.
         path: where the findings go, as JSON lines; ``None`` for nowhere.
+        limit_s: engines that have not answered by then are ended; ``None`` for no limit.
+        without: engines with one of these in their name are not started.
     """
     found: list[Finding] = []
     try:
-        with contextlib.closing(table(*names).run(device, progress)) as answers:
+        with (
+            at_most(limit_s),
+            contextlib.closing(table(*names, without=without).run(device, progress)) as answers,
+        ):
             for one in map(proved, answers):
                 found.append(one)
                 say(one)
@@ -57,7 +64,7 @@ def unknown(names: Sequence[str]) -> str | None:
     """What is wrong with these names of questions, in one line.
 
     >>> unknown(["mla"]) is None, unknown(["no"])
-    (True, "unknown question 'no'; known: mla, blocks, hybrid, router, watch, memory, cost")
+    (True, "unknown question 'no'; known: mla, starts, blocks, hybrid, router, watch, memory, cost")
     """
     wrong = [name for name in names if name not in BENCHES]
     return f"unknown question {wrong[0]!r}; known: {', '.join(BENCHES)}" if wrong else None

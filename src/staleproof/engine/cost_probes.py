@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import itertools
+import os
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,7 +112,7 @@ def put_in_place(owners: set[str], kept: dict[tuple[int, frozenset[str]], Any]) 
     >>> put_in_place(set(), {})
     """
     for number, place in enumerate(hooks._places.values()):
-        inside = [hook for hook in place.hooks if hook.owner in owners]
+        inside = [hook for hook in place.hooks if hook.owner in owners and not hook.target.single]
         key = number, frozenset(hook.owner for hook in inside)
         if key not in kept:
             kept[key] = place.original
@@ -219,7 +222,7 @@ def states(
 
     Returns:
         ``captured``: number of graphs of each state; ``left_out``: states that could not be captured, and
-        why. Told apart, as ``"N live"``: what :func:`rounds` returns.
+        why; ``cores``: where it was timed. Told apart, as ``"N live"``: what :func:`rounds` returns.
     """
     switch = Switch(engine, asked)
     captured, left_out = {}, {}
@@ -238,6 +241,7 @@ def states(
     Path(folder, f"{READY} {name}").touch()
     while any(not Path(folder, f"{READY} {player}").exists() for player in players):
         time.sleep(0.01)
+    cores = stay(list(players).index(name))
     # As a server does when it is ready: what lives by now is not looked at by each collection.
     gc.collect()
     gc.freeze()
@@ -246,47 +250,74 @@ def states(
             fcntl.flock(lock, fcntl.LOCK_EX)
             tell((f"{count} live", rounds(engine, switch, list(asked), count, seconds, steps)))
     switch.enter(next(iter(asked)))
-    return {"captured": captured, "left_out": left_out}
+    return {"captured": captured, "left_out": left_out, "cores": cores}
 
 
 def rounds(
     engine: Engine, switch: Switch, names: Sequence[str], count: int, seconds: float, steps: int
-) -> dict[str, list[float | None]]:
-    """State -> seconds a step, one for each round; ``None`` in rounds in which it was not timed.
+) -> dict[str, list[tuple[float, float] | None]]:
+    """State -> seconds a step, one pair for each round: their mean, and their median; ``None`` if not timed.
 
-    The order within a round is drawn anew each time.
+    A round times each state twice, in an order that is drawn anew, and then in that order backwards: what
+    grows during the round, as the sequences do, hits all states alike. Garbage is collected between rounds.
     """
-    times: dict[str, list[float | None]] = {name: [] for name in names}
+    times: dict[str, list[tuple[float, float] | None]] = {name: [] for name in names}
     draw = random.Random(count)
-    each = len(names) * (WARM + steps)
-    at_once = max(1, TOKENS // each)
     end = time.monotonic() + seconds
     number = 0
     while time.monotonic() < end:
-        fill(engine, count, at_once * each + 8 * WARM)
-        for _ in range(at_once):
+        # As many rounds as the requests may grow, and so many tokens: whatever is left must be served too.
+        planned: list[list[str]] = []
+        tokens = 0
+        while not planned or tokens < TOKENS - 2 * len(names) * (WARM + steps):
             now = [name for name in names if number % switch.states[name].every == 0]
-            for name in draw.sample(now, len(now)):
-                switch.enter(name)
-                times[name].append(timed(lambda n: step(engine, n), steps))
-            for name in {*names} - {*now}:
-                times[name].append(None)
+            planned.append(draw.sample(now, len(now)))
+            tokens += 2 * len(now) * (WARM + steps)
             number += 1
+        fill(engine, count, tokens + 8 * WARM)
+        gc.collect()
+        gc.disable()
+        for order in planned:
+            taken: dict[str, list[float]] = {name: [] for name in order}
+            for name in (*order, *reversed(order)):
+                switch.enter(name)
+                taken[name] += timed(lambda: step(engine, 1), steps)
+            for name in names:
+                each_step = taken.get(name)
+                pair = (statistics.fmean(each_step), statistics.median(each_step)) if each_step else None
+                times[name].append(pair)
+        gc.enable()
         drain(engine)
     return times
 
 
-def timed(run: Callable[[int], None], steps: int) -> float:
-    """Seconds a step, after some that are not timed."""
+def timed(run: Callable[[], None], steps: int) -> list[float]:
+    """Seconds of each step, after some that are not timed. The last one ends when the device has done all."""
     import torch
 
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    run(WARM)
+    for _ in range(WARM):
+        run()
     wait()
-    begun = time.perf_counter()
-    run(steps)
+    ends = [time.perf_counter()]
+    for _ in range(steps - 1):
+        run()
+        ends.append(time.perf_counter())
+    run()
     wait()
-    return (time.perf_counter() - begun) / steps
+    ends.append(time.perf_counter())
+    return [after - before for before, after in itertools.pairwise(ends)]
+
+
+def stay(number: int) -> list[int]:
+    """Keep this thread on one core, another for each engine; return it, or nothing where that cannot be."""
+    if not hasattr(os, "sched_setaffinity"):
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    # Not the first, which takes interrupts, nor the other half of a core that an engine has.
+    chosen = cores[(1 + 2 * number) % len(cores)]
+    os.sched_setaffinity(0, {chosen})
+    return [chosen]
 
 
 def step(engine: Engine, steps: int) -> None:

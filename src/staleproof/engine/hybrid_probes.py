@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from staleproof.engine.probes import Engine, generate, prompts
 from staleproof.engine.tenants import Later
+from staleproof.harness.children import tell
 
 # State of the engine -> switches: zeroing of new blocks, a cache filled with NaN before the first request,
 # copies of block ids that start late, and the runner's wait for its last step's copies before it zeroes new
@@ -24,26 +26,31 @@ SWITCHES = {
 }
 
 
-def hybrid(engine: Engine, states: Sequence[str], requests: int = 100) -> dict[str, Any]:
-    """Serve the same requests in each of these states of one engine with few blocks.
+def hybrid(engine: Engine, states: Sequence[str], requests: int = 100) -> dict[str, float]:
+    """Serve the same requests in each of these states of one engine with few blocks, and tell each at once.
 
     Args:
         states: keys of :data:`SWITCHES`.
         requests: how many; their lengths differ, so that blocks change hands all the time.
 
     Returns:
-        State -> ``tokens``, ``logprobs`` (their bits, as integers) and ``nan`` (whether one is NaN), each
-        a request; ``blocks_by_fifth``, see :meth:`staleproof.engine.tenants.Tenants.by_fifth`. And
-        ``block_size``, ``blocks``, and ``waits``: whether the runner has an event it waits for.
+        State -> seconds it took. Told apart, as ``"cache"``: ``block_size``, ``blocks``, and ``waits``
+        (whether the runner has an event it waits for); and by the name of each state: ``tokens``,
+        ``logprobs`` (their bits, as integers) and ``nan`` (whether one is NaN), each a request;
+        ``blocks_by_fifth``, see :meth:`staleproof.engine.tenants.Tenants.by_fifth`.
     """
     import torch
 
     runner, tenants = engine.runner, engine.watch.tenants
     waits_for = getattr(runner, "prepare_inputs_event", None)
-    told: dict[str, Any] = {"waits": waits_for is not None}
+    cache = engine.llm.llm_engine.vllm_config.cache_config
+    blocks = {"block_size": cache.block_size, "blocks": cache.num_gpu_blocks}
+    tell(("cache", {**blocks, "waits": waits_for is not None}))
     asked = prompts([20 + i * 37 % 400 for i in range(requests)])
     lengths = [4 + i % 13 for i in range(requests)]
+    seconds = {}
     for state in states:
+        begun = time.perf_counter()
         switches = {**AS_SHIPPED, **SWITCHES[state]}
         torch.cuda.synchronize()
         if switches["poison"]:
@@ -55,15 +62,17 @@ def hybrid(engine: Engine, states: Sequence[str], requests: int = 100) -> dict[s
         outputs = generate(engine, asked, lengths)
         torch.cuda.synchronize()
         rows = [[lp.logprob for step in o.outputs[0].logprobs or () for lp in step.values()] for o in outputs]
-        told[state] = {
+        found = {
             "tokens": [list(o.outputs[0].token_ids) for o in outputs],
             "logprobs": [torch.tensor(row, dtype=torch.float32).view(torch.int32).tolist() for row in rows],
             "nan": [any(value != value for value in row) for row in rows],
             "blocks_by_fifth": tenants.by_fifth(),
         }
+        # At once, so that an engine whose time ends has answered the states before.
+        tell((state, found))
+        seconds[state] = round(time.perf_counter() - begun, 1)
     runner.prepare_inputs_event, tenants.guard = waits_for, None
-    cache = engine.llm.llm_engine.vllm_config.cache_config
-    return {**told, "block_size": cache.block_size, "blocks": cache.num_gpu_blocks}
+    return seconds
 
 
 def poison(caches: Any) -> None:

@@ -5,11 +5,13 @@ An engine takes 5 to 25 s to start, so several engines start at once, and each a
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,8 @@ class Order:
         patches: ``STALEPROOF_PATCHES``.
         spies: names of spies to install before the engine starts.
         env: further variables.
+        packages: names a variable with folders to import from. A package that one question needs would
+            change which kernels vLLM picks for the others, if it were installed for all.
     """
 
     model: str
@@ -72,6 +76,7 @@ class Order:
     patches: str = "none"
     spies: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    packages: str | None = None
 
     def start(self) -> Child:
         """Start its process."""
@@ -170,15 +175,37 @@ def run(
     if at_once is None:
         at_once = width(_free_bytes(), os.cpu_count() or 2)
     waiting = list(orders.items())
-    running: dict[str, tuple[Order, Child, float]] = {}
+    running: dict[str, tuple[Order, Child, float, float]] = {}
     while waiting or running:
+        if time.monotonic() > _end:
+            yield from ((name, Told({}, "the time of all engines ended first")) for name, _ in waiting)
+            waiting.clear()
         while waiting and len(running) < at_once:
             name, order = waiting.pop(0)
-            running[name] = order, order.start(), time.monotonic() + timeout_s
-        for name, (order, child, deadline) in [*running.items()]:
+            now = time.monotonic()
+            running[name] = order, order.start(), now, min(now + timeout_s, _end)
+        for name, (order, child, begun, deadline) in [*running.items()]:
             if child.poll() is not None or time.monotonic() > deadline:
                 del running[name]
-                ended = child.wait(0)
+                ended = replace(child.wait(0), limit_s=deadline - begun)
                 keep_log(name, ended)
                 yield name, told(order, ended)
         time.sleep(0.05)
+
+
+# When the engines that run must have ended, on the clock of time.monotonic.
+_end = math.inf
+
+
+@contextlib.contextmanager
+def at_most(seconds: float | None) -> Iterator[None]:
+    """End the engines that :func:`run` starts inside after so many seconds together; ``None``: no such limit.
+
+    What an engine told by then counts.
+    """
+    global _end
+    before, _end = _end, min(_end, time.monotonic() + (math.inf if seconds is None else seconds))
+    try:
+        yield
+    finally:
+        _end = before

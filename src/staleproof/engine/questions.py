@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from staleproof.engine import blocks, cost, hybrid, memory, mla, router, watched
+from collections.abc import Sequence
+from dataclasses import replace
+
+from staleproof.engine import blocks, cost, hybrid, memory, mla, router, starts, watched
 from staleproof.engine.bench import INCIDENT, Bench, Pool
 from staleproof.engine.orders import run
 from staleproof.harness.questions import Questions
 
-_MODULES = (mla, blocks, hybrid, router, watched, memory, cost)
+_MODULES = (mla, starts, blocks, hybrid, router, watched, memory, cost)
 BENCHES: dict[str, Bench] = {module.BENCH.name: module.BENCH for module in _MODULES}
 
 
-def table(*names: str) -> Questions:
+def table(*names: str, without: Sequence[str] = ()) -> Questions:
     """The table of these benches; of all by default.
 
     Engines that may share the GPU come first and start together; those that must not wait for them.
+
+    Args:
+        names: of benches.
+        without: engines with one of these in their name are not started.
     """
-    chosen = [BENCHES[name] for name in dict.fromkeys(names or BENCHES)]
+    chosen = [
+        replace(
+            bench, orders={name: o for name, o in bench.orders.items() if not any(map(name.count, without))}
+        )
+        for bench in (BENCHES[name] for name in dict.fromkeys(names or BENCHES))
+    ]
     sharing = [bench for bench in chosen if bench.together is run]
     pool = Pool(sharing)
     rest = [bench for bench in chosen if bench.together is not run]

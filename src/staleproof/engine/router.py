@@ -13,6 +13,8 @@ TWICE = "experts named twice"
 # Routers with groups go to vLLM's grouped_topk, also with one group; others to topk_sigmoid or topk_softmax.
 GROUPED, ONE_GROUP = "DeepSeek-V3 router, NaN bias", "DeepSeek-V3 router with one group, NaN bias"
 SIGMOID, SOFTMAX = "MiniMax-M2 router, NaN bias", "Ernie 4.5 router, NaN bias"
+# Names a folder with flashinfer-python, if that is not installed for all engines.
+FLASHINFER = "STALEPROOF_FLASHINFER"
 BEHIND = "MiniMax-M2 router, NaN bias, FlashInfer's fused MoE"
 OPTIONS = {"moe_backend": "triton", "compilation_config": FULL}
 MLA = {"attention_backend": "TRITON_MLA", **OPTIONS}
@@ -35,6 +37,7 @@ ONCE = {
         spies=("flashinfer_moe", *SPIES),
         # The module is compiled already, so that no compiler is needed.
         env={"VLLM_HAS_FLASHINFER_CUBIN": "1"},
+        packages=FLASHINFER,
     ),
 }
 FIXED_ONES = {

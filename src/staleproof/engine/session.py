@@ -20,14 +20,15 @@ from staleproof.engine import (
     router_probes,
     spies,
     tenants,
+    tuning,
     watch_probes,
 )
 from staleproof.engine.models import write_config
 from staleproof.engine.orders import OPTIONS, Order
 from staleproof.harness.children import tell
 
-PROBES = (probes, memory_probes, hybrid_probes, router_probes, cost_probes, watch_probes)
-SPIES = (spies, tenants)
+PROBES = (probes, memory_probes, hybrid_probes, router_probes, cost_probes, watch_probes, tuning)
+SPIES = (spies, tenants, tuning)
 
 
 def serve(order: Order) -> None:
@@ -76,6 +77,8 @@ def find(name: str, modules: Sequence[ModuleType]) -> Any:
 
 def start(order: Order, folder: str) -> probes.Engine:
     """Start the engine of an order with its spies; ``folder`` holds its ``config.json``."""
+    if order.packages is not None:
+        sys.path += filter(None, os.environ.get(order.packages, "").split(os.pathsep))
     import vllm.plugins
 
     begun = time.perf_counter()

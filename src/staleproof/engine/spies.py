@@ -227,11 +227,13 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
 
 def routing(watch: Rows) -> None:
     """Keep the expert ids that every router chose."""
-    from vllm.model_executor.layers.fused_moe.router import base_router
-
-    for router in vars(base_router).values():
-        if isinstance(router, type) and "select_experts" in vars(router):
-            _routing(router, watch)
+    for name in ("base_router", "fused_moe_router"):
+        module = importlib.import_module(f"vllm.model_executor.layers.fused_moe.router.{name}")
+        for router in vars(module).values():
+            # Of the second module up to 0.23 only an abstract method, which nobody calls.
+            own = isinstance(router, type) and router.__module__ == module.__name__
+            if own and "select_experts" in vars(router):
+                _routing(router, watch)
 
 
 def _routing(router: Any, watch: Rows) -> None:

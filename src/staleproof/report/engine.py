@@ -19,6 +19,7 @@ from staleproof.report.page import tables
 # Name of a bench -> the incident whose notebook shows it, and what the bench is about.
 CHAPTERS = {
     "mla": "mla_padding",
+    "starts": "mla_padding",
     "cost": "mla_padding",
     "watch": "mla_padding",
     "memory": "decode_buffer",
@@ -86,6 +87,21 @@ def _bits(n: Numbers) -> str:
     )
 
 
+def _equal(n: Numbers) -> str:
+    """Of each round without padding: how many different bits the engines gave."""
+    sets = ", ".join(
+        f"{label}: {len(parts['prefill'])} and {len(parts['decode'])}"
+        for label, parts in n["engines_with_equal_bits"].items()
+        if len(set(label.split(" ")[:3:2])) == 1
+    )
+    engines = sum(map(len, n["engines_with_equal_kernels"]))
+    kernels = len(n["engines_with_equal_kernels"])
+    return (
+        f"{engines} engines with {kernels} sets of compiled kernels; sets of bits of prefill and of decode, "
+        f"{sets}"
+    )
+
+
 def _fixed(n: Numbers) -> str:
     seen = f"{n['off']} → {n['on']} → {n['off_again']}"
     for name in ("blocks_not_zeroed", "nan_tokens"):
@@ -135,6 +151,7 @@ SEEN: dict[str, Callable[[Numbers], str]] = {
     "NaN rows": _rows,
     "live logits, off / on": _bits,
     "live logits, 3 / 8 live": _bits,
+    "live logits, equal engines": _equal,
     "dynamic fp8 quantizers": lambda n: (
         "values of sound rows changed: "
         + ", ".join(

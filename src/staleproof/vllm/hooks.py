@@ -54,6 +54,7 @@ class Target:
         versions: the first and last release with this function; ``None`` for all of the patch's.
         vital: whether the whole patch steps back if this one function cannot be wrapped.
         probe: says whether this function has the defect; ``None`` if the patch's probe says it.
+        single: the function stays vLLM's own but for objects that :mod:`staleproof.vllm.single` is given.
     """
 
     module: str
@@ -67,6 +68,7 @@ class Target:
     versions: tuple[str, str] | None = None
     vital: bool = False
     probe: Callable[[Sources], Evidence] | None = None
+    single: bool = False
 
     @property
     def place(self) -> str:
@@ -239,7 +241,7 @@ class _Place:
 
     def _install(self) -> None:
         self.current = self.original
-        for hook in self.hooks:
+        for hook in (hook for hook in self.hooks if not hook.target.single):
             swap = hook.target.swap
             self.current = swap(self.current) if swap else _wrapped(self.current, hook)
         setattr(self.holder, self.attribute, self.current)

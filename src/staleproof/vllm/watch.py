@@ -36,6 +36,9 @@ DEFAULT_PORT = 9464
 INTERVAL_S = 0.5
 # Steps whose requests are remembered, so that the first bad row can be named; and requests named in a line.
 REMEMBERED, NAMED = 1024, 8
+# The device learns the number of a step when the batch changes, and after this many equal steps: setting it
+# is most of what a watched step costs the host.
+SPAN = 32
 PADDING, LIVE = "padding", "live"
 
 
@@ -148,6 +151,10 @@ class Watch:
         self._due = 0.0
         self._latest = Reading()
         self._reported: set[str] = set()
+        # What the device was told last: the number of a step, and its live rows.
+        self._told = self._tokens = 0
+        # First and last step that ran under one number.
+        self._spans: deque[list[int]] = deque(maxlen=REMEMBERED)
         self._recent.clear()
 
     def slot(self, stage: str, layer: str) -> int | None:
@@ -190,19 +197,25 @@ class Watch:
 
     def name_requests(self, requests: Sequence[str], tokens: Mapping[str, int]) -> None:
         """Say whose rows those of the current step are: requests in their order, and tokens of each."""
-        self._recent.append((self.steps, tuple(requests), tokens))
+        if self.steps == self._told:
+            self._recent.append((self.steps, tuple(requests), tokens))
 
-    def begin_step(self, tokens: int) -> None:
+    def begin_step(self, tokens: int, same: bool = False) -> None:
         """Say how many rows of the step to come are live: they are its first.
 
         Args:
             tokens: number of tokens of all requests.
+            same: whether the requests are those of the last step, each with as many tokens.
         """
         before, self._counting = self._counting, self.steps % self.settings.steps == 0
         self.steps += 1
         self.counted += self._counting
-        if self._counting or before:
+        if same and before and self._counting and tokens == self._tokens and self.steps < self._told + SPAN:
+            self._spans[-1][1] = self.steps
+        elif self._counting or before:
             self._board.begin(self.steps, tokens, self._counting)
+            self._told, self._tokens = self.steps, tokens
+            self._spans.append([self.steps, self.steps])
         if self._copied is not None:
             self.reading()
         else:
@@ -261,9 +274,12 @@ class Watch:
         self._reported.add(rows)
         step, slot, row, canary = first
         stage, layer = next(key for key, at in self._slots.items() if at == slot)
+        last = next((span[1] for span in self._spans if span[0] == step), step)
+        # It was there when the counts were copied.
+        last = min(last, self._latest.steps)
         logger.warning(
-            "staleproof: first %s row with NaN or Inf: step %d, %s of %s, row %d, %s%s",
-            rows, step, stage, layer, row,
+            "staleproof: first %s row with NaN or Inf: step %d%s, %s of %s, row %d, %s%s",
+            rows, step, f" to {last}" if last > step else "", stage, layer, row,
             "canary: nobody wrote it" if canary else "computed, no canary",
             self._who(step, row),
         )  # fmt: skip

@@ -69,6 +69,8 @@ class Hooks:
         self.memory: watch_memory.Memory | None = None
         # Tokens of each request of the last step of the first model runner.
         self._tokens: Any = None
+        # Number of requests of the last step.
+        self._requests = 0
         # The layer whose experts run right now: a router does not know its own name.
         self.layer = ""
 
@@ -115,9 +117,17 @@ class Hooks:
         output = argument(args, kwargs, 1, "scheduler_output")
         if self.blocks is not None:
             self.blocks.scheduled(output)
-        if output.total_num_scheduled_tokens:
+        if tokens := output.total_num_scheduled_tokens:
             copied = watch.latest
-            watch.begin_step(output.total_num_scheduled_tokens)
+            # A decode step of as many requests as the last one, and none came, ended or was set aside.
+            requests, self._requests = self._requests, len(output.num_scheduled_tokens)
+            same = requests == self._requests == tokens and not (
+                output.scheduled_new_reqs
+                or output.finished_req_ids
+                or getattr(output, "preempted_req_ids", None)
+                or output.scheduled_cached_reqs.resumed_req_ids
+            )
+            watch.begin_step(tokens, same)
             if self.memory is not None and watch.latest is not copied:
                 self.memory.unprofiled()
 

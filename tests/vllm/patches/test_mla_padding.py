@@ -221,3 +221,13 @@ def test_a_kernel_that_divides_otherwise_is_left_alone(vllm, tmp_path, device):
         module = vllm("triton_decode_attention")
         assert "does not divide by e_sum once" in standing.targets("mla_padding")[PLACE]
         assert not hasattr(module._fwd_kernel_stage2, "staleproof_replaces")
+
+
+def test_no_python_runs_behind_triton_mla():
+    """Its kernel is exchanged once; a hook behind a call would cost the host at each layer and step."""
+    at_calls = [target for target in patch.TARGETS if target.swap is None]
+    assert {target.module.rpartition(".")[2] for target in at_calls} == {
+        "cutlass_mla",
+        "flashinfer_mla",
+        "turboquant_attn",
+    }

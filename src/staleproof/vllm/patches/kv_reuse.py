@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from staleproof.vllm import single
 from staleproof.vllm.arguments import Arguments, Keywords, argument, replaced
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
@@ -95,11 +96,19 @@ def _allow_recording(args: Arguments, kwargs: Keywords) -> None:
     """Tell the managers of a scheduler whether its ``schedule`` takes the ids that they record.
 
     Without a call of vLLM's ``schedule`` nothing is recorded: whoever schedules in its place might
-    not take them, and the list would grow with each block.
+    not take them, and the list would grow with each block. Only a manager that records gets the hooks:
+    vLLM allocates once a request and step.
     """
     scheduler = args[0]
-    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
-        manager._staleproof_record = scheduler.needs_kv_cache_zeroing
+    manager, takes = scheduler.kv_cache_manager, scheduler.needs_kv_cache_zeroing
+    # By the manager, because a scheduler may get another one.
+    if getattr(manager, "_staleproof_takes", None) is takes:
+        return
+    for of_type in manager.coordinator.single_type_managers:
+        of_type._staleproof_record = takes
+        if _is_recorded(of_type):
+            single.hook("mla_recording", of_type)
+    manager._staleproof_takes = takes
 
 
 def _is_recorded(manager: Any) -> bool:
@@ -302,6 +311,7 @@ PATCHES = (
                 ("self",),
                 after=_record_new,
                 vital=True,
+                single=True,
             ),
             Target(
                 MANAGER,
@@ -309,6 +319,7 @@ PATCHES = (
                 EXTERNAL,
                 after=_record_external,
                 vital=True,
+                single=True,
             ),
         ),
         probe=_unrecorded,
@@ -318,7 +329,7 @@ PATCHES = (
             "Mamba state as keys. The mask multiplies a NaN in it by 0, which is NaN."
         ),
         threads=("vLLM #43961", "vLLM #35219"),
-        cost="no launch; on the host one list an allocation",
+        cost="no launch; on the host one list an allocation in such models, nothing an allocation in others",
         requires=("undrained_ids",),
     ),
     Patch(

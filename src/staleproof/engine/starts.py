@@ -1,0 +1,129 @@
+"""Does an engine give the bits again that an equal engine gave? What off / on / off can say rests on that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from staleproof.engine.bench import Bench, Cell, Results
+from staleproof.engine.mla import FIXED_ONES
+from staleproof.engine.orders import Order
+from staleproof.harness.answers import Answer, answer
+
+SAME = "live logits, equal engines"
+FP8 = "TRITON_MLA, full graphs, compiled, fp8"
+# torch.compile times kernels, and whether two of them are faster as one. Here it does neither.
+UNTIMED = f"{FP8}, nothing timed"
+# Each number of live requests twice, one after the other.
+LIVE = (3, 8, 8, 50, 50)
+# The rounds without padding rows, whose content a batch with one fp8 scale depends on.
+WHOLE = (1, 2)
+STATES = {"off": "none", "off again": "none", "off once more": "none", "on": "all", "on again": "all"}
+
+
+def _orders() -> dict[str, Order]:
+    probes = {"start": {}, "control": {}, "rows": {"live": LIVE}, "compiled_kernels": {}}
+    timed = replace(FIXED_ONES[FP8], probes=probes)
+    compilation = timed.options["compilation_config"]
+    settings = {"combo_kernels": False, "benchmark_combo_kernel": False, "deterministic": True}
+    options = {**timed.options, "compilation_config": {**compilation, "inductor_compile_config": settings}}
+    orders = {f"{FP8}, {state}": replace(timed, patches=patches) for state, patches in STATES.items()}
+    for state in ("off", "on"):
+        orders[f"{UNTIMED}, {state}"] = replace(timed, options=options, patches=STATES[state])
+    return orders
+
+
+ORDERS = _orders()
+
+
+def alike(things: Mapping[str, Any]) -> list[list[str]]:
+    """The names of equal things together.
+
+    >>> alike({"a": [1], "b": [2], "c": [1]})
+    [['a', 'c'], ['b']]
+    """
+    groups: list[tuple[Any, list[str]]] = []
+    for name, thing in things.items():
+        for other, names in groups:
+            if other == thing:
+                names.append(name)
+                break
+        else:
+            groups.append((thing, [name]))
+    return [names for _, names in groups]
+
+
+def verdict(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """What the checksums of the rounds without padding say, of engines ``off...`` and ``on...``.
+
+    >>> def engine(*sums):
+    ...     return [{"sums": []}, *({"sums": [[n]]} for n in sums)]
+    >>> verdict({"off": engine(1, 1), "off again": engine(1, 1), "on": engine(1, 1)})
+    'same bits'
+    >>> verdict({"off": engine(1, 2), "on": engine(1, 1)})
+    'differ within an engine'
+    >>> verdict({"off": engine(1, 1), "off again": engine(2, 2), "on": engine(1, 1)})
+    'differ between equal engines'
+    >>> verdict({"off": engine(1, 1), "on": engine(2, 2)})
+    'differ with the plugin'
+    """
+    first, second = WHOLE
+    if any(one[first]["sums"] != one[second]["sums"] for one in rounds.values()):
+        return "differ within an engine"
+    groups = alike({name: one[first]["sums"] for name, one in rounds.items()})
+    for state in ("off", "on"):
+        if sum(any(name.startswith(state) for name in names) for names in groups) > 1:
+            return "differ between equal engines"
+    return "same bits" if len(groups) == 1 else "differ with the plugin"
+
+
+def _answered(results: Results, name: str) -> bool:
+    return name in results and "compiled_kernels" in results[name].answers
+
+
+def equal_engines(name: str) -> Any:
+    """The judge of some starts of one engine, without and with the plugin."""
+
+    def judge(results: Results) -> Answer:
+        states = [order.removeprefix(f"{name}, ") for order in ORDERS if order.rpartition(", ")[0] == name]
+        # A start that failed leaves the others to compare, but one of each kind must be there.
+        states = [
+            state for state in states if state in ("off", "on") or _answered(results, f"{name}, {state}")
+        ]
+        rounds = {state: results.of(f"{name}, {state}", "rows") for state in states}
+        kernels = {state: results.of(f"{name}, {state}", "compiled_kernels") for state in states}
+        numbers = {}
+        for number, live in enumerate(LIVE):
+            size = rounds["off"][number]["size"]
+            label = f"{live} of {size}" + (" again" if live in LIVE[:number] else "")
+            numbers[label] = {
+                "prefill": alike({state: one[number]["sums"][:1] for state, one in rounds.items()}),
+                "decode": alike({state: one[number]["sums"][1:] for state, one in rounds.items()}),
+            }
+        common = set.intersection(*(set(of) for of in kernels.values()))
+        return answer(
+            verdict(rounds),
+            engines_with_equal_bits=numbers,
+            engines_with_equal_kernels=alike(kernels),
+            kernels_that_not_all_have={
+                state: sorted(set(of) - common)[:20] for state, of in kernels.items() if set(of) - common
+            },
+            kernels={state: sum(of.values()) for state, of in kernels.items()},
+        )
+
+    return judge
+
+
+def _cells() -> dict[Cell, Any]:
+    return {(SAME, name): equal_engines(name) for name in (FP8, UNTIMED)}
+
+
+BENCH = Bench(
+    "starts",
+    "do equal engines give equal bits: compiled fp8, without and with the plugin",
+    ORDERS,
+    _cells(),
+    timeout_s=240.0,
+    slow=True,
+)

@@ -1,0 +1,93 @@
+"""Hooks of single objects: vLLM's class keeps its own method, and only a given object has the hooks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from staleproof.vllm import hooks, single, standing
+from staleproof.vllm.hooks import Target
+from staleproof.vllm.patches import kv_reuse
+
+TEXT = """
+class Manager:
+    def __init__(self, spec):
+        self.kv_cache_spec, self.new_block_ids = spec, []
+
+    def allocate(self, count):
+        return list(range(count))
+
+
+class Derived(Manager):
+    def allocate(self, count):
+        return super().allocate(count + 1)
+"""
+
+
+@pytest.fixture(name="managers")
+def managers_fixture(tmp_path, monkeypatch):
+    (tmp_path / "managers.py").write_text(TEXT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hooks._places.clear()
+    standing.stepped_back.clear()
+    yield importlib.import_module("managers")
+    hooks.unwrap("p")
+    standing.forget("p")
+    del sys.modules["managers"]
+
+
+def wrapped(after) -> None:
+    hooks.wrap("p", Target("managers", "Manager.allocate", ("self", "count"), after=after, single=True))
+
+
+def test_only_the_given_object_has_the_hook(managers):
+    own = managers.Manager.allocate
+    wrapped(lambda result, args, kwargs: [*result, type(args[0]).__name__])
+    assert managers.Manager.allocate is own
+    assert standing.targets("p") == {"managers:Manager.allocate": "in place"}
+    one, other = managers.Derived(None), managers.Manager(None)
+    single.hook("p", one)
+    single.hook("p", one)
+    # The method of its own class, once; and keywords too.
+    assert one.allocate(1) == one.allocate(count=1) == [0, 1, "Derived"]
+    assert other.allocate(1) == [0]
+    single.hook("p", SimpleNamespace())
+
+
+def test_the_hook_ends_when_the_patch_is_reverted(managers):
+    wrapped(lambda result, args, kwargs: "hooked")
+    one = managers.Manager(None)
+    single.hook("p", one)
+    assert one.allocate(1) == "hooked"
+    hooks.unwrap("p")
+    assert one.allocate(1) == [0]
+
+
+def test_a_hook_that_raises_leaves_vllms_result_and_the_patch_steps_back(managers):
+    def fails(result, args, kwargs):
+        raise RuntimeError("planted")
+
+    wrapped(fails)
+    one = managers.Manager(None)
+    single.hook("p", one)
+    assert one.allocate(2) == [0, 1]
+    assert "planted" in standing.stepped_back["p"]
+
+
+class MLAAttentionSpec:
+    """Known by its name alone."""
+
+
+@pytest.mark.parametrize(("zeroes", "hooked"), [(True, [True, False]), (False, [False, False])])
+def test_only_managers_that_record_are_hooked(monkeypatch, zeroes, hooked):
+    given = []
+    monkeypatch.setattr(single, "hook", lambda owner, thing: given.append((owner, thing)))
+    managers = [SimpleNamespace(kv_cache_spec=spec) for spec in (MLAAttentionSpec(), object())]
+    manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
+    scheduler = SimpleNamespace(needs_kv_cache_zeroing=zeroes, kv_cache_manager=manager)
+    for _ in range(3):
+        kv_reuse._allow_recording((scheduler,), {})
+    assert given == [("mla_recording", one) for one, is_it in zip(managers, hooked, strict=True) if is_it]
