@@ -88,9 +88,7 @@ class Ended:
 class Child:
     """One running child process; see :func:`start`."""
 
-    def __init__(
-        self, command: Sequence[str], order: bytes, env: Mapping[str, str], prefixed: bool
-    ) -> None:
+    def __init__(self, command: Sequence[str], order: bytes, env: Mapping[str, str], prefixed: bool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="staleproof-")
         names = ("order", "report", "stdout", "stderr", "code")
         self._files = files = {name: Path(self._folder.name) / name for name in names}
