@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from staleproof.interpreter import _patching_once, _with_table
+from staleproof.interpreter import OVERFLOW, _patching_once, _with_table
 
 
 @triton.jit
@@ -31,6 +33,12 @@ def _sums(x_ptr, out_ptr, SIZE: tl.constexpr, FAIL: tl.constexpr):
     x = tl.load(x_ptr + row * SIZE + tl.arange(0, SIZE)).to(tl.float32)
     x = _twice(_twice(x)) + tl.zeros((SIZE,), tl.float32)
     tl.store(out_ptr + row, tl.sum(x).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _sum_of_two(x_ptr, y_ptr, out_ptr):
+    i = tl.arange(0, 4)
+    tl.store(out_ptr + i, tl.load(x_ptr + i) + tl.load(y_ptr + i))
 
 
 def _run(dtype: torch.dtype, fail: bool = False) -> torch.Tensor:
@@ -101,3 +109,23 @@ def test_each_type_has_the_numpy_type_that_triton_gives_it():
     kinds = [*scalars, *(tl.pointer_type(kind) for kind in scalars)]
     for kind in [*kinds, *(tl.block_type(kind, [4]) for kind in kinds)]:
         assert looked_up(kind) == looked_up(kind) == theirs(kind), kind
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_overflow_is_an_error_exactly_where_the_interpreter_as_it_comes_has_one(monkeypatch, debug):
+    builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
+    monkeypatch.setattr(builder, "options", replace(builder.options, debug=debug))
+    x, y = torch.tensor([1, 2, 3, 2**31 - 1], dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    said, sums = [], []
+    for check in (getattr(semantic, OVERFLOW), _original(OVERFLOW)):
+        monkeypatch.setattr(semantic, OVERFLOW, check)
+        out = torch.zeros_like(x)
+        try:
+            _sum_of_two[(1,)](x, y, out)
+            said.append("")
+        except Exception as error:
+            said.append(str(error))
+        sums.append(out.tolist())
+    assert said[0] == said[1]
+    assert sums[0] == sums[1]
+    assert ("int32 overflow detected for operation add" in said[0]) == debug
