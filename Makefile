@@ -16,6 +16,10 @@ CHROMIUM := $(shell command -v chromium || command -v chromium-browser || comman
 # to do so (a quarter of that of tests/incidents/scale_padding, on two cores).
 THREADS := $(if $(filter 1,$(JOBS)),,OMP_NUM_THREADS=1)
 
+# Also where PYTHONDONTWRITEBYTECODE is set: the tests start some hundred processes, and each would compile
+# the same sources again (six seconds of CPU for pytest's collection alone).
+BYTECODE := PYTHONDONTWRITEBYTECODE=
+
 # The oldest and the newest torch that pyproject.toml admits, and what vLLM installs beside it that could
 # conflict with ours: numba limits numpy, fastapi brings typer and rich.
 VERSIONS := 2.10.0 2.15.0
@@ -36,14 +40,14 @@ help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 workbook: $(READY) ## run every incident and notebook, print the verdicts, write the report
-	$(BIN)/staleproof report --execute
+	$(BYTECODE) $(BIN)/staleproof report --execute
 
 test: $(READY) ## lint, types, unit tests, and nbval over the notebooks
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(THREADS) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
-	$(THREADS) $(BIN)/python -m pytest -q -p no:cacheprovider --nbval --nbval-current-env \
+	$(BYTECODE) $(THREADS) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	$(BYTECODE) $(THREADS) $(BIN)/python -m pytest -q -p no:cacheprovider --nbval --nbval-current-env \
 	  --nbval-cell-timeout 300 --nbval-sanitize-with notebooks/sanitize.cfg \
 	  -n $(if $(filter 1,$(JOBS)),1,2) --dist loadscope notebooks/
 

@@ -236,7 +236,7 @@ def report(
     build = recorded.build_folder()
     need_workbook()
     from staleproof.report import html
-    from staleproof.report.notebooks import Execution, execute_all
+    from staleproof.report.notebooks import Beside, Execution, lanes
     from staleproof.report.page.kept import kept_in_the_workbook
 
     page = build / "index.html"
@@ -245,8 +245,9 @@ def report(
     kept = build / "findings.jsonl"
     sources = sorted((recorded.checkout() / "notebooks").glob("*.ipynb"))
     if execute:
-        findings = _obtain([*INCIDENTS], device, kept)
-        executions = execute_all(sources, build / "notebooks")
+        with Beside(sources, build / "notebooks", lanes(device)) as notebooks:
+            findings = _obtain([*INCIDENTS], device, kept)
+            executions = notebooks.finish()
     else:
         findings = read_findings(kept) if kept.exists() else []
         copies = (build / "notebooks" / path.name for path in sources)

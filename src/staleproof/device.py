@@ -139,6 +139,10 @@ def load_triton() -> None:
         select()
     import triton
 
+    if interpreting():
+        from staleproof.interpreter import quicken
+
+        quicken()
     # Many faulty variants compute 0 / 0 on purpose. numpy, under the interpreter, would warn each time.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     # select() looks for this name: from here on the device cannot change.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import subprocess
@@ -22,6 +23,23 @@ def environment(name: str) -> str:
 
 def say_nothing() -> None:
     pass
+
+
+def born(module: str) -> dict[str, object]:
+    """Where this process comes from, and whether ``module`` was loaded, or can be."""
+    loaded = module in sys.modules
+    return {
+        "pid": os.getpid(),
+        "group": os.getpgid(0),
+        "parent": os.getppid(),
+        "folder": os.getcwd(),
+        "loaded": loaded,
+        "importable": importlib.util.find_spec(module) is not None,
+    }
+
+
+def wait_forever() -> None:
+    time.sleep(600)
 
 
 def compile_without_ptxas_blackwell() -> list[object]:

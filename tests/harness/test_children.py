@@ -12,14 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from staleproof.harness import children
+from staleproof.harness import children, zygote
 from staleproof.harness.children import ChildError
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal exists on Linux alone")
 
 
+@pytest.fixture(params=["a new interpreter", pytest.param("forked", marks=LINUX)])
+def how(request, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How children come to be: forked from a process that has imported torch, or new interpreters."""
+    monkeypatch.setattr(zygote, "_wanted", lambda env: request.param == "forked")
+    monkeypatch.setattr(zygote, "PRELOADED", ())
+    return request.param
+
+
 @pytest.fixture(autouse=True)
-def jobs(monkeypatch: pytest.MonkeyPatch):
+def jobs(monkeypatch: pytest.MonkeyPatch, how: str):
     """The module of functions that children run."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
     import jobs
@@ -153,7 +161,8 @@ CALLER = """
 import os, sys, time
 sys.path.insert(0, {folder!r})
 import jobs
-from staleproof.harness import children
+from staleproof.harness import children, zygote
+zygote._wanted = lambda env: {forked}
 child = children.start(jobs.sleep, {place!r})
 while not os.path.exists({place!r}):
     time.sleep(0.02)
@@ -170,16 +179,17 @@ while not os.path.exists({place!r}):
         pytest.param("child.wait(600)", signal.SIGKILL, id="killed", marks=LINUX),
     ],
 )
-def test_no_child_outlives_its_caller(tmp_path, then, number):
+def test_no_child_outlives_its_caller(tmp_path, how, then, number):
     place = tmp_path / "pids"
-    code = CALLER.format(folder=str(Path(__file__).parent), place=str(place), then=then)
+    forked = how == "forked"
+    code = CALLER.format(folder=str(Path(__file__).parent), place=str(place), then=then, forked=forked)
     caller = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     child, grandchild = pids(place)
     if number is not None:
         caller.send_signal(number)
     caller.wait(60)
     assert wait_until(lambda: not runs(child))
-    if number == signal.SIGKILL:
+    if number == signal.SIGKILL and not forked:
         os.kill(grandchild, signal.SIGKILL)  # nobody is left to end it
     assert wait_until(lambda: not runs(grandchild))
 

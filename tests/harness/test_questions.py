@@ -205,8 +205,8 @@ def test_progress_says_which_step_begins():
     assert lines == ["fake 1/3: empty row, a", "fake 2/3: empty row, b", "fake 3/3: servers"]
 
 
-@pytest.mark.parametrize("one", [True, False])
-def test_one_thread_holds_while_ask_runs_and_never_for_the_caller(one, threads):
+@pytest.mark.parametrize(("one", "kind"), [(True, "cuda"), (False, "cuda"), (False, "cpu")])
+def test_one_thread_holds_while_ask_runs_and_never_for_the_caller(one, kind, threads):
     seen = []
 
     def ask(subject, device):
@@ -214,9 +214,9 @@ def test_one_thread_holds_while_ask_runs_and_never_for_the_caller(one, threads):
             seen.append(torch.get_num_threads())
             yield answer("clean")
 
-    for _ in Questions("fake", Question("q", ["v"], ask, one_thread=one)).run("cpu"):
+    for _ in Questions("fake", Question("q", ["v"], ask, one_thread=one)).run(kind):
         assert torch.get_num_threads() == threads
-    assert seen == [1 if one else threads] * 2
+    assert seen == [1 if one or kind == "cpu" else threads] * 2
 
 
 def test_the_threads_are_back_after_an_error(threads):

@@ -80,6 +80,8 @@ def printed_lines(path: Path, mode: str) -> list[str]:
 if __name__ == "__main__":
     # One thread: the operations are small, and a second thread only slows them down.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    # As in tests/conftest.py: nbformat does without it, and with it takes a second more to import.
+    sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
     # What takes seconds to import is imported once; each mode changes a process of its own.
     import IPython  # noqa: F401
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -188,6 +190,57 @@ def test_report_execute_exits_1_where_a_notebook_stops_and_still_writes(root, ca
     assert "went well" in page
     assert "This notebook stopped" in page
     assert str(root / "workbook/_build/index.html") in captured.out
+
+
+def _meet(name: str) -> list:
+    """A notebook that waits for another, in the folder above, which says how many threads torch has."""
+    return [
+        v4.new_code_cell(
+            "import os, time, pathlib\n"
+            f"pathlib.Path('{name}').write_text(os.environ['OMP_NUM_THREADS'])\n"
+            "while len([*pathlib.Path('.').glob('at_*')]) < 2: time.sleep(0.02)"
+        )
+    ]
+
+
+def test_notebooks_are_executed_beside_what_the_command_does(root, monkeypatch):
+    monkeypatch.setattr(notebooks, "_cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    folder = root / "notebooks"
+    sources = [write(folder / f"0{i}.ipynb", _meet(f"at_{i}")) for i in range(2)]
+    with notebooks.Beside(sources, root / "out", 1) as beside:
+        # The first of them waits for the second, which begins once nothing is left to do here.
+        end = time.monotonic() + 60
+        while not (folder / "at_0").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not (folder / "at_1").exists()
+        done = beside.finish()
+    assert [(one.path.name, one.error) for one in done] == [("00.ipynb", None), ("01.ipynb", None)]
+    # Two processes on four cores.
+    assert (folder / "at_0").read_text() == "2"
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_an_error_of_the_command_stops_the_notebooks_beside_it(root):
+    cells = [
+        v4.new_code_cell(f"open('cell_{i}', 'w').close()\nimport time; time.sleep(0.3)") for i in range(9)
+    ]
+    source = write(root / "notebooks/00_long.ipynb", cells)
+    with pytest.raises(KeyError), notebooks.Beside([source], root / "out", 1) as beside:
+        raise KeyError
+    for thread in beside._threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not (root / "notebooks/cell_8").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cores", "lanes"), [("cuda", 16, 0), ("cpu", 1, 0), ("cpu", 2, 1), ("cpu", 16, 3)]
+)
+def test_no_notebook_runs_beside_questions_on_a_gpu(monkeypatch, kind, cores, lanes):
+    monkeypatch.setattr(notebooks, "select", lambda device: kind)
+    monkeypatch.setattr(notebooks, "_cores", lambda: cores)
+    assert notebooks.lanes("auto") == lanes
 
 
 def test_the_page_shows_what_was_compiled_for_other_gpus():

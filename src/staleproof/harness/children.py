@@ -5,6 +5,9 @@ survive a later crash. Every child has a time limit, and a process group of its 
 processes it starts end with it. :func:`end_all` ends whatever still runs; the question runner calls
 it when it stops, for whatever reason.
 
+Where kernels are interpreted, a child is forked from a process that has imported torch
+(:mod:`~staleproof.harness.zygote`); elsewhere it is a new interpreter.
+
 >>> import math
 >>> call(math.sqrt, 2.25, timeout_s=60).answer()
 1.5
@@ -32,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from staleproof.check import require
+from staleproof.harness import zygote
 
 # Names the file of a child's answers. Not its standard output: libraries print there.
 REPORT = "STALEPROOF_CHILD_REPORT"
@@ -84,24 +88,20 @@ class Ended:
 class Child:
     """One running child process; see :func:`start`."""
 
-    def __init__(self, command: Sequence[str], order: bytes, env: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], order: bytes, env: Mapping[str, str], prefixed: bool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="staleproof-")
-        files = {name: Path(self._folder.name) / name for name in ("order", "report", "stdout", "stderr")}
-        self._files = files
+        names = ("order", "report", "stdout", "stderr", "code")
+        self._files = files = {name: Path(self._folder.name) / name for name in names}
         files["order"].write_bytes(order)
+        whole = {**os.environ, **env, REPORT: str(files["report"])}
         with (
             files["order"].open("rb") as stdin,
             files["stdout"].open("wb") as stdout,
             files["stderr"].open("wb") as stderr,
         ):
             # Files, not pipes: a child blocks on a full pipe that nobody reads.
-            self._process = subprocess.Popen(
-                command,
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-                env={**os.environ, **env, REPORT: str(files["report"])},
+            self._process = (None if prefixed else zygote.forked(whole, files)) or subprocess.Popen(
+                command, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, env=whole
             )
         _running.add(self)
 
@@ -164,8 +164,8 @@ def start(
 
     Returns:
         The child, for :meth:`Child.wait`. The function's result is its last answer, unless it is
-        ``None``. On Linux a child also ends with the thread that started it, so that it does not
-        outlive a caller that is killed.
+        ``None``. On Linux a child also ends with the thread that started it, or if it was forked with
+        the process, so that it does not outlive a caller that is killed.
 
     Raises:
         ValueError: the function cannot be imported.
@@ -177,7 +177,7 @@ def start(
     # The child must be able to import whatever the caller can.
     paths = os.pathsep.join(filter(None, sys.path))
     command = [*prefix, sys.executable, "-m", "staleproof.harness.children"]
-    return Child(command, order, {"PYTHONPATH": paths, **(env or {})})
+    return Child(command, order, {"PYTHONPATH": paths, **(env or {})}, bool(prefix))
 
 
 def call(
@@ -272,7 +272,8 @@ def end_all() -> None:
 atexit.register(end_all)
 
 
-def _main() -> None:
+def run_order() -> None:
+    """In a child: run what its standard input says, and report the result."""
     if sys.platform == "linux":
         # A caller that is killed cannot end its children, so the kernel does: PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -286,4 +287,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    run_order()

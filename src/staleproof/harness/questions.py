@@ -88,7 +88,7 @@ class Question:
         also: other questions that ``ask`` answers too, each in an answer with that ``question``. If
             the subject is unavailable, they are reported as not run as well.
         one_thread: run with one thread of torch: for operations of microseconds, which a second
-            thread only slows down.
+            thread only slows down. On a CPU every row does: interpreted kernels are such operations.
         begin: ``begin(device)`` starts something slow before the first question of the table, e.g.
             a child process that compiles. Its result is the third argument of ``ask``. Rows with the
             same ``begin`` share one result.
@@ -359,7 +359,7 @@ class Questions:
             # One block an answer, not one around all: the caller runs between two answers, and
             # must find its own number of threads and no time limit.
             with (
-                one_thread() if row.one_thread else nullcontext(),
+                one_thread() if row.one_thread or device == "cpu" else nullcontext(),
                 children.within(deadline - time.monotonic()),
             ):
                 found = next(answers, None)

@@ -1,0 +1,131 @@
+"""What is saved of Triton's interpreter: the same bits, everything put back, and less work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from staleproof import device
+
+if not device.has_triton() or not device.interpreting():
+    pytest.skip("Triton's interpreter does not run here", allow_module_level=True)
+
+device.load_triton()
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from staleproof.interpreter import OVERFLOW, _patching_once, _with_table
+
+
+@triton.jit
+def _twice(x):
+    return x + x
+
+
+@triton.jit
+def _sums(x_ptr, out_ptr, SIZE: tl.constexpr, FAIL: tl.constexpr):
+    """Calls of two ``triton.jit`` functions, ours and one of Triton's, which sees another module."""
+    tl.static_assert(not FAIL, "planted")
+    row = tl.program_id(0)
+    x = tl.load(x_ptr + row * SIZE + tl.arange(0, SIZE)).to(tl.float32)
+    x = _twice(_twice(x)) + tl.zeros((SIZE,), tl.float32)
+    tl.store(out_ptr + row, tl.sum(x).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _sum_of_two(x_ptr, y_ptr, out_ptr):
+    i = tl.arange(0, 4)
+    tl.store(out_ptr + i, tl.load(x_ptr + i) + tl.load(y_ptr + i))
+
+
+def _run(dtype: torch.dtype, fail: bool = False) -> torch.Tensor:
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[1, 3] = float("nan")
+    out = torch.empty(3, dtype=dtype)
+    _sums[(3,)](x, out, SIZE=16, FAIL=fail)
+    return out
+
+
+@pytest.fixture(name="patches")
+def patches_fixture(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Each function for which Triton's own ``_patch_lang`` was called, under ours."""
+    original = _original("_patch_lang")
+    calls: list[object] = []
+
+    def counted(fn: object) -> object:
+        calls.append(fn)
+        return original(fn)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", counted)
+    monkeypatch.setattr(interpreter, "_patch_lang", _patching_once(interpreter))
+    return calls
+
+
+def _original(name: str) -> object:
+    return interpreter._staleproof[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_bits_are_those_of_the_interpreter_as_it_comes(dtype, monkeypatch):
+    ours = _run(dtype)
+    for name in ("_patch_lang", "_get_np_dtype"):
+        monkeypatch.setattr(interpreter, name, _original(name))
+    theirs = _run(dtype)
+    size = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(ours.view(size), theirs.view(size))
+
+
+def test_a_launch_patches_each_module_once(patches):
+    _run(torch.float32)
+    # The kernel's own module, and Triton's core for the functions that see only that.
+    assert 1 <= len(patches) <= 2
+    before = len(patches)
+    _run(torch.float32)
+    assert len(patches) == 2 * before
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_the_language_is_put_back_after_a_launch_also_one_that_raises(patches, fail):
+    names = [(tl, "load"), (tl.core, "load"), (tl.core, "reduce"), (tl.tensor, "__add__"), (tl, "range")]
+    before = [getattr(module, name) for module, name in names]
+    if fail:
+        with pytest.raises(Exception, match="planted"):
+            _run(torch.float32, fail=True)
+    else:
+        _run(torch.float32)
+    assert patches
+    assert [getattr(module, name) for module, name in names] == before
+
+
+def test_each_type_has_the_numpy_type_that_triton_gives_it():
+    looked_up, theirs = _with_table(interpreter), _original("_get_np_dtype")
+    scalars = [
+        *(tl.int1, tl.int8, tl.uint8, tl.int16, tl.uint16, tl.int32, tl.uint32, tl.int64, tl.uint64),
+        *(tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e4nv, tl.float8e5, tl.float8e4b15),
+    ]
+    kinds = [*scalars, *(tl.pointer_type(kind) for kind in scalars)]
+    for kind in [*kinds, *(tl.block_type(kind, [4]) for kind in kinds)]:
+        assert looked_up(kind) == looked_up(kind) == theirs(kind), kind
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_overflow_is_an_error_exactly_where_the_interpreter_as_it_comes_has_one(monkeypatch, debug):
+    builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
+    monkeypatch.setattr(builder, "options", replace(builder.options, debug=debug))
+    x, y = torch.tensor([1, 2, 3, 2**31 - 1], dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    said, sums = [], []
+    for check in (getattr(semantic, OVERFLOW), _original(OVERFLOW)):
+        monkeypatch.setattr(semantic, OVERFLOW, check)
+        out = torch.zeros_like(x)
+        try:
+            _sum_of_two[(1,)](x, y, out)
+            said.append("")
+        except Exception as error:
+            said.append(str(error))
+        sums.append(out.tolist())
+    assert said[0] == said[1]
+    assert sums[0] == sums[1]
+    assert ("int32 overflow detected for operation add" in said[0]) == debug
