@@ -172,7 +172,8 @@ def end_all() -> None:
 
 def _serve(connection: socket.socket) -> dict[str, Any] | None:
     """Fork for each order until the caller is gone. Returns in each child, with its order."""
-    parent, running = os.getppid(), {}
+    parent = os.getppid()
+    running: dict[int, Path] = {}
     noticed, wakes = socket.socketpair()
     noticed.setblocking(False)
     wakes.setblocking(False)
