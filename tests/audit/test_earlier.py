@@ -52,6 +52,13 @@ def test_an_answer_replaces_a_gap_and_a_gap_replaces_no_answer():
     assert earlier.merged([ROW, BROKEN], [renewed]) == [ROW, renewed]
 
 
+def test_an_answer_that_did_not_come_in_time_replaces_no_answer():
+    late = replace(ROW, verdict=Verdict.BREAKS, note="no answer within 40 s")
+    assert earlier.merged([ROW], [late]) == [ROW]
+    assert earlier.merged([late], [ROW]) == [ROW]
+    assert earlier.merged([ABSENT], [late]) == [late]
+
+
 def test_a_package_that_was_not_there_goes_when_a_release_of_it_came():
     nowhere = replace(ABSENT, version="", note="kernels is not here")
     assert earlier.merged([nowhere], [ROW]) == [ROW]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from staleproof.audit.contract import Row, Verdict
+from staleproof.audit.contract import TIMED_OUT, Row, Verdict
 from staleproof.audit.registry import Subject
 from staleproof.harness.findings import RunFileError
 
@@ -58,8 +58,9 @@ def open_clauses(
 def merged(known: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     """The rows of two audits of one machine, each subject, release and clause once.
 
-    A new answer takes the place of the old one; a new ``not run`` takes the place of an old ``not run``
-    only. The row of a package that was not there goes when another audit has a release of it.
+    A new answer takes the place of the old one. A new ``not run`` takes the place of an old ``not run`` only,
+    and so does an answer that did not come in time: limits and loads differ between audits. The row of a
+    package that was not there goes when another audit has a release of it.
 
     Args:
         known, new: rows, in their order.
@@ -72,7 +73,8 @@ def merged(known: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     found: dict[tuple[str, str, str, str], Row] = {}
     for row in [*known, *new]:
         key = (row.package, row.subject, row.version, row.clause)
-        if key not in found or row.verdict is not Verdict.NOT_RUN or found[key].verdict is Verdict.NOT_RUN:
+        gap = row.verdict is Verdict.NOT_RUN or row.note.startswith(TIMED_OUT)
+        if key not in found or not gap or found[key].verdict is Verdict.NOT_RUN:
             found[key] = row
     here = {(row.package, row.subject) for row in found.values() if row.version}
     return [row for row in found.values() if row.version or (row.package, row.subject) not in here]

@@ -17,7 +17,7 @@ from typing import Any
 
 from staleproof import device as devices
 from staleproof.audit import binding, earlier, packages, scripts
-from staleproof.audit.contract import Outcome, Row, Verdict, breaks, not_run
+from staleproof.audit.contract import TIMED_OUT, Outcome, Row, Verdict, breaks, not_run
 from staleproof.audit.packages import Release
 from staleproof.audit.registry import Subject, load_module, subjects_of
 from staleproof.harness import children
@@ -149,7 +149,7 @@ def ask(module: str, questions: Questions, release: Release, device: str, limit_
 
 def _ended(ended: children.Ended, limit_s: float) -> str:
     if ended.code is None or "Timeout (" in ended.stderr:
-        return f"no answer within {limit_s:.0f} s"
+        return f"{TIMED_OUT} {limit_s:.0f} s"
     if ended.code < 0:
         return f"ended its process with signal {-ended.code}"
     return f"ended its process with {ended.code}: {ended.last_line[:160]}"
