@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from staleproof.audit import environments, packages, registry, runner, scripts
-from staleproof.audit.contract import Outcome, Verdict, breaks
+from staleproof.audit.contract import Outcome, Verdict, breaks, read_rows
 from staleproof.audit.packages import Release
 
 # A case of each kind that a probe can hand on.
@@ -116,6 +116,22 @@ def test_no_script_for_another_package_needs_ours_and_each_says_what_to_install(
                 assert all(line.startswith("# pip install ") for line in installs), text
                 assert f"{subject.package}==1.0" in installs[-1]
     assert asked > 100
+
+
+def test_every_recorded_script_is_short_stands_alone_and_says_what_to_install():
+    folder = Path(__file__).parents[2] / "workbook/audits"
+    rows = [row for path in folder.glob("*.jsonl") for row in read_rows(path)]
+    texts = [(row, row.counterexample) for row in rows if row.counterexample]
+    assert len(texts) > 50
+    for row, text in texts:
+        assert row.verdict in (Verdict.BREAKS, Verdict.UNDEFINED)
+        assert len(text.splitlines()) < 30
+        assert "staleproof" not in text
+        version = row.version.partition("+")[0]
+        assert re.search(rf"^# pip install .*{re.escape(f'{row.package}=={version}')}", text, re.MULTILINE), (
+            row
+        )
+        assert re.search(r"^assert .*expected .*, got ", text.splitlines()[-1]), row
 
 
 def test_a_script_of_a_gpu_installs_the_whole_package_and_one_of_a_cpu_what_its_import_asks_for():

@@ -5,6 +5,7 @@ Patches are applied to a copy of the sources in the cache; without those the tes
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -39,6 +40,7 @@ COMPILED = {
     "flashinfer-finalize-unguarded-map": ("flashinfer_cuda", "0.7.2.post1"),
 }
 TORCH = "torch-masked-attention-nan"
+CASCADE = "flashinfer-triton-merge-state-empty-parts"
 # Its sources are in no wheel.
 ELSEWHERE = {"flashmla-empty-row-lse"}
 
@@ -58,7 +60,7 @@ DRAFTS = sorted(path.stem for path in UPSTREAM.glob("*.md"))
 
 
 def test_every_draft_has_a_patch_that_is_tried_or_says_why_not():
-    assert set(DRAFTS) == {*PATCHED, *COMPILED, TORCH, *ELSEWHERE}
+    assert set(DRAFTS) == {*PATCHED, *COMPILED, TORCH, CASCADE, *ELSEWHERE}
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -132,6 +134,48 @@ def test_the_patch_of_flex_attention_lets_the_script_end_quietly(tmp_path):
         ends.append(subprocess.run(command, capture_output=True, text=True, check=False))
     assert "AssertionError: expected" in ends[0].stderr
     assert ends[1].returncode == 0, ends[1].stderr
+
+
+# In a process of its own: Triton decides at the import of a kernel whether it is interpreted.
+MERGES = """
+import importlib.util, sys
+import torch
+spec = importlib.util.spec_from_file_location("kernels", sys.argv[1])
+kernels = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernels)
+torch.manual_seed(0)
+a, b = torch.randn(2, 4, 2, 8).unbind()
+lse_a, lse_b = torch.randn(2, 4, 2).unbind()
+lse_a[1], a[1] = float("-inf"), float("nan")
+lse_a[2], lse_b[2] = float("-inf"), float("-inf")
+lse_b[3] = float("-inf")
+out, lse = torch.empty(4, 2, 8), torch.empty(4, 2)
+kernels.merge_state_kernel[(4,)](a, lse_a, b, lse_b, out, lse, 2, 8, bdx=8, bdy=2)
+weight = torch.softmax(torch.stack([lse_a[0], lse_b[0]]) * 0.6931471805599453, 0)[..., None]
+print(torch.allclose(out[0], weight[0] * a[0] + weight[1] * b[0], atol=1e-5))
+print(torch.equal(out[1], b[1]), torch.equal(out[3], a[3]))
+print(bool((out[2] == 0).all() and (lse[2] == float("-inf")).all()))
+"""
+
+
+def test_the_patch_of_flashinfers_merge_gives_the_other_part_and_zeros(tmp_path):
+    folder = _folder("flashinfer_", "0.7.2.post1")
+    file = "flashinfer/triton/kernels/cascade.py"
+    (tmp_path / file).parent.mkdir(parents=True)
+    shutil.copy(folder / file, tmp_path / file)
+    said = []
+    for patched in (False, True):
+        if patched:
+            _apply(CASCADE, tmp_path)
+        done = subprocess.run(
+            [sys.executable, "-c", MERGES, str(tmp_path / file)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"TRITON_INTERPRET": "1"},
+            check=False,
+        )
+        said.append(done.stdout.split() or done.stderr)
+    assert said == [["True", "False", "True", "False"], ["True"] * 4]
 
 
 @pytest.mark.slow
