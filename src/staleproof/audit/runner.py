@@ -68,7 +68,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _answer(
-    probe: Callable[[str], Outcome], subject: Subject, clause: str, device: str
+    probe: Callable[[str], Outcome], subject: Subject, device: str, clause: str = ""
 ) -> tuple[Outcome, bool]:
     """The answer, and whether the process can go on: after an error of the device it cannot."""
     try:
@@ -129,7 +129,7 @@ def ask(module: str, questions: Questions, release: Release, device: str, limit_
         for clause in clauses:
             children.tell((name, clause, None))
             faulthandler.dump_traceback_later(limit_s, exit=True)
-            outcome, alive = _answer(probes[clause], subject, clause, device)
+            outcome, alive = _answer(probes[clause], subject, device, clause)
             faulthandler.cancel_dump_traceback_later()
             if why := packages.imported_elsewhere(subject, release):
                 outcome = not_run(why)
