@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from staleproof.audit import packages, registry, runner, scripts
-from staleproof.audit.contract import Outcome, Verdict, breaks
+from staleproof.audit import environments, packages, registry, runner, scripts
+from staleproof.audit.contract import Outcome, Verdict, breaks, read_rows
 from staleproof.audit.packages import Release
 
 # A case of each kind that a probe can hand on.
@@ -73,7 +75,8 @@ def test_a_script_fails_for_a_kernel_that_breaks_the_clause(tmp_path):
     case = breaks("x", "tail", "NaN", "V of the last page's tail")
     done = _run(scripts.counterexample(TORCH["SDPA math, boolean mask"], Release("2"), "T", case), tmp_path)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "AssertionError: tensor([nan, nan, nan, nan])"
+    assert "AssertionError: expected tensor([" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("got tensor([nan, nan, nan, nan])")
 
 
 @pytest.mark.parametrize("case", CASES["attention"], ids=lambda case: " ".join(case)[:25])
@@ -92,13 +95,63 @@ def test_vllms_script_runs_on_its_real_package(tmp_path):
         pytest.skip("vLLM 0.33.0 and what it imports are not in the cache")
     text = scripts.counterexample(subject, Release("0.33.0"), "E", breaks("x", "empty"))
     done = _run(text, tmp_path, str(folders[0]), str(beside[0]))
-    assert done.stderr.splitlines()[-1] == "AssertionError: tensor([nan, nan, nan, nan])"
+    assert done.stderr.splitlines()[-1] == "AssertionError: expected 0, got tensor([nan, nan, nan, nan])"
     right = replace(subject, call=OURS["mla_decode"].call)
     text = scripts.counterexample(right, Release("0.33.0"), "E", breaks("x", "empty"))
     assert _run(text, tmp_path, str(Path(__file__).parents[2] / "src")).returncode == 0
 
 
-def test_no_adapter_of_another_package_imports_ours():
+def test_no_script_for_another_package_needs_ours_and_each_says_what_to_install():
+    asked = 0
     for subject in _all_subjects():
-        if subject.package != "staleproof":
-            assert "staleproof" not in "\n".join(scripts._source(subject)), subject.name
+        if subject.package == "staleproof":
+            continue
+        for case in CASES.get(subject.kind, ()):
+            text = scripts.counterexample(subject, Release("1.0"), subject.clauses[1], breaks("x", *case))
+            if text:
+                asked += 1
+                assert "staleproof" not in text, subject.name
+                title, *installs = re.findall(r"\A((?:#.*\n)+)", text)[0].splitlines()
+                assert title.startswith(f"# {subject.name} ({subject.package} 1.0). Clause ")
+                assert all(line.startswith("# pip install ") for line in installs), text
+                assert f"{subject.package}==1.0" in installs[-1]
+    assert asked > 100
+
+
+def test_every_recorded_script_is_short_stands_alone_and_says_what_to_install():
+    folder = Path(__file__).parents[2] / "workbook/audits"
+    rows = [row for path in folder.glob("*.jsonl") for row in read_rows(path)]
+    texts = [(row, row.counterexample) for row in rows if row.counterexample]
+    assert len(texts) > 50
+    for row, text in texts:
+        assert row.verdict in (Verdict.BREAKS, Verdict.UNDEFINED)
+        assert len(text.splitlines()) < 30
+        assert "staleproof" not in text
+        version = row.version.partition("+")[0]
+        assert re.search(rf"^# pip install .*{re.escape(f'{row.package}=={version}')}", text, re.MULTILINE), (
+            row
+        )
+        assert re.search(r"^assert .*expected .*, got ", text.splitlines()[-1]), row
+
+
+def test_a_script_of_a_gpu_installs_the_whole_package_and_one_of_a_cpu_what_its_import_asks_for():
+    vllm = replace(OURS["mla_decode"], package="vllm")
+    gpu, cpu = (environments.Installed("2.11.0", "3.6.0", cuda) for cuda in (True, False))
+    assert environments.commands(vllm, "0.22.1", gpu) == [
+        "pip install vllm==0.22.1  # seen with torch==2.11.0 triton==3.6.0"
+    ]
+    assert environments.commands(vllm, "0.22.1", cpu) == [
+        "pip install torch==2.11.0 triton==3.6.0 numpy packaging regex",
+        "pip install --no-deps vllm==0.22.1",
+    ]
+    assert environments.commands(replace(vllm, package=""), "", cpu) == []
+
+
+def test_a_script_that_is_too_long_writes_each_statement_on_one_line():
+    subject = next(s for s in _all_subjects() if s.name == "Triton extend, unified")
+    long, short = scripts._source(subject), scripts._source(subject, short=True)
+    assert len(short) < len(long)
+    assert ast.dump(ast.parse("\n".join(short))) == ast.dump(ast.parse("\n".join(long)))
+    text = scripts.counterexample(subject, Release("1"), "E", breaks("x", "empty"))
+    assert 0 < len(text.splitlines()) < 30
+    assert "\n".join(short) in text

@@ -48,6 +48,8 @@ CLAUSES = {
     "S": "Slot -1 writes nothing, and reserved slots stay finite.",
     "W": "Every byte of the result is written, rounded-up tiles included.",
 }
+# How the note of a clause begins that was not answered in time.
+TIMED_OUT = "no answer within"
 # Kind of kernel -> its clauses.
 KINDS = {
     "attention": ("0", "E", "T", "B", "R", "N", "U", "Q", "L", "A"),

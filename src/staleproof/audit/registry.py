@@ -39,6 +39,7 @@ class Subject:
         files: modules of the package that are executed with stand-ins for its others.
         documented: clause -> what its documentation says about the case.
         skip: clause -> why it is not put to it.
+        asked: the clauses that it is asked; all of its kind by default.
     """
 
     name: str
@@ -51,11 +52,12 @@ class Subject:
     files: tuple[str, ...] = ()
     documented: Mapping[str, str] = field(default_factory=dict)
     skip: Mapping[str, str] = field(default_factory=dict)
+    asked: tuple[str, ...] = ()
 
     @property
     def clauses(self) -> tuple[str, ...]:
-        """The clauses of its kind."""
-        return KINDS[self.kind]
+        """The clauses that it is asked."""
+        return self.asked or KINDS[self.kind]
 
 
 def _decorator(kind: str) -> Callable[..., Any]:

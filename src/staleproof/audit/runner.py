@@ -9,15 +9,15 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from staleproof import device as devices
-from staleproof.audit import binding, packages, scripts
-from staleproof.audit.contract import Outcome, Row, Verdict, breaks, not_run
+from staleproof.audit import binding, earlier, packages, scripts
+from staleproof.audit.contract import TIMED_OUT, Outcome, Row, Verdict, breaks, not_run
 from staleproof.audit.packages import Release
 from staleproof.audit.registry import Subject, load_module, subjects_of
 from staleproof.harness import children
@@ -67,7 +67,9 @@ def _cause(error: BaseException) -> str:
     return _one_line(error.__cause__ or error)
 
 
-def _answer(probe: Callable[[str], Outcome], subject: Subject, device: str) -> tuple[Outcome, bool]:
+def _answer(
+    probe: Callable[[str], Outcome], subject: Subject, device: str, clause: str = ""
+) -> tuple[Outcome, bool]:
     """The answer, and whether the process can go on: after an error of the device it cannot."""
     try:
         return probe(device), True
@@ -85,7 +87,8 @@ def _answer(probe: Callable[[str], Outcome], subject: Subject, device: str) -> t
             return not_run("its compiled module is not here, and compiling is switched off"), True
         if isinstance(error, TypeError) and subject.package and _SIGNATURE.search(text):
             return not_run(f"its calls do not fit this release: {text}"), True
-        return breaks(f"raises {text}"), "CUDA error" not in text and "illegal memory access" not in text
+        alive = "CUDA error" not in text and "illegal memory access" not in text
+        return breaks(f"raises {text}", *scripts.FIRST_CASE.get(clause, ())), alive
 
 
 def _documented(outcome: Outcome, subject: Subject, clause: str) -> Outcome:
@@ -126,7 +129,7 @@ def ask(module: str, questions: Questions, release: Release, device: str, limit_
         for clause in clauses:
             children.tell((name, clause, None))
             faulthandler.dump_traceback_later(limit_s, exit=True)
-            outcome, alive = _answer(probes[clause], subject, device)
+            outcome, alive = _answer(probes[clause], subject, device, clause)
             faulthandler.cancel_dump_traceback_later()
             if why := packages.imported_elsewhere(subject, release):
                 outcome = not_run(why)
@@ -146,7 +149,7 @@ def ask(module: str, questions: Questions, release: Release, device: str, limit_
 
 def _ended(ended: children.Ended, limit_s: float) -> str:
     if ended.code is None or "Timeout (" in ended.stderr:
-        return f"no answer within {limit_s:.0f} s"
+        return f"{TIMED_OUT} {limit_s:.0f} s"
     if ended.code < 0:
         return f"ended its process with signal {-ended.code}"
     return f"ended its process with {ended.code}: {ended.last_line[:160]}"
@@ -182,7 +185,8 @@ def answers(
         Subject -> clause -> answer.
     """
     known: Answers = {
-        subject.name: {clause: not_run(why) for clause, why in subject.skip.items()} for subject in subjects
+        subject.name: {c: not_run(why) for c, why in subject.skip.items() if c in subject.clauses}
+        for subject in subjects
     }
     documented = {subject.name: subject for subject in subjects}
     while questions := _left(subjects, known):
@@ -201,7 +205,12 @@ def answers(
             known[name]["0"] = breaks(f"does not load: {_ended(ended, START_S)}")
         elif begun[1] not in known[begun[0]]:
             name, clause = begun
-            known[name][clause] = _documented(breaks(_ended(ended, limit_s)), documented[name], clause)
+            outcome = breaks(_ended(ended, limit_s), *scripts.FIRST_CASE.get(clause, ()))
+            # Only the child has the function of a user's module.
+            known_here = module in SUBJECTS
+            script = known_here and scripts.counterexample(documented[name], release, clause, outcome)
+            outcome = replace(outcome, case=(script,) if script else ())
+            known[name][clause] = _documented(outcome, documented[name], clause)
     return {subject.name: _complete(subject, known[subject.name]) for subject in subjects}
 
 
@@ -247,6 +256,8 @@ def audit(
     only: str = "",
     limit_s: float = LIMIT_S,
     jobs: int = 0,
+    known: Sequence[Row] = (),
+    again: Collection[Verdict] = (),
 ) -> Iterator[list[Row]]:
     """Audit the subjects of modules.
 
@@ -256,11 +267,14 @@ def audit(
         only: a text that package, version or name of a subject must hold.
         limit_s: for one clause of one subject, in seconds.
         jobs: processes at a time; by default one a core, and 8 at most on a GPU.
+        known: rows of an earlier audit of this machine; what it answered is not asked again.
+        again: verdicts of theirs that are asked again.
 
     Yields:
         The rows of one release of one subject, as they come.
     """
     device = devices.select(device)
+    earlier.check_machine(known, devices.machine().name)
     cores = os.cpu_count() or 1
     workers = jobs or (min(cores, GPU_JOBS) if device == "cuda" else cores)
     with ThreadPoolExecutor(workers) as pool:
@@ -280,10 +294,15 @@ def audit(
                 there = [r for r in there if only in f"{subject.package} {r.version} {subject.name}"]
                 if not there and only:
                     continue
-                if not there:
+                if not there and earlier.open_clauses(subject, "", known):
                     why = f"{subject.package} is not here" + (f"; {why}" if why else "")
                     yield _rows(subject, None, dict.fromkeys(subject.clauses, not_run(why)))
+                whole = subject
                 for release in there:
+                    left = earlier.open_clauses(whole, release.version, known, again)
+                    if not left:
+                        continue
+                    subject = replace(whole, asked=left)
                     if why:
                         note = f"{why}; {_binds(subject, release)}" if subject.package else why
                         yield _rows(subject, release, dict.fromkeys(subject.clauses, not_run(note)))

@@ -1,7 +1,9 @@
 """The smallest counterexample of a broken clause, as a script of under 30 lines that runs alone.
 
-It holds the adapter as it is, the smallest input that shows the case, and an assertion of the clause:
-it ends with an AssertionError while the kernel breaks it, and quietly once it is mended.
+Its first lines say what to install. It holds the adapter as it is, the smallest input that shows the case,
+and an assertion of the clause: it ends with an AssertionError that says what was expected and what came while
+the kernel breaks it, and quietly once it is mended. ``tests/audit/alone.py`` runs each in an environment of
+its own.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from staleproof.audit import environments
 from staleproof.audit.contract import CLAUSES, Outcome
 from staleproof.audit.packages import Release
 from staleproof.audit.registry import Subject
@@ -19,18 +22,33 @@ from staleproof.audit.scenes import Shape, mla_shape
 
 LINES = 29
 _FIRST = "def first(result): return result[0] if isinstance(result, tuple) else result"
+# Clause -> the case that its probe asks first: where the process ends, no probe is left to name it.
+FIRST_CASE = {"B": ("table", "-1"), "D": ("repeated",), "X": ("range", "-1")}
+# Packages with autotuned kernels, which Triton's interpreter cannot time.
+_TUNED = ("fla-core", "liger-kernel")
 
 
-def _source(subject: Subject) -> list[str]:
-    """The adapter without its decorators; an import, if it is a function of a module of the user's."""
+def _source(subject: Subject, *, short: bool = False) -> list[str]:
+    """The adapter without its decorators; an import, if it is a function of a module of the user's.
+
+    With ``short`` each of its statements is on one line.
+    """
     function = inspect.unwrap(subject.call)
     if not subject.package:
         module = inspect.getmodule(function)
         name = (module.__name__ if module else "").removeprefix("audited_")
         return [f"from {name} import {function.__name__}", _FIRST]
-    lines = textwrap.dedent(inspect.getsource(function)).splitlines()
+    text = textwrap.dedent(inspect.getsource(function))
+    if short:
+        definition = ast.parse(text).body[0]
+        assert isinstance(definition, ast.FunctionDef), subject.name
+        definition.decorator_list = []
+        text = ast.unparse(definition)
+    lines = text.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("def "))
-    return [line for line in lines[start:] if line.strip() and not line.strip().startswith("#")]
+    # The script imports torch at its top.
+    kept = [line for line in lines[start:] if line.strip() not in ("", "import torch")]
+    return [line for line in kept if not line.strip().startswith("#")]
 
 
 def _call(subject: Subject, **renamed: str) -> str:
@@ -41,20 +59,30 @@ def _call(subject: Subject, **renamed: str) -> str:
 
 
 def _prologue(subject: Subject) -> list[str]:
-    lines = ["import os", "import torch", 'device = "cuda" if torch.cuda.is_available() else "cpu"']
-    if not subject.package:
-        return lines[1:]
-    if subject.package in ("torch", "transformers"):
-        return lines[1:]
+    if subject.needs in ("cuda", "sm90", "sm100"):
+        return ["import torch", 'device = "cuda"']
+    choice = 'device = "cuda" if torch.cuda.is_available() else "cpu"'
+    if subject.package in ("", *environments.PLAIN):
+        return ["import torch", choice]
+    lines = ["import os, torch", choice]
     lines.append('os.environ.setdefault("TRITON_INTERPRET", str(int(device == "cpu")))')
     if subject.package == "vllm":
-        # Without a GPU vLLM hides Triton from its kernels.
-        lines.append('if device == "cpu": import sys, types, triton, triton.language as tl')
-        shown = "types.SimpleNamespace(tl=tl, triton=triton)"
-        lines.append(f'if device == "cpu": sys.modules["vllm.triton_utils"] = {shown}')
+        lines += [
+            'if device == "cpu":  # without a GPU vLLM hides Triton from its kernels',
+            "    import sys, types, triton, triton.language as tl",
+            '    sys.modules["vllm.triton_utils"] = types.SimpleNamespace(tl=tl, triton=triton)',
+        ]
+    if subject.package in _TUNED:
+        first = "lambda self, *a, **k: self.fn.run(*a, **{**self.configs[0].all_kwargs(), **k})"
+        lines += [
+            'if device == "cpu":  # without a GPU there is nothing to time: the first configuration',
+            "    from triton.runtime.autotuner import Autotuner",
+            f"    Autotuner.run = {first}",
+        ]
     return lines
 
 
+_SAME = 'assert torch.equal(got, clean), f"expected {clean.flatten()[:4]}, got {got.flatten()[:4]}"'
 _FILLS = {"NaN": 'float("nan")', "finite garbage": "1e4"}
 
 
@@ -71,7 +99,7 @@ def _gathered(subject: Subject, shape: Shape, case: tuple[str, ...]) -> list[str
         f"clean = {_call(subject)}",
         f"{place}[:, :, 3:] = {_FILLS[case[1]]}",
         f"got = {_call(subject)}",
-        "assert torch.equal(got, clean), got.flatten()[:4]",
+        _SAME,
     ]
 
 
@@ -110,7 +138,9 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
         "out": f"out = q.new_full(({batch}, {shape.heads}, {shape.value_dim}), float('nan'))",
         "lse": f"lse = torch.full(({batch}, {shape.heads}), float('nan'), device=device)",
     }
-    needed = {*named, "dtype", *(f"{name} content" for name in cache)}
+    needed = {*named, "dtype"}
+    if not kind.startswith("empty"):
+        needed |= {f"{name} content" for name in cache}
     lines = []
     if one := [name for name in scalars if name in named]:
         lines.append(f"{', '.join(one)} = {', '.join(scalars[name] for name in one)}")
@@ -122,16 +152,23 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
     if subject.shape.get("planned"):
         lines.insert(0, _FIRST)
     if kind == "empty lse":
-        return [*lines, f"lse = {_call(subject)}[1]", 'assert (lse[1] == float("-inf")).all(), lse[1]']
+        return [
+            *lines,
+            f"lse = {_call(subject)}[1]",
+            'assert (lse[1] == float("-inf")).all(), f"expected -inf, got {lse[1][:4]}"',
+        ]
     call = _call(subject)
     if not subject.package or subject.shape.get("planned"):
         call = f"first({call}).clone()"
     else:
         call += "[0].clone()" if _returns_pair(subject) else ".clone()"
     if kind == "empty":
-        return [*lines, f"got = {call}", "assert (got[1] == 0).all(), got[1].flatten()[:4]"]
-    check = "assert torch.equal(got, clean), got.flatten()[:4]"
-    return [*lines, f"clean = {call}", *poison, f"got = {call}", check]
+        return [
+            *lines,
+            f"got = {call}",
+            'assert (got[1] == 0).all(), f"expected 0, got {got[1].flatten()[:4]}"',
+        ]
+    return [*lines, f"clean = {call}", *poison, f"got = {call}", _SAME]
 
 
 def _poison(kind: str, case: tuple[str, ...], cache: list[str]) -> list[str]:
@@ -175,7 +212,8 @@ def _routing(subject: Subject, case: tuple[str, ...]) -> list[str]:
         f"bias = torch.zeros({experts}, device=device)",
         odd,
         f"weights, ids = {_call(subject)}",
-        f"assert len(set(ids[0].tolist())) == {top_k} and ((ids >= 0) & (ids < {experts})).all(), ids",
+        f"right = len(set(ids[0].tolist())) == {top_k} and ((ids >= 0) & (ids < {experts})).all()",
+        f'assert right, f"expected {top_k} distinct ids below {experts}, got {{ids.tolist()}}"',
     ]
 
 
@@ -193,7 +231,7 @@ def _rows(subject: Subject, case: tuple[str, ...]) -> list[str]:
             first,
             "clean, got = (r[0] if isinstance(r, tuple) else r for r in (clean, got))",
             "got, clean = got[0].float(), clean[0].float()",
-            "assert torch.equal(got, clean), (got[:4], clean[:4])",
+            _SAME,
         ]
     return []
 
@@ -209,7 +247,7 @@ def _ragged(subject: Subject, case: tuple[str, ...]) -> list[str]:
             "torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is filled with NaN",
             *lines,
             f"got = {_call(subject)}",
-            "assert (got[2:] == 0).all(), got[2].flatten()[:4]",
+            'assert (got[2:] == 0).all(), f"expected 0, got {got[2].flatten()[:4]}"',
         ]
     if case[0] == "starts":
         return [
@@ -217,7 +255,7 @@ def _ragged(subject: Subject, case: tuple[str, ...]) -> list[str]:
             _call(subject),
             "starts.copy_(torch.tensor([0, 1, 4]))",
             f"got, fresh = {_call(subject)}, {_call(subject, starts='starts.clone()')}",
-            "assert torch.equal(got, fresh)",
+            'assert torch.equal(got, fresh), f"expected {fresh.flatten()[:4]}, got {got.flatten()[:4]}"',
         ]
     return []
 
@@ -232,7 +270,8 @@ def _merge(subject: Subject, case: tuple[str, ...]) -> list[str]:
         *(['lse_b[:], out_b[:] = float("-inf"), 0.0  # nor did this one'] if both else []),
         f"got = {_call(subject)}",
         "got = got[0] if isinstance(got, tuple) else got",
-        "assert torch.allclose(got, out_b, atol=1e-2), got.flatten()[:4]",
+        "right = torch.allclose(got, out_b, atol=1e-2)",
+        'assert right, f"expected {out_b.flatten()[:4]}, got {got.flatten()[:4]}"',
     ]
 
 
@@ -245,7 +284,8 @@ def _kv_write(subject: Subject, case: tuple[str, ...]) -> list[str]:
         'key[1] = value[1] = float("nan")  # a row of padding',
         f"slot_mapping = torch.tensor([17, {pad}], device=device)",
         _call(subject),
-        "assert k_cache.isfinite().all() and v_cache.isfinite().all(), k_cache[0, 0, 0, :4]",
+        "finite = k_cache.isfinite().all() and v_cache.isfinite().all()",
+        f'assert finite, f"expected 0 in slot {pad}, got {{k_cache.flatten(0, 1)[{pad}, 0, :4]}}"',
     ]
 
 
@@ -268,7 +308,8 @@ def _experts(subject: Subject, case: tuple[str, ...]) -> list[str]:
         f"got = {_call(subject)}.float()",
         "gate, up = (w1[0].float() @ x[0].float()).chunk(2)",
         "right = topk_weights.sum() * (w2[0].float() @ (torch.nn.functional.silu(gate) * up))",
-        "assert torch.allclose(got[0], right, rtol=3e-2, atol=3e-2), (got[0, :4], right[:4])",
+        "same = torch.allclose(got[0], right, rtol=3e-2, atol=3e-2)",
+        'assert same, f"expected {right[:4]}, got {got[0, :4]}"',
     ]
 
 
@@ -298,7 +339,10 @@ def counterexample(subject: Subject, release: Release, clause: str, outcome: Out
     scene = [line for line in make(subject, outcome.case) if line]
     if not scene:
         return ""
-    package = f"{subject.package} {release.version}" if subject.package else "your module"
-    head = f"# {subject.name} ({package}). Clause {clause}: {CLAUSES[clause]}"
-    lines = [head, *_prologue(subject), *_source(subject), "torch.manual_seed(0)", *scene]
-    return "\n".join(lines) + "\n" if len(lines) <= LINES else ""
+    sentence = f"Clause {clause}: {CLAUSES[clause]}"
+    head = environments.head(subject, release.version, sentence, environments.here())
+    for short in (False, True):
+        body = [*_prologue(subject), *_source(subject, short=short), "torch.manual_seed(0)", *scene]
+        if len(lines := head + body) <= LINES:
+            return "\n".join(lines) + "\n"
+    return ""

@@ -33,8 +33,16 @@ def audit(
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Where the heat map goes, as SVG.")] = None,
     limit: Annotated[float, typer.Option(min=1.0, help="Seconds that one clause may take.")] = 60.0,
+    onto: Annotated[
+        Path | None, typer.Option(help="An earlier audit of this machine: only what it left open is asked.")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="With --onto: ask broken clauses again, for new scripts.")
+    ] = False,
 ) -> None:
     """Put kernels through the padding contract: which clause holds, which breaks, and the smallest input.
+
+    With --onto the rows of both audits are written to --json, which may be the same file.
 
     Exit code 1: a kernel of yours or of ours breaks a clause, or a module does not import.
     """
@@ -42,7 +50,7 @@ def audit(
     from staleproof.harness.findings import RunFileError
 
     try:
-        rows = _run(modules or [], device, only, json, limit)
+        rows = _run(modules or [], device, only, json, limit, onto, again)
         if scripts is not None:
             typer.echo(f"{write_scripts(rows, scripts)} counterexamples: {scripts}")
         if picture is not None:
@@ -60,20 +68,32 @@ def audit(
         raise typer.Exit(1)
 
 
-def _run(modules: Sequence[str], device: str, only: str, json: Path | None, limit: float) -> list[Row]:
+def _run(
+    modules: Sequence[str],
+    device: str,
+    only: str,
+    json: Path | None,
+    limit: float,
+    onto: Path | None,
+    again: bool,
+) -> list[Row]:
     from staleproof import device as devices
-    from staleproof.audit import runner
-    from staleproof.audit.contract import write_rows
+    from staleproof.audit import earlier, runner
+    from staleproof.audit.contract import Verdict, read_rows, write_rows
     from staleproof.harness import recorded
     from staleproof.report import terminal
 
     device = devices.select(device)
     if json is not None:
         recorded.check_writable(json)
-    rows: list[Row] = []
+    known = read_rows(onto) if onto is not None else []
+    asked = (Verdict.BREAKS, Verdict.UNDEFINED) if again else ()
+    rows = known
     with terminal.progress() as progress:
-        for found in runner.audit(modules or runner.SUBJECTS, device, only=only, limit_s=limit):
-            rows += found
+        for found in runner.audit(
+            modules or runner.SUBJECTS, device, only=only, limit_s=limit, known=known, again=asked
+        ):
+            rows = earlier.merged(rows, found)
             progress(f"audit {found[0].package} {found[0].version} {found[0].subject}")
             if json is not None:
                 # At once: an audit that is ended from outside keeps what it had.

@@ -1,4 +1,4 @@
-"""FlashInfer's Triton kernels, which need no nvcc; its compiled ones are in ``hopper``."""
+"""FlashInfer's Triton kernels, which need no nvcc; its compiled ones are in ``flashinfer_cuda``."""
 
 from __future__ import annotations
 
