@@ -1,9 +1,9 @@
 """Pack a vLLM, and what it imports, for a GPU machine that reaches no package index.
 
-A wheel of vLLM holds device code for ten GPUs or so. Kept is that of one compute capability, which leaves
-about 40 MB of 260. Kernels of which only PTX for another GPU exists go too, among them Marlin's, and so do
-``deep_gemm``, FlashAttention 2 and the HTTP front end's static pages: the questions of ``staleproof engine``
-call none of them. The machine has torch (the release that vLLM pins), Triton, transformers and what these
+A wheel of vLLM holds device code for ten GPUs or so; kept is that of one compute capability. Where there is
+none, PTX is kept, which the driver compiles at the first call; ``--no-ptx`` drops that too, and with it
+Marlin's kernels. ``deep_gemm``, FlashAttention 2 and the HTTP front end's static pages are left out: the
+questions of ``staleproof engine`` call none of all these. The machine has torch (the release that vLLM pins), Triton, transformers and what these
 bring; everything else that ``vllm.LLM`` imports is packed, and this checkout with the plugin's entry point.
 
 Run: ``python tests/engine/carry.py 0.22.1 --to FOLDER``, here; then on the GPU machine
@@ -83,16 +83,16 @@ def images(library: bytes | bytearray) -> Iterator[list[Image]]:
         at = library.find(magic, max(end if found else 0, at + 4))
 
 
-def keep_only(library: bytearray, capability: int) -> int:
+def keep_only(library: bytearray, capability: int, ptx: bool = True) -> int:
     """Overwrite the device code of other GPUs with zeros, and return how many bytes that were.
 
-    PTX is kept only where a fatbin has no machine code for this GPU and PTX not newer than it: the driver
-    compiles that at the first call.
+    PTX is kept only where a fatbin has no machine code for this GPU and PTX not newer than it, and only if
+    ``ptx``: the driver compiles that at the first call.
     """
     zeroed = 0
     for found in images(library):
         exact = [x for x in found if x.kind == MACHINE_CODE and x.capability == capability]
-        older = [x for x in found if x.kind == PTX and x.capability <= capability]
+        older = [x for x in found if ptx and x.kind == PTX and x.capability <= capability]
         kept = exact or sorted(older, key=lambda x: x.capability)[-1:]
         for image in found:
             if image not in kept:
@@ -110,7 +110,7 @@ def fetch(folder: Path, python: str, *wanted: str) -> None:
     subprocess.run(command, check=True)
 
 
-def unpack(wheels: Path, site: Path, capability: int) -> None:
+def unpack(wheels: Path, site: Path, capability: int, ptx: bool) -> None:
     """Unpack all wheels into one folder, and leave out what is not needed there."""
     for wheel in sorted(wheels.glob("*.whl")):
         shutil.unpack_archive(wheel, site, "zip")
@@ -119,8 +119,10 @@ def unpack(wheels: Path, site: Path, capability: int) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in (site / "vllm").rglob("*.so"):
         library = bytearray(path.read_bytes())
-        zeroed = keep_only(library, capability)
+        zeroed = keep_only(library, capability, ptx)
         path.write_bytes(library)
+        # Symbols that the loader does not need.
+        subprocess.run(["strip", "--strip-unneeded", str(path)], check=True)
         size, left = (f"{count / 2**20:.0f} MiB" for count in (len(library), len(library) - zeroed))
         print(f"{path.relative_to(site)}: {size}, of which {left} are needed there")
 
@@ -156,6 +158,7 @@ def main() -> None:
     parser.add_argument("version", choices=[*PINS], help="the release of vLLM")
     parser.add_argument("--to", type=Path, required=True, help="a new folder for the parts")
     parser.add_argument("--gpu", type=int, default=90, help="compute capability of that machine, e.g. 90")
+    parser.add_argument("--no-ptx", action="store_true", help="no kernels that the driver would compile")
     parser.add_argument("--python", default="3.12", help="its Python")
     given = parser.parse_args()
     given.to.mkdir(parents=True)
@@ -164,7 +167,7 @@ def main() -> None:
         fetch(wheels, given.python, f"vllm=={given.version}", *PINS[given.version], "-r", str(WHEELS))
         command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(wheels), str(ROOT)]
         subprocess.run(command, check=True)
-        unpack(wheels, site, given.gpu)
+        unpack(wheels, site, given.gpu, not given.no_ptx)
         pack(site, given.to)
     size = sum(path.stat().st_size for path in given.to.iterdir())
     print(f"{given.to}: {size / 2**20:.1f} MiB; there: sh setup.sh SITE && export PYTHONPATH=SITE")

@@ -28,17 +28,18 @@ PTX80, PTX90, PTX100 = (image(carry.PTX, n, b"text%d" % n) for n in (80, 90, 100
 
 
 @pytest.mark.parametrize(
-    ("found", "kept"),
+    ("found", "ptx", "kept"),
     [
-        ((SM80, SM90, PTX90), {b"code90!!"}),
-        ((SM80, PTX80, PTX90, PTX100), {b"text90"}),
-        ((SM80, PTX100), set()),
+        ((SM80, SM90, PTX90), True, {b"code90!!"}),
+        ((SM80, PTX80, PTX90, PTX100), True, {b"text90"}),
+        ((SM80, PTX80, PTX90, PTX100), False, set()),
+        ((SM80, PTX100), True, set()),
     ],
 )
-def test_code_of_other_gpus_becomes_zeros_and_sizes_stay(found, kept):
+def test_code_of_other_gpus_becomes_zeros_and_sizes_stay(found, ptx, kept):
     before = b"host code" + fatbin(*found) + b"more" + fatbin(SM80, SM90) + b"end"
     library = bytearray(before)
-    zeroed = carry.keep_only(library, 90)
+    zeroed = carry.keep_only(library, 90, ptx)
     assert len(library) == len(before)
     assert library.startswith(b"host code")
     assert library.endswith(b"end")
