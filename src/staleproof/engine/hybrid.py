@@ -137,8 +137,8 @@ def _zeroed(variant: str, left: list[int], plain: str, plugin: str, results: Res
 
     Right if without a delay the plugin changes no bit of the served logprobs.
     """
-    first, second = (results.of(name, "zeroing") for name in (plain, plugin))
-    other = sum(changed(first, second, "logprobs"))
+    without, with_it = (results.of(name, "zeroing") for name in (plain, plugin))
+    other = sum(changed(without, with_it, "logprobs"))
     wrong = f"logprobs of {other} requests differ without a delay" if other else None
     verdicts = ["blocks not zeroed" if blocks else "clean" for blocks in left]
     return fix(variant, verdicts, wrong, blocks_not_zeroed=left)
