@@ -6,12 +6,14 @@ TensorRT-LLM MLA, vLLM #37442) or write 0/0 into it (Triton MLA, vLLM #57017).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from staleproof import check, device
-from staleproof.ops.launching import Ready, Seen, key_of, launched
+from staleproof.ops.launching import Seen, key_of, launched
 from staleproof.ops.merge_splits import merge_splits_kernel
-from staleproof.ops.mla_decode_plan import fits_sm90, is_measured, plan
+from staleproof.ops.mla_decode_plan import fits_sm90, is_measured, pairs_are_faster, plan
 from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
@@ -188,13 +190,20 @@ def _launch(
     num_kv_splits: int | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-) -> tuple[Ready, Ready | None, int] | None:
+) -> Any:
     rank = out.shape[-1]
     batch, heads = q.shape[0], q.shape[-2]
     q_len = q.shape[1] if q.ndim == 4 else 1
     rows = q_len * heads
     page_size = kv_cache.shape[1]
     capacity = block_table.shape[1] * page_size
+    if num_kv_splits is None and pairs_are_faster(
+        q, kv_cache, rank, q_len, softmax_scale * k_scale, capacity
+    ):
+        from staleproof.ops.mla_decode_pairs_call import PairsCall
+
+        call = PairsCall(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse)
+        return None if call.launches[0] is None else call
     block_m, block_n, splits, warps = plan(q, rows, capacity)
     splits = num_kv_splits or splits
     parts, part_lse = out, lse
@@ -232,7 +241,8 @@ def _part_memory(out: torch.Tensor, splits: int) -> tuple[torch.Tensor, int]:
     return out.new_empty(numbers + numbers // out.shape[-1], dtype=torch.float32), numbers
 
 
-_SEEN: Seen[tuple[Ready, Ready | None, int]] = Seen()
+# What repeats a call: (decode, merge or None, splits), or a PairsCall.
+_SEEN: Seen[Any] = Seen()
 
 
 def _check_values(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
@@ -276,7 +286,10 @@ def mla_decode(
     Query token j of q_len attends to the first ``seq_len - q_len + j + 1`` keys. There is no host
     sync. One launch, or two with splits. During the call the partial results of the splits that it
     chooses take at most processors * 64 * kv_lora_rank * 4 bytes (16.5 MiB on an H200). On Hopper
-    DeepSeek's shape has a kernel of its own (``mla_decode_sm90.py``).
+    DeepSeek's shape has a kernel of its own (``mla_decode_sm90.py``). Another one gives its programs equal
+    parts of all keys (``mla_decode_pairs.py``; used from ``mla_decode_plan.PAIRS_FROM_TILES`` on, today
+    never). It needs twice that memory, and the last bits of a request depend on where it is cut, so on the
+    lengths of the batch, not on contents; with ``num_kv_splits`` given they depend on the request alone.
 
     Args:
         q: (batch, heads, 576) or (batch, q_len, heads, 576), bfloat16, float16 or float32;
@@ -313,6 +326,9 @@ def mla_decode(
     key = key_of(q, kv_cache, block_table, seq_lens, *options, out, lse)
     if not validate and (again := _SEEN.get(key)) is not None:
         out, lse = _new(q, kv_lora_rank, out, lse)
+        if not isinstance(again, tuple):
+            again(q, kv_cache, block_table, seq_lens, out, lse)
+            return out, lse
         decode, merge, splits = again
         at = out.data_ptr(), lse.data_ptr()
         if merge is not None:

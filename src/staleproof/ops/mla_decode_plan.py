@@ -8,6 +8,8 @@ from staleproof.ops.cuda_runtime import capability, processor_count, shared_memo
 
 # What the tile of 32 rows and 32 keys takes on GPUs other than Hopper, for DeepSeek's shape.
 WIDE_SHARED_BYTES = 102_400
+# Tiles of 64 keys in a batch from which on the Hopper kernel of equal parts is used; None: never.
+PAIRS_FROM_TILES: int | None = None
 
 
 def cdiv(a: int, b: int) -> int:
@@ -53,3 +55,41 @@ def fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) ->
         and all(x.data_ptr() % 16 == 0 for x in (q, kv_cache))
         and all(n % 16 == 0 for n in (*q.stride()[:-1], *kv_cache.stride()[:-1]))
     )
+
+
+def merge_tiles(batch: int) -> tuple[int, int, int]:
+    """(columns and rows of a program, parts that it loads together) of ``merge_parts_kernel``.
+
+    A request of a small batch has many parts, one of a large batch one to three. Not measured yet.
+    """
+    if batch < 8:
+        return 128, 1, 32
+    return (512, 2, 4) if batch < 32 else (512, 8, 2)
+
+
+def fits_pairs(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float) -> bool:
+    """Whether the Hopper kernel of equal parts supports this call, of those that :func:`fits_sm90`.
+
+    It addresses the cache as rows of one token, compares scores before it scales them, and sums up
+    the lengths of at most 1,024 requests.
+    """
+    return (
+        fits_sm90(q, kv_cache, rank, q_len)
+        and q.shape[0] <= 1024
+        and q_len * q.shape[-2] <= 1024
+        and scale > 0
+        and kv_cache.stride(0) % kv_cache.stride(1) == 0
+        and kv_cache.shape[0] * (kv_cache.stride(0) // kv_cache.stride(1)) < 2**31
+    )
+
+
+def pairs_are_faster(
+    q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float, capacity: int
+) -> bool:
+    """Whether the Hopper kernel of equal parts supports this call and was fastest on an H200.
+
+    So far never: its present order of products has not been measured.
+    """
+    tiles = q.shape[0] * cdiv(capacity, 64)
+    enough = PAIRS_FROM_TILES is not None and tiles >= PAIRS_FROM_TILES
+    return enough and fits_pairs(q, kv_cache, rank, q_len, scale)

@@ -1,0 +1,218 @@
+"""What the two computing groups of ``mla_decode_pairs.py`` do with a pair of tiles.
+
+Barriers are in memory of their own each: the compiler puts a barrier of all threads between an arrival and a
+wait in the same allocation.
+"""
+
+from __future__ import annotations
+
+from staleproof import device
+
+device.load_triton()
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+# Renamed after Triton 3.6.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+# Columns of a tile that arrive together: a product waits for those it reads alone.
+WIDTH = gl.constexpr(64)
+PIECES = gl.constexpr(256 // WIDTH.value)
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
+HALF = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+
+# Barriers. LOADED has 8 for the pieces of the even tile and 8 for the odd one. FREE has left columns, then
+# right with rotary ones, of each tile. GIVEN and TOTAL are two each, by the group that arrives.
+LOADED, FREE, GIVEN, TOTAL = (gl.constexpr(i) for i in (0, 1, 2, 4))
+QUERIES, QUERIES_FREE = gl.constexpr(6), gl.constexpr(7)
+# Shared memory: queries in pieces and their rotary columns, left and right columns of two tiles in pieces,
+# the same as a whole, their rotary columns, the odd tile's weights, maxima.
+LEFT, RIGHT = gl.constexpr(4), gl.constexpr(5)
+
+
+@gluon.jit
+def _opaque_zero():
+    """Zero, which the compiler cannot know: an address made with it is computed where it is used.
+
+    Otherwise the addresses of all products move out of the loop, and from there into local memory.
+    """
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def limit_of(seq_len, capacity, q_len, token):
+    """Keys that query token ``token`` of a request attends to."""
+    return gl.maximum(gl.minimum(seq_len, capacity) - q_len + token + 1, 0)
+
+
+@gluon.jit
+def _cut_off(scores, live):
+    """Scores of keys from ``live`` on become -inf: only the last tile of a request has such keys."""
+    if live < 64:
+        column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
+        scores = gl.where((column < live)[None, :], scores, -float("inf"))
+    return scores
+
+
+@gluon.jit
+def _clear_tail(values, live):
+    """Rows of values from ``live`` on become zero: whatever lies there has weight 0, but 0 * NaN is NaN."""
+    if live < 64:
+        row = gl.arange(0, 16, layout=gl.SliceLayout(1, HALF))
+        for i in gl.static_range(4):
+            rows = values.slice(16 * i, 16, dim=0)
+            kept = rows.load(HALF)
+            rows.store(gl.where((16 * i + row < live)[:, None], kept, gl.full_like(kept, 0.0)))
+        fence_async_shared()
+        barrier()
+
+
+@gluon.jit
+def _finite(peak):
+    """What scores are taken relative to: 0 while a row has no key."""
+    return gl.where(peak == -float("inf"), 0.0, peak)
+
+
+@gluon.jit
+def _raised(peak, highest):
+    """The maximum so far. A NaN is left out of it; it reaches the sums, and so the output."""
+    return gl.maximum(peak, highest)
+
+
+@gluon.jit
+def _scaled(acc, decay):
+    """The output relative to a new maximum."""
+    return acc * gl.convert_layout(decay, gl.SliceLayout(1, ACC))[:, None]
+
+
+@gluon.jit
+def even_step(
+    acc, peak, total, memory, bars, live, scale, used_a, used_b, is_last, HAS_ODD: gl.constexpr,
+):  # fmt: skip
+    """Group 0: scores of the even tile, and the left columns of both tiles."""
+    q_p, q_r, left_p, right_p, left, _, rope, given, peaks = memory
+    dtype: gl.constexpr = given.dtype
+    z = _opaque_zero()
+    zero = gl.full([64, 64], 0.0, gl.float32, layout=SCORES)
+    scores = warpgroup_mma_init(zero)
+    for i in gl.static_range(PIECES):
+        mbarrier.wait(bars[LOADED].index(i), used_a & 1)
+        piece = left_p.index(z + i).permute((1, 0))
+        scores = warpgroup_mma(q_p.index(z + i), piece, scores, use_acc=i > 0, is_async=True)
+    for i in gl.static_range(PIECES):
+        mbarrier.wait(bars[LOADED].index(PIECES + i), used_a & 1)
+        piece = right_p.index(z + i).permute((1, 0))
+        scores = warpgroup_mma(q_p.index(z + PIECES + i), piece, scores, is_async=True)
+    scores = warpgroup_mma(q_r.index(z), rope.index(z).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    if not HAS_ODD:
+        scores = _cut_off(scores, live)
+    new_peak = _raised(peak, gl.max(scores, 1) * scale)
+    base = _finite(new_peak)
+    weights = gl.exp2(scores * scale - base[:, None])
+    rounded = weights.to(dtype)
+    peaks.index(0).store(new_peak)
+    # The rotary columns have been read, so their memory takes the weights.
+    rope.index(z).store(rounded)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(bars[GIVEN], count=1)
+    mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=is_last)
+    decay = gl.exp2(peak - base)
+    total = total * decay + gl.sum(weights, 1)
+    acc = _scaled(acc, decay)
+    if not HAS_ODD:
+        _clear_tail(left.index(z), live)
+    acc = warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), left.index(z), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    if HAS_ODD:
+        barrier()
+        mbarrier.arrive(bars[FREE].index(0), count=1)
+        mbarrier.wait(bars[GIVEN + 1], used_b & 1)
+        last_peak = peaks.index(1).load(gl.SliceLayout(1, SCORES))
+        decay = gl.exp2(new_peak - _finite(last_peak))
+        total = total * decay
+        acc = _scaled(acc, decay)
+        _clear_tail(left.index(z + 1), live - 64)
+        acc = warpgroup_mma(given.index(z), left.index(z + 1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        barrier()
+        mbarrier.arrive(bars[FREE].index(2), count=1, pred=not is_last)
+    else:
+        last_peak = new_peak
+    return acc, last_peak, total
+
+
+@gluon.jit
+def odd_step(
+    acc, peak, total, memory, bars, live, scale, used_a, used_b, is_last,
+):  # fmt: skip
+    """Group 1: scores of the odd tile, and the right columns of both tiles."""
+    q_p, q_r, left_p, right_p, _, right, rope, given, peaks = memory
+    dtype: gl.constexpr = given.dtype
+    z = _opaque_zero()
+    zero = gl.full([64, 64], 0.0, gl.float32, layout=SCORES)
+    scores = warpgroup_mma_init(zero)
+    for i in gl.static_range(PIECES):
+        mbarrier.wait(bars[LOADED].index(8 + i), used_b & 1)
+        piece = left_p.index(z + PIECES + i).permute((1, 0))
+        scores = warpgroup_mma(q_p.index(z + i), piece, scores, use_acc=i > 0, is_async=True)
+    for i in gl.static_range(PIECES):
+        mbarrier.wait(bars[LOADED].index(8 + PIECES + i), used_b & 1)
+        piece = right_p.index(z + PIECES + i).permute((1, 0))
+        scores = warpgroup_mma(q_p.index(z + PIECES + i), piece, scores, is_async=True)
+    scores = warpgroup_mma(q_r.index(z), rope.index(z + 1).permute((1, 0)), scores, is_async=True)
+    mbarrier.wait(bars[GIVEN], used_a & 1)
+    even_peak = peaks.index(0).load(gl.SliceLayout(1, SCORES))
+    acc = _scaled(acc, gl.exp2(peak - _finite(even_peak)))
+    # The even tile first: its memory is then free in the middle of a pair.
+    acc = warpgroup_mma(rope.index(z), right.index(z), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    scores = _cut_off(scores, live)
+    new_peak = _raised(even_peak, gl.max(scores, 1) * scale)
+    base = _finite(new_peak)
+    weights = gl.exp2(scores * scale - base[:, None])
+    rounded = weights.to(dtype)
+    peaks.index(1).store(new_peak)
+    given.index(z).store(rounded)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(bars[GIVEN + 1], count=1)
+    mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=is_last)
+    total = total * gl.exp2(peak - base) + gl.sum(weights, 1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()
+    mbarrier.arrive(bars[FREE].index(1), count=1)
+    acc = _scaled(acc, gl.exp2(even_peak - base))
+    _clear_tail(right.index(z + 1), live)
+    acc = warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), right.index(z + 1), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()
+    mbarrier.arrive(bars[FREE].index(3), count=1, pred=not is_last)
+    return acc, new_peak, total
+
+
+@gluon.jit
+def lone_step(acc, peak, total, memory, bars, live, used_a):
+    """Group 1, if the last pair has no odd tile."""
+    right, rope, peaks = memory[RIGHT], memory[6], memory[8]
+    z = _opaque_zero()
+    mbarrier.arrive(bars[QUERIES_FREE], count=1)
+    mbarrier.wait(bars[GIVEN], used_a & 1)
+    new_peak = peaks.index(0).load(gl.SliceLayout(1, SCORES))
+    decay = gl.exp2(peak - _finite(new_peak))
+    acc = _scaled(acc, decay)
+    _clear_tail(right.index(z), live)
+    acc = warpgroup_mma(rope.index(z), right.index(z), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc, new_peak, total * decay
