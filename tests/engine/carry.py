@@ -3,8 +3,9 @@
 A wheel of vLLM holds device code for ten GPUs or so; kept is that of one compute capability. Where there is
 none, PTX is kept, which the driver compiles at the first call; ``--no-ptx`` drops that too, and with it
 Marlin's kernels. ``deep_gemm``, FlashAttention 2 and the HTTP front end's static pages are left out: the
-questions of ``staleproof engine`` call none of all these. The machine has torch (the release that vLLM pins), Triton, transformers and what these
-bring; everything else that ``vllm.LLM`` imports is packed, and this checkout with the plugin's entry point.
+questions of ``staleproof engine`` call none of all these. The machine has torch (the release that vLLM
+pins), Triton, transformers and what these bring; everything else that ``vllm.LLM`` imports is packed, and
+this checkout with the plugin's entry point.
 
 Run: ``python tests/engine/carry.py 0.22.1 --to FOLDER``, here; then on the GPU machine
 ``sh FOLDER/setup.sh SITE && PYTHONPATH=SITE python -m staleproof engine mla``.

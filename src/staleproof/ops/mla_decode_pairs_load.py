@@ -84,19 +84,20 @@ def load_group(
     used_a = 0
     used_b = 0
     segment = 0
-    for request in range(first, last):
+    for number in range(first, last):
+        request = number.to(gl.int64)  # type: ignore[attr-defined]  # a tensor, in a kernel
         limit = limit_of(gl.load(seq_lens + request), capacity, q_len, token)
         tiles = gl.maximum(gl.cdiv(limit, 64), 1)
         begin = gl.minimum(gl.maximum(begin_unit - unit, 0), tiles)
         end = gl.minimum(end_unit - unit, tiles)
         unit += tiles
         if begin < end:
-            table = block_table + request.to(gl.int64) * table_stride
+            table = block_table + request * table_stride
             page_a = _page_of(table, begin, limit, PAGE_SIZE)
             page_b = _page_of(table, begin + 1, limit, PAGE_SIZE)
             q_base = (
                 q
-                + request.to(gl.int64) * q_batch_stride
+                + request * q_batch_stride
                 + token.to(gl.int64) * q_token_stride
                 + (first_row - token * heads).to(gl.int64) * q_head_stride
             )
