@@ -86,6 +86,15 @@ def test_a_fork_of_the_caller_leaves_the_callers_process_alone(jobs):
     assert children.call(jobs.add, 1, 2, timeout_s=60).answer() == 3
 
 
+def test_a_child_of_a_process_that_has_triton_says_nothing_of_its_own(jobs, monkeypatch):
+    # Its binding reports objects that it finds at the end of a process.
+    pytest.importorskip("triton")
+    monkeypatch.setattr(zygote, "PRELOADED", ("triton",))
+    ended = children.call(jobs.born, "triton", timeout_s=60)
+    assert ended.answer()["loaded"]
+    assert (ended.stdout, ended.stderr) == ("", "")
+
+
 @pytest.mark.parametrize(
     ("interpreting", "loaded", "wanted"), [("1", True, True), ("0", True, False), ("1", False, False)]
 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import importlib
 import os
 import pickle
@@ -242,7 +241,6 @@ def _main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         for name in sys.argv[2:]:
             importlib.import_module(name)
-        gc.freeze()  # a collection in a child would copy what it looks at
         order = _serve(connection)
     if order is not None:
         _become(order)
