@@ -74,6 +74,18 @@ for _ in range(2):
     out, lse = mla_decode(bf16(256, 128, 576), bf16(40, 64, 576), table, lengths, softmax_scale=0.07)
 assert out[::5].eq(0).all() and lse[::5].eq(float("-inf")).all()
 """,
+    "mla_decode in equal parts, Hopper": """
+from staleproof import mla_decode
+from staleproof.ops import mla_decode_plan
+mla_decode_plan.PAIRS_FROM_TILES = 0
+lengths = torch.randint(0, 700, (40,), device=D, dtype=torch.int32)
+lengths[::5] = 0
+table = torch.randint(0, 60, (40, 11), device=D, dtype=torch.int32)
+for heads in (128, 16):
+    for _ in range(2):
+        out, lse = mla_decode(bf16(40, heads, 576), bf16(60, 64, 576), table, lengths, softmax_scale=0.07)
+    assert out[::5].eq(0).all() and lse[::5].eq(float("-inf")).all()
+""",
     "clear_empty_rows": """
 from staleproof import clear_empty_rows
 for rows, starts in ((6, None), (12, None), (9, ints(0, 2, 3, 5, 6, 9, 9))):
@@ -159,6 +171,7 @@ KERNELS = {
     "mla_decode, one part and several": ("_mla_decode_kernel", "merge_splits_kernel"),
     "mla_decode, several query tokens": ("_mla_decode_kernel",),
     "mla_decode, a batch that fills Hopper": ("mla_decode_sm90_kernel",),
+    "mla_decode in equal parts, Hopper": ("mla_decode_pairs_kernel", "merge_parts_kernel"),
     "clear_empty_rows": ("_clear_empty_rows_kernel",),
     "quantize_fp8_per_tensor": ("_amax_kernel", "_quantize_kernel"),
     "topk_softmax": ("topk_kernel",),

@@ -174,7 +174,8 @@ WRONG = [
     ("experts", "X", experts_clamp, "id -1: row 1 is wrong"),
     ("experts", "R", experts_mix, "nan in one token changes another"),
     ("ragged", "U", ragged_unwritten, "rows past the last start hold what the memory held"),
-    ("ragged", "N", ragged_remembers, "starts edited in place to [0, 1, 2, 6]: the result of other starts"),
+    # Which edit shows it depends on whether a new tensor lies where an earlier one was.
+    ("ragged", "N", ragged_remembers, "starts edited in place to [0, "),
     ("ragged", "R", ragged_mixes, "nan in one sequence changes another"),
     ("rows", "W", unwritten_tile, "192 of 512 elements of result 0 are not written"),
 ]

@@ -38,6 +38,8 @@ HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
 PAGE = CHECKOUT / "workbook" / "mutations.md"
 TIMEOUT_S = 600
+# Not copied. The second are files that another process is just compiling to.
+LEFT_OUT = shutil.ignore_patterns("*.egg-info", "*.pyc.*")
 SAID, TOOK = "said.txt", "took.txt"
 # Forked from a process that has imported torch, which takes longer than most of the tests.
 FORKS = multiprocessing.get_context("forkserver")
@@ -107,7 +109,7 @@ def copied() -> Iterator[Path]:
         for path in CHECKOUT.iterdir():
             if path.name in ("src", "tests"):
                 # Compiled files are copied with their time, so that only the edited file is compiled.
-                shutil.copytree(path, root / path.name, ignore=shutil.ignore_patterns("*.egg-info"))
+                shutil.copytree(path, root / path.name, ignore=LEFT_OUT)
             elif path.is_dir() and path.name[0] != ".":
                 (root / path.name).symlink_to(path)
             elif path.is_file():

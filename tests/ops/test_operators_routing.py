@@ -372,4 +372,5 @@ def test_an_operation_loads_no_other_room() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     rooms = {name.split(".")[1] for name in done.stdout.split()}
-    assert rooms == {"ops", "check", "device", "_kernels_loaded"}
+    # Where kernels are interpreted, device loads what quickens that.
+    assert rooms - {"interpreter"} == {"ops", "check", "device", "_kernels_loaded"}

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from staleproof.harness.graph import capture
-from staleproof.vllm import hooks, standing
+from staleproof.vllm import hooks, single, standing
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch, cache_key
 from staleproof.vllm.plugin import patches
@@ -236,6 +236,8 @@ def _stand_in(patch: Patch, target: Target, bodies: dict[str, Any]) -> Iterator[
             for part in target.name.split(".")[:-1]:
                 holder = getattr(holder, part)()
                 arguments = arguments[1:]
+            if target.single:
+                single.hook(patch.name, holder)
             double = getattr(holder, target.name.split(".")[-1])
             yield lambda x: double(*arguments, tensor=x)
         finally:
