@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C._dynamo.guards import _empty_strided_cpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from staleproof.ops import launching
@@ -24,6 +26,22 @@ def test_no_key_while_torch_traces():
     assert key_of(torch.ones(2)) is not None
     with FakeTensorMode():
         assert key_of(torch.ones(2), 3) is None
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 0), (0, 4), (2, 3), (8, 16, 512), torch.Size((2, 3, 4, 5))])
+def test_memory_of_a_found_call_is_that_of_torch_empty(monkeypatch, shape):
+    asked = []
+
+    def on_host(*given):
+        asked.append(given)
+        return _empty_strided_cpu(*given)
+
+    monkeypatch.setattr(launching, "_empty_strided_cuda", on_host)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    found = launching.empty(shape, torch.bfloat16, SimpleNamespace(is_cuda=True, get_device=lambda: 0))
+    wanted = torch.empty(shape, dtype=torch.bfloat16)
+    assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+    assert len(asked) == 1
 
 
 X, Y = torch.ones(4, 6), torch.zeros(3, dtype=torch.int32)

@@ -8,6 +8,7 @@ each such key, the compiled kernels of its first call, and later calls only fill
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -209,15 +210,26 @@ def launched(
     return Ready(compiled, grid, sizes, first.get_device())
 
 
+@lru_cache(MOST_CALLS)
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
 def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """Uninitialised memory of one or two axes beside ``like``, for a call that :class:`Seen` has found.
+    """Uninitialised contiguous memory beside ``like``, for a call that :class:`Seen` has found.
 
     >>> empty((2, 3), torch.int32, torch.ones(1)).shape
     torch.Size([2, 3])
     """
     if _empty_strided_cuda is not None and like.is_cuda and like.get_device() == torch._C._cuda_getDevice():
         # What code compiled by torch.compile calls: no dispatcher, a quarter of the time.
-        return _empty_strided_cuda(shape, (*shape[1:], 1), dtype)
+        # It takes tuples only, and no torch.Size.
+        shape = tuple(shape)
+        return _empty_strided_cuda(shape, _contiguous(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 

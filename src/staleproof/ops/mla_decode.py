@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from staleproof import check, device
-from staleproof.ops.launching import Seen, key_of, launched
+from staleproof.ops.launching import Seen, empty, key_of, launched
 from staleproof.ops.merge_splits import merge_splits_kernel
 from staleproof.ops.mla_decode_plan import fits_sm90, is_measured, pairs_are_faster, plan
 from staleproof.ops.operators import operator, require_values
@@ -238,7 +238,7 @@ def _launch(
 def _part_memory(out: torch.Tensor, splits: int) -> tuple[torch.Tensor, int]:
     """Memory for the splits of each row of ``out``: this many numbers of output, then their lse."""
     numbers = out.numel() * splits
-    return out.new_empty(numbers + numbers // out.shape[-1], dtype=torch.float32), numbers
+    return empty((numbers + numbers // out.shape[-1],), torch.float32, out), numbers
 
 
 # What repeats a call: (decode, merge or None, splits), or a PairsCall.
@@ -325,7 +325,9 @@ def mla_decode(
     options = softmax_scale, kv_lora_rank, k_scale, num_kv_splits
     key = key_of(q, kv_cache, block_table, seq_lens, *options, out, lse)
     if not validate and (again := _SEEN.get(key)) is not None:
-        out, lse = _new(q, kv_lora_rank, out, lse)
+        rows = q.shape[:-1]
+        out = empty((*rows, kv_lora_rank), q.dtype, q) if out is None else out
+        lse = empty(rows, torch.float32, q) if lse is None else lse
         if not isinstance(again, tuple):
             again(q, kv_cache, block_table, seq_lens, out, lse)
             return out, lse
@@ -375,18 +377,10 @@ def mla_decode(
         check.tensor("lse", lse, shape=lse_shape, dtype=torch.float32, like=q, contiguous=True)
     if validate:
         _check_values(kv_cache, block_table, seq_lens)
-    out, lse = _new(q, kv_lora_rank, out, lse)
+    if out is None:
+        out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     made = _launch(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, num_kv_splits, out, lse)
     _SEEN.keep(key, made)
-    return out, lse
-
-
-def _new(
-    q: torch.Tensor, rank: int, out: torch.Tensor | None, lse: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results for ``q``, where the caller gave none."""
-    if out is None:
-        out = torch.empty((*q.shape[:-1], rank), dtype=q.dtype, device=q.device)
-    if lse is None:
-        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     return out, lse
