@@ -11,6 +11,7 @@ left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,22 +27,69 @@ from staleproof.harness.vllm_peers import flashmla, vllm_splits
 from staleproof.ops.mla_decode import mla_decode
 from staleproof.ops.reference import mla_decode as reference
 
-BATCHES = (128, 16, 1)
-TOKENS = (512, 4096)
-HEADS, PAGE, RANK, ROPE = 128, 64, 512, 64
+PAGE, RANK, ROPE = 64, 512, 64
 SCALE = (128 + 64) ** -0.5
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Prepare = Callable[..., Callable[[], Any]]
 
 
-def make_inputs(batch: int, tokens: int) -> Inputs:
-    """Random q and cache, a shuffled block table, all requests ``tokens`` long."""
-    pages = tokens // PAGE
-    q = torch.randn(batch, HEADS, RANK + ROPE, device="cuda", dtype=torch.bfloat16)
-    kv_cache = torch.randn(batch * pages, PAGE, RANK + ROPE, device="cuda", dtype=torch.bfloat16)
-    block_table = torch.randperm(batch * pages, device="cuda").int().reshape(batch, pages)
-    seq_lens = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
-    return q, kv_cache, block_table, seq_lens
+@dataclass(frozen=True)
+class Shape:
+    """One decode batch.
+
+    Attributes:
+        batch: requests.
+        tokens: length of each.
+        heads: of the model on this GPU; 16 are what 128 heads leave on one of eight.
+        q_len: query tokens a request; more than one with speculative decoding.
+        longest: length of one request in 32 instead, if not 0.
+    """
+
+    batch: int
+    tokens: int
+    heads: int = 128
+    q_len: int = 1
+    longest: int = 0
+
+    def lengths(self) -> list[int]:
+        """Tokens of each request.
+
+        >>> Shape(3, 1024, longest=4096).lengths()
+        [4096, 1024, 1024]
+        """
+        every = range(self.batch)
+        return [self.longest if self.longest and i % 32 == 0 else self.tokens for i in every]
+
+    def mode(self) -> str:
+        """The shape in words, without the tokens.
+
+        >>> Shape(128, 1024, 16, longest=32768).mode()
+        'bf16 batch 128 heads 16 page 64, one in 32 of 32768 tokens'
+        """
+        more = f", q_len {self.q_len}" if self.q_len > 1 else ""
+        more += f", one in 32 of {self.longest} tokens" if self.longest else ""
+        return f"bf16 batch {self.batch} heads {self.heads} page {PAGE}{more}"
+
+
+SHAPES = (
+    *(Shape(batch, tokens) for batch in (128, 16, 1) for tokens in (512, 4096)),
+    *(Shape(4, 4096), Shape(1, 32768)),
+    *(Shape(128, 4096, heads=16), Shape(16, 32768, heads=16)),
+    *(Shape(128, 1024, longest=32768), Shape(128, 1024, heads=16, longest=32768)),
+    *(Shape(128, 4096, q_len=2), Shape(128, 4096, q_len=4)),
+)
+
+
+def make_inputs(shape: Shape) -> Inputs:
+    """Random q and cache, and a shuffled block table; unused entries of it are page 0."""
+    lengths = shape.lengths()
+    counts = [-(-length // PAGE) for length in lengths]
+    q_shape = (shape.batch, *([shape.q_len] if shape.q_len > 1 else []), shape.heads, RANK + ROPE)
+    q = torch.randn(q_shape, device="cuda", dtype=torch.bfloat16)
+    kv_cache = torch.randn(sum(counts), PAGE, RANK + ROPE, device="cuda", dtype=torch.bfloat16)
+    pages = torch.randperm(sum(counts), device="cuda").int().split(counts)
+    block_table = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True)
+    return q, kv_cache, block_table, torch.tensor(lengths, dtype=torch.int32, device="cuda")
 
 
 def rates() -> tuple[float, float]:
@@ -64,20 +112,21 @@ def splits_to_try(batch: int, tokens: int) -> list[int]:
 
 
 class Case:
-    """One batch and length: its inputs, and the rows measured with them."""
+    """One shape: its inputs, and the rows measured with them."""
 
-    def __init__(self, batch: int, tokens: int) -> None:
-        self.batch, self.tokens = batch, tokens
-        self.mode = f"bf16 batch {batch} heads {HEADS} page {PAGE}"
-        kv_bytes = batch * tokens * (RANK + ROPE) * 2
-        self.io_bytes = kv_bytes + batch * HEADS * (RANK + ROPE + RANK) * 2
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.keys = sum(shape.lengths())
+        kv_bytes = self.keys * (RANK + ROPE) * 2
+        rows = shape.batch * shape.q_len * shape.heads
+        self.io_bytes = kv_bytes + rows * (RANK + ROPE + RANK) * 2
         self.turns = measure.rotation(kv_bytes)
-        self.sets = [make_inputs(batch, tokens) for _ in range(self.turns.sets)]
+        self.sets = [make_inputs(shape) for _ in range(self.turns.sets)]
         self.want, _ = reference.mla_decode(*self.sets[0], softmax_scale=SCALE)
 
     def row(self, provider: str, times: measure.Times, cache: str) -> dict[str, Any]:
         return measure.row(
-            *("mla_padding", "mla_decode", provider, self.mode, "tokens", self.tokens),
+            *("mla_padding", "mla_decode", provider, self.shape.mode(), "tokens", self.shape.tokens),
             times,
             self.io_bytes,
             cache=cache,
@@ -89,7 +138,7 @@ class Case:
         calls = [prepare(*s, out) for s, out in zip(self.sets, outs, strict=True)]
         calls[0]()
         error = ((outs[0].float() - self.want.float()).norm() / self.want.float().norm()).item()
-        why = f"relative error {error:.1e}, batch {self.batch}, {self.tokens} tokens"
+        why = f"relative error {error:.1e}, {self.shape.mode()}, {self.shape.tokens} tokens"
         if not measure.checked(provider, error < 1e-2, why):
             return {}
         return dict(measure.cached_times(calls, self.turns))
@@ -101,11 +150,12 @@ class Case:
     def vllm_rows(self, peer: Peer) -> Iterator[dict[str, Any]]:
         """The fastest number of splits, and vLLM's own choice."""
         swept = {}
-        for splits in splits_to_try(self.batch, self.tokens):
+        longest = max(self.shape.lengths())
+        for splits in splits_to_try(self.shape.batch, longest):
             found = self.times(f"{peer.name}, {splits} splits", _of_peer(peer, splits))
             if found:
                 swept[splits] = found
-        own = vllm_splits(self.tokens, torch.cuda.get_device_properties(0).multi_processor_count)
+        own = vllm_splits(longest, torch.cuda.get_device_properties(0).multi_processor_count)
         for cache in self.turns.caches if swept else ():
             p50 = {splits: round(times[cache].p50, 3) for splits, times in swept.items()}
             best = min(p50, key=lambda splits: p50[splits])
@@ -117,7 +167,7 @@ class Case:
                     }
 
     def limits(self, memory_rate: float, matmul_rate: float) -> Iterator[dict[str, Any]]:
-        flops = 2 * self.batch * self.tokens * HEADS * (RANK + ROPE + RANK)
+        flops = 2 * self.keys * self.shape.q_len * self.shape.heads * (RANK + ROPE + RANK)
         for name, floor in (
             ("limit: bytes at the memset rate", self.io_bytes / memory_rate),
             ("limit: FLOP at the matmul rate", flops / matmul_rate),
@@ -149,16 +199,15 @@ def rows() -> list[dict[str, Any]]:
     usable = {key: peer for key, peer in known.items() if peer.unavailable_reason is None}
     limits = rates()
     found: list[dict[str, Any]] = []
-    for batch in BATCHES:
-        for tokens in TOKENS:
-            case = Case(batch, tokens)
-            found += case.rows("staleproof", _ours)
-            for key, peer in usable.items():
-                if key == "vllm_triton":
-                    found += case.vllm_rows(peer)
-                elif key.startswith("flash"):
-                    found += case.rows(peer.name, _of_peer(peer, None))
-            found += case.limits(*limits)
+    for shape in SHAPES:
+        case = Case(shape)
+        found += case.rows("staleproof", _ours)
+        for key, peer in usable.items():
+            if key == "vllm_triton" and shape.q_len == 1:
+                found += case.vllm_rows(peer)
+            elif key.startswith("flash"):
+                found += case.rows(peer.name, _of_peer(peer, None))
+        found += case.limits(*limits)
     return found
 
 

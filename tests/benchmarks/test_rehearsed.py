@@ -17,11 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import rehearsal
 
+LIMITS = {"limit: bytes at the memset rate", "limit: FLOP at the matmul rate"}
+
 pytestmark = pytest.mark.skipif(rehearsal.impossible(), reason="rehearsed on the host")
 
 
 def test_mla_rows_hold_vllms_own_splits_and_the_best(monkeypatch):
-    bench = rehearsal.load("mla_decode", monkeypatch, BATCHES=(1,), TOKENS=(1024,), HEADS=2)
+    bench = rehearsal.load("mla_decode", monkeypatch)
+    monkeypatch.setattr(bench, "SHAPES", (bench.Shape(1, 1024, heads=2),))
     monkeypatch.setattr(bench, "rates", lambda: (1.0, 1.0))
     asked = []
 
@@ -48,6 +51,44 @@ def test_mla_rows_hold_vllms_own_splits_and_the_best(monkeypatch):
         ("vLLM, its own splits", 2, 15.0),
     ]
     assert [*found[0]["sweep"]] == ["1", "2", "8", "16", "32", "64"]
+
+
+def test_several_query_tokens_and_mixed_lengths_are_measured_beside_the_peers_that_take_them(monkeypatch):
+    bench = rehearsal.load("mla_decode", monkeypatch)
+    shapes = bench.Shape(2, 64, heads=2, q_len=2), bench.Shape(3, 64, heads=2, longest=192)
+    monkeypatch.setattr(bench, "SHAPES", shapes)
+    monkeypatch.setattr(bench, "rates", lambda: (1.0, 1.0))
+
+    def prepare(q, kv_cache, block_table, seq_lens, scale, splits, out):
+        assert block_table.shape == (len(seq_lens), -(-int(seq_lens.max()) // 64))
+        return lambda: out.copy_(mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=scale)[0])
+
+    peer = Peer("peer", None, prepare)
+    monkeypatch.setattr(bench, "peers", lambda: {"vllm_triton": peer, "flashinfer_fa3": peer})
+    found: dict[str, set[str]] = {}
+    limits = {}
+    for row in bench.rows():
+        mode = row["mode"].removeprefix("bf16 ").removesuffix(", cold").removesuffix(", warm")
+        found.setdefault(mode, set()).add(row["provider"].partition(",")[0])
+        limits[mode, row["provider"]] = row["p50"]
+    assert {mode: providers - {"staleproof"} for mode, providers in found.items()} == {
+        "batch 2 heads 2 page 64, q_len 2": LIMITS | {"peer"},
+        "batch 3 heads 2 page 64, one in 32 of 192 tokens": LIMITS | {"peer"},
+    }
+    assert all("staleproof" in providers for providers in found.values())
+    # 2 * keys * query tokens * heads * (576 + 512), at one a microsecond.
+    flop = "limit: FLOP at the matmul rate"
+    assert limits["batch 2 heads 2 page 64, q_len 2", flop] == 2 * 128 * 2 * 2 * 1088
+    assert limits["batch 3 heads 2 page 64, one in 32 of 192 tokens", flop] == 2 * 320 * 2 * 1088
+
+
+def test_vllms_triton_kernel_is_not_asked_for_several_query_tokens(monkeypatch):
+    bench = rehearsal.load("mla_decode", monkeypatch)
+    monkeypatch.setattr(bench, "SHAPES", (bench.Shape(1, 64, heads=2, q_len=2),))
+    monkeypatch.setattr(bench, "rates", lambda: (1.0, 1.0))
+    triton = Peer("vLLM", None, lambda *given: pytest.fail("asked"))
+    monkeypatch.setattr(bench, "peers", lambda: {"vllm_triton": triton})
+    assert {row["provider"] for row in bench.rows()} == {"staleproof"} | LIMITS
 
 
 def test_a_large_batch_is_not_split_to_64(monkeypatch):

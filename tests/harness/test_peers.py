@@ -67,6 +67,23 @@ def test_pages_in_use_leave_out_empty_requests_and_unused_entries():
     assert plan["kv_indices"].tolist() == [4, 2, 3]
 
 
+def test_flashinfer_takes_the_query_tokens_of_all_requests_one_after_another():
+    _, kv_cache, block_table, seq_lens = call()
+    q = torch.arange(3 * 2).view(3, 2, 1, 1).expand(3, 2, 16, 576).bfloat16()
+    out = torch.zeros(3, 2, 16, 512, dtype=torch.bfloat16)
+    plan = flashinfer_peers.flashinfer_plan_args(q, kv_cache, block_table, seq_lens, 0.1)
+    assert (plan["qo_indptr"].tolist(), plan["num_heads"], plan["causal"]) == ([0, 2, 4, 6], 16, True)
+    args = flashinfer_peers.flashinfer_run_args("fa3", q, kv_cache, block_table, seq_lens, out)
+    assert args["q_nope"][:, 0, 0].tolist() == [*range(6)]
+    assert args["q_pe"].shape == (6, 16, 64)
+    assert args["lse"].shape == (6, 16)
+    args["out"][3] = 1
+    assert out[1, 1].eq(1).all()
+    assert out.sum() == 16 * 512
+    one = flashinfer_peers.flashinfer_plan_args(q[:, 0], kv_cache, block_table, seq_lens, 0.1)
+    assert (one["qo_indptr"].tolist(), one["causal"]) == ([0, 1, 2, 3], False)
+
+
 def test_an_absent_peer_says_why_and_refuses():
     for name, peer in peers.peers().items():
         if peer.unavailable_reason is None:

@@ -24,6 +24,8 @@ def flashinfer_plan_args(
 ) -> dict[str, Any]:
     """Return the keywords for ``BatchMLAPagedAttentionWrapper.plan``.
 
+    ``q`` is (batch, heads, 576) or (batch, q_len, heads, 576).
+
     >>> q, kv_cache = torch.ones(2, 16, 576), torch.ones(3, 64, 576)
     >>> block_table = torch.tensor([[2, 1], [0, 0]], dtype=torch.int32)
     >>> plan = flashinfer_plan_args(q, kv_cache, block_table, torch.tensor([65, 64]), 0.1)
@@ -31,16 +33,17 @@ def flashinfer_plan_args(
     ([0, 2, 3], [2, 1, 0])
     """
     counts, used = pages_in_use(block_table, seq_lens, kv_cache.shape[1])
+    q_len = q.shape[1] if q.ndim == 4 else 1
     return {
-        "qo_indptr": torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device),
+        "qo_indptr": torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * q_len,
         "kv_indptr": torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
         "kv_indices": block_table[used].int(),
         "kv_len_arr": seq_lens,
-        "num_heads": q.shape[1],
+        "num_heads": q.shape[-2],
         "head_dim_ckv": RANK,
         "head_dim_kpe": ROPE,
         "page_size": kv_cache.shape[1],
-        "causal": False,
+        "causal": q_len > 1,
         "sm_scale": softmax_scale,
         "q_data_type": q.dtype,
         "kv_data_type": kv_cache.dtype,
@@ -59,16 +62,18 @@ def flashinfer_run_args(
 
     Only the CUTLASS backend takes lengths and block table here; the others took them in ``plan``.
     """
+    # Query tokens of all requests, one after another.
+    rows = q.flatten(0, -3)
     args: dict[str, Any] = {
-        "q_nope": q[..., :RANK],
-        "q_pe": q[..., RANK:],
+        "q_nope": rows[..., :RANK],
+        "q_pe": rows[..., RANK:],
         "ckv_cache": kv_cache[..., :RANK],
         "kpe_cache": kv_cache[..., RANK:],
-        "out": out,
+        "out": None if out is None else out.flatten(0, -3),
     }
     if backend == "cutlass":
         return args | {"kv_len": seq_lens, "page_table": _whole_tiles(block_table, kv_cache)}
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    lse = torch.empty(rows.shape[:2], dtype=torch.float32, device=q.device)
     return args | {"lse": lse, "return_lse": True, "return_lse_base_on_e": True}
 
 
@@ -135,7 +140,8 @@ def _prepare_flashinfer(backend: str) -> Callable[..., Launch]:
 
         def launch() -> Result:
             wrapper.run(**run_args)
-            return result, run_args.get("lse")
+            lse = run_args.get("lse")
+            return result, lse if lse is None else lse.view(q.shape[:-1])
 
         return launch
 
