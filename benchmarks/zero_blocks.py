@@ -258,8 +258,7 @@ class Bench:
                 end.record()
                 marks.append((start, end))
             torch.cuda.synchronize()
-            p20, p50, p80 = torch.tensor(host).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-            yield self.row("ids in a list, host time", provider, blocks, measure.Times(p50, p20, p80))
+            yield self.row("ids in a list, host time", provider, blocks, measure.quantiles(host))
             yield self.row("ids in a list, copy included", provider, blocks, measure.times_between(marks))
 
 

@@ -35,6 +35,7 @@ MOST_SETS = 128
 # the calling thread never waits for the device.
 HOST_ROUNDS, HOST_CALLS = 60, 20
 COLD, WARM = "cold", "warm"
+_QUANTILES = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
 
 
 class WrongResult(AssertionError):
@@ -50,12 +51,14 @@ class Times:
     p80: float
 
 
-def _quantiles(each: Sequence[float]) -> Times:
+def quantiles(each: Sequence[float]) -> Times:
+    """Times of their median and of their 20th and 80th percentile.
+
+    >>> quantiles([1.0, 2.0, 3.0])
+    Times(p50=2.0, p20=1.4, p80=2.6)
+    """
     p20, p50, p80 = torch.tensor(each, dtype=torch.float64).quantile(_QUANTILES).tolist()
     return Times(p50=p50, p20=p20, p80=p80)
-
-
-_QUANTILES = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
 
 
 def times_between(marks: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]], launches: int = 1) -> Times:
@@ -63,7 +66,7 @@ def times_between(marks: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]], la
 
     The device must have reached all events.
     """
-    return _quantiles([start.elapsed_time(end) * 1000 / launches for start, end in marks])
+    return quantiles([start.elapsed_time(end) * 1000 / launches for start, end in marks])
 
 
 def require_gpu() -> None:
@@ -250,7 +253,7 @@ def host_times(
                 call()
             if turn >= 3:
                 found[name].append((time.perf_counter_ns() - started) / 1000 / each)
-    return {name: _quantiles(times) for name, times in found.items()}
+    return {name: quantiles(times) for name, times in found.items()}
 
 
 def memset_async(x: torch.Tensor, value: int = 0) -> None:

@@ -35,6 +35,7 @@ from staleproof.ops.mla_decode_pairs_steps import (
     limit_of,
     lone_step,
     odd_step,
+    part_of,
 )
 
 IS_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -116,10 +117,8 @@ def _attend_group(
     used_b = 0
     segment = 0
     for request in range(first, last):
-        limit = limit_of(gl.load(seq_lens + request), capacity, q_len, token)
-        tiles = gl.maximum(gl.cdiv(limit, 64), 1)
-        begin = gl.minimum(gl.maximum(begin_unit - unit, 0), tiles)
-        end = gl.minimum(end_unit - unit, tiles)
+        seq_len = gl.load(seq_lens + request)
+        limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
         unit += tiles
         if begin < end:
             peak = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))

@@ -8,7 +8,7 @@ import torch
 
 from staleproof import device
 from staleproof.ops.cuda_runtime import processor_count
-from staleproof.ops.launching import Ready, launched
+from staleproof.ops.launching import Ready, empty, launched
 from staleproof.ops.mla_decode_plan import cdiv, merge_tiles
 
 device.load_triton()
@@ -101,7 +101,7 @@ class PairsCall:
 
     def _memory(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         numbers = self._slots * RANK
-        memory = out.new_empty(numbers + self._slots + self._cuts, dtype=torch.float32)
+        memory = empty((numbers + self._slots + self._cuts,), torch.float32, out)
         cuts = memory[numbers + self._slots :].view(torch.int32)
         return memory[:numbers], memory[numbers : numbers + self._slots], cuts
 

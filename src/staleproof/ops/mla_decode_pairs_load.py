@@ -21,11 +21,11 @@ from staleproof.ops.mla_decode_pairs_steps import (
     QUERIES,
     QUERIES_FREE,
     WIDTH,
-    limit_of,
+    part_of,
 )
+from staleproof.ops.mla_decode_sm90 import async_load
 
 # Renamed after Triton 3.6.
-async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 tile_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -86,10 +86,8 @@ def load_group(
     segment = 0
     for number in range(first, last):
         request = number.to(gl.int64)  # type: ignore[attr-defined]  # a tensor, in a kernel
-        limit = limit_of(gl.load(seq_lens + request), capacity, q_len, token)
-        tiles = gl.maximum(gl.cdiv(limit, 64), 1)
-        begin = gl.minimum(gl.maximum(begin_unit - unit, 0), tiles)
-        end = gl.minimum(end_unit - unit, tiles)
+        seq_len = gl.load(seq_lens + request)
+        limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
         unit += tiles
         if begin < end:
             table = block_table + request * table_stride

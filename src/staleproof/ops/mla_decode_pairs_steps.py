@@ -20,8 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Renamed after Triton 3.6.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from staleproof.ops.mla_decode_sm90 import barrier
 
 # Columns of a tile that arrive together: a product waits for those it reads alone.
 WIDTH = gl.constexpr(64)
@@ -53,6 +52,19 @@ def _opaque_zero():
 def limit_of(seq_len, capacity, q_len, token):
     """Keys that query token ``token`` of a request attends to."""
     return gl.maximum(gl.minimum(seq_len, capacity) - q_len + token + 1, 0)
+
+
+@gluon.jit
+def part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit):
+    """The keys of a request, its tiles, which begin at ``unit`` of the line, and a program's part of them.
+
+    The part is the tiles from ``begin`` up to ``end``; there is none if begin >= end.
+    """
+    limit = limit_of(seq_len, capacity, q_len, token)
+    tiles = gl.maximum(gl.cdiv(limit, 64), 1)
+    begin = gl.minimum(gl.maximum(begin_unit - unit, 0), tiles)
+    end = gl.minimum(end_unit - unit, tiles)
+    return limit, tiles, begin, end
 
 
 @gluon.jit
@@ -96,24 +108,30 @@ def _scaled(acc, decay):
 
 
 @gluon.jit
+def _begun_scores(memory, bars, z, used, TILE: gl.constexpr):
+    """Start the scores of the even tile (0) or the odd one (1): each product once its columns are there."""
+    q_p, q_r, left_p, right_p, rope = memory[0], memory[1], memory[2], memory[3], memory[6]
+    scores = warpgroup_mma_init(gl.full([64, 64], 0.0, gl.float32, layout=SCORES))
+    for i in gl.static_range(PIECES):
+        mbarrier.wait(bars[LOADED].index(TILE * 2 * PIECES + i), used & 1)
+        piece = left_p.index(z + TILE * PIECES + i).permute((1, 0))
+        scores = warpgroup_mma(q_p.index(z + i), piece, scores, use_acc=i > 0, is_async=True)
+    for i in gl.static_range(PIECES):
+        mbarrier.wait(bars[LOADED].index((TILE * 2 + 1) * PIECES + i), used & 1)
+        piece = right_p.index(z + TILE * PIECES + i).permute((1, 0))
+        scores = warpgroup_mma(q_p.index(z + PIECES + i), piece, scores, is_async=True)
+    return warpgroup_mma(q_r.index(z), rope.index(z + TILE).permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
 def even_step(
     acc, peak, total, memory, bars, live, scale, used_a, used_b, is_last, HAS_ODD: gl.constexpr,
 ):  # fmt: skip
     """Group 0: scores of the even tile, and the left columns of both tiles."""
-    q_p, q_r, left_p, right_p, left, _, rope, given, peaks = memory
+    left, rope, given, peaks = memory[LEFT], memory[6], memory[7], memory[8]
     dtype: gl.constexpr = given.dtype
     z = _opaque_zero()
-    zero = gl.full([64, 64], 0.0, gl.float32, layout=SCORES)
-    scores = warpgroup_mma_init(zero)
-    for i in gl.static_range(PIECES):
-        mbarrier.wait(bars[LOADED].index(i), used_a & 1)
-        piece = left_p.index(z + i).permute((1, 0))
-        scores = warpgroup_mma(q_p.index(z + i), piece, scores, use_acc=i > 0, is_async=True)
-    for i in gl.static_range(PIECES):
-        mbarrier.wait(bars[LOADED].index(PIECES + i), used_a & 1)
-        piece = right_p.index(z + i).permute((1, 0))
-        scores = warpgroup_mma(q_p.index(z + PIECES + i), piece, scores, is_async=True)
-    scores = warpgroup_mma(q_r.index(z), rope.index(z).permute((1, 0)), scores, is_async=True)
+    scores = _begun_scores(memory, bars, z, used_a, 0)
     scores = warpgroup_mma_wait(0, deps=[scores])
     if not HAS_ODD:
         scores = _cut_off(scores, live)
@@ -158,20 +176,10 @@ def odd_step(
     acc, peak, total, memory, bars, live, scale, used_a, used_b, is_last,
 ):  # fmt: skip
     """Group 1: scores of the odd tile, and the right columns of both tiles."""
-    q_p, q_r, left_p, right_p, _, right, rope, given, peaks = memory
+    right, rope, given, peaks = memory[RIGHT], memory[6], memory[7], memory[8]
     dtype: gl.constexpr = given.dtype
     z = _opaque_zero()
-    zero = gl.full([64, 64], 0.0, gl.float32, layout=SCORES)
-    scores = warpgroup_mma_init(zero)
-    for i in gl.static_range(PIECES):
-        mbarrier.wait(bars[LOADED].index(8 + i), used_b & 1)
-        piece = left_p.index(z + PIECES + i).permute((1, 0))
-        scores = warpgroup_mma(q_p.index(z + i), piece, scores, use_acc=i > 0, is_async=True)
-    for i in gl.static_range(PIECES):
-        mbarrier.wait(bars[LOADED].index(8 + PIECES + i), used_b & 1)
-        piece = right_p.index(z + PIECES + i).permute((1, 0))
-        scores = warpgroup_mma(q_p.index(z + PIECES + i), piece, scores, is_async=True)
-    scores = warpgroup_mma(q_r.index(z), rope.index(z + 1).permute((1, 0)), scores, is_async=True)
+    scores = _begun_scores(memory, bars, z, used_b, 1)
     mbarrier.wait(bars[GIVEN], used_a & 1)
     even_peak = peaks.index(0).load(gl.SliceLayout(1, SCORES))
     acc = _scaled(acc, gl.exp2(peak - _finite(even_peak)))
