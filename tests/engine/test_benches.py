@@ -196,8 +196,27 @@ def test_every_mode_is_timed_at_every_size_and_the_watch_has_its_bars():
         variant for question, variant in cells if question == cost.WATCH
     }
     for order in cost.orders().values():
-        assert order.probes["states"]["players"] == [*cost.MODES]
         assert order.env["STALEPROOF_WATCH"] == "1", "the watch's hooks are there to be taken out"
+
+
+def test_engines_and_states_that_are_left_out_leave_their_time_to_the_others(monkeypatch):
+    began = {}
+
+    def run(told, timeout_s, at_once):
+        began.update(told)
+        return iter(())
+
+    monkeypatch.setattr(cost.running, "run", run)
+    bench = cost.BENCH.without(["eager", "isnan", "VLLM"])
+    assert [*bench.together(bench.orders, timeout_s=9)] == []
+    asked = {mode: order.probes["states"] for mode, order in began.items()}
+    assert [*asked] == ["full graphs", "piecewise graphs"]
+    assert all(one["players"] == [*asked] for one in asked.values()), "nobody waits for an engine left out"
+    assert {*asked["full graphs"]["asked"]} == {
+        "off", "off again", "on", "watch", "watch, one layer in four", "watch, one step in four"
+    }  # fmt: skip
+    whole = sum(sum(seconds) for _, seconds in cost.FURTHER.values())
+    assert sum(sum(one["live"].values()) for one in asked.values()) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(

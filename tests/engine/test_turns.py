@@ -137,7 +137,7 @@ def players(live: list[int], seconds: float = 0.4) -> dict[str, Order]:
     return {
         name: Order(
             "qwen3",
-            {"states": {"name": name, **named, "graphs": name == "one"}},
+            {"states": {"name": name, **named, "captures": 2 * (name == "one")}},
             env={"STALEPROOF_WATCH": "1", "WHO": name},
         )
         for name in ("one", "other")

@@ -77,10 +77,10 @@ FAULT = """
 def register():
     from staleproof.vllm import watch
     inner = watch.Watch.begin_step
-    def begin_step(self, tokens):
+    def begin_step(self, *arguments):
         if self.steps >= 5:
             raise RuntimeError("a fault inside the watch")
-        return inner(self, tokens)
+        return inner(self, *arguments)
     watch.Watch.begin_step = begin_step
 """
 

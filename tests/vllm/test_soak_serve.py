@@ -13,6 +13,8 @@ import pytest
 import soak_serve
 from soak_serve import Server, judged, kill_a_scraper, load, scrape, soak
 
+from staleproof.vllm.watch import Settings, Watch
+
 pytest.importorskip("prometheus_client")
 
 # Answers like vLLM; its watch has no device. DIES ends it at the third request, SLIPS loses a count.
@@ -110,6 +112,19 @@ def test_a_count_that_goes_back_and_a_failed_scrape_are_noticed():
         "its steps do not grow"
     ]
     assert judged("watch", good | {"log": []}) == ["does not say once: watch on port"]
+
+
+def test_the_fault_is_raised_from_the_watch_of_today(monkeypatch):
+    inner = Watch.begin_step
+    scope: dict[str, object] = {}
+    exec(soak_serve.FAULT, scope)
+    monkeypatch.setattr(Watch, "begin_step", inner)
+    scope["register"]()
+    faulty = Watch(Settings(), "cpu")
+    for _ in range(5):
+        faulty.begin_step(3, True)
+    with pytest.raises(RuntimeError, match="a fault inside the watch"):
+        faulty.begin_step(3, True)
 
 
 def test_the_recorded_run_is_as_it_must_be():

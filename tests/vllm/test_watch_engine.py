@@ -168,6 +168,39 @@ def test_a_whole_start_and_some_steps_are_counted(start, caplog):
     assert sum("first padding row" in record.getMessage() for record in caplog.records) == 1
 
 
+def steady(*names: str) -> Any:
+    """What the scheduler says of a decode step in which nobody comes or goes."""
+    said = output(*names)
+    said.scheduled_cached_reqs.new_block_ids = [None] * len(names)
+    return said
+
+
+def test_steady_steps_are_counted_without_a_call_each(start, monkeypatch):
+    runner, _ = start()
+    watch, begun = watch_hooks.installed[0].watch, []
+    watch._due = float("inf")  # no copy in between, however slow this machine is
+    inner = Watch.begin_step
+    monkeypatch.setattr(
+        Watch, "begin_step", lambda self, *rest: begun.append(self.steps + 1) or inner(self, *rest)
+    )
+    for _ in range(70):
+        runner.execute_model(steady("a", "b", "c"))
+    # The step that the device is told of, the one that names its requests, and so again after a span.
+    assert begun == [1, 2, 33, 34, 65, 66]
+    runner._dummy_run(8)  # its eight NaN rows are nobody's
+    for _ in range(5):
+        runner.execute_model(steady("a", "b"))
+    watch.copy()
+    reading = watch.reading()
+    assert reading.bad["attention", "layers.0"] == (5 * 70 + 6 * 5, 0)
+    assert (reading.steps, reading.counted) == (75, 75)
+    assert [*watch._spans] == [[1, 32], [33, 64], [65, 70], [71, 75]]
+    assert [(step, requests) for step, requests, _ in watch._recent] == [
+        *((step, ("a", "b", "c")) for step in (1, 33, 65)),
+        (71, ("a", "b")),
+    ]
+
+
 def fails(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("a fault of the watch")
 
@@ -176,7 +209,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "making it": (Watch, "__init__"),
     "a step": (Watch, "begin_step"),
     "requests": (Watch, "name_requests"),
-    "a stage": (Watch, "observe"),
+    "a stage": (Watch, "count"),
     "a dummy batch": (Watch, "pause"),
     "a reading": (Watch, "reading"),
     "being ready": (Watch, "reset"),

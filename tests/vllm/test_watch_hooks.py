@@ -94,7 +94,7 @@ def test_a_vllm_too_old_or_new_is_one_line(monkeypatch, caplog, version, said, s
 
 def test_a_step_is_the_same_only_if_nobody_came_went_or_was_set_aside():
     on, begun = Hooks(Settings()), []
-    on.watch = SimpleNamespace(latest=None, begin_step=lambda tokens, same: begun.append(same))
+    on.watch = SimpleNamespace(latest=None, left=0, begin_step=lambda tokens, same: begun.append(same))
 
     def step(*names: str, each: int = 1, resumed: tuple[str, ...] = (), **changes: object) -> None:
         output = {

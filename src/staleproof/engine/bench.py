@@ -48,6 +48,7 @@ class Bench:
         slow: its engines take longest to start, so that they start before those of other benches.
         together: runs the orders: as many at a time as fit, unless the engines take turns or must be
             alone.
+        narrowed: an order without what is not wanted of it: texts that name it.
     """
 
     name: str
@@ -57,6 +58,16 @@ class Bench:
     timeout_s: float = 200.0
     slow: bool = False
     together: Callable[..., Iterable[tuple[str, Told]]] = run
+    narrowed: Callable[[Order, Sequence[str]], Order] = lambda order, texts: order
+
+    def without(self, texts: Sequence[str]) -> Bench:
+        """The bench without engines that have one of these texts in their name, and the rest narrowed."""
+        orders = {
+            name: self.narrowed(order, texts)
+            for name, order in self.orders.items()
+            if not any(map(name.count, texts))
+        }
+        return replace(self, orders=orders)
 
     @property
     def row(self) -> Several:

@@ -59,7 +59,8 @@ class Switch:
 
     def __init__(self, engine: Engine, states: Mapping[str, State]) -> None:
         self.engine, self.states = engine, dict(states)
-        self._graphs: dict[str, dict[int, Any]] = {}
+        # State -> its captures: of each wrapper, its graphs.
+        self._graphs: dict[str, list[dict[int, Any]]] = {}
         self._watches: dict[str, Any] = {}
         self._hooks = watch_hooks.installed[0]
         self._inside = contextlib.ExitStack()
@@ -78,21 +79,22 @@ class Switch:
             wrapper.concrete_cudagraph_entries = {}
         with torch.inference_mode():
             self.engine.runner.capture_model()
-        self._graphs[name] = {id(w): w.concrete_cudagraph_entries for w in _wrappers()}
+        captured = {id(w): w.concrete_cudagraph_entries for w in _wrappers()}
+        self._graphs.setdefault(name, []).append(captured)
         if (watch := self._watches[name]) is not None:
             watch.reset()
-        return sum(len(entries) for entries in self._graphs[name].values())
+        return sum(map(len, captured.values()))
 
-    def enter(self, name: str) -> None:
-        """Put the engine into a state, between two steps."""
+    def enter(self, name: str, number: int = 0) -> None:
+        """Put the engine into a state, between two steps; of its captures the one of this number runs."""
         state = self.states[name]
         self._inside.close()
         owners = {watch_hooks.OWNER} if state.watch is not None or state.probe == "sync_stages" else set()
         put_in_place(owners | (_patches() if state.patches else set()), self._standing)
         self._hooks.watch = self._watches[name]
         for wrapper in _wrappers():
-            if name in self._graphs:
-                wrapper.concrete_cudagraph_entries = self._graphs[name][id(wrapper)]
+            if captures := self._graphs.get(name):
+                wrapper.concrete_cudagraph_entries = captures[number % len(captures)][id(wrapper)]
         if state.probe is not None:
             self._inside.enter_context(PROBES[state.probe](self.engine))
 
@@ -169,13 +171,19 @@ def sync_hidden(engine: Engine) -> Iterator[None]:
 class _Syncing:
     """Stands where the watch stands, and waits for the device behind every stage."""
 
-    latest = None
+    latest, left = None, 0
 
-    def begin_step(self, tokens: int) -> None: ...
+    def __init__(self) -> None:
+        self.places: dict[tuple[str, str], int] = {}
+
+    def begin_step(self, tokens: int, same: bool = False) -> None: ...
     def pause(self) -> None: ...
     def name_requests(self, requests: Any, tokens: Any) -> None: ...
 
-    def observe(self, stage: str, layer: str, x: Any, ids: Any = None, padding: Any = None) -> None:
+    def slot(self, stage: str, layer: str) -> int:
+        return 0
+
+    def count(self, slot: int, x: Any, ids: Any = None, padding: Any = None) -> None:
         import torch
 
         bool(torch.isnan(x).any())
@@ -207,7 +215,7 @@ def states(
     asked: Mapping[str, State],
     live: Mapping[int, float],
     steps: int,
-    graphs: bool,
+    captures: int,
 ) -> dict[str, Any]:
     """Time decode steps in each state, in turns, and tell the times of each number of live requests.
 
@@ -218,24 +226,31 @@ def states(
         asked: states by name.
         live: numbers of live requests, and seconds for each of them.
         steps: timed in a turn.
-        graphs: whether each state has graphs of its own.
+        captures: how often each state captures graphs of its own; 0 without graphs. Rounds take turns with
+            them.
 
     Returns:
-        ``captured``: number of graphs of each state; ``left_out``: states that could not be captured, and
-        why; ``cores``: where it was timed. Told apart, as ``"N live"``: what :func:`rounds` returns.
+        ``captured``: number of graphs of each state's last capture; ``left_out``: states that could not be
+        captured, and why; ``cores``: where it was timed. Told apart, as ``"N live"``: what :func:`rounds`
+        returns.
     """
     switch = Switch(engine, asked)
-    captured, left_out = {}, {}
-    for state in asked:
-        try:
-            captured[state] = switch.capture(state) if graphs else 0
-        except Exception as error:
-            left_out[state] = f"{type(error).__name__}: {error}"
+    captured, left_out = dict.fromkeys(asked, 0), {}
+    for number in range(captures):
+        # Forward and backward: none is always captured first.
+        for state in list(asked)[:: -1 if number % 2 else 1]:
+            if state in left_out:
+                continue
+            try:
+                captured[state] = switch.capture(state)
+            except Exception as error:
+                left_out[state] = f"{type(error).__name__}: {error}"
+    captured = {state: of for state, of in captured.items() if state not in left_out}
     asked = {state: asked[state] for state in captured}
     for count in live:
-        fill(engine, count, 4 * WARM * len(asked) + 4 * WARM)
-        for state in asked:
-            switch.enter(state)
+        fill(engine, count, 2 * WARM * len(asked) * max(1, captures) + 4 * WARM)
+        for number, state in itertools.product(range(max(1, captures)), asked):
+            switch.enter(state, number)
             step(engine, 2 * WARM)
         drain(engine)
     Path(folder, f"{READY} {name}").touch()
@@ -264,23 +279,25 @@ def rounds(
     times: dict[str, list[tuple[float, float] | None]] = {name: [] for name in names}
     draw = random.Random(count)
     end = time.monotonic() + seconds
-    number = 0
-    while time.monotonic() < end:
-        # As many rounds as the requests may grow, and so many tokens: whatever is left must be served too.
-        planned: list[list[str]] = []
+    number, each = 0, float("inf")
+    while (now_s := time.monotonic()) < end:
+        # As many rounds as the requests may grow and as fit into the time, and so many tokens: whatever is
+        # left must be served too. The first round says how long one takes.
+        most = max(1, round((end - now_s) / each))
+        planned: list[tuple[int, list[str]]] = []
         tokens = 0
-        while not planned or tokens < TOKENS - 2 * len(names) * (WARM + steps):
+        while not planned or (len(planned) < most and tokens < TOKENS - 2 * len(names) * (WARM + steps)):
             now = [name for name in names if number % switch.states[name].every == 0]
-            planned.append(draw.sample(now, len(now)))
+            planned.append((number, draw.sample(now, len(now))))
             tokens += 2 * len(now) * (WARM + steps)
             number += 1
         fill(engine, count, tokens + 8 * WARM)
         gc.collect()
         gc.disable()
-        for order in planned:
+        for capture, order in planned:
             taken: dict[str, list[float]] = {name: [] for name in order}
             for name in (*order, *reversed(order)):
-                switch.enter(name)
+                switch.enter(name, capture)
                 taken[name] += timed(lambda: step(engine, 1), steps)
             for name in names:
                 each_step = taken.get(name)
@@ -288,6 +305,7 @@ def rounds(
                 times[name].append(pair)
         gc.enable()
         drain(engine)
+        each = (time.monotonic() - now_s) / len(planned)
     return times
 
 

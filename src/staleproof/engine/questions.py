@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from staleproof.engine import blocks, cost, hybrid, memory, mla, router, starts, watched
 from staleproof.engine.bench import INCIDENT, Bench, Pool
@@ -21,14 +20,9 @@ def table(*names: str, without: Sequence[str] = ()) -> Questions:
 
     Args:
         names: of benches.
-        without: engines with one of these in their name are not started.
+        without: engines with one of these in their name are not started, nor states of ``cost`` timed.
     """
-    chosen = [
-        replace(
-            bench, orders={name: o for name, o in bench.orders.items() if not any(map(name.count, without))}
-        )
-        for bench in (BENCHES[name] for name in dict.fromkeys(names or BENCHES))
-    ]
+    chosen = [BENCHES[name].without(without) for name in dict.fromkeys(names or BENCHES)]
     sharing = [bench for bench in chosen if bench.together is run]
     pool = Pool(sharing)
     rest = [bench for bench in chosen if bench.together is not run]

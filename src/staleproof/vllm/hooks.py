@@ -147,7 +147,9 @@ class _Hook(NamedTuple):
 def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
     """Return ``original`` with the hooks of one target around it; an error in a hook is contained."""
     owner, target = hook.owner, hook.target
+    # Calls read from their closure only: little else is still in the core's cache after a step of the model.
     stepped_back, instead, knows = standing.stepped_back, target.instead, target.knows
+    before, after = target.before, target.after
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -161,16 +163,16 @@ def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
             except Exception as error:
                 _failed(hook, "the replacement", error)
                 return original(*args, **kwargs)
-        given = args, kwargs
-        if target.before is not None:
+        given = None
+        if before is not None:
             try:
-                given = target.before(args, kwargs) or given
+                given = before(args, kwargs)
             except Exception as error:
                 _failed(hook, "preparing a call", error)
-        result = original(*given[0], **given[1])
-        if target.after is not None and owner not in standing.stepped_back:
+        result = original(*args, **kwargs) if given is None else original(*given[0], **given[1])
+        if after is not None and owner not in stepped_back:
             try:
-                return target.after(result, args, kwargs)
+                return after(result, args, kwargs)
             except Exception as error:
                 _failed(hook, "finishing a call", error)
         return result

@@ -135,6 +135,8 @@ class Watch:
 
         self.settings = chosen
         self._slots: dict[tuple[str, str], int | None] = {}
+        # The same by a layer's full name, for who looks behind it.
+        self.places: dict[tuple[str, str], int | None] = {}
         self._board = Board(device, launched)
         self._on_gpu = self._board.numbers.is_cuda
         self._capturing = torch.cuda.is_current_stream_capturing if self._on_gpu else lambda: False
@@ -144,7 +146,10 @@ class Watch:
         self._forget()
 
     def _forget(self) -> None:
-        self.steps = self.counted = 0
+        self._steps = self._counted = 0
+        # Equal steps to come that need nothing from the watch; whoever runs the steps counts them down. And
+        # how many there were of them.
+        self.left = self._allowed = 0
         # Until the engine is ready every launch is made, so that it is compiled and captured.
         self._counting = True
         self._copied: tuple[int, int] | None = None
@@ -157,17 +162,36 @@ class Watch:
         self._spans: deque[list[int]] = deque(maxlen=REMEMBERED)
         self._recent.clear()
 
+    @property
+    def steps(self) -> int:
+        """Steps of the engine so far."""
+        return self._steps + self._allowed - self.left
+
+    @property
+    def counted(self) -> int:
+        """Those of them whose rows were counted."""
+        return self._counted + self._allowed - self.left
+
+    def _take_in(self) -> None:
+        """Take in the equal steps since the last call, and let nobody count down any further."""
+        passed, self._allowed, self.left = self._allowed - self.left, 0, 0
+        if passed:
+            self._steps += passed
+            self._counted += passed
+            self._spans[-1][1] = self._steps
+
     def slot(self, stage: str, layer: str) -> int | None:
         """Where a stage of a layer is counted; ``None`` if it is not watched."""
         key = stage, layer
-        if key not in self._slots:
-            from staleproof.evidence.board import SLOTS
+        if key in self._slots:
+            return self._slots[key]
+        from staleproof.evidence.board import SLOTS
 
-            number = re.search(r"\d+", layer)
-            taken = sum(slot is not None for slot in self._slots.values())
-            left_out = stage not in self.settings.stages or taken == SLOTS
-            left_out |= bool(int(number[0] if number else 0) % self.settings.layers)
-            self._slots[key] = None if left_out else taken
+        number = re.search(r"\d+", layer)
+        taken = sum(slot is not None for slot in self._slots.values())
+        left_out = stage not in self.settings.stages or taken == SLOTS
+        left_out |= bool(int(number[0] if number else 0) % self.settings.layers)
+        self._slots[key] = None if left_out else taken
         return self._slots[key]
 
     def observe(
@@ -187,12 +211,16 @@ class Watch:
             ids: (rows, top_k) expert ids; rows that name an expert twice are counted.
             padding: (at least rows,) bool, true for padding rows; by default rows after the step's tokens.
         """
+        slot = self.slot(stage, layer)
+        if slot is not None:
+            self.count(slot, x, ids, padding)
+
+    def count(
+        self, slot: int, x: torch.Tensor, ids: torch.Tensor | None = None, padding: torch.Tensor | None = None
+    ) -> None:
+        """Count as :meth:`observe` does, at what :meth:`slot` returned."""
         # A step that is not counted costs nothing on the host. Its graphs return at once.
-        if not self._counting and not self._capturing():
-            return
-        key = stage, layer
-        slot = self._slots[key] if key in self._slots else self.slot(stage, layer)
-        if slot is not None and x.numel():
+        if (self._counting or self._capturing()) and x.numel():
             self._board.count(slot, x, ids, padding)
 
     def name_requests(self, requests: Sequence[str], tokens: Mapping[str, int]) -> None:
@@ -205,17 +233,19 @@ class Watch:
 
         Args:
             tokens: number of tokens of all requests.
-            same: whether the requests are those of the last step, each with as many tokens.
+            same: whether the requests are those of the last step, each with as many tokens. If they are, as
+                many such steps as :attr:`left` says need no call: who leaves one out takes 1 off.
         """
-        before, self._counting = self._counting, self.steps % self.settings.steps == 0
-        self.steps += 1
-        self.counted += self._counting
-        if same and before and self._counting and tokens == self._tokens and self.steps < self._told + SPAN:
-            self._spans[-1][1] = self.steps
+        self._take_in()
+        before, self._counting = self._counting, self._steps % self.settings.steps == 0
+        self._steps = step = self._steps + 1
+        self._counted += self._counting
+        if same and before and self._counting and tokens == self._tokens and step < self._told + SPAN:
+            self._spans[-1][1] = step
         elif self._counting or before:
-            self._board.begin(self.steps, tokens, self._counting)
-            self._told, self._tokens = self.steps, tokens
-            self._spans.append([self.steps, self.steps])
+            self._board.begin(step, tokens, self._counting)
+            self._told, self._tokens = step, tokens
+            self._spans.append([step, step])
         if self._copied is not None:
             self.reading()
         else:
@@ -223,15 +253,21 @@ class Watch:
             if now >= self._due:
                 self._due = now + INTERVAL_S
                 self.copy()
+        # The step after one that the device was told of must come here too: it names the requests of that
+        # one. So must the steps until a copy has arrived.
+        if self.settings.steps == 1 and step > self._told and self._copied is None:
+            self._allowed = self.left = self._told + SPAN - 1 - step
 
     def pause(self) -> None:
         """The rows to come belong to no step: a dummy batch, which keeps data-parallel ranks together."""
+        self._take_in()
         if self.steps and self._counting:
             self._board.begin(self.steps, 0, counted=False)
             self._counting = False
 
     def copy(self) -> None:
         """Start a copy of the counts to the host, behind the work that is queued."""
+        self._take_in()
         self._host.copy_(self._board.numbers, non_blocking=True)
         self._copied = self.steps, self.counted
         if self._arrived is not None:

@@ -98,10 +98,7 @@ class Blocks:
         cached = output.scheduled_cached_reqs
         given = cached.new_block_ids
         zeroed = getattr(output, "new_block_ids_to_zero", None) or ()
-        # Most steps of a decode give nobody a block.
         grown = given.count(None) != len(given)
-        if not (grown or zeroed or output.scheduled_new_reqs or output.finished_req_ids):
-            return
         tokens = output.num_scheduled_tokens
         new = [
             (one.req_id, one.block_ids, one.num_computed_tokens, tokens.get(one.req_id, 0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from staleproof.vllm import hooks, standing, watch_blocks, watch_memory, watch_port
@@ -107,26 +107,42 @@ class Hooks:
         return result
 
     def step(self, args: Arguments, kwargs: Keywords) -> None:
-        """Before ``execute_model``."""
+        """Before ``execute_model``.
+
+        In one function, and without a call for most steps of a steady decode: what a step of a small model
+        costs is mostly this on the host, and code that ran a step ago is no longer in the core's cache.
+        """
         watch = self.watch
         if watch is None:
             return
         if kwargs and kwargs.get("dummy_run"):
             watch.pause()
             return
-        output = argument(args, kwargs, 1, "scheduler_output")
-        if self.blocks is not None:
-            self.blocks.scheduled(output)
+        output = args[1] if len(args) > 1 else kwargs["scheduler_output"]
+        blocks = self.blocks
+        if blocks is not None:
+            given = output.scheduled_cached_reqs.new_block_ids
+            # Most steps of a decode give nobody a block.
+            if (
+                given.count(None) != len(given)
+                or output.scheduled_new_reqs
+                or output.finished_req_ids
+                or getattr(output, "new_block_ids_to_zero", None)
+            ):
+                blocks.scheduled(output)
         if tokens := output.total_num_scheduled_tokens:
-            copied = watch.latest
             # A decode step of as many requests as the last one, and none came, ended or was set aside.
             requests, self._requests = self._requests, len(output.num_scheduled_tokens)
-            same = requests == self._requests == tokens and not (
+            same = requests == tokens == self._requests and not (
                 output.scheduled_new_reqs
                 or output.finished_req_ids
                 or getattr(output, "preempted_req_ids", None)
                 or output.scheduled_cached_reqs.resumed_req_ids
             )
+            if same and watch.left:
+                watch.left -= 1
+                return
+            copied = watch.latest
             watch.begin_step(tokens, same)
             if self.memory is not None and watch.latest is not copied:
                 self.memory.unprofiled()
@@ -136,10 +152,13 @@ class Hooks:
 
         It orders its batch inside, and leaves it so until the next step, where this step is named.
         """
-        if self.watch is not None and self._tokens is not None:
-            self.watch.name_requests(args[0].input_batch.req_ids, self._tokens)
+        watch = self.watch
+        if watch is not None and self._tokens is not None and not watch.left:
+            watch.name_requests(args[0].input_batch.req_ids, self._tokens)
         self.step(args, kwargs)
-        self._tokens = argument(args, kwargs, 1, "scheduler_output").num_scheduled_tokens or None
+        # While equal steps are counted down nobody asks whose rows they were.
+        if watch is not None and not watch.left:
+            self._tokens = argument(args, kwargs, 1, "scheduler_output").num_scheduled_tokens or None
 
     def idle(self, args: Arguments, kwargs: Keywords) -> None:
         """Before ``_dummy_run``, whose rows are nobody's."""
@@ -148,14 +167,15 @@ class Hooks:
 
     def batch_v2(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``prepare_inputs`` of the second model runner, which returns the batch in order."""
-        if self.watch is not None:
+        if self.watch is not None and not self.watch.left:
             tokens = argument(args, kwargs, 1, "scheduler_output").num_scheduled_tokens
             self.watch.name_requests(result.req_ids, tokens)
         return result
 
     def attention(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After an attention backend, which returns (rows, ...) or fills ``output``."""
-        self._see("attention", _name(argument(args, kwargs, 1, "layer")), result)
+        layer = args[1] if len(args) > 1 else kwargs.get("layer")
+        self._see("attention", getattr(layer, "layer_name", ""), result)
         return result
 
     def mla(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -163,12 +183,13 @@ class Hooks:
         if self.watch is not None:
             out = result[0]
             out = out if out.ndim == 3 else out.flatten(0, -3)
-            self._see("attention", _name(argument(args, kwargs, 4, "layer")), out)
+            layer = args[4] if len(args) > 4 else kwargs.get("layer")
+            self._see("attention", getattr(layer, "layer_name", ""), out)
         return result
 
     def enter_experts(self, args: Arguments, kwargs: Keywords) -> None:
         """Before a layer's router and experts."""
-        self.layer = _short(getattr(args[0], "layer_name", ""))
+        self.layer = getattr(args[0], "layer_name", "")
 
     def experts(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After a layer's experts: (output of shared experts or None, output)."""
@@ -180,9 +201,16 @@ class Hooks:
         self._see("router", self.layer, result[0], result[1])
         return result
 
-    def _see(self, stage: str, layer: str, x: Any, ids: Any = None) -> None:
-        if self.watch is not None and getattr(x, "ndim", 0) >= 2:
-            self.watch.observe(stage, layer, x, ids, padding_mask(x.shape[0]))
+    def _see(self, stage: str, name: str, x: Any, ids: Any = None) -> None:
+        """Count the rows of a layer; ``name`` is vLLM's for it."""
+        watch = self.watch
+        if watch is None:
+            return
+        key = stage, name
+        places = watch.places
+        slot = places[key] if key in places else places.setdefault(key, watch.slot(stage, _short(name)))
+        if slot is not None and getattr(x, "ndim", 0) >= 2:
+            watch.count(slot, x, ids, padding_mask(x.shape[0]))
 
     def targets(self) -> list[Target]:
         """Every function that is watched."""
@@ -231,7 +259,6 @@ def padding_mask(rows: int) -> Any:
     return mask if mask is not None and mask.shape[0] >= rows else None
 
 
-@lru_cache(maxsize=4096)
 def _short(name: str) -> str:
     """``layers.3`` of ``model.layers.3.self_attn.attn``; the name itself if it has no number.
 
@@ -241,10 +268,6 @@ def _short(name: str) -> str:
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     return name if not number else ".".join(parts[number - 1 : number + 1])
-
-
-def _name(layer: Any) -> str:
-    return _short(getattr(layer, "layer_name", ""))
 
 
 def install(version: str | None = None) -> None:
