@@ -6,12 +6,15 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from staleproof.engine import cost
+from staleproof.engine import cost, cost_probes
 from staleproof.engine.cost_probes import State
 from staleproof.engine.orders import Order, run
+from staleproof.vllm import watch_hooks
 from staleproof.vllm.watch import Settings
 
 # Steps leave their times in a file: two engines must never step at the same time.
@@ -174,6 +177,52 @@ def test_graphs_and_hooks_are_those_of_the_state(steps):
     seen = {tuple(json.loads(line)[5:]) for line in steps.read_text().splitlines()}
     # Graph that was replayed, hooks in place: the watch's "execute_model" is seen in its state only.
     assert seen == {("off", False), ("on", False), ("watch", True), (None, False), (None, True)}
+
+
+def test_rounds_go_through_the_captures_in_turn(monkeypatch):
+    wrapper = SimpleNamespace(concrete_cudagraph_entries={})
+    made = itertools.count()
+    runner = SimpleNamespace(device="cpu")
+
+    def capture_model() -> None:
+        wrapper.concrete_cudagraph_entries["batch"] = next(made)
+
+    runner.capture_model = capture_model
+    monkeypatch.setattr(cost_probes, "_wrappers", lambda: [wrapper])
+    monkeypatch.setattr(watch_hooks, "installed", [SimpleNamespace(watch=None)])
+    switch = cost_probes.Switch(SimpleNamespace(runner=runner), {"off": State(), "on": State()})
+    for name in ("off", "on", "on", "off"):
+        assert switch.capture(name) == 1
+    ran = []
+    for number in range(3):
+        for name in ("off", "on"):
+            switch.enter(name, number)
+            ran.append(wrapper.concrete_cudagraph_entries["batch"])
+    assert ran == [0, 1, 3, 2, 0, 1]
+
+
+def test_the_probe_that_waits_stands_where_the_watch_stands():
+    on = watch_hooks.Hooks(Settings())
+    on.watch = cost_probes._Syncing()
+    ids = ["a", "b"]
+    cached = SimpleNamespace(req_ids=ids, resumed_req_ids=set(), new_block_ids=[None, None])
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=2,
+        num_scheduled_tokens=dict.fromkeys(ids, 1),
+        scheduled_new_reqs=[],
+        finished_req_ids=set(),
+        scheduled_cached_reqs=cached,
+    )
+    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=ids))
+    for _ in range(3):
+        on.step_v1((runner, output), {})
+    on.idle((), {})
+    layer = SimpleNamespace(layer_name="model.layers.0.self_attn.attn")
+    looked = []
+    on.watch.count = lambda *seen: looked.append(seen[0])
+    result = torch.ones(2, 4, 8), None
+    assert on.mla(result, (None, None, None, None, layer), {}) is result
+    assert looked == [0]
 
 
 def test_an_engine_that_fails_does_not_end_the_others(steps, monkeypatch):
