@@ -189,15 +189,14 @@ def test_steady_steps_are_counted_without_a_call_each(start, monkeypatch):
     assert begun == [1, 2, 33, 34, 65, 66]
     runner._dummy_run(8)  # its eight NaN rows are nobody's
     for _ in range(5):
-        runner.execute_model(steady("a", "b"))
+        runner.execute_model(steady("a", "b", "c"))
     watch.copy()
     reading = watch.reading()
-    assert reading.bad["attention", "layers.0"] == (5 * 70 + 6 * 5, 0)
+    assert reading.bad["attention", "layers.0"] == (5 * 75, 0)
     assert (reading.steps, reading.counted) == (75, 75)
     assert [*watch._spans] == [[1, 32], [33, 64], [65, 70], [71, 75]]
     assert [(step, requests) for step, requests, _ in watch._recent] == [
-        *((step, ("a", "b", "c")) for step in (1, 33, 65)),
-        (71, ("a", "b")),
+        (step, ("a", "b", "c")) for step in (1, 33, 65, 71)
     ]
 
 
