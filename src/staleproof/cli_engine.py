@@ -26,7 +26,8 @@ def engine(
         float | None, typer.Option(min=1, help="Seconds; engines that have not answered by then are ended.")
     ] = None,
     without: Annotated[
-        list[str] | None, typer.Option(help="Engines with this in their name are not started, states of cost not timed.")
+        list[str] | None,
+        typer.Option(help="Engines with this in their name are not started, states of cost not timed."),
     ] = None,
 ) -> None:
     """Put questions to a whole vLLM with dummy weights, with and without the plugin. Needs a GPU."""
