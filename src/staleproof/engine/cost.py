@@ -22,6 +22,8 @@ COST, NOISE, WATCH = "cost of a step", "noise of a step", "cost of the watch"
 # The bars: the plugin; the watch of all stages; the watch of one layer in four.
 BAR, WATCH_BAR = 0.01, {"watch": 0.03, "watch, one layer in four": 0.01}
 LIVE, SIZES = (3, 50, 256), [8, 64, 256]
+# Of a round: mean and median seconds of its steps.
+Times = tuple[float, float]
 # Steps timed in a turn.
 STEPS = 16
 # How often each state captures its graphs. Where a graph lies moves a step by half a per cent or so: rounds
@@ -153,6 +155,19 @@ def slowdown(off: Sequence[float], on: Sequence[float], resamples: int = 4000) -
     return statistics.median(ratios), medians[cut], medians[-cut - 1]
 
 
+def by_capture(off: Sequence[Times | None], on: Sequence[Times | None]) -> list[float | None]:
+    """Median slowdown in per cent of the rounds of each capture; ``None`` where no round timed both.
+
+    >>> by_capture([(1.0, 1.0), (1.0, 1.0), None, (1.0, 1.0)], [(1.0, 1.02), None, (1.0, 1.0), (1.0, 1.04)])
+    [3.0, None, None]
+    """
+    shares: list[list[float]] = [[] for _ in range(CAPTURES)]
+    for number, (a, b) in enumerate(zip(off, on, strict=True)):
+        if a and b:
+            shares[number % CAPTURES].append(b[1] / a[1] - 1)
+    return [round(statistics.median(of) * 100, 3) if of else None for of in shares]
+
+
 def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
     """The judge of one pair of states: does the interval of the slowdown lie under the bar?"""
 
@@ -177,6 +192,8 @@ def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
             tokens_per_s_off=round(live / statistics.median(a)),
             tokens_per_s_on=round(live / statistics.median(b)),
             rounds=len(a),
+            # What the place of a graph is worth: each round ran one capture of every state.
+            **({} if mode == "eager" else {"slowdown_percent_by_capture": by_capture(times[off], times[on])}),
         )
 
     return judged
