@@ -181,6 +181,9 @@ def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
         means, (a, b) = (([x[which] for x, _ in pairs], [y[which] for _, y in pairs]) for which in (0, 1))
         median, low, high = slowdown(a, b)
         of_means = slowdown(*means)
+        # What the place of a graph is worth: each round ran one capture of every state.
+        captures = {"slowdown_percent_by_capture": by_capture(times[off], times[on])}
+        graphs: dict[str, Any] = {} if mode == "eager" else captures
         where = "under" if high < bar else "over" if low > bar else "around"
         return answer(
             f"{where} {bar:.0%}".replace("%", " %"),
@@ -192,8 +195,7 @@ def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
             tokens_per_s_off=round(live / statistics.median(a)),
             tokens_per_s_on=round(live / statistics.median(b)),
             rounds=len(a),
-            # What the place of a graph is worth: each round ran one capture of every state.
-            **({} if mode == "eager" else {"slowdown_percent_by_capture": by_capture(times[off], times[on])}),
+            **graphs,
         )
 
     return judged
