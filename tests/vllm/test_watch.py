@@ -129,13 +129,13 @@ def test_one_step_in_n_is_counted_and_says_so():
 def told(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     """What the device is told from here on: number of the step, live rows, counted."""
     found = []
-    begin = watch._board.begin
+    begin = watch.board.begin
 
     def noted(step: int, live: int, counted: bool) -> None:
         found.append((step, live, counted))
         begin(step, live, counted)
 
-    monkeypatch.setattr(watch._board, "begin", noted)
+    monkeypatch.setattr(watch.board, "begin", noted)
     return found
 
 
@@ -175,7 +175,7 @@ def test_another_number_of_tokens_is_told_whatever_the_caller_says(monkeypatch):
 def test_graphs_of_a_step_that_is_not_counted_count_nothing():
     """A replay launches what was captured; the number on the device says whether it counts."""
     watch = Watch(Settings(steps=2), "cpu")
-    watch._capturing = lambda: True
+    watch.capturing = lambda: True
     for _ in range(4):
         watch.begin_step(8)
         watch.observe("attention", "layers.0", rows_with(1))
@@ -184,7 +184,7 @@ def test_graphs_of_a_step_that_is_not_counted_count_nothing():
 
 def test_a_dummy_batch_between_two_steps_is_not_counted():
     watch = Watch(Settings(), "cpu")
-    watch._capturing = lambda: True
+    watch.capturing = lambda: True
     watch.begin_step(8)
     watch.observe("attention", "layers.0", rows_with(1))
     watch.pause()

@@ -92,6 +92,48 @@ def test_a_vllm_too_old_or_new_is_one_line(monkeypatch, caplog, version, said, s
         watch_hooks.remove()
 
 
+def test_a_step_is_counted_down_only_if_the_scheduler_says_nothing_new():
+    on, asked = Hooks(Settings()), []
+    on.watch, on._requests = SimpleNamespace(left=9), 2
+    execute = on.stepping(
+        lambda args, kwargs: asked.append(args[1]), lambda runner, output, *rest, **more: output
+    )
+
+    def step(tokens: int = 2, cached: dict[str, object] | None = None, **changes: object) -> int:
+        """How often the watch was asked."""
+        of_cached = {"resumed_req_ids": set(), "new_block_ids": [None, None]} | (cached or {})
+        output = {
+            "total_num_scheduled_tokens": tokens,
+            "scheduled_new_reqs": [],
+            "finished_req_ids": set(),
+            "scheduled_cached_reqs": SimpleNamespace(**of_cached),
+        }
+        asked.clear()
+        given = SimpleNamespace(**output | changes)
+        assert execute("runner", given, None) is given
+        return len(asked)
+
+    assert [step(), step()] == [0, 0]
+    assert on.watch.left == 7
+    assert step(tokens=3) == 1
+    assert step(scheduled_new_reqs=["c"]) == 1
+    assert step(finished_req_ids={"a"}) == 1
+    assert step(preempted_req_ids={"a"}) == 1
+    assert step(new_block_ids_to_zero=[4]) == 1
+    assert step(cached={"resumed_req_ids": {"a"}}) == 1
+    assert step(cached={"new_block_ids": [None, ([7],)]}) == 1
+    assert step(cached={"new_block_ids": [None] * 3}) == 1
+    # What is not as expected is left to the function that contains a failure of the watch.
+    assert step(scheduled_cached_reqs=None) == 1
+    execute("runner", SimpleNamespace(), None, dummy_run=True)
+    assert len(asked) == 2
+    assert on.watch.left == 7
+    on.watch.left = 0
+    assert step() == 1
+    on.watch = None
+    assert step() == 1
+
+
 def test_a_step_is_the_same_only_if_nobody_came_went_or_was_set_aside():
     on, begun = Hooks(Settings()), []
     on.watch = SimpleNamespace(latest=None, left=0, begin_step=lambda tokens, same: begun.append(same))

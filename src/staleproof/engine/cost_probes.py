@@ -171,10 +171,11 @@ def sync_hidden(engine: Engine) -> Iterator[None]:
 class _Syncing:
     """Stands where the watch stands, and waits for the device behind every stage."""
 
-    latest, left = None, 0
+    latest, left, counting = None, 0, True
 
     def __init__(self) -> None:
         self.places: dict[tuple[str, str], int] = {}
+        self.board = self
 
     def begin_step(self, tokens: int, same: bool = False) -> None: ...
     def pause(self) -> None: ...

@@ -137,10 +137,10 @@ class Watch:
         self._slots: dict[tuple[str, str], int | None] = {}
         # The same by a layer's full name, for who looks behind it.
         self.places: dict[tuple[str, str], int | None] = {}
-        self._board = Board(device, launched)
-        self._on_gpu = self._board.numbers.is_cuda
-        self._capturing = torch.cuda.is_current_stream_capturing if self._on_gpu else lambda: False
-        self._host = torch.empty_like(self._board.numbers, device="cpu", pin_memory=self._on_gpu)
+        self.board = Board(device, launched)
+        self._on_gpu = self.board.numbers.is_cuda
+        self.capturing = torch.cuda.is_current_stream_capturing if self._on_gpu else lambda: False
+        self._host = torch.empty_like(self.board.numbers, device="cpu", pin_memory=self._on_gpu)
         self._arrived: torch.cuda.Event | None = torch.cuda.Event() if self._on_gpu else None
         self._recent: deque[tuple[int, Sequence[str], Mapping[str, int]]] = deque(maxlen=REMEMBERED)
         self._forget()
@@ -151,7 +151,7 @@ class Watch:
         # how many there were of them.
         self.left = self._allowed = 0
         # Until the engine is ready every launch is made, so that it is compiled and captured.
-        self._counting = True
+        self.counting = True
         self._copied: tuple[int, int] | None = None
         self._due = 0.0
         self._latest = Reading()
@@ -212,16 +212,9 @@ class Watch:
             padding: (at least rows,) bool, true for padding rows; by default rows after the step's tokens.
         """
         slot = self.slot(stage, layer)
-        if slot is not None:
-            self.count(slot, x, ids, padding)
-
-    def count(
-        self, slot: int, x: torch.Tensor, ids: torch.Tensor | None = None, padding: torch.Tensor | None = None
-    ) -> None:
-        """Count as :meth:`observe` does, at what :meth:`slot` returned."""
         # A step that is not counted costs nothing on the host. Its graphs return at once.
-        if (self._counting or self._capturing()) and x.numel():
-            self._board.count(slot, x, ids, padding)
+        if slot is not None and (self.counting or self.capturing()) and x.numel():
+            self.board.count(slot, x, ids, padding)
 
     def name_requests(self, requests: Sequence[str], tokens: Mapping[str, int]) -> None:
         """Say whose rows those of the current step are: requests in their order, and tokens of each."""
@@ -237,13 +230,13 @@ class Watch:
                 many such steps as :attr:`left` says need no call: who leaves one out takes 1 off.
         """
         self._take_in()
-        before, self._counting = self._counting, self._steps % self.settings.steps == 0
+        before, self.counting = self.counting, self._steps % self.settings.steps == 0
         self._steps = step = self._steps + 1
-        self._counted += self._counting
-        if same and before and self._counting and tokens == self._tokens and step < self._told + SPAN:
+        self._counted += self.counting
+        if same and before and self.counting and tokens == self._tokens and step < self._told + SPAN:
             self._spans[-1][1] = step
-        elif self._counting or before:
-            self._board.begin(step, tokens, self._counting)
+        elif self.counting or before:
+            self.board.begin(step, tokens, self.counting)
             self._told, self._tokens = step, tokens
             self._spans.append([step, step])
         if self._copied is not None:
@@ -261,14 +254,14 @@ class Watch:
     def pause(self) -> None:
         """The rows to come belong to no step: a dummy batch, which keeps data-parallel ranks together."""
         self._take_in()
-        if self.steps and self._counting:
-            self._board.begin(self.steps, 0, counted=False)
-            self._counting = False
+        if self.steps and self.counting:
+            self.board.begin(self.steps, 0, counted=False)
+            self.counting = False
 
     def copy(self) -> None:
         """Start a copy of the counts to the host, behind the work that is queued."""
         self._take_in()
-        self._host.copy_(self._board.numbers, non_blocking=True)
+        self._host.copy_(self.board.numbers, non_blocking=True)
         self._copied = self.steps, self.counted
         if self._arrived is not None:
             self._arrived.record()
@@ -337,7 +330,7 @@ class Watch:
 
     def reset(self) -> None:
         """Forget all counts: those of the profile and of warm-up runs are nobody's."""
-        self._board.reset()
+        self.board.reset()
         self._forget()
 
 

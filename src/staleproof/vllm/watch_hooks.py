@@ -7,8 +7,9 @@ every release of the table); a function that is not there is left alone with one
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ OWNER = "watch"
 OLDEST = "0.20.0"
 RUNNER, RUNNER_V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 SCHEDULED = "self", "scheduler_output"
+EXECUTE = "GPUModelRunner.execute_model"
 CONTEXT = "vllm.forward_context"
 WORKER = "vllm.v1.worker.gpu_worker"
 EXPERTS = "vllm.model_executor.layers.fused_moe"
@@ -46,6 +48,8 @@ ALL_BACKENDS = "vllm.v1.attention.backends"
 ROUTER = f"{EXPERTS}.router.base_router", "BaseRouter.select_experts"
 # Since this release the method that routers share is their base class's.
 MOVED = "0.24.0"
+# The first release whose forward context has a mask of padding rows.
+MASKS = "0.25.0"
 ROUTER_MOVED = f"{EXPERTS}.router.fused_moe_router", "FusedMoERouter.select_experts"
 FORWARD = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
 
@@ -64,6 +68,8 @@ class Hooks:
 
     def __init__(self, chosen: Settings, version: str = OLDEST) -> None:
         self.settings, self.version = chosen, version
+        # Earlier releases have no mask to look for. A build of the main branch has no number.
+        self.masks = (numbers(version) or numbers(MOVED)) >= numbers(MASKS)
         self.watch: Watch | None = None
         self.blocks: watch_blocks.Blocks | None = None
         self.memory: watch_memory.Memory | None = None
@@ -106,12 +112,44 @@ class Hooks:
             watch_port.serve(self.watch, self.settings.port + rank, self.blocks, self.memory)
         return result
 
-    def step(self, args: Arguments, kwargs: Keywords) -> None:
-        """Before ``execute_model``.
+    def stepping(
+        self, before: Callable[[Arguments, Keywords], None], original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """``execute_model`` with ``before`` in front, but for most steps of a steady decode.
 
-        In one function, and without a call for most steps of a steady decode: what a step of a small model
-        costs is mostly this on the host, and code that ran a step ago is no longer in the core's cache.
+        For those it is one function without a call: what the watch costs a step of a small model is this on
+        the host, and code that ran a step ago is in no near cache of the core any more.
         """
+        slow = hooks._wrapped(original, hooks._Hook(OWNER, Target(RUNNER, EXECUTE, (), before=before), False))
+
+        @functools.wraps(original)
+        def quick(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            watch, quiet = self.watch, False
+            if watch is not None and watch.left and not kwargs:
+                try:
+                    cached, tokens = scheduler_output.scheduled_cached_reqs, self._requests
+                    given = cached.new_block_ids
+                    quiet = tokens == scheduler_output.total_num_scheduled_tokens == len(given) and not (
+                        given.count(None) != tokens
+                        or scheduler_output.scheduled_new_reqs
+                        or scheduler_output.finished_req_ids
+                        or cached.resumed_req_ids
+                        or getattr(scheduler_output, "preempted_req_ids", None)
+                        or getattr(scheduler_output, "new_block_ids_to_zero", None)
+                    )
+                except Exception:
+                    # What is wrong is said where a failure of the watch is contained.
+                    quiet = False
+            if watch is None or not quiet:
+                return slow(runner, scheduler_output, *args, **kwargs)
+            watch.left -= 1
+            return original(runner, scheduler_output, *args, **kwargs)
+
+        quick.staleproof_replaces = original  # type: ignore[attr-defined]
+        return quick
+
+    def step(self, args: Arguments, kwargs: Keywords) -> None:
+        """Before ``execute_model``, unless :meth:`stepping` has seen that nothing changed."""
         watch = self.watch
         if watch is None:
             return
@@ -209,8 +247,12 @@ class Hooks:
         key = stage, name
         places = watch.places
         slot = places[key] if key in places else places.setdefault(key, watch.slot(stage, _short(name)))
-        if slot is not None and getattr(x, "ndim", 0) >= 2:
-            watch.count(slot, x, ids, padding_mask(x.shape[0]))
+        # What Watch.observe does, with a call less.
+        if slot is None or not (watch.counting or watch.capturing()):
+            return
+        shape: tuple[int, ...] = getattr(x, "shape", ())
+        if len(shape) >= 2 and shape[0]:
+            watch.board.count(slot, x, ids, padding_mask(shape[0]) if self.masks else None)
 
     def targets(self) -> list[Target]:
         """Every function that is watched."""
@@ -226,8 +268,8 @@ class Hooks:
             worker("Worker.compile_or_warm_up_model", around=self.capturing, after=self.ready),
             Target(RUNNER_V2, "GPUModelRunner.prepare_inputs", SCHEDULED, after=self.batch_v2),
             Target(RUNNER, "GPUModelRunner._dummy_run", ("self",), before=self.idle),
-            Target(RUNNER, "GPUModelRunner.execute_model", SCHEDULED, before=self.step_v1),
-            Target(RUNNER_V2, "GPUModelRunner.execute_model", SCHEDULED, before=self.step),
+            Target(RUNNER, EXECUTE, SCHEDULED, swap=partial(self.stepping, self.step_v1)),
+            Target(RUNNER_V2, EXECUTE, SCHEDULED, swap=partial(self.stepping, self.step)),
         ]
         if "attention" in self.settings.stages:
             found += [
