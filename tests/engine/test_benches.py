@@ -217,6 +217,11 @@ def test_engines_and_states_that_are_left_out_leave_their_time_to_the_others(mon
     }  # fmt: skip
     whole = sum(sum(seconds) for _, seconds in cost.FURTHER.values())
     assert sum(sum(one["live"].values()) for one in asked.values()) == pytest.approx(whole)
+    # A limit that ends the engines earlier leaves less, so that the last of them is timed too.
+    with cost.running.at_most(190):
+        assert [*bench.together(bench.orders, timeout_s=9)] == []
+    less = sum(sum(order.probes["states"]["live"].values()) for order in began.values())
+    assert 95 < less <= 190 - cost.READY_S
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ LIVE, SIZES = (3, 50, 256), [8, 64, 256]
 Times = tuple[float, float]
 # Steps timed in a turn.
 STEPS = 16
+# Seconds until all engines are ready to be timed.
+READY_S = 90.0
 # How often each state captures its graphs. Where a graph lies moves a step by half a per cent or so: rounds
 # go through the captures in turn, so that no state keeps the luck of one place.
 CAPTURES = 3
@@ -102,10 +104,12 @@ def take_turns(
         players: name -> engine.
         timeout_s: for each.
         seconds: shared out among all in the proportion of their own seconds, so that engines that were left
-            out leave their time to the others; ``None`` for their own.
+            out leave their time to the others; less if a limit ends them earlier; ``None`` for their own.
     """
     asked_for = sum(sum(order.probes["states"]["live"].values()) for order in players.values())
-    more = 1.0 if seconds is None else seconds / asked_for
+    more = (
+        1.0 if seconds is None else max(0.2 * seconds, min(seconds, running.left_s() - READY_S)) / asked_for
+    )
     with tempfile.TemporaryDirectory(prefix="staleproof-turns-") as folder:
 
         def given(order: Order) -> Order:

@@ -197,6 +197,16 @@ def run(
 _end = math.inf
 
 
+def left_s() -> float:
+    """Seconds until the engines that run must have ended; infinite without a limit.
+
+    >>> with at_most(9):
+    ...     8 < left_s() <= 9
+    True
+    """
+    return _end - time.monotonic()
+
+
 @contextlib.contextmanager
 def at_most(seconds: float | None) -> Iterator[None]:
     """End the engines that :func:`run` starts inside after so many seconds together; ``None``: no such limit.
