@@ -43,12 +43,19 @@ def plan(q: torch.Tensor, rows: int, capacity: int) -> tuple[int, int, int, int]
     return block_m, block_n, max(1, min(processors // programs, blocks)), warps
 
 
+def cache_dtypes(q: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """What a cache beside these queries may hold: a GPU converts E4M3 from compute capability 8.9 on."""
+    converts = not q.is_cuda or capability(q.device.index) >= (8, 9)
+    return (q.dtype, torch.float8_e4m3fn) if converts else (q.dtype,)
+
+
 def fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -> bool:
     """Whether the Hopper kernel supports this call: DeepSeek's shape, and 16-byte loads."""
     return (
         q.is_cuda
         and capability(q.device.index) == (9, 0)
         and q.element_size() == 2
+        and kv_cache.dtype == q.dtype
         and (rank, q.shape[-1]) == (512, 576)
         and kv_cache.shape[1] % 64 == 0
         and (q_len == 1 or q.shape[-2] % 64 == 0)
