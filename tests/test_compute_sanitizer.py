@@ -56,6 +56,42 @@ for rows in (3, 300, 5000):
     for logits in (x, x.float()):
         CALL
 """
+# A group of warps fills shared memory, and another one reads it; an mbarrier each way, as in PTX's manual.
+HAND_OVER = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+@gluon.jit
+def give(memory, full, free, x):
+    for i in range(8):
+        mbarrier.wait(free, (i & 1) ^ 1)
+        memory.store(gl.load(x + i * 128 + gl.arange(0, 128, layout=LINE)))
+        barrier()
+        mbarrier.arrive(full, count=1)
+@gluon.jit
+def take(memory, full, free, y):
+    for i in range(8):
+        mbarrier.wait(full, i & 1)
+        given = memory.load(LINE)
+        barrier()
+        mbarrier.arrive(free, count=1)
+        gl.store(y + i * 128 + gl.arange(0, 128, layout=LINE), given)
+@gluon.jit
+def hand_over_kernel(x, y):
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    memory = gl.allocate_shared_memory(gl.float32, [128], flat)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.init(free, count=1)
+    barrier()
+    gl.warp_specialize([(give, (memory, full, free, x)), (take, (memory, full, free, y))], [4], [64])
+x, y = torch.randn(1024, device=D), torch.zeros(1024, device=D)
+hand_over_kernel[(132,)](x, y, num_warps=4)
+assert y.equal(x)
+"""
 # Program of each operation. Most call it twice: the second call takes the short way of a repeated call.
 PROGRAMS = {
     "mla_decode, one part and several": MLA.replace(
@@ -171,7 +207,11 @@ KERNELS = {
     "mla_decode, one part and several": ("_mla_decode_kernel", "merge_splits_kernel"),
     "mla_decode, several query tokens": ("_mla_decode_kernel",),
     "mla_decode, a batch that fills Hopper": ("mla_decode_sm90_kernel",),
-    "mla_decode in equal parts, Hopper": ("mla_decode_pairs_kernel", "merge_parts_kernel"),
+    "mla_decode in equal parts, Hopper": (
+        "mla_decode_pairs_kernel",
+        "mla_decode_few_kernel",
+        "merge_parts_kernel",
+    ),
     "clear_empty_rows": ("_clear_empty_rows_kernel",),
     "quantize_fp8_per_tensor": ("_amax_kernel", "_quantize_kernel"),
     "topk_softmax": ("topk_kernel",),

@@ -10,6 +10,8 @@ from staleproof.ops.cuda_runtime import capability, processor_count, shared_memo
 WIDE_SHARED_BYTES = 102_400
 # Tiles of 64 keys in a batch from which on the Hopper kernel of equal parts is used; None: never.
 PAIRS_FROM_TILES: int | None = None
+# Up to as many, the Hopper kernel whose time is that of reading the cache.
+FEW_HEADS = 16
 
 
 def cdiv(a: int, b: int) -> int:
@@ -49,8 +51,8 @@ def cache_dtypes(q: torch.Tensor) -> tuple[torch.dtype, ...]:
     return (q.dtype, torch.float8_e4m3fn) if converts else (q.dtype,)
 
 
-def fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -> bool:
-    """Whether the Hopper kernel supports this call: DeepSeek's shape, and 16-byte loads."""
+def _is_hoppers(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> bool:
+    """Whether the Hopper kernels can load these: DeepSeek's shape, 16 bits, 16-byte loads."""
     return (
         q.is_cuda
         and capability(q.device.index) == (9, 0)
@@ -58,10 +60,14 @@ def fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) ->
         and kv_cache.dtype == q.dtype
         and (rank, q.shape[-1]) == (512, 576)
         and kv_cache.shape[1] % 64 == 0
-        and (q_len == 1 or q.shape[-2] % 64 == 0)
         and all(x.data_ptr() % 16 == 0 for x in (q, kv_cache))
         and all(n % 16 == 0 for n in (*q.stride()[:-1], *kv_cache.stride()[:-1]))
     )
+
+
+def fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -> bool:
+    """Whether the Hopper kernel of one request a program supports this call."""
+    return _is_hoppers(q, kv_cache, rank) and (q_len == 1 or q.shape[-2] % 64 == 0)
 
 
 def merge_tiles(batch: int) -> tuple[int, int, int]:
@@ -75,15 +81,17 @@ def merge_tiles(batch: int) -> tuple[int, int, int]:
 
 
 def fits_pairs(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float) -> bool:
-    """Whether the Hopper kernel of equal parts supports this call, of those that :func:`fits_sm90`.
+    """Whether the Hopper kernels of equal parts support this call.
 
-    It addresses the cache as rows of one token, compares scores before it scales them, and sums up
-    the lengths of at most 1,024 requests.
+    A program has heads of one query token. They address the cache as rows of one token, compare scores
+    before they scale them, and sum up the lengths of at most 1,024 requests.
     """
+    heads = q.shape[-2]
     return (
-        fits_sm90(q, kv_cache, rank, q_len)
+        _is_hoppers(q, kv_cache, rank)
+        and (q_len == 1 or heads <= FEW_HEADS or heads % 64 == 0)
         and q.shape[0] <= 1024
-        and q_len * q.shape[-2] <= 1024
+        and q_len * heads <= 1024
         and scale > 0
         and kv_cache.stride(0) % kv_cache.stride(1) == 0
         and kv_cache.shape[0] * (kv_cache.stride(0) // kv_cache.stride(1)) < 2**31
@@ -93,7 +101,7 @@ def fits_pairs(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, s
 def pairs_are_faster(
     q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float, capacity: int
 ) -> bool:
-    """Whether the Hopper kernel of equal parts supports this call and was fastest on an H200.
+    """Whether a Hopper kernel of equal parts supports this call and was fastest on an H200.
 
     So far never: its present order of products has not been measured.
     """
