@@ -113,7 +113,7 @@ assert out[::5].eq(0).all() and lse[::5].eq(float("-inf")).all()
     "mla_decode in equal parts, Hopper": """
 from staleproof import mla_decode
 from staleproof.ops import mla_decode_plan
-mla_decode_plan.PAIRS_FROM_TILES = 0
+mla_decode_plan.EQUAL_FROM_TILES = mla_decode_plan.EQUAL_FROM_BATCH_TILES = 0
 lengths = torch.randint(0, 700, (40,), device=D, dtype=torch.int32)
 lengths[::5] = 0
 table = torch.randint(0, 60, (40, 11), device=D, dtype=torch.int32)

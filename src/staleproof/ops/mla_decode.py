@@ -13,7 +13,7 @@ import torch
 from staleproof import check, device
 from staleproof.ops.launching import Seen, empty, key_of, launched
 from staleproof.ops.merge_splits import merge_splits_kernel
-from staleproof.ops.mla_decode_plan import cache_dtypes, fits_sm90, is_measured, pairs_are_faster, plan
+from staleproof.ops.mla_decode_plan import cache_dtypes, fits_sm90, is_measured, equal_parts_are_faster, plan
 from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
@@ -202,9 +202,8 @@ def _launch(
     rows = q_len * heads
     page_size = kv_cache.shape[1]
     capacity = block_table.shape[1] * page_size
-    if num_kv_splits is None and pairs_are_faster(
-        q, kv_cache, rank, q_len, softmax_scale * k_scale, capacity
-    ):
+    scale = softmax_scale * k_scale
+    if num_kv_splits is None and equal_parts_are_faster(q, kv_cache, rank, q_len, scale, capacity):
         from staleproof.ops.mla_decode_pairs_call import PairsCall
 
         call = PairsCall(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse)
@@ -289,12 +288,16 @@ def mla_decode(
     - Unused entries of ``block_table`` are never followed; they may hold anything.
 
     Query token j of q_len attends to the first ``seq_len - q_len + j + 1`` keys. There is no host
-    sync. One launch, or two with splits. During the call the partial results of the splits that it
-    chooses take at most processors * 64 * kv_lora_rank * 4 bytes (16.5 MiB on an H200). On Hopper
-    DeepSeek's shape has a kernel of its own (``mla_decode_sm90.py``). Another one gives its programs equal
-    parts of all keys (``mla_decode_pairs.py``; used from ``mla_decode_plan.PAIRS_FROM_TILES`` on, today
-    never). It needs twice that memory, and the last bits of a request depend on where it is cut, so on the
-    lengths of the batch, not on contents; with ``num_kv_splits`` given they depend on the request alone.
+    sync. One launch, or two with splits. During the call partial results take at most processors * 64 *
+    (kv_lora_rank * 4 + 24) bytes (17 MiB on an H200).
+
+    On Hopper DeepSeek's shape has kernels of its own. ``mla_decode_sm90.py`` has a program for each request
+    and 64 heads. For larger batches ``mla_decode_pairs.py``, and ``mla_decode_few.py`` for at most 16 heads,
+    give each program an equal part of all keys, whatever the lengths. Then the last bits of a request depend
+    on where it is cut, so on the lengths of the batch, not on contents; with ``num_kv_splits`` given they
+    depend on the request alone. What is cut is held as float16 numbers with a power of two for each half of a
+    row until it is put together again: eight times finer than a bfloat16 result, but zero below 2^-38 of the
+    half's largest number.
 
     Args:
         q: (batch, heads, 576) or (batch, q_len, heads, 576), bfloat16, float16 or float32;

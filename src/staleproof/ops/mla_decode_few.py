@@ -38,8 +38,10 @@ from staleproof.ops.mla_decode_pairs_steps import (
     clear_tail,
     equal_part,
     finite,
+    finite_max,
     opaque_zero,
     part_of,
+    power_below,
 )
 
 HEADS = gl.constexpr(16)
@@ -100,13 +102,14 @@ def _step(
 
 @gluon.jit
 def _store(
-    own, theirs, peak, total, peaks, totals, halves, bars, out, lse, parts, part_lse, segment, first_row,
+    own, theirs, peak, total, peaks, totals, halves, bars, target, segment, first_row,
     heads, request, rows, slot, k_scale, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Exchange halves of the output with the other group, and write one: a result, or a part of one.
 
     ``own`` are this group's sums of the columns that it writes, ``theirs`` those of the other columns.
     """
+    out, lse, parts, part_sizes, part_lse = target
     place = (segment & 1) * 2
     sums = gl.sum(total, 0)
     # Before the first request there is nothing to be read.
@@ -136,9 +139,11 @@ def _store(
     mask = (head < heads)[None, :] & (column >= 0)[:, None]
     if slot >= 0:
         row = slot.to(gl.int64) * HEADS
+        power, factor = power_below(finite_max(result, 0))
+        gl.store(part_sizes + row * 2 + HEADS * GROUP + head, power, mask=head < heads)
         if GROUP == 0:
             gl.store(part_lse + row + head, log_sum, mask=head < heads)
-        gl.store(parts + row * 512 + where, result, mask=mask)
+        gl.store(parts + row * 512 + where, (result * factor[None, :]).to(gl.float16), mask=mask)
     else:
         row = request.to(gl.int64) * rows + first_row
         if GROUP == 0:
@@ -148,7 +153,7 @@ def _store(
 
 @gluon.jit
 def _attend_group(
-    memory, peaks, totals, halves, bars, out, lse, parts, part_lse, seq_lens, capacity, q_len, heads, token,
+    memory, peaks, totals, halves, bars, target, seq_lens, capacity, q_len, heads, token,
     program, first, last, unit, begin_unit, end_unit, scale, k_scale, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute."""
@@ -189,7 +194,7 @@ def _attend_group(
             else:
                 own, theirs = right_acc, left_acc
             _store(
-                own, theirs, peak, total, peaks, totals, halves, bars, out, lse, parts, part_lse, segment,
+                own, theirs, peak, total, peaks, totals, halves, bars, target, segment,
                 token * heads, heads, request, q_len * heads, slot, k_scale, GROUP,
             )  # fmt: skip
             segment += 1
@@ -198,7 +203,7 @@ def _attend_group(
 # Not in the compiled kernel: a server has many values of these.
 @gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch"])
 def mla_decode_few_kernel(
-    q, columns, block_table, seq_lens, out, lse, parts, part_lse,
+    q, columns, block_table, seq_lens, out, lse, parts, part_sizes, part_lse,
     q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
     softmax_scale, k_scale, capacity, q_len, heads, batch,
     PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr,
@@ -257,19 +262,20 @@ def mla_decode_few_kernel(
     barrier()
     scale = softmax_scale * k_scale * 1.4426950408889634
     memory = (q_p, q_r, left_p, right_p, left, right, rope, given)
+    target = (out, lse, parts, part_sizes, part_lse)
     gl.warp_specialize(
         [
             (
                 _attend_group,
                 (
-                    memory, peaks, totals, halves, bars, out, lse, parts, part_lse, seq_lens, capacity, q_len,
+                    memory, peaks, totals, halves, bars, target, seq_lens, capacity, q_len,
                     heads, token, program, first, last, unit, begin_unit, end_unit, scale, k_scale, 0,
                 ),
             ),
             (
                 _attend_group,
                 (
-                    memory, peaks, totals, halves, bars, out, lse, parts, part_lse, seq_lens, capacity, q_len,
+                    memory, peaks, totals, halves, bars, target, seq_lens, capacity, q_len,
                     heads, token, program, first, last, unit, begin_unit, end_unit, scale, k_scale, 1,
                 ),
             ),

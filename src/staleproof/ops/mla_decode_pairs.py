@@ -33,9 +33,11 @@ from staleproof.ops.mla_decode_pairs_steps import (
     barrier,
     equal_part,
     even_step,
+    finite_max,
     lone_step,
     odd_step,
     part_of,
+    power_below,
 )
 
 IS_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -60,13 +62,14 @@ def _store_rows(target, result, rows, GROUP: gl.constexpr, LAYOUT: gl.constexpr)
 
 @gluon.jit
 def _store(
-    acc, peak, total, totals, staging, free, bars, out, lse, parts, part_lse, segment, request, rows,
+    acc, peak, total, totals, staging, free, bars, target, segment, request, rows,
     first_row, slot, k_scale, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Write one half of the rows: the result, or with ``slot`` >= 0 a part of it that is merged later.
 
     ``staging`` held the last values that this group read; ``free`` is their barrier.
     """
+    out, lse, parts, part_sizes, part_lse = target
     place = (segment & 1) * 2
     totals.index(place + GROUP).store(total)
     barrier()
@@ -82,10 +85,13 @@ def _store(
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     if slot >= 0:
         part = slot.to(gl.int64) * 64
+        power, factor = power_below(finite_max(result, 1))
+        line = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+        gl.store(part_sizes + part * 2 + 64 * GROUP + line, power)
         if GROUP == 0:
             gl.store(part_lse + part + row, log_sum)
         mbarrier.arrive(free, count=1)
-        _store_rows(parts + part * 512, result, 64, GROUP, ACC)
+        _store_rows(parts + part * 512, (result * factor[:, None]).to(gl.float16), 64, GROUP, ACC)
     else:
         whole = request.to(gl.int64) * rows + first_row
         if GROUP == 0:
@@ -102,7 +108,7 @@ def _store(
 
 @gluon.jit
 def _attend_group(
-    memory, totals, bars, out, lse, parts, part_lse, seq_lens, capacity, q_len, heads,
+    memory, totals, bars, target, seq_lens, capacity, q_len, heads,
     first_row, program, first, last, unit, begin_unit, end_unit, scale, k_scale, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute."""
@@ -154,7 +160,7 @@ def _attend_group(
                 staging = memory[RIGHT].index(odd)
             free = bars[FREE].index(2 * odd + GROUP)
             _store(
-                acc, peak, total, totals, staging, free, bars, out, lse, parts, part_lse, segment, request,
+                acc, peak, total, totals, staging, free, bars, target, segment, request,
                 rows, first_row, slot, k_scale, GROUP,
             )  # fmt: skip
             segment += 1
@@ -163,7 +169,7 @@ def _attend_group(
 # Not in the compiled kernel: a server has many values of these.
 @gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch"])
 def mla_decode_pairs_kernel(
-    q, columns, block_table, seq_lens, out, lse, parts, part_lse,
+    q, columns, block_table, seq_lens, out, lse, parts, part_sizes, part_lse,
     q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
     softmax_scale, k_scale, capacity, q_len, heads, batch,
     PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr,
@@ -219,12 +225,13 @@ def mla_decode_pairs_kernel(
     scale = softmax_scale * k_scale * 1.4426950408889634
     # In the order of their numbers there, as well.
     memory = (q_p, q_r, left_p, right_p, left, right, rope, given, peaks)
+    target = (out, lse, parts, part_sizes, part_lse)
     gl.warp_specialize(
         [
             (
                 _attend_group,
                 (
-                    memory, totals, bars, out, lse, parts, part_lse, seq_lens, capacity,
+                    memory, totals, bars, target, seq_lens, capacity,
                     q_len, heads, first_row, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
                     0,
                 ),
@@ -232,7 +239,7 @@ def mla_decode_pairs_kernel(
             (
                 _attend_group,
                 (
-                    memory, totals, bars, out, lse, parts, part_lse, seq_lens, capacity,
+                    memory, totals, bars, target, seq_lens, capacity,
                     q_len, heads, first_row, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
                     1,
                 ),

@@ -55,6 +55,25 @@ def limit_of(seq_len, capacity, q_len, token):
 
 
 @gluon.jit
+def finite_max(x, axis: gl.constexpr):
+    """The largest finite magnitude along an axis."""
+    size = gl.abs(x)
+    return gl.max(gl.where(size < float("inf"), size, 0.0), axis)
+
+
+@gluon.jit
+def power_below(x):
+    """The power of two up to x >= 0, and what brings numbers up to x to at most 2^14 of float16.
+
+    A part of a result is stored as float16 numbers, rounded eight times finer than bfloat16 rounds the
+    result, and so takes half the bytes of float32.
+    """
+    power = (x.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    power = gl.where(power == 0.0, 1.0, power)
+    return power, 8192.0 / power
+
+
+@gluon.jit
 def _add(a, b):
     return a + b
 

@@ -8,9 +8,11 @@ from staleproof.ops.cuda_runtime import capability, processor_count, shared_memo
 
 # What the tile of 32 rows and 32 keys takes on GPUs other than Hopper, for DeepSeek's shape.
 WIDE_SHARED_BYTES = 102_400
-# Tiles of 64 keys in a batch from which on the Hopper kernel of equal parts is used; None: never.
-PAIRS_FROM_TILES: int | None = None
-# Up to as many, the Hopper kernel whose time is that of reading the cache.
+# The Hopper kernels of equal parts are used from this many tiles of 64 keys a request on, and this many in a
+# batch: with fewer, what they do before and after the tiles takes longer than they gain.
+EQUAL_FROM_TILES = 9
+EQUAL_FROM_BATCH_TILES = 1024
+# Up to as many, that of them whose time is that of reading the cache.
 FEW_HEADS = 16
 
 
@@ -73,14 +75,12 @@ def fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) ->
 def merge_tiles(batch: int) -> tuple[int, int, int]:
     """(columns and rows of a program, parts that it loads together) of ``merge_parts_kernel``.
 
-    A request of a small batch has many parts, one of a large batch one to three. Not measured yet.
+    As measured on an H200: a request of a small batch has many parts, one of a large batch one to three.
     """
-    if batch < 8:
-        return 128, 1, 32
-    return (512, 2, 4) if batch < 32 else (512, 8, 2)
+    return (256, 1, 32) if batch < 8 else (256, 2, 8) if batch < 32 else (256, 4, 2)
 
 
-def fits_pairs(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float) -> bool:
+def fits_equal_parts(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float) -> bool:
     """Whether the Hopper kernels of equal parts support this call.
 
     A program has heads of one query token. They address the cache as rows of one token, compare scores
@@ -98,13 +98,13 @@ def fits_pairs(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, s
     )
 
 
-def pairs_are_faster(
+def equal_parts_are_faster(
     q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float, capacity: int
 ) -> bool:
-    """Whether a Hopper kernel of equal parts supports this call and was fastest on an H200.
+    """Whether the Hopper kernels of equal parts support this call, and were faster on an H200.
 
-    So far never: its present order of products has not been measured.
+    Lengths are not known here; with unequal ones they are faster by several times.
     """
-    tiles = q.shape[0] * cdiv(capacity, 64)
-    enough = PAIRS_FROM_TILES is not None and tiles >= PAIRS_FROM_TILES
-    return enough and fits_pairs(q, kv_cache, rank, q_len, scale)
+    tiles = cdiv(capacity, 64)
+    enough = tiles >= EQUAL_FROM_TILES and q.shape[0] * tiles >= EQUAL_FROM_BATCH_TILES
+    return enough and fits_equal_parts(q, kv_cache, rank, q_len, scale)
