@@ -25,8 +25,7 @@ PROGRAM = """
 from staleproof.ops.mla_decode_KIND import mla_decode_KIND_kernel as kernel
 
 kinds = dict.fromkeys(kernel.arg_names, "i32")
-kinds |= dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("lse", "part_sizes", "part_lse"), "*fp32")
-kinds["parts"] = "*fp16"
+kinds |= dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("lse", "parts", "part_lse"), "*fp32")
 kinds |= dict.fromkeys(("block_table", "seq_lens"), "*i32")
 kinds |= dict.fromkeys(("softmax_scale", "k_scale"), "fp32")
 layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -53,7 +52,7 @@ def test_its_addresses_stay_out_of_local_memory(kind: str, tmp_path) -> None:
 def test_a_merge_covers_64_rows_and_512_columns() -> None:
     for batch in (1, 7, 8, 31, 32, 1024):
         columns, rows, parts = merge_tiles(batch)
-        assert 256 % columns == 64 % rows == 0
+        assert 512 % columns == 64 % rows == 0
         # Powers of two, as Triton's ranges are.
         assert all(n & (n - 1) == 0 for n in (columns, rows, parts))
 
@@ -136,27 +135,6 @@ def test_values_where_requests_are_cut_at_any_tile(
     empty = batch["seq_lens"] == 0
     assert torch.equal(_bits(out[empty]), torch.zeros_like(_bits(out[empty])))
     assert bool((lse[empty] == -torch.inf).all())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("size", [1e30, 1e-30])
-def test_parts_hold_numbers_of_any_size(device: str, size: float, heads: int) -> None:
-    batch = _hopper_batch(device, [3000] * 3, heads)
-    # All keys weigh the same, so that values alone decide.
-    batch["q"].zero_()
-    batch["kv_cache"] *= size
-    out, lse = mla_decode(**batch)
-    want_out, want_lse = reference.mla_decode(**batch)
-    error = (out.double() - want_out.double()).norm() / want_out.double().norm()
-    assert error.item() < 8e-3
-    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=2e-3)
-    # One infinity is in its own column alone.
-    batch["kv_cache"][batch["block_table"][1, 40].item(), 7, 300] = torch.inf
-    got, _ = mla_decode(**batch)
-    assert bool((got[1, :, 300] == torch.inf).all())
-    others = [i for i in range(512) if i != 300]
-    assert torch.equal(_bits(got[1][:, others]), _bits(out[1][:, others]))
 
 
 @pytest.mark.gpu

@@ -17,24 +17,22 @@ def _program_of(unit, whole, programs):
     return (((unit + 1) * programs - 1) // whole).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["rows", "own", "heads", "capacity", "q_len", "batch", "programs"])
+@triton.jit(do_not_specialize=["rows", "own", "heads", "capacity", "q_len", "batch", "programs", "aligned"])
 def merge_parts_kernel(
-    parts, part_sizes, part_lse, seq_lens, out, lse, rows, own, heads, capacity, q_len, batch, programs,
+    parts, part_lse, seq_lens, out, lse, rows, own, heads, capacity, q_len, batch, programs, aligned,
     RANK: tl.constexpr, ROOM: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     """Average the parts of ROWS rows of a request, weighted by their lse, unless it has one part.
 
-    Grid: (groups of ``own`` rows * columns / BLOCK, own / ROWS, batch), where BLOCK is at most half a row.
-    ``programs`` of the decode share the tiles; p wrote the first part of its last request to slot 2 p + 1,
-    and other parts to 2 p. A slot has ROOM rows of float16 numbers, to be multiplied by 2^-13 times a size
-    for each half of a row.
+    Grid: (groups of ``own`` rows * columns / BLOCK, own / ROWS, batch). ``programs`` of the decode share
+    the tiles; p wrote the first part of its last request to slot 2 p + 1, and other parts to 2 p. A slot
+    has ROOM rows.
     """
     blocks: tl.constexpr = RANK // BLOCK
     groups = tl.num_programs(0) // blocks
     group = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    side = tl.program_id(0) % blocks * BLOCK // (RANK // 2)
     line = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = (line < own) & (group * own + line < rows)
     request = tl.program_id(2)
@@ -47,7 +45,9 @@ def merge_parts_kernel(
     whole = tl.sum(tiles, 0).to(tl.int64)
     end = tl.sum(tl.where(index <= request, tiles, 0), 0).to(tl.int64)
     begin = tl.sum(tl.where(index < request, tiles, 0), 0).to(tl.int64)
-    programs = tl.minimum(whole, programs)
+    most = tl.max(tiles, 0)
+    is_even = tl.min(tl.where(index < batch, tiles, most), 0) == most
+    programs = tl.minimum(whole, tl.where(is_even, aligned, programs))
     first = _program_of(begin, whole, programs)
     count = _program_of(end - 1, whole, programs) - first + 1
     gdc_wait()
@@ -63,8 +63,6 @@ def merge_parts_kernel(
             values = tl.load(
                 parts + where[:, :, None] * RANK + column[None, None, :], mask=known[:, :, None], other=0.0
             )
-            half = slot.to(tl.int64)[None, :] * 2 * ROOM + side * ROOM + line[:, None]
-            sizes = tl.load(part_sizes + half, mask=known, other=0.0)
             logs = tl.load(part_lse + where, mask=known, other=-float("inf"))
             new_peak = tl.maximum(peak, tl.max(tl.where(logs == logs, logs, -float("inf")), 1))
             base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
@@ -73,8 +71,7 @@ def merge_parts_kernel(
             decay = tl.exp(peak - base)
             peak = new_peak
             total = total * decay + tl.sum(weights, 1)
-            factor = weights * (sizes * 0.0001220703125)
-            acc = acc * decay[:, None] + tl.sum(values.to(tl.float32) * factor[:, :, None], 1)
+            acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], 1)
         empty = total == 0.0
         safe = tl.where(empty, 1.0, total)
         target = request.to(tl.int64) * rows + group * own + line

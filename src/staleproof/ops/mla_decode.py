@@ -13,7 +13,7 @@ import torch
 from staleproof import check, device
 from staleproof.ops.launching import Seen, empty, key_of, launched
 from staleproof.ops.merge_splits import merge_splits_kernel
-from staleproof.ops.mla_decode_plan import cache_dtypes, fits_sm90, is_measured, equal_parts_are_faster, plan
+from staleproof.ops.mla_decode_plan import cache_dtypes, equal_parts_are_faster, fits_sm90, is_measured, plan
 from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
@@ -289,15 +289,13 @@ def mla_decode(
 
     Query token j of q_len attends to the first ``seq_len - q_len + j + 1`` keys. There is no host
     sync. One launch, or two with splits. During the call partial results take at most processors * 64 *
-    (kv_lora_rank * 4 + 24) bytes (17 MiB on an H200).
+    kv_lora_rank * 4 bytes (16.5 MiB on an H200), and in kernels of equal parts twice that.
 
     On Hopper DeepSeek's shape has kernels of its own. ``mla_decode_sm90.py`` has a program for each request
     and 64 heads. For larger batches ``mla_decode_pairs.py``, and ``mla_decode_few.py`` for at most 16 heads,
     give each program an equal part of all keys, whatever the lengths. Then the last bits of a request depend
     on where it is cut, so on the lengths of the batch, not on contents; with ``num_kv_splits`` given they
-    depend on the request alone. What is cut is held as float16 numbers with a power of two for each half of a
-    row until it is put together again: eight times finer than a bfloat16 result, but zero below 2^-38 of the
-    half's largest number.
+    depend on the request alone.
 
     Args:
         q: (batch, heads, 576) or (batch, q_len, heads, 576), bfloat16, float16 or float32;

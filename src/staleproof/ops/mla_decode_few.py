@@ -38,10 +38,8 @@ from staleproof.ops.mla_decode_pairs_steps import (
     clear_tail,
     equal_part,
     finite,
-    finite_max,
     opaque_zero,
     part_of,
-    power_below,
 )
 
 HEADS = gl.constexpr(16)
@@ -109,7 +107,7 @@ def _store(
 
     ``own`` are this group's sums of the columns that it writes, ``theirs`` those of the other columns.
     """
-    out, lse, parts, part_sizes, part_lse = target
+    out, lse, parts, part_lse = target
     place = (segment & 1) * 2
     sums = gl.sum(total, 0)
     # Before the first request there is nothing to be read.
@@ -139,11 +137,9 @@ def _store(
     mask = (head < heads)[None, :] & (column >= 0)[:, None]
     if slot >= 0:
         row = slot.to(gl.int64) * HEADS
-        power, factor = power_below(finite_max(result, 0))
-        gl.store(part_sizes + row * 2 + HEADS * GROUP + head, power, mask=head < heads)
         if GROUP == 0:
             gl.store(part_lse + row + head, log_sum, mask=head < heads)
-        gl.store(parts + row * 512 + where, (result * factor[None, :]).to(gl.float16), mask=mask)
+        gl.store(parts + row * 512 + where, result, mask=mask)
     else:
         row = request.to(gl.int64) * rows + first_row
         if GROUP == 0:
@@ -201,11 +197,11 @@ def _attend_group(
 
 
 # Not in the compiled kernel: a server has many values of these.
-@gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch"])
+@gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
 def mla_decode_few_kernel(
-    q, columns, block_table, seq_lens, out, lse, parts, part_sizes, part_lse,
+    q, columns, block_table, seq_lens, out, lse, parts, part_lse,
     q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
-    softmax_scale, k_scale, capacity, q_len, heads, batch,
+    softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
     PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr,
 ):  # fmt: skip
     """Attend from the heads of one query token, at most 16, to an equal part of the tiles of all requests.
@@ -222,7 +218,9 @@ def mla_decode_few_kernel(
 
     token = gl.program_id(0)
     program = gl.program_id(1) * gl.num_programs(0) + token
-    first, last, unit, begin_unit, end_unit = equal_part(seq_lens, batch, capacity, q_len, token, BATCH)
+    first, last, unit, begin_unit, end_unit = equal_part(
+        seq_lens, batch, capacity, q_len, token, aligned, BATCH
+    )
     pieces: gl.constexpr = 512 // WIDTH
     q_p = gl.allocate_shared_memory(dtype, [pieces, HEADS, WIDTH], shared)
     q_v = shared_as(q_p, dtype, [2, HEADS, 256], shared)
@@ -262,7 +260,7 @@ def mla_decode_few_kernel(
     barrier()
     scale = softmax_scale * k_scale * 1.4426950408889634
     memory = (q_p, q_r, left_p, right_p, left, right, rope, given)
-    target = (out, lse, parts, part_sizes, part_lse)
+    target = (out, lse, parts, part_lse)
     gl.warp_specialize(
         [
             (

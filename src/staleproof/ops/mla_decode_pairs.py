@@ -33,11 +33,9 @@ from staleproof.ops.mla_decode_pairs_steps import (
     barrier,
     equal_part,
     even_step,
-    finite_max,
     lone_step,
     odd_step,
     part_of,
-    power_below,
 )
 
 IS_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -69,7 +67,7 @@ def _store(
 
     ``staging`` held the last values that this group read; ``free`` is their barrier.
     """
-    out, lse, parts, part_sizes, part_lse = target
+    out, lse, parts, part_lse = target
     place = (segment & 1) * 2
     totals.index(place + GROUP).store(total)
     barrier()
@@ -85,13 +83,10 @@ def _store(
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     if slot >= 0:
         part = slot.to(gl.int64) * 64
-        power, factor = power_below(finite_max(result, 1))
-        line = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
-        gl.store(part_sizes + part * 2 + 64 * GROUP + line, power)
         if GROUP == 0:
             gl.store(part_lse + part + row, log_sum)
         mbarrier.arrive(free, count=1)
-        _store_rows(parts + part * 512, (result * factor[:, None]).to(gl.float16), 64, GROUP, ACC)
+        _store_rows(parts + part * 512, result, 64, GROUP, ACC)
     else:
         whole = request.to(gl.int64) * rows + first_row
         if GROUP == 0:
@@ -167,11 +162,11 @@ def _attend_group(
 
 
 # Not in the compiled kernel: a server has many values of these.
-@gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch"])
+@gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
 def mla_decode_pairs_kernel(
-    q, columns, block_table, seq_lens, out, lse, parts, part_sizes, part_lse,
+    q, columns, block_table, seq_lens, out, lse, parts, part_lse,
     q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
-    softmax_scale, k_scale, capacity, q_len, heads, batch,
+    softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
     PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr,
 ):  # fmt: skip
     """Attend from 64 heads of one query token to an equal part of the tiles of all requests.
@@ -187,7 +182,7 @@ def mla_decode_pairs_kernel(
     first_row = gl.program_id(0) * 64
     program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     first, last, unit, begin_unit, end_unit = equal_part(
-        seq_lens, batch, capacity, q_len, first_row // heads, BATCH
+        seq_lens, batch, capacity, q_len, first_row // heads, aligned, BATCH
     )
     pieces: gl.constexpr = 512 // WIDTH
     q_p = gl.allocate_shared_memory(dtype, [pieces, 64, WIDTH], shared)
@@ -225,7 +220,7 @@ def mla_decode_pairs_kernel(
     scale = softmax_scale * k_scale * 1.4426950408889634
     # In the order of their numbers there, as well.
     memory = (q_p, q_r, left_p, right_p, left, right, rope, given, peaks)
-    target = (out, lse, parts, part_sizes, part_lse)
+    target = (out, lse, parts, part_lse)
     gl.warp_specialize(
         [
             (

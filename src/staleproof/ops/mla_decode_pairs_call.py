@@ -12,7 +12,7 @@ import torch
 from staleproof import device
 from staleproof.ops.cuda_runtime import processor_count
 from staleproof.ops.launching import Ready, empty, launched
-from staleproof.ops.mla_decode_plan import FEW_HEADS, cdiv, merge_tiles
+from staleproof.ops.mla_decode_plan import FEW_HEADS, aligned_parts, cdiv, merge_tiles
 
 device.load_triton()
 
@@ -70,22 +70,31 @@ class PairsCall:
         kernel, own, room = (mla_decode_few_kernel, heads, 16) if few else (mla_decode_pairs_kernel, 64, 64)
         groups = cdiv(rows, own)
         parts = max(1, processor_count(q.device.index) // groups)
-        # Of each program two parts, their sizes and lse.
-        self._rows = 2 * groups * parts * room
-        memory = self._memory(out)
-        numbers, rest = memory[: self._rows * RANK // 2].view(torch.float16), memory[self._rows * RANK // 2 :]
-        sizes, logs = rest[: 2 * self._rows], rest[2 * self._rows :]
-        tensors = (q, self._descriptor(kv_cache), block_table, seq_lens, out, lse, numbers, sizes, logs)
+        # Of each program two parts, and their lse.
+        self._slots = 2 * groups * parts * room
+        numbers, part_lse = self._memory(out)
+        tensors = (q, self._descriptor(kv_cache), block_table, seq_lens, out, lse, numbers, part_lse)
         strides = (q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2), page_rows)
         capacity = block_table.shape[1] * page_size
-        others = (*strides, block_table.stride(0), softmax_scale, k_scale, capacity, q_len, heads, batch)
+        sizes = (
+            *strides,
+            block_table.stride(0),
+            softmax_scale,
+            k_scale,
+            capacity,
+            q_len,
+            heads,
+            batch,
+            aligned,
+        )
         most = next(n for n in BATCHES if batch <= n)
-        grid = groups, parts, 1
-        decode = launched(kernel, grid, tensors, (*others, page_size, most), num_warps=4)
+        grid, aligned = (groups, parts, 1), aligned_parts(parts, batch)
+        decode = launched(kernel, grid, tensors, (*sizes, page_size, most), num_warps=4)
         block, some, step = merge_tiles(batch)
         programs = groups * (RANK // block), cdiv(own, some), batch
-        of_merge = rows, own, heads, capacity, q_len, batch, parts, RANK, room, block, some, step, most
-        pointers = numbers, sizes, logs, seq_lens, out, lse
+        tiles = RANK, room, block, some, step, most
+        of_merge = (rows, own, heads, capacity, q_len, batch, parts, aligned, *tiles)
+        pointers = numbers, part_lse, seq_lens, out, lse
         merge = launched(merge_parts_kernel, programs, pointers, of_merge, num_warps=4, launch_pdl=True)
         self.launches: tuple[Ready | None, Ready | None] = decode, merge
 
@@ -102,16 +111,15 @@ class PairsCall:
         decode, merge = self.launches
         assert decode is not None
         assert merge is not None
-        numbers = self._memory(out).data_ptr()
-        sizes = numbers + self._rows * RANK * 2
-        parts = numbers, sizes, sizes + self._rows * 8
+        memory = empty((self._slots * (RANK + 1),), torch.float32, out)
+        parts = memory.data_ptr(), memory.data_ptr() + self._slots * RANK * 4
         lengths, results = seq_lens.data_ptr(), (out.data_ptr(), lse.data_ptr())
         decode(q.data_ptr(), self._descriptor(kv_cache), block_table.data_ptr(), lengths, *results, *parts)
         merge(*parts, lengths, *results)
 
-    def _memory(self, out: torch.Tensor) -> torch.Tensor:
-        """Of each row 512 float16 numbers, two sizes and an lse."""
-        return empty((self._rows * (RANK // 2 + 3),), torch.float32, out)
+    def _memory(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        memory = empty((self._slots * (RANK + 1),), torch.float32, out)
+        return memory[: self._slots * RANK], memory[self._slots * RANK :]
 
     def _descriptor(self, kv_cache: torch.Tensor) -> Any:
         return TensorDescriptor(_Address(kv_cache), self._shape, self._strides, [64, 64], SHARED)

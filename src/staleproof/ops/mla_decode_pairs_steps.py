@@ -55,32 +55,15 @@ def limit_of(seq_len, capacity, q_len, token):
 
 
 @gluon.jit
-def finite_max(x, axis: gl.constexpr):
-    """The largest finite magnitude along an axis."""
-    size = gl.abs(x)
-    return gl.max(gl.where(size < float("inf"), size, 0.0), axis)
-
-
-@gluon.jit
-def power_below(x):
-    """The power of two up to x >= 0, and what brings numbers up to x to at most 2^14 of float16.
-
-    A part of a result is stored as float16 numbers, rounded eight times finer than bfloat16 rounds the
-    result, and so takes half the bytes of float32.
-    """
-    power = (x.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-    power = gl.where(power == 0.0, 1.0, power)
-    return power, 8192.0 / power
-
-
-@gluon.jit
 def _add(a, b):
     return a + b
 
 
 @gluon.jit
-def equal_part(seq_lens, batch, capacity, q_len, token, BATCH: gl.constexpr):
+def equal_part(seq_lens, batch, capacity, q_len, token, aligned, BATCH: gl.constexpr):
     """The part of program ``program_id(1)`` in the line of all tiles.
+
+    If all requests have as many tiles, ``aligned`` programs share them, so that cuts fall between requests.
 
     Returns the first request in it and the one behind its last, the tile of the line at which that first
     request begins, and the part's first tile and the one behind its last.
@@ -92,8 +75,10 @@ def equal_part(seq_lens, batch, capacity, q_len, token, BATCH: gl.constexpr):
     units = gl.where(index < batch, gl.maximum(gl.cdiv(limits, 64), 1), 0)
     ends = gl.associative_scan(units, 0, _add)
     whole = gl.sum(units, 0).to(gl.int64)
+    most = gl.max(units, 0)
+    is_even = gl.min(gl.where(index < batch, units, most), 0) == most
     # With fewer tiles than programs, the last programs have nothing to do.
-    count = gl.minimum(whole, gl.num_programs(1))
+    count = gl.minimum(whole, gl.where(is_even, aligned, gl.num_programs(1)))
     place = gl.minimum(gl.program_id(1), count)
     begin_unit = (whole * place // count).to(gl.int32)
     end_unit = (whole * gl.minimum(place + 1, count) // count).to(gl.int32)
