@@ -76,19 +76,10 @@ class PairsCall:
         tensors = (q, self._descriptor(kv_cache), block_table, seq_lens, out, lse, numbers, part_lse)
         strides = (q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2), page_rows)
         capacity = block_table.shape[1] * page_size
-        sizes = (
-            *strides,
-            block_table.stride(0),
-            softmax_scale,
-            k_scale,
-            capacity,
-            q_len,
-            heads,
-            batch,
-            aligned,
-        )
-        most = next(n for n in BATCHES if batch <= n)
-        grid, aligned = (groups, parts, 1), aligned_parts(parts, batch)
+        most, aligned = next(n for n in BATCHES if batch <= n), aligned_parts(parts, batch)
+        shape = capacity, q_len, heads, batch, aligned
+        sizes = (*strides, block_table.stride(0), softmax_scale, k_scale, *shape)
+        grid = groups, parts, 1
         decode = launched(kernel, grid, tensors, (*sizes, page_size, most), num_warps=4)
         block, some, step = merge_tiles(batch)
         programs = groups * (RANK // block), cdiv(own, some), batch
