@@ -26,7 +26,7 @@ from staleproof.ops.mla_decode_pairs import mla_decode_pairs_kernel
 RANK, WIDTH = 512, 576
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 # Requests that the kernel's sum over lengths covers; there is one compiled kernel for each.
-BATCHES = (32, 128, 1024)
+BATCHES = (128, 1024)
 
 
 class _Address:
@@ -81,7 +81,7 @@ class PairsCall:
         sizes = (*strides, block_table.stride(0), softmax_scale, k_scale, *shape)
         grid = groups, parts, 1
         decode = launched(kernel, grid, tensors, (*sizes, page_size, most), num_warps=4)
-        block, some, step = merge_tiles(batch)
+        block, some, step = merge_tiles(batch, parts)
         programs = groups * (RANK // block), cdiv(own, some), batch
         tiles = RANK, room, block, some, step, most
         of_merge = (rows, own, heads, capacity, q_len, batch, parts, aligned, *tiles)

@@ -8,10 +8,10 @@ from staleproof.ops.cuda_runtime import capability, processor_count, shared_memo
 
 # What the tile of 32 rows and 32 keys takes on GPUs other than Hopper, for DeepSeek's shape.
 WIDE_SHARED_BYTES = 102_400
-# The Hopper kernels of equal parts are used from this many tiles of 64 keys a request on, and this many in a
-# batch: with fewer, what they do before and after the tiles takes longer than they gain.
-EQUAL_FROM_TILES = 9
-EQUAL_FROM_BATCH_TILES = 1024
+# The Hopper kernels of equal parts are used from this many tiles of 64 keys a request on, and this many in
+# a batch of at least 8 requests or fewer: before, what they do besides the tiles takes longer than they gain.
+EQUAL_FROM_TILES = 8
+EQUAL_FROM_BATCH_TILES = 512, 1024
 # Up to as many, that of them whose time is that of reading the cache.
 FEW_HEADS = 16
 
@@ -84,12 +84,16 @@ def aligned_parts(parts: int, batch: int) -> int:
     return whole if whole >= 0.95 * parts else parts
 
 
-def merge_tiles(batch: int) -> tuple[int, int, int]:
+def merge_tiles(batch: int, parts: int) -> tuple[int, int, int]:
     """(columns and rows of a program, parts that it loads together) of ``merge_parts_kernel``.
 
-    As measured on an H200: a request of a small batch has many parts, one of a large batch one to three.
+    As measured on an H200, where a batch was cut into at most ``parts``. Each is a power of two.
+
+    >>> [merge_tiles(batch, 66) for batch in (1, 16, 128)]
+    [(256, 1, 32), (512, 1, 4), (512, 2, 2)]
     """
-    return (256, 1, 32) if batch < 8 else (512, 1, 8) if batch < 32 else (512, 4, 2)
+    together = 1 << max(parts // batch, 1).bit_length() - 1
+    return 256 if batch < 8 else 512, 1 if batch < 32 else 2, min(max(together, 2), 32)
 
 
 def fits_equal_parts(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float) -> bool:
@@ -120,14 +124,14 @@ def equal_parts_are_faster(
     all processors, only once their faster tiles make up for the merge.
     """
     batch, tiles = q.shape[0], cdiv(capacity, 64)
-    few = tiles < EQUAL_FROM_TILES or batch * tiles < EQUAL_FROM_BATCH_TILES
+    few = tiles < EQUAL_FROM_TILES or batch * tiles < EQUAL_FROM_BATCH_TILES[batch < 8]
     if few or not fits_equal_parts(q, kv_cache, rank, q_len, scale):
         return False
     processors = processor_count(q.device.index)
     programs = batch * cdiv(q_len * q.shape[-2], 64)
     if q.shape[-2] <= 32 or 2 * programs <= processors:
         return True
-    # In tiles: one of a program for one request takes 1.07 times as long, and it begins and ends in 3.5.
-    # Equal parts begin, end and are merged in 11.
-    alone = 1.07 * cdiv(programs, processors) * (tiles + 3.5)
-    return programs * tiles / processors + 11 < alone
+    # In tiles: one of a program for one request takes 1.06 times as long, and it begins and ends in 4.
+    # Equal parts begin, end and are merged in 10.
+    alone = 1.06 * cdiv(programs, processors) * (tiles + 4)
+    return programs * tiles / processors + 10 < alone
