@@ -56,6 +56,42 @@ for rows in (3, 300, 5000):
     for logits in (x, x.float()):
         CALL
 """
+# A group of warps fills shared memory, and another one reads it; an mbarrier each way, as in PTX's manual.
+HAND_OVER = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+@gluon.jit
+def give(memory, full, free, x):
+    for i in range(8):
+        mbarrier.wait(free, (i & 1) ^ 1)
+        memory.store(gl.load(x + i * 128 + gl.arange(0, 128, layout=LINE)))
+        barrier()
+        mbarrier.arrive(full, count=1)
+@gluon.jit
+def take(memory, full, free, y):
+    for i in range(8):
+        mbarrier.wait(full, i & 1)
+        given = memory.load(LINE)
+        barrier()
+        mbarrier.arrive(free, count=1)
+        gl.store(y + i * 128 + gl.arange(0, 128, layout=LINE), given)
+@gluon.jit
+def hand_over_kernel(x, y):
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    memory = gl.allocate_shared_memory(gl.float32, [128], flat)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.init(free, count=1)
+    barrier()
+    gl.warp_specialize([(give, (memory, full, free, x)), (take, (memory, full, free, y))], [4], [64])
+x, y = torch.randn(1024, device=D), torch.zeros(1024, device=D)
+hand_over_kernel[(132,)](x, y, num_warps=4)
+assert y.equal(x)
+"""
 # Program of each operation. Most call it twice: the second call takes the short way of a repeated call.
 PROGRAMS = {
     "mla_decode, one part and several": MLA.replace(
@@ -77,7 +113,7 @@ assert out[::5].eq(0).all() and lse[::5].eq(float("-inf")).all()
     "mla_decode in equal parts, Hopper": """
 from staleproof import mla_decode
 from staleproof.ops import mla_decode_plan
-mla_decode_plan.PAIRS_FROM_TILES = 0
+mla_decode_plan.EQUAL_FROM_TILES, mla_decode_plan.EQUAL_FROM_BATCH_TILES = 0, (0, 0)
 lengths = torch.randint(0, 700, (40,), device=D, dtype=torch.int32)
 lengths[::5] = 0
 table = torch.randint(0, 60, (40, 11), device=D, dtype=torch.int32)
@@ -171,7 +207,11 @@ KERNELS = {
     "mla_decode, one part and several": ("_mla_decode_kernel", "merge_splits_kernel"),
     "mla_decode, several query tokens": ("_mla_decode_kernel",),
     "mla_decode, a batch that fills Hopper": ("mla_decode_sm90_kernel",),
-    "mla_decode in equal parts, Hopper": ("mla_decode_pairs_kernel", "merge_parts_kernel"),
+    "mla_decode in equal parts, Hopper": (
+        "mla_decode_pairs_kernel",
+        "mla_decode_few_kernel",
+        "merge_parts_kernel",
+    ),
     "clear_empty_rows": ("_clear_empty_rows_kernel",),
     "quantize_fp8_per_tensor": ("_amax_kernel", "_quantize_kernel"),
     "topk_softmax": ("topk_kernel",),
@@ -202,23 +242,52 @@ def test_every_kernel_has_a_program() -> None:
     assert {name for names in KERNELS.values() for name in names} == kernels_in_the_source()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_no_error_and_no_hazard(name: str, tool: str, tmp_path: Path) -> None:
+# Of groups of warps, each of which runs a function of its own.
+GROUPS_OF_WARPS = {"mla_decode, a batch that fills Hopper", "mla_decode in equal parts, Hopper"}
+
+
+def checked(tool: str, program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A program under one of compute-sanitizer's tools, or a skipped test where there is none."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    if "Hopper" in name and device.machine().capability != "sm_90":
-        pytest.skip(f"needs an SM90 GPU; this is {device.machine().capability}")
-    program = tmp_path / "kernels.py"
-    program.write_text(START + PROGRAMS[name] + END.replace("KERNELS", repr(KERNELS[name])))
+    path = folder / "kernels.py"
+    path.write_text(program)
     done = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(program), "cuda"],
+        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(path), "cuda"],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert "every kernel ran" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    return done
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_error_and_no_hazard(name: str, tool: str, tmp_path: Path) -> None:
+    if "Hopper" in name and device.machine().capability != "sm_90":
+        pytest.skip(f"needs an SM90 GPU; this is {device.machine().capability}")
+    if tool == "racecheck" and name in GROUPS_OF_WARPS:
+        pytest.skip("racecheck names hazards in a correct kernel of this kind: see the next test")
+    done = checked(tool, START + PROGRAMS[name] + END.replace("KERNELS", repr(KERNELS[name])), tmp_path)
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.mark.gpu
+def test_racecheck_cannot_judge_groups_of_warps(tmp_path: Path) -> None:
+    """It names Triton's own hand-over of work to the groups, in a kernel whose result is right.
+
+    Once it does not, the programs above need no exception. Until then a thousand equal calls stand for it:
+    ``ops/test_mla_decode_pairs.py::test_a_thousand_calls_give_the_same_bits``.
+    """
+    if device.machine().capability != "sm_90":
+        pytest.skip(f"needs an SM90 GPU; this is {device.machine().capability}")
+    program = START + HAND_OVER + END.replace("KERNELS", repr(("hand_over_kernel",)))
+    assert checked("memcheck", program, tmp_path).returncode == 0
+    assert checked("synccheck", program, tmp_path).returncode == 0
+    raced = checked("racecheck", program, tmp_path)
+    assert raced.returncode == 9
+    assert "hand_over_kernel" in raced.stdout

@@ -30,10 +30,18 @@ def test_the_default_choices_fit_every_architecture_and_spill_nothing():
     assert all(one.registers > 0 for one in found)
 
 
-def test_hopper_keeps_its_own_kernel():
-    found = compile_all((90,), cases=["mla_decode, batch 256, 128 heads, pages of 128"])
-    assert [one.kernel for one in found] == ["mla_decode_sm90_kernel"]
-    assert 0 < found[0].shared <= found[0].limit == 227 * 1024
+def test_hopper_has_kernels_of_its_own():
+    cases = {
+        "mla_decode, batch 128, 128 heads, 512 tokens": {"mla_decode_sm90_kernel"},
+        "mla_decode, batch 256, 128 heads, pages of 128": {"mla_decode_pairs_kernel", "merge_parts_kernel"},
+        "mla_decode, batch 128, 16 heads, 4 query tokens": {"mla_decode_few_kernel", "merge_parts_kernel"},
+        "mla_decode, batch 256, 16 heads, E4M3 cache": {"mla_decode_kernel"},
+    }
+    found = compile_all((90,), cases=[*cases])
+    assert {one.kernel for one in found} == set().union(*cases.values())
+    for one in found:
+        assert one.kernel in cases[one.case]
+        assert 0 <= one.shared <= one.limit == 227 * 1024
 
 
 def test_a_tile_that_does_not_fit_is_a_problem():

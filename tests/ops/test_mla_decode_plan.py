@@ -61,3 +61,24 @@ def test_a_small_batch_is_split_over_the_processors(plan, gpu):
     block_m, block_n, splits, warps = plan(gpu, 1, 128, capacity=2048)
     assert (block_m, block_n, warps) == (16, 32, 8)
     assert splits == GPUS[gpu][0] // 8
+
+
+# (batch, tokens, heads, whether equal parts were faster), as measured with equal lengths.
+MEASURED = [
+    *((128, 4096, 128, True), (16, 4096, 128, True), (32, 1024, 128, True), (32, 4096, 32, True)),
+    *((128, 512, 128, False), (64, 2048, 128, False), (16, 512, 128, False), (4, 4096, 128, False)),
+    *((1, 4096, 128, False), (1, 32768, 128, False)),
+    *((128, 4096, 16, True), (16, 32768, 16, True), (16, 4096, 16, True), (128, 512, 16, True)),
+    *((1, 4096, 16, False), (1, 32768, 16, False)),
+]
+
+
+@pytest.mark.parametrize(("batch", "tokens", "heads", "faster"), MEASURED)
+def test_equal_parts_where_they_were_faster_on_an_h200(monkeypatch, batch, tokens, heads, faster):
+    monkeypatch.setattr(kernels, "processor_count", lambda index: 132)
+    monkeypatch.setattr(kernels, "fits_equal_parts", lambda *args: True)
+    q = SimpleNamespace(shape=(batch, heads, 576), device=SimpleNamespace(index=0))
+    assert kernels.equal_parts_are_faster(q, None, 512, 1, 1.0, tokens) == faster
+    # Room for 128 times as many tokens: lengths are likely to differ then.
+    if batch > 1:
+        assert kernels.equal_parts_are_faster(q, None, 512, 1, 1.0, 128 * tokens)

@@ -13,6 +13,7 @@ import torch
 
 from staleproof.evidence.board import Board
 from staleproof.evidence.counters import RowCounters
+from staleproof.ops import mla_decode_plan
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
@@ -30,16 +31,30 @@ def _empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-def _mla(batch: int, heads: int, q_len: int = 1, page_size: int = 64, dtype: torch.dtype = BF16) -> None:
-    """DeepSeek-V3's MLA: latent rank 512 and 64 rotary elements; 4096 tokens fit into the table."""
+def _mla(
+    batch: int,
+    heads: int,
+    q_len: int = 1,
+    page_size: int = 64,
+    dtype: torch.dtype = BF16,
+    cache: torch.dtype | None = None,
+    tokens: int = 4096,
+) -> None:
+    """DeepSeek-V3's MLA: latent rank 512 and 64 rotary elements; as many tokens fit into the table."""
     query = (batch, heads, 576) if q_len == 1 else (batch, q_len, heads, 576)
     mla_decode(
         _empty(*query, dtype=dtype),
-        _empty(1000, page_size, 576, dtype=dtype),
-        _empty(batch, 4096 // page_size, dtype=INT32),
+        _empty(1000, page_size, 576, dtype=cache or dtype),
+        _empty(batch, tokens // page_size, dtype=INT32),
         _empty(batch, dtype=INT32),
         softmax_scale=0.1,
     )
+
+
+def _mla_e4m3(heads: int) -> None:
+    # Refused on GPUs that do not convert it.
+    if mla_decode_plan.capability(0) >= (8, 9):
+        _mla(256, heads, cache=FP8)
 
 
 def _clear(q_len: int | None, heads: int, dtype: torch.dtype = BF16, lse: bool = False) -> None:
@@ -127,6 +142,9 @@ def _cases() -> dict[str, Callable[[], object]]:
     add("mla_decode, batch 256, 128 heads, pages of 32", _mla, 256, 128, page_size=32)
     add("mla_decode, batch 1, 128 heads, pages of 16", _mla, 1, 128, page_size=16)
     add("mla_decode, batch 256, 128 heads, pages of 128", _mla, 256, 128, page_size=128)
+    add("mla_decode, batch 128, 128 heads, 512 tokens", _mla, 128, 128, tokens=512)
+    for heads in (128, 32, 16):
+        add(f"mla_decode, batch 256, {heads} heads, E4M3 cache", _mla_e4m3, heads)
     add("mla_decode, batch 256, 128 heads, float16", _mla, 256, 128, dtype=FP16)
     add("mla_decode, batch 256, 128 heads, float32", _mla, 256, 128, dtype=FP32)
     add("mla_decode, batch 1, 16 heads, float32", _mla, 1, 16, dtype=FP32)

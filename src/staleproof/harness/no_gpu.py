@@ -99,7 +99,7 @@ def install() -> NoGpu:
             gpu.launched.append((kernel, log.read()))
         return kernel
 
-    replacements: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    replacements: tuple[tuple[Any, str, Callable[..., Any] | None], ...] = (
         (JITFunction, "run", run),
         (torch.cuda, "device", contextlib.nullcontext),
         (cuda_runtime, "processor_count", lambda index: gpu.processors),
@@ -108,6 +108,8 @@ def install() -> NoGpu:
         (operators, "on_device_of", contextlib.nullcontext),
         # Nothing is launched twice: what would repeat a launch asks Triton's driver for the loaded kernel.
         (launching, "Ready", lambda *call: None),
+        # Memory comes from torch.empty, which makes tensors without data.
+        (launching, "_empty_strided_cuda", None),
         # Tensors without data would go to the operator, which is for tracing, and end there.
         (operators, "traced", lambda x: False),
     )

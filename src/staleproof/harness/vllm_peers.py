@@ -21,6 +21,8 @@ from staleproof.vllm.sources import vllm_file
 
 FA3_LIBRARY = "vllm_flash_attn/_vllm_fa3_C.abi3.so"
 FLASHMLA_LIBRARY, FLASHMLA_VARIABLE = "_flashmla_C.abi3.so", "STALEPROOF_FLASHMLA_SO"
+# Beside it in the wheel.
+FLASHMLA_FP8_LIBRARY = "_flashmla_extension_C.abi3.so"
 
 
 @cache
@@ -207,14 +209,18 @@ def _prepare_flashmla(
     out: torch.Tensor | None,
 ) -> Launch:
     # As vLLM calls it (third_party/flashmla/flash_mla_interface.py).
-    torch.ops.load_library(str(flashmla_library()))
-    decode = torch.ops._flashmla_C.dense_decode_fwd
+    library = flashmla_library()
+    assert library is not None
     result = new_out(q, out)
     single = q.ndim == 3
     query, target = (x.unsqueeze(1) if single else x for x in (q, result))
     # Its loads follow every entry of the table, so entries after a request's last page are page 0.
     _, used = pages_in_use(block_table, seq_lens, kv_cache.shape[1])
     table = torch.where(used, block_table, 0)
+    if kv_cache.dtype == torch.float8_e4m3fn:
+        return _prepared_flashmla_fp8(library, query, kv_cache, seq_lens, table, softmax_scale, target)
+    torch.ops.load_library(str(library))
+    decode = torch.ops._flashmla_C.dense_decode_fwd
     given = query, kv_cache.unsqueeze(2), RANK, seq_lens, table, softmax_scale, not single
     # The first call plans the work of each program from the lengths; vLLM does that once a step.
     *_, plan, splits = decode(*given, None, None, target)
@@ -222,6 +228,35 @@ def _prepare_flashmla(
     def launch() -> Result:
         _, lse, *_ = decode(*given, plan, splits, target)
         return result, lse.squeeze(2) if single else lse.transpose(1, 2)
+
+    return launch
+
+
+def _prepared_flashmla_fp8(
+    library: Path,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    table: torch.Tensor,
+    softmax_scale: float,
+    out: torch.Tensor,
+) -> Launch:
+    """FlashMLA for an E4M3 cache, whose queries are E4M3 too (v1/attention/ops/flashmla.py).
+
+    Rounding the queries, and the copy to ``out``, are not part of the closure's launch that is timed: the
+    kernel returns memory of its own.
+    """
+    torch.ops.load_library(str(library.with_name(FLASHMLA_FP8_LIBRARY)))
+    kernels = torch.ops._flashmla_extension_C
+    query, one = q.to(kv_cache.dtype), torch.ones(1, device=q.device)
+    plan = kernels.get_mla_decoding_metadata_dense_fp8(seq_lens, q.shape[1] * q.shape[2], 1)
+    given = query, kv_cache.unsqueeze(2), RANK, seq_lens, table, softmax_scale, q.shape[1] > 1
+    first, _ = kernels.fwd_kvcache_mla_fp8(*given, *plan, one, one)
+    out.copy_(first)
+
+    def launch() -> Result:
+        result, lse = kernels.fwd_kvcache_mla_fp8(*given, *plan, one, one)
+        return result.view(out.shape), lse.transpose(1, 2)
 
     return launch
 

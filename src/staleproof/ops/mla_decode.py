@@ -13,7 +13,7 @@ import torch
 from staleproof import check, device
 from staleproof.ops.launching import Seen, empty, key_of, launched
 from staleproof.ops.merge_splits import merge_splits_kernel
-from staleproof.ops.mla_decode_plan import fits_sm90, is_measured, pairs_are_faster, plan
+from staleproof.ops.mla_decode_plan import cache_dtypes, equal_parts_are_faster, fits_sm90, is_measured, plan
 from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
@@ -61,7 +61,7 @@ def _attend(
     total = total * decay + tl.sum(weights, 1)
     acc = acc * decay[:, None]
     if INTERPRET:
-        # _widen has made float32 of the values.
+        # _operand has made float32 of the values.
         acc = tl.dot(weights, k_c, acc, input_precision="ieee")
     else:
         acc = tl.dot(weights.to(k_c.dtype), k_c, acc, input_precision="ieee")
@@ -69,12 +69,16 @@ def _attend(
 
 
 @triton.jit
-def _widen(x, INTERPRET: tl.constexpr):
-    """An operand of a dot, as float32 for the interpreter: it multiplies the bits of bfloat16."""
-    if INTERPRET:
-        return x.to(tl.float32)
+def _operand(x, dtype: tl.constexpr, INTERPRET: tl.constexpr):
+    """``x`` as an operand of a dot: float32 for the interpreter, which multiplies the bits of bfloat16."""
+    if not INTERPRET:
+        return x.to(dtype)
+    elif x.dtype == tl.float8e4nv:
+        # The interpreter reads E4M3's NaN as 480, which is no number of it.
+        wide = x.to(tl.float32)
+        return tl.where(tl.abs(wide) > 448.0, float("nan"), wide)
     else:
-        return x
+        return x.to(tl.float32)
 
 
 @triton.jit
@@ -91,6 +95,7 @@ def _mla_decode_kernel(
     Writes the normalised output of the split and its lse; with one split that is the result. A
     program whose range of keys is empty writes its rows as well.
     """
+    dtype: tl.constexpr = q.dtype.element_ty
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -120,8 +125,8 @@ def _mla_decode_kernel(
     wanted = row < tl.where(begin < end, q_len * heads, 0)
     q_c = tl.load(q_row[:, None] + column[None, :], mask=wanted[:, None], other=0.0)
     q_r = tl.load(q_row[:, None] + rope_column[None, :], mask=wanted[:, None], other=0.0)
-    q_c = _widen(q_c, INTERPRET)
-    q_r = _widen(q_r, INTERPRET)
+    q_c = _operand(q_c, dtype, INTERPRET)
+    q_r = _operand(q_r, dtype, INTERPRET)
 
     table = block_table + request * table_stride
     scale_log2 = softmax_scale * k_scale * 1.4426950408889634
@@ -131,8 +136,8 @@ def _mla_decode_kernel(
 
     for position in tl.range(begin, full, BLOCK_N):
         k_row = _kv_pointers(kv_cache, table, position, full, page_stride, token_stride, PAGE_SIZE, BLOCK_N)
-        k_c = _widen(tl.load(k_row[:, None] + column[None, :]), INTERPRET)
-        k_r = _widen(tl.load(k_row[:, None] + rope_column[None, :]), INTERPRET)
+        k_c = _operand(tl.load(k_row[:, None] + column[None, :]), dtype, INTERPRET)
+        k_r = _operand(tl.load(k_row[:, None] + rope_column[None, :]), dtype, INTERPRET)
         peak, total, acc = _attend(q_c, q_r, k_c, k_r, is_row, peak, total, acc, scale_log2, False, INTERPRET)
 
     # The rest, one query token at a time. A key beyond the token's limit is loaded as zeros: giving
@@ -150,8 +155,8 @@ def _mla_decode_kernel(
             peak, total, new_acc = _attend(
                 q_c,
                 q_r,
-                _widen(k_c, INTERPRET),
-                _widen(k_r, INTERPRET),
+                _operand(k_c, dtype, INTERPRET),
+                _operand(k_r, dtype, INTERPRET),
                 live,
                 peak,
                 total,
@@ -197,9 +202,8 @@ def _launch(
     rows = q_len * heads
     page_size = kv_cache.shape[1]
     capacity = block_table.shape[1] * page_size
-    if num_kv_splits is None and pairs_are_faster(
-        q, kv_cache, rank, q_len, softmax_scale * k_scale, capacity
-    ):
+    scale = softmax_scale * k_scale
+    if num_kv_splits is None and equal_parts_are_faster(q, kv_cache, rank, q_len, scale, capacity):
         from staleproof.ops.mla_decode_pairs_call import PairsCall
 
         call = PairsCall(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse)
@@ -284,18 +288,20 @@ def mla_decode(
     - Unused entries of ``block_table`` are never followed; they may hold anything.
 
     Query token j of q_len attends to the first ``seq_len - q_len + j + 1`` keys. There is no host
-    sync. One launch, or two with splits. During the call the partial results of the splits that it
-    chooses take at most processors * 64 * kv_lora_rank * 4 bytes (16.5 MiB on an H200). On Hopper
-    DeepSeek's shape has a kernel of its own (``mla_decode_sm90.py``). Another one gives its programs equal
-    parts of all keys (``mla_decode_pairs.py``; used from ``mla_decode_plan.PAIRS_FROM_TILES`` on, today
-    never). It needs twice that memory, and the last bits of a request depend on where it is cut, so on the
-    lengths of the batch, not on contents; with ``num_kv_splits`` given they depend on the request alone.
+    sync. One launch, or two with splits. During the call partial results take at most processors * 64 *
+    kv_lora_rank * 4 bytes (16.5 MiB on an H200), and in kernels of equal parts twice that.
+
+    On Hopper DeepSeek's shape has kernels of its own. ``mla_decode_sm90.py`` has a program for each request
+    and 64 heads. For larger batches ``mla_decode_pairs.py``, and ``mla_decode_few.py`` for at most 16 heads,
+    give each program an equal part of all keys, whatever the lengths. Then the last bits of a request depend
+    on where it is cut, so on the lengths of the batch, not on contents; with ``num_kv_splits`` given they
+    depend on the request alone.
 
     Args:
         q: (batch, heads, 576) or (batch, q_len, heads, 576), bfloat16, float16 or float32;
             up to 128 heads; last axis contiguous.
-        kv_cache: (pages, page_size, 576), dtype of q, page_size a multiple of 16 up to 128; last
-            axis contiguous.
+        kv_cache: (pages, page_size, 576), dtype of q or float8_e4m3fn (on a GPU from compute capability
+            8.9 on), page_size a multiple of 16 up to 128; last axis contiguous.
         block_table: (batch, max_pages) int32, page of each page_size tokens of a request.
         seq_lens: (batch,) int32, tokens of each request, all q_len query tokens counted.
         softmax_scale: factor of the scores.
@@ -355,7 +361,7 @@ def mla_decode(
         check.fail("q", "1 to 128 heads", f"{heads} heads")
     if q.stride(-1) != 1:
         check.fail("q", "a contiguous last axis", f"strides {q.stride()}")
-    check.tensor("kv_cache", kv_cache, ndim=3, shape=(None, None, width), dtype=q.dtype, like=q)
+    check.tensor("kv_cache", kv_cache, ndim=3, shape=(None, None, width), dtype=cache_dtypes(q), like=q)
     page_size = kv_cache.shape[1]
     if page_size % 16 != 0 or not 16 <= page_size <= 128:
         expected = "a page size that is a multiple of 16 up to 128"

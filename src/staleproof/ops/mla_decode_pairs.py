@@ -31,8 +31,8 @@ from staleproof.ops.mla_decode_pairs_steps import (
     TOTAL,
     WIDTH,
     barrier,
+    equal_part,
     even_step,
-    limit_of,
     lone_step,
     odd_step,
     part_of,
@@ -43,17 +43,12 @@ LOAD_THREADS = gl.constexpr(128)
 
 
 @gluon.jit
-def _as(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+def shared_as(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
     """The same shared memory with another shape."""
     if IS_RENAMED:
         return memory.reinterpret(dtype, shape, layout)
     else:
         return memory._reinterpret(dtype, shape, layout)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -65,13 +60,14 @@ def _store_rows(target, result, rows, GROUP: gl.constexpr, LAYOUT: gl.constexpr)
 
 @gluon.jit
 def _store(
-    acc, peak, total, totals, staging, free, bars, out, lse, parts, part_lse, segment, request, rows,
+    acc, peak, total, totals, staging, free, bars, target, segment, request, rows,
     first_row, slot, k_scale, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Write one half of the rows: the result, or with ``slot`` >= 0 a part of it that is merged later.
 
     ``staging`` held the last values that this group read; ``free`` is their barrier.
     """
+    out, lse, parts, part_lse = target
     place = (segment & 1) * 2
     totals.index(place + GROUP).store(total)
     barrier()
@@ -107,7 +103,7 @@ def _store(
 
 @gluon.jit
 def _attend_group(
-    memory, totals, bars, out, lse, parts, part_lse, cuts, whole, count, seq_lens, capacity, q_len, heads,
+    memory, totals, bars, target, seq_lens, capacity, q_len, heads,
     first_row, program, first, last, unit, begin_unit, end_unit, scale, k_scale, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute."""
@@ -151,12 +147,6 @@ def _attend_group(
                 else:
                     acc, peak, total = lone_step(acc, peak, total, memory, bars, live, used_a)
                 used_a += 1
-            if GROUP == 1 and begin == 0:
-                # For the merge: the first part of the request, and how many it has.
-                last_part = ((unit.to(gl.int64) * count - 1) // whole).to(gl.int32)
-                place = gl.num_programs(0) * request + gl.program_id(0)
-                gl.store(cuts + 2 * place, gl.program_id(1))
-                gl.store(cuts + 2 * place + 1, last_part - gl.program_id(1) + 1)
             slot = gl.where(begin > 0, 2 * program, gl.where(end < tiles, 2 * program + 1, -1))
             odd = 1 - (end - begin) % 2
             if GROUP == 0:
@@ -165,18 +155,18 @@ def _attend_group(
                 staging = memory[RIGHT].index(odd)
             free = bars[FREE].index(2 * odd + GROUP)
             _store(
-                acc, peak, total, totals, staging, free, bars, out, lse, parts, part_lse, segment, request,
+                acc, peak, total, totals, staging, free, bars, target, segment, request,
                 rows, first_row, slot, k_scale, GROUP,
             )  # fmt: skip
             segment += 1
 
 
 # Not in the compiled kernel: a server has many values of these.
-@gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch"])
+@gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
 def mla_decode_pairs_kernel(
-    q, columns, block_table, seq_lens, out, lse, parts, part_lse, cuts,
+    q, columns, block_table, seq_lens, out, lse, parts, part_lse,
     q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
-    softmax_scale, k_scale, capacity, q_len, heads, batch,
+    softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
     PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr,
 ):  # fmt: skip
     """Attend from 64 heads of one query token to an equal part of the tiles of all requests.
@@ -191,32 +181,18 @@ def mla_decode_pairs_kernel(
 
     first_row = gl.program_id(0) * 64
     program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    index = gl.arange(0, BATCH, layout=line)
-    seq_len = gl.load(seq_lens + index, mask=index < batch, other=0)
-    limits = limit_of(seq_len, capacity, q_len, first_row // heads)
-    units = gl.where(index < batch, gl.maximum(gl.cdiv(limits, 64), 1), 0)
-    ends = gl.associative_scan(units, 0, _add)
-    whole = gl.sum(units, 0).to(gl.int64)
-    # With fewer tiles than programs, the last programs have nothing to do.
-    count = gl.minimum(whole, gl.num_programs(1))
-    place = gl.minimum(gl.program_id(1), count)
-    begin_unit = (whole * place // count).to(gl.int32)
-    end_unit = (whole * gl.minimum(place + 1, count) // count).to(gl.int32)
-    # Requests that end before this part, and those that begin before its end.
-    first = gl.sum((ends <= begin_unit).to(gl.int32), 0)
-    last = gl.sum(((ends - units < end_unit) & (index < batch)).to(gl.int32), 0)
-    unit = gl.max(gl.where(ends <= begin_unit, ends, 0), 0)
-
+    first, last, unit, begin_unit, end_unit = equal_part(
+        seq_lens, batch, capacity, q_len, first_row // heads, aligned, BATCH
+    )
     pieces: gl.constexpr = 512 // WIDTH
     q_p = gl.allocate_shared_memory(dtype, [pieces, 64, WIDTH], shared)
-    q_v = _as(q_p, dtype, [2, 64, 256], shared)
+    q_v = shared_as(q_p, dtype, [2, 64, 256], shared)
     q_r = gl.allocate_shared_memory(dtype, [1, 64, 64], shared)
     # Both tiles' left columns, then their right ones, in pieces and as a whole: the same memory.
     left_p = gl.allocate_shared_memory(dtype, [pieces, 64, WIDTH], shared)
-    left = _as(left_p, dtype, [2, 64, 256], shared)
+    left = shared_as(left_p, dtype, [2, 64, 256], shared)
     right_p = gl.allocate_shared_memory(dtype, [pieces, 64, WIDTH], shared)
-    right = _as(right_p, dtype, [2, 64, 256], shared)
+    right = shared_as(right_p, dtype, [2, 64, 256], shared)
     rope = gl.allocate_shared_memory(dtype, [2, 64, 64], shared)
     given = gl.allocate_shared_memory(dtype, [1, 64, 64], shared)
     peaks = gl.allocate_shared_memory(gl.float32, [2, 64], flat)
@@ -244,12 +220,13 @@ def mla_decode_pairs_kernel(
     scale = softmax_scale * k_scale * 1.4426950408889634
     # In the order of their numbers there, as well.
     memory = (q_p, q_r, left_p, right_p, left, right, rope, given, peaks)
+    target = (out, lse, parts, part_lse)
     gl.warp_specialize(
         [
             (
                 _attend_group,
                 (
-                    memory, totals, bars, out, lse, parts, part_lse, cuts, whole, count, seq_lens, capacity,
+                    memory, totals, bars, target, seq_lens, capacity,
                     q_len, heads, first_row, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
                     0,
                 ),
@@ -257,7 +234,7 @@ def mla_decode_pairs_kernel(
             (
                 _attend_group,
                 (
-                    memory, totals, bars, out, lse, parts, part_lse, cuts, whole, count, seq_lens, capacity,
+                    memory, totals, bars, target, seq_lens, capacity,
                     q_len, heads, first_row, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
                     1,
                 ),
@@ -267,7 +244,8 @@ def mla_decode_pairs_kernel(
                 (
                     q_v, q_r, left_p, right_p, rope, bars, q, columns, block_table, seq_lens,
                     q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
-                    capacity, q_len, heads, first_row, first, last, unit, begin_unit, end_unit, PAGE_SIZE,
+                    capacity, q_len, heads, first_row, q_len * heads - first_row,
+                    first, last, unit, begin_unit, end_unit, PAGE_SIZE, 64,
                 ),
             ),
         ],

@@ -1,4 +1,7 @@
-"""The two launches of ``mla_decode_pairs.py`` and ``merge_parts.py``: memory, descriptor, grids."""
+"""The two launches of an MLA decode of equal parts: memory, descriptor, grids.
+
+The first is that of ``mla_decode_few.py`` or ``mla_decode_pairs.py``, the second that of ``merge_parts.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from staleproof import device
 from staleproof.ops.cuda_runtime import processor_count
 from staleproof.ops.launching import Ready, empty, launched
-from staleproof.ops.mla_decode_plan import cdiv, merge_tiles
+from staleproof.ops.mla_decode_plan import FEW_HEADS, aligned_parts, cdiv, merge_tiles
 
 device.load_triton()
 
@@ -17,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from staleproof.ops.merge_parts import merge_parts_kernel
+from staleproof.ops.mla_decode_few import mla_decode_few_kernel
 from staleproof.ops.mla_decode_pairs import mla_decode_pairs_kernel
 
 RANK, WIDTH = 512, 576
@@ -61,22 +65,27 @@ class PairsCall:
         self._shape = [(pages - 1) * page_rows + page_size, WIDTH]
         self._strides = [kv_cache.stride(1), 1]
         rows = q_len * heads
-        groups = cdiv(rows, 64)
+        # Rows of a program, and what a part of them takes; a program with few heads has one query token.
+        few = heads <= FEW_HEADS
+        kernel, own, room = (mla_decode_few_kernel, heads, 16) if few else (mla_decode_pairs_kernel, 64, 64)
+        groups = cdiv(rows, own)
         parts = max(1, processor_count(q.device.index) // groups)
-        # Of each program two parts of 64 rows, their lse, and of each request and group two integers.
-        self._slots, self._cuts = 2 * groups * parts * 64, 2 * batch * groups
-        numbers, part_lse, cuts = self._memory(out)
-        tensors = (q, self._descriptor(kv_cache), block_table, seq_lens, out, lse, numbers, part_lse, cuts)
+        # Of each program two parts, and their lse.
+        self._slots = 2 * groups * parts * room
+        numbers, part_lse = self._memory(out)
+        tensors = (q, self._descriptor(kv_cache), block_table, seq_lens, out, lse, numbers, part_lse)
         strides = (q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2), page_rows)
         capacity = block_table.shape[1] * page_size
-        sizes = (*strides, block_table.stride(0), softmax_scale, k_scale, capacity, q_len, heads, batch)
-        most = next(n for n in BATCHES if batch <= n)
+        most, aligned = next(n for n in BATCHES if batch <= n), aligned_parts(parts, batch)
+        shape = capacity, q_len, heads, batch, aligned
+        sizes = (*strides, block_table.stride(0), softmax_scale, k_scale, *shape)
         grid = groups, parts, 1
-        decode = launched(mla_decode_pairs_kernel, grid, tensors, (*sizes, page_size, most), num_warps=4)
-        block, some, step = merge_tiles(batch)
-        programs = groups * (RANK // block), 64 // some, batch
-        of_merge = rows, RANK, block, some, step
-        pointers = numbers, part_lse, cuts, out, lse
+        decode = launched(kernel, grid, tensors, (*sizes, page_size, most), num_warps=4)
+        block, some, step = merge_tiles(batch, parts)
+        programs = groups * (RANK // block), cdiv(own, some), batch
+        tiles = RANK, room, block, some, step, most
+        of_merge = (rows, own, heads, capacity, q_len, batch, parts, aligned, *tiles)
+        pointers = numbers, part_lse, seq_lens, out, lse
         merge = launched(merge_parts_kernel, programs, pointers, of_merge, num_warps=4, launch_pdl=True)
         self.launches: tuple[Ready | None, Ready | None] = decode, merge
 
@@ -93,17 +102,15 @@ class PairsCall:
         decode, merge = self.launches
         assert decode is not None
         assert merge is not None
-        at = [x.data_ptr() for x in self._memory(out)]
-        results = out.data_ptr(), lse.data_ptr()
-        before = q.data_ptr(), self._descriptor(kv_cache), block_table.data_ptr(), seq_lens.data_ptr()
-        decode(*before, *results, *at)
-        merge(*at, *results)
+        memory = empty((self._slots * (RANK + 1),), torch.float32, out)
+        parts = memory.data_ptr(), memory.data_ptr() + self._slots * RANK * 4
+        lengths, results = seq_lens.data_ptr(), (out.data_ptr(), lse.data_ptr())
+        decode(q.data_ptr(), self._descriptor(kv_cache), block_table.data_ptr(), lengths, *results, *parts)
+        merge(*parts, lengths, *results)
 
-    def _memory(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        numbers = self._slots * RANK
-        memory = empty((numbers + self._slots + self._cuts,), torch.float32, out)
-        cuts = memory[numbers + self._slots :].view(torch.int32)
-        return memory[:numbers], memory[numbers : numbers + self._slots], cuts
+    def _memory(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        memory = empty((self._slots * (RANK + 1),), torch.float32, out)
+        return memory[: self._slots * RANK], memory[self._slots * RANK :]
 
     def _descriptor(self, kv_cache: torch.Tensor) -> Any:
         return TensorDescriptor(_Address(kv_cache), self._shape, self._strides, [64, 64], SHARED)

@@ -32,13 +32,13 @@ ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _copy_queries(q_v, q_r, base, stride, live):
-    """Start copying 64 rows of queries, 16 at a time so that few addresses are alive; others become zeros."""
+def _copy_queries(q_v, q_r, base, stride, live, ROWS: gl.constexpr):
+    """Start copying rows of queries, 16 at a time so that few addresses are alive; others become zeros."""
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, HALF))
     column = gl.arange(0, 256, layout=gl.SliceLayout(0, HALF))
     row_r = gl.arange(0, 16, layout=gl.SliceLayout(1, ROPE))
     column_r = 512 + gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE))
-    for i in gl.static_range(4):
+    for i in gl.static_range(ROWS // 16):
         rows = base + (16 * i + row) * stride
         mask = (16 * i + row < live)[:, None]
         async_load(q_v.index(0).slice(16 * i, 16, dim=0), rows[:, None] + column[None, :], mask=mask)
@@ -76,10 +76,10 @@ def _page_of(table, tile, limit, PAGE_SIZE: gl.constexpr):
 def load_group(
     q_v, q_r, left, right, rope, bars, q, columns, block_table, seq_lens,
     q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
-    capacity, q_len, heads, first_row, first, last, unit, begin_unit, end_unit,
-    PAGE_SIZE: gl.constexpr,
+    capacity, q_len, heads, first_row, rows, first, last, unit, begin_unit, end_unit,
+    PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Load queries and keys, in the order in which the other groups free their memory."""
+    """Load ``rows`` queries of at most ROWS, and keys, in the order in which their memory is freed."""
     token = first_row // heads
     used_a = 0
     used_b = 0
@@ -99,9 +99,9 @@ def load_group(
                 + token.to(gl.int64) * q_token_stride
                 + (first_row - token * heads).to(gl.int64) * q_head_stride
             )
-            live_q = gl.where(limit > 0, q_len * heads - first_row, 0)
+            live_q = gl.where(limit > 0, rows, 0)
             mbarrier.wait(bars[QUERIES_FREE], (segment & 1) ^ 1)
-            _copy_queries(q_v, q_r, q_base, q_head_stride, live_q)
+            _copy_queries(q_v, q_r, q_base, q_head_stride, live_q, ROWS)
             async_copy.mbarrier_arrive(bars[QUERIES], increment_count=False)
             segment += 1
             for tile in range(begin, end, 2):

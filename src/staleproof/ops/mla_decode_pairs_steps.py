@@ -40,7 +40,7 @@ LEFT, RIGHT = gl.constexpr(4), gl.constexpr(5)
 
 
 @gluon.jit
-def _opaque_zero():
+def opaque_zero():
     """Zero, which the compiler cannot know: an address made with it is computed where it is used.
 
     Otherwise the addresses of all products move out of the loop, and from there into local memory.
@@ -52,6 +52,41 @@ def _opaque_zero():
 def limit_of(seq_len, capacity, q_len, token):
     """Keys that query token ``token`` of a request attends to."""
     return gl.maximum(gl.minimum(seq_len, capacity) - q_len + token + 1, 0)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def equal_part(seq_lens, batch, capacity, q_len, token, aligned, BATCH: gl.constexpr):
+    """The part of program ``program_id(1)`` in the line of all tiles.
+
+    If all requests have as many tiles, ``aligned`` programs share them, so that cuts fall between requests.
+
+    Returns the first request in it and the one behind its last, the tile of the line at which that first
+    request begins, and the part's first tile and the one behind its last.
+    """
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    index = gl.arange(0, BATCH, layout=line)
+    seq_len = gl.load(seq_lens + index, mask=index < batch, other=0)
+    limits = limit_of(seq_len, capacity, q_len, token)
+    units = gl.where(index < batch, gl.maximum(gl.cdiv(limits, 64), 1), 0)
+    ends = gl.associative_scan(units, 0, _add)
+    whole = gl.sum(units, 0).to(gl.int64)
+    most = gl.max(units, 0)
+    is_even = gl.min(gl.where(index < batch, units, most), 0) == most
+    # With fewer tiles than programs, the last programs have nothing to do.
+    count = gl.minimum(whole, gl.where(is_even, aligned, gl.num_programs(1)))
+    place = gl.minimum(gl.program_id(1), count)
+    begin_unit = (whole * place // count).to(gl.int32)
+    end_unit = (whole * gl.minimum(place + 1, count) // count).to(gl.int32)
+    # Requests that end before this part, and those that begin before its end.
+    first = gl.sum((ends <= begin_unit).to(gl.int32), 0)
+    last = gl.sum(((ends - units < end_unit) & (index < batch)).to(gl.int32), 0)
+    unit = gl.max(gl.where(ends <= begin_unit, ends, 0), 0)
+    return first, last, unit, begin_unit, end_unit
 
 
 @gluon.jit
@@ -77,7 +112,7 @@ def _cut_off(scores, live):
 
 
 @gluon.jit
-def _clear_tail(values, live):
+def clear_tail(values, live):
     """Rows of values from ``live`` on become zero: whatever lies there has weight 0, but 0 * NaN is NaN."""
     if live < 64:
         row = gl.arange(0, 16, layout=gl.SliceLayout(1, HALF))
@@ -90,7 +125,7 @@ def _clear_tail(values, live):
 
 
 @gluon.jit
-def _finite(peak):
+def finite(peak):
     """What scores are taken relative to: 0 while a row has no key."""
     return gl.where(peak == -float("inf"), 0.0, peak)
 
@@ -130,13 +165,13 @@ def even_step(
     """Group 0: scores of the even tile, and the left columns of both tiles."""
     left, rope, given, peaks = memory[LEFT], memory[6], memory[7], memory[8]
     dtype: gl.constexpr = given.dtype
-    z = _opaque_zero()
+    z = opaque_zero()
     scores = _begun_scores(memory, bars, z, used_a, 0)
     scores = warpgroup_mma_wait(0, deps=[scores])
     if not HAS_ODD:
         scores = _cut_off(scores, live)
     new_peak = _raised(peak, gl.max(scores, 1) * scale)
-    base = _finite(new_peak)
+    base = finite(new_peak)
     weights = gl.exp2(scores * scale - base[:, None])
     rounded = weights.to(dtype)
     peaks.index(0).store(new_peak)
@@ -150,7 +185,7 @@ def even_step(
     total = total * decay + gl.sum(weights, 1)
     acc = _scaled(acc, decay)
     if not HAS_ODD:
-        _clear_tail(left.index(z), live)
+        clear_tail(left.index(z), live)
     acc = warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), left.index(z), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if HAS_ODD:
@@ -158,10 +193,10 @@ def even_step(
         mbarrier.arrive(bars[FREE].index(0), count=1)
         mbarrier.wait(bars[GIVEN + 1], used_b & 1)
         last_peak = peaks.index(1).load(gl.SliceLayout(1, SCORES))
-        decay = gl.exp2(new_peak - _finite(last_peak))
+        decay = gl.exp2(new_peak - finite(last_peak))
         total = total * decay
         acc = _scaled(acc, decay)
-        _clear_tail(left.index(z + 1), live - 64)
+        clear_tail(left.index(z + 1), live - 64)
         acc = warpgroup_mma(given.index(z), left.index(z + 1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         barrier()
@@ -178,17 +213,17 @@ def odd_step(
     """Group 1: scores of the odd tile, and the right columns of both tiles."""
     right, rope, given, peaks = memory[RIGHT], memory[6], memory[7], memory[8]
     dtype: gl.constexpr = given.dtype
-    z = _opaque_zero()
+    z = opaque_zero()
     scores = _begun_scores(memory, bars, z, used_b, 1)
     mbarrier.wait(bars[GIVEN], used_a & 1)
     even_peak = peaks.index(0).load(gl.SliceLayout(1, SCORES))
-    acc = _scaled(acc, gl.exp2(peak - _finite(even_peak)))
+    acc = _scaled(acc, gl.exp2(peak - finite(even_peak)))
     # The even tile first: its memory is then free in the middle of a pair.
     acc = warpgroup_mma(rope.index(z), right.index(z), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     scores = _cut_off(scores, live)
     new_peak = _raised(even_peak, gl.max(scores, 1) * scale)
-    base = _finite(new_peak)
+    base = finite(new_peak)
     weights = gl.exp2(scores * scale - base[:, None])
     rounded = weights.to(dtype)
     peaks.index(1).store(new_peak)
@@ -202,7 +237,7 @@ def odd_step(
     barrier()
     mbarrier.arrive(bars[FREE].index(1), count=1)
     acc = _scaled(acc, gl.exp2(even_peak - base))
-    _clear_tail(right.index(z + 1), live)
+    clear_tail(right.index(z + 1), live)
     acc = warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), right.index(z + 1), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
@@ -214,13 +249,13 @@ def odd_step(
 def lone_step(acc, peak, total, memory, bars, live, used_a):
     """Group 1, if the last pair has no odd tile."""
     right, rope, peaks = memory[RIGHT], memory[6], memory[8]
-    z = _opaque_zero()
+    z = opaque_zero()
     mbarrier.arrive(bars[QUERIES_FREE], count=1)
     mbarrier.wait(bars[GIVEN], used_a & 1)
     new_peak = peaks.index(0).load(gl.SliceLayout(1, SCORES))
-    decay = gl.exp2(peak - _finite(new_peak))
+    decay = gl.exp2(peak - finite(new_peak))
     acc = _scaled(acc, decay)
-    _clear_tail(right.index(z), live)
+    clear_tail(right.index(z), live)
     acc = warpgroup_mma(rope.index(z), right.index(z), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     return acc, new_peak, total * decay

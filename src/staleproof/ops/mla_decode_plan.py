@@ -8,8 +8,12 @@ from staleproof.ops.cuda_runtime import capability, processor_count, shared_memo
 
 # What the tile of 32 rows and 32 keys takes on GPUs other than Hopper, for DeepSeek's shape.
 WIDE_SHARED_BYTES = 102_400
-# Tiles of 64 keys in a batch from which on the Hopper kernel of equal parts is used; None: never.
-PAIRS_FROM_TILES: int | None = None
+# The Hopper kernels of equal parts are used from this many tiles of 64 keys a request on, and this many in
+# a batch of at least 8 requests or fewer: before, what they do besides the tiles takes longer than they gain.
+EQUAL_FROM_TILES = 8
+EQUAL_FROM_BATCH_TILES = 512, 1024
+# Up to as many, that of them whose time is that of reading the cache.
+FEW_HEADS = 16
 
 
 def cdiv(a: int, b: int) -> int:
@@ -43,53 +47,91 @@ def plan(q: torch.Tensor, rows: int, capacity: int) -> tuple[int, int, int, int]
     return block_m, block_n, max(1, min(processors // programs, blocks)), warps
 
 
-def fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -> bool:
-    """Whether the Hopper kernel supports this call: DeepSeek's shape, and 16-byte loads."""
+def cache_dtypes(q: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """What a cache beside these queries may hold: a GPU converts E4M3 from compute capability 8.9 on."""
+    converts = not q.is_cuda or capability(q.device.index) >= (8, 9)
+    return (q.dtype, torch.float8_e4m3fn) if converts else (q.dtype,)
+
+
+def _is_hoppers(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> bool:
+    """Whether the Hopper kernels can load these: DeepSeek's shape, 16 bits, 16-byte loads."""
     return (
         q.is_cuda
         and capability(q.device.index) == (9, 0)
         and q.element_size() == 2
+        and kv_cache.dtype == q.dtype
         and (rank, q.shape[-1]) == (512, 576)
         and kv_cache.shape[1] % 64 == 0
-        and (q_len == 1 or q.shape[-2] % 64 == 0)
         and all(x.data_ptr() % 16 == 0 for x in (q, kv_cache))
         and all(n % 16 == 0 for n in (*q.stride()[:-1], *kv_cache.stride()[:-1]))
     )
 
 
-def merge_tiles(batch: int) -> tuple[int, int, int]:
+def fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -> bool:
+    """Whether the Hopper kernel of one request a program supports this call."""
+    return _is_hoppers(q, kv_cache, rank) and (q_len == 1 or q.shape[-2] % 64 == 0)
+
+
+def aligned_parts(parts: int, batch: int) -> int:
+    """Into how many parts, at most ``parts``, requests of equal length are cut.
+
+    Where 95 % of the processors then have work, parts end where a request ends.
+
+    >>> [aligned_parts(66, batch) for batch in (1, 16, 100, 128)]
+    [66, 64, 66, 64]
+    """
+    whole = batch * (parts // batch) if batch <= parts else cdiv(batch, cdiv(batch, parts))
+    return whole if whole >= 0.95 * parts else parts
+
+
+def merge_tiles(batch: int, parts: int) -> tuple[int, int, int]:
     """(columns and rows of a program, parts that it loads together) of ``merge_parts_kernel``.
 
-    A request of a small batch has many parts, one of a large batch one to three. Not measured yet.
+    As measured on an H200, where a batch was cut into at most ``parts``. Each is a power of two.
+
+    >>> [merge_tiles(batch, 66) for batch in (1, 16, 128)]
+    [(256, 1, 32), (512, 1, 4), (512, 2, 2)]
     """
-    if batch < 8:
-        return 128, 1, 32
-    return (512, 2, 4) if batch < 32 else (512, 8, 2)
+    together = 1 << max(parts // batch, 1).bit_length() - 1
+    return 256 if batch < 8 else 512, 1 if batch < 32 else 2, min(max(together, 2), 32)
 
 
-def fits_pairs(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float) -> bool:
-    """Whether the Hopper kernel of equal parts supports this call, of those that :func:`fits_sm90`.
+def fits_equal_parts(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float) -> bool:
+    """Whether the Hopper kernels of equal parts support this call.
 
-    It addresses the cache as rows of one token, compares scores before it scales them, and sums up
-    the lengths of at most 1,024 requests.
+    A program has heads of one query token. They address the cache as rows of one token, compare scores
+    before they scale them, and sum up the lengths of at most 1,024 requests.
     """
+    heads = q.shape[-2]
     return (
-        fits_sm90(q, kv_cache, rank, q_len)
+        _is_hoppers(q, kv_cache, rank)
+        and (q_len == 1 or heads <= FEW_HEADS or heads % 64 == 0)
         and q.shape[0] <= 1024
-        and q_len * q.shape[-2] <= 1024
+        and q_len * heads <= 1024
         and scale > 0
         and kv_cache.stride(0) % kv_cache.stride(1) == 0
         and kv_cache.shape[0] * (kv_cache.stride(0) // kv_cache.stride(1)) < 2**31
     )
 
 
-def pairs_are_faster(
+def equal_parts_are_faster(
     q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float, capacity: int
 ) -> bool:
-    """Whether the Hopper kernel of equal parts supports this call and was fastest on an H200.
+    """Whether the Hopper kernels of equal parts support this call, and were faster on an H200.
 
-    So far never: its present order of products has not been measured.
+    Lengths are not known here, so every request counts as ``capacity`` tokens. With unequal lengths these
+    kernels are faster by several times; with equal ones, and programs for one request each that fill
+    all processors, only once their faster tiles make up for the merge.
     """
-    tiles = q.shape[0] * cdiv(capacity, 64)
-    enough = PAIRS_FROM_TILES is not None and tiles >= PAIRS_FROM_TILES
-    return enough and fits_pairs(q, kv_cache, rank, q_len, scale)
+    batch, tiles = q.shape[0], cdiv(capacity, 64)
+    few = tiles < EQUAL_FROM_TILES or batch * tiles < EQUAL_FROM_BATCH_TILES[batch < 8]
+    if few or not fits_equal_parts(q, kv_cache, rank, q_len, scale):
+        return False
+    processors = processor_count(q.device.index)
+    programs = batch * cdiv(q_len * q.shape[-2], 64)
+    if q.shape[-2] <= 32 or 2 * programs <= processors:
+        return True
+    # In tiles: one of a program for one request takes 1.06 times as long, and it begins and ends in 4.
+    # Equal parts begin, end and are merged in 10.
+    alone = 1.06 * cdiv(programs, processors) * (tiles + 4)
+    return programs * tiles / processors + 10 < alone

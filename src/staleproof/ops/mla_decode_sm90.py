@@ -150,10 +150,10 @@ def _scores_and_left_half(
         scores = warpgroup_mma_wait(0, deps=[scores])
 
         scores = scores * scale_log2
-        scores = gl.where((position + column < end)[None, :], scores, -float("inf"))
-        # Leave a live NaN out of the maximum. It reaches the sums, and so the output.
-        known = gl.where(scores == scores, scores, -float("inf"))
-        new_peak = gl.maximum(peak, gl.max(known, 1))
+        if position + 64 > end:
+            scores = gl.where((position + column < end)[None, :], scores, -float("inf"))
+        # Whether or not the maximum is that of a live NaN, it reaches the sums, and so the output.
+        new_peak = gl.maximum(peak, gl.max(scores, 1))
         base = gl.where(new_peak == -float("inf"), 0.0, new_peak)
         weights = gl.exp2(scores - base[:, None])
         decay = gl.exp2(peak - base)
