@@ -34,7 +34,7 @@ MACHINE_TORCH := import sys, torch; \
   torch.version.cuda and print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")
 
 .DEFAULT_GOAL := help
-.PHONY: help workbook test versions architectures mutations lab notebooks format clean
+.PHONY: help workbook test types unit versions architectures mutations lab notebooks format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,11 +45,19 @@ workbook: $(READY) ## run every incident and notebook, print the verdicts, write
 test: $(READY) ## lint, types, unit tests, and nbval over the notebooks
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m mypy
-	$(BYTECODE) $(THREADS) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
-	$(BYTECODE) $(THREADS) $(BIN)/python -m pytest -q -p no:cacheprovider --nbval --nbval-current-env \
+	@$(MAKE) --no-print-directory -j2 types unit
+	$(BYTECODE) $(THREADS) PYTHONPATH=tests/notebooks$${PYTHONPATH:+:$$PYTHONPATH} \
+	  $(BIN)/python -m pytest -q -p no:cacheprovider -p without_iris --nbval --nbval-current-env \
 	  --nbval-cell-timeout 300 --nbval-sanitize-with notebooks/sanitize.cfg \
 	  -n $(if $(filter 1,$(JOBS)),1,2) --dist loadscope notebooks/
+
+# Beside the unit tests: it keeps one core busy, and the other would wait.
+types: $(READY) ## the types alone
+	$(BIN)/python -m mypy
+
+# Without nbval, whose import loads jsonschema before tests/conftest.py can spare each process the parser.
+unit: $(READY) ## the unit tests alone
+	$(BYTECODE) $(THREADS) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -p no:nbval
 
 versions: ## pip install beside vLLM's pins, and the CPU tests, on the oldest and newest torch (5 GB, minutes)
 	@echo "fresh environments in .venv-versions/ for torch $(VERSIONS): 5 GB of wheels, 15 GB of disk"

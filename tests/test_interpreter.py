@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,16 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from staleproof.interpreter import OVERFLOW, _patching_once, _with_table
+from staleproof.interpreter import (
+    BROADCAST,
+    NAMES,
+    OVERFLOW,
+    _by_table,
+    _patching_once,
+    _with_known_shapes,
+    _with_known_types,
+    _with_table,
+)
 
 
 @triton.jit
@@ -71,8 +81,9 @@ def _original(name: str) -> object:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_bits_are_those_of_the_interpreter_as_it_comes(dtype, monkeypatch):
     ours = _run(dtype)
-    for name in ("_patch_lang", "_get_np_dtype"):
+    for name in NAMES:
         monkeypatch.setattr(interpreter, name, _original(name))
+    monkeypatch.setattr(interpreter.interpreter_semantic, BROADCAST, _original(BROADCAST))
     theirs = _run(dtype)
     size = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(ours.view(size), theirs.view(size))
@@ -83,13 +94,75 @@ def test_a_launch_patches_each_module_once(patches):
     # The kernel's own module, and Triton's core for the functions that see only that.
     assert 1 <= len(patches) <= 2
     before = len(patches)
+    ours = _run(torch.float32)
+    # The second launch has the functions of the first.
+    assert len(patches) == before
+    assert torch.equal(ours.view(torch.int32), _run(torch.float32).view(torch.int32))
+
+
+def test_a_function_of_the_language_that_was_replaced_since_is_the_one_that_runs(patches, monkeypatch):
     _run(torch.float32)
-    assert len(patches) == 2 * before
+    before = len(patches)
+    load, loads = tl.load, []
+
+    def counted(*args, **fields):
+        loads.append(args)
+        return load(*args, **fields)
+
+    monkeypatch.setattr(tl, "load", tl.core.builtin(counted))
+    _run(torch.float32)
+    assert len(loads) == 3
+    assert len(patches) > before
+    assert tl.load.__wrapped__ is counted
+
+
+def _made() -> list[object]:
+    """What Triton's types and tensors of a few elements and shapes say of themselves."""
+    made: list[object] = []
+    for size in (4, 8, 4):
+        for kind in (tl.float32, tl.int32, tl.pointer_type(tl.float32)):
+            block = tl.block_type(kind, [size, tl.constexpr(2)])
+            made += [block.element_ty is kind, block.name, block.numel, sorted(vars(block))]
+            value = tl.tensor("handle", block)
+            made += [value.handle, value.type is block, value.dtype is kind, value.numel.value]
+            made += [[size.value for size in value.shape], sorted(vars(value))]
+    for wrong in ([3], [], [2.0], ["x"], [2**30]):
+        try:
+            made.append(tl.block_type(tl.float32, wrong).name)
+        except Exception as error:
+            made.append(repr(error))
+    scalar = tl.tensor("handle", tl.int32)
+    return [*made, scalar.numel.value, [*scalar.shape], scalar.dtype is tl.int32]
+
+
+def test_equal_types_and_tensors_are_as_triton_makes_them(monkeypatch):
+    theirs = _made()
+    monkeypatch.setattr(tl.block_type, "__init__", _with_known_types(tl))
+    monkeypatch.setattr(tl.tensor, "__init__", _with_known_shapes(tl))
+    assert _made() == theirs
+    assert _made() == theirs
+
+
+def test_a_narrow_float_becomes_a_wide_one_by_the_bits_that_triton_gives_it():
+    ours, theirs = _by_table(_original("_convert_float")), _original("_convert_float")
+    for kind in (tl.bfloat16, tl.float16, tl.float8e4nv, tl.float8e5):
+        unsigned = f"uint{kind.primitive_bitwidth}"
+        bits = np.arange(2**kind.primitive_bitwidth, dtype=unsigned).reshape(-1, 16)[::-3, ::2]
+        wider = [tl.float32, *([tl.float16] if kind.primitive_bitwidth == 8 else [])]
+        for target in wider:
+            for _ in range(2):
+                made = ours(bits, kind, target, None)
+                assert np.array_equal(made, theirs(bits, kind, target, None))
+                made[:] = 0  # a result is the caller's own
+    wide = np.array([1.0, np.nan, -3e38], dtype=np.float32)
+    for target in (tl.bfloat16, tl.float8e5):
+        assert np.array_equal(ours(wide, tl.float32, target, None), theirs(wide, tl.float32, target, None))
 
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_the_language_is_put_back_after_a_launch_also_one_that_raises(patches, fail):
     names = [(tl, "load"), (tl.core, "load"), (tl.core, "reduce"), (tl.tensor, "__add__"), (tl, "range")]
+    names += [(tl.tensor, "__init__"), (tl.block_type, "__init__")]
     before = [getattr(module, name) for module, name in names]
     if fail:
         with pytest.raises(Exception, match="planted"):

@@ -9,10 +9,18 @@
 - Six operations, each with its own casts, find in 64 bits whether an integer overflows
   (``binary_op_sanitize_overflow_impl``), and ``device_assert`` drops their result, because the
   interpreter's option ``debug`` is false. Here they run only if it is true.
+- Each launch makes and installs the same hundred functions anew. Here those of the first launch.
+- Each result makes a type, and each tensor the objects of its shape (``block_type``, ``tensor``), though
+  a kernel has few types and shapes. Here once each.
+- Operands of one shape are compared dimension by dimension, and then left as they are
+  (``broadcast_impl_value``). Here they are left at once.
+- A float of 8 or 16 bits becomes a wider one by twenty operations on whole arrays (``_convert_float``).
+  Here by a table of what these make of each pattern of bits.
 
-Read in Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0, ``python/triton/runtime/interpreter.py`` and
-``python/triton/language/semantic.py``. A Triton without these names is left as it is, and the compiler
-always: the last is replaced on the interpreter's own ``interpreter_semantic``.
+Read in Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0, ``python/triton/runtime/interpreter.py``,
+``python/triton/language/core.py`` and ``python/triton/language/semantic.py``. A Triton without these
+names is left as it is, and the compiler always: what is replaced is the interpreter's own, or is put
+back after the launch.
 """
 
 from __future__ import annotations
@@ -20,6 +28,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 
 class _End:
@@ -29,12 +39,116 @@ class _End:
         self.restore = restore
 
 
+def _with_known_functions(interpreter: ModuleType) -> Callable[..., Any]:
+    """``_patch_lang`` that installs what it did before, where that is in the same place as it was then.
+
+    It takes the modules of the language that the function sees too: nothing else decides what is replaced.
+    """
+    patch, missing = interpreter._patch_lang, interpreter._MISSING
+    known: dict[frozenset[ModuleType], list[tuple[Any, str, Any, Any]]] = {}
+
+    def patch_again(fn: Any, modules: frozenset[ModuleType]) -> Any:
+        scope = interpreter._LangPatchScope()
+        for owner, name, before, after in known.get(modules, ()):
+            if getattr(owner, name, missing) is not before:
+                # Somebody replaced it since, and the functions known here would not call theirs.
+                scope.restore()
+                break
+            scope.set_attr(owner, name, after)
+        else:
+            if modules in known:
+                return scope
+        scope, changes = patch(fn), []
+        then: dict[tuple[Any, str], Any] = {}
+        # The last first: an attribute that is set twice has in between what the second change replaced.
+        for owner, name, before in reversed(scope._changes):
+            changes.append((owner, name, before, then.get((owner, name), getattr(owner, name))))
+            then[owner, name] = before
+        known[modules] = changes[::-1]
+        return scope
+
+    return patch_again
+
+
+def _with_known_types(tl: ModuleType) -> Callable[..., None]:
+    """``block_type.__init__`` that makes what it needs once for each element and shape."""
+    build = tl.block_type.__init__
+    known: dict[tuple[int, ...], tuple[Any, dict[str, Any]]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [size.value if isinstance(size, tl.constexpr) else size for size in shape]
+        # Each launch makes its own types of pointers, which would pile up here.
+        if isinstance(element_ty, tl.pointer_type) or not all(type(size) is int for size in sizes):
+            build(self, element_ty, shape)
+            return
+        key = (id(element_ty), *sizes)
+        if key not in known:
+            build(self, element_ty, shape)
+            # With the element's type, whose number another object would have otherwise.
+            known[key] = element_ty, dict(vars(self))
+        vars(self).update(known[key][1])
+
+    return init
+
+
+# Of a tensor: all but these follow from its shape.
+OWN = ("handle", "type", "dtype")
+
+
+def _with_known_shapes(tl: ModuleType) -> Callable[..., None]:
+    """``tensor.__init__`` that makes the objects of each shape once."""
+    build = tl.tensor.__init__
+    known: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        shape = (*type.shape,) if type.is_block() else ()
+        if shape in known:
+            vars(self).update(known[shape], handle=handle, type=type, dtype=type.scalar)
+            return
+        build(self, handle, type)
+        if {*vars(self)} == {*OWN, "shape", "numel"}:
+            known[shape] = {name: value for name, value in vars(self).items() if name not in OWN}
+
+    return init
+
+
+def _leaving_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """``broadcast_impl_value`` that looks no further where both operands have one shape."""
+
+    def broadcast_two(lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.is_block() and right.is_block() and [*left.shape] == [*right.shape]:
+            return lhs, rhs
+        return broadcast(lhs, rhs)
+
+    return broadcast_two
+
+
+def _by_table(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """``_convert_float`` that widens by a table, which it made itself."""
+    tables: dict[tuple[str, str, Any], Any] = {}
+
+    def converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        bits = source.primitive_bitwidth
+        if bits > 16 or bits >= target.primitive_bitwidth:
+            return convert(data, source, target, rounding)
+        unsigned = f"uint{bits}"
+        key = (source.name, target.name, rounding)
+        if key not in tables:
+            tables[key] = convert(np.arange(2**bits, dtype=unsigned), source, target, rounding)
+        return tables[key][np.ascontiguousarray(data).view(unsigned)]
+
+    return converted
+
+
 def _patching_once(interpreter: ModuleType) -> Callable[[Any], _End]:
     """``_patch_lang`` that does nothing for a module that the running launch has patched already."""
-    patch, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
+    tl = interpreter.tl
+    patch, language = _with_known_functions(interpreter), (tl, tl.core)
+    types, shapes = _with_known_types(tl), _with_known_shapes(tl)
     patched: set[ModuleType] = set()
     scopes: list[Any] = []
-    names: dict[Any, set[ModuleType]] = {}
+    names: dict[Any, frozenset[ModuleType]] = {}
 
     def restore() -> None:
         # The last first: an inner scope holds as the original what an outer one has put there.
@@ -44,11 +158,15 @@ def _patching_once(interpreter: ModuleType) -> Callable[[Any], _End]:
 
     def patch_once(fn: Any) -> _End:
         if fn not in names:
-            names[fn] = {module for module in language if any(x is module for x in fn.__globals__.values())}
+            seen = {id(value) for value in fn.__globals__.values()}
+            names[fn] = frozenset(module for module in language if id(module) in seen)
         is_launch = not scopes
         if is_launch or not names[fn] <= patched:
-            scopes.append(patch(fn))
+            scopes.append(patch(fn, names[fn]))
             patched.update(names[fn])
+        if is_launch:
+            scopes[-1].set_attr(tl.block_type, "__init__", types)
+            scopes[-1].set_attr(tl.tensor, "__init__", shapes)
         return _End(restore if is_launch else lambda: None)
 
     return patch_once
@@ -80,7 +198,8 @@ def _where_it_can_fail(check: Callable[..., Any], builder: Any) -> Callable[...,
 
 
 # What is replaced: of the interpreter's module, and of its semantic.
-NAMES, OVERFLOW = ("_patch_lang", "_get_np_dtype"), "binary_op_sanitize_overflow_impl"
+NAMES = ("_patch_lang", "_get_np_dtype", "_convert_float")
+OVERFLOW, BROADCAST = "binary_op_sanitize_overflow_impl", "broadcast_impl_value"
 
 
 def quicken() -> None:
@@ -91,14 +210,17 @@ def quicken() -> None:
     """
     from triton.runtime import interpreter
 
-    needed = (*NAMES, "_LangPatchScope", "tl", "interpreter_semantic", "interpreter_builder")
+    needed = (*NAMES, "_LangPatchScope", "_MISSING", "tl", "interpreter_semantic", "interpreter_builder")
     if hasattr(interpreter, "_staleproof") or not all(hasattr(interpreter, name) for name in needed):
         return
     semantic = interpreter.interpreter_semantic
     # What was replaced, for the tests.
     interpreter._staleproof = {name: getattr(interpreter, name) for name in NAMES}
-    interpreter._staleproof[OVERFLOW] = check = getattr(semantic, OVERFLOW, None)
+    interpreter._staleproof |= {name: getattr(semantic, name, None) for name in (OVERFLOW, BROADCAST)}
     interpreter._patch_lang = _patching_once(interpreter)
     interpreter._get_np_dtype = _with_table(interpreter)
-    if check is not None:
+    interpreter._convert_float = _by_table(interpreter._convert_float)
+    if check := interpreter._staleproof[OVERFLOW]:
         setattr(semantic, OVERFLOW, _where_it_can_fail(check, interpreter.interpreter_builder))
+    if broadcast := interpreter._staleproof[BROADCAST]:
+        setattr(semantic, BROADCAST, _leaving_one_shape(broadcast))

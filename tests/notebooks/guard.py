@@ -1,10 +1,10 @@
 """Runs a notebook's code cells twice while every finding says something else than it did.
 
-    python guard.py <notebook>
+    echo notebook.ipynb | python guard.py
 
 First every finding is ``not run``, without its numbers; then each has a verdict that nobody expects.
-Prints the lines that the cells print in each mode, as JSON. Cells that raise are skipped. Always on the
-CPU, so that a machine with a GPU need not wait for it.
+For each line of its input prints one of JSON: what the cells print in each mode, or the error. Cells that
+raise are skipped. Always on the CPU, so that a machine with a GPU need not wait for it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,17 +78,34 @@ def printed_lines(path: Path, mode: str) -> list[str]:
     return lines
 
 
+def answer_lines() -> None:
+    """Run the notebook that each line of the input names, both ways at once, in processes of their own."""
+    # What else writes to the standard output, a library or a process that a cell starts, is no answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        path = Path(line.strip()).resolve()
+        try:
+            with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+                lines = pool.starmap(printed_lines, [(path, mode) for mode in MODES], chunksize=1)
+            said: dict[str, Any] = dict(zip(MODES, lines, strict=True))
+        except Exception:
+            said = {"error": traceback.format_exc()}
+        print(json.dumps(said), file=answers, flush=True)
+
+
 if __name__ == "__main__":
     # One thread: the operations are small, and a second thread only slows them down.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     # As in tests/conftest.py: nbformat does without it, and with it takes a second more to import.
     sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
-    # What takes seconds to import is imported once; each mode changes a process of its own.
+    # What takes seconds to import is imported once, for all notebooks; each run changes a process of its own.
     import IPython  # noqa: F401
+    import matplotlib.backends.backend_svg  # noqa: F401
+    import nbformat  # noqa: F401
+    import seaborn  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     from staleproof.report import plots, show  # noqa: F401
 
-    path = Path(sys.argv[1]).resolve()
-    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
-        lines = pool.starmap(printed_lines, [(path, mode) for mode in MODES], chunksize=1)
-    print(json.dumps(dict(zip(MODES, lines, strict=True))))
+    answer_lines()

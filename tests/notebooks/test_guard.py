@@ -10,6 +10,8 @@ import json
 import re
 import subprocess
 import sys
+import threading
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -37,12 +39,27 @@ def stored(path: Path) -> set[str]:
     return {line for cell in code_cells(nb) for line in verdicts(output_text(cell))}
 
 
+@cache
+def guard() -> subprocess.Popen[str]:
+    """The process that all notebooks are run from. It ends with its input, and so with this one."""
+    command = [sys.executable, str(HERE / "guard.py")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 def forced(path: Path) -> dict[str, list[str]]:
-    """What the notebook prints in each mode, in a process of its own."""
-    command = [sys.executable, str(HERE / "guard.py"), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """What the notebook prints in each mode, in processes of its own."""
+    process = guard()
+    assert process.stdin
+    assert process.stdout
+    limit = threading.Timer(900, process.kill)
+    limit.start()
+    try:
+        print(path, file=process.stdin, flush=True)
+        printed = json.loads(process.stdout.readline())
+    finally:
+        limit.cancel()
+    assert "error" not in printed, printed["error"]
+    return printed
 
 
 @pytest.mark.slow
