@@ -51,6 +51,11 @@ def test_the_same_version_is_compared_with_itself():
     assert compare(before, [ROW]) == []
 
 
+def test_a_kernel_is_not_compared_with_one_of_another_package_that_has_its_name():
+    theirs = replace(ROW, package="others", version="2.0", verdict=Verdict.HOLDS)
+    assert compare([ROW, theirs], [replace(ROW, version="1.1")]) == []
+
+
 def test_a_new_subject_is_a_change():
     (change,) = compare([], [ROW])
     assert change.before is None
@@ -72,7 +77,7 @@ def test_an_audit_given_twice_shows_what_each_release_changed(tmp_path, capsys):
     assert print_changes(path, path) == 1
     assert capsys.readouterr().out.splitlines() == [
         "E  kernels 1.1 decode: holds (1.0) -> breaks: NaN",
-        "1 changes",
+        "1 change",
     ]
     other = tmp_path / "other.jsonl"
     write_rows(other, [replace(ROW, verdict=Verdict.HOLDS), replace(ROW, version="1.1")])

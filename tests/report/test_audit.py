@@ -49,7 +49,18 @@ def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(answers,
     assert (script.name, script.read_text()) == ("kernels_1.0_decode_E.py", "assert 0\n")
     answers(*(replace(row, package="yours") for row in ROWS))
     assert cli.main(["audit", "mine.py"]) == 1
-    assert "staleproof: 1 clauses are broken" in capsys.readouterr().err
+    assert "staleproof: 1 clause is broken" in capsys.readouterr().err
+
+
+def test_a_name_that_no_subject_has_is_bad_input(answers, capsys, tmp_path):
+    answers()
+    path = tmp_path / "a.jsonl"
+    assert cli.main(["audit", "--only", "decoed", "--json", str(path)]) == 2
+    assert "only: expected a part of a package, a version or a subject, got" in capsys.readouterr().err
+    assert not path.exists()
+    # An earlier audit that answered all of it leaves nothing to ask.
+    write_rows(path, ROWS)
+    assert cli.main(["audit", "--only", "decode", "--onto", str(path)]) == 0
 
 
 def test_a_path_that_cannot_be_written_is_bad_input(answers, tmp_path, capsys):
@@ -66,7 +77,7 @@ def test_compare_says_what_a_release_changed(tmp_path, capsys):
     assert cli.main(["compare", str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl")]) == 0
     out = capsys.readouterr().out
     assert "E  kernels 2.0 decode: breaks (1.0) -> holds" in out
-    assert out.endswith("1 changes\n")
+    assert out.endswith("1 change\n")
     assert cli.main(["compare", str(tmp_path / "new.jsonl"), str(tmp_path / "old.jsonl")]) == 1
 
 

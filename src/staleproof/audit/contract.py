@@ -186,7 +186,8 @@ def _newest_first(version: str) -> tuple[tuple[int, str], ...]:
 def compare(before: Sequence[Row], after: Sequence[Row]) -> list[Change]:
     """What changed between two audits.
 
-    A row is compared with that of the same version, or else with the newest version in ``before``.
+    A row is compared with that of the same version, or else with the newest version in ``before``. Packages
+    have kernels of the same name, so that the package counts.
 
     Args:
         before, after: the rows of each.
@@ -199,12 +200,12 @@ def compare(before: Sequence[Row], after: Sequence[Row]) -> list[Change]:
     >>> [(change.before.version, change.after.version) for change in compare([old], [new])]
     [('1.9', '1.10')]
     """
-    known: dict[tuple[str, str], list[Row]] = {}
+    known: dict[tuple[str, str, str], list[Row]] = {}
     for row in before:
-        known.setdefault((row.subject, row.clause), []).append(row)
+        known.setdefault((row.package, row.subject, row.clause), []).append(row)
     changes = []
     for row in after:
-        theirs = known.get((row.subject, row.clause), [])
+        theirs = known.get((row.package, row.subject, row.clause), [])
         same = [old for old in theirs if old.version == row.version]
         old = max(same or theirs, key=lambda old: _newest_first(old.version), default=None)
         if old is None or old.verdict != row.verdict:

@@ -44,7 +44,8 @@ def audit(
 
     With --onto the rows of both audits are written to --json, which may be the same file.
 
-    Exit code 1: a kernel of yours or of ours breaks a clause, or a module does not import.
+    Exit code 1: a kernel of yours or of ours breaks a clause, or a module does not import. Exit code 2: bad
+    input, for example no subject that --only names.
     """
     from staleproof.device import DeviceError, MissingExtraError
     from staleproof.harness.findings import RunFileError
@@ -64,7 +65,8 @@ def audit(
         raise typer.Exit(130) from error
     broken = [row for row in rows if row.verdict == "breaks" and row.package in ("yours", "staleproof")]
     if broken:
-        typer.echo(f"staleproof: {len(broken)} clauses are broken", err=True)
+        says = "1 clause is broken" if len(broken) == 1 else f"{len(broken)} clauses are broken"
+        typer.echo(f"staleproof: {says}", err=True)
         raise typer.Exit(1)
 
 
@@ -98,6 +100,10 @@ def _run(
             if json is not None:
                 # At once: an audit that is ended from outside keeps what it had.
                 write_rows(json, rows)
+    if not any(only in f"{row.package} {row.version} {row.subject}" for row in rows):
+        # A misspelt name would otherwise look like an audit that found nothing wrong.
+        expected = f"expected a part of a package, a version or a subject, got {only!r}"
+        raise typer.BadParameter(expected, param_hint="only")
     print_table(rows)
     return rows
 
@@ -286,5 +292,5 @@ def print_changes(before: Path, after: Path) -> int:
         name = " ".join(filter(None, (row.package, row.version, row.subject)))
         typer.echo(f"{row.clause}  {name}: {was} -> {row.verdict}" + (f": {row.note}" if row.note else ""))
         worse |= row.verdict is Verdict.BREAKS
-    typer.echo(f"{len(changes)} changes")
+    typer.echo("1 change" if len(changes) == 1 else f"{len(changes)} changes")
     return int(worse)
