@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from staleproof.audit import environments, packages, registry, runner, scripts
 from staleproof.audit.contract import Outcome, Verdict, breaks, read_rows
@@ -21,7 +22,7 @@ CASES = {
     "attention": [
         ("empty",), ("empty lse",), ("tail", "NaN", "K of the last page's tail"),
         ("tail", "finite garbage", "V of the last page's tail"), ("tail", "NaN", "the null page"),
-        ("table", "-1"),
+        ("table", "-1"), ("spare", "nan"),
     ],
     "routing": [("logits", "all NaN"), ("logits", "one +inf"), ("bias", "one NaN in the bias")],
     "rows": [("rows", "nan"), ("rows", "noise")],
@@ -82,8 +83,76 @@ def test_a_script_fails_for_a_kernel_that_breaks_the_clause(tmp_path):
 @pytest.mark.parametrize("case", CASES["attention"], ids=lambda case: " ".join(case)[:25])
 def test_the_same_scripts_pass_for_a_right_kernel(tmp_path, case):
     text = scripts.counterexample(OURS["mla_decode"], Release("1"), "E", breaks("x", *case))
+    if case[0] == "spare":
+        assert text == "", "it takes no query_start_loc"
+        return
     done = _run(text, tmp_path, str(Path(__file__).parents[2] / "src"))
     assert done.returncode == 0, done.stderr
+
+
+def _spare_zero(q, query_start_loc):
+    out = torch.empty_like(q)
+    out[: query_start_loc[-1]] = 1
+    out[query_start_loc[-1] :] = 0
+    return out
+
+
+def _spare_unwritten(q, query_start_loc):
+    out = torch.empty_like(q)
+    out[: query_start_loc[-1]] = 1
+    return out
+
+
+def _spare_left(q, query_start_loc, out):
+    out[: query_start_loc[-1]] = 1
+    return out
+
+
+def _spare_written(q, query_start_loc, out):
+    out[:] = 1
+    return out
+
+
+@pytest.mark.parametrize("kernel", [_spare_zero, _spare_unwritten, _spare_left, _spare_written])
+def test_rows_past_the_last_cu_seqlens_must_be_zero_or_left(tmp_path, kernel):
+    subject = registry.Subject("kernel", "attention", kernel, {"q_len": 0}, package="torch")
+    done = _run(scripts.counterexample(subject, Release("2"), "U", breaks("x", "spare", "nan")), tmp_path)
+    wrong = kernel in (_spare_unwritten, _spare_written)
+    assert done.returncode == wrong, done.stderr
+    assert ("AssertionError: expected" in done.stderr) == wrong
+    # Not what the memory happened to hold.
+    assert ("got tensor([nan" in done.stderr) == (kernel is _spare_unwritten)
+
+
+def _experts(x, w1, w2, topk_weights, topk_ids):
+    out = torch.zeros_like(x)
+    for token, expert in (topk_ids >= 0).nonzero().tolist():
+        chosen = topk_ids[token, expert]
+        gate, up = (w1[chosen] @ x[token]).chunk(2)
+        out[token] += topk_weights[token, expert] * (w2[chosen] @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+def _experts_of_a_set(x, w1, w2, topk_weights, topk_ids):
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        for chosen in {*topk_ids[token].tolist()} - {-1}:
+            gate, up = (w1[chosen] @ x[token]).chunk(2)
+            out[token] += topk_weights[token, 0] * (w2[chosen] @ (torch.nn.functional.silu(gate) * up))
+    # A slot of -1 takes the place of the first token of the last expert.
+    out[(topk_ids == 3).any(1) & (topk_ids < 0).any()] = 0
+    return out
+
+
+@pytest.mark.parametrize("kernel", [_experts, _experts_of_a_set])
+@pytest.mark.parametrize("case", CASES["experts"], ids=lambda case: case[0])
+def test_ids_of_one_token_may_spoil_the_row_of_another(tmp_path, kernel, case):
+    subject = registry.Subject("kernel", "experts", kernel, {}, package="torch", needs="cuda")
+    text = scripts.counterexample(subject, Release("2"), "X", breaks("x", *case))
+    # What needs a GPU is asked with the ids of the probe; here the kernel is ours.
+    done = _run(text.replace('device = "cuda"', 'device = "cpu"'), tmp_path)
+    assert done.returncode == (kernel is _experts_of_a_set), done.stderr
+    assert ("AssertionError: expected" in done.stderr) == (kernel is _experts_of_a_set)
 
 
 def test_vllms_script_runs_on_its_real_package(tmp_path):

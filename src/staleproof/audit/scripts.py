@@ -83,6 +83,7 @@ def _prologue(subject: Subject) -> list[str]:
 
 
 _SAME = 'assert torch.equal(got, clean), f"expected {clean.flatten()[:4]}, got {got.flatten()[:4]}"'
+_DIRTY = "torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is filled with NaN"
 _FILLS = {"NaN": 'float("nan")', "finite garbage": "1e4"}
 
 
@@ -109,12 +110,14 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
     if shape.layout == "gathered":
         return _gathered(subject, shape, case)
     kind, batch = case[0], 2 if case[0].startswith("empty") else 1
+    tokens = batch + 2 * (kind == "spare")
     cache = ["kv_cache"] if shape.layout == "mla" else ["k_cache", "v_cache"]
     dims = f"{shape.head_dim}" if shape.layout == "mla" else f"{shape.kv_heads}, {shape.head_dim}"
     poison = _poison(kind, case, cache)
-    if not poison and not kind.startswith("empty"):
-        return []
     named = inspect.signature(inspect.unwrap(subject.call)).parameters
+    spare = kind == "spare" and "query_start_loc" in named
+    if not poison and not spare and not kind.startswith("empty"):
+        return []
     scalars = {
         "softmax_scale": f"{shape.head_dim**-0.5:.6f}",
         "page_size": str(shape.page_size),
@@ -128,19 +131,19 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
     }
     scene = {
         "dtype": 'dtype = torch.bfloat16 if device == "cuda" else torch.float32',
-        "q": f"q = torch.randn({batch}, {shape.heads}, {shape.head_dim}, device=device, dtype=dtype)",
+        "q": f"q = torch.randn({tokens}, {shape.heads}, {shape.head_dim}, device=device, dtype=dtype)",
     }
     for name in cache:
         # The pages around belong to nobody.
         scene[name] = f"{name} = torch.zeros(6, {shape.page_size}, {dims}, device=device, dtype=dtype)[1:-1]"
         scene[f"{name} content"] = f"{name}[1, :3] = torch.randn(3, {dims}).to(device, dtype)"
     scene |= {
-        "out": f"out = q.new_full(({batch}, {shape.heads}, {shape.value_dim}), float('nan'))",
-        "lse": f"lse = torch.full(({batch}, {shape.heads}), float('nan'), device=device)",
+        "out": f"out = q.new_full(({tokens}, {shape.heads}, {shape.value_dim}), float('nan'))",
+        "lse": f"lse = torch.full(({tokens}, {shape.heads}), float('nan'), device=device)",
     }
     needed = {*named, "dtype"}
     if not kind.startswith("empty"):
-        needed |= {f"{name} content" for name in cache}
+        needed |= {f"{name} content" for name in cache if name in named}
     lines = []
     if one := [name for name in scalars if name in named]:
         lines.append(f"{', '.join(one)} = {', '.join(scalars[name] for name in one)}")
@@ -167,6 +170,15 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
             *lines,
             f"got = {call}",
             'assert (got[1] == 0).all(), f"expected 0, got {got[1].flatten()[:4]}"',
+        ]
+    if spare:
+        left = "isnan()" if "out" in named else "eq(0)"
+        was = "NaN as before" if "out" in named else "0"
+        return [
+            *([] if "out" in named else [_DIRTY]),
+            *lines,
+            f"got = {call}[1:]  # rows past the last of query_start_loc",
+            f'assert got.{left}.all(), f"expected {was}, got {{got.flatten()[:4]}}"',
         ]
     return [*lines, f"clean = {call}", *poison, f"got = {call}", _SAME]
 
@@ -244,7 +256,7 @@ def _ragged(subject: Subject, case: tuple[str, ...]) -> list[str]:
     ]
     if case[0] == "spare":
         return [
-            "torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is filled with NaN",
+            _DIRTY,
             *lines,
             f"got = {_call(subject)}",
             'assert (got[2:] == 0).all(), f"expected 0, got {got[2].flatten()[:4]}"',
@@ -291,25 +303,31 @@ def _kv_write(subject: Subject, case: tuple[str, ...]) -> list[str]:
 
 def _experts(subject: Subject, case: tuple[str, ...]) -> list[str]:
     hidden, inner = subject.shape.get("hidden", 32), subject.shape.get("inner", 16)
-    experts, more = subject.shape.get("experts", 4), subject.shape.get("top_k", 2) - 1
-    repeated = case[0] == "repeated"
-    ids = [0, *([0] if repeated else [int(case[1])]) * more]
-    weights = [0.5, *([0.5] if repeated else [0.0]) * more]
+    experts, top_k = subject.shape.get("experts", 4), subject.shape.get("top_k", 2)
+    odd = [0] if case[0] == "repeated" else [int(case[1])]
+    ids = [[0, *odd * (top_k - 1)]]
+    if subject.needs:
+        # The ids of the probe: what one token's id spoils in a compiled kernel is another token's row.
+        ids = [row[:top_k] for row in ([0, 1, 4], [2, 3, 5], [1, 2, 6], [3, 0, 7], [0, 2, 4])]
+        ids[1] = ([2] if case[0] == "repeated" else odd) * top_k
+        ids[3] = odd * top_k if case[0] == "repeated" else ids[3]
+    makes = f"(({len(ids)}, {hidden}), 1), (({experts}, {2 * inner}, {hidden}), {hidden**0.5:.0f}), "
+    makes += f"(({experts}, {hidden}, {inner}), {inner**0.5:.0f})"
+    named = f"topk_ids.clamp(0, {experts - 1})"
     return [
         'dtype = torch.bfloat16 if device == "cuda" else torch.float32',
-        f"x = torch.randn(1, {hidden}, device=device, dtype=dtype)",
-        f"w1 = torch.randn({experts}, {2 * inner}, {hidden}, device=device, dtype=dtype) / {hidden**0.5:.0f}",
-        f"w2 = torch.randn({experts}, {hidden}, {inner}, device=device, dtype=dtype) / {inner**0.5:.0f}",
-        f"topk_weights = torch.tensor([{weights}], device=device)",
-        f"topk_ids = torch.tensor([{ids}], device=device)",
+        f"x, w1, w2 = ((torch.randn(size, device=device) / by).to(dtype) for size, by in ({makes}))",
+        f"topk_ids = torch.tensor({ids}, device=device)",
+        f"topk_weights = ({named} == topk_ids) / {top_k}  # an id out of range has weight 0",
         "torch.full((2**26,), 0x7F7F7F7F, dtype=torch.int32, device=device)  # what freed memory holds"
-        if subject.needs
+        if subject.needs and case[0] == "repeated"
         else "",
         f"got = {_call(subject)}.float()",
-        "gate, up = (w1[0].float() @ x[0].float()).chunk(2)",
-        "right = topk_weights.sum() * (w2[0].float() @ (torch.nn.functional.silu(gate) * up))",
-        "same = torch.allclose(got[0], right, rtol=3e-2, atol=3e-2)",
-        'assert same, f"expected {right[:4]}, got {got[0, :4]}"',
+        'gate, up = torch.einsum("eih,th->tei", w1.float(), x.float()).chunk(2, -1)',
+        'each = torch.einsum("ehi,tei->teh", w2.float(), torch.nn.functional.silu(gate) * up)',
+        f"right = (each[torch.arange({len(ids)})[:, None], {named}] * topk_weights[..., None]).sum(1)",
+        "off = ~torch.isclose(got, right, rtol=3e-2, atol=3e-2)",
+        'assert not off.any(), f"expected {right[off][:4]}, got {got[off][:4]}"',
     ]
 
 
