@@ -128,7 +128,10 @@ def _twice(n: Numbers) -> str:
             n["live_and_padding_rows_by_expert"].items(), n["rows_that_name_the_expert"].values(), strict=True
         )
     )
-    return f"{rows}; {', '.join(n['kind'])}, top {n['top_k']}"
+    nan = "".join(
+        f"; {tokens} NaN tokens at {at}" for at, tokens in n["nan_tokens_by_expert"].items() if tokens
+    )
+    return f"{rows}{nan}; {', '.join(n['kind'])}, top {n['top_k']}"
 
 
 def _account(n: Numbers) -> str:
