@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -101,3 +103,11 @@ def meet(rank: int, meeting: str, failing: int | None) -> tuple[int, str]:
     if failing is not None:
         time.sleep(600)
     return rank, meeting
+
+
+def end_late() -> int:
+    """Leaves a thread, what is to be done at the end, and text that is not written yet."""
+    atexit.register(print, "at its end")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
+    sys.stdout.write("at once, ")
+    return 1

@@ -51,6 +51,14 @@ def test_a_child_sees_folder_and_modules_of_its_caller(jobs, monkeypatch, tmp_pa
     assert len(_parents()) == 1
 
 
+def test_a_child_ends_as_a_new_interpreter_does(jobs, monkeypatch):
+    forked = children.call(jobs.end_late, timeout_s=60)
+    monkeypatch.setattr(zygote, "_wanted", lambda env: False)
+    new = children.call(jobs.end_late, timeout_s=60)
+    assert forked.stdout == new.stdout == "at once, a thread\nat its end\n"
+    assert (forked.code, forked.told) == (new.code, new.told) == (0, [1])
+
+
 def test_a_variable_that_an_import_may_have_read_needs_a_process_of_its_own(jobs):
     names = ("STALEPROOF_TEST", "OMP_NUM_THREADS")
     for name in names:

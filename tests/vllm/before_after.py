@@ -9,7 +9,6 @@ tests compare the file with what they have just seen.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
+import warm
 
 CHECKS = Path(__file__).with_name("real_checks.py")
 FILE = Path(__file__).parents[2] / "workbook/patches.json"
@@ -77,14 +77,7 @@ def run(version: str) -> dict[str, Any]:
     Raises:
         UnavailableError: it cannot be fetched.
     """
-    done = subprocess.run(
-        [sys.executable, str(CHECKS)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment.variables(version),
-    )
+    done = warm.run(str(CHECKS), env=environment.variables(version), timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(json.loads(done.stdout))
 

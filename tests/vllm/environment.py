@@ -152,13 +152,21 @@ def variables(version: str) -> dict[str, str]:
     """The environment of a process that imports this vLLM."""
     # This checkout first, because the installed staleproof may be another one.
     folders = [HERE.parents[1] / "src", sources(version), packages()]
-    return os.environ | {
+    return shared_variables() | {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        # Each release keeps in its own what it found out about a model, in a process that imports vLLM
+        # again. The file is named after the model alone: releases would overwrite each other's.
+        "VLLM_CACHE_ROOT": str(cache() / "vllm-cache" / version),
+    }
+
+
+def shared_variables() -> dict[str, str]:
+    """The part of it that is the same for all releases."""
+    return os.environ | {
         "TRITON_INTERPRET": "1",
         # Set but empty: otherwise vLLM finds no driver and swaps Triton for a placeholder.
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
-        "VLLM_CACHE_ROOT": str(cache() / "vllm-cache"),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         # vLLM's files lie in our own cache: compiling them anew takes a third of a process that imports them.

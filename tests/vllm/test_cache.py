@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
+import warm
 
 from staleproof.vllm import hooks
 from staleproof.vllm.patch import check_cache_key
@@ -32,11 +32,8 @@ def _sources(version: str) -> Path:
 @pytest.mark.parametrize("version", ["0.19.0", "0.22.1"])
 def test_each_state_is_served_from_a_graph_of_its_own(version, tmp_path):
     _sources(version)
-    done = subprocess.run(
-        [sys.executable, str(STARTS), "none", "all", "none", "all", "uninstalled"],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = warm.run(
+        *(str(STARTS), "none", "all", "none", "all", "uninstalled"),
         timeout=900,
         # Without the last, g++ tries every vector unit at each cold start, for longer than all else.
         env=environment.variables(version)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
 import soak
+import warm
 
 pytestmark = pytest.mark.slow
 SCENES = Path(__file__).with_name("real_groups.py")
@@ -21,14 +21,7 @@ SCENES = Path(__file__).with_name("real_groups.py")
 def test_patches_together():
     with environment.skipped_if_unavailable():
         environment.sources("0.22.1")
-    done = subprocess.run(
-        [sys.executable, str(SCENES)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment.variables("0.22.1"),
-    )
+    done = warm.run(str(SCENES), env=environment.variables("0.22.1"), timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert {name: scene["pending"] for name, scene in found.items() if "pending" in scene} == {

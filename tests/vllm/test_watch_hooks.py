@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
+import warm
 
 from staleproof.vllm import hooks, releases, watch_hooks
 from staleproof.vllm.sources import PatchError, Sources, numbers
@@ -53,9 +53,7 @@ def test_on_vllms_own_files(version):
     with environment.skipped_if_unavailable():
         variables = environment.variables(version)
     script = Path(__file__).with_name("real_watch.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], env=variables, capture_output=True, text=True, check=False, timeout=400
-    )
+    done = warm.run(str(script), env=variables, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
     # The kernels of FlashAttention's MLA are not installed on a CPU, and its module is not imported.

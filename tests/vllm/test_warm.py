@@ -1,0 +1,76 @@
+"""A program that is forked finds what it would find in a new interpreter, and says as much."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import environment
+import warm
+
+pytestmark = pytest.mark.slow
+STATE = """
+import importlib.metadata, importlib.util, json, os, sys
+loaded = [name for name in sys.modules if name.partition(".")[0] in ("vllm", "staleproof", "environment")]
+print(json.dumps({
+    "version": importlib.metadata.version("vllm"), "loaded": loaded, "cwd": os.getcwd(), "argv": sys.argv,
+    "vllm": importlib.util.find_spec("vllm").origin, "path": sys.path[:4], "set": os.environ.get("SET"),
+    "stdin": sys.stdin.read(), "main": __name__, "ours": importlib.util.find_spec("staleproof").origin,
+}))
+"""
+
+
+def _variables(version: str) -> dict[str, str]:
+    with environment.skipped_if_unavailable():
+        return environment.variables(version)
+
+
+@pytest.mark.parametrize("version", ["0.22.1", "0.33.0"])
+@pytest.mark.parametrize("kind", ["a script", "a program"])
+def test_it_finds_what_a_new_interpreter_finds(version, kind, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(STATE)
+    arguments = [str(script), "one", "two"] if kind == "a script" else ["-c", STATE, "one"]
+    env = _variables(version) | {"SET": version}
+    forked = warm.run(*arguments, env=env, timeout=60, cwd=tmp_path)
+    new = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=env,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (forked.returncode, forked.stderr) == (0, "")
+    assert json.loads(forked.stdout) == json.loads(new.stdout)
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        ("import sys; print('out'); sys.exit(3)", 3, ("out\n", "")),
+        ("raise SystemExit('why')", 1, ("", "why\n")),
+        ("import atexit; atexit.register(print, 'end'); raise SystemExit", 0, ("end\n", "")),
+        ("import os; os.write(2, b'late'); os.kill(os.getpid(), 9)", -9, ("", "late")),
+    ],
+)
+def test_how_it_ended_and_what_it_said(program, code, said):
+    ended = warm.run("-c", program, env=_variables("0.22.1"), timeout=60)
+    assert (ended.returncode, (ended.stdout, ended.stderr)) == (code, said)
+
+
+def test_an_error_is_its_own_and_one_that_hangs_is_ended():
+    env = _variables("0.22.1")
+    assert "ValueError: planted" in warm.run("-c", "raise ValueError('planted')", env=env, timeout=60).stderr
+    with pytest.raises(subprocess.TimeoutExpired):
+        warm.run("-c", "import time; time.sleep(60)", env=env, timeout=0.5)
+    # The next one runs.
+    assert warm.run("-c", f"print({os.getpid()})", env=env, timeout=60).stdout == f"{os.getpid()}\n"
