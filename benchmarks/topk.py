@@ -54,7 +54,15 @@ def flashinfer() -> Any:
         print("no FlashInfer, or no nvcc to compile its kernel: it is not run")
         return None
     from flashinfer.fused_moe import fused_topk_deepseek
+    from flashinfer.jit.core import MissingJITCacheError
 
+    x = torch.zeros(1, 256, device="cuda", dtype=torch.bfloat16)
+    weights, ids = x[:, :8].contiguous(), torch.zeros(1, 8, device="cuda", dtype=torch.int32)
+    try:
+        fused_topk_deepseek(x, x[0], GROUPS, TOPK_GROUP, 8, SCALING, weights, ids, False)
+    except MissingJITCacheError as error:
+        print(f"FlashInfer's kernel is not compiled, and may not be: it is not run ({error})")
+        return None
     return fused_topk_deepseek
 
 

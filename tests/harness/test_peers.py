@@ -190,6 +190,7 @@ def test_flashmla_gets_the_arguments_that_vllm_gives_it(monkeypatch):
 
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     monkeypatch.setattr(torch.ops, "_flashmla_C", SimpleNamespace(dense_decode_fwd=decode), raising=False)
+    monkeypatch.setattr(vllm_peers, "flashmla_library", lambda: Path("_flashmla_C.abi3.so"))
     q, kv_cache, block_table, seq_lens = (x.float() if x.is_floating_point() else x for x in call())
     q, kv_cache = torch.randn_like(q), torch.randn_like(kv_cache)
     block_table = torch.tensor([[1, 4], [2, 99], [77, -1]], dtype=torch.int32)
@@ -200,6 +201,24 @@ def test_flashmla_gets_the_arguments_that_vllm_gives_it(monkeypatch):
     first, second = calls
     assert first == ((3, 1, 16, 576), (5, 64, 1, 576), 512, [[1, 4], [2, 0], [0, 0]], False, None, None)
     assert second[-2:] == ("a plan", "splits")
+
+
+def test_flashmla_writes_the_heads_of_several_query_tokens_as_one_axis(monkeypatch):
+    def decode(q, kv, rank, lengths, table, scale, causal, plan, splits, out):
+        assert causal
+        want, lse = mla_decode(q, kv[:, :, 0], table, lengths, softmax_scale=scale)
+        assert out.shape == (2, 1, 2 * 16, 512)
+        out.copy_(want.reshape(out.shape))
+        return out, lse, "a plan", "splits"
+
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(torch.ops, "_flashmla_C", SimpleNamespace(dense_decode_fwd=decode), raising=False)
+    monkeypatch.setattr(vllm_peers, "flashmla_library", lambda: Path("_flashmla_C.abi3.so"))
+    q, kv_cache = torch.randn(2, 2, 16, 576), torch.randn(5, 64, 576)
+    block_table, seq_lens = torch.tensor([[1], [2]], dtype=torch.int32), torch.tensor([60, 7]).int()
+    out, _ = vllm_peers._prepare_flashmla(q, kv_cache, block_table, seq_lens, 0.1, None, None)()
+    want, _ = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.1)
+    torch.testing.assert_close(out, want)
 
 
 @pytest.mark.gpu

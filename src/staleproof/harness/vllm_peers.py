@@ -213,12 +213,14 @@ def _prepare_flashmla(
     assert library is not None
     result = new_out(q, out)
     single = q.ndim == 3
-    query, target = (x.unsqueeze(1) if single else x for x in (q, result))
+    query = q.unsqueeze(1) if single else q
+    # All query tokens' heads are one axis of what it writes.
+    target = result.view(q.shape[0], 1, -1, RANK)
     # Its loads follow every entry of the table, so entries after a request's last page are page 0.
     _, used = pages_in_use(block_table, seq_lens, kv_cache.shape[1])
     table = torch.where(used, block_table, 0)
     if kv_cache.dtype == torch.float8_e4m3fn:
-        return _prepared_flashmla_fp8(library, query, kv_cache, seq_lens, table, softmax_scale, target)
+        return _prepared_flashmla_fp8(library, query, kv_cache, seq_lens, table, softmax_scale, result)
     torch.ops.load_library(str(library))
     decode = torch.ops._flashmla_C.dense_decode_fwd
     given = query, kv_cache.unsqueeze(2), RANK, seq_lens, table, softmax_scale, not single
@@ -227,7 +229,7 @@ def _prepare_flashmla(
 
     def launch() -> Result:
         _, lse, *_ = decode(*given, plan, splits, target)
-        return result, lse.squeeze(2) if single else lse.transpose(1, 2)
+        return result, lse.squeeze(2) if single else None
 
     return launch
 
@@ -252,11 +254,11 @@ def _prepared_flashmla_fp8(
     plan = kernels.get_mla_decoding_metadata_dense_fp8(seq_lens, q.shape[1] * q.shape[2], 1)
     given = query, kv_cache.unsqueeze(2), RANK, seq_lens, table, softmax_scale, q.shape[1] > 1
     first, _ = kernels.fwd_kvcache_mla_fp8(*given, *plan, one, one)
-    out.copy_(first)
+    out.copy_(first.view(out.shape))
 
     def launch() -> Result:
-        result, lse = kernels.fwd_kvcache_mla_fp8(*given, *plan, one, one)
-        return result.view(out.shape), lse.transpose(1, 2)
+        result, _ = kernels.fwd_kvcache_mla_fp8(*given, *plan, one, one)
+        return result.view(out.shape), None
 
     return launch
 

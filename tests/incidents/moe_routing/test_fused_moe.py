@@ -10,6 +10,7 @@ import pytest
 from staleproof.harness import children, environment
 from staleproof.harness.children import Ended
 from staleproof.incidents.moe_routing import fused_moe, moe_module
+from staleproof.incidents.moe_routing import fused_moe_cases as cases
 from staleproof.incidents.moe_routing.batch import RIGHT, SILENT
 from staleproof.incidents.moe_routing.fused_moe import (
     CUDA_ILLEGAL_ACCESS,
@@ -235,7 +236,7 @@ def test_the_table() -> None:
     # Only tokens with a duplicate are hurt.
     assert {row.wrong_clean_rows for row in rows} == {0}
     # As many as our own map and finalise step say, from the same ids over the same memory.
-    before = {fused_moe.BYTES: "canary", fused_moe.ZEROS: "zeros", fused_moe.PREVIOUS: "previous map"}
+    before = {cases.BYTES: "canary", cases.ZEROS: "zeros", cases.PREVIOUS: "previous map"}
     compared = 0
     for row in rows:
         case = row.case

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -183,7 +185,21 @@ def _needs_flashinfer(backend: str) -> str | None:
         return why
     if why := devices.flashinfer_missing():
         return why
-    return devices.needs_sm90() if backend == "fa3" else None
+    return (devices.needs_sm90() if backend == "fa3" else None) or _not_compiled(backend)
+
+
+def _not_compiled(backend: str) -> str | None:
+    """Why FlashInfer has no kernel for :func:`_flashinfer`: it compiles one at the first call, if it may."""
+    if shutil.which("nvcc") is not None and not os.environ.get("FLASHINFER_DISABLE_JIT"):
+        return None
+    from staleproof.incidents.kv_reuse.hybrid import HEAD_DIM
+
+    build = importlib.import_module("flashinfer.jit").gen_batch_prefill_module
+    dtype, index = torch.bfloat16, torch.int32
+    module = build(backend, dtype, dtype, dtype, index, HEAD_DIM, HEAD_DIM, 0, False, False, False)
+    if module.is_compiled:
+        return None
+    return f"FlashInfer has no compiled {backend} kernel for paged prefill, and may not or cannot compile one"
 
 
 @cache
