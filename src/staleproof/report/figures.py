@@ -63,9 +63,15 @@ KERNELS = (
     ),
     Kernel(
         "mla_decode",
-        r"bf16 batch \d+ heads (16 page 64|128 page 64, (q_len|one in 32))",
+        r"bf16 batch \d+ heads (16 page 64(?!, fp8)|128 page 64, (q_len|one in 32))",
         "`mla_decode`, 16 heads, mixed lengths, several query tokens",
         "bf16 | page 64",
+    ),
+    Kernel(
+        "mla_decode",
+        r"fp16 batch|bf16 batch .*fp8 cache",
+        "`mla_decode`, float16, and an E4M3 cache",
+        " page 64",
     ),
     Kernel("quantize_fp8_per_tensor", r"bf16 \(1024, \d+\)", drop="bf16 "),
     Kernel("quantize_nvfp4", r"bf16 \(m, 7168\)", "`quantize_nvfp4`, 7168 columns", r"bf16 \(m, 7168\)"),
@@ -138,7 +144,7 @@ class Pair:
 def pairs(kernel: Kernel, rows: Sequence[Row]) -> dict[str, list[Pair]]:
     """Peer -> every case of this kernel in which both were measured.
 
-    A peer that was measured in one case of a mode did the same work in the others: it reads all rows,
+    A peer that was measured in one case of live rows did the same work in the others: it reads all rows,
     whichever are live.
     """
     mine = [row for row in rows if row["kernel"] == kernel.name and re.match(kernel.modes, row["mode"])]
@@ -152,7 +158,9 @@ def pairs(kernel: Kernel, rows: Sequence[Row]) -> dict[str, list[Pair]]:
     found: dict[str, list[Pair]] = {}
     for peer, cases in times.items():
         for row in ours:
-            in_mode = [us for (mode, _), us in cases.items() if mode == row["mode"]]
+            in_mode = [
+                us for (mode, _), us in cases.items() if mode == row["mode"] and "live" in row["x_name"]
+            ]
             theirs = cases.get((row["mode"], row["x_value"]), in_mode[0] if len(in_mode) == 1 else None)
             if theirs is not None:
                 words = re.sub(kernel.drop, "", row["mode"])
