@@ -155,6 +155,24 @@ def test_ids_of_one_token_may_spoil_the_row_of_another(tmp_path, kernel, case):
     assert ("AssertionError: expected" in done.stderr) == (kernel is _experts_of_a_set)
 
 
+def _merge_in_half(out_a, lse_a, out_b, lse_b):
+    assert out_a.dtype == torch.bfloat16, "failed to dispatch data type"
+    lse = torch.stack([lse_a, lse_b])
+    shift = lse.amax(0).clamp(min=-1e30)
+    weight = (lse - shift).exp()[..., None] / (lse - shift).exp().sum(0)[..., None].clamp(min=1e-30)
+    return (weight.to(out_a.dtype) * torch.stack([out_a, out_b])).sum(0), lse.logsumexp(0)
+
+
+@pytest.mark.parametrize(("left", "wrong"), [("0", False), ("nan", True)])
+def test_a_compiled_merge_is_shown_in_the_dtype_of_its_probe(tmp_path, left, wrong):
+    # As FlashInfer 0.7.2's: two empty parts are right, and a weight of 0 does not remove a NaN.
+    subject = registry.Subject("kernel", "merge", _merge_in_half, {}, package="torch", needs="cuda")
+    text = scripts.counterexample(subject, Release("2"), "E", breaks("x", "merge", left))
+    done = _run(text.replace('device = "cuda"', 'device = "cpu"'), tmp_path)
+    assert done.returncode == wrong, done.stderr
+    assert ("AssertionError: expected tensor([" in done.stderr) == wrong
+
+
 def test_vllms_script_runs_on_its_real_package(tmp_path):
     module = registry.load_module("staleproof.audit.subjects.vllm_")
     subject = next(s for s in registry.subjects_of(module) if s.name == "Triton MLA decode")
