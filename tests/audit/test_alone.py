@@ -41,9 +41,9 @@ def test_the_line_of_an_exception_is_told_and_not_the_advice_below_it():
 @pytest.mark.parametrize(
     ("clause", "note", "end", "shown"),
     [
-        ("X", "id -1: row 1 is wrong", "AcceleratorError: CUDA error: an illegal memory access was met", True),
+        ("X", "id -1: row 1 is wrong", "AcceleratorError: CUDA error: an illegal memory access", True),
         ("X", "id -1: row 1 is wrong", "AcceleratorError: CUDA error: no kernel image is available", False),
-        ("E", "row 1 is nan", "AcceleratorError: CUDA error: an illegal memory access was met", False),
+        ("E", "row 1 is nan", "AcceleratorError: CUDA error: an illegal memory access", False),
         ("E", "row 1 is nan", "RuntimeError: failed to dispatch data type", False),
         ("X", "ended its process: signal 6", "signal 6", True),
         ("E", "row 1 is nan", "", False),
