@@ -77,6 +77,9 @@ def test_many_scrapers_at_once_and_one_that_goes_away(served, capfd):
         thread.join()
     assert len({*found}) == 1
     assert len(found) == 8
+    # The server was told of the one that is gone first; it answers each in a thread of its own.
+    for answering in [t for t in threading.enumerate() if "process_request" in t.name]:
+        answering.join(timeout=10)
     assert "Traceback" not in capfd.readouterr().err
 
 
