@@ -1,4 +1,4 @@
-"""The Hopper kernel of equal parts: it compiles without a GPU, and gives the reference's results on one."""
+"""The Hopper kernels of equal parts: they compile without a GPU, and give the reference's results on one."""
 
 from __future__ import annotations
 
