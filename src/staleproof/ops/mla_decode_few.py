@@ -24,10 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from staleproof.ops.mla_decode_pairs import LOAD_THREADS, shared_as
+from staleproof.ops.mla_decode_pairs import barriers, key_memory, shared_as
 from staleproof.ops.mla_decode_pairs_load import load_group
 from staleproof.ops.mla_decode_pairs_steps import (
     FREE,
+    GIVEN,
     LOADED,
     PIECES,
     QUERIES,
@@ -46,8 +47,9 @@ HEADS = gl.constexpr(16)
 # Keys or output columns by heads.
 TALL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 BY_HEAD = gl.constexpr(gl.SliceLayout(0, TALL.value))
-# Barriers behind those of mla_decode_pairs_steps.py: two, by the group that has read what the other left.
-READ = gl.constexpr(8)
+# No weights cross between the groups here: their two barriers say, by the group, that it has read what the
+# other left.
+READ = GIVEN
 
 
 @gluon.jit
@@ -225,39 +227,13 @@ def mla_decode_few_kernel(
     q_p = gl.allocate_shared_memory(dtype, [pieces, HEADS, WIDTH], shared)
     q_v = shared_as(q_p, dtype, [2, HEADS, 256], shared)
     q_r = gl.allocate_shared_memory(dtype, [1, HEADS, 64], shared)
-    # Both tiles' left columns, then their right ones, in pieces and as a whole: the same memory.
-    left_p = gl.allocate_shared_memory(dtype, [pieces, 64, WIDTH], shared)
-    left = shared_as(left_p, dtype, [2, 64, 256], shared)
-    right_p = gl.allocate_shared_memory(dtype, [pieces, 64, WIDTH], shared)
-    right = shared_as(right_p, dtype, [2, 64, 256], shared)
+    left_p, right_p, left, right = key_memory(dtype, shared)
     rope = gl.allocate_shared_memory(dtype, [2, 64, 64], shared)
     given = gl.allocate_shared_memory(dtype, [2, 64, HEADS], narrow)
     halves = gl.allocate_shared_memory(gl.float32, [2, 256, HEADS], plain)
     peaks = gl.allocate_shared_memory(gl.float32, [4, HEADS], flat)
     totals = gl.allocate_shared_memory(gl.float32, [4, HEADS], flat)
-    one: gl.constexpr = mbarrier.MBarrierLayout()
-    loaded = gl.allocate_shared_memory(gl.int64, [16, 1], one)
-    free = gl.allocate_shared_memory(gl.int64, [4, 1], one)
-    unused = gl.allocate_shared_memory(gl.int64, [1], one)
-    total_0 = gl.allocate_shared_memory(gl.int64, [1], one)
-    total_1 = gl.allocate_shared_memory(gl.int64, [1], one)
-    queries = gl.allocate_shared_memory(gl.int64, [1], one)
-    queries_free = gl.allocate_shared_memory(gl.int64, [1], one)
-    read_0 = gl.allocate_shared_memory(gl.int64, [1], one)
-    read_1 = gl.allocate_shared_memory(gl.int64, [1], one)
-    # In the order of their numbers; no weights cross between the groups, so two have no use.
-    bars = (loaded, free, unused, unused, total_0, total_1, queries, queries_free, read_0, read_1)
-    for i in gl.static_range(16):
-        mbarrier.init(loaded.index(i), count=1)
-    for i in gl.static_range(4):
-        mbarrier.init(free.index(i), count=1)
-    mbarrier.init(total_0, count=1)
-    mbarrier.init(total_1, count=1)
-    mbarrier.init(read_0, count=1)
-    mbarrier.init(read_1, count=1)
-    mbarrier.init(queries, count=LOAD_THREADS)
-    mbarrier.init(queries_free, count=2)
-    barrier()
+    bars = barriers()
     scale = softmax_scale * k_scale * 1.4426950408889634
     memory = (q_p, q_r, left_p, right_p, left, right, rope, given)
     target = (out, lse, parts, part_lse)

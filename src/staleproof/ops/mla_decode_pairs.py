@@ -52,6 +52,41 @@ def shared_as(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.const
 
 
 @gluon.jit
+def key_memory(dtype: gl.constexpr, layout: gl.constexpr):
+    """Both tiles' left columns, then their right ones, in pieces and as a whole: the same memory."""
+    left_p = gl.allocate_shared_memory(dtype, [512 // WIDTH, 64, WIDTH], layout)
+    left = shared_as(left_p, dtype, [2, 64, 256], layout)
+    right_p = gl.allocate_shared_memory(dtype, [512 // WIDTH, 64, WIDTH], layout)
+    right = shared_as(right_p, dtype, [2, 64, 256], layout)
+    return left_p, right_p, left, right
+
+
+@gluon.jit
+def barriers():
+    """In the order of their numbers in ``mla_decode_pairs_steps.py``."""
+    one: gl.constexpr = mbarrier.MBarrierLayout()
+    loaded = gl.allocate_shared_memory(gl.int64, [16, 1], one)
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], one)
+    given_0 = gl.allocate_shared_memory(gl.int64, [1], one)
+    given_1 = gl.allocate_shared_memory(gl.int64, [1], one)
+    total_0 = gl.allocate_shared_memory(gl.int64, [1], one)
+    total_1 = gl.allocate_shared_memory(gl.int64, [1], one)
+    queries = gl.allocate_shared_memory(gl.int64, [1], one)
+    queries_free = gl.allocate_shared_memory(gl.int64, [1], one)
+    bars = (loaded, free, given_0, given_1, total_0, total_1, queries, queries_free)
+    for i in gl.static_range(16):
+        mbarrier.init(loaded.index(i), count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2, 6):
+        mbarrier.init(bars[i], count=1)
+    mbarrier.init(queries, count=LOAD_THREADS)
+    mbarrier.init(queries_free, count=2)
+    barrier()
+    return bars
+
+
+@gluon.jit
 def _store_rows(target, result, rows, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     column = GROUP * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT))
@@ -188,37 +223,14 @@ def mla_decode_pairs_kernel(
     q_p = gl.allocate_shared_memory(dtype, [pieces, 64, WIDTH], shared)
     q_v = shared_as(q_p, dtype, [2, 64, 256], shared)
     q_r = gl.allocate_shared_memory(dtype, [1, 64, 64], shared)
-    # Both tiles' left columns, then their right ones, in pieces and as a whole: the same memory.
-    left_p = gl.allocate_shared_memory(dtype, [pieces, 64, WIDTH], shared)
-    left = shared_as(left_p, dtype, [2, 64, 256], shared)
-    right_p = gl.allocate_shared_memory(dtype, [pieces, 64, WIDTH], shared)
-    right = shared_as(right_p, dtype, [2, 64, 256], shared)
+    left_p, right_p, left, right = key_memory(dtype, shared)
     rope = gl.allocate_shared_memory(dtype, [2, 64, 64], shared)
     given = gl.allocate_shared_memory(dtype, [1, 64, 64], shared)
     peaks = gl.allocate_shared_memory(gl.float32, [2, 64], flat)
     totals = gl.allocate_shared_memory(gl.float32, [4, 64], flat)
-    one: gl.constexpr = mbarrier.MBarrierLayout()
-    loaded = gl.allocate_shared_memory(gl.int64, [16, 1], one)
-    free = gl.allocate_shared_memory(gl.int64, [4, 1], one)
-    given_0 = gl.allocate_shared_memory(gl.int64, [1], one)
-    given_1 = gl.allocate_shared_memory(gl.int64, [1], one)
-    total_0 = gl.allocate_shared_memory(gl.int64, [1], one)
-    total_1 = gl.allocate_shared_memory(gl.int64, [1], one)
-    queries = gl.allocate_shared_memory(gl.int64, [1], one)
-    queries_free = gl.allocate_shared_memory(gl.int64, [1], one)
-    # In the order of their numbers in mla_decode_pairs_steps.py.
-    bars = (loaded, free, given_0, given_1, total_0, total_1, queries, queries_free)
-    for i in gl.static_range(16):
-        mbarrier.init(loaded.index(i), count=1)
-    for i in gl.static_range(4):
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2, 6):
-        mbarrier.init(bars[i], count=1)
-    mbarrier.init(queries, count=LOAD_THREADS)
-    mbarrier.init(queries_free, count=2)
-    barrier()
+    bars = barriers()
     scale = softmax_scale * k_scale * 1.4426950408889634
-    # In the order of their numbers there, as well.
+    # In the order of their numbers in mla_decode_pairs_steps.py.
     memory = (q_p, q_r, left_p, right_p, left, right, rope, given, peaks)
     target = (out, lse, parts, part_lse)
     gl.warp_specialize(
