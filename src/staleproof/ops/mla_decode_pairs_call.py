@@ -72,7 +72,8 @@ class PairsCall:
         parts = max(1, processor_count(q.device.index) // groups)
         # Of each program two parts, and their lse.
         self._slots = 2 * groups * parts * room
-        numbers, part_lse = self._memory(out)
+        memory = self._memory(out)
+        numbers, part_lse = memory[: self._slots * RANK], memory[self._slots * RANK :]
         tensors = (q, self._descriptor(kv_cache), block_table, seq_lens, out, lse, numbers, part_lse)
         strides = (q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2), page_rows)
         capacity = block_table.shape[1] * page_size
@@ -102,15 +103,15 @@ class PairsCall:
         decode, merge = self.launches
         assert decode is not None
         assert merge is not None
-        memory = empty((self._slots * (RANK + 1),), torch.float32, out)
+        memory = self._memory(out)
         parts = memory.data_ptr(), memory.data_ptr() + self._slots * RANK * 4
         lengths, results = seq_lens.data_ptr(), (out.data_ptr(), lse.data_ptr())
         decode(q.data_ptr(), self._descriptor(kv_cache), block_table.data_ptr(), lengths, *results, *parts)
         merge(*parts, lengths, *results)
 
-    def _memory(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        memory = empty((self._slots * (RANK + 1),), torch.float32, out)
-        return memory[: self._slots * RANK], memory[self._slots * RANK :]
+    def _memory(self, out: torch.Tensor) -> torch.Tensor:
+        """For each row of a part its numbers; behind them, for each its lse."""
+        return empty((self._slots * (RANK + 1),), torch.float32, out)
 
     def _descriptor(self, kv_cache: torch.Tensor) -> Any:
         return TensorDescriptor(_Address(kv_cache), self._shape, self._strides, [64, 64], SHARED)
