@@ -53,7 +53,7 @@ def _mla(
 
 def _mla_e4m3(heads: int) -> None:
     # Refused on GPUs that do not convert it.
-    if mla_decode_plan.capability(0) >= (8, 9):
+    if FP8 in mla_decode_plan.cache_dtypes(_empty(1)):
         _mla(256, heads, cache=FP8)
 
 
