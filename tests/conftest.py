@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 # Otherwise g++ compiles a program for each vector unit at the first use of inductor, which takes longer
 # than all code that the tests compile. Set before torch is imported, which reads it.
@@ -23,6 +24,15 @@ DEVICE = device.select()
 def device_fixture() -> str:
     """Where kernels run: ``cuda``, or ``cpu`` through Triton's interpreter."""
     return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def _no_vllm_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A made-up vLLM that a test leaves would be the vLLM of whatever test its process runs next."""
+    before = sys.modules.get("vllm")
+    yield
+    if sys.modules.get("vllm") is not before:
+        pytest.fail(f"{request.node.name} leaves a package vllm in sys.modules: {sys.modules.get('vllm')}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import sys
 
 import pytest
 
@@ -19,21 +18,10 @@ TEXT += "\n\ndef local(x, y=0, extra=0):\n    return 2 * x + y + extra\n"
 
 
 @pytest.fixture(name="package")
-def package_fixture(tmp_path, monkeypatch):
+def package_fixture(made_up):
     """A vllm whose ``ops`` nobody has imported yet."""
-    folder = tmp_path / "vllm"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("")
-    (folder / "ops.py").write_text(TEXT)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    hooks._warned.clear()
-    hooks._places.clear()
-    yield folder
+    yield made_up({"ops": TEXT})
     hooks.unwrap("p")
-    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
 
 
 def _fails(args, kwargs):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -124,23 +123,12 @@ HOST = {"undrained_ids", "staging_race", "mla_recording", "mla_zeroing", "dummy_
 
 
 @pytest.fixture(name="vllm")
-def vllm_fixture(tmp_path, monkeypatch):
-    """Imports a module of a stand-in vLLM by its name below ``vllm``."""
-    for name, text in {"": "", **FILES}.items():
-        file = tmp_path / "vllm" / (name.replace(".", "/") + ".py" if name else "__init__.py")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = {name for name in sys.modules if name.partition(".")[0] == "vllm"}
-    for name in before:
-        monkeypatch.delitem(sys.modules, name)
-    hooks._warned.clear()
-    hooks._places.clear()
+def vllm_fixture(made_up):
+    """Imports a module of a made-up vLLM by its name below ``vllm``."""
+    made_up(FILES)
     torch._dynamo.reset()
     yield lambda name: importlib.import_module(f"vllm.{name}")
     assert not hooks._watched
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
 
 
 def _compiled(call: Callable[..., object]) -> Callable[..., object]:

@@ -281,12 +281,9 @@ def test_a_dummy_run_is_no_step():
     assert on.watch.steps == 0
 
 
-def test_the_engine_survives_an_exception_in_the_watch(tmp_path, monkeypatch, caplog):
+def test_the_engine_survives_an_exception_in_the_watch(made_up, caplog):
     """vLLM's function runs, the watch steps back, one line says why."""
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm/__init__.py").touch()
-    (tmp_path / "vllm/toy.py").write_text("def step(x):\n    return x + 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    made_up({"toy": "def step(x):\n    return x + 1\n"})
 
     def fails(result, args, kwargs):
         raise RuntimeError("no memory for counters")

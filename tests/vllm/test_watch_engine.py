@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,24 +84,14 @@ def free_port() -> int:
 
 
 @pytest.fixture(name="start")
-def start_fixture(tmp_path, monkeypatch):
+def start_fixture(made_up, monkeypatch):
     """Starts the made-up engine with the watch; returns its runner and the watch's port."""
-    for name, code in ENGINE.items():
-        file = (tmp_path / "vllm").joinpath(*name.split(".")).with_suffix(".py")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(code)
-    (tmp_path / "vllm/__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    # Those that another test has left.
-    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    importlib.invalidate_caches()
+    made_up(ENGINE)
 
     def start(version: str = "0.22.1") -> tuple[Any, int]:
         port = free_port()
         monkeypatch.setenv("STALEPROOF_WATCH", "1")
         monkeypatch.setenv("STALEPROOF_WATCH_PORT", str(port))
-        hooks._warned.clear()
         watch_hooks.install(version)
         worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker()
         runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner()
@@ -115,8 +104,6 @@ def start_fixture(tmp_path, monkeypatch):
 
     yield start
     watch_hooks.remove()
-    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
 
 
 def _config() -> Any:
