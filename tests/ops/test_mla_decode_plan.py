@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from staleproof.ops import mla_decode_plan as kernels
 
@@ -77,8 +78,11 @@ MEASURED = [
 def test_equal_parts_where_they_were_faster_on_an_h200(monkeypatch, batch, tokens, heads, faster):
     monkeypatch.setattr(kernels, "processor_count", lambda index: 132)
     monkeypatch.setattr(kernels, "fits_equal_parts", lambda *args: True)
-    q = SimpleNamespace(shape=(batch, heads, 576), device=SimpleNamespace(index=0))
-    assert kernels.equal_parts_are_faster(q, None, 512, 1, 1.0, tokens) == faster
+    q = SimpleNamespace(shape=(batch, heads, 576), device=SimpleNamespace(index=0), dtype=torch.bfloat16)
+    assert kernels.equal_parts_are_faster(q, q, 512, 1, 1.0, tokens) == faster
+    # Not timed.
+    cache = SimpleNamespace(dtype=torch.float8_e4m3fn)
+    assert not kernels.equal_parts_are_faster(q, cache, 512, 1, 1.0, tokens)
     # Room for 128 times as many tokens: lengths are likely to differ then.
     if batch > 1:
-        assert kernels.equal_parts_are_faster(q, None, 512, 1, 1.0, 128 * tokens)
+        assert kernels.equal_parts_are_faster(q, q, 512, 1, 1.0, 128 * tokens)

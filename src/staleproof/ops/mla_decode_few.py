@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from staleproof.ops.mla_decode_pairs import barriers, key_memory, shared_as
-from staleproof.ops.mla_decode_pairs_load import load_group
+from staleproof.ops.mla_decode_pairs import barriers, key_memory
+from staleproof.ops.mla_decode_pairs_load import load_group, shared_as
 from staleproof.ops.mla_decode_pairs_steps import (
     FREE,
     GIVEN,
@@ -202,9 +202,9 @@ def _attend_group(
 @gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
 def mla_decode_few_kernel(
     q, columns, block_table, seq_lens, out, lse, parts, part_lse,
-    q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
+    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
     softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
-    PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr, CONVERTS: gl.constexpr,
 ):  # fmt: skip
     """Attend from the heads of one query token, at most 16, to an equal part of the tiles of all requests.
 
@@ -256,13 +256,13 @@ def mla_decode_few_kernel(
             (
                 load_group,
                 (
-                    q_v, q_r, left_p, right_p, rope, bars, q, columns, block_table, seq_lens,
-                    q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
+                    q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
+                    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
                     capacity, q_len, heads, token * heads, heads, first, last, unit, begin_unit, end_unit,
-                    PAGE_SIZE, HEADS,
+                    PAGE_SIZE, HEADS, CONVERTS,
                 ),
             ),
         ],
         [4, 4],
-        [224, 56],
+        [168, 168] if CONVERTS else [224, 56],
     )  # fmt: skip

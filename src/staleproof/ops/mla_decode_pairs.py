@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from staleproof.ops.mla_decode_pairs_load import load_group
+from staleproof.ops.mla_decode_pairs_load import load_group, shared_as
 from staleproof.ops.mla_decode_pairs_steps import (
     ACC,
     FREE,
@@ -38,17 +38,7 @@ from staleproof.ops.mla_decode_pairs_steps import (
     part_of,
 )
 
-IS_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 LOAD_THREADS = gl.constexpr(128)
-
-
-@gluon.jit
-def shared_as(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory with another shape."""
-    if IS_RENAMED:
-        return memory.reinterpret(dtype, shape, layout)
-    else:
-        return memory._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit
@@ -200,9 +190,9 @@ def _attend_group(
 @gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
 def mla_decode_pairs_kernel(
     q, columns, block_table, seq_lens, out, lse, parts, part_lse,
-    q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
+    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
     softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
-    PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr, CONVERTS: gl.constexpr,
 ):  # fmt: skip
     """Attend from 64 heads of one query token to an equal part of the tiles of all requests.
 
@@ -254,14 +244,14 @@ def mla_decode_pairs_kernel(
             (
                 load_group,
                 (
-                    q_v, q_r, left_p, right_p, rope, bars, q, columns, block_table, seq_lens,
-                    q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
+                    q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
+                    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
                     capacity, q_len, heads, first_row, q_len * heads - first_row,
-                    first, last, unit, begin_unit, end_unit, PAGE_SIZE, 64,
+                    first, last, unit, begin_unit, end_unit, PAGE_SIZE, 64, CONVERTS,
                 ),
             ),
         ],
         [4, 4],
         # Registers of a thread. A processor has 504 for three groups; the first takes what is left, 224.
-        [224, 56],
+        [200, 104] if CONVERTS else [224, 56],
     )  # fmt: skip

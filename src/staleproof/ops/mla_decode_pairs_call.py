@@ -74,14 +74,18 @@ class PairsCall:
         self._slots = 2 * groups * parts * room
         memory = self._memory(out)
         numbers, part_lse = memory[: self._slots * RANK], memory[self._slots * RANK :]
-        tensors = (q, self._descriptor(kv_cache), block_table, seq_lens, out, lse, numbers, part_lse)
-        strides = (q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2), page_rows)
+        # The copy engine takes a cache as it is; an E4M3 cache is read as words of four numbers.
+        self._converts = kv_cache.dtype != q.dtype
+        columns = kv_cache.view(torch.int32) if self._converts else self._descriptor(kv_cache)
+        tensors = (q, columns, block_table, seq_lens, out, lse, numbers, part_lse)
+        row_words = kv_cache.stride(1) // 4 if self._converts else 0
+        strides = (q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2), page_rows, row_words)
         capacity = block_table.shape[1] * page_size
         most, aligned = next(n for n in BATCHES if batch <= n), aligned_parts(parts, batch)
         shape = capacity, q_len, heads, batch, aligned
         sizes = (*strides, block_table.stride(0), softmax_scale, k_scale, *shape)
         grid = groups, parts, 1
-        decode = launched(kernel, grid, tensors, (*sizes, page_size, most), num_warps=4)
+        decode = launched(kernel, grid, tensors, (*sizes, page_size, most, self._converts), num_warps=4)
         block, some, step = merge_tiles(batch, parts)
         programs = groups * (RANK // block), cdiv(own, some), batch
         tiles = RANK, room, block, some, step, most
@@ -106,7 +110,8 @@ class PairsCall:
         memory = self._memory(out)
         parts = memory.data_ptr(), memory.data_ptr() + self._slots * RANK * 4
         lengths, results = seq_lens.data_ptr(), (out.data_ptr(), lse.data_ptr())
-        decode(q.data_ptr(), self._descriptor(kv_cache), block_table.data_ptr(), lengths, *results, *parts)
+        columns = kv_cache.data_ptr() if self._converts else self._descriptor(kv_cache)
+        decode(q.data_ptr(), columns, block_table.data_ptr(), lengths, *results, *parts)
         merge(*parts, lengths, *results)
 
     def _memory(self, out: torch.Tensor) -> torch.Tensor:

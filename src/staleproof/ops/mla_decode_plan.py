@@ -54,12 +54,11 @@ def cache_dtypes(q: torch.Tensor) -> tuple[torch.dtype, ...]:
 
 
 def _is_hoppers(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> bool:
-    """Whether the Hopper kernels can load these: DeepSeek's shape, 16 bits, 16-byte loads."""
+    """Whether the Hopper kernels can address these: DeepSeek's shape, 16 bits, 16-byte loads."""
     return (
         q.is_cuda
         and capability(q.device.index) == (9, 0)
         and q.element_size() == 2
-        and kv_cache.dtype == q.dtype
         and (rank, q.shape[-1]) == (512, 576)
         and kv_cache.shape[1] % 64 == 0
         and all(x.data_ptr() % 16 == 0 for x in (q, kv_cache))
@@ -69,7 +68,8 @@ def _is_hoppers(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> bool:
 
 def fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -> bool:
     """Whether the Hopper kernel of one request a program supports this call."""
-    return _is_hoppers(q, kv_cache, rank) and (q_len == 1 or q.shape[-2] % 64 == 0)
+    fits = _is_hoppers(q, kv_cache, rank) and kv_cache.dtype == q.dtype
+    return fits and (q_len == 1 or q.shape[-2] % 64 == 0)
 
 
 def aligned_parts(parts: int, batch: int) -> int:
@@ -100,7 +100,7 @@ def fits_equal_parts(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: 
     """Whether the Hopper kernels of equal parts support this call.
 
     A program has heads of one query token. They address the cache as rows of one token, compare scores
-    before they scale them, and sum up the lengths of at most 1,024 requests.
+    before they scale them, and sum up the lengths of at most 1,024 requests. The cache may be E4M3.
     """
     heads = q.shape[-2]
     return (
@@ -111,6 +111,7 @@ def fits_equal_parts(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: 
         and scale > 0
         and kv_cache.stride(0) % kv_cache.stride(1) == 0
         and kv_cache.shape[0] * (kv_cache.stride(0) // kv_cache.stride(1)) < 2**31
+        and kv_cache.stride(1) < 2**24
     )
 
 
@@ -123,6 +124,9 @@ def equal_parts_are_faster(
     kernels are faster by several times; with equal ones, and programs for one request each that fill
     all processors, only once their faster tiles make up for the merge.
     """
+    # Their way through registers for an E4M3 cache has not been timed.
+    if kv_cache.dtype != q.dtype:
+        return False
     batch, tiles = q.shape[0], cdiv(capacity, 64)
     few = tiles < EQUAL_FROM_TILES or batch * tiles < EQUAL_FROM_BATCH_TILES[batch < 8]
     if few or not fits_equal_parts(q, kv_cache, rank, q_len, scale):
