@@ -103,6 +103,25 @@ def test_the_document_has_every_clause_and_no_other():
     assert set(re.findall(r"\*\*([0-9A-Z]b?)\*\*", text)) == set(CLAUSES)
 
 
+def test_the_document_counts_what_the_recorded_audits_hold():
+    workbook = Path(__file__).parents[2] / "workbook"
+    text = (workbook / "contract.md").read_text()
+    files = [*(workbook / "audits").glob("*.jsonl")]
+    assert len(files) == 2
+    for path in files:
+        rows = read_rows(path)
+        ran = {(r.package, r.version, r.subject) for r in rows if r.verdict is not Verdict.NOT_RUN}
+        ours = sum(package == "staleproof" for package, *_ in ran)
+        verdicts = [sum(r.verdict is verdict for r in rows) for verdict in Verdict]
+        counted = [len(ran) - ours, ours, *verdicts, sum(bool(r.counterexample) for r in rows)]
+        assert f"| `{path.name}` | {' | '.join(map(str, counted))} |" in text
+        assert not [r for r in rows if r.package == "staleproof" and r.verdict is Verdict.BREAKS]
+    h200 = read_rows(workbook / "audits/h200.jsonl")
+    without = [r for r in h200 if r.verdict is Verdict.BREAKS and not r.counterexample]
+    assert len(without) == 5
+    assert "Five broken clauses of `h200.jsonl` have no script" in text
+
+
 def test_every_clause_belongs_to_a_kind_and_every_kind_has_a_decorator():
     assert {clause for clauses in KINDS.values() for clause in clauses} == set(CLAUSES)
     assert set(SIZES) == set(KINDS)

@@ -7,6 +7,7 @@ import gc
 import types
 import weakref
 
+import pytest
 import torch
 
 from staleproof.audit import attention_probes, runner, scenes
@@ -76,6 +77,26 @@ def test_a_file_that_the_package_lacks_is_not_run_and_its_folder_is_not_told():
 def test_a_module_that_was_not_compiled_is_not_run():
     error = type("MissingJITCacheError", (RuntimeError,), {})("JIT compilation is disabled")
     assert _outcome(error).verdict is Verdict.NOT_RUN
+    error.spec = types.SimpleNamespace(name="topk")
+    outcome = _outcome(error)
+    assert (outcome.verdict, outcome.note) == (
+        Verdict.NOT_RUN,
+        "its compiled module topk is not here; nvcc compiles it at a call without FLASHINFER_DISABLE_JIT",
+    )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Ninja build failed. Ninja output:\n1 error",
+        "Could not find nvcc and default cuda_home='/usr' doesn't exist",
+    ],
+)
+def test_a_module_that_cannot_be_compiled_is_not_run(said):
+    outcome = _outcome(RuntimeError(said))
+    assert outcome.verdict is Verdict.NOT_RUN
+    assert outcome.note.startswith(f"a module of it could not be compiled here: RuntimeError: {said[:12]}")
+    assert _outcome(RuntimeError(said), package="").verdict is Verdict.BREAKS
 
 
 def test_the_advice_of_a_device_error_is_left_out():

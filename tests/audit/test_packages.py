@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from staleproof.audit import packages
+from staleproof.audit import packages, runner
+from staleproof.audit.contract import Verdict, breaks
 from staleproof.audit.registry import Subject
 
 SOURCE = "from {package}.config import is_hip\nfrom {package}.other import helper\nVALUE = {value}\n"
@@ -81,3 +82,62 @@ def test_an_installed_release_does_not_answer_for_one_of_the_cache(cache):
     why = packages.imported_elsewhere(subject, folder)
     assert why == "json.decoder was imported from another release"
     assert packages.imported_elsewhere(subject, packages.Release("2.0")) == ""
+
+
+def _fast(x):
+    from fast_kernels.ops import VALUE
+
+    return VALUE
+
+
+@pytest.fixture(name="built")
+def built_fixture(cache, monkeypatch):
+    """A release with a library that holds an assertion of a header of torch, at a line of it."""
+    header = cache / "torch/include/c10/core/TensorImpl.h"
+    header.parent.mkdir(parents=True)
+    lines = [*["//"] * 40, "  TORCH_INTERNAL_ASSERT(", "      extra_meta_ && symbolic_);"]
+    header.write_text("\n".join([*lines, *["//"] * 40]))
+    monkeypatch.setattr(packages.torch, "__file__", str(cache / "torch/__init__.py"))
+    monkeypatch.setattr(packages.torch, "__version__", "2.11.0+cu130")
+
+    def made(line: int, condition: str = "extra_meta_ && symbolic_") -> packages.Release:
+        said = "INTERNAL ASSERT FAILED at"
+        there = "/opt/python3.12/site-packages/torch/include/c10/core/TensorImpl.h"
+        text = f'{condition} {said} "{there}":{line}, please report a bug to PyTorch. '
+        folder = cache / "fast_kernels-1.0"
+        (folder / "fast_kernels/_C.so").write_bytes(
+            b"\x7fELF\0" + there.encode() + b"\0" + text.encode() + b"\0"
+        )
+        packages._fits.cache_clear()
+        return packages.Release("1.0", folder)
+
+    return made
+
+
+def test_a_library_that_was_compiled_against_another_torch_is_told_from_its_assertions(built):
+    subject = Subject("x", "rows", _fast, package="fast-kernels")
+    why = "_C.so was compiled against another torch than 2.11.0, the one here"
+    # Of an assertion on two lines one compiler names the first and another the last.
+    assert [packages.other_torch(subject, built(line)) for line in (41, 42)] == ["", ""]
+    assert packages.other_torch(subject, built(60)) == why
+    assert packages.other_torch(subject, built(4000)) == why
+    assert packages.other_torch(subject, built(41, "is_mkldnn()")) == why
+
+
+def test_a_kernel_of_triton_sources_and_one_of_the_users_run_no_library_of_the_package(built):
+    release = built(60)
+    sources = Subject("x", "rows", _fast, package="fast-kernels", files=("fast_kernels.ops",))
+    assert packages.other_torch(sources, release) == ""
+    assert packages.other_torch(Subject("x", "rows", _fast), release) == ""
+    assert packages.other_torch(Subject("x", "rows", print, package="fast-kernels"), release) == ""
+
+
+def test_a_kernel_that_is_wrong_on_clean_input_did_not_run_if_its_library_is_of_another_torch(built):
+    subject = Subject("x", "rows", _fast, package="fast-kernels")
+    wrong, release = breaks("raises RuntimeError: dim == 2 or dim == 3"), built(60)
+    found = runner._judged(wrong, subject, release, "0")
+    assert found.verdict is Verdict.NOT_RUN
+    assert found.note == f"{packages.other_torch(subject, release)}; what came: {wrong.note}"
+    # Right on clean input, it reads its tensors where they are.
+    assert runner._judged(wrong, subject, release, "R") == wrong
+    assert runner._judged(wrong, subject, built(41), "0") == wrong

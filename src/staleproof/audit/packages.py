@@ -20,6 +20,7 @@ import textwrap
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache as remembered
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ import torch
 from staleproof import device as devices
 from staleproof.audit.registry import Subject
 from staleproof.harness import vllm_files
+
+# What an assertion in this header of torch leaves in a library: its condition, the path, and the line.
+_HEADER = "c10/core/TensorImpl.h"
+_NAMED = f'/torch/include/{_HEADER}":'.encode()
+_ASSERTION = re.compile(
+    rb'([ -~]{1,200}) INTERNAL ASSERT FAILED at "[ -~]{0,300}' + re.escape(_NAMED) + rb"(\d+)"
+)
 
 
 @dataclass(frozen=True)
@@ -191,6 +199,17 @@ def make_importable(subjects: Sequence[Subject], release: Release) -> None:
     sys.meta_path.insert(0, _Package(root / top, files, cuda))
 
 
+def _imported(subject: Subject) -> list[str]:
+    """The modules that an adapter imports from its package."""
+    call = inspect.unwrap(subject.call)
+    if not inspect.isfunction(call):
+        # Of a function of the user's this process has none, see runner.listed.
+        return []
+    tree = ast.parse(textwrap.dedent(inspect.getsource(call)))
+    named = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return [name for name in named if not name.startswith(("torch", "staleproof"))]
+
+
 def imported_elsewhere(subject: Subject, release: Release) -> str:
     """Which module of an adapter came from another place than the release's folder, or ``""``.
 
@@ -198,14 +217,52 @@ def imported_elsewhere(subject: Subject, release: Release) -> str:
     """
     if release.folder is None:
         return ""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(subject.call))))
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and not node.module.startswith(("torch", "staleproof"))
-        ):
-            file = getattr(sys.modules.get(node.module), "__file__", None)
-            if file is not None and not Path(file).resolve().is_relative_to(release.folder.resolve()):
-                return f"{node.module} was imported from another release"
+    for name in _imported(subject):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and not Path(file).resolve().is_relative_to(release.folder.resolve()):
+            return f"{name} was imported from another release"
+    return ""
+
+
+@remembered
+def _fits(library: Path) -> bool:
+    """Whether the assertions that a library holds stand at their lines in this torch's header."""
+    header = Path(torch.__file__).parent / "include" / _HEADER
+    if not header.exists():
+        return True
+    lines = header.read_text().splitlines()
+    held, place = library.read_bytes(), -1
+    while (place := held.find(_NAMED, place + 1)) >= 0:
+        found = _ASSERTION.search(held, max(0, place - 600), place + len(_NAMED) + 8)
+        if found is not None:
+            # Compilers differ in which line of a call of several lines they name.
+            number = int(found[2])
+            around = "".join("".join(lines[max(0, number - 4) : number + 3]).split())
+            if "".join(found[1].decode().split()) not in around:
+                return False
+    return True
+
+
+def other_torch(subject: Subject, release: Release) -> str:
+    """Which library of a subject's package was compiled against another torch than this one, or ``""``.
+
+    C++ code that inlines torch's headers reads the members of a tensor where they were in the torch that
+    it was compiled with. The metadata of a wheel need not name that torch; the assertions of
+    ``TensorImpl.h`` in the library name their lines in it. A library of torch's stable interface has none.
+
+    Args:
+        subject: the kernel; one of the user's, and one of Triton sources, runs no library of a package.
+        release: of its package.
+    """
+    if not subject.package or subject.files:
+        return ""
+    for top in sorted({name.partition(".")[0] for name in _imported(subject)}):
+        folder = release.folder and release.folder / top
+        if folder is None:
+            spec = importlib.util.find_spec(top)
+            folder = Path(str(spec.origin)).parent if spec else None
+        for library in sorted(folder.rglob("*.so")) if folder else ():
+            if not _fits(library):
+                here = torch.__version__.partition("+")[0]
+                return f"{library.name} was compiled against another torch than {here}, the one here"
     return ""

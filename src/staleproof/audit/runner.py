@@ -29,6 +29,8 @@ _SOURCES = ("ours", "torch_", "vllm_", "sglang_", "fla", "liger", "transformers_
 SUBJECTS = tuple(f"staleproof.audit.subjects.{name}" for name in (*_SOURCES, *_COMPILED))
 # What Python says of a call that does not fit a signature.
 _SIGNATURE = re.compile(r"\(\) (got an unexpected keyword|missing \d|takes \d|got multiple values)")
+# What FlashInfer says where it may compile a module and cannot.
+_UNBUILT = re.compile(r"RuntimeError: (Ninja build failed|Could not find nvcc)")
 LIMIT_S = 60.0
 START_S = 90.0
 # Most of an audit is compiling; each process has a context of its own, so that a fault stays its own.
@@ -67,6 +69,13 @@ def _cause(error: BaseException) -> str:
     return _one_line(error.__cause__ or error)
 
 
+def _uncompiled(error: BaseException) -> str:
+    """FlashInfer's error carries the module that the call asked for."""
+    name = getattr(getattr(error, "spec", None), "name", "")
+    module = f"its compiled module {name}" if name else "its compiled module"
+    return f"{module} is not here; nvcc compiles it at a call without FLASHINFER_DISABLE_JIT"
+
+
 def _answer(
     probe: Callable[[str], Outcome], subject: Subject, device: str, clause: str = ""
 ) -> tuple[Outcome, bool]:
@@ -84,7 +93,9 @@ def _answer(
         if isinstance(error, FileNotFoundError) and subject.package and error.filename:
             return not_run(f"a file of it is not here: {Path(error.filename).name}"), True
         if type(error).__name__ == "MissingJITCacheError":
-            return not_run("its compiled module is not here, and compiling is switched off"), True
+            return not_run(_uncompiled(error)), True
+        if subject.package and _UNBUILT.match(text):
+            return not_run(f"a module of it could not be compiled here: {text}"), True
         if isinstance(error, TypeError) and subject.package and _SIGNATURE.search(text):
             return not_run(f"its calls do not fit this release: {text}"), True
         alive = "CUDA error" not in text and "illegal memory access" not in text
@@ -96,6 +107,14 @@ def _documented(outcome: Outcome, subject: Subject, clause: str) -> Outcome:
         note = f"{outcome.note}; documented: {subject.documented[clause]}"
         return replace(outcome, verdict=Verdict.UNDEFINED, note=note)
     return outcome
+
+
+def _judged(outcome: Outcome, subject: Subject, release: Release, clause: str) -> Outcome:
+    """A break is not the kernel's where its library does not fit, or its documentation says so."""
+    wrong = clause == "0" and outcome.verdict is Verdict.BREAKS
+    if wrong and (why := packages.other_torch(subject, release)):
+        return not_run(f"{why}; what came: {outcome.note}")
+    return _documented(outcome, subject, clause)
 
 
 def listed(module: str) -> list[Subject]:
@@ -136,7 +155,7 @@ def ask(module: str, questions: Questions, release: Release, device: str, limit_
             if release.folder is not None:
                 outcome = replace(outcome, note=outcome.note.replace(f"{release.folder}/", ""))
             case = outcome.case
-            outcome = _documented(replace(outcome, case=()), subject, clause)
+            outcome = _judged(replace(outcome, case=()), subject, release, clause)
             # First without the script: an error in making it is no verdict.
             children.tell((name, clause, outcome))
             if script := scripts.counterexample(subject, release, clause, replace(outcome, case=case)):
@@ -210,7 +229,7 @@ def answers(
             known_here = module in SUBJECTS
             script = known_here and scripts.counterexample(documented[name], release, clause, outcome)
             outcome = replace(outcome, case=(script,) if script else ())
-            known[name][clause] = _documented(outcome, documented[name], clause)
+            known[name][clause] = _judged(outcome, documented[name], release, clause)
     return {subject.name: _complete(subject, known[subject.name]) for subject in subjects}
 
 

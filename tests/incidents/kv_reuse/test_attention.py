@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from staleproof.incidents.kv_reuse import attention
 from staleproof.incidents.kv_reuse.attention import Call, kernels, masked_loads, used_table
 from staleproof.incidents.kv_reuse.bits import DTYPES
 from staleproof.incidents.kv_reuse.questions import QUESTIONS, part_full_blocks
@@ -64,3 +69,63 @@ def test_blocks_behind_the_last_token_are_not_followed():
     table = torch.tensor([[4, 5, 6], [7, 8, 9]])
     assert used_table(table, torch.tensor([17, 48]), 16).tolist() == [[4, 5, 0], [7, 8, 9]]
     assert used_table(table, torch.tensor([16, 1]), 16).tolist() == [[4, 0, 0], [7, 0, 0]]
+
+
+class _MissingError(Exception):
+    def __init__(self, spec):
+        self.spec = spec
+
+
+@pytest.fixture(name="flashinfer")
+def flashinfer_fixture(monkeypatch):
+    """A made-up FlashInfer that has no module for the call, on a machine without nvcc."""
+    made = SimpleNamespace(asked=[], spec=SimpleNamespace(name="prefill_equal", is_compiled=False))
+
+    def load(backend, *of):
+        assert os.environ["FLASHINFER_DISABLE_JIT"], "it would compile"
+        made.asked.append((backend, *of))
+        if made.spec is not None:
+            raise _MissingError(made.spec)
+
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", SimpleNamespace(get_batch_prefill_module=load))
+    monkeypatch.setitem(sys.modules, "flashinfer.jit", SimpleNamespace(MissingJITCacheError=_MissingError))
+    monkeypatch.setattr(attention.shutil, "which", lambda name: None)
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+    return made
+
+
+MISSING = "FlashInfer's module prefill_equal is not compiled, and may not or cannot be here"
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_a_flashinfer_module_that_cannot_be_compiled_here_is_named(flashinfer, backend):
+    assert attention._not_compiled(backend) == MISSING
+    types = (torch.bfloat16,) * 3 + (torch.int32,)
+    assert flashinfer.asked == [(backend, *types, 64, 64, 0, False, False, False)]
+    assert "FLASHINFER_DISABLE_JIT" not in os.environ
+
+
+def test_a_flashinfer_module_that_is_there_is_no_reason(flashinfer):
+    flashinfer.spec.is_compiled = True
+    assert attention._not_compiled("fa2") is None
+    flashinfer.spec = None
+    assert attention._not_compiled("fa2") is None
+
+
+def test_flashinfer_may_compile_where_nvcc_is(flashinfer, monkeypatch):
+    monkeypatch.setattr(attention.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert attention._not_compiled("fa2") is None
+    assert flashinfer.asked == []
+
+
+def test_where_compiling_is_switched_off_flashinfer_loads_only_modules_that_came_with_it(
+    flashinfer, monkeypatch
+):
+    monkeypatch.setattr(attention.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    flashinfer.spec.is_compiled = True
+    assert attention._not_compiled("fa2") == MISSING
+    flashinfer.spec = None
+    assert attention._not_compiled("fa2") is None
+    assert os.environ["FLASHINFER_DISABLE_JIT"] == "1"

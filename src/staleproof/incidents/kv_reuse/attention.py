@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -190,16 +191,23 @@ def _needs_flashinfer(backend: str) -> str | None:
 
 def _not_compiled(backend: str) -> str | None:
     """Why FlashInfer has no kernel for :func:`_flashinfer`: it compiles one at the first call, if it may."""
-    if shutil.which("nvcc") is not None and not os.environ.get("FLASHINFER_DISABLE_JIT"):
+    switched_off = "FLASHINFER_DISABLE_JIT"
+    may_not = bool(os.environ.get(switched_off))
+    if shutil.which("nvcc") is not None and not may_not:
         return None
     from staleproof.incidents.kv_reuse.hybrid import HEAD_DIM
 
-    build = importlib.import_module("flashinfer.jit").gen_batch_prefill_module
+    load = importlib.import_module("flashinfer.prefill").get_batch_prefill_module
+    missing = importlib.import_module("flashinfer.jit").MissingJITCacheError
     dtype, index = torch.bfloat16, torch.int32
-    module = build(backend, dtype, dtype, dtype, index, HEAD_DIM, HEAD_DIM, 0, False, False, False)
-    if module.is_compiled:
-        return None
-    return f"FlashInfer has no compiled {backend} kernel for paged prefill, and may not or cannot compile one"
+    # FlashInfer is asked itself, because its releases name the module of one call differently.
+    with patch.dict(os.environ, {switched_off: "1"}):
+        try:
+            load(backend, dtype, dtype, dtype, index, HEAD_DIM, HEAD_DIM, 0, False, False, False)
+        except missing as error:
+            if may_not or not error.spec.is_compiled:
+                return f"FlashInfer's module {error.spec.name} is not compiled, and may not or cannot be here"
+    return None
 
 
 @cache
