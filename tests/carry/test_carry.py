@@ -130,6 +130,15 @@ def test_findings_arrive_with_every_variable_naming_what_is_there(tmp_path, down
         assert not [name for name in found if left_out in name], left_out
 
 
+def test_a_part_that_arrived_broken_stops_the_setup(tmp_path, downloads, sources):
+    carry.main(["vllm", "--to", str(tmp_path / "to")])
+    with (tmp_path / "to/vllm/part0.tar.xz").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(subprocess.CalledProcessError):
+        there(tmp_path / "to", "vllm")
+    assert not (tmp_path / "there/vllm/env").exists()
+
+
 def test_what_is_there_is_not_made_again_and_what_was_stopped_goes_on(
     tmp_path, downloads, sources, compiler, monkeypatch
 ):
@@ -158,8 +167,9 @@ def test_what_is_there_is_not_made_again_and_what_was_stopped_goes_on(
 
 def test_other_arguments_make_a_part_again(tmp_path, downloads, sources):
     carry.main(["vllm", "--to", str(tmp_path)])
+    before = (tmp_path / "vllm").stat().st_ino
     carry.main(["vllm", "--no-ptx", "--to", str(tmp_path)])
-    assert len(downloads) == 2, "only the engine's PTX is a choice"
+    assert (tmp_path / "vllm").stat().st_ino == before, "only the engine's PTX is a choice"
     carry.main(["vllm", "--python", "3.11", "--to", str(tmp_path)])
     assert [python for python, *_ in downloads] == ["3.12", "3.12", "3.11", "3.11"]
 
@@ -228,6 +238,30 @@ def test_a_missing_compiler_is_said_before_anything_is_downloaded(tmp_path, down
         carry.main(["moe", "--to", str(tmp_path / "to")])
     assert capsys.readouterr().err == "c++ was not found on PATH\n"
     assert downloads == []
+
+
+@pytest.mark.parametrize(
+    ("name", "ordered", "ptx", "by_kernel"),
+    [
+        ("engine", True, True, False),
+        ("engine", False, False, False),
+        ("vllm", True, False, False),
+        ("audit-vllm", False, True, True),
+        ("audit-rest", True, False, False),
+    ],
+)
+def test_device_code_is_cut_as_the_part_says(name, ordered, ptx, by_kernel, tmp_path, monkeypatch):
+    library = tmp_path / "_moe_C.abi3.so"
+    library.write_bytes(b"host code")
+    said = []
+    monkeypatch.setattr(parts, "reduce", lambda *given: said.append(given) or (0, 0))
+    monkeypatch.setattr(parts, "_unpackers", lambda order: None)
+    parts._reduce(parts.PARTS[name], parts.Order(tmp_path, 90, ptx=ordered), library, tmp_path)
+    ((path, gpu, kept_ptx, wanted),) = said
+    assert (path, gpu, kept_ptx, wanted is not None) == (library, 90, ptx, by_kernel)
+    if wanted is not None:
+        assert wanted("vllm::moe::topkGatingSoftmax")
+        assert not wanted("marlin_moe_wna16")
 
 
 def test_the_engine_brings_the_plugin_and_serving_only_if_asked():
