@@ -9,7 +9,8 @@ A part is a folder below ``--to`` that travels by itself: its packed files, ``se
 
 Kept is the device code of one GPU. Where there is none, the engine keeps PTX, which the driver compiles at
 the first call; ``--no-ptx`` drops that too, and with it Marlin's kernels. The machine has torch (the release
-that vLLM pins), Triton, transformers and what these bring.
+that vLLM pins), Triton, transformers and what these bring; for the engine also aiohttp, OpenCV,
+prometheus_client, protobuf, sentencepiece and tiktoken.
 
 Run: ``python tests/carry/carry.py findings --to FOLDER``, here. FOLDER also gets ``kept``, which stays here:
 downloads, the compiler and each module as it is done. Stopped and called again, it goes on where it was, and
@@ -128,7 +129,7 @@ def _checked(names: Sequence[str], given: argparse.Namespace) -> dict[str, Part]
     compiles = [name for name, part in parts.items() if part.compiles]
     if compiles and given.gpu != compiled.CAPABILITY:
         _refuse(f"--gpu {given.gpu}: {', '.join(compiles)} can be compiled for {compiled.CAPABILITY} only")
-    for program in ("strip", *(("cc", "c++", "ninja") if compiles else ())):
+    for program in ("strip", *(("cc", "c++") if compiles else ())):
         if shutil.which(program) is None:
             _refuse(f"{program} was not found on PATH")
     return parts

@@ -29,6 +29,7 @@ TOOLKIT = (
     "nvidia-nvtx==13.0.85",
 )
 TVM_FFI = "apache-tvm-ffi==0.1.15.post2"
+NINJA = "ninja==1.13.2"
 HALF_A_GIGABYTE = ("libcublas*", "libnvblas*", "libcurand*")
 CAPABILITY = 90
 
@@ -42,21 +43,21 @@ class Module(NamedTuple):
 
 BF16, I32 = "torch.bfloat16", "torch.int32"
 PREFILL = (BF16, BF16, BF16, I32, 64, 64, 0, False, False, False)
-# The quickest first: seconds on one core were 64, 114, 186, not measured, 505, 873.
+# The quickest first: they took 64, 114, 186, 505, 873 and 1150 seconds, beside other work.
 MODULES = {
     "mla-fa3": Module("gen_batch_mla_module", ("fa3", BF16, BF16, BF16, I32, 512, 64, False)),
     "mla-fa2": Module("gen_batch_mla_module", ("fa2", BF16, BF16, BF16, I32, 512, 64, False)),
     "fp4": Module("fp4_quantization.gen_fp4_quantization_sm90_module"),
-    "top-k": Module("topk.gen_topk_module"),
     "prefill-fa3": Module("gen_batch_prefill_module", ("fa3", *PREFILL)),
     "prefill-fa2": Module("gen_batch_prefill_module", ("fa2", *PREFILL)),
+    "top-k": Module("topk.gen_topk_module"),
 }
 
 
 def toolkit(folder: Path) -> None:
-    """Install the compiler and tvm-ffi's headers, for this machine and this Python."""
+    """Install the compiler, ninja and tvm-ffi's headers, for this machine and this Python."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
-    subprocess.run([*command, *TOOLKIT, TVM_FFI], check=True)
+    subprocess.run([*command, *TOOLKIT, TVM_FFI, NINJA], check=True)
     home = cuda_home(folder)
     for pattern in HALF_A_GIGABYTE:
         for path in (home / "lib").glob(pattern):
@@ -106,7 +107,7 @@ def _compile(command: list[str], toolkit: Path, sources: Path, **environment: st
     home = cuda_home(toolkit)
     environment |= {
         "PYTHONPATH": os.pathsep.join(map(str, (sources, toolkit))),
-        "PATH": os.pathsep.join((str(home / "bin"), os.environ["PATH"])),
+        "PATH": os.pathsep.join((str(home / "bin"), str(toolkit / "bin"), os.environ["PATH"])),
         "CUDA_HOME": str(home),
         "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
         "MAX_JOBS": "1",

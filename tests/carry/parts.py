@@ -187,8 +187,8 @@ def _flashinfer(order: Order) -> tuple[Path, Path]:
     """The unpacked FlashInfer to compile from, and the compiler."""
     folder = order.kept / FLASHINFER.replace("==", "-")
     once(folder, FLASHINFER, lambda draft: unpack(_wheels(order, FLASHINFER)[0], draft))
-    toolkit = once(order.kept / "toolkit", (compiled.TOOLKIT, compiled.TVM_FFI), compiled.toolkit)
-    return folder, toolkit
+    told = (compiled.TOOLKIT, compiled.TVM_FFI, compiled.NINJA)
+    return folder, once(order.kept / "toolkit", told, compiled.toolkit)
 
 
 def _modules(order: Order, site: Path) -> None:
@@ -247,7 +247,8 @@ def engine(version: str, serve: bool = False) -> Part:
     """A vLLM for ``staleproof engine``, and what ``vllm serve`` imports besides."""
     lists = ("engine.txt", "serve.txt") if serve else ("engine.txt",)
     wanted = (f"vllm=={version}", *PINS[version], *lists)
-    return Part((Wheels(wanted, without=_NOT_CALLED),), {"PYTHONPATH": "SITE"}, ptx=None, more=_own_plugin)
+    wheels = Wheels(wanted, without=(*_NOT_CALLED, "mistral_common/data/*"))
+    return Part((wheels,), {"PYTHONPATH": "SITE"}, ptx=None, more=_own_plugin)
 
 
 # In the order in which they are made: downloads first, and then from the shortest compilation to the longest.

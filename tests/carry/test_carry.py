@@ -303,6 +303,6 @@ def test_the_fused_moe_is_compiled_with_the_command_that_names_its_modules(monke
     assert asked["command"][:4] == ["nice", "-n", "15", sys.executable]
     assert asked["command"][4:9] == ["-m", "staleproof", "moe-module", "build", "--jobs"]
     assert asked["env"]["CUDA_HOME"] == "toolkit/nvidia/cu13"
-    assert asked["env"]["PATH"].startswith("toolkit/nvidia/cu13/bin:")
+    assert asked["env"]["PATH"].startswith("toolkit/nvidia/cu13/bin:toolkit/bin:")
     assert "FLASHINFER_DISABLE_JIT" not in asked["env"]
     assert compiled.moe_recipe() == Path(moe_module.__file__).with_name("moe_sources.py").read_text()
