@@ -168,11 +168,11 @@ def _unpackers(order: Order) -> None:
 
 def _own_plugin(order: Order, site: Path) -> None:
     """This checkout, for the entry point that vLLM finds it by."""
-    with_wheel = order.kept / "plugin"
-    shutil.rmtree(with_wheel, ignore_errors=True)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(with_wheel), str(ROOT)]
+    folder = order.kept / "plugin"
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)]
     subprocess.run(command, check=True)
-    for wheel in with_wheel.glob("*.whl"):
+    for wheel in folder.glob("*.whl"):
         unpack(wheel, site)
 
 
