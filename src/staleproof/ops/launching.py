@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch._C import _len_torch_dispatch_stack
@@ -117,7 +117,8 @@ class Seen(Generic[Call]):
             bits |= at
         for kept in found:
             if kept.fits(*tensors) and not (bits & 15 and kept.aligned & _misaligned(tensors)):
-                return cast(Call, kept.call)
+                call: Call = kept.call
+                return call
         return None
 
     def keep(self, key: Key | None, call: Call | None) -> None:
