@@ -98,15 +98,24 @@ def older_cases(version: str) -> Iterator[Case]:
     """Patches that the installed release does not need; on its files if there are no others."""
     yield from routing("topk_nan", "topk_softmax", 128, 8, biased=False)
     if version == OLDER:
-        ops = vllm_calls.import_ops()
-        where = torch.device("cuda")
+        ops, where = vllm_calls.import_ops(), torch.device("cuda")
+
+        def scales(rows: int, compiled: bool) -> Call:
+            def made() -> torch.Tensor:
+                return ops.create_fp4_scale_tensor(rows, 7168, where, True)
+
+            # The patch zeroes memory in graphs only. It is traced again when vLLM's function is exchanged.
+            call = torch.compile(made, backend="eager", fullgraph=True) if compiled else made
+            return lambda: call().shape
+
         for rows, words in ((BATCH, "no padding"), (BATCH - 28, "28 rows of padding")):
-            yield Case(
-                "scale_padding",
-                f"create_fp4_scale_tensor, {rows} x 7168, {words}",
-                lambda rows=rows: [lambda: ops.create_fp4_scale_tensor(rows, 7168, where, True).shape],
-                rows * 7168 // 16,
-            )
+            for compiled in (False, True):
+                yield Case(
+                    "scale_padding",
+                    f"create_fp4_scale_tensor, {rows} x 7168, {words}" + ", compiled" * compiled,
+                    lambda rows=rows, compiled=compiled: [scales(rows, compiled)],
+                    rows * 7168 // 16,
+                )
 
 
 def cases() -> Iterator[Case]:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from staleproof.ops.reference.nvfp4 import padding_offsets, scale_shape
 from staleproof.vllm.patches import scale_padding as patch
@@ -61,13 +62,39 @@ def test_it_can_be_traced():
         assert scales.view(torch.uint8).equal(expected.view(torch.uint8))
 
 
-def test_memory_without_padding_stays_vllms():
+def _made(rows: int, width: int, swizzled: bool = True) -> torch.Tensor | None:
+    """What the patch allocates in a traced call; None: vLLM's own memory."""
+
+    def call(x):
+        made = patch._zeroed((x.shape[0], width, x.device, swizzled), {})
+        return torch.empty(0) if made is NotImplemented else made
+
+    made = torch.compile(call, fullgraph=True, backend="eager")(torch.ones(rows, 1))
+    return made if made.numel() else None
+
+
+def test_a_traced_call_gets_zeros_where_scales_are_padded():
+    torch._dynamo.reset()
+    for rows, width, shape in ((128, 80, (128, 2)), (100, 7168, (128, 112)), (128, 7168, (128, 112))):
+        made = _made(rows, width)
+        assert made.shape == shape
+        assert made.dtype == torch.int32
+        assert not made.count_nonzero()
+    assert _made(100, 7168, swizzled=False) is None
+
+
+def test_outside_of_a_graph_memory_stays_vllms():
     device = torch.device("cpu")
-    assert patch._zeroed((128, 7168, device, True), {}) is NotImplemented
-    assert patch._zeroed((256, 64, device, True), {}) is NotImplemented
-    assert patch._zeroed((128, 80, device, True), {}).count_nonzero() == 0
-    assert patch._zeroed((100, 7168, device, True), {}).shape == (128, 112)
-    assert patch._zeroed((100, 7168, device, False), {}) is NotImplemented
+    for rows, width, swizzled in ((128, 7168, True), (128, 80, True), (100, 7168, True), (100, 7168, False)):
+        assert patch._zeroed((rows, width, device, swizzled), {}) is NotImplemented
+    with FakeTensorMode():
+        assert patch._zeroed((100, 7168, device, True), {}).shape == (128, 112)
+
+
+def test_full_tiles_are_not_touched(monkeypatch):
+    given = _activation(128, 64)
+    monkeypatch.setattr(given.scale.__class__, "masked_fill_", None)
+    assert patch._clear_padding(given, (), {}) is given
 
 
 def test_a_trace_of_whole_tiles_serves_other_sizes():

@@ -17,27 +17,26 @@ BLOCK, ROWS, COLUMNS = 16, 128, 4
 KERNEL = "silu_mul_cvt_fp16_to_fp4"
 
 
-def _whole_tiles(rows: Any, columns: Any) -> bool:
-    """Say whether there is no padding at all, so that vLLM's own memory is as good as zeroed memory.
-
-    Never while torch traces: the answer for one number of rows would be kept for all.
-    """
+def _tracing() -> bool:
+    """Say whether torch traces this call, for a graph in which vLLM may fuse what comes next."""
     import torch
 
-    if torch.compiler.is_compiling() or not isinstance(rows, int) or not isinstance(columns, int):
-        return False
-    return rows % ROWS == 0 and columns % COLUMNS == 0
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _zeroed(args: Arguments, kwargs: Keywords) -> Any:
-    """Allocate vLLM's swizzled scale tensor zeroed: int32, four scales an element."""
+    """Allocate vLLM's swizzled scale tensor zeroed: int32, four scales an element.
+
+    In a graph only. Outside, nothing but the kernel of ``scaled_fp4_quant`` writes this memory, and that one
+    writes the padding.
+    """
+    m, n, device, swizzled = (argument(args, kwargs, i, NAMES[i]) for i in range(4))
+    if not swizzled or not _tracing():
+        return NotImplemented
     import torch
 
     from staleproof.ops.reference.nvfp4 import create_fp4_scale_tensor
 
-    m, n, device, swizzled = (argument(args, kwargs, i, NAMES[i]) for i in range(4))
-    if not swizzled or _whole_tiles(m, n // BLOCK):
-        return NotImplemented
     scales = create_fp4_scale_tensor(m, n, swizzled=True, device=device)
     return scales.view(torch.int32)
 
@@ -56,7 +55,8 @@ def _clear_padding(result: Any, args: Arguments, kwargs: Keywords) -> Any:
         return result
     width = result.orig_shape[-1]
     rows, columns = result.data.numel() * 2 // width, width // BLOCK
-    if _whole_tiles(rows, columns):
+    # Not while torch traces: what is true of one number of rows would be kept for all.
+    if not _tracing() and rows % ROWS == 0 and columns % COLUMNS == 0:
         return result
     down, across = result.scale.shape[0] // ROWS, result.scale.shape[1] // COLUMNS
     tiles = result.scale.view(torch.uint8).view(down, across, 32, 4, COLUMNS)
@@ -107,12 +107,14 @@ PATCHES = (
             "scaled_fp4_quant writes the padding, but where SiLU, multiplication and quantisation are "
             f"fused, {KERNEL} writes into the same tensor and leaves the padding as it was. A scale "
             "of 0x7F or 0xFF there is a NaN to whatever reads the whole tile. With the patch the "
-            "padding is zero. The scales of scaled_fp4_experts_quant are empty memory too, and stay "
+            "padding is zero. Outside of a compiled graph nothing is fused, and the tensor is left as it "
+            "is. The scales of scaled_fp4_experts_quant are empty memory too, and stay "
             "so: zeroing them would write hundreds of MiB a layer, and no token reads the rows that "
             "they pad. Their columns are padded only if a row is not a multiple of 64 elements."
         ),
         threads=("vLLM #38148", "vLLM #42988", "vLLM #45741", "vLLM #45739", "vLLM #53568"),
-        cost="one fill of the scales, 1/16 byte an element, unless rows and columns fill their tiles",
+        cost="in a compiled graph one fill of the scales, 1/16 byte an element; outside nothing, but where "
+        "SiLU is fused by hand (0.30.0) and rows or columns do not fill their tiles",
         traced=True,
     ),
 )
