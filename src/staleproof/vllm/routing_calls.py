@@ -88,14 +88,12 @@ def _into(name: str, given: Sequence[Any], bias: Any, scaling: float, is_padding
     kernels = _kernels()
     # A repeated call goes from vLLM's arguments to the launch, without our own function between.
     key = kernels.key_of(logits, bias, is_padding, weights, ids, renormalize, scaling, name)
-    if (again := kernels._SEEN.get(key)) is not None:
-        again(
-            logits.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            None if is_padding is None else is_padding.data_ptr(),
-            weights.data_ptr(),
-            ids.data_ptr(),
-        )
+    at, weights_at, ids_at = logits.data_ptr(), weights.data_ptr(), ids.data_ptr()
+    bias_at = None if bias is None else bias.data_ptr()
+    padding_at = None if is_padding is None else is_padding.data_ptr()
+    addresses = at | weights_at | ids_at | (bias_at or 0) | (padding_at or 0)
+    if (again := kernels._SEEN.get(key, addresses)) is not None:
+        again(at, bias_at, padding_at, weights_at, ids_at)
         return None
     if not logits.shape[0]:
         return NotImplemented
@@ -132,12 +130,12 @@ def grouped(args: Arguments, kwargs: Keywords) -> Any:
     kernels = _kernels()
     scores, bias, top_k = args[0], args[6], args[3]
     key = kernels.key_of(*args)
-    if (again := kernels._SEEN.get(key)) is not None:
+    at, bias_at = scores.data_ptr(), None if bias is None else bias.data_ptr()
+    if (again := kernels._SEEN.get(key, at | (bias_at or 0))) is not None:
         shape = scores.shape[0], top_k
         weights = kernels.empty(shape, torch.float32, scores)
         ids = kernels.empty(shape, torch.int32, scores)
-        at = None if bias is None else bias.data_ptr()
-        again(scores.data_ptr(), at, None, weights.data_ptr(), ids.data_ptr())
+        again(at, bias_at, None, weights.data_ptr(), ids.data_ptr())
         return weights, ids
     _, groups, chosen, _, renormalize, scaling, _, *scoring = args
     if scoring != [SIGMOID] or not scores.shape[0]:
@@ -274,8 +272,10 @@ def sorts_in_one_block(tokens: int, top_k: int, experts: int) -> bool:
 
 def distinct(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
     """Make the ids distinct, unless FlashInfer takes repeated ones: then nothing is launched."""
-    hidden, w1 = argument(args, kwargs, 2, APPLY[2]), argument(args, kwargs, 3, APPLY[3])
-    weights, ids = argument(args, kwargs, 5, APPLY[5]), argument(args, kwargs, 6, APPLY[6])
+    if len(args) > 6:
+        _, _, hidden, w1, _, weights, ids = args[:7]
+    else:
+        hidden, w1, weights, ids = (argument(args, kwargs, i, APPLY[i]) for i in (2, 3, 5, 6))
     # Of weights that are stored otherwise than the activations, e.g. in 4 bits, three kernels sort the
     # slots. A trace keeps for all numbers of tokens what is true of one.
     if not _tracing() and hidden.dtype is w1.dtype:
@@ -285,5 +285,7 @@ def distinct(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | 
     from staleproof.ops.distinct_experts import distinct_experts
 
     weights, ids = distinct_experts(weights.contiguous(), ids.contiguous())
+    if len(args) > 6:
+        return (*args[:5], weights, ids, *args[7:]), kwargs
     args, kwargs = replaced(args, kwargs, 5, APPLY[5], weights)
     return replaced(args, kwargs, 6, APPLY[6], ids)

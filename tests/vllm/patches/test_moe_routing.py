@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staleproof.incidents.moe_routing import consumer
-from staleproof.incidents.moe_routing.observation import holes as consumer_holes
 from staleproof.ops import topk
 from staleproof.vllm import routing_calls as calls
 from staleproof.vllm import simulated_routing as simulated
@@ -286,17 +284,22 @@ def test_a_table_of_experts_or_a_bias_of_image_tokens_is_left_to_vllm():
     assert not weights[1].count_nonzero()
 
 
-@pytest.mark.parametrize("name", ["topk_softmax", "topk_sigmoid", "grouped_topk", "hash"])
-def test_a_repeated_call_goes_straight_to_the_launch(name, monkeypatch):
-    launched, repeated = topk.launched, []
+@pytest.fixture(name="repeated")
+def repeated_fixture(monkeypatch) -> list[tuple[object, ...]]:
+    """The addresses of each launch that did not go through Triton's own way."""
+    launched, found = topk.launched, []
 
     def launches(kernel, grid, tensors, sizes, **options):
         launched(kernel, grid, tensors, sizes, **options)
-        return lambda *addresses: repeated.append((*addresses,))
+        return lambda *addresses: found.append(addresses)
 
     monkeypatch.setattr(topk, "launched", launches)
     monkeypatch.setattr(topk, "_SEEN", topk.Seen())
+    return found
 
+
+@pytest.mark.parametrize("name", ["topk_softmax", "topk_sigmoid", "grouped_topk", "hash"])
+def test_a_repeated_call_goes_straight_to_the_launch(name, repeated, monkeypatch):
     def call(rows: int, bias: torch.Tensor):
         logits = torch.randn(rows, 24)
         result = _hashed("0.20.2", logits, bias) if name == "hash" else _routed(name, "0.20.2", logits, bias)
@@ -313,59 +316,31 @@ def test_a_repeated_call_goes_straight_to_the_launch(name, monkeypatch):
         assert repeated.pop() == at
         assert (weights.shape, weights.dtype, ids.dtype) == ((rows, 4), torch.float32, torch.int32)
     with pytest.raises(TypeError, match="not callable"):
-        call(5, torch.zeros(25)[:24].bfloat16())
+        call(5, torch.zeros(24).bfloat16())
     assert not repeated
 
 
-def _into_experts(rows: int, top_k: int, experts: int, dtype: torch.dtype = torch.bfloat16, **given):
-    """What the patch gives FlashInfer in place of ids that name one expert in every slot; None: nothing."""
-    (patched,) = [p for p in patch.PATCHES if p.name == "duplicate_experts"]
-    (target,) = patched.targets_for("0.20.2")
-    x, w1 = torch.zeros(rows, 16, dtype=torch.bfloat16), torch.zeros(experts, 1, dtype=dtype)
-    weights, ids = torch.full((rows, top_k), 0.125), torch.full((rows, top_k), 3, dtype=torch.int32)
-    args = None, torch.empty_like(x), x, w1, w1, weights, ids
-    if given:
-        kwargs = dict(zip(calls.APPLY[1:], args[1:], strict=True))
-        found = target.before(args[:1], kwargs)
-        return None if found is None else (found[1]["topk_weights"], found[1]["topk_ids"])
-    found = target.before(args, {})
-    return None if found is None else found[0][5:]
+def _apart(values: torch.Tensor, by: int) -> torch.Tensor:
+    """The same values, ``by`` elements behind an address that is a multiple of 16."""
+    return torch.empty(values.numel() + by, dtype=values.dtype)[by:].view(values.shape).copy_(values)
 
 
-@pytest.mark.parametrize(
-    ("rows", "top_k", "experts", "harmless"),
-    [
-        (1, 1, 8, True),
-        (256, 8, 126, True),
-        (257, 8, 126, False),
-        (128, 8, 127, True),
-        (129, 8, 127, False),
-        (128, 6, 254, True),
-        (64, 8, 255, True),
-        (65, 8, 255, False),
-        (64, 2, 510, True),
-        (1, 8, 511, False),
-        (1, 10, 64, False),
-        (1, 3, 64, False),
-    ],
-)
-def test_repeated_experts_stay_only_where_flashinfer_gives_every_slot_a_row(rows, top_k, experts, harmless):
-    assert calls.sorts_in_one_block(rows, top_k, experts) is harmless
-    assert consumer.takes_one_block(rows, top_k, experts) >= harmless
-    for given in ({}, {"by": "name"}):
-        found = _into_experts(rows, top_k, experts, **given)
-        assert (found is None) is harmless
-        if found is not None:
-            weights, ids = found
-            assert ids.tolist() == [[3] + [-1] * (top_k - 1)] * rows
-            assert weights.tolist() == [[0.125 * top_k] + [0.0] * (top_k - 1)] * rows
-    ids = torch.full((rows, top_k), 3, dtype=torch.int32)
-    if harmless:
-        assert not consumer_holes(consumer.build_map_torch(ids, experts), ids).any()
+@pytest.mark.parametrize("name", ["topk_softmax", "topk_sigmoid", "grouped_topk"])
+def test_a_kernel_for_aligned_tensors_is_not_launched_on_others(name, repeated):
+    logits, bias = torch.randn(5, 24), torch.zeros(24)
+    (bias_patch,) = [p for p in patch.PATCHES if p.name == "topk_nan_bias"]
+    (target,) = [t for t in bias_patch.targets_for("0.20.2") if t.name == name]
+    weights, ids = torch.zeros(5, 4), torch.zeros(5, 4, dtype=torch.int32)
+    given = [logits, bias] if name == "grouped_topk" else [logits, bias, weights, ids]
 
+    def call(logits, bias, weights=None, ids=None):
+        if name == "grouped_topk":
+            return target.instead((logits, 4, 2, 4, True, 2.5, bias, 1), {})
+        return target.instead((weights, ids, ids, logits, True, bias), {})
 
-def test_weights_stored_otherwise_than_activations_get_distinct_ids():
-    # FlashInfer sorts the slots of 4-bit weights with three kernels, whatever the shape.
-    assert _into_experts(16, 8, 64) is None
-    assert _into_experts(16, 8, 64, torch.uint8) is not None
-    assert _into_experts(16, 8, 64, torch.float8_e4m3fn) is not None
+    call(*given)
+    for place in range(len(given)):
+        call(*[_apart(x, 1) if at == place else x for at, x in enumerate(given)])
+        assert not repeated, place
+    call(*given)
+    assert len(repeated) == 1
