@@ -55,15 +55,28 @@ def _clear_padding(result: Any, args: Arguments, kwargs: Keywords) -> Any:
         return result
     width = result.orig_shape[-1]
     rows, columns = result.data.numel() * 2 // width, width // BLOCK
-    # Not while torch traces: what is true of one number of rows would be kept for all.
-    if not _tracing() and rows % ROWS == 0 and columns % COLUMNS == 0:
+    # A trace would keep for all numbers of rows what is true of one.
+    tracing = _tracing()
+    if not tracing and rows % ROWS == 0 and columns % COLUMNS == 0:
         return result
     down, across = result.scale.shape[0] // ROWS, result.scale.shape[1] // COLUMNS
     tiles = result.scale.view(torch.uint8).view(down, across, 32, 4, COLUMNS)
-    device = tiles.device
-    row = torch.arange(32, device=device)[:, None] + 32 * torch.arange(4, device=device)
-    tiles[-1].masked_fill_((row >= rows - (down - 1) * ROWS)[None, :, :, None], 0)
-    tiles[:, -1, :, :, columns - (across - 1) * COLUMNS :] = 0
+    # Those of the last tile.
+    used, columns = rows - (down - 1) * ROWS, columns - (across - 1) * COLUMNS
+    if tracing:
+        device = tiles.device
+        row = torch.arange(32, device=device)[:, None] + 32 * torch.arange(4, device=device)
+        tiles[-1].masked_fill_((row >= used)[None, :, :, None], 0)
+    else:
+        # A fill of a slice is one launch, and a mask takes six. Row r is at [r % 32, r // 32].
+        full, part = divmod(used, 32)
+        if part:
+            tiles[-1, :, part:, full] = 0
+            full += 1
+        if full < 4:
+            tiles[-1, :, :, full:] = 0
+    if tracing or columns < COLUMNS:
+        tiles[:, -1, :, :, columns:] = 0
     return result
 
 
