@@ -98,15 +98,24 @@ def older_cases(version: str) -> Iterator[Case]:
     """Patches that the installed release does not need; on its files if there are no others."""
     yield from routing("topk_nan", "topk_softmax", 128, 8, biased=False)
     if version == OLDER:
-        ops = vllm_calls.import_ops()
-        where = torch.device("cuda")
+        ops, where = vllm_calls.import_ops(), torch.device("cuda")
+
+        def scales(rows: int, compiled: bool) -> Call:
+            def made() -> torch.Tensor:
+                return ops.create_fp4_scale_tensor(rows, 7168, where, True)
+
+            # The patch zeroes memory in graphs only. It is traced again when vLLM's function is exchanged.
+            call = torch.compile(made, backend="eager", fullgraph=True) if compiled else made
+            return lambda: call().shape
+
         for rows, words in ((BATCH, "no padding"), (BATCH - 28, "28 rows of padding")):
-            yield Case(
-                "scale_padding",
-                f"create_fp4_scale_tensor, {rows} x 7168, {words}",
-                lambda rows=rows: [lambda: ops.create_fp4_scale_tensor(rows, 7168, where, True).shape],
-                rows * 7168 // 16,
-            )
+            for compiled in (False, True):
+                yield Case(
+                    "scale_padding",
+                    f"create_fp4_scale_tensor, {rows} x 7168, {words}" + ", compiled" * compiled,
+                    lambda rows=rows, compiled=compiled: [scales(rows, compiled)],
+                    rows * 7168 // 16,
+                )
 
 
 def cases() -> Iterator[Case]:
@@ -129,18 +138,20 @@ def cases() -> Iterator[Case]:
     yield from routing("topk_nan_bias", "grouped_topk", 256, 8, biased=True)
     yield from routing("hash_topk_nan", "topk_hash_softplus_sqrt", 256, 6, biased=True)
     if importlib.util.find_spec("flashinfer") is not None:
-        experts, given = vllm_calls.experts_call(BATCH, 8)
-        # The copy that stands for FlashInfer's kernel is timed in both rows.
-        words = "FlashInferExperts.apply, its kernel a copy, top 8"
-        for mode, host in ((words, False), (f"host: {words}", True)):
-            yield Case(
-                "duplicate_experts",
-                mode,
-                lambda: [experts],
-                0 if host else BATCH * 8 * 16,
-                host=host,
-                result=lambda: {name: x.clone() for name, x in given.items()},
-            )
+        # FlashInfer sorts the slots of the first batch in one block, where repeated experts do no harm.
+        for rows, words in ((BATCH, ""), (4 * BATCH, f", {4 * BATCH} rows")):
+            experts, given = vllm_calls.experts_call(rows, 8)
+            # The copy that stands for FlashInfer's kernel is timed in both rows.
+            words = f"FlashInferExperts.apply, its kernel a copy, top 8{words}"
+            for mode, host in ((words, False), (f"host: {words}", True)):
+                yield Case(
+                    "duplicate_experts",
+                    mode,
+                    lambda experts=experts: [experts],
+                    0 if host else rows * 8 * 16,
+                    host=host,
+                    result=lambda given=given: {name: x.clone() for name, x in given.items()},
+                )
     made, caches = zeroer()
 
     def zeroed() -> list[int]:

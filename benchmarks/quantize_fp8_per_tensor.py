@@ -1,7 +1,8 @@
 """Per-tensor FP8 with and without padding rows: ours, vLLM's op, PyTorch eager and compiled, a memset.
 
 With all rows live ours does the same work as the others: what it gains there over eager
-``torch.max`` is the fusion of its kernels, and only what fewer live rows gain is the fix.
+``torch.max`` is the fusion of its kernels, and only what fewer live rows gain is the fix. Batches that one
+program holds are timed with one launch and with two: the one must not be slower.
 
 Run: ``python benchmarks/quantize_fp8_per_tensor.py`` on a machine with a CUDA device.
 ``STALEPROOF_VLLM_C_SO`` names the compiled library of a vLLM wheel that has
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -23,6 +25,7 @@ from staleproof import device
 device.select()
 
 from staleproof.harness import measure
+from staleproof.ops import fp8
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.reference import fp8 as reference
 
@@ -30,6 +33,8 @@ ROWS = 1024
 # DeepSeek's hidden size, its attention output before the projection, its latent output.
 HIDDEN = (7168, 128 * 128, 128 * 512)
 LIVE = (1, 512, 1024)
+# Rows and columns of the largest batches that one program holds, and of a small one.
+FEW = ((1, 7168), (16, 512), (4, 512))
 Quantized = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -60,6 +65,30 @@ def vllm() -> dict[str, Callable[[torch.Tensor], Quantized]]:
     return {f"vLLM {release[1]}'s op" if release else "vLLM's op": quantise}
 
 
+def right(got: Quantized, x: torch.Tensor, live: int) -> bool:
+    """Whether the scale is that of the rows read; a byte may round the other way."""
+    want, scale = reference.quantize_fp8_per_tensor(x, live_rows=live)
+    close = torch.isclose(got[0].float(), want.float(), rtol=0.13, atol=2**-9)
+    return bool(close.all()) and torch.allclose(got[1], scale, rtol=1e-6)
+
+
+def few() -> Iterator[dict[str, Any]]:
+    """Small batches with one launch, and with two."""
+    for count, hidden in FEW:
+        x = torch.randn(count, hidden, device="cuda", dtype=torch.bfloat16)
+        for provider, whole in (("staleproof", fp8.WHOLE), ("staleproof, two launches", 0)):
+            with mock.patch.multiple(fp8, WHOLE=whole, _SEEN=fp8.Seen()):
+                is_right = right(quantize_fp8_per_tensor(x), x, count)
+                if not measure.checked(provider, is_right, f"wrong result for {count} rows of {hidden}"):
+                    continue
+                times = measure.graph_times([lambda x=x: quantize_fp8_per_tensor(x)])
+            yield measure.row(
+                *("mla_padding", "quantize_fp8_per_tensor", provider, f"bf16 ({count}, {hidden})"),
+                *("live rows", count, times, 3 * count * hidden),
+                cache=measure.WARM,
+            )
+
+
 def rows() -> list[dict[str, Any]]:
     """Measure every case.
 
@@ -68,7 +97,7 @@ def rows() -> list[dict[str, Any]]:
     """
     measure.require_gpu()
     compiled, of_vllm = torch.compile(all_rows), vllm()
-    found = []
+    found = [*few()]
     for hidden in HIDDEN:
         turns = measure.rotation(ROWS * hidden * 2)
         xs = [torch.randn(ROWS, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(turns.sets)]
@@ -84,12 +113,8 @@ def rows() -> list[dict[str, Any]]:
             turns: measure.Rotation = turns,
             hidden: int = hidden,
         ) -> None:
-            got, got_scale = call(xs[0])
-            # The scale must be that of the rows read; a byte may round the other way.
-            want, scale = reference.quantize_fp8_per_tensor(xs[0], live_rows=live)
-            close = torch.isclose(got.float(), want.float(), rtol=0.13, atol=2**-9)
-            right = bool(close.all()) and torch.allclose(got_scale, scale, rtol=1e-6)
-            if not measure.checked(provider, right, f"wrong result for {live} rows of {hidden}"):
+            is_right = right(call(xs[0]), xs[0], live)
+            if not measure.checked(provider, is_right, f"wrong result for {live} rows of {hidden}"):
                 return
             for cache, times in measure.cached_times([lambda x=x: call(x) for x in xs], turns):
                 found.append(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from staleproof.harness import measure, vllm_calls
 from staleproof.harness.vllm_files import executed
@@ -113,7 +114,7 @@ def test_a_patch_that_changes_a_result_gets_no_row(bench):
 def test_a_patched_call_that_writes_nothing_gets_no_row(bench, monkeypatch):
     from staleproof.ops import topk
 
-    monkeypatch.setattr(topk, "topk_sigmoid", lambda *args, **kwargs: None)
+    monkeypatch.setattr(topk, "route", lambda *args, **kwargs: None)
     with pytest.raises(measure.WrongResult, match="topk_nan_bias changes the result of topk_sigmoid"):
         rows(bench, "bias: topk_sigmoid", library=True)
 
@@ -130,3 +131,20 @@ def test_a_patch_that_is_not_needed_says_so(bench):
             stand_in.library._destroy()
     assert {row["needed"] for row in found} == {False}
     assert {row["applies_to"] for row in found} == {"0.17.0 to 0.19.1"}
+
+
+def test_scales_are_timed_in_a_graph_and_outside(bench, monkeypatch):
+    root = environment.cache() / bench.OLDER / "vllm"
+    if not root.exists():
+        pytest.skip(f"vLLM {bench.OLDER} was not fetched")
+    monkeypatch.setattr(bench, "BATCH", 128)
+    zeros, zeroed = torch.zeros, []
+    monkeypatch.setattr(torch, "zeros", lambda *args, **given: zeroed.append(args) or zeros(*args, **given))
+    with executed(root, *bench.OLDER_FILES):
+        found = [case for case in bench.older_cases(bench.OLDER) if case.patch == "scale_padding"]
+        assert len(found) == 4
+        for case in found:
+            zeroed.clear()
+            without, patched = bench.pair(case, bench.OLDER)
+            assert (without["provider"], patched["provider"]) == ("without", "patched")
+            assert bool(zeroed) is ("compiled" in case.mode)

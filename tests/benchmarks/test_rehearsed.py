@@ -103,7 +103,7 @@ def test_a_large_batch_is_not_split_to_64(monkeypatch):
     [(None, None), ("vllm-0.22.1/_C.so", "vLLM 0.22.1's op, all rows"), ("_C.so", "vLLM's op, all rows")],
 )
 def test_vllms_fp8_op_is_a_peer_where_its_library_is_named(monkeypatch, capsys, here, name):
-    sizes = {"ROWS": 8, "HIDDEN": (64,), "LIVE": (1, 8)}
+    sizes = {"ROWS": 8, "HIDDEN": (64,), "LIVE": (1, 8), "FEW": ((2, 64),)}
     bench = rehearsal.load("quantize_fp8_per_tensor", monkeypatch, **sizes)
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.delenv("STALEPROOF_VLLM_C_SO", raising=False)
@@ -126,6 +126,20 @@ def test_vllms_fp8_op_is_a_peer_where_its_library_is_named(monkeypatch, capsys, 
     assert {provider for provider in found if provider.startswith("vLLM")} == ({name} if name else set())
     assert ("vLLM's fp8 op is not run" in capsys.readouterr().out) is (here is None)
     assert {"staleproof, all rows", "torch eager, all rows"} <= found
+
+
+def test_a_small_batch_is_timed_with_one_launch_and_with_two(monkeypatch):
+    bench = rehearsal.load("quantize_fp8_per_tensor", monkeypatch, FEW=((2, 64),))
+    launched, kernels = bench.fp8.launched, []
+
+    def named(kernel, *args, **options):
+        kernels.append(kernel.fn.__name__)
+        return launched(kernel, *args, **options)
+
+    monkeypatch.setattr(bench.fp8, "launched", named)
+    assert [row["provider"] for row in bench.few()] == ["staleproof", "staleproof, two launches"]
+    # Each is called once to be checked and once to be timed.
+    assert kernels == ["_whole_kernel"] * 2 + ["_amax_kernel", "_quantize_kernel"] * 2
 
 
 def test_scales_without_padding_are_said_to_have_none(monkeypatch):

@@ -189,7 +189,7 @@ def test_rounds_go_through_the_captures_in_turn(monkeypatch):
 
     runner.capture_model = capture_model
     monkeypatch.setattr(cost_probes, "_wrappers", lambda: [wrapper])
-    monkeypatch.setattr(watch_hooks, "installed", [SimpleNamespace(watch=None)])
+    monkeypatch.setattr(watch_hooks, "installed", [SimpleNamespace(watch=None, padding=None)])
     switch = cost_probes.Switch(SimpleNamespace(runner=runner), {"off": State(), "on": State()})
     for name in ("off", "on", "on", "off"):
         assert switch.capture(name) == 1
@@ -201,7 +201,7 @@ def test_rounds_go_through_the_captures_in_turn(monkeypatch):
     assert ran == [0, 1, 3, 2, 0, 1]
 
 
-def test_the_probe_that_waits_stands_where_the_watch_stands():
+def test_the_probe_that_waits_stands_where_the_watch_stands(monkeypatch):
     on = watch_hooks.Hooks(Settings())
     on.watch = cost_probes._Syncing()
     ids = ["a", "b"]
@@ -218,11 +218,13 @@ def test_the_probe_that_waits_stands_where_the_watch_stands():
         on.step_v1((runner, output), {})
     on.idle((), {})
     layer = SimpleNamespace(layer_name="model.layers.0.self_attn.attn")
-    looked = []
-    on.watch.count = lambda *seen: looked.append(seen[0])
+    waits = []
+    monkeypatch.setattr(torch, "isnan", lambda x: waits.append(x) or torch.zeros(1))
     result = torch.ones(2, 4, 8), None
     assert on.mla(result, (None, None, None, None, layer), {}) is result
-    assert looked == [0]
+    assert [x is result[0] for x in waits] == [True]
+    assert on.attention(None, (None, layer), {}) is None
+    assert len(waits) == 1
 
 
 def test_an_engine_that_fails_does_not_end_the_others(steps, monkeypatch):

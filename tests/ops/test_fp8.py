@@ -23,6 +23,10 @@ LIVE: dict[str, Any] = {
 }
 
 
+# Elements a row, of 9 rows: what one program quantises by itself, and what many do.
+HIDDEN = [300, 1000]
+
+
 def payload(x_fp8: torch.Tensor) -> torch.Tensor:
     return x_fp8.view(torch.uint8)
 
@@ -40,7 +44,7 @@ def batch(dtype: torch.dtype, device: str, hidden: int = 300) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("live", LIVE)
-@pytest.mark.parametrize("hidden", [1, 300, 8192 + 40])
+@pytest.mark.parametrize("hidden", [1, *HIDDEN, 8192 + 40])
 def test_matches_reference(device: str, dtype: torch.dtype, live: str, hidden: int) -> None:
     x = batch(dtype, device, hidden)
     live_rows = LIVE[live](device)
@@ -67,8 +71,11 @@ def test_every_rounding_case(device: str) -> None:
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("live", ["int", "device tensor", "mask", "none"])
-def test_padding_changes_no_bit_and_comes_out_zero(device: str, poison: float, live: str) -> None:
-    x = batch(torch.bfloat16, device)
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_padding_changes_no_bit_and_comes_out_zero(
+    device: str, hidden: int, live: str, poison: float
+) -> None:
+    x = batch(torch.bfloat16, device, hidden)
     live_rows = LIVE[live](device)
     index = live_index(live_rows, 9, device)
     want, want_scale = quantize_fp8_per_tensor(x, live_rows=live_rows)
@@ -79,8 +86,9 @@ def test_padding_changes_no_bit_and_comes_out_zero(device: str, poison: float, l
     assert int(payload(got)[~index].count_nonzero()) == 0
 
 
-def test_a_live_nan_stays_visible(device: str) -> None:
-    x = batch(torch.bfloat16, device)
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_a_live_nan_stays_visible(device: str, hidden: int) -> None:
+    x = batch(torch.bfloat16, device, hidden)
     x[1, 7] = torch.nan
     got, scale = quantize_fp8_per_tensor(x, live_rows=3)
     assert bool(scale.isnan().all())
@@ -89,29 +97,33 @@ def test_a_live_nan_stays_visible(device: str) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0])
-def test_all_zero_has_a_usable_scale(device: str, value: float) -> None:
-    got, scale = quantize_fp8_per_tensor(torch.full((2, 40), value, device=device))
+@pytest.mark.parametrize("hidden", [40, 8000])
+def test_all_zero_has_a_usable_scale(device: str, hidden: int, value: float) -> None:
+    got, scale = quantize_fp8_per_tensor(torch.full((2, hidden), value, device=device))
     assert scale.item() == 1.0
     assert bool((got.float() == 0).all())
 
 
-def test_tiny_values_have_a_usable_scale(device: str) -> None:
-    x = torch.full((2, 40), 1e-40, device=device)
+@pytest.mark.parametrize("hidden", [40, 8000])
+def test_tiny_values_have_a_usable_scale(device: str, hidden: int) -> None:
+    x = torch.full((2, hidden), 1e-40, device=device)
     got, scale = quantize_fp8_per_tensor(x)
     assert scale.item() == torch.finfo(torch.float32).tiny
     assert bool(got.float().isfinite().all())
 
 
-def test_strided_rows(device: str) -> None:
-    wide = batch(torch.bfloat16, device, 600)
-    got, scale = quantize_fp8_per_tensor(wide[:, :300], live_rows=5)
-    want, want_scale = quantize_fp8_per_tensor(wide[:, :300].contiguous(), live_rows=5)
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_strided_rows(device: str, hidden: int) -> None:
+    wide = batch(torch.bfloat16, device, 2 * hidden)
+    got, scale = quantize_fp8_per_tensor(wide[:, :hidden], live_rows=5)
+    want, want_scale = quantize_fp8_per_tensor(wide[:, :hidden].contiguous(), live_rows=5)
     assert torch.equal(payload(got), payload(want))
     assert torch.equal(scale, want_scale)
 
 
-def test_is_padding_is_the_mask_turned_round(device: str) -> None:
-    x = batch(torch.bfloat16, device)
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_is_padding_is_the_mask_turned_round(device: str, hidden: int) -> None:
+    x = batch(torch.bfloat16, device, hidden)
     padding = torch.arange(9, device=device) % 3 == 1
     x[padding] = torch.nan
     want, want_scale = quantize_fp8_per_tensor(x, live_rows=~padding)
@@ -122,8 +134,9 @@ def test_is_padding_is_the_mask_turned_round(device: str) -> None:
         assert int(payload(got)[padding].count_nonzero()) == 0
 
 
-def test_out_is_written_and_returned(device: str) -> None:
-    x = batch(torch.bfloat16, device)
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_out_is_written_and_returned(device: str, hidden: int) -> None:
+    x = batch(torch.bfloat16, device, hidden)
     want, want_scale = quantize_fp8_per_tensor(x, live_rows=4)
     x_fp8 = torch.full_like(payload(want), 0x7F).view(torch.float8_e4m3fn)
     scale = torch.full((1,), torch.nan, device=device)
@@ -135,8 +148,9 @@ def test_out_is_written_and_returned(device: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "as_if"), [(-3, 0), (12, 9)])
-def test_a_count_out_of_range_is_cut_to_it(device: str, count: int, as_if: int) -> None:
-    x = batch(torch.bfloat16, device)
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_a_count_out_of_range_is_cut_to_it(device: str, hidden: int, count: int, as_if: int) -> None:
+    x = batch(torch.bfloat16, device, hidden)
     live = torch.tensor([count], dtype=torch.int32, device=device)
     got, scale = quantize_fp8_per_tensor(x, live_rows=live)
     want, want_scale = quantize_fp8_per_tensor(x, live_rows=as_if)
@@ -146,15 +160,52 @@ def test_a_count_out_of_range_is_cut_to_it(device: str, count: int, as_if: int) 
     quantize_fp8_per_tensor(x, live_rows=live, validate=True)
 
 
+@pytest.mark.parametrize(
+    ("rows", "hidden", "launches"), [(1, 8192, 1), (2, 8192, 2), (16, 512, 1), (17, 512, 2)]
+)
+def test_what_one_program_holds_takes_one_launch(monkeypatch, rows: int, hidden: int, launches: int) -> None:
+    made = []
+    launched = fp8.launched
+
+    def counted(kernel, *args, **options):
+        made.append(kernel)
+        return launched(kernel, *args, **options)
+
+    monkeypatch.setattr(fp8, "launched", counted)
+    quantize_fp8_per_tensor(torch.ones(rows, hidden))
+    assert len(made) == launches
+
+
+def test_a_repeated_call_makes_the_launches_of_the_first(monkeypatch) -> None:
+    repeated = []
+
+    def launches(kernel, grid, tensors, sizes, **options):
+        return lambda *addresses: repeated.append((kernel, len(addresses), *addresses[:2]))
+
+    monkeypatch.setattr(fp8, "launched", launches)
+    monkeypatch.setattr(fp8, "_SEEN", fp8.Seen())
+    padding = torch.zeros(9, dtype=torch.bool)
+    for hidden, expected in (
+        (300, [(fp8._whole_kernel, 4)]),
+        (1000, [(fp8._amax_kernel, 3), (fp8._quantize_kernel, 5)]),
+    ):
+        quantize_fp8_per_tensor(torch.ones(9, hidden), is_padding=padding)
+        x = torch.ones(9, hidden)
+        quantize_fp8_per_tensor(x, is_padding=padding)
+        assert repeated == [(*call, x.data_ptr(), padding.data_ptr()) for call in expected]
+        repeated.clear()
+
+
 @pytest.mark.gpu
-def test_graph_replay_with_live_count_down_then_up(device: str) -> None:
-    x = torch.randn(1024, 7168, device=device).bfloat16()
-    count = torch.tensor([1024], dtype=torch.int32, device=device)
+@pytest.mark.parametrize(("rows", "hidden"), [(1024, 7168), (16, 512)])
+def test_graph_replay_with_live_count_down_then_up(device: str, rows: int, hidden: int) -> None:
+    x = torch.randn(rows, hidden, device=device).bfloat16()
+    count = torch.tensor([rows], dtype=torch.int32, device=device)
     quantize_fp8_per_tensor(x, live_rows=count)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got, scale = quantize_fp8_per_tensor(x, live_rows=count)
-    for live in (1024, 1, 128, 0, 1024):
+    for live in (rows, 1, rows // 8, 0, rows):
         count.fill_(live)
         poisoned = x.clone()
         x[live:] = torch.nan

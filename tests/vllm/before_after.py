@@ -51,8 +51,8 @@ QUESTIONS = {
         "simulated tokens that name an expert twice, uniform and normal; id dtype",
         lambda a: f"{a['uniform']:.0%}, {a['normal']:.0%}; {a['dtype'].removeprefix('torch.')}",
     ),
-    "fp4 scales": (
-        "stale bytes of 512 in new FP4 scales",
+    "fp4 scales, traced": (
+        "stale bytes of 512 in new FP4 scales of a compiled graph",
         lambda a: "allocated in the op" if a is None else a["stale"],
     ),
     "dummy run": (

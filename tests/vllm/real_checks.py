@@ -111,7 +111,7 @@ def contained() -> dict[str, Any]:
     from staleproof.ops import topk
 
     broken = mock.Mock(side_effect=RuntimeError("planted"))
-    with mock.patch.object(ours, "clear_empty_rows", broken), mock.patch.object(topk, "topk_softmax", broken):
+    with mock.patch.object(ours, "clear_empty_rows", broken), mock.patch.object(topk, "route", broken):
         return {
             "rows": [kernels.cutlass_rows()["bad"] for _ in range(2)],
             "routing": routing.routing()["softmax"],

@@ -73,13 +73,15 @@ def test_every_incident_of_this_vllm_is_gone(version):
     _rows(off, on, states["decode_buffer"] == "will be patched")
     _blocks(off, on, states)
     _routes(off, on, states, version >= "0.28")
-    assert off["fp4 scales, traced"] == on["fp4 scales, traced"]
+    # Outside of a graph only a kernel that writes the padding gets this memory.
+    assert off["fp4 scales"] == on["fp4 scales"]
+    traced = "fp4 scales, traced"
     if states["scale_padding"] == "will be patched":
-        assert (off["fp4 scales"]["stale"], on["fp4 scales"]["stale"]) == (128, 0)
+        assert (off[traced]["stale"], on[traced]["stale"]) == (128, 0)
         # Shape and dtype are what the quantising op expects.
-        assert off["fp4 scales"] | {"stale": 0} == on["fp4 scales"]
+        assert off[traced] | {"stale": 0} == on[traced]
     else:
-        assert off["fp4 scales"] == on["fp4 scales"]
+        assert off[traced] == on[traced]
 
     _manners(seen)
     committed = json.loads(before_after.FILE.read_text())

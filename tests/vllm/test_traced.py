@@ -209,10 +209,13 @@ def test_mla(vllm, patch, name):
 
 def test_duplicate_experts(vllm):
     experts = vllm("model_executor.layers.fused_moe.flashinfer_cutlass_moe").FlashInferExperts()
-    weights, ids = torch.tensor([[0.4, 0.3, 0.2]]), torch.tensor([[3, 1, 3]], dtype=torch.int32)
+    weights, ids = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), torch.tensor([[3, 1, 3, 2]], dtype=torch.int32)
+    x = torch.zeros(1, 2)
     with patches()["duplicate_experts"].applied("0.18.1"):
-        _, ids = _compiled(lambda w, i: experts.apply(None, None, None, None, w, i))(weights, ids)
-    assert ids.tolist() == [[3, 1, -1]]
+        # This batch alone needs nothing, but the trace serves others too.
+        assert experts.apply(x, x, x, x, weights, ids)[1].tolist() == ids.tolist()
+        _, ids = _compiled(lambda w, i: experts.apply(x, x, x, x, w, i))(weights, ids)
+    assert ids.tolist() == [[3, 1, -1, 2]]
 
 
 def test_routing_simulator(vllm):

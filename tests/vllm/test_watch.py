@@ -195,11 +195,13 @@ def test_a_dummy_batch_between_two_steps_is_not_counted():
 
 
 def test_vllms_own_mask_of_padding_rows_comes_first():
-    watch = Watch(Settings(), "cpu")
-    watch.begin_step(8)
-    padding = torch.tensor([True, False] * 4)
-    watch.observe("attention", "layers.0", rows_with(0, 2, 3), padding=padding)
-    assert counted(watch) == {("attention", "layers.0"): (2, 1)}
+    masks = {8: torch.tensor([True, False] * 4), 4: None}
+    watch = Watch(Settings(), "cpu", masks.get)
+    watch.begin_step(3)
+    watch.observe("experts", "layers.0", rows_with(2, 3, rows=4))
+    assert counted(watch) == {("experts", "layers.0"): (1, 1)}
+    watch.observe("attention", "layers.0", rows_with(0, 2, 3))
+    assert counted(watch)["attention", "layers.0"] == (2, 1)
 
 
 def test_a_copy_that_has_not_arrived_is_not_read_and_not_waited_for():

@@ -161,8 +161,10 @@ def _cases() -> dict[str, Callable[[], object]]:
 
     for live in ("all", "count", "tensor", "mask", "padding"):
         add(f"quantize_fp8_per_tensor, 128 x 7168, {live}", _fp8, 128, 7168, live=live)
+        add(f"quantize_fp8_per_tensor, 8 x 512, {live}", _fp8, 8, 512, live=live)
     for dtype in (FP16, FP32):
         add(f"quantize_fp8_per_tensor, 128 x 7168, {dtype}", _fp8, 128, 7168, dtype)
+        add(f"quantize_fp8_per_tensor, 1 x 7168, {dtype}", _fp8, 1, 7168, dtype)
     add("quantize_fp8_per_tensor, 1 x 2048", _fp8, 1, 2048)
     add("quantize_fp8_per_tensor, 256 x 16384", _fp8, 256, 16384)
 

@@ -221,12 +221,12 @@ def experts_call(
     impl.tp_rank = impl.ep_rank = 0
     impl.use_deepseek_fp8_block_scale = False
     x = torch.randn(rows, 64, dtype=torch.bfloat16, device=device)
-    out = torch.empty_like(x)
+    out, experts = torch.empty_like(x), torch.empty(128, 64, dtype=torch.bfloat16, device=device)
     weights = torch.rand(rows, top_k, device=device)
-    ids = torch.rand(rows, 128, device=device).topk(top_k).indices.int()
+    ids = torch.rand(rows, len(experts), device=device).topk(top_k).indices.int()
     silu = module.MoEActivation.SILU
 
     def call() -> None:
-        impl.apply(out, x, x, x, weights, ids, silu, 128, *[None] * 6, False)
+        impl.apply(out, x, experts, experts, weights, ids, silu, len(experts), *[None] * 6, False)
 
     return call, seen

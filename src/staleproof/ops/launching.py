@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch._C import _len_torch_dispatch_stack
@@ -100,8 +100,13 @@ class Seen(Generic[Call]):
         self._kinds: dict[tuple[type, ...], _Kind] = {}
         self._count = 0
 
-    def get(self, key: Key | None) -> Call | None:
-        """The call that was kept for such arguments, or ``None``."""
+    def get(self, key: Key | None, addresses: int | None = None) -> Call | None:
+        """The call that was kept for such arguments, or ``None``.
+
+        Args:
+            key: see :func:`key_of`.
+            addresses: those of all its tensors, combined by ``|``, if the caller has asked for them.
+        """
         if key is None or (kind := self._kinds.get(tuple(map(type, key)))) is None:
             return None
         try:
@@ -112,12 +117,14 @@ class Seen(Generic[Call]):
         if found is None:
             return None
         tensors = kind.tensors(key)
-        bits = 0
-        for at in map(_data_ptr, tensors):
-            bits |= at
+        if addresses is None:
+            addresses = 0
+            for at in map(_data_ptr, tensors):
+                addresses |= at
         for kept in found:
-            if kept.fits(*tensors) and not (bits & 15 and kept.aligned & _misaligned(tensors)):
-                return cast(Call, kept.call)
+            if kept.fits(*tensors) and not (addresses & 15 and kept.aligned & _misaligned(tensors)):
+                call: Call = kept.call
+                return call
         return None
 
     def keep(self, key: Key | None, call: Call | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from staleproof import check, device
-from staleproof.ops.launching import Ready, Seen, address, empty, key_of, launched
+from staleproof.ops.launching import Key, Ready, Seen, address, empty, key_of, launched
 from staleproof.ops.operators import operator
 
 device.load_triton()
@@ -91,12 +91,17 @@ _topk_sigmoid = operator(f"topk_sigmoid({_ARGUMENTS}) -> ()")(partial(_launch, "
 _topk_softplus_sqrt = operator(f"topk_softplus_sqrt({_ARGUMENTS}) -> ()")(partial(_launch, "softplus_sqrt"))
 _GROUPED = f"grouped_topk({_ARGUMENTS}, int num_expert_group, int topk_group) -> ()"
 _grouped_topk = operator(_GROUPED)(partial(_launch, "sigmoid"))
-
-
+# For the hooks of vLLM, which call them past the public functions.
+LAUNCHES = {
+    "softmax": _topk_softmax,
+    "sigmoid": _topk_sigmoid,
+    "softplus_sqrt": _topk_softplus_sqrt,
+    "grouped": _grouped_topk,
+}
 _SEEN: Seen[Ready] = Seen()
 
 
-def _route(
+def route(
     launch: Callable[..., Ready | None],
     x: torch.Tensor,
     top_k: int,
@@ -104,11 +109,25 @@ def _route(
     topk_ids_dtype: torch.dtype,
     out: tuple[torch.Tensor, torch.Tensor] | None,
     groups: tuple[int, ...] = (),
+    key: Key | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the arguments, allocate the results, launch."""
+    """Check the arguments, allocate the results, launch.
+
+    Args:
+        launch: one of :data:`LAUNCHES`.
+        x, top_k, topk_ids_dtype, out: as in :func:`topk_softmax`, where ``x`` is named ``router_logits``.
+        options: bias, renormalize, routed_scaling_factor, is_padding, padding_id.
+        groups: num_expert_group and topk_group, for grouped routing.
+        key: what a caller that found nothing in ``_SEEN`` looked for; the call is kept under it.
+
+    >>> x, options = torch.tensor([[0.0, 3.0, 1.0]]), (None, False, 1.0, None, -1)
+    >>> route(LAUNCHES["softmax"], x, 2, options, torch.int32, None)[1].tolist()
+    [[1, 2]]
+    """
     bias, renormalize, routed_scaling_factor, is_padding, padding_id = options
-    results = out if isinstance(out, tuple | list) else (out,)
-    key = key_of(x, launch, top_k, *options, topk_ids_dtype, *groups, *results)
+    if key is None:
+        results = out if isinstance(out, tuple | list) else (out,)
+        key = key_of(x, launch, top_k, *options, topk_ids_dtype, *groups, *results)
     if (again := _SEEN.get(key)) is not None:
         if out is None:
             rows = x.shape[0]
@@ -213,7 +232,7 @@ def topk_softmax(
     [[0.731, 0.269], [0.0, 0.0]]
     """
     options = bias, renormalize, routed_scaling_factor, is_padding, padding_id
-    return _route(_topk_softmax, router_logits, top_k, options, topk_ids_dtype, out)
+    return route(_topk_softmax, router_logits, top_k, options, topk_ids_dtype, out)
 
 
 def topk_sigmoid(
@@ -239,7 +258,7 @@ def topk_sigmoid(
     ([[2, 0, 1]], [0.881, 0.5, 0.0])
     """
     options = bias, renormalize, routed_scaling_factor, is_padding, padding_id
-    return _route(_topk_sigmoid, router_logits, top_k, options, topk_ids_dtype, out)
+    return route(_topk_sigmoid, router_logits, top_k, options, topk_ids_dtype, out)
 
 
 def topk_softplus_sqrt(
@@ -265,7 +284,7 @@ def topk_softplus_sqrt(
     ([[2, 0, 1]], [1.458, 0.833, 0.0])
     """
     options = bias, renormalize, routed_scaling_factor, is_padding, padding_id
-    return _route(_topk_softplus_sqrt, router_logits, top_k, options, topk_ids_dtype, out)
+    return route(_topk_softplus_sqrt, router_logits, top_k, options, topk_ids_dtype, out)
 
 
 def grouped_topk(
@@ -300,4 +319,4 @@ def grouped_topk(
     """
     options = bias, renormalize, routed_scaling_factor, is_padding, padding_id
     groups = num_expert_group, topk_group
-    return _route(_grouped_topk, router_logits, top_k, options, topk_ids_dtype, out, groups)
+    return route(_grouped_topk, router_logits, top_k, options, topk_ids_dtype, out, groups)

@@ -110,9 +110,7 @@ class Target:
         >>> target.knows((1,), {"y": 2}), target.knows((1,), {"z": 2}), target.knows((1, 2, 3), {})
         (True, False, False)
         """
-        if len(args) > len(self.arguments):
-            return False
-        return not kwargs or all(name in self.arguments for name in kwargs)
+        return len(args) <= len(self.arguments) and not kwargs.keys() - self.arguments
 
 
 # Warnings that were logged and patches that were announced: one line each, not one a step.
@@ -149,13 +147,13 @@ def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
     owner, target = hook.owner, hook.target
     # Calls read from their closure only: little else is still in the core's cache after a step of the model.
     stepped_back, instead, knows = standing.stepped_back, target.instead, target.knows
-    before, after = target.before, target.after
+    before, after, most = target.before, target.after, len(target.arguments)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if owner in stepped_back:
             return original(*args, **kwargs)
-        if instead is not None and knows(args, kwargs):
+        if instead is not None and (knows(args, kwargs) if kwargs else len(args) <= most):
             try:
                 result = instead(args, kwargs)
                 if result is not NotImplemented:

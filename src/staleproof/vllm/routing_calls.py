@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -43,10 +43,11 @@ HASH = (
     "bias_vl",
     "image_sentinel_lo",
 )
-# What follows the four tensors if a call leaves it out.
-SOFTMAX_DEFAULTS = (False, None, None)
-SIGMOID_DEFAULTS = (False, None, 1.0, None)
-HASH_DEFAULTS = (False, 1.0, None, None, None, None, None, 0)
+APPLY = ("self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids")
+# What stands for the arguments that a call leaves out. It never leaves out the first four.
+SOFTMAX_DEFAULTS = (None, None, None, None, False, None, None)
+SIGMOID_DEFAULTS = (None, None, None, None, False, None, 1.0, None)
+HASH_DEFAULTS = (None, None, None, None, False, 1.0, None, None, None, None, None, 0)
 SIGMOID = 1  # vLLM's scoring_func: 1 takes logits and computes their sigmoid, 0 takes scores
 
 
@@ -67,38 +68,41 @@ def _kernels() -> ModuleType:
 
 def _in_order(
     names: tuple[str, ...], defaults: tuple[Any, ...], args: Arguments, kwargs: Keywords
-) -> Arguments:
+) -> Sequence[Any]:
     """All arguments of a call by position; a hook is only given calls whose names it knows."""
-    if kwargs:
-        given = dict(zip(names[4:], defaults, strict=True)) | dict(zip(names, args, strict=False)) | kwargs
-        return tuple(given[name] for name in names)
-    return args + defaults[len(args) - 4 :]
+    given = args + defaults[len(args) :]
+    if not kwargs:
+        return given
+    changed = [*given]
+    for name, value in kwargs.items():
+        changed[names.index(name)] = value
+    return changed
 
 
-def _into(
-    function: Callable[..., Any], given: Arguments, bias: Any, scaling: float, is_padding: Any = None
-) -> Any:
+def _into(name: str, given: Sequence[Any], bias: Any, scaling: float, is_padding: Any) -> Any:
     """Run our kernel in place of vLLM's, into the caller's tensors.
 
     ``token_expert_indices`` is not written, because no caller in these releases reads it.
     """
-    import torch
-
     weights, ids, _, logits, renormalize = given[:5]
+    kernels = _kernels()
+    # A repeated call goes from vLLM's arguments to the launch, without our own function between.
+    key = kernels.key_of(logits, bias, is_padding, weights, ids, renormalize, scaling, name)
+    at, weights_at, ids_at = logits.data_ptr(), weights.data_ptr(), ids.data_ptr()
+    bias_at = None if bias is None else bias.data_ptr()
+    padding_at = None if is_padding is None else is_padding.data_ptr()
+    addresses = at | weights_at | ids_at | (bias_at or 0) | (padding_at or 0)
+    if (again := kernels._SEEN.get(key, addresses)) is not None:
+        again(at, bias_at, padding_at, weights_at, ids_at)
+        return None
     if not logits.shape[0]:
         return NotImplemented
-    if ids.dtype is torch.uint32:
-        # Our op takes no uint32; as int32 an expert id has the same bits.
-        ids = ids.view(torch.int32)
-    function(
-        logits,
-        ids.shape[1],
-        bias=bias,
-        renormalize=renormalize,
-        routed_scaling_factor=scaling,
-        is_padding=is_padding,
-        out=(weights, ids),
-    )
+    import torch
+
+    # Our op takes no uint32; as int32 an expert id has the same bits.
+    out = weights, ids.view(torch.int32) if ids.dtype is torch.uint32 else ids
+    options = bias, renormalize, scaling, is_padding, -1
+    kernels.route(kernels.LAUNCHES[name], logits, ids.shape[1], options, torch.int32, out, key=key)
     return None
 
 
@@ -106,14 +110,14 @@ def softmax(args: Arguments, kwargs: Keywords) -> Any:
     if _tracing():
         return NotImplemented
     given = _in_order(SOFTMAX_TOPK, SOFTMAX_DEFAULTS, args, kwargs)
-    return _into(_kernels().topk_softmax, given, given[5], 1.0, given[6])
+    return _into("softmax", given, given[5], 1.0, given[6])
 
 
 def sigmoid(args: Arguments, kwargs: Keywords) -> Any:
     if _tracing():
         return NotImplemented
     given = _in_order(SIGMOID_TOPK, SIGMOID_DEFAULTS, args, kwargs)
-    return _into(_kernels().topk_sigmoid, given, *given[5:])
+    return _into("sigmoid", given, *given[5:])
 
 
 def grouped(args: Arguments, kwargs: Keywords) -> Any:
@@ -121,18 +125,24 @@ def grouped(args: Arguments, kwargs: Keywords) -> Any:
         return NotImplemented
     if kwargs:
         args = tuple(argument(args, kwargs, i, name, 0) for i, name in enumerate(GROUPED))
-    scores, groups, chosen, top_k, renormalize, scaling, bias, *scoring = args
+    import torch
+
+    kernels = _kernels()
+    scores, bias, top_k = args[0], args[6], args[3]
+    key = kernels.key_of(*args)
+    at, bias_at = scores.data_ptr(), None if bias is None else bias.data_ptr()
+    if (again := kernels._SEEN.get(key, at | (bias_at or 0))) is not None:
+        shape = scores.shape[0], top_k
+        weights = kernels.empty(shape, torch.float32, scores)
+        ids = kernels.empty(shape, torch.int32, scores)
+        again(at, bias_at, None, weights.data_ptr(), ids.data_ptr())
+        return weights, ids
+    _, groups, chosen, _, renormalize, scaling, _, *scoring = args
     if scoring != [SIGMOID] or not scores.shape[0]:
         return NotImplemented
-    return _kernels().grouped_topk(
-        scores,
-        top_k,
-        num_expert_group=groups,
-        topk_group=chosen,
-        bias=bias,
-        renormalize=renormalize,
-        routed_scaling_factor=scaling,
-    )
+    options = bias, renormalize, scaling, None, -1
+    launch = kernels.LAUNCHES["grouped"]
+    return kernels.route(launch, scores, top_k, options, torch.int32, None, (groups, chosen), key)
 
 
 def hashed(args: Arguments, kwargs: Keywords) -> Any:
@@ -143,7 +153,7 @@ def hashed(args: Arguments, kwargs: Keywords) -> Any:
     if given[8] is not None or given[10] is not None:
         return NotImplemented
     try:
-        return _into(_kernels().topk_softplus_sqrt, given, given[6], given[5], given[9])
+        return _into("softplus_sqrt", given, given[6], given[5], given[9])
     except ValueError:
         return NotImplemented
 
@@ -156,7 +166,8 @@ def biased(replacement: Callable[..., Any], position: int, name: str) -> Callabl
     """
 
     def instead(args: Arguments, kwargs: Keywords) -> Any:
-        if argument(args, kwargs, position, name) is None:
+        # What ``argument`` does, with a call less.
+        if (args[position] if position < len(args) else kwargs.get(name)) is None:
             return NotImplemented
         try:
             return replacement(args, kwargs)
@@ -235,11 +246,46 @@ def _lowest(x: Any) -> float:
     return torch.finfo(x.dtype).min
 
 
-def distinct(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+# FlashInfer sorts the slots of a batch by expert in one block of threads if there are at most this many
+# tokens, bits in the number of an expert, and one of these numbers of slots a token. It gives every slot a
+# row of its own then, so a repeated expert does no harm. Otherwise three kernels write only the first of
+# equal slots, and the last one reads what nobody wrote (``fusedBuildExpertMapsSortFirstToken`` in
+# cutlass_fused_moe_kernels.cuh, the same from 0.3.0 to 0.6.9).
+BLOCK_TOKENS, BLOCK_BITS, BLOCK_TOP_K = 256, 9, (1, 2, 4, 6, 8)
+# The block also needs 2 bytes of shared memory a thread for each number of so many bits. Up to here that is
+# 65 KiB, which every GPU has. Where it does not fit, the three kernels run.
+ROOMY_BITS = 7
+
+
+def sorts_in_one_block(tokens: int, top_k: int, experts: int) -> bool:
+    """Whether FlashInfer before 0.6.10 takes repeated experts of such a batch on every GPU, weights of
+    4 bits left aside.
+
+    >>> sorts_in_one_block(128, 8, 128), sorts_in_one_block(129, 8, 128), sorts_in_one_block(1, 10, 128)
+    (True, False, False)
+    """
+    # Two numbers more than experts: no expert of this rank, and no token.
+    bits = (experts + 1).bit_length()
+    most = BLOCK_TOKENS >> max(0, bits - ROOMY_BITS)
+    return tokens <= most and bits <= BLOCK_BITS and top_k in BLOCK_TOP_K
+
+
+def distinct(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
+    """Make the ids distinct, unless FlashInfer takes repeated ones: then nothing is launched."""
+    if len(args) > 6:
+        _, _, hidden, w1, _, weights, ids = args[:7]
+    else:
+        hidden, w1, weights, ids = (argument(args, kwargs, i, APPLY[i]) for i in (2, 3, 5, 6))
+    # Of weights that are stored otherwise than the activations, e.g. in 4 bits, three kernels sort the
+    # slots. A trace keeps for all numbers of tokens what is true of one.
+    if not _tracing() and hidden.dtype is w1.dtype:
+        tokens, top_k = ids.shape
+        if sorts_in_one_block(tokens, top_k, w1.shape[0]):
+            return None
     from staleproof.ops.distinct_experts import distinct_experts
 
-    weights = argument(args, kwargs, 5, "topk_weights")
-    ids = argument(args, kwargs, 6, "topk_ids")
     weights, ids = distinct_experts(weights.contiguous(), ids.contiguous())
-    args, kwargs = replaced(args, kwargs, 5, "topk_weights", weights)
-    return replaced(args, kwargs, 6, "topk_ids", ids)
+    if len(args) > 6:
+        return (*args[:5], weights, ids, *args[7:]), kwargs
+    args, kwargs = replaced(args, kwargs, 5, APPLY[5], weights)
+    return replaced(args, kwargs, 6, APPLY[6], ids)

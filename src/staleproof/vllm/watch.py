@@ -11,9 +11,9 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from staleproof.vllm.hooks import logger
 from staleproof.vllm.sources import PatchError
@@ -117,6 +117,8 @@ class Watch:
     Args:
         chosen: what is watched.
         device: where the model runs.
+        padding: gives the (at least rows,) bool mask of padding rows for so many rows, or ``None``. Without
+            it, and for ``None``, the rows after the step's tokens are padding.
 
     >>> import torch
     >>> watch = Watch(Settings(), "cpu")
@@ -127,16 +129,21 @@ class Watch:
     {('attention', 'layers.0'): (1, 3)}
     """
 
-    def __init__(self, chosen: Settings, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        chosen: Settings,
+        device: torch.device | str,
+        padding: Callable[[int], torch.Tensor | None] | None = None,
+    ) -> None:
         import torch
 
         from staleproof.evidence.board import Board
         from staleproof.ops.launching import launched
 
-        self.settings = chosen
+        self.settings, self._padding = chosen, padding
         self._slots: dict[tuple[str, str], int | None] = {}
-        # The same by a layer's full name, for who looks behind it.
-        self.places: dict[tuple[str, str], int | None] = {}
+        # The same by a layer's full name.
+        self._places: dict[tuple[str, str], int | None] = {}
         self.board = Board(device, launched)
         self._on_gpu = self.board.numbers.is_cuda
         self.capturing = torch.cuda.is_current_stream_capturing if self._on_gpu else lambda: False
@@ -180,7 +187,7 @@ class Watch:
             self._counted += passed
             self._spans[-1][1] = self._steps
 
-    def slot(self, stage: str, layer: str) -> int | None:
+    def _slot(self, stage: str, layer: str) -> int | None:
         """Where a stage of a layer is counted; ``None`` if it is not watched."""
         key = stage, layer
         if key in self._slots:
@@ -194,27 +201,25 @@ class Watch:
         self._slots[key] = None if left_out else taken
         return self._slots[key]
 
-    def observe(
-        self,
-        stage: str,
-        layer: str,
-        x: torch.Tensor,
-        ids: torch.Tensor | None = None,
-        padding: torch.Tensor | None = None,
-    ) -> None:
-        """Count the rows of a stage's output that have a NaN or Inf.
+    def observe(self, stage: str, layer: str, x: Any, ids: torch.Tensor | None = None) -> None:
+        """Count the rows of a stage's output that have a NaN or Inf. All that a layer costs is this call.
 
         Args:
             stage: one of :data:`ROW_STAGES`.
-            layer: its name.
-            x: (rows, ...); a router's weights, (rows, top_k), come with its ids.
+            layer: vLLM's name for it.
+            x: (rows, ...); a router's weights, (rows, top_k), come with its ids. What has no rows is left
+                out, e.g. an attention backend's ``None``.
             ids: (rows, top_k) expert ids; rows that name an expert twice are counted.
-            padding: (at least rows,) bool, true for padding rows; by default rows after the step's tokens.
         """
-        slot = self.slot(stage, layer)
-        # A step that is not counted costs nothing on the host. Its graphs return at once.
-        if slot is not None and (self.counting or self.capturing()) and x.numel():
-            self.board.count(slot, x, ids, padding)
+        key, places = (stage, layer), self._places
+        slot = places[key] if key in places else places.setdefault(key, self._slot(stage, _short(layer)))
+        # A step that is not counted costs nothing more on the host. Its graphs return at once.
+        if slot is None or not (self.counting or self.capturing()):
+            return
+        shape: tuple[int, ...] = getattr(x, "shape", ())
+        if len(shape) >= 2 and shape[0]:
+            padding = self._padding
+            self.board.count(slot, x, ids, None if padding is None else padding(shape[0]))
 
     def name_requests(self, requests: Sequence[str], tokens: Mapping[str, int]) -> None:
         """Say whose rows those of the current step are: requests in their order, and tokens of each."""
@@ -332,6 +337,17 @@ class Watch:
         """Forget all counts: those of the profile and of warm-up runs are nobody's."""
         self.board.reset()
         self._forget()
+
+
+def _short(name: str) -> str:
+    """``layers.3`` of ``model.layers.3.self_attn.attn``; the name itself if it has no number.
+
+    >>> _short("model.layers.3.mlp.experts"), _short("head")
+    ('layers.3', 'head')
+    """
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return name if not number else ".".join(parts[number - 1 : number + 1])
 
 
 def read_settings() -> Settings | None:

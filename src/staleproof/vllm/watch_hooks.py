@@ -69,7 +69,8 @@ class Hooks:
     def __init__(self, chosen: Settings, version: str = OLDEST) -> None:
         self.settings, self.version = chosen, version
         # Earlier releases have no mask to look for. A build of the main branch has no number.
-        self.masks = (numbers(version) or numbers(MOVED)) >= numbers(MASKS)
+        masks = (numbers(version) or numbers(MOVED)) >= numbers(MASKS)
+        self.padding = padding_mask if masks else None
         self.watch: Watch | None = None
         self.blocks: watch_blocks.Blocks | None = None
         self.memory: watch_memory.Memory | None = None
@@ -82,7 +83,7 @@ class Hooks:
 
     def loaded(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``Worker.load_model``: make the counters, outside of any capture."""
-        self.watch = Watch(self.settings, args[0].device)
+        self.watch = Watch(self.settings, args[0].device, self.padding)
         if "memory" in self.settings.stages:
             self.memory = watch_memory.of(args[0])
         return result
@@ -212,17 +213,20 @@ class Hooks:
 
     def attention(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After an attention backend, which returns (rows, ...) or fills ``output``."""
-        layer = args[1] if len(args) > 1 else kwargs.get("layer")
-        self._see("attention", getattr(layer, "layer_name", ""), result)
+        watch = self.watch
+        if watch is not None:
+            layer = args[1] if len(args) > 1 else kwargs.get("layer")
+            watch.observe("attention", getattr(layer, "layer_name", ""), result)
         return result
 
     def mla(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``forward_mqa``, which returns (rows, heads, rank), or with a query axis, and the lse."""
-        if self.watch is not None:
+        watch = self.watch
+        if watch is not None:
             out = result[0]
             out = out if out.ndim == 3 else out.flatten(0, -3)
             layer = args[4] if len(args) > 4 else kwargs.get("layer")
-            self._see("attention", getattr(layer, "layer_name", ""), out)
+            watch.observe("attention", getattr(layer, "layer_name", ""), out)
         return result
 
     def enter_experts(self, args: Arguments, kwargs: Keywords) -> None:
@@ -231,28 +235,17 @@ class Hooks:
 
     def experts(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After a layer's experts: (output of shared experts or None, output)."""
-        self._see("experts", self.layer, result[1])
+        watch = self.watch
+        if watch is not None:
+            watch.observe("experts", self.layer, result[1])
         return result
 
     def router(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After a router: (weights, ids), each (rows, top_k)."""
-        self._see("router", self.layer, result[0], result[1])
-        return result
-
-    def _see(self, stage: str, name: str, x: Any, ids: Any = None) -> None:
-        """Count the rows of a layer; ``name`` is vLLM's for it."""
         watch = self.watch
-        if watch is None:
-            return
-        key = stage, name
-        places = watch.places
-        slot = places[key] if key in places else places.setdefault(key, watch.slot(stage, _short(name)))
-        # What Watch.observe does, with a call less.
-        if slot is None or not (watch.counting or watch.capturing()):
-            return
-        shape: tuple[int, ...] = getattr(x, "shape", ())
-        if len(shape) >= 2 and shape[0]:
-            watch.board.count(slot, x, ids, padding_mask(shape[0]) if self.masks else None)
+        if watch is not None:
+            watch.observe("router", self.layer, result[0], result[1])
+        return result
 
     def targets(self) -> list[Target]:
         """Every function that is watched."""
@@ -299,17 +292,6 @@ def padding_mask(rows: int) -> Any:
     context = getattr(sys.modules.get(CONTEXT), "_forward_context", None)
     mask = getattr(context, "is_padding", None)
     return mask if mask is not None and mask.shape[0] >= rows else None
-
-
-def _short(name: str) -> str:
-    """``layers.3`` of ``model.layers.3.self_attn.attn``; the name itself if it has no number.
-
-    >>> _short("model.layers.3.mlp.experts"), _short("head")
-    ('layers.3', 'head')
-    """
-    parts = name.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-    return name if not number else ".".join(parts[number - 1 : number + 1])
 
 
 def install(version: str | None = None) -> None:

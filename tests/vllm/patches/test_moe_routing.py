@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from staleproof.ops import topk
 from staleproof.vllm import routing_calls as calls
 from staleproof.vllm import simulated_routing as simulated
 from staleproof.vllm.patches import moe_routing as patch
@@ -281,3 +282,65 @@ def test_a_table_of_experts_or_a_bias_of_image_tokens_is_left_to_vllm():
     _, weights, ids = _hashed("0.33.0", logits, bias, is_padding=padding)
     assert ids[1].tolist() == [-1] * 4
     assert not weights[1].count_nonzero()
+
+
+@pytest.fixture(name="repeated")
+def repeated_fixture(monkeypatch) -> list[tuple[object, ...]]:
+    """The addresses of each launch that did not go through Triton's own way."""
+    launched, found = topk.launched, []
+
+    def launches(kernel, grid, tensors, sizes, **options):
+        launched(kernel, grid, tensors, sizes, **options)
+        return lambda *addresses: found.append(addresses)
+
+    monkeypatch.setattr(topk, "launched", launches)
+    monkeypatch.setattr(topk, "_SEEN", topk.Seen())
+    return found
+
+
+@pytest.mark.parametrize("name", ["topk_softmax", "topk_sigmoid", "grouped_topk", "hash"])
+def test_a_repeated_call_goes_straight_to_the_launch(name, repeated, monkeypatch):
+    def call(rows: int, bias: torch.Tensor):
+        logits = torch.randn(rows, 24)
+        result = _hashed("0.20.2", logits, bias) if name == "hash" else _routed(name, "0.20.2", logits, bias)
+        return logits, *result[1 if name == "grouped_topk" else 0 :]
+
+    bias = torch.zeros(24)
+    for rows in (9, 5):
+        call(rows, bias)
+    assert not repeated
+    monkeypatch.setattr(topk, "route", None)
+    for rows in (5, 9, 5):
+        logits, *_, weights, ids = call(rows, bias)
+        at = (logits.data_ptr(), bias.data_ptr(), None, weights.data_ptr(), ids.data_ptr())
+        assert repeated.pop() == at
+        assert (weights.shape, weights.dtype, ids.dtype) == ((rows, 4), torch.float32, torch.int32)
+    with pytest.raises(TypeError, match="not callable"):
+        call(5, torch.zeros(24).bfloat16())
+    assert not repeated
+
+
+def _apart(values: torch.Tensor, by: int) -> torch.Tensor:
+    """The same values, ``by`` elements behind an address that is a multiple of 16."""
+    return torch.empty(values.numel() + by, dtype=values.dtype)[by:].view(values.shape).copy_(values)
+
+
+@pytest.mark.parametrize("name", ["topk_softmax", "topk_sigmoid", "grouped_topk"])
+def test_a_kernel_for_aligned_tensors_is_not_launched_on_others(name, repeated):
+    logits, bias = torch.randn(5, 24), torch.zeros(24)
+    (bias_patch,) = [p for p in patch.PATCHES if p.name == "topk_nan_bias"]
+    (target,) = [t for t in bias_patch.targets_for("0.20.2") if t.name == name]
+    weights, ids = torch.zeros(5, 4), torch.zeros(5, 4, dtype=torch.int32)
+    given = [logits, bias] if name == "grouped_topk" else [logits, bias, weights, ids]
+
+    def call(logits, bias, weights=None, ids=None):
+        if name == "grouped_topk":
+            return target.instead((logits, 4, 2, 4, True, 2.5, bias, 1), {})
+        return target.instead((weights, ids, ids, logits, True, bias), {})
+
+    call(*given)
+    for place in range(len(given)):
+        call(*[_apart(x, 1) if at == place else x for at, x in enumerate(given)])
+        assert not repeated, place
+    call(*given)
+    assert len(repeated) == 1

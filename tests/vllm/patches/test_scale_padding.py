@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from staleproof.ops.reference.nvfp4 import padding_offsets, scale_shape
 from staleproof.vllm.patches import scale_padding as patch
@@ -31,11 +32,14 @@ def _activation(rows: int, width: int) -> QuantizedActivation:
     return QuantizedActivation(data, scale, (rows, width))
 
 
-@pytest.mark.parametrize("rows", [1, 33, 128, 130, 256])
+@pytest.mark.parametrize("rows", [1, 32, 33, 96, 127, 128, 130, 256])
 @pytest.mark.parametrize("width", [16, 64, 80, 192])
-def test_padding_is_cleared_and_nothing_else(rows, width):
+def test_padding_is_cleared_and_nothing_else(rows, width, monkeypatch):
     given = _activation(rows, width)
-    assert patch._clear_padding(given, (), {}) is given
+    with monkeypatch.context() as patched:
+        # Each tensor made on the way is a launch.
+        patched.setattr(torch, "arange", None)
+        assert patch._clear_padding(given, (), {}) is given
     expected = torch.full_like(given.scale.view(torch.uint8).flatten(), DIRTY)
     expected[padding_offsets(rows, width)] = 0
     assert given.scale.view(torch.uint8).flatten().equal(expected)
@@ -54,20 +58,40 @@ def test_it_can_be_traced():
         return patch._clear_padding(given, (), {}).scale
 
     traced = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
-    for rows in (5, 130):
+    for rows in (5, 130, 64, 128, 160):
         given, other = _activation(rows, 80), _activation(rows, 80)
         scales = traced(given.data, given.scale)
         expected = call(other.data, other.scale)
         assert scales.view(torch.uint8).equal(expected.view(torch.uint8))
 
 
-def test_memory_without_padding_stays_vllms():
+def _made(rows: int, width: int, swizzled: bool = True) -> torch.Tensor | None:
+    """What the patch allocates in a traced call; None: vLLM's own memory."""
+
+    def call(x):
+        made = patch._zeroed((x.shape[0], width, x.device, swizzled), {})
+        return torch.empty(0) if made is NotImplemented else made
+
+    made = torch.compile(call, fullgraph=True, backend="eager")(torch.ones(rows, 1))
+    return made if made.numel() else None
+
+
+def test_a_traced_call_gets_zeros_where_scales_are_padded():
+    torch._dynamo.reset()
+    for rows, width, shape in ((128, 80, (128, 2)), (100, 7168, (128, 112)), (128, 7168, (128, 112))):
+        made = _made(rows, width)
+        assert made.shape == shape
+        assert made.dtype == torch.int32
+        assert not made.count_nonzero()
+    assert _made(100, 7168, swizzled=False) is None
+
+
+def test_outside_of_a_graph_memory_stays_vllms():
     device = torch.device("cpu")
-    assert patch._zeroed((128, 7168, device, True), {}) is NotImplemented
-    assert patch._zeroed((256, 64, device, True), {}) is NotImplemented
-    assert patch._zeroed((128, 80, device, True), {}).count_nonzero() == 0
-    assert patch._zeroed((100, 7168, device, True), {}).shape == (128, 112)
-    assert patch._zeroed((100, 7168, device, False), {}) is NotImplemented
+    for rows, width, swizzled in ((128, 7168, True), (128, 80, True), (100, 7168, True), (100, 7168, False)):
+        assert patch._zeroed((rows, width, device, swizzled), {}) is NotImplemented
+    with FakeTensorMode():
+        assert patch._zeroed((100, 7168, device, True), {}).shape == (128, 112)
 
 
 def test_a_trace_of_whole_tiles_serves_other_sizes():

@@ -17,27 +17,26 @@ BLOCK, ROWS, COLUMNS = 16, 128, 4
 KERNEL = "silu_mul_cvt_fp16_to_fp4"
 
 
-def _whole_tiles(rows: Any, columns: Any) -> bool:
-    """Say whether there is no padding at all, so that vLLM's own memory is as good as zeroed memory.
-
-    Never while torch traces: the answer for one number of rows would be kept for all.
-    """
+def _tracing() -> bool:
+    """Say whether torch traces this call, for a graph in which vLLM may fuse what comes next."""
     import torch
 
-    if torch.compiler.is_compiling() or not isinstance(rows, int) or not isinstance(columns, int):
-        return False
-    return rows % ROWS == 0 and columns % COLUMNS == 0
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _zeroed(args: Arguments, kwargs: Keywords) -> Any:
-    """Allocate vLLM's swizzled scale tensor zeroed: int32, four scales an element."""
+    """Allocate vLLM's swizzled scale tensor zeroed: int32, four scales an element.
+
+    In a graph only. Outside, nothing but the kernel of ``scaled_fp4_quant`` writes this memory, and that one
+    writes the padding.
+    """
+    m, n, device, swizzled = (argument(args, kwargs, i, NAMES[i]) for i in range(4))
+    if not swizzled or not _tracing():
+        return NotImplemented
     import torch
 
     from staleproof.ops.reference.nvfp4 import create_fp4_scale_tensor
 
-    m, n, device, swizzled = (argument(args, kwargs, i, NAMES[i]) for i in range(4))
-    if not swizzled or _whole_tiles(m, n // BLOCK):
-        return NotImplemented
     scales = create_fp4_scale_tensor(m, n, swizzled=True, device=device)
     return scales.view(torch.int32)
 
@@ -56,14 +55,28 @@ def _clear_padding(result: Any, args: Arguments, kwargs: Keywords) -> Any:
         return result
     width = result.orig_shape[-1]
     rows, columns = result.data.numel() * 2 // width, width // BLOCK
-    if _whole_tiles(rows, columns):
+    # A trace would keep for all numbers of rows what is true of one.
+    tracing = _tracing()
+    if not tracing and rows % ROWS == 0 and columns % COLUMNS == 0:
         return result
     down, across = result.scale.shape[0] // ROWS, result.scale.shape[1] // COLUMNS
     tiles = result.scale.view(torch.uint8).view(down, across, 32, 4, COLUMNS)
-    device = tiles.device
-    row = torch.arange(32, device=device)[:, None] + 32 * torch.arange(4, device=device)
-    tiles[-1].masked_fill_((row >= rows - (down - 1) * ROWS)[None, :, :, None], 0)
-    tiles[:, -1, :, :, columns - (across - 1) * COLUMNS :] = 0
+    # Those of the last tile.
+    used, columns = rows - (down - 1) * ROWS, columns - (across - 1) * COLUMNS
+    if tracing:
+        device = tiles.device
+        row = torch.arange(32, device=device)[:, None] + 32 * torch.arange(4, device=device)
+        tiles[-1].masked_fill_((row >= used)[None, :, :, None], 0)
+    else:
+        # A fill of a slice is one launch, and a mask takes six. Row r is at [r % 32, r // 32].
+        full, part = divmod(used, 32)
+        if part:
+            tiles[-1, :, part:, full] = 0
+            full += 1
+        if full < 4:
+            tiles[-1, :, :, full:] = 0
+    if tracing or columns < COLUMNS:
+        tiles[:, -1, :, :, columns:] = 0
     return result
 
 
@@ -107,12 +120,14 @@ PATCHES = (
             "scaled_fp4_quant writes the padding, but where SiLU, multiplication and quantisation are "
             f"fused, {KERNEL} writes into the same tensor and leaves the padding as it was. A scale "
             "of 0x7F or 0xFF there is a NaN to whatever reads the whole tile. With the patch the "
-            "padding is zero. The scales of scaled_fp4_experts_quant are empty memory too, and stay "
+            "padding is zero. Outside of a compiled graph nothing is fused, and the tensor is left as it "
+            "is. The scales of scaled_fp4_experts_quant are empty memory too, and stay "
             "so: zeroing them would write hundreds of MiB a layer, and no token reads the rows that "
             "they pad. Their columns are padded only if a row is not a multiple of 64 elements."
         ),
         threads=("vLLM #38148", "vLLM #42988", "vLLM #45741", "vLLM #45739", "vLLM #53568"),
-        cost="one fill of the scales, 1/16 byte an element, unless rows and columns fill their tiles",
+        cost="in a compiled graph one fill of the scales, 1/16 byte an element; outside nothing, but where "
+        "SiLU is fused by hand (0.30.0) and rows or columns do not fill their tiles",
         traced=True,
     ),
 )

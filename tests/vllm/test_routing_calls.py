@@ -1,0 +1,65 @@
+"""Which batches reach FlashInfer's fused MoE with repeated experts, and what the others get instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from staleproof.incidents.moe_routing import consumer
+from staleproof.incidents.moe_routing.observation import holes
+from staleproof.vllm import routing_calls as calls
+from staleproof.vllm.patches import moe_routing
+
+
+def _into_experts(rows: int, top_k: int, experts: int, dtype: torch.dtype = torch.bfloat16, **given):
+    """What the patch gives FlashInfer in place of ids that name one expert in every slot; None: nothing."""
+    (patched,) = [p for p in moe_routing.PATCHES if p.name == "duplicate_experts"]
+    (target,) = patched.targets_for("0.20.2")
+    x, w1 = torch.zeros(rows, 16, dtype=torch.bfloat16), torch.zeros(experts, 1, dtype=dtype)
+    weights, ids = torch.full((rows, top_k), 0.125), torch.full((rows, top_k), 3, dtype=torch.int32)
+    args = None, torch.empty_like(x), x, w1, w1, weights, ids
+    if given:
+        kwargs = dict(zip(calls.APPLY[1:], args[1:], strict=True))
+        found = target.before(args[:1], kwargs)
+        return None if found is None else (found[1]["topk_weights"], found[1]["topk_ids"])
+    found = target.before(args, {})
+    return None if found is None else found[0][5:]
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "experts", "harmless"),
+    [
+        (1, 1, 8, True),
+        (256, 8, 126, True),
+        (257, 8, 126, False),
+        (128, 8, 127, True),
+        (129, 8, 127, False),
+        (128, 6, 254, True),
+        (64, 8, 255, True),
+        (65, 8, 255, False),
+        (64, 2, 510, True),
+        (1, 8, 511, False),
+        (1, 10, 64, False),
+        (1, 3, 64, False),
+    ],
+)
+def test_repeated_experts_stay_only_where_flashinfer_gives_every_slot_a_row(rows, top_k, experts, harmless):
+    assert calls.sorts_in_one_block(rows, top_k, experts) is harmless
+    assert consumer.takes_one_block(rows, top_k, experts) >= harmless
+    for given in ({}, {"by": "name"}):
+        found = _into_experts(rows, top_k, experts, **given)
+        assert (found is None) is harmless
+        if found is not None:
+            weights, ids = found
+            assert ids.tolist() == [[3] + [-1] * (top_k - 1)] * rows
+            assert weights.tolist() == [[0.125 * top_k] + [0.0] * (top_k - 1)] * rows
+    ids = torch.full((rows, top_k), 3, dtype=torch.int32)
+    if harmless:
+        assert not holes(consumer.build_map_torch(ids, experts), ids).any()
+
+
+def test_weights_stored_otherwise_than_activations_get_distinct_ids():
+    # FlashInfer sorts the slots of 4-bit weights with three kernels, whatever the shape.
+    assert _into_experts(16, 8, 64) is None
+    assert _into_experts(16, 8, 64, torch.uint8) is not None
+    assert _into_experts(16, 8, 64, torch.float8_e4m3fn) is not None
