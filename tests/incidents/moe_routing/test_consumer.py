@@ -42,7 +42,10 @@ def brute_force(ids: torch.Tensor, experts: int, one_block: bool) -> tuple[list[
     ("tokens", "top_k", "experts", "expected"),
     [
         (1, 1, 1, True),
-        (256, 8, 510, True),
+        (256, 8, 254, True),
+        (256, 8, 255, False),
+        (128, 8, 510, True),
+        (129, 8, 510, False),
         (128, 6, 128, True),
         (257, 8, 128, False),
         (4, 10, 128, False),

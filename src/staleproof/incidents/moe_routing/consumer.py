@@ -22,7 +22,9 @@ import triton.language as tl
 
 # Marks map entries that nobody wrote. The bytes 0x7f make an index far outside any buffer.
 CANARY = 0x7F7F7F7F
-ONE_BLOCK_TOKENS, ONE_BLOCK_EXPERTS, ONE_BLOCK_TOP_K = 256, 510, (1, 2, 4, 6, 8)
+# The most tokens and experts of a block, twice: it takes 2 bytes of shared memory for each token, up to 32, 64,
+# 128 or 256, and each number with the bits of an expert's. 256 tokens of 9 bits would be 256 KiB.
+ONE_BLOCK, ONE_BLOCK_TOP_K = ((256, 254), (128, 510)), (1, 2, 4, 6, 8)
 IDS_DTYPES = (torch.int32, torch.int64)
 
 
@@ -157,8 +159,11 @@ class Finalised:
 
 
 def takes_one_block(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether FlashInfer builds the map in one block. Duplicates do no harm there."""
-    fits = tokens <= ONE_BLOCK_TOKENS and experts <= ONE_BLOCK_EXPERTS
+    """Whether FlashInfer builds the map in one block, on a GPU that gives one 160 KiB of shared memory.
+
+    Duplicates do no harm there (``fusedBuildExpertMapsSortFirstToken`` in cutlass_fused_moe_kernels.cuh).
+    """
+    fits = any(tokens <= most and experts <= numbers for most, numbers in ONE_BLOCK)
     return fits and top_k in ONE_BLOCK_TOP_K
 
 

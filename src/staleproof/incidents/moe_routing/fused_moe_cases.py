@@ -93,6 +93,8 @@ def _table() -> Iterator[tuple[Case, str | None]]:
     yield Case(1, 10, "all equal", check=False), CUDA_ILLEGAL_ACCESS
     yield Case(4, 10, "all equal", check=False), CUDA_ILLEGAL_ACCESS
     yield Case(4, 8, "all equal", experts=512, check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(128, 8, "all equal", experts=256, check=False), RIGHT
+    yield Case(129, 8, "all equal", experts=256, check=False), CUDA_ILLEGAL_ACCESS
     yield Case(512, 8, NEGATIVE, check=False), RIGHT
     yield Case(512, 8, PAST, check=False), RIGHT
     yield Case(128, 8, INT64), REFUSED
