@@ -22,8 +22,8 @@ import triton.language as tl
 
 # Marks map entries that nobody wrote. The bytes 0x7f make an index far outside any buffer.
 CANARY = 0x7F7F7F7F
-# The most tokens and experts of a block, twice. It takes 2 bytes of shared memory for each of 32, 64, 128 or 256
-# tokens and each number with as many bits as an expert's has: for 256 tokens and 9 bits that is 256 KiB.
+# The most tokens and experts of a block, twice. It takes 2 bytes of shared memory for each of 32, 64, 128 or
+# 256 tokens and each number with as many bits as an expert's: for 256 tokens and 9 bits that is 256 KiB.
 ONE_BLOCK, ONE_BLOCK_TOP_K = ((256, 254), (128, 510)), (1, 2, 4, 6, 8)
 IDS_DTYPES = (torch.int32, torch.int64)
 
