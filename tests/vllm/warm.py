@@ -115,6 +115,7 @@ def _become(order: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
+    tempfile.tempdir = None  # an import has asked for it
     first = order["arguments"][0]
     folders = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     # Its own folder, or the working folder, then what PYTHONPATH names, then what the installation has.
