@@ -193,10 +193,11 @@ def test_operands_are_cast_and_refused_as_triton_does():
     kinds = (tl.int1, tl.int32, tl.uint32, tl.int64, tl.bfloat16, tl.float16, tl.float32, tl.float8e4nv)
     kinds += (tl.pointer_type(tl.float32), tl.pointer_type(tl.int8))
     for left in kinds:
-        for right in (*(tensor(kind) for kind in kinds), tensor(left, 4), 3, -1.5):
+        numbers = (3, -1, 2**31, -(2**70), True, -1.5, float("inf"), 1e300, 1e-40, tl.constexpr(2))
+        for right in (*(tensor(kind) for kind in kinds), tensor(left, 4), *numbers):
             for options in ((), (True, True), (False, False, False), (False, False, True, True)):
-                pair = tensor(left), right
-                assert said(ours, *pair, *options) == said(theirs, *pair, *options), (pair, options)
+                for pair in ((tensor(left), right), (right, tensor(left))):
+                    assert said(ours, *pair, *options) == said(theirs, *pair, *options), (pair, options)
 
 
 def test_a_constant_is_unwrapped_wherever_triton_does_so():

@@ -16,7 +16,8 @@
   (``broadcast_impl_value``). Here they are left at once.
 - A constant is unwrapped, and every other argument asked four times whether it is one
   (``_unwrap_if_constexpr``). Here once, by its type.
-- Operands of one type are cast to their common type (``binary_op_type_checking_impl``). Here they are left.
+- Operands get a common type, and are cast to it (``binary_op_type_checking_impl``). Here not where that is
+  the type of both, or of the one beside a number.
 - A float of 8 or 16 bits becomes a wider one by twenty operations on whole arrays (``_convert_float``).
   Here by a table of what these make of each pattern of bits. A float32 is cut to bfloat16 by one shift.
 
@@ -148,10 +149,18 @@ def _leaving_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _casting_no_equal_types(check: Callable[..., Any], semantic: Any, tl: ModuleType) -> Callable[..., Any]:
-    """``binary_op_type_checking_impl`` that asks for no common type of two tensors of one type.
+    """``binary_op_type_checking_impl`` that asks for no common type where it is that of a tensor.
 
-    A division is left to Triton, which makes wider floats of some.
+    So it is for two tensors of one type, and for a number beside a tensor of a type that holds it. A division
+    is left to Triton, which makes wider floats of some.
     """
+    tensor, broadcast = tl.tensor, getattr(semantic, BROADCAST)
+    wide, whole = tl.float32, (tl.int32, tl.int64)
+
+    def holds(kind: Any, number: Any) -> bool:
+        if type(number) is int:
+            return (kind is wide or kind is whole[0] or kind is whole[1]) and -(2**31) <= number < 2**31
+        return kind is wide and type(number) is float
 
     def checked(
         lhs: Any,
@@ -161,9 +170,16 @@ def _casting_no_equal_types(check: Callable[..., Any], semantic: Any, tl: Module
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> Any:
-        two_tensors = type(lhs) is tl.tensor is type(rhs)
-        if two_tensors and not div_or_mod and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr():
-            return semantic.broadcast_impl_value(lhs, rhs)
+        left, right = type(lhs) is tensor, type(rhs) is tensor
+        if div_or_mod:
+            pass
+        elif left and right:
+            if lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr():
+                return broadcast(lhs, rhs)
+        elif left and arithmetic_check and holds(lhs.dtype, rhs):
+            return broadcast(lhs, semantic.scalar_constant(rhs, lhs.dtype))
+        elif right and arithmetic_check and holds(rhs.dtype, lhs):
+            return broadcast(semantic.scalar_constant(lhs, rhs.dtype), rhs)
         return check(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     return checked
