@@ -9,6 +9,8 @@ from collections.abc import Iterator
 # Otherwise g++ compiles a program for each vector unit at the first use of inductor, which takes longer
 # than all code that the tests compile. Set before torch is imported, which reads it.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# Otherwise inductor starts processes that import torch, to compile kernels of which the tests have few.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # jsonschema, which nbformat imports, makes a parser of IRIs in a second if this package is there, and
 # does without otherwise. No notebook has a field of that format.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]

@@ -20,9 +20,11 @@ from triton.runtime import interpreter
 
 from staleproof.interpreter import (
     BROADCAST,
+    CHECKING,
     NAMES,
     OVERFLOW,
     _by_table,
+    _leaving_plain_values,
     _patching_once,
     _with_known_shapes,
     _with_known_types,
@@ -83,7 +85,8 @@ def test_the_bits_are_those_of_the_interpreter_as_it_comes(dtype, monkeypatch):
     ours = _run(dtype)
     for name in NAMES:
         monkeypatch.setattr(interpreter, name, _original(name))
-    monkeypatch.setattr(interpreter.interpreter_semantic, BROADCAST, _original(BROADCAST))
+    for name in (BROADCAST, CHECKING):
+        monkeypatch.setattr(interpreter.interpreter_semantic, name, _original(name))
     theirs = _run(dtype)
     size = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(ours.view(size), theirs.view(size))
@@ -159,10 +162,57 @@ def test_a_narrow_float_becomes_a_wide_one_by_the_bits_that_triton_gives_it():
         assert np.array_equal(ours(wide, tl.float32, target, None), theirs(wide, tl.float32, target, None))
 
 
+def test_a_float32_becomes_a_bfloat16_by_the_bits_that_triton_gives_it():
+    ours, theirs = _by_table(_original("_convert_float")), _original("_convert_float")
+    every = np.arange(0, 2**32, 65521, dtype=np.uint32)[:65536].reshape(256, 256)
+    normal = np.where((every & 0x7F800000) == 0, np.uint32(0x80000000), every)
+    small = np.arange(0, 2**23, 509, dtype=np.uint32)
+    for bits in (every, normal, normal[::2, ::-3], small, small | np.uint32(0x80000000)):
+        data = bits.view(np.float32)
+        for rounding in (None, interpreter._ir.ROUNDING_MODE.RTNE):
+            made = [convert(data, tl.float32, tl.bfloat16, rounding) for convert in (ours, theirs)]
+            assert made[0].dtype == made[1].dtype
+            assert np.array_equal(*made)
+
+
+def test_operands_are_cast_and_refused_as_triton_does():
+    ours, theirs = getattr(interpreter.interpreter_semantic, CHECKING), _original(CHECKING)
+    assert ours is not theirs
+
+    def said(check, *arguments):
+        try:
+            return [(str(x.type), x.handle.data.dtype, x.handle.data.tolist()) for x in check(*arguments)]
+        except Exception as error:
+            return repr(error)
+
+    def tensor(kind, *shape):
+        data = np.ones(shape or 1, dtype=_original("_get_np_dtype")(kind))
+        handle = interpreter.TensorHandle(data, kind)
+        return tl.tensor(handle, tl.block_type(kind, [*shape]) if shape else kind)
+
+    kinds = (tl.int1, tl.int32, tl.uint32, tl.int64, tl.bfloat16, tl.float16, tl.float32, tl.float8e4nv)
+    kinds += (tl.pointer_type(tl.float32), tl.pointer_type(tl.int8))
+    for left in kinds:
+        numbers = (3, -1, 2**31, -(2**70), True, -1.5, float("inf"), 1e300, 1e-40, tl.constexpr(2))
+        for right in (*(tensor(kind) for kind in kinds), tensor(left, 4), *numbers):
+            for options in ((), (True, True), (False, False, False), (False, False, True, True)):
+                for pair in ((tensor(left), right), (right, tensor(left))):
+                    assert said(ours, *pair, *options) == said(theirs, *pair, *options), (pair, options)
+
+
+def test_a_constant_is_unwrapped_wherever_triton_does_so():
+    theirs = tl.core._unwrap_if_constexpr
+    ours = _leaving_plain_values(tl, theirs)
+    two = tl.constexpr(2)
+    for value in (2, 2.5, True, "x", None, two, tl.constexpr(None), [two, 3], (two, [two]), tl.float32):
+        assert (type(ours(value)), repr(ours(value))) == (type(theirs(value)), repr(theirs(value)))
+    assert [*ours(tl.core.tuple([two, 3]))] == [2, 3]
+
+
 @pytest.mark.parametrize("fail", [False, True])
 def test_the_language_is_put_back_after_a_launch_also_one_that_raises(patches, fail):
     names = [(tl, "load"), (tl.core, "load"), (tl.core, "reduce"), (tl.tensor, "__add__"), (tl, "range")]
-    names += [(tl.tensor, "__init__"), (tl.block_type, "__init__")]
+    names += [(tl.tensor, "__init__"), (tl.block_type, "__init__"), (tl.core, "_unwrap_if_constexpr")]
     before = [getattr(module, name) for module, name in names]
     if fail:
         with pytest.raises(Exception, match="planted"):

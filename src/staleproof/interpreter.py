@@ -14,8 +14,12 @@
   a kernel has few types and shapes. Here once each.
 - Operands of one shape are compared dimension by dimension, and then left as they are
   (``broadcast_impl_value``). Here they are left at once.
+- A constant is unwrapped, and every other argument asked four times whether it is one
+  (``_unwrap_if_constexpr``). Here once, by its type.
+- Operands get a common type, and are cast to it (``binary_op_type_checking_impl``). Here not where that is
+  the type of both, or of the one beside a number.
 - A float of 8 or 16 bits becomes a wider one by twenty operations on whole arrays (``_convert_float``).
-  Here by a table of what these make of each pattern of bits.
+  Here by a table of what these make of each pattern of bits. A float32 is cut to bfloat16 by one shift.
 
 Read in Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0, ``python/triton/runtime/interpreter.py``,
 ``python/triton/language/core.py`` and ``python/triton/language/semantic.py``. A Triton without these
@@ -76,9 +80,10 @@ def _with_known_types(tl: ModuleType) -> Callable[..., None]:
     known: dict[tuple[int, ...], tuple[Any, dict[str, Any]]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = [size.value if isinstance(size, tl.constexpr) else size for size in shape]
+        values = getattr(shape, "values", shape)
+        sizes = [size.value if isinstance(size, tl.constexpr) else size for size in values]
         # Each launch makes its own types of pointers, which would pile up here.
-        if isinstance(element_ty, tl.pointer_type) or not all(type(size) is int for size in sizes):
+        if isinstance(element_ty, tl.pointer_type) or not {*map(type, sizes)} <= {int}:
             build(self, element_ty, shape)
             return
         key = (id(element_ty), *sizes)
@@ -101,7 +106,7 @@ def _with_known_shapes(tl: ModuleType) -> Callable[..., None]:
     known: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def init(self: Any, handle: Any, type: Any) -> None:
-        shape = (*type.shape,) if type.is_block() else ()
+        shape = (*getattr(type.shape, "values", type.shape),) if type.is_block() else ()
         if shape in known:
             vars(self).update(known[shape], handle=handle, type=type, dtype=type.scalar)
             return
@@ -112,24 +117,85 @@ def _with_known_shapes(tl: ModuleType) -> Callable[..., None]:
     return init
 
 
+# What Triton's ``_unwrap_if_constexpr`` returns as it is, after four questions each.
+PLAIN = (int, float, bool, str, type(None))
+
+
+def _leaving_plain_values(tl: ModuleType, unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``_unwrap_if_constexpr`` that looks once at the type of its argument."""
+    plain, constexpr = frozenset((*PLAIN, tl.tensor)), tl.constexpr
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind in plain:
+            return value
+        return value.value if kind is constexpr else unwrap(value)
+
+    return unwrapped
+
+
 def _leaving_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     """``broadcast_impl_value`` that looks no further where both operands have one shape."""
 
     def broadcast_two(lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type
-        if left.is_block() and right.is_block() and [*left.shape] == [*right.shape]:
-            return lhs, rhs
+        if left.is_block() and right.is_block():
+            shape, other = (getattr(kind.shape, "values", kind.shape) for kind in (left, right))
+            if [*shape] == [*other]:
+                return lhs, rhs
         return broadcast(lhs, rhs)
 
     return broadcast_two
 
 
+def _casting_no_equal_types(check: Callable[..., Any], semantic: Any, tl: ModuleType) -> Callable[..., Any]:
+    """``binary_op_type_checking_impl`` that asks for no common type where it is that of a tensor.
+
+    So it is for two tensors of one type, and for a number beside a tensor of a type that holds it. A division
+    is left to Triton, which makes wider floats of some.
+    """
+    tensor, broadcast = tl.tensor, getattr(semantic, BROADCAST)
+    wide, whole = tl.float32, (tl.int32, tl.int64)
+
+    def holds(kind: Any, number: Any) -> bool:
+        if type(number) is int:
+            return (kind is wide or kind is whole[0] or kind is whole[1]) and -(2**31) <= number < 2**31
+        return kind is wide and type(number) is float
+
+    def checked(
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        left, right = type(lhs) is tensor, type(rhs) is tensor
+        if div_or_mod:
+            pass
+        elif left and right:
+            if lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr():
+                return broadcast(lhs, rhs)
+        elif left and arithmetic_check and holds(lhs.dtype, rhs):
+            return broadcast(lhs, semantic.scalar_constant(rhs, lhs.dtype))
+        elif right and arithmetic_check and holds(rhs.dtype, lhs):
+            return broadcast(semantic.scalar_constant(lhs, rhs.dtype), rhs)
+        return check(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return checked
+
+
 def _by_table(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """``_convert_float`` that widens by a table, which it made itself."""
+    """``_convert_float`` that widens by a table, which it made itself, and cuts float32 to bfloat16."""
     tables: dict[tuple[str, str, Any], Any] = {}
 
     def converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         bits = source.primitive_bitwidth
+        if (source.name, target.name, rounding) == ("fp32", "bf16", None):
+            wide = np.ascontiguousarray(data).view(np.uint32)
+            # Triton shifts the digits of a subnormal. Of all others it keeps the upper half.
+            if not np.any((wide & 0x7FFFFFFF) - np.uint32(1) < 0x7FFFFF):
+                return (wide >> 16).astype(np.uint16).reshape(data.shape)
         if bits > 16 or bits >= target.primitive_bitwidth:
             return convert(data, source, target, rounding)
         unsigned = f"uint{bits}"
@@ -146,6 +212,7 @@ def _patching_once(interpreter: ModuleType) -> Callable[[Any], _End]:
     tl = interpreter.tl
     patch, language = _with_known_functions(interpreter), (tl, tl.core)
     types, shapes = _with_known_types(tl), _with_known_shapes(tl)
+    unwrapped = _leaving_plain_values(tl, tl.core._unwrap_if_constexpr)
     patched: set[ModuleType] = set()
     scopes: list[Any] = []
     names: dict[Any, frozenset[ModuleType]] = {}
@@ -167,6 +234,7 @@ def _patching_once(interpreter: ModuleType) -> Callable[[Any], _End]:
         if is_launch:
             scopes[-1].set_attr(tl.block_type, "__init__", types)
             scopes[-1].set_attr(tl.tensor, "__init__", shapes)
+            scopes[-1].set_attr(tl.core, "_unwrap_if_constexpr", unwrapped)
         return _End(restore if is_launch else lambda: None)
 
     return patch_once
@@ -200,6 +268,8 @@ def _where_it_can_fail(check: Callable[..., Any], builder: Any) -> Callable[...,
 # What is replaced: of the interpreter's module, and of its semantic.
 NAMES = ("_patch_lang", "_get_np_dtype", "_convert_float")
 OVERFLOW, BROADCAST = "binary_op_sanitize_overflow_impl", "broadcast_impl_value"
+CHECKING = "binary_op_type_checking_impl"
+SEMANTIC = (OVERFLOW, BROADCAST, CHECKING)
 
 
 def quicken() -> None:
@@ -216,7 +286,9 @@ def quicken() -> None:
     semantic = interpreter.interpreter_semantic
     # What was replaced, for the tests.
     interpreter._staleproof = {name: getattr(interpreter, name) for name in NAMES}
-    interpreter._staleproof |= {name: getattr(semantic, name, None) for name in (OVERFLOW, BROADCAST)}
+    interpreter._staleproof |= {
+        name: getattr(semantic, name, None) for name in (OVERFLOW, BROADCAST, CHECKING)
+    }
     interpreter._patch_lang = _patching_once(interpreter)
     interpreter._get_np_dtype = _with_table(interpreter)
     interpreter._convert_float = _by_table(interpreter._convert_float)
@@ -224,3 +296,5 @@ def quicken() -> None:
         setattr(semantic, OVERFLOW, _where_it_can_fail(check, interpreter.interpreter_builder))
     if broadcast := interpreter._staleproof[BROADCAST]:
         setattr(semantic, BROADCAST, _leaving_one_shape(broadcast))
+        if checking := interpreter._staleproof[CHECKING]:
+            setattr(semantic, CHECKING, _casting_no_equal_types(checking, semantic, interpreter.tl))

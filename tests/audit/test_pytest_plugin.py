@@ -1,4 +1,4 @@
-"""``pytest --padding-contract``, run with pytester in a process of its own."""
+"""``pytest --padding-contract``, run with pytester: what asks a kernel, in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib
 import tomllib
 from pathlib import Path
 
-import pytest
+# Here, because pytester unloads what a run in this process imports, and a second copy has other classes.
+from staleproof.audit import pytest_plugin, runner  # noqa: F401
 
 pytest_plugins = ["pytester"]
 
@@ -23,15 +24,14 @@ def per_tensor(x):
 """
 
 
-def _run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    # By its module: an entry point exists only where the package was installed since.
-    plugin = ("-p", "no:staleproof", "-p", "staleproof.audit.pytest_plugin")
-    return pytester.runpytest_subprocess(*plugin, *arguments)
+# By its module: an entry point exists only where the package was installed since. Without nbval, which
+# takes a second to import.
+PLUGIN = ("-p", "no:staleproof", "-p", "staleproof.audit.pytest_plugin", "-p", "no:nbval")
 
 
 def test_a_broken_clause_fails_with_its_counterexample(pytester):
     pytester.makepyfile(my_kernels=MODULE)
-    result = _run(pytester, "--padding-contract", "my_kernels.py", "-rs", "-v")
+    result = pytester.runpytest_subprocess(*PLUGIN, "--padding-contract", "my_kernels.py", "-rs", "-v")
     result.assert_outcomes(passed=4, failed=1, skipped=1)
     result.stdout.fnmatch_lines(
         ["*right[[]R] PASSED*", "*per tensor[[]R] FAILED*", "clause R: Live rows keep their bits*"]
@@ -42,13 +42,13 @@ def test_a_broken_clause_fails_with_its_counterexample(pytester):
 
 def test_nothing_happens_without_the_option(pytester):
     pytester.makepyfile(my_kernels=MODULE)
-    result = _run(pytester, "my_kernels.py")
+    result = pytester.runpytest_inprocess(*PLUGIN, "my_kernels.py")
     result.assert_outcomes()
 
 
 def test_a_module_that_does_not_import_is_an_error(pytester):
     pytester.makepyfile(my_kernels="from staleproof import audit\nimport no_such_module\n")
-    result = _run(pytester, "--padding-contract", "my_kernels.py")
+    result = pytester.runpytest_inprocess(*PLUGIN, "--padding-contract", "my_kernels.py")
     assert result.ret != 0
     result.stdout.fnmatch_lines(["*my_kernels.py does not import*no_such_module*"])
 

@@ -17,6 +17,10 @@ from staleproof.audit import environments, packages, registry, runner, scripts
 from staleproof.audit.contract import Outcome, Verdict, breaks, read_rows
 from staleproof.audit.packages import Release
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+import warm
+
 # A case of each kind that a probe can hand on.
 CASES = {
     "attention": [
@@ -39,15 +43,9 @@ def _run(text: str, folder: Path, *paths: str) -> subprocess.CompletedProcess[st
     """Run a script in a clean environment: only these folders are importable beside installed packages."""
     path = folder / "counterexample.py"
     path.write_text(text)
-    return subprocess.run(
-        [sys.executable, "-P", str(path)],
-        capture_output=True,
-        text=True,
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        | {"PYTHONPATH": os.pathsep.join(paths)},
-        cwd=folder,
-        check=False,
-    )
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    return warm.run(str(path), env=env, timeout=300, cwd=folder, vllm=False)
 
 
 def _all_subjects() -> list[registry.Subject]:

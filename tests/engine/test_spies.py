@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -119,19 +118,12 @@ def test_a_checksum_notices_one_bit_and_the_place_of_a_value(dtype):
 def test_spies_and_fault_fit_the_real_vllm(version):
     sys.path.insert(0, str(VLLM_TESTS))
     import environment
+    import warm
 
     with environment.skipped_if_unavailable():
         variables = environment.variables(version)
     program = Path(__file__).with_name("real_spies.py")
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=VLLM_TESTS,
-        env=variables,
-        timeout=300,
-    )
+    done = warm.run(str(program), env=variables, timeout=300, cwd=VLLM_TESTS)
     lines = [line for line in done.stdout.splitlines() if line.startswith("fits ")]
     assert lines == [
         "fits attention",

@@ -183,7 +183,9 @@ def test_no_child_outlives_its_caller(tmp_path, how, then, number):
     place = tmp_path / "pids"
     forked = how == "forked"
     code = CALLER.format(folder=str(Path(__file__).parent), place=str(place), then=then, forked=forked)
-    caller = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    # One that is killed leaves its folder.
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    caller = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, env=env)
     child, grandchild = pids(place)
     if number is not None:
         caller.send_signal(number)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,10 @@ from staleproof.ops.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from staleproof.ops.reference import nvfp4
 from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
 from staleproof.ops.zero_blocks import BlockZeroer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+import warm
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -370,7 +375,8 @@ def test_an_operation_loads_no_other_room() -> None:
         "import sys\nfrom staleproof.ops import distinct_experts, nvfp4, topk, zero_blocks\n"
         "print(*(name for name in sys.modules if name.startswith('staleproof.')))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = warm.run("-c", program, env=os.environ, timeout=300, vllm=False)
+    assert done.returncode == 0, done.stderr
     rooms = {name.split(".")[1] for name in done.stdout.split()}
     # Where kernels are interpreted, device loads what quickens that.
     assert rooms - {"interpreter"} == {"ops", "check", "device", "_kernels_loaded"}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib
 import inspect
-import json
 import math
-import shutil
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,20 +16,7 @@ from unittest import mock
 import torch
 
 BLOCKS = 512
-TINY_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TINY_LLAMA = Path(__file__).with_name("tiny_llama")
 
 
 def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
@@ -54,11 +37,7 @@ def config(caching: bool, blocks: int = BLOCKS) -> Any:
         VllmConfig,
     )
 
-    folder = Path(tempfile.mkdtemp(prefix="staleproof-tiny-"))
-    # vLLM reads it whenever it likes while the process lives.
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
-    model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=512)
+    model = ModelConfig(model=str(TINY_LLAMA), skip_tokenizer_init=True, dtype="float32", max_model_len=512)
     scheduler = fitting(
         SchedulerConfig,
         max_num_seqs=8,

@@ -18,10 +18,11 @@ pytestmark = pytest.mark.slow
 SCENES = Path(__file__).with_name("real_groups.py")
 
 
-def test_patches_together():
+def test_patches_together(tmp_path):
     with environment.skipped_if_unavailable():
         environment.sources("0.22.1")
-    done = warm.run(str(SCENES), env=environment.variables("0.22.1"), timeout=300)
+    variables = environment.variables("0.22.1") | {"TMPDIR": str(tmp_path)}
+    done = warm.run(str(SCENES), env=variables, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert {name: scene["pending"] for name, scene in found.items() if "pending" in scene} == {
@@ -39,4 +40,6 @@ def test_patches_together():
     (line,) = found["failing_drain"]["lines"]
     assert "RuntimeError: planted; out of service: undrained_ids, mla_recording; in service: " in line
     soak.check(found["soak"])
+    # The model lies in the checkout: a child of multiprocessing removes no folder at its end.
+    assert [path.name for path in tmp_path.glob("staleproof-*")] == []
     assert found["turboquant"] == {"off": [3, 5], "on": [], "lines": []}

@@ -74,3 +74,19 @@ def test_an_error_is_its_own_and_one_that_hangs_is_ended():
         warm.run("-c", "import time; time.sleep(60)", env=env, timeout=0.5)
     # The next one runs.
     assert warm.run("-c", f"print({os.getpid()})", env=env, timeout=60).stdout == f"{os.getpid()}\n"
+
+
+def test_without_a_vllm_it_finds_torch_alone(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        'ours = ("vllm", "staleproof", "triton", "transformers")\n'
+        "print(sys.path, sys.argv, os.getcwd(), [name for name in ours if name in sys.modules])\n"
+        "import torch\n"
+        "print(torch.get_num_threads(), torch.get_default_dtype())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "packages")}
+    forked = warm.run(str(script), "one", env=env, timeout=60, cwd=tmp_path, vllm=False)
+    command = [sys.executable, str(script), "one"]
+    new = subprocess.run(command, capture_output=True, text=True, check=True, env=env, cwd=tmp_path)
+    assert (forked.returncode, forked.stdout) == (0, new.stdout)

@@ -1,9 +1,9 @@
-"""Programs inside a vLLM environment, forked from a process that has imported what all releases import.
+"""Programs forked from a process that has imported what all of them import.
 
 torch, inductor and transformers take most of the time until a vLLM is imported, and are the same for
 every release (see :mod:`environment`). One process imports them; each program is a fork of it, and
-imports its own vLLM and our package as a new interpreter would. Elsewhere than on Linux a program is a
-new interpreter.
+imports its own vLLM and our package as a new interpreter would. Programs without a vLLM are forks of
+another process, which has imported torch alone. Elsewhere than on Linux a program is a new interpreter.
 """
 
 from __future__ import annotations
@@ -35,32 +35,38 @@ PRELOADED = (
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
+def _server(vllm: bool) -> subprocess.Popen[str]:
     """The process to fork from. It ends with its input, and so with this process."""
-    import environment
+    if vllm:
+        import environment
 
-    # As vLLM itself sets it, before it imports torch: otherwise inductor starts processes on import.
-    threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        # As vLLM itself sets it, before it imports torch: otherwise inductor starts processes on import.
+        threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        env = environment.shared_variables() | {"PYTHONPATH": str(environment.packages())} | threads
+    else:
+        env = {**os.environ, "PYTHONPATH": ""}
     return subprocess.Popen(
-        [sys.executable, __file__],
+        # Without Triton, which looks at its import whether it interprets.
+        [sys.executable, __file__, *(PRELOADED if vllm else ("torch",))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env=environment.shared_variables() | {"PYTHONPATH": str(environment.packages())} | threads,
+        env=env,
     )
 
 
 def run(
-    *arguments: str, env: Mapping[str, str], timeout: float, cwd: Path | None = None
+    *arguments: str, env: Mapping[str, str], timeout: float, cwd: Path | None = None, vllm: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python *arguments``, a script with its arguments or ``-c`` and a program; see the module's text.
 
     Args:
         arguments: of Python.
-        env: the whole environment, from ``environment.variables``.
+        env: the whole environment; for a vLLM, from ``environment.variables``.
         timeout: in seconds.
         cwd: its folder, this process's by default.
+        vllm: it imports a vLLM.
 
     Returns:
         Its exit code and what it printed. Also what its own children printed, until it ended.
@@ -73,7 +79,7 @@ def run(
         return subprocess.run(
             command, capture_output=True, text=True, check=False, env=env, timeout=timeout, cwd=cwd
         )
-    server = _server()
+    server = _server(vllm)
     assert server.stdin
     assert server.stdout
     with tempfile.TemporaryDirectory() as folder:
@@ -109,8 +115,9 @@ def _become(order: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
+    tempfile.tempdir = None  # an import has asked for it
     first = order["arguments"][0]
-    folders = os.environ["PYTHONPATH"].split(os.pathsep)
+    folders = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     # Its own folder, or the working folder, then what PYTHONPATH names, then what the installation has.
     own = "" if first == "-c" else os.path.dirname(os.path.abspath(first))
     ours = {os.path.dirname(os.path.abspath(__file__)), *folders}
@@ -146,7 +153,7 @@ def _serve() -> dict[str, Any] | None:
     # What an import prints is no answer.
     codes = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for name in PRELOADED:
+    for name in sys.argv[1:]:
         importlib.import_module(name)
     for line in sys.stdin:
         order: dict[str, Any] = json.loads(line)
