@@ -133,10 +133,10 @@ clear_empty_rows(torch.zeros(6, 3, 5, device=D).to(torch.float8_e4m3fn), ints(1,
 """,
     "quantize_fp8_per_tensor": """
 from staleproof import quantize_fp8_per_tensor
-x = bf16(37, 7168)
-for live in (None, 5, ints(9), x[:, 0] > 0):
-    for _ in range(2):
-        quantize_fp8_per_tensor(x, live_rows=live)
+for x in (bf16(16, 512), bf16(37, 7168)):
+    for live in (None, 5, ints(9), x[:, 0] > 0):
+        for _ in range(2):
+            quantize_fp8_per_tensor(x, live_rows=live)
 quantize_fp8_per_tensor(x[:, :100].contiguous(), is_padding=padding(37))
 quantize_fp8_per_tensor(x.float(), is_padding=padding(37))
 """,
@@ -213,7 +213,7 @@ KERNELS = {
         "merge_parts_kernel",
     ),
     "clear_empty_rows": ("_clear_empty_rows_kernel",),
-    "quantize_fp8_per_tensor": ("_amax_kernel", "_quantize_kernel"),
+    "quantize_fp8_per_tensor": ("_amax_kernel", "_quantize_kernel", "_whole_kernel"),
     "topk_softmax": ("topk_kernel",),
     "topk_sigmoid": ("topk_kernel",),
     "topk_softplus_sqrt": ("topk_kernel",),

@@ -159,10 +159,7 @@ class Finalised:
 
 
 def takes_one_block(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether FlashInfer builds the map in one block, on a GPU that gives one 160 KiB of shared memory.
-
-    Duplicates do no harm there (``fusedBuildExpertMapsSortFirstToken`` in cutlass_fused_moe_kernels.cuh).
-    """
+    """Whether FlashInfer builds the map in one block of at most 160 KiB. Duplicates do no harm there."""
     fits = any(tokens <= most and experts <= numbers for most, numbers in ONE_BLOCK)
     return fits and top_k in ONE_BLOCK_TOP_K
 
