@@ -14,7 +14,6 @@ import importlib
 import itertools
 import json
 import logging
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from made_up import made_up
 
 from staleproof.harness.graph import capture
 from staleproof.vllm import hooks, single, standing
@@ -217,17 +217,8 @@ def _text(target: Target) -> str:
 @contextlib.contextmanager
 def _stand_in(patch: Patch, target: Target, bodies: dict[str, Any]) -> Iterator[Double]:
     """A package ``vllm`` with one target and a patch's hooks on it; nothing is left of it."""
-    before = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "vllm"}
-    hooks._warned.clear()
-    hooks._places.clear()
-    with tempfile.TemporaryDirectory() as root:
-        file = Path(root, target.module.replace(".", "/") + ".py")
-        file.parent.mkdir(parents=True)
-        for folder in itertools.takewhile(lambda f: f != Path(root), file.parents):
-            (folder / "__init__.py").touch()
-        file.write_text(_text(target))
-        sys.path.insert(0, root)
-        importlib.invalidate_caches()
+    with tempfile.TemporaryDirectory() as root, made_up(Path(root)) as write:
+        write({target.module.removeprefix("vllm."): _text(target)})
         faulty = replace(target, arguments=(*target.arguments, "tensor"), probe=None, **bodies)
         try:
             hooks.wrap(patch.name, faulty, requires=patch.requires)
@@ -242,10 +233,6 @@ def _stand_in(patch: Patch, target: Target, bodies: dict[str, Any]) -> Iterator[
             yield lambda x: double(*arguments, tensor=x)
         finally:
             hooks.unwrap(patch.name)
-            sys.path.remove(root)
-            for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-                del sys.modules[name]
-            sys.modules.update(before)
 
 
 class _Lines(logging.Handler):

@@ -1,0 +1,44 @@
+"""A made-up vLLM to import and hook, of which nothing is left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from staleproof.vllm import hooks
+
+
+def _of_vllm() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "vllm"]
+
+
+@contextlib.contextmanager
+def made_up(root: Path) -> Iterator[Callable[[dict[str, str]], Path]]:
+    """What writes a package ``vllm`` below ``root``, from the text of each module by its name below ``vllm``.
+
+    Until the end ``import vllm`` finds that package. Then none of its modules is left: whoever asks for
+    ``vllm`` next would get them, from whatever test file it asks. A real one that was imported comes back.
+    """
+
+    def write(modules: dict[str, str]) -> Path:
+        for name, text in {**modules, "__init__": ""}.items():
+            file = root.joinpath("vllm", *name.split(".")).with_suffix(".py")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        importlib.invalidate_caches()
+        return root / "vllm"
+
+    before = {name: sys.modules.pop(name) for name in _of_vllm()}
+    sys.path.insert(0, str(root))
+    hooks._warned.clear()
+    hooks._places.clear()
+    try:
+        yield write
+    finally:
+        sys.path.remove(str(root))
+        for name in _of_vllm():
+            del sys.modules[name]
+        sys.modules.update(before)
