@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,10 +55,15 @@ MODULES = {
 }
 
 
-def toolkit(folder: Path) -> None:
-    """Install the compiler, ninja and tvm-ffi's headers, for this machine and this Python."""
+def install(folder: Path, *wanted: str) -> None:
+    """Install wheels to a folder, for this machine and this Python."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
-    subprocess.run([*command, *TOOLKIT, TVM_FFI, NINJA], check=True)
+    subprocess.run([*command, *wanted], check=True)
+
+
+def toolkit(folder: Path) -> None:
+    """Install the compiler, ninja and tvm-ffi's headers."""
+    install(folder, *TOOLKIT, TVM_FFI, NINJA)
     home = cuda_home(folder)
     for pattern in HALF_A_GIGABYTE:
         for path in (home / "lib").glob(pattern):
@@ -119,8 +125,6 @@ def _compile(command: list[str], toolkit: Path, sources: Path, **environment: st
 
 def _build_here(name: str, folder: Path) -> None:
     """In a process that imports the FlashInfer to compile from."""
-    import shutil
-
     import torch
 
     module = MODULES[name]

@@ -156,12 +156,7 @@ def _reduce(part: Part, order: Order, path: Path, site: Path) -> None:
 
 def _unpackers(order: Order) -> None:
     """Let this process read compressed device code."""
-
-    def install(folder: Path) -> None:
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
-        subprocess.run([*command, *UNPACKERS], check=True)
-
-    folder = once(order.kept / "unpackers", UNPACKERS, install)
+    folder = once(order.kept / "unpackers", UNPACKERS, lambda draft: compiled.install(draft, *UNPACKERS))
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
