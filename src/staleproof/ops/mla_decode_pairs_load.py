@@ -135,19 +135,30 @@ def _copy_tiles(
 
 @gluon.jit
 def _load_words(
-    cache, page, tile, live, page_rows, row_words,
-    PAGE_SIZE: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr,
+    cache, row, live, row_words, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """Start loading words of a tile's rows, four numbers each; zeros in rows from ``live`` on.
+    """Start loading words of 64 rows from ``row`` on, four numbers each; zeros in rows from ``live`` on.
 
     Words, because a number that waits in a register has one of its own.
     """
     # Addresses of rows are made here, not kept in registers from tile to tile.
     row_words = gl.multiple_of(row_words + opaque_zero(), 4)
-    base = cache + (page.to(gl.int64) * page_rows + tile * 64 % PAGE_SIZE) * row_words
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     word = FIRST + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
-    return gl.load(base + (row[:, None] * row_words + word[None, :]), mask=(row < live)[:, None], other=0)
+    at = cache + row * row_words + (rows[:, None] * row_words + word[None, :])
+    return gl.load(at, mask=(rows < live)[:, None], other=0)
+
+
+@gluon.jit
+def _load_left(cache, row, live, row_words):
+    return _load_words(cache, row, live, row_words, 0, 64, WORDS)
+
+
+@gluon.jit
+def _load_right(cache, row, live, row_words):
+    """Right columns, and rotary ones."""
+    right = _load_words(cache, row, live, row_words, 64, 64, WORDS)
+    return right, _load_words(cache, row, live, row_words, 128, 16, ROPE_WORDS)
 
 
 @gluon.jit
@@ -182,37 +193,32 @@ def _convert_tiles(
     left = shared_as(left, gl.int32, [2, 64, 128], PAIRS)
     right = shared_as(right, gl.int32, [2, 64, 128], PAIRS)
     rope = shared_as(rope, gl.int32, [2, 64, 32], PAIRS)
-    page = _page_of(table, begin, limit, PAGE_SIZE)
+    row = _page_of(table, begin, limit, PAGE_SIZE).to(gl.int64) * page_rows + begin * 64 % PAGE_SIZE
     live = limit - begin * 64
-    a = _load_words(cache, page, begin, live, page_rows, row_words, PAGE_SIZE, 0, 64, WORDS)
+    a = _load_left(cache, row, live, row_words)
     if IS_TILE_AHEAD:
-        b = _load_words(cache, page, begin, live, page_rows, row_words, PAGE_SIZE, 64, 64, WORDS)
-        c = _load_words(cache, page, begin, live, page_rows, row_words, PAGE_SIZE, 128, 16, ROPE_WORDS)
+        b, c = _load_right(cache, row, live, row_words)
     for tile in range(begin, end):
         odd = (tile - begin) & 1
         used = gl.where(odd == 0, used_a, used_b) + (tile - begin) // 2
         next_page = _page_of(table, tile + 1, limit, PAGE_SIZE)
-        next_live = gl.where(tile + 1 < end, limit - (tile + 1) * 64, 0)
         mbarrier.wait(bars[FREE].index(2 * odd), (used & 1) ^ 1)
         left.index(odd).store(_converted(a, dtype))
         _announce(bars, 8 * odd)
+        if not IS_TILE_AHEAD:
+            b, c = _load_right(cache, row, live, row_words)
+        row = next_page.to(gl.int64) * page_rows + (tile + 1) * 64 % PAGE_SIZE
+        live = gl.where(tile + 1 < end, limit - (tile + 1) * 64, 0)
         if IS_TILE_AHEAD:
-            a = _load_words(
-                cache, next_page, tile + 1, next_live, page_rows, row_words, PAGE_SIZE, 0, 64, WORDS
-            )
-        else:
-            b = _load_words(cache, page, tile, live, page_rows, row_words, PAGE_SIZE, 64, 64, WORDS)
-            c = _load_words(cache, page, tile, live, page_rows, row_words, PAGE_SIZE, 128, 16, ROPE_WORDS)
-        page, live = next_page, next_live
+            a = _load_left(cache, row, live, row_words)
         mbarrier.wait(bars[FREE].index(2 * odd + 1), (used & 1) ^ 1)
         right.index(odd).store(_converted(b, dtype))
         rope.index(odd).store(_converted(c, dtype))
         _announce(bars, 8 * odd + PIECES)
         if IS_TILE_AHEAD:
-            b = _load_words(cache, page, tile + 1, live, page_rows, row_words, PAGE_SIZE, 64, 64, WORDS)
-            c = _load_words(cache, page, tile + 1, live, page_rows, row_words, PAGE_SIZE, 128, 16, ROPE_WORDS)
+            b, c = _load_right(cache, row, live, row_words)
         else:
-            a = _load_words(cache, page, tile + 1, live, page_rows, row_words, PAGE_SIZE, 0, 64, WORDS)
+            a = _load_left(cache, row, live, row_words)
 
 
 @gluon.jit
