@@ -257,16 +257,20 @@ BLOCK_TOKENS, BLOCK_BITS, BLOCK_TOP_K = 256, 9, (1, 2, 4, 6, 8)
 ROOMY_BITS = 7
 
 
-def sorts_in_one_block(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether FlashInfer before 0.6.10 takes repeated experts of such a batch on every GPU, weights of
-    4 bits left aside.
+def sorts_in_one_block(tokens: int, top_k: int, experts: int, roomy_bits: int = ROOMY_BITS) -> bool:
+    """Whether FlashInfer before 0.6.10 takes repeated experts of such a batch, weights of 4 bits left aside.
+
+    Args:
+        tokens, top_k, experts: the shape of the batch; the experts of this rank.
+        roomy_bits: with so many bits of an expert's number the block's shared memory is enough for all its
+            tokens. As it is: on every GPU.
 
     >>> sorts_in_one_block(128, 8, 128), sorts_in_one_block(129, 8, 128), sorts_in_one_block(1, 10, 128)
     (True, False, False)
     """
     # Two numbers more than experts: no expert of this rank, and no token.
     bits = (experts + 1).bit_length()
-    most = BLOCK_TOKENS >> max(0, bits - ROOMY_BITS)
+    most = BLOCK_TOKENS >> max(0, bits - roomy_bits)
     return tokens <= most and bits <= BLOCK_BITS and top_k in BLOCK_TOP_K
 
 

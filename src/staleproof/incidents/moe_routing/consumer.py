@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from staleproof import check, device
+from staleproof.vllm.routing_calls import sorts_in_one_block
 
 device.load_triton()
 
@@ -22,9 +23,8 @@ import triton.language as tl
 
 # Marks map entries that nobody wrote. The bytes 0x7f make an index far outside any buffer.
 CANARY = 0x7F7F7F7F
-# The most tokens and experts of a block, twice. It takes 2 bytes of shared memory for each of 32, 64, 128 or
-# 256 tokens and each number with as many bits as an expert's: for 256 tokens and 9 bits that is 256 KiB.
-ONE_BLOCK, ONE_BLOCK_TOP_K = ((256, 254), (128, 510)), (1, 2, 4, 6, 8)
+# Bits of an expert's number with which one block takes all its tokens in 160 KiB of shared memory.
+ROOMY_BITS = 8
 IDS_DTYPES = (torch.int32, torch.int64)
 
 
@@ -160,8 +160,7 @@ class Finalised:
 
 def takes_one_block(tokens: int, top_k: int, experts: int) -> bool:
     """Whether FlashInfer builds the map in one block of at most 160 KiB. Duplicates do no harm there."""
-    fits = any(tokens <= most and experts <= numbers for most, numbers in ONE_BLOCK)
-    return fits and top_k in ONE_BLOCK_TOP_K
+    return sorts_in_one_block(tokens, top_k, experts, ROOMY_BITS)
 
 
 def _checked_map(
