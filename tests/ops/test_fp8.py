@@ -163,7 +163,9 @@ def test_a_count_out_of_range_is_cut_to_it(device: str, hidden: int, count: int,
 @pytest.mark.parametrize(
     ("rows", "hidden", "launches"), [(1, 8192, 1), (2, 8192, 2), (16, 512, 1), (17, 512, 2)]
 )
-def test_what_one_program_holds_takes_one_launch(monkeypatch, rows: int, hidden: int, launches: int) -> None:
+def test_what_one_program_holds_takes_one_launch(
+    monkeypatch, device: str, rows: int, hidden: int, launches: int
+) -> None:
     made = []
     launched = fp8.launched
 
@@ -172,7 +174,7 @@ def test_what_one_program_holds_takes_one_launch(monkeypatch, rows: int, hidden:
         return launched(kernel, *args, **options)
 
     monkeypatch.setattr(fp8, "launched", counted)
-    quantize_fp8_per_tensor(torch.ones(rows, hidden))
+    quantize_fp8_per_tensor(torch.ones(rows, hidden, device=device))
     assert len(made) == launches
 
 

@@ -11,12 +11,16 @@ from staleproof.vllm import routing_calls as calls
 from staleproof.vllm.patches import moe_routing
 
 
-def _into_experts(rows: int, top_k: int, experts: int, dtype: torch.dtype = torch.bfloat16, **given):
+def _into_experts(
+    device: str, rows: int, top_k: int, experts: int, dtype: torch.dtype = torch.bfloat16, **given
+):
     """What the patch gives FlashInfer in place of ids that name one expert in every slot; None: nothing."""
     (patched,) = [p for p in moe_routing.PATCHES if p.name == "duplicate_experts"]
     (target,) = patched.targets_for("0.20.2")
-    x, w1 = torch.zeros(rows, 16, dtype=torch.bfloat16), torch.zeros(experts, 1, dtype=dtype)
-    weights, ids = torch.full((rows, top_k), 0.125), torch.full((rows, top_k), 3, dtype=torch.int32)
+    x = torch.zeros(rows, 16, dtype=torch.bfloat16, device=device)
+    w1 = torch.zeros(experts, 1, dtype=dtype, device=device)
+    weights = torch.full((rows, top_k), 0.125, device=device)
+    ids = torch.full((rows, top_k), 3, dtype=torch.int32, device=device)
     args = None, torch.empty_like(x), x, w1, w1, weights, ids
     if given:
         kwargs = dict(zip(calls.APPLY[1:], args[1:], strict=True))
@@ -43,11 +47,13 @@ def _into_experts(rows: int, top_k: int, experts: int, dtype: torch.dtype = torc
         (1, 3, 64, False),
     ],
 )
-def test_repeated_experts_stay_only_where_flashinfer_gives_every_slot_a_row(rows, top_k, experts, harmless):
+def test_repeated_experts_stay_only_where_flashinfer_gives_every_slot_a_row(
+    device, rows, top_k, experts, harmless
+):
     assert calls.sorts_in_one_block(rows, top_k, experts) is harmless
     assert consumer.takes_one_block(rows, top_k, experts) >= harmless
     for given in ({}, {"by": "name"}):
-        found = _into_experts(rows, top_k, experts, **given)
+        found = _into_experts(device, rows, top_k, experts, **given)
         assert (found is None) is harmless
         if found is not None:
             weights, ids = found
@@ -58,8 +64,8 @@ def test_repeated_experts_stay_only_where_flashinfer_gives_every_slot_a_row(rows
         assert not holes(consumer.build_map_torch(ids, experts), ids).any()
 
 
-def test_weights_stored_otherwise_than_activations_get_distinct_ids():
+def test_weights_stored_otherwise_than_activations_get_distinct_ids(device):
     # FlashInfer sorts the slots of 4-bit weights with three kernels, whatever the shape.
-    assert _into_experts(16, 8, 64) is None
-    assert _into_experts(16, 8, 64, torch.uint8) is not None
-    assert _into_experts(16, 8, 64, torch.float8_e4m3fn) is not None
+    assert _into_experts(device, 16, 8, 64) is None
+    assert _into_experts(device, 16, 8, 64, torch.uint8) is not None
+    assert _into_experts(device, 16, 8, 64, torch.float8_e4m3fn) is not None

@@ -50,15 +50,22 @@ class _Anything(metaclass=_AnyMember):
         return cls
 
 
-class _StandIn(types.ModuleType):
-    """A module that has every public name, each a stand-in class."""
+def _stand_in(name: str) -> types.ModuleType:
+    """A module that has every public name, each a stand-in class.
 
-    def __getattr__(self, name: str) -> Any:
+    No class of its own: Dynamo of torch 2.11 traces an import only if it gives a plain module.
+    """
+    module = types.ModuleType(name)
+
+    def member(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         value = _AnyMember(name, (_Anything,), {})
-        setattr(self, name, value)
+        setattr(module, name, value)
         return value
+
+    vars(module)["__getattr__"] = member
+    return module
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -75,7 +82,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _StandIn(spec.name)
+        return _stand_in(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         import torch
