@@ -195,22 +195,23 @@ def test_scale_padding(vllm):
         ("decode_buffer", "flashinfer"),
     ],
 )
-def test_mla(vllm, patch, name):
+def test_mla(vllm, device, patch, name):
     module = vllm(f"v1.attention.backends.mla.{name}_mla")
     impl = next(cls for cls in vars(module).values() if isinstance(cls, type))()
-    seq_lens = torch.tensor([3, 0, 5], dtype=torch.int32)
+    seq_lens = torch.tensor([3, 0, 5], dtype=torch.int32, device=device)
     metadata = SimpleNamespace(decode=SimpleNamespace(seq_lens=seq_lens), num_decodes=3)
     with patches()[patch].applied("0.18.1"):
-        out = _compiled(lambda q: impl.forward_mqa(q * 1, None, metadata, None)[0])(torch.ones(3, 128, 24))
+        traced = _compiled(lambda q: impl.forward_mqa(q * 1, None, metadata, None)[0])
+        out = traced(torch.ones(3, 128, 24, device=device))
     assert out[::2].eq(1).all()
     assert out[1].isnan().any() == (patch != "mla_padding")
     assert (impl._decode_out is None) == (patch == "decode_buffer")
 
 
-def test_duplicate_experts(vllm):
+def test_duplicate_experts(vllm, device):
     experts = vllm("model_executor.layers.fused_moe.flashinfer_cutlass_moe").FlashInferExperts()
-    weights, ids = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), torch.tensor([[3, 1, 3, 2]], dtype=torch.int32)
-    x = torch.zeros(1, 2)
+    weights = torch.tensor([[0.4, 0.3, 0.2, 0.1]], device=device)
+    ids, x = torch.tensor([[3, 1, 3, 2]], dtype=torch.int32, device=device), torch.zeros(1, 2, device=device)
     with patches()["duplicate_experts"].applied("0.18.1"):
         # This batch alone needs nothing, but the trace serves others too.
         assert experts.apply(x, x, x, x, weights, ids)[1].tolist() == ids.tolist()

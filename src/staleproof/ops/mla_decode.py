@@ -208,7 +208,8 @@ def _launch(
 
         call = PairsCall(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse)
         return None if call.launches[0] is None else call
-    block_m, block_n, splits, warps = plan(q, rows, capacity)
+    sm90 = fits_sm90(q, kv_cache, rank, q_len)
+    block_m, block_n, splits, warps = plan(q, rows, capacity, sm90)
     splits = num_kv_splits or splits
     parts, part_lse = out, lse
     if splits > 1:
@@ -219,7 +220,7 @@ def _launch(
     strides = (*q_strides, *kv_cache.stride()[:2], block_table.stride(0))
     sizes = (*strides, softmax_scale, k_scale, capacity, q_len, heads)
     grid = (triton.cdiv(rows, block_m), splits, batch)
-    if block_m == 64 and fits_sm90(q, kv_cache, rank, q_len):
+    if block_m == 64 and sm90:
         from staleproof.ops.mla_decode_sm90 import mla_decode_sm90_kernel
 
         decode = launched(mla_decode_sm90_kernel, grid, tensors, (*sizes, splits, page_size), num_warps=4)

@@ -8,12 +8,15 @@ from staleproof.ops.cuda_runtime import capability, processor_count, shared_memo
 
 # What the tile of 32 rows and 32 keys takes on GPUs other than Hopper, for DeepSeek's shape.
 WIDE_SHARED_BYTES = 102_400
-# The Hopper kernels of equal parts are used from this many tiles of 64 keys a request on, and this many in
-# a batch of at least 8 requests or fewer: before, what they do besides the tiles takes longer than they gain.
-EQUAL_FROM_TILES = 8
-EQUAL_FROM_BATCH_TILES = 512, 1024
-# Up to as many, that of them whose time is that of reading the cache.
+# Up to as many heads, that Hopper kernel of equal parts whose time is that of reading the cache.
 FEW_HEADS = 16
+# The Hopper kernels of equal parts are used from this many tiles of 64 keys and up to 64 heads on: before,
+# what they do besides the tiles takes longer than they gain. The first is of 16-bit caches and batches of at
+# least 8; a smaller batch needs as many tiles of keys as the second. For an E4M3 cache, and for one beside
+# few heads, the other kernel is slower by more.
+EQUAL_FROM_WORK, EQUAL_FROM_SMALL_BATCH, EQUAL_FROM_E4M3, EQUAL_FROM_FEW_E4M3 = 256, 1024, 64, 4
+# With few heads a request has this many tiles of keys at least.
+FEW_FROM_TILES = 8
 
 
 def cdiv(a: int, b: int) -> int:
@@ -26,17 +29,38 @@ def is_measured(q: torch.Tensor) -> bool:
     return not q.is_cuda or capability(q.device.index) == (9, 0)
 
 
-def plan(q: torch.Tensor, rows: int, capacity: int) -> tuple[int, int, int, int]:
+def _sm90_splits(programs: int, batch: int, tiles: int, processors: int) -> int:
+    """Splits of the Hopper kernel of one request a program; 0 where the Triton kernel was faster.
+
+    Programs that occupy a third of the processors are faster than their splits and a merge, up to 16 tiles.
+    A split has two tiles at least: more splits took longer to merge than they gained.
+
+    >>> [_sm90_splits(2 * batch, batch, 4, 132) for batch in (8, 32, 128)]
+    [0, 1, 1]
+    >>> [_sm90_splits(2, 1, tiles, 132) for tiles in (32, 64, 512)]
+    [0, 32, 66]
+    """
+    if 3 * programs >= processors and tiles <= 16:
+        return 1
+    if programs * tiles > 2 * processors or (batch < 8 and programs * tiles >= 128):
+        return max(1, min(processors // programs, tiles // 2))
+    return 0
+
+
+def plan(q: torch.Tensor, rows: int, capacity: int, sm90: bool = False) -> tuple[int, int, int, int]:
     """(rows and keys of a program, splits, warps), from shapes alone.
 
     The lengths are on the device and are not read back, so every request counts as ``capacity``
     tokens. Wide tiles read the cache less often; narrow ones spread a small batch over more
-    processors. Hopper's as measured on an H200; elsewhere they fit and spill no registers.
+    processors. Hopper's as measured on an H200; elsewhere they fit and spill no registers. With ``sm90``
+    the Hopper kernel of one request a program supports the call, and 64 rows stand for it.
     """
     warps = 4 if (measured := is_measured(q)) or q.element_size() == 4 else 8
     block_m, block_n = 16, 16 if q.element_size() == 4 else 64 if measured else 32
     processors = processor_count(q.device.index) if q.is_cuda else 1
     batch, blocks = q.shape[0], cdiv(capacity, block_n)
+    if sm90 and rows > 32 and (splits := _sm90_splits(batch * cdiv(rows, 64), batch, blocks, processors)):
+        return 64, 64, splits, 8
     narrow = batch * cdiv(rows, block_m)
     if q.element_size() == 2 and narrow * blocks > 8 * processors:
         if measured and rows > 32:
@@ -124,18 +148,24 @@ def equal_parts_are_faster(
     kernels are faster by several times; with equal ones, and programs for one request each that fill
     all processors, only once their faster tiles make up for the merge.
     """
-    # Their way through registers for an E4M3 cache has not been timed.
+    if not fits_equal_parts(q, kv_cache, rank, q_len, scale):
+        return False
+    batch, heads, tiles = q.shape[0], q.shape[-2], cdiv(capacity, 64)
+    programs = batch * cdiv(q_len * heads, 64)
     if kv_cache.dtype != q.dtype:
-        return False
-    batch, tiles = q.shape[0], cdiv(capacity, 64)
-    few = tiles < EQUAL_FROM_TILES or batch * tiles < EQUAL_FROM_BATCH_TILES[batch < 8]
-    if few or not fits_equal_parts(q, kv_cache, rank, q_len, scale):
-        return False
+        if heads <= FEW_HEADS:
+            return batch * tiles >= EQUAL_FROM_FEW_E4M3
+        return programs * tiles >= EQUAL_FROM_E4M3
+    if batch < 8:
+        return batch * tiles >= EQUAL_FROM_SMALL_BATCH
+    if heads <= 32:
+        # Not timed with 17 to 32 heads: half of a product's rows are none there.
+        least = EQUAL_FROM_WORK * (1 if heads <= FEW_HEADS else 2)
+        return tiles >= FEW_FROM_TILES and batch * tiles >= least
     processors = processor_count(q.device.index)
-    programs = batch * cdiv(q_len * q.shape[-2], 64)
-    if q.shape[-2] <= 32 or 2 * programs <= processors:
-        return True
+    if 3 * programs < processors:
+        return programs * tiles >= EQUAL_FROM_WORK
     # In tiles: one of a program for one request takes 1.06 times as long, and it begins and ends in 4.
-    # Equal parts begin, end and are merged in 10.
+    # Equal parts begin, end and are merged in 10, and in 14 where programs outnumber the processors.
     alone = 1.06 * cdiv(programs, processors) * (tiles + 4)
-    return programs * tiles / processors + 10 < alone
+    return programs * tiles / processors + (10 if programs <= processors else 14) < alone
