@@ -141,9 +141,9 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
         "out": f"out = q.new_full(({tokens}, {shape.heads}, {shape.value_dim}), float('nan'))",
         "lse": f"lse = torch.full(({tokens}, {shape.heads}), float('nan'), device=device)",
     }
-    needed = {*named, "dtype"}
-    if not kind.startswith("empty"):
-        needed |= {f"{name} content" for name in cache if name in named}
+    # An empty request's row may hold what attention to its neighbour's values gives, whatever the keys.
+    content = cache[-1:] if kind.startswith("empty") else cache
+    needed = {*named, "dtype"} | {f"{name} content" for name in content if name in named}
     lines = []
     if one := [name for name in scalars if name in named]:
         lines.append(f"{', '.join(one)} = {', '.join(scalars[name] for name in one)}")

@@ -93,7 +93,9 @@ def prefill_fa2(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, sof
     wrapper = BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend="fa2")
     counts, live = (seq_lens + 15) // 16, int(query_start_loc[-1])
     used = torch.arange(block_table.shape[1], device="cuda") < counts[:, None]
-    starts, last = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), (seq_lens - 1) % 16 + 1
+    # An empty request's last page has no tokens: fa3 adds this number to those of the pages before.
+    last = seq_lens - (counts - 1).clamp(min=0) * 16
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     wrapper.plan(
         query_start_loc, starts, block_table[used], last, q.shape[1], k_cache.shape[2], 64, 16,
         causal=True, sm_scale=softmax_scale, q_data_type=q.dtype, kv_data_type=q.dtype,
@@ -110,7 +112,9 @@ def prefill_fa3(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, sof
     wrapper = BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend="fa3")
     counts, live = (seq_lens + 15) // 16, int(query_start_loc[-1])
     used = torch.arange(block_table.shape[1], device="cuda") < counts[:, None]
-    starts, last = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), (seq_lens - 1) % 16 + 1
+    # An empty request's last page has no tokens: fa3 adds this number to those of the pages before.
+    last = seq_lens - (counts - 1).clamp(min=0) * 16
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     wrapper.plan(
         query_start_loc, starts, block_table[used], last, q.shape[1], k_cache.shape[2], 64, 16,
         causal=True, sm_scale=softmax_scale, q_data_type=q.dtype, kv_data_type=q.dtype,
