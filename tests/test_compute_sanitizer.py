@@ -99,8 +99,9 @@ PROGRAMS = {
         "((64, 1, 1, 128, torch.bfloat16), (64, 1, 3, 16, torch.float16), (16, 1, 2, 128, torch.bfloat16))",
     ),
     "mla_decode, several query tokens": MLA.replace(
-        "CASES", "((64, 4, 2, 128, torch.bfloat16), (64, 2, 1, 16, torch.float32))"
+        "CASES", "((16, 4, 2, 128, torch.bfloat16), (64, 2, 1, 16, torch.float32))"
     ),
+    "mla_decode, several query tokens, Hopper": MLA.replace("CASES", "((64, 4, 2, 128, torch.bfloat16),)"),
     "mla_decode, a batch that fills Hopper": """
 from staleproof import mla_decode
 lengths = torch.randint(0, 130, (256,), device=D, dtype=torch.int32)
@@ -208,6 +209,7 @@ assert counters.first_crossing.row == 3
 KERNELS = {
     "mla_decode, one part and several": ("_mla_decode_kernel", "merge_splits_kernel"),
     "mla_decode, several query tokens": ("_mla_decode_kernel",),
+    "mla_decode, several query tokens, Hopper": ("mla_decode_sm90_kernel", "merge_splits_kernel"),
     "mla_decode, a batch that fills Hopper": ("mla_decode_sm90_kernel",),
     "mla_decode in equal parts, Hopper": (
         "mla_decode_pairs_kernel",
@@ -245,7 +247,11 @@ def test_every_kernel_has_a_program() -> None:
 
 
 # Of groups of warps, each of which runs a function of its own.
-GROUPS_OF_WARPS = {"mla_decode, a batch that fills Hopper", "mla_decode in equal parts, Hopper"}
+GROUPS_OF_WARPS = {
+    "mla_decode, a batch that fills Hopper",
+    "mla_decode in equal parts, Hopper",
+    "mla_decode, several query tokens, Hopper",
+}
 
 
 def checked(tool: str, program: str, folder: Path) -> subprocess.CompletedProcess[str]:

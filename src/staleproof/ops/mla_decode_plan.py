@@ -166,6 +166,6 @@ def equal_parts_are_faster(
     if 3 * programs < processors:
         return programs * tiles >= EQUAL_FROM_WORK
     # In tiles: one of a program for one request takes 1.06 times as long, and it begins and ends in 4.
-    # Equal parts begin, end and are merged in 10, and in 14 where programs outnumber the processors.
+    # Equal parts begin, end and are merged in 10; in 14 with twice as many requests as fill the processors.
     alone = 1.06 * cdiv(programs, processors) * (tiles + 4)
-    return programs * tiles / processors + (10 if programs <= processors else 14) < alone
+    return programs * tiles / processors + 10 + max(0, programs - processors) / 32 < alone

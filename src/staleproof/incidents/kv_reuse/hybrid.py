@@ -273,14 +273,14 @@ def serve(
 
     waiting: list[tuple[int, object]] = []
     for number, step in enumerate(trace.steps):
+        # Otherwise a busy device would fall behind a host that is said to be in step with it.
+        if on_cuda and number > ahead:
+            done[number - ahead - 1].synchronize()
         waiting.append((number, zeroing.submit(step)))
         if on_cuda:
-            if ahead and number > ahead:
-                done[number - ahead - 1].synchronize()
             work(*waiting.pop())
-            if ahead:
-                done.append(torch.cuda.Event())
-                done[-1].record()
+            done.append(torch.cuda.Event())
+            done[-1].record()
         elif len(waiting) > ahead:
             work(*waiting.pop(0))
     for left in waiting:
