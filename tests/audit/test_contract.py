@@ -116,10 +116,7 @@ def test_the_document_counts_what_the_recorded_audits_hold():
         counted = [len(ran) - ours, ours, *verdicts, sum(bool(r.counterexample) for r in rows)]
         assert f"| `{path.name}` | {' | '.join(map(str, counted))} |" in text
         assert not [r for r in rows if r.package == "staleproof" and r.verdict is Verdict.BREAKS]
-    h200 = read_rows(workbook / "audits/h200.jsonl")
-    without = [r for r in h200 if r.verdict is Verdict.BREAKS and not r.counterexample]
-    assert len(without) == 5
-    assert "Five broken clauses of `h200.jsonl` have no script" in text
+        assert not [r for r in rows if r.verdict is Verdict.BREAKS and not r.counterexample]
 
 
 def test_every_clause_belongs_to_a_kind_and_every_kind_has_a_decorator():

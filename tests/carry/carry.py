@@ -48,7 +48,14 @@ set -e
 mkdir -p "$1"
 here=$(cd "$(dirname "$0")" && pwd)
 site=$(cd "$1" && pwd)
-unpack='import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="fully_trusted")'
+# Processes that make the same folder at once: extractall would fail for one of them.
+unpack='
+import os, sys, tarfile
+with tarfile.open(sys.argv[1]) as packed:
+    for one in packed:
+        os.makedirs(os.path.join(sys.argv[2], os.path.dirname(one.name)), exist_ok=True)
+        packed.extract(one, sys.argv[2], filter="fully_trusted")
+'
 started=
 for part in "$here"/part*.tar.xz; do python3 -c "$unpack" "$part" "$site" & started="$started $!"; done
 for each in $started; do wait "$each"; done
