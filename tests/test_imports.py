@@ -164,6 +164,16 @@ def test_importing_the_package_loads_no_torch():
     assert done.stdout.strip() == "set()", done.stderr
 
 
+def test_importing_the_operations_does_not_wait_for_dynamo():
+    """Importing it takes longer than all else before a first result. Inductor and vLLM import it anyway."""
+    program = (
+        "import sys; from staleproof import device; device.select(); from staleproof import *; "
+        "print('staleproof.ops.zero_blocks' in sys.modules, 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
 @pytest.mark.parametrize(
     ("package", "allowed"), [("ops", {"ops", *LIGHT}), ("vllm", {"vllm", "ops", "evidence", *LIGHT})]
 )

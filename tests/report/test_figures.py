@@ -20,8 +20,9 @@ def run_fixture() -> recorded.Run:
 
 
 def test_every_kernel_and_patch_of_the_run_is_shown(run):
-    # Host times have a table of their own.
-    measured = {row["kernel"] for row in run.measurements if row["benchmark"] != "host_time"}
+    # Host times and first calls have tables of their own.
+    apart = figures.HOST, figures.FIRST
+    measured = {row["kernel"] for row in run.measurements if row["benchmark"] not in apart}
     # Their shapes are those of other models.
     shown = {kernel.name for kernel in figures.KERNELS} | {"decode_step", "topk_sigmoid"}
     assert {name for name in measured if not name.startswith("patch ")} == shown
@@ -159,3 +160,18 @@ def test_host_times_are_beside_a_bare_launch_and_only_if_they_were_taken(run):
     kept = [r for r in run.measurements if r["benchmark"] != "host_time"]
     assert "calling thread where no graph" not in figures.section(replace(run, measurements=kept))
     assert "calling thread where no graph" in figures.section(replace(run, measurements=[*kept, *rows]))
+
+
+def test_first_calls_are_shown_only_if_they_were_timed(run):
+    row = {"benchmark": "first_call", "kernel": "topk_softmax"}
+    rows = [
+        row | {"provider": provider, "mode": f"import and first call, Triton's cache {cache}", "p50": p50}
+        for provider, cache, p50 in (
+            *(("staleproof", "empty", 1.52e6), ("the second call", "empty", 90.0)),
+            *(("staleproof", "filled", 0.64e6), ("the second call", "filled", 80.0)),
+        )
+    ]
+    assert [*figures.first_lines(rows)][2:] == ["| `topk_softmax` | 1.5 | 0.6 | 80.0 |"]
+    kept = [r for r in run.measurements if r["benchmark"] != "first_call"]
+    assert "from `import staleproof`" not in figures.section(replace(run, measurements=kept))
+    assert "from `import staleproof`" in figures.section(replace(run, measurements=[*kept, *rows]))

@@ -175,7 +175,9 @@ class BlockZeroer:
                 with on_device_of(block_ids):
                     return self._plan.zero(block_ids)
         if torch.compiler.is_compiling():
-            return _zero_untraced(self, block_ids)
+            from staleproof.ops.zero_untraced import zero_from_host
+
+            return zero_from_host(self, block_ids)
         self._zero_from_host(block_ids)
 
     def _zero_from_host(self, block_ids: Sequence[int] | torch.Tensor) -> None:
@@ -258,8 +260,3 @@ def _refuse_capture() -> None:
 
 def _append(freed: list[int], index: int, _: object) -> None:
     freed.append(index)
-
-
-_zero_untraced = torch.compiler.disable(
-    BlockZeroer._zero_from_host, reason="block_ids on the host: pass a tensor on the device"
-)
