@@ -238,7 +238,7 @@ def host_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def first_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """The fifth table: a new process from importing the package to the first result, and the call after it."""
+    """The fifth table: a new process from importing the package to its first result, and the next call."""
     yield "| operation | Triton's cache empty, s | filled, s | second call, us |"
     yield "|---|---|---|---|"
     times: dict[str, dict[tuple[str, str], float]] = {}
@@ -298,7 +298,7 @@ def section(run: Run) -> str:
         says = "What a call takes of the calling thread where no graph replays it, checks on, small inputs:"
         parts += [says, "\n".join(host_lines(rows))]
     if any(row.get("benchmark") == FIRST for row in rows):
-        says = "A new process, from `import staleproof` to the first result, and the call after it; once each:"
+        says = "A new process, from `import staleproof` to the first result, and the next call; once each:"
         parts += [says, "\n".join(first_lines(rows))]
     return "\n\n".join(part for part in parts if part)
 
