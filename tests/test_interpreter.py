@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from staleproof.interpreter import (
     _patching_once,
     _with_known_shapes,
     _with_known_types,
+    _with_numbers_of_one_element,
     _with_table,
 )
 
@@ -252,3 +255,16 @@ def test_an_overflow_is_an_error_exactly_where_the_interpreter_as_it_comes_has_o
     assert said[0] == said[1]
     assert sums[0] == sums[1]
     assert ("int32 overflow detected for operation add" in said[0]) == debug
+
+
+def test_a_tensor_of_one_element_is_a_number_where_numpy_refuses_its_array():
+    class Tensor:
+        handle = SimpleNamespace(data=np.array([7]))
+
+    def of_triton_3_6(tensor, scope):
+        # As numpy 2.4 answers it.
+        scope.set_attr(tensor, "__index__", lambda self: int([]))
+
+    scope = SimpleNamespace(set_attr=setattr)
+    _with_numbers_of_one_element(of_triton_3_6)(Tensor, scope)
+    assert [*range(operator.index(Tensor()))] == [*range(7)]

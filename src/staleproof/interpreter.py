@@ -21,6 +21,9 @@
 - A float of 8 or 16 bits becomes a wider one by twenty operations on whole arrays (``_convert_float``).
   Here by a table of what these make of each pattern of bits. A float32 is cut to bfloat16 by one shift.
 
+One thing is mended: Triton 3.6 makes a number of a tensor of one element by ``int(array)``, which numpy
+refuses from 2.4 on where the array has a dimension.
+
 Read in Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0, ``python/triton/runtime/interpreter.py``,
 ``python/triton/language/core.py`` and ``python/triton/language/semantic.py``. A Triton without these
 names is left as it is, and the compiler always: what is replaced is the interpreter's own, or is put
@@ -207,6 +210,16 @@ def _by_table(convert: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
+def _with_numbers_of_one_element(patch: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """``_patch_lang_tensor`` that makes a number of a tensor of one element, whatever its shape."""
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch_tensor
+
+
 def _patching_once(interpreter: ModuleType) -> Callable[[Any], _End]:
     """``_patch_lang`` that does nothing for a module that the running launch has patched already."""
     tl = interpreter.tl
@@ -266,7 +279,7 @@ def _where_it_can_fail(check: Callable[..., Any], builder: Any) -> Callable[...,
 
 
 # What is replaced: of the interpreter's module, and of its semantic.
-NAMES = ("_patch_lang", "_get_np_dtype", "_convert_float")
+NAMES = ("_patch_lang", "_patch_lang_tensor", "_get_np_dtype", "_convert_float")
 OVERFLOW, BROADCAST = "binary_op_sanitize_overflow_impl", "broadcast_impl_value"
 CHECKING = "binary_op_type_checking_impl"
 SEMANTIC = (OVERFLOW, BROADCAST, CHECKING)
@@ -289,6 +302,7 @@ def quicken() -> None:
     interpreter._staleproof |= {
         name: getattr(semantic, name, None) for name in (OVERFLOW, BROADCAST, CHECKING)
     }
+    interpreter._patch_lang_tensor = _with_numbers_of_one_element(interpreter._patch_lang_tensor)
     interpreter._patch_lang = _patching_once(interpreter)
     interpreter._get_np_dtype = _with_table(interpreter)
     interpreter._convert_float = _by_table(interpreter._convert_float)

@@ -77,8 +77,7 @@ def real(distribution: str, what: str = "") -> Evidence:
         distribution: name on the package index.
         what: which part of it, or in which way it was changed.
 
-    >>> import torch
-    >>> real("torch", "SDPA").of == f"torch {torch.__version__} SDPA"
+    >>> real("torch", "SDPA").of == f"torch {device.version_of('torch')} SDPA"
     True
     """
     name = _SPELLING.get(distribution, distribution)
