@@ -299,9 +299,7 @@ def quicken() -> None:
     semantic = interpreter.interpreter_semantic
     # What was replaced, for the tests.
     interpreter._staleproof = {name: getattr(interpreter, name) for name in NAMES}
-    interpreter._staleproof |= {
-        name: getattr(semantic, name, None) for name in (OVERFLOW, BROADCAST, CHECKING)
-    }
+    interpreter._staleproof |= {name: getattr(semantic, name, None) for name in SEMANTIC}
     interpreter._patch_lang_tensor = _with_numbers_of_one_element(interpreter._patch_lang_tensor)
     interpreter._patch_lang = _patching_once(interpreter)
     interpreter._get_np_dtype = _with_table(interpreter)

@@ -1,4 +1,4 @@
-"""Counterexamples of compiled kernels that the recorded audits lack, run alone with made-up kernels.
+"""Counterexamples of compiled kernels that need a GPU, run alone with made-up kernels.
 
 They say nothing of the real kernels. They show that a script of the real adapter runs, shows the fault, and
 ends quietly once it is mended.

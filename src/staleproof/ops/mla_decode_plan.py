@@ -10,12 +10,14 @@ from staleproof.ops.cuda_runtime import capability, processor_count, shared_memo
 WIDE_SHARED_BYTES = 102_400
 # Up to as many heads, that Hopper kernel of equal parts whose time is that of reading the cache.
 FEW_HEADS = 16
-# The Hopper kernels of equal parts are used from this many tiles of 64 keys and up to 64 heads on: before,
-# what they do besides the tiles takes longer than they gain. The first is of 16-bit caches and batches of at
-# least 8; a smaller batch needs as many tiles of keys as the second. For an E4M3 cache, and for one beside
-# few heads, the other kernel is slower by more.
-EQUAL_FROM_WORK, EQUAL_FROM_SMALL_BATCH, EQUAL_FROM_E4M3, EQUAL_FROM_FEW_E4M3 = 256, 1024, 64, 4
-# With few heads a request has this many tiles of keys at least.
+# The Hopper kernels of equal parts are used from this much work on, in tiles of 64 keys and up to 64 heads:
+# before, what they do besides the tiles takes longer than they gain. An E4M3 cache needs less, because the
+# other kernel is slower with it by more.
+EQUAL_FROM_WORK, EQUAL_FROM_E4M3 = 256, 64
+# In tiles of 64 keys of the batch, whatever the heads: of fewer than 8 requests, and of an E4M3 cache beside
+# few heads.
+EQUAL_FROM_SMALL_BATCH, EQUAL_FROM_FEW_E4M3 = 1024, 4
+# Tiles of a request, at least, with up to 32 heads.
 FEW_FROM_TILES = 8
 
 
@@ -40,9 +42,10 @@ def _sm90_splits(programs: int, batch: int, tiles: int, processors: int) -> int:
     >>> [_sm90_splits(2, 1, tiles, 132) for tiles in (32, 64, 512)]
     [0, 32, 66]
     """
+    work = programs * tiles
     if 3 * programs >= processors and tiles <= 16:
         return 1
-    if programs * tiles > 2 * processors or (batch < 8 and programs * tiles >= 128):
+    if work > 2 * processors or (batch < 8 and work >= 128):
         return max(1, min(processors // programs, tiles // 2))
     return 0
 
@@ -152,20 +155,19 @@ def equal_parts_are_faster(
         return False
     batch, heads, tiles = q.shape[0], q.shape[-2], cdiv(capacity, 64)
     programs = batch * cdiv(q_len * heads, 64)
+    work = programs * tiles
     if kv_cache.dtype != q.dtype:
-        if heads <= FEW_HEADS:
-            return batch * tiles >= EQUAL_FROM_FEW_E4M3
-        return programs * tiles >= EQUAL_FROM_E4M3
+        return batch * tiles >= EQUAL_FROM_FEW_E4M3 if heads <= FEW_HEADS else work >= EQUAL_FROM_E4M3
     if batch < 8:
         return batch * tiles >= EQUAL_FROM_SMALL_BATCH
     if heads <= 32:
         # Not timed with 17 to 32 heads: half of a product's rows are none there.
-        least = EQUAL_FROM_WORK * (1 if heads <= FEW_HEADS else 2)
+        least = EQUAL_FROM_WORK if heads <= FEW_HEADS else 2 * EQUAL_FROM_WORK
         return tiles >= FEW_FROM_TILES and batch * tiles >= least
     processors = processor_count(q.device.index)
     if 3 * programs < processors:
-        return programs * tiles >= EQUAL_FROM_WORK
+        return work >= EQUAL_FROM_WORK
     # In tiles: one of a program for one request takes 1.06 times as long, and it begins and ends in 4.
     # Equal parts begin, end and are merged in 10; in 14 with twice as many requests as fill the processors.
     alone = 1.06 * cdiv(programs, processors) * (tiles + 4)
-    return programs * tiles / processors + 10 + max(0, programs - processors) / 32 < alone
+    return work / processors + 10 + max(0, programs - processors) / 32 < alone

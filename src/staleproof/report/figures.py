@@ -29,7 +29,7 @@ END = "<!-- end of the written part -->"
 PICTURE = "workbook/first-bad-stage.svg"
 # The release whose files the recorded patches ran on, before rows said so.
 RELEASE = "0.20.2"
-# The benchmark of the fourth table, and what it divides by.
+# The benchmark of the fourth table, and what it divides by; that of the fifth.
 HOST, BARE = "host_time", "a bare Triton launch"
 FIRST = "first_call"
 Row = Mapping[str, Any]
@@ -251,6 +251,19 @@ def first_lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| `{kernel}` | {empty} | {filled} | {us(found['the second call', 'filled'])} |"
 
 
+# Benchmarks that a recorded run may lack -> what their table shows, and its lines.
+LATER = {
+    HOST: (
+        "What a call takes of the calling thread where no graph replays it, checks on, small inputs:",
+        host_lines,
+    ),
+    FIRST: (
+        "A new process, from `import staleproof` to the first result, and the next call; once each:",
+        first_lines,
+    ),
+}
+
+
 def fusion(rows: Sequence[Row]) -> str:
     """What of the live-row quantiser's gain in a decode step is not the fix; empty without such rows."""
     found = {
@@ -294,12 +307,9 @@ def section(run: Run) -> str:
         "What a patch changes, us of the device, or of the calling thread where the call says `host`:",
         "\n".join(patch_lines(rows)),
     ]
-    if any(row.get("benchmark") == HOST for row in rows):
-        says = "What a call takes of the calling thread where no graph replays it, checks on, small inputs:"
-        parts += [says, "\n".join(host_lines(rows))]
-    if any(row.get("benchmark") == FIRST for row in rows):
-        says = "A new process, from `import staleproof` to the first result, and the next call; once each:"
-        parts += [says, "\n".join(first_lines(rows))]
+    for benchmark, (says, lines) in LATER.items():
+        if any(row.get("benchmark") == benchmark for row in rows):
+            parts += [says, "\n".join(lines(rows))]
     return "\n\n".join(part for part in parts if part)
 
 
