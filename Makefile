@@ -77,7 +77,7 @@ torch-%:
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 .venv-versions/$*/bin/python -m pytest -q -n $(JOBS)
 
 architectures: $(READY) ## compile every kernel for the GPUs that are not here (seconds, or six minutes without a cache)
-	$(BIN)/python -m staleproof.harness.architectures
+	$(BIN)/python -m tools.architectures
 
 mutations: $(READY) ## make each small edit of tests/mutations in a copy, and see a test turn red (minutes)
 	$(BIN)/python tests/mutations/mutate.py
@@ -87,7 +87,7 @@ lab: $(READY) ## open JupyterLab on the notebooks
 
 notebooks: $(READY) ## execute the notebooks and store their outputs, in canonical form
 	cd notebooks && ../$(BIN)/python -m nbconvert --to notebook --inplace --execute *.ipynb
-	$(BIN)/python -m staleproof.report.canonical notebooks/*.ipynb
+	$(BIN)/python -m tools.canonical notebooks/*.ipynb
 
 format: $(READY) ## let ruff fix what it can
 	$(BIN)/python -m ruff check --fix .

@@ -14,7 +14,7 @@ from staleproof import device
 
 device.select()
 
-from staleproof.harness import measure
+from staleproof.cases import measure
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 
 ROWS, HEADS, RANK = 1024, 128, 512

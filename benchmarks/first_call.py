@@ -21,11 +21,12 @@ from staleproof import device
 
 device.select()
 
-from staleproof.harness import measure
-from staleproof.ops import clear_empty_rows, fp8, mla_decode, nvfp4, topk, zero_blocks
+from staleproof.cases import measure
+from staleproof.ops import clear_empty_rows, fp8, nvfp4, topk, zero_blocks
+from staleproof.ops.mla import decode
 
 # By name, so that the source digest of a recorded row covers them.
-PARTS = (clear_empty_rows, fp8, mla_decode, nvfp4, topk, zero_blocks)
+PARTS = (clear_empty_rows, fp8, decode, nvfp4, topk, zero_blocks)
 # Inputs, then the call, of each operation: shapes of one decode step of DeepSeek-V3 or Qwen3.
 OPERATIONS: dict[str, tuple[str, str, str]] = {
     "mla_decode": (

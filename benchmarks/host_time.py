@@ -26,13 +26,13 @@ device.load_triton()
 import triton
 import triton.language as tl
 
-from staleproof.harness import measure
-from staleproof.harness.peers import peers
-from staleproof.harness.vllm_peers import flashmla
+from staleproof.cases import measure
+from staleproof.kernels.mla import peers
+from staleproof.kernels.vllm_peers import flashmla
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
-from staleproof.ops.mla_decode import mla_decode
+from staleproof.ops.mla.decode import mla_decode
 from staleproof.ops.nvfp4 import quantize_nvfp4
 from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
 from staleproof.ops.zero_blocks import BlockZeroer

@@ -20,11 +20,11 @@ from staleproof import device
 
 device.select()
 
-from staleproof.harness import measure
-from staleproof.harness.peer import Peer
-from staleproof.harness.peers import peers
-from staleproof.harness.vllm_peers import flashmla, vllm_splits
-from staleproof.ops.mla_decode import mla_decode
+from staleproof.cases import measure
+from staleproof.kernels.adapter import Peer
+from staleproof.kernels.mla import peers
+from staleproof.kernels.vllm_peers import flashmla, vllm_splits
+from staleproof.ops.mla.decode import mla_decode
 from staleproof.ops.reference import mla_decode as reference
 
 PAGE, RANK, ROPE = 64, 512, 64

@@ -1,6 +1,6 @@
 """What each patch of an installed vLLM costs a decode step: vLLM's function in place, without it and with.
 
-vLLM's files run as they are, in the places they have there (`staleproof.harness.vllm_files`), and the
+vLLM's files run as they are, in the places they have there (`staleproof.kernels.vllm_sources`), and the
 patch wraps them as the plugin does, so that its wrapper is timed too. Each row names the release whose
 files ran (``vllm``), whether the patch is needed there (``needed``) and where it applies
 (``applies_to``). A patch that the installed release does not need is timed on the files of
@@ -31,9 +31,10 @@ from staleproof import device
 
 device.select()
 
-from staleproof.harness import measure, vllm_calls
-from staleproof.harness.vllm_calls import OPS, applies_to, mla_call, zeroer
-from staleproof.harness.vllm_files import UnavailableError, executed, load
+from staleproof.cases import measure
+from staleproof.kernels import vllm_calls
+from staleproof.kernels.vllm_calls import OPS, applies_to, mla_call, zeroer
+from staleproof.kernels.vllm_sources import UnavailableError, executed, load
 from staleproof.vllm import standing
 from staleproof.vllm.patches import kv_reuse, mla_padding, moe_routing, scale_padding
 from staleproof.vllm.releases import table

@@ -15,7 +15,7 @@ from staleproof import device
 
 device.select()
 
-from staleproof.harness import measure
+from staleproof.cases import measure
 from staleproof.ops import nvfp4 as kernels
 from staleproof.ops.reference import nvfp4 as reference
 

@@ -23,7 +23,7 @@ from staleproof import device
 
 device.select()
 
-from staleproof.harness import measure
+from staleproof.cases import measure
 from staleproof.ops import topk as kernels
 from staleproof.ops.reference import topk as reference
 

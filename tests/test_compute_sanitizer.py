@@ -113,8 +113,8 @@ assert out[::5].eq(0).all() and lse[::5].eq(float("-inf")).all()
 """,
     "mla_decode in equal parts, Hopper": """
 from staleproof import mla_decode
-from staleproof.ops.mla_decode_plan import fits_equal_parts
-sys.modules["staleproof.ops.mla_decode"].equal_parts_are_faster = lambda *args: fits_equal_parts(*args[:-1])
+from staleproof.ops.mla.plan import fits_equal_parts
+sys.modules["staleproof.ops.mla.decode"].equal_parts_are_faster = lambda *args: fits_equal_parts(*args[:-1])
 lengths = torch.randint(0, 700, (40,), device=D, dtype=torch.int32)
 lengths[::5] = 0
 table = torch.randint(0, 60, (40, 11), device=D, dtype=torch.int32)
@@ -234,7 +234,7 @@ def kernels_in_the_source() -> set[str]:
     """Names of the functions that Triton or Gluon compile and that are launched, not called by others."""
     package = Path(staleproof.__file__).parent
     found = set()
-    for path in [*package.joinpath("ops").glob("*.py"), *package.joinpath("evidence").glob("*.py")]:
+    for path in [*package.joinpath("ops").rglob("*.py"), *package.joinpath("evidence").glob("*.py")]:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 found |= {node.name for one in node.decorator_list if ".jit" in ast.unparse(one)}

@@ -19,17 +19,22 @@ SERVER = {"ops", "vllm", "evidence", *LIGHT}
 ALLOWED = {
     "": {"ops"},
     "__main__": {"cli"},
+    "audit": {"contract"},
     "check": set(),
     "device": {"interpreter"},
     "interpreter": set(),
     "ops": {"ops", *LIGHT},
     "evidence": {"evidence", *LIGHT},
     "vllm": {"vllm", "ops", "evidence", "check"},
-    "harness": {"harness", *SERVER},
-    "incidents": {"harness", *SERVER},  # and their own folder, see _may_import
-    "audit": {"audit", "harness", *SERVER},
-    "report": {"report", "harness", "incidents", "audit", "engine", *SERVER, ""},
-    "cli": {"cli", "report", "harness", "incidents", "audit", *SERVER, ""},
+    # From a symptom to what to do: light, as what an operator installs.
+    "triage": {"triage", "vllm", "check"},
+    "cases": {"cases", *SERVER},
+    "kernels": {"kernels", "cases", "contract", "audit", *SERVER},
+    "contract": {"contract", "audit", "kernels", "cases", *SERVER},
+    "incidents": {"kernels", "cases", *SERVER},  # and their own folder, see _may_import
+    "engine": {"engine", "kernels", "cases", "incidents", *SERVER},
+    "report": {"report", "cases", "kernels", "incidents", "contract", "engine", "triage", *SERVER, ""},
+    "cli": {"cli", "report", "cases", "kernels", "incidents", "contract", "engine", "triage", *SERVER, ""},
 }
 # What a server installs may need no other package than these. Imports of vllm are for vLLM's processes.
 THIRD_PARTY = {"ops": {"torch", "triton", "numpy"}, "evidence": {"torch", "triton", "matplotlib", "seaborn"}}
@@ -37,19 +42,6 @@ THIRD_PARTY = {"ops": {"torch", "triton", "numpy"}, "evidence": {"torch", "trito
 LINES = 400
 # Files that would be harder to read if they were split, with the reason.
 LONG: dict[str, str] = {}
-
-# A whole vLLM: the bench, and the commands about it.
-ALLOWED |= {
-    "engine": {"engine", "harness", "incidents", *SERVER},
-    "cli_engine": {"cli", "engine", "report", "harness", *SERVER},
-    "cli_modules": {"cli", "incidents"},
-    "cli_patches": {"cli", "report", "vllm"},
-    "cli_recorded": {"cli", "report", "harness", "incidents", *SERVER},
-}
-# From a symptom to what to do: light, as what an operator installs.
-ALLOWED |= {"triage": {"triage", "vllm", "check"}, "cli_diagnose": {"cli", "triage"}}
-ALLOWED["cli"] |= {"cli_diagnose", "cli_engine", "cli_modules", "cli_patches", "cli_recorded", "triage"}
-ALLOWED["report"] |= {"triage"}
 
 
 def _imported(tree: ast.Module, module: str, package: Path) -> Iterator[tuple[int, str]]:
@@ -109,31 +101,31 @@ def test_imports_point_one_way():
     ("file", "source", "target"),
     [
         ("ops/fp8.py", "from staleproof.evidence.canary import bits", "staleproof.evidence.canary"),
-        ("ops/fp8.py", "def f():\n    from staleproof import harness", "staleproof.harness"),
+        ("ops/fp8.py", "def f():\n    from staleproof import cases", "staleproof.cases"),
         ("ops/fp8.py", "from ..evidence import canary", "staleproof.evidence.canary"),
         ("ops/fp8.py", "import pandas as pd", "pandas"),
         ("ops/__init__.py", "from ..vllm import hooks", "staleproof.vllm.hooks"),
         ("vllm/hooks.py", "from staleproof import device", "staleproof.device"),
         ("vllm/patches/fix.py", "from staleproof.incidents.a import broken", "staleproof.incidents.a.broken"),
         ("evidence/canary.py", "import staleproof.ops.fp8", "staleproof.ops.fp8"),
-        ("harness/children.py", "from staleproof.incidents import registry", "staleproof.incidents.registry"),
+        ("cases/children.py", "from staleproof.incidents import registry", "staleproof.incidents.registry"),
         ("incidents/a/scene.py", "from staleproof.incidents import b", "staleproof.incidents.b"),
         ("incidents/a/broken.py", "from staleproof import mla_decode", "staleproof"),
         ("incidents/a/broken.py", "import staleproof", "staleproof"),
         ("incidents/a/broken.py", "from staleproof.report import plots", "staleproof.report.plots"),
-        ("audit/runner.py", "from staleproof.incidents.a import broken", "staleproof.incidents.a.broken"),
-        ("audit/runner.py", "from staleproof.report import plots", "staleproof.report.plots"),
-        ("harness/children.py", "importlib.import_module('staleproof.cli')", "staleproof.cli"),
+        ("contract/runner.py", "from staleproof.incidents.a import broken", "staleproof.incidents.a.broken"),
+        ("contract/runner.py", "from staleproof.report import plots", "staleproof.report.plots"),
+        ("cases/children.py", "importlib.import_module('staleproof.cli')", "staleproof.cli"),
         ("ops/fp8.py", "import_module(f'staleproof.vllm.{1}')", "staleproof.vllm"),
         ("check.py", "from staleproof import device", "staleproof.device"),
         ("__init__.py", "from staleproof.evidence import canary", "staleproof.evidence.canary"),
     ],
 )
 def test_each_rule_catches_an_import_against_it(tmp_path, file, source, target):
-    modules = "ops/fp8 vllm/hooks evidence/canary harness/children incidents/a/broken incidents/b/broken"
-    for (
-        module
-    ) in f"{modules} audit/runner incidents/registry report/plots vllm/patches/fix check device cli".split():
+    modules = "ops/fp8 vllm/hooks evidence/canary cases/children incidents/a/broken incidents/b/broken"
+    for module in (
+        f"{modules} contract/runner incidents/registry report/plots vllm/patches/fix check device cli".split()
+    ):
         path = tmp_path / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("from __future__ import annotations\n")
@@ -159,7 +151,7 @@ def _loaded_after(statement: str) -> set[str]:
 
 
 def test_importing_the_package_loads_no_torch():
-    program = "import sys, staleproof, staleproof.cli; print({'torch', 'triton'} & set(sys.modules))"
+    program = "import sys, staleproof, staleproof.cli.app; print({'torch', 'triton'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "set()", done.stderr
 

@@ -226,7 +226,7 @@ sys.modules["triton"] = None
 import torch
 from staleproof import evidence
 from staleproof.ops.reference import fp8 as reference
-from staleproof.cli import main
+from staleproof.cli.app import main
 assert evidence.judge_rows(lambda fill: torch.zeros(2, 3), 1) == "clean"
 x_fp8, scale = reference.quantize_fp8_per_tensor(torch.ones(2, 4), live_rows=1)
 assert scale.shape == (1,)
@@ -248,8 +248,8 @@ import importlib, pkgutil, sys
 for name in {blocked}:
     sys.modules[name] = None
 import staleproof
-from staleproof import cli
-from staleproof.harness.findings import Finding
+from staleproof.cli import app as cli
+from staleproof.cases.finding import Finding
 # These render notebooks and pictures.
 needs_more = (
     *("report.canonical", "report.html", "report.notebooks", "report.plots"),

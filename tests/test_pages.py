@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from staleproof.harness import recorded
-from staleproof.report import figures
+from staleproof.cases import store
 from staleproof.triage import table
+from tools import figures
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -78,15 +78,15 @@ def test_readme_is_short_and_holds_what_it_should():
 @pytest.mark.parametrize("name", ["README.md, triage", "README.md, figures", "workbook/figures.md"])
 def test_written_parts_agree_with_their_source(name):
     wanted = {"README.md, triage": 0, "README.md, figures": 1, "workbook/figures.md": 2}
-    path, begin, text = [*figures.parts(recorded.find(figures.MACHINE))][wanted[name]]
+    path, begin, text = [*figures.parts(store.find(figures.MACHINE))][wanted[name]]
     written = (ROOT / path).read_text().split(begin)[1].split(figures.END)[0].strip()
-    assert written == text, "run: python -m staleproof.report.figures"
+    assert written == text, "run: python -m tools.figures"
 
 
 def test_the_picture_is_of_this_source():
     texts = re.compile(r"<text[^>]*>([^<]*)</text>|<!-- ([^-]+) -->")
     kept, drawn = (texts.findall(svg) for svg in ((ROOT / figures.PICTURE).read_text(), figures.picture()))
-    assert kept == drawn, "run: python -m staleproof.report.figures"
+    assert kept == drawn, "run: python -m tools.figures"
 
 
 def test_notebook_00_holds_the_table_of_the_source():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from staleproof.ops.clear_empty_rows import clear_empty_rows as clear_empty_rows
     from staleproof.ops.decode_workspace import DecodeWorkspace as DecodeWorkspace
     from staleproof.ops.fp8 import quantize_fp8_per_tensor as quantize_fp8_per_tensor
-    from staleproof.ops.mla_decode import mla_decode as mla_decode
+    from staleproof.ops.mla.decode import mla_decode as mla_decode
     from staleproof.ops.nvfp4 import create_fp4_scale_tensor as create_fp4_scale_tensor
     from staleproof.ops.nvfp4 import dequantize_nvfp4 as dequantize_nvfp4
     from staleproof.ops.nvfp4 import quantize_nvfp4 as quantize_nvfp4
@@ -29,7 +29,7 @@ _MODULES = {
     "create_fp4_scale_tensor": "nvfp4",
     "dequantize_nvfp4": "nvfp4",
     "grouped_topk": "topk",
-    "mla_decode": "mla_decode",
+    "mla_decode": "mla.decode",
     "quantize_fp8_per_tensor": "fp8",
     "quantize_nvfp4": "nvfp4",
     "topk_sigmoid": "topk",

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from staleproof.cli import main
+from staleproof.cli.app import main
 
 sys.exit(main())

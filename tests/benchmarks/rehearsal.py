@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from staleproof import device
-from staleproof.harness import measure
+from staleproof.cases import measure
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 L2 = 4096

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from staleproof.harness import measure
+from staleproof.cases import measure
 from staleproof.ops.zero_blocks import BlockZeroer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

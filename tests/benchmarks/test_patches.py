@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from staleproof.harness import measure, vllm_calls
-from staleproof.harness.vllm_files import executed
+from staleproof.cases import measure
+from staleproof.kernels import vllm_calls
+from staleproof.kernels.vllm_sources import executed
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "vllm")]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from staleproof.harness import measure
-from staleproof.harness.peer import Peer
+from staleproof.cases import measure
+from staleproof.kernels.adapter import Peer
 from staleproof.ops.reference import fp8
 from staleproof.ops.reference.mla_decode import mla_decode
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from staleproof import device
-from staleproof.harness import recorded
-from staleproof.harness.findings import Finding
+from staleproof.cases import store
+from staleproof.cases.finding import Finding
 from staleproof.incidents.registry import INCIDENTS, Incident
 from staleproof.report import conclusion
 
@@ -23,7 +23,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout of its own, so that no test touches this one."""
     for name in ("notebooks", "benchmarks", "workbook/runs"):
         (tmp_path / name).mkdir(parents=True)
-    monkeypatch.setattr(recorded, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(store, "checkout", lambda: tmp_path)
     return tmp_path
 
 

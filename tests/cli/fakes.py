@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from staleproof.harness.findings import Finding, finding, not_run, off_on_off
+from staleproof.cases.finding import Finding, finding, not_run, off_on_off
 
 MEASUREMENT = {
     "kernel": "clear",

@@ -12,10 +12,11 @@ from dataclasses import replace
 import pytest
 from fakes import MEASUREMENT, absent, clean, interrupted, leaked, one_line, verified, wrong
 
-from staleproof import cli, device
-from staleproof.harness import children, recorded
-from staleproof.harness.findings import Finding, finding, read_findings, write_findings
-from staleproof.harness.questions import Question, Questions
+from staleproof import device
+from staleproof.cases import children, store
+from staleproof.cases.case import Question, Questions
+from staleproof.cases.finding import Finding, finding, read_findings, write_findings
+from staleproof.cli import app as cli
 from staleproof.report import terminal
 
 
@@ -25,7 +26,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_help_answers_at_once_and_imports_no_torch():
     code = (
-        "import sys\nfrom staleproof.cli import main\n"
+        "import sys\nfrom staleproof.cli.app import main\n"
         "code = main(['--help'])\n"
         "print(sorted({'torch', 'triton', 'pandas', 'nbconvert', 'rich'} & set(sys.modules)))\n"
         "sys.exit(code)"
@@ -43,7 +44,7 @@ def test_help_answers_at_once_and_imports_no_torch():
 
 
 def test_version_is_one_line():
-    done = python("import sys; from staleproof.cli import main; sys.exit(main(['--version']))")
+    done = python("import sys; from staleproof.cli.app import main; sys.exit(main(['--version']))")
     assert (done.returncode, done.stdout) == (0, f"staleproof {importlib.metadata.version('staleproof')}\n")
 
 
@@ -52,8 +53,8 @@ import sys, types
 for name in ("pandas", "matplotlib", "seaborn", "nbformat", "nbclient", "nbconvert", "ipykernel",
              "ipywidgets", "jupyterlab", "jupyter_client", "IPython"):
     sys.modules[name] = None
-from staleproof import cli
-from staleproof.harness.questions import Question, Questions
+from staleproof.cli import app as cli
+from staleproof.cases.case import Question, Questions
 fake = types.ModuleType("staleproof.incidents.kv_reuse.questions")
 fake.QUESTIONS = Questions("kv_reuse", Question("q", ["v"], lambda *_: "clean"))
 sys.modules[fake.__name__] = fake
@@ -63,7 +64,7 @@ for command in {commands}:
 
 
 def test_the_commands_of_a_server_need_no_jupyter(tmp_path):
-    recorded.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [])
+    store.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [])
     commands = ["list", f"run kv_reuse --json {tmp_path}/x.jsonl", "doctor", "patches --version 0.18.1"]
     commands.append(f"compare {tmp_path}/a {tmp_path}/a")
     done = python(WITHOUT_THE_EXTRA.format(commands=commands))
@@ -248,7 +249,7 @@ def test_an_error_in_a_question_keeps_the_findings_so_far(root, incident):
 def test_without_a_checkout_run_and_list_work_and_the_rest_says_so(incident, capsys, monkeypatch, tmp_path):
     incident(clean)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recorded, "PACKAGE", tmp_path / "site-packages" / "staleproof")
+    monkeypatch.setattr(store, "PACKAGE", tmp_path / "site-packages" / "staleproof")
     assert cli.main(["run"]) == 0
     assert len(read_findings(tmp_path / "staleproof-findings.jsonl")) == 1
     assert cli.main(["list"]) == 0

@@ -17,10 +17,11 @@ import pytest
 import torch
 from fakes import one_line
 
-from staleproof import cli, device
+from staleproof import device
+from staleproof.cases import predictions, store
+from staleproof.cases.case import Question, Questions
+from staleproof.cli import app as cli
 from staleproof.device import Machine, Provenance
-from staleproof.harness import flashinfer_peers, peers, predictions, recorded
-from staleproof.harness.questions import Question, Questions
 from staleproof.incidents.kv_reuse import attention
 from staleproof.incidents.moe_routing import fused_moe, moe_module
 from staleproof.incidents.moe_routing.questions import REAL
@@ -28,6 +29,7 @@ from staleproof.incidents.registry import INCIDENTS
 from staleproof.incidents.scale_padding import flashinfer_fp4
 from staleproof.incidents.scale_padding import questions as scale_padding
 from staleproof.incidents.scale_padding.scene import product_on
+from staleproof.kernels import flashinfer_peers, mla
 from staleproof.ops.nvfp4 import quantize_nvfp4
 from staleproof.ops.nvfp4_layout import swizzle
 from staleproof.ops.reference import nvfp4 as reference
@@ -101,7 +103,7 @@ def record(kernels, monkeypatch, tmp_path):
         q = torch.randn(rows, 128, 576, generator=torch.Generator().manual_seed(2)).to(call.q.dtype)
         return call._replace(q=q)
 
-    found = peers.peers()
+    found = mla.peers()
     assert [found[name].unavailable_reason for name in SM100_PEERS] == [None, None]
     subjects = {name: questions.PeerKernel(found[name]) for name in SM100_PEERS}
     table = [Question(name, subjects, questions._or_reason(ask)) for name, ask in questions.ALONE.items()]
@@ -113,7 +115,7 @@ def record(kernels, monkeypatch, tmp_path):
     runs = checkout / "workbook" / "runs"
     shutil.copytree(PREDICTIONS.parent / "runs/nvidia-h200", runs / "nvidia-h200")
     shutil.copy(PREDICTIONS, checkout / "workbook")
-    monkeypatch.setattr(recorded, "checkout", lambda: checkout)
+    monkeypatch.setattr(store, "checkout", lambda: checkout)
 
     def run() -> Path:
         assert cli.main(["record", "--out", str(runs), "--device", "cpu"]) == 0
@@ -123,7 +125,7 @@ def record(kernels, monkeypatch, tmp_path):
 
 
 def test_the_rehearsal_answers_every_question_that_names_sm100(record, capsys):
-    run = recorded.read(record())
+    run = store.read(record())
     asked = {found.key for found in run.findings if found.ran}
     absent = [json.loads(line) for line in _recorded_on_an_h200() if "needs an SM100 GPU" in line]
     assert {(row["incident"], row["question"], row["variant"]) for row in absent} == asked
@@ -157,7 +159,7 @@ def test_a_miss_is_printed_first(record, capsys, monkeypatch):
 
 def test_a_kernel_that_fails_is_a_line_and_the_others_answer(record, kernels, capsys):
     kernels.failure = RuntimeError("CUTLASS: Error Internal\n  at launch")
-    run = recorded.read(record())
+    run = store.read(record())
     assert "Traceback" not in capsys.readouterr().out
     said = {found.key[1:]: found for found in run.findings}
     failed = said["empty row", "flashinfer_cutlass"]
@@ -228,7 +230,7 @@ def test_cubins_that_are_missing_are_a_line(record, monkeypatch, tmp_path):
     monkeypatch.setattr(jit, "FLASHINFER_CUBIN_DIR", tmp_path / "cubins")
     monkeypatch.setattr(jit, "download_file", lambda *args, **rest: False)
     monkeypatch.setattr(CORE, "get_trtllm_gen_fmha_module", lambda: CORE.gen_trtllm_gen_fmha_module())
-    said = {found.key[1:]: found for found in recorded.read(record()).findings}
+    said = {found.key[1:]: found for found in store.read(record()).findings}
     missing = said["empty row", "flashinfer_trtllm"]
     assert not missing.ran
     assert missing.note.startswith("failed: AssertionError: Failed to get checksums.txt from ")
@@ -242,7 +244,7 @@ def test_cubins_of_another_version_are_a_line(kernels, monkeypatch):
     monkeypatch.setattr(device, "version_of", versions.get)
     monkeypatch.delenv("FLASHINFER_DISABLE_VERSION_CHECK", raising=False)
     why = "flashinfer-python 0.6.18.post1 refuses to be imported beside flashinfer-cubin 0.6.13"
-    found = peers.peers()
+    found = mla.peers()
     for name in (*SM100_PEERS, "flashinfer_fa2"):
         assert found[name].unavailable_reason == why
     assert fused_moe.unavailable_reason() == why
@@ -263,7 +265,7 @@ def test_what_is_not_available_on_a_b200_says_so_in_one_line(kernels, monkeypatc
     assert (
         fused_moe.unavailable_reason() == "not built: staleproof moe-module build (needs nvcc, and minutes)"
     )
-    assert peers.peers()["flashinfer_fa3"].unavailable_reason == (
+    assert mla.peers()["flashinfer_fa3"].unavailable_reason == (
         "needs an SM90 GPU (H100, H200); this is sm_100"
     )
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from staleproof import cli, cli_diagnose
+from staleproof.cli import app as cli
+from staleproof.cli import diagnose as command
 
 LOGS = Path(__file__).parents[1] / "triage/logs"
 OOM = LOGS / "vllm-0.18.1-oom-gb200.log"
@@ -116,7 +117,7 @@ def test_no_answer_at_all_says_nothing(capsys, monkeypatch):
 def test_it_works_without_torch_and_in_a_narrow_terminal(columns):
     program = (
         "import sys; sys.modules['torch'] = sys.modules['triton'] = None\n"
-        "from staleproof.cli import main\n"
+        "from staleproof.cli.app import main\n"
         f"sys.exit(main(['diagnose', {str(OOM)!r}]))"
     )
     done = subprocess.run(
@@ -133,4 +134,4 @@ def test_it_works_without_torch_and_in_a_narrow_terminal(columns):
 
 
 def test_it_is_a_command_of_its_own_file():
-    assert cli_diagnose.diagnose.__name__ == "diagnose"
+    assert command.diagnose.__name__ == "diagnose"

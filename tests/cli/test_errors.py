@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from fakes import clean, one_line
 
-from staleproof import cli, device
+from staleproof import device
+from staleproof.cli import app as cli
 
 
 @pytest.mark.parametrize(

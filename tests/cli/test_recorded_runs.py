@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from fakes import MEASUREMENT, absent, clean, interrupted, leaked, one_line, wrong
 
-from staleproof import cli, device
-from staleproof.harness import recorded
-from staleproof.harness.digest import file_digest
-from staleproof.harness.findings import Finding, finding, read_findings
+from staleproof import device
+from staleproof.cases import store
+from staleproof.cases.digest import file_digest
+from staleproof.cases.finding import Finding, finding, read_findings
+from staleproof.cli import app as cli
 
 
 def _record(root: Path, findings: list[Finding], name: str = "a-gpu") -> Path:
     folder = root / "workbook/runs" / name
-    recorded.write(folder, findings, [MEASUREMENT])
+    store.write(folder, findings, [MEASUREMENT])
     return folder
 
 
@@ -70,7 +71,7 @@ def test_a_spoilt_recorded_run_is_named_and_hides_no_other(root, incident, capsy
     if command != "compare":
         page = root / "workbook/_build/index.html"
         shown = page.read_text() if command == "report" else captured.out
-        assert shown.count(recorded.read(root / "workbook/runs/b-gpu").title) == 1
+        assert shown.count(store.read(root / "workbook/runs/b-gpu").title) == 1
 
 
 def test_an_unexpected_verdict_comes_before_a_spoilt_run(root, incident, capsys):
@@ -90,7 +91,7 @@ def test_run_shows_recorded_runs_beside_and_marks_moved_source(root, incident, c
     name = device.machine().name
     assert f"RECORDED  {name}, {leaked().date}, same source" in out
     assert "1 match, 0 mismatch, 1 only in the first, 1 only in the second" in out
-    monkeypatch.setattr("staleproof.harness.findings.source_digest", lambda incident: "another")
+    monkeypatch.setattr("staleproof.cases.finding.source_digest", lambda incident: "another")
     assert cli.main(["list"]) == 0
     assert "source changed since: fake" in capsys.readouterr().out
 
@@ -100,7 +101,7 @@ def test_record_on_a_cpu_writes_findings_and_no_timing(root, incident, capsys, m
     (root / "benchmarks/clear.py").write_text("raise SystemError('nothing is timed here')")
     monkeypatch.setattr(device, "select", lambda *_: "cpu")
     assert cli.main(["record"]) == 0
-    (run,) = recorded.read_all()
+    (run,) = store.read_all()
     assert run.folder.name == device.machine().slug
     assert [f.verdict for f in run.findings] == ["leaked", "clean"]
     assert {f.provenance for f in run.findings} == {device.Provenance.RECORDED}
@@ -114,7 +115,7 @@ def test_record_on_a_gpu_keeps_every_row(root, incident, monkeypatch, tmp_path):
     path.write_text(f"def rows():\n    yield {MEASUREMENT!r}\n")
     monkeypatch.setattr(device, "select", lambda *_: "cuda")
     assert cli.main(["record", "--out", str(tmp_path / "out")]) == 0
-    (run,) = recorded.read_all(tmp_path / "out")
+    (run,) = store.read_all(tmp_path / "out")
     stamp = {"benchmark": "clear", "source_digest": file_digest(path)}
     assert run.measurements == [MEASUREMENT | stamp]
     assert run.title.endswith("same source")
@@ -124,10 +125,10 @@ def test_record_on_a_gpu_keeps_every_row(root, incident, monkeypatch, tmp_path):
 def test_record_never_replaces_a_run_by_a_failed_one(root, incident, capsys, second):
     incident(leaked)
     assert cli.main(["record"]) == 0
-    (before,) = recorded.read_all()
+    (before,) = store.read_all()
     incident(clean, second)
     assert cli.main(["record"]) == (1 if second is wrong else 130)
-    (after,) = recorded.read_all()
+    (after,) = store.read_all()
     assert after == before
     assert [p.name for p in before.folder.parent.iterdir()] == [before.folder.name]
     # What was found is not lost either.
@@ -135,7 +136,7 @@ def test_record_never_replaces_a_run_by_a_failed_one(root, incident, capsys, sec
 
 
 BENCHMARK = """
-from staleproof.harness import measure
+from staleproof.cases import measure
 def rows():
     for provider in {providers}:
         if measure.checked(provider, provider == "right", "row 3 is stale"):
@@ -147,7 +148,7 @@ def test_a_wrong_result_of_ours_is_1_and_records_nothing(root, incident, capsys,
     incident(leaked)
     monkeypatch.setattr(device, "select", lambda *_: "cuda")
     assert cli.main(["record"]) == 0
-    (before,) = recorded.read_all()
+    (before,) = store.read_all()
     text = BENCHMARK.format(providers=["right", "staleproof, all rows"], row=MEASUREMENT)
     (root / "benchmarks/clear.py").write_text(text)
     for command in ("record", "bench"):
@@ -155,7 +156,7 @@ def test_a_wrong_result_of_ours_is_1_and_records_nothing(root, incident, capsys,
         assert cli.main([command]) == 1
         said = one_line(capsys.readouterr().err)
         assert said == "staleproof: clear: no speed for a wrong result: staleproof, all rows: row 3 is stale"
-    assert recorded.read_all() == [before]
+    assert store.read_all() == [before]
 
 
 def test_a_wrong_result_of_a_peer_is_left_out(root, incident, capsys, monkeypatch):
@@ -165,7 +166,7 @@ def test_a_wrong_result_of_a_peer_is_left_out(root, incident, capsys, monkeypatc
     monkeypatch.setattr(device, "select", lambda *_: "cuda")
     assert cli.main(["record"]) == 0
     assert "wrong peer: refused, row 3 is stale" in capsys.readouterr().out
-    (run,) = recorded.read_all()
+    (run,) = store.read_all()
     assert [row["provider"] for row in run.measurements] == ["right"]
 
 

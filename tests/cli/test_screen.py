@@ -10,9 +10,9 @@ import pytest
 from fakes import MEASUREMENT
 from screens import screen, typed
 
-from staleproof.harness import measure, recorded
-from staleproof.harness.findings import finding, not_run, off_on_off
-from staleproof.harness.kept import read_kept
+from staleproof.cases import measure, store
+from staleproof.cases.finding import finding, not_run, off_on_off
+from staleproof.cases.kept import read_kept
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.report import conclusion, matrix
 from staleproof.triage import symptom
@@ -22,9 +22,10 @@ COUNT = 40
 # An incident whose answers take a few milliseconds each, so that the status line is drawn between them.
 RUN = """
 import sys, time, types, pathlib
-from staleproof import cli, device
-from staleproof.harness import recorded
-from staleproof.harness.questions import Question, Questions
+from staleproof.cli import app as cli
+from staleproof import device
+from staleproof.cases import store
+from staleproof.cases.case import Question, Questions
 from staleproof.incidents.registry import INCIDENTS, Incident
 from staleproof.report import conclusion, terminal
 conclusion.symptom = lambda name: "it looks true"
@@ -38,7 +39,7 @@ sys.modules[module.__name__] = module
 INCIDENTS.clear()
 INCIDENTS["fake"] = Incident(1, "a fake", "01_fake.ipynb", "it lies")
 root = pathlib.Path({root!r})
-recorded.checkout = lambda: root
+store.checkout = lambda: root
 {more}
 sys.exit(cli.main(["run", "-v", "--device", "cpu"]))
 """
@@ -90,7 +91,7 @@ def _cut_words(text: str, words: set[str]) -> set[str]:
 def test_tables_fit_and_cut_no_word(columns):
     from rich.console import Console
 
-    findings = recorded.read(RUNS / "nvidia-h200").findings
+    findings = store.read(RUNS / "nvidia-h200").findings
     tables = matrix.tables(findings, columns)
     words = {"variant", "asked", "of", "RECORDED", matrix.NOT_ASKED}
     for found in findings:
@@ -108,7 +109,7 @@ def test_tables_fit_and_cut_no_word(columns):
 
 
 def test_a_conclusion_fits_80_columns_and_claims_only_what_ran():
-    findings = recorded.read(RUNS / "nvidia-h200").findings
+    findings = store.read(RUNS / "nvidia-h200").findings
     lines = conclusion.text(findings).splitlines()
     assert max(map(len, lines)) <= 80
     for name, about in INCIDENTS.items():
@@ -170,7 +171,7 @@ def test_what_was_not_run_is_one_line_however_many_reasons():
 
 
 def test_patches_and_list_fit_80_columns(tmp_path):
-    code = "import sys; from staleproof.cli import main; sys.exit(main({}))"
+    code = "import sys; from staleproof.cli.app import main; sys.exit(main({}))"
     for arguments in (["list"], ["patches", "--version", "0.18.1"], ["patches", "--explain", "topk_nan"]):
         lines = [line.rstrip() for line in screen(typed(code.format(arguments)))]
         assert max(map(len, lines)) <= 80, arguments

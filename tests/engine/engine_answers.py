@@ -6,11 +6,11 @@ import json
 
 import pytest
 
+from staleproof.cases.answers import Answer
+from staleproof.cases.finding import Evidence, Grade
 from staleproof.engine import bench as benches
 from staleproof.engine.bench import Bench, Results
 from staleproof.engine.orders import Told
-from staleproof.harness.answers import Answer
-from staleproof.harness.findings import Evidence, Grade
 
 
 def results(**by_order: dict[str, object]) -> Results:

@@ -11,13 +11,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_answers import asked, results
 
+from staleproof.cases.case import Questions
+from staleproof.cases.finding import NOT_RUN
 from staleproof.engine import bench as benches
 from staleproof.engine import blocks, cost, memory, mla, questions, router, watched
 from staleproof.engine.bench import Bench, MissingError, Results
 from staleproof.engine.orders import Order, Told
 from staleproof.engine.questions import BENCHES
-from staleproof.harness.findings import NOT_RUN
-from staleproof.harness.questions import Questions
 
 MLA = "TRITON_MLA, full graphs"
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from staleproof import cli
+from staleproof.cases.finding import finding
+from staleproof.cases.store import read
+from staleproof.cli import app as cli
 from staleproof.engine import command
-from staleproof.harness.findings import finding
-from staleproof.harness.recorded import read
 
 
 def test_an_unknown_question_is_one_line(capsys):

@@ -9,10 +9,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_answers import asked, results
 
+from staleproof.cases.finding import NOT_RUN
 from staleproof.engine import hybrid, starts
 from staleproof.engine.bench import Results
 from staleproof.engine.orders import Told
-from staleproof.harness.findings import NOT_RUN
 
 
 def blocks_by_fifth(nonzero: int, nan: int = 0) -> dict[str, list[int]]:

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from staleproof import device as devices
+from staleproof.cases import children
+from staleproof.cases.children import tell
 from staleproof.engine import orders
 from staleproof.engine.models import MODELS, write_config
 from staleproof.engine.orders import Order, run, unavailable
 from staleproof.engine.questions import BENCHES
-from staleproof.harness import children
-from staleproof.harness.children import tell
 
 ORDER = Order("qwen3", {"start": {}, "rows": {}})
 

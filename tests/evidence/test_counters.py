@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from staleproof.cases.graph import capture
 from staleproof.evidence import Crossing, RowCounters, counters
-from staleproof.harness.graph import capture
 
 NAN, INF = float("nan"), float("inf")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from staleproof import device as devices
-from staleproof.harness.answers import answer
-from staleproof.harness.findings import Finding, finding, read_findings
-from staleproof.harness.questions import Question, Questions
+from staleproof.cases.answers import answer
+from staleproof.cases.case import Question, Questions
+from staleproof.cases.finding import Finding, finding, read_findings
 from staleproof.incidents import registry
 from staleproof.incidents.registry import INCIDENTS
 

@@ -56,7 +56,7 @@ class Edit:
 
     Attributes:
         room: the list it is in, e.g. ``ops``.
-        file: below ``src/staleproof``.
+        file: below ``src/staleproof``, or in ``tools``.
         breaks: what is wrong then, in one sentence.
         old, new: the text to replace, which is there once, and the text in its place.
         red: what must notice: a test below ``tests`` (``ops/test_fp8.py::test_strided_rows``), or a
@@ -107,7 +107,7 @@ def copied() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         root = Path(folder)
         for path in CHECKOUT.iterdir():
-            if path.name in ("src", "tests"):
+            if path.name in ("src", "tests", "tools"):
                 # Compiled files are copied with their time, so that only the edited file is compiled.
                 shutil.copytree(path, root / path.name, ignore=LEFT_OUT)
             elif path.is_dir() and path.name[0] != ".":
@@ -142,10 +142,11 @@ def _test(names: Sequence[str], stop: bool) -> int:
 def _ask(red: str) -> int:
     """The exit code of ``staleproof run`` with one variant of one question."""
     incident, question, variant, _ = red.removeprefix("run ").split(" | ")
-    from staleproof import cli, device
+    from staleproof import device
+    from staleproof.cli import app as cli
 
     device.select("cpu")
-    from staleproof.harness.questions import Question
+    from staleproof.cases.case import Question
 
     table = importlib.import_module(f"staleproof.incidents.{incident}.questions").QUESTIONS
     rows = [row for row in table.rows if row.name == question and variant in row.subjects]
@@ -210,11 +211,16 @@ def noticed(edit: Edit, root: Path) -> tuple[str, str]:
     return RED, said if is_verdict else error
 
 
+def placed(root: Path, edit: Edit) -> Path:
+    """The file of an edit in a checkout."""
+    return root / ("" if edit.file.startswith("tools/") else "src/staleproof") / edit.file
+
+
 def tried(edit: Edit) -> Outcome:
     """Make one edit and look whether it is noticed."""
     begin = time.monotonic()
     with copied() as root:
-        file = root / "src/staleproof" / edit.file
+        file = placed(root, edit)
         text = applied(edit, file.read_text()) if file.is_file() else None
         if text is None:
             return Outcome(edit, GONE, "", time.monotonic() - begin)

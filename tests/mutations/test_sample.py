@@ -24,8 +24,9 @@ COMMENT = Edit(
 
 
 def test_every_edit_applies():
-    sources = mutate.CHECKOUT / "src/staleproof"
-    gone = [e for e in EDITS if mutate.applied(e, (sources / e.file).read_text()) in (None, e.old)]
+    gone = [
+        e for e in EDITS if mutate.applied(e, mutate.placed(mutate.CHECKOUT, e).read_text()) in (None, e.old)
+    ]
     assert [(e.room, e.file, e.old) for e in gone] == []
     assert len(EDITS) >= 60
     twice = [key for key, count in Counter((e.file, e.old, e.new) for e in EDITS).items() if count > 1]

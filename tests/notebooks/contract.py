@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
-
-from staleproof.report.canonical import ANSWER, canonical
+from tools.canonical import ANSWER, canonical
 
 EVIDENCE = "nbval-check-output"
 MAX_LINES = 15
@@ -95,7 +94,7 @@ def is_valid_4_5(nb: NotebookNode) -> list[str]:
 def is_canonical(nb: NotebookNode) -> list[str]:
     if nbformat.writes(nb).rstrip("\n") + "\n" == canonical(nb):
         return []
-    return ["not canonical: run python -m staleproof.report.canonical on it"]
+    return ["not canonical: run python -m tools.canonical on it"]
 
 
 def is_executed_in_order(nb: NotebookNode) -> list[str]:

@@ -33,9 +33,9 @@ class Numbers(dict):
 
 def force(mode: str) -> None:
     """Make every finding of this process say ``mode``, however it comes to be; ask no questions."""
-    from staleproof.harness import findings, questions
+    from staleproof.cases import case, finding
 
-    build = findings.Finding.__init__
+    build = finding.Finding.__init__
 
     def forced(self: Any, *args: Any, **fields: Any) -> None:
         build(self, *args, **fields)
@@ -45,18 +45,18 @@ def force(mode: str) -> None:
         for name, value in changes.items():
             object.__setattr__(self, name, value)
 
-    def answer(self: Any, row: Any, variant: str, *_: Any) -> Iterator[findings.Finding]:
+    def answer(self: Any, row: Any, variant: str, *_: Any) -> Iterator[finding.Finding]:
         # Every expected verdict that a row knows is kept, so that a comparison with it must fail.
         for name in (row.name, *getattr(row, "also", ())):
             expected = getattr(row, "expected", None)
             if isinstance(expected, dict):
                 expected = expected.get(variant)
             expected = expected if isinstance(expected, str) else "expected"
-            yield findings.finding(self.incident, name, variant, mode, expected=expected)
+            yield finding.finding(self.incident, name, variant, mode, expected=expected)
 
-    findings.Finding.__init__ = forced  # type: ignore[method-assign]
-    questions.Questions._put = answer  # type: ignore[method-assign,assignment]
-    questions._begin = lambda rows, device: {}  # type: ignore[assignment]
+    finding.Finding.__init__ = forced  # type: ignore[method-assign]
+    case.Questions._put = answer  # type: ignore[method-assign,assignment]
+    case._begin = lambda rows, device: {}  # type: ignore[assignment]
 
 
 def printed_lines(path: Path, mode: str) -> list[str]:

@@ -13,11 +13,11 @@ from nbformat import NotebookNode, v4
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tools.canonical import ANSWER, canonical
+
 import contract
 from contract import EVIDENCE, RULES, SECTIONS, Rule
-
 from staleproof.incidents.registry import INCIDENTS
-from staleproof.report.canonical import ANSWER, canonical
 from staleproof.report.timeline import LANES
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))

@@ -20,8 +20,9 @@ from nbformat import v4
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from contract import VERDICT_LINE, code_cells, output_text
 from guard import MODES, NOT_RUN
+
+from contract import VERDICT_LINE, code_cells, output_text
 
 HERE = Path(__file__).resolve().parent
 NOTEBOOKS = sorted((HERE.parents[1] / "notebooks").glob("*.ipynb"))

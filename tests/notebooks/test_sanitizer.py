@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nbval.plugin import get_sanitize_patterns
 
+from staleproof.cases import finding
 from staleproof.device import Provenance
 from staleproof.evidence.rows import Verdict
-from staleproof.harness import findings
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 CONFIG = (NOTEBOOKS / "sanitize.cfg").read_text("utf-8")
@@ -25,7 +25,7 @@ ROW_STATES = ("unwritten", "partly written", "nan", "zero", "finite")
 WORDS = sorted(
     {v.value for v in Verdict}
     | set(ROW_STATES)
-    | {findings.FIXED, findings.NOT_FIXED, findings.NOT_REPRODUCED, findings.NOT_RUN}
+    | {finding.FIXED, finding.NOT_FIXED, finding.NOT_REPRODUCED, finding.NOT_RUN}
     | {"written", "stale", "zeroed", "held", "refuted", "did not hold", "RECORDED", "NaN", "Inf"}
     | {"True", "False", "nan", "inf", "-inf", "none", "all"}
 )

@@ -15,7 +15,7 @@ from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.launching import Seen, key_of
-from staleproof.ops.mla_decode import mla_decode
+from staleproof.ops.mla.decode import mla_decode
 from staleproof.ops.nvfp4 import quantize_nvfp4
 from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax, topk_softplus_sqrt
 
@@ -161,7 +161,7 @@ def triton_launches(monkeypatch) -> list[object]:
         found.append(kernel)
         return launched(kernel, *args, **options)
 
-    for name in ("clear_empty_rows", "mla_decode", "topk", "fp8", "nvfp4", "distinct_experts"):
+    for name in ("clear_empty_rows", "mla.decode", "topk", "fp8", "nvfp4", "distinct_experts"):
         monkeypatch.setattr(f"staleproof.ops.{name}.launched", counted)
         monkeypatch.setattr(f"staleproof.ops.{name}._SEEN", Seen())
     return found

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from staleproof.ops.mla_decode import mla_decode
-from staleproof.ops.mla_decode_plan import fits_sm90, plan
+from staleproof.ops.mla.decode import mla_decode
+from staleproof.ops.mla.plan import fits_sm90, plan
 from staleproof.ops.reference import mla_decode as reference
 
 RANK, ROPE = 64, 16

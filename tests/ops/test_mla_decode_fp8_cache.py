@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staleproof.ops import mla_decode_plan
-from staleproof.ops.mla_decode import mla_decode
-from staleproof.ops.mla_decode_plan import fits_sm90
+from staleproof.ops.mla import plan
+from staleproof.ops.mla.decode import mla_decode
+from staleproof.ops.mla.plan import fits_sm90
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -90,7 +90,7 @@ def test_deepseek_shape_with_each_tile(device: str, heads: int, code: int) -> No
 
 @pytest.mark.parametrize(("gpu", "converts"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
 def test_a_gpu_that_cannot_convert_e4m3_is_refused(monkeypatch, gpu, converts) -> None:
-    monkeypatch.setattr(mla_decode_plan, "capability", lambda index: gpu)
+    monkeypatch.setattr(plan, "capability", lambda index: gpu)
     q = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=SimpleNamespace(index=0))
     allowed = torch.bfloat16, *([torch.float8_e4m3fn] if converts else [])
-    assert mla_decode_plan.cache_dtypes(q) == allowed
+    assert plan.cache_dtypes(q) == allowed

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from staleproof.ops.mla_decode import mla_decode
-from staleproof.ops.mla_decode_plan import fits_equal_parts, merge_tiles
+from staleproof.ops.mla.decode import mla_decode
+from staleproof.ops.mla.plan import fits_equal_parts, merge_tiles
 from staleproof.ops.reference import mla_decode as reference
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,7 +23,7 @@ CACHES = {"bfloat16": torch.bfloat16, "E4M3": torch.float8_e4m3fn}
 Batch = dict[str, Any]
 
 PROGRAM = """
-from staleproof.ops.mla_decode_KIND import mla_decode_KIND_kernel as kernel
+from staleproof.ops.mla.KIND import mla_decode_KIND_kernel as kernel
 
 kinds = dict.fromkeys(kernel.arg_names, "i32")
 kinds |= dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("lse", "parts", "part_lse"), "*fp32")
@@ -63,7 +63,7 @@ def test_a_merge_covers_64_rows_and_512_columns() -> None:
 def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """This kernel wherever it supports the call, also where another is faster."""
     monkeypatch.setattr(
-        "staleproof.ops.mla_decode.equal_parts_are_faster", lambda *args: fits_equal_parts(*args[:-1])
+        "staleproof.ops.mla.decode.equal_parts_are_faster", lambda *args: fits_equal_parts(*args[:-1])
     )
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staleproof.ops import mla_decode_plan as kernels
+from staleproof.ops.mla import plan as kernels
 
 # Capability -> (processors, bytes of shared memory of a block).
 GPUS = {

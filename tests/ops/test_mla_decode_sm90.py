@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import hopper
 
 PROGRAM = """
-from staleproof.ops.mla_decode_sm90 import mla_decode_sm90_kernel as kernel
+from staleproof.ops.mla.sm90 import mla_decode_sm90_kernel as kernel
 
 kinds = dict.fromkeys(kernel.arg_names, "i32")
 kinds |= dict.fromkeys(("q", "kv_cache", "out"), "*bf16") | {"lse": "*fp32"}

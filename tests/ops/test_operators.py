@@ -22,11 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from staleproof import device as devices
-from staleproof.harness import graph
+from staleproof.cases import graph
 from staleproof.ops import operators
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
-from staleproof.ops.mla_decode import mla_decode
+from staleproof.ops.mla.decode import mla_decode
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -318,6 +318,7 @@ from staleproof import clear_empty_rows
 import torch
 print(*dir(torch.ops.staleproof))
 from staleproof.ops import *
+from staleproof.ops.mla import *
 print(*dir(torch.ops.staleproof))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from staleproof.harness import graph
+from staleproof.cases import graph
 from staleproof.ops import operators
 from staleproof.ops import zero_blocks as zeroing
 from staleproof.ops.distinct_experts import distinct_experts

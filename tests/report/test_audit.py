@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from staleproof import cli
-from staleproof.audit import runner
-from staleproof.audit.contract import Row, Verdict, read_rows, write_rows
+from staleproof.cli import app as cli
+from staleproof.contract import runner
+from staleproof.contract.contract import Row, Verdict, read_rows, write_rows
 from staleproof.report import audit
 
 ROW = Row(

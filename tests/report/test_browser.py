@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from staleproof.harness import recorded
+from staleproof.cases import store
 from staleproof.report import html
 from staleproof.report.notebooks import Execution
 from staleproof.report.page.kept import kept_in_the_workbook
@@ -78,8 +78,8 @@ UNFOLD = "for (const one of document.querySelectorAll('details')) one.open = tru
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of the committed notebooks and recorded runs, in a folder of its own: moved alone."""
-    runs = recorded.read_all()
-    sources = sorted((recorded.checkout() / "notebooks").glob("*.ipynb"))
+    runs = store.read_all()
+    sources = sorted((store.checkout() / "notebooks").glob("*.ipynb"))
     made = html.page(
         runs[0].findings, runs, [Execution(path, None) for path in sources], kept_in_the_workbook(runs)
     )

@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from staleproof.harness import recorded
-from staleproof.harness.findings import finding
+from staleproof.cases import store
+from staleproof.cases.finding import finding
 from staleproof.report import charts
 
 
@@ -123,7 +123,7 @@ def test_the_sentence_compares_the_cases_that_both_were_timed_in() -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(recorded, "runs_folder", lambda: tmp_path)
+    monkeypatch.setattr(store, "runs_folder", lambda: tmp_path)
     monkeypatch.setattr("IPython.display.display", lambda shown: None)
     return tmp_path
 
@@ -132,10 +132,10 @@ def test_a_recorded_run_gives_a_sentence_and_a_captioned_chart(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer = finding("mla_padding", "empty row", "vllm_triton", "nan")
-    recorded.write(runs / "gpu", [answer], ROWS)
+    store.write(runs / "gpu", [answer], ROWS)
     charts.timed("clear_empty_rows", "bf16", "ours {ours}, theirs {times} times", peer="peer")
     said, caption = capsys.readouterr().out.splitlines()
-    (run,) = recorded.read_all(runs)
+    (run,) = store.read_all(runs)
     assert said == f"RECORDED {run.title}: ours 2 to 4 us, theirs 4.5 to 695 times"
     assert caption.startswith(
         f"Picture, RECORDED {run.machine}, {run.date}: one mark a provider, us a call; bf16"
@@ -148,6 +148,6 @@ def test_a_recorded_run_gives_a_sentence_and_a_captioned_chart(
 def test_without_such_a_recording_it_says_so(
     runs: Path, capsys: pytest.CaptureFixture[str], kernel: str, mode: str, peer: str
 ) -> None:
-    recorded.write(runs / "gpu", [finding("mla_padding", "empty row", "vllm_triton", "nan")], ROWS)
+    store.write(runs / "gpu", [finding("mla_padding", "empty row", "vllm_triton", "nan")], ROWS)
     charts.timed(kernel, mode, "{ours}", peer=peer)
     assert capsys.readouterr().out.startswith(f"no recorded timing of {kernel} ({mode}): staleproof record")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from staleproof.cases import store
+from staleproof.cases.finding import Finding, finding, not_run
+from staleproof.cases.store import Run
 from staleproof.engine import hybrid, mla
 from staleproof.engine.questions import BENCHES
-from staleproof.harness import recorded
-from staleproof.harness.findings import Finding, finding, not_run
-from staleproof.harness.recorded import Run
 from staleproof.report import engine
 
 MLA = "TRITON_MLA, full graphs"
@@ -94,5 +94,5 @@ def test_numbers_of_another_release_of_the_bench_are_shown_as_they_are():
     ],
 )
 def test_the_recorded_run_has_something_for_each_notebook(incident, said):
-    assert said in "\n".join(engine.chapter(incident, recorded.read_all()))
+    assert said in "\n".join(engine.chapter(incident, store.read_all()))
     assert said in str(engine.section())

@@ -14,10 +14,10 @@ import nbformat
 import pytest
 from nbformat import v4
 
-from staleproof import cli
-from staleproof.audit.contract import Row, Verdict
-from staleproof.harness import predictions, recorded
-from staleproof.harness.findings import RunFileError, finding, not_run, off_on_off
+from staleproof.cases import predictions, store
+from staleproof.cases.finding import RunFileError, finding, not_run, off_on_off
+from staleproof.cli import app as cli
+from staleproof.contract.contract import Row, Verdict
 from staleproof.report import html, notebooks
 from staleproof.report.notebooks import Execution
 from staleproof.report.page.kept import Kept
@@ -109,9 +109,9 @@ def test_light_and_dark(executed):
 
 def test_recorded_runs_stand_beside_with_their_mark(tmp_path, monkeypatch):
     row = {"kernel": "<clear>", "provider": "ours", "p50": 2.125, "unit": "us"}
-    recorded.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [row])
-    monkeypatch.setattr("staleproof.harness.findings.source_digest", lambda incident: "another")
-    page = html.page([finding("a", "q", "v", "leaked")], recorded.read_all(tmp_path), [])
+    store.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [row])
+    monkeypatch.setattr("staleproof.cases.finding.source_digest", lambda incident: "another")
+    page = html.page([finding("a", "q", "v", "leaked")], store.read_all(tmp_path), [])
     assert "source changed since: a. This machine" in page
     assert "0 match, 1 mismatch" in page
     assert "<b>RECORDED</b>" in page
@@ -150,7 +150,7 @@ def test_a_spoilt_notebook_is_refused(tmp_path):
 def root(tmp_path, monkeypatch):
     for name in ("notebooks", "workbook/runs"):
         (tmp_path / name).mkdir(parents=True)
-    monkeypatch.setattr(recorded, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(store, "checkout", lambda: tmp_path)
     monkeypatch.setattr(cli, "INCIDENTS", {})
     return tmp_path
 
@@ -274,17 +274,17 @@ def test_the_page_shows_predictions_the_refuted_first_in_red():
 def test_a_card_without_a_proof_of_this_machine_shows_a_recorded_one(tmp_path):
     three = {"off": "leaked", "on": "clean", "off_again": "leaked"}
     theirs = [off_on_off(one, "theirs", **three, wrong=None) for one in ("mla_padding", "decode_buffer")]
-    recorded.write(tmp_path / "other", theirs, [])
+    store.write(tmp_path / "other", theirs, [])
     own = off_on_off("mla_padding", "own", **three, wrong=None)
     missing = not_run("decode_buffer", "off/on/off", "own", "no device")
-    page = html.page([own, missing], recorded.read_all(tmp_path), [])
+    page = html.page([own, missing], store.read_all(tmp_path), [])
     cards = page.partition('id="verdicts"')[0]
     assert re.findall(r'<th scope="row">(own|theirs)</th>', cards) == ["own", "theirs"]
 
 
 def test_whole_engines_have_a_section_of_their_own(tmp_path):
-    recorded.write(tmp_path / "engine", [finding("engine", "boot", "off", "dies")], [])
-    page = html.page([], recorded.read_all(tmp_path), [], Kept(engine="<p>engines</p>"))
+    store.write(tmp_path / "engine", [finding("engine", "boot", "off", "dies")], [])
+    page = html.page([], store.read_all(tmp_path), [], Kept(engine="<p>engines</p>"))
     assert '<section id="engine">\n<h2>In a real engine</h2>\n<p>engines</p>' in page
     assert page.index('<section id="engine">') < page.index('<section id="verdicts">')
     assert "<td>boot</td>" not in page

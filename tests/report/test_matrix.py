@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from staleproof.cases.finding import Finding, finding, not_run, off_on_off, real
 from staleproof.device import Provenance
-from staleproof.harness.findings import Finding, finding, not_run, off_on_off, real
 from staleproof.report import matrix
 
 TEXT = """\

@@ -11,8 +11,8 @@ import pytest
 from nbformat import v4
 
 import staleproof
-from staleproof.harness.findings import finding, not_run, off_on_off, real
-from staleproof.harness.recorded import Run, checkout
+from staleproof.cases.finding import finding, not_run, off_on_off, real
+from staleproof.cases.store import Run, checkout
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.report.notebooks import Execution
 from staleproof.report.page import beside, cards, chapters, matrices, pictures, reference, tables, texts

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from staleproof.harness.recorded import checkout
+from staleproof.cases.store import checkout
 from staleproof.report import service
 
 

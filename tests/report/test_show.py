@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from staleproof import device as devices
+from staleproof.cases import store
+from staleproof.cases.finding import finding, not_run
 from staleproof.evidence import CLEAN, RowCounters, judge_rows, pad_invariance, plant, row_states
-from staleproof.harness import recorded
-from staleproof.harness.findings import finding, not_run
 from staleproof.report import show
 
 
@@ -124,7 +124,7 @@ def test_answers_show_every_question_and_why_one_was_not_put(capsys: pytest.Capt
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(recorded, "runs_folder", lambda: tmp_path)
+    monkeypatch.setattr(store, "runs_folder", lambda: tmp_path)
     return tmp_path
 
 
@@ -139,8 +139,8 @@ def test_recorded_values_come_with_machine_and_date(runs: Path, capsys: pytest.C
         for question, verdict in (("empty row", "nan"), ("past seq_len", "clean"))
     ]
     old = {"schema": 1, "incident": "mla_padding", "source_digest": "of old"}
-    recorded.write(runs / "gpu", answers, [old])
-    (run,) = recorded.read_all(runs)
+    store.write(runs / "gpu", answers, [old])
+    (run,) = store.read_all(runs)
 
     show.recorded_answers("mla_padding", "empty row")
     title, _, _, line = capsys.readouterr().out.splitlines()

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from staleproof.cases import store
+from staleproof.cases.finding import finding, not_run
+from staleproof.cases.machine import Capability
 from staleproof.device import Provenance
-from staleproof.harness import recorded
-from staleproof.harness.environment import Capability
-from staleproof.harness.findings import finding, not_run
 from staleproof.report import terminal
 
 ROW = {"kernel": "clear", "provider": "ours", "mode": "graph", "x_name": "live", "x_value": 1, "unit": "us"}
@@ -48,16 +48,16 @@ def test_a_machine_is_printed_with_what_it_lacks(capsys):
 
 
 def test_recorded_runs_are_compared_on_the_incidents_that_ran(tmp_path, capsys):
-    recorded.write(tmp_path / "r", [finding("a", "q", "v", "clean"), finding("b", "q", "v", "clean")], [])
-    terminal.print_verdicts([finding("a", "q", "v", "leaked")], recorded.read_all(tmp_path))
+    store.write(tmp_path / "r", [finding("a", "q", "v", "clean"), finding("b", "q", "v", "clean")], [])
+    terminal.print_verdicts([finding("a", "q", "v", "leaked")], store.read_all(tmp_path))
     out = capsys.readouterr().out
     assert "0 match, 1 mismatch, 0 only in the first, 0 only in the second" in out
 
 
 def test_a_comparison_says_whether_all_verdicts_match(tmp_path, capsys):
     for name, verdict in (("one", "clean"), ("two", "leaked")):
-        recorded.write(tmp_path / name, [finding("a", "q", "v", verdict)], [ROW])
-    one, two = recorded.read_all(tmp_path)
+        store.write(tmp_path / name, [finding("a", "q", "v", verdict)], [ROW])
+    one, two = store.read_all(tmp_path)
     assert terminal.print_comparison(one, one)
     assert "mismatch  " not in capsys.readouterr().out
     assert not terminal.print_comparison(one, two)

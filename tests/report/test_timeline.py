@@ -15,9 +15,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
+from staleproof.cases import store
+from staleproof.cases.finding import NOT_RUN, Grade, finding, real
 from staleproof.device import version_of
-from staleproof.harness import recorded
-from staleproof.harness.findings import NOT_RUN, Grade, finding, real
 from staleproof.report import timeline
 
 WORKBOOK = Path(__file__).resolve().parents[2] / "workbook"
@@ -169,7 +169,7 @@ def test_the_first_twenty_claims_are_there_in_order_and_each_has_a_mark() -> Non
 
 
 def test_what_shows_a_claim_is_what_the_recorded_runs_hold() -> None:
-    runs = recorded.read_all()
+    runs = store.read_all()
     for c in timeline.claims():
         if c.finding:
             held = [f for run in runs for f in run.findings if f.key == c.finding[:3]]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from staleproof.harness import recorded
+from staleproof.cases import store
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.triage import in_production, table
 from staleproof.vllm.plugin import decisions, patches
@@ -21,8 +21,8 @@ from staleproof.vllm.plugin import decisions, patches
 ROOT = Path(__file__).parents[2]
 ROWS = table.rows()
 KEYS = [row.key for row in ROWS]
-RUN = recorded.find("nvidia-h200")
-ENGINES = recorded.find("nvidia-h200-engine")
+RUN = store.find("nvidia-h200")
+ENGINES = store.find("nvidia-h200-engine")
 
 
 def test_the_words_people_type_are_in_it():

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from made_up import made_up
 
-from staleproof.harness.graph import capture
+from staleproof.cases.graph import capture
 from staleproof.vllm import hooks, single, standing
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch, cache_key

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from staleproof.harness.vllm_files import UnavailableError, executed
+from staleproof.kernels.vllm_sources import UnavailableError, executed
 from staleproof.vllm import plugin as vllm_plugin
 
 pytestmark = pytest.mark.gpu

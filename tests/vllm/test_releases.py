@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from staleproof import cli
+from staleproof.cli import app as cli
 from staleproof.vllm import releases
 from staleproof.vllm.sources import PatchError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from staleproof import cli
+from staleproof.cli import app as cli
 from staleproof.vllm import plugin as vllm_plugin
 from staleproof.vllm import status
 

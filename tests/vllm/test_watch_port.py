@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from staleproof import cli
+from staleproof.cli import app as cli
 from staleproof.engine import watching
 from staleproof.vllm import hooks, watch_port
 from staleproof.vllm.watch import Settings, Watch

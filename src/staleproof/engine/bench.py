@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from staleproof.cases.answers import Answer, no_answer
+from staleproof.cases.case import Several
+from staleproof.cases.finding import FIXED, OFF_ON_OFF, off_on_off, real
 from staleproof.engine.orders import Order, Told, run, unavailable
-from staleproof.harness.answers import Answer, no_answer
-from staleproof.harness.findings import FIXED, OFF_ON_OFF, off_on_off, real
-from staleproof.harness.questions import Several
 
 INCIDENT = "engine"
 Cell = tuple[str, str]
@@ -141,7 +141,7 @@ def fix(
     Args:
         variant: the fix.
         verdicts: without it, with it, without it again.
-        wrong: see :func:`~staleproof.harness.findings.off_on_off`.
+        wrong: see :func:`~staleproof.cases.finding.off_on_off`.
         expected: the verdict that must come out.
         numbers: other values that the verdict rests on.
     """

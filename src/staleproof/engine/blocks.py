@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from staleproof.cases.answers import Answer, answer
 from staleproof.engine.bench import FIX, Bench, Results, fix, three
 from staleproof.engine.orders import Order
-from staleproof.harness.answers import Answer, answer
 
 UNDRAINED, IDS = "Qwen3 dense, undrained_ids", "undrained block ids"
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 64, 256]}

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from staleproof.cases.finding import Finding, proved, write_findings
 from staleproof.device import Machine
 from staleproof.engine.orders import OLDEST, at_most
 from staleproof.engine.questions import BENCHES, table
-from staleproof.harness.findings import Finding, proved, write_findings
 
 
 def ask(

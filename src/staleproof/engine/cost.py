@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from staleproof.cases.answers import Answer, answer
 from staleproof.engine import orders as running
 from staleproof.engine.bench import Bench, Cell, MissingError, Results
 from staleproof.engine.cost_probes import READY, State
 from staleproof.engine.orders import Order, Told
-from staleproof.harness.answers import Answer, answer
 from staleproof.vllm.watch import Settings
 
 COST, NOISE, WATCH = "cost of a step", "noise of a step", "cost of the watch"

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from staleproof.cases.children import tell
 from staleproof.engine.probes import Engine, prompts
-from staleproof.harness.children import tell
 from staleproof.vllm import hooks, standing, watch_hooks
 from staleproof.vllm.watch import Settings, Watch
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from staleproof.cases.answers import Answer, answer
 from staleproof.engine.bench import FIX, Bench, Cell, Results, fix
 from staleproof.engine.orders import Order
 from staleproof.engine.tenants import fifths
-from staleproof.harness.answers import Answer, answer
 
 REQUESTS = 100
 BITS, POISONED, RACE = "zeroing off", "zeroing off, cache of NaN", "staging race"

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from staleproof.cases.children import tell
 from staleproof.engine.probes import Engine, generate, prompts
 from staleproof.engine.tenants import Later
-from staleproof.harness.children import tell
 
 # State of the engine -> switches: zeroing of new blocks, a cache filled with NaN before the first request,
 # copies of block ids that start late, and the runner's wait for its last step's copies before it zeroes new

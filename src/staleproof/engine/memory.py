@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from staleproof.cases.answers import Answer, answer
 from staleproof.engine.bench import Bench, Results
 from staleproof.engine.mla import FULL
 from staleproof.engine.orders import Order, Told, run
-from staleproof.harness.answers import Answer, answer
 
 DEATH, GRAPHS, ACCOUNT = "death after start", "memory of graphs", "account of the start"
 V1, V2 = "DeepSeek-V2, runner V1", "Qwen3 dense, runner V2"

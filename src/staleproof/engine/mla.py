@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from staleproof.cases.answers import Answer, answer
+from staleproof.cases.finding import FIXED
 from staleproof.engine.bench import FIX, Bench, Cell, MissingError, Results, fix, three
 from staleproof.engine.orders import Order
-from staleproof.harness.answers import Answer, answer
-from staleproof.harness.findings import FIXED
 
 LIVE = (3, 8, 3, 50)
 NAN_ROWS, LIVE_LOGITS, LIVE_PADDING = "NaN rows", "live logits, off / on", "live logits, 3 / 8 live"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from staleproof import device as devices
-from staleproof.harness import children
-from staleproof.harness.children import Child, ChildError, Ended
+from staleproof.cases import children
+from staleproof.cases.children import Child, ChildError, Ended
 from staleproof.vllm.sources import numbers
 
 # The releases of vLLM that these orders were written for: names of spied functions, keywords of LLM.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from staleproof.cases.case import Questions
 from staleproof.engine import blocks, cost, hybrid, memory, mla, router, starts, watched
 from staleproof.engine.bench import INCIDENT, Bench, Pool
 from staleproof.engine.orders import run
-from staleproof.harness.questions import Questions
 
 _MODULES = (mla, starts, blocks, hybrid, router, watched, memory, cost)
 BENCHES: dict[str, Bench] = {module.BENCH.name: module.BENCH for module in _MODULES}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from staleproof.cases.answers import Answer, answer
 from staleproof.engine.bench import FIX, Bench, Cell, Results, fix, three
 from staleproof.engine.mla import FULL
 from staleproof.engine.orders import Order
-from staleproof.harness.answers import Answer, answer
 
 TWICE = "experts named twice"
 # Routers with groups go to vLLM's grouped_topk, also with one group; others to topk_sigmoid or topk_softmax.

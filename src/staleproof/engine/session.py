@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from staleproof.cases.children import tell
 from staleproof.check import require
 from staleproof.engine import (
     cost_probes,
@@ -25,7 +26,6 @@ from staleproof.engine import (
 )
 from staleproof.engine.models import write_config
 from staleproof.engine.orders import OPTIONS, Order
-from staleproof.harness.children import tell
 
 PROBES = (probes, memory_probes, hybrid_probes, router_probes, cost_probes, watch_probes, tuning)
 SPIES = (spies, tenants, tuning)

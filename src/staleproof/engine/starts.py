@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from staleproof.cases.answers import Answer, answer
 from staleproof.engine.bench import Bench, Cell, Results
 from staleproof.engine.mla import FIXED_ONES
 from staleproof.engine.orders import Order
-from staleproof.harness.answers import Answer, answer
 
 SAME = "live logits, equal engines"
 FP8 = "TRITON_MLA, full graphs, compiled, fp8"

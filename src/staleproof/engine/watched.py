@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from staleproof.cases.answers import Answer, answer
 from staleproof.engine.bench import Bench, Results
 from staleproof.engine.mla import FULL, LIVE, PIECEWISE
 from staleproof.engine.orders import Order
-from staleproof.harness.answers import Answer, answer
 
 COUNTS = "counts of the watch"
 PLAIN = "TRITON_MLA, full graphs"

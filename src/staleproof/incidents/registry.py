@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from staleproof import device
 
 if TYPE_CHECKING:
-    from staleproof.harness.findings import Finding
+    from staleproof.cases.finding import Finding
 
 
 class Incident(NamedTuple):
@@ -101,7 +101,7 @@ def put_questions(incident: str, device_name: str, progress: Callable[[str], Non
         device_name: ``"cpu"`` or ``"cuda"``.
         progress: takes one line about the step that begins.
     """
-    from staleproof.harness.findings import not_run, proved
+    from staleproof.cases.finding import not_run, proved
 
     if not device.has_triton():
         yield not_run(incident, "all questions", "all variants", device.TRITON_MISSING)

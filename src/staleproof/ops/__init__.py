@@ -5,4 +5,4 @@ import *`` imports all. This package imports none of them itself: the first kern
 decides between Triton's compiler and its interpreter for the whole process.
 """
 
-__all__ = ["clear_empty_rows", "distinct_experts", "fp8", "mla_decode", "nvfp4", "topk", "zero_blocks"]
+__all__ = ["clear_empty_rows", "distinct_experts", "fp8", "mla", "nvfp4", "topk", "zero_blocks"]

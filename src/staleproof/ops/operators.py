@@ -35,7 +35,7 @@ def traced(x: torch.Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or type(x) not in _PLAIN or x.is_meta:
         return True
-    # Modes of other kinds (a profiler, the graph stand-in of staleproof.harness) see plain launches.
+    # Modes of other kinds (a profiler, the graph stand-in of staleproof.cases) see plain launches.
     return _len_torch_dispatch_stack() > 0 and (
         _get_dispatch_mode(ModeKey.PROXY) is not None or _get_dispatch_mode(ModeKey.FAKE) is not None
     )

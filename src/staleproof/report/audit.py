@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from staleproof.audit.contract import Row
+    from staleproof.contract.contract import Row
 
 # How a verdict is shown in a cell; a picture has the same signs, so that colour is not needed.
 SIGNS = {"holds": "+", "breaks": "X", "undefined": "u", "not run": "."}
@@ -47,8 +47,8 @@ def audit(
     Exit code 1: a kernel of yours or of ours breaks a clause, or a module does not import. Exit code 2: bad
     input, for example no subject that --only names.
     """
+    from staleproof.cases.finding import RunFileError
     from staleproof.device import DeviceError, MissingExtraError
-    from staleproof.harness.findings import RunFileError
 
     try:
         rows = _run(modules or [], device, only, json, limit, onto, again)
@@ -80,14 +80,14 @@ def _run(
     again: bool,
 ) -> list[Row]:
     from staleproof import device as devices
-    from staleproof.audit import earlier, runner
-    from staleproof.audit.contract import Verdict, read_rows, write_rows
-    from staleproof.harness import recorded
+    from staleproof.cases import store
+    from staleproof.contract import earlier, runner
+    from staleproof.contract.contract import Verdict, read_rows, write_rows
     from staleproof.report import terminal
 
     device = devices.select(device)
     if json is not None:
-        recorded.check_writable(json)
+        store.check_writable(json)
     known = read_rows(onto) if onto is not None else []
     asked = (Verdict.BREAKS, Verdict.UNDEFINED) if again else ()
     rows = known
@@ -117,7 +117,7 @@ def _lines(rows: Sequence[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
 
 
 def _clauses(rows: Sequence[Row]) -> list[str]:
-    from staleproof.audit.contract import CLAUSES
+    from staleproof.contract.contract import CLAUSES
 
     asked = {row.clause for row in rows}
     return [clause for clause in CLAUSES if clause in asked]
@@ -135,12 +135,12 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 def recorded_audits() -> list[Row]:
     """The rows of the recorded audits (``workbook/audits``); none outside a checkout."""
-    from staleproof.audit.contract import read_rows
-    from staleproof.harness import recorded
+    from staleproof.cases import store
+    from staleproof.contract.contract import read_rows
 
     try:
-        folder = recorded.checkout() / "workbook/audits"
-    except recorded.CheckoutError:
+        folder = store.checkout() / "workbook/audits"
+    except store.CheckoutError:
         return []
     return [row for path in sorted(folder.glob("*.jsonl")) for row in read_rows(path)]
 
@@ -173,7 +173,7 @@ def print_table(rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from staleproof.audit.contract import CLAUSES
+    from staleproof.contract.contract import CLAUSES
 
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     clauses, lines = _clauses(rows), _lines(rows)
@@ -213,7 +213,7 @@ def write_scripts(rows: Sequence[Row], folder: Path) -> int:
     """Write one file for each counterexample, and return how many."""
     import re
 
-    from staleproof.harness.findings import write_lines
+    from staleproof.cases.finding import write_lines
 
     count = 0
     for row in rows:
@@ -280,7 +280,7 @@ def print_changes(before: Path, after: Path) -> int:
 
     One audit given twice is compared with itself: what each release in it changed since the one before.
     """
-    from staleproof.audit.contract import Verdict, between_releases, compare, read_rows
+    from staleproof.contract.contract import Verdict, between_releases, compare, read_rows
 
     worse = 0
     rows = read_rows(after)

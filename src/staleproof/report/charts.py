@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from staleproof.cases import store
 from staleproof.check import require
-from staleproof.harness import recorded
 from staleproof.report.timeline import INK
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def timed(
     """
     from staleproof.report import plots
 
-    runs = recorded.read_all(spoilt=lambda error: print(f"not shown: {error}"))
+    runs = store.read_all(spoilt=lambda error: print(f"not shown: {error}"))
     for run in sorted(runs, key=lambda run: run.date, reverse=True):
         rows = [r for r in run.measurements if r["kernel"] == kernel and r["mode"] == mode]
         drawn = [r for r in rows if not only or r["provider"] in (ours, peer, *only)]

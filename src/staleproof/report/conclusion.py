@@ -1,6 +1,6 @@
 """What a run says about each incident: symptom, cause, which remedy fails where, which holds, what next.
 
->>> from staleproof.harness.findings import off_on_off
+>>> from staleproof.cases.finding import off_on_off
 >>> fix = off_on_off("kv_reuse", "BlockZeroer", off="NaN", on="clean", off_again="NaN", wrong=None)
 >>> [line for line in text([fix]).splitlines() if line.startswith("  fixed")]
 ['  fixed    BlockZeroer']
@@ -12,7 +12,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from staleproof.harness.findings import FIXED, NOT_RUN, OFF_ON_OFF, Finding
+from staleproof.cases.finding import FIXED, NOT_RUN, OFF_ON_OFF, Finding
 from staleproof.incidents.registry import INCIDENTS, Incident
 from staleproof.report import matrix
 from staleproof.triage import symptom

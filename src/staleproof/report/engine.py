@@ -11,9 +11,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from staleproof.cases.finding import NOT_RUN, OFF_ON_OFF, Finding
+from staleproof.cases.store import Run
 from staleproof.engine.questions import BENCHES
-from staleproof.harness.findings import NOT_RUN, OFF_ON_OFF, Finding
-from staleproof.harness.recorded import Run
 from staleproof.report.page import tables
 
 # Name of a bench -> the incident whose notebook shows it, and what the bench is about.
@@ -223,9 +223,9 @@ def section(runs: Sequence[Run] | None = None) -> Markup:
     Returns:
         Markup without a heading; empty if no engine run is recorded.
     """
-    from staleproof.harness import recorded
+    from staleproof.cases import store
 
-    engines = titles(recorded.read_all(spoilt=lambda error: None) if runs is None else runs)
+    engines = titles(store.read_all(spoilt=lambda error: None) if runs is None else runs)
     if not engines:
         return Markup()
     parts = [Markup(ABOUT)]
@@ -277,6 +277,6 @@ def in_a_real_engine(incident: str) -> None:
     """
     from IPython.display import Markdown, display
 
-    from staleproof.harness import recorded
+    from staleproof.cases import store
 
-    display(Markdown("\n".join(chapter(incident, recorded.read_all(spoilt=lambda error: print(error))))))
+    display(Markdown("\n".join(chapter(incident, store.read_all(spoilt=lambda error: print(error))))))

@@ -157,7 +157,7 @@ def _sick_and_mixed() -> str:
 
 
 def _padding_rows() -> int:
-    from staleproof.harness.graph import padded_size
+    from staleproof.cases.graph import padded_size
 
     return max(padded_size(live) - live for live in range(1, 513))
 
@@ -197,7 +197,7 @@ def _tests_that_notice() -> list[bool]:
 
 
 def _largest_graph() -> int:
-    from staleproof.harness.graph import capture_sizes
+    from staleproof.cases.graph import capture_sizes
     from staleproof.incidents.decode_buffer.model import decode_out_bytes
 
     return max(n for n in capture_sizes(2048) if 61 * decode_out_bytes(n, 128, rank=512) <= 2 * 2**30)

@@ -11,10 +11,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from staleproof.audit.contract import Row
-from staleproof.harness.findings import OFF_ON_OFF, Finding
-from staleproof.harness.predictions import Outcome
-from staleproof.harness.recorded import Run, compare
+from staleproof.cases.finding import OFF_ON_OFF, Finding
+from staleproof.cases.predictions import Outcome
+from staleproof.cases.store import Run, compare
+from staleproof.contract.contract import Row
 from staleproof.report import plots, timeline
 from staleproof.report.audit import heat_map
 from staleproof.report.engine import is_engine

@@ -1,6 +1,6 @@
 """The verdict matrix: a row for each variant, a column for each question, in panels.
 
->>> from staleproof.harness.findings import finding
+>>> from staleproof.cases.finding import finding
 >>> print(text([finding("an_incident", "empty row", "ours", "clean", expected="clean")]).partition("\\n")[2])
 <BLANKLINE>
 an_incident  asked of  empty row
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from staleproof.harness.findings import NOT_RUN, Finding, Grade, proved
+from staleproof.cases.finding import NOT_RUN, Finding, Grade, proved
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +58,7 @@ def build(findings: Iterable[Finding]) -> list[Matrix]:
 
     Successive questions share a panel if they were asked about much the same variants: one table of
     all questions would be wide and mostly empty. A finding that says "fixed" without showing it is
-    changed to "not reproduced" (:func:`staleproof.harness.findings.proved`). If a cell has two
+    changed to "not reproduced" (:func:`staleproof.cases.finding.proved`). If a cell has two
     findings, an unexpected verdict is shown; otherwise the later one.
     """
     answers: dict[tuple[str, str], dict[str, Finding]] = {}
@@ -93,7 +93,7 @@ def provenance(findings: Iterable[Finding]) -> str:
 def grades(findings: Iterable[Finding]) -> str:
     """What these findings were asked of, the strongest evidence first; ``-`` if none of them ran.
 
-    >>> from staleproof.harness.findings import finding, not_run, real
+    >>> from staleproof.cases.finding import finding, not_run, real
     >>> ran = finding("an_incident", "empty row", "theirs", "nan", evidence=real("torch"))
     >>> grades([ran, not_run("an_incident", "served", "theirs", "needs SM100")])
     'real'

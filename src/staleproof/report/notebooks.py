@@ -17,8 +17,8 @@ from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
+from staleproof.cases.finding import RunFileError
 from staleproof.device import select
-from staleproof.harness.findings import RunFileError
 from staleproof.report import terminal
 
 CELL_TIMEOUT_S = 600

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from staleproof.harness.findings import RunFileError, write_lines
+from staleproof.cases.finding import RunFileError, write_lines
 
 # Before this many seconds of known steps are over, the pace of this run says nothing.
 PACE_S = 5.0

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from staleproof import device as devices
+from staleproof.cases import store
+from staleproof.cases.finding import REPLICA, Evidence, Finding, finding
 from staleproof.check import require
-from staleproof.harness import recorded
-from staleproof.harness.findings import REPLICA, Evidence, Finding, finding
 from staleproof.report import matrix
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def ran(findings: Finding | Iterable[Finding]) -> bool:
 
     For cells that compute with the numbers of findings: a finding that was not run has none.
 
-    >>> from staleproof.harness.findings import not_run
+    >>> from staleproof.cases.finding import not_run
     >>> ran([observed("rows", 5, 5), not_run("an_incident", "served", "theirs", "needs a CUDA device")])
     not run, so no verdict: served, theirs: needs a CUDA device
     False
@@ -112,7 +112,7 @@ def verdict(text: str, findings: Finding | Iterable[Finding], says: Says = None)
     >>> verdict("five rows hold NaN", observed("rows with NaN", 5, 5))
     INTERPRETED replica: five rows hold NaN
     True
-    >>> from staleproof.harness.findings import not_run
+    >>> from staleproof.cases.finding import not_run
     >>> verdict("it leaks", not_run("an_incident", "served", "theirs", "needs a CUDA device"), "leaked")
     not run, so no verdict: served, theirs: needs a CUDA device
     False
@@ -167,7 +167,7 @@ def answers(findings: Iterable[Finding]) -> None:
 def recorded_answers(incident: str, question: str) -> None:
     """Print the verdicts of each recorded machine on one question. They prove nothing about this one."""
     asked = []
-    for run in recorded.read_all(spoilt=_not_shown):
+    for run in store.read_all(spoilt=_not_shown):
         answered = [f for f in run.findings if (f.incident, f.question) == (incident, question)]
         if answered:
             print(f"RECORDED {run.title}")
@@ -247,7 +247,7 @@ class ToyStep:
     ) -> None:
         import torch
 
-        from staleproof.harness.graph import capture
+        from staleproof.cases.graph import capture
 
         require(amax in (None, "torch.max", "fmax"), "amax", "None, torch.max or fmax", amax)
         self.writes_every_row, self.amax, self.counters = writes_every_row, amax, counters

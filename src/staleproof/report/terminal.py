@@ -20,13 +20,13 @@ from rich.table import Column
 from rich.text import Text
 
 from staleproof import device
-from staleproof.harness import environment, kept, predictions, recorded
+from staleproof.cases import kept, machine, predictions, store
 from staleproof.report import conclusion, matrix
 from staleproof.report.progress import Clock, clock_text
 
 if TYPE_CHECKING:
-    from staleproof.harness.findings import Finding
-    from staleproof.harness.recorded import Run
+    from staleproof.cases.finding import Finding
+    from staleproof.cases.store import Run
 
 Say = Callable[[str], None]
 
@@ -107,33 +107,33 @@ def progress(clock: Clock | None = None) -> Iterator[Say]:
                 clock.end()
 
 
-def print_machine(more: Sequence[environment.Capability]) -> None:
+def print_machine(more: Sequence[machine.Capability]) -> None:
     """The machine, the packages, and each capability with its version or why it is missing.
 
     Args:
-        more: capabilities to print after those of :func:`environment.capabilities`.
+        more: capabilities to print after those of :func:`machine.capabilities`.
     """
-    machine = device.machine()
+    this = device.machine()
     rows = {
-        "machine": machine.name,
-        "device": machine.kind,
+        "machine": this.name,
+        "device": this.kind,
         "provenance": device.provenance(),
-        "python": machine.python,
-        **environment.packages(),
+        "python": this.python,
+        **machine.packages(),
     }
     for name, value in rows.items():
         say(f"{name:<20}{value or 'not installed'}")
     say()
-    for found in (*environment.capabilities(), *more):
+    for found in (*machine.capabilities(), *more):
         say(f"{'yes ' if found.available else 'skip'}  {found.name:<20}{found.detail}")
-    for warning in environment.warnings():
+    for warning in machine.warnings():
         say(f"\nwarning: {warning}")
 
 
 def finding_text(found: Finding) -> str:
     """One finding as one line.
 
-    >>> from staleproof.harness.findings import not_run
+    >>> from staleproof.cases.finding import not_run
     >>> finding_text(not_run("an_incident", "empty row", "theirs", "needs SM100")).split("  ")[1]
     'an_incident, empty row, theirs: not run: needs SM100'
     """
@@ -171,7 +171,7 @@ def print_verdicts(findings: Sequence[Finding], runs: Sequence[Run], verbose: bo
     say(conclusion.text(findings, wide))
     incidents = {found.incident for found in findings}
     for run in runs:
-        beside = recorded.compare(findings, (f for f in run.findings if f.incident in incidents))
+        beside = store.compare(findings, (f for f in run.findings if f.incident in incidents))
         if beside.match or beside.mismatch:
             say(f"RECORDED  {run.title}\n          {beside.summary}")
     if not verbose:
@@ -200,8 +200,8 @@ def print_comparison(first: Run, second: Run) -> bool:
     Returns:
         Whether all verdicts that both have are the same.
     """
-    verdicts = recorded.compare(first.findings, second.findings)
-    timings = recorded.compare_timings(first, second)
+    verdicts = store.compare(first.findings, second.findings)
+    timings = store.compare_timings(first, second)
     same = "the same verdicts" if not verdicts.mismatch else "DIFFERENT VERDICTS"
     say(f"{same}: {verdicts.summary}")
     if timings:

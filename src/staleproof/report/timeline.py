@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from staleproof.cases.finding import Finding, Grade
+from staleproof.cases.store import checkout
 from staleproof.check import require
-from staleproof.harness.findings import Finding, Grade
-from staleproof.harness.recorded import checkout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,7 +104,7 @@ class Claim:
         url: its address.
         claim: the claim, in our words.
         mark: one of :data:`MARKS`.
-        grade: the :class:`~staleproof.harness.findings.Grade` of what the mark rests on; ``None`` if it
+        grade: the :class:`~staleproof.cases.finding.Grade` of what the mark rests on; ``None`` if it
             could not be run here.
         note: under which conditions, one line.
         where: for the grade ``source`` the lines that say it, like those of an :class:`Event`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from staleproof.harness.findings import finding, not_run
+from staleproof.cases.finding import finding, not_run
 from staleproof.incidents.decode_buffer.allocator import GIB, MIB
 from staleproof.incidents.decode_buffer.pictures import Headroom, arithmetic, headroom, headroom_figure, table
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from staleproof.harness.findings import FIXED, NOT_RUN, OFF_ON_OFF
+from staleproof.cases.finding import FIXED, NOT_RUN, OFF_ON_OFF
 from staleproof.incidents.decode_buffer.allocator import GIB
 from staleproof.incidents.decode_buffer.questions import QUESTIONS, too_small
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES

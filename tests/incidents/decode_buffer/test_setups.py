@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from staleproof.harness import children
+from staleproof.cases import children
 from staleproof.incidents.decode_buffer import broken
 from staleproof.incidents.decode_buffer.allocator import GIB, oom_fields
 from staleproof.incidents.decode_buffer.scene import LIVES

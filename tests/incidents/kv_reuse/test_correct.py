@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from staleproof.harness.findings import FIXED, OFF_ON_OFF, WRONG
+from staleproof.cases.finding import FIXED, OFF_ON_OFF, WRONG
 from staleproof.incidents.kv_reuse import broken, correct
 from staleproof.incidents.kv_reuse.questions import POLICIES, QUESTIONS
 from staleproof.incidents.kv_reuse.scene import Scene, ZeroNewBlocks, brief

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from staleproof.harness.findings import CLEAN, FIXED, NOT_FIXED, OFF_ON_OFF
+from staleproof.cases.finding import CLEAN, FIXED, NOT_FIXED, OFF_ON_OFF
 from staleproof.incidents.kv_reuse import questions, scene
 from staleproof.incidents.kv_reuse.questions import INGREDIENTS, QUESTIONS, STATE_TYPES, ZEROED
 from staleproof.incidents.kv_reuse.scene import NAN, WRONG

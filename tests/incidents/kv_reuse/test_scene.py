@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.harness.findings import CLEAN
+from staleproof.cases.finding import CLEAN
 from staleproof.incidents.kv_reuse import broken
 from staleproof.incidents.kv_reuse.hybrid import STATE, Zeroing, serve
 from staleproof.incidents.kv_reuse.scene import (

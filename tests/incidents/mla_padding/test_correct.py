@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from staleproof.incidents.mla_padding import correct
-from staleproof.ops.mla_decode import mla_decode
+from staleproof.ops.mla.decode import mla_decode
 
 
 def test_live_rows_a_twentieth_too_large_are_wrong(device, monkeypatch):

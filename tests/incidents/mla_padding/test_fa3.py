@@ -8,9 +8,9 @@ import types
 import pytest
 import torch
 
-from staleproof.harness import vllm_peers
 from staleproof.incidents.mla_padding.questions import ALONE, QUESTIONS
 from staleproof.incidents.mla_padding.scene import SCALE, make_call
+from staleproof.kernels import vllm_peers
 from staleproof.ops.reference.mla_decode import mla_decode
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from staleproof.cases.finding import FIXED, NOT_FIXED, OFF_ON_OFF
 from staleproof.evidence import Verdict
-from staleproof.harness.findings import FIXED, NOT_FIXED, OFF_ON_OFF
-from staleproof.harness.peer import Peer
 from staleproof.incidents.mla_padding import broken, questions, setups
 from staleproof.incidents.mla_padding.questions import ALONE, CONTRACT, GROWTH, QUESTIONS, REPRODUCER
 from staleproof.incidents.mla_padding.setups import SETUPS
+from staleproof.kernels.adapter import Peer
 
 FIXES = [name for name, setup in SETUPS.items() if setup.fix]
 STAND_INS = [name for name in CONTRACT if name in (*broken.KERNELS, "mla_decode")]

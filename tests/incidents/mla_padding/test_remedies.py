@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from staleproof.cases.finding import NOT_FIXED, NOT_RUN
 from staleproof.evidence import Verdict
-from staleproof.harness.findings import NOT_FIXED, NOT_RUN
 from staleproof.incidents.mla_padding import broken, remedies
 from staleproof.incidents.mla_padding.questions import QUESTIONS
 from staleproof.incidents.mla_padding.remedies import (

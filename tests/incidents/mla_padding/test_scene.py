@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from staleproof.cases.graph import capture_sizes, padded_size
 from staleproof.evidence import FILLS, RowCounters, Verdict, plant, same_bits
-from staleproof.harness.graph import capture_sizes, padded_size
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.scene import Batch, Engine, EngineConfig, Variant, make_call
-from staleproof.ops.mla_decode import mla_decode
+from staleproof.ops.mla.decode import mla_decode
 
 
 def make(device, kernel=mla_decode, quantise=None, counters=None, **changes):

@@ -7,7 +7,7 @@ import pytest
 from staleproof.evidence import Verdict, row_states
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.setups import SETUPS, Served
-from staleproof.ops.mla_decode import mla_decode
+from staleproof.ops.mla.decode import mla_decode
 
 
 def test_the_sick_requests_own_step_is_left_out_of_the_worst():

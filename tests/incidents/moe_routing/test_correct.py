@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from staleproof.harness.findings import FIXED, OFF_ON_OFF, WRONG
+from staleproof.cases.finding import FIXED, OFF_ON_OFF, WRONG
 from staleproof.incidents.moe_routing import correct, scene
 from staleproof.incidents.moe_routing.questions import FIXES, QUESTIONS
 from staleproof.incidents.moe_routing.scene import LIVE, RoutingCase

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from staleproof.harness import children, environment
-from staleproof.harness.children import Ended
+from staleproof.cases import children, machine
+from staleproof.cases.children import Ended
 from staleproof.incidents.moe_routing import fused_moe, moe_module
 from staleproof.incidents.moe_routing import fused_moe_cases as cases
 from staleproof.incidents.moe_routing.batch import RIGHT, SILENT
@@ -35,7 +35,7 @@ MEMCHECK = """========= COMPUTE-SANITIZER
 # Stands for the function that runs in a child: what a case does stands in its ``ids``.
 CHILD = """
 import os, sys, time
-from staleproof.harness import children
+from staleproof.cases import children
 from staleproof.incidents.moe_routing.fused_moe import CaseResult
 
 def run_in_child(module, cases):
@@ -192,7 +192,7 @@ def test_what_memcheck_says(
     tool.write_text(SANITIZER)
     tool.chmod(0o755)
     (tmp_path / "report").write_text(said)
-    monkeypatch.setattr(environment, "tool", lambda name: tool)
+    monkeypatch.setattr(machine, "tool", lambda name: tool)
     assert fused_moe.sanitize(Case(512, 8, CUDA_ILLEGAL_ACCESS)) == expected
 
 
@@ -201,7 +201,7 @@ def test_a_sanitizer_without_a_summary_is_named(
 ) -> None:
     (tmp_path / "mute").write_text("#!/bin/sh\necho first\necho not supported here\n")
     (tmp_path / "mute").chmod(0o755)
-    monkeypatch.setattr(environment, "tool", lambda name: tmp_path / "mute")
+    monkeypatch.setattr(machine, "tool", lambda name: tmp_path / "mute")
     with pytest.raises(moe_module.ModuleError, match="gave no summary: not supported here"):
         fused_moe.sanitize(Case(512, 8, RIGHT))
 
@@ -216,7 +216,7 @@ def test_where_it_cannot_run_it_says_why(
     else:
         assert why is not None
         assert "\n" not in why
-    monkeypatch.setattr(environment, "tool", lambda name: None)
+    monkeypatch.setattr(machine, "tool", lambda name: None)
     with pytest.raises(moe_module.ModuleError, match="compute-sanitizer is not installed"):
         fused_moe.sanitize(Case(512, 8, "all equal"))
 

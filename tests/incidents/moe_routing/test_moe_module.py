@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from staleproof import cli, device
-from staleproof.harness import environment
+from staleproof import device
+from staleproof.cases import machine
+from staleproof.cli import app as cli
 from staleproof.incidents.moe_routing import moe_module, moe_sources
 from staleproof.incidents.moe_routing.moe_module import ModuleError
 
@@ -56,7 +57,7 @@ def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tool = tmp_path / "nvcc"
     tool.write_text(NVCC.format(header="exit 0", compile=":"))
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(environment, "tool", lambda name: tool)
+    monkeypatch.setattr(machine, "tool", lambda name: tool)
     monkeypatch.setenv(moe_module.FOLDER_VARIABLE, str(tmp_path / "modules"))
     return tool
 
@@ -215,7 +216,7 @@ def test_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_compiler(unpacked: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(environment, "tool", lambda name: None)
+    monkeypatch.setattr(machine, "tool", lambda name: None)
     with pytest.raises(ModuleError, match="nvcc was not found on PATH"):
         moe_module.build(unpacked, cache=tmp_path / "modules")
 

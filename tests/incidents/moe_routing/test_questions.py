@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from staleproof import device as devices
+from staleproof.cases.case import ALL
+from staleproof.cases.children import ChildError
+from staleproof.cases.finding import FIXED, NOT_FIXED, NOT_REPRODUCED, OFF_ON_OFF, Finding
 from staleproof.device import Provenance
 from staleproof.evidence.rows import Verdict
-from staleproof.harness.children import ChildError
-from staleproof.harness.findings import FIXED, NOT_FIXED, NOT_REPRODUCED, OFF_ON_OFF, Finding
-from staleproof.harness.questions import ALL
 from staleproof.incidents.moe_routing import broken, fp8, fused_moe, padding, questions, ranks, scene
 from staleproof.incidents.moe_routing.batch import ILLEGAL_ACCESS, MISREAD, NAN_ROWS, RIGHT, SILENT
 from staleproof.incidents.moe_routing.fused_moe import CUDA_ILLEGAL_ACCESS, Case, CaseResult

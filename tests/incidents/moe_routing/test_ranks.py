@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from staleproof.harness.children import ChildError
+from staleproof.cases.children import ChildError
 from staleproof.incidents.moe_routing import origin, ranks
 from staleproof.incidents.moe_routing.origin import Request, Scheduler, Setting
 from staleproof.incidents.moe_routing.ranks import Counts

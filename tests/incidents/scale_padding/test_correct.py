@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.harness.findings import FIXED, OFF_ON_OFF, WRONG
+from staleproof.cases.finding import FIXED, OFF_ON_OFF, WRONG
 from staleproof.incidents.scale_padding import broken, correct, ids, null_block, scene
 from staleproof.incidents.scale_padding.questions import ID_WIDTHS, QUESTIONS
 from staleproof.ops.nvfp4 import quantize_nvfp4

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from staleproof.harness.findings import NOT_RUN
+from staleproof.cases.finding import NOT_RUN
 from staleproof.incidents.scale_padding import flashinfer_fp4
 from staleproof.incidents.scale_padding.questions import QUESTIONS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.harness.children import ChildError
+from staleproof.cases.children import ChildError
 from staleproof.incidents.scale_padding import null_block
 
 needs_gloo = pytest.mark.skipif(

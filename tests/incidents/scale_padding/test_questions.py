@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from staleproof.harness import children
-from staleproof.harness.children import ChildError
-from staleproof.harness.findings import FIXED, NOT_FIXED, NOT_RUN, OFF_ON_OFF
+from staleproof.cases import children
+from staleproof.cases.children import ChildError
+from staleproof.cases.finding import FIXED, NOT_FIXED, NOT_RUN, OFF_ON_OFF
 from staleproof.incidents.scale_padding import broken, flashinfer_fp4, null_block, questions
 from staleproof.incidents.scale_padding.questions import QUESTIONS, WRONG
 from staleproof.ops import nvfp4 as kernels

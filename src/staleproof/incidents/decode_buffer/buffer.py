@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from staleproof.cases.answers import Answer, answer, no_answer
+from staleproof.cases.graph import LaunchList, capture
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.ledger import owned_tensors
-from staleproof.harness.answers import Answer, answer, no_answer
-from staleproof.harness.graph import LaunchList, capture
 from staleproof.incidents.decode_buffer import broken
 from staleproof.incidents.decode_buffer.driver import DriverError, kernel_nodes
 from staleproof.incidents.decode_buffer.model import Attention

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from staleproof.cases.compare import other_bits
 from staleproof.evidence.canary import plant
-from staleproof.harness.compare import other_bits
 from staleproof.incidents.decode_buffer.model import Attention
 from staleproof.incidents.decode_buffer.setups import CLEARED, Setup
 

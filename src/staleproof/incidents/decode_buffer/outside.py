@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
+from staleproof.cases.answers import Answer, no_answer
 from staleproof.device import Provenance
 from staleproof.evidence.ledger import AllocationLedger, cuda_usage
-from staleproof.harness.answers import Answer, no_answer
 from staleproof.incidents.decode_buffer.allocator import MIB, SimulatedMemory
 from staleproof.incidents.decode_buffer.driver import DriverError, driver_memory
 from staleproof.incidents.decode_buffer.model import Attention, Experts, Model

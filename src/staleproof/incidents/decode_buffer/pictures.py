@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from staleproof.cases.finding import Finding
 from staleproof.evidence.ledger import Usage, size_text
-from staleproof.harness.findings import Finding
 from staleproof.incidents.decode_buffer.allocator import GIB
 from staleproof.incidents.decode_buffer.model import decode_out_bytes
 from staleproof.incidents.decode_buffer.setups import ATTENTION, MAX_NUM_SEQS, OFF, REPORT, Case, run_server

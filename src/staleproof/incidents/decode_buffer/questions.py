@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from staleproof.cases.answers import Answer, answer
+from staleproof.cases.case import Ablation, Fix, Question, Questions
+from staleproof.cases.finding import LIVES
+from staleproof.cases.measure import Times, graph_times
 from staleproof.device import Provenance
 from staleproof.evidence.ledger import AllocationLedger, size_text
-from staleproof.harness.answers import Answer, answer
-from staleproof.harness.findings import LIVES
-from staleproof.harness.measure import Times, graph_times
-from staleproof.harness.questions import Ablation, Fix, Question, Questions
 from staleproof.incidents.decode_buffer.allocator import GIB, oom_fields
 from staleproof.incidents.decode_buffer.buffer import (
     MORE_NODES,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from staleproof.cases.finding import LIVES
 from staleproof.evidence.ledger import AllocationLedger, Report, Usage, owned_tensors
-from staleproof.harness.findings import LIVES
 from staleproof.incidents.decode_buffer.allocator import Memory
 from staleproof.incidents.decode_buffer.model import (
     Attention,

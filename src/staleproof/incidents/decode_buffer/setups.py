@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from staleproof import device as devices
+from staleproof.cases import children
+from staleproof.cases.finding import LIVES
 from staleproof.evidence.ledger import AllocationLedger
-from staleproof.harness import children
-from staleproof.harness.findings import LIVES
 from staleproof.incidents.decode_buffer import broken
 from staleproof.incidents.decode_buffer.allocator import CudaMemory, Memory, SimulatedMemory
 from staleproof.incidents.decode_buffer.model import Attention, Experts, Part, ServerConfig

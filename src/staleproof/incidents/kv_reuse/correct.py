@@ -6,7 +6,7 @@ from itertools import islice
 
 import torch
 
-from staleproof.harness.compare import other_bits
+from staleproof.cases.compare import other_bits
 from staleproof.incidents.kv_reuse.hybrid import Zeroing
 from staleproof.incidents.kv_reuse.scene import Remedy, Scene, ZeroNewBlocks, trace_of
 from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA

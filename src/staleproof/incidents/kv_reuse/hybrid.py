@@ -13,9 +13,9 @@ from enum import StrEnum
 
 import torch
 
+from staleproof.cases.case import one_thread
 from staleproof.check import require
 from staleproof.evidence.canary import bits
-from staleproof.harness.questions import one_thread
 from staleproof.incidents.kv_reuse.attention import Attend, Call, used_table
 from staleproof.incidents.kv_reuse.block_pool import AttentionSpec, KVBuffers, MambaSpec, split_block_table
 from staleproof.incidents.kv_reuse.scheduler import VOCABULARY, Step, Tables, Trace

@@ -12,20 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from staleproof.cases.answers import Answer, answer
+from staleproof.cases.case import ALL, Ablation, Fix, Question, Questions, Several
+from staleproof.cases.finding import ARITHMETIC, CLEAN, FIXED, NOT_FIXED, REPLICA, Evidence, Grade, off_on_off
 from staleproof.evidence.rows import Fill, judge_rows
 from staleproof.evidence.tenancy import STALE, WIPED
-from staleproof.harness.answers import Answer, answer
-from staleproof.harness.findings import (
-    ARITHMETIC,
-    CLEAN,
-    FIXED,
-    NOT_FIXED,
-    REPLICA,
-    Evidence,
-    Grade,
-    off_on_off,
-)
-from staleproof.harness.questions import ALL, Ablation, Fix, Question, Questions, Several
 from staleproof.incidents.kv_reuse import broken
 from staleproof.incidents.kv_reuse.attention import Call, kernels, masked_loads
 from staleproof.incidents.kv_reuse.bits import DTYPES, nan_share

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from staleproof.cases.finding import CLEAN
 from staleproof.check import require
 from staleproof.evidence.tenancy import TenancyLog
-from staleproof.harness.findings import CLEAN
 from staleproof.incidents.kv_reuse.attention import kernels
 from staleproof.incidents.kv_reuse.bits import DTYPES
 from staleproof.incidents.kv_reuse.block_pool import BlockPool, KVBuffers, Page, equalise

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
+from staleproof.cases.compare import other_bits, too_far
 from staleproof.evidence.canary import plant
-from staleproof.harness.compare import other_bits, too_far
 from staleproof.incidents.mla_padding.scene import KV_LORA_RANK, LATENT, SCALE, Batch, make_call
 from staleproof.incidents.mla_padding.setups import ClearEmptyRows, Setup, quantise_live_rows
 from staleproof.ops.clear_empty_rows import clear_empty_rows
-from staleproof.ops.mla_decode import mla_decode
+from staleproof.ops.mla.decode import mla_decode
 from staleproof.ops.reference.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.reference.mla_decode import mla_decode as reference_decode
 

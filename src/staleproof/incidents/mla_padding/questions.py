@@ -8,14 +8,11 @@ from functools import partial
 
 import torch
 
+from staleproof.cases.answers import Answer, answer, failed
+from staleproof.cases.case import Ablation, Fix, Question, Questions
+from staleproof.cases.finding import FIXED, NOT_FIXED, REPLICA, Evidence, Grade
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.rows import Fill, Verdict, bad_rows, judge_rows, pad_invariance
-from staleproof.harness.answers import Answer, answer, failed
-from staleproof.harness.findings import FIXED, NOT_FIXED, REPLICA, Evidence, Grade
-from staleproof.harness.peer import Peer
-from staleproof.harness.peers import peers
-from staleproof.harness.questions import Ablation, Fix, Question, Questions
-from staleproof.harness.vllm_peers import vllm_fa3
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.correct import wrong
 from staleproof.incidents.mla_padding.pictures import ROWS, live_count_verdict
@@ -45,8 +42,11 @@ from staleproof.incidents.mla_padding.scene import (
     make_call,
 )
 from staleproof.incidents.mla_padding.setups import SETUPS, SICK_STEP, ClearEmptyRows, Setup, serve
+from staleproof.kernels.adapter import Peer
+from staleproof.kernels.mla import peers
+from staleproof.kernels.vllm_peers import vllm_fa3
 from staleproof.ops.clear_empty_rows import clear_empty_rows
-from staleproof.ops.mla_decode import mla_decode
+from staleproof.ops.mla.decode import mla_decode
 
 # --- A kernel alone.
 

@@ -8,9 +8,9 @@ from functools import cache
 
 import torch
 
+from staleproof.cases.answers import Answer, answer, no_answer
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.rows import Verdict, same_bits
-from staleproof.harness.answers import Answer, answer, no_answer
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.scene import (
     KV_LORA_RANK,
@@ -23,7 +23,7 @@ from staleproof.incidents.mla_padding.scene import (
     make_call,
 )
 from staleproof.incidents.mla_padding.setups import SETUPS, ClearEmptyRows, Setup
-from staleproof.ops.mla_decode import mla_decode
+from staleproof.ops.mla.decode import mla_decode
 
 LIVE = 3
 WRONG_FINITE = "wrong, finite"

@@ -22,7 +22,7 @@ from staleproof.incidents.mla_padding.scene import (
 )
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
-from staleproof.ops.mla_decode import mla_decode
+from staleproof.ops.mla.decode import mla_decode
 
 
 class ClearEmptyRows(broken.NoRemedy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from staleproof.harness.compare import other_bits, too_far
+from staleproof.cases.compare import other_bits, too_far
 from staleproof.incidents.moe_routing.batch import rows_with_duplicates
 from staleproof.incidents.moe_routing.scene import LIVE, OURS, RoutingCase, routed, router_input
 from staleproof.ops.reference import topk as reference

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from staleproof.cases.answers import Answer, answer
+from staleproof.cases.finding import REPLICA, Evidence
 from staleproof.evidence.rows import Verdict, bad_rows
-from staleproof.harness.answers import Answer, answer
-from staleproof.harness.findings import REPLICA, Evidence
 from staleproof.incidents.moe_routing import broken, scene
 from staleproof.incidents.moe_routing.batch import rows_with_duplicates
 

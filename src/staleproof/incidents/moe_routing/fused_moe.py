@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from staleproof import device
-from staleproof.harness import children, environment
+from staleproof.cases import children, machine
 from staleproof.incidents.moe_routing import batch, moe_module
 from staleproof.incidents.moe_routing.batch import IDS, MISREAD, NAN_ROWS, RIGHT, SILENT
 from staleproof.incidents.moe_routing.fused_moe_cases import (
@@ -135,7 +135,7 @@ def _results(cases: Sequence[Case], ended: children.Ended) -> list[CaseResult]:
 
 def sanitizer_missing() -> str | None:
     """One line if compute-sanitizer is not installed, or ``None``."""
-    missing = environment.tool("compute-sanitizer") is None
+    missing = machine.tool("compute-sanitizer") is None
     return "compute-sanitizer is not installed" if missing else None
 
 
@@ -145,7 +145,7 @@ def sanitize(case: Case, *, timeout_s: float = 300) -> Memcheck:
     Raises:
         ModuleError: the module or the sanitizer is missing, or it said nothing in time.
     """
-    tool = environment.tool("compute-sanitizer")
+    tool = machine.tool("compute-sanitizer")
     if tool is None:
         raise ModuleError(str(sanitizer_missing()))
     module = str(moe_module.built(check=case.check))

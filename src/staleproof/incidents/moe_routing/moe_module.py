@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from staleproof import device
-from staleproof.harness import environment
+from staleproof.cases import machine
 from staleproof.incidents.moe_routing.moe_sources import (
     ARCHITECTURES,
     BACKEND,
@@ -202,7 +202,7 @@ def build(
     if all(path.is_file() for path in targets.values()):
         say(f"built already: {targets[False].parent}")
         return targets
-    nvcc = environment.tool("nvcc")
+    nvcc = machine.tool("nvcc")
     if nvcc is None:
         raise ModuleError("nvcc was not found on PATH, in $CUDA_HOME or in /usr/local/cuda")
     with tempfile.TemporaryDirectory(prefix="staleproof-moe-") as scratch:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from staleproof.harness.graph import capture_sizes
+from staleproof.cases.graph import capture_sizes
 
 REQUESTS = 96
 # Per rank, as ``max_num_seqs`` and ``max_num_batched_tokens`` are.

@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import torch
 
+from staleproof.cases.answers import Answer, no_answer
+from staleproof.cases.children import ChildError
 from staleproof.device import Provenance
-from staleproof.harness.answers import Answer, no_answer
-from staleproof.harness.children import ChildError
 from staleproof.incidents.moe_routing import ranks
 from staleproof.incidents.moe_routing.origin import Setting
 

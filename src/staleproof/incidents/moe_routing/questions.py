@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from staleproof.harness.answers import Answer, answer, no_answer
-from staleproof.harness.findings import CLEAN, FIXED, NOT_FIXED, REPLICA, Evidence, real
-from staleproof.harness.questions import ALL, Ablation, Fix, Question, Questions, Several
+from staleproof.cases.answers import Answer, answer, no_answer
+from staleproof.cases.case import ALL, Ablation, Fix, Question, Questions, Several
+from staleproof.cases.finding import CLEAN, FIXED, NOT_FIXED, REPLICA, Evidence, real
 from staleproof.incidents.moe_routing import broken, consumer, fp8, fused_moe, scene
 from staleproof.incidents.moe_routing.batch import (
     IDS,

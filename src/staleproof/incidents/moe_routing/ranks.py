@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from staleproof import check
-from staleproof.harness import children
-from staleproof.harness.children import ChildError
+from staleproof.cases import children
+from staleproof.cases.children import ChildError
 from staleproof.incidents.moe_routing.origin import Model, Scheduler, Setting, Step, replayed_size, trace
 
 TIMEOUT_S = 90

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from staleproof.cases.finding import Evidence, real_file
 from staleproof.evidence.rows import bad_rows
-from staleproof.harness.findings import Evidence, real_file
 from staleproof.incidents.moe_routing import broken, consumer
 from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.broken import REMEDIES

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from staleproof.cases.compare import other_bits, too_far
 from staleproof.evidence.rows import pad_invariance
-from staleproof.harness.compare import other_bits, too_far
 from staleproof.incidents.scale_padding import broken, ids, null_block
 from staleproof.incidents.scale_padding.scene import IN_KERNEL, LIVE, multiply, product_on, step_of
 from staleproof.ops.nvfp4 import quantize_nvfp4

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from staleproof import device as devices
+from staleproof.cases import children
 from staleproof.device import Provenance
-from staleproof.harness import children
 from staleproof.incidents.scale_padding.scene import Product
 from staleproof.ops.nvfp4 import quantize_nvfp4
 from staleproof.ops.reference import nvfp4 as reference

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from staleproof.harness import children
+from staleproof.cases import children
 
 RANKS = 2
 BLOCK_SIZE, BLOCKS, HEAD = 4, 8, 16

@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 
+from staleproof.cases import children
+from staleproof.cases.answers import Answer, answer, failed, no_answer
+from staleproof.cases.case import Fix, Question, Questions
+from staleproof.cases.finding import ARITHMETIC, CLEAN, NOT_FIXED, OFF_ON_OFF, off_on_off, real
 from staleproof.evidence.rows import Verdict, judge_rows, pad_invariance
-from staleproof.harness import children
-from staleproof.harness.answers import Answer, answer, failed, no_answer
-from staleproof.harness.findings import ARITHMETIC, CLEAN, NOT_FIXED, OFF_ON_OFF, off_on_off, real
-from staleproof.harness.questions import Fix, Question, Questions
 from staleproof.incidents.scale_padding import broken, flashinfer_fp4, ids, matrix, null_block, remedies
 from staleproof.incidents.scale_padding.correct import (
     wrong_draw,

@@ -21,7 +21,7 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Absorbed MLA decode, one query token at a time, in float64.
 
-    Args and results are those of :func:`staleproof.ops.mla_decode.mla_decode`; the output is
+    Args and results are those of :func:`staleproof.ops.mla.decode.mla_decode`; the output is
     rounded to the dtype of ``q`` at the end.
 
     >>> q, cache = torch.zeros(2, 1, 32), torch.ones(1, 16, 32)

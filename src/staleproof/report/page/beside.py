@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from staleproof.harness.findings import Finding
-from staleproof.harness.recorded import Key, Run
+from staleproof.cases.finding import Finding
+from staleproof.cases.store import Key, Run
 from staleproof.report.matrix import as_shown, grades
 from staleproof.report.page.tables import fold, table, verdict
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from staleproof.harness.findings import OFF_ON_OFF, Finding
+from staleproof.cases.finding import OFF_ON_OFF, Finding
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.report import matrix
 from staleproof.report.page import texts

@@ -10,10 +10,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from staleproof.audit.contract import Row
-from staleproof.harness import predictions, recorded
-from staleproof.harness.predictions import Outcome
-from staleproof.harness.recorded import Run
+from staleproof.cases import predictions, store
+from staleproof.cases.predictions import Outcome
+from staleproof.cases.store import Run
+from staleproof.contract.contract import Row
 from staleproof.report import engine, service
 from staleproof.report.audit import recorded_audits
 from staleproof.report.page import cards
@@ -64,7 +64,7 @@ def kept_in_the_workbook(runs: Sequence[Run], origins: Sequence[str] = ()) -> Ke
         runs: recorded runs, which the predictions are compared with.
         origins: which source the findings of this machine are of, a line an incident.
     """
-    book = recorded.checkout() / "workbook"
+    book = store.checkout() / "workbook"
     names = "patches", "architectures", "plugin-faults", "soak-cpu", "soak-engine"
     patched, compiled, faults, on_cpu, on_gpu = (read_json(book / f"{name}.json") for name in names)
     soaks = {"vLLM's scheduler on a CPU": on_cpu, "A whole engine on a GPU": on_gpu}

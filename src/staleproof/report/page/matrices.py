@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from staleproof.harness.findings import Finding
+from staleproof.cases.finding import Finding
 from staleproof.report import matrix
 from staleproof.report.page.tables import cell, fold, table, verdict
 

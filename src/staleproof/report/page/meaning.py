@@ -9,7 +9,7 @@ has a mark of its own: a faulty variant that leaks is expected to leak, and it i
 
 from __future__ import annotations
 
-from staleproof.harness.findings import NOT_RUN
+from staleproof.cases.finding import NOT_RUN
 
 HARM, CLEAN, CURED, OPEN, ABSENT = "harm", "clean", "cured", "open", "absent"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup, escape
 
-from staleproof.harness.findings import Finding
+from staleproof.cases.finding import Finding
 from staleproof.report.page.meaning import meaning
 
 

@@ -1,0 +1,29 @@
+"""The padding contract, probed on anybody's kernels: ``staleproof audit`` and ``pytest --padding-contract``.
+
+A kernel is registered by a decorator of its kind, which leaves it as it is::
+
+    from staleproof import audit
+
+    @audit.attention(layout="paged", heads=8, kv_heads=2, head_dim=64, page_size=16)
+    def my_decode(q, k_cache, v_cache, block_table, seq_lens, out, softmax_scale): ...
+
+It is called with the arguments that it names, from these:
+
+- ``attention``: q (tokens, heads, head_dim), block_table, seq_lens, query_start_loc, out, lse,
+  softmax_scale, max_seq_len, max_q_len, page_size; layout ``paged``: k_cache and v_cache (pages,
+  page_size, kv_heads, head_dim); ``mla``: kv_cache (pages, page_size, 576) and kv_lora_rank;
+  ``gathered``: q, k, v (batch, heads, tokens, head_dim) and mask. It returns out, or out and lse. With
+  ``q_len=0`` a request has any number of query tokens, by query_start_loc; with ``q_len=n`` up to n, and
+  q is then (batch, q_len, heads, head_dim). ``planned=True``: it returns a function that launches.
+- ``routing``: router_logits (rows, experts), top_k, bias, is_padding; returns weights and ids.
+- ``rows``: x (rows, hidden); returns a tensor or several, e.g. values and scales.
+- ``ragged``: x (rows, hidden), starts (sequences + 1,).
+- ``experts``: x, w1, w2, topk_weights, topk_ids.
+- ``kv_write``: key, value (tokens, kv_heads, head_dim), k_cache, v_cache, slot_mapping; in place.
+- ``state``: x (rows, dim), state (slots, dim, width - 1), weight (dim, width), state_indices.
+- ``merge``: out_a, lse_a, out_b, lse_b; returns out, or out and lse.
+"""
+
+from staleproof.contract.registry import attention, experts, kv_write, merge, ragged, routing, rows, state
+
+__all__ = ["attention", "experts", "kv_write", "merge", "ragged", "routing", "rows", "state"]

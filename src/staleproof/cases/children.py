@@ -1,0 +1,290 @@
+"""Child processes: for code that may crash, hang or run out of memory without harming the caller.
+
+A child runs one importable function. It reports with :func:`tell` as it goes, so that its answers
+survive a later crash. Every child has a time limit, and a process group of its own, so that the
+processes it starts end with it. :func:`end_all` ends whatever still runs; the question runner calls
+it when it stops, for whatever reason.
+
+Where kernels are interpreted, a child is forked from a process that has imported torch
+(:mod:`~staleproof.cases.zygote`); elsewhere it is a new interpreter.
+
+>>> import math
+>>> call(math.sqrt, 2.25, timeout_s=60).answer()
+1.5
+>>> call(os._exit, 3, timeout_s=60).code
+3
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from staleproof.cases import zygote
+from staleproof.check import require
+
+# Names the file of a child's answers. Not its standard output: libraries print there.
+REPORT = "STALEPROOF_CHILD_REPORT"
+
+_running: set[Child] = set()
+_deadline = math.inf
+
+
+class ChildError(RuntimeError):
+    """A child ended without an answer; the text says how, in one line."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended.
+
+    Attributes:
+        told: what it passed to :func:`tell`, in order, also if it crashed afterwards.
+        code: its exit code, or ``None`` if the time limit ended it.
+        stdout: its standard output.
+        stderr: its standard error.
+        limit_s: the time limit it had, in seconds.
+    """
+
+    told: list[Any]
+    code: int | None
+    stdout: str
+    stderr: str
+    limit_s: float
+
+    @property
+    def last_line(self) -> str:
+        """The last line of its standard error that is not blank, or ``""``."""
+        lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+
+    def answer(self) -> Any:
+        """The last answer.
+
+        Raises:
+            ChildError: it was too slow, ended with an error, or gave no answer.
+        """
+        if self.code is None:
+            raise ChildError(f"gave no answer within {self.limit_s:.0f} s")
+        if self.code != 0 or not self.told:
+            raise ChildError(f"ended with {self.code} and said: {self.last_line or 'nothing'}")
+        return self.told[-1]
+
+
+class Child:
+    """One running child process; see :func:`start`."""
+
+    def __init__(self, command: Sequence[str], order: bytes, env: Mapping[str, str], prefixed: bool) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="staleproof-")
+        names = ("order", "report", "stdout", "stderr", "code")
+        self._files = files = {name: Path(self._folder.name) / name for name in names}
+        files["order"].write_bytes(order)
+        whole = {**os.environ, **env, REPORT: str(files["report"])}
+        with (
+            files["order"].open("rb") as stdin,
+            files["stdout"].open("wb") as stdout,
+            files["stderr"].open("wb") as stderr,
+        ):
+            # Files, not pipes: a child blocks on a full pipe that nobody reads.
+            self._process = (None if prefixed else zygote.forked(whole, files)) or subprocess.Popen(
+                command, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, env=whole
+            )
+        _running.add(self)
+
+    def wait(self, timeout_s: float) -> Ended:
+        """Wait for the child, end it after ``timeout_s`` seconds, and return its answers; once.
+
+        Inside :func:`within`, the time left there is the limit if it is shorter.
+        """
+        timeout_s = max(0.0, min(timeout_s, _deadline - time.monotonic()))
+        try:
+            code: int | None = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            self.end()
+        told = _read_answers(self._files["report"])
+        stdout, stderr = (self._files[name].read_text(errors="replace") for name in ("stdout", "stderr"))
+        self._folder.cleanup()
+        return Ended(told, code, stdout, stderr, timeout_s)
+
+    def poll(self) -> int | None:
+        """Its exit code, or ``None`` while it runs."""
+        return self._process.poll()
+
+    def end(self) -> None:
+        """Kill the child and every process it started."""
+        if self not in _running:
+            return  # its number may belong to another process by now
+        # macOS refuses to signal a group whose only member has ended.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        _running.discard(self)
+
+
+def _read_answers(path: Path) -> list[Any]:
+    """A child's answers; a crash can cut the last one short, and then it is left out."""
+    told: list[Any] = []
+    if not path.exists():
+        return told
+    with path.open("rb") as report, contextlib.suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            told.append(pickle.load(report))
+    return told
+
+
+def start(
+    function: Callable[..., object],
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
+) -> Child:
+    """Start ``function(*args)`` in a process of its own.
+
+    Args:
+        function: importable by its module and name.
+        args: picklable.
+        env: variables to set beside the caller's.
+        prefix: a program that runs the process, with its options, e.g. compute-sanitizer.
+
+    Returns:
+        The child, for :meth:`Child.wait`. The function's result is its last answer, unless it is
+        ``None``. On Linux a child also ends with the thread that started it, or if it was forked with
+        the process, so that it does not outlive a caller that is killed.
+
+    Raises:
+        ValueError: the function cannot be imported.
+    """
+    name = f"{function.__module__}.{function.__qualname__}"
+    importable = function.__module__ != "__main__" and "<" not in name
+    require(importable, "function", "one that another process can import", name)
+    order = pickle.dumps((function.__module__, function.__qualname__, args))
+    # The child must be able to import whatever the caller can.
+    paths = os.pathsep.join(filter(None, sys.path))
+    command = [*prefix, sys.executable, "-m", "staleproof.cases.children"]
+    return Child(command, order, {"PYTHONPATH": paths, **(env or {})}, bool(prefix))
+
+
+def call(
+    function: Callable[..., object],
+    *args: Any,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
+) -> Ended:
+    """Run ``function(*args)`` in a process of its own and wait for it; see :func:`start`."""
+    return start(function, *args, env=env, prefix=prefix).wait(timeout_s)
+
+
+def call_ranks(
+    function: Callable[..., object],
+    ranks: int,
+    *args: Any,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run ``function(rank, meeting, *args)`` as the ranks of one process group on this machine.
+
+    Args:
+        function: importable by its module and name; joins ``torch.distributed`` through
+            ``init_method=meeting``.
+        ranks: how many processes.
+        args: picklable, the same for all ranks.
+        timeout_s: for all ranks together; they are ended then.
+        env: variables to set beside the caller's.
+
+    Returns:
+        What each rank returned, in their order.
+
+    Raises:
+        ChildError: a rank failed or was too slow; all are ended.
+    """
+    # All ranks run on this machine: the loopback interface exists, and the machine's name need not
+    # resolve. NVLink multicast (NVLS) needs rights that a shared machine may not give.
+    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    local = {name: os.environ.get(name, value) for name, value in local.items()}
+    env = {**local, "NCCL_NVLS_ENABLE": "0", **(env or {})}
+    deadline = min(time.monotonic() + timeout_s, _deadline)
+    started: list[Child] = []
+    with tempfile.TemporaryDirectory(prefix="staleproof-") as folder:
+        try:
+            for rank in range(ranks):
+                started.append(start(function, rank, f"file://{folder}/meeting", *args, env=env))
+            # The first rank that fails has the reason; the others then fail or wait for it.
+            while time.monotonic() < deadline:
+                codes = [child.poll() for child in started]
+                if None not in codes or any(codes):
+                    break
+                time.sleep(0.05)
+            else:
+                raise ChildError(f"the ranks gave no answer within {timeout_s:.0f} s")
+            answers = {}
+            for rank in sorted(range(ranks), key=lambda rank: not codes[rank]):
+                try:
+                    answers[rank] = started[rank].wait(0).answer()
+                except ChildError as error:
+                    raise ChildError(f"rank {rank} {error}") from error
+            return [answers[rank] for rank in range(ranks)]
+        finally:
+            for child in started:
+                child.end()
+
+
+@contextlib.contextmanager
+def within(limit_s: float) -> Iterator[None]:
+    """Give the children of a ``with`` block ``limit_s`` seconds together, or less by their own limits."""
+    global _deadline
+    before, _deadline = _deadline, min(_deadline, time.monotonic() + limit_s)
+    try:
+        yield
+    finally:
+        _deadline = before
+
+
+def tell(answer: Any) -> None:
+    """Called in a child: report one picklable answer now, so that it survives a later crash."""
+    with open(os.environ[REPORT], "ab") as report:
+        report.write(pickle.dumps(answer))
+
+
+def end_all() -> None:
+    """End every child that still runs."""
+    for child in [*_running]:
+        child.end()
+
+
+# Also for a caller that ends by an exception.
+atexit.register(end_all)
+
+
+def run_order() -> None:
+    """In a child: run what its standard input says, and report the result."""
+    if sys.platform == "linux":
+        # A caller that is killed cannot end its children, so the kernel does: PR_SET_PDEATHSIG.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    module, name, args = pickle.load(sys.stdin.buffer)
+    function: Any = importlib.import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
+    answer = function(*args)
+    if answer is not None:
+        tell(answer)
+
+
+if __name__ == "__main__":
+    run_order()

@@ -1,0 +1,321 @@
+"""Recorded runs: the findings and measurements of one machine, in a folder for each machine.
+
+A run folder holds ``findings.jsonl``, ``measurements.jsonl`` (timings, from a GPU only) and
+``machine.json``: machine, versions, and how many lines the other two files have, so that a
+truncated one is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from staleproof import device
+from staleproof.cases import machine
+from staleproof.cases.digest import PACKAGE, file_digest
+from staleproof.cases.finding import SCHEMA, Finding, RunFileError, read_findings, read_lines, write_lines
+
+FINDINGS, MEASUREMENTS, ENVIRONMENT = "findings.jsonl", "measurements.jsonl", "environment.json"
+
+
+class CheckoutError(RunFileError):
+    """The package is installed without the repository around it."""
+
+
+def checkout() -> Path:
+    """The repository that this package is installed from in editable mode.
+
+    Raises:
+        CheckoutError: the package is installed without its repository.
+    """
+    root = PACKAGE.parents[1]
+    if not (root / "notebooks").is_dir() or not (root / "pyproject.toml").is_file():
+        raise CheckoutError(
+            "notebooks, benchmarks and recorded runs live in the checkout, and staleproof is "
+            "installed without one: clone the repository and run pip install -e . there"
+        )
+    return root
+
+
+def runs_folder() -> Path:
+    """Where recorded runs are kept."""
+    return checkout() / "workbook" / "runs"
+
+
+def build_folder() -> Path:
+    """Where the report and the findings of the last run go; git ignores it."""
+    return checkout() / "workbook" / "_build"
+
+
+def benchmarks() -> dict[str, Path]:
+    """The files of ``benchmarks/`` by name, without those that begin with ``_``."""
+    files = sorted((checkout() / "benchmarks").glob("*.py"))
+    return {path.stem: path for path in files if path.stem[0] != "_"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One recorded run.
+
+    Attributes:
+        folder: where it was read from.
+        environment: machine, date, versions and capabilities.
+        findings: each marked RECORDED.
+        measurements: rows of ``measurements.jsonl``.
+    """
+
+    folder: Path
+    environment: Mapping[str, Any]
+    findings: list[Finding]
+    measurements: list[dict[str, Any]]
+
+    @property
+    def machine(self) -> str:
+        """Name of the machine, e.g. ``NVIDIA H200``."""
+        return str(self.environment["machine"]["name"])
+
+    @property
+    def date(self) -> str:
+        """UTC day it was recorded, ISO."""
+        return str(self.environment["date"])
+
+    @property
+    def stale(self) -> list[str]:
+        """Incidents whose source, or the source of whose benchmarks, has changed since.
+
+        Benchmarks are in the checkout only: without one, only findings are compared.
+        """
+        changed = {found.incident for found in self.findings if found.stale}
+        with contextlib.suppress(CheckoutError):
+            digests = {name: file_digest(path) for name, path in benchmarks().items()}
+            for row in self.measurements:
+                same = row.get("source_digest") == digests.get(row.get("benchmark", ""), "")
+                if "incident" in row and not same:
+                    changed.add(row["incident"])
+        return sorted(changed)
+
+    @property
+    def title(self) -> str:
+        """Machine, date, and whether the source has changed since, in one line."""
+        since = f"source changed since: {', '.join(self.stale)}" if self.stale else "same source"
+        return f"{self.machine}, {self.date}, {since}"
+
+
+def read(folder: Path) -> Run:
+    """Read one recorded run.
+
+    Raises:
+        RunFileError: missing, truncated, of a newer schema, or not a run.
+    """
+    path = folder / ENVIRONMENT
+    try:
+        about = json.loads(path.read_text())
+        schema, lines = about["schema"], about["lines"]
+        complete = isinstance(about["machine"]["name"], str) and isinstance(about["date"], str)
+    except OSError as error:
+        raise RunFileError(f"{folder}: not a recorded run: {ENVIRONMENT} is missing") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFileError(f"{path}: truncated or not a run's environment: {error!r}") from error
+    if not complete or not isinstance(lines, dict):
+        raise RunFileError(f"{path}: truncated or not a run's environment")
+    if schema > SCHEMA:
+        raise RunFileError(
+            f"{path}: schema {schema} is newer than {SCHEMA}, which this staleproof reads; update staleproof"
+        )
+    findings = read_findings(folder / FINDINGS)
+    measurements = read_lines(folder / MEASUREMENTS)
+    for name, got in ((FINDINGS, len(findings)), (MEASUREMENTS, len(measurements))):
+        if got != lines.get(name):
+            raise RunFileError(f"{folder / name}: truncated: expected {lines.get(name)} lines, got {got}")
+    return Run(folder, about, findings, measurements)
+
+
+def read_all(
+    folder: Path | None = None, *, spoilt: Callable[[RunFileError], object] | None = None
+) -> list[Run]:
+    """Every recorded run of ``workbook/runs``, or of another folder, sorted by name.
+
+    Args:
+        folder: instead of ``workbook/runs``.
+        spoilt: called with the error of each run that cannot be read; the others are returned.
+
+    Raises:
+        RunFileError: a run cannot be read, and ``spoilt`` is ``None``.
+    """
+    folder = folder or runs_folder()
+    runs: list[Run] = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not path.is_dir() or path.name.endswith(".part"):
+            continue
+        try:
+            runs.append(read(path))
+        except RunFileError as error:
+            if spoilt is None:
+                raise
+            spoilt(error)
+    return runs
+
+
+def find(name: str) -> Run:
+    """The recorded run of this name: a run folder, or a machine under ``workbook/runs``.
+
+    Raises:
+        RunFileError: neither is there, or see :func:`read`.
+    """
+    if Path(name).is_dir():
+        return read(Path(name))
+    folder = runs_folder()
+    if name not in ("", ".", "..") and "/" not in name and (folder / name).is_dir():
+        return read(folder / name)
+    known = ", ".join(sorted(p.name for p in folder.glob("*") if p.is_dir())) or "none"
+    raise RunFileError(f"{name}: neither a run folder nor a recorded machine (recorded: {known})")
+
+
+def open_for_writing(folder: Path) -> Path:
+    """An empty draft folder beside ``folder``.
+
+    Called before the long work too, so that a folder that cannot be written is noticed first.
+
+    Raises:
+        RunFileError: it cannot be made, or ``folder`` exists and is not a recorded run.
+    """
+    if folder.exists() and not (folder / ENVIRONMENT).is_file():
+        raise RunFileError(f"{folder}: exists and is not a recorded run; it is left as it is")
+    draft = folder.with_name(folder.name + ".part")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise RunFileError(f"{folder}: cannot be written: {error.strerror}") from error
+    return draft
+
+
+def write(folder: Path, findings: Iterable[Finding], measurements: Iterable[Mapping[str, Any]]) -> None:
+    """Write a run of this process, replacing an earlier run in the folder, completely or not at all.
+
+    Raises:
+        RunFileError: it cannot be written; an earlier run is unchanged.
+    """
+    rows = {
+        FINDINGS: [found.to_json() for found in findings],
+        MEASUREMENTS: [json.dumps(dict(row), sort_keys=True) for row in measurements],
+    }
+    about = {
+        "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": device.machine().as_dict(),
+        "packages": machine.packages(),
+        "capabilities": [asdict(found) for found in machine.capabilities()],
+        "lines": {name: len(lines) for name, lines in rows.items()},
+    }
+    draft = open_for_writing(folder)
+    earlier = folder.with_name(folder.name + ".earlier.part")
+    try:
+        for name, lines in rows.items():
+            write_lines(draft / name, lines)
+        write_lines(draft / ENVIRONMENT, [json.dumps(about, indent=1, sort_keys=True)])
+        if folder.exists():
+            folder.replace(earlier)
+        draft.replace(folder)
+    except OSError as error:
+        if earlier.exists() and not folder.exists():
+            earlier.replace(folder)
+        raise RunFileError(f"{folder}: cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def check_writable(path: Path) -> None:
+    """Check that ``path`` can be written, before the long work rather than after it.
+
+    Raises:
+        RunFileError: the file cannot be written.
+    """
+    if path.is_dir():
+        raise RunFileError(f"{path}: cannot be written: it is a folder")
+    draft = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.touch()
+        draft.unlink()
+    except OSError as error:
+        raise RunFileError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+Key = tuple[str, str, str]
+TIMING_KEY = ("kernel", "provider", "mode", "x_name", "x_value")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Whether two sets of findings say the same.
+
+    Attributes:
+        match: keys with the same verdict in both.
+        mismatch: keys with two verdicts: that of the first, that of the second.
+        only_first: keys with a verdict in the first only.
+        only_second: keys with a verdict in the second only.
+        neither: keys that were not run in either.
+    """
+
+    match: list[Key]
+    mismatch: dict[Key, tuple[str, str]]
+    only_first: list[Key]
+    only_second: list[Key]
+    neither: list[Key]
+
+    @property
+    def summary(self) -> str:
+        """The counts in one line."""
+        counts = f"{len(self.match)} match, {len(self.mismatch)} mismatch"
+        counts += f", {len(self.only_first)} only in the first"
+        counts += f", {len(self.only_second)} only in the second"
+        return counts + (f", {len(self.neither)} not run in either" if self.neither else "")
+
+
+def compare(first: Iterable[Finding], second: Iterable[Finding]) -> Comparison:
+    """Compare verdicts. A question that was not run has none, so it never matches."""
+    one, two = ({f.key: f for f in findings} for findings in (first, second))
+    result = Comparison([], {}, [], [], [])
+    for key in one | two:
+        a, b = _answer(one.get(key)), _answer(two.get(key))
+        if a is None and b is None:
+            result.neither.append(key)
+        elif b is None:
+            result.only_first.append(key)
+        elif a is None:
+            result.only_second.append(key)
+        elif a == b:
+            result.match.append(key)
+        else:
+            result.mismatch[key] = (a, b)
+    return result
+
+
+def _answer(found: Finding | None) -> str | None:
+    return found.verdict if found and found.ran else None
+
+
+def compare_timings(first: Run, second: Run) -> list[tuple[dict[str, Any], float]]:
+    """The rows measured in both runs, each with the median of the second divided by the first's."""
+    two = {_timing_key(row): row for row in second.measurements}
+    pairs = []
+    for row in first.measurements:
+        other = two.get(_timing_key(row))
+        if other is None or row.get("unit") != other.get("unit"):
+            continue
+        a, b = float(row["p50"]), float(other["p50"])
+        pairs.append((row | {"p50_second": b}, b / a if a else math.nan))
+    return pairs
+
+
+def _timing_key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(row.get(name)) for name in TIMING_KEY)

@@ -1,0 +1,136 @@
+"""``staleproof diagnose``: from a symptom or a pasted log to what fits. Importing registers it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from staleproof.cli.app import BadInputError, command
+
+
+@command
+def diagnose(
+    paste: Annotated[
+        str | None, typer.Argument(metavar="LOG", help="A vLLM log, or - for stdin; as --log.")
+    ] = None,
+    log: Annotated[str | None, typer.Option(help="A file with a pasted vLLM log, or - for stdin.")] = None,
+    symptom: Annotated[
+        str | None, typer.Option(help="What you see: nan, oom, crash, drift, leak, or in words.")
+    ] = None,
+    version: Annotated[str | None, typer.Option(help="vLLM release, e.g. 0.18.1.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model's name, or mla, moe, hybrid, dense.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="e.g. h200, b200, gb200.")] = None,
+    graphs: Annotated[str | None, typer.Option(help="CUDA graphs: full, piecewise, none.")] = None,
+    quant: Annotated[str | None, typer.Option(help="nvfp4, fp8, none.")] = None,
+    parallel: Annotated[str | None, typer.Option(help="dp, ep, dp+ep, none.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Attention backend, e.g. FLASHINFER_MLA.")] = None,
+    moe_backend: Annotated[str | None, typer.Option(help="e.g. flashinfer_cutlass, triton.")] = None,
+    scheduling: Annotated[str | None, typer.Option(help="async, sync.")] = None,
+    phase: Annotated[str | None, typer.Option(help="When it shows: start, serving.")] = None,
+    table: Annotated[bool, typer.Option("--table", help="Print the whole triage table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
+) -> None:
+    """Say which incidents fit what you see, by what evidence, and what to do now.
+
+    Without options it asks at most five questions. An option overrides what the log says.
+
+    \b
+    Examples:
+      staleproof diagnose                                          asks
+      staleproof diagnose --symptom '!!!!' --version 0.18.1 --gpu gb200
+      staleproof diagnose --log server.log --symptom "accuracy drops"
+      kubectl logs my-pod | staleproof diagnose -
+
+    Exit code 2: bad input, in one line.
+    """
+    from staleproof.triage import answer, judge, logs
+    from staleproof.triage.facts import Facts
+
+    if table:
+        from rich.console import Console
+
+        from staleproof.triage.table import rich_table
+
+        Console().print(rich_table())
+        return
+    given = {
+        "symptom": symptom,
+        "version": version,
+        "model": model,
+        "gpu": gpu,
+        "graphs": graphs,
+        "quant": quant,
+        "parallel": parallel,
+        "backend": backend,
+        "moe_backend": moe_backend,
+        "scheduling": scheduling,
+        "phase": phase,
+    }
+    if paste is not None and log is not None:
+        raise BadInputError("diagnose: one log, please: an argument or --log")
+    source = log if log is not None else paste
+    facts = Facts() if source is None else logs.read(_text(source))
+    if source is not None and not facts.known and not facts.traits:
+        why = f"{source}: no line says a release, a model, a backend or an error that we know"
+        if not any(given.values()):
+            raise BadInputError(f"diagnose: {why}; is it a log of vLLM?")
+        facts.notes.append(why)
+    try:
+        for name, word in given.items():
+            if word is not None:
+                facts.learn(name, word, judge.option(name))
+        facts.derive()
+    except ValueError as error:
+        raise BadInputError(f"diagnose: {error}") from error
+    if source is None and not any(given.values()):
+        if not sys.stdin.isatty():
+            raise BadInputError("diagnose: give --symptom, --version ..., or --log FILE; see --help")
+        _ask(facts)
+        if not facts.known and not facts.traits:
+            raise BadInputError(
+                "diagnose: nothing is known, so nothing can be said; staleproof diagnose --table"
+            )
+    found = judge.judge_all(facts)
+    width = shutil.get_terminal_size().columns
+    typer.echo(answer.as_json(facts, found) if as_json else answer.as_text(facts, found, width))
+
+
+def _text(source: str) -> str:
+    """The log's text.
+
+    Raises:
+        BadInputError: it cannot be read.
+    """
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(errors="replace")
+    except OSError as error:
+        raise BadInputError(f"diagnose: {source}: {error.strerror}") from error
+    if not text.strip():
+        raise BadInputError(f"diagnose: {source}: nothing in it")
+    return text
+
+
+def _ask(facts: object) -> None:
+    """Ask for what is not known, until no answer would change anything; Enter leaves a question open."""
+    from staleproof.triage import judge
+    from staleproof.triage.facts import ASK, Facts
+
+    assert isinstance(facts, Facts)
+    asked: list[str] = []
+    while (name := judge.next_question(facts, asked)) is not None:
+        asked.append(name)
+        while True:
+            word = typer.prompt(ASK[name], default="", show_default=False, prompt_suffix="\n> ")
+            if not word.strip():
+                break
+            try:
+                facts.learn(name, word, "you")
+                break
+            except ValueError as error:
+                typer.echo(f"  {error}; Enter if you do not know")
+    facts.derive()
+    typer.echo("")

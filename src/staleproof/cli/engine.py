@@ -1,0 +1,92 @@
+"""The commands ``engine`` and ``watch``: about a whole vLLM. Importing it registers them."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from staleproof.cli.app import BadInputError, Device, _finish, command
+
+
+@command
+def engine(
+    questions: Annotated[
+        list[str] | None, typer.Argument(help="Questions by name (mla, blocks, ...); all by default.")
+    ] = None,
+    device: Device = "auto",
+    json: Annotated[Path | None, typer.Option(help="Where the findings go, as JSON lines.")] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Record the run, unless a verdict is not as expected.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Record the run there, in OUT/<machine>-engine/.")] = None,
+    limit: Annotated[
+        float | None, typer.Option(min=1, help="Seconds; engines that have not answered by then are ended.")
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="Engines with this in their name are not started, states of cost not timed."),
+    ] = None,
+) -> None:
+    """Put questions to a whole vLLM with dummy weights, with and without the plugin. Needs a GPU."""
+    from staleproof import device as devices
+    from staleproof.cases import store
+    from staleproof.engine import command as engines
+    from staleproof.report import terminal
+
+    if (why := engines.unknown(questions or ())) is not None:
+        raise BadInputError(why)
+    device = devices.select(device)
+    if json is None:
+        with contextlib.suppress(store.CheckoutError):
+            json = store.build_folder() / "engine.jsonl"
+    if json is not None:
+        store.check_writable(json)
+    folder = None
+    if record or out is not None:
+        folder = (out or store.runs_folder()) / engines.run_name(devices.machine())
+        store.open_for_writing(folder).rmdir()
+    with terminal.progress() as progress:
+        findings = engines.ask(
+            questions or (),
+            device,
+            progress,
+            lambda found: typer.echo(terminal.finding_text(found)),
+            json,
+            limit,
+            without or (),
+        )
+    terminal.print_verdicts(findings, [])
+    _finish(findings, [])
+    if folder is not None:
+        store.write(folder, findings, [])
+        typer.echo(f"recorded: {folder} ({len(findings)} findings)")
+
+
+@command
+def watch(
+    url: Annotated[str, typer.Argument(help="A watch's port, e.g. localhost:9464.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the table once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: JSON instead of a table.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
+) -> None:
+    """Show what the watch of a live vLLM counts (STALEPROOF_WATCH=1 in the server's environment)."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from staleproof.engine import watching
+
+    if as_json and not once:
+        raise BadInputError("watch: --json needs --once")
+    try:
+        if as_json:
+            typer.echo(watching.as_json(watching.fetch(url)))
+        elif once:
+            Console().print(watching.table(watching.fetch(url)))
+        else:
+            with Live() as live:
+                watching.follow(url, every, live.update)
+    except watching.WatchError as error:
+        raise BadInputError(str(error)) from error

@@ -1,0 +1,1 @@
+"""The padding contract: clauses, probes and the runner. Its public names are in :mod:`staleproof.audit`."""

@@ -1,0 +1,374 @@
+"""The probes of attention: one function a clause, each ``(kernel, shape, device) -> Outcome``."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from staleproof.contract.contract import Outcome, breaks, holds, not_run
+from staleproof.contract.scenes import Call, Shape, bound, dirty_memory, make_call, reference
+from staleproof.evidence.canary import bits
+from staleproof.evidence.rows import FILLS, Fill, same_bits
+
+NAN = float("nan")
+# With pages of 16 tokens: a page and part of another, part of one, and a whole one.
+LENGTHS = (19, 5, 16)
+WITH_EMPTY = (19, 0, 5, 0)
+# Finite content that no masking may let through: far from N(0, 1), and small enough for fp16.
+GARBAGE = 1e4
+STALE = (Fill("NaN", lambda x: x.fill_(NAN)), Fill("finite garbage", lambda x: x.fill_(GARBAGE)))
+
+
+class WrongResultError(Exception):
+    """A kernel is wrong on clean input; the text says how."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An attention kernel under audit.
+
+    Attributes:
+        call: the function.
+        planned: whether it returns a launch, which alone goes into a graph.
+        empty_lse: its documented lse of an empty row.
+    """
+
+    call: Callable[..., Any]
+    planned: bool = False
+    empty_lse: float = float("-inf")
+
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def launcher(kernel: Kernel, call: Call) -> Callable[[], Result]:
+    """What launches the kernel on these tensors, again and again."""
+    arguments = bound(kernel.call, call.arguments())
+    launch = kernel.call(**arguments) if kernel.planned else partial(kernel.call, **arguments)
+    return lambda: _result(launch(), call, arguments)
+
+
+def _result(returned: Any, call: Call, arguments: dict[str, Any]) -> Result:
+    pair = (*returned, None)[:2] if isinstance(returned, tuple | list) else (returned, None)
+    out = call.out if pair[0] is None and "out" in arguments else pair[0]
+    if not isinstance(out, torch.Tensor):
+        raise WrongResultError(f"returns {type(out).__name__}, expected a tensor or a pair of them")
+    wanted = tuple(call.out.shape)
+    if call.shape.layout == "gathered" and out.ndim == 4:
+        out = out.squeeze(2)
+    if call.shape.q_len and out.ndim == 4:
+        out = out.flatten(0, 1)
+    if tuple(out.shape) != wanted:
+        raise WrongResultError(f"returns shape {tuple(out.shape)}, expected {wanted}")
+    lse = pair[1]
+    if lse is not None:
+        lse = lse.reshape(call.lse.shape) if lse.numel() == call.lse.numel() else None
+    return out, lse
+
+
+def run(kernel: Kernel, call: Call, fill: float = NAN) -> Result:
+    """Launch once, over memory that holds ``fill``; the result is copied."""
+    call.out.fill_(fill)
+    call.lse.fill_(fill)
+    with dirty_memory(fill):
+        out, lse = launcher(kernel, call)()
+    return out.clone(), None if lse is None else lse.clone()
+
+
+def _tolerance(call: Call) -> float:
+    # fp32 goes through TF32 on a GPU: 10 bits of mantissa.
+    return 5e-3 if call.q.dtype == torch.float32 else 3e-2
+
+
+def wrong_rows(result: Result, call: Call) -> str:
+    """One line about the first live row that is not the reference, or ``""``."""
+    expected, expected_lse = reference(call)
+    live = call.live().cpu()
+    out, tolerance = result[0].cpu().double(), _tolerance(call)
+    off = ~torch.isclose(out, expected, rtol=tolerance, atol=tolerance).flatten(1).all(1) & live
+    if off.any():
+        row = int(off.nonzero()[0])
+        return f"row {row} is off by {(out[row] - expected[row]).abs().max():.3g}"
+    if result[1] is not None:
+        lse = result[1].cpu().double()
+        off = ~torch.isclose(lse, expected_lse, rtol=tolerance, atol=tolerance).all(1) & live
+        if off.any():
+            row = int(off.nonzero()[0])
+            return f"lse of row {row} is {lse[row, 0]:.4g}, expected {expected_lse[row, 0]:.4g}"
+    return ""
+
+
+def clean_input(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """0: the reference on clean input, and nothing written outside ``out``."""
+    call = make_call(shape, LENGTHS, device)
+    # The margins are part of the buffers; their content must survive.
+    call.guards[-1][0], call.guards[-1][-1] = GARBAGE, GARBAGE
+    before = [bits(x).clone() for x in (call.q, *call.guards[:-1], call.block_table, call.seq_lens)]
+    try:
+        result = run(kernel, call)
+    except WrongResultError as error:
+        return breaks(str(error), "clean")
+    if wrong := wrong_rows(result, call):
+        return breaks(wrong, "clean")
+    after = [bits(x) for x in (call.q, *call.guards[:-1], call.block_table, call.seq_lens)]
+    if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+        return breaks("writes to its inputs", "clean")
+    margins = call.guards[-1][[0, -1]]
+    if not bool((margins == margins.new_full((), GARBAGE)).all()):
+        return breaks("writes outside out", "clean")
+    return holds()
+
+
+def _empty_row(out: torch.Tensor, again: torch.Tensor) -> str:
+    """What a row that should be zeros is; ``again`` is the same over other memory."""
+    if (out == 0).all() and (again == 0).all():
+        return ""
+    if out.isnan().all() and not again.isnan().any():
+        return "not written: it keeps what the memory held"
+    if out.isnan().any() and again.isnan().any():
+        return "NaN is written"
+    return f"{out.flatten()[0]:.4g}, expected 0"
+
+
+def empty_rows(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> Outcome:
+    """E: rows of empty requests after a launch in which they were live."""
+    busy, idle = (9 + q_len, 18, 5 + q_len, 7), tuple(n and n + q_len for n in WITH_EMPTY)
+    q_lens = [q_len] * 4
+    run(kernel, make_call(shape, busy, device, q_lens=q_lens, seed=1))
+    for lengths in (idle, (0, 0, 0, 0)):
+        call = make_call(shape, lengths, device, q_lens=q_lens)
+        first, lse = run(kernel, call)
+        second, _ = run(kernel, call, fill=3.0)
+        if wrong := wrong_rows((first, lse), call):
+            return breaks(f"beside an empty request {wrong}", "empty")
+        for row in (~call.live()).nonzero().flatten().tolist():
+            if what := _empty_row(first[row], second[row]):
+                return breaks(f"row of an empty request: {what}", "empty")
+            if lse is not None and not bool((lse[row] == kernel.empty_lse).all()):
+                return breaks(f"lse of an empty request is {lse[row, 0]:.4g}", "empty lse")
+    return holds("" if lse is not None else "no lse asked for")
+
+
+def _stale_places(call: Call) -> dict[str, list[torch.Tensor]]:
+    """Memory that no live row may read, by place."""
+    k, v = call.k_cache, call.v_cache
+    tails: dict[str, list[torch.Tensor]] = {"K": [], "V": []}
+    for request, length in enumerate(call.seq_lens.tolist()):
+        used = length % call.shape.page_size
+        if used:
+            last = call.pages(request)[-1]
+            tails["K"].append(k[last, used:])
+            tails["V"].append(v[last, used:])
+    whole = [buffer[:2] for buffer in call.guards[:-1]] + [buffer[-3:] for buffer in call.guards[:-1]]
+    pages = {"the null page": [k[0], v[0]], "pages past the end": whole}
+    if call.shape.layout == "mla":
+        return {"the last page's tail": tails["K"], **pages}
+    return {f"{name} of the last page's tail": tail for name, tail in tails.items()} | pages
+
+
+def stale_tail(
+    kernel: Kernel, shape: Shape, device: str, *, lengths: Sequence[int] = LENGTHS, q_len: int = 1
+) -> Outcome:
+    """T: whatever lies at or past seq_len, live rows keep their bits."""
+    q_lens = [q_len] * len(lengths)
+    make = partial(make_call, shape, lengths, device, q_lens=q_lens)
+    base, _ = run(kernel, make())
+    live = make().live()
+    found = []
+    for place in _stale_places(make()):
+        for fill in STALE:
+            call = make()
+            for memory in _stale_places(call)[place]:
+                fill(memory)
+            out, _ = run(kernel, call)
+            if bool((~same_bits(out, base) & live).any()):
+                what = "NaN" if bool(out[live].isnan().any()) else "other bits"
+                found.append((f"{fill.name} in {place} gives {what}", "tail", fill.name, place))
+    if not found:
+        return holds()
+    return breaks("; ".join(note for note, *_ in found), *found[0][1:])
+
+
+def table_past_the_need(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """B: entries past the need hold -1, an id past the end, or a far one. Guard pages hold NaN."""
+    if shape.layout == "gathered":
+        return not_run("takes no block table")
+    base, _ = run(kernel, make_call(shape, LENGTHS, device))
+    call = make_call(shape, LENGTHS, device)
+    for buffer in call.guards[:-1]:
+        buffer[:2].fill_(NAN)
+        buffer[-2:].fill_(NAN)
+    need = (call.seq_lens + shape.page_size - 1) // shape.page_size
+    past = torch.arange(call.block_table.shape[1], device=device) >= need[:, None]
+    # The far id comes last: where it is followed, the process may end.
+    for page in (-1, call.k_cache.shape[0], 2**24):
+        call.block_table[past] = page
+        out, _ = run(kernel, call)
+        if not bool(same_bits(out, base).all()):
+            return breaks(f"follows the entry {page} past the last page", "table", str(page))
+    return holds()
+
+
+def other_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """R: with other content in every other row and in its pages, a live row keeps its bits."""
+    lengths = (19, 0, 5, 16)
+    base, _ = run(kernel, make_call(shape, lengths, device))
+    for fill in FILLS[0], FILLS[2], FILLS[3]:
+        for kept in ((0,), (2, 3)):
+            call = make_call(shape, lengths, device)
+            for request in set(range(4)) - set(kept):
+                fill(call.q[call.rows(request)])
+                for page in call.pages(request):
+                    fill(call.k_cache[page])
+                    fill(call.v_cache[page])
+            out, _ = run(kernel, call)
+            for request in kept:
+                if not bool(same_bits(out[call.rows(request)], base[call.rows(request)]).all()):
+                    other = "padding" if kept == (0, 2, 3) else "another row"
+                    return breaks(f"{fill.name} in {other} changes row {request}", "rows", fill.name)
+    return holds()
+
+
+def _captured(kernel: Kernel, launch: Callable[[], Result]) -> tuple[Callable[[], Result], str]:
+    """A replay of the captured launch on CUDA; elsewhere the launch itself, and a note that says so."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized() or kernel.planned:
+        return launch, "launched again, not captured"
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            result = launch()
+    except RuntimeError:
+        # It asks the device something on the way, which a graph cannot hold.
+        torch.cuda.synchronize()
+        return launch, "launched again: a graph cannot hold it"
+
+    def replay() -> Result:
+        # Its inputs live as long as the launch, and the graph reads them by their addresses.
+        assert launch is not None
+        graph.replay()
+        return result
+
+    return replay, ""
+
+
+def replays(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """N: one set of buffers; the live count falls and rises between replays."""
+    full = (19, 5, 16, 9)
+    call = make_call(shape, full, device)
+    if shape.layout == "gathered":
+        return not_run("takes no seq_lens: the mask is an input")
+    launch, note = _captured(kernel, launcher(kernel, call))
+    for lengths in (full, (19, 0, 0, 0), full, (0, 5, 16, 0), full):
+        call.seq_lens.copy_(torch.tensor(lengths))
+        if kernel.planned:
+            # Its documentation asks for a plan whenever lengths change.
+            launch = launcher(kernel, call)
+        call.out.fill_(NAN)
+        out, lse = launch()
+        if wrong := wrong_rows((out, lse), call):
+            return breaks(f"replayed with seq_lens {list(lengths)}: {wrong}", "replay")
+    return holds(note)
+
+
+def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """U: rows of q and out past the last of ``query_start_loc``."""
+    if shape.q_len != 0:
+        return not_run("takes one row a request, not cu_seqlens")
+    make = partial(make_call, shape, LENGTHS, device, q_lens=(3, 1, 2))
+    base, _ = run(kernel, make())
+    for fill in FILLS[:3]:
+        call = make(spare_rows=3)
+        live = len(base)
+        call.q[:live] = make().q
+        fill(call.q[live:])
+        first, _ = run(kernel, call, fill=NAN)
+        second, _ = run(kernel, call, fill=3.0)
+        if not bool(same_bits(first[:live], base).all()):
+            return breaks(f"{fill.name} in q past the end changes a live row", "spare", fill.name)
+        left = bool(first[live:].isnan().all() and (second[live:] == 3).all())
+        ours = "out" in bound(kernel.call, call.arguments())
+        if ours and not left:
+            return breaks("writes rows of out past the end", "spare", fill.name)
+        if not ours and not bool((first[live:] == 0).all() and (second[live:] == 0).all()):
+            return breaks("rows past the end hold what the memory held", "spare", fill.name)
+    return holds()
+
+
+def several_query_tokens(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """Q: clean input, stale tails and empty requests with 2 query tokens each."""
+    if shape.q_len == 1:
+        return not_run("takes one query token a request")
+    call = make_call(shape, LENGTHS, device, q_lens=[2] * 3)
+    if wrong := wrong_rows(run(kernel, call), call):
+        return breaks(wrong, "clean")
+    for clause, probe in (("T", stale_tail), ("E", empty_rows)):
+        found = probe(kernel, shape, device, q_len=2)
+        # What one token shows as well is the other clause's.
+        if found.case and not probe(kernel, shape, device).case:
+            return replace(found, note=f"{clause} with 2 query tokens: {found.note}")
+    return holds()
+
+
+def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """L: the same bits before and after a longer launch full of NaN."""
+    call = make_call(shape, LENGTHS, device)
+    base, _ = run(kernel, call)
+    # The same lengths first: a kept buffer is found again by its shape.
+    for lengths in (LENGTHS, (50, 40, 33, 20, 5)):
+        bad = make_call(shape, lengths, device, seed=2)
+        bad.q.fill_(NAN)
+        bad.k_cache.fill_(NAN)
+        bad.v_cache.fill_(NAN)
+        run(kernel, bad)
+        out, _ = run(kernel, call)
+        if not bool(same_bits(out, base).all()):
+            return breaks("a launch full of NaN changes the next one", "trace")
+    return holds()
+
+
+def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """A: an earlier result stays as it is, new tensors are used, and a graph survives a larger call."""
+    call = make_call(shape, LENGTHS, device)
+    captured, note = _captured(kernel, launcher(kernel, call))
+    first, _ = captured()
+    base = first.clone()
+    other = make_call(shape, LENGTHS, device, seed=3)
+    second, _ = launcher(kernel, other)()
+    if wrong := wrong_rows((second, None), other):
+        return breaks(f"new tensors of the same shape: {wrong}", "address")
+    if not bool(same_bits(first, base).all()):
+        return breaks("the next call overwrites the result of this one", "address")
+    larger = make_call(shape, (50, 40, 33, 20, 5), device, seed=4)
+    launcher(kernel, larger)()
+    del other, second, larger
+    gc.collect()
+    if device == "cuda":
+        # What the larger call gave back is handed out again, with other content.
+        junk = [torch.full((2**size,), NAN, device=device) for size in range(8, 22)]
+        del junk
+    call.out.fill_(NAN)
+    again, _ = captured()
+    if not bool(same_bits(again, base).all()):
+        return breaks("a launch recorded before a larger call gives other bits after it", "address")
+    return holds(note)
+
+
+PROBES: dict[str, Callable[[Kernel, Shape, str], Outcome]] = {
+    "0": clean_input,
+    "E": empty_rows,
+    "T": stale_tail,
+    "B": table_past_the_need,
+    "R": other_rows,
+    "N": replays,
+    "U": spare_rows,
+    "Q": several_query_tokens,
+    "L": trace_of_a_launch,
+    "A": kept_addresses,
+}

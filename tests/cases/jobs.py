@@ -1,0 +1,112 @@
+"""What the child processes of the tests run; importable by them, as test modules are not."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from staleproof.cases.children import REPORT, tell
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def environment(name: str) -> str:
+    return os.environ[name]
+
+
+def say_nothing() -> None:
+    pass
+
+
+def born(module: str) -> dict[str, object]:
+    """Where this process comes from, and whether ``module`` was loaded, or can be."""
+    loaded = module in sys.modules
+    return {
+        "pid": os.getpid(),
+        "group": os.getpgid(0),
+        "parent": os.getppid(),
+        "folder": os.getcwd(),
+        "loaded": loaded,
+        "importable": importlib.util.find_spec(module) is not None,
+    }
+
+
+def wait_forever() -> None:
+    time.sleep(600)
+
+
+def compile_without_ptxas_blackwell() -> list[object]:
+    from tools.architectures import compile_here
+    from triton import knobs
+
+    find = knobs.NvidiaTool.from_path
+    knobs.NvidiaTool.from_path = staticmethod(lambda path: None if "blackwell" in path else find(path))
+    return compile_here([100], ["distinct_experts, top 8, int64"])
+
+
+def tell_and_crash() -> None:
+    tell("first")
+    tell({"second": 2})
+    os.abort()
+
+
+def tell_half_and_crash() -> None:
+    tell("whole")
+    with Path(os.environ[REPORT]).open("ab") as report:
+        report.write(pickle.dumps("an answer that is cut short")[:-9])
+    os._exit(7)
+
+
+def fail() -> None:
+    print("a line before", file=sys.stderr)
+    raise ValueError("rows: expected 3, got 4")
+
+
+def print_much(characters: int) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.write("x" * characters)
+    return characters
+
+
+def sleep(place: str, seconds: float = 600) -> None:
+    """Write the numbers of this process and of one that it starts to ``place``, and sleep."""
+    code = f"import time; time.sleep({seconds})"
+    grandchild = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL)
+    draft = Path(place).with_suffix(".part")
+    draft.write_text(f"{os.getpid()} {grandchild.pid}")
+    draft.rename(place)
+    tell("started")
+    time.sleep(seconds)
+
+
+def start_and_return(place: str) -> str:
+    """Leave a process behind."""
+    grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(place).write_text(str(grandchild.pid))
+    return "done"
+
+
+def meet(rank: int, meeting: str, failing: int | None) -> tuple[int, str]:
+    """Wait for all ranks at the meeting place, but for the rank that fails."""
+    if rank == failing:
+        raise RuntimeError("out of memory")
+    if failing is not None:
+        time.sleep(600)
+    return rank, meeting
+
+
+def end_late() -> int:
+    """Leaves a thread, what is to be done at the end, and text that is not written yet."""
+    atexit.register(print, "at its end")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
+    sys.stdout.write("at once, ")
+    return 1

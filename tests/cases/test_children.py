@@ -1,0 +1,255 @@
+"""Children: their answers survive them, and no process does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from staleproof.cases import children, zygote
+from staleproof.cases.children import ChildError
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal exists on Linux alone")
+
+
+@pytest.fixture(params=["a new interpreter", pytest.param("forked", marks=LINUX)])
+def how(request, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How children come to be: forked from a process that has imported torch, or new interpreters."""
+    monkeypatch.setattr(zygote, "_wanted", lambda env: request.param == "forked")
+    monkeypatch.setattr(zygote, "PRELOADED", ())
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def jobs(monkeypatch: pytest.MonkeyPatch, how: str):
+    """The module of functions that children run."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    import jobs
+
+    yield jobs
+    assert not children._running
+    children.end_all()
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat")
+        return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def wait_until(condition, seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(condition())
+
+
+def pids(place: Path) -> list[int]:
+    """The processes that ``jobs.sleep`` or ``jobs.start_and_return`` named."""
+    assert wait_until(place.exists)
+    return [int(pid) for pid in place.read_text().split()]
+
+
+def test_the_result_is_the_last_answer(jobs):
+    ended = children.call(jobs.add, 2, 3, timeout_s=60)
+    assert (ended.told, ended.answer(), ended.code) == ([5], 5, 0)
+
+
+def test_a_child_has_the_variables_given_and_those_of_the_caller(jobs, monkeypatch):
+    monkeypatch.setenv("STALEPROOF_TEST", "of the caller")
+    assert children.call(jobs.environment, "STALEPROOF_TEST", timeout_s=60).answer() == "of the caller"
+    given = {"STALEPROOF_TEST": "given"}
+    assert children.call(jobs.environment, "STALEPROOF_TEST", timeout_s=60, env=given).answer() == "given"
+
+
+def test_a_prefix_runs_the_child(jobs):
+    prefix = ("env", "STALEPROOF_TEST=of the prefix")
+    ended = children.call(jobs.environment, "STALEPROOF_TEST", timeout_s=60, prefix=prefix)
+    assert ended.answer() == "of the prefix"
+
+
+def test_answers_survive_a_crash(jobs):
+    ended = children.call(jobs.tell_and_crash, timeout_s=60)
+    assert ended.told == ["first", {"second": 2}]
+    assert ended.code == -signal.SIGABRT
+    with pytest.raises(ChildError, match=f"ended with {-signal.SIGABRT} and said: "):
+        ended.answer()
+
+
+def test_an_answer_that_a_crash_cut_short_is_left_out(jobs):
+    ended = children.call(jobs.tell_half_and_crash, timeout_s=60)
+    assert (ended.told, ended.code) == (["whole"], 7)
+
+
+def test_an_error_is_its_last_line(jobs):
+    ended = children.call(jobs.fail, timeout_s=60)
+    assert (ended.told, ended.code) == ([], 1)
+    assert ended.stderr.startswith("a line before\n")
+    with pytest.raises(ChildError, match=r"^ended with 1 and said: ValueError: rows: expected 3, got 4$"):
+        ended.answer()
+
+
+def test_no_answer_is_an_error(jobs):
+    ended = children.call(jobs.say_nothing, timeout_s=60)
+    assert (ended.told, ended.code, ended.last_line) == ([], 0, "")
+    with pytest.raises(ChildError, match="ended with 0 and said: nothing"):
+        ended.answer()
+
+
+def test_a_child_that_prints_much_does_not_block(jobs):
+    ended = children.call(jobs.print_much, 5_000_000, timeout_s=60)
+    assert (ended.answer(), len(ended.stdout), len(ended.stderr)) == (5_000_000,) * 3
+
+
+def test_a_child_that_hangs_is_ended_with_what_it_started(jobs, tmp_path):
+    place = tmp_path / "pids"
+    child = children.start(jobs.sleep, str(place))
+    started = pids(place)
+    assert all(map(runs, started))
+    assert child.poll() is None
+    ended = child.wait(0.1)
+    assert (ended.told, ended.code) == (["started"], None)
+    assert wait_until(lambda: not any(map(runs, started)))
+    with pytest.raises(ChildError, match=r"gave no answer within 0 s"):
+        ended.answer()
+
+
+def test_a_process_left_behind_by_a_child_is_ended(jobs, tmp_path):
+    place = tmp_path / "pid"
+    assert children.call(jobs.start_and_return, str(place), timeout_s=60).answer() == "done"
+    (left,) = pids(place)
+    assert wait_until(lambda: not runs(left))
+
+
+def test_a_child_killed_from_outside_says_by_what(jobs, tmp_path):
+    place = tmp_path / "pids"
+    child = children.start(jobs.sleep, str(place))
+    pid, grandchild = pids(place)
+    os.kill(pid, signal.SIGKILL)
+    ended = child.wait(60)
+    assert (ended.told, ended.code) == (["started"], -signal.SIGKILL)
+    assert wait_until(lambda: not runs(grandchild))
+
+
+def test_end_all_ends_every_child(jobs, tmp_path):
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place in places:
+        children.start(jobs.sleep, str(place))
+    started = [pid for place in places for pid in pids(place)]
+    children.end_all()
+    assert wait_until(lambda: not any(map(runs, started)))
+
+
+def test_a_child_that_has_ended_is_not_signalled_again(jobs, monkeypatch):
+    child = children.start(jobs.say_nothing)
+    child.wait(60)
+    monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("its number may be another's by now"))
+    child.end()
+
+
+CALLER = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+import jobs
+from staleproof.cases import children, zygote
+zygote._wanted = lambda env: {forked}
+child = children.start(jobs.sleep, {place!r})
+while not os.path.exists({place!r}):
+    time.sleep(0.02)
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "number"),
+    [
+        pytest.param("raise KeyError", None, id="error"),
+        pytest.param("raise SystemExit(0)", None, id="exit"),
+        pytest.param("child.wait(600)", signal.SIGINT, id="Ctrl-C"),
+        pytest.param("child.wait(600)", signal.SIGKILL, id="killed", marks=LINUX),
+    ],
+)
+def test_no_child_outlives_its_caller(tmp_path, how, then, number):
+    place = tmp_path / "pids"
+    forked = how == "forked"
+    code = CALLER.format(folder=str(Path(__file__).parent), place=str(place), then=then, forked=forked)
+    # One that is killed leaves its folder.
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    caller = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, env=env)
+    child, grandchild = pids(place)
+    if number is not None:
+        caller.send_signal(number)
+    caller.wait(60)
+    assert wait_until(lambda: not runs(child))
+    if number == signal.SIGKILL and not forked:
+        os.kill(grandchild, signal.SIGKILL)  # nobody is left to end it
+    assert wait_until(lambda: not runs(grandchild))
+
+
+def test_within_limits_all_children_together(jobs, tmp_path):
+    begin = time.monotonic()
+    with children.within(0.5):
+        ended = children.call(jobs.sleep, str(tmp_path / "pids"), timeout_s=600)
+        again = children.call(jobs.sleep, str(tmp_path / "more"), timeout_s=600)
+    assert time.monotonic() - begin < 30
+    assert (ended.code, again.code) == (None, None)
+    assert (ended.limit_s, again.limit_s) == (pytest.approx(0.5, abs=0.2), 0)
+    assert children.call(jobs.add, 1, 1, timeout_s=60).answer() == 2
+
+
+def test_the_shorter_of_two_limits_holds():
+    with children.within(1):
+        with children.within(600):
+            assert children._deadline < time.monotonic() + 2
+        with children.within(0):
+            pass
+        assert children._deadline > time.monotonic()
+
+
+def test_what_a_child_cannot_import_is_refused():
+    def local() -> None:
+        pass
+
+    main = type("Main", (), {"__module__": "__main__", "__qualname__": "main"})
+    for function in (local, lambda: None, main):
+        with pytest.raises(ValueError, match=r"^function: expected one that another process can import"):
+            children.start(function)
+
+
+def test_ranks_answer_in_their_order(jobs):
+    answers = children.call_ranks(jobs.meet, 3, None, timeout_s=60)
+    assert [rank for rank, _ in answers] == [0, 1, 2]
+    (meeting,) = {meeting for _, meeting in answers}
+    assert meeting.startswith("file:///")
+
+
+def test_the_rank_that_failed_is_named_and_the_others_are_ended(jobs):
+    begin = time.monotonic()
+    with pytest.raises(ChildError, match=r"^rank 1 ended with 1 and said: RuntimeError: out of memory$"):
+        children.call_ranks(jobs.meet, 2, 1, timeout_s=600)
+    assert time.monotonic() - begin < 60
+
+
+def test_ranks_that_hang_are_ended(jobs):
+    with pytest.raises(ChildError, match=r"^the ranks gave no answer within 1 s$"):
+        children.call_ranks(jobs.meet, 2, 7, timeout_s=1)
+
+
+def test_a_child_of_a_thread_answers(jobs):
+    told = []
+    thread = threading.Thread(
+        target=lambda: told.append(children.call(jobs.add, 1, 2, timeout_s=60).answer())
+    )
+    thread.start()
+    thread.join()
+    assert told == [3]

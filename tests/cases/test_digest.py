@@ -1,0 +1,154 @@
+"""A digest changes with every file a result depends on, and with no other."""
+
+from __future__ import annotations
+
+import ast
+import time
+from pathlib import Path
+
+import pytest
+
+from staleproof.cases import digest
+from staleproof.incidents.registry import INCIDENTS
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+FILES = {
+    "__init__.py": "from staleproof.ops.unused import unused\n",
+    "device.py": "WORD = 'INTERPRETED'\n",
+    "ops/__init__.py": "",
+    "ops/reference/__init__.py": "",
+    "ops/reference/topk.py": "import torch\n",
+    "ops/topk.py": "from staleproof.device import WORD\n",
+    "ops/unused.py": "",
+    "evidence/__init__.py": "from staleproof.evidence.rows import judge\n",
+    "evidence/rows.py": "",
+    "cases/graph.py": "import staleproof.device\n",
+    "cases/lazy.py": "",
+    "incidents/one/scene.py": (
+        "def serve():\n    from staleproof.cases import (\n        graph,\n        lazy as later,\n    )\n"
+    ),
+    "incidents/one/questions.py": (
+        '"""\nfrom staleproof import what nobody wrote\n"""\n'
+        "from staleproof.incidents.one import scene\n"
+        "if True:\n    from staleproof.ops.reference import topk as reference\n"
+    ),
+    "incidents/two/questions.py": (
+        "from staleproof.evidence import judge\nfrom staleproof.ops.topk import topk\n"
+    ),
+    "report/matrix.py": "",
+}
+ONE = {"device.py", "cases/graph.py", "cases/lazy.py", "ops/reference/topk.py"}
+ONE |= {"incidents/one/scene.py", "incidents/one/questions.py"}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of its own, so that its files can be changed."""
+    root = tmp_path / "src" / "staleproof"
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    monkeypatch.setattr(digest, "PACKAGE", root)
+    forget()
+    yield root
+    forget()
+
+
+def forget() -> None:
+    for cached in (digest.source_digest, digest.file_digest, digest._imports):
+        cached.cache_clear()
+
+
+def names(files: set[Path], root: Path) -> set[str]:
+    return {file.relative_to(root).as_posix() for file in files}
+
+
+def test_the_closure_holds_what_is_imported_also_inside_functions(package):
+    assert names(digest.closure(["staleproof.incidents.one.questions"]), package) == ONE
+    two = names(digest.closure(["staleproof.incidents.two.questions"]), package)
+    assert two == {
+        "incidents/two/questions.py",
+        "evidence/__init__.py",
+        "evidence/rows.py",
+        "ops/topk.py",
+        "device.py",
+    }
+
+
+def test_a_public_name_stands_for_all_of_them(package):
+    (package / "incidents/one/questions.py").write_text("from staleproof import unused\n")
+    files = names(digest.closure(["staleproof.incidents.one.questions"]), package)
+    assert files == {"incidents/one/questions.py", "__init__.py", "ops/unused.py"}
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_the_digest_changes_with_each_file_of_the_closure_and_no_other(package, name):
+    before = digest.source_digest("one")
+    (package / name).write_text(FILES[name] + "# changed\n")
+    forget()
+    assert (digest.source_digest("one") != before) == (name in ONE)
+
+
+def test_a_file_that_moves_changes_the_digest(package):
+    before = digest.source_digest("two")
+    (package / "evidence/rows.py").rename(package / "evidence/lines.py")
+    (package / "evidence/__init__.py").write_text(FILES["evidence/__init__.py"])
+    forget()
+    assert digest.source_digest("two") != before
+
+
+def test_a_benchmark_depends_on_itself_and_on_what_it_imports(package):
+    benchmark = package.parent / "topk.py"
+    benchmark.write_text("from staleproof.ops.topk import topk\nROWS = 1\n")
+    before = digest.file_digest(benchmark)
+    for name, text, same in (
+        ("ops/topk.py", FILES["ops/topk.py"] + "# faster\n", False),
+        ("device.py", "WORD = 'MEASURED'\n", False),
+        ("ops/unused.py", "# changed\n", True),
+        ("../topk.py", benchmark.read_text().replace("1", "2"), False),
+    ):
+        (package / name).write_text(text)
+        forget()
+        after = digest.file_digest(benchmark)
+        assert (after == before) is same, name
+        before = after
+
+
+def test_an_incident_without_questions_has_a_digest(package):
+    assert len(digest.source_digest("nobody")) == 12
+
+
+def test_no_import_of_the_real_package_is_missed():
+    """Imports are found by their first line, so compare with a walk over each whole file."""
+    files = [*digest.PACKAGE.rglob("*.py"), *(CHECKOUT / "benchmarks").glob("*.py")]
+    assert len(files) > 50
+    for path in files:
+        want = set()
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                want |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}: a relative import"
+                want.add(str(node.module))
+        found = {name for name in want if name.split(".")[0] == "staleproof"}
+        seen = set(digest._imports(path))
+        missed = {name for name in found if not any(s == name or s.startswith(f"{name}.") for s in seen)}
+        assert not missed, path
+
+
+def test_an_incident_depends_on_no_other_and_on_no_report():
+    for incident in INCIDENTS:
+        files = names(digest.closure([f"staleproof.incidents.{incident}.questions"]), digest.PACKAGE)
+        assert {"device.py", f"incidents/{incident}/questions.py", "cases/finding.py"} <= files
+        assert not [f for f in files if f.startswith(("report/", "cli.py"))]
+
+
+def test_the_digests_of_all_incidents_take_a_blink():
+    seconds = []
+    for _ in range(3):
+        forget()
+        begin = time.process_time()
+        assert len({digest.source_digest(incident) for incident in INCIDENTS}) == len(INCIDENTS)
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 0.2

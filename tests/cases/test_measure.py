@@ -1,0 +1,188 @@
+"""What becomes of the events of a timing, of a wrong result, and of the inputs; the events need a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from staleproof.cases import measure
+from staleproof.cases.digest import file_digest
+from staleproof.cases.measure import WrongResult
+from staleproof.device import DeviceError, Provenance
+
+
+@dataclass
+class Mark:
+    """Stands for a CUDA event, reached at so many milliseconds."""
+
+    at: float
+
+    def elapsed_time(self, end: Mark) -> float:
+        return end.at - self.at
+
+
+def test_quantiles_are_microseconds_a_launch():
+    marks = [(Mark(0.0), Mark(ms)) for ms in (5.0, 1.0, 3.0, 2.0, 4.0, 6.0)]
+    times = measure.times_between(marks, launches=10)
+    assert (times.p20, times.p50, times.p80) == pytest.approx((200.0, 350.0, 500.0))
+
+
+def test_no_time_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(measure.device, "provenance", lambda: Provenance.INTERPRETED)
+    with pytest.raises(DeviceError, match="says nothing about time"):
+        measure.graph_times([lambda: None])
+
+
+@pytest.mark.parametrize("provider", ["staleproof", "staleproof, all rows", "zeros, then staleproof"])
+def test_a_wrong_result_of_ours_stops_the_benchmark(provider, capsys):
+    with pytest.raises(WrongResult, match=rf"^{provider}: row 3 is stale$"):
+        measure.checked(provider, False, "row 3 is stale")
+    assert measure.checked(provider, True, "row 3 is stale")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_wrong_result_of_a_peer_is_refused_and_the_benchmark_goes_on(capsys):
+    assert not measure.checked("vLLM", False, "row 3 is stale")
+    assert measure.checked("FlashInfer", True, "row 3 is stale")
+    assert capsys.readouterr().out == "vLLM: refused, row 3 is stale\n"
+
+
+def test_rows_come_with_the_benchmark_and_its_digest(tmp_path):
+    path = tmp_path / "clear.py"
+    path.write_text("def rows():\n    yield {'p50': 1.0}\n    raise KeyError\n")
+    rows = measure.benchmark_rows(path)
+    assert next(rows) == {"p50": 1.0, "benchmark": "clear", "source_digest": file_digest(path)}
+    with pytest.raises(KeyError):
+        next(rows)
+
+
+L2 = 1000
+
+
+class Cache:
+    """An L2 that keeps what was read last; counts the bytes that a timed call has to fetch."""
+
+    def __init__(self) -> None:
+        self.lines: OrderedDict[str, int] = OrderedDict()
+        self.fetched: list[int] = []
+        self.graph: list | None = None
+
+    def read(self, name: str, size: int) -> None:
+        if self.graph is not None:
+            return self.graph.append(partial(self.read, name, size))
+        self.fetched.append(size - min(size, self.lines.pop(name, 0)))
+        self.lines[name] = size
+        while sum(self.lines.values()) > L2:
+            self.lines.popitem(last=False)
+
+    def replay(self, graph: list) -> None:
+        for call in graph:
+            call()
+
+    @contextlib.contextmanager
+    def capture(self, graph):
+        self.graph = graph.calls
+        yield
+        self.graph = None
+
+
+@pytest.fixture(name="cache")
+def cache_fixture(monkeypatch):
+    """A device whose graphs replay on this L2. Only calls after the first event count."""
+    cache = Cache()
+
+    class Graph:
+        def __init__(self) -> None:
+            self.calls: list = []
+
+        def replay(self) -> None:
+            cache.replay(self.calls)
+
+    nothing = SimpleNamespace(wait_stream=lambda other: None)
+    fake = {
+        "Stream": lambda: nothing,
+        "current_stream": lambda: nothing,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": lambda: None,
+        "CUDAGraph": Graph,
+        "graph": cache.capture,
+        "Event": lambda enable_timing: SimpleNamespace(
+            record=lambda: None, elapsed_time=lambda end: float(len(cache.fetched))
+        ),
+    }
+    for name, value in fake.items():
+        monkeypatch.setattr(measure.torch.cuda, name, value)
+    monkeypatch.setattr(measure, "require_gpu", lambda: None)
+    monkeypatch.setattr(measure, "l2_bytes", lambda: L2)
+    flush = lambda: [cache.lines.clear(), cache.lines.update(flushed=L2)]  # noqa: E731
+    monkeypatch.setattr(measure, "read_more_than_l2", flush)
+    return cache
+
+
+@pytest.mark.parametrize("size", [1, 10, 23, 24, 100, 150, 160, 999, 1000, 2999, 5000])
+def test_cold_inputs_are_fetched_and_warm_ones_are_not(cache, size):
+    turns = measure.rotation(size)
+    calls = [partial(cache.read, f"set {index}", size) for index in range(turns.sets)]
+    fetched = {}
+    for where, _ in measure.cached_times(calls, turns):
+        timed = measure.launches_for(turns.sets) * measure.REPLAYS
+        fetched[where] = set(cache.fetched[-timed:])
+    if size < L2:
+        assert fetched[measure.COLD] == {size}
+    # Small inputs are measured in both ways; for others the copies would not fit.
+    assert (measure.WARM in fetched) == (3 * L2 / size >= measure.MOST_SETS)
+    assert fetched.get(measure.WARM, {0}) == {0}
+
+
+@pytest.mark.parametrize("size", [1, 24, 1000, 3000])
+def test_sets_exceed_three_times_the_l2_or_fit_into_half_of_it(size):
+    turns = measure.rotation(size, l2=L2)
+    both = turns.caches == (measure.WARM, measure.COLD)
+    assert turns.sets * size < L2 / 2 if both else turns.sets * size > 3 * L2
+    assert turns.sets <= measure.MOST_SETS
+
+
+def test_every_set_is_needed(cache):
+    turns = measure.rotation(10)
+    with pytest.raises(ValueError, match="calls: expected 20, one a set, got 1"):
+        next(measure.cached_times([lambda: None], turns))
+
+
+def test_a_row_says_where_its_inputs_were():
+    times = measure.Times(1.0, 1.0, 1.0)
+    rows = [
+        measure.row("incident", "kernel", "ours", "bf16", "tokens", 1, times, 0, cache=cache)
+        for cache in (measure.WARM, measure.COLD, None)
+    ]
+    assert [row["cache"] for row in rows] == ["warm", "cold", None]
+    # Two runs are compared by kernel, provider, mode and case.
+    assert [row["mode"] for row in rows] == ["bf16, warm", "bf16, cold", "bf16"]
+
+
+@pytest.mark.parametrize(("baseline", "name"), [("staleproof", "x ours"), ("without", "x without")])
+def test_the_last_column_says_what_it_divides_by(baseline, name, capsys):
+    row = {"mode": "bf16", "x_name": "rows", "x_value": 1, "provider": baseline, "bytes": 8}
+    measure.print_rows([row | {"p50": 2.0, "p20": 1.0, "p80": 3.0}], baseline=baseline)
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.endswith(name)
+    assert line.endswith(" 1.00")
+
+
+def test_host_times_take_turns_so_that_a_drift_hits_all_alike():
+    made: list[str] = []
+    calls = {name: lambda name=name: made.append(name) for name in ("ours", "bare")}
+    found = measure.host_times(calls, rounds=2, each=3)
+    assert made == (["ours"] * 3 + ["bare"] * 3) * 5  # three rounds are not timed
+    assert all(0 <= times.p20 <= times.p50 <= times.p80 for times in found.values())
+
+
+def test_host_times_are_a_call(monkeypatch):
+    now = iter(range(0, 10**9, 6000))
+    monkeypatch.setattr(measure.time, "perf_counter_ns", lambda: next(now))
+    # Each reading of the clock is 6 us later: 3 calls took 6 us.
+    assert measure.host_times({"ours": lambda: None}, rounds=4, each=3)["ours"] == measure.Times(2, 2, 2)

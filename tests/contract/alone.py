@@ -1,0 +1,176 @@
+"""Runs the counterexamples of an audit alone, and says which show their break.
+
+Each is run in an environment that holds what its first lines install, and nothing else: staleproof is not
+importable there. Where there is no network, ``--beside`` runs them with this Python and the folders of the
+audit's cache instead, and with staleproof made unimportable.
+
+    python tests/contract/alone.py workbook/audits/cpu.jsonl
+    python tests/contract/alone.py workbook/audits/h200.jsonl --beside --drop
+
+``--drop`` takes scripts out of the file that end quietly; their rows stay. Exit code 1: a script did not
+show its break.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from staleproof.contract import registry, runner
+from staleproof.contract.contract import Row, read_rows, write_rows
+from staleproof.kernels import packages
+
+# What a script ends with while the kernel breaks its clause. A bfloat16 tensor prints over several lines.
+EXPECTED = re.compile(r"^AssertionError: expected [\s\S]*, got ", re.MULTILINE)
+# The line of an exception. Below that of a CUDA error torch prints advice on several more.
+EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception): .*", re.MULTILINE)
+# What an id out of range does to a kernel that indexes with it.
+OUTSIDE = re.compile(r"CUDA error: (?:device-side assert|an illegal memory access)")
+LIMIT_S = 300
+# Runs a script as the main program, and lets nobody import this package.
+ALONE = """
+import runpy, sys
+class Unimportable:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "staleproof":
+            raise ImportError("a counterexample must not import staleproof")
+sys.meta_path.insert(0, Unimportable())
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def commands(script: str) -> list[str]:
+    """The pip commands in the first lines of a script, without their remarks."""
+    found = re.findall(r"^# pip (install .+)$", script, re.MULTILINE)
+    return [command.partition("#")[0].strip() for command in found]
+
+
+def environment(installs: Sequence[str], folder: Path) -> Path:
+    """A fresh virtual environment with what these commands install; its Python.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed.
+    """
+    home = folder / hashlib.sha256("\n".join(installs).encode()).hexdigest()[:12]
+    python = home / "bin/python"
+    if not (home / "done").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+        for command in installs:
+            subprocess.run([python, "-m", "pip", "-q", *command.split()], check=True, capture_output=True)
+        (home / "done").touch()
+    return python
+
+
+def ending(text: str, python: Path | str, paths: Sequence[Path] = ()) -> str:
+    """How a script ends: the line of its exception, the signal, or ``""`` if it ends quietly.
+
+    Args:
+        text: of the script.
+        python: that runs it.
+        paths: folders that are importable beside what that Python has.
+    """
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "counterexample.py"
+        path.write_text(text)
+        try:
+            done = subprocess.run(
+                [str(python), "-P", "-c", ALONE, str(path)],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env=kept | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+                cwd=folder,
+                timeout=LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"no end within {LIMIT_S} s"
+    if done.returncode < 0:
+        return f"signal {-done.returncode}"
+    if not done.returncode:
+        return ""
+    if found := EXPECTED.search(done.stderr):
+        return " ".join(found[0].split()) + " ..."
+    last = EXCEPTION.findall(done.stderr) or done.stderr.split("\n")
+    return next((line for line in reversed(last) if line.strip()), "?")
+
+
+def shows(row: Row, end: str) -> bool:
+    """Whether a script shows what its row says: the assertion fails, or the process ends as it did there."""
+    if EXPECTED.match(end):
+        return True
+    # Memory that an id out of range addresses is anybody's: one run ends there, another returns a wrong row.
+    if row.clause == "X" and OUTSIDE.search(end):
+        return True
+    return ("ended its process" in row.note and end.startswith("signal")) or (
+        "CUDA error" in row.note and "CUDA error" in end
+    )
+
+
+def _paths(row: Row) -> list[Path]:
+    for module in runner.SUBJECTS:
+        for subject in registry.subjects_of(registry.load_module(module)):
+            if (subject.name, subject.package) == (row.subject, row.package):
+                found = [r.folder for r in packages.releases(subject) if r.version == row.version]
+                return [folder for folder in found if folder is not None]
+    return []
+
+
+def main() -> int:
+    """The command; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--beside", action="store_true", help="this Python, and the folders of the cache")
+    parser.add_argument("--path", type=Path, action="append", default=[], help="with --beside: one more")
+    parser.add_argument("--drop", action="store_true", help="take scripts out that end quietly")
+    parser.add_argument("--only", default="", help="rows whose package, version or subject holds this")
+    parser.add_argument("--folder", type=Path, help="where the environments go; a temporary one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    given = parser.parse_args()
+    rows = read_rows(given.file)
+    asked = [
+        row
+        for row in rows
+        if row.counterexample and given.only in f"{row.package} {row.version} {row.subject}"
+    ]
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
+        folder = given.folder or Path(temporary)
+        pythons: dict[str, Path] = {}
+        if not given.beside:
+            for installs in sorted({"\n".join(commands(row.counterexample)) for row in asked}):
+                pythons[installs] = environment(installs.split("\n"), folder)
+
+        def ask(row: Row) -> str:
+            if given.beside:
+                return ending(row.counterexample, sys.executable, [*_paths(row), *given.path])
+            return ending(row.counterexample, pythons["\n".join(commands(row.counterexample))])
+
+        ends = [*pool.map(ask, asked)]
+    wrong, quiet = 0, set()
+    for row, end in zip(asked, ends, strict=True):
+        right = shows(row, end)
+        wrong += not right
+        if not end:
+            quiet.add(row)
+        name = f"{row.package} {row.version} {row.subject} {row.clause}"
+        print(f"{'shows it' if right else 'DOES NOT'}  {name}: {end or 'ends quietly'}")
+    if given.drop and quiet:
+        write_rows(given.file, [replace(row, counterexample="") if row in quiet else row for row in rows])
+    print(f"{len(asked) - wrong} of {len(asked)} scripts show their break alone")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

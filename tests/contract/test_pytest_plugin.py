@@ -1,0 +1,59 @@
+"""``pytest --padding-contract``, run with pytester: what asks a kernel, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from pathlib import Path
+
+# Here, because pytester unloads what a run in this process imports, and a second copy has other classes.
+from staleproof.contract import pytest_plugin, runner  # noqa: F401
+
+pytest_plugins = ["pytester"]
+
+MODULE = """
+from staleproof import audit
+
+@audit.rows(name="right")
+def right(x):
+    return 2 * x
+
+@audit.rows(name="per tensor", skip={"W": "asked elsewhere"})
+def per_tensor(x):
+    return x / x.abs().max()
+"""
+
+
+# By its module: an entry point exists only where the package was installed since. Without nbval, which
+# takes a second to import.
+PLUGIN = ("-p", "no:staleproof", "-p", "staleproof.contract.pytest_plugin", "-p", "no:nbval")
+
+
+def test_a_broken_clause_fails_with_its_counterexample(pytester):
+    pytester.makepyfile(my_kernels=MODULE)
+    result = pytester.runpytest_subprocess(*PLUGIN, "--padding-contract", "my_kernels.py", "-rs", "-v")
+    result.assert_outcomes(passed=4, failed=1, skipped=1)
+    result.stdout.fnmatch_lines(
+        ["*right[[]R] PASSED*", "*per tensor[[]R] FAILED*", "clause R: Live rows keep their bits*"]
+    )
+    result.stdout.fnmatch_lines(["from my_kernels import per_tensor", "assert torch.equal(got, clean)*"])
+    result.stdout.fnmatch_lines(["*asked elsewhere*"])
+
+
+def test_nothing_happens_without_the_option(pytester):
+    pytester.makepyfile(my_kernels=MODULE)
+    result = pytester.runpytest_inprocess(*PLUGIN, "my_kernels.py")
+    result.assert_outcomes()
+
+
+def test_a_module_that_does_not_import_is_an_error(pytester):
+    pytester.makepyfile(my_kernels="from staleproof import audit\nimport no_such_module\n")
+    result = pytester.runpytest_inprocess(*PLUGIN, "--padding-contract", "my_kernels.py")
+    assert result.ret != 0
+    result.stdout.fnmatch_lines(["*my_kernels.py does not import*no_such_module*"])
+
+
+def test_an_installation_brings_the_plugin():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (module,) = project["entry-points"]["pytest11"].values()
+    assert importlib.import_module(module).pytest_addoption

@@ -1,0 +1,246 @@
+"""The counterexamples run alone: they fail while the kernel breaks the clause, and pass for a right one."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from staleproof.contract import environments, registry, runner, scripts
+from staleproof.contract.contract import Outcome, Verdict, breaks, read_rows
+from staleproof.kernels import packages
+from staleproof.kernels.packages import Release
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+import warm
+
+# A case of each kind that a probe can hand on.
+CASES = {
+    "attention": [
+        ("empty",), ("empty lse",), ("tail", "NaN", "K of the last page's tail"),
+        ("tail", "finite garbage", "V of the last page's tail"), ("tail", "NaN", "the null page"),
+        ("table", "-1"), ("spare", "nan"),
+    ],
+    "routing": [("logits", "all NaN"), ("logits", "one +inf"), ("bias", "one NaN in the bias")],
+    "rows": [("rows", "nan"), ("rows", "noise")],
+    "ragged": [("spare", "nan"), ("starts",)],
+    "merge": [("merge", "nan"), ("merge", "0")],
+    "kv_write": [("slot",)],
+    "experts": [("repeated",), ("range", "-1")],
+}  # fmt: skip
+OURS = {s.name: s for s in registry.subjects_of(registry.load_module("staleproof.kernels.ours"))}
+TORCH = {s.name: s for s in registry.subjects_of(registry.load_module("staleproof.kernels.torch"))}
+
+
+def _run(text: str, folder: Path, *paths: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a clean environment: only these folders are importable beside installed packages."""
+    path = folder / "counterexample.py"
+    path.write_text(text)
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    return warm.run(str(path), env=env, timeout=300, cwd=folder, vllm=False)
+
+
+def _all_subjects() -> list[registry.Subject]:
+    return [s for module in runner.SUBJECTS for s in registry.subjects_of(registry.load_module(module))]
+
+
+def test_every_script_is_short_and_parses():
+    made = 0
+    for subject in _all_subjects():
+        for case in CASES.get(subject.kind, ()):
+            text = scripts.counterexample(subject, Release("1.0"), subject.clauses[1], breaks("x", *case))
+            assert len(text.splitlines()) < 30
+            compile(text, subject.name, "exec")
+            made += bool(text)
+    assert made > 100
+
+
+@pytest.mark.parametrize("clause", ["0", "E"])
+def test_nothing_is_made_for_clean_input_or_a_clause_that_holds(clause):
+    subject = OURS["mla_decode"]
+    assert scripts.counterexample(subject, Release("1"), clause, breaks("x", "clean")) == ""
+    assert scripts.counterexample(subject, Release("1"), clause, Outcome(Verdict.HOLDS)) == ""
+
+
+def test_a_script_fails_for_a_kernel_that_breaks_the_clause(tmp_path):
+    case = breaks("x", "tail", "NaN", "V of the last page's tail")
+    done = _run(scripts.counterexample(TORCH["SDPA math, boolean mask"], Release("2"), "T", case), tmp_path)
+    assert done.returncode == 1
+    assert "AssertionError: expected tensor([" in done.stderr
+    # On a GPU device and dtype follow the numbers.
+    assert re.search(r"got tensor\(\[nan, nan, nan, nan\][^\]]*\)$", done.stderr.rstrip())
+
+
+@pytest.mark.parametrize("case", CASES["attention"], ids=lambda case: " ".join(case)[:25])
+def test_the_same_scripts_pass_for_a_right_kernel(tmp_path, case):
+    text = scripts.counterexample(OURS["mla_decode"], Release("1"), "E", breaks("x", *case))
+    if case[0] == "spare":
+        assert text == "", "it takes no query_start_loc"
+        return
+    done = _run(text, tmp_path, str(Path(__file__).parents[2] / "src"))
+    assert done.returncode == 0, done.stderr
+
+
+def _spare_zero(q, query_start_loc):
+    out = torch.empty_like(q)
+    out[: query_start_loc[-1]] = 1
+    out[query_start_loc[-1] :] = 0
+    return out
+
+
+def _spare_unwritten(q, query_start_loc):
+    out = torch.empty_like(q)
+    out[: query_start_loc[-1]] = 1
+    return out
+
+
+def _spare_left(q, query_start_loc, out):
+    out[: query_start_loc[-1]] = 1
+    return out
+
+
+def _spare_written(q, query_start_loc, out):
+    out[:] = 1
+    return out
+
+
+@pytest.mark.parametrize("kernel", [_spare_zero, _spare_unwritten, _spare_left, _spare_written])
+def test_rows_past_the_last_cu_seqlens_must_be_zero_or_left(tmp_path, kernel):
+    subject = registry.Subject("kernel", "attention", kernel, {"q_len": 0}, package="torch")
+    done = _run(scripts.counterexample(subject, Release("2"), "U", breaks("x", "spare", "nan")), tmp_path)
+    wrong = kernel in (_spare_unwritten, _spare_written)
+    assert done.returncode == wrong, done.stderr
+    assert ("AssertionError: expected" in done.stderr) == wrong
+    # Not what the memory happened to hold.
+    assert ("got tensor([nan" in done.stderr) == (kernel is _spare_unwritten)
+
+
+def _experts(x, w1, w2, topk_weights, topk_ids):
+    out = torch.zeros_like(x)
+    for token, expert in (topk_ids >= 0).nonzero().tolist():
+        chosen = topk_ids[token, expert]
+        gate, up = (w1[chosen] @ x[token]).chunk(2)
+        out[token] += topk_weights[token, expert] * (w2[chosen] @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+def _experts_of_a_set(x, w1, w2, topk_weights, topk_ids):
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        for chosen in {*topk_ids[token].tolist()} - {-1}:
+            gate, up = (w1[chosen] @ x[token]).chunk(2)
+            out[token] += topk_weights[token, 0] * (w2[chosen] @ (torch.nn.functional.silu(gate) * up))
+    # A slot of -1 takes the place of the first token of the last expert.
+    out[(topk_ids == 3).any(1) & (topk_ids < 0).any()] = 0
+    return out
+
+
+@pytest.mark.parametrize("kernel", [_experts, _experts_of_a_set])
+@pytest.mark.parametrize("case", CASES["experts"], ids=lambda case: case[0])
+def test_ids_of_one_token_may_spoil_the_row_of_another(tmp_path, kernel, case):
+    subject = registry.Subject("kernel", "experts", kernel, {}, package="torch", needs="cuda")
+    text = scripts.counterexample(subject, Release("2"), "X", breaks("x", *case))
+    # What needs a GPU is asked with the ids of the probe; here the kernel is ours.
+    done = _run(text.replace('device = "cuda"', 'device = "cpu"'), tmp_path)
+    assert done.returncode == (kernel is _experts_of_a_set), done.stderr
+    assert ("AssertionError: expected" in done.stderr) == (kernel is _experts_of_a_set)
+
+
+def _merge_in_half(out_a, lse_a, out_b, lse_b):
+    assert out_a.dtype == torch.bfloat16, "failed to dispatch data type"
+    lse = torch.stack([lse_a, lse_b])
+    shift = lse.amax(0).clamp(min=-1e30)
+    weight = (lse - shift).exp()[..., None] / (lse - shift).exp().sum(0)[..., None].clamp(min=1e-30)
+    return (weight.to(out_a.dtype) * torch.stack([out_a, out_b])).sum(0), lse.logsumexp(0)
+
+
+@pytest.mark.parametrize(("left", "wrong"), [("0", False), ("nan", True)])
+def test_a_compiled_merge_is_shown_in_the_dtype_of_its_probe(tmp_path, left, wrong):
+    # As FlashInfer 0.7.2's: two empty parts are right, and a weight of 0 does not remove a NaN.
+    subject = registry.Subject("kernel", "merge", _merge_in_half, {}, package="torch", needs="cuda")
+    text = scripts.counterexample(subject, Release("2"), "E", breaks("x", "merge", left))
+    done = _run(text.replace('device = "cuda"', 'device = "cpu"'), tmp_path)
+    assert done.returncode == wrong, done.stderr
+    assert ("AssertionError: expected tensor([" in done.stderr) == wrong
+
+
+def test_vllms_script_runs_on_its_real_package(tmp_path):
+    module = registry.load_module("staleproof.kernels.vllm")
+    subject = next(s for s in registry.subjects_of(module) if s.name == "Triton MLA decode")
+    folders = [r.folder for r in packages.releases(subject) if r.version == "0.33.0" and r.folder]
+    beside = [*folders[0].parent.glob("packages-*")] if folders else []
+    if not beside:
+        pytest.skip("vLLM 0.33.0 and what it imports are not in the cache")
+    text = scripts.counterexample(subject, Release("0.33.0"), "E", breaks("x", "empty"))
+    done = _run(text, tmp_path, str(folders[0]), str(beside[0]))
+    assert done.stderr.splitlines()[-1] == "AssertionError: expected 0, got tensor([nan, nan, nan, nan])"
+    right = replace(subject, call=OURS["mla_decode"].call)
+    text = scripts.counterexample(right, Release("0.33.0"), "E", breaks("x", "empty"))
+    assert _run(text, tmp_path, str(Path(__file__).parents[2] / "src")).returncode == 0
+
+
+def test_no_script_for_another_package_needs_ours_and_each_says_what_to_install():
+    asked = 0
+    for subject in _all_subjects():
+        if subject.package == "staleproof":
+            continue
+        for case in CASES.get(subject.kind, ()):
+            text = scripts.counterexample(subject, Release("1.0"), subject.clauses[1], breaks("x", *case))
+            if text:
+                asked += 1
+                assert "staleproof" not in text, subject.name
+                title, *installs = re.findall(r"\A((?:#.*\n)+)", text)[0].splitlines()
+                assert title.startswith(f"# {subject.name} ({subject.package} 1.0). Clause ")
+                assert all(line.startswith("# pip install ") for line in installs), text
+                assert f"{subject.package}==1.0" in installs[-1]
+    assert asked > 100
+
+
+def test_every_recorded_script_is_short_stands_alone_and_says_what_to_install():
+    folder = Path(__file__).parents[2] / "workbook/audits"
+    rows = [row for path in folder.glob("*.jsonl") for row in read_rows(path)]
+    texts = [(row, row.counterexample) for row in rows if row.counterexample]
+    assert len(texts) > 50
+    for row, text in texts:
+        assert row.verdict in (Verdict.BREAKS, Verdict.UNDEFINED)
+        assert len(text.splitlines()) < 30
+        assert "staleproof" not in text
+        version = row.version.partition("+")[0]
+        assert re.search(rf"^# pip install .*{re.escape(f'{row.package}=={version}')}", text, re.MULTILINE), (
+            row
+        )
+        assert re.search(r"^assert .*expected .*, got ", text.splitlines()[-1]), row
+
+
+def test_a_script_of_a_gpu_installs_the_whole_package_and_one_of_a_cpu_what_its_import_asks_for():
+    vllm = replace(OURS["mla_decode"], package="vllm")
+    gpu, cpu = (environments.Installed("2.11.0", "3.6.0", cuda) for cuda in (True, False))
+    assert environments.commands(vllm, "0.22.1", gpu) == [
+        "pip install vllm==0.22.1  # seen with torch==2.11.0 triton==3.6.0"
+    ]
+    assert environments.commands(vllm, "0.22.1", cpu) == [
+        "pip install torch==2.11.0 triton==3.6.0 numpy packaging regex",
+        "pip install --no-deps vllm==0.22.1",
+    ]
+    assert environments.commands(replace(vllm, package=""), "", cpu) == []
+
+
+def test_a_script_that_is_too_long_writes_each_statement_on_one_line(monkeypatch):
+    # What a CPU installs takes more lines.
+    monkeypatch.setattr(environments, "here", lambda: environments.Installed("2.13.0", "3.9.0", cuda=False))
+    subject = next(s for s in _all_subjects() if s.name == "Triton extend, unified")
+    long, short = scripts._source(subject), scripts._source(subject, short=True)
+    assert len(short) < len(long)
+    assert ast.dump(ast.parse("\n".join(short))) == ast.dump(ast.parse("\n".join(long)))
+    text = scripts.counterexample(subject, Release("1"), "E", breaks("x", "empty"))
+    assert 0 < len(text.splitlines()) < 30
+    assert "\n".join(short) in text

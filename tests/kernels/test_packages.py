@@ -1,0 +1,144 @@
+"""Where packages under audit are found, and how their sources run without the rest of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from staleproof.contract import runner
+from staleproof.contract.contract import Verdict, breaks
+from staleproof.contract.registry import Subject
+from staleproof.kernels import packages
+
+SOURCE = "from {package}.config import is_hip\nfrom {package}.other import helper\nVALUE = {value}\n"
+
+
+def _subject(package: str, *files: str, versions: tuple[str, ...] = ()) -> Subject:
+    return Subject("x", "rows", print, package=package, files=files, versions=versions)
+
+
+@pytest.fixture(name="cache")
+def cache_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for version in ("1.0", "2.0"):
+        kernels = tmp_path / f"fast_kernels-{version}/fast_kernels"
+        kernels.mkdir(parents=True)
+        (kernels / "__init__.py").write_text("import no_such_dependency\n")
+        (kernels / "ops.py").write_text(SOURCE.format(package="fast_kernels", value=version))
+    monkeypatch.setenv("STALEPROOF_AUDIT_PACKAGES", str(tmp_path))
+    return tmp_path
+
+
+def test_every_release_of_the_cache_is_found(cache):
+    found = packages.releases(_subject("fast-kernels"))
+    assert [(r.version, r.folder) for r in found] == [
+        (v, cache / f"fast_kernels-{v}") for v in ("1.0", "2.0")
+    ]
+    assert [r.version for r in packages.releases(_subject("fast-kernels", versions=("2.0",)))] == ["2.0"]
+    assert packages.releases(_subject("no-such-kernels")) == []
+
+
+def test_an_installed_release_comes_first():
+    (found,) = packages.releases(_subject("torch"))
+    assert found.folder is None
+    assert found.version
+
+
+def test_a_file_runs_with_stand_ins_for_the_rest_of_its_package(cache):
+    program = (
+        "from staleproof.kernels import packages\n"
+        "from tests_subject import subject\n"
+        "from staleproof.kernels.packages import Release\nfrom pathlib import Path\n"
+        f"packages.make_importable([subject], Release('2.0', Path({str(cache / 'fast_kernels-2.0')!r})))\n"
+        "from fast_kernels.ops import VALUE, helper\nprint(VALUE, callable(helper))\n"
+    )
+    (cache / "tests_subject.py").write_text(
+        "from staleproof.contract.registry import Subject\n"
+        "subject = Subject('x', 'rows', print, package='fast-kernels', files=('fast_kernels.ops',))\n"
+    )
+    source = Path(__file__).parents[2] / "src"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cache,
+        env={"PYTHONPATH": f"{source}:{cache}", "PATH": "", "TRITON_INTERPRET": "1"},
+    )
+    assert done.stdout == "2.0 True\n", done.stderr
+
+
+def _adapter(x):
+    from json.decoder import JSONDecoder
+
+    return JSONDecoder
+
+
+def test_an_installed_release_does_not_answer_for_one_of_the_cache(cache):
+    subject = Subject("x", "rows", _adapter, package="fast-kernels")
+    _adapter(0)
+    folder = packages.Release("2.0", cache / "fast_kernels-2.0")
+    why = packages.imported_elsewhere(subject, folder)
+    assert why == "json.decoder was imported from another release"
+    assert packages.imported_elsewhere(subject, packages.Release("2.0")) == ""
+
+
+def _fast(x):
+    from fast_kernels.ops import VALUE
+
+    return VALUE
+
+
+@pytest.fixture(name="built")
+def built_fixture(cache, monkeypatch):
+    """A release with a library that holds an assertion of a header of torch, at a line of it."""
+    header = cache / "torch/include/c10/core/TensorImpl.h"
+    header.parent.mkdir(parents=True)
+    lines = [*["//"] * 40, "  TORCH_INTERNAL_ASSERT(", "      extra_meta_ && symbolic_);"]
+    header.write_text("\n".join([*lines, *["//"] * 40]))
+    monkeypatch.setattr(packages.torch, "__file__", str(cache / "torch/__init__.py"))
+    monkeypatch.setattr(packages.torch, "__version__", "2.11.0+cu130")
+
+    def made(line: int, condition: str = "extra_meta_ && symbolic_") -> packages.Release:
+        said = "INTERNAL ASSERT FAILED at"
+        there = "/opt/python3.12/site-packages/torch/include/c10/core/TensorImpl.h"
+        text = f'{condition} {said} "{there}":{line}, please report a bug to PyTorch. '
+        folder = cache / "fast_kernels-1.0"
+        (folder / "fast_kernels/_C.so").write_bytes(
+            b"\x7fELF\0" + there.encode() + b"\0" + text.encode() + b"\0"
+        )
+        packages._fits.cache_clear()
+        return packages.Release("1.0", folder)
+
+    return made
+
+
+def test_a_library_that_was_compiled_against_another_torch_is_told_from_its_assertions(built):
+    subject = Subject("x", "rows", _fast, package="fast-kernels")
+    why = "_C.so was compiled against another torch than 2.11.0, the one here"
+    # Of an assertion on two lines one compiler names the first and another the last.
+    assert [packages.other_torch(subject, built(line)) for line in (41, 42)] == ["", ""]
+    assert packages.other_torch(subject, built(60)) == why
+    assert packages.other_torch(subject, built(4000)) == why
+    assert packages.other_torch(subject, built(41, "is_mkldnn()")) == why
+
+
+def test_a_kernel_of_triton_sources_and_one_of_the_users_run_no_library_of_the_package(built):
+    release = built(60)
+    sources = Subject("x", "rows", _fast, package="fast-kernels", files=("fast_kernels.ops",))
+    assert packages.other_torch(sources, release) == ""
+    assert packages.other_torch(Subject("x", "rows", _fast), release) == ""
+    assert packages.other_torch(Subject("x", "rows", print, package="fast-kernels"), release) == ""
+
+
+def test_a_kernel_that_is_wrong_on_clean_input_did_not_run_if_its_library_is_of_another_torch(built):
+    subject = Subject("x", "rows", _fast, package="fast-kernels")
+    wrong, release = breaks("raises RuntimeError: dim == 2 or dim == 3"), built(60)
+    found = runner._judged(wrong, subject, release, "0")
+    assert found.verdict is Verdict.NOT_RUN
+    assert found.note == f"{packages.other_torch(subject, release)}; what came: {wrong.note}"
+    # Right on clean input, it reads its tensors where they are.
+    assert runner._judged(wrong, subject, release, "R") == wrong
+    assert runner._judged(wrong, subject, built(41), "0") == wrong

@@ -1,0 +1,233 @@
+"""Our calls bind to the signatures of the kernels that are installed; absent ones say why."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+import environment
+
+from staleproof import device as devices
+from staleproof.device import Provenance
+from staleproof.kernels import flashinfer_peers, mla, vllm_peers
+from staleproof.kernels.vllm_sources import executed
+from staleproof.ops.reference.mla_decode import mla_decode
+
+
+def call():
+    q = torch.zeros(3, 16, 576, dtype=torch.bfloat16)
+    kv_cache = torch.zeros(5, 64, 576, dtype=torch.bfloat16)
+    block_table = torch.zeros(3, 2, dtype=torch.int32)
+    seq_lens = torch.tensor([65, 64, 0], dtype=torch.int32)
+    return q, kv_cache, block_table, seq_lens
+
+
+def test_trtllm_call_binds():
+    decode = pytest.importorskip("flashinfer.decode").trtllm_batch_decode_with_kv_cache_mla
+    args = flashinfer_peers.flashinfer_trtllm_args(*call(), 0.1, torch.zeros(1), None)
+    bound = inspect.signature(decode).bind(**args)
+    assert tuple(bound.arguments["query"].shape) == (3, 1, 16, 576)
+    assert tuple(bound.arguments["kv_cache"].shape) == (5, 1, 64, 576)
+
+
+def test_wrapper_calls_bind():
+    wrapper = pytest.importorskip("flashinfer.mla").BatchMLAPagedAttentionWrapper
+    inspect.signature(wrapper.__init__).bind(None, torch.zeros(1), backend="cutlass")
+    plan = flashinfer_peers.flashinfer_plan_args(*call(), 0.1)
+    inspect.signature(wrapper.plan).bind(None, **plan)
+    for backend in ("fa2", "fa3", "cutlass"):
+        q, kv_cache, block_table, seq_lens = call()
+        args = flashinfer_peers.flashinfer_run_args(backend, q, kv_cache, block_table, seq_lens, None)
+        inspect.signature(wrapper.run).bind(None, **args)
+
+
+def test_a_call_that_does_not_bind_is_noticed():
+    wrapper = pytest.importorskip("flashinfer.mla").BatchMLAPagedAttentionWrapper
+    q, kv_cache, block_table, seq_lens = call()
+    args = flashinfer_peers.flashinfer_run_args("cutlass", q, kv_cache, block_table, seq_lens, None)
+    with pytest.raises(TypeError, match="no_such_keyword"):
+        inspect.signature(wrapper.run).bind(None, **args, no_such_keyword=1)
+
+
+def test_pages_in_use_leave_out_empty_requests_and_unused_entries():
+    q, kv_cache, block_table, seq_lens = call()
+    block_table[0] = torch.tensor([4, 2])
+    block_table[1] = torch.tensor([3, -1])
+    block_table[2] = -1
+    plan = flashinfer_peers.flashinfer_plan_args(q, kv_cache, block_table, seq_lens, 0.1)
+    assert plan["kv_indptr"].tolist() == [0, 2, 3, 3]
+    assert plan["kv_indices"].tolist() == [4, 2, 3]
+
+
+def test_flashinfer_takes_the_query_tokens_of_all_requests_one_after_another():
+    _, kv_cache, block_table, seq_lens = call()
+    q = torch.arange(3 * 2).view(3, 2, 1, 1).expand(3, 2, 16, 576).bfloat16()
+    out = torch.zeros(3, 2, 16, 512, dtype=torch.bfloat16)
+    plan = flashinfer_peers.flashinfer_plan_args(q, kv_cache, block_table, seq_lens, 0.1)
+    assert (plan["qo_indptr"].tolist(), plan["num_heads"], plan["causal"]) == ([0, 2, 4, 6], 16, True)
+    args = flashinfer_peers.flashinfer_run_args("fa3", q, kv_cache, block_table, seq_lens, out)
+    assert args["q_nope"][:, 0, 0].tolist() == [*range(6)]
+    assert args["q_pe"].shape == (6, 16, 64)
+    assert args["lse"].shape == (6, 16)
+    args["out"][3] = 1
+    assert out[1, 1].eq(1).all()
+    assert out.sum() == 16 * 512
+    one = flashinfer_peers.flashinfer_plan_args(q[:, 0], kv_cache, block_table, seq_lens, 0.1)
+    assert (one["qo_indptr"].tolist(), one["causal"]) == ([0, 1, 2, 3], False)
+
+
+def test_an_absent_peer_says_why_and_refuses():
+    for name, peer in mla.peers().items():
+        if peer.unavailable_reason is None:
+            continue
+        assert "\n" not in peer.unavailable_reason, name
+        with pytest.raises(RuntimeError, match="is not available"):
+            peer(*call(), softmax_scale=0.1)
+
+
+def test_sm100_kernels_do_not_run_elsewhere():
+    if devices.provenance() is Provenance.MEASURED and devices.is_sm100():
+        pytest.skip("this is SM100")
+    found = mla.peers()
+    assert found["flashinfer_trtllm"].unavailable_reason is not None
+    assert found["flashinfer_cutlass"].unavailable_reason is not None
+
+
+@pytest.fixture(name="vllm")
+def vllm_fixture(monkeypatch):
+    """Makes a folder ``vllm`` the one that is installed."""
+
+    def use(root: Path) -> None:
+        monkeypatch.setattr(
+            vllm_peers, "vllm_file", lambda path: file if (file := root / path).is_file() else None
+        )
+        vllm_peers.vllm_triton_mla_module.cache_clear()
+
+    yield use
+    vllm_peers.vllm_triton_mla_module.cache_clear()
+
+
+@pytest.mark.parametrize("release", ["0.17.1", "0.22.1", "0.33.0"])
+def test_vllms_triton_mla(vllm, device, release):
+    root = environment.cache() / release / "vllm"
+    if not root.exists():
+        pytest.skip(f"vLLM {release} was not fetched")
+    vllm(root)
+    # The interpreter's dot multiplies the bit patterns of bf16 operands.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, kv_cache = (torch.randn(*shape, device=device).to(dtype) for shape in ((2, 16, 576), (3, 16, 576)))
+    block_table = torch.tensor([[1, 2], [0, 0]], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor([20, 7], dtype=torch.int32, device=device)
+    want, _ = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.05)
+    out, _ = mla.peers()["vllm_triton"](q, kv_cache, block_table, seq_lens, softmax_scale=0.05)
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_vllm_whose_file_does_not_load_says_why(vllm, tmp_path):
+    file = tmp_path / "v1/attention/ops/triton_decode_attention.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("from triton import no_such_name")
+    vllm(tmp_path)
+    peer = mla.peers()["vllm_triton"]
+    assert peer.unavailable_reason.startswith("vllm.v1.attention.ops.triton_decode_attention does not load")
+    with pytest.raises(RuntimeError, match="no_such_name"):
+        peer(*call(), softmax_scale=0.1)
+
+
+TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
+
+
+@pytest.mark.parametrize("version", ["0.20.2", "0.25.1"])
+def test_splits_are_those_that_vllm_chooses(version):
+    root = environment.cache() / version / "vllm"
+    if not root.exists():
+        pytest.skip(f"vLLM {version} was not fetched")
+    chosen = []
+    with executed(root, TRITON_MLA):
+        module = importlib.import_module(TRITON_MLA)
+        module.decode_attention_fwd = lambda *args, **kwargs: chosen.append(args[8])
+        impl = module.TritonMLAImpl.__new__(module.TritonMLAImpl)
+        impl.kv_lora_rank, impl.scale, impl._sm_count = 512, 1.0, 132
+        impl.need_to_return_lse_for_decode = False
+        layer = SimpleNamespace(_k_scale=None, _v_scale=None)
+        lengths = (1, 511, 512, 1024, 1535, 1536, 4096, 33000, 10**6)
+        for length in lengths:
+            decode = SimpleNamespace(block_table=None, seq_lens=None)
+            metadata = SimpleNamespace(decode=decode, max_seq_len=length)
+            impl.forward_mqa(torch.zeros(1, 2, 576), torch.zeros(1, 16, 576), metadata, layer)
+    assert chosen == [vllm_peers.vllm_splits(length, 132) for length in lengths]
+
+
+def test_flashmla_says_what_it_needs(monkeypatch, tmp_path):
+    monkeypatch.delenv("STALEPROOF_FLASHMLA_SO", raising=False)
+    monkeypatch.setattr(vllm_peers, "vllm_file", lambda path: None)
+    if devices.provenance() is not Provenance.MEASURED:
+        assert vllm_peers.flashmla().unavailable_reason == "needs a CUDA device"
+    monkeypatch.setattr(vllm_peers, "_needs_sm90", lambda: None)
+    assert "STALEPROOF_FLASHMLA_SO does not name" in vllm_peers.flashmla().unavailable_reason
+    monkeypatch.setenv("STALEPROOF_FLASHMLA_SO", str(tmp_path / "gone.so"))
+    assert vllm_peers.flashmla().unavailable_reason is not None
+    (tmp_path / "gone.so").write_text("")
+    assert vllm_peers.flashmla().unavailable_reason is None
+
+
+def test_flashmla_gets_the_arguments_that_vllm_gives_it(monkeypatch):
+    calls = []
+
+    def decode(q, kv, rank, lengths, table, scale, causal, plan, splits, out):
+        calls.append((tuple(q.shape), tuple(kv.shape), rank, table.tolist(), causal, plan, splits))
+        want, lse = mla_decode(q[:, 0], kv[:, :, 0], table, lengths, softmax_scale=scale)
+        out[:, 0] = want
+        return out, lse[:, :, None], "a plan", "splits"
+
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(torch.ops, "_flashmla_C", SimpleNamespace(dense_decode_fwd=decode), raising=False)
+    monkeypatch.setattr(vllm_peers, "flashmla_library", lambda: Path("_flashmla_C.abi3.so"))
+    q, kv_cache, block_table, seq_lens = (x.float() if x.is_floating_point() else x for x in call())
+    q, kv_cache = torch.randn_like(q), torch.randn_like(kv_cache)
+    block_table = torch.tensor([[1, 4], [2, 99], [77, -1]], dtype=torch.int32)
+    out, lse = vllm_peers._prepare_flashmla(q, kv_cache, block_table, seq_lens, 0.1, None, None)()
+    want, want_lse = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.1)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    first, second = calls
+    assert first == ((3, 1, 16, 576), (5, 64, 1, 576), 512, [[1, 4], [2, 0], [0, 0]], False, None, None)
+    assert second[-2:] == ("a plan", "splits")
+
+
+def test_flashmla_writes_the_heads_of_several_query_tokens_as_one_axis(monkeypatch):
+    def decode(q, kv, rank, lengths, table, scale, causal, plan, splits, out):
+        assert causal
+        want, lse = mla_decode(q, kv[:, :, 0], table, lengths, softmax_scale=scale)
+        assert out.shape == (2, 1, 2 * 16, 512)
+        out.copy_(want.reshape(out.shape))
+        return out, lse, "a plan", "splits"
+
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(torch.ops, "_flashmla_C", SimpleNamespace(dense_decode_fwd=decode), raising=False)
+    monkeypatch.setattr(vllm_peers, "flashmla_library", lambda: Path("_flashmla_C.abi3.so"))
+    q, kv_cache = torch.randn(2, 2, 16, 576), torch.randn(5, 64, 576)
+    block_table, seq_lens = torch.tensor([[1], [2]], dtype=torch.int32), torch.tensor([60, 7]).int()
+    out, _ = vllm_peers._prepare_flashmla(q, kv_cache, block_table, seq_lens, 0.1, None, None)()
+    want, _ = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.1)
+    torch.testing.assert_close(out, want)
+
+
+@pytest.mark.gpu
+def test_flashmla_is_right():
+    if why := vllm_peers.flashmla().unavailable_reason:
+        pytest.skip(f"not run: {why}")
+    q, kv_cache = (torch.randn(*s, device="cuda").bfloat16() for s in ((3, 128, 576), (5, 64, 576)))
+    block_table = torch.tensor([[1, 4], [2, -1], [-1, -1]], dtype=torch.int32, device="cuda")
+    seq_lens = torch.tensor([100, 64, 0], dtype=torch.int32, device="cuda")
+    want, _ = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.05)
+    out, _ = vllm_peers.flashmla()(q, kv_cache, block_table, seq_lens, softmax_scale=0.05)
+    torch.testing.assert_close(out[:2], want[:2], rtol=2e-2, atol=2e-2)

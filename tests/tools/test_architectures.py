@@ -1,0 +1,96 @@
+"""Kernels compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tools.architectures import KNOWN, Compiled, compile_all
+
+from staleproof.cases import children
+from tools import architectures
+
+# Of each kernel one case: on sm_86, with the least shared memory and no cast to e4m3, and on sm_100.
+# All seven architectures take minutes without a cache: make architectures.
+SAMPLE = (
+    *("mla_decode, batch 256, 128 heads, pages of 32", "quantize_fp8_per_tensor, 128 x 7168, mask"),
+    *("clear_empty_rows, 128 heads, FP8", "topk_softmax, Qwen3, padding", "BlockZeroer, unaligned"),
+    *("distinct_experts, top 8, int64", "quantize_nvfp4, 33 x 7184", "RowCounters, 256 x 65536"),
+)
+pytestmark = pytest.mark.skipif(
+    not architectures.has_compiler(), reason="this Triton brings no compiler for NVIDIA GPUs"
+)
+
+
+def test_the_default_choices_fit_every_architecture_and_spill_nothing():
+    found = compile_all((86, 100), cases=SAMPLE)
+    assert [(one.capability, one.case, one.problems) for one in found if one.problems] == []
+    kernels = {one.kernel for one in found if one.capability == 100}
+    assert {"mla_decode_kernel", "quantize_kernel", "topk_kernel", "quantize_nvfp4_kernel"} <= kernels
+    assert all(one.registers > 0 for one in found)
+
+
+def test_hopper_has_kernels_of_its_own():
+    cases = {
+        "mla_decode, batch 128, 128 heads, 512 tokens": {"mla_decode_sm90_kernel"},
+        "mla_decode, batch 256, 128 heads, pages of 128": {"mla_decode_pairs_kernel", "merge_parts_kernel"},
+        "mla_decode, batch 128, 16 heads, 4 query tokens": {"mla_decode_few_kernel", "merge_parts_kernel"},
+        "mla_decode, batch 256, 16 heads, E4M3 cache": {"mla_decode_few_kernel", "merge_parts_kernel"},
+    }
+    found = compile_all((90,), cases=[*cases])
+    assert {one.kernel for one in found} == set().union(*cases.values())
+    for one in found:
+        assert one.kernel in cases[one.case]
+        assert 0 <= one.shared <= one.limit == 227 * 1024
+
+
+def test_a_tile_that_does_not_fit_is_a_problem():
+    tile = Compiled(120, "mla_decode_kernel", "batch 256", shared=213_544, limit=99 * 1024, spilled=440)
+    assert tile.problems == ["213544 bytes of shared memory, limit 101376", "440 bytes of registers spilled"]
+    row = architectures.summary([tile])[0]
+    assert row["problems"][0].startswith("batch 256: 213544 bytes")
+
+
+def test_a_warning_of_the_compiler_and_a_kernel_that_does_not_compile_are_problems():
+    assert Compiled(80, "k", "c", warnings=("ptxas warning : x",)).problems == ["ptxas warning : x"]
+    assert Compiled(80, "k", "c", error="CompilationError: at 1:1").problems == ["CompilationError: at 1:1"]
+
+
+def test_spills_are_accepted_for_the_measured_tile_on_hopper_and_for_float32():
+    assert Compiled(90, "mla_decode_kernel", "c", spilled=8).problems == []
+    assert Compiled(100, "mla_decode_kernel", "batch 1, float32", spilled=8).problems == []
+    assert Compiled(100, "mla_decode_kernel", "c", spilled=8).problems != []
+    assert Compiled(90, "topk_kernel", "c", spilled=8).problems != []
+
+
+@pytest.mark.parametrize("capability", [121, 130])
+def test_an_unknown_architecture_is_refused_in_one_line(capability, capsys):
+    with pytest.raises(ValueError, match=f"capability: expected one of 80.*, got {capability}"):
+        compile_all((90, capability))
+    assert architectures.main([str(capability)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_compiler_that_is_missing_is_said_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "cases")
+    import jobs
+
+    env = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    ended = children.call(jobs.compile_without_ptxas_blackwell, timeout_s=60, env=env)
+    [found] = ended.answer()
+    assert found.error == "RuntimeError: Cannot find ptxas-blackwell"
+    monkeypatch.setattr(architectures, "has_compiler", lambda: False)
+    assert architectures.main(["90"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "staleproof: triton: expected one that compiles for NVIDIA GPUs, got none\n"
+    )
+
+
+def test_the_recorded_table_is_of_all_architectures_and_has_no_problems():
+    path = architectures.store.checkout() / "workbook" / architectures.NAME
+    kept = json.loads(path.read_text())
+    assert {row["capability"] for row in kept["rows"]} == {*KNOWN}
+    assert all(row["problems"] == [] and row["shared"] <= row["limit"] for row in kept["rows"])
+    assert kept["versions"]["triton"]

@@ -1,0 +1,378 @@
+"""What README.md and ``workbook/figures.md`` show of the recorded run of an H200, and the triage table.
+
+``python -m tools.figures`` writes the parts between markers, and README's picture. A rule
+chooses what the tables of times show, not we: each kernel at the shapes of DeepSeek and Qwen, in the case
+where it compares best and in the case where it compares worst; beside each peer in ``figures.md``, beside
+the peer that compares best with it in README.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from staleproof.cases import store
+from staleproof.cases.store import Run
+from staleproof.kernels.vllm_calls import applies_to
+from staleproof.triage import table as triage
+from staleproof.vllm.plugin import patches
+from staleproof.vllm.releases import table
+
+MACHINE = "nvidia-h200"
+_WRITTEN = "<!-- written by python -m tools.figures from"
+# Where a written part begins, by its source.
+BEGIN = f"{_WRITTEN} workbook/runs/{MACHINE} -->"
+BEGIN_TRIAGE = f"{_WRITTEN} src/staleproof/triage/triage.toml -->"
+END = "<!-- end of the written part -->"
+PICTURE = "workbook/first-bad-stage.svg"
+# The release whose files the recorded patches ran on, before rows said so.
+RELEASE = "0.20.2"
+# The benchmark of the fourth table, and what it divides by; that of the fifth.
+HOST, BARE = "host_time", "a bare Triton launch"
+FIRST = "first_call"
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operation in the first table.
+
+    Attributes:
+        name: as in ``measurements.jsonl``.
+        modes: pattern of the modes with DeepSeek's or Qwen's shapes.
+        says: what to call it, if not by its name.
+        drop: pattern of what is left out of a mode where a case is named.
+    """
+
+    name: str
+    modes: str
+    says: str = ""
+    drop: str = ""
+
+
+KERNELS = (
+    Kernel(
+        "clear_empty_rows", r"bf16 \(1024, 128, 512\)", "`clear_empty_rows`, (1024, 128, 512)", r"bf16 \(.*\)"
+    ),
+    Kernel(
+        "mla_decode",
+        r"bf16 batch \d+ heads 128 page 64(, (warm|cold))?$",
+        "`mla_decode`, 128 heads",
+        "bf16 | heads.*64",
+    ),
+    Kernel(
+        "mla_decode",
+        r"bf16 batch \d+ heads (16 page 64(?!, fp8)|128 page 64, (q_len|one in 32))",
+        "`mla_decode`, 16 heads, mixed lengths, several query tokens",
+        "bf16 | page 64",
+    ),
+    Kernel(
+        "mla_decode",
+        r"fp16 batch|bf16 batch .*fp8 cache",
+        "`mla_decode`, float16, and an E4M3 cache",
+        " page 64",
+    ),
+    Kernel("quantize_fp8_per_tensor", r"bf16 \(1024, \d+\)", drop="bf16 "),
+    Kernel("quantize_nvfp4", r"bf16 \(m, 7168\)", "`quantize_nvfp4`, 7168 columns", r"bf16 \(m, 7168\)"),
+    Kernel("topk_softmax", r"bf16, (128 experts, top 8|512 experts, top 10)", drop="bf16, "),
+    Kernel(
+        "grouped_topk", r"bf16, 256 experts, 8 groups, top 8", "`grouped_topk`, 256 experts", "bf16.*top 8"
+    ),
+    *(
+        Kernel(
+            "BlockZeroer.zero",
+            rf"(28|15) layers, .*{ids}",
+            f"`BlockZeroer.zero`, {says}",
+            r", K/V.*?pages|, [\d,]+ B pages|, ids in a list, (copy included|host time)",
+        )
+        for ids, says in (
+            ("(scattered|consecutive) ids", "ids on the device"),
+            ("ids in a list, copy included", "ids in a list"),
+            ("ids in a list, host time", "ids in a list, host time"),
+        )
+    ),
+)
+
+
+def us(value: float) -> str:
+    """Microseconds in three digits or so.
+
+    >>> us(1.539), us(99.96), us(2559.9)
+    ('1.5', '100', '2560')
+    """
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def is_ours(provider: str) -> bool:
+    """Whether the operation as it is offered: variants of ours are no peers, and do not stand for it.
+
+    >>> [is_ours(name) for name in ("staleproof", "staleproof, mask", "zeros, then staleproof", "vLLM")]
+    [True, False, False, False]
+    """
+    return provider == "staleproof"
+
+
+def _peer(provider: str) -> str | None:
+    """The name of a peer; ``None`` for variants of ours."""
+    if provider.startswith("staleproof"):
+        return None
+    # Rows of one number of splits each, as runs had them once: the fastest stands for the kernel.
+    return re.sub(r", \d+ splits$", ", best splits", provider)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Ours beside a peer in one case, in microseconds."""
+
+    ours: float
+    peer: float
+    case: str
+    limit: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """Above 1 where ours is faster."""
+        return self.peer / self.ours
+
+    def __str__(self) -> str:
+        ratio = f"{self.ratio:.2f}" if self.ratio < 9.995 else f"{self.ratio:.0f}"
+        bold = "**" if self.ratio < 0.995 and not self.limit else ""
+        return f"{bold}{ratio}{bold}: {us(self.ours)} for {us(self.peer)}, {self.case}"
+
+
+def pairs(kernel: Kernel, rows: Sequence[Row]) -> dict[str, list[Pair]]:
+    """Peer -> every case of this kernel in which both were measured.
+
+    A peer that was measured in one case of live rows did the same work in the others: it reads all rows,
+    whichever are live.
+    """
+    mine = [row for row in rows if row["kernel"] == kernel.name and re.match(kernel.modes, row["mode"])]
+    ours = [row for row in mine if is_ours(row["provider"])]
+    times: dict[str, dict[tuple[str, Any], float]] = {}
+    for row in mine:
+        if (peer := _peer(row["provider"])) is not None:
+            cases = times.setdefault(peer, {})
+            key = row["mode"], row["x_value"]
+            cases[key] = min(row["p50"], cases.get(key, row["p50"]))
+    found: dict[str, list[Pair]] = {}
+    for peer, cases in times.items():
+        for row in ours:
+            in_mode = [
+                us for (mode, _), us in cases.items() if mode == row["mode"] and "live" in row["x_name"]
+            ]
+            theirs = cases.get((row["mode"], row["x_value"]), in_mode[0] if len(in_mode) == 1 else None)
+            if theirs is not None:
+                words = re.sub(kernel.drop, "", row["mode"])
+                parts = *re.split(", ", words), f"{row['x_name']} {row['x_value']}"
+                case = ", ".join(part.strip() for part in parts if part.strip())
+                limit = peer.startswith("limit")
+                found.setdefault(peer, []).append(Pair(row["p50"], theirs, case, limit))
+    return found
+
+
+def kernel_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The first table: a line for each kernel and peer."""
+    yield "| | beside | at best | at worst |"
+    yield "|---|---|---|---|"
+    for kernel in KERNELS:
+        says = kernel.says or f"`{kernel.name}`"
+        for peer, found in pairs(kernel, rows).items():
+            best, worst = (choose(found, key=lambda pair: pair.ratio) for choose in (max, min))
+            yield f"| {says} | {peer} | {best} | {worst} |"
+            says = ""
+
+
+def step_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The second table: what a decode step takes, and what each variant adds."""
+    steps = {
+        (row["mode"], row["provider"], row["x_value"]): row["p50"]
+        for row in rows
+        if row["kernel"] == "decode_step"
+    }
+    live = sorted({x for _, _, x in steps})
+    yield "| a decode step of | variant | " + " | ".join(f"{x} live" for x in live) + " |"
+    yield "|---|---|" + "---|" * len(live)
+    for mode, variant in dict.fromkeys((mode, variant) for mode, variant, _ in steps):
+        cells = []
+        for x in live:
+            here, base = steps[mode, variant, x], steps[mode, "without", x]
+            change = f"{here - base:+.1f} ({here / base - 1:+.1%})"
+            cells.append(us(here) if variant == "without" else change)
+        yield f"| {mode} | {variant} | " + " | ".join(cells) + " |"
+
+
+def patch_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The third table: each patch, where it applies, and its function without it and with."""
+    yield "| patch | applies to vLLM | measured on | call | without | patched | |"
+    yield "|---|---|---|---|---|---|---|"
+    times: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row["kernel"].startswith("patch "):
+            times.setdefault((row["kernel"].removeprefix("patch "), row["mode"]), {})[row["provider"]] = row
+    for (name, mode), found in times.items():
+        patched, without = found["patched"], found.get("without")
+        release = patched.get("vllm", RELEASE)
+        needed = patched.get("needed", table()[release][name]["needed"])
+        where = release if needed else f"{release}, which does not need it"
+        before = us(without["p50"]) if without else "-"
+        # Without the patch of an allocation there is nothing to wait for.
+        change = f"{patched['p50'] / without['p50'] - 1:+.0%}" if without and without["p50"] else "-"
+        spans = patched.get("applies_to", applies_to(patches()[name]))
+        yield f"| `{name}` | {spans} | {where} | {mode} | {before} | {us(patched['p50'])} | {change} |"
+
+
+def host_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The fourth table: what a call takes of the calling thread, beside a bare launch and the peers."""
+    yield "| operation | us | of a bare Triton launch | peers' own calls, us |"
+    yield "|---|---|---|---|"
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.get("benchmark") == HOST:
+            times.setdefault(row["kernel"], {})[row["provider"]] = row["p50"]
+    for kernel, found in times.items():
+        ours, bare = found.pop("staleproof"), found.pop(BARE)
+        peers = ", ".join(f"{peer} {us(time)}" for peer, time in found.items()) or "-"
+        yield f"| `{kernel}` | {us(ours)} | {ours / bare:.2f} | {peers} |"
+
+
+def first_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The fifth table: a new process from importing the package to its first result, and the next call."""
+    yield "| operation | Triton's cache empty, s | filled, s | second call, us |"
+    yield "|---|---|---|---|"
+    times: dict[str, dict[tuple[str, str], float]] = {}
+    for row in rows:
+        if row.get("benchmark") == FIRST:
+            cache = row["mode"].rpartition(" ")[2]
+            times.setdefault(row["kernel"], {})[row["provider"], cache] = row["p50"]
+    for kernel, found in times.items():
+        empty, filled = (f"{found['staleproof', cache] / 1e6:.1f}" for cache in ("empty", "filled"))
+        yield f"| `{kernel}` | {empty} | {filled} | {us(found['the second call', 'filled'])} |"
+
+
+# Benchmarks that a recorded run may lack -> what their table shows, and its lines.
+LATER = {
+    HOST: (
+        "What a call takes of the calling thread where no graph replays it, checks on, small inputs:",
+        host_lines,
+    ),
+    FIRST: (
+        "A new process, from `import staleproof` to the first result, and the next call; once each:",
+        first_lines,
+    ),
+}
+
+
+def fusion(rows: Sequence[Row]) -> str:
+    """What of the live-row quantiser's gain in a decode step is not the fix; empty without such rows."""
+    found = {
+        (row["provider"], row["x_value"]): row["p50"]
+        for row in rows
+        if row["kernel"] == "decode_step" and row["mode"].endswith(" 512 tokens")
+    }
+    most = max((x for _, x in found), default=0)
+    if ("quantize live rows", most) not in found:
+        return ""
+    gains = {x: found["without", x] - found["quantize live rows", x] for x in (3, 100, most)}
+    return (
+        f"At 512 tokens the live-row quantiser gains {us(gains[most])} us with all {most} rows live: that "
+        "much is one fused kernel in place of eager `torch.max`, not the fix. It gains "
+        f"{us(gains[100])} us with 100 rows live and {us(gains[3])} us with 3."
+    )
+
+
+def about(run: Run) -> str:
+    """Machine, date and versions of a recorded run, in a few words."""
+    first = run.measurements[0]
+    return (
+        f"RECORDED on an {run.machine}, {run.date} (torch {first['torch']}, Triton {first['triton']}, "
+        f"FlashInfer {first['flashinfer']}, kernels of vLLM {RELEASE}); CUDA graphs, median us"
+    )
+
+
+def section(run: Run) -> str:
+    """The tables of ``workbook/figures.md``."""
+    rows = run.measurements
+    head = f"{about(run)}; all of it in `runs/{MACHINE}/`, and `staleproof bench` measures yours."
+    rule = (
+        "Each kernel at the shapes of DeepSeek and Qwen, beside each peer: the case that compares best and "
+        "the one that compares worst, as peer's time divided by ours, then both times. **Bold**: ours is "
+        "slower than a peer. A limit is what the machine takes for as many bytes or operations. "
+        "`warm`: inputs in the L2; `cold`: in device memory."
+    )
+    parts = [head, rule, "\n".join(kernel_lines(rows))]
+    parts += ["What a variant adds to a captured decode step, us:", "\n".join(step_lines(rows)), fusion(rows)]
+    parts += [
+        "What a patch changes, us of the device, or of the calling thread where the call says `host`:",
+        "\n".join(patch_lines(rows)),
+    ]
+    for benchmark, (says, lines) in LATER.items():
+        if any(row.get("benchmark") == benchmark for row in rows):
+            parts += [says, "\n".join(lines(rows))]
+    return "\n\n".join(part for part in parts if part)
+
+
+def short_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """README's table: a line for each kernel, beside the peer that is fastest where ours compares worst."""
+    yield "| | fastest peer | at best | at worst |"
+    yield "|---|---|---|---|"
+    for kernel in KERNELS:
+        found = {peer: cases for peer, cases in pairs(kernel, rows).items() if not cases[0].limit}
+        if not found:
+            continue  # a run from before these shapes were measured
+        worst = {peer: min(cases, key=lambda pair: pair.ratio) for peer, cases in found.items()}
+        peer = min(worst, key=lambda name: worst[name].ratio)
+        best = max(found[peer], key=lambda pair: pair.ratio)
+        yield f"| {kernel.says or f'`{kernel.name}`'} | {peer} | {best} | {worst[peer]} |"
+
+
+def short(run: Run) -> str:
+    """README's part."""
+    rule = (
+        f"{about(run)}. Peer's time divided by ours, then both; **bold**: ours is slower. Every peer, limit, "
+        "decode step and patch: [figures.md](workbook/figures.md)."
+    )
+    return "\n\n".join((rule, "\n".join(short_lines(run.measurements))))
+
+
+def replaced(page: str, begin: str, text: str) -> str:
+    """The page with this text in the part that begins so.
+
+    >>> page = f"above {BEGIN} old {END} below {END} kept"
+    >>> replaced(page, BEGIN, "new").replace(BEGIN, "(").replace(END, ")").split()
+    ['above', '(', 'new', ')', 'below', ')', 'kept']
+    """
+    before, rest = page.split(begin)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
+def parts(run: Run) -> Iterator[tuple[str, str, str]]:
+    """File, beginning and text of each written part."""
+    yield "README.md", BEGIN_TRIAGE, triage.markdown(lambda row: f"notebooks/{row.notebook}")
+    yield "README.md", BEGIN, short(run)
+    yield "workbook/figures.md", BEGIN, section(run)
+
+
+def picture() -> str:
+    """README's picture: in which rows and stages of a captured step NaN stands, and where it crosses."""
+    from staleproof.incidents.mla_padding.pictures import stage_picture
+    from staleproof.report import plots
+
+    drawn: str = plots.svg(plots.stages(stage_picture("empty_row_not_written", "cpu"))).data
+    return drawn
+
+
+def main() -> None:
+    """Rewrite the parts, and the picture."""
+    root = store.checkout()
+    for name, begin, text in parts(store.find(MACHINE)):
+        path = root / name
+        path.write_text(replaced(path.read_text(), begin, text))
+        print(f"written: {path}")
+    (root / PICTURE).write_text(picture())
+
+
+if __name__ == "__main__":
+    main()
