@@ -1,11 +1,22 @@
-"""Findings: one answer to one question, with its machine and provenance.
+"""Findings: one answer to one question, with its outcome, machine and provenance.
 
->>> found = finding("an_incident", "empty row", "ours", "clean", expected="clean", bad_rows=0)
->>> found.ok, found.failed, found.numbers
-(True, False, {'bad_rows': 0})
->>> absent = not_run("an_incident", "empty row", "theirs", "needs an SM100 GPU")
+>>> key = Key("an_incident", "empty row", "ours")
+>>> found = finding(key, "rows", "clean", expected="clean", bad_rows=0)
+>>> found.ok, found.failed, found.outcome.value, found.numbers
+(True, False, 'good', {'bad_rows': 0})
+>>> absent = not_run(key, "rows", "needs an SM100 GPU")
 >>> absent.ok, absent.failed
 (False, False)
+
+"Fixed" is bad, good, bad, and a result that was compared with a reference and is right. A finding cannot be
+made that says anything else:
+
+>>> three = Three("rows", off="leaked", on="clean", again="leaked", right=None)
+>>> finding(key, "fix", "fixed", three=three)
+Traceback (most recent call last):
+    ...
+ValueError: verdict: expected wrong, which is what off/on/off gave (leaked, clean, leaked, not compared), \
+got fixed
 """
 
 from __future__ import annotations
@@ -17,14 +28,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from staleproof import device
-from staleproof.cases.digest import source_digest
-from staleproof.check import require
+from staleproof.cases import words as families
+from staleproof.cases.digest import MACHINERY, source_digest
+from staleproof.cases.words import FIX, FIXED, NOT_FIXED, NOT_REPRODUCED, NOT_RUN, WRONG, Outcome
+from staleproof.check import fail, require
 from staleproof.device import Provenance
 
-SCHEMA = 2
+SCHEMA = 3
+OFF_ON_OFF = "off/on/off"
 
 
 class RunFileError(RuntimeError):
@@ -104,47 +118,141 @@ def real_file(distribution: str, file: Path) -> Evidence:
     return Evidence(Grade.REAL, f"{name}, unknown release, {what}")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One answer.
+class Key(NamedTuple):
+    """Names a finding: the same on all machines.
 
     Attributes:
         incident: folder name, e.g. ``mla_padding``.
-        question: a short name, e.g. ``empty_row``.
+        question: a short name, e.g. ``empty row``.
         variant: which kernel or remedy the question is about.
-        verdict: the answer in a word or two.
-        numbers: the values that the verdict rests on; JSON values.
-        expected: the verdict that this variant must give; ``None``: any verdict is recorded.
-        provenance: MEASURED, INTERPRETED or RECORDED.
-        machine: :class:`staleproof.device.Machine` as a dict.
-        source_digest: :func:`~staleproof.cases.digest.source_digest` of the incident at the time.
-        date: UTC day, ISO.
-        note: one line, e.g. why a question was not run.
-        grade: a :class:`Grade`: what the question was put to; empty in runs recorded before there
-            were grades.
-        of: whose code that was, e.g. ``"vLLM 0.20.2"``.
-        schema: version of this format.
+        release: of the package that was asked, where one run asks several releases.
     """
 
     incident: str
     question: str
     variant: str
+    release: str = ""
+
+
+@dataclass(frozen=True)
+class Three:
+    """What off / on / off of a remedy gave.
+
+    Attributes:
+        words: family of the three verdicts.
+        off, on, again: the verdict without the remedy, with it, and without it again.
+        right: whether the result of the run with the remedy was compared with a reference and is right;
+            ``None`` if it was not compared.
+        wrong: what the comparison found, in one line.
+    """
+
+    words: str
+    off: str
+    on: str
+    again: str
+    right: bool | None = None
+    wrong: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """A word of the family ``fix``.
+
+        >>> Three("rows", "leaked", "clean", "leaked", right=True).verdict
+        'fixed'
+        >>> Three("rows", "leaked", "clean", "leaked", right=False, wrong="3 times too large").verdict
+        'wrong'
+        >>> Three("rows", "clean", "clean", "leaked", right=True).verdict
+        'not reproduced'
+        """
+        outcomes = [families.outcome(self.words, verdict) for verdict in (self.off, self.on, self.again)]
+        if Outcome.NOT_RUN in outcomes:
+            return NOT_RUN
+        off, on, again = outcomes
+        if off is not Outcome.BAD or again is not Outcome.BAD:
+            return NOT_REPRODUCED
+        if on is not Outcome.GOOD:
+            return NOT_FIXED
+        return FIXED if self.right is True else WRONG
+
+    @property
+    def text(self) -> str:
+        """The three verdicts and what the comparison said, in one line."""
+        compared = {True: "right", False: self.wrong or "wrong", None: "not compared"}[self.right]
+        return ", ".join((self.off, self.on, self.again, compared))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One answer.
+
+    Attributes:
+        incident, question, variant, release: see :class:`Key`.
+        words: the family of the verdict (:data:`staleproof.cases.words.FAMILIES`).
+        verdict: a word of that family.
+        numbers: the values that the verdict rests on; JSON values.
+        expected: the verdict that this variant must give; ``None``: any verdict is recorded.
+        three: of a remedy: what off / on / off gave.
+        provenance: MEASURED, INTERPRETED or RECORDED.
+        machine: :class:`staleproof.device.Machine` as a dict.
+        source_digest: :func:`~staleproof.cases.digest.source_digest` of the incident at the time.
+        machinery: :data:`~staleproof.cases.digest.MACHINERY` at the time.
+        date: UTC day, ISO.
+        note: one line, e.g. why a question was not run.
+        script: text of a program that shows this finding alone.
+        grade: a :class:`Grade`: what the question was put to; empty where nothing ran.
+        of: whose code that was, e.g. ``"vLLM 0.20.2"``.
+        schema: version of this format.
+
+    Raises:
+        ValueError: an unknown word (:class:`~staleproof.cases.words.UnknownWordError`), a finding of the
+            family ``fix`` without ``three``, or one whose verdict is not what its three runs gave.
+    """
+
+    incident: str
+    question: str
+    variant: str
+    words: str
     verdict: str
+    release: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     expected: str | None = None
+    three: Three | None = None
     provenance: Provenance = Provenance.INTERPRETED
     machine: Mapping[str, Any] = field(default_factory=dict)
     source_digest: str = ""
+    machinery: int = MACHINERY
     date: str = ""
     note: str = ""
+    script: str = ""
     grade: str = ""
     of: str = ""
     schema: int = SCHEMA
 
+    def __post_init__(self) -> None:
+        families.word(self.words, self.verdict)
+        if self.expected is not None:
+            families.word(self.words, self.expected)
+        if self.verdict == NOT_RUN:
+            return
+        require(
+            (self.words == FIX) == (self.three is not None),
+            "three",
+            f"what off/on/off gave, exactly in findings of the family {FIX}",
+            f"{self.words}, {self.three}",
+        )
+        if self.three is not None and self.three.verdict != self.verdict:
+            gave = f"{self.three.verdict}, which is what off/on/off gave ({self.three.text})"
+            fail("verdict", gave, self.verdict)
+
     @property
-    def key(self) -> tuple[str, str, str]:
-        """Incident, question and variant: the same for one finding on all machines."""
-        return self.incident, self.question, self.variant
+    def key(self) -> Key:
+        """Names this finding."""
+        return Key(self.incident, self.question, self.variant, self.release)
+
+    @property
+    def outcome(self) -> Outcome:
+        """Good, bad or open for the requests that were served, or not run."""
+        return families.outcome(self.words, self.verdict)
 
     @property
     def ran(self) -> bool:
@@ -163,139 +271,81 @@ class Finding:
 
     @property
     def stale(self) -> bool:
-        """Whether the source of the incident, or anything it imports, has changed since."""
-        return self.source_digest != source_digest(self.incident)
+        """Whether what the answer depends on has changed since."""
+        return self.source_digest != source_digest(self.incident) or self.machinery != MACHINERY
 
     def recorded(self) -> Finding:
         """The same finding, marked RECORDED."""
         return replace(self, provenance=Provenance.RECORDED)
 
     def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """One line of JSON; it holds the outcome too, for other programs."""
+        return json.dumps(asdict(self) | {"outcome": self.outcome}, sort_keys=True)
 
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Finding:
+        """The finding of a line of JSON. A verdict that its three runs do not show becomes what they show.
 
-NOT_RUN = "not run"
+        Raises:
+            ValueError: a schema, field or word that this version does not know.
+        """
+        row = dict(row)
+        schema = row.get("schema")
+        require(schema == SCHEMA, "schema", f"{SCHEMA}, which this staleproof reads", schema)
+        said = row.pop("outcome", None)
+        unknown = sorted(row.keys() - cls.__dataclass_fields__.keys())
+        require(not unknown, "finding", "the fields of a finding", f"also {unknown}")
+        if row.get("three") is not None:
+            row["three"] = three = Three(**row["three"])
+            claimed = row.get("verdict")
+            if claimed not in (NOT_RUN, three.verdict):
+                row["verdict"], row["expected"] = three.verdict, row.get("expected") or claimed
+                row["note"] = f"said {claimed}, but off/on/off gave {three.text}"
+                said = None
+        found = cls(**row)
+        require(said in (None, found.outcome), "outcome", f"{found.outcome} for {found.verdict}", said)
+        return found
 
 
 def finding(
-    incident: str,
-    question: str,
-    variant: str,
+    key: Key,
+    words: str,
     verdict: str,
     *,
     expected: str | None = None,
     note: str = "",
+    script: str = "",
+    three: Three | None = None,
     evidence: Evidence = REPLICA,
+    provenance: Provenance | None = None,
     **numbers: Any,
 ) -> Finding:
     """A finding obtained in this process just now."""
     return Finding(
-        incident=incident,
-        question=question,
-        variant=variant,
-        verdict=verdict,
+        *key[:3],
+        words,
+        verdict,
+        release=key.release,
         numbers=numbers,
         expected=expected,
-        provenance=device.provenance(),
+        three=three,
+        provenance=provenance or device.provenance(),
         machine=device.machine().as_dict(),
-        source_digest=source_digest(incident),
+        source_digest=source_digest(key.incident),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         note=note,
-        grade=evidence.grade,
-        of=evidence.of,
+        script=script,
+        grade=evidence.grade if verdict != NOT_RUN else "",
+        of=evidence.of if verdict != NOT_RUN else "",
     )
 
 
-def not_run(incident: str, question: str, variant: str, why: str) -> Finding:
+def not_run(key: Key, words: str, why: str) -> Finding:
     """A finding that says in one line why its question was not asked on this machine.
 
     It has no grade: nothing was put to anything.
     """
-    return replace(finding(incident, question, variant, NOT_RUN, note=why), grade="")
-
-
-OFF_ON_OFF = "off/on/off"
-FIXED, NOT_FIXED, NOT_REPRODUCED, WRONG = "fixed", "not fixed", "not reproduced", "wrong"
-CLEAN, LIVES = "clean", "lives"
-# Verdicts without a fault: no NaN where none belongs, the server survives. They do not say that the
-# result is right.
-_SOUND = (CLEAN, LIVES)
-
-
-def off_on_off(
-    incident: str,
-    variant: str,
-    *,
-    off: str,
-    on: str,
-    off_again: str,
-    wrong: str | None,
-    expected: str = FIXED,
-    evidence: Evidence = REPLICA,
-    **numbers: Any,
-) -> Finding:
-    """Judge one fix by three runs: without it, with it, without it again.
-
-    Args:
-        incident: folder name.
-        variant: the fix.
-        off: verdict without the fix.
-        on: verdict of the same detector on the same inputs with the fix.
-        off_again: verdict without the fix once more.
-        wrong: what is wrong with the result of the run with the fix, or ``None`` if it was compared
-            with a reference and is right. The detector sees the fault only: without this check an
-            operation that returns zeros would be a fix.
-        expected: :data:`FIXED`, or :data:`NOT_FIXED` for a remedy that is known to fail.
-        evidence: what the three runs were put to.
-        numbers: other values that the verdict rests on.
-
-    Returns:
-        A finding of question :data:`OFF_ON_OFF`: "fixed" if only the run with the fix is without a
-        fault and its result is right, "wrong" if it is not right, "not fixed" if the run with the
-        fix has a fault too, "not reproduced" if a run without it has none. The three verdicts are
-        among its numbers.
-
-    >>> three = {"off": "leaked", "on": "clean", "off_again": "leaked"}
-    >>> off_on_off("an_incident", "ours", **three, wrong=None).verdict
-    'fixed'
-    >>> off_on_off("an_incident", "ours", **three, wrong="live rows are 3 times too large").verdict
-    'wrong'
-    >>> off_on_off("an_incident", "ours", off="clean", on="clean", off_again="leaked", wrong=None).verdict
-    'not reproduced'
-    """
-    verdict = _off_on_off_verdict(off, on, off_again, right=wrong is None)
-    numbers |= {"off": off, "on": on, "off_again": off_again, "right": wrong is None}
-    note = wrong or ""
-    return finding(
-        incident, OFF_ON_OFF, variant, verdict, expected=expected, note=note, evidence=evidence, **numbers
-    )
-
-
-def _off_on_off_verdict(off: object, on: object, off_again: object, *, right: bool) -> str:
-    if any(seen in (*_SOUND, NOT_RUN, None) for seen in (off, off_again)):
-        return NOT_REPRODUCED
-    if on not in _SOUND:
-        return NOT_FIXED
-    return FIXED if right else WRONG
-
-
-def proved(claim: Finding) -> Finding:
-    """``claim``, unless it says "fixed" and its numbers do not show that.
-
-    Then the verdict is replaced by the one that they do show: "not reproduced", "not fixed", or
-    "wrong" where no comparison with a reference is among them.
-    """
-    if claim.verdict != FIXED:
-        return claim
-    seen = [claim.numbers.get(name) for name in ("off", "on", "off_again")]
-    right = claim.numbers.get("right") is True
-    verdict = _off_on_off_verdict(*seen, right=right)
-    if verdict == FIXED:
-        return claim
-    note = f"said fixed, but off/on/off gave {', '.join(map(str, seen))}"
-    note += "" if right else ", and nothing shows that the result is right"
-    return replace(claim, verdict=verdict, expected=claim.expected or FIXED, note=note)
+    return finding(key, words, NOT_RUN, note=why)
 
 
 def write_findings(path: Path, findings: Iterable[Finding]) -> None:
@@ -338,27 +388,28 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             raise RunFileError(f"{path}:{number}: truncated or not JSON: {error.msg}") from error
         if not isinstance(row, dict):
             raise RunFileError(f"{path}:{number}: expected an object, got {type(row).__name__}")
-        if row.get("schema", SCHEMA) > SCHEMA:
-            raise RunFileError(
-                f"{path}:{number}: schema {row['schema']} is newer than {SCHEMA}, "
-                "which this staleproof reads; update staleproof"
-            )
         rows.append(row)
     if text and not text.endswith("\n"):
         raise RunFileError(f"{path}: truncated: the last line has no end")
     return rows
 
 
-def read_findings(path: Path) -> list[Finding]:
-    """The findings of a recorded run, each marked RECORDED.
+def read_findings(path: Path, *, recorded: bool = True) -> list[Finding]:
+    """The findings of a file.
+
+    Args:
+        path: JSON lines.
+        recorded: mark each RECORDED; else they keep the provenance that they were given.
 
     Raises:
-        RunFileError: as :func:`read_lines`, or a field is missing or unknown.
+        RunFileError: as :func:`read_lines`, or a line is no finding of this schema: a field is missing or
+            unknown, or a word that nobody defined.
     """
     found = []
     for number, row in enumerate(read_lines(path), 1):
         try:
-            found.append(Finding(**row).recorded())
-        except TypeError as error:
+            one = Finding.from_json(row)
+            found.append(one.recorded() if recorded else replace(one, provenance=Provenance(one.provenance)))
+        except (TypeError, ValueError) as error:
             raise RunFileError(f"{path}:{number}: not a finding: {error}") from error
     return found

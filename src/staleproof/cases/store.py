@@ -1,8 +1,9 @@
 """Recorded runs: the findings and measurements of one machine, in a folder for each machine.
 
 A run folder holds ``findings.jsonl``, ``measurements.jsonl`` (timings, from a GPU only) and
-``machine.json``: machine, versions, and how many lines the other two files have, so that a
-truncated one is noticed.
+``environment.json``: machine, versions, and how many lines the other two files have, so that a
+truncated one is noticed. The findings of this machine's own last runs are one file, in which a run of one
+incident replaces that incident's findings and leaves those of the others.
 """
 
 from __future__ import annotations
@@ -12,15 +13,23 @@ import datetime
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from staleproof import device
 from staleproof.cases import machine
-from staleproof.cases.digest import PACKAGE, file_digest
-from staleproof.cases.finding import SCHEMA, Finding, RunFileError, read_findings, read_lines, write_lines
+from staleproof.cases.digest import PACKAGE, file_digest, source_digest
+from staleproof.cases.finding import (
+    SCHEMA,
+    Finding,
+    Key,
+    RunFileError,
+    read_findings,
+    read_lines,
+    write_lines,
+)
 
 FINDINGS, MEASUREMENTS, ENVIRONMENT = "findings.jsonl", "measurements.jsonl", "environment.json"
 
@@ -125,10 +134,8 @@ def read(folder: Path) -> Run:
         raise RunFileError(f"{path}: truncated or not a run's environment: {error!r}") from error
     if not complete or not isinstance(lines, dict):
         raise RunFileError(f"{path}: truncated or not a run's environment")
-    if schema > SCHEMA:
-        raise RunFileError(
-            f"{path}: schema {schema} is newer than {SCHEMA}, which this staleproof reads; update staleproof"
-        )
+    if schema != SCHEMA:
+        raise RunFileError(f"{path}: schema {schema}, and this staleproof reads {SCHEMA}")
     findings = read_findings(folder / FINDINGS)
     measurements = read_lines(folder / MEASUREMENTS)
     for name, got in ((FINDINGS, len(findings)), (MEASUREMENTS, len(measurements))):
@@ -250,7 +257,70 @@ def check_writable(path: Path) -> None:
         raise RunFileError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-Key = tuple[str, str, str]
+def read_kept(path: Path) -> list[Finding]:
+    """The findings of earlier runs, with the provenance they were given; none if there is no file.
+
+    Raises:
+        RunFileError: the file cannot be read, so a run could not keep what is in it.
+
+    >>> read_kept(Path("no-such-file.jsonl"))
+    []
+    """
+    if not path.exists():
+        return []
+    try:
+        return read_findings(path, recorded=False)
+    except RunFileError as error:
+        raise RunFileError(f"{error}; its findings would be lost: move the file, or name another") from error
+
+
+def merged(
+    earlier: Iterable[Finding], answers: Sequence[Finding], complete: Collection[str], order: Sequence[str]
+) -> list[Finding]:
+    """Earlier findings and those of a run, which win.
+
+    Args:
+        earlier: of the file.
+        answers: of the run.
+        complete: incidents whose every question was asked. Their earlier findings are dropped, so that a
+            question that no longer exists leaves with them. Of an incident that was interrupted, the
+            earlier answers to what was not asked again stay.
+        order: incidents in the order in which they are listed; others come last.
+
+    >>> from staleproof.cases.finding import Key, finding
+    >>> old = [finding(Key(name, "q", name), "rows", "clean") for name in "ba"]
+    >>> new = [finding(Key("a", "q", "v"), "rows", "leaked")]
+    >>> [(found.incident, found.variant) for found in merged(old, new, ["a"], ["a", "b"])]
+    [('a', 'v'), ('b', 'b')]
+    """
+    again = {found.key for found in answers}
+    left = [f for f in earlier if f.incident not in complete and f.key not in again]
+    place = {incident: number for number, incident in enumerate(order)}
+    return sorted([*answers, *left], key=lambda found: place.get(found.incident, len(place)))
+
+
+def origins(findings: Iterable[Finding]) -> list[str]:
+    """One line for each incident and source that its findings are of: how many, where, when, how old.
+
+    >>> from staleproof.cases.finding import Key, finding
+    >>> (line,) = origins([finding(Key("mla_padding", "q", "v"), "rows", "clean")])
+    >>> line.startswith("mla_padding: 1 finding, "), line.endswith(", the source as it is now")
+    (True, True)
+    """
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for found in findings:
+        where = f"{found.provenance} on {found.machine.get('name', 'an unknown machine')}, {found.date}"
+        groups.setdefault((found.incident, where, found.source_digest), []).append(found)
+    lines = []
+    for (incident, where, digest), group in groups.items():
+        count = f"{len(group)} finding{'s' * (len(group) != 1)}"
+        source = "the source as it is now"
+        if group[0].stale:
+            source = f"source {digest or 'unknown'}, which is {source_digest(incident)} now: run it again"
+        lines.append(f"{incident}: {count}, {where}, {source}")
+    return lines
+
+
 TIMING_KEY = ("kernel", "provider", "mode", "x_name", "x_value")
 
 

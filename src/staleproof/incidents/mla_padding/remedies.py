@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from staleproof.cases.answers import Answer, answer, no_answer
+from staleproof.cases.case import Reading, absent, reading
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.rows import Verdict, same_bits
 from staleproof.incidents.mla_padding import broken
@@ -57,7 +57,7 @@ class _FreedBlocks:
         return None, len(tenants)
 
 
-def growth_after_capture(setup: Setup, device: str, free_blocks: int = 0) -> Answer:
+def growth_after_capture(setup: Setup, device: str, free_blocks: int = 0) -> Reading:
     """Whether a replay writes into memory that belongs to somebody else by then.
 
     After the capture one larger eager batch comes. If a buffer grows for it, the old one is freed and
@@ -100,13 +100,13 @@ def growth_after_capture(setup: Setup, device: str, free_blocks: int = 0) -> Ans
         states = row_states(tenant.view(config.batch * config.q_len, -1), stage=9)
         changed = sum(state != "unwritten" for state in states)
     verdict = "overwrites a tenant" if changed else "clean"
-    return answer(verdict, tenant_rows_overwritten=changed, tensors_before_the_tenant=before)
+    return reading(verdict, tenant_rows_overwritten=changed, tensors_before_the_tenant=before)
 
 
-def growth_by_history(free_blocks: int, device: str) -> Answer:
+def growth_by_history(free_blocks: int, device: str) -> Reading:
     """The same where the allocator has other free blocks of the size, so that somebody else comes first."""
     if device == "cpu":
-        return no_answer("a list stands for the allocator on a CPU, and has no history")
+        return absent("a list stands for the allocator on a CPU, and has no history")
     return growth_after_capture(SETUPS["zeros_once_per_layer"], device, free_blocks)
 
 
@@ -151,7 +151,7 @@ def _cleared(kernel: broken.Kernel, device: str) -> torch.Tensor:
     return engine.replay()[: engine.live_rows].clone()
 
 
-def null_block(case: NullBlockCase, device: str) -> Answer:
+def null_block(case: NullBlockCase, device: str) -> Reading:
     """What live rows become when padding rows have ``seq_len`` 1 and read the null block.
 
     Compared with the same step whose padding rows are cleared: other bits without NaN are "wrong, finite".
@@ -164,8 +164,8 @@ def null_block(case: NullBlockCase, device: str) -> Answer:
     verdict, live = engine.verdict(), engine.live_rows
     moved = int((~same_bits(engine.replay()[:live], _cleared(case.kernel, device))).sum())
     if verdict == Verdict.CLEAN and moved:
-        return answer(WRONG_FINITE, live_rows=live, moved_rows=moved)
-    return answer(verdict, live_rows=live, moved_rows=moved)
+        return reading(WRONG_FINITE, live_rows=live, moved_rows=moved)
+    return reading(verdict, live_rows=live, moved_rows=moved)
 
 
 def null_block_expected(case: NullBlockCase) -> str:
@@ -223,7 +223,7 @@ BUFFERS = {
 BUFFERS_EXPECTED = dict(zip(BUFFERS, (INSIDE, PAST, REFUSED), strict=True))
 
 
-def three_d_buffer(case: BufferCase, device: str) -> Answer:
+def three_d_buffer(case: BufferCase, device: str) -> Reading:
     """Whether a launch with ``q_len`` query tokens writes past a buffer of (batch, heads, 512).
 
     The buffer of vLLM #37442 has three dimensions, the output of several query tokens four. A kernel
@@ -238,6 +238,6 @@ def three_d_buffer(case: BufferCase, device: str) -> Answer:
         case.kernel(*call, softmax_scale=SCALE, out=buffer)
     except ValueError as refusal:
         untouched = set(row_states(slab, stage=6)) == {"unwritten"}
-        return answer(REFUSED if untouched else "refused too late", note=str(refusal))
+        return reading(REFUSED if untouched else "refused too late", note=str(refusal))
     past = sum(state != "unwritten" for state in row_states(slab[rows:], stage=6))
-    return answer(PAST if past else INSIDE, rows_past_the_end=past, rows=rows)
+    return reading(PAST if past else INSIDE, rows_past_the_end=past, rows=rows)

@@ -1,16 +1,17 @@
-"""The questions of incident 1."""
+"""The cases of incident 1."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 
-from staleproof.cases.answers import Answer, answer, failed
-from staleproof.cases.case import Ablation, Fix, Question, Questions
-from staleproof.cases.finding import FIXED, NOT_FIXED, REPLICA, Evidence, Grade
+from staleproof.cases.case import Fix, Reading, Scene, ablation, each, failed, fix, reading
+from staleproof.cases.finding import REPLICA, Evidence, Grade
+from staleproof.cases.run import Table
+from staleproof.cases.words import FIXED, NOT_FIXED
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.rows import Fill, Verdict, bad_rows, judge_rows, pad_invariance
 from staleproof.incidents.mla_padding import broken
@@ -41,7 +42,7 @@ from staleproof.incidents.mla_padding.scene import (
     Variant,
     make_call,
 )
-from staleproof.incidents.mla_padding.setups import SETUPS, SICK_STEP, ClearEmptyRows, Setup, serve
+from staleproof.incidents.mla_padding.setups import SETUPS, SICK_STEP, ClearEmptyRows, Served, Setup, serve
 from staleproof.kernels.adapter import Peer
 from staleproof.kernels.mla import peers
 from staleproof.kernels.vllm_peers import vllm_fa3
@@ -89,6 +90,10 @@ def _evidence(kernel: broken.Kernel, where: str = "") -> Evidence:
     return Evidence(Grade.REAL, kernel.peer.name + where) if isinstance(kernel, PeerKernel) else REPLICA
 
 
+# The worst first: rows of one batch may differ.
+EMPTY_ROW_STATES = ("unwritten", "partly written", "nan", "finite", "zero")
+
+
 def _call(device: str, rows: int, live: int, tokens: int) -> Call:
     # fp32 under the interpreter: third-party kernels run there as they are, and its dot product of
     # bf16 operands multiplies their bit patterns.
@@ -96,7 +101,7 @@ def _call(device: str, rows: int, live: int, tokens: int) -> Call:
     return make_call(device, rows=rows, live=live, tokens=tokens, dtype=dtype)
 
 
-def empty_row(kernel: broken.Kernel, device: str, rows: int = 8) -> Answer:
+def empty_row(kernel: broken.Kernel, device: str, rows: int = 8) -> Reading:
     """What a kernel does with the output rows of requests without tokens.
 
     The output is filled with a canary first: if it survives, the row was not written; another NaN was
@@ -107,7 +112,8 @@ def empty_row(kernel: broken.Kernel, device: str, rows: int = 8) -> Answer:
     kernel(*call, softmax_scale=SCALE, out=out)
     states = row_states(out, stage=5)
     live, padding = sorted({*states[:3]}), sorted({*states[3:]})
-    return answer(" and ".join(padding), live_rows=" ".join(live))
+    worst = next(state for state in EMPTY_ROW_STATES if state in padding)
+    return reading(worst, padding_rows=" ".join(padding), live_rows=" ".join(live))
 
 
 def _reads(kernel: broken.Kernel, call: Call, memory: list[torch.Tensor]) -> str:
@@ -137,10 +143,10 @@ def unused_table_entry(kernel: broken.Kernel, device: str) -> str:
     return _reads(kernel, call, [call.kv_cache[page] for page in call.block_table[:, 1].tolist()])
 
 
-def _or_reason(ask: Callable[[broken.Kernel, str], str | Answer]) -> Callable[..., str | Answer]:
+def _or_reason(ask: Callable[[broken.Kernel, str], str | Reading]) -> Callable[..., str | Reading]:
     """The question; if a peer refuses the call or fails, the reason in one line, and the others go on."""
 
-    def guarded(kernel: broken.Kernel, device: str) -> str | Answer:
+    def guarded(kernel: broken.Kernel, device: str) -> str | Reading:
         try:
             return ask(kernel, device)
         except Exception as error:
@@ -162,10 +168,11 @@ KERNELS: dict[str, broken.Kernel] = {
 SPLITS = {"cuda": (1, 2, 4, 8, 16, 32, 64), "cpu": (1, 4)}
 
 
-def empty_row_by_splits(kernel: Callable[[int], broken.Kernel], device: str) -> Answer:
+def empty_row_by_splits(kernel: Callable[[int], broken.Kernel], device: str) -> Reading:
     """What becomes of an empty row, with each number of splits."""
     states = [empty_row(kernel(splits), device, rows=4).verdict for splits in SPLITS[device]]
-    return answer(" and ".join(sorted({*states})), splits=list(SPLITS[device]), states=states)
+    worst = next(state for state in EMPTY_ROW_STATES if state in states)
+    return reading(worst, splits=list(SPLITS[device]), states=states)
 
 
 SPLIT_KERNELS: dict[str, Callable[[int], broken.Kernel]] = {
@@ -173,11 +180,13 @@ SPLIT_KERNELS: dict[str, Callable[[int], broken.Kernel]] = {
     "vllm_triton": lambda splits: PeerKernel(peers()["vllm_triton"], splits),
 }
 
-ALONE: dict[str, Callable[[broken.Kernel, str], str | Answer]] = {
-    "empty row": empty_row,
-    "past seq_len": past_seq_len,
-    "unused table entry": unused_table_entry,
+# Question -> the family of its verdicts, and what is asked.
+ALONE: dict[str, tuple[str, Callable[[broken.Kernel, str], str | Reading]]] = {
+    "empty row": ("empty row", empty_row),
+    "past seq_len": ("rows", past_seq_len),
+    "unused table entry": ("rows", unused_table_entry),
 }
+_UNKNOWN = "another package's kernel: nothing is known before it runs"
 # What must come out of these three questions. Of vLLM's kernel it is known from running its unmodified
 # file on an H200; nothing is expected of the other packages' kernels.
 CONTRACT = {
@@ -203,7 +212,7 @@ class PaddingCase:
     fixed: bool
 
 
-def padding_rows(case: PaddingCase, device: str) -> Answer:
+def padding_rows(case: PaddingCase, device: str) -> Reading:
     """What the raw attention output, filled with NaN before, holds in its padding rows.
 
     ``amax`` over all rows is the reproducer's own figure.
@@ -214,7 +223,7 @@ def padding_rows(case: PaddingCase, device: str) -> Answer:
     if case.fixed:
         clear_empty_rows(out, call.seq_lens)
     verdict = "padding NaN" if bad_rows(out)[1:].any() else "no padding NaN"
-    return answer(
+    return reading(
         verdict, amax=float(out.abs().max()), q_len=case.q_len, padding=case.padding, tokens=case.tokens
     )
 
@@ -229,17 +238,25 @@ REPRODUCER = {
 # --- Served requests.
 
 
-def served(setup: Setup, device: str, quantiser: str = "torch.max") -> Iterator[Answer]:
-    """The worst verdict of the served steps, and whether padding content decides what live rows say."""
-    found = serve(setup, quantiser, device)
-    yield answer(found.verdict, steps=" ".join(found.steps), sick_step=found.steps[SICK_STEP])
-    content = "ignored" if found.invariant else "decides"
-    yield Answer(content, question="padding content", expected=setup.padding_content)
+@cache
+def _service(setup: Setup, quantiser: str) -> Scene:
+    """The steps of one setup, which two questions judge."""
+    return Scene(f"serve, {quantiser}", partial(serve, setup, quantiser))
 
 
-def served_verdict(setup: Setup, device: str, quantiser: str = "torch.max") -> Answer:
-    """The worst verdict of the served steps alone."""
-    return next(served(setup, device, quantiser))
+def served(setup: Setup, device: str, found: Served) -> Reading:
+    """The worst verdict of the served steps."""
+    return reading(found.verdict, steps=" ".join(found.steps), sick_step=found.steps[SICK_STEP])
+
+
+def padding_content(setup: Setup, device: str, found: Served) -> str:
+    """Whether padding content decides what live rows say."""
+    return "ignored" if found.invariant else "decides"
+
+
+def served_verdict(setup: Setup, device: str, quantiser: str = "torch.max") -> Reading:
+    """The worst verdict of the served steps, served for this question alone."""
+    return served(setup, device, serve(setup, quantiser, device))
 
 
 def _not_served(setup: Setup, device: str) -> str | None:
@@ -254,10 +271,10 @@ SERVED_PEERS = {
 }
 
 
-def off_on_off(name: str, expected: str = FIXED) -> Fix:
+def off_on_off(name: str, expect: str = FIXED) -> Fix:
     """The same kernel without, with and again without the remedy of one setup."""
     setup = SETUPS[name]
-    return Fix(name, off=setup.without_fix, on=setup, ask=served_verdict, wrong=wrong, expected=expected)
+    return fix(name, "rows", off=setup.without_fix, on=setup, ask=served_verdict, wrong=wrong, expect=expect)
 
 
 @dataclass(frozen=True)
@@ -295,60 +312,93 @@ def _live_count_expected(live: int) -> str:
     return Verdict.CLEAN if live == ROWS else Verdict.LEAKED
 
 
-QUESTIONS = Questions(
+TABLE = Table(
     "mla_padding",
-    Question("live count", LIVE_COUNTS, live_count_verdict, _live_count_expected, one_thread=True),
+    each("live count", "rows", LIVE_COUNTS, live_count_verdict, expect=_live_count_expected),
     *(
-        Question(
+        each(
             name,
+            words,
             KERNELS,
             _or_reason(ask),
-            expected={kernel: CONTRACT.get(kernel, (None,) * 3)[index] for kernel in KERNELS},
-            unavailable=_unavailable,
+            expect={kernel: verdicts[index] for kernel, verdicts in CONTRACT.items()},
+            reason=_UNKNOWN,
+            needs=_unavailable,
             evidence=_evidence,
         )
-        for index, (name, ask) in enumerate(ALONE.items())
+        for index, (name, (words, ask)) in enumerate(ALONE.items())
     ),
     *(
-        Question(
+        each(
             name,
+            "padding NaN",
             {"empty_row_not_written": off, "clear_empty_rows": on},
             padding_rows,
-            expected=lambda case: "no padding NaN" if case.fixed else "padding NaN",
+            expect=lambda case: "no padding NaN" if case.fixed else "padding NaN",
         )
         for name, (off, on) in REPRODUCER.items()
     ),
-    Question("served, torch.max", SETUPS, served, lambda s: s.served[0], also=("padding content",)),
-    Question(
+    *(
+        case
+        for name, setup in SETUPS.items()
+        for case in (
+            *each(
+                "served, torch.max",
+                "rows",
+                {name: setup},
+                served,
+                expect=setup.served[0],
+                scene=_service(setup, "torch.max"),
+            ),
+            *each(
+                "padding content",
+                "padding content",
+                {name: setup},
+                padding_content,
+                expect=setup.padding_content,
+                scene=_service(setup, "torch.max"),
+            ),
+        )
+    ),
+    each(
         "served, fmax",
+        "rows",
         {name: setup for name, setup in SETUPS.items() if setup.quantise is None},
         partial(served_verdict, quantiser="fmax"),
-        lambda s: s.served[1],
+        expect=lambda setup: setup.served[1],
     ),
-    Question(
+    each(
         "served, torch.max",
+        "rows",
         SERVED_PEERS,
         served_verdict,
-        lambda s: s.served[0],
-        _not_served,
-        evidence=lambda s: _evidence(s.kernel, ", in our engine"),
+        expect=lambda setup: setup.served[0],
+        needs=_not_served,
+        evidence=lambda setup: _evidence(setup.kernel, ", in our engine"),
     ),
-    Question("growth after capture", {name: SETUPS[name] for name in GROWTH}, growth_after_capture, GROWTH),
-    Question("growth by history", FREE_BLOCKS, growth_by_history, "overwrites a tenant"),
-    Question("null block", NULL_BLOCKS, null_block, null_block_expected, one_thread=True),
-    Question("num_decodes", DECODES, num_decodes, DECODES_EXPECTED),
-    Question("3-D buffer", BUFFERS, three_d_buffer, BUFFERS_EXPECTED),
-    Question(
+    each(
+        "growth after capture",
+        "buffer",
+        {name: SETUPS[name] for name in GROWTH},
+        growth_after_capture,
+        expect=GROWTH,
+    ),
+    each("growth by history", "buffer", FREE_BLOCKS, growth_by_history, expect="overwrites a tenant"),
+    each("null block", "rows", NULL_BLOCKS, null_block, expect=null_block_expected),
+    each("num_decodes", "rows", DECODES, num_decodes, expect=DECODES_EXPECTED),
+    each("3-D buffer", "buffer", BUFFERS, three_d_buffer, expect=BUFFERS_EXPECTED),
+    each(
         "empty row, by splits",
+        "empty row",
         SPLIT_KERNELS,
         empty_row_by_splits,
-        expected={"mla_decode": "zero", "vllm_triton": "nan"},
-        unavailable=lambda kernel, device: _unavailable(kernel(1), device),
-        one_thread=True,
+        expect={"mla_decode": "zero", "vllm_triton": "nan"},
+        needs=lambda kernel, device: _unavailable(kernel(1), device),
         evidence=lambda kernel: _evidence(kernel(1)),
     ),
-    Ablation(
+    ablation(
         Ingredients(),
+        "rows",
         without={
             "no padding rows": {"padding": False},
             "kernel writes every row": {"unwritten": False},
@@ -356,7 +406,7 @@ QUESTIONS = Questions(
             "consumer keeps rows apart": {"mixes": False},
         },
         ask=leak,
-        expected={
+        expect={
             "all four": Verdict.LEAKED,
             "no padding rows": Verdict.CLEAN,
             "kernel writes every row": Verdict.CLEAN,

@@ -1,0 +1,221 @@
+"""The one runner: it puts the cases of a table, one after the other, and yields a finding for each.
+
+It does what every case needs: lines of progress, ``not run`` with its reason, one thread of torch, off / on /
+off, time limits, and the end of every child process, also after an error or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from staleproof import device as devices
+from staleproof.cases import children
+from staleproof.cases import words as families
+from staleproof.cases.case import Case, Fix, Reading, Scene
+from staleproof.cases.children import ChildError
+from staleproof.cases.finding import FIX, Finding, Three, finding, not_run
+from staleproof.cases.words import NOT_RUN, Outcome
+from staleproof.check import require
+
+Progress = Callable[[str], None]
+
+
+def silent(line: str) -> None:
+    """Prints no progress."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread of torch for the length of a ``with``: for operations of microseconds.
+
+    Handing these to a second thread takes longer than doing them, ten times longer on a busy machine.
+
+    >>> import torch
+    >>> with one_thread():
+    ...     torch.get_num_threads()
+    1
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Table:
+    """The cases of one incident.
+
+    Args:
+        incident: folder name; cases whose key names none get it.
+        rows: cases, or lists of cases, in the order in which they are asked.
+
+    Raises:
+        ValueError: two cases of one key.
+    """
+
+    def __init__(self, incident: str, *rows: Case | Iterable[Case]) -> None:
+        flat = [case for row in rows for case in ((row,) if isinstance(row, Case) else row)]
+        self.incident = incident
+        self.cases = [
+            replace(case, key=case.key._replace(incident=case.key.incident or incident)) for case in flat
+        ]
+        twice = [", ".join(key) for key, n in Counter(case.key for case in self.cases).items() if n > 1]
+        require(not twice, "table", "one case of each key", f"several of {twice}")
+
+    @property
+    def steps(self) -> list[str]:
+        """What :meth:`run` asks, one name a line of progress."""
+        return [", ".join(filter(None, case.key[1:])) for case in self.cases]
+
+    def run(self, device: str, progress: Progress = silent) -> Generator[Finding]:
+        """Put every case; see :func:`run`."""
+        return run(self.cases, device, progress)
+
+    def ask(self, question: str, *variants: str, device: str | None = None) -> list[Finding]:
+        """Put the cases of one question; for notebooks and tests.
+
+        Args:
+            question: all cases of this question.
+            variants: some of its variants; all by default.
+            device: ``"cpu"``, ``"cuda"``, or ``None`` for the device of this process.
+
+        Raises:
+            ValueError: no such question, or no such variant.
+        """
+        device = devices.select() if device is None else device
+        mine = [case for case in self.cases if case.key.question == question]
+        known = sorted({case.key.question for case in self.cases})
+        require(bool(mine), "question", f"one of {known}", repr(question))
+        names = [case.key.variant for case in mine]
+        require(set(variants) <= set(names), "variants", f"some of {names}", list(variants))
+        return [*run([case for case in mine if not variants or case.key.variant in variants], device)]
+
+
+def run(cases: Sequence[Case], device: str, progress: Progress = silent) -> Generator[Finding]:
+    """Put cases, yielding each finding as soon as it is there, in the order of the cases.
+
+    However this ends (the last answer, an error, Ctrl-C, a caller that stops listening), no child process
+    is left.
+
+    Args:
+        cases: of one table.
+        device: ``"cpu"`` or ``"cuda"``.
+        progress: takes one line about the step that begins.
+    """
+    told = _Told(cases, device)
+    try:
+        for number, case in enumerate(cases, 1):
+            name = ", ".join(filter(None, case.key[1:]))
+            progress(f"{case.key.incident} {number}/{len(cases)}: {name}")
+            # The caller runs between two findings, and must find its own number of threads then.
+            with one_thread(), children.within(case.limit_s):
+                found = _put(case, device, told)
+            yield found
+    finally:
+        children.end_all()
+
+
+class _Told:
+    """What each scene told, kept while a case still needs it."""
+
+    def __init__(self, cases: Sequence[Case], device: str) -> None:
+        self._device = device
+        self._left = Counter(case.scene for case in cases if case.scene is not None)
+        self._told: dict[Scene, Any] = {}
+        for scene in self._left:
+            # A scene that no case can use here is not begun.
+            users = [case for case in cases if case.scene is scene]
+            if scene.early and any(_missing(case, device) is None for case in users):
+                self._begin(scene)
+
+    def _begin(self, scene: Scene) -> None:
+        with one_thread(), children.within(scene.limit_s):
+            try:
+                self._told[scene] = scene.tell(self._device)
+            except ChildError as error:
+                self._told[scene] = error
+
+    def arguments(self, case: Case) -> tuple[Any, ...]:
+        """What the ask of a case gets besides subject and device.
+
+        Raises:
+            ChildError: the scene failed; the text says how.
+        """
+        if case.scene is None:
+            return ()
+        if case.scene not in self._told:
+            self._begin(case.scene)
+        self._left[case.scene] -= 1
+        told = self._told[case.scene] if self._left[case.scene] else self._told.pop(case.scene)
+        if isinstance(told, ChildError):
+            raise ChildError(f"{case.scene.name}: {told}") from told
+        return (told,)
+
+
+def _missing(case: Case, device: str) -> str | None:
+    """Why a case cannot be asked here, or ``None``."""
+    subjects = (case.off, case.subject) if isinstance(case, Fix) else (case.subject,)
+    return next((why for subject in subjects if (why := case.needs(subject, device))), None)
+
+
+def _put(case: Case, device: str, scenes: _Told) -> Finding:
+    words = FIX if isinstance(case, Fix) else case.words
+    if why := _missing(case, device):
+        return not_run(case.key, words, why)
+    try:
+        told = scenes.arguments(case)
+    except ChildError as error:
+        return not_run(case.key, words, str(error))
+    if isinstance(case, Fix):
+        return _put_fix(case, device, told)
+    said = _read(case.ask(case.subject, device, *told))
+    return _found(case, words, said, device)
+
+
+def _read(said: Reading | str) -> Reading:
+    return said if isinstance(said, Reading) else Reading(str(said))
+
+
+def _found(case: Case, words: str, said: Reading, device: str, three: Three | None = None) -> Finding:
+    absent = said.verdict == NOT_RUN
+    found = finding(
+        case.key,
+        words,
+        said.verdict,
+        expected=None if absent else case.expected(device),
+        note=said.note,
+        script=said.script,
+        three=None if absent else three,
+        evidence=said.evidence or case.grade(),
+        provenance=said.provenance,
+    )
+    return replace(found, numbers=said.numbers)
+
+
+def _put_fix(case: Fix, device: str, told: tuple[Any, ...]) -> Finding:
+    """Ask without the remedy, with it, and without it again."""
+    # In this order: the last run shows that the remedy, not something it left behind, made the difference.
+    asked: list[Reading] = []
+    for subject in (case.off, case.subject, case.off):
+        asked.append(_read(case.ask(subject, device, *told)))
+        if asked[-1].verdict == NOT_RUN:
+            return not_run(case.key, FIX, asked[-1].note)
+    off, on, again = asked
+    wrong, right = "", None
+    if families.outcome(case.words, on.verdict) is Outcome.GOOD:
+        assert case.wrong is not None
+        wrong = case.wrong(case.subject, device, *told) or ""
+        right = not wrong
+    three = Three(case.words, off.verdict, on.verdict, again.verdict, right, wrong)
+    numbers = {
+        f"{name}_{state}": n for state, x in (("off", off), ("on", on)) for name, n in x.numbers.items()
+    }
+    said = Reading(three.verdict, numbers, wrong or on.note, on.script, on.evidence, on.provenance)
+    return _found(case, FIX, said, device, three)

@@ -1,0 +1,310 @@
+"""Every verdict word, once: the family of questions it answers, what it means for a request, one sentence.
+
+A *family* belongs to one kind of question. The outcome of a word says what happened to the requests, and
+gives the word its colour. Whether a verdict was expected is another thing: a faulty variant that leaks is
+expected to leak, and it is still bad.
+
+>>> outcome("rows", "leaked").value, outcome("buffer", "refused").value
+('bad', 'good')
+>>> outcome("rows", "leeked")
+Traceback (most recent call last):
+    ...
+staleproof.cases.words.UnknownWordError: verdict: expected a word of the family rows (clean; pad_only; \
+leaked; live_born; wrong, finite; not run), got 'leeked'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Outcome(StrEnum):
+    """What a verdict means for the requests that were served."""
+
+    GOOD = "good"
+    BAD = "bad"
+    OPEN = "open"
+    NOT_RUN = "not run"
+
+
+class Word(NamedTuple):
+    """One verdict of a family.
+
+    Attributes:
+        outcome: its colour follows from it.
+        says: one sentence for a reader.
+    """
+
+    outcome: Outcome
+    says: str
+
+
+class UnknownWordError(ValueError):
+    """A verdict, or a family, that nobody defined."""
+
+
+NOT_RUN = "not run"
+FIX = "fix"
+FIXED, NOT_FIXED, NOT_REPRODUCED, WRONG = "fixed", "not fixed", "not reproduced", "wrong"
+
+GOOD, BAD, OPEN = Outcome.GOOD, Outcome.BAD, Outcome.OPEN
+_ABSENT = Word(Outcome.NOT_RUN, "This machine lacks something that the question needs; the note says what.")
+
+
+def _family(
+    good: Mapping[str, str] | None = None,
+    bad: Mapping[str, str] | None = None,
+    open_: Mapping[str, str] | None = None,
+) -> Mapping[str, Word]:
+    said = ((GOOD, good), (BAD, bad), (OPEN, open_))
+    return {word: Word(meaning, says) for meaning, words in said for word, says in (words or {}).items()}
+
+
+_NAN = "A live row holds NaN."
+_FINITE = "A live row holds a wrong number that no check for NaN sees."
+_ILLEGAL = "The kernel reads or writes outside its memory, and the process ends."
+
+FAMILIES: Mapping[str, Mapping[str, Word]] = {
+    FIX: _family(
+        {FIXED: "Broken fails, fixed passes, broken fails again, and the result equals a reference."},
+        {
+            NOT_FIXED: "The fault is there with the remedy, too.",
+            WRONG: "The fault is gone, and the result is not right.",
+        },
+        {NOT_REPRODUCED: "A run without the remedy shows no fault, so nothing is shown about the remedy."},
+    ),
+    "rows": _family(
+        {"clean": "No row holds a NaN."},
+        {
+            "pad_only": "Padding rows hold NaN and no live row does.",
+            "leaked": "A live row is bad, and the same input with clean padding is good.",
+            "live_born": "A live row is bad by itself.",
+            "wrong, finite": _FINITE,
+        },
+    ),
+    "empty row": _family(
+        {"zero": "The row of an empty request is written as zeros."},
+        {
+            "unwritten": "The row keeps whatever the memory held.",
+            "partly written": "Part of the row keeps whatever the memory held.",
+            "nan": "The kernel computes a NaN for the row.",
+            "finite": "The row holds numbers that are not zero.",
+        },
+    ),
+    "padding NaN": _family(
+        {"no padding NaN": "Padding rows hold no NaN."}, {"padding NaN": "Padding rows hold NaN."}
+    ),
+    "padding content": _family(
+        {"ignored": "Live rows have the same bits whatever padding holds."},
+        {"decides": "Live rows change with what padding holds."},
+    ),
+    "buffer": _family(
+        {
+            "clean": "Nothing is written outside the buffer.",
+            "safe": "A captured graph writes into memory that is still its own.",
+            "stays inside": "All writes stay inside the buffer.",
+            "refused": "The request to grow is refused with an error.",
+        },
+        {
+            "writes freed memory": "A captured graph writes into memory that was freed.",
+            "writes past its end": "Rows are written behind the end of the buffer.",
+            "refused too late": "The request is refused after rows were written.",
+            "overwrites a tenant": "A captured graph writes into memory that belongs to someone else now.",
+        },
+    ),
+    "server": _family(
+        {"lives": "The server survives its first requests."}, {"dies": "The server runs out of memory."}
+    ),
+    "ledger": _family(
+        {"fits": "Memory kept after the profile fits what the profile left."},
+        {"will not fit": "More is kept after the profile than it left."},
+    ),
+    "profile": _family(
+        {
+            "nothing kept": "No memory is kept that the profile would have to see.",
+            "seen": "The profile sees the buffers.",
+        },
+        {"unseen": "The profile sees none of the buffers."},
+    ),
+    "layers": _family(
+        {"separate": "No layer's rows reach another's."}, {"mixed": "Rows of one layer reach another's."}
+    ),
+    "shape": _family(
+        {"right shape": "The buffer fits the second model."},
+        {"wrong shape": "The buffer has the first model's shape."},
+    ),
+    "shared buffer": _family(
+        {"one buffer": "Two threads get one buffer."}, {"two buffers": "Two threads make a buffer each."}
+    ),
+    "empty rows": _family(
+        {
+            "cleared": "Rows of empty requests are zeros.",
+            "its own": "They hold the layer's own earlier rows.",
+        },
+        {"stale": "They hold rows of an earlier step.", "another layer's": "They hold another layer's rows."},
+    ),
+    "captured kernels": _family(
+        {"the same kernels": "The graph launches what it launched without the remedy."},
+        open_={"one kernel more": "The graph launches one kernel more than without the remedy."},
+    ),
+    "outside torch": _family(
+        {"counted, not named": "The ledger counts the bytes and cannot say whose they are."},
+        {"counted as free": "The ledger takes the bytes for free memory."},
+    ),
+    "measurement": _family(open_={"measured": "The numbers are in the finding; no bound was set for them."}),
+    "arithmetic": _family(
+        {"within 1 %": "The prediction is within one per cent of what came out."},
+        {"off": "The prediction is further off than that."},
+    ),
+    "bits": _family(
+        open_={
+            "some": "Some numbers, read in the other format, are NaN.",
+            "none": "No number, read in the other format, is NaN.",
+            "nearly all": "Nearly all padding rows hold NaN.",
+        }
+    ),
+    "answers": _family(
+        {"clean": "All answers are those of a cache that was zeroed."},
+        {"NaN": _NAN, "wrong, finite": _FINITE},
+    ),
+    "host memory": _family(
+        {"flat": "The host's lists stay as long as they were."},
+        {"grows": "The host's lists grow with each request."},
+    ),
+    "block list": _family(
+        {"seen": "The worker sees the list of new blocks."},
+        {"hidden": "The list of new blocks is lost on its way to the worker."},
+    ),
+    "experts": _family(
+        {
+            "distinct": "No token names an expert twice, and the choice is the best.",
+            "skipped": "Padding rows get the id that stands for no expert.",
+            "refused": "The call is refused with an error.",
+        },
+        {
+            "duplicates": "A token names an expert twice.",
+            "distinct, not the best": "No expert is named twice, but a better one is left out.",
+            "always chosen": "One expert is chosen whatever the scores are.",
+        },
+    ),
+    "padding id": _family(
+        {"passes over": "The kernel passes over the id -1."},
+        {"takes the last expert": "The id -1 counts as the last expert."},
+    ),
+    "access": _family(
+        {
+            "right": "The result equals the reference.",
+            "refused": "The call is refused with an error before it reads.",
+            "no error": "The sanitizer reports nothing.",
+        },
+        {
+            "illegal access": _ILLEGAL,
+            "illegal memory access": _ILLEGAL,
+            "invalid read": "The sanitizer reports a read outside of any allocation.",
+            "wrong, silent": "The result is wrong and nothing says so.",
+            "NaN": _NAN,
+        },
+    ),
+    "same": _family(
+        {
+            "the same": "Both give the same.",
+            "same bits": "Both give the same bits.",
+            "same bytes": "Both write the same bytes.",
+            "same values": "Both give the same values.",
+            "writes nothing": "The call leaves the padding as it was, as the other does.",
+        },
+        {"differ": "They differ.", "other bits": "The bits differ."},
+    ),
+    "cure": _family(
+        {"cured": "With this remedy the cause does no harm."},
+        {
+            "not cured": "With this remedy the cause does the same harm.",
+            "made worse": "With this remedy the cause does more harm.",
+        },
+        {"helped": "With this remedy the cause does less harm, not none."},
+    ),
+    "random padding": _family(
+        bad={
+            "NaN or right": "Each draw of the padding gives a NaN or the right result.",
+            "NaN or wrong": "Each draw of the padding gives a NaN or a wrong result.",
+        }
+    ),
+    "id width": _family(
+        {
+            "clean": "The result is right with ids of this width.",
+            "refused": "Ids of this width are refused with an error.",
+        },
+        {"wrong, finite": _FINITE},
+    ),
+}
+# Of the engine's questions.
+FAMILIES = {
+    **FAMILIES,
+    "live logits": _family(
+        {"same bits": "Logits of live rows have the same bits."},
+        {
+            "other bits": "Logits of live rows differ in some bits.",
+            "padding reaches live rows": "Logits of live rows change with what padding rows hold.",
+            "nan": "Logits of live rows hold NaN.",
+        },
+    ),
+    "zeroing": _family(
+        {"all zeroed": "Every new block was zeroed before it was read."},
+        {"blocks not zeroed": "Blocks were read that nobody had zeroed."},
+    ),
+    "account": _family(
+        {"balances": "The phases of the start add up to what the device reports."},
+        {"does not balance": "Memory is used that no phase of the start accounts for."},
+    ),
+    "death": _family(
+        {"predicted": "The step that runs out of memory is the predicted one."},
+        {"not predicted": "The server runs out of memory at another step, or not at all."},
+    ),
+    "memory of graphs": _family(
+        {"counted": "The engine counts the memory of its graphs."},
+        {"not counted": "The engine leaves the memory of its graphs out."},
+    ),
+    "counts": _family(
+        {"exact": "The watch counts what the spies beside it count."},
+        {"not exact": "The watch counts something else than the spies beside it."},
+    ),
+    "cost": _family(
+        {"under 1 %": "The interval lies below one per cent.", "under 3 %": "It lies below three per cent."},
+        {"over 1 %": "The interval lies above one per cent.", "over 3 %": "It lies above three per cent."},
+        {
+            "around 1 %": "One per cent is inside the interval.",
+            "around 3 %": "Three per cent is inside the interval.",
+        },
+    ),
+}
+
+
+def word(family: str, verdict: str) -> Word:
+    """The word of a verdict.
+
+    Args:
+        family: a key of :data:`FAMILIES`.
+        verdict: a word of it, or ``not run``, which every family has.
+
+    Raises:
+        UnknownWordError: naming the family and its words.
+    """
+    if family not in FAMILIES:
+        raise UnknownWordError(f"words: expected a family of {', '.join(FAMILIES)}; got {family!r}")
+    if verdict == NOT_RUN:
+        return _ABSENT
+    if verdict not in FAMILIES[family]:
+        known = "; ".join((*FAMILIES[family], NOT_RUN))
+        raise UnknownWordError(f"verdict: expected a word of the family {family} ({known}), got {verdict!r}")
+    return FAMILIES[family][verdict]
+
+
+def outcome(family: str, verdict: str) -> Outcome:
+    """Good, bad, open or not run; see :func:`word`.
+
+    >>> outcome("fix", "not run").value
+    'not run'
+    """
+    return word(family, verdict).outcome
