@@ -211,9 +211,9 @@ def _utilisation() -> float:
 
 
 def _owner_and_phase() -> list[str]:
-    from staleproof.incidents.decode_buffer.setups import Case, run_servers
+    from staleproof.incidents.decode_buffer.setups import ServerCase, run_servers
 
-    (server,) = run_servers([Case("lazy_moe_workspace", watched=True)], "cpu")
+    (server,) = run_servers([ServerCase("lazy_moe_workspace", watched=True)], "cpu")
     assert server.ready is not None
     after = [owner.name for owner in server.ready.owners if not owner.planned]
     return [after[0], str(server.died_in)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from staleproof.cases.finding import FIXED, OFF_ON_OFF, WRONG
+from staleproof.cases.finding import OFF_ON_OFF
+from staleproof.cases.words import FIXED, WRONG
 from staleproof.incidents.kv_reuse import broken, correct
-from staleproof.incidents.kv_reuse.questions import POLICIES, QUESTIONS
+from staleproof.incidents.kv_reuse.cases import POLICIES, TABLE
 from staleproof.incidents.kv_reuse.scene import Scene, ZeroNewBlocks, brief
 
 FIX = "BlockZeroer, e4m3, blocks outermost"
@@ -57,9 +58,9 @@ def test_a_byte_too_many_or_too_few_is_wrong(after_zeroing, spoil):
 
 
 def test_a_fix_with_a_byte_too_many_is_not_called_fixed(after_zeroing):
-    assert [f.verdict for f in QUESTIONS.ask(OFF_ON_OFF, FIX)] == [FIXED]
+    assert [f.verdict for f in TABLE.ask(OFF_ON_OFF, FIX)] == [FIXED]
     after_zeroing(_one_byte_off)
-    (found,) = QUESTIONS.ask(OFF_ON_OFF, FIX)
+    (found,) = TABLE.ask(OFF_ON_OFF, FIX)
     assert (found.verdict, found.failed) == (WRONG, True)
     assert "bytes differ" in found.note
 

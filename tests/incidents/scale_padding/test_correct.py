@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.cases.finding import FIXED, OFF_ON_OFF, WRONG
+from staleproof.cases.finding import OFF_ON_OFF
+from staleproof.cases.words import FIXED, WRONG
 from staleproof.incidents.scale_padding import broken, correct, ids, null_block, scene
-from staleproof.incidents.scale_padding.questions import ID_WIDTHS, QUESTIONS
+from staleproof.incidents.scale_padding.cases import ID_WIDTHS, TABLE
 from staleproof.ops.nvfp4 import quantize_nvfp4
 
 
 def fix(name):
-    (found,) = QUESTIONS.ask(OFF_ON_OFF, name)
+    (found,) = TABLE.ask(OFF_ON_OFF, name)
     return found.verdict, found.note
 
 

@@ -11,6 +11,7 @@ from staleproof.evidence.rows import pad_invariance
 from staleproof.incidents.scale_padding import broken, ids, null_block
 from staleproof.incidents.scale_padding.scene import IN_KERNEL, LIVE, multiply, product_on, step_of
 from staleproof.ops.nvfp4 import quantize_nvfp4
+from staleproof.ops.nvfp4_layout import swizzle
 from staleproof.ops.reference import nvfp4 as reference
 
 # A share of a row's largest magnitude: e4m3 keeps 4 bits, so an element is off by up to a sixteenth.
@@ -25,7 +26,10 @@ def wrong_product(path_name: str, allocation: str, device: str) -> str | None:
     Our quantiser must write the reference's bytes, padding included, over poisoned memory.
     """
     a, path = product_on(device), broken.PATHS[path_name]
-    packed, scales = reference.quantize_nvfp4(a.x, a.factor, swizzled=path.row_tile is not None)
+    packed, scales = reference.quantize_nvfp4(a.x, a.factor, swizzled=False)
+    if path.row_tile is not None:
+        tiles = swizzle(scales.view(torch.uint8), row_tile=path.row_tile)
+        scales = tiles.view(torch.float8_e4m3fn)
     want = multiply(a, packed, scales, path)
     step = step_of(path_name, allocation, device)
     found = other_bits("product, live rows", step(None)[:LIVE], want[:LIVE])

@@ -141,7 +141,7 @@ def unavailable_reason(backend: str) -> str | None:
 
 
 def reproduce(
-    backend: str = "gloo", *, device: str = "cpu", timeout_s: float = 60
+    backend: str = "gloo", device: str = "cpu", *, timeout_s: float = 60
 ) -> tuple[list[RankStep], list[RankStep]]:
     """Run the two ranks as processes of their own.
 

@@ -1,20 +1,22 @@
-"""The questions of incident 4: what stale bytes of a reused block do, and which remedies hold.
+"""The cases of incident 4: what stale bytes of a reused block do, and which remedies hold.
 
 The table is at the end; above it are the functions that answer one row each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from staleproof.cases.answers import Answer, answer
-from staleproof.cases.case import ALL, Ablation, Fix, Question, Questions, Several
-from staleproof.cases.finding import ARITHMETIC, CLEAN, FIXED, NOT_FIXED, REPLICA, Evidence, Grade, off_on_off
+from staleproof.cases import case as cases
+from staleproof.cases.case import ALL, Reading, ablation, each, fix, reading
+from staleproof.cases.finding import ARITHMETIC, REPLICA, Evidence, Grade
+from staleproof.cases.run import Table
+from staleproof.cases.words import FIXED, NOT_FIXED
 from staleproof.evidence.rows import Fill, judge_rows
 from staleproof.evidence.tenancy import STALE, WIPED
 from staleproof.incidents.kv_reuse import broken
@@ -24,6 +26,7 @@ from staleproof.incidents.kv_reuse.correct import wrong_bytes
 from staleproof.incidents.kv_reuse.host_memory import host_memory
 from staleproof.incidents.kv_reuse.hybrid import HEAD_DIM, KERNEL_BLOCK, FirstStep
 from staleproof.incidents.kv_reuse.scene import (
+    CLEAN,
     KERNEL,
     NAN,
     WRONG,
@@ -38,15 +41,14 @@ from staleproof.incidents.kv_reuse.scene import (
     trace_of,
 )
 
-INCIDENT = "kv_reuse"
 MILLION = 1_000_000
 CACHING = {"with prefix caching": True, "without prefix caching": False}
 
 
-def nan_in_bits(source: str, dtype: str, device: str) -> Answer:
+def nan_in_bits(source: str, dtype: str, device: str) -> Reading:
     """How often the bits of fp32 values are NaN when they are read as ``dtype``."""
     share = nan_share(source, dtype)
-    return answer(
+    return reading(
         "some" if share.elements else "none",
         elements=share.elements,
         infinite=share.infinite,
@@ -82,16 +84,13 @@ def past_seq_len(side: str, name: str, device: str) -> str:
     return judge_rows(run, 3)
 
 
-def _numbered(seen: Outcome) -> Answer:
-    return Answer(seen.verdict, seen.numbers)
-
-
-def served(scene: Scene, device: str, remedy: Remedy = no_zeroing) -> Answer:
+def served(scene: Scene, device: str, remedy: Remedy = no_zeroing) -> Reading:
     """What becomes of the requests of a scene, on this device."""
-    return _numbered(judge(replace(scene, device=device), remedy))
+    seen = judge(replace(scene, device=device), remedy)
+    return Reading(seen.verdict, seen.numbers)
 
 
-def served_with(scene: Scene, remedy: Remedy, device: str) -> Answer:
+def served_with(scene: Scene, remedy: Remedy, device: str) -> Reading:
     """:func:`served`, asked of a remedy."""
     return served(scene, device, remedy)
 
@@ -112,26 +111,30 @@ POLICIES: dict[str, tuple[Remedy, str, str]] = {
 }
 
 
-def policies(device: str) -> Iterator[Answer]:
-    """Each way to zero, with prefix caching on and off; the same runs give off / on / off of two."""
-    for how, prefix_caching in CACHING.items():
-        scene = Scene(device, prefix_caching=prefix_caching)
-        seen = {}
-        for name, (remedy, with_caching, without_caching) in POLICIES.items():
-            seen[name] = judge(scene, remedy)
-            expected = with_caching if prefix_caching else without_caching
-            yield replace(_numbered(seen[name]), question=f"served {how}", variant=name, expected=expected)
-        off, again = seen["no_zeroing"].verdict, judge(scene).verdict
-        for name in ("zero_on_free", "BlockZeroer"):
-            expected = FIXED if name == "BlockZeroer" or not prefix_caching else NOT_FIXED
-            wrong = wrong_bytes(scene, POLICIES[name][0])
-            claim = off_on_off(
-                INCIDENT, f"{name}, {how}", off=off, on=seen[name].verdict, off_again=again, wrong=wrong
-            )
-            yield Answer(claim.verdict, claim.numbers, claim.note, claim.question, claim.variant, expected)
+Runs = Mapping[str, Outcome]
 
 
-def cured_late(prefix_caching: bool, device: str) -> Answer:
+def _policies(scene: Scene) -> cases.Scene:
+    """Each way to zero, in one load; the verdict of a policy and off / on / off of two rest on these runs."""
+
+    def tell(device: str) -> Runs:
+        here = replace(scene, device=device)
+        return {name: judge(here, remedy) for name, (remedy, *_) in POLICIES.items()}
+
+    return cases.Scene(f"every policy, prefix caching {'on' if scene.prefix_caching else 'off'}", tell)
+
+
+def zeroed_by(policy: str, device: str, runs: Runs) -> Reading:
+    """What becomes of the requests with one way to zero."""
+    return Reading(runs[policy].verdict, runs[policy].numbers)
+
+
+def again(scene: Scene, policy: str, device: str, runs: Runs) -> Reading:
+    """The same; without zeroing the load is served once more, before a remedy and after it."""
+    return served(scene, device) if policy == "no_zeroing" else zeroed_by(policy, device, runs)
+
+
+def cured_late(prefix_caching: bool, device: str) -> Reading:
     """New blocks are zeroed in the last third only: what of the requests that begin in it?"""
     scene = Scene(device, prefix_caching=prefix_caching)
     start = scene.steps * 2 // 3
@@ -140,7 +143,7 @@ def cured_late(prefix_caching: bool, device: str) -> Answer:
     later = {*owners[start:].unique().tolist()} - {*owners[:start].unique().tolist()}
     hurt = later & seen.corrupted
     log = tenancies(scene, seen.served)
-    return answer(
+    return reading(
         NAN if hurt else CLEAN,
         corrupted=len(hurt),
         began=len(later),
@@ -183,7 +186,7 @@ RACES: dict[str, tuple[Remedy, int]] = {
 }
 
 
-def race(how: tuple[Remedy, int], device: str) -> Answer:
+def race(how: tuple[Remedy, int], device: str) -> Reading:
     """Ids on their way to the device while the host prepares the next step, in a full pool.
 
     A request gives its blocks back while its last step is in flight (so does vLLM; #45357 defers it
@@ -194,7 +197,7 @@ def race(how: tuple[Remedy, int], device: str) -> Answer:
     seen = judge(scene, remedy, ahead=ahead, delay=_late(device) if ahead else _in_time)
     log = tenancies(scene, seen.served)
     suspects = [s for r in sorted(seen.corrupted) for s in log.explain(r) if not s.via]
-    return answer(
+    return reading(
         seen.verdict,
         **seen.numbers,
         live_blocks_wiped=sum(s.kind == WIPED for s in suspects),
@@ -212,10 +215,10 @@ def _late(device: str) -> Callable[[], None]:
     return partial(torch.cuda._sleep, 20_000_000) if device == "cuda" else _in_time
 
 
-def grows(taken: bool, device: str) -> Answer:
+def grows(taken: bool, device: str) -> Reading:
     """What the list of new ids costs on a model for which nobody zeroes."""
     memory = host_memory(MILLION, taken=taken, frozen=True)
-    return answer(
+    return reading(
         "grows" if memory.kept else "flat",
         blocks=MILLION,
         ids_kept=memory.kept,
@@ -255,54 +258,101 @@ def _evidence(name: str, where: str = "") -> Evidence:
     return REPLICA if kernel.attend is masked_loads else Evidence(Grade.REAL, kernel.name + where)
 
 
-QUESTIONS = Questions(
-    INCIDENT,
-    Question(
+LOADS = {how: Scene("cpu", prefix_caching=caching) for how, caching in CACHING.items()}
+# Expected of zero_on_free: a block that it zeroed may still be hit.
+FREED = {"with prefix caching": NOT_FIXED, "without prefix caching": FIXED}
+
+
+def _of_load(how: str, scene: Scene) -> list[cases.Case]:
+    """Every policy in one load, and two of them off / on / off."""
+    runs = _policies(scene)
+    caching = 1 if scene.prefix_caching else 2
+    return [
+        *each(
+            f"served {how}",
+            "answers",
+            list(POLICIES),
+            zeroed_by,
+            expect={name: policy[caching] for name, policy in POLICIES.items()},
+            scene=runs,
+        ),
+        *(
+            fix(
+                f"{name}, {how}",
+                "answers",
+                off="no_zeroing",
+                on=name,
+                ask=partial(again, scene),
+                wrong=lambda policy, device, runs: wrong_on(scene, POLICIES[policy][0], device),
+                expect=expect,
+                scene=runs,
+            )
+            for name, expect in (("zero_on_free", FREED[how]), ("BlockZeroer", FIXED))
+        ),
+    ]
+
+
+TABLE = Table(
+    "kv_reuse",
+    each(
         "NaN in the bits of N(0, 1)",
+        "bits",
         list(DTYPES),
         partial(nan_in_bits, "N(0, 1)"),
-        "some",
+        expect="some",
         evidence=ARITHMETIC,
     ),
-    Question(
+    each(
         "NaN in the bits of bf16 values in fp32",
+        "bits",
         list(DTYPES),
         partial(nan_in_bits, "bf16 values in fp32"),
         # Read in 16 bits, a value is a bf16 number or its low half, which is zero.
-        lambda dtype: "none" if DTYPES[dtype].itemsize == 2 else "some",
+        expect=lambda dtype: "none" if DTYPES[dtype].itemsize == 2 else "some",
         evidence=ARITHMETIC,
     ),
     *(
-        Question(
+        each(
             f"NaN in {side} past seq_len",
+            "rows",
             list(kernels()),
             partial(past_seq_len, side),
-            {name: kernel.keys if side == "K" else kernel.values for name, kernel in kernels().items()},
-            unavailable=_no_kernel,
+            expect={
+                name: kernel.keys if side == "K" else kernel.values for name, kernel in kernels().items()
+            },
+            needs=_no_kernel,
             evidence=_evidence,
         )
         for side in "KV"
     ),
     *(
-        Question(
+        each(
             f"served {how}",
+            "answers",
             {
-                f"no_zeroing, {name}": Scene("cpu", name, kernel.dtypes[0], prefix_caching)
+                f"no_zeroing, {name}": replace(load, kernel=name, dtype=kernel.dtypes[0])
                 for name, kernel in kernels().items()
                 if name != KERNEL
             },
             served,
-            lambda scene: CLEAN if kernels()[scene.kernel].values == CLEAN else NAN,
-            unavailable=lambda scene, device: _no_kernel(scene.kernel, device),
+            expect=lambda scene: CLEAN if kernels()[scene.kernel].values == CLEAN else NAN,
+            needs=lambda scene, device: _no_kernel(scene.kernel, device),
             evidence=lambda scene: _evidence(scene.kernel, ", in our engine"),
         )
-        for how, prefix_caching in CACHING.items()
+        for how, load in LOADS.items()
     ),
-    Several("what is zeroed when", policies),
-    Question("requests after the cure", CACHING, cured_late, lambda caching: NAN if caching else CLEAN),
+    *(_of_load(how, load) for how, load in LOADS.items()),
+    each(
+        "requests after the cure",
+        "answers",
+        CACHING,
+        cured_late,
+        expect=lambda caching: NAN if caching else CLEAN,
+    ),
     *(
-        Fix(
+        fix(
             f"BlockZeroer, {name}, {'K/V' if kv_outermost else 'blocks'} outermost",
+            "answers",
             off=no_zeroing,
             on=ZeroNewBlocks,
             ask=partial(served_with, brief("cpu", dtype=dtype, kv_outermost=kv_outermost)),
@@ -311,27 +361,36 @@ QUESTIONS = Questions(
         for name, dtype in DTYPES.items()
         for kv_outermost in (False, True)
     ),
-    Ablation(
+    ablation(
         brief("cpu"),
+        "answers",
         without=INGREDIENTS,
         ask=served,
-        expected={ALL: NAN, **dict.fromkeys(INGREDIENTS, CLEAN)},
+        expect={ALL: NAN, **dict.fromkeys(INGREDIENTS, CLEAN)},
     ),
     *(
-        Question(
+        each(
             f"zeroed: {zeroed}",
+            "answers",
             STATE_TYPES,
             partial(served, remedy=remedy),
-            dict(zip(STATE_TYPES, verdicts, strict=True)),
+            expect=dict(zip(STATE_TYPES, verdicts, strict=True)),
         )
         for zeroed, (remedy, verdicts) in ZEROED.items()
     ),
-    Question("host one step ahead", RACES, race, dict.fromkeys(RACES, CLEAN) | {"one_pinned_buffer": NAN}),
-    Question(
+    each(
+        "host one step ahead",
+        "answers",
+        RACES,
+        race,
+        expect=dict.fromkeys(RACES, CLEAN) | {"one_pinned_buffer": NAN},
+    ),
+    each(
+        "host memory",
         "host memory",
         {"taken every step": True, "never": False},
         grows,
-        lambda taken: "flat" if taken else "grows",
+        expect=lambda taken: "flat" if taken else "grows",
     ),
-    Question("who sees the list", WITNESSES, who_sees, lambda witness: witness.expected),
+    each("who sees the list", "block list", WITNESSES, who_sees, expect=lambda witness: witness.expected),
 )
