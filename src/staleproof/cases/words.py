@@ -193,6 +193,7 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
         {
             "duplicates": "A token names an expert twice.",
             "distinct, not the best": "No expert is named twice, but a better one is left out.",
+            "NaN weights": "No expert is named twice, and a weight is NaN.",
             "always chosen": "One expert is chosen whatever the scores are.",
             "first experts": "Every row gets the experts 0, 1, 2, ..., whatever its scores are.",
             "nan": "A token's log-probability is NaN.",
@@ -214,7 +215,19 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
             "invalid read": "The sanitizer reports a read outside of any allocation.",
             "wrong, silent": "The result is wrong and nothing says so.",
             "NaN": _NAN,
+            "timed out": "The call does not end in time.",
+            "died": "The process ends without an error message.",
         },
+    ),
+    "padding rows": _family(
+        {"none": "No step with padding has a NaN in a padding row."},
+        {
+            "some": "Some steps with padding have a NaN in a padding row.",
+            "nearly all": "Nine of ten steps with padding, or more, have a NaN in a padding row.",
+        },
+    ),
+    "result": _family(
+        {"right": "The result equals the reference."}, {"wrong": "The result is another than the reference."}
     ),
     "same": _family(
         {
