@@ -6,10 +6,11 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from tests.made import finding, not_run
 
 from staleproof.cases import predictions, store
 from staleproof.cases.digest import source_digest
-from staleproof.cases.finding import RunFileError, finding, not_run
+from staleproof.cases.finding import RunFileError
 from staleproof.incidents.registry import INCIDENTS
 
 

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import pytest
 from fakes import MEASUREMENT, absent, clean, interrupted, leaked, one_line, verified, wrong
+from tests.made import finding
 
 from staleproof import device
 from staleproof.cases import children, store
 from staleproof.cases.case import Question, Questions
-from staleproof.cases.finding import Finding, finding, read_findings, write_findings
+from staleproof.cases.finding import Finding, read_findings, write_findings
 from staleproof.cli import app as cli
 from staleproof.report import terminal
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from fakes import MEASUREMENT
 from screens import screen, typed
+from staleproof.cases.kept import read_kept
+from tests.made import finding, not_run, off_on_off
 
 from staleproof.cases import measure, store
-from staleproof.cases.finding import finding, not_run, off_on_off
-from staleproof.cases.kept import read_kept
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.report import conclusion, matrix
 from staleproof.triage import symptom
@@ -129,7 +129,7 @@ def _fix(variant: str, on: str = "clean"):
     verdict = "fixed" if on == "clean" else "not fixed"
     wrong = None
     return off_on_off(
-        "moe_routing", variant, off="leaked", on=on, off_again="leaked", wrong=wrong, expected=verdict
+        "moe_routing", variant, off="leaked", on=on, again="leaked", wrong=wrong, expected=verdict
     )
 
 

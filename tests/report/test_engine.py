@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from staleproof.engine.cases import BENCHES
+from tests.made import finding, not_run
 
 from staleproof.cases import store
-from staleproof.cases.finding import Finding, finding, not_run
+from staleproof.cases.finding import Finding
 from staleproof.cases.store import Run
 from staleproof.engine import hybrid, mla
-from staleproof.engine.questions import BENCHES
 from staleproof.report import engine
 
 MLA = "TRITON_MLA, full graphs"
 FIXED = finding(
-    "engine", "off/on/off", MLA, "fixed", expected="fixed", off="pad_only", on="clean", off_again="pad_only"
+    "engine", "off/on/off", MLA, "fixed", expected="fixed", off="pad_only", on="clean", again="pad_only"
 )
 LEAK = finding(
     "engine",

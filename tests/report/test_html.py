@@ -13,9 +13,10 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat import v4
+from tests.made import finding, not_run, off_on_off
 
 from staleproof.cases import predictions, store
-from staleproof.cases.finding import RunFileError, finding, not_run, off_on_off
+from staleproof.cases.finding import RunFileError
 from staleproof.cli import app as cli
 from staleproof.contract.contract import Row, Verdict
 from staleproof.report import html, notebooks

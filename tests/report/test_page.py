@@ -9,9 +9,10 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat import v4
+from tests.made import finding, not_run, off_on_off
 
 import staleproof
-from staleproof.cases.finding import finding, not_run, off_on_off, real
+from staleproof.cases.finding import real
 from staleproof.cases.store import Run, checkout
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.report.notebooks import Execution
@@ -210,7 +211,7 @@ def test_matrices_are_folded_and_escape_what_they_show():
     found = [
         finding("a", "q", "v", "leaked", evidence=real("torch", "<empty>")),
         not_run("a", "q", "w", "needs <SM100>"),
-        finding("a", "off/on/off", "v", "fixed", off="clean", on="clean", off_again="leaked"),
+        finding("a", "off/on/off", "v", "fixed", off="clean", on="clean", again="leaked"),
     ]
     page = matrices.html(found)
     assert page.startswith('<details class="rows"><summary>a, matrices: 1<')

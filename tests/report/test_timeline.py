@@ -14,9 +14,11 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
+from tests.made import finding
 
 from staleproof.cases import store
-from staleproof.cases.finding import NOT_RUN, Grade, finding, real
+from staleproof.cases.finding import Grade, real
+from staleproof.cases.words import NOT_RUN
 from staleproof.device import version_of
 from staleproof.report import timeline
 

@@ -171,6 +171,13 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
             "dies at some": "The server dies at some utilisations and lives at a higher one.",
         },
     ),
+    # What a cell of a notebook saw by itself: equal to what its sentence claims, or not.
+    "observation": _family({"as said": "The cell saw it."}, {"otherwise": "The cell saw something else."}),
+    "prediction": _family(
+        {"confirmed": "A machine that had been absent gave the predicted verdict."},
+        {"refuted": "It gave another verdict."},
+        {"open": "No such machine has answered."},
+    ),
     "measurement": _family(open_={"measured": "The numbers are in the finding; no bound was set for them."}),
     "arithmetic": _family(
         {
@@ -207,7 +214,10 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
         {
             "duplicates": "A token names an expert twice.",
             "distinct, not the best": "No expert is named twice, but a better one is left out.",
+            "NaN weights": "No expert is named twice, and a weight is NaN.",
             "always chosen": "One expert is chosen whatever the scores are.",
+            "first experts": "Every row gets the experts 0, 1, 2, ..., whatever its scores are.",
+            "nan": "A token's log-probability is NaN.",
         },
     ),
     "padding id": _family(
@@ -226,7 +236,19 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
             "invalid read": "The sanitizer reports a read outside of any allocation.",
             "wrong, silent": "The result is wrong and nothing says so.",
             "NaN": _NAN,
+            "timed out": "The call does not end in time.",
+            "died": "The process ends without an error message.",
         },
+    ),
+    "padding rows": _family(
+        {"none": "No step with padding has a NaN in a padding row."},
+        {
+            "some": "Some steps with padding have a NaN in a padding row.",
+            "nearly all": "Nine of ten steps with padding, or more, have a NaN in a padding row.",
+        },
+    ),
+    "result": _family(
+        {"right": "The result equals the reference."}, {"wrong": "The result is another than the reference."}
     ),
     "same": _family(
         {
@@ -280,6 +302,16 @@ FAMILIES = {
             "other bits": "Logits of live rows differ in some bits.",
             "padding reaches live rows": "Logits of live rows change with what padding rows hold.",
             "nan": "Logits of live rows hold NaN.",
+            "differ with the plugin": "Equal engines agree, and one with the plugin gives other bits.",
+        },
+        {
+            "differ without it too": "Two engines without the plugin differ as well.",
+            "other bits of three again": "The same three requests give other bits when asked again.",
+            "nan with zeroing too": "Logits hold NaN with zeroing as well.",
+            "differ with it too": "Logits differ with zeroing as well.",
+            "no stale block": "No block held anything of its last tenant, so nothing was asked.",
+            "differ within an engine": "One engine gives two answers to one request.",
+            "differ between equal engines": "Two equal engines give other bits.",
         },
     ),
     "zeroing": _family(
@@ -292,7 +324,11 @@ FAMILIES = {
     ),
     "death": _family(
         {"predicted": "The step that runs out of memory is the predicted one."},
-        {"not predicted": "The server runs out of memory at another step, or not at all."},
+        {
+            "not predicted": "The ledger did not foresee the end, or was off by more than one per cent.",
+            "dies without the fault": "The engine ends without the fault as well.",
+        },
+        {"lives": "The engine lives with the fault."},
     ),
     "memory of graphs": _family(
         {"counted": "The engine counts the memory of its graphs."},

@@ -229,7 +229,7 @@ def report(
     """
     from staleproof.cases import store
     from staleproof.cases.finding import read_findings, write_lines
-    from staleproof.cases.kept import origins
+    from staleproof.cases.store import origins
     from staleproof.device import need_workbook
     from staleproof.report import terminal
 
@@ -352,14 +352,14 @@ def _obtain(incidents: Sequence[str], device: str, path: Path, verbose: bool = F
     Printed are each finding if ``verbose``, and unexpected verdicts and a line an incident at any rate.
     """
     from staleproof import device as devices
-    from staleproof.cases import kept, store
+    from staleproof.cases import store
     from staleproof.cases.finding import write_findings
     from staleproof.report import matrix, terminal
     from staleproof.report.progress import Clock, keep_durations, read_durations
 
     device = devices.select(device)
     store.check_writable(path)
-    earlier = kept.read_kept(path)
+    earlier = store.read_kept(path)
     last: dict[str, float] = {}
     with contextlib.suppress(store.CheckoutError):
         for folder in (store.checkout() / "workbook", store.build_folder()):
@@ -388,5 +388,5 @@ def _obtain(incidents: Sequence[str], device: str, path: Path, verbose: bool = F
         with contextlib.suppress(store.CheckoutError):
             keep_durations(store.build_folder() / DURATIONS, device, clock.took)
         if findings:
-            write_findings(path, kept.merged(earlier, findings, complete, [*INCIDENTS]))
+            write_findings(path, store.merged(earlier, findings, complete, [*INCIDENTS]))
     return findings

@@ -11,9 +11,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from staleproof.cases.finding import NOT_RUN, OFF_ON_OFF, Finding
+from staleproof.cases.finding import OFF_ON_OFF, Finding
 from staleproof.cases.store import Run
-from staleproof.engine.questions import BENCHES
+from staleproof.cases.words import NOT_RUN
+from staleproof.engine.cases import BENCHES
 from staleproof.report.page import tables
 
 # Name of a bench -> the incident whose notebook shows it, and what the bench is about.
@@ -50,7 +51,11 @@ def is_engine(run: Run) -> bool:
 
 def bench_of(found: Finding) -> str | None:
     """The bench that asks this question; ``None`` if none does any more."""
-    asked = (name for name, bench in BENCHES.items() if (found.question, found.variant) in bench.cells)
+    asked = (
+        name
+        for name, bench in BENCHES.items()
+        if (found.question, found.variant) in {case.key[1:3] for case in bench.cases}
+    )
     return next(asked, None)
 
 
@@ -103,10 +108,11 @@ def _equal(n: Numbers) -> str:
 
 
 def _fixed(n: Numbers) -> str:
-    seen = f"{n['off']} → {n['on']} → {n['off_again']}"
+    seen = ""
     for name in ("blocks_not_zeroed", "nan_tokens"):
-        if name in n:
-            seen += f"; {name.replace('_', ' ')} {' → '.join(map(str, n[name]))}"
+        if f"{name}_off" in n:
+            counts = " → ".join(str(n[f"{name}_{state}"]) for state in ("off", "on", "again"))
+            seen += f"; {name.replace('_', ' ')} {counts}"
     if "ids_off" in n:
         seen += f"; ids {n['ids_off'][-1]} → {n['ids_on'][-1]}"
     return seen
@@ -185,6 +191,8 @@ def seen(found: Finding) -> str:
         return found.note
     try:
         line = SEEN[found.question](found.numbers)
+        if found.three is not None:
+            line = f"{found.three.off} → {found.three.on} → {found.three.again}{line}"
     except (KeyError, TypeError, ValueError, IndexError):
         # Recorded by another release of the bench.
         line = ", ".join(f"{name} {value}" for name, value in list(found.numbers.items())[:3])

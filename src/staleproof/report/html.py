@@ -21,6 +21,7 @@ from staleproof.report.engine import is_engine
 from staleproof.report.notebooks import Execution
 from staleproof.report.page import beside, cards, chapters, matrices, pictures, reference, texts
 from staleproof.report.page.kept import Kept, Patched
+from staleproof.report.page.meaning import meaning
 from staleproof.report.page.tables import cell, fold, table
 
 COMPILED_COLUMNS = (
@@ -253,8 +254,8 @@ def _predicted(outcomes: Sequence[Outcome]) -> Markup:
     """A row for each prediction, the refuted first."""
     rows = [
         (
-            cell(one.state),
-            *one.prediction.key,
+            cell(one.state, meaning("prediction", one.state)),
+            *one.prediction.key[:3],
             one.prediction.predicted,
             one.verdict or "",
             one.prediction.why,

@@ -20,7 +20,7 @@ from rich.table import Column
 from rich.text import Text
 
 from staleproof import device
-from staleproof.cases import kept, machine, predictions, store
+from staleproof.cases import machine, predictions, store
 from staleproof.report import conclusion, matrix
 from staleproof.report.progress import Clock, clock_text
 
@@ -138,12 +138,13 @@ def finding_text(found: Finding) -> str:
     'an_incident, empty row, theirs: not run: needs SM100'
     """
     asked = f"{found.grade}, {found.of}" if found.of else found.grade
-    key = f"{found.provenance}  {found.incident}, {found.question}, {found.variant}: "
+    key = f"{found.provenance}  {found.key.text}: "
     if not found.ran:
         return f"{key}{found.verdict}: {found.note}"
     beside = f" (expected {found.expected})" if found.failed else ""
     numbers = ", ".join(f"{name} {_number(value)}" for name, value in found.numbers.items())
-    return f"{key}{found.verdict}{beside}  ({asked})" + (f"  [{numbers}]" if numbers else "")
+    three = f"  {found.three.text}" if found.three else ""
+    return f"{key}{found.verdict}{beside}{three}  ({asked})" + (f"  [{numbers}]" if numbers else "")
 
 
 def _number(value: object) -> str:
@@ -190,7 +191,7 @@ def print_kept(path: Path, findings: Sequence[Finding]) -> None:
     here = Path.cwd()
     say(f"findings  {path.relative_to(here) if path.is_relative_to(here) else path}")
     new = {found.key for found in findings}
-    for line in kept.origins(found for found in kept.read_kept(path) if found.key not in new):
+    for line in store.origins(found for found in store.read_kept(path) if found.key not in new):
         say(f"kept      {line}")
 
 
@@ -210,7 +211,7 @@ def print_comparison(first: Run, second: Run) -> bool:
         say(f"{len(ratios)} timings, second / first: {low:.2f} to {high:.2f}, median {median(ratios):.2f}")
     say(f"first   {first.title}\nsecond  {second.title}\n")
     for key, (a, b) in verdicts.mismatch.items():
-        say(f"mismatch        {', '.join(key)}: {a} / {b}")
+        say(f"mismatch        {key.text}: {a} / {b}")
     for where, keys in (
         ("only in first", verdicts.only_first),
         ("only in second", verdicts.only_second),

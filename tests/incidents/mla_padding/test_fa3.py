@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from staleproof.incidents.mla_padding.questions import ALONE, QUESTIONS
+from staleproof.incidents.mla_padding.cases import ALONE, TABLE
 from staleproof.incidents.mla_padding.scene import SCALE, make_call
 from staleproof.kernels import vllm_peers
 from staleproof.ops.reference.mla_decode import mla_decode
@@ -18,7 +18,7 @@ def test_without_a_gpu_it_says_so():
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is here")
     for question in ALONE:
-        (found,) = QUESTIONS.ask(question, "vllm_fa3", device="cpu")
+        (found,) = TABLE.ask(question, "vllm_fa3", device="cpu")
         assert (found.verdict, found.note) == ("not run", "needs a CUDA device")
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from staleproof.cases.finding import NOT_FIXED, NOT_RUN
 from staleproof.evidence import Verdict
 from staleproof.incidents.mla_padding import broken, remedies
-from staleproof.incidents.mla_padding.questions import QUESTIONS
+from staleproof.incidents.mla_padding.cases import TABLE
 from staleproof.incidents.mla_padding.remedies import (
     FILLS,
     INSIDE,
@@ -24,7 +23,7 @@ from staleproof.incidents.mla_padding.setups import ClearEmptyRows
 
 
 def test_padding_with_one_token_is_right_over_zeros_only(device):
-    found = QUESTIONS.ask("null block", device=device)
+    found = TABLE.ask("null block", device=device)
     assert [f for f in found if not f.ok] == []
     by_fill = {fill: {f.verdict for f in found if NULL_BLOCKS[f.variant].fill == fill} for fill in FILLS}
     assert by_fill["zeros"] == {Verdict.CLEAN}
@@ -40,14 +39,14 @@ def test_a_remedy_that_clears_is_clean_over_nan(device, monkeypatch):
 
 
 def test_the_count_decides_whether_the_slice_is_empty(device):
-    padded, real = QUESTIONS.ask("num_decodes", device=device)
+    padded, real = TABLE.ask("num_decodes", device=device)
     assert (padded.verdict, real.verdict) == (Verdict.LEAKED, Verdict.CLEAN)
     assert padded.ok
     assert real.ok
 
 
 def test_a_kernel_that_trusts_the_query_writes_past_the_buffer(device):
-    found = QUESTIONS.ask("3-D buffer", device=device)
+    found = TABLE.ask("3-D buffer", device=device)
     assert [f.verdict for f in found] == [INSIDE, PAST, REFUSED]
     assert found[1].numbers["rows_past_the_end"] == 3 * found[1].numbers["rows"]
 
@@ -60,27 +59,18 @@ def test_a_refusal_after_the_write_is_told_apart(device):
     assert three_d_buffer(BufferCase(too_late, 4), device).verdict == "refused too late"
 
 
-def test_on_a_cpu_the_allocator_has_no_history():
-    assert {f.verdict for f in QUESTIONS.ask("growth by history", device="cpu")} == {NOT_RUN}
-
-
 @pytest.mark.gpu
 def test_other_free_blocks_come_first(device):
-    found = QUESTIONS.ask("growth by history", device=device)
+    found = TABLE.ask("growth by history", device=device)
     assert [f for f in found if not f.ok] == []
     assert found[-1].numbers["tensors_before_the_tenant"] >= found[0].numbers["tensors_before_the_tenant"]
 
 
 def test_an_empty_row_is_the_same_with_every_number_of_splits(device):
-    for found in QUESTIONS.ask("empty row, by splits", device=device):
+    for found in TABLE.ask("empty row, by splits", device=device):
         assert not found.failed
         if found.ran:
             assert len(found.numbers["states"]) > 1
-
-
-def test_the_merged_remedy_is_put_to_the_same_test(device):
-    (found,) = QUESTIONS.ask("off/on/off", "zeros_once_per_layer", device=device)
-    assert (found.verdict, found.expected) == (NOT_FIXED, NOT_FIXED)
 
 
 def test_one_reference_serves_all_fills(device):

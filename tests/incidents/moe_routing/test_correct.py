@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from staleproof.cases.finding import FIXED, OFF_ON_OFF, WRONG
+from staleproof.cases.finding import OFF_ON_OFF
+from staleproof.cases.words import FIXED, WRONG
 from staleproof.incidents.moe_routing import correct, scene
-from staleproof.incidents.moe_routing.questions import FIXES, QUESTIONS
+from staleproof.incidents.moe_routing.cases import FIXES, TABLE
 from staleproof.incidents.moe_routing.scene import LIVE, RoutingCase
 
 Routed = scene.Routed
@@ -48,7 +49,7 @@ def test_a_kernel_that_chooses_or_weighs_otherwise_is_wrong(
 ) -> None:
     right = getattr(scene, kernel)
     monkeypatch.setattr(scene, kernel, lambda *args, **options: spoil(*right(*args, **options)))
-    (found,) = QUESTIONS.ask(OFF_ON_OFF, kernel, device=device)
+    (found,) = TABLE.ask(OFF_ON_OFF, kernel, device=device)
     assert (found.verdict, found.failed) == (WRONG, True), found.note
 
 
@@ -61,7 +62,7 @@ def test_a_choice_that_depends_on_padding_is_wrong(device: str, monkeypatch: pyt
         return (weights if bool(x.isnan().any()) else weights * (1 + 2**-23)), ids
 
     monkeypatch.setattr(scene, "topk_softmax", mixes)
-    (found,) = QUESTIONS.ask(OFF_ON_OFF, "topk_softmax", device=device)
+    (found,) = TABLE.ask(OFF_ON_OFF, "topk_softmax", device=device)
     assert found.verdict == WRONG
     assert "over clean padding" in found.note
 

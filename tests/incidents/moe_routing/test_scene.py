@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from staleproof.incidents.moe_routing import broken, fp8, questions, scene
+from staleproof.incidents.moe_routing import broken, cases, fp8, scene
 from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.scene import LIVE, OURS, RoutingCase
 
@@ -83,4 +83,4 @@ def test_evidence_names_the_release_of_the_library_that_is_loaded(tmp_path, monk
     asked = {name: fp8.evidence(wall).of for name, wall in fp8.FIREWALLS.items()}
     assert asked["one scale, vLLM's op"] == asked["a scale a token, vLLM's op"] == "vLLM 0.22.1 _C"
     assert {of for name, of in asked.items() if "vLLM" not in name} == {""}
-    assert questions._selector_evidence(questions.SELECTORS[scene.VLLM]).of == "vLLM 0.22.1 _moe_C"
+    assert cases._selector_evidence(cases.SELECTORS[scene.VLLM]).of == "vLLM 0.22.1 _moe_C"

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from staleproof.cases.case import Reading, absent, reading
+from staleproof.cases.case import Reading, reading
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.rows import Verdict, same_bits
 from staleproof.incidents.mla_padding import broken
@@ -105,9 +105,12 @@ def growth_after_capture(setup: Setup, device: str, free_blocks: int = 0) -> Rea
 
 def growth_by_history(free_blocks: int, device: str) -> Reading:
     """The same where the allocator has other free blocks of the size, so that somebody else comes first."""
-    if device == "cpu":
-        return absent("a list stands for the allocator on a CPU, and has no history")
     return growth_after_capture(SETUPS["zeros_once_per_layer"], device, free_blocks)
+
+
+def needs_an_allocator(free_blocks: int, device: str) -> str | None:
+    """Why the allocator's history cannot be asked about."""
+    return "a list stands for the allocator on a CPU, and has no history" if device == "cpu" else None
 
 
 FREE_BLOCKS = {f"{n} other free blocks": n for n in (0, 1, 8)}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from staleproof.cases.answers import Answer, answer
+from staleproof.cases.case import Reading, reading
 from staleproof.cases.finding import REPLICA, Evidence
 from staleproof.evidence.rows import Verdict, bad_rows
 from staleproof.incidents.moe_routing import broken, scene
@@ -23,7 +23,7 @@ class Firewall(NamedTuple):
     inf: Verdict | None
 
 
-def through(bad: float, firewall: Firewall, device: str) -> Answer:
+def through(bad: float, firewall: Firewall, device: str) -> Reading:
     """What an fp8 quantiser between attention and router lets through to the router."""
     attended = scene.make_logits(device, 256, 8)
     attended[scene.LIVE :, ::64] = bad
@@ -34,7 +34,7 @@ def through(bad: float, firewall: Firewall, device: str) -> Answer:
     if bool(rows[: scene.LIVE].any()):
         verdict = Verdict.LEAKED
     _, ids = broken.route(broken.warp_keeps_its_first_column, logits, 8)
-    return answer(verdict, rows_with_duplicates=int(rows_with_duplicates(ids).sum()))
+    return reading(verdict, rows_with_duplicates=int(rows_with_duplicates(ids).sum()))
 
 
 def vllms_op(x: torch.Tensor, *, per_token: bool) -> scene.Routed:

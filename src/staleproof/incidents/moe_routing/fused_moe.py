@@ -32,7 +32,6 @@ from staleproof.incidents.moe_routing.fused_moe_cases import (
     NEGATIVE,
     PAST,
     REFUSED,
-    TABLE,
     TIMED_OUT,
     VIA_TOPK_SOFTMAX,
     VIA_WARP_ARGMAX,
@@ -61,12 +60,6 @@ class Memcheck:
     errors: int
     first_error: str
     kernel: str
-
-
-def expected() -> dict[Case, str | None]:
-    """The expected outcome of each case here. On SM100 nobody has run them: any outcome is recorded."""
-    unknown = device.machine().capability == "sm_100"
-    return {case: None if unknown else outcome for case, outcome in TABLE}
 
 
 def unavailable_reason(check: bool = True) -> str | None:

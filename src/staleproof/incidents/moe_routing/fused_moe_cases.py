@@ -107,4 +107,4 @@ def _table() -> Iterator[tuple[Case, str | None]]:
 
 
 # Each case and its expected outcome; None: no expected outcome, any is recorded.
-TABLE = tuple(_table())
+MODULE_CASES = dict(_table())

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from staleproof.cases.finding import Finding
 from staleproof.cases.store import Key, Run
-from staleproof.report.matrix import as_shown, grades
+from staleproof.report.matrix import grades
 from staleproof.report.page.tables import fold, table, verdict
 
 THIS = "this machine"
@@ -58,7 +58,7 @@ def html(findings: Sequence[Finding], runs: Sequence[Run]) -> Markup:
     machines |= {f"{run.machine}, {run.folder.name}": run.findings for run in runs}
     answers: dict[Key, dict[str, Finding]] = {}
     for machine, found in machines.items():
-        for one in map(as_shown, found):
+        for one in found:
             row = answers.setdefault(one.key, {})
             # An unexpected verdict is not hidden by a later one.
             if machine not in row or not row[machine].failed:
@@ -68,7 +68,7 @@ def html(findings: Sequence[Finding], runs: Sequence[Run]) -> Markup:
     for state, keys in states(answers).items():
         rows = [
             (
-                *key,
+                *key[:3],
                 *(verdict(answers[key].get(machine)) for machine in machines),
                 grades(answers[key].values()),
             )

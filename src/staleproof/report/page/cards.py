@@ -87,17 +87,18 @@ def build(
 def _proof(proofs: Sequence[Finding]) -> Markup:
     """Off / on / off, remedies with the same three verdicts in one row."""
     rows: dict[tuple[str, ...], list[Finding]] = {}
-    for one in map(matrix.as_shown, proofs):
-        if one.ran:
-            three = (str(one.numbers.get(name, "-")) for name in ("off", "on", "off_again"))
-            rows.setdefault((*three, one.verdict, one.grade), []).append(one)
+    for one in proofs:
+        if one.three is not None:
+            three = one.three
+            key = (three.words, three.off, three.on, three.again, one.verdict, one.grade)
+            rows.setdefault(key, []).append(one)
     if not rows:
         return Markup("<p>Not run on this machine or a recorded one.</p>")
     lines = []
-    for (off, on, again, *_), alike in rows.items():
+    for (words, off, on, again, *_), alike in rows.items():
         names = [one.variant for one in alike]
         said = ", ".join(names[:3]) + (f" and {len(names) - 3} more like it" if len(names) > 3 else "")
-        three_cells = (cell(word, meaning(word)) for word in (off, on, again))
+        three_cells = (cell(word, meaning(words, word)) for word in (off, on, again))
         lines.append((said, *three_cells, verdict(alike[0]), matrix.grades(alike)))
     where = matrix.provenance(proofs)
     machines = ", ".join(sorted({str(one.machine.get("name", "unknown machine")) for one in proofs}))

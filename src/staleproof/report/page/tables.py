@@ -1,6 +1,6 @@
 """HTML tables whose cells are escaped and coloured by meaning.
 
->>> print(table(("variant", "verdict"), [("ours", cell("clean"))], row_heads=True))
+>>> print(table(("variant", "verdict"), [("ours", cell("clean", "clean"))], row_heads=True))
 <div class="wide"><table><thead><tr><th scope="col">variant</th><th scope="col">verdict</th></tr></thead>
 <tbody><tr><th scope="row">ours</th><td class="clean">clean</td></tr></tbody></table></div>
 """
@@ -15,17 +15,16 @@ from staleproof.cases.finding import Finding
 from staleproof.report.page.meaning import meaning
 
 
-def cell(text: object, kind: str | None = None, title: str = "") -> Markup:
+def cell(text: object, kind: str = "", title: str = "") -> Markup:
     """One ``<td>``.
 
     Args:
         text: what it says; a number is rounded to six digits and aligned to the right.
-        kind: its class; the meaning of the text by default.
+        kind: its class, see :mod:`~staleproof.report.page.meaning`; none by default.
         title: more, shown when the pointer rests on it.
     """
     if isinstance(text, int | float) and not isinstance(text, bool):
         return Markup('<td class="num">{}</td>').format(f"{text:.6g}")
-    kind = meaning(str(text)) if kind is None else kind
     shown = Markup(' class="{}"').format(kind) if kind not in ("", "open") else ""
     more = Markup(' title="{}"').format(title) if title else ""
     return Markup("<td{}{}>{}</td>").format(shown, more, text)
@@ -37,9 +36,9 @@ def verdict(found: Finding | None) -> Markup:
         return Markup('<td class="absent">-</td>')
     if found.failed:
         return Markup('<td class="{} unexpected">{} <b>unexpected</b>, expected {}</td>').format(
-            meaning(found.verdict), found.verdict, found.expected
+            meaning(found.words, found.verdict), found.verdict, found.expected
         )
-    return cell(found.verdict, title=found.note)
+    return cell(found.verdict, meaning(found.words, found.verdict), found.note)
 
 
 def table(

@@ -1,10 +1,10 @@
-"""The questions put to a real engine, as one table."""
+"""The cases put to a real engine, as one table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from staleproof.cases.case import Questions
+from staleproof.cases.run import Table
 from staleproof.engine import blocks, cost, hybrid, memory, mla, router, starts, watched
 from staleproof.engine.bench import INCIDENT, Bench, Pool
 from staleproof.engine.orders import run
@@ -13,7 +13,7 @@ _MODULES = (mla, starts, blocks, hybrid, router, watched, memory, cost)
 BENCHES: dict[str, Bench] = {module.BENCH.name: module.BENCH for module in _MODULES}
 
 
-def table(*names: str, without: Sequence[str] = ()) -> Questions:
+def table(*names: str, without: Sequence[str] = ()) -> Table:
     """The table of these benches; of all by default.
 
     Engines that may share the GPU come first and start together; those that must not wait for them.
@@ -26,7 +26,7 @@ def table(*names: str, without: Sequence[str] = ()) -> Questions:
     sharing = [bench for bench in chosen if bench.together is run]
     pool = Pool(sharing)
     rest = [bench for bench in chosen if bench.together is not run]
-    return Questions(INCIDENT, *(bench.row for bench in (*map(pool.of, sharing), *rest)))
+    return Table(INCIDENT, *(bench.rows() for bench in (*map(pool.of, sharing), *rest)))
 
 
-QUESTIONS = table()
+TABLE = table()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.made import finding, not_run
 
 from staleproof.cases import finding as findings_module
 from staleproof.cases import store
 from staleproof.cases.digest import file_digest
-from staleproof.cases.finding import RunFileError, finding, not_run
+from staleproof.cases.finding import RunFileError, write_findings
+from staleproof.cases.store import merged, origins, read_kept
+from staleproof.device import Provenance
 
 ROW = {"kernel": "k", "provider": "ours", "mode": "graph", "x_name": "n", "x_value": 1, "p50": 4.0}
 
@@ -89,7 +93,7 @@ def test_a_failed_write_leaves_the_earlier_run(tmp_path, monkeypatch, fails_at):
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 1, "lines": {}, "machine": {}, "date": "d"}'])
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 3, "lines": {}, "machine": {}, "date": "d"}'])
 def test_a_spoilt_environment_is_refused(tmp_path, text):
     store.write(tmp_path / "a", [], [])
     (tmp_path / "a" / "environment.json").write_text(text)
@@ -119,11 +123,11 @@ def test_compare_counts_each_key_once():
         not_run("a", "q", "absent", "no SM100"),
     ]
     result = store.compare(first, second)
-    assert result.match == [("a", "q", "same")]
-    assert result.mismatch == {("a", "q", "other"): ("clean", "leaked")}
-    assert result.only_first == [("a", "q", "gone")]
-    assert result.only_second == [("a", "q", "absent here")]
-    assert result.neither == [("a", "q", "absent")]
+    assert result.match == [("a", "q", "same", "")]
+    assert result.mismatch == {("a", "q", "other", ""): ("clean", "leaked")}
+    assert result.only_first == [("a", "q", "gone", "")]
+    assert result.only_second == [("a", "q", "absent here", "")]
+    assert result.neither == [("a", "q", "absent", "")]
 
 
 def test_timings_are_compared_only_where_key_and_unit_agree(tmp_path):
@@ -146,3 +150,38 @@ def test_the_environment_has_no_path_and_no_host_name(tmp_path):
     assert str(Path.home()) + "/" not in text
     assert f'"{socket.gethostname()}"' not in text
     assert f'"{getpass.getuser()}"' not in text
+
+
+def test_the_answers_of_other_incidents_stay_and_keep_their_provenance(tmp_path):
+    path = tmp_path / "findings.jsonl"
+    old = replace(finding("b", "q", "v", "clean"), provenance=Provenance.MEASURED, source_digest="then")
+    write_findings(path, [old, finding("a", "q", "v", "clean")])
+    after = merged(read_kept(path), [finding("a", "q", "v", "leaked")], ["a"], ["a", "b"])
+    assert [(f.incident, f.verdict) for f in after] == [("a", "leaked"), ("b", "clean")]
+    assert after[1] == old
+
+
+def test_a_question_that_is_gone_leaves_with_a_complete_run_only():
+    gone, again = finding("a", "gone", "v", "clean"), finding("a", "q", "v", "clean")
+    new = finding("a", "q", "v", "leaked")
+    assert merged([gone, again], [new], ["a"], ["a"]) == [new]
+    assert merged([gone, again], [new], [], ["a"]) == [new, gone]
+
+
+def test_origins_name_the_source_of_what_is_older():
+    today = finding("mla_padding", "q", "v", "clean")
+    old = [replace(today, variant=str(n), source_digest="abc", date="2026-01-02") for n in range(2)]
+    first, second = origins([today, *old])
+    assert first.endswith("the source as it is now")
+    assert second.startswith("mla_padding: 2 findings, ")
+    assert "2026-01-02" in second
+    assert second.endswith(f"source abc, which is {today.source_digest} now: run it again")
+
+
+@pytest.mark.parametrize("spoil", [lambda text: text[:-9], lambda text: text.replace("INTERP", "OTHER")])
+def test_a_file_that_cannot_be_read_is_refused_and_not_overwritten(tmp_path, spoil):
+    path = tmp_path / "findings.jsonl"
+    write_findings(path, [replace(finding("a", "q", "v", "clean"), provenance=Provenance.INTERPRETED)])
+    path.write_text(spoil(path.read_text()))
+    with pytest.raises(RunFileError, match="its findings would be lost: move the file, or name another"):
+        read_kept(path)

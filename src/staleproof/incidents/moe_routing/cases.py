@@ -1,8 +1,8 @@
-"""The questions of incident 3, as a table. The functions above it answer one variant each."""
+"""The cases of incident 3."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from operator import attrgetter
@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
-from staleproof.cases.answers import Answer, answer, no_answer
-from staleproof.cases.case import ALL, Ablation, Fix, Question, Questions, Several
-from staleproof.cases.finding import CLEAN, FIXED, NOT_FIXED, REPLICA, Evidence, real
-from staleproof.incidents.moe_routing import broken, consumer, fp8, fused_moe, scene
+from staleproof import device as devices
+from staleproof.cases.case import ALL, Case, Reading, Scene, ablation, absent, each, fix, reading
+from staleproof.cases.finding import REPLICA, Evidence, Key, real
+from staleproof.cases.run import Table
+from staleproof.cases.words import FIXED, NOT_FIXED
+from staleproof.device import Provenance
+from staleproof.incidents.moe_routing import broken, consumer, fp8, fused_moe, ranks, scene
 from staleproof.incidents.moe_routing.batch import (
     IDS,
     ILLEGAL_ACCESS,
@@ -25,19 +28,22 @@ from staleproof.incidents.moe_routing.batch import (
     rows_with_duplicates,
 )
 from staleproof.incidents.moe_routing.correct import wrong
+from staleproof.incidents.moe_routing.fused_moe_cases import MODULE_CASES
 from staleproof.incidents.moe_routing.observation import Observation, observe
-from staleproof.incidents.moe_routing.padding import PADDING, padding
+from staleproof.incidents.moe_routing.origin import Setting
 from staleproof.incidents.moe_routing.scene import OURS, SELECTORS, TOP_8, TOP_10, RoutingCase, Selector
 from staleproof.ops.reference import topk as reference
 from staleproof.ops.topk import topk_softmax
 
 DISTINCT, DUPLICATES = "distinct", "duplicates"
-NOT_THE_BEST, NAN_WEIGHTS, SKIPPED = "distinct, not the best", "distinct, NaN weights", "skipped"
+NOT_THE_BEST, NAN_WEIGHTS, SKIPPED = "distinct, not the best", "NaN weights", "skipped"
 TAKES_LAST, PASSES_OVER = "takes the last expert", "passes over"
 REAL, SANITIZER = "FlashInfer's kernel", "compute-sanitizer"
+PADDING = "NaN in padding rows"
+NEARLY_ALL, SOME, NONE = "nearly all", "some", "none"
 
 
-def choose(kind: str, selector: Selector, device: str) -> Answer:
+def choose(kind: str, selector: Selector, device: str) -> Reading:
     """Whether a selection's experts are distinct, and the best, whatever the rows contain."""
     given, ids = scene.chosen(selector, kind, device)
     doubled = rows_with_duplicates(ids)
@@ -47,10 +53,10 @@ def choose(kind: str, selector: Selector, device: str) -> Answer:
         best = reference.topk_sigmoid(given.logits, selector.top_k, bias=given.bias)[1]
         verdict = DISTINCT if torch.equal(ids.sort().values, best.sort().values) else NOT_THE_BEST
     first = str(ids[int(doubled.int().argmax())].tolist())
-    return answer(verdict, rows=selector.rows, rows_with_duplicates=int(doubled.sum()), ids=first)
+    return reading(verdict, rows=selector.rows, rows_with_duplicates=int(doubled.sum()), ids=first)
 
 
-def replay(name: str, device: str) -> Answer:
+def replay(name: str, device: str) -> Reading:
     """Whether a replayed choice gives the ids of vLLM's compiled kernel.
 
     It has the clamp of #39391, as that kernel has, and a NaN in the bias, which the clamp lets through.
@@ -67,8 +73,8 @@ def replay(name: str, device: str) -> Answer:
         remedy=broken.REMEDIES["clamp_after_scoring"],
     )[1]
     same = (ours == theirs).all(1)
-    verdict = "the same" if bool(same.all()) else "others"
-    return answer(verdict, rows=len(same), same_rows=int(same.sum()))
+    verdict = "the same" if bool(same.all()) else "differ"
+    return reading(verdict, rows=len(same), same_rows=int(same.sum()))
 
 
 def needs_vllm(selector: Selector, device: str) -> str | None:
@@ -105,7 +111,7 @@ def good_rows(name: str, device: str) -> str:
     return "right" if close and torch.equal(got[1][good], want[1][good]) else "wrong"
 
 
-def consume_padding_id(consumes: tuple[Callable[..., torch.Tensor], str], device: str) -> Answer:
+def consume_padding_id(consumes: tuple[Callable[..., torch.Tensor], str], device: str) -> Reading:
     """What the id -1 of skipped padding does to a consumer."""
     logits = scene.router_input(RoutingCase(batch=TOP_8), device).logits
     is_padding = torch.arange(TOP_8.tokens, device=device) >= scene.LIVE
@@ -114,15 +120,15 @@ def consume_padding_id(consumes: tuple[Callable[..., torch.Tensor], str], device
     # Whoever multiplies by the last expert's row gets NaN, although the weight is 0.
     table[-1] = scene.NAN
     took = consumes[0](x, weights, ids, table)[scene.LIVE :].isnan().any(1)
-    return answer(TAKES_LAST if bool(took.all()) else PASSES_OVER, rows=int(took.sum()))
+    return reading(TAKES_LAST if bool(took.all()) else PASSES_OVER, rows=int(took.sum()))
 
 
-def _observed(observation: Observation) -> Answer:
+def _observed(observation: Observation) -> Reading:
     numbers = asdict(observation)
-    return answer(numbers.pop("outcome"), **numbers)
+    return reading(numbers.pop("outcome"), **numbers)
 
 
-def consume(kind: str, batch: Batch, device: str) -> Answer:
+def consume(kind: str, batch: Batch, device: str) -> Reading:
     """What map and finalise step make of one batch with one kind of ids, over a canary."""
     return _observed(observe(batch, kind, device))
 
@@ -134,7 +140,7 @@ def _consumed(kind: str, batch: Batch) -> str:
     return ILLEGAL_ACCESS
 
 
-def consume_over(kind: str, batch: Batch, memory: tuple[str, bool, str], device: str) -> Answer:
+def consume_over(kind: str, batch: Batch, memory: tuple[str, bool, str], device: str) -> Reading:
     """What they make of a batch with duplicates, by what the memory contained and the bounds check."""
     before, guard, _ = memory
     return _observed(observe(batch, kind, device, before=before, guard=guard))
@@ -147,37 +153,43 @@ def needs_module(subject: object, device: str) -> str | None:
     return fused_moe.unavailable_reason(check=True) or fused_moe.unavailable_reason(check=False)
 
 
-def real_module(device: str) -> Iterator[Answer]:
-    """What FlashInfer's own ``cutlass_fused_moe`` makes of each case."""
-    expected = fused_moe.expected()
-    if why := needs_module(None, device):
-        yield from (no_answer(why, question=REAL, variant=case.name) for case in expected)
-        return
-    for row in fused_moe.run_cases([*expected]):
-        numbers = {name: getattr(row, name) for name in ("wrong_rows", "wrong_clean_rows", "nan_rows")}
-        yield Answer(
-            row.outcome,
-            numbers,
-            row.error,
-            REAL,
-            row.case.name,
-            expected[row.case],
-            _module_evidence(row.case),
-        )
+Results = Mapping[fused_moe.Case, fused_moe.CaseResult]
+
+
+def of_module(case: fused_moe.Case, device: str, results: Results) -> Reading:
+    """What FlashInfer's own ``cutlass_fused_moe`` made of one case."""
+    result = results[case]
+    numbers = {name: getattr(result, name) for name in ("wrong_rows", "wrong_clean_rows", "nan_rows")}
+    return Reading(result.outcome, numbers, result.error)
+
+
+def run_module(cases: Sequence[fused_moe.Case]) -> Results:
+    """The results of FlashInfer's kernel; the cases share their processes."""
+    return {result.case: result for result in fused_moe.run_cases(cases)}
+
+
+def module_alone(case: fused_moe.Case, device: str) -> Reading:
+    """What it makes of one case in a process of its own, for off / on / off."""
+    return of_module(case, device, run_module([case]))
+
+
+def _module_expected(outcome: str | None) -> Callable[[str], str | None]:
+    # Nobody has run these on SM100.
+    return lambda device: None if devices.machine().capability == "sm_100" else outcome
 
 
 def _module_evidence(case: fused_moe.Case) -> Evidence:
     return real("flashinfer-python", "" if case.check else "without its bounds check")
 
 
-def under_sanitizer(case: fused_moe.Case, device: str) -> Answer:
+def under_sanitizer(case: fused_moe.Case, device: str) -> Reading:
     """What NVIDIA's memory checker says of the real kernel."""
     try:
         report = fused_moe.sanitize(case)
     except fused_moe.ModuleError as error:
-        return no_answer(str(error))
+        return absent(str(error))
     verdict = "invalid read" if report.errors else "no error"
-    return answer(verdict, note=report.first_error, kernel=report.kernel, errors=report.errors)
+    return reading(verdict, note=report.first_error, kernel=report.kernel, errors=report.errors)
 
 
 def needs_sanitizer(case: fused_moe.Case, device: str) -> str | None:
@@ -185,22 +197,38 @@ def needs_sanitizer(case: fused_moe.Case, device: str) -> str | None:
     return needs_module(case, device) or fused_moe.sanitizer_missing()
 
 
-def consume_case(case: RoutingCase, device: str) -> Answer:
+def consume_case(case: RoutingCase, device: str) -> Reading:
     """What the consumer makes of a routed batch."""
     return _observed(scene.serve(case, device))
 
 
-def judge_case(case: RoutingCase, device: str) -> Answer:
-    """The verdict of the consumer on a routed batch, for off / on / off."""
-    end = scene.serve(case, device)
-    verdict = CLEAN if end.outcome == RIGHT else end.outcome
-    return answer(verdict, unwritten=end.unwritten, wrong=end.wrong_rows)
+def serve_ranks(servers: Mapping[str, Setting], where: str | None, device: str) -> dict[str, ranks.Counts]:
+    """The passes of several servers, counted by rank and added up; on ``where``, or else on ``device``."""
+    return dict(zip(servers, ranks.serve_ranks([*servers.values()], where or device), strict=True))
 
 
-def judge_real(case: fused_moe.Case, device: str) -> str:
-    """The verdict of FlashInfer's own kernel on one case, for off / on / off."""
-    (row,) = fused_moe.run_cases([case])
-    return CLEAN if row.outcome == RIGHT else row.outcome
+def padding(name: str, device: str, served: Mapping[str, ranks.Counts], *, on_cpu: bool = False) -> Reading:
+    """Which passes of a server have padding, and whether its rows hold NaN."""
+    counts = served[name]
+    # The padding of an idle rank is zeros, because attention fills it in a dummy step.
+    busy = counts.padded - counts.idle
+    share = counts.with_nan / busy if busy else 0.0
+    numbers = asdict(counts) | {"mean_padding": round(counts.mean_padding, 2)}
+    del numbers["sizes"]
+    # Ranks on the CPU measure nothing, also on a machine with a GPU.
+    on_cpu = on_cpu or device == "cpu"
+    return Reading(
+        NEARLY_ALL if share >= 0.9 else SOME if share else NONE,
+        numbers,
+        "ranks on the CPU" * on_cpu,
+        provenance=Provenance.INTERPRETED if on_cpu else None,
+    )
+
+
+def needs_gpus(count: int, subject: object, device: str) -> str | None:
+    """Why ``count`` ranks cannot run on GPUs."""
+    enough = device == "cuda" and (count == 1 or torch.cuda.device_count() >= count)
+    return None if enough else "needs a CUDA device" if count == 1 else "needs two CUDA devices"
 
 
 # Selector -> the verdict on each of INPUTS, in their order; None: no expected verdict.
@@ -274,86 +302,159 @@ REAL_FIX = f"topk_softmax, {REAL}"
 _REAL_OFF = fused_moe.Case(512, 8, fused_moe.VIA_WARP_ARGMAX, check=False)
 
 
+# Server -> what it is set to, and what NaN in the padding of its attention output must come to.
+SERVERS: dict[str, tuple[Setting, str]] = {
+    "1 rank": (Setting(), NEARLY_ALL),
+    "1 rank, fp32 never in that memory": (Setting(wide=False), NONE),
+    "1 rank, output zeroed": (Setting(zeroed=True), NONE),
+    "1 rank, no graphs": (Setting(graphs=False), NONE),
+}
+_PYTORCH = {"1 rank, PyTorch's allocator": Setting(allocator="torch")}
+_PARALLEL = {"DP 2": Setting(ranks=2), "DEP 2": Setting(ranks=2, expert_parallel=True)}
+_GLOO, _NCCL = ({f"{n}, {b}": s for n, s in _PARALLEL.items()} for b in ("gloo", "NCCL"))
+# vLLM #39593, Qwen3-30B-A3B BF16, GSM8K: steps with padding, with NaN, with Inf, mean padding.
+REPORTED = {"1 rank": (62, 62, 5, 4.0), "DP 2": (832, 829, 22, 16.7), "DEP 2": (729, 729, 11, 14.2)}
+
+
+def _served(
+    name: str, servers: Mapping[str, Setting], *, where: str | None = None, **fields: Any
+) -> Sequence[Case]:
+    """The servers that are served together, with as many ranks each."""
+    shared = Scene(f"serve {name}", partial(serve_ranks, servers, where))
+    ask = partial(padding, on_cpu=where == "cpu")
+    return each(PADDING, "padding rows", [*servers], ask, scene=shared, **fields)
+
+
 def _column(expected: Mapping[str, tuple[Any, ...]], index: int) -> dict[str, Any]:
     return {name: verdicts[index] for name, verdicts in expected.items()}
 
 
-# A question whose operators take microseconds.
-_Small = partial(Question, one_thread=True)
-QUESTIONS = Questions(
+_THEIRS = "vLLM's compiled kernels: what they do depends on the release"
+_MODULE = Scene(REAL, lambda device: run_module([*MODULE_CASES]))
+TABLE = Table(
     "moe_routing",
     *(
-        _Small(
+        each(
             kind,
+            "experts",
             SELECTORS,
             partial(choose, kind),
-            _column(CHOICE_EXPECTED, index),
-            needs_vllm,
+            expect=_column(CHOICE_EXPECTED, index),
+            reason=_THEIRS,
+            needs=needs_vllm,
             evidence=_selector_evidence,
         )
         for index, kind in enumerate(scene.INPUTS)
     ),
-    _Small(
+    each(
         "ids of vLLM's kernel",
+        "same",
         [*REPLAY_EXPECTED],
         replay,
-        REPLAY_EXPECTED,
-        lambda name, device: scene.vllm_unavailable_reason(device),
+        expect=REPLAY_EXPECTED,
+        reason="vLLM takes this path for other numbers of experts than the one asked",
+        needs=lambda name, device: scene.vllm_unavailable_reason(device),
         evidence=lambda name: _selector_evidence(SELECTORS[scene.VLLM]),
     ),
     *(
-        _Small(name, [*REMEDY_EXPECTED], partial(remedied, case), _column(REMEDY_EXPECTED, index))
+        each(
+            name,
+            "experts",
+            [*REMEDY_EXPECTED],
+            partial(remedied, case),
+            expect=_column(REMEDY_EXPECTED, index),
+        )
         for index, (name, case) in enumerate(REMEDY_CASES.items())
     ),
-    _Small("rows without NaN", [*REMEDY_EXPECTED], good_rows, "right"),
-    _Small("padding id -1", CONSUMERS, consume_padding_id, lambda consumes: consumes[1]),
-    *(_Small(f"ids {kind}", BATCHES, partial(consume, kind), partial(_consumed, kind)) for kind in IDS),
+    each("rows without NaN", "result", [*REMEDY_EXPECTED], good_rows, expect="right"),
+    each("padding id -1", "padding id", CONSUMERS, consume_padding_id, expect=lambda consumes: consumes[1]),
     *(
-        _Small(name, MEMORY, partial(consume_over, kind, batch), lambda memory: memory[2])
+        each(f"ids {kind}", "access", BATCHES, partial(consume, kind), expect=partial(_consumed, kind))
+        for kind in IDS
+    ),
+    *(
+        each(name, "access", MEMORY, partial(consume_over, kind, batch), expect=lambda memory: memory[2])
         for name, kind, batch in (
             ("memory held", "partly equal", TOP_10),
             (f"{MISREAD}, memory held", MISREAD, MISREAD_BATCH),
         )
     ),
-    Several(REAL, real_module),
-    Question(
+    [
+        Case(
+            Key("", REAL, case.name),
+            "access",
+            of_module,
+            case,
+            expect=_module_expected(outcome),
+            reason="what the memory held decides, and it is not filled",
+            needs=needs_module,
+            evidence=_module_evidence,
+            scene=_MODULE,
+        )
+        for case, outcome in MODULE_CASES.items()
+    ],
+    each(
         SANITIZER,
+        "access",
         {case.name: case for case in _SANITIZED},
         under_sanitizer,
-        lambda case: "no error" if case.ids == "distinct" else "invalid read",
-        needs_sanitizer,
+        expect=lambda case: "no error" if case.ids == "distinct" else "invalid read",
+        needs=needs_sanitizer,
         evidence=_module_evidence,
     ),
-    Several(PADDING, padding),
+    _served(
+        "one rank",
+        {name: setting for name, (setting, _) in SERVERS.items()},
+        expect={name: verdict for name, (_, verdict) in SERVERS.items()},
+    ),
+    _served(
+        "one rank, PyTorch's allocator",
+        _PYTORCH,
+        reason="the layout of PyTorch's allocator is not ours to fix",
+        needs=partial(needs_gpus, 1),
+    ),
+    _served("two ranks, gloo", _GLOO, where="cpu", expect=NEARLY_ALL),
+    _served("two ranks, NCCL", _NCCL, expect=NEARLY_ALL, needs=partial(needs_gpus, 2)),
     *(
-        _Small(
+        each(
             f"{name} into fp8",
+            "rows",
             fp8.FIREWALLS,
             partial(fp8.through, bad),
-            attrgetter(name.lower()),
-            unavailable=fp8.unavailable_reason,
+            expect=attrgetter(name.lower()),
+            reason=_THEIRS,
+            needs=fp8.unavailable_reason,
             evidence=fp8.evidence,
         )
         for name, bad in (("NaN", scene.NAN), ("Inf", scene.INF))
     ),
-    Ablation(
+    ablation(
         _SOFTMAX,
+        "access",
         without=_column(INGREDIENTS, 0),
         ask=consume_case,
-        expected={ALL: ILLEGAL_ACCESS, **_column(INGREDIENTS, 1)},
-        one_thread=True,
+        expect={ALL: ILLEGAL_ACCESS, **_column(INGREDIENTS, 1)},
     ),
     *(
-        Fix(name, off, replace(off, **changes), judge_case, wrong, expected, one_thread=True)
+        fix(
+            name,
+            "access",
+            off=off,
+            on=replace(off, **changes),
+            ask=consume_case,
+            wrong=wrong,
+            expect=expected,
+        )
         for name, (off, changes, expected) in FIXES.items()
     ),
-    Fix(
+    fix(
         REAL_FIX,
-        _REAL_OFF,
-        replace(_REAL_OFF, ids=fused_moe.VIA_TOPK_SOFTMAX),
-        judge_real,
-        lambda case, device: wrong(replace(_SOFTMAX, choice=OURS), device),
-        unavailable=needs_module,
+        "access",
+        off=_REAL_OFF,
+        on=replace(_REAL_OFF, ids=fused_moe.VIA_TOPK_SOFTMAX),
+        ask=module_alone,
+        wrong=lambda case, device: wrong(replace(_SOFTMAX, choice=OURS), device),
+        needs=needs_module,
         evidence=_module_evidence,
     ),
 )

@@ -1,4 +1,4 @@
-"""Each question gets the verdict it must get, and a fix that is taken away is missed."""
+"""The judges of incident 3 notice what is wrong, and its shared scenes hand each case its own part."""
 
 from __future__ import annotations
 
@@ -11,65 +11,48 @@ import pytest
 import torch
 
 from staleproof import device as devices
-from staleproof.cases.case import ALL
 from staleproof.cases.children import ChildError
-from staleproof.cases.finding import FIXED, NOT_FIXED, NOT_REPRODUCED, OFF_ON_OFF, Finding
+from staleproof.cases.finding import OFF_ON_OFF, Finding
+from staleproof.cases.words import FIXED, NOT_FIXED, NOT_REPRODUCED
 from staleproof.device import Provenance
 from staleproof.evidence.rows import Verdict
-from staleproof.incidents.moe_routing import broken, fp8, fused_moe, padding, questions, ranks, scene
+from staleproof.incidents.moe_routing import broken, cases, fp8, fused_moe, ranks, scene
 from staleproof.incidents.moe_routing.batch import ILLEGAL_ACCESS, MISREAD, NAN_ROWS, RIGHT, SILENT
-from staleproof.incidents.moe_routing.fused_moe import CUDA_ILLEGAL_ACCESS, Case, CaseResult
+from staleproof.incidents.moe_routing.cases import TABLE
+from staleproof.incidents.moe_routing.fused_moe_cases import CUDA_ILLEGAL_ACCESS, MODULE_CASES, CaseResult
 from staleproof.incidents.moe_routing.origin import Setting
-from staleproof.incidents.moe_routing.questions import DUPLICATES, QUESTIONS
 from staleproof.incidents.moe_routing.ranks import Counts
 from staleproof.incidents.moe_routing.scene import OURS, Routed, RouterInput, Selector
 
-# These need processes of their own, or have a test further down.
-LONG = (questions.PADDING, questions.REAL, questions.SANITIZER, OFF_ON_OFF)
-ROWS = [(row.name, variant) for row in QUESTIONS.rows if row.name not in LONG for variant in row.subjects]
-
-
-@pytest.mark.parametrize(("name", "variant"), ROWS)
-def test_every_question_has_its_expected_verdict(device: str, name: str, variant: str) -> None:
-    (found,) = QUESTIONS.ask(name, variant, device=device)
-    assert (found.question, found.variant) == (name, variant)
-    if found.ran:
-        assert found.expected is None or found.verdict == found.expected, found
-    else:
-        assert found.note
-        assert "vLLM" in variant or name == "ids of vLLM's kernel"
-
 
 def failed(name: str, *variants: str, device: str) -> list[Finding]:
-    return [found for found in QUESTIONS.ask(name, *variants, device=device) if found.failed]
+    return [found for found in TABLE.ask(name, *variants, device=device) if found.failed]
 
 
 def test_every_faulty_choice_repeats_an_expert_and_ours_never_does() -> None:
     for name in broken.CHOICES:
-        assert DUPLICATES in questions.CHOICE_EXPECTED[name]
-    assert set(questions.CHOICE_EXPECTED[OURS]) == {questions.DISTINCT}
-    assert set(questions.REMEDY_EXPECTED) == {*broken.REMEDIES, OURS}
+        assert cases.DUPLICATES in cases.CHOICE_EXPECTED[name]
+    assert set(cases.CHOICE_EXPECTED[OURS]) == {cases.DISTINCT}
+    assert set(cases.REMEDY_EXPECTED) == {*broken.REMEDIES, OURS}
 
 
 def test_a_blind_detector_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def blind(ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-    monkeypatch.setattr(questions, "rows_with_duplicates", blind)
+    monkeypatch.setattr(cases, "rows_with_duplicates", blind)
     assert failed("all NaN, softmax", "warp_keeps_its_first_column", device=device)
     assert failed("NaN in padding", "none", device=device)
 
 
-def test_a_choice_that_loses_the_best_is_not_called_right(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_that_loses_the_best_is_not_called_right(device: str) -> None:
     def second_best(given: RouterInput, top_k: int) -> Routed:
         weights, ids = scene.select_ours(given, top_k + 1)
         return weights[:, 1:], ids[:, 1:]
 
-    monkeypatch.setitem(scene.SELECTORS, OURS, Selector(second_best))
-    worse = [found for kind in scene.INPUTS for found in failed(kind, OURS, device=device)]
-    assert [found.verdict for found in worse] == [questions.NOT_THE_BEST] * 3
+    said = [cases.choose(kind, Selector(second_best), device).verdict for kind in scene.INPUTS]
+    # With softmax a row with NaN has no best.
+    assert said == [cases.DISTINCT] * 2 + [cases.NOT_THE_BEST] * 3
 
 
 def test_a_remedy_that_spoils_good_rows_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,37 +69,23 @@ def test_nan_weights_are_not_called_distinct(device: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(scene, "select_ours", spoilt)
     (found,) = failed("NaN in padding", OURS, device=device)
-    assert found.verdict == questions.NAN_WEIGHTS
+    assert found.verdict == cases.NAN_WEIGHTS
 
 
-def test_the_padding_id_reaches_the_last_expert_of_a_consumer_that_indexes(device: str) -> None:
-    found = QUESTIONS.ask("padding id -1", device=device)
-    assert [f.numbers["rows"] for f in found] == [3, 0]
-
-
-def test_what_the_memory_contained_decides_how_it_ends(device: str) -> None:
-    found = QUESTIONS.ask("memory held", device=device)
+def test_the_damage_stays_in_the_rows_that_repeat_an_expert(device: str) -> None:
+    found = TABLE.ask("memory held", device=device)
     assert {f.verdict for f in found} == {ILLEGAL_ACCESS, SILENT, NAN_ROWS}
-    # The damage stays in the rows that repeat an expert.
     assert all(f.numbers["wrong_clean_rows"] == 0 < f.numbers["wrong_rows"] for f in found)
 
 
 def test_misread_ids_are_duplicates_in_every_row(device: str) -> None:
     """What the revert blames: read as int32, distinct int64 ids lead to all that duplicates lead to."""
-    found = {f.variant: f for f in QUESTIONS.ask(f"{MISREAD}, memory held", device=device)}
-    assert {f.verdict for f in found.values()} == {ILLEGAL_ACCESS, SILENT, NAN_ROWS}
+    found = {f.variant: f for f in TABLE.ask(f"{MISREAD}, memory held", device=device)}
     for one in found.values():
         assert one.numbers["duplicate_rows"] == one.numbers["wrong_rows"] == 257
         assert (one.numbers["nan_rows"] > 0) is ("NaN rows" in one.variant)
     # The bounds check passes over entries outside, and an earlier map's are inside.
     assert found["previous map, NaN rows, bounds check"].numbers["nan_rows"] > 128
-
-
-def test_fmax_lets_no_nan_through_and_an_infinity_ruins_all_rows() -> None:
-    for name, wall in fp8.FIREWALLS.items():
-        # Of vLLM's own ops any answer is recorded.
-        assert wall.nan is None if "vLLM" in name else (wall.nan == Verdict.CLEAN) is ("fmax" in name)
-    assert fp8.FIREWALLS["one scale, fmax"][1:] == (Verdict.CLEAN, Verdict.LEAKED)
 
 
 def test_vllms_fp8_ops_are_called_as_its_own_wrapper_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,33 +99,15 @@ def test_vllms_fp8_ops_are_called_as_its_own_wrapper_calls_them(monkeypatch: pyt
 
     ops = SimpleNamespace(dynamic_scaled_fp8_quant=op, dynamic_per_token_scaled_fp8_quant=op)
     monkeypatch.setattr(scene, "vllm_ops", lambda variable: ops)
-    asked = ("a scale a token, vLLM's op", "one scale, vLLM's op")
-    assert [f.verdict for f in QUESTIONS.ask("NaN into fp8", *asked, device="cpu")] == ["not run"] * 2
-    for name in asked:
+    for name in ("a scale a token, vLLM's op", "one scale, vLLM's op"):
         assert fp8.through(scene.NAN, fp8.FIREWALLS[name], "cpu").verdict == Verdict.CLEAN
     assert [shape for *_, shape, _ in calls] == [(8, 1), (1,)]
     assert {(values, x) for values, x, *_ in calls} == {(torch.float8_e4m3fn, torch.bfloat16)}
     assert [rest for *_, rest in calls] == [(None,), ()]
 
 
-def test_the_crash_needs_all_four(device: str) -> None:
-    verdicts = {found.variant: found.verdict for found in QUESTIONS.ask("ablation", device=device)}
-    assert len(verdicts) == 5
-    assert [name for name, verdict in verdicts.items() if verdict == ILLEGAL_ACCESS] == [ALL]
-
-
-def test_a_fix_leaves_nothing_unwritten_and_nothing_wrong(device: str) -> None:
-    found = QUESTIONS.ask(OFF_ON_OFF, *questions.FIXES, device=device)
-    assert [f.verdict for f in found].count(FIXED) == 8
-    for one in found:
-        assert one.verdict == one.expected, one
-        assert one.numbers["unwritten_off"] > 0, one
-        if one.verdict == FIXED:
-            assert one.numbers["unwritten_on"] == one.numbers["wrong_on"] == 0, one
-
-
 def fix(name: str, device: str) -> str:
-    (found,) = QUESTIONS.ask(OFF_ON_OFF, name, device=device)
+    (found,) = TABLE.ask(OFF_ON_OFF, name, device=device)
     return found.verdict
 
 
@@ -171,8 +122,7 @@ def test_a_kernel_without_sanitising_is_not_called_fixed(
 
 
 def test_what_does_not_fail_first_is_not_called_fixed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    harmless = broken.Remedy(on_load=torch.nan_to_num)
-    monkeypatch.setitem(broken.REMEDIES, "none", harmless)
+    monkeypatch.setitem(broken.REMEDIES, "none", broken.Remedy(on_load=torch.nan_to_num))
     assert fix("topk_softmax", device) == NOT_REPRODUCED
 
 
@@ -196,18 +146,17 @@ def ranks_that(answer: dict[str, Counts] | str, monkeypatch: pytest.MonkeyPatch)
 
 
 def servers(device: str) -> dict[str, Finding]:
-    return {found.variant: found for found in QUESTIONS.ask(questions.PADDING, device=device)}
+    return {found.variant: found for found in TABLE.ask(cases.PADDING, device=device)}
 
 
 def test_padding_is_judged_by_busy_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Counts(passes=100, padded=50, with_nan=30, idle=20, padding_rows=400)
     ranks_that({"as served": counts, "cured": Counts(passes=100)}, monkeypatch)
     found = servers("cpu")
-    assert found["DP 2, gloo"].verdict == padding.NEARLY_ALL
+    assert found["DP 2, gloo"].verdict == cases.NEARLY_ALL
     assert found["DP 2, gloo"].numbers["mean_padding"] == 8.0
-    assert found["1 rank, output zeroed"].verdict == padding.NONE
+    assert found["1 rank, output zeroed"].verdict == cases.NONE
     assert found["1 rank, no graphs"].failed
-    assert not found["DP 2, NCCL"].ran
     assert found["DP 2, NCCL"].note == "needs two CUDA devices"
     assert found["1 rank, PyTorch's allocator"].note == "needs a CUDA device"
     # A third of the busy passes is not nearly all of them.
@@ -231,77 +180,84 @@ def test_with_gpus_the_ranks_on_the_cpu_stay_interpreted(gpus: int, monkeypatch:
     assert found.keys() - measured == {"DP 2, gloo", "DEP 2, gloo"}
 
 
-def test_ranks_that_give_no_answer_are_a_failure_and_not_an_absence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_give_no_answer_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_that("the ranks ran steps of different sizes: they did not agree", monkeypatch)
-    ran = {name: found for name, found in servers("cuda").items() if found.ran}
-    assert {"1 rank", "1 rank, PyTorch's allocator", "DEP 2, gloo"} <= ran.keys()
-    for found in ran.values():
-        assert found.failed
-        assert "did not agree" in found.note
+    found = servers("cpu")
+    assert not any(one.ran for one in found.values())
+    assert found["1 rank"].note.startswith("serve one rank: the ranks ran steps of different sizes")
 
 
 def test_the_real_kernel_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def real(device: str) -> list[Finding]:
-        found = [*QUESTIONS.ask(questions.REAL, device=device)]
-        found += QUESTIONS.ask(questions.SANITIZER, device=device)
-        return found + QUESTIONS.ask(OFF_ON_OFF, questions.REAL_FIX, device=device)
-
-    found = real("cpu")
-    assert len(found) == len(fused_moe.TABLE) + 3
-    assert {(f.ran, f.note) for f in found} == {(False, "needs a CUDA device")}
     missing = {True: None, False: "not built: staleproof moe-module build"}
     monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: missing[check])
-    assert {f.note for f in real("cuda")} == {"not built: staleproof moe-module build"}
+    for question, variants in ((cases.REAL, ()), (cases.SANITIZER, ()), (OFF_ON_OFF, (cases.REAL_FIX,))):
+        for device, why in (("cpu", "needs a CUDA device"), ("cuda", missing[False])):
+            found = TABLE.ask(question, *variants, device=device)
+            assert {(f.ran, f.note) for f in found} == {(False, why)}
+
+
+Outcomes = Callable[[fused_moe.Case], str]
 
 
 @pytest.fixture
-def real_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Case], str]], None]:
-    """Replaces FlashInfer's kernel by a function that says what becomes of a case."""
+def real_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outcomes], list[int]]:
+    """Replaces FlashInfer's kernel by a function that says what becomes of a case; lists its launches."""
 
-    def install(outcome: Callable[[Case], str]) -> None:
-        def run_cases(cases: list[Case]) -> list[CaseResult]:
-            return [CaseResult(case, outcome(case), 1, 0, "said so") for case in cases]
+    def install(outcome: Outcomes) -> list[int]:
+        launches = []
+
+        def run_cases(asked: list[fused_moe.Case]) -> list[CaseResult]:
+            launches.append(len(asked))
+            return [CaseResult(case, outcome(case), 1, 0, f"said of {case.name}") for case in asked]
 
         monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: None)
         monkeypatch.setattr(fused_moe, "run_cases", run_cases)
         # It compares on the GPU, which is not here.
-        monkeypatch.setattr(questions, "wrong", lambda case, device: None)
+        monkeypatch.setattr(cases, "wrong", lambda case, device: None)
+        return launches
 
     return install
 
 
-def test_the_real_kernels_outcomes_are_judged(real_kernel: Callable[[Callable[[Case], str]], None]) -> None:
-    real_kernel(lambda case: RIGHT)
-    found = QUESTIONS.ask(questions.REAL, device="cuda")
-    assert [f.variant for f in found] == [case.name for case, _ in fused_moe.TABLE]
-    assert [f.expected for f in found] == [want for _, want in fused_moe.TABLE]
-    assert [f.failed for f in found] == [want not in (None, RIGHT) for _, want in fused_moe.TABLE]
-    assert {(f.note, f.numbers["wrong_rows"]) for f in found} == {("said so", 1)}
-    assert fix(questions.REAL_FIX, "cuda") == NOT_REPRODUCED
+def test_the_real_kernels_outcomes_are_judged(real_kernel: Callable[[Outcomes], list[int]]) -> None:
+    launches = real_kernel(lambda case: RIGHT)
+    found = TABLE.ask(cases.REAL, device="cuda")
+    assert launches == [len(MODULE_CASES)]
+    assert [f.expected for f in found] == [*MODULE_CASES.values()]
+    assert [f.failed for f in found] == [want not in (None, RIGHT) for want in MODULE_CASES.values()]
+    assert {(f.note == f"said of {f.variant}", f.numbers["wrong_rows"]) for f in found} == {(True, 1)}
+    assert fix(cases.REAL_FIX, "cuda") == NOT_REPRODUCED
     real_kernel(lambda case: CUDA_ILLEGAL_ACCESS)
-    assert fix(questions.REAL_FIX, "cuda") == NOT_FIXED
+    assert fix(cases.REAL_FIX, "cuda") == NOT_FIXED
     cured = {fused_moe.VIA_WARP_ARGMAX: CUDA_ILLEGAL_ACCESS, fused_moe.VIA_TOPK_SOFTMAX: RIGHT}
     real_kernel(lambda case: cured[case.ids])
-    assert fix(questions.REAL_FIX, "cuda") == FIXED
+    assert fix(cases.REAL_FIX, "cuda") == FIXED
+
+
+def test_on_sm100_any_outcome_of_the_real_kernel_is_recorded(
+    real_kernel: Callable[[Outcomes], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_kernel(lambda case: SILENT)
+    machine = devices.machine()
+    monkeypatch.setattr(devices, "machine", lambda: replace(machine, capability="sm_100"))
+    assert {f.expected for f in TABLE.ask(cases.REAL, device="cuda")} == {None}
 
 
 def test_the_sanitizers_report_is_judged(
-    real_kernel: Callable[[Callable[[Case], str]], None], monkeypatch: pytest.MonkeyPatch
+    real_kernel: Callable[[Outcomes], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_kernel(lambda case: RIGHT)
     monkeypatch.setattr(fused_moe, "sanitizer_missing", lambda: None)
-    report = fused_moe.Memcheck(3, "Invalid read", "finalizeMoeRoutingKernel")
-    monkeypatch.setattr(fused_moe, "sanitize", lambda case: report)
-    distinct, equal = QUESTIONS.ask(questions.SANITIZER, device="cuda")
-    assert (distinct.failed, equal.failed) == (True, False)
-    assert equal.numbers == {"kernel": "finalizeMoeRoutingKernel", "errors": 3}
-    monkeypatch.setattr(fused_moe, "sanitize", lambda case: replace(report, errors=0))
-    distinct, equal = QUESTIONS.ask(questions.SANITIZER, device="cuda")
-    assert (distinct.failed, equal.failed) == (False, True)
+    for errors, as_expected in ((3, [True, False]), (0, [False, True])):
+        report = fused_moe.Memcheck(errors, "Invalid read", "finalizeMoeRoutingKernel")
+        monkeypatch.setattr(fused_moe, "sanitize", lambda case, report=report: report)
+        found = TABLE.ask(cases.SANITIZER, device="cuda")
+        assert [f.failed for f in found] == as_expected
+        assert found[1].numbers == {"kernel": "finalizeMoeRoutingKernel", "errors": errors}
 
-    def mute(case: Case) -> fused_moe.Memcheck:
+    def mute(case: fused_moe.Case) -> fused_moe.Memcheck:
         raise fused_moe.ModuleError("compute-sanitizer gave no summary: nothing")
 
     monkeypatch.setattr(fused_moe, "sanitize", mute)
-    for found in QUESTIONS.ask(questions.SANITIZER, device="cuda"):
+    for found in TABLE.ask(cases.SANITIZER, device="cuda"):
         assert (found.ran, found.note) == (False, "compute-sanitizer gave no summary: nothing")

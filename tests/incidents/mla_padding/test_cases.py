@@ -1,0 +1,54 @@
+"""What the table of incident 1 rests on, beside the verdict of each case."""
+
+from __future__ import annotations
+
+import pytest
+
+from staleproof.cases.finding import OFF_ON_OFF
+from staleproof.cases.words import NOT_FIXED
+from staleproof.evidence import Verdict
+from staleproof.incidents.mla_padding import broken, cases, setups
+from staleproof.incidents.mla_padding.cases import ALONE, CONTRACT, REPRODUCER, TABLE
+from staleproof.kernels.adapter import Peer
+
+
+def test_every_faulty_kernel_breaks_something():
+    assert set(broken.KERNELS) < set(CONTRACT)
+    assert all(CONTRACT[name] != CONTRACT["mla_decode"] for name in broken.KERNELS)
+
+
+@pytest.mark.parametrize("question", ALONE)
+def test_a_peer_runs_everywhere(device, question):
+    # Gathered keys and a boolean mask.
+    (found,) = TABLE.ask(question, "torch_sdpa", device=device)
+    assert found.ran
+    assert found.of.startswith("torch")
+
+
+def test_a_peer_that_is_absent_is_not_asked(device):
+    absent = cases.PeerKernel(Peer("theirs", "needs an SM100 GPU", prepare=pytest.fail))
+    assert cases._unavailable(absent, device) == "needs an SM100 GPU"
+    assert cases._not_served(setups.Setup(absent), "cuda") == "needs an SM100 GPU"
+    assert cases._unavailable(broken.empty_row_not_written, device) is None
+
+
+def test_a_request_that_is_sick_by_itself_is_never_blamed_on_padding(device):
+    served = [f for f in TABLE.ask("served, torch.max", device=device) if f.ran]
+    sick = {one.numbers["sick_step"] for one in served}
+    assert Verdict.LIVE_BORN in sick
+    assert Verdict.LEAKED not in sick
+
+
+def test_a_fix_that_does_nothing_is_not_called_fixed(device, monkeypatch):
+    monkeypatch.setattr(setups, "clear_empty_rows", lambda out, seq_lens: None)
+    (found,) = TABLE.ask(OFF_ON_OFF, "clear_empty_rows", device=device)
+    assert found.verdict == NOT_FIXED
+    assert found.failed
+
+
+def test_the_reproducers_amax_is_a_number_only_with_the_fix(device):
+    for question in REPRODUCER:
+        off, on = TABLE.ask(question, device=device)
+        # torch.max keeps NaN, so the amax is a number only if the padding holds none.
+        assert off.numbers["amax"] != off.numbers["amax"]
+        assert on.numbers["amax"] > 0
