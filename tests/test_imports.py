@@ -142,6 +142,48 @@ def test_each_rule_catches_an_import_against_it(tmp_path, file, source, target):
     assert problem.endswith(f": imports {target}")
 
 
+def circles(package: Path) -> list[list[str]]:
+    """Circles of modules that import each other, within and between folders; each as a sorted list."""
+    modules = {}
+    for path in package.rglob("*.py"):
+        parts = [part for part in path.relative_to(package).with_suffix("").parts if part != "__init__"]
+        modules[".".join(["staleproof", *parts])] = path
+    needs = {
+        name: {target for _, target in _imported(ast.parse(path.read_text()), name, package)} & set(modules)
+        for name, path in modules.items()
+    }
+    reach: dict[str, set[str]] = {}
+    for name in needs:
+        seen, ahead = set(), [*needs[name] - {name}]
+        while ahead:
+            if (one := ahead.pop()) not in seen:
+                seen.add(one)
+                ahead += needs[one]
+        reach[name] = seen
+    found = {tuple(sorted(o for o in reach[n] if n in reach[o])) for n in reach if n in reach[n]}
+    return sorted(map(list, found))
+
+
+# Circles that are still to be opened; a line here goes with its circle.
+KNOWN = [
+    ["staleproof.cases.children", "staleproof.cases.zygote"],
+    ["staleproof.engine.orders", "staleproof.engine.session"],
+    ["staleproof.incidents.kv_reuse.attention", "staleproof.incidents.kv_reuse.hybrid"],
+    ["staleproof.ops.zero_blocks", "staleproof.ops.zero_untraced"],
+    ["staleproof.vllm.plugin", "staleproof.vllm.watch_hooks", "staleproof.vllm.watch_port"],
+]
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert [circle for circle in circles(PACKAGE) if circle not in KNOWN] == []
+
+
+def test_a_circle_is_noticed(tmp_path):
+    for name, needed in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
+        (tmp_path / f"{name}.py").write_text(f"def f():\n    from staleproof import {needed}\n")
+    assert circles(tmp_path) == [["staleproof.a", "staleproof.b", "staleproof.c"]]
+
+
 def _loaded_after(statement: str) -> set[str]:
     """First parts of the modules of ours that a fresh process has loaded after a statement."""
     program = f"import sys\n{statement}\nprint(*[m for m in sys.modules if m.startswith('staleproof.')])"

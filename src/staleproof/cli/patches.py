@@ -1,4 +1,4 @@
-"""``staleproof patches``: which defects a vLLM has, and which patch helps. Importing it registers it."""
+"""``staleproof patches``: which defects a vLLM has, and which patch helps."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from staleproof.cli.app import BadInputError, command
+from staleproof.cli.common import BadInputError
 
 
-@command
 def patches(
     version: Annotated[
         str | None, typer.Option(help="0.18.1, v0.18.1 or 0.18; the installed vLLM by default.")

@@ -8,6 +8,8 @@ for (const table of document.querySelectorAll("table")) {
     [...row.cells].forEach((one, at) => { if (one.tagName === "TD") one.dataset.label = names[at] ?? ""; });
 }
 // A link leads to its target even if that lies in a fold.
+const contents = document.querySelector(".contents");
+const narrow = matchMedia("(max-width: 60rem)");
 function unfold() {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (!target) return;
@@ -15,8 +17,6 @@ function unfold() {
   target.scrollIntoView();
   if (narrow.matches) contents.open = false;
 }
-const contents = document.querySelector(".contents");
-const narrow = matchMedia("(max-width: 60rem)");
 if (narrow.matches) contents.open = false;
 addEventListener("hashchange", unfold);
 document.addEventListener("click", (event) => {
@@ -24,13 +24,6 @@ document.addEventListener("click", (event) => {
   if (event.target.closest("a")?.hash === location.hash && location.hash) setTimeout(unfold);
 });
 unfold();
-// Paper has no folds.
-let closed = [];
-addEventListener("beforeprint", () => {
-  closed = [...document.querySelectorAll("details:not([open])")];
-  closed.forEach((one) => (one.open = true));
-});
-addEventListener("afterprint", () => closed.forEach((one) => (one.open = false)));
 // A box that scrolls sideways can be reached with the keyboard.
 function reach() {
   for (const box of document.querySelectorAll(".wide"))
@@ -39,22 +32,31 @@ function reach() {
 document.addEventListener("toggle", reach, true);
 addEventListener("resize", reach);
 reach();
-// The filter keeps entries of the contents, and rows of the triage table, that hold every word.
-const filter = document.getElementById("filter");
+// The fields above the triage table: rows that hold every word, and what each means for a release.
+const filter = document.getElementById("filter"), release = document.getElementById("release");
+const known = release.dataset.known.split(" ");
 const rows = [...document.querySelectorAll("#triage tbody tr")];
-filter.addEventListener("input", () => {
+for (const row of rows) row.querySelector(".mark").dataset.all = row.querySelector(".mark").textContent;
+function mark() {
   const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
   const holds = (one) => words.every((word) => one.textContent.toLowerCase().includes(word));
-  let left = 0;
-  for (const entry of document.querySelectorAll(".contents > ul > li")) {
-    const below = [...entry.querySelectorAll("li")];
-    const whole = holds(entry.querySelector("a"));
-    for (const one of below) one.hidden = !(whole || holds(one));
-    entry.hidden = !(whole || below.some((one) => !one.hidden));
-    left += !entry.hidden;
-  }
   const kept = rows.filter(holds).length;
-  // Words that no row of the table has do not empty it.
-  rows.forEach((row) => (row.hidden = kept > 0 && !holds(row)));
-  document.getElementById("filtered").textContent = words.length ? `${left} entries, ${kept} symptoms` : "";
-});
+  const typed = release.value.trim().replace(/^v/, "");
+  // "0.18" is the last release of that series.
+  const name = known.includes(typed) ? typed : known.filter((one) => one.startsWith(`${typed}.`)).at(-1);
+  let affected = 0;
+  for (const row of rows) {
+    // Words that no row of the table has do not empty it.
+    row.hidden = kept > 0 && !holds(row);
+    const is = name && row.dataset.releases.split(" ").includes(name), cell = row.querySelector(".mark");
+    row.classList.toggle("cured", Boolean(typed && name && !is));
+    cell.textContent = !typed ? cell.dataset.all : !name ? "unknown" : is ? `${name}: affected` : `${name}: not affected`;
+    cell.className = !typed || !name ? "mark" : is ? "mark bad" : "mark good";
+    affected += Boolean(is) && !row.hidden;
+  }
+  const says = [words.length ? `${kept} symptoms` : "", !typed ? "" : name ? `${affected} affect ${name}`
+    : `${typed} is no release we know: ${known[0]} to ${known.at(-1)}`];
+  document.getElementById("filtered").textContent = says.filter(Boolean).join(", ");
+}
+filter.addEventListener("input", mark);
+release.addEventListener("input", mark);
