@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from staleproof.engine.cases import BENCHES
 from tests.made import finding, not_run
 
 from staleproof.cases import store
 from staleproof.cases.finding import Finding
 from staleproof.cases.store import Run
 from staleproof.engine import hybrid, mla
+from staleproof.engine.cases import BENCHES
 from staleproof.report import engine
 
 MLA = "TRITON_MLA, full graphs"
