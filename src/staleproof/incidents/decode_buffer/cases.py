@@ -27,11 +27,9 @@ from staleproof.incidents.decode_buffer.buffer import (
     ones,
     other_model,
     overlap,
-    part,
-    query,
     threads,
 )
-from staleproof.incidents.decode_buffer.correct import wrong_output
+from staleproof.incidents.decode_buffer.correct import wrong
 from staleproof.incidents.decode_buffer.model import Attention, Experts, Model, ServerConfig
 from staleproof.incidents.decode_buffer.outside import ASLEEP, SYMMETRIC, outside
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES, Outcome
@@ -190,22 +188,6 @@ def utilisation(sweep: Sweep, device: str) -> Reading:
     numbers = {**said, "dies_from": float(dead[0]) if dead else None}
     # A notebook asks for the simulation on every machine; then no GPU measured it.
     return Reading(verdict, numbers, provenance=None if device == "cuda" else Provenance.INTERPRETED)
-
-
-# --- What a fix computes.
-
-
-def wrong(case: ServerCase, device: str) -> str | None:
-    """What one layer of a server computes wrongly, in one line, or ``None``."""
-    with SETUPS[case.variant].process() as wiring:
-        layer = part(wiring, device)
-        q = query(layer, 8, 1)
-        for lane in (0, 1):
-            layer.decode(q, ones(8, device), lane)
-        wiring.ready()
-        return wrong_output(
-            SETUPS[case.variant], layer, torch.arange(q.numel(), device=device).view_as(q).to(q)
-        )
 
 
 # --- Time.

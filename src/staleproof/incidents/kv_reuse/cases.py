@@ -22,7 +22,7 @@ from staleproof.evidence.tenancy import STALE, WIPED
 from staleproof.incidents.kv_reuse import broken
 from staleproof.incidents.kv_reuse.attention import Call, kernels, masked_loads
 from staleproof.incidents.kv_reuse.bits import DTYPES, nan_share
-from staleproof.incidents.kv_reuse.correct import wrong_bytes
+from staleproof.incidents.kv_reuse.correct import freed_blocks, new_blocks, wrong_bytes
 from staleproof.incidents.kv_reuse.host_memory import host_memory
 from staleproof.incidents.kv_reuse.hybrid import HEAD_DIM, KERNEL_BLOCK, FirstStep
 from staleproof.incidents.kv_reuse.scene import (
@@ -96,8 +96,8 @@ def served_with(scene: Scene, remedy: Remedy, device: str) -> Reading:
 
 
 def wrong_on(scene: Scene, remedy: Remedy, device: str) -> str | None:
-    """:func:`wrong_bytes` on this device."""
-    return wrong_bytes(replace(scene, device=device), remedy)
+    """:func:`wrong_bytes` on this device, of a remedy that zeroes new blocks."""
+    return wrong_bytes(replace(scene, device=device), remedy, new_blocks)
 
 
 # How blocks are chosen for zeroing; then the verdicts with prefix caching and without.
@@ -283,11 +283,16 @@ def _of_load(how: str, scene: Scene) -> list[cases.Case]:
                 off="no_zeroing",
                 on=name,
                 ask=partial(again, scene),
-                wrong=lambda policy, device, runs: wrong_on(scene, POLICIES[policy][0], device),
+                wrong=lambda policy, device, runs, ids=ids: wrong_bytes(
+                    replace(scene, device=device), POLICIES[policy][0], ids
+                ),
                 expect=expect,
                 scene=runs,
             )
-            for name, expect in (("zero_on_free", FREED[how]), ("BlockZeroer", FIXED))
+            for name, ids, expect in (
+                ("zero_on_free", freed_blocks, FREED[how]),
+                ("BlockZeroer", new_blocks, FIXED),
+            )
         ),
     ]
 

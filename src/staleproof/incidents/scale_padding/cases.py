@@ -5,7 +5,7 @@ The table is at the end; above it are the functions that answer one row each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -42,12 +42,12 @@ PADDING: dict[str, dict[str, str]] = {
 
 def leaks(path: str, allocation: str, device: str) -> str:
     """Whether NaN in scales that nobody wrote reaches a live row of an NVFP4 product."""
-    return judge_rows(step_of(path, allocation, device), LIVE)
+    return judge_rows(step_of(path, allocation, product_on(device)), LIVE)
 
 
 def padding(path: str, allocation: str, device: str) -> Reading:
     """:func:`leaks`, and which contents of the padding change a live row."""
-    changed = pad_invariance(step_of(path, allocation, device), LIVE).changed
+    changed = pad_invariance(step_of(path, allocation, product_on(device)), LIVE).changed
     return reading(leaks(path, allocation, device), changed_by=" ".join(changed))
 
 
@@ -101,10 +101,7 @@ def random_padding(reader: tuple[int | None, int, int], device: str) -> Reading:
     )
 
 
-# Ids and weights on their way to a kernel that reads (tokens, top_k) int32: what it sees of them.
-Pair = tuple[torch.Tensor, torch.Tensor]
-Reader = Callable[[torch.Tensor, torch.Tensor], Pair]
-ID_WIDTHS: dict[str, Reader] = {
+ID_WIDTHS: dict[str, ids.Reader] = {
     "int64_read_as_int32": lambda chosen, weights: (broken.read_as_int32(chosen.long()), weights),
     "int64_refused": lambda chosen, weights: (ids.require_int32_ids(chosen.long()), weights),
     "int32": lambda chosen, weights: (ids.require_int32_ids(chosen), weights),
@@ -118,18 +115,14 @@ ID_WIDTHS: dict[str, Reader] = {
 ROUTED = (64, 16, 4)
 
 
-def _sent(device: str) -> Pair:
-    return ids.simulate_routing(*ROUTED, device=device)
-
-
 def _mixed(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """(tokens,) what a token gets if expert e answers e + 1; a wrong id is a wrong number."""
     return (weights * (chosen + 1)).sum(1)
 
 
-def id_width(reader: Reader, device: str) -> Reading:
+def id_width(reader: ids.Reader, device: str) -> Reading:
     """What a kernel computes from the ids that ``reader`` makes of the right ones."""
-    weights, right = _sent(device)
+    weights, right = ids.simulate_routing(*ROUTED, device=device)
     try:
         chosen, read_weights = reader(right, weights)
     except ValueError:
@@ -164,11 +157,7 @@ def draws(simulator: ids.Simulator, device: str) -> str:
     return TWICE if ids.experts_twice(simulator(4096, 128, 8)[1]).any() else DISTINCT
 
 
-# Two ranks, busy and idle, and their repetitions.
-Ranks = tuple[Sequence[null_block.RankStep], Sequence[null_block.RankStep]]
-
-
-def null_block_leaks(backend: str, device: str, ranks: Ranks) -> Reading:
+def null_block_leaks(backend: str, device: str, ranks: null_block.Ranks) -> Reading:
     """Whether the dummy batch of an idle rank reaches the request that the rank gets next."""
     busy, idle = ranks
     return reading(
@@ -180,7 +169,7 @@ def null_block_leaks(backend: str, device: str, ranks: Ranks) -> Reading:
     )
 
 
-def slot_leaks(slot: int, device: str, ranks: Ranks) -> str:
+def slot_leaks(slot: int, device: str, ranks: null_block.Ranks) -> str:
     """The same of one slot of the dummy batch: it leaks if it leaks in each repetition with this slot.
 
     The ranks run with slot 0, -1 and 0 in one life, so that this is off / on / off.
@@ -314,7 +303,7 @@ TABLE = Table(
                 off=0,
                 on=-1,
                 ask=slot_leaks,
-                wrong=lambda slot, device, ranks: wrong_write(device),
+                wrong=wrong_write,
                 needs=_no_ranks(backend),
                 scene=scene,
             ),
@@ -350,7 +339,7 @@ TABLE = Table(
         off=ID_WIDTHS["int64_read_as_int32"],
         on=ID_WIDTHS["int32"],
         ask=id_width,
-        wrong=lambda reader, device: wrong_ids(reader, _sent(device)),
+        wrong=wrong_ids,
     ),
     fix(
         "simulate_routing",
