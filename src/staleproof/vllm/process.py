@@ -41,10 +41,13 @@ def state(name: str) -> tuple[str, str]:
     ('partly', 'halve was wrapped by other')
     >>> standing.forget("a")
     """
-    if name in standing.stepped_back:
-        return "refused", standing.stepped_back[name]
-    key = ":".join(FACTORS)
-    states = [value for place, value in standing.targets(name).items() if place != key]
+    hooks.settle()
+    why = standing.stepped_back.get(name)
+    if why is not None:
+        return ("off" if standing.SWITCHED in why else "refused"), why
+    states = [*hooks.checked(name).values()]
+    if name in traced and "in place" in states:
+        states += [value for value in hooks.checked(standing.CACHE).values()]
     left = [value for value in states if value not in ("in place", "waiting", "not needed")]
     if "in place" in states:
         return ("partly", "; ".join(left)) if left else ("in place", "")
