@@ -24,8 +24,10 @@ HASHED_IN = (
 # Runs Dynamo. vLLM saves its result under the factors from before, by this method of the result.
 TRACED_BY = "vllm.compilation.wrapper", "TorchCompileWithNoGuardsWrapper.aot_compile"
 SAVE = "save_compiled_function"
-# The factors of the last key, as vLLM was given them.
+# The factors of the last key that vLLM was given, and those under which it saves what Dynamo traces now.
 _factors: dict[str, str] = {}
+_begun: dict[str, str] = {}
+LASTING = {"waiting", "in place"}
 # In the key of what no later start may load.
 UNPROVED = f"unproved {uuid.uuid4()}"
 
@@ -40,7 +42,7 @@ def key_factors() -> dict[str, str]:
     factors = {}
     for patch in sorted(traced):
         states = hooks.checked(patch)
-        wrapped = " ".join(sorted(place for place, state in states.items() if state in ("waiting", "in place")))
+        wrapped = " ".join(sorted(place for place, state in states.items() if state in LASTING))
         if patch in standing.failed_in_trace:
             wrapped = UNPROVED
         elif patch in standing.stepped_back:
@@ -61,12 +63,17 @@ def _add(result: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 def _unproved() -> str | None:
     """Say why a graph that was just traced must not be saved under the last key."""
-    bypassed = {state for state in hooks.checked(standing.CACHE).values() if state not in ("waiting", "in place")}
+    bypassed = {*hooks.checked(standing.CACHE).values()} - LASTING
     if standing.CACHE in standing.stepped_back or bypassed:
         return "; ".join(bypassed) or standing.stepped_back[standing.CACHE]
     if standing.failed_in_trace:
         return "; ".join(standing.failed_in_trace.values())
-    return "patches changed while it was traced" if key_factors() != _factors else None
+    return "patches changed while it was traced" if key_factors() != _begun else None
+
+
+def _begin(args: Arguments, kwargs: Keywords) -> None:
+    _begun.clear()
+    _begun.update(_factors)
 
 
 def _prove(result: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -91,7 +98,7 @@ def _prove(result: Any, args: Arguments, kwargs: Keywords) -> Any:
 # and wrapping changes none of vLLM's: a start with a patch would load a graph without it, and the reverse.
 CACHE_TARGETS = (
     Target(*FACTORS, (), after=_add, vital=True),
-    Target(*TRACED_BY, ("self",), after=_prove, vital=True),
+    Target(*TRACED_BY, ("self",), before=_begin, after=_prove, vital=True),
 )
 
 
@@ -208,6 +215,8 @@ class Patch:
         """
         requires = self.requires
         if self.traced:
+            # It is no patch: that it is in place is no news.
+            hooks._announced.add(standing.CACHE)
             hooks.wrap(standing.CACHE, *CACHE_TARGETS)
             traced.add(self.name)
             requires = (*requires, standing.CACHE)

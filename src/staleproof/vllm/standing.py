@@ -165,4 +165,5 @@ def switch(off: Collection[str], by: str) -> list[str]:
 def forget(owner: str) -> None:
     """Forget everything about a patch, when it is reverted."""
     for state in (stepped_back, failed_in_trace, _targets, _requires, _due, _tries):
-        state.pop(owner, None)  # type: ignore[attr-defined]
+        state.pop(owner, None)
+    on_host.discard(owner)
