@@ -227,9 +227,10 @@ class Patch:
     def revert(self) -> None:
         """Give vLLM its own functions back, and stop waiting for its imports."""
         hooks.unwrap(self.name)
-        traced.discard(self.name)
-        if not traced:
-            hooks.unwrap(standing.CACHE)
+        if self.name in traced:
+            traced.discard(self.name)
+            if not traced:
+                hooks.unwrap(standing.CACHE)
 
     @contextmanager
     def applied(self, version: str) -> Iterator[None]:

@@ -119,36 +119,26 @@ def watch(ready: Callable[[], None]) -> None:
     What it raises ends vLLM.
     """
 
-    def engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    def starting(engine: bool, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def start(*args: Any, **kwargs: Any) -> Any:
-            _starting[:] = [os.getpid()]
+            if engine:
+                _starting[:] = [os.getpid()]
             result = original(*args, **kwargs)
-            _starting.clear()
-            ready()
-            return result
-
-        return _instead_of(original, start)
-
-    def worker(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def start(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if _starting != [os.getpid()]:
+            if engine or _starting != [os.getpid()]:
+                _starting.clear()
                 ready()
             return result
 
-        return _instead_of(original, start)
+        start.staleproof_replaces = original  # type: ignore[attr-defined]
+        return start
 
-    # Two functions that everything needs: that they are wrapped is no news.
+    # Two functions that everything needs: that they are wrapped is no news. Exchanged, and not hooked,
+    # because what a hook raises is contained.
     hooks._announced.add(standing.REPORT)
-    targets = Target(*ENGINE, ("self",), swap=engine), Target(*WORKER, ("self",), swap=worker)
-    hooks.wrap(standing.REPORT, *targets)
-
-
-def _instead_of(original: Any, ours: Any) -> Any:
-    ours.staleproof_replaces = original
-    return ours
+    for place in (ENGINE, WORKER):
+        swap = functools.partial(starting, place == ENGINE)
+        hooks.wrap(standing.REPORT, Target(*place, ("self",), swap=swap))
 
 
 def contained(call: Callable[[], Any], what: str) -> Any:

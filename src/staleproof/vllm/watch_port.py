@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -40,85 +40,75 @@ class Collector:
         self, watch: Watch | None, blocks: Blocks | None = None, memory: Memory | None = None
     ) -> None:
         self.watch, self.blocks, self.memory = watch, blocks, memory
+        self._failed = False
 
     def collect(self) -> Iterator[Any]:
         """The families of metrics, as prometheus_client asks for them."""
-        from prometheus_client.core import GaugeMetricFamily
-
         if self.watch is not None:
-            found = process.contained(lambda: [*self._counts()], "watch: its counts are out of service")
-            yield GaugeMetricFamily("staleproof_watch_up", "The watch is in service", value=found is not None)
-            yield from found or ()
-            if found is None:
-                self.watch = None
+            counts = None
+            if not self._failed:
+                counts = process.contained(lambda: [*self._counts()], "watch: its counts are out of service")
+                self._failed = counts is None
+            yield _gauge("watch_up", "The watch is in service", [((), not self._failed)])
+            yield from counts or ()
         health = live.health(os.environ.get(process.REQUIRE))
-        build = GaugeMetricFamily(
-            "staleproof_build_info", "Versions in this server", labels=("staleproof", "vllm")
-        )
-        build.add_metric((health["staleproof"], health["vllm"] or ""), 1)
-        yield build
-        yield GaugeMetricFamily(
-            "staleproof_ok", "Nothing is refused, or required and off", value=health["ok"]
-        )
-        info = GaugeMetricFamily(
-            "staleproof_patch_info",
-            "Patches, in each process and in the whole server",
-            labels=("patch", "state", "process", "pid"),
-        )
-        for one in [{"process": "server", "pid": "", **health}, *health["processes"]]:
-            for patch, (state, _) in one["patches"].items():
-                info.add_metric((patch, state, one["process"], str(one["pid"])), 1)
-        yield info
+        versions = health["staleproof"], health["vllm"] or ""
+        yield _gauge("build_info", "Versions in this server", [(versions, 1)], "staleproof", "vllm")
+        yield _gauge("ok", "What stands is as it should be", [((), health["ok"])])
+        states = [
+            ((patch, state, one["process"], str(one["pid"])), 1)
+            for one in ({"process": "server", "pid": "", **health}, *health["processes"])
+            for patch, (state, _) in one["patches"].items()
+        ]
+        labels = "patch", "state", "process", "pid"
+        yield _gauge("patch_info", "Patches, in each process and in the whole server", states, *labels)
 
     def _counts(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         assert self.watch is not None
         reading, chosen = self.watch.latest, self.watch.settings
         for name, text, counts in (
             ("bad_rows", "Rows with a NaN or Inf, of the counted steps", reading.bad),
             ("canary_rows", "Those of the bad rows that nobody wrote: they hold a canary", reading.canaries),
         ):
-            family = CounterMetricFamily(f"staleproof_{name}", text, labels=("stage", "layer", "rows"))
-            for (stage, layer), pair in counts.items():
-                for rows, count in zip(ROWS, pair, strict=True):
-                    family.add_metric((stage, layer, rows), count)
-            yield family
-        repeats = CounterMetricFamily(
-            "staleproof_duplicate_expert_rows", "Rows that name an expert twice", labels=("layer", "rows")
-        )
-        for layer, pair in reading.repeats.items():
-            for rows, count in zip(ROWS, pair, strict=True):
-                repeats.add_metric((layer, rows), count)
-        yield repeats
-        for name, text, value in (
-            ("steps", "Steps of the engine", reading.steps),
-            ("counted_steps", "Steps whose rows were counted", reading.counted),
-        ):
-            yield CounterMetricFamily(f"staleproof_{name}", text, value=value)
-        # A watch that does not count any more, beside steps that go on, is out of service.
+            yield _counter(name, text, _by_rows(counts), "stage", "layer", "rows")
+        twice = _by_rows({(layer,): pair for layer, pair in reading.repeats.items()})
+        yield _counter("duplicate_expert_rows", "Rows that name an expert twice", twice, "layer", "rows")
+        yield _counter("steps", "Steps of the engine", [((), reading.steps)])
+        yield _counter("counted_steps", "Steps whose rows were counted", [((), reading.counted)])
+        # If it grows while the engine steps, the watch counts no more.
         age = time.monotonic() - reading.at if reading.at else 0.0
-        yield GaugeMetricFamily("staleproof_reading_age_seconds", "Since counts have last arrived", value=age)
-        sample = GaugeMetricFamily("staleproof_sample", "One layer, one step in so many", labels=("of",))
-        sample.add_metric(("layers",), chosen.layers)
-        sample.add_metric(("steps",), chosen.steps)
-        yield sample
+        yield _gauge("reading_age_seconds", "Since counts have last arrived", [((), age)])
+        sample = [(("layers",), chosen.layers), (("steps",), chosen.steps)]
+        yield _gauge("sample", "One layer, one step in so many", sample, "of")
         if self.blocks is not None:
-            stale = CounterMetricFamily(
-                "staleproof_stale_blocks_read",
-                "KV blocks read while they held bytes of another request",
-                labels=("written_as", "read_as"),
-            )
-            for kinds, count in {**dict.fromkeys(self.blocks.pairs, 0), **self.blocks.stale}.items():
-                stale.add_metric(kinds, count)
-            yield stale
+            stale = {**dict.fromkeys(self.blocks.pairs, 0), **self.blocks.stale}
+            text = "KV blocks read while they held bytes of another request"
+            yield _counter("stale_blocks_read", text, [*stale.items()], "written_as", "read_as")
         if self.memory is not None:
-            unprofiled = GaugeMetricFamily(
-                "staleproof_unprofiled_bytes", "Memory that the profile run did not see", labels=("owner",)
-            )
-            for owner, count in self.memory.latest.items():
-                unprofiled.add_metric((owner,), count)
-            yield unprofiled
+            owners = [((owner,), count) for owner, count in self.memory.latest.items()]
+            yield _gauge("unprofiled_bytes", "Memory that the profile run did not see", owners, "owner")
+
+
+def _by_rows(counts: Mapping[Any, tuple[int, int]]) -> list[tuple[Sequence[str], float]]:
+    return [((*at, rows), n) for at, pair in counts.items() for rows, n in zip(ROWS, pair, strict=True)]
+
+
+def _gauge(name: str, text: str, values: Iterable[tuple[Sequence[str], float]], *labels: str) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    return _filled(GaugeMetricFamily(f"staleproof_{name}", text, labels=labels), values)
+
+
+def _counter(name: str, text: str, values: Iterable[tuple[Sequence[str], float]], *labels: str) -> Any:
+    from prometheus_client.core import CounterMetricFamily
+
+    return _filled(CounterMetricFamily(f"staleproof_{name}", text, labels=labels), values)
+
+
+def _filled(family: Any, values: Iterable[tuple[Sequence[str], float]]) -> Any:
+    for labels, value in values:
+        family.add_metric(labels, value)
+    return family
 
 
 class Port(ThreadingHTTPServer):
