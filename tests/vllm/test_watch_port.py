@@ -216,17 +216,3 @@ def test_a_port_that_is_taken_is_one_line(caplog):
         taken.listen()
         watch_port.serve(Watch(Settings(), "cpu"), taken.getsockname()[1])
     assert [record.getMessage() for record in caplog.records if "cannot be opened" in record.getMessage()]
-
-
-def test_the_dashboard_asks_for_metrics_that_the_port_has(served):
-    import re
-    from pathlib import Path
-
-    board = json.loads((Path(__file__).parents[2] / "workbook/watch-dashboard.json").read_text())
-    asked = {
-        name
-        for panel in board["panels"]
-        for target in panel["targets"]
-        for name in re.findall(r"staleproof_(\w+?)(?:_total)?\b", target["expr"])
-    }
-    assert asked == {sample.name for sample in watching.fetch(served[1])} | {"patch_info"}

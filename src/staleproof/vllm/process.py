@@ -113,8 +113,8 @@ def required(text: str | None, found: Mapping[str, tuple[str, str]], known: Iter
         raise RequirementError(f"vLLM does not start: {REQUIRE}={text}: {'; '.join(unknown + missing)}")
 
 
-def watch(ready: Callable[[], None]) -> None:
-    """Call ``ready`` when the engine of this process is ready, or the worker if there is none.
+def watch(ready: Callable[[Any], None]) -> None:
+    """Call ``ready`` with the engine of this process when it is ready, or the worker if there is none.
 
     What it raises ends vLLM.
     """
@@ -127,7 +127,7 @@ def watch(ready: Callable[[], None]) -> None:
             result = original(*args, **kwargs)
             if engine or _starting != [os.getpid()]:
                 _starting.clear()
-                ready()
+                ready(args[0])
             return result
 
         start.staleproof_replaces = original  # type: ignore[attr-defined]

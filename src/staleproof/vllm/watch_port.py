@@ -10,11 +10,12 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from staleproof.vllm import live, process
+from staleproof.vllm import live, process, standing
 from staleproof.vllm.hooks import warn_once
 from staleproof.vllm.process import say
 from staleproof.vllm.watch import LIVE, PADDING, Watch
@@ -45,15 +46,19 @@ class Collector:
     def collect(self) -> Iterator[Any]:
         """The families of metrics, as prometheus_client asks for them."""
         if self.watch is not None:
-            counts = None
+            rows = None
             if not self._failed:
-                counts = process.contained(lambda: [*self._counts()], "watch: its counts are out of service")
-                self._failed = counts is None
-            yield _gauge("watch_up", "The watch is in service", [((), not self._failed)])
-            yield from counts or ()
+                rows = process.contained(lambda: [*self._counts()], "watch: its counts are out of service")
+                self._failed = rows is None
+            up = not self._failed and "watch" not in standing.stepped_back
+            yield _gauge("watch_up", "The watch is in service", [((), up)])
+            yield from rows or ()
         health = live.health(os.environ.get(process.REQUIRE))
-        versions = health["staleproof"], health["vllm"] or ""
-        yield _gauge("build_info", "Versions in this server", [(versions, 1)], "staleproof", "vllm")
+        names = "staleproof", "vllm", "model"
+        yield _gauge("build_info", "What this server is", [([health[name] for name in names], 1)], *names)
+        counts = sum((Counter(one["counts"]) for one in health["processes"]), Counter())
+        for name, count in {**dict.fromkeys(standing.counters, 0), **counts}.items():
+            yield _counter(name, "Counted on the host, in all processes of this server", [((), count)])
         yield _gauge("ok", "What stands is as it should be", [((), health["ok"])])
         states = [
             ((patch, state, one["process"], str(one["pid"])), 1)
@@ -75,7 +80,8 @@ class Collector:
         yield _counter("duplicate_expert_rows", "Rows that name an expert twice", twice, "layer", "rows")
         yield _counter("steps", "Steps of the engine", [((), reading.steps)])
         yield _counter("counted_steps", "Steps whose rows were counted", [((), reading.counted)])
-        # If it grows while the engine steps, the watch counts no more.
+        # If the first goes on and the second grows, the watch counts no more.
+        yield _counter("begun_steps", "Steps that the watch saw begin", [((), self.watch.steps)])
         age = time.monotonic() - reading.at if reading.at else 0.0
         yield _gauge("reading_age_seconds", "Since counts have last arrived", [((), age)])
         sample = [(("layers",), chosen.layers), (("steps",), chosen.steps)]
