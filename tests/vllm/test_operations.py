@@ -114,9 +114,7 @@ SERIES = [
 
 def _rule_test(alert: str, minute: int, series: dict[str, str], fires: bool) -> dict[str, Any]:
     """A unit test of promtool."""
-    named = {
-        (name + "," if "{" in name else name + "{") + 'job="j",instance="i"}': v for name, v in series.items()
-    }
+    names = {name: name + ("," if "{" in name else "{") + 'job="j",instance="i"}' for name in series}
     expression = f'count(ALERTS{{alertname="Staleproof{alert}",alertstate="firing"}}) or vector(0)'
     expected = [{"labels": "{}", "value": int(fires)}]
     return {

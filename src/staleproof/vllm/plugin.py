@@ -320,10 +320,9 @@ def _ready(here: live.Here, engine: Any) -> None:
     here.ready = True
     names = getattr(getattr(engine, "vllm_config", None), "model_config", None)
     here.model = str(getattr(names, "served_model_name", ""))
-    refused = {name: why for name, (state, why) in here.decided.items() if state == REFUSED}
-    process.contained(
-        lambda: process.say(process.line(here.version, here.names, refused)), "what stands cannot be said"
-    )
+    found = here.found()
+    stands = {n: state for n, state in found.items() if n in here.names or state[0] == REFUSED}
+    process.say(process.line(here.version, stands))
     process.contained(here.publish, "the state of this process cannot be asked")
-    process.contained(live.beat, "no thread of ours")
-    process.required(os.environ.get(process.REQUIRE), here.found(), here.incidents)
+    process.contained(live.beat, "no patch comes back, and none is switched")
+    process.required(os.environ.get(process.REQUIRE), found, here.incidents)
