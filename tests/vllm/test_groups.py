@@ -11,8 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
-import soak
 import warm
+
+from tools import soak
 
 pytestmark = pytest.mark.slow
 SCENES = Path(__file__).with_name("real_groups.py")

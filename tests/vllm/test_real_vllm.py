@@ -15,14 +15,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import before_after
 import environment
-import table as tables
 
 from staleproof.vllm import plugin as vllm_plugin
 from staleproof.vllm import process, releases
 from staleproof.vllm import sources as sources_module
 from staleproof.vllm.hooks import Target
+from tools import before_after
+from tools import vllm_table as tables
 
 pytestmark = pytest.mark.slow
 _unavailable: list[str] = []

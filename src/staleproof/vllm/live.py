@@ -44,6 +44,7 @@ class Here:
         decided: patch -> state and reason of the others, when the plugin was loaded.
         ready: whether its engine or worker runs.
         incidents: patch -> incident, of all that there are.
+        model: as it is served, once that is known.
     """
 
     version: str = ""
@@ -51,6 +52,7 @@ class Here:
     decided: dict[str, State] = field(default_factory=dict)
     ready: bool = False
     incidents: dict[str, str] = field(default_factory=dict)
+    model: str = ""
 
     def found(self) -> dict[str, State]:
         """Patch -> its state now, and the reason."""
@@ -62,7 +64,9 @@ class Here:
             "pid": os.getpid(),
             "process": multiprocessing.current_process().name,
             "vllm": self.version,
+            "model": self.model,
             "ready": self.ready,
+            "counts": {name: read() for name, read in standing.counters.items()},
             "patches": self.found(),
         }
 
@@ -182,7 +186,7 @@ def health(required: str | None = None) -> dict[str, Any]:
 
     Returns:
         ``ok`` (nothing is refused or partly in place, and what ``STALEPROOF_REQUIRE`` names stands),
-        ``staleproof``, ``vllm``, ``patches`` (patch -> state and reason), ``processes``.
+        ``staleproof``, ``vllm``, ``model``, ``patches`` (patch -> state and reason), ``processes``.
     """
     processes = gather()
     patches = merged(processes)
@@ -194,7 +198,8 @@ def health(required: str | None = None) -> dict[str, Any]:
     return {
         "ok": ok,
         "staleproof": importlib.metadata.version("staleproof"),
-        "vllm": processes[0]["vllm"] if processes else None,
+        "vllm": processes[0]["vllm"] if processes else "",
+        "model": max((one["model"] for one in processes), default=""),
         "patches": patches,
         "processes": processes,
     }

@@ -40,6 +40,8 @@ REMEMBERED, NAMED = 1024, 8
 # is most of what a watched step costs the host.
 SPAN = 32
 PADDING, LIVE = "padding", "live"
+# Whose hooks they are: of no patch.
+OWNER = "watch"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """A whole vLLM 0.22.1 engine on a GPU, serving for minutes: what grows with the plugin off and on.
 
-    python tests/vllm/soak_engine.py --patches none --seconds 600 --out off.json &
+    python -m tools.soak_engine --patches none --seconds 600 --out off.json &
     sleep 90
-    python tests/vllm/soak_engine.py --patches all --seconds 600 --out on.json
+    python -m tools.soak_engine --patches all --seconds 600 --out on.json
 
 Each is one engine in one process, with dummy weights, prefix caching, asynchronous scheduling and few KV
 blocks, so that requests preempt each other. Requests arrive as others leave. Once a second it notes the
@@ -19,16 +19,13 @@ import logging
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import soak
+from tools import soak
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -1,6 +1,6 @@
 """Faults planted in the hooks of each patch, and what the patched function of vLLM returns then.
 
-    python tests/vllm/faults.py
+    python -m tools.plugin_faults
 
 writes the table to workbook/plugin-faults.json and .md; the tests ask the same and compare. A patch's
 hooks stand on a function of the name, the place and the leading arguments of vLLM's, which doubles a
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from made_up import made_up
+from tests.vllm.made_up import made_up
 
 from staleproof.cases.graph import capture
 from staleproof.vllm import hooks, single, standing
@@ -30,9 +30,9 @@ from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import CACHE_TARGETS, Patch
 from staleproof.vllm.plugin import patches
 
-FILE = Path(__file__).parents[2] / "workbook/plugin-faults.json"
+FILE = Path(__file__).parents[1] / "workbook/plugin-faults.json"
 ABOUT = """\
-Written by `python tests/vllm/faults.py`; the cells are in `plugin-faults.json`. Every hook of every patch
+Written by `python -m tools.plugin_faults`; the cells are in `plugin-faults.json`. Every hook of every patch
 stands on a function with the name, the place and the leading arguments of vLLM's, and raises. `vLLM's own`:
 each call returned what it returns without the patch. A line is a warning in the log, which names the patch
 that is out of service from then on, and those that require it. While torch.compile traces a call the line

@@ -1,6 +1,6 @@
 """Real servers, driven over HTTP while their watch is scraped, killed scrapers and faults included.
 
-    python tests/vllm/soak_serve.py --seconds 120 --out soak-serve.json
+    python -m tools.soak_serve --seconds 120 --out soak-serve.json
 
 Five ``vllm serve`` processes on localhost, with dummy weights and prompts as token ids: one with the watch
 and one without get 24 requests a second for two minutes, and the watch is scraped each second. Every tenth

@@ -7,13 +7,11 @@ import sys
 import threading
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import pytest
-import soak_serve
-from soak_serve import Server, judged, kill_a_scraper, load, scrape, soak
+from tools.soak_serve import Server, judged, kill_a_scraper, load, scrape, soak
 
 from staleproof.vllm.watch import Settings, Watch
+from tools import soak_serve
 
 pytest.importorskip("prometheus_client")
 

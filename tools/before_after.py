@@ -1,6 +1,6 @@
 """What the checks of one real vLLM say, as a table: each question without and with the patches.
 
-    python tests/vllm/before_after.py
+    python -m tools.before_after
 
 runs them for every tested release and writes workbook/patches.json, which the report shows. The
 tests compare the file with what they have just seen.
@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/vllm"))
 
 import environment
 import warm
 
-CHECKS = Path(__file__).with_name("real_checks.py")
-FILE = Path(__file__).parents[2] / "workbook/patches.json"
+CHECKS = Path(__file__).parents[1] / "tests/vllm/real_checks.py"
+FILE = Path(__file__).parents[1] / "workbook/patches.json"
 # The question as a reader asks it; what of the answer is shown.
 QUESTIONS = {
     "leak": ("ids of new blocks that nobody took, after 300 requests", lambda a: a[-1]),

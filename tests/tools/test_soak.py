@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-import soak
-import soak_engine
+
+from tools import soak, soak_engine
 
 
 def test_the_recorded_run():

@@ -1,6 +1,6 @@
 """Probe every release's source distribution and write what `staleproof patches --version` reads.
 
-    python tests/vllm/table.py
+    python -m tools.vllm_table
 
 fetches what is not there yet, about 35 MB a release, and writes src/staleproof/vllm/versions.json.
 The tests check the file against the sources that are there.
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/vllm"))
 
 import environment
 

@@ -1,6 +1,6 @@
 """A long run of vLLM's own scheduler on a CPU, with the plugin off and on: what grows, and what does not.
 
-    python tests/vllm/soak.py --requests 200000
+    python -m tools.soak --requests 200000
 
 serves as many requests in each state, in a process of its own, both side by side so that they meet the
 same load of the machine. Requests arrive and leave, share prefixes, and preempt each other because there
@@ -25,12 +25,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/vllm"))
 
 import environment
 
 VERSION = "0.22.1"
-OUT = Path(__file__).parents[2] / "workbook/soak-cpu.json"
+OUT = Path(__file__).parents[1] / "workbook/soak-cpu.json"
 # Of 16 tokens each; eight requests of up to 9 blocks, two of them shared, do not fit.
 BLOCKS = 40
 WAITING = 16
@@ -129,7 +129,7 @@ if __name__ == "__main__":
     parser.add_argument("--inside", action="store_true", help="in a vLLM environment already")
     given = parser.parse_args()
     if not given.inside:
-        again = [sys.executable, *sys.argv, "--inside"]
+        again = [sys.executable, "-m", "tools.soak", *sys.argv[1:], "--inside"]
         raise SystemExit(subprocess.call(again, env=environment.variables(VERSION)))
     result = main(given.requests, given.samples)
     given.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
