@@ -259,7 +259,7 @@ for module in pkgutil.walk_packages(staleproof.__path__, "staleproof."):
     if not module.name.endswith(("__main__", *needs_more)):
         importlib.import_module(module.name)
 from staleproof.report import matrix
-print(matrix.text([Finding("kv_reuse", "a question", "a variant", "clean")]))
+print(matrix.text([Finding("kv_reuse", "a question", "a variant", "rows", "clean")]))
 for command in {commands}:
     print(command, cli.main(command.split()), file=sys.stderr)
 from staleproof.evidence.ledger import Report

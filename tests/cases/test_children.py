@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from staleproof.cases import children, zygote
+from staleproof.cases import children
 from staleproof.cases.children import ChildError
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal exists on Linux alone")
@@ -21,8 +21,8 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal 
 @pytest.fixture(params=["a new interpreter", pytest.param("forked", marks=LINUX)])
 def how(request, monkeypatch: pytest.MonkeyPatch) -> str:
     """How children come to be: forked from a process that has imported torch, or new interpreters."""
-    monkeypatch.setattr(zygote, "_wanted", lambda env: request.param == "forked")
-    monkeypatch.setattr(zygote, "PRELOADED", ())
+    monkeypatch.setattr(children, "_may_fork", lambda env: request.param == "forked")
+    monkeypatch.setattr(children, "PRELOADED", ())
     return request.param
 
 
@@ -161,8 +161,8 @@ CALLER = """
 import os, sys, time
 sys.path.insert(0, {folder!r})
 import jobs
-from staleproof.cases import children, zygote
-zygote._wanted = lambda env: {forked}
+from staleproof.cases import children
+children._may_fork = lambda env: {forked}
 child = children.start(jobs.sleep, {place!r})
 while not os.path.exists({place!r}):
     time.sleep(0.02)

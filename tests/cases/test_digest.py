@@ -28,18 +28,18 @@ FILES = {
     "incidents/one/scene.py": (
         "def serve():\n    from staleproof.cases import (\n        graph,\n        lazy as later,\n    )\n"
     ),
-    "incidents/one/questions.py": (
+    "incidents/one/cases.py": (
         '"""\nfrom staleproof import what nobody wrote\n"""\n'
         "from staleproof.incidents.one import scene\n"
         "if True:\n    from staleproof.ops.reference import topk as reference\n"
     ),
-    "incidents/two/questions.py": (
+    "incidents/two/cases.py": (
         "from staleproof.evidence import judge\nfrom staleproof.ops.topk import topk\n"
     ),
     "report/matrix.py": "",
 }
 ONE = {"device.py", "cases/graph.py", "cases/lazy.py", "ops/reference/topk.py"}
-ONE |= {"incidents/one/scene.py", "incidents/one/questions.py"}
+ONE |= {"incidents/one/scene.py", "incidents/one/cases.py"}
 
 
 @pytest.fixture
@@ -65,10 +65,10 @@ def names(files: set[Path], root: Path) -> set[str]:
 
 
 def test_the_closure_holds_what_is_imported_also_inside_functions(package):
-    assert names(digest.closure(["staleproof.incidents.one.questions"]), package) == ONE
-    two = names(digest.closure(["staleproof.incidents.two.questions"]), package)
+    assert names(digest.closure(["staleproof.incidents.one.cases"]), package) == ONE
+    two = names(digest.closure(["staleproof.incidents.two.cases"]), package)
     assert two == {
-        "incidents/two/questions.py",
+        "incidents/two/cases.py",
         "evidence/__init__.py",
         "evidence/rows.py",
         "ops/topk.py",
@@ -77,17 +77,86 @@ def test_the_closure_holds_what_is_imported_also_inside_functions(package):
 
 
 def test_a_public_name_stands_for_all_of_them(package):
-    (package / "incidents/one/questions.py").write_text("from staleproof import unused\n")
-    files = names(digest.closure(["staleproof.incidents.one.questions"]), package)
-    assert files == {"incidents/one/questions.py", "__init__.py", "ops/unused.py"}
+    (package / "incidents/one/cases.py").write_text("from staleproof import unused\n")
+    files = names(digest.closure(["staleproof.incidents.one.cases"]), package)
+    assert files == {"incidents/one/cases.py", "__init__.py", "ops/unused.py"}
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_the_digest_changes_with_each_file_of_the_closure_and_no_other(package, name):
     before = digest.source_digest("one")
-    (package / name).write_text(FILES[name] + "# changed\n")
+    (package / name).write_text(FILES[name] + "CHANGED = 1\n")
     forget()
     assert (digest.source_digest("one") != before) == (name in ONE)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        "# a comment\n\n",
+        "x = 1  # another\n",
+        '"""What the file is about."""\n',
+        "def f():\n    'Text.'\n",
+        "# 'a string'\n",
+    ],
+)
+def test_comments_docstrings_and_blank_lines_age_nothing(package, again):
+    path = package / "incidents/one/scene.py"
+    code = {"x = 1  # another\n": "x = 1\n", "def f():\n    'Text.'\n": "def f():\n\n"}.get(again, "")
+    path.write_text(FILES["incidents/one/scene.py"] + code)
+    forget()
+    before = digest.source_digest("one")
+    path.write_text(FILES["incidents/one/scene.py"] + again)
+    forget()
+    assert digest.source_digest("one") == before
+
+
+@pytest.mark.parametrize("change", ["y = 'what is meant'\n", "x = 1\n", "if True:\n    x = 1\n"])
+def test_any_other_change_ages(package, change):
+    before = digest.source_digest("one")
+    path = package / "incidents/one/scene.py"
+    path.write_text(change + FILES["incidents/one/scene.py"])
+    forget()
+    assert digest.source_digest("one") != before
+
+
+def test_a_change_at_the_end_of_a_long_file_ages(package):
+    path = package / "incidents/one/scene.py"
+    long = FILES["incidents/one/scene.py"] + "".join(f"X{n} = {n}\n" for n in range(3000))
+    digests = set()
+    for end in ("LAST = 1\n", "LAST = 2\n"):
+        path.write_text(long + end)
+        forget()
+        digests.add(digest.source_digest("one"))
+    assert len(digests) == 2
+
+
+def test_a_file_read_beside_a_module_belongs_to_it(package):
+    path = package / "incidents/one/scene.py"
+    path.write_text('from pathlib import Path\nTABLE = Path(__file__).with_name("table.json")\n')
+    digests = set()
+    for text in ("{}", "[]"):
+        path.with_name("table.json").write_text(text)
+        forget()
+        digests.add(digest.source_digest("one"))
+    assert len(digests) == 2
+
+
+def test_bookkeeping_ages_nothing_and_what_it_imports_neither(package):
+    (package / "cases/case.py").write_text("from staleproof.ops import unused\n")
+    path = package / "incidents/one/scene.py"
+    path.write_text("from staleproof.cases.case import each\n")
+    forget()
+    before = digest.source_digest("one")
+    (package / "cases/case.py").write_text("from staleproof.ops import unused\nX = 1\n")
+    (package / "ops/unused.py").write_text("X = 1\n")
+    forget()
+    assert digest.source_digest("one") == before
+
+
+def test_the_number_of_the_bookkeeping_goes_with_its_text():
+    """Red where only the text moved. If the change could give another verdict, raise MACHINERY."""
+    assert (digest.MACHINERY, digest.bookkeeping_digest()) == (1, "57e1c1019526")
 
 
 def test_a_file_that_moves_changes_the_digest(package):
@@ -103,9 +172,9 @@ def test_a_benchmark_depends_on_itself_and_on_what_it_imports(package):
     benchmark.write_text("from staleproof.ops.topk import topk\nROWS = 1\n")
     before = digest.file_digest(benchmark)
     for name, text, same in (
-        ("ops/topk.py", FILES["ops/topk.py"] + "# faster\n", False),
+        ("ops/topk.py", FILES["ops/topk.py"] + "FASTER = 1\n", False),
         ("device.py", "WORD = 'MEASURED'\n", False),
-        ("ops/unused.py", "# changed\n", True),
+        ("ops/unused.py", "CHANGED = 1\n", True),
         ("../topk.py", benchmark.read_text().replace("1", "2"), False),
     ):
         (package / name).write_text(text)
@@ -115,7 +184,7 @@ def test_a_benchmark_depends_on_itself_and_on_what_it_imports(package):
         before = after
 
 
-def test_an_incident_without_questions_has_a_digest(package):
+def test_an_incident_without_cases_has_a_digest(package):
     assert len(digest.source_digest("nobody")) == 12
 
 
@@ -139,9 +208,11 @@ def test_no_import_of_the_real_package_is_missed():
 
 def test_an_incident_depends_on_no_other_and_on_no_report():
     for incident in INCIDENTS:
-        files = names(digest.closure([f"staleproof.incidents.{incident}.questions"]), digest.PACKAGE)
-        assert {"device.py", f"incidents/{incident}/questions.py", "cases/finding.py"} <= files
-        assert not [f for f in files if f.startswith(("report/", "cli.py"))]
+        files = names(digest.closure([f"staleproof.incidents.{incident}.cases"]), digest.PACKAGE)
+        assert {"device.py", f"incidents/{incident}/cases.py"} <= files
+        assert not [f for f in files if f.startswith(("report/", "cli/", "cases/finding"))]
+        others = {name for name in INCIDENTS if name != incident}
+        assert not [f for f in files if f.startswith(tuple(f"incidents/{name}/" for name in others))]
 
 
 def test_the_digests_of_all_incidents_take_a_blink():
@@ -151,4 +222,4 @@ def test_the_digests_of_all_incidents_take_a_blink():
         begin = time.process_time()
         assert len({digest.source_digest(incident) for incident in INCIDENTS}) == len(INCIDENTS)
         seconds.append(time.process_time() - begin)
-    assert min(seconds) < 0.2
+    assert min(seconds) < 1.0

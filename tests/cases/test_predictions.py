@@ -6,10 +6,11 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from tests.made import finding, not_run
 
 from staleproof.cases import predictions, store
 from staleproof.cases.digest import source_digest
-from staleproof.cases.finding import RunFileError, finding, not_run
+from staleproof.cases.finding import RunFileError
 from staleproof.incidents.registry import INCIDENTS
 
 
@@ -41,7 +42,7 @@ def test_questions_that_name_sm100_as_missing_are_predicted():
 
 def test_misses_come_first_and_what_did_not_run_stays_open():
     told = [replace(predictions.read()[0], question=name, predicted="nan") for name in ("a", "b", "c", "d")]
-    incident, _, variant = told[0].key
+    incident, _, variant, _ = told[0].key
     found = [
         finding(incident, "a", variant, "nan"),
         finding(incident, "b", variant, "zero"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from staleproof.cases.finding import Finding, finding, not_run, off_on_off
+from tests.made import finding, not_run, off_on_off
+
+from staleproof.cases.finding import Finding
 
 MEASUREMENT = {
     "kernel": "clear",
@@ -35,7 +37,7 @@ def absent() -> Finding:
 
 
 def verified() -> Finding:
-    return off_on_off("fake", "ours", off="leaked", on="clean", off_again="leaked", wrong=None)
+    return off_on_off("fake", "ours", off="leaked", on="clean", again="leaked", wrong=None)
 
 
 def interrupted() -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import signal
 import subprocess
 import sys
@@ -10,12 +11,14 @@ import time
 from dataclasses import replace
 
 import pytest
+import typer
 from fakes import MEASUREMENT, absent, clean, interrupted, leaked, one_line, verified, wrong
+from tests.made import finding
 
 from staleproof import device
 from staleproof.cases import children, store
 from staleproof.cases.case import Question, Questions
-from staleproof.cases.finding import Finding, finding, read_findings, write_findings
+from staleproof.cases.finding import Finding, read_findings, write_findings
 from staleproof.cli import app as cli
 from staleproof.report import terminal
 
@@ -221,7 +224,7 @@ def test_ctrl_c_ends_the_children(root, incident, monkeypatch, tmp_path, pressed
     table = Questions("fake", Question("q", ["first", "second"], ask, begin=begin))
     monkeypatch.setattr(sys.modules["staleproof.incidents.fake.questions"], "QUESTIONS", table)
     monkeypatch.setattr(terminal, "say", say)
-    monkeypatch.setattr(cli.typer, "echo", echo)
+    monkeypatch.setattr(typer, "echo", echo)
     assert cli.main(["run", "-v", "--json", str(tmp_path / "x.jsonl")]) == 130
     assert [found.variant for found in read_findings(tmp_path / "x.jsonl")] == ["first"]
     assert ended == [-signal.SIGKILL]
@@ -279,8 +282,8 @@ def test_bench_prints_each_row(root, capsys, monkeypatch):
 def started(root, monkeypatch):
     """What ``lab`` starts, by an ordinary user."""
     calls: list[list[str]] = []
-    monkeypatch.setattr(cli.os, "execv", lambda path, argv: calls.append(argv))
-    monkeypatch.setattr(cli.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "execv", lambda path, argv: calls.append(argv))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     return calls
 
 
@@ -306,7 +309,7 @@ def test_lab_gives_jupyter_no_option_twice(root, started):
 
 
 def test_lab_as_root_wants_a_choice(root, started, monkeypatch, capsys):
-    monkeypatch.setattr(cli.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert cli.main(["lab", "--", "--port", "8889"]) == 2
     said = one_line(capsys.readouterr().err)
     assert "in a container type staleproof lab -- --allow-root --port 8889" in said

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from fakes import MEASUREMENT, absent, clean, interrupted, leaked, one_line, wrong
+from tests.made import finding
 
 from staleproof import device
 from staleproof.cases import store
 from staleproof.cases.digest import file_digest
-from staleproof.cases.finding import Finding, finding, read_findings
+from staleproof.cases.finding import Finding, read_findings
 from staleproof.cli import app as cli
 
 

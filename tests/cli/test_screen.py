@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from fakes import MEASUREMENT
 from screens import screen, typed
+from staleproof.cases.kept import read_kept
+from tests.made import finding, not_run, off_on_off
 
 from staleproof.cases import measure, store
-from staleproof.cases.finding import finding, not_run, off_on_off
-from staleproof.cases.kept import read_kept
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.report import conclusion, matrix
 from staleproof.triage import symptom
@@ -66,8 +66,8 @@ def test_no_finding_is_written_into_the_status_line(tmp_path):
     shown = _findings_shown(sent)
     wanted = [f"INTERPRETED  fake, a question, variant_{n}: clean  (replica)" for n in range(COUNT)]
     assert [line.rstrip() for line in shown] == wanted, sent
-    # The status line was there: the step, the elapsed time and how much is left.
-    assert re.search(r"fake \d+/40: a question, variant_\d+ +\d:\d\d, \d+ steps left", sent)
+    # The status line was there: the step, of how many, and the elapsed time.
+    assert re.search(r"fake \d+/40: a question, variant_\d+ +(\x1b\[\d+m)*\d:\d\d:\d\d", sent)
     lines = screen(sent)
     assert "  symptom  it looks true" in [line.rstrip() for line in lines]
     # A path is not cut.
@@ -129,7 +129,7 @@ def _fix(variant: str, on: str = "clean"):
     verdict = "fixed" if on == "clean" else "not fixed"
     wrong = None
     return off_on_off(
-        "moe_routing", variant, off="leaked", on=on, off_again="leaked", wrong=wrong, expected=verdict
+        "moe_routing", variant, off="leaked", on=on, again="leaked", wrong=wrong, expected=verdict
     )
 
 

@@ -11,13 +11,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_answers import asked, results
 
-from staleproof.cases.case import Questions
-from staleproof.cases.finding import NOT_RUN
+from staleproof.cases.case import MissingError
+from staleproof.cases.words import NOT_RUN
 from staleproof.engine import bench as benches
-from staleproof.engine import blocks, cost, memory, mla, questions, router, watched
-from staleproof.engine.bench import Bench, MissingError, Results
+from staleproof.engine import blocks, cases, cost, memory, mla, router, watched
+from staleproof.engine.bench import Bench, Results
+from staleproof.engine.cases import BENCHES
 from staleproof.engine.orders import Order, Told
-from staleproof.engine.questions import BENCHES
 
 MLA = "TRITON_MLA, full graphs"
 
@@ -123,7 +123,7 @@ def test_a_nan_bias(monkeypatch):
     said = asked(router.BENCH, told, monkeypatch)
     assert said[router.TWICE, name].verdict == "duplicates"
     assert said["off/on/off", name].verdict == "fixed"
-    assert said[router.TWICE, router.SOFTMAX].verdict == "clean"
+    assert said[router.TWICE, router.SOFTMAX].verdict == "distinct"
     # Each of three live rows names the expert in each of three routers.
     assert said[router.TWICE, router.ONE_GROUP].verdict == "always chosen"
     told[f"{name}, on"] = Told(nan_bias({8: [0, 0]}, other=7), None)
@@ -140,8 +140,11 @@ def test_with_one_scale_a_batch_rounds_without_padding_must_keep_their_bits(monk
     said = asked(mla.BENCH, told, monkeypatch)
     assert said[mla.LIVE_LOGITS, name].verdict == "padding reaches live rows"
     assert said[mla.LIVE_LOGITS, name].numbers["without_padding"] == {"logits": 0, "tokens": 0, "of": 16}
-    assert said["off/on/off", name].verdict == "fixed"
-    assert said["off/on/off", name].numbers["compared"] == ["8 of 8"]
+    # The rounds with padding are compared too: three live rows alone and among eight.
+    fp8 = said["off/on/off", name]
+    assert (fp8.verdict, fp8.note) == ("wrong", "padding decides 6 rows of live logits with the plugin, too")
+    on["rows"][0]["sums"] = on["rows"][2]["sums"] = [row[:3] for row in on["rows"][1]["sums"]]
+    assert asked(mla.BENCH, told, monkeypatch)["off/on/off", name].verdict == "fixed"
     on["rows"][1]["sums"] = [[5] * 8] * 2
     said = asked(mla.BENCH, told, monkeypatch)
     assert (said[mla.LIVE_LOGITS, name].verdict, said["off/on/off", name].verdict) == ("other bits", "wrong")
@@ -190,10 +193,10 @@ def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said):
 
 
 def test_every_mode_is_timed_at_every_size_and_the_watch_has_its_bars():
-    cells = [*cost.BENCH.cells]
-    assert sum(question == cost.COST for question, _ in cells) == 9
+    keys = [case.key[1:3] for case in cost.BENCH.cases]
+    assert sum(question == cost.COST for question, _ in keys) == 9
     assert {"watch, eager, 3 live", "watch, one layer in four, full graphs, 256 of 256"} <= {
-        variant for question, variant in cells if question == cost.WATCH
+        variant for question, variant in keys if question == cost.WATCH
     }
     for order in cost.orders().values():
         assert order.env["STALEPROOF_WATCH"] == "1", "the watch's hooks are there to be taken out"
@@ -273,17 +276,14 @@ def test_the_watch_is_compared_with_the_spies_of_the_same_run(monkeypatch, count
 
 def test_findings_carry_what_ran(monkeypatch):
     told = results(**{f"{MLA}, off": mla_engine(5)})
-    asked(mla.BENCH, told, monkeypatch)
-    here = Bench("mla", "", {}, mla.BENCH.cells, together=lambda *_, **__: told.items())
-    found = {f.key: f for f in Questions("engine", here.row).run("cuda")}
-    one = found["engine", mla.NAN_ROWS, MLA]
+    one = asked(mla.BENCH, told, monkeypatch)[mla.NAN_ROWS, MLA]
     assert (one.verdict, one.grade, one.of) == ("pad_only", "real", "vLLM 0.22.1")
     assert len(one.source_digest) == 12
 
 
 def test_without_a_gpu_every_question_is_not_run_with_the_reason():
-    found = [f for name in BENCHES for f in Questions("engine", BENCHES[name].row).run("cpu")]
-    assert len(found) == sum(len(bench.cells) for bench in BENCHES.values())
+    found = [*cases.TABLE.run("cpu")]
+    assert len(found) == sum(len(bench.cases) for bench in BENCHES.values())
     assert {f.verdict for f in found} == {NOT_RUN}
     assert all("needs a CUDA GPU" in f.note for f in found)
 
@@ -304,8 +304,8 @@ def test_benches_that_share_the_gpu_start_together(monkeypatch):
             yield name, Told({"start": {}}, name)
 
     monkeypatch.setattr(benches, "run", run)
-    one = Bench("one", "", {"a": Order("qwen3", {}), "b": Order("qwen3", {})}, {})
-    two = Bench("two", "", {"a": Order("qwen3", {})}, {})
+    one = Bench("one", "", {"a": Order("qwen3", {}), "b": Order("qwen3", {})}, [])
+    two = Bench("two", "", {"a": Order("qwen3", {})}, [])
     pool = benches.Pool([one, two])
     told = {bench.name: dict(pool.of(bench).together(bench.orders, timeout_s=1)) for bench in (one, two)}
     assert started == [["one/a", "one/b", "two/a"]]
@@ -323,15 +323,16 @@ def test_engines_that_start_slowly_start_first(monkeypatch):
         yield from ((name, Told({}, None)) for name in orders)
 
     monkeypatch.setattr(benches, "run", run)
-    one = Bench("one", "", {"a": Order("qwen3", {})}, {})
-    two = Bench("two", "", {"b": Order("qwen3", {})}, {}, slow=True)
+    one = Bench("one", "", {"a": Order("qwen3", {})}, [])
+    two = Bench("two", "", {"b": Order("qwen3", {})}, [], slow=True)
     pool = benches.Pool([one, two])
     assert [name for name, _ in pool.of(one).together(one.orders, timeout_s=1)] == ["a"]
     assert started == ["two/b", "one/a"]
 
 
 def test_engines_that_must_be_alone_come_last():
-    rows = [row.name for row in questions.table("cost", "mla", "memory", "blocks").rows]
+    table = cases.table("cost", "mla", "memory", "blocks")
+    rows = [*dict.fromkeys(case.scene.name for case in table.cases)]
     assert rows == ["mla", "blocks", "cost", "memory"]
 
 
@@ -344,8 +345,7 @@ def test_engines_can_be_left_out_by_name(monkeypatch):
 
     monkeypatch.setattr(benches, "unavailable", lambda device: None)
     monkeypatch.setattr(benches.Pool, "_take", take)
-    (row,) = questions.table("router", without=["off again", "MiniMax"]).rows
-    found = list(row.ask("cuda"))
+    found = [*cases.table("router", without=["off again", "MiniMax"]).run("cuda")]
     pairs = [f"{name}, {state}" for name in (router.GROUPED, router.SOFTMAX) for state in ("off", "on")]
     assert started == [router.ONE_GROUP, *pairs]
     notes = {one.note for one in found if one.variant == router.SIGMOID}

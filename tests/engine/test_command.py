@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.made import finding
 
-from staleproof.cases.finding import finding
 from staleproof.cases.store import read
 from staleproof.cli import app as cli
 from staleproof.engine import command
@@ -31,7 +31,7 @@ def test_findings_are_printed_kept_and_recorded(capsys, tmp_path):
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.endswith("-engine")
     assert [found.key for found in read(folder).findings] == [
-        (row["incident"], row["question"], row["variant"]) for row in rows
+        (row["incident"], row["question"], row["variant"], "") for row in rows
     ]
 
 

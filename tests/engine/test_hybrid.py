@@ -114,6 +114,6 @@ def test_blocks_of_mla_that_vllm_does_not_zero(monkeypatch):
     stale = {"zeroing": served(stale=90), "zeroing_again": served(stale=91)}
     told = results(**{hybrid.KIMI: hybrid_engine(**stale), hybrid.KIMI_PLUGIN: hybrid_engine()})
     fixed = asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.RECORDING]
-    assert (fixed.verdict, fixed.numbers["blocks_not_zeroed"]) == ("fixed", [90, 0, 91])
+    assert (fixed.verdict, [*fixed.numbers.values()]) == ("fixed", [90, 0, 91])
     told[hybrid.KIMI_PLUGIN] = Told(hybrid_engine(zeroing=served(changed=(3,))), None)
     assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.RECORDING].verdict == "wrong"

@@ -13,9 +13,9 @@ from staleproof import device as devices
 from staleproof.cases import children
 from staleproof.cases.children import tell
 from staleproof.engine import orders
+from staleproof.engine.cases import BENCHES
 from staleproof.engine.models import MODELS, write_config
 from staleproof.engine.orders import Order, run, unavailable
-from staleproof.engine.questions import BENCHES
 
 ORDER = Order("qwen3", {"start": {}, "rows": {}})
 

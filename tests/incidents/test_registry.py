@@ -1,8 +1,7 @@
-"""The registry asks an incident's table, and believes no claim that its numbers do not show."""
+"""The registry puts the cases of an incident's table."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import types
@@ -12,34 +11,32 @@ from pathlib import Path
 import pytest
 
 from staleproof import device as devices
-from staleproof.cases.answers import answer
-from staleproof.cases.case import Question, Questions
-from staleproof.cases.finding import Finding, finding, read_findings
+from staleproof.cases.case import Reading, each, reading
+from staleproof.cases.finding import Finding, Key, finding
+from staleproof.cases.run import Table
 from staleproof.incidents import registry
 from staleproof.incidents.registry import INCIDENTS
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
-def install(monkeypatch: pytest.MonkeyPatch, questions: object) -> None:
-    module = types.ModuleType("staleproof.incidents.fake.questions")
-    module.QUESTIONS = questions  # type: ignore[attr-defined]
+def install(monkeypatch: pytest.MonkeyPatch, table: object) -> None:
+    module = types.ModuleType("staleproof.incidents.fake.cases")
+    module.TABLE = table  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(devices, "has_triton", lambda: True)
 
 
 def test_the_table_is_asked_on_the_device_with_progress(monkeypatch):
     lines = []
-    install(monkeypatch, Questions("fake", Question("q", ["v"], lambda variant, device: answer(device))))
+
+    def ask(variant: str, device: str) -> Reading:
+        return reading("clean", device=device)
+
+    install(monkeypatch, Table("fake", each("q", "rows", ["v"], ask, expect="clean")))
     (found,) = registry.put_questions("fake", "cuda", lines.append)
-    assert (found.key, found.verdict) == (("fake", "q", "v"), "cuda")
+    assert (found.key[:3], found.numbers) == (("fake", "q", "v"), {"device": "cuda"})
     assert lines == ["fake 1/1: q, v"]
-
-
-def test_fixed_needs_three_verdicts_that_show_it(monkeypatch):
-    install(monkeypatch, Questions("fake", Question("off/on/off", ["v"], lambda *_: "fixed")))
-    (found,) = registry.put_questions("fake", "cpu", lambda line: None)
-    assert (found.verdict, found.failed) == ("not reproduced", True)
 
 
 def test_closing_it_closes_the_table(monkeypatch):
@@ -47,7 +44,7 @@ def test_closing_it_closes_the_table(monkeypatch):
 
     def run(device: str, progress: object) -> Iterator[Finding]:
         try:
-            yield finding("fake", "q", "v", "clean")
+            yield finding(Key("fake", "q", "v"), "rows", "clean")
             events.append("asked on")
         finally:
             events.append("closed")
@@ -65,11 +62,11 @@ def test_without_triton_one_line_says_so(monkeypatch):
     assert (found.verdict, found.note) == ("not run", devices.TRITON_MISSING)
 
 
-def test_each_incident_has_a_number_a_notebook_and_questions():
+def test_each_incident_has_a_number_a_notebook_and_cases():
     assert [about.number for about in INCIDENTS.values()] == [*range(1, len(INCIDENTS) + 1)]
     for name, about in INCIDENTS.items():
         assert (NOTEBOOKS / about.notebook).is_file()
-        assert (Path(registry.__file__).parent / name / "questions.py").is_file()
+        assert (Path(registry.__file__).parent / name / "cases.py").is_file()
 
 
 def test_a_title_is_the_heading_of_its_notebook():
@@ -82,13 +79,14 @@ def test_a_title_is_the_heading_of_its_notebook():
 @pytest.mark.parametrize("name", INCIDENTS)
 def test_remedies_that_were_tried_are_variants_of_the_questions_that_serve_them(name):
     about = INCIDENTS[name]
-    found = read_findings(NOTEBOOKS.parent / "workbook/runs/nvidia-h200/findings.jsonl")
-    served = {f.variant for f in found if f.incident == name and f.question in about.served}
-    assert {*about.tried} <= served
-    assert {f.question for f in found if f.incident == name} >= {*about.served}
+    cases = registry.table_of(name).cases
+    assert {case.key.question for case in cases} >= {*about.served}
+    assert {case.key.variant for case in cases if case.key.question in about.served} >= {*about.tried}
 
 
 def test_steps_are_what_a_run_says_it_does():
-    module = importlib.import_module("staleproof.incidents.scale_padding.questions")
-    assert registry.steps("scale_padding") == [f"scale_padding: {step}" for step in module.QUESTIONS.steps]
-    assert len(registry.steps("scale_padding")) == sum(len(row.subjects) for row in module.QUESTIONS.rows)
+    from staleproof.incidents.scale_padding.cases import TABLE
+
+    lines = registry.steps("scale_padding")
+    assert lines == [f"scale_padding: {step}" for step in TABLE.steps]
+    assert len(lines) == len(TABLE.cases)

@@ -9,9 +9,9 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from tests.made import finding
 
 from staleproof.cases import store
-from staleproof.cases.finding import finding
 from staleproof.report import charts
 
 

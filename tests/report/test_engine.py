@@ -1,21 +1,22 @@
-"""Recorded engine runs: one table for the report, one section for each notebook."""
+"""Recorded engine runs: one section for each notebook."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from tests.made import finding, not_run
 
 from staleproof.cases import store
-from staleproof.cases.finding import Finding, finding, not_run
+from staleproof.cases.finding import Finding
 from staleproof.cases.store import Run
 from staleproof.engine import hybrid, mla
-from staleproof.engine.questions import BENCHES
+from staleproof.engine.cases import BENCHES
 from staleproof.report import engine
 
 MLA = "TRITON_MLA, full graphs"
 FIXED = finding(
-    "engine", "off/on/off", MLA, "fixed", expected="fixed", off="pad_only", on="clean", off_again="pad_only"
+    "engine", "off/on/off", MLA, "fixed", expected="fixed", off="pad_only", on="clean", again="pad_only"
 )
 LEAK = finding(
     "engine",
@@ -39,20 +40,8 @@ def test_every_question_has_a_chapter_and_a_line_of_figures():
     assert {question for bench in BENCHES.values() for question, _ in bench.cells} == {*engine.SEEN}
 
 
-def test_the_section_shows_the_fixes_and_folds_the_rest():
-    page = str(engine.section([run(FIXED, LEAK, ABSENT), run(name="other")]))
-    opened, _, folded = page.partition("<details")
-    assert "pad_only → clean → pad_only" in opened
-    assert "2 as expected, 0 not, 1 not run" in opened
-    assert "3 in 2 of 4 layers" not in opened
-    assert "3 in 2 of 4 layers" in folded
-    # What a finding says is text, not markup.
-    assert "no such model &lt;here&gt;" in folded
-
-
 @pytest.mark.parametrize("runs", [[], [run(finding("mla_padding", "q", "v", "clean"))]])
-def test_without_an_engine_run_there_is_no_section(runs):
-    assert engine.section(runs) == ""
+def test_without_an_engine_run_it_says_so(runs):
     assert engine.chapter("mla_padding", runs) == [engine.NONE]
 
 
@@ -95,4 +84,3 @@ def test_numbers_of_another_release_of_the_bench_are_shown_as_they_are():
 )
 def test_the_recorded_run_has_something_for_each_notebook(incident, said):
     assert said in "\n".join(engine.chapter(incident, store.read_all()))
-    assert said in str(engine.section())

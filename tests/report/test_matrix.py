@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rich.console import Console
+from tests.made import finding, not_run, off_on_off
 
-from staleproof.cases.finding import Finding, finding, not_run, off_on_off, real
+from staleproof.cases.finding import Finding, real
 from staleproof.device import Provenance
 from staleproof.report import matrix
 
@@ -45,7 +46,7 @@ def findings() -> list[Finding]:
         finding(name, "amax", "ours", "leaked", expected="clean", us=1.25),
         not_run(name, "empty_row", "cutlass", "needs <SM100>"),
         not_run(name, "amax", "cutlass", "needs <SM100>"),
-        off_on_off(name, "ours", off="leaked", on="clean", off_again="leaked", wrong=None),
+        off_on_off(name, "ours", off="leaked", on="clean", again="leaked"),
         not_run(name, "off/on/off", "cutlass", "needs <SM100>"),
         finding(name, "ablation", "all four", "leaked", expected="leaked"),
         finding(name, "ablation", "no padding rows", "clean", expected="clean"),
@@ -77,7 +78,7 @@ def test_no_panel_holds_two_incidents():
 
 
 def test_fixed_is_not_printed_where_the_reproduction_did_not_fail():
-    claim = finding("a", "off/on/off", "ours", "fixed", off="clean", on="clean", off_again="leaked")
+    claim = finding("a", "off/on/off", "ours", "fixed", off="clean", on="clean", again="leaked")
     shown = matrix.text([claim])
     assert "not reproduced (expected fixed)" in shown
     assert "1 not as expected" in shown

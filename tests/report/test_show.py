@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.made import finding, not_run
 
 from staleproof import device as devices
 from staleproof.cases import store
-from staleproof.cases.finding import finding, not_run
 from staleproof.evidence import CLEAN, RowCounters, judge_rows, pad_invariance, plant, row_states
 from staleproof.report import show
 

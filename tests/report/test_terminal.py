@@ -7,9 +7,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+from tests.made import finding, not_run
 
 from staleproof.cases import store
-from staleproof.cases.finding import finding, not_run
 from staleproof.cases.machine import Capability
 from staleproof.device import Provenance
 from staleproof.report import terminal
@@ -25,7 +25,7 @@ ROW |= {"p50": 2.0, "p20": 1.9, "p80": 2.2}
         (finding("a", "q", "v", "clean", expected="clean", rows=3), "a, q, v: clean  (replica)  [rows 3]"),
         (finding("a", "q", "v", "leaked", expected="clean"), "a, q, v: leaked (expected clean)  (replica)"),
         (
-            finding("a", "q", "v", "x", amax=1 / 3, on="clean"),
+            finding("a", "q", "v", "leaked", amax=1 / 3, on="clean"),
             "a, q, v: x  (replica)  [amax 0.333333, on clean]",
         ),
         (not_run("a", "q", "v", "needs SM100"), "a, q, v: not run: needs SM100"),

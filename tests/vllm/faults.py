@@ -27,7 +27,7 @@ from made_up import made_up
 from staleproof.cases.graph import capture
 from staleproof.vllm import hooks, single, standing
 from staleproof.vllm.hooks import Target
-from staleproof.vllm.patch import Patch, cache_key
+from staleproof.vllm.patch import CACHE_TARGETS, Patch
 from staleproof.vllm.plugin import patches
 
 FILE = Path(__file__).parents[2] / "workbook/plugin-faults.json"
@@ -35,8 +35,8 @@ ABOUT = """\
 Written by `python tests/vllm/faults.py`; the cells are in `plugin-faults.json`. Every hook of every patch
 stands on a function with the name, the place and the leading arguments of vLLM's, and raises. `vLLM's own`:
 each call returned what it returns without the patch. A line is a warning in the log, which names the patch
-that is out of service from then on, and those that require it; while torch.compile traces a call nothing
-is logged and the patch stays."""
+that is out of service from then on, and those that require it. While torch.compile traces a call the line
+comes when the trace is over, and vLLM does not save the graph."""
 NOT_RUN = "not run: needs a GPU"
 OWN = "vLLM's own"
 Double = Callable[[torch.Tensor], torch.Tensor]
@@ -64,7 +64,7 @@ class Fault(NamedTuple):
         fail: the body of each hook.
         run: calls the function; returns results and what they are without the patch.
         on: ``cpu`` or ``cuda``.
-        traced: whether torch.compile traces the calls. Nothing may be logged then.
+        traced: whether torch.compile traces the calls.
         leaving: whether it is planted at the end of a context, which only ``around`` has.
     """
 
@@ -160,7 +160,7 @@ FAULTS = {
 
 
 def targets() -> Iterator[tuple[Patch, Target]]:
-    """Every function that a patch wraps, and the cache key of those that are traced.
+    """Every function that a patch wraps, and those of the compile cache.
 
     A kernel that is exchanged once has no hook at a call; ``tests/vllm/test_hooks.py`` lets that fail.
     """
@@ -168,8 +168,9 @@ def targets() -> Iterator[tuple[Patch, Target]]:
         for target in patch.targets:
             if target.swap is None:
                 yield patch, target
-        if patch.traced:
-            yield patch, cache_key(patch.name)
+    # What makes the traced patches factors of vLLM's compile cache is no patch, but has hooks like one.
+    cache = replace(patch, name=standing.CACHE, requires=(), traced=False, on_host=False)
+    yield from ((cache, target) for target in CACHE_TARGETS)
 
 
 def name_of(patch: Patch, target: Target) -> str:
@@ -251,6 +252,8 @@ def ask(patch: Patch, target: Target, fault: Fault) -> Answer:
     try:
         with _stand_in(patch, target, _bodies(target, fault.fail(), fault.leaving)) as double:
             got, own = fault.run(double)
+            # As the next report, scrape or key does.
+            hooks.settle()
             return Answer(OWN if got == own else f"{got} for {own}", log.lines, [*standing.stepped_back])
     except Exception as error:
         return Answer(f"{type(error).__name__}: {error}", log.lines, [*standing.stepped_back])
@@ -260,21 +263,23 @@ def ask(patch: Patch, target: Target, fault: Fault) -> Answer:
 
 def cell(answer: Answer, fault: Fault) -> str:
     """One answer as the table shows it."""
-    if fault.traced:
-        return f"{answer.returned}; {len(answer.lines)} lines"
     return f"{answer.returned}; {len(answer.lines)} line; out of service: {', '.join(answer.out_of_service)}"
 
 
 def table() -> dict[str, dict[str, str]]:
-    """Row -> fault -> what vLLM returned, the lines in the log, and what stepped back."""
+    """Row -> fault -> what vLLM returned, the lines in the log, and what stepped back.
+
+    Where there is no GPU, what was recorded on one stays.
+    """
     found: dict[str, dict[str, str]] = {}
+    recorded = json.loads(FILE.read_text())
     for patch, target in targets():
         row = found.setdefault(name_of(patch, target), {})
         for name, fault in FAULTS.items():
             if fault.leaving and target.around is None:
                 row[name] = "no context"
             elif fault.on == "cuda" and not torch.cuda.is_available():
-                row[name] = NOT_RUN
+                row[name] = recorded.get(name_of(patch, target), {}).get(name, NOT_RUN)
             else:
                 row[name] = cell(ask(patch, target, fault), fault)
     return found

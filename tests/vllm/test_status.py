@@ -44,6 +44,8 @@ def fake_fixture(tmp_path, monkeypatch):
         (tmp_path / "vllm/compilation/caching.py").write_text(f"def aot_compile_hash_factors():\n{hashed}")
         backend = f"class VllmBackend:\n    def __call__(self):\n    {hashed}"
         (tmp_path / "vllm/compilation/backends.py").write_text(backend)
+        wrapper = "class TorchCompileWithNoGuardsWrapper:\n    def aot_compile(self): pass\n"
+        (tmp_path / "vllm/compilation/wrapper.py").write_text(wrapper)
         info = tmp_path / f"vllm-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")

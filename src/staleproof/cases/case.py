@@ -79,6 +79,10 @@ def failed(error: Exception) -> Reading:
     return absent(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
+class MissingError(RuntimeError):
+    """Raised by an ask: something that it needs is not there. The text says what, in one line."""
+
+
 def nothing(subject: Any, device: str) -> str | None:
     """Nothing is missing: the default of :attr:`Case.needs`."""
 
@@ -136,9 +140,8 @@ class Case:
     limit_s: float = LIMIT_S
 
     def __post_init__(self) -> None:
-        name = f"{', '.join(filter(None, self.key))}"
         if self.expect is None and not self.reason:
-            fail("expect", f"a verdict for {name}, or a reason why none is expected", None)
+            fail("expect", f"a verdict for {self.key.text}, or a reason why none is expected", None)
         families.word(self.words, NOT_RUN)
         if isinstance(self.expect, str):
             families.word(FIX if isinstance(self, Fix) else self.words, self.expect)
@@ -161,6 +164,7 @@ class Fix(Case):
 
     Attributes:
         off: the subject without the remedy; it is asked before and after.
+        again: what is asked after, if it is not ``off``: a third process, for example.
         wrong: ``wrong(subject, device)`` compares what is computed with the remedy with a reference, within
             a stated error: live rows, what the contract says of padding rows, and live rows again over other
             padding. It returns what is wrong in one line, or ``None``. With a scene it gets ``told`` as well.
@@ -172,6 +176,7 @@ class Fix(Case):
 
     expect: str | Callable[[str], str | None] | None = FIXED
     off: Any = None
+    again: Any = None
     wrong: Callable[..., str | None] | None = None
 
     def __post_init__(self) -> None:

@@ -5,8 +5,10 @@ survive a later crash. Every child has a time limit, and a process group of its 
 processes it starts end with it. :func:`end_all` ends whatever still runs; the question runner calls
 it when it stops, for whatever reason.
 
-Where kernels are interpreted, a child is forked from a process that has imported torch
-(:mod:`~staleproof.cases.zygote`); elsewhere it is a new interpreter.
+Where kernels are interpreted, a child is forked from a server that has imported torch
+(:mod:`multiprocessing.forkserver`), since a new interpreter would import it again, for seconds. Elsewhere,
+and on a GPU always, a child is a new interpreter. The server imports :data:`PRELOADED` and nothing of ours,
+and touches no GPU, so that a child finds what it would find in a new interpreter.
 
 >>> import math
 >>> call(math.sqrt, 2.25, timeout_s=60).answer()
@@ -22,26 +24,37 @@ import contextlib
 import ctypes
 import importlib
 import math
+import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from staleproof.cases import zygote
 from staleproof.check import require
 
 # Names the file of a child's answers. Not its standard output: libraries print there.
 REPORT = "STALEPROOF_CHILD_REPORT"
 
+# What the server imports, as far as the caller has.
+PRELOADED = ("numpy", "torch", "triton")
+# Read when they are used, so that they may differ between children of one server. Every other variable is
+# read by some library's import: a child with another value is a new interpreter.
+READ_LATE = ("STALEPROOF_", "NCCL_", "GLOO_SOCKET_IFNAME", "PYTEST_", "PYTHONPATH", "COLUMNS", "LINES")
+
 _running: set[Child] = set()
 _deadline = math.inf
+_lock = threading.Lock()
+# The process that started the server, and the variables that the server's imports may have read.
+_server: tuple[int, Mapping[str, str]] | None = None
 
 
 class ChildError(RuntimeError):
@@ -85,12 +98,101 @@ class Ended:
         return self.told[-1]
 
 
+class _Forked:
+    """A forked child, with the part of :class:`subprocess.Popen` that :class:`Child` uses."""
+
+    def __init__(self, process: multiprocessing.process.BaseProcess) -> None:
+        assert process.pid is not None
+        self.pid, self._process = process.pid, process
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired("a child", timeout or 0.0)
+        return code
+
+
+def _may_fork(env: Mapping[str, str]) -> bool:
+    """Whether a child with this environment may be forked; see the module's text."""
+    return sys.platform == "linux" and "torch" in sys.modules and env.get("TRITON_INTERPRET") == "1"
+
+
+def _forked(env: Mapping[str, str], files: Mapping[str, Path]) -> _Forked | None:
+    """A child of the fork server, or ``None`` if it must be a new interpreter.
+
+    Args:
+        env: its whole environment.
+        files: ``order``, ``stdout`` and ``stderr``: what it runs, and where it prints.
+    """
+    global _server
+    if not _may_fork(env):
+        return None
+    read = {name: value for name, value in env.items() if not name.startswith(READ_LATE)}
+    with _lock:
+        if _server is None:
+            _server = os.getpid(), read
+        # A process that was forked from the one with the server cannot use it.
+        if _server != (os.getpid(), read):
+            return None
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([name for name in PRELOADED if name in sys.modules])
+        path = [*filter(None, sys.path)]
+        arguments = dict(env), os.getcwd(), path, {name: str(file) for name, file in files.items()}
+        # Ended at the latest with this process.
+        process = context.Process(target=_run_forked, args=arguments, daemon=True)
+        # Python would run the caller's main file in the child once more.
+        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        try:
+            process.start()
+        except (OSError, EOFError):
+            # The server was killed, and nobody noticed yet: the next child starts another.
+            _server = None
+            return None
+        finally:
+            sys.modules["__main__"] = main
+        return _Forked(process)
+
+
+def _end_with_caller() -> None:
+    """End this child and what it started when the caller is gone; the server outlives a killed caller."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _run_forked(env: Mapping[str, str], folder: str, path: list[str], files: Mapping[str, str]) -> NoReturn:
+    """In a forked child: become what a new interpreter with this order would be, and run the order."""
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(files[name], os.O_WRONLY)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    sys.path[:] = [folder, *path]
+    sys.argv[:] = sys.argv[:1]
+    run_order(Path(files["order"]).read_bytes())
+    # End as Python does, but do not take its modules apart: with torch, half a second.
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 class Child:
     """One running child process; see :func:`start`."""
 
     def __init__(self, command: Sequence[str], order: bytes, env: Mapping[str, str], prefixed: bool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="staleproof-")
-        names = ("order", "report", "stdout", "stderr", "code")
+        names = ("order", "report", "stdout", "stderr")
         self._files = files = {name: Path(self._folder.name) / name for name in names}
         files["order"].write_bytes(order)
         whole = {**os.environ, **env, REPORT: str(files["report"])}
@@ -100,7 +202,7 @@ class Child:
             files["stderr"].open("wb") as stderr,
         ):
             # Files, not pipes: a child blocks on a full pipe that nobody reads.
-            self._process = (None if prefixed else zygote.forked(whole, files)) or subprocess.Popen(
+            self._process = (None if prefixed else _forked(whole, files)) or subprocess.Popen(
                 command, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, env=whole
             )
         _running.add(self)
@@ -130,9 +232,11 @@ class Child:
         """Kill the child and every process it started."""
         if self not in _running:
             return  # its number may belong to another process by now
-        # macOS refuses to signal a group whose only member has ended.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        # The process itself too: one that was forked a moment ago has no group of its own yet. macOS refuses
+        # to signal a group whose only member has ended.
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(self._process.pid, signal.SIGKILL)
         self._process.wait()
         _running.discard(self)
 
@@ -272,12 +376,12 @@ def end_all() -> None:
 atexit.register(end_all)
 
 
-def run_order() -> None:
-    """In a child: run what its standard input says, and report the result."""
+def run_order(order: bytes) -> None:
+    """In a child: run what the order says, and report the result."""
     if sys.platform == "linux":
         # A caller that is killed cannot end its children, so the kernel does: PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    module, name, args = pickle.load(sys.stdin.buffer)
+    module, name, args = pickle.loads(order)
     function: Any = importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
@@ -287,4 +391,4 @@ def run_order() -> None:
 
 
 if __name__ == "__main__":
-    run_order()
+    run_order(sys.stdin.buffer.read())

@@ -133,6 +133,11 @@ class Key(NamedTuple):
     variant: str
     release: str = ""
 
+    @property
+    def text(self) -> str:
+        """One line: the parts that are there, with commas."""
+        return ", ".join(filter(None, self))
+
 
 @dataclass(frozen=True)
 class Three:

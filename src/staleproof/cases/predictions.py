@@ -15,7 +15,7 @@ from pathlib import Path
 from staleproof import check
 from staleproof.cases import store
 from staleproof.cases.digest import source_digest
-from staleproof.cases.finding import Finding, RunFileError
+from staleproof.cases.finding import Finding, Key, RunFileError
 
 NAME = "predictions.json"
 CAPABILITIES = ("sm_100", "sm_103")
@@ -46,9 +46,9 @@ class Prediction:
     source_digest: str
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> Key:
         """The key of the finding that will answer."""
-        return self.incident, self.question, self.variant
+        return Key(self.incident, self.question, self.variant)
 
     @property
     def stale(self) -> bool:
@@ -70,7 +70,7 @@ class Outcome:
         at = self.prediction
         got = f", got {self.verdict}" if self.state == REFUTED else ""
         changed = "; the code has changed since" if at.stale else ""
-        line = f"{self.state:<10} {', '.join(at.key)}: predicted {at.predicted}{got}"
+        line = f"{self.state:<10} {at.key.text}: predicted {at.predicted}{got}"
         return f"{line} ({at.date}{changed})" + (f": {at.refuted_by}" if got else "")
 
 
@@ -94,9 +94,9 @@ def read(path: Path | None = None) -> list[Prediction]:
 def outcomes(predictions: Sequence[Prediction], findings: Iterable[Finding]) -> list[Outcome]:
     """What the findings of an SM100 GPU say about the predictions, the refuted first.
 
-    >>> from staleproof.cases.finding import finding
+    >>> from staleproof.cases.finding import Key, finding
     >>> told = Prediction("a", "empty row", "theirs", "unwritten", "its source", "zero", "2026-11-21", "")
-    >>> outcomes([told], [finding("a", "empty row", "theirs", "zero")])[0].state
+    >>> outcomes([told], [finding(Key("a", "empty row", "theirs"), "empty row", "zero")])[0].state
     'refuted'
     """
     verdicts = {found.key: found.verdict for found in findings if found.ran}

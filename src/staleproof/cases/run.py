@@ -15,7 +15,7 @@ from typing import Any
 from staleproof import device as devices
 from staleproof.cases import children
 from staleproof.cases import words as families
-from staleproof.cases.case import Case, Fix, Reading, Scene
+from staleproof.cases.case import Case, Fix, MissingError, Reading, Scene
 from staleproof.cases.children import ChildError
 from staleproof.cases.finding import FIX, Finding, Three, finding, not_run
 from staleproof.cases.words import NOT_RUN, Outcome
@@ -66,13 +66,13 @@ class Table:
         self.cases = [
             replace(case, key=case.key._replace(incident=case.key.incident or incident)) for case in flat
         ]
-        twice = [", ".join(key) for key, n in Counter(case.key for case in self.cases).items() if n > 1]
+        twice = [key.text for key, n in Counter(case.key for case in self.cases).items() if n > 1]
         require(not twice, "table", "one case of each key", f"several of {twice}")
 
     @property
     def steps(self) -> list[str]:
         """What :meth:`run` asks, one name a line of progress."""
-        return [", ".join(filter(None, case.key[1:])) for case in self.cases]
+        return [_step(case) for case in self.cases]
 
     def run(self, device: str, progress: Progress = silent) -> Generator[Finding]:
         """Put every case; see :func:`run`."""
@@ -98,6 +98,10 @@ class Table:
         return [*run([case for case in mine if not variants or case.key.variant in variants], device)]
 
 
+def _step(case: Case) -> str:
+    return case.key._replace(incident="").text
+
+
 def run(cases: Sequence[Case], device: str, progress: Progress = silent) -> Generator[Finding]:
     """Put cases, yielding each finding as soon as it is there, in the order of the cases.
 
@@ -112,8 +116,7 @@ def run(cases: Sequence[Case], device: str, progress: Progress = silent) -> Gene
     told = _Told(cases, device)
     try:
         for number, case in enumerate(cases, 1):
-            name = ", ".join(filter(None, case.key[1:]))
-            progress(f"{case.key.incident} {number}/{len(cases)}: {name}")
+            progress(f"{case.key.incident} {number}/{len(cases)}: {_step(case)}")
             # The caller runs between two findings, and must find its own number of threads then.
             with one_thread(), children.within(case.limit_s):
                 found = _put(case, device, told)
@@ -173,10 +176,12 @@ def _put(case: Case, device: str, scenes: _Told) -> Finding:
         told = scenes.arguments(case)
     except ChildError as error:
         return not_run(case.key, words, str(error))
-    if isinstance(case, Fix):
-        return _put_fix(case, device, told)
-    said = _read(case.ask(case.subject, device, *told))
-    return _found(case, words, said, device)
+    try:
+        if isinstance(case, Fix):
+            return _put_fix(case, device, told)
+        return _found(case, words, _read(case.ask(case.subject, device, *told)), device)
+    except MissingError as error:
+        return not_run(case.key, words, str(error))
 
 
 def _read(said: Reading | str) -> Reading:
@@ -203,7 +208,7 @@ def _put_fix(case: Fix, device: str, told: tuple[Any, ...]) -> Finding:
     """Ask without the remedy, with it, and without it again."""
     # In this order: the last run shows that the remedy, not something it left behind, made the difference.
     asked: list[Reading] = []
-    for subject in (case.off, case.subject, case.off):
+    for subject in (case.off, case.subject, case.off if case.again is None else case.again):
         asked.append(_read(case.ask(subject, device, *told)))
         if asked[-1].verdict == NOT_RUN:
             return not_run(case.key, FIX, asked[-1].note)
@@ -215,7 +220,9 @@ def _put_fix(case: Fix, device: str, told: tuple[Any, ...]) -> Finding:
         right = not wrong
     three = Three(case.words, off.verdict, on.verdict, again.verdict, right, wrong)
     numbers = {
-        f"{name}_{state}": n for state, x in (("off", off), ("on", on)) for name, n in x.numbers.items()
+        f"{name}_{state}": value
+        for state, said in zip(("off", "on", "again"), asked, strict=True)
+        for name, value in said.numbers.items()
     }
     said = Reading(three.verdict, numbers, wrong or on.note, on.script, on.evidence, on.provenance)
     return _found(case, FIX, said, device, three)

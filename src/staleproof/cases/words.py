@@ -141,23 +141,51 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
         {"one buffer": "Two threads get one buffer."}, {"two buffers": "Two threads make a buffer each."}
     ),
     "empty rows": _family(
+        {"cleared": "Rows of empty requests are zeros."},
         {
-            "cleared": "Rows of empty requests are zeros.",
-            "its own": "They hold the layer's own earlier rows.",
+            "stale": "They hold what their memory held before the step.",
+            "its own": "They hold the layer's own rows of an earlier step.",
+            "another layer's": "They hold another layer's rows.",
+            "nobody's": "They hold rows that no layer of this step wrote.",
         },
-        {"stale": "They hold rows of an earlier step.", "another layer's": "They hold another layer's rows."},
     ),
     "captured kernels": _family(
         {"the same kernels": "The graph launches what it launched without the remedy."},
-        open_={"one kernel more": "The graph launches one kernel more than without the remedy."},
+        open_={
+            "one kernel more": "The graph launches one kernel more than without the remedy.",
+            "other kernels": "The graph launches other kernels than without the remedy.",
+        },
     ),
     "outside torch": _family(
-        {"counted, not named": "The ledger counts the bytes and cannot say whose they are."},
-        {"counted as free": "The ledger takes the bytes for free memory."},
+        {
+            "named": "The ledger counts the bytes and says whose they are.",
+            "counted, not named": "The ledger counts the bytes and cannot say whose they are.",
+        },
+        {
+            "counted as free": "The ledger takes the bytes for free memory.",
+            "missed": "The ledger does not notice the bytes.",
+        },
+    ),
+    "utilisation": _family(
+        {"lives": "The server lives at every utilisation that was tried."},
+        {
+            "dies from one on": "The server lives below one utilisation and dies from it on.",
+            "dies at some": "The server dies at some utilisations and lives at a higher one.",
+        },
+    ),
+    # What a cell of a notebook saw by itself: equal to what its sentence claims, or not.
+    "observation": _family({"as said": "The cell saw it."}, {"otherwise": "The cell saw something else."}),
+    "prediction": _family(
+        {"confirmed": "A machine that had been absent gave the predicted verdict."},
+        {"refuted": "It gave another verdict."},
+        {"open": "No such machine has answered."},
     ),
     "measurement": _family(open_={"measured": "The numbers are in the finding; no bound was set for them."}),
     "arithmetic": _family(
-        {"within 1 %": "The prediction is within one per cent of what came out."},
+        {
+            "within 1 %": "The prediction is within one per cent of what came out.",
+            "agrees": "The stated, the computed and the counted figure agree.",
+        },
         {"off": "The prediction is further off than that."},
     ),
     "bits": _family(
@@ -176,8 +204,8 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
         {"grows": "The host's lists grow with each request."},
     ),
     "block list": _family(
-        {"seen": "The worker sees the list of new blocks."},
-        {"hidden": "The list of new blocks is lost on its way to the worker."},
+        {"seen": "This way of looking shows the list that grows."},
+        {"hidden": "This way of looking does not show the list that grows."},
     ),
     "experts": _family(
         {
@@ -190,6 +218,8 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
             "distinct, not the best": "No expert is named twice, but a better one is left out.",
             "NaN weights": "No expert is named twice, and a weight is NaN.",
             "always chosen": "One expert is chosen whatever the scores are.",
+            "first experts": "Every row gets the experts 0, 1, 2, ..., whatever its scores are.",
+            "nan": "A token's log-probability is NaN.",
         },
     ),
     "padding id": _family(
@@ -228,17 +258,23 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
             "same bits": "Both give the same bits.",
             "same bytes": "Both write the same bytes.",
             "same values": "Both give the same values.",
-            "writes nothing": "The call leaves the padding as it was, as the other does.",
         },
-        {"differ": "They differ.", "other bits": "The bits differ."},
+        {
+            "differ": "They differ.",
+            "other bits": "The bits differ.",
+            "writes nothing": "The call leaves its outputs as it found them.",
+        },
     ),
     "cure": _family(
         {"cured": "With this remedy the cause does no harm."},
         {
             "not cured": "With this remedy the cause does the same harm.",
-            "made worse": "With this remedy the cause does more harm.",
+            "made worse": "With this remedy the cause does more harm over at least one content of memory.",
         },
-        {"helped": "With this remedy the cause does less harm, not none."},
+        {
+            "helped": "With this remedy the cause does less harm, not none.",
+            "not reproduced": "Without the remedy the cause does no harm, or not twice the same.",
+        },
     ),
     "random padding": _family(
         bad={
@@ -251,7 +287,12 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
             "clean": "The result is right with ids of this width.",
             "refused": "Ids of this width are refused with an error.",
         },
-        {"wrong, finite": _FINITE},
+        {"wrong, finite": _FINITE, "NaN": _NAN},
+    ),
+    "draws": _family(
+        {"distinct": "No token gets an expert twice."},
+        {"an expert twice": "Some tokens get an expert twice."},
+        {"another rate": "Tokens get an expert twice, at another rate than the computed one."},
     ),
 }
 # Of the engine's questions.
@@ -263,6 +304,16 @@ FAMILIES = {
             "other bits": "Logits of live rows differ in some bits.",
             "padding reaches live rows": "Logits of live rows change with what padding rows hold.",
             "nan": "Logits of live rows hold NaN.",
+            "differ with the plugin": "Equal engines agree, and one with the plugin gives other bits.",
+        },
+        {
+            "differ without it too": "Two engines without the plugin differ as well.",
+            "other bits of three again": "The same three requests give other bits when asked again.",
+            "nan with zeroing too": "Logits hold NaN with zeroing as well.",
+            "differ with it too": "Logits differ with zeroing as well.",
+            "no stale block": "No block held anything of its last tenant, so nothing was asked.",
+            "differ within an engine": "One engine gives two answers to one request.",
+            "differ between equal engines": "Two equal engines give other bits.",
         },
     ),
     "zeroing": _family(
@@ -275,7 +326,11 @@ FAMILIES = {
     ),
     "death": _family(
         {"predicted": "The step that runs out of memory is the predicted one."},
-        {"not predicted": "The server runs out of memory at another step, or not at all."},
+        {
+            "not predicted": "The ledger did not foresee the end, or was off by more than one per cent.",
+            "dies without the fault": "The engine ends without the fault as well.",
+        },
+        {"lives": "The engine lives with the fault."},
     ),
     "memory of graphs": _family(
         {"counted": "The engine counts the memory of its graphs."},

@@ -1,4 +1,4 @@
-"""Benches: some engines that start together, and the answers that their probes give together."""
+"""Benches: some engines that start together, and the cases that judge what their probes told."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from staleproof.cases.answers import Answer, no_answer
-from staleproof.cases.case import Several
-from staleproof.cases.finding import FIXED, OFF_ON_OFF, off_on_off, real
+from staleproof.cases.case import Case, Fix, MissingError, Reading, Scene
+from staleproof.cases.finding import OFF_ON_OFF, Evidence, Key, real
+from staleproof.cases.words import FIXED
 from staleproof.engine.orders import Order, Told, run, unavailable
 
 INCIDENT = "engine"
-Cell = tuple[str, str]
-
-
-class MissingError(RuntimeError):
-    """An engine that an answer needs has not answered; the text says why, in one line."""
+# Why most cases expect nothing.
+ASKED = "what this release does with dummy weights is the question"
 
 
 class Results(dict[str, Told]):
@@ -43,7 +40,7 @@ class Bench:
         name: as the user names it: ``staleproof engine NAME``.
         about: what it shows, in a few words.
         orders: name -> engine.
-        cells: (question, variant) -> a function from the results to its answer.
+        cases: what is judged of the results.
         timeout_s: for each engine.
         slow: its engines take longest to start, so that they start before those of other benches.
         together: runs the orders: as many at a time as fit, unless the engines take turns or must be
@@ -54,7 +51,7 @@ class Bench:
     name: str
     about: str
     orders: Mapping[str, Order]
-    cells: Mapping[Cell, Callable[[Results], Answer]]
+    cases: Sequence[Case]
     timeout_s: float = 200.0
     slow: bool = False
     together: Callable[..., Iterable[tuple[str, Told]]] = run
@@ -69,26 +66,83 @@ class Bench:
         }
         return replace(self, orders=orders)
 
-    @property
-    def row(self) -> Several:
-        """The row of the table of questions."""
-        return Several(self.name, self.ask)
+    def rows(self) -> list[Case]:
+        """Its cases, which share one start of its engines."""
+        limit_s = 60.0 + self.timeout_s * max(1, len(self.orders))
+        scene = Scene(self.name, self._tell, limit_s=limit_s)
+        return [replace(case, scene=scene) for case in self.cases]
 
-    def ask(self, device: str) -> Iterator[Answer]:
-        """Start the engines, and answer every cell; ``not run`` with the reason if that cannot be."""
-        why = unavailable(device)
-        results = Results()
-        if why is None:
-            results = Results(self.together(self.orders, timeout_s=self.timeout_s))
-        for (question, variant), judge in self.cells.items():
-            try:
-                if why is not None:
-                    raise MissingError(why)
-                said = judge(results)
-                said = replace(said, numbers=spelled(said.numbers), evidence=real("vllm"))
-            except MissingError as error:
-                said = no_answer(str(error))
-            yield replace(said, question=question, variant=variant)
+    def _tell(self, device: str) -> Results:
+        return Results(self.together(self.orders, timeout_s=self.timeout_s))
+
+
+Judge = Callable[[Results], Reading]
+
+
+def cell(
+    question: str, variant: str, words: str, judge: Judge, *, expect: str | None = None, reason: str = ASKED
+) -> Case:
+    """A case about what the engines of a bench told.
+
+    Args:
+        question, variant: of its key.
+        words: family of its verdicts.
+        judge: from the results to the reading; a :class:`MissingError` means ``not run``.
+        expect, reason: see :class:`~staleproof.cases.case.Case`.
+    """
+    key = Key(INCIDENT, question, variant)
+    return Case(key, words, _judged, judge, expect=expect, reason=reason, needs=_missing, evidence=_evidence)
+
+
+def fix(
+    variant: str,
+    words: str,
+    state: Callable[[Results, str], Reading],
+    wrong: Callable[[Results], str | None],
+    *,
+    expect: str | None = FIXED,
+    reason: str = ASKED,
+) -> Fix:
+    """Off / on / off over three engines, or three states of some.
+
+    Args:
+        variant: the remedy.
+        words: family of the three readings.
+        state: from the results and ``off``, ``on`` or ``off again`` to the reading.
+        wrong: what is wrong with the results of the engine with the remedy, or ``None``.
+        expect, reason: see :class:`~staleproof.cases.case.Case`.
+    """
+    off, on, again = (partial(_of_state, state, name) for name in STATES)
+    return Fix(
+        *(Key(INCIDENT, OFF_ON_OFF, variant), words, _judged, on),
+        off=off,
+        again=again,
+        wrong=lambda subject, device, results: wrong(results),
+        expect=expect,
+        reason=reason,
+        needs=_missing,
+        evidence=_evidence,
+    )
+
+
+STATES = ("off", "on", "off again")
+
+
+def _of_state(state: Callable[[Results, str], Reading], name: str, results: Results) -> Reading:
+    return state(results, name)
+
+
+def _judged(judge: Judge, device: str, results: Results) -> Reading:
+    said = judge(results)
+    return replace(said, numbers=spelled(said.numbers))
+
+
+def _missing(judge: Judge, device: str) -> str | None:
+    return unavailable(device)
+
+
+def _evidence(judge: Judge) -> Evidence:
+    return real("vllm")
 
 
 def spelled(value: Any) -> Any:
@@ -133,34 +187,9 @@ class Pool:
             yield name, self._ended[bench, name]
 
 
-def fix(
-    variant: str, verdicts: Sequence[str], wrong: str | None, expected: str | None = FIXED, **numbers: Any
-) -> Answer:
-    """The answer of off / on / off from three engines.
-
-    Args:
-        variant: the fix.
-        verdicts: without it, with it, without it again.
-        wrong: see :func:`~staleproof.cases.finding.off_on_off`.
-        expected: the verdict that must come out.
-        numbers: other values that the verdict rests on.
-    """
-    off, on, again = verdicts
-    found = off_on_off(INCIDENT, variant, off=off, on=on, off_again=again, wrong=wrong, **numbers)
-    return Answer(found.verdict, found.numbers, found.note, expected=expected)
-
-
 def three(name: str, order: Order) -> dict[str, Order]:
     """The orders ``name, off``, ``name, on`` and ``name, off again``: with the plugin in the second only."""
     return {
         f"{name}, {state}": replace(order, patches=patches)
         for state, patches in (("off", "none"), ("on", "all"), ("off again", "none"))
     }
-
-
-def cell(question: str, variant: str) -> Cell:
-    """A key of :attr:`Bench.cells`."""
-    return question, variant
-
-
-FIX = OFF_ON_OFF

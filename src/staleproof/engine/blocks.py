@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from staleproof.cases.answers import Answer, answer
-from staleproof.engine.bench import FIX, Bench, Results, fix, three
+from staleproof.cases.case import Reading, reading
+from staleproof.engine.bench import Bench, Results, cell, fix, three
 from staleproof.engine.orders import Order
 
 UNDRAINED, IDS = "Qwen3 dense, undrained_ids", "undrained block ids"
@@ -15,32 +15,33 @@ ORDER = Order("qwen3", {"start": {}, "undrained": {"requests": 1000}}, {"compila
 
 def _verdict(counted: dict[str, Any]) -> str:
     ids = counted["ids"]
-    return "grows" if ids[-1] > ids[1] else "clean"
+    return "grows" if ids[-1] > ids[1] else "flat"
 
 
 def _counted(results: Results, state: str) -> dict[str, Any]:
     return results.of(f"{UNDRAINED}, {state}", "undrained")
 
 
-def ids(results: Results) -> Answer:
+def ids(results: Results) -> Reading:
     """Ids that stay recorded, without the plugin, and host memory."""
     counted = _counted(results, "off")
     grown = counted["rss"][-1] - counted["rss"][1]
-    return answer(_verdict(counted), **counted, rss_grown=grown)
+    return reading(_verdict(counted), **counted, rss_grown=grown)
 
 
-def drained(results: Results) -> Answer:
-    """Off / on / off."""
-    states = [_counted(results, state) for state in ("off", "on", "off again")]
-    off, on, _ = states
-    wrong = None if off["tokens"] == on["tokens"] else "other tokens were generated"
-    verdicts = [_verdict(counted) for counted in states]
-    return fix(UNDRAINED, verdicts, wrong, ids_off=off["ids"], ids_on=on["ids"])
+def _state(results: Results, which: str) -> Reading:
+    counted = _counted(results, which)
+    return reading(_verdict(counted), ids=counted["ids"])
+
+
+def _wrong(results: Results) -> str | None:
+    same = _counted(results, "off")["tokens"] == _counted(results, "on")["tokens"]
+    return None if same else "other tokens were generated"
 
 
 BENCH = Bench(
     "blocks",
     "incident 4: block ids that nothing drains, for 1,000 requests",
     three(UNDRAINED, ORDER),
-    {(IDS, "Qwen3 dense"): ids, (FIX, UNDRAINED): drained},
+    [cell(IDS, "Qwen3 dense", "host memory", ids), fix(UNDRAINED, "host memory", _state, _wrong)],
 )

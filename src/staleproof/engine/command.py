@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from staleproof.cases.finding import Finding, proved, write_findings
+from staleproof.cases.finding import Finding, write_findings
 from staleproof.device import Machine
+from staleproof.engine.cases import BENCHES, table
 from staleproof.engine.orders import OLDEST, at_most
-from staleproof.engine.questions import BENCHES, table
 
 
 def ask(
@@ -38,7 +38,7 @@ def ask(
             at_most(limit_s),
             contextlib.closing(table(*names, without=without).run(device, progress)) as answers,
         ):
-            for one in map(proved, answers):
+            for one in answers:
                 found.append(one)
                 say(one)
     finally:

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from staleproof.cases.answers import Answer, answer
+from staleproof.cases.case import Case, MissingError, Reading, reading
 from staleproof.engine import orders as running
-from staleproof.engine.bench import Bench, Cell, MissingError, Results
+from staleproof.engine.bench import Bench, Results, cell
 from staleproof.engine.cost_probes import READY, State
 from staleproof.engine.orders import Order, Told
 from staleproof.vllm.watch import Settings
@@ -176,7 +176,7 @@ def by_capture(off: Sequence[Times | None], on: Sequence[Times | None]) -> list[
 def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
     """The judge of one pair of states: does the interval of the slowdown lie under the bar?"""
 
-    def judged(results: Results) -> Answer:
+    def judged(results: Results) -> Reading:
         times = results.of(mode, f"{live} live")
         if not {off, on} <= {*times}:
             left_out = results.of(mode, "states")["left_out"]
@@ -190,7 +190,7 @@ def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
         captures = {"slowdown_percent_by_capture": by_capture(times[off], times[on])}
         graphs: dict[str, Any] = {} if mode == "eager" else captures
         where = "under" if high < bar else "over" if low > bar else "around"
-        return answer(
+        return reading(
             f"{where} {bar:.0%}".replace("%", " %"),
             slowdown_percent=round(median * 100, 3),
             interval_percent=[round(low * 100, 3), round(high * 100, 3)],
@@ -206,26 +206,24 @@ def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
     return judged
 
 
-def _cells() -> dict[Cell, Any]:
-    cells: dict[Cell, Any] = {}
+def _cases() -> Iterator[Case]:
     for live, size in zip(LIVE, SIZES, strict=True):
         for mode in MODES:
             rows = f"{live} live" if mode == "eager" else f"{live} of {size}"
-            cells[COST, f"{mode}, {rows}"] = judge(mode, live, OFF, ON)
+            yield cell(COST, f"{mode}, {rows}", "cost", judge(mode, live, OFF, ON))
             for state in [*STATES, *FURTHER[mode][0]]:
                 if state == AGAIN:
-                    cells[NOISE, f"{mode}, {rows}"] = judge(mode, live, OFF, AGAIN)
+                    yield cell(NOISE, f"{mode}, {rows}", "cost", judge(mode, live, OFF, AGAIN))
                 elif state not in (OFF, ON):
                     bar = WATCH_BAR.get(state, BAR)
-                    cells[WATCH, f"{state}, {mode}, {rows}"] = judge(mode, live, ON, state, bar)
-    return cells
+                    yield cell(WATCH, f"{state}, {mode}, {rows}", "cost", judge(mode, live, ON, state, bar))
 
 
 BENCH = Bench(
     "cost",
     "step time and tokens/s with and without the plugin and the watch, in turns",
     orders(),
-    _cells(),
+    [*_cases()],
     timeout_s=310.0,
     together=partial(take_turns, seconds=sum(sum(seconds) for _, seconds in FURTHER.values())),
     narrowed=narrowed,

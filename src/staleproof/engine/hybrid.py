@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from staleproof.cases.answers import Answer, answer
-from staleproof.engine.bench import FIX, Bench, Cell, Results, fix
+from staleproof.cases.case import Case, Reading, reading
+from staleproof.engine.bench import STATES, Bench, Results, cell, fix
 from staleproof.engine.orders import Order
 from staleproof.engine.tenants import fifths
 
@@ -72,7 +73,7 @@ def bits(name: str, cache: str = "") -> Any:
         cache: what the cache held before the first request, as the states name it.
     """
 
-    def judge(results: Results) -> Answer:
+    def judge(results: Results) -> Reading:
         shipped, again = results.of(name, "zeroing"), results.of(name, "zeroing again")
         on, off = results.of(name, f"zeroing{cache}"), results.of(name, f"no zeroing{cache}")
         blocks = results.of(name, "cache")
@@ -87,7 +88,7 @@ def bits(name: str, cache: str = "") -> Any:
         stale = off["blocks_by_fifth"]
         if said == "same bits" and not sum(stale["nonzero"]):
             said = "no stale block"
-        found = answer(
+        return reading(
             said,
             nan_by_fifth=nan,
             nan_with_zeroing_by_fifth=fifths(on["nan"]),
@@ -100,7 +101,6 @@ def bits(name: str, cache: str = "") -> Any:
             blocks=blocks["blocks"],
             block_size=blocks["block_size"],
         )
-        return replace(found, expected="nan") if (name, bool(cache)) == (CONTROL, True) else found
 
     return judge
 
@@ -110,10 +110,10 @@ def _unzeroed(results: Results, name: str, state: str) -> int:
     return sum(results.of(name, state)["blocks_by_fifth"]["nonzero"])
 
 
-def race(results: Results) -> Answer:
+def race(results: Results) -> Reading:
     """Does vLLM zero other blocks than it was asked to, if its copies of the ids start late?"""
     left = _unzeroed(results, "TRITON_ATTN", SHIPPED)
-    return answer(
+    return reading(
         "blocks not zeroed" if left else "all zeroed",
         blocks_not_zeroed=left,
         without_delay=_unzeroed(results, "TRITON_ATTN", "zeroing"),
@@ -122,59 +122,54 @@ def race(results: Results) -> Answer:
     )
 
 
-def unguarded(results: Results) -> Answer:
+def unguarded(results: Results) -> Reading:
     """The same without the runner's wait for the copies of its last step (``prepare_inputs_event``)."""
     left = _unzeroed(results, "TRITON_ATTN", UNGUARDED)
     served, shipped = (results.of("TRITON_ATTN", state) for state in (UNGUARDED, "zeroing"))
     given = sum(served["blocks_by_fifth"]["given"])
     other = changed(shipped, served, "tokens")
     said = "blocks not zeroed" if left else "all zeroed"
-    return answer(said, blocks_not_zeroed=left, blocks_given=given, changed_tokens_by_fifth=other)
+    return reading(said, blocks_not_zeroed=left, blocks_given=given, changed_tokens_by_fifth=other)
 
 
-def _zeroed(variant: str, left: list[int], plain: str, plugin: str, results: Results) -> Answer:
-    """Off / on / off of a patch of the zeroing, from the blocks that each state left as they were.
+def _zeroed(plain: str, plugin: str, states: Sequence[str]) -> tuple[Any, Any]:
+    """``state`` and ``wrong`` of a patch of the zeroing, from the blocks that each state left as they were.
 
     Right if without a delay the plugin changes no bit of the served logprobs.
     """
-    without, with_it = (results.of(name, "zeroing") for name in (plain, plugin))
-    other = sum(changed(without, with_it, "logprobs"))
-    wrong = f"logprobs of {other} requests differ without a delay" if other else None
-    verdicts = ["blocks not zeroed" if blocks else "clean" for blocks in left]
-    return fix(variant, verdicts, wrong, blocks_not_zeroed=left)
+    where = dict(zip(STATES, zip((plain, plugin, plain), states, strict=True), strict=True))
+
+    def state(results: Results, which: str) -> Reading:
+        left = _unzeroed(results, *where[which])
+        return reading("blocks not zeroed" if left else "all zeroed", blocks_not_zeroed=left)
+
+    def wrong(results: Results) -> str | None:
+        without, with_it = (results.of(name, "zeroing") for name in (plain, plugin))
+        other = sum(changed(without, with_it, "logprobs"))
+        return f"logprobs of {other} requests differ without a delay" if other else None
+
+    return state, wrong
 
 
-def staged(results: Results) -> Answer:
-    """The patch of the staging race, with late copies and without the runner's wait."""
-    off, again = (_unzeroed(results, "TRITON_ATTN", state) for state in LATE[1:])
-    left = [off, _unzeroed(results, PLUGIN, UNGUARDED), again]
-    return _zeroed(STAGING, left, "TRITON_ATTN", PLUGIN, results)
-
-
-def recorded(results: Results) -> Answer:
-    """The patch that records new blocks of MLA layers, so that vLLM's zeroing gets them."""
-    off, again = (_unzeroed(results, KIMI, state) for state in QUIET[:2])
-    left = [off, _unzeroed(results, KIMI_PLUGIN, "zeroing"), again]
-    return _zeroed(RECORDING, left, KIMI, KIMI_PLUGIN, results)
-
-
-def _cells() -> dict[Cell, Any]:
-    cells: dict[Cell, Any] = {}
+def _cases() -> Iterator[Case]:
     for name in BACKENDS:
-        cells[BITS, name] = bits(name)
-        cells[POISONED, name] = bits(name, ", cache of NaN")
-    cells[RACE, "late copies"] = race
-    cells[RACE, UNGUARDED] = unguarded
-    cells[FIX, STAGING] = staged
-    cells[FIX, RECORDING] = recorded
-    return cells
+        yield cell(BITS, name, "live logits", bits(name))
+        expect = "nan" if name == CONTROL else None
+        yield cell(POISONED, name, "live logits", bits(name, ", cache of NaN"), expect=expect)
+    yield cell(RACE, "late copies", "zeroing", race)
+    yield cell(RACE, UNGUARDED, "zeroing", unguarded)
+    # The patch of the staging race, with late copies and without the runner's wait.
+    late = LATE[1], LATE[1], LATE[2]
+    yield fix(STAGING, "zeroing", *_zeroed("TRITON_ATTN", PLUGIN, late))
+    # The patch that records new blocks of MLA layers, so that vLLM's zeroing gets them.
+    yield fix(RECORDING, "zeroing", *_zeroed(KIMI, KIMI_PLUGIN, ("zeroing", "zeroing", "zeroing again")))
 
 
 BENCH = Bench(
     "hybrid",
     "incident 4: hybrid engines with 24 blocks, zeroing on and off",
     ORDERS,
-    _cells(),
+    [*_cases()],
     timeout_s=240.0,
     slow=True,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from staleproof.cases.answers import Answer, answer
-from staleproof.engine.bench import Bench, Results
+from staleproof.cases.case import Reading, reading
+from staleproof.engine.bench import Bench, Results, cell
 from staleproof.engine.mla import FULL
 from staleproof.engine.orders import Order, Told, run
 
@@ -40,7 +40,7 @@ def alone(orders: Mapping[str, Order], timeout_s: float) -> Iterator[tuple[str, 
     yield from run(orders, timeout_s, at_once=1)
 
 
-def death(results: Results) -> Answer:
+def death(results: Results) -> Reading:
     """Was the end of the engine predicted, before it happened and within one per cent?"""
     told = results.of(V1, "death")
     error = told["predicted"] / told["taken"] - 1
@@ -50,7 +50,7 @@ def death(results: Results) -> Answer:
         said = "dies without the fault"
     elif told["died"] is None:
         said = "lives"
-    return answer(said, error_percent=round(error * 100, 3), **told)
+    return reading(said, error_percent=round(error * 100, 3), **told)
 
 
 def balances(phases: Mapping[str, Mapping[str, int]]) -> bool:
@@ -77,11 +77,11 @@ def remainder(phase: Mapping[str, int]) -> int:
 def account(name: str) -> Any:
     """The judge of how much of what the device gave is in the ledger: owned, in pools, outside torch."""
 
-    def judge(results: Results) -> Answer:
+    def judge(results: Results) -> Reading:
         told = results.of(name, "accounts")
         left = {phase: remainder(got) for phase, got in told["phases"].items()}
         said = "balances" if balances(told["phases"]) else "does not balance"
-        return answer(said, unexplained_bytes=left, **told)
+        return reading(said, unexplained_bytes=left, **told)
 
     return judge
 
@@ -89,12 +89,12 @@ def account(name: str) -> Any:
 def graphs(name: str) -> Any:
     """The judge of vLLM's estimate of its graphs' memory, before it sizes the KV cache."""
 
-    def judge(results: Results) -> Answer:
+    def judge(results: Results) -> Reading:
         told = results.of(name, "accounts")
         estimated, taken = told["graph_bytes_estimated"], told["graph_bytes_taken"]
         said = "not counted" if not estimated and taken else "counted"
         runner = results.of(name, "start")["runner"]
-        return answer(said, estimated=estimated, taken=taken, runner=runner)
+        return reading(said, estimated=estimated, taken=taken, runner=runner)
 
     return judge
 
@@ -103,12 +103,10 @@ BENCH = Bench(
     "memory",
     "incident 2: a ledger over the start, and a death that it predicts",
     ORDERS,
-    {
-        (DEATH, V1): death,
-        (ACCOUNT, V1): account(V1),
-        (ACCOUNT, V2): account(V2),
-        (GRAPHS, V1): graphs(V1),
-        (GRAPHS, V2): graphs(V2),
-    },
+    [
+        cell(DEATH, V1, "death", death),
+        *(cell(ACCOUNT, name, "account", account(name)) for name in (V1, V2)),
+        *(cell(GRAPHS, name, "memory of graphs", graphs(name)) for name in (V1, V2)),
+    ],
     together=alone,
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from staleproof.cases.answers import Answer, answer
-from staleproof.cases.finding import FIXED
-from staleproof.engine.bench import FIX, Bench, Cell, MissingError, Results, fix, three
+from staleproof.cases.case import Case, MissingError, Reading, reading
+from staleproof.cases.words import FIXED
+from staleproof.engine.bench import STATES, Bench, Results, cell, fix, three
 from staleproof.engine.orders import Order
 
 LIVE = (3, 8, 3, 50)
@@ -78,12 +78,15 @@ SHARED_SCALE = ("TRITON_MLA, full graphs, fp8", "TRITON_MLA, full graphs, compil
 def verdict(rounds: Sequence[Mapping[str, Any]]) -> str:
     """``clean``, ``pad_only`` or ``leaked``, of the rounds that ``probes.rows`` returned.
 
+    Raises:
+        MissingError: a round in which no step was seen.
+
     >>> one = {"stages": {"layers.0.attention": [0, 5]}, "nan": 0}
-    >>> verdict([one]), verdict([{**one, "nan": 1}]), verdict([{"stages": {}, "nan": 0}])
-    ('pad_only', 'leaked', 'no step seen')
+    >>> verdict([one]), verdict([{**one, "nan": 1}])
+    ('pad_only', 'leaked')
     """
     if not all(one["stages"] for one in rounds):
-        return "no step seen"
+        raise MissingError("a round in which no step was seen")
     counts = [count for one in rounds for count in one["stages"].values()]
     if any(one["nan"] for one in rounds) or any(live for live, _ in counts):
         return "leaked"
@@ -140,10 +143,10 @@ def _off(name: str) -> str:
 def nan_rows(name: str) -> Any:
     """The judge of one engine without the plugin."""
 
-    def judge(results: Results) -> Answer:
+    def judge(results: Results) -> Reading:
         rounds = _rounds(results, _off(name))
         padding = by_stage(rounds, 1)
-        return answer(
+        return reading(
             verdict(rounds),
             padding=padding,
             # A list keeps its order in a file, unlike the stages above.
@@ -198,7 +201,7 @@ def live_logits(name: str) -> Any:
     It changes what padding rows hold. If only rounds that have some differ, padding reaches live rows.
     """
 
-    def judge(results: Results) -> Answer:
+    def judge(results: Results) -> Reading:
         off, on, again = (_rounds(results, f"{name}, {state}") for state in ("off", "on", "off again"))
         noise, changed = different(off, again), different(off, on)
         whole = [number for number, pads in enumerate(padded(off)) if not pads]
@@ -209,7 +212,7 @@ def live_logits(name: str) -> Any:
         if noise["logits"]:
             said = "differ without it too"
         control = _control(results, f"{name}, on")
-        return answer(
+        return reading(
             said,
             off_against_on=changed,
             off_against_off=noise,
@@ -225,6 +228,10 @@ def live_logits(name: str) -> Any:
     return judge
 
 
+def _first_three(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sums": [row[:3] for row in one["sums"]], "tokens": one["tokens"][:3]}
+
+
 def live_padding(name: str) -> Any:
     """The judge of whether five live requests more change a bit of the first three.
 
@@ -232,68 +239,78 @@ def live_padding(name: str) -> Any:
     reached the live ones: only that differs between these.
     """
 
-    def judge(results: Results) -> Answer:
+    def judge(results: Results) -> Reading:
         three_live, eight_live, again, _ = _rounds(results, name)
-        first = {"sums": [row[:3] for row in eight_live["sums"]], "tokens": eight_live["tokens"][:3]}
-        changed, noise = different([three_live], [first]), different([three_live], [again])
+        changed = different([three_live], [_first_three(eight_live)])
+        noise = different([three_live], [again])
         said = "same bits" if not changed["logits"] else "other bits"
         if noise["logits"]:
             said = "other bits of three again"
         control = _control(results, name)
-        return answer(said, with_8_live=changed, with_3_live_again=noise, control=control)
+        return reading(said, with_8_live=changed, with_3_live_again=noise, control=control)
 
     return judge
 
 
-def padding_fix(name: str) -> Any:
-    """The judge of off / on / off."""
+def state(name: str) -> Any:
+    """The reading of one of three engines: which rows hold NaN."""
 
-    def judge(results: Results) -> Answer:
-        off, on, again = (_rounds(results, f"{name}, {state}") for state in ("off", "on", "off again"))
-        # Where padding reaches live rows, only rounds without any can keep their bits.
-        shared = verdict(off) == "leaked" or name in SHARED_SCALE
-        whole = [number for number, pads in enumerate(padded(off)) if not (shared and pads)]
+    def read(results: Results, which: str) -> Reading:
+        rounds = _rounds(results, f"{name}, {which}")
+        nan = sum(one["nan"] for one in rounds)
+        return reading(verdict(rounds), nan_tokens=nan, padding=by_stage(rounds, 1))
+
+    return read
+
+
+def wrong(name: str) -> Any:
+    """What the plugin changes of live rows, or leaves to padding, in one line."""
+
+    def compare(results: Results) -> str | None:
+        off, on, again = (_rounds(results, f"{name}, {which}") for which in STATES)
+        # Where padding reached live rows without the plugin, only rounds without any can keep their bits.
+        leaks = verdict(off) == "leaked" or name in SHARED_SCALE
+        whole = [number for number, pads in enumerate(padded(off)) if not (leaks and pads)]
+        if not whole:
+            return "no round without padding to compare"
         one, two, three = ([rounds[number] for number in whole] for rounds in (off, on, again))
         changed, noise = different(one, two), different(one, three)
         # Bits that differ between two equal engines cannot be compared; then tokens are.
         what = "tokens" if noise["logits"] else "logits"
-        wrong = f"live {what}: {changed[what]} differ" if changed[what] > noise[what] else None
-        if not whole:
-            wrong = "no round without padding to compare"
-        return fix(
-            name,
-            [verdict(off), verdict(on), verdict(again)],
-            wrong,
-            # Whether compiled fp8 keeps its bits with the plugin is what is asked.
-            None if name in SHARED_SCALE else FIXED,
-            compared=[f"{one['live']} of {one['size']}" for one in (off[number] for number in whole)],
-            nan_tokens=[sum(one["nan"] for one in rounds) for rounds in (off, on, again)],
-            padding_off=by_stage(off, 1),
-            padding_on=by_stage(on, 1),
-        )
+        if changed[what] > noise[what]:
+            return f"live {what}: {changed[what]} differ"
+        if name in SHARED_SCALE:
+            # The rounds left out above: with the plugin, does padding still decide about live rows?
+            first, among_eight, *_ = on
+            moved = different([first], [_first_three(among_eight)])["logits"]
+            if moved:
+                return f"padding decides {moved} rows of live logits with the plugin, too"
+        return None
 
-    return judge
+    return compare
 
 
-def quantizers(results: Results) -> Answer:
+def quantizers(results: Results) -> Reading:
     """Whether a NaN row changes what vLLM's fp8 quantizers make of the sound rows beside it."""
     found = results.of(QUANTIZER, "quantizers")
     hurt = [name for name, (_, _, other) in found.items() if other]
-    return answer("leaked" if hurt else "clean", leaked=hurt, scale_alone_scale_with_nan_values_changed=found)
+    return reading(
+        "leaked" if hurt else "clean", leaked=hurt, scale_alone_scale_with_nan_values_changed=found
+    )
 
 
-def _cells() -> dict[Cell, Any]:
-    cells: dict[Cell, Any] = {}
+def _cases() -> Iterator[Case]:
     for name in (*FIXED_ONES, *OTHERS):
-        cells[NAN_ROWS, name] = nan_rows(name)
-        cells[LIVE_PADDING, name] = live_padding(_off(name))
-    cells[QUANTIZERS, "3 sound rows, 5 rows of NaN"] = quantizers
+        yield cell(NAN_ROWS, name, "rows", nan_rows(name))
+        yield cell(LIVE_PADDING, name, "live logits", live_padding(_off(name)))
+    yield cell(QUANTIZERS, "3 sound rows, 5 rows of NaN", "rows", quantizers)
     for name in FIXED_ONES:
-        cells[LIVE_PADDING, f"{name}, plugin"] = live_padding(f"{name}, on")
-        cells[LIVE_LOGITS, name] = live_logits(name)
-        cells[FIX, name] = padding_fix(name)
-    return cells
+        yield cell(LIVE_PADDING, f"{name}, plugin", "live logits", live_padding(f"{name}, on"))
+        yield cell(LIVE_LOGITS, name, "live logits", live_logits(name))
+        # Whether a shared scale lets the plugin keep live bits is what is asked.
+        expect = None if name in SHARED_SCALE else FIXED
+        yield fix(name, "rows", state(name), wrong(name), expect=expect)
 
 
 ORDERS = {key: order for name, one in FIXED_ONES.items() for key, order in three(name, one).items()} | OTHERS
-BENCH = Bench("mla", "incident 1: NaN rows by layer and stage, live logits", ORDERS, _cells())
+BENCH = Bench("mla", "incident 1: NaN rows by layer and stage, live logits", ORDERS, [*_cases()])

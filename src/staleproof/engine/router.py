@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from staleproof.cases.answers import Answer, answer
-from staleproof.engine.bench import FIX, Bench, Cell, Results, fix, three
+from staleproof.cases.case import Case, Reading, reading
+from staleproof.engine.bench import STATES, Bench, Results, cell, fix, three
 from staleproof.engine.mla import FULL
 from staleproof.engine.orders import Order
 
-TWICE = "experts named twice"
+TWICE, SOUND = "experts named twice", "live logits with a sound bias"
 # Routers with groups go to vLLM's grouped_topk, also with one group; others to topk_sigmoid or topk_softmax.
 GROUPED, ONE_GROUP = "DeepSeek-V3 router, NaN bias", "DeepSeek-V3 router with one group, NaN bias"
 SIGMOID, SOFTMAX = "MiniMax-M2 router, NaN bias", "Ernie 4.5 router, NaN bias"
@@ -50,7 +50,7 @@ FIXED_ONES = {
 def verdict(told: dict[str, Any]) -> str:
     """``duplicates`` if a router names an expert twice for a live row; ``nan`` if a token's logprob is NaN;
     ``first experts`` if every row of a step gets the experts 0, 1, 2, ..., whatever its scores are;
-    ``always chosen`` if every live row of a step names the expert whose bias is NaN.
+    ``always chosen`` if every live row of a step names the expert whose bias is NaN; else ``distinct``.
 
     >>> rounds = {5: {"twice": [0, 5], "nan": 0}, 8: {"twice": [2, 0], "nan": 0}}
     >>> told = {"sound": {"live": 3}, "routers": 3, "first": {"sound": [0, 64], 5: [0, 64]}, "spoilt": rounds}
@@ -67,16 +67,18 @@ def verdict(told: dict[str, Any]) -> str:
     if any(first == rows > 0 for first, rows in spoilt) and sound[0] < sound[1]:
         return "first experts"
     live = told["sound"]["live"] * told["routers"]
-    return "always chosen" if any(usual < live <= now for usual, now in told["chosen"].values()) else "clean"
+    return (
+        "always chosen" if any(usual < live <= now for usual, now in told["chosen"].values()) else "distinct"
+    )
 
 
 def twice(name: str) -> Any:
     """The judge of what a NaN bias does without the plugin."""
 
-    def judge(results: Results) -> Answer:
+    def judge(results: Results) -> Reading:
         told = results.of(f"{name}, off" if name in FIXED_ONES else name, "nan_bias")
         sound = told["sound"]
-        return answer(
+        return reading(
             verdict(told),
             live_and_padding_rows_by_expert={at: one["twice"] for at, one in told["spoilt"].items()},
             with_a_sound_bias=sound["twice"],
@@ -95,43 +97,59 @@ def twice(name: str) -> Any:
     return judge
 
 
-def fixed(name: str) -> Any:
-    """The judge of off / on / off; right if with a sound bias the plugin chooses as vLLM's kernels do."""
+def state(name: str) -> Any:
+    """The reading of one of three engines."""
 
-    def judge(results: Results) -> Answer:
-        states = [results.of(f"{name}, {state}", "nan_bias") for state in ("off", "on", "off again")]
-        off, on, _ = states
-        rows = [[tuple(row) for row in told["sound"]["sums"]] for told in states]
-        noise, other = (
-            sum(a != b for a, b in zip(rows[0], them, strict=True)) for them in (rows[2], rows[1])
-        )
-        tokens = sum(a != b for a, b in zip(off["sound"]["tokens"], on["sound"]["tokens"], strict=True))
-        choice = {state: results.of(f"{name}, {state}", "same_choice") for state in ("off", "on")}
-        far = [op for op, (other, error) in choice["on"].items() if other or error > BUDGET]
-        wrong = f"{', '.join(far)}: not vLLM's choice with a sound bias" if far else None
-        twice_on = {at: one["twice"] for at, one in on["spoilt"].items()}
-        return fix(
-            name,
-            [verdict(told) for told in states],
-            wrong,
-            live_and_padding_rows_by_expert=twice_on,
+    def read(results: Results, which: str) -> Reading:
+        told = results.of(f"{name}, {which}", "nan_bias")
+        twice = {at: one["twice"] for at, one in told["spoilt"].items()}
+        return reading(verdict(told), live_and_padding_rows_by_expert=twice)
+
+    return read
+
+
+def wrong(name: str) -> Any:
+    """What the plugin chooses otherwise than vLLM's kernels do with a sound bias, in one line."""
+
+    def compare(results: Results) -> str | None:
+        choice = results.of(f"{name}, on", "same_choice")
+        far = [op for op, (other, error) in choice.items() if other or error > BUDGET]
+        return f"{', '.join(far)}: not vLLM's choice with a sound bias" if far else None
+
+    return compare
+
+
+def sound(name: str) -> Any:
+    """The judge of what the plugin changes where the bias is sound."""
+
+    def judge(results: Results) -> Reading:
+        states = [results.of(f"{name}, {which}", "nan_bias")["sound"] for which in STATES]
+        off, on, again = ([tuple(row) for row in told["sums"]] for told in states)
+        tokens = sum(a != b for a, b in zip(states[0]["tokens"], states[1]["tokens"], strict=True))
+        other, noise = (sum(a != b for a, b in zip(off, them, strict=True)) for them in (on, again))
+        choice = {which: results.of(f"{name}, {which}", "same_choice") for which in ("off", "on")}
+        return reading(
+            "same bits" if not other else "other bits",
             rows_that_choose_otherwise_and_error_of_weights=choice,
-            requests_with_other_tokens_with_a_sound_bias=tokens,
-            steps_with_other_logits_with_a_sound_bias=other,
+            requests_with_other_tokens=tokens,
+            steps_with_other_logits=other,
             steps_with_other_logits_off_again=noise,
         )
 
     return judge
 
 
-def _cells() -> dict[Cell, Any]:
-    cells: dict[Cell, Any] = {(TWICE, name): twice(name) for name in (*ONCE, *FIXED_ONES)}
-    return cells | {(FIX, name): fixed(name) for name in FIXED_ONES}
+def _cases() -> list[Case]:
+    cases = [cell(TWICE, name, "experts", twice(name)) for name in (*ONCE, *FIXED_ONES)]
+    for name in FIXED_ONES:
+        cases.append(fix(name, "experts", state(name), wrong(name)))
+        cases.append(cell(SOUND, name, "live logits", sound(name)))
+    return cases
 
 
 BENCH = Bench(
     "router",
     "incident 3: a NaN in the bias of routers with and without groups",
     {**ONCE, **{key: order for name, one in FIXED_ONES.items() for key, order in three(name, one).items()}},
-    _cells(),
+    _cases(),
 )

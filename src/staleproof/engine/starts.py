@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from staleproof.cases.answers import Answer, answer
-from staleproof.engine.bench import Bench, Cell, Results
+from staleproof.cases.case import Reading, reading
+from staleproof.engine.bench import Bench, Results, cell
 from staleproof.engine.mla import FIXED_ONES
 from staleproof.engine.orders import Order
 
@@ -85,7 +85,7 @@ def _answered(results: Results, name: str) -> bool:
 def equal_engines(name: str) -> Any:
     """The judge of some starts of one engine, without and with the plugin."""
 
-    def judge(results: Results) -> Answer:
+    def judge(results: Results) -> Reading:
         states = [order.removeprefix(f"{name}, ") for order in ORDERS if order.rpartition(", ")[0] == name]
         # A start that failed leaves the others to compare, but one of each kind must be there.
         states = [
@@ -102,7 +102,7 @@ def equal_engines(name: str) -> Any:
                 "decode": alike({state: one[number]["sums"][1:] for state, one in rounds.items()}),
             }
         common = set.intersection(*(set(of) for of in kernels.values()))
-        return answer(
+        return reading(
             verdict(rounds),
             engines_with_equal_bits=numbers,
             engines_with_equal_kernels=alike(kernels),
@@ -115,15 +115,11 @@ def equal_engines(name: str) -> Any:
     return judge
 
 
-def _cells() -> dict[Cell, Any]:
-    return {(SAME, name): equal_engines(name) for name in (FP8, UNTIMED)}
-
-
 BENCH = Bench(
     "starts",
     "do equal engines give equal bits: compiled fp8, without and with the plugin",
     ORDERS,
-    _cells(),
+    [cell(SAME, name, "live logits", equal_engines(name)) for name in (FP8, UNTIMED)],
     timeout_s=240.0,
     slow=True,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from staleproof.cases.answers import Answer, answer
-from staleproof.engine.bench import Bench, Results
+from staleproof.cases.case import Reading, reading
+from staleproof.engine.bench import Bench, Results, cell
 from staleproof.engine.mla import FULL, LIVE, PIECEWISE
 from staleproof.engine.orders import Order
 
@@ -74,7 +74,7 @@ def judge(name: str) -> Any:
     """The judge of one engine."""
     steps = int(ORDERS[name].env.get("STALEPROOF_WATCH_STEPS", 1))
 
-    def judged(results: Results) -> Answer:
+    def judged(results: Results) -> Reading:
         told, rounds = results.of(name, "watched"), results.of(name, "rows")
         want = [expected(rounds, steps), 0]
         got = [counts for stage, counts in told["bad"].items() if stage.startswith("attention")]
@@ -85,7 +85,7 @@ def judge(name: str) -> Any:
         exact = exact and (told["steps"], told["counted"]) == (taken, -(-taken // steps))
         seconds = results.of(name, "start")["seconds"]
         scraped = bool(told["scraped"])
-        return answer(
+        return reading(
             "exact" if exact and scraped else "not exact",
             want=want,
             reference_steps=taken,
@@ -97,5 +97,8 @@ def judge(name: str) -> Any:
 
 
 BENCH = Bench(
-    "watch", "the watch: counts against a reference", ORDERS, {(COUNTS, name): judge(name) for name in ORDERS}
+    "watch",
+    "the watch: counts against a reference",
+    ORDERS,
+    [cell(COUNTS, name, "counts", judge(name)) for name in ORDERS],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +10,7 @@ from staleproof import device
 
 if TYPE_CHECKING:
     from staleproof.cases.finding import Finding
+    from staleproof.cases.run import Table
 
 
 class Incident(NamedTuple):
@@ -81,31 +81,32 @@ INCIDENTS: dict[str, Incident] = {
 }
 
 
+def table_of(incident: str) -> Table:
+    """The cases of one incident: ``TABLE`` in ``cases.py`` of its folder, which this imports."""
+    table: Table = importlib.import_module(f"staleproof.incidents.{incident}.cases").TABLE
+    return table
+
+
 def steps(incident: str) -> list[str]:
-    """What a run of one incident asks, one name a line of progress. Imports the incident's questions.
+    """What a run of one incident asks, one name a line of progress. Imports its cases.
 
     >>> steps("scale_padding")[0].startswith("scale_padding: ")
     True
     """
-    if not device.has_triton():
-        return []
-    questions = importlib.import_module(f"staleproof.incidents.{incident}.questions").QUESTIONS
-    return [f"{incident}: {step}" for step in questions.steps]
+    return [f"{incident}: {step}" for step in table_of(incident).steps] if device.has_triton() else []
 
 
 def put_questions(incident: str, device_name: str, progress: Callable[[str], None]) -> Generator[Finding]:
-    """Ask every question of one incident, yielding each finding as soon as it is there.
+    """Put every case of one incident, yielding each finding as soon as it is there.
 
     Args:
-        incident: its folder name; the questions are ``QUESTIONS`` in ``questions.py`` there.
+        incident: its folder name.
         device_name: ``"cpu"`` or ``"cuda"``.
         progress: takes one line about the step that begins.
     """
-    from staleproof.cases.finding import not_run, proved
+    from staleproof.cases.finding import Key, not_run
 
-    if not device.has_triton():
-        yield not_run(incident, "all questions", "all variants", device.TRITON_MISSING)
-        return
-    questions = importlib.import_module(f"staleproof.incidents.{incident}.questions").QUESTIONS
-    with contextlib.closing(questions.run(device_name, progress)) as answers:
-        yield from map(proved, answers)
+    if device.has_triton():
+        yield from table_of(incident).run(device_name, progress)
+    else:
+        yield not_run(Key(incident, "all questions", "all variants"), "rows", device.TRITON_MISSING)

@@ -1,7 +1,8 @@
 """What a run says about each incident: symptom, cause, which remedy fails where, which holds, what next.
 
->>> from staleproof.cases.finding import off_on_off
->>> fix = off_on_off("kv_reuse", "BlockZeroer", off="NaN", on="clean", off_again="NaN", wrong=None)
+>>> from staleproof.cases.finding import Key, Three, finding
+>>> three = Three("answers", "NaN", "clean", "NaN", right=True)
+>>> fix = finding(Key("kv_reuse", "off/on/off", "BlockZeroer"), "fix", "fixed", three=three)
 >>> [line for line in text([fix]).splitlines() if line.startswith("  fixed")]
 ['  fixed    BlockZeroer']
 """
@@ -12,13 +13,12 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from staleproof.cases.finding import FIXED, NOT_RUN, OFF_ON_OFF, Finding
+from staleproof.cases.finding import OFF_ON_OFF, Finding
+from staleproof.cases.words import FIXED, NOT_RUN, Outcome
 from staleproof.incidents.registry import INCIDENTS, Incident
 from staleproof.report import matrix
 from staleproof.triage import symptom
 
-# Verdicts of a remedy in service that show no fault.
-SOUND = {"clean", "lives", "separate", "right shape", "safe", "refused"}
 # Questions of incident 5: one remedy each, put to every cause.
 MATRIX = "matrix, "
 SHOWN = 5
@@ -33,7 +33,7 @@ def text(findings: Sequence[Finding], width: int = 80) -> str:
         findings: of one run.
         width: columns; words are not cut.
     """
-    checked = [matrix.as_shown(found) for found in findings]
+    checked = [*findings]
     lines: list[str] = []
     for incident in dict.fromkeys(found.incident for found in checked):
         lines += [*_incident(incident, [f for f in checked if f.incident == incident], width), ""]
@@ -118,12 +118,12 @@ def _failing(about: Incident, ran: Iterable[Finding]) -> list[str]:
     for found in ran:
         if found.question == OFF_ON_OFF and found.verdict != FIXED:
             name, where = _split(found.variant)
-            cases.setdefault(name, {})[where] = str(found.numbers.get("on", found.verdict))
+            cases.setdefault(name, {})[where] = found.three.on if found.three else found.verdict
         elif found.question.startswith(MATRIX):
             cures.setdefault(found.question.removeprefix(MATRIX), []).append(found.verdict == "cured")
     for found in ran:
         is_tried = found.question in about.served and found.variant in about.tried
-        if is_tried and found.verdict not in SOUND and "" not in cases.get(found.variant, {}):
+        if is_tried and found.outcome is not Outcome.GOOD and "" not in cases.get(found.variant, {}):
             where = found.question.removeprefix("served ")
             cases.setdefault(found.variant, {})[where] = found.verdict
     told = []

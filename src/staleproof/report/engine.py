@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from markupsafe import Markup
-
-from staleproof.cases.finding import NOT_RUN, OFF_ON_OFF, Finding
+from staleproof.cases.finding import Finding
 from staleproof.cases.store import Run
-from staleproof.engine.questions import BENCHES
-from staleproof.report.page import tables
+from staleproof.cases.words import NOT_RUN
+from staleproof.engine.cases import BENCHES
 
 # Name of a bench -> the incident whose notebook shows it, and what the bench is about.
 CHAPTERS = {
@@ -27,10 +25,6 @@ CHAPTERS = {
     "hybrid": "kv_reuse",
     "blocks": "kv_reuse",
 }
-ABOUT = (
-    "<p>Whole vLLM engines with dummy weights, asked by <code>staleproof engine</code>. Off / on / off is "
-    "three processes: without staleproof's patches, with them, without.</p>"
-)
 NONE = "No engine run is recorded: `staleproof engine --record` makes one on a machine with a GPU."
 COLUMNS = ("asked", "of", "answer", "seen")
 # A file has them sorted by name.
@@ -50,7 +44,11 @@ def is_engine(run: Run) -> bool:
 
 def bench_of(found: Finding) -> str | None:
     """The bench that asks this question; ``None`` if none does any more."""
-    asked = (name for name, bench in BENCHES.items() if (found.question, found.variant) in bench.cells)
+    asked = (
+        name
+        for name, bench in BENCHES.items()
+        if (found.question, found.variant) in {case.key[1:3] for case in bench.cases}
+    )
     return next(asked, None)
 
 
@@ -103,10 +101,11 @@ def _equal(n: Numbers) -> str:
 
 
 def _fixed(n: Numbers) -> str:
-    seen = f"{n['off']} → {n['on']} → {n['off_again']}"
+    seen = ""
     for name in ("blocks_not_zeroed", "nan_tokens"):
-        if name in n:
-            seen += f"; {name.replace('_', ' ')} {' → '.join(map(str, n[name]))}"
+        if f"{name}_off" in n:
+            counts = " → ".join(str(n[f"{name}_{state}"]) for state in ("off", "on", "again"))
+            seen += f"; {name.replace('_', ' ')} {counts}"
     if "ids_off" in n:
         seen += f"; ids {n['ids_off'][-1]} → {n['ids_on'][-1]}"
     return seen
@@ -185,6 +184,8 @@ def seen(found: Finding) -> str:
         return found.note
     try:
         line = SEEN[found.question](found.numbers)
+        if found.three is not None:
+            line = f"{found.three.off} → {found.three.on} → {found.three.again}{line}"
     except (KeyError, TypeError, ValueError, IndexError):
         # Recorded by another release of the bench.
         line = ", ".join(f"{name} {value}" for name, value in list(found.numbers.items())[:3])
@@ -212,40 +213,6 @@ def titles(runs: Sequence[Run]) -> list[tuple[str, Run]]:
         for run in runs
         if is_engine(run)
     ]
-
-
-def section(runs: Sequence[Run] | None = None) -> Markup:
-    """The body of the report's section: the fixes of each engine run, and all its answers folded.
-
-    Args:
-        runs: recorded runs; those of ``workbook/runs`` by default. Others than engine runs are left out.
-
-    Returns:
-        Markup without a heading; empty if no engine run is recorded.
-    """
-    from staleproof.cases import store
-
-    engines = titles(store.read_all(spoilt=lambda error: None) if runs is None else runs)
-    if not engines:
-        return Markup()
-    parts = [Markup(ABOUT)]
-    for title, run in engines:
-        fixes = [found for found in run.findings if found.question == OFF_ON_OFF and found.ran]
-        good, bad = sum(found.ok for found in run.findings), sum(found.failed for found in run.findings)
-        told = f"{good} as expected, {bad} not, {len(run.findings) - good - bad} not run"
-        parts.append(_table(fixes, f"RECORDED, {title}: {told}"))
-        if remark := run.environment.get("remark"):
-            parts.append(Markup("<p>{}</p>").format(remark))
-        every = _table(run.findings, f"RECORDED, {title}")
-        parts.append(tables.fold(f"All {len(run.findings)} answers", every, kind="rows"))
-    return Markup("").join(parts)
-
-
-def _table(findings: Sequence[Finding], caption: str) -> Markup:
-    """Answers coloured by what they mean."""
-    lines = zip(findings, rows(findings), strict=True)
-    cells = ((asked, of, tables.verdict(found), figures) for found, (asked, of, _, figures) in lines)
-    return tables.table(COLUMNS, cells, caption=caption, row_heads=True)
 
 
 def chapter(incident: str, runs: Sequence[Run]) -> list[str]:

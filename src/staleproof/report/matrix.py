@@ -1,7 +1,8 @@
 """The verdict matrix: a row for each variant, a column for each question, in panels.
 
->>> from staleproof.cases.finding import finding
->>> print(text([finding("an_incident", "empty row", "ours", "clean", expected="clean")]).partition("\\n")[2])
+>>> from staleproof.cases.finding import Key, finding
+>>> key = Key("an_incident", "empty row", "ours")
+>>> print(text([finding(key, "rows", "clean", expected="clean")]).partition("\\n")[2])
 <BLANKLINE>
 an_incident  asked of  empty row
 -----------  --------  ---------
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from staleproof.cases.finding import NOT_RUN, Finding, Grade, proved
+from staleproof.cases.finding import NOT_RUN, Finding, Grade
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,23 +47,15 @@ class Matrix:
         return [found for (name, _), found in self.cells.items() if name == variant]
 
 
-def as_shown(found: Finding) -> Finding:
-    """The finding as a table shows it: a claim of "fixed" that its numbers do not show is changed."""
-    # The first schema has no comparison with a reference: such a claim stands as it was recorded, and
-    # the title of its run says that the source has changed since.
-    return found if found.schema < 2 else proved(found)
-
-
 def build(findings: Iterable[Finding]) -> list[Matrix]:
     """The panels of every incident, in the order of asking.
 
     Successive questions share a panel if they were asked about much the same variants: one table of
-    all questions would be wide and mostly empty. A finding that says "fixed" without showing it is
-    changed to "not reproduced" (:func:`staleproof.cases.finding.proved`). If a cell has two
-    findings, an unexpected verdict is shown; otherwise the later one.
+    all questions would be wide and mostly empty. If a cell has two findings, an unexpected verdict is
+    shown; otherwise the later one.
     """
     answers: dict[tuple[str, str], dict[str, Finding]] = {}
-    for found in map(as_shown, findings):
+    for found in findings:
         row = answers.setdefault((found.incident, found.question), {})
         if found.variant not in row or not row[found.variant].failed:
             row[found.variant] = found
@@ -93,9 +86,10 @@ def provenance(findings: Iterable[Finding]) -> str:
 def grades(findings: Iterable[Finding]) -> str:
     """What these findings were asked of, the strongest evidence first; ``-`` if none of them ran.
 
-    >>> from staleproof.cases.finding import finding, not_run, real
-    >>> ran = finding("an_incident", "empty row", "theirs", "nan", evidence=real("torch"))
-    >>> grades([ran, not_run("an_incident", "served", "theirs", "needs SM100")])
+    >>> from staleproof.cases.finding import Key, finding, not_run, real
+    >>> key = Key("an_incident", "empty row", "theirs")
+    >>> ran = finding(key, "empty row", "nan", evidence=real("torch"))
+    >>> grades([ran, not_run(key, "rows", "needs SM100")])
     'real'
     """
     found = {found.grade or "not graded" for found in findings if found.ran}
@@ -105,7 +99,7 @@ def grades(findings: Iterable[Finding]) -> str:
 
 def counts(findings: Iterable[Finding]) -> str:
     """How many verdicts are as expected, how many are not, and how many were not run."""
-    checked = [as_shown(found) for found in findings]
+    checked = [*findings]
     good = sum(found.ok for found in checked)
     bad = sum(found.failed for found in checked)
     absent = sum(not found.ran for found in checked)

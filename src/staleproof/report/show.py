@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from staleproof import device as devices
 from staleproof.cases import store
-from staleproof.cases.finding import REPLICA, Evidence, Finding, finding
+from staleproof.cases.finding import REPLICA, Evidence, Finding, Key, finding
 from staleproof.check import require
 from staleproof.report import matrix
 
@@ -57,7 +57,15 @@ def observed(what: str, verdict: object, expected: object, evidence: Evidence = 
     >>> observed("rows with NaN", 5, 5).ok
     True
     """
-    return finding("notebook", what, "here", str(verdict), expected=str(expected), evidence=evidence)
+    said = "as said" if str(verdict) == str(expected) else "otherwise"
+    key = Key("notebook", what, "here")
+    return finding(
+        *(key, "observation", said),
+        expected="as said",
+        evidence=evidence,
+        seen=str(verdict),
+        claimed=str(expected),
+    )
 
 
 class Printed(int):
@@ -76,7 +84,8 @@ def ran(findings: Finding | Iterable[Finding]) -> bool:
     For cells that compute with the numbers of findings: a finding that was not run has none.
 
     >>> from staleproof.cases.finding import not_run
-    >>> ran([observed("rows", 5, 5), not_run("an_incident", "served", "theirs", "needs a CUDA device")])
+    >>> absent = not_run(Key("an_incident", "served", "theirs"), "rows", "needs a CUDA device")
+    >>> ran([observed("rows", 5, 5), absent])
     not run, so no verdict: served, theirs: needs a CUDA device
     False
     """
@@ -113,7 +122,8 @@ def verdict(text: str, findings: Finding | Iterable[Finding], says: Says = None)
     INTERPRETED replica: five rows hold NaN
     True
     >>> from staleproof.cases.finding import not_run
-    >>> verdict("it leaks", not_run("an_incident", "served", "theirs", "needs a CUDA device"), "leaked")
+    >>> absent = not_run(Key("an_incident", "served", "theirs"), "rows", "needs a CUDA device")
+    >>> verdict("it leaks", absent, "leaked")
     not run, so no verdict: served, theirs: needs a CUDA device
     False
     """

@@ -15,14 +15,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
 from staleproof import device
-from staleproof.cases import kept, machine, predictions, store
+from staleproof.cases import machine, predictions, store
 from staleproof.report import conclusion, matrix
-from staleproof.report.progress import Clock, clock_text
 
 if TYPE_CHECKING:
     from staleproof.cases.finding import Finding
@@ -69,42 +68,16 @@ def _wrapped(line: str) -> list[str]:
     )
 
 
-class _Times(ProgressColumn):
-    """Elapsed time, and the remaining time of a run with a clock."""
-
-    def __init__(self, clock: Clock | None) -> None:
-        super().__init__()
-        self.clock = clock
-
-    def render(self, task: Task) -> Text:
-        left = f", {self.clock.left()}" if self.clock else ""
-        return Text(f"{clock_text(task.elapsed or 0.0)}{left}")
-
-
 @contextmanager
-def progress(clock: Clock | None = None) -> Iterator[Say]:
-    """A status line with the elapsed time in a terminal, nothing elsewhere.
-
-    Args:
-        clock: of a run whose steps are known; its next step begins with each line.
-    """
+def progress() -> Iterator[Say]:
+    """A status line with the elapsed time in a terminal, nothing elsewhere."""
     what = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
-    columns = SpinnerColumn(), what, _Times(clock)
+    columns = SpinnerColumn(), what, TimeElapsedColumn()
     # Elsewhere than in a terminal rich would write an empty line when it ends.
     shown = Progress(*columns, console=console(), transient=True, expand=True, refresh_per_second=4)
     with shown if console().is_terminal else nullcontext():
         task = shown.add_task("", total=None)
-
-        def update(line: str) -> None:
-            if clock is not None:
-                clock.begin()
-            shown.update(task, description=line)
-
-        try:
-            yield update
-        finally:
-            if clock is not None:
-                clock.end()
+        yield lambda line: shown.update(task, description=line)
 
 
 def print_machine(more: Sequence[machine.Capability]) -> None:
@@ -138,12 +111,13 @@ def finding_text(found: Finding) -> str:
     'an_incident, empty row, theirs: not run: needs SM100'
     """
     asked = f"{found.grade}, {found.of}" if found.of else found.grade
-    key = f"{found.provenance}  {found.incident}, {found.question}, {found.variant}: "
+    key = f"{found.provenance}  {found.key.text}: "
     if not found.ran:
         return f"{key}{found.verdict}: {found.note}"
     beside = f" (expected {found.expected})" if found.failed else ""
     numbers = ", ".join(f"{name} {_number(value)}" for name, value in found.numbers.items())
-    return f"{key}{found.verdict}{beside}  ({asked})" + (f"  [{numbers}]" if numbers else "")
+    three = f"  {found.three.text}" if found.three else ""
+    return f"{key}{found.verdict}{beside}{three}  ({asked})" + (f"  [{numbers}]" if numbers else "")
 
 
 def _number(value: object) -> str:
@@ -190,7 +164,7 @@ def print_kept(path: Path, findings: Sequence[Finding]) -> None:
     here = Path.cwd()
     say(f"findings  {path.relative_to(here) if path.is_relative_to(here) else path}")
     new = {found.key for found in findings}
-    for line in kept.origins(found for found in kept.read_kept(path) if found.key not in new):
+    for line in store.origins(found for found in store.read_kept(path) if found.key not in new):
         say(f"kept      {line}")
 
 
@@ -210,7 +184,7 @@ def print_comparison(first: Run, second: Run) -> bool:
         say(f"{len(ratios)} timings, second / first: {low:.2f} to {high:.2f}, median {median(ratios):.2f}")
     say(f"first   {first.title}\nsecond  {second.title}\n")
     for key, (a, b) in verdicts.mismatch.items():
-        say(f"mismatch        {', '.join(key)}: {a} / {b}")
+        say(f"mismatch        {key.text}: {a} / {b}")
     for where, keys in (
         ("only in first", verdicts.only_first),
         ("only in second", verdicts.only_second),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html as markup
-import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -259,33 +257,6 @@ def markdown(chapter: Callable[[Row], str]) -> str:
     lines += [[f"[{row.notebook[:2]}]({chapter(row)})", *row.cells.values()] for row in rows()]
     text = "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
     return f"{text}\n\n{CAPTION}"
-
-
-def html(chapter: Callable[[Row], str]) -> str:
-    """The table in HTML: one ``<tr id="triage-KEY">`` a row, code spans as ``<code>``, no style.
-
-    Args:
-        chapter: address of a row's chapter, as seen from the page.
-
-    >>> html(lambda row: f"#{row.incident}").count("<tr id=") == len(rows())
-    True
-    """
-    columns = ["Chapter", *rows()[0].cells]
-    head = "".join(f"<th scope='col'>{column}</th>" for column in columns)
-    body = []
-    for row in rows():
-        first, *rest = (_as_html(cell) for cell in row.cells.values())
-        link = f"<a href='{markup.escape(chapter(row))}'>{row.notebook[:2]}</a>"
-        cells = "".join(f"<td>{cell}</td>" for cell in rest)
-        body.append(f"<tr id='triage-{row.key}'><td>{link}</td><th scope='row'>{first}</th>{cells}</tr>")
-    caption = f"<caption>{_as_html(CAPTION)}</caption>"
-    return (
-        f"<table class='triage'>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-    )
-
-
-def _as_html(cell: str) -> str:
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>", markup.escape(cell, quote=False))
 
 
 def rich_table() -> Table:

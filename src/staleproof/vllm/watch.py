@@ -102,6 +102,7 @@ class Reading:
         bad: (stage, layer) -> rows with a NaN or Inf.
         canaries: (stage, layer) -> those of them that hold a canary: memory that nobody wrote.
         repeats: layer -> rows of expert ids that name one twice.
+        at: when they arrived, in seconds of the monotonic clock.
     """
 
     steps: int = 0
@@ -109,6 +110,7 @@ class Reading:
     bad: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     canaries: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     repeats: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    at: float = 0.0
 
 
 class Watch:
@@ -287,6 +289,7 @@ class Watch:
                     for (stage, layer), at in watched.items()
                     if stage == "router"
                 },
+                time.monotonic(),
             )
             self._copied = None
             self._report(PADDING, numbers[-2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from staleproof.cases.finding import finding, not_run
+from staleproof.cases.finding import Key, finding, not_run
 from staleproof.incidents.decode_buffer.allocator import GIB, MIB
 from staleproof.incidents.decode_buffer.pictures import Headroom, arithmetic, headroom, headroom_figure, table
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES
@@ -43,14 +43,16 @@ def test_the_table_shows_no_time_that_no_gpu_took():
         one
         for name in ATTENTION
         for one in (
-            finding("decode_buffer", "profile", name, "unseen", buffers=61.0),
-            finding("decode_buffer", "overlap", name, "mixed"),
-            finding("decode_buffer", "growth", name, "safe"),
+            finding(Key("decode_buffer", "profile", name), "profile", "unseen", buffers=61.0),
+            finding(Key("decode_buffer", "overlap", name), "layers", "mixed"),
+            finding(Key("decode_buffer", "growth", name), "buffer", "safe"),
         )
     ]
     times = [
-        finding("decode_buffer", "added_time", "no_buffer", "measured", added_us=0.04),
-        not_run("decode_buffer", "added_time", "zeros_per_layer", "timings need a CUDA GPU"),
+        finding(Key("decode_buffer", "added_time", "no_buffer"), "measurement", "measured", added_us=0.04),
+        not_run(
+            Key("decode_buffer", "added_time", "zeros_per_layer"), "measurement", "timings need a CUDA GPU"
+        ),
     ]
     rows = [line.split() for line in table(found + times).splitlines()]
     assert rows[1] == ["no_buffer", "15.25", "GiB", "unseen", "mixed", "safe", "+0.0", "us"]

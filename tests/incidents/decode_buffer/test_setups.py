@@ -16,7 +16,7 @@ from staleproof.incidents.decode_buffer.setups import (
     REPORT,
     SETUPS,
     SMALL,
-    Case,
+    ServerCase,
     run_server,
     run_servers,
     true_size_config,
@@ -24,7 +24,7 @@ from staleproof.incidents.decode_buffer.setups import (
 
 
 def test_one_layer_is_enough_for_the_ledger(device):
-    (outcome,) = run_servers([Case(OFF, watched=True)], device)
+    (outcome,) = run_servers([ServerCase(OFF, watched=True)], device)
     (owner,) = outcome.probed.surprises
     assert (owner.name, owner.holders, owner.layers) == ("layers.*.attn._decode_out", 1, 61)
     assert owner.predicted == outcome.kept_bytes == 61 * SMALL.decode_out_bytes
@@ -32,14 +32,14 @@ def test_one_layer_is_enough_for_the_ledger(device):
 
 
 def test_the_ledger_changes_no_outcome(device):
-    plain, watched = run_servers([Case(OFF), Case(OFF, watched=True)], device)
+    plain, watched = run_servers([ServerCase(OFF), ServerCase(OFF, watched=True)], device)
     assert (plain.verdict, plain.died_in) == (watched.verdict, watched.died_in)
     assert (plain.kv_bytes, plain.peak_bytes) == (watched.kv_bytes, watched.peak_bytes)
     assert oom_fields(plain.error)["tried"] == oom_fields(watched.error)["tried"]
 
 
 def test_changes_of_one_case_are_not_those_of_another():
-    assert Case(OFF).changes is not Case(OFF).changes
+    assert ServerCase(OFF).changes is not ServerCase(OFF).changes
 
 
 def test_the_true_size_leaves_as_much_outside_the_plan_on_any_device():
@@ -50,7 +50,7 @@ def test_the_true_size_leaves_as_much_outside_the_plan_on_any_device():
 
 
 def test_a_process_leaves_no_module_level_memory():
-    assert run_server(Case("module_singleton"), "cpu").verdict == LIVES
+    assert run_server(ServerCase("module_singleton"), "cpu").verdict == LIVES
     assert broken._shared_out == {}
     with contextlib.suppress(ZeroDivisionError), SETUPS["module_singleton"].process():
         broken._shared_out["out"] = torch.zeros(1)
@@ -59,7 +59,7 @@ def test_a_process_leaves_no_module_level_memory():
 
 
 def test_cases_and_outcomes_travel_between_processes():
-    cases = [Case("no_buffer", changes={"layers": 2}, watched=True)]
+    cases = [ServerCase("no_buffer", changes={"layers": 2}, watched=True)]
     (outcome,) = children.call(run_servers, cases, "cpu", timeout_s=120).answer()
     assert outcome == run_servers(cases, "cpu")[0]
 
@@ -67,4 +67,4 @@ def test_cases_and_outcomes_travel_between_processes():
 @pytest.mark.gpu
 def test_a_process_without_an_answer_is_an_error(device):
     with pytest.raises(children.ChildError, match="ended with 1 and said: KeyError: 'no such variant'"):
-        run_servers([Case("no such variant")], device)
+        run_servers([ServerCase("no such variant")], device)

@@ -12,7 +12,7 @@ import torch
 from staleproof.incidents.kv_reuse import attention
 from staleproof.incidents.kv_reuse.attention import Call, kernels, masked_loads, used_table
 from staleproof.incidents.kv_reuse.bits import DTYPES
-from staleproof.incidents.kv_reuse.questions import QUESTIONS, part_full_blocks
+from staleproof.incidents.kv_reuse.cases import TABLE, part_full_blocks
 
 
 def _expected(call: Call) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_every_kernel_computes_attention(device, name):
 @pytest.mark.parametrize("side", ["K", "V"])
 @pytest.mark.parametrize("name", list(kernels()))
 def test_what_each_kernel_makes_of_nan_past_seq_len(name, side):
-    (found,) = QUESTIONS.ask(f"NaN in {side} past seq_len", name)
+    (found,) = TABLE.ask(f"NaN in {side} past seq_len", name)
     assert not found.failed, found
     assert found.ran == (kernels()[name].unavailable_reason is None)
     assert found.ran or found.note

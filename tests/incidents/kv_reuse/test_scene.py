@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.cases.finding import CLEAN
 from staleproof.incidents.kv_reuse import broken
 from staleproof.incidents.kv_reuse.hybrid import STATE, Zeroing, serve
 from staleproof.incidents.kv_reuse.scene import (
+    CLEAN,
     WRONG,
     Scene,
     ZeroNewBlocks,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.cases.finding import FIXED, OFF_ON_OFF, WRONG
+from staleproof.cases.finding import OFF_ON_OFF
+from staleproof.cases.words import FIXED, WRONG
 from staleproof.incidents.scale_padding import broken, correct, ids, null_block, scene
-from staleproof.incidents.scale_padding.questions import ID_WIDTHS, QUESTIONS
+from staleproof.incidents.scale_padding.cases import ID_WIDTHS, TABLE
 from staleproof.ops.nvfp4 import quantize_nvfp4
 
 
 def fix(name):
-    (found,) = QUESTIONS.ask(OFF_ON_OFF, name)
+    (found,) = TABLE.ask(OFF_ON_OFF, name)
     return found.verdict, found.note
 
 
@@ -28,6 +29,14 @@ def _one_scale(packed, scales):
     scales.view(torch.uint8).view(-1)[0] += 1
 
 
+def _hides_nan(packed, scales):
+    scales.copy_(scales.float().nan_to_num())
+
+
+def _rows_of_the_second_tile(packed, scales):
+    scales.view(torch.uint8)[128:] = 0
+
+
 def _padding_left(packed, scales):
     # Finite, and beside values of 0: no product shows it.
     scales.view(torch.uint8).view(-1)[-1] = 1
@@ -35,7 +44,14 @@ def _padding_left(packed, scales):
 
 @pytest.mark.parametrize(
     ("spoil", "why"),
-    [(_zeros, "product"), (_thrice, "product"), (_one_scale, "product"), (_padding_left, "scales: 1 of")],
+    [
+        (_zeros, "product"),
+        (_thrice, "product"),
+        (_one_scale, "product"),
+        (_hides_nan, "product"),
+        (_rows_of_the_second_tile, "scales of 130 rows"),
+        (_padding_left, "scales of 5 rows: 1 of"),
+    ],
 )
 def test_a_quantiser_that_writes_other_bytes_is_wrong(monkeypatch, spoil, why):
     def spoilt(x, factor, *, swizzled=True, out=None):
@@ -72,9 +88,21 @@ def _wide(*args, **options):
     return weights, chosen.long()
 
 
+def _neighbours(tokens, experts, top_k, seed=0, **options):
+    """Each expert as often as any other, and always beside the next one."""
+    weights, chosen = ids.simulate_routing(tokens, experts, top_k, seed=seed, **options)
+    return weights, ((chosen[:, :1] + torch.arange(top_k)) % experts).int()
+
+
+def _one_seed(*args, seed=0, **options):
+    return ids.simulate_routing(*args, **options)
+
+
 @pytest.mark.parametrize(
     ("draw", "why"),
     [
+        (_neighbours, "pairs of experts"),
+        (_one_seed, "another seed"),
         (_favours, "too often"),
         (_one_takes_all, "weights"),
         (_thrice_as_heavy, "weights"),
@@ -87,16 +115,30 @@ def test_a_draw_that_favours_somebody_is_wrong(draw, why):
     assert why in (correct.wrong_draw(draw, "cpu") or "")
 
 
-def test_ids_that_arrive_as_others_are_wrong():
-    sent = ids.simulate_routing(64, 16, 4)
-    for name in ("int32", "packed_int32"):
-        assert correct.wrong_ids(ID_WIDTHS[name], sent) is None
-    assert "ids" in (correct.wrong_ids(ID_WIDTHS["int64_read_as_int32"], sent) or "")
-    assert "weights" in (correct.wrong_ids(lambda chosen, weights: (chosen, 3 * weights), sent) or "")
-    assert "ids" in (correct.wrong_ids(lambda chosen, weights: (chosen * 0, weights), sent) or "")
+@pytest.mark.parametrize(
+    ("reader", "why"),
+    [
+        (ID_WIDTHS["int64_read_as_int32"], "ids"),
+        (lambda chosen, weights: (chosen, 3 * weights), "weights"),
+        (lambda chosen, weights: (chosen, 1.01 * weights), "weights"),
+        (lambda chosen, weights: (chosen, torch.full_like(weights, 0.25)), "weights"),
+        (lambda chosen, weights: (chosen, weights.flip(1)), "weights"),
+        (lambda chosen, weights: (chosen * 0, weights), "ids"),
+        (lambda chosen, weights: (chosen & 0xFF, weights), "ids"),
+        (lambda chosen, weights: (chosen.long(), weights), "int64"),
+    ],
+)
+def test_ids_or_weights_that_arrive_as_others_are_wrong(reader, why):
+    assert why in (correct.wrong_ids(reader, "cpu") or "")
 
 
-@pytest.mark.parametrize("what", ["thrice", "zeros", "quiet rows to zero", "a scale"])
+def test_ids_and_weights_that_arrive_are_right():
+    assert [correct.wrong_ids(ID_WIDTHS[name], "cpu") for name in ("int32", "packed_int32")] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "what", ["thrice", "zeros", "quiet rows to zero", "a scale", "a percent", "small numbers to zero"]
+)
 def test_a_quantiser_per_token_that_loses_rows_is_wrong(monkeypatch, what):
     def spoilt(x):
         values, scales = broken.row_alone(x)
@@ -104,6 +146,10 @@ def test_a_quantiser_per_token_that_loses_rows_is_wrong(monkeypatch, what):
             scales = scales * 3
         elif what == "zeros":
             values = torch.zeros_like(values)
+        elif what == "a percent":
+            values = (x * 1.01 / scales[:, None]).clamp(-448, 448).to(values.dtype)
+        elif what == "small numbers to zero":
+            values = torch.where(values.float().abs() < 24, 0.0, values.float()).to(values.dtype)
         elif what == "a scale":
             scales[3] *= 1.01
         else:
@@ -131,8 +177,17 @@ def _thrice_written(cache, kv, slots):
 null_block_write = null_block.write_kv
 
 
+def ranks(written=()):
+    busy, idle = ([null_block.RankStep(rank, -1, written, False, ())] for rank in (0, 1))
+    return busy, idle
+
+
 @pytest.mark.parametrize("write", [_drops_all, _one_off, _thrice_written])
 def test_a_write_that_drops_or_misplaces_is_wrong(monkeypatch, write):
-    assert correct.wrong_write("cpu") is None
+    assert correct.wrong_write(-1, "cpu", ranks()) is None
     monkeypatch.setattr(null_block, "write_kv", write)
-    assert "the cache" in (correct.wrong_write("cpu") or "")
+    assert "the cache" in (correct.wrong_write(-1, "cpu", ranks()) or "")
+
+
+def test_a_dummy_batch_that_writes_another_block_is_wrong():
+    assert "the blocks [7]" in (correct.wrong_write(-1, "cpu", ranks((7,))) or "")

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from staleproof.cases.finding import NOT_RUN
+from staleproof.cases.words import NOT_RUN
 from staleproof.incidents.scale_padding import flashinfer_fp4
-from staleproof.incidents.scale_padding.questions import QUESTIONS
+from staleproof.incidents.scale_padding.cases import TABLE
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_a_build_that_fails_is_not_run_with_the_reason(monkeypatch, build, secon
 
 
 def test_without_a_gpu_each_kernel_says_so(device):
-    found = QUESTIONS.ask("public")
+    found = TABLE.ask("public")
     assert [f.variant for f in found] == [*flashinfer_fp4.KERNELS]
     if flashinfer_fp4.unavailable_reason(None, device):
         assert {f.verdict for f in found} == {NOT_RUN}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from staleproof.cases.answers import Answer, answer, no_answer
+from staleproof.cases.case import Reading, absent, reading
 from staleproof.cases.graph import LaunchList, capture
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.ledger import owned_tensors
@@ -54,7 +53,7 @@ def ones(rows: int, device: str) -> torch.Tensor:
     return torch.ones(rows, dtype=torch.int32, device=device)
 
 
-def overlap(setup: Setup, device: str, rounds: int = 20) -> Answer:
+def overlap(setup: Setup, device: str, rounds: int = 20) -> Reading:
     """Whether one of two micro-batches in flight reads the other's output; each has its canary.
 
     On CUDA they run on two streams, with a delay before the output is read; elsewhere they alternate
@@ -88,17 +87,17 @@ def overlap(setup: Setup, device: str, rounds: int = 20) -> Answer:
             # "unwritten" says that every canary of this stage is still there, bit for bit.
             states = [row_states(x, stage) for stage, x in enumerate(copies, 1)]
             mixed += sum(state != "unwritten" for one in states for state in one)
-    return answer(MIXED if mixed else SEPARATE, mixed_rows=mixed, rows=2 * rows * rounds)
+    return reading(MIXED if mixed else SEPARATE, mixed_rows=mixed, rows=2 * rows * rounds)
 
 
-def other_model(setup: Setup, device: str) -> Answer:
+def other_model(setup: Setup, device: str) -> Reading:
     """The shape that a model gets after a draft model of other heads and rank has decoded."""
     with setup.process() as wiring:
         draft, target = part(wiring, device, heads=4, rank=32), part(wiring, device)
         draft.decode(query(draft, 8, 1), ones(8, device))
         q = query(target, 8, 2)
         got = target.output(q, 0).shape
-    return answer(RIGHT_SHAPE if got == q.shape else WRONG_SHAPE, asked=list(q.shape), got=list(got))
+    return reading(RIGHT_SHAPE if got == q.shape else WRONG_SHAPE, asked=list(q.shape), got=list(got))
 
 
 def _kept(attn: Attention) -> dict[int, torch.Tensor]:
@@ -108,7 +107,7 @@ def _kept(attn: Attention) -> dict[int, torch.Tensor]:
     return {at: t for at, t in owned.items() if at not in weights}
 
 
-def growth(setup: Setup, device: str) -> Answer:
+def growth(setup: Setup, device: str) -> Reading:
     """Whether a captured graph writes freed memory after a batch larger than the captured one.
 
     A CUDA graph keeps addresses, not tensors. On CUDA another tensor takes the freed block; elsewhere
@@ -126,7 +125,7 @@ def growth(setup: Setup, device: str) -> Answer:
         try:
             attn.decode(query(attn, 16, 2), ones(16, device))
         except WorkspaceLocked as refusal:
-            return answer(REFUSED, said=str(refusal))
+            return reading(REFUSED, said=str(refusal))
         freed = {at: x for at, x in before.items() if at not in _kept(attn)}
         if freed:
             at, tenant = next(iter(freed.items()))
@@ -140,10 +139,10 @@ def growth(setup: Setup, device: str) -> Answer:
             damaged = sum(state != "unwritten" for state in row_states(tenant, 3))
             verdict = FREED if damaged else SAFE
             numbers["damaged_rows"] = damaged
-    return answer(verdict, **numbers)
+    return reading(verdict, **numbers)
 
 
-def empty_rows(setup: Setup, device: str) -> Answer:
+def empty_rows(setup: Setup, device: str) -> Reading:
     """What the seven empty rows of eight hold after a replay; canaries were there before."""
     with setup.process() as wiring:
         attn = part(wiring, device)
@@ -155,18 +154,24 @@ def empty_rows(setup: Setup, device: str) -> Answer:
         graph.replay()
         states = row_states(outs[-1][1:], 2)
     verdict = CLEARED if set(states) == {"zero"} else STALE
-    return answer(verdict, zero_rows=states.count("zero"), rows=len(states))
+    return reading(verdict, zero_rows=states.count("zero"), rows=len(states))
 
 
 ROWS, LIVE, LAYERS = 8, 3, 4
-WHOSE_ROWS = "in empty rows"
 
 
-def layers_in_turn(setup: Setup, device: str) -> Iterator[Answer]:
-    """Whether layers that decode one after another disturb each other, with one batch in flight.
+class Turn(NamedTuple):
+    """What layers that decoded in turn left: wrong live rows, and whose rows the empty ones hold."""
+
+    wrong_rows: int
+    owners: list[str]
+
+
+def in_turn(setup: Setup, device: str) -> Turn:
+    """Layers that decode one after another, with one batch in flight, over one captured step.
 
     Each layer's output is read before the next layer decodes, as a model does. First all rows are live,
-    then three of eight. Says what live rows are then, and whose rows of the full step the empty ones hold.
+    then three of eight.
     """
     with setup.process() as wiring:
         layers = [part(wiring, device) for _ in range(LAYERS)]
@@ -193,11 +198,21 @@ def layers_in_turn(setup: Setup, device: str) -> Iterator[Answer]:
             for stage, seen in ((1, before), (11, read))
         )
         wrong = sum(state != "unwritten" for rows in (*full, *live) for state in rows)
-        yield answer(MIXED if wrong else SEPARATE, wrong_rows=wrong, layers=LAYERS)
-        owners = {_owner(x[LIVE:], i) for i, x in enumerate(read)}
-    # The last layer to decode finds its own rows in a shared buffer.
-    said = ANOTHER if ANOTHER in owners else " and ".join(sorted(owners))
-    yield Answer(said, {"owners": sorted(owners)}, question=WHOSE_ROWS, expected=setup.left_in_empty_rows)
+        return Turn(wrong, sorted({_owner(x[LIVE:], i) for i, x in enumerate(read)}))
+
+
+def layers_in_turn(name: str, device: str, turn: Turn) -> Reading:
+    """Whether layers that decode one after another disturb each other's live rows."""
+    return reading(MIXED if turn.wrong_rows else SEPARATE, wrong_rows=turn.wrong_rows, layers=LAYERS)
+
+
+def in_empty_rows(name: str, device: str, turn: Turn) -> Reading:
+    """Whose rows of the full step the empty ones hold: the worst, since layers may differ.
+
+    The last layer to decode finds its own rows in a shared buffer.
+    """
+    worst = next(owner for owner in (ANOTHER, "nobody's", ITS_OWN, CLEARED) if owner in turn.owners)
+    return reading(worst, owners=turn.owners)
 
 
 def _owner(rows: torch.Tensor, layer: int) -> str:
@@ -208,7 +223,7 @@ def _owner(rows: torch.Tensor, layer: int) -> str:
     return CLEARED if set(row_states(rows)) == {"zero"} else "nobody's"
 
 
-def threads(setup: Setup, device: str) -> Answer:
+def threads(setup: Setup, device: str) -> Reading:
     """Whether two host threads, each with a micro-batch of its own, read each other's output.
 
     Each waits for the other between its decode and the read of its output.
@@ -230,10 +245,7 @@ def threads(setup: Setup, device: str) -> Answer:
 
         with ThreadPoolExecutor(2) as pool:
             mixed = sum(pool.map(serve, range(2)))
-    return answer(MIXED if mixed else SEPARATE, mixed_rows=mixed, rows=2 * ROWS)
-
-
-ONE_BUFFER, TWO_BUFFERS = "one buffer", "two buffers"
+    return reading(MIXED if mixed else SEPARATE, mixed_rows=mixed, rows=2 * ROWS)
 
 
 class _Meeting(dict):
@@ -254,7 +266,7 @@ class _Meeting(dict):
         return found
 
 
-def first_use(setup: Setup, device: str) -> Answer:
+def first_use(setup: Setup, device: str) -> Reading:
     """How many buffers two threads get that ask for the same one, which does not exist yet.
 
     With two, one thread holds memory that nobody keeps (review of vLLM #37799: the global needs a lock).
@@ -272,13 +284,10 @@ def first_use(setup: Setup, device: str) -> Answer:
         finally:
             setattr(keeper, name, before)
     buffers = len({out.data_ptr() for out in outs})
-    return answer(ONE_BUFFER if buffers == 1 else TWO_BUFFERS, buffers=buffers)
+    return reading("one buffer" if buffers == 1 else "two buffers", buffers=buffers)
 
 
-SAME_NODES, MORE_NODES = "the same kernels", "one kernel more"
-
-
-def captured_kernels(setup: Setup, device: str) -> Answer:
+def captured_kernels(setup: Setup, device: str) -> Reading:
     """Which kernels one layer's captured decode launches, beside those of a layer without a buffer.
 
     A graph that launches the same kernels on buffers as large takes the same time, so this says more of
@@ -287,10 +296,10 @@ def captured_kernels(setup: Setup, device: str) -> Answer:
     try:
         plain, names = _kernels(SETUPS["no_buffer"], device), _kernels(setup, device)
     except DriverError as error:
-        return no_answer(str(error))
+        return absent(str(error))
     more = len(names) - len(plain)
-    verdict = SAME_NODES if names == plain else MORE_NODES if more == 1 else "other kernels"
-    return answer(verdict, kernels=names, without_buffer=plain)
+    verdict = "the same kernels" if names == plain else "one kernel more" if more == 1 else "other kernels"
+    return reading(verdict, kernels=names, without_buffer=plain)
 
 
 def _kernels(setup: Setup, device: str) -> list[str]:

@@ -6,28 +6,43 @@ import torch
 
 from staleproof.cases.compare import other_bits
 from staleproof.evidence.canary import plant
-from staleproof.incidents.decode_buffer.model import Attention
-from staleproof.incidents.decode_buffer.setups import CLEARED, Setup
+from staleproof.incidents.decode_buffer.buffer import ones, part, query
+from staleproof.incidents.decode_buffer.setups import CLEARED, SETUPS, ServerCase
 
-ROWS, LIVE = 8, 3
+ROWS, SICK = 8, 1
+# Which rows of a batch are empty: none, the last ones, some in the middle, all.
+EMPTY_ROWS: tuple[list[int], ...] = ([], [3, 4, 5, 6, 7], [0, 2, 5], [*range(ROWS)])
 
 
-def wrong_output(setup: Setup, layer: Attention, q: torch.Tensor) -> str | None:
-    """What is wrong with the outputs of one layer, or ``None``: for a full batch, then for three rows of it.
+def wrong(case: ServerCase, device: str) -> str | None:
+    """What one layer of a server computes wrongly, in one line, or ``None``.
 
-    Args:
-        setup: the fix.
-        layer: its attention, ready to decode.
-        q: (8, heads, rank), which the stand-in kernel copies to the live rows of the output.
+    The stand-in kernel copies the queries to the live rows of the output, so live rows must have the bits
+    of the queries: also the row of a sick request, which is NaN. If the fix promises it, empty rows are 0.
     """
-    seq_lens = torch.ones(ROWS, dtype=torch.int32, device=q.device)
-    found = other_bits("a full batch", layer.decode(q, seq_lens), q)
-    seq_lens[LIVE:] = 0
-    out = layer.decode(q, seq_lens)
-    found = found or other_bits("live rows", out[:LIVE], q[:LIVE])
-    if found is None and setup.empty_rows == CLEARED:
-        found = other_bits("empty rows", out[LIVE:], torch.zeros_like(out[LIVE:]))
-    # The second micro-batch must not write what the first one holds.
-    first, kept = layer.decode(q, seq_lens, 0), out[:LIVE].clone()
-    layer.decode(plant(q.clone()), seq_lens, 1)
-    return found or other_bits("live rows beside another micro-batch", first[:LIVE], kept)
+    setup = SETUPS[case.variant]
+    with setup.process() as wiring:
+        layer = part(wiring, device)
+        q = query(layer, ROWS, 1)
+        for lane in (0, 1):
+            layer.decode(q, ones(ROWS, device), lane)
+        wiring.ready()
+        q = torch.arange(1, q.numel() + 1, device=device).view_as(q).to(q)
+        q[SICK] = torch.nan
+        for empty in EMPTY_ROWS:
+            seq_lens = ones(ROWS, device)
+            seq_lens[empty] = 0
+            live = seq_lens > 0
+            out = layer.decode(q, seq_lens)
+            found = other_bits(f"live rows beside the empty rows {empty}", out[live], q[live])
+            if found is None and setup.empty_rows == CLEARED:
+                found = other_bits(f"the empty rows {empty}", out[~live], torch.zeros_like(out[~live]))
+            if found:
+                return found
+        # The second micro-batch must not write what the first one holds.
+        first = layer.decode(q, ones(ROWS, device), 0)
+        layer.decode(plant(q.clone()), ones(ROWS, device), 1)
+        few = layer.decode(q[:3], ones(3, device), 1)
+        return other_bits("live rows beside another micro-batch", first, q) or other_bits(
+            "three rows in place of eight", few, q[:3]
+        )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from staleproof.cases.answers import Answer, no_answer
+from staleproof.cases.case import Reading, absent
 from staleproof.device import Provenance
 from staleproof.evidence.ledger import AllocationLedger, cuda_usage
 from staleproof.incidents.decode_buffer.allocator import MIB, SimulatedMemory
@@ -18,11 +18,10 @@ from staleproof.incidents.decode_buffer.setups import SMALL
 
 COUNTED, NAMED, MISSED, AS_FREE = "counted, not named", "named", "missed", "counted as free"
 SYMMETRIC, ASLEEP = "NCCL symmetric memory", "CuMem, asleep"
-OUTSIDE = {SYMMETRIC: COUNTED, ASLEEP: AS_FREE}
 _BYTES = 256 * MIB
 
 
-def outside(kind: str, device: str) -> Answer:
+def outside(kind: str, device: str) -> Reading:
     """How the ledger's headroom changes when somebody takes memory past torch, or gives it back for a while.
 
     ``ncclMemAlloc`` takes device memory from the driver after the profile run. CuMem's sleep mode unmaps
@@ -30,7 +29,7 @@ def outside(kind: str, device: str) -> Answer:
     On a CPU both are simulated. On CUDA ``cuMemCreate`` stands for the first, and the second is not asked.
     """
     if device == "cuda" and kind == ASLEEP:
-        return no_answer("needs a torch memory pool on vLLM's cumem_allocator")
+        return absent("needs a torch memory pool on vLLM's cumem_allocator")
     memory = SimulatedMemory(SMALL.total_bytes)
     at = "cuda" if device == "cuda" else memory.device
     with contextlib.nullcontext() if device == "cuda" else memory:
@@ -46,15 +45,13 @@ def outside(kind: str, device: str) -> Answer:
             report = ledger.read()
             after = report.headroom
     except DriverError as error:
-        return no_answer(str(error))
+        return absent(str(error))
     assert before is not None
     assert after is not None
     change = after - before
     verdict = NAMED if report.surprises else AS_FREE if change > 0 else COUNTED if change < 0 else MISSED
     numbers = {"headroom_change_bytes": change, "taken_bytes": _BYTES}
-    return Answer(
-        verdict, numbers, changes={} if device == "cuda" else {"provenance": Provenance.INTERPRETED}
-    )
+    return Reading(verdict, numbers, provenance=None if device == "cuda" else Provenance.INTERPRETED)
 
 
 @contextlib.contextmanager

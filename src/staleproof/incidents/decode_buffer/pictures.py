@@ -10,7 +10,14 @@ from staleproof.cases.finding import Finding
 from staleproof.evidence.ledger import Usage, size_text
 from staleproof.incidents.decode_buffer.allocator import GIB
 from staleproof.incidents.decode_buffer.model import decode_out_bytes
-from staleproof.incidents.decode_buffer.setups import ATTENTION, MAX_NUM_SEQS, OFF, REPORT, Case, run_server
+from staleproof.incidents.decode_buffer.setups import (
+    ATTENTION,
+    MAX_NUM_SEQS,
+    OFF,
+    REPORT,
+    ServerCase,
+    run_server,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,7 +90,7 @@ def headroom(batch: int = 2048, heads: int = 128, layers: int = 61, utilisation:
         utilisation=utilisation,
         tokens=max(batch, REPORT.tokens),
     )
-    outcome = run_server(Case(OFF, config), "cpu")
+    outcome = run_server(ServerCase(OFF, config), "cpu")
     planned, decoded = outcome.usages["kv_cache"], outcome.usages["warm_up"]
     captured = outcome.usages.get("capture", decoded)
     buffers = config.layers * config.decode_out_bytes

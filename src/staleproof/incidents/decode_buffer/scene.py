@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from staleproof.cases.finding import LIVES
 from staleproof.evidence.ledger import AllocationLedger, Report, Usage, owned_tensors
 from staleproof.incidents.decode_buffer.allocator import Memory
 from staleproof.incidents.decode_buffer.model import (
@@ -26,7 +25,7 @@ from staleproof.incidents.decode_buffer.model import (
     kv_cache_bytes,
 )
 
-DIES = "dies"
+LIVES, DIES = "lives", "dies"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Outcome:
     """How a server's start and first requests went.
 
     Attributes:
-        verdict: :data:`DIES` or :data:`LIVES`.
+        verdict: :data:`LIVES` or :data:`DIES`.
         died_in: the phase whose allocation failed.
         error: the out-of-memory message.
         kv_bytes: size of the KV cache.

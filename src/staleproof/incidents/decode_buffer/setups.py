@@ -13,12 +13,11 @@ import torch
 
 from staleproof import device as devices
 from staleproof.cases import children
-from staleproof.cases.finding import LIVES
 from staleproof.evidence.ledger import AllocationLedger
 from staleproof.incidents.decode_buffer import broken
 from staleproof.incidents.decode_buffer.allocator import CudaMemory, Memory, SimulatedMemory
 from staleproof.incidents.decode_buffer.model import Attention, Experts, Part, ServerConfig
-from staleproof.incidents.decode_buffer.scene import DIES, Outcome, Server
+from staleproof.incidents.decode_buffer.scene import DIES, LIVES, Outcome, Server
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.decode_workspace import DecodeWorkspace
 
@@ -138,7 +137,7 @@ ATTENTION = [name for name, setup in SETUPS.items() if setup.overlap is not None
 
 
 @dataclass(frozen=True)
-class Case:
+class ServerCase:
     """One server to start.
 
     Attributes:
@@ -166,7 +165,7 @@ def true_size_config(total_bytes: int) -> ServerConfig:
     return replace(REPORT, total_bytes=total_bytes, utilisation=share, weight_bytes=weights)
 
 
-def run_server(case: Case, device: str) -> Outcome:
+def run_server(case: ServerCase, device: str) -> Outcome:
     """Start one server in this process and let it serve: on real memory on CUDA, else simulated."""
     memory: Memory
     if device == "cuda":
@@ -185,7 +184,7 @@ def run_server(case: Case, device: str) -> Outcome:
         return server.start(ledger)
 
 
-def _run_on_cuda(cases: Sequence[Case]) -> list[Outcome]:
+def _run_on_cuda(cases: Sequence[ServerCase]) -> list[Outcome]:
     devices.select("cuda")
     outcomes = []
     for case in cases:
@@ -195,7 +194,7 @@ def _run_on_cuda(cases: Sequence[Case]) -> list[Outcome]:
     return outcomes
 
 
-def run_servers(cases: Sequence[Case], device: str) -> list[Outcome]:
+def run_servers(cases: Sequence[ServerCase], device: str) -> list[Outcome]:
     """Start one server after another: on CUDA in a process of their own, elsewhere simulated here.
 
     Raises:

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import torch
 
-from staleproof.cases.case import one_thread
+from staleproof.cases.run import one_thread
 from staleproof.check import require
 from staleproof.evidence.canary import bits
 from staleproof.incidents.kv_reuse.attention import Attend, Call, used_table

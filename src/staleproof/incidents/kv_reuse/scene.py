@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from staleproof.cases.finding import CLEAN
 from staleproof.check import require
 from staleproof.evidence.tenancy import TenancyLog
 from staleproof.incidents.kv_reuse.attention import kernels
@@ -35,7 +34,7 @@ from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Scheduler,
 from staleproof.ops.zero_blocks import BlockZeroer
 
 # What became of the requests of one run.
-NAN, WRONG = "NaN", "wrong, finite"
+CLEAN, NAN, WRONG = "clean", "NaN", "wrong, finite"
 WINDOWS = 5
 # A kernel that every machine has and that masks by multiplication.
 KERNEL = "sdpa_math"

@@ -47,13 +47,13 @@ class Path:
 
 PATHS = {"128x4": Path("128x4"), "linear": Path("linear"), "8x4": Path("8x4", calls_create=False)}
 
-# What create_fp4_scale_tensor did, by release: which layouts it filled with zeros.
+# What create_fp4_scale_tensor did, in one release or another: which layouts it filled with zeros.
 ALLOCATIONS: dict[str, tuple[str, ...]] = {
-    # vLLM up to 0.19.1, and again 0.22.1 to 0.24.0 (#42988).
+    # Before vLLM #38148, and again after #42988 and #53568.
     "empty": (),
-    # vLLM 0.20.0 and 0.21.0 (#38148).
+    # vLLM #38148.
     "zeros_both_layouts": ("128x4", "8x4", "linear"),
-    # vLLM 0.25.1 to 0.28.0 (#45739).
+    # vLLM #45739.
     "zeros_swizzled_only": ("128x4", "8x4"),
 }
 

@@ -14,6 +14,8 @@ import torch
 from staleproof import check
 
 Simulator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+# Ids and weights on their way to a kernel that reads (tokens, top_k) int32: what it sees of them.
+Reader = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def duplicate_chance(experts: int, top_k: int) -> float:

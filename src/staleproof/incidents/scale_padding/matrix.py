@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from staleproof.cases.words import NOT_REPRODUCED
 from staleproof.incidents.scale_padding.remedies import (
     CAUSES,
     IN_TORCH,
@@ -45,7 +46,7 @@ HISTORIES: dict[str, History] = {
 # No place of this cause is fresh memory, so one history is enough.
 READS_NO_MEMORY = "cross-row reduction"
 
-CURED, NOT_CURED, NOT_REPRODUCED = "cured", "not cured", "not reproduced"
+CURED, HELPED, NOT_CURED, WORSE = "cured", "helped", "not cured", "made worse"
 
 
 @cache
@@ -95,38 +96,45 @@ class Cell:
     remedy: str
     counts: Sequence[Counts]
 
+    def _told(self) -> dict[str, int]:
+        """Over how many histories the remedy made the cause worse, helped against it, or cured it."""
+        shown = [count for count in self.counts if count.off]
+        return {
+            "worse_in": sum(count.on > count.off for count in self.counts),
+            "helped_in": sum(0 < count.on < count.off for count in shown),
+            "cured_in": sum(count.on == 0 for count in shown),
+        }
+
     @property
     def verdict(self) -> str:
-        """``cured`` if nothing is wrong over any history; ``not cured`` if the remedy changes no count.
+        """A word of the family ``cure``.
 
-        Otherwise over how many histories it made the cause worse, helped against it or cured it, e.g.
-        ``worse in 1, helped in 2 of 9``. ``not reproduced`` if the cause shows over no history.
+        ``cured`` if nothing is wrong over any history; ``made worse`` if more is wrong over one; ``helped``
+        if less is wrong over one; ``not cured`` if the remedy changes no count; ``not reproduced`` if the
+        cause shows over no history, or not twice in the same way.
         """
-        shown = [count for count in self.counts if count.off]
-        if not shown or any(count.off != count.off_again for count in self.counts):
+        told = self._told()
+        if not any(count.off for count in self.counts) or any(c.off != c.off_again for c in self.counts):
             return NOT_REPRODUCED
         if not any(count.on for count in self.counts):
             return CURED
-        told = {
-            "worse": sum(count.on > count.off for count in self.counts),
-            "helped": sum(0 < count.on < count.off for count in shown),
-            "cured": sum(count.on == 0 for count in shown),
-        }
-        parts = [f"{word} in {number}" for word, number in told.items() if number]
-        return f"{', '.join(parts)} of {len(self.counts)}" if parts else NOT_CURED
+        if told["worse_in"]:
+            return WORSE
+        return HELPED if told["helped_in"] or told["cured_in"] else NOT_CURED
 
     @property
     def numbers(self) -> dict[str, str | int]:
-        """For a finding: the counts, a word for each history, and over how many the cause shows."""
+        """For a finding: the counts, what the remedy did, and over how many histories the cause shows."""
         columns = zip(*self.counts, strict=True)
-        told = {
+        counts = {
             f"wrong_{name}": " ".join(map(str, column))
             for name, column in zip(Counts._fields, columns, strict=True)
         }
-        return {**told, "shown": sum(count.off > 0 for count in self.counts), "of": len(self.counts)}
+        shown = sum(count.off > 0 for count in self.counts)
+        return {**counts, **self._told(), "shown": shown, "of": len(self.counts)}
 
 
-def row_of(cause: str, device: str, remedies: Sequence[str] = REMEDIES) -> list[Cell]:
+def row_of(cause: str, device: str, remedies: Sequence[str] = REMEDIES) -> dict[str, Cell]:
     """Every remedy on one cause; the cause alone is served before and after.
 
     On a CPU, where Triton's interpreter is slow, the kernels run where the cause's own remedy meets the
@@ -143,7 +151,7 @@ def row_of(cause: str, device: str, remedies: Sequence[str] = REMEDIES) -> list[
 
     off, on = over_all(None), [over_all(remedy) for remedy in remedies]
     again = over_all(None)
-    return [
-        Cell(cause, remedy, [Counts(*counts) for counts in zip(off, column, again, strict=True)])
+    return {
+        remedy: Cell(cause, remedy, [Counts(*counts) for counts in zip(off, column, again, strict=True)])
         for remedy, column in zip(remedies, on, strict=True)
-    ]
+    }

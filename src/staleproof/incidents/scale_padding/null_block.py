@@ -38,6 +38,7 @@ class RankStep:
     Attributes:
         rank: which.
         slot: of every token of the idle rank's dummy batch.
+        written: blocks of this rank's cache that its batch wrote.
         null_block_bad: whether NaN in a dummy batch is in block 0 of this rank's cache afterwards.
         row_wrong: the contents of a dummy batch with which the output of this rank's healthy request
             differs from the right one.
@@ -45,8 +46,13 @@ class RankStep:
 
     rank: int
     slot: int
+    written: tuple[int, ...]
     null_block_bad: bool
     row_wrong: tuple[str, ...]
+
+
+# What :func:`reproduce` returns: the repetitions of the busy rank, and of the idle one.
+Ranks = tuple[list[RankStep], list[RankStep]]
 
 
 def write_kv(cache: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
@@ -78,13 +84,13 @@ def _repetitions(rank: int, device: str) -> list[RankStep]:
     steps = []
     for slot in SLOTS:
         ended = {name: _repetition(rank, slot, value, device) for name, value in CONTENTS.items()}
-        wrong = tuple(name for name, (_, row_wrong) in ended.items() if row_wrong)
-        steps.append(RankStep(rank, slot, ended["nan"][0], wrong))
+        wrong = tuple(name for name, (*_, row_wrong) in ended.items() if row_wrong)
+        steps.append(RankStep(rank, slot, *ended["nan"][:2], wrong))
     return steps
 
 
-def _repetition(rank: int, slot: int, content: float, device: str) -> tuple[bool, bool]:
-    """Whether block 0 has a NaN afterwards, and whether the next request's output is wrong."""
+def _repetition(rank: int, slot: int, content: float, device: str) -> tuple[tuple[int, ...], bool, bool]:
+    """The blocks written, whether block 0 has a NaN then, and whether the next request's output is wrong."""
     generator = torch.Generator().manual_seed(rank)
     cache = torch.randn(BLOCKS, BLOCK_SIZE, HEAD, generator=generator).to(device)
     cache[0] = 0
@@ -98,7 +104,9 @@ def _repetition(rank: int, slot: int, content: float, device: str) -> tuple[bool
     else:
         hidden = torch.randn(BLOCK_SIZE, HEAD, generator=generator).to(device)
         slots = torch.arange(BLOCK_SIZE, device=device) + 3 * BLOCK_SIZE
+    before = cache.clone()
     write_kv(cache, hidden, slots)
+    written = tuple((cache != before).flatten(1).any(1).nonzero().flatten().tolist())
     # The exchange that the idle rank must not miss. Each rank fills its own place, so the rows
     # of the two never mix.
     places = torch.zeros(RANKS, BLOCK_SIZE, HEAD, device=device)
@@ -109,7 +117,7 @@ def _repetition(rank: int, slot: int, content: float, device: str) -> tuple[bool
     dist.all_reduce(torch.ones(1, device=device))
     # Right is what the same request gets from its own six tokens.
     right = attend(q, cache, table[:2], 6)
-    return bool(cache[0].isnan().any()), not torch.allclose(answer, right, rtol=1e-4, atol=1e-5)
+    return written, bool(cache[0].isnan().any()), not torch.allclose(answer, right, rtol=1e-4, atol=1e-5)
 
 
 def run_rank(rank: int, meeting: str, backend: str) -> list[RankStep]:
@@ -140,9 +148,7 @@ def unavailable_reason(backend: str) -> str | None:
     return None
 
 
-def reproduce(
-    backend: str = "gloo", *, device: str = "cpu", timeout_s: float = 60
-) -> tuple[list[RankStep], list[RankStep]]:
+def reproduce(backend: str = "gloo", device: str = "cpu", *, timeout_s: float = 60) -> Ranks:
     """Run the two ranks as processes of their own.
 
     Args:

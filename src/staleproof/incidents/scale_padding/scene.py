@@ -49,9 +49,9 @@ def multiply(a: Product, packed: torch.Tensor, scales: torch.Tensor, path: broke
     return reference.block_scaled_mm(packed, scales, *a.weight, a.alpha, row_tile=path.row_tile)
 
 
-def step_of(path_name: str, allocation: str, device: str) -> Callable[[Fill | None], torch.Tensor]:
+def step_of(path_name: str, allocation: str, a: Product) -> Callable[[Fill | None], torch.Tensor]:
     """Quantise and multiply, for the judges: what they fill is the fresh memory of the scales."""
-    a, path = product_on(device), broken.PATHS[path_name]
+    path, (m, n), device = broken.PATHS[path_name], a.x.shape, a.x.device
 
     def run(fill: Fill | None) -> torch.Tensor:
         def leave(memory: torch.Tensor) -> None:
@@ -64,9 +64,9 @@ def step_of(path_name: str, allocation: str, device: str) -> Callable[[Fill | No
 
         if allocation == IN_KERNEL:
             swizzled = path.row_tile is not None
-            shape = reference.scale_shape(LIVE, N, swizzled=swizzled)
+            shape = reference.scale_shape(m, n, swizzled=swizzled)
             scales = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-            packed = torch.empty(LIVE, N // 2, dtype=torch.uint8, device=device)
+            packed = torch.empty(m, n // 2, dtype=torch.uint8, device=device)
             leave(scales)
             quantize_nvfp4(a.x, a.factor, swizzled=swizzled, out=(packed, scales))
         else:

@@ -1,0 +1,401 @@
+"""The cases of incident 4: what stale bytes of a reused block do, and which remedies hold.
+
+The table is at the end; above it are the functions that answer one row each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from staleproof.cases import case as cases
+from staleproof.cases.case import ALL, Reading, ablation, each, fix, reading
+from staleproof.cases.finding import ARITHMETIC, REPLICA, Evidence, Grade
+from staleproof.cases.run import Table
+from staleproof.cases.words import FIXED, NOT_FIXED
+from staleproof.evidence.rows import Fill, judge_rows
+from staleproof.evidence.tenancy import STALE, WIPED
+from staleproof.incidents.kv_reuse import broken
+from staleproof.incidents.kv_reuse.attention import Call, kernels, masked_loads
+from staleproof.incidents.kv_reuse.bits import DTYPES, nan_share
+from staleproof.incidents.kv_reuse.correct import freed_blocks, new_blocks, wrong_bytes
+from staleproof.incidents.kv_reuse.host_memory import host_memory
+from staleproof.incidents.kv_reuse.hybrid import HEAD_DIM, KERNEL_BLOCK, FirstStep
+from staleproof.incidents.kv_reuse.scene import (
+    CLEAN,
+    KERNEL,
+    NAN,
+    WRONG,
+    Outcome,
+    Remedy,
+    Scene,
+    ZeroNewBlocks,
+    brief,
+    judge,
+    no_zeroing,
+    tenancies,
+    trace_of,
+)
+
+MILLION = 1_000_000
+CACHING = {"with prefix caching": True, "without prefix caching": False}
+
+
+def nan_in_bits(source: str, dtype: str, device: str) -> Reading:
+    """How often the bits of fp32 values are NaN when they are read as ``dtype``."""
+    share = nan_share(source, dtype)
+    return reading(
+        "some" if share.elements else "none",
+        elements=share.elements,
+        infinite=share.infinite,
+        words=share.words,
+        head_vectors=share.heads,
+    )
+
+
+def part_full_blocks(device: str, dtype: torch.dtype) -> Call:
+    """Three rows of 20, 33 and 1 tokens in blocks of 16, so that each last block is part empty."""
+    generator = torch.Generator().manual_seed(2)
+    cache_ = torch.randn(8, 2, KERNEL_BLOCK, 1, HEAD_DIM, generator=generator).to(dtype).to(device)
+    q = torch.randn(3, 1, HEAD_DIM, generator=generator)
+    table = torch.tensor([[1, 2, 0], [3, 4, 5], [6, 0, 0]], device=device)
+    seq_lens = torch.tensor([20, 33, 1], device=device)
+    compute = torch.bfloat16 if device == "cuda" else torch.float32
+    return Call(q.to(device, compute), cache_[:, 0], cache_[:, 1], table, seq_lens)
+
+
+def past_seq_len(side: str, name: str, device: str) -> str:
+    """What one kernel makes of NaN behind the last token of a request, in K or in V."""
+    kernel = kernels()[name]
+    call = part_full_blocks(device, kernel.dtypes[0])
+    cache_ = call.keys if side == "K" else call.values
+    tails = [cache_[2, 4:], cache_[5, 1:], cache_[6, 1:]]
+
+    def run(fill: Fill | None) -> torch.Tensor:
+        for tail in tails:
+            # All bits set are NaN in every dtype used here; fill_ does not support all of them.
+            tail.view(torch.uint8).fill_(0xFF if fill is None else 0)
+        return kernel.attend(call)
+
+    return judge_rows(run, 3)
+
+
+def served(scene: Scene, device: str, remedy: Remedy = no_zeroing) -> Reading:
+    """What becomes of the requests of a scene, on this device."""
+    seen = judge(replace(scene, device=device), remedy)
+    return Reading(seen.verdict, seen.numbers)
+
+
+def served_with(scene: Scene, remedy: Remedy, device: str) -> Reading:
+    """:func:`served`, asked of a remedy."""
+    return served(scene, device, remedy)
+
+
+def wrong_on(scene: Scene, remedy: Remedy, device: str) -> str | None:
+    """:func:`wrong_bytes` on this device, of a remedy that zeroes new blocks."""
+    return wrong_bytes(replace(scene, device=device), remedy, new_blocks)
+
+
+# How blocks are chosen for zeroing; then the verdicts with prefix caching and without.
+POLICIES: dict[str, tuple[Remedy, str, str]] = {
+    "no_zeroing": (no_zeroing, NAN, NAN),
+    "zero_on_free": (broken.ZeroOnFree, WRONG, CLEAN),
+    "zero_hits_too": (broken.ZeroHitsToo, WRONG, CLEAN),
+    "zero_attention_only": (broken.ZeroAttentionOnly, CLEAN, CLEAN),
+    "zero_mamba_only": (broken.ZeroMambaOnly, NAN, NAN),
+    "BlockZeroer": (ZeroNewBlocks, CLEAN, CLEAN),
+}
+
+
+Runs = Mapping[str, Outcome]
+
+
+def _policies(scene: Scene) -> cases.Scene:
+    """Each way to zero, in one load; the verdict of a policy and off / on / off of two rest on these runs."""
+
+    def tell(device: str) -> Runs:
+        here = replace(scene, device=device)
+        return {name: judge(here, remedy) for name, (remedy, *_) in POLICIES.items()}
+
+    return cases.Scene(f"every policy, prefix caching {'on' if scene.prefix_caching else 'off'}", tell)
+
+
+def zeroed_by(policy: str, device: str, runs: Runs) -> Reading:
+    """What becomes of the requests with one way to zero."""
+    return Reading(runs[policy].verdict, runs[policy].numbers)
+
+
+def again(scene: Scene, policy: str, device: str, runs: Runs) -> Reading:
+    """The same; without zeroing the load is served once more, before a remedy and after it."""
+    return served(scene, device) if policy == "no_zeroing" else zeroed_by(policy, device, runs)
+
+
+def cured_late(prefix_caching: bool, device: str) -> Reading:
+    """New blocks are zeroed in the last third only: what of the requests that begin in it?"""
+    scene = Scene(device, prefix_caching=prefix_caching)
+    start = scene.steps * 2 // 3
+    seen = judge(scene, partial(broken.ZeroFromStep, start=start))
+    owners = trace_of(scene).owners
+    later = {*owners[start:].unique().tolist()} - {*owners[:start].unique().tolist()}
+    hurt = later & seen.corrupted
+    log = tenancies(scene, seen.served)
+    return reading(
+        NAN if hurt else CLEAN,
+        corrupted=len(hurt),
+        began=len(later),
+        through_cached_blocks_alone=sum(all(s.via for s in log.explain(r)) for r in hurt),
+    )
+
+
+# What a block can hold -> a scene in which nothing else is exposed. In those about Mamba the kernel
+# masks its loads, so that attention cannot be to blame. The device is a placeholder, here and in the
+# table: `served` replaces it.
+_MAMBA = brief("cpu", kernel="masked_loads")
+STATE_TYPES = {
+    "keys and values": brief("cpu"),
+    "Mamba, written whole first": _MAMBA,
+    "Mamba, read first": replace(_MAMBA, first_step=FirstStep.LOADED),
+    "Mamba, partly written": replace(_MAMBA, first_step=FirstStep.PARTLY_WRITTEN),
+}
+# Which blocks are zeroed, and the verdict for each of STATE_TYPES. Whether Mamba blocks need it is
+# disputed: vLLM #54004 says that their state is overwritten, #56524 that they do.
+ZEROED: dict[str, tuple[Remedy, tuple[str, str, str, str]]] = {
+    "none": (no_zeroing, (NAN, CLEAN, WRONG, WRONG)),
+    "attention": (broken.ZeroAttentionOnly, (CLEAN, CLEAN, WRONG, WRONG)),
+    "Mamba": (broken.ZeroMambaOnly, (NAN, CLEAN, CLEAN, CLEAN)),
+    "both": (broken.ZeroBoth, (CLEAN, CLEAN, CLEAN, CLEAN)),
+}
+# Without these the corruption does not happen: what to change in the scene to leave one out.
+INGREDIENTS: dict[str, dict[str, Any]] = {
+    "no block is used twice": {"blocks": 400},
+    "states in memory of their own": {"shared": False},
+    "keys and values in fp32": {"dtype": torch.float32},
+    "kernel masks its loads": {"kernel": "masked_loads"},
+}
+
+# How the ids reach the device, and how many steps the host is ahead of it.
+RACES: dict[str, tuple[Remedy, int]] = {
+    "one_pinned_buffer, in step": (broken.OnePinnedBuffer, 0),
+    "one_pinned_buffer": (broken.OnePinnedBuffer, 1),
+    "fresh_pinned_buffer": (broken.FreshPinnedBuffer, 1),
+    "BlockZeroer": (ZeroNewBlocks, 1),
+}
+
+
+def race(how: tuple[Remedy, int], device: str) -> Reading:
+    """Ids on their way to the device while the host prepares the next step, in a full pool.
+
+    A request gives its blocks back while its last step is in flight (so does vLLM; #45357 defers it
+    in one case). That is right as long as the stream keeps the order, since that step reads them.
+    """
+    remedy, ahead = how
+    scene = brief(device, blocks=2 * brief(device).batch + 1)
+    seen = judge(scene, remedy, ahead=ahead, delay=_late(device) if ahead else _in_time)
+    log = tenancies(scene, seen.served)
+    suspects = [s for r in sorted(seen.corrupted) for s in log.explain(r) if not s.via]
+    return reading(
+        seen.verdict,
+        **seen.numbers,
+        live_blocks_wiped=sum(s.kind == WIPED for s in suspects),
+        stale_blocks_kept=sum(s.kind == STALE for s in suspects),
+    )
+
+
+def _in_time() -> None:
+    return None
+
+
+def _late(device: str) -> Callable[[], None]:
+    # Some ten milliseconds: the host needs two or three to enqueue a step, so it has gone on to the
+    # next one when the copy of the ids begins.
+    return partial(torch.cuda._sleep, 20_000_000) if device == "cuda" else _in_time
+
+
+def grows(taken: bool, device: str) -> Reading:
+    """What the list of new ids costs on a model for which nobody zeroes."""
+    memory = host_memory(MILLION, taken=taken, frozen=True)
+    return reading(
+        "grows" if memory.kept else "flat",
+        blocks=MILLION,
+        ids_kept=memory.kept,
+        list_bytes=memory.list_bytes,
+        traced_bytes=memory.traced_bytes,
+    )
+
+
+class Witness(NamedTuple):
+    """A way to look for the growing list, whether the collector is frozen, and what it says then."""
+
+    seen: str
+    blocks: int
+    frozen: bool
+    expected: str
+
+
+WITNESSES = {
+    "gc.get_objects()": Witness("gc_sees", 16_000, False, "seen"),
+    "gc.get_objects() after gc.freeze()": Witness("gc_sees", MILLION, True, "hidden"),
+    "tracemalloc after gc.freeze()": Witness("tracemalloc_sees", MILLION, True, "seen"),
+}
+
+
+def who_sees(witness: Witness, device: str) -> str:
+    """Whether the growing list shows up."""
+    memory = host_memory(witness.blocks, taken=False, frozen=witness.frozen)
+    return "seen" if getattr(memory, witness.seen) else "hidden"
+
+
+def _no_kernel(name: str, device: str) -> str | None:
+    return kernels()[name].unavailable_reason
+
+
+def _evidence(name: str, where: str = "") -> Evidence:
+    kernel = kernels()[name]
+    return REPLICA if kernel.attend is masked_loads else Evidence(Grade.REAL, kernel.name + where)
+
+
+LOADS = {how: Scene("cpu", prefix_caching=caching) for how, caching in CACHING.items()}
+# Expected of zero_on_free: a block that it zeroed may still be hit.
+FREED = {"with prefix caching": NOT_FIXED, "without prefix caching": FIXED}
+
+
+def _of_load(how: str, scene: Scene) -> list[cases.Case]:
+    """Every policy in one load, and two of them off / on / off."""
+    runs = _policies(scene)
+    caching = 1 if scene.prefix_caching else 2
+    return [
+        *each(
+            f"served {how}",
+            "answers",
+            list(POLICIES),
+            zeroed_by,
+            expect={name: policy[caching] for name, policy in POLICIES.items()},
+            scene=runs,
+        ),
+        *(
+            fix(
+                f"{name}, {how}",
+                "answers",
+                off="no_zeroing",
+                on=name,
+                ask=partial(again, scene),
+                wrong=lambda policy, device, runs, ids=ids: wrong_bytes(
+                    replace(scene, device=device), POLICIES[policy][0], ids
+                ),
+                expect=expect,
+                scene=runs,
+            )
+            for name, ids, expect in (
+                ("zero_on_free", freed_blocks, FREED[how]),
+                ("BlockZeroer", new_blocks, FIXED),
+            )
+        ),
+    ]
+
+
+TABLE = Table(
+    "kv_reuse",
+    each(
+        "NaN in the bits of N(0, 1)",
+        "bits",
+        list(DTYPES),
+        partial(nan_in_bits, "N(0, 1)"),
+        expect="some",
+        evidence=ARITHMETIC,
+    ),
+    each(
+        "NaN in the bits of bf16 values in fp32",
+        "bits",
+        list(DTYPES),
+        partial(nan_in_bits, "bf16 values in fp32"),
+        # Read in 16 bits, a value is a bf16 number or its low half, which is zero.
+        expect=lambda dtype: "none" if DTYPES[dtype].itemsize == 2 else "some",
+        evidence=ARITHMETIC,
+    ),
+    *(
+        each(
+            f"NaN in {side} past seq_len",
+            "rows",
+            list(kernels()),
+            partial(past_seq_len, side),
+            expect={
+                name: kernel.keys if side == "K" else kernel.values for name, kernel in kernels().items()
+            },
+            needs=_no_kernel,
+            evidence=_evidence,
+        )
+        for side in "KV"
+    ),
+    *(
+        each(
+            f"served {how}",
+            "answers",
+            {
+                f"no_zeroing, {name}": replace(load, kernel=name, dtype=kernel.dtypes[0])
+                for name, kernel in kernels().items()
+                if name != KERNEL
+            },
+            served,
+            expect=lambda scene: CLEAN if kernels()[scene.kernel].values == CLEAN else NAN,
+            needs=lambda scene, device: _no_kernel(scene.kernel, device),
+            evidence=lambda scene: _evidence(scene.kernel, ", in our engine"),
+        )
+        for how, load in LOADS.items()
+    ),
+    *(_of_load(how, load) for how, load in LOADS.items()),
+    each(
+        "requests after the cure",
+        "answers",
+        CACHING,
+        cured_late,
+        expect=lambda caching: NAN if caching else CLEAN,
+    ),
+    *(
+        fix(
+            f"BlockZeroer, {name}, {'K/V' if kv_outermost else 'blocks'} outermost",
+            "answers",
+            off=no_zeroing,
+            on=ZeroNewBlocks,
+            ask=partial(served_with, brief("cpu", dtype=dtype, kv_outermost=kv_outermost)),
+            wrong=partial(wrong_on, brief("cpu", dtype=dtype, kv_outermost=kv_outermost)),
+        )
+        for name, dtype in DTYPES.items()
+        for kv_outermost in (False, True)
+    ),
+    ablation(
+        brief("cpu"),
+        "answers",
+        without=INGREDIENTS,
+        ask=served,
+        expect={ALL: NAN, **dict.fromkeys(INGREDIENTS, CLEAN)},
+    ),
+    *(
+        each(
+            f"zeroed: {zeroed}",
+            "answers",
+            STATE_TYPES,
+            partial(served, remedy=remedy),
+            expect=dict(zip(STATE_TYPES, verdicts, strict=True)),
+        )
+        for zeroed, (remedy, verdicts) in ZEROED.items()
+    ),
+    each(
+        "host one step ahead",
+        "answers",
+        RACES,
+        race,
+        expect=dict.fromkeys(RACES, CLEAN) | {"one_pinned_buffer": NAN},
+    ),
+    each(
+        "host memory",
+        "host memory",
+        {"taken every step": True, "never": False},
+        grows,
+        expect=lambda taken: "flat" if taken else "grows",
+    ),
+    each("who sees the list", "block list", WITNESSES, who_sees, expect=lambda witness: witness.expected),
+)

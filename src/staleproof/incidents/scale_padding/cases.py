@@ -1,0 +1,372 @@
+"""The cases of incident 5: what the revert blamed, and what was there besides.
+
+The table is at the end; above it are the functions that answer one row each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from staleproof.cases.case import Case, Reading, Scene, absent, each, failed, fix, reading
+from staleproof.cases.finding import ARITHMETIC, Key, real
+from staleproof.cases.run import Table
+from staleproof.cases.words import FIXED, NOT_FIXED
+from staleproof.evidence.rows import Verdict, judge_rows, pad_invariance
+from staleproof.incidents.scale_padding import broken, flashinfer_fp4, ids, matrix, null_block, remedies
+from staleproof.incidents.scale_padding.correct import (
+    wrong_draw,
+    wrong_ids,
+    wrong_product,
+    wrong_row_scale,
+    wrong_write,
+)
+from staleproof.incidents.scale_padding.flashinfer_fp4 import Build, PublicKernel
+from staleproof.incidents.scale_padding.scene import IN_KERNEL, LIVE, N, per_token_step, product_on, step_of
+from staleproof.ops.reference import nvfp4 as reference
+
+WRONG, REFUSED, TWICE, DISTINCT = "wrong, finite", "refused", "an expert twice", "distinct"
+CLEAN, LEAKED = str(Verdict.CLEAN), str(Verdict.LEAKED)
+
+TRIALS = 200
+
+# What each allocation gives on each path, if fresh memory holds NaN. Ours has no 8 x 4 layout.
+PADDING: dict[str, dict[str, str]] = {
+    "128x4": {"empty": LEAKED, "zeros_both_layouts": CLEAN, "zeros_swizzled_only": CLEAN, IN_KERNEL: CLEAN},
+    "linear": {"empty": CLEAN, "zeros_both_layouts": CLEAN, "zeros_swizzled_only": CLEAN, IN_KERNEL: CLEAN},
+    "8x4": {"empty": LEAKED, "zeros_both_layouts": LEAKED, "zeros_swizzled_only": LEAKED},
+}
+
+
+def leaks(path: str, allocation: str, device: str) -> str:
+    """Whether NaN in scales that nobody wrote reaches a live row of an NVFP4 product."""
+    return judge_rows(step_of(path, allocation, product_on(device)), LIVE)
+
+
+def padding(path: str, allocation: str, device: str) -> Reading:
+    """:func:`leaks`, and which contents of the padding change a live row."""
+    changed = pad_invariance(step_of(path, allocation, product_on(device)), LIVE).changed
+    return reading(leaks(path, allocation, device), changed_by=" ".join(changed))
+
+
+def nan_in_a_tile(stated: float, device: str, tiles: int = 20_000) -> Reading:
+    """Whether a stated chance that 512 random bytes hold an e4m3 NaN is the computed and the counted one.
+
+    Args:
+        stated: rounded to a tenth of a per cent.
+        device: ``"cpu"`` or ``"cuda"``.
+        tiles: that are counted; the count may be off by three standard deviations.
+    """
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 256, (tiles, 512), dtype=torch.uint8, generator=generator).to(device)
+    counted = float(raw.view(torch.float8_e4m3fn).float().isnan().any(1).float().mean())
+    computed = broken.nan_chance()
+    near = abs(counted - computed) < 3 * (computed * (1 - computed) / tiles) ** 0.5
+    verdict = "agrees" if near and round(computed, 3) == stated else "off"
+    return reading(verdict, stated=stated, computed=computed, counted=counted)
+
+
+# How a product reads 128x4 scales, how many columns x has, and how many scales of padding a live
+# row meets that way. The second is our model of FlashInfer #2861, which reports such wrong rows from
+# 512 columns on, but not that the layouts differ.
+READERS: dict[str, tuple[int | None, int, int]] = {"in_its_own_layout": (None, N, 3), "as_8x4": (8, 512, 28)}
+
+
+def random_padding(reader: tuple[int | None, int, int], device: str) -> Reading:
+    """What random bytes in the padding make of one live row: NaN, another number, or nothing."""
+    read_as, n, met = reader
+    a = product_on(device, m=1, n=n)
+    packed, scales = reference.quantize_nvfp4(a.x, a.factor)
+    unowned = reference.padding_offsets(1, n).to(device)
+    generator = torch.Generator().manual_seed(1)
+    raw = torch.randint(0, 256, (TRIALS, len(unowned)), dtype=torch.uint8, generator=generator).to(device)
+
+    def product(padding_bytes: torch.Tensor) -> torch.Tensor:
+        dirty = scales.clone()
+        dirty.view(torch.uint8).view(-1)[unowned] = padding_bytes
+        return reference.block_scaled_mm(packed, dirty, *a.weight, a.alpha, scales_read_as=read_as)
+
+    right = reference.block_scaled_mm(packed, scales, *a.weight, a.alpha)
+    got = torch.stack([product(row) for row in raw])
+    bad = got.isnan().flatten(1).any(1)
+    wrong = (got != right).flatten(1).any(1) & ~bad
+    return reading(
+        "NaN or wrong" if wrong.any() else "NaN or right",
+        trials=TRIALS,
+        nan_computed=broken.nan_chance(met),
+        nan=int(bad.sum()) / TRIALS,
+        wrong_finite=int(wrong.sum()) / TRIALS,
+    )
+
+
+ID_WIDTHS: dict[str, ids.Reader] = {
+    "int64_read_as_int32": lambda chosen, weights: (broken.read_as_int32(chosen.long()), weights),
+    "int64_refused": lambda chosen, weights: (ids.require_int32_ids(chosen.long()), weights),
+    "int32": lambda chosen, weights: (ids.require_int32_ids(chosen), weights),
+    "packed_int64_read_as_int32": lambda chosen, weights: ids.unpack_topk(
+        broken.read_as_int32(broken.pack_in_the_width_of_the_ids(chosen.long(), weights))
+    ),
+    "packed_int64_refused": lambda chosen, weights: ids.unpack_topk(ids.pack_topk(chosen.long(), weights)),
+    "packed_int32": lambda chosen, weights: ids.unpack_topk(ids.pack_topk(chosen, weights)),
+}
+# tokens, experts, experts a token
+ROUTED = (64, 16, 4)
+
+
+def _mixed(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """(tokens,) what a token gets if expert e answers e + 1; a wrong id is a wrong number."""
+    return (weights * (chosen + 1)).sum(1)
+
+
+def id_width(reader: ids.Reader, device: str) -> Reading:
+    """What a kernel computes from the ids that ``reader`` makes of the right ones."""
+    weights, right = ids.simulate_routing(*ROUTED, device=device)
+    try:
+        chosen, read_weights = reader(right, weights)
+    except ValueError:
+        return reading(REFUSED, first_ids="")
+    got = _mixed(read_weights, chosen)
+    verdict = CLEAN if torch.allclose(got, _mixed(weights, right)) else WRONG
+    words = " ".join(map(str, chosen.flatten()[:8].tolist()))
+    return reading("NaN" if bool(got.isnan().any()) else verdict, first_ids=words)
+
+
+# experts, experts a token: DeepSeek-V3, Qwen3-30B-A3B, Qwen3-Next
+SIMULATED = ((256, 8), (128, 8), (512, 10))
+SIMULATED_TOKENS = 20_000
+
+
+def duplicates(experts: int, top_k: int, how: tuple[ids.Simulator, float], device: str) -> Reading:
+    """How often a simulator gives a token an expert twice, beside the chance computed for it."""
+    draw, computed = how
+    # In parts, so that the random numbers of 512 experts stay small.
+    parts = [
+        ids.experts_twice(draw(SIMULATED_TOKENS // 10, experts, top_k, seed=part)[1].to(device))
+        for part in range(10)
+    ]
+    counted = float(torch.cat(parts).float().mean())
+    spread = 4 * (computed * (1 - computed) / SIMULATED_TOKENS) ** 0.5
+    verdict = TWICE if abs(counted - computed) < spread else "another rate"
+    return reading(verdict if counted else DISTINCT, computed=computed, counted=counted)
+
+
+def draws(simulator: ids.Simulator, device: str) -> str:
+    """Whether a simulator gives any token an expert twice."""
+    return TWICE if ids.experts_twice(simulator(4096, 128, 8)[1]).any() else DISTINCT
+
+
+def null_block_leaks(backend: str, device: str, ranks: null_block.Ranks) -> Reading:
+    """Whether the dummy batch of an idle rank reaches the request that the rank gets next."""
+    busy, idle = ranks
+    return reading(
+        LEAKED if idle[0].row_wrong else CLEAN,
+        changed_by=" ".join(idle[0].row_wrong),
+        contents=" ".join(null_block.CONTENTS),
+        null_block_bad=idle[0].null_block_bad,
+        busy_rank_bad=bool(busy[0].row_wrong),
+    )
+
+
+def slot_leaks(slot: int, device: str, ranks: null_block.Ranks) -> str:
+    """The same of one slot of the dummy batch: it leaks if it leaks in each repetition with this slot.
+
+    The ranks run with slot 0, -1 and 0 in one life, so that this is off / on / off.
+    """
+    return LEAKED if all(step.row_wrong for step in ranks[1] if step.slot == slot) else CLEAN
+
+
+def nan_reaches(name: str, device: str) -> str:
+    """The NaN check, on a quantiser "per token"."""
+    return judge_rows(per_token_step(name, device), 3)
+
+
+def content_decides(name: str, device: str) -> Reading:
+    """Pad-invariance, on the same step: which contents of padding change a live row."""
+    seen = pad_invariance(per_token_step(name, device), 3)
+    return reading(CLEAN if seen else WRONG, changed_by=" ".join(seen.changed))
+
+
+Row = Mapping[str, matrix.Cell]
+
+
+def cures(remedy: str, device: str, row: Row) -> Reading:
+    """What one remedy does to one cause."""
+    return Reading(row[remedy].verdict, row[remedy].numbers)
+
+
+def _of_cause(cause: str) -> list[Case]:
+    """Every remedy on one cause: all share one run of the cause alone, before and after."""
+    scene = Scene(f"matrix, {cause}", partial(matrix.row_of, cause))
+    return [
+        Case(
+            Key("", f"matrix, {remedy}", cause),
+            "cure",
+            cures,
+            remedy,
+            expect="cured" if remedies.CAUSES[cause] == remedy else None,
+            reason="another cause's remedy: nothing is known before it is tried",
+            scene=scene,
+        )
+        for remedy in remedies.REMEDIES
+    ]
+
+
+def public_kernel(kernel: PublicKernel, device: str, build: Build) -> Reading | str:
+    """One kernel of FlashInfer on our bytes."""
+    if why := build():
+        return absent(why)
+    try:
+        return kernel.compare(product_on("cuda", m=37))
+    except Exception as error:
+        return failed(error)
+
+
+_BACKENDS = ("gloo", "nccl")
+_RANKS = {
+    backend: Scene(f"two ranks, {backend}", partial(null_block.reproduce, backend)) for backend in _BACKENDS
+}
+
+
+def _no_ranks(backend: str) -> Callable[[object, str], str | None]:
+    return lambda subject, device: null_block.unavailable_reason(backend)
+
+
+# The matrix, a row a cause.
+MATRIX = {cause: Table("scale_padding", _of_cause(cause)) for cause in remedies.CAUSES}
+
+TABLE = Table(
+    "scale_padding",
+    *(
+        each(f"padding, {path}", "rows", list(found), partial(padding, path), expect=found)
+        for path, found in PADDING.items()
+    ),
+    each(
+        "NaN in a tile",
+        "arithmetic",
+        # Reported: the chance that random bytes in a tile's padding hold a NaN.
+        {"512 random bytes": 0.982},
+        nan_in_a_tile,
+        expect="agrees",
+        evidence=ARITHMETIC,
+    ),
+    each(
+        "random padding",
+        "random padding",
+        READERS,
+        random_padding,
+        expect={"in_its_own_layout": "NaN or right", "as_8x4": "NaN or wrong"},
+    ),
+    each(
+        "id width",
+        "id width",
+        ID_WIDTHS,
+        id_width,
+        expect={
+            name: REFUSED if "refused" in name else WRONG if "read_as" in name else CLEAN
+            for name in ID_WIDTHS
+        },
+    ),
+    *(
+        each(
+            f"duplicates, {experts} experts, top {top_k}",
+            "draws",
+            {
+                "simulate_with_replacement": (
+                    broken.simulate_with_replacement,
+                    ids.duplicate_chance(experts, top_k),
+                ),
+                "simulate_routing": (ids.simulate_routing, 0.0),
+            },
+            partial(duplicates, experts, top_k),
+            expect=lambda how: TWICE if how[1] else DISTINCT,
+        )
+        for experts, top_k in SIMULATED
+    ),
+    *(
+        row
+        for backend, scene in _RANKS.items()
+        for row in (
+            each(
+                "null block",
+                "rows",
+                {f"slot_0, {backend}": backend},
+                null_block_leaks,
+                expect=LEAKED,
+                needs=_no_ranks(backend),
+                scene=scene,
+            ),
+            fix(
+                f"slot_minus_one, {backend}",
+                "rows",
+                off=0,
+                on=-1,
+                ask=slot_leaks,
+                wrong=wrong_write,
+                needs=_no_ranks(backend),
+                scene=scene,
+            ),
+        )
+    ),
+    each("cross row, NaN check", "rows", list(broken.PER_TOKEN), nan_reaches, expect=CLEAN),
+    each(
+        "cross row, padding content",
+        "rows",
+        list(broken.PER_TOKEN),
+        content_decides,
+        expect={"neighbour_in_the_maximum": WRONG, "row_alone": CLEAN},
+    ),
+    *(
+        fix(
+            name,
+            "rows",
+            off="empty",
+            on=allocation,
+            ask=partial(leaks, path),
+            wrong=partial(wrong_product, path),
+            expect=expect,
+        )
+        for name, path, allocation, expect in (
+            (IN_KERNEL, "128x4", IN_KERNEL, FIXED),
+            ("zeros_swizzled_only", "128x4", "zeros_swizzled_only", FIXED),
+            ("zeros_swizzled_only, 8x4", "8x4", "zeros_swizzled_only", NOT_FIXED),
+        )
+    ),
+    fix(
+        "int32_ids",
+        "id width",
+        off=ID_WIDTHS["int64_read_as_int32"],
+        on=ID_WIDTHS["int32"],
+        ask=id_width,
+        wrong=wrong_ids,
+    ),
+    fix(
+        "simulate_routing",
+        "draws",
+        off=broken.simulate_with_replacement,
+        on=ids.simulate_routing,
+        ask=draws,
+        wrong=wrong_draw,
+    ),
+    fix(
+        "row_alone",
+        "rows",
+        off="neighbour_in_the_maximum",
+        on="row_alone",
+        ask=content_decides,
+        wrong=wrong_row_scale,
+    ),
+    *(row.cases for row in MATRIX.values()),
+    each(
+        "public",
+        "same",
+        flashinfer_fp4.KERNELS,
+        public_kernel,
+        expect=lambda kernel: kernel.expected,
+        reason="it has a body on some GPUs only",
+        needs=flashinfer_fp4.unavailable_reason,
+        scene=Scene("FlashInfer's FP4 module", flashinfer_fp4.start_build, early=True),
+        evidence=real("flashinfer-python"),
+    ),
+)

@@ -1,0 +1,137 @@
+"""Findings on disk, their grade, and whether they are as expected."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+
+import pytest
+
+from staleproof import device
+from staleproof.cases.finding import (
+    Evidence,
+    Grade,
+    Key,
+    RunFileError,
+    Three,
+    finding,
+    not_run,
+    read_findings,
+    real,
+    real_file,
+    write_findings,
+)
+
+KEY = Key("a", "q", "v")
+
+
+def test_findings_come_back_as_recorded(tmp_path):
+    path = tmp_path / "deep" / "findings.jsonl"
+    three = Three("rows", "leaked", "clean", "leaked", right=True)
+    written = [
+        finding(KEY, "rows", "leaked", expected="leaked", rows=3, amax=float("nan")),
+        finding(Key("a", "off/on/off", "v", "0.22.1"), "fix", "fixed", three=three),
+    ]
+    write_findings(path, written)
+    read, fixed = read_findings(path)
+    assert read.provenance == "RECORDED"
+    assert (read.key, read.verdict, read.numbers["rows"]) == (KEY, "leaked", 3)
+    assert read.numbers["amax"] != read.numbers["amax"]
+    assert (fixed.three, fixed.release) == (three, "0.22.1")
+    assert read.machine == written[0].machine
+    assert read_findings(path, recorded=False)[1] == written[1]
+    assert [p.name for p in path.parent.iterdir()] == ["findings.jsonl"]
+    assert json.loads(path.read_text().splitlines()[0])["outcome"] == "bad"
+
+
+GOOD = json.loads(finding(KEY, "rows", "clean").to_json())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"incident": "a"', "truncated or not JSON"),
+        ('{"incident": "a", "schema": 3}\n', "not a finding"),
+        ("[1]\n", "expected an object"),
+        (json.dumps(GOOD), "the last line has no end"),
+        *(
+            (json.dumps(GOOD | changes) + "\n", said)
+            for changes, said in (
+                ({"surprise": 1}, r"also \['surprise'\]"),
+                ({"schema": 2}, "schema: expected 3, which this staleproof reads, got 2"),
+                ({"schema": 4}, "schema: expected 3"),
+                ({"verdict": "leeked"}, "got 'leeked'"),
+                ({"words": "nope"}, "got 'nope'"),
+                ({"outcome": "bad"}, "outcome: expected good for clean, got bad"),
+            )
+        ),
+    ],
+)
+def test_spoilt_findings_are_refused(tmp_path, text, said):
+    path = tmp_path / "findings.jsonl"
+    path.write_text(text)
+    with pytest.raises(RunFileError, match=said):
+        read_findings(path)
+
+
+def test_a_failed_write_leaves_the_earlier_file(tmp_path):
+    path = tmp_path / "findings.jsonl"
+    write_findings(path, [finding(KEY, "rows", "clean")])
+    before = path.read_text()
+    (tmp_path / "findings.jsonl.part").mkdir()
+    with pytest.raises(RunFileError, match="cannot be written"):
+        write_findings(path, [])
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("verdict", "expected", "ok", "failed"),
+    [
+        ("clean", "clean", True, False),
+        ("clean", "leaked", False, True),
+        ("wrong, finite", "clean", False, True),
+        ("leaked", None, True, False),
+        ("not run", "clean", False, False),
+    ],
+)
+def test_ok_failed_and_not_run(verdict, expected, ok, failed):
+    found = finding(KEY, "rows", verdict, expected=expected)
+    assert (found.ok, found.failed, found.ran) == (ok, failed, verdict != "not run")
+
+
+def test_a_verdict_that_begins_like_the_expected_one_is_another():
+    assert finding(KEY, "experts", "distinct, not the best", expected="distinct").failed
+
+
+def test_a_real_finding_names_whose_code_ran_and_an_absent_one_has_no_grade():
+    found = finding(KEY, "rows", "leaked", evidence=real("torch", "topk"))
+    assert (found.grade, found.of) == ("real", f"torch {version('torch')} topk")
+    absent = not_run(KEY, "rows", "no GPU")
+    assert (absent.grade, absent.of, finding(KEY, "rows", "clean").grade) == ("", "", "replica")
+    with pytest.raises(ValueError, match="of: expected the package and version whose code ran"):
+        Evidence(Grade.REAL)
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_library_is_of_the_release_beside_it_not_of_the_installed_one(tmp_path, monkeypatch, is_link):
+    monkeypatch.setattr(device, "version_of", lambda distribution: "0.20.2")
+    library = tmp_path / "unpacked/vllm/_C_stable_libtorch.abi3.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    given = library
+    if is_link:
+        given = tmp_path / "_C.so"
+        given.symlink_to(library)
+    assert real_file("vllm", given).of == "vLLM, unknown release, _C_stable_libtorch"
+    info = tmp_path / "unpacked/vllm-0.22.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.22.1\n")
+    assert real_file("vllm", given).of == "vLLM 0.22.1 _C_stable_libtorch"
+
+
+def test_a_library_that_lies_alone_is_of_no_known_release(tmp_path):
+    """Another vLLM in the same folder says nothing about it."""
+    info = tmp_path / "vllm-0.22.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.22.1\n")
+    assert real_file("vllm", tmp_path / "libraries/_C.abi3.so").of == "vLLM, unknown release, _C"

@@ -1,0 +1,120 @@
+"""Children that are forked: what they share with the process they come from, and what they do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+
+from staleproof.cases import children
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
+
+
+@pytest.fixture(autouse=True)
+def jobs(monkeypatch: pytest.MonkeyPatch):
+    """The module of functions that children run; every child is forked, and at the end all have ended."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setattr(children, "_may_fork", lambda env: True)
+    monkeypatch.setattr(children, "PRELOADED", ("fractions",))
+    end_server()
+    import fractions  # noqa: F401
+
+    import jobs
+
+    yield jobs
+    end_server()
+
+
+def end_server() -> None:
+    forkserver._forkserver._stop()
+    children._server = None
+
+
+def server() -> int:
+    return forkserver._forkserver._forkserver_pid
+
+
+def test_children_come_from_one_process_that_has_imported_what_the_caller_has(jobs):
+    first, second = (children.call(jobs.born, "fractions", timeout_s=60).answer() for _ in range(2))
+    assert first["parent"] == second["parent"] == server()
+    assert first["loaded"]
+    assert first["pid"] != second["pid"]
+    assert first["group"] == first["pid"]
+
+
+def test_a_child_sees_folder_and_modules_of_its_caller(jobs, monkeypatch, tmp_path):
+    children.call(jobs.say_nothing, timeout_s=60)
+    before = server()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made_later.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    born = children.call(jobs.born, "made_later", timeout_s=60).answer()
+    assert (born["folder"], born["importable"]) == (str(tmp_path), True)
+    assert born["parent"] == before
+
+
+def test_a_child_ends_as_a_new_interpreter_does(jobs, monkeypatch):
+    forked = children.call(jobs.end_late, timeout_s=60)
+    monkeypatch.setattr(children, "_may_fork", lambda env: False)
+    new = children.call(jobs.end_late, timeout_s=60)
+    assert forked.stdout == new.stdout == "at once, a thread\nat its end\n"
+    assert (forked.code, forked.told) == (new.code, new.told) == (0, [1])
+
+
+def test_a_variable_that_an_import_may_have_read_makes_a_new_interpreter(jobs):
+    """A child sees each variable, whether it was forked or not."""
+    names = {"OMP_NUM_THREADS": os.getpid(), "STALEPROOF_TEST": None}
+    children.call(jobs.say_nothing, timeout_s=60)
+    for name, parent in names.items():
+        assert children.call(jobs.environment, name, timeout_s=60, env={name: "3"}).answer() == "3"
+        born = children.call(jobs.born, "fractions", timeout_s=60, env={name: "3"}).answer()
+        assert born["parent"] == (parent or server())
+
+
+def test_a_killed_process_to_fork_from_ends_its_children_and_is_replaced(jobs, tmp_path):
+    running = children.start(jobs.wait_forever)
+    parent = server()
+    os.kill(parent, signal.SIGKILL)
+    assert running.wait(20).code not in (0, None)
+    for _ in range(2):
+        assert children.call(jobs.add, 2, 3, timeout_s=60).answer() == 5
+    assert parent != server()
+
+
+def test_a_fork_of_the_caller_leaves_the_callers_process_alone(jobs):
+    children.call(jobs.say_nothing, timeout_s=60)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = children.call(jobs.add, 2, 3, timeout_s=60).answer()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+    assert children.call(jobs.add, 1, 2, timeout_s=60).answer() == 3
+
+
+def test_a_child_of_a_process_that_has_triton_says_nothing_of_its_own(jobs, monkeypatch):
+    # Its binding reports objects that it finds at the end of a process.
+    pytest.importorskip("triton")
+    monkeypatch.setattr(children, "PRELOADED", ("triton",))
+    ended = children.call(jobs.born, "triton", timeout_s=60)
+    assert ended.answer()["loaded"]
+    assert (ended.stdout, ended.stderr) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("interpreting", "loaded", "wanted"), [("1", True, True), ("0", True, False), ("1", False, False)]
+)
+def test_nothing_is_forked_on_a_gpu_or_without_torch(monkeypatch, interpreting, loaded, wanted):
+    monkeypatch.undo()
+    if loaded:
+        monkeypatch.setitem(sys.modules, "torch", sys)
+    else:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert children._may_fork({"TRITON_INTERPRET": interpreting}) is wanted

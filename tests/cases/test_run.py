@@ -1,0 +1,447 @@
+"""Cases, and the one runner that puts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from staleproof.cases import children
+from staleproof.cases.case import Case, MissingError, Reading, Scene, ablation, absent, each, fix, reading
+from staleproof.cases.children import ChildError
+from staleproof.cases.finding import ARITHMETIC, Key, real
+from staleproof.cases.run import Table
+from staleproof.device import Provenance
+
+OPEN = {"reason": "a test"}
+
+
+def run(*rows, device="cpu", **options) -> list:
+    return [*Table("fake", *rows).run(device, **options)]
+
+
+def verdicts(found) -> dict:
+    return {(f.question, f.variant): f.verdict for f in found}
+
+
+@pytest.fixture
+def threads() -> Iterator[int]:
+    """More than one thread of torch, so that one is a change."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield 3
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    import jobs
+
+    yield jobs
+    assert not children._running
+    children.end_all()
+
+
+def right(subject, device, *told):
+    return None
+
+
+# --- What a table refuses, before anything runs.
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Case(Key("", "q", "v"), "rows", print), "expect: expected a verdict for q, v, or a reason"),
+        (lambda: Case(Key("", "q", "v"), "nope", print, **OPEN), "words: expected a family of .* got 'nope'"),
+        (lambda: Case(Key("", "q", "v"), "rows", print, expect="leeked"), "family rows .*got 'leeked'"),
+        (lambda: each("q", "rows", ["a", "b"], print, expect={"a": "clean"}), "a verdict for q, b, or a"),
+        (
+            lambda: fix("ours", "rows", off=0, on=1, ask=print, wrong=None),
+            "wrong: expected a comparison of ours with a reference, got None",
+        ),
+        (
+            lambda: fix("ours", "rows", off=0, on=1, ask=print, wrong=None, expect="not fixed"),
+            "wrong: expected a comparison of ours",
+        ),
+        (
+            lambda: fix("ours", "rows", off=0, on=1, ask=print, wrong=right, expect="clean"),
+            "family fix .*got 'clean'",
+        ),
+        (
+            lambda: Table("fake", *(each("q", "rows", ["a"], print, **OPEN) for _ in range(2))),
+            r"table: expected one case of each key, got several of \['fake, q, a'\]",
+        ),
+    ],
+)
+def test_a_case_that_is_not_defined_is_refused_before_anything_runs(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_a_word_of_another_family_is_an_error_of_the_ask():
+    with pytest.raises(ValueError, match=r"family rows .*got 'zero'"):
+        run(each("q", "rows", ["v"], lambda *_: "zero", **OPEN))
+
+
+# --- Asking.
+
+
+def test_ask_receives_the_subject_and_the_device():
+    seen = []
+    rows = [
+        each("mapping", "rows", {"a": 1, "b": 2}, lambda *got: seen.append(got) or "clean", **OPEN),
+        each("list", "rows", ["c"], lambda *got: seen.append(got) or "clean", **OPEN),
+    ]
+    found = run(*rows, device="cuda")
+    assert seen == [(1, "cuda"), (2, "cuda"), ("c", "cuda")]
+    assert [f.key for f in found] == [
+        Key("fake", "mapping", "a"),
+        Key("fake", "mapping", "b"),
+        Key("fake", "list", "c"),
+    ]
+
+
+def test_an_answer_is_a_word_or_a_reading():
+    said = reading("leaked", note="row 3", bad_rows=1, words="a number of this name")
+    found = run(
+        each("word", "rows", ["v"], lambda *_: "clean", **OPEN),
+        each("reading", "rows", ["v"], lambda *_: said, **OPEN),
+        each("recorded", "rows", ["v"], lambda *_: Reading("clean", provenance=Provenance.RECORDED), **OPEN),
+    )
+    assert [f.verdict for f in found] == ["clean", "leaked", "clean"]
+    assert (found[1].note, found[1].numbers) == ("row 3", {"bad_rows": 1, "words": "a number of this name"})
+    assert found[2].provenance == "RECORDED"
+    assert all(f.machine and f.date and f.source_digest for f in found)
+
+
+@pytest.mark.parametrize(
+    ("expect", "want"),
+    [
+        ("clean", ["clean", "clean"]),
+        ({"a": "clean", "b": "leaked"}, ["clean", "leaked"]),
+        (lambda subject: ("clean", "leaked")[subject], ["clean", "leaked"]),
+        (None, [None, None]),
+    ],
+    ids=["value", "mapping", "function", "none"],
+)
+def test_expected_is_a_value_a_mapping_a_function_or_none(expect, want):
+    found = run(each("q", "rows", {"a": 0, "b": 1}, lambda *_: "clean", expect=expect, **OPEN))
+    assert [f.expected for f in found] == want
+    assert [f.ok for f in found] == [e in (None, "clean") for e in want]
+
+
+def test_an_expectation_may_depend_on_the_device():
+    case = Case(
+        *(Key("", "q", "v"), "rows", lambda *_: "clean"),
+        expect=lambda device: "leaked" if device == "cuda" else None,
+        reason="interpreted",
+    )
+    assert [run(case, device=device)[0].expected for device in ("cpu", "cuda")] == [None, "leaked"]
+
+
+def test_what_is_absent_is_not_run_with_its_reason_and_expects_nothing():
+    def ask(subject, device):
+        if subject == "missing":
+            raise MissingError("engine a: out of memory")
+        return absent("needs SM100") if subject == "refuses" else "clean"
+
+    found = run(
+        each(
+            *("q", "rows", ["here", "absent", "missing", "refuses"], ask),
+            expect="clean",
+            needs=lambda subject, device: f"no {subject} on {device}" * (subject == "absent") or None,
+        )
+    )
+    assert [(f.verdict, f.note, f.expected, f.grade) for f in found] == [
+        ("clean", "", "clean", "replica"),
+        ("not run", "no absent on cpu", None, ""),
+        ("not run", "engine a: out of memory", None, ""),
+        ("not run", "needs SM100", None, ""),
+    ]
+
+
+def test_an_ablation_takes_one_ingredient_away_at_a_time():
+    @dataclass(frozen=True)
+    class Parts:
+        padding: bool = True
+        amax: bool = True
+
+    found = run(
+        ablation(
+            *(Parts(), "rows"),
+            without={"no padding": {"padding": False}, "no amax": {"amax": False}},
+            ask=lambda parts, device: "leaked" if parts.padding and parts.amax else "clean",
+            expect={"both": "leaked", "no padding": "clean", "no amax": "leaked"},
+            whole="both",
+        )
+    )
+    assert verdicts(found) == {
+        ("ablation", "both"): "leaked",
+        ("ablation", "no padding"): "clean",
+        ("ablation", "no amax"): "clean",
+    }
+    assert [f.ok for f in found] == [True, True, False]
+
+
+def test_a_case_says_whose_code_it_asks():
+    whose = real("torch", "topk")
+    rows = (
+        each("q", "rows", ["a"], lambda *_: "leaked", evidence=lambda subject: whose, **OPEN),
+        each("r", "rows", ["a"], lambda *_: Reading("clean", evidence=ARITHMETIC), evidence=whose, **OPEN),
+        fix("ours", "rows", off=0, on=1, ask=lambda *_: "leaked", wrong=right, evidence=whose),
+        each("plain", "rows", ["a"], lambda *_: "leaked", **OPEN),
+    )
+    assert [(f.question, f.grade, f.of) for f in run(*rows)] == [
+        ("q", "real", whose.of),
+        ("r", "arithmetic", ""),
+        ("off/on/off", "real", whose.of),
+        ("plain", "replica", ""),
+    ]
+
+
+def test_progress_says_which_step_begins():
+    lines = []
+    rows = [each("empty row", "rows", ["a", "b"], lambda *_: "clean", **OPEN)]
+    run(*rows, progress=lines.append)
+    assert lines == ["fake 1/2: empty row, a", "fake 2/2: empty row, b"]
+    assert Table("fake", *rows).steps == ["empty row, a", "empty row, b"]
+
+
+# --- Scenes.
+
+
+def test_a_scene_happens_once_and_only_for_those_who_need_it():
+    events = []
+
+    def tell(device):
+        events.append(f"tell on {device}")
+        return [1, 2]
+
+    def ask(subject, device, told):
+        events.append(subject)
+        return reading("clean", told=told)
+
+    scene = Scene("server", tell)
+    rows = [
+        each("first", "rows", ["x"], lambda *_: events.append("x") or "clean", **OPEN),
+        each("one", "rows", ["a", "b"], ask, scene=scene, **OPEN),
+        each("two", "rows", ["c"], ask, scene=scene, **OPEN),
+    ]
+    found = run(*rows)
+    assert events == ["x", "tell on cpu", "a", "b", "c"]
+    assert [f.numbers for f in found[1:]] == [{"told": [1, 2]}] * 3
+    events.clear()
+    Table("fake", *rows).ask("two", device="cpu")
+    assert events == ["tell on cpu", "c"]
+
+
+def test_an_early_scene_begins_before_all_cases_unless_nobody_can_use_it():
+    events = []
+    scene = Scene("build", lambda device: events.append("begin"), early=True)
+    first = each("first", "rows", ["x"], lambda *_: events.append("x") or "clean", **OPEN)
+    late = each("late", "rows", ["a"], lambda *_: "clean", scene=scene, **OPEN)
+    run(first, late)
+    assert events == ["begin", "x"]
+    events.clear()
+    run(first, each("late", "rows", ["a"], print, scene=scene, needs=lambda *_: "needs nvcc", **OPEN))
+    assert events == ["x"]
+
+
+def test_a_scene_whose_child_fails_leaves_its_cases_open_and_no_others():
+    def tell(device):
+        raise ChildError("ended with 1 and said: no memory")
+
+    scene = Scene("server", tell)
+    rows = each("q", "rows", ["a", "b"], print, expect="clean", scene=scene)
+    found = run(rows, each("other", "rows", ["c"], lambda *_: "clean", **OPEN))
+    assert [(f.verdict, f.note) for f in found[:2]] == [
+        ("not run", "server: ended with 1 and said: no memory")
+    ] * 2
+    assert found[2].ok
+
+
+# --- Off / on / off.
+
+
+@pytest.mark.parametrize(
+    ("answers", "expect", "verdict", "ok"),
+    [
+        (["leaked", "clean", "leaked"], "fixed", "fixed", True),
+        (["leaked", "leaked", "leaked"], "fixed", "not fixed", False),
+        (["leaked", "leaked", "leaked"], "not fixed", "not fixed", True),
+        (["clean", "clean", "leaked"], "fixed", "not reproduced", False),
+        (["leaked", "clean", "clean"], "fixed", "not reproduced", False),
+        (["pad_only", "clean", "wrong, finite"], "fixed", "fixed", True),
+    ],
+)
+def test_a_fix_is_asked_off_on_off_in_this_order(answers, expect, verdict, ok):
+    asked, said = [], iter(answers)
+
+    def ask(subject, device):
+        asked.append((subject, device))
+        return reading(next(said), step=len(asked))
+
+    (found,) = run(fix("ours", "rows", off="broken", on="fixed", ask=ask, wrong=right, expect=expect))
+    assert asked == [("broken", "cpu"), ("fixed", "cpu"), ("broken", "cpu")]
+    assert (found.key, found.verdict, found.ok) == (Key("fake", "off/on/off", "ours"), verdict, ok)
+    assert [found.three.off, found.three.on, found.three.again] == answers
+    assert found.numbers == {"step_off": 1, "step_on": 2, "step_again": 3}
+
+
+@pytest.mark.parametrize("expect", ["fixed", "not fixed", "wrong"])
+def test_a_fix_is_compared_with_a_reference_whatever_is_expected(expect):
+    said, compared = iter(["leaked", "clean", "leaked"]), []
+
+    def wrong(subject, device):
+        compared.append((subject, device))
+        return "rows are 3 times too large"
+
+    case = fix("ours", "rows", off=0, on=1, ask=lambda *_: next(said), wrong=wrong, expect=expect)
+    (found,) = run(case)
+    assert compared == [(1, "cpu")]
+    assert (found.verdict, found.three.right) == ("wrong", False)
+    assert found.note == "rows are 3 times too large"
+
+
+def test_the_third_run_may_be_another_process_and_all_see_the_scene():
+    asked = []
+
+    def ask(subject, device, told):
+        asked.append(subject)
+        return told[subject]
+
+    told = {"off": "leaked", "on": "clean", "off again": "leaked"}
+    case = fix(
+        *("ours", "rows"),
+        off="off",
+        on="on",
+        again="off again",
+        ask=ask,
+        wrong=lambda subject, device, told: None,
+        scene=Scene("engines", lambda device: told),
+    )
+    assert run(case)[0].verdict == "fixed"
+    assert asked == ["off", "on", "off again"]
+
+
+@pytest.mark.parametrize("absent_one", ["broken", "fixed"])
+def test_a_fix_that_cannot_be_asked_is_not_run(absent_one):
+    def needs(subject, device):
+        return "needs SM100" if subject == absent_one else None
+
+    case = fix("ours", "rows", off="broken", on="fixed", ask=pytest.fail, wrong=right, needs=needs)
+    (found,) = run(case)
+    assert (found.verdict, found.note) == ("not run", "needs SM100")
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_fix_one_of_whose_runs_has_no_answer_is_not_run(number):
+    calls = []
+
+    def ask(subject, device):
+        calls.append(subject)
+        return absent("out of memory") if len(calls) == number else "leaked"
+
+    (found,) = run(fix("ours", "rows", off=0, on=1, ask=ask, wrong=right))
+    assert (found.verdict, found.note, len(calls)) == ("not run", "out of memory", number)
+
+
+# --- Threads, time limits, child processes.
+
+
+def test_one_thread_holds_while_ask_runs_and_never_for_the_caller(threads):
+    seen = []
+
+    def ask(subject, device):
+        seen.append(torch.get_num_threads())
+        return "clean"
+
+    for _ in Table("fake", each("q", "rows", ["a", "b"], ask, **OPEN)).run("cpu"):
+        assert torch.get_num_threads() == threads
+    assert seen == [1, 1]
+    with pytest.raises(ZeroDivisionError):
+        run(each("q", "rows", ["v"], lambda *_: 1 / 0, **OPEN))
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("end", ["the last answer", "an error", "Ctrl-C", "abandoned", "closed"])
+def test_no_child_outlives_the_runner(jobs, tmp_path, end):
+    def ask(subject, device, child):
+        if end == "an error":
+            raise ZeroDivisionError
+        if end == "Ctrl-C":
+            raise KeyboardInterrupt
+        return "clean"
+
+    started = []
+
+    def begin(device):
+        started.append(children.start(jobs.sleep, str(tmp_path / "pids")))
+        return started[0]
+
+    rows = each("q", "rows", ["a", "b"], ask, scene=Scene("sleeper", begin, early=True), **OPEN)
+    listening = Table("fake", rows).run("cpu")
+    if end in ("an error", "Ctrl-C"):
+        with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
+            next(listening)
+    else:
+        assert next(listening).verdict == "clean"
+        assert started[0].poll() is None
+    if end == "the last answer":
+        assert len([*listening]) == 1
+    elif end == "closed":
+        listening.close()
+    del listening
+    assert started[0].poll() is not None
+
+
+def test_limit_s_is_for_all_children_of_a_case(jobs, tmp_path):
+    limits = []
+    # What children are forked from starts with the first of them, and may take longer than the limit.
+    assert children.call(jobs.add, 1, 2, timeout_s=60).answer() == 3
+
+    def ask(subject, device):
+        for number in range(2):
+            ended = children.call(jobs.sleep, str(tmp_path / f"{subject}{number}"), timeout_s=600)
+            limits.append(ended.limit_s)
+        return "clean" if ended.code is None else "leaked"
+
+    found = run(each("q", "rows", ["a", "b"], ask, limit_s=0.3, **OPEN))
+    assert [f.verdict for f in found] == ["clean"] * 2
+    assert limits == [pytest.approx(0.3, abs=0.1), 0, pytest.approx(0.3, abs=0.1), 0]
+
+
+def test_a_child_that_crashes_is_an_error_of_the_case(jobs):
+    def ask(subject, device):
+        return children.call(jobs.fail, timeout_s=60).answer()
+
+    with pytest.raises(ChildError, match="rows: expected 3, got 4"):
+        run(each("q", "rows", ["v"], ask, **OPEN))
+
+
+def test_ask_puts_the_named_question_to_the_named_variants(device):
+    asked = []
+
+    def ask(subject, on):
+        asked.append((subject, on))
+        return "clean"
+
+    table = Table(
+        "fake",
+        each("q", "rows", ["a", "b"], ask, **OPEN),
+        each("other", "rows", ["a"], pytest.fail, **OPEN),
+        each("q", "rows", ["c"], ask, **OPEN),
+    )
+    assert [f.variant for f in table.ask("q")] == ["a", "b", "c"]
+    assert [f.variant for f in table.ask("q", "c", "b", device="cuda")] == ["b", "c"]
+    assert asked == [("a", device), ("b", device), ("c", device), ("b", "cuda"), ("c", "cuda")]
+    with pytest.raises(ValueError, match=r"^question: expected one of \['other', 'q'\], got 'nope'$"):
+        table.ask("nope")
+    with pytest.raises(ValueError, match=r"^variants: expected some of \['a', 'b', 'c'\], got \['a', 'x'\]$"):
+        table.ask("q", "a", "x")
+    assert len(asked) == 5

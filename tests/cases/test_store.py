@@ -1,0 +1,187 @@
+"""Recorded runs: written whole or not at all, and compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.made import finding, not_run
+
+from staleproof.cases import finding as findings_module
+from staleproof.cases import store
+from staleproof.cases.digest import file_digest
+from staleproof.cases.finding import RunFileError, write_findings
+from staleproof.cases.store import merged, origins, read_kept
+from staleproof.device import Provenance
+
+ROW = {"kernel": "k", "provider": "ours", "mode": "graph", "x_name": "n", "x_value": 1, "p50": 4.0}
+
+
+def test_a_run_comes_back_whole(tmp_path):
+    folder = tmp_path / "a-gpu"
+    store.write(folder, [finding("a", "q", "v", "clean")], [ROW])
+    run = store.read(folder)
+    assert [f.verdict for f in run.findings] == ["clean"]
+    assert run.measurements == [ROW]
+    assert run.machine == run.findings[0].machine["name"]
+    assert {"packages", "capabilities", "date", "schema"} <= run.environment.keys()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a-gpu"]
+
+
+def test_a_run_says_when_the_source_of_a_finding_has_changed(tmp_path, monkeypatch):
+    store.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [])
+    assert store.read(tmp_path / "a").title.endswith("same source")
+    monkeypatch.setattr(findings_module, "source_digest", lambda incident: "another")
+    assert store.read(tmp_path / "a").title.endswith("source changed since: a")
+
+
+def test_a_run_says_when_the_source_of_a_benchmark_has_changed(tmp_path, monkeypatch):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/k.py").write_text("pass\n")
+    monkeypatch.setattr(store, "checkout", lambda: tmp_path)
+    digest = file_digest(tmp_path / "benchmarks/k.py")
+    row = ROW | {"incident": "b", "benchmark": "k", "source_digest": digest}
+    for changes, stale in (
+        ({}, []),
+        ({"source_digest": "an earlier one"}, ["b"]),
+        ({"benchmark": "deleted since"}, ["b"]),
+    ):
+        store.write(tmp_path / "run", [], [row | changes])
+        assert store.read(tmp_path / "run").stale == stale
+    # A recording of before the benchmark was named.
+    del row["benchmark"]
+    store.write(tmp_path / "run", [], [row])
+    assert store.read(tmp_path / "run").stale == ["b"]
+    # There are no benchmarks to compare with.
+    monkeypatch.undo()
+    monkeypatch.setattr(store, "PACKAGE", tmp_path / "site-packages" / "staleproof")
+    assert store.read(tmp_path / "run").stale == []
+
+
+def test_a_spoilt_run_hides_no_other(tmp_path):
+    for name in ("a", "b", "c"):
+        store.write(tmp_path / name, [finding(name, "q", "v", "clean")], [])
+    path = tmp_path / "b" / "findings.jsonl"
+    path.write_text(path.read_text()[:-20])
+    spoilt: list[RunFileError] = []
+    assert [run.folder.name for run in store.read_all(tmp_path, spoilt=spoilt.append)] == ["a", "c"]
+    (error,) = spoilt
+    assert "truncated" in str(error)
+    assert str(path) in str(error)
+    with pytest.raises(RunFileError, match="truncated"):
+        store.read_all(tmp_path)
+
+
+@pytest.mark.parametrize("fails_at", ["environment.json", "the swap"])
+def test_a_failed_write_leaves_the_earlier_run(tmp_path, monkeypatch, fails_at):
+    folder = tmp_path / "a"
+    store.write(folder, [finding("a", "q", "v", "clean")], [ROW])
+    before = store.read(folder)
+    replace = Path.replace
+
+    def full_disk(self: Path, target: Path) -> Path:
+        if target.name == fails_at or (fails_at == "the swap" and self.name == "a.part"):
+            raise OSError(28, "No space left on device")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", full_disk)
+    with pytest.raises(RunFileError, match="No space left"):
+        store.write(folder, [], [])
+    assert store.read(folder) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 3, "lines": {}, "machine": {}, "date": "d"}'])
+def test_a_spoilt_environment_is_refused(tmp_path, text):
+    store.write(tmp_path / "a", [], [])
+    (tmp_path / "a" / "environment.json").write_text(text)
+    with pytest.raises(RunFileError, match="truncated or not a run's environment"):
+        store.read(tmp_path / "a")
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    store.write(tmp_path / "a", [], [ROW])
+    (tmp_path / "a" / "measurements.jsonl").unlink()
+    with pytest.raises(RunFileError, match=r"measurements\.jsonl: cannot be read"):
+        store.read(tmp_path / "a")
+
+
+def test_compare_counts_each_key_once():
+    first = [
+        finding("a", "q", "same", "clean"),
+        finding("a", "q", "other", "clean"),
+        finding("a", "q", "gone", "clean"),
+        not_run("a", "q", "absent here", "no GPU"),
+        not_run("a", "q", "absent", "no SM100"),
+    ]
+    second = [
+        finding("a", "q", "same", "clean"),
+        finding("a", "q", "other", "leaked"),
+        finding("a", "q", "absent here", "clean"),
+        not_run("a", "q", "absent", "no SM100"),
+    ]
+    result = store.compare(first, second)
+    assert result.match == [("a", "q", "same", "")]
+    assert result.mismatch == {("a", "q", "other", ""): ("clean", "leaked")}
+    assert result.only_first == [("a", "q", "gone", "")]
+    assert result.only_second == [("a", "q", "absent here", "")]
+    assert result.neither == [("a", "q", "absent", "")]
+
+
+def test_timings_are_compared_only_where_key_and_unit_agree(tmp_path):
+    rows = [ROW | {"unit": "us"}, ROW | {"x_value": 2, "unit": "us"}, ROW | {"x_value": 3}]
+    store.write(tmp_path / "a", [], rows)
+    rows = [ROW | {"unit": "us", "p50": 6.0}, ROW | {"x_value": 2, "unit": "ms"}]
+    store.write(tmp_path / "b", [], rows)
+    pairs = store.compare_timings(store.read(tmp_path / "a"), store.read(tmp_path / "b"))
+    assert [(row["x_value"], ratio) for row, ratio in pairs] == [(1, 1.5)]
+
+
+def test_the_environment_has_no_path_and_no_host_name(tmp_path):
+    import getpass
+    import socket
+
+    store.write(tmp_path / "a", [], [])
+    text = (tmp_path / "a" / "environment.json").read_text()
+    json.loads(text)
+    assert str(tmp_path) not in text
+    assert str(Path.home()) + "/" not in text
+    assert f'"{socket.gethostname()}"' not in text
+    assert f'"{getpass.getuser()}"' not in text
+
+
+def test_the_answers_of_other_incidents_stay_and_keep_their_provenance(tmp_path):
+    path = tmp_path / "findings.jsonl"
+    old = replace(finding("b", "q", "v", "clean"), provenance=Provenance.MEASURED, source_digest="then")
+    write_findings(path, [old, finding("a", "q", "v", "clean")])
+    after = merged(read_kept(path), [finding("a", "q", "v", "leaked")], ["a"], ["a", "b"])
+    assert [(f.incident, f.verdict) for f in after] == [("a", "leaked"), ("b", "clean")]
+    assert after[1] == old
+
+
+def test_a_question_that_is_gone_leaves_with_a_complete_run_only():
+    gone, again = finding("a", "gone", "v", "clean"), finding("a", "q", "v", "clean")
+    new = finding("a", "q", "v", "leaked")
+    assert merged([gone, again], [new], ["a"], ["a"]) == [new]
+    assert merged([gone, again], [new], [], ["a"]) == [new, gone]
+
+
+def test_origins_name_the_source_of_what_is_older():
+    today = finding("mla_padding", "q", "v", "clean")
+    old = [replace(today, variant=str(n), source_digest="abc", date="2026-01-02") for n in range(2)]
+    first, second = origins([today, *old])
+    assert first.endswith("the source as it is now")
+    assert second.startswith("mla_padding: 2 findings, ")
+    assert "2026-01-02" in second
+    assert second.endswith(f"source abc, which is {today.source_digest} now: run it again")
+
+
+@pytest.mark.parametrize("spoil", [lambda text: text[:-9], lambda text: text.replace("INTERP", "OTHER")])
+def test_a_file_that_cannot_be_read_is_refused_and_not_overwritten(tmp_path, spoil):
+    path = tmp_path / "findings.jsonl"
+    write_findings(path, [replace(finding("a", "q", "v", "clean"), provenance=Provenance.INTERPRETED)])
+    path.write_text(spoil(path.read_text()))
+    with pytest.raises(RunFileError, match="its findings would be lost: move the file, or name another"):
+        read_kept(path)

@@ -1,0 +1,66 @@
+"""A fix of incident 2 whose outputs are wrong is called wrong, although its server lives."""
+
+from __future__ import annotations
+
+import pytest
+
+from staleproof.incidents.decode_buffer import setups
+from staleproof.incidents.decode_buffer.cases import TABLE
+from staleproof.incidents.decode_buffer.correct import wrong
+from staleproof.incidents.decode_buffer.setups import OFF, SETUPS, ServerCase
+from staleproof.ops.clear_empty_rows import clear_empty_rows
+from staleproof.ops.decode_workspace import DecodeWorkspace
+
+
+def _clears_from_the_first_empty_row_on(out, seq_lens):
+    out[int((seq_lens > 0).long().argmin()) if (seq_lens == 0).any() else len(out) :] = 0
+
+
+def _hides_nan(out, seq_lens):
+    out.nan_to_num_()
+    clear_empty_rows(out, seq_lens)
+
+
+def _one_percent(out, seq_lens):
+    out.mul_(1.01)
+    clear_empty_rows(out, seq_lens)
+
+
+def _clears_all(out, seq_lens):
+    out.zero_()
+
+
+def _clears_unless_all_are_empty(out, seq_lens):
+    if (seq_lens > 0).any():
+        clear_empty_rows(out, seq_lens)
+
+
+@pytest.mark.parametrize(
+    "clear",
+    [
+        _clears_from_the_first_empty_row_on,
+        _hides_nan,
+        _one_percent,
+        _clears_all,
+        _clears_unless_all_are_empty,
+        lambda out, seq_lens: None,
+    ],
+)
+def test_rows_that_are_cleared_wrongly_are_told(monkeypatch, clear):
+    monkeypatch.setattr(setups, "clear_empty_rows", clear)
+    assert wrong(ServerCase("clear_empty_rows"), "cpu") is not None
+
+
+def test_a_server_that_lives_and_loses_its_output_is_not_fixed(monkeypatch):
+    monkeypatch.setattr(setups, "clear_empty_rows", _clears_all)
+    (found,) = TABLE.ask("off/on/off", "clear_empty_rows", device="cpu")
+    assert (found.verdict, found.three.on, found.failed) == ("wrong", "lives", True)
+    assert "live rows" in found.note
+
+
+def test_a_workspace_whose_key_forgets_the_micro_batch_is_told(monkeypatch):
+    assert [wrong(ServerCase(name), "cpu") for name, setup in SETUPS.items() if setup.fix] == [None, None]
+    get = DecodeWorkspace.get
+    monkeypatch.setattr(DecodeWorkspace, "get", lambda self, *of, micro_batch: get(self, *of, micro_batch=0))
+    assert "another micro-batch" in (wrong(ServerCase("decode_workspace"), "cpu") or "")
+    assert "another micro-batch" in (wrong(ServerCase(OFF), "cpu") or "")

@@ -1,0 +1,41 @@
+"""What the verdicts of incident 4 rest on, and that a broken remedy changes them."""
+
+from __future__ import annotations
+
+from staleproof.cases.finding import OFF_ON_OFF
+from staleproof.cases.words import NOT_FIXED
+from staleproof.incidents.kv_reuse import scene
+from staleproof.incidents.kv_reuse.cases import TABLE
+
+
+def test_the_share_of_corrupted_requests_grows_with_uptime_and_with_prefix_caching():
+    corrupted = []
+    for how in ("with", "without"):
+        found = TABLE.ask(f"served {how} prefix caching", "no_zeroing", "BlockZeroer")
+        off, on = (f.numbers for f in found)
+        windows = [tuple(map(int, window.split("/"))) for window in off["by_window"].split()]
+        assert sum(bad for bad, _ in windows[:2]) == 0
+        assert sum(bad for bad, _ in windows[3:]) / sum(of for _, of in windows[3:]) > 0.25
+        assert on["corrupted"] == 0
+        assert on["finished"] > 30
+        corrupted.append(off["corrupted"])
+    assert corrupted[0] > corrupted[1]
+
+
+def test_a_zeroer_that_does_nothing_is_not_called_fixed(monkeypatch):
+    monkeypatch.setattr(scene.BlockZeroer, "zero", lambda self, block_ids: None)
+    variants = [f"BlockZeroer, e4m3, {layout} outermost" for layout in ("blocks", "K/V")]
+    found = TABLE.ask(OFF_ON_OFF, *variants)
+    assert [(f.verdict, f.failed) for f in found] == [(NOT_FIXED, True)] * 2
+
+
+def test_a_cure_leaves_what_the_prefix_cache_holds():
+    with_, without = (f.numbers for f in TABLE.ask("requests after the cure"))
+    assert 0 < with_["corrupted"] == with_["through_cached_blocks_alone"] < with_["began"]
+    assert without["corrupted"] == 0 < without["began"]
+
+
+def test_the_race_wipes_live_blocks_and_keeps_stale_ones():
+    for found in TABLE.ask("host one step ahead"):
+        harm = [found.numbers[what] > 0 for what in ("live_blocks_wiped", "stale_blocks_kept")]
+        assert harm == [found.variant == "one_pinned_buffer"] * 2

@@ -1,0 +1,82 @@
+"""What the verdicts of incident 5 rest on; a broken subject changes them, and absent hardware is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from staleproof.cases.children import ChildError
+from staleproof.cases.finding import OFF_ON_OFF
+from staleproof.incidents.scale_padding import broken, null_block
+from staleproof.incidents.scale_padding.cases import TABLE, duplicates, nan_in_a_tile
+from staleproof.ops import nvfp4 as kernels
+
+
+@pytest.mark.parametrize("path", broken.PATHS)
+def test_only_nan_in_the_padding_of_scales_reaches_a_live_row(path):
+    for found in TABLE.ask(f"padding, {path}"):
+        # Other contents are multiplied by values of 0, and only NaN survives that.
+        assert found.numbers["changed_by"] == ("nan" if found.verdict == "leaked" else "")
+
+
+def test_padding_left_unwritten_is_found(monkeypatch):
+    launch = kernels._quantize
+    monkeypatch.setattr(
+        kernels, "_quantize", lambda *args, pad, **options: launch(*args, pad=False, **options)
+    )
+    found = [TABLE.ask(f"padding, {path}", "quantize_nvfp4")[0] for path in ("128x4", "linear")]
+    assert [one.failed for one in found] == [True, False]
+
+
+def test_another_stated_chance_is_off():
+    assert [nan_in_a_tile(stated, "cpu").verdict for stated in (0.981, 0.982, 0.983)] == [
+        "off",
+        "agrees",
+        "off",
+    ]
+
+
+def test_random_bytes_give_nan_at_the_computed_rate():
+    own, other = (found.numbers for found in TABLE.ask("random padding"))
+    assert own["wrong_finite"] == 0
+    assert other["wrong_finite"] + other["nan"] == pytest.approx(1)
+    for one in (own, other):
+        assert one["nan"] == pytest.approx(one["nan_computed"], abs=0.06)
+
+
+def test_id_width_makes_every_other_id_a_zero():
+    (found,) = TABLE.ask("id width", "int64_read_as_int32")
+    assert found.numbers["first_ids"].split()[1::2] == ["0"] * 4
+
+
+def test_a_simulator_that_repeats_experts_is_not_called_distinct(device):
+    found = duplicates(128, 8, (broken.simulate_with_replacement, 0.0), device)
+    assert found.verdict == "another rate"
+
+
+def test_pad_invariance_sees_what_no_nan_check_does():
+    (found,) = TABLE.ask("cross row, padding content", "neighbour_in_the_maximum")
+    assert "nan" not in found.numbers["changed_by"].split()
+
+
+RANKS = [("null block", "slot_0, gloo"), (OFF_ON_OFF, "slot_minus_one, gloo")]
+
+
+def asked_of_ranks(backend="gloo"):
+    rows = [case for case in TABLE.cases if case.key.variant.endswith(f", {backend}")]
+    return [found for case in rows for found in TABLE.ask(case.key.question, case.key.variant, device="cpu")]
+
+
+def test_ranks_that_fail_are_a_reason(monkeypatch):
+    def fails(*args, **options):
+        raise ChildError("rank 1 ended with 1")
+
+    monkeypatch.setattr(null_block.children, "call_ranks", fails)
+    found = asked_of_ranks()
+    assert [(f.question, f.variant) for f in found] == RANKS
+    assert {(f.verdict, f.note) for f in found} == {("not run", "two ranks, gloo: rank 1 ended with 1")}
+
+
+def test_absent_hardware_says_so_and_does_not_pass(monkeypatch):
+    monkeypatch.setattr(null_block, "unavailable_reason", lambda backend: "needs a CUDA device")
+    for found in asked_of_ranks("nccl"):
+        assert (found.verdict, found.note, found.ok) == ("not run", "needs a CUDA device", False)

@@ -1,0 +1,62 @@
+"""Findings that tests make up, with the family of their words found by the word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from staleproof.cases import finding as cases
+from staleproof.cases.finding import OFF_ON_OFF, REPLICA, Evidence, Finding, Key, Three
+from staleproof.cases.words import FAMILIES, FIX, FIXED, NOT_RUN
+
+
+def family(*verdicts: str | None) -> str:
+    """The first family, beside that of fixes, that has all these words."""
+    known = {verdict for verdict in verdicts if verdict not in (None, NOT_RUN)}
+    return next(name for name, words in FAMILIES.items() if name != FIX and known <= words.keys())
+
+
+def finding(
+    incident: str,
+    question: str,
+    variant: str,
+    verdict: str,
+    *,
+    expected: str | None = None,
+    note: str = "",
+    evidence: Evidence = REPLICA,
+    **numbers: Any,
+) -> Finding:
+    """A finding of this process."""
+    key = Key(incident, question, variant)
+    return cases.finding(
+        *(key, family(verdict, expected), verdict), expected=expected, note=note, evidence=evidence, **numbers
+    )
+
+
+def not_run(incident: str, question: str, variant: str, why: str) -> Finding:
+    """A finding that was not run."""
+    return cases.not_run(Key(incident, question, variant), "rows", why)
+
+
+def off_on_off(
+    incident: str,
+    variant: str,
+    *,
+    off: str,
+    on: str,
+    again: str,
+    wrong: str | None = None,
+    expected: str = FIXED,
+    evidence: Evidence = REPLICA,
+    **numbers: Any,
+) -> Finding:
+    """A finding of off / on / off, with the verdict that these three give."""
+    three = Three(family(off, on, again), off, on, again, right=wrong is None, wrong=wrong or "")
+    return cases.finding(
+        *(Key(incident, OFF_ON_OFF, variant), FIX, three.verdict),
+        expected=expected,
+        note=wrong or "",
+        three=three,
+        evidence=evidence,
+        **numbers,
+    )
