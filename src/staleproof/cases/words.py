@@ -10,7 +10,7 @@ expected to leak, and it is still bad.
 Traceback (most recent call last):
     ...
 staleproof.cases.words.UnknownWordError: verdict: expected a word of the family rows (clean; pad_only; \
-leaked; live_born; wrong, finite; not run), got 'leeked'
+leaked; live_born; hidden; wrong, finite; not run), got 'leeked'
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
             "pad_only": "Padding rows hold NaN and no live row does.",
             "leaked": "A live row is bad, and the same input with clean padding is good.",
             "live_born": "A live row is bad by itself.",
+            "hidden": "A request that is sick by itself gets an answer that looks sound.",
             "wrong, finite": _FINITE,
         },
     ),
@@ -91,6 +92,7 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
             "partly written": "Part of the row keeps whatever the memory held.",
             "nan": "The kernel computes a NaN for the row.",
             "finite": "The row holds numbers that are not zero.",
+            "live rows wrong": "Live rows differ from the reference, so nothing is said of empty ones.",
         },
     ),
     "padding NaN": _family(
