@@ -25,7 +25,8 @@ import sys
 import tempfile
 import types
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -235,7 +236,7 @@ def _be_hopper() -> None:
     driver.set_active(_Driver())
     sizes = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
     torch.cuda.get_device_capability = lambda *args: (9, 0)
-    torch.cuda.get_device_properties = lambda *args: sizes
+    torch.cuda.get_device_properties = lambda *args: sizes  # type: ignore[assignment, return-value]
 
 
 @dataclass(frozen=True)
@@ -290,16 +291,17 @@ class MatmulOgs:
         sys.path.insert(
             0, str(self._copied(edit) if edit else found / PACKAGE).removesuffix("/triton_kernels")
         )
-        self.ogs = importlib.import_module("triton_kernels.matmul_ogs")
+        self.ogs: Any = importlib.import_module("triton_kernels.matmul_ogs")
         self.routing = importlib.import_module("triton_kernels.routing")
         self.layout = importlib.import_module("triton_kernels.tensor_details.layout")
         self.swiglu = importlib.import_module("triton_kernels.swiglu").swiglu_fn
         if device == "cpu":
-            details = importlib.import_module("triton_kernels.matmul_ogs_details._matmul_ogs")
+            details: Any = importlib.import_module("triton_kernels.matmul_ogs_details._matmul_ogs")
             # A constexpr, which compiled code reads as its value.
             details.MXFP_BLOCK_SIZE = 32
             self.ogs.get_kernels = self._interpreted
-        self.swizzle = self.loader(found)
+        with self.loader(found) as module:
+            self.swizzle = module._swizzle_mxfp4
 
     def _copied(self, edit: Edit) -> Path:
         copy = Path(tempfile.mkdtemp(prefix="triton_kernels_")) / "triton_kernels"
@@ -337,18 +339,19 @@ class MatmulOgs:
             _matmul_ogs=launcher(self.ogs._matmul_ogs), _reduce_grouped=launcher(self.ogs._reduce_grouped)
         )
 
-    def loader(self, folder: Path) -> Callable[..., tuple[Any, Any, Any]]:
-        """``_swizzle_mxfp4`` of a vLLM, which runs here as on Hopper.
+    @contextmanager
+    def loader(self, folder: Path) -> Iterator[types.ModuleType]:
+        """``mxfp4_utils`` of a vLLM for the length of a ``with``; its ``_swizzle_mxfp4`` runs as on Hopper.
 
         Args:
-            folder: its ``vllm``.
+            folder: the folder ``vllm``.
         """
         # The module names two operators at its end, which nothing here calls.
         operators = types.SimpleNamespace(dequant_mxfp4=None, quant_dequant_mxfp4=None)
         with vllm_sources.executed(folder, LOADER), patch.object(torch.ops, "vllm", operators, create=True):
             platform = importlib.import_module("vllm.platforms").current_platform
             platform.is_device_capability = lambda capability: capability == 90
-            return importlib.import_module(LOADER)._swizzle_mxfp4
+            yield importlib.import_module(LOADER)
 
     def operand(self, weight: torch.Tensor, scale: torch.Tensor, swizzle: Any = None) -> Operand:
         """Convert a checkpoint's weights as vLLM's loader does.

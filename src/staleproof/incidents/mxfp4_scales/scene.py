@@ -6,15 +6,16 @@ own kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from staleproof.cases.case import Reading, reading
 from staleproof.incidents.mxfp4_scales import broken
 from staleproof.incidents.mxfp4_scales.broken import Kernel, Matrix, Shape
-from staleproof.incidents.mxfp4_scales.remedies import REMEDIES, Remedy
+from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
 
 RIGHT, NAN, WRONG = "right", "NaN", "wrong, finite"
 # Relative error of a row: bf16 weights and results, summed in fp32. The kernels' own is below 5e-3.
@@ -85,9 +86,10 @@ def layer_on(device: str, size: Size = SMALL, tokens: int = TOKENS) -> Layer:
 
 
 def _sorted(a: Layer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Each expert with the tokens that are routed to it, and the places of it in their choice."""
+    """Each expert with the tokens that are routed to it, and its place in their choices."""
     for expert in range(a.w13.shape.experts):
-        yield expert, *(a.topk_ids == expert).nonzero(as_tuple=True)
+        token, place = (a.topk_ids == expert).nonzero(as_tuple=True)
+        yield expert, token, place
 
 
 def reference(a: Layer) -> torch.Tensor:
@@ -99,11 +101,6 @@ def reference(a: Layer) -> torch.Tensor:
         y = inner.bfloat16().float() @ broken.dequantized(second).T
         out.index_add_(0, token, y * a.topk_weights[token, place, None])
     return out
-
-
-def slab_of(matrix: Matrix, behind: torch.Tensor, kernel: Kernel) -> torch.Tensor:
-    """The scales in memory, with bytes right behind them."""
-    return torch.cat([broken.swizzled(matrix.scale, kernel), behind])
 
 
 def layer(
@@ -119,7 +116,7 @@ def layer(
     Returns:
         (tokens, hidden), and (tokens * top_k, inter) sorted by expert; fp32.
     """
-    slabs = [slab_of(matrix, behind, kernel) for matrix in (a.w13, a.w2)]
+    slabs = [torch.cat([broken.swizzled(m.scale, kernel), behind]) for m in (a.w13, a.w2)]
     out, inners = torch.zeros(a.x.shape), []
     everything = broken.product(a.x, a.w13, slabs[0], kernel)
     for expert, token, place in _sorted(a):
@@ -175,65 +172,82 @@ BEHIND: dict[str, Fill] = {
 }
 
 
-def behind(name: str, n: int = TAIL) -> torch.Tensor:
+def bytes_of(name: str, n: int = TAIL) -> torch.Tensor:
     """Bytes to put behind the scales, by their name in :data:`BEHIND`."""
     return BEHIND[name](n, torch.Generator().manual_seed(0))
 
 
-class Judged(NamedTuple):
-    """What came out of a layer.
-
-    Attributes:
-        word: ``"right"``, ``"NaN"`` if the output holds one, or ``"wrong, finite"``.
-        numbers: counts of rows, the worst relative error of a row, and what stands in the intermediate.
-    """
-
-    word: str
-    numbers: dict[str, Any]
+# Computes a layer with these bytes behind its scales: output and intermediate.
+Run = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def judged(a: Layer, got: tuple[torch.Tensor, torch.Tensor], clean: torch.Tensor) -> Judged:
-    """Judge a layer's output.
+def judged(
+    a: Layer, run: Run, fills: Sequence[str] = ("0x00", "0xff"), filters: bool = False
+) -> list[Reading]:
+    """Judge a layer with each of these bytes behind its scales, beside a reference and beside zeros.
 
     Args:
         a: the layer.
-        got: output and intermediate.
-        clean: the same kernel's output with zeros behind the scales.
+        run: computes it.
+        fills: names in :data:`BEHIND`.
+        filters: whether NaN in the output become 0 before anybody looks.
     """
-    out, inner, right = got[0].float(), got[1].float(), reference(a)
-    nan = ~out.isfinite().all(1)
-    error = (out - right).norm(dim=1) / right.norm(dim=1)
-    changed = (out != clean.float()).any(1)
-    word = NAN if nan.any() else WRONG if (error > BUDGET).any() else RIGHT
-    sane = error[~changed & ~nan]
-    return Judged(
-        word,
-        {
-            "tokens": len(out),
-            "routed_to_the_last_expert": int(a.hit.sum()),
-            "changed": int(changed.sum()),
-            "changed_are_those_routed": bool(changed.equal(a.hit)),
-            "rows_with_nan": int(nan.sum()),
-            "nan_in_the_intermediate": int(inner.isnan().sum()),
-            "fifty_six_in_the_intermediate": int((inner == 56).sum()),
-            "worst_error_of_a_changed_row": float(error[changed].max()) if changed.any() else 0.0,
-            "worst_error_of_another_row": float(sane.max()) if len(sane) else 0.0,
-        },
-    )
+    right, (clean, _) = reference(a), run(bytes_of("0x00"))
+    said = []
+    for name in fills:
+        out, inner = run(bytes_of(name))
+        got = (out.nan_to_num() if filters else out).float()
+        nan, changed = ~got.isfinite().all(1), (got != clean.float()).any(1)
+        error = (got - right).norm(dim=1) / right.norm(dim=1)
+        said.append(
+            reading(
+                NAN if nan.any() else WRONG if (error > BUDGET).any() else RIGHT,
+                tokens=len(got),
+                routed_to_the_last_expert=int(a.hit.sum()),
+                changed=int(changed.sum()),
+                changed_are_those_routed=bool(changed.equal(a.hit)),
+                rows_with_nan=int(nan.sum()),
+                nan_in_the_intermediate=int(inner.isnan().sum()),
+                fifty_six_in_the_intermediate=int((inner == 56).sum()),
+                worst_error=float(error[~nan].max()) if (~nan).any() else None,
+                worst_error_of_rows_not_changed=float(error[~changed].max()) if (~changed).any() else None,
+            )
+        )
+    return said
 
 
-def replica(remedy: str, bytes_behind: str, a: Layer | None = None) -> Judged:
-    """Our replica of the layer with one remedy.
+def replica(remedy: str, fill: str) -> Reading:
+    """Our replica of the small layer with one remedy and these bytes behind its scales.
+
+    >>> replica("none", "0xfe").verdict, replica("none", "0xff").verdict
+    ('right', 'wrong, finite')
+    """
+    a, how = layer_on("cpu"), REMEDIES[remedy]
+    return judged(a, lambda behind: layer(a, behind, how.kernel), [fill], how.filters)[0]
+
+
+def odd_groups(remedy: str, product: Callable[..., torch.Tensor] | None = None) -> Reading:
+    """K of three groups, where the layout itself adds a fourth: what if that one holds 0xff?
+
+    The package's own mask of the values is wrong for such a K, which is no multiple of 64, so the product is
+    compared with that of a group of zeros.
 
     Args:
         remedy: a name in :data:`REMEDIES`.
-        bytes_behind: a name in :data:`BEHIND`.
-        a: the layer; the small one by default.
+        product: ``product(x, matrix, memory)`` as the package computes it; our replica by default.
     """
-    a, how = a or layer_on("cpu"), REMEDIES[remedy]
-    clean, _ = layer(a, behind("0x00"), how.kernel)
-    out, inner = layer(a, behind(bytes_behind), how.kernel)
-    return judged(a, (out.nan_to_num() if how.filters else out, inner), clean)
+    generator, kernel = torch.Generator().manual_seed(2), REMEDIES[remedy].kernel
+    matrix = checkpoint(Shape(2, 256, 96), generator)
+    x, tail = torch.randn(16, 96, generator=generator).bfloat16(), bytes_of("0x00")
+
+    def ours(x: torch.Tensor, matrix: Matrix, memory: torch.Tensor) -> torch.Tensor:
+        return broken.product(x, matrix, torch.cat([memory, tail]), kernel)
+
+    ask = product or ours
+    clean, dirty = (ask(x, matrix, broken.swizzled(matrix.scale, kernel, pad)) for pad in (0x00, 0xFF))
+    changed = ~((clean == dirty).flatten(0, 1).all(0))
+    word = NAN if not dirty.isfinite().all() else WRONG if changed.any() else RIGHT
+    return reading(word, columns=dirty.shape[-1], changed_columns=int(changed.sum()))
 
 
 def chance_of_0xff(name: str, trials: int = 20_000, width: int = 32) -> float:
@@ -242,32 +256,5 @@ def chance_of_0xff(name: str, trials: int = 20_000, width: int = 32) -> float:
     >>> chance_of_0xff("fp32 -inf"), chance_of_0xff("bf16 NaN, 0x7fc0")
     (1.0, 0.0)
     """
-    drawn = behind(name, trials * width).view(trials, width)
+    drawn = bytes_of(name, trials * width).view(trials, width)
     return float((drawn == 0xFF).any(1).float().mean())
-
-
-def odd_groups(how: Remedy) -> tuple[Matrix, torch.Tensor, list[torch.Tensor]]:
-    """K of three groups, where the layout itself adds a fourth: a matrix, rows, and the scales in memory.
-
-    Returns:
-        The matrix, (16, 96) bf16, and the scales as bytes with 0x00 and with 0xff in that group.
-    """
-    generator = torch.Generator().manual_seed(2)
-    matrix = checkpoint(Shape(2, 256, 96), generator)
-    x = torch.randn(16, 96, generator=generator).bfloat16()
-    return matrix, x, [broken.swizzled(matrix.scale, how.kernel, pad) for pad in (0x00, 0xFF)]
-
-
-def judged_pad(clean: torch.Tensor, dirty: torch.Tensor) -> Judged:
-    """Whether the dirty group changed the product, and in which columns."""
-    changed = (clean != dirty).any(1).any(0)
-    word = NAN if not dirty.isfinite().all() else RIGHT if dirty.equal(clean) else WRONG
-    return Judged(word, {"columns": dirty.shape[-1], "changed_columns": int(changed.sum())})
-
-
-def replica_pad(remedy: str) -> Judged:
-    """Our replica on :func:`odd_groups`."""
-    matrix, x, memory = odd_groups(REMEDIES[remedy])
-    tail = torch.zeros(TAIL, dtype=torch.uint8)
-    kernel = REMEDIES[remedy].kernel
-    return judged_pad(*(broken.product(x, matrix, torch.cat([each, tail]), kernel) for each in memory))
