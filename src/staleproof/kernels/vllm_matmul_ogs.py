@@ -236,7 +236,7 @@ def _be_hopper() -> None:
     driver.set_active(_Driver())
     sizes = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
     torch.cuda.get_device_capability = lambda *args: (9, 0)
-    torch.cuda.get_device_properties = lambda *args: sizes  # type: ignore[assignment, return-value]
+    torch.cuda.get_device_properties = lambda *args: sizes  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class MatmulOgs:
             details: Any = importlib.import_module("triton_kernels.matmul_ogs_details._matmul_ogs")
             # A constexpr, which compiled code reads as its value.
             details.MXFP_BLOCK_SIZE = 32
-            self.ogs.get_kernels = self._interpreted
+            vars(self.ogs)["get_kernels"] = self._interpreted
         with self.loader(found) as module:
             self.swizzle = module._swizzle_mxfp4
 

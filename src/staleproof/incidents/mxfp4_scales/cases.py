@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from staleproof.cases import children
-from staleproof.cases.case import MissingError, Reading, Scene, ablation, each, fix, reading
+from staleproof.cases.case import Case, Fix, MissingError, Reading, Scene, ablation, each, fix, reading
 from staleproof.cases.finding import ARITHMETIC, Evidence, Grade
 from staleproof.cases.run import Table
 from staleproof.cases.words import FIXED, NOT_FIXED
@@ -21,7 +20,8 @@ from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
 from staleproof.incidents.mxfp4_scales.scene import NAN, RIGHT, SMALL, TOKENS, WRONG
 from staleproof.kernels import vllm_matmul_ogs
 
-INSIDE, PAST = "inside", "past the end"
+WORDS = "scales"
+INSIDE, PAST, ILLEGAL = "inside", "past the end", "illegal memory access"
 ALWAYS, SOMETIMES, NEVER = "always 0xff", "0xff now and then", "never 0xff"
 
 # Projections of gpt-oss: K of the first is the hidden size, 2880. vLLM rounds the intermediate size that
@@ -123,14 +123,20 @@ def _children(*calls: tuple[Any, ...]) -> dict[Any, Any]:
 
 
 def _asked(device: str) -> Told:
-    same = [name for name, remedy in REMEDIES.items() if remedy.edit is None]
+    same = [name for name, remedy in REMEDIES.items() if remedy.edit is None and name != "none"]
     edited = [(real.package, device, name) for name, remedy in REMEDIES.items() if remedy.edit]
-    return _children((real.package, device, *same), *edited)
+    return _children((real.package, device, "none"), *edited, (real.package, device, *same, real.AGAIN))
+
+
+def _loaded(device: str) -> Told:
+    given = str(vllm_matmul_ogs.version()), str(vllm_matmul_ogs.root())
+    return _children((real.loader, device, *given))
 
 
 PACKAGE = Scene("vLLM's kernel with each remedy", _asked)
 FIRST_PRODUCT = Scene("vLLM's first product", lambda device: _children((real.table, device)))
 NEIGHBOUR = Scene("24 layers", lambda device: _children((real.neighbour, device)))
+LOADER = Scene("vLLM's loader with the patch and without", _loaded)
 
 
 def answer(probe: Any, device: str, told: Told) -> Reading:
@@ -140,26 +146,28 @@ def answer(probe: Any, device: str, told: Told) -> Reading:
     return told[probe]
 
 
-def _of_layer(remedy: str, device: str, told: Told, fill: str = "0xff") -> Reading:
-    return answer((remedy, f"{fill}, {TOKENS} tokens"), device, told)
+def of_layer(label: str, device: str, told: Told, fill: str = "0xff", tokens: int = TOKENS) -> Reading:
+    """What vLLM's kernel made of the layer with a remedy."""
+    return answer((label, fill, tokens), device, told)
 
 
-def _moved(remedy: str, device: str, told: Told) -> str | None:
-    """What a remedy changes besides: rows over other bytes behind."""
-    changed = _of_layer(remedy, device, told).numbers["changed"]
-    return f"0xff behind the scales changes {changed} rows" if changed else None
+def of_product(name: str, device: str, told: Told) -> Reading:
+    """vLLM's first product with these bytes behind, or ``"layout"``; ``"control 1"``: of whole tiles."""
+    control = name.startswith("control")
+    k = real.CONTROLS[device][int(name[-1]) - 1] if control else real.size_on(device).hidden
+    return answer((k, "0xff" if control else name), device, told)
 
 
-def _moved_replica(remedy: str, device: str) -> str | None:
-    changed = scene.replica(remedy, "0xff").numbers["changed"]
+def _moved(said: Reading) -> str | None:
+    changed = said.numbers["changed"]
     return f"0xff behind the scales changes {changed} rows" if changed else None
 
 
 def guarded(remedy: str, device: str) -> Reading:
     """The first product in a child process, its scales at the end of a mapping."""
     ended = children.call(real.guarded, remedy, timeout_s=120)
-    if ended.code and "illegal memory access" in ended.stderr:
-        return reading("illegal memory access", note=ended.last_line)
+    if ended.code and ILLEGAL in ended.stderr:
+        return reading(ILLEGAL, note=ended.last_line)
     return ended.answer()
 
 
@@ -167,38 +175,6 @@ def _cost(remedy: Any, device: str) -> Reading:
     return children.call(real.cost, device, timeout_s=200).answer()
 
 
-def _loaded(device: str) -> Any:
-    """The three answers of vLLM's loader: without the patch, with it, and without it."""
-    given = vllm_matmul_ogs.version(), str(vllm_matmul_ogs.root())
-    return children.call(real.loader, device, *given, timeout_s=300).answer()
-
-
-def _turn(turn: int, device: str, told: list[Reading]) -> Reading:
-    return told[turn]
-
-
-def _turn_moved(turn: int, device: str, told: list[Reading]) -> str | None:
-    changed = told[turn].numbers["changed"]
-    return f"0xff behind the scales changes {changed} rows" if changed else None
-
-
-def _product(name: str, device: str, told: Told) -> Reading:
-    return answer((real.size_on(device).hidden, name), device, told)
-
-
-def _control(index: int, device: str, told: Told) -> Reading:
-    return answer((real.CONTROLS[device][index], "0xff"), device, told)
-
-
-def _layout(name: str, device: str, told: Told) -> Reading:
-    return answer((real.size_on(device).hidden, "layout"), device, told)
-
-
-def _batch(tokens: int, device: str, told: Told) -> Reading:
-    return answer(("none", f"0xff, {tokens} tokens"), device, told)
-
-
-ILLEGAL = "illegal memory access"
 CURED = ("loader_pads", "layout_pads", "mask_after_load", "mask_load")
 LAYER = {name: RIGHT if name in CURED else WRONG for name in REMEDIES}
 ODD = {name: RIGHT if name == "mask_after_load" else NAN for name in REMEDIES}
@@ -214,173 +190,87 @@ GUARD = {"none": ILLEGAL, "mask_after_load": ILLEGAL} | dict.fromkeys(
     ("loader_pads", "layout_pads", "mask_load"), RIGHT
 )
 DRAWN = "whether these 32 random bytes hold 0xff is a matter of chance"
-STAGES = ("loaded", "profiled", "KV caches", *(f"{n} requests sampled" for n in real.STEPS))
+ALLOCATOR = "what the allocator puts there is what is asked"
+BATCHES = {f"tokens: {tokens}": tokens for tokens in real.BATCHES["cuda"]}
+# What is left out, and the verdict then.
+WITHOUT: dict[str, dict[str, Any]] = {
+    "pairs of groups in memory": {"kernel": Kernel(align=4)},
+    "a load without a mask": {"kernel": Kernel(mask=GROUPS)},
+    "a byte 0xff behind": {"fill": "0xfe"},
+    "clamps that drop NaN": {"kernel": Kernel(drops_nan=False)},
+    "K modulo 128 of 1 to 64": {"hidden": 256},
+    "a token of the last expert": {"routed": False},
+}
+ABLATED = dict.fromkeys(WITHOUT, RIGHT) | {"all": WRONG, "clamps that drop NaN": NAN}
+STAGES = ["loaded", "profiled", "KV caches", *(f"{n} requests sampled" for n in real.STEPS)]
+
+REAL: dict[str, Any] = {"needs": _package, "evidence": _real}
+ON_GPU = REAL | {"needs": _on_gpu}
+# A filter and a single fill change nothing of how the kernel reads its own memory.
+READERS = [name for name, remedy in REMEDIES.items() if not (remedy.filters or remedy.zeroes)]
+TRIED = [name for name in REMEDIES if name != "none"]
+
+
+def _ours(remedy: str, device: str) -> Reading:
+    return scene.replica(remedy, "0xff")
+
+
+def _fixes(replica: bool) -> Iterator[Fix]:
+    """Off / on / off of each remedy, in our replica or in vLLM's package."""
+    for name in TRIED:
+        shared: dict[str, Any] = {"off": "none", "on": name, "expect": FIXED if name in CURED else NOT_FIXED}
+        if replica:
+            yield fix(f"{name}, replica", WORDS, ask=_ours, wrong=lambda *on: _moved(_ours(*on)), **shared)
+        else:
+            wrong = lambda *on: _moved(of_layer(*on))  # noqa: E731
+            shared |= REAL | {"again": real.AGAIN, "scene": PACKAGE}
+            yield fix(name, WORDS, ask=of_layer, wrong=wrong, **shared)
+
+
+def _batch(label: str) -> list[Case]:
+    """The layer at several sizes of the batch."""
+    ask = partial(_of_batch, label)
+    expect = LAYER[label]
+    return each(f"layer, batches, {label}", WORDS, BATCHES, ask, expect=expect, scene=PACKAGE, **ON_GPU)
+
+
+def _of_batch(label: str, tokens: int, device: str, told: Told) -> Reading:
+    return of_layer(label, device, told, tokens=tokens)
+
+
+def _odd(name: str, device: str, told: Told) -> Reading:
+    return answer((name, "odd groups"), device, told)
+
+
+def _of_shape(shape: Shape) -> str:
+    return PAST if 1 <= shape.k % 128 <= 64 else INSIDE
+
+
+_ZEROS = partial(of_layer, fill="0x00")
+LAYERS, FILLS, CONTROLS = list(REMEDIES), list(scene.BEHIND), ["control 1", "control 2"]
+OF_PACKAGE, OF_PRODUCT = REAL | {"scene": PACKAGE}, REAL | {"scene": FIRST_PRODUCT}
+COMPARED: dict[str, Any] = {"wrong": lambda *on: _moved(answer(*on)), "scene": LOADER}
 
 TABLE = Table(
     "mxfp4_scales",
-    each(
-        "over-read",
-        "scales",
-        SHAPES,
-        over_read,
-        expect=lambda shape: PAST if 1 <= shape.k % 128 <= 64 else INSIDE,
-        evidence=ARITHMETIC,
-    ),
-    each("byte behind", "scales", {"all 256": None}, byte_values, expect=NAN, evidence=ARITHMETIC),
-    each("memory behind", "scales", list(scene.BEHIND), memory_behind, expect=BYTES, evidence=ARITHMETIC),
-    ablation(
-        Ingredients(),
-        "scales",
-        whole="all",
-        without={
-            "pairs of groups in memory": {"kernel": Kernel(align=4)},
-            "a load without a mask": {"kernel": Kernel(mask=GROUPS)},
-            "a byte 0xff behind": {"fill": "0xfe"},
-            "clamps that drop NaN": {"kernel": Kernel(drops_nan=False)},
-            "K modulo 128 of 1 to 64": {"hidden": 256},
-            "a token of the last expert": {"routed": False},
-        },
-        ask=silent,
-        expect={
-            "all": WRONG,
-            "pairs of groups in memory": RIGHT,
-            "a load without a mask": RIGHT,
-            "a byte 0xff behind": RIGHT,
-            "clamps that drop NaN": NAN,
-            "K modulo 128 of 1 to 64": RIGHT,
-            "a token of the last expert": RIGHT,
-        },
-    ),
-    each(
-        "layer, replica",
-        "scales",
-        list(REMEDIES),
-        lambda name, device: scene.replica(name, "0xff"),
-        expect=LAYER,
-    ),
-    each(
-        "odd groups, replica", "scales", list(REMEDIES), lambda name, device: scene.odd_groups(name), expect=ODD
-    ),
-    each(
-        "layer",
-        "scales",
-        list(REMEDIES),
-        _of_layer,
-        expect=LAYER,
-        needs=_package,
-        evidence=_real,
-        scene=PACKAGE,
-    ),
-    each(
-        "layer, clean memory behind",
-        "scales",
-        list(REMEDIES),
-        partial(_of_layer, fill="0x00"),
-        expect=RIGHT,
-        needs=_package,
-        evidence=_real,
-        scene=PACKAGE,
-    ),
-    each(
-        "layer, batches",
-        "scales",
-        {f"{tokens} tokens": tokens for tokens in real.BATCHES["cuda"]},
-        _batch,
-        expect=WRONG,
-        needs=_on_gpu,
-        evidence=_real,
-        scene=PACKAGE,
-    ),
-    each(
-        "odd groups",
-        "scales",
-        list(REMEDIES),
-        lambda name, device, told: answer((name, "odd groups"), device, told),
-        expect=ODD,
-        needs=_package,
-        evidence=_real,
-        scene=PACKAGE,
-    ),
-    each(
-        "first product",
-        "scales",
-        list(scene.BEHIND),
-        _product,
-        expect=PRODUCT,
-        reason=DRAWN,
-        needs=_package,
-        evidence=_real,
-        scene=FIRST_PRODUCT,
-    ),
-    each(
-        "first product, whole tiles",
-        "scales",
-        {"control 1": 0, "control 2": 1},
-        _control,
-        expect=RIGHT,
-        needs=_package,
-        evidence=_real,
-        scene=FIRST_PRODUCT,
-    ),
-    each(
-        "layout",
-        "same",
-        ["our index function"],
-        _layout,
-        expect="same bytes",
-        needs=_package,
-        evidence=_real,
-        scene=FIRST_PRODUCT,
-    ),
-    each("end of the mapping", "scales", list(GUARD), guarded, expect=GUARD, needs=_on_gpu, evidence=_real),
-    each(
-        "neighbour",
-        "scales",
-        list(STAGES),
-        answer,
-        reason="what the allocator puts there is what is asked",
-        needs=_on_gpu,
-        evidence=_real,
-        scene=NEIGHBOUR,
-    ),
-    each("cost", "measurement", ["loader_pads"], _cost, expect="measured", needs=_on_gpu, evidence=_real),
-    *(
-        fix(
-            f"{name}, replica",
-            "scales",
-            off="none",
-            on=name,
-            ask=lambda remedy, device: scene.replica(remedy, "0xff"),
-            wrong=_moved_replica,
-            expect=FIXED if name in CURED else NOT_FIXED,
-        )
-        for name in itertools.islice(REMEDIES, 1, None)
-    ),
-    *(
-        fix(
-            name,
-            "scales",
-            off="none",
-            on=name,
-            ask=_of_layer,
-            wrong=_moved,
-            expect=FIXED if name in CURED else NOT_FIXED,
-            needs=_package,
-            evidence=_real,
-            scene=PACKAGE,
-        )
-        for name in itertools.islice(REMEDIES, 1, None)
-    ),
-    fix(
-        "mxfp4_scale_tail",
-        "scales",
-        off=0,
-        on=1,
-        again=2,
-        ask=_turn,
-        wrong=_turn_moved,
-        needs=_package,
-        evidence=_real,
-        scene=Scene("vLLM's loader with the patch", _loaded),
-    ),
+    each("over-read", WORDS, SHAPES, over_read, expect=_of_shape, evidence=ARITHMETIC),
+    each("byte behind", WORDS, ["all 256"], byte_values, expect=NAN, evidence=ARITHMETIC),
+    each("memory behind", WORDS, FILLS, memory_behind, expect=BYTES, evidence=ARITHMETIC),
+    ablation(Ingredients(), WORDS, whole="all", without=WITHOUT, ask=silent, expect=ABLATED),
+    each("layer, replica", WORDS, LAYERS, _ours, expect=LAYER),
+    each("odd groups, replica", WORDS, READERS, lambda name, device: scene.odd_groups(name), expect=ODD),
+    each("layer", WORDS, LAYERS, of_layer, expect=LAYER, **OF_PACKAGE),
+    each("layer, zeros behind", WORDS, LAYERS, _ZEROS, expect=RIGHT, **OF_PACKAGE),
+    _batch("none"),
+    _batch("loader_pads"),
+    each("odd groups", WORDS, READERS, _odd, expect=ODD, **OF_PACKAGE),
+    each("first product", WORDS, FILLS, of_product, expect=PRODUCT, reason=DRAWN, **OF_PRODUCT),
+    each("first product", WORDS, CONTROLS, of_product, expect=RIGHT, **OF_PRODUCT),
+    each("layout", "same", ["layout"], of_product, expect="same bytes", **OF_PRODUCT),
+    each("end of the mapping", WORDS, READERS, guarded, expect=GUARD, **ON_GPU),
+    each("neighbour", WORDS, STAGES, answer, reason=ALLOCATOR, scene=NEIGHBOUR, **ON_GPU),
+    each("cost", "measurement", ["loader_pads"], _cost, expect="measured", **ON_GPU),
+    _fixes(replica=True),
+    _fixes(replica=False),
+    fix("mxfp4_scale_tail", WORDS, off=0, on=1, again=2, ask=answer, **COMPARED, **REAL),
 )

@@ -25,8 +25,10 @@ from staleproof.kernels.vllm_matmul_ogs import SAMPLER, MatmulOgs, Operand
 from staleproof.vllm.plugin import patches
 
 # Batches of the layer on a GPU, and K of products that read nothing past the end.
-BATCHES = {"cpu": (scene.TOKENS,), "cuda": (1, 8, 64, 512, 4096)}
+BATCHES = {"cpu": (scene.TOKENS,), "cuda": (scene.TOKENS, 1, 8, 64, 512, 4096)}
 CONTROLS = {"cpu": (128, 256), "cuda": (2944, 3072)}
+# Without a remedy, asked once more after the others.
+AGAIN = "again"
 
 
 def size_on(device: str) -> Size:
@@ -67,20 +69,26 @@ def product(m: MatmulOgs, x: torch.Tensor, matrix: Matrix, put: Operand) -> Read
 
 
 def package(device: str, *remedies: str) -> None:
-    """Child: ask the package with these remedies, which need the same line of it changed."""
+    """Child: ask the package with these remedies, which need the same line of it changed.
+
+    Args:
+        device: where it runs.
+        remedies: names in :data:`REMEDIES`; ``"again"`` asks without a remedy once more.
+    """
     m, size = MatmulOgs(device, REMEDIES[remedies[0]].edit), size_on(device)
-    for remedy in remedies:
-        for tokens in BATCHES[device] if remedy in ("none", "loader_pads") else (scene.TOKENS,):
+    for label in remedies:
+        remedy = "none" if label == AGAIN else label
+        for tokens in BATCHES[device] if label in ("none", "loader_pads") else (scene.TOKENS,):
             clean, dirty = asked(m, scene.layer_on(device, size, tokens), remedy)
-            tell(((remedy, f"0x00, {tokens} tokens"), clean))
-            tell(((remedy, f"0xff, {tokens} tokens"), dirty))
+            tell(((label, "0x00", tokens), clean))
+            tell(((label, "0xff", tokens), dirty))
 
         def odd(x: torch.Tensor, matrix: Matrix, memory: torch.Tensor, remedy: str = remedy) -> torch.Tensor:
-            put = converted(m, Matrix(*(each.to(device) for each in matrix)), remedy)
+            put = converted(m, matrix.on(device), remedy)
             data = memory.to(device).as_strided(put.scale_bytes.shape, put.scale_bytes.stride())
             return m.product(x.to(device), put.with_scale(data)).float()
 
-        tell(((remedy, "odd groups"), scene.odd_groups(remedy, odd)))
+        tell(((label, "odd groups"), scene.odd_groups(remedy, odd)))
 
 
 def table(device: str) -> None:
@@ -120,17 +128,16 @@ def cost(device: str) -> Reading:
     return Reading("measured", found)
 
 
-def loader(device: str, release: str, folder: str) -> list[Reading]:
+def loader(device: str, release: str, folder: str) -> None:
     """Child: the layer with a release's loader, off / on / off with the patch; 0xff lies behind."""
     m, patch = MatmulOgs(device), patches()["mxfp4_scale_tail"]
-    a, said = scene.layer_on(device, size_on(device)), []
+    a = scene.layer_on(device, size_on(device))
     with m.loader(Path(folder)) as module:
-        for applied in (False, True, False):
+        for turn, applied in enumerate((False, True, False)):
             if applied:
                 patch.apply(release)
-            said.append(asked(m, a, "none", module._swizzle_mxfp4)[1])
+            tell((turn, asked(m, a, "none", module._swizzle_mxfp4)[1]))
             patch.revert()
-    return said
 
 
 class Raw:
