@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -63,10 +63,10 @@ def memory_behind(name: str, device: str) -> Reading:
     return reading(word, counted=chance, first_bytes=scene.bytes_of(name, 8).tolist())
 
 
-def byte_values(shape: Shape, device: str) -> Reading:
-    """Which of the 256 values of a byte behind the scales make a NaN: each times a weight of 0."""
-    scales = broken.e8m0(torch.arange(256).to(torch.uint8))
-    return reading(NAN, values=(scales * 0).isnan().nonzero().flatten().tolist())
+def byte_values(values: Sequence[int], device: str) -> Reading:
+    """Which of these bytes, as a scale, make a NaN of a weight of 0."""
+    found = (broken.e8m0(torch.tensor(values, dtype=torch.uint8)) * 0).isnan().nonzero().flatten()
+    return reading(NAN if len(found) else RIGHT, asked=len(values), nan=len(found))
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,8 @@ PRODUCT = {name: NAN for name, chance in BYTES.items() if chance == ALWAYS} | {
 GUARD = {"none": ILLEGAL, "mask_after_load": ILLEGAL} | dict.fromkeys(
     ("loader_pads", "layout_pads", "mask_load"), RIGHT
 )
+VALUES = {"0xff": [0xFF], "the 255 others": range(0xFF)}
+OF_BYTE = {"0xff": NAN, "the 255 others": RIGHT}
 DRAWN = "whether these 32 random bytes hold 0xff is a matter of chance"
 ALLOCATOR = "what the allocator puts there is what is asked"
 BATCHES = {f"tokens: {tokens}": tokens for tokens in real.BATCHES["cuda"]}
@@ -254,7 +256,7 @@ COMPARED: dict[str, Any] = {"wrong": lambda *on: _moved(answer(*on)), "scene": L
 TABLE = Table(
     "mxfp4_scales",
     each("over-read", WORDS, SHAPES, over_read, expect=_of_shape, evidence=ARITHMETIC),
-    each("byte behind", WORDS, ["all 256"], byte_values, expect=NAN, evidence=ARITHMETIC),
+    each("byte behind", WORDS, VALUES, byte_values, expect=OF_BYTE, evidence=ARITHMETIC),
     each("memory behind", WORDS, FILLS, memory_behind, expect=BYTES, evidence=ARITHMETIC),
     ablation(Ingredients(), WORDS, whole="all", without=WITHOUT, ask=silent, expect=ABLATED),
     each("layer, replica", WORDS, LAYERS, _ours, expect=LAYER),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -194,20 +196,31 @@ LAYERS, VOCABULARY, PROFILED_TOKENS, PROFILED_REQUESTS = 24, 201_088, 8192, 256
 KV_BYTES, STEPS = 256 * 2**20, (1, 2, 3, 8, 64)
 
 
-def _behind(operands: list[Operand]) -> list[tuple[str, bool]]:
-    """Of each tensor of scales: the state of the block right behind it, and whether that begins with 0xff."""
-    blocks, found = {}, []
+def quantized(shape: Shape, device: str) -> Matrix:
+    """Normal weights in MXFP4, as the OCP Microscaling specification 1.0 (section 6.3) converts them.
+
+    Random bytes would hold 0xff more often than a checkpoint does.
+    """
+    values = 0.02 * torch.randn(*shape[:2], shape.k // broken.GROUP, broken.GROUP, device=device)
+    exponent = values.abs().amax(-1).log2().floor() - 2
+    middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=device)
+    codes = torch.bucketize(values.abs() / exponent.exp2()[..., None], middle) + 8 * (values < 0)
+    low, high = codes.flatten(-2).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return Matrix(low | high << 4, (exponent + 127).to(torch.uint8))
+
+
+def _behind(operand: Operand, owners: Mapping[int, str]) -> tuple[str, list[int]]:
+    """Who owns the block right behind the scales, and the first 32 bytes there."""
+    data = operand.scale_bytes
+    end = data.data_ptr() + data.numel()
     for segment in torch.cuda.memory_snapshot():
         at = segment["address"]
         for block in segment["blocks"]:
-            blocks[at] = block["state"]
+            if at == end:
+                owner = "free" if block["state"] == "inactive" else owners.get(end, "other")
+                return owner, torch.as_tensor(Raw(end, 32), device="cuda").tolist()
             at += block["size"]
-    for data in (operand.scale_bytes for operand in operands):
-        end = data.data_ptr() + data.numel()
-        state = blocks.get(end, "end of the segment")
-        mapped = end in blocks
-        found.append((state, mapped and bool((torch.as_tensor(Raw(end, 32), device="cuda") == 0xFF).any())))
-    return found
+    return "end of the segment", []
 
 
 def neighbour(device: str) -> None:
@@ -221,45 +234,45 @@ def neighbour(device: str) -> None:
     m, size = MatmulOgs(device), size_on(device)
     with vllm_sources.executed(m.root, SAMPLER):
         filtered = importlib.import_module(SAMPLER).apply_top_k_top_p_pytorch
-    a = scene.layer_on("cpu", size, 2)
-    x, ids, weights = (each.to(device) for each in (a.x, a.topk_ids, a.topk_weights))
-    padded = [converted(m, matrix.on(device), "loader_pads") for matrix in (a.w13, a.w2)]
-    clean, _ = m.moe(x, ids, weights, *padded)
-    del padded
+    torch.manual_seed(0)
+    shapes = Shape(size.experts, 2 * size.inter, size.hidden), Shape(size.experts, size.hidden, size.inter)
+    source = [quantized(shape, device).on("cpu") for shape in shapes]
+    x = torch.randn(2, size.hidden, device=device).bfloat16()
+    # Both tokens go to the last expert.
+    ids = torch.arange(size.experts - 1, size.experts - 1 - size.top_k, -1, device=device).repeat(2, 1)
+    weights = torch.full(ids.shape, 1 / size.top_k, device=device)
+    clean, _ = m.moe(x, ids, weights, *(converted(m, each.on(device), "loader_pads") for each in source))
     torch.cuda.empty_cache()
     embedding = torch.zeros(VOCABULARY, size.hidden, dtype=torch.bfloat16, device=device)
     parameters = [
-        [Matrix(*(torch.zeros_like(part, device=device) for part in matrix)) for matrix in (a.w13, a.w2)]
+        [Matrix(*(torch.zeros_like(part, device=device) for part in each)) for each in source]
         for _ in range(LAYERS)
     ]
-    for layer in parameters:
-        for into, of in zip(layer, (a.w13, a.w2), strict=True):
-            into.weight.copy_(of.weight)
-            into.scale.copy_(of.scale)
+    for into, of in ((into, of) for layer in parameters for into, of in zip(layer, source, strict=True)):
+        into.weight.copy_(of.weight)
+        into.scale.copy_(of.scale)
     layers, kept = [], []
     while parameters:
         # The loader drops a layer's weights once they are converted, and keeps its scales.
-        kept.append([matrix.scale for matrix in parameters[0]])
-        layers.append([converted(m, matrix) for matrix in parameters.pop(0)])
+        kept += [each.scale for each in parameters[0]]
+        layers.append([converted(m, each) for each in parameters.pop(0)])
+    owners = {each.data_ptr(): "unconverted scales" for each in kept} | {embedding.data_ptr(): "embedding"}
+    owners |= {put.scale_bytes.data_ptr(): "scales" for layer in layers for put in layer}
+    owners |= {put.weight.storage.data.data_ptr(): "weights" for layer in layers for put in layer}
 
     def stage(name: str) -> None:
-        behind = _behind([w13 for w13, _ in layers])
+        behind = [_behind(w13, owners) for w13, _ in layers]
         outs = [m.moe(x, ids, weights, *layer)[0] for layer in layers]
-        nan = sum(not out.isfinite().all() for out in outs)
-        wrong = sum(not out.equal(clean) for out in outs)
-        states = [state for state, _ in behind]
-        tell(
-            (
-                name,
-                reading(
-                    NAN if nan else WRONG if wrong else RIGHT,
-                    layers=len(layers),
-                    wrong_layers=wrong,
-                    layers_with_0xff_behind=sum(harmful for _, harmful in behind),
-                    behind={state: states.count(state) for state in sorted({*states})},
-                ),
-            )
+        wrong = [number for number, out in enumerate(outs) if not out.equal(clean)]
+        nan = not all(out.isfinite().all() for out in outs)
+        said = reading(
+            NAN if nan else WRONG if wrong else RIGHT,
+            layers=len(layers),
+            owners=dict(Counter(owner for owner, _ in behind)),
+            wrong_layers=wrong,
+            harmful=[[i, owner, bytes(at[:16]).hex()] for i, (owner, at) in enumerate(behind) if 0xFF in at],
         )
+        tell((name, said))
 
     def sample(requests: int) -> None:
         hidden = torch.rand(requests, size.hidden, dtype=torch.bfloat16, device=device)
@@ -279,4 +292,4 @@ def neighbour(device: str) -> None:
     for requests in STEPS:
         sample(requests)
         stage(f"{requests} requests sampled")
-    del caches, kept
+    del caches
