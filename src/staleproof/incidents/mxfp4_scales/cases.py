@@ -193,7 +193,9 @@ VALUES = {"0xff": [0xFF], "the 255 others": range(0xFF)}
 OF_BYTE = {"0xff": NAN, "the 255 others": RIGHT}
 DRAWN = "whether these 32 random bytes hold 0xff is a matter of chance"
 ALLOCATOR = "what the allocator puts there is what is asked"
-BATCHES = {f"tokens: {tokens}": tokens for tokens in real.BATCHES["cuda"]}
+BATCHES = {
+    f"{label}, tokens: {n}": (label, n) for label in ("none", "loader_pads") for n in real.BATCHES["cuda"]
+}
 # What is left out, and the verdict then.
 WITHOUT: dict[str, dict[str, Any]] = {
     "pairs of groups in memory": {"kernel": Kernel(align=4)},
@@ -229,15 +231,9 @@ def _fixes(replica: bool) -> Iterator[Fix]:
             yield fix(name, WORDS, ask=of_layer, wrong=wrong, **shared)
 
 
-def _batch(label: str) -> list[Case]:
-    """The layer at several sizes of the batch."""
-    ask = partial(_of_batch, label)
-    expect = LAYER[label]
-    return each(f"layer, batches, {label}", WORDS, BATCHES, ask, expect=expect, scene=PACKAGE, **ON_GPU)
-
-
-def _of_batch(label: str, tokens: int, device: str, told: Told) -> Reading:
-    return of_layer(label, device, told, tokens=tokens)
+def of_batch(subject: tuple[str, int], device: str, told: Told) -> Reading:
+    """What vLLM's kernel made of a batch of this many tokens."""
+    return of_layer(subject[0], device, told, tokens=subject[1])
 
 
 def _odd(name: str, device: str, told: Told) -> Reading:
@@ -246,6 +242,10 @@ def _odd(name: str, device: str, told: Told) -> Reading:
 
 def _of_shape(shape: Shape) -> str:
     return PAST if 1 <= shape.k % 128 <= 64 else INSIDE
+
+
+def _of_batch(subject: tuple[str, int]) -> str:
+    return LAYER[subject[0]]
 
 
 _ZEROS = partial(of_layer, fill="0x00")
@@ -263,8 +263,7 @@ TABLE = Table(
     each("odd groups, replica", WORDS, READERS, lambda name, device: scene.odd_groups(name), expect=ODD),
     each("layer", WORDS, LAYERS, of_layer, expect=LAYER, **OF_PACKAGE),
     each("layer, zeros behind", WORDS, LAYERS, _ZEROS, expect=RIGHT, **OF_PACKAGE),
-    _batch("none"),
-    _batch("loader_pads"),
+    each("layer, batches", WORDS, BATCHES, of_batch, expect=_of_batch, **OF_PACKAGE | ON_GPU),
     each("odd groups", WORDS, READERS, _odd, expect=ODD, **OF_PACKAGE),
     each("first product", WORDS, FILLS, of_product, expect=PRODUCT, reason=DRAWN, **OF_PRODUCT),
     each("first product", WORDS, CONTROLS, of_product, expect=RIGHT, **OF_PRODUCT),

@@ -2,66 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from staleproof.vllm.hooks import Target, warn_once
+from staleproof.vllm.arguments import Arguments, Keywords, argument, replaced
+from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import Evidence, Sources, file_of
 
-UTILS = "vllm.model_executor.layers.quantization.utils.mxfp4_utils"
-FUNCTION = "_swizzle_mxfp4"
-# They bind the function by name, so they keep the old one if they were imported before the patch was applied.
-IMPORTERS = (
-    "vllm.model_executor.layers.quantization.mxfp4",
-    "vllm.model_executor.layers.quantization.quark.quark_moe",
-    "vllm.model_executor.layers.fused_moe.oracle.mxfp4",
-)
+UTILS, FUNCTION = "vllm.model_executor.layers.quantization.utils.mxfp4_utils", "_swizzle_mxfp4"
 # Groups of scales in a tile of the kernel, and what upstream's cure (vLLM #47910) says.
 TILE, CURE = 4, "-K % 4"
 
 
-def _padded(scale: Any, platform: Any) -> Any:
-    """The scales with zero groups up to a multiple of four on a Hopper GPU, else as they are.
-
-    Args:
-        scale: (experts, n, groups) uint8.
-        platform: vLLM's ``current_platform``.
-    """
+def _pad(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
+    """Pad the scales, (experts, n, groups) uint8, with zeros to whole tiles on a Hopper GPU."""
+    scale = argument(args, kwargs, 1, "scale")
+    platform: Any = vars(sys.modules[UTILS])["current_platform"]
     missing = -scale.shape[-1] % TILE
     if not (missing and scale.numel() and platform.is_cuda() and platform.is_device_capability(90)):
-        return scale
+        return None
     import torch
 
-    return torch.nn.functional.pad(scale, (0, missing))
-
-
-@functools.cache
-def _with_padding(swizzle: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's function with padded scales, and as it was once the patch is reverted.
-
-    Modules that imported vLLM's function get this one too. They keep it after a revert, and it then pads
-    nothing.
-    """
-
-    home = swizzle.__globals__
-
-    @functools.wraps(swizzle)
-    def call(quant_tensor: Any, scale: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if home[FUNCTION] is call:
-                scale = _padded(scale, home["current_platform"])
-        except Exception as error:
-            warn_once(f"mxfp4_scale_tail leaves scales as they are: {type(error).__name__}: {error}")
-        return swizzle(quant_tensor, scale, *args, **kwargs)
-
-    call.staleproof_replaces = swizzle  # type: ignore[attr-defined]
-    for module in filter(None, map(sys.modules.get, IMPORTERS)):
-        if getattr(module, FUNCTION, None) is swizzle:
-            setattr(module, FUNCTION, call)
-    return call
+    return replaced(args, kwargs, 1, "scale", torch.nn.functional.pad(scale, (0, missing)))
 
 
 def _probe(sources: Sources) -> Evidence:
@@ -78,7 +41,7 @@ PATCHES = (
         summary="pads MXFP4 scales to whole tiles on Hopper",
         models="MXFP4 MoE models (gpt-oss) on Hopper, with the Triton backend",
         versions=(("0.16.0", "0.25.1"),),
-        targets=(Target(UTILS, FUNCTION, ("quant_tensor", "scale"), swap=_with_padding),),
+        targets=(Target(UTILS, FUNCTION, ("quant_tensor", "scale"), before=_pad),),
         probe=_probe,
         mechanism=(
             "On Hopper the kernel of triton_kernels takes K in tiles of 128 values and reads their scales in "
@@ -91,5 +54,6 @@ PATCHES = (
         ),
         threads=("vLLM #47303", "vLLM #47910", "triton #10772", "SGLang #36456"),
         cost="none a step; 2.2 % more memory for scales, 14 MB for gpt-oss-20b and 83 MB for gpt-oss-120b",
+        on_host=True,
     ),
 )
