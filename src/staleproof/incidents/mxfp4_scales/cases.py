@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from staleproof.cases import children
-from staleproof.cases.case import Case, Fix, MissingError, Reading, Scene, ablation, each, fix, reading
+from staleproof.cases.case import Fix, MissingError, Reading, Scene, ablation, each, fix, reading
 from staleproof.cases.finding import ARITHMETIC, Evidence, Grade
 from staleproof.cases.run import Table
 from staleproof.cases.words import FIXED, NOT_FIXED
