@@ -78,6 +78,14 @@ INCIDENTS: dict[str, Incident] = {
         notebook="05_the_revert.ipynb",
         summary="int64 ids make no NaN; scale padding, the null block and a neighbour's row do",
     ),
+    "mxfp4_scales": Incident(
+        number=7,
+        title="The scale behind the last one",
+        notebook="07_the_scale_behind_the_last.ipynb",
+        summary="a kernel reads 64 bytes behind its scales, and SwiGLU makes a finite number of the NaN",
+        served=("layer",),
+        tried=("nan_to_num", "zero_once", "mask_load"),
+    ),
 }
 
 
