@@ -7,7 +7,7 @@ and values. Everything here is on the host: no tensor is read.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from staleproof.check import require
@@ -59,7 +59,14 @@ class PublishedBlocks:
         """Whether a published block is unwritten now, as far as is known."""
         return bool(self._unwritten)
 
-    def publish(self, block: int, key: Hashable, owner: Hashable, tokens: int) -> None:
+    @property
+    def owners(self) -> set[Hashable]:
+        """Requests that published a block since the last :meth:`plan`."""
+        return {owner for _, _, owner, _ in self._pending}
+
+    def publish(
+        self, block: int, key: Hashable, owner: Hashable, tokens: int, computed: int | None = None
+    ) -> None:
         """A block was put into the prefix cache.
 
         Args:
@@ -67,30 +74,36 @@ class PublishedBlocks:
             key: what it is found by; another key later means that the block was used again.
             owner: the request that is to write it.
             tokens: how many tokens the owner must have computed for the block to be full.
+            computed: how many it has computed, if that is known now: a block that is full is no concern.
 
         Raises:
             ValueError: no token fills the block.
         """
         require(tokens > 0, "tokens", "at least one token up to the block's end", tokens)
-        self._pending.append((block, key, owner, tokens))
+        # Whatever was known of it is over: it was allocated anew.
+        self._unwritten.pop(block, None)
+        if computed is None or computed < tokens:
+            self._pending.append((block, key, owner, tokens))
 
-    def plan(self, computed: Mapping[Hashable, int]) -> list[int]:
+    def plan(
+        self, computed: Mapping[Hashable, int], key_of: Callable[[int], Hashable] | None = None
+    ) -> list[int]:
         """A step was planned.
 
         Args:
             computed: tokens that each owner has computed when this step is over; an owner that is gone,
                 or that starts again from nothing, has computed 0.
+            key_of: the key that a block has now; a block whose key was taken back cannot be hit.
 
         Returns:
             Blocks published in the step that it does not write.
         """
         bare = []
         for block, key, owner, tokens in self._pending:
-            if computed.get(owner, 0) < tokens:
+            stands = key_of is None or key_of(block) == key
+            if stands and computed.get(owner, 0) < tokens:
                 self._unwritten[block] = key, owner
                 bare.append(block)
-            else:
-                self._unwritten.pop(block, None)
         self._pending.clear()
         self.published += len(bare)
         return bare

@@ -121,10 +121,10 @@ def scheduler(
     config = _Unset(
         scheduler_config=_Unset(
             max_num_seqs=seqs, max_num_batched_tokens=budget, policy=policy,
-            long_prefill_token_threshold=threshold, enable_chunked_prefill=True, watermark=0.0,
+            long_prefill_token_threshold=threshold, enable_chunked_prefill=True, watermark=0,
             async_scheduling=asynchronous, prefill_schedule_interval=1,
         ),
-        cache_config=_Unset(num_gpu_blocks=blocks, enable_prefix_caching=caching, block_size=BLOCK, watermark=0.0),
+        cache_config=_Unset(num_gpu_blocks=blocks, enable_prefix_caching=caching, block_size=BLOCK),
         model_config=_Unset(max_model_len=8192, supports_multimodal_inputs=False),
         parallel_config=_Unset(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1,
@@ -141,7 +141,9 @@ def scheduler(
     return _fitting(
         cls,
         vllm_config=config,
-        kv_cache_config=kv.KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups),
+        kv_cache_config=kv.KVCacheConfig(
+            num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups
+        ),
         structured_output_manager=SimpleNamespace(should_advance=_none, accept_tokens=_true),
         block_size=BLOCK,
         hash_block_size=BLOCK,
@@ -243,20 +245,19 @@ class Real:
             self.preempted += sum(engine.requests[name].num_preemptions - n for name, n in before.items())
             self.memory.step(rows(engine, scheduled))
             self._flying.append((scheduled, sampled(engine, scheduled, _token)))
-        if len(self._flying) >= self._most or not engine.requests:
-            if self._flying:
-                engine.update_from_output(*self._flying.pop(0))
+        if self._flying and (len(self._flying) >= self._most or not engine.requests):
+            engine.update_from_output(*self._flying.pop(0))
 
 
 def rows(engine: Any, scheduled: Any) -> list[Row]:
     """What a ``SchedulerOutput`` asks of the worker, one row a request."""
     fresh = {new.req_id for new in scheduled.scheduled_new_reqs} | _resumed(scheduled.scheduled_cached_reqs)
     found = []
-    for name, count in scheduled.num_scheduled_tokens.items():
+    for name, tokens in scheduled.num_scheduled_tokens.items():
         one, blocks = engine.requests[name], engine.kv_cache_manager.get_block_ids(name)[0]
         # _update_after_schedule has counted the step in.
-        start = one.num_computed_tokens - count
-        found.append(Row(name, one.all_token_ids, blocks, start, count, name in fresh))
+        start = one.num_computed_tokens - tokens
+        found.append(Row(name, one.all_token_ids, blocks, start, tokens, name in fresh))
     return found
 
 

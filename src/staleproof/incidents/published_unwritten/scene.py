@@ -390,13 +390,12 @@ class Miniature:
     def _write(self, plan: list[tuple[_Request, int]]) -> None:
         rows = []
         for request, count in plan:
-            rows.append(
-                Row(request.arrival.name, request.tokens, [*request.blocks], request.computed, count, request.hits)
-            )
+            name, blocks = request.arrival.name, [*request.blocks]
+            rows.append(Row(name, request.tokens, blocks, request.computed, count, request.hits))
             first, last = request.computed // self.size, (request.computed + count - 1) // self.size
-            for block in request.blocks[:first] if request.hits else ():
+            for block in blocks[:first] if request.hits else ():
                 self._note(block, "hit", request)
-            for block in request.blocks[first : last + 1]:
+            for block in blocks[first : last + 1]:
                 self._note(block, "write", request)
         self.memory.step(rows)
         for request, count in plan:
