@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -21,7 +22,7 @@ from typing import Any
 from staleproof.incidents.published_unwritten.broken import Remedy
 from staleproof.incidents.published_unwritten.scene import Arrival, Memory, Row
 from staleproof.kernels.vllm_sources import executed
-from staleproof.vllm.sources import file_of
+from staleproof.vllm.sources import PatchError, file_of, installed
 
 CORE = "vllm.v1.core"
 FILES = (
@@ -48,7 +49,8 @@ class _Unset(SimpleNamespace):
 def _fitting(call: Callable[..., Any], **keywords: Any) -> Any:
     """Call with the keywords that this release knows."""
     # AsyncScheduler takes whatever its base takes.
-    known = inspect.signature(call.__mro__[1] if call.__name__ == "AsyncScheduler" else call).parameters
+    base = getattr(call, "__mro__", (call, call))[1] if call.__name__ == "AsyncScheduler" else call
+    known = inspect.signature(base).parameters
     return call(**{name: value for name, value in keywords.items() if name in known})
 
 
@@ -58,6 +60,17 @@ def _none(*args: Any, **kwargs: Any) -> None:
 
 def _true(*args: Any, **kwargs: Any) -> bool:
     return True
+
+
+def package(version: str) -> Path | None:
+    """The folder ``vllm`` of a release: installed, or unpacked by ``tests/vllm/environment.py``."""
+    with contextlib.suppress(PatchError):
+        found, sources = installed()
+        if found.partition("+")[0] == version:
+            return sources.package
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "staleproof/vllm"
+    folder = Path(os.environ.get("STALEPROOF_VLLM_CACHE", home)) / version / "vllm"
+    return folder if folder.is_dir() else None
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ class Row(NamedTuple):
         tokens: all its tokens.
         blocks: its block ids, in order.
         start: tokens computed before the step.
-        count: tokens that the step computes.
+        more: tokens that the step computes.
         hits: whether it starts or resumes now, so that its first ``start`` tokens are prefix-cache hits.
     """
 
@@ -36,7 +36,7 @@ class Row(NamedTuple):
     tokens: Sequence[int]
     blocks: Sequence[int]
     start: int
-    count: int
+    more: int
     hits: bool
 
 
@@ -59,6 +59,7 @@ class Memory:
         reads: every read of a slot that nobody wrote for this prefix.
         requests: requests that got a hit.
         tokens: tokens that they got.
+        plan: a digest of who computed which tokens in which step.
         same_step: tokens among these that only the step of the hit itself writes. That is no fault:
             each layer writes all keys and values before it reads any.
 
@@ -73,7 +74,7 @@ class Memory:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.reads: list[Read] = []
-        self.steps = self.requests = self.tokens = self.same_step = 0
+        self.steps = self.requests = self.tokens = self.same_step = self.plan = 0
         self._slots: dict[tuple[int, int], tuple[int, str]] = {}
         self._chains: dict[str, list[int]] = {}
 
@@ -91,12 +92,13 @@ class Memory:
     def step(self, rows: Sequence[Row]) -> None:
         """Read what the step's requests hit, write what the step computes, and look again."""
         self.steps += 1
+        self.plan = hash((self.plan, *((row.name, row.start, row.more) for row in rows)))
         fresh = [row for row in rows if row.hits and row.start]
         early = [self._wrong(row) for row in fresh]
         size = self.block_size
         for row in rows:
             chain = self._chain(row)
-            for p in range(row.start, min(row.start + row.count, len(chain))):
+            for p in range(row.start, min(row.start + row.more, len(chain))):
                 self._slots[row.blocks[p // size], p % size] = chain[p], row.name
         for row, before in zip(fresh, early, strict=True):
             self.requests += 1
@@ -175,6 +177,26 @@ def serve(engine: Engine, load: Sequence[Arrival], limit: int = 5000) -> Memory:
         step += 1
         require(step < limit, "load", f"one that ends within {limit} steps", f"{len(left)} to come")
     return engine.memory
+
+
+def tenants(chat: int = 4, late: Sequence[Arrival] = ()) -> list[Arrival]:
+    """The miniature's load, for seven blocks of four tokens.
+
+    A tenant fills the pool and ends. Then a victim of low priority is computed in chunks, a chat of high
+    priority needs one block more than is free, and at last a stranger sends the victim's prompt again.
+
+    Args:
+        chat: tokens of the chat's prompt.
+        late: further requests.
+    """
+    prompt = [100 + i for i in range(24)]
+    return [
+        Arrival("tenant", [50 + i for i in range(24)], 1),
+        Arrival("victim", prompt, 2, priority=10, after="tenant"),
+        Arrival("chat", [10 + i for i in range(chat)], 3, at=4, after="tenant"),
+        Arrival("stranger", [*prompt, 9], 1, priority=10, after="victim"),
+        *late,
+    ]
 
 
 def one_victim(other: int = 46, prompt: int = 300) -> list[Arrival]:
