@@ -78,6 +78,14 @@ INCIDENTS: dict[str, Incident] = {
         notebook="05_the_revert.ipynb",
         summary="int64 ids make no NaN; scale padding, the null block and a neighbour's row do",
     ),
+    "published_unwritten": Incident(
+        number=7,
+        title="Published before written",
+        notebook="08_published_before_written.ipynb",
+        summary="a step that was planned and withdrawn leaves hashes of blocks that nobody writes",
+        served=("burst",),
+        tried=("same_step_guard", "zero_at_allocation", "withdraw_all", "reset_cache"),
+    ),
 }
 
 
