@@ -245,9 +245,7 @@ SEEDS = [*range(60)]
 
 def _whole(policy: str, device: str) -> dict[str, Any]:
     ended = children.call(whole.ask, policy, SEEDS, timeout_s=280)
-    if not ended.told:
-        raise MissingError(f"no engine: {ended.last_line}")
-    return dict(ended.told[-1])
+    return dict(ended.told[-1]) if ended.told else {"failed": ended.last_line}
 
 
 PRIORITY, FCFS = (Scene(f"a whole vLLM, {p}", partial(_whole, p)) for p in ("priority", "fcfs"))
@@ -267,7 +265,7 @@ def answers(asked: tuple[str, str], device: str, told: dict[str, Any]) -> Readin
     """Rounds in which the victim or the stranger answers NaN, or the first tenant's token."""
     state, kind = asked
     if f"{state}, {kind}" not in told:
-        raise MissingError("the engine ended before")
+        raise MissingError(f"the engine ended before: {told.get('failed', 'out of time')}")
     part = told[f"{state}, {kind}"]
     bad = {who: [s for s, row in part["rounds"].items() if row[who][kind]] for who in ("victim", "stranger")}
     shown = "NaN" if kind == "nan" else "another tenant's"
@@ -288,8 +286,8 @@ def _answers_wrong(asked: tuple[str, str], device: str, told: dict[str, Any]) ->
 
 def same_step(subject: Any, device: str, told: dict[str, Any]) -> Reading:
     """Two requests of one prompt in one step, the second of which hits what the step itself writes."""
-    rows = told["same step"]
-    if not all(row["hit_tokens"] for row in rows):
+    rows = told.get("same step", ())
+    if not rows or not all(row["hit_tokens"] for row in rows):
         raise MissingError("the second request had no hit in the same step")
     word = "NaN" if any(row["nan"] for row in rows) else "its own"
     return reading(word, rounds=len(rows), hit_tokens=[row["hit_tokens"] for row in rows])
