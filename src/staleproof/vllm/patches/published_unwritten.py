@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from staleproof.vllm import standing
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, warn_once
@@ -26,14 +28,20 @@ def _take_back(args: Arguments, kwargs: Keywords) -> None:
         warn_once(standing.step_back(NAME, "a KV connector is configured, vLLM's own code runs"))
         return
     manager = scheduler.kv_cache_manager
-    computed, unwritten = request.num_computed_tokens, set()
-    for of_type in manager.coordinator.single_type_managers:
-        blocks = of_type.req_to_blocks.get(request.request_id, ())
-        for block in blocks[computed // of_type.block_size :]:
-            if block.block_hash is not None and not block.is_null:
-                unwritten.add(block.block_id)
+    unwritten = _unwritten(manager, request)
     if unwritten:
         manager.evict_blocks(unwritten)
+
+
+def _unwritten(manager: Any, request: Any) -> set[int]:
+    """Blocks of a request that have a hash and that no step before this one writes to the end."""
+    found = set()
+    for of_type in manager.coordinator.single_type_managers:
+        blocks = of_type.req_to_blocks.get(request.request_id, ())
+        for block in blocks[request.num_computed_tokens // of_type.block_size :]:
+            if block.block_hash is not None and not block.is_null:
+                found.add(block.block_id)
+    return found
 
 
 def _left_published(sources: Sources) -> Evidence:
