@@ -268,6 +268,20 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
     "result": _family(
         {"right": "The result equals the reference."}, {"wrong": "The result is another than the reference."}
     ),
+    "hits": _family(
+        {"written": "Every slot below a hit of the prefix cache holds the keys and values of its prefix."},
+        {
+            "a stranger's": "A request reads keys and values of another request as its own prefix.",
+            "unwritten": "A request reads slots that nobody wrote for its prefix.",
+        },
+    ),
+    "answers to a hit": _family(
+        {"its own": "No answer shows a slot that nobody wrote for it."},
+        {
+            "NaN": "An answer comes from slots that nobody wrote since they were filled with NaN.",
+            "another tenant's": "An answer is what only another tenant had sent.",
+        },
+    ),
     "same": _family(
         {
             "the same": "Both give the same.",

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from staleproof.vllm import hooks, standing, watch_blocks, watch_memory, watch_port
+from staleproof.vllm import hooks, standing, watch_blocks, watch_memory, watch_port, watch_published
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, warn_once
 from staleproof.vllm.patches.mla_padding import BACKENDS, FORWARD_MQA
@@ -279,6 +279,8 @@ class Hooks:
         if "router" in self.settings.stages:
             module, name = ROUTER if numbers(self.version) < numbers(MOVED) else ROUTER_MOVED
             found.append(Target(module, name, ("self",), after=self.router))
+        if "published" in self.settings.stages:
+            found += watch_published.Published(self.settings.port - 1).targets()
         return found
 
 
