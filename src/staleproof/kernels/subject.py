@@ -1,4 +1,4 @@
-"""Kernels that want to be audited: the decorators that register them, and where to find them.
+"""Descriptions of the kernels that the padding contract is put to, and the decorators that make them.
 
 A decorated function stays as it is. It is called with the arguments that it names, from those that its
 kind has; :mod:`staleproof.audit` lists them.
@@ -8,18 +8,49 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from staleproof.check import fail, require
-from staleproof.contract.contract import KINDS
 
 _MARK = "__padding_contract__"
 NEEDS = ("", "cpu", "cuda", "sm90", "sm100")
+ARGUMENTS_OF_ATTENTION = (
+    "q k_cache v_cache kv_cache kv_lora_rank k v mask block_table seq_lens query_start_loc out lse "
+    "softmax_scale max_seq_len max_q_len page_size"
+)
+# Kind of kernel -> its clauses, the arguments that a kernel may name, and the sizes its decorator takes.
+KINDS: dict[str, tuple[str, ...]] = {}
+ARGUMENTS: dict[str, tuple[str, ...]] = {}
+SIZES: dict[str, tuple[str, ...]] = {}
+for _kind, _clauses, _arguments, _sizes in (
+    (
+        "attention",
+        "0 E T B R N U Q L A O",
+        ARGUMENTS_OF_ATTENTION,
+        "layout heads kv_heads head_dim value_dim page_size dtype q_len prepared planned empty_lse",
+    ),
+    ("merge", "0 E R O", "out_a lse_a out_b lse_b", "head_dim"),
+    (
+        "routing",
+        "0 I Ib P R O",
+        "router_logits top_k bias is_padding",
+        "experts top_k grouped padding_id reference",
+    ),
+    ("rows", "0 R W O", "x", "hidden dtype in_place reference inverse live_rows"),
+    ("ragged", "0 R N U O", "x starts", "hidden dtype reference"),
+    ("experts", "0 R D X O", "x w1 w2 topk_weights topk_ids", "experts hidden inner top_k"),
+    ("kv_write", "0 S O", "key value k_cache v_cache slot_mapping", "kv_heads head_dim pad_slot"),
+    ("state", "0 R S O", "x state weight state_indices pad_index", "dim width pad_index"),
+):
+    KINDS[_kind], ARGUMENTS[_kind] = tuple(_clauses.split()), tuple(_arguments.split())
+    SIZES[_kind] = tuple(_sizes.split())
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,7 +61,7 @@ class Subject:
 
     Attributes:
         name: whose, which.
-        kind: key of :data:`staleproof.contract.contract.KINDS`.
+        kind: key of :data:`KINDS`.
         call: the adapter, or the kernel itself.
         shape: sizes it is asked with, by name.
         package: distribution that it comes from; ``""`` for a module of the user's.
@@ -59,6 +90,38 @@ class Subject:
         """The clauses that it is asked."""
         return self.asked or KINDS[self.kind]
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function that was decorated, without the arguments that its decorator gives it."""
+        function = inspect.unwrap(self.call.func if isinstance(self.call, partial) else self.call)
+        return function
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments that its decorator gives it."""
+        return dict(self.call.keywords) if isinstance(self.call, partial) else {}
+
+
+def bound(kernel: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments among ``known`` that a kernel names.
+
+    Raises:
+        TypeError: it needs one that is not known.
+
+    >>> bound(lambda q, seq_lens, *, softmax_scale=1.0: q, {"q": 1, "seq_lens": 2, "out": 3})
+    {'q': 1, 'seq_lens': 2}
+    """
+    found = {}
+    for name, parameter in inspect.signature(kernel).parameters.items():
+        if name in known:
+            found[name] = known[name]
+        elif parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            raise TypeError(f"needs {name}; known: {', '.join(known)}")
+    return found
+
 
 def _decorator(kind: str) -> Callable[..., Any]:
     def register(
@@ -70,21 +133,29 @@ def _decorator(kind: str) -> Callable[..., Any]:
         files: tuple[str, ...] = (),
         documented: Mapping[str, str] | None = None,
         skip: Mapping[str, str] | None = None,
+        given: Mapping[str, Any] | None = None,
         **shape: Any,
     ) -> Callable[[F], F]:
         require(needs in NEEDS, "needs", " or ".join(map(repr, NEEDS)), repr(needs))
-        for given, text in (("documented", documented), ("skip", skip)):
+        for argument, text in (("documented", documented), ("skip", skip)):
             for clause in text or {}:
-                require(clause in KINDS[kind], given, f"clauses of {kind}: {', '.join(KINDS[kind])}", clause)
-        unknown = sorted(set(shape) - SIZES[kind])
-        if unknown:
-            fail(unknown[0], f"a size of {kind}: {', '.join(sorted(SIZES[kind]))}", "another name")
+                expected = f"clauses of {kind}: {', '.join(KINDS[kind])}"
+                require(clause in KINDS[kind], argument, expected, clause)
+        for size in sorted(set(shape) - set(SIZES[kind])):
+            fail(size, f"a size of {kind}: {', '.join(sorted(SIZES[kind]))}", "another name")
 
         def mark(function: F) -> F:
+            call = partial(function, **given) if given else function
+            try:
+                bound(call, dict.fromkeys(ARGUMENTS[kind]))
+            except TypeError as error:
+                wrong = str(error).removeprefix("needs ").partition(";")[0]
+                where = f"{wrong}: an argument of {name or function.__name__}"
+                fail(where, f"arguments of {kind}: {', '.join(ARGUMENTS[kind])}", wrong)
             subject = Subject(
                 name or function.__name__,
                 kind,
-                function,
+                call,
                 shape,
                 package,
                 versions,
@@ -93,27 +164,14 @@ def _decorator(kind: str) -> Callable[..., Any]:
                 documented or {},
                 skip or {},
             )
-            function.__dict__.setdefault(_MARK, []).append(subject)
+            # The decorator that stands above others is applied last and comes first.
+            function.__dict__.setdefault(_MARK, []).insert(0, subject)
             return function
 
         return mark
 
     return register
 
-
-_ATTENTION = "layout heads kv_heads head_dim value_dim page_size dtype q_len planned empty_lse"
-# Kind -> the sizes that its decorator takes.
-SIZES = {
-    "attention": set(_ATTENTION.split()),
-    "merge": {"head_dim"},
-    "routing": {"experts", "top_k", "grouped", "padding_id"},
-    "rows": {"hidden", "dtype", "in_place", "reference", "live_rows"},
-    "ragged": {"hidden", "dtype"},
-    "experts": {"experts", "hidden", "inner", "top_k"},
-    "kv_write": {"kv_heads", "head_dim", "pad_slot"},
-    "state": {"dim", "width", "pad_index"},
-}
-assert set(SIZES) == set(KINDS)
 
 attention, merge, routing, rows, ragged, experts, kv_write, state = (_decorator(kind) for kind in KINDS)
 
