@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import one_line
+from staleproof.incidents.moe_routing.questions import REAL
 
 from staleproof import device
 from staleproof.cases import predictions, store
@@ -24,7 +25,6 @@ from staleproof.cli import app as cli
 from staleproof.device import Machine, Provenance
 from staleproof.incidents.kv_reuse import attention
 from staleproof.incidents.moe_routing import fused_moe, moe_module
-from staleproof.incidents.moe_routing.questions import REAL
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.incidents.scale_padding import flashinfer_fp4
 from staleproof.incidents.scale_padding import questions as scale_padding
