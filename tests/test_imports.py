@@ -39,10 +39,6 @@ ALLOWED = {
 # What a server installs may need no other package than these. Imports of vllm are for vLLM's processes.
 THIRD_PARTY = {"ops": {"torch", "triton", "numpy"}, "evidence": {"torch", "triton", "matplotlib", "seaborn"}}
 
-LINES = 400
-# Files that would be harder to read if they were split, with the reason.
-LONG: dict[str, str] = {}
-
 
 def _imported(tree: ast.Module, module: str, package: Path) -> Iterator[tuple[int, str]]:
     """(line, full name) of every module that a module imports, by statement or ``import_module``."""
@@ -177,10 +173,3 @@ def test_importing_what_a_server_calls_loads_nothing_else(package, allowed):
     assert package != "ops" or "staleproof.ops.zero_blocks" in names
     statement = "; ".join(f"import {name.removesuffix('.__init__')}" for name in sorted(names))
     assert _loaded_after(statement) <= allowed
-
-
-def test_no_file_is_longer_than_400_lines():
-    files = [path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
-    assert {name: n for name, n in sorted(lengths.items()) if n > LINES and name not in LONG} == {}
-    assert {name for name in LONG if lengths.get(name, 0) <= LINES} == set(), "exceptions no longer needed"
