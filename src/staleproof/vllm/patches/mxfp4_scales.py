@@ -52,7 +52,7 @@ PATCHES = (
             "Where the tensor ends at the end of its mapping, the read is an illegal access. With the patch "
             "the loader pads the scales with zeros, as vLLM does from 0.26.0 on."
         ),
-        threads=("vLLM #47303", "vLLM #47910", "triton #10772", "SGLang #36456"),
+        threads=("vLLM #47303", "vLLM #47910", "Triton #10772", "SGLang #36456"),
         cost="none a step; 2.2 % more memory for scales, 14 MB for gpt-oss-20b and 83 MB for gpt-oss-120b",
         on_host=True,
     ),
