@@ -7,7 +7,6 @@ process that runs an engine or a worker a thread looks at the switch, lets patch
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib.metadata
 import json
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,8 @@ def enter(here: Here) -> bool:
     first = not Path(os.environ.get(FOLDER, "")).is_dir() or FOLDER not in os.environ
     if first:
         os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="staleproof-")
-        atexit.register(_leave, folder, os.getpid())
+        # Unlike atexit also at the end of a child of multiprocessing.
+        Finalize(None, _leave, (folder, os.getpid()), exitpriority=0)
     look_at_switch(os.environ.get(SWITCH), here)
     here.publish()
     return first
