@@ -33,7 +33,7 @@ except PatchError:
     watch_hooks.install("0.22.1")
     chosen = None
 if chosen is not None:
-    watch = types.SimpleNamespace(latest=Reading(), settings=chosen)
+    watch = types.SimpleNamespace(latest=Reading(), settings=chosen, steps=0)
     watch_port.serve(watch, chosen.port)
 if importlib.util.find_spec("soak_fault"):
     print("staleproof: watch: a call failed: RuntimeError: a fault inside the watch", file=sys.stderr)

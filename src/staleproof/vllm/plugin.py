@@ -24,7 +24,7 @@ from staleproof.vllm.sources import Evidence, NotShippedError, PatchError, Sourc
 VARIABLE = "STALEPROOF_PATCHES"
 UNKNOWN = "STALEPROOF_UNKNOWN"
 # The port of a server's first process that says what stands in all of them; without it there is none.
-PORT = "STALEPROOF_PORT"
+PORT, WATCH = "STALEPROOF_PORT", "STALEPROOF_WATCH"
 AFFECTED, WILL, REFUSED = "affected", "will be patched", "refused"
 
 
@@ -308,7 +308,7 @@ def _apply(here: live.Here) -> None:
 def _open(here: live.Here) -> None:
     """Take part in the server's truth; its first process opens a port if it is told to."""
     port = os.environ.get(PORT)
-    if live.enter(here) and port:
+    if live.enter(here, bool(port or os.environ.get(WATCH))) and port:
         from staleproof.vllm import watch_port
 
         watch_port.serve(None, int(port))
