@@ -21,7 +21,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from staleproof import device as devices
 from staleproof.cases import graph
 from staleproof.ops import operators
 from staleproof.ops.clear_empty_rows import clear_empty_rows
