@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ SERVER = {"ops", "vllm", "evidence", *LIGHT}
 ALLOWED = {
     "": {"ops"},
     "__main__": {"cli"},
-    "audit": {"contract"},
+    "audit": {"kernels"},
     "check": set(),
     "device": {"interpreter"},
     "interpreter": set(),
@@ -29,7 +30,7 @@ ALLOWED = {
     # From a symptom to what to do: light, as what an operator installs.
     "triage": {"triage", "vllm", "check"},
     "cases": {"cases", *SERVER},
-    "kernels": {"kernels", "cases", "contract", "audit", *SERVER},
+    "kernels": {"kernels", "cases", *SERVER},
     "contract": {"contract", "audit", "kernels", "cases", *SERVER},
     "incidents": {"kernels", "cases", *SERVER},  # and their own folder, see _may_import
     "engine": {"engine", "kernels", "cases", "incidents", *SERVER},
@@ -38,10 +39,6 @@ ALLOWED = {
 }
 # What a server installs may need no other package than these. Imports of vllm are for vLLM's processes.
 THIRD_PARTY = {"ops": {"torch", "triton", "numpy"}, "evidence": {"torch", "triton", "matplotlib", "seaborn"}}
-
-LINES = 400
-# Files that would be harder to read if they were split, with the reason.
-LONG: dict[str, str] = {}
 
 
 def _imported(tree: ast.Module, module: str, package: Path) -> Iterator[tuple[int, str]]:
@@ -97,6 +94,13 @@ def test_imports_point_one_way():
     assert forbidden_imports(PACKAGE) == []
 
 
+def test_no_circle_of_rooms_is_allowed():
+    rooms = {room: others - {room} for room, others in ALLOWED.items()}
+    graphlib.TopologicalSorter(rooms).prepare()
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(rooms | {"cases": {"kernels"}}).prepare()
+
+
 @pytest.mark.parametrize(
     ("file", "source", "target"),
     [
@@ -142,6 +146,48 @@ def test_each_rule_catches_an_import_against_it(tmp_path, file, source, target):
     assert problem.endswith(f": imports {target}")
 
 
+def circles(package: Path) -> list[list[str]]:
+    """Circles of modules that import each other, within and between folders; each as a sorted list."""
+    modules = {}
+    for path in package.rglob("*.py"):
+        parts = [part for part in path.relative_to(package).with_suffix("").parts if part != "__init__"]
+        modules[".".join(["staleproof", *parts])] = path
+    needs = {
+        name: {target for _, target in _imported(ast.parse(path.read_text()), name, package)} & set(modules)
+        for name, path in modules.items()
+    }
+    reach: dict[str, set[str]] = {}
+    for name in needs:
+        seen, ahead = set(), [*needs[name] - {name}]
+        while ahead:
+            if (one := ahead.pop()) not in seen:
+                seen.add(one)
+                ahead += needs[one]
+        reach[name] = seen
+    found = {tuple(sorted(o for o in reach[n] if n in reach[o])) for n in reach if n in reach[n]}
+    return sorted(map(list, found))
+
+
+# Circles that are still to be opened; a line here goes with its circle.
+KNOWN = [
+    ["staleproof.cases.children", "staleproof.cases.zygote"],
+    ["staleproof.engine.orders", "staleproof.engine.session"],
+    ["staleproof.incidents.kv_reuse.attention", "staleproof.incidents.kv_reuse.hybrid"],
+    ["staleproof.ops.zero_blocks", "staleproof.ops.zero_untraced"],
+    ["staleproof.vllm.plugin", "staleproof.vllm.watch_hooks", "staleproof.vllm.watch_port"],
+]
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert [circle for circle in circles(PACKAGE) if circle not in KNOWN] == []
+
+
+def test_a_circle_is_noticed(tmp_path):
+    for name, needed in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
+        (tmp_path / f"{name}.py").write_text(f"def f():\n    from staleproof import {needed}\n")
+    assert circles(tmp_path) == [["staleproof.a", "staleproof.b", "staleproof.c"]]
+
+
 def _loaded_after(statement: str) -> set[str]:
     """First parts of the modules of ours that a fresh process has loaded after a statement."""
     program = f"import sys\n{statement}\nprint(*[m for m in sys.modules if m.startswith('staleproof.')])"
@@ -177,10 +223,3 @@ def test_importing_what_a_server_calls_loads_nothing_else(package, allowed):
     assert package != "ops" or "staleproof.ops.zero_blocks" in names
     statement = "; ".join(f"import {name.removesuffix('.__init__')}" for name in sorted(names))
     assert _loaded_after(statement) <= allowed
-
-
-def test_no_file_is_longer_than_400_lines():
-    files = [path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
-    assert {name: n for name, n in sorted(lengths.items()) if n > LINES and name not in LONG} == {}
-    assert {name for name in LONG if lengths.get(name, 0) <= LINES} == set(), "exceptions no longer needed"

@@ -52,7 +52,7 @@ def test_environment_yml_and_pyproject_agree():
 
 def test_a_server_installs_nothing_of_jupyter():
     core = dict(map(_name_and_range, PROJECT["dependencies"]))
-    assert core.keys() == {"torch", "triton", "numpy", "typer", "rich"}
+    assert core.keys() == {"torch", "triton", "numpy", "typer", "rich", "prometheus-client"}
     assert core["numpy"] == core["rich"] == ""
     workbook = {name for name, _ in map(_name_and_range, EXTRAS["workbook"])}
     # jupyter_client comes with nbclient.
@@ -259,7 +259,7 @@ for module in pkgutil.walk_packages(staleproof.__path__, "staleproof."):
     if not module.name.endswith(("__main__", *needs_more)):
         importlib.import_module(module.name)
 from staleproof.report import matrix
-print(matrix.text([Finding("kv_reuse", "a question", "a variant", "clean")]))
+print(matrix.text([Finding("kv_reuse", "a question", "a variant", "rows", "clean")]))
 for command in {commands}:
     print(command, cli.main(command.split()), file=sys.stderr)
 from staleproof.evidence.ledger import Report

@@ -42,7 +42,7 @@ def test_questions_that_name_sm100_as_missing_are_predicted():
 
 def test_misses_come_first_and_what_did_not_run_stays_open():
     told = [replace(predictions.read()[0], question=name, predicted="nan") for name in ("a", "b", "c", "d")]
-    incident, _, variant = told[0].key
+    incident, _, variant, _ = told[0].key
     found = [
         finding(incident, "a", variant, "nan"),
         finding(incident, "b", variant, "zero"),

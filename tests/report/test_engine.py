@@ -1,11 +1,11 @@
-"""Recorded engine runs: one table for the report, one section for each notebook."""
+"""Recorded engine runs: one section for each notebook."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from tests.made import finding, not_run
+from tests.made import finding, not_run, off_on_off
 
 from staleproof.cases import store
 from staleproof.cases.finding import Finding
@@ -15,9 +15,7 @@ from staleproof.engine.cases import BENCHES
 from staleproof.report import engine
 
 MLA = "TRITON_MLA, full graphs"
-FIXED = finding(
-    "engine", "off/on/off", MLA, "fixed", expected="fixed", off="pad_only", on="clean", again="pad_only"
-)
+FIXED = off_on_off("engine", MLA, off="pad_only", on="clean", again="pad_only")
 LEAK = finding(
     "engine",
     mla.NAN_ROWS,
@@ -37,23 +35,11 @@ def run(*findings: Finding, name: str = "h200-engine") -> Run:
 
 def test_every_question_has_a_chapter_and_a_line_of_figures():
     assert {*engine.CHAPTERS} == {*BENCHES}
-    assert {question for bench in BENCHES.values() for question, _ in bench.cells} == {*engine.SEEN}
-
-
-def test_the_section_shows_the_fixes_and_folds_the_rest():
-    page = str(engine.section([run(FIXED, LEAK, ABSENT), run(name="other")]))
-    opened, _, folded = page.partition("<details")
-    assert "pad_only → clean → pad_only" in opened
-    assert "2 as expected, 0 not, 1 not run" in opened
-    assert "3 in 2 of 4 layers" not in opened
-    assert "3 in 2 of 4 layers" in folded
-    # What a finding says is text, not markup.
-    assert "no such model &lt;here&gt;" in folded
+    assert {case.key.question for bench in BENCHES.values() for case in bench.cases} == {*engine.SEEN}
 
 
 @pytest.mark.parametrize("runs", [[], [run(finding("mla_padding", "q", "v", "clean"))]])
-def test_without_an_engine_run_there_is_no_section(runs):
-    assert engine.section(runs) == ""
+def test_without_an_engine_run_it_says_so(runs):
     assert engine.chapter("mla_padding", runs) == [engine.NONE]
 
 
@@ -96,4 +82,3 @@ def test_numbers_of_another_release_of_the_bench_are_shown_as_they_are():
 )
 def test_the_recorded_run_has_something_for_each_notebook(incident, said):
     assert said in "\n".join(engine.chapter(incident, store.read_all()))
-    assert said in str(engine.section())

@@ -21,6 +21,7 @@ from staleproof.cases.finding import Grade, real
 from staleproof.cases.words import NOT_RUN
 from staleproof.device import version_of
 from staleproof.report import timeline
+from tools import timeline as pages
 
 WORKBOOK = Path(__file__).resolve().parents[2] / "workbook"
 # As tests/vllm/environment.py has it.
@@ -51,7 +52,7 @@ def _load(tmp_path: Path, *rows: dict[str, object]) -> list[timeline.Event]:
 
 def test_the_committed_table_is_what_the_generator_gives() -> None:
     have = (WORKBOOK / "timeline.md").read_text("utf-8")
-    assert have == timeline.markdown(), "run: python -m staleproof.report.timeline"
+    assert have == pages.markdown(), "run: python -m tools.timeline"
 
 
 def test_every_incident_has_events_and_every_thread_an_address() -> None:
@@ -79,8 +80,8 @@ def test_load_reads_one_incident_or_several(tmp_path: Path) -> None:
         ([_row(), _row(extra=1)], "timeline entry 2: expected the fields"),
         ([_row(date="2026-03-32")], "day"),
         # What a thread says did not run here; what we checked has a grade.
-        ([_row(grade="real")], "timeline entry 1, grade: expected one of"),
-        ([_row(checked=True)], "timeline entry 1, grade: expected one of"),
+        ([_row(grade="real")], "timeline entry 1, grade of None: expected one of"),
+        ([_row(checked=True)], "timeline entry 1, grade of None: expected one of"),
         ([_row(where=["vllm/envs.py"])], "timeline entry 1, where: expected package, release, file:line"),
         ([_row(), _row(date="2026-03-17")], "expected entries in order of date"),
     ],
@@ -94,7 +95,7 @@ def test_a_table_row_carries_source_incidents_figures_and_mark(tmp_path: Path) -
     read = {"grade": "source", "where": ["vLLM 1.0 a.py:7", "vLLM 1.0 b.py:8-9", "vLLM 2.0 a.py:7"]}
     wheel = _row(checked=True, url=None, reported=[], **read)
     events = _load(tmp_path, _row(event="a | b"), wheel)
-    rows = timeline.markdown(events, []).split("\n\n## ")[0].splitlines()[-2:]
+    rows = pages.markdown(events, []).split("\n\n## ")[0].splitlines()[-2:]
     assert rows[0] == (
         "| 2026-03-18 | [vLLM #1](https://example.org/1) | 1 | a \\| b | 7 us<br>8 us | reported |"
     )
@@ -174,21 +175,20 @@ def test_what_shows_a_claim_is_what_the_recorded_runs_hold() -> None:
     runs = store.read_all()
     for c in timeline.claims():
         if c.finding:
-            held = [f for run in runs for f in run.findings if f.key == c.finding[:3]]
+            held = [f for run in runs for f in run.findings if f.key[:3] == c.finding[:3]]
             assert held, c
-            assert {timeline.disagrees(c, f) for f in held} == {None}, c
+            assert {pages.disagrees(c, f) for f in held} == {None}, c
 
 
 def test_a_claim_disagrees_with_another_verdict_and_with_another_grade(tmp_path: Path) -> None:
     (claim,) = _claims(tmp_path)
     shown = finding(*claim.finding, evidence=real("torch"))
-    assert timeline.disagrees(claim, shown) is None
-    assert timeline.disagrees(claim, replace(shown, grade="")) is None, "a run from before there were grades"
+    assert pages.disagrees(claim, shown) is None
     replica = replace(shown, grade="replica")
-    assert timeline.disagrees(claim, replica) == "the claim is graded real, its finding replica"
-    assert "the finding says 'zero'" in str(timeline.disagrees(claim, replace(shown, verdict="zero")))
+    assert pages.disagrees(claim, replica) == "the claim is graded real, its finding replica"
+    assert "the finding says 'zero'" in str(pages.disagrees(claim, replace(shown, verdict="zero")))
     (by_lines,) = _claims(tmp_path, grade="source", where=["vLLM 1.0 a.py:7"])
-    assert timeline.disagrees(by_lines, replica) is None
+    assert pages.disagrees(by_lines, replica) is None
 
 
 def test_six_claims_about_sm100_rest_on_its_source() -> None:
@@ -244,7 +244,7 @@ def test_claims_name_the_bad_entry(tmp_path: Path, changes: dict[str, object], m
 
 
 def test_a_claims_row_carries_mark_conditions_and_what_shows_it(tmp_path: Path) -> None:
-    line = timeline.markdown([], _claims(tmp_path)).splitlines()[-1]
+    line = pages.markdown([], _claims(tmp_path)).splitlines()[-1]
     assert line == (
         "| 1 | [vLLM #1](https://example.org/1) | It is so. | held | real | Here. | "
         "[01](../notebooks/01_mla_padding.ipynb): `mla_padding`, `empty row`, `a`, `nan` |"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from staleproof.report import patches as shown
 from staleproof.triage import answer, facts, judge, logs, table
 from staleproof.triage.facts import Facts
 from staleproof.vllm import status
@@ -272,7 +273,7 @@ def test_a_row_fits_its_own_words_and_each_need_can_refute_it(row):
 def test_what_was_measured_otherwise_is_never_said_to_fit():
     known = read("vllm-0.22.1-triton-mla-h200")
     assert standing(known)["empty_rows"] == judge.MEASURED
-    text = answer.as_text(known, judge.judge_all(known))
+    text = answer.as_text(known, judge.judge_all(known), verbose=True)
     assert "but       on an H200 the NaN stayed in padding rows" in text
 
 
@@ -290,12 +291,99 @@ def test_a_patch_that_is_in_place_speaks_against():
     assert standing(known) == {}
 
 
+def test_a_row_of_two_patches_stands_while_one_of_them_is_missing():
+    known = of(
+        symptom="crash", version="0.18.1", model="moe", moe_backend="flashinfer_cutlass", graphs="full"
+    )
+    known.in_place = ("topk_nan",)
+    assert standing(known)["repeated_experts"] == judge.FITS
+    known.in_place = ("topk_nan", "duplicate_experts")
+    assert "repeated_experts" not in standing(known)
+
+
+def test_a_hint_is_no_proof():
+    """Where it was reported speaks for a row, and is neither a need that is met nor a reason that it fits."""
+    known = of(symptom="nan", gpu="gb200")
+    found = next(j for j in judge.judge_all(known) if j.row.key == "empty_rows")
+    assert found.signs == ("reported on GB200 (vLLM #37442)",)
+    assert not any("gpu" in one or "GB200" in one for one in found.because)
+    assert (found.status, {*found.unknown}) == (judge.SO_FAR, {"version", "model", "graphs"})
+
+
+@pytest.mark.parametrize("name", [name for names in facts.GPUS.values() for name in names])
+def test_every_gpu_is_known_by_its_name(name):
+    family = next(family for family, names in facts.GPUS.items() if name in names)
+    assert facts.gpu(name.upper()) == facts.gpu(f"NVIDIA {name}") == family
+
+
+def test_the_families_of_gpus():
+    said = {facts.gpu(name) for name in ("B200", "GB200", "B300", "GB300")}
+    assert (said, facts.gpu("H100"), facts.gpu("A100"), facts.gpu("sm_103")) == (
+        {"sm100"},
+        "sm90",
+        "sm80",
+        "sm100",
+    )
+
+
+def test_the_first_symptom_of_a_log_is_the_one_that_began_it():
+    both = ["CUDA error: an illegal memory access was encountered", "CUDA out of memory. Tried to allocate"]
+    assert logs.read("\n".join(both)).known["symptom"] == "crash"
+    assert logs.read("\n".join(both[::-1])).known["symptom"] == "oom"
+
+
+SENTENCES = {
+    "NaN from DeepSeek with CUDA graphs on 0.20": (
+        {"symptom": "nan", "version": "0.20.2", "graphs": "full"},
+        {"mla", "moe"},
+    ),
+    "!!!! on GB200, NVFP4, dp": (
+        {"symptom": "nan", "gpu": "sm100", "quant": "nvfp4", "parallel": "dp"},
+        set(),
+    ),
+    "OOM after upgrade to v0.18.1, Kimi-K2, eager": (
+        {"symptom": "oom", "version": "0.18.1", "graphs": "none"},
+        {"mla", "moe"},
+    ),
+    "crash in flashinfer_cutlass, Qwen3-Next, 0.21, no async scheduling": (
+        {"symptom": "crash", "version": "0.21.0", "moe_backend": "flashinfer_cutlass", "scheduling": "sync"},
+        {"moe", "hybrid"},
+    ),
+    "accuracy drops with uptime, Kimi Linear on H200 with TRITON_MLA": (
+        {"symptom": "drift", "gpu": "sm90", "backend": "triton_mla"},
+        {"mla", "moe", "hybrid"},
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_a_sentence_says_what_it_names(sentence):
+    known, there = SENTENCES[sentence]
+    found = facts.from_words(sentence)
+    assert found.known == known
+    assert {trait for trait, has in found.traits.items() if has} == there
+
+
+def test_a_sentence_with_a_release_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"version: vLLM 9\.9 is not a release we know"):
+        facts.from_words("NaN on 9.9")
+
+
+def test_the_answer_is_five_lines_and_one_for_each_other_row():
+    known = facts.from_words("NaN from DeepSeek R1 with CUDA graphs on 0.20, bf16, without dp, B200")
+    lines = answer.as_text(known, judge.judge_all(known), 200).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("fits: "))
+    for name in ("do now", "confirm", "patch", "read"):
+        assert any(line.startswith(f"   {name} ") for line in lines[start:]), name
+    assert lines[-1].endswith("-v says why, by what evidence, and what speaks against")
+
+
 def test_two_rows_that_nothing_tells_apart_say_so():
     known = of(symptom="nan", version="0.18.1")
     found = judge.judge_all(known)
     keys = {j.row.key for j in judge.alike(found[0], found)}
     assert {"scale_padding", "dummy_slots"} <= keys | {found[0].row.key}
-    assert "cannot be told apart from" in answer.as_text(known, found)
+    assert "cannot be told apart from" in answer.as_text(known, found, verbose=True)
     (one, other) = (next(j for j in found if j.row.key == key) for key in ("scale_padding", "dummy_slots"))
     assert {*judge.tells_apart(one, other)} == {"quant", "gpu", "parallel"}
 
@@ -311,18 +399,19 @@ def test_nothing_is_more_certain_than_its_evidence():
     """No text says that it is the incident; a row without released code says so."""
     for name in FROM_LOGS:
         known = read(name)
-        text = answer.as_text(known, judge.judge_all(known))
+        text = answer.as_text(known, judge.judge_all(known), verbose=True)
         assert not re.search(r"\b(certain|proved|is caused by|root cause is)\b", text)
     for row in table.rows():
         if row.grade not in ("real", "source"):
             assert answer.ceiling(row).endswith("at best consistent with it; no released code ran")
 
 
+@pytest.mark.parametrize("verbose", [False, True])
 @pytest.mark.parametrize("width", [60, 80, 200])
 @pytest.mark.parametrize("name", FROM_LOGS)
-def test_lines_fit_the_terminal(name, width):
+def test_lines_fit_the_terminal(name, width, verbose):
     known = read(name)
-    lines = answer.as_text(known, judge.judge_all(known), width).splitlines()
+    lines = answer.as_text(known, judge.judge_all(known), width, verbose=verbose).splitlines()
     for line in lines:
         # Only a path or an option that is longer than the line stands alone on it.
         assert len(line) <= width or len(line.split()) == 1, line
@@ -345,7 +434,7 @@ def test_questions_end_where_no_answer_would_change_anything():
 
 @pytest.mark.parametrize("version", ["0.17.0", "0.18.1", "0.33.0"])
 def test_patch_lines_are_those_of_patches(version):
-    said = json.loads(status.as_json(status.answer(version)))["patches"]
+    said = json.loads(shown.as_json(status.answer(version)))["patches"]
     states = {line["patch"]: (line["state"], line["why"]) for line in said}
     for row in table.rows():
         for patch, *state in answer.patch_lines(row, version):

@@ -26,7 +26,9 @@ HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
 # Reading the metadata of a vLLM source distribution runs its setup.py, which imports these.
 TOOLS = ("setuptools>=77,<81", "setuptools_scm", "wheel", "packaging", "setuptools_rust")
-TESTED = ("0.17.1", "0.18.1", "0.19.1", "0.20.2", "0.25.1", "0.33.0")
+TESTED = ("0.17.1", "0.18.1", "0.19.1", "0.20.2", "0.25.1", "0.26.0", "0.32.0", "0.33.0")
+# Further releases for the tests, e.g. STALEPROOF_VLLM=0.22.1,0.28.0: one of your choice at each change.
+FURTHER = tuple(filter(None, os.environ.get("STALEPROOF_VLLM", "").split(",")))
 # Of 250 MB a release: the package, and what the probes and their tests read.
 KEPT = re.compile(
     r"[^/]+/(vllm/.*|PKG-INFO|requirements/cuda\.txt|csrc/(libtorch_stable/)?"
@@ -34,6 +36,11 @@ KEPT = re.compile(
 )
 # In every release. One that was unpacked before this file was kept is fetched again.
 FUSED_QUANT = "activation_nvfp4_quant_fusion_kernels.cu"
+
+
+def also(*releases: str) -> list[str]:
+    """These releases, and those of ``STALEPROOF_VLLM``."""
+    return [*dict.fromkeys((*releases, *FURTHER))]
 
 
 class UnavailableError(RuntimeError):
@@ -175,6 +182,6 @@ def shared_variables() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for release in sys.argv[1:] or TESTED:
+    for release in sys.argv[1:] or also(*TESTED):
         print(release, sources(release))
     print(packages())

@@ -38,6 +38,7 @@ def made_up(root: Path) -> Iterator[Callable[[dict[str, str]], Path]]:
     try:
         yield write
     finally:
+        hooks._places.clear()
         sys.path.remove(str(root))
         for name in _of_vllm():
             del sys.modules[name]

@@ -1,15 +1,18 @@
 """Starts of a vLLM model with torch.compile, on a CPU; run inside a vLLM environment only.
 
-    python real_cache.py none all none all uninstalled
+    python real_cache.py fails all all none uninstalled bypassed
 
 Each start is a process that loads the plugins with that ``STALEPROOF_PATCHES``, or without ours, and
-compiles a router with vLLM's own ``@support_torch_compile``. Prints, a start, whether our plugin was
-loaded, whether the graph came from vLLM's cache (below ``VLLM_CACHE_ROOT``), and how many of 6 rows name
-an expert twice.
+compiles a router with vLLM's own ``@support_torch_compile``. In a start that ``fails`` all patches are
+applied, and a hook raises while torch.compile traces it; in one that is ``bypassed`` another plugin has
+replaced the function since. Prints, a start, whether our plugin was loaded, whether the graph came from
+vLLM's cache (below ``VLLM_CACHE_ROOT``), how many of 6 rows name an expert twice, and what the plugin says
+of its patch at the end.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import multiprocessing
@@ -45,12 +48,22 @@ class Router(torch.nn.Module):
         return ids + 0
 
 
+def _fails(*args: Any) -> Any:
+    raise RuntimeError("planted")
+
+
 def start(patches: str) -> dict[str, Any]:
     """Load the plugins, compile or load the model, and run it once."""
     # VLLM_PLUGINS would not do: it is a factor of vLLM's cache key.
     if patches != "uninstalled":
-        os.environ["STALEPROOF_PATCHES"] = patches
+        fault = patches if patches in ("fails", "bypassed") else None
+        os.environ["STALEPROOF_PATCHES"] = "all" if fault else patches
+        own = ops.topk_softmax
         importlib.import_module("vllm.plugins").load_general_plugins()
+        if fault == "fails":
+            importlib.import_module("staleproof.vllm.routing_calls")._without_nan = _fails
+        elif fault == "bypassed":
+            ops.topk_softmax = functools.wraps(own)(lambda *args: own(*args))
     stand_in = real_routing.CompiledOps(clamped=False)
     # This pass names operators of vLLM's CUDA library, which is not here.
     fixing.FixFunctionalizationPass.__call__ = lambda self, graph: None
@@ -82,6 +95,10 @@ def start(patches: str) -> dict[str, Any]:
         "repeated": real_routing._duplicates(ids),
         "from disk": model.was_aot_compile_fn_loaded_from_disk,
     }
+    if found["plugin"]:
+        process = importlib.import_module("staleproof.vllm.process")
+        states = [process.state(name) for name in ("topk_nan", "topk_nan_bias")]
+        found["says"] = next((": ".join(state) for state in states if state[0] != "will be patched"), "")
     stand_in.library._destroy()
     return found
 

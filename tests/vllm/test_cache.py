@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import environment
 import warm
 
-from staleproof.vllm import hooks
+from staleproof.vllm import hooks, process, standing
+from staleproof.vllm import patch as patch_module
 from staleproof.vllm.patch import check_cache_key
 from staleproof.vllm.plugin import patches
 from staleproof.vllm.sources import PatchError, Sources
@@ -27,13 +29,27 @@ def _sources(version: str) -> Path:
         return environment.sources(version)
 
 
+# In the first a hook raises while torch.compile traces it; in the last another plugin replaces the function.
+SEQUENCE = "fails", "all", "all", "none", "uninstalled", "bypassed"
+FACTORS = "def compile_factors(): return {'VLLM_USE_V1': True}"
+WRAPPER = """
+import types
+
+
+class TorchCompileWithNoGuardsWrapper:
+    def aot_compile(self, trace):
+        trace()
+        return types.SimpleNamespace()
+"""
+
+
 @pytest.mark.slow
 # In the first topk_nan is applied, in the second topk_nan_bias.
-@pytest.mark.parametrize("version", ["0.19.0", "0.22.1"])
+@pytest.mark.parametrize("version", environment.also("0.19.1", "0.33.0"))
 def test_each_state_is_served_from_a_graph_of_its_own(version, tmp_path):
     _sources(version)
     done = warm.run(
-        *(str(STARTS), "none", "all", "none", "all", "uninstalled"),
+        *(str(STARTS), *SEQUENCE),
         timeout=900,
         # Without the last, g++ tries every vector unit at each cold start, for longer than all else.
         env=environment.variables(version)
@@ -41,10 +57,14 @@ def test_each_state_is_served_from_a_graph_of_its_own(version, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     starts = json.loads(done.stdout.splitlines()[-1])
-    assert [start["repeated"] for start in starts] == [6, 0, 6, 0, 6]
-    assert [start["from disk"] for start in starts] == [False, False, True, True, True]
+    assert [start["repeated"] for start in starts] == [6, 0, 0, 6, 6, 6]
+    assert [start["from disk"] for start in starts] == [False, False, True, False, True, False]
     # ``none`` leaves vLLM as it is without the plugin: the same graph, of the same key.
-    assert [start["plugin"] for start in starts] == [True, True, True, True, False]
+    assert [start["plugin"] for start in starts] == [True, True, True, True, False, True]
+    says = [start.get("says", "").partition(":")[0] for start in starts]
+    assert says == ["refused", "in place", "in place", "", "", "partly"]
+    assert "failed while torch.compile traced it" in starts[0]["says"]
+    assert "unable to save" in done.stderr
 
 
 @pytest.fixture(name="package")
@@ -56,6 +76,8 @@ def package_fixture(tmp_path):
     (folder / "backends.py").write_text(
         "class VllmBackend:\n    def __call__(self, graph):\n        return envs.compile_factors()\n"
     )
+    (folder / "wrapper.py").write_text(WRAPPER)
+    (folder.parent / "envs.py").write_text(FACTORS)
     (folder.parent / "_custom_ops.py").write_text(
         "def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout): pass"
     )
@@ -72,26 +94,123 @@ def test_a_traced_patch_is_refused_where_the_key_is_not_as_expected(package):
         patch.check("0.18.1", Sources(package))
 
 
-def test_a_traced_patch_changes_the_factors_of_the_cache_key(package, monkeypatch):
-    """While it waits for its module, once its function is wrapped, and if it leaves the function alone."""
-    (package / "__init__.py").write_text("")
-    (package / "envs.py").write_text("def compile_factors(): return {'VLLM_USE_V1': True}")
-    monkeypatch.syspath_prepend(str(package.parent))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    hooks._places.clear()
-    envs = importlib.import_module("vllm.envs")
-    try:
-        key = "STALEPROOF_SCALE_PADDING"
-        wrapped = "vllm._custom_ops:create_fp4_scale_tensor vllm.envs:compile_factors"
-        with patches()["scale_padding"].applied("0.18.1"):
-            assert envs.compile_factors() == {"VLLM_USE_V1": True, key: wrapped}
-            importlib.import_module("vllm._custom_ops")
-            assert envs.compile_factors()[key] == wrapped
-        assert envs.compile_factors() == {"VLLM_USE_V1": True}
-        sys.modules["vllm._custom_ops"].create_fp4_scale_tensor = lambda *theirs: None
-        with patches()["scale_padding"].applied("0.18.1"):
-            assert envs.compile_factors()[key] == "vllm.envs:compile_factors"
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-            del sys.modules[name]
+KEY = "STALEPROOF_SCALE_PADDING"
+PLACE = "vllm._custom_ops:create_fp4_scale_tensor"
+
+
+@pytest.fixture(name="envs")
+def envs_fixture(package, made_up):
+    """The made-up ``vllm.envs``, with scale_padding applied."""
+    ops = (package / "_custom_ops.py").read_text()
+    made_up({"_custom_ops": ops, "compilation.__init__": "", "compilation.wrapper": WRAPPER, "envs": FACTORS})
+    with patches()["scale_padding"].applied("0.18.1"):
+        yield importlib.import_module("vllm.envs")
+    assert not hooks._watched
+
+
+def test_a_traced_patch_is_a_factor_while_it_waits_and_once_it_is_wrapped(envs):
+    assert envs.compile_factors() == {"VLLM_USE_V1": True, KEY: PLACE}
+    importlib.import_module("vllm._custom_ops")
+    assert envs.compile_factors()[KEY] == PLACE
+    patches()["scale_padding"].revert()
+    assert envs.compile_factors() == {"VLLM_USE_V1": True}
+
+
+def _nothing(ops) -> None:
+    pass
+
+
+def _replaced(ops) -> None:
+    ops.create_fp4_scale_tensor = lambda *theirs: None
+
+
+def _put_back(ops) -> None:
+    ops.create_fp4_scale_tensor = ops.create_fp4_scale_tensor.__wrapped__
+
+
+def _imported(ops) -> None:
+    sys.modules["vllm.user"] = types.ModuleType("vllm.user")
+    sys.modules["vllm.user"].scales = ops.create_fp4_scale_tensor.__wrapped__
+
+
+def _step_back(ops) -> None:
+    standing.step_back("scale_padding", "it failed")
+
+
+def _fail_in_trace(ops) -> None:
+    hooks._note_failure("scale_padding", "create_fp4_scale_tensor", "preparing a call", "RuntimeError")
+
+
+def _replace_the_key(ops) -> None:
+    sys.modules["vllm.envs"].compile_factors = dict
+
+
+@pytest.mark.parametrize(
+    ("bypass", "said"),
+    [
+        (_replaced, f"create_fp4_scale_tensor was replaced by {__file__} since"),
+        (_put_back, "create_fp4_scale_tensor was put back since"),
+        (_imported, "vllm.user imported create_fp4_scale_tensor by its name and calls vLLM's"),
+    ],
+)
+def test_a_function_that_is_bypassed_is_no_factor_and_not_in_place(envs, bypass, said):
+    ops = importlib.import_module("vllm._custom_ops")
+    assert process.state("scale_padding") == ("in place", "")
+    bypass(ops)
+    assert envs.compile_factors()[KEY] == ""
+    assert process.state("scale_padding") == ("refused", said)
+
+
+def test_the_key_counts_as_much_as_the_function(envs):
+    importlib.import_module("vllm._custom_ops")
+    _replace_the_key(None)
+    state, why = process.state("scale_padding")
+    assert state == "partly"
+    assert why.startswith("compile_factors was replaced by")
+
+
+def test_who_imported_the_function_by_name_before_us_calls_ours(package, made_up):
+    user = "from vllm._custom_ops import create_fp4_scale_tensor as scales"
+    made_up({"_custom_ops": (package / "_custom_ops.py").read_text(), "user": user})
+    module = importlib.import_module("vllm.user")
+    own = module.scales
+    with patches()["scale_padding"].applied("0.18.1"):
+        assert module.scales is sys.modules["vllm._custom_ops"].create_fp4_scale_tensor is not own
+        assert process.state("scale_padding") == ("in place", "")
+    assert module.scales is own
+
+
+CHANGED = "patches changed while it was traced"
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "why"),
+    [
+        (_nothing, None),
+        (_fail_in_trace, "preparing a call of create_fp4_scale_tensor failed while torch.compile traced it"),
+        (_step_back, CHANGED),
+        (_replaced, CHANGED),
+        (_imported, CHANGED),
+        (_replace_the_key, "compile_factors was replaced by"),
+    ],
+)
+def test_a_graph_is_saved_only_if_its_patches_stood_to_the_end(envs, meanwhile, why):
+    ops = importlib.import_module("vllm._custom_ops")
+    model = importlib.import_module("vllm.compilation.wrapper").TorchCompileWithNoGuardsWrapper()
+    before = envs.compile_factors()
+
+    def traced():
+        meanwhile(ops)
+        # As vLLM does for the cache behind Dynamo's.
+        envs.compile_factors()
+
+    graph = model.aot_compile(traced)
+    if why is None:
+        assert not hasattr(graph, "save_compiled_function")
+        return
+    with pytest.raises(PatchError, match=why):
+        graph.save_compiled_function("path")
+    if meanwhile is _fail_in_trace:
+        assert "RuntimeError" in standing.stepped_back["scale_padding"]
+        # A part of this process's graphs has vLLM's own code: their key is nobody else's.
+        assert envs.compile_factors()[KEY] == patch_module.UNPROVED != before[KEY]

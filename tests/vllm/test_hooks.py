@@ -124,19 +124,36 @@ def test_instead_may_leave_a_call_to_vllm(package):
         assert [_ops().double(x) for x in (1, 3)] == ["ours", 6]
 
 
-def _fails(*args):
-    raise RuntimeError("planted")
+def test_none_is_a_result_like_any_other(package):
+    """vLLM's routing operations return nothing: that is no sign that ours did nothing."""
+    with _patch(_double(instead=lambda a, k: None)).applied("1.0.0"):
+        assert _ops().double(1) is None
 
 
+def test_after_is_given_what_the_caller_gave(package):
+    seen = []
+    hook = _double(
+        before=lambda a, k: ((a[0] + 1, *a[1:]), {"y": 7}), after=lambda *a: seen.append(a) or a[0]
+    )
+    with _patch(hook).applied("1.0.0"):
+        assert _ops().double(1, y=5) == 11
+    assert seen == [(11, (1,), {"y": 5})]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 @pytest.mark.parametrize("hook", ["around", "before", "instead", "after"])
-def test_a_failing_hook_is_one_line_and_vllms_answer(package, caplog, hook):
-    with _patch(_double(**{hook: _fails})).applied("1.0.0"), caplog.at_level(logging.WARNING):
+def test_a_failing_hook_is_one_line_and_vllms_answer(package, caplog, hook, error):
+    def fails(*args):
+        raise error("planted")
+
+    with _patch(_double(**{hook: fails})).applied("1.0.0"), caplog.at_level(logging.WARNING):
         ops = _ops()
         assert [ops.double(1, y=2), ops.double(2)] == [4, 4]
-    lines = [r.getMessage() for r in caplog.records]
-    assert len(lines) == 1
-    assert "p: " in lines[0]
-    assert "vLLM's own code runs: RuntimeError: planted" in lines[0]
+    (line,) = caplog.records
+    # VLLM_LOGGING_LEVEL=ERROR hides warnings.
+    assert line.levelno == logging.ERROR
+    assert "p: " in line.getMessage()
+    assert f"vLLM's own code runs: {error.__name__}: planted" in line.getMessage()
 
 
 @contextmanager

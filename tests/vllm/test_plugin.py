@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from staleproof.incidents.registry import INCIDENTS
-from staleproof.vllm import hooks, releases, standing
+from staleproof.vllm import hooks, live, process, releases, standing
 from staleproof.vllm import plugin as vllm_plugin
+from staleproof.vllm.hooks import Target
+from staleproof.vllm.patch import Patch
 from staleproof.vllm.patches import NOTEBOOKS
 from staleproof.vllm.plugin import Choice
 from staleproof.vllm.sources import Evidence, PatchError, Sources
@@ -194,6 +196,144 @@ def test_whatever_else_goes_wrong_stays_inside(caplog, monkeypatch):
     monkeypatch.delenv(vllm_plugin.VARIABLE, raising=False)
     monkeypatch.setattr(vllm_plugin, "installed", lambda: 1 / 0)
     assert _register(caplog) == ["staleproof: nothing is patched: ZeroDivisionError: division by zero"]
+
+
+@pytest.fixture(name="applied")
+def applied_fixture(monkeypatch):
+    """Registers with three made-up patches on a vLLM 0.18.1; the second is broken in a way of the test's."""
+
+    def make(fails) -> None:
+        class Broken(Patch):
+            def apply(self, version, *, force=False):
+                super().apply(version, force=force)
+                fails()
+
+        made = [
+            cls(
+                name=name,
+                incident="i",
+                summary="s",
+                versions=(),
+                targets=(Target(f"vllm.{name}", "f", ("x",), after=lambda r, a, k: r),),
+                probe=lambda sources: Evidence(True, "there"),
+                mechanism="m",
+                threads=(),
+                cost="c",
+                requires=requires,
+            )
+            for cls, name, requires in (
+                (Patch, "a", ()),
+                (Broken, "b", ()),
+                (Patch, "c", ("b",)),
+                (Patch, "d", ()),
+            )
+        ]
+        monkeypatch.setattr(vllm_plugin, "patches", lambda: {patch.name: patch for patch in made})
+        monkeypatch.setattr(vllm_plugin, "installed", lambda: ("0.18.1", None))
+        decided = [vllm_plugin.Decision(patch, "will be patched", "there", True) for patch in made]
+        monkeypatch.setattr(vllm_plugin, "decisions", lambda *_: decided)
+        monkeypatch.setattr(vllm_plugin, "chosen", lambda text: ALL)
+
+    hooks._warned.clear()
+    yield make
+    for name in ("a", "b", "c", "d", standing.REPORT):
+        hooks.unwrap(name)
+    assert not hooks._watched
+
+
+def _planted():
+    raise RuntimeError("planted")
+
+
+def _leaves():
+    raise SystemExit("planted")
+
+
+@pytest.mark.parametrize("fails", [_planted, _leaves])
+def test_a_patch_that_cannot_be_applied_leaves_the_others_and_says_so(applied, caplog, fails):
+    applied(fails)
+    lines = _register(caplog)
+    # c would do harm without b.
+    assert {name for name in "abcd" if standing.targets(name)} == {"a", "d"}
+    assert standing.in_service() == ["a", "d"]
+    assert sum("b: applying it failed" in line and "out of service: b" in line for line in lines) == 1
+    assert any("c: needs b, which stepped back" in line for line in lines)
+    assert not any("nothing is patched" in line for line in lines)
+    assert live.health()["patches"] | {"b": None, "c": None} == {
+        **dict.fromkeys("ad", ("will be patched", "")),
+        **dict.fromkeys("bc"),
+    }
+    assert not live.health()["ok"]
+
+
+@pytest.mark.parametrize("fails", [_planted, _leaves])
+def test_what_fails_after_the_patches_says_what_stands(applied, caplog, monkeypatch, fails):
+    applied(lambda: None)
+    monkeypatch.setattr(process, "watch", lambda ready: fails())
+    lines = _register(caplog)
+    assert any(line.startswith("staleproof: a, b, c, d stand, no others: ") for line in lines)
+    assert standing.in_service() == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    "module", ["raise RuntimeError('planted')", "raise SystemExit", "import no_such_module", "install = None"]
+)
+def test_a_broken_watch_takes_no_patch_along(applied, caplog, monkeypatch, tmp_path, module):
+    applied(lambda: None)
+    (tmp_path / "watch_hooks.py").write_text(module)
+    package = importlib.import_module("staleproof.vllm")
+    monkeypatch.setattr(package, "__path__", [str(tmp_path), *package.__path__])
+    monkeypatch.delitem(sys.modules, "staleproof.vllm.watch_hooks", raising=False)
+    monkeypatch.delattr(package, "watch_hooks", raising=False)
+    lines = _register(caplog)
+    monkeypatch.delitem(sys.modules, "staleproof.vllm.watch_hooks", raising=False)
+    assert sum(line.startswith("staleproof: no watch: ") for line in lines) == 1
+    assert standing.in_service() == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("require", "fails", "said"),
+    [
+        ("a", _planted, None),
+        ("a, b", _planted, "b is refused (applying it failed: RuntimeError: planted)"),
+        ("c", _planted, "c is refused (needs b, which stepped back)"),
+        ("mla", lambda: None, "mla is no patch (known: a, b, c, d)"),
+    ],
+)
+def test_vllm_does_not_start_without_what_is_required(applied, monkeypatch, require, fails, said):
+    applied(fails)
+    monkeypatch.setenv(process.REQUIRE, require)
+    if said is None:
+        vllm_plugin.register()
+        return
+    with pytest.raises(process.RequirementError) as refused:
+        vllm_plugin.register()
+    assert said in str(refused.value)
+    assert str(refused.value).startswith(f"vLLM does not start: STALEPROOF_REQUIRE={require}: ")
+
+
+def test_what_is_required_must_stand_when_the_engine_is_ready(applied, monkeypatch, made_up):
+    made_up(
+        {
+            "a": "def f(x): return x",
+            "v1.engine.core": "class EngineCore:\n    def __init__(self):\n        import vllm.a\n",
+        }
+    )
+    applied(lambda: None)
+    monkeypatch.setenv(process.REQUIRE, "a")
+    vllm_plugin.register()
+    core = importlib.import_module("vllm.v1.engine.core")
+    core.EngineCore()
+    sys.modules["vllm.a"].f = lambda x: x
+    with pytest.raises(process.RequirementError, match=r"a is refused \(f was replaced by"):
+        core.EngineCore()
+
+
+def test_nothing_patched_is_not_what_was_required(monkeypatch):
+    monkeypatch.setenv(process.REQUIRE, "mla_padding")
+    monkeypatch.setattr(vllm_plugin, "installed", _planted)
+    with pytest.raises(process.RequirementError, match=r"mla_padding is refused \(RuntimeError: planted"):
+        vllm_plugin.register()
 
 
 def test_loading_imports_nothing_heavy(tmp_path):

@@ -48,7 +48,7 @@ def module_fixture(tmp_path, monkeypatch):
     hooks._warned.clear()
     hooks._places.clear()
     yield lambda name: importlib.import_module(f"vllm.{name}")
-    for name in ("drain", "record", "zero", "other"):
+    for name in ("drain", "record", "zero", "other", "swapped"):
         hooks.unwrap(name)
     assert not hooks._watched
     assert not standing.stepped_back
@@ -166,4 +166,51 @@ def test_putting_a_hook_in_place_reads_no_source(module, monkeypatch):
     """Each process of vLLM does so, and parsing its larger files takes a tenth of a second each."""
     monkeypatch.setattr(Sources, "text", lambda self, path: pytest.fail(path))
     hooks.wrap("other", DRAIN)
+    assert module("a").double(1) == 102
+
+
+def test_a_patch_on_the_host_comes_back_a_few_times(module, monkeypatch):
+    """With those that went along; one whose hooks may be in a graph stays out."""
+    hooks.wrap("drain", Target("vllm.a", "double", ("x",), after=_fails))
+    hooks.wrap("record", FIRST, requires=("drain",))
+    hooks.wrap("other", Target("vllm.a", "halve", ("x",), after=_fails))
+    standing.on_host.add("drain")
+    now = [0.0]
+    monkeypatch.setattr(hooks.time, "monotonic", lambda: now[0])
+    a, b = module("a"), module("b")
+    for time in range(standing.RETRIES):
+        assert (a.double(1), b.double(1), a.halve(2)) == (2, 2, 1)
+        assert f"comes back in 60 s ({time + 1} of 3)" in standing.stepped_back["drain"]
+        assert standing.retry(now[0] + standing.WAIT_S - 1) == []
+        now[0] += standing.WAIT_S
+        assert standing.retry(now[0]) == ["drain, record: in service again"]
+        assert b.double(1) == 12
+    a.double(1)
+    assert "comes back" not in standing.stepped_back["drain"]
+    assert standing.retry(now[0] + 10**6) == []
+    assert {*standing.stepped_back} == {"drain", "record", "other"}
+
+
+def test_a_switch_turns_patches_off_and_on_without_touching_others(module):
+    _wrap_all()
+    kernel = Target("vllm.b", "halve", ("x",), swap=lambda own: lambda x: own(x) + 1)
+    hooks.wrap("swapped", kernel)
+    assert (module("a").double(1), module("b").halve(2)) == (102, 12)
+    standing.step_back("other", "it failed")
+    for off, results in ((["drain", "swapped"], (2, 1)), ([], (102, 12)), (["drain"], (2, 2))):
+        standing.switch(off, "the test")
+        hooks.renew()
+        assert (module("a").double(1), module("b").halve(2)) == results
+        assert standing.stepped_back["other"] == "it failed"
+    # Somebody else's switch.
+    assert standing.switch([], "another") == []
+    hooks.unwrap("swapped")
+
+
+def test_a_module_that_is_imported_while_its_patch_is_off_is_patched_later(module):
+    hooks.wrap("drain", DRAIN)
+    standing.switch(["drain"], "the test")
+    assert module("a").double(1) == 2
+    standing.switch([], "the test")
+    hooks.renew()
     assert module("a").double(1) == 102

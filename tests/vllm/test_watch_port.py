@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import logging
 import socket
@@ -13,7 +15,7 @@ import torch
 
 from staleproof.cli import app as cli
 from staleproof.engine import watching
-from staleproof.vllm import hooks, watch_port
+from staleproof.vllm import hooks, standing, watch_port
 from staleproof.vllm.watch import Settings, Watch
 from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
 from staleproof.vllm.watch_memory import Memory
@@ -134,6 +136,80 @@ def test_a_port_of_somebody_else_is_no_watch():
         watching.fetch(f"http://localhost:{port}/metrics")
 
 
+def _get(url: str, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(url, timeout=10)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def test_nothing_but_metrics_and_health_is_served(served):
+    _, url = served
+    assert {
+        path: _get(url, path)[0] for path in ("/", "/metrics/../x", "/debug", "/metrics", "/health?x")
+    } == {
+        "/": 404,
+        "/metrics/../x": 404,
+        "/debug": 404,
+        "/metrics": 200,
+        # This process has no plugin, so nothing stands.
+        "/health?x": 503,
+    }
+
+
+@pytest.mark.parametrize(("host", "bound"), [(None, "127.0.0.1"), ("0.0.0.0", "0.0.0.0")])
+def test_the_port_is_this_machines_alone_unless_told(monkeypatch, host, bound):
+    if host:
+        monkeypatch.setenv(watch_port.HOST, host)
+    port = watch_port.serve(None, 0)
+    assert port.socket.getsockname()[0] == bound
+    port.shutdown()
+    port.server_close()
+
+
+def test_half_open_connections_cost_a_few_threads_and_end(monkeypatch):
+    monkeypatch.setattr(watch_port.Handler, "timeout", 0.5)
+    port = watch_port.serve(None, 0)
+    before, address = threading.active_count(), port.server_address
+    half = [socket.create_connection(address) for _ in range(100)]
+    for one in half:
+        one.sendall(b"GET /met")
+    assert threading.active_count() <= before + watch_port.CONNECTIONS
+    # Each is closed by the server, at the latest when its time is over.
+    for one in half:
+        one.settimeout(10)
+        with contextlib.suppress(ConnectionError):
+            assert one.recv(1) == b""
+        one.close()
+    assert _get(f"localhost:{address[1]}", "/metrics")[0] == 200
+    port.shutdown()
+    port.server_close()
+
+
+def test_a_scrape_that_fails_is_one_line_and_the_counts_are_out_of_service(caplog, capfd, monkeypatch):
+    hooks._warned.clear()
+    watch = Watch(Settings(), "cpu")
+    port = watch_port.serve(watch, 0)
+    url = f"localhost:{port.server_address[1]}"
+    assert b"staleproof_watch_up 1.0" in _get(url, "/metrics")[1]
+    watch._latest = None
+    with caplog.at_level(logging.WARNING, hooks.logger.name):
+        first, *later = [_get(url, "/metrics") for _ in range(3)]
+    assert first[0] == 200
+    assert b"staleproof_watch_up 0.0" in first[1]
+    assert {status for status, _ in later} == {200}
+    assert not any(b"staleproof_steps" in body for _, body in (first, *later))
+    assert all(b"staleproof_watch_up 0.0" in body for _, body in later)
+    assert b"staleproof_build_info" in first[1]
+    (line,) = caplog.records
+    assert line.getMessage().startswith("staleproof: watch: a scrape failed: AttributeError")
+    monkeypatch.setattr(watch_port.live, "health", lambda required: 1 / 0)
+    assert [_get(url, path)[0] for path in ("/health", "/metrics")] == [503, 503]
+    assert "Traceback" not in capfd.readouterr().err
+    port.shutdown()
+    standing.forget("watch")
+
+
 def test_a_port_that_is_taken_is_one_line(caplog):
     hooks._warned.clear()
     with socket.socket() as taken, caplog.at_level(logging.WARNING, hooks.logger.name):
@@ -141,17 +217,3 @@ def test_a_port_that_is_taken_is_one_line(caplog):
         taken.listen()
         watch_port.serve(Watch(Settings(), "cpu"), taken.getsockname()[1])
     assert [record.getMessage() for record in caplog.records if "cannot be opened" in record.getMessage()]
-
-
-def test_the_dashboard_asks_for_metrics_that_the_port_has(served):
-    import re
-    from pathlib import Path
-
-    board = json.loads((Path(__file__).parents[2] / "workbook/watch-dashboard.json").read_text())
-    asked = {
-        name
-        for panel in board["panels"]
-        for target in panel["targets"]
-        for name in re.findall(r"staleproof_(\w+?)(?:_total)?\b", target["expr"])
-    }
-    assert asked == {sample.name for sample in watching.fetch(served[1])} | {"patch_info"}

@@ -1,7 +1,8 @@
-"""``staleproof diagnose``: from a symptom or a pasted log to what fits. Importing registers it."""
+"""``staleproof diagnose``: from a symptom or a pasted log to what fits."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -9,17 +10,17 @@ from typing import Annotated
 
 import typer
 
-from staleproof.cli.app import BadInputError, command
+from staleproof.cli.common import BadInputError
 
 
-@command
 def diagnose(
     paste: Annotated[
         str | None, typer.Argument(metavar="LOG", help="A vLLM log, or - for stdin; as --log.")
     ] = None,
     log: Annotated[str | None, typer.Option(help="A file with a pasted vLLM log, or - for stdin.")] = None,
     symptom: Annotated[
-        str | None, typer.Option(help="What you see: nan, oom, crash, drift, leak, or in words.")
+        str | None,
+        typer.Option(help="What you see, in words; release, model, GPU and graphs are read out of them."),
     ] = None,
     version: Annotated[str | None, typer.Option(help="vLLM release, e.g. 0.18.1.")] = None,
     model: Annotated[str | None, typer.Option(help="A model's name, or mla, moe, hybrid, dense.")] = None,
@@ -32,6 +33,10 @@ def diagnose(
     scheduling: Annotated[str | None, typer.Option(help="async, sync.")] = None,
     phase: Annotated[str | None, typer.Option(help="When it shows: start, serving.")] = None,
     table: Annotated[bool, typer.Option("--table", help="Print the whole triage table.")] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Why, by what evidence, and what speaks against the others."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
 ) -> None:
     """Say which incidents fit what you see, by what evidence, and what to do now.
@@ -41,14 +46,14 @@ def diagnose(
     \b
     Examples:
       staleproof diagnose                                          asks
-      staleproof diagnose --symptom '!!!!' --version 0.18.1 --gpu gb200
-      staleproof diagnose --log server.log --symptom "accuracy drops"
+      staleproof diagnose --symptom "NaN from DeepSeek R1 on 0.20, B200"
+      staleproof diagnose --log server.log --symptom "accuracy drops" -v
       kubectl logs my-pod | staleproof diagnose -
 
     Exit code 2: bad input, in one line.
     """
     from staleproof.triage import answer, judge, logs
-    from staleproof.triage.facts import Facts
+    from staleproof.triage.facts import Facts, from_words
 
     if table:
         from rich.console import Console
@@ -80,8 +85,14 @@ def diagnose(
             raise BadInputError(f"diagnose: {why}; is it a log of vLLM?")
         facts.notes.append(why)
     try:
+        if symptom is not None:
+            # What the words name replaces what the log says, and an option what the words name.
+            said = from_words(symptom)
+            facts.known |= said.known
+            facts.traits |= said.traits
+            facts.origin |= said.origin
         for name, word in given.items():
-            if word is not None:
+            if word is not None and name != "symptom":
                 facts.learn(name, word, judge.option(name))
         facts.derive()
     except ValueError as error:
@@ -96,7 +107,14 @@ def diagnose(
             )
     found = judge.judge_all(facts)
     width = shutil.get_terminal_size().columns
-    typer.echo(answer.as_json(facts, found) if as_json else answer.as_text(facts, found, width))
+    if as_json:
+        typer.echo(answer.as_json(facts, found))
+        return
+    for line in answer.as_text(facts, found, width, verbose=verbose).splitlines():
+        # Bold: what fits, and the names of the lines. What is no terminal gets no codes.
+        head = re.match(r"\d\. .*|[a-z].*?: |   (?:do now|confirm|patch|read|but)\b", line)
+        end = head.end() if head else 0
+        typer.echo(typer.style(line[:end], bold=True) + line[end:] if end else line)
 
 
 def _text(source: str) -> str:
@@ -109,6 +127,8 @@ def _text(source: str) -> str:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(errors="replace")
     except OSError as error:
         raise BadInputError(f"diagnose: {source}: {error.strerror}") from error
+    if "\0" in text:
+        raise BadInputError(f"diagnose: {source}: a binary file; expected the text that vLLM printed")
     if not text.strip():
         raise BadInputError(f"diagnose: {source}: nothing in it")
     return text

@@ -1,4 +1,4 @@
-"""The commands ``engine`` and ``watch``: about a whole vLLM. Importing it registers them."""
+"""The commands ``engine`` and ``watch``: about a whole vLLM."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from staleproof.cli.app import BadInputError, Device, _finish, command
+from staleproof.cli.common import BadInputError, Device, finish
 
 
-@command
 def engine(
     questions: Annotated[
         list[str] | None, typer.Argument(help="Questions by name (mla, blocks, ...); all by default.")
@@ -59,13 +58,12 @@ def engine(
             without or (),
         )
     terminal.print_verdicts(findings, [])
-    _finish(findings, [])
+    finish(findings, [])
     if folder is not None:
         store.write(folder, findings, [])
         typer.echo(f"recorded: {folder} ({len(findings)} findings)")
 
 
-@command
 def watch(
     url: Annotated[str, typer.Argument(help="A watch's port, e.g. localhost:9464.")],
     once: Annotated[bool, typer.Option("--once", help="Print the table once.")] = False,

@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from staleproof.cli.app import BadInputError, app, in_one_line
+from staleproof.cli.common import BadInputError, in_one_line
 
 moe_module = typer.Typer(
     help="FlashInfer's fused MoE, reduced to what incident 3 needs and compiled from its sources."
 )
-app.add_typer(moe_module, name="moe-module", no_args_is_help=True)
 
 
 @moe_module.command("build")

@@ -1,15 +1,17 @@
-"""``staleproof patches``: which defects a vLLM has, and which patch helps. Importing it registers it."""
+"""``staleproof patches``: which defects a vLLM has, and which patch helps."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import urllib.error
+import urllib.request
+from typing import Annotated, Any
 
 import typer
 
-from staleproof.cli.app import BadInputError, command
+from staleproof.cli.common import BadInputError
 
 
-@command
 def patches(
     version: Annotated[
         str | None, typer.Option(help="0.18.1, v0.18.1 or 0.18; the installed vLLM by default.")
@@ -17,28 +19,44 @@ def patches(
     explain: Annotated[
         str | None, typer.Option(help="One patch by name: mechanism, versions, threads, cost.")
     ] = None,
+    live: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="What stands in a server that runs.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
     """Say which defects a vLLM has, and which patch helps.
 
     Without --version the installed vLLM is probed, without importing it. With it, the recorded probes
-    of that release are read; 0.18 stands for the last release of that series.
+    of that release are read; 0.18 stands for the last release of that series. With --live a server says
+    what stands in all its processes: its port is STALEPROOF_PORT, or that of its watch.
 
     \b
     Examples:
       staleproof patches --version 0.18.1
       staleproof patches --explain mla_padding
+      staleproof patches --live localhost:9464
       staleproof patches --json
 
-    Exit code 3: something that this vLLM needs, or may need, is refused.
+    Exit code 3: something that this vLLM needs, or may need, is refused; in a server that runs also what
+    is in place in part, and what STALEPROOF_REQUIRE names and is off.
     """
+    from staleproof.report import patches as shown
     from staleproof.report.terminal import say, width
     from staleproof.vllm import status
     from staleproof.vllm.sources import PatchError
 
+    if live is not None:
+        health = _health(live)
+        if as_json:
+            typer.echo(json.dumps(health, indent=1))
+        else:
+            say(_as_text(health))
+        if not health["ok"]:
+            raise typer.Exit(3)
+        return
     try:
         if explain is not None:
-            say(status.explanation(explain))
+            say(shown.explanation(explain))
             return
         found = status.answer(version)
     except PatchError as error:
@@ -46,8 +64,35 @@ def patches(
         hint = "" if about else "; name a release: staleproof patches --version 0.18.1"
         raise BadInputError(f"{about}{error}{hint}") from error
     if as_json:
-        typer.echo(status.as_json(found))
+        typer.echo(shown.as_json(found))
     else:
-        say(status.as_text(found, width()))
+        say(shown.as_text(found, width()))
     if status.must_worry(found.decided):
         raise typer.Exit(3)
+
+
+def _health(server: str) -> dict[str, Any]:
+    """Ask a server what stands in its processes; see ``staleproof.vllm.live.health``."""
+    address = f"{server if '//' in server else f'http://{server}'}/health"
+    try:
+        try:
+            with urllib.request.urlopen(address, timeout=5.0) as answer:
+                health = json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            # 503: it answers, and not all is as it should be.
+            health = json.loads(error.read())
+        return {key: health[key] for key in ("ok", "staleproof", "vllm", "patches", "processes")}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        hint = "is STALEPROOF_PORT or STALEPROOF_WATCH=1 set there?"
+        raise BadInputError(f"--live: {address} says nothing of staleproof ({error}); {hint}") from error
+
+
+def _as_text(health: dict[str, Any]) -> str:
+    lines = [
+        f"vLLM {health['vllm']}, staleproof {health['staleproof']}, {len(health['processes'])} processes",
+        "",
+    ]
+    states = sorted((state, name, why) for name, (state, why) in health["patches"].items())
+    lines += [f"{state:<15}  {name:<18} {why}".rstrip() for state, name, why in states]
+    lines += ["", "as it should be" if health["ok"] else "not as it should be"]
+    return "\n".join(lines)

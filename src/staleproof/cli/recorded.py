@@ -1,4 +1,4 @@
-"""The commands about recorded runs and timings. Importing it registers them."""
+"""The commands about recorded runs and timings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from staleproof.cli.app import BadInputError, Device, _findings_path, _obtain, command, naming
+from staleproof.cli.common import BadInputError, Device, findings_path, naming, obtain
 from staleproof.incidents.registry import INCIDENTS
 
 
-@command
 def bench(
     kernel: Annotated[
         str | None, typer.Argument(help="One file of benchmarks/, without .py; all by default.")
@@ -42,7 +41,6 @@ def bench(
         print_rows([*_measure(path)], baseline="staleproof", width=terminal.width())
 
 
-@command
 def record(
     out: Annotated[Path | None, typer.Option(help="Folder of runs; the run goes to OUT/<machine>/.")] = None,
     device: Device = "auto",
@@ -64,13 +62,12 @@ def record(
     from staleproof.report import terminal
 
     on_gpu = devices.select(device) == "cuda"
-    kept = _findings_path()
+    kept = findings_path()
     store.check_writable(kept)
     folder = (out or store.runs_folder()) / devices.machine().slug
     with naming("--out"):
         store.open_for_writing(folder).rmdir()
-    findings = _obtain([*INCIDENTS], device, kept)
-    terminal.print_verdicts(findings, [])
+    findings = obtain([*INCIDENTS], device, kept, lambda found: terminal.print_verdicts(found, []))
     if any(found.failed for found in findings):
         typer.echo(f"staleproof: not recorded, a verdict is not as expected: {kept}", err=True)
         raise typer.Exit(1)
@@ -83,7 +80,6 @@ def record(
     terminal.say(f"recorded: {folder} ({len(findings)} findings, {len(rows)} measurements)")
 
 
-@command
 def compare(
     first: Annotated[str, typer.Argument(help="A run folder, a recorded machine's name, or a .jsonl audit.")],
     second: Annotated[str | None, typer.Argument(help="The one to compare with it.")] = None,

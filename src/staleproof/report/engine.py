@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from markupsafe import Markup
-
-from staleproof.cases.finding import OFF_ON_OFF, Finding
+from staleproof.cases.finding import Finding
 from staleproof.cases.store import Run
 from staleproof.cases.words import NOT_RUN
 from staleproof.engine.cases import BENCHES
-from staleproof.report.page import tables
 
 # Name of a bench -> the incident whose notebook shows it, and what the bench is about.
 CHAPTERS = {
@@ -28,10 +25,6 @@ CHAPTERS = {
     "hybrid": "kv_reuse",
     "blocks": "kv_reuse",
 }
-ABOUT = (
-    "<p>Whole vLLM engines with dummy weights, asked by <code>staleproof engine</code>. Off / on / off is "
-    "three processes: without staleproof's patches, with them, without.</p>"
-)
 NONE = "No engine run is recorded: `staleproof engine --record` makes one on a machine with a GPU."
 COLUMNS = ("asked", "of", "answer", "seen")
 # A file has them sorted by name.
@@ -161,6 +154,11 @@ SEEN: dict[str, Callable[[Numbers], str]] = {
     "live logits, off / on": _bits,
     "live logits, 3 / 8 live": _bits,
     "live logits, equal engines": _equal,
+    "live logits with a sound bias": lambda n: (
+        f"steps with other logits {n['steps_with_other_logits']}, off again "
+        f"{n['steps_with_other_logits_off_again']}; "
+        f"{n['requests_with_other_tokens']} requests with other tokens"
+    ),
     "dynamic fp8 quantizers": lambda n: (
         "values of sound rows changed: "
         + ", ".join(
@@ -220,40 +218,6 @@ def titles(runs: Sequence[Run]) -> list[tuple[str, Run]]:
         for run in runs
         if is_engine(run)
     ]
-
-
-def section(runs: Sequence[Run] | None = None) -> Markup:
-    """The body of the report's section: the fixes of each engine run, and all its answers folded.
-
-    Args:
-        runs: recorded runs; those of ``workbook/runs`` by default. Others than engine runs are left out.
-
-    Returns:
-        Markup without a heading; empty if no engine run is recorded.
-    """
-    from staleproof.cases import store
-
-    engines = titles(store.read_all(spoilt=lambda error: None) if runs is None else runs)
-    if not engines:
-        return Markup()
-    parts = [Markup(ABOUT)]
-    for title, run in engines:
-        fixes = [found for found in run.findings if found.question == OFF_ON_OFF and found.ran]
-        good, bad = sum(found.ok for found in run.findings), sum(found.failed for found in run.findings)
-        told = f"{good} as expected, {bad} not, {len(run.findings) - good - bad} not run"
-        parts.append(_table(fixes, f"RECORDED, {title}: {told}"))
-        if remark := run.environment.get("remark"):
-            parts.append(Markup("<p>{}</p>").format(remark))
-        every = _table(run.findings, f"RECORDED, {title}")
-        parts.append(tables.fold(f"All {len(run.findings)} answers", every, kind="rows"))
-    return Markup("").join(parts)
-
-
-def _table(findings: Sequence[Finding], caption: str) -> Markup:
-    """Answers coloured by what they mean."""
-    lines = zip(findings, rows(findings), strict=True)
-    cells = ((asked, of, tables.verdict(found), figures) for found, (asked, of, _, figures) in lines)
-    return tables.table(COLUMNS, cells, caption=caption, row_heads=True)
 
 
 def chapter(incident: str, runs: Sequence[Run]) -> list[str]:

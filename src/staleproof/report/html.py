@@ -1,139 +1,138 @@
-"""The report: one HTML file that loads nothing else."""
+"""The report: one HTML file that loads nothing else.
+
+``templates/report.html`` is the page. This module gathers what it shows: the triage table, a card an
+incident, findings of this machine beside the recorded ones, the notebooks, and the pages of the workbook.
+"""
 
 from __future__ import annotations
 
+import base64
 import datetime
+import html as markup
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import nbformat
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markdown_it import MarkdownIt
 from markupsafe import Markup
+from nbconvert.filters import strip_ansi
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 
-from staleproof.cases.finding import OFF_ON_OFF, Finding
-from staleproof.cases.predictions import Outcome
+from staleproof.cases import store
+from staleproof.cases.finding import OFF_ON_OFF, Finding, Key
 from staleproof.cases.store import Run, compare
-from staleproof.contract.contract import Row
-from staleproof.report import plots, timeline
-from staleproof.report.audit import heat_map
-from staleproof.report.engine import is_engine
+from staleproof.cases.words import outcome
+from staleproof.incidents.registry import INCIDENTS
+from staleproof.report import engine, matrix, plots, timeline
 from staleproof.report.notebooks import Execution
-from staleproof.report.page import beside, cards, chapters, matrices, pictures, reference, texts
-from staleproof.report.page.kept import Kept, Patched
-from staleproof.report.page.meaning import meaning
-from staleproof.report.page.tables import cell, fold, table
+from staleproof.triage import table
+from staleproof.vllm.plugin import patches
 
-COMPILED_COLUMNS = (
-    *("kernel", "specialisations", "warps", "registers", "spilled", "shared", "limit"),
-    *("problems", "accepted"),
-)
-MEASURED_COLUMNS = ("kernel", "provider", "mode", "x_name", "x_value", "p50", "p20", "p80", "unit")
-# Pages of the workbook that are not shown as they are: these have a section of their own.
-OWN_PLACE = {
-    "glossary.md": "glossary",
-    "timeline.md": "timeline",
-    "index.md": "incidents",
-    "README.md": "triage",
-}
+TEMPLATES = Path(__file__).with_name("templates")
+# The pictures' grey is readable on white and on black, but on neither with a contrast of 4.5. The page lays
+# each picture on a light ground of its own, so it can be darker there.
+DARKER = "#4a525b"
+THIS = "this machine"
+# Kinds of output, best first. HTML, widgets and scripts are left out: their picture or text is shown.
+SHOWN = ("image/svg+xml", "image/png", "text/markdown", "text/plain")
+# CommonMark, so that a line that begins with "#57036" is no heading.
+_MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table")
+_LINK = re.compile(r"<a\b([^>]*?)\bhref=([\"'])(.*?)\2([^>]*)>(.*?)</a>", re.DOTALL)
+_TERM = re.compile(r"<a id=\"([^\"]+)\"></a>\s*\*\*[^*]+\*\* - (.+?)(?=\n\s*\n|\Z)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A line of the contents."""
+@dataclass
+class Picture:
+    """A picture as the page shows it: an address with the data in it, and the words beside it."""
 
-    anchor: str
-    title: str
-    below: Sequence[Entry] = ()
+    uri: str
+    alt: str
+    caption: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Section:
-    """A part of the page under a heading of the second level."""
+    """What stands under one heading of a notebook, in order: (kind, content)."""
 
-    anchor: str
     title: str
-    body: object
-    below: Sequence[Entry] = ()
-
-    def __html__(self) -> str:
-        return Markup('<section id="{}">\n<h2>{}</h2>\n{}\n</section>').format(
-            self.anchor, self.title, self.body
-        )
+    anchor: str
+    parts: list[tuple[str, Any]] = field(default_factory=list)
 
 
-def _proofs(told: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Off / on / off of each incident: of this machine, which is first, or else of a recorded one."""
-    proofs: list[Finding] = []
-    for incident in cards.INCIDENTS:
-        asked = (
-            [one for one in found if (one.incident, one.question) == (incident, OFF_ON_OFF)] for found in told
-        )
-        proofs += next((some for some in asked if any(one.ran for one in some)), [])
-    return proofs
+@dataclass
+class Chapter:
+    """One notebook; the first section is what stands before the first heading."""
+
+    stem: str
+    title: str
+    error: str | None
+    sections: list[Section]
+
+    def section(self, word: str) -> Section | None:
+        """The first section whose title holds this word."""
+        return next((one for one in self.sections[1:] if word in one.title.lower()), None)
 
 
 def page(
-    findings: Sequence[Finding], runs: Sequence[Run], notebooks: Sequence[Execution], kept: Kept | None = None
+    findings: Sequence[Finding],
+    runs: Sequence[Run],
+    notebooks: Sequence[Execution],
+    origins: Sequence[str] = (),
 ) -> str:
     """The whole report.
 
     Args:
         findings: of this machine: of this process, or of an earlier one, read as RECORDED.
         runs: recorded runs to show beside them.
-        notebooks: executed copies, in reading order.
-        kept: what else the workbook holds.
+        notebooks: executed copies or the stored notebooks, in reading order.
+        origins: which source the findings are of, a line an incident.
+
+    Raises:
+        CheckoutError: staleproof is installed without its checkout.
     """
-    kept = kept or Kept()
-    read = [chapters.read(execution) for execution in notebooks]
-    # Whole engines have a section of their own.
-    runs = [run for run in runs if not is_engine(run)]
-    # What a whole vLLM answered stands before what our engine in miniature did.
-    first = [
-        *([Section("engine", "In a real engine", Markup(kept.engine))] if kept.engine else []),
-        Section("verdicts", "This machine beside the recorded ones", _verdicts(findings, runs, kept.origins)),
-    ]
-    last = [
-        *(one for one in _optional(kept) if one.body),
-        *_book(kept.documents),
-        Section("api", "Public API", reference.html()),
-    ]
-    proofs = _proofs([findings, *(run.findings for run in runs)])
-    known = texts.terms(kept.documents.get("glossary.md", ""))
+    book = store.checkout() / "workbook"
+    documents = {path.name: path.read_text() for path in sorted(book.glob("*.md"))}
+    known = {anchor: plain(text) for anchor, text in _TERM.findall(documents.get("glossary.md", ""))}
+    chapters = [chapter(one) for one in notebooks]
+    machines = [run for run in runs if not engine.is_engine(run)]
+    told = [findings, *(run.findings for run in machines)]
     environment = Environment(
-        loader=PackageLoader("staleproof.report.page"), autoescape=True, undefined=StrictUndefined
+        loader=PackageLoader("staleproof.report"), autoescape=True, undefined=StrictUndefined
     )
-    style, script = (Markup(environment.get_template(name).render()) for name in ("style.css", "script.js"))
+    environment.filters |= {"md": render, "code": code, "bare": strip_ansi}
+    environment.globals |= {"grades": matrix.grades, "provenance": matrix.provenance, "outcome": outcome}
     made = environment.get_template("report.html").render(
-        style=style,
-        script=script,
+        style=Markup((TEMPLATES / "style.css").read_text()),
+        script=Markup((TEMPLATES / "script.js").read_text()),
         about=_about(findings),
-        triage=Markup(kept.triage or "<p>The triage table is missing.</p>"),
-        cards=cards.build(proofs, read, kept.do_now, known),
-        contents=_contents(first, read, last),
-        sections=[*first, *(chapter.html() for chapter in read), *last],
+        triage=table.rows(),
+        caption=table.CAPTION,
+        releases=[*table.probes()],
+        cards=[_card(number, chapters, told) for number in INCIDENTS],
+        origins=origins,
+        beside=[(run, compare(findings, run.findings).summary) for run in machines],
+        **_answers(findings, machines),
+        panels=groupby(matrix.build(next(filter(None, told), [])), lambda one: one.incident),
+        absent=matrix.absences(findings),
+        engines=[(title, run, [*_engine_rows(run)]) for title, run in engine.titles(runs)],
+        patched=_json(book / "patches.json"),
+        chapters=chapters,
+        timeline=_timeline() if "timeline.md" in documents else None,
+        # README's table and the index stand at the top of the page in another form.
+        documents={name: text for name, text in documents.items() if name != "index.md"},
     )
-    anchors = set(re.findall(r"\bid=[\"']([^\"']+)[\"']", made))
-    places = {f"{chapter.stem}.ipynb": chapter.stem for chapter in read}
-    places |= {name: OWN_PLACE.get(name, _anchor(name)) for name in (*kept.documents, *OWN_PLACE)}
-    return texts.settle_links(made, anchors, places, known).rstrip() + "\n"
-
-
-def _anchor(document: str) -> str:
-    return f"doc-{document.removesuffix('.md')}"
-
-
-def _contents(
-    first: Sequence[Section], read: Sequence[chapters.Chapter], last: Sequence[Section]
-) -> list[Entry]:
-    incidents = [Entry(name, f"{about.number} · {about.title}") for name, about in cards.INCIDENTS.items()]
-    walked = [
-        Entry(one.stem, one.title, [Entry(part.anchor, part.title) for part in one.sections[1:]])
-        for one in read
-    ]
-    start = [Entry("triage", "What do you see?"), Entry("incidents", "The five incidents", incidents)]
-    before, after = ([Entry(one.anchor, one.title, one.below) for one in some] for some in (first, last))
-    return [*start, *before, *walked, *after]
+    places = {f"{one.stem}.ipynb": one.stem for one in chapters} | {"README.md": "triage"}
+    places |= {name: f"doc-{name.removesuffix('.md')}" for name in documents} | {"index.md": "incidents"}
+    return settle_links(made, places, known).rstrip() + "\n"
 
 
 def _about(findings: Sequence[Finding]) -> str:
@@ -143,148 +142,183 @@ def _about(findings: Sequence[Finding]) -> str:
     return f"Made {today}" + (f" on {', '.join(names)}; verdicts of {', '.join(dates)}." if names else ".")
 
 
-def _verdicts(findings: Sequence[Finding], runs: Sequence[Run], origins: Sequence[str]) -> Markup:
-    parts = [Markup("<p>{}</p>").format(line) for line in origins]
-    if not findings:
-        parts.append(Markup("<p>None of this machine yet: <code>staleproof run</code> obtains them.</p>"))
-    for run in runs:
-        said = f"{compare(findings, run.findings).summary}." if findings else ""
-        line = Markup("<p><b>RECORDED</b> {}. {}</p>")
-        parts.append(
-            line.format(run.title, f"This machine (first) against it (second): {said}" if said else "")
-        )
-    parts.append(beside.html(findings, runs))
-    shown = findings or next((run.findings for run in runs), [])
-    if shown:
-        title = "Matrices of this machine" if findings else "Matrices of the first recorded run"
-        parts += [Markup("<h3>{}</h3>").format(title), matrices.html(shown)]
-    timed = [run for run in runs if run.measurements]
-    if timed:
-        parts.append(Markup("<h3>Timings</h3>"))
-    for run in timed:
-        rows = ([row.get(name, "") for name in MEASURED_COLUMNS] for row in run.measurements)
-        caption = f"RECORDED {run.machine}, {run.date}. p50 is a median; times in the unit of each row."
-        body = table(MEASURED_COLUMNS, ([_number(v) for v in row] for row in rows), caption=caption)
-        parts.append(fold(f"{run.machine}: {len(run.measurements)} measurements", body, kind="rows"))
-    return Markup("\n").join(parts)
+def _json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def _number(value: object) -> object:
-    return cell(value) if isinstance(value, int | float) else value
-
-
-def _optional(kept: Kept) -> list[Section]:
-    """The sections whose data may be missing."""
-    return [
-        Section("patched", "vLLM, patched", _patched(kept.patched) if kept.patched else ""),
-        Section("service", "The plugin in service", Markup(kept.served)),
-        Section("compiled", "Compiled for other GPUs", _compiled(kept.compiled) if kept.compiled else ""),
-        Section("predicted", "Predicted for SM100", _predicted(kept.predicted) if kept.predicted else ""),
-        Section("audited", "The padding contract", _audited(kept.audited) if kept.audited else ""),
-    ]
-
-
-def _book(documents: Mapping[str, str]) -> list[Section]:
-    """The timeline, the glossary and the other pages of the workbook, folded."""
-    sections = []
-    if "timeline.md" in documents:
-        alt = "Dates of the five incidents from October 2025 on, a lane each: "
-        alt += "; ".join(f"{number} {name}, {what}" for number, (name, what) in timeline.LANES.items())
-        caption = "Full dots were checked in a release, rings are what a thread reports. Times are UTC days."
-        drawn = pictures.figure(plots.svg(timeline.figure()).data, alt=alt, caption=caption)
-        body = drawn + texts.render(documents["timeline.md"].partition("\n")[2], 1)
-        sections.append(Section("timeline", "Timeline", fold("The five incidents by date", body)))
-    if "glossary.md" in documents:
-        count = len(texts.terms(documents["glossary.md"]))
-        body = texts.glossary_html(documents["glossary.md"])
-        sections.append(Section("glossary", "Glossary", fold(f"{count} words", body)))
-    others = {name: text for name, text in documents.items() if name not in OWN_PLACE}
-    if others:
-        folds, entries = [], []
-        for name, text in others.items():
-            heading, _, rest = text.partition("\n")
-            title = texts.plain(heading.lstrip("# "))
-            head = Markup("<h3>{}</h3>").format(title)
-            folds.append(fold(head, texts.render(rest, 2), kind="section", name=_anchor(name)))
-            entries.append(Entry(_anchor(name), title))
-        sections.append(Section("book", "More of the book", Markup("\n").join(folds), entries))
-    return sections
-
-
-def _patched(releases: Patched) -> Markup:
-    """A row for each question, a column for each release; both answers if the patches change it."""
-    questions = dict.fromkeys(question for answers in releases.values() for question in answers)
-    rows = []
-    for question in questions:
-        row: list[object] = [question]
-        for answers in releases.values():
-            off, on = answers.get(question, ("-", "-"))
-            row.append(cell(off, "absent") if off == on else cell(f"{off} → {on}", "cured"))
-        rows.append(row)
-    return Markup(
-        "<p>RECORDED. Real releases on a CPU, each question without staleproof's patches → with them; grey "
-        "where nothing changes. The Triton kernel is vLLM's, interpreted; stand-ins that model their faults "
-        "take the place of the compiled ones.</p>"
-    ) + fold(f"{len(rows)} questions", table(("question", *releases), rows, row_heads=True), kind="rows")
-
-
-def _compiled(kept: Mapping[str, Any]) -> Markup:
-    """A row for each kernel on each architecture."""
-    rows = []
-    for row in kept["rows"]:
-        values = ["; ".join(row[n]) if isinstance(row[n], list) else row[n] for n in COMPILED_COLUMNS]
-        mark = cell(f"sm_{row['capability']}", "harm" if row["problems"] else "clean")
-        rows.append([mark, *map(_number, values)])
-    versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
-    bad = sum(bool(row["problems"]) for row in kept["rows"])
-    return Markup(
-        "<p>Every Triton kernel, in each specialisation that the public functions launch at DeepSeek's and "
-        "Qwen's shapes, compiled on a machine without a GPU; the worst of its specialisations. {} of {} have "
-        "a problem. {}, {}.</p>"
-    ).format(bad, len(rows), kept["date"], versions) + fold(
-        f"{len(rows)} kernels",
-        table(
-            ("GPU", *COMPILED_COLUMNS), rows, caption="spilled: bytes a thread. shared, limit: bytes a block."
-        ),
-        kind="rows",
-    )
-
-
-def _predicted(outcomes: Sequence[Outcome]) -> Markup:
-    """A row for each prediction, the refuted first."""
-    rows = [
-        (
-            cell(one.state, meaning("prediction", one.state)),
-            *one.prediction.key[:3],
-            one.prediction.predicted,
-            one.verdict or "",
-            one.prediction.why,
-        )
-        for one in outcomes
-    ]
-    names = ("state", "incident", "question", "variant", "predicted", "got", "why")
-    states = [one.state for one in outcomes]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    return Markup(
-        "<p>Registered before anybody ran these questions on such a GPU; open until a recorded run answers: "
-        "{}.</p>"
-    ).format(counts) + fold(f"{len(rows)} predictions", table(names, rows), kind="rows")
-
-
-def _audited(rows: Sequence[Row]) -> Markup:
-    """The heat map of recorded audits."""
-    ran = [row for row in rows if row.verdict != "not run"]
-    counts = {
-        verdict: sum(row.verdict == verdict for row in ran) for verdict in ("holds", "breaks", "undefined")
+def _card(name: str, chapters: Iterable[Chapter], told: Iterable[Sequence[Finding]]) -> dict[str, Any]:
+    """One incident: its chapter's picture, its proof here or else on a recorded machine, and what to do."""
+    sentences = tomllib.loads((TEMPLATES / "incidents.toml").read_text())
+    about = INCIDENTS[name]
+    walked = next((one for one in chapters if f"{one.stem}.ipynb" == about.notebook), None)
+    wanted = ("symptom", "first bad stage", "fix", "in production", "real engine")
+    places = [place for word in wanted if walked and (place := walked.section(word))]
+    bad = walked.section("first bad stage") if walked else None
+    asked = ([one for one in found if one.key[:2] == (name, OFF_ON_OFF) and one.ran] for found in told)
+    proofs: list[Finding] = next(filter(None, asked), [])
+    alike: dict[tuple[str, ...], list[Finding]] = {}
+    for one in proofs:
+        if three := one.three:
+            key = (three.words, three.off, three.on, three.again, one.verdict, one.grade)
+            alike.setdefault(key, []).append(one)
+    return {
+        "name": name,
+        "about": about,
+        "sentences": sentences.get(name, about.summary),
+        "rows": [row for row in table.rows() if row.incident == name],
+        "patches": [patch for patch in patches().values() if patch.incident == name],
+        "chapter": walked,
+        "places": places,
+        "picture": next((part for kind, part in bad.parts if kind == "picture"), None) if bad else None,
+        "alike": [*alike.values()],
+        "proofs": proofs,
     }
-    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    subjects = len({(row.package, row.version, row.subject) for row in ran})
-    drawn = pictures.figure(
-        plots.svg(heat_map(rows)).data,
-        alt=f"Kernels of packages by clause of the padding contract: of {subjects} kernels, {said}.",
-        caption="RECORDED. A row a kernel, a column a clause: + holds, X breaks, u undefined.",
+
+
+def _answers(findings: Sequence[Finding], runs: Sequence[Run]) -> dict[str, Any]:
+    """Every question with its answers, a column a machine: first where verdicts differ, then the others."""
+    columns = {THIS: findings} if findings else {}
+    columns |= {f"{run.machine}, {run.folder.name}": run.findings for run in runs}
+    answers: dict[Key, dict[str, Finding]] = {}
+    for machine, found in columns.items():
+        for one in found:
+            row = answers.setdefault(one.key, {})
+            # An unexpected verdict is not hidden by a later one.
+            if machine not in row or not row[machine].failed:
+                row[machine] = one
+
+    def is_open(row: Mapping[str, Finding]) -> bool:
+        ran = [one for one in row.values() if one.ran]
+        return any(one.failed for one in ran) or len({one.verdict for one in ran}) > 1
+
+    differ = {key: row for key, row in answers.items() if is_open(row)}
+    same = {key: row for key, row in answers.items() if key not in differ}
+    return {"columns": [*columns], "differ": differ, "same": same}
+
+
+def _engine_rows(run: Run) -> Iterable[tuple[Finding, str]]:
+    return ((found, engine.seen(found)) for found in run.findings)
+
+
+def _timeline() -> Picture:
+    alt = "Dates of the five incidents from October 2025 on, a lane each: "
+    alt += "; ".join(f"{number} {name}, {what}" for number, (name, what) in timeline.LANES.items())
+    caption = "Full dots were checked in a release, rings are what a thread reports. Times are UTC days."
+    return _picture("image/svg+xml", plots.svg(timeline.figure()).data, alt, caption)
+
+
+def _picture(kind: str, data: str, alt: str, caption: str) -> Picture:
+    if kind == "image/svg+xml":
+        # Hundredths of a point are enough for a screen. A scale is a factor, not a place.
+        data = re.sub(r"(?s)<!--.*?-->|<metadata>.*?</metadata>|(?<=>)\s+(?=<)", "", data)
+        data = re.sub(r"scale\([^)]*\)|-?\d+\.\d{3,}", _rounded, data).replace(timeline.INK, DARKER)
+        # As an image of its own: its ids and styles cannot meet those of the page.
+        data = base64.b64encode(data.encode()).decode()
+    return Picture(f"data:{kind};base64,{data.strip()}", alt, caption)
+
+
+def _rounded(match: re.Match[str]) -> str:
+    return match[0] if match[0].startswith("scale") else f"{float(match[0]):.2f}".rstrip("0").rstrip(".")
+
+
+def chapter(execution: Execution) -> Chapter:
+    """Read one notebook, executed or stored."""
+    notebook = nbformat.read(execution.path, as_version=4)
+    made = Chapter(execution.path.stem, execution.path.stem, execution.error, [])
+    made.sections.append(Section("", made.stem))
+    for cell in notebook.cells:
+        parts = made.sections[-1].parts
+        if cell.cell_type == "code" and cell.source.strip():
+            parts.append(("answer" if "answer" in cell.metadata.get("tags", []) else "code", cell.source))
+            for output in cell.get("outputs", []):
+                parts.extend(_shown(output, made.sections[-1].title or made.title))
+        for text in re.split(r"(?m)^(?=##? \S)", cell.source) if cell.cell_type == "markdown" else ():
+            heading = re.match(r"(##?) (.+)\n?", text)
+            if heading and heading[1] == "#":
+                made.title = plain(heading[2])
+            elif heading:
+                title = plain(heading[2])
+                made.sections.append(Section(title, f"{made.stem}-{slug(title)}"))
+            made.sections[-1].parts.append(("markdown", text[heading.end() :] if heading else text))
+    return made
+
+
+def _shown(output: Any, title: str) -> Iterable[tuple[str, Any]]:
+    if output.output_type == "stream":
+        # The caption stands below its picture.
+        lines = [line for line in output.text.splitlines() if not line.startswith("Picture, ")]
+        if any(line.strip() for line in lines):
+            yield "printed", "\n".join(lines)
+    elif output.output_type == "error":
+        yield "printed", "\n".join(output.traceback)
+    elif kind := next((kind for kind in SHOWN if kind in output.data), None):
+        if kind.startswith("image/"):
+            told = output.metadata.get(kind, {})
+            yield (
+                "picture",
+                _picture(kind, output.data[kind], told.get("alt", title), told.get("caption", "")),
+            )
+        else:
+            yield ("markdown" if kind == "text/markdown" else "printed"), output.data[kind]
+
+
+def render(text: str, level: int = 1) -> Markup:
+    """Markdown as HTML, its headings lowered by ``level`` so that they fit under those of the page.
+
+    >>> print(render("#57036 is a number.").strip())
+    <p>#57036 is a number.</p>
+    """
+    made = re.sub(
+        r"(</?h)([1-6])\b", lambda found: f"{found[1]}{min(int(found[2]) + level, 6)}", _MARKDOWN.render(text)
     )
-    return Markup(
-        "<p>RECORDED. Kernels of packages by clause: {}. Subjects that did not run are left out. The clauses "
-        'are in <a href="contract.md">contract.md</a>.</p>'
-    ).format(said) + fold(f"{subjects} kernels, clause by clause", drawn, kind="rows")
+    made = made.replace("<th></th>", "<td></td>").replace("<th>", '<th scope="col">')
+    return Markup(made.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>"))
+
+
+def code(source: str) -> Markup:
+    """Python with its tokens marked for the page's style, in a box that the keyboard can scroll."""
+    made = highlight(source, PythonLexer(), HtmlFormatter(cssclass="highlight"))
+    # Names, operators and punctuation have no colour: without their marks it is half of the bytes.
+    made = re.sub(r'<span class="(?:n|o|p|w|nn)">([^<]*)</span>', r"\1", made)
+    return Markup(made.replace("<pre>", '<pre tabindex="0">').replace("<span></span>", ""))
+
+
+def plain(text: str) -> str:
+    """The words of some markdown, on one line."""
+    return " ".join(markup.unescape(re.sub(r"<[^>]+>", "", _MARKDOWN.render(text))).split())
+
+
+def slug(title: str) -> str:
+    """The anchor of a heading.
+
+    >>> slug("1 · What `stale` means: a NaN")
+    'what-stale-means-a-nan'
+    """
+    return re.sub(r"[^\w]+", "-", re.sub(r"^\d+ · ", "", title).lower()).strip("-")
+
+
+def settle_links(page: str, places: Mapping[str, str], known: Mapping[str, str]) -> str:
+    """Make each link of the finished page lead into the page or to the web; another becomes its text.
+
+    Args:
+        page: HTML.
+        places: file name -> the anchor of its place in the page, e.g. ``glossary.md``.
+        known: anchor of a word of the glossary -> its definition, which its links get as a tooltip.
+    """
+    anchors = set(re.findall(r"\bid=[\"']([^\"']+)[\"']", page))
+
+    def settle(match: re.Match[str]) -> str:
+        before, _, target, after, text = match.groups()
+        target = markup.unescape(target)
+        if re.match(r"https?://|mailto:", target):
+            return match[0]
+        path, _, anchor = target.partition("#")
+        place = places.get(PurePosixPath(path).name, "") if path else ""
+        if place == "doc-glossary" and anchor in known:
+            return f'<a class="term" href="#{anchor}" title="{markup.escape(known[anchor])}">{text}</a>'
+        for wanted in (f"{place}-{slug(anchor)}" if place and anchor else "", place, "" if path else anchor):
+            if wanted in anchors:
+                return f'<a{before}href="#{wanted}"{after}>{text}</a>'
+        return text
+
+    return _LINK.sub(settle, page)

@@ -15,14 +15,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
 from staleproof import device
 from staleproof.cases import machine, predictions, store
 from staleproof.report import conclusion, matrix
-from staleproof.report.progress import Clock, clock_text
 
 if TYPE_CHECKING:
     from staleproof.cases.finding import Finding
@@ -69,42 +68,16 @@ def _wrapped(line: str) -> list[str]:
     )
 
 
-class _Times(ProgressColumn):
-    """Elapsed time, and the remaining time of a run with a clock."""
-
-    def __init__(self, clock: Clock | None) -> None:
-        super().__init__()
-        self.clock = clock
-
-    def render(self, task: Task) -> Text:
-        left = f", {self.clock.left()}" if self.clock else ""
-        return Text(f"{clock_text(task.elapsed or 0.0)}{left}")
-
-
 @contextmanager
-def progress(clock: Clock | None = None) -> Iterator[Say]:
-    """A status line with the elapsed time in a terminal, nothing elsewhere.
-
-    Args:
-        clock: of a run whose steps are known; its next step begins with each line.
-    """
+def progress() -> Iterator[Say]:
+    """A status line with the elapsed time in a terminal, nothing elsewhere."""
     what = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
-    columns = SpinnerColumn(), what, _Times(clock)
+    columns = SpinnerColumn(), what, TimeElapsedColumn()
     # Elsewhere than in a terminal rich would write an empty line when it ends.
     shown = Progress(*columns, console=console(), transient=True, expand=True, refresh_per_second=4)
     with shown if console().is_terminal else nullcontext():
         task = shown.add_task("", total=None)
-
-        def update(line: str) -> None:
-            if clock is not None:
-                clock.begin()
-            shown.update(task, description=line)
-
-        try:
-            yield update
-        finally:
-            if clock is not None:
-                clock.end()
+        yield lambda line: shown.update(task, description=line)
 
 
 def print_machine(more: Sequence[machine.Capability]) -> None:

@@ -1,6 +1,6 @@
-"""The timeline of the five incidents and the claims of their threads, as tables and a picture.
+"""The timeline of the five incidents and the claims of their threads, and a picture of them.
 
-Both are in ``workbook/timeline.json``. ``python -m staleproof.report.timeline`` writes
+Both are in ``workbook/timeline.json``. ``python -m tools.timeline`` writes
 ``workbook/timeline.md`` from it.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleproof.cases.finding import Finding, Grade
+from staleproof.cases.finding import Grade
 from staleproof.cases.store import checkout
 from staleproof.check import require
 
@@ -28,29 +28,6 @@ LANES = {
     4: ("kv_reuse", "KV blocks that were Mamba state"),
     5: ("scale_padding", "what the revert blamed"),
 }
-
-LEGEND = (
-    "Lines marked *reported* are what a thread says; the figures in them are its authors', on "
-    "GB200 or B200 hardware unless they say otherwise, and were not measured here. Lines marked "
-    "*checked* we read in the released wheel (*source*) or ran from it (*real*); a wheel's date is "
-    "its build's."
-)
-
-CLAIMS_LEGEND = """\
-The first twenty by number, then those that a first check raised. The grade says what the mark rests on:
-
-| grade | |
-|---|---|
-| real | The code of vLLM, FlashInfer or torch ran, in the finding that is named. |
-| source | What shipped source says, by file and line, or a shipped binary, by file and offset; that code \
-did not run here. A finding beside it shows the same on a replica, or says what could not be run. |
-| replica | Our code ran, which follows a cited source. About a kernel that never ran here, the best mark \
-is then *consistent with a replica*. |
-| arithmetic | Computed from sizes or from bits. |
-
-*Shown by* names the walkthrough and, where one finding says it, that finding: incident, question, variant,
-verdict, as `staleproof run` prints them. Paths are those of the named release: of its source distribution, or
-of its wheel."""
 
 INK = "#808080"
 # Okabe and Ito's colours, one for each incident: colour-blind readers can tell them apart.
@@ -136,42 +113,30 @@ def claims(path: Path | None = None) -> list[Claim]:
         ValueError: an entry lacks a field, has an unknown one, an unknown mark or grade, or a mark that
             its grade does not carry.
     """
-    return [_claim(number, row) for number, row in enumerate(_read(path)["claims"], 1)]
+    found = []
+    for number, row in enumerate(_read(path)["claims"], 1):
+        name, mark, shown = f"claim {number}", row.get("mark"), row.get("finding")
+        grades = {NOT_HERE: (None,), CONSISTENT: (Grade.REPLICA,)}.get(mark, tuple(Grade))
+        _check(name, row, set(Claim.__annotations__), grades)
+        require(mark in MARKS, f"{name}, mark", f"one of {MARKS}", mark)
+        read = bool(row["where"]) or row["grade"] != Grade.SOURCE
+        require(read, f"{name}, where", "the lines that say it", row["where"])
+        ok = shown is None or len(shown) == 4
+        require(ok, f"{name}, finding", "incident, question, variant, verdict", shown)
+        found.append(
+            Claim(**row | {"finding": tuple(shown) if shown else None, "where": tuple(row["where"])})
+        )
+    return found
 
 
-def _claim(number: int, row: dict[str, Any]) -> Claim:
-    fields = set(Claim.__annotations__)
-    name = f"claim {number}"
+def _check(name: str, row: dict[str, Any], fields: set[str], grades: tuple[Grade | None, ...]) -> None:
+    """Refuse an entry with other fields, a grade that its mark does not carry, or lines that are no place."""
     require(set(row) == fields, name, f"the fields {sorted(fields)}", sorted(row))
-    mark, grade, shown = row["mark"], row["grade"], row["finding"]
-    require(mark in MARKS, f"{name}, mark", f"one of {MARKS}", mark)
-    grades = {NOT_HERE: (None,), CONSISTENT: (Grade.REPLICA,)}.get(mark, tuple(Grade))
-    require(grade in grades, f"{name}, grade of {mark!r}", f"one of {[str(g) for g in grades]}", grade)
-    _require_where(row, name)
-    read = bool(row["where"]) or grade != Grade.SOURCE
-    require(read, f"{name}, where", "the lines that say it", row["where"])
-    ok = shown is None or len(shown) == 4
-    require(ok, f"{name}, finding", "incident, question, variant, verdict", shown)
-    return Claim(**row | {"finding": tuple(shown) if shown else None, "where": tuple(row["where"])})
-
-
-def _require_where(row: dict[str, Any], name: str) -> None:
+    said = [str(grade) for grade in grades]
+    require(row["grade"] in grades, f"{name}, grade of {row.get('mark')!r}", f"one of {said}", row["grade"])
     for where in row["where"]:
         expected = "package, release, file:line"
         require(_WHERE.fullmatch(where) is not None, f"{name}, where", expected, where)
-
-
-def disagrees(claim: Claim, shown: Finding) -> str | None:
-    """Why the finding that a claim names does not carry its mark, or ``None`` if it does.
-
-    A claim graded ``source`` rests on the lines it names, so the finding beside it may have any grade.
-    """
-    if claim.finding is None or shown.verdict != claim.finding[3]:
-        return f"the finding says {shown.verdict!r}, the claim names {claim.finding}"
-    # Runs recorded before there were grades have none.
-    if claim.grade in (Grade.SOURCE, shown.grade) or not (shown.grade and shown.ran):
-        return None
-    return f"the claim is graded {claim.grade}, its finding {shown.grade}"
 
 
 def _read(path: Path | None) -> dict[str, Any]:
@@ -191,89 +156,19 @@ def load(path: Path | None = None) -> list[Event]:
         ValueError: an entry lacks a field, has an unknown one, or names an unknown incident, or
             the entries are not in order of date.
     """
-    events = [_event(number, row) for number, row in enumerate(_read(path)["events"], 1)]
+    events = []
+    for number, row in enumerate(_read(path)["events"], 1):
+        name, fields = f"timeline entry {number}", set(Event.__annotations__) - {"incidents"} | {"incident"}
+        _check(name, row, fields, (Grade.REAL, Grade.SOURCE) if row.get("checked") else (None, Grade.SOURCE))
+        incident = row.pop("incident")
+        incidents = tuple(incident if isinstance(incident, list) else [incident])
+        known = bool(incidents) and set(incidents) <= set(LANES)
+        require(known, f"{name}, incident", f"some of {list(LANES)}", incident)
+        row |= {"date": datetime.date.fromisoformat(row["date"]), "incidents": incidents}
+        events.append(Event(**row | {"reported": tuple(row["reported"]), "where": tuple(row["where"])}))
     dates = [e.date for e in events]
     require(dates == sorted(dates), "events", "entries in order of date", "another order")
     return events
-
-
-def _event(number: int, row: dict[str, Any]) -> Event:
-    fields = set(Event.__annotations__) - {"incidents"} | {"incident"}
-    name = f"timeline entry {number}"
-    require(set(row) == fields, name, f"the fields {sorted(fields)}", sorted(row))
-    incident = row["incident"]
-    incidents = tuple(incident if isinstance(incident, list) else [incident])
-    known = bool(incidents) and set(incidents) <= set(LANES)
-    require(known, f"{name}, incident", f"some of {list(LANES)}", incident)
-    grades = (Grade.REAL, Grade.SOURCE) if row["checked"] else (None, Grade.SOURCE)
-    require(row["grade"] in grades, f"{name}, grade", f"one of {[str(g) for g in grades]}", row["grade"])
-    _require_where(row, name)
-    return Event(
-        date=datetime.date.fromisoformat(row["date"]),
-        source=row["source"],
-        url=row["url"],
-        incidents=incidents,
-        label=row["label"],
-        event=row["event"],
-        checked=row["checked"],
-        reported=tuple(row["reported"]),
-        grade=row["grade"],
-        where=tuple(row["where"]),
-    )
-
-
-def markdown(events: list[Event] | None = None, asserted: list[Claim] | None = None) -> str:
-    """The text of ``workbook/timeline.md``: tables of the incidents, the events and the claims."""
-    events = load() if events is None else events
-    asserted = claims() if asserted is None else asserted
-    lines = [
-        "# Timeline",
-        "",
-        "<!-- Made from timeline.json by `python -m staleproof.report.timeline`; edit that. -->",
-        "",
-        LEGEND,
-        "",
-        "| incident | name | what it is |",
-        "|---|---|---|",
-        *(f"| {n} | `{name}` | {what} |" for n, (name, what) in LANES.items()),
-        "",
-        "| date | source | incident | what happened | figures, as reported | |",
-        "|---|---|---|---|---|---|",
-    ]
-    for e in events:
-        source = f"[{e.source}]({e.url})" if e.url else e.source
-        numbers = ", ".join(map(str, e.incidents))
-        figures = "<br>".join(e.reported)
-        mark = ", ".join(filter(None, ("checked" if e.checked else "reported", e.grade)))
-        row = [e.date.isoformat(), source, numbers, e.event, figures, mark + _lines_read(e.where)]
-        lines.append(_line(row))
-    lines += ["", "## What the threads claim, and what became of it", "", CLAIMS_LEGEND, ""]
-    lines += [
-        "| | source | claim | | grade | under which conditions | shown by |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for c in asserted:
-        number = "" if c.number is None else str(c.number)
-        shown = f"[{c.notebook[:2]}](../notebooks/{c.notebook})"
-        if c.finding:
-            shown += ": " + ", ".join(f"`{part}`" for part in c.finding)
-        cells = [number, f"[{c.source}]({c.url})", c.claim, c.mark, c.grade or "", c.note]
-        lines.append(_line([*cells, shown + _lines_read(c.where)]))
-    return "\n".join(lines) + "\n"
-
-
-def _lines_read(where: tuple[str, ...]) -> str:
-    """One ``<br>``-separated list, the package and release once for lines of the same one."""
-    said, last = "", ""
-    for one in where:
-        package, _, line = one.rpartition(" ")
-        said += f"<br>{package} `{line}`" if package != last else f"<br>`{line}`"
-        last = package
-    return said
-
-
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def figure(events: list[Event] | None = None) -> Figure:
@@ -362,9 +257,3 @@ def _levels(labels: list[tuple[float, float]]) -> list[int]:
         later = zip(labels[index + 1 :], levels, strict=True)
         levels.insert(0, max((lv + 1 for (x, _), lv in later if x < start + width), default=0))
     return levels
-
-
-if __name__ == "__main__":
-    table = checkout() / "workbook" / "timeline.md"
-    table.write_text(markdown(), encoding="utf-8")
-    print(f"{table.name} written")

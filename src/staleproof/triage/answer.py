@@ -43,7 +43,7 @@ def ceiling(row: Row) -> str:
     'replica'
     """
     if row.grade == "real":
-        return "real: released code showed a link of it; your server was not asked"
+        return "real: third-party code showed a link of it; your server was not asked"
     if row.grade == "source":
         return "source: released code says so; nobody ran it here"
     return f"{row.grade}: at best consistent with it; no released code ran"
@@ -97,27 +97,65 @@ def as_json(facts: Facts, found: list[Judgement]) -> str:
     )
 
 
-def as_text(facts: Facts, found: list[Judgement], width: int = 80) -> str:
-    """The rows in order: in full those that stand, then what speaks against each of the others.
+def as_text(facts: Facts, found: list[Judgement], width: int = 80, *, verbose: bool = False) -> str:
+    """The best row in five lines and the others that may fit in a line each; ``verbose``: all of it.
 
     Args:
         facts: what is known.
         found: every row, as :func:`staleproof.triage.judge.judge_all` ordered them.
         width: columns of the terminal.
+        verbose: say of the first rows why they fit, of each other row what speaks against it.
 
     >>> print(as_text(Facts(), judge.judge_all(Facts())).splitlines()[0])
     known: nothing
     """
-    return "\n".join(_lines(facts, found, min(width, 100)))
+    return "\n".join((_lines if verbose else _short)(facts, found, min(width, 100)))
 
 
-def _lines(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
+def _known(facts: Facts, width: int) -> Iterator[str]:
     known = [judge.fact(facts, name) for name in (*facts.known, *(["model"] if facts.traits else []))]
     yield from _wrap("known: ", ", ".join(known) or "nothing", width)
     notes = [] if facts.has("symptom") else [NO_SYMPTOM]
     for note in (*facts.notes, *notes):
         yield from _wrap("note: ", note, width)
     yield ""
+
+
+def _short(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
+    """Fits, do now, confirm, patch, read; then what else may fit, and what would decide."""
+    yield from _known(facts, width)
+    standing = [j for j in found if j.alive]
+    if not standing:
+        yield from _wrap("", NOTHING, width)
+        yield "-v says what speaks against each."
+        return
+    first, *others = standing
+    row = first.row
+    patched = [f"{patch}: {state}" for patch, state, _ in patch_lines(row, facts.known.get("version"))]
+    yield from _wrap(f"{first.status}: ", f"{row.key}. {plain(row.see)}", width)
+    release = f"; release: {row.release}"
+    yield from _field("do now", plain(row.flag) + release, width)
+    yield from _field("confirm", plain(row.confirm), width)
+    yield from _field("patch", ", ".join(patched) or "none", width)
+    yield from _field("read", f"notebooks/{row.notebook} (evidence: {ceiling(row).partition(':')[0]})", width)
+    decides = dict.fromkeys(first.asks(name) for name in first.unknown)
+    more = [*decides, *([f"only if there is also {row.also}"] if row.also else []), *first.measured]
+    if more:
+        yield from _field("but", "; ".join(more), width)
+    if others:
+        yield ""
+        yield "may fit as well:"
+    for j in others[:SHOWN]:
+        needs = [*map(j.asks, j.unknown), *([j.row.also] if j.row.also else []), *j.measured[:1]]
+        yield from _wrap(f"  {j.row.key}: ", ", ".join(needs) or j.status, width)
+    hidden = len(others) - SHOWN
+    yield ""
+    last = f"and {hidden} more; " if hidden > 0 else ""
+    yield from _wrap(last, "-v says why, by what evidence, and what speaks against", width)
+
+
+def _lines(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
+    yield from _known(facts, width)
     standing = [j for j in found if j.alive]
     if not standing:
         yield from _wrap("", NOTHING, width)

@@ -23,7 +23,7 @@ ASK = {
     "model": "Which model? (a name, or mla, moe, hybrid, dense)",
     "gpu": "Which GPU? (e.g. H200, B200, GB200)",
     "graphs": "Which CUDA graphs? (full, piecewise, none)",
-    "quant": "Which quantisation? (nvfp4, fp8, none)",
+    "quant": "Which quantisation? (nvfp4, mxfp4, fp8, none)",
     "parallel": "Data or expert parallel? (dp, ep, dp+ep, none)",
     "backend": "Which attention backend? (e.g. FLASHINFER_MLA, TRITON_MLA; in the log after 'Using')",
     "moe_backend": "Which MoE backend? (e.g. flashinfer_cutlass, triton)",
@@ -47,6 +47,7 @@ MODELS = (
     (r"kimi.?linear", ("mla", "moe", "hybrid"), True),
     (r"qwen3.?next|qwen3.?5.?moe|qwen3.?5-\d+b-a\d+b", ("moe", "hybrid"), True),
     (r"qwen3.?5", ("hybrid",), False),
+    (r"gpt.?oss", ("moe",), True),
     (r"qwen3.?moe|qwen3-\d+b-a\d+b|mixtral", ("moe",), True),
     (r"nemotron.?h|jamba|falcon.?h1|zamba|granitemoehybrid|bamba|lfm2", ("hybrid",), False),
     (r"^(llama|qwen[23]?|mistral|gemma\d?|phi3)(forcausallm)?$", (), True),
@@ -57,6 +58,7 @@ GRAPHS = {
     "full": ("full", "full_decode_only", "full_and_piecewise"),
 }
 QUANT = {
+    "mxfp4": ("mxfp4", "gpt_oss_mxfp4"),
     "nvfp4": ("nvfp4", "modelopt_fp4", "petit_nvfp4", "fp4"),
     "fp8": ("fp8", "modelopt", "fbgemm_fp8"),
     "none": ("none", "bf16", "fp16", "no"),
@@ -194,9 +196,13 @@ def traits(given: str) -> dict[str, bool]:
     named = re.split(r"[,+ ]+", low)
     if {*named} <= {*TRAITS}:
         return dict.fromkeys(named, True)
-    base = low.rpartition("/")[2]
+    return _by_name(low.rpartition("/")[2])
+
+
+def _by_name(name: str) -> dict[str, bool]:
+    """What is known of a model by its name; nothing of one that is not in :data:`MODELS`."""
     for pattern, present, complete in MODELS:
-        if re.search(pattern, base):
+        if re.search(pattern, name):
             return {trait: trait in present for trait in TRAITS if complete or trait in present}
     return {}
 
@@ -273,6 +279,64 @@ def _backend(name: str, given: str) -> str:
     if not any(part in word for part in BACKENDS[name]):
         fail(name, f"a name as vLLM prints it, with one of {', '.join(BACKENDS[name])} in it", repr(given))
     return word
+
+
+# What people write -> the fact that it says. Patterns are tried in the order of a fact's lines; the first
+# that is found counts. A group is the word to learn.
+WORDS: tuple[tuple[str, str, str], ...] = (
+    ("version", r"\bv?(\d+\.\d+(?:\.\d+)?)\b", ""),
+    ("gpu", rf"\b((?:{'|'.join(name for names in GPUS.values() for name in names)})|sm_?\d+)\b", ""),
+    ("gpu", r"\bblackwell\b", "b200"),
+    ("gpu", r"\bhopper\b", "h200"),
+    ("graphs", r"enforce.eager|\beager\b|\b(?:no|without) (?:cuda )?graphs?\b|graphs? off", "none"),
+    ("graphs", r"\bpiecewise\b", "piecewise"),
+    # vLLM's default is full and piecewise.
+    ("graphs", r"\b(?:cuda|full) ?graphs?\b", "full"),
+    ("moe_backend", r"\b(\w*(?:cutlass|trtllm|deep_?gemm|marlin))\b(?! mla)", ""),
+    ("backend", r"\b(\w+[_ ]mla|flashmla|\w+[_ ]attn|flash[_ ]?attention)\b", ""),
+    ("quant", r"\b(?:nv)?fp4\b", "nvfp4"),
+    ("quant", r"\bfp8\b", "fp8"),
+    ("quant", r"\b(?:bf16|fp16)\b", "none"),
+    ("parallel", r"\b(dp\+ep|dep|dp|ep)\b", ""),
+    ("parallel", r"\bdata.parallel\w*", "dp"),
+    ("parallel", r"\bexpert.parallel\w*", "ep"),
+    ("scheduling", r"\bno.async\w*|\bsync scheduling", "sync"),
+    ("scheduling", r"\basync\w*", "async"),
+    ("phase", r"\bat start\w*|\bon start\w*", "start"),
+    ("phase", r"\bunder load\b|\bserving\b", "serving"),
+    ("model", r"\b(mla|moe|hybrid|dense)\b", ""),
+)
+
+
+def from_words(text: str) -> Facts:
+    """What a sentence says: the symptom, and whatever else it names.
+
+    Raises:
+        ValueError: no symptom that we know, or a release that does not exist.
+
+    >>> found = from_words("NaN from DeepSeek R1 with CUDA graphs on 0.20, B200")
+    >>> found.known
+    {'symptom': 'nan', 'version': '0.20.2', 'gpu': 'sm100', 'graphs': 'full'}
+    >>> found.traits
+    {'mla': True, 'moe': True, 'hybrid': False}
+    """
+    found = Facts()
+    found.learn("symptom", text, "your words")
+    low = text.lower()
+    for name, pattern, word in WORDS:
+        match = re.search(pattern, low)
+        if match and not found.has(name):
+            found.learn(name, re.sub(r"\s", "_", word or match[1]), "your words")
+    for word in [*re.findall(r"[\w./-]+", low), re.sub(r"\s+", "-", low)]:
+        # A name is one word, or several ("kimi linear").
+        if named := _by_name(word):
+            found.traits = {**named, **found.traits}
+            found.origin["model"] = "your words"
+            break
+    if "deepseek" in low and not found.traits:
+        found.traits = _by_name("deepseek-v3")
+        found.origin["model"] = "DeepSeek, taken for V2, V3 or R1"
+    return found
 
 
 READ = {

@@ -5,7 +5,8 @@ and a plugin is loaded in every process that vLLM starts.
 
 A failure of ours must not stop vLLM. vLLM's function runs with the arguments it was given, and the
 patch steps back: from then on its hooks do nothing, nor do those of the patches that require it. One
-line says so. While torch.compile traces a call nothing is logged, because it cannot trace logging.
+line says so. A failure while torch.compile traces a call is noted by a function that Dynamo runs then and
+there; the patch steps back when the trace is over, and the graph is not cached (``patch.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import importlib.machinery
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
@@ -120,20 +122,44 @@ _warned: set[str] = set()
 _announced: set[str] = set()
 
 
-def warn_once(text: str | None) -> None:
+def warn_once(text: str | None, level: int = logging.WARNING) -> None:
     """Log a warning, the first time this text comes; ``None`` is no warning."""
     if text is not None and text not in _warned:
         _warned.add(text)
-        logger.warning("staleproof: %s", text)
+        logger.log(level, "staleproof: %s", text)
 
 
-def _failed(hook: _Hook, what: str, error: Exception) -> None:
+def out_of_service(line: str | None) -> None:
+    """Log that a patch is out of service. An error, so that VLLM_LOGGING_LEVEL=ERROR does not hide it."""
+    warn_once(line, logging.ERROR)
+
+
+def _failed(hook: _Hook, what: str, error: BaseException) -> None:
     import torch
 
-    # torch.compile cannot trace logging: with fullgraph=True the compilation would fail.
-    if not torch.compiler.is_compiling():
-        reason = f"vLLM's own code runs: {type(error).__name__}: {error}"
-        warn_once(standing.step_back(hook.owner, f"{what} of {hook.target.name} failed, {reason}"))
+    if torch.compiler.is_compiling():
+        _note_failure(hook.owner, hook.target.name, what, type(error).__name__)
+        return
+    reason = f"vLLM's own code runs: {type(error).__name__}: {error}"
+    again_at = time.monotonic()
+    out_of_service(standing.step_back(hook.owner, f"{what} of {hook.target.name} failed, {reason}", again_at))
+
+
+def _note_failure(owner: str, name: str, what: str, error: str) -> bool:
+    """Note that a hook raised while torch.compile traced it. Dynamo runs this, and puts True in its place."""
+    text = f"{what} of {name} failed while torch.compile traced it ({error}), vLLM's own code is in the graph"
+    standing.failed_in_trace.setdefault(owner, text)
+    return True
+
+
+# What torch.compiler.assume_constant_result does, without torch, which is not imported here.
+_note_failure._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def settle() -> None:
+    """Let the patches step back whose hooks raised in a trace. Call it when no trace runs."""
+    for owner, why in [*standing.failed_in_trace.items()]:
+        out_of_service(standing.step_back(owner, why))
 
 
 class _Hook(NamedTuple):
@@ -160,20 +186,20 @@ def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
                 result = instead(args, kwargs)
                 if result is not NotImplemented:
                     return result
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 _failed(hook, "the replacement", error)
                 return original(*args, **kwargs)
         given = None
         if before is not None:
             try:
                 given = before(args, kwargs)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 _failed(hook, "preparing a call", error)
         result = original(*args, **kwargs) if given is None else original(*given[0], **given[1])
         if after is not None and owner not in stepped_back:
             try:
                 return after(result, args, kwargs)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 _failed(hook, "finishing a call", error)
         return result
 
@@ -190,7 +216,7 @@ def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
             context = around(args, kwargs)
             context.__enter__()
             entered = context
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _failed(hook, "entering a call", error)
         try:
             return call(*args, **kwargs)
@@ -198,7 +224,7 @@ def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
             if entered is not None:
                 try:
                     entered.__exit__(None, None, None)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     _failed(hook, "leaving a call", error)
 
     return call_inside
@@ -208,16 +234,14 @@ class _Place:
     """One function of vLLM and the hooks on it; several patches may share it."""
 
     def __init__(self, module: ModuleType, name: str) -> None:
-        *path, self.attribute = name.split(".")
-        try:
-            self.holder: Any = functools.reduce(lambda holder, part: vars(holder)[part], path, module)
-            original = vars(self.holder)[self.attribute]
-        except (KeyError, TypeError):
-            raise PatchError(f"vllm/{file_of(module.__name__)} has no {name}") from None
+        self.module, self.name = module.__name__, name
+        self.holder, self.attribute, original = _found(module, name)
         # A module may have imported the object that another module got in exchange.
         self.original = getattr(original, "staleproof_replaces", original)
         self.current = self.original
         self.hooks: list[_Hook] = []
+        # Number of modules when their names were looked through, and who calls vLLM's function by its name.
+        self._importers: tuple[int, str | None] = 0, None
 
     def add(self, hook: _Hook) -> bool:
         if any(other.owner == hook.owner for other in self.hooks):
@@ -225,7 +249,7 @@ class _Place:
         self.hooks.append(hook)
         try:
             self._install()
-        except Exception:
+        except BaseException:
             self.hooks.pop()
             raise
         return True
@@ -242,14 +266,87 @@ class _Place:
         _announced.discard(owner)
 
     def _install(self) -> None:
-        self.current = self.original
+        before, self.current = self.current, self.original
         for hook in (hook for hook in self.hooks if not hook.target.single):
             swap = hook.target.swap
-            self.current = swap(self.current) if swap else _wrapped(self.current, hook)
+            if swap is None:
+                self.current = _wrapped(self.current, hook)
+            elif hook.owner not in standing.stepped_back:
+                self.current = swap(self.current)
         setattr(self.holder, self.attribute, self.current)
+        # Modules that imported it by name, before us or since, call the same.
+        for module, name in self._imported(before, self.original):
+            setattr(module, name, self.current)
+        self._importers = 0, None
+
+    def _imported(self, *functions: Any) -> Iterator[tuple[ModuleType, str]]:
+        """Modules of vLLM, and the names by which they call one of these that does not stand here now."""
+        wanted = {id(function) for function in functions if function is not self.current}
+        if not wanted or not isinstance(self.holder, ModuleType):
+            return
+        for module in [*sys.modules.values()]:
+            of_vllm = getattr(module, "__name__", "").partition(".")[0] == "vllm"
+            if of_vllm and not wanted.isdisjoint(map(id, [*vars(module).values()])):
+                yield from ((module, name) for name, x in [*vars(module).items()] if id(x) in wanted)
+
+    def bypassed(self) -> str | None:
+        """Say who calls something else than what was put here; ``None`` if nobody does."""
+        try:
+            now = _found(sys.modules[self.module], self.name)[2]
+        except (KeyError, PatchError):
+            return f"{self.name} is gone"
+        if now is self.original is not self.current:
+            return f"{self.name} was put back since"
+        if now is not self.current:
+            code = getattr(now, "__code__", None)
+            return f"{self.name} was replaced by {code.co_filename if code else type(now).__name__} since"
+        # A scrape looks as well, and this takes milliseconds.
+        if self._importers[0] != len(sys.modules):
+            names = sorted({module.__name__ for module, _ in self._imported(self.original)})
+            why = f"{', '.join(names)} imported {self.name} by its name and calls vLLM's" if names else None
+            self._importers = len(sys.modules), why
+        return self._importers[1]
+
+
+def _found(module: ModuleType, name: str) -> tuple[Any, str, Any]:
+    """The module or class that has a function, its name there, and the function.
+
+    Raises:
+        PatchError: there is none.
+    """
+    *path, attribute = name.split(".")
+    try:
+        holder: Any = functools.reduce(lambda holder, part: vars(holder)[part], path, module)
+        return holder, attribute, vars(holder)[attribute]
+    except (KeyError, TypeError):
+        raise PatchError(f"vllm/{file_of(module.__name__)} has no {name}") from None
 
 
 _places: dict[tuple[str, str], _Place] = {}
+
+
+def checked(owner: str) -> dict[str, str]:
+    """Return the targets of a patch and their states, of which ``in place`` is looked at anew.
+
+    The state of one that is bypassed is who calls something else there.
+    """
+    states = standing.targets(owner)
+    for place in [*_places.values()]:
+        key = f"{place.module}:{place.name}"
+        if states.get(key) == "in place" and any(hook.owner == owner for hook in place.hooks):
+            states[key] = place.bypassed() or "in place"
+    return states
+
+
+def renew() -> None:
+    """Put in place what came back in service, and vLLM's own objects back where an exchange is out of it."""
+    for name, watched in [*_watched.items()]:
+        for hook in [*watched]:
+            if name in sys.modules and standing.targets(hook.owner).get(hook.target.place) == "waiting":
+                _install(sys.modules[name], hook)
+    for place in [*_places.values()]:
+        if any(hook.target.swap for hook in place.hooks) and place.bypassed() is None:
+            place._install()
 
 
 def _install(module: ModuleType, hook: _Hook) -> None:
@@ -278,10 +375,10 @@ def _install(module: ModuleType, hook: _Hook) -> None:
             standing.note(owner, target.place, "in place")
             level = logging.INFO if _is_in_place(owner) else logging.DEBUG
             logger.log(level, "staleproof: %s is in place (%s)", owner, target.name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         standing.note(owner, target.place, str(error))
         if target.vital:
-            warn_once(standing.step_back(owner, f"{target.name} is left alone: {error}"))
+            out_of_service(standing.step_back(owner, f"{target.name} is left alone: {error}"))
         else:
             warn_once(f"{owner} leaves {target.name} alone: {error}")
 
@@ -362,7 +459,7 @@ def wrap(owner: str, *targets: Target, requires: Sequence[str] = (), force: bool
         requires: patches without which this one would do harm.
         force: wrap a function even if another package has wrapped it before.
     """
-    warn_once(standing.arm(owner, requires))
+    out_of_service(standing.arm(owner, requires))
     if owner in standing.stepped_back:
         return
     for target in targets:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from staleproof.vllm import hooks, standing
@@ -21,30 +21,85 @@ HASHED_IN = (
     ("compilation/caching.py", "aot_compile_hash_factors"),
     ("compilation/backends.py", "VllmBackend.__call__"),
 )
+# Runs Dynamo. vLLM saves its result under the factors from before, by this method of the result.
+TRACED_BY = "vllm.compilation.wrapper", "TorchCompileWithNoGuardsWrapper.aot_compile"
+SAVE = "save_compiled_function"
+# The factors of the last key that vLLM was given, and those under which it saves what Dynamo traces now.
+_factors: dict[str, str] = {}
+_begun: dict[str, str] = {}
+LASTING = {"waiting", "in place"}
+# In the key of what no later start may load.
+UNPROVED = f"unproved {uuid.uuid4()}"
 
 
-@cache
-def cache_key(patch: str) -> Target:
-    """Make a patch a factor of vLLM's compile-cache key, by the functions it has wrapped.
+def key_factors() -> dict[str, str]:
+    """The patches that torch.compile traces as factors of vLLM's compile-cache key, as they stand now.
 
-    The cache is keyed by the files that were traced, and wrapping changes none of vLLM's. Without
-    this factor a start with the patch would load a graph that was traced without it, and the reverse.
-
-    Args:
-        patch: its name.
-
-    >>> target = cache_key("scale_padding")
-    >>> target.place, target.after({"VLLM_USE_V1": True}, (), {})
-    ('vllm.envs:compile_factors', {'VLLM_USE_V1': True, 'STALEPROOF_SCALE_PADDING': ''})
+    A factor names the functions that are wrapped, and called. Waiting for an import counts as well: each
+    start imports its modules in another order. Where a hook raised in a trace, the factor is of no other
+    process, because a part of the graph has vLLM's own code.
     """
+    factors = {}
+    for patch in sorted(traced):
+        states = hooks.checked(patch)
+        wrapped = " ".join(sorted(place for place, state in states.items() if state in LASTING))
+        if patch in standing.failed_in_trace:
+            wrapped = UNPROVED
+        elif patch in standing.stepped_back:
+            continue
+        factors[f"STALEPROOF_{patch.upper()}"] = wrapped
+    return factors
 
-    def add(result: Any, args: Arguments, kwargs: Keywords) -> Any:
-        states = standing.targets(patch)
-        # Waiting counts as well: each start imports its modules in another order.
-        wrapped = sorted(place for place, state in states.items() if state in ("waiting", "in place"))
-        return result | {f"STALEPROOF_{patch.upper()}": " ".join(wrapped)}
 
-    return Target(*FACTORS, (), after=add, vital=True)
+# The patches in this process that torch.compile may trace.
+traced: set[str] = set()
+
+
+def _add(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    _factors.clear()
+    _factors.update(key_factors())
+    return result | _factors
+
+
+def _unproved() -> str | None:
+    """Say why a graph that was just traced must not be saved under the last key."""
+    bypassed = {*hooks.checked(standing.CACHE).values()} - LASTING
+    if standing.CACHE in standing.stepped_back or bypassed:
+        return "; ".join(bypassed) or standing.stepped_back[standing.CACHE]
+    if standing.failed_in_trace:
+        return "; ".join(standing.failed_in_trace.values())
+    return "patches changed while it was traced" if key_factors() != _begun else None
+
+
+def _begin(args: Arguments, kwargs: Keywords) -> None:
+    _begun.clear()
+    _begun.update(_factors)
+
+
+def _prove(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Let vLLM save a graph only if all patches of its key were in place, and none failed, to the end.
+
+    vLLM logs what the save raises, and goes on.
+    """
+    why: str | None = "not looked at"
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PatchError(f"staleproof: not saved, a later start traces it again: {why}")
+
+    setattr(result, SAVE, refuse)
+    why = _unproved()
+    if why is None:
+        delattr(result, SAVE)
+    hooks.settle()
+    return result
+
+
+# Makes the patches factors of vLLM's compile-cache key. The cache is keyed by the files that were traced,
+# and wrapping changes none of vLLM's: a start with a patch would load a graph without it, and the reverse.
+CACHE_TARGETS = (
+    Target(*FACTORS, (), after=_add, vital=True),
+    Target(*TRACED_BY, ("self",), before=_begin, after=_prove, vital=True),
+)
 
 
 def check_cache_key(sources: Sources) -> None:
@@ -61,6 +116,8 @@ def check_cache_key(sources: Sources) -> None:
                 f"vllm/{found.place} {function} does not hash envs.compile_factors(): torch.compile's "
                 "cache could mix graphs with the patch and without"
             )
+    for target in CACHE_TARGETS:
+        target.check(sources)
 
 
 @dataclass(frozen=True)
@@ -82,6 +139,8 @@ class Patch:
             vLLM's compile cache.
         models: who is affected, e.g. "MLA models".
         triton: whether its kernels need Triton.
+        on_host: whether its hooks run on the host at each call, and in no graph: after a hook that raised
+            the patch comes back.
     """
 
     name: str
@@ -97,6 +156,7 @@ class Patch:
     traced: bool = False
     models: str = "every model"
     triton: bool = False
+    on_host: bool = False
 
     def is_needed(self, sources: Sources) -> Evidence:
         """Probe these sources for the defect.
@@ -153,12 +213,24 @@ class Patch:
             version: the release, which decides which targets exist.
             force: wrap a target even if another package has wrapped it before.
         """
-        key = [cache_key(self.name)] if self.traced else []
-        hooks.wrap(self.name, *key, *self.targets_for(version), requires=self.requires, force=force)
+        requires = self.requires
+        if self.traced:
+            # It is no patch: that it is in place is no news.
+            hooks._announced.add(standing.CACHE)
+            hooks.wrap(standing.CACHE, *CACHE_TARGETS)
+            traced.add(self.name)
+            requires = (*requires, standing.CACHE)
+        if self.on_host:
+            standing.on_host.add(self.name)
+        hooks.wrap(self.name, *self.targets_for(version), requires=requires, force=force)
 
     def revert(self) -> None:
         """Give vLLM its own functions back, and stop waiting for its imports."""
         hooks.unwrap(self.name)
+        if self.name in traced:
+            traced.discard(self.name)
+            if not traced:
+                hooks.unwrap(standing.CACHE)
 
     @contextmanager
     def applied(self, version: str) -> Iterator[None]:

@@ -2,19 +2,20 @@
 
 vLLM calls :func:`register` in each process it starts: API server, engine core, workers, and the one
 that inspects models. It imports neither vLLM nor torch, touches no device and never raises, because
-an exception here would stop vLLM.
+an exception here would stop vLLM, unless ``STALEPROOF_REQUIRE`` asks for just that.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from staleproof.vllm import process, watch_hooks
-from staleproof.vllm.hooks import warn_once
+from staleproof.vllm import live, process, standing
+from staleproof.vllm.hooks import out_of_service, warn_once
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.patches import NOTEBOOKS
 from staleproof.vllm.releases import TABLE, neighbours, release, table
@@ -22,6 +23,8 @@ from staleproof.vllm.sources import Evidence, NotShippedError, PatchError, Sourc
 
 VARIABLE = "STALEPROOF_PATCHES"
 UNKNOWN = "STALEPROOF_UNKNOWN"
+# The port of a server's first process that says what stands in all of them; without it there is none.
+PORT, WATCH = "STALEPROOF_PORT", "STALEPROOF_WATCH"
 AFFECTED, WILL, REFUSED = "affected", "will be patched", "refused"
 
 
@@ -232,37 +235,94 @@ def decisions(version: str, sources: Sources | None = None, choice: Choice | Non
 def register() -> None:
     """Apply the patches that this vLLM needs. vLLM calls this in each process.
 
-    Logs what was decided, or one line that says why nothing is patched. Never raises.
+    Logs what was decided, or one line that says why nothing is patched.
+
+    Raises:
+        RequirementError: a patch that ``STALEPROOF_REQUIRE`` names does not stand. Nothing else.
     """
+    require, reason = os.environ.get(process.REQUIRE), ""
+    here = live.Here()
     try:
-        if os.environ.get(VARIABLE, "").strip() == "none":
-            process.say(f": off by {VARIABLE}")
-            return
-        choice = chosen(os.environ.get(VARIABLE))
-        version, sources = installed()
-        decided = decisions(version, sources, choice)
-        of = base(version)
-        if of.unknown and os.environ.get(UNKNOWN) != "probe":
-            found = ", ".join(d.patch.name for d in decided if d.needed) or "nothing"
-            warn_once(f"{of.unknown}; its own sources need {found}; {UNKNOWN}=probe patches what it can")
-            return
-        by_state: dict[str, list[str]] = {}
-        for decision in decided:
-            by_state.setdefault(decision.state, []).append(decision.patch.name)
-            if decision.state == WILL:
-                decision.patch.apply(of.name, force=decision.patch.name in choice.forced)
-        refused = [f"{d.patch.name} ({d.why})" for d in decided if d.state == REFUSED]
-        if refused:
-            warn_once(f"on vLLM {version}, refused: {'; '.join(refused)}")
-        summary = "; ".join(f"{state}: {', '.join(names)}" for state, names in by_state.items())
-        process.say(f" on vLLM {version}: {summary}")
-        process.watch(
-            version, by_state.get(WILL, []), {d.patch.name: d.why for d in decided if d.state == REFUSED}
-        )
-    except PatchError as error:
-        warn_once(str(error))
-    except Exception as error:
-        warn_once(f"nothing is patched: {type(error).__name__}: {error}")
+        try:
+            here.incidents = {patch.name: patch.incident for patch in patches().values()}
+            _apply(here)
+        except (Exception, SystemExit) as error:
+            reason = str(error) if isinstance(error, PatchError) else f"{type(error).__name__}: {error}"
+            stands = f"{', '.join(here.names)} stand, no others" if here.names else "nothing is patched"
+            warn_once(reason if isinstance(error, PatchError) else f"{stands}: {reason}")
+            here.decided |= {name: (REFUSED, reason) for name in here.incidents if name not in here.names}
+        process.contained(lambda: _open(here), "the state of this server cannot be asked")
+        if require:
+            process.required(require, here.found(), here.incidents)
     finally:
-        # After the patches: the watch counts what they leave.
-        watch_hooks.install()
+        # After the patches: the watch counts what they leave. It must not take them along.
+        process.contained(_watch, "no watch")
+
+
+def _watch() -> None:
+    from staleproof.vllm import watch_hooks
+
+    watch_hooks.install()
+
+
+def _apply(here: live.Here) -> None:
+    """Decide about every patch, apply those that are needed, and say what stands; ``here`` keeps it.
+
+    Raises:
+        PatchError: nothing can be patched.
+    """
+    if os.environ.get(VARIABLE, "").strip() == "none":
+        process.say(f": off by {VARIABLE}")
+        here.decided |= dict.fromkeys(here.incidents, (process.OFF, f"{VARIABLE}=none"))
+        return
+    choice = chosen(os.environ.get(VARIABLE))
+    version, sources = installed()
+    decided = decisions(version, sources, choice)
+    of, here.version = base(version), version
+    if of.unknown and os.environ.get(UNKNOWN) != "probe":
+        found = ", ".join(d.patch.name for d in decided if d.needed) or "nothing"
+        raise PatchError(f"{of.unknown}; its own sources need {found}; {UNKNOWN}=probe patches what it can")
+    by_state: dict[str, list[str]] = {}
+    for decision in decided:
+        name, state, why = decision.patch.name, decision.state, decision.why
+        if state == WILL:
+            try:
+                decision.patch.apply(of.name, force=name in choice.forced)
+                here.names.append(name)
+            except (Exception, SystemExit) as error:
+                # The others stand without it, but for those that need it.
+                decision.patch.revert()
+                state, why = REFUSED, f"applying it failed: {type(error).__name__}: {error}"
+                out_of_service(standing.step_back(name, why))
+        by_state.setdefault(state, []).append(name)
+        if state != WILL:
+            here.decided[name] = state, why
+    refused = [f"{name} ({why})" for name, (state, why) in here.decided.items() if state == REFUSED]
+    if refused:
+        warn_once(f"on vLLM {version}, refused: {'; '.join(refused)}")
+    summary = "; ".join(f"{state}: {', '.join(names)}" for state, names in by_state.items())
+    process.say(f" on vLLM {version}: {summary}")
+    process.watch(functools.partial(_ready, here))
+
+
+def _open(here: live.Here) -> None:
+    """Take part in the server's truth; its first process opens a port if it is told to."""
+    port = os.environ.get(PORT)
+    if live.enter(here, bool(port or os.environ.get(WATCH))) and port:
+        from staleproof.vllm import watch_port
+
+        watch_port.serve(None, int(port))
+        live.beat()
+
+
+def _ready(here: live.Here, engine: Any) -> None:
+    """Say what stands when the engine or worker of this process is ready."""
+    here.ready = True
+    names = getattr(getattr(engine, "vllm_config", None), "model_config", None)
+    here.model = str(getattr(names, "served_model_name", ""))
+    found = here.found()
+    stands = {n: state for n, state in found.items() if n in here.names or state[0] == REFUSED}
+    process.say(process.line(here.version, stands))
+    process.contained(here.publish, "the state of this process cannot be asked")
+    process.contained(live.beat, "no patch comes back, and none is switched")
+    process.required(os.environ.get(process.REQUIRE), found, here.incidents)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from staleproof.vllm import hooks, standing
-from staleproof.vllm.arguments import Arguments, Keywords
-from staleproof.vllm.hooks import Target, logger
-from staleproof.vllm.patch import FACTORS
+from staleproof.vllm.hooks import Target, logger, warn_once
+from staleproof.vllm.patch import traced
 
 # By now all modules that this process needs are imported. A worker may share the engine's process.
 ENGINE = "vllm.v1.engine.core", "EngineCore.__init__"
 WORKER = "vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model"
+REQUIRE = "STALEPROOF_REQUIRE"
+IN_PLACE, PARTLY, REFUSED, OFF, WAITING, NOT_NEEDED = (
+    *("in place", "partly", "refused", "off"),
+    *("will be patched", "not needed"),
+)
 # The process in which an engine is starting.
 _starting: list[int] = []
+
+
+class RequirementError(RuntimeError):
+    """``STALEPROOF_REQUIRE`` names a patch that is not in place: vLLM must not start."""
 
 
 def say(text: str) -> None:
@@ -29,11 +38,11 @@ def say(text: str) -> None:
 
 
 def state(name: str) -> tuple[str, str]:
-    """Return what became of a patch in this process, and why.
+    """Return what became of a patch in this process, and why. Functions in place are looked at anew.
 
     Returns:
-        ``in place``, ``partly``, ``refused``, ``not needed`` or, if vLLM has imported none of its
-        targets here, ``will be patched``; and the reason, or an empty text.
+        ``in place``, ``partly``, ``refused``, ``off`` (switched off), ``not needed`` or, if vLLM has
+        imported none of its targets here, ``will be patched``; and the reason, or an empty text.
 
     >>> standing.note("a", "vllm.ops:double", "in place")
     >>> standing.note("a", "vllm.ops:halve", "halve was wrapped by other")
@@ -41,57 +50,92 @@ def state(name: str) -> tuple[str, str]:
     ('partly', 'halve was wrapped by other')
     >>> standing.forget("a")
     """
-    if name in standing.stepped_back:
-        return "refused", standing.stepped_back[name]
-    key = ":".join(FACTORS)
-    states = [value for place, value in standing.targets(name).items() if place != key]
-    left = [value for value in states if value not in ("in place", "waiting", "not needed")]
-    if "in place" in states:
-        return ("partly", "; ".join(left)) if left else ("in place", "")
+    hooks.settle()
+    why = standing.stepped_back.get(name)
+    if why is not None:
+        return (OFF if why.startswith(standing.SWITCHED) else REFUSED), why
+    states = [*hooks.checked(name).values()]
+    if name in traced and IN_PLACE in states:
+        states += hooks.checked(standing.CACHE).values()
+    left = [value for value in states if value not in (IN_PLACE, "waiting", NOT_NEEDED)]
+    if IN_PLACE in states:
+        return (PARTLY, "; ".join(left)) if left else (IN_PLACE, "")
     if left:
-        return "refused", "; ".join(left)
-    return ("will be patched", "") if "waiting" in states or not states else ("not needed", "")
+        return REFUSED, "; ".join(left)
+    return (WAITING if "waiting" in states or not states else NOT_NEEDED), ""
 
 
-def line(version: str, names: Sequence[str], refused: Mapping[str, str]) -> str:
-    """Say in one line what stands.
+def line(version: str, found: Mapping[str, tuple[str, str]]) -> str:
+    """Say in one line what stands; ``found`` is patch -> state and reason.
 
-    Args:
-        names: the patches that were put in place, or wait for an import.
-        refused: patch -> why it was refused when the plugin was loaded.
-
-    >>> line("0.18.1", ["a"], {"b": "no Triton"})
+    >>> line("0.18.1", {"a": ("will be patched", ""), "b": ("refused", "no Triton")})
     ' on vLLM 0.18.1, this process: refused: b (no Triton); will be patched: a (not imported here)'
     """
-    found: dict[str, list[str]] = {"in place": [], "partly": [], "refused": []}
-    for name, (is_now, why) in {name: state(name) for name in names}.items():
-        why = "not imported here" if is_now == "will be patched" else why
-        found.setdefault(is_now, []).append(f"{name} ({why})" if why else name)
-    found["refused"] += [f"{name} ({why})" for name, why in refused.items()]
-    states = "; ".join(f"{is_now}: {', '.join(of)}" for is_now, of in found.items() if of)
-    return f" on vLLM {version}, this process: {states or 'nothing to patch'}"
+    states: dict[str, list[str]] = {IN_PLACE: [], PARTLY: [], REFUSED: []}
+    for name, (state, why) in found.items():
+        why = "not imported here" if state == WAITING else why
+        states.setdefault(state, []).append(f"{name} ({why})" if why else name)
+    text = "; ".join(f"{state}: {', '.join(names)}" for state, names in states.items() if names)
+    return f" on vLLM {version}, this process: {text or 'nothing to patch'}"
 
 
-def watch(version: str, names: Sequence[str], refused: Mapping[str, str]) -> None:
-    """Log :func:`line` when the engine of this process is ready, or the worker if there is none."""
+def required(text: str | None, found: Mapping[str, tuple[str, str]], known: Iterable[str]) -> None:
+    """Check that the patches of ``STALEPROOF_REQUIRE`` stand, as far as vLLM has imported their targets.
 
-    def starting(args: Arguments, kwargs: Keywords) -> None:
-        _starting[:] = [os.getpid()]
+    Args:
+        text: names of patches.
+        found: patch -> its state and the reason. What is not listed is not needed here.
+        known: the names of all patches.
 
-    def engine_ready(result: Any, args: Arguments, kwargs: Keywords) -> Any:
-        _starting.clear()
-        say(line(version, names, refused))
-        return result
+    Raises:
+        RequirementError: one does not stand, or no patch has that name.
 
-    def worker_ready(result: Any, args: Arguments, kwargs: Keywords) -> Any:
-        if _starting != [os.getpid()]:
-            say(line(version, names, refused))
-        return result
+    >>> required("a", {"a": (IN_PLACE, "")}, ["a"])
+    """
+    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    unknown = [f"{name} is no patch (known: {', '.join(known)})" for name in names if name not in known]
+    bad = {name: state for name, state in found.items() if state[0] not in (IN_PLACE, WAITING, NOT_NEEDED)}
+    missing = [f"{name} is {bad[name][0]} ({bad[name][1]})" for name in names if name in bad]
+    if unknown or missing:
+        raise RequirementError(f"vLLM does not start: {REQUIRE}={text}: {'; '.join(unknown + missing)}")
 
-    # Two functions that everything needs: that they are wrapped is no news.
+
+def watch(ready: Callable[[Any], None]) -> None:
+    """Call ``ready`` with the engine of this process when it is ready, or the worker if there is none.
+
+    What it raises ends vLLM.
+    """
+
+    def starting(engine: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def start(*args: Any, **kwargs: Any) -> Any:
+            if engine:
+                _starting[:] = [os.getpid()]
+            result = original(*args, **kwargs)
+            if engine or _starting != [os.getpid()]:
+                _starting.clear()
+                ready(args[0])
+            return result
+
+        start.staleproof_replaces = original  # type: ignore[attr-defined]
+        return start
+
+    # Two functions that everything needs: that they are wrapped is no news. Exchanged, and not hooked,
+    # because what a hook raises is contained.
     hooks._announced.add(standing.REPORT)
-    hooks.wrap(
-        standing.REPORT,
-        Target(*ENGINE, ("self",), before=starting, after=engine_ready),
-        Target(*WORKER, ("self",), after=worker_ready),
-    )
+    for place in (ENGINE, WORKER):
+        swap = functools.partial(starting, place == ENGINE)
+        hooks.wrap(standing.REPORT, Target(*place, ("self",), swap=swap))
+
+
+def contained(call: Callable[[], Any], what: str) -> Any:
+    """Call something of ours that vLLM does not need; what goes wrong is one line, and ``None``.
+
+    >>> contained(lambda: 1, "counting")
+    1
+    """
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        warn_once(f"{what}: {type(error).__name__}: {error}")
+        return None

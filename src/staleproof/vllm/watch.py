@@ -30,7 +30,7 @@ VARIABLE, PORT, STAGES, LAYERS, STEPS = (
 )
 # Rows behind these layers; block ids that change hands; memory that no profile saw.
 ROW_STAGES = ("attention", "router", "experts")
-KNOWN = (*ROW_STAGES, "blocks", "memory")
+KNOWN = (*ROW_STAGES, "blocks", "memory", "published")
 DEFAULT_PORT = 9464
 # Seconds between two copies of the counts.
 INTERVAL_S = 0.5
@@ -40,6 +40,8 @@ REMEMBERED, NAMED = 1024, 8
 # is most of what a watched step costs the host.
 SPAN = 32
 PADDING, LIVE = "padding", "live"
+# Whose hooks they are: of no patch.
+OWNER = "watch"
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Reading:
         bad: (stage, layer) -> rows with a NaN or Inf.
         canaries: (stage, layer) -> those of them that hold a canary: memory that nobody wrote.
         repeats: layer -> rows of expert ids that name one twice.
+        at: when they arrived, in seconds of the monotonic clock.
     """
 
     steps: int = 0
@@ -109,6 +112,7 @@ class Reading:
     bad: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     canaries: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     repeats: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    at: float = 0.0
 
 
 class Watch:
@@ -287,6 +291,7 @@ class Watch:
                     for (stage, layer), at in watched.items()
                     if stage == "router"
                 },
+                time.monotonic(),
             )
             self._copied = None
             self._report(PADDING, numbers[-2])

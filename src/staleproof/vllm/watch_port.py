@@ -1,108 +1,213 @@
-"""The watch's port: its counts for Prometheus, from the worker's own process.
+"""The port of a process: the watch's counts and what stands in the server, for Prometheus and for probes.
 
 The engine core is a process of its own, so the API server's /metrics does not see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from staleproof.vllm import process
-from staleproof.vllm.hooks import warn_once
+from staleproof.vllm import live, process, standing
+from staleproof.vllm.hooks import out_of_service, warn_once
 from staleproof.vllm.process import say
-from staleproof.vllm.watch import LIVE, PADDING, Watch
+from staleproof.vllm.watch import LIVE, OWNER, PADDING, Watch
 from staleproof.vllm.watch_blocks import Blocks
 from staleproof.vllm.watch_memory import Memory
 
 ROWS = (PADDING, LIVE)
+Values = Sequence[tuple[Any, float]]
+HOST = "STALEPROOF_WATCH_HOST"
+# So many are answered at a time, and a connection that says nothing for so many seconds is closed.
+CONNECTIONS, TIMEOUT_S = 8, 2.0
 
 
 class Collector:
     """What a scrape reads: counts that have arrived on the host. It touches no device.
 
     Args:
-        watch: of this process.
+        watch: of this process, if it has one.
         blocks: of the KV cache, if they are watched.
         memory: that no profile saw, if it is watched.
     """
 
-    def __init__(self, watch: Watch, blocks: Blocks | None = None, memory: Memory | None = None) -> None:
+    def __init__(
+        self, watch: Watch | None, blocks: Blocks | None = None, memory: Memory | None = None
+    ) -> None:
         self.watch, self.blocks, self.memory = watch, blocks, memory
 
     def collect(self) -> Iterator[Any]:
         """The families of metrics, as prometheus_client asks for them."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        if self.watch is not None:
+            rows = []
+            if OWNER not in standing.stepped_back:
+                try:
+                    rows = [*self._counts()]
+                except Exception as error:
+                    out_of_service(
+                        standing.step_back(OWNER, f"a scrape failed: {type(error).__name__}: {error}")
+                    )
+            yield _gauge("watch_up", "The watch is in service", [((), OWNER not in standing.stepped_back)])
+            yield from rows
+        health = live.health(os.environ.get(process.REQUIRE))
+        names = "staleproof", "vllm", "model"
+        yield _gauge("build_info", "What this server is", [([health[name] for name in names], 1)], *names)
+        counts = sum((Counter(one["counts"]) for one in health["processes"]), Counter())
+        for name, count in {**dict.fromkeys(standing.counters, 0), **counts}.items():
+            yield _counter(name, "Counted on the host, in all processes of this server", [((), count)])
+        yield _gauge("ok", "What stands is as it should be", [((), health["ok"])])
+        states = [
+            ((patch, state, one["process"], str(one["pid"])), 1)
+            for one in ({"process": "server", "pid": "", **health}, *health["processes"])
+            for patch, (state, _) in one["patches"].items()
+        ]
+        labels = "patch", "state", "process", "pid"
+        yield _gauge("patch_info", "Patches, in each process and in the whole server", states, *labels)
 
+    def _counts(self) -> Iterator[Any]:
+        assert self.watch is not None
         reading, chosen = self.watch.latest, self.watch.settings
         for name, text, counts in (
             ("bad_rows", "Rows with a NaN or Inf, of the counted steps", reading.bad),
             ("canary_rows", "Those of the bad rows that nobody wrote: they hold a canary", reading.canaries),
         ):
-            family = CounterMetricFamily(f"staleproof_{name}", text, labels=("stage", "layer", "rows"))
-            for (stage, layer), pair in counts.items():
-                for rows, count in zip(ROWS, pair, strict=True):
-                    family.add_metric((stage, layer, rows), count)
-            yield family
-        repeats = CounterMetricFamily(
-            "staleproof_duplicate_expert_rows", "Rows that name an expert twice", labels=("layer", "rows")
-        )
-        for layer, pair in reading.repeats.items():
-            for rows, count in zip(ROWS, pair, strict=True):
-                repeats.add_metric((layer, rows), count)
-        yield repeats
-        yield CounterMetricFamily("staleproof_steps", "Steps of the engine", value=reading.steps)
-        yield CounterMetricFamily(
-            "staleproof_counted_steps", "Steps whose rows were counted", value=reading.counted
-        )
-        sample = GaugeMetricFamily("staleproof_sample", "One layer, one step in so many", labels=("of",))
-        sample.add_metric(("layers",), chosen.layers)
-        sample.add_metric(("steps",), chosen.steps)
-        yield sample
+            yield _counter(name, text, _by_rows(counts), "stage", "layer", "rows")
+        twice = _by_rows({(layer,): pair for layer, pair in reading.repeats.items()})
+        yield _counter("duplicate_expert_rows", "Rows that name an expert twice", twice, "layer", "rows")
+        yield _counter("steps", "Steps of the engine", [((), reading.steps)])
+        yield _counter("counted_steps", "Steps whose rows were counted", [((), reading.counted)])
+        # If the first goes on and the second grows, the watch counts no more.
+        yield _counter("begun_steps", "Steps that the watch saw begin", [((), self.watch.steps)])
+        age = time.monotonic() - reading.at if reading.at else 0.0
+        yield _gauge("reading_age_seconds", "Since counts have last arrived", [((), age)])
+        sample = [(("layers",), chosen.layers), (("steps",), chosen.steps)]
+        yield _gauge("sample", "One layer, one step in so many", sample, "of")
         if self.blocks is not None:
-            stale = CounterMetricFamily(
-                "staleproof_stale_blocks_read",
-                "KV blocks read while they held bytes of another request",
-                labels=("written_as", "read_as"),
-            )
-            for kinds, count in {**dict.fromkeys(self.blocks.pairs, 0), **self.blocks.stale}.items():
-                stale.add_metric(kinds, count)
-            yield stale
+            stale = {**dict.fromkeys(self.blocks.pairs, 0), **self.blocks.stale}
+            text = "KV blocks read while they held bytes of another request"
+            yield _counter("stale_blocks_read", text, [*stale.items()], "written_as", "read_as")
         if self.memory is not None:
-            unprofiled = GaugeMetricFamily(
-                "staleproof_unprofiled_bytes", "Memory that the profile run did not see", labels=("owner",)
-            )
-            for owner, count in self.memory.latest.items():
-                unprofiled.add_metric((owner,), count)
-            yield unprofiled
-        info = GaugeMetricFamily(
-            "staleproof_patch_info", "Patches in this process", labels=("patch", "state")
-        )
-        for name in _patches():
-            info.add_metric((name, process.state(name)[0]), 1)
-        yield info
+            owners = [((owner,), count) for owner, count in self.memory.latest.items()]
+            yield _gauge("unprofiled_bytes", "Memory that the profile run did not see", owners, "owner")
 
 
-def _patches() -> list[str]:
-    from staleproof.vllm.plugin import patches
-    from staleproof.vllm.standing import targets
-
-    return [name for name in patches() if targets(name)]
+def _by_rows(counts: Mapping[Any, tuple[int, int]]) -> Values:
+    return [((*at, rows), n) for at, pair in counts.items() for rows, n in zip(ROWS, pair, strict=True)]
 
 
-def serve(watch: Watch, port: int, blocks: Blocks | None = None, memory: Memory | None = None) -> None:
-    """Open the port. If that cannot be, one line says so and the engine runs on without it."""
+def _family(kind: str, name: str, text: str, values: Values, labels: tuple[str, ...]) -> Any:
+    from prometheus_client import core
+
+    family = getattr(core, f"{kind}MetricFamily")(f"staleproof_{name}", text, labels=labels)
+    for given, value in values:
+        family.add_metric(given, value)
+    return family
+
+
+def _gauge(name: str, text: str, values: Values, *labels: str) -> Any:
+    return _family("Gauge", name, text, values, labels)
+
+
+def _counter(name: str, text: str, values: Values, *labels: str) -> Any:
+    return _family("Counter", name, text, values, labels)
+
+
+class Port(ThreadingHTTPServer):
+    """Answers ``/metrics`` and ``/health``, a few connections at a time, each for a short time."""
+
+    daemon_threads, request_queue_size = True, 64
+
+    def __init__(self, address: tuple[str, int], collector: Collector) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, Handler)
+        self.collector, self._free = collector, threading.BoundedSemaphore(CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, if one is free; otherwise close the connection."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and be free again."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that goes away in the middle of its answer is not worth a traceback."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One question."""
+
+    timeout = TIMEOUT_S
+    server: Port
+
+    def do_GET(self) -> None:
+        """Answer it; what fails is one line in the log, and 503."""
+        answer = {"/metrics": self._metrics, "/health": self._health}.get(self.path.partition("?")[0])
+        if answer is None:
+            self.send_error(404)
+            return
+        status, kind, body = process.contained(answer, f"port: {self.path}") or (503, "text/plain", b"")
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _metrics(self) -> tuple[int, str, bytes]:
+        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self.server.collector)
+        return 200, CONTENT_TYPE_LATEST, generate_latest(registry)
+
+    def _health(self) -> tuple[int, str, bytes]:
+        health = live.health(os.environ.get(process.REQUIRE))
+        return (200 if health["ok"] else 503), "application/json", json.dumps(health).encode()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A scrape each few seconds is not worth a line."""
+
+
+def serve(
+    watch: Watch | None, port: int, blocks: Blocks | None = None, memory: Memory | None = None
+) -> Port | None:
+    """Open the port. If that cannot be, one line says so and the engine runs on without it.
+
+    Args:
+        watch: of this process, if it has one.
+        port: on the address that ``STALEPROOF_WATCH_HOST`` names, this machine alone by default.
+        blocks, memory: see :class:`Collector`.
+    """
+    host = os.environ.get(HOST, "127.0.0.1")
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        import prometheus_client  # noqa: F401
 
-        registry = CollectorRegistry()
-        registry.register(Collector(watch, blocks, memory))
-        server, _ = start_http_server(port, registry=registry)
-        # A scraper that goes away in the middle of its answer is not worth a traceback.
-        server.handle_error = lambda request, client_address: None  # type: ignore[method-assign]
-        say(f": watch on port {port}: {', '.join(watch.settings.stages)}")
+        server = Port((host, port), Collector(watch, blocks, memory))
+        threading.Thread(target=server.serve_forever, name="staleproof port", daemon=True).start()
+        # A forked child must not keep it open.
+        os.register_at_fork(after_in_child=server.socket.close)
+        say(
+            f": watch on port {port}: {', '.join(watch.settings.stages)}"
+            if watch
+            else f": state on port {port}"
+        )
+        return server
     except ImportError:
         warn_once("watch without a port: prometheus_client is not installed")
     except (OSError, OverflowError) as error:
         # The counters run on: their first bad row is still a line in the log.
         warn_once(f"watch without a port: {port} cannot be opened: {getattr(error, 'strerror', error)}")
+    return None

@@ -6,14 +6,17 @@ import pytest
 
 from staleproof.evidence import Verdict, row_states
 from staleproof.incidents.mla_padding import broken
-from staleproof.incidents.mla_padding.setups import SETUPS, Served
+from staleproof.incidents.mla_padding.setups import HIDDEN, SETUPS, Served
 from staleproof.ops.mla.decode import mla_decode
 
 
-def test_the_sick_requests_own_step_is_left_out_of_the_worst():
+def test_the_sick_requests_own_step_must_show_that_it_is_sick():
     steps = (Verdict.CLEAN, Verdict.PAD_ONLY, Verdict.CLEAN, Verdict.LIVE_BORN, Verdict.CLEAN)
     assert Served(steps, invariant=True).verdict == Verdict.PAD_ONLY
     assert Served((*steps[:4], Verdict.LEAKED), invariant=True).verdict == Verdict.LEAKED
+    clean = (Verdict.CLEAN,) * 5
+    assert Served((*clean[:3], Verdict.LIVE_BORN, Verdict.CLEAN), invariant=True).verdict == Verdict.CLEAN
+    assert Served(clean, invariant=True).verdict == HIDDEN
 
 
 @pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if setup.fix])

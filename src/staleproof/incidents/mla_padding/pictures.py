@@ -40,12 +40,9 @@ def stage_picture(name: str, device: str, live: int = 3, quantiser: str = "torch
     engine.set_batch(Batch(live))
     engine.replay()
     outputs = [*(taps[stage] for taps in engine.taps for stage in STAGES), engine.logits]
-    columns = [
-        [(2 if row < engine.live_rows else 1) if bad else 0 for row, bad in enumerate(bad_rows(x).tolist())]
-        for x in outputs
-    ]
+    columns = [((1 + engine.live) * bad_rows(x)).tolist() for x in outputs]
     cells = [list(row) for row in zip(*columns, strict=True)]
-    return StagePicture(stages, cells, engine.live_rows, counters.first_crossing)
+    return StagePicture(stages, cells, int(engine.live.sum()), counters.first_crossing)
 
 
 def live_count_verdict(live: int, device: str) -> Verdict:

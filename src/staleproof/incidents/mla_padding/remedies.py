@@ -151,7 +151,7 @@ def _cleared(kernel: broken.Kernel, device: str) -> torch.Tensor:
     """Logits of the live rows of the same step, with its padding rows cleared."""
     engine = Setup(kernel, ClearEmptyRows).engine("torch.max", device)
     engine.set_batch(Batch(LIVE))
-    return engine.replay()[: engine.live_rows].clone()
+    return engine.replay()[engine.live]
 
 
 def null_block(case: NullBlockCase, device: str) -> Reading:
@@ -164,11 +164,11 @@ def null_block(case: NullBlockCase, device: str) -> Reading:
     for kv_cache in engine.kv_cache:
         FILLS[case.fill](kv_cache[0])
     engine.set_batch(Batch(LIVE))
-    verdict, live = engine.verdict(), engine.live_rows
-    moved = int((~same_bits(engine.replay()[:live], _cleared(case.kernel, device))).sum())
+    verdict, live = engine.verdict(), engine.replay()[engine.live]
+    moved = int((~same_bits(live, _cleared(case.kernel, device))).sum())
     if verdict == Verdict.CLEAN and moved:
-        return reading(WRONG_FINITE, live_rows=live, moved_rows=moved)
-    return reading(verdict, live_rows=live, moved_rows=moved)
+        return reading(WRONG_FINITE, live_rows=len(live), moved_rows=moved)
+    return reading(verdict, live_rows=len(live), moved_rows=moved)
 
 
 def null_block_expected(case: NullBlockCase) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from staleproof import check
+from staleproof.cases.compare import rounding
 from staleproof.cases.graph import Graph, capture
 from staleproof.evidence.rows import CLEAN, Fill, Verdict, judge_rows, pad_invariance
 
@@ -119,16 +120,31 @@ class Variant:
     keeps_memory: bool = False
 
 
+def live_rows(rows: int, live: int, spread: bool) -> torch.Tensor:
+    """Which of ``rows`` rows the live requests have: the first ones, or every second one while that goes.
+
+    >>> live_rows(8, 3, spread=True), live_rows(4, 3, spread=True)
+    (tensor([1, 3, 5]), tensor([1, 2, 3]))
+    """
+    first = torch.arange(live)
+    return torch.minimum(2 * first + 1, rows - live + first) if spread else first
+
+
 @dataclass(frozen=True)
 class Batch:
-    """One step: ``live`` requests of ``seq_len`` tokens each; by default, as many as the cache holds.
+    """One step of ``live`` requests of ``seq_len`` tokens each.
 
-    ``poisoned_row`` is a request whose KV cache holds NaN.
+    Attributes:
+        live: how many of the captured rows belong to requests: the first ones, as vLLM orders them.
+        seq_len: their tokens; by default as many as the cache holds.
+        poisoned_row: which of them has NaN in its KV cache.
+        spread: whether empty requests stand between the live ones (:func:`live_rows`).
     """
 
     live: int
     seq_len: int | None = None
     poisoned_row: int | None = None
+    spread: bool = False
 
 
 @dataclass
@@ -228,18 +244,18 @@ class Engine:
             page, content = self._healthy
             self.kv_cache[0][page] = content
             self._healthy = None
+        rows = live_rows(c.batch, batch.live, batch.spread)
         if batch.poisoned_row is not None:
-            page = int(self.pages[batch.poisoned_row, 0])
+            page = int(self.pages[rows[batch.poisoned_row], 0])
             self._healthy = page, self.kv_cache[0][page].clone()
             self.kv_cache[0][page] = float("nan")
         seq_lens = torch.zeros(c.batch, dtype=torch.int32)
-        seq_lens[: batch.live] = seq_len
+        seq_lens[rows] = seq_len
         table = torch.full_like(self.pages, -1)
-        table[: batch.live] = self.pages[: batch.live]
+        table[rows] = self.pages[rows]
         self.seq_lens.copy_(seq_lens)
         self.block_table.copy_(table)
         self.live.copy_((seq_lens > 0).repeat_interleave(c.q_len))
-        self.live_rows = batch.live * c.q_len
 
     def _observe(self, name: str, x: torch.Tensor) -> None:
         if self._counters is not None:
@@ -257,6 +273,11 @@ class Engine:
         self.logits = x @ self.head
         self._observe("logits", self.logits)
 
+    def _fill_padding(self, x: torch.Tensor, fill: Fill) -> None:
+        padding = x[~self.live]
+        fill(padding)
+        x[~self.live] = padding
+
     def _layer(self, layer: int, w: Weights, x: torch.Tensor) -> list[torch.Tensor]:
         c = self.config
         q = (x @ w.q).view(c.batch, c.q_len, c.heads, LATENT)
@@ -265,7 +286,7 @@ class Engine:
         )
         flat = attended.reshape(c.batch * c.q_len, c.heads * KV_LORA_RANK)
         if self._overlay is not None:
-            self._overlay(flat[self.live_rows :])
+            self._fill_padding(flat, self._overlay)
         self._observe(f"{layer}.attention", flat)
 
         if self.variant.quantise is None:
@@ -335,7 +356,7 @@ class Engine:
             if fill is CLEAN:
                 return self._outputs_over_zeros()
             for x in memory:
-                fill(x[self.live_rows :])
+                self._fill_padding(x, fill)
             self.replay()
             return [x.clone() for x in self.outputs()]
         finally:
@@ -356,11 +377,11 @@ class Engine:
 
     def verdict(self) -> Verdict:
         """Row verdict of the current step."""
-        return judge_rows(self.run, self.live_rows)
+        return judge_rows(self.run, self.live)
 
     def invariant(self, trials: int = 4) -> bool:
         """Whether padding content leaves the live rows of the current step bit-identical."""
-        return bool(pad_invariance(self.run, self.live_rows, trials))
+        return bool(pad_invariance(self.run, self.live, trials))
 
 
 class Call(NamedTuple):
@@ -372,6 +393,30 @@ class Call(NamedTuple):
     seq_lens: torch.Tensor
 
 
+def compared_dtype(device: str) -> torch.dtype:
+    """What a decode is compared with a reference in: bf16, but fp32 under Triton's interpreter.
+
+    That cuts a float32 off to bf16 where a GPU rounds it, and multiplies the bit patterns of bf16 operands
+    where a kernel does not convert them.
+    """
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def decode_budget(dtype: torch.dtype, tokens: int, times: int = 2) -> float:
+    """How far a right decode may be from a float64 reference (:mod:`staleproof.cases.compare`).
+
+    Args:
+        dtype: a kernel in bf16 rounds softmax weights and result to it. In fp32 it rounds each term of two
+            sums, over the latent and over the tokens.
+        tokens: of the longest request.
+        times: roundings of a kernel in bf16.
+
+    >>> decode_budget(torch.bfloat16, tokens=84), round(decode_budget(torch.float32, tokens=84), 6)
+    (0.0078125, 3.9e-05)
+    """
+    return rounding(dtype, times) if dtype == torch.bfloat16 else rounding(dtype, LATENT + tokens)
+
+
 def make_call(
     device: str,
     *,
@@ -380,8 +425,9 @@ def make_call(
     tokens: int,
     q_len: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    spread: bool = False,
 ) -> Call:
-    """A decode batch with ``live`` requests of ``tokens`` tokens among ``rows`` rows.
+    """A decode batch with ``live`` requests of ``tokens`` tokens among ``rows`` rows (:func:`live_rows`).
 
     q is (rows, heads, 576) or, with ``q_len``, (rows, q_len, heads, 576); 128 heads on a GPU, 4 under
     the interpreter. Pages hold 64 tokens. Each request's last entry of the block table is unused, and
@@ -394,7 +440,8 @@ def make_call(
     q = torch.randn(shape, generator=generator).to(device, dtype)
     kv_cache = torch.randn(live * (pages + 1) + 1, page_size, LATENT, generator=generator)
     table = torch.zeros(rows, pages + 1, dtype=torch.int32)
-    table[:live] = torch.arange(1, live * (pages + 1) + 1, dtype=torch.int32).view(live, pages + 1)
+    mine = live_rows(rows, live, spread)
+    table[mine] = torch.arange(1, live * (pages + 1) + 1, dtype=torch.int32).view(live, pages + 1)
     seq_lens = torch.zeros(rows, dtype=torch.int32)
-    seq_lens[:live] = tokens
+    seq_lens[mine] = tokens
     return Call(q, kv_cache.to(device, dtype), table.to(device), seq_lens.to(device))

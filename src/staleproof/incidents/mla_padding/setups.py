@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from staleproof.cases.words import NOT_FIXED, WRONG
 from staleproof.evidence.canary import plant
 from staleproof.evidence.counters import RowCounters
 from staleproof.evidence.rows import Verdict
@@ -35,11 +37,75 @@ class ClearEmptyRows(broken.NoRemedy):
         return out
 
 
+class NanToNum(broken.NoRemedy):
+    """Wrong: replaces each NaN of the output, also that of a request that is sick by itself."""
+
+    def __call__(self, a: AttentionInputs) -> torch.Tensor:
+        """(batch, q_len, heads, 512)."""
+        return super().__call__(a).nan_to_num_()
+
+
+class ClearNanRows(broken.NoRemedy):
+    """Wrong: clears the rows that hold NaN, also that of a request that is sick by itself."""
+
+    def __call__(self, a: AttentionInputs) -> torch.Tensor:
+        """(batch, q_len, heads, 512)."""
+        out = super().__call__(a)
+        return out.masked_fill_(out.isnan().any(-1, keepdim=True).any(-2, keepdim=True), 0.0)
+
+
+class ClearFromFirstEmptyRow(broken.NoRemedy):
+    """Wrong: clears everything from the first empty request on; right only where padding comes last."""
+
+    def __call__(self, a: AttentionInputs) -> torch.Tensor:
+        """(batch, q_len, heads, 512)."""
+        out = super().__call__(a)
+        return out.masked_fill_(((a.seq_lens == 0).cumsum(0) > 0)[:, None, None, None], 0.0)
+
+
+class ClearShortRows(broken.NoRemedy):
+    """Wrong: takes a request of one token for an empty one."""
+
+    def __call__(self, a: AttentionInputs) -> torch.Tensor:
+        """(batch, q_len, heads, 512)."""
+        out = super().__call__(a)
+        return out.masked_fill_((a.seq_lens <= a.q.shape[1])[:, None, None, None], 0.0)
+
+
+class MaskOnce(broken.NoRemedy):
+    """Wrong: clears the rows that were empty at the first call, which is the capture."""
+
+    mask: torch.Tensor | None = None
+
+    def __call__(self, a: AttentionInputs) -> torch.Tensor:
+        """(batch, q_len, heads, 512)."""
+        out = super().__call__(a)
+        if self.mask is None:
+            self.mask = (a.seq_lens == 0)[:, None, None, None]
+        return out.masked_fill_(self.mask, 0.0)
+
+
+def too_large(factor: float) -> broken.Kernel:
+    """Wrong: :func:`mla_decode`, and live rows ``factor`` times as large."""
+
+    def kernel(*call: torch.Tensor, softmax_scale: float, out: torch.Tensor | None = None) -> Any:
+        result, lse = mla_decode(*call, softmax_scale=softmax_scale, out=out)
+        return result.mul_(factor), lse
+
+    return kernel
+
+
+def ignores_out(*call: torch.Tensor, softmax_scale: float, out: torch.Tensor | None = None) -> Any:
+    """:func:`mla_decode` into memory of its own, whatever it is given: right, and not where one looks."""
+    return mla_decode(*call, softmax_scale=softmax_scale)
+
+
 def quantise_live_rows(x: torch.Tensor, live_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`quantize_fp8_per_tensor` with the signature of the engine's quantisers."""
     return quantize_fp8_per_tensor(x, live_rows=live_rows)
 
 
+HIDDEN = "hidden"
 _LEAKS = (Verdict.LEAKED, Verdict.PAD_ONLY)
 _CLEAN = (Verdict.CLEAN, Verdict.CLEAN)
 
@@ -52,7 +118,7 @@ class Setup:
         kernel: the MLA decode.
         remedy: wraps the kernel into the engine's attention.
         served: the verdicts that must come out of the served steps, with an amax by ``torch.max``
-            and by fmax. If both are clean, padding content must not change live rows either.
+            and by fmax. If neither leaks, padding content must not change live rows either.
         quantise: replaces both quantisers, for a fix in the consumer.
         layers: layers of the engine; two where one layer can disturb the other.
         q_len: query tokens a request.
@@ -61,7 +127,7 @@ class Setup:
 
     kernel: broken.Kernel
     remedy: Callable[[broken.Kernel], Attention] = broken.NoRemedy
-    served: tuple[Verdict, Verdict] = _LEAKS
+    served: tuple[str, str] = _LEAKS
     quantise: Quantiser | None = None
     layers: int = 1
     q_len: int = 1
@@ -75,15 +141,16 @@ class Setup:
     @property
     def without_fix(self) -> Setup:
         """The same setup with the fix switched off."""
-        kernel = broken.empty_row_not_written if self.kernel is mla_decode else self.kernel
+        faulty = self.kernel in broken.KERNELS.values()
+        kernel = self.kernel if faulty else broken.empty_row_not_written
         return replace(self, kernel=kernel, remedy=broken.NoRemedy, quantise=None)
 
-    def config(self, device: str, **sizes: int) -> EngineConfig:
+    def config(self, device: str, **sizes: Any) -> EngineConfig:
         """Sizes of the engine on one device."""
         return EngineConfig.for_device(device, **{"layers": self.layers, "q_len": self.q_len, **sizes})
 
     def engine(
-        self, quantiser: str, device: str, counters: RowCounters | None = None, **sizes: int
+        self, quantiser: str, device: str, counters: RowCounters | None = None, **sizes: Any
     ) -> Engine:
         """A captured engine that has served nobody: the memory of no request holds canaries.
 
@@ -115,7 +182,7 @@ SETUPS: dict[str, Setup] = {
     "zeros_before_zero_by_zero": Setup(_DIVIDED, broken.ZerosOncePerLayer),
     # With fmax the second layer overwrites the sick request's NaN in the one buffer with finite rows
     # before the step is judged. The finite stale rows of the other layer remain.
-    "one_shared_buffer": Setup(_UNWRITTEN, broken.OneSharedBuffer, (Verdict.LEAKED, Verdict.CLEAN), layers=2),
+    "one_shared_buffer": Setup(_UNWRITTEN, broken.OneSharedBuffer, (Verdict.LEAKED, HIDDEN), layers=2),
     "clears_nothing_q_len_4": Setup(_UNWRITTEN, broken.ClearsNothing, q_len=4),
     "pad_with_seq_len_1": Setup(_UNWRITTEN, broken.PadWithSeqLenOne),
     "masked_fill": Setup(_UNWRITTEN, broken.MaskedFill, _CLEAN),
@@ -126,11 +193,21 @@ SETUPS: dict[str, Setup] = {
     "quantize_live_rows": Setup(_UNWRITTEN, broken.NoRemedy, _CLEAN, quantise_live_rows, fix=True),
 }
 
+# Remedies that cure the symptom and are wrong, and what off / on / off must say of each.
+WRONG_REMEDIES: dict[str, tuple[Setup, str]] = {
+    "nan_to_num": (Setup(_DIVIDED, NanToNum), NOT_FIXED),
+    "clear_nan_rows": (Setup(_DIVIDED, ClearNanRows), NOT_FIXED),
+    "clear_from_first_empty_row": (Setup(_UNWRITTEN, ClearFromFirstEmptyRow), WRONG),
+    "clear_short_rows": (Setup(_UNWRITTEN, ClearShortRows), WRONG),
+    "mask_once": (Setup(_UNWRITTEN, MaskOnce), NOT_FIXED),
+    "one_per_cent_too_large": (Setup(too_large(1.01)), WRONG),
+}
+
 # Live requests in each replay of one captured graph; None is a full batch. In one step the last
 # request is sick by itself, and its output is what the next step finds in its padding rows.
 LIVE_COUNTS = (1, None, 3, None, 3)
 SICK_STEP = 3
-_SEVERITY = [Verdict.CLEAN, Verdict.PAD_ONLY, Verdict.LEAKED, Verdict.LIVE_BORN]
+_SEVERITY = [Verdict.CLEAN, HIDDEN, Verdict.PAD_ONLY, Verdict.LEAKED, Verdict.LIVE_BORN]
 
 
 @dataclass(frozen=True)
@@ -138,7 +215,7 @@ class Served:
     """What a sequence of served steps showed.
 
     Attributes:
-        steps: one verdict a step; no setup can heal the sick request's own.
+        steps: one verdict a step. No setup can heal the sick request, so its own step must be ``live_born``.
         invariant: whether padding content left the live rows of the third step bit-identical.
     """
 
@@ -146,10 +223,11 @@ class Served:
     invariant: bool
 
     @property
-    def verdict(self) -> Verdict:
-        """The worst verdict of the steps without a sick request."""
-        healthy = [v for i, v in enumerate(self.steps) if i != SICK_STEP]
-        return max(healthy, key=_SEVERITY.index)
+    def verdict(self) -> str:
+        """The worst verdict of all steps; the sick request's is ``hidden`` if nothing shows its NaN."""
+        steps: list[str] = [*self.steps]
+        steps[SICK_STEP] = Verdict.CLEAN if steps[SICK_STEP] == Verdict.LIVE_BORN else HIDDEN
+        return max(steps, key=_SEVERITY.index)
 
 
 def serve(setup: Setup, quantiser: str, device: str) -> Served:

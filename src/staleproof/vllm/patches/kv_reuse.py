@@ -259,6 +259,7 @@ PATCHES = (
     Patch(
         name="undrained_ids",
         incident="kv_reuse",
+        on_host=True,
         summary="drains the list of new block ids if nothing zeroes blocks",
         models="every model without Mamba layers",
         versions=(("0.17.1", "0.25.1"),),
@@ -274,6 +275,7 @@ PATCHES = (
     Patch(
         name="staging_race",
         incident="kv_reuse",
+        on_host=True,
         summary="zeroes the same blocks from ids that no later step overwrites",
         models="models with Mamba layers",
         versions=(("0.17.1", "0.25.1"),),
@@ -300,6 +302,7 @@ PATCHES = (
     Patch(
         name="mla_recording",
         incident="kv_reuse",
+        on_host=True,
         summary="records new blocks of MLA groups, so that they are zeroed",
         models="models with Mamba and MLA layers",
         versions=(("0.17.1", "0.22.1"),),
@@ -335,6 +338,7 @@ PATCHES = (
     Patch(
         name="mla_zeroing",
         incident="kv_reuse",
+        on_host=True,
         summary="zeroes the new blocks of MLA groups, which vLLM's zeroer leaves out",
         models="models with Mamba and MLA layers",
         versions=(("0.17.1", "0.19.1"),),
@@ -359,6 +363,7 @@ PATCHES = (
     Patch(
         name="dummy_slots",
         incident="kv_reuse",
+        on_host=True,
         summary="dummy runs write no KV",
         models="data-parallel serving",
         versions=(("0.17.0", "0.19.1"),),

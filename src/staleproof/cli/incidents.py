@@ -1,0 +1,162 @@
+"""The commands about incidents: ``doctor``, ``list``, ``run`` and ``report``."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from staleproof.cli.common import BadInputError, Device, findings_path, finish, naming, obtain, recorded_runs
+from staleproof.incidents.registry import INCIDENTS
+
+if TYPE_CHECKING:
+    from staleproof.cases.finding import Finding
+
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print each finding, and the matrices of all verdicts.")
+]
+
+
+def doctor() -> None:
+    """Say what this machine can run, and what is skipped and why.
+
+    Runs nothing. A line that begins with skip says what is missing.
+    """
+    from staleproof import device
+    from staleproof.cases.machine import Capability
+    from staleproof.incidents.moe_routing import fused_moe
+    from staleproof.report import terminal
+
+    device.select()
+    missing = fused_moe.unavailable_reason() or fused_moe.unavailable_reason(check=False)
+    terminal.print_machine([Capability("FlashInfer MoE", missing is None, missing or "reduced")])
+
+
+def list_() -> None:
+    """List the incidents: what an operator sees, and why.
+
+    The machines that were recorded come last, with their date and whether the source has changed since.
+    """
+    from staleproof.report.conclusion import symptom_of
+    from staleproof.report.terminal import say
+
+    for name, about in INCIDENTS.items():
+        say(f"{about.number}  {name}: {about.title}")
+        for field, said in (
+            ("symptom", symptom_of(name)),
+            ("cause", about.summary),
+            ("notebook", f"notebooks/{about.notebook}"),
+        ):
+            say(f"   {field:<10}{said}")
+    say("Read notebooks/00_orientation.ipynb first. For kernels of yours: 06_audit_your_kernels.ipynb.")
+    runs, spoilt = recorded_runs()
+    for run in runs:
+        say(f"recorded  {run.folder.name}: {run.title}")
+    finish([], spoilt)
+
+
+def run(
+    incidents: Annotated[
+        list[str] | None, typer.Argument(help="Incidents by name or number; all by default.")
+    ] = None,
+    device: Device = "auto",
+    json: Annotated[Path | None, typer.Option(help="File for the findings, as JSON lines.")] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Reproduce incidents, try their fixes, and say which hold.
+
+    All questions of an incident are put to every faulty variant and every remedy. The findings replace
+    the earlier ones of the same incidents in workbook/_build/findings.jsonl; those of other incidents stay.
+
+    \b
+    Examples:
+      staleproof run                     all five (minutes on a CPU)
+      staleproof run mla_padding -v      one, with every finding and matrix
+      staleproof run 1 3 --device cpu    two, by number
+
+    Exit code 1: a verdict is not as expected.
+    """
+    from staleproof.report import terminal
+
+    names = _chosen(incidents)
+    runs, spoilt = recorded_runs()
+    path = json or findings_path()
+
+    def show(findings: Sequence[Finding]) -> None:
+        terminal.print_verdicts(findings, runs, verbose)
+
+    with naming("--json") if json else contextlib.nullcontext():
+        findings = obtain(names, device, path, show, verbose)
+    terminal.print_kept(path, findings)
+    finish(findings, spoilt)
+
+
+def report(
+    execute: Annotated[
+        bool, typer.Option("--execute", help="Run every incident and every notebook first.")
+    ] = False,
+    device: Device = "auto",
+) -> None:
+    """Write the report, one HTML file, and print its path.
+
+    Without --execute it shows the findings of the last runs and the notebooks as they are stored.
+
+    \b
+    Examples:
+      staleproof report              from what is there (seconds)
+      staleproof report --execute    run everything first (minutes)
+
+    Exit code 1: a verdict is not as expected, or a notebook stopped.
+    """
+    from staleproof.cases import store
+    from staleproof.cases.finding import read_findings, write_lines
+    from staleproof.cases.store import origins
+    from staleproof.device import need_workbook
+    from staleproof.report import terminal
+
+    build = store.build_folder()
+    need_workbook()
+    from staleproof.report import html
+    from staleproof.report.notebooks import Execution, beside, lanes
+
+    page = build / "index.html"
+    store.check_writable(page)
+    runs, spoilt = recorded_runs()
+    kept = build / "findings.jsonl"
+    sources = sorted((store.checkout() / "notebooks").glob("*.ipynb"))
+    if execute:
+        with beside(sources, build / "notebooks", lanes(device)) as finish_notebooks:
+            findings = obtain([*INCIDENTS], device, kept, lambda all_: terminal.print_verdicts(all_, runs))
+            with terminal.progress() as say:
+                say("the notebooks")
+                executions = finish_notebooks()
+    else:
+        findings = read_findings(kept) if kept.exists() else []
+        copies = (build / "notebooks" / path.name for path in sources)
+        executions = [
+            Execution(copy if copy.exists() else path) for copy, path in zip(copies, sources, strict=True)
+        ]
+    made = html.page(findings, runs, executions, origins(findings))
+    write_lines(page, made.splitlines())
+    terminal.say(f"report: {page}")
+    stopped = [f"{done.path.name}: {done.error}" for done in executions if done.error]
+    finish(findings if execute else [], spoilt, stopped)
+
+
+def _chosen(incidents: Sequence[str] | None) -> Sequence[str]:
+    """The names of incidents given by name or number, each once; all by default."""
+    by_number = {str(about.number): name for name, about in INCIDENTS.items()}
+    names = [by_number.get(given, given) for given in incidents or INCIDENTS]
+    for name in names:
+        if name not in INCIDENTS:
+            close = difflib.get_close_matches(name, INCIDENTS, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise BadInputError(
+                f"incidents: unknown incident {name!r}; known: {', '.join(INCIDENTS)}, "
+                f"or 1 to {len(INCIDENTS)}{meant}"
+            )
+    return [*dict.fromkeys(names)]

@@ -1,1 +1,0 @@
-"""The parts of the HTML report: one file a part, templates beside them."""

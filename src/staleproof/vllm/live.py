@@ -1,0 +1,214 @@
+"""One truth a server: what stands in all its processes; a switch; patches that come back.
+
+The first process makes a folder and names it in its environment, which its children inherit: API server,
+engine core, workers. Each writes there what stands in it, and whoever is asked reads all of it. In each
+process that runs an engine or a worker a thread looks at the switch, lets patches come back, and writes anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from staleproof.vllm import hooks, process, standing
+from staleproof.vllm.hooks import logger, warn_once
+from staleproof.vllm.process import IN_PLACE, NOT_NEEDED, OFF, PARTLY, REFUSED, WAITING
+
+FOLDER, SWITCH = "STALEPROOF_SERVER", "STALEPROOF_SWITCH"
+BEAT_S = 1.0
+# Of several processes, the state that stands first here is the server's.
+ORDER = REFUSED, PARTLY, OFF, IN_PLACE, WAITING, NOT_NEEDED
+BAD = REFUSED, PARTLY
+State = tuple[str, str]
+
+
+@dataclass
+class Here:
+    """This process.
+
+    Attributes:
+        version: of vLLM.
+        names: the patches that were put in place, or wait for an import.
+        decided: patch -> state and reason of the others, when the plugin was loaded.
+        ready: whether its engine or worker runs.
+        incidents: patch -> incident, of all that there are.
+        model: as it is served, once that is known.
+    """
+
+    version: str = ""
+    names: list[str] = field(default_factory=list)
+    decided: dict[str, State] = field(default_factory=dict)
+    ready: bool = False
+    incidents: dict[str, str] = field(default_factory=dict)
+    model: str = ""
+
+    def found(self) -> dict[str, State]:
+        """Patch -> its state now, and the reason."""
+        return {name: process.state(name) for name in self.names} | self.decided
+
+    def said(self) -> dict[str, Any]:
+        """What this process says of itself."""
+        return {
+            "pid": os.getpid(),
+            "process": multiprocessing.current_process().name,
+            "vllm": self.version,
+            "model": self.model,
+            "ready": self.ready,
+            "counts": {name: read() for name, read in standing.counters.items()},
+            "patches": self.found(),
+        }
+
+    def publish(self) -> None:
+        """Write it for the other processes of the server; not if nothing has changed."""
+        text, file = json.dumps(self.said()), Path(os.environ.get(FOLDER, ""), f"{os.getpid()}.json")
+        if FOLDER in os.environ and _written.get(file) != text:
+            file.with_suffix(".new").write_text(text, encoding="utf-8")
+            file.with_suffix(".new").replace(file)
+            _written[file] = text
+
+
+_written: dict[Path, str] = {}
+_here: list[Here] = []
+_thread: list[threading.Thread] = []
+
+
+def enter(here: Here, asked: bool) -> bool:
+    """Take part in the server's truth.
+
+    Args:
+        here: this process.
+        asked: whether anybody can ask. If not, no folder is made.
+
+    Returns:
+        Whether this is the first process of a server that can be asked.
+    """
+    _here[:] = [here]
+    first = asked and not Path(os.environ.get(FOLDER) or "/nowhere").is_dir()
+    if first:
+        os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="staleproof-")
+        # Unlike atexit also at the end of a child of multiprocessing.
+        Finalize(None, _leave, (folder, os.getpid()), exitpriority=0)
+    look_at_switch(os.environ.get(SWITCH), here)
+    here.publish()
+    return first
+
+
+def _leave(folder: str, pid: int) -> None:
+    # A child that was forked has inherited this.
+    if pid == os.getpid():
+        shutil.rmtree(folder, ignore_errors=True)
+        os.environ.pop(FOLDER, None)
+
+
+def beat() -> None:
+    """Start the thread of this process, unless it runs. Forked children start their own."""
+    if not any(thread.is_alive() for thread in _thread):
+        if not _thread:
+            os.register_at_fork(after_in_child=beat)
+        _thread[:] = [threading.Thread(target=_run, name="staleproof", daemon=True)]
+        _thread[0].start()
+
+
+def _run() -> None:
+    while True:
+        time.sleep(BEAT_S)
+        process.contained(tick, "looking at what stands")
+
+
+def tick() -> None:
+    """What the thread does each second."""
+    (here,) = _here
+    look_at_switch(os.environ.get(SWITCH), here)
+    _say(standing.retry(time.monotonic()))
+    here.publish()
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        logger.error("staleproof: %s", line)
+        hooks.renew()
+
+
+def look_at_switch(path: str | None, here: Here) -> None:
+    """Switch off what a file says, and on again what it does not say any more.
+
+    Args:
+        path: of the file. Where there is none, nothing is off; an empty one switches all patches off, and
+            words in it are names of patches, or incidents.
+        here: this process.
+    """
+    if path is None:
+        return
+    try:
+        words = {*Path(path).read_text(encoding="utf-8").replace(",", " ").split()} or {"all"}
+    except FileNotFoundError:
+        words = set()
+    except (OSError, ValueError) as error:
+        warn_once(f"{SWITCH}: {path} cannot be read, nothing is switched: {error}")
+        return
+    unknown = words - {"all", *here.incidents, *here.incidents.values()}
+    if unknown:
+        warn_once(f"{SWITCH}: {path} names {', '.join(sorted(unknown))}, which is no patch")
+    _say(standing.switch([n for n in here.names if words & {"all", n, here.incidents[n]}], path))
+
+
+def gather() -> list[dict[str, Any]]:
+    """What stands in this process, and what every other living process of this server wrote last."""
+    found = [here.said() for here in _here]
+    for file in sorted(Path(os.environ.get(FOLDER, "/nowhere")).glob("*.json")):
+        # Gone meanwhile, or its process is.
+        with contextlib.suppress(OSError, ValueError):
+            one = json.loads(file.read_text(encoding="utf-8"))
+            os.kill(one["pid"], 0)
+            found += [one] if one["pid"] != os.getpid() else []
+    return found
+
+
+def merged(processes: Iterable[Mapping[str, Any]]) -> dict[str, State]:
+    """Patch -> its state in the server, and the reason: that of the process that stands worst.
+
+    >>> merged([{"patches": {"a": ["will be patched", ""]}}, {"patches": {"a": ["in place", ""]}}])
+    {'a': ('in place', '')}
+    """
+    found: dict[str, State] = {}
+    for one in processes:
+        for name, (state, why) in one["patches"].items():
+            if name not in found or ORDER.index(state) < ORDER.index(found[name][0]):
+                found[name] = state, why
+    return found
+
+
+def health(required: str | None = None) -> dict[str, Any]:
+    """What stands in the server, for its port.
+
+    Returns:
+        ``ok`` (nothing is refused or partly in place, and what ``STALEPROOF_REQUIRE`` names stands),
+        ``staleproof``, ``vllm``, ``model``, ``patches`` (patch -> state and reason), ``processes``.
+    """
+    processes = gather()
+    patches = merged(processes)
+    ok = bool(processes) and not any(state in BAD for state, _ in patches.values())
+    try:
+        process.required(required, patches, patches)
+    except process.RequirementError:
+        ok = False
+    return {
+        "ok": ok,
+        "staleproof": importlib.metadata.version("staleproof"),
+        "vllm": processes[0]["vllm"] if processes else "",
+        "model": max((one["model"] for one in processes), default=""),
+        "patches": patches,
+        "processes": processes,
+    }

@@ -1,0 +1,98 @@
+"""Executing copies of the notebooks, beside what the command does."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from threading import Event
+
+import nbformat
+import pytest
+from nbformat import v4
+
+from made import write
+from staleproof.cases.finding import RunFileError
+from staleproof.report import notebooks
+
+
+def run(source, folder, **options):
+    return notebooks.execute(source, folder, Event(), **options)
+
+
+def test_a_copy_is_executed_by_this_python_in_the_notebooks_folder(tmp_path, monkeypatch):
+    # A machine where another Python has registered itself as "python3".
+    other = tmp_path / "jupyter/kernels/python3"
+    other.mkdir(parents=True)
+    (other / "kernel.json").write_text(
+        '{"argv": ["/no/such/python"], "display_name": "x", "language": "python"}'
+    )
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    source = write(
+        tmp_path / "00.ipynb", v4.new_code_cell("import sys, os\nprint(sys.executable, os.getcwd())")
+    )
+    before = source.read_bytes()
+    done = run(source, tmp_path / "out")
+    assert (done.error, source.read_bytes()) == (None, before)
+    (cell,) = nbformat.read(done.path, as_version=4).cells
+    assert cell.outputs[0].text.split() == [sys.executable, str(tmp_path)]
+    assert [p.name for p in done.path.parent.iterdir()] == ["00.ipynb"]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("1 / 0", "code cell 2 raised ZeroDivisionError: division by zero"),
+        ("import os; os.write(2, b'device-side assert'); os._exit(139)", "the kernel died"),
+        ("import time; time.sleep(60)", "code cell 2 took longer than 2 s"),
+    ],
+)
+def test_a_notebook_that_stops_says_where_and_the_rest_is_kept(tmp_path, code, said):
+    cells = [v4.new_code_cell(text) for text in ("print('so far')", code, "3")]
+    done = run(write(tmp_path / "01.ipynb", *cells), tmp_path / "out", cell_timeout_s=2)
+    assert said in str(done.error)
+    assert "so far" in done.path.read_text()
+    if "died" in said:
+        assert "device-side assert" in (tmp_path / "out/01.log").read_text()
+
+
+def test_a_spoilt_notebook_is_refused(tmp_path):
+    (tmp_path / "00_cut.ipynb").write_text('{"cells": [')
+    with pytest.raises(RunFileError, match=r"00_cut\.ipynb: cannot be read"):
+        run(tmp_path / "00_cut.ipynb", tmp_path / "out")
+
+
+def test_notebooks_are_executed_beside_what_the_command_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(notebooks, "_cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    # Each waits for the other, and the second begins once nothing is left to do here.
+    meet = "import os, time, pathlib\npathlib.Path('at_{}').write_text(os.environ['OMP_NUM_THREADS'])\n"
+    meet += "while len([*pathlib.Path('.').glob('at_*')]) < 2: time.sleep(0.02)"
+    sources = [write(tmp_path / f"0{i}.ipynb", v4.new_code_cell(meet.format(i))) for i in range(2)]
+    with notebooks.beside(sources, tmp_path / "out", 1) as finish:
+        end = time.monotonic() + 60
+        while not (tmp_path / "at_0").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not (tmp_path / "at_1").exists()
+        done = finish()
+    assert [(one.path.name, one.error) for one in done] == [("00.ipynb", None), ("01.ipynb", None)]
+    # Two processes on four cores.
+    assert (tmp_path / "at_0").read_text() == os.environ["OMP_NUM_THREADS"] == "2"
+
+
+def test_an_error_of_the_command_stops_the_notebooks_beside_it(tmp_path):
+    code = "open('cell_{}', 'w').close()\nimport time; time.sleep(0.3)"
+    source = write(tmp_path / "00.ipynb", *(v4.new_code_cell(code.format(i)) for i in range(9)))
+    with pytest.raises(KeyError), notebooks.beside([source], tmp_path / "out", 1):
+        raise KeyError
+    assert not (tmp_path / "cell_8").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cores", "lanes"), [("cuda", 16, 0), ("cpu", 1, 0), ("cpu", 2, 1), ("cpu", 16, 3)]
+)
+def test_no_notebook_runs_beside_questions_on_a_gpu(monkeypatch, kind, cores, lanes):
+    monkeypatch.setattr(notebooks, "select", lambda device: kind)
+    monkeypatch.setattr(notebooks, "_cores", lambda: cores)
+    assert notebooks.lanes("auto") == lanes

@@ -1,0 +1,82 @@
+"""CONTRIBUTING's worked example, followed word for word in a copy of the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+BLOCKS = dict(re.findall(r"^```python (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout with the example's files in it."""
+    root = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("notebooks", "benchmarks", "pyproject.toml"):
+        (root / name).symlink_to(ROOT / name)
+    (root / "workbook").mkdir()
+    for path in (ROOT / "workbook").iterdir():
+        if path.name != "_build":
+            (root / "workbook" / path.name).symlink_to(path)
+    incidents = root / "src/staleproof/incidents"
+    for name, text in BLOCKS.items():
+        if name == "registry":
+            with (incidents / "registry.py").open("a") as file:
+                file.write(text)
+        else:
+            (incidents / name).parent.mkdir(exist_ok=True)
+            (incidents / name).write_text(text)
+    return root
+
+
+def staleproof(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": f"{tree}/src", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "staleproof", *arguments]
+    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_page_is_short_and_the_example_too():
+    assert len(PAGE.split()) <= 1200
+    assert sum(bool(line.strip()) for text in BLOCKS.values() for line in text.splitlines()) < 60
+
+
+def test_the_example_runs_and_is_in_matrix_report_and_list(tree):
+    done = staleproof(tree, "run", "stale_rows", "-v", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "3 as expected, 0 not as expected, 0 not run" in done.stdout
+    assert re.search(r"^every_row +replica +clean +fixed$", done.stdout, re.MULTILINE), done.stdout
+    kept = [json.loads(line) for line in (tree / "workbook/_build/findings.jsonl").read_text().splitlines()]
+    assert [(row["variant"], row["verdict"], row["outcome"]) for row in kept] == [
+        ("live_rows_only", "pad_only", "bad"),
+        ("every_row", "clean", "good"),
+        ("every_row", "fixed", "good"),
+    ]
+    assert "99  stale_rows: Stale rows" in staleproof(tree, "list").stdout
+    report = staleproof(tree, "report")
+    assert report.returncode == 0, report.stderr
+    assert "stale_rows" in (tree / "workbook/_build/index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("    rows.zero_()\n", ""), ("rows[:live] = 1.0\n\n\ndef every", "rows.fill_(1.0)\n\n\ndef every")],
+)
+def test_a_faulty_example_is_noticed(tree, old, new):
+    path = tree / "src/staleproof/incidents/stale_rows/broken.py"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    try:
+        assert staleproof(tree, "run", "stale_rows", "--device", "cpu").returncode == 1
+    finally:
+        path.write_text(text)

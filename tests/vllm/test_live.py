@@ -1,0 +1,168 @@
+"""One truth a server: several processes, a switch, and the command that asks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from staleproof.cli import app as cli
+from staleproof.vllm import hooks, live, process, standing, watch_port
+from staleproof.vllm.live import Here
+
+pytest.importorskip("prometheus_client")
+SRC = str(Path(__file__).parents[2] / "src")
+# A process of a server, in which one patch is as its argument says; it ends with its input.
+CHILD = """
+import sys
+from staleproof.vllm import live, standing
+name, place, state = sys.argv[1:4]
+standing.note(name, place, state)
+first = live.enter(live.Here("0.22.1", [name], incidents={name: "kv_reuse"}), asked=True)
+live.beat()
+print(first, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(name="here")
+def here_fixture(monkeypatch):
+    """This process as the first of a server with one patch, which waits for its module."""
+    monkeypatch.delenv(live.FOLDER, raising=False)
+    monkeypatch.delenv(live.SWITCH, raising=False)
+    hooks._warned.clear()
+    standing.note("undrained_ids", "vllm.sched:schedule", "waiting")
+    here = Here("0.22.1", ["undrained_ids"], incidents={"undrained_ids": "kv_reuse"})
+    assert live.enter(here, asked=True)
+    yield here
+    live._leave(os.environ[live.FOLDER], os.getpid())
+    standing.forget("undrained_ids")
+    live._here.clear()
+
+
+def child(*arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": SRC},
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "False\n"
+    return process
+
+
+def until(true) -> bool:
+    end = time.monotonic() + 20
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+    return true()
+
+
+def ask(capsys, port: int, *more: str) -> tuple[int, str]:
+    code = cli.main(["patches", "--live", f"localhost:{port}", *more])
+    return code, capsys.readouterr().out
+
+
+def test_the_truth_is_that_of_all_processes(here, capsys, monkeypatch):
+    """A patch of the engine core does not wait for ever, and what fails there is seen."""
+    port = watch_port.serve(None, 0)
+    number = port.server_address[1]
+    code, text = ask(capsys, number)
+    assert (code, "will be patched" in text) == (0, True)
+    with child("undrained_ids", "vllm.sched:schedule", "in place") as engine:
+        assert live.health()["patches"] == {"undrained_ids": ("in place", "")}
+        assert len(live.health()["processes"]) == 2
+        engine.stdin.close()
+    with child("undrained_ids", "vllm.sched:schedule", "schedule was replaced") as engine:
+        code, text = ask(capsys, number)
+        assert code == 3
+        assert "refused" in text
+        assert "schedule was replaced" in text
+        assert "vLLM 0.22.1" in text
+        code, text = ask(capsys, number, "--json")
+        assert json.loads(text)["patches"]["undrained_ids"] == ["refused", "schedule was replaced"]
+        engine.stdin.close()
+    # It is gone, and so is what it said.
+    assert ask(capsys, number)[0] == 0
+    monkeypatch.setenv(process.REQUIRE, "undrained_ids")
+    assert live.health(os.environ[process.REQUIRE])["ok"]
+    standing.switch(["undrained_ids"], "the test")
+    assert live.health()["ok"]
+    assert ask(capsys, number)[0] == 3, "it is required, and switched off"
+    port.shutdown()
+    assert cli.main(["patches", "--live", "localhost:1"]) == 2
+
+
+def test_a_switch_reaches_every_process_and_needs_no_restart(here, tmp_path, monkeypatch):
+    file = tmp_path / "off"
+    monkeypatch.setenv(live.SWITCH, str(file))
+    with child("undrained_ids", "vllm.sched:schedule", "in place") as engine:
+        for words, state in (
+            ("kv_reuse\n", "off"),
+            (None, "in place"),
+            ("", "off"),
+            ("mla_padding", "in place"),
+        ):
+            file.unlink(missing_ok=True)
+            if words is not None:
+                file.write_text(words)
+            assert until(lambda state=state: live.health()["patches"]["undrained_ids"][0] == state), words
+        engine.stdin.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "off", "said"),
+    [
+        (b"all", True, None),
+        (b"undrained_ids,mla", True, "names mla, which is no patch"),
+        (b"\xff\xfe", False, "cannot be read, nothing is switched"),
+        (b"mla", False, "names mla, which is no patch"),
+    ],
+)
+def test_what_a_switch_says(here, tmp_path, caplog, words, off, said):
+    (tmp_path / "off").write_bytes(words)
+    live.look_at_switch(str(tmp_path / "off"), here)
+    assert ("undrained_ids" in standing.stepped_back) is off
+    assert said is None or said in caplog.text
+    caplog.clear()
+    live.look_at_switch(str(tmp_path / "off"), here)
+    assert not caplog.records
+
+
+def test_a_start_with_the_switch_is_off_from_the_beginning(here, tmp_path, monkeypatch):
+    (tmp_path / "off").write_text("")
+    monkeypatch.setenv(live.SWITCH, str(tmp_path / "off"))
+    live.enter(here, asked=True)
+    assert process.state("undrained_ids")[0] == "off"
+
+
+def test_a_forked_process_has_its_own_thread(here):
+    live.beat()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if [t.name for t in __import__("threading").enumerate()].count("staleproof") == 1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_without_a_folder_only_the_answer_is_missing(here, monkeypatch, caplog):
+    monkeypatch.setenv(live.FOLDER, "/no/such/folder")
+    process.contained(here.publish, "the state of this process cannot be asked")
+    assert "the state of this process cannot be asked: FileNotFoundError" in caplog.text
+    assert live.health()["patches"] == {"undrained_ids": ("will be patched", "")}
+
+
+def test_nothing_is_written_where_nobody_can_ask(monkeypatch, tmp_path):
+    monkeypatch.delenv(live.FOLDER, raising=False)
+    monkeypatch.setattr(live.tempfile, "tempdir", str(tmp_path))
+    here = Here("0.22.1")
+    assert not live.enter(here, asked=False)
+    here.publish()
+    assert not [*tmp_path.iterdir()]
+    live._here.clear()
