@@ -28,7 +28,7 @@ import triton.language as tl
 
 from staleproof.cases import measure
 from staleproof.kernels.mla import peers
-from staleproof.kernels.vllm_peers import flashmla
+from staleproof.kernels.vllm import flashmla
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.fp8 import quantize_fp8_per_tensor

@@ -23,7 +23,7 @@ device.select()
 from staleproof.cases import measure
 from staleproof.kernels.adapter import Peer
 from staleproof.kernels.mla import peers
-from staleproof.kernels.vllm_peers import flashmla, vllm_splits
+from staleproof.kernels.vllm import flashmla, vllm_splits
 from staleproof.ops.mla.decode import mla_decode
 from staleproof.ops.reference import mla_decode as reference
 

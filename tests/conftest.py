@@ -37,6 +37,37 @@ def _no_vllm_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(f"{request.node.name} leaves a package vllm in sys.modules: {sys.modules.get('vllm')}")
 
 
+# What a launch asks: whether the running test asked for the fixture ``device``, so for a place for tensors.
+_asked = {"device": True, "patched": False}
+
+
+def _watch_launches() -> None:
+    """Make launches fail, here as on a GPU, in a test that says nothing about the device.
+
+    Triton's interpreter takes tensors of a CPU, and a GPU machine has no interpreter: a test that makes its
+    tensors on the CPU would be green here and red there.
+    """
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or _asked["patched"]:
+        return
+    launch = interpreter.GridExecutor.__call__
+
+    def checked(self: object, *args: object, **kwargs: object) -> object:
+        if not _asked["device"]:
+            pytest.fail("launches a kernel without the fixture `device`: fails on a GPU machine")
+        return launch(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = checked
+    _asked["patched"] = True
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run_where_the_session_does(request: pytest.FixtureRequest) -> None:
+    _watch_launches()
+    folder = request.path.relative_to(request.config.rootpath).parts[1:2]
+    _asked["device"] = "device" in request.fixturenames or folder not in (("ops",), ("evidence",))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if DEVICE != "cuda":
         skip = pytest.mark.skip(reason="needs a CUDA device")

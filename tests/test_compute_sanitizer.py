@@ -113,8 +113,8 @@ assert out[::5].eq(0).all() and lse[::5].eq(float("-inf")).all()
 """,
     "mla_decode in equal parts, Hopper": """
 from staleproof import mla_decode
-from staleproof.ops.mla.plan import fits_equal_parts
-sys.modules["staleproof.ops.mla.decode"].equal_parts_are_faster = lambda *args: fits_equal_parts(*args[:-1])
+from staleproof.ops.mla.plan import Cut
+sys.modules["staleproof.ops.mla.decode"].fastest = lambda *args: Cut("pairs", 66)
 lengths = torch.randint(0, 700, (40,), device=D, dtype=torch.int32)
 lengths[::5] = 0
 table = torch.randint(0, 60, (40, 11), device=D, dtype=torch.int32)
@@ -215,6 +215,7 @@ KERNELS = {
         "mla_decode_pairs_kernel",
         "mla_decode_few_kernel",
         "merge_parts_kernel",
+        "float16_queries_kernel",
     ),
     "clear_empty_rows": ("_clear_empty_rows_kernel",),
     "quantize_fp8_per_tensor": ("_amax_kernel", "_quantize_kernel", "_whole_kernel"),

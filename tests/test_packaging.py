@@ -52,7 +52,7 @@ def test_environment_yml_and_pyproject_agree():
 
 def test_a_server_installs_nothing_of_jupyter():
     core = dict(map(_name_and_range, PROJECT["dependencies"]))
-    assert core.keys() == {"torch", "triton", "numpy", "typer", "rich"}
+    assert core.keys() == {"torch", "triton", "numpy", "typer", "rich", "prometheus-client"}
     assert core["numpy"] == core["rich"] == ""
     workbook = {name for name, _ in map(_name_and_range, EXTRAS["workbook"])}
     # jupyter_client comes with nbclient.

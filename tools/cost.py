@@ -46,23 +46,29 @@ OLDER_FLOP = 2048 * 148 * 1.9e9
 def flop_of(row: Mapping[str, Any]) -> float:
     """Both products of an MLA decode, with 576 and 512 elements a key; 0 for other operations.
 
+    Each of a request's query tokens reads all its keys; one request in so many may have more of them.
+
     >>> flop_of({"kernel": "mla_decode", "mode": "bf16 batch 1 heads 128 page 64", "x_value": 4096})
     1140850688.0
+    >>> flop_of({"kernel": "mla_decode", "mode": "bf16 batch 1 heads 128 page 64, q_len 4", "x_value": 4096})
+    4563402752.0
     """
     found = re.search(r"batch (\d+) heads (\d+)", row["mode"])
     if row["kernel"] != "mla_decode" or found is None:
         return 0.0
-    return 2.0 * int(found[1]) * int(found[2]) * row["x_value"] * (576 + 512)
+    batch, heads = int(found[1]), int(found[2])
+    queries = re.search(r"q_len (\d+)", row["mode"])
+    longer = re.search(r"one in (\d+) of (\d+) tokens", row["mode"])
+    few = batch // int(longer[1]) if longer else 0
+    keys = (batch - few) * row["x_value"] + (few * int(longer[2]) if longer else 0)
+    return 2.0 * keys * heads * (int(queries[1]) if queries else 1) * (576 + 512)
 
 
 def measured_rates(rows: list[dict[str, Any]]) -> Rates:
-    """What memset and matmul reached in the recorded run: the largest MLA decode's two limits."""
-
-    def limit(text: str) -> dict[str, Any]:
-        return max((row for row in rows if text in row["provider"]), key=lambda row: row["p50"])
-
-    by_bytes, by_flop = limit("bytes at the memset rate"), limit("FLOP at the matmul rate")
-    return Rates(by_bytes["bytes"] / by_bytes["p50"] * 1e6, flop_of(by_flop) / by_flop["p50"] * 1e6)
+    """What memset and matmul reached in the recorded run: the limits of MLA decode, each at its best."""
+    by_bytes = (row["bytes"] / row["p50"] for row in rows if "bytes at the memset rate" in row["provider"])
+    by_flop = (flop_of(row) / row["p50"] for row in rows if "FLOP at the matmul rate" in row["provider"])
+    return Rates(max(by_bytes) * 1e6, max(by_flop) * 1e6)
 
 
 def predicted_us(row: Mapping[str, Any], here: Rates, there: Rates) -> float:

@@ -24,6 +24,6 @@ It is called with the arguments that it names, from these:
 - ``merge``: out_a, lse_a, out_b, lse_b; returns out, or out and lse.
 """
 
-from staleproof.contract.registry import attention, experts, kv_write, merge, ragged, routing, rows, state
+from staleproof.kernels.subject import attention, experts, kv_write, merge, ragged, routing, rows, state
 
 __all__ = ["attention", "experts", "kv_write", "merge", "ragged", "routing", "rows", "state"]

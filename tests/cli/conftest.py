@@ -52,8 +52,8 @@ def incident(registry: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
             for answer in answers:
                 yield answer()
 
-        module = types.ModuleType("staleproof.incidents.fake.questions")
-        module.QUESTIONS = types.SimpleNamespace(run=run, steps=["the fake step"])  # type: ignore[attr-defined]
+        module = types.ModuleType("staleproof.incidents.fake.cases")
+        module.TABLE = types.SimpleNamespace(run=run, steps=["the fake step"])  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(device, "has_triton", lambda: True)
         monkeypatch.setattr(conclusion, "symptom", lambda name: "it looks true")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import signal
@@ -9,16 +10,18 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import typer
 from fakes import MEASUREMENT, absent, clean, interrupted, leaked, one_line, verified, wrong
-from tests.made import finding
+from tests.made import finding, off_on_off
 
 from staleproof import device
 from staleproof.cases import children, store
-from staleproof.cases.case import Question, Questions
+from staleproof.cases.case import Scene, each
 from staleproof.cases.finding import Finding, read_findings, write_findings
+from staleproof.cases.run import Table
 from staleproof.cli import app as cli
 from staleproof.report import terminal
 
@@ -57,9 +60,10 @@ for name in ("pandas", "matplotlib", "seaborn", "nbformat", "nbclient", "nbconve
              "ipywidgets", "jupyterlab", "jupyter_client", "IPython"):
     sys.modules[name] = None
 from staleproof.cli import app as cli
-from staleproof.cases.case import Question, Questions
-fake = types.ModuleType("staleproof.incidents.kv_reuse.questions")
-fake.QUESTIONS = Questions("kv_reuse", Question("q", ["v"], lambda *_: "clean"))
+from staleproof.cases.case import each
+from staleproof.cases.run import Table
+fake = types.ModuleType("staleproof.incidents.kv_reuse.cases")
+fake.TABLE = Table("kv_reuse", each("q", "rows", ["v"], lambda *_: "clean", expect="clean"))
 sys.modules[fake.__name__] = fake
 for command in {commands}:
     print("EXIT", command, cli.main(command.split()), flush=True)
@@ -177,17 +181,11 @@ def test_not_run_is_no_failure_and_no_pass(root, incident, capsys):
 
 @pytest.mark.parametrize(("off", "off_again"), [("clean", "leaked"), ("leaked", "clean")])
 def test_run_refuses_fixed_where_the_reproduction_did_not_fail(root, incident, capsys, off, off_again):
-    def boast() -> Finding:
-        seen = {"off": off, "on": "clean", "off_again": off_again}
-        return finding("fake", "off/on/off", "ours", "fixed", expected="fixed", **seen)
-
-    incident(boast)
+    incident(lambda: off_on_off("fake", "ours", off=off, on="clean", again=off_again))
     assert cli.main(["run"]) == 1
     out = capsys.readouterr().out
     assert "ours: not reproduced (expected fixed)" in out
-    assert "ours: fixed" not in out
-    (kept,) = read_findings(root / "workbook/_build/findings.jsonl")
-    assert kept.verdict == "not reproduced"
+    assert "  fixed    no fix was shown to hold by this run" in out
 
 
 def test_ctrl_c_keeps_the_findings_so_far(root, incident, capsys, tmp_path):
@@ -214,20 +212,85 @@ def test_ctrl_c_ends_the_children(root, incident, monkeypatch, tmp_path, pressed
         return "clean"
 
     def say(line: str = "", style: str = "") -> None:
-        if "first" in line and pressed_in == "the output":
+        if "first" in line and pressed_in == "the output" and not ended:
             raise KeyboardInterrupt
 
     def echo(line: str = "", **options: object) -> None:
         if "interrupted" in line:
             ended.append(started[0].poll())
 
-    table = Questions("fake", Question("q", ["first", "second"], ask, begin=begin))
-    monkeypatch.setattr(sys.modules["staleproof.incidents.fake.questions"], "QUESTIONS", table)
+    scene = Scene("a child", begin, early=True)
+    table = Table("fake", each("q", "rows", ["first", "second"], ask, expect="clean", scene=scene))
+    monkeypatch.setattr(sys.modules["staleproof.incidents.fake.cases"], "TABLE", table)
     monkeypatch.setattr(terminal, "say", say)
     monkeypatch.setattr(typer, "echo", echo)
     assert cli.main(["run", "-v", "--json", str(tmp_path / "x.jsonl")]) == 130
     assert [found.variant for found in read_findings(tmp_path / "x.jsonl")] == ["first"]
     assert ended == [-signal.SIGKILL]
+
+
+def test_sigterm_keeps_and_prints_the_findings_so_far(root, incident, capsys):
+    """As a batch system ends a job."""
+
+    def ended() -> Finding:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        return clean()
+
+    before = signal.getsignal(signal.SIGTERM)
+    incident(leaked, verified, ended)
+    assert cli.main(["run"]) == 143
+    kept = root / "workbook/_build/findings.jsonl"
+    assert [f.verdict for f in read_findings(kept)] == ["leaked", "fixed"]
+    captured = capsys.readouterr()
+    assert "  fixed    ours" in captured.out
+    assert one_line(captured.err) == f"staleproof: interrupted; 2 findings kept: {kept}"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_full_disk_loses_no_verdict_on_the_screen(root, incident, capsys, monkeypatch):
+    kept = root / "workbook/_build/findings.jsonl"
+    write_findings(kept, [clean()])
+    before = kept.read_bytes()
+
+    def full(self: Path, *_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    incident(leaked, verified)
+    monkeypatch.setattr(Path, "write_text", full)
+    assert cli.main(["run"]) == 2
+    captured = capsys.readouterr()
+    assert "  fixed    ours" in captured.out
+    said = one_line(captured.err)
+    assert said == f"staleproof: 2 findings are not kept: {kept}: cannot be written: No space left on device"
+    assert kept.read_bytes() == before
+
+
+def test_two_runs_in_one_checkout_keep_the_findings_of_both(root, incident):
+    """The second ends while the first still asks: what it has written meanwhile stays."""
+    kept = root / "workbook/_build/findings.jsonl"
+    other = finding("kv_reuse", "q", "v", "clean")
+
+    def meanwhile() -> Finding:
+        write_findings(kept, [other])
+        return clean()
+
+    incident(leaked, meanwhile)
+    assert cli.main(["run"]) == 0
+    assert [f.incident for f in read_findings(kept)] == ["fake", "fake", "kv_reuse"]
+
+
+def test_one_run_waits_while_another_writes(tmp_path):
+    program = (
+        "import sys, time, pathlib\nfrom staleproof.cli.common import _locked\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "with _locked(path):\n"
+        "    before = path.read_text() if path.exists() else ''\n    time.sleep(0.2)\n"
+        "    path.write_text(before + 'x')\n"
+    )
+    several = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "f")]) for _ in range(3)]
+    assert [one.wait(60) for one in several] == [0, 0, 0]
+    assert (tmp_path / "f").read_text() == "xxx"
 
 
 def test_ctrl_c_before_the_first_finding_keeps_the_earlier_file(root, incident, capsys):

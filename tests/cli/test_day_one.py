@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import one_line
+from staleproof.incidents.moe_routing.questions import REAL
 
 from staleproof import device
 from staleproof.cases import predictions, store
@@ -24,12 +25,11 @@ from staleproof.cli import app as cli
 from staleproof.device import Machine, Provenance
 from staleproof.incidents.kv_reuse import attention
 from staleproof.incidents.moe_routing import fused_moe, moe_module
-from staleproof.incidents.moe_routing.questions import REAL
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.incidents.scale_padding import flashinfer_fp4
 from staleproof.incidents.scale_padding import questions as scale_padding
 from staleproof.incidents.scale_padding.scene import product_on
-from staleproof.kernels import flashinfer_peers, mla
+from staleproof.kernels import mla
 from staleproof.ops.nvfp4 import quantize_nvfp4
 from staleproof.ops.nvfp4_layout import swizzle
 from staleproof.ops.reference import nvfp4 as reference
@@ -334,10 +334,3 @@ def test_no_outcome_of_the_moe_is_expected_where_nobody_ran_it(kernels):
     outcomes = {case.name: outcome for case, outcome in fused_moe.TABLE}
     assert told
     assert [outcomes[one.variant] for one in told] == [one.predicted for one in told]
-
-
-def test_tables_are_filled_up_to_whole_tiles_of_128_keys():
-    cache = SimpleNamespace(shape=(5, 64, 576))
-    table = torch.tensor([[4, 2, 7]], dtype=torch.int32)
-    assert flashinfer_peers._whole_tiles(table, cache).tolist() == [[4, 2, 7, 0]]
-    assert flashinfer_peers._whole_tiles(table[:, :2], cache).tolist() == [[4, 2]]

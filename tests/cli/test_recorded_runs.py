@@ -39,12 +39,12 @@ def _cut_environment(folder: Path) -> None:
 
 def _newer_findings(folder: Path) -> None:
     path = folder / "findings.jsonl"
-    path.write_text(path.read_text().replace('"schema": 2', '"schema": 3'))
+    path.write_text(path.read_text().replace('"schema": 3', '"schema": 4'))
 
 
 def _newer_environment(folder: Path) -> None:
     path = folder / "environment.json"
-    path.write_text(path.read_text().replace('"schema": 2', '"schema": 3'))
+    path.write_text(path.read_text().replace('"schema": 3', '"schema": 4'))
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def _newer_environment(folder: Path) -> None:
         (_cut, "truncated"),
         (_drop_a_line, "truncated: expected 2 lines, got 1"),
         (_cut_environment, "truncated"),
-        (_newer_findings, "newer"),
-        (_newer_environment, "newer"),
+        (_newer_findings, "schema: expected 3, which this staleproof reads, got 4"),
+        (_newer_environment, "schema 4, and this staleproof reads 3"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "list", "report", "compare"])

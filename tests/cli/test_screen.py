@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from fakes import MEASUREMENT
 from screens import screen, typed
-from staleproof.cases.kept import read_kept
 from tests.made import finding, not_run, off_on_off
 
 from staleproof.cases import measure, store
+from staleproof.cases.store import read_kept
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.report import conclusion, matrix
 from staleproof.triage import symptom
@@ -25,16 +25,17 @@ import sys, time, types, pathlib
 from staleproof.cli import app as cli
 from staleproof import device
 from staleproof.cases import store
-from staleproof.cases.case import Question, Questions
+from staleproof.cases.case import each
+from staleproof.cases.run import Table
 from staleproof.incidents.registry import INCIDENTS, Incident
 from staleproof.report import conclusion, terminal
 conclusion.symptom = lambda name: "it looks true"
 def ask(variant, device):
     time.sleep(0.02)
     return "clean"
-table = Questions("fake", Question("a question", [f"variant_{{n}}" for n in range({count})], ask))
-module = types.ModuleType("staleproof.incidents.fake.questions")
-module.QUESTIONS = table
+variants = [f"variant_{{n}}" for n in range({count})]
+module = types.ModuleType("staleproof.incidents.fake.cases")
+module.TABLE = Table("fake", each("a question", "rows", variants, ask, expect="clean"))
 sys.modules[module.__name__] = module
 INCIDENTS.clear()
 INCIDENTS["fake"] = Incident(1, "a fake", "01_fake.ipynb", "it lies")
@@ -125,12 +126,10 @@ def test_a_conclusion_fits_80_columns_and_claims_only_what_ran():
     assert "not run: 1 needs a GPU" in told
 
 
-def _fix(variant: str, on: str = "clean"):
-    verdict = "fixed" if on == "clean" else "not fixed"
-    wrong = None
-    return off_on_off(
-        "moe_routing", variant, off="leaked", on=on, again="leaked", wrong=wrong, expected=verdict
-    )
+def _fix(variant: str, on: str = "clean", wrong: str | None = None):
+    expected = "not fixed" if on != "clean" else "fixed" if wrong is None else "wrong"
+    three = {"off": "leaked", "on": on, "again": "leaked"}
+    return off_on_off("moe_routing", variant, **three, wrong=wrong, expected=expected)
 
 
 def test_the_conclusion_says_which_remedy_fails_where_and_which_holds():
@@ -139,6 +138,13 @@ def test_the_conclusion_says_which_remedy_fails_where_and_which_holds():
     assert "  fixed    clamp (in the other cases), topk_softmax" in told
     assert "staleproof patches" in told
     assert "notebooks/03_moe_routing.ipynb" in told
+
+
+def test_a_remedy_that_makes_the_result_wrong_is_listed_under_what_fails():
+    """The fault is gone and the result is three times too large: that is no cure."""
+    lines = conclusion.text([_fix("times_three", wrong="live rows differ"), _fix("ours")]).splitlines()
+    assert "  fixed    ours" in lines
+    assert "  fails    times_three (wrong)" in lines
 
 
 def test_an_unexpected_verdict_comes_first_and_the_cause_is_not_claimed():

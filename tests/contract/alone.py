@@ -25,9 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from staleproof.contract import registry, runner
+from staleproof.contract import runner
 from staleproof.contract.contract import Row, read_rows, write_rows
 from staleproof.kernels import packages
+from staleproof.kernels.subject import load_module, subjects_of
 
 # What a script ends with while the kernel breaks its clause. A bfloat16 tensor prints over several lines.
 EXPECTED = re.compile(r"^AssertionError: expected [\s\S]*, got ", re.MULTILINE)
@@ -121,7 +122,7 @@ def shows(row: Row, end: str) -> bool:
 
 def _paths(row: Row) -> list[Path]:
     for module in runner.SUBJECTS:
-        for subject in registry.subjects_of(registry.load_module(module)):
+        for subject in subjects_of(load_module(module)):
             if (subject.name, subject.package) == (row.subject, row.package):
                 found = [r.folder for r in packages.releases(subject) if r.version == row.version]
                 return [folder for folder in found if folder is not None]

@@ -10,7 +10,7 @@ import torch
 from staleproof import audit
 
 
-@audit.rows(name="right")
+@audit.rows(name="right", reference=lambda x: 2 * x)
 def right(x):
     return x * 2
 
@@ -25,16 +25,11 @@ def hangs(x):
     time.sleep(600)
 
 
-@audit.rows(name="ends its process")
+@audit.rows(name="ends its process", reference=lambda x: 2 * x)
 def ends(x):
     if x.isnan().any():
         os.abort()
     return x * 2
-
-
-@audit.rows(name="needs another argument")
-def needs(x, weight):
-    return x * weight
 
 
 @audit.attention(name="wrong shape", layout="paged")

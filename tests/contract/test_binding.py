@@ -8,8 +8,8 @@ import pytest
 
 from staleproof import audit
 from staleproof.contract.binding import problem
-from staleproof.contract.registry import subjects_of
 from staleproof.kernels.packages import Release
+from staleproof.kernels.subject import subjects_of
 
 SOURCE = """
 class Wrapper:
@@ -98,9 +98,9 @@ def test_a_definition_under_try_is_found(tmp_path):
 
 def test_flashinfers_compiled_kernels_bind():
     pytest.importorskip("flashinfer")
-    from staleproof.kernels import flashinfer_cuda
+    from staleproof.kernels import flashinfer
 
-    subjects = subjects_of(flashinfer_cuda)
+    subjects = subjects_of(flashinfer)
     assert len(subjects) >= 15
     assert {
         subject.name: why for subject in subjects if (why := problem(subject, Release("installed")))

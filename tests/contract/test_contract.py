@@ -19,7 +19,7 @@ from staleproof.contract.contract import (
     read_rows,
     write_rows,
 )
-from staleproof.contract.registry import SIZES
+from staleproof.kernels.subject import SIZES
 from staleproof.report.audit import by_machine, heat_map, print_changes
 
 ROW = Row("decode", "kernels", "1.0", "E", Verdict.BREAKS, "NaN", "CPU", "INTERPRETED", "import torch\n")

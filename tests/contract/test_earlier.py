@@ -11,11 +11,12 @@ from staleproof.cases.finding import RunFileError
 from staleproof.cli.app import main
 from staleproof.contract import earlier, runner
 from staleproof.contract.contract import Row, Verdict, read_rows, write_rows
-from staleproof.contract.registry import Subject
+from staleproof.kernels.subject import Subject
 
 SUBJECT = Subject("merge", "merge", print, package="kernels")
 ROW = Row("merge", "kernels", "1.0", "0", Verdict.HOLDS, "", "CPU", "INTERPRETED")
 BROKEN = replace(ROW, clause="E", verdict=Verdict.BREAKS, note="NaN", counterexample="old\n")
+REST = [replace(ROW, clause=clause) for clause in "RO"]
 ABSENT = replace(ROW, verdict=Verdict.NOT_RUN, note="no GPU")
 MODULE = """
 from staleproof import audit
@@ -31,16 +32,25 @@ def right(x):
 
 
 def test_a_subject_that_ran_is_not_asked_again_and_one_that_did_not_is_asked_everything():
-    assert earlier.open_clauses(SUBJECT, "1.0", [ROW, BROKEN]) == ()
-    assert earlier.open_clauses(SUBJECT, "1.0", [ABSENT]) == ("0", "E", "R")
-    assert earlier.open_clauses(SUBJECT, "2.0", [ROW]) == ("0", "E", "R")
-    assert earlier.open_clauses(SUBJECT, "1.0", [replace(ROW, subject="other")]) == ("0", "E", "R")
+    everything = ("0", "E", "R", "O")
+    assert earlier.open_clauses(SUBJECT, "1.0", [ROW, BROKEN, *REST]) == ()
+    assert earlier.open_clauses(SUBJECT, "1.0", [ABSENT]) == everything
+    assert earlier.open_clauses(SUBJECT, "2.0", [ROW]) == everything
+    assert earlier.open_clauses(SUBJECT, "1.0", [replace(ROW, subject="other")]) == everything
+
+
+def test_a_clause_that_the_earlier_audit_did_not_know_is_asked():
+    assert earlier.open_clauses(SUBJECT, "1.0", [ROW, BROKEN, REST[0]]) == ("0", "O")
+    # Clause 0 without a reference is an answer to the others all the same.
+    unchecked = replace(ROW, verdict=Verdict.NOT_RUN, note="not checked, no reference")
+    assert earlier.open_clauses(SUBJECT, "1.0", [unchecked, BROKEN, *REST]) == ()
 
 
 def test_broken_clauses_are_asked_again_with_clean_input_before_them():
     again = (Verdict.BREAKS,)
-    assert earlier.open_clauses(SUBJECT, "1.0", [ROW, BROKEN], again) == ("0", "E")
-    assert earlier.open_clauses(SUBJECT, "1.0", [ROW], again) == ()
+    assert earlier.open_clauses(SUBJECT, "1.0", [ROW, BROKEN, *REST], again) == ("0", "E")
+    whole = replace(BROKEN, verdict=Verdict.HOLDS)
+    assert earlier.open_clauses(SUBJECT, "1.0", [ROW, whole, *REST], again) == ()
 
 
 def test_an_answer_replaces_a_gap_and_a_gap_replaces_no_answer():

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from staleproof.contract import environments, registry, runner, scripts
-from staleproof.contract.contract import Row, Verdict, breaks
+from staleproof.contract import environments, runner, scripts
+from staleproof.contract.contract import Row, Verdict
 from staleproof.kernels.packages import Release
+from staleproof.kernels.subject import load_module, subjects_of
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -54,11 +55,11 @@ def test_the_script_of_a_compiled_kernel_shows_its_fault(
     (subject,) = (
         subject
         for module in runner.SUBJECTS
-        for subject in registry.subjects_of(registry.load_module(module))
+        for subject in subjects_of(load_module(module))
         if (subject.package, subject.name) == (package, name)
     )
     monkeypatch.setattr(environments, "here", lambda: H200)
-    text = scripts.counterexample(subject, Release(version), clause, breaks(note, *case))
+    text = scripts.counterexample(subject, Release(version), clause, case)
     assert 0 < len(text.splitlines()) < 30
     for path, content in PACKAGES.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ import torch
 
 from staleproof.contract import attention_probes, runner, scenes
 from staleproof.contract.contract import Verdict
-from staleproof.contract.registry import Subject
+from staleproof.kernels.subject import Subject
 
 
 def test_memory_that_needs_a_gradient_is_filled_too():
@@ -126,7 +126,7 @@ def test_a_module_from_another_release_ends_the_questions_of_its_subject(monkeyp
     ))  # fmt: skip
     module = "staleproof.kernels.torch"
     runner.ask(module, [("rms_norm", ["0", "R", "W"])], runner.packages.Release("1"), device, 9.0)
-    assert [(clause, outcome and outcome.verdict) for _, clause, outcome in told] == [
+    assert [(clause, outcome and outcome.verdict) for _, clause, outcome, _ in told] == [
         ("0", None),
         ("0", Verdict.NOT_RUN),
     ]

@@ -9,8 +9,8 @@ import torch
 
 from staleproof.contract import memory_probes, row_probes
 from staleproof.contract.contract import KINDS, Verdict, breaks
-from staleproof.contract.registry import Subject
 from staleproof.contract.runner import _answer, _documented
+from staleproof.kernels.subject import Subject
 
 PROBES = row_probes.PROBES | memory_probes.PROBES
 NAN = math.nan

@@ -14,7 +14,7 @@ pytest_plugins = ["pytester"]
 MODULE = """
 from staleproof import audit
 
-@audit.rows(name="right")
+@audit.rows(name="right", reference=lambda x: 2 * x)
 def right(x):
     return 2 * x
 
@@ -32,10 +32,12 @@ PLUGIN = ("-p", "no:staleproof", "-p", "staleproof.contract.pytest_plugin", "-p"
 def test_a_broken_clause_fails_with_its_counterexample(pytester):
     pytester.makepyfile(my_kernels=MODULE)
     result = pytester.runpytest_subprocess(*PLUGIN, "--padding-contract", "my_kernels.py", "-rs", "-v")
-    result.assert_outcomes(passed=4, failed=1, skipped=1)
+    result.assert_outcomes(passed=5, failed=1, skipped=2)
     result.stdout.fnmatch_lines(
         ["*right[[]R] PASSED*", "*per tensor[[]R] FAILED*", "clause R: Live rows keep their bits*"]
     )
+    # The second has no reference.
+    result.stdout.fnmatch_lines(["*: not checked, no reference"])
     result.stdout.fnmatch_lines(["from my_kernels import per_tensor", "assert torch.equal(got, clean)*"])
     result.stdout.fnmatch_lines(["*asked elsewhere*"])
 

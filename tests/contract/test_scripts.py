@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from staleproof.contract import environments, registry, runner, scripts
-from staleproof.contract.contract import Outcome, Verdict, breaks, read_rows
+from staleproof.contract import environments, runner, scripts
+from staleproof.contract.contract import Verdict, read_rows
 from staleproof.kernels import packages
 from staleproof.kernels.packages import Release
+from staleproof.kernels.subject import Subject, load_module, subjects_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 
@@ -36,8 +37,8 @@ CASES = {
     "kv_write": [("slot",)],
     "experts": [("repeated",), ("range", "-1")],
 }  # fmt: skip
-OURS = {s.name: s for s in registry.subjects_of(registry.load_module("staleproof.kernels.ours"))}
-TORCH = {s.name: s for s in registry.subjects_of(registry.load_module("staleproof.kernels.torch"))}
+OURS = {s.name: s for s in subjects_of(load_module("staleproof.kernels.ours"))}
+TORCH = {s.name: s for s in subjects_of(load_module("staleproof.kernels.torch"))}
 
 
 def _run(text: str, folder: Path, *paths: str) -> subprocess.CompletedProcess[str]:
@@ -49,15 +50,15 @@ def _run(text: str, folder: Path, *paths: str) -> subprocess.CompletedProcess[st
     return warm.run(str(path), env=env, timeout=300, cwd=folder, vllm=False)
 
 
-def _all_subjects() -> list[registry.Subject]:
-    return [s for module in runner.SUBJECTS for s in registry.subjects_of(registry.load_module(module))]
+def _all_subjects() -> list[Subject]:
+    return [s for module in runner.SUBJECTS for s in subjects_of(load_module(module))]
 
 
 def test_every_script_is_short_and_parses():
     made = 0
     for subject in _all_subjects():
         for case in CASES.get(subject.kind, ()):
-            text = scripts.counterexample(subject, Release("1.0"), subject.clauses[1], breaks("x", *case))
+            text = scripts.counterexample(subject, Release("1.0"), subject.clauses[1], case)
             assert len(text.splitlines()) < 30
             compile(text, subject.name, "exec")
             made += bool(text)
@@ -67,12 +68,12 @@ def test_every_script_is_short_and_parses():
 @pytest.mark.parametrize("clause", ["0", "E"])
 def test_nothing_is_made_for_clean_input_or_a_clause_that_holds(clause):
     subject = OURS["mla_decode"]
-    assert scripts.counterexample(subject, Release("1"), clause, breaks("x", "clean")) == ""
-    assert scripts.counterexample(subject, Release("1"), clause, Outcome(Verdict.HOLDS)) == ""
+    assert scripts.counterexample(subject, Release("1"), clause, ("clean",)) == ""
+    assert scripts.counterexample(subject, Release("1"), clause, ()) == ""
 
 
 def test_a_script_fails_for_a_kernel_that_breaks_the_clause(tmp_path):
-    case = breaks("x", "tail", "NaN", "V of the last page's tail")
+    case = ("tail", "NaN", "V of the last page's tail")
     done = _run(scripts.counterexample(TORCH["SDPA math, boolean mask"], Release("2"), "T", case), tmp_path)
     assert done.returncode == 1
     assert "AssertionError: expected tensor([" in done.stderr
@@ -82,7 +83,7 @@ def test_a_script_fails_for_a_kernel_that_breaks_the_clause(tmp_path):
 
 @pytest.mark.parametrize("case", CASES["attention"], ids=lambda case: " ".join(case)[:25])
 def test_the_same_scripts_pass_for_a_right_kernel(tmp_path, case):
-    text = scripts.counterexample(OURS["mla_decode"], Release("1"), "E", breaks("x", *case))
+    text = scripts.counterexample(OURS["mla_decode"], Release("1"), "E", case)
     if case[0] == "spare":
         assert text == "", "it takes no query_start_loc"
         return
@@ -115,8 +116,8 @@ def _spare_written(q, query_start_loc, out):
 
 @pytest.mark.parametrize("kernel", [_spare_zero, _spare_unwritten, _spare_left, _spare_written])
 def test_rows_past_the_last_cu_seqlens_must_be_zero_or_left(tmp_path, kernel):
-    subject = registry.Subject("kernel", "attention", kernel, {"q_len": 0}, package="torch")
-    done = _run(scripts.counterexample(subject, Release("2"), "U", breaks("x", "spare", "nan")), tmp_path)
+    subject = Subject("kernel", "attention", kernel, {"q_len": 0}, package="torch")
+    done = _run(scripts.counterexample(subject, Release("2"), "U", ("spare", "nan")), tmp_path)
     wrong = kernel in (_spare_unwritten, _spare_written)
     assert done.returncode == wrong, done.stderr
     assert ("AssertionError: expected" in done.stderr) == wrong
@@ -147,8 +148,8 @@ def _experts_of_a_set(x, w1, w2, topk_weights, topk_ids):
 @pytest.mark.parametrize("kernel", [_experts, _experts_of_a_set])
 @pytest.mark.parametrize("case", CASES["experts"], ids=lambda case: case[0])
 def test_ids_of_one_token_may_spoil_the_row_of_another(tmp_path, kernel, case):
-    subject = registry.Subject("kernel", "experts", kernel, {}, package="torch", needs="cuda")
-    text = scripts.counterexample(subject, Release("2"), "X", breaks("x", *case))
+    subject = Subject("kernel", "experts", kernel, {}, package="torch", needs="cuda")
+    text = scripts.counterexample(subject, Release("2"), "X", case)
     # What needs a GPU is asked with the ids of the probe; here the kernel is ours.
     done = _run(text.replace('device = "cuda"', 'device = "cpu"'), tmp_path)
     assert done.returncode == (kernel is _experts_of_a_set), done.stderr
@@ -166,25 +167,25 @@ def _merge_in_half(out_a, lse_a, out_b, lse_b):
 @pytest.mark.parametrize(("left", "wrong"), [("0", False), ("nan", True)])
 def test_a_compiled_merge_is_shown_in_the_dtype_of_its_probe(tmp_path, left, wrong):
     # As FlashInfer 0.7.2's: two empty parts are right, and a weight of 0 does not remove a NaN.
-    subject = registry.Subject("kernel", "merge", _merge_in_half, {}, package="torch", needs="cuda")
-    text = scripts.counterexample(subject, Release("2"), "E", breaks("x", "merge", left))
+    subject = Subject("kernel", "merge", _merge_in_half, {}, package="torch", needs="cuda")
+    text = scripts.counterexample(subject, Release("2"), "E", ("merge", left))
     done = _run(text.replace('device = "cuda"', 'device = "cpu"'), tmp_path)
     assert done.returncode == wrong, done.stderr
     assert ("AssertionError: expected tensor([" in done.stderr) == wrong
 
 
 def test_vllms_script_runs_on_its_real_package(tmp_path):
-    module = registry.load_module("staleproof.kernels.vllm")
-    subject = next(s for s in registry.subjects_of(module) if s.name == "Triton MLA decode")
+    module = load_module("staleproof.kernels.vllm")
+    subject = next(s for s in subjects_of(module) if s.name == "Triton MLA decode")
     folders = [r.folder for r in packages.releases(subject) if r.version == "0.33.0" and r.folder]
     beside = [*folders[0].parent.glob("packages-*")] if folders else []
     if not beside:
         pytest.skip("vLLM 0.33.0 and what it imports are not in the cache")
-    text = scripts.counterexample(subject, Release("0.33.0"), "E", breaks("x", "empty"))
+    text = scripts.counterexample(subject, Release("0.33.0"), "E", ("empty",))
     done = _run(text, tmp_path, str(folders[0]), str(beside[0]))
     assert done.stderr.splitlines()[-1] == "AssertionError: expected 0, got tensor([nan, nan, nan, nan])"
-    right = replace(subject, call=OURS["mla_decode"].call)
-    text = scripts.counterexample(right, Release("0.33.0"), "E", breaks("x", "empty"))
+    right = replace(subject, call=OURS["mla_decode"].call, shape={"layout": "mla"})
+    text = scripts.counterexample(right, Release("0.33.0"), "E", ("empty",))
     assert _run(text, tmp_path, str(Path(__file__).parents[2] / "src")).returncode == 0
 
 
@@ -194,7 +195,7 @@ def test_no_script_for_another_package_needs_ours_and_each_says_what_to_install(
         if subject.package == "staleproof":
             continue
         for case in CASES.get(subject.kind, ()):
-            text = scripts.counterexample(subject, Release("1.0"), subject.clauses[1], breaks("x", *case))
+            text = scripts.counterexample(subject, Release("1.0"), subject.clauses[1], case)
             if text:
                 asked += 1
                 assert "staleproof" not in text, subject.name
@@ -241,6 +242,6 @@ def test_a_script_that_is_too_long_writes_each_statement_on_one_line(monkeypatch
     long, short = scripts._source(subject), scripts._source(subject, short=True)
     assert len(short) < len(long)
     assert ast.dump(ast.parse("\n".join(short))) == ast.dump(ast.parse("\n".join(long)))
-    text = scripts.counterexample(subject, Release("1"), "E", breaks("x", "empty"))
+    text = scripts.counterexample(subject, Release("1"), "E", ("empty",))
     assert 0 < len(text.splitlines()) < 30
     assert "\n".join(short) in text

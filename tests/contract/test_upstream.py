@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from staleproof.contract import registry, runner
+from staleproof.contract import runner
 from staleproof.contract.contract import Row, Verdict
 from staleproof.kernels import packages
+from staleproof.kernels.subject import Subject, load_module, subjects_of
 
 UPSTREAM = Path(__file__).parents[2] / "workbook/upstream"
 SECTIONS = ["Environment", "Minimal script", "Expected", "Actual", "Cause", "Proposed change"]
@@ -37,8 +38,8 @@ PATCHED = {
 UNASKED = {"sglang-router-cudacore-nan"}
 # Sources that nothing here compiles -> module of an adapter of the package, and its release.
 COMPILED = {
-    "vllm-topk-sigmoid-nan-bias": ("vllm_compiled", "0.33.0"),
-    "flashinfer-finalize-unguarded-map": ("flashinfer_cuda", "0.7.2.post1"),
+    "vllm-topk-sigmoid-nan-bias": ("vllm", "0.33.0"),
+    "flashinfer-finalize-unguarded-map": ("flashinfer", "0.7.2.post1"),
 }
 TORCH = "torch-masked-attention-nan"
 CASCADE = "flashinfer-triton-merge-state-empty-parts"
@@ -52,7 +53,7 @@ def _blocks(name: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def _ask(subject: registry.Subject, module: str, folder: Path, version: str) -> dict[str, Row]:
+def _ask(subject: Subject, module: str, folder: Path, version: str) -> dict[str, Row]:
     release = packages.Release(version, folder)
     found = runner.answers(module, [subject], release, "cpu")
     return {row.clause: row for row in runner._rows(subject, release, found[subject.name])}
@@ -94,7 +95,7 @@ def _apply(name: str, folder: Path) -> None:
 
 def _folder(module: str, version: str) -> Path:
     """Where the sources of a release lie; without them the test is skipped."""
-    subject = registry.subjects_of(registry.load_module(f"staleproof.kernels.{module}"))[0]
+    subject = subjects_of(load_module(f"staleproof.kernels.{module}"))[0]
     folders = [r.folder for r in packages._cached(subject.package) if r.version == version and r.folder]
     if not folders:
         pytest.skip(f"{subject.package} {version} is not in the cache")
@@ -188,7 +189,7 @@ def test_the_patch_of_flashinfers_merge_gives_the_other_part_and_zeros(tmp_path)
 def test_the_patch_mends_the_clause_and_changes_no_other(tmp_path, name):
     module, version, wanted, clause = PATCHED[name]
     module = f"staleproof.kernels.{module}"
-    subject = next(s for s in registry.subjects_of(registry.load_module(module)) if s.name == wanted)
+    subject = next(s for s in subjects_of(load_module(module)) if s.name == wanted)
     folders = [r.folder for r in packages.releases(subject) if r.version == version and r.folder]
     if not folders:
         pytest.skip(f"{subject.package} {version} is not in the cache")

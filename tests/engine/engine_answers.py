@@ -10,11 +10,11 @@ from staleproof.cases.finding import Evidence, Finding, Grade
 from staleproof.cases.run import Table
 from staleproof.engine import bench as benches
 from staleproof.engine.bench import Bench, Results
-from staleproof.engine.orders import Told
+from staleproof.engine.orders import EngineResult
 
 
 def results(**by_order: dict[str, object]) -> Results:
-    return Results({name: Told(answers, None) for name, answers in by_order.items()})
+    return Results({name: EngineResult(answers, None) for name, answers in by_order.items()})
 
 
 def asked(bench: Bench, told: Results, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Finding]:

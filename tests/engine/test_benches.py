@@ -17,7 +17,7 @@ from staleproof.engine import bench as benches
 from staleproof.engine import blocks, cases, cost, memory, mla, router, watched
 from staleproof.engine.bench import Bench, Results
 from staleproof.engine.cases import BENCHES
-from staleproof.engine.orders import Order, Told
+from staleproof.engine.orders import EngineResult, Order
 
 MLA = "TRITON_MLA, full graphs"
 
@@ -91,7 +91,7 @@ def test_ids_that_grow_and_ids_that_are_drained(monkeypatch):
     told = results(**{f"{name}, off": grows, f"{name}, on": clean, f"{name}, off again": grows})
     said = asked(blocks.BENCH, told, monkeypatch)
     assert [one.verdict for one in said.values()] == ["grows", "fixed"]
-    told[f"{name}, on"] = Told(counted([0, 0, 0], tokens=6), None)
+    told[f"{name}, on"] = EngineResult(counted([0, 0, 0], tokens=6), None)
     assert asked(blocks.BENCH, told, monkeypatch)["off/on/off", name].verdict == "wrong"
 
 
@@ -126,7 +126,7 @@ def test_a_nan_bias(monkeypatch):
     assert said[router.TWICE, router.SOFTMAX].verdict == "distinct"
     # Each of three live rows names the expert in each of three routers.
     assert said[router.TWICE, router.ONE_GROUP].verdict == "always chosen"
-    told[f"{name}, on"] = Told(nan_bias({8: [0, 0]}, other=7), None)
+    told[f"{name}, on"] = EngineResult(nan_bias({8: [0, 0]}, other=7), None)
     wrong = asked(router.BENCH, told, monkeypatch)["off/on/off", name]
     assert (wrong.verdict, wrong.note) == ("wrong", "topk_sigmoid: not vLLM's choice with a sound bias")
 
@@ -289,7 +289,7 @@ def test_without_a_gpu_every_question_is_not_run_with_the_reason():
 
 
 def test_an_answer_that_is_missing_names_its_engine():
-    told = Results({"a": Told({}, "rows: out of memory")})
+    told = Results({"a": EngineResult({}, "rows: out of memory")})
     with pytest.raises(MissingError, match="a: rows: out of memory"):
         told.of("a", "rows")
 
@@ -301,7 +301,7 @@ def test_benches_that_share_the_gpu_start_together(monkeypatch):
         started.append([*orders])
         # The engines of the second bench end first.
         for name in reversed([*orders]):
-            yield name, Told({"start": {}}, name)
+            yield name, EngineResult({"start": {}}, name)
 
     monkeypatch.setattr(benches, "run", run)
     one = Bench("one", "", {"a": Order("qwen3", {}), "b": Order("qwen3", {})}, [])
@@ -320,7 +320,7 @@ def test_engines_that_start_slowly_start_first(monkeypatch):
 
     def run(orders, timeout_s):
         started.extend(orders)
-        yield from ((name, Told({}, None)) for name in orders)
+        yield from ((name, EngineResult({}, None)) for name in orders)
 
     monkeypatch.setattr(benches, "run", run)
     one = Bench("one", "", {"a": Order("qwen3", {})}, [])

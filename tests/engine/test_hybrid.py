@@ -12,7 +12,7 @@ from engine_answers import asked, results
 from staleproof.cases.finding import NOT_RUN
 from staleproof.engine import hybrid, starts
 from staleproof.engine.bench import Results
-from staleproof.engine.orders import Told
+from staleproof.engine.orders import EngineResult
 
 
 def blocks_by_fifth(nonzero: int, nan: int = 0) -> dict[str, list[int]]:
@@ -61,7 +61,7 @@ def test_a_hybrid_engine_is_compared_with_itself_zeroing(monkeypatch):
 
 def test_a_hybrid_engine_whose_time_ends_has_answered_the_states_before(monkeypatch):
     states = {name: one for name, one in hybrid_engine().items() if name not in hybrid.FILLED}
-    late = Told(states, "hybrid: gave no answer within 240 s")
+    late = EngineResult(states, "hybrid: gave no answer within 240 s")
     said = asked(hybrid.BENCH, Results({"FLASH_ATTN": late}), monkeypatch)
     assert said[hybrid.BITS, "FLASH_ATTN"].verdict == "no stale block"
     missing = said[hybrid.POISONED, "FLASH_ATTN"]
@@ -81,9 +81,11 @@ def test_equal_engines_are_compared_where_no_padding_takes_part(monkeypatch):
     usual = equal_engine(1, 2, 2, 3, 3)
     told = results(**{f"{starts.FP8}, {state}": usual for state in starts.STATES})
     # With one scale a batch the plugin changes rounds with padding; that is no difference of engines.
-    told[f"{starts.FP8}, on"] = Told(equal_engine(9, 2, 2, 9, 9), None)
+    told[f"{starts.FP8}, on"] = EngineResult(equal_engine(9, 2, 2, 9, 9), None)
     assert asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8].verdict == "same bits"
-    told[f"{starts.FP8}, off again"] = Told(equal_engine(1, 7, 7, 3, 3, kernel="triton_0: warps 8"), None)
+    told[f"{starts.FP8}, off again"] = EngineResult(
+        equal_engine(1, 7, 7, 3, 3, kernel="triton_0: warps 8"), None
+    )
     said = asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8]
     assert said.verdict == "differ between equal engines"
     rest = ["off", "off once more", "on", "on again"]
@@ -91,7 +93,7 @@ def test_equal_engines_are_compared_where_no_padding_takes_part(monkeypatch):
     assert said.numbers["engines_with_equal_kernels"] == [rest, ["off again"]]
     assert said.numbers["kernels_that_not_all_have"]["off again"] == ["triton_0: warps 8"]
     # A start that failed leaves the rest to compare, unless it is the only one of its kind.
-    told[f"{starts.FP8}, off again"] = Told({}, "rows: out of memory")
+    told[f"{starts.FP8}, off again"] = EngineResult({}, "rows: out of memory")
     assert asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8].verdict == "same bits"
     del told[f"{starts.FP8}, off"]
     assert asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8].verdict == NOT_RUN
@@ -104,9 +106,9 @@ def test_late_copies_are_judged_by_the_blocks_they_leave(monkeypatch):
     assert said[hybrid.RACE, "late copies"].verdict == "all zeroed"
     assert said[hybrid.RACE, hybrid.UNGUARDED].verdict == "blocks not zeroed"
     assert said["off/on/off", hybrid.STAGING].verdict == "fixed"
-    told[hybrid.PLUGIN] = Told(hybrid_engine(zeroing=served(changed=(3,))), None)
+    told[hybrid.PLUGIN] = EngineResult(hybrid_engine(zeroing=served(changed=(3,))), None)
     assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.STAGING].verdict == "wrong"
-    told[hybrid.PLUGIN] = Told(hybrid_engine(**left), None)
+    told[hybrid.PLUGIN] = EngineResult(hybrid_engine(**left), None)
     assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.STAGING].verdict == "not fixed"
 
 
@@ -115,5 +117,5 @@ def test_blocks_of_mla_that_vllm_does_not_zero(monkeypatch):
     told = results(**{hybrid.KIMI: hybrid_engine(**stale), hybrid.KIMI_PLUGIN: hybrid_engine()})
     fixed = asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.RECORDING]
     assert (fixed.verdict, [*fixed.numbers.values()]) == ("fixed", [90, 0, 91])
-    told[hybrid.KIMI_PLUGIN] = Told(hybrid_engine(zeroing=served(changed=(3,))), None)
+    told[hybrid.KIMI_PLUGIN] = EngineResult(hybrid_engine(zeroing=served(changed=(3,))), None)
     assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.RECORDING].verdict == "wrong"

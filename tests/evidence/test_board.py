@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -12,14 +14,23 @@ from staleproof.evidence.canary import plant
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
+@pytest.fixture(name="device", autouse=True)
+def device_fixture(device: str) -> Iterator[str]:
+    """Tensors are made where the kernels run."""
+    with torch.device(device):
+        yield device
+
+
 def spoilt(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Rows with a NaN or Inf here and there."""
-    draw = torch.Generator().manual_seed(seed)
-    x = torch.rand(rows, columns, generator=draw)
-    bad = torch.rand(rows, columns, generator=draw) < 0.3 / columns
+    draw = torch.Generator("cpu").manual_seed(seed)
+    x = torch.rand(rows, columns, generator=draw, device="cpu")
+    bad = torch.rand(rows, columns, generator=draw, device="cpu") < 0.3 / columns
     # e4m3fn has no Inf.
-    x[bad] = torch.where(torch.rand(int(bad.sum()), generator=draw) < 0.5, torch.nan, -torch.nan)
-    return x.to(dtype)
+    x[bad] = torch.where(
+        torch.rand(int(bad.sum()), generator=draw, device="cpu") < 0.5, torch.nan, -torch.nan
+    )
+    return x.to(torch.get_default_device(), dtype)
 
 
 def slot_of(board: Board, slot: int) -> list[int]:
@@ -28,8 +39,8 @@ def slot_of(board: Board, slot: int) -> list[int]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (37, 6), (130, 100), (5, 9000)])
-def test_rows_are_those_that_row_counters_count(dtype, rows, columns):
-    live, board, counters = rows // 2, Board("cpu"), RowCounters(["a"], "cpu")
+def test_rows_are_those_that_row_counters_count(device, dtype, rows, columns):
+    live, board, counters = rows // 2, Board(device), RowCounters(["a"], device)
     mask = torch.arange(rows) < live
     for seed in range(2):
         x = spoilt(rows, columns, dtype, seed)
@@ -43,9 +54,9 @@ def test_rows_are_those_that_row_counters_count(dtype, rows, columns):
     assert found == (None if first is None else (first.replay, 3, first.row, False))
 
 
-def test_strided_rows_need_no_copy_and_give_the_same():
+def test_strided_rows_need_no_copy_and_give_the_same(device):
     wide = spoilt(16, 64, torch.bfloat16)
-    board = Board("cpu")
+    board = Board(device)
     board.begin(1, 9, counted=True)
     board.count(0, wide[:, :40])
     board.count(1, wide[:, :40].contiguous())
@@ -57,11 +68,11 @@ def test_strided_rows_need_no_copy_and_give_the_same():
 
 @pytest.mark.parametrize("top_k", [1, 3, 8, 32])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_repeats_are_those_of_a_plain_count(top_k, dtype):
-    draw = torch.Generator().manual_seed(top_k)
-    ids = torch.randint(-1, 40, (67, top_k), generator=draw).to(dtype)
+def test_repeats_are_those_of_a_plain_count(device, top_k, dtype):
+    draw = torch.Generator("cpu").manual_seed(top_k)
+    ids = torch.randint(-1, 40, (67, top_k), generator=draw, device="cpu").to(device, dtype)
     weights = spoilt(67, top_k, torch.float32, seed=top_k)
-    board = Board("cpu")
+    board = Board(device)
     board.begin(1, 40, counted=True)
     board.count(5, weights, ids)
     twice = [len({i for i in row if i >= 0}) < sum(i >= 0 for i in row) for row in ids.tolist()]
@@ -72,10 +83,10 @@ def test_repeats_are_those_of_a_plain_count(top_k, dtype):
 
 @pytest.mark.parametrize("wide", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("pattern", [0x7FFF, 0xFFFF - 2**16, 0x7FC0, 0x7F80])
-def test_a_nan_of_the_hardware_is_no_canary_after_a_conversion(wide, pattern):
+def test_a_nan_of_the_hardware_is_no_canary_after_a_conversion(device, wide, pattern):
     """Hardware makes 0x7FFF in bfloat16, which is 0x7FFF0000 in float32: neither all 0 nor all 1."""
     narrow = torch.tensor([[pattern]], dtype=torch.int16).view(torch.bfloat16)
-    board = Board("cpu")
+    board = Board(device)
     board.begin(1, 1, counted=True)
     board.count(0, narrow.to(wide))
     board.count(1, narrow.to(wide), torch.zeros(1, 1, dtype=torch.int32))
@@ -85,24 +96,24 @@ def test_a_nan_of_the_hardware_is_no_canary_after_a_conversion(wide, pattern):
 @pytest.mark.parametrize(
     ("dtype", "largest"), [(torch.float32, 8191), (torch.float16, 255), (torch.bfloat16, 31)]
 )
-def test_canaries_are_recognised_up_to_a_number(dtype, largest):
+def test_canaries_are_recognised_up_to_a_number(device, dtype, largest):
     for number, seen in ((1, 1), (largest, 1), (largest + 1, 0)):
-        board = Board("cpu")
+        board = Board(device)
         board.begin(1, 1, counted=True)
         board.count(0, plant(torch.ones(1, 8, dtype=dtype), stage=number))
         assert slot_of(board, 0)[:4] == [0, 1, 0, seen]
 
 
-def test_a_step_that_is_not_counted_changes_nothing():
-    board = Board("cpu")
+def test_a_step_that_is_not_counted_changes_nothing(device):
+    board = Board(device)
     board.begin(1, 4, counted=False)
     board.count(0, torch.full((8, 4), torch.nan), torch.zeros(8, 4, dtype=torch.int32))
     assert not board.numbers[:-2].any()
     assert board.numbers[-2:].tolist() == [NEVER, NEVER]
 
 
-def test_the_first_rows_are_packed_and_come_back_whole():
-    board = Board("cpu")
+def test_the_first_rows_are_packed_and_come_back_whole(device):
+    board = Board(device)
     for step in (2**30 - 2, 2**30 - 1):
         board.begin(step, 1000, counted=True)
         x = torch.ones(1004, 2)
@@ -123,9 +134,9 @@ def test_the_first_rows_are_packed_and_come_back_whole():
         (0, torch.ones(2, 2), None, torch.ones(1, dtype=torch.bool), "padding: expected at least 2 entries"),
     ],
 )
-def test_bad_input_is_named_and_nothing_is_counted(slot, x, ids, padding, said):
-    board = Board("cpu")
+def test_bad_input_is_named_and_nothing_is_counted(device, slot, x, ids, padding, said):
+    board = Board(device)
     board.begin(1, 0, counted=True)
     with pytest.raises(ValueError, match=said):
-        board.count(slot, x, ids, padding)
+        board.count(slot, *(t if t is None else t.to(device) for t in (x, ids, padding)))
     assert not board.numbers[:-2].any()

@@ -123,8 +123,8 @@ def test_on_cuda_it_counts_on_a_device_that_is_not_current(device):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c, x, n: RowCounters([], "cpu"), "stages: expected 1 to 256 distinct names"),
-        (lambda c, x, n: RowCounters(["a", "a"], "cpu"), "stages: expected 1 to 256 distinct"),
+        (lambda c, x, n: RowCounters([], x.device), "stages: expected 1 to 256 distinct names"),
+        (lambda c, x, n: RowCounters(["a", "a"], x.device), "stages: expected 1 to 256 distinct"),
         (lambda c, x, n: c.observe("b", x, n), "stage: expected one of"),
         (lambda c, x, n: c.observe("a", x.long(), n), "x: expected torch.float32"),
         (lambda c, x, n: c.observe("a", x.T, n), "x: expected a contiguous tensor"),

@@ -61,20 +61,21 @@ def pretended_hopper() -> Any:
 def main() -> None:
     """The command; see the module."""
     sys.path[:0] = sys.argv[1:]
-    from staleproof.contract import registry, runner
+    from staleproof.contract import runner
     from staleproof.incidents.kv_reuse import attention
-    from staleproof.kernels import flashinfer_cuda
+    from staleproof.kernels import flashinfer
+    from staleproof.kernels.subject import subjects_of
 
     with contextlib.suppress(ImportError):
         # Since 0.7 it asks the driver, through cuda-python.
         common = importlib.import_module("flashinfer.mla._batch_mla._backends._fa_common")
         common._get_fa_shared_memory_limits = lambda device: (233472, 232448)
     found = {}
-    for subject in registry.subjects_of(flashinfer_cuda):
+    for subject in subjects_of(flashinfer):
         if subject.needs == "sm100" or subject.name.startswith("triton."):
             continue
         with pretended_hopper():
-            outcome, _ = runner._answer(runner._probes(subject)["0"], subject, "cuda", "0")
+            outcome, _ = runner._answer(runner._probes(subject)["0"], subject, "cuda")
         found[subject.name] = outcome.note
     shutil.which = lambda name: None
     for backend in ("fa2", "fa3"):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from staleproof.contract.registry import Subject
 from staleproof.kernels import packages
 from staleproof.kernels.packages import Release
+from staleproof.kernels.subject import Subject
 
 RELEASES = packages.releases(Subject("any", "rows", print, package="flashinfer-python"))
 _OF = "dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_head_dim_"

@@ -10,8 +10,8 @@ import pytest
 
 from staleproof.contract import runner
 from staleproof.contract.contract import Verdict, breaks
-from staleproof.contract.registry import Subject
 from staleproof.kernels import packages
+from staleproof.kernels.subject import Subject
 
 SOURCE = "from {package}.config import is_hip\nfrom {package}.other import helper\nVALUE = {value}\n"
 
@@ -55,7 +55,7 @@ def test_a_file_runs_with_stand_ins_for_the_rest_of_its_package(cache):
         "from fast_kernels.ops import VALUE, helper\nprint(VALUE, callable(helper))\n"
     )
     (cache / "tests_subject.py").write_text(
-        "from staleproof.contract.registry import Subject\n"
+        "from staleproof.kernels.subject import Subject\n"
         "subject = Subject('x', 'rows', print, package='fast-kernels', files=('fast_kernels.ops',))\n"
     )
     source = Path(__file__).parents[2] / "src"
@@ -68,6 +68,30 @@ def test_a_file_runs_with_stand_ins_for_the_rest_of_its_package(cache):
         env={"PYTHONPATH": f"{source}:{cache}", "PATH": "", "TRITON_INTERPRET": "1"},
     )
     assert done.stdout == "2.0 True\n", done.stderr
+
+
+FP8 = """
+import torch, triton, triton.language as tl
+from staleproof.kernels import interpreter
+interpreter.repair()
+
+@triton.jit
+def convert(x, out, N: tl.constexpr):
+    tl.store(out + tl.arange(0, N), tl.load(x + tl.arange(0, N)).to(tl.float8e4nv))
+
+x, out = torch.randn(4096) * 100, torch.empty(4096, dtype=torch.float8_e4m3fn)
+x[0], x[1], x[2] = 127.0, 1e6, float("nan")
+convert[(1,)](x, out, 4096)
+print(out[:3].tolist(), torch.equal(out[3:].float(), x[3:].clamp(-448, 448).to(out.dtype).float()))
+"""
+
+
+def test_the_interpreter_rounds_to_fp8_as_a_gpu_does(tmp_path):
+    (tmp_path / "convert.py").write_text(FP8)
+    env = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "PATH": "", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(tmp_path / "convert.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.stdout == "[128.0, 448.0, nan] True\n", done.stderr
 
 
 def _adapter(x):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ import environment
 
 from staleproof import device as devices
 from staleproof.device import Provenance
-from staleproof.kernels import flashinfer_peers, mla, vllm_peers
+from staleproof.kernels import flashinfer, mla
+from staleproof.kernels import vllm as vllm_kernels
 from staleproof.kernels.vllm_sources import executed
 from staleproof.ops.reference.mla_decode import mla_decode
 
@@ -30,58 +33,87 @@ def call():
     return q, kv_cache, block_table, seq_lens
 
 
-def test_trtllm_call_binds():
-    decode = pytest.importorskip("flashinfer.decode").trtllm_batch_decode_with_kv_cache_mla
-    args = flashinfer_peers.flashinfer_trtllm_args(*call(), 0.1, torch.zeros(1), None)
-    bound = inspect.signature(decode).bind(**args)
-    assert tuple(bound.arguments["query"].shape) == (3, 1, 16, 576)
-    assert tuple(bound.arguments["kv_cache"].shape) == (5, 1, 64, 576)
+class Bound:
+    """A wrapper of FlashInfer's that only binds its arguments to the real signatures, and keeps them."""
+
+    made: ClassVar[list[Bound]] = []
+
+    def __init__(self, *args, **kwargs):
+        self.calls = {"__init__": inspect.signature(WRAPPER.__init__).bind(None, *args, **kwargs).arguments}
+        self.made.append(self)
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            self.calls[name] = inspect.signature(getattr(WRAPPER, name)).bind(None, *args, **kwargs).arguments
+            return kwargs.get("out"), kwargs.get("lse")
+
+        return call
 
 
-def test_wrapper_calls_bind():
-    wrapper = pytest.importorskip("flashinfer.mla").BatchMLAPagedAttentionWrapper
-    inspect.signature(wrapper.__init__).bind(None, torch.zeros(1), backend="cutlass")
-    plan = flashinfer_peers.flashinfer_plan_args(*call(), 0.1)
-    inspect.signature(wrapper.plan).bind(None, **plan)
-    for backend in ("fa2", "fa3", "cutlass"):
-        q, kv_cache, block_table, seq_lens = call()
-        args = flashinfer_peers.flashinfer_run_args(backend, q, kv_cache, block_table, seq_lens, None)
-        inspect.signature(wrapper.run).bind(None, **args)
+WRAPPER = getattr(importlib.util.find_spec("flashinfer") and importlib.import_module("flashinfer.mla"),
+                  "BatchMLAPagedAttentionWrapper", None)  # fmt: skip
 
 
-def test_a_call_that_does_not_bind_is_noticed():
-    wrapper = pytest.importorskip("flashinfer.mla").BatchMLAPagedAttentionWrapper
-    q, kv_cache, block_table, seq_lens = call()
-    args = flashinfer_peers.flashinfer_run_args("cutlass", q, kv_cache, block_table, seq_lens, None)
-    with pytest.raises(TypeError, match="no_such_keyword"):
-        inspect.signature(wrapper.run).bind(None, **args, no_such_keyword=1)
+@pytest.fixture(name="wrapper")
+def wrapper_fixture(monkeypatch):
+    if WRAPPER is None:
+        pytest.skip("FlashInfer is not here")
+    monkeypatch.setattr("flashinfer.mla.BatchMLAPagedAttentionWrapper", Bound)
+    Bound.made.clear()
+    return Bound.made
 
 
-def test_pages_in_use_leave_out_empty_requests_and_unused_entries():
+def prepared(name, *given):
+    return flashinfer.flashinfer_peers()[name].prepare(*given, 0.1, None, None)
+
+
+def test_trtllm_gets_the_arguments_that_vllm_gives_it(monkeypatch):
+    module = pytest.importorskip("flashinfer.decode")
+    signature = inspect.signature(module.trtllm_batch_decode_with_kv_cache_mla)
+    seen = {}
+    monkeypatch.setattr(
+        module,
+        "trtllm_batch_decode_with_kv_cache_mla",
+        lambda *args, **kwargs: seen.update(signature.bind(*args, **kwargs).arguments),
+    )
+    prepared("flashinfer_trtllm", *call())()
+    assert tuple(seen["query"].shape) == (3, 1, 16, 576)
+    assert tuple(seen["kv_cache"].shape) == (5, 1, 64, 576)
+    assert (seen["max_seq_len"], seen["kv_lora_rank"], seen["bmm1_scale"]) == (128, 512, 0.1)
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3", "cutlass"])
+def test_the_wrapper_gets_the_pages_in_use_and_the_parts_of_query_and_cache(wrapper, backend):
     q, kv_cache, block_table, seq_lens = call()
     block_table[0] = torch.tensor([4, 2])
     block_table[1] = torch.tensor([3, -1])
     block_table[2] = -1
-    plan = flashinfer_peers.flashinfer_plan_args(q, kv_cache, block_table, seq_lens, 0.1)
+    out, lse = prepared(f"flashinfer_{backend}", q, kv_cache, block_table, seq_lens)()
+    assert tuple(out.shape) == (3, 16, 512)
+    (made,) = wrapper
+    assert made.calls["__init__"]["backend"] == backend
+    run = made.calls["run"]
+    assert [tuple(run[name].shape) for name in ("q_nope", "q_pe")] == [(3, 16, 512), (3, 16, 64)]
+    if backend == "cutlass":
+        assert (run["kv_len"] is seq_lens, lse) == (True, None)
+        return
+    plan = made.calls["plan"]
     assert plan["kv_indptr"].tolist() == [0, 2, 3, 3]
     assert plan["kv_indices"].tolist() == [4, 2, 3]
+    assert (plan["num_heads"], plan["page_size"], plan["causal"]) == (16, 64, False)
 
 
-def test_flashinfer_takes_the_query_tokens_of_all_requests_one_after_another():
+def test_flashinfer_takes_the_query_tokens_of_all_requests_one_after_another(wrapper):
     _, kv_cache, block_table, seq_lens = call()
     q = torch.arange(3 * 2).view(3, 2, 1, 1).expand(3, 2, 16, 576).bfloat16()
-    out = torch.zeros(3, 2, 16, 512, dtype=torch.bfloat16)
-    plan = flashinfer_peers.flashinfer_plan_args(q, kv_cache, block_table, seq_lens, 0.1)
+    out, lse = prepared("flashinfer_fa3", q, kv_cache, block_table, seq_lens)()
+    plan, run = wrapper[0].calls["plan"], wrapper[0].calls["run"]
     assert (plan["qo_indptr"].tolist(), plan["num_heads"], plan["causal"]) == ([0, 2, 4, 6], 16, True)
-    args = flashinfer_peers.flashinfer_run_args("fa3", q, kv_cache, block_table, seq_lens, out)
-    assert args["q_nope"][:, 0, 0].tolist() == [*range(6)]
-    assert args["q_pe"].shape == (6, 16, 64)
-    assert args["lse"].shape == (6, 16)
-    args["out"][3] = 1
+    assert run["q_nope"][:, 0, 0].tolist() == [*range(6)]
+    assert (run["q_pe"].shape, run["lse"].shape) == ((6, 16, 64), (6, 16))
+    assert (out.shape, lse.shape) == ((3, 2, 16, 512), (3, 2, 16))
+    run["out"][3] = 1
     assert out[1, 1].eq(1).all()
-    assert out.sum() == 16 * 512
-    one = flashinfer_peers.flashinfer_plan_args(q[:, 0], kv_cache, block_table, seq_lens, 0.1)
-    assert (one["qo_indptr"].tolist(), one["causal"]) == ([0, 1, 2, 3], False)
 
 
 def test_an_absent_peer_says_why_and_refuses():
@@ -107,12 +139,12 @@ def vllm_fixture(monkeypatch):
 
     def use(root: Path) -> None:
         monkeypatch.setattr(
-            vllm_peers, "vllm_file", lambda path: file if (file := root / path).is_file() else None
+            vllm_kernels, "vllm_file", lambda path: file if (file := root / path).is_file() else None
         )
-        vllm_peers.vllm_triton_mla_module.cache_clear()
+        vllm_kernels.vllm_triton_mla_module.cache_clear()
 
     yield use
-    vllm_peers.vllm_triton_mla_module.cache_clear()
+    vllm_kernels.vllm_triton_mla_module.cache_clear()
 
 
 @pytest.mark.parametrize("release", ["0.17.1", "0.22.1", "0.33.0"])
@@ -163,20 +195,20 @@ def test_splits_are_those_that_vllm_chooses(version):
             decode = SimpleNamespace(block_table=None, seq_lens=None)
             metadata = SimpleNamespace(decode=decode, max_seq_len=length)
             impl.forward_mqa(torch.zeros(1, 2, 576), torch.zeros(1, 16, 576), metadata, layer)
-    assert chosen == [vllm_peers.vllm_splits(length, 132) for length in lengths]
+    assert chosen == [vllm_kernels.vllm_splits(length, 132) for length in lengths]
 
 
 def test_flashmla_says_what_it_needs(monkeypatch, tmp_path):
     monkeypatch.delenv("STALEPROOF_FLASHMLA_SO", raising=False)
-    monkeypatch.setattr(vllm_peers, "vllm_file", lambda path: None)
+    monkeypatch.setattr(vllm_kernels, "vllm_file", lambda path: None)
     if devices.provenance() is not Provenance.MEASURED:
-        assert vllm_peers.flashmla().unavailable_reason == "needs a CUDA device"
-    monkeypatch.setattr(vllm_peers, "_needs_sm90", lambda: None)
-    assert "STALEPROOF_FLASHMLA_SO does not name" in vllm_peers.flashmla().unavailable_reason
+        assert vllm_kernels.flashmla().unavailable_reason == "needs a CUDA device"
+    monkeypatch.setattr(vllm_kernels, "_needs_sm90", lambda: None)
+    assert "STALEPROOF_FLASHMLA_SO does not name" in vllm_kernels.flashmla().unavailable_reason
     monkeypatch.setenv("STALEPROOF_FLASHMLA_SO", str(tmp_path / "gone.so"))
-    assert vllm_peers.flashmla().unavailable_reason is not None
+    assert vllm_kernels.flashmla().unavailable_reason is not None
     (tmp_path / "gone.so").write_text("")
-    assert vllm_peers.flashmla().unavailable_reason is None
+    assert vllm_kernels.flashmla().unavailable_reason is None
 
 
 def test_flashmla_gets_the_arguments_that_vllm_gives_it(monkeypatch):
@@ -190,11 +222,11 @@ def test_flashmla_gets_the_arguments_that_vllm_gives_it(monkeypatch):
 
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     monkeypatch.setattr(torch.ops, "_flashmla_C", SimpleNamespace(dense_decode_fwd=decode), raising=False)
-    monkeypatch.setattr(vllm_peers, "flashmla_library", lambda: Path("_flashmla_C.abi3.so"))
+    monkeypatch.setattr(vllm_kernels, "flashmla_library", lambda: Path("_flashmla_C.abi3.so"))
     q, kv_cache, block_table, seq_lens = (x.float() if x.is_floating_point() else x for x in call())
     q, kv_cache = torch.randn_like(q), torch.randn_like(kv_cache)
     block_table = torch.tensor([[1, 4], [2, 99], [77, -1]], dtype=torch.int32)
-    out, lse = vllm_peers._prepare_flashmla(q, kv_cache, block_table, seq_lens, 0.1, None, None)()
+    out, lse = vllm_kernels.flashmla().prepare(q, kv_cache, block_table, seq_lens, 0.1, None, None)()
     want, want_lse = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.1)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
@@ -213,21 +245,21 @@ def test_flashmla_writes_the_heads_of_several_query_tokens_as_one_axis(monkeypat
 
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     monkeypatch.setattr(torch.ops, "_flashmla_C", SimpleNamespace(dense_decode_fwd=decode), raising=False)
-    monkeypatch.setattr(vllm_peers, "flashmla_library", lambda: Path("_flashmla_C.abi3.so"))
+    monkeypatch.setattr(vllm_kernels, "flashmla_library", lambda: Path("_flashmla_C.abi3.so"))
     q, kv_cache = torch.randn(2, 2, 16, 576), torch.randn(5, 64, 576)
     block_table, seq_lens = torch.tensor([[1], [2]], dtype=torch.int32), torch.tensor([60, 7]).int()
-    out, _ = vllm_peers._prepare_flashmla(q, kv_cache, block_table, seq_lens, 0.1, None, None)()
+    out, _ = vllm_kernels.flashmla().prepare(q, kv_cache, block_table, seq_lens, 0.1, None, None)()
     want, _ = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.1)
     torch.testing.assert_close(out, want)
 
 
 @pytest.mark.gpu
 def test_flashmla_is_right():
-    if why := vllm_peers.flashmla().unavailable_reason:
+    if why := vllm_kernels.flashmla().unavailable_reason:
         pytest.skip(f"not run: {why}")
     q, kv_cache = (torch.randn(*s, device="cuda").bfloat16() for s in ((3, 128, 576), (5, 64, 576)))
     block_table = torch.tensor([[1, 4], [2, -1], [-1, -1]], dtype=torch.int32, device="cuda")
     seq_lens = torch.tensor([100, 64, 0], dtype=torch.int32, device="cuda")
     want, _ = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.05)
-    out, _ = vllm_peers.flashmla()(q, kv_cache, block_table, seq_lens, softmax_scale=0.05)
+    out, _ = vllm_kernels.flashmla()(q, kv_cache, block_table, seq_lens, softmax_scale=0.05)
     torch.testing.assert_close(out[:2], want[:2], rtol=2e-2, atol=2e-2)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from staleproof.ops.mla.decode import mla_decode
-from staleproof.ops.mla.plan import fits_sm90, plan
 from staleproof.ops.reference import mla_decode as reference
 
 RANK, ROPE = 64, 16
@@ -245,10 +244,6 @@ def test_wide_tiles_at_deepseek_shape(
         rope=64,
         spare_pages=800,
     )
-    capacity = batch.block_table.shape[1] * page_size
-    if torch.cuda.get_device_capability() == (9, 0):
-        assert plan(batch.q, q_len * heads, capacity)[0] == 64
-        assert fits_sm90(batch.q, batch.kv_cache, 512, q_len)
     want_out, want_lse = mla_decode(**batch.args(), num_kv_splits=splits, k_scale=0.5)
     assert_close(batch, want_out, want_lse, k_scale=0.5)
     for poison in (torch.nan, torch.inf):

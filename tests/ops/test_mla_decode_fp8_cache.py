@@ -12,7 +12,6 @@ import torch
 
 from staleproof.ops.mla import plan
 from staleproof.ops.mla.decode import mla_decode
-from staleproof.ops.mla.plan import fits_sm90
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -79,8 +78,6 @@ def test_a_live_nan_reaches_its_own_request_alone(device: str) -> None:
 def test_deepseek_shape_with_each_tile(device: str, heads: int, code: int) -> None:
     lens = [0, 2, 64, 65, 1000, 7, 128, 514]
     batch = quantised(make(device, lens, heads=heads, page_size=64, rank=512, rope=64, spare_pages=800))
-    # The Hopper kernels copy the cache as it is.
-    assert not fits_sm90(batch.q, batch.kv_cache, 512, 1)
     want_out, want_lse = mla_decode(**batch.args(), k_scale=0.5)
     assert_close(batch, want_out, want_lse, k_scale=0.5)
     out, lse = mla_decode(**_poisoned(batch, code).args(), k_scale=0.5)

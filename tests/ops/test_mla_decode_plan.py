@@ -21,7 +21,7 @@ GPUS = {
 
 @pytest.fixture
 def plan(monkeypatch):
-    def choose(gpu, batch, heads, size=2, capacity=4096, sm90=False):
+    def choose(gpu, batch, heads, size=2, capacity=4096):
         processors, shared = GPUS[gpu]
         for name, value in (("capability", gpu), ("processor_count", processors), ("shared_memory", shared)):
             monkeypatch.setattr(kernels, name, lambda index, value=value: value)
@@ -31,7 +31,7 @@ def plan(monkeypatch):
             device=SimpleNamespace(index=0),
             shape=(batch, heads, 576),
         )
-        return kernels.plan(q, heads, capacity, sm90)
+        return kernels.tiles_of(q, heads, capacity)
 
     return choose
 
@@ -64,66 +64,99 @@ def test_a_small_batch_is_split_over_the_processors(plan, gpu):
     assert splits == GPUS[gpu][0] // 8
 
 
-# (batch, tokens, heads, splits of the Hopper kernel of one request a program; 0 where Triton's was faster).
-ALONE = [
-    *((8, 256, 128, 0), (8, 512, 128, 0), (16, 256, 128, 0), (1, 2048, 128, 0), (1, 2048, 64, 0)),
-    *((32, 64, 128, 1), (32, 512, 128, 1), (64, 128, 128, 1), (128, 64, 128, 1), (64, 512, 64, 1)),
-    *((1, 4096, 128, 32), (2, 2048, 128, 16), (4, 1024, 128, 8), (4, 4096, 128, 16), (2, 4096, 64, 32)),
-    *((1, 32768, 128, 66), (128, 512, 16, 0)),
-]
-
-
-@pytest.mark.parametrize(("batch", "tokens", "heads", "splits"), ALONE)
-def test_one_request_a_program_where_it_was_faster_on_an_h200(plan, batch, tokens, heads, splits):
-    chosen = plan((9, 0), batch, heads, capacity=tokens, sm90=True)
-    assert (chosen == (64, 64, splits, 8)) == (splits > 0)
-
-
-def test_what_the_hopper_kernel_does_not_support_keeps_the_tiles_of_the_triton_kernel(plan):
-    assert plan((9, 0), 32, 128, capacity=64) == (16, 64, 1, 4)
-    assert plan((9, 0), 1, 128, capacity=4096) == (16, 64, 16, 4)
-
-
-# (batch, tokens, heads, whether equal parts were faster), as measured with equal lengths.
+# Equal lengths: (batch, tokens, heads, E4M3 cache, kernel), where no other was within 5 % of it on an H200.
 MEASURED = [
-    *((128, 4096, 128, True), (16, 4096, 128, True), (32, 1024, 128, True), (32, 4096, 32, True)),
-    *((16, 512, 128, True), (16, 1024, 128, True), (8, 1024, 128, True), (8, 2048, 64, True)),
-    *((128, 512, 128, False), (64, 2048, 128, False), (8, 512, 128, False), (4, 4096, 128, False)),
-    *((128, 1024, 128, False), (64, 256, 128, False), (32, 512, 128, False), (64, 512, 64, False)),
-    *((1, 4096, 128, False), (1, 32768, 128, False)),
-    *((128, 4096, 16, True), (16, 32768, 16, True), (16, 4096, 16, True), (128, 512, 16, True)),
-    *((16, 1024, 16, True), (32, 512, 16, True), (128, 128, 16, False), (8, 1024, 16, False)),
-    *((1, 4096, 16, False), (1, 32768, 16, False)),
+    *(
+        (1, 512, 128, False, "portable"),
+        (126, 314, 64, False, "alone"),
+        (74, 313, 128, False, "alone"),
+        (1, 4096, 128, False, "split"),
+    ),
+    *((128, 512, 128, False, "whole"), (256, 1024, 128, False, "whole"), (16, 4096, 128, False, "parts")),
+    *((32, 8192, 64, False, "parts"), (16, 32768, 16, False, "parts"), (128, 4096, 16, False, "whole")),
+    *((16, 4096, 128, True, "parts"), (128, 512, 128, True, "whole"), (4, 8192, 16, True, "parts")),
 ]
 
 
-def _faster(batch: int, tokens: int, heads: int, cache: torch.dtype = torch.bfloat16) -> bool:
-    q = SimpleNamespace(shape=(batch, heads, 576), device=SimpleNamespace(index=0), dtype=torch.bfloat16)
-    return kernels.equal_parts_are_faster(q, SimpleNamespace(dtype=cache), 512, 1, 1.0, tokens)
+def _work(batch: int, tokens: int, heads: int, converts: bool = False) -> kernels.Work:
+    tiles = -(-tokens // 64)
+    return kernels.Work(batch, heads, 1, tiles, float(batch * tiles), 132, converts)
 
 
-@pytest.fixture(name="h200")
-def h200_fixture(monkeypatch):
+def _name(cut: kernels.Cut) -> str:
+    return cut.kernel if cut.kernel in ("portable", "alone", "split") else "parts" if cut.pieces else "whole"
+
+
+@pytest.mark.parametrize(("batch", "tokens", "heads", "converts", "kernel"), MEASURED)
+def test_the_prediction_ranks_kernels_as_they_were_measured(batch, tokens, heads, converts, kernel):
+    work = _work(batch, tokens, heads, converts)
+    assert _name(min(work.cuts(), key=work.microseconds)) == kernel
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_requests_that_may_be_long_are_cut_into_equal_parts(monkeypatch, heads):
+    """A table with room for 128 times as many tokens: one long request must not keep one program busy."""
     monkeypatch.setattr(kernels, "processor_count", lambda index: 132)
-    monkeypatch.setattr(kernels, "fits_equal_parts", lambda *args: True)
+    q = SimpleNamespace(shape=(64, heads, 576), device=SimpleNamespace(index=0), dtype=torch.bfloat16)
+    cache = SimpleNamespace(dtype=torch.bfloat16)
+    assert _name(kernels.fastest(q, cache, 1, 131_072)) == "parts"
+    assert _name(kernels.fastest(q, cache, 1, 128)) != "parts"
 
 
-@pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize(("batch", "tokens", "heads", "faster"), MEASURED)
-def test_equal_parts_where_they_were_faster_on_an_h200(batch, tokens, heads, faster):
-    assert _faster(batch, tokens, heads) == faster
-    # Room for 128 times as many tokens: lengths are likely to differ then.
-    if batch > 1:
-        assert _faster(batch, 128 * tokens, heads)
+def _arguments(**change):
+    """A call that the Hopper kernels support, with one thing changed."""
+    sizes = {"heads": 128, "q_len": 1, "batch": 4, "width": 576, "page": 64, "pages": 100, "token": 576}
+    given = sizes | {"page_stride": None, "q_at": 0, "cache_at": 0, "q_stride": None, "size": 2} | change
+    q_strides = (given["q_stride"] or given["heads"] * given["width"], given["width"], 1)
+    q = SimpleNamespace(
+        is_cuda=True,
+        device=SimpleNamespace(index=0),
+        shape=(given["batch"], given["heads"], given["width"]),
+        element_size=lambda: given["size"],
+        data_ptr=lambda: given["q_at"],
+        stride=lambda: q_strides,
+    )
+    strides = (given["page_stride"] or given["page"] * given["token"], given["token"], 1)
+    cache = SimpleNamespace(
+        shape=(given["pages"], given["page"], given["width"]),
+        data_ptr=lambda: given["cache_at"],
+        stride=lambda axis=None: strides if axis is None else strides[axis],
+    )
+    return q, cache, given.get("rank", 512), given["q_len"], given.get("scale", 0.1)
 
 
-@pytest.mark.usefixtures("h200")
+REFUSED = {
+    "another rank": {"rank": 256},
+    "32 bits": {"size": 4},
+    "pages of 32": {"page": 32},
+    "queries between 16 bytes": {"q_at": 8},
+    "a cache between 16 bytes": {"cache_at": 8},
+    "rows of queries between 16 bytes": {"q_stride": 128 * 576 + 8},
+    "rows of the cache between 16 bytes": {"token": 584},
+    "40 heads with two query tokens": {"heads": 40, "q_len": 2},
+    "more than 1,024 requests": {"batch": 1025},
+    "more than 1,024 rows": {"q_len": 9},
+    "a scale of 0": {"scale": 0.0},
+    "a negative scale": {"scale": -0.1},
+    "pages that are no whole number of rows apart": {"page_stride": 64 * 576 + 16},
+    "2 ** 31 rows": {"pages": 2**31 // 64},
+    "rows of 2 ** 24 numbers": {"token": 2**24},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_hopper_kernels_cannot_address_goes_to_the_portable_one(monkeypatch, case):
+    monkeypatch.setattr(kernels, "capability", lambda index: (9, 0))
+    assert kernels.fits_hopper(*_arguments())
+    assert not kernels.fits_hopper(*_arguments(**REFUSED[case]))
+
+
 @pytest.mark.parametrize(
-    ("batch", "tokens", "heads", "faster"),
-    [
-        *((128, 4096, 128, True), (1, 2048, 128, True), (16, 128, 128, True), (4, 128, 128, False)),
-        *((8, 128, 128, False), (16, 64, 128, False), (128, 4096, 16, True), (4, 64, 16, True)),
-    ],
+    "change",
+    [{"pages": 2**31 // 64 - 1}, {"heads": 40}, {"heads": 8, "q_len": 3}, {"page_stride": 128 * 576}],
 )
-def test_equal_parts_of_an_e4m3_cache_where_they_were_faster_on_an_h200(batch, tokens, heads, faster):
-    assert _faster(batch, tokens, heads, torch.float8_e4m3fn) == faster
+def test_what_the_hopper_kernels_can_address_is_theirs(monkeypatch, change):
+    monkeypatch.setattr(kernels, "capability", lambda index: (9, 0))
+    assert kernels.fits_hopper(*_arguments(**change))
+    monkeypatch.setattr(kernels, "capability", lambda index: (10, 0))
+    assert not kernels.fits_hopper(*_arguments(**change))

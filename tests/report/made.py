@@ -7,8 +7,9 @@ from typing import Any
 
 import nbformat
 from nbformat import v4
+from tests.made import finding, not_run, off_on_off
 
-from staleproof.cases.finding import OFF_ON_OFF, REPLICA, Evidence, Finding, Key, Three, finding, not_run
+from staleproof.cases.finding import Finding
 
 INCIDENT = "mla_padding"
 
@@ -19,30 +20,19 @@ def found(
     verdict: str,
     expected: str | None = None,
     incident: str = INCIDENT,
-    words: str = "rows",
-    evidence: Evidence = REPLICA,
-    **numbers: Any,
+    **more: Any,
 ) -> Finding:
-    key = Key(incident, question, variant)
-    return finding(key, words, verdict, expected=expected, evidence=evidence, **numbers)
+    return finding(incident, question, variant, verdict, expected=expected, **more)
 
 
 def absent(question: str, variant: str, why: str, incident: str = INCIDENT) -> Finding:
-    return not_run(Key(incident, question, variant), "rows", why)
+    return not_run(incident, question, variant, why)
 
 
-def fix(
-    variant: str,
-    on: str = "clean",
-    wrong: str = "",
-    incident: str = INCIDENT,
-    expected: str | None = None,
-    **numbers: Any,
-) -> Finding:
-    """Off / on / off of a remedy that behaves so; its verdict is expected by default."""
-    three = Three("rows", "leaked", on, "leaked", right=None if on != "clean" else not wrong, wrong=wrong)
-    key = Key(incident, OFF_ON_OFF, variant)
-    return finding(key, "fix", three.verdict, expected=expected or three.verdict, three=three, **numbers)
+def fix(variant: str, on: str = "clean", wrong: str | None = None, incident: str = INCIDENT) -> Finding:
+    """Off / on / off of a remedy that behaves so; its verdict is the expected one."""
+    expected = "not fixed" if on != "clean" else "fixed" if wrong is None else "wrong"
+    return off_on_off(incident, variant, off="leaked", on=on, again="leaked", wrong=wrong, expected=expected)
 
 
 def write(path: Path, *cells: nbformat.NotebookNode) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.made import finding, not_run
+from tests.made import finding, not_run, off_on_off
 
 from staleproof.cases import store
 from staleproof.cases.finding import Finding
@@ -15,9 +15,7 @@ from staleproof.engine.cases import BENCHES
 from staleproof.report import engine
 
 MLA = "TRITON_MLA, full graphs"
-FIXED = finding(
-    "engine", "off/on/off", MLA, "fixed", expected="fixed", off="pad_only", on="clean", again="pad_only"
-)
+FIXED = off_on_off("engine", MLA, off="pad_only", on="clean", again="pad_only")
 LEAK = finding(
     "engine",
     mla.NAN_ROWS,
@@ -37,7 +35,7 @@ def run(*findings: Finding, name: str = "h200-engine") -> Run:
 
 def test_every_question_has_a_chapter_and_a_line_of_figures():
     assert {*engine.CHAPTERS} == {*BENCHES}
-    assert {question for bench in BENCHES.values() for question, _ in bench.cells} == {*engine.SEEN}
+    assert {case.key.question for bench in BENCHES.values() for case in bench.cases} == {*engine.SEEN}
 
 
 @pytest.mark.parametrize("runs", [[], [run(finding("mla_padding", "q", "v", "clean"))]])

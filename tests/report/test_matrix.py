@@ -78,8 +78,7 @@ def test_no_panel_holds_two_incidents():
 
 
 def test_fixed_is_not_printed_where_the_reproduction_did_not_fail():
-    claim = finding("a", "off/on/off", "ours", "fixed", off="clean", on="clean", again="leaked")
-    shown = matrix.text([claim])
+    shown = matrix.text([off_on_off("a", "ours", off="clean", on="clean", again="leaked")])
     assert "not reproduced (expected fixed)" in shown
     assert "1 not as expected" in shown
 

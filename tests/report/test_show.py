@@ -42,26 +42,26 @@ ABSENT = not_run("mla_padding", "served", "theirs", "needs an SM100 GPU")
 
 def test_nothing_speaks_for_what_did_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     here = show.observed("rows", 3, 3)
-    assert not show.verdict("H1 held", [here, ABSENT], ("3", "leaked"))
+    assert not show.verdict("H1 held", [here, ABSENT], ("as said", "leaked"))
     assert not show.ran([here, ABSENT])
     reason = "not run, so no verdict: served, theirs: needs an SM100 GPU\n"
     assert capsys.readouterr().out == 2 * reason
 
 
-@pytest.mark.parametrize("says", [None, "3", ("3", "4"), {"here": "3"}])
+@pytest.mark.parametrize("says", [None, "as said", ("as said", "as said"), {"here": "as said"}])
 def test_a_finding_that_says_something_else_stops_the_cell(
     says: show.Says, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [show.observed("rows", 3, 3), show.observed("columns", 3 if says == ("3", "4") else 5, 3)]
+    found = [show.observed("rows", 3, 3), show.observed("columns", 5, 3)]
     with pytest.raises(AssertionError, match="columns"):
         show.verdict("H1 held", found, says)
     assert capsys.readouterr().out == ""
 
 
 def test_says_by_variant_and_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [finding("mla_padding", "served", name, name.upper()) for name in ("a", "b")]
-    assert show.verdict("both", found, {"a": "A", "b": "B"})
-    assert show.verdict("both", found, ("A", "B"))
+    found = [finding("mla_padding", "served", name, name) for name in ("clean", "leaked")]
+    assert show.verdict("both", found, {"clean": "clean", "leaked": "leaked"})
+    assert show.verdict("both", found, ("clean", "leaked"))
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
@@ -71,7 +71,7 @@ def test_a_verdict_without_findings_or_without_an_expected_verdict_is_refused() 
     with pytest.raises(ValueError, match="says: expected a verdict for every finding"):
         show.verdict("H1 held", finding("mla_padding", "served", "theirs", "nan"))
     with pytest.raises(ValueError, match="says: expected 1 verdicts, got 2"):
-        show.verdict("H1 held", show.observed("rows", 3, 3), ("3", "3"))
+        show.verdict("H1 held", show.observed("rows", 3, 3), ("as said", "as said"))
 
 
 def test_a_verdict_line_is_refused_where_a_finding_says_something_else(

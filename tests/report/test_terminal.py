@@ -26,7 +26,7 @@ ROW |= {"p50": 2.0, "p20": 1.9, "p80": 2.2}
         (finding("a", "q", "v", "leaked", expected="clean"), "a, q, v: leaked (expected clean)  (replica)"),
         (
             finding("a", "q", "v", "leaked", amax=1 / 3, on="clean"),
-            "a, q, v: x  (replica)  [amax 0.333333, on clean]",
+            "a, q, v: leaked  (replica)  [amax 0.333333, on clean]",
         ),
         (not_run("a", "q", "v", "needs SM100"), "a, q, v: not run: needs SM100"),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from staleproof.report import patches as shown
 from staleproof.triage import answer, facts, judge, logs, table
 from staleproof.triage.facts import Facts
 from staleproof.vllm import status
@@ -433,7 +434,7 @@ def test_questions_end_where_no_answer_would_change_anything():
 
 @pytest.mark.parametrize("version", ["0.17.0", "0.18.1", "0.33.0"])
 def test_patch_lines_are_those_of_patches(version):
-    said = json.loads(status.as_json(status.answer(version)))["patches"]
+    said = json.loads(shown.as_json(status.answer(version)))["patches"]
     states = {line["patch"]: (line["state"], line["why"]) for line in said}
     for row in table.rows():
         for patch, *state in answer.patch_lines(row, version):

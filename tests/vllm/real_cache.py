@@ -12,6 +12,7 @@ of its patch at the end.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import multiprocessing
@@ -62,7 +63,7 @@ def start(patches: str) -> dict[str, Any]:
         if fault == "fails":
             importlib.import_module("staleproof.vllm.routing_calls")._without_nan = _fails
         elif fault == "bypassed":
-            ops.topk_softmax = lambda *args: own(*args)
+            ops.topk_softmax = functools.wraps(own)(lambda *args: own(*args))
     stand_in = real_routing.CompiledOps(clamped=False)
     # This pass names operators of vLLM's CUDA library, which is not here.
     fixing.FixFunctionalizationPass.__call__ = lambda self, graph: None

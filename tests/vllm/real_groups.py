@@ -20,11 +20,12 @@ from unittest import mock
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 import real_kernels as kernels
 import real_scheduler as real
-import soak
+
+from tools import soak
 
 SCHEDULER = importlib.import_module("vllm.v1.core.sched.scheduler")
 REQUESTS = 2000

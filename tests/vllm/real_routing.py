@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -34,15 +35,15 @@ class CompiledOps:
 
     def __init__(self, clamped: bool, hash_clamped: bool = False) -> None:
         ops = importlib.import_module("vllm._custom_ops")
-        arguments = importlib.import_module("inspect").signature(ops.topk_softmax).parameters
-        padding = ", Tensor? is_padding" if "is_padding" in arguments else ""
-        scaling = ", float scaling" if padding else ""
+        types = {"is_padding": "Tensor?", "routed_scaling_factor": "float"}
         self.clamped = clamped
         self.hash_clamped = hash_clamped
         self.library = torch.library.Library("_moe_C", "FRAGMENT")
         common = "Tensor(a!) w, Tensor(b!) ids, Tensor(c!) i, Tensor x, bool renorm, Tensor? bias"
-        self.library.define(f"topk_softmax({common}{padding}) -> ()")
-        self.library.define(f"topk_sigmoid({common}{scaling}{padding}) -> ()")
+        for name in ("topk_softmax", "topk_sigmoid"):
+            given = [*inspect.signature(getattr(ops, name)).parameters][6:]
+            rest = "".join(f", {types[argument]} {argument}" for argument in given)
+            self.library.define(f"{name}({common}{rest}) -> ()")
         self.library.define(
             "grouped_topk(Tensor x, int groups, int chosen, int k, bool renorm, float scaling, "
             "Tensor bias, int scoring) -> (Tensor, Tensor)"
@@ -51,7 +52,7 @@ class CompiledOps:
         self.library.impl("topk_sigmoid", self._topk(lambda x: x.sigmoid()), "CPU")
         self.library.impl("grouped_topk", self._grouped, "CPU")
         if hasattr(ops, "topk_hash_softplus_sqrt"):
-            known = importlib.import_module("inspect").signature(ops.topk_hash_softplus_sqrt).parameters
+            known = inspect.signature(ops.topk_hash_softplus_sqrt).parameters
             rest = [f"{'int' if name.endswith('_lo') else 'Tensor?'} {name}" for name in [*known][6:]]
             given = common.removesuffix(", Tensor? bias")
             self.library.define(f"topk_softplus_sqrt({given}, float scaling, {', '.join(rest)}) -> ()")

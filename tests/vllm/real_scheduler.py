@@ -258,8 +258,9 @@ def block_zeroer(specs: list[Any], caches: list[torch.Tensor], listed: bool) -> 
     }
     made = {"device": torch.device("cpu"), "pin_memory": False, "num_blocks": len(caches[0])}
     made["max_concurrency"] = 2
-    # 0.33.0 asks this of the platform instead.
+    # From 0.32.0 on this is asked of the platform, and from 0.33.0 on once.
     torch_utils = importlib.import_module("vllm.utils.torch_utils")
+    torch_utils.is_pin_memory_available = lambda: False
     if hasattr(torch_utils, "PIN_MEMORY"):
         torch_utils.PIN_MEMORY = utils.PIN_MEMORY = False
     if not hasattr(utils.KVBlockZeroer, "init_meta"):

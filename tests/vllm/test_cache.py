@@ -148,7 +148,7 @@ def _replace_the_key(ops) -> None:
 @pytest.mark.parametrize(
     ("bypass", "said"),
     [
-        (_replaced, f"create_fp4_scale_tensor was replaced by {__name__} since"),
+        (_replaced, f"create_fp4_scale_tensor was replaced by {__file__} since"),
         (_put_back, "create_fp4_scale_tensor was put back since"),
         (_imported, "vllm.user imported create_fp4_scale_tensor by its name and calls vLLM's"),
     ],

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import faults
+from tools import plugin_faults as faults
 
 TARGETS = {faults.name_of(patch, target): (patch, target) for patch, target in faults.targets()}
 CASES = [

@@ -11,8 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
-import soak
 import warm
+
+from tools import soak
 
 pytestmark = pytest.mark.slow
 SCENES = Path(__file__).with_name("real_groups.py")
@@ -38,7 +39,10 @@ def test_patches_together(tmp_path):
     assert "undrained_ids: Scheduler.schedule is left alone: Scheduler.schedule was wrapped by" in first
     assert second.startswith("staleproof: mla_recording: needs undrained_ids, which stepped back")
     (line,) = found["failing_drain"]["lines"]
-    assert "RuntimeError: planted; out of service: undrained_ids, mla_recording; in service: " in line
+    assert (
+        "planted; comes back in 60 s (1 of 3); out of service: undrained_ids, mla_recording; in service: "
+        in line
+    )
     soak.check(found["soak"])
     # The model lies in the checkout: a child of multiprocessing removes no folder at its end.
     assert [path.name for path in tmp_path.glob("staleproof-*")] == []

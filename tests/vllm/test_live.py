@@ -23,7 +23,7 @@ import sys
 from staleproof.vllm import live, standing
 name, place, state = sys.argv[1:4]
 standing.note(name, place, state)
-first = live.enter(live.Here("0.22.1", [name], incidents={name: "kv_reuse"}))
+first = live.enter(live.Here("0.22.1", [name], incidents={name: "kv_reuse"}), asked=True)
 live.beat()
 print(first, flush=True)
 sys.stdin.read()
@@ -38,7 +38,7 @@ def here_fixture(monkeypatch):
     hooks._warned.clear()
     standing.note("undrained_ids", "vllm.sched:schedule", "waiting")
     here = Here("0.22.1", ["undrained_ids"], incidents={"undrained_ids": "kv_reuse"})
-    assert live.enter(here)
+    assert live.enter(here, asked=True)
     yield here
     live._leave(os.environ[live.FOLDER], os.getpid())
     standing.forget("undrained_ids")
@@ -139,7 +139,7 @@ def test_what_a_switch_says(here, tmp_path, caplog, words, off, said):
 def test_a_start_with_the_switch_is_off_from_the_beginning(here, tmp_path, monkeypatch):
     (tmp_path / "off").write_text("")
     monkeypatch.setenv(live.SWITCH, str(tmp_path / "off"))
-    live.enter(here)
+    live.enter(here, asked=True)
     assert process.state("undrained_ids")[0] == "off"
 
 
@@ -156,3 +156,13 @@ def test_without_a_folder_only_the_answer_is_missing(here, monkeypatch, caplog):
     process.contained(here.publish, "the state of this process cannot be asked")
     assert "the state of this process cannot be asked: FileNotFoundError" in caplog.text
     assert live.health()["patches"] == {"undrained_ids": ("will be patched", "")}
+
+
+def test_nothing_is_written_where_nobody_can_ask(monkeypatch, tmp_path):
+    monkeypatch.delenv(live.FOLDER, raising=False)
+    monkeypatch.setattr(live.tempfile, "tempdir", str(tmp_path))
+    here = Here("0.22.1")
+    assert not live.enter(here, asked=False)
+    here.publish()
+    assert not [*tmp_path.iterdir()]
+    live._here.clear()

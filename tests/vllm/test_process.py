@@ -51,6 +51,10 @@ def _lines(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if "this process" in r.getMessage()]
 
 
+def said(*names: str, **decided: tuple[str, str]) -> str:
+    return process.line("0.18.1", {name: process.state(name) for name in names} | decided)
+
+
 def _after(name: str, module: str = "ops") -> Target:
     return Target(f"vllm.{module}", name, (), after=lambda r, a, k: r)
 
@@ -64,7 +68,7 @@ def test_one_line_when_the_engine_is_ready(vllm, caplog):
     hooks.wrap("a", _after("double"))
     hooks.wrap("b", _after("late", "late"))
     hooks.wrap("c", _after("halve"), Target("vllm.ops", "double", ("z",), after=_fails))
-    process.watch(lambda: process.say(process.line("0.18.1", ["a", "b", "c"], {"d": "no Triton"})))
+    process.watch(lambda engine: process.say(said("a", "b", "c", d=("refused", "no Triton"))))
     worker = vllm("v1.worker.gpu_worker").Worker()
     assert not _lines(caplog)
     # The worker is ready in the middle of the engine's start, and another line would be half the truth.
@@ -79,7 +83,7 @@ def test_one_line_when_the_engine_is_ready(vllm, caplog):
 
 def test_a_worker_in_a_process_of_its_own(vllm, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "vllm.staleproof")
-    process.watch(lambda: process.say(process.line("0.18.1", [], {})))
+    process.watch(lambda engine: process.say(said()))
     monkeypatch.setattr(process, "_starting", [os.getpid() + 1])
     assert vllm("v1.worker.gpu_worker").Worker().compile_or_warm_up_model() == 1.5
     assert _lines(caplog) == ["staleproof on vLLM 0.18.1, this process: nothing to patch"]

@@ -15,14 +15,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import before_after
 import environment
-import table as tables
 
 from staleproof.vllm import plugin as vllm_plugin
 from staleproof.vllm import process, releases
 from staleproof.vllm import sources as sources_module
 from staleproof.vllm.hooks import Target
+from tools import before_after
+from tools import vllm_table as tables
 
 pytestmark = pytest.mark.slow
 _unavailable: list[str] = []
@@ -59,7 +59,7 @@ def _expected_states(version: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("version", environment.TESTED)
+@pytest.mark.parametrize("version", environment.also(*environment.TESTED))
 def test_every_incident_of_this_vllm_is_gone(version):
     seen = _checked(version)
     states = _expected_states(version)
@@ -85,7 +85,8 @@ def test_every_incident_of_this_vllm_is_gone(version):
 
     _manners(seen)
     committed = json.loads(before_after.FILE.read_text())
-    assert committed[version] == before_after.table(seen)
+    assert committed.get(version, before_after.table(seen)) == before_after.table(seen)
+    assert set(environment.TESTED) <= set(committed)
 
 
 def _loads(seen: dict[str, Any], version: str) -> None:
@@ -137,7 +138,9 @@ def _blocks(off: dict[str, Any], on: dict[str, Any], states: dict[str, str]) -> 
         assert off["race"] == [[8, 9], [8, 9]]
         assert on["race"] == [[1, 2], [8, 9]]
     else:
-        assert off["race"] is on["race"] is None
+        # From 0.26.0 on one buffer a batch in flight, from 0.27.0 on none.
+        assert off["race"] == on["race"]
+        assert on["race"] in (None, [[1, 2], [8, 9]])
     uncovered = states["mla_zeroing"] == "will be patched"
     assert off["zeroed"] == {"attention": [3, 5], "mla": [] if uncovered else [3, 5]}
     assert on["zeroed"] == {"attention": [3, 5], "mla": [3, 5]}

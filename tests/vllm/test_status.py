@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from staleproof.cli import app as cli
+from staleproof.report import patches as shown
 from staleproof.vllm import plugin as vllm_plugin
 from staleproof.vllm import status
 
@@ -84,7 +85,7 @@ def test_a_series_is_its_last_release_and_says_so(capsys, version):
 
 def test_a_terminal_cuts_no_word_of_the_evidence():
     given = status.answer("0.18.1")
-    wide, narrow = status.as_text(given), status.as_text(given, 80)
+    wide, narrow = shown.as_text(given), shown.as_text(given, 80)
     assert max(map(len, narrow.splitlines())) <= 80
     assert narrow.split() == [word for word in wide.split() if word]
 
@@ -135,7 +136,7 @@ def test_explanations(capsys):
         assert cli.main(["patches", "--explain", name]) == 0
         text = capsys.readouterr().out
         assert text.startswith(f"{name}: {patch.summary}")
-        for said in (*patch.threads, *map(status.url, patch.threads), patch.cost, patch.models):
+        for said in (*patch.threads, *map(shown.url, patch.threads), patch.cost, patch.models):
             assert said in text
         assert "RECORDED" not in text
         assert ("compile-cache key" in text) is patch.traced

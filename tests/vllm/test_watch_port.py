@@ -15,7 +15,7 @@ import torch
 
 from staleproof.cli import app as cli
 from staleproof.engine import watching
-from staleproof.vllm import hooks, watch_port
+from staleproof.vllm import hooks, standing, watch_port
 from staleproof.vllm.watch import Settings, Watch
 from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
 from staleproof.vllm.watch_memory import Memory
@@ -202,11 +202,12 @@ def test_a_scrape_that_fails_is_one_line_and_the_counts_are_out_of_service(caplo
     assert all(b"staleproof_watch_up 0.0" in body for _, body in later)
     assert b"staleproof_build_info" in first[1]
     (line,) = caplog.records
-    assert line.getMessage().startswith("staleproof: watch: its counts are out of service: AttributeError")
+    assert line.getMessage().startswith("staleproof: watch: a scrape failed: AttributeError")
     monkeypatch.setattr(watch_port.live, "health", lambda required: 1 / 0)
     assert [_get(url, path)[0] for path in ("/health", "/metrics")] == [503, 503]
     assert "Traceback" not in capfd.readouterr().err
     port.shutdown()
+    standing.forget("watch")
 
 
 def test_a_port_that_is_taken_is_one_line(caplog):
@@ -216,17 +217,3 @@ def test_a_port_that_is_taken_is_one_line(caplog):
         taken.listen()
         watch_port.serve(Watch(Settings(), "cpu"), taken.getsockname()[1])
     assert [record.getMessage() for record in caplog.records if "cannot be opened" in record.getMessage()]
-
-
-def test_the_dashboard_asks_for_metrics_that_the_port_has(served):
-    import re
-    from pathlib import Path
-
-    board = json.loads((Path(__file__).parents[2] / "workbook/watch-dashboard.json").read_text())
-    asked = {
-        name
-        for panel in board["panels"]
-        for target in panel["targets"]
-        for name in re.findall(r"staleproof_(\w+?)(?:_total)?\b", target["expr"])
-    }
-    assert asked == {sample.name for sample in watching.fetch(served[1])} | {"patch_info"}

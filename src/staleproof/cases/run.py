@@ -113,7 +113,7 @@ def run(cases: Sequence[Case], device: str, progress: Progress = silent) -> Gene
         device: ``"cpu"`` or ``"cuda"``.
         progress: takes one line about the step that begins.
     """
-    told = _Told(cases, device)
+    told = _Scenes(cases, device)
     try:
         for number, case in enumerate(cases, 1):
             progress(f"{case.key.incident} {number}/{len(cases)}: {_step(case)}")
@@ -125,7 +125,7 @@ def run(cases: Sequence[Case], device: str, progress: Progress = silent) -> Gene
         children.end_all()
 
 
-class _Told:
+class _Scenes:
     """What each scene told, kept while a case still needs it."""
 
     def __init__(self, cases: Sequence[Case], device: str) -> None:
@@ -168,7 +168,7 @@ def _missing(case: Case, device: str) -> str | None:
     return next((why for subject in subjects if (why := case.needs(subject, device))), None)
 
 
-def _put(case: Case, device: str, scenes: _Told) -> Finding:
+def _put(case: Case, device: str, scenes: _Scenes) -> Finding:
     words = FIX if isinstance(case, Fix) else case.words
     if why := _missing(case, device):
         return not_run(case.key, words, why)

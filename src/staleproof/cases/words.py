@@ -181,6 +181,22 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
         {"open": "No such machine has answered."},
     ),
     "measurement": _family(open_={"measured": "The numbers are in the finding; no bound was set for them."}),
+    # Bytes behind an operand: which are read, what they may hold, and what they make of a result.
+    "scales": _family(
+        {
+            "right": "The result equals the reference, whatever lies behind the scales.",
+            "inside": "The kernel reads no byte behind the scales.",
+            "never 0xff": "Memory of this kind holds no byte 0xff.",
+        },
+        {
+            "NaN": _NAN,
+            "wrong, finite": _FINITE,
+            "past the end": "The kernel reads bytes behind the scales.",
+            "always 0xff": "Memory of this kind always holds a byte 0xff.",
+            "illegal memory access": _ILLEGAL,
+        },
+        {"0xff now and then": "Memory of this kind sometimes holds a byte 0xff."},
+    ),
     "arithmetic": _family(
         {
             "within 1 %": "The prediction is within one per cent of what came out.",
@@ -251,6 +267,20 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
     ),
     "result": _family(
         {"right": "The result equals the reference."}, {"wrong": "The result is another than the reference."}
+    ),
+    "hits": _family(
+        {"written": "Every slot below a hit of the prefix cache holds the keys and values of its prefix."},
+        {
+            "a stranger's": "A request reads keys and values of another request as its own prefix.",
+            "unwritten": "A request reads slots that nobody wrote for its prefix.",
+        },
+    ),
+    "answers to a hit": _family(
+        {"its own": "No answer shows a slot that nobody wrote for it."},
+        {
+            "NaN": "An answer comes from slots that nobody wrote since they were filled with NaN.",
+            "another tenant's": "An answer is what only another tenant had sent.",
+        },
     ),
     "same": _family(
         {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,14 +25,29 @@ class BadInputError(RuntimeError):
     """A command cannot do what was asked of it; the user sees the text as one line."""
 
 
+class Ended(KeyboardInterrupt):
+    """A signal that asks the process to end; what was found is kept, as after Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.code = 128 + number
+
+
+def _end(number: int, frame: object) -> None:
+    raise Ended(number)
+
+
 def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
-    """Turn bad input into one line on stderr and exit code 2."""
+    """Turn bad input into one line on stderr and exit code 2, SIGTERM into one and 143, Ctrl-C into 130."""
 
     @functools.wraps(function)
     def run_command(*args: Any, **kwargs: Any) -> None:
         from staleproof.cases.finding import RunFileError
         from staleproof.device import DeviceError, MissingExtraError
 
+        # A thread other than the first may not set it.
+        is_main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGTERM, _end) if is_main else None
         try:
             function(*args, **kwargs)
         except (BadInputError, DeviceError, MissingExtraError, RunFileError) as error:
@@ -38,7 +55,10 @@ def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             typer.echo("staleproof: interrupted", err=True)
-            raise typer.Exit(130) from error
+            raise typer.Exit(getattr(error, "code", 130)) from error
+        finally:
+            if is_main:
+                signal.signal(signal.SIGTERM, before)
 
     return run_command
 
@@ -85,21 +105,69 @@ def finish(findings: Sequence[Finding], spoilt: Sequence[RunFileError], stopped:
         raise typer.Exit(1 if stopped or failed else 2)
 
 
-def obtain(incidents: Sequence[str], device: str, path: Path, verbose: bool = False) -> Sequence[Finding]:
-    """Ask every question, and keep the findings there are however this ends.
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Nobody else in this checkout reads and writes the file meanwhile; where there are no locks, no lock."""
+    with contextlib.ExitStack() as held:
+        # A full disk has no room for the lock's file either; the write says so.
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            file = held.enter_context(path.with_name(path.name + ".lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _keep(path: Path, findings: Sequence[Finding], complete: Sequence[str]) -> str | None:
+    """Put findings into the file, beside those that another run has put there meanwhile.
+
+    Returns:
+        One line that says why they are not there, or ``None``.
+    """
+    from staleproof.cases import store
+    from staleproof.cases.finding import RunFileError, write_findings
+
+    try:
+        with _locked(path):
+            write_findings(path, store.merged(store.read_kept(path), findings, complete, [*INCIDENTS]))
+    except RunFileError as error:
+        return f"{len(findings)} findings are not kept: {error}"
+    return None
+
+
+def obtain(
+    incidents: Sequence[str],
+    device: str,
+    path: Path,
+    show: Callable[[Sequence[Finding]], None],
+    verbose: bool = False,
+) -> Sequence[Finding]:
+    """Ask every question, keep the findings there are and show them, however this ends.
 
     Printed are each finding if ``verbose``, and unexpected verdicts and a line an incident at any rate.
+
+    Args:
+        incidents: names.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        path: of the kept findings; those of other incidents in it stay.
+        show: prints the findings: after the last answer, and also after Ctrl-C, SIGTERM, an error in a
+            question, or a write that failed.
+        verbose: see above.
+
+    Raises:
+        Exit: with 2 if the findings could not be kept; 130 or 143 after Ctrl-C or SIGTERM.
     """
     from staleproof import device as devices
     from staleproof.cases import store
-    from staleproof.cases.finding import write_findings
     from staleproof.report import matrix, terminal
 
     device = devices.select(device)
-    store.check_writable(path)
-    earlier = store.read_kept(path)
+    with _locked(path):
+        store.check_writable(path)
+        store.read_kept(path)
     findings: list[Finding] = []
     complete: list[str] = []
+    ended: KeyboardInterrupt | None = None
     try:
         with terminal.progress() as progress:
             for name in incidents:
@@ -114,10 +182,17 @@ def obtain(incidents: Sequence[str], device: str, path: Path, verbose: bool = Fa
                 if len(incidents) > 1:
                     terminal.say(f"{name}: {matrix.counts(findings[first:])}")
     except KeyboardInterrupt as error:
-        count = f"{len(findings)} findings kept: {path}" if findings else "no finding yet"
-        typer.echo(f"staleproof: interrupted; {count}", err=True)
-        raise typer.Exit(130) from error
+        ended = error
     finally:
+        lost = _keep(path, findings, complete) if findings else None
         if findings:
-            write_findings(path, store.merged(earlier, findings, complete, [*INCIDENTS]))
+            show(findings)
+        if lost:
+            typer.echo(f"staleproof: {lost}", err=True)
+    if ended is not None:
+        count = "no finding yet" if not findings else "" if lost else f"{len(findings)} findings kept: {path}"
+        typer.echo("; ".join(filter(None, ("staleproof: interrupted", count))), err=True)
+        raise typer.Exit(getattr(ended, "code", 130)) from ended
+    if lost:
+        raise typer.Exit(2)
     return findings

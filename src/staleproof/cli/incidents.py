@@ -6,12 +6,15 @@ import contextlib
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from staleproof.cli.common import BadInputError, Device, findings_path, finish, naming, obtain, recorded_runs
 from staleproof.incidents.registry import INCIDENTS
+
+if TYPE_CHECKING:
+    from staleproof.cases.finding import Finding
 
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print each finding, and the matrices of all verdicts.")
@@ -82,9 +85,12 @@ def run(
     names = _chosen(incidents)
     runs, spoilt = recorded_runs()
     path = json or findings_path()
+
+    def show(findings: Sequence[Finding]) -> None:
+        terminal.print_verdicts(findings, runs, verbose)
+
     with naming("--json") if json else contextlib.nullcontext():
-        findings = obtain(names, device, path, verbose)
-    terminal.print_verdicts(findings, runs, verbose)
+        findings = obtain(names, device, path, show, verbose)
     terminal.print_kept(path, findings)
     finish(findings, spoilt)
 
@@ -124,7 +130,7 @@ def report(
     sources = sorted((store.checkout() / "notebooks").glob("*.ipynb"))
     if execute:
         with beside(sources, build / "notebooks", lanes(device)) as finish_notebooks:
-            findings = obtain([*INCIDENTS], device, kept)
+            findings = obtain([*INCIDENTS], device, kept, lambda all_: terminal.print_verdicts(all_, runs))
             with terminal.progress() as say:
                 say("the notebooks")
                 executions = finish_notebooks()
@@ -136,8 +142,6 @@ def report(
         ]
     made = html.page(findings, runs, executions, origins(findings))
     write_lines(page, made.splitlines())
-    if execute:
-        terminal.print_verdicts(findings, runs)
     terminal.say(f"report: {page}")
     stopped = [f"{done.path.name}: {done.error}" for done in executions if done.error]
     finish(findings if execute else [], spoilt, stopped)

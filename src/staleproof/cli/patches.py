@@ -40,6 +40,7 @@ def patches(
     Exit code 3: something that this vLLM needs, or may need, is refused; in a server that runs also what
     is in place in part, and what STALEPROOF_REQUIRE names and is off.
     """
+    from staleproof.report import patches as shown
     from staleproof.report.terminal import say, width
     from staleproof.vllm import status
     from staleproof.vllm.sources import PatchError
@@ -55,7 +56,7 @@ def patches(
         return
     try:
         if explain is not None:
-            say(status.explanation(explain))
+            say(shown.explanation(explain))
             return
         found = status.answer(version)
     except PatchError as error:
@@ -63,9 +64,9 @@ def patches(
         hint = "" if about else "; name a release: staleproof patches --version 0.18.1"
         raise BadInputError(f"{about}{error}{hint}") from error
     if as_json:
-        typer.echo(status.as_json(found))
+        typer.echo(shown.as_json(found))
     else:
-        say(status.as_text(found, width()))
+        say(shown.as_text(found, width()))
     if status.must_worry(found.decided):
         raise typer.Exit(3)
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from staleproof.contract.contract import Outcome, breaks, holds, not_run
-from staleproof.contract.scenes import Call, Shape, bound, dirty_memory, make_call, reference
+from staleproof.contract.scenes import Call, Shape, behind_operands, dirty_memory, make_call, reference
 from staleproof.evidence.canary import bits
 from staleproof.evidence.rows import FILLS, Fill, same_bits
+from staleproof.kernels.subject import bound
 
 NAN = float("nan")
 # With pages of 16 tokens: a page and part of another, part of one, and a whole one.
@@ -34,11 +35,13 @@ class Kernel:
 
     Attributes:
         call: the function.
-        planned: whether it returns a launch, which alone goes into a graph.
+        prepared: whether it returns a launch.
+        planned: whether that launch holds for the lengths only that it was made with.
         empty_lse: its documented lse of an empty row.
     """
 
     call: Callable[..., Any]
+    prepared: bool = False
     planned: bool = False
     empty_lse: float = float("-inf")
 
@@ -46,16 +49,17 @@ class Kernel:
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def launcher(kernel: Kernel, call: Call) -> Callable[[], Result]:
+def launcher(kernel: Kernel, call: Call, arguments: dict[str, Any] | None = None) -> Callable[[], Result]:
     """What launches the kernel on these tensors, again and again."""
-    arguments = bound(kernel.call, call.arguments())
-    launch = kernel.call(**arguments) if kernel.planned else partial(kernel.call, **arguments)
+    arguments = bound(kernel.call, call.arguments()) if arguments is None else arguments
+    returns_launch = kernel.prepared or kernel.planned
+    launch = kernel.call(**arguments) if returns_launch else partial(kernel.call, **arguments)
     return lambda: _result(launch(), call, arguments)
 
 
 def _result(returned: Any, call: Call, arguments: dict[str, Any]) -> Result:
     pair = (*returned, None)[:2] if isinstance(returned, tuple | list) else (returned, None)
-    out = call.out if pair[0] is None and "out" in arguments else pair[0]
+    out = arguments["out"] if pair[0] is None and "out" in arguments else pair[0]
     if not isinstance(out, torch.Tensor):
         raise WrongResultError(f"returns {type(out).__name__}, expected a tensor or a pair of them")
     wanted = tuple(call.out.shape)
@@ -66,9 +70,13 @@ def _result(returned: Any, call: Call, arguments: dict[str, Any]) -> Result:
     if tuple(out.shape) != wanted:
         raise WrongResultError(f"returns shape {tuple(out.shape)}, expected {wanted}")
     lse = pair[1]
-    if lse is not None:
-        lse = lse.reshape(call.lse.shape) if lse.numel() == call.lse.numel() else None
-    return out, lse
+    if isinstance(lse, torch.Tensor):
+        if lse.numel() != call.lse.numel():
+            raise WrongResultError(
+                f"returns lse of shape {tuple(lse.shape)}, expected {tuple(call.lse.shape)}"
+            )
+        return out, lse.reshape(call.lse.shape)
+    return out, None
 
 
 def run(kernel: Kernel, call: Call, fill: float = NAN) -> Result:
@@ -124,6 +132,14 @@ def clean_input(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds()
 
 
+def changed(now: Result, base: Result, rows: torch.Tensor | slice = slice(None)) -> str:
+    """Which result has other bits in these rows: ``out``, ``lse``, or ``""``."""
+    for name, a, b in zip(("out", "lse"), now, base, strict=True):
+        if a is not None and b is not None and not bool(same_bits(a, b)[rows].all()):
+            return name
+    return ""
+
+
 def _empty_row(out: torch.Tensor, again: torch.Tensor) -> str:
     """What a row that should be zeros is; ``again`` is the same over other memory."""
     if (out == 0).all() and (again == 0).all():
@@ -177,7 +193,7 @@ def stale_tail(
     """T: whatever lies at or past seq_len, live rows keep their bits."""
     q_lens = [q_len] * len(lengths)
     make = partial(make_call, shape, lengths, device, q_lens=q_lens)
-    base, _ = run(kernel, make())
+    base = run(kernel, make())
     live = make().live()
     found = []
     for place in _stale_places(make()):
@@ -185,10 +201,12 @@ def stale_tail(
             call = make()
             for memory in _stale_places(call)[place]:
                 fill(memory)
-            out, _ = run(kernel, call)
-            if bool((~same_bits(out, base) & live).any()):
-                what = "NaN" if bool(out[live].isnan().any()) else "other bits"
-                found.append((f"{fill.name} in {place} gives {what}", "tail", fill.name, place))
+            now = run(kernel, call)
+            if which := changed(now, base, live):
+                part = now[0] if which == "out" else now[1]
+                what = "NaN" if part is not None and bool(part[live].isnan().any()) else "other bits"
+                what += "" if which == "out" else " in lse"
+                found.append((f"{fill.name} in {place} gives {what}", "tail", fill.name, place, which))
     if not found:
         return holds()
     return breaks("; ".join(note for note, *_ in found), *found[0][1:])
@@ -198,7 +216,7 @@ def table_past_the_need(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """B: entries past the need hold -1, an id past the end, or a far one. Guard pages hold NaN."""
     if shape.layout == "gathered":
         return not_run("takes no block table")
-    base, _ = run(kernel, make_call(shape, LENGTHS, device))
+    base = run(kernel, make_call(shape, LENGTHS, device))
     call = make_call(shape, LENGTHS, device)
     for buffer in call.guards[:-1]:
         buffer[:2].fill_(NAN)
@@ -208,16 +226,16 @@ def table_past_the_need(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     # The far id comes last: where it is followed, the process may end.
     for page in (-1, call.k_cache.shape[0], 2**24):
         call.block_table[past] = page
-        out, _ = run(kernel, call)
-        if not bool(same_bits(out, base).all()):
-            return breaks(f"follows the entry {page} past the last page", "table", str(page))
+        if which := changed(run(kernel, call), base):
+            note = f"follows the entry {page} past the last page" + (" into lse" if which == "lse" else "")
+            return breaks(note, "table", str(page), which)
     return holds()
 
 
 def other_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """R: with other content in every other row and in its pages, a live row keeps its bits."""
     lengths = (19, 0, 5, 16)
-    base, _ = run(kernel, make_call(shape, lengths, device))
+    base = run(kernel, make_call(shape, lengths, device))
     for fill in FILLS[0], FILLS[2], FILLS[3]:
         for kept in ((0,), (2, 3)):
             call = make_call(shape, lengths, device)
@@ -226,11 +244,11 @@ def other_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
                 for page in call.pages(request):
                     fill(call.k_cache[page])
                     fill(call.v_cache[page])
-            out, _ = run(kernel, call)
+            now = run(kernel, call)
             for request in kept:
-                if not bool(same_bits(out[call.rows(request)], base[call.rows(request)]).all()):
-                    other = "padding" if kept == (0, 2, 3) else "another row"
-                    return breaks(f"{fill.name} in {other} changes row {request}", "rows", fill.name)
+                if which := changed(now, base, call.rows(request)):
+                    what = f"row {request}" + (" of lse" if which == "lse" else "")
+                    return breaks(f"{fill.name} in another row changes {what}", "rows", fill.name)
     return holds()
 
 
@@ -258,6 +276,21 @@ def _captured(kernel: Kernel, launch: Callable[[], Result]) -> tuple[Callable[[]
     return replay, ""
 
 
+def _kept_empty(kernel: Kernel, call: Call, now: Result) -> str:
+    """What is wrong with the empty rows of a replay, if they are right with a new tensor of lengths."""
+    fresh = replace(call, seq_lens=call.seq_lens.clone(), out=call.out.clone(), lse=call.lse.clone())
+    empty = ~call.live()
+    out, lse = run(kernel, fresh)
+    if not empty.any() or not bool((out[empty] == 0).all()):
+        return ""  # E says so.
+    if not bool((now[0][empty] == 0).all()):
+        return "the row of an empty request is not 0, as it is for a new tensor of lengths"
+    if lse is None or now[1] is None or not bool((lse[empty] == kernel.empty_lse).all()):
+        return ""
+    right = bool((now[1][empty] == kernel.empty_lse).all())
+    return "" if right else f"lse of an empty request is {now[1][empty].flatten()[0]:.4g}"
+
+
 def replays(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """N: one set of buffers; the live count falls and rises between replays."""
     full = (19, 5, 16, 9)
@@ -271,8 +304,11 @@ def replays(kernel: Kernel, shape: Shape, device: str) -> Outcome:
             # Its documentation asks for a plan whenever lengths change.
             launch = launcher(kernel, call)
         call.out.fill_(NAN)
+        call.lse.fill_(NAN)
         out, lse = launch()
-        if wrong := wrong_rows((out, lse), call):
+        now = out.clone(), None if lse is None else lse.clone()
+        wrong = wrong_rows(now, call) or _kept_empty(kernel, call, now)
+        if wrong:
             return breaks(f"replayed with seq_lens {list(lengths)}: {wrong}", "replay")
     return holds(note)
 
@@ -282,15 +318,15 @@ def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     if shape.q_len != 0:
         return not_run("takes one row a request, not cu_seqlens")
     make = partial(make_call, shape, LENGTHS, device, q_lens=(3, 1, 2))
-    base, _ = run(kernel, make())
+    base = run(kernel, make())
+    live = len(base[0])
     for fill in FILLS[:3]:
         call = make(spare_rows=3)
-        live = len(base)
         call.q[:live] = make().q
         fill(call.q[live:])
-        first, _ = run(kernel, call, fill=NAN)
+        first, lse = run(kernel, call, fill=NAN)
         second, _ = run(kernel, call, fill=3.0)
-        if not bool(same_bits(first[:live], base).all()):
+        if changed((first[:live], None if lse is None else lse[:live]), base):
             return breaks(f"{fill.name} in q past the end changes a live row", "spare", fill.name)
         left = bool(first[live:].isnan().all() and (second[live:] == 3).all())
         ours = "out" in bound(kernel.call, call.arguments())
@@ -319,7 +355,7 @@ def several_query_tokens(kernel: Kernel, shape: Shape, device: str) -> Outcome:
 def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """L: the same bits before and after a longer launch full of NaN."""
     call = make_call(shape, LENGTHS, device)
-    base, _ = run(kernel, call)
+    base = run(kernel, call)
     # The same lengths first: a kept buffer is found again by its shape.
     for lengths in (LENGTHS, (50, 40, 33, 20, 5)):
         bad = make_call(shape, lengths, device, seed=2)
@@ -327,8 +363,7 @@ def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Outcome:
         bad.k_cache.fill_(NAN)
         bad.v_cache.fill_(NAN)
         run(kernel, bad)
-        out, _ = run(kernel, call)
-        if not bool(same_bits(out, base).all()):
+        if changed(run(kernel, call), base):
             return breaks("a launch full of NaN changes the next one", "trace")
     return holds()
 
@@ -337,13 +372,13 @@ def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """A: an earlier result stays as it is, new tensors are used, and a graph survives a larger call."""
     call = make_call(shape, LENGTHS, device)
     captured, note = _captured(kernel, launcher(kernel, call))
-    first, _ = captured()
-    base = first.clone()
+    first = captured()
+    base = first[0].clone(), None if first[1] is None else first[1].clone()
     other = make_call(shape, LENGTHS, device, seed=3)
-    second, _ = launcher(kernel, other)()
-    if wrong := wrong_rows((second, None), other):
+    second = launcher(kernel, other)()
+    if wrong := wrong_rows(second, other):
         return breaks(f"new tensors of the same shape: {wrong}", "address")
-    if not bool(same_bits(first, base).all()):
+    if changed(first, base):
         return breaks("the next call overwrites the result of this one", "address")
     larger = make_call(shape, (50, 40, 33, 20, 5), device, seed=4)
     launcher(kernel, larger)()
@@ -354,10 +389,20 @@ def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Outcome:
         junk = [torch.full((2**size,), NAN, device=device) for size in range(8, 22)]
         del junk
     call.out.fill_(NAN)
-    again, _ = captured()
-    if not bool(same_bits(again, base).all()):
+    if changed(captured(), base):
         return breaks("a launch recorded before a larger call gives other bits after it", "address")
     return holds(note)
+
+
+def behind(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """O: with each operand at the end of its memory, the bytes behind it change no bit."""
+    call = make_call(shape, LENGTHS, device)
+
+    def results(placed: dict[str, Any]) -> list[torch.Tensor]:
+        with dirty_memory(NAN):
+            return [x.clone() for x in launcher(kernel, call, placed)() if x is not None]
+
+    return behind_operands(results, bound(kernel.call, call.arguments()))
 
 
 PROBES: dict[str, Callable[[Kernel, Shape, str], Outcome]] = {
@@ -371,4 +416,5 @@ PROBES: dict[str, Callable[[Kernel, Shape, str], Outcome]] = {
     "Q": several_query_tokens,
     "L": trace_of_a_launch,
     "A": kept_addresses,
+    "O": behind,
 }

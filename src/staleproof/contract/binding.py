@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from staleproof.contract.registry import Subject
 from staleproof.kernels.packages import Release
+from staleproof.kernels.subject import Subject
 
 
 def _parameters(function: ast.FunctionDef, *, method: bool) -> inspect.Signature:
@@ -105,7 +105,7 @@ def problem(subject: Subject, release: Release) -> str:
         subject: whose adapter is read.
         release: whose files are read.
     """
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(subject.call))))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(subject.function)))
     imported: dict[str, ast.stmt] = {}
     for node in ast.walk(tree):
         if (

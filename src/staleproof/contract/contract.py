@@ -14,6 +14,7 @@ from pathlib import Path
 
 from staleproof.cases.finding import RunFileError, write_lines
 from staleproof.check import require
+from staleproof.kernels.subject import KINDS as KINDS
 
 
 class Verdict(StrEnum):
@@ -47,20 +48,12 @@ CLAUSES = {
     "X": "An expert id of -1 or out of range adds nothing, or is a clean error.",
     "S": "Slot -1 writes nothing, and reserved slots stay finite.",
     "W": "Every byte of the result is written, rounded-up tiles included.",
+    "O": "Bytes behind an operand never decide the result.",
 }
+# The note of clause 0 where nothing says what is right; the other clauses are asked all the same.
+NO_REFERENCE = "not checked, no reference"
 # How the note of a clause begins that was not answered in time.
 TIMED_OUT = "no answer within"
-# Kind of kernel -> its clauses.
-KINDS = {
-    "attention": ("0", "E", "T", "B", "R", "N", "U", "Q", "L", "A"),
-    "merge": ("0", "E", "R"),
-    "routing": ("0", "I", "Ib", "P", "R"),
-    "rows": ("0", "R", "W"),
-    "ragged": ("0", "R", "N", "U"),
-    "experts": ("0", "R", "D", "X"),
-    "kv_write": ("0", "S"),
-    "state": ("0", "R", "S"),
-}
 
 
 @dataclass(frozen=True)
@@ -71,11 +64,13 @@ class Outcome:
         verdict: of the clause.
         note: one line; what came, if the clause does not hold, or why it was not run.
         case: the smallest input that shows it, as :mod:`staleproof.contract.scripts` takes it.
+        script: a counterexample that was run, or ``""``.
     """
 
     verdict: Verdict
     note: str = ""
     case: tuple[str, ...] = ()
+    script: str = ""
 
 
 def holds(note: str = "") -> Outcome:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from staleproof.cases.finding import RunFileError
 from staleproof.contract.contract import TIMED_OUT, Row, Verdict
-from staleproof.contract.registry import Subject
+from staleproof.kernels.subject import Subject
 
 
 def check_machine(known: Sequence[Row], machine: str) -> None:
@@ -35,12 +35,13 @@ def open_clauses(
         again: verdicts that count as open, for example to renew the scripts of broken clauses.
 
     Returns:
-        All clauses of its kind, if it did not run; ``0`` and those with a verdict of ``again``; or none.
+        All clauses of its kind, if it did not run; ``0``, those with a verdict of ``again`` and those that
+        the earlier audit did not know; or none.
 
     >>> subject = Subject("decode", "merge", print, package="kernels")
-    >>> known = [Row("decode", "kernels", "1.0", c, Verdict.HOLDS, "", "CPU", "INTERPRETED") for c in "0ER"]
+    >>> known = [Row("decode", "kernels", "1.0", c, Verdict.HOLDS, "", "CPU", "INTERPRETED") for c in "0ERO"]
     >>> open_clauses(subject, "1.0", known), open_clauses(subject, "2.0", known)
-    ((), ('0', 'E', 'R'))
+    ((), ('0', 'E', 'R', 'O'))
     """
     mine = [
         row
@@ -49,9 +50,10 @@ def open_clauses(
         and row.version in ((version,) if version else (row.version,))
     ]
     answered = {row.clause: row.verdict for row in mine if row.verdict is not Verdict.NOT_RUN}
-    if "0" not in answered:
+    if not answered:
         return subject.clauses
     wanted = {clause for clause, verdict in answered.items() if verdict in again}
+    wanted |= set(subject.clauses) - {row.clause for row in mine}
     return tuple(clause for clause in subject.clauses if clause in wanted | {"0"}) if wanted else ()
 
 

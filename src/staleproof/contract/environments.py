@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from staleproof.contract.registry import Subject
+from staleproof.kernels.subject import Subject
 
 # What `import` of the package asks for, beside torch, Triton and numpy. Found by importing each in an empty
 # environment; tests/contract/alone.py does it again.
@@ -65,7 +65,7 @@ def commands(subject: Subject, version: str, seen: Installed) -> list[str]:
     Returns:
         One or two commands; none for a module of the user's.
 
-    >>> from staleproof.contract.registry import Subject
+    >>> from staleproof.kernels.subject import Subject
     >>> seen = Installed("2.13.0", "3.9.0", cuda=False)
     >>> commands(Subject("decode", "attention", print, package="vllm"), "0.33.0", seen)
     ['pip install torch==2.13.0 triton==3.9.0 numpy packaging regex', 'pip install --no-deps vllm==0.33.0']

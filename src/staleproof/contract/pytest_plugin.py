@@ -15,7 +15,7 @@ import pytest
 
 if TYPE_CHECKING:
     from staleproof.contract.contract import Outcome
-    from staleproof.contract.registry import Subject
+    from staleproof.kernels.subject import Subject
 
 # Other files of a run are not imported a second time.
 _REGISTERS = re.compile(
@@ -87,7 +87,7 @@ class ContractItem(pytest.Item):
         assert isinstance(self.parent, ContractFile)
         outcome = self.parent.answer(self.subject, self.clause)
         if outcome.verdict is Verdict.BREAKS:
-            script = f"\n\n{outcome.case[0]}" if outcome.case and outcome.case[0] else ""
+            script = f"\n\n{outcome.script}" if outcome.script else ""
             raise BrokenClauseError(f"clause {self.clause}: {CLAUSES[self.clause]}\n{outcome.note}{script}")
         if outcome.verdict is not Verdict.HOLDS:
             pytest.skip(outcome.note)

@@ -1,7 +1,7 @@
-"""The probes of everything but attention: one function a clause, ``(kernel, shape, device) -> Outcome``.
+"""The probes of everything but attention: one function a clause, each ``(kernel, shape, device) -> Outcome``.
 
-``kernel`` is the function under audit, called with the arguments that it names; ``shape`` is a dict of
-what its adapter was registered with.
+``kernel`` is the function under audit, called with the arguments that it names; ``shape`` holds what its
+decorator was given.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
-from staleproof.contract.contract import Outcome, breaks, holds, not_run
-from staleproof.contract.scenes import bound, dirty_memory, usual_dtype
+from staleproof.contract.contract import NO_REFERENCE, Outcome, breaks, holds, not_run
+from staleproof.contract.scenes import GUARD, behind_operands, dirty_memory, usual_dtype
 from staleproof.evidence.canary import bits
-from staleproof.evidence.rows import FILLS, same_bits
+from staleproof.evidence.rows import FILLS, Fill, same_bits
+from staleproof.kernels.subject import bound
 
 NAN, INF = float("nan"), float("inf")
 Kernel = Callable[..., Any]
 Shape = dict[str, Any]
+Known = dict[str, Any]
 ROWS = 6
 # For kernels that take seconds under Triton's interpreter.
 NAN_AND_NOISE = (FILLS[0], FILLS[3])
@@ -29,22 +31,56 @@ def _random(*dims: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype |
     return x.to(device, dtype or usual_dtype(device))
 
 
-def _outputs(returned: Any) -> list[torch.Tensor]:
+def _call(kernel: Kernel, known: Known, fill: float = NAN) -> list[torch.Tensor]:
+    """Copies of the tensors that a kernel returns; memory that it allocates holds ``fill`` before."""
+    with dirty_memory(fill):
+        returned = kernel(**bound(kernel, known))
     parts = returned if isinstance(returned, tuple | list) else [returned]
     return [part.clone() for part in parts if isinstance(part, torch.Tensor)]
 
 
-def _call(kernel: Kernel, known: dict[str, Any], fill: float = NAN) -> list[torch.Tensor]:
-    with dirty_memory(fill):
-        return _outputs(kernel(**bound(kernel, known)))
+def _takes(kernel: Kernel, name: str) -> bool:
+    return name in bound(kernel, dict.fromkeys(("router_logits", "top_k", "bias", "is_padding")))
+
+
+def _first_off(found: torch.Tensor, expected: torch.Tensor, budget: torch.Tensor | float) -> str:
+    """One line about the first row that is further from the reference than its budget, or ``""``."""
+    found, expected = found.cpu().double(), expected.cpu().double()
+    # A comparison with NaN is false, so that NaN is off.
+    off = ~((found - expected).abs() <= budget).reshape(len(found), -1).all(1)
+    if not off.any():
+        return ""
+    row = int(off.nonzero()[0])
+    return f"row {row} is off by {(found[row] - expected[row]).abs().max():.3g}"
+
+
+def _budget(dtype: torch.dtype, expected: torch.Tensor) -> torch.Tensor:
+    """8 roundings to the dtype of the largest number of each row; for float32 what approximate exp costs."""
+    each = max(8 * torch.finfo(dtype).eps, 2e-4) if dtype.is_floating_point else 0.0
+    largest = expected.cpu().double().abs().reshape(len(expected), -1).amax(1) + 1e-6
+    return each * largest.view(-1, *[1] * (expected.ndim - 1))
+
+
+def others_alone(
+    kernel: Kernel, make: Callable[[], Known], edit: Callable[[Known, Fill], None], kept: Sequence[int],
+    fills: Sequence[Fill] = FILLS, what: str = "row", results: int | None = None,
+) -> Outcome:  # fmt: skip
+    """R: an edit of one row changes no bit of the rows that are kept, in the first ``results`` results."""
+    base = _call(kernel, make())[:results]
+    for fill in fills:
+        known = make()
+        edit(known, fill)
+        for a, b in zip(base, _call(kernel, known)[:results], strict=True):
+            # A result of another length, for example a state, has no such rows.
+            if len(a) > max(kept) and not bool(same_bits(a, b)[list(kept)].all()):
+                return breaks(f"{fill.name} in one {what} changes another", "rows", fill.name)
+    return holds()
 
 
 # Routing: (router_logits, top_k, bias, is_padding) -> weights, ids
 
 
-def _route(
-    kernel: Kernel, shape: Shape, logits: torch.Tensor, **more: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _route(kernel: Kernel, shape: Shape, logits: torch.Tensor, **more: Any) -> tuple[torch.Tensor, ...]:
     known = {"router_logits": logits, "top_k": shape.get("top_k", 4), **more}
     weights, ids = _call(kernel, known)[:2]
     return (weights, ids) if ids.dtype in (torch.int32, torch.int64, torch.uint32) else (ids, weights)
@@ -52,11 +88,6 @@ def _route(
 
 def _logits(shape: Shape, device: str) -> torch.Tensor:
     return _random(ROWS, shape.get("experts", 16), device=device, dtype=torch.float32)
-
-
-def _expected_ids(shape: Shape, logits: torch.Tensor) -> torch.Tensor:
-    """The ids of the best logits, by row, sorted; softmax and sigmoid keep their order."""
-    return logits.topk(shape.get("top_k", 4), -1).indices.sort(-1).values
 
 
 def _bad_ids(ids: torch.Tensor, experts: int) -> str:
@@ -68,18 +99,66 @@ def _bad_ids(ids: torch.Tensor, experts: int) -> str:
     return ""
 
 
+def _choices(logits: torch.Tensor, top_k: int, grouped: bool) -> list[torch.Tensor]:
+    """The ids that a router may choose, sorted: the best; with groups, of the 2 best of 4 groups.
+
+    DeepSeek-V3 adds a group's two best scores, DeepSeek-V2 takes its best; scores are sigmoid or softmax.
+    """
+    if not grouped:
+        return [logits.topk(top_k, -1).indices.sort(-1).values]
+    found = []
+    for scores in (logits.sigmoid(), logits.softmax(-1)):
+        groups = scores.unflatten(1, (4, -1))
+        for best in (groups.topk(2, -1).values.sum(-1), groups.amax(-1)):
+            out = torch.ones_like(best, dtype=torch.bool).scatter(1, best.topk(2, -1).indices, False)
+            masked = groups.masked_fill(out[..., None], -INF).flatten(1)
+            found.append(masked.topk(top_k, -1).indices.sort(-1).values)
+    return found
+
+
+def _weights_off(logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> tuple[str, str]:
+    """What is wrong with the weights of these ids, and what is not known of them."""
+    chosen, weights = logits.double().gather(1, ids.long()), weights.double()
+    if not bool((weights > 0).all()):
+        return f"a weight is {weights.min():.3g} for finite logits", ""
+    order = chosen.argsort(-1)
+    if not bool((weights.gather(1, order).diff(dim=-1) >= 0).all()):
+        return "the weights are not those of the ids beside them", ""
+    scores = {"softmax": logits.double().softmax(-1), "sigmoid": logits.double().sigmoid()}
+    for name, each in scores.items():
+        part = each.gather(1, ids.long())
+        for wanted, form in ((part, name), (part / part.sum(-1, keepdim=True), f"{name}, renormalised")):
+            factor = weights / wanted
+            if bool(((factor / factor.mean() - 1).abs() < 2e-2).all()):
+                scale = float(factor.mean())
+                return "", "" if abs(scale - 1) < 2e-2 else f"weights are {scale:.3g} times those of {form}"
+    return "", "weights rise with their logits; their sizes are not checked, no reference"
+
+
 def right_experts(kernel: Kernel, shape: Shape, device: str) -> Outcome:
-    """0: on numbers, the best experts of each row, with finite weights."""
-    logits = _logits(shape, device)
-    weights, ids = _route(kernel, shape, logits)
-    wanted = (ROWS, shape.get("top_k", 4))
+    """0: on numbers, the best experts of each row, with the weights of softmax or sigmoid, or a reference."""
+    logits, top_k = _logits(shape, device), shape.get("top_k", 4)
+    weights, ids = _route(kernel, shape, logits.clone())
+    wanted = (ROWS, top_k)
     if tuple(ids.shape) != wanted or tuple(weights.shape) != wanted:
         return breaks(f"shapes {tuple(weights.shape)}, {tuple(ids.shape)}, expected {wanted}", "clean")
     if wrong := _bad_ids(ids, logits.shape[1]):
         return breaks(wrong, "clean")
-    if not shape.get("grouped") and not torch.equal(ids.long().sort(-1).values, _expected_ids(shape, logits)):
-        return breaks("not the experts with the largest logits", "clean")
-    return holds() if bool(weights.isfinite().all()) else breaks("a weight is not finite", "clean")
+    if not bool(weights.isfinite().all()):
+        return breaks("a weight is not finite", "clean")
+    if (reference := shape.get("reference")) is not None:
+        right, right_ids = reference(logits, top_k)
+        if not torch.equal(ids.long().sort(-1).values, right_ids.long().sort(-1).values):
+            return breaks("not the experts of the reference", "clean")
+        order, theirs = ids.long().argsort(-1), right_ids.long().argsort(-1)
+        wrong = _first_off(weights.gather(1, order), right.gather(1, theirs), 1e-2)
+        return breaks(f"weights of {wrong}", "clean") if wrong else holds()
+    chosen = ids.long().sort(-1).values
+    if not any(torch.equal(chosen, right) for right in _choices(logits, top_k, shape.get("grouped", False))):
+        of = "the best groups" if shape.get("grouped") else "the largest logits"
+        return breaks(f"not the experts with {of}", "clean")
+    wrong, note = _weights_off(logits, weights, ids)
+    return breaks(wrong, "clean") if wrong else holds(note)
 
 
 def _odd_rows(logits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -109,19 +188,16 @@ def ids_under_nan(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     found = []
     for name, logits in _odd_rows(clean).items():
         weights, ids = _route(kernel, shape, logits)
-        if wrong := _bad_ids(ids, logits.shape[1]):
+        same = torch.equal(ids[finite], base[1][finite]) and same_bits(weights, base[0])[finite].all()
+        if wrong := _bad_ids(ids, logits.shape[1]) or ("" if same else "a finite row changes"):
             found.append((f"{name}: {wrong}", name))
-        elif not (
-            torch.equal(ids[finite], base[1][finite]) and bool(same_bits(weights, base[0])[finite].all())
-        ):
-            found.append((f"{name}: a finite row changes", name))
     return breaks("; ".join(note for note, _ in found[:3]), "logits", found[0][1]) if found else holds()
 
 
 def ids_under_nan_bias(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """Ib: the same with a bias of NaN, whole and in one expert."""
     logits = _logits(shape, device)
-    if "bias" not in bound(kernel, {"router_logits": 0, "top_k": 0, "bias": 0, "is_padding": 0}):
+    if not _takes(kernel, "bias"):
         return not_run("takes no bias")
     for name, columns in (("all of the bias NaN", slice(None)), ("one NaN in the bias", slice(0, 1))):
         bias = torch.zeros(logits.shape[1], device=device)
@@ -135,7 +211,7 @@ def ids_under_nan_bias(kernel: Kernel, shape: Shape, device: str) -> Outcome:
 def padding_mask(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """P: padding rows choose no expert or the padding id, with weight 0; other rows stay as they are."""
     logits = _logits(shape, device)
-    if "is_padding" not in bound(kernel, {"router_logits": 0, "top_k": 0, "bias": 0, "is_padding": 0}):
+    if not _takes(kernel, "is_padding"):
         return not_run("takes no padding mask")
     weights, ids = _route(kernel, shape, logits)
     mask = torch.tensor([False, True, False, False, True, False], device=device)
@@ -145,29 +221,106 @@ def padding_mask(kernel: Kernel, shape: Shape, device: str) -> Outcome:
         return breaks(f"a padding row has the ids {masked_ids[1].tolist()}", "mask")
     if not bool((masked_weights[mask] == 0).all()):
         return breaks("a padding row has a weight", "mask")
-    same = torch.equal(masked_ids[~mask], ids[~mask]) and bool(
-        same_bits(masked_weights, weights)[~mask].all()
-    )
+    same = same_bits(masked_weights, weights)[~mask].all() and torch.equal(masked_ids[~mask], ids[~mask])
     return holds() if same else breaks("the mask changes another row", "mask")
+
+
+def routes_alone(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """R: content of the last rows changes no other."""
+    clean = _logits(shape, device)
+    base = _route(kernel, shape, clean)
+    for fill in FILLS:
+        logits = clean.clone()
+        fill(logits[3:])
+        now = _route(kernel, shape, logits)
+        if not all(bool(same_bits(a, b)[:3].all()) for a, b in zip(base, now, strict=True)):
+            return breaks(f"{fill.name} in other rows changes a live row", "rows", fill.name)
+    return holds()
 
 
 # Rows: (x) -> tensors; ragged: (x, starts) -> tensors
 
-
-def _rows_of(
-    kernel: Kernel, shape: Shape, x: torch.Tensor, starts: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    return _call(kernel, {"x": x, "starts": starts})
+# Values of a quantiser -> the largest, half a step relative to the number, and the smallest step.
+_QUANTISED = {
+    torch.float8_e4m3fn: (448.0, 2.0**-4, 2.0**-9),
+    torch.float8_e5m2: (57344.0, 2.0**-3, 2.0**-16),
+    torch.int8: (127.0, 0.0, 1.0),
+}
 
 
 def _hidden(shape: Shape, device: str, rows: int = ROWS) -> torch.Tensor:
-    return _random(
-        rows, shape.get("hidden", 64), device=device, dtype=usual_dtype(device, shape.get("dtype", ""))
+    dtype = usual_dtype(device, shape.get("dtype", ""))
+    return _random(rows, shape.get("hidden", 64), device=device, dtype=dtype)
+
+
+def _starts(device: str, *given: int) -> torch.Tensor:
+    return torch.tensor(given or (0, 3, 4, ROWS), dtype=torch.int32, device=device)
+
+
+def _scales(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
+    """The scale of each value, from one for all, one a row, or one a group of columns; or ``None``."""
+    # E8M0 is a power of two.
+    scale = (scale.double() - 127).exp2() if scale.dtype == torch.uint8 else scale.double()
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(values.shape)
+    if scale.shape[0] != values.shape[0] or scale.ndim > 2:
+        return None
+    scale = scale.reshape(len(scale), -1)
+    return (
+        None
+        if values.shape[1] % scale.shape[1]
+        else scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
     )
 
 
+def _quantised_off(values: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor) -> str:
+    largest, relative, step = _QUANTISED[values.dtype]
+    numbers = values.double()
+    budget = expected.abs() * (relative + 2.0**-7) + scales.abs() * step
+    if wrong := _first_off(numbers * scales, expected, budget.cpu()):
+        return f"values times scales: {wrong}"
+    # A scale that is rounded up to a power of two leaves at least half of the range in use.
+    for row in range(len(numbers)):
+        same = scales == scales[row, 0]
+        if numbers[same].abs().max() < largest / 2:
+            return f"of a range of {largest:.0f} row {row} uses {numbers[same].abs().max():.3g}: its scale"
+    return ""
+
+
+def _against(kernel_gave: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: int, *more: Any) -> str:
+    """What differs from the reference; :data:`NO_REFERENCE` if there is none for every result."""
+    x, gave = x.cpu().double()[:live], [part.cpu() for part in kernel_gave]
+    reference, inverse = shape.get("reference"), shape.get("inverse")
+    if inverse is not None:
+        # Steps between the 15 numbers of FP4 are the coarsest that a format here has.
+        wrong = _first_off(inverse(*kernel_gave)[:live], x, x.abs().amax(1, keepdim=True) / 6)
+        return f"dequantised, {wrong}" if wrong else ""
+    quantised = gave[0].dtype in _QUANTISED
+    if reference is None and not (quantised and len(gave) > 1):
+        return NO_REFERENCE
+    wanted = x if reference is None else reference(x, *(part.cpu() for part in more))
+    wanted = [part[:live] for part in (wanted if isinstance(wanted, tuple) else (wanted,))]
+    if quantised:
+        scales = _scales(gave[0], gave[1]) if len(gave) > 1 else torch.ones(gave[0].shape).double()
+        if scales is None:
+            return NO_REFERENCE
+        static = len(gave) == 1
+        if static:
+            budget = wanted[0].abs() * (_QUANTISED[gave[0].dtype][1] + 2.0**-7) + _QUANTISED[gave[0].dtype][2]
+            return _first_off(gave[0][:live].double(), wanted[0], budget)
+        return _quantised_off(gave[0][:live], scales[:live], wanted[0])
+    if len(wanted) != len(gave):
+        return f"{NO_REFERENCE} for {len(gave) - len(wanted)} of {len(gave)} results"
+    for number, (part, right) in enumerate(zip(gave, wanted, strict=True)):
+        if part[:live].shape != right.shape:
+            return f"result {number} has shape {tuple(part.shape)}"
+        if wrong := _first_off(part[:live], right, _budget(part.dtype, right)):
+            return f"result {number}: {wrong}"
+    return ""
+
+
 def same_twice(kernel: Kernel, shape: Shape, device: str) -> Outcome:
-    """0: finite results, the same bits twice, and the input as it was."""
+    """0: the reference; finite results, the same bits twice, and the input as it was."""
     x, starts = _hidden(shape, device), _starts(device)
     before = x.clone()
     # Over finite memory: what is not written is another clause's.
@@ -181,38 +334,31 @@ def same_twice(kernel: Kernel, shape: Shape, device: str) -> Outcome:
         return breaks("not finite on clean input", "clean")
     if not all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True)):
         return breaks("other bits the second time", "clean")
-    wanted = shape.get("reference")
-    if wanted is not None and not torch.allclose(
-        first[0].float(), wanted(before).float(), rtol=0.07, atol=0.02
-    ):
-        return breaks("not the reference", "clean")
-    return holds()
+    more = (starts,) if "starts" in bound(kernel, {"x": 0, "starts": 0}) else ()
+    wrong = _against(first, shape, before, shape.get("live_rows", ROWS), *more)
+    if wrong.startswith(NO_REFERENCE):
+        return not_run(wrong)
+    return breaks(f"not the reference: {wrong}", "clean") if wrong else holds()
 
 
 def row_alone(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """R: with other content in every other row, a live row and its scale keep their bits."""
     x = _hidden(shape, device)
-    if "router_logits" in bound(kernel, {"router_logits": 0, "top_k": 0, "x": 0}):
-        return _route_alone(kernel, shape, device)
-    base = _rows_of(kernel, shape, x.clone())
-    found: list[tuple[str, str]] = []
+    base = _call(kernel, {"x": x.clone()})
+    found: dict[str, str] = {}
+    lives = [[*range(shape["live_rows"])]] if "live_rows" in shape else [[0, 1, 2, 3], [1], [4]]
     for fill in FILLS:
-        for live in _live_sets(shape):
+        for live in lives:
             others = x.clone()
             mask = torch.ones(ROWS, dtype=torch.bool, device=device)
             mask[live] = False
             noise = others[mask]
             fill(noise)
             others[mask] = noise
-            changed = _changed(base, _rows_of(kernel, shape, others), live)
-            if changed and fill.name not in [name for _, name in found]:
-                found.append((f"{fill.name} in other rows changes {changed}", fill.name))
-    return breaks("; ".join(note for note, _ in found), "rows", found[0][1]) if found else holds()
-
-
-def _live_sets(shape: Shape) -> list[list[int]]:
-    """Rows that stay as they are while all others change."""
-    return [[*range(shape["live_rows"])]] if "live_rows" in shape else [[0, 1, 2, 3], [1], [4]]
+            changed = _changed(base, _call(kernel, {"x": others}), live)
+            if changed:
+                found.setdefault(fill.name, f"{fill.name} in other rows changes {changed}")
+    return breaks("; ".join(found.values()), "rows", next(iter(found))) if found else holds()
 
 
 def _changed(base: Sequence[torch.Tensor], now: Sequence[torch.Tensor], live: Sequence[int]) -> str:
@@ -227,21 +373,6 @@ def _changed(base: Sequence[torch.Tensor], now: Sequence[torch.Tensor], live: Se
     return ""
 
 
-def _route_alone(kernel: Kernel, shape: Shape, device: str) -> Outcome:
-    clean = _logits(shape, device)
-    base = _route(kernel, shape, clean)
-    for fill in FILLS:
-        logits = clean.clone()
-        fill(logits[3:])
-        now = _route(kernel, shape, logits)
-        if not all(
-            bool(same_bits(a[:3].contiguous(), b[:3].contiguous()).all())
-            for a, b in zip(base, now, strict=True)
-        ):
-            return breaks(f"{fill.name} in other rows changes a live row", "rows", fill.name)
-    return holds()
-
-
 def all_written(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """W: no byte of the result depends on what the memory held, at a number of rows that is no tile."""
     x = _hidden(shape, device, 5)
@@ -253,17 +384,13 @@ def all_written(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds()
 
 
-def _starts(device: str, *given: int) -> torch.Tensor:
-    return torch.tensor(given or (0, 3, 4, ROWS), dtype=torch.int32, device=device)
-
-
 def ragged_replays(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """N: the same tensors, with other starts in them, against fresh tensors."""
     x, starts = _hidden(shape, device), _starts(device)
     for given in ((0, 3, 4, 6), (0, 1, 2, 6), (0, 2, 2, 6), (0, 3, 4, 6)):
         starts.copy_(torch.tensor(given))
-        now = _rows_of(kernel, shape, x, starts)
-        fresh = _rows_of(kernel, shape, x.clone(), _starts(device, *given))
+        now = _call(kernel, {"x": x, "starts": starts})
+        fresh = _call(kernel, {"x": x.clone(), "starts": _starts(device, *given)})
         if not all(torch.equal(bits(a), bits(b)) for a, b in zip(now, fresh, strict=True)):
             return breaks(f"starts edited in place to {list(given)}: the result of other starts", "starts")
     return holds()
@@ -271,42 +398,323 @@ def ragged_replays(kernel: Kernel, shape: Shape, device: str) -> Outcome:
 
 def ragged_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """R: content of one sequence changes no other."""
-    starts = _starts(device)
-    base = _rows_of(kernel, shape, _hidden(shape, device), starts)
-    for fill in NAN_AND_NOISE:
-        x = _hidden(shape, device)
-        fill(x[3:4])
-        now = _rows_of(kernel, shape, x, starts)
-        if not bool(same_bits(base[0], now[0])[[0, 1, 2, 4, 5]].all()):
-            return breaks(f"{fill.name} in one sequence changes another", "rows", fill.name)
-    return holds()
+
+    def edit(known: Known, fill: Fill) -> None:
+        fill(known["x"][3:4])
+
+    def make() -> Known:
+        return {"x": _hidden(shape, device), "starts": _starts(device)}
+
+    return others_alone(kernel, make, edit, [0, 1, 2, 4, 5], NAN_AND_NOISE, "sequence")
 
 
 def ragged_spare_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     """U: rows past the last start are zeros in memory that the kernel allocates, and change nothing."""
     starts = _starts(device, 0, 2, 3, 4)
-    base = _rows_of(kernel, shape, _hidden(shape, device), starts)
+    base = _call(kernel, {"x": _hidden(shape, device), "starts": starts})
     for fill in NAN_AND_NOISE:
         x = _hidden(shape, device)
         fill(x[4:])
-        first, second = (_call(kernel, {"x": x, "starts": starts}, memory)[0] for memory in (NAN, 3.0))
-        if not bool(same_bits(base[0], first)[:4].all()):
-            return breaks(f"{fill.name} past the last start changes a live row", "spare", fill.name)
-        if not torch.equal(bits(first), bits(second)):
-            return breaks("rows past the last start hold what the memory held", "spare", fill.name)
-        if not bool((first[4:] == 0).all()):
-            return breaks(f"rows past the last start hold {first[4].flatten()[0]:.4g}", "spare", fill.name)
+        first, second = (_call(kernel, {"x": x, "starts": starts}, memory) for memory in (NAN, 3.0))
+        for before, a, b in zip(base, first, second, strict=True):
+            if not bool(same_bits(before, a)[:4].all()):
+                return breaks(f"{fill.name} past the last start changes a live row", "spare", fill.name)
+            if not torch.equal(bits(a), bits(b)):
+                return breaks("rows past the last start hold what the memory held", "spare", fill.name)
+            if not bool((a[4:] == 0).all()):
+                return breaks(f"rows past the last start hold {a[4].flatten()[0]:.4g}", "spare", fill.name)
     return holds()
 
 
-PROBES: dict[str, dict[str, Callable[[Kernel, Shape, str], Outcome]]] = {
+# KV writes: (key, value, k_cache, v_cache, slot_mapping)
+
+PAGE, PAGES, TOKENS = 16, 4, 5
+
+
+def _cache_scene(shape: Shape, device: str, slots: Sequence[int]) -> tuple[Known, list[torch.Tensor]]:
+    heads, dim = shape.get("kv_heads", 2), shape.get("head_dim", 32)
+    key, value = (_random(TOKENS, heads, dim, seed=seed, device=device) for seed in (0, 1))
+    buffers = [key.new_zeros(PAGES + 2 * GUARD, PAGE, heads, dim) for _ in range(2)]
+    k_cache, v_cache = (buffer[GUARD:-GUARD] for buffer in buffers)
+    known = {"key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache}
+    return known | {"slot_mapping": torch.tensor(slots, device=device)}, buffers
+
+
+def _written(known: Known, buffers: list[torch.Tensor], pad: int) -> str:
+    """What differs from the cache that the slots ask for."""
+    for name, source, buffer in zip(("k_cache", "v_cache"), ("key", "value"), buffers, strict=True):
+        expected = torch.zeros_like(buffer)
+        flat = expected[GUARD:-GUARD].flatten(0, 1)
+        for token, slot in enumerate(known["slot_mapping"].tolist()):
+            if slot != pad:
+                flat[slot] = known[source][token]
+        off = ~same_bits(expected.flatten(0, 1), buffer.flatten(0, 1))
+        if off.any():
+            slot = int(off.nonzero()[0])
+            held = "NaN" if bool(buffer.flatten(0, 1)[slot].isnan().any()) else "other values"
+            return f"slot {slot - GUARD * PAGE} of {name} holds {held}"
+    return ""
+
+
+_SLOTS = (17, 35, 40, 20, 63)
+
+
+def writes_its_slots(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """0: with slots for all tokens, those slots and no other."""
+    known, buffers = _cache_scene(shape, device, _SLOTS)
+    _call(kernel, known)
+    wrong = _written(known, buffers, -1)
+    return breaks(wrong, "clean") if wrong else holds()
+
+
+def slot_minus_one(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """S: tokens of padding, with NaN in them, have slot -1, or the slot that is reserved for them."""
+    pad = shape.get("pad_slot", -1)
+    known, buffers = _cache_scene(shape, device, (17, 35, pad, 20, pad))
+    for name in ("key", "value"):
+        known[name][[2, 4]] = NAN
+    _call(kernel, known)
+    wrong = _written(known, buffers, pad)
+    return breaks(f"with padding at slot {pad}: {wrong}", "slot") if wrong else holds()
+
+
+# State: (x, state, weight, state_indices) -> out; a convolution's last inputs, or a recurrence's memory
+
+
+def _state_scene(shape: Shape, device: str) -> Known:
+    dim, width = shape.get("dim", 32), shape.get("width", 4)
+    return {
+        "x": _random(TOKENS, dim, device=device),
+        "pad_index": shape.get("pad_index", -1),
+        "state": _random(6, dim, width - 1, seed=1, device=device),
+        "weight": _random(dim, width, seed=2, device=device),
+        "state_indices": torch.tensor([2, 4, 1, 5, 3], dtype=torch.int32, device=device),
+    }
+
+
+def _expected_state(known: Known, pad: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
+    state, out = known["state"].clone(), torch.zeros_like(known["x"])
+    for row, index in enumerate(known["state_indices"].tolist()):
+        if index != pad:
+            window = torch.cat([state[index], known["x"][row, :, None]], -1)
+            out[row] = (window.float() * known["weight"].float()).sum(-1).to(out.dtype)
+            state[index] = window[:, 1:]
+    return out, state
+
+
+def _updated(kernel: Kernel, known: Known, pad: int, live: Sequence[int]) -> tuple[str, bool]:
+    """What is wrong with the live rows, and whether all states are as expected."""
+    expected, state = _expected_state(known, pad)
+    (out, *_) = _call(kernel, {**known, "x": known["x"].clone()})
+    rows, right = out[list(live)], expected[list(live)]
+    return _first_off(rows, right, _budget(out.dtype, right)), torch.equal(known["state"], state)
+
+
+def updates_its_state(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """0: the convolution, and the states moved on by one input."""
+    wrong, same = _updated(kernel, _state_scene(shape, device), -1, range(TOKENS))
+    wrong = wrong or ("" if same else "the state is not as expected")
+    return breaks(wrong, "clean") if wrong else holds()
+
+
+def padding_state(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """S: rows with the index of padding and NaN in them leave every state as it is."""
+    known, pad = _state_scene(shape, device), shape.get("pad_index", -1)
+    known["state_indices"][[1, 3]] = pad
+    known["x"][[1, 3]] = NAN
+    # The states lie in the middle of a buffer: index -1 would be the row before.
+    around = known["state"].new_zeros(8, *known["state"].shape[1:])
+    around[1:-1] = known["state"]
+    wrong, same = _updated(kernel, {**known, "state": around[1:-1]}, pad, [0, 2, 4])
+    if not same or around[[0, -1]].any():
+        return breaks("a row with the index of padding changes a state", "index")
+    return breaks(f"beside a row of padding a live {wrong}", "index") if wrong else holds()
+
+
+def state_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """R: content of one row and of its state changes no other."""
+
+    def edit(known: Known, fill: Fill) -> None:
+        fill(known["x"][1])
+        fill(known["state"][4])
+
+    return others_alone(kernel, lambda: _state_scene(shape, device), edit, [0, 2, 3, 4], results=1)
+
+
+# Merge: (out_a, lse_a, out_b, lse_b) -> out, lse; (tokens, heads, dim) and (tokens, heads)
+
+
+def _parts(shape: Shape, device: str) -> Known:
+    size = shape.get("head_dim", 32)
+    out = {f"out_{part}": _random(4, 2, size, seed=seed, device=device) for seed, part in enumerate("ab")}
+    lse = {f"lse_{part}": _random(4, 2, seed=seed, device=device).float() for seed, part in enumerate("ab")}
+    return out | lse
+
+
+def _merged(known: Known) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = torch.stack([known["lse_a"], known["lse_b"]]).double()
+    total = lse.logsumexp(0)
+    weight = torch.where(lse == -INF, 0.0, (lse - total).exp())[..., None]
+    outs = torch.stack([known["out_a"], known["out_b"]]).double()
+    return torch.where(weight > 0, weight * outs, 0.0).sum(0), total
+
+
+def _merge_is_off(kernel: Kernel, known: Known) -> str:
+    out, *more = _call(kernel, known)
+    expected, total = _merged(known)
+    for row in range(len(out)):
+        if not torch.allclose(out[row].double(), expected[row], rtol=2e-2, atol=2e-2):
+            return f"row {row} is {out[row].flatten()[0]:.4g}, expected {expected[row].flatten()[0]:.4g}"
+        for lse in more[:1]:
+            if lse.numel() != total.numel():
+                return f"its lse has shape {tuple(lse.shape)}, expected {tuple(total.shape)}"
+            lse = lse.double().reshape(total.shape)[row]
+            if not torch.allclose(lse, total[row], rtol=1e-2, atol=1e-2):
+                return f"lse of row {row} is {lse[0]:.4g}, expected {total[row, 0]:.4g}"
+    return ""
+
+
+def merges(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """0: two parts of finite weight."""
+    wrong = _merge_is_off(kernel, _parts(shape, device))
+    return breaks(wrong, "clean") if wrong else holds()
+
+
+def merges_empty(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """E: one part, the other, and both without keys: lse -inf, and the output NaN or 0."""
+    for left in (0.0, NAN):
+        known = _parts(shape, device)
+        for part, row in (("a", 1), ("b", 2), ("a", 3), ("b", 3)):
+            known[f"lse_{part}"][row], known[f"out_{part}"][row] = -INF, left
+        if wrong := _merge_is_off(kernel, known):
+            return breaks(f"a part without keys, its output {left:g}: {wrong}", "merge", f"{left:g}")
+    return holds()
+
+
+def merge_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """R: content of one row changes no other."""
+
+    def edit(known: Known, fill: Fill) -> None:
+        for part in known.values():
+            fill(part[1])
+
+    return others_alone(kernel, lambda: _parts(shape, device), edit, [0, 2, 3])
+
+
+# Experts: (x, w1, w2, topk_weights, topk_ids) -> out
+# w1 (experts, 2 * inner, hidden): gate, then up; w2 (experts, hidden, inner)
+
+
+def _experts(shape: Shape, device: str) -> Known:
+    experts, hidden, inner = shape.get("experts", 4), shape.get("hidden", 32), shape.get("inner", 16)
+    top_k = shape.get("top_k", 2)
+    ids = torch.tensor([[0, 1, 4], [2, 3, 5], [1, 2, 6], [3, 0, 7], [0, 2, 4]], device=device)[:, :top_k]
+    return {
+        "x": _random(5, hidden, device=device),
+        "w1": _random(experts, 2 * inner, hidden, seed=1, device=device) / hidden**0.5,
+        "w2": _random(experts, hidden, inner, seed=2, device=device) / inner**0.5,
+        # Of one token they differ, so that a weight beside another's id shows.
+        "topk_weights": torch.linspace(0.8, 0.2, top_k, device=device).expand(5, -1).contiguous(),
+        "topk_ids": ids.contiguous(),
+    }
+
+
+def expert_sum(known: Known) -> torch.Tensor:
+    """The reference in float64; ids out of range add nothing."""
+    x, w1, w2 = (known[name].double() for name in ("x", "w1", "w2"))
+    out = torch.zeros_like(x)
+    for token, (ids, weights) in enumerate(
+        zip(known["topk_ids"].tolist(), known["topk_weights"].tolist(), strict=True)
+    ):
+        for expert, weight in zip(ids, weights, strict=True):
+            if 0 <= expert < len(w1):
+                gate, up = (w1[expert] @ x[token]).chunk(2)
+                out[token] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+def _experts_off(kernel: Kernel, known: Known) -> str:
+    out = _call(kernel, known)[0].double()
+    off = ~torch.isclose(out, expert_sum(known), rtol=3e-2, atol=3e-2).all(1)
+    return f"row {int(off.nonzero()[0])} is wrong" if off.any() else ""
+
+
+def runs_experts(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """0: distinct ids in range."""
+    wrong = _experts_off(kernel, _experts(shape, device))
+    return breaks(wrong, "clean") if wrong else holds()
+
+
+def expert_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """R: content of one token changes no other, also of one that shares its experts."""
+
+    def edit(known: Known, fill: Fill) -> None:
+        fill(known["x"][1])
+
+    make = lambda: _experts(shape, device)  # noqa: E731
+    return others_alone(kernel, make, edit, [0, 2, 3, 4], NAN_AND_NOISE, "token")
+
+
+def repeated_ids(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """D: one expert twice in a row."""
+    known = _experts(shape, device)
+    known["topk_ids"][1], known["topk_ids"][3] = 2, 0
+    wrong = _experts_off(kernel, known)
+    return breaks(f"an id that comes twice: {wrong}", "repeated") if wrong else holds()
+
+
+def ids_out_of_range(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """X: -1, and the number of experts, with weight 0 as for padding."""
+    notes = []
+    for expert in (-1, shape.get("experts", 4)):
+        known = _experts(shape, device)
+        known["topk_ids"][1], known["topk_weights"][1] = expert, 0.0
+        try:
+            wrong = _experts_off(kernel, known)
+        except (ValueError, IndexError, AssertionError, RuntimeError) as error:
+            if "CUDA" in str(error):
+                raise
+            notes.append(f"id {expert}: {type(error).__name__}")
+            continue
+        if wrong:
+            return breaks(f"id {expert}: {wrong}", "range", str(expert))
+    return holds("; ".join(notes))
+
+
+def _operands(kind: str, kernel: Kernel, shape: Shape, device: str) -> Known:
+    if kind == "routing":
+        bias = torch.zeros(shape.get("experts", 16), device=device)
+        return {"router_logits": _logits(shape, device), "top_k": shape.get("top_k", 4), "bias": bias}
+    if kind in ("rows", "ragged"):
+        return {"x": _hidden(shape, device), "starts": _starts(device)}
+    if kind == "kv_write":
+        return _cache_scene(shape, device, _SLOTS)[0]
+    return {"state": _state_scene, "merge": _parts, "experts": _experts}[kind](shape, device)
+
+
+def behind(kind: str) -> Callable[[Kernel, Shape, str], Outcome]:
+    """O of a kind of kernel: with each operand at the end of its memory, and other bytes behind it."""
+
+    def probe(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+        known = bound(kernel, _operands(kind, kernel, shape, device))
+        return behind_operands(lambda placed: _call(kernel, placed), known)
+
+    probe.__doc__ = "O: the bytes behind an operand change no bit of the result."
+    return probe
+
+
+Probe = Callable[[Kernel, Shape, str], Outcome]
+PROBES: dict[str, dict[str, Probe]] = {
     "routing": {
-        "0": right_experts,
-        "I": ids_under_nan,
-        "Ib": ids_under_nan_bias,
-        "P": padding_mask,
-        "R": row_alone,
+        "0": right_experts, "I": ids_under_nan, "Ib": ids_under_nan_bias, "P": padding_mask,
+        "R": routes_alone,
     },
     "rows": {"0": same_twice, "R": row_alone, "W": all_written},
     "ragged": {"0": same_twice, "R": ragged_rows, "N": ragged_replays, "U": ragged_spare_rows},
-}
+    "kv_write": {"0": writes_its_slots, "S": slot_minus_one},
+    "state": {"0": updates_its_state, "R": state_rows, "S": padding_state},
+    "merge": {"0": merges, "E": merges_empty, "R": merge_rows},
+    "experts": {"0": runs_experts, "R": expert_rows, "D": repeated_ids, "X": ids_out_of_range},
+}  # fmt: skip
+for _kind, _probes in PROBES.items():
+    _probes["O"] = behind(_kind)

@@ -12,22 +12,22 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from staleproof import device as devices
 from staleproof.cases import children
 from staleproof.contract import binding, earlier, scripts
-from staleproof.contract.contract import TIMED_OUT, Outcome, Row, Verdict, breaks, not_run
-from staleproof.contract.registry import Subject, load_module, subjects_of
+from staleproof.contract.contract import NO_REFERENCE, TIMED_OUT, Outcome, Row, Verdict, breaks, not_run
 from staleproof.kernels import packages
 from staleproof.kernels.packages import Release
+from staleproof.kernels.subject import Subject, load_module, subjects_of
 from staleproof.kernels.vllm_sources import UnavailableError
 
 # Modules with the subjects of packages that people use.
-_COMPILED = ("flashinfer_cuda", "vllm_compiled", "quack", "wheels")
-_SOURCES = ("ours", "torch", "vllm", "sglang", "fla", "liger", "transformers", "flashinfer")
-SUBJECTS = tuple(f"staleproof.kernels.{name}" for name in (*_SOURCES, *_COMPILED))
+_PACKAGES = "ours torch vllm sglang fla liger transformers flashinfer quack wheels"
+SUBJECTS = tuple(f"staleproof.kernels.{name}" for name in _PACKAGES.split())
 # What Python says of a call that does not fit a signature.
 _SIGNATURE = re.compile(r"\(\) (got an unexpected keyword|missing \d|takes \d|got multiple values)")
 # What FlashInfer says where it may compile a module and cannot.
@@ -40,24 +40,19 @@ GPU_JOBS = 8
 
 def _probes(subject: Subject) -> dict[str, Callable[[str], Outcome]]:
     """The probes of a subject by clause; each takes the device."""
-    from staleproof.contract import attention_probes, memory_probes, row_probes
+    from staleproof.contract import attention_probes, row_probes
     from staleproof.contract.scenes import Shape, mla_shape
 
     sizes: dict[str, Any] = dict(subject.shape)
+    kernel: Any = subject.call
+    table: dict[str, Callable[..., Outcome]] = row_probes.PROBES.get(subject.kind, attention_probes.PROBES)
     if subject.kind == "attention":
-        kernel = attention_probes.Kernel(
-            subject.call, sizes.pop("planned", False), sizes.pop("empty_lse", float("-inf"))
-        )
+        own = {name: sizes.pop(name) for name in ("prepared", "planned", "empty_lse") if name in sizes}
+        kernel = attention_probes.Kernel(subject.call, **own)
+    shape: Any = sizes
+    if subject.kind == "attention":
         shape = (mla_shape if sizes.get("layout") == "mla" else Shape)(**sizes)
-        return {
-            clause: lambda device, probe=probe: probe(kernel, shape, device)  # type: ignore[misc]
-            for clause, probe in attention_probes.PROBES.items()
-        }
-    table = (row_probes.PROBES | memory_probes.PROBES)[subject.kind]
-    return {
-        clause: lambda device, probe=probe: probe(subject.call, sizes, device)  # type: ignore[misc]
-        for clause, probe in table.items()
-    }
+    return {clause: partial(probe, kernel, shape) for clause, probe in table.items()}
 
 
 def _one_line(error: BaseException) -> str:
@@ -77,9 +72,7 @@ def _uncompiled(error: BaseException) -> str:
     return f"{module} is not here; nvcc compiles it at a call without FLASHINFER_DISABLE_JIT"
 
 
-def _answer(
-    probe: Callable[[str], Outcome], subject: Subject, device: str, clause: str = ""
-) -> tuple[Outcome, bool]:
+def _answer(probe: Callable[[str], Outcome], subject: Subject, device: str) -> tuple[Outcome, bool]:
     """The answer, and whether the process can go on: after an error of the device it cannot."""
     try:
         return probe(device), True
@@ -100,7 +93,7 @@ def _answer(
         if isinstance(error, TypeError) and subject.package and _SIGNATURE.search(text):
             return not_run(f"its calls do not fit this release: {text}"), True
         alive = "CUDA error" not in text and "illegal memory access" not in text
-        return breaks(f"raises {text}", *scripts.FIRST_CASE.get(clause, ())), alive
+        return breaks(f"raises {text}"), alive
 
 
 def _documented(outcome: Outcome, subject: Subject, clause: str) -> Outcome:
@@ -116,6 +109,11 @@ def _judged(outcome: Outcome, subject: Subject, release: Release, clause: str) -
     if wrong and (why := packages.other_torch(subject, release)):
         return not_run(f"{why}; what came: {outcome.note}")
     return _documented(outcome, subject, clause)
+
+
+def _goes_on(first: Outcome) -> bool:
+    """Whether a subject with this answer to clause 0 is asked the others."""
+    return first.verdict is Verdict.HOLDS or first.note.startswith(NO_REFERENCE)
 
 
 def listed(module: str) -> list[Subject]:
@@ -147,9 +145,10 @@ def ask(module: str, questions: Questions, release: Release, device: str, limit_
         subject = known[name]
         probes = _probes(subject)
         for clause in clauses:
-            children.tell((name, clause, None))
+            # Its counterexamples first: where the process ends, no child is left to make them.
+            children.tell((name, clause, None, scripts.counterexamples(subject, release, clause)))
             faulthandler.dump_traceback_later(limit_s, exit=True)
-            outcome, alive = _answer(probes[clause], subject, device, clause)
+            outcome, alive = _answer(probes[clause], subject, device)
             faulthandler.cancel_dump_traceback_later()
             if why := packages.imported_elsewhere(subject, release):
                 outcome = not_run(why)
@@ -158,12 +157,13 @@ def ask(module: str, questions: Questions, release: Release, device: str, limit_
             case = outcome.case
             outcome = _judged(replace(outcome, case=()), subject, release, clause)
             # First without the script: an error in making it is no verdict.
-            children.tell((name, clause, outcome))
-            if script := scripts.counterexample(subject, release, clause, replace(outcome, case=case)):
-                children.tell((name, clause, replace(outcome, case=(script,))))
+            children.tell((name, clause, outcome, ()))
+            if case:
+                shown = scripts.counterexamples(subject, release, clause, case)
+                children.tell((name, clause, outcome, shown))
             if not alive:
                 os._exit(1)
-            if clause == "0" and outcome.verdict is not Verdict.HOLDS:
+            if clause == "0" and not _goes_on(outcome):
                 break
 
 
@@ -184,7 +184,7 @@ def _left(subjects: Sequence[Subject], known: Answers) -> Questions:
     for subject in subjects:
         found = known[subject.name]
         first = found.get("0")
-        if first is None or first.verdict is Verdict.HOLDS:
+        if first is None or _goes_on(first):
             questions.append((subject.name, [clause for clause in subject.clauses if clause not in found]))
     return [(name, clauses) for name, clauses in questions if clauses]
 
@@ -208,15 +208,17 @@ def answers(
         subject.name: {c: not_run(why) for c, why in subject.skip.items() if c in subject.clauses}
         for subject in subjects
     }
-    documented = {subject.name: subject for subject in subjects}
+    of = {subject.name: subject for subject in subjects}
     while questions := _left(subjects, known):
         count = sum(len(clauses) for _, clauses in questions)
         ended = children.call(
             ask, module, questions, release, device, limit_s, timeout_s=START_S + limit_s * count
         )
-        begun = None
-        for name, clause, outcome in ended.told:
+        begun: tuple[str, str] | None = None
+        texts: dict[tuple[str, str], tuple[str, ...]] = {}
+        for name, clause, outcome, made in ended.told:
             begun = (name, clause)
+            texts[begun] = made or texts.get(begun, ())
             if outcome is not None:
                 known[name][clause] = outcome
         if begun is None:
@@ -225,12 +227,11 @@ def answers(
             known[name]["0"] = breaks(f"does not load: {_ended(ended, START_S)}")
         elif begun[1] not in known[begun[0]]:
             name, clause = begun
-            outcome = breaks(_ended(ended, limit_s), *scripts.FIRST_CASE.get(clause, ()))
-            # Only the child has the function of a user's module.
-            known_here = module in SUBJECTS
-            script = known_here and scripts.counterexample(documented[name], release, clause, outcome)
-            outcome = replace(outcome, case=(script,) if script else ())
-            known[name][clause] = _judged(outcome, documented[name], release, clause)
+            known[name][clause] = _judged(breaks(_ended(ended, limit_s)), of[name], release, clause)
+        for (name, clause), made in texts.items():
+            outcome = known[name].get(clause)
+            if outcome is not None and outcome.verdict in (Verdict.BREAKS, Verdict.UNDEFINED):
+                known[name][clause] = scripts.tried(outcome, made, of[name], release, limit_s)
     return {subject.name: _complete(subject, known[subject.name]) for subject in subjects}
 
 
@@ -253,7 +254,7 @@ def _rows(subject: Subject, release: Release | None, found: dict[str, Outcome]) 
             outcome.note,
             machine,
             provenance,
-            outcome.case[0] if outcome.case else "",
+            outcome.script,
         )
         for clause, outcome in found.items()
     ]
@@ -307,7 +308,8 @@ def audit(
                 continue
             if not subjects and module not in SUBJECTS:
                 yield _unloadable(module, "registers no kernel")
-            together: dict[Release, list[Subject]] = {}
+            # Executed sources have stand-ins for the rest of their package, which others need whole.
+            together: dict[tuple[Release, bool], list[Subject]] = {}
             for subject in subjects:
                 why = packages.unavailable_reason(subject)
                 there = packages.releases(subject)
@@ -327,8 +329,8 @@ def audit(
                         note = f"{why}; {_binds(subject, release)}" if subject.package else why
                         yield _rows(subject, release, dict.fromkeys(subject.clauses, not_run(note)))
                     else:
-                        together.setdefault(release, []).append(subject)
-            for release, group in together.items():
+                        together.setdefault((release, bool(subject.files)), []).append(subject)
+            for (release, _), group in together.items():
                 running[pool.submit(answers, module, group, release, device, limit_s)] = (group, release)
         try:
             for future in as_completed(running):

@@ -6,8 +6,10 @@ of them, and passes those that its signature asks for.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,35 +18,12 @@ from unittest import mock
 import torch
 
 from staleproof.check import fail
+from staleproof.contract.contract import Outcome, breaks, holds
+from staleproof.evidence.canary import bits
 
 NULL_PAGE = 0
 # Pages before and after the cache, so that an id of -1 or one past the end reads memory we own.
 GUARD = 2
-
-
-class WrongArgumentsError(TypeError):
-    """A kernel names an argument that its kind does not have."""
-
-
-def bound(kernel: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:
-    """The arguments among ``known`` that a kernel names.
-
-    Raises:
-        WrongArgumentsError: it needs one that is not known.
-
-    >>> bound(lambda q, seq_lens, *, softmax_scale=1.0: q, {"q": 1, "seq_lens": 2, "out": 3})
-    {'q': 1, 'seq_lens': 2}
-    """
-    found = {}
-    for name, parameter in inspect.signature(kernel).parameters.items():
-        if name in known:
-            found[name] = known[name]
-        elif parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-        ):
-            raise WrongArgumentsError(f"needs {name}; known: {', '.join(known)}")
-    return found
 
 
 @dataclass(frozen=True)
@@ -54,7 +33,7 @@ class Shape:
     Attributes:
         layout: ``paged``: K and V in pages; ``mla``: one latent in pages, V is its beginning;
             ``gathered``: (batch, heads, tokens, head_dim) and a mask, without pages.
-        heads, kv_heads, head_dim, value_dim: sizes.
+        heads, kv_heads, head_dim, value_dim: sizes; value_dim is head_dim by default.
         page_size: tokens a page.
         dtype: of q and the cache, e.g. ``float16``; float32 on a CPU and bfloat16 on a GPU by default.
         q_len: query tokens a request at most; 0 stands for any number, by ``query_start_loc``.
@@ -64,7 +43,7 @@ class Shape:
     heads: int = 2
     kv_heads: int = 1
     head_dim: int = 32
-    value_dim: int = 32
+    value_dim: int = 0
     page_size: int = 16
     dtype: str = ""
     q_len: int = 1
@@ -72,6 +51,7 @@ class Shape:
     def __post_init__(self) -> None:
         if self.layout not in ("paged", "mla", "gathered"):
             fail("layout", "paged, mla or gathered", self.layout)
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 
 
 def mla_shape(**given: Any) -> Shape:
@@ -288,3 +268,76 @@ def dirty_memory(fill: float) -> Iterator[None]:
         mock.patch.object(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty)),
     ):
         yield
+
+
+# What lies behind an operand, as bytes; None is noise.
+BEHIND: dict[str, int | None] = {"0x00": 0, "0xff": 255, "noise": None}
+TAIL_BYTES = 4096
+
+
+def _placed(x: torch.Tensor, behind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy of ``x`` at the end of its memory, and the bytes behind it."""
+    slab = torch.randint(256, (x.nbytes + TAIL_BYTES,), generator=torch.Generator().manual_seed(0))
+    slab = slab.to(x.device, torch.uint8)
+    value = BEHIND[behind]
+    if value is not None:
+        slab[x.nbytes :] = value
+    copy = slab[: x.nbytes].view(x.dtype).view(x.shape)
+    return copy.copy_(x), slab[x.nbytes :]
+
+
+def _guarded(x: torch.Tensor) -> torch.Tensor:
+    """A copy of ``x`` in host memory that ends at a page that nobody may read."""
+    page = mmap.PAGESIZE
+    size = -(-x.nbytes // page) * page
+    memory = mmap.mmap(-1, size + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(start + size), page, 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    copy = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=size - x.nbytes)
+    return copy.view(x.shape).copy_(x)
+
+
+def behind_operands(
+    run: Callable[[dict[str, Any]], Sequence[torch.Tensor]], known: Mapping[str, Any]
+) -> Outcome:
+    """O: each operand at the end of its memory; the bytes behind it change no result and stay as they are.
+
+    On Linux the operands of a CPU then end at a page that nobody may read: a read there ends the process.
+
+    Args:
+        run: launches on these arguments, and returns copies of the results.
+        known: the arguments; tensors that are contiguous are placed, the others stay as they are.
+
+    >>> x = torch.ones(4)
+    >>> print(behind_operands(lambda known: [known["x"] + 1], {"x": x}).verdict)
+    holds
+    """
+    names = [n for n, x in known.items() if isinstance(x, torch.Tensor) and x.is_contiguous() and x.numel()]
+
+    def results(behind: Mapping[str, str]) -> tuple[list[torch.Tensor], str]:
+        made = {name: _placed(known[name], behind[name]) for name in names}
+        before = {name: tail.clone() for name, (_, tail) in made.items()}
+        copies = {name: copy for name, (copy, _) in made.items()}
+        found = [*run({**known, **copies}), *(copy.clone() for copy in copies.values())]
+        written = [name for name, (_, tail) in made.items() if not torch.equal(tail, before[name])]
+        return found, written[0] if written else ""
+
+    base, written = results(dict.fromkeys(names, "0x00"))
+    for fill in BEHIND:
+        found, there = results(dict.fromkeys(names, fill))
+        if written or there:
+            return breaks(f"writes behind {written or there}", "behind", fill, written or there)
+        if _same(base, found):
+            continue
+        alone = dict.fromkeys(names, "0x00")
+        by = [name for name in names if not _same(base, results({**alone, name: fill})[0])]
+        note = f"{fill} behind {', '.join(by) or 'the operands together'} changes the result"
+        return breaks(note, "behind", fill, *by[:1])
+    if sys.platform == "linux" and all(known[name].device.type == "cpu" for name in names):
+        run({**known, **{name: _guarded(known[name]) for name in names}})
+    return holds()
+
+
+def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(bits(x.contiguous()), bits(y.contiguous())) for x, y in zip(a, b, strict=True))

@@ -2,30 +2,52 @@
 
 Its first lines say what to install. It holds the adapter as it is, the smallest input that shows the case,
 and an assertion of the clause: it ends with an AssertionError that says what was expected and what came while
-the kernel breaks it, and quietly once it is mended. ``tests/contract/alone.py`` runs each in an environment
-of its own.
+the kernel breaks it, and quietly once it is mended. Each is run before it is handed on, and one that does not
+show its break is not. ``tests/contract/alone.py`` runs recorded ones in environments of their own.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import os
+import re
+import sys
+import sysconfig
+import tempfile
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from staleproof.cases import children
 from staleproof.contract import environments
-from staleproof.contract.contract import CLAUSES, Outcome
-from staleproof.contract.registry import Subject
+from staleproof.contract.contract import CLAUSES, TIMED_OUT, Outcome
 from staleproof.contract.scenes import Shape, mla_shape
 from staleproof.kernels.packages import Release
+from staleproof.kernels.subject import ARGUMENTS, Subject
 
 LINES = 29
 _FIRST = "def first(result): return result[0] if isinstance(result, tuple) else result"
-# Clause -> the case that its probe asks first: where the process ends, no probe is left to name it.
-FIRST_CASE = {"B": ("table", "-1"), "D": ("repeated",), "X": ("range", "-1")}
+# Clause -> cases of its probe, where the kernel raises or its process ends and no probe is left to name one.
+CASES = {
+    "B": (("table", "-1"), ("table", "end"), ("table", "far")),
+    "D": (("repeated",),),
+    "X": (("range", "-1"), ("range", "experts")),
+}
 # Packages with autotuned kernels, which Triton's interpreter cannot time.
 _TUNED = ("fla-core", "liger-kernel")
+
+
+def _import(function: Callable[..., Any]) -> list[str]:
+    """The lines that import a function of a user's module, wherever the script is run from."""
+    file = Path(inspect.getfile(function)).resolve()
+    name = function.__module__.removeprefix("audited_")
+    root = file.parents[name.count(".") + (file.name == "__init__.py")]
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")}
+    place = [] if root in installed else [f"import sys; sys.path.insert(0, {str(root)!r})"]
+    return [*place, f"from {name} import {function.__name__}", _FIRST]
 
 
 def _source(subject: Subject, *, short: bool = False) -> list[str]:
@@ -33,11 +55,9 @@ def _source(subject: Subject, *, short: bool = False) -> list[str]:
 
     With ``short`` each of its statements is on one line.
     """
-    function = inspect.unwrap(subject.call)
+    function = subject.function
     if not subject.package:
-        module = inspect.getmodule(function)
-        name = (module.__name__ if module else "").removeprefix("audited_")
-        return [f"from {name} import {function.__name__}", _FIRST]
+        return _import(function)
     text = textwrap.dedent(inspect.getsource(function))
     if short:
         definition = ast.parse(text).body[0]
@@ -52,17 +72,24 @@ def _source(subject: Subject, *, short: bool = False) -> list[str]:
 
 
 def _call(subject: Subject, **renamed: str) -> str:
-    function = inspect.unwrap(subject.call)
-    names = inspect.signature(function).parameters
-    call = f"{function.__name__}({', '.join(f'{name}={renamed.get(name, name)}' for name in names)})"
-    return call + "()" if subject.shape.get("planned") else call
+    given = {name: repr(value) for name, value in subject.given.items()} | renamed
+    arguments = [name for name in _named(subject) if name in ARGUMENTS[subject.kind] or name in given]
+    call = (
+        f"{subject.function.__name__}({', '.join(f'{name}={given.get(name, name)}' for name in arguments)})"
+    )
+    returns_launch = subject.shape.get("planned") or subject.shape.get("prepared")
+    return call + "()" if returns_launch else call
+
+
+def _named(subject: Subject) -> list[str]:
+    return [*inspect.signature(subject.function).parameters]
 
 
 def _prologue(subject: Subject) -> list[str]:
     if subject.needs in ("cuda", "sm90", "sm100"):
         return ["import torch", 'device = "cuda"']
     choice = 'device = "cuda" if torch.cuda.is_available() else "cpu"'
-    if subject.package in ("", *environments.PLAIN):
+    if subject.package in environments.PLAIN:
         return ["import torch", choice]
     lines = ["import os, torch", choice]
     lines.append('os.environ.setdefault("TRITON_INTERPRET", str(int(device == "cpu")))')
@@ -83,6 +110,12 @@ def _prologue(subject: Subject) -> list[str]:
 
 
 _SAME = 'assert torch.equal(got, clean), f"expected {clean.flatten()[:4]}, got {got.flatten()[:4]}"'
+_FIRST_OF_BOTH = "(r[0] if isinstance(r, tuple) else r for r in (clean, got))"
+_BEHIND = [
+    "def behind(x, byte):  # a copy of x, and behind it bytes that are not its own",
+    "    slab = torch.full((x.nbytes + 4096,), byte, dtype=torch.uint8, device=device)",
+    "    return slab[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)",
+]
 _DIRTY = "torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is filled with NaN"
 _FILLS = {"NaN": 'float("nan")', "finite garbage": "1e4"}
 
@@ -90,7 +123,7 @@ _FILLS = {"NaN": 'float("nan")', "finite garbage": "1e4"}
 def _gathered(subject: Subject, shape: Shape, case: tuple[str, ...]) -> list[str]:
     if case[0] != "tail":
         return []
-    place = "k" if case[-1].startswith("K") else "v"
+    place = "k" if case[2].startswith("K") else "v"
     return [
         f"softmax_scale = {shape.head_dim**-0.5:.6f}",
         'dtype = torch.bfloat16 if device == "cuda" else torch.float32',
@@ -105,7 +138,8 @@ def _gathered(subject: Subject, shape: Shape, case: tuple[str, ...]) -> list[str
 
 
 def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
-    sizes: dict[str, Any] = {k: v for k, v in subject.shape.items() if k not in ("planned", "empty_lse")}
+    own = "prepared", "planned", "empty_lse"
+    sizes: dict[str, Any] = {k: v for k, v in subject.shape.items() if k not in own}
     shape = (mla_shape if sizes.get("layout") == "mla" else Shape)(**sizes)
     if shape.layout == "gathered":
         return _gathered(subject, shape, case)
@@ -114,7 +148,7 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
     cache = ["kv_cache"] if shape.layout == "mla" else ["k_cache", "v_cache"]
     dims = f"{shape.head_dim}" if shape.layout == "mla" else f"{shape.kv_heads}, {shape.head_dim}"
     poison = _poison(kind, case, cache)
-    named = inspect.signature(inspect.unwrap(subject.call)).parameters
+    named = _named(subject)
     spare = kind == "spare" and "query_start_loc" in named
     if not poison and not spare and not kind.startswith("empty"):
         return []
@@ -153,7 +187,8 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
         lines.append("def int32(x): return torch.tensor(x, dtype=torch.int32, device=device)")
         lines.append(f"{', '.join(many)}, = map(int32, ({values},))")
     lines += [line for name, line in scene.items() if name in needed]
-    if subject.shape.get("planned"):
+    launch = subject.shape.get("planned") or subject.shape.get("prepared")
+    if subject.package and launch:
         lines.insert(0, _FIRST)
     if kind == "empty lse":
         return [
@@ -162,7 +197,9 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
             'assert (lse[1] == float("-inf")).all(), f"expected -inf, got {lse[1][:4]}"',
         ]
     call = _call(subject)
-    if not subject.package or subject.shape.get("planned"):
+    if case[-1] == "lse":
+        call += "[1].clone()"
+    elif not subject.package or launch:
         call = f"first({call}).clone()"
     else:
         call += "[0].clone()" if _returns_pair(subject) else ".clone()"
@@ -187,20 +224,20 @@ def _attention(subject: Subject, case: tuple[str, ...]) -> list[str]:
 def _poison(kind: str, case: tuple[str, ...], cache: list[str]) -> list[str]:
     """What is written to memory that the row must not read."""
     if kind == "table":
-        entry = "-1" if case[1] == "-1" else "4"
+        entry = {"-1": "-1", "far": "2**24", str(2**24): "2**24"}.get(case[1], "4")
         return [*(f"{name}._base[[0, -1]] = float('nan')" for name in cache), f"block_table[0, 1] = {entry}"]
     if kind != "tail":
         return []
     fill = _FILLS[case[1]]
-    if "tail" not in case[-1]:
+    if "tail" not in case[2]:
         return [f"{name}[0] = {fill}" for name in cache]
-    places = [cache[0] if case[-1].startswith("K") else cache[-1]] if len(cache) == 2 else cache
+    places = [cache[0] if case[2].startswith("K") else cache[-1]] if len(cache) == 2 else cache
     return [f"{name}[1, 3:] = {fill}" for name in places]
 
 
 def _returns_pair(subject: Subject) -> bool:
     """Whether an adapter of ours returns ``out, lse``, by its last statement."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(subject.call))))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(subject.function)))
     last = [node for node in ast.walk(tree) if isinstance(node, ast.Return)][-1]
     return isinstance(last.value, ast.Tuple)
 
@@ -242,10 +279,15 @@ def _rows(subject: Subject, case: tuple[str, ...]) -> list[str]:
             first.replace("got", "clean"),
             f"x[1] = {fill}",
             first,
-            "clean, got = (r[0] if isinstance(r, tuple) else r for r in (clean, got))",
+            f"clean, got = {_FIRST_OF_BOTH}",
             "got, clean = got[0].float(), clean[0].float()",
             _SAME,
         ]
+    if case[0] == "behind" and case[-1] == "x":
+        byte = "0xff" if case[1] == "0xff" else "0x7f"
+        calls = (_call(subject, x=f"behind(x, {at})") for at in ("0x00", byte))
+        both = f"clean, got = {', '.join(calls)}"
+        return [*_BEHIND, make, both, f"clean, got = {_FIRST_OF_BOTH}", _SAME]
     return []
 
 
@@ -308,7 +350,7 @@ def _kv_write(subject: Subject, case: tuple[str, ...]) -> list[str]:
 def _experts(subject: Subject, case: tuple[str, ...]) -> list[str]:
     hidden, inner = subject.shape.get("hidden", 32), subject.shape.get("inner", 16)
     experts, top_k = subject.shape.get("experts", 4), subject.shape.get("top_k", 2)
-    odd = [0] if case[0] == "repeated" else [int(case[1])]
+    odd = [0] if case[0] == "repeated" else [experts if case[1] == "experts" else int(case[1])]
     ids = [[0, *odd * (top_k - 1)]]
     if subject.needs:
         # The ids of the probe: what one token's id spoils in a compiled kernel is another token's row.
@@ -346,19 +388,19 @@ _SCENES: dict[str, Callable[[Subject, tuple[str, ...]], list[str]]] = {
 }
 
 
-def counterexample(subject: Subject, release: Release, clause: str, outcome: Outcome) -> str:
+def counterexample(subject: Subject, release: Release, clause: str, case: Sequence[str]) -> str:
     """The script, or ``""`` where none of under 30 lines shows the case.
 
     Args:
         subject: the kernel.
         release: of its package.
         clause: that it breaks.
-        outcome: with the case.
+        case: the input that shows it, as the probe names it.
     """
     make = _SCENES.get(subject.kind)
-    if not outcome.case or make is None or outcome.case[0] == "clean":
+    if not case or make is None or case[0] == "clean":
         return ""
-    scene = [line for line in make(subject, outcome.case) if line]
+    scene = [line for line in make(subject, tuple(case)) if line]
     if not scene:
         return ""
     sentence = f"Clause {clause}: {CLAUSES[clause]}"
@@ -368,3 +410,63 @@ def counterexample(subject: Subject, release: Release, clause: str, outcome: Out
         if len(lines := head + body) <= LINES:
             return "\n".join(lines) + "\n"
     return ""
+
+
+def counterexamples(
+    subject: Subject, release: Release, clause: str, case: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Scripts that may show a break: that of the case, or without one those of :data:`CASES`."""
+    cases = (case,) if case else CASES.get(clause, ())
+    made = (counterexample(subject, release, clause, one) for one in cases)
+    return tuple(text for text in made if text)
+
+
+# --- Running them
+
+
+def run_alone(text: str, folders: Sequence[str]) -> None:
+    """In a child: run a script as the main program, from a folder of its own.
+
+    Args:
+        text: of the script.
+        folders: what is importable beside what is installed.
+    """
+    installed = {sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
+    sys.path[:] = [*folders, *(p for p in sys.path if any(p.startswith(place) for place in installed))]
+    os.environ.pop("TRITON_INTERPRET", None)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        file = Path(folder, "counterexample.py")
+        file.write_text(text)
+        exec(compile(text, str(file), "exec"), {"__name__": "__main__"})
+
+
+def shows(note: str, ended: children.Ended) -> bool:
+    """Whether a script shows what the note of its row says."""
+    if ended.code is None:
+        return note.startswith(TIMED_OUT)
+    if ended.code < 0:
+        return "ended its process" in note
+    said = re.search(r"raises (\w+)", note)
+    raised = said is not None and f"{said[1]}: " in ended.last_line.partition(" ")[0] + " "
+    return bool(ended.code) and (raised or "\nAssertionError: expected " in ended.stderr)
+
+
+def tried(
+    outcome: Outcome, texts: Sequence[str], subject: Subject, release: Release, limit_s: float
+) -> Outcome:
+    """The outcome with the first of these scripts that shows it; each is run.
+
+    One that lacks a module here is kept, and says so: what it needs is in its first lines.
+    """
+    folders = [] if release.folder is None else [str(release.folder)]
+    if subject.package in ("", "staleproof"):
+        folders.append(str(Path(__file__).parents[2]))
+    for text in texts:
+        ended = children.call(run_alone, text, folders, timeout_s=limit_s + 60)
+        if shows(outcome.note, ended):
+            return replace(outcome, script=text)
+        if ended.code and re.match(r"(ModuleNotFound|Import)Error: ", ended.last_line) and subject.package:
+            first, rest = text.split("\n", 1)
+            return replace(outcome, script=f"{first} Not run where it was made.\n{rest}")
+    return outcome

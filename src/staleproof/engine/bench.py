@@ -10,14 +10,14 @@ from typing import Any
 from staleproof.cases.case import Case, Fix, MissingError, Reading, Scene
 from staleproof.cases.finding import OFF_ON_OFF, Evidence, Key, real
 from staleproof.cases.words import FIXED
-from staleproof.engine.orders import Order, Told, run, unavailable
+from staleproof.engine.orders import EngineResult, Order, run, unavailable
 
 INCIDENT = "engine"
 # Why most cases expect nothing.
 ASKED = "what this release does with dummy weights is the question"
 
 
-class Results(dict[str, Told]):
+class Results(dict[str, EngineResult]):
     """Order -> what its engine told."""
 
     def of(self, name: str, probe: str) -> Any:
@@ -26,7 +26,7 @@ class Results(dict[str, Told]):
         Raises:
             MissingError: it gave none.
         """
-        told = self.get(name, Told({}, "it was not started"))
+        told = self.get(name, EngineResult({}, "it was not started"))
         if probe not in told.answers:
             raise MissingError(f"{name}: {told.failed}")
         return told.answers[probe]
@@ -54,7 +54,7 @@ class Bench:
     cases: Sequence[Case]
     timeout_s: float = 200.0
     slow: bool = False
-    together: Callable[..., Iterable[tuple[str, Told]]] = run
+    together: Callable[..., Iterable[tuple[str, EngineResult]]] = run
     narrowed: Callable[[Order, Sequence[str]], Order] = lambda order, texts: order
 
     def without(self, texts: Sequence[str]) -> Bench:
@@ -169,14 +169,16 @@ class Pool:
             for bench in sorted(benches, key=lambda bench: not bench.slow)
             for name, order in bench.orders.items()
         }
-        self._ended: dict[tuple[str, str], Told] = {}
-        self._running: Iterator[tuple[str, Told]] | None = None
+        self._ended: dict[tuple[str, str], EngineResult] = {}
+        self._running: Iterator[tuple[str, EngineResult]] | None = None
 
     def of(self, bench: Bench) -> Bench:
         """The bench with its engines in the pool."""
         return replace(bench, together=partial(self._take, bench.name))
 
-    def _take(self, bench: str, orders: Iterable[str], timeout_s: float) -> Iterator[tuple[str, Told]]:
+    def _take(
+        self, bench: str, orders: Iterable[str], timeout_s: float
+    ) -> Iterator[tuple[str, EngineResult]]:
         keys = {"/".join(key): key for key in self._orders}
         if self._running is None:
             self._running = run({name: self._orders[key] for name, key in keys.items()}, timeout_s)

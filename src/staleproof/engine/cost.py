@@ -15,7 +15,7 @@ from staleproof.cases.case import Case, MissingError, Reading, reading
 from staleproof.engine import orders as running
 from staleproof.engine.bench import Bench, Results, cell
 from staleproof.engine.cost_probes import READY, State
-from staleproof.engine.orders import Order, Told
+from staleproof.engine.orders import EngineResult, Order
 from staleproof.vllm.watch import Settings
 
 COST, NOISE, WATCH = "cost of a step", "noise of a step", "cost of the watch"
@@ -98,7 +98,7 @@ def orders(live: Sequence[int] = LIVE, steps: int = STEPS, seconds: Sequence[flo
 
 def take_turns(
     players: Mapping[str, Order], timeout_s: float, seconds: float | None = None
-) -> Iterator[tuple[str, Told]]:
+) -> Iterator[tuple[str, EngineResult]]:
     """Start all engines at once; they are timed one after the other, never two together.
 
     Args:

@@ -227,8 +227,8 @@ def states(
 
     Returns:
         ``captured``: number of graphs of each state's last capture; ``left_out``: states that could not be
-        captured, and why; ``cores``: where it was timed. Told apart, as ``"N live"``: what :func:`rounds`
-        returns.
+        captured, and why; ``cores``: where it was timed. Also told, as ``"N live"``: what
+        :func:`rounds` returns.
     """
     switch = Switch(engine, asked)
     captured, left_out = dict.fromkeys(asked, 0), {}

@@ -34,7 +34,7 @@ def hybrid(engine: Engine, states: Sequence[str], requests: int = 100) -> dict[s
         requests: how many; their lengths differ, so that blocks change hands all the time.
 
     Returns:
-        State -> seconds it took. Told apart, as ``"cache"``: ``block_size``, ``blocks``, and ``waits``
+        State -> seconds it took. Also told, as ``"cache"``: ``block_size``, ``blocks``, and ``waits``
         (whether the runner has an event it waits for); and by the name of each state: ``tokens``,
         ``logprobs`` (their bits, as integers) and ``nan`` (whether one is NaN), each a request;
         ``blocks_by_fifth``, see :meth:`staleproof.engine.tenants.Tenants.by_fifth`.

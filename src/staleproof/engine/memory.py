@@ -8,7 +8,7 @@ from typing import Any
 from staleproof.cases.case import Reading, reading
 from staleproof.engine.bench import Bench, Results, cell
 from staleproof.engine.mla import FULL
-from staleproof.engine.orders import Order, Told, run
+from staleproof.engine.orders import EngineResult, Order, run
 
 DEATH, GRAPHS, ACCOUNT = "death after start", "memory of graphs", "account of the start"
 V1, V2 = "DeepSeek-V2, runner V1", "Qwen3 dense, runner V2"
@@ -35,7 +35,7 @@ ORDERS = {
 }
 
 
-def alone(orders: Mapping[str, Order], timeout_s: float) -> Iterator[tuple[str, Told]]:
+def alone(orders: Mapping[str, Order], timeout_s: float) -> Iterator[tuple[str, EngineResult]]:
     """Run one engine after the other: each measures the free memory of the device."""
     yield from run(orders, timeout_s, at_once=1)
 

@@ -116,7 +116,7 @@ def _in_range(version: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Told:
+class EngineResult:
     """What one engine's process answered.
 
     Attributes:
@@ -128,12 +128,12 @@ class Told:
     failed: str | None
 
 
-def told(order: Order, ended: Ended) -> Told:
+def told(order: Order, ended: Ended) -> EngineResult:
     """The answers of a process that ended, and what went wrong if some are missing."""
     answers = dict(ended.told)
     missing = [name for name in order.probes if name not in answers]
     if not missing:
-        return Told(answers, None)
+        return EngineResult(answers, None)
     reason = answers.get("error")
     if reason is None:
         try:
@@ -141,7 +141,7 @@ def told(order: Order, ended: Ended) -> Told:
             reason = "ended early"
         except ChildError as error:
             reason = str(error)
-    return Told(answers, f"{', '.join(missing)}: {reason}")
+    return EngineResult(answers, f"{', '.join(missing)}: {reason}")
 
 
 def keep_log(name: str, ended: Ended) -> None:
@@ -164,7 +164,7 @@ def width(free_bytes: int, cores: int) -> int:
 
 def run(
     orders: Mapping[str, Order], timeout_s: float = 240.0, at_once: int | None = None
-) -> Iterator[tuple[str, Told]]:
+) -> Iterator[tuple[str, EngineResult]]:
     """Start these engines, as many at a time as fit, and yield the answers of each as it ends.
 
     Args:
@@ -178,7 +178,9 @@ def run(
     running: dict[str, tuple[Order, Child, float, float]] = {}
     while waiting or running:
         if time.monotonic() > _end:
-            yield from ((name, Told({}, "the time of all engines ended first")) for name, _ in waiting)
+            yield from (
+                (name, EngineResult({}, "the time of all engines ended first")) for name, _ in waiting
+            )
             waiting.clear()
         while waiting and len(running) < at_once:
             name, order = waiting.pop(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 import urllib.request
 from collections.abc import Callable
@@ -12,9 +11,7 @@ from typing import Any
 
 from staleproof.check import require
 
-# One sample of Prometheus' text format: name, labels, value.
-_SAMPLE = re.compile(r"(staleproof_\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+PREFIX = "staleproof_"
 TIMEOUT_S = 5.0
 
 
@@ -37,12 +34,14 @@ def parse(text: str) -> list[Sample]:
     >>> parse('staleproof_bad_rows_total{stage="router",layer="layers.0",rows="live"} 3.0')
     [Sample(name='bad_rows', labels={'stage': 'router', 'layer': 'layers.0', 'rows': 'live'}, value=3.0)]
     """
-    found = []
-    for line in text.splitlines():
-        if (match := _SAMPLE.match(line)) is not None and not match[1].endswith("_created"):
-            labels = dict(_LABEL.findall(match[2] or ""))
-            found.append(Sample(match[1].removeprefix("staleproof_"), labels, float(match[3])))
-    return found
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    return [
+        Sample(one.name.removeprefix(PREFIX).removesuffix("_total"), one.labels, one.value)
+        for one in samples
+        if one.name.startswith(PREFIX) and not one.name.endswith("_created")
+    ]
 
 
 def fetch(url: str) -> list[Sample]:
@@ -119,7 +118,8 @@ def table(samples: list[Sample]) -> Any:
     """The samples as a table of rich; a row with live rows is red."""
     from rich.table import Table
 
-    patches = [f"{s.labels['patch']} {s.labels['state']}" for s in samples if s.name == "patch_info"]
+    stands = [s.labels for s in samples if s.name == "patch_info" and s.labels["process"] == "server"]
+    patches = [f"{labels['patch']} {labels['state']}" for labels in stands]
     notes = ["; ".join(patches) or "no patch"]
     if (count := canaries(samples)) > 0:
         notes.append(f"{count} bad rows hold a canary: nobody wrote them")

@@ -2,7 +2,8 @@
 
 Canaries (:func:`plant`) show memory that a kernel did not write. :func:`judge_rows` and
 :func:`pad_invariance` show whether padding rows change live rows. :class:`RowCounters` find the first
-bad stage inside a CUDA graph. :class:`TenancyLog` names the last writer of a KV block, and
+bad stage inside a CUDA graph. :class:`TenancyLog` names the last writer of a KV block,
+:class:`PublishedBlocks` the requests that hit a block which nobody wrote, and
 :class:`AllocationLedger` the owner of memory that was allocated after the memory profile.
 """
 
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.ledger import AllocationLedger
+from staleproof.evidence.published import PublishedBlocks, UnwrittenHit
 from staleproof.evidence.rows import (
     CLEAN,
     FILLS,
@@ -36,9 +38,11 @@ __all__ = [
     "Crossing",
     "Fill",
     "PadInvariance",
+    "PublishedBlocks",
     "RowCounters",
     "Suspect",
     "TenancyLog",
+    "UnwrittenHit",
     "Verdict",
     "bad_rows",
     "judge_rows",

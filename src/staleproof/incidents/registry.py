@@ -78,6 +78,22 @@ INCIDENTS: dict[str, Incident] = {
         notebook="05_the_revert.ipynb",
         summary="int64 ids make no NaN; scale padding, the null block and a neighbour's row do",
     ),
+    "mxfp4_scales": Incident(
+        number=6,
+        title="The scale behind the last one",
+        notebook="07_the_scale_behind_the_last.ipynb",
+        summary="a kernel reads 64 bytes behind its scales, and SwiGLU makes a finite number of the NaN",
+        served=("layer",),
+        tried=("nan_to_num", "zero_once", "mask_load"),
+    ),
+    "published_unwritten": Incident(
+        number=7,
+        title="Published before written",
+        notebook="08_published_before_written.ipynb",
+        summary="a step that was planned and withdrawn leaves hashes of blocks that nobody writes",
+        served=("burst",),
+        tried=("same_step_guard", "zero_at_allocation", "withdraw_all", "reset_cache"),
+    ),
 }
 
 

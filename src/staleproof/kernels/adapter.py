@@ -1,11 +1,14 @@
-"""What a kernel of another package looks like to us: called as :func:`staleproof.mla_decode` is."""
+"""MLA decode kernels of other packages, each called as :func:`staleproof.mla_decode` is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from staleproof.kernels.subject import bound
 
 # DeepSeek's sizes, which every peer here is built for.
 RANK, ROPE = 512, 64
@@ -43,7 +46,7 @@ class Peer:
         """Decode once.
 
         Args:
-            q: (batch, heads, 576).
+            q: (batch, heads, 576); some kernels also take (batch, q_len, heads, 576).
             kv_cache: (pages, page_size, 576).
             block_table: (batch, max_pages) int32.
             seq_lens: (batch,) int32.
@@ -70,6 +73,45 @@ class Peer:
         return self.prepare(q, kv_cache, block_table, seq_lens, softmax_scale, num_kv_splits, out)()
 
 
+def peer(name: str, unavailable_reason: str | None, adapter: Callable[..., Any], **given: Any) -> Peer:
+    """A peer of an adapter that prepares a launch, as the padding contract's subjects are.
+
+    Args:
+        name, unavailable_reason: of the peer.
+        adapter: names any of q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, max_seq_len and
+            num_kv_splits, and returns a launch, which returns out, or out and lse.
+        given: its other arguments.
+    """
+
+    def prepare(
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        softmax_scale: float,
+        num_kv_splits: int | None,
+        out: torch.Tensor | None,
+    ) -> Launch:
+        known: dict[str, Any] = {"q": q, "kv_cache": kv_cache, "block_table": block_table} | given
+        if out is None:
+            out = torch.empty(*q.shape[:-1], RANK, dtype=q.dtype, device=q.device)
+        known |= {"seq_lens": seq_lens, "softmax_scale": softmax_scale, "out": out}
+        known["lse"] = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        known["max_seq_len"] = block_table.shape[1] * kv_cache.shape[1]
+        if num_kv_splits is not None:
+            known["num_kv_splits"] = num_kv_splits
+        run = adapter(**bound(adapter, known))
+
+        def launch() -> Result:
+            returned = run()
+            result, lse = returned if isinstance(returned, tuple | list) else (returned, None)
+            return result.view(out.shape), None if lse is None else lse.view(q.shape[:-1])
+
+        return launch
+
+    return Peer(name, unavailable_reason, prepare)
+
+
 def pages_in_use(
     block_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +127,3 @@ def pages_in_use(
     counts = (seq_lens + page_size - 1) // page_size
     column = torch.arange(block_table.shape[1], device=block_table.device)
     return counts, column[None, :] < counts[:, None]
-
-
-def new_out(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    return torch.empty(*q.shape[:-1], RANK, dtype=q.dtype, device=q.device) if out is None else out

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from staleproof import audit
+from staleproof.kernels import references, subject
 
 
-@audit.rows(name="l2norm", package="fla-core")
+@subject.rows(name="l2norm", reference=references.l2_norm, package="fla-core")
 def l2norm(x):
     from fla.modules.norm.l2norm import l2norm
 
     return l2norm(x)
 
 
-@audit.rows(name="rms_norm", package="fla-core")
+@subject.rows(name="rms_norm", reference=references.rms_norm, package="fla-core")
 def rms_norm(x):
     import torch
     from fla.modules.norm.layernorm import rms_norm
@@ -20,7 +20,9 @@ def rms_norm(x):
     return rms_norm(x, torch.ones(x.shape[1], device=x.device, dtype=x.dtype), None)
 
 
-@audit.ragged(name="fused_recurrent_gated_delta_rule", package="fla-core")
+@subject.ragged(
+    name="fused_recurrent_gated_delta_rule", reference=references.gated_delta_rule, package="fla-core"
+)
 def gated_delta_rule(x, starts):
     import torch
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
@@ -33,7 +35,7 @@ def gated_delta_rule(x, starts):
     return out[0]
 
 
-@audit.ragged(name="chunk_gated_delta_rule", package="fla-core")
+@subject.ragged(name="chunk_gated_delta_rule", reference=references.gated_delta_rule, package="fla-core")
 def chunk_gated_delta_rule(x, starts):
     import torch
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -44,7 +46,7 @@ def chunk_gated_delta_rule(x, starts):
     return out[0]
 
 
-@audit.ragged(name="causal_conv1d", package="fla-core")
+@subject.ragged(name="causal_conv1d", reference=references.sum_of_four, package="fla-core")
 def causal_conv1d(x, starts):
     import torch
     from fla.modules.causal_conv1d import causal_conv1d

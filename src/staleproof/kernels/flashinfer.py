@@ -1,8 +1,11 @@
-"""FlashInfer's Triton kernels, which need no nvcc; its compiled ones are in ``flashinfer_cuda``."""
+"""FlashInfer: its Triton kernels, its compiled ones (they need nvcc or its wheel of modules), its peers."""
 
 from __future__ import annotations
 
-from staleproof import audit
+from staleproof import device
+from staleproof.device import Provenance
+from staleproof.kernels import references, subject
+from staleproof.kernels.adapter import Peer, peer
 
 _UTILS = "flashinfer.triton.utils"
 _NORM = (
@@ -14,8 +17,10 @@ _NORM = (
 _ACTIVATION = ("flashinfer.triton.activation", "flashinfer.triton.kernels.activation", *_NORM[1:])
 
 
-@audit.rows(name="triton.norm.rms_norm", package="flashinfer-python", files=_NORM)
-def rms_norm(x):
+@subject.rows(
+    name="triton.norm.rms_norm", reference=references.rms_norm, package="flashinfer-python", files=_NORM
+)
+def triton_rms_norm(x):
     import torch
     from flashinfer.triton.norm import rms_norm
 
@@ -24,8 +29,13 @@ def rms_norm(x):
     return out
 
 
-@audit.rows(name="triton.norm.rms_norm_add_residual", package="flashinfer-python", files=_NORM)
-def rms_norm_add_residual(x):
+@subject.rows(
+    name="triton.norm.rms_norm_add_residual",
+    reference=references.add_rms_norm,
+    package="flashinfer-python",
+    files=_NORM,
+)
+def triton_rms_norm_add_residual(x):
     import torch
     from flashinfer.triton.norm import rms_norm_add_residual
 
@@ -34,8 +44,336 @@ def rms_norm_add_residual(x):
     return x, residual
 
 
-@audit.rows(name="triton.activation.silu_and_mul", package="flashinfer-python", files=_ACTIVATION)
-def silu_and_mul(x):
+@subject.rows(
+    name="triton.activation.silu_and_mul",
+    reference=references.silu_and_mul,
+    package="flashinfer-python",
+    files=_ACTIVATION,
+)
+def triton_silu_and_mul(x):
     from flashinfer.triton.activation import silu_and_mul
 
     return silu_and_mul(x)
+
+
+_PLANNED = {"planned": True, "package": "flashinfer-python", "needs": "cuda"}
+_MLA = {"layout": "mla", "heads": 16, "page_size": 64}
+
+
+@subject.attention(name="MLA fa3", **_MLA, **_PLANNED | {"needs": "sm90"}, given={"backend": "fa3"})
+@subject.attention(name="MLA fa2", **_MLA, **_PLANNED, given={"backend": "fa2"})
+def mla(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, backend):
+    import torch
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    space = torch.zeros(2**27, dtype=torch.uint8, device=q.device)
+    wrapper = BatchMLAPagedAttentionWrapper(space, backend=backend)
+    size, q_len = kv_cache.shape[1], q.shape[1] if q.ndim == 4 else 1
+    counts = (seq_lens + size - 1) // size
+    used = torch.arange(block_table.shape[1], device=q.device) < counts[:, None]
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    rows = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device) * q_len
+    # It reads the lengths on the host, so it cannot be part of a captured launch.
+    wrapper.plan(
+        rows, starts, block_table[used].int(), seq_lens, q.shape[-2], 512, 64, size, q_len > 1,
+        softmax_scale, q.dtype, kv_cache.dtype,
+    )  # fmt: skip
+    # The query tokens of all requests, one after another.
+    q, out, lse = q.flatten(0, -3), out.flatten(0, -3), lse.flatten(0, -2)
+    parts = q[..., :512], q[..., 512:], kv_cache[..., :512], kv_cache[..., 512:]
+    return lambda: wrapper.run(*parts, out=out, lse=lse, return_lse=True, return_lse_base_on_e=True)
+
+
+@subject.attention(name="paged decode", head_dim=64, **_PLANNED)
+def paged_decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out):
+    import torch
+    from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.zeros(2**26, dtype=torch.uint8, device="cuda"), "NHD")
+    counts = (seq_lens + 15) // 16
+    used = torch.arange(block_table.shape[1], device="cuda") < counts[:, None]
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    last = seq_lens - (counts - 1).clamp(min=0) * 16
+    wrapper.plan(
+        starts, block_table[used], last, q.shape[1], k_cache.shape[2], 64, 16,
+        q_data_type=q.dtype, kv_data_type=q.dtype, sm_scale=softmax_scale,
+    )  # fmt: skip
+    return lambda: wrapper.run(q, (k_cache, v_cache), out=out)
+
+
+@subject.attention(
+    name="paged prefill fa3", q_len=0, head_dim=64, **_PLANNED | {"needs": "sm90"}, given={"backend": "fa3"}
+)
+@subject.attention(name="paged prefill fa2", q_len=0, head_dim=64, **_PLANNED, given={"backend": "fa2"})
+def prefill(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax_scale, out, backend):
+    import torch
+    from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+    space = torch.zeros(2**27, dtype=torch.uint8, device="cuda")
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=backend)
+    counts, live = (seq_lens + 15) // 16, int(query_start_loc[-1])
+    used = torch.arange(block_table.shape[1], device="cuda") < counts[:, None]
+    # An empty request's last page has no tokens: fa3 adds this number to those of the pages before.
+    last = seq_lens - (counts - 1).clamp(min=0) * 16
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    wrapper.plan(
+        query_start_loc, starts, block_table[used], last, q.shape[1], k_cache.shape[2], 64, 16,
+        causal=True, sm_scale=softmax_scale, q_data_type=q.dtype, kv_data_type=q.dtype,
+    )  # fmt: skip
+    return lambda: (wrapper.run(q[:live], (k_cache, v_cache), out=out[:live]), out)[1]
+
+
+@subject.attention(name="trtllm-gen MLA", **_MLA, package="flashinfer-python", needs="sm100", prepared=True)
+def mla_trtllm(q, kv_cache, block_table, seq_lens, softmax_scale, out):
+    import torch
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla
+
+    # It keeps semaphores in the workspace, which must start at zero.
+    workspace = torch.zeros(2**27, dtype=torch.uint8, device=q.device)
+    # It refuses a table that is not whole tiles of 128 keys. The entries added name page 0.
+    size = kv_cache.shape[1]
+    table = torch.nn.functional.pad(block_table, (0, -block_table.shape[1] % (128 // size)))
+    rows = (q, out) if q.ndim == 4 else (q.unsqueeze(1), out.unsqueeze(1))
+
+    def launch():
+        trtllm_batch_decode_with_kv_cache_mla(
+            rows[0], kv_cache.unsqueeze(1), workspace, 128, 512, 64, table, seq_lens,
+            table.shape[1] * size, out=rows[1], bmm1_scale=softmax_scale, bmm2_scale=1.0,
+        )  # fmt: skip
+        return out
+
+    return launch
+
+
+def mla_cutlass(q, kv_cache, block_table, seq_lens, out):
+    import torch
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    space = torch.zeros(2**27, dtype=torch.uint8, device=q.device)
+    wrapper = BatchMLAPagedAttentionWrapper(space, backend="cutlass")
+    # As for trtllm-gen. Its scale is that of 192 dimensions.
+    table = torch.nn.functional.pad(block_table, (0, -block_table.shape[1] % (128 // kv_cache.shape[1])))
+    q, out = q.flatten(0, -3), out.flatten(0, -3)
+    parts = q[..., :512], q[..., 512:], kv_cache[..., :512], kv_cache[..., 512:]
+    return lambda: wrapper.run(*parts, out=out, kv_len=seq_lens, page_table=table)
+
+
+@subject.merge(name="cascade.merge_state", package="flashinfer-python", needs="cuda", head_dim=64)
+def merge_state(out_a, lse_a, out_b, lse_b):
+    from flashinfer.cascade import merge_state
+
+    # Its logarithms are to the base 2.
+    out, lse = merge_state(out_a, lse_a * 1.4426950408889634, out_b, lse_b * 1.4426950408889634)
+    return out, lse / 1.4426950408889634
+
+
+@subject.routing(name="softmax, then top_k", package="flashinfer-python", needs="cuda")
+def top_k(router_logits, top_k):
+    from flashinfer import top_k as choose
+
+    weights, ids = choose(router_logits.softmax(-1), top_k, sorted=True)
+    return weights, ids
+
+
+@subject.rows(
+    name="sampling.softmax",
+    reference=references.softmax,
+    package="flashinfer-python",
+    needs="cuda",
+    dtype="float32",
+)
+def sampling_softmax(x):
+    from flashinfer.sampling import softmax
+
+    return softmax(x)
+
+
+@subject.rows(
+    name="sampling.top_k_renorm_probs",
+    reference=references.top_k_renorm,
+    package="flashinfer-python",
+    needs="cuda",
+    dtype="float32",
+)
+def top_k_renorm(x):
+    from flashinfer.sampling import top_k_renorm_probs
+
+    return top_k_renorm_probs(x.softmax(-1), 4)
+
+
+@subject.rows(
+    name="norm.rmsnorm", reference=references.rms_norm, package="flashinfer-python", needs="cuda", hidden=256
+)
+def rmsnorm(x):
+    import torch
+    from flashinfer.norm import rmsnorm
+
+    return rmsnorm(x, torch.ones_like(x[0]), 1e-6)
+
+
+@subject.rows(
+    name="norm.fused_add_rmsnorm",
+    reference=references.add_rms_norm,
+    package="flashinfer-python",
+    needs="cuda",
+    hidden=256,
+)
+def fused_add_rmsnorm(x):
+    import torch
+    from flashinfer.norm import fused_add_rmsnorm
+
+    x, residual = x.clone(), x.clone()
+    fused_add_rmsnorm(x, residual, torch.ones_like(x[0]), 1e-6)
+    return x, residual
+
+
+@subject.rows(
+    name="activation.silu_and_mul",
+    reference=references.silu_and_mul,
+    package="flashinfer-python",
+    needs="cuda",
+    hidden=256,
+)
+def silu_and_mul(x):
+    from flashinfer.activation import silu_and_mul
+
+    return silu_and_mul(x)
+
+
+@subject.rows(name="mxfp8_quantize, linear", package="flashinfer-python", needs="sm100", hidden=256)
+def mxfp8(x):
+    from flashinfer import mxfp8_quantize
+
+    values, scales = mxfp8_quantize(x, False)
+    return values, scales.view(len(x), -1)
+
+
+@subject.rows(
+    name="nvfp4_quantize, 128x4", package="flashinfer-python", needs="sm100", hidden=256,
+    skip={"R": "its scales lie in tiles of rows"},
+)  # fmt: skip
+def nvfp4(x):
+    import torch
+    from flashinfer import nvfp4_quantize
+
+    return nvfp4_quantize(x, torch.ones(1, device=x.device))
+
+
+@subject.merge(name="triton.cascade.merge_state", package="flashinfer-python", needs="sm90")
+def triton_merge_state(out_a, lse_a, out_b, lse_b):
+    from flashinfer.triton.cascade import merge_state
+
+    # Its logarithms are to the base 2.
+    out, lse = merge_state(out_a, lse_a * 1.4426950408889634, out_b, lse_b * 1.4426950408889634)
+    return out, lse / 1.4426950408889634
+
+
+_MOE = {
+    "package": "flashinfer-python",
+    "needs": "sm90",
+    "experts": 8,
+    "hidden": 512,
+    "inner": 256,
+    "top_k": 3,
+}
+
+
+@subject.experts(name="fused_moe.cutlass_fused_moe", **_MOE)
+def fused_moe(x, w1, w2, topk_weights, topk_ids):
+    import torch
+    from flashinfer.fused_moe import cutlass_fused_moe
+
+    # It wants the up projection first.
+    gate, up = w1.chunk(2, 1)
+    out = torch.zeros_like(x)
+    cutlass_fused_moe(
+        x, topk_ids.int(), topk_weights, torch.cat([up, gate], 1), w2, x.dtype, quant_scales=None, output=out
+    )
+    return out
+
+
+@subject.experts(name="fused_moe.cutlass_fused_moe, two ranks with all-to-all", **_MOE)
+def fused_moe_ranks(x, w1, w2, topk_weights, topk_ids):
+    import torch
+    from flashinfer.fused_moe import cutlass_fused_moe
+
+    gate, up = w1.chunk(2, 1)
+    w1, total, half = torch.cat([up, gate], 1), torch.zeros_like(x), len(w1) // 2
+    # The ranks in turn: each adds what its experts give.
+    for rank, mine in enumerate((slice(half), slice(half, None))):
+        out = torch.zeros_like(x)
+        cutlass_fused_moe(
+            x, topk_ids.int(), topk_weights, w1[mine].contiguous(), w2[mine].contiguous(), x.dtype,
+            quant_scales=None, output=out, ep_size=2, ep_rank=rank, enable_alltoall=True,
+        )  # fmt: skip
+        total += out
+    return total
+
+
+@subject.rows(
+    name="sampling.top_p_renorm_probs",
+    reference=references.top_p_renorm,
+    package="flashinfer-python",
+    needs="cuda",
+    dtype="float32",
+)
+def top_p_renorm(x):
+    from flashinfer.sampling import top_p_renorm_probs
+
+    return top_p_renorm_probs(x.softmax(-1), 0.9)
+
+
+@subject.rows(
+    name="norm.gemma_rmsnorm",
+    reference=references.rms_norm,
+    package="flashinfer-python",
+    needs="cuda",
+    hidden=256,
+)
+def gemma_rmsnorm(x):
+    import torch
+    from flashinfer.norm import gemma_rmsnorm
+
+    return gemma_rmsnorm(x, torch.zeros_like(x[0]), 1e-6)
+
+
+@subject.rows(
+    name="norm.rmsnorm_quant, static scale",
+    reference=references.rms_norm,
+    package="flashinfer-python",
+    needs="cuda",
+    hidden=256,
+)
+def rmsnorm_quant(x):
+    import torch
+    from flashinfer.norm import rmsnorm_quant
+
+    out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    rmsnorm_quant(out, x, torch.ones_like(x[0]), torch.ones(1, device=x.device), 1e-6)
+    return out
+
+
+def _unavailable_reason(*, sm100: bool) -> str | None:
+    if device.provenance() is not Provenance.MEASURED:
+        return "needs a CUDA device"
+    if why := device.flashinfer_missing():
+        return why
+    if sm100 and not device.is_sm100():
+        return f"needs an SM100 GPU (B200, GB200); this is {device.machine().capability}"
+    return None
+
+
+def flashinfer_peers() -> dict[str, Peer]:
+    """Its MLA kernels by their short keys, whether they can run here or not.
+
+    >>> print(*flashinfer_peers())
+    flashinfer_fa2 flashinfer_fa3 flashinfer_trtllm flashinfer_cutlass
+    """
+    flashinfer = f"FlashInfer {device.version_of('flashinfer-python') or ''}".strip()
+    fa2, sm100 = (_unavailable_reason(sm100=needed) for needed in (False, True))
+    return {
+        "flashinfer_fa2": peer(f"{flashinfer} MLA fa2", fa2, mla, backend="fa2"),
+        "flashinfer_fa3": peer(f"{flashinfer} MLA fa3", fa2 or device.needs_sm90(), mla, backend="fa3"),
+        "flashinfer_trtllm": peer(f"{flashinfer} trtllm-gen MLA", sm100, mla_trtllm),
+        "flashinfer_cutlass": peer(f"{flashinfer} CUTLASS MLA", sm100, mla_cutlass),
+    }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from staleproof import audit
+from staleproof.kernels import references, subject
 
 
-@audit.rows(name="rms_norm", package="liger-kernel")
+@subject.rows(name="rms_norm", reference=references.rms_norm, package="liger-kernel")
 def rms_norm(x):
     import torch
     from liger_kernel.ops.rms_norm import rms_norm_forward
@@ -14,14 +14,14 @@ def rms_norm(x):
     return rms_norm_forward(x, weight, 1e-6, 0.0, "llama", None)[0]
 
 
-@audit.rows(name="softmax", package="liger-kernel")
+@subject.rows(name="softmax", reference=references.softmax, package="liger-kernel")
 def softmax(x):
     from liger_kernel.ops.softmax import _softmax_forward
 
     return _softmax_forward(x)[0]
 
 
-@audit.rows(name="layer_norm", package="liger-kernel")
+@subject.rows(name="layer_norm", reference=references.layer_norm, package="liger-kernel")
 def layer_norm(x):
     import torch
     from liger_kernel.ops.layer_norm import layer_norm_forward
@@ -30,14 +30,14 @@ def layer_norm(x):
     return layer_norm_forward(x, weight, torch.zeros_like(weight), 1e-6)[0]
 
 
-@audit.rows(name="swiglu", package="liger-kernel")
+@subject.rows(name="swiglu", reference=references.swiglu, package="liger-kernel")
 def swiglu(x):
     from liger_kernel.ops.swiglu import swiglu_forward
 
     return swiglu_forward(x.clone(), x.clone())[-1]
 
 
-@audit.experts(name="fused_moe", package="liger-kernel", hidden=64, inner=64)
+@subject.experts(name="fused_moe", package="liger-kernel", hidden=64, inner=64)
 def fused_moe(x, w1, w2, topk_weights, topk_ids):
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 

@@ -8,35 +8,23 @@ from __future__ import annotations
 
 import torch
 
-from staleproof.kernels.adapter import RANK, Launch, Peer, Result, new_out, pages_in_use
-from staleproof.kernels.flashinfer_peers import flashinfer_peers
-from staleproof.kernels.vllm_peers import vllm_triton
+from staleproof.kernels.adapter import RANK, Peer, pages_in_use, peer
+from staleproof.kernels.flashinfer import flashinfer_peers
+from staleproof.kernels.vllm import vllm_triton
 
 
-def _prepare_sdpa(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    softmax_scale: float,
-    num_kv_splits: int | None,
-    out: torch.Tensor | None,
-) -> Launch:
-    result = new_out(q, out)
+def _sdpa(q, kv_cache, block_table, seq_lens, softmax_scale, out):
     # Use page 0 for the arbitrary entries of the table.
     _, used = pages_in_use(block_table, seq_lens, kv_cache.shape[1])
     pages = torch.where(used, block_table, 0).long()
     position = torch.arange(pages.shape[1] * kv_cache.shape[1], device=q.device)
     mask = (position[None, :] < seq_lens[:, None])[:, None, None, :]
 
-    def launch() -> Result:
+    def launch():
         keys = kv_cache[pages].flatten(1, 2).unsqueeze(1)
-        result.copy_(
-            torch.nn.functional.scaled_dot_product_attention(
-                q.unsqueeze(1), keys, keys[..., :RANK], attn_mask=mask, scale=softmax_scale
-            ).squeeze(1)
-        )
-        return result, None
+        attend = torch.nn.functional.scaled_dot_product_attention
+        given = q.unsqueeze(1), keys, keys[..., :RANK], mask
+        return out.copy_(attend(*given, scale=softmax_scale).squeeze(1))
 
     return launch
 
@@ -47,7 +35,7 @@ def torch_sdpa() -> Peer:
     >>> torch_sdpa().unavailable_reason is None
     True
     """
-    return Peer(f"torch {torch.__version__} SDPA, boolean mask", None, _prepare_sdpa)
+    return peer(f"torch {torch.__version__} SDPA, boolean mask", None, _sdpa)
 
 
 def peers() -> dict[str, Peer]:

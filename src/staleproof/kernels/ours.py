@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from staleproof import audit
+from functools import partial
+
+from staleproof.kernels import subject
 
 
-@audit.attention(name="mla_decode", package="staleproof", layout="mla", q_len=4)
+@subject.attention(name="mla_decode", package="staleproof", layout="mla", q_len=4)
 def mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse):
     from staleproof.ops.mla.decode import mla_decode
 
@@ -13,21 +15,21 @@ def mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse):
     return out, lse
 
 
-@audit.routing(name="topk_softmax", package="staleproof")
+@subject.routing(name="topk_softmax", package="staleproof")
 def topk_softmax(router_logits, top_k, bias=None, is_padding=None):
     from staleproof.ops.topk import topk_softmax
 
     return topk_softmax(router_logits, top_k, bias=bias, is_padding=is_padding)
 
 
-@audit.routing(name="topk_sigmoid", package="staleproof")
+@subject.routing(name="topk_sigmoid", package="staleproof")
 def topk_sigmoid(router_logits, top_k, bias=None, is_padding=None):
     from staleproof.ops.topk import topk_sigmoid
 
     return topk_sigmoid(router_logits, top_k, bias=bias, is_padding=is_padding)
 
 
-@audit.routing(name="grouped_topk", package="staleproof", grouped=True)
+@subject.routing(name="grouped_topk", package="staleproof", grouped=True)
 def grouped_topk(router_logits, top_k, bias=None, is_padding=None):
     from staleproof.ops.topk import grouped_topk
 
@@ -36,36 +38,46 @@ def grouped_topk(router_logits, top_k, bias=None, is_padding=None):
     )
 
 
-@audit.rows(
+def _dequantized(packed, scales, swizzled):
+    import torch
+
+    from staleproof.ops.reference.nvfp4 import dequantize_nvfp4
+
+    one = torch.ones(1, device=packed.device)
+    return dequantize_nvfp4(packed, scales, one, swizzled=swizzled)
+
+
+@subject.rows(
+    name="quantize_nvfp4, linear",
+    package="staleproof",
+    inverse=partial(_dequantized, swizzled=False),
+    given={"swizzled": False},
+)
+@subject.rows(
     name="quantize_nvfp4, swizzled",
     package="staleproof",
     skip={"R": "its scales lie in tiles of rows; see the linear layout"},
+    inverse=partial(_dequantized, swizzled=True),
+    given={"swizzled": True},
 )
-def quantize_nvfp4(x):
+def quantize_nvfp4(x, swizzled):
     import torch
 
     from staleproof.ops.nvfp4 import quantize_nvfp4
 
-    return quantize_nvfp4(x, torch.ones(1, device=x.device), swizzled=True)
+    return quantize_nvfp4(x, torch.ones(1, device=x.device), swizzled=swizzled)
 
 
-@audit.rows(name="quantize_nvfp4, linear", package="staleproof")
-def quantize_nvfp4_linear(x):
-    import torch
-
-    from staleproof.ops.nvfp4 import quantize_nvfp4
-
-    return quantize_nvfp4(x, torch.ones(1, device=x.device), swizzled=False)
-
-
-@audit.rows(name="quantize_fp8_per_tensor, live_rows=4", package="staleproof", live_rows=4)
+@subject.rows(name="quantize_fp8_per_tensor, live_rows=4", package="staleproof", live_rows=4)
 def quantize_fp8_per_tensor(x):
     from staleproof.ops.fp8 import quantize_fp8_per_tensor
 
     return quantize_fp8_per_tensor(x, live_rows=4)
 
 
-@audit.attention(name="clear_empty_rows, after a decode that leaves NaN", package="staleproof", layout="mla")
+@subject.attention(
+    name="clear_empty_rows, after a decode that leaves NaN", package="staleproof", layout="mla"
+)
 def clear_empty_rows(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse):
     from staleproof.ops.clear_empty_rows import clear_empty_rows
     from staleproof.ops.reference.mla_decode import mla_decode

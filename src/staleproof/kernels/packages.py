@@ -8,27 +8,22 @@ releases are also found where ``tests/vllm/environment.py`` unpacks their source
 from __future__ import annotations
 
 import ast
-import enum
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import inspect
 import os
 import re
 import sys
 import textwrap
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as remembered
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from staleproof import device as devices
-from staleproof.contract.registry import Subject
 from staleproof.kernels import vllm_sources
+from staleproof.kernels.subject import Subject
 
 # What an assertion in this header of torch leaves in a library: its condition, the path, and the line.
 _HEADER = "c10/core/TensorImpl.h"
@@ -98,91 +93,12 @@ def unavailable_reason(subject: Subject) -> str:
     return ""
 
 
-def _no(*args: Any, **kwargs: Any) -> bool:
-    return False
-
-
-def _known(cuda: bool) -> dict[str, dict[str, Any]]:
-    """What the stand-ins of other packages must answer, by module."""
-    sglang: dict[str, Any] = {}
-    for name in ("is_hip", "is_npu", "is_xpu", "is_cpu", "is_musa", "is_hpu", "is_sm120_supported"):
-        sglang[name] = _no
-    for name in ("is_gfx95_supported", "is_gfx1250_supported", "get_bool_env_var", "cpu_has_amx_support"):
-        sglang[name] = _no
-    sglang["is_cuda"] = lambda: cuda
-    sglang["get_device_core_count"] = lambda *args: 132
-    sglang["ceil_div"] = lambda a, b: -(-a // b)
-    environment = types.SimpleNamespace(get=_no)
-    fp8 = torch.finfo(torch.float8_e4m3fn)
-    platform: dict[str, Any] = {}
-    for name in ("is_rocm", "is_xpu", "is_cpu", "is_fp8_fnuz", "is_arch_support_pdl"):
-        platform[name] = _no
-    platform["is_cuda"] = platform["is_cuda_alike"] = lambda: True
-    platform["has_device_capability"] = lambda capability: capability <= 90
-    platform["is_device_capability_family"] = _no
-    platform["get_device_capability"] = lambda: (9, 0)
-    platform["fp8_dtype"] = lambda: torch.float8_e4m3fn
-    platform["num_compute_units"] = lambda *args: 132
-    return {
-        "vllm.platforms": {"current_platform": types.SimpleNamespace(**platform)},
-        "vllm.v1.kv_cache_interface": {
-            "KVQuantMode": enum.IntEnum(
-                "KVQuantMode",
-                "NONE FP8_PER_TENSOR INT8_PER_TOKEN_HEAD FP8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD",
-                start=0,
-            ),
-            "is_quantized_kv_cache": lambda name: name != "auto",
-        },
-        "vllm.model_executor.layers.quantization.utils.quant_utils": {
-            "get_fp8_min_max": lambda: (fp8.min, fp8.max),
-            "FP8_DTYPE": torch.float8_e4m3fn,
-        },
-        "vllm.v1.attention.backends.utils": {"NULL_BLOCK_ID": 0, "PAD_SLOT_ID": -1},
-        "sglang.srt.utils": sglang,
-        "sglang.srt.environ": {"envs": type("Envs", (), {"__getattr__": lambda self, name: environment})()},
-        "sglang.kernels.jit.utils": {"is_arch_support_pdl": _no},
-        "sglang.srt.utils.patch_torch": {"register_fake_if_exists": lambda *args: lambda function: function},
-        "sglang.srt.platforms": {
-            "current_platform": types.SimpleNamespace(
-                capabilities=types.SimpleNamespace(supports_triton=True)
-            )
-        },
-        "sglang.kernels.kernel_api_logging": {"debug_kernel_api": lambda function: function},
-        "sglang.kernels.ops.quantization.fp8_utils": {
-            "fp8_dtype_to_triton": lambda dtype: __import__("triton").language.float8e4nv
-        },
-        "sglang.kernels.ops.kvcache.set_mla_kv_buffer": {"can_use_set_mla_kv_buffer": _no},
-    }
-
-
-class _Package(vllm_sources._Finder):
-    """The same stand-ins for any package."""
-
-    def __init__(self, root: Path, names: Sequence[str], cuda: bool) -> None:
-        super().__init__(root, names)
-        self.package, self.known = names[0].partition(".")[0], _known(cuda)
-
-    def find_spec(
-        self, name: str, path: Any, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] != self.package:
-            return None
-        if name in self.names:
-            file = self.root.joinpath(*name.split(".")[1:]).with_suffix(".py")
-            return importlib.util.spec_from_file_location(name, file)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        super().exec_module(module)
-        module.__dict__.update(self.known.get(module.__name__, {}))
-
-
 def make_importable(subjects: Sequence[Subject], release: Release) -> None:
     """Let this process import the release for these subjects; it stays so until the process ends."""
     cuda = devices.machine().kind == "cuda"
     if devices.interpreting() and devices.has_triton():
         devices.load_triton()
-        from staleproof.contract import interpreter
+        from staleproof.kernels import interpreter
 
         interpreter.repair()
     if release.folder is not None:
@@ -196,12 +112,12 @@ def make_importable(subjects: Sequence[Subject], release: Release) -> None:
         spec = importlib.util.find_spec(top)
         assert spec is not None, f"{top} is installed without files"
         root = Path(str(spec.origin)).parents[1]
-    sys.meta_path.insert(0, _Package(root / top, files, cuda))
+    sys.meta_path.insert(0, vllm_sources.Finder(root / top, files, top, cuda))
 
 
 def _imported(subject: Subject) -> list[str]:
     """The modules that an adapter imports from its package."""
-    call = inspect.unwrap(subject.call)
+    call = subject.function
     if not inspect.isfunction(call):
         # Of a function of the user's this process has none, see runner.listed.
         return []

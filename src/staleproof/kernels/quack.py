@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from staleproof import audit
+from staleproof.kernels import references, subject
 
 
-@audit.rows(name="softmax", package="quack-kernels", needs="sm90", hidden=256)
+@subject.rows(name="softmax", reference=references.softmax, package="quack-kernels", needs="sm90", hidden=256)
 def softmax(x):
     from quack.softmax import softmax_fwd
 
     return softmax_fwd(x)
 
 
-@audit.rows(name="rmsnorm", package="quack-kernels", needs="sm90", hidden=256)
+@subject.rows(
+    name="rmsnorm", reference=references.rms_norm, package="quack-kernels", needs="sm90", hidden=256
+)
 def rmsnorm(x):
     import torch
     from quack.rmsnorm import rmsnorm
@@ -20,7 +22,7 @@ def rmsnorm(x):
     return rmsnorm(x, torch.ones_like(x[0]).float())
 
 
-@audit.routing(name="topk with softmax", package="quack-kernels", needs="sm90", experts=64)
+@subject.routing(name="topk with softmax", package="quack-kernels", needs="sm90", experts=64)
 def topk(router_logits, top_k):
     from quack.topk import topk
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from staleproof import audit
+from staleproof.kernels import references, subject
 
 _OPS = "sglang.kernels.ops"
 _DECODE = (f"{_OPS}.attention.decode_attention", f"{_OPS}.attention.score_mod")
 
 
-@audit.attention(name="Triton decode, MLA", package="sglang", files=_DECODE, layout="mla")
+@subject.attention(name="Triton decode, MLA", package="sglang", files=_DECODE, layout="mla")
 def decode_mla(q, kv_cache, block_table, seq_lens, softmax_scale, out):
     import torch
     from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
@@ -24,7 +24,7 @@ def decode_mla(q, kv_cache, block_table, seq_lens, softmax_scale, out):
     return out
 
 
-@audit.attention(name="Triton decode, grouped heads", package="sglang", files=_DECODE)
+@subject.attention(name="Triton decode, grouped heads", package="sglang", files=_DECODE)
 def decode_grouped(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out):
     import torch
     from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
@@ -40,14 +40,14 @@ def decode_grouped(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, ou
     return out
 
 
-@audit.merge(name="Triton merge_state", package="sglang", files=(f"{_OPS}.attention.merge_state",))
+@subject.merge(name="Triton merge_state", package="sglang", files=(f"{_OPS}.attention.merge_state",))
 def merge_state(out_a, lse_a, out_b, lse_b):
     from sglang.kernels.ops.attention.merge_state import merge_state_triton
 
     return merge_state_triton(out_a, lse_a, out_b, lse_b)
 
 
-@audit.kv_write(
+@subject.kv_write(
     name="Triton set_mla_kv_buffer",
     package="sglang",
     files=(f"{_OPS}.kvcache.mla_buffer",),
@@ -66,7 +66,7 @@ def set_mla_kv_buffer(key, value, k_cache, v_cache, slot_mapping):
     v_cache.copy_(parts[1])
 
 
-@audit.kv_write(
+@subject.kv_write(
     name="Triton set_mla_kv_buffer without rope",
     package="sglang",
     files=(f"{_OPS}.kvcache.mla_buffer",),
@@ -80,7 +80,7 @@ def set_mla_kv_buffer_norope(key, value, k_cache, v_cache, slot_mapping):
     set_mla_kv_buffer_triton(v_cache.flatten(0, 1), slot_mapping, value, None)
 
 
-@audit.state(
+@subject.state(
     name="Triton causal_conv1d_update", package="sglang", files=(f"{_OPS}.mamba.causal_conv1d_triton",)
 )
 def conv1d_update(x, state, weight, state_indices):
@@ -89,21 +89,28 @@ def conv1d_update(x, state, weight, state_indices):
     return causal_conv1d_update(x, state, weight, None, None, conv_state_indices=state_indices)
 
 
-@audit.rows(name="per_token_quant_int8", package="sglang", files=(f"{_OPS}.quantization.int8_kernel",))
+@subject.rows(name="per_token_quant_int8", package="sglang", files=(f"{_OPS}.quantization.int8_kernel",))
 def per_token_int8(x):
     from sglang.kernels.ops.quantization.int8_kernel import per_token_quant_int8
 
     return per_token_quant_int8(x)
 
 
-@audit.rows(name="per_token_group_quant_int8", package="sglang", files=(f"{_OPS}.quantization.int8_kernel",))
+@subject.rows(
+    name="per_token_group_quant_int8", package="sglang", files=(f"{_OPS}.quantization.int8_kernel",)
+)
 def per_token_group_int8(x):
     from sglang.kernels.ops.quantization.int8_kernel import per_token_group_quant_int8
 
     return per_token_group_quant_int8(x, 32)
 
 
-@audit.rows(name="fused_rmsnorm", package="sglang", files=(f"{_OPS}.layernorm.fused_rmsnorm",))
+@subject.rows(
+    name="fused_rmsnorm",
+    reference=references.rms_norm,
+    package="sglang",
+    files=(f"{_OPS}.layernorm.fused_rmsnorm",),
+)
 def fused_rmsnorm(x):
     import torch
     from sglang.kernels.ops.layernorm.fused_rmsnorm import fused_rmsnorm
@@ -114,7 +121,7 @@ def fused_rmsnorm(x):
 _EXTEND = (f"{_OPS}.attention.extend_attention", *_DECODE)
 
 
-@audit.attention(
+@subject.attention(
     name="Triton extend, causal",
     package="sglang",
     files=_EXTEND,
@@ -142,7 +149,7 @@ def extend(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_le
     return out
 
 
-@audit.attention(name="Triton extend, unified", package="sglang", files=_EXTEND, q_len=0)
+@subject.attention(name="Triton extend, unified", package="sglang", files=_EXTEND, q_len=0)
 def extend_unified(
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, softmax_scale, out
 ):
@@ -163,14 +170,14 @@ def extend_unified(
 _GATE = (f"{_OPS}.moe.moe_fused_gate",)
 
 
-@audit.routing(name="Triton moe_fused_gate, softmax", package="sglang", files=_GATE)
+@subject.routing(name="Triton moe_fused_gate, softmax", package="sglang", files=_GATE)
 def fused_gate_softmax(router_logits, top_k, bias=None):
     from sglang.kernels.ops.moe.moe_fused_gate import moe_fused_gate
 
     return moe_fused_gate(router_logits, bias, top_k, "softmax")
 
 
-@audit.routing(name="Triton moe_fused_gate, sigmoid in groups", package="sglang", files=_GATE, grouped=True)
+@subject.routing(name="Triton moe_fused_gate, sigmoid in groups", package="sglang", files=_GATE, grouped=True)
 def fused_gate_sigmoid(router_logits, top_k, bias=None):
     import torch
     from sglang.kernels.ops.moe.moe_fused_gate import moe_fused_gate
@@ -179,14 +186,14 @@ def fused_gate_sigmoid(router_logits, top_k, bias=None):
     return moe_fused_gate(router_logits, bias, top_k, "sigmoid", num_expert_group=4, topk_group=2)
 
 
-@audit.routing(name="Triton gate_topk", package="sglang", files=(f"{_OPS}.moe.gate_topk",))
+@subject.routing(name="Triton gate_topk", package="sglang", files=(f"{_OPS}.moe.gate_topk",))
 def gate_topk(router_logits, top_k):
     from sglang.kernels.ops.moe.gate_topk import gate_topk
 
     return gate_topk(router_logits, top_k)
 
 
-@audit.routing(name="Triton fused_moe_router_cudacore", package="sglang", files=(f"{_OPS}.moe.router",))
+@subject.routing(name="Triton fused_moe_router_cudacore", package="sglang", files=(f"{_OPS}.moe.router",))
 def router_cudacore(router_logits, top_k, bias=None):
     import torch
     from sglang.kernels.ops.moe.router import fused_moe_router_cudacore
@@ -199,7 +206,7 @@ def router_cudacore(router_logits, top_k, bias=None):
 _FP8 = (f"{_OPS}.quantization.fp8_kernel",)
 
 
-@audit.rows(name="Triton per_tensor_quant_mla_fp8", package="sglang", files=_FP8)
+@subject.rows(name="Triton per_tensor_quant_mla_fp8", package="sglang", files=_FP8)
 def per_tensor_mla_fp8(x):
     import torch
     from sglang.kernels.ops.quantization.fp8_kernel import per_tensor_quant_mla_fp8
@@ -208,8 +215,21 @@ def per_tensor_mla_fp8(x):
     return values[0], scale
 
 
-@audit.rows(name="Triton per_token_group_quant_fp8", package="sglang", files=_FP8)
+@subject.rows(name="Triton per_token_group_quant_fp8", package="sglang", files=_FP8)
 def per_token_group_fp8(x):
     from sglang.kernels.ops.quantization.fp8_kernel import _per_token_group_quant_8bit_raw
 
     return _per_token_group_quant_8bit_raw(x, 32)
+
+
+@subject.rows(
+    name="act_quant, tilelang",
+    package="sglang",
+    needs="cuda",
+    hidden=128,
+    files=("sglang.kernels.ops.quantization.act_quant_tilelang",),
+)
+def tilelang_act_quant(x):
+    from sglang.kernels.ops.quantization.act_quant_tilelang import act_quant
+
+    return act_quant(x)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from staleproof import audit
+from staleproof.kernels import references, subject
 
 
-@audit.attention(name="SDPA math, boolean mask", package="torch", layout="gathered")
+@subject.attention(name="SDPA math, boolean mask", package="torch", layout="gathered")
 def sdpa_math(q, k, v, mask, softmax_scale):
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,7 +14,9 @@ def sdpa_math(q, k, v, mask, softmax_scale):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
 
 
-@audit.attention(name="SDPA flash of the CPU, boolean mask", package="torch", layout="gathered", needs="cpu")
+@subject.attention(
+    name="SDPA flash of the CPU, boolean mask", package="torch", layout="gathered", needs="cpu"
+)
 def sdpa_flash_cpu(q, k, v, mask, softmax_scale):
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,7 +25,9 @@ def sdpa_flash_cpu(q, k, v, mask, softmax_scale):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
 
 
-@audit.attention(name="SDPA memory-efficient, boolean mask", package="torch", layout="gathered", needs="cuda")
+@subject.attention(
+    name="SDPA memory-efficient, boolean mask", package="torch", layout="gathered", needs="cuda"
+)
 def sdpa_efficient(q, k, v, mask, softmax_scale):
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,13 +37,8 @@ def sdpa_efficient(q, k, v, mask, softmax_scale):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
 
 
-@audit.attention(
-    name="SDPA cuDNN, boolean mask",
-    package="torch",
-    layout="gathered",
-    needs="cuda",
-    head_dim=64,
-    value_dim=64,
+@subject.attention(
+    name="SDPA cuDNN, boolean mask", package="torch", layout="gathered", needs="cuda", head_dim=64
 )
 def sdpa_cudnn(q, k, v, mask, softmax_scale):
     import torch
@@ -50,7 +49,7 @@ def sdpa_cudnn(q, k, v, mask, softmax_scale):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
 
 
-@audit.attention(name="flex_attention, eager", package="torch", layout="gathered")
+@subject.attention(name="flex_attention, eager", package="torch", layout="gathered")
 def flex_eager(q, k, v, mask, softmax_scale):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -61,7 +60,7 @@ def flex_eager(q, k, v, mask, softmax_scale):
     return flex_attention(q, k, v, block_mask=blocks, scale=softmax_scale)
 
 
-@audit.attention(name="flex_attention, compiled", package="torch", layout="gathered", needs="cuda")
+@subject.attention(name="flex_attention, compiled", package="torch", layout="gathered", needs="cuda")
 def flex_compiled(q, k, v, mask, softmax_scale):
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -73,14 +72,8 @@ def flex_compiled(q, k, v, mask, softmax_scale):
     return torch.compile(flex_attention)(q, k, v, block_mask=blocks, scale=softmax_scale)
 
 
-@audit.attention(
-    name="varlen_attn, paged",
-    package="torch",
-    needs="cuda",
-    q_len=0,
-    head_dim=64,
-    value_dim=64,
-    page_size=256,
+@subject.attention(
+    name="varlen_attn, paged", package="torch", needs="cuda", q_len=0, head_dim=64, page_size=256
 )
 def varlen_attn(
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, max_seq_len, softmax_scale
@@ -93,13 +86,12 @@ def varlen_attn(
     )  # fmt: skip
 
 
-@audit.attention(
+@subject.attention(
     name="_flash_attention_forward, seqused_k",
     package="torch",
     needs="cuda",
     q_len=0,
     head_dim=64,
-    value_dim=64,
     skip={"B": "takes no block table"},
 )
 def aten_flash(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, softmax_scale):
@@ -115,14 +107,14 @@ def aten_flash(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_
     return out, lse.T
 
 
-@audit.routing(name="softmax, then topk", package="torch")
+@subject.routing(name="softmax, then topk", package="torch")
 def softmax_topk(router_logits, top_k):
     import torch
 
     return torch.topk(router_logits.softmax(-1), top_k, dim=-1)
 
 
-@audit.routing(name="sigmoid with a bias, then topk", package="torch")
+@subject.routing(name="sigmoid with a bias, then topk", package="torch")
 def sigmoid_topk(router_logits, top_k, bias=None):
     import torch
 
@@ -131,14 +123,14 @@ def sigmoid_topk(router_logits, top_k, bias=None):
     return scores.gather(1, ids), ids
 
 
-@audit.rows(name="rms_norm", package="torch")
+@subject.rows(name="rms_norm", reference=references.rms_norm, package="torch")
 def rms_norm(x):
     import torch
 
     return torch.nn.functional.rms_norm(x, x.shape[-1:])
 
 
-@audit.rows(name="amax / 448 over the tensor, as QuantFP8.forward_native", package="torch")
+@subject.rows(name="amax / 448 over the tensor, as QuantFP8.forward_native", package="torch")
 def fp8_per_tensor(x):
     import torch
 
@@ -146,8 +138,9 @@ def fp8_per_tensor(x):
     return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
-@audit.ragged(
+@subject.ragged(
     name="_grouped_mm",
+    reference=references.grouped_product,
     package="torch",
     hidden=64,
     dtype="bfloat16",

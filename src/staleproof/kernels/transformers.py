@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-from staleproof import audit
+from staleproof.kernels import subject
 
 
-@audit.routing(name="MixtralTopKRouter", package="transformers")
-def mixtral(router_logits, top_k):
+def _routers(*names):
+    def mark(function):
+        for name, module, grouped in reversed(names):
+            given = {"name": name, "module": f"transformers.models.{module}.modeling_{module}"}
+            subject.routing(name=name, package="transformers", given=given, grouped=grouped)(function)
+        return function
+
+    return mark
+
+
+@_routers(
+    ("MixtralTopKRouter", "mixtral", False),
+    ("GptOssTopKRouter", "gpt_oss", False),
+    ("Qwen3MoeTopKRouter", "qwen3_moe", False),
+    ("OlmoeTopKRouter", "olmoe", False),
+)
+def router(router_logits, top_k, name, module):
+    import importlib
     import types
 
     import torch
-    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
+    experts = router_logits.shape[1]
+    config = types.SimpleNamespace(
+        num_experts_per_tok=top_k, hidden_size=experts, num_experts=experts, num_local_experts=experts,
+        norm_topk_prob="Olmoe" not in name,
+    )  # fmt: skip
+    router = getattr(importlib.import_module(module), name)(config).to(router_logits)
     # An identity for a weight, so that the hidden states are the logits.
-    experts = router_logits.shape[1]
-    config = types.SimpleNamespace(num_experts_per_tok=top_k, num_local_experts=experts, hidden_size=experts)
-    router = MixtralTopKRouter(config).to(router_logits)
     router.weight.data = torch.eye(experts).to(router_logits)
+    if hasattr(router, "bias"):
+        router.bias.data = torch.zeros_like(router_logits[0])
     return router(router_logits)[1:]
 
 
-@audit.routing(name="GptOssTopKRouter", package="transformers")
-def gpt_oss(router_logits, top_k):
-    import types
-
-    import torch
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
-
-    experts = router_logits.shape[1]
-    config = types.SimpleNamespace(num_experts_per_tok=top_k, num_local_experts=experts, hidden_size=experts)
-    router = GptOssTopKRouter(config).to(router_logits)
-    router.weight.data, router.bias.data = (
-        torch.eye(experts).to(router_logits),
-        torch.zeros_like(router_logits[0]),
-    )
-    return router(router_logits)[1:]
-
-
-@audit.routing(name="DeepseekV3TopkRouter", package="transformers", grouped=True)
+@subject.routing(name="DeepseekV3TopkRouter", package="transformers", grouped=True)
 def deepseek_v3(router_logits, top_k, bias=None):
     import types
 
@@ -56,39 +59,7 @@ def deepseek_v3(router_logits, top_k, bias=None):
     return router(router_logits)[1:]
 
 
-@audit.routing(name="Qwen3MoeTopKRouter", package="transformers")
-def qwen3(router_logits, top_k):
-    import types
-
-    import torch
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
-
-    experts = router_logits.shape[1]
-    config = types.SimpleNamespace(
-        num_experts_per_tok=top_k, hidden_size=experts, num_experts=experts, norm_topk_prob=True,
-    )  # fmt: skip
-    router = Qwen3MoeTopKRouter(config).to(router_logits)
-    router.weight.data = torch.eye(experts).to(router_logits)
-    return router(router_logits)[1:]
-
-
-@audit.routing(name="OlmoeTopKRouter", package="transformers")
-def olmoe(router_logits, top_k):
-    import types
-
-    import torch
-    from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
-
-    experts = router_logits.shape[1]
-    config = types.SimpleNamespace(
-        num_experts_per_tok=top_k, hidden_size=experts, num_experts=experts, norm_topk_prob=False,
-    )  # fmt: skip
-    router = OlmoeTopKRouter(config).to(router_logits)
-    router.weight.data = torch.eye(experts).to(router_logits)
-    return router(router_logits)[1:]
-
-
-@audit.routing(name="MiniMaxM2TopKRouter", package="transformers")
+@subject.routing(name="MiniMaxM2TopKRouter", package="transformers")
 def minimax_m2(router_logits, top_k, bias=None):
     import types
 
@@ -102,7 +73,7 @@ def minimax_m2(router_logits, top_k, bias=None):
     return router(router_logits, torch.zeros_like(router_logits[0]) if bias is None else bias)[1:]
 
 
-@audit.experts(name="MixtralExperts", package="transformers")
+@subject.experts(name="MixtralExperts", package="transformers")
 def mixtral_experts(x, w1, w2, topk_weights, topk_ids):
     import types
 

@@ -1,7 +1,7 @@
-"""Executes single source files of a vLLM under their own names, with stand-ins for the rest.
+"""Executes single source files of a package, mostly vLLM, under their own names, with stand-ins for the rest.
 
 Importing the whole package starts its platform detection, and needs its compiled libraries and some
-fifty dependencies. Here only the named files run. Every other ``vllm`` module is a stand-in: each
+fifty dependencies. Here only the named files run. Every other module of it is a stand-in: each
 public name in it is a class that takes any arguments and has any enumeration member. That is enough
 to load the files and to call what they define.
 """
@@ -9,6 +9,7 @@ to load the files and to call what they define.
 from __future__ import annotations
 
 import abc
+import enum
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -16,12 +17,10 @@ import importlib.util
 import logging
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from staleproof.vllm.sources import file_of
 
 
 class UnavailableError(RuntimeError):
@@ -68,52 +67,98 @@ def _stand_in(name: str) -> types.ModuleType:
     return module
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, root: Path, names: Sequence[str]) -> None:
-        self.root, self.names = root, names
+def _no(*args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+def _known(root: Path, cuda: bool) -> dict[str, dict[str, Any]]:
+    """What the stand-ins must answer, by module, so that the files load and can be called."""
+    import torch
+    import triton
+    import triton.language as tl
+
+    def every(names: str, answer: Callable[..., Any]) -> dict[str, Any]:
+        return dict.fromkeys(names.split(), answer)
+
+    platform: dict[str, Any] = every("is_rocm is_xpu is_cpu is_fp8_fnuz is_arch_support_pdl", _no)
+    platform |= every("is_device_capability_family", _no)
+    platform |= every("is_cuda is_cuda_alike", lambda: True)
+    more: dict[str, Any] = {
+        "import_kernels": lambda: None,
+        "has_device_capability": lambda capability: capability <= 90,
+        "get_device_capability": lambda: (9, 0),
+        "fp8_dtype": lambda: torch.float8_e4m3fn,
+        "num_compute_units": lambda *args: 132,
+    }
+    platform |= more
+    modes = "NONE FP8_PER_TENSOR INT8_PER_TOKEN_HEAD FP8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD"
+    quantized: dict[str, Any] = {"is_quantized_kv_cache": lambda name: name != "auto"}
+    fp8 = torch.finfo(torch.float8_e4m3fn)
+    sglang = every("is_hip is_npu is_xpu is_cpu is_musa is_hpu is_sm120_supported is_gfx95_supported", _no)
+    sglang |= every("is_gfx1250_supported get_bool_env_var cpu_has_amx_support", _no)
+    sglang |= every("is_cuda", lambda: cuda) | every("get_device_core_count", lambda *args: 132)
+    sglang |= every("ceil_div", lambda a, b: -(-a // b))
+    environment = types.SimpleNamespace(get=_no)
+    triton_runs = types.SimpleNamespace(capabilities=types.SimpleNamespace(supports_triton=True))
+    return {
+        "vllm": {"__file__": str(root / "__init__.py")},
+        "vllm.logger": {"init_logger": logging.getLogger},
+        "vllm.triton_utils": {"tl": tl, "triton": triton},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
+        "vllm.scalar_type": {"scalar_types": _Anything(), "ScalarType": _Anything},
+        "vllm.utils.math_utils": {
+            "largest_power_of_2_divisor": lambda n: n & -n,
+            "round_up": lambda n, to: -(-n // to) * to,
+        },
+        "vllm.v1.worker.workspace": {"is_workspace_manager_initialized": _no},
+        "vllm.utils.torch_utils": quantized,
+        "vllm.platforms": {"current_platform": types.SimpleNamespace(**platform)},
+        "vllm.v1.kv_cache_interface": {"KVQuantMode": enum.IntEnum("KVQuantMode", modes, start=0)}
+        | quantized,
+        "vllm.model_executor.layers.quantization.utils.quant_utils": {
+            "get_fp8_min_max": lambda: (fp8.min, fp8.max),
+            "FP8_DTYPE": torch.float8_e4m3fn,
+        },
+        "vllm.v1.attention.backends.utils": {"NULL_BLOCK_ID": 0, "PAD_SLOT_ID": -1},
+        "sglang.srt.utils": sglang,
+        "sglang.srt.environ": {"envs": type("Envs", (), {"__getattr__": lambda self, name: environment})()},
+        "sglang.kernels.jit.utils": {"is_arch_support_pdl": _no},
+        "sglang.srt.utils.patch_torch": {"register_fake_if_exists": lambda *args: lambda function: function},
+        "sglang.srt.platforms": {"current_platform": triton_runs},
+        "sglang.kernels.kernel_api_logging": {"debug_kernel_api": lambda function: function},
+        "sglang.kernels.ops.quantization.fp8_utils": {"fp8_dtype_to_triton": lambda dtype: tl.float8e4nv},
+        "sglang.kernels.ops.kvcache.set_mla_kv_buffer": {"can_use_set_mla_kv_buffer": _no},
+    }
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds these files of a package in a folder, and stand-ins for its other modules.
+
+    Args:
+        root: the folder of the package.
+        names: modules to execute.
+        package: its first name.
+        cuda: what the stand-ins say of the machine.
+    """
+
+    def __init__(self, root: Path, names: Sequence[str], package: str = "vllm", cuda: bool = True) -> None:
+        self.root, self.names, self.package, self.cuda = root, names, package, cuda
 
     def find_spec(
         self, name: str, path: Any, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] != "vllm":
+        if name.partition(".")[0] != self.package:
             return None
         if name in self.names:
-            return importlib.util.spec_from_file_location(name, self.root / file_of(name))
+            file = self.root.joinpath(*name.split(".")[1:]).with_suffix(".py")
+            return importlib.util.spec_from_file_location(name, file)
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _stand_in(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        import torch
-        import triton
-        import triton.language as tl
-
-        known: dict[str, dict[str, Any]] = {
-            "vllm": {"__file__": str(self.root / "__init__.py")},
-            "vllm.logger": {"init_logger": logging.getLogger},
-            "vllm.triton_utils": {"tl": tl, "triton": triton},
-            "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
-            "vllm.scalar_type": {"scalar_types": _Anything(), "ScalarType": _Anything},
-            "vllm.utils.math_utils": {
-                "largest_power_of_2_divisor": lambda n: n & -n,
-                "round_up": lambda n, to: -(-n // to) * to,
-            },
-            "vllm.v1.worker.workspace": {"is_workspace_manager_initialized": lambda: False},
-            "vllm.utils.torch_utils": {"is_quantized_kv_cache": lambda name: name != "auto"},
-            "vllm.platforms": {
-                "current_platform": types.SimpleNamespace(
-                    is_rocm=lambda: False,
-                    is_cuda=lambda: True,
-                    is_xpu=lambda: False,
-                    is_cpu=lambda: False,
-                    is_cuda_alike=lambda: True,
-                    import_kernels=lambda: None,
-                    fp8_dtype=lambda: torch.float8_e4m3fn,
-                )
-            },
-        }
-        module.__dict__.update(known.get(module.__name__, {}))
+        module.__dict__.update(_known(self.root, self.cuda).get(module.__name__, {}))
 
 
 @contextmanager
@@ -134,7 +179,7 @@ def executed(root: Path, *names: str) -> Iterator[None]:
     before = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "vllm"}
     for name in before:
         del sys.modules[name]
-    finder = _Finder(root, names)
+    finder = Finder(root, names)
     # In front of the finders that would find an installed vLLM. The finder of a patch that is
     # applied inside the ``with`` goes in front of this one, and asks it.
     sys.meta_path.insert(0, finder)

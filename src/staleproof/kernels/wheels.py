@@ -1,38 +1,18 @@
-"""Compiled and JIT kernels of smaller wheels: FlashAttention-4, sgl-flash-mla, sgl-deep-gemm, tilelang."""
+"""Compiled and JIT kernels of smaller wheels: FlashAttention-4, sgl-flash-mla, sgl-deep-gemm."""
 
 from __future__ import annotations
 
-from staleproof import audit
+from staleproof.kernels import references, subject
+
+_FLASH = {"package": "flash-attn-4", "needs": "sm90", "q_len": 0, "head_dim": 64}
 
 
-@audit.attention(
+@subject.attention(name="flash_attn_varlen_func, pages of 16", **_FLASH)
+@subject.attention(
     name="flash_attn_varlen_func, pages of 128",
-    package="flash-attn-4",
-    needs="sm90",
-    q_len=0,
-    head_dim=64,
-    value_dim=64,
+    **_FLASH,
     page_size=128,
     documented={"T": 'its docstring: rows past seqused_k in a last page "must be finite"'},
-)
-def flash_attn_4_tma(
-    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, max_seq_len, softmax_scale
-):
-    from flash_attn.cute import flash_attn_varlen_func
-
-    return flash_attn_varlen_func(
-        q, k_cache, v_cache, cu_seqlens_q=query_start_loc, max_seqlen_q=max_q_len, max_seqlen_k=max_seq_len,
-        seqused_k=seq_lens, page_table=block_table, softmax_scale=softmax_scale, causal=True,
-    )[0]  # fmt: skip
-
-
-@audit.attention(
-    name="flash_attn_varlen_func, pages of 16",
-    package="flash-attn-4",
-    needs="sm90",
-    q_len=0,
-    head_dim=64,
-    value_dim=64,
 )
 def flash_attn_4(
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, max_seq_len, softmax_scale
@@ -45,7 +25,7 @@ def flash_attn_4(
     )[0]  # fmt: skip
 
 
-@audit.attention(
+@subject.attention(
     name="dense decode, legacy", package="sgl-flash-mla", needs="sm90", layout="mla", heads=64, page_size=64
 )
 def flash_mla(q, kv_cache, block_table, seq_lens, softmax_scale):
@@ -59,8 +39,13 @@ def flash_mla(q, kv_cache, block_table, seq_lens, softmax_scale):
     return out.squeeze(1), lse.squeeze(-1)
 
 
-@audit.ragged(
-    name="m_grouped_bf16_gemm_nt_masked", package="sgl-deep-gemm", needs="sm90", hidden=128, dtype="bfloat16"
+@subject.ragged(
+    name="m_grouped_bf16_gemm_nt_masked",
+    reference=references.masked_product,
+    package="sgl-deep-gemm",
+    needs="sm90",
+    hidden=128,
+    dtype="bfloat16",
 )
 def deep_gemm_masked(x, starts):
     import torch
@@ -76,16 +61,3 @@ def deep_gemm_masked(x, starts):
     groups[group, row - starts[group]] = x
     m_grouped_bf16_gemm_nt_masked(groups, weights, out, counts, 16)
     return out[group, row - starts[group]]
-
-
-@audit.rows(
-    name="act_quant, tilelang",
-    package="sglang",
-    needs="cuda",
-    hidden=128,
-    files=("sglang.kernels.ops.quantization.act_quant_tilelang",),
-)
-def tilelang_act_quant(x):
-    from sglang.kernels.ops.quantization.act_quant_tilelang import act_quant
-
-    return act_quant(x)

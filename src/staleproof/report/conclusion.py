@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from staleproof.cases.finding import OFF_ON_OFF, Finding
-from staleproof.cases.words import FIXED, NOT_RUN, Outcome
+from staleproof.cases.words import FIXED, NOT_RUN, WRONG, Outcome
 from staleproof.incidents.registry import INCIDENTS, Incident
 from staleproof.report import matrix
 from staleproof.triage import symptom
@@ -118,7 +118,9 @@ def _failing(about: Incident, ran: Iterable[Finding]) -> list[str]:
     for found in ran:
         if found.question == OFF_ON_OFF and found.verdict != FIXED:
             name, where = _split(found.variant)
-            cases.setdefault(name, {})[where] = found.three.on if found.three else found.verdict
+            # A wrong result shows no fault in its three runs.
+            seen = found.three.on if found.three and found.verdict != WRONG else found.verdict
+            cases.setdefault(name, {})[where] = seen
         elif found.question.startswith(MATRIX):
             cures.setdefault(found.question.removeprefix(MATRIX), []).append(found.verdict == "cured")
     for found in ran:
@@ -127,8 +129,8 @@ def _failing(about: Incident, ran: Iterable[Finding]) -> list[str]:
             where = found.question.removeprefix("served ")
             cases.setdefault(found.variant, {})[where] = found.verdict
     told = []
-    for name, seen in cases.items():
-        said = "; ".join(f"{where}: {verdict}" if where else verdict for where, verdict in seen.items())
+    for name, words in cases.items():
+        said = "; ".join(f"{where}: {verdict}" if where else verdict for where, verdict in words.items())
         told.append(f"{name} ({said})")
     told += [f"{name} (cures none of {len(c)} causes)" for name, c in cures.items() if not any(c)]
     return told

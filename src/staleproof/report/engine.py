@@ -154,6 +154,11 @@ SEEN: dict[str, Callable[[Numbers], str]] = {
     "live logits, off / on": _bits,
     "live logits, 3 / 8 live": _bits,
     "live logits, equal engines": _equal,
+    "live logits with a sound bias": lambda n: (
+        f"steps with other logits {n['steps_with_other_logits']}, off again "
+        f"{n['steps_with_other_logits_off_again']}; "
+        f"{n['requests_with_other_tokens']} requests with other tokens"
+    ),
     "dynamic fp8 quantizers": lambda n: (
         "values of sound rows changed: "
         + ", ".join(

@@ -43,7 +43,7 @@ def ceiling(row: Row) -> str:
     'replica'
     """
     if row.grade == "real":
-        return "real: released code showed a link of it; your server was not asked"
+        return "real: third-party code showed a link of it; your server was not asked"
     if row.grade == "source":
         return "source: released code says so; nobody ran it here"
     return f"{row.grade}: at best consistent with it; no released code ran"

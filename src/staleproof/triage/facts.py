@@ -23,7 +23,7 @@ ASK = {
     "model": "Which model? (a name, or mla, moe, hybrid, dense)",
     "gpu": "Which GPU? (e.g. H200, B200, GB200)",
     "graphs": "Which CUDA graphs? (full, piecewise, none)",
-    "quant": "Which quantisation? (nvfp4, fp8, none)",
+    "quant": "Which quantisation? (nvfp4, mxfp4, fp8, none)",
     "parallel": "Data or expert parallel? (dp, ep, dp+ep, none)",
     "backend": "Which attention backend? (e.g. FLASHINFER_MLA, TRITON_MLA; in the log after 'Using')",
     "moe_backend": "Which MoE backend? (e.g. flashinfer_cutlass, triton)",
@@ -47,6 +47,7 @@ MODELS = (
     (r"kimi.?linear", ("mla", "moe", "hybrid"), True),
     (r"qwen3.?next|qwen3.?5.?moe|qwen3.?5-\d+b-a\d+b", ("moe", "hybrid"), True),
     (r"qwen3.?5", ("hybrid",), False),
+    (r"gpt.?oss", ("moe",), True),
     (r"qwen3.?moe|qwen3-\d+b-a\d+b|mixtral", ("moe",), True),
     (r"nemotron.?h|jamba|falcon.?h1|zamba|granitemoehybrid|bamba|lfm2", ("hybrid",), False),
     (r"^(llama|qwen[23]?|mistral|gemma\d?|phi3)(forcausallm)?$", (), True),
@@ -57,6 +58,7 @@ GRAPHS = {
     "full": ("full", "full_decode_only", "full_and_piecewise"),
 }
 QUANT = {
+    "mxfp4": ("mxfp4", "gpt_oss_mxfp4"),
     "nvfp4": ("nvfp4", "modelopt_fp4", "petit_nvfp4", "fp4"),
     "fp8": ("fp8", "modelopt", "fbgemm_fp8"),
     "none": ("none", "bf16", "fp16", "no"),

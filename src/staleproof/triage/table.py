@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("triage.toml")
 CAPTION = (
-    "Releases are what the recorded probes of vLLM's source say. A flag does what that source says; none was "
-    "tried on a production server. Evidence: real (released code ran), source (released code says so), "
-    "replica (our code ran, after the cited source)."
+    "Releases come from reading each release's source. A flag does what that source says; none was tried on a "
+    "production server. Evidence: real (third-party code ran, as released unless the row says what was "
+    "changed), source (released code says so), replica (our code ran, after the cited source)."
 )
 # An option is not cut at its hyphens.
 _WHOLE: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
@@ -125,6 +125,15 @@ class Row:
             last = f"{last.partition(' ')[0]} or later"
         return f"{first}, {last}" if first else last
 
+    def refused(self, patch: str) -> str:
+        """The releases with the defect that a patch refuses, as spans; empty if it applies to all of them.
+
+        >>> {row.key: row.refused("scale_padding") for row in rows() if "scale_padding" in row.patches}
+        {'scale_padding': '0.16.0 to 0.17.1'}
+        """
+        names = [name for name in self.releases if patch in _refused(name)]
+        return spans(names)
+
     @property
     def notebook(self) -> str:
         """File name of the chapter."""
@@ -138,8 +147,10 @@ class Row:
     @property
     def do(self) -> str:
         """Flag, release and patch, in one cell."""
-        patch = ", ".join(f"`{name}`" for name in self.patches) or "none"
-        return f"Flag: {self.flag}. Release: {self.release}. Patch: {patch}."
+        patches = [
+            f"`{name}`" + (f" (not on {no})" if (no := self.refused(name)) else "") for name in self.patches
+        ]
+        return f"Flag: {self.flag}. Release: {self.release}. Patch: {', '.join(patches) or 'none'}."
 
     @property
     def rests_on(self) -> str:
@@ -174,6 +185,14 @@ def spans(names: Sequence[str]) -> str:
         else:
             found.append([name])
     return ", ".join(part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in found)
+
+
+@cache
+def _refused(release: str) -> frozenset[str]:
+    """The patches that a release needs and that refuse it, by the recorded probes."""
+    from staleproof.vllm.plugin import REFUSED, decisions
+
+    return frozenset(d.patch.name for d in decisions(release) if d.state == REFUSED)
 
 
 @cache
@@ -244,17 +263,18 @@ def plain(cell: str) -> str:
 
 
 def markdown(chapter: Callable[[Row], str]) -> str:
-    """The table in Markdown, with its caption.
+    """The table in Markdown, with its caption: three columns, which fit a page of 830 pixels.
 
     Args:
         chapter: address of a row's notebook, as seen from the page.
 
-    >>> markdown(lambda row: f"notebooks/{row.notebook}").splitlines()[0][:26]
-    '| Chapter | What you see |'
+    >>> markdown(lambda row: f"notebooks/{row.notebook}").splitlines()[0]
+    '| What you see | Do now | Chapter |'
     """
-    columns = ["Chapter", *rows()[0].cells]
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[f"[{row.notebook[:2]}]({chapter(row)})", *row.cells.values()] for row in rows()]
+    lines = [["What you see", "Do now", "Chapter"], ["---"] * 3]
+    for row in rows():
+        see = f"{row.see}. vLLM {row.affected}."
+        lines.append([see, row.do, f"[{row.notebook[:2]}]({chapter(row)}), {row.grade}"])
     text = "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
     return f"{text}\n\n{CAPTION}"
 

@@ -298,7 +298,8 @@ class _Place:
         if now is self.original is not self.current:
             return f"{self.name} was put back since"
         if now is not self.current:
-            return f"{self.name} was replaced by {getattr(now, '__module__', type(now).__name__)} since"
+            code = getattr(now, "__code__", None)
+            return f"{self.name} was replaced by {code.co_filename if code else type(now).__name__} since"
         # A scrape looks as well, and this takes milliseconds.
         if self._importers[0] != len(sys.modules):
             names = sorted({module.__name__ for module, _ in self._imported(self.original)})

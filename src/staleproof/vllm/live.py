@@ -7,7 +7,6 @@ process that runs an engine or a worker a thread looks at the switch, lets patch
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib.metadata
 import json
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Here:
         decided: patch -> state and reason of the others, when the plugin was loaded.
         ready: whether its engine or worker runs.
         incidents: patch -> incident, of all that there are.
+        model: as it is served, once that is known.
     """
 
     version: str = ""
@@ -51,6 +52,7 @@ class Here:
     decided: dict[str, State] = field(default_factory=dict)
     ready: bool = False
     incidents: dict[str, str] = field(default_factory=dict)
+    model: str = ""
 
     def found(self) -> dict[str, State]:
         """Patch -> its state now, and the reason."""
@@ -62,14 +64,16 @@ class Here:
             "pid": os.getpid(),
             "process": multiprocessing.current_process().name,
             "vllm": self.version,
+            "model": self.model,
             "ready": self.ready,
+            "counts": {name: read() for name, read in standing.counters.items()},
             "patches": self.found(),
         }
 
     def publish(self) -> None:
         """Write it for the other processes of the server; not if nothing has changed."""
-        text, file = json.dumps(self.said()), Path(os.environ[FOLDER], f"{os.getpid()}.json")
-        if _written.get(file) != text:
+        text, file = json.dumps(self.said()), Path(os.environ.get(FOLDER, ""), f"{os.getpid()}.json")
+        if FOLDER in os.environ and _written.get(file) != text:
             file.with_suffix(".new").write_text(text, encoding="utf-8")
             file.with_suffix(".new").replace(file)
             _written[file] = text
@@ -80,13 +84,22 @@ _here: list[Here] = []
 _thread: list[threading.Thread] = []
 
 
-def enter(here: Here) -> bool:
-    """Take part in the server's truth; say whether this is the server's first process."""
+def enter(here: Here, asked: bool) -> bool:
+    """Take part in the server's truth.
+
+    Args:
+        here: this process.
+        asked: whether anybody can ask. If not, no folder is made.
+
+    Returns:
+        Whether this is the first process of a server that can be asked.
+    """
     _here[:] = [here]
-    first = not Path(os.environ.get(FOLDER, "")).is_dir() or FOLDER not in os.environ
+    first = asked and not Path(os.environ.get(FOLDER) or "/nowhere").is_dir()
     if first:
         os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="staleproof-")
-        atexit.register(_leave, folder, os.getpid())
+        # Unlike atexit also at the end of a child of multiprocessing.
+        Finalize(None, _leave, (folder, os.getpid()), exitpriority=0)
     look_at_switch(os.environ.get(SWITCH), here)
     here.publish()
     return first
@@ -182,7 +195,7 @@ def health(required: str | None = None) -> dict[str, Any]:
 
     Returns:
         ``ok`` (nothing is refused or partly in place, and what ``STALEPROOF_REQUIRE`` names stands),
-        ``staleproof``, ``vllm``, ``patches`` (patch -> state and reason), ``processes``.
+        ``staleproof``, ``vllm``, ``model``, ``patches`` (patch -> state and reason), ``processes``.
     """
     processes = gather()
     patches = merged(processes)
@@ -194,7 +207,8 @@ def health(required: str | None = None) -> dict[str, Any]:
     return {
         "ok": ok,
         "staleproof": importlib.metadata.version("staleproof"),
-        "vllm": processes[0]["vllm"] if processes else None,
+        "vllm": processes[0]["vllm"] if processes else "",
+        "model": max((one["model"] for one in processes), default=""),
         "patches": patches,
         "processes": processes,
     }

@@ -7,11 +7,12 @@ an exception here would stop vLLM, unless ``STALEPROOF_REQUIRE`` asks for just t
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from staleproof.vllm import live, process, standing
 from staleproof.vllm.hooks import out_of_service, warn_once
@@ -23,7 +24,7 @@ from staleproof.vllm.sources import Evidence, NotShippedError, PatchError, Sourc
 VARIABLE = "STALEPROOF_PATCHES"
 UNKNOWN = "STALEPROOF_UNKNOWN"
 # The port of a server's first process that says what stands in all of them; without it there is none.
-PORT = "STALEPROOF_PORT"
+PORT, WATCH = "STALEPROOF_PORT", "STALEPROOF_WATCH"
 AFFECTED, WILL, REFUSED = "affected", "will be patched", "refused"
 
 
@@ -301,26 +302,27 @@ def _apply(here: live.Here) -> None:
         warn_once(f"on vLLM {version}, refused: {'; '.join(refused)}")
     summary = "; ".join(f"{state}: {', '.join(names)}" for state, names in by_state.items())
     process.say(f" on vLLM {version}: {summary}")
-    process.watch(lambda: _ready(here))
+    process.watch(functools.partial(_ready, here))
 
 
 def _open(here: live.Here) -> None:
     """Take part in the server's truth; its first process opens a port if it is told to."""
     port = os.environ.get(PORT)
-    if live.enter(here) and port:
+    if live.enter(here, bool(port or os.environ.get(WATCH))) and port:
         from staleproof.vllm import watch_port
 
         watch_port.serve(None, int(port))
         live.beat()
 
 
-def _ready(here: live.Here) -> None:
+def _ready(here: live.Here, engine: Any) -> None:
     """Say what stands when the engine or worker of this process is ready."""
     here.ready = True
-    refused = {name: why for name, (state, why) in here.decided.items() if state == REFUSED}
-    process.contained(
-        lambda: process.say(process.line(here.version, here.names, refused)), "what stands cannot be said"
-    )
+    names = getattr(getattr(engine, "vllm_config", None), "model_config", None)
+    here.model = str(getattr(names, "served_model_name", ""))
+    found = here.found()
+    stands = {n: state for n, state in found.items() if n in here.names or state[0] == REFUSED}
+    process.say(process.line(here.version, stands))
     process.contained(here.publish, "the state of this process cannot be asked")
-    process.contained(live.beat, "no thread of ours")
-    process.required(os.environ.get(process.REQUIRE), here.found(), here.incidents)
+    process.contained(live.beat, "no patch comes back, and none is switched")
+    process.required(os.environ.get(process.REQUIRE), found, here.incidents)

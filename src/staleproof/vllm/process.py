@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from staleproof.vllm import hooks, standing
@@ -65,30 +65,17 @@ def state(name: str) -> tuple[str, str]:
     return (WAITING if "waiting" in states or not states else NOT_NEEDED), ""
 
 
-def states(names: Iterable[str], refused: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Patch -> what became of it here, and why; ``refused`` when the plugin was loaded included.
+def line(version: str, found: Mapping[str, tuple[str, str]]) -> str:
+    """Say in one line what stands; ``found`` is patch -> state and reason.
 
-    >>> states([], {"b": "no Triton"})
-    {'b': ('refused', 'no Triton')}
-    """
-    return {name: state(name) for name in names} | {name: (REFUSED, why) for name, why in refused.items()}
-
-
-def line(version: str, names: Sequence[str], refused: Mapping[str, str]) -> str:
-    """Say in one line what stands.
-
-    Args:
-        names: the patches that were put in place, or wait for an import.
-        refused: patch -> why it was refused when the plugin was loaded.
-
-    >>> line("0.18.1", ["a"], {"b": "no Triton"})
+    >>> line("0.18.1", {"a": ("will be patched", ""), "b": ("refused", "no Triton")})
     ' on vLLM 0.18.1, this process: refused: b (no Triton); will be patched: a (not imported here)'
     """
-    found: dict[str, list[str]] = {IN_PLACE: [], PARTLY: [], REFUSED: []}
-    for name, (is_now, why) in states(names, refused).items():
-        why = "not imported here" if is_now == WAITING else why
-        found.setdefault(is_now, []).append(f"{name} ({why})" if why else name)
-    text = "; ".join(f"{is_now}: {', '.join(of)}" for is_now, of in found.items() if of)
+    states: dict[str, list[str]] = {IN_PLACE: [], PARTLY: [], REFUSED: []}
+    for name, (state, why) in found.items():
+        why = "not imported here" if state == WAITING else why
+        states.setdefault(state, []).append(f"{name} ({why})" if why else name)
+    text = "; ".join(f"{state}: {', '.join(names)}" for state, names in states.items() if names)
     return f" on vLLM {version}, this process: {text or 'nothing to patch'}"
 
 
@@ -113,8 +100,8 @@ def required(text: str | None, found: Mapping[str, tuple[str, str]], known: Iter
         raise RequirementError(f"vLLM does not start: {REQUIRE}={text}: {'; '.join(unknown + missing)}")
 
 
-def watch(ready: Callable[[], None]) -> None:
-    """Call ``ready`` when the engine of this process is ready, or the worker if there is none.
+def watch(ready: Callable[[Any], None]) -> None:
+    """Call ``ready`` with the engine of this process when it is ready, or the worker if there is none.
 
     What it raises ends vLLM.
     """
@@ -127,7 +114,7 @@ def watch(ready: Callable[[], None]) -> None:
             result = original(*args, **kwargs)
             if engine or _starting != [os.getpid()]:
                 _starting.clear()
-                ready()
+                ready(args[0])
             return result
 
         start.staleproof_replaces = original  # type: ignore[attr-defined]

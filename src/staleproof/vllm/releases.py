@@ -10,7 +10,7 @@ from typing import Any
 
 from staleproof.vllm.sources import PatchError, numbers
 
-# What the probes say of each release's source distribution; written by tests/vllm/table.py.
+# What the probes say of each release's source distribution; written by tools/vllm_table.py.
 TABLE = Path(__file__).with_name("versions.json")
 # A version: its release, and what follows it.
 VERSION = re.compile(r"(\d+(?:\.\d+)*)(.*)")

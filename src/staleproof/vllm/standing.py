@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 # Patch -> why it is out of service. The wrappers read it at each call.
 stepped_back: dict[str, str] = {}
@@ -31,6 +31,9 @@ _tries: Counter[str] = Counter()
 # Patch -> when it comes back.
 _due: dict[str, float] = {}
 SWITCHED = "switched off by "
+# Name of a metric without staleproof_ -> reads it. Patches and detectors on the host may add theirs; any
+# process of the server may be asked for the sum over all.
+counters: dict[str, Callable[[], int]] = {}
 
 
 def arm(owner: str, requires: Sequence[str]) -> str | None:

@@ -30,7 +30,7 @@ VARIABLE, PORT, STAGES, LAYERS, STEPS = (
 )
 # Rows behind these layers; block ids that change hands; memory that no profile saw.
 ROW_STAGES = ("attention", "router", "experts")
-KNOWN = (*ROW_STAGES, "blocks", "memory")
+KNOWN = (*ROW_STAGES, "blocks", "memory", "published")
 DEFAULT_PORT = 9464
 # Seconds between two copies of the counts.
 INTERVAL_S = 0.5
@@ -40,6 +40,8 @@ REMEMBERED, NAMED = 1024, 8
 # is most of what a watched step costs the host.
 SPAN = 32
 PADDING, LIVE = "padding", "live"
+# Whose hooks they are: of no patch.
+OWNER = "watch"
 
 
 @dataclass(frozen=True)

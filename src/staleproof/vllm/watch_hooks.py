@@ -14,16 +14,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from staleproof.vllm import hooks, standing, watch_blocks, watch_memory, watch_port
+from staleproof.vllm import hooks, standing, watch_blocks, watch_memory, watch_port, watch_published
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, warn_once
 from staleproof.vllm.patches.mla_padding import BACKENDS, FORWARD_MQA
 from staleproof.vllm.releases import table
 from staleproof.vllm.sources import PatchError, numbers
 from staleproof.vllm.sources import installed as vllm_installed
-from staleproof.vllm.watch import Settings, Watch, read_settings
+from staleproof.vllm.watch import OWNER, Settings, Watch, read_settings
 
-OWNER = "watch"
 # The first release with these functions. The last that was read is the last of the table.
 OLDEST = "0.20.0"
 RUNNER, RUNNER_V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
@@ -280,6 +279,8 @@ class Hooks:
         if "router" in self.settings.stages:
             module, name = ROUTER if numbers(self.version) < numbers(MOVED) else ROUTER_MOVED
             found.append(Target(module, name, ("self",), after=self.router))
+        if "published" in self.settings.stages:
+            found += watch_published.Published(self.settings.port - 1).targets()
         return found
 
 

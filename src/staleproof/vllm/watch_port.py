@@ -10,18 +10,20 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from staleproof.vllm import live, process
-from staleproof.vllm.hooks import warn_once
+from staleproof.vllm import live, process, standing
+from staleproof.vllm.hooks import out_of_service, warn_once
 from staleproof.vllm.process import say
-from staleproof.vllm.watch import LIVE, PADDING, Watch
+from staleproof.vllm.watch import LIVE, OWNER, PADDING, Watch
 from staleproof.vllm.watch_blocks import Blocks
 from staleproof.vllm.watch_memory import Memory
 
 ROWS = (PADDING, LIVE)
+Values = Sequence[tuple[Any, float]]
 HOST = "STALEPROOF_WATCH_HOST"
 # So many are answered at a time, and a connection that says nothing for so many seconds is closed.
 CONNECTIONS, TIMEOUT_S = 8, 2.0
@@ -40,20 +42,26 @@ class Collector:
         self, watch: Watch | None, blocks: Blocks | None = None, memory: Memory | None = None
     ) -> None:
         self.watch, self.blocks, self.memory = watch, blocks, memory
-        self._failed = False
 
     def collect(self) -> Iterator[Any]:
         """The families of metrics, as prometheus_client asks for them."""
         if self.watch is not None:
-            counts = None
-            if not self._failed:
-                counts = process.contained(lambda: [*self._counts()], "watch: its counts are out of service")
-                self._failed = counts is None
-            yield _gauge("watch_up", "The watch is in service", [((), not self._failed)])
-            yield from counts or ()
+            rows = []
+            if OWNER not in standing.stepped_back:
+                try:
+                    rows = [*self._counts()]
+                except Exception as error:
+                    out_of_service(
+                        standing.step_back(OWNER, f"a scrape failed: {type(error).__name__}: {error}")
+                    )
+            yield _gauge("watch_up", "The watch is in service", [((), OWNER not in standing.stepped_back)])
+            yield from rows
         health = live.health(os.environ.get(process.REQUIRE))
-        versions = health["staleproof"], health["vllm"] or ""
-        yield _gauge("build_info", "Versions in this server", [(versions, 1)], "staleproof", "vllm")
+        names = "staleproof", "vllm", "model"
+        yield _gauge("build_info", "What this server is", [([health[name] for name in names], 1)], *names)
+        counts = sum((Counter(one["counts"]) for one in health["processes"]), Counter())
+        for name, count in {**dict.fromkeys(standing.counters, 0), **counts}.items():
+            yield _counter(name, "Counted on the host, in all processes of this server", [((), count)])
         yield _gauge("ok", "What stands is as it should be", [((), health["ok"])])
         states = [
             ((patch, state, one["process"], str(one["pid"])), 1)
@@ -75,7 +83,8 @@ class Collector:
         yield _counter("duplicate_expert_rows", "Rows that name an expert twice", twice, "layer", "rows")
         yield _counter("steps", "Steps of the engine", [((), reading.steps)])
         yield _counter("counted_steps", "Steps whose rows were counted", [((), reading.counted)])
-        # If it grows while the engine steps, the watch counts no more.
+        # If the first goes on and the second grows, the watch counts no more.
+        yield _counter("begun_steps", "Steps that the watch saw begin", [((), self.watch.steps)])
         age = time.monotonic() - reading.at if reading.at else 0.0
         yield _gauge("reading_age_seconds", "Since counts have last arrived", [((), age)])
         sample = [(("layers",), chosen.layers), (("steps",), chosen.steps)]
@@ -89,32 +98,31 @@ class Collector:
             yield _gauge("unprofiled_bytes", "Memory that the profile run did not see", owners, "owner")
 
 
-def _by_rows(counts: Mapping[Any, tuple[int, int]]) -> list[tuple[Sequence[str], float]]:
+def _by_rows(counts: Mapping[Any, tuple[int, int]]) -> Values:
     return [((*at, rows), n) for at, pair in counts.items() for rows, n in zip(ROWS, pair, strict=True)]
 
 
-def _gauge(name: str, text: str, values: Iterable[tuple[Sequence[str], float]], *labels: str) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
+def _family(kind: str, name: str, text: str, values: Values, labels: tuple[str, ...]) -> Any:
+    from prometheus_client import core
 
-    return _filled(GaugeMetricFamily(f"staleproof_{name}", text, labels=labels), values)
-
-
-def _counter(name: str, text: str, values: Iterable[tuple[Sequence[str], float]], *labels: str) -> Any:
-    from prometheus_client.core import CounterMetricFamily
-
-    return _filled(CounterMetricFamily(f"staleproof_{name}", text, labels=labels), values)
-
-
-def _filled(family: Any, values: Iterable[tuple[Sequence[str], float]]) -> Any:
-    for labels, value in values:
-        family.add_metric(labels, value)
+    family = getattr(core, f"{kind}MetricFamily")(f"staleproof_{name}", text, labels=labels)
+    for given, value in values:
+        family.add_metric(given, value)
     return family
+
+
+def _gauge(name: str, text: str, values: Values, *labels: str) -> Any:
+    return _family("Gauge", name, text, values, labels)
+
+
+def _counter(name: str, text: str, values: Values, *labels: str) -> Any:
+    return _family("Counter", name, text, values, labels)
 
 
 class Port(ThreadingHTTPServer):
     """Answers ``/metrics`` and ``/health``, a few connections at a time, each for a short time."""
 
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, 64
 
     def __init__(self, address: tuple[str, int], collector: Collector) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET

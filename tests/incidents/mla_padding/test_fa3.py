@@ -10,7 +10,7 @@ import torch
 
 from staleproof.incidents.mla_padding.cases import ALONE, TABLE
 from staleproof.incidents.mla_padding.scene import SCALE, make_call
-from staleproof.kernels import vllm_peers
+from staleproof.kernels import vllm as vllm_kernels
 from staleproof.ops.reference.mla_decode import mla_decode
 
 
@@ -23,12 +23,12 @@ def test_without_a_gpu_it_says_so():
 
 
 def test_a_wheel_without_the_library_is_named(monkeypatch):
-    monkeypatch.setattr(vllm_peers.device, "provenance", lambda: vllm_peers.Provenance.MEASURED)
-    monkeypatch.setattr(vllm_peers.device, "machine", lambda: types.SimpleNamespace(capability="sm_90"))
-    monkeypatch.setattr(vllm_peers, "vllm_file", lambda path: None)
-    assert vllm_peers.fa3_unavailable_reason() == f"no vllm with {vllm_peers.FA3_LIBRARY} is installed"
-    monkeypatch.setattr(vllm_peers.device, "machine", lambda: types.SimpleNamespace(capability="sm_100"))
-    assert vllm_peers.fa3_unavailable_reason().startswith("needs an SM90 GPU")
+    monkeypatch.setattr(vllm_kernels.device, "provenance", lambda: vllm_kernels.Provenance.MEASURED)
+    monkeypatch.setattr(vllm_kernels.device, "machine", lambda: types.SimpleNamespace(capability="sm_90"))
+    monkeypatch.setattr(vllm_kernels, "vllm_file", lambda path: None)
+    assert vllm_kernels.fa3_unavailable_reason() == f"no vllm with {vllm_kernels.FA3_LIBRARY} is installed"
+    monkeypatch.setattr(vllm_kernels.device, "machine", lambda: types.SimpleNamespace(capability="sm_100"))
+    assert vllm_kernels.fa3_unavailable_reason().startswith("needs an SM90 GPU")
 
 
 def test_its_arguments_are_an_mla_decode(monkeypatch):
@@ -43,7 +43,7 @@ def test_its_arguments_are_an_mla_decode(monkeypatch):
     module = types.SimpleNamespace(flash_attn_varlen_func=varlen)
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", module)
     call = make_call("cpu", rows=4, live=3, tokens=84, dtype=torch.float32)
-    got, lse = vllm_peers._prepare_fa3(*call, SCALE, None, None)()
+    got, lse = vllm_kernels.vllm_fa3().prepare(*call, SCALE, None, None)()
     want, _ = mla_decode(*call, softmax_scale=SCALE)
     assert torch.equal(got, want)
     assert lse is None
@@ -51,9 +51,9 @@ def test_its_arguments_are_an_mla_decode(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_sm90_live_rows_are_right(device):
-    if why := vllm_peers.fa3_unavailable_reason():
+    if why := vllm_kernels.fa3_unavailable_reason():
         pytest.skip(why)
     call = make_call(device, rows=4, live=3, tokens=84)
-    got, _ = vllm_peers.vllm_fa3()(*call, softmax_scale=SCALE)
+    got, _ = vllm_kernels.vllm_fa3()(*call, softmax_scale=SCALE)
     want, _ = mla_decode(*call, softmax_scale=SCALE)
     assert (got[:3].double() - want[:3].double()).norm() / want[:3].double().norm() < 1e-2

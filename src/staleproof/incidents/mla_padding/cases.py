@@ -59,7 +59,7 @@ from staleproof.incidents.mla_padding.setups import (
 )
 from staleproof.kernels.adapter import Peer
 from staleproof.kernels.mla import peers
-from staleproof.kernels.vllm_peers import vllm_fa3
+from staleproof.kernels.vllm import vllm_fa3
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.mla.decode import mla_decode
 from staleproof.ops.reference.mla_decode import mla_decode as reference_decode

@@ -12,8 +12,17 @@ import torch
 
 from staleproof import check, device
 from staleproof.ops.launching import Seen, empty, key_of, launched
-from staleproof.ops.mla.merge_splits import merge_splits_kernel
-from staleproof.ops.mla.plan import cache_dtypes, equal_parts_are_faster, fits_sm90, is_measured, plan
+from staleproof.ops.mla.merge import merge_splits_kernel
+from staleproof.ops.mla.plan import (
+    FEW_HEADS,
+    Cut,
+    Tiles,
+    cache_dtypes,
+    fastest,
+    fits_hopper,
+    is_measured,
+    tiles_of,
+)
 from staleproof.ops.operators import operator, require_values
 
 device.load_triton()
@@ -81,12 +90,13 @@ def _operand(x, dtype: tl.constexpr, INTERPRET: tl.constexpr):
         return x.to(tl.float32)
 
 
-@triton.jit
+# Not in the compiled kernel: a server has many values of it.
+@triton.jit(do_not_specialize=["splits"])
 def _mla_decode_kernel(
     q, kv_cache, block_table, seq_lens, out, lse,
     q_batch_stride, q_token_stride, q_head_stride, page_stride, token_stride, table_stride,
-    softmax_scale, k_scale, capacity, q_len, heads,
-    SPECULATIVE: tl.constexpr, SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    softmax_scale, k_scale, capacity, q_len, heads, splits,
+    SPECULATIVE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RANK: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +118,7 @@ def _mla_decode_kernel(
     seq_len = tl.minimum(tl.load(seq_lens + request), capacity)
     first_limit = tl.maximum(seq_len - q_len + first_token + 1, 0)
     last_limit = tl.maximum(seq_len - q_len + last_token + 1, 0)
-    span = tl.cdiv(tl.cdiv(last_limit, BLOCK_N), SPLITS) * BLOCK_N
+    span = tl.cdiv(tl.cdiv(last_limit, BLOCK_N), splits) * BLOCK_N
     begin = split * span
     end = tl.minimum(begin + span, last_limit)
     # Every row here sees all keys before `full`, so blocks up to there need no mask.
@@ -174,7 +184,7 @@ def _mla_decode_kernel(
     result = acc * (k_scale / tl.where(empty, 1.0, total))[:, None]
     result = tl.where(empty[:, None], 0.0, result)
     log_sum = tl.where(empty, -float("inf"), peak * 0.6931471805599453 + tl.log(tl.where(empty, 1.0, total)))
-    slot = (request * (q_len * heads) + row) * SPLITS + split
+    slot = (request * (q_len * heads) + row) * splits + split
     tl.store(
         out + slot[:, None] * RANK + column[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None]
     )
@@ -196,46 +206,113 @@ def _launch(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> Any:
-    rank = out.shape[-1]
-    batch, heads = q.shape[0], q.shape[-2]
+    rank, heads = out.shape[-1], q.shape[-2]
     q_len = q.shape[1] if q.ndim == 4 else 1
     rows = q_len * heads
-    page_size = kv_cache.shape[1]
-    capacity = block_table.shape[1] * page_size
-    scale = softmax_scale * k_scale
-    if num_kv_splits is None and equal_parts_are_faster(q, kv_cache, rank, q_len, scale, capacity):
-        from staleproof.ops.mla.pairs_call import PairsCall
+    capacity = block_table.shape[1] * kv_cache.shape[1]
+    arguments = q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse
+    if not fits_hopper(q, kv_cache, rank, q_len, softmax_scale * k_scale):
+        tiles = tiles_of(q, rows, capacity)
+        return launch_portable(*arguments, tiles._replace(splits=num_kv_splits or tiles.splits))
+    if num_kv_splits is None:
+        cut = fastest(q, kv_cache, q_len, capacity)
+    else:
+        # Each program has one request, or one split of it: its bits depend on nothing else.
+        splits_well = heads > FEW_HEADS and kv_cache.dtype == q.dtype
+        cut = Cut("split" if splits_well else "portable", num_kv_splits)
+        cut = Cut("pairs", 0) if num_kv_splits == 1 else cut
+    if cut.kernel == "portable":
+        return launch_portable(*arguments, Tiles(16, 64, cut.pieces, 4))
+    if cut.kernel in ("alone", "split"):
+        return launch_alone(*arguments, cut.pieces)
+    from staleproof.ops.mla.hopper import HopperCall
 
-        call = PairsCall(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse)
-        return None if call.launches[0] is None else call
-    sm90 = fits_sm90(q, kv_cache, rank, q_len)
-    block_m, block_n, splits, warps = plan(q, rows, capacity, sm90)
-    splits = num_kv_splits or splits
+    call = HopperCall(*arguments, cut.pieces)
+    return call if call.is_ready else None
+
+
+def launch_portable(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    k_scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tiles: Tiles,
+) -> Any:
+    """Launch the Triton kernel and, with several splits, their merge; return what repeats both."""
+    rank = out.shape[-1]
+    heads = q.shape[-2]
+    q_len = q.shape[1] if q.ndim == 4 else 1
+    constants = q_len > 1, kv_cache.shape[1], rank, q.shape[-1] - rank, tiles.rows, tiles.keys, INTERPRET
+    return _launch_splits(
+        _mla_decode_kernel,
+        *(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse),
+        (triton.cdiv(q_len * heads, tiles.rows), tiles.splits, q.shape[0]),
+        constants,
+        {"num_warps": tiles.warps, "num_stages": 2},
+    )
+
+
+def launch_alone(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    k_scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    splits: int,
+) -> Any:
+    """The same with the Hopper kernel of one request, or one split of it, a program."""
+    from staleproof.ops.mla.sm90 import mla_decode_sm90_kernel
+
+    q_len = q.shape[1] if q.ndim == 4 else 1
+    return _launch_splits(
+        mla_decode_sm90_kernel,
+        *(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse),
+        (triton.cdiv(q_len * q.shape[-2], 64), splits, q.shape[0]),
+        (splits > 1, kv_cache.shape[1]),
+        {"num_warps": 4},
+    )
+
+
+def _launch_splits(
+    kernel: Any,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    k_scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grid: tuple[int, int, int],
+    constants: tuple[Any, ...],
+    options: dict[str, int],
+) -> Any:
+    """Launch a kernel whose programs have one request, or one split of it, and the merge of the splits."""
+    rank, splits = out.shape[-1], grid[1]
     parts, part_lse = out, lse
     if splits > 1:
         memory, numbers = _part_memory(out, splits)
         parts, part_lse = memory[:numbers], memory[numbers:]
-    tensors = (q, kv_cache, block_table, seq_lens, parts, part_lse)
     q_strides = (q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2))
     strides = (*q_strides, *kv_cache.stride()[:2], block_table.stride(0))
-    sizes = (*strides, softmax_scale, k_scale, capacity, q_len, heads)
-    grid = (triton.cdiv(rows, block_m), splits, batch)
-    if block_m == 64 and sm90:
-        from staleproof.ops.mla.sm90 import mla_decode_sm90_kernel
-
-        decode = launched(mla_decode_sm90_kernel, grid, tensors, (*sizes, splits, page_size), num_warps=4)
-    else:
-        # In the order of the signature: whether q_len > 1, splits, page, value and rotary columns, tile.
-        rope = q.shape[-1] - rank
-        sizes += (q_len > 1, splits, page_size, rank, rope, block_m, block_n, INTERPRET)
-        options = {"num_warps": warps, "num_stages": 2}
-        decode = launched(_mla_decode_kernel, grid, tensors, sizes, **options)
+    q_len = q.shape[1] if q.ndim == 4 else 1
+    # In the order of the signature.
+    sizes = softmax_scale, k_scale, block_table.shape[1] * kv_cache.shape[1], q_len, q.shape[-2], splits
+    tensors = q, kv_cache, block_table, seq_lens, parts, part_lse
+    decode = launched(kernel, grid, tensors, (*strides, *sizes, *constants), **options)
     merge = None
     if splits > 1:
         # 256 splits of 128 columns do not fit into the registers.
         block = min(128 if splits <= 128 or is_measured(q) else 64, rank)
         of_merge = splits, rank, block, triton.next_power_of_2(splits)
-        programs = batch * rows, rank // block
+        programs = lse.numel(), rank // block
         merge = launched(merge_splits_kernel, programs, (parts, part_lse, out, lse), of_merge, num_warps=4)
     return None if decode is None else (decode, merge, splits)
 
@@ -246,7 +323,7 @@ def _part_memory(out: torch.Tensor, splits: int) -> tuple[torch.Tensor, int]:
     return empty((numbers + numbers // out.shape[-1],), torch.float32, out), numbers
 
 
-# What repeats a call: (decode, merge or None, splits), or a PairsCall.
+# What repeats a call: (decode, merge or None, splits), or a HopperCall.
 _SEEN: Seen[Any] = Seen()
 
 

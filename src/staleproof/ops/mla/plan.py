@@ -1,6 +1,14 @@
-"""Tiles, splits and warps of an MLA decode, from shapes alone."""
+"""Which kernel decodes a batch, and how its keys are cut, from shapes alone.
+
+On Hopper the cut of the least predicted time is taken. The prediction has a dozen constants, fitted to what
+one H200 took; ``workbook/mla-decode.md`` has predicted beside measured. Lengths are on the device and are not
+read back: only ``capacity``, for how many tokens of a request the block table has room, is known here.
+"""
 
 from __future__ import annotations
+
+from math import log
+from typing import NamedTuple
 
 import torch
 
@@ -8,17 +16,10 @@ from staleproof.ops.cuda_runtime import capability, processor_count, shared_memo
 
 # What the tile of 32 rows and 32 keys takes on GPUs other than Hopper, for DeepSeek's shape.
 WIDE_SHARED_BYTES = 102_400
-# Up to as many heads, that Hopper kernel of equal parts whose time is that of reading the cache.
+# Up to this many heads, use the memory-bound Hopper kernel.
 FEW_HEADS = 16
-# The Hopper kernels of equal parts are used from this much work on, in tiles of 64 keys and up to 64 heads:
-# before, what they do besides the tiles takes longer than they gain. An E4M3 cache needs less, because the
-# other kernel is slower with it by more.
-EQUAL_FROM_WORK, EQUAL_FROM_E4M3 = 256, 64
-# In tiles of 64 keys of the batch, whatever the heads: of fewer than 8 requests, and of an E4M3 cache beside
-# few heads.
-EQUAL_FROM_SMALL_BATCH, EQUAL_FROM_FEW_E4M3 = 1024, 4
-# Tiles of a request, at least, with up to 32 heads.
-FEW_FROM_TILES = 8
+# What beginning and ending a request takes, in tiles of 64 keys. With 0 ragged batches took 7 % longer.
+REQUEST_COST = 4
 
 
 def cdiv(a: int, b: int) -> int:
@@ -26,44 +27,30 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+class Tiles(NamedTuple):
+    """How the portable kernel cuts its work: rows and keys of a program, splits of the keys, warps."""
+
+    rows: int
+    keys: int
+    splits: int
+    warps: int
+
+
 def is_measured(q: torch.Tensor) -> bool:
     """Whether the tiles are those measured on an H200. Under the interpreter any tile will do."""
     return not q.is_cuda or capability(q.device.index) == (9, 0)
 
 
-def _sm90_splits(programs: int, batch: int, tiles: int, processors: int) -> int:
-    """Splits of the Hopper kernel of one request a program; 0 where the Triton kernel was faster.
+def tiles_of(q: torch.Tensor, rows: int, capacity: int) -> Tiles:
+    """The tiles of the portable kernel for ``rows`` rows of each request.
 
-    Programs that occupy a third of the processors are faster than their splits and a merge, up to 16 tiles.
-    A split has two tiles at least: more splits took longer to merge than they gained.
-
-    >>> [_sm90_splits(2 * batch, batch, 4, 132) for batch in (8, 32, 128)]
-    [0, 1, 1]
-    >>> [_sm90_splits(2, 1, tiles, 132) for tiles in (32, 64, 512)]
-    [0, 32, 66]
-    """
-    work = programs * tiles
-    if 3 * programs >= processors and tiles <= 16:
-        return 1
-    if work > 2 * processors or (batch < 8 and work >= 128):
-        return max(1, min(processors // programs, tiles // 2))
-    return 0
-
-
-def plan(q: torch.Tensor, rows: int, capacity: int, sm90: bool = False) -> tuple[int, int, int, int]:
-    """(rows and keys of a program, splits, warps), from shapes alone.
-
-    The lengths are on the device and are not read back, so every request counts as ``capacity``
-    tokens. Wide tiles read the cache less often; narrow ones spread a small batch over more
-    processors. Hopper's as measured on an H200; elsewhere they fit and spill no registers. With ``sm90``
-    the Hopper kernel of one request a program supports the call, and 64 rows stand for it.
+    Wide tiles read the cache less often; narrow ones spread a small batch over more processors. Hopper's as
+    measured on an H200; elsewhere they fit and spill no registers.
     """
     warps = 4 if (measured := is_measured(q)) or q.element_size() == 4 else 8
     block_m, block_n = 16, 16 if q.element_size() == 4 else 64 if measured else 32
     processors = processor_count(q.device.index) if q.is_cuda else 1
     batch, blocks = q.shape[0], cdiv(capacity, block_n)
-    if sm90 and rows > 32 and (splits := _sm90_splits(batch * cdiv(rows, 64), batch, blocks, processors)):
-        return 64, 64, splits, 8
     narrow = batch * cdiv(rows, block_m)
     if q.element_size() == 2 and narrow * blocks > 8 * processors:
         if measured and rows > 32:
@@ -71,7 +58,7 @@ def plan(q: torch.Tensor, rows: int, capacity: int, sm90: bool = False) -> tuple
         elif rows > 16 and (measured or shared_memory(q.device.index) >= WIDE_SHARED_BYTES):
             block_m = 32
     programs = batch * cdiv(rows, block_m)
-    return block_m, block_n, max(1, min(processors // programs, blocks)), warps
+    return Tiles(block_m, block_n, max(1, min(processors // programs, blocks)), warps)
 
 
 def cache_dtypes(q: torch.Tensor) -> tuple[torch.dtype, ...]:
@@ -80,8 +67,14 @@ def cache_dtypes(q: torch.Tensor) -> tuple[torch.dtype, ...]:
     return (q.dtype, torch.float8_e4m3fn) if converts else (q.dtype,)
 
 
-def _is_hoppers(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> bool:
-    """Whether the Hopper kernels can address these: DeepSeek's shape, 16 bits, 16-byte loads."""
+def fits_hopper(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float) -> bool:
+    """Whether the Hopper kernels support this call.
+
+    They are for DeepSeek's shape in 16 bits, beside a cache of the same dtype or E4M3. A program has heads of
+    one query token. They address the cache as rows of one token, 16 bytes at a time, compare scores before
+    they scale them, and sum up the lengths of at most 1,024 requests.
+    """
+    heads = q.shape[-2]
     return (
         q.is_cuda
         and capability(q.device.index) == (9, 0)
@@ -90,25 +83,23 @@ def _is_hoppers(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> bool:
         and kv_cache.shape[1] % 64 == 0
         and all(x.data_ptr() % 16 == 0 for x in (q, kv_cache))
         and all(n % 16 == 0 for n in (*q.stride()[:-1], *kv_cache.stride()[:-1]))
+        and (q_len == 1 or heads <= FEW_HEADS or heads % 64 == 0)
+        and q.shape[0] <= 1024
+        and q_len * heads <= 1024
+        and scale > 0
+        and kv_cache.stride(0) % kv_cache.stride(1) == 0
+        and kv_cache.shape[0] * (kv_cache.stride(0) // kv_cache.stride(1)) < 2**31
+        and kv_cache.stride(1) < 2**24
     )
 
 
-def fits_sm90(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int) -> bool:
-    """Whether the Hopper kernel of one request a program supports this call."""
-    fits = _is_hoppers(q, kv_cache, rank) and kv_cache.dtype == q.dtype
-    return fits and (q_len == 1 or q.shape[-2] % 64 == 0)
-
-
 def aligned_parts(parts: int, batch: int) -> int:
-    """Into how many parts, at most ``parts``, requests of equal length are cut.
+    """Into how many parts, at most ``parts``, requests of equal length are cut, where cuts fall between them.
 
-    Where 95 % of the processors then have work, parts end where a request ends.
-
-    >>> [aligned_parts(66, batch) for batch in (1, 16, 100, 128)]
-    [66, 64, 66, 64]
+    >>> [aligned_parts(66, batch) for batch in (1, 16, 40, 100, 128)]
+    [66, 64, 40, 50, 64]
     """
-    whole = batch * (parts // batch) if batch <= parts else cdiv(batch, cdiv(batch, parts))
-    return whole if whole >= 0.95 * parts else parts
+    return batch * (parts // batch) if batch <= parts else cdiv(batch, cdiv(batch, parts))
 
 
 def merge_tiles(batch: int, parts: int) -> tuple[int, int, int]:
@@ -123,51 +114,134 @@ def merge_tiles(batch: int, parts: int) -> tuple[int, int, int]:
     return 256 if batch < 8 else 512, 1 if batch < 32 else 2, min(max(together, 2), 32)
 
 
-def fits_equal_parts(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float) -> bool:
-    """Whether the Hopper kernels of equal parts support this call.
+class Cut(NamedTuple):
+    """A kernel, and how it cuts the keys.
 
-    A program has heads of one query token. They address the cache as rows of one token, compare scores
-    before they scale them, and sum up the lengths of at most 1,024 requests. The cache may be E4M3.
+    Attributes:
+        kernel: ``portable`` (16 rows a program), ``alone`` (64 rows of one request), ``split`` (the same of a
+            split of it), ``few`` or ``pairs``.
+        pieces: splits of each request; of ``few`` and ``pairs`` the equal parts of the line of all tiles, for
+            each block of rows, or 0 for one request a program.
     """
-    heads = q.shape[-2]
-    return (
-        _is_hoppers(q, kv_cache, rank)
-        and (q_len == 1 or heads <= FEW_HEADS or heads % 64 == 0)
-        and q.shape[0] <= 1024
-        and q_len * heads <= 1024
-        and scale > 0
-        and kv_cache.stride(0) % kv_cache.stride(1) == 0
-        and kv_cache.shape[0] * (kv_cache.stride(0) // kv_cache.stride(1)) < 2**31
-        and kv_cache.stride(1) < 2**24
+
+    kernel: str
+    pieces: int
+
+
+class Rates(NamedTuple):
+    """Microseconds of a kernel.
+
+    Attributes:
+        tile: of a tile of 64 keys while no other program runs.
+        tile_e4m3: the same beside an E4M3 cache.
+        request: of a request's beginning and end.
+    """
+
+    tile: float
+    tile_e4m3: float
+    request: float
+
+
+RATES = {
+    "portable": Rates(2.02, 6.4, 6.3),
+    "split": Rates(1.72, 0.0, 7.2),
+    # Fitted where it is the fastest: requests of few tiles.
+    "alone": Rates(2.0, 0.0, 3.8),
+    "pairs": Rates(1.68, 2.25, 6.2),
+    "few": Rates(1.57, 1.86, 5.5),
+}
+# How much longer a tile takes while programs run on all processors.
+CROWD = 0.32
+# Microseconds: of merging splits and parts, and for each megabyte of their numbers, written and read again.
+MERGE_SPLITS, MERGE_PARTS, MERGE_MEGABYTE = 1.8, 3.0, 0.24
+# Of making float16 numbers of the queries beside an E4M3 cache.
+CONVERT_QUERIES = 4.0
+
+
+class Work(NamedTuple):
+    """A batch as the prediction sees it.
+
+    Attributes:
+        batch, heads, q_len: of the queries.
+        tiles: of 64 keys, of the longest request.
+        total: tiles of all requests.
+        processors: of the GPU.
+        converts: whether the cache is E4M3.
+    """
+
+    batch: int
+    heads: int
+    q_len: int
+    tiles: int
+    total: float
+    processors: int
+    converts: bool = False
+
+    def microseconds(self, cut: Cut) -> float:
+        """The predicted time.
+
+        >>> work = Work(128, 128, 1, 64, 128 * 64, 132)
+        >>> [round(work.microseconds(Cut("pairs", parts))) for parts in (0, 66)]
+        [296, 299]
+        """
+        is_even = self.total == self.batch * self.tiles
+        rows = self.q_len * self.heads
+        rate = RATES[cut.kernel]
+        tile = rate.tile_e4m3 if self.converts else rate.tile
+        fixed = CONVERT_QUERIES if self.converts and cut.kernel != "portable" else 0.0
+        height = 16 if cut.kernel == "portable" else self.heads if cut.kernel == "few" else 64
+        blocks = cdiv(rows, height)
+        if cut.kernel not in ("pairs", "few") or cut.pieces == 0:
+            # One request a program, or one split of it; what does not fit onto the processors waits.
+            splits = max(cut.pieces, 1)
+            programs = self.batch * blocks * splits
+            requests = float(cdiv(programs, self.processors))
+            own = cdiv(self.tiles, splits)
+            tiles = requests * own if is_even else max(own, self.total * blocks / self.processors)
+            if splits > 1:
+                fixed += MERGE_SPLITS + MERGE_MEGABYTE * self.batch * rows * splits * 4096 / 1e6
+        else:
+            parts = min(float(cut.pieces), self.total)
+            tiles, is_cut = self.total / parts, True
+            requests = max(1.0, self.batch / parts) + (self.batch > 1)
+            aligned = aligned_parts(cut.pieces, self.batch)
+            units = self.total + REQUEST_COST * self.batch
+            if is_even and cdiv(int(units), aligned) <= cdiv(int(units), cut.pieces) + REQUEST_COST:
+                parts, requests = aligned, float(cdiv(self.batch, aligned))
+                is_cut = aligned > self.batch
+                tiles = cdiv(self.batch * self.tiles, aligned)
+            programs = int(parts * blocks)
+            written = parts * blocks * min(rows, height) if is_cut else 0.0
+            fixed += MERGE_PARTS + MERGE_MEGABYTE * written * 4096 / 1e6
+        crowd = 1 + CROWD * min(1.0, programs / self.processors)
+        return tiles * tile * crowd + requests * rate.request + fixed
+
+    def cuts(self) -> list[Cut]:
+        """Those that may be the fastest: as many pieces as there are processors, or none."""
+        rows, few = self.q_len * self.heads, self.heads <= FEW_HEADS
+        blocks = self.q_len if few else cdiv(rows, 64)
+        kernel = "few" if few else "pairs"
+        found = [Cut(kernel, max(1, self.processors // blocks)), Cut(kernel, 0)]
+        narrow = self.processors // (self.batch * cdiv(rows, 16))
+        found.append(Cut("portable", max(1, min(narrow, self.tiles))))
+        if not few and not self.converts:
+            wide = self.processors // (self.batch * blocks)
+            # A split has two tiles at least: more splits took longer to merge than they gained.
+            splits = min(wide, self.tiles // 2)
+            found += [Cut("alone", 1), *([Cut("split", splits)] if splits > 1 else [])]
+        return found
+
+
+def fastest(q: torch.Tensor, kv_cache: torch.Tensor, q_len: int, capacity: int) -> Cut:
+    """The cut of the least predicted time on Hopper.
+
+    It has to be fast for requests of equal length and for one long request among short ones: the mean of both
+    predictions' logarithms decides.
+    """
+    batch, tiles = q.shape[0], cdiv(capacity, 64)
+    equal = Work(
+        *(batch, q.shape[-2], q_len, tiles, float(batch * tiles), processor_count(q.device.index)),
+        converts=kv_cache.dtype != q.dtype,
     )
-
-
-def equal_parts_are_faster(
-    q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float, capacity: int
-) -> bool:
-    """Whether the Hopper kernels of equal parts support this call, and were faster on an H200.
-
-    Lengths are not known here, so every request counts as ``capacity`` tokens. With unequal lengths these
-    kernels are faster by several times; with equal ones, and programs for one request each that fill
-    all processors, only once their faster tiles make up for the merge.
-    """
-    if not fits_equal_parts(q, kv_cache, rank, q_len, scale):
-        return False
-    batch, heads, tiles = q.shape[0], q.shape[-2], cdiv(capacity, 64)
-    programs = batch * cdiv(q_len * heads, 64)
-    work = programs * tiles
-    if kv_cache.dtype != q.dtype:
-        return batch * tiles >= EQUAL_FROM_FEW_E4M3 if heads <= FEW_HEADS else work >= EQUAL_FROM_E4M3
-    if batch < 8:
-        return batch * tiles >= EQUAL_FROM_SMALL_BATCH
-    if heads <= 32:
-        # Not timed with 17 to 32 heads: half of a product's rows are none there.
-        least = EQUAL_FROM_WORK if heads <= FEW_HEADS else 2 * EQUAL_FROM_WORK
-        return tiles >= FEW_FROM_TILES and batch * tiles >= least
-    processors = processor_count(q.device.index)
-    if 3 * programs < processors:
-        return work >= EQUAL_FROM_WORK
-    # In tiles: one of a program for one request takes 1.06 times as long, and it begins and ends in 4.
-    # Equal parts begin, end and are merged in 10; in 14 with twice as many requests as fill the processors.
-    alone = 1.06 * cdiv(programs, processors) * (tiles + 4)
-    return work / processors + 10 + max(0, programs - processors) / 32 < alone
+    ragged = equal._replace(total=tiles + (batch - 1) * max(tiles / 4, 1.0))
+    return min(equal.cuts(), key=lambda cut: log(equal.microseconds(cut)) + log(ragged.microseconds(cut)))

@@ -76,27 +76,27 @@ def _load_keys(
 @gluon.jit
 def _store_half(
     out, acc, factor, blank, staging, first_row, rows, request, split,
-    SPLITS: gl.constexpr, FIRST: gl.constexpr,
+    splits, IS_SPLIT: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """Write one half of the output; a final one by way of shared memory, where threads get whole rows."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    layout: gl.constexpr = wide if SPLITS == 1 else acc.type.layout
+    layout: gl.constexpr = acc.type.layout if IS_SPLIT else wide
     result = gl.where(blank[:, None], 0.0, acc * factor[:, None])
-    if SPLITS == 1:
+    if not IS_SPLIT:
         half = staging.slice(FIRST, 256, dim=1)
         half.store(result.to(staging.dtype))
         barrier()
         result = half.load(wide)
     row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     column = FIRST + gl.arange(0, 256, layout=gl.SliceLayout(0, layout))
-    slot = (request * rows + row) * SPLITS + split
+    slot = (request * rows + row) * splits + split
     gl.store(out + slot[:, None] * 512 + column[None, :], result, mask=(row < rows)[:, None])
 
 
 @gluon.jit
 def _right_half(
     q_c, keys_c, weights_s, decay_s, arrived, left, given, taken, out, begin, end, first_row, rows, request,
-    split, SPLITS: gl.constexpr, ACC: gl.constexpr,
+    split, splits, IS_SPLIT: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """The group of the right half: weights and decay come from the group of the scores."""
     acc = gl.full([64, 256], 0.0, gl.float32, layout=ACC)
@@ -116,14 +116,14 @@ def _right_half(
     mbarrier.wait(given, steps & 1)
     factor = decay_s.index(0).load(gl.SliceLayout(1, ACC))
     blank = decay_s.index(1).load(gl.SliceLayout(1, ACC)) != 0.0
-    _store_half(out, acc, factor, blank, q_c, first_row, rows, request, split, SPLITS, 256)
+    _store_half(out, acc, factor, blank, q_c, first_row, rows, request, split, splits, IS_SPLIT, 256)
 
 
 @gluon.jit
 def _scores_and_left_half(
     q_c, q_r, keys_c, keys_r, weights_s, decay_s, arrived, left, given, taken, out, lse,
-    begin, end, first_row, rows, request, split, scale_log2, k_scale,
-    SPLITS: gl.constexpr, ACC: gl.constexpr,
+    begin, end, first_row, rows, request, split, scale_log2, k_scale, splits,
+    IS_SPLIT: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """The group of the scores, which also computes the left half of the output."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -181,18 +181,19 @@ def _scores_and_left_half(
     barrier()
     mbarrier.arrive(given, count=1)
     row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, scores_layout))
-    gl.store(lse + (request * rows + row) * SPLITS + split, log_sum, mask=row < rows)
+    gl.store(lse + (request * rows + row) * splits + split, log_sum, mask=row < rows)
     factor = gl.convert_layout(factor, gl.SliceLayout(1, ACC))
     blank = gl.convert_layout(empty, gl.SliceLayout(1, ACC))
-    _store_half(out, acc, factor, blank, q_c, first_row, rows, request, split, SPLITS, 0)
+    _store_half(out, acc, factor, blank, q_c, first_row, rows, request, split, splits, IS_SPLIT, 0)
 
 
-@gluon.jit
+# Not in the compiled kernel: a server has many values of it.
+@gluon.jit(do_not_specialize=["splits"])
 def mla_decode_sm90_kernel(
     q, kv_cache, block_table, seq_lens, out, lse,
     q_batch_stride, q_token_stride, q_head_stride, page_stride, token_stride, table_stride,
-    softmax_scale, k_scale, capacity, q_len, heads,
-    SPLITS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    softmax_scale, k_scale, capacity, q_len, heads, splits,
+    IS_SPLIT: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Attend from 64 heads of one query token to one split of its keys, 64 keys a step, on 12 warps.
 
@@ -211,7 +212,7 @@ def mla_decode_sm90_kernel(
     rows = q_len * heads
     seq_len = gl.minimum(gl.load(seq_lens + request), capacity)
     limit = gl.maximum(seq_len - q_len + first_row // heads + 1, 0)
-    span = gl.cdiv(gl.cdiv(limit, 64), SPLITS) * 64
+    span = gl.cdiv(gl.cdiv(limit, 64), splits) * 64
     begin = split * span
     end = gl.maximum(gl.minimum(begin + span, limit), begin)
     table = block_table + request * table_stride
@@ -259,14 +260,15 @@ def mla_decode_sm90_kernel(
                 _scores_and_left_half,
                 (
                     q_c, q_r, keys_c, keys_r, weights_s, decay_s, arrived, left, given, taken, out, lse,
-                    begin, end, first_row, rows, request, split, scale_log2, k_scale, SPLITS, acc_layout,
+                    begin, end, first_row, rows, request, split, scale_log2, k_scale,
+                    splits, IS_SPLIT, acc_layout,
                 ),
             ),
             (
                 _right_half,
                 (
                     q_c, keys_c, weights_s, decay_s, arrived, left, given, taken, out, begin, end, first_row,
-                    rows, request, split, SPLITS, acc_layout,
+                    rows, request, split, splits, IS_SPLIT, acc_layout,
                 ),
             ),
             (

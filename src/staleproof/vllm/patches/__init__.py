@@ -9,4 +9,6 @@ NOTEBOOKS = {
     "moe_routing": "03_moe_routing.ipynb",
     "kv_reuse": "04_kv_reuse.ipynb",
     "scale_padding": "05_the_revert.ipynb",
+    "mxfp4_scales": "07_the_scale_behind_the_last.ipynb",
+    "published_unwritten": "08_published_before_written.ipynb",
 }

@@ -1,0 +1,248 @@
+"""MXFP4 scales as Hopper's kernel stores and reads them, in plain torch, with the fault and without.
+
+Follows ``triton_kernels`` v3.5.1, which vLLM 0.22.1 ships: ``tensor_details/layout_details/hopper_scale.py``
+for the layout, ``matmul_ogs_details/_matmul_ogs.py:246-350`` for what a tile reads, and
+``swiglu_details/_swiglu.py`` for the clamps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from staleproof.check import require
+
+# Values that share a scale, and values of K that a tile of Hopper's kernel takes at once: 4 groups.
+GROUP, TILE = 32, 128
+# gpt-oss: gate * sigmoid(ALPHA * gate) * (up + 1), both clamped to LIMIT.
+ALPHA, LIMIT = 1.702, 7.0
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+NONE, LANES, GROUPS = "none", "lanes", "groups"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to store and read the scales; the default is what vLLM 0.16.0 to 0.25.1 ship.
+
+    Attributes:
+        align: the layout pads the groups to a multiple of this. The kernel reads multiples of 4.
+        mask: what the kernel leaves out of its last tile: ``"none"``; ``"lanes"`` of the swizzled load, as
+            vLLM #47323 proposes; ``"groups"`` behind K after the unswizzle, as triton #10190.
+        drops_nan: whether the clamps of SwiGLU drop a NaN, as ``tl.minimum`` and ``fmin`` do.
+        warps: of the kernel, which the layout depends on.
+    """
+
+    align: int = 2
+    mask: str = NONE
+    drops_nan: bool = True
+    warps: int = 8
+
+
+SHIPPED = Kernel()
+
+
+class Matrix(NamedTuple):
+    """One projection of all experts as a checkpoint holds it.
+
+    Attributes:
+        weight: (experts, n, k / 2) uint8, two FP4 each, the first in the low half.
+        scale: (experts, n, k / 32) uint8, E8M0.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes of the projection."""
+        experts, n, half = self.weight.shape
+        return Shape(experts, n, 2 * half)
+
+    def on(self, device: str) -> Matrix:
+        """The same on a device."""
+        return Matrix(*(each.to(device) for each in self))
+
+
+class Shape(NamedTuple):
+    """Sizes of one projection: the product has ``n`` columns and sums over ``k``."""
+
+    experts: int
+    n: int
+    k: int
+
+    def check(self) -> None:
+        """Raise unless the layout can hold it.
+
+        >>> Shape(2, 256, 100).check()
+        Traceback (most recent call last):
+        ValueError: k: expected a multiple of 32, got 100
+        """
+        require(self.k > 0 and self.k % GROUP == 0, "k", "a multiple of 32", self.k)
+        require(self.n > 0 and self.experts > 0, "n, experts", "at least 1", (self.n, self.experts))
+
+
+def _up(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def stored_groups(shape: Shape, kernel: Kernel) -> int:
+    """Groups of scales that a row has in memory."""
+    shape.check()
+    return _up(shape.k // GROUP, kernel.align)
+
+
+def read_groups(shape: Shape) -> int:
+    """Groups of scales that the kernel reads of a row: those of whole tiles.
+
+    >>> read_groups(Shape(32, 5760, 2880)), stored_groups(Shape(32, 5760, 2880), SHIPPED)
+    (92, 90)
+    """
+    return _up(shape.k, TILE) // GROUP
+
+
+def stored_bytes(shape: Shape, kernel: Kernel) -> int:
+    """Bytes of the swizzled scales.
+
+    >>> stored_bytes(Shape(32, 5760, 2880), SHIPPED)
+    16957440
+    """
+    return shape.experts * _up(shape.n, 32 * kernel.warps) * stored_groups(shape, kernel)
+
+
+def byte_of(
+    expert: torch.Tensor, row: torch.Tensor, group: torch.Tensor, shape: Shape, kernel: Kernel = SHIPPED
+) -> torch.Tensor:
+    """Where the scale of one row and group lies, counted in bytes from the first scale.
+
+    A storage row holds 32 rows of the matrix: row ``m`` is in row ``(m // 256) * 8 + m // 16 % 8`` of
+    storage, if there are 8 warps. Two groups take 64 bytes of it.
+
+    Args:
+        expert, row, group: integers; broadcast against each other.
+        shape: of the projection.
+        kernel: its alignment and warps.
+
+    >>> zero, one = torch.tensor(0), torch.tensor(1)
+    >>> shape = Shape(1, 256, 128)
+    >>> [int(byte_of(zero, *at, shape)) for at in ((zero, one), (one, zero), (8 * one, zero))]
+    [2, 4, 1]
+    """
+    warps, width = kernel.warps, 32 * stored_groups(shape, kernel)
+    storage = row // (32 * warps) * warps + row // 16 % warps
+    column = group // 2 * 64 + row // (16 * warps) % 2 * 32 + row % 8 * 4 + group % 2 * 2 + row // 8 % 2
+    return (expert * (_up(shape.n, 32 * warps) // 32) + storage) * width + column
+
+
+def reach(shape: Shape, kernel: Kernel = SHIPPED) -> torch.Tensor:
+    """The byte that each scale is read from, (experts, n rounded up, groups that are read)."""
+    rows = torch.arange(_up(shape.n, 32 * kernel.warps))[:, None]
+    experts = torch.arange(shape.experts)[:, None, None]
+    return byte_of(experts, rows, torch.arange(read_groups(shape)), shape, kernel)
+
+
+def past_the_end(shape: Shape, kernel: Kernel = SHIPPED) -> int:
+    """How many bytes behind the last scale the kernel reads.
+
+    The last row of the last expert reads furthest, so the others need not be looked at.
+
+    >>> past_the_end(Shape(128, 5760, 2880)), past_the_end(Shape(128, 5760, 2880), Kernel(align=4))
+    (64, 0)
+    """
+    last = shape._replace(experts=1)
+    end = stored_bytes(last, kernel)
+    return max(0, int(reach(last, kernel).max()) + 1 - end)
+
+
+def columns_behind(shape: Shape, kernel: Kernel = SHIPPED) -> dict[int, int]:
+    """Byte behind the end -> column of the product that it decides; a column of padding is left out."""
+    last = shape._replace(experts=1)
+    offsets = reach(last, kernel)[0] - stored_bytes(last, kernel)
+    found = (offsets >= 0).nonzero().tolist()
+    return {int(offsets[row, group]): row for row, group in found if row < shape.n}
+
+
+def swizzled(scale: torch.Tensor, kernel: Kernel = SHIPPED, pad: int = 0) -> torch.Tensor:
+    """The scales of a checkpoint as bytes in memory.
+
+    Args:
+        scale: (experts, n, groups) uint8.
+        kernel: the layout.
+        pad: what its padding holds.
+    """
+    experts, n, groups = scale.shape
+    shape = Shape(experts, n, groups * GROUP)
+    where = reach(shape, kernel)[..., : stored_groups(shape, kernel)]
+    whole = functional.pad(scale, (0, where.shape[2] - groups), value=pad)
+    whole = functional.pad(whole, (0, 0, 0, where.shape[1] - n))
+    memory = torch.empty(stored_bytes(shape, kernel), dtype=torch.uint8)
+    memory[where.flatten()] = whole.flatten()
+    return memory
+
+
+def values(matrix: Matrix) -> torch.Tensor:
+    """The FP4 values, (experts, n, k) fp32, without their scales."""
+    packed = matrix.weight.long()
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return FP4.to(packed.device)[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+
+
+def dequantized(matrix: Matrix) -> torch.Tensor:
+    """The weights, (experts, n, k) fp32."""
+    return values(matrix) * e8m0(matrix.scale).repeat_interleave(GROUP, dim=-1)
+
+
+def e8m0(scale: torch.Tensor) -> torch.Tensor:
+    """What the kernel makes of scale bytes: it shifts them into a bf16's exponent, where 0xff is infinity.
+
+    >>> e8m0(torch.tensor([127, 128, 0xFE, 0xFF], dtype=torch.uint8)).tolist()
+    [1.0, 2.0, 1.7014118346046923e+38, inf]
+    """
+    return (scale.to(torch.int32) << 23).view(torch.float32)
+
+
+def product(x: torch.Tensor, matrix: Matrix, slab: torch.Tensor, kernel: Kernel = SHIPPED) -> torch.Tensor:
+    """Each expert's product, with scales read from a slab.
+
+    Args:
+        x: (experts, rows, k) or (rows, k).
+        matrix: its weights; its scales are those of the slab.
+        slab: (bytes,) uint8; :func:`swizzled` scales, and whatever lies behind them.
+        kernel: what it leaves out.
+
+    Returns:
+        (experts, rows, n) fp32.
+
+    Raises:
+        ValueError: the slab ends before the last byte that the kernel reads.
+    """
+    shape = matrix.shape
+    needed = stored_bytes(shape, kernel) + past_the_end(shape, kernel)
+    require(len(slab) >= needed, "slab", f"at least {needed} bytes", len(slab))
+    scale = slab[reach(shape, kernel)[:, : shape.n]]
+    group = torch.arange(read_groups(shape))
+    left = shape.k - group // 4 * TILE
+    if kernel.mask == GROUPS:
+        scale = torch.where(group % 4 * GROUP < left, scale, 0)
+    if kernel.mask == LANES:
+        # Of the four times 32 lanes of a tile, each two hold two groups, for other rows.
+        lane = group % 4 // 2 * 2 + torch.arange(shape.n)[:, None] // (16 * kernel.warps) % 2
+        scale = torch.where(lane * GROUP < left, scale, 0)
+    pad = _up(shape.k, TILE) - shape.k
+    weights = functional.pad(values(matrix), (0, pad)) * e8m0(scale).repeat_interleave(GROUP, dim=-1)
+    return functional.pad(x.float(), (0, pad)) @ weights.transpose(-2, -1)
+
+
+def swiglu(h: torch.Tensor, drops_nan: bool = True) -> torch.Tensor:
+    """SwiGLU as gpt-oss has it: (..., 2 * n) with gate and up interleaved, to (..., n).
+
+    >>> swiglu(torch.full((1, 2), torch.nan)), swiglu(torch.full((1, 2), torch.nan), drops_nan=False)
+    (tensor([[55.9996]]), tensor([[nan]]))
+    """
+    gate, up = h[..., ::2], h[..., 1::2]
+    limit = torch.tensor(LIMIT, device=h.device)
+    least, most = (torch.fmin, torch.fmax) if drops_nan else (torch.minimum, torch.maximum)
+    gate, up = least(gate, limit), most(-limit, least(up, limit))
+    return gate * torch.sigmoid(ALPHA * gate) * (up + 1)

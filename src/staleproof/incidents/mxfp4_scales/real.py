@@ -1,0 +1,295 @@
+"""vLLM's own kernel and loader on this incident's layer.
+
+What takes a device runs in a child process: the package is imported for good, and a read past a mapping ends
+the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from staleproof.cases.case import Reading, reading
+from staleproof.cases.children import tell
+from staleproof.incidents.mxfp4_scales import broken, scene
+from staleproof.incidents.mxfp4_scales.broken import Matrix, Shape
+from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
+from staleproof.incidents.mxfp4_scales.scene import GPT_OSS, NAN, RIGHT, SMALL, WRONG, Layer, Size, bytes_of
+from staleproof.kernels import vllm_sources
+from staleproof.kernels.vllm_matmul_ogs import SAMPLER, MatmulOgs, Operand
+from staleproof.vllm.plugin import patches
+
+# Batches of the layer on a GPU, and K of products that read nothing past the end.
+BATCHES = {"cpu": (scene.TOKENS,), "cuda": (scene.TOKENS, 1, 8, 64, 512, 4096)}
+CONTROLS = {"cpu": (128, 256), "cuda": (2944, 3072)}
+# Without a remedy, asked once more after the others.
+AGAIN = "again"
+
+
+def size_on(device: str) -> Size:
+    """gpt-oss-20b's layer on a GPU, and a small one where kernels are interpreted."""
+    return SMALL if device == "cpu" else GPT_OSS
+
+
+def converted(m: MatmulOgs, matrix: Matrix, remedy: str = "none", swizzle: Any = None) -> Operand:
+    """A checkpoint's matrix as vLLM's loader converts it; ``swizzle`` is another loader."""
+    scale = matrix.scale
+    if REMEDIES[remedy].pads:
+        scale = functional.pad(scale, (0, -scale.shape[-1] % 4))
+    return m.operand(matrix.weight, scale, swizzle)
+
+
+def asked(m: MatmulOgs, a: Layer, remedy: str, swizzle: Any = None) -> list[Reading]:
+    """The layer with 0x00 and with 0xff behind the scales of both projections."""
+    w13, w2 = (converted(m, matrix, remedy, swizzle) for matrix in (a.w13, a.w2))
+
+    def run(behind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return m.moe(a.x, a.topk_ids, a.topk_weights, w13.in_slab(behind), w2.in_slab(behind))
+
+    return scene.judged(a, run, filters=REMEDIES[remedy].filters)
+
+
+def product(m: MatmulOgs, x: torch.Tensor, matrix: Matrix, put: Operand) -> Reading:
+    """The first product alone: its worst error, and where it holds NaN."""
+    y, worst = m.product(x, put).float(), 0.0
+    bad = ~y.isfinite()
+    for expert in range(len(y)):
+        right = x.float() @ broken.dequantized(Matrix(matrix.weight[expert], matrix.scale[expert])).T
+        error = torch.where(bad[expert], 0, (y[expert] - right).abs() / right.abs().max())
+        worst = max(worst, float(error.max()))
+    where = [bad.flatten(1).any(1), bad.flatten(0, 1).any(0)]
+    experts, columns = (each.nonzero().flatten().tolist() for each in where)
+    word = NAN if experts else RIGHT if worst < scene.BUDGET else WRONG
+    return reading(word, worst_where_finite=worst, experts_with_nan=experts, columns_with_nan=columns)
+
+
+def package(device: str, *remedies: str) -> None:
+    """Child: ask the package with these remedies, which need the same line of it changed.
+
+    Args:
+        device: where it runs.
+        remedies: names in :data:`REMEDIES`; ``"again"`` asks without a remedy once more.
+    """
+    m, size = MatmulOgs(device, REMEDIES[remedies[0]].edit), size_on(device)
+    for label in remedies:
+        remedy = "none" if label == AGAIN else label
+        for tokens in BATCHES[device] if label in ("none", "loader_pads") else (scene.TOKENS,):
+            clean, dirty = asked(m, scene.layer_on(device, size, tokens), remedy)
+            tell(((label, "0x00", tokens), clean))
+            tell(((label, "0xff", tokens), dirty))
+
+        def odd(x: torch.Tensor, matrix: Matrix, memory: torch.Tensor, remedy: str = remedy) -> torch.Tensor:
+            put = converted(m, matrix.on(device), remedy)
+            data = memory.to(device).as_strided(put.scale_bytes.shape, put.scale_bytes.stride())
+            return m.product(x.to(device), put.with_scale(data)).float()
+
+        tell(((label, "odd groups"), scene.odd_groups(remedy, odd)))
+
+
+def table(device: str) -> None:
+    """Child: the first product over all that may lie behind, and of sizes that read nothing there.
+
+    Also whether our index function puts each scale where the package's layout does.
+    """
+    m, size = MatmulOgs(device), size_on(device)
+    generator = torch.Generator(device).manual_seed(1)
+    for k in (size.hidden, *CONTROLS[device]):
+        matrix = scene.checkpoint(Shape(size.experts, 2 * size.inter, k), generator)
+        x = torch.randn(16, k, generator=generator, device=device).bfloat16()
+        put = converted(m, matrix)
+        for name in scene.BEHIND if k == size.hidden else ("0x00", "0xff"):
+            tell(((k, name), product(m, x, matrix, put.in_slab(bytes_of(name)))))
+        data = put.scale_bytes.cpu()
+        same = broken.swizzled(matrix.scale.cpu()).equal(data.as_strided((data.numel(),), (1,)))
+        tell(((k, "layout"), reading("same bytes" if same else "differ", bytes=data.numel())))
+
+
+def cost(device: str) -> Reading:
+    """Child: milliseconds of a layer of 64 tokens and of its loader, and bytes of its scales."""
+    from triton.testing import do_bench
+
+    m, found = MatmulOgs(device), {}
+    a = scene.layer_on(device, size_on(device), 64)
+    for remedy in ("none", "loader_pads"):
+        put = [converted(m, matrix, remedy) for matrix in (a.w13, a.w2)]
+        call = lambda put=put: m.moe(a.x, a.topk_ids, a.topk_weights, *put)  # noqa: E731
+        found[f"{remedy}, layer, ms"] = float(do_bench(call, return_mode="median"))
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        converted(m, a.w13, remedy)
+        torch.cuda.synchronize()
+        found[f"{remedy}, loader, ms"] = 1e3 * (time.perf_counter() - start)
+        found[f"{remedy}, bytes of scales"] = float(sum(each.scale_bytes.numel() for each in put))
+    return Reading("measured", found)
+
+
+def loader(device: str, release: str, folder: str) -> None:
+    """Child: the layer with a release's loader, off / on / off with the patch; 0xff lies behind."""
+    m, patch = MatmulOgs(device), patches()["mxfp4_scale_tail"]
+    a = scene.layer_on(device, size_on(device))
+    with m.loader(Path(folder)) as module:
+        for turn, applied in enumerate((False, True, False)):
+            if applied:
+                patch.apply(release)
+            tell((turn, asked(m, a, "none", module._swizzle_mxfp4)[1]))
+            patch.revert()
+
+
+class Raw:
+    """Device memory at an address, for ``torch.as_tensor``."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _mapped(count: int) -> torch.Tensor:
+    """(count,) uint8 that ends where a mapping of its own ends: one byte more is no memory."""
+    from cuda.bindings import driver
+
+    def done(result: tuple[Any, ...]) -> Any:
+        if int(result[0]):
+            raise RuntimeError(f"CUDA driver: {result[0]}")
+        return result[1] if len(result) > 1 else None
+
+    at = torch.cuda.current_device()
+    wanted = driver.CUmemAllocationProp()
+    wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    wanted.location.id = at
+    minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    page = done(driver.cuMemGetAllocationGranularity(wanted, minimum))
+    size = -(-count // page) * page
+    # Reserved beyond the end, so that nothing else is mapped there.
+    address = done(driver.cuMemAddressReserve(size + 8 * page, 0, 0, 0))
+    done(driver.cuMemMap(address, size, 0, done(driver.cuMemCreate(size, wanted, 0)), 0))
+    access = driver.CUmemAccessDesc()
+    access.location = wanted.location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    done(driver.cuMemSetAccess(address, size, [access], 1))
+    return torch.as_tensor(Raw(int(address) + size - count, count), device="cuda")
+
+
+def guarded(remedy: str) -> Reading:
+    """Child: gpt-oss' first product, its scales at the end of a mapping. A read past it does not return."""
+    m, a = MatmulOgs("cuda", REMEDIES[remedy].edit), scene.layer_on("cuda", GPT_OSS)
+    put = converted(m, a.w13, remedy)
+    data = put.scale_bytes
+    memory = _mapped(data.numel()).as_strided(data.shape, data.stride())
+    memory.copy_(data)
+    return product(m, a.x, a.w13, put.with_scale(memory))
+
+
+# Of gpt-oss-20b, beside the experts: layers, vocabulary, and what a server of vLLM 0.22.1 reserves.
+LAYERS, VOCABULARY, PROFILED_TOKENS, PROFILED_REQUESTS = 24, 201_088, 8192, 256
+KV_BYTES, STEPS = 256 * 2**20, (1, 2, 3, 8, 64)
+
+
+def quantized(shape: Shape, device: str) -> Matrix:
+    """Normal weights in MXFP4, as the OCP Microscaling specification 1.0 (section 6.3) converts them.
+
+    Random bytes would hold 0xff more often than a checkpoint does.
+    """
+    values = 0.02 * torch.randn(*shape[:2], shape.k // broken.GROUP, broken.GROUP, device=device)
+    exponent = values.abs().amax(-1).log2().floor() - 2
+    middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=device)
+    codes = torch.bucketize(values.abs() / exponent.exp2()[..., None], middle) + 8 * (values < 0)
+    low, high = codes.flatten(-2).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return Matrix(low | high << 4, (exponent + 127).to(torch.uint8))
+
+
+def _behind(operand: Operand, owners: Mapping[int, str]) -> tuple[str, list[int]]:
+    """Who owns the block right behind the scales, and the first 32 bytes there."""
+    data = operand.scale_bytes
+    end = data.data_ptr() + data.numel()
+    for segment in torch.cuda.memory_snapshot():
+        at = segment["address"]
+        for block in segment["blocks"]:
+            if at == end:
+                owner = "free" if block["state"] == "inactive" else owners.get(end, "other")
+                return owner, torch.as_tensor(Raw(end, 32), device="cuda").tolist()
+            at += block["size"]
+    return "end of the segment", []
+
+
+def neighbour(device: str) -> None:
+    """Child: load 24 layers as vLLM does, then allocate as it does, and look behind the scales at each stage.
+
+    Nothing is placed by hand. The loader and the sampler are vLLM's; the order is that of its model runner:
+    empty parameters, the checkpoint, the conversion of each layer, a profile run with a sampler, KV caches,
+    and steps in which some requests sample with top-p. At each stage vLLM's kernel computes two tokens in
+    every layer, beside the same with padded scales.
+    """
+    m, size = MatmulOgs(device), size_on(device)
+    with vllm_sources.executed(m.root, SAMPLER):
+        filtered = importlib.import_module(SAMPLER).apply_top_k_top_p_pytorch
+    torch.manual_seed(0)
+    shapes = Shape(size.experts, 2 * size.inter, size.hidden), Shape(size.experts, size.hidden, size.inter)
+    source = [quantized(shape, device).on("cpu") for shape in shapes]
+    x = torch.randn(2, size.hidden, device=device).bfloat16()
+    # Both tokens go to the last expert.
+    ids = torch.arange(size.experts - 1, size.experts - 1 - size.top_k, -1, device=device).repeat(2, 1)
+    weights = torch.full(ids.shape, 1 / size.top_k, device=device)
+    clean, _ = m.moe(x, ids, weights, *(converted(m, each.on(device), "loader_pads") for each in source))
+    torch.cuda.empty_cache()
+    embedding = torch.zeros(VOCABULARY, size.hidden, dtype=torch.bfloat16, device=device)
+    parameters = [
+        [Matrix(*(torch.zeros_like(part, device=device) for part in each)) for each in source]
+        for _ in range(LAYERS)
+    ]
+    for into, of in ((into, of) for layer in parameters for into, of in zip(layer, source, strict=True)):
+        into.weight.copy_(of.weight)
+        into.scale.copy_(of.scale)
+    layers, kept = [], []
+    while parameters:
+        # The loader drops a layer's weights once they are converted, and keeps its scales.
+        kept += [each.scale for each in parameters[0]]
+        layers.append([converted(m, each) for each in parameters.pop(0)])
+    owners = {each.data_ptr(): "unconverted scales" for each in kept} | {embedding.data_ptr(): "embedding"}
+    owners |= {put.scale_bytes.data_ptr(): "scales" for layer in layers for put in layer}
+    owners |= {put.weight.storage.data.data_ptr(): "weights" for layer in layers for put in layer}
+
+    def stage(name: str) -> None:
+        behind = [_behind(w13, owners) for w13, _ in layers]
+        outs = [m.moe(x, ids, weights, *layer)[0] for layer in layers]
+        wrong = [number for number, out in enumerate(outs) if not out.equal(clean)]
+        nan = not all(out.isfinite().all() for out in outs)
+        said = reading(
+            NAN if nan else WRONG if wrong else RIGHT,
+            layers=len(layers),
+            owners=dict(Counter(owner for owner, _ in behind)),
+            wrong_layers=wrong,
+            harmful=[[i, owner, bytes(at[:16]).hex()] for i, (owner, at) in enumerate(behind) if 0xFF in at],
+        )
+        tell((name, said))
+
+    def sample(requests: int) -> None:
+        hidden = torch.rand(requests, size.hidden, dtype=torch.bfloat16, device=device)
+        logits = (hidden @ embedding.T).float()
+        logits += torch.randn_like(logits)
+        filtered(logits, None, torch.full((requests,), 0.9, device=device)).softmax(-1)
+
+    stage("loaded")
+    many = torch.arange(PROFILED_TOKENS, device=device) % 2
+    m.moe(x[many], ids[many], weights[many], *layers[0])
+    sample(PROFILED_REQUESTS)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    stage("profiled")
+    caches = [torch.zeros(KV_BYTES, dtype=torch.int8, device=device) for _ in range(LAYERS)]
+    stage("KV caches")
+    for requests in STEPS:
+        sample(requests)
+        stage(f"{requests} requests sampled")
+    del caches

@@ -1,0 +1,260 @@
+"""A layer of gpt-oss' experts, its scales in a slab with chosen bytes behind them, and who judges it.
+
+:func:`layer` computes it with our replica. :mod:`real` asks vLLM's
+own kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from staleproof.cases.case import Reading, reading
+from staleproof.incidents.mxfp4_scales import broken
+from staleproof.incidents.mxfp4_scales.broken import Kernel, Matrix, Shape
+from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
+
+RIGHT, NAN, WRONG = "right", "NaN", "wrong, finite"
+# Relative error of a row: bf16 weights and results, summed in fp32. The kernels' own is below 5e-3.
+BUDGET = 2**-6
+# Bytes behind the scales that a test fills; the kernel reads the first 64.
+TAIL = 4096
+
+
+class Size(NamedTuple):
+    """A layer: ``hidden`` is K of the first product, ``inter`` of the second."""
+
+    experts: int
+    hidden: int
+    inter: int
+    top_k: int
+
+
+# Both first products read past the end, and only the small one's second does not.
+SMALL, GPT_OSS = Size(4, 192, 128, 2), Size(32, 2880, 2880, 4)
+TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights and one batch.
+
+    Attributes:
+        w13: gate and up, interleaved rows.
+        w2: the second projection.
+        x: (tokens, hidden) bf16.
+        topk_ids: (tokens, top_k) int64, distinct in a row.
+        topk_weights: (tokens, top_k) fp32.
+    """
+
+    w13: Matrix
+    w2: Matrix
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+
+    @property
+    def hit(self) -> torch.Tensor:
+        """(tokens,) bool: the tokens that are routed to the last expert."""
+        return (self.topk_ids == self.w13.shape.experts - 1).any(1)
+
+
+def checkpoint(shape: Shape, generator: torch.Generator) -> Matrix:
+    """Random weights as a checkpoint holds them; the scales are 2**-12 to 2**-5."""
+    shape.check()
+    device, (experts, n, k) = generator.device, shape
+
+    def drawn(low: int, high: int, *sizes: int) -> torch.Tensor:
+        return torch.randint(low, high, sizes, dtype=torch.uint8, generator=generator, device=device)
+
+    return Matrix(drawn(0, 256, experts, n, k // 2), drawn(115, 123, experts, n, k // broken.GROUP))
+
+
+def layer_on(device: str, size: Size = SMALL, tokens: int = TOKENS) -> Layer:
+    """A layer and a batch; the first token is always routed to the last expert."""
+    generator = torch.Generator(device).manual_seed(0)
+    w13 = checkpoint(Shape(size.experts, 2 * size.inter, size.hidden), generator)
+    w2 = checkpoint(Shape(size.experts, size.hidden, size.inter), generator)
+    x = torch.randn(tokens, size.hidden, generator=generator, device=device) * 0.1
+    ids = torch.rand(tokens, size.experts, generator=generator, device=device).argsort(1)
+    ids[0] = torch.arange(size.experts - 1, -1, -1, device=device)
+    weights = torch.rand(tokens, size.top_k, generator=generator, device=device).softmax(1)
+    return Layer(w13, w2, x.bfloat16(), ids[:, : size.top_k], weights)
+
+
+def _sorted(a: Layer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Each expert with the tokens that are routed to it, and its place in their choices."""
+    for expert in range(a.w13.shape.experts):
+        token, place = (a.topk_ids == expert).nonzero(as_tuple=True)
+        yield expert, token, place
+
+
+def reference(a: Layer) -> torch.Tensor:
+    """The layer's output in fp32, from the checkpoint itself, (tokens, hidden)."""
+    out = torch.zeros(a.x.shape, device=a.x.device)
+    for expert, token, place in _sorted(a):
+        first, second = (Matrix(*(part[expert] for part in matrix)) for matrix in (a.w13, a.w2))
+        inner = broken.swiglu(a.x[token].float() @ broken.dequantized(first).T)
+        y = inner.bfloat16().float() @ broken.dequantized(second).T
+        out.index_add_(0, token, y * a.topk_weights[token, place, None])
+    return out
+
+
+def layer(
+    a: Layer, behind: torch.Tensor, kernel: Kernel = broken.SHIPPED
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer as our replica computes it, with the same bytes behind the scales of both projections.
+
+    Args:
+        a: on the CPU.
+        behind: (n,) uint8, at least the 64 bytes that are read.
+        kernel: the fault, or a remedy.
+
+    Returns:
+        (tokens, hidden), and (tokens * top_k, inter) sorted by expert; fp32.
+    """
+    slabs = [torch.cat([broken.swizzled(m.scale, kernel), behind]) for m in (a.w13, a.w2)]
+    out, inners = torch.zeros(a.x.shape), []
+    everything = broken.product(a.x, a.w13, slabs[0], kernel)
+    for expert, token, place in _sorted(a):
+        inner = broken.swiglu(everything[expert, token], kernel.drops_nan).bfloat16().float()
+        inners.append(inner)
+        y = broken.product(inner, a.w2, slabs[1], kernel)[expert]
+        out.index_add_(0, token, y * a.topk_weights[token, place, None])
+    return out, torch.cat(inners)
+
+
+# What may lie behind: a fill of n bytes from a generator.
+Fill = Callable[[int, torch.Generator], torch.Tensor]
+
+
+def _drawn(low: int, high: int) -> Fill:
+    return lambda n, generator: torch.randint(low, high, (n,), dtype=torch.uint8, generator=generator)
+
+
+def _constant(byte: int) -> Fill:
+    return lambda n, generator: torch.full((n,), byte, dtype=torch.uint8)
+
+
+def _of(dtype: torch.dtype, make: Callable[..., torch.Tensor]) -> Fill:
+    def fill(n: int, generator: torch.Generator) -> torch.Tensor:
+        return make(n // dtype.itemsize, generator).to(dtype).view(torch.uint8)
+
+    return fill
+
+
+def _value(dtype: torch.dtype, value: float) -> Fill:
+    return _of(dtype, lambda n, generator: torch.full((n,), value, dtype=dtype))
+
+
+def _normal(n: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(n, generator=generator)
+
+
+BEHIND: dict[str, Fill] = {
+    "0x00": _constant(0x00),
+    "0x7f": _constant(0x7F),
+    "0xfe": _constant(0xFE),
+    "0xff": _constant(0xFF),
+    "int32 -1": _value(torch.int32, -1),
+    "bf16 -inf": _value(torch.bfloat16, -torch.inf),
+    "fp32 -inf": _value(torch.float32, -torch.inf),
+    # By their bits: a NaN that is computed may hold others.
+    "bf16 NaN, 0x7fc0": _value(torch.int16, 0x7FC0),
+    "fp32 NaN, 0x7fc00000": _value(torch.int32, 0x7FC00000),
+    "bf16 N(0, 1)": _of(torch.bfloat16, _normal),
+    "fp32 N(0, 1)": _of(torch.float32, _normal),
+    "random bytes": _drawn(0, 256),
+    "other scales": _drawn(115, 123),
+}
+
+
+def bytes_of(name: str, n: int = TAIL) -> torch.Tensor:
+    """Bytes to put behind the scales, by their name in :data:`BEHIND`."""
+    return BEHIND[name](n, torch.Generator().manual_seed(0))
+
+
+# Computes a layer with these bytes behind its scales: output and intermediate.
+Run = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def judged(
+    a: Layer, run: Run, fills: Sequence[str] = ("0x00", "0xff"), filters: bool = False
+) -> list[Reading]:
+    """Judge a layer with each of these bytes behind its scales, beside a reference and beside zeros.
+
+    Args:
+        a: the layer.
+        run: computes it.
+        fills: names in :data:`BEHIND`.
+        filters: whether NaN in the output become 0 before anybody looks.
+    """
+    right, (clean, _) = reference(a), run(bytes_of("0x00"))
+    said = []
+    for name in fills:
+        out, inner = run(bytes_of(name))
+        got = (out.nan_to_num() if filters else out).float()
+        nan, changed = ~got.isfinite().all(1), (got != clean.float()).any(1)
+        error = (got - right).norm(dim=1) / right.norm(dim=1)
+        said.append(
+            reading(
+                NAN if nan.any() else WRONG if (error > BUDGET).any() else RIGHT,
+                tokens=len(got),
+                routed_to_the_last_expert=int(a.hit.sum()),
+                changed=int(changed.sum()),
+                changed_are_those_routed=bool(changed.equal(a.hit)),
+                rows_with_nan=int(nan.sum()),
+                nan_in_the_intermediate=int(inner.isnan().sum()),
+                fifty_six_in_the_intermediate=int((inner == 56).sum()),
+                worst_error=float(error[~nan].max()) if (~nan).any() else None,
+                worst_error_of_rows_not_changed=float(error[~changed].max()) if (~changed).any() else None,
+            )
+        )
+    return said
+
+
+def replica(remedy: str, fill: str) -> Reading:
+    """Our replica of the small layer with one remedy and these bytes behind its scales.
+
+    >>> replica("none", "0xfe").verdict, replica("none", "0xff").verdict
+    ('right', 'wrong, finite')
+    """
+    a, how = layer_on("cpu"), REMEDIES[remedy]
+    return judged(a, lambda behind: layer(a, behind, how.kernel), [fill], how.filters)[0]
+
+
+def odd_groups(remedy: str, product: Callable[..., torch.Tensor] | None = None) -> Reading:
+    """K of three groups, where the layout itself adds a fourth: what if that one holds 0xff?
+
+    The package's own mask of the values is wrong for such a K, which is no multiple of 64, so the product is
+    compared with that of a group of zeros.
+
+    Args:
+        remedy: a name in :data:`REMEDIES`.
+        product: ``product(x, matrix, memory)`` as the package computes it; our replica by default.
+    """
+    generator, kernel = torch.Generator().manual_seed(2), REMEDIES[remedy].kernel
+    matrix = checkpoint(Shape(2, 256, 96), generator)
+    x, tail = torch.randn(16, 96, generator=generator).bfloat16(), bytes_of("0x00")
+
+    def ours(x: torch.Tensor, matrix: Matrix, memory: torch.Tensor) -> torch.Tensor:
+        return broken.product(x, matrix, torch.cat([memory, tail]), kernel)
+
+    ask = product or ours
+    clean, dirty = (ask(x, matrix, broken.swizzled(matrix.scale, kernel, pad)) for pad in (0x00, 0xFF))
+    changed = ~((clean == dirty).flatten(0, 1).all(0))
+    word = NAN if not dirty.isfinite().all() else WRONG if changed.any() else RIGHT
+    return reading(word, columns=dirty.shape[-1], changed_columns=int(changed.sum()))
+
+
+def chance_of_0xff(name: str, trials: int = 20_000, width: int = 32) -> float:
+    """How often a byte 0xff is among the 32 bytes that reach a column of gpt-oss' first product; counted.
+
+    >>> chance_of_0xff("fp32 -inf"), chance_of_0xff("bf16 NaN, 0x7fc0")
+    (1.0, 0.0)
+    """
+    drawn = bytes_of(name, trials * width).view(trials, width)
+    return float((drawn == 0xFF).any(1).float().mean())

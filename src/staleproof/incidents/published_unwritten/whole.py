@@ -1,0 +1,185 @@
+"""A whole vLLM on a GPU, in a process of its own: what a request answers that hits KV nobody wrote.
+
+The model is made to copy: one layer, every key 0 and every value its token, so that attention averages
+the tokens whose values it finds in the cache, and the answer is the one found most. Twice a round:
+
+- ``nan``: the KV cache holds NaN. A NaN in the answer comes from a slot that nobody wrote.
+- ``secret``: two earlier tenants and the chats send :data:`SECRET`, and the document holds none. Whoever
+  answers :data:`SECRET` to the document tells what another tenant sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from staleproof.cases.children import tell
+from staleproof.incidents.published_unwritten.scene import Arrival, burst
+from staleproof.vllm import hooks, sources, standing, watch_published
+from staleproof.vllm.plugin import patches
+
+# Each width as wide as the vocabulary, so that a value is its token.
+WIDTH, BLOCKS, SECRET = 512, 340, 505
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "STALEPROOF_PATCHES": "none",
+    # Of NaN logits the sampler of 0.22.1's second runner makes a token outside the vocabulary, and dies.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": WIDTH,
+    "vocab_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def _copying(model: Any) -> None:
+    """Make a model answer the token whose values it attends to most."""
+    import torch
+
+    eye = torch.eye(WIDTH)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            kind = name.rsplit(".", 2)[-2]
+            if "norm" in kind:
+                weight.fill_(1)
+            elif kind == "qkv_proj":
+                weight.zero_()[2 * WIDTH :] = eye
+            elif kind == "o_proj":
+                # The token itself is one part in a thousand of what attention adds.
+                weight.copy_(1000 * eye)
+            elif kind in ("embed_tokens", "lm_head"):
+                weight.zero_()[:WIDTH] = eye
+            else:
+                weight.zero_()
+
+
+class _Engine:
+    def __init__(self, policy: str) -> None:
+        from vllm import LLM
+
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(CONFIG))
+            self.llm = LLM(
+                model=folder, skip_tokenizer_init=True, load_format="dummy", seed=0, enforce_eager=True,
+                attention_backend="TRITON_ATTN", gpu_memory_utilization=0.2, async_scheduling=False,
+                max_model_len=4600, max_num_seqs=64, max_num_batched_tokens=2048, block_size=16,
+                num_gpu_blocks_override=BLOCKS, enable_prefix_caching=True, scheduling_policy=policy,
+                long_prefill_token_threshold=256,
+            )  # fmt: skip
+        self.engine = self.llm.llm_engine
+        worker = self.engine.engine_core.engine_core.model_executor.driver_worker
+        self.runner = getattr(worker, "worker", worker).model_runner
+        _copying(self.runner.model)
+        self.steps, self.rounds = 0, 0
+
+    def answers(self, load: Sequence[Arrival]) -> dict[str, tuple[list[int], int, int]]:
+        """Request -> its tokens, how many of them had NaN logits, and how many it had from the cache."""
+        from vllm import SamplingParams
+
+        self.rounds += 1
+        left, found, step = [*load], dict[str, tuple[list[int], int, int]](), 0
+        while left or self.engine.has_unfinished_requests():
+            for one in [*left]:
+                if step >= one.at and (not one.after or one.after in found):
+                    left.remove(one)
+                    asked = SamplingParams(
+                        temperature=0, max_tokens=one.reply, ignore_eos=True, detokenize=False, logprobs=0
+                    )
+                    name, prompt = f"{one.name}-{self.rounds}", {"prompt_token_ids": [*one.prompt]}
+                    self.engine.add_request(name, prompt, asked, priority=one.priority)
+            for done in self.engine.step():
+                if done.finished:
+                    (out,) = done.outputs
+                    bad = sum(math.isnan(p.logprob) for token in out.logprobs for p in token.values())
+                    cached = done.num_cached_tokens or 0
+                    found[done.request_id.split("-")[0]] = [*out.token_ids], bad, cached
+            step += 1
+        self.steps += step
+        return found
+
+    def round(self, kind: str, seed: int) -> dict[str, Any]:
+        load = burst(seed)[1]
+        if kind == "secret":
+            # Two that fill the cache; no two prompts share their first block.
+            tenants = [Arrival(f"tenant{i}", [506 + i, *[SECRET] * 2699], 1) for i in (0, 1)]
+            self.answers(tenants)
+            load = [
+                Arrival(one.name, [3 + i, *[SECRET] * (len(one.prompt) - 1)], one.reply, at=one.at)
+                if one.name.startswith("chat")
+                else one
+                for i, one in enumerate(load)
+            ]
+        self.llm.reset_prefix_cache()
+        if kind == "nan":
+            for cache in self.runner.kv_caches:
+                cache.fill_(math.nan)
+        found = self.answers(load)
+        return {
+            who: {"nan": found[who][1], "secret": found[who][0].count(SECRET), "of": len(found[who][0])}
+            for who in ("victim", "stranger")
+        }
+
+    def same_step(self, seed: int) -> dict[str, int]:
+        """Two requests with one prompt in the same step: the second hits what the step itself writes."""
+        draw = random.Random(seed)
+        prompt = [draw.randrange(3, 500) for _ in range(200)]
+        self.llm.reset_prefix_cache()
+        for cache in self.runner.kv_caches:
+            cache.fill_(math.nan)
+        found = self.answers([Arrival("first", prompt, 4), Arrival("second", [*prompt, 7], 4)])
+        return {"hit_tokens": found["second"][2], "nan": sum(one[1] for one in found.values())}
+
+
+def ask(policy: str, seeds: Sequence[int]) -> None:
+    """Start an engine and tell what its rounds answered: off, with the patch, off again; then watched.
+
+    Args:
+        policy: ``priority`` or ``fcfs``.
+        seeds: of :func:`~.scene.burst`, one a round.
+    """
+    os.environ.update(ENVIRONMENT)
+    version = sources.installed()[0]
+    engine = _Engine(policy)
+    told: dict[str, Any] = {"version": version, "same step": [engine.same_step(seed) for seed in range(8)]}
+    for state in ("off", "on", "again", "watched") if policy == "priority" else ("off",):
+        watch = watch_published.Published()
+        patched = patches()["unpublish"].applied(version) if state == "on" else contextlib.nullcontext()
+        with patched:
+            if state == "watched":
+                hooks.wrap("watch", *watch.targets())
+            for kind in ("nan", "secret"):
+                steps, started = engine.steps, time.perf_counter()
+                rows = {str(seed): engine.round(kind, seed) for seed in seeds}
+                took = (time.perf_counter() - started) / (engine.steps - steps)
+                told[f"{state}, {kind}"] = {"rounds": rows, "us_a_step": 1e6 * took}
+        told[f"{state}, stepped back"] = [*standing.stepped_back]
+        if state == "watched":
+            hooks.unwrap("watch")
+            told["watch"] = {"published": watch.blocks.published, "hits": watch.blocks.hits}
+        tell(told)

@@ -1,0 +1,1146 @@
+"""MLA decode for Hopper: two Gluon kernels for DeepSeek's shape, and their launch.
+
+``mla_decode_pairs_kernel`` has a program of 64 heads. Its keys come in pairs of tiles of 64. Group 0 computes
+the scores of the even tile and the left 256 columns of the output; group 1 the scores of the odd tile and the
+right columns. While one does softmax, products of the other run. Weights cross through shared memory.
+
+``mla_decode_few_kernel`` has a program of at most 16 heads. The tensor cores multiply 64 rows at a time. Here
+these are keys and output columns instead of heads, of which there would be too few: scores are
+keys * queries^T, and the output is values^T * weights. Group 0 takes the even tiles, group 1 the odd ones,
+each with all columns of the output, and they exchange halves of it at the end of a request.
+
+In both a third group loads: queries by ordinary copies, keys by the copy engine. The engine brings what lies
+behind the end of a request, too, and the computing groups clear it. It does not convert: keys of an E4M3
+cache come through registers, as float16 numbers.
+
+A program's share of the work is either one request, or an equal part of the line of all tiles of all
+requests, so that lengths may differ. A request that lies in several parts is merged afterwards.
+
+Barriers are in memory of their own each: the compiler puts a barrier of all threads between an arrival and a
+wait in the same allocation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from staleproof import device
+from staleproof.ops.launching import empty, launched
+from staleproof.ops.mla.plan import FEW_HEADS, REQUEST_COST, aligned_parts, cdiv, merge_tiles
+from staleproof.ops.mla.queries import float16_queries_kernel
+
+device.load_triton()
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from staleproof.ops.mla.merge import merge_parts_kernel
+
+# These were renamed after Triton 3.6.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+tile_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+IS_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+# Columns of a tile that arrive together: a product waits for those it reads alone.
+WIDTH = gl.constexpr(64)
+PIECES = gl.constexpr(256 // WIDTH.value)
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
+HALF = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+
+# Barriers. LOADED has 8 for the pieces of the even tile and 8 for the odd one. FREE has left columns, then
+# right with rotary ones, of each tile. GIVEN and TOTAL are two each, by the group that arrives.
+LOADED, FREE, GIVEN, TOTAL = (gl.constexpr(i) for i in (0, 1, 2, 4))
+QUERIES, QUERIES_FREE = gl.constexpr(6), gl.constexpr(7)
+# Shared memory: queries in pieces and their rotary columns, left and right columns of two tiles in pieces,
+# the same as a whole, their rotary columns, the odd tile's weights, maxima.
+LEFT, RIGHT = gl.constexpr(4), gl.constexpr(5)
+LOAD_THREADS = gl.constexpr(128)
+COST = gl.constexpr(REQUEST_COST)
+
+
+@gluon.jit
+def opaque_zero():
+    """Zero, which the compiler cannot know: an address made with it is computed where it is used.
+
+    Otherwise the addresses of all products move out of the loop, and from there into local memory.
+    """
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def limit_of(seq_len, capacity, q_len, token):
+    """Keys that query token ``token`` of a request attends to."""
+    return gl.maximum(gl.minimum(seq_len, capacity) - q_len + token + 1, 0)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def pays_off(batch, units, aligned, programs):
+    """Whether fewer programs with fewer parts each end sooner: the line is then cut between requests only.
+
+    Requests have ``units`` each. ``merge.py`` asks the same.
+    """
+    return gl.cdiv(batch * units, aligned) <= gl.cdiv(batch * units, programs) + COST
+
+
+@gluon.jit
+def equal_part(seq_lens, batch, capacity, q_len, token, aligned, BATCH: gl.constexpr):
+    """The part of program ``program_id(1)`` in the line of all tiles.
+
+    If all requests have as many tiles, ``aligned`` programs share them, so that cuts fall between requests.
+
+    Returns the first request in it and the one behind its last, the tile of the line at which that first
+    request begins, and the part's first tile and the one behind its last.
+    """
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    index = gl.arange(0, BATCH, layout=line)
+    seq_len = gl.load(seq_lens + index, mask=index < batch, other=0)
+    limits = limit_of(seq_len, capacity, q_len, token)
+    units = gl.where(index < batch, gl.maximum(gl.cdiv(limits, 64), 1) + COST, 0)
+    ends = gl.associative_scan(units, 0, _add)
+    whole = gl.sum(units, 0).to(gl.int64)
+    most = gl.max(units, 0)
+    is_even = gl.min(gl.where(index < batch, units, most), 0) == most
+    # With fewer tiles than programs, the last programs have nothing to do.
+    programs = gl.num_programs(1)
+    is_aligned = is_even & pays_off(batch, most, aligned, programs)
+    count = gl.minimum(whole, gl.where(is_aligned, aligned, programs))
+    place = gl.minimum(gl.program_id(1), count)
+    begin_unit = (whole * place // count).to(gl.int32)
+    end_unit = (whole * gl.minimum(place + 1, count) // count).to(gl.int32)
+    # Requests that end before this part, and those that begin before its end.
+    first = gl.sum((ends <= begin_unit).to(gl.int32), 0)
+    last = gl.sum(((ends - units < end_unit) & (index < batch)).to(gl.int32), 0)
+    unit = gl.max(gl.where(ends <= begin_unit, ends, 0), 0)
+    return first, last, unit, begin_unit, end_unit
+
+
+@gluon.jit
+def whole_request():
+    """All tiles of request ``program_id(1)``, as ``equal_part`` returns a part."""
+    first = gl.program_id(1)
+    zero = first * 0
+    return first, first + 1, zero, zero, zero + 2147483647
+
+
+@gluon.jit
+def part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit):
+    """The keys of a request, its tiles, which begin at ``unit`` of the line, and a program's part of them.
+
+    The part is the tiles from ``begin`` up to ``end``; there is none if begin >= end.
+    """
+    limit = limit_of(seq_len, capacity, q_len, token)
+    tiles = gl.maximum(gl.cdiv(limit, 64), 1)
+    begin = gl.minimum(gl.maximum(begin_unit - unit - COST, 0), tiles)
+    end = gl.minimum(end_unit - unit - COST, tiles)
+    return limit, tiles, begin, end
+
+
+@gluon.jit
+def _cut_off(scores, live):
+    """Scores of keys from ``live`` on become -inf: only the last tile of a request has such keys."""
+    if live < 64:
+        column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
+        scores = gl.where((column < live)[None, :], scores, -float("inf"))
+    return scores
+
+
+@gluon.jit
+def clear_tail(values, live):
+    """Rows of values from ``live`` on become zero: whatever lies there has weight 0, but 0 * NaN is NaN."""
+    if live < 64:
+        row = gl.arange(0, 16, layout=gl.SliceLayout(1, HALF))
+        for i in gl.static_range(4):
+            rows = values.slice(16 * i, 16, dim=0)
+            kept = rows.load(HALF)
+            rows.store(gl.where((16 * i + row < live)[:, None], kept, gl.full_like(kept, 0.0)))
+        fence_async_shared()
+        barrier()
+
+
+@gluon.jit
+def finite(peak):
+    """What scores are taken relative to: 0 while a row has no key."""
+    return gl.where(peak == -float("inf"), 0.0, peak)
+
+
+@gluon.jit
+def scale_of(scales, row, scale, live, ROWS: gl.constexpr, CONVERTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The factor of the scores of each row from ``row`` on; it undoes that of converted queries as well."""
+    if CONVERTS:
+        place = gl.arange(0, ROWS, layout=LAYOUT)
+        return gl.load(scales + row + place, mask=place < live, other=1.0) * scale
+    else:
+        return gl.full([ROWS], 1.0, gl.float32, layout=LAYOUT) * scale
+
+
+@gluon.constexpr_function
+def lift_of(dtype):
+    """Weights are multiplied by 2 ** this: float16 has none below 2 ** -24, where long requests have many."""
+    return 15.0 if dtype == gl.float16 else 0.0
+
+
+@gluon.jit
+def _scaled(acc, decay):
+    """The output relative to a new maximum."""
+    return acc * gl.convert_layout(decay, gl.SliceLayout(1, ACC))[:, None]
+
+
+@gluon.jit
+def _begun_scores(memory, bars, z, used, TILE: gl.constexpr):
+    """Start the scores of the even tile (0) or the odd one (1): each product once its columns are there."""
+    q_p, q_r, left_p, right_p, rope = memory[0], memory[1], memory[2], memory[3], memory[6]
+    scores = warpgroup_mma_init(gl.full([64, 64], 0.0, gl.float32, layout=SCORES))
+    for i in gl.static_range(PIECES):
+        mbarrier.wait(bars[LOADED].index(TILE * 2 * PIECES + i), used & 1)
+        piece = left_p.index(z + TILE * PIECES + i).permute((1, 0))
+        scores = warpgroup_mma(q_p.index(z + i), piece, scores, use_acc=i > 0, is_async=True)
+    for i in gl.static_range(PIECES):
+        mbarrier.wait(bars[LOADED].index((TILE * 2 + 1) * PIECES + i), used & 1)
+        piece = right_p.index(z + TILE * PIECES + i).permute((1, 0))
+        scores = warpgroup_mma(q_p.index(z + PIECES + i), piece, scores, is_async=True)
+    return warpgroup_mma(q_r.index(z), rope.index(z + TILE).permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def even_step(
+    acc, peak, total, memory, bars, live, scale, used_a, used_b, is_last, HAS_ODD: gl.constexpr,
+):  # fmt: skip
+    """Group 0: scores of the even tile, and the left columns of both tiles."""
+    left, rope, given, peaks = memory[LEFT], memory[6], memory[7], memory[8]
+    dtype: gl.constexpr = given.dtype
+    z = opaque_zero()
+    scores = _begun_scores(memory, bars, z, used_a, 0)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    if not HAS_ODD:
+        scores = _cut_off(scores, live)
+    # A NaN is left out of the maximum; it reaches the sums, and so the output.
+    new_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
+    base = finite(new_peak)
+    weights = gl.exp2(scores * scale[:, None] - (base - lift_of(dtype))[:, None])
+    rounded = weights.to(dtype)
+    peaks.index(0).store(new_peak)
+    # The rotary columns have been read, so their memory takes the weights.
+    rope.index(z).store(rounded)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(bars[GIVEN], count=1)
+    mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=is_last)
+    decay = gl.exp2(peak - base)
+    total = total * decay + gl.sum(weights, 1)
+    acc = _scaled(acc, decay)
+    if not HAS_ODD:
+        clear_tail(left.index(z), live)
+    acc = warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), left.index(z), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    if HAS_ODD:
+        barrier()
+        mbarrier.arrive(bars[FREE].index(0), count=1)
+        mbarrier.wait(bars[GIVEN + 1], used_b & 1)
+        last_peak = peaks.index(1).load(gl.SliceLayout(1, SCORES))
+        decay = gl.exp2(new_peak - finite(last_peak))
+        total = total * decay
+        acc = _scaled(acc, decay)
+        clear_tail(left.index(z + 1), live - 64)
+        acc = warpgroup_mma(given.index(z), left.index(z + 1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        barrier()
+        mbarrier.arrive(bars[FREE].index(2), count=1, pred=not is_last)
+    else:
+        last_peak = new_peak
+    return acc, last_peak, total
+
+
+@gluon.jit
+def odd_step(
+    acc, peak, total, memory, bars, live, scale, used_a, used_b, is_last,
+):  # fmt: skip
+    """Group 1: scores of the odd tile, and the right columns of both tiles."""
+    right, rope, given, peaks = memory[RIGHT], memory[6], memory[7], memory[8]
+    dtype: gl.constexpr = given.dtype
+    z = opaque_zero()
+    scores = _begun_scores(memory, bars, z, used_b, 1)
+    mbarrier.wait(bars[GIVEN], used_a & 1)
+    even_peak = peaks.index(0).load(gl.SliceLayout(1, SCORES))
+    acc = _scaled(acc, gl.exp2(peak - finite(even_peak)))
+    # The even tile first: its memory is then free in the middle of a pair.
+    acc = warpgroup_mma(rope.index(z), right.index(z), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    scores = _cut_off(scores, live)
+    new_peak = gl.maximum(even_peak, gl.max(scores, 1) * scale)
+    base = finite(new_peak)
+    weights = gl.exp2(scores * scale[:, None] - (base - lift_of(dtype))[:, None])
+    rounded = weights.to(dtype)
+    peaks.index(1).store(new_peak)
+    given.index(z).store(rounded)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(bars[GIVEN + 1], count=1)
+    mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=is_last)
+    total = total * gl.exp2(peak - base) + gl.sum(weights, 1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()
+    mbarrier.arrive(bars[FREE].index(1), count=1)
+    acc = _scaled(acc, gl.exp2(even_peak - base))
+    clear_tail(right.index(z + 1), live)
+    acc = warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), right.index(z + 1), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()
+    mbarrier.arrive(bars[FREE].index(3), count=1, pred=not is_last)
+    return acc, new_peak, total
+
+
+@gluon.jit
+def lone_step(acc, peak, total, memory, bars, live, used_a):
+    """Group 1, if the last pair has no odd tile."""
+    right, rope, peaks = memory[RIGHT], memory[6], memory[8]
+    z = opaque_zero()
+    mbarrier.arrive(bars[QUERIES_FREE], count=1)
+    mbarrier.wait(bars[GIVEN], used_a & 1)
+    new_peak = peaks.index(0).load(gl.SliceLayout(1, SCORES))
+    decay = gl.exp2(peak - finite(new_peak))
+    acc = _scaled(acc, decay)
+    clear_tail(right.index(z), live)
+    acc = warpgroup_mma(rope.index(z), right.index(z), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc, new_peak, total * decay
+
+
+ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+ROPE_WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
+PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+# Four E4M3 numbers in a word to two words of two float16 numbers, which hold each of them exactly. A way to
+# bfloat16 would lead by float16 and float32.
+TO_FLOAT16 = gl.constexpr("""{
+.reg .b16 low, high;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+
+
+@gluon.jit
+def shared_as(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory with another shape."""
+    if IS_RENAMED:
+        return memory.reinterpret(dtype, shape, layout)
+    else:
+        return memory._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def _copy_queries(q_v, q_r, base, stride, live, ROWS: gl.constexpr):
+    """Start copying rows of queries, 16 at a time so that few addresses are alive; others become zeros."""
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, HALF))
+    column = gl.arange(0, 256, layout=gl.SliceLayout(0, HALF))
+    row_r = gl.arange(0, 16, layout=gl.SliceLayout(1, ROPE))
+    column_r = 512 + gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE))
+    for i in gl.static_range(ROWS // 16):
+        rows = base + (16 * i + row) * stride
+        mask = (16 * i + row < live)[:, None]
+        async_load(q_v.index(0).slice(16 * i, 16, dim=0), rows[:, None] + column[None, :], mask=mask)
+        async_load(q_v.index(1).slice(16 * i, 16, dim=0), rows[:, None] + (256 + column)[None, :], mask=mask)
+        rows_r = base + (16 * i + row_r) * stride
+        mask_r = (16 * i + row_r < live)[:, None]
+        async_load(q_r.index(0).slice(16 * i, 16, dim=0), rows_r[:, None] + column_r[None, :], mask=mask_r)
+
+
+@gluon.jit
+def _load_half(
+    pieces, rope, bars, columns, first_row, wanted, used, TILE: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Load half of a tile's columns in pieces with a barrier each, rotary ones with the last of the right."""
+    mbarrier.wait(bars[FREE].index(2 * TILE + RIGHT), (used & 1) ^ 1)
+    for i in gl.static_range(PIECES):
+        bar = bars[LOADED].index(8 * TILE + RIGHT * PIECES + i)
+        if wanted:
+            if RIGHT == 1 and i == PIECES - 1:
+                mbarrier.expect(bar, 64 * (WIDTH + 64) * 2)
+                tile_load(columns, [first_row, 512], bar, rope.index(TILE))
+            else:
+                mbarrier.expect(bar, 64 * WIDTH * 2)
+            tile_load(columns, [first_row, RIGHT * 256 + i * WIDTH], bar, pieces.index(TILE * PIECES + i))
+        else:
+            mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def _page_of(table, tile, limit, PAGE_SIZE: gl.constexpr):
+    return gl.load(table + tile * 64 // PAGE_SIZE, mask=tile * 64 < limit, other=0)
+
+
+@gluon.jit
+def _copy_tiles(
+    left, right, rope, bars, columns, table, page_a, page_b, begin, end, limit, used_a, used_b, page_rows,
+    PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Copy a request's tiles, each to the memory that the one before the last has left."""
+    for tile in range(begin, end, 2):
+        row_a = page_a * page_rows + tile * 64 % PAGE_SIZE
+        row_b = page_b * page_rows + (tile + 1) * 64 % PAGE_SIZE
+        page_a = _page_of(table, tile + 2, limit, PAGE_SIZE)
+        page_b = _page_of(table, tile + 3, limit, PAGE_SIZE)
+        wanted = limit > 0
+        _load_half(left, rope, bars, columns, row_a, wanted, used_a, 0, 0)
+        _load_half(right, rope, bars, columns, row_a, wanted, used_a, 0, 1)
+        if tile + 1 < end:
+            _load_half(left, rope, bars, columns, row_b, wanted, used_b, 1, 0)
+            _load_half(right, rope, bars, columns, row_b, wanted, used_b, 1, 1)
+            used_b += 1
+        used_a += 1
+
+
+@gluon.jit
+def _load_words(
+    cache, row, live, row_words, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Start loading words of 64 rows from ``row`` on, four numbers each; zeros in rows from ``live`` on.
+
+    Words, because a number that waits in a register has one of its own.
+    """
+    # Addresses of rows are made here, not kept in registers from tile to tile.
+    row_words = gl.multiple_of(row_words + opaque_zero(), 4)
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    word = FIRST + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
+    at = cache + row * row_words + (rows[:, None] * row_words + word[None, :])
+    return gl.load(at, mask=(rows < live)[:, None], other=0)
+
+
+@gluon.jit
+def _load_left(cache, row, live, row_words):
+    return _load_words(cache, row, live, row_words, 0, 64, WORDS)
+
+
+@gluon.jit
+def _load_right(cache, row, live, row_words):
+    """Right columns, and rotary ones."""
+    right = _load_words(cache, row, live, row_words, 64, 64, WORDS)
+    return right, _load_words(cache, row, live, row_words, 128, 16, ROPE_WORDS)
+
+
+@gluon.jit
+def _converted(words):
+    """(rows, words) of four E4M3 numbers as (rows, 2 * words) of two float16 numbers each."""
+    low, high = gl.inline_asm_elementwise(
+        TO_FLOAT16, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return gl.join(low, high).reshape((words.shape[0], 2 * words.shape[1]))
+
+
+@gluon.jit
+def _announce(bars, first):
+    """The columns that this group has stored are there: all pieces of a half."""
+    fence_async_shared()
+    barrier()
+    for i in gl.static_range(PIECES):
+        mbarrier.arrive(bars[LOADED].index(first + i), count=1)
+
+
+@gluon.jit
+def _convert_tiles(
+    left, right, rope, bars, cache, table, begin, end, limit, used_a, used_b, page_rows, row_words,
+    PAGE_SIZE: gl.constexpr, IS_TILE_AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Convert a request's tiles to the queries' dtype; columns are loaded while those before are stored.
+
+    A whole tile ahead where the computing groups leave enough registers for it, or half of one.
+    """
+    left = shared_as(left, gl.int32, [2, 64, 128], PAIRS)
+    right = shared_as(right, gl.int32, [2, 64, 128], PAIRS)
+    rope = shared_as(rope, gl.int32, [2, 64, 32], PAIRS)
+    row = _page_of(table, begin, limit, PAGE_SIZE).to(gl.int64) * page_rows + begin * 64 % PAGE_SIZE
+    live = limit - begin * 64
+    a = _load_left(cache, row, live, row_words)
+    if IS_TILE_AHEAD:
+        b, c = _load_right(cache, row, live, row_words)
+    for tile in range(begin, end):
+        odd = (tile - begin) & 1
+        used = gl.where(odd == 0, used_a, used_b) + (tile - begin) // 2
+        next_page = _page_of(table, tile + 1, limit, PAGE_SIZE)
+        mbarrier.wait(bars[FREE].index(2 * odd), (used & 1) ^ 1)
+        left.index(odd).store(_converted(a))
+        _announce(bars, 8 * odd)
+        if not IS_TILE_AHEAD:
+            b, c = _load_right(cache, row, live, row_words)
+        row = next_page.to(gl.int64) * page_rows + (tile + 1) * 64 % PAGE_SIZE
+        live = gl.where(tile + 1 < end, limit - (tile + 1) * 64, 0)
+        if IS_TILE_AHEAD:
+            a = _load_left(cache, row, live, row_words)
+        mbarrier.wait(bars[FREE].index(2 * odd + 1), (used & 1) ^ 1)
+        right.index(odd).store(_converted(b))
+        rope.index(odd).store(_converted(c))
+        _announce(bars, 8 * odd + PIECES)
+        if IS_TILE_AHEAD:
+            b, c = _load_right(cache, row, live, row_words)
+        else:
+            a = _load_left(cache, row, live, row_words)
+
+
+@gluon.jit
+def load_group(
+    q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
+    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
+    capacity, q_len, heads, first_row, rows, first, last, unit, begin_unit, end_unit,
+    PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr, CONVERTS: gl.constexpr,
+):  # fmt: skip
+    """Load ``rows`` queries of at most ROWS, and keys, in the order in which their memory is freed."""
+    if CONVERTS:
+        # For the launch that made the queries; so do the groups that load their scales.
+        gdc_wait()
+    token = first_row // heads
+    used_a = 0
+    used_b = 0
+    segment = 0
+    for number in range(first, last):
+        request = number.to(gl.int64)  # type: ignore[attr-defined]  # a tensor, in a kernel
+        seq_len = gl.load(seq_lens + request)
+        limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
+        unit += tiles + COST
+        if begin < end:
+            table = block_table + request * table_stride
+            q_base = (
+                q
+                + request * q_batch_stride
+                + token.to(gl.int64) * q_token_stride
+                + (first_row - token * heads).to(gl.int64) * q_head_stride
+            )
+            live_q = gl.where(limit > 0, rows, 0)
+            # Before the queries, so that the first keys do not wait for them.
+            page_a = _page_of(table, begin, limit, PAGE_SIZE)
+            page_b = _page_of(table, begin + 1, limit, PAGE_SIZE)
+            mbarrier.wait(bars[QUERIES_FREE], (segment & 1) ^ 1)
+            _copy_queries(q_v, q_r, q_base, q_head_stride, live_q, ROWS)
+            async_copy.mbarrier_arrive(bars[QUERIES], increment_count=False)
+            segment += 1
+            if CONVERTS:
+                _convert_tiles(
+                    left, right, rope, bars, columns, table, begin, end, limit, used_a, used_b,
+                    page_rows, row_words, PAGE_SIZE, ROWS < 64,
+                )  # fmt: skip
+            else:
+                _copy_tiles(
+                    left_p, right_p, rope, bars, columns, table, page_a, page_b, begin, end, limit,
+                    used_a, used_b, page_rows, PAGE_SIZE,
+                )  # fmt: skip
+            used_a += (end - begin + 1) // 2
+            used_b += (end - begin) // 2
+
+
+@gluon.jit
+def key_memory(dtype: gl.constexpr, layout: gl.constexpr):
+    """Both tiles' left columns, then their right ones, in pieces and as a whole: the same memory."""
+    left_p = gl.allocate_shared_memory(dtype, [512 // WIDTH, 64, WIDTH], layout)
+    left = shared_as(left_p, dtype, [2, 64, 256], layout)
+    right_p = gl.allocate_shared_memory(dtype, [512 // WIDTH, 64, WIDTH], layout)
+    right = shared_as(right_p, dtype, [2, 64, 256], layout)
+    return left_p, right_p, left, right
+
+
+@gluon.jit
+def barriers():
+    """In the order of their numbers in ``mla_decode_pairs_steps.py``."""
+    one: gl.constexpr = mbarrier.MBarrierLayout()
+    loaded = gl.allocate_shared_memory(gl.int64, [16, 1], one)
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], one)
+    given_0 = gl.allocate_shared_memory(gl.int64, [1], one)
+    given_1 = gl.allocate_shared_memory(gl.int64, [1], one)
+    total_0 = gl.allocate_shared_memory(gl.int64, [1], one)
+    total_1 = gl.allocate_shared_memory(gl.int64, [1], one)
+    queries = gl.allocate_shared_memory(gl.int64, [1], one)
+    queries_free = gl.allocate_shared_memory(gl.int64, [1], one)
+    bars = (loaded, free, given_0, given_1, total_0, total_1, queries, queries_free)
+    for i in gl.static_range(16):
+        mbarrier.init(loaded.index(i), count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2, 6):
+        mbarrier.init(bars[i], count=1)
+    mbarrier.init(queries, count=LOAD_THREADS)
+    mbarrier.init(queries_free, count=2)
+    barrier()
+    return bars
+
+
+@gluon.jit
+def _store_rows(target, result, rows, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    column = GROUP * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT))
+    gl.store(target + (row * 512)[:, None] + column[None, :], result, mask=(row < rows)[:, None])
+
+
+@gluon.jit
+def _pairs_store(
+    acc, peak, total, totals, staging, free, bars, target, segment, request, rows,
+    first_row, slot, k_scale, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Write one half of the rows: the result, or with ``slot`` >= 0 a part of it that is merged later.
+
+    ``staging`` held the last values that this group read; ``free`` is their barrier.
+    """
+    out, lse, parts, part_lse = target
+    place = (segment & 1) * 2
+    totals.index(place + GROUP).store(total)
+    barrier()
+    mbarrier.arrive(bars[TOTAL + GROUP], count=1)
+    mbarrier.wait(bars[TOTAL + 1 - GROUP], segment & 1)
+    total += totals.index(place + 1 - GROUP).load(gl.SliceLayout(1, SCORES))
+    empty = total == 0.0
+    safe = gl.where(empty, 1.0, total)
+    factor = gl.convert_layout(k_scale / safe, gl.SliceLayout(1, ACC))
+    blank = gl.convert_layout(empty, gl.SliceLayout(1, ACC))
+    result = gl.where(blank[:, None], 0.0, acc * factor[:, None])
+    peak -= lift_of(staging.dtype)
+    log_sum = gl.where(empty, -float("inf"), peak * 0.6931471805599453 + gl.log(safe))
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    if slot >= 0:
+        part = slot.to(gl.int64) * 64
+        if GROUP == 0:
+            gl.store(part_lse + part + row, log_sum, mask=row < rows - first_row)
+        mbarrier.arrive(free, count=1)
+        _store_rows(parts + part * 512, result, rows - first_row, GROUP, ACC)
+    else:
+        whole = request.to(gl.int64) * rows + first_row
+        if GROUP == 0:
+            gl.store(lse + whole + row, log_sum, mask=row < rows - first_row)
+        # By way of shared memory, so that a warp stores whole rows.
+        whole_rows = shared_as(staging, out.dtype.element_ty, [64, 256], SHARED)
+        whole_rows.store(result.to(out.dtype.element_ty))
+        barrier()
+        rounded = whole_rows.load(HALF)
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(free, count=1)
+        _store_rows(out + whole * 512, rounded, rows - first_row, GROUP, HALF)
+
+
+@gluon.jit
+def _pairs_group(
+    memory, scales, totals, bars, target, seq_lens, capacity, q_len, heads,
+    first_row, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
+    GROUP: gl.constexpr, CONVERTS: gl.constexpr,
+):  # fmt: skip
+    """One of the two groups that compute."""
+    if CONVERTS:
+        gdc_wait()
+    token = first_row // heads
+    rows = q_len * heads
+    used_a = 0
+    used_b = 0
+    segment = 0
+    for request in range(first, last):
+        seq_len = gl.load(seq_lens + request)
+        limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
+        unit += tiles + COST
+        if begin < end:
+            peak = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+            total = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+            acc = gl.full([64, 256], 0.0, gl.float32, layout=ACC)
+            row = request.to(gl.int64) * rows + first_row  # type: ignore[attr-defined]  # a tensor, in a kernel
+            factors: gl.constexpr = gl.SliceLayout(1, SCORES)
+            row_scale = scale_of(scales, row, scale, rows - first_row, 64, CONVERTS, factors)
+            mbarrier.wait(bars[QUERIES], segment & 1)
+            fence_async_shared()
+            pairs = (end - begin) // 2
+            for pair in range(pairs):
+                live = limit - (begin + 2 * pair + GROUP) * 64
+                if GROUP == 0:
+                    acc, peak, total = even_step(
+                        acc, peak, total, memory, bars, live, row_scale,
+                        used_a + pair, used_b + pair, begin + 2 * pair + 2 == end, True,
+                    )  # fmt: skip
+                else:
+                    acc, peak, total = odd_step(
+                        acc, peak, total, memory, bars, live, row_scale,
+                        used_a + pair, used_b + pair, begin + 2 * pair + 2 == end,
+                    )  # fmt: skip
+            used_a += pairs
+            used_b += pairs
+            if (end - begin) % 2 != 0:
+                live = limit - (end - 1) * 64
+                if GROUP == 0:
+                    acc, peak, total = even_step(
+                        acc, peak, total, memory, bars, live, row_scale,
+                        used_a, used_b, True, False,
+                    )  # fmt: skip
+                else:
+                    acc, peak, total = lone_step(acc, peak, total, memory, bars, live, used_a)
+                used_a += 1
+            slot = gl.where(begin > 0, 2 * program, gl.where(end < tiles, 2 * program + 1, -1))
+            odd = 1 - (end - begin) % 2
+            if GROUP == 0:
+                staging = memory[LEFT].index(odd)
+            else:
+                staging = memory[RIGHT].index(odd)
+            free = bars[FREE].index(2 * odd + GROUP)
+            _pairs_store(
+                acc, peak, total, totals, staging, free, bars, target, segment, request,
+                rows, first_row, slot, k_scale, GROUP,
+            )  # fmt: skip
+            segment += 1
+
+
+# Not in the compiled kernel: a server has many values of these.
+@gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
+def mla_decode_pairs_kernel(
+    q, columns, block_table, seq_lens, out, lse, parts, part_lse, scales,
+    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
+    softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
+    PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr, CONVERTS: gl.constexpr,
+):  # fmt: skip
+    """Attend from 64 heads of one query token to an equal part of the tiles of all requests.
+
+    Grid: (blocks of 64 rows, parts). PAGE_SIZE is 64 or 128; BATCH is ``batch`` up to a power of two.
+    ``softmax_scale * k_scale`` must be positive.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    gdc_launch_dependents()
+
+    first_row = gl.program_id(0) * 64
+    program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+    if BATCH == 0:
+        first, last, unit, begin_unit, end_unit = whole_request()
+    else:
+        first, last, unit, begin_unit, end_unit = equal_part(
+            seq_lens, batch, capacity, q_len, first_row // heads, aligned, BATCH
+        )
+    pieces: gl.constexpr = 512 // WIDTH
+    q_p = gl.allocate_shared_memory(dtype, [pieces, 64, WIDTH], SHARED)
+    q_v = shared_as(q_p, dtype, [2, 64, 256], SHARED)
+    q_r = gl.allocate_shared_memory(dtype, [1, 64, 64], SHARED)
+    left_p, right_p, left, right = key_memory(dtype, SHARED)
+    rope = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
+    given = gl.allocate_shared_memory(dtype, [1, 64, 64], SHARED)
+    peaks = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    totals = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
+    bars = barriers()
+    scale = softmax_scale * k_scale * 1.4426950408889634
+    # In the order of their numbers in mla_decode_pairs_steps.py.
+    memory = (q_p, q_r, left_p, right_p, left, right, rope, given, peaks)
+    target = (out, lse, parts, part_lse)
+    gl.warp_specialize(
+        [
+            (
+                _pairs_group,
+                (
+                    memory, scales, totals, bars, target, seq_lens, capacity,
+                    q_len, heads, first_row, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
+                    0, CONVERTS,
+                ),
+            ),
+            (
+                _pairs_group,
+                (
+                    memory, scales, totals, bars, target, seq_lens, capacity,
+                    q_len, heads, first_row, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
+                    1, CONVERTS,
+                ),
+            ),
+            (
+                load_group,
+                (
+                    q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
+                    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
+                    capacity, q_len, heads, first_row, q_len * heads - first_row,
+                    first, last, unit, begin_unit, end_unit, PAGE_SIZE, 64, CONVERTS,
+                ),
+            ),
+        ],
+        [4, 4],
+        # Registers of a thread. A processor has 504 for three groups; the first takes what is left, 224.
+        [200, 104] if CONVERTS else [224, 56],
+    )  # fmt: skip
+
+
+HEADS = gl.constexpr(16)
+# Keys or output columns by heads.
+TALL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+BY_HEAD = gl.constexpr(gl.SliceLayout(0, TALL.value))
+# No weights cross between the groups here: their two barriers say, by the group, that it has read what the
+# other left.
+READ = GIVEN
+
+
+@gluon.jit
+def _few_step(
+    left_acc, right_acc, peak, total, memory, bars, live, scale, used, is_last, TILE: gl.constexpr,
+):  # fmt: skip
+    """One tile of 64 keys, of which ``live`` count: scores, weights, and all columns of the output."""
+    q_p, q_r, left_p, right_p, left, right, rope, given = memory
+    z = opaque_zero()
+    scores = warpgroup_mma_init(gl.full([64, HEADS], 0.0, gl.float32, layout=TALL))
+    for i in gl.static_range(PIECES):
+        mbarrier.wait(bars[LOADED].index(TILE * 2 * PIECES + i), used & 1)
+        piece = q_p.index(z + i).permute((1, 0))
+        scores = warpgroup_mma(
+            left_p.index(z + TILE * PIECES + i), piece, scores, use_acc=i > 0, is_async=True
+        )
+    for i in gl.static_range(PIECES):
+        mbarrier.wait(bars[LOADED].index((TILE * 2 + 1) * PIECES + i), used & 1)
+        keys, piece = right_p.index(z + TILE * PIECES + i), q_p.index(z + PIECES + i).permute((1, 0))
+        scores = warpgroup_mma(keys, piece, scores, is_async=True)
+    scores = warpgroup_mma(rope.index(z + TILE), q_r.index(z).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    if live < 64:
+        key = gl.arange(0, 64, layout=gl.SliceLayout(1, TALL))
+        scores = gl.where((key < live)[:, None], scores, -float("inf"))
+    # A NaN is left out of the maximum; it reaches the sums, and so the output.
+    new_peak = gl.maximum(peak, gl.max(scores, 0) * scale)
+    base = finite(new_peak)
+    weights = gl.exp2(scores * scale[None, :] - (base - lift_of(given.dtype))[None, :])
+    given.index(z + TILE).store(weights.to(given.dtype))
+    if live < 64:
+        clear_tail(left.index(z + TILE), live)
+        clear_tail(right.index(z + TILE), live)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=is_last)
+    decay = gl.exp2(peak - base)
+    total = total * decay[None, :] + weights
+    left_acc = left_acc * decay[None, :]
+    right_acc = right_acc * decay[None, :]
+    given_w = given.index(z + TILE)
+    left_acc = warpgroup_mma(left.index(z + TILE).permute((1, 0)), given_w, left_acc, is_async=True)
+    right_acc = warpgroup_mma(right.index(z + TILE).permute((1, 0)), given_w, right_acc, is_async=True)
+    left_acc, right_acc = warpgroup_mma_wait(0, deps=[left_acc, right_acc])
+    barrier()
+    mbarrier.arrive(bars[FREE].index(2 * TILE), count=1)
+    mbarrier.arrive(bars[FREE].index(2 * TILE + 1), count=1)
+    return left_acc, right_acc, new_peak, total
+
+
+@gluon.jit
+def _few_store(
+    own, theirs, peak, total, peaks, totals, halves, bars, target, segment, first_row,
+    heads, request, rows, slot, k_scale, GROUP: gl.constexpr, LIFT: gl.constexpr,
+):  # fmt: skip
+    """Exchange halves of the output with the other group, and write one: a result, or a part of one.
+
+    ``own`` are this group's sums of the columns that it writes, ``theirs`` those of the other columns.
+    """
+    out, lse, parts, part_lse = target
+    place = (segment & 1) * 2
+    sums = gl.sum(total, 0)
+    # Before the first request there is nothing to be read.
+    mbarrier.wait(bars[READ + 1 - GROUP], (segment & 1) ^ 1)
+    halves.index(GROUP).store(theirs)
+    peaks.index(place + GROUP).store(peak)
+    totals.index(place + GROUP).store(sums)
+    barrier()
+    mbarrier.arrive(bars[TOTAL + GROUP], count=1)
+    mbarrier.wait(bars[TOTAL + 1 - GROUP], segment & 1)
+    other_peak = peaks.index(place + 1 - GROUP).load(BY_HEAD)
+    other = halves.index(1 - GROUP).load(TALL)
+    highest = gl.maximum(peak, other_peak)
+    base = finite(highest)
+    mine, decay = gl.exp2(peak - base), gl.exp2(other_peak - base)
+    sums = sums * mine + totals.index(place + 1 - GROUP).load(BY_HEAD) * decay
+    acc = own * mine[None, :] + other * decay[None, :]
+    barrier()
+    mbarrier.arrive(bars[READ + GROUP], count=1)
+    empty = sums == 0.0
+    safe = gl.where(empty, 1.0, sums)
+    result = gl.where(empty[None, :], 0.0, acc * (k_scale / safe)[None, :])
+    highest -= LIFT
+    log_sum = gl.where(empty, -float("inf"), highest * 0.6931471805599453 + gl.log(safe))
+    head = gl.arange(0, HEADS, layout=BY_HEAD)
+    column = GROUP * 256 + gl.arange(0, 256, layout=gl.SliceLayout(1, TALL))
+    where = (head * 512)[None, :] + column[:, None]
+    mask = (head < heads)[None, :] & (column >= 0)[:, None]
+    if slot >= 0:
+        row = slot.to(gl.int64) * HEADS
+        if GROUP == 0:
+            gl.store(part_lse + row + head, log_sum, mask=head < heads)
+        gl.store(parts + row * 512 + where, result, mask=mask)
+    else:
+        row = request.to(gl.int64) * rows + first_row
+        if GROUP == 0:
+            gl.store(lse + row + head, log_sum, mask=head < heads)
+        gl.store(out + row * 512 + where, result.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _few_group(
+    memory, scales, peaks, totals, halves, bars, target, seq_lens, capacity, q_len, heads, token,
+    program, first, last, unit, begin_unit, end_unit, scale, k_scale,
+    GROUP: gl.constexpr, CONVERTS: gl.constexpr,
+):  # fmt: skip
+    """One of the two groups that compute."""
+    if CONVERTS:
+        gdc_wait()
+    used = 0
+    segment = 0
+    for request in range(first, last):
+        seq_len = gl.load(seq_lens + request)
+        limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
+        unit += tiles + COST
+        if begin < end:
+            peak = gl.full([HEADS], -float("inf"), gl.float32, layout=BY_HEAD)
+            total = gl.full([64, HEADS], 0.0, gl.float32, layout=TALL)
+            left_acc = gl.full([256, HEADS], 0.0, gl.float32, layout=TALL)
+            right_acc = gl.full([256, HEADS], 0.0, gl.float32, layout=TALL)
+            row = (request.to(gl.int64) * q_len + token) * heads  # type: ignore[attr-defined]  # a tensor
+            row_scale = scale_of(scales, row, scale, heads, HEADS, CONVERTS, BY_HEAD)
+            mbarrier.wait(bars[QUERIES], segment & 1)
+            fence_async_shared()
+            mine = (end - begin + 1 - GROUP) // 2
+            for i in range(mine):
+                live = limit - (begin + 2 * i + GROUP) * 64
+                left_acc, right_acc, peak, total = _few_step(
+                    left_acc,
+                    right_acc,
+                    peak,
+                    total,
+                    memory,
+                    bars,
+                    live,
+                    row_scale,
+                    used + i,
+                    i + 1 == mine,
+                    GROUP,
+                )
+            used += mine
+            mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=mine == 0)
+            slot = gl.where(begin > 0, 2 * program, gl.where(end < tiles, 2 * program + 1, -1))
+            if GROUP == 0:
+                own, theirs = left_acc, right_acc
+            else:
+                own, theirs = right_acc, left_acc
+            _few_store(
+                own, theirs, peak, total, peaks, totals, halves, bars, target, segment,
+                token * heads, heads, request, q_len * heads, slot, k_scale, GROUP, lift_of(memory[7].dtype),
+            )  # fmt: skip
+            segment += 1
+
+
+# Not in the compiled kernel: a server has many values of these.
+@gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
+def mla_decode_few_kernel(
+    q, columns, block_table, seq_lens, out, lse, parts, part_lse, scales,
+    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
+    softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
+    PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr, CONVERTS: gl.constexpr,
+):  # fmt: skip
+    """Attend from the heads of one query token, at most 16, to an equal part of the tiles of all requests.
+
+    Grid: (query tokens, parts). PAGE_SIZE is 64 or 128; BATCH is ``batch`` up to a power of two.
+    ``softmax_scale * k_scale`` must be positive.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    narrow: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0, 1])
+    gdc_launch_dependents()
+
+    token = gl.program_id(0)
+    program = gl.program_id(1) * gl.num_programs(0) + token
+    if BATCH == 0:
+        first, last, unit, begin_unit, end_unit = whole_request()
+    else:
+        first, last, unit, begin_unit, end_unit = equal_part(
+            seq_lens, batch, capacity, q_len, token, aligned, BATCH
+        )
+    pieces: gl.constexpr = 512 // WIDTH
+    q_p = gl.allocate_shared_memory(dtype, [pieces, HEADS, WIDTH], SHARED)
+    q_v = shared_as(q_p, dtype, [2, HEADS, 256], SHARED)
+    q_r = gl.allocate_shared_memory(dtype, [1, HEADS, 64], SHARED)
+    left_p, right_p, left, right = key_memory(dtype, SHARED)
+    rope = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
+    given = gl.allocate_shared_memory(dtype, [2, 64, HEADS], narrow)
+    halves = gl.allocate_shared_memory(gl.float32, [2, 256, HEADS], plain)
+    peaks = gl.allocate_shared_memory(gl.float32, [4, HEADS], FLAT)
+    totals = gl.allocate_shared_memory(gl.float32, [4, HEADS], FLAT)
+    bars = barriers()
+    scale = softmax_scale * k_scale * 1.4426950408889634
+    memory = (q_p, q_r, left_p, right_p, left, right, rope, given)
+    target = (out, lse, parts, part_lse)
+    gl.warp_specialize(
+        [
+            (
+                _few_group,
+                (
+                    memory, scales, peaks, totals, halves, bars, target, seq_lens, capacity, q_len,
+                    heads, token, program, first, last, unit, begin_unit, end_unit, scale, k_scale, 0,
+                    CONVERTS,
+                ),
+            ),
+            (
+                _few_group,
+                (
+                    memory, scales, peaks, totals, halves, bars, target, seq_lens, capacity, q_len,
+                    heads, token, program, first, last, unit, begin_unit, end_unit, scale, k_scale, 1,
+                    CONVERTS,
+                ),
+            ),
+            (
+                load_group,
+                (
+                    q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
+                    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
+                    capacity, q_len, heads, token * heads, heads, first, last, unit, begin_unit, end_unit,
+                    PAGE_SIZE, HEADS, CONVERTS,
+                ),
+            ),
+        ],
+        [4, 4],
+        [168, 168] if CONVERTS else [224, 56],
+    )  # fmt: skip
+
+
+RANK, TOKEN = 512, 576
+# Requests that the kernel's sum over lengths covers; there is one compiled kernel for each.
+BATCHES = (16, 128, 1024)
+
+
+class _Address:
+    """What a descriptor needs of a tensor, without keeping the tensor alive."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.dtype, self._address = x.dtype, x.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class HopperCall:
+    """A call with these layouts, launched for the first time when it is made; then it can be repeated.
+
+    Args:
+        q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse: as in ``mla_decode``.
+        parts: equal parts that all tiles are cut into, for each block of rows; 0: a program a request.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        softmax_scale: float,
+        k_scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        parts: int,
+    ) -> None:
+        batch, heads = q.shape[0], q.shape[-2]
+        q_len = q.shape[1] if q.ndim == 4 else 1
+        pages, page_size = kv_cache.shape[:2]
+        page_rows = kv_cache.stride(0) // kv_cache.stride(1)
+        # The cache as rows of one token. Pages may lie apart, e.g. with those of other layers between.
+        self._shape = [(pages - 1) * page_rows + page_size, TOKEN]
+        self._strides = [kv_cache.stride(1), 1]
+        rows = q_len * heads
+        # Rows of a program, and what a part of them takes; a program with few heads has one query token.
+        few = heads <= FEW_HEADS
+        kernel, own, room = (mla_decode_few_kernel, heads, 16) if few else (mla_decode_pairs_kernel, 64, 64)
+        groups = cdiv(rows, own)
+        # Of each program two parts, and their lse.
+        self._slots = 2 * groups * parts * room
+        numbers, part_lse = out, lse
+        if parts:
+            memory = self._memory(out)
+            numbers, part_lse = memory[: self._slots * RANK], memory[self._slots * RANK :]
+        # The copy engine takes a cache as it is; an E4M3 cache is read as words of four numbers.
+        self._converts = kv_cache.dtype != q.dtype
+        columns = kv_cache.view(torch.int32) if self._converts else self._descriptor(kv_cache)
+        row_words = kv_cache.stride(1) // 4 if self._converts else 0
+        strides = q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2)
+        scales, self._prepare = lse, None
+        if self._converts:
+            queries = self._query_memory(q)
+            scales = queries[q.numel() // 2 :]
+            self._prepare = launched(
+                float16_queries_kernel,
+                (cdiv(batch * rows, 4),),
+                (q, queries.view(torch.float16), scales),
+                (*strides, batch * rows, q_len, heads, RANK, TOKEN - RANK, 4, False),
+                num_warps=4,
+            )
+            q, strides = queries.view(torch.float16), (rows * TOKEN, heads * TOKEN, TOKEN)
+        most = next(n for n in BATCHES if batch <= n) if parts else 0
+        aligned = aligned_parts(parts, batch) if parts else 0
+        shape = block_table.shape[1] * page_size, q_len, heads, batch, aligned
+        sizes = (*strides, page_rows, row_words, block_table.stride(0), softmax_scale, k_scale, *shape)
+        self._decode = launched(
+            kernel,
+            (groups, parts or batch, 1),
+            (q, columns, block_table, seq_lens, out, lse, numbers, part_lse, scales),
+            (*sizes, page_size, most, self._converts),
+            num_warps=4,
+            launch_pdl=self._converts,
+        )
+        self._merge = None
+        if parts:
+            block, some, step = merge_tiles(batch, parts)
+            capacity, tiles = shape[0], (RANK, room, block, some, step, most)
+            self._merge = launched(
+                merge_parts_kernel,
+                (groups * (RANK // block), cdiv(own, some), batch),
+                (numbers, part_lse, seq_lens, out, lse),
+                (*(rows, own, heads, capacity, q_len, batch, parts, aligned), *tiles, False),
+                num_warps=4,
+                launch_pdl=True,
+            )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be repeated."""
+        return self._decode is not None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Launch it again on other tensors of the same layouts."""
+        assert self._decode is not None
+        lengths, results = seq_lens.data_ptr(), (out.data_ptr(), lse.data_ptr())
+        parts = results
+        if self._merge is not None:
+            memory = self._memory(out)
+            parts = memory.data_ptr(), memory.data_ptr() + self._slots * RANK * 4
+        columns = kv_cache.data_ptr() if self._converts else self._descriptor(kv_cache)
+        queries, scales = q.data_ptr(), results[1]
+        if self._prepare is not None:
+            prepared = self._query_memory(q)
+            queries, scales = prepared.data_ptr(), prepared.data_ptr() + 2 * q.numel()
+            self._prepare(q.data_ptr(), queries, scales)
+        self._decode(queries, columns, block_table.data_ptr(), lengths, *results, *parts, scales)
+        if self._merge is not None:
+            self._merge(*parts, lengths, *results)
+
+    def _memory(self, out: torch.Tensor) -> torch.Tensor:
+        """For each row of a part its numbers; behind them, for each its lse."""
+        return empty((self._slots * (RANK + 1),), torch.float32, out)
+
+    def _query_memory(self, q: torch.Tensor) -> torch.Tensor:
+        """Of queries beside an E4M3 cache their float16 numbers; behind them, for each row its scale."""
+        return empty((q.numel() // 2 + q.numel() // TOKEN,), torch.float32, q)
+
+    def _descriptor(self, kv_cache: torch.Tensor) -> Any:
+        return TensorDescriptor(_Address(kv_cache), self._shape, self._strides, [64, 64], SHARED.value)

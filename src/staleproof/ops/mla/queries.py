@@ -1,0 +1,56 @@
+"""The launch before an MLA decode on Hopper beside an E4M3 cache: queries as float16 numbers.
+
+E4M3 to float16 is exact and takes one instruction for two numbers; there is no such way to bfloat16. So both
+operands of the products are float16. Queries reach further, and each row gets a power of two of its own.
+"""
+
+from __future__ import annotations
+
+from staleproof import device
+
+device.load_triton()
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+
+@triton.jit
+def _largest(x):
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
+
+
+@triton.jit(do_not_specialize=["rows", "q_len", "heads"])
+def float16_queries_kernel(
+    q, numbers, scales, q_batch_stride, q_token_stride, q_head_stride, rows, q_len, heads,
+    RANK: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Write ROWS of ``rows`` rows (request, query token, head) one after another, and their scales.
+
+    A row times a power of two, so that its largest magnitude comes to lie in 2 ** 14 to 2 ** 15. Its scale
+    undoes that. A row with Inf or NaN keeps them; what is finite in it does not matter.
+    """
+    if not INTERPRET:
+        # The decode may begin; it waits for this launch before it reads the queries.
+        gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    request, token = row // heads // q_len, row // heads % q_len
+    source = (
+        q
+        + request.to(tl.int64) * q_batch_stride
+        + token.to(tl.int64) * q_token_stride
+        + (row % heads).to(tl.int64) * q_head_stride
+    )
+    column, rope_column = tl.arange(0, RANK), RANK + tl.arange(0, ROPE)
+    mask = (row < rows)[:, None]
+    latent = tl.load(source[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    rope = tl.load(source[:, None] + rope_column[None, :], mask=mask, other=0.0).to(tl.float32)
+    largest = tl.maximum(_largest(latent), _largest(rope))
+    # Exponents as float32 stores them: the factor's, and 254 minus its inverse's. Neither is subnormal.
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    stored = tl.minimum(tl.maximum(268 - exponent, 27), 227)
+    factor = (stored << 23).to(tl.float32, bitcast=True)[:, None]
+    target = numbers + row.to(tl.int64)[:, None] * (RANK + ROPE)
+    tl.store(target + column[None, :], (latent * factor).to(tl.float16), mask=mask)
+    tl.store(target + rope_column[None, :], (rope * factor).to(tl.float16), mask=mask)
+    tl.store(scales + row, ((254 - stored) << 23).to(tl.float32, bitcast=True), mask=row < rows)

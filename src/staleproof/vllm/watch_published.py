@@ -1,0 +1,102 @@
+"""Which requests hit blocks of the prefix cache that nobody wrote, in a live vLLM.
+
+In the process of the scheduler and on the host only: :class:`staleproof.evidence.PublishedBlocks` is
+told what vLLM's block pool publishes, and looks after each ``schedule`` at what the plan really computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from staleproof.evidence.published import PublishedBlocks, UnwrittenHit
+from staleproof.vllm import process
+from staleproof.vllm.arguments import Arguments, Keywords, argument
+from staleproof.vllm.hooks import Target, logger, warn_once
+
+POOL, SCHEDULER = "vllm.v1.core.block_pool", "vllm.v1.core.sched.scheduler"
+FULL = ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size")
+
+
+class Published:
+    """The hooks of one process.
+
+    Args:
+        port: where to answer a scrape; ``None`` for nowhere. The scheduler is in a process of its own.
+
+    Attributes:
+        blocks: the detector.
+        first: the first unwritten hit, which is logged.
+    """
+
+    def __init__(self, port: int | None = None) -> None:
+        self.blocks = PublishedBlocks()
+        self.first: UnwrittenHit | None = None
+        self._port = port
+
+    def publish(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
+        """After ``BlockPool.cache_full_blocks``."""
+        request, blocks, first, last, size = (argument(args, kwargs, i, FULL[i]) for i in range(1, 6))
+        name, computed = request.request_id, request.num_computed_tokens
+        for end, block in enumerate(blocks[first:last], first + 1):
+            if block.block_hash is not None and not block.is_null:
+                self.blocks.publish(block.block_id, block.block_hash, name, end * size, computed)
+        return result
+
+    def scheduled(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
+        """After ``Scheduler.schedule``."""
+        engine = args[0]
+        if self._port is not None:
+            rank = getattr(engine.parallel_config, "data_parallel_rank_local", None) or 0
+            serve(self, self._port - rank)
+            self._port = None
+        requests = engine.requests
+        owners = self.blocks.owners
+        if owners:
+            pool = engine.kv_cache_manager.block_pool.blocks
+            computed = {name: requests[name].num_computed_tokens for name in owners if name in requests}
+            self.blocks.plan(computed, lambda block: pool[block].block_hash)
+        if self.blocks:
+            fresh = [new.req_id for new in result.scheduled_new_reqs]
+            for name in (*fresh, *result.scheduled_cached_reqs.resumed_req_ids):
+                start = requests[name].num_computed_tokens - result.num_scheduled_tokens[name]
+                self._read(engine, name, start)
+        return result
+
+    def _read(self, engine: Any, name: str, start: int) -> None:
+        for of_type in engine.kv_cache_manager.coordinator.single_type_managers:
+            blocks = of_type.req_to_blocks[name][: -(-start // of_type.block_size)]
+            for hit in self.blocks.read(name, [(block.block_id, block.block_hash) for block in blocks]):
+                if self.first is None:
+                    self.first = hit
+                    logger.warning("staleproof: first unwritten hit of the prefix cache: %s", hit)
+
+    def collect(self) -> Iterator[Any]:
+        """The metrics, as prometheus_client asks for them."""
+        from prometheus_client.core import CounterMetricFamily
+
+        text = "Blocks that were published and that their step did not write"
+        value = self.blocks.published
+        yield CounterMetricFamily("staleproof_published_unwritten_blocks", text, value=value)
+        text = "Such blocks that a request got from the prefix cache"
+        yield CounterMetricFamily("staleproof_unwritten_hits", text, value=self.blocks.hits)
+
+    def targets(self) -> list[Target]:
+        """The two functions that are watched."""
+        return [
+            Target(POOL, "BlockPool.cache_full_blocks", FULL, after=self.publish),
+            Target(SCHEDULER, "Scheduler.schedule", ("self",), after=self.scheduled),
+        ]
+
+
+def serve(published: Published, port: int) -> None:
+    """Open the port below the workers'. If that cannot be, one line says so."""
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        registry = CollectorRegistry()
+        registry.register(published)
+        start_http_server(port, registry=registry)
+        process.say(f": watch of published blocks on port {port}")
+    except (ImportError, OSError, OverflowError) as error:
+        warn_once(f"watch of published blocks without a port: {error}")

@@ -1,0 +1,303 @@
+"""Small kernels in PyTorch, each right but for one fault that a probe could overlook.
+
+Registered as a user registers theirs: ``staleproof audit tests/contract/faulty_kernels.py``. Beside each
+stands what it breaks (:data:`EXPECTED`); :data:`NOT_CHECKED` are those whose clause 0 has no reference.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from staleproof import audit, device
+
+device.select("cpu" if not torch.cuda.is_available() else None)
+
+import triton
+import triton.language as tl
+
+# Subject -> the clauses it breaks. Every other clause that is put to it must hold.
+EXPECTED: dict[str, set[str]] = {}
+NOT_CHECKED = {
+    "ragged, zeros, no reference",
+    "rows, no reference",
+    "rows, a reference for one of two results",
+}
+
+
+def _expect(kind, name: str, *clauses: str, **sizes):
+    EXPECTED[name] = set(clauses)
+    return kind(name=name, **sizes)
+
+
+# --- Attention. Each calls a right decode, and does something to what it gives.
+
+
+def decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+    """(batch, heads, dim) and (batch, heads); follows no entry past the need, and writes empty rows."""
+    tokens = torch.arange(block_table.shape[1] * k_cache.shape[1], device=q.device)
+    past = tokens >= seq_lens[:, None]
+    table = torch.where(past[:, :: k_cache.shape[1]], 0, block_table).long()
+    k, v = (
+        cache[table].flatten(1, 2).transpose(1, 2).repeat_interleave(q.shape[1], 1)
+        .masked_fill(past[:, None, :, None], 0.0).float()
+        for cache in (k_cache, v_cache)
+    )  # fmt: skip
+    scores = (q.float().unsqueeze(2) @ k.transpose(2, 3)).squeeze(2) * softmax_scale
+    scores = scores.masked_fill(past[:, None], float("-inf"))
+    out = (scores.softmax(-1).unsqueeze(2) @ v).squeeze(2)
+    return out.masked_fill((seq_lens == 0)[:, None, None], 0.0).to(q.dtype), scores.logsumexp(-1)
+
+
+def _attention(name: str, *clauses: str):
+    """Registers a function of the call's arguments and of what the right decode gives."""
+
+    def register(change):
+        def kernel(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+            out, lse = decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale)
+            return change(out, lse, q, k_cache, block_table, seq_lens)
+
+        return _expect(audit.attention, name, *clauses)(kernel)
+
+    return register
+
+
+right = _attention("right")(lambda out, lse, *_: (out, lse))
+empty_lse = _attention("lse of an empty row is 0", "E")(
+    lambda out, lse, q, k, table, lens: (out, lse.masked_fill((lens == 0)[:, None], 0.0))
+)
+lse_rows = _attention("lse mixes rows", "R")(lambda out, lse, q, *_: (out, lse + 0 * q.float().mean()))
+lse_tail = _attention("lse reads whole pages", "T")(
+    lambda out, lse, q, k, table, lens: (out, lse + 0 * _last_page(k, table, lens))
+)
+# Two pages before the first belong to the probe.
+lse_table = _attention("lse follows the table", "B")(
+    lambda out, lse, q, k, table, lens: (out, lse + 0 * _past_the_need(k, table, lens))
+)
+thrice = _attention("lse three times too large", "0")(lambda out, lse, *_: (out, 3 * lse))
+
+
+def _last_page(k, table, lens):
+    page = table.gather(1, ((lens - 1).clamp(min=0) // k.shape[1])[:, None].long())[:, 0]
+    tail = torch.where((lens == 0)[:, None, None, None], torch.zeros_like(k[:1]), k[page.long()])
+    return tail.float().sum((1, 2, 3))[:, None]
+
+
+def _past_the_need(k, table, lens):
+    past = torch.arange(table.shape[1], device=k.device) * k.shape[1] >= lens[:, None]
+    ids = torch.where(past & (table != 0), table, 0) + 2
+    return (
+        k._base[ids.long()]
+        .masked_fill(~(past & (table != 0))[..., None, None, None], 0)
+        .float()
+        .sum((1, 2, 3, 4))[:, None]
+    )
+
+
+_masks: dict[int, list[torch.Tensor]] = {}
+
+
+@_attention("mask of empty rows kept for a tensor of lengths", "N")
+def kept_mask(out, lse, q, k, table, lens):
+    """Incident 1 again: computed at the first launch. The tensor is kept, so that its id stays its own."""
+    _, mask = _masks.setdefault(id(lens), [lens, lens == 0])
+    garbage = torch.full_like(out, 7.0)
+    return torch.where((lens == 0)[:, None, None] & ~mask[:, None, None], garbage, out), lse
+
+
+@_attention("a row that was empty once stays zero", "N")
+def empty_for_good(out, lse, q, k, table, lens):
+    kept = _masks.setdefault(-id(lens), [lens, lens == 0])
+    kept[1] = kept[1] | (lens == 0)
+    return out.masked_fill(kept[1][:, None, None], 0.0), lse
+
+
+_before: dict[tuple[int, ...], torch.Tensor] = {}
+
+
+def _trace(name: str, place: int):
+    @_attention(name, "L", "N", "R")
+    def trace(out, lse, q, k, table, lens):
+        """A workspace that is found again by the shape of the call, and holds what the last call left."""
+        key = (place, *table.shape)
+        left = _before.get(key, torch.zeros((), device=q.device))
+        _before[key] = q.float().mean()
+        return (out + (0 * left).to(out.dtype), lse) if place == 0 else (out, lse + 0 * left)
+
+    return trace
+
+
+trace_out, trace_lse = _trace("a trace in out", 0), _trace("a trace in lse", 1)
+
+
+@_expect(audit.attention, "a scale for each page, which drops NaN", "T")
+def page_scale(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+    """Stale NaN does not reach it; other stale numbers set the scale that values are rounded to."""
+    size = v_cache.float().nan_to_num(0.0, 0.0, 0.0).abs().amax((1, 2, 3), keepdim=True) + 1e-6
+    rounded = ((v_cache.float() / size * 2**12).round() * size / 2**12).to(v_cache.dtype)
+    return decode(q, k_cache, rounded, block_table, seq_lens, softmax_scale)[0]
+
+
+def _varlen(name: str, *clauses: str, spare: float | None):
+    @_expect(audit.attention, name, *clauses, q_len=0)
+    def kernel(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax_scale, out):
+        """One query token after another, each with the keys up to its own."""
+        for request, (start, end) in enumerate(pairwise(query_start_loc)):
+            for row in range(int(start), int(end)):
+                length = (seq_lens[request] - (int(end) - row) + 1).clamp(min=0)[None]
+                one = q[row : row + 1], k_cache, v_cache, block_table[request : request + 1]
+                out[row] = decode(*one, length * (seq_lens[request] > 0), softmax_scale)[0][0]
+        if spare is not None:
+            out[int(query_start_loc[-1]) :] = spare
+        return out
+
+    return kernel
+
+
+varlen = _varlen("varlen, right", spare=None)
+varlen_zeros = _varlen("varlen, writes rows of out past the end", "U", spare=0.0)
+
+# --- Routing
+
+
+def _choose(router_logits, top_k):
+    scores = router_logits.nan_to_num(-1e30, 1e30, -1e30)
+    ids = scores.topk(top_k, -1).indices
+    return scores.sigmoid().gather(1, ids), ids
+
+
+@_expect(audit.routing, "weights of 0", "0")
+def no_weights(router_logits, top_k):
+    weights, ids = _choose(router_logits, top_k)
+    return 0 * weights, ids
+
+
+@_expect(audit.routing, "weights beside other ids", "0")
+def other_weights(router_logits, top_k):
+    weights, ids = _choose(router_logits, top_k)
+    return weights.flip(1), ids
+
+
+@_expect(audit.routing, "weights against a reference", "0", reference=_choose)
+def wrong_sizes(router_logits, top_k):
+    weights, ids = _choose(router_logits, top_k)
+    return weights.square(), ids
+
+
+@_expect(audit.routing, "weights of another function")
+def other_function(router_logits, top_k):
+    weights, ids = _choose(router_logits, top_k)
+    return weights.square(), ids
+
+
+@_expect(audit.routing, "groups, the first experts", "0", grouped=True)
+def first_experts(router_logits, top_k):
+    ids = torch.arange(top_k, device=router_logits.device).expand(len(router_logits), -1).contiguous()
+    return router_logits.sigmoid().gather(1, ids), ids
+
+
+# --- Rows and sequences
+
+
+def _fp8(x):
+    scale = x.float().abs().amax(1, keepdim=True) / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+@_expect(audit.rows, "fp8, right")
+def fp8(x):
+    return _fp8(x)
+
+
+@_expect(audit.rows, "fp8, zeros", "0")
+def fp8_zeros(x):
+    values, scale = _fp8(x)
+    return torch.zeros_like(values), scale
+
+
+@_expect(audit.rows, "fp8, a scale three times too large", "0")
+def fp8_scale(x):
+    values, scale = _fp8(x)
+    return values, 3 * scale
+
+
+@_expect(audit.rows, "fp8, a third of the range", "0")
+def fp8_range(x):
+    _, scale = _fp8(x)
+    return (x.float() / (3 * scale)).to(torch.float8_e4m3fn), 3 * scale
+
+
+def _twice(x):
+    return 2 * x, x.sum(-1)
+
+
+@_expect(audit.rows, "rows, the second result is wrong", "0", reference=_twice)
+def second_result(x):
+    return 2 * x, 3 * x.sum(-1)
+
+
+@_expect(audit.rows, "rows, both results right", reference=_twice)
+def both_results(x):
+    return 2 * x, x.sum(-1)
+
+
+@_expect(audit.rows, "rows, a reference for one of two results", reference=lambda x: 2 * x)
+def one_of_two(x):
+    return 2 * x, x.sum(-1)
+
+
+@_expect(audit.rows, "rows, no reference")
+def anything(x):
+    return x * 0
+
+
+def _running_sum(x, starts):
+    out = torch.zeros_like(x)
+    for start, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+        out[start:end] = x[start:end].cumsum(0)
+    return out
+
+
+@_expect(audit.ragged, "ragged, right", reference=_running_sum)
+def running_sum(x, starts):
+    return _running_sum(x, starts)
+
+
+@_expect(audit.ragged, "ragged, zeros", "0", reference=_running_sum)
+def ragged_zeros(x, starts):
+    return torch.zeros_like(x)
+
+
+@_expect(audit.ragged, "ragged, zeros, no reference")
+def ragged_zeros_alone(x, starts):
+    return torch.zeros_like(x)
+
+
+# --- Operands
+
+
+@triton.jit
+def _copy(x, out, columns, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0), tl.arange(0, BLOCK)
+    # No mask: behind the last row it reads what is not its own, and bytes of 0xff count.
+    number = tl.load(x + row * columns + column)
+    odd = tl.max(tl.where((column >= columns) & (number == -1), 1, 0), axis=0)
+    tl.store(out + row * columns + column, number + odd, mask=column < columns)
+
+
+@_expect(audit.rows, "reads a whole tile", "O", hidden=24, dtype="float32", reference=lambda x: x)
+def whole_tile(x):
+    """As the scale bytes behind the last expert decide the output of gpt-oss: 0xff, and no other byte."""
+    out = torch.empty_like(x)
+    _copy[(len(x),)](x.view(torch.int32), out.view(torch.int32), x.shape[1], BLOCK=32)
+    return out
+
+
+@_expect(audit.rows, "writes behind its operand", "O", reference=lambda x: 2 * x)
+def writes_behind(x):
+    """Where its operand is a part of a larger buffer, it writes the byte behind."""
+    memory = x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+    if len(memory) > x.nbytes:
+        memory[x.nbytes] ^= 1
+    return 2 * x

@@ -1,0 +1,68 @@
+"""The layout, what the kernel reads of it, and the replica's product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from staleproof.incidents.mxfp4_scales import broken, scene
+from staleproof.incidents.mxfp4_scales.broken import GROUPS, LANES, Kernel, Matrix, Shape
+
+SHAPE = Shape(2, 320, 192)
+
+
+@pytest.mark.parametrize(("align", "warps"), [(2, 8), (4, 8), (2, 4)])
+def test_each_scale_has_a_byte_of_its_own(align, warps):
+    kernel = Kernel(align=align, warps=warps)
+    used = broken.reach(SHAPE, kernel)[..., : broken.stored_groups(SHAPE, kernel)].flatten()
+    assert used.sort().values.equal(torch.arange(broken.stored_bytes(SHAPE, kernel)))
+
+
+@pytest.mark.parametrize("k", range(32, 4096, 32))
+def test_k_modulo_128_says_whether_the_last_row_reads_past_the_end(k):
+    shape = Shape(3, 256, k)
+    assert broken.past_the_end(shape) == (64 if 1 <= k % 128 <= 64 else 0)
+    assert broken.past_the_end(shape, Kernel(align=4)) == 0
+
+
+@pytest.mark.parametrize("kernel", [Kernel(), Kernel(warps=4)])
+def test_a_numbered_canary_reaches_the_columns_that_the_index_names(kernel):
+    """Each byte behind is 0xff in turn; exactly the columns of ``columns_behind`` hold NaN."""
+    shape = Shape(1, 160, 64)
+    matrix = scene.checkpoint(shape, torch.Generator().manual_seed(0))
+    memory, named = broken.swizzled(matrix.scale, kernel), broken.columns_behind(shape, kernel)
+    for byte in range(64):
+        behind = torch.zeros(64, dtype=torch.uint8)
+        behind[byte] = 0xFF
+        y = broken.product(torch.ones(1, 64), matrix, torch.cat([memory, behind]), kernel)
+        columns = y.isnan().any(0).any(0).nonzero().flatten().tolist()
+        assert columns == ([named[byte]] if byte in named else [])
+
+
+@pytest.mark.parametrize("kernel", [Kernel(), Kernel(align=4), Kernel(mask=GROUPS), Kernel(mask=LANES)])
+def test_the_product_is_right_over_clean_memory(kernel):
+    matrix = scene.checkpoint(SHAPE, torch.Generator().manual_seed(1))
+    x = torch.randn(5, SHAPE.k)
+    memory = torch.cat([broken.swizzled(matrix.scale, kernel), scene.bytes_of("0x00", 64)])
+    right = x @ broken.dequantized(matrix).mT
+    assert torch.allclose(broken.product(x, matrix, memory, kernel), right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: broken.stored_groups(Shape(2, 256, 100), Kernel()), "k: expected a multiple of 32, got 100"),
+        (lambda: broken.reach(Shape(0, 256, 96)), "n, experts: expected at least 1"),
+        (
+            lambda: broken.product(
+                torch.ones(1, 64),
+                Matrix(torch.zeros(1, 256, 32, dtype=torch.uint8), torch.zeros(1, 256, 2, dtype=torch.uint8)),
+                torch.zeros(512, dtype=torch.uint8),
+            ),
+            "slab: expected at least 576 bytes, got 512",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()

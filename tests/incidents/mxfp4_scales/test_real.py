@@ -1,0 +1,97 @@
+"""vLLM's own kernel and loaders; skipped where the wheel's package was not fetched."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from staleproof.cases import children
+from staleproof.incidents.mxfp4_scales import broken, real
+from staleproof.incidents.mxfp4_scales.broken import Kernel, Shape
+from staleproof.kernels import vllm_matmul_ogs
+from staleproof.kernels.vllm_sources import UnavailableError
+
+sys.path.append(str(Path(__file__).parents[2] / "vllm"))
+
+import environment
+
+fetched = pytest.mark.skipif(vllm_matmul_ogs.root() is None, reason=f"needs {vllm_matmul_ogs.FETCH}")
+
+
+@fetched
+@pytest.mark.parametrize("release", ["0.16.0", "0.19.1", "0.22.1", "0.25.1"])
+def test_the_patch_cures_the_loader_of_a_release(device: str, release: str) -> None:
+    """Off / on / off: 0xff behind the scales; the second answer is right, the others are not."""
+    with environment.skipped_if_unavailable():
+        folder = environment.sources(release) / "vllm"
+    ended = children.call(real.loader, device, release, str(folder), timeout_s=300)
+    assert ended.code == 0, ended.stderr
+    assert [said.verdict for _, said in ended.told] == ["wrong, finite", "right", "wrong, finite"]
+    assert ended.told[1][1].numbers["changed"] == 0
+
+
+@fetched
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("groups", [3, 6, 8])
+def test_our_index_function_is_the_packages_layout(groups, warps, monkeypatch):
+    monkeypatch.syspath_prepend(str(vllm_matmul_ogs.root() / "third_party"))
+    from triton_kernels.tensor_details.layout_details.hopper_scale import HopperMXScaleLayout
+
+    scale = torch.randint(0, 256, (2, 300, groups), dtype=torch.uint8)
+    turned = scale.transpose(-2, -1)
+    theirs = HopperMXScaleLayout(turned.shape, mx_axis=1, num_warps=warps).swizzle_data(turned)
+    ours = broken.swizzled(scale, Kernel(warps=warps))
+    assert ours.equal(theirs.as_strided((theirs.numel(),), (1,)))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton_kernels"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("and.b32 $0, $1, 0b1100;", 0x00000008),
+        ("shl.b32 b, $1, 4; or.b32 $0, b, $1;", 0xBBFEFFBA),
+        ("// bytes 0 and 1, each below a byte of 0\n prmt.b32 $0, $1, 0, 0x5140;", 0x00EF009A),
+    ],
+)
+def test_ptx_is_computed(text, result):
+    registers = {"$1": np.array([0x9ABCEF9A], dtype=np.uint32)}
+    assert int(vllm_matmul_ogs._asm(text, registers)["$0"][0]) == result
+
+
+def test_a_product_of_two_bf16_is_rounded():
+    """1.0078125 * 1.0078125 is 1.015686..., and the nearest bf16 is 1.015625; the other half is 2 * 3."""
+    halves = torch.tensor([1.0078125, 2.0]).bfloat16().view(torch.int16).numpy().view(np.uint32)
+    factors = torch.tensor([1.0078125, 3.0]).bfloat16().view(torch.int16).numpy().view(np.uint32)
+    got = vllm_matmul_ogs._asm("mul.bf16x2 $0, $1, $2;", {"$1": halves, "$2": factors})["$0"]
+    assert vllm_matmul_ogs._bf16_halves(got).flatten().tolist() == [1.015625, 6.0]
+
+
+def test_without_the_package_one_line_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(vllm_matmul_ogs, "vllm_file", lambda *paths: None)
+    why = vllm_matmul_ogs.unavailable_reason("cpu")
+    assert why is not None
+    assert vllm_matmul_ogs.FETCH in why
+    with pytest.raises(UnavailableError, match="no vLLM with third_party/triton_kernels here"):
+        vllm_matmul_ogs.MatmulOgs("cpu")
+
+
+def test_an_edit_that_fits_no_line_is_refused(device):
+    edit = vllm_matmul_ogs.Edit("matmul_ogs.py", "no such line", "")
+    if vllm_matmul_ogs.root() is None:
+        pytest.skip(f"needs {vllm_matmul_ogs.FETCH}")
+    ended = children.call(vllm_matmul_ogs.MatmulOgs, device, edit, timeout_s=120)
+    assert "edit.old: expected text that stands once in matmul_ogs.py, got no such line" in ended.last_line
+
+
+def test_normal_weights_are_quantized_within_the_error_of_the_format():
+    torch.manual_seed(0)
+    made = broken.dequantized(real.quantized(Shape(1, 64, 128), "cpu"))
+    torch.manual_seed(0)
+    wanted = 0.02 * torch.randn(1, 64, 4, 32).flatten(-2)
+    assert float((made - wanted).norm() / wanted.norm()) < 0.13

@@ -1,0 +1,95 @@
+"""The miniature: a step that is planned and then written, and who reads what nobody wrote."""
+
+from __future__ import annotations
+
+import pytest
+
+from staleproof.incidents.published_unwritten.broken import REMEDIES
+from staleproof.incidents.published_unwritten.cases import ALL, WITHOUT, Ingredients
+from staleproof.incidents.published_unwritten.scene import (
+    FOREIGN,
+    NOBODY,
+    UNWRITTEN,
+    WRITTEN,
+    Memory,
+    Miniature,
+    Row,
+    burst,
+    serve,
+    tenants,
+)
+
+
+def test_the_victim_and_a_stranger_read_the_first_tenants_bytes():
+    engine = Ingredients().run()
+    reads = engine.memory.reads
+    assert {(read.reader, read.whose) for read in reads} == {("victim", "tenant"), ("stranger", "tenant")}
+    # One block of four slots, behind the 16 tokens that were computed.
+    assert {read.position for read in reads} == {16, 17, 18, 19}
+    (block,) = {read.block for read in reads}
+    story = [(event.what, event.who) for event in engine.events if event.block == block][-5:]
+    assert story == [
+        ("evict", "victim"),
+        ("publish", "victim"),
+        ("withdraw", "victim"),
+        ("hit", "victim"),
+        ("hit", "stranger"),
+    ]
+
+
+def test_a_slot_is_compared_with_the_whole_prefix():
+    memory = Memory(2)
+    memory.step([Row("a", [1, 2, 3, 4], [0, 1], 0, 4, True)])
+    # The second block alone is the same: what comes before it is not.
+    memory.step([Row("b", [1, 9, 3, 4, 5], [2, 1, 3], 0, 2, True)])
+    memory.step([Row("c", [1, 9, 3, 4, 5], [2, 1, 3], 4, 1, True)])
+    assert [(read.position, read.block, read.whose) for read in memory.reads] == [(2, 1, "a"), (3, 1, "a")]
+    assert memory.verdict == FOREIGN
+
+
+@pytest.mark.parametrize(("zeroed", "whose"), [(False, NOBODY), (True, "zeros")])
+def test_what_nobody_wrote_is_unwritten_zeroed_or_not(zeroed, whose):
+    memory = Memory(2)
+    memory.zero([5] if zeroed else [])
+    memory.step([Row("a", [1, 2, 3], [5, 6], 2, 1, True)])
+    assert [read.whose for read in memory.reads] == [whose] * 2
+    assert memory.verdict == UNWRITTEN
+
+
+def test_a_hit_that_the_step_itself_writes_is_no_fault():
+    memory = Memory(2)
+    rows = [Row("a", [1, 2, 3], [5, 6], 0, 3, True), Row("b", [1, 2, 4], [5, 7], 2, 1, True)]
+    memory.step(rows)
+    assert (memory.reads, memory.same_step, memory.verdict) == ([], 2, WRITTEN)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"blocks": 0}, "blocks: expected a pool of at least one block, got 0"),
+        ({"blocks": 1, "policy": "lifo"}, "policy: expected priority or fcfs, got lifo"),
+        ({"blocks": 1, "publish": "never"}, "publish: expected plan or write, got never"),
+    ],
+)
+def test_what_the_miniature_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Miniature(**arguments)
+
+
+def test_a_load_that_cannot_end_is_an_error():
+    # Six blocks of prompt never fit into five.
+    with pytest.raises(ValueError, match="load: expected one that ends within 9 steps, got 3 to come"):
+        serve(Miniature(5), tenants(), limit=9)
+
+
+def test_loads_are_the_same_each_time():
+    assert burst(7) == burst(7)
+    assert 280 <= burst(7)[0] < 420
+
+
+def test_every_remedy_and_ingredient_has_a_verdict():
+    from staleproof.incidents.published_unwritten.cases import AFTER, TABLE
+
+    expected = {(c.key.question, c.key.variant): c.expect for c in TABLE.cases}
+    assert {name for question, name in expected if question == "remedy"} == {*REMEDIES} == {*AFTER}
+    assert {name for question, name in expected if question == "ablation"} == {ALL, *WITHOUT}

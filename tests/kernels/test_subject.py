@@ -1,0 +1,76 @@
+"""The decorators, and what a kernel is called with."""
+
+from __future__ import annotations
+
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+from staleproof import audit
+from staleproof.contract.runner import SUBJECTS
+from staleproof.kernels.subject import bound, load_module, subjects_of
+
+
+def test_a_decorated_function_stays_as_it_is():
+    def double(x):
+        return 2 * x
+
+    assert audit.rows(name="double")(double) is double
+    assert double(2) == 4
+    (subject,) = subjects_of(types.SimpleNamespace(double=double))
+    assert (subject.name, subject.kind, subject.clauses) == ("double", "rows", ("0", "R", "W", "O"))
+
+
+def test_a_size_that_its_kind_has_not_is_refused():
+    with pytest.raises(ValueError, match=r"page_sise: expected a size of attention: .*page_size.*, got"):
+        audit.attention(page_sise=16)
+
+
+def test_a_clause_that_its_kind_has_not_is_refused():
+    with pytest.raises(ValueError, match="documented: expected clauses of rows: 0, R, W, O, got E"):
+        audit.rows(documented={"E": "rows of padding are left"})
+
+
+def test_an_unknown_need_is_refused():
+    with pytest.raises(ValueError, match="needs: expected"):
+        audit.rows(needs="sm80")
+
+
+def test_a_kernel_gets_the_arguments_that_it_names():
+    assert bound(lambda out, q, *, lse=None, **more: q, {"q": 1, "out": 2, "seq_lens": 3}) == {
+        "out": 2,
+        "q": 1,
+    }
+    with pytest.raises(TypeError, match="needs sinks; known: q"):
+        bound(lambda q, sinks: q, {"q": 1})
+
+
+def test_an_argument_that_its_kind_has_not_is_refused_where_the_kernel_is_registered():
+    def scaled(x, weight):
+        return x * weight
+
+    with pytest.raises(ValueError, match="weight: an argument of scaled: expected arguments of rows: x, got"):
+        audit.rows()(scaled)
+    assert audit.rows(given={"weight": 2})(scaled) is scaled
+
+
+def test_one_adapter_serves_kernels_that_differ_by_an_argument():
+    def scaled(x, factor):
+        return x * factor
+
+    for factor in (2, 1):
+        audit.rows(name=f"times {factor}", given={"factor": factor})(scaled)
+    once, twice = subjects_of(types.SimpleNamespace(scaled=scaled))
+    assert [(s.name, s.call(3), s.function, s.given) for s in (once, twice)] == [
+        ("times 1", 3, scaled, {"factor": 1}),
+        ("times 2", 6, scaled, {"factor": 2}),
+    ]
+
+
+def test_no_adapter_hides_another_of_its_name():
+    for module in SUBJECTS:
+        text = Path(load_module(module).__file__ or "").read_text()
+        names = re.findall(r"^def (\w+)\(", text, re.MULTILINE)
+        assert len(names) == len(set(names)), module

@@ -1,0 +1,72 @@
+"""The recorded long run of the scheduler (soak.py); test_groups.py serves some of its requests anew."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+
+from tools import soak, soak_engine
+
+
+def test_the_recorded_run():
+    found = json.loads(soak.OUT.read_text())
+    assert found["requests"] == 200_000
+    soak.check(found)
+    off, on = (found[state]["curves"] for state in soak.STATES)
+    # In KiB: a list of 788,070 numbers, against the noise of a process.
+    assert off["rss_kib"][-1] - off["rss_kib"][0] > 8_000
+    assert on["rss_kib"][-1] - on["rss_kib"][0] < 500
+    # Without a trend: the plugin's steps are as fast in the second half as in the first.
+    half = len(on["step_us"]) // 2
+    first, second = (statistics.median(steps) for steps in (on["step_us"][:half], on["step_us"][half:]))
+    assert second < 1.3 * first
+
+
+class Fake:
+    """An engine whose steps take 50 ms of a clock of their own; one in ten lets a request leave."""
+
+    def __init__(self) -> None:
+        self.now, self.steps, self.here, self.preemptions = 0.0, 0, 0, 0
+        self.longest = 0
+
+    def add(self, number: int, prompt: list[int], max_tokens: int) -> None:
+        assert min(prompt) >= 2
+        assert len(prompt) + max_tokens <= 1024
+        self.here += 1
+
+    def step(self) -> int:
+        self.now += 0.05
+        self.steps += 1
+        self.preemptions += self.steps % 20 == 0
+        self.longest = max(self.longest, self.here)
+        leaves = self.steps % 10 == 0
+        self.here -= leaves
+        return int(leaves)
+
+    def pending(self) -> int:
+        return 3 * self.steps
+
+
+def test_an_engine_is_sampled_each_second():
+    engine = Fake()
+    found = soak_engine.drive(engine, 10.0, lambda: 7, lambda: engine.now)
+    curves = found["curves"]
+    assert len(curves["seconds"]) in (9, 10)
+    assert all(abs(at - second) < 0.11 for second, at in enumerate(curves["seconds"], start=1))
+    assert {*curves["step_us"]} == {50_000.0}
+    assert {*curves["log_lines"]} == {7}
+    assert curves["requests"] == sorted(curves["requests"])
+    assert curves["pending"][-1] > 500
+    assert curves["preemptions"][-1] >= 8
+    # As many wait as leave.
+    assert engine.longest == soak_engine.WAITING
+    assert found["totals"]["arrived"] - found["totals"]["left"] <= soak_engine.WAITING
+
+
+@pytest.mark.parametrize("words", [[], ["--patches", "some", "--out", "x"], ["--patches", "all"]])
+def test_arguments_that_are_not_understood(words, capsys):
+    with pytest.raises(SystemExit):
+        soak_engine.parser().parse_args(words)
+    assert "usage" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""The soak of real servers (soak_serve.py), with servers that are made up in vLLM's place."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tools.soak_serve import Server, judged, kill_a_scraper, load, scrape, soak
+
+from staleproof.vllm.watch import Settings, Watch
+from tools import soak_serve
+
+pytest.importorskip("prometheus_client")
+
+# Answers like vLLM; its watch has no device. DIES ends it at the third request, SLIPS loses a count.
+FAKE = """
+import importlib.util, json, logging, os, sys, types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from staleproof.vllm import watch_hooks, watch_port
+from staleproof.vllm.watch import Reading, read_settings
+from staleproof.vllm.sources import PatchError
+
+logging.basicConfig(format="WARNING [x.py:1] %(message)s")
+logging.getLogger("vllm.staleproof").setLevel("INFO")
+asked = [0]
+watch = None
+try:
+    chosen = read_settings()
+except PatchError:
+    watch_hooks.install("0.22.1")
+    chosen = None
+if chosen is not None:
+    watch = types.SimpleNamespace(latest=Reading(), settings=chosen, steps=0)
+    watch_port.serve(watch, chosen.port)
+if importlib.util.find_spec("soak_fault"):
+    print("staleproof: watch: a call failed: RuntimeError: a fault inside the watch", file=sys.stderr)
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args): ...
+    def say(self, body):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def do_GET(self):
+        self.say(b"{}")
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked[0] += 1
+        if asked[0] == 3 and os.environ.get("DIES") == "1":
+            os._exit(1)
+        if watch is not None:
+            steps = asked[0] if asked[0] != 40 or "SLIPS" not in os.environ else 1
+            watch.latest = Reading(steps, steps, {("attention", "layers.0"): (5 * steps, 0)})
+        tokens = body["sampling_params"]["max_tokens"]
+        self.say(json.dumps({"choices": [{"token_ids": [5] * tokens}]}).encode())
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(name="command")
+def command_fixture(tmp_path) -> list[str]:
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    return [sys.executable, str(script)]
+
+
+def test_five_servers_are_driven_and_judged(tmp_path, command, monkeypatch):
+    monkeypatch.setattr(soak_serve, "START_S", 60.0)
+    said: list[str] = []
+    found = soak(tmp_path, command, 4.0, said.append)
+    assert {name: one["wrong"] for name, one in found.items()} == {name: [] for name in soak_serve.SERVERS}
+    assert found["watch"]["load"]["sent"] == found["watch"]["load"]["answered"] == 96
+    scraped = found["watch"]["scraped"]
+    assert scraped["killed"] >= 1
+    assert scraped["last"]["bad_rows ('layer', 'layers.0') ('rows', 'padding') ('stage', 'attention')"] > 100
+    assert len(said) == 2 * len(soak_serve.SERVERS)
+
+
+def test_a_server_that_dies_and_one_that_does_not_start_are_noticed(tmp_path, command, monkeypatch):
+    monkeypatch.setattr(soak_serve, "SERVERS", {"no watch": {"DIES": "1"}, "watch": {"DIES": "1"}})
+    monkeypatch.setattr(soak_serve, "LONG", ())
+    monkeypatch.setattr(soak_serve, "START_S", 30.0)
+    found = soak(tmp_path, command, 1.0, lambda line: None)
+    assert "is not alive at the end" in found["no watch"]["wrong"]
+    assert any("answered 2 of 24" in text for text in found["no watch"]["wrong"])
+    found = soak(tmp_path, [sys.executable, "-c", "pass"], 1.0, lambda line: None, names=["watch"])
+    assert {name: one["wrong"] for name, one in found.items()} == {"watch": ["did not start"]}
+
+
+def test_a_count_that_goes_back_and_a_failed_scrape_are_noticed():
+    good = {
+        "started_s": 9.0,
+        "alive": True,
+        "load": {"sent": 48, "answered": 48},
+        "log": ["watch on port 9464: attention"],
+        "scraped": {"scrapes": 2, "failed": [], "went_back": 0, "steps": [1, 40]},
+    }
+    assert judged("watch", good) == []
+    assert judged("watch", good | {"scraped": good["scraped"] | {"went_back": 1}}) == ["a count went back"]
+    assert judged("watch", good | {"scraped": good["scraped"] | {"failed": ["refused"]}}) == [
+        "1 scrapes failed of 2"
+    ]
+    assert judged("watch", good | {"scraped": good["scraped"] | {"steps": [40, 40]}}) == [
+        "its steps do not grow"
+    ]
+    assert judged("watch", good | {"log": []}) == ["does not say once: watch on port"]
+
+
+def test_the_fault_is_raised_from_the_watch_of_today(monkeypatch):
+    inner = Watch.begin_step
+    scope: dict[str, object] = {}
+    exec(soak_serve.FAULT, scope)
+    monkeypatch.setattr(Watch, "begin_step", inner)
+    scope["register"]()
+    faulty = Watch(Settings(), "cpu")
+    for _ in range(5):
+        faulty.begin_step(3, True)
+    with pytest.raises(RuntimeError, match="a fault inside the watch"):
+        faulty.begin_step(3, True)
+
+
+def test_the_recorded_run_is_as_it_must_be():
+    found = json.loads((Path(__file__).parents[2] / "workbook/soak-serve.json").read_text())
+    assert {*found} == {*soak_serve.SERVERS}
+    assert {name: judged(name, one) for name, one in found.items()} == {name: [] for name in found}
+    assert found["watch"]["load"]["sent"] > 2000
+
+
+def test_a_killed_scraper_does_not_disturb_the_next(tmp_path, command, monkeypatch):
+    monkeypatch.setattr(soak_serve, "SERVERS", {"watch": soak_serve.SERVERS["watch"]})
+    server = Server("watch", tmp_path, command)
+    try:
+        assert server.wait(soak_serve.time.monotonic() + 30) is not None
+        for _ in range(3):
+            kill_a_scraper(server.watch_port)
+        stop = threading.Event()
+        threading.Timer(0.5, stop.set).start()
+        found = scrape(server.watch_port, stop, every_s=0.1)
+        assert found["scrapes"] >= 2
+        assert not found["failed"]
+        assert load(server.url, 0.5)["answered"] == 12
+    finally:
+        server.end()

@@ -1,0 +1,161 @@
+"""What operators load: alert rules, the dashboard and the runbook, against what the port really serves."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from environment import is_whole, sources
+from prometheus_client.parser import text_string_to_metric_families
+
+from staleproof.vllm import live, releases, standing, watch_port
+from staleproof.vllm.watch import Settings, Watch
+from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
+from staleproof.vllm.watch_memory import Memory
+
+ROOT = Path(__file__).parents[2]
+BOOK = ROOT / "workbook"
+RULES = yaml.safe_load((BOOK / "alerts.yml").read_text())["groups"][0]["rules"]
+BOARD = json.loads((BOOK / "watch-dashboard.json").read_text())
+PANELS = [(panel["id"], target) for panel in BOARD["panels"] for target in panel["targets"]]
+EXPRESSIONS = {f"panel {number}{target['refId']}": target["expr"] for number, target in PANELS}
+EXPRESSIONS |= {rule["alert"]: rule["expr"] for rule in RULES}
+# Labels that Prometheus adds.
+ADDED = {"job", "instance"}
+
+
+@pytest.fixture(name="served", scope="module")
+def served_fixture() -> dict[str, set[str]]:
+    """Metric -> its labels, of a port with everything in it."""
+    watch, memory = Watch(Settings(), "cpu"), Memory(None, lambda: 0)
+    memory.ready()
+    watch.begin_step(3)
+    watch.observe("router", "layers.0", torch.ones(8, 2), torch.tensor([[1, 1]] * 8))
+    watch.copy()
+    watch.reading()
+    standing.note("undrained_ids", "vllm.a:b", "in place")
+    live._here[:] = [live.Here("0.22.1", ["undrained_ids"], model="m")]
+    # As the detector of incident 7 does.
+    standing.counters["unwritten_hits"] = lambda: 2
+    port = watch_port.serve(watch, 0, Blocks([STATE, ATTENTION], [16, 16]), memory)
+    text = port.RequestHandlerClass._metrics(type("", (), {"server": port})())[2].decode()
+    port.shutdown()
+    standing.counters.clear()
+    live._here.clear()
+    standing.forget("undrained_ids")
+    assert "staleproof_unwritten_hits_total 2.0" in text
+    assert 'model="m"' in text
+    found: dict[str, set[str]] = {"up": set()}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_what_is_asked_is_served(served, name):
+    asked = re.findall(r"\b(staleproof_\w+|up)\b(?:\{([^}]*)\})?", EXPRESSIONS[name])
+    assert asked
+    for metric, labels in asked:
+        assert {*re.findall(r"(\w+)=", labels)} <= served[metric] | ADDED, metric
+    # Lifetime sums stay red for ever; a fixed window is wrong for other scrape intervals.
+    totals = re.findall(r"(\w+\()?staleproof_\w+_total", EXPRESSIONS[name])
+    assert {*totals} <= {"rate(", "increase("}
+    if name.startswith("panel"):
+        assert {*re.findall(r"\[([^\]]*)\]", EXPRESSIONS[name])} <= {"$__rate_interval"}
+        chosen = '{job=~"$job",instance=~"$instance"'
+        assert EXPRESSIONS[name].count("staleproof_") == EXPRESSIONS[name].count(chosen)
+
+
+def test_every_metric_has_its_place(served):
+    shown = " ".join(EXPRESSIONS.values())
+    assert {name for name in served if name not in shown and not name.endswith("_created")} == set()
+
+
+def test_the_board_has_variables_for_who_is_asked():
+    names = [variable["name"] for variable in BOARD["templating"]["list"]]
+    assert names == ["source", "job", "model", "instance"]
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+    assert all(panel["datasource"]["uid"] == "${source}" for panel in BOARD["panels"])
+
+
+def test_every_alert_leads_to_a_section_of_the_runbook():
+    text = (BOOK / "runbook.md").read_text()
+    sections = {line[3:].lower().replace(" ", "-") for line in text.split("\n") if line.startswith("## ")}
+    assert {rule["annotations"]["runbook"] for rule in RULES} <= {f"runbook.md#{name}" for name in sections}
+
+
+INFO = 'staleproof_patch_info{process="server",patch="a",state='
+AGE, BEGUN = "staleproof_reading_age_seconds", "staleproof_begun_steps_total"
+LIVE, TWICE = 'staleproof_bad_rows_total{rows="live"', 'staleproof_duplicate_expert_rows_total{rows="live"'
+PAD, HITS, UP = LIVE.replace("live", "padding"), "staleproof_unwritten_hits_total", "staleproof_watch_up"
+DOWN = {"up": "1+0x10 0+0x40", "staleproof_ok": "1+0x10 _x40"}
+# Alert, minute: series that let it fire, and such that do not.
+SERIES = [
+    ("BadLiveRows", 18, {LIVE: "0+0x9 1+1x10"}, {PAD: "0+5x20"}),
+    ("BadLiveRows", 30, {LIVE: "0+5x40"}, {LIVE: "0+5x9 45+0x40"}),
+    ("DuplicateExperts", 18, {TWICE: "0+1x20"}, {TWICE: "3+0x20"}),
+    ("UnwrittenHits", 18, {HITS: "0+1x20"}, {HITS: "4+0x20"}),
+    ("PatchRefused", 18, {INFO + '"partly"': "1+0x20"}, {INFO + '"in place"': "1+0x20"}),
+    ("PatchSwitchedOff", 1560, {INFO + '"off"': "1+0x2000"}, {INFO + '"off"': "1+0x20"}),
+    ("WatchOutOfService", 18, {UP: "0+0x20"}, {UP: "1+0x20"}),
+    ("WatchSilent", 30, {BEGUN: "0+9x40", AGE: "0+60x40"}, {BEGUN: "0+9x40", AGE: "1+0x40"}),
+    ("WatchSilent", 30, DOWN, {BEGUN: "9+0x40", AGE: "0+60x40"}),
+]
+
+
+def _rule_test(alert: str, minute: int, series: dict[str, str], fires: bool) -> dict[str, Any]:
+    """A unit test of promtool."""
+    names = {name: name + ("," if "{" in name else "{") + 'job="j",instance="i"}' for name in series}
+    expression = f'count(ALERTS{{alertname="Staleproof{alert}",alertstate="firing"}}) or vector(0)'
+    expected = [{"labels": "{}", "value": int(fires)}]
+    return {
+        "interval": "1m",
+        "input_series": [{"series": names[name], "values": values} for name, values in series.items()],
+        "promql_expr_test": [{"expr": expression, "eval_time": f"{minute}m", "exp_samples": expected}],
+    }
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian's prometheus has it)")
+def test_promtool_accepts_the_rules_and_they_fire_when_they_should(tmp_path):
+    shutil.copy(BOOK / "alerts.yml", tmp_path)
+    # The board's expressions as rules: for their syntax.
+    board = [
+        {"record": f"r{number}", "expr": target["expr"].replace("$__rate_interval", "5m")}
+        for number, (_, target) in enumerate(PANELS)
+    ]
+    (tmp_path / "board.yml").write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": board}]}))
+    tests = [_rule_test(a, at, series, not i) for a, at, *both in SERIES for i, series in enumerate(both)]
+    assert {f"Staleproof{alert}" for alert, *_ in SERIES} == {rule["alert"] for rule in RULES}
+    document = {"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump(document))
+    for words in (["check", "rules", "alerts.yml", "board.yml"], ["test", "rules", "tests.yml"]):
+        done = subprocess.run(["promtool", *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_pip_does_beside_each_release_is_what_the_pages_say():
+    """Our ranges against what each release pins: pip changes no package of vLLM's where they admit it."""
+    packaging = pytest.importorskip("packaging.requirements")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = {one.name: one.specifier for one in map(packaging.Requirement, project["dependencies"])}
+    moved = {}
+    for version in filter(is_whole, releases.table()):
+        text = (sources(version) / "requirements/cuda.txt").read_text()
+        pins = dict(re.findall(r"^(torch|numpy|triton)\s*==\s*([\w.]+)", text, re.M))
+        moved |= {version: pins} if any(pin not in ours[name] for name, pin in pins.items()) else {}
+    if not any(map(is_whole, releases.table())):
+        pytest.skip("no source of vLLM is here")
+    assert moved == ({"0.16.0": {"torch": "2.9.1"}} if is_whole("0.16.0") else {})
+    for page in ("plugin.md", "runbook.md"):
+        text = " ".join((BOOK / page).read_text().split())
+        assert "0.16.0 pins torch 2.9.1" in text
+        assert f"Python {project['requires-python'].removeprefix('>=')}" in text

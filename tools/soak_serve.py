@@ -1,0 +1,371 @@
+"""Real servers, driven over HTTP while their watch is scraped, killed scrapers and faults included.
+
+    python -m tools.soak_serve --seconds 120 --out soak-serve.json
+
+Five ``vllm serve`` processes on localhost, with dummy weights and prompts as token ids: one with the watch
+and one without get 24 requests a second for two minutes, and the watch is scraped each second. Every tenth
+second a scraper is killed in the middle of its answer. Three more must start and answer all the same: one
+whose port is taken, one whose watch raises an exception after some steps, one that is told an unknown stage.
+Needs an importable vLLM with its compiled parts, and a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from staleproof.engine.models import write_config
+from staleproof.engine.watching import WatchError, fetch
+
+RATE = 24
+START_S = 240.0
+# For the last answers, the last scrape and the end of the servers.
+MARGIN_S = 20.0
+MODEL, VOCABULARY = "deepseek_v2", 7999
+# One graph size more than the requests that run at a time need, so that most steps have padding rows.
+COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 64]}
+OPTIONS = [
+    *("--host", "127.0.0.1", "--tokens-only", "--skip-tokenizer-init", "--load-format", "dummy"),
+    *("--max-model-len", "2048", "--max-num-seqs", "64", "--no-enable-prefix-caching"),
+    *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2**30)),
+    *("--attention-backend", "TRITON_MLA", "--moe-backend", "triton"),
+    *("--compilation-config", json.dumps(COMPILATION), "--seed", "0"),
+]
+ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # The counts are those of vLLM alone: of NaN in padding rows.
+    "STALEPROOF_PATCHES": "none",
+}
+# Server -> its variables; PORT stands for the port of its watch.
+SERVERS: dict[str, dict[str, str]] = {
+    "watch": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"},
+    "no watch": {},
+    "port taken": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"},
+    "exception": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"},
+    "unknown stage": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_STAGES": "logits"},
+}
+LONG = ("watch", "no watch")
+# What the log must say, once.
+SAID = {
+    "watch": "watch on port",
+    "port taken": "cannot be opened",
+    "exception": "a fault inside the watch",
+    "unknown stage": "no watch: STALEPROOF_WATCH_STAGES",
+}
+# A plugin of vLLM that makes the watch fail.
+FAULT = """
+def register():
+    from staleproof.vllm import watch
+    inner = watch.Watch.begin_step
+    def begin_step(self, *arguments):
+        if self.steps >= 5:
+            raise RuntimeError("a fault inside the watch")
+        return inner(self, *arguments)
+    watch.Watch.begin_step = begin_step
+"""
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def ask(url: str, number: int, timeout_s: float = 60.0) -> float:
+    """Send one request of random tokens; return the seconds until its answer.
+
+    Raises:
+        RuntimeError: the answer does not have the tokens that were asked for.
+    """
+    draw = random.Random(number)
+    tokens = 8 + number % 57
+    body = {
+        "token_ids": [draw.randrange(2, VOCABULARY) for _ in range(draw.randrange(16, 200))],
+        "sampling_params": {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True},
+    }
+    request = urllib.request.Request(
+        f"{url}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    begun = time.monotonic()
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        got = len(json.loads(answer.read())["choices"][0]["token_ids"])
+    if got != tokens:
+        raise RuntimeError(f"{got} tokens for {tokens}")
+    return time.monotonic() - begun
+
+
+def load(url: str, seconds: float, rate: float = RATE) -> dict[str, Any]:
+    """Send requests at a fixed rate, whatever the answers do; return counts, errors and seconds."""
+    took: list[float] = []
+    errors: list[str] = []
+
+    def one(number: int) -> None:
+        try:
+            took.append(ask(url, number))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}"[:200])
+
+    begun, sent = time.monotonic(), 0
+    with ThreadPoolExecutor(128) as pool:
+        while sent < round(seconds * rate):
+            time.sleep(max(0.0, begun + sent / rate - time.monotonic()))
+            pool.submit(one, sent)
+            sent += 1
+    return {"sent": sent, "answered": len(took), "errors": errors[:5], "seconds": quantiles(took)}
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    """Median, 99th percentile and largest of some seconds.
+
+    >>> quantiles([0.1, 0.2, 0.3])
+    {'p50': 0.2, 'p99': 0.3, 'max': 0.3}
+    """
+    if not values:
+        return {}
+    ordered = sorted(values)
+    last = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {"p50": round(statistics.median(ordered), 4), "p99": round(last, 4), "max": round(ordered[-1], 4)}
+
+
+def scrape(port: int, stop: threading.Event, every_s: float = 1.0) -> dict[str, Any]:
+    """Scrape until told to stop; every tenth time kill a scraper in the middle of its answer first."""
+    found: dict[str, Any] = {"scrapes": 0, "failed": [], "killed": 0, "steps": [], "went_back": 0}
+    took, before = [], {}
+    while not stop.wait(every_s):
+        if found["scrapes"] % 10 == 5:
+            kill_a_scraper(port)
+            found["killed"] += 1
+        begun = time.monotonic()
+        try:
+            samples = fetch(f"127.0.0.1:{port}")
+        except WatchError as error:
+            found["failed"].append(str(error)[:200])
+            continue
+        took.append(time.monotonic() - begun)
+        now = {(s.name, *sorted(s.labels.items())): s.value for s in samples if s.name != "unprofiled_bytes"}
+        found["went_back"] += sum(now.get(key, 0) < value for key, value in before.items())
+        before = now
+        found["scrapes"] += 1
+        found["steps"].append(int(now.get(("steps",), 0)))
+    found["last"] = {" ".join(map(str, key)): value for key, value in before.items() if value}
+    return found | {"seconds": quantiles(took)}
+
+
+def kill_a_scraper(port: int) -> None:
+    """Ask for the metrics in a process of its own, and kill it before it has read them."""
+    code = (
+        "import socket, sys, time; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])));"
+        "s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1); s.sendall(b'GET /metrics HTTP/1.1\\r\\n"
+        "Host: x\\r\\n\\r\\n'); s.recv(1); print('read', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(port)], stdout=subprocess.PIPE)
+    with child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        child.kill()
+    # And one that resets its connection in the middle of its question.
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as gone:
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.sendall(b"GET /metrics HTTP/1.1\r\n")
+
+
+class Server:
+    """One ``vllm serve``.
+
+    Args:
+        name: a key of :data:`SERVERS`.
+        folder: for its log, and what it needs.
+        command: what is run before the arguments of ``serve``.
+    """
+
+    def __init__(self, name: str, folder: Path, command: list[str]) -> None:
+        self.name, self.port, self.watch_port = name, free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"serve-{name.replace(' ', '-')}.log"
+        variables = {key: value.replace("PORT", str(self.watch_port)) for key, value in SERVERS[name].items()}
+        self.taken = socket.socket() if name == "port taken" else None
+        if self.taken is not None:
+            self.taken.bind(("", self.watch_port))
+            self.taken.listen()
+        env = {**os.environ, **ENVIRONMENT, **variables}
+        if name == "exception":
+            env["PYTHONPATH"] = f"{fault(folder)}{os.pathsep}{env.get('PYTHONPATH', '')}"
+        model = folder / "model"
+        if not model.exists():
+            model.mkdir()
+            write_config(model, MODEL, {})
+        arguments = ["serve", str(model), "--port", str(self.port), *OPTIONS]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, *arguments], stdout=log, stderr=log, env=env, start_new_session=True
+            )
+
+    def wait(self, until: float) -> float | None:
+        """Wait until it answers; return the seconds, or ``None`` if it does not."""
+        begun = time.monotonic()
+        while self.process.poll() is None and time.monotonic() < until:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return time.monotonic() - begun
+            time.sleep(0.5)
+        return None
+
+    def lines(self) -> list[str]:
+        """What its log says of the watch; the same in the log of the API server counts once."""
+        text = self.log.read_text(errors="replace")
+        found = re.findall(r"staleproof: ?(?!.*STALEPROOF_PATCHES)(.*(?:watch|first \w+ row).*)", text)
+        return [*dict.fromkeys(line.strip() for line in found)]
+
+    def end(self) -> None:
+        """End it and all it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 15)
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, 9)
+            self.process.wait()
+        if self.taken is not None:
+            self.taken.close()
+
+
+def fault(folder: Path) -> Path:
+    """A folder with a vLLM plugin that makes the watch raise; for ``PYTHONPATH``."""
+    home = folder / "fault"
+    metadata = home / "soak_fault-0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (home / "soak_fault.py").write_text(FAULT)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: soak-fault\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nsoak_fault = soak_fault:register\n")
+    return home
+
+
+def judged(name: str, found: dict[str, Any]) -> list[str]:
+    """What is wrong with one server's result; empty if nothing is."""
+    wrong = []
+    if found.get("started_s") is None:
+        return ["did not start"]
+    if not found["alive"]:
+        wrong.append("is not alive at the end")
+    if found["load"]["answered"] != found["load"]["sent"]:
+        wrong.append(f"answered {found['load']['answered']} of {found['load']['sent']}")
+    said = SAID.get(name)
+    if said is not None and sum(said in line for line in found["log"]) != 1:
+        wrong.append(f"does not say once: {said}")
+    if name == "watch":
+        scraped = found.get("scraped") or {"scrapes": 0, "failed": [], "went_back": 0, "steps": []}
+        if scraped["failed"] or not scraped["scrapes"]:
+            wrong.append(f"{len(scraped['failed'])} scrapes failed of {scraped['scrapes']}")
+        if scraped["went_back"]:
+            wrong.append("a count went back")
+        if not scraped["steps"] or scraped["steps"][-1] <= scraped["steps"][0]:
+            wrong.append("its steps do not grow")
+    return wrong
+
+
+@contextlib.contextmanager
+def started(folder: Path, command: list[str], names: Iterator[str]) -> Iterator[dict[str, Server]]:
+    """Start these servers at once; all are ended at the end."""
+    servers: dict[str, Server] = {}
+    try:
+        for name in names:
+            servers[name] = Server(name, folder, command)
+        yield servers
+    finally:
+        for server in servers.values():
+            server.end()
+
+
+def soak(
+    folder: Path,
+    command: list[str],
+    seconds: float,
+    say: Callable[[str], None] = print,
+    limit_s: float = float("inf"),
+    names: Sequence[str] = (),
+) -> dict[str, dict[str, Any]]:
+    """Start the servers, drive them, and say what is wrong; server -> its result.
+
+    Args:
+        folder: for logs and what the servers need.
+        command: what is run before the arguments of ``serve``.
+        seconds: of the long loads.
+        say: takes a line.
+        limit_s: for all together; the long loads are shortened to fit.
+        names: some of :data:`SERVERS`; all if empty.
+    """
+    last = time.monotonic() + limit_s - MARGIN_S
+    found: dict[str, dict[str, Any]] = {}
+    with started(folder, command, iter(names or SERVERS)) as servers, ThreadPoolExecutor(8) as pool:
+        until, stop = time.monotonic() + START_S, threading.Event()
+        ends = {
+            name: pool.submit(drive, server, until, seconds if name in LONG else 1.0, stop, last)
+            for name, server in servers.items()
+        }
+        for name, end in ends.items():
+            found[name] = end.result()
+            say(f"{name}: { ({k: v for k, v in found[name].items() if k != 'log'}) }"[:900])
+    for name, server in servers.items():
+        found[name].setdefault("log", server.lines()[:20])
+        found[name]["wrong"] = judged(name, found[name])
+        say(f"{name}: {'; '.join(found[name]['wrong']) or 'as it must be'}")
+    return found
+
+
+def drive(server: Server, until: float, seconds: float, stop: threading.Event, last: float) -> dict[str, Any]:
+    """Wait for one server, send its requests, and note what it did; its watch is scraped meanwhile."""
+    found: dict[str, Any] = {"started_s": server.wait(min(until, last))}
+    if found["started_s"] is None:
+        return found
+    seconds = max(1.0, min(seconds, last - time.monotonic()))
+    with ThreadPoolExecutor(1) as pool:
+        scraped = pool.submit(scrape, server.watch_port, stop) if server.name == "watch" else None
+        found["load"] = load(server.url, seconds)
+        if scraped is not None:
+            # The last counts arrive with a step at least half a second later.
+            time.sleep(1.0)
+            with contextlib.suppress(OSError):
+                ask(server.url, 0)
+            time.sleep(1.5)
+            stop.set()
+            found["scraped"] = scraped.result()
+    alive = server.process.poll() is None and server.wait(time.monotonic() + 10) is not None
+    return found | {"alive": alive, "log": server.lines()[:20]}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all together")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--servers", nargs="+", choices=[*SERVERS], default=[], help="all by default")
+    parser.add_argument("--logs", type=Path, default=None, help="folder that keeps the servers' logs")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="staleproof-serve-") as temporary:
+        where = given.logs or Path(temporary)
+        where.mkdir(parents=True, exist_ok=True)
+        vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+        say = partial(print, flush=True)
+        result = soak(where, vllm, given.seconds, say, given.limit, given.servers)
+    given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    raise SystemExit(any(one["wrong"] for one in result.values()))
