@@ -26,7 +26,7 @@ def test_all_but_the_first_slot_of_a_duplicate_are_unwritten(
     device: str, tokens: int, top_k: int, experts: int
 ) -> None:
     for ids, rows in (("distinct", 0), ("all equal", tokens), ("partly equal", -(-tokens // 5))):
-        seen = observe(Batch(tokens, top_k, experts), ids, device, in_torch=False)
+        seen = observe(Batch(tokens, top_k, experts), ids, device)
         assert not seen.one_block
         assert seen.duplicate_rows == rows
         assert seen.unwritten == seen.wild_reads == rows * (top_k - 1)
@@ -78,16 +78,6 @@ def test_our_routing_in_front_leaves_nothing_unwritten(device: str) -> None:
     _, ids = topk_softmax(logits, 10)
     on = observe(BATCH, ids, device)
     assert (on.outcome, on.unwritten, on.duplicate_rows) == (RIGHT, 0, 0)
-
-
-def test_large_batches_on_a_cpu_take_the_torch_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_kernel(*_: object, **__: object) -> None:
-        raise AssertionError("a kernel")
-
-    monkeypatch.setattr("staleproof.incidents.moe_routing.observation.build_map", no_kernel)
-    assert observe(Batch(65, 10, 64), "distinct").outcome == RIGHT
-    with pytest.raises(AssertionError, match="a kernel"):
-        observe(Batch(64, 10, 64), "distinct")
 
 
 @pytest.mark.parametrize(
