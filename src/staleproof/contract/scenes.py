@@ -368,12 +368,13 @@ def behind_operands(
         written = [name for name, (_, tail) in made.items() if not torch.equal(tail, before[name])]
         return found, written[0] if written else ""
 
-    base, written = results(dict.fromkeys(names, "0x00"))
+    base: list[torch.Tensor] = []
     for fill in BEHIND:
-        found, there = results(dict.fromkeys(names, fill))
-        if written or there:
-            return breaks(f"writes behind {written or there}", "behind", fill, written or there)
-        if _same(base, found):
+        found, written = results(dict.fromkeys(names, fill))
+        if written:
+            return breaks(f"writes behind {written}", "behind", fill, written)
+        if _same(base or found, found):
+            base = found
             continue
         alone = dict.fromkeys(names, "0x00")
         by = [name for name in names if not _same(base, results({**alone, name: fill})[0])]
