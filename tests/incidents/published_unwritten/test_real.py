@@ -24,7 +24,7 @@ from staleproof.vllm.releases import table
 
 NEWEST = "0.33.0"
 # One of the rounds in which it shows, with both schedulers.
-BAD_SEED = 3
+BAD_SEED = 14
 PATCH = patches()["unpublish"]
 
 
@@ -174,7 +174,7 @@ class Manager(RuleBasedStateMachine):
 
 
 FEW = settings(
-    max_examples=300,
+    max_examples=100,
     stateful_step_count=20,
     deadline=None,
     derandomize=True,
