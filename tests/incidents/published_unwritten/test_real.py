@@ -122,9 +122,9 @@ class Manager(RuleBasedStateMachine):
 
     @initialize(
         chunk=st.sampled_from([32, 48, 64]),
-        chunks=st.integers(2, 4),
+        chunks=st.integers(3, 4),
         more=st.integers(3, 4),
-        lead=st.integers(0, 3),
+        lead=st.integers(1, 2),
         tokens=st.sampled_from(EDGES),
         asynchronous=st.booleans(),
     )
