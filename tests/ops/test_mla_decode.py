@@ -390,7 +390,7 @@ def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> No
 @pytest.mark.parametrize("page", [-1, 5, 2**31 - 1])
 @pytest.mark.parametrize(("request_", "index"), [(0, 0), (0, 1), (1, 0)])
 def test_validate_names_each_page_that_is_used_and_out_of_the_cache(device, request_, index, page) -> None:
-    """Pages 0 to 4 exist. The last page of a request holds few of its tokens; those behind it are not used."""
+    """Pages 0 to 4 exist. The last page of a request holds few of its tokens, and none is used behind it."""
     batch = make(device, [20, 7])
     batch = replace(batch, kv_cache=batch.kv_cache[:5].contiguous())
     good = torch.zeros_like(batch.block_table).fill_(page)

@@ -1,7 +1,7 @@
 """What a call that was made before must have in common with this one, to be repeated without checks.
 
-On a GPU the first call of each layout keeps its compiled kernels, and later ones only fill in addresses. Here a
-stand-in is kept instead, so that a CPU shows which calls it would serve.
+On a GPU the first call of each layout keeps its compiled kernels, and later ones only fill in addresses. Here
+a stand-in is kept instead, so that a CPU shows which calls it would serve.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from staleproof.ops import block_ranges, zero_kernel
 from staleproof.ops import zero_blocks as kernels
+from staleproof.ops import zero_kernel
 from staleproof.ops.reference import zero_blocks as reference
 from staleproof.ops.zero_blocks import BlockZeroer
 
@@ -131,7 +131,7 @@ def test_random_geometries(device: str, monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.setattr(zero_kernel, "_tile", lambda _, tile=tile: tile)
         else:
             longest *= rng.choice([1, 20])
-        monkeypatch.setattr(block_ranges, "ROW", rng.choice([48, 200, 2**15]))
+        monkeypatch.setattr(zero_kernel, "ROW", rng.choice([48, 200, 2**15]))
         blocks, grain = rng.randint(2, 9), rng.choice([1, 16])
         caches = rng.choice([1, 10]) if device == "cpu" else 1
         layouts = [random_layout(rng, blocks, longest, grain) for _ in range(caches)]
