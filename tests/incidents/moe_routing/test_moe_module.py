@@ -174,7 +174,8 @@ def test_narrowing_takes_out_what_it_says_and_nothing_else(unpacked: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("edit", "change"), [*((edit, "gone") for edit in EDITS), *zip(EDITS, ("twice", "no end", "no file"))]
+    ("edit", "change"),
+    [*((edit, "gone") for edit in EDITS), *zip(EDITS[:3], ("twice", "no end", "no file"), strict=True)],
 )
 def test_changed_sources_are_named(unpacked: Path, edit: moe_sources.Edit, change: str) -> None:
     path = edited_file(unpacked, edit)
