@@ -286,16 +286,61 @@ def _placed(x: torch.Tensor, behind: str) -> tuple[torch.Tensor, torch.Tensor]:
     return copy.copy_(x), slab[x.nbytes :]
 
 
-def _guarded(x: torch.Tensor) -> torch.Tensor:
-    """A copy of ``x`` in host memory that ends at a page that nobody may read."""
-    page = mmap.PAGESIZE
-    size = -(-x.nbytes // page) * page
-    memory = mmap.mmap(-1, size + page)
+class _Raw:
+    """Device memory at an address, for ``torch.as_tensor``."""
+
+    def __init__(self, address: int, count: int) -> None:
+        given = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = given
+
+
+def _mapped_on_gpu(count: int) -> torch.Tensor:
+    """(count,) uint8 at the end of a mapping of its own, with addresses behind it that nothing else gets.
+
+    Raises:
+        ImportError: cuda-python is not here.
+    """
+    from cuda.bindings import driver
+
+    def done(result: tuple[Any, ...]) -> Any:
+        if int(result[0]):
+            raise RuntimeError(f"CUDA driver: {result[0]}")
+        return result[1] if len(result) > 1 else None
+
+    wanted, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+    wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    wanted.location.id = torch.cuda.current_device()
+    access.location = wanted.location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    page = done(driver.cuMemGetAllocationGranularity(wanted, least))
+    size = -(-count // page) * page
+    address = done(driver.cuMemAddressReserve(size + 8 * page, 0, 0, 0))
+    done(driver.cuMemMap(address, size, 0, done(driver.cuMemCreate(size, wanted, 0)), 0))
+    done(driver.cuMemSetAccess(address, size, [access], 1))
+    return torch.as_tensor(_Raw(int(address) + size - count, count), device="cuda")
+
+
+def _mapped_on_host(count: int) -> torch.Tensor:
+    """(count,) uint8 at the end of a page, before one that nobody may read."""
+    size = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(start + size), page, 0):
+    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(start + size), mmap.PAGESIZE, 0):
         raise OSError(ctypes.get_errno(), "mprotect")
-    copy = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=size - x.nbytes)
-    return copy.view(x.shape).copy_(x)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=size - count)
+
+
+def _guarded(x: torch.Tensor) -> torch.Tensor:
+    """A copy of ``x`` whose end is that of its mapping: a read behind it ends the process."""
+    if x.device.type == "cpu":
+        memory = _mapped_on_host(x.nbytes)
+    elif x.nbytes % 16:
+        return x  # It would begin where no compiled kernel expects a tensor to begin.
+    else:
+        memory = _mapped_on_gpu(x.nbytes)
+    return memory.view(x.dtype).view(x.shape).copy_(x)
 
 
 def behind_operands(
@@ -303,7 +348,7 @@ def behind_operands(
 ) -> Outcome:
     """O: each operand at the end of its memory; the bytes behind it change no result and stay as they are.
 
-    On Linux the operands of a CPU then end at a page that nobody may read: a read there ends the process.
+    On Linux each operand then ends where its mapping ends: a read behind it ends the process.
 
     Args:
         run: launches on these arguments, and returns copies of the results.
@@ -323,19 +368,25 @@ def behind_operands(
         written = [name for name, (_, tail) in made.items() if not torch.equal(tail, before[name])]
         return found, written[0] if written else ""
 
-    base, written = results(dict.fromkeys(names, "0x00"))
+    base: list[torch.Tensor] = []
     for fill in BEHIND:
-        found, there = results(dict.fromkeys(names, fill))
-        if written or there:
-            return breaks(f"writes behind {written or there}", "behind", fill, written or there)
-        if _same(base, found):
+        found, written = results(dict.fromkeys(names, fill))
+        if written:
+            return breaks(f"writes behind {written}", "behind", fill, written)
+        if _same(base or found, found):
+            base = found
             continue
         alone = dict.fromkeys(names, "0x00")
         by = [name for name in names if not _same(base, results({**alone, name: fill})[0])]
         note = f"{fill} behind {', '.join(by) or 'the operands together'} changes the result"
         return breaks(note, "behind", fill, *by[:1])
-    if sys.platform == "linux" and all(known[name].device.type == "cpu" for name in names):
-        run({**known, **{name: _guarded(known[name]) for name in names}})
+    if sys.platform != "linux":
+        return holds("no guard mapping: needs Linux")
+    try:
+        guarded = {name: _guarded(known[name]) for name in names}
+    except ImportError as error:
+        return holds(f"no guard mapping: {error}")
+    run({**known, **guarded})
     return holds()
 
 

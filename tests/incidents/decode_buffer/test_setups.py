@@ -38,10 +38,6 @@ def test_the_ledger_changes_no_outcome(device):
     assert oom_fields(plain.error)["tried"] == oom_fields(watched.error)["tried"]
 
 
-def test_changes_of_one_case_are_not_those_of_another():
-    assert ServerCase(OFF).changes is not ServerCase(OFF).changes
-
-
 def test_the_true_size_leaves_as_much_outside_the_plan_on_any_device():
     config = true_size_config(140 * GIB)
     outside = REPORT.total_bytes * (1 - REPORT.utilisation)

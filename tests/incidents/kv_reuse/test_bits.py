@@ -40,18 +40,6 @@ def test_a_head_vector_is_hit_as_often_as_independent_elements_would_be():
     assert nan_share("N(0, 1)", "e4m3").heads > 0.7
 
 
-def test_random_bytes_show_how_many_patterns_are_nan():
-    assert abs(nan_share("random bytes", "e4m3").elements - 2 / 256) < 3e-4
-    assert abs(nan_share("random bytes", "e5m2").elements - 6 / 256) < 5e-4
-    assert nan_share("random bytes", "e5m2").infinite > 0
-    assert nan_share("random bytes", "e4m3").infinite == 0
-
-
-def test_the_same_draw_gives_the_same_share():
-    one, two = (nan_share("N(0, 1)", "e4m3", 1024, seed=3) for _ in range(2))
-    assert one == two != nan_share("N(0, 1)", "e4m3", 1024, seed=4)
-
-
 @pytest.mark.parametrize(
     ("source", "dtype", "samples", "message"),
     [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from staleproof.cases.finding import OFF_ON_OFF
 from staleproof.cases.words import FIXED, WRONG
 from staleproof.incidents.kv_reuse import broken, correct
 from staleproof.incidents.kv_reuse.cases import TABLE
-from staleproof.incidents.kv_reuse.correct import freed_blocks, new_blocks
 from staleproof.incidents.kv_reuse.scene import ZeroNewBlocks, brief
 
 FIX = "BlockZeroer, e4m3, blocks outermost"
@@ -53,9 +54,9 @@ def after_zeroing(monkeypatch):
 
 @pytest.mark.parametrize("spoil", [_one_byte_off, _one_byte_left])
 def test_a_byte_too_many_or_too_few_is_wrong(after_zeroing, spoil):
-    assert correct.wrong_bytes(brief("cpu"), ZeroNewBlocks, new_blocks) is None
+    assert correct.wrong_bytes(brief("cpu"), ZeroNewBlocks, broken.both) is None
     after_zeroing(spoil)
-    assert "bytes differ" in (correct.wrong_bytes(brief("cpu"), ZeroNewBlocks, new_blocks) or "")
+    assert "bytes differ" in (correct.wrong_bytes(brief("cpu"), ZeroNewBlocks, broken.both) or "")
 
 
 def test_a_fix_with_a_byte_too_many_is_not_called_fixed(after_zeroing):
@@ -67,40 +68,33 @@ def test_a_fix_with_a_byte_too_many_is_not_called_fixed(after_zeroing):
 
 
 def _forgets_one(self, step):
-    return new_blocks(step)[1:]
+    return step.new_blocks[1:]
 
 
 def _free_blocks_too(self, step):
     """Right in any load without prefix caching, and no longer the blocks that were asked for."""
-    return [*new_blocks(step), *step.freed]
+    return [*step.new_blocks, *step.freed]
 
 
 def _those_of_a_small_pool(self, step):
-    return [block for block in new_blocks(step) if block < 25]
+    return [block for block in step.new_blocks if block < 25]
 
 
 @pytest.mark.parametrize("submit", [_forgets_one, _free_blocks_too, _those_of_a_small_pool])
 def test_a_zeroer_of_other_blocks_is_wrong(monkeypatch, submit):
     monkeypatch.setattr(ZeroNewBlocks, "submit", submit)
-    assert "bytes differ" in (correct.wrong_bytes(brief("cpu"), ZeroNewBlocks, new_blocks) or "")
+    assert "bytes differ" in (correct.wrong_bytes(brief("cpu"), ZeroNewBlocks, broken.both) or "")
     if submit is not _forgets_one:
         # No request comes out wrong, so that only this comparison tells.
         assert [f.verdict for f in TABLE.ask(OFF_ON_OFF, FIX)] == [WRONG]
 
 
-@pytest.mark.parametrize(
-    ("remedy", "wanted"),
-    [
-        (broken.ZeroOnFree, freed_blocks),
-        (broken.ZeroBoth, new_blocks),
-        (broken.FreshPinnedBuffer, new_blocks),
-        (broken.ZeroOnFree, new_blocks),
-        (broken.ZeroHitsToo, freed_blocks),
-    ],
-)
-def test_a_remedy_is_compared_with_the_blocks_that_it_must_zero(remedy, wanted):
-    right = wanted is freed_blocks if remedy is broken.ZeroOnFree else wanted is new_blocks
-    assert (correct.wrong_bytes(brief("cpu"), remedy, wanted) is None) is right
+@pytest.mark.parametrize("pick", [broken.freed, broken.both, broken.hits_too])
+@pytest.mark.parametrize("wanted", [broken.freed, broken.both])
+def test_a_remedy_is_compared_with_the_blocks_that_it_must_zero(pick, wanted):
+    scene = brief("cpu", prefix_caching=True, prefix=32, longest=60, shortest=34)
+    found = correct.wrong_bytes(scene, partial(broken.Fill, pick=pick), wanted)
+    assert (found is None) is (pick is wanted)
 
 
 def test_a_fill_that_is_not_zero_is_wrong(monkeypatch):
@@ -109,4 +103,6 @@ def test_a_fill_that_is_not_zero_is_wrong(monkeypatch):
             raw.index_fill_(0, ids, 1)
 
     monkeypatch.setattr(broken, "index_fill", ones)
-    assert "bytes differ" in (correct.wrong_bytes(brief("cpu"), broken.ZeroOnFree, freed_blocks) or "")
+    assert "bytes differ" in (
+        correct.wrong_bytes(brief("cpu"), partial(broken.Fill, pick=broken.freed), broken.freed) or ""
+    )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-import torch
 
 from staleproof.incidents.kv_reuse import broken
-from staleproof.incidents.kv_reuse.hybrid import STATE, Zeroing, serve
+from staleproof.incidents.kv_reuse.hybrid import Zeroing, serve
 from staleproof.incidents.kv_reuse.scene import (
     CLEAN,
-    WRONG,
     Scene,
     ZeroNewBlocks,
     brief,
@@ -19,19 +19,6 @@ from staleproof.incidents.kv_reuse.scene import (
     tenancies,
     trace_of,
 )
-from staleproof.incidents.kv_reuse.scheduler import ATTENTION
-
-
-def test_a_fix_that_zeroes_hits_is_seen(device, monkeypatch):
-    submit = ZeroNewBlocks.submit
-    monkeypatch.setattr(
-        ZeroNewBlocks,
-        "submit",
-        lambda self, step: list(
-            dict.fromkeys([*submit(self, step), *(block for _, blocks in step.hits for block in blocks)])
-        ),
-    )
-    assert judge(Scene(device, steps=120), ZeroNewBlocks).verdict == WRONG
 
 
 def test_clean_memory_gives_numbers_everywhere_and_the_pool_does_too_at_first(device):
@@ -57,7 +44,7 @@ def test_the_log_suspects_every_corrupted_request_and_none_once_all_is_zeroed(de
     assert {s.read_as for s in direct} == {"e4m3"}
     zeroed = tenancies(scene_, judge(scene_, ZeroNewBlocks).served)
     assert all(zeroed.explain(request) == [] for request in trace_of(scene_).finished)
-    wiped = judge(scene_, broken.ZeroOnFree)
+    wiped = judge(scene_, partial(broken.Fill, pick=broken.freed))
     log = tenancies(scene_, wiped.served)
     for request in wiped.corrupted:
         assert {s.kind for s in log.explain(request)} == {"wiped"}
@@ -92,19 +79,3 @@ def test_the_hosts_lead_is_a_queue_on_the_cpu():
     assert order[-2:] == ["run", "run"]
     with pytest.raises(ValueError, match="ahead: expected at least 0 steps, got -1"):
         serve(trace_of(scene_), scene_.model(), scene_.buffers(), ahead=-1)
-
-
-def test_the_scenes_page_holds_a_state_and_splits_into_kernel_blocks():
-    page = Scene("cpu").page
-    assert (page.block_size, page.page_bytes, page.mamba_bytes) == (32, 4096, STATE.state_bytes)
-    buffers = Scene("cpu").buffers()
-    assert buffers.ratio == 2
-    assert Scene("cpu", dtype=torch.bfloat16).buffers().ratio == 1
-
-
-def test_the_new_ids_of_a_step_are_both_groups(device):
-    scene_ = brief(device)
-    remedy = ZeroNewBlocks(scene_.buffers())
-    step = trace_of(scene_).steps[0]
-    assert sorted(remedy.submit(step)) == sorted([*step.new[ATTENTION], *step.new["mamba"]])
-    assert len(remedy.submit(step)) == 16

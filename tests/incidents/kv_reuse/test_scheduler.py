@@ -7,30 +7,19 @@ import itertools
 import pytest
 
 from staleproof.incidents.kv_reuse.block_pool import NULL_BLOCK, BlockPool, OutOfBlocks
-from staleproof.incidents.kv_reuse.scheduler import (
-    ATTENTION,
-    MAMBA,
-    NewBlocks,
-    Request,
-    Scheduler,
-    requests,
-    trace,
-)
+from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Request, Scheduler, requests, trace
 
 SIZE = 8
 
 
-def _scheduler(*, prefix_caching=True, hybrid=True, blocks=60, **load):
+def _scheduler(*, prefix_caching=True, blocks=60, **load):
     given = {"prefix": 16, "shortest": 18, "longest": 40} | load
-    return Scheduler(
-        BlockPool(blocks), SIZE, requests(**given), batch=6, prefix_caching=prefix_caching, hybrid=hybrid
-    )
+    return Scheduler(BlockPool(blocks), SIZE, requests(**given), batch=6, prefix_caching=prefix_caching)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("hybrid", [True, False])
-def test_a_step_reports_exactly_the_blocks_that_the_pool_handed_out(prefix_caching, hybrid):
-    scheduler = _scheduler(prefix_caching=prefix_caching, hybrid=hybrid)
+def test_a_step_reports_exactly_the_blocks_that_the_pool_handed_out(prefix_caching):
+    scheduler = _scheduler(prefix_caching=prefix_caching)
     handed = []
     allocate = scheduler.pool.allocate
     scheduler.pool.allocate = lambda count: handed.append(allocate(count)) or handed[-1]
@@ -39,7 +28,6 @@ def test_a_step_reports_exactly_the_blocks_that_the_pool_handed_out(prefix_cachi
         step = scheduler.schedule()
         reported = [*step.new[ATTENTION], *step.new[MAMBA]]
         assert sorted(reported) == sorted(itertools.chain(*handed))
-        assert bool(step.new[MAMBA]) <= hybrid
         # Nothing stays behind, whatever the model.
         assert scheduler.new.ids == {ATTENTION: [], MAMBA: []}
 
@@ -102,25 +90,6 @@ def test_the_state_at_the_end_of_a_block_is_kept_for_others():
                 assert row.state_in == before.state_out
                 assert (row.state_out != before.state_out) == moved
             last[row.request] = row
-
-
-def test_taking_leaves_nothing():
-    new = NewBlocks()
-    new.record(ATTENTION, [3, 4])
-    new.record(MAMBA, [5])
-    assert new.take() == {ATTENTION: [3, 4], MAMBA: [5]}
-    assert new.take() == {ATTENTION: [], MAMBA: []}
-
-
-def test_a_full_block_is_hit_by_the_next_request():
-    tokens = tuple(range(SIZE + 2))
-    source = iter([Request(n, tokens) for n in range(3)])
-    scheduler = Scheduler(BlockPool(20), SIZE, source, batch=1)
-    hits = [scheduler.schedule().hits for _ in range(len(tokens) + 1)]
-    assert not any(hits[:-1])
-    (request, blocks), *_ = hits[-1]
-    assert request == 1
-    assert len(blocks) == 2
 
 
 def test_a_state_that_a_step_reads_is_not_handed_out_in_that_step():

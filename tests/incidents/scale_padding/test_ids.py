@@ -17,34 +17,6 @@ def test_the_birthday_formula_counts_what_can_be_listed(experts, top_k):
     assert ids.duplicate_chance(experts, top_k) == pytest.approx(twice / len(draws))
 
 
-@pytest.mark.parametrize(
-    ("experts", "top_k", "chance"), [(256, 8, 0.1046), (128, 8, 0.2000), (512, 10, 0.0846)]
-)
-def test_the_chances_of_the_models_named(experts, top_k, chance):
-    assert ids.duplicate_chance(experts, top_k) == pytest.approx(chance, abs=5e-5)
-
-
-@pytest.mark.parametrize(("experts", "top_k"), [(256, 8), (128, 8), (512, 10), (8, 8)])
-def test_our_simulator_draws_distinct_experts_evenly(experts, top_k):
-    weights, drawn = ids.simulate_routing(4096, experts, top_k)
-    assert drawn.dtype == torch.int32
-    assert not ids.experts_twice(drawn).any()
-    counts = drawn.flatten().bincount(minlength=experts).float()
-    mean = 4096 * top_k / experts
-    assert counts.min() > mean - 6 * mean**0.5
-    assert counts.max() < mean + 6 * mean**0.5
-    assert torch.allclose(weights.sum(1), torch.ones(4096))
-
-
-def test_upstreams_simulator_draws_twice_and_wide():
-    _, drawn = broken.simulate_with_replacement(4096, 128, 8)
-    assert drawn.dtype == torch.int64
-    share = float(ids.experts_twice(drawn).float().mean())
-    assert share == pytest.approx(ids.duplicate_chance(128, 8), abs=0.03)
-    asked = broken.simulate_with_replacement(4, 128, 8, indices_type=torch.int32)[1]
-    assert asked.dtype == torch.int32
-
-
 def test_int64_bytes_read_as_int32_are_ids_and_zeros_of_half_of_the_tokens():
     wide = torch.tensor([[3, 1], [4, 2], [6, 5], [7, 8]])
     assert broken.read_as_int32(wide).tolist() == [[3, 0], [1, 0], [4, 0], [2, 0]]

@@ -11,7 +11,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -170,24 +170,6 @@ def oom_fields(message: str) -> dict[str, str]:
     return {name: match.group(1) for name, match in found.items() if match}
 
 
-class Memory(Protocol):
-    """Where a server's tensors live; every allocation happens in its ``with`` block."""
-
-    device: str
-    total_bytes: int
-
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *args: Any) -> Any: ...
-    def usage(self) -> Usage:
-        """The device now."""
-
-    def peak_of(self, fn: Callable[[], object]) -> int:
-        """Most bytes that ``fn`` allocated on top of what was; caches are emptied afterwards."""
-
-    def capture(self, fn: Callable[[], object]) -> Graph:
-        """Capture ``fn`` in a private pool."""
-
-
 class SimulatedMemory(TorchDispatchMode):
     """A device of meta tensors: operations give shapes, and a :class:`SimulatedAllocator` counts bytes.
 
@@ -291,3 +273,7 @@ class CudaMemory(contextlib.nullcontext):
         with torch.cuda.graph(graph):
             fn()
         return graph
+
+
+# Where a server's tensors live; every allocation happens in its ``with`` block.
+Memory = SimulatedMemory | CudaMemory

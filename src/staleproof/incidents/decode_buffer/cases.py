@@ -31,7 +31,7 @@ from staleproof.incidents.decode_buffer.buffer import (
 )
 from staleproof.incidents.decode_buffer.correct import wrong
 from staleproof.incidents.decode_buffer.model import Attention, Experts, Model, ServerConfig
-from staleproof.incidents.decode_buffer.outside import ASLEEP, SYMMETRIC, outside
+from staleproof.incidents.decode_buffer.outside import ASLEEP, SYMMETRIC, not_here, outside
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES, Outcome
 from staleproof.incidents.decode_buffer.setups import (
     ATTENTION,
@@ -395,6 +395,7 @@ TABLE = Table(
         [SYMMETRIC, ASLEEP],
         outside,
         expect={SYMMETRIC: "counted, not named", ASLEEP: "counted as free"},
+        needs=not_here,
     ),
     each("added_time", "measurement", _BUFFERS, added_time, needs=_untimed, reason=_NO_BOUND),
     each("ledger_cost", "measurement", ["AllocationLedger"], ledger_cost, needs=_untimed, reason=_NO_BOUND),

@@ -10,13 +10,6 @@ from typing import Any
 import torch
 
 _KERNEL_NODE = 0
-_GRAPH_CALLS = (
-    "cuGraphGetNodes",
-    "cuGraphNodeGetType",
-    "cuGraphKernelNodeGetParams_v2",
-    "cuFuncGetName",
-    "cuKernelGetName",
-)
 
 
 class DriverError(RuntimeError):
@@ -104,38 +97,17 @@ def _check(code: int, what: str) -> None:
         raise DriverError(f"{what}: the CUDA driver returned {code}")
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _Allocation(ctypes.Structure):
-    # CUmemAllocationProp: type, handle types, location, a pointer for Windows, flags.
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("handles", ctypes.c_int),
-        ("location", _Location),
-        ("windows", ctypes.c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    )
-
-
 @contextlib.contextmanager
 def driver_memory(nbytes: int) -> Iterator[None]:
-    """Device memory from ``cuMemCreate`` for the length of a ``with``, as ``ncclMemAlloc`` takes it.
-
-    Args:
-        nbytes: a multiple of 2 MiB.
+    """Device memory from the driver's ``cuMemAlloc`` for the length of a ``with``, past torch's allocator.
 
     Raises:
         DriverError: the driver lacks the call, or refused it.
     """
-    driver = _driver("cuMemCreate", "cuMemRelease")
-    pinned = _Allocation(type=1, location=_Location(type=1, id=torch.cuda.current_device()))
-    handle = ctypes.c_ulonglong()
-    size = ctypes.c_size_t(nbytes)
-    code = driver.cuMemCreate(ctypes.byref(handle), size, ctypes.byref(pinned), ctypes.c_ulonglong(0))
-    _check(code, "cuMemCreate")
+    driver = _driver("cuMemAlloc_v2", "cuMemFree_v2")
+    address = ctypes.c_uint64()
+    _check(driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes)), "cuMemAlloc")
     try:
         yield
     finally:
-        _check(driver.cuMemRelease(handle), "cuMemRelease")
+        _check(driver.cuMemFree_v2(address), "cuMemFree")

@@ -16,9 +16,14 @@ from staleproof.incidents.decode_buffer.driver import DriverError, driver_memory
 from staleproof.incidents.decode_buffer.model import Attention, Experts, Model
 from staleproof.incidents.decode_buffer.setups import SMALL
 
-COUNTED, NAMED, MISSED, AS_FREE = "counted, not named", "named", "missed", "counted as free"
 SYMMETRIC, ASLEEP = "NCCL symmetric memory", "CuMem, asleep"
 _BYTES = 256 * MIB
+
+
+def not_here(kind: str, device: str) -> str | None:
+    """Why a kind of memory cannot be taken on this device, or ``None``."""
+    on_cuda = device == "cuda" and kind == ASLEEP
+    return "needs a torch memory pool on vLLM's cumem_allocator" if on_cuda else None
 
 
 def outside(kind: str, device: str) -> Reading:
@@ -26,40 +31,37 @@ def outside(kind: str, device: str) -> Reading:
 
     ``ncclMemAlloc`` takes device memory from the driver after the profile run. CuMem's sleep mode unmaps
     the memory of tensors: torch still counts it, the driver has it back, and the wake-up needs it again.
-    On a CPU both are simulated. On CUDA ``cuMemCreate`` stands for the first, and the second is not asked.
+    On a CPU both are simulated. On CUDA ``cuMemAlloc`` stands for the first.
     """
-    if device == "cuda" and kind == ASLEEP:
-        return absent("needs a torch memory pool on vLLM's cumem_allocator")
-    memory = SimulatedMemory(SMALL.total_bytes)
-    at = "cuda" if device == "cuda" else memory.device
-    with contextlib.nullcontext() if device == "cuda" else memory:
-        model = Model(replace(SMALL, layers=2, weight_bytes=2 * _BYTES), at, Attention, Experts)
-    usage = cuda_usage if device == "cuda" else memory.usage
-    budget = torch.cuda.mem_get_info()[1] if device == "cuda" else memory.total_bytes
-    ledger = AllocationLedger(model, budget_bytes=budget, usage=usage)
+    on_cuda, memory = device == "cuda", SimulatedMemory(SMALL.total_bytes)
+    with contextlib.nullcontext() if on_cuda else memory:
+        small = replace(SMALL, layers=2, weight_bytes=2 * _BYTES)
+        model = Model(small, "cuda" if on_cuda else memory.device, Attention, Experts)
+    ledger = AllocationLedger(
+        model,
+        budget_bytes=torch.cuda.mem_get_info()[1] if on_cuda else memory.total_bytes,
+        usage=cuda_usage if on_cuda else memory.usage,
+    )
     with ledger.phase("profile"):
         pass
     before = ledger.read().headroom
+    nbytes = -_BYTES if kind == ASLEEP else _BYTES
     try:
-        with ledger.phase("later"), _taken(memory, -_BYTES if kind == ASLEEP else _BYTES, device):
+        with ledger.phase("later"), driver_memory(nbytes) if on_cuda else _simulated(memory, nbytes):
             report = ledger.read()
-            after = report.headroom
     except DriverError as error:
         return absent(str(error))
     assert before is not None
-    assert after is not None
-    change = after - before
-    verdict = NAMED if report.surprises else AS_FREE if change > 0 else COUNTED if change < 0 else MISSED
+    assert report.headroom is not None
+    change = report.headroom - before
+    unnamed = "counted as free" if change > 0 else "counted, not named" if change else "missed"
+    verdict = "named" if report.surprises else unnamed
     numbers = {"headroom_change_bytes": change, "taken_bytes": _BYTES}
-    return Reading(verdict, numbers, provenance=None if device == "cuda" else Provenance.INTERPRETED)
+    return Reading(verdict, numbers, provenance=None if on_cuda else Provenance.INTERPRETED)
 
 
 @contextlib.contextmanager
-def _taken(memory: SimulatedMemory, nbytes: int, device: str) -> Iterator[None]:
-    if device == "cuda":
-        with driver_memory(nbytes):
-            yield
-        return
+def _simulated(memory: SimulatedMemory, nbytes: int) -> Iterator[None]:
     memory.allocator.outside += nbytes
     try:
         yield

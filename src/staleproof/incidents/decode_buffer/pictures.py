@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from staleproof.cases.finding import Finding
 from staleproof.evidence.ledger import Usage, size_text
 from staleproof.incidents.decode_buffer.allocator import GIB
 from staleproof.incidents.decode_buffer.model import decode_out_bytes
-from staleproof.incidents.decode_buffer.setups import (
-    ATTENTION,
-    MAX_NUM_SEQS,
-    OFF,
-    REPORT,
-    ServerCase,
-    run_server,
-)
+from staleproof.incidents.decode_buffer.setups import MAX_NUM_SEQS, OFF, REPORT, ServerCase, run_server
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -140,22 +132,3 @@ def headroom_figure(cases: Mapping[str, Headroom]) -> Figure:
         spine.set_color(ink)
     fig.legend(loc="outside upper left", ncols=4, fontsize=8, frameon=False, labelcolor=ink)
     return fig
-
-
-def table(findings: Iterable[Finding]) -> str:
-    """The variants side by side; times only where a GPU took them."""
-    cells = {(f.variant, f.question): f for f in findings}
-    head = ("variant", "kept at the report's size", "profile", "overlap", "growth", "added time")
-    rows: list[tuple[str, ...]] = [head]
-    for name in ATTENTION:
-        kept = cells[name, "profile"].numbers["buffers"] * REPORT.decode_out_bytes
-        time_ = cells.get((name, "added_time"))
-        added = "-"
-        if time_ is not None and time_.ran:
-            added = f"{time_.numbers['added_us']:+.1f} us"
-        verdicts = [cells[name, q].verdict for q in ("profile", "overlap", "growth")]
-        rows.append((name, size_text(round(kept)), *verdicts, added))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )

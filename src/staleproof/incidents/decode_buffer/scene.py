@@ -9,7 +9,7 @@ and serves (vLLM 0.18.1: ``v1/worker/gpu_worker.py:350``, ``gpu_model_runner.py:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -160,7 +160,7 @@ class Server:
         usages: dict[str, Usage] = {}
         for name, step in steps.items():
             try:
-                with _phase(ledger, name):
+                with ledger.phase(name, planned=name == "kv_cache") if ledger else contextlib.nullcontext():
                     step()
             except torch.OutOfMemoryError as oom:
                 error, died_in = str(oom), name
@@ -186,12 +186,3 @@ class Server:
         known = {id(x.untyped_storage()) for x in (*self.model.parameters(), *self.model.kv_cache)}
         storages = {id(s): s for s in (x.untyped_storage() for _, _, x in owned_tensors(self.model))}
         return sum(s.nbytes() for key, s in storages.items() if key not in known)
-
-
-@contextlib.contextmanager
-def _phase(ledger: AllocationLedger | None, name: str) -> Iterator[None]:
-    if ledger is None:
-        yield
-    else:
-        with ledger.phase(name, planned=name == "kv_cache"):
-            yield

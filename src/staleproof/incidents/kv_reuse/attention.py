@@ -216,43 +216,33 @@ def kernels() -> dict[str, Kernel]:
 
     ``keys`` and ``values`` are what one H200 and one CPU showed.
     """
-    on_cpu = None if _needs_gpu() else "torch has it for CPU tensors only"
+    gpu, on_cpu = _needs_gpu(), None if _needs_gpu() else "torch has it for CPU tensors only"
     leaked, clean = "leaked", "clean"
     flashinfer = f"FlashInfer {devices.version_of('flashinfer-python') or ''}".strip()
-    torch_ = f"torch {torch.__version__} SDPA, boolean mask"
+    sdpa = {
+        # Key: what torch calls it, the backend, why not here.
+        "sdpa_math": ("math", SDPBackend.MATH, None),
+        "sdpa_flash_cpu": ("flash of the CPU", SDPBackend.FLASH_ATTENTION, on_cpu),
+        "sdpa_efficient": ("memory-efficient", SDPBackend.EFFICIENT_ATTENTION, gpu),
+        "sdpa_cudnn": ("cuDNN", SDPBackend.CUDNN_ATTENTION, gpu),
+    }
     return {
-        "sdpa_math": Kernel(f"{torch_}, math", partial(_sdpa, SDPBackend.MATH), None, leaked, leaked),
-        "sdpa_flash_cpu": Kernel(
-            f"{torch_}, flash of the CPU", partial(_sdpa, SDPBackend.FLASH_ATTENTION), on_cpu, leaked, leaked
-        ),
-        "sdpa_efficient": Kernel(
-            f"{torch_}, memory-efficient",
-            partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
-            _needs_gpu(),
-            leaked,
-            leaked,
-        ),
-        "sdpa_cudnn": Kernel(
-            f"{torch_}, cuDNN", partial(_sdpa, SDPBackend.CUDNN_ATTENTION), _needs_gpu(), leaked, leaked
-        ),
+        **{
+            key: Kernel(
+                f"torch {torch.__version__} SDPA, boolean mask, {name}",
+                *(partial(_sdpa, backend), why, leaked, leaked),
+            )
+            for key, (name, backend, why) in sdpa.items()
+        },
         "flex_attention": Kernel(
-            f"torch {torch.__version__} flex_attention, compiled", _flex, _needs_gpu(), clean, leaked
+            f"torch {torch.__version__} flex_attention, compiled", _flex, gpu, clean, leaked
         ),
-        "flashinfer_fa2": Kernel(
-            f"{flashinfer} paged fa2",
-            partial(_flashinfer, "fa2"),
-            _needs_flashinfer("fa2"),
-            clean,
-            clean,
-            (torch.bfloat16,),
-        ),
-        "flashinfer_fa3": Kernel(
-            f"{flashinfer} paged fa3",
-            partial(_flashinfer, "fa3"),
-            _needs_flashinfer("fa3"),
-            clean,
-            clean,
-            (torch.bfloat16,),
-        ),
+        **{
+            f"flashinfer_{name}": Kernel(
+                f"{flashinfer} paged {name}",
+                *(partial(_flashinfer, name), _needs_flashinfer(name), clean, clean, (torch.bfloat16,)),
+            )
+            for name in ("fa2", "fa3")
+        },
         "masked_loads": Kernel("ours, masked loads", masked_loads, None, clean, clean),
     }

@@ -147,7 +147,7 @@ class KVBuffers:
         num_blocks: pages of each buffer, the null block included.
         layers: buffers; each is shared by one attention layer and the Mamba layers beside it.
         attention: the attention layers.
-        mamba: the Mamba layers, or ``None`` in a model without any.
+        mamba: the Mamba layers.
         kernel_block_size: tokens a block of the attention kernel holds, where it is less than the
             manager's block: logical block ``b`` is then kernel blocks ``b * ratio`` and following.
         block_size: tokens of a manager's block; only without ``mamba``, which decides it otherwise.
@@ -159,8 +159,7 @@ class KVBuffers:
         raw: one (num_blocks, page_bytes) int8 tensor a layer, zero at first.
 
     Raises:
-        ValueError: fewer than two blocks or one layer, or a kernel block that does not divide the
-            manager's.
+        ValueError: a kernel block that does not divide the manager's.
     """
 
     def __init__(
@@ -168,29 +167,17 @@ class KVBuffers:
         num_blocks: int,
         layers: int,
         attention: AttentionSpec,
-        mamba: MambaSpec | None = None,
+        mamba: MambaSpec,
         *,
-        kernel_block_size: int | None = None,
-        block_size: int = ALIGNMENT,
+        kernel_block_size: int,
         device: str | torch.device = "cpu",
     ) -> None:
-        require(num_blocks >= 2, "num_blocks", "at least 2, block 0 being the null block", num_blocks)
-        require(layers >= 1, "layers", "at least 1", layers)
         self.attention_spec, self.mamba_spec = attention, mamba
-        if mamba is None:
-            self.page = Page(block_size, block_size * attention.token_bytes, 0)
-        else:
-            self.page = equalise(attention, mamba)
-        kernel = self.page.block_size if kernel_block_size is None else kernel_block_size
-        require(
-            kernel >= 1 and self.page.block_size % kernel == 0,
-            "kernel_block_size",
-            f"a divisor of the block size {self.page.block_size}",
-            kernel,
-        )
-        self.kernel_block_size = kernel
-        self.ratio = self.page.block_size // kernel
-        self.num_blocks = num_blocks
+        self.page = equalise(attention, mamba)
+        self.ratio, rest = divmod(self.page.block_size, kernel_block_size)
+        divisor = f"a divisor of the block size {self.page.block_size}"
+        require(rest == 0, "kernel_block_size", divisor, kernel_block_size)
+        self.kernel_block_size, self.num_blocks = kernel_block_size, num_blocks
         self.raw = [
             torch.zeros(num_blocks, self.page.page_bytes, dtype=torch.int8, device=device)
             for _ in range(layers)
@@ -206,16 +193,13 @@ class KVBuffers:
 
         Returns:
             (kernel blocks, 2, tokens, heads, head_dim), or with ``kv_outermost``
-            (2, kernel blocks, tokens, heads, head_dim). Beside Mamba layers the bytes of a block
-            must lie together, so the second shape then has the strides of the first (vLLM
-            ``_update_hybrid_attention_mamba_layout``); without them K and V lie apart.
+            (2, kernel blocks, tokens, heads, head_dim). The bytes of a block must lie together, so the
+            second shape has the strides of the first (vLLM ``_update_hybrid_attention_mamba_layout``).
         """
         spec = self.attention_spec
         shape = (self.kernel_block_size, spec.num_kv_heads, spec.head_dim)
         blocks = self.num_blocks * self.ratio
         flat = self.raw[layer].view(-1).view(spec.dtype)
-        if spec.kv_outermost and self.mamba_spec is None:
-            return flat.view(2, blocks, *shape)
         together = flat.view(blocks, 2, *shape)
         return together.transpose(0, 1) if spec.kv_outermost else together
 
@@ -229,13 +213,8 @@ class KVBuffers:
 
         Returns:
             conv (blocks, *conv_shape) and ssm (blocks, *ssm_shape), with the stride of a page.
-
-        Raises:
-            ValueError: a model without Mamba layers.
         """
         spec = self.mamba_spec
-        if spec is None:
-            raise ValueError("mamba: expected a model with Mamba layers, got one without")
         raw = self.raw[layer]
         conv = raw[:, : spec.conv_bytes].view(spec.conv_dtype)
         ssm = raw[:, spec.conv_bytes : spec.state_bytes].view(spec.ssm_dtype)
@@ -264,13 +243,9 @@ class BlockPool:
 
     Args:
         num_blocks: blocks, the null block included.
-
-    Raises:
-        ValueError: fewer than two blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        require(num_blocks >= 2, "num_blocks", "at least 2, block 0 being the null block", num_blocks)
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
@@ -286,10 +261,8 @@ class BlockPool:
         """Hand out the blocks that have been free longest, and drop them from the prefix cache.
 
         Raises:
-            ValueError: a negative count.
             OutOfBlocks: fewer are free; none is handed out.
         """
-        require(count >= 0, "count", "at least 0", count)
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks} free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -299,29 +272,13 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Add a user to blocks found in the prefix cache. They are not new: their bytes are wanted.
-
-        Raises:
-            ValueError: an id that is out of range, the null block, or not cached.
-        """
-        for block in blocks:
-            self._check("blocks", block)
-            require(block in self._key_of, "blocks", "cached blocks", block)
+        """Add a user to blocks found in the prefix cache. They are not new: their bytes are wanted."""
         for block in blocks:
             self.ref_counts[block] += 1
             self._free.pop(block, None)
 
     def free(self, blocks: Sequence[int]) -> list[int]:
-        """Take one user off each of the blocks; returns those that have none left.
-
-        Raises:
-            ValueError: an id out of range, the null block, or more frees than users; nothing is
-                freed then.
-        """
-        for block in set(blocks):
-            self._check("blocks", block)
-            users, frees = self.ref_counts[block], list(blocks).count(block)
-            require(users >= frees, "blocks", f"block {block} freed at most {users} times", frees)
+        """Take one user off each of the blocks; returns those that have none left."""
         ended = []
         for block in blocks:
             self.ref_counts[block] -= 1
@@ -331,13 +288,7 @@ class BlockPool:
         return ended
 
     def cache(self, block: int, key: Hashable) -> None:
-        """Put a full block into the prefix cache under ``key``; the first block of a key stays.
-
-        Raises:
-            ValueError: an id that is out of range, the null block, or not in use.
-        """
-        self._check("block", block)
-        require(self.ref_counts[block] > 0, "block", "a block in use", block)
+        """Put a full block into the prefix cache under ``key``; the first block of a key stays."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
@@ -345,6 +296,3 @@ class BlockPool:
     def cached(self, key: Hashable) -> int | None:
         """The block cached under ``key``, in use or free, or ``None``."""
         return self._block_of.get(key)
-
-    def _check(self, name: str, block: int) -> None:
-        require(0 < block < self.num_blocks, name, f"ids in 1 to {self.num_blocks - 1}", block)

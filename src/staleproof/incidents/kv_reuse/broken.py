@@ -7,7 +7,7 @@ slow: the faults are in the choice of ids, or in their way to the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,19 +22,50 @@ def index_fill(buffers: KVBuffers, ids: torch.Tensor) -> None:
         raw.index_fill_(0, ids, 0)
 
 
-class _Fill(Zeroing):
-    """Zeroes the ids that :meth:`ids` picks from a step."""
+# Picks the blocks to zero before a step.
+Pick = Callable[[Step], Sequence[int]]
 
-    def __init__(self, buffers: KVBuffers) -> None:
-        self.buffers = buffers
 
-    def ids(self, step: Step) -> Sequence[int]:
-        """The blocks to zero before ``step``."""
-        raise NotImplementedError
+def freed(step: Step) -> Sequence[int]:
+    """Blocks given back before a step: the first design of vLLM #35219.
+
+    Such a block stays in the prefix cache, so a later hit reads zeros.
+    """
+    return step.freed
+
+
+def hits_too(step: Step) -> Sequence[int]:
+    """New blocks, and blocks that a request hits in the prefix cache.
+
+    It wipes cached KV that other requests still use. vLLM records new blocks only, not hits.
+    """
+    return [*step.new_blocks, *(block for _, blocks in step.hits for block in blocks)]
+
+
+def attention_only(step: Step) -> Sequence[int]:
+    """New attention blocks; Mamba blocks stay as they are: vLLM #35219 as merged."""
+    return step.new[ATTENTION]
+
+
+def mamba_only(step: Step) -> Sequence[int]:
+    """New Mamba blocks: the half that vLLM #56524 asks for."""
+    return step.new[MAMBA]
+
+
+def both(step: Step) -> Sequence[int]:
+    """Every new block: right, to compare with."""
+    return step.new_blocks
+
+
+class Fill(Zeroing):
+    """Zeroes the blocks that ``pick`` picks from a step, with torch's ``index_fill_``."""
+
+    def __init__(self, buffers: KVBuffers, pick: Pick = both) -> None:
+        self.buffers, self.pick = buffers, pick
 
     def submit(self, step: Step) -> object:
         """The ids, in a new tensor on the device."""
-        return torch.tensor(list(self.ids(step)), device=self.buffers.raw[0].device).long()
+        return torch.tensor(list(self.pick(step)), device=self.buffers.raw[0].device).long()
 
     def run(self, ticket: object) -> torch.Tensor:
         """Zero them."""
@@ -43,54 +74,7 @@ class _Fill(Zeroing):
         return ticket
 
 
-class ZeroOnFree(_Fill):
-    """Zeroes a block when its last user gives it back: the first design of vLLM #35219.
-
-    The block stays in the prefix cache, so a later hit reads zeros.
-    """
-
-    def ids(self, step: Step) -> Sequence[int]:
-        """Blocks freed before ``step``."""
-        return step.freed
-
-
-class ZeroHitsToo(_Fill):
-    """Zeroes whatever a request starts with, prefix-cache hits included.
-
-    It wipes cached KV that other requests still use. vLLM records new blocks only, not hits.
-    """
-
-    def ids(self, step: Step) -> Sequence[int]:
-        """New blocks of both groups, and the blocks hit."""
-        hits = [block for _, blocks in step.hits for block in blocks]
-        return [*step.new[ATTENTION], *step.new[MAMBA], *hits]
-
-
-class ZeroAttentionOnly(_Fill):
-    """Zeroes new attention blocks and leaves Mamba blocks as they are: vLLM #35219 as merged."""
-
-    def ids(self, step: Step) -> Sequence[int]:
-        """New attention blocks."""
-        return step.new[ATTENTION]
-
-
-class ZeroMambaOnly(_Fill):
-    """Zeroes new Mamba blocks alone: the half that vLLM #56524 asks for."""
-
-    def ids(self, step: Step) -> Sequence[int]:
-        """New Mamba blocks."""
-        return step.new[MAMBA]
-
-
-class ZeroBoth(_Fill):
-    """Zeroes every new block: right, to compare with."""
-
-    def ids(self, step: Step) -> Sequence[int]:
-        """New blocks of both groups."""
-        return [*step.new[ATTENTION], *step.new[MAMBA]]
-
-
-class ZeroFromStep(ZeroBoth):
+class ZeroFromStep(Fill):
     """Zeroes new blocks from one step on: the cure, switched on in a server that has been running.
 
     What the prefix cache holds by then stays as it is.
@@ -101,16 +85,15 @@ class ZeroFromStep(ZeroBoth):
     """
 
     def __init__(self, buffers: KVBuffers, start: int) -> None:
-        super().__init__(buffers)
+        super().__init__(buffers, self._later)
         self.steps_to_go = start
 
-    def ids(self, step: Step) -> Sequence[int]:
-        """New blocks of both groups, once it is on."""
+    def _later(self, step: Step) -> Sequence[int]:
         self.steps_to_go -= 1
-        return () if self.steps_to_go >= 0 else super().ids(step)
+        return () if self.steps_to_go >= 0 else step.new_blocks
 
 
-class OnePinnedBuffer(ZeroBoth):
+class OnePinnedBuffer(Fill):
     """Sends the ids of every step through one host buffer, with an asynchronous copy.
 
     vLLM 0.17.1 to 0.25.1 (#48085, #48399); the class is older than that (TensorRT-LLM #15546). The
@@ -126,7 +109,7 @@ class OnePinnedBuffer(ZeroBoth):
 
     def submit(self, step: Step) -> object:
         """Overwrite the last step's ids; only their number is passed on."""
-        ids = self.ids(step)
+        ids = self.pick(step)
         self.host[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
         return len(ids)
 
@@ -139,12 +122,12 @@ class OnePinnedBuffer(ZeroBoth):
         return ids.clone()
 
 
-class FreshPinnedBuffer(ZeroBoth):
+class FreshPinnedBuffer(Fill):
     """A new host buffer for every step: vLLM's repair (#48399). Right, at the cost of pinning."""
 
     def submit(self, step: Step) -> object:
         """The ids, in a host buffer of this step alone."""
-        host = torch.tensor(list(self.ids(step)), dtype=torch.int64)
+        host = torch.tensor(list(self.pick(step)), dtype=torch.int64)
         return host.pin_memory() if self.buffers.raw[0].is_cuda else host
 
     def run(self, ticket: object) -> torch.Tensor:

@@ -22,7 +22,7 @@ from staleproof.evidence.tenancy import STALE, WIPED
 from staleproof.incidents.kv_reuse import broken
 from staleproof.incidents.kv_reuse.attention import Call, kernels, masked_loads
 from staleproof.incidents.kv_reuse.bits import DTYPES, nan_share
-from staleproof.incidents.kv_reuse.correct import freed_blocks, new_blocks, wrong_bytes
+from staleproof.incidents.kv_reuse.correct import wrong_bytes
 from staleproof.incidents.kv_reuse.host_memory import host_memory
 from staleproof.incidents.kv_reuse.hybrid import HEAD_DIM, KERNEL_BLOCK, FirstStep
 from staleproof.incidents.kv_reuse.scene import (
@@ -97,16 +97,16 @@ def served_with(scene: Scene, remedy: Remedy, device: str) -> Reading:
 
 def wrong_on(scene: Scene, remedy: Remedy, device: str) -> str | None:
     """:func:`wrong_bytes` on this device, of a remedy that zeroes new blocks."""
-    return wrong_bytes(replace(scene, device=device), remedy, new_blocks)
+    return wrong_bytes(replace(scene, device=device), remedy, broken.both)
 
 
 # How blocks are chosen for zeroing; then the verdicts with prefix caching and without.
 POLICIES: dict[str, tuple[Remedy, str, str]] = {
     "no_zeroing": (no_zeroing, NAN, NAN),
-    "zero_on_free": (broken.ZeroOnFree, WRONG, CLEAN),
-    "zero_hits_too": (broken.ZeroHitsToo, WRONG, CLEAN),
-    "zero_attention_only": (broken.ZeroAttentionOnly, CLEAN, CLEAN),
-    "zero_mamba_only": (broken.ZeroMambaOnly, NAN, NAN),
+    "zero_on_free": (partial(broken.Fill, pick=broken.freed), WRONG, CLEAN),
+    "zero_hits_too": (partial(broken.Fill, pick=broken.hits_too), WRONG, CLEAN),
+    "zero_attention_only": (partial(broken.Fill, pick=broken.attention_only), CLEAN, CLEAN),
+    "zero_mamba_only": (partial(broken.Fill, pick=broken.mamba_only), NAN, NAN),
     "BlockZeroer": (ZeroNewBlocks, CLEAN, CLEAN),
 }
 
@@ -165,9 +165,9 @@ STATE_TYPES = {
 # disputed: vLLM #54004 says that their state is overwritten, #56524 that they do.
 ZEROED: dict[str, tuple[Remedy, tuple[str, str, str, str]]] = {
     "none": (no_zeroing, (NAN, CLEAN, WRONG, WRONG)),
-    "attention": (broken.ZeroAttentionOnly, (CLEAN, CLEAN, WRONG, WRONG)),
-    "Mamba": (broken.ZeroMambaOnly, (NAN, CLEAN, CLEAN, CLEAN)),
-    "both": (broken.ZeroBoth, (CLEAN, CLEAN, CLEAN, CLEAN)),
+    "attention": (POLICIES["zero_attention_only"][0], (CLEAN, CLEAN, WRONG, WRONG)),
+    "Mamba": (POLICIES["zero_mamba_only"][0], (NAN, CLEAN, CLEAN, CLEAN)),
+    "both": (broken.Fill, (CLEAN, CLEAN, CLEAN, CLEAN)),
 }
 # Without these the corruption does not happen: what to change in the scene to leave one out.
 INGREDIENTS: dict[str, dict[str, Any]] = {
@@ -290,8 +290,8 @@ def _of_load(how: str, scene: Scene) -> list[cases.Case]:
                 scene=runs,
             )
             for name, ids, expect in (
-                ("zero_on_free", freed_blocks, FREED[how]),
-                ("BlockZeroer", new_blocks, FIXED),
+                ("zero_on_free", broken.freed, FREED[how]),
+                ("BlockZeroer", broken.both, FIXED),
             )
         ),
     ]

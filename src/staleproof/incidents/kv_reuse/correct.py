@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from staleproof.cases.compare import other_bits
+from staleproof.incidents.kv_reuse.broken import Pick
 from staleproof.incidents.kv_reuse.scene import Remedy, Scene, trace_of
-from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Step
 
 STEPS = 2
 
 
-def new_blocks(step: Step) -> Sequence[int]:
-    """Blocks of both groups that are new in a step."""
-    return [*step.new[ATTENTION], *step.new[MAMBA]]
-
-
-def freed_blocks(step: Step) -> Sequence[int]:
-    """Blocks that were given back before a step."""
-    return step.freed
-
-
-def wrong_bytes(scene: Scene, remedy: Remedy, wanted: Callable[[Step], Sequence[int]]) -> str | None:
+def wrong_bytes(scene: Scene, remedy: Remedy, wanted: Pick) -> str | None:
     """What a remedy leaves in a block that it must zero, or changes elsewhere, or ``None``.
 
     Asked in the first and the last steps that give blocks out and take some back, in a pool four times as

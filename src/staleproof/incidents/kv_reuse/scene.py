@@ -140,7 +140,7 @@ class ZeroNewBlocks(Zeroing):
 
     def submit(self, step: Step) -> object:
         """New blocks of both groups: an attention view covers its whole page."""
-        return [*step.new[ATTENTION], *step.new[MAMBA]]
+        return step.new_blocks
 
     def run(self, ticket: object) -> list[int]:
         """One launch."""

@@ -103,6 +103,11 @@ class Step:
     ended: tuple[int, ...]
     freed: tuple[int, ...]
 
+    @property
+    def new_blocks(self) -> list[int]:
+        """Blocks of both groups that are new in this step."""
+        return [*self.new[ATTENTION], *self.new[MAMBA]]
+
 
 @dataclass
 class _Running:
@@ -122,7 +127,6 @@ class Scheduler:
         source: the requests, first come first served.
         batch: rows of every step.
         prefix_caching: whether full blocks are remembered and hit.
-        hybrid: whether the model has Mamba layers.
     """
 
     def __init__(
@@ -133,10 +137,9 @@ class Scheduler:
         *,
         batch: int = 16,
         prefix_caching: bool = True,
-        hybrid: bool = True,
     ) -> None:
         self.pool, self.block_size, self.source = pool, block_size, source
-        self.batch, self.prefix_caching, self.hybrid = batch, prefix_caching, hybrid
+        self.batch, self.prefix_caching = batch, prefix_caching
         self.new = NewBlocks()
         self._running: list[_Running] = []
         # States that the step in flight reads for the last time; they are freed after it.
@@ -165,9 +168,8 @@ class Scheduler:
         freed = self.pool.free(self._leaving)
         self._leaving.clear()
         for running in done:
-            blocks = [*running.blocks, *([running.state] if self.hybrid else [])]
             # Last block first, so that the beginning of a prefix stays in the cache longest.
-            freed += self.pool.free(blocks[::-1])
+            freed += self.pool.free([running.state, *running.blocks[::-1]])
             self._running.remove(running)
         return [running.request.number for running in done], freed
 
@@ -187,10 +189,9 @@ class Scheduler:
             blocks.append(block)
             # A hit counts only up to a block whose recurrent state is cached as well.
             state = self.pool.cached(self._key(MAMBA, running.request, count))
-            if state is not None or not self.hybrid:
-                running.state = state if state is not None else NULL_BLOCK
-                usable = blocks.copy()
-        hit = [*usable, *([running.state] if usable and self.hybrid else [])]
+            if state is not None:
+                running.state, usable = state, blocks.copy()
+        hit = [*usable, running.state] if usable else []
         self.pool.touch(hit)
         running.blocks, running.position = usable, len(usable) * self.block_size
         running.fresh = not usable
@@ -204,7 +205,7 @@ class Scheduler:
         state_in, first = running.state, running.fresh
         if position % self.block_size == 0:
             running.blocks.append(self._allocate(ATTENTION))
-        if self.hybrid and (first or (self.prefix_caching and position % self.block_size == 0)):
+        if first or (self.prefix_caching and position % self.block_size == 0):
             # The state at the end of the last block stays in its block, for other requests to hit.
             running.state = self._allocate(MAMBA)
             if not first:
@@ -215,7 +216,7 @@ class Scheduler:
             position,
             tuple(running.blocks),
             NULL_BLOCK if first else state_in,
-            running.state if self.hybrid else NULL_BLOCK,
+            running.state,
             first,
             position + 1 == len(request.tokens),
         )
@@ -226,8 +227,7 @@ class Scheduler:
             # looked up when the next step is scheduled.
             count = running.position // self.block_size
             self.pool.cache(running.blocks[-1], self._key(ATTENTION, request, count))
-            if self.hybrid:
-                self.pool.cache(running.state, self._key(MAMBA, request, count))
+            self.pool.cache(running.state, self._key(MAMBA, request, count))
         return row
 
 
@@ -270,20 +270,19 @@ class Trace:
         return {row.request: n for n, step in enumerate(self.steps) for row in step.rows if row.last}
 
 
-def trace(scheduler: Scheduler, steps: int, device: str = "cpu", width: int | None = None) -> Trace:
+def trace(scheduler: Scheduler, steps: int, device: str = "cpu") -> Trace:
     """Let a scheduler run for a number of steps.
 
     Args:
         scheduler: fresh.
         steps: how many.
         device: of the tensors.
-        width: blocks in a row of the block table; the most any request has by default.
     """
     page_of, pages = {NULL_BLOCK: NULL_BLOCK}, 1
     taken, clean = [], []
     for _ in range(steps):
         step = scheduler.schedule()
-        for block in (*step.new[ATTENTION], *step.new[MAMBA]):
+        for block in step.new_blocks:
             page_of[block] = pages
             pages += 1
         taken.append(step)
@@ -291,7 +290,7 @@ def trace(scheduler: Scheduler, steps: int, device: str = "cpu", width: int | No
             [([page_of[b] for b in r.blocks], page_of[r.state_in], page_of[r.state_out]) for r in step.rows]
         )
     pooled = [[(list(r.blocks), r.state_in, r.state_out) for r in s.rows] for s in taken]
-    width = width or max(len(r.blocks) for s in taken for r in s.rows)
+    width = max(len(r.blocks) for s in taken for r in s.rows)
 
     def tensor(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -25,60 +24,41 @@ import triton.language as tl
 Leave = Callable[[torch.Tensor], object]
 
 
-@dataclass(frozen=True)
-class Path:
-    """A way of vLLM's ``scaled_fp4_quant`` to its scales.
-
-    Attributes:
-        layout: ``128x4``, ``8x4`` or ``linear``.
-        calls_create: whether the memory comes from ``create_fp4_scale_tensor``. The 8 x 4 branch
-            (``use_8x4_sf_layout``: a trtllm backend, at most 32 rows) returns FlashInfer's own
-            buffer and never calls it (read in 0.18.1 and 0.20.2; vLLM #47587).
-    """
-
-    layout: str
-    calls_create: bool = True
-
-    @property
-    def row_tile(self) -> int | None:
-        """Rows of a tile; ``None`` for plain rows."""
-        return {"128x4": 128, "8x4": 8, "linear": None}[self.layout]
-
-
-PATHS = {"128x4": Path("128x4"), "linear": Path("linear"), "8x4": Path("8x4", calls_create=False)}
-
-# What create_fp4_scale_tensor did, in one release or another: which layouts it filled with zeros.
-ALLOCATIONS: dict[str, tuple[str, ...]] = {
+# A way of vLLM's ``scaled_fp4_quant`` to its scales: the rows of a tile, or ``None`` for plain rows.
+PATHS: dict[str, int | None] = {"128x4": 128, "linear": None, "8x4": 8}
+# What create_fp4_scale_tensor did, in one release or another: which of them it filled with zeros. The
+# 8 x 4 branch (``use_8x4_sf_layout``: a trtllm backend, at most 32 rows) returns FlashInfer's own buffer
+# and never calls it (read in 0.18.1 and 0.20.2; vLLM #47587).
+ALLOCATIONS: dict[str, tuple[int | None, ...]] = {
     # Before vLLM #38148, and again after #42988 and #53568.
     "empty": (),
     # vLLM #38148.
-    "zeros_both_layouts": ("128x4", "8x4", "linear"),
+    "zeros_both_layouts": (128, None),
     # vLLM #45739.
-    "zeros_swizzled_only": ("128x4", "8x4"),
+    "zeros_swizzled_only": (128,),
 }
 
 
 def quantize_blocks_only(
-    x: torch.Tensor, factor: torch.Tensor, path: Path, allocation: str, leave: Leave
+    x: torch.Tensor, factor: torch.Tensor, tile: int | None, allocation: str, leave: Leave
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """NVFP4 by a kernel that writes the scales of blocks, and leaves their padding as ``allocation`` did.
 
     Args:
         x: (m, n).
         factor: (1,) float32 global scale.
-        path: where the scales go.
+        tile: rows of a tile of scales, one of :data:`PATHS`.
         allocation: one of :data:`ALLOCATIONS`.
         leave: fills fresh memory, float8_e4m3fn, with what its last tenant left there.
 
     Returns:
-        Packed values, and scales in the layout of ``path``.
+        Packed values, and scales in that layout.
     """
     m, n = x.shape
-    tile = path.row_tile
     shape = reference.scale_shape(m, n, swizzled=tile is not None, row_tile=tile or 128)
     scales = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     leave(scales)
-    if path.calls_create and path.layout in ALLOCATIONS[allocation]:
+    if tile in ALLOCATIONS[allocation]:
         scales.view(torch.uint8).zero_()
     packed = torch.empty(m, n // 2, dtype=torch.uint8, device=x.device)
     if tile == 8:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from staleproof.cases.compare import other_bits, too_far
+from staleproof.cases.compare import other_bits, rounding, too_far
 from staleproof.evidence.rows import pad_invariance
 from staleproof.incidents.scale_padding import broken, ids, null_block
 from staleproof.incidents.scale_padding.scene import IN_KERNEL, LIVE, Product, multiply, product_on, step_of
@@ -25,21 +25,20 @@ def wrong_product(path_name: str, allocation: str, device: str) -> str | None:
     its rows is NaN, and must stay so. Our quantiser must write the reference's bytes, padding included, over
     poisoned memory: also for more rows than a tile has.
     """
-    healthy, path = product_on(device), broken.PATHS[path_name]
+    healthy, tile = product_on(device), broken.PATHS[path_name]
     a = replace(healthy, x=healthy.x.clone())
     a.x[SICK] = torch.nan
     packed, scales = reference.quantize_nvfp4(a.x, a.factor, swizzled=False)
-    if path.row_tile is not None:
-        tiles = swizzle(scales.view(torch.uint8), row_tile=path.row_tile)
-        scales = tiles.view(torch.float8_e4m3fn)
-    want = multiply(a, packed, scales, path)
+    if tile is not None:
+        scales = swizzle(scales.view(torch.uint8), row_tile=tile).view(torch.float8_e4m3fn)
+    want = multiply(a, packed, scales, tile)
     step = step_of(path_name, allocation, a)
     found = other_bits("product, live rows", step(None)[:LIVE], want[:LIVE])
     if found is None and (changed := pad_invariance(step, LIVE).changed):
         found = f"product, live rows: they change with {' '.join(changed)} in the padding of scales"
     if found is None and allocation == IN_KERNEL:
         both = (a, product_on(device, m=130, n=144))
-        found = next(filter(None, (_wrong_bytes(each, path.row_tile is not None) for each in both)), None)
+        found = next(filter(None, (_wrong_bytes(each, tile is not None) for each in both)), None)
     return found
 
 
@@ -114,9 +113,10 @@ def wrong_ids(reader: ids.Reader, device: str) -> str | None:
     chosen, read_weights = reader(right, weights)
     if chosen.dtype != right.dtype:
         return f"ids are {chosen.dtype}"
-    # The packed form holds weights in bfloat16: half a step of 2**-8.
+    # The packed form holds weights in bfloat16.
+    shares = (read_weights / weights).flatten()
     return other_bits("ids", chosen, right) or too_far(
-        "weights", read_weights / weights, torch.ones_like(weights), 2**-8
+        "weights", shares, torch.ones_like(shares), rounding(torch.bfloat16)
     )
 
 

@@ -41,17 +41,17 @@ def product_on(device: str, m: int = LIVE, n: int = N) -> Product:
     return Product(x, factor, reference.quantize_nvfp4(weight, factor))
 
 
-def multiply(a: Product, packed: torch.Tensor, scales: torch.Tensor, path: broken.Path) -> torch.Tensor:
+def multiply(a: Product, packed: torch.Tensor, scales: torch.Tensor, tile: int | None) -> torch.Tensor:
     """(live, out): tile by tile as tensor cores do, or by rows for the linear layout."""
-    if path.row_tile is None:
+    if tile is None:
         left = reference.dequantize_nvfp4(packed, scales, a.factor, swizzled=False)
         return left @ reference.dequantize_nvfp4(*a.weight, a.factor).T
-    return reference.block_scaled_mm(packed, scales, *a.weight, a.alpha, row_tile=path.row_tile)
+    return reference.block_scaled_mm(packed, scales, *a.weight, a.alpha, row_tile=tile)
 
 
 def step_of(path_name: str, allocation: str, a: Product) -> Callable[[Fill | None], torch.Tensor]:
     """Quantise and multiply, for the judges: what they fill is the fresh memory of the scales."""
-    path, (m, n), device = broken.PATHS[path_name], a.x.shape, a.x.device
+    tile, (m, n), device = broken.PATHS[path_name], a.x.shape, a.x.device
 
     def run(fill: Fill | None) -> torch.Tensor:
         def leave(memory: torch.Tensor) -> None:
@@ -63,15 +63,15 @@ def step_of(path_name: str, allocation: str, a: Product) -> Callable[[Fill | Non
             memory.copy_(wide.clamp(-448, 448))
 
         if allocation == IN_KERNEL:
-            swizzled = path.row_tile is not None
+            swizzled = tile is not None
             shape = reference.scale_shape(m, n, swizzled=swizzled)
             scales = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
             packed = torch.empty(m, n // 2, dtype=torch.uint8, device=device)
             leave(scales)
             quantize_nvfp4(a.x, a.factor, swizzled=swizzled, out=(packed, scales))
         else:
-            packed, scales = broken.quantize_blocks_only(a.x, a.factor, path, allocation, leave)
-        return multiply(a, packed, scales, path)
+            packed, scales = broken.quantize_blocks_only(a.x, a.factor, tile, allocation, leave)
+        return multiply(a, packed, scales, tile)
 
     return run
 
