@@ -10,7 +10,7 @@ import pytest
 
 from staleproof.cases import store
 from staleproof.triage import table
-from tools import figures
+from tools import bound, figures
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -75,10 +75,9 @@ def test_readme_is_short_and_holds_what_it_should():
     assert text.count("![") == 1
 
 
-@pytest.mark.parametrize("name", ["README.md, triage", "README.md, figures", "workbook/figures.md"])
-def test_written_parts_agree_with_their_source(name):
-    wanted = {"README.md, triage": 0, "README.md, figures": 1, "workbook/figures.md": 2}
-    path, begin, text = [*figures.parts(store.find(figures.MACHINE))][wanted[name]]
+@pytest.mark.parametrize("number", range(4))
+def test_written_parts_agree_with_their_source(number):
+    path, begin, text = [*figures.parts(store.find(figures.MACHINE))][number]
     written = (ROOT / path).read_text().split(begin)[1].split(figures.END)[0].strip()
     assert written == text, "run: python -m tools.figures"
 
@@ -99,6 +98,25 @@ def test_notebook_00_holds_the_table_of_the_source():
         if "text/markdown" in output.get("data", {})
     ]
     assert shown == [table.markdown(lambda row: row.notebook)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_of_a_page_are_those_of_the_findings_that_they_name(page):
+    found = {}
+    for run in store.read_all():
+        for one in run.findings:
+            found.setdefault(one.key[:3], []).append(one)
+    releases = [*table.probes()]
+    for text, kind, name in bound.passages(page.read_text()):
+        source = bound.source_of(kind, name, found, ROOT / "workbook", releases)
+        assert bound.unbound(text, source) == [], (name, text)
+
+
+def test_a_figure_that_its_finding_does_not_hold_is_noticed():
+    page = "First 3 of these.\n\n- 12 blocks, then 7. <!-- finding: a | q | v --> More: 5. <!-- file: x -->"
+    told = [*bound.passages(page)]
+    assert [(kind, name) for _, kind, name in told] == [("finding", "a | q | v"), ("file", "x")]
+    assert [bound.unbound(text, '{"blocks": [12, 0]}') for text, *_ in told] == [["7"], ["5"]]
 
 
 def test_the_index_names_every_page():

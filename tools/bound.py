@@ -1,7 +1,6 @@
 """Figures in prose that name the finding or the file they come from, so that a test can compare them.
 
-On a page an HTML comment at the end of a sentence names the source of the figures since the last comment, or
-since the paragraph began:
+On a page an HTML comment behind a sentence names the source of the sentence's figures:
 
     12 blocks reach attention. <!-- finding: engine | off/on/off | staging_race, late copies, no wait -->
     788,070 ids stay. <!-- file: soak-cpu.json -->
@@ -51,11 +50,12 @@ def unbound(text: str, source: str) -> list[str]:
 
 
 def passages(page: str) -> Iterator[tuple[str, str, str]]:
-    """Of each mark of a page: the text that it is about, its kind and what it names."""
+    """Of each mark of a page: the sentence before it, its kind and what it names."""
     for paragraph in re.split(r"\n\s*\n|\n(?=- |\| )", page):
         begin = 0
         for mark in MARK.finditer(paragraph):
-            yield paragraph[begin : mark.start()], mark[1], mark[2] or ""
+            text = paragraph[begin : mark.start()].strip()
+            yield re.split(r"(?<=[.:;])\s+(?=[A-Z])", text)[-1], mark[1], mark[2] or ""
             begin = mark.end()
 
 

@@ -1,6 +1,7 @@
 """What README.md and ``workbook/figures.md`` show of the recorded run of an H200, and the triage table.
 
-``python -m tools.figures`` writes the parts between markers, and README's picture. A rule
+``python -m tools.figures`` writes the parts between markers, and README's picture. README has one sentence
+on times, and what ``diagnose`` answers. A rule
 chooses what the tables of times show, not we: each kernel at the shapes of DeepSeek and Qwen, in the case
 where it compares best and in the case where it compares worst; beside each peer in ``figures.md``, beside
 the peer that compares best with it in README.
@@ -24,6 +25,8 @@ MACHINE = "nvidia-h200"
 _WRITTEN = "<!-- written by python -m tools.figures from"
 # Where a written part begins, by its source.
 BEGIN = f"{_WRITTEN} workbook/runs/{MACHINE} -->"
+BEGIN_DIAGNOSE = f"{_WRITTEN} staleproof diagnose -->"
+SYMPTOM = "NaN from DeepSeek R1 with CUDA graphs on 0.20"
 BEGIN_TRIAGE = f"{_WRITTEN} src/staleproof/triage/triage.toml -->"
 END = "<!-- end of the written part -->"
 PICTURE = "workbook/first-bad-stage.svg"
@@ -294,7 +297,10 @@ def about(run: Run) -> str:
 def section(run: Run) -> str:
     """The tables of ``workbook/figures.md``."""
     rows = run.measurements
-    head = f"{about(run)}; all of it in `runs/{MACHINE}/`, and `staleproof bench` measures yours."
+    head = (
+        f"{about(run)}; all of it in `runs/{MACHINE}/`, and `staleproof bench` measures yours. "
+        "`staleproof list` says whether the source has changed since. " + run.environment.get("remark", "")
+    ).strip()
     rule = (
         "Each kernel at the shapes of DeepSeek and Qwen, beside each peer: the case that compares best and "
         "the one that compares worst, as peer's time divided by ours, then both times. **Bold**: ours is "
@@ -313,27 +319,31 @@ def section(run: Run) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def short_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """README's table: a line for each kernel, beside the peer that is fastest where ours compares worst."""
-    yield "| | fastest peer | at best | at worst |"
-    yield "|---|---|---|---|"
-    for kernel in KERNELS:
-        found = {peer: cases for peer, cases in pairs(kernel, rows).items() if not cases[0].limit}
-        if not found:
-            continue  # a run from before these shapes were measured
-        worst = {peer: min(cases, key=lambda pair: pair.ratio) for peer, cases in found.items()}
-        peer = min(worst, key=lambda name: worst[name].ratio)
-        best = max(found[peer], key=lambda pair: pair.ratio)
-        yield f"| {kernel.says or f'`{kernel.name}`'} | {peer} | {best} | {worst[peer]} |"
-
-
 def short(run: Run) -> str:
-    """README's part."""
-    rule = (
-        f"{about(run)}. Peer's time divided by ours, then both; **bold**: ours is slower. Every peer, limit, "
-        "decode step and patch: [figures.md](workbook/figures.md)."
+    """README's sentence: in how many groups of shapes no peer is faster, and the worst of the others."""
+    worst = {}
+    for kernel in KERNELS:
+        cases = [
+            pair for found in pairs(kernel, run.measurements).values() for pair in found if not pair.limit
+        ]
+        if cases:
+            worst[kernel.says or f"`{kernel.name}`"] = min(cases, key=lambda pair: pair.ratio)
+    ahead = sum(pair.ratio >= 1 for pair in worst.values())
+    name, most = min(worst.items(), key=lambda item: item[1].ratio)
+    return (
+        f"{about(run)}. In {ahead} of {len(worst)} groups of shapes no peer is faster in any case; at worst "
+        f"ours takes {us(most.ours)} for a peer's {us(most.peer)} ({name}; {most.case}). Every peer, case "
+        "and limit, and what was said of the run: [figures.md](workbook/figures.md)."
     )
-    return "\n\n".join((rule, "\n".join(short_lines(run.measurements))))
+
+
+def diagnosis() -> str:
+    """A command and its answer."""
+    from staleproof.triage import answer, facts, judge
+
+    known = facts.from_words(SYMPTOM)
+    said = answer.as_text(known, judge.judge_all(known), 80)
+    return f'```console\n$ staleproof diagnose --symptom "{SYMPTOM}"\n{said}\n```'
 
 
 def replaced(page: str, begin: str, text: str) -> str:
@@ -352,6 +362,7 @@ def parts(run: Run) -> Iterator[tuple[str, str, str]]:
     """File, beginning and text of each written part."""
     yield "README.md", BEGIN_TRIAGE, triage.markdown(lambda row: f"notebooks/{row.notebook}")
     yield "README.md", BEGIN, short(run)
+    yield "README.md", BEGIN_DIAGNOSE, diagnosis()
     yield "workbook/figures.md", BEGIN, section(run)
 
 

@@ -2,9 +2,10 @@
 
     python -m tools.soak_serve --seconds 120 --out soak-serve.json
 
-Five ``vllm serve`` processes on localhost, with dummy weights and prompts as token ids: one with the watch
+Six ``vllm serve`` processes on localhost, with dummy weights and prompts as token ids: one with the watch
 and one without get 24 requests a second for two minutes, and the watch is scraped each second. Every tenth
-second a scraper is killed in the middle of its answer. Three more must start and answer all the same: one
+second a scraper is killed in the middle of its answer. A third has all patches, which a file
+switches off in the middle and on again. Three more must start and answer all the same: one
 whose port is taken, one whose watch raises an exception after some steps, one that is told an unknown stage.
 Needs an importable vLLM with its compiled parts, and a GPU.
 """
@@ -25,7 +26,9 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -60,11 +63,18 @@ ENVIRONMENT = {
 SERVERS: dict[str, dict[str, str]] = {
     "watch": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"},
     "no watch": {},
+    # All patches, switched off by a file in the middle of the load, and on again.
+    "switched": {
+        "STALEPROOF_PATCHES": "all",
+        "STALEPROOF_WATCH": "1",
+        "STALEPROOF_WATCH_PORT": "PORT",
+        "STALEPROOF_SWITCH": "FOLDER/switch",
+    },
     "port taken": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"},
     "exception": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"},
     "unknown stage": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_STAGES": "logits"},
 }
-LONG = ("watch", "no watch")
+LONG = ("watch", "no watch", "switched")
 # What the log must say, once.
 SAID = {
     "watch": "watch on port",
@@ -172,6 +182,30 @@ def scrape(port: int, stop: threading.Event, every_s: float = 1.0) -> dict[str, 
     return found | {"seconds": quantiles(took)}
 
 
+def stands(port: int) -> dict[str, int]:
+    """How many patches of a server are in each state, as ``staleproof patches --live`` reads it."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
+            health = json.loads(answer.read())
+    except urllib.error.HTTPError as error:  # 503: something is refused
+        health = json.loads(error.read())
+    return dict(Counter(state for state, _ in health["patches"].values()))
+
+
+def flip(server: Server, seconds: float) -> list[dict[str, int]]:
+    """Switch a loaded server's patches off after a third of its load and on after two thirds.
+
+    Returns:
+        What stood before, while they were off, and at the end.
+    """
+    found = []
+    for act in (lambda: None, server.switch.touch, server.switch.unlink):
+        act()
+        time.sleep(seconds / 3)
+        found.append(stands(server.watch_port))
+    return found
+
+
 def kill_a_scraper(port: int) -> None:
     """Ask for the metrics in a process of its own, and kill it before it has read them."""
     code = (
@@ -203,7 +237,11 @@ class Server:
         self.name, self.port, self.watch_port = name, free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"serve-{name.replace(' ', '-')}.log"
-        variables = {key: value.replace("PORT", str(self.watch_port)) for key, value in SERVERS[name].items()}
+        self.switch = folder / "switch"
+        places = {"PORT": str(self.watch_port), "FOLDER": str(folder)}
+        variables = dict(SERVERS[name])
+        for place, value in places.items():
+            variables = {key: said.replace(place, value) for key, said in variables.items()}
         self.taken = socket.socket() if name == "port taken" else None
         if self.taken is not None:
             self.taken.bind(("", self.watch_port))
@@ -272,6 +310,11 @@ def judged(name: str, found: dict[str, Any]) -> list[str]:
     said = SAID.get(name)
     if said is not None and sum(said in line for line in found["log"]) != 1:
         wrong.append(f"does not say once: {said}")
+    if name == "switched":
+        before, off, after = found["stands"]
+        stood = before.get("in place", 0)
+        if not stood or off.get("in place") or off.get("off") != stood or after != before:
+            wrong.append(f"stands before {before}, switched off {off}, switched on {after}")
     if name == "watch":
         scraped = found.get("scraped") or {"scrapes": 0, "failed": [], "went_back": 0, "steps": []}
         if scraped["failed"] or not scraped["scrapes"]:
@@ -340,7 +383,10 @@ def drive(server: Server, until: float, seconds: float, stop: threading.Event, l
     seconds = max(1.0, min(seconds, last - time.monotonic()))
     with ThreadPoolExecutor(1) as pool:
         scraped = pool.submit(scrape, server.watch_port, stop) if server.name == "watch" else None
+        flipped = pool.submit(flip, server, seconds) if server.name == "switched" else None
         found["load"] = load(server.url, seconds)
+        if flipped is not None:
+            found["stands"] = flipped.result()
         if scraped is not None:
             # The last counts arrive with a step at least half a second later.
             time.sleep(1.0)

@@ -113,7 +113,11 @@ def test_a_conclusion_fits_80_columns_and_claims_only_what_ran():
     findings = store.read(RUNS / "nvidia-h200").findings
     lines = conclusion.text(findings).splitlines()
     assert max(map(len, lines)) <= 80
+    there = {found.incident for found in findings}
+    assert len(there) >= 5
     for name, about in INCIDENTS.items():
+        if name not in there:
+            continue
         first = lines.index(f"{name}: {about.title}")
         assert lines[first + 1].startswith(f"  symptom  {symptom(name)[:20]}")
         assert [line[:8] for line in lines[first:]].index("  cause ") < [

@@ -73,7 +73,7 @@ def test_a_title_is_the_heading_of_its_notebook():
     for about in INCIDENTS.values():
         cells = json.loads((NOTEBOOKS / about.notebook).read_text())["cells"]
         heading = "".join(cells[0]["source"]).splitlines()[0]
-        assert heading == f"# {about.number:02} · {about.title}"
+        assert heading == f"# {about.notebook[:2]} · {about.title}"
 
 
 @pytest.mark.parametrize("name", INCIDENTS)

@@ -21,7 +21,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from staleproof import device as devices
 from staleproof.cases import graph
 from staleproof.ops import operators
 from staleproof.ops.clear_empty_rows import clear_empty_rows
@@ -268,8 +267,10 @@ def test_the_guard_is_taken_for_another_device_only(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_every_launch_is_guarded(case: Case, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    if not devices.interpreting():
+def test_every_launch_is_guarded(
+    device: str, case: Case, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    if device != "cpu":
         pytest.skip("launches are watched through Triton's interpreter")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     guarded: list[bool] = []

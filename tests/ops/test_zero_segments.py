@@ -5,25 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.ops import zero_segments
 from staleproof.ops.zero_segments import SegmentZeroer
 
-# Only an interpreted kernel may write to the host.
-WHERE = torch.device("cpu" if zero_segments.INTERPRET else "cuda")
 
-
-def caches(count: int, *, blocks: int = 6, words: int = 10) -> list[torch.Tensor]:
+def caches(device: str, count: int, *, blocks: int = 6, words: int = 10) -> list[torch.Tensor]:
     """K and V outermost; pages of 40 bytes, which are no multiple of 16."""
-    return [torch.full((2, blocks, words), 7, dtype=torch.int32, device=WHERE) for _ in range(count)]
+    return [torch.full((2, blocks, words), 7, dtype=torch.int32, device=device) for _ in range(count)]
 
 
 def zeroer(made: list[torch.Tensor], **options) -> SegmentZeroer:
-    return SegmentZeroer([part.data_ptr() for cache in made for part in cache], 40, WHERE, **options)
+    return SegmentZeroer([part.data_ptr() for cache in made for part in cache], 40, made[0].device, **options)
 
 
 @pytest.mark.parametrize("ids", [[1], [5], [4, 2, 4], [5, 4, 3, 2, 1]])
-def test_these_blocks_and_no_other_byte(ids):
-    made = caches(3)
+def test_these_blocks_and_no_other_byte(device, ids):
+    made = caches(device, 3)
     zeroer(made).zero(ids)
     for cache in made:
         for block in range(6):
@@ -40,23 +36,23 @@ def test_these_blocks_and_no_other_byte(ids):
         ([2, 2**31], r"block_ids: expected 1 to \d+"),
     ],
 )
-def test_bad_ids_write_nothing(ids, text):
-    made = caches(1)
+def test_bad_ids_write_nothing(device, ids, text):
+    made = caches(device, 1)
     with pytest.raises(ValueError, match=text):
         zeroer(made, capacity=3).zero(ids)
     assert bool((made[0] == 7).all())
 
 
-def test_bad_segments():
+def test_bad_segments(device):
     with pytest.raises(ValueError, match="segments: expected at least one"):
-        SegmentZeroer([], 40, WHERE)
+        SegmentZeroer([], 40, torch.device(device))
     with pytest.raises(ValueError, match="page_bytes: expected a multiple of 4, got 42"):
-        SegmentZeroer([4096], 42, WHERE)
+        SegmentZeroer([4096], 42, torch.device(device))
 
 
 @pytest.mark.gpu
-def test_lists_of_steps_that_wait_in_the_stream():
-    made = caches(1, blocks=64)
+def test_lists_of_steps_that_wait_in_the_stream(device):
+    made = caches(device, 1, blocks=64)
     ours = zeroer(made)
     ours.zero([63])
     side = torch.cuda.Stream()
@@ -70,8 +66,8 @@ def test_lists_of_steps_that_wait_in_the_stream():
 
 
 @pytest.mark.gpu
-def test_a_capture_is_refused():
-    made = caches(1)
+def test_a_capture_is_refused(device):
+    made = caches(device, 1)
     ours = zeroer(made)
     ours.zero([1])
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -229,3 +229,28 @@ def test_axe_finds_nothing(browser, report, size, scheme):
             )
         found = Axe().run(seen.page).response["violations"]
     assert [(one["id"], one["nodes"][0]["html"][:200]) for one in found] == []
+
+
+# A page as GitHub lays it out: a column of 830 pixels, cells that wrap between words, code that does not.
+GITHUB = """<!doctype html><html lang="en"><meta charset="utf-8"><title>README</title><style>
+:root { color-scheme: light dark; } body { width: 830px; margin: 0; font: 16px/1.5 sans-serif; }
+img { max-width: 100%; } pre { overflow: auto; padding: 16px; font-size: 13.6px; line-height: 1.45; }
+table { border-collapse: collapse; } th, td { border: 1px solid; padding: 6px 13px; }
+code { font-size: 13.6px; }
+</style>"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_readme_fits_githubs_column_and_says_what_to_type_at_once(browser, tmp_path, scheme):
+    root = store.checkout()
+    page = tmp_path / "readme.html"
+    text = str(html.render((root / "README.md").read_text(), 0)).replace('<div class="wide">', "<div>")
+    page.write_text(GITHUB + text.replace('src="workbook/', f'src="{root.as_uri()}/workbook/'))
+    with opened(browser, page, {"width": 830, "height": 900}, scheme) as seen:
+        assert seen.page.evaluate("document.documentElement.scrollWidth") == 830
+        wide = "[...document.querySelectorAll('pre, table')].filter((one) => one.scrollWidth > 830).length"
+        assert seen.page.evaluate(wide) == 0
+        assert seen.page.locator("img").evaluate("(one) => one.naturalWidth") > 0
+        first = seen.page.locator("pre").first.bounding_box()
+        assert first["y"] + first["height"] < 900
+        assert "staleproof run" in seen.page.locator("pre").first.inner_text()

@@ -70,16 +70,18 @@ def command_fixture(tmp_path) -> list[str]:
     return [sys.executable, str(script)]
 
 
-def test_five_servers_are_driven_and_judged(tmp_path, command, monkeypatch):
+def test_servers_are_driven_and_judged(tmp_path, command, monkeypatch):
     monkeypatch.setattr(soak_serve, "START_S", 60.0)
+    # The stub has no patches to switch off.
+    names = [name for name in soak_serve.SERVERS if name != "switched"]
     said: list[str] = []
-    found = soak(tmp_path, command, 4.0, said.append)
-    assert {name: one["wrong"] for name, one in found.items()} == {name: [] for name in soak_serve.SERVERS}
+    found = soak(tmp_path, command, 4.0, said.append, names=names)
+    assert {name: one["wrong"] for name, one in found.items()} == {name: [] for name in names}
     assert found["watch"]["load"]["sent"] == found["watch"]["load"]["answered"] == 96
     scraped = found["watch"]["scraped"]
     assert scraped["killed"] >= 1
     assert scraped["last"]["bad_rows ('layer', 'layers.0') ('rows', 'padding') ('stage', 'attention')"] > 100
-    assert len(said) == 2 * len(soak_serve.SERVERS)
+    assert len(said) == 2 * len(names)
 
 
 def test_a_server_that_dies_and_one_that_does_not_start_are_noticed(tmp_path, command, monkeypatch):
@@ -110,6 +112,24 @@ def test_a_count_that_goes_back_and_a_failed_scrape_are_noticed():
         "its steps do not grow"
     ]
     assert judged("watch", good | {"log": []}) == ["does not say once: watch on port"]
+
+
+IN_PLACE, OFF = {"in place": 9, "not needed": 3}, {"off": 9, "not needed": 3}
+
+
+@pytest.mark.parametrize(
+    ("stands", "sound"),
+    [
+        ([IN_PLACE, OFF, IN_PLACE], True),
+        ([IN_PLACE, IN_PLACE, IN_PLACE], False),
+        ([IN_PLACE, {"in place": 1, "off": 8, "not needed": 3}, IN_PLACE], False),
+        ([IN_PLACE, OFF, OFF], False),
+        ([OFF, OFF, OFF], False),
+    ],
+)
+def test_a_switch_that_does_not_switch_is_noticed(stands, sound):
+    good = {"started_s": 9.0, "alive": True, "load": {"sent": 48, "answered": 48}, "log": []}
+    assert (judged("switched", good | {"stands": stands}) == []) is sound
 
 
 def test_the_fault_is_raised_from_the_watch_of_today(monkeypatch):

@@ -31,6 +31,7 @@ STATES: Mapping[str, tuple[str, float, str]] = {
     "finite": (_BLUE, 0.25, ""),
     "NaN in a padding row": (_ORANGE, 0.2, "///"),
     "NaN in a live row": (_VERMILION, 0.45, "xxx"),
+    "wrong, finite": (_PURPLE, 0.3, "\\\\\\"),
     "clean": (_BLUE, 0.25, ""),
     "pad_only": (_ORANGE, 0.2, "///"),
     "leaked": (_VERMILION, 0.45, "xxx"),

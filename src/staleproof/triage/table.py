@@ -232,7 +232,7 @@ def of(incident: str) -> tuple[Row, ...]:
 
 
 def symptom(incident: str) -> str:
-    """What an operator sees first of an incident, without Markdown's marks.
+    """What an operator sees first of an incident, without Markdown's marks; empty if no row is about it.
 
     Raises:
         ValueError: no incident has this name.
@@ -240,7 +240,7 @@ def symptom(incident: str) -> str:
     >>> symptom("decode_buffer")[:17]
     'OOM after upgrade'
     """
-    return plain(of(incident)[0].see)
+    return plain(next((row.see for row in of(incident)), ""))
 
 
 def symptoms() -> Mapping[str, Mapping[str, Any]]:

@@ -280,7 +280,7 @@ class Hooks:
             module, name = ROUTER if numbers(self.version) < numbers(MOVED) else ROUTER_MOVED
             found.append(Target(module, name, ("self",), after=self.router))
         if "published" in self.settings.stages:
-            found += watch_published.Published(self.settings.port - 1).targets()
+            found += watch_published.Published().targets()
         return found
 
 
@@ -325,6 +325,7 @@ def install(version: str | None = None) -> None:
 
 def remove() -> None:
     """Take the watch away; for tests."""
+    standing.counters.clear()
     hooks.unwrap(OWNER)
     standing.forget(OWNER)
     installed.clear()

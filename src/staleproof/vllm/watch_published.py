@@ -6,13 +6,12 @@ told what vLLM's block pool publishes, and looks after each ``schedule`` at what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from staleproof.evidence.published import PublishedBlocks, UnwrittenHit
-from staleproof.vllm import process
+from staleproof.vllm import standing
 from staleproof.vllm.arguments import Arguments, Keywords, argument
-from staleproof.vllm.hooks import Target, logger, warn_once
+from staleproof.vllm.hooks import Target, logger
 
 POOL, SCHEDULER = "vllm.v1.core.block_pool", "vllm.v1.core.sched.scheduler"
 FULL = ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size")
@@ -21,18 +20,14 @@ FULL = ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks", "bl
 class Published:
     """The hooks of one process.
 
-    Args:
-        port: where to answer a scrape; ``None`` for nowhere. The scheduler is in a process of its own.
-
     Attributes:
         blocks: the detector.
         first: the first unwritten hit, which is logged.
     """
 
-    def __init__(self, port: int | None = None) -> None:
+    def __init__(self) -> None:
         self.blocks = PublishedBlocks()
         self.first: UnwrittenHit | None = None
-        self._port = port
 
     def publish(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``BlockPool.cache_full_blocks``."""
@@ -46,10 +41,6 @@ class Published:
     def scheduled(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``Scheduler.schedule``."""
         engine = args[0]
-        if self._port is not None:
-            rank = getattr(engine.parallel_config, "data_parallel_rank_local", None) or 0
-            serve(self, self._port - rank)
-            self._port = None
         requests = engine.requests
         owners = self.blocks.owners
         if owners:
@@ -71,32 +62,11 @@ class Published:
                     self.first = hit
                     logger.warning("staleproof: first unwritten hit of the prefix cache: %s", hit)
 
-    def collect(self) -> Iterator[Any]:
-        """The metrics, as prometheus_client asks for them."""
-        from prometheus_client.core import CounterMetricFamily
-
-        text = "Blocks that were published and that their step did not write"
-        value = self.blocks.published
-        yield CounterMetricFamily("staleproof_published_unwritten_blocks", text, value=value)
-        text = "Such blocks that a request got from the prefix cache"
-        yield CounterMetricFamily("staleproof_unwritten_hits", text, value=self.blocks.hits)
-
     def targets(self) -> list[Target]:
-        """The two functions that are watched."""
+        """The two functions that are watched; their counts are read where the server is asked."""
+        standing.counters["published_unwritten_blocks"] = lambda: self.blocks.published
+        standing.counters["unwritten_hits"] = lambda: self.blocks.hits
         return [
             Target(POOL, "BlockPool.cache_full_blocks", FULL, after=self.publish),
             Target(SCHEDULER, "Scheduler.schedule", ("self",), after=self.scheduled),
         ]
-
-
-def serve(published: Published, port: int) -> None:
-    """Open the port below the workers'. If that cannot be, one line says so."""
-    try:
-        from prometheus_client import CollectorRegistry, start_http_server
-
-        registry = CollectorRegistry()
-        registry.register(published)
-        start_http_server(port, registry=registry)
-        process.say(f": watch of published blocks on port {port}")
-    except (ImportError, OSError, OverflowError) as error:
-        warn_once(f"watch of published blocks without a port: {error}")

@@ -24,7 +24,7 @@ from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
 from staleproof.incidents.mxfp4_scales.scene import GPT_OSS, NAN, RIGHT, SMALL, WRONG, Layer, Size, bytes_of
 from staleproof.kernels import vllm_sources
 from staleproof.kernels.vllm_matmul_ogs import SAMPLER, MatmulOgs, Operand
-from staleproof.vllm.plugin import patches
+from staleproof.vllm.patches.mxfp4_scales import PATCHES
 
 # Batches of the layer on a GPU, and K of products that read nothing past the end.
 BATCHES = {"cpu": (scene.TOKENS,), "cuda": (scene.TOKENS, 1, 8, 64, 512, 4096)}
@@ -132,7 +132,7 @@ def cost(device: str) -> Reading:
 
 def loader(device: str, release: str, folder: str) -> None:
     """Child: the layer with a release's loader, off / on / off with the patch; 0xff lies behind."""
-    m, patch = MatmulOgs(device), patches()["mxfp4_scale_tail"]
+    m, (patch,) = MatmulOgs(device), PATCHES
     a = scene.layer_on(device, size_on(device))
     with m.loader(Path(folder)) as module:
         for turn, applied in enumerate((False, True, False)):

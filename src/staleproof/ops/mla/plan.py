@@ -108,10 +108,10 @@ def merge_tiles(batch: int, parts: int) -> tuple[int, int, int]:
     As measured on an H200, where a batch was cut into at most ``parts``. Each is a power of two.
 
     >>> [merge_tiles(batch, 66) for batch in (1, 16, 128)]
-    [(256, 1, 32), (512, 1, 4), (512, 2, 2)]
+    [(256, 1, 32), (512, 1, 4), (512, 4, 2)]
     """
     together = 1 << max(parts // batch, 1).bit_length() - 1
-    return 256 if batch < 8 else 512, 1 if batch < 32 else 2, min(max(together, 2), 32)
+    return 256 if batch < 8 else 512, 1 if batch < 32 else 2 if batch < 64 else 4, min(max(together, 2), 32)
 
 
 class Cut(NamedTuple):
@@ -153,7 +153,7 @@ RATES = {
 # How much longer a tile takes while programs run on all processors.
 CROWD = 0.32
 # Microseconds: of merging splits and parts, and for each megabyte of their numbers, written and read again.
-MERGE_SPLITS, MERGE_PARTS, MERGE_MEGABYTE = 1.8, 3.0, 0.24
+MERGE_SPLITS, MERGE_PARTS, MERGE_MEGABYTE = 1.8, 3.5, 0.24
 # Of making float16 numbers of the queries beside an E4M3 cache.
 CONVERT_QUERIES = 4.0
 
@@ -182,7 +182,7 @@ class Work(NamedTuple):
 
         >>> work = Work(128, 128, 1, 64, 128 * 64, 132)
         >>> [round(work.microseconds(Cut("pairs", parts))) for parts in (0, 66)]
-        [296, 299]
+        [296, 298]
         """
         is_even = self.total == self.batch * self.tiles
         rows = self.q_len * self.heads

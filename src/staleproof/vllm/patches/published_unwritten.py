@@ -6,7 +6,7 @@ from typing import Any
 
 from staleproof.vllm import standing
 from staleproof.vllm.arguments import Arguments, Keywords, argument
-from staleproof.vllm.hooks import Target, warn_once
+from staleproof.vllm.hooks import Target, out_of_service
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import Evidence, Sources, file_of
 
@@ -25,7 +25,7 @@ def _take_back(args: Arguments, kwargs: Keywords) -> None:
     scheduler, request = args[0], argument(args, kwargs, 1, "request")
     if scheduler.connector is not None:
         # A connector may hold on to blocks by their hash; what it has been told is not ours to take back.
-        warn_once(standing.step_back(NAME, "a KV connector is configured, vLLM's own code runs"))
+        out_of_service(standing.step_back(NAME, "a KV connector is configured, vLLM's own code runs"))
         return
     manager = scheduler.kv_cache_manager
     unwritten = _unwritten(manager, request)
@@ -60,6 +60,7 @@ PATCHES = (
     Patch(
         name=NAME,
         incident="published_unwritten",
+        on_host=True,
         summary="takes the hashes of blocks that no step writes out of the prefix cache",
         models="every model, with prefix caching and --scheduling-policy priority",
         versions=(("0.16.0", "0.33.0"),),
