@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from staleproof.contract.contract import NO_REFERENCE, Outcome, breaks, holds, not_run
-from staleproof.contract.scenes import GUARD, behind_operands, dirty_memory, usual_dtype
+from staleproof.contract.scenes import GUARD, behind_operands, dirty_memory, usual_dtype, zeros_behind
 from staleproof.evidence.canary import bits
 from staleproof.evidence.rows import FILLS, Fill, same_bits
 from staleproof.kernels.subject import bound
@@ -681,7 +681,25 @@ def ids_out_of_range(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds("; ".join(notes))
 
 
+def right_operands(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """0: the reference, over operands with zeros behind them, and the same bits twice."""
+    known = bound(kernel, shape["make"](device))
+    first, second = (_call(kernel, zeros_behind(known), 3.0) for _ in range(2))
+    if not all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True)):
+        return breaks("other bits the second time", "clean")
+    if shape.get("reference") is None:
+        return not_run(NO_REFERENCE)
+    wanted = shape["reference"](**known)
+    for number, (found, right) in enumerate(zip(first, wanted, strict=True)):
+        if wrong := _first_off(found, right, _budget(found.dtype, right)):
+            return breaks(f"not the reference: result {number}: {wrong}", "clean")
+    return holds()
+
+
 def _operands(kind: str, kernel: Kernel, shape: Shape, device: str) -> Known:
+    if kind == "operands":
+        made: Known = shape["make"](device)
+        return made
     if kind == "routing":
         bias = torch.zeros(shape.get("experts", 16), device=device)
         return {"router_logits": _logits(shape, device), "top_k": shape.get("top_k", 4), "bias": bias}
@@ -711,6 +729,7 @@ PROBES: dict[str, dict[str, Probe]] = {
     },
     "rows": {"0": same_twice, "R": row_alone, "W": all_written},
     "ragged": {"0": same_twice, "R": ragged_rows, "N": ragged_replays, "U": ragged_spare_rows},
+    "operands": {"0": right_operands},
     "kv_write": {"0": writes_its_slots, "S": slot_minus_one},
     "state": {"0": updates_its_state, "R": state_rows, "S": padding_state},
     "merge": {"0": merges, "E": merges_empty, "R": merge_rows},
