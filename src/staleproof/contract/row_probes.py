@@ -273,42 +273,38 @@ def _scales(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
     )
 
 
-def _quantised_off(values: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor) -> str:
+def _quantised_off(values: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor, dynamic: bool) -> str:
+    """What is wrong with values and their scales; ``dynamic``: the kernel has chosen the scales."""
     largest, relative, step = _QUANTISED[values.dtype]
     numbers = values.double()
-    budget = expected.abs() * (relative + 2.0**-7) + scales.abs() * step
-    if wrong := _first_off(numbers * scales, expected, budget.cpu()):
+    if wrong := _first_off(numbers * scales, expected, expected.abs() * (relative + 2.0**-7) + scales * step):
         return f"values times scales: {wrong}"
-    # A scale that is rounded up to a power of two leaves at least half of the range in use.
-    for row in range(len(numbers)):
-        same = scales == scales[row, 0]
-        if numbers[same].abs().max() < largest / 2:
-            return f"of a range of {largest:.0f} row {row} uses {numbers[same].abs().max():.3g}: its scale"
+    for row in range(len(numbers) if dynamic else 0):
+        # A scale that is rounded up to a power of two leaves at least half of the range in use.
+        used = numbers[scales == scales[row, 0]].abs().max()
+        if used < largest / 2:
+            return f"of a range of {largest:.0f} row {row} uses {used:.3g}: its scale is too large"
     return ""
 
 
-def _against(kernel_gave: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: int, *more: Any) -> str:
+def _against(results: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: int, *more: Any) -> str:
     """What differs from the reference; :data:`NO_REFERENCE` if there is none for every result."""
-    x, gave = x.cpu().double()[:live], [part.cpu() for part in kernel_gave]
+    x, gave = x.cpu().double()[:live], [part.cpu() for part in results]
     reference, inverse = shape.get("reference"), shape.get("inverse")
     if inverse is not None:
         # Steps between the 15 numbers of FP4 are the coarsest that a format here has.
-        wrong = _first_off(inverse(*kernel_gave)[:live], x, x.abs().amax(1, keepdim=True) / 6)
+        wrong = _first_off(inverse(*results)[:live], x, x.abs().amax(1, keepdim=True) / 6)
         return f"dequantised, {wrong}" if wrong else ""
-    quantised = gave[0].dtype in _QUANTISED
-    if reference is None and not (quantised and len(gave) > 1):
+    quantised, dynamic = gave[0].dtype in _QUANTISED, len(gave) > 1
+    if reference is None and not (quantised and dynamic):
         return NO_REFERENCE
     wanted = x if reference is None else reference(x, *(part.cpu() for part in more))
     wanted = [part[:live] for part in (wanted if isinstance(wanted, tuple) else (wanted,))]
     if quantised:
-        scales = _scales(gave[0], gave[1]) if len(gave) > 1 else torch.ones(gave[0].shape).double()
+        scales = _scales(gave[0], gave[1] if dynamic else torch.ones(1))
         if scales is None:
             return NO_REFERENCE
-        static = len(gave) == 1
-        if static:
-            budget = wanted[0].abs() * (_QUANTISED[gave[0].dtype][1] + 2.0**-7) + _QUANTISED[gave[0].dtype][2]
-            return _first_off(gave[0][:live].double(), wanted[0], budget)
-        return _quantised_off(gave[0][:live], scales[:live], wanted[0])
+        return _quantised_off(gave[0][:live], scales[:live], wanted[0], dynamic)
     if len(wanted) != len(gave):
         return f"{NO_REFERENCE} for {len(gave) - len(wanted)} of {len(gave)} results"
     for number, (part, right) in enumerate(zip(gave, wanted, strict=True)):
