@@ -10,7 +10,12 @@ from staleproof.vllm.plugin import patches
 from staleproof.vllm.sources import PatchError
 from staleproof.vllm.status import Answer
 
-PROJECTS = {"vLLM": "vllm-project/vllm", "FlashInfer": "flashinfer-ai/flashinfer"}
+PROJECTS = {
+    "vLLM": "vllm-project/vllm",
+    "FlashInfer": "flashinfer-ai/flashinfer",
+    "SGLang": "sgl-project/sglang",
+    "Triton": "triton-lang/triton",
+}
 
 
 def as_text(given: Answer, width: int | None = None) -> str:
