@@ -290,12 +290,12 @@ class _Place:
             code = getattr(now, "__code__", None)
             return f"{self.name} was replaced by {code.co_filename if code else type(now).__name__} since"
         # A scrape looks as well, and looking through all names takes milliseconds.
-        if _importers.get(0) != [str(len(sys.modules))]:
+        if _looked[0] != len(sys.modules):
+            _looked[0] = len(sys.modules)
             _importers.clear()
-            _importers[0] = [str(len(sys.modules))]
-            functions = (p for p in _places.values() if isinstance(p.holder, ModuleType))
+            places = [p for p in _places.values() if isinstance(p.holder, ModuleType)]
             for module, _, function in _names(
-                {id(p.original) for p in functions if p.current is not p.original}
+                {id(p.original) for p in places if p.current is not p.original}
             ):
                 _importers.setdefault(function, []).append(module.__name__)
         names = _importers.get(id(self.original))
