@@ -280,6 +280,7 @@ def test_what_fails_after_the_patches_says_what_stands(applied, caplog, monkeypa
 )
 def test_a_broken_watch_takes_no_patch_along(applied, caplog, monkeypatch, tmp_path, module):
     applied(lambda: None)
+    monkeypatch.setenv("STALEPROOF_WATCH", "1")
     (tmp_path / "watch_hooks.py").write_text(module)
     package = importlib.import_module("staleproof.vllm")
     monkeypatch.setattr(package, "__path__", [str(tmp_path), *package.__path__])

@@ -260,9 +260,10 @@ def register() -> None:
 
 
 def _watch() -> None:
-    from staleproof.vllm import watch_hooks
+    if os.environ.get(WATCH):
+        from staleproof.vllm import watch_hooks
 
-    watch_hooks.install()
+        watch_hooks.install()
 
 
 def _apply(here: live.Here) -> None:
