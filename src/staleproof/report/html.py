@@ -203,7 +203,7 @@ def _engine_rows(run: Run) -> Iterable[tuple[Finding, str]]:
 
 
 def _timeline() -> Picture:
-    alt = "Dates of the five incidents from October 2025 on, a lane each: "
+    alt = "Dates of the incidents from October 2025 on, a lane each: "
     alt += "; ".join(f"{number} {name}, {what}" for number, (name, what) in timeline.LANES.items())
     caption = "Full dots were checked in a release, rings are what a thread reports. Times are UTC days."
     return _picture("image/svg+xml", plots.svg(timeline.figure()).data, alt, caption)
