@@ -50,6 +50,10 @@ def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(answers,
     answers(*(replace(row, package="yours") for row in ROWS))
     assert cli.main(["audit", "mine.py"]) == 1
     assert "staleproof: 1 clause is broken" in capsys.readouterr().err
+    # Ours are no better than yours.
+    answers(*(replace(row, package="staleproof") for row in ROWS))
+    assert cli.main(["audit"]) == 1
+    assert "staleproof: 1 clause is broken" in capsys.readouterr().err
 
 
 def test_a_name_that_no_subject_has_is_bad_input(answers, capsys, tmp_path):

@@ -49,6 +49,7 @@ def test_the_page_loads_nothing_and_every_link_is_alive(root):
         root / "notebooks/00_first.ipynb",
         v4.new_markdown_cell(text),
         v4.new_code_cell("x = 1", outputs=[shown]),
+        drawing(alt="what it shows", caption="RECORDED"),
         v4.new_markdown_cell("## The `fix`"),
     )
     made = page(notebooks=[one])

@@ -84,7 +84,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Five incidents in which LLM serving read memory that nobody had written.
+    """Incidents in which LLM serving read memory that nobody had written.
 
     \b
       staleproof diagnose                  from what you see to what to do

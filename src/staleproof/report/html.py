@@ -12,6 +12,7 @@ import html as markup
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -128,8 +129,8 @@ def page(
         patched=_json(book / "patches.json"),
         chapters=chapters,
         timeline=_timeline() if "timeline.md" in documents else None,
-        # README's table and the index stand at the top of the page in another form.
-        documents={name: text for name, text in documents.items() if name != "index.md"},
+        # The index is the page itself, and the mutations are for who maintains the tests.
+        documents={n: text for n, text in documents.items() if n not in ("index.md", "mutations.md")},
     )
     places = {f"{one.stem}.ipynb": one.stem for one in chapters} | {"README.md": "triage"}
     places |= {name: f"doc-{name.removesuffix('.md')}" for name in documents} | {"index.md": "incidents"}
@@ -202,7 +203,7 @@ def _engine_rows(run: Run) -> Iterable[tuple[Finding, str]]:
 
 
 def _timeline() -> Picture:
-    alt = "Dates of the five incidents from October 2025 on, a lane each: "
+    alt = "Dates of the incidents from October 2025 on, a lane each: "
     alt += "; ".join(f"{number} {name}, {what}" for number, (name, what) in timeline.LANES.items())
     caption = "Full dots were checked in a release, rings are what a thread reports. Times are UTC days."
     return _picture("image/svg+xml", plots.svg(timeline.figure()).data, alt, caption)
@@ -213,6 +214,13 @@ def _picture(kind: str, data: str, alt: str, caption: str) -> Picture:
         # Hundredths of a point are enough for a screen. A scale is a factor, not a place.
         data = re.sub(r"(?s)<!--.*?-->|<metadata>.*?</metadata>|(?<=>)\s+(?=<)", "", data)
         data = re.sub(r"scale\([^)]*\)|-?\d+\.\d{3,}", _rounded, data).replace(timeline.INK, DARKER)
+        # A style that is repeated becomes a class: a grid has hundreds of the same cell.
+        rules = ""
+        for number, (style, count) in enumerate(Counter(re.findall(r' style="([^"]+)"', data)).items()):
+            if count > 2:
+                data = data.replace(f' style="{style}"', f' class="s{number}"')
+                rules += f".s{number}{{{style}}}"
+        data = re.sub(r"(<svg[^>]*>)", rf"\1<style>{rules}</style>", data, count=1)
         # As an image of its own: its ids and styles cannot meet those of the page.
         data = base64.b64encode(data.encode()).decode()
     return Picture(f"data:{kind};base64,{data.strip()}", alt, caption)

@@ -1,4 +1,4 @@
-"""The timeline of the five incidents and the claims of their threads, and a picture of them.
+"""The timeline of the incidents and the claims of their threads, and a picture of them.
 
 Both are in ``workbook/timeline.json``. ``python -m tools.timeline`` writes
 ``workbook/timeline.md`` from it.
