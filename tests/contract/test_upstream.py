@@ -39,6 +39,8 @@ UNASKED = {"sglang-router-cudacore-nan"}
 # Sources that nothing here compiles -> module of an adapter of the package, and its release.
 COMPILED = {
     "vllm-topk-sigmoid-nan-bias": ("vllm", "0.33.0"),
+    # A comment.
+    "vllm-mxfp4-keep-the-pad": ("vllm", "0.33.0"),
     "flashinfer-finalize-unguarded-map": ("flashinfer", "0.7.2.post1"),
 }
 TORCH = "torch-masked-attention-nan"

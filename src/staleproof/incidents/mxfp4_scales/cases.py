@@ -16,6 +16,7 @@ from staleproof.cases.run import Table
 from staleproof.cases.words import FIXED, NOT_FIXED
 from staleproof.incidents.mxfp4_scales import broken, real, scene
 from staleproof.incidents.mxfp4_scales.broken import GROUPS, SHIPPED, Kernel, Shape
+from staleproof.incidents.mxfp4_scales.real import READERS
 from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
 from staleproof.incidents.mxfp4_scales.scene import NAN, RIGHT, SMALL, TOKENS, WRONG
 from staleproof.kernels import vllm_matmul_ogs
@@ -210,8 +211,6 @@ STAGES = ["loaded", "profiled", "KV caches", *(f"{n} requests sampled" for n in 
 
 REAL: dict[str, Any] = {"needs": _package, "evidence": _real}
 ON_GPU = REAL | {"needs": _on_gpu}
-# A filter and a single fill change nothing of how the kernel reads its own memory.
-READERS = [name for name, remedy in REMEDIES.items() if not (remedy.filters or remedy.zeroes)]
 TRIED = [name for name in REMEDIES if name != "none"]
 
 
