@@ -77,10 +77,10 @@ def test_the_watch_names_both_requests_and_counts_as_the_truth_does(asynchronous
     (line,) = [r.getMessage() for r in caplog.records if "unwritten" in r.getMessage()]
     assert "victim reads block" in line
     assert "published by itself and written by nobody" in line
-    counts = {family.name: family.samples[0].value for family in watch.collect()}
+    counts = {name: standing.counters[name]() for name in ("published_unwritten_blocks", "unwritten_hits")}
     assert counts == {
-        "staleproof_published_unwritten_blocks": watch.blocks.published,
-        "staleproof_unwritten_hits": watch.blocks.hits,
+        "published_unwritten_blocks": watch.blocks.published,
+        "unwritten_hits": watch.blocks.hits,
     }
 
 

@@ -63,6 +63,19 @@ def test_a_hit_that_the_step_itself_writes_is_no_fault():
     assert (memory.reads, memory.same_step, memory.verdict) == ([], 2, WRITTEN)
 
 
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_token_that_the_host_learns_later_is_written_all_the_same(reused):
+    """Asynchronous scheduling plans a token before the host knows which it is."""
+    memory, tokens = Memory(2), [1]
+    memory.step([Row("a", tokens, [5], 0, 1, True)])
+    memory.step([Row("a", tokens, [5], 1, 1, False)])
+    if reused:
+        memory.step([Row("b", [7, 8], [5], 0, 2, True)])
+    tokens.append(2)
+    memory.step([Row("c", [1, 2, 3], [5, 6], 2, 1, True)])
+    assert [read.whose for read in memory.reads] == ["b"] * 2 * reused
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -77,6 +77,8 @@ class Memory:
         self.steps = self.requests = self.tokens = self.same_step = self.plan = 0
         self._slots: dict[tuple[int, int], tuple[int, str]] = {}
         self._chains: dict[str, list[int]] = {}
+        # Slots written with a token that the host does not know yet: asynchronous scheduling.
+        self._late: list[tuple[Row, int, tuple[int, str]]] = []
 
     def _chain(self, row: Row) -> list[int]:
         chain = self._chains.setdefault(row.name, [])
@@ -93,13 +95,19 @@ class Memory:
         """Read what the step's requests hit, write what the step computes, and look again."""
         self.steps += 1
         self.plan = hash((self.plan, *((row.name, row.start, row.more) for row in rows)))
+        self._settle()
         fresh = [row for row in rows if row.hits and row.start]
         early = [self._wrong(row) for row in fresh]
         size = self.block_size
         for row in rows:
             chain = self._chain(row)
-            for p in range(row.start, min(row.start + row.more, len(chain))):
-                self._slots[row.blocks[p // size], p % size] = chain[p], row.name
+            for p in range(row.start, row.start + row.more):
+                late = 0, row.name
+                self._slots[row.blocks[p // size], p % size] = (
+                    (chain[p], row.name) if p < len(chain) else late
+                )
+                if p >= len(chain):
+                    self._late.append((row, p, late))
         for row, before in zip(fresh, early, strict=True):
             self.requests += 1
             self.tokens += row.start
@@ -109,6 +117,15 @@ class Memory:
                 block = row.blocks[p // size]
                 whose = self._slots.get((block, p % size), (0, NOBODY))[1]
                 self.reads.append(Read(self.steps, row.name, p, block, whose))
+
+    def _settle(self) -> None:
+        left, self._late = self._late, []
+        for row, p, late in left:
+            slot, chain = (row.blocks[p // self.block_size], p % self.block_size), self._chain(row)
+            if p >= len(chain):
+                self._late.append((row, p, late))
+            elif self._slots[slot] is late:  # Nobody wrote there since.
+                self._slots[slot] = chain[p], row.name
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Blocks are zeroed, ahead of the next step."""
