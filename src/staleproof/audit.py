@@ -22,6 +22,7 @@ It is called with the arguments that it names, from these:
 - ``kv_write``: key, value (tokens, kv_heads, head_dim), k_cache, v_cache, slot_mapping; in place.
 - ``state``: x (rows, dim), state (slots, dim, width - 1), weight (dim, width), state_indices.
 - ``merge``: out_a, lse_a, out_b, lse_b; returns out, or out and lse.
+- ``operands``: what ``make=`` of the device returns, a dict; for any other kernel. Asked 0 and O.
 
 ``value_dim`` is ``head_dim`` unless it is given. ``prepared=True``: the function returns one that launches;
 ``planned=True``: that one holds for the lengths only that it was made with. ``given={"backend": "fa2"}``
@@ -30,13 +31,24 @@ passes further arguments, so that decorators above each other make several kerne
 Clause 0 compares results with what is right. Where the probe cannot know it, say so:
 
 - ``reference=`` of ``rows`` and ``ragged`` takes x in float64 on the CPU, and starts, and returns what the
-  kernel should, every result of it; of ``routing`` it takes router_logits and top_k, and returns weights
-  and ids. A quantiser that returns fp8 or int8 values and scales needs none: values times scales are x.
+  kernel should, every result of it; of ``operands`` it takes what the kernel takes; of ``routing``
+  router_logits and top_k, and returns weights and ids. A quantiser that returns fp8 or int8 values and
+  scales needs none: values times scales are x.
 - ``inverse=`` of ``rows`` takes the results of a quantiser and returns x, for packed formats.
 
 Without them clause 0 is ``not run``: "not checked, no reference".
 """
 
-from staleproof.kernels.subject import attention, experts, kv_write, merge, ragged, routing, rows, state
+from staleproof.kernels.subject import (
+    attention,
+    experts,
+    kv_write,
+    merge,
+    operands,
+    ragged,
+    routing,
+    rows,
+    state,
+)
 
-__all__ = ["attention", "experts", "kv_write", "merge", "ragged", "routing", "rows", "state"]
+__all__ = ["attention", "experts", "kv_write", "merge", "operands", "ragged", "routing", "rows", "state"]

@@ -157,9 +157,13 @@ def unwritten_tile(x):
 
 RIGHT = {
     "routing": route, "kv_write": write, "state": update, "merge": merge, "experts": experts,
-    "ragged": ragged, "rows": lambda x: 2 * x,
+    "ragged": ragged, "rows": lambda x: 2 * x, "operands": lambda x, scale: scale * x,
 }  # fmt: skip
-REFERENCES = {"rows": {"reference": lambda x: 2 * x}, "ragged": {"reference": ragged}}
+OPERANDS = {
+    "make": lambda device: {"x": torch.arange(12.0).view(3, 4).T, "scale": torch.tensor([2.0])},
+    "reference": lambda x, scale: (2 * x,),
+}
+REFERENCES = {"operands": OPERANDS, "rows": {"reference": lambda x: 2 * x}, "ragged": {"reference": ragged}}
 WRONG = [
     ("routing", "I", route_stuck, "all NaN: row 1 has [0, 0, 0, 0]"),
     ("routing", "Ib", route_stuck, "all of the bias NaN: row 0 has [0, 0, 0, 0]"),

@@ -139,5 +139,5 @@ def test_spies_and_fault_fit_the_real_vllm(version):
         "fits switches: zeroed [[3, 2]]",
         "fits routing: _routing",
         "fits first_configs: 36 and 1",
-        "fits watch: 18 functions",
+        "fits watch: 20 functions",
     ], done.stderr[-3000:]

@@ -1,11 +1,14 @@
-"""Hooks on a made-up package ``vllm``: installed at its import, removed again, errors contained."""
+"""Hooks on a made-up package ``vllm``: installed at its import, removed again, errors contained.
+
+Calls that a hook does not know, reloaded modules, and what others ask of our loader.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import sys
-import textwrap
 from contextlib import contextmanager
 
 import pytest
@@ -13,7 +16,7 @@ import pytest
 from staleproof.vllm import arguments, hooks
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
-from staleproof.vllm.sources import Evidence
+from staleproof.vllm.sources import Evidence, PatchError, Sources
 
 MODULE = "vllm.ops"
 TEXT = """
@@ -34,27 +37,21 @@ class Impl:
 
 class Own(Impl):
     pass
+
+
+def local(x, y=0, extra=0):
+    return 2 * x + y + extra
 """
 
 
 @pytest.fixture(name="package")
-def package_fixture(tmp_path, monkeypatch):
+def package_fixture(made_up):
     """A vllm whose ``ops`` nobody has imported yet."""
-    folder = tmp_path / "vllm"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("")
-    (folder / "ops.py").write_text(textwrap.dedent(TEXT))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    hooks._warned.clear()
-    hooks._places.clear()
     before = [*sys.meta_path]
-    yield folder
+    yield made_up({"ops": TEXT})
+    hooks.unwrap("p")
     assert sys.meta_path == before
     assert not hooks._watched
-    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
 
 
 def _patch(*targets: Target, name: str = "p") -> Patch:
@@ -293,3 +290,48 @@ def test_an_exchange_that_fails_is_one_line_and_vllms_own(package, caplog):
     (line,) = (record.getMessage() for record in caplog.records)
     assert "leaves double alone: " in line
     assert "planted" in line
+
+
+def test_a_call_with_unknown_arguments_is_vllms(package):
+    hooks.wrap("p", Target(MODULE, "double", ("x", "y"), instead=lambda a, k: "ours"))
+    double = importlib.import_module(MODULE).double
+    assert double(1, y=2) == "ours"
+    with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
+        double(1, z=2)
+    with pytest.raises(TypeError, match="positional arguments"):
+        double(1, 2, 3)
+
+
+def test_a_replacement_is_refused_where_the_signature_has_grown(package, caplog):
+    grown = Target(MODULE, "local", ("x", "y"), instead=lambda a, k: "ours")
+    with pytest.raises(PatchError, match=r"local takes \(x, y, extra\), not what was expected"):
+        grown.check(Sources(package))
+    hooks.wrap("p", grown)
+    assert importlib.import_module(MODULE).local(1, extra=3) == 5
+    assert "p leaves local alone" in caplog.text
+    # Hooks around vLLM's call pass on what they do not know.
+    hooks.wrap("p", Target(MODULE, "local", ("x", "y"), after=lambda r, a, k: -r))
+    assert importlib.import_module(MODULE).local(1, extra=3) == -5
+
+
+def test_a_reloaded_module_is_patched_again(package):
+    hooks.wrap("p", Target(MODULE, "double", ("x",), after=lambda r, a, k: -r))
+    hooks.wrap("p", Target(MODULE, "Impl.run", ("self",), after=lambda r, a, k: -r))
+    ops = importlib.import_module(MODULE)
+    for _ in range(2):
+        importlib.reload(ops)
+        # Once, not twice.
+        assert (ops.double(1), ops.Impl().run(1)) == (-2, -1)
+    hooks.unwrap("p")
+    assert (ops.double(1), ops.Impl().run(1)) == (2, 1)
+
+
+def test_the_loader_answers_for_the_one_it_stands_for(package):
+    hooks.wrap("p", Target(MODULE, "double", ("x",), after=lambda r, a, k: -r))
+    loader = importlib.util.find_spec(MODULE).loader
+    assert isinstance(loader, hooks._Loader)
+    assert loader.get_source(MODULE) == TEXT
+    assert loader.get_code(MODULE).co_filename == str(package / "ops.py")
+    assert loader.is_package(MODULE) is False
+    with pytest.raises(AttributeError):
+        loader.no_such_thing  # noqa: B018

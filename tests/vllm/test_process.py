@@ -15,36 +15,22 @@ from staleproof.vllm import hooks, process, standing
 from staleproof.vllm.hooks import Target
 
 FILES = {
-    "__init__": "",
     "ops": "def double(x):\n    return 2 * x\n\n\ndef halve(x):\n    return x / 2\n",
     "late": "def late():\n    pass\n",
-    "v1/__init__": "",
-    "v1/engine/__init__": "",
-    "v1/engine/core": "class EngineCore:\n    def __init__(self, worker=None):\n"
+    "v1.engine.core": "class EngineCore:\n    def __init__(self, worker=None):\n"
     "        if worker:\n            worker.compile_or_warm_up_model()\n        import vllm.ops\n",
-    "v1/worker/__init__": "",
-    "v1/worker/gpu_worker": "class Worker:\n    def compile_or_warm_up_model(self):\n        return 1.5\n",
+    "v1.worker.gpu_worker": "class Worker:\n    def compile_or_warm_up_model(self):\n        return 1.5\n",
 }
 
 
 @pytest.fixture(name="vllm")
-def vllm_fixture(tmp_path, monkeypatch):
+def vllm_fixture(made_up):
     """Imports a module of a made-up vLLM."""
-    for name, text in FILES.items():
-        file = tmp_path / f"vllm/{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    hooks._warned.clear()
-    hooks._places.clear()
+    made_up(FILES)
     yield lambda name: importlib.import_module(f"vllm.{name}")
     for owner in ("a", "b", "c", standing.REPORT):
         hooks.unwrap(owner)
     assert not hooks._watched
-    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
 
 
 def _lines(caplog) -> list[str]:

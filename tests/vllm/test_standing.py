@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import sys
 
 import pytest
 
@@ -37,23 +36,14 @@ SECOND = Target("vllm.b", "halve", ("x",), after=_add(10), vital=True)
 
 
 @pytest.fixture(name="module")
-def module_fixture(tmp_path, monkeypatch):
+def module_fixture(made_up):
     """Imports ``vllm.a`` or ``vllm.b`` of a made-up vLLM."""
-    (tmp_path / "vllm").mkdir()
-    for name, text in {"__init__": "", "a": TEXT, "b": TEXT}.items():
-        (tmp_path / f"vllm/{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    hooks._warned.clear()
-    hooks._places.clear()
+    made_up({"a": TEXT, "b": TEXT})
     yield lambda name: importlib.import_module(f"vllm.{name}")
     for name in ("drain", "record", "zero", "other", "swapped"):
         hooks.unwrap(name)
     assert not hooks._watched
     assert not standing.stepped_back
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
 
 
 def _wrap_all() -> None:

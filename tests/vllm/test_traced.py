@@ -118,8 +118,8 @@ FILES = {
     "model_executor.layers.fused_moe.router.routing_simulator_router": SIMULATOR,
     "simple": "def double(x):\n    return 2 * x\n",
 }
-# Functions of vLLM's scheduler and worker: Python over lists, outside of any compiled model.
-HOST = {"undrained_ids", "staging_race", "mla_recording", "mla_zeroing", "dummy_slots"}
+# Functions of vLLM's scheduler, worker and loader: Python outside of any compiled model.
+HOST = {name for name, patch in patches().items() if patch.on_host}
 
 
 @pytest.fixture(name="vllm")

@@ -222,7 +222,7 @@ def test_a_copy_that_has_not_arrived_is_not_read_and_not_waited_for():
         ({"STALEPROOF_WATCH_STAGES": "attention,logits"}, "STAGES: expected some of .*, got logits"),
         (
             {"STALEPROOF_WATCH_STAGES": ","},
-            "STAGES: expected some of attention, router, experts, blocks, memory, got none",
+            "STAGES: expected some of attention, router, experts, blocks, memory, published, got none",
         ),
         ({"STALEPROOF_WATCH_LAYERS": "0"}, "LAYERS: expected 1 to .*, got '0'"),
         ({"STALEPROOF_WATCH_PORT": "http"}, "PORT: expected 1 to 65535, got 'http'"),
@@ -307,6 +307,7 @@ def test_the_watch_comes_after_the_patches_whatever_they_say(monkeypatch, patche
     """A hook that is added later sees what an earlier one returns."""
     order = []
     monkeypatch.setenv(plugin.VARIABLE, patches)
+    monkeypatch.setenv("STALEPROOF_WATCH", "1")
     monkeypatch.setattr(plugin, "installed", lambda: ("0.22.1", None))
     monkeypatch.setattr(plugin, "decisions", lambda *_: order.append("patches") or [])
     monkeypatch.setattr(plugin.process, "watch", lambda *_: None)

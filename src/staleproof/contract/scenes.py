@@ -282,8 +282,25 @@ def _placed(x: torch.Tensor, behind: str) -> tuple[torch.Tensor, torch.Tensor]:
     value = BEHIND[behind]
     if value is not None:
         slab[x.nbytes :] = value
-    copy = slab[: x.nbytes].view(x.dtype).view(x.shape)
+    copy = slab[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride())
     return copy.copy_(x), slab[x.nbytes :]
+
+
+def _placeable(known: Mapping[str, Any]) -> list[str]:
+    """The names of tensors whose elements fill their memory, in any order of the axes."""
+
+    def fills(x: Any) -> bool:
+        if not isinstance(x, torch.Tensor) or not x.numel():
+            return False
+        steps = zip(x.shape, x.stride(), strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in steps) == x.numel()
+
+    return [name for name, x in known.items() if fills(x)]
+
+
+def zeros_behind(known: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with each operand at the end of its memory, and zeros behind it."""
+    return {**known, **{name: _placed(known[name], "0x00")[0] for name in _placeable(known)}}
 
 
 class _Raw:
@@ -340,7 +357,7 @@ def _guarded(x: torch.Tensor) -> torch.Tensor:
         return x  # It would begin where no compiled kernel expects a tensor to begin.
     else:
         memory = _mapped_on_gpu(x.nbytes)
-    return memory.view(x.dtype).view(x.shape).copy_(x)
+    return memory.view(x.dtype).as_strided(x.shape, x.stride()).copy_(x)
 
 
 def behind_operands(
@@ -352,13 +369,13 @@ def behind_operands(
 
     Args:
         run: launches on these arguments, and returns copies of the results.
-        known: the arguments; tensors that are contiguous are placed, the others stay as they are.
+        known: the arguments; tensors that fill their memory are placed, the others stay as they are.
 
     >>> x = torch.ones(4)
     >>> print(behind_operands(lambda known: [known["x"] + 1], {"x": x}).verdict)
     holds
     """
-    names = [n for n, x in known.items() if isinstance(x, torch.Tensor) and x.is_contiguous() and x.numel()]
+    names = _placeable(known)
 
     def results(behind: Mapping[str, str]) -> tuple[list[torch.Tensor], str]:
         made = {name: _placed(known[name], behind[name]) for name in names}

@@ -13,8 +13,8 @@ from staleproof.vllm.status import Answer
 PROJECTS = {
     "vLLM": "vllm-project/vllm",
     "FlashInfer": "flashinfer-ai/flashinfer",
-    "Triton": "triton-lang/triton",
     "SGLang": "sgl-project/sglang",
+    "Triton": "triton-lang/triton",
 }
 
 

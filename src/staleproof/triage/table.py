@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("triage.toml")
 CAPTION = (
-    "Releases come from reading each release's source. A flag does what that source says; none was tried on a "
-    "production server. Evidence: real (third-party code ran, as released unless the row says what was "
+    "Releases come from reading each release's source. A flag does what that source says; none was tried on "
+    "a production server. Evidence: real (third-party code ran, as released unless the row says what was "
     "changed), source (released code says so), replica (our code ran, after the cited source)."
 )
 # An option is not cut at its hyphens.

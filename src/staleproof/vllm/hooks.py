@@ -240,8 +240,6 @@ class _Place:
         self.original = getattr(original, "staleproof_replaces", original)
         self.current = self.original
         self.hooks: list[_Hook] = []
-        # Number of modules when their names were looked through, and who calls vLLM's function by its name.
-        self._importers: tuple[int, str | None] = 0, None
 
     def add(self, hook: _Hook) -> bool:
         if any(other.owner == hook.owner for other in self.hooks):
@@ -275,19 +273,10 @@ class _Place:
                 self.current = swap(self.current)
         setattr(self.holder, self.attribute, self.current)
         # Modules that imported it by name, before us or since, call the same.
-        for module, name in self._imported(before, self.original):
-            setattr(module, name, self.current)
-        self._importers = 0, None
-
-    def _imported(self, *functions: Any) -> Iterator[tuple[ModuleType, str]]:
-        """Modules of vLLM, and the names by which they call one of these that does not stand here now."""
-        wanted = {id(function) for function in functions if function is not self.current}
-        if not wanted or not isinstance(self.holder, ModuleType):
-            return
-        for module in [*sys.modules.values()]:
-            of_vllm = getattr(module, "__name__", "").partition(".")[0] == "vllm"
-            if of_vllm and not wanted.isdisjoint(map(id, [*vars(module).values()])):
-                yield from ((module, name) for name, x in [*vars(module).items()] if id(x) in wanted)
+        if isinstance(self.holder, ModuleType):
+            for module, name, _ in _names({id(before), id(self.original)} - {id(self.current)}):
+                setattr(module, name, self.current)
+        _looked[0] = 0
 
     def bypassed(self) -> str | None:
         """Say who calls something else than what was put here; ``None`` if nobody does."""
@@ -300,12 +289,31 @@ class _Place:
         if now is not self.current:
             code = getattr(now, "__code__", None)
             return f"{self.name} was replaced by {code.co_filename if code else type(now).__name__} since"
-        # A scrape looks as well, and this takes milliseconds.
-        if self._importers[0] != len(sys.modules):
-            names = sorted({module.__name__ for module, _ in self._imported(self.original)})
-            why = f"{', '.join(names)} imported {self.name} by its name and calls vLLM's" if names else None
-            self._importers = len(sys.modules), why
-        return self._importers[1]
+        # A scrape looks as well, and looking through all names takes milliseconds.
+        if _looked[0] != len(sys.modules):
+            _looked[0] = len(sys.modules)
+            _importers.clear()
+            places = [p for p in _places.values() if isinstance(p.holder, ModuleType)]
+            for module, _, function in _names(
+                {id(p.original) for p in places if p.current is not p.original}
+            ):
+                _importers.setdefault(function, []).append(module.__name__)
+        names = _importers.get(id(self.original))
+        return f"{', '.join(names)} imported {self.name} by its name and calls vLLM's" if names else None
+
+
+# Function (its id) -> modules that call vLLM's by its name; and how many modules there were then.
+_importers: dict[int, list[str]] = {}
+_looked = [0]
+
+
+def _names(functions: set[int]) -> Iterator[tuple[ModuleType, str, int]]:
+    """The names of these functions, by their id, in modules of vLLM."""
+    for module in [*sys.modules.values()]:
+        if getattr(module, "__name__", "").partition(".")[0] == "vllm":
+            names = vars(module)
+            if not functions.isdisjoint(map(id, [*names.values()])):
+                yield from ((module, name, id(x)) for name, x in [*names.items()] if id(x) in functions)
 
 
 def _found(module: ModuleType, name: str) -> tuple[Any, str, Any]:

@@ -129,10 +129,10 @@ def _run() -> None:
 
 def tick() -> None:
     """What the thread does each second."""
-    (here,) = _here
-    look_at_switch(os.environ.get(SWITCH), here)
-    _say(standing.retry(time.monotonic()))
-    here.publish()
+    for here in _here:
+        look_at_switch(os.environ.get(SWITCH), here)
+        _say(standing.retry(time.monotonic()))
+        here.publish()
 
 
 def _say(lines: Iterable[str]) -> None:

@@ -184,10 +184,10 @@ def ranks(written=()):
 
 @pytest.mark.parametrize("write", [_drops_all, _one_off, _thrice_written])
 def test_a_write_that_drops_or_misplaces_is_wrong(monkeypatch, write):
-    assert correct.wrong_write(-1, "cpu", ranks()) is None
+    assert correct.wrong_write(0, "cpu", ranks()) is None
     monkeypatch.setattr(null_block, "write_kv", write)
-    assert "the cache" in (correct.wrong_write(-1, "cpu", ranks()) or "")
+    assert "the cache" in (correct.wrong_write(0, "cpu", ranks()) or "")
 
 
 def test_a_dummy_batch_that_writes_another_block_is_wrong():
-    assert "the blocks [7]" in (correct.wrong_write(-1, "cpu", ranks((7,))) or "")
+    assert "the blocks [7]" in (correct.wrong_write(0, "cpu", ranks((7,))) or "")

@@ -84,9 +84,9 @@ def test_the_fault_of_scale_padding_is_what_the_broken_quantiser_leaves():
 def test_a_step_without_a_fault_is_right_whatever_memory_contained(device):
     for cause in ("empty rows", "null block", "amax, torch.max", "scale padding", "block reuse"):
         for history in (HISTORIES["NaN"], HISTORIES["largest finite"]):
-            twin = remedies.Server(cause, None, device, history, faulty=False)
+            right = remedies.Server(cause, None, device, history, faulty=False)
             for number in range(len(remedies.LIVE)):
-                said = twin.step(number)
+                said = right.step(number)
                 assert said.survived or number == remedies.SICK_STEP
                 if number != remedies.SICK_STEP:
                     live = remedies.LIVE[number]

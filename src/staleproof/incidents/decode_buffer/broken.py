@@ -1,6 +1,6 @@
 """The decode output buffers that took servers down, each named after what it does wrong.
 
-They show which memory upstream kept, and since when. The kernel in front of it is the stand-in of
+They show which memory upstream kept, and since when. The kernel in front of it is the stub of
 :mod:`staleproof.incidents.decode_buffer.model`.
 """
 

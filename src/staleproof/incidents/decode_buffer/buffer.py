@@ -1,4 +1,4 @@
-"""The questions about the buffer of one layer: who else writes it, and what lies in it."""
+"""The questions about the buffer of one layer: who else writes it, and what it holds."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def growth(setup: Setup, device: str) -> Reading:
     """Whether a captured graph writes freed memory after a batch larger than the captured one.
 
     A CUDA graph keeps addresses, not tensors. On CUDA another tensor takes the freed block; elsewhere
-    the old buffer itself stands for it.
+    the old buffer itself takes its place.
     """
     numbers: dict[str, Any] = {}
     verdict = SAFE

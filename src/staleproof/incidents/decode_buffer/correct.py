@@ -17,7 +17,7 @@ EMPTY_ROWS: tuple[list[int], ...] = ([], [3, 4, 5, 6, 7], [0, 2, 5], [*range(ROW
 def wrong(case: ServerCase, device: str) -> str | None:
     """What one layer of a server computes wrongly, in one line, or ``None``.
 
-    The stand-in kernel copies the queries to the live rows of the output, so live rows must have the bits
+    The stub kernel copies the queries to the live rows of the output, so live rows must have the bits
     of the queries: also the row of a sick request, which is NaN. If the fix promises it, empty rows are 0.
     """
     setup = SETUPS[case.variant]

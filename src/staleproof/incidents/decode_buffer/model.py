@@ -112,7 +112,7 @@ class ServerConfig:
 
 
 def decode_live_rows(q: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor) -> None:
-    """Stand-in for a decode kernel: copies live rows of ``q`` to ``out`` and leaves the others unwritten.
+    """Stub of a decode kernel: copies live rows of ``q`` to ``out`` and leaves the others unwritten.
 
     Args:
         q: (batch, heads, rank).

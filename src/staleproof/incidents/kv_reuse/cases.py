@@ -129,9 +129,12 @@ def zeroed_by(policy: str, device: str, runs: Runs) -> Reading:
     return Reading(runs[policy].verdict, runs[policy].numbers)
 
 
-def again(scene: Scene, policy: str, device: str, runs: Runs) -> Reading:
-    """The same; without zeroing the load is served once more, before a remedy and after it."""
-    return served(scene, device) if policy == "no_zeroing" else zeroed_by(policy, device, runs)
+AGAIN = "no_zeroing, again"
+
+
+def in_turn(scene: Scene, policy: str, device: str, runs: Runs) -> Reading:
+    """The same, one after the other; at the end the load is served once more, without zeroing."""
+    return served(scene, device) if policy == AGAIN else zeroed_by(policy, device, runs)
 
 
 def cured_late(prefix_caching: bool, device: str) -> Reading:
@@ -282,7 +285,8 @@ def _of_load(how: str, scene: Scene) -> list[cases.Case]:
                 "answers",
                 off="no_zeroing",
                 on=name,
-                ask=partial(again, scene),
+                again=AGAIN,
+                ask=partial(in_turn, scene),
                 wrong=lambda policy, device, runs, ids=ids: wrong_bytes(
                     replace(scene, device=device), POLICIES[policy][0], ids
                 ),

@@ -120,14 +120,14 @@ def wrong_ids(reader: ids.Reader, device: str) -> str | None:
     )
 
 
-def wrong_write(slot: int, device: str, ranks: null_block.Ranks) -> str | None:
+def wrong_write(number: int, device: str, ranks: null_block.Ranks) -> str | None:
     """What is wrong with a write of keys and values by slot, or ``None``.
 
-    A dummy batch with slot -1 writes no block, and a batch with requests writes each row to its slot.
+    In this repetition the idle rank's dummy batch must write no block. A batch with requests writes each row
+    to its slot.
     """
-    written = {block for step in ranks[1] if step.slot == slot for block in step.written}
-    if written:
-        return f"the dummy batch writes the blocks {sorted(written)}"
+    if written := ranks[1][number].written:
+        return f"the dummy batch writes the blocks {list(written)}"
     cache = torch.zeros(4, null_block.BLOCK_SIZE, null_block.HEAD, device=device)
     hidden = torch.arange(1.0, 4.0, device=device)[:, None].expand(3, null_block.HEAD)
     slots = torch.tensor([null_block.BLOCK_SIZE + 1, -1, 0], device=device)

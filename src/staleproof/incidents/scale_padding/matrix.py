@@ -30,7 +30,7 @@ from staleproof.incidents.scale_padding.remedies import (
 LARGEST = torch.finfo(torch.bfloat16).max
 NAN = (torch.nan,) * 4
 # The stated range. The first seven differ in what memory contained. In the last two it contained NaN;
-# in one nobody was sick, in the other the experts' map lies where the step before had its own.
+# in one nobody was sick, in the other the experts' map is where the step before had its own.
 HISTORIES: dict[str, History] = {
     "NaN": History(NAN),
     "infinity": History((torch.inf,) * 4),

@@ -214,7 +214,7 @@ class Server:
                 if not self.has(*OVER_READS):
                     keys = torch.where(past[:, None], 0.0, keys)
                 score = (keys @ x[row] / WIDTH**0.5).masked_fill(past, -torch.inf)
-                # 0 times whatever lies past the end.
+                # 0 times whatever is past the end.
                 out[row] = score.softmax(0) @ keys
             elif not self.has(*UNWRITTEN):
                 out[row] = 0
@@ -266,7 +266,7 @@ class Server:
             if self.history.sick:
                 x[SICK_ROWS] = torch.nan
         elif self.cause == "empty rows":
-            # All tokens of the second request lie on another rank.
+            # All tokens of the second request are on another rank.
             seq_lens[1] = 0
         for layer in range(LAYERS):
             out = self.attention(layer, step, x, seq_lens)
@@ -286,7 +286,7 @@ class Server:
             return weights, chosen.long()
         logits = x @ self.router
         if self.has("NaN logits"):
-            # The rows of padding, which a piecewise graph leaves as they lie.
+            # A piecewise graph leaves the rows of padding unwritten.
             logits[LIVE[step] :] = self.fresh(step, ROWS - LIVE[step], EXPERTS)
         if self.remedy == "fused_sanitising":
             weights, chosen = self.run.topk_softmax(logits, TOP_K)
