@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from staleproof.cases.case import Case
-from staleproof.cases.run import Table, run
+from staleproof.cases.run import run
 from staleproof.cases.words import FIXED, Outcome, outcome
 from staleproof.incidents import registry
-from staleproof.incidents.registry import INCIDENTS
 
-FOLDER = Path(registry.__file__).parent
-TABLES: dict[str, Table] = {
-    name: importlib.import_module(f"staleproof.incidents.{name}.cases").TABLE
-    for name in INCIDENTS
-    if (FOLDER / name / "cases.py").is_file()
-}
+TABLES = {name: registry.table_of(name) for name in registry.INCIDENTS}
 
 
 def groups() -> Iterator[tuple[str, list[Case]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from staleproof.cases.finding import OFF_ON_OFF
 from staleproof.cases.words import NOT_FIXED
@@ -52,3 +53,14 @@ def test_the_reproducers_amax_is_a_number_only_with_the_fix(device):
         # torch.max keeps NaN, so the amax is a number only if the padding holds none.
         assert off.numbers["amax"] != off.numbers["amax"]
         assert on.numbers["amax"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("empty_row_not_written", "unwritten"), ("zero_by_zero_written", "nan")]
+)
+def test_a_kernel_that_returns_memory_of_its_own_is_judged_by_that(device, name, says):
+    def own(*call, softmax_scale, out=None):
+        return broken.KERNELS[name](*call, softmax_scale=softmax_scale)
+
+    assert cases.empty_row(own, device).verdict == says
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -158,7 +158,7 @@ def empty_row(kernel: broken.Kernel, device: str, rows: int = 8) -> Reading:
     # How often another package rounds to bf16 is not known: twice what ours does is allowed.
     times = 4 if isinstance(kernel, PeerKernel) else 2
     budget = decode_budget(call.q.dtype, tokens=20, times=times)
-    far = too_far("live rows", out[:3], want[:3], budget) or ""
+    far = too_far("live rows", out.view_as(want)[:3], want[:3], budget) or ""
     verdict = LIVE_ROWS_WRONG if far else worst
     return reading(verdict, note=far, padding_rows=" ".join(padding), live_rows=" ".join(live))
 
