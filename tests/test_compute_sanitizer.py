@@ -290,7 +290,7 @@ def test_racecheck_cannot_judge_groups_of_warps(tmp_path: Path) -> None:
     """It names Triton's own hand-over of work to the groups, in a kernel whose result is right.
 
     Once it does not, the programs above need no exception. Until then a thousand equal calls stand for it:
-    ``ops/test_mla_decode_pairs.py::test_a_thousand_calls_give_the_same_bits``.
+    ``ops/test_mla_decode_hopper.py::test_a_thousand_calls_give_the_same_bits``.
     """
     if device.machine().capability != "sm_90":
         pytest.skip(f"needs an SM90 GPU; this is {device.machine().capability}")

@@ -14,7 +14,7 @@ It is called with the arguments that it names, from these:
   page_size, kv_heads, head_dim); ``mla``: kv_cache (pages, page_size, 576) and kv_lora_rank;
   ``gathered``: q, k, v (batch, heads, tokens, head_dim) and mask. It returns out, or out and lse. With
   ``q_len=0`` a request has any number of query tokens, by query_start_loc; with ``q_len=n`` up to n, and
-  q is then (batch, q_len, heads, head_dim). ``planned=True``: it returns a function that launches.
+  q is then (batch, q_len, heads, head_dim).
 - ``routing``: router_logits (rows, experts), top_k, bias, is_padding; returns weights and ids.
 - ``rows``: x (rows, hidden); returns a tensor or several, e.g. values and scales.
 - ``ragged``: x (rows, hidden), starts (sequences + 1,).
@@ -22,8 +22,33 @@ It is called with the arguments that it names, from these:
 - ``kv_write``: key, value (tokens, kv_heads, head_dim), k_cache, v_cache, slot_mapping; in place.
 - ``state``: x (rows, dim), state (slots, dim, width - 1), weight (dim, width), state_indices.
 - ``merge``: out_a, lse_a, out_b, lse_b; returns out, or out and lse.
+- ``operands``: what ``make=`` of the device returns, a dict; for any other kernel. Asked 0 and O.
+
+``value_dim`` is ``head_dim`` unless it is given. ``prepared=True``: the function returns one that launches;
+``planned=True``: that one holds for the lengths only that it was made with. ``given={"backend": "fa2"}``
+passes further arguments, so that decorators above each other make several kernels of one function.
+
+Clause 0 compares results with what is right. Where the probe cannot know it, say so:
+
+- ``reference=`` of ``rows`` and ``ragged`` takes x in float64 on the CPU, and starts, and returns what the
+  kernel should, every result of it; of ``operands`` it takes what the kernel takes; of ``routing``
+  router_logits and top_k, and returns weights and ids. A quantiser that returns fp8 or int8 values and
+  scales needs none: values times scales are x.
+- ``inverse=`` of ``rows`` takes the results of a quantiser and returns x, for packed formats.
+
+Without them clause 0 is ``not run``: "not checked, no reference".
 """
 
-from staleproof.kernels.subject import attention, experts, kv_write, merge, ragged, routing, rows, state
+from staleproof.kernels.subject import (
+    attention,
+    experts,
+    kv_write,
+    merge,
+    operands,
+    ragged,
+    routing,
+    rows,
+    state,
+)
 
-__all__ = ["attention", "experts", "kv_write", "merge", "ragged", "routing", "rows", "state"]
+__all__ = ["attention", "experts", "kv_write", "merge", "operands", "ragged", "routing", "rows", "state"]

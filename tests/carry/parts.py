@@ -214,7 +214,7 @@ _NOT_CALLED = ("*/vllm-rs", "*/third_party/deep_gemm/*", "*/_vllm_fa2_C*", "*/en
 _HEADERS = tuple(f"flashinfer/data/{name}/*" for name in ("cutlass", "cccl", "spdlog"))
 _EXAMPLES = tuple(f"flashinfer/data/cutlass/{name}/*" for name in ("examples", "python", "test"))
 _FLASHMLA = ("vllm/_flashmla_*C.abi3.so", "*.dist-info/METADATA")
-# The kernels of vLLM that the audit's subjects call (src/staleproof/kernels/vllm_compiled.py).
+# The kernels of vLLM that the audit's subjects call (src/staleproof/kernels/vllm.py).
 _AUDITED = (
     "merge_attn_states|topk_?[gG]ating|moe_align|moe_sum|moeSoftmax|moeSigmoid|grouped_topk|single_group_topk"
     "|scaled_fp8|absmax|segmented_max|rms_norm_kernel|rms_norm_dynamic|fused_add_rms|reshape_and_cache"

@@ -1,14 +1,11 @@
 """Runs the counterexamples of an audit alone, and says which show their break.
 
 Each is run in an environment that holds what its first lines install, and nothing else: staleproof is not
-importable there. Where there is no network, ``--beside`` runs them with this Python and the folders of the
-audit's cache instead, and with staleproof made unimportable.
+importable there. (The audit itself runs a script beside the packages that it asked.)
 
     python tests/contract/alone.py workbook/audits/cpu.jsonl
-    python tests/contract/alone.py workbook/audits/h200.jsonl --beside --drop
 
-``--drop`` takes scripts out of the file that end quietly; their rows stay. Exit code 1: a script did not
-show its break.
+Exit code 1: a script did not show its break.
 """
 
 from __future__ import annotations
@@ -22,13 +19,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
-from staleproof.contract import runner
-from staleproof.contract.contract import Row, read_rows, write_rows
-from staleproof.kernels import packages
-from staleproof.kernels.subject import load_module, subjects_of
+from staleproof.contract.contract import Row, read_rows
 
 # What a script ends with while the kernel breaks its clause. A bfloat16 tensor prints over several lines.
 EXPECTED = re.compile(r"^AssertionError: expected [\s\S]*, got ", re.MULTILINE)
@@ -120,55 +113,34 @@ def shows(row: Row, end: str) -> bool:
     )
 
 
-def _paths(row: Row) -> list[Path]:
-    for module in runner.SUBJECTS:
-        for subject in subjects_of(load_module(module)):
-            if (subject.name, subject.package) == (row.subject, row.package):
-                found = [r.folder for r in packages.releases(subject) if r.version == row.version]
-                return [folder for folder in found if folder is not None]
-    return []
-
-
 def main() -> int:
     """The command; see the module."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--beside", action="store_true", help="this Python, and the folders of the cache")
-    parser.add_argument("--path", type=Path, action="append", default=[], help="with --beside: one more")
-    parser.add_argument("--drop", action="store_true", help="take scripts out that end quietly")
     parser.add_argument("--only", default="", help="rows whose package, version or subject holds this")
     parser.add_argument("--folder", type=Path, help="where the environments go; a temporary one")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
-    rows = read_rows(given.file)
     asked = [
         row
-        for row in rows
+        for row in read_rows(given.file)
         if row.counterexample and given.only in f"{row.package} {row.version} {row.subject}"
     ]
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
         folder = given.folder or Path(temporary)
-        pythons: dict[str, Path] = {}
-        if not given.beside:
-            for installs in sorted({"\n".join(commands(row.counterexample)) for row in asked}):
-                pythons[installs] = environment(installs.split("\n"), folder)
+        needed = sorted({"\n".join(commands(row.counterexample)) for row in asked})
+        pythons = {installs: environment(installs.split("\n"), folder) for installs in needed}
 
         def ask(row: Row) -> str:
-            if given.beside:
-                return ending(row.counterexample, sys.executable, [*_paths(row), *given.path])
             return ending(row.counterexample, pythons["\n".join(commands(row.counterexample))])
 
         ends = [*pool.map(ask, asked)]
-    wrong, quiet = 0, set()
+    wrong = 0
     for row, end in zip(asked, ends, strict=True):
         right = shows(row, end)
         wrong += not right
-        if not end:
-            quiet.add(row)
         name = f"{row.package} {row.version} {row.subject} {row.clause}"
         print(f"{'shows it' if right else 'DOES NOT'}  {name}: {end or 'ends quietly'}")
-    if given.drop and quiet:
-        write_rows(given.file, [replace(row, counterexample="") if row in quiet else row for row in rows])
     print(f"{len(asked) - wrong} of {len(asked)} scripts show their break alone")
     return int(wrong > 0)
 

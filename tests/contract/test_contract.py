@@ -116,7 +116,9 @@ def test_the_document_counts_what_the_recorded_audits_hold():
         counted = [len(ran) - ours, ours, *verdicts, sum(bool(r.counterexample) for r in rows)]
         assert f"| `{path.name}` | {' | '.join(map(str, counted))} |" in text
         assert not [r for r in rows if r.package == "staleproof" and r.verdict is Verdict.BREAKS]
-        assert not [r for r in rows if r.verdict is Verdict.BREAKS and not r.counterexample]
+        # Of matmul_ogs a script would hold the interpreter's repairs; incident 6 shows it.
+        unshown = [r for r in rows if r.verdict is Verdict.BREAKS and not r.counterexample]
+        assert {(r.subject.partition(",")[0], r.clause) for r in unshown} <= {("matmul_ogs", "O")}
 
 
 def test_every_clause_belongs_to_a_kind_and_every_kind_has_a_decorator():

@@ -50,3 +50,8 @@ def test_a_faulty_kernel_breaks_its_clause_and_no_other(found, name):
 def test_weights_of_an_unknown_function_are_said_not_to_be_checked(found):
     note = found["weights of another function", "0"].note
     assert note == "weights rise with their logits; their sizes are not checked, no reference"
+
+
+def test_the_operand_and_the_bytes_behind_it_are_named(found):
+    assert found["reads a whole tile", "O"].note == "0xff behind x changes the result"
+    assert found["writes behind its operand", "O"].note == "writes behind x"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import signal
+import sys
 import types
 import weakref
 
 import pytest
 import torch
 
+from staleproof.cases import children
 from staleproof.contract import attention_probes, runner, scenes
 from staleproof.contract.contract import Verdict
 from staleproof.kernels.subject import Subject
@@ -21,6 +25,18 @@ def test_memory_that_needs_a_gradient_is_filled_too():
         leaf = torch.empty(3, requires_grad=True)
     assert leaf.tolist() == [7.0, 7.0, 7.0]
     assert leaf.requires_grad
+
+
+def read_behind(byte: int) -> int:
+    """In a child: the byte so far behind an operand that ends where its mapping ends."""
+    operand = scenes._guarded(torch.arange(5))
+    return ctypes.string_at(operand.data_ptr() + operand.nbytes + byte, 1)[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="guards need Linux")
+def test_a_read_behind_a_guarded_operand_ends_the_process():
+    assert children.call(read_behind, -8, timeout_s=100).answer() == 4
+    assert children.call(read_behind, 0, timeout_s=100).code == -signal.SIGSEGV
 
 
 class _Graph:

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from staleproof.contract import memory_probes, row_probes
+from staleproof.contract import row_probes
 from staleproof.contract.contract import KINDS, Verdict, breaks
 from staleproof.contract.runner import _answer, _documented
 from staleproof.kernels.subject import Subject
 
-PROBES = row_probes.PROBES | memory_probes.PROBES
+PROBES = row_probes.PROBES
 NAN = math.nan
 
 
@@ -100,7 +100,7 @@ def merge_mixes(out_a, lse_a, out_b, lse_b):
 
 def experts(x, w1, w2, topk_weights, topk_ids):
     known = {"x": x, "w1": w1, "w2": w2, "topk_weights": topk_weights, "topk_ids": topk_ids}
-    return memory_probes._expert_sum(known)
+    return row_probes.expert_sum(known)
 
 
 def experts_once(x, w1, w2, topk_weights, topk_ids):
@@ -157,8 +157,13 @@ def unwritten_tile(x):
 
 RIGHT = {
     "routing": route, "kv_write": write, "state": update, "merge": merge, "experts": experts,
-    "ragged": ragged, "rows": lambda x: 2 * x,
+    "ragged": ragged, "rows": lambda x: 2 * x, "operands": lambda x, scale: scale * x,
 }  # fmt: skip
+OPERANDS = {
+    "make": lambda device: {"x": torch.arange(12.0).view(3, 4).T, "scale": torch.tensor([2.0])},
+    "reference": lambda x, scale: (2 * x,),
+}
+REFERENCES = {"operands": OPERANDS, "rows": {"reference": lambda x: 2 * x}, "ragged": {"reference": ragged}}
 WRONG = [
     ("routing", "I", route_stuck, "all NaN: row 1 has [0, 0, 0, 0]"),
     ("routing", "Ib", route_stuck, "all of the bias NaN: row 0 has [0, 0, 0, 0]"),
@@ -183,7 +188,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("kind", "clause"), [(k, c) for k in RIGHT for c in KINDS[k]])
 def test_a_right_kernel_holds(kind, clause):
-    outcome = PROBES[kind][clause](RIGHT[kind], {}, "cpu")
+    outcome = PROBES[kind][clause](RIGHT[kind], REFERENCES.get(kind, {}), "cpu")
     assert outcome.verdict is Verdict.HOLDS, outcome.note
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from staleproof.contract import runner
 from staleproof.contract.contract import Verdict
+from staleproof.kernels import vllm_matmul_ogs
 
 HERE = Path(__file__).parent
 
@@ -69,3 +72,14 @@ def test_a_subject_that_cannot_run_here_says_why_and_whether_it_binds(monkeypatc
     (rows,) = runner.audit(["staleproof.kernels.torch"], device, only="rms_norm")
     assert {row.verdict for row in rows} == {Verdict.NOT_RUN}
     assert rows[0].note == "needs an SM100 GPU; its calls fit the signatures of this release"
+
+
+def test_vllms_mxfp4_product_depends_on_the_byte_behind_its_scales(device):
+    if vllm_matmul_ogs.unavailable_reason(device):
+        pytest.skip("triton_kernels of vLLM's wheel cannot run here")
+    found = [*runner.audit(["staleproof.kernels.vllm"], device, only="matmul_ogs")]
+    if not found:
+        pytest.skip("vLLM 0.22.1 is not in the cache")
+    clean, behind = found[0]
+    assert (clean.clause, clean.verdict) == ("0", Verdict.HOLDS), clean.note
+    assert (behind.verdict, behind.note) == (Verdict.BREAKS, "0xff behind scale changes the result")

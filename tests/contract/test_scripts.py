@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from staleproof.cases import children
 from staleproof.contract import environments, runner, scripts
 from staleproof.contract.contract import Verdict, read_rows
 from staleproof.kernels import packages
@@ -245,3 +246,69 @@ def test_a_script_that_is_too_long_writes_each_statement_on_one_line(monkeypatch
     text = scripts.counterexample(subject, Release("1"), "E", ("empty",))
     assert 0 < len(text.splitlines()) < 30
     assert "\n".join(short) in text
+
+
+USERS = '''
+import torch
+from staleproof import audit
+
+
+@audit.attention(layout="paged", heads=8, kv_heads=2, head_dim=64, page_size=16)
+def my_decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+    """Gives what is not the request's a weight of 0, and follows every entry of the table."""
+    k, v = (
+        cache[block_table.long()].flatten(1, 2).transpose(1, 2).repeat_interleave(4, 1).float()
+        for cache in (k_cache, v_cache)
+    )
+    past = torch.arange(k.shape[2], device=q.device) >= seq_lens[:, None]
+    scores = (q.float().unsqueeze(2) @ k.transpose(2, 3)).squeeze(2) * softmax_scale
+    weights = scores.masked_fill(past[:, None], float("-inf")).softmax(-1)
+    return (weights.unsqueeze(2) @ v).squeeze(2).to(q.dtype)
+
+
+def hidden(x):
+    """Registered under a name that its module does not have: no script can import it."""
+    return x / x.abs().max()
+
+
+audit.rows(name="hidden")(hidden)
+shown, hidden = hidden, None
+'''
+
+
+def test_each_script_of_a_users_kernel_was_run_and_runs_from_anywhere(tmp_path, device):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/my_kernels.py").write_text(USERS)
+    rows = [row for found in runner.audit([str(tmp_path / "mine/my_kernels.py")], device) for row in found]
+    broken = {(row.subject, row.clause): row for row in rows if row.verdict is Verdict.BREAKS}
+    assert set(broken) == {("my_decode", "E"), ("my_decode", "T"), ("my_decode", "B"), ("hidden", "R")}
+    assert broken["hidden", "R"].counterexample == ""
+    for (name, clause), row in broken.items():
+        if name == "hidden":
+            continue
+        assert row.counterexample, (clause, row.note)
+        done = _run(row.counterexample, tmp_path, str(Path(__file__).parents[2] / "src"))
+        assert done.returncode == 1
+        # An entry past the end is an error of torch's, as the row of the audit says.
+        expected = "IndexError: index " if clause == "B" else "AssertionError: expected "
+        assert expected in done.stderr, (clause, done.stderr)
+    assert "raises IndexError" in broken["my_decode", "B"].note
+
+
+@pytest.mark.parametrize(
+    ("note", "code", "stderr", "shown"),
+    [
+        ("NaN", 1, "\nAssertionError: expected 0, got 1\n", True),
+        ("NaN", 1, "\nAssertionError: float32\n", False),
+        ("NaN", 0, "", False),
+        ("NaN", -11, "", False),
+        ("ended its process with signal 11", -11, "", True),
+        ("raises IndexError: index 7", 1, "IndexError: index 4 is out of bounds\n", True),
+        ("raises IndexError: index 7", 1, "TypeError: needs x\n", False),
+        ("raises IndexError: index 7", 0, "IndexError: index 4 is out of bounds\n", False),
+        ("no answer within 9 s", None, "", True),
+        ("NaN", None, "", False),
+    ],
+)
+def test_only_a_script_that_ends_as_its_row_says_shows_it(note, code, stderr, shown):
+    assert scripts.shows(note, children.Ended([], code, "", stderr, 9.0)) is shown

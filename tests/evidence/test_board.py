@@ -22,14 +22,12 @@ def device_fixture(device: str) -> Iterator[str]:
 
 
 def spoilt(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Rows with a NaN or Inf here and there."""
+    """Rows with a NaN or an Inf here and there."""
     draw = torch.Generator("cpu").manual_seed(seed)
     x = torch.rand(rows, columns, generator=draw, device="cpu")
     bad = torch.rand(rows, columns, generator=draw, device="cpu") < 0.3 / columns
-    # e4m3fn has no Inf.
-    x[bad] = torch.where(
-        torch.rand(int(bad.sum()), generator=draw, device="cpu") < 0.5, torch.nan, -torch.nan
-    )
+    other = -torch.nan if dtype == torch.float8_e4m3fn else -torch.inf
+    x[bad] = torch.where(torch.rand(int(bad.sum()), generator=draw, device="cpu") < 0.5, torch.nan, other)
     return x.to(torch.get_default_device(), dtype)
 
 
@@ -140,3 +138,61 @@ def test_bad_input_is_named_and_nothing_is_counted(device, slot, x, ids, padding
     with pytest.raises(ValueError, match=said):
         board.count(slot, *(t if t is None else t.to(device) for t in (x, ids, padding)))
     assert not board.numbers[:-2].any()
+
+
+class Launches:
+    """In place of Triton: counts what is compiled, and what is launched again without that."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[object, ...]] = []
+        self.again: list[tuple[int, tuple[object, ...]]] = []
+
+    def __call__(self, kernel, grid, tensors, sizes, **options):
+        number = len(self.made)
+        self.made.append((kernel, *sizes))
+        return lambda *addresses: self.again.append((number, addresses))
+
+
+X = torch.ones(8, 16)
+IDS = torch.zeros(8, 4, dtype=torch.int32)
+# Arguments of Board.count that differ in one thing, each of which the compiled kernel or its sizes depend on.
+COUNTED = {
+    "plain": (0, X, None, None),
+    "slot": (1, X, None, None),
+    "dtype": (0, X.half(), None, None),
+    "rows": (0, X[:7], None, None),
+    "columns": (0, torch.ones(8, 15), None, None),
+    "stride": (0, torch.ones(8, 32)[:, :16], None, None),
+    "alignment": (0, torch.ones(129)[1:].view(8, 16), None, None),
+    "padding": (0, X, None, torch.zeros(8, dtype=torch.bool)),
+    "alignment of padding": (0, X, None, torch.zeros(9, dtype=torch.bool)[1:]),
+    "ids": (0, torch.ones(8, 4), IDS, None),
+    "slot of ids": (2, torch.ones(8, 4), IDS, None),
+    "dtype of ids": (0, torch.ones(8, 4), IDS.long(), None),
+    "stride of ids": (0, torch.ones(8, 4), torch.zeros(8, 8, dtype=torch.int32)[:, :4], None),
+    "alignment of ids": (0, torch.ones(8, 4), torch.zeros(33, dtype=torch.int32)[1:].view(8, 4), None),
+    "padding beside ids": (0, torch.ones(8, 4), IDS, torch.zeros(8, dtype=torch.bool)),
+}
+
+
+def test_each_slot_and_layout_is_launched_with_its_own_numbers():
+    launches = Launches()
+    with torch.device("cpu"):
+        board = Board("cpu", launch=launches)
+        for turn in range(2):
+            for number, (slot, x, ids, padding) in enumerate(COUNTED.values()):
+                board.count(slot, x, ids, padding)
+                if turn:
+                    assert launches.again[-1][0] == number
+                    assert launches.again[-1][1][0] == x.data_ptr()
+    assert len(launches.made) == len(launches.again) == len(COUNTED)
+    assert [made[1] for made in launches.made] == [slot for slot, *_ in COUNTED.values()]
+
+
+def test_a_copy_is_never_launched_again_by_its_address():
+    launches = Launches()
+    with torch.device("cpu"):
+        board = Board("cpu", launch=launches)
+        for _ in range(3):
+            board.count(0, torch.ones(16, 8, 8).transpose(1, 2))
+    assert (len(launches.made), launches.again) == (3, [])

@@ -11,13 +11,15 @@ from staleproof.evidence import plant, row_states
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("stage", [1, 5, 62])
 def test_states(device, dtype, stage):
-    x = plant(torch.empty(6, 3, 4, dtype=dtype, device=device), stage)
+    x = plant(torch.empty(8, 3, 4, dtype=dtype, device=device), stage)
     x[1] = 0.0
     x[2] = 1.5
     x[3] = float("nan")
     x[4, 0] = 2.0
     x[5] = torch.zeros((), dtype=dtype, device=device) / 0
-    expected = ["unwritten", "zero", "finite", "nan", "partly written", "nan"]
+    x[6], x[7] = 1.0, 1.0
+    x[6, 2, 3], x[7, 0, 0] = float("inf"), -float("inf")
+    expected = ["unwritten", "zero", "finite", "nan", "partly written", "nan", "nan", "nan"]
     assert row_states(x, stage) == expected
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from staleproof.cases.graph import capture
+from staleproof.evidence.allocations import Usage
 from staleproof.evidence.ledger import UNOWNED, AllocationLedger, cuda_usage, owned_tensors
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 
@@ -248,6 +249,85 @@ def test_memory_without_an_owner_is_summed_over_the_lines_that_allocated_it():
     (phase,) = ledger.read().phases
     assert phase.by_owner == {UNOWNED: 3 * EACH}
     del small, large
+
+
+@pytest.mark.parametrize(
+    ("freed", "kept", "passing", "transient"),
+    [(0, 0, 2, 2), (0, 1, 2, 2), (4, 0, 2, 0), (4, 0, 6, 2), (1, 1, 3, 3), (2, 3, 2, 2)],
+)
+def test_transient_is_the_peak_above_what_was_there_before_or_is_there_after(freed, kept, passing, transient):
+    """In MiB: a phase frees some, keeps some, and needs some in passing."""
+    model = nn.Linear(1, 1)
+    ledger = AllocationLedger(model)
+    with ledger.phase("profile"):
+        model.held = [torch.empty(freed * MIB, dtype=torch.uint8)]
+    with ledger.phase("serve"):
+        model.held.clear()
+        model.held.append(torch.empty(kept * MIB, dtype=torch.uint8))
+        brief = torch.empty(passing * MIB, dtype=torch.uint8)
+        del brief
+    assert ledger.read().phases[1].transient == transient * MIB
+
+
+def test_a_phase_that_is_entered_again_goes_on():
+    """Its start and its largest transient stay; what came between the two counts as its own."""
+    used = iter([100, 100, 130, 160])
+    ledger = AllocationLedger(nn.Linear(1, 1), usage=lambda: Usage(next(used), 0, 0, 0))
+    for passing in (3, 1):
+        with ledger.phase("profile"):
+            brief = torch.empty(passing * MIB, dtype=torch.uint8)
+            del brief
+    (phase,) = ledger.read().phases
+    assert phase.transient == 3 * MIB
+    assert (phase.before.used, phase.after.used) == (100, 160)
+
+
+def test_an_owner_belongs_to_the_phase_that_allocated_first():
+    model = nn.Linear(1, 1)
+    ledger = AllocationLedger(model)
+    model.held = []
+    for name, planned in (("profile", False), ("kv_cache", True), ("capture", False), ("serve", False)):
+        with ledger.phase(name, planned=planned):
+            if name != "profile":
+                model.held.append(torch.empty(MIB, dtype=torch.uint8))
+    (owner,) = ledger.read().owners
+    assert (owner.phase, owner.planned, owner.bytes) == ("kv_cache", True, 3 * MIB)
+    assert ledger.read().surprises == ()
+
+
+def test_headroom_counts_what_the_allocator_can_give_back():
+    usage = Usage(used=600, reserved=500, allocated=100, releasable=250)
+    ledger = AllocationLedger(nn.Linear(1, 1), budget_bytes=1000, usage=lambda: usage)
+    with ledger.phase("profile"):
+        pass
+    report = ledger.read()
+    assert (report.headroom, report.fits) == (1000 - 600 + 250, True)
+    (phase,) = report.phases
+    assert (phase.pools, phase.outside, phase.after.stuck) == (0, 0, 150)
+
+
+def test_pools_and_memory_outside_are_what_a_phase_added():
+    before, after = Usage(600, 500, 100, 250), Usage(900, 640, 150, 260)
+    used = iter([before, before, after, after])
+    ledger = AllocationLedger(nn.Linear(1, 1), usage=lambda: next(used))
+    with ledger.phase("profile"):
+        pass
+    (phase,) = ledger.read().phases
+    # 640 - 150 - 260 are stuck instead of 150; 260 lie outside the allocator instead of 100.
+    assert (phase.pools, phase.outside) == (80, 160)
+
+
+def test_a_buffer_and_its_views_count_once():
+    model = nn.Linear(1, 1)
+    ledger = AllocationLedger(model)
+    with ledger.phase("profile"):
+        pass
+    with ledger.phase("serve"):
+        buffer = torch.empty(MIB, dtype=torch.uint8)
+        model.held = [buffer, buffer[5:], buffer.view(2, -1)]
+        model.also = buffer[: MIB // 2]
+    owners = ledger.read().owners
+    assert [o.bytes for o in owners] == [MIB]
 
 
 def test_the_report_is_exported_printed_and_drawn(capsys):

@@ -139,9 +139,12 @@ def test_rows_are_compared_bit_for_bit():
     assert same_bits(a, b).tolist() == [True, False, True]
 
 
-def test_bad_rows_reads_fp8():
-    x = torch.tensor([[1.0, 2.0], [NAN, 1.0]]).to(torch.float8_e4m3fn)
-    assert bad_rows(x).tolist() == [False, True]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_nan_and_both_infinities_are_bad(dtype):
+    # e4m3fn has no Inf.
+    inf = NAN if dtype == torch.float8_e4m3fn else torch.inf
+    x = torch.tensor([[1.0, 2.0], [NAN, 1.0], [1.0, inf], [-inf, 1.0], [0.0, -0.0]])
+    assert bad_rows(x.to(dtype)).tolist() == [False, True, True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,36 @@ def test_a_state_that_is_written_whole_is_above_suspicion():
     assert log.explain("B") == []
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_late_write_of_the_last_owner_clears_nothing(whole):
+    log = TenancyLog()
+    log.allocated([7], "A", "fp32")
+    log.wrote([7], "A", "fp32")
+    log.advance()
+    log.allocated([7], "B", "e4m3")
+    log.wrote([7], "A", "fp32", whole=whole)
+    (suspect,) = log.explain("B")
+    assert (suspect.whose, suspect.steps_ago) == ("A", 1)
+    # Nor is it a write of B, which zeroing could wipe.
+    log.zeroed([7])
+    assert log.explain("B") == []
+
+
+def test_a_wiped_block_that_its_owner_writes_whole_again_lost_nothing():
+    log = TenancyLog()
+    log.allocated([3], "A", "e4m3")
+    log.wrote([3], "A", "e4m3")
+    log.zeroed([3])
+    log.wrote([3], "A", "e4m3")
+    assert [suspect.kind for suspect in log.explain("A")] == ["wiped"]
+    log.wrote([3], "A", "e4m3", whole=True)
+    assert log.explain("A") == []
+    # What is zeroed after that is lost again.
+    log.advance()
+    log.zeroed([3])
+    assert [(suspect.kind, suspect.step) for suspect in log.explain("A")] == [("wiped", 1)]
+
+
 def test_a_live_block_that_is_zeroed_was_wiped():
     log = TenancyLog()
     log.allocated([3], "A", "e4m3")

@@ -24,7 +24,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from multiprocessing import forkserver
@@ -146,15 +146,9 @@ def _ask(red: str) -> int:
     from staleproof.cli import app as cli
 
     device.select("cpu")
-    from staleproof.cases.case import Question
-
-    table = importlib.import_module(f"staleproof.incidents.{incident}.questions").QUESTIONS
-    rows = [row for row in table.rows if row.name == question and variant in row.subjects]
-    assert rows, f"{incident} does not ask {question!r} about {variant!r}"
-    table.rows = [
-        replace(row, variants={variant: row.subjects[variant]}) if isinstance(row, Question) else row
-        for row in rows
-    ]
+    table = importlib.import_module(f"staleproof.incidents.{incident}.cases").TABLE
+    table.cases = [c for c in table.cases if (c.key.question, c.key.variant) == (question, variant)]
+    assert table.cases, f"{incident} does not ask {question!r} about {variant!r}"
     return cli.main(["run", incident, "--device", "cpu", "--json", "findings.jsonl"])
 
 

@@ -86,6 +86,26 @@ def test_padding_changes_no_bit_and_comes_out_zero(
     assert int(payload(got)[~index].count_nonzero()) == 0
 
 
+@pytest.mark.parametrize("live", ["all", "int", "device tensor", "mask", "padding"])
+@pytest.mark.parametrize("column", [0, -1])
+@pytest.mark.parametrize("hidden", [*HIDDEN, 8192 + 40])
+def test_the_largest_value_counts_in_the_first_and_the_last_live_tile(
+    device: str, hidden: int, column: int, live: str
+) -> None:
+    for at_end in (False, True):
+        x = batch(torch.float32, device, hidden)
+        keywords = {"live_rows": LIVE[live](device)} if live in LIVE else {}
+        if live == "padding":
+            keywords = {"is_padding": torch.arange(9, device=device) % 2 == 1}
+            index = ~keywords["is_padding"]
+        else:
+            index = live_index(keywords["live_rows"], 9, device)
+        row = index.nonzero()[-1 if at_end else 0].item()
+        x[row, column] = -4480.0
+        _, scale = quantize_fp8_per_tensor(x, **keywords)
+        assert scale.item() == 10.0
+
+
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_a_live_nan_stays_visible(device: str, hidden: int) -> None:
     x = batch(torch.bfloat16, device, hidden)

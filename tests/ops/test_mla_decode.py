@@ -387,6 +387,34 @@ def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> No
     assert torch.equal(bits(lse), bits(before[1]))
 
 
+@pytest.mark.parametrize("page", [-1, 5, 2**31 - 1])
+@pytest.mark.parametrize(("request_", "index"), [(0, 0), (0, 1), (1, 0)])
+def test_validate_names_each_page_that_is_used_and_out_of_the_cache(device, request_, index, page) -> None:
+    """Pages 0 to 4 exist. The last page of a request holds few of its tokens, and none is used behind it."""
+    batch = make(device, [20, 7])
+    batch = replace(batch, kv_cache=batch.kv_cache[:5].contiguous())
+    good = torch.zeros_like(batch.block_table).fill_(page)
+    good[0, :2], good[1, 0] = 4, 0
+    mla_decode(**batch.args() | {"block_table": good}, validate=True)
+    bad = good.clone()
+    bad[request_, index] = page
+    out = torch.full((2, 16, RANK), 7.0, dtype=torch.bfloat16, device=device)
+    named = rf"block_table\[{request_}, {index}\]: expected a page of kv_cache, 0 to 4, got {page}"
+    with pytest.raises(ValueError, match=named):
+        mla_decode(**batch.args() | {"block_table": bad}, validate=True, out=out)
+    assert bool((out == 7.0).all())
+
+
+@pytest.mark.parametrize("length", [-1, 65])
+def test_validate_names_a_length_that_the_table_has_no_room_for(device: str, length: int) -> None:
+    batch = make(device, [20, 64], spare_pages=0)
+    batch.block_table[0, 2:] = 0
+    mla_decode(**batch.args(), validate=True)
+    batch.seq_lens[0] = length
+    with pytest.raises(ValueError, match=rf"seq_lens\[0\]: .*, got {length}"):
+        mla_decode(**batch.args(), validate=True)
+
+
 def test_validate_accepts_good_input(device: str) -> None:
     batch = make(device, [20, 0])
     want, _ = mla_decode(**batch.args())

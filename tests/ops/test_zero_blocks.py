@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from staleproof.ops import block_ranges, zero_kernel
 from staleproof.ops import zero_blocks as kernels
+from staleproof.ops import zero_kernel
 from staleproof.ops.reference import zero_blocks as reference
 from staleproof.ops.zero_blocks import BlockZeroer
 
@@ -130,7 +131,7 @@ def test_random_geometries(device: str, monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.setattr(zero_kernel, "_tile", lambda _, tile=tile: tile)
         else:
             longest *= rng.choice([1, 20])
-        monkeypatch.setattr(block_ranges, "ROW", rng.choice([48, 200, 2**15]))
+        monkeypatch.setattr(zero_kernel, "ROW", rng.choice([48, 200, 2**15]))
         blocks, grain = rng.randint(2, 9), rng.choice([1, 16])
         caches = rng.choice([1, 10]) if device == "cpu" else 1
         layouts = [random_layout(rng, blocks, longest, grain) for _ in range(caches)]
@@ -364,3 +365,20 @@ def test_more_blocks_than_an_axis_of_a_grid() -> None:
 def test_tensors_of_another_device_are_named() -> None:
     with pytest.raises(ValueError, match=r"kv_caches\[0\]: expected a cuda tensor, got cpu"):
         BlockZeroer([torch.zeros(4, 16)])
+
+
+def test_more_ids_than_a_grid_has_programs_are_several_launches(device: str, monkeypatch) -> None:
+    """Each launch starts at its own ids, and counts them alone."""
+    if device != "cpu":
+        pytest.skip("launches are recorded in place of Triton's")
+    launches: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(zero_kernel, "MOST", 5)
+    plan = BlockZeroer([torch.ones(9, 4)])._plan
+    ready = SimpleNamespace(on=lambda stream, grid, *arguments: launches.append((stream, grid, *arguments)))
+    plan._ready = {torch.int32: ready, torch.int64: ready}
+    for dtype, size in ((torch.int32, 4), (torch.int64, 8)):
+        launches.clear()
+        plan.launch(1000, 12, dtype, 77)
+        assert [(stream, grid[1]) for stream, grid, *_ in launches] == [(77, 5), (77, 5), (77, 2)]
+        starts = 1000, 1000 + 5 * size, 1000 + 10 * size
+        assert [(at, count) for _, _, _, at, count, *_ in launches] == [*zip(starts, (5, 5, 2), strict=True)]

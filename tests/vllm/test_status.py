@@ -146,7 +146,8 @@ def test_advice():
     text = status.answer("0.22.1").notes[-1]
     assert text.startswith("advice: affected: MLA models, and TurboQuant (mla_padding); ")
     assert text.endswith(
-        "; upgrade to 0.26.0, which needs only mla_padding, topk_nan_bias, hash_topk_nan, routing_simulator"
+        "; upgrade to 0.26.0, which needs only mla_padding, topk_nan_bias, hash_topk_nan, routing_simulator, "
+        "unpublish"
     )
     assert status.answer("0.33.0").notes[-1].endswith("no later release has fewer")
 

@@ -11,9 +11,8 @@ from typing import Annotated
 
 import typer
 
-from staleproof.cli import diagnose, engine, incidents, lab, modules, patches, recorded
+from staleproof.cli import audit, diagnose, engine, incidents, lab, modules, patches, recorded
 from staleproof.cli.common import in_one_line
-from staleproof.report.audit import audit
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -30,7 +29,7 @@ COMMANDS: dict[Callable[..., None], str] = {
     incidents.run: "Reproduce incidents, try their fixes, and say which hold.",
     incidents.report: "Write the report, one HTML file, and print its path.",
     lab.lab: "Open JupyterLab on the notebooks and the book.",
-    audit: "Put kernels through the padding contract.",
+    audit.audit: "Put kernels through the padding contract.",
     engine.watch: "Show what the watch of a live vLLM counts.",
     engine.engine: "Put questions to a whole vLLM. Needs a GPU.",
     incidents.doctor: "Say what this machine can run, what not, and why.",

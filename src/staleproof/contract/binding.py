@@ -8,6 +8,7 @@ checked, and methods of what such a class returns.
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
 import inspect
 import textwrap
@@ -20,21 +21,23 @@ from staleproof.kernels.subject import Subject
 
 
 def _parameters(function: ast.FunctionDef, *, method: bool) -> inspect.Signature:
-    arguments = function.args
-    found = []
-    positional = [*arguments.posonlyargs, *arguments.args][int(method) :]
-    optional = len(positional) - len(arguments.defaults)
-    kind = inspect.Parameter
-    for number, argument in enumerate(positional):
-        default = kind.empty if number < optional else None
-        found.append(kind(argument.arg, kind.POSITIONAL_OR_KEYWORD, default=default))
-    if arguments.vararg:
-        found.append(kind(arguments.vararg.arg, kind.VAR_POSITIONAL))
-    for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        found.append(kind(argument.arg, kind.KEYWORD_ONLY, default=kind.empty if value is None else None))
-    if arguments.kwarg:
-        found.append(kind(arguments.kwarg.arg, kind.VAR_KEYWORD))
-    return inspect.Signature(found)
+    """Its signature, with None for each default: they are not computed here."""
+    arguments = copy.deepcopy(function.args)
+    named = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]
+    for argument in named:
+        if argument is not None:
+            argument.annotation = None
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [value and ast.Constant(None) for value in arguments.kw_defaults]
+    signature = inspect.signature(eval(f"lambda {ast.unparse(arguments)}: None"))
+    parameters = [*signature.parameters.values()][int(method) :]
+    return signature.replace(parameters=parameters)
 
 
 @cache

@@ -7,7 +7,6 @@ for.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from staleproof.kernels.subject import Subject
@@ -97,12 +96,3 @@ def head(subject: Subject, version: str, sentence: str, seen: Installed) -> list
     package = f"{subject.package} {version}" if subject.package else "your module"
     lines = [f"# {subject.name} ({package}). {sentence}"]
     return lines + [f"# {command}" for command in commands(subject, version, seen)]
-
-
-def with_head(text: str, lines: list[str]) -> str:
-    """A script with these first lines in place of its own comments at the top.
-
-    >>> with_head("# old\\nimport torch\\n", ["# new", "# pip install torch"])
-    '# new\\n# pip install torch\\nimport torch\\n'
-    """
-    return "\n".join(lines) + "\n" + re.sub(r"\A(#.*\n)*", "", text)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from staleproof.contract.contract import NO_REFERENCE, Outcome, breaks, holds, not_run
-from staleproof.contract.scenes import GUARD, behind_operands, dirty_memory, usual_dtype
+from staleproof.contract.scenes import GUARD, behind_operands, dirty_memory, usual_dtype, zeros_behind
 from staleproof.evidence.canary import bits
 from staleproof.evidence.rows import FILLS, Fill, same_bits
 from staleproof.kernels.subject import bound
@@ -273,42 +273,38 @@ def _scales(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
     )
 
 
-def _quantised_off(values: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor) -> str:
+def _quantised_off(values: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor, dynamic: bool) -> str:
+    """What is wrong with values and their scales; ``dynamic``: the kernel has chosen the scales."""
     largest, relative, step = _QUANTISED[values.dtype]
     numbers = values.double()
-    budget = expected.abs() * (relative + 2.0**-7) + scales.abs() * step
-    if wrong := _first_off(numbers * scales, expected, budget.cpu()):
+    if wrong := _first_off(numbers * scales, expected, expected.abs() * (relative + 2.0**-7) + scales * step):
         return f"values times scales: {wrong}"
-    # A scale that is rounded up to a power of two leaves at least half of the range in use.
-    for row in range(len(numbers)):
-        same = scales == scales[row, 0]
-        if numbers[same].abs().max() < largest / 2:
-            return f"of a range of {largest:.0f} row {row} uses {numbers[same].abs().max():.3g}: its scale"
+    for row in range(len(numbers) if dynamic else 0):
+        # A scale that is rounded up to a power of two leaves at least half of the range in use.
+        used = numbers[scales == scales[row, 0]].abs().max()
+        if used < largest / 2:
+            return f"of a range of {largest:.0f} row {row} uses {used:.3g}: its scale is too large"
     return ""
 
 
-def _against(kernel_gave: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: int, *more: Any) -> str:
+def _against(results: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: int, *more: Any) -> str:
     """What differs from the reference; :data:`NO_REFERENCE` if there is none for every result."""
-    x, gave = x.cpu().double()[:live], [part.cpu() for part in kernel_gave]
+    x, gave = x.cpu().double()[:live], [part.cpu() for part in results]
     reference, inverse = shape.get("reference"), shape.get("inverse")
     if inverse is not None:
         # Steps between the 15 numbers of FP4 are the coarsest that a format here has.
-        wrong = _first_off(inverse(*kernel_gave)[:live], x, x.abs().amax(1, keepdim=True) / 6)
+        wrong = _first_off(inverse(*results)[:live], x, x.abs().amax(1, keepdim=True) / 6)
         return f"dequantised, {wrong}" if wrong else ""
-    quantised = gave[0].dtype in _QUANTISED
-    if reference is None and not (quantised and len(gave) > 1):
+    quantised, dynamic = gave[0].dtype in _QUANTISED, len(gave) > 1
+    if reference is None and not (quantised and dynamic):
         return NO_REFERENCE
     wanted = x if reference is None else reference(x, *(part.cpu() for part in more))
     wanted = [part[:live] for part in (wanted if isinstance(wanted, tuple) else (wanted,))]
     if quantised:
-        scales = _scales(gave[0], gave[1]) if len(gave) > 1 else torch.ones(gave[0].shape).double()
+        scales = _scales(gave[0], gave[1] if dynamic else torch.ones(1))
         if scales is None:
             return NO_REFERENCE
-        static = len(gave) == 1
-        if static:
-            budget = wanted[0].abs() * (_QUANTISED[gave[0].dtype][1] + 2.0**-7) + _QUANTISED[gave[0].dtype][2]
-            return _first_off(gave[0][:live].double(), wanted[0], budget)
-        return _quantised_off(gave[0][:live], scales[:live], wanted[0])
+        return _quantised_off(gave[0][:live], scales[:live], wanted[0], dynamic)
     if len(wanted) != len(gave):
         return f"{NO_REFERENCE} for {len(gave) - len(wanted)} of {len(gave)} results"
     for number, (part, right) in enumerate(zip(gave, wanted, strict=True)):
@@ -681,7 +677,25 @@ def ids_out_of_range(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds("; ".join(notes))
 
 
+def right_operands(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    """0: the reference, over operands with zeros behind them, and the same bits twice."""
+    known = bound(kernel, shape["make"](device))
+    first, second = (_call(kernel, zeros_behind(known), 3.0) for _ in range(2))
+    if not all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True)):
+        return breaks("other bits the second time", "clean")
+    if shape.get("reference") is None:
+        return not_run(NO_REFERENCE)
+    wanted = shape["reference"](**known)
+    for number, (found, right) in enumerate(zip(first, wanted, strict=True)):
+        if wrong := _first_off(found, right, _budget(found.dtype, right)):
+            return breaks(f"not the reference: result {number}: {wrong}", "clean")
+    return holds()
+
+
 def _operands(kind: str, kernel: Kernel, shape: Shape, device: str) -> Known:
+    if kind == "operands":
+        made: Known = shape["make"](device)
+        return made
     if kind == "routing":
         bias = torch.zeros(shape.get("experts", 16), device=device)
         return {"router_logits": _logits(shape, device), "top_k": shape.get("top_k", 4), "bias": bias}
@@ -711,6 +725,7 @@ PROBES: dict[str, dict[str, Probe]] = {
     },
     "rows": {"0": same_twice, "R": row_alone, "W": all_written},
     "ragged": {"0": same_twice, "R": ragged_rows, "N": ragged_replays, "U": ragged_spare_rows},
+    "operands": {"0": right_operands},
     "kv_write": {"0": writes_its_slots, "S": slot_minus_one},
     "state": {"0": updates_its_state, "R": state_rows, "S": padding_state},
     "merge": {"0": merges, "E": merges_empty, "R": merge_rows},

@@ -282,20 +282,82 @@ def _placed(x: torch.Tensor, behind: str) -> tuple[torch.Tensor, torch.Tensor]:
     value = BEHIND[behind]
     if value is not None:
         slab[x.nbytes :] = value
-    copy = slab[: x.nbytes].view(x.dtype).view(x.shape)
+    copy = slab[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride())
     return copy.copy_(x), slab[x.nbytes :]
 
 
-def _guarded(x: torch.Tensor) -> torch.Tensor:
-    """A copy of ``x`` in host memory that ends at a page that nobody may read."""
-    page = mmap.PAGESIZE
-    size = -(-x.nbytes // page) * page
-    memory = mmap.mmap(-1, size + page)
+def _placeable(known: Mapping[str, Any]) -> list[str]:
+    """The names of tensors whose elements fill their memory, in any order of the axes."""
+
+    def fills(x: Any) -> bool:
+        if not isinstance(x, torch.Tensor) or not x.numel():
+            return False
+        steps = zip(x.shape, x.stride(), strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in steps) == x.numel()
+
+    return [name for name, x in known.items() if fills(x)]
+
+
+def zeros_behind(known: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with each operand at the end of its memory, and zeros behind it."""
+    return {**known, **{name: _placed(known[name], "0x00")[0] for name in _placeable(known)}}
+
+
+class _Raw:
+    """Device memory at an address, for ``torch.as_tensor``."""
+
+    def __init__(self, address: int, count: int) -> None:
+        given = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = given
+
+
+def _mapped_on_gpu(count: int) -> torch.Tensor:
+    """(count,) uint8 at the end of a mapping of its own, with addresses behind it that nothing else gets.
+
+    Raises:
+        ImportError: cuda-python is not here.
+    """
+    from cuda.bindings import driver
+
+    def done(result: tuple[Any, ...]) -> Any:
+        if int(result[0]):
+            raise RuntimeError(f"CUDA driver: {result[0]}")
+        return result[1] if len(result) > 1 else None
+
+    wanted, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+    wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    wanted.location.id = torch.cuda.current_device()
+    access.location = wanted.location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    page = done(driver.cuMemGetAllocationGranularity(wanted, least))
+    size = -(-count // page) * page
+    address = done(driver.cuMemAddressReserve(size + 8 * page, 0, 0, 0))
+    done(driver.cuMemMap(address, size, 0, done(driver.cuMemCreate(size, wanted, 0)), 0))
+    done(driver.cuMemSetAccess(address, size, [access], 1))
+    return torch.as_tensor(_Raw(int(address) + size - count, count), device="cuda")
+
+
+def _mapped_on_host(count: int) -> torch.Tensor:
+    """(count,) uint8 at the end of a page, before one that nobody may read."""
+    size = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(start + size), page, 0):
+    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(start + size), mmap.PAGESIZE, 0):
         raise OSError(ctypes.get_errno(), "mprotect")
-    copy = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=size - x.nbytes)
-    return copy.view(x.shape).copy_(x)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=size - count)
+
+
+def _guarded(x: torch.Tensor) -> torch.Tensor:
+    """A copy of ``x`` whose end is that of its mapping: a read behind it ends the process."""
+    if x.device.type == "cpu":
+        memory = _mapped_on_host(x.nbytes)
+    elif x.nbytes % 16:
+        return x  # It would begin where no compiled kernel expects a tensor to begin.
+    else:
+        memory = _mapped_on_gpu(x.nbytes)
+    return memory.view(x.dtype).as_strided(x.shape, x.stride()).copy_(x)
 
 
 def behind_operands(
@@ -303,17 +365,17 @@ def behind_operands(
 ) -> Outcome:
     """O: each operand at the end of its memory; the bytes behind it change no result and stay as they are.
 
-    On Linux the operands of a CPU then end at a page that nobody may read: a read there ends the process.
+    On Linux each operand then ends where its mapping ends: a read behind it ends the process.
 
     Args:
         run: launches on these arguments, and returns copies of the results.
-        known: the arguments; tensors that are contiguous are placed, the others stay as they are.
+        known: the arguments; tensors that fill their memory are placed, the others stay as they are.
 
     >>> x = torch.ones(4)
     >>> print(behind_operands(lambda known: [known["x"] + 1], {"x": x}).verdict)
     holds
     """
-    names = [n for n, x in known.items() if isinstance(x, torch.Tensor) and x.is_contiguous() and x.numel()]
+    names = _placeable(known)
 
     def results(behind: Mapping[str, str]) -> tuple[list[torch.Tensor], str]:
         made = {name: _placed(known[name], behind[name]) for name in names}
@@ -323,19 +385,25 @@ def behind_operands(
         written = [name for name, (_, tail) in made.items() if not torch.equal(tail, before[name])]
         return found, written[0] if written else ""
 
-    base, written = results(dict.fromkeys(names, "0x00"))
+    base: list[torch.Tensor] = []
     for fill in BEHIND:
-        found, there = results(dict.fromkeys(names, fill))
-        if written or there:
-            return breaks(f"writes behind {written or there}", "behind", fill, written or there)
-        if _same(base, found):
+        found, written = results(dict.fromkeys(names, fill))
+        if written:
+            return breaks(f"writes behind {written}", "behind", fill, written)
+        if _same(base or found, found):
+            base = found
             continue
         alone = dict.fromkeys(names, "0x00")
         by = [name for name in names if not _same(base, results({**alone, name: fill})[0])]
         note = f"{fill} behind {', '.join(by) or 'the operands together'} changes the result"
         return breaks(note, "behind", fill, *by[:1])
-    if sys.platform == "linux" and all(known[name].device.type == "cpu" for name in names):
-        run({**known, **{name: _guarded(known[name]) for name in names}})
+    if sys.platform != "linux":
+        return holds("no guard mapping: needs Linux")
+    try:
+        guarded = {name: _guarded(known[name]) for name in names}
+    except ImportError as error:
+        return holds(f"no guard mapping: {error}")
+    run({**known, **guarded})
     return holds()
 
 

@@ -48,6 +48,7 @@ for _kind, _clauses, _arguments, _sizes in (
     ("experts", "0 R D X O", "x w1 w2 topk_weights topk_ids", "experts hidden inner top_k"),
     ("kv_write", "0 S O", "key value k_cache v_cache slot_mapping", "kv_heads head_dim pad_slot"),
     ("state", "0 R S O", "x state weight state_indices pad_index", "dim width pad_index"),
+    ("operands", "0 O", "", "make reference"),
 ):
     KINDS[_kind], ARGUMENTS[_kind] = tuple(_clauses.split()), tuple(_arguments.split())
     SIZES[_kind] = tuple(_sizes.split())
@@ -146,8 +147,10 @@ def _decorator(kind: str) -> Callable[..., Any]:
 
         def mark(function: F) -> F:
             call = partial(function, **given) if given else function
+            require(kind != "operands" or "make" in shape, "make", "a function of the device", "nothing")
             try:
-                bound(call, dict.fromkeys(ARGUMENTS[kind]))
+                # Those of operands are what make returns.
+                bound(call, dict.fromkeys(ARGUMENTS[kind])) if ARGUMENTS[kind] else None
             except TypeError as error:
                 wrong = str(error).removeprefix("needs ").partition(";")[0]
                 where = f"{wrong}: an argument of {name or function.__name__}"
@@ -173,7 +176,7 @@ def _decorator(kind: str) -> Callable[..., Any]:
     return register
 
 
-attention, merge, routing, rows, ragged, experts, kv_write, state = (_decorator(kind) for kind in KINDS)
+attention, merge, routing, rows, ragged, experts, kv_write, state, operands = map(_decorator, KINDS)
 
 
 def load_module(module: str) -> ModuleType:

@@ -350,6 +350,43 @@ def moe_align(x, w1, w2, topk_weights, topk_ids):
     return out
 
 
+@cache
+def _triton_kernels(device: str) -> Any:
+    from staleproof.kernels.vllm_matmul_ogs import MatmulOgs
+
+    return MatmulOgs(device)
+
+
+def _mxfp4(device: str) -> dict[str, Any]:
+    # K 192 has 6 groups of scales, which are stored as they are; a tile of 128 reads 8.
+    generator = torch.Generator().manual_seed(0)
+    weight, scale = (
+        torch.randint(low, high, (2, 256, width), generator=generator, dtype=torch.uint8)
+        for low, high, width in ((0, 256, 96), (124, 130, 6))
+    )
+    operand = _triton_kernels(device).operand(weight.to(device), scale.to(device))
+    x = torch.randn(3, 192, generator=generator).to(device, torch.bfloat16)
+    fp4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).double()
+    codes = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).long()
+    numbers = torch.cat([fp4, -fp4])[codes] * (scale.double() - 127).exp2().repeat_interleave(32, -1)
+    return {"x": x, "scale": operand.scale_bytes, "operand": operand, "numbers": numbers}
+
+
+def _each_expert(x, scale, operand, numbers):
+    return (torch.einsum("rk,enk->ern", x.cpu().double(), numbers),)
+
+
+@subject.operands(
+    name="matmul_ogs, MXFP4 scales of K 192",
+    package="vllm",
+    versions=("0.22.1",),
+    make=_mxfp4,
+    reference=_each_expert,
+)
+def matmul_ogs(x, scale, operand, numbers):
+    return _triton_kernels(x.device.type).product(x, operand.with_scale(scale))
+
+
 FA3_LIBRARY = "vllm_flash_attn/_vllm_fa3_C.abi3.so"
 FLASHMLA_LIBRARY, FLASHMLA_VARIABLE = "_flashmla_C.abi3.so", "STALEPROOF_FLASHMLA_SO"
 # Beside it in the wheel.

@@ -1,4 +1,8 @@
-"""The kernel behind the routing functions of :mod:`staleproof.ops.topk`: from logits to ids and weights."""
+"""The kernel behind the routing functions of :mod:`staleproof.ops.topk`: from logits to ids and weights.
+
+Scores are compared as integers, because a comparison of floats is false whenever one is a NaN. Each
+rounding is one float32 operation, which the reference repeats on a CPU: both give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,155 @@ device.load_triton()
 import triton
 import triton.language as tl
 
-from staleproof.ops.routing_scores import (
-    as_float32,
-    best_keys,
-    best_orders,
-    close_groups,
-    exact_sum,
-    exp,
-    exp_times,
-    finite_or_least,
-    narrow_key,
-    number_of,
-    order_of,
-    sigmoid,
-    softplus_sqrt,
-    wide_key,
-)
+
+@triton.jit
+def as_float32(x):
+    if x.dtype == tl.bfloat16:
+        # A shift of the bits, because the interpreter's cast rounds denormals differently.
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def exp_times(x, POWER: tl.constexpr):
+    """exp(x) * 2**POWER for x from -104 to 0. POWER must keep the result a normal number."""
+    # Adding 1.5 * 2**23 leaves the nearest integer in the low bits.
+    shift = 12582912.0 + POWER
+    shifted = x * 1.4426950408889634 + shift
+    rounded = shifted - shift
+    r = x - rounded * 0.693359375 - rounded * -0.00021219444005469058
+    q = r * 0.00138146126 + 0.00836871006
+    q = q * r + 0.0416683902
+    q = q * r + 0.166665211
+    q = q * r + 0.49999994
+    value = q * (r * r) + r + 1.0
+    exponent = shifted.to(tl.int32, bitcast=True) << 23
+    return (value.to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exp(x):
+    """exp(x) for x <= 0, and 0 for a NaN, with the same steps as ``reference.topk.exp``."""
+    # Computed 2**64 too large, so that a denormal result is rounded only once, by the product.
+    return exp_times(tl.where(x > -104.0, x, -104.0), 64) * 5.421010862427522e-20
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), and 0 for a NaN."""
+    small = exp(tl.where(x < 0, x, -x))
+    return tl.div_rn(tl.where(x >= 0, 1.0, small), 1.0 + small)
+
+
+@triton.jit
+def finite_or_least(x):
+    """-inf in place of NaN and +inf."""
+    return tl.where((x > -float("inf")) & (x < float("inf")), x, -float("inf"))
+
+
+@triton.jit
+def softplus_sqrt(x):
+    """The square root of log(1 + exp(x)); 0 for a NaN."""
+    small = exp(tl.where(x < 0, x, -x))
+    # log(1 + small) is twice the inverse hyperbolic tangent of this, which is 1/3 at most.
+    z = tl.div_rn(small, small + 2.0)
+    square = z * z
+    q = square * 0.15384615384615385 + 0.18181818181818182
+    q = q * square + 0.2222222222222222
+    q = q * square + 0.2857142857142857
+    q = q * square + 0.4
+    q = q * square + 0.6666666666666666
+    logarithm = q * square * z + z + z
+    return tl.sqrt_rn(tl.where(x > 0, x, 0.0) + logarithm)
+
+
+@triton.jit
+def exact_sum(x):
+    """Sum of each row of numbers in [0, 2), which the caller has multiplied by 2**40.
+
+    The sum is in fixed point (int64), so that the result does not depend on the order of summation.
+    """
+    return tl.sum(x.to(tl.int64), 1).to(tl.float32) * 9.094947017729282e-13
+
+
+@triton.jit
+def order_of(x):
+    """An int32 that orders as the float32 does. -0 equals 0; NaNs lie beyond both infinities.
+
+    The infinities are 0x7F800000 and -0x7F800000.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    sign = bits >> 31
+    return (bits ^ (sign & 0x7FFFFFFF)) - sign
+
+
+@triton.jit
+def number_of(order):
+    """The float32 of an ``order_of``."""
+    sign = order >> 31
+    return ((order + sign) ^ (sign & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def wide_key(order, index):
+    """An int64 that compares by order, then puts the lower index (0 to 1023) first."""
+    return (order.to(tl.int64) << 32) | (1023 - index)
+
+
+@triton.jit
+def narrow_key(order, index):
+    """The same in an int32, for the order of a 16-bit float, whose 13 lowest bits are 0."""
+    return ((order >> 3) & -1024) | (1023 - index)
+
+
+@triton.jit
+def close_groups(
+    order, group_count,
+    TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Orders (rows, GROUPS * GROUP_SIZE), with LEAST for experts outside the TOPK_GROUP best groups."""
+    rows: tl.constexpr = order.shape[0]
+    grouped = tl.reshape(order, [rows, GROUPS, GROUP_SIZE])
+    best = tl.max(grouped, 2)
+    is_best = grouped == best[:, :, None]
+    # At least the most negative finite number, because +inf + -inf would be a NaN.
+    second = tl.max(tl.where(is_best, -0x7F7FFFFF, grouped), 2)
+    second = tl.where(tl.sum(is_best.to(tl.int32), 2) > 1, best, second)
+    group = tl.arange(0, GROUPS)[None, :]
+    key = wide_key(order_of(number_of(best) + number_of(second)), group)
+    key = tl.where(group < group_count, key, -(2**63))
+    # The rank of a group is the number of better groups.
+    rank = tl.sum((key[:, None, :] > key[:, :, None]).to(tl.int32), 2)
+    is_open = (rank < TOPK_GROUP)[:, :, None]
+    return tl.reshape(tl.where(is_open, grouped, LEAST), [rows, GROUPS * GROUP_SIZE])
+
+
+@triton.jit
+def best_keys(key, slot, TOP_K: tl.constexpr):
+    """The TOP_K largest of each row of narrow keys, in descending order."""
+    best = tl.max(key, 1)
+    chosen = tl.zeros([key.shape[0], slot.shape[1]], tl.int32) + best[:, None]
+    for index in tl.static_range(1, TOP_K):
+        # Relative to the last winner, the keys below it wrap to large uint32 values, and the nearest
+        # one below is the largest. Keys that have already won become 0 or small values.
+        nearest = tl.max((key - best[:, None]).to(tl.uint32, bitcast=True), 1)
+        best += nearest.to(tl.int32, bitcast=True)
+        chosen = tl.where(slot >= index, best[:, None], chosen)
+    return chosen
+
+
+@triton.jit
+def best_orders(order, index, slot, TOP_K: tl.constexpr, LEAST: tl.constexpr):
+    """1023 - index of the TOP_K largest of each row; among equals the lower index comes first."""
+    chosen = tl.zeros([order.shape[0], slot.shape[1]], tl.int32)
+    flipped = 1023 - index
+    for turn in tl.static_range(TOP_K):
+        best = tl.max(order, 1)
+        winner = tl.max(tl.where(order == best[:, None], flipped, 0), 1)
+        chosen = tl.where(slot == turn, winner[:, None], chosen)
+        order = tl.where(flipped == winner[:, None], LEAST, order)
+    return chosen
 
 
 # Not specialised on the number of rows: it changes from step to step, and no step should compile.

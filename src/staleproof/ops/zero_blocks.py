@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from staleproof import check
-from staleproof.ops.block_ranges import Layout
 from staleproof.ops.id_ring import IdRing
 from staleproof.ops.operators import on_device_of, operator, traced
 from staleproof.ops.reference.zero_blocks import per_cache
-from staleproof.ops.zero_kernel import INTERPRET, LISTED, Plan, pairs_of
+from staleproof.ops.zero_kernel import INTERPRET, LISTED, Layout, Plan, pairs_of
 
 # Dtypes in which zero bytes are the number zero.
 DTYPES = (

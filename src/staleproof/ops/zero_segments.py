@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from staleproof import check
-from staleproof.ops.block_ranges import Layout
 from staleproof.ops.id_ring import IdRing
 from staleproof.ops.operators import on_device_of
-from staleproof.ops.zero_kernel import INTERPRET, LISTED, Plan, pairs_of
+from staleproof.ops.zero_kernel import INTERPRET, LISTED, Layout, Plan, pairs_of
 
 # Block counts are not known here. The kernel skips ids from this one on.
 MOST_BLOCKS = 2**31 - 1

@@ -115,6 +115,7 @@ def page(
         script=Markup((TEMPLATES / "script.js").read_text()),
         about=_about(findings),
         triage=table.rows(),
+        numbers={name: about.number for name, about in INCIDENTS.items()},
         caption=table.CAPTION,
         releases=[*table.probes()],
         cards=[_card(number, chapters, told) for number in INCIDENTS],

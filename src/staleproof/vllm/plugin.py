@@ -80,7 +80,7 @@ def chosen(text: str | None) -> Choice:
         PatchError: an unknown name.
 
     >>> len(chosen("all").names), sorted(chosen("decode_buffer,+mla_padding").names)
-    (13, ['decode_buffer', 'mla_padding'])
+    (15, ['decode_buffer', 'mla_padding'])
     """
     known = patches()
     words = [word.strip() for word in (text or "all").split(",") if word.strip()]
@@ -225,7 +225,7 @@ def decisions(version: str, sources: Sources | None = None, choice: Choice | Non
 
     >>> decided = decisions("0.28.0", choice=chosen("all"))
     >>> [decision.patch.name for decision in decided if decision.state == "affected"]
-    ['mla_padding', 'topk_nan_bias', 'hash_topk_nan', 'routing_simulator']
+    ['mla_padding', 'topk_nan_bias', 'hash_topk_nan', 'routing_simulator', 'unpublish']
     """
     of = Base(release(version)) if sources is None else base(version)
     choice = choice or chosen(os.environ.get(VARIABLE))

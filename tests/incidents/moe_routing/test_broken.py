@@ -45,22 +45,6 @@ def test_numbers_are_routed_right(device: str, name: str, softmax: bool) -> None
     torch.testing.assert_close(got[0], want[0], rtol=2e-6, atol=0)
 
 
-@pytest.mark.parametrize("experts", [16, 128, 512])
-@pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "sigmoid"])
-def test_the_warp_picks_expert_0_each_time(device: str, experts: int, softmax: bool) -> None:
-    x = torch.full((1, experts), NAN, device=device).bfloat16()
-    weights, ids = broken.route(broken.warp_keeps_its_first_column, x, 8, softmax=softmax)
-    assert ids.tolist() == [[0] * 8]
-    assert bool(weights.isnan().all())
-
-
-def test_one_nan_is_enough_for_softmax(device: str) -> None:
-    x = logits(3, 128, device)
-    x[1, 77] = NAN
-    ids = ids_of("warp_keeps_its_first_column", x, 8, "none")
-    assert rows_with_duplicates(ids).tolist() == [False, True, False]
-
-
 def test_a_warp_holds_each_column_once() -> None:
     for experts, itemsize in ((128, 2), (128, 4), (512, 2), (64, 4), (4, 2)):
         columns = broken.warp_columns(experts, itemsize)
@@ -111,32 +95,12 @@ def test_what_cures_a_nan_logit(device: str, name: str, remedy: str, cured: bool
         assert ids[20:].tolist() == [[0, 1, 2, 3]] * 4
 
 
-@pytest.mark.parametrize("name", ["warp_keeps_its_first_column", "sort_swaps_raw_nan"])
-def test_some_nan_doubles_some_rows_of_sigmoid(device: str, name: str) -> None:
-    x = logits(60, EXPERTS[name], device, nan_rate=0.2)
-    assert 0 < duplicates(ids_of(name, x, 4, "none", softmax=False)) < 60
-    assert duplicates(ids_of(name, x, 4, "clamp_after_scoring", softmax=False)) == 0
-
-
 @pytest.mark.parametrize("name", broken.CHOICES)
 @pytest.mark.parametrize("remedy", broken.REMEDIES)
 def test_no_remedy_cures_a_nan_bias(device: str, name: str, remedy: str) -> None:
     x = logits(4, EXPERTS[name], device)
     bias = torch.full((EXPERTS[name],), NAN, device=device)
     assert duplicates(ids_of(name, x, 4, remedy, softmax=False, bias=bias)) == 4
-
-
-def test_skipping_padding_hides_what_it_does_not_cure(device: str) -> None:
-    x = logits(6, 128, device)
-    x[2], x[4] = NAN, NAN
-    mask = torch.tensor([False, False, True, False, False, False], device=device)
-    weights, ids = broken.route(
-        broken.warp_keeps_its_first_column, x, 8, is_padding=mask, remedy=broken.REMEDIES["skip_padding"]
-    )
-    assert ids[2].tolist() == [-1] * 8
-    assert weights[2].tolist() == [0.0] * 8
-    # A NaN in a row that belongs to a request is as fatal as before.
-    assert rows_with_duplicates(ids[[0, 1, 3, 4, 5]]).tolist() == [0, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("per_token", [True, False])

@@ -213,7 +213,8 @@ def real_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outcomes], list[in
         monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: None)
         monkeypatch.setattr(fused_moe, "run_cases", run_cases)
         # It compares on the GPU, which is not here.
-        monkeypatch.setattr(cases, "wrong", lambda case, device: None)
+        monkeypatch.setattr(cases, "wrong_choice", lambda logits, top_k: None)
+        monkeypatch.setattr(fused_moe, "bad_logits", lambda case, device: None)
         return launches
 
     return install

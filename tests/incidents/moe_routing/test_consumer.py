@@ -9,8 +9,6 @@ from staleproof.incidents.moe_routing import consumer
 from staleproof.incidents.moe_routing.batch import Batch, make_ids
 from staleproof.incidents.moe_routing.consumer import CANARY
 
-FORMS = {"triton": consumer.build_map, "torch": consumer.build_map_torch}
-
 
 def mixed_ids(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> torch.Tensor:
     """Ids with duplicates at random, some of them out of range on either side."""
@@ -55,21 +53,20 @@ def brute_force(ids: torch.Tensor, experts: int, one_block: bool) -> tuple[list[
 )
 def test_which_builder_is_taken(tokens: int, top_k: int, experts: int, expected: bool) -> None:
     assert consumer.takes_one_block(tokens, top_k, experts) is expected
-    built = consumer.build_map_torch(torch.zeros(tokens, top_k, dtype=torch.int32), experts)
+    built = consumer.build_map(torch.zeros(tokens, top_k, dtype=torch.int32), experts)
     assert built.one_block is expected
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("one_block", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "dtype"),
     [(5, 3, 7, torch.int32), (37, 10, 40, torch.int64), (260, 2, 17, torch.int32)],
 )
 def test_the_map_is_the_one_of_a_search_slot_by_slot(
-    device: str, form: str, one_block: bool, tokens: int, top_k: int, experts: int, dtype: torch.dtype
+    device: str, one_block: bool, tokens: int, top_k: int, experts: int, dtype: torch.dtype
 ) -> None:
     ids = mixed_ids(tokens, top_k, experts, dtype).to(device)
-    built = FORMS[form](ids, experts, one_block=one_block)
+    built = consumer.build_map(ids, experts, one_block=one_block)
     row_of_slot, first_row = brute_force(ids, experts, one_block)
     assert built.row_of_slot.tolist() == row_of_slot
     assert built.first_row.tolist() == first_row
@@ -78,20 +75,19 @@ def test_the_map_is_the_one_of_a_search_slot_by_slot(
     assert built.slot_of_row.tolist() == slot_of_row + [CANARY] * (ids.numel() - len(written))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_unwritten_entries_are_what_the_memory_contained(device: str, form: str) -> None:
+def test_unwritten_entries_are_what_the_memory_contained(device: str) -> None:
     ids = torch.tensor([[3, 3], [1, 2], [9, 1]], dtype=torch.int32, device=device)
     before = torch.arange(100, 106, dtype=torch.int32, device=device)
-    built = FORMS[form](ids, 4, before=before, one_block=False)
+    built = consumer.build_map(ids, 4, before=before, one_block=False)
     # Slot 1 of token 0 repeats expert 3; slot 0 of token 2 has no expert.
     assert built.row_of_slot.tolist() == [3, 0, 102, 103, 2, 1]
     assert before.tolist() == [*range(100, 106)]
 
 
 @pytest.mark.parametrize("guard", [False, True])
-def test_both_finalise_forms_give_the_weighted_sum(device: str, guard: bool) -> None:
+def test_the_finalise_step_gives_the_weighted_sum(device: str, guard: bool) -> None:
     ids = mixed_ids(37, 3, 9, torch.int32).to(device)
-    built = consumer.build_map_torch(ids, 9, one_block=False)
+    built = consumer.build_map(ids, 9, one_block=False)
     built.row_of_slot[:3] = torch.tensor([-1, 37 * 3, 5])
     rows, weights = torch.randn(37 * 3, 20, device=device), torch.rand(37, 3, device=device)
     expected, wild = torch.zeros(37, 20, device=device), 0
@@ -104,10 +100,9 @@ def test_both_finalise_forms_give_the_weighted_sum(device: str, guard: bool) -> 
                 else:
                     wild += 1
     assert wild > 2
-    for finalise in (consumer.finalise, consumer.finalise_torch):
-        got = finalise(rows, weights, ids, built, guard=guard)
-        torch.testing.assert_close(got.out, expected)
-        assert got.wild_reads == (0 if guard else wild)
+    got = consumer.finalise(rows, weights, ids, built, guard=guard)
+    torch.testing.assert_close(got.out, expected)
+    assert got.wild_reads == (0 if guard else wild)
 
 
 def test_indexing_with_the_padding_id_takes_the_last_expert() -> None:
@@ -130,25 +125,22 @@ def test_indexing_with_the_padding_id_takes_the_last_expert() -> None:
     ],
 )
 def test_bad_ids_are_named(ids: torch.Tensor, experts: int, message: str) -> None:
-    for form in FORMS.values():
-        with pytest.raises(ValueError, match=message):
-            form(ids, experts)
+    with pytest.raises(ValueError, match=message):
+        consumer.build_map(ids, experts)
 
 
 def test_memory_of_another_size_is_named() -> None:
-    for form in FORMS.values():
-        with pytest.raises(ValueError, match=r"before: expected shape \(8\)"):
-            form(torch.zeros(4, 2).int(), 8, before=torch.zeros(7).int())
+    with pytest.raises(ValueError, match=r"before: expected shape \(8\)"):
+        consumer.build_map(torch.zeros(4, 2).int(), 8, before=torch.zeros(7).int())
 
 
 def test_finalise_refuses_what_does_not_fit() -> None:
     ids = make_ids("distinct", Batch(4, 2, 8))
-    built = consumer.build_map_torch(ids, 8)
+    built = consumer.build_map(ids, 8)
     rows, weights = torch.zeros(8, 3), torch.zeros(4, 2)
-    for finalise in (consumer.finalise, consumer.finalise_torch):
-        with pytest.raises(ValueError, match=r"rows: expected shape \(8, \*\)"):
-            finalise(rows[:7], weights, ids, built)
-        with pytest.raises(ValueError, match=r"topk_weights: expected shape \(4, 2\)"):
-            finalise(rows, weights[:3], ids, built)
-        with pytest.raises(ValueError, match=r"expert_map: expected shape \(6\)"):
-            finalise(rows[:6], weights[:3], ids[:3], built)
+    with pytest.raises(ValueError, match=r"rows: expected shape \(8, \*\)"):
+        consumer.finalise(rows[:7], weights, ids, built)
+    with pytest.raises(ValueError, match=r"topk_weights: expected shape \(4, 2\)"):
+        consumer.finalise(rows, weights[:3], ids, built)
+    with pytest.raises(ValueError, match=r"expert_map: expected shape \(6\)"):
+        consumer.finalise(rows[:6], weights[:3], ids[:3], built)

@@ -8,32 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from staleproof.cases.finding import OFF_ON_OFF
-from staleproof.cases.words import FIXED, WRONG
-from staleproof.incidents.moe_routing import correct, scene
-from staleproof.incidents.moe_routing.cases import FIXES, TABLE
+from staleproof.incidents.moe_routing import correct, fused_moe, scene
+from staleproof.incidents.moe_routing.cases import FIXES
 from staleproof.incidents.moe_routing.scene import LIVE, RoutingCase
 
 Routed = scene.Routed
-
-
-def _worst(weights: torch.Tensor, ids: torch.Tensor) -> Routed:
-    # Distinct, and as far from the best as can be: 64 experts, so those of the other end.
-    return weights, 63 - ids
-
-
-def _thrice(weights: torch.Tensor, ids: torch.Tensor) -> Routed:
-    return 3 * weights, ids
-
-
-def _zeros(weights: torch.Tensor, ids: torch.Tensor) -> Routed:
-    return torch.zeros_like(weights), ids
-
-
-def _one_bit(weights: torch.Tensor, ids: torch.Tensor) -> Routed:
-    # One part in two million of one weight.
-    weights[0, 0] *= 1 + 2**-21
-    return weights, ids
+BY_KERNEL = {
+    "topk_softmax": RoutingCase(choice=scene.OURS),
+    "topk_sigmoid": RoutingCase(choice=scene.OURS, softmax=False),
+    "grouped_topk": RoutingCase(choice="grouped_topk", softmax=False),
+}
 
 
 def _other_padding(weights: torch.Tensor, ids: torch.Tensor) -> Routed:
@@ -42,39 +26,47 @@ def _other_padding(weights: torch.Tensor, ids: torch.Tensor) -> Routed:
     return weights, ids
 
 
-@pytest.mark.parametrize("spoil", [_worst, _thrice, _zeros, _one_bit, _other_padding])
-@pytest.mark.parametrize("kernel", ["topk_softmax", "topk_sigmoid", "grouped_topk"])
+def _one_bit(weights: torch.Tensor, ids: torch.Tensor) -> Routed:
+    weights[0, 0] *= 1 + 2**-23
+    return weights, ids
+
+
+@pytest.mark.parametrize("spoil", [_one_bit, _other_padding])
+@pytest.mark.parametrize("kernel", BY_KERNEL)
 def test_a_kernel_that_chooses_or_weighs_otherwise_is_wrong(
     device: str, monkeypatch: pytest.MonkeyPatch, kernel: str, spoil: Callable[..., Routed]
 ) -> None:
     right = getattr(scene, kernel)
     monkeypatch.setattr(scene, kernel, lambda *args, **options: spoil(*right(*args, **options)))
-    (found,) = TABLE.ask(OFF_ON_OFF, kernel, device=device)
-    assert (found.verdict, found.failed) == (WRONG, True), found.note
+    assert correct.wrong(BY_KERNEL[kernel], device) is not None
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        ("torch_topk", "weights that are not finite"),
+        ("whole_nan_rows_only", "an expert twice"),
+        ("takes_the_worst", "ids:"),
+        ("skips_from_the_first_padding_row", "ids:"),
+    ],
+)
+def test_a_wrong_remedy_is_found_by_what_it_does(device: str, choice: str, why: str) -> None:
+    assert (correct.wrong(RoutingCase(choice=choice), device) or "").startswith(why)
 
 
 def test_a_choice_that_depends_on_padding_is_wrong(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = scene.topk_softmax
-
-    def mixes(x: torch.Tensor, top_k: int, **options: object) -> Routed:
-        weights, ids = right(x, top_k, **options)
+    def mixes(given: scene.RouterInput, top_k: int, padding: torch.Tensor) -> Routed:
+        weights, ids = scene.select_torch(scene.RouterInput(given.logits.nan_to_num(), given.softmax), top_k)
         # Within the error budget, and only where padding is finite.
-        return (weights if bool(x.isnan().any()) else weights * (1 + 2**-23)), ids
+        return (weights if bool(given.logits.isnan().any()) else weights * (1 + 2**-22)), ids
 
-    monkeypatch.setattr(scene, "topk_softmax", mixes)
-    (found,) = TABLE.ask(OFF_ON_OFF, "topk_softmax", device=device)
-    assert found.verdict == WRONG
-    assert "over clean padding" in found.note
-
-
-@pytest.mark.parametrize("name", [name for name, (*_, expected) in FIXES.items() if expected == FIXED])
-def test_every_fix_is_right(device: str, name: str) -> None:
-    off, changes, _ = FIXES[name]
-    assert correct.wrong(replace(off, **changes), device) is None
+    monkeypatch.setitem(scene.ROUTES, "torch_topk", mixes)
+    found = correct.wrong(RoutingCase(choice="torch_topk"), device)
+    assert found is not None
+    assert "over clean padding" in found
 
 
 def test_a_skipped_row_has_no_weight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = RoutingCase(choice="skip_padding")
     right = correct.routed
 
     def heavy(case: RoutingCase, device: str) -> Routed:
@@ -82,4 +74,26 @@ def test_a_skipped_row_has_no_weight(device: str, monkeypatch: pytest.MonkeyPatc
         return weights.masked_fill(ids == -1, 0.5), ids
 
     monkeypatch.setattr(correct, "routed", heavy)
-    assert correct.wrong(case, device) == "weights of a skipped row"
+    assert correct.wrong(RoutingCase(choice="skip_padding"), device) == "weights of a skipped row"
+
+
+def test_a_bias_of_which_a_part_is_nan_is_compared_too(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    off, changes, _ = FIXES["topk_sigmoid, NaN bias"]
+    right = scene.topk_sigmoid
+
+    def whole_only(x: torch.Tensor, top_k: int, *, bias: torch.Tensor) -> Routed:
+        return right(x, top_k, bias=None if bool(bias.isnan().all()) else bias.nan_to_num(1.0))
+
+    monkeypatch.setattr(scene, "topk_sigmoid", whole_only)
+    assert correct.wrong(replace(off, **changes), device) is not None
+
+
+def test_the_batch_of_the_real_kernel_is_compared_in_full(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = fused_moe.Case(40, 8, fused_moe.VIA_TOPK_SOFTMAX, experts=16)
+    logits = fused_moe.bad_logits(case, device).flip(0)
+    assert correct.wrong_choice(logits, 8) is None
+    right = correct.topk_softmax
+    monkeypatch.setattr(correct, "topk_softmax", lambda x, top_k: _one_bit(*right(x, top_k)))
+    assert (correct.wrong_choice(logits, 8) or "").startswith("weights")

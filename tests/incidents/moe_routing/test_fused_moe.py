@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
 from pathlib import Path
 
 import pytest
 
-from staleproof.cases import children, machine
-from staleproof.cases.children import Ended
+from staleproof.cases import machine
 from staleproof.incidents.moe_routing import fused_moe, moe_module
 from staleproof.incidents.moe_routing import fused_moe_cases as cases
 from staleproof.incidents.moe_routing.batch import RIGHT, SILENT
@@ -32,22 +31,26 @@ MEMCHECK = """========= COMPUTE-SANITIZER
 =========
 ========= ERROR SUMMARY: {errors} error{s}
 """
-# Stands for the function that runs in a child: what a case does stands in its ``ids``.
+# Stands for the function that runs in a child: what a case does stands in its ``ids``. Each process writes
+# a line with the tokens of the cases that it was given.
 CHILD = """
 import os, sys, time
+from pathlib import Path
 from staleproof.cases import children
 from staleproof.incidents.moe_routing.fused_moe import CaseResult
 
 def run_in_child(module, cases):
     print("some library greets")
-    for case in cases:
+    with Path(__file__).with_name("given").open("a") as given:
+        print(*(case.tokens for case in cases), file=given)
+    for number, case in enumerate(cases, 1):
         assert module == str(case.check) and os.environ["TRITON_INTERPRET"] == "0"
         if case.ids == "dies":
             print("first\\nlast words\\n\\n", file=sys.stderr, flush=True)
             os.abort()
         if case.ids == "hangs":
             time.sleep(60)
-        children.tell(CaseResult(case, case.ids, wrong_rows=case.tokens))
+        children.tell(CaseResult(case, case.ids, wrong_rows=number))
         if case.ids == "illegal memory access":
             os._exit(3)
 """
@@ -61,112 +64,40 @@ shift 2
 
 
 @pytest.fixture
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real processes that run :data:`CHILD` in place of the function that needs a GPU."""
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Processes that run :data:`CHILD` in place of the function that needs a GPU; the file they write."""
     (tmp_path / "child_of_a_test.py").write_text(CHILD)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "child_of_a_test", raising=False)
     import child_of_a_test  # type: ignore[import-not-found]
 
     monkeypatch.setattr(fused_moe, "run_in_child", child_of_a_test.run_in_child)
     monkeypatch.setattr(moe_module, "built", lambda *, check: Path(str(check)))
+    return tmp_path / "given"
 
 
-@pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Case, str]], list[list[Case]]]:
-    """Replaces the processes: each case gets its outcome, dies, or hangs as it is told.
-
-    ``wrong_rows`` counts the cases that were run. Returns what each process was given.
-    """
-
-    def install(answers: dict[Case, str]) -> list[list[Case]]:
-        given: list[list[Case]] = []
-        ran: list[Case] = []
-
-        class Fake:
-            def __init__(self, cases: Sequence[Case]) -> None:
-                self.cases = cases
-
-            def wait(self, timeout_s: float) -> Ended:
-                assert 0 < timeout_s <= 120
-                told = []
-                for case in self.cases:
-                    if answers[case] in ("dies", "hangs"):
-                        code = None if answers[case] == "hangs" else -6
-                        return Ended(told, code, "", "first\nlast words\n\n", timeout_s)
-                    ran.append(case)
-                    told.append(CaseResult(case, answers[case], wrong_rows=len(ran)))
-                    if answers[case] == CUDA_ILLEGAL_ACCESS:
-                        return Ended(told, 3, "", "", timeout_s)
-                return Ended(told, 0, "", "", timeout_s)
-
-        def start(function: object, module: str, cases: Sequence[Case], *, env: dict[str, str]) -> Fake:
-            assert function is fused_moe.run_in_child
-            assert {str(case.check) for case in cases} == {module}
-            assert env["TRITON_INTERPRET"] == "0"
-            given.append([*cases])
-            return Fake(cases)
-
-        monkeypatch.setattr(children, "start", start)
-        monkeypatch.setattr(moe_module, "built", lambda *, check: Path(str(check)))
-        return given
-
-    return install
-
-
-def test_a_process_that_ends_is_followed_by_another(
-    worker: Callable[[dict[Case, str]], list[list[Case]]],
-) -> None:
-    cases = [Case(tokens, 8, "distinct") for tokens in range(1, 8)]
-    answers = [RIGHT, CUDA_ILLEGAL_ACCESS, SILENT, "dies", "hangs", CUDA_ILLEGAL_ACCESS, RIGHT]
-    given = worker(dict(zip(cases, answers, strict=True)))
-    results = fused_moe.run_cases(cases, processes=1)
-    assert [result.case for result in results] == cases
-    outcomes = [RIGHT, CUDA_ILLEGAL_ACCESS, SILENT, DIED, TIMED_OUT, CUDA_ILLEGAL_ACCESS, RIGHT]
-    assert [result.outcome for result in results] == outcomes
-    assert results[0] == CaseResult(cases[0], RIGHT, wrong_rows=1)
-    assert results[3] == CaseResult(cases[3], DIED, error="last words")
-    assert given == [cases, cases[2:], cases[4:], cases[5:], cases[6:]]
-
-
-def test_results_come_in_the_order_of_the_cases_and_a_process_has_one_module(
-    worker: Callable[[dict[Case, str]], list[list[Case]]],
-) -> None:
-    cases = [Case(tokens, 8, "distinct", check=tokens % 3 == 0) for tokens in range(1, 10)]
-    given = worker(dict.fromkeys(cases, RIGHT))
-    results = fused_moe.run_cases(cases, processes=4)
-    assert [result.case for result in results] == cases
-    assert [len(lane) for lane in given] == [3, 3, 3]
-
-
-def test_a_case_that_is_given_twice_is_run_twice(
-    worker: Callable[[dict[Case, str]], list[list[Case]]],
-) -> None:
-    off, on = Case(512, 8, "all equal"), Case(512, 8, "distinct")
-    worker({off: CUDA_ILLEGAL_ACCESS, on: RIGHT})
-    results = fused_moe.run_cases([off, on, off], processes=1)
-    assert [result.wrong_rows for result in results] == [1, 2, 3]
+def test_a_process_that_ends_is_followed_by_another_and_has_one_module(given: Path) -> None:
+    fatal = Case(2, 8, CUDA_ILLEGAL_ACCESS, check=False)
+    asked = [Case(1, 8, RIGHT), fatal, Case(3, 8, SILENT), Case(4, 8, "dies"), fatal]
+    # In the order of the cases, and a case that is given twice is run twice.
+    assert fused_moe.run_cases(asked, processes=1) == [
+        CaseResult(asked[0], RIGHT, wrong_rows=1),
+        CaseResult(fatal, CUDA_ILLEGAL_ACCESS, wrong_rows=1),
+        CaseResult(asked[2], SILENT, wrong_rows=2),
+        CaseResult(asked[3], DIED, error="last words"),
+        CaseResult(fatal, CUDA_ILLEGAL_ACCESS, wrong_rows=1),
+    ]
+    assert sorted(given.read_text().splitlines()) == ["1 3 4", "2", "2 2"]
     assert fused_moe.run_cases([]) == []
 
 
-def test_a_child_that_dies_keeps_what_it_told_before(child: None) -> None:
-    cases = [Case(n, 8, what) for n, what in enumerate((RIGHT, "dies", CUDA_ILLEGAL_ACCESS), 1)]
-    results = fused_moe.run_cases(cases, processes=1)
-    assert results == [
-        CaseResult(cases[0], RIGHT, wrong_rows=1),
-        CaseResult(cases[1], DIED, error="last words"),
-        CaseResult(cases[2], CUDA_ILLEGAL_ACCESS, wrong_rows=3),
-    ]
-
-
-def test_a_child_that_hangs_is_ended(child: None) -> None:
-    case = Case(1, 8, "hangs")
-    (result,) = fused_moe.run_cases([case], timeout_s=0.2)
+def test_a_child_that_hangs_is_ended(given: Path) -> None:
+    (result,) = fused_moe.run_cases([Case(1, 8, "hangs")], timeout_s=0.2)
     assert result.outcome == TIMED_OUT
 
 
 def test_names_and_cases_are_distinct() -> None:
     assert len({case.name for case in cases.MODULE_CASES}) == len(cases.MODULE_CASES) == 29
-    assert Case(4, 10, "distinct", all_to_all=True).name.endswith("0x7f bytes, all-to-all")
 
 
 @pytest.mark.parametrize(
@@ -182,27 +113,23 @@ def test_names_and_cases_are_distinct() -> None:
             ),
         ),
         ("========= ERROR SUMMARY: 0 errors\n", Memcheck(0, "", "")),
+        ("first\nnot supported here\n", None),
     ],
 )
 def test_what_memcheck_says(
-    child: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, expected: Memcheck
+    given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, expected: Memcheck | None
 ) -> None:
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(SANITIZER)
     tool.chmod(0o755)
     (tmp_path / "report").write_text(said)
     monkeypatch.setattr(machine, "tool", lambda name: tool)
-    assert fused_moe.sanitize(Case(512, 8, CUDA_ILLEGAL_ACCESS)) == expected
-
-
-def test_a_sanitizer_without_a_summary_is_named(
-    child: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mute").write_text("#!/bin/sh\necho first\necho not supported here\n")
-    (tmp_path / "mute").chmod(0o755)
-    monkeypatch.setattr(machine, "tool", lambda name: tmp_path / "mute")
-    with pytest.raises(moe_module.ModuleError, match="gave no summary: not supported here"):
-        fused_moe.sanitize(Case(512, 8, RIGHT))
+    case = Case(512, 8, CUDA_ILLEGAL_ACCESS)
+    if expected is None:
+        with pytest.raises(moe_module.ModuleError, match="gave no summary: not supported here"):
+            fused_moe.sanitize(case)
+    else:
+        assert fused_moe.sanitize(case) == expected
 
 
 def test_where_it_cannot_run_it_says_why(
@@ -210,47 +137,22 @@ def test_where_it_cannot_run_it_says_why(
 ) -> None:
     monkeypatch.setenv(moe_module.FOLDER_VARIABLE, str(tmp_path))
     why = fused_moe.unavailable_reason()
-    if device == "cpu":
-        assert why == "needs a CUDA device"
-    else:
-        assert why is not None
-        assert "\n" not in why
+    assert why == "needs a CUDA device" if device == "cpu" else why and "\n" not in why
     monkeypatch.setattr(machine, "tool", lambda name: None)
     with pytest.raises(moe_module.ModuleError, match="compute-sanitizer is not installed"):
         fused_moe.sanitize(Case(512, 8, "all equal"))
 
 
 @pytest.mark.gpu
-def test_the_table() -> None:
+def test_only_tokens_with_a_duplicate_are_hurt_and_as_many_as_our_replica_says() -> None:
     why = fused_moe.unavailable_reason() or fused_moe.unavailable_reason(check=False)
     if why:
         pytest.skip(why)
     rows = fused_moe.run_cases([*cases.MODULE_CASES])
-    wrong = [
-        (row.case.name, row.outcome, row.error)
-        for row, expected in zip(rows, cases.MODULE_CASES.values(), strict=True)
-        if expected is not None and row.outcome != expected
-    ]
-    assert wrong == []
-    # Only tokens with a duplicate are hurt.
     assert {row.wrong_clean_rows for row in rows} == {0}
-    # As many as our own map and finalise step say, from the same ids over the same memory.
     before = {cases.BYTES: "canary", cases.ZEROS: "zeros", cases.PREVIOUS: "previous map"}
-    compared = 0
-    for row in rows:
-        case = row.case
-        if row.outcome == SILENT and case.tail in before:
-            ours = observe(case.batch, case.ids, before=before[case.tail], guard=case.check, in_torch=True)
-            assert (ours.outcome, ours.wrong_rows) == (SILENT, row.wrong_rows), case.name
-            compared += 1
-    assert compared >= 5
-
-
-@pytest.mark.gpu
-def test_memcheck_names_the_finalise_kernel() -> None:
-    why = fused_moe.unavailable_reason(check=False) or fused_moe.sanitizer_missing()
-    if why:
-        pytest.skip(why)
-    seen = fused_moe.sanitize(Case(512, 8, "all equal", check=False))
-    assert seen.errors > 0
-    assert seen.kernel == "finalizeMoeRoutingKernel"
+    compared = [row for row in rows if row.outcome == SILENT and row.case.tail in before]
+    assert len(compared) >= 5
+    for row in compared:
+        ours = observe(row.case.batch, row.case.ids, before=before[row.case.tail], guard=row.case.check)
+        assert (ours.outcome, ours.wrong_rows) == (SILENT, row.wrong_rows), row.case.name

@@ -66,3 +66,10 @@ def test_the_product_is_right_over_clean_memory(kernel):
 def test_bad_input_is_named(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+def test_the_index_function_is_that_of_the_source():
+    """``hopper_scale.py``: which (row, group) of a block of 256 rows the first 16 bytes of storage hold."""
+    zero, rows = torch.tensor(0), torch.tensor([0, 8, 0, 8, 1, 9, 1, 9, 2, 10, 2, 10, 3, 11, 3, 11])
+    groups = torch.tensor([0, 0, 1, 1] * 4)
+    assert broken.byte_of(zero, rows, groups, Shape(1, 256, 192)).tolist() == [*range(16)]

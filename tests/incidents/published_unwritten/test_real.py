@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -24,7 +24,7 @@ from staleproof.vllm.releases import table
 
 NEWEST = "0.33.0"
 # One of the rounds in which it shows, with both schedulers.
-BAD_SEED = 3
+BAD_SEED = 14
 PATCH = patches()["unpublish"]
 
 
@@ -106,7 +106,7 @@ def test_a_patch_that_forgets_a_block_is_not_called_fixed(monkeypatch):
 # draws miss the fault.
 
 
-EDGES = [14, 15, 16, 30, 31, 32]
+EDGES = [31, 32, 47, 48]
 
 
 class Manager(RuleBasedStateMachine):
@@ -122,17 +122,20 @@ class Manager(RuleBasedStateMachine):
 
     @initialize(
         chunk=st.sampled_from([32, 48, 64]),
-        chunks=st.integers(2, 4),
-        chats=st.integers(1, 3),
-        spare=st.integers(-1, 1),
+        chunks=st.integers(3, 4),
+        more=st.integers(3, 4),
+        lead=st.integers(1, 2),
+        tokens=st.sampled_from(EDGES),
         asynchronous=st.booleans(),
     )
-    def start(self, chunk: int, chunks: int, chats: int, spare: int, asynchronous: bool) -> None:
-        """A pool that so many chunks and chats of one block fill, and the null block."""
-        blocks = chunk * chunks // real.BLOCK + chats + 1 + spare
-        self.engine = real.Real(max(blocks, 10), threshold=chunk, budget=256, asynchronous=asynchronous)
+    def start(self, chunk: int, chunks: int, more: int, lead: int, tokens: int, asynchronous: bool) -> None:
+        """A pool for so many chunks, a few blocks more, and the null block; a chat that ends a block soon."""
+        blocks = chunk * chunks // real.BLOCK + more + 1
+        self.engine = real.Real(blocks, threshold=chunk, budget=256, asynchronous=asynchronous)
         self.add("small", 0, 9, 30, 0)
         self.add("victim", 1, chunk * chunks + 8, 2, 10)
+        self.step(lead)
+        self.add("chat", 2, tokens, 6, 0)
 
     def add(self, kind: str, family: int, tokens: int, reply: int, priority: int) -> None:
         room = (len(self.engine.scheduler.kv_cache_manager.block_pool.blocks) - 2) * real.BLOCK
@@ -150,10 +153,14 @@ class Manager(RuleBasedStateMachine):
     def same_document(self, tokens: int, priority: int) -> None:
         self.add("document", 1, tokens, 2, priority)
 
-    @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
         for _ in range(steps):
-            self.engine.step()
+            if self.engine.running():
+                self.engine.step()
+
+    @rule(steps=st.integers(1, 6))
+    def serve(self, steps: int) -> None:
+        self.step(steps)
 
     @rule(last=st.booleans())
     def abort(self, last: bool) -> None:
@@ -170,15 +177,20 @@ class Manager(RuleBasedStateMachine):
             assert not self.engine.memory.reads, self.engine.memory.reads[:3]
 
     def teardown(self) -> None:
-        self.stack.close()
+        """Let what is there come to its end: a withdrawn request resumes many steps later."""
+        with self.stack:
+            if hasattr(self, "engine"):
+                self.step(40)
+            self.every_slot_below_a_hit_holds_its_prefix()
 
 
 FEW = settings(
-    max_examples=300,
-    stateful_step_count=20,
+    max_examples=40,
+    stateful_step_count=8,
     deadline=None,
     derandomize=True,
     database=None,
+    phases=[Phase.generate],
     suppress_health_check=[*HealthCheck],
 )
 

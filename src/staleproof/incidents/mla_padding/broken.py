@@ -192,15 +192,6 @@ KERNELS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
 }
 
 
-@triton.jit
-def _amax_dropping_nan_kernel(x_ptr, amax_ptr, count, BLOCK: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x_ptr + index, mask=index < count, other=0.0).to(tl.float32)
-    # As fmaxf(0, NaN), which is 0: a comparison with NaN is false, so NaN is never the maximum.
-    magnitude = tl.where(value > 0, value, tl.where(value < 0, -value, 0.0))
-    tl.atomic_max(amax_ptr, tl.max(magnitude, axis=0))
-
-
 def quantise_amax_torch_max(
     x: torch.Tensor, live_rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,16 +211,14 @@ def quantise_amax_fmax(
     """Per-tensor fp8 over all rows with fmax in amax and clamp: the scale ignores NaN, and NaN turns finite.
 
     Stands for vLLM's CUDA op ``dynamic_scaled_fp8_quant`` (``segmented_max_reduction_strided``
-    starts at 0 and uses fmaxf; the conversion clamps with fmin and fmax). It hides NaN, and *finite*
-    stale rows still decide the scale of all rows. Arguments and results as above.
+    starts at 0 and uses fmaxf; the conversion clamps with fmin, then fmax, so that a NaN becomes the largest
+    number). It hides NaN, and *finite* stale rows still decide the scale of all rows. Arguments and results
+    as above.
     """
-    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
-    block = min(8192, triton.next_power_of_2(x.numel()))
-    _amax_dropping_nan_kernel[(triton.cdiv(x.numel(), block),)](x, amax, x.numel(), BLOCK=block)
-    scale = amax / 448.0
-    scaled = x.float() / scale
-    # fmax(NaN, -448) is -448.
-    return scaled.nan_to_num(-448.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+    largest = x.new_full((), 448.0, dtype=torch.float32)
+    scale = (x.abs().float().fmax(0 * largest).amax() / largest).reshape(1)
+    scaled = (x.float() / scale).fmin(largest).fmax(-largest)
+    return scaled.to(torch.float8_e4m3fn), scale
 
 
 QUANTISERS = {"torch.max": quantise_amax_torch_max, "fmax": quantise_amax_fmax}

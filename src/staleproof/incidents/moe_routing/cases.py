@@ -14,7 +14,7 @@ from staleproof import device as devices
 from staleproof.cases.case import ALL, Case, Reading, Scene, ablation, absent, each, fix, reading
 from staleproof.cases.finding import REPLICA, Evidence, Key, real
 from staleproof.cases.run import Table
-from staleproof.cases.words import FIXED, NOT_FIXED
+from staleproof.cases.words import FIXED, NOT_FIXED, WRONG
 from staleproof.device import Provenance
 from staleproof.incidents.moe_routing import broken, consumer, fp8, fused_moe, ranks, scene
 from staleproof.incidents.moe_routing.batch import (
@@ -27,7 +27,7 @@ from staleproof.incidents.moe_routing.batch import (
     Batch,
     rows_with_duplicates,
 )
-from staleproof.incidents.moe_routing.correct import wrong
+from staleproof.incidents.moe_routing.correct import wrong, wrong_choice
 from staleproof.incidents.moe_routing.fused_moe_cases import MODULE_CASES
 from staleproof.incidents.moe_routing.observation import Observation, observe
 from staleproof.incidents.moe_routing.origin import Setting
@@ -291,6 +291,8 @@ FIXES: dict[str, tuple[RoutingCase, dict[str, Any], str]] = {
     "skip_padding, NaN in a live row": (_LIVE_ROW, {"choice": "skip_padding"}, NOT_FIXED),
     "bounds check in the consumer": (_SOFTMAX, {"guard": True}, NOT_FIXED),
 }
+# Remedies that nobody merged. They show that a wrong one is not called fixed.
+WRONG_REMEDIES = {name: (_SOFTMAX, {"choice": name}, WRONG) for name in scene.WRONG_ROUTES}
 # What the crash needs, taken away one at a time -> the change, and what then comes out.
 INGREDIENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no NaN in padding": ({"bad": "nowhere"}, RIGHT),
@@ -445,7 +447,7 @@ TABLE = Table(
             wrong=wrong,
             expect=expected,
         )
-        for name, (off, changes, expected) in FIXES.items()
+        for name, (off, changes, expected) in (FIXES | WRONG_REMEDIES).items()
     ),
     fix(
         REAL_FIX,
@@ -453,7 +455,8 @@ TABLE = Table(
         off=_REAL_OFF,
         on=replace(_REAL_OFF, ids=fused_moe.VIA_TOPK_SOFTMAX),
         ask=module_alone,
-        wrong=lambda case, device: wrong(replace(_SOFTMAX, choice=OURS), device),
+        # That the kernel's sums are right for these ids is its verdict; here, that the ids are.
+        wrong=lambda case, device: wrong_choice(fused_moe.bad_logits(case, device), case.top_k),
         needs=needs_module,
         evidence=_module_evidence,
     ),

@@ -13,118 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from staleproof import check, device
+from staleproof import check
 from staleproof.vllm.routing_calls import sorts_in_one_block
-
-device.load_triton()
-
-import triton
-import triton.language as tl
 
 # Marks map entries that nobody wrote. The bytes 0x7f make an index far outside any buffer.
 CANARY = 0x7F7F7F7F
 # Bits of an expert's number with which one block takes all its tokens in 160 KiB of shared memory.
 ROOMY_BITS = 8
 IDS_DTYPES = (torch.int32, torch.int64)
-
-
-@triton.jit
-def _rank_kernel(
-    keys, row_of_slot, slot_of_row, tokens, top_k, items, BLOCK: tl.constexpr, CHUNK: tl.constexpr
-):
-    """The one-block builder: the row of each (token, slot) is its rank by expert, also for duplicates."""
-    item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(keys + item, mask=item < items, other=0)
-    rank = tl.zeros([BLOCK], dtype=tl.int32)
-    for first in range(0, items, CHUNK):
-        other = first + tl.arange(0, CHUNK)
-        other_key = tl.load(keys + other, mask=other < items, other=2147483647)
-        before = (other_key[None, :] == key[:, None]) & (other[None, :] < item[:, None])
-        before = before | (other_key[None, :] < key[:, None])
-        rank += tl.sum(before.to(tl.int32), 1)
-    slot = (item % top_k) * tokens + item // top_k
-    tl.store(row_of_slot + slot, rank, mask=item < items)
-    tl.store(slot_of_row + rank, slot.to(tl.int32), mask=item < items)
-
-
-@triton.jit
-def _block_prefix_kernel(
-    ids, found, counts, tokens, experts, blocks,
-    TOP_K: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """Step 1: lists the slots of each expert among the tokens of one block, and counts them."""
-    expert = tl.program_id(0).to(tl.int64) * EXPERTS + tl.arange(0, EXPERTS)
-    block = tl.program_id(1).to(tl.int64)
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.full([EXPERTS, TOKENS], -1, dtype=tl.int64)
-    for k in tl.static_range(TOP_K):
-        chosen = tl.load(ids + token * TOP_K + k, mask=token < tokens, other=-1)
-        # Only the first slot that matches, because upstream leaves its loop there.
-        first = (chosen[None, :] == expert[:, None]) & (slot < 0)
-        slot = tl.where(first, k * tokens + token[None, :], slot)
-    matched = (slot >= 0).to(tl.int32)
-    place = tl.cumsum(matched, 1) - matched
-    where = expert[:, None] * tokens + block * TOKENS + place
-    tl.store(found + where, slot.to(tl.int32), mask=(slot >= 0) & (expert[:, None] < experts))
-    tl.store(counts + expert * blocks + block, tl.sum(matched, 1), mask=expert < experts)
-
-
-@triton.jit
-def _global_prefix_kernel(counts, first_rows, first_row, experts, blocks, TOTAL: tl.constexpr):
-    """Step 2: computes at which row each block of each expert begins."""
-    index = tl.arange(0, TOTAL)
-    count = tl.load(counts + index, mask=index < experts * blocks, other=0)
-    begins = tl.cumsum(count, 0) - count
-    tl.store(first_rows + index, begins, mask=index < experts * blocks)
-    opens = (index < experts * blocks) & (index % blocks == 0)
-    tl.store(first_row + index // blocks, begins, mask=opens)
-    tl.store(first_row + experts, tl.sum(count, 0))
-
-
-@triton.jit
-def _merge_kernel(
-    found, counts, first_rows, row_of_slot, slot_of_row, tokens, experts, blocks,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """Step 3: writes the map and its inverse for the slots of step 1, and no other entry."""
-    expert = tl.program_id(0).to(tl.int64) * EXPERTS + tl.arange(0, EXPERTS)
-    block = tl.program_id(1).to(tl.int64)
-    place = tl.arange(0, TOKENS)[None, :]
-    known = expert < experts
-    count = tl.load(counts + expert * blocks + block, mask=known, other=0)[:, None]
-    begin = tl.load(first_rows + expert * blocks + block, mask=known, other=0)[:, None]
-    where = expert[:, None] * tokens + block * TOKENS + place
-    slot = tl.load(found + where, mask=place < count, other=0).to(tl.int64)
-    row = begin + place
-    tl.store(row_of_slot + slot, row, mask=place < count)
-    tl.store(slot_of_row + row, slot.to(tl.int32), mask=place < count)
-
-
-@triton.jit
-def _finalise_kernel(
-    rows, weights, ids, row_of_slot, out, wild_reads, tokens, experts, hidden,
-    GUARD: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr, HIDDEN: tl.constexpr,
-):  # fmt: skip
-    """Sums each token's slots with their weights, reading each slot from the row that the map gives."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, HIDDEN)[None, :]
-    known = token < tokens
-    total = tl.zeros([TOKENS, HIDDEN], dtype=tl.float32)
-    wild = tl.zeros([TOKENS], dtype=tl.int32)
-    for k in tl.static_range(TOP_K):
-        expert = tl.load(ids + token * TOP_K + k, mask=known, other=-1)
-        weight = tl.load(weights + token * TOP_K + k, mask=known, other=0.0)
-        row = tl.load(row_of_slot + k * tokens + token, mask=known, other=0).to(tl.int64)
-        here = (expert >= 0) & (expert < experts)
-        inside = (row >= 0) & (row < tokens * TOP_K)
-        read = (here & inside)[:, None] & (column < hidden)
-        value = tl.load(rows + row[:, None] * hidden + column, mask=read, other=0.0)
-        total += tl.where(read, weight[:, None] * value, 0.0)
-        wild += tl.where(here & (inside == 0), 1, 0)
-    where = out + token[:, None] * hidden + column
-    tl.store(where, total, mask=known[:, None] & (column < hidden))
-    if not GUARD:
-        tl.atomic_add(wild_reads, tl.sum(wild, 0))
 
 
 @dataclass(frozen=True)
@@ -163,22 +59,6 @@ def takes_one_block(tokens: int, top_k: int, experts: int) -> bool:
     return sorts_in_one_block(tokens, top_k, experts, ROOMY_BITS)
 
 
-def _checked_map(
-    topk_ids: torch.Tensor, num_experts: int, before: torch.Tensor | None, one_block: bool | None
-) -> tuple[torch.Tensor, bool]:
-    """The memory of the map before the build, and whether one block builds it."""
-    check.tensor("topk_ids", topk_ids, ndim=2, dtype=IDS_DTYPES)
-    tokens, top_k = topk_ids.shape
-    check.require(topk_ids.numel() > 0, "topk_ids", "at least one token and slot", (tokens, top_k))
-    check.require(num_experts > 0, "num_experts", "at least 1", num_experts)
-    if before is None:
-        memory = torch.full((top_k * tokens,), CANARY, dtype=torch.int32, device=topk_ids.device)
-    else:
-        check.tensor("before", before, shape=(top_k * tokens,), dtype=torch.int32, like=topk_ids)
-        memory = before.clone()
-    return memory, takes_one_block(tokens, top_k, num_experts) if one_block is None else one_block
-
-
 def build_map(
     topk_ids: torch.Tensor,
     num_experts: int,
@@ -201,92 +81,34 @@ def build_map(
 
     Raises:
         ValueError: an argument does not fit.
+
+    >>> build_map(torch.tensor([[3, 3], [1, 2]]), 4, before=torch.zeros(4).int(), one_block=False).row_of_slot
+    tensor([2, 0, 0, 1], dtype=torch.int32)
     """
-    row_of_slot, one_block = _checked_map(topk_ids, num_experts, before, one_block)
-    ids, (tokens, top_k) = topk_ids.contiguous(), topk_ids.shape
-    slot_of_row = torch.full_like(row_of_slot, CANARY)
-    if one_block:
-        keys = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).int()
-        _rank_kernel[(triton.cdiv(ids.numel(), 64),)](
-            keys, row_of_slot, slot_of_row, tokens, top_k, ids.numel(), BLOCK=64, CHUNK=256
-        )
-        return ExpertMap(row_of_slot, slot_of_row, _first_row(keys, num_experts), True)
-    block, experts = min(256, max(16, triton.next_power_of_2(tokens))), 16
-    blocks = triton.cdiv(tokens, block)
-    first_row = row_of_slot.new_empty(num_experts + 1)
-    found = row_of_slot.new_empty(num_experts * tokens)
-    counts = row_of_slot.new_empty(num_experts * blocks)
-    first_rows = torch.empty_like(counts)
-    grid = (triton.cdiv(num_experts, experts), blocks)
-    _block_prefix_kernel[grid](
-        ids, found, counts, tokens, num_experts, blocks, TOP_K=top_k, TOKENS=block, EXPERTS=experts
-    )
-    _global_prefix_kernel[(1,)](
-        counts, first_rows, first_row, num_experts, blocks, TOTAL=triton.next_power_of_2(counts.numel())
-    )
-    _merge_kernel[grid](
-        found,
-        counts,
-        first_rows,
-        row_of_slot,
-        slot_of_row,
-        tokens,
-        num_experts,
-        blocks,
-        TOKENS=block,
-        EXPERTS=experts,
-    )
-    return ExpertMap(row_of_slot, slot_of_row, first_row, False)
-
-
-def _first_row(keys: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The first row of each expert, from the expert of every slot."""
-    counts = torch.bincount(keys.flatten(), minlength=num_experts + 1)
-    return (counts.cumsum(0) - counts).int()
-
-
-def build_map_torch(
-    topk_ids: torch.Tensor,
-    num_experts: int,
-    *,
-    before: torch.Tensor | None = None,
-    one_block: bool | None = None,
-) -> ExpertMap:
-    """:func:`build_map` in plain PyTorch."""
-    row_of_slot, one_block = _checked_map(topk_ids, num_experts, before, one_block)
-    tokens, top_k = topk_ids.shape
-    slot_of_row = torch.full_like(row_of_slot, CANARY)
-    if one_block:
-        in_range = (topk_ids >= 0) & (topk_ids < num_experts)
-        keys = torch.where(in_range, topk_ids, num_experts).flatten()
-        by_expert = keys.argsort(stable=True)
-        slots = by_expert % top_k * tokens + by_expert // top_k
-        row_of_slot[slots] = torch.arange(len(slots)).to(row_of_slot)
-        slot_of_row[:] = slots
-        return ExpertMap(row_of_slot, slot_of_row, _first_row(keys, num_experts), True)
-    first_row, row = torch.empty(num_experts + 1).to(row_of_slot), 0
-    for expert in range(num_experts):
-        first_row[expert] = row
-        match = topk_ids == expert
-        token = match.any(1).nonzero().flatten()
-        # argmax gives the first slot that matches, where upstream's search stops.
-        slots = match.int().argmax(1)[token] * tokens + token
-        row_of_slot[slots] = torch.arange(row, row + len(slots)).to(row_of_slot)
-        slot_of_row[row : row + len(slots)] = slots
-        row += len(slots)
-    first_row[num_experts] = row
-    return ExpertMap(row_of_slot, slot_of_row, first_row, False)
-
-
-def _check_finalise(
-    rows: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: ExpertMap
-) -> None:
     check.tensor("topk_ids", topk_ids, ndim=2, dtype=IDS_DTYPES)
-    shape = (topk_ids.shape[0], topk_ids.shape[1])
-    check.tensor("topk_weights", topk_weights, shape=shape, dtype=torch.float32, like=topk_ids)
-    slots = topk_ids.numel()
-    check.tensor("rows", rows, shape=(slots, None), dtype=torch.float32, like=topk_ids)
-    check.tensor("expert_map", expert_map.row_of_slot, shape=(slots,), like=topk_ids)
+    tokens, top_k = topk_ids.shape
+    check.require(topk_ids.numel() > 0, "topk_ids", "at least one token and slot", (tokens, top_k))
+    check.require(num_experts > 0, "num_experts", "at least 1", num_experts)
+    if before is None:
+        row_of_slot = torch.full((top_k * tokens,), CANARY, dtype=torch.int32, device=topk_ids.device)
+    else:
+        check.tensor("before", before, shape=(top_k * tokens,), dtype=torch.int32, like=topk_ids)
+        row_of_slot = before.clone()
+    if one_block is None:
+        one_block = takes_one_block(tokens, top_k, num_experts)
+    in_range = (topk_ids >= 0) & (topk_ids < num_experts)
+    # One block ranks every slot, those without an expert last. The three steps look through the tokens for
+    # each expert, and stop at the first slot of a token that matches.
+    again = (topk_ids[:, :, None] == topk_ids[:, None, :]).tril(-1).any(-1)
+    found = torch.ones_like(in_range) if one_block else in_range & ~again
+    key = torch.where(in_range & found, topk_ids, num_experts).flatten()
+    by_expert = key.argsort(stable=True)[: int(found.sum())]
+    slots = by_expert % top_k * tokens + by_expert // top_k
+    row_of_slot[slots] = torch.arange(len(slots)).to(row_of_slot)
+    slot_of_row = torch.full_like(row_of_slot, CANARY)
+    slot_of_row[: len(slots)] = slots.int()
+    counts = torch.bincount(key, minlength=num_experts + 1)
+    return ExpertMap(row_of_slot, slot_of_row, (counts.cumsum(0) - counts).int(), one_block)
 
 
 def finalise(
@@ -310,39 +132,12 @@ def finalise(
     Raises:
         ValueError: an argument does not fit.
     """
-    _check_finalise(rows, topk_weights, topk_ids, expert_map)
-    (tokens, top_k), hidden = topk_ids.shape, rows.shape[1]
-    out = rows.new_empty(tokens, hidden)
-    wild_reads = torch.zeros(1, dtype=torch.int32, device=rows.device)
-    _finalise_kernel[(triton.cdiv(tokens, 32),)](
-        rows.contiguous(),
-        topk_weights.contiguous(),
-        topk_ids.contiguous(),
-        expert_map.row_of_slot,
-        out,
-        wild_reads,
-        tokens,
-        len(expert_map.first_row) - 1,
-        hidden,
-        GUARD=guard,
-        TOP_K=top_k,
-        TOKENS=32,
-        HIDDEN=triton.next_power_of_2(hidden),
-    )
-    return Finalised(out, int(wild_reads))
-
-
-def finalise_torch(
-    rows: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: ExpertMap,
-    *,
-    guard: bool = False,
-) -> Finalised:
-    """:func:`finalise` in plain PyTorch."""
-    _check_finalise(rows, topk_weights, topk_ids, expert_map)
+    check.tensor("topk_ids", topk_ids, ndim=2, dtype=IDS_DTYPES)
     tokens, top_k = topk_ids.shape
+    check.tensor("topk_weights", topk_weights, shape=(tokens, top_k), dtype=torch.float32, like=topk_ids)
+    slots = topk_ids.numel()
+    check.tensor("rows", rows, shape=(slots, None), dtype=torch.float32, like=topk_ids)
+    check.tensor("expert_map", expert_map.row_of_slot, shape=(slots,), like=topk_ids)
     out, wild_reads = rows.new_zeros(tokens, rows.shape[1]), 0
     experts = len(expert_map.first_row) - 1
     for k in range(top_k):

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from staleproof.cases.compare import other_bits, too_far
-from staleproof.incidents.moe_routing.batch import rows_with_duplicates
-from staleproof.incidents.moe_routing.scene import LIVE, OURS, RoutingCase, routed, router_input
-from staleproof.ops.reference import topk as reference
+import torch
 
-# Shares of the largest weight. Our kernels follow the reference's arithmetic bit by bit; the replicas
-# take torch's softmax and sigmoid.
-BUDGET = {OURS: 2**-22, "grouped_topk": 2**-22}
-REPLICA_BUDGET = 2**-18
+from staleproof.cases.compare import other_bits, rounding, too_far
+from staleproof.incidents.moe_routing.batch import rows_with_duplicates
+from staleproof.incidents.moe_routing.scene import (
+    TORCHS_SCORES,
+    RoutingCase,
+    is_padding,
+    routed,
+    router_input,
+)
+from staleproof.ops.reference import topk as reference
+from staleproof.ops.topk import topk_softmax
 
 
 def wrong(case: RoutingCase, device: str) -> str | None:
@@ -21,31 +25,52 @@ def wrong(case: RoutingCase, device: str) -> str | None:
 
     Live rows must have the reference's experts and weights, whatever padding rows contain. Rows of
     padding must have distinct experts and finite weights, or the id -1 and weights 0; of our own
-    kernels, the reference's, which also says what a row of NaN gets.
+    kernels, the reference's, which also says what a row of NaN gets. The same holds where padding has
+    other bad values or stands between live rows, and where only a part of the bias is NaN.
     """
     return next(filter(None, _comparisons(case, device)), None)
 
 
+def wrong_choice(logits: torch.Tensor, top_k: int) -> str | None:
+    """What is wrong with the choice of ``topk_softmax`` for (rows, experts) logits, or ``None``."""
+    got, want = topk_softmax(logits, top_k), reference.topk_softmax(logits, top_k)
+    return other_bits("ids", got[1], want[1].int()) or other_bits("weights", got[0], want[0])
+
+
 def _comparisons(case: RoutingCase, device: str) -> Iterator[str | None]:
-    given, top_k = router_input(case, device), case.batch.top_k
+    yield from _choice(case, device)
+    if case.bad == "padding":
+        yield from _choice(replace(case, bad="odd padding"), device)
+        yield from _choice(replace(case, spread=True), device)
+    elif case.bad == "bias":
+        yield from _choice(replace(case, bad="part of the bias"), device)
+
+
+def _choice(case: RoutingCase, device: str) -> Iterator[str | None]:
+    given, top_k, live = router_input(case, device), case.batch.top_k, ~is_padding(case, device)
     weights, ids = routed(case, device)
+    skipped = (ids == -1).all(1)
     if case.choice == "grouped_topk":
         want = reference.grouped_topk(given.logits, top_k, num_expert_group=8, topk_group=4, bias=given.bias)
     else:
         choose = reference.topk_softmax if given.softmax else reference.topk_sigmoid
         want = choose(given.logits, top_k, bias=given.bias)
-    budget = BUDGET.get(case.choice, REPLICA_BUDGET)
-    rows = len(ids) if case.choice in BUDGET else LIVE
-    what = "all rows" if case.choice in BUDGET else "live rows"
-    yield other_bits(f"ids, {what}", ids[:rows].int(), want[1][:rows].int())
-    yield too_far(f"weights, {what}", weights[:rows], want[0][:rows], budget)
-    skipped = (ids == -1).all(1)
+    if case.choice in TORCHS_SCORES:
+        yield other_bits("ids, live rows", ids[live].int(), want[1][live].int())
+        # The replicas take torch's softmax and sigmoid: a sum of the experts, and three steps more.
+        budget = rounding(torch.float32, case.batch.experts + 3)
+        yield too_far("weights, live rows", weights[live], want[0][live], budget)
+    else:
+        # Our kernels follow the reference's arithmetic bit by bit. Padding rows may have no experts.
+        chosen = live | ~skipped
+        yield other_bits("ids", ids[chosen].int(), want[1][chosen].int())
+        yield other_bits("weights", weights[chosen], want[0][chosen])
     in_range = ((ids >= 0) & (ids < case.batch.experts)).all(1)
     yield None if bool((skipped | in_range).all()) else "ids out of range"
     yield "an expert twice" if bool(rows_with_duplicates(ids[in_range]).any()) else None
     yield None if bool(weights.isfinite().all()) else "weights that are not finite"
     yield "weights of a skipped row" if bool(weights[skipped].any()) else None
-    if case.bad == "padding":
+    if "padding" in case.bad:
         other = routed(replace(case, bad="nowhere"), device)
-        yield other_bits("ids, live rows, over clean padding", other[1][:LIVE], ids[:LIVE])
-        yield other_bits("weights, live rows, over clean padding", other[0][:LIVE], weights[:LIVE])
+        yield other_bits("ids, live rows, over clean padding", other[1][live], ids[live])
+        yield other_bits("weights, live rows, over clean padding", other[0][live], weights[live])

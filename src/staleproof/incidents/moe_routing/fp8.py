@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from staleproof.cases.case import Reading, reading
+from staleproof.cases.compare import rounding, too_far
 from staleproof.cases.finding import REPLICA, Evidence
 from staleproof.evidence.rows import Verdict, bad_rows
 from staleproof.incidents.moe_routing import broken, scene
@@ -28,11 +29,17 @@ def through(bad: float, firewall: Firewall, device: str) -> Reading:
     attended = scene.make_logits(device, 256, 8)
     attended[scene.LIVE :, ::64] = bad
     values, scale = firewall.quantise(attended)
-    logits = (values.float() * scale) @ scene.make_logits(device, 128, 256)
-    rows = bad_rows(logits)
-    verdict = Verdict.PAD_ONLY if bool(rows.any()) else Verdict.CLEAN
-    if bool(rows[: scene.LIVE].any()):
-        verdict = Verdict.LEAKED
+    quantised = values.float() * scale
+    logits = quantised @ scene.make_logits(device, 128, 256)
+    rows, live = bad_rows(logits), slice(scene.LIVE)
+    # vLLM's ops are given bf16.
+    budget = rounding(torch.float8_e4m3fn) + rounding(torch.bfloat16)
+    if bool(rows[live].any()):
+        verdict = str(Verdict.LEAKED)
+    elif too_far("live rows", quantised[live], attended[live], budget):
+        verdict = "wrong, finite"
+    else:
+        verdict = Verdict.PAD_ONLY if bool(rows.any()) else Verdict.CLEAN
     _, ids = broken.route(broken.warp_keeps_its_first_column, logits, 8)
     return reading(verdict, rows_with_duplicates=int(rows_with_duplicates(ids).sum()))
 

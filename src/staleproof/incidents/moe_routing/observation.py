@@ -17,15 +17,7 @@ from staleproof.incidents.moe_routing.batch import (
     make_ids,
     rows_with_duplicates,
 )
-from staleproof.incidents.moe_routing.consumer import (
-    CANARY,
-    ExpertMap,
-    build_map,
-    build_map_torch,
-    finalise,
-    finalise_torch,
-    layer,
-)
+from staleproof.incidents.moe_routing.consumer import CANARY, ExpertMap, build_map, finalise, layer
 
 # What the memory of the map may contain before the map is built, and that of the experts' output rows:
 # the previous map's rows, or with "NaN rows" those of another tensor.
@@ -71,25 +63,17 @@ def holes(expert_map: ExpertMap, topk_ids: torch.Tensor) -> torch.Tensor:
 
 
 def observe(
-    batch: Batch,
-    ids: str | torch.Tensor,
-    device: str = "cpu",
-    *,
-    before: str = "canary",
-    guard: bool = False,
-    in_torch: bool | None = None,
+    batch: Batch, ids: str | torch.Tensor, device: str = "cpu", *, before: str = "canary", guard: bool = False
 ) -> Observation:
     """Send one batch through map and finalise step, and compare the result with :func:`layer`.
 
     Args:
         batch: the shape.
         ids: one of :data:`batch.IDS`, or the ids (tokens, top_k) that a routing chose.
-        device: where the kernels run.
+        device: where it runs.
         before: what the memory of map and expert outputs contains, one of :data:`MEMORY`; the
             previous map is that of a batch with other, distinct ids.
         guard: see :func:`finalise`.
-        in_torch: whether to run the PyTorch forms instead of the kernels; by default for more than 64
-            tokens on a CPU, where Triton's interpreter is slow.
 
     Raises:
         ValueError: an argument does not fit.
@@ -98,9 +82,6 @@ def observe(
     check.require(before in MEMORY, "before", " or ".join(MEMORY), repr(before))
     topk_ids = make_ids(ids, batch, seed=1, device=device) if isinstance(ids, str) else ids
     check.tensor("ids", topk_ids, shape=(tokens, top_k))
-    if in_torch is None:
-        in_torch = device == "cpu" and tokens > 64
-    make, finish = (build_map_torch, finalise_torch) if in_torch else (build_map, finalise)
     generator = torch.Generator().manual_seed(2)
     x, table = (torch.randn(n, HIDDEN, generator=generator).to(device) for n in (tokens, experts))
     weights = torch.rand(tokens, top_k, generator=generator).softmax(1).to(device)
@@ -114,13 +95,13 @@ def observe(
         return rows
 
     memory = x.new_zeros(tokens * top_k, HIDDEN)
-    over_canary = built = make(topk_ids, experts)
+    over_canary = built = build_map(topk_ids, experts)
     if before == "zeros":
-        built = make(topk_ids, experts, before=torch.zeros_like(over_canary.row_of_slot))
+        built = build_map(topk_ids, experts, before=torch.zeros_like(over_canary.row_of_slot))
     elif before != "canary":
         earlier_ids = make_ids("distinct", batch, seed=3, device=device)
-        earlier = make(earlier_ids, experts)
-        built = make(topk_ids, experts, before=earlier.row_of_slot)
+        earlier = build_map(earlier_ids, experts)
+        built = build_map(topk_ids, experts, before=earlier.row_of_slot)
         memory = outputs(earlier_ids, earlier, memory)
         if before == "previous map, NaN rows":
             memory.fill_(torch.nan)
@@ -130,7 +111,7 @@ def observe(
         if isinstance(ids, str) and ids == MISREAD
         else topk_ids
     )
-    got = finish(outputs(topk_ids, built, memory), weights, topk_ids, built, guard=guard)
+    got = finalise(outputs(topk_ids, built, memory), weights, topk_ids, built, guard=guard)
     wrong = ~torch.isclose(got.out, layer(x, weights, meant, table), atol=1e-5).all(1)
     nan = got.out.isnan().any(1)
     duplicates = rows_with_duplicates(topk_ids)

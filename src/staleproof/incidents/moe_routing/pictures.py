@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from staleproof.incidents.moe_routing.batch import Batch, make_ids
-from staleproof.incidents.moe_routing.consumer import build_map, build_map_torch
+from staleproof.incidents.moe_routing.consumer import build_map
 from staleproof.incidents.moe_routing.observation import holes
 
 
@@ -48,7 +48,5 @@ def map_picture(batch: Batch, device: str, kind: str = "partly equal") -> MapPic
     '3 tokens: three kernels, 27 of 30 entries never written'
     """
     ids = make_ids(kind, batch, seed=1, device=device)
-    # Triton's interpreter takes seconds for more than 64 tokens.
-    build = build_map_torch if device == "cpu" and batch.tokens > 64 else build_map
-    expert_map = build(ids, batch.experts)
+    expert_map = build_map(ids, batch.experts)
     return MapPicture(batch, expert_map.one_block, holes(expert_map, ids).tolist())

@@ -176,12 +176,14 @@ class RoutingCase:
     """One small batch on its way from router logits through the choice of experts to the consumer.
 
     Attributes:
-        choice: :data:`OURS`, ``grouped_topk``, or a remedy (:data:`REMEDIES`) of the warp's argmax.
+        choice: a key of :data:`ROUTES`, or a remedy (:data:`REMEDIES`) of the warp's argmax.
         softmax: whether scores are a softmax; a sigmoid otherwise.
-        bad: ``padding``, ``live row`` or ``bias`` is NaN; ``infinity`` is one in a live row; or ``nowhere``.
+        bad: ``padding``, ``live row`` or ``bias`` is NaN, or ``part of the bias``; ``odd padding`` holds one
+            NaN, one Inf or only -Inf in a row; ``infinity`` is one in a live row; or ``nowhere``.
         batch: its shape.
         before: what the memory of the map contained, see :func:`observe`.
         guard: whether the consumer checks bounds.
+        spread: whether padding rows stand between the live ones; else they come last, as in vLLM.
     """
 
     choice: str = "none"
@@ -190,36 +192,88 @@ class RoutingCase:
     batch: Batch = TOP_10
     before: str = "canary"
     guard: bool = False
+    spread: bool = False
+
+
+def is_padding(case: RoutingCase, device: str) -> torch.Tensor:
+    """(tokens,) bool."""
+    rows = torch.arange(case.batch.tokens, device=device)
+    return rows % 2 == 0 if case.spread else rows >= LIVE
 
 
 def router_input(case: RoutingCase, device: str) -> RouterInput:
     """The router's input with the case's bad values in it."""
     logits, bias = make_logits(device, case.batch.experts, case.batch.tokens), None
+    padding = is_padding(case, device).nonzero().flatten()
     if case.bad == "padding":
-        logits[LIVE:] = NAN
+        logits[padding] = NAN
+    elif case.bad == "odd padding":
+        logits[padding[0::3], 7], logits[padding[1::3], 7], logits[padding[2::3]] = NAN, INF, -INF
     elif case.bad == "live row":
         logits[2] = NAN
     elif case.bad == "infinity":
         logits[2, 9] = INF
     elif case.bad == "bias":
         bias = torch.full((case.batch.experts,), NAN, device=device)
+    elif case.bad == "part of the bias":
+        bias = nan_bias(logits).bias
     return RouterInput(logits, case.softmax, bias)
+
+
+# Router input, top_k, which rows are padding -> weights, ids
+Route = Callable[[RouterInput, int, torch.Tensor], Routed]
+
+
+def _grouped(given: RouterInput, top_k: int, padding: torch.Tensor) -> Routed:
+    return grouped_topk(given.logits, top_k, num_expert_group=8, topk_group=4, bias=given.bias)
+
+
+def _then(change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Routed]) -> Route:
+    return lambda given, top_k, padding: change(*select_ours(given, top_k), padding)
+
+
+def _whole_nan_rows_only(given: RouterInput, top_k: int, padding: torch.Tensor) -> Routed:
+    logits = given.logits.masked_fill(given.logits.isnan().all(1, keepdim=True), 0.0)
+    return broken.route(broken.warp_keeps_its_first_column, logits, top_k, softmax=given.softmax)
+
+
+def _skip_from_the_first(weights: torch.Tensor, ids: torch.Tensor, padding: torch.Tensor) -> Routed:
+    behind = (padding.cumsum(0) > 0)[:, None]
+    return weights.masked_fill(behind, 0.0), ids.masked_fill(behind, -1)
+
+
+# Choices that take the crash away and are wrong.
+WRONG_ROUTES: dict[str, Route] = {
+    "torch_topk": lambda given, top_k, padding: select_torch(given, top_k),
+    "takes_the_worst": _then(lambda weights, ids, padding: (weights, TOP_10.experts - 1 - ids)),
+    "zero_weights": _then(lambda weights, ids, padding: (weights * 0, ids)),
+    "one_bit_too_large": _then(lambda weights, ids, padding: (weights * (1 + 2**-23), ids)),
+    "whole_nan_rows_only": _whole_nan_rows_only,
+    "skips_from_the_first_padding_row": _then(_skip_from_the_first),
+}
+ROUTES: dict[str, Route] = {
+    OURS: lambda given, top_k, padding: select_ours(given, top_k),
+    "grouped_topk": _grouped,
+    **WRONG_ROUTES,
+}
+
+
+# Their scores are torch's, which rounds otherwise than our kernels.
+TORCHS_SCORES = {*REMEDIES, "torch_topk", "whole_nan_rows_only"}
 
 
 def routed(case: RoutingCase, device: str) -> Routed:
     """The weights and ids (tokens, top_k) that the case's choice sends to the consumer."""
-    given, top_k = router_input(case, device), case.batch.top_k
-    if case.choice == OURS:
-        return select_ours(given, top_k)
-    if case.choice == "grouped_topk":
-        return grouped_topk(given.logits, top_k, num_expert_group=8, topk_group=4, bias=given.bias)
+    given, top_k, padding = router_input(case, device), case.batch.top_k, is_padding(case, device)
+    if case.choice in ROUTES:
+        return ROUTES[case.choice](given, top_k, padding)
     return broken.route(
         broken.warp_keeps_its_first_column,
         given.logits,
         top_k,
         softmax=given.softmax,
         bias=given.bias,
-        is_padding=torch.arange(case.batch.tokens, device=device) >= LIVE,
+        is_padding=padding,
         remedy=REMEDIES[case.choice],
     )
 

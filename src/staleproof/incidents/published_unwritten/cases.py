@@ -251,6 +251,19 @@ def _whole(policy: str, device: str) -> dict[str, Any]:
 PRIORITY, FCFS = (Scene(f"a whole vLLM, {p}", partial(_whole, p)) for p in ("priority", "fcfs"))
 
 
+def foreseen(release: str) -> list[str] | None:
+    """The rounds in which the scheduler alone says that the stranger reads what nobody wrote.
+
+    ``None`` where the source of that release is not here.
+    """
+    server = Server(release)
+    if _missing(server, "cpu"):
+        return None
+    with server.loaded():
+        runs = {seed: server.serve(whole.BLOCKS, burst(seed)[1], **SERVER).memory for seed in SEEDS}
+    return [str(seed) for seed, run in runs.items() if "stranger" in {read.reader for read in run.reads}]
+
+
 def _no_engine(subject: Any, device: str) -> str | None:
     if device != "cuda":
         return "needs a CUDA GPU"

@@ -135,7 +135,7 @@ def scheduler(
         scheduler_config=_Unset(
             max_num_seqs=seqs, max_num_batched_tokens=budget, policy=policy,
             long_prefill_token_threshold=threshold, enable_chunked_prefill=True, watermark=0,
-            async_scheduling=asynchronous, prefill_schedule_interval=1,
+            async_scheduling=asynchronous, prefill_schedule_interval=1, scheduler_reserve_full_isl=True,
         ),
         cache_config=_Unset(num_gpu_blocks=blocks, enable_prefix_caching=caching, block_size=BLOCK),
         model_config=_Unset(max_model_len=8192, supports_multimodal_inputs=False),

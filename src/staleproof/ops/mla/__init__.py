@@ -1,3 +1,10 @@
-"""MLA decode: its kernels, the plan that chooses among them, and the public function in ``decode``."""
+"""MLA decode. ``workbook/mla-decode.md`` says which kernel runs when, and why.
+
+- ``decode``: the public function and the portable Triton kernel.
+- ``plan``: the choice of a kernel and of its cuts, from shapes alone.
+- ``sm90``: Hopper, a program for each request or split of one.
+- ``hopper``: Hopper, a program for each request or for an equal part of all; up to 16 heads, or 64 at a time.
+- ``queries``, ``merge``: the launches before and after those.
+"""
 
 __all__ = ["decode"]

@@ -366,14 +366,14 @@ def mla_decode(
     - Unused entries of ``block_table`` are never followed; they may hold anything.
 
     Query token j of q_len attends to the first ``seq_len - q_len + j + 1`` keys. There is no host
-    sync. One launch, or two with splits. During the call partial results take at most processors * 64 *
-    kv_lora_rank * 4 bytes (16.5 MiB on an H200), and in kernels of equal parts twice that.
+    sync. One launch, two where keys are split among programs, and on Hopper one before them beside an E4M3
+    cache. During the call partial results take at most processors * 64 * kv_lora_rank * 4 bytes (16.5 MiB on
+    an H200), and in kernels of equal parts twice that.
 
-    On Hopper DeepSeek's shape has kernels of its own. ``sm90.py`` has a program for each request
-    and 64 heads. For larger batches ``pairs.py``, and ``few.py`` for at most 16 heads,
-    give each program an equal part of all keys, whatever the lengths. Then the last bits of a request depend
-    on where it is cut, so on the lengths of the batch, not on contents; with ``num_kv_splits`` given they
-    depend on the request alone.
+    On Hopper DeepSeek's shape has kernels of its own (``sm90.py``, ``hopper.py``), and ``plan.py`` chooses by
+    predicted time. Some give each program an equal part of all keys, whatever the lengths. Then the last bits
+    of a request depend on where it is cut, so on the lengths of the batch, not on contents; with
+    ``num_kv_splits`` given they depend on the request alone.
 
     Args:
         q: (batch, heads, 576) or (batch, q_len, heads, 576), bfloat16, float16 or float32;

@@ -561,7 +561,7 @@ def key_memory(dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def barriers():
-    """In the order of their numbers in ``mla_decode_pairs_steps.py``."""
+    """In the order of their numbers above."""
     one: gl.constexpr = mbarrier.MBarrierLayout()
     loaded = gl.allocate_shared_memory(gl.int64, [16, 1], one)
     free = gl.allocate_shared_memory(gl.int64, [4, 1], one)
@@ -737,7 +737,7 @@ def mla_decode_pairs_kernel(
     totals = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
     bars = barriers()
     scale = softmax_scale * k_scale * 1.4426950408889634
-    # In the order of their numbers in mla_decode_pairs_steps.py.
+    # In the order of their numbers above.
     memory = (q_p, q_r, left_p, right_p, left, right, rope, given, peaks)
     target = (out, lse, parts, part_lse)
     gl.warp_specialize(
@@ -778,8 +778,7 @@ HEADS = gl.constexpr(16)
 # Keys or output columns by heads.
 TALL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 BY_HEAD = gl.constexpr(gl.SliceLayout(0, TALL.value))
-# No weights cross between the groups here: their two barriers say, by the group, that it has read what the
-# other left.
+# No weights cross between the groups here. Each barrier: this group has consumed the other's data.
 READ = GIVEN
 
 
@@ -1009,8 +1008,8 @@ def mla_decode_few_kernel(
 
 
 RANK, TOKEN = 512, 576
-# Requests that the kernel's sum over lengths covers; there is one compiled kernel for each. Another one for at
-# most 16 requests was no faster.
+# Requests that the kernel's sum over lengths covers; there is one compiled kernel for each. Another one for
+# at most 16 requests was no faster.
 BATCHES = (128, 1024)
 
 

@@ -1,4 +1,7 @@
-"""MLA decode for Hopper: the same program as ``mla_decode._mla_decode_kernel``, scheduled by hand.
+"""MLA decode for Hopper: the same program as ``decode._mla_decode_kernel``, scheduled by hand.
+
+It begins sooner than the kernels of ``hopper.py`` and takes longer for a tile: for requests of few tiles, and
+for splits of a few long ones.
 
 Three groups of four warps share a program of 64 heads. One loads keys, one computes scores, weights and
 the left half of the output, one the right half. So loads run during all arithmetic, and each score is

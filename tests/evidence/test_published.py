@@ -1,0 +1,57 @@
+"""PublishedBlocks: what a plan does not write, and who reads it."""
+
+from __future__ import annotations
+
+import pytest
+
+from staleproof.evidence import PublishedBlocks, UnwrittenHit
+
+
+def withdrawn(**plan: object) -> tuple[PublishedBlocks, list[int]]:
+    watch = PublishedBlocks()
+    for block in (7, 8):
+        watch.publish(block, f"hash {block}", "victim", 16 * (block - 6))
+    return watch, watch.plan({"victim": 16}, **plan)
+
+
+def test_what_a_step_writes_is_no_concern():
+    watch, bare = withdrawn()
+    assert (bare, watch.published, bool(watch)) == ([8], 1, True)
+    assert watch.read("other", [(7, "hash 7")]) == []
+
+
+@pytest.mark.parametrize("reader", ["victim", "stranger"])
+def test_a_hit_names_both_requests(reader):
+    watch, _ = withdrawn()
+    found = watch.read(reader, [(7, "hash 7"), (8, "hash 8")])
+    assert found == [UnwrittenHit(reader, "victim", (8,))]
+    whose = "itself" if reader == "victim" else "victim"
+    assert str(found[0]) == f"{reader} reads block 8, published by {whose} and written by nobody"
+    assert watch.hits == 1
+
+
+def test_a_request_that_is_gone_has_computed_nothing():
+    watch = PublishedBlocks()
+    watch.publish(7, "hash", "aborted", 16)
+    assert watch.owners == {"aborted"}
+    assert watch.plan({}) == [7]
+
+
+def test_a_hash_that_was_taken_back_cannot_be_hit():
+    watch, bare = withdrawn(key_of={7: "hash 7", 8: None}.get)
+    assert (bare, watch.published, bool(watch)) == ([], 0, False)
+
+
+def test_a_block_that_was_used_again_is_judged_anew():
+    watch, _ = withdrawn()
+    watch.publish(8, "hash 8", "other", 16, computed=16)
+    assert not watch
+    assert watch.read("stranger", [(8, "hash 8")]) == []
+    watch, _ = withdrawn()
+    # Evicted, and nobody said so: another hash is another block.
+    assert watch.read("stranger", [(8, "another")]) == []
+
+
+def test_a_block_without_a_token_is_refused():
+    with pytest.raises(ValueError, match="tokens: expected at least one token up to the block's end, got 0"):
+        PublishedBlocks().publish(1, "hash", "request", 0)

@@ -1,0 +1,243 @@
+"""What a call that was made before must have in common with this one, to be repeated without checks.
+
+On a GPU the first call of each layout keeps its compiled kernels, and later ones only fill in addresses. Here
+a stand-in is kept instead, so that a CPU shows which calls it would serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from staleproof.ops import clear_empty_rows, distinct_experts, fp8, nvfp4, topk
+from staleproof.ops.launching import Seen
+from staleproof.ops.mla import decode
+
+Arguments = dict[str, Any]
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _mla(**change: Any) -> Arguments:
+    given = {
+        "q": torch.ones(2, 4, 96),
+        "kv_cache": torch.ones(6, 16, 96),
+        "block_table": torch.zeros(2, 2, dtype=torch.int32),
+        "seq_lens": ints(3, 20),
+        "softmax_scale": 0.1,
+        "kv_lora_rank": 64,
+        "num_kv_splits": 1,
+    }
+    return given | change
+
+
+def _clear(**change: Any) -> Arguments:
+    return {"out": torch.ones(4, 2, 8), "seq_lens": ints(1, 0, 2, 0)} | change
+
+
+def _fp8(**change: Any) -> Arguments:
+    return {"x": torch.ones(6, 40)} | change
+
+
+def _route(**change: Any) -> Arguments:
+    return {"router_logits": torch.ones(5, 16), "top_k": 4} | change
+
+
+def _groups(**change: Any) -> Arguments:
+    return _route(num_expert_group=4, topk_group=2) | change
+
+
+def _fp4(**change: Any) -> Arguments:
+    return {"x": torch.ones(4, 64), "global_scale": torch.ones(1)} | change
+
+
+def _ids(**change: Any) -> Arguments:
+    return {"topk_weights": torch.ones(5, 3), "topk_ids": torch.zeros(5, 3, dtype=torch.int32)} | change
+
+
+PADDING = torch.zeros(5, dtype=torch.bool)
+# Module, function, arguments, and changes of them that another kernel or another grid serves.
+OPERATIONS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Arguments], list[Arguments]]] = {
+    "mla_decode": (
+        decode,
+        decode.mla_decode,
+        _mla,
+        [
+            {"softmax_scale": 0.2},
+            {"kv_lora_rank": 32, "q": torch.ones(2, 4, 64), "kv_cache": torch.ones(6, 16, 64)},
+            {"k_scale": 0.5},
+            {"num_kv_splits": 2},
+            {"num_kv_splits": None},
+            {"out": torch.ones(2, 4, 64)},
+            {"lse": torch.ones(2, 4)},
+            {"q": torch.ones(2, 3, 96)},
+            {"q": torch.ones(2, 1, 4, 96)},
+            {"kv_cache": torch.ones(6, 32, 96)},
+            {"kv_cache": torch.ones(6, 16, 96).to(torch.float8_e4m3fn)},
+            {"block_table": torch.zeros(2, 3, dtype=torch.int32)},
+            {"block_table": torch.zeros(2, 9, dtype=torch.int32)[:, :2]},
+        ],
+    ),
+    "clear_empty_rows": (
+        clear_empty_rows,
+        clear_empty_rows.clear_empty_rows,
+        _clear,
+        [
+            {"out": torch.ones(4, 2, 8).half()},
+            {"out": torch.ones(4, 1, 2, 8)},
+            {"out": torch.ones(4, 3, 8)[:, :2]},
+            {"lse": torch.ones(4, 2)},
+            {"seq_lens": ints(1, 0), "out": torch.ones(2, 2, 8)},
+            {"query_start_loc": ints(0, 1, 2, 3, 4)},
+        ],
+    ),
+    "quantize_fp8_per_tensor": (
+        fp8,
+        fp8.quantize_fp8_per_tensor,
+        _fp8,
+        [
+            {"live_rows": 3},
+            {"live_rows": ints(3)},
+            {"live_rows": torch.zeros(6, dtype=torch.bool)},
+            {"is_padding": torch.zeros(6, dtype=torch.bool)},
+            {"x": torch.ones(6, 41)},
+            {"x": torch.ones(6, 80)[:, :40]},
+            {"x": torch.ones(6, 40).bfloat16()},
+            {"out": (torch.ones(6, 40).to(torch.float8_e4m3fn), torch.ones(1))},
+        ],
+    ),
+    "topk_softmax": (
+        topk,
+        topk.topk_softmax,
+        _route,
+        [
+            {"top_k": 3},
+            {"bias": torch.ones(16)},
+            {"renormalize": True},
+            {"is_padding": PADDING},
+            {"topk_ids_dtype": torch.int64},
+            {"router_logits": torch.ones(5, 16).half()},
+            {"router_logits": torch.ones(5, 24)[:, :16]},
+            {"router_logits": torch.ones(6, 16)},
+            {"out": (torch.ones(5, 4), torch.zeros(5, 4, dtype=torch.int32))},
+        ],
+    ),
+    "topk_softmax, padding": (
+        topk,
+        topk.topk_softmax,
+        lambda **change: _route(is_padding=PADDING) | change,
+        [{"padding_id": 7}, {"is_padding": None}],
+    ),
+    "grouped_topk": (
+        topk,
+        topk.grouped_topk,
+        _groups,
+        [
+            {"num_expert_group": 2},
+            {"topk_group": 3},
+            {"renormalize": False},
+            {"routed_scaling_factor": 2.5},
+            {"bias": torch.ones(16)},
+            {"top_k": 2},
+        ],
+    ),
+    "quantize_nvfp4": (
+        nvfp4,
+        nvfp4.quantize_nvfp4,
+        _fp4,
+        [
+            {"swizzled": False},
+            {"x": torch.ones(4, 64).half()},
+            {"x": torch.ones(4, 128)[:, :64]},
+            {"out": (torch.zeros(4, 32, dtype=torch.uint8), torch.ones(128, 4).to(torch.float8_e4m3fn))},
+        ],
+    ),
+    "distinct_experts": (
+        distinct_experts,
+        distinct_experts.distinct_experts,
+        _ids,
+        [
+            {"topk_ids": torch.zeros(5, 3, dtype=torch.int64)},
+            {"topk_weights": torch.ones(5, 3).half()},
+            {"topk_ids": torch.zeros(4, 3, dtype=torch.int32), "topk_weights": torch.ones(4, 3)},
+        ],
+    ),
+}
+CHANGES = [(name, i) for name, (*_, changes) in OPERATIONS.items() for i in range(len(changes))]
+
+
+class Kept(Seen[Any]):
+    """Keeps a stand-in where nothing was compiled, and counts the calls that it served."""
+
+    def __init__(self, is_fp8: bool) -> None:
+        super().__init__()
+        self.served = 0
+        self._is_fp8 = is_fp8
+
+    def _serve(self, *addresses: object) -> None:
+        self.served += 1
+
+    def keep(self, key: Any, call: Any) -> None:
+        super().keep(key, call or ((None, self._serve, 1) if self._is_fp8 else self._serve))
+
+
+@pytest.fixture(name="kept")
+def kept_fixture(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Kept]:
+    if device != "cpu":
+        pytest.skip("on a GPU calls are kept in earnest: test_launching.py")
+
+    def of(module: Any) -> Kept:
+        kept = Kept(module is fp8)
+        monkeypatch.setattr(module, "_SEEN", kept)
+        return kept
+
+    return of
+
+
+@pytest.mark.parametrize(("name", "which"), CHANGES)
+def test_another_layout_or_option_is_another_call(kept, name: str, which: int) -> None:
+    module, call, arguments, changes = OPERATIONS[name]
+    seen = kept(module)
+    call(**arguments())
+    call(**arguments(**changes[which]))
+    assert seen.served == 0, f"{changes[which].keys()} went to the kernels of another call"
+    # Each is found again by what it was.
+    call(**arguments())
+    call(**arguments(**changes[which]))
+    assert seen.served == 2
+
+
+def test_each_function_has_calls_of_its_own(kept) -> None:
+    seen = kept(topk)
+    for call in (topk.topk_softmax, topk.topk_sigmoid, topk.topk_softplus_sqrt):
+        call(**_route())
+    topk.grouped_topk(**_groups())
+    assert seen.served == 0
+
+
+BAD_VALUES: dict[str, tuple[Any, Callable[..., Any], Arguments, str]] = {
+    "mla_decode": (decode, decode.mla_decode, _mla(seq_lens=ints(3, 33)), r"seq_lens\[1\]"),
+    "clear_empty_rows": (
+        clear_empty_rows,
+        clear_empty_rows.clear_empty_rows,
+        _clear(seq_lens=ints(1, 1, 1, 1), query_start_loc=ints(0, 3, 2, 3, 4)),
+        "query_start_loc",
+    ),
+    "quantize_fp8_per_tensor": (fp8, fp8.quantize_fp8_per_tensor, _fp8(live_rows=ints(7)), "live_rows"),
+    "quantize_nvfp4": (nvfp4, nvfp4.quantize_nvfp4, _fp4(global_scale=torch.zeros(1)), "global_scale"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_values_are_checked_although_the_call_was_made_before(kept, name: str) -> None:
+    module, call, arguments, named = BAD_VALUES[name]
+    seen = kept(module)
+    call(**arguments)
+    with pytest.raises(ValueError, match=named):
+        call(**arguments, validate=True)
+    assert seen.served == 0

@@ -1,0 +1,42 @@
+"""The draft for vLLM's published blocks: its script fails on 0.33.0 as released, and passes with its diff."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import environment
+
+DRAFT = Path(__file__).parents[2] / "workbook/upstream/vllm-published-before-written.md"
+FAILS = "AssertionError: 256 tokens are computed, and the prefix cache gives 288"
+
+
+def _block(language: str) -> str:
+    (text,) = re.findall(rf"^```{language}\n(.*?)^```", DRAFT.read_text(), re.MULTILINE | re.DOTALL)
+    return str(text)
+
+
+@pytest.mark.slow
+def test_the_script_fails_as_released_and_passes_with_the_diff(tmp_path):
+    with environment.skipped_if_unavailable():
+        variables = environment.variables("0.33.0")
+        released = environment.sources("0.33.0")
+    script = [sys.executable, "-c", _block("python")]
+    found = subprocess.run(script, env=variables, capture_output=True, text=True, check=False)
+    assert found.stderr.rstrip().endswith(FAILS)
+    changed = tmp_path / "vllm"
+    shutil.copytree(released / "vllm", changed, ignore=shutil.ignore_patterns("__pycache__"))
+    for check in (["--check"], []):
+        apply = ["git", "apply", *check, "-"]
+        subprocess.run(apply, cwd=tmp_path, input=_block("diff"), text=True, check=True)
+    variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), variables["PYTHONPATH"]])
+    mended = subprocess.run(script, env=variables, capture_output=True, text=True, check=False)
+    assert mended.returncode == 0, mended.stderr[-2000:]
