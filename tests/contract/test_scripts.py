@@ -263,7 +263,8 @@ def my_decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
     past = torch.arange(k.shape[2], device=q.device) >= seq_lens[:, None]
     scores = (q.float().unsqueeze(2) @ k.transpose(2, 3)).squeeze(2) * softmax_scale
     weights = scores.masked_fill(past[:, None], float("-inf")).softmax(-1)
-    return (weights.unsqueeze(2) @ v).squeeze(2).to(q.dtype)
+    # As kernels do: out has the shape of q, because keys and values have one head_dim.
+    return torch.empty_like(q).copy_((weights.unsqueeze(2) @ v).squeeze(2))
 
 
 def hidden(x):
