@@ -40,6 +40,8 @@ from staleproof.engine.watching import WatchError, fetch
 
 RATE = 24
 START_S = 240.0
+# What may go down: not counts.
+GAUGES = {"unprofiled_bytes", "reading_age_seconds", "ok", "watch_up", "patch_info"}
 # For the last answers, the last scrape and the end of the servers.
 MARGIN_S = 20.0
 MODEL, VOCABULARY = "deepseek_v2", 7999
@@ -173,7 +175,7 @@ def scrape(port: int, stop: threading.Event, every_s: float = 1.0) -> dict[str, 
             found["failed"].append(str(error)[:200])
             continue
         took.append(time.monotonic() - begun)
-        now = {(s.name, *sorted(s.labels.items())): s.value for s in samples if s.name != "unprofiled_bytes"}
+        now = {(s.name, *sorted(s.labels.items())): s.value for s in samples if s.name not in GAUGES}
         found["went_back"] += sum(now.get(key, 0) < value for key, value in before.items())
         before = now
         found["scrapes"] += 1

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from staleproof.vllm import hooks, standing
+from staleproof.vllm import hooks, process, standing
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.sources import Evidence, Sources
 
@@ -195,6 +195,18 @@ def test_a_switch_turns_patches_off_and_on_without_touching_others(module):
     # Somebody else's switch.
     assert standing.switch([], "another") == []
     hooks.unwrap("swapped")
+
+
+def test_what_needs_a_patch_that_is_switched_off_is_off_too_and_not_refused(module):
+    hooks.wrap("drain", DRAIN)
+    hooks.wrap("record", FIRST, requires=("drain",))
+    module("a"), module("b")
+    standing.switch(["drain", "record"], "the test")
+    assert [process.state(name)[0] for name in ("drain", "record")] == [process.OFF] * 2
+    standing.switch([], "the test")
+    assert [process.state(name)[0] for name in ("drain", "record")] == [process.IN_PLACE] * 2
+    standing.step_back("drain", "it failed")
+    assert process.state("record") == (process.REFUSED, "needs drain, which stepped back")
 
 
 def test_a_module_that_is_imported_while_its_patch_is_off_is_patched_later(module):

@@ -53,7 +53,7 @@ def state(name: str) -> tuple[str, str]:
     hooks.settle()
     why = standing.stepped_back.get(name)
     if why is not None:
-        return (OFF if why.startswith(standing.SWITCHED) else REFUSED), why
+        return (OFF if standing.is_switched_off(name) else REFUSED), why
     states = [*hooks.checked(name).values()]
     if name in traced and IN_PLACE in states:
         states += hooks.checked(standing.CACHE).values()

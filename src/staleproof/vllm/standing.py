@@ -129,6 +129,18 @@ def _needs(owner: str) -> str:
     return f"needs {owner}, which stepped back"
 
 
+def is_switched_off(name: str) -> bool:
+    """Whether a patch is out of service because it, or one that it needs, was switched off.
+
+    >>> note("a", "vllm.ops:double", "in place")
+    >>> switch(["a"], "a file") != [], is_switched_off("a"), forget("a")
+    (True, True, None)
+    """
+    why = stepped_back.get(name, "")
+    off = [owner for owner, reason in stepped_back.items() if reason.startswith(SWITCHED)]
+    return why.startswith(SWITCHED) or why in map(_needs, off)
+
+
 def come_back(owner: str) -> str:
     """Put a patch back in service, with those that went along with it; return a line for the log.
 
