@@ -92,6 +92,7 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path):
         ("wrong, finite", "clean", False, True),
         ("leaked", None, True, False),
         ("not run", "clean", False, False),
+        ("not run", None, False, False),
     ],
 )
 def test_ok_failed_and_not_run(verdict, expected, ok, failed):
