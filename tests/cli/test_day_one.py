@@ -205,7 +205,7 @@ def test_the_notebooks_show_the_folder(record, capsys):
         finally:
             printed = capsys.readouterr().out
         shown[name] = printed
-    assert {name[:2] for name in shown} == {"01", "02", "03", "04", "05"}
+    assert {name[:2] for name in shown} == {"01", "02", "03", "04", "05", "07", "08"}
     of_b200 = {name: text for name, text in shown.items() if "RECORDED NVIDIA B200" in text}
     (table,) = (text for name, text in of_b200.items() if name.startswith("01"))
     mine = table.partition("RECORDED NVIDIA B200")[2].partition("RECORDED")[0]

@@ -40,6 +40,8 @@ def force(mode: str) -> None:
     def forced(self: Any, *args: Any, **fields: Any) -> None:
         build(self, *args, **fields)
         changes = {"verdict": mode, "numbers": Numbers()}
+        # A verdict line is looked for by its grade.
+        changes["grade"] = self.grade or "replica"
         if mode == NOT_RUN:
             changes |= {"grade": "", "of": "", "numbers": {}, "note": "forced by the guard"}
         for name, value in changes.items():

@@ -106,8 +106,9 @@ def print_machine(more: Sequence[machine.Capability]) -> None:
 def finding_text(found: Finding) -> str:
     """One finding as one line.
 
-    >>> from staleproof.cases.finding import not_run
-    >>> finding_text(not_run("an_incident", "empty row", "theirs", "needs SM100")).split("  ")[1]
+    >>> from staleproof.cases.finding import Key, not_run
+    >>> key = Key("an_incident", "empty row", "theirs")
+    >>> finding_text(not_run(key, "empty row", "needs SM100")).split("  ")[1]
     'an_incident, empty row, theirs: not run: needs SM100'
     """
     asked = f"{found.grade}, {found.of}" if found.of else found.grade

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from staleproof.cases.case import Fix, Reading, Scene, ablation, each, failed, fix, reading
 from staleproof.cases.compare import too_far
@@ -123,25 +125,32 @@ def _over_canaries(kernel: broken.Kernel, call: Call) -> tuple[torch.Tensor, lis
     return _in_memory_of_its_own(kernel, call)
 
 
+class _Filled(TorchDispatchMode):
+    """Fills every new floating-point tensor that torch leaves as the memory was."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        unwritten = func.overloadpacket.__name__.removeprefix("new_").startswith("empty")
+        return made.fill_(self.value) if unwritten and made.is_floating_point() else made
+
+
 def _in_memory_of_its_own(kernel: broken.Kernel, call: Call) -> tuple[torch.Tensor, list[str]]:
-    """The same of a kernel that returns a new tensor, whose memory torch fills with NaN before."""
-    fills, warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        over_nan, _ = kernel(*call, softmax_scale=SCALE)
-    finally:
-        torch.use_deterministic_algorithms(fills, warn_only=warns)
-    # A NaN that is not there again was never written. The next tensor of this size gets this memory.
-    torch.ones_like(over_nan)
-    again, _ = kernel(*call, softmax_scale=SCALE)
-    kept = (over_nan.isnan() & ~again.isnan()).reshape(len(again), -1)
+    """The same of a kernel that returns a new tensor: over memory of NaN, then over memory of ones."""
+    outputs = []
+    for value in (torch.nan, 1.0):
+        with _Filled(value):
+            outputs.append(kernel(*call, softmax_scale=SCALE)[0])
+    over_nan, over_ones = outputs
+    # What follows the memory was never written.
+    kept = (over_nan.isnan() & (over_ones == 1)).reshape(len(over_nan), -1)
     states = row_states(over_nan)
     for row, (some, whole) in enumerate(zip(kept.any(1).tolist(), kept.all(1).tolist(), strict=True)):
         states[row] = "unwritten" if whole else "partly written" if some else states[row]
-    return again, states
+    return over_ones, states
 
 
 def empty_row(kernel: broken.Kernel, device: str, rows: int = 8) -> Reading:
