@@ -117,10 +117,21 @@ def copied() -> Iterator[Path]:
         yield root
 
 
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "TRITON_INTERPRET": "1",
+    "COLUMNS": "250",
+    # As many processes as cores run at a time: threads of torch would only wait for each other.
+    "OMP_NUM_THREADS": "1",
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+}
+
+
 def _child(root: str, names: Sequence[str], stop: bool) -> NoReturn:
     """In a process of its own: import the copy, and run tests, or ask one verdict."""
     os.chdir(root)
-    os.environ["PYTHONPATH"] = f"{root}/src"
+    # Also here: a Python process has one fork server, which staleproof's own children may have started.
+    os.environ |= ENVIRONMENT | {"PYTHONPATH": f"{root}/src"}
     sys.path.insert(0, f"{root}/src")
     with open(SAID, "wb") as said:
         for stream in (1, 2):
@@ -171,14 +182,7 @@ def _start_server() -> None:
     """Start the process that the others are forked from: it has imported torch, and nothing of ours."""
     FORKS.set_forkserver_preload(["torch", "triton", "pytest", "hypothesis", "rich", "typer"])
     before = dict(os.environ)
-    os.environ |= {
-        "CUDA_VISIBLE_DEVICES": "",
-        "TRITON_INTERPRET": "1",
-        "COLUMNS": "250",
-        # As many processes as cores run at a time: threads of torch would only wait for each other.
-        "OMP_NUM_THREADS": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    }
+    os.environ |= ENVIRONMENT
     forkserver.ensure_running()
     os.environ.clear()
     os.environ.update(before)

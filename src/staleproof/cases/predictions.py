@@ -125,14 +125,6 @@ def of_run(predictions: Sequence[Prediction], run: store.Run) -> list[Outcome]:
     return outcomes(predictions, run.findings)
 
 
-def of_all(runs: Iterable[store.Run]) -> list[Outcome]:
-    """What the SM100 GPUs among the recorded runs say; empty in a checkout without predictions."""
-    path = store.checkout() / "workbook" / NAME
-    known = [run for run in runs if run.environment["machine"].get("capability") in CAPABILITIES]
-    findings = [found for run in known for found in run.findings]
-    return outcomes(read(path), findings) if path.exists() else []
-
-
 def register(path: Path | None = None) -> None:
     """Give those whose code has changed today's date and digest. Not to be done once an SM100 GPU answered.
 
