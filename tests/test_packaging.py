@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,39 @@ def test_the_ranges_admit_what_vllm_pins(release):
     ranges = dict(map(_name_and_range, PROJECT["dependencies"]))
     for name, version in zip(("torch", "triton"), VLLM_PINS[release], strict=True):
         assert SpecifierSet(ranges[name]).contains(version), name
+
+
+def _wheel(folder: Path, *, date: float, mode: int) -> Path:
+    """The wheel of a copy of the sources, with files of other dates and permissions than here."""
+    copied = folder / "copy"
+    tracked = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z", "pyproject.toml", "README.md", "LICENSE", "src"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for name in filter(None, tracked.split("\0")):
+        (copied / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, copied / name)
+        (copied / name).chmod(mode)
+        os.utime(copied / name, (date, date))
+    hatchling = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(hatchling, cwd=copied, check=True, capture_output=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_a_wheel_has_all_files_and_the_same_bytes_each_time(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first = _wheel(tmp_path / "a", date=1_600_000_000, mode=0o644)
+    assert first.read_bytes() == _wheel(tmp_path / "b", date=1_700_000_000, mode=0o664).read_bytes()
+    sources = {str(path.relative_to(tmp_path / "a/copy/src")) for path in (tmp_path / "a/copy/src").rglob("*.*")}
+    assert sources <= {*zipfile.ZipFile(first).namelist()}
+
+
+def test_the_changelog_begins_with_the_version_that_is_built():
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == PROJECT["version"]
 
 
 def test_every_public_name_has_a_home():
