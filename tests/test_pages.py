@@ -10,7 +10,7 @@ import pytest
 
 from staleproof.cases import store
 from staleproof.triage import table
-from tools import bound, figures
+from tools import bound, figures, support
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -117,6 +117,10 @@ def test_a_figure_that_its_finding_does_not_hold_is_noticed():
     told = [*bound.passages(page)]
     assert [(kind, name) for _, kind, name in told] == [("finding", "a | q | v"), ("file", "x")]
     assert [bound.unbound(text, '{"blocks": [12, 0]}') for text, *_ in told] == [["7"], ["5"]]
+
+
+def test_the_page_of_support_is_what_the_records_say():
+    assert support.PAGE.read_text() == support.page()
 
 
 def test_the_index_names_every_page():

@@ -62,7 +62,19 @@ def probed(sources: Sources) -> dict[str, dict[str, Any]]:
     return {name: patch.is_needed(sources)._asdict() for name, patch in vllm_plugin.patches().items()}
 
 
+def write(found: dict[str, dict[str, Any]]) -> None:
+    """Write the table, and from which release on each patch is no longer needed."""
+    newest = [*found][-1]
+    ends = {}
+    for name in found[newest]:
+        needed = [release for release in found if found[release][name]["needed"]]
+        behind = [*found][[*found].index(needed[-1]) + 1 :] if needed else [*found]
+        ends[name] = behind[0] if behind else None
+    text = json.dumps({"no longer needed from": ends, "releases": found}, indent=1)
+    TABLE.write_text(f"{text}\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
     found = {version: probed(sources_of(environment.sources(version))) for version in RELEASES}
-    TABLE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write(found)
     print(f"{len(found)} releases, {len(vllm_plugin.patches())} patches: {TABLE.name}")

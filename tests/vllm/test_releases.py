@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from staleproof.cli import app as cli
@@ -42,7 +44,18 @@ def test_the_table_is_in_order():
     assert {frozenset(rows) for rows in releases.table().values()} == {frozenset(releases.table()["0.33.0"])}
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"0.18.1": {}', '{"0.18.1": {"mla_padding": {}}}', "\xff"])
+def test_the_table_says_from_which_release_a_patch_is_not_needed():
+    ends = json.loads(releases.TABLE.read_text())["no longer needed from"]
+    assert ends.keys() == releases.table()["0.33.0"].keys()
+    for patch, end in ends.items():
+        needed = [release for release, found in releases.table().items() if found[patch]["needed"]]
+        behind = [*releases.table()][[*releases.table()].index(needed[-1]) + 1 :]
+        assert end == (behind[0] if behind else None), patch
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"0.18.1": {}', '{"releases": {"0.18.1": {"mla_padding": {}}}}', "\xff"]
+)
 def test_a_broken_table_is_one_line(tmp_path, monkeypatch, capsys, text):
     file = tmp_path / "versions.json"
     file.write_text(text, encoding="latin-1")

@@ -29,7 +29,7 @@ def table() -> dict[str, dict[str, Any]]:
     False
     """
     try:
-        found = json.loads(TABLE.read_text(encoding="utf-8"))
+        found = json.loads(TABLE.read_text(encoding="utf-8"))["releases"]
         if not all(isinstance(row["needed"], bool) for rows in found.values() for row in rows.values()):
             raise ValueError("a row is incomplete")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
