@@ -42,12 +42,12 @@ Written by `python -m tools.support` from the recorded probes, findings and soak
 Four strengths of evidence, weakest first:
 
 - **Source read**: a probe read the release's source and found what the patch mends. Nothing ran.
-- **CPU**: the release's own Python ran, without the patches and with them. Stubs replaced its compiled kernels.
+- **CPU**: the release's own Python ran, without the patches and with them, compiled kernels as stubs.
 - **One H200, whole**: a whole vLLM with dummy weights answered requests: wrong without the patch, right with
   it, wrong again without it.
 - **Under load**: `vllm serve` with the patches answered {answered} of {sent} requests in two minutes.
 
-The H200 (SM90) is the only GPU that ran any of it. Backends for SM100 (CUTLASS and FlashInfer MLA, FP4 kernels)
+The H200 (SM90) is the only GPU that ran any of it. Backends for SM100 (CUTLASS and FlashInfer MLA, FP4)
 were read in source, and their Python ran on a CPU behind stubs."""
 
 
