@@ -14,6 +14,9 @@ import pytest
 import torch
 import yaml
 from environment import is_whole, sources
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import dashboard
 from prometheus_client.parser import text_string_to_metric_families
 
 from staleproof.vllm import live, releases, standing, watch_port
@@ -85,6 +88,28 @@ def test_the_board_has_variables_for_who_is_asked():
     assert names == ["source", "job", "model", "instance"]
     assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
     assert all(panel["datasource"]["uid"] == "${source}" for panel in BOARD["panels"])
+
+
+def _lost(ours: Any, kept: Any, path: str = "") -> list[str]:
+    """What of a JSON value is missing or different in another."""
+    if isinstance(ours, dict) and isinstance(kept, dict):
+        return [name for key in ours for name in _lost(ours[key], kept.get(key), f"{path}/{key}")]
+    if isinstance(ours, list) and isinstance(kept, list) and len(ours) == len(kept):
+        pairs = enumerate(zip(ours, kept, strict=True))
+        return [name for at, pair in pairs for name in _lost(*pair, f"{path}/{at}")]
+    return [] if ours == kept else [path]
+
+
+def test_grafana_knows_every_key_of_the_board():
+    plugins.register_default_plugins()
+
+    def kept(board: dict[str, Any]) -> Any:
+        return json.loads(JSONEncoder().encode(dashboard.Dashboard.from_json(board)))
+
+    assert _lost(BOARD, kept(BOARD)) == []
+    panel = BOARD["panels"][0] | {"gridPosition": {"h": 8}}
+    misspelled = BOARD | {"panels": [panel, *BOARD["panels"][1:]]}
+    assert _lost(misspelled, kept(misspelled)) == ["/panels/0/gridPosition"]
 
 
 def test_every_alert_leads_to_a_section_of_the_runbook():
