@@ -17,7 +17,7 @@ import environment
 
 PAGE = (Path(__file__).parents[2] / "workbook/reporters.md").read_text()
 BLOCKS = re.findall(r"^```sh\n# vllm ([\d.]+), (server|load).*\n([\s\S]*?)^```", PAGE, re.MULTILINE)
-# Prints of each command whether its words parse. vLLM infers a device while the server's options get defaults.
+# Prints of each command whether it parses. vLLM infers a device while a server's options get defaults.
 PARSE = """
 import json
 import sys
