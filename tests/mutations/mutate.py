@@ -1,32 +1,36 @@
 """Small edits of the source, each of which must turn a named test or verdict red.
 
-A test that cannot fail protects nothing. The ``.toml`` files beside this one list edits: what each
-breaks, the text it replaces, and what must notice. An edit is made in a copy of the tree, and only what
-it names is run there, in a process of its own, on the CPU.
+A test that cannot fail protects nothing. The ``.toml`` files beside this one list edits: file and function,
+what the edit breaks, the piece of code that it replaces, and what must notice. An edit is made in a copy of
+the tree, and only what it names is run there, in a process of its own, on the CPU.
 
-``make mutations`` makes all of them and writes ``workbook/mutations.md``;
+An edit is found by the shape of its code: line breaks, quotes and brackets do not matter, and if the code is
+not there, code that differs from it in names alone is taken.
+
+The lists hold what needs a choice: kernels of Triton, ingredients of the incidents, probes, documents. Plain
+Python is mutated by mutmut (``make mutmut``), which needs no list.
+
+``make mutations`` makes all of them;
 ``python tests/mutations/mutate.py ops fp8`` makes those whose list, file or test contains a word.
 """
 
 from __future__ import annotations
 
-import datetime
+import ast
 import importlib
 import multiprocessing
 import os
-import platform
 import re
 import shutil
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import NoReturn
@@ -36,7 +40,6 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
-PAGE = CHECKOUT / "workbook" / "mutations.md"
 TIMEOUT_S = 600
 # Not copied. The second are files that another process is just compiling to.
 LEFT_OUT = shutil.ignore_patterns("*.egg-info", "*.pyc.*")
@@ -52,13 +55,16 @@ NO_PROGRAM = re.compile(r"\b(Syntax|Indentation|Name|Import|ModuleNotFound|Unbou
 
 @dataclass(frozen=True)
 class Edit:
-    """One edit.
+    """One edit. In its list it stands below ``[["FILE"."FUNCTION"]]``.
 
     Attributes:
         room: the list it is in, e.g. ``ops``.
         file: below ``src/staleproof``, or in ``tools``.
+        function: dotted, e.g. ``Finding.ok``; ``module`` for the whole file, and ``text`` for a file that is
+            no Python, where ``old`` is searched as text.
+        old, new: an expression or statements, there once in the function, and what takes its place
+            (``edit`` in the list).
         breaks: what is wrong then, in one sentence.
-        old, new: the text to replace, which is there once, and the text in its place.
         red: what must notice: a test below ``tests`` (``ops/test_fp8.py::test_strided_rows``), or a
             verdict (``run INCIDENT | question | variant | verdict``) that is not the expected one.
         sample: whether ``make test`` makes it too.
@@ -66,9 +72,10 @@ class Edit:
 
     room: str
     file: str
-    breaks: str
+    function: str
     old: str
     new: str
+    breaks: str
     red: str
     sample: bool = False
 
@@ -90,15 +97,99 @@ class Outcome:
 def edits() -> list[Edit]:
     """Every edit of the lists."""
     return [
-        Edit(path.stem, **row)
+        Edit(path.stem, file, function, *row.pop("edit"), **row)
         for path in sorted(HERE.glob("*.toml"))
-        for row in tomllib.loads(path.read_text())["edit"]
+        for file, functions in tomllib.loads(path.read_text()).items()
+        for function, rows in functions.items()
+        for row in rows
     ]
 
 
 def applied(edit: Edit, text: str) -> str | None:
-    """The text of its file with the edit, or ``None`` if the old text is not there exactly once."""
-    return text.replace(edit.old, edit.new) if text.count(edit.old) == 1 else None
+    """The text of its file with the edit, or ``None`` if the old code is not there exactly once.
+
+    >>> edit = Edit("", "a.py", "f", "x <= 0", "x == 0", breaks="", red="")
+    >>> applied(edit, "def f(tokens): return (tokens\\n  <= 0)")
+    'def f(tokens): return (tokens == 0)'
+    """
+    if not edit.file.endswith(".py"):
+        return text.replace(edit.old, edit.new) if text.count(edit.old) == 1 else None
+    tree, old = ast.parse(text), ast.parse(edit.old).body
+    scope = _function(tree, edit.function)
+    for within, exactly in ((scope, True), (tree, True), (scope, False)):
+        found = [place for place in _places(within, old, exactly) if within] if within else []
+        if found:
+            return _replaced(text, *found[0], edit.new) if len(found) == 1 else None
+    return None
+
+
+def _function(tree: ast.Module, name: str) -> ast.AST | None:
+    """The function or class of a dotted name; the module for ``module``; ``None`` if it is not there."""
+    found: ast.AST | None = tree
+    for part in name.split(".") if name != "module" else ():
+        below = (n for n in ast.walk(found) if n is not found) if found else ()
+        found = next((n for n in below if getattr(n, "name", None) == part and hasattr(n, "body")), None)
+    return found
+
+
+Names = dict[tuple[str, str], str]
+
+
+def _places(scope: ast.AST, old: list[ast.stmt], exactly: bool) -> Iterator[tuple[list[ast.AST], Names]]:
+    """Where the old code is: the nodes, and what the names of the old code are called there."""
+    one = old[0].value if len(old) == 1 and isinstance(old[0], ast.Expr) else None
+    for node in ast.walk(scope):
+        if one is not None:
+            candidates = [[node]]
+        else:
+            bodies = (getattr(node, field, None) for field in ("body", "orelse", "finalbody"))
+            candidates = [
+                body[at : at + len(old)]
+                for body in bodies
+                if isinstance(body, list)
+                for at in range(len(body) - len(old) + 1)
+            ]
+        for nodes in candidates:
+            names: Names = {}
+            if _same([one] if one is not None else old, nodes, names) and (
+                not exactly or all(name == there for (_, name), there in names.items())
+            ):
+                yield nodes, names
+
+
+def _same(a: object, b: object, names: Names) -> bool:
+    """Whether two pieces of code differ in names alone, each name consistently; fills ``names``."""
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(_same, a, b, [names] * len(a)))
+    if not isinstance(a, ast.AST):
+        return type(a) is type(b) and a == b
+    if type(a) is not type(b):
+        return False
+    for field in a._fields:
+        x, y = getattr(a, field, None), getattr(b, field, None)
+        if field in ("id", "attr", "arg") and x is not None and y is not None:
+            if names.setdefault((field, x), y) != y:
+                return False
+        elif field not in ("ctx", "kind") and not _same(x, y, names):
+            return False
+    return True
+
+
+def _replaced(text: str, nodes: list[ast.AST], names: Names, new: str) -> str:
+    """The text with the new code, in the names of its place, instead of the nodes."""
+    if any(name != there for (_, name), there in names.items()):
+        tree = ast.parse(new)
+        for node in ast.walk(tree):
+            for field in {"id", "attr", "arg"} & {*node._fields}:
+                setattr(node, field, names.get((field, getattr(node, field)), getattr(node, field)))
+        new = ast.unparse(tree)
+    lines = text.encode().splitlines(keepends=True)
+    first, last = nodes[0], nodes[-1]
+    begin = sum(map(len, lines[: first.lineno - 1])) + first.col_offset
+    end = sum(map(len, lines[: last.end_lineno - 1])) + last.end_col_offset
+    if isinstance(first, ast.stmt):
+        new = new.replace("\n", "\n" + " " * first.col_offset)
+    return (text.encode()[:begin] + new.encode() + text.encode()[end:]).decode()
 
 
 @contextmanager
@@ -266,39 +357,8 @@ def chosen(words: Sequence[str]) -> list[Edit]:
     return [e for e in edits() if not words or any(w in f"{e.room} {e.file} {e.red}" for w in words)]
 
 
-def page(outcomes: Iterable[Outcome]) -> str:
-    """``workbook/mutations.md``: every edit, and what turned red."""
-    rows = [
-        f"| `{done.edit.file}` | {done.edit.breaks} | {_shown(done.edit.red)} |".replace("\n", " ")
-        for done in outcomes
-    ]
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "triton"))
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return "\n".join(
-        [
-            "# Mutations",
-            "",
-            f"{len(rows)} small edits of the source. Each was made in a copy of the tree, and the test or",
-            "verdict beside it turned red there; without an edit all of them are green. Written by",
-            f"`make mutations`, {day}, on a CPU, Python {platform.python_version()}, {versions}.",
-            "",
-            "| file | the edit | turned red |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
-
-
-def _shown(red: str) -> str:
-    if red.startswith("run "):
-        incident, question, variant, verdict = red.removeprefix("run ").split(" | ")
-        return f"`staleproof run {incident}`, exit 1: {question}, {variant}: **{verdict}**"
-    return "`" + red.replace("|", "\\|") + "`"
-
-
 def main(words: Sequence[str]) -> int:
-    """Make the edits, print a table, write the page if all were made; returns 1 unless all are red."""
+    """Make the edits and print a table; returns 1 unless all are red."""
     # Verdicts first: they take longest.
     wanted = sorted(chosen(words), key=lambda edit: not edit.red.startswith("run "))
     workers = len(os.sched_getaffinity(0))
@@ -335,9 +395,6 @@ def main(words: Sequence[str]) -> int:
     print(f"{good} of {len(outcomes)} edits noticed, {seconds:.0f} s, {workers} at a time; CPU {cpu_s:.0f} s")
     if good < len(outcomes) or anyway:
         return 1
-    if not words:
-        PAGE.write_text(page(outcomes))
-        print(f"written: {PAGE.relative_to(CHECKOUT)}")
     return 0
 
 

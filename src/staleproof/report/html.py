@@ -129,8 +129,8 @@ def page(
         patched=_json(book / "patches.json"),
         chapters=chapters,
         timeline=_timeline() if "timeline.md" in documents else None,
-        # The index is the page itself, and the mutations are for who maintains the tests.
-        documents={n: text for n, text in documents.items() if n not in ("index.md", "mutations.md")},
+        # The index is the page itself.
+        documents={n: text for n, text in documents.items() if n != "index.md"},
     )
     places = {f"{one.stem}.ipynb": one.stem for one in chapters} | {"README.md": "triage"}
     places |= {name: f"doc-{name.removesuffix('.md')}" for name in documents} | {"index.md": "incidents"}
