@@ -191,7 +191,7 @@ for _ in range(2):
     board.count(1, weights, ids=ids, padding=padding(37))
 counts = board.numbers[: 2 * NUMBERS].tolist()
 assert counts[:2] == [0, 2] and sum(counts[NUMBERS : NUMBERS + 2]) == 2
-assert sum(counts[NUMBERS + 4 :]) == 2 * sum(len({*row}) < 6 for row in ids.tolist())
+assert sum(counts[NUMBERS + 4 : NUMBERS + 6]) == 2 * sum(len({*row}) < 6 for row in ids.tolist())
 """,
     "RowCounters": """
 from staleproof.evidence import RowCounters

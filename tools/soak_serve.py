@@ -325,6 +325,11 @@ def judged(name: str, found: dict[str, Any]) -> list[str]:
             wrong.append("a count went back")
         if not scraped["steps"] or scraped["steps"][-1] <= scraped["steps"][0]:
             wrong.append("its steps do not grow")
+        last = scraped.get("last", {})
+        runs = max((count for name, count in last.items() if name.startswith("stage_runs")), default=0)
+        # The counts are copied before the kernels of a step run.
+        if runs < (counted := last.get("counted_steps", 1)) - 1:
+            wrong.append(f"its kernels ran {runs:.0f} times in {counted:.0f} counted steps")
     return wrong
 
 

@@ -47,7 +47,7 @@ def test_rows_are_those_that_row_counters_count(device, dtype, rows, columns):
         counters.begin()
         counters.observe("a", x, mask)
     want = counters.read()["a"]
-    assert slot_of(board, 3) == [want.pad_rows, want.live_rows, 0, 0, 0, 0]
+    assert slot_of(board, 3) == [want.pad_rows, want.live_rows, 0, 0, 0, 0, 2]
     first, found = counters.first_crossing, crossing(int(board.numbers[-1]))
     assert found == (None if first is None else (first.replay, 3, first.row, False))
 
@@ -75,7 +75,7 @@ def test_repeats_are_those_of_a_plain_count(device, top_k, dtype):
     board.count(5, weights, ids)
     twice = [len({i for i in row if i >= 0}) < sum(i >= 0 for i in row) for row in ids.tolist()]
     bad = ~weights.isfinite().all(1)
-    want = [int(bad[40:].sum()), int(bad[:40].sum()), 0, 0, sum(twice[40:]), sum(twice[:40])]
+    want = [int(bad[40:].sum()), int(bad[:40].sum()), 0, 0, sum(twice[40:]), sum(twice[:40]), 1]
     assert slot_of(board, 5) == want
 
 
@@ -106,6 +106,7 @@ def test_a_step_that_is_not_counted_changes_nothing(device):
     board = Board(device)
     board.begin(1, 4, counted=False)
     board.count(0, torch.full((8, 4), torch.nan), torch.zeros(8, 4, dtype=torch.int32))
+    board.count(1, torch.full((8, 4), torch.nan))
     assert not board.numbers[:-2].any()
     assert board.numbers[-2:].tolist() == [NEVER, NEVER]
 

@@ -122,6 +122,7 @@ INFO = 'staleproof_patch_info{process="server",patch="a",state='
 AGE, BEGUN = "staleproof_reading_age_seconds", "staleproof_begun_steps_total"
 LIVE, TWICE = 'staleproof_bad_rows_total{rows="live"', 'staleproof_duplicate_expert_rows_total{rows="live"'
 PAD, HITS, UP = LIVE.replace("live", "padding"), "staleproof_unwritten_hits_total", "staleproof_watch_up"
+RUNS, COUNTED = "staleproof_stage_runs_total", "staleproof_counted_steps_total"
 DOWN = {"up": "1+0x10 0+0x40", "staleproof_ok": "1+0x10 _x40"}
 # Alert, minute: series that let it fire, and such that do not.
 SERIES = [
@@ -133,6 +134,7 @@ SERIES = [
     ("PatchSwitchedOff", 1560, {INFO + '"off"': "1+0x2000"}, {INFO + '"off"': "1+0x20"}),
     ("WatchOutOfService", 18, {UP: "0+0x20"}, {UP: "1+0x20"}),
     ("WatchSilent", 30, {BEGUN: "0+9x40", AGE: "0+60x40"}, {BEGUN: "0+9x40", AGE: "1+0x40"}),
+    ("WatchSilent", 30, {RUNS: "5+0x40", COUNTED: "0+9x40"}, {RUNS: "5+9x40", COUNTED: "0+9x40"}),
     ("WatchSilent", 30, DOWN, {BEGUN: "9+0x40", AGE: "0+60x40"}),
 ]
 

@@ -31,8 +31,8 @@ _CROSSING_SLOT = tl.constexpr(25)
 NEVER = 2**63 - 1
 _NEVER = tl.constexpr(NEVER)
 # Numbers of a slot on the board: rows with a NaN or Inf, padding and live; those of them with a canary,
-# padding and live; rows that name an expert twice, padding and live.
-NUMBERS = 6
+# padding and live; rows that name an expert twice, padding and live; how often a counting kernel ran.
+NUMBERS = 7
 _NUMBERS = tl.constexpr(NUMBERS)
 SLOTS, ROWS, STEPS = 256, 2**24, 2**30
 # The same numbers for the host, where a constexpr would be unwrapped at each step.
@@ -71,6 +71,13 @@ def _add_rows(board_ptr, first_ptr, step, slot, row, is_bad, is_canary, live):
 
 
 @triton.jit
+def _add_run(board_ptr, slot):
+    """Note that a counting kernel ran: a captured graph may have lost it, and no bad row would be counted."""
+    if tl.program_id(0) == 0:
+        tl.atomic_add(board_ptr + slot.to(tl.int64) * _NUMBERS + 6, 1)
+
+
+@triton.jit
 def _live_rows(step, padding_ptr, row, rows, MASKED: tl.constexpr):
     if MASKED:
         return tl.load(padding_ptr + row, mask=row < rows, other=1) == 0
@@ -87,6 +94,7 @@ def _count_rows_kernel(
 ):  # fmt: skip
     step = tl.load(step_ptr)
     if ((step >> _ROW_BITS) & 1) != 0:
+        _add_run(board_ptr, slot)
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         in_range = row < rows
         bad = tl.zeros((ROWS, BLOCK), tl.int32)
@@ -117,6 +125,7 @@ def _count_routing_kernel(
 ):  # fmt: skip
     step = tl.load(step_ptr)
     if ((step >> _ROW_BITS) & 1) != 0:
+        _add_run(board_ptr, slot)
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         k = tl.arange(0, K)
         mask = (row < rows)[:, None] & (k < top_k)[None, :]
@@ -158,7 +167,7 @@ class Board:
             :func:`staleproof.ops.launching.launched`, which saves most of a launch's time on the host.
 
     Attributes:
-        numbers: (256 * 6 + 2,) int64: :data:`NUMBERS` for each slot, then the first padding row and the
+        numbers: (256 * 7 + 2,) int64: :data:`NUMBERS` for each slot, then the first padding row and the
             first live row that had a NaN or Inf, packed.
 
     >>> board = Board("cpu")

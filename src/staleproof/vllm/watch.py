@@ -104,6 +104,8 @@ class Reading:
         bad: (stage, layer) -> rows with a NaN or Inf.
         canaries: (stage, layer) -> those of them that hold a canary: memory that nobody wrote.
         repeats: layer -> rows of expert ids that name one twice.
+        runs: (stage, layer) -> how often its counting kernel ran on the device: at least once a counted step,
+            if its graphs still hold it.
         at: when they arrived, in seconds of the monotonic clock.
     """
 
@@ -112,6 +114,7 @@ class Reading:
     bad: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     canaries: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     repeats: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    runs: Mapping[tuple[str, str], int] = field(default_factory=dict)
     at: float = 0.0
 
 
@@ -291,6 +294,7 @@ class Watch:
                     for (stage, layer), at in watched.items()
                     if stage == "router"
                 },
+                {key: numbers[at + 6] for key, at in watched.items()},
                 time.monotonic(),
             )
             self._copied = None
