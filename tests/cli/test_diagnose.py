@@ -62,6 +62,14 @@ def test_words_are_read_with_the_symptom_and_an_option_overrides_them(capsys):
     assert "version 0.18.1 (--version)" in diagnose(capsys, "--symptom", "NaN on 0.20", "--version", "0.18.1")
 
 
+def test_words_replace_what_a_log_of_another_kind_says(capsys):
+    log = str(LOGS / "host-oom-killed.log")
+    assert "\nnothing here fits; this looks like a host out of memory" in diagnose(capsys, log)
+    text = diagnose(capsys, log, "--symptom", "host memory grows")
+    assert "fits: undrained_ids" in text
+    assert "note: line 5 of the log looks like a host out of memory" in text
+
+
 def test_json_for_programs(capsys):
     answer = json.loads(diagnose(capsys, "--log", str(OOM), "--json"))
     assert answer["known"]["version"] == "0.18.1"

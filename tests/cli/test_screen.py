@@ -13,6 +13,7 @@ from tests.made import finding, not_run, off_on_off
 
 from staleproof.cases import measure, store
 from staleproof.cases.store import read_kept
+from staleproof.cli import app
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.report import conclusion, matrix
 from staleproof.triage import symptom
@@ -180,13 +181,46 @@ def test_what_was_not_run_is_one_line_however_many_reasons():
     assert len(line) <= 80
 
 
-def test_patches_and_list_fit_80_columns(tmp_path):
-    code = "import sys; from staleproof.cli.app import main; sys.exit(main({}))"
-    for arguments in (["list"], ["patches", "--version", "0.18.1"], ["patches", "--explain", "topk_nan"]):
-        lines = [line.rstrip() for line in screen(typed(code.format(arguments)))]
-        assert max(map(len, lines)) <= 80, arguments
-        if arguments[0] == "patches" and "--version" in arguments:
-            assert "    v1/attention/ops/triton_decode_attention.py:574 divides by a sum that is 0" in lines
+# Command -> how its first screen begins, and what is on it besides.
+FIRST = {
+    "": ("Usage: staleproof", "  staleproof diagnose  "),
+    "-h": ("Usage: staleproof", "  diagnose    From what you see, or a log, to what to do now."),
+    "diagnose --symptom NaN --model mla": ("known: symptom nan", "   do now    "),
+    "patches --version 0.18.1": ("vLLM 0.18.1, ", "would apply  decode_buffer      MLA models on CUTLASS or"),
+    "patches --version 0.16.0": ("vLLM 0.16.0, ", "refused      "),
+    "patches --version 0.18.1 -v": ("vLLM 0.18.1, ", "574 divides by a sum that is 0"),
+    "patches --explain mla_padding": (
+        "mla_padding: clears the rows",
+        "affects    MLA models, and TurboQuant",
+    ),
+    "list": ("1  mla_padding: ", "   symptom   "),
+    "compare nvidia-h200 nvidia-h200": ("the same verdicts: ", " timings, second / first: 1.00 to 1.00"),
+    "doctor": ("machine  ", "provenance  "),
+    "moe-module": ("Usage: staleproof moe-module", "  build  "),
+}
+MANY = """
+import sys
+from staleproof.cli.app import COMMANDS, main
+for command in [*{commands}, *(f"{{f.__name__.rstrip('_')}} -h" for f in COMMANDS)]:
+    print(f"@@{{command}}")
+    main(command.split())
+"""
+
+
+def test_the_first_screen_of_each_command_answers_and_fits_80_columns():
+    shown = "\n".join(line.rstrip() for line in screen(typed(MANY.format(commands=[*FIRST]))))
+    screens = {part.partition("\n")[0]: part.splitlines()[1:] for part in shown.split("@@")[1:]}
+    assert len(screens) == len(FIRST) + len(app.COMMANDS)
+    for command, lines in screens.items():
+        assert max(map(len, lines)) <= 80, command
+        first = lines[:40]
+        if command.endswith("-h"):
+            # One screen, and no description is cut.
+            assert len(lines) <= 40, command
+            assert "..." not in "\n".join(lines).partition("Options:")[2], command
+        start, besides = FIRST.get(command, ("Usage: staleproof ", "Options:"))
+        assert first[0].startswith(start), command
+        assert any(besides in line for line in first), (command, first)
 
 
 def test_rows_of_a_benchmark_fit_80_columns(capsys):

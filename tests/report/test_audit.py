@@ -86,11 +86,33 @@ def test_compare_says_what_a_release_changed(tmp_path, capsys):
 
 
 def test_the_picture_leaves_out_what_did_not_run(tmp_path):
-    pytest.importorskip("matplotlib")
-    figure = audit.heat_map(ROWS)
-    axes = figure.axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["kernels 1.0 decode"]
+    pytest.importorskip("seaborn")
+    figure = audit.heat_map([*ROWS, replace(ROW, package="others", clause="R")])
+    axes, others = figure.axes
+    # A map a package, each with the clauses that were put to it.
+    assert [label.get_text() for label in others.get_xticklabels()] == ["R"]
+    assert others.get_title(loc="left").startswith("others:  ")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1.0 decode"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["E", "T", "B"]
     assert sorted(text.get_text() for text in axes.texts) == ["+", "X", "u"]
     audit.draw(ROWS, tmp_path / "map.svg")
     assert (tmp_path / "map.svg").read_text().startswith("<?xml")
+
+
+def test_no_label_of_the_recorded_audits_is_cut(monkeypatch):
+    """And no package's picture is higher than a few screens."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    rows = audit.recorded_audits()
+    shown = []
+    monkeypatch.setattr("staleproof.report.plots.picture", lambda *given: shown.append(given))
+    for package in ("flashinfer-python", "torch"):
+        audit.picture(rows, package)
+        figure, alt, caption = shown.pop()
+        assert figure.bbox.height < 20 * figure.dpi
+        assert alt.startswith(f"The padding contract of {package}, ")
+        assert caption.startswith("RECORDED")
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        figure.draw(renderer)
+        for label in figure.axes[0].get_yticklabels():
+            assert label.get_window_extent(renderer).x0 >= 0, label

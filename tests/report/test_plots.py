@@ -31,13 +31,17 @@ def _verdicts() -> Figure:
 
 
 def test_each_cell_shows_its_state() -> None:
-    cells = _cells(_verdicts())
+    fig = _verdicts()
+    cells = _cells(fig)
     assert len(cells) == 8
+    (mesh,) = fig.axes[0].collections
+    fig.draw(FigureCanvasAgg(fig).get_renderer())
+    faces = mesh.get_facecolor().reshape(2, 4, 4)
     for column, state in enumerate(VERDICTS):
         colour, strength, hatch = plots.STATES[state]
-        for cell in (cells[0, column], cells[1, 3 - column]):
-            assert cell.get_facecolor() == to_rgba(colour, strength)
-            assert (cell.get_hatch() or "") == hatch
+        for place in ((0, column), (1, 3 - column)):
+            assert tuple(faces[place]) == to_rgba(colour, strength)
+            assert (cells[place].get_hatch() or "") == hatch
 
 
 def test_every_bad_state_is_hatched_and_none_is_white() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -100,8 +101,36 @@ def test_table_aligns_to_the_widest_cell(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
+def test_a_table_has_the_same_words_in_html_and_a_colour_for_each_outcome() -> None:
+    shown = show.Table(("variant", "verdict"), [("<a>", "leaked"), ("b", "clean"), ("c", "not run")])
+    made = shown._repr_html_()
+    assert re.sub(r"<[^>]+>", " ", made).split() == [
+        *("variant", "verdict", "&lt;a&gt;", "leaked", "b", "clean", "c", "not", "run")
+    ]
+    colours = [
+        re.search(rf"style='([^']*)'>{word}<", made)[1] for word in ("leaked", "clean", "not run", "b")
+    ]
+    assert len({*colours}) == 4
+    # "refused" is good for a buffer and said of other things too: only its finding tells the outcome.
+    assert "d55e00" in show.Table(("v",), [("clean",)], {(0, 0): "bad"})._repr_html_()
+    assert "background" not in show.Table(("v",), [("clean",)], {})._repr_html_()
+
+
+def test_in_a_notebook_a_table_is_displayed_and_not_printed(monkeypatch, capsys) -> None:
+    ipython = pytest.importorskip("IPython")
+    shown: list[object] = []
+    monkeypatch.setattr(ipython, "get_ipython", lambda: "a kernel")
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    bad = finding("mla_padding", "empty row", "theirs", "unwritten")
+    show.answers([bad])
+    assert capsys.readouterr().out == ""
+    (table,) = shown
+    assert repr(table).splitlines()[-1].split() == ["theirs", "unwritten"]
+    assert table.outcomes == {(0, 1): "bad"}
+
+
 def test_a_row_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="rows: expected 2 cells a row, got 1"):
         show.table(("a", "b"), [("only one",)])
 
 
@@ -150,27 +179,31 @@ def test_recorded_values_come_with_machine_and_date(runs: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("page", [False, True])
-def test_a_slider_needs_somebody_to_move_it(page: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controls_need_somebody_to_move_them(page: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ipywidgets = pytest.importorskip("ipywidgets")
-    seen = []
-    monkeypatch.setattr(ipywidgets, "interact", lambda draw, **by: seen.append((draw, by["live"])))
+    seen: list[object] = []
+    monkeypatch.setattr(ipywidgets, "interact", lambda draw, **by: seen.append((draw, by)))
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     if page:
         monkeypatch.setenv("JPY_SESSION_NAME", "01.ipynb")
-    show.slider("live", range(1, 17), print, instead=lambda: seen.append("table"))
+    knobs = {"live": range(1, 17), "amax": ("torch.max", "fmax"), "remedy": ("a", "b", "c")}
+    show.turn(print, lambda: seen.append("table"), **knobs)
     if not page:
         assert seen == ["table"]
         return
-    ((draw, handle),) = seen
+    ((draw, handles),) = seen
     assert draw is print
-    assert (handle.min, handle.max, handle.step, handle.value) == (1, 16, 1, 1)
+    live, amax, remedy = handles.values()
+    assert (live.min, live.max, live.step, live.value) == (1, 16, 1, 1)
+    assert (type(amax).__name__, amax.options) == ("ToggleButtons", ("torch.max", "fmax"))
+    assert (type(remedy).__name__, remedy.options) == ("Dropdown", ("a", "b", "c"))
 
 
-def test_a_slider_is_a_table_without_ipywidgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ipywidgets_there_is_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JPY_SESSION_NAME", "01.ipynb")
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    seen = []
-    show.slider("live", range(1, 17), print, instead=lambda: seen.append("table"))
+    seen: list[str] = []
+    show.turn(print, lambda: seen.append("table"), live=range(1, 17))
     assert seen == ["table"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -109,8 +110,40 @@ def test_a_log_names_the_model(name, mla, moe, hybrid):
     assert read(name).traits == {"mla": mla, "moe": moe, "hybrid": hybrid}
 
 
-def test_every_log_is_tried():
-    assert {path.stem for path in LOGS.glob("*.log")} == {*FROM_LOGS}
+EXPECTED = tomllib.loads((LOGS / "expected.toml").read_text())
+ALL = sorted(path.stem for path in LOGS.glob("*.log") if path.stem != "not-a-vllm")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_log_leads_to_its_row_or_says_what_else_it_looks_like(name):
+    known = read(name)
+    found = judge.judge_all(known)
+    if name in EXPECTED["ours"]:
+        assert (found[0].row.key, found[0].alive) == (EXPECTED["ours"][name], True)
+        assert known.looks_like == ""
+        return
+    # A log that is none of ours is neither ranked nor passed over in silence.
+    assert [j.row.key for j in found if j.alive] == []
+    says = EXPECTED["others"][name]
+    assert says in known.looks_like
+    for verbose in (False, True):
+        text = " ".join(answer.as_text(known, found, verbose=verbose).split())
+        assert (f"nothing here fits; this looks like {known.looks_like}" if says else answer.NOTHING) in text
+    assert json.loads(answer.as_json(known, found))["looks_like"] == (known.looks_like or None)
+
+
+def test_the_first_line_that_says_what_went_wrong_decides():
+    crash = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    late = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)"
+    assert logs.read(f"{crash}\n{late}").known["symptom"] == "crash"
+    assert logs.read(f"{late}\n{crash}").known["symptom"] == facts.OTHER
+
+
+def test_the_architecture_says_more_than_a_name():
+    config = "Initializing a V1 LLM engine (v0.20.2) with config: model='deepseek-ai/DeepSeek-V3', seed=0"
+    lines = ["Resolved architecture: LlamaForCausalLM", config]
+    for order in (lines, lines[::-1]):
+        assert logs.read("\n".join(order)).traits == {"mla": False, "moe": False, "hybrid": False}
 
 
 def test_a_fact_says_its_line_and_the_last_line_holds():
@@ -231,6 +264,7 @@ def test_the_three_journeys():
     """Garbage on GB200, OOM after the upgrade, illegal access in fused MoE: the right row is first."""
     first = next(iter(standing(of(symptom="garbage", gpu="GB200", model="DeepSeek-R1", graphs="full"))))
     assert first == "empty_rows"
+    assert standing(read("oom-cut-before-start")) == {"decode_buffer": judge.FITS}
     assert next(iter(standing(read("vllm-0.18.1-oom-gb200")).items())) == ("decode_buffer", judge.FITS)
     found = judge.judge_all(read("vllm-0.20.2-illegal-access"))[0]
     assert (found.row.key, found.status) == ("repeated_experts", judge.FITS)

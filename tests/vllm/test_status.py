@@ -1,4 +1,4 @@
-"""What an operator reads: states, advice, exit codes, JSON, and why nothing will be patched."""
+"""What an operator reads: states, the upgrade, exit codes, JSON, and why nothing will be patched."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_patches_of_a_release_that_is_not_installed_would_apply(capsys):
     assert cli.main(["patches", "--version", "0.18.1"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("vLLM 0.18.1, recorded probes of its source\n")
-    assert "would apply  mla_padding        mla_padding" in text
+    assert "would apply  mla_padding        MLA models, and TurboQuant" in text
     assert "affected " not in text
     assert "divides by a sum that is 0 in an empty row" in text
     assert "applied" not in text
@@ -85,9 +85,12 @@ def test_a_series_is_its_last_release_and_says_so(capsys, version):
 
 def test_a_terminal_cuts_no_word_of_the_evidence():
     given = status.answer("0.18.1")
-    wide, narrow = shown.as_text(given), shown.as_text(given, 80)
+    wide, narrow = shown.as_text(given), shown.as_text(given, 80, verbose=True)
     assert max(map(len, narrow.splitlines())) <= 80
-    assert narrow.split() == [word for word in wide.split() if word]
+    refused = shown.as_text(status.answer("0.16.0"), 80)
+    assert "; no patch for 0.16.0" in refused
+    words = wide.replace("  evidence", "").replace("  --------\n", "\n").split()
+    assert narrow.split()[: len(words)] == words
 
 
 def test_json(capsys):
@@ -142,14 +145,12 @@ def test_explanations(capsys):
         assert ("compile-cache key" in text) is patch.traced
 
 
-def test_advice():
-    text = status.answer("0.22.1").notes[-1]
-    assert text.startswith("advice: affected: MLA models, and TurboQuant (mla_padding); ")
-    assert text.endswith(
-        "; upgrade to 0.26.0, which needs only mla_padding, topk_nan_bias, hash_topk_nan, routing_simulator, "
+def test_the_release_to_upgrade_to():
+    assert status.answer("0.22.1").upgrade == (
+        "upgrade to 0.26.0, which needs only mla_padding, topk_nan_bias, hash_topk_nan, routing_simulator, "
         "unpublish"
     )
-    assert status.answer("0.33.0").notes[-1].endswith("no later release has fewer")
+    assert status.answer("0.33.0").upgrade == "no later release has fewer of these defects"
 
 
 def test_an_installed_vllm_will_be_patched(fake, capsys):

@@ -88,6 +88,9 @@ def diagnose(
         if symptom is not None:
             # What the words name replaces what the log says, and an option what the words name.
             said = from_words(symptom)
+            if facts.looks_like:
+                facts.notes.append(f"{facts.origin['symptom']} of the log looks like {facts.looks_like}")
+                facts.looks_like = ""
             facts.known |= said.known
             facts.traits |= said.traits
             facts.origin |= said.origin

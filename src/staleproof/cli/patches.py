@@ -22,6 +22,7 @@ def patches(
     live: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="What stands in a server that runs.")
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="By what evidence.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
     """Say which defects a vLLM has, and which patch helps.
@@ -56,7 +57,7 @@ def patches(
         return
     try:
         if explain is not None:
-            say(shown.explanation(explain))
+            say(shown.explanation(explain, width()))
             return
         found = status.answer(version)
     except PatchError as error:
@@ -66,7 +67,7 @@ def patches(
     if as_json:
         typer.echo(shown.as_json(found))
     else:
-        say(shown.as_text(found, width()))
+        say(shown.as_text(found, width(), verbose=verbose))
     if status.must_worry(found.decided):
         raise typer.Exit(3)
 

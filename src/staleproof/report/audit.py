@@ -138,51 +138,79 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Write the heat map, subject x clause, with a sign in each cell."""
     from staleproof.device import need_workbook
 
-    need_workbook("matplotlib")
+    need_workbook("matplotlib", "seaborn")
     figure = heat_map(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight")
 
 
 def heat_map(rows: Sequence[Row]) -> Any:
-    """The heat map of audits, as a matplotlib figure; subjects that did not run are left out.
+    """The heat maps of audits, one a package, below each other; subjects that did not run are left out.
 
     A subject that ran on several machines has one line, of the GPU. Beside lines that a GPU measured, the
     others say that they were interpreted.
+
+    Args:
+        rows: of one package, or of several.
+
+    Returns:
+        A matplotlib figure; an axes a package.
     """
+    import seaborn as sns
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
+    from staleproof.report.timeline import INK
+
     rows = by_machine(rows)
     mixed = len({row.provenance for row in rows if row.verdict != "not run"}) > 1
-    clauses = _clauses(rows)
-    lines = {
-        key: found
-        for key, found in _lines(rows).items()
-        if {row.verdict for row in found.values()} != {"not run"}
-    }
     order = [*COLOURS]
-    figure = Figure(figsize=(0.42 * len(clauses) + 5, 0.24 * len(lines) + 1))
-    axes = figure.add_subplot()
-    numbers = []
-    for y, found in enumerate(lines.values()):
-        numbers.append(
-            [order.index(found[c].verdict) if c in found else order.index("not run") for c in clauses]
+    packages: dict[str, list[tuple[str, dict[str, Row]]]] = {}
+    for (package, version, subject), found in _lines(rows).items():
+        if {row.verdict for row in found.values()} != {"not run"}:
+            interpreted = mixed and next(iter(found.values())).provenance == "INTERPRETED"
+            name = " ".join(filter(None, (version, subject, "(CPU)" if interpreted else "")))
+            packages.setdefault(package, []).append((name, found))
+    heights = [len(lines) for lines in packages.values()] or [1]
+    figure = Figure(figsize=(11, 0.24 * sum(heights) + 0.8 * len(heights)), layout="constrained")
+    figure.set_facecolor("none")
+    panels = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (package, lines) in zip(panels, packages.items(), strict=False):
+        clauses = _clauses([row for _, found in lines for row in found.values()])
+        asked = [[found.get(clause) for clause in clauses] for _, found in lines]
+        sns.heatmap(
+            [[order.index(row.verdict if row else "not run") for row in line] for line in asked],
+            annot=[[SIGNS[row.verdict] if row else "" for row in line] for line in asked],
+            fmt="",
+            annot_kws={"fontsize": 8},
+            cbar=False,
+            ax=axes,
+            cmap=ListedColormap([*COLOURS.values()]),
+            vmin=-0.5,
+            vmax=3.5,
+            linewidths=0.5,
+            xticklabels=clauses,
+            yticklabels=[name for name, _ in lines],
         )
-        for x, clause in enumerate(clauses):
-            if clause in found:
-                sign = SIGNS[found[clause].verdict]
-                axes.text(x, y, sign, ha="center", va="center", fontsize=7, color="w" if sign == "X" else "k")
-    axes.imshow(numbers, cmap=ListedColormap([*COLOURS.values()]), vmin=-0.5, vmax=3.5, aspect="auto")
-    axes.set_xticks(range(len(clauses)), clauses)
-    names = []
-    for key, found in lines.items():
-        interpreted = mixed and next(iter(found.values())).provenance == "INTERPRETED"
-        names.append(" ".join(filter(None, (*key, "(CPU)" if interpreted else ""))))
-    axes.set_yticks(range(len(lines)), names, fontsize=7)
-    axes.xaxis.tick_top()
-    axes.set_title("  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items()), fontsize=8)
+        signs = "  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items())
+        axes.set_title(f"{package}:  {signs}", fontsize=9, color=INK, loc="left")
+        axes.xaxis.tick_top()
+        axes.tick_params(length=0, colors=INK, labelsize=8, rotation=0)
     return figure
+
+
+def picture(rows: Sequence[Row], package: str) -> None:
+    """Show the heat map of one package in a notebook."""
+    from staleproof.report import plots
+
+    mine = [row for row in rows if row.package == package]
+    ran = {(row.version, row.subject) for row in mine if row.verdict != "not run"}
+    counts = ", ".join(f"{sum(row.verdict == v for row in by_machine(mine))} {v}" for v in SIGNS)
+    plots.picture(
+        heat_map(mine),
+        f"The padding contract of {package}, {len(ran)} subjects that ran by clause: {counts}.",
+        "RECORDED: one square is one clause of one subject; its sign says the verdict, no unit",
+    )
 
 
 def print_changes(before: Path, after: Path) -> int:

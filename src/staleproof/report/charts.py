@@ -85,6 +85,7 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
     Raises:
         ValueError: no rows, or rows of several machines, modes or units.
     """
+    import seaborn as sns
     from matplotlib.figure import Figure
 
     from staleproof.report import plots
@@ -110,9 +111,21 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
             continue
         reference = _is_reference(row["provider"])
         mark, colour = _OURS if row["provider"] == ours else _REFERENCE if reference else _PEER
-        ax.plot([row["p20"], row["p80"]], [y, y], color=colour, linewidth=1.5)
-        face = "none" if reference else colour
-        ax.plot([row["p50"]], [y], mark, color=colour, markerfacecolor=face, markersize=5)
+        # What is recorded are three percentiles: their median is the mark, their extent the interval.
+        sns.pointplot(
+            x=[row["p20"], row["p50"], row["p80"]],
+            y=[y] * 3,
+            estimator="median",
+            errorbar=("pi", 100),
+            native_scale=True,
+            orient="h",
+            color=colour,
+            marker=mark,
+            markersize=5,
+            linewidth=1.5,
+            ax=ax,
+            **({"markerfacecolor": "none"} if reference else {}),
+        )
         said = f"{_number(row['p50'])} {row['unit']}"
         ax.annotate(
             said, (row["p80"], y), (7, 0), textcoords="offset points", va="center", fontsize=_FONT, color=INK

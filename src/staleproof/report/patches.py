@@ -6,7 +6,7 @@ import json
 import textwrap
 
 from staleproof.vllm.patches import NOTEBOOKS
-from staleproof.vllm.plugin import patches
+from staleproof.vllm.plugin import REFUSED, patches
 from staleproof.vllm.sources import PatchError
 from staleproof.vllm.status import Answer
 
@@ -18,47 +18,55 @@ PROJECTS = {
 }
 
 
-def as_text(given: Answer, width: int | None = None) -> str:
-    """Format an answer as a table: state, patch, incident, and the evidence or the reason.
+def as_text(given: Answer, width: int | None = None, *, verbose: bool = False) -> str:
+    """Format an answer: what to upgrade to, then state, patch, who is affected, and the evidence.
 
     Args:
         given: the answer.
-        width: columns of a terminal. The evidence then stands below its patch, and no word is cut;
-            ``None`` puts a patch on a line.
+        width: columns of a terminal, in which no word is cut. ``None``: a patch on a line.
+        verbose: in a terminal, the evidence below each patch; it is always on a line that holds a patch.
 
-    >>> print(as_text(Answer("0.20.2", False, [], ["advice: none"])))
+    >>> print(as_text(Answer("0.20.2", False, [], ["note: a build"], "upgrade to 0.26.0")))
     vLLM 0.20.2, recorded probes of its source
+    note: a build
+    upgrade to 0.26.0
     <BLANKLINE>
-    state  patch  incident  evidence
-    -----  -----  --------  --------
-    <BLANKLINE>
-    advice: none
+    state  patch  affects  evidence
+    -----  -----  -------  --------
     """
     origin = "installed, probed now" if given.installed else "recorded probes of its source"
-    rows = [["state", "patch", "incident", "evidence"]]
-    rows += [[d.state, d.patch.name, d.patch.incident, d.why] for d in given.decided]
+    last = "evidence" if width is None else ""
+    rows = [["state", "patch", "affects", last]]
+    rows += [[d.state, d.patch.name, d.patch.models, d.why] for d in given.decided]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    rows.insert(1, ["-" * size for size in (*widths, 8)])
-    lines = []
-    for row in rows:
-        first = "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=False))
-        if width is None or len(first) + 2 + len(row[3]) <= width:
-            lines.append(f"{first}  {row[3]}")
+    rows.insert(1, ["-" * size for size in (*widths[:2], 7, len(last))])
+    head = [f"vLLM {given.version}, {origin}", *given.notes, *filter(None, [given.upgrade])]
+    lines = [part for line in head for part in _wrapped(line, width)]
+    lines.append("")
+    for state, patch, affects, evidence in rows:
+        first = f"{state:<{widths[0]}}  {patch:<{widths[1]}}  "
+        if width is None:
+            lines.append(f"{first}{affects:<{widths[2]}}  {evidence}")
         else:
-            lines += [first.rstrip(), *_wrapped(row[3], width, "    ")]
-    notes = [part for note in given.notes for part in _wrapped(note, width)]
-    return "\n".join([f"vLLM {given.version}, {origin}", "", *lines, "", *notes])
+            lines += _wrapped(affects, width, first, " " * len(first))
+            # Why a patch is refused is the answer, and no detail.
+            lines += _wrapped(evidence, width, "    ") if verbose or state == REFUSED else []
+    if width is not None:
+        lines.append("")
+        more = "" if verbose else "-v says by what evidence; "
+        lines += _wrapped(f"{more}--explain PATCH says what a patch does, and its cost", width)
+    return "\n".join(lines)
 
 
-def _wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
+def _wrapped(text: str, width: int | None, first: str = "", later: str | None = None) -> list[str]:
     """Text in lines of a width, broken between words only; as it is without a width."""
     if width is None:
-        return [text]
+        return [first + text]
     return textwrap.wrap(
         text,
         width,
-        initial_indent=indent,
-        subsequent_indent=indent + "  ",
+        initial_indent=first,
+        subsequent_indent=first + "  " if later is None else later,
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -88,8 +96,8 @@ def as_json(given: Answer) -> str:
         }
         for d in given.decided
     ]
-    found = {"vllm": given.version, "installed": given.installed, "notes": given.notes, "patches": rows}
-    return json.dumps(found, indent=1)
+    found = {"vllm": given.version, "installed": given.installed, "notes": given.notes}
+    return json.dumps({**found, "upgrade": given.upgrade, "patches": rows}, indent=1)
 
 
 def url(thread: str) -> str:
@@ -102,8 +110,12 @@ def url(thread: str) -> str:
     return f"https://github.com/{PROJECTS[project]}/issues/{number}"
 
 
-def explanation(name: str) -> str:
+def explanation(name: str, width: int | None = None) -> str:
     """Describe one patch: summary, mechanism, models, releases, targets, threads, cost, notebook.
+
+    Args:
+        name: of the patch.
+        width: columns of a terminal; ``None`` puts an entry on a line.
 
     Raises:
         PatchError: no patch has this name.
@@ -115,25 +127,28 @@ def explanation(name: str) -> str:
         raise PatchError(f"unknown patch {name!r}; known: {', '.join(patches())}")
     patch = patches()[name]
     spans = ", ".join(f"{first} to {last}" for first, last in patch.versions)
-    wraps = [*dict.fromkeys(f"{target.module}: {target.name}" for target in patch.targets)]
-    threads = [f"{thread}  {url(thread)}" for thread in patch.threads]
     cache = (
         "the patch is a factor of vLLM's compile-cache key: each state has graphs of its own"
         if patch.traced
         else "torch.compile does not see it"
     )
+    fields = {
+        "affects": [patch.models],
+        "releases": [f"{spans}, if the probe finds the defect"],
+        "wraps": [*dict.fromkeys(f"{target.module}: {target.name}" for target in patch.targets)],
+        "upstream": [f"{thread}  {url(thread)}" for thread in patch.threads],
+        "cost": [patch.cost],
+        "needs": [", ".join(patch.requires)] if patch.requires else [],
+        "cache": [cache],
+        "notebook": [f"notebooks/{NOTEBOOKS[patch.incident]}"],
+    }
     lines = [
-        f"{name}: {patch.summary}",
+        *_wrapped(f"{name}: {patch.summary}", width),
         "",
-        *textwrap.wrap(patch.mechanism, 88),
+        *_wrapped(patch.mechanism, width, later=""),
         "",
-        f"affects    {patch.models}",
-        f"releases   {spans}, if the probe finds the defect",
-        *(f"{'' if i else 'wraps':<11}{place}" for i, place in enumerate(wraps)),
-        *(f"{'' if i else 'upstream':<11}{thread}" for i, thread in enumerate(threads)),
-        f"cost       {patch.cost}",
-        *([f"needs      {', '.join(patch.requires)}"] if patch.requires else []),
-        f"cache      {cache}",
-        f"notebook   notebooks/{NOTEBOOKS[patch.incident]}",
     ]
+    for field, entries in fields.items():
+        for i, entry in enumerate(entries):
+            lines += _wrapped(entry, width, f"{'' if i else field:<11}", " " * 11)
     return "\n".join(lines)

@@ -75,6 +75,8 @@ def grid(
     Raises:
         ValueError: cells that do not fit the labels, or an unknown state.
     """
+    import seaborn as sns
+    from matplotlib.colors import ListedColormap, to_rgba
     from matplotlib.figure import Figure
 
     require(len(cells) == len(rows), "cells", f"{len(rows)} rows", len(cells))
@@ -90,17 +92,27 @@ def grid(
     size = (max(left + width + right, 4.6), bottom + height + top)
     fig = Figure(figsize=size, facecolor="none")
     ax = fig.add_axes((left / size[0], bottom / size[1], width / size[0], height / size[1]), facecolor="none")
+    order = [*STATES]
+    sns.heatmap(
+        [[order.index(state) for state in line] for line in cells],
+        cmap=ListedColormap([to_rgba(colour, strength) for colour, strength, _ in STATES.values()]),
+        vmin=-0.5,
+        vmax=len(order) - 0.5,
+        cbar=False,
+        ax=ax,
+        xticklabels=list(columns),
+        yticklabels=list(rows),
+    )
     for y, line in enumerate(cells):
         for x, state in enumerate(line):
-            ax.add_patch(patch(state, (x, y)))
+            ax.add_patch(patch(state, (x, y), facecolor="none"))
     if live is not None:
         ax.plot([-0.15, len(columns) + 0.15], [live, live], color=INK, linewidth=2, clip_on=False)
-    ax.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
-    middles = [x + 0.5 for x in range(len(columns))]
-    ax.set_xticks(middles, columns, rotation=0 if flat else 35, ha="center" if flat else "left")
-    ax.set_yticks([y + 0.5 for y in range(len(rows))], rows)
     ax.xaxis.tick_top()
-    ax.tick_params(length=0, colors=INK, labelsize=_FONT)
+    ax.tick_params(length=0, colors=INK, labelsize=_FONT, rotation=0)
+    if not flat:
+        for label in ax.get_xticklabels():
+            label.set(rotation=35, ha="left")
     for spine in ax.spines.values():
         spine.set_visible(False)
     shown = [s for s in STATES if any(s in line for line in cells)]

@@ -1,17 +1,22 @@
 """What notebook cells call: the banner, tables, verdict lines, recorded runs, a slider.
 
-Output is plain text, because nbval compares plain text. A verdict line begins with the provenance.
+A table is HTML in a notebook, coloured by outcome, and the same words as plain text, which nbval compares.
+A verdict line begins with the provenance.
 """
 
 from __future__ import annotations
 
+import html
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from staleproof import device as devices
 from staleproof.cases import store
 from staleproof.cases.finding import REPLICA, Evidence, Finding, Key, finding
+from staleproof.cases.words import FAMILIES, NOT_RUN, Outcome, outcome
 from staleproof.check import require
 from staleproof.report import matrix
 
@@ -144,8 +149,94 @@ def verdict(text: str, findings: Finding | Iterable[Finding], says: Says = None)
     return printed
 
 
+# Outcome -> the look of its cell: translucent, so that it is legible on a light and on a dark page. The words
+# say the same without colours.
+STYLES: Mapping[str, str] = {
+    Outcome.GOOD: "background: #56b4e940",
+    Outcome.BAD: "background: #d55e0055; font-weight: 600",
+    Outcome.OPEN: "background: #e69f0033",
+    Outcome.NOT_RUN: "opacity: .75; font-style: italic",
+}
+
+
+@cache
+def _outcomes() -> Mapping[str, str]:
+    """Each verdict word that means the same in every family that has it -> its outcome."""
+    found: dict[str, set[str]] = {NOT_RUN: {Outcome.NOT_RUN}}
+    for words in FAMILIES.values():
+        for word, about in words.items():
+            found.setdefault(word, set()).add(about.outcome)
+    return {word: min(meanings) for word, meanings in found.items() if len(meanings) == 1}
+
+
+class Table:
+    """Rows under their column names: aligned text, and in a notebook HTML.
+
+    Args:
+        columns: names of the columns.
+        rows: cells of each row.
+        outcomes: (row, column) -> the outcome that colours a cell. By default a cell that is a verdict
+            word has its colour, if all families of questions agree on it.
+
+    Raises:
+        ValueError: a row of another length.
+
+    >>> shown = Table(("row", "verdict"), [(0, "clean"), (1, "leaked")])
+    >>> print(shown)
+    row  verdict
+    ---  -------
+    0    clean
+    1    leaked
+    >>> "font-weight: 600" in shown._repr_html_()
+    True
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[object]],
+        outcomes: Mapping[tuple[int, int], str] | None = None,
+    ) -> None:
+        self.columns = [*map(str, columns)]
+        self.rows = [[*map(str, row)] for row in rows]
+        for row in self.rows:
+            require(len(row) == len(self.columns), "rows", f"{len(self.columns)} cells a row", len(row))
+        self.outcomes = outcomes
+
+    def __repr__(self) -> str:
+        lines = [self.columns, *self.rows]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        lines.insert(1, ["-" * width for width in widths])
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        def cell(row: int, column: int, text: str) -> str:
+            known = _outcomes().get(text) if self.outcomes is None else self.outcomes.get((row, column))
+            style = STYLES.get(known or "", "")
+            return f"<td style='text-align: left; {style}'>{html.escape(text)}</td>"
+
+        head = "".join(f"<th style='text-align: left'>{html.escape(name)}</th>" for name in self.columns)
+        body = [
+            f"<tr>{''.join(cell(y, x, text) for x, text in enumerate(row))}</tr>"
+            for y, row in enumerate(self.rows)
+        ]
+        return "\n".join([f"<table><thead><tr>{head}</tr></thead><tbody>", *body, "</tbody></table>"])
+
+
+def _show(shown: object) -> None:
+    """Display an object in a notebook; elsewhere print it."""
+    if "IPython" in sys.modules:
+        from IPython import get_ipython
+        from IPython.display import display
+
+        if get_ipython() is not None:
+            display(shown)
+            return
+    print(shown)
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows under their column names, left-aligned.
+    """Show rows under their column names; see :class:`Table`.
 
     >>> table(("row", "state"), [(0, "finite"), (127, "nan")])
     row  state
@@ -153,25 +244,46 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     0    finite
     127  nan
     """
-    lines = [tuple(map(str, row)) for row in (columns, *rows)]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    lines.insert(1, tuple("-" * width for width in widths))
-    for line in lines:
-        print("  ".join(map(str.ljust, line, widths)).rstrip())
+    _show(Table(columns, rows))
 
 
 def answers(findings: Iterable[Finding]) -> None:
-    """Print a row for each variant, a column for each question, and what was not run and why."""
+    """Show a row for each variant, a column for each question, and what was not run and why."""
     found = list(findings)
     questions = list(dict.fromkeys(f.question for f in found))
-    cells = {(f.variant, f.question): f.verdict for f in found}
-    variants = dict.fromkeys(f.variant for f in found)
-    table(
-        ("", *questions),
-        ((variant, *(cells.get((variant, q), "-") for q in questions)) for variant in variants),
-    )
+    cells = {(f.variant, f.question): f for f in found}
+    variants = list(dict.fromkeys(f.variant for f in found))
+    asked = {
+        (y, x + 1): cells[variant, question]
+        for y, variant in enumerate(variants)
+        for x, question in enumerate(questions)
+        if (variant, question) in cells
+    }
+    rows = [
+        [v, *(cells[v, q].verdict if (v, q) in cells else matrix.NOT_ASKED for q in questions)]
+        for v in variants
+    ]
+    _show(Table(("", *questions), rows, {place: f.outcome for place, f in asked.items()}))
     for variant, note in dict.fromkeys((f.variant, f.note) for f in found if not f.ran):
         print(f"not run: {variant}: {note}")
+
+
+class Badge:
+    """One verdict as a badge in the colour of its outcome.
+
+    >>> Badge("rows", "leaked")
+    leaked: A live row is bad, and the same input with clean padding is good.
+    """
+
+    def __init__(self, family: str, word: str) -> None:
+        self.style = STYLES[outcome(family, word)]
+        self.text = f"{word}: {FAMILIES[family][word].says}"
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return f"<p style='padding: .3em .6em; {self.style}'>{html.escape(self.text)}</p>"
 
 
 def recorded_answers(incident: str, question: str) -> None:
@@ -206,24 +318,31 @@ def has_front_end() -> bool:
     return in_code or "JPY_SESSION_NAME" in os.environ
 
 
-def slider(name: str, values: range, draw: Callable[[int], object], instead: Callable[[], object]) -> None:
-    """Show a slider if a reader can move it, otherwise call ``instead``.
+def turn(
+    draw: Callable[..., object], instead: Callable[[], object], **knobs: range | Sequence[object]
+) -> None:
+    """Show a control for each knob if a reader can move it, otherwise call ``instead``.
 
     Args:
-        name: label of the slider.
-        values: its values.
-        draw: shows one value.
-        instead: shows all values as text.
+        draw: shows one state: called with a value of each knob, by its name.
+        instead: shows a table of states, for who has no kernel.
+        knobs: the values of each: a range becomes a slider, two values a toggle, more a menu.
     """
     if not has_front_end():
         instead()
         return
     import ipywidgets
 
-    handle = ipywidgets.IntSlider(
-        min=values[0], max=values[-1], step=values.step, description=name, continuous_update=False
-    )
-    ipywidgets.interact(draw, **{name: handle})
+    handles = {}
+    for name, values in knobs.items():
+        if isinstance(values, range):
+            handles[name] = ipywidgets.IntSlider(
+                *(values[0], values[0], values[-1], values.step), description=name, continuous_update=False
+            )
+        else:
+            kind = ipywidgets.ToggleButtons if len(values) == 2 else ipywidgets.Dropdown
+            handles[name] = kind(options=list(values), description=name)
+    ipywidgets.interact(draw, **handles)
 
 
 class ToyStep:

@@ -91,6 +91,7 @@ def as_json(facts: Facts, found: list[Judgement]) -> str:
             "origin": facts.origin,
             "notes": facts.notes,
             "nothing_fits": not any(j.alive for j in found),
+            "looks_like": facts.looks_like or None,
             "rows": rows,
         },
         indent=1,
@@ -121,12 +122,20 @@ def _known(facts: Facts, width: int) -> Iterator[str]:
     yield ""
 
 
+def _nothing(facts: Facts, width: int) -> Iterator[str]:
+    if facts.looks_like:
+        where = f" ({facts.origin['symptom']})" if "symptom" in facts.origin else ""
+        yield from _wrap("", f"nothing here fits; this looks like {facts.looks_like}{where}.", width)
+    else:
+        yield from _wrap("", NOTHING, width)
+
+
 def _short(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
     """Fits, do now, confirm, patch, read; then what else may fit, and what would decide."""
     yield from _known(facts, width)
     standing = [j for j in found if j.alive]
     if not standing:
-        yield from _wrap("", NOTHING, width)
+        yield from _nothing(facts, width)
         yield "-v says what speaks against each."
         return
     first, *others = standing
@@ -158,7 +167,7 @@ def _lines(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
     yield from _known(facts, width)
     standing = [j for j in found if j.alive]
     if not standing:
-        yield from _wrap("", NOTHING, width)
+        yield from _nothing(facts, width)
         yield ""
     for number, j in enumerate(standing[:SHOWN], 1):
         yield from _row(number, j, facts, standing, width)

@@ -30,6 +30,8 @@ ASK = {
     "scheduling": "Asynchronous scheduling? (async, sync; the log says at start)",
     "phase": "When? (start, serving)",
 }
+# The symptom of a log that says what went wrong, and it is none of ours.
+OTHER = "other"
 TRAITS = "mla", "moe", "hybrid"
 # GPU -> compute capability, as families of kernels are named.
 GPUS = {
@@ -77,6 +79,7 @@ class Facts:
         origin: fact -> where it comes from, e.g. ``--gpu`` or ``line 12``.
         lines: text of the log in which ``signs`` are looked for.
         in_place: patches of ours that the log says are in place.
+        looks_like: what a log looks like that is none of ours; empty if it says nothing of the kind.
         notes: what the reader should know about these facts.
     """
 
@@ -85,6 +88,7 @@ class Facts:
     origin: dict[str, str] = field(default_factory=dict)
     lines: str = ""
     in_place: tuple[str, ...] = ()
+    looks_like: str = ""
     notes: list[str] = field(default_factory=list)
 
     def learn(self, name: str, given: str, origin: str) -> None:
@@ -196,11 +200,15 @@ def traits(given: str) -> dict[str, bool]:
     named = re.split(r"[,+ ]+", low)
     if {*named} <= {*TRAITS}:
         return dict.fromkeys(named, True)
-    return _by_name(low.rpartition("/")[2])
+    return by_name(low.rpartition("/")[2])
 
 
-def _by_name(name: str) -> dict[str, bool]:
-    """What is known of a model by its name; nothing of one that is not in :data:`MODELS`."""
+def by_name(name: str) -> dict[str, bool]:
+    """What is known of a model by its name; nothing of one that is not in :data:`MODELS`.
+
+    >>> by_name("kimi-k2-instruct"), by_name("mine")
+    ({'mla': True, 'moe': True, 'hybrid': False}, {})
+    """
     for pattern, present, complete in MODELS:
         if re.search(pattern, name):
             return {trait: trait in present for trait in TRAITS if complete or trait in present}
@@ -329,12 +337,12 @@ def from_words(text: str) -> Facts:
             found.learn(name, re.sub(r"\s", "_", word or match[1]), "your words")
     for word in [*re.findall(r"[\w./-]+", low), re.sub(r"\s+", "-", low)]:
         # A name is one word, or several ("kimi linear").
-        if named := _by_name(word):
+        if named := by_name(word):
             found.traits = {**named, **found.traits}
             found.origin["model"] = "your words"
             break
     if "deepseek" in low and not found.traits:
-        found.traits = _by_name("deepseek-v3")
+        found.traits = by_name("deepseek-v3")
         found.origin["model"] = "DeepSeek, taken for V2, V3 or R1"
     return found
 

@@ -3,6 +3,9 @@
 Patterns are of lines that vLLM prints (read in the sources of 0.16.0 to 0.33.0, and in logs of 0.22.1). A
 process prefix, colours and timestamps do not matter. A line that says a fact again replaces the earlier one:
 vLLM prints the options as given, then the configuration that came of them, then what it changed.
+
+The first line that says what went wrong decides what the log is about. If that is none of ours
+(:data:`OTHERS`), the symptom is ``other``: no row has it, and the answer says what it looks like.
 """
 
 from __future__ import annotations
@@ -10,23 +13,28 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from staleproof.triage.facts import GPUS, Facts
+from staleproof.triage import table
+from staleproof.triage.facts import GPUS, OTHER, Facts, by_name
 
+# What a line of another kind of failure holds -> what the log looks like.
+OTHERS = {word: entry["says"] for entry in table.others() for word in entry["words"]}
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # A line without any of these says nothing to the patterns below. Logs have millions of such lines.
 MARKS = (
     *("Initializing a V1", "version", "staleproof", "Resolved arch", "udagraph", "backend", "quantization"),
     *("Asynchronous", "NVIDIA", "data_parallel", "enable_expert", "EP rank", "amba", "GDN", "GatedDelta"),
     *("init engine", "startup", "Starting vLLM", "failed to start", "llegal", "ILLEGAL", "out of memory"),
-    *("OutOfMemory", "Corrupted: ", "NaN", "!!!!"),
+    *("OutOfMemory", "Corrupted: ", "NaN", "!!!!", "serving model", "model   ", "'model'", "fatal error"),
+    "Starting to load",
+    *OTHERS,
 )
+TOO_LARGE = "a model that does not fit at start: fewer --max-num-seqs, a shorter --max-model-len, more GPUs"
 # Fact -> patterns; the last group that matches is the value.
 PATTERNS: tuple[tuple[str, str], ...] = (
     ("version", r"Initializing a V1 LLM engine \(v([^)]+)\)"),
     ("version", r"vLLM (?:API )?server version (\S+?),?(?:\s|$)"),
     ("version", r"█\s+version\s+(\S+)"),
     ("version", r"staleproof on vLLM ([\w.+]+)[:,]"),
-    ("model", r"Resolved architecture: (\w+)"),
     ("graphs", r"'?cudagraph_mode'?[:=] ?<?(?:CUDAGraphMode\.)?([A-Z][A-Z_]+)"),
     ("graphs", r"(?:setting|Overriding) cudagraph_mode(?: from \w+)?(?:=| to )([A-Z][A-Z_]+)"),
     ("graphs", r"Cudagraph is disabled (under eager)"),
@@ -42,11 +50,18 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("scheduling", r"Asynchronous scheduling is (enabled|disabled)"),
     ("gpu", rf"NVIDIA[ _](?:GeForce )?((?:{'|'.join(n for names in GPUS.values() for n in names)})(?!\d))"),
 )
+# Where a log names the model. The architecture says more than a name, wherever it stands.
+ARCHITECTURE = re.compile(r"Resolved architecture: (\w+)")
+MODEL = re.compile(
+    r"serving model (\S+)|█\s+model\s+(\S+)|non-default args: .*?'model(?:_tag)?': '([^']+)'"
+    r"|with config: model='([^']+)'|Starting to load model ([^\s.]+)"
+)
 DATA_PARALLEL = re.compile(r"data_parallel_size'?[=:] ?(\d+)")
 EXPERT_PARALLEL = re.compile(r"enable_expert_parallel'?[=:] ?True|EP rank [1-9]")
 HYBRID = re.compile(r"mamba page size|Using \S+ GDN |MambaSpec|GatedDeltaNet")
 READY = re.compile(
     r"init engine \(profile, create kv cache|Application startup complete|Starting vLLM (?:API )?server"
+    r"|Running: [1-9]\d* reqs|EngineCore encountered a fatal error"
 )
 FAILED_TO_START = re.compile(r"EngineCore failed to start")
 IN_PLACE = re.compile(r"staleproof on vLLM \S+, this process: in place: ([\w, ]+)")
@@ -78,11 +93,18 @@ def read(text: str) -> Facts:
     """
     facts = Facts(lines=COLOURS.sub("", text))
     ready = False
+    architecture = False
     parallel: dict[str, int] = {}
     for number, line in enumerate(facts.lines.splitlines(), 1):
+        ready = ready or bool(READY.search(line))
         if not any(mark in line for mark in MARKS):
             continue
         at = f"line {number}"
+        if named := ARCHITECTURE.search(line):
+            architecture = True
+            _learn(facts, "model", named[1], at)
+        elif not architecture and (traits := _named(line)):
+            facts.traits, facts.origin["model"] = traits, at
         for name, pattern in PATTERNS:
             for match in re.finditer(pattern, line, re.IGNORECASE if name == "gpu" else 0):
                 _learn(facts, name, match[1], at)
@@ -95,12 +117,8 @@ def read(text: str) -> Facts:
             facts.origin.setdefault("model", at)
         if patched := IN_PLACE.search(line):
             facts.in_place = tuple(patched[1].replace(" ", "").split(","))
-        ready = ready or bool(READY.search(line))
-        for name, sign in SYMPTOMS:
-            if "symptom" not in facts.known and sign.search(line):
-                facts.learn("symptom", name, at)
-                if ready or "version" in facts.known:
-                    facts.learn("phase", "serving" if ready else "start", at)
+        if "symptom" not in facts.known:
+            _symptom(facts, line, at, ready)
         if FAILED_TO_START.search(line):
             facts.learn("phase", "start", at)
     if parallel:
@@ -108,8 +126,27 @@ def read(text: str) -> Facts:
         facts.learn("parallel", "+".join(there) or "none", f"line {max(parallel.values()) or '?'}")
         if not there:
             facts.origin["parallel"] = "data_parallel_size=1 in the log"
+    if facts.known.get("symptom") == "oom" and facts.known.get("phase") == "start":
+        facts.looks_like = TOO_LARGE
     facts.derive()
     return facts
+
+
+def _named(line: str) -> dict[str, bool]:
+    """What a line says of the model by its name; nothing without one, or of one that is named at will."""
+    found = MODEL.search(line)
+    return by_name(found[found.lastindex or 0].rpartition("/")[2].lower()) if found else {}
+
+
+def _symptom(facts: Facts, line: str, at: str, ready: bool) -> None:
+    """Learn what went wrong, if this line says so: one of our symptoms, or what it looks like instead."""
+    found = next((name for name, sign in SYMPTOMS if sign.search(line)), None)
+    if found is not None:
+        facts.learn("symptom", found, at)
+        if ready or "version" in facts.known:
+            facts.learn("phase", "serving" if ready else "start", at)
+    elif other := next((says for word, says in OTHERS.items() if word in line), None):
+        facts.known["symptom"], facts.origin["symptom"], facts.looks_like = OTHER, at, other
 
 
 def _learn(facts: Facts, name: str, word: str, at: str) -> None:

@@ -253,6 +253,16 @@ def symptoms() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
+def others() -> Sequence[Mapping[str, Any]]:
+    """Failures of another kind: ``words`` of which a log's line holds one, and ``says``, what it looks like.
+
+    >>> others()[0]["says"].partition(":")[0]
+    'a rank that hangs or died'
+    """
+    found: Sequence[Mapping[str, Any]] = _source()["other"]
+    return found
+
+
 def plain(cell: str) -> str:
     """A cell without Markdown's marks.
 

@@ -1,4 +1,4 @@
-"""What an operator asks about patches: what is needed, why nothing would be patched, advice."""
+"""What an operator asks about patches: what is needed, why nothing would be patched, what to upgrade to."""
 
 from __future__ import annotations
 
@@ -41,13 +41,15 @@ class Answer(NamedTuple):
         version: as it names itself, or as the user spelled it.
         installed: whether it was probed where it is installed.
         decided: one decision a patch.
-        notes: lines for the reader: what the version is, why nothing is patched, advice.
+        notes: lines for the reader: what the version is, why nothing is patched.
+        upgrade: which release has fewer of these defects, in one line; empty if the release is not known.
     """
 
     version: str
     installed: bool
     decided: list[Decision]
     notes: list[str]
+    upgrade: str = ""
 
 
 def answer(version: str | None = None) -> Answer:
@@ -63,15 +65,14 @@ def answer(version: str | None = None) -> Answer:
         name = release(last_of_series(version))
         decided = [replace(d, state=WOULD) if d.state == AFFECTED else d for d in decisions(name)]
         notes = [] if name in version else [f"note: {version} is read as {name}, the last of that series"]
-        return Answer(name, False, decided, [*notes, f"advice: {advice(decided, name)}"])
+        return Answer(name, False, decided, notes, upgrade(decided, name))
     version, sources = installed()
     decided, of, why = decisions(version, sources), base(version), inactive()
     notes = [f"note: {of.unknown}"] if of.unknown else []
     if why is not None:
         decided = [replace(d, state=AFFECTED) if d.state == WILL else d for d in decided]
         notes.append(f"warning: {why}: nothing is patched")
-    notes.append(f"advice: {advice(decided, None if of.unknown else of.name)}")
-    return Answer(version, True, decided, notes)
+    return Answer(version, True, decided, notes, upgrade(decided, None if of.unknown else of.name))
 
 
 def must_worry(decided: Sequence[Decision]) -> bool:
@@ -86,30 +87,25 @@ def must_worry(decided: Sequence[Decision]) -> bool:
     return any(d.state == REFUSED for d in decided)
 
 
-def advice(decided: Sequence[Decision], release: str | None) -> str:
-    """Say in one line which models are affected, and which release has fewer of these defects.
+def upgrade(decided: Sequence[Decision], release: str | None) -> str:
+    """Say in one line which later release needs the fewest of these patches.
 
     Args:
         release: the release of the table that was decided about, or ``None``.
 
     >>> from staleproof.vllm.plugin import decisions, chosen
-    >>> advice(decisions("0.20.2", choice=chosen("mla_padding")), "0.20.2")[:20]
-    'affected: MLA models'
+    >>> upgrade(decisions("0.20.2", choice=chosen("mla_padding")), "0.20.2")[:17]
+    'upgrade to 0.26.0'
     """
-    needed = [d.patch for d in decided if d.needed]
-    if not needed:
+    if not any(d.needed for d in decided):
         return "no defect that we know of" if all(d.needed is False for d in decided) else "not known"
-    groups: dict[str, list[str]] = {}
-    for patch in needed:
-        groups.setdefault(patch.models, []).append(patch.name)
-    text = "affected: " + "; ".join(f"{models} ({', '.join(names)})" for models, names in groups.items())
     if release is None:
-        return text
-    fewest, best = len(patches()) + 1, None
+        return ""
+    fewest, best = len(patches()) + 1, "no later release has fewer of these defects"
     for name in [*table()][[*table()].index(release) :]:
         left = [patch.name for patch in patches().values() if table()[name][patch.name]["needed"]]
         if name == release:
             fewest = len(left)
         elif len(left) < fewest:
             fewest, best = len(left), f"upgrade to {name}, which needs only {', '.join(left) or 'none'}"
-    return f"{text}; {best or 'no later release has fewer'}"
+    return best
