@@ -95,7 +95,7 @@ def build(name: str, flashinfer: Path, toolkit: Path, workspace: Path) -> Callab
 
 def moe_recipe() -> str:
     """What the reduced build changes in FlashInfer's sources; its modules are named by a digest of that."""
-    return (ROOT / "src/staleproof/incidents/moe_routing/moe_sources.py").read_text()
+    return (ROOT / "src/staleproof/kernels/moe_sources.py").read_text()
 
 
 def build_moe(flashinfer: Path, toolkit: Path) -> Callable[[Path], None]:

@@ -17,7 +17,7 @@ import compiled
 import parts
 
 import carry
-from staleproof.incidents.moe_routing import moe_module
+from staleproof.kernels import moe_module
 
 
 def test_every_file_is_in_one_part_and_parts_are_of_a_size(tmp_path, monkeypatch):

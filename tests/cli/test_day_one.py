@@ -25,12 +25,12 @@ from staleproof.cli import app as cli
 from staleproof.device import Machine, Provenance
 from staleproof.incidents.kv_reuse import attention
 from staleproof.incidents.moe_routing import cases as routing
-from staleproof.incidents.moe_routing import fused_moe, moe_module
+from staleproof.incidents.moe_routing import fused_moe
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.incidents.scale_padding import cases as scale_padding
 from staleproof.incidents.scale_padding import flashinfer_fp4
 from staleproof.incidents.scale_padding.scene import product_on
-from staleproof.kernels import mla
+from staleproof.kernels import mla, moe_module
 from staleproof.ops.nvfp4 import quantize_nvfp4
 from staleproof.ops.nvfp4_layout import swizzle
 from staleproof.ops.reference import nvfp4 as reference
@@ -100,7 +100,7 @@ def record(kernels, monkeypatch, tmp_path):
     from staleproof.incidents.mla_padding import cases
 
     def _call(device_name, rows, live, tokens):
-        call = cases.make_call("cpu", rows=rows, live=live, tokens=tokens)
+        call = cases.scene.make_call("cpu", rows=rows, live=live, tokens=tokens)
         q = torch.randn(rows, 128, 576, generator=torch.Generator().manual_seed(2)).to(call.q.dtype)
         return call._replace(q=q)
 
@@ -108,7 +108,7 @@ def record(kernels, monkeypatch, tmp_path):
     assert [found[name].unavailable_reason for name in SM100_PEERS] == [None, None]
     subjects = {name: cases.PeerKernel(found[name]) for name in SM100_PEERS}
     table = [
-        each(name, words, subjects, cases._or_reason(ask), reason="nobody has run it")
+        each(name, words, subjects, partial(cases._asked, ask), reason="nobody has run it")
         for name, (words, ask) in cases.ALONE.items()
     ]
     monkeypatch.setattr(cases, "_call", _call)

@@ -28,7 +28,7 @@ def build_moe_module(
     ] = None,
 ) -> None:
     """Compile the modules with and without the bounds check. Needs nvcc, and minutes."""
-    from staleproof.incidents.moe_routing.moe_module import ModuleError, build
+    from staleproof.kernels.moe_module import ModuleError, build
 
     try:
         build(package_root, cache=cache, jobs=jobs, say=typer.echo)

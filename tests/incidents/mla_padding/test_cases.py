@@ -8,13 +8,8 @@ from staleproof.cases.finding import OFF_ON_OFF
 from staleproof.cases.words import NOT_FIXED
 from staleproof.evidence import Verdict
 from staleproof.incidents.mla_padding import broken, cases, setups
-from staleproof.incidents.mla_padding.cases import ALONE, CONTRACT, REPRODUCER, TABLE
+from staleproof.incidents.mla_padding.cases import ALONE, TABLE
 from staleproof.kernels.adapter import Peer
-
-
-def test_every_faulty_kernel_breaks_something():
-    assert set(broken.KERNELS) < set(CONTRACT)
-    assert all(CONTRACT[name] != CONTRACT["mla_decode"] for name in broken.KERNELS)
 
 
 @pytest.mark.parametrize("question", ALONE)
@@ -33,10 +28,8 @@ def test_a_peer_that_is_absent_is_not_asked(device):
 
 
 def test_a_request_that_is_sick_by_itself_is_never_blamed_on_padding(device):
-    served = [f for f in TABLE.ask("served, torch.max", device=device) if f.ran]
-    sick = {one.numbers["sick_step"] for one in served}
-    assert Verdict.LIVE_BORN in sick
-    assert Verdict.LEAKED not in sick
+    for found in TABLE.ask("served, torch.max", "zeros_once_per_layer", "clear_empty_rows", device=device):
+        assert found.numbers["sick_step"] == Verdict.LIVE_BORN
 
 
 def test_a_fix_that_does_nothing_is_not_called_fixed(device, monkeypatch):
@@ -44,14 +37,6 @@ def test_a_fix_that_does_nothing_is_not_called_fixed(device, monkeypatch):
     (found,) = TABLE.ask(OFF_ON_OFF, "clear_empty_rows", device=device)
     assert found.verdict == NOT_FIXED
     assert found.failed
-
-
-def test_the_reproducers_amax_is_a_number_only_with_the_fix(device):
-    for question in REPRODUCER:
-        off, on = TABLE.ask(question, device=device)
-        # torch.max keeps NaN, so the amax is a number only if the padding holds none.
-        assert off.numbers["amax"] != off.numbers["amax"]
-        assert on.numbers["amax"] > 0
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_a_wheel_without_the_library_is_named(monkeypatch):
 
 
 def test_its_arguments_are_an_mla_decode(monkeypatch):
-    """A stand-in with FA3's signature rebuilds what it is given and decodes it."""
+    """A stub with FA3's signature rebuilds what it is given and decodes it."""
 
     def varlen(*, q, k, v, q_v, seqused_k, block_table, softmax_scale, max_seqlen_k, out, **more):
         assert (more["fa_version"], more["causal"], more["max_seqlen_q"]) == (3, True, 1)

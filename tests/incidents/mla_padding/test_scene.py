@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from staleproof.cases.graph import capture_sizes, padded_size
-from staleproof.evidence import FILLS, RowCounters, Verdict, plant, same_bits
+from staleproof.evidence import FILLS, Verdict, plant, same_bits
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.scene import Batch, Engine, EngineConfig, Variant, make_call
 from staleproof.ops.mla.decode import mla_decode
@@ -71,22 +71,6 @@ def test_a_sick_request_is_live_born_and_healed_by_the_next_batch(device):
     assert engine.verdict() == Verdict.LIVE_BORN
     engine.set_batch(Batch(4))
     assert engine.verdict() == Verdict.CLEAN
-
-
-def test_counters_inside_the_step_name_the_first_crossing(device):
-    counters = RowCounters(Engine.stage_names(1), EngineConfig.for_device(device).device)
-    engine = make(device, broken.zero_by_zero_written, broken.quantise_amax_torch_max, counters)
-    engine.set_batch(Batch(8))
-    engine.replay()
-    assert counters.first_crossing is None
-    engine.set_batch(Batch(5))
-    engine.replay()
-    crossing = counters.first_crossing
-    assert (crossing.replay, crossing.stage, crossing.row) == (2, "0.quantise", 0)
-    counts = counters.read()
-    assert counts["0.attention"].pad_rows == 3
-    assert counts["0.attention"].live_rows == 0
-    assert counts["0.quantise"].live_rows == 5
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from staleproof.evidence import Verdict, row_states
-from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.setups import HIDDEN, SETUPS, Served
-from staleproof.ops.mla.decode import mla_decode
 
 
 def test_the_sick_requests_own_step_must_show_that_it_is_sick():
@@ -17,15 +13,6 @@ def test_the_sick_requests_own_step_must_show_that_it_is_sick():
     clean = (Verdict.CLEAN,) * 5
     assert Served((*clean[:3], Verdict.LIVE_BORN, Verdict.CLEAN), invariant=True).verdict == Verdict.CLEAN
     assert Served(clean, invariant=True).verdict == HIDDEN
-
-
-@pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if setup.fix])
-def test_without_its_fix_a_setup_is_faulty_and_of_the_same_sizes(name):
-    setup, off = SETUPS[name], SETUPS[name].without_fix
-    assert (off.remedy, off.quantise) == (broken.NoRemedy, None)
-    assert off.kernel is not mla_decode
-    assert off.kernel in (setup.kernel, broken.empty_row_not_written)
-    assert (off.layers, off.q_len) == (setup.layers, setup.q_len)
 
 
 def test_a_new_engine_holds_canaries_where_nobody_wrote(device):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from staleproof.cases import machine
-from staleproof.incidents.moe_routing import fused_moe, moe_module
+from staleproof.incidents.moe_routing import fused_moe
 from staleproof.incidents.moe_routing import fused_moe_cases as cases
 from staleproof.incidents.moe_routing.batch import RIGHT, SILENT
 from staleproof.incidents.moe_routing.fused_moe import (
@@ -20,6 +20,7 @@ from staleproof.incidents.moe_routing.fused_moe import (
     Memcheck,
 )
 from staleproof.incidents.moe_routing.observation import observe
+from staleproof.kernels import moe_module
 
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 4 bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,6 +20,8 @@ device.load_triton()
 import triton
 import triton.language as tl
 
+# Called as staleproof.mla_decode is.
+Kernel = Callable[..., tuple[torch.Tensor, Any]]
 # What a kernel does with a row that has no keys.
 _LEAVE, _DIVIDE, _ZERO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -48,8 +51,7 @@ def _faulty_mla_kernel(
     q_rope = tl.load(q_row + RANK + rope[None, :], mask=some[:, None], other=0.0)
 
     if UPCAST:
-        q_nope = q_nope.to(tl.float32)
-        q_rope = q_rope.to(tl.float32)
+        q_nope, q_rope = q_nope.to(tl.float32), q_rope.to(tl.float32)
 
     best = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
@@ -65,14 +67,11 @@ def _faulty_mla_kernel(
             followed = page_index * PAGE < limit
         page = tl.load(table_ptr + request * max_pages + page_index, mask=followed, other=0)
         kv_row = kv_ptr + (page.to(tl.int64) * PAGE + token % PAGE) * (RANK + ROPE)
-        loaded = followed
-        if MASK_V:
-            loaded = valid
+        loaded = valid if MASK_V else followed
         latent = tl.load(kv_row[:, None] + rank[None, :], mask=loaded[:, None], other=0.0)
         k_rope = tl.load(kv_row[:, None] + RANK + rope[None, :], mask=loaded[:, None], other=0.0)
         if UPCAST:
-            latent = latent.to(tl.float32)
-            k_rope = k_rope.to(tl.float32)
+            latent, k_rope = latent.to(tl.float32), k_rope.to(tl.float32)
         score = tl.dot(q_nope, tl.trans(latent)) + tl.dot(q_rope, tl.trans(k_rope))
         score = tl.where(valid[None, :], score * softmax_scale, float("-inf"))
         # NaN is taken out first: tl.max of NaN differs between Triton's versions, and between its
@@ -184,12 +183,12 @@ def block_table_not_padded(q, kv_cache, block_table, seq_lens, *, softmax_scale,
     )
 
 
-KERNELS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
-    "empty_row_not_written": empty_row_not_written,
-    "zero_by_zero_written": zero_by_zero_written,
-    "tail_masked_by_multiplication": tail_masked_by_multiplication,
-    "block_table_not_padded": block_table_not_padded,
-}
+KERNELS: dict[str, Kernel] = {
+    kernel.__name__: kernel
+    for kernel in (
+        empty_row_not_written, zero_by_zero_written, tail_masked_by_multiplication, block_table_not_padded
+    )
+}  # fmt: skip
 
 
 def quantise_amax_torch_max(
@@ -223,39 +222,46 @@ def quantise_amax_fmax(
 
 QUANTISERS = {"torch.max": quantise_amax_torch_max, "fmax": quantise_amax_fmax}
 
-Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
-def _call(kernel: Kernel, a: AttentionInputs, out: torch.Tensor) -> torch.Tensor:
-    kernel(a.q, a.kv_cache, a.block_table, a.seq_lens, softmax_scale=SCALE, out=out)
-    return out
-
 
 class NoRemedy:
-    """New, unwritten output memory for every call, as vLLM before 0.18.0 and from 0.20.0 on."""
+    """New, unwritten output memory for every call, as vLLM before 0.18.0 and from 0.20.0 on.
+
+    Remedies override :meth:`output` or :meth:`after`.
+    """
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
     def __call__(self, a: AttentionInputs) -> torch.Tensor:
         """(batch, q_len, heads, 512)."""
-        return _call(self.kernel, a, a.new_out())
+        out = self.output(a)
+        self.kernel(a.q, a.kv_cache, a.block_table, a.seq_lens, softmax_scale=SCALE, out=out)
+        self.after(a, out)
+        return out
+
+    def output(self, a: AttentionInputs) -> torch.Tensor:
+        """Memory for the output."""
+        return a.q.new_empty(*a.q.shape[:-1], KV_LORA_RANK)
+
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """What is done to the output after the launch, in place."""
 
 
-class ZerosOncePerLayer:
+class ZerosOncePerLayer(NoRemedy):
     """One zeroed buffer a layer, allocated at the first call and grown when a batch is larger.
 
     vLLM #37442 (0.18.0 to 0.19.1). It is zeroed once only, so rows keep what an earlier step wrote.
     ``free`` is called with a buffer that growth replaced; a captured graph still writes to it.
     """
 
-    def __init__(self, kernel: Kernel, free: Callable[[torch.Tensor], object] = lambda _: None):
-        self.kernel, self.free = kernel, free
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
         self.buffers: dict[int, torch.Tensor] = {}
+        self.free: Callable[[torch.Tensor], object] = lambda _: None
 
-    def __call__(self, a: AttentionInputs) -> torch.Tensor:
-        """(batch, q_len, heads, 512)."""
-        return _call(self.kernel, a, self.buffer_of(a.layer, a.q)[: a.q.shape[0]])
+    def output(self, a: AttentionInputs) -> torch.Tensor:
+        """The first rows of the layer's buffer."""
+        return self.buffer_of(a.layer, a.q)[: a.q.shape[0]]
 
     def buffer_of(self, key: int, q: torch.Tensor) -> torch.Tensor:
         """The buffer of layer ``key``, large enough for the output of ``q`` (batch, q_len, heads, 576)."""
@@ -273,9 +279,9 @@ class OneSharedBuffer(ZerosOncePerLayer):
     It takes less memory. vLLM #37799 (closed).
     """
 
-    def __call__(self, a: AttentionInputs) -> torch.Tensor:
-        """(batch, q_len, heads, 512)."""
-        return _call(self.kernel, a, self.buffer_of(0, a.q)[: a.q.shape[0]])
+    def output(self, a: AttentionInputs) -> torch.Tensor:
+        """The first rows of the buffer."""
+        return self.buffer_of(0, a.q)[: a.q.shape[0]]
 
 
 class ClearsNothing(NoRemedy):
@@ -284,11 +290,9 @@ class ClearsNothing(NoRemedy):
     The branch of vLLM #37442 for ``q_len > 1``.
     """
 
-    def __call__(self, a: AttentionInputs) -> torch.Tensor:
-        """(batch, q_len, heads, 512)."""
-        out = super().__call__(a)
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Zero what lies behind ``num_decodes``."""
         out[a.num_decodes :].zero_()
-        return out
 
 
 class PadWithSeqLenOne(NoRemedy):
@@ -309,7 +313,11 @@ class MaskedFill(NoRemedy):
     As TensorRT-LLM #15383 does for Helix context parallelism.
     """
 
-    def __call__(self, a: AttentionInputs) -> torch.Tensor:
-        """(batch, q_len, heads, 512)."""
-        out = super().__call__(a)
-        return out.masked_fill_((a.seq_lens == 0)[:, None, None, None], 0.0)
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Clear the empty rows."""
+        zero_where(out, a.seq_lens == 0)
+
+
+def zero_where(out: torch.Tensor, requests: torch.Tensor) -> None:
+    """Zero the rows of ``out`` (batch, q_len, heads, 512) of some requests, a (batch,) bool mask."""
+    out.masked_fill_(requests[:, None, None, None], 0.0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from staleproof.check import require
 from staleproof.evidence.canary import row_states
 from staleproof.evidence.counters import Crossing, RowCounters
-from staleproof.evidence.rows import Verdict, bad_rows, same_bits
+from staleproof.evidence.rows import bad_rows, same_bits
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.scene import STAGES, Batch, Engine
 from staleproof.incidents.mla_padding.setups import LIVE_COUNTS, SETUPS, SICK_STEP
@@ -15,8 +15,7 @@ from staleproof.incidents.mla_padding.setups import LIVE_COUNTS, SETUPS, SICK_ST
 ROWS, LAYERS = 16, 2
 
 
-@dataclass(frozen=True)
-class StagePicture:
+class StagePicture(NamedTuple):
     """Rows x stages of one replay: 0 finite, 1 bad in a padding row, 2 bad in a live row."""
 
     stages: list[str]
@@ -39,21 +38,12 @@ def stage_picture(name: str, device: str, live: int = 3, quantiser: str = "torch
     engine = SETUPS[name].engine(quantiser, device, counters, batch=ROWS, layers=LAYERS)
     engine.set_batch(Batch(live))
     engine.replay()
-    outputs = [*(taps[stage] for taps in engine.taps for stage in STAGES), engine.logits]
-    columns = [((1 + engine.live) * bad_rows(x)).tolist() for x in outputs]
+    columns = [((1 + engine.live) * bad_rows(x)).tolist() for x in engine.outputs(STAGES[0])]
     cells = [list(row) for row in zip(*columns, strict=True)]
     return StagePicture(stages, cells, int(engine.live.sum()), counters.first_crossing)
 
 
-def live_count_verdict(live: int, device: str) -> Verdict:
-    """Verdict of one step of the faulty kernel with ``live`` requests of 16."""
-    engine = SETUPS["empty_row_not_written"].engine("torch.max", device, batch=ROWS)
-    engine.set_batch(Batch(live))
-    return engine.verdict()
-
-
-@dataclass(frozen=True)
-class BufferPicture:
+class BufferPicture(NamedTuple):
     """The rows of the first layer's attention output after each of several steps.
 
     Attributes:

@@ -147,18 +147,6 @@ class Batch:
     spread: bool = False
 
 
-@dataclass
-class Weights:
-    """Fixed random weights of one layer."""
-
-    q: torch.Tensor
-    o: torch.Tensor
-    norm: torch.Tensor
-    router: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
-
-
 class Engine:
     """One captured decode step over static tensors.
 
@@ -180,14 +168,13 @@ class Engine:
             return w.to(c.device, c.dtype)
 
         self.weights = [
-            Weights(
-                q=weight(c.hidden, c.heads * LATENT),
-                o=weight(c.heads * KV_LORA_RANK, c.hidden),
-                norm=torch.ones(c.hidden, device=c.device, dtype=c.dtype),
-                router=weight(c.hidden, c.experts),
-                up=weight(c.experts, c.hidden, c.inter),
-                down=weight(c.experts, c.inter, c.hidden),
-            )
+            {
+                "q": weight(c.hidden, c.heads * LATENT),
+                "o": weight(c.heads * KV_LORA_RANK, c.hidden),
+                "router": weight(c.hidden, c.experts),
+                "up": weight(c.experts, c.hidden, c.inter),
+                "down": weight(c.experts, c.inter, c.hidden),
+            }
             for _ in range(c.layers)
         ]
         self.head = weight(c.hidden, c.vocab)
@@ -257,62 +244,55 @@ class Engine:
         self.block_table.copy_(table)
         self.live.copy_((seq_lens > 0).repeat_interleave(c.q_len))
 
-    def _observe(self, name: str, x: torch.Tensor) -> None:
-        if self._counters is not None:
-            self._counters.observe(name, x, self.live)
-
     def _step(self) -> None:
         """One decode step; captured once, and replayed without this Python."""
         if self._counters is not None:
             self._counters.begin()
         x = self.hidden
         for layer, w in enumerate(self.weights):
-            outputs = self._layer(layer, w, x)
-            self.taps[layer] = dict(zip(STAGES, outputs, strict=True))
-            x = outputs[-1]
+            self.taps[layer] = outputs = self._layer(layer, w, x)
+            x = outputs["experts"]
+            # Before the next layer runs, which may overwrite the attention output of this one.
+            self._observe({f"{layer}.{stage}": output for stage, output in outputs.items()})
         self.logits = x @ self.head
-        self._observe("logits", self.logits)
+        self._observe({"logits": self.logits})
+
+    def _observe(self, outputs: dict[str, torch.Tensor]) -> None:
+        if self._counters is not None:
+            for name, x in outputs.items():
+                self._counters.observe(name, x, self.live)
 
     def _fill_padding(self, x: torch.Tensor, fill: Fill) -> None:
         padding = x[~self.live]
         fill(padding)
         x[~self.live] = padding
 
-    def _layer(self, layer: int, w: Weights, x: torch.Tensor) -> list[torch.Tensor]:
+    def _layer(self, layer: int, w: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The outputs of one layer by stage, (rows, columns) each."""
         c = self.config
-        q = (x @ w.q).view(c.batch, c.q_len, c.heads, LATENT)
+        q = (x @ w["q"]).view(c.batch, c.q_len, c.heads, LATENT)
         attended = self.variant.attend(
             AttentionInputs(q, self.kv_cache[layer], self.block_table, self.seq_lens, c.batch, layer)
         )
         flat = attended.reshape(c.batch * c.q_len, c.heads * KV_LORA_RANK)
         if self._overlay is not None:
             self._fill_padding(flat, self._overlay)
-        self._observe(f"{layer}.attention", flat)
-
-        if self.variant.quantise is None:
-            quantised, values = flat, flat
-        else:
+        quantised, values = flat, flat
+        if self.variant.quantise is not None:
             quantised, scale = self.variant.quantise(flat, self.live)
             values = (quantised.float() * scale).to(c.dtype)
-        self._observe(f"{layer}.quantise", quantised)
-
-        projected = values @ w.o
-        self._observe(f"{layer}.projection", projected)
+        projected = values @ w["o"]
         residual = projected + x
-        normed = F.rms_norm(residual, (c.hidden,), w.norm)
-        self._observe(f"{layer}.norm", normed)
-        router_logits = normed @ w.router
-        self._observe(f"{layer}.router", router_logits)
+        normed = F.rms_norm(residual, (c.hidden,))
+        router_logits = normed @ w["router"]
         weights, ids = torch.topk(router_logits.float().softmax(-1), c.top_k)
         # Every expert computes every row, and each row then takes the experts it chose: no operation
         # mixes rows, so that this stage carries no NaN from one row to another.
-        up = F.silu(torch.matmul(normed, w.up))
-        by_expert = torch.matmul(up, w.down).transpose(0, 1)
+        up = F.silu(torch.matmul(normed, w["up"]))
+        by_expert = torch.matmul(up, w["down"]).transpose(0, 1)
         chosen = by_expert.gather(1, ids[..., None].expand(-1, -1, c.hidden))
-        mixed = (weights[..., None].to(c.dtype) * chosen).sum(1)
-        out = residual + mixed
-        self._observe(f"{layer}.experts", out)
-        return [flat, quantised, projected, normed, router_logits, out]
+        out = residual + (weights[..., None].to(c.dtype) * chosen).sum(1)
+        return dict(zip(STAGES, (flat, quantised, projected, normed, router_logits, out), strict=True))
 
     def poison(self, write: Callable[[torch.Tensor], object]) -> None:
         """Fill the memory that belongs to no request, as an earlier tenant would have.
@@ -325,19 +305,15 @@ class Engine:
             if not self.variant.keeps_memory:
                 write(taps["attention"])
 
-    def forget_taps(self) -> None:
-        """Drop our references to the stage outputs: a serving engine has none, so it can free them."""
-        self.taps = []
-
     def replay(self) -> torch.Tensor:
         """Replay the captured step; returns the static logits (rows, vocab)."""
         self.graph.replay()
         return self.logits
 
-    def outputs(self) -> list[torch.Tensor]:
-        """Static outputs of the stages from ``variant.judged_from`` on, in order, logits last."""
+    def outputs(self, judged_from: str | None = None) -> list[torch.Tensor]:
+        """Static outputs of the stages from one on, logits last; by default those that judge the variant."""
         # A fix in the consumer does not change the attention output, so it is not judged by it.
-        kept = STAGES[STAGES.index(self.variant.judged_from) :]
+        kept = STAGES[STAGES.index(judged_from or self.variant.judged_from) :]
         return [*(taps[stage] for taps in self.taps for stage in kept), self.logits]
 
     def run(self, fill: Fill | None) -> Sequence[torch.Tensor]:
@@ -352,28 +328,23 @@ class Engine:
             return self.outputs()
         memory = [taps["attention"] for taps in self.taps]
         before = [x.clone() for x in memory]
+        kept = [*self.taps], self.logits, self._counters
         try:
             if fill is CLEAN:
-                return self._outputs_over_zeros()
-            for x in memory:
-                self._fill_padding(x, fill)
-            self.replay()
-            return [x.clone() for x in self.outputs()]
-        finally:
-            for x, old in zip(memory, before, strict=True):
-                x.copy_(old)
-
-    def _outputs_over_zeros(self) -> list[torch.Tensor]:
-        # Eager, so that the zeros can be written between the kernel and its consumer. Afterwards the
-        # counters and the static outputs of the captured step are put back.
-        kept = [*self.taps], self.logits, self._counters
-        self._counters, self._overlay = None, CLEAN
-        try:
-            self._step()
+                # Eager, so that the zeros can be written between the kernel and its consumer. Afterwards the
+                # counters and the static outputs of the captured step are put back.
+                self._counters, self._overlay = None, CLEAN
+                self._step()
+            else:
+                for x in memory:
+                    self._fill_padding(x, fill)
+                self.replay()
             return [x.clone() for x in self.outputs()]
         finally:
             self._overlay = None
             self.taps, self.logits, self._counters = kept
+            for x, old in zip(memory, before, strict=True):
+                x.copy_(old)
 
     def verdict(self) -> Verdict:
         """Row verdict of the current step."""

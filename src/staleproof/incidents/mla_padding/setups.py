@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,46 +30,41 @@ from staleproof.ops.mla.decode import mla_decode
 class ClearEmptyRows(broken.NoRemedy):
     """The faulty kernel, then :func:`clear_empty_rows`: works behind any backend."""
 
-    def __call__(self, a: AttentionInputs) -> torch.Tensor:
-        """(batch, q_len, heads, 512)."""
-        out = super().__call__(a)
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Clear the rows of requests without tokens."""
         clear_empty_rows(out, a.seq_lens)
-        return out
 
 
 class NanToNum(broken.NoRemedy):
     """Wrong: replaces each NaN of the output, also that of a request that is sick by itself."""
 
-    def __call__(self, a: AttentionInputs) -> torch.Tensor:
-        """(batch, q_len, heads, 512)."""
-        return super().__call__(a).nan_to_num_()
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Replace NaN."""
+        out.nan_to_num_()
 
 
 class ClearNanRows(broken.NoRemedy):
     """Wrong: clears the rows that hold NaN, also that of a request that is sick by itself."""
 
-    def __call__(self, a: AttentionInputs) -> torch.Tensor:
-        """(batch, q_len, heads, 512)."""
-        out = super().__call__(a)
-        return out.masked_fill_(out.isnan().any(-1, keepdim=True).any(-2, keepdim=True), 0.0)
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Clear rows with NaN."""
+        broken.zero_where(out, out.isnan().flatten(1).any(1))
 
 
 class ClearFromFirstEmptyRow(broken.NoRemedy):
     """Wrong: clears everything from the first empty request on; right only where padding comes last."""
 
-    def __call__(self, a: AttentionInputs) -> torch.Tensor:
-        """(batch, q_len, heads, 512)."""
-        out = super().__call__(a)
-        return out.masked_fill_(((a.seq_lens == 0).cumsum(0) > 0)[:, None, None, None], 0.0)
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Clear all rows behind the first empty one."""
+        broken.zero_where(out, (a.seq_lens == 0).cumsum(0) > 0)
 
 
 class ClearShortRows(broken.NoRemedy):
     """Wrong: takes a request of one token for an empty one."""
 
-    def __call__(self, a: AttentionInputs) -> torch.Tensor:
-        """(batch, q_len, heads, 512)."""
-        out = super().__call__(a)
-        return out.masked_fill_((a.seq_lens <= a.q.shape[1])[:, None, None, None], 0.0)
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Clear the rows of requests without tokens before this step."""
+        broken.zero_where(out, a.seq_lens <= a.q.shape[1])
 
 
 class MaskOnce(broken.NoRemedy):
@@ -77,12 +72,11 @@ class MaskOnce(broken.NoRemedy):
 
     mask: torch.Tensor | None = None
 
-    def __call__(self, a: AttentionInputs) -> torch.Tensor:
-        """(batch, q_len, heads, 512)."""
-        out = super().__call__(a)
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Clear the rows that were empty then."""
         if self.mask is None:
-            self.mask = (a.seq_lens == 0)[:, None, None, None]
-        return out.masked_fill_(self.mask, 0.0)
+            self.mask = a.seq_lens == 0
+        broken.zero_where(out, self.mask)
 
 
 def too_large(factor: float) -> broken.Kernel:
@@ -125,18 +119,13 @@ class Setup:
         fix: whether it is one of ours, verified off / on / off.
     """
 
-    kernel: broken.Kernel
+    kernel: broken.Kernel = broken.empty_row_not_written
     remedy: Callable[[broken.Kernel], Attention] = broken.NoRemedy
     served: tuple[str, str] = _LEAKS
     quantise: Quantiser | None = None
     layers: int = 1
     q_len: int = 1
     fix: bool = False
-
-    @property
-    def padding_content(self) -> str:
-        """Whether padding content must be ``ignored`` or ``decides``."""
-        return "ignored" if self.served == _CLEAN else "decides"
 
     @property
     def without_fix(self) -> Setup:
@@ -173,33 +162,33 @@ class Setup:
         return engine
 
 
-_UNWRITTEN, _DIVIDED = broken.empty_row_not_written, broken.zero_by_zero_written
+_DIVIDED = broken.zero_by_zero_written
 
 SETUPS: dict[str, Setup] = {
-    "empty_row_not_written": Setup(_UNWRITTEN),
+    "empty_row_not_written": Setup(),
     "zero_by_zero_written": Setup(_DIVIDED),
-    "zeros_once_per_layer": Setup(_UNWRITTEN, broken.ZerosOncePerLayer),
+    "zeros_once_per_layer": Setup(remedy=broken.ZerosOncePerLayer),
     "zeros_before_zero_by_zero": Setup(_DIVIDED, broken.ZerosOncePerLayer),
     # With fmax the second layer overwrites the sick request's NaN in the one buffer with finite rows
     # before the step is judged. The finite stale rows of the other layer remain.
-    "one_shared_buffer": Setup(_UNWRITTEN, broken.OneSharedBuffer, (Verdict.LEAKED, HIDDEN), layers=2),
-    "clears_nothing_q_len_4": Setup(_UNWRITTEN, broken.ClearsNothing, q_len=4),
-    "pad_with_seq_len_1": Setup(_UNWRITTEN, broken.PadWithSeqLenOne),
-    "masked_fill": Setup(_UNWRITTEN, broken.MaskedFill, _CLEAN),
-    "clear_empty_rows": Setup(_UNWRITTEN, ClearEmptyRows, _CLEAN, fix=True),
-    "clear_empty_rows_q_len_4": Setup(_UNWRITTEN, ClearEmptyRows, _CLEAN, q_len=4, fix=True),
+    "one_shared_buffer": Setup(remedy=broken.OneSharedBuffer, served=(Verdict.LEAKED, HIDDEN), layers=2),
+    "clears_nothing_q_len_4": Setup(remedy=broken.ClearsNothing, q_len=4),
+    "pad_with_seq_len_1": Setup(remedy=broken.PadWithSeqLenOne),
+    "masked_fill": Setup(remedy=broken.MaskedFill, served=_CLEAN),
+    "clear_empty_rows": Setup(remedy=ClearEmptyRows, served=_CLEAN, fix=True),
+    "clear_empty_rows_q_len_4": Setup(remedy=ClearEmptyRows, served=_CLEAN, q_len=4, fix=True),
     "clear_after_zero_by_zero": Setup(_DIVIDED, ClearEmptyRows, _CLEAN, fix=True),
-    "mla_decode": Setup(mla_decode, broken.NoRemedy, _CLEAN, fix=True),
-    "quantize_live_rows": Setup(_UNWRITTEN, broken.NoRemedy, _CLEAN, quantise_live_rows, fix=True),
+    "mla_decode": Setup(mla_decode, served=_CLEAN, fix=True),
+    "quantize_live_rows": Setup(quantise=quantise_live_rows, served=_CLEAN, fix=True),
 }
 
 # Remedies that cure the symptom and are wrong, and what off / on / off must say of each.
 WRONG_REMEDIES: dict[str, tuple[Setup, str]] = {
     "nan_to_num": (Setup(_DIVIDED, NanToNum), NOT_FIXED),
     "clear_nan_rows": (Setup(_DIVIDED, ClearNanRows), NOT_FIXED),
-    "clear_from_first_empty_row": (Setup(_UNWRITTEN, ClearFromFirstEmptyRow), WRONG),
-    "clear_short_rows": (Setup(_UNWRITTEN, ClearShortRows), WRONG),
-    "mask_once": (Setup(_UNWRITTEN, MaskOnce), NOT_FIXED),
+    "clear_from_first_empty_row": (Setup(remedy=ClearFromFirstEmptyRow), WRONG),
+    "clear_short_rows": (Setup(remedy=ClearShortRows), WRONG),
+    "mask_once": (Setup(remedy=MaskOnce), NOT_FIXED),
     "one_per_cent_too_large": (Setup(too_large(1.01)), WRONG),
 }
 
@@ -210,8 +199,7 @@ SICK_STEP = 3
 _SEVERITY = [Verdict.CLEAN, HIDDEN, Verdict.PAD_ONLY, Verdict.LEAKED, Verdict.LIVE_BORN]
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(NamedTuple):
     """What a sequence of served steps showed.
 
     Attributes:

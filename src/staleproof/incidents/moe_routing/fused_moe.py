@@ -1,6 +1,6 @@
 """FlashInfer's own ``cutlass_fused_moe`` over distinct and duplicate expert ids.
 
-Runs the reduced module of :mod:`staleproof.incidents.moe_routing.moe_module` through FlashInfer's
+Runs the reduced module of :mod:`staleproof.kernels.moe_module` through FlashInfer's
 Python entry, in child processes, because an illegal access ends the process. An unwritten map entry
 contains what the allocator's free memory contained, so that memory is filled first.
 """
@@ -22,7 +22,7 @@ import torch
 from staleproof import device
 from staleproof.cases import children, machine
 from staleproof.cases.compare import rounding
-from staleproof.incidents.moe_routing import batch, moe_module
+from staleproof.incidents.moe_routing import batch
 from staleproof.incidents.moe_routing.batch import IDS, MISREAD, NAN_ROWS, RIGHT, SILENT
 from staleproof.incidents.moe_routing.fused_moe_cases import (
     BYTES,
@@ -40,7 +40,8 @@ from staleproof.incidents.moe_routing.fused_moe_cases import (
     Case,
     CaseResult,
 )
-from staleproof.incidents.moe_routing.moe_module import ModuleError
+from staleproof.kernels import moe_module
+from staleproof.kernels.moe_module import ModuleError
 
 # Qwen3-30B-A3B's, the model of vLLM #39593.
 HIDDEN, INTERMEDIATE = 2048, 768

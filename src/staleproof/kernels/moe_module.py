@@ -22,7 +22,7 @@ from pathlib import Path
 
 from staleproof import device
 from staleproof.cases import machine
-from staleproof.incidents.moe_routing.moe_sources import (
+from staleproof.kernels.moe_sources import (
     ARCHITECTURES,
     BACKEND,
     EDITS,

@@ -15,8 +15,8 @@ import pytest
 from staleproof import device
 from staleproof.cases import machine
 from staleproof.cli import app as cli
-from staleproof.incidents.moe_routing import moe_module, moe_sources
-from staleproof.incidents.moe_routing.moe_module import ModuleError
+from staleproof.kernels import moe_module, moe_sources
+from staleproof.kernels.moe_module import ModuleError
 
 EDITS = (*moe_sources.EDITS, moe_sources.HOPPER.tiles, moe_sources.WITHOUT_CHECK)
 
