@@ -75,6 +75,45 @@ def test_equal_bits_say_nothing_if_the_control_does_not_differ(monkeypatch):
     assert "do not notice" in said[mla.LIVE_LOGITS, MLA].note
 
 
+COMPILED = f"{MLA}, compiled"
+
+
+def compiled(on: dict[str, object] | None = None, again: dict[str, object] | None = None) -> Results:
+    """Three engines that run one set of compiled kernels, and what is otherwise in the last two."""
+    usual = {**mla_engine(5), mla.GRAPHS: ["f1", "f2"]}
+    engines = {
+        "off": usual,
+        "on": {**usual, **mla_engine(0), **(on or {})},
+        "off again": {**usual, **(again or {})},
+    }
+    return results(**{f"{COMPILED}, {state}": told for state, told in engines.items()})
+
+
+@pytest.mark.parametrize(
+    ("told", "said", "note"),
+    [
+        (compiled(), "fixed", ""),
+        (compiled(on={"rows": mla_engine(0, 7)["rows"]}), "wrong", "live logits: 128 differ"),
+        # Bits that two engines without the plugin do not have in common cannot be compared.
+        (compiled(again={"rows": mla_engine(5, 7)["rows"]}), NOT_RUN, "128 rows of live logits"),
+        (compiled(on={"rows": mla_engine(0, 7)["rows"], mla.GRAPHS: ["f1", "f3"]}), NOT_RUN, "compiled anew"),
+        (compiled(again={mla.GRAPHS: ["f1"]}), NOT_RUN, "compiled anew"),
+        (compiled(again={mla.GRAPHS: []}), NOT_RUN, "compiled anew"),
+    ],
+)
+def test_compiled_engines_are_compared_only_if_they_run_the_same_kernels(monkeypatch, told, said, note):
+    fixed = asked(mla.BENCH, told, monkeypatch)["off/on/off", COMPILED]
+    assert fixed.verdict == said
+    assert note in fixed.note
+
+
+def test_compiled_engines_that_keep_no_graph_are_not_compared(monkeypatch):
+    told = {name: EngineResult({**one.answers, mla.GRAPHS: []}, None) for name, one in compiled().items()}
+    said = asked(mla.BENCH, Results(told), monkeypatch)
+    assert said["off/on/off", COMPILED].verdict == said[mla.LIVE_LOGITS, COMPILED].verdict == NOT_RUN
+    assert "kept no graph" in said["off/on/off", COMPILED].note
+
+
 def test_what_padding_held_is_told_from_the_size_of_the_batch(monkeypatch):
     engine = mla_engine(0)
     engine["rows"][2]["sums"] = [[9, 9, 9]] * 2

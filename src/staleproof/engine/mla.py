@@ -18,8 +18,7 @@ FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_size
 COMPILED = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [8, 64]}
 PIECEWISE = {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 64]}
 SPIES = ("attention", "logits", "routing")
-
-
+GRAPHS = "compiled_graphs"
 PROBES: dict[str, dict[str, Any]] = {"start": {}, "control": {}, "rows": {"live": LIVE}, "spoilt_blocks": {}}
 
 
@@ -45,7 +44,8 @@ def engine(backend: str = "TRITON_MLA", spies: Sequence[str] = (*SPIES, "stages"
     options = {"attention_backend": backend, "moe_backend": "triton", **options}
     if "enforce_eager" not in options:
         options.setdefault("compilation_config", FULL)
-    return Order("deepseek_v2", PROBES, options, spies=spies)
+    order = Order("deepseek_v2", PROBES, options, spies=spies)
+    return replace(order, probes={**PROBES, GRAPHS: {}}) if order.compiles else order
 
 
 # What torch.compile looks into must not be spied on: only attention, routing and logits are.
@@ -136,6 +136,23 @@ def _control(results: Results, name: str) -> str:
     return f"another first token changes {other} of {of} steps"
 
 
+def _same_kernels(results: Results, name: str) -> int:
+    """How many graphs torch.compile has compiled for off / on / off: the first engine all of them.
+
+    Raises:
+        MissingError: the plugin's engine, or the last one, runs other kernels than the first. Then other bits
+            say nothing: two compilations of one graph can give them.
+    """
+    if not FIXED_ONES[name].compiles:
+        return 0
+    first, *others = (set(results.of(f"{name}, {which}", GRAPHS)) for which in STATES)
+    if not first:
+        raise MissingError(f"{name}: torch.compile kept no graph: equal engines may run other kernels")
+    if any(graphs != first for graphs in others):
+        raise MissingError(f"{name}: graphs were compiled anew: the engines may run other kernels")
+    return len(first)
+
+
 def _off(name: str) -> str:
     return f"{name}, off" if name in FIXED_ONES else name
 
@@ -214,6 +231,7 @@ def live_logits(name: str) -> Any:
         control = _control(results, f"{name}, on")
         return reading(
             said,
+            graphs_compiled_once=_same_kernels(results, name),
             off_against_on=changed,
             off_against_off=noise,
             without_padding=without,
@@ -274,11 +292,12 @@ def wrong(name: str) -> Any:
         if not whole:
             return "no round without padding to compare"
         one, two, three = ([rounds[number] for number in whole] for rounds in (off, on, again))
-        changed, noise = different(one, two), different(one, three)
-        # Bits that differ between two equal engines cannot be compared; then tokens are.
-        what = "tokens" if noise["logits"] else "logits"
-        if changed[what] > noise[what]:
-            return f"live {what}: {changed[what]} differ"
+        _same_kernels(results, name)
+        changed, noise = different(one, two)["logits"], different(one, three)["logits"]
+        if noise:
+            raise MissingError(f"{name}: {noise} rows of live logits differ without the plugin")
+        if changed:
+            return f"live logits: {changed} differ"
         if name in SHARED_SCALE:
             # The rounds left out above: with the plugin, does padding still decide about live rows?
             first, among_eight, *_ = on
