@@ -35,13 +35,3 @@ def test_compiled_kernels_are_told_by_name_and_configuration():
     idle = heuristics.CachingAutotuner.__new__(heuristics.CachingAutotuner)
     idle.launchers = []
     assert tuning.compiled_kernels(None) == {"triton_red_fused_norm_0: XBLOCK: 1, num_warps: 4": 1}
-
-
-def test_compiled_graphs_are_told_by_their_keys(monkeypatch, tmp_path):
-    pytest.importorskip("torch._inductor.runtime.cache_dir_utils")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert tuning.compiled_graphs(None) == []
-    for key in ("a1/fa1x", "a1/fa1y", "b2/fb2z"):
-        (tmp_path / "fxgraph" / key).mkdir(parents=True)
-        (tmp_path / "fxgraph" / key / "entry").touch()
-    assert tuning.compiled_graphs(None) == ["fa1x", "fa1y", "fb2z"]

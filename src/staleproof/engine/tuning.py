@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import pkgutil
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from staleproof.engine.probes import Engine
@@ -74,13 +73,3 @@ def compiled_kernels(engine: Engine) -> dict[str, int]:
             name = kernel.inductor_meta.get("kernel_name") or kernel.fn.__name__
             found[f"{name}: {kernel.launchers[0].config}"] += 1
     return dict(found)
-
-
-def compiled_graphs(engine: Engine) -> list[str]:
-    """The keys of the graphs that this engine, and those before it with the same cache, have compiled.
-
-    A key is of the traced graph and of all settings. An engine that adds none runs what the others compiled.
-    """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return sorted(folder.name for folder in Path(cache_dir(), "fxgraph").glob("*/*"))
