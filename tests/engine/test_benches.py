@@ -14,7 +14,7 @@ from engine_answers import asked, results
 from staleproof.cases.case import MissingError
 from staleproof.cases.words import NOT_RUN
 from staleproof.engine import bench as benches
-from staleproof.engine import blocks, cases, cost, memory, mla, router, watched
+from staleproof.engine import blocks, cases, cost, memory, mla, router, starts, watched
 from staleproof.engine.bench import Bench, Results
 from staleproof.engine.cases import BENCHES
 from staleproof.engine.orders import EngineResult, Order
@@ -73,6 +73,57 @@ def test_equal_bits_say_nothing_if_the_control_does_not_differ(monkeypatch):
     said = asked(mla.BENCH, results(**engines), monkeypatch)
     assert said[mla.LIVE_LOGITS, MLA].verdict == NOT_RUN
     assert "do not notice" in said[mla.LIVE_LOGITS, MLA].note
+
+
+COMPILED = f"{MLA}, compiled"
+
+
+WARPS, OTHER = "norm: num_warps 4", "norm: num_warps 8"
+
+
+def compiled(on: int, again: int, *kernels: str) -> Results:
+    """Three compiled engines: the logits of the last two, and the kernels of the second."""
+    told = mla_engine(5), mla_engine(0, on), mla_engine(5, again)
+    seen = {WARPS: 1}, dict.fromkeys(kernels, 1), {WARPS: 2}
+    return results(
+        **{
+            f"{COMPILED}, {state}": {**engine, mla.KERNELS: ran}
+            for state, engine, ran in zip(benches.STATES, told, seen, strict=True)
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "said", "logits", "note"),
+    [
+        (compiled(0, 0, WARPS), "fixed", "same bits", ""),
+        (compiled(7, 0, WARPS), "wrong", "other bits", "live logits: 128 differ"),
+        # One of the two engines without the plugin gave these bits.
+        (compiled(7, 7, WARPS), "fixed", "same bits", ""),
+        (compiled(0, 7, WARPS), "fixed", "same bits", ""),
+        # Neither gave them, but they do not agree with each other either.
+        (compiled(7, 8, WARPS), NOT_RUN, "differ without it too", "128 rows of live logits differ between"),
+        # The engine with the plugin ran a kernel that the others did not, or nobody saw what it ran.
+        (compiled(7, 0, WARPS, OTHER), NOT_RUN, NOT_RUN, OTHER),
+        (compiled(7, 0), NOT_RUN, NOT_RUN, "none seen"),
+        (compiled(0, 0, OTHER), "fixed", "same bits", ""),
+    ],
+)
+def test_bits_of_compiled_engines_are_the_plugins_only_if_no_engine_without_it_has_them(
+    monkeypatch, told, said, logits, note
+):
+    found = asked(mla.BENCH, told, monkeypatch)
+    assert (found["off/on/off", COMPILED].verdict, found[mla.LIVE_LOGITS, COMPILED].verdict) == (said, logits)
+    assert note in found["off/on/off", COMPILED].note
+
+
+def test_engines_that_are_compared_share_compiled_kernels_and_time_none():
+    for state in benches.STATES:
+        order = mla.BENCH.orders[f"{COMPILED}, {state}"]
+        assert order.kernels == COMPILED
+        assert order.options["compilation_config"]["inductor_compile_config"]["deterministic"]
+        assert mla.BENCH.orders[f"{MLA}, {state}"].kernels is None
+    assert {order.kernels for order in starts.ORDERS.values()} == {None}, "equal engines compile their own"
 
 
 def test_what_padding_held_is_told_from_the_size_of_the_batch(monkeypatch):

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -43,8 +44,10 @@ def hangs(order: Order) -> None:
 def started_as(monkeypatch: pytest.MonkeyPatch, function: object) -> None:
     """Let an order start this function in place of an engine."""
 
-    def start(self: Order) -> children.Child:
-        return children.start(function, self, env={"STALEPROOF_PATCHES": self.patches})
+    def start(self: Order, compiled: Path) -> children.Child:
+        return children.start(
+            function, self, env={"STALEPROOF_PATCHES": self.patches, orders.CACHE: str(compiled)}
+        )
 
     monkeypatch.setattr(Order, "start", start)
 
@@ -58,6 +61,25 @@ def test_every_probe_is_answered_by_its_own_engine(monkeypatch):
         "on": {"start": "all", "rows": "all"},
     }
     assert all(one.failed is None for one in told.values())
+
+
+def compiles(order: Order) -> None:
+    """Tells what it finds in its folder of compiled graphs, takes a moment, and adds one."""
+    folder = Path(os.environ[orders.CACHE])
+    folder.mkdir(exist_ok=True)
+    tell(("start", sorted(path.name for path in folder.iterdir())))
+    time.sleep(0.3)
+    (folder / order.patches).touch()
+    tell(("rows", None))
+
+
+def test_engines_that_share_kernels_start_one_after_another(monkeypatch):
+    started_as(monkeypatch, compiles)
+    group = {state: replace(ORDER, patches=state, kernels="mla") for state in ("off", "on", "again")}
+    told = dict(run({**group, "other": ORDER, "third": ORDER}, timeout_s=60, at_once=5))
+    assert {name: one.answers["start"] for name, one in told.items()} == {
+        "off": [], "on": ["off"], "again": ["off", "on"], "other": [], "third": []
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

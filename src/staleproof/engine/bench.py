@@ -190,8 +190,13 @@ class Pool:
 
 
 def three(name: str, order: Order) -> dict[str, Order]:
-    """The orders ``name, off``, ``name, on`` and ``name, off again``: with the plugin in the second only."""
+    """The orders ``name, off``, ``name, on`` and ``name, off again``: with the plugin in the second only.
+
+    torch.compile times kernels, so that two equal engines can keep different ones, which give other bits. So
+    these three share their compiled kernels.
+    """
+    kernels = name if order.compiles else None
     return {
-        f"{name}, {state}": replace(order, patches=patches)
+        f"{name}, {state}": replace(order, patches=patches, kernels=kernels)
         for state, patches in (("off", "none"), ("on", "all"), ("off again", "none"))
     }

@@ -15,11 +15,18 @@ LIVE = (3, 8, 3, 50)
 NAN_ROWS, LIVE_LOGITS, LIVE_PADDING = "NaN rows", "live logits, off / on", "live logits, 3 / 8 live"
 QUANTIZERS = "dynamic fp8 quantizers"
 FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 64]}
-COMPILED = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [8, 64]}
+# torch.compile times kernels, and whether two are faster as one. Equal engines can keep different ones, which
+# give other bits: engines that are compared let it time none.
+UNTIMED = {"combo_kernels": False, "benchmark_combo_kernel": False, "deterministic": True}
+COMPILED = {
+    "mode": 3,
+    "cudagraph_mode": "FULL_AND_PIECEWISE",
+    "cudagraph_capture_sizes": [8, 64],
+    "inductor_compile_config": UNTIMED,
+}
 PIECEWISE = {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 64]}
 SPIES = ("attention", "logits", "routing")
-
-
+KERNELS = "compiled_kernels"
 PROBES: dict[str, dict[str, Any]] = {"start": {}, "control": {}, "rows": {"live": LIVE}, "spoilt_blocks": {}}
 
 
@@ -45,7 +52,8 @@ def engine(backend: str = "TRITON_MLA", spies: Sequence[str] = (*SPIES, "stages"
     options = {"attention_backend": backend, "moe_backend": "triton", **options}
     if "enforce_eager" not in options:
         options.setdefault("compilation_config", FULL)
-    return Order("deepseek_v2", PROBES, options, spies=spies)
+    order = Order("deepseek_v2", PROBES, options, spies=spies)
+    return replace(order, probes={**PROBES, KERNELS: {}}) if order.compiles else order
 
 
 # What torch.compile looks into must not be spied on: only attention, routing and logits are.
@@ -136,6 +144,29 @@ def _control(results: Results, name: str) -> str:
     return f"another first token changes {other} of {of} steps"
 
 
+def _comparable(results: Results, name: str, noise: int) -> None:
+    """That other bits of the plugin's engine are the plugin's.
+
+    Args:
+        noise: rows of logits that differ between the two engines without it.
+
+    Raises:
+        MissingError: they need not be: two engines without it differ too, or it runs kernels that neither of
+            them has compiled.
+    """
+    if noise:
+        raise MissingError(
+            f"{name}: {noise} rows of live logits differ between engines without the plugin too"
+        )
+    if FIXED_ONES[name].compiles:
+        off, on, again = (set(results.of(f"{name}, {which}", KERNELS)) for which in STATES)
+        if not on or on - off - again:
+            own = sorted(on - off - again)
+            raise MissingError(
+                f"{name}: other bits, and compiled kernels of its own: {own[:3] or 'none seen'}"
+            )
+
+
 def _off(name: str) -> str:
     return f"{name}, off" if name in FIXED_ONES else name
 
@@ -162,32 +193,28 @@ def nan_rows(name: str) -> Any:
     return judge
 
 
-def different(one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """How much of the live rows differs between two engines that served the same rounds.
+def different(one: Sequence[Mapping[str, Any]], *others: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """How much of an engine's live rows none of the others gave, which served the same rounds.
 
     Returns:
-        ``logits``: rows of logits with another checksum; ``tokens``: requests with other tokens; ``of``:
-        rows of logits compared.
+        ``logits``: rows of logits with a checksum of its own; ``tokens``: requests with tokens of its own;
+        ``of``: rows of logits compared.
 
-    >>> a = [{"sums": [[1, 2], [3, 4]], "tokens": [[5], [6]]}]
-    >>> different(a, [{"sums": [[1, 2], [3, 0]], "tokens": [[5], [7]]}])
-    {'logits': 1, 'tokens': 1, 'of': 4}
+    >>> a, b = ([{"sums": [[1, 2], [3, last]], "tokens": [[5], [last]]}] for last in (4, 0))
+    >>> different(a, b), different(a, b, a)
+    ({'logits': 1, 'tokens': 1, 'of': 4}, {'logits': 0, 'tokens': 0, 'of': 4})
     """
-    rows = [
-        (a, b)
-        for x, y in zip(one, two, strict=True)
-        for s, t in zip(x["sums"], y["sums"], strict=False)
-        for a, b in zip(s, t, strict=False)
-    ]
-    tokens = [
-        (a, b) for x, y in zip(one, two, strict=True) for a, b in zip(x["tokens"], y["tokens"], strict=True)
-    ]
-    return {"logits": sum(a != b for a, b in rows), "tokens": sum(a != b for a, b in tokens), "of": len(rows)}
+    rounds = [*zip(one, *others, strict=True)]
+    steps = [step for each in rounds for step in zip(*(x["sums"] for x in each), strict=False)]
+    rows = [row for step in steps for row in zip(*step, strict=False)]
+    tokens = [request for each in rounds for request in zip(*(x["tokens"] for x in each), strict=True)]
+    logits, other = (sum(mine not in theirs for mine, *theirs in of) for of in (rows, tokens))
+    return {"logits": logits, "tokens": other, "of": len(rows)}
 
 
-def padded(rounds: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Which rounds had padding rows."""
-    return [one["live"] < one["size"] for one in rounds]
+def _whole(off: Sequence[Mapping[str, Any]], rounds: Sequence[Any]) -> list[Any]:
+    """The rounds in which the engine without the plugin had no padding rows."""
+    return [one for one, plain in zip(rounds, off, strict=True) if plain["live"] == plain["size"]]
 
 
 def by_round(one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
@@ -202,15 +229,16 @@ def live_logits(name: str) -> Any:
     """
 
     def judge(results: Results) -> Reading:
-        off, on, again = (_rounds(results, f"{name}, {state}") for state in ("off", "on", "off again"))
-        noise, changed = different(off, again), different(off, on)
-        whole = [number for number, pads in enumerate(padded(off)) if not pads]
-        without = different([off[number] for number in whole], [on[number] for number in whole])
-        said = "other bits" if without["logits"] else "padding reaches live rows"
-        if not changed["logits"]:
-            said = "same bits"
-        if noise["logits"]:
+        off, on, again = (_rounds(results, f"{name}, {state}") for state in STATES)
+        noise, changed = different(off, again), different(on, off, again)
+        without = different(*(_whole(off, rounds) for rounds in (on, off, again)))
+        said = "same bits"
+        if changed["logits"]:
+            said = "other bits" if without["logits"] else "padding reaches live rows"
+        if changed["logits"] and noise["logits"]:
             said = "differ without it too"
+        if said == "other bits":
+            _comparable(results, name, noise["logits"])
         control = _control(results, f"{name}, on")
         return reading(
             said,
@@ -270,15 +298,13 @@ def wrong(name: str) -> Any:
         off, on, again = (_rounds(results, f"{name}, {which}") for which in STATES)
         # Where padding reached live rows without the plugin, only rounds without any can keep their bits.
         leaks = verdict(off) == "leaked" or name in SHARED_SCALE
-        whole = [number for number, pads in enumerate(padded(off)) if not (leaks and pads)]
-        if not whole:
+        one, two, three = (_whole(off, rounds) if leaks else rounds for rounds in (off, on, again))
+        if not one:
             return "no round without padding to compare"
-        one, two, three = ([rounds[number] for number in whole] for rounds in (off, on, again))
-        changed, noise = different(one, two), different(one, three)
-        # Bits that differ between two equal engines cannot be compared; then tokens are.
-        what = "tokens" if noise["logits"] else "logits"
-        if changed[what] > noise[what]:
-            return f"live {what}: {changed[what]} differ"
+        # A bit that an engine without the plugin gives as well is not the plugin's.
+        if changed := different(two, one, three)["logits"]:
+            _comparable(results, name, different(one, three)["logits"])
+            return f"live logits: {changed} differ"
         if name in SHARED_SCALE:
             # The rounds left out above: with the plugin, does padding still decide about live rows?
             first, among_eight, *_ = on

@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,9 +36,11 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    # Engines that compile the same model at the same time must not share files.
+    # Its key does not name the plugin's patches: an engine would run what another one compiled without them.
+    # Inductor's own cache has the traced graph as its key.
     "VLLM_DISABLE_COMPILE_CACHE": "1",
 }
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
@@ -67,6 +70,8 @@ class Order:
         env: further variables.
         packages: names a variable with folders to import from. A package that one question needs would
             change which kernels vLLM picks for the others, if it were installed for all.
+        kernels: engines of one such name start one after another and share what torch.compile keeps on disk,
+            so that all run the kernels that the first has compiled; ``None``: an engine compiles its own.
     """
 
     model: str
@@ -77,12 +82,22 @@ class Order:
     spies: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     packages: str | None = None
+    kernels: str | None = None
 
-    def start(self) -> Child:
-        """Start its process."""
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile makes kernels for its model."""
+        return self.options.get("compilation_config", {}).get("mode") == 3
+
+    def start(self, compiled: Path) -> Child:
+        """Start its process.
+
+        Args:
+            compiled: the folder where torch.compile keeps graphs, kernels and what it has timed.
+        """
         from staleproof.engine import session
 
-        env = {**ENVIRONMENT, "STALEPROOF_PATCHES": self.patches, **self.env}
+        env = {**ENVIRONMENT, "STALEPROOF_PATCHES": self.patches, CACHE: str(compiled), **self.env}
         return children.start(session.serve, self, env=env)
 
 
@@ -149,8 +164,12 @@ def keep_log(name: str, ended: Ended) -> None:
     folder = os.environ.get(LOGS)
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        file = re.sub(r"[^a-zA-Z0-9]+", "-", name) + ".log"
-        Path(folder, file).write_text(f"{ended.told}\n{ended.stdout}\n{ended.stderr}")
+        Path(folder, f"{_slug(name)}.log").write_text(f"{ended.told}\n{ended.stdout}\n{ended.stderr}")
+
+
+def _slug(name: str) -> str:
+    """The name as a name of a file."""
+    return re.sub(r"[^a-zA-Z0-9]+", "-", name)
 
 
 def width(free_bytes: int, cores: int) -> int:
@@ -174,25 +193,30 @@ def run(
     """
     if at_once is None:
         at_once = width(_free_bytes(), os.cpu_count() or 2)
-    waiting = list(orders.items())
+    waiting = dict(orders)
     running: dict[str, tuple[Order, Child, float, float]] = {}
-    while waiting or running:
-        if time.monotonic() > _end:
-            yield from (
-                (name, EngineResult({}, "the time of all engines ended first")) for name, _ in waiting
-            )
-            waiting.clear()
-        while waiting and len(running) < at_once:
-            name, order = waiting.pop(0)
-            now = time.monotonic()
-            running[name] = order, order.start(), now, min(now + timeout_s, _end)
-        for name, (order, child, begun, deadline) in [*running.items()]:
-            if child.poll() is not None or time.monotonic() > deadline:
-                del running[name]
-                ended = replace(child.wait(0), limit_s=deadline - begun)
-                keep_log(name, ended)
-                yield name, told(order, ended)
-        time.sleep(0.05)
+    with tempfile.TemporaryDirectory(prefix="staleproof-compiled-", ignore_cleanup_errors=True) as folder:
+        while waiting or running:
+            if time.monotonic() > _end:
+                yield from (
+                    (name, EngineResult({}, "the time of all engines ended first")) for name in waiting
+                )
+                waiting.clear()
+            compiling = {order.kernels for order, *_ in running.values()} - {None}
+            ready = [name for name, order in waiting.items() if order.kernels not in compiling]
+            if ready and len(running) < at_once:
+                name, now = ready[0], time.monotonic()
+                order = waiting.pop(name)
+                compiled = Path(folder, _slug(order.kernels or name))
+                running[name] = order, order.start(compiled), now, min(now + timeout_s, _end)
+                continue
+            for name, (order, child, begun, deadline) in [*running.items()]:
+                if child.poll() is not None or time.monotonic() > deadline:
+                    del running[name]
+                    ended = replace(child.wait(0), limit_s=deadline - begun)
+                    keep_log(name, ended)
+                    yield name, told(order, ended)
+            time.sleep(0.05)
 
 
 # When the engines that run must have ended, on the clock of time.monotonic.

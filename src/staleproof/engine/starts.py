@@ -24,13 +24,12 @@ STATES = {"off": "none", "off again": "none", "off once more": "none", "on": "al
 
 def _orders() -> dict[str, Order]:
     probes = {"start": {}, "control": {}, "rows": {"live": LIVE}, "compiled_kernels": {}}
-    timed = replace(FIXED_ONES[FP8], probes=probes)
-    compilation = timed.options["compilation_config"]
-    settings = {"combo_kernels": False, "benchmark_combo_kernel": False, "deterministic": True}
-    options = {**timed.options, "compilation_config": {**compilation, "inductor_compile_config": settings}}
+    untimed = replace(FIXED_ONES[FP8], probes=probes)
+    compilation = {**untimed.options["compilation_config"], "inductor_compile_config": {}}
+    timed = replace(untimed, options={**untimed.options, "compilation_config": compilation})
     orders = {f"{FP8}, {state}": replace(timed, patches=patches) for state, patches in STATES.items()}
     for state in ("off", "on"):
-        orders[f"{UNTIMED}, {state}"] = replace(timed, options=options, patches=STATES[state])
+        orders[f"{UNTIMED}, {state}"] = replace(untimed, patches=STATES[state])
     return orders
 
 
