@@ -5,6 +5,10 @@ On a page an HTML comment behind a sentence names the source of the sentence's f
     12 blocks reach attention. <!-- finding: engine | off/on/off | staging_race, late copies, no wait -->
     788,070 ids stay. <!-- file: soak-cpu.json -->
     It knows 26 releases, 0.16.0 to 0.33.0. <!-- releases -->
+    A tile of 128 x 4 scales has 512 bytes. <!-- arithmetic: 128 * 4 = 512 -->
+
+Marks that follow each other are for the same text. `source` names what was read, and `by hand` says where and
+when something was measured that no recorded run holds.
 
 >>> unbound("12 blocks of 3.94 GiB, and 7 more (vLLM #123, `--port 8000`)", '{"blocks": 12, "b": 4227907584}')
 ['7']
@@ -12,6 +16,7 @@ On a page an HTML comment behind a sentence names the source of the sentence's f
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +25,22 @@ from pathlib import Path
 
 from staleproof.cases.finding import Finding
 
-MARK = re.compile(r"<!-- (finding|file|releases)(?:: (.*?))? -->")
+MARK = re.compile(r"<!-- (finding|file|releases|arithmetic|source|by hand)(?:: (.*?))? -->", re.DOTALL)
+# Text, and the marks behind it.
+GROUP = re.compile(rf"((?:(?!<!-- ).)*)((?:\s*{MARK.pattern})+)", re.DOTALL)
+# A measured quantity in prose: what a sentence may not say without its source.
+MEASURED = re.compile(
+    r"(?<![\w.#/-])\d[\d,]*(?:\.\d+)?\s?"
+    r"(?:us|ms|s|%|per cent|GiB|MiB|KiB|GB|MB|TFLOP/s|TB/s|GB/s|of [\d,]+)(?!\w)"
+)
+# Kinds of marks that no test can compare.
+READ = {"source", "by hand"}
+# What else names a source: a thread upstream, or a file and line of somebody's source.
+CITED = re.compile(r"#\d{4,}|\.(?:py|cuh?|hpp|h|cpp)`?(?:\]\([^)]*\))?:\d+|`:\d+")
 # A figure, with its unit if that is one of bytes; no part of a name such as H200, and no number of an issue.
-_FIGURE = re.compile(r"(?<![\w.#/])(\d[\d,]*(?:\.\d+)*(?:\.post\d+)?)(?: (GiB|MiB|KiB))?")
-_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_FIGURE = re.compile(r"(?<![\w.#/])(\d[\d,]*(?:\.\d+)*(?:\.post\d+)?)(?: (GiB|MiB|KiB|ms))?")
+# What a file counts in bytes and seconds.
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "ms": 1e-3}
 
 
 def unbound(text: str, source: str) -> list[str]:
@@ -44,19 +61,42 @@ def unbound(text: str, source: str) -> list[str]:
         decimals = len(plain.partition(".")[2])
         is_number = re.fullmatch(r"\d+(\.\d+)?", plain) is not None
         scale = _UNITS.get(unit, 1)
-        if not is_number or not any(round(value / scale, decimals) == float(plain) for value in values):
+        scaled = [round(value / by, decimals) for value in values for by in {1, scale}]
+        if not is_number or float(plain) not in scaled:
             missing.append(figure)
     return missing
 
 
-def passages(page: str) -> Iterator[tuple[str, str, str]]:
-    """Of each mark of a page: the sentence before it, its kind and what it names."""
-    for paragraph in re.split(r"\n\s*\n|\n(?=- |\| )", page):
-        begin = 0
-        for mark in MARK.finditer(paragraph):
-            text = paragraph[begin : mark.start()].strip()
-            yield re.split(r"(?<=[.:;])\s+(?=[A-Z])", text)[-1], mark[1], mark[2] or ""
-            begin = mark.end()
+def paragraphs(page: str) -> list[str]:
+    """The paragraphs, entries of lists and rows of tables of a page, without blocks of code."""
+    return re.split(r"\n\s*\n|\n(?=- |\| )", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE))
+
+
+def passages(page: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Of each group of marks of a page: the text before it in its paragraph, and kind and name of each mark.
+
+    >>> [*passages("Eight of 8, in 3 us. <!-- file: a --> <!-- file: b --> No.")]
+    [('Eight of 8, in 3 us.', [('file', 'a'), ('file', 'b')])]
+    """
+    for paragraph in paragraphs(page):
+        for group in GROUP.finditer(paragraph):
+            marks = [(mark[1], " ".join((mark[2] or "").split())) for mark in MARK.finditer(group[2])]
+            yield group[1].strip(), marks
+
+
+def unnamed(page: str) -> list[str]:
+    """The paragraphs and tables of a page that state a measured quantity and name no source of it.
+
+    >>> unnamed("It takes 3 us.\\n\\nIt takes 3 us. <!-- file: a -->\\n\\n#12345 measured 3 us.\\n\\n3 rows.")
+    ['It takes 3 us.']
+    """
+    page = re.sub(r"^```.*?^```|<!-- written by .*?<!-- end of", "", page, flags=re.DOTALL | re.MULTILINE)
+    return [
+        paragraph
+        for paragraph in re.split(r"\n\s*\n|\n(?=- )", page)
+        if MEASURED.search(re.sub(r"`[^`]*`", "", paragraph))
+        and not (MARK.search(paragraph) or CITED.search(paragraph))
+    ]
 
 
 def source_of(
@@ -70,17 +110,25 @@ def source_of(
 
     Args:
         kind: of the mark.
-        name: what it names: incident, question and variant, or a file of the workbook.
+        name: what it names: incident, question and variant (``*`` for any text), or a file of the workbook.
         findings: of all recorded runs, by these three.
         book: the workbook.
         releases: of vLLM that were probed.
 
     Raises:
         KeyError: no recorded run has the finding.
+        ValueError: the arithmetic is wrong.
     """
     if kind == "file":
         return (book / name).read_text("utf-8")
     if kind == "releases":
         return f"{len(releases)} {releases[0]} {releases[-1]}"
-    key = tuple(part.strip() for part in name.split(" | "))
-    return "\n".join(json.dumps(asdict(found), default=str) for found in findings[key])
+    if kind == "arithmetic":
+        formula, _, result = name.partition(" = ")
+        if re.fullmatch(r"[\d\s.+*/()-]+", formula) is None or round(eval(formula), 2) != float(result):
+            raise ValueError(f"{name}: not so")
+        return name
+    named = [key for key in findings if fnmatch.fnmatchcase(" | ".join(key), name)]
+    if not named:
+        raise KeyError(f"no recorded finding {name}")
+    return "\n".join(json.dumps(asdict(found), default=str) for key in named for found in findings[key])
