@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from staleproof.incidents.moe_routing import consumer
-from staleproof.incidents.moe_routing.observation import holes
+from staleproof.incidents.moe_routing.consumer import holes
 from staleproof.vllm import routing_calls as calls
 from staleproof.vllm.patches import moe_routing
 

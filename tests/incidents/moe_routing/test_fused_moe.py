@@ -8,18 +8,11 @@ from pathlib import Path
 import pytest
 
 from staleproof.cases import machine
+from staleproof.cases.case import Reading, absent, reading
 from staleproof.incidents.moe_routing import fused_moe
-from staleproof.incidents.moe_routing import fused_moe_cases as cases
 from staleproof.incidents.moe_routing.batch import RIGHT, SILENT
-from staleproof.incidents.moe_routing.fused_moe import (
-    CUDA_ILLEGAL_ACCESS,
-    DIED,
-    TIMED_OUT,
-    Case,
-    CaseResult,
-    Memcheck,
-)
-from staleproof.incidents.moe_routing.observation import observe
+from staleproof.incidents.moe_routing.consumer import observe
+from staleproof.incidents.moe_routing.fused_moe import CUDA_ILLEGAL_ACCESS, DIED, TIMED_OUT, Case, outcome
 from staleproof.kernels import moe_module
 
 MEMCHECK = """========= COMPUTE-SANITIZER
@@ -38,7 +31,7 @@ CHILD = """
 import os, sys, time
 from pathlib import Path
 from staleproof.cases import children
-from staleproof.incidents.moe_routing.fused_moe import CaseResult
+from staleproof.incidents.moe_routing.fused_moe import outcome
 
 def run_in_child(module, cases):
     print("some library greets")
@@ -51,7 +44,7 @@ def run_in_child(module, cases):
             os.abort()
         if case.ids == "hangs":
             time.sleep(60)
-        children.tell(CaseResult(case, case.ids, wrong_rows=number))
+        children.tell(outcome(case.ids, wrong_rows=number))
         if case.ids == "illegal memory access":
             os._exit(3)
 """
@@ -82,11 +75,11 @@ def test_a_process_that_ends_is_followed_by_another_and_has_one_module(given: Pa
     asked = [Case(1, 8, RIGHT), fatal, Case(3, 8, SILENT), Case(4, 8, "dies"), fatal]
     # In the order of the cases, and a case that is given twice is run twice.
     assert fused_moe.run_cases(asked, processes=1) == [
-        CaseResult(asked[0], RIGHT, wrong_rows=1),
-        CaseResult(fatal, CUDA_ILLEGAL_ACCESS, wrong_rows=1),
-        CaseResult(asked[2], SILENT, wrong_rows=2),
-        CaseResult(asked[3], DIED, error="last words"),
-        CaseResult(fatal, CUDA_ILLEGAL_ACCESS, wrong_rows=1),
+        outcome(RIGHT, wrong_rows=1),
+        outcome(CUDA_ILLEGAL_ACCESS, wrong_rows=1),
+        outcome(SILENT, wrong_rows=2),
+        outcome(DIED, "last words"),
+        outcome(CUDA_ILLEGAL_ACCESS, wrong_rows=1),
     ]
     assert sorted(given.read_text().splitlines()) == ["1 3 4", "2", "2 2"]
     assert fused_moe.run_cases([]) == []
@@ -94,43 +87,43 @@ def test_a_process_that_ends_is_followed_by_another_and_has_one_module(given: Pa
 
 def test_a_child_that_hangs_is_ended(given: Path) -> None:
     (result,) = fused_moe.run_cases([Case(1, 8, "hangs")], timeout_s=0.2)
-    assert result.outcome == TIMED_OUT
+    assert result.verdict == TIMED_OUT
 
 
 def test_names_and_cases_are_distinct() -> None:
-    assert len({case.name for case in cases.MODULE_CASES}) == len(cases.MODULE_CASES) == 29
+    assert len({case.name for case in fused_moe.MODULE_CASES}) == len(fused_moe.MODULE_CASES) == 29
+
+
+FOUND = reading(
+    "invalid read",
+    note="Invalid __global__ read of size 4 bytes, 2,190,366 bytes after the nearest "
+    "allocation at 0x7e0000 of size 2 bytes",
+    kernel="finalizeMoeRoutingKernel",
+    errors=9,
+)
 
 
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (
-            MEMCHECK.format(errors=9, s="s"),
-            Memcheck(
-                9,
-                "Invalid __global__ read of size 4 bytes, 2,190,366 bytes after the nearest "
-                "allocation at 0x7e0000 of size 2 bytes",
-                "finalizeMoeRoutingKernel",
-            ),
-        ),
-        ("========= ERROR SUMMARY: 0 errors\n", Memcheck(0, "", "")),
-        ("first\nnot supported here\n", None),
+        (MEMCHECK.format(errors=9, s="s"), FOUND),
+        ("========= ERROR SUMMARY: 0 errors\n", reading("no error", kernel="", errors=0)),
+        ("first\nnot supported here\n", absent("compute-sanitizer gave no summary: not supported here")),
     ],
 )
-def test_what_memcheck_says(
-    given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, expected: Memcheck | None
+def test_what_memcheck_says(said: str, expected: Reading) -> None:
+    assert fused_moe.memcheck(said) == expected
+
+
+def test_a_case_runs_under_the_sanitizer(
+    given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(SANITIZER)
     tool.chmod(0o755)
-    (tmp_path / "report").write_text(said)
+    (tmp_path / "report").write_text(MEMCHECK.format(errors=9, s="s"))
     monkeypatch.setattr(machine, "tool", lambda name: tool)
-    case = Case(512, 8, CUDA_ILLEGAL_ACCESS)
-    if expected is None:
-        with pytest.raises(moe_module.ModuleError, match="gave no summary: not supported here"):
-            fused_moe.sanitize(case)
-    else:
-        assert fused_moe.sanitize(case) == expected
+    assert fused_moe.sanitize(Case(512, 8, CUDA_ILLEGAL_ACCESS)) == FOUND
 
 
 def test_where_it_cannot_run_it_says_why(
@@ -140,8 +133,7 @@ def test_where_it_cannot_run_it_says_why(
     why = fused_moe.unavailable_reason()
     assert why == "needs a CUDA device" if device == "cpu" else why and "\n" not in why
     monkeypatch.setattr(machine, "tool", lambda name: None)
-    with pytest.raises(moe_module.ModuleError, match="compute-sanitizer is not installed"):
-        fused_moe.sanitize(Case(512, 8, "all equal"))
+    assert fused_moe.sanitize(Case(512, 8, "all equal")) == absent("compute-sanitizer is not installed")
 
 
 @pytest.mark.gpu
@@ -149,11 +141,13 @@ def test_only_tokens_with_a_duplicate_are_hurt_and_as_many_as_our_replica_says()
     why = fused_moe.unavailable_reason() or fused_moe.unavailable_reason(check=False)
     if why:
         pytest.skip(why)
-    rows = fused_moe.run_cases([*cases.MODULE_CASES])
-    assert {row.wrong_clean_rows for row in rows} == {0}
-    before = {cases.BYTES: "canary", cases.ZEROS: "zeros", cases.PREVIOUS: "previous map"}
-    compared = [row for row in rows if row.outcome == SILENT and row.case.tail in before]
-    assert len(compared) >= 5
-    for row in compared:
-        ours = observe(row.case.batch, row.case.ids, before=before[row.case.tail], guard=row.case.check)
-        assert (ours.outcome, ours.wrong_rows) == (SILENT, row.wrong_rows), row.case.name
+    before = {fused_moe.BYTES: "canary", fused_moe.ZEROS: "zeros", fused_moe.PREVIOUS: "previous map"}
+    asked, compared = [*fused_moe.MODULE_CASES], 0
+    for case, found in zip(asked, fused_moe.run_cases(asked), strict=True):
+        assert found.numbers["wrong_clean_rows"] == 0, case.name
+        if found.verdict == SILENT and case.tail in before:
+            ours = observe(case.batch, case.ids, before=before[case.tail], guard=case.check)
+            assert ours.verdict == SILENT, case.name
+            assert ours.numbers["wrong_rows"] == found.numbers["wrong_rows"], case.name
+            compared += 1
+    assert compared >= 5

@@ -50,11 +50,6 @@ def test_every_token_is_computed_once(lengths: list[tuple[int, int]]) -> None:
     assert max(found) <= origin.MAX_NUM_BATCHED_TOKENS
 
 
-def test_sizes_are_the_captured_ones() -> None:
-    assert [origin.replayed_size(n) for n in (1, 3, 5, 250, 257, 512)] == [1, 4, 8, 256, 272, 512]
-    assert origin.replayed_size(513) is None
-
-
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 7)), min_size=1, max_size=30))
 def test_the_pool_gives_each_byte_to_one_tensor(plan: list[tuple[int, int]]) -> None:

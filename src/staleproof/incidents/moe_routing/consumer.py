@@ -9,22 +9,31 @@ is counted, and adds 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from staleproof import check
+from staleproof.cases.case import Reading, reading
+from staleproof.incidents.moe_routing.batch import (
+    ILLEGAL_ACCESS,
+    MISREAD,
+    NAN_ROWS,
+    RIGHT,
+    SILENT,
+    Batch,
+    make_ids,
+    rows_with_duplicates,
+)
 from staleproof.vllm.routing_calls import sorts_in_one_block
 
 # Marks map entries that nobody wrote. The bytes 0x7f make an index far outside any buffer.
 CANARY = 0x7F7F7F7F
 # Bits of an expert's number with which one block takes all its tokens in 160 KiB of shared memory.
 ROOMY_BITS = 8
-IDS_DTYPES = (torch.int32, torch.int64)
+HIDDEN = 16
 
 
-@dataclass(frozen=True)
-class ExpertMap:
+class ExpertMap(NamedTuple):
     """Where the expert output of each slot lies; rows are sorted by expert.
 
     Attributes:
@@ -39,19 +48,6 @@ class ExpertMap:
     slot_of_row: torch.Tensor
     first_row: torch.Tensor
     one_block: bool
-
-
-@dataclass(frozen=True)
-class Finalised:
-    """The layer's output.
-
-    Attributes:
-        out: (tokens, hidden) float32.
-        wild_reads: map entries outside the buffer that upstream would have followed.
-    """
-
-    out: torch.Tensor
-    wild_reads: int
 
 
 def takes_one_block(tokens: int, top_k: int, experts: int) -> bool:
@@ -79,21 +75,12 @@ def build_map(
         The map. The three-step builder leaves two kinds of entries as they were in ``before``: slots
         without an expert, and all but the first slot of a duplicate.
 
-    Raises:
-        ValueError: an argument does not fit.
-
     >>> build_map(torch.tensor([[3, 3], [1, 2]]), 4, before=torch.zeros(4).int(), one_block=False).row_of_slot
     tensor([2, 0, 0, 1], dtype=torch.int32)
     """
-    check.tensor("topk_ids", topk_ids, ndim=2, dtype=IDS_DTYPES)
     tokens, top_k = topk_ids.shape
-    check.require(topk_ids.numel() > 0, "topk_ids", "at least one token and slot", (tokens, top_k))
-    check.require(num_experts > 0, "num_experts", "at least 1", num_experts)
-    if before is None:
-        row_of_slot = torch.full((top_k * tokens,), CANARY, dtype=torch.int32, device=topk_ids.device)
-    else:
-        check.tensor("before", before, shape=(top_k * tokens,), dtype=torch.int32, like=topk_ids)
-        row_of_slot = before.clone()
+    canaries = torch.full((top_k * tokens,), CANARY, dtype=torch.int32, device=topk_ids.device)
+    row_of_slot = canaries.clone() if before is None else before.clone()
     if one_block is None:
         one_block = takes_one_block(tokens, top_k, num_experts)
     in_range = (topk_ids >= 0) & (topk_ids < num_experts)
@@ -105,10 +92,22 @@ def build_map(
     by_expert = key.argsort(stable=True)[: int(found.sum())]
     slots = by_expert % top_k * tokens + by_expert // top_k
     row_of_slot[slots] = torch.arange(len(slots)).to(row_of_slot)
-    slot_of_row = torch.full_like(row_of_slot, CANARY)
+    slot_of_row = canaries
     slot_of_row[: len(slots)] = slots.int()
     counts = torch.bincount(key, minlength=num_experts + 1)
     return ExpertMap(row_of_slot, slot_of_row, (counts.cumsum(0) - counts).int(), one_block)
+
+
+def holes(expert_map: ExpertMap, topk_ids: torch.Tensor) -> torch.Tensor:
+    """(tokens, top_k) bool: slots that have an expert and whose entry nobody wrote.
+
+    Args:
+        expert_map: built over :data:`CANARY`.
+        topk_ids: (tokens, top_k), the ids that it was built from.
+    """
+    tokens, top_k = topk_ids.shape
+    unwritten = (expert_map.row_of_slot == CANARY).view(top_k, tokens).T
+    return unwritten & (topk_ids >= 0) & (topk_ids < len(expert_map.first_row) - 1)
 
 
 def finalise(
@@ -118,7 +117,7 @@ def finalise(
     expert_map: ExpertMap,
     *,
     guard: bool = False,
-) -> Finalised:
+) -> tuple[torch.Tensor, int]:
     """Sum each token's expert outputs, as FlashInfer's ``finalizeMoeRoutingKernel``.
 
     Args:
@@ -129,15 +128,11 @@ def finalise(
         guard: whether entries outside ``rows`` are skipped, as in FlashInfer since 0.6.10 (FlashInfer
             #2762). They add 0 either way; without the guard they are counted as wild reads.
 
-    Raises:
-        ValueError: an argument does not fit.
+    Returns:
+        The layer's output (tokens, hidden) float32, and the number of map entries outside the buffer that
+        upstream would have followed.
     """
-    check.tensor("topk_ids", topk_ids, ndim=2, dtype=IDS_DTYPES)
     tokens, top_k = topk_ids.shape
-    check.tensor("topk_weights", topk_weights, shape=(tokens, top_k), dtype=torch.float32, like=topk_ids)
-    slots = topk_ids.numel()
-    check.tensor("rows", rows, shape=(slots, None), dtype=torch.float32, like=topk_ids)
-    check.tensor("expert_map", expert_map.row_of_slot, shape=(slots,), like=topk_ids)
     out, wild_reads = rows.new_zeros(tokens, rows.shape[1]), 0
     experts = len(expert_map.first_row) - 1
     for k in range(top_k):
@@ -147,11 +142,16 @@ def finalise(
         wild_reads += 0 if guard else int((has_expert & ~inside).sum())
         read = has_expert & inside
         out[read] += topk_weights[read, k, None] * rows[row[read]]
-    return Finalised(out, wild_reads)
+    return out, wild_reads
 
 
 def layer(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, table: torch.Tensor
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    from_the_end: bool = False,
 ) -> torch.Tensor:
     """The right answer: each token's weighted sum over its experts, counting duplicates.
 
@@ -162,32 +162,81 @@ def layer(
         topk_weights: (tokens, top_k) float32.
         topk_ids: (tokens, top_k); an id out of range adds 0.
         table: (experts, hidden) float32.
+        from_the_end: index with the ids as they are, so that the padding id -1 is the last expert, as in
+            Python (the ids of vLLM #46428 met such consumers); in a kernel the address would lie before
+            the buffer.
 
     Returns:
         (tokens, hidden) float32.
     """
-    return _sum_over_slots(x, topk_weights, topk_ids, table, lowest=0).out
-
-
-def index_directly(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, table: torch.Tensor
-) -> Finalised:
-    """A consumer that indexes with the ids as they are, the padding id -1 included.
-
-    In Python -1 is the last expert (the ids of vLLM #46428 met such consumers); in a kernel the
-    address would lie before the buffer. Ids outside ``table`` either way are counted, and add 0.
-    Arguments are those of :func:`layer`.
-    """
-    return _sum_over_slots(x, topk_weights, topk_ids, table, lowest=-len(table))
-
-
-def _sum_over_slots(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, lowest: int
-) -> Finalised:
-    out, skipped = torch.zeros_like(x), 0
-    for k in range(ids.shape[1]):
-        expert = ids[:, k].long()
+    out, lowest = torch.zeros_like(x), -len(table) if from_the_end else 0
+    for k in range(topk_ids.shape[1]):
+        expert = topk_ids[:, k].long()
         read = (expert >= lowest) & (expert < len(table))
-        skipped += int((~read).sum())
-        out[read] += weights[read, k, None] * (x[read] * table[expert[read]])
-    return Finalised(out, skipped)
+        out[read] += topk_weights[read, k, None] * (x[read] * table[expert[read]])
+    return out
+
+
+def observe(
+    batch: Batch, ids: str | torch.Tensor, device: str = "cpu", *, before: str = "canary", guard: bool = False
+) -> Reading:
+    """Send one batch through map and finalise step, and compare the result with :func:`layer`.
+
+    Args:
+        batch: the shape.
+        ids: one of :data:`batch.IDS`, or the ids (tokens, top_k) that a routing chose.
+        device: where it runs.
+        before: what the memory of the map contains: ``canary``, ``zeros``, or ``previous map``, that of a
+            batch with other, distinct ids, whose rows the memory of the expert outputs then contains; with
+            ``previous map, NaN rows`` those are another tensor's.
+        guard: see :func:`finalise`.
+
+    Returns:
+        :data:`RIGHT`, :data:`ILLEGAL_ACCESS`, :data:`NAN_ROWS` or :data:`SILENT`, with these numbers:
+        ``one_block``, whether the one-block builder made the map; ``unwritten``, map entries that nobody
+        wrote and that the finalise step reads; ``wild_reads``, entries that it would have followed out of the
+        buffer; ``duplicate_rows``, tokens with an expert twice; ``wrong_rows``, tokens whose output is wrong;
+        ``wrong_clean_rows``, of these, tokens with distinct experts; ``nan_rows``, tokens with NaN.
+    """
+    tokens, top_k, experts = batch
+    topk_ids = make_ids(ids, batch, seed=1, device=device) if isinstance(ids, str) else ids
+    # Misread ids name other experts than those that the router chose.
+    misread = isinstance(ids, str) and ids == MISREAD
+    meant = make_ids("distinct", batch, seed=1, device=device) if misread else topk_ids
+    generator = torch.Generator().manual_seed(2)
+    x, table = (torch.randn(n, HIDDEN, generator=generator).to(device) for n in (tokens, experts))
+    weights = torch.rand(tokens, top_k, generator=generator).softmax(1).to(device)
+
+    def outputs(ids: torch.Tensor, expert_map: ExpertMap, memory: torch.Tensor) -> torch.Tensor:
+        """The experts' output rows, written over ``memory``."""
+        slots = expert_map.slot_of_row[: int(expert_map.first_row[-1])].long()
+        token, slot = slots % tokens, slots // tokens
+        rows = memory.clone()
+        rows[: len(slots)] = x[token] * table[ids[token, slot].long()]
+        return rows
+
+    memory = x.new_zeros(tokens * top_k, HIDDEN)
+    over_canary = built = build_map(topk_ids, experts)
+    if before == "zeros":
+        built = build_map(topk_ids, experts, before=torch.zeros_like(over_canary.row_of_slot))
+    elif before != "canary":
+        earlier_ids = make_ids("distinct", batch, seed=3, device=device)
+        earlier = build_map(earlier_ids, experts)
+        built = build_map(topk_ids, experts, before=earlier.row_of_slot)
+        memory = outputs(earlier_ids, earlier, memory)
+        if before == "previous map, NaN rows":
+            memory.fill_(torch.nan)
+    out, wild_reads = finalise(outputs(topk_ids, built, memory), weights, topk_ids, built, guard=guard)
+    wrong = ~torch.isclose(out, layer(x, weights, meant, table), atol=1e-5).all(1)
+    nan, duplicates = out.isnan().any(1), rows_with_duplicates(topk_ids)
+    outcome = NAN_ROWS if bool(nan.any()) else SILENT if bool(wrong.any()) else RIGHT
+    return reading(
+        ILLEGAL_ACCESS if wild_reads else outcome,
+        one_block=built.one_block,
+        unwritten=int(holes(over_canary, topk_ids).sum()),
+        wild_reads=wild_reads,
+        duplicate_rows=int(duplicates.sum()),
+        wrong_rows=int(wrong.sum()),
+        wrong_clean_rows=int((wrong & ~duplicates).sum()),
+        nan_rows=int(nan.sum()),
+    )

@@ -21,27 +21,101 @@ import torch
 
 from staleproof import device
 from staleproof.cases import children, machine
+from staleproof.cases.case import Reading, absent, reading
 from staleproof.cases.compare import rounding
-from staleproof.incidents.moe_routing import batch
-from staleproof.incidents.moe_routing.batch import IDS, MISREAD, NAN_ROWS, RIGHT, SILENT
-from staleproof.incidents.moe_routing.fused_moe_cases import (
-    BYTES,
-    CUDA_ILLEGAL_ACCESS,
-    DIED,
-    FRESH,
-    INT64,
-    NEGATIVE,
-    PAST,
-    REFUSED,
-    TIMED_OUT,
-    VIA_TOPK_SOFTMAX,
-    VIA_WARP_ARGMAX,
-    ZEROS,
-    Case,
-    CaseResult,
+from staleproof.incidents.moe_routing.batch import (
+    IDS,
+    MISREAD,
+    NAN_ROWS,
+    RIGHT,
+    SILENT,
+    Batch,
+    make_ids,
+    rows_with_duplicates,
 )
 from staleproof.kernels import moe_module
 from staleproof.kernels.moe_module import ModuleError
+
+# Outcomes besides RIGHT, SILENT and NAN_ROWS: the text of CUDA's error, an error before the launch, and two
+# ends of a process.
+CUDA_ILLEGAL_ACCESS = "illegal memory access"
+REFUSED, TIMED_OUT, DIED = "refused", "timed out", "died"
+# Kinds of ids besides those of IDS: NaN rows through a choice, ids out of range, and int64.
+VIA_TOPK_SOFTMAX, VIA_WARP_ARGMAX = "NaN through topk_softmax", "NaN through the warp argmax"
+NEGATIVE, PAST, INT64 = "negative", "past the last expert", "distinct, int64"
+BYTES, ZEROS, PREVIOUS, FRESH = "0x7f bytes", "zeros", "previous map", "fresh"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Attributes:
+        tokens, top_k: the batch.
+        ids: one of :data:`IDS`; or, in a fifth of the rows, :data:`NEGATIVE`, :data:`PAST`, or NaN
+            logits through a choice (:data:`VIA_TOPK_SOFTMAX`, :data:`VIA_WARP_ARGMAX`); or :data:`INT64`.
+        experts: of the layer.
+        check: whether the finalise kernel has its bounds check, as in FlashInfer since 0.6.10.
+        tail: what the memory of the map contained: :data:`BYTES`, :data:`ZEROS`, :data:`PREVIOUS` (the
+            map of an earlier call with other, distinct ids) or :data:`FRESH` (whatever the driver gave).
+        all_to_all: rank 0 of two expert-parallel ranks behind an all-to-all.
+    """
+
+    tokens: int
+    top_k: int
+    ids: str
+    experts: int = 128
+    check: bool = True
+    tail: str = BYTES
+    all_to_all: bool = False
+
+    @property
+    def batch(self) -> Batch:
+        """The shape of the call."""
+        return Batch(self.tokens, self.top_k, self.experts)
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        check = "checked" if self.check else "without check"
+        parts = [str(self.batch), self.ids, check, self.tail]
+        return ", ".join(parts + ["all-to-all"] * self.all_to_all)
+
+
+def _table() -> Iterator[tuple[Case, str | None]]:
+    for ids in ("distinct", "all equal", "partly equal"):
+        yield Case(128, 8, ids), RIGHT
+    yield Case(256, 8, "all equal", check=False), RIGHT
+    yield Case(257, 8, "all equal", check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(512, 8, "distinct", check=False), RIGHT
+    yield Case(512, 8, "all equal", check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(512, 8, "partly equal", check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(512, 8, "all equal", check=False, tail=FRESH), None
+    yield Case(512, 8, "all equal", check=False, tail=ZEROS), SILENT
+    yield Case(512, 8, "all equal", check=False, tail=PREVIOUS), SILENT
+    yield Case(512, 8, "partly equal", check=False, tail=PREVIOUS), SILENT
+    yield Case(512, 8, "all equal"), SILENT
+    yield Case(512, 8, "partly equal"), SILENT
+    yield Case(512, 8, "distinct", all_to_all=True), RIGHT
+    yield Case(512, 8, "all equal", all_to_all=True), CUDA_ILLEGAL_ACCESS
+    yield Case(1, 10, "all equal", check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(4, 10, "all equal", check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(4, 8, "all equal", experts=512, check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(128, 8, "all equal", experts=256, check=False), RIGHT
+    yield Case(129, 8, "all equal", experts=256, check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(512, 8, NEGATIVE, check=False), RIGHT
+    yield Case(512, 8, PAST, check=False), RIGHT
+    yield Case(128, 8, INT64), REFUSED
+    # What of the revert's int64 ids: refused as they are; read as int32 they are duplicates.
+    yield Case(257, 8, MISREAD, check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(257, 8, MISREAD), SILENT
+    yield Case(257, 8, MISREAD, tail=PREVIOUS), None
+    yield Case(512, 8, VIA_WARP_ARGMAX, check=False), CUDA_ILLEGAL_ACCESS
+    yield Case(512, 8, VIA_TOPK_SOFTMAX, check=False), RIGHT
+
+
+# Each case and its expected outcome; None: no expected outcome, any is recorded.
+MODULE_CASES = dict(_table())
 
 # Qwen3-30B-A3B's, the model of vLLM #39593.
 HIDDEN, INTERMEDIATE = 2048, 768
@@ -49,19 +123,21 @@ HIDDEN, INTERMEDIATE = 2048, 768
 CHILD_ENV = {"TRITON_INTERPRET": "0"}
 
 
-@dataclass(frozen=True)
-class Memcheck:
-    """What compute-sanitizer's memcheck reported.
+def outcome(
+    verdict: str, error: str = "", *, wrong_rows: int = 0, wrong_clean_rows: int = 0, nan_rows: int = 0
+) -> Reading:
+    """What became of one case.
 
-    Attributes:
-        errors: how many.
-        first_error: its text.
-        kernel: the kernel it happened in, without template arguments.
+    Args:
+        verdict: :data:`RIGHT`, :data:`CUDA_ILLEGAL_ACCESS`, :data:`NAN_ROWS`, :data:`SILENT`,
+            :data:`REFUSED` (an error before the launch), :data:`TIMED_OUT` or :data:`DIED`.
+        error: what the process said, one line.
+        wrong_rows: tokens whose output is wrong.
+        wrong_clean_rows: of these, tokens with distinct experts.
+        nan_rows: tokens whose output has a NaN.
     """
-
-    errors: int
-    first_error: str
-    kernel: str
+    numbers = {"wrong_rows": wrong_rows, "wrong_clean_rows": wrong_clean_rows, "nan_rows": nan_rows}
+    return Reading(verdict, numbers, error)
 
 
 def unavailable_reason(check: bool = True) -> str | None:
@@ -79,7 +155,7 @@ def unavailable_reason(check: bool = True) -> str | None:
     return None
 
 
-def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int = 6) -> list[CaseResult]:
+def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int = 6) -> list[Reading]:
     """Run each case in a child process; cases share one until a case ends it.
 
     Args:
@@ -88,7 +164,7 @@ def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int =
         processes: how many at a time.
 
     Returns:
-        One result a case, in their order.
+        The :func:`outcome` of each case, in their order.
 
     Raises:
         ModuleError: a module was not built.
@@ -102,7 +178,7 @@ def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int =
         if group:
             modules[check] = str(moe_module.built(check=check))
             lanes += [group[first::share] for first in range(min(share, len(group)))]
-    done: dict[int, CaseResult] = {}
+    done: dict[int, Reading] = {}
     while lanes:
         started = []
         for lane in lanes:
@@ -118,13 +194,12 @@ def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int =
     return [done[index] for index in range(len(cases))]
 
 
-def _results(cases: Sequence[Case], ended: children.Ended) -> list[CaseResult]:
+def _results(cases: Sequence[Case], ended: children.Ended) -> list[Reading]:
     """The results that a process told before it ended, and that of the case that ended it."""
-    told: list[CaseResult] = ended.told
-    if len(told) < len(cases) and (not told or told[-1].outcome != CUDA_ILLEGAL_ACCESS):
+    told: list[Reading] = ended.told
+    if len(told) < len(cases) and (not told or told[-1].verdict != CUDA_ILLEGAL_ACCESS):
         # It ended in the middle of a case, and could not say why.
-        outcome = TIMED_OUT if ended.code is None else DIED
-        return [*told, CaseResult(cases[len(told)], outcome, error=ended.last_line)]
+        return [*told, outcome(TIMED_OUT if ended.code is None else DIED, ended.last_line)]
     return told
 
 
@@ -134,37 +209,31 @@ def sanitizer_missing() -> str | None:
     return "compute-sanitizer is not installed" if missing else None
 
 
-def sanitize(case: Case, *, timeout_s: float = 300) -> Memcheck:
-    """Run one case under compute-sanitizer's memcheck.
+def sanitize(case: Case, device: str = "cuda") -> Reading:
+    """What compute-sanitizer's memcheck says of one case: how many errors, the first, and its kernel.
 
-    Raises:
-        ModuleError: the module or the sanitizer is missing, or it said nothing in time.
+    It is not run where the module or the sanitizer is missing, or said nothing in time.
     """
     tool = machine.tool("compute-sanitizer")
     if tool is None:
-        raise ModuleError(str(sanitizer_missing()))
+        return absent(str(sanitizer_missing()))
+    given: dict[str, Any] = {"env": CHILD_ENV, "prefix": [str(tool), "--tool", "memcheck"], "timeout_s": 300}
     module = str(moe_module.built(check=case.check))
-    said = children.call(
-        run_in_child,
-        module,
-        [case],
-        timeout_s=timeout_s,
-        env=CHILD_ENV,
-        prefix=[str(tool), "--tool", "memcheck"],
-    ).stdout
+    return memcheck(children.call(run_in_child, module, [case], **given).stdout)
+
+
+def memcheck(said: str) -> Reading:
+    """What a report of compute-sanitizer's memcheck says."""
     summary = re.search(r"ERROR SUMMARY: (\d+) error", said)
     if summary is None:
         last = said.strip().splitlines()[-1:]
-        raise ModuleError(f"compute-sanitizer gave no summary: {''.join(last).strip()}")
-    error = re.search(r"=+ (Invalid .*)\n=+ +at (.*)\n(?:=.*\n)*?=+ +(?:and )?is (.*)", said)
-    if error is None:
-        return Memcheck(int(summary.group(1)), "", "")
-    kernel = re.search(r"\w*Kernel\b", error.group(2))
-    return Memcheck(
-        int(summary.group(1)),
-        f"{error.group(1)}, {error.group(3)}",
-        kernel.group() if kernel else error.group(2),
-    )
+        return absent(f"compute-sanitizer gave no summary: {''.join(last).strip()}")
+    errors, note, kernel = int(summary.group(1)), "", ""
+    if error := re.search(r"=+ (Invalid .*)\n=+ +at (.*)\n(?:=.*\n)*?=+ +(?:and )?is (.*)", said):
+        # The kernel without its template arguments.
+        name = re.search(r"\w*Kernel\b", error.group(2))
+        note, kernel = f"{error.group(1)}, {error.group(3)}", name.group() if name else error.group(2)
+    return reading("invalid read" if errors else "no error", note=note, kernel=kernel, errors=errors)
 
 
 # The rest of this file runs in the child processes.
@@ -182,7 +251,7 @@ def run_in_child(module: str, cases: Sequence[Case]) -> None:
     for case in cases:
         result = _run_case(case, fused_moe)
         children.tell(result)
-        if result.outcome == CUDA_ILLEGAL_ACCESS:
+        if result.verdict == CUDA_ILLEGAL_ACCESS:
             # The CUDA context is lost. Leave without cleanup, which would call CUDA again.
             os._exit(3)
 
@@ -235,7 +304,7 @@ def _route(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         return broken.route(broken.warp_keeps_its_first_column, bad_logits(case), case.top_k)
     fifth = -(-case.tokens // 5)
     kind = case.ids if case.ids in IDS else "distinct"
-    ids = batch.make_ids(kind, case.batch, seed=1, device="cuda")
+    ids = make_ids(kind, case.batch, seed=1, device="cuda")
     if case.all_to_all and kind == "all equal":
         # The id of an expert of rank 0.
         ids %= case.experts // 2
@@ -263,7 +332,7 @@ def _layer(
     return out
 
 
-def _run_case(case: Case, fused_moe: Callable[..., Any]) -> CaseResult:
+def _run_case(case: Case, fused_moe: Callable[..., Any]) -> Reading:
     """Run one case, and compare its output with :func:`_layer`."""
     # So that the free memory of this case has nothing of the case before.
     torch.cuda.empty_cache()
@@ -277,7 +346,7 @@ def _run_case(case: Case, fused_moe: Callable[..., Any]) -> CaseResult:
     w1, w2 = random(here, 2 * INTERMEDIATE, HIDDEN), random(here, HIDDEN, INTERMEDIATE)
     x = random(case.tokens, HIDDEN) * HIDDEN**0.5
     weights, ids = _route(case)
-    earlier = batch.make_ids("distinct", case.batch, seed=3, device="cuda")
+    earlier = make_ids("distinct", case.batch, seed=3, device="cuda")
 
     # One output for both calls, so that the workspace of the second gets the block of the first.
     out = torch.zeros_like(x)
@@ -308,18 +377,17 @@ def _run_case(case: Case, fused_moe: Callable[..., Any]) -> CaseResult:
         call(ids)
     except Exception as error:  # any error is a result
         text = str(error).strip().splitlines()[0]
-        return CaseResult(case, CUDA_ILLEGAL_ACCESS if CUDA_ILLEGAL_ACCESS in text else REFUSED, error=text)
+        return outcome(CUDA_ILLEGAL_ACCESS if CUDA_ILLEGAL_ACCESS in text else REFUSED, text)
     # Misread ids name other experts than those that the router chose.
-    meant = batch.make_ids("distinct", case.batch, seed=1, device="cuda") if case.ids == MISREAD else ids
+    meant = make_ids("distinct", case.batch, seed=1, device="cuda") if case.ids == MISREAD else ids
     expected = _layer(x, weights, meant, w1, w2)
     nan = out.isnan().any(1)
     distance = (out.float() - expected).norm(dim=1)
     # Rounded to bf16: gate, up, their product, the expert's row, the sum.
     wrong = ~(distance <= rounding(torch.bfloat16, 5) * expected.norm(dim=1) + 1e-6)
-    return CaseResult(
-        case,
+    return outcome(
         NAN_ROWS if bool(nan.any()) else SILENT if bool(wrong.any()) else RIGHT,
         wrong_rows=int(wrong.sum()),
-        wrong_clean_rows=int((wrong & ~batch.rows_with_duplicates(ids)).sum()),
+        wrong_clean_rows=int((wrong & ~rows_with_duplicates(ids)).sum()),
         nan_rows=int(nan.sum()),
     )

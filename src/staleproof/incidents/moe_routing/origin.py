@@ -10,16 +10,13 @@ The requests are generated: as long as GSM8K's, and all due at once.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
-from staleproof.cases.graph import capture_sizes
 
 REQUESTS = 96
 # Per rank, as ``max_num_seqs`` and ``max_num_batched_tokens`` are.
@@ -27,11 +24,9 @@ MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 32, 2048
 HIDDEN, HEADS, HEAD_DIM, EXPERTS, INTER, LAYERS, TOP_K = 128, 4, 128, 8, 64, 2, 2
 ATTENTION = HEADS * HEAD_DIM
 POOL_BYTES = 64 * 2**20
-SIZES = capture_sizes()
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """Tokens of one request: the new ones of its prompt, and those of its answer."""
 
     prompt: int
@@ -80,21 +75,6 @@ class Scheduler:
         return MAX_NUM_BATCHED_TOKENS - budget
 
 
-def replayed_size(tokens: int) -> int | None:
-    """The captured size that fits ``tokens``, or ``None`` if the step must run without a graph."""
-    return SIZES[bisect.bisect_left(SIZES, tokens)] if tokens <= SIZES[-1] else None
-
-
-class Memory(Protocol):
-    """Where activations come from, and where they go when they are freed."""
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Memory that nobody has written for this tensor."""
-
-    def free(self, x: torch.Tensor) -> None:
-        """Give a whole tensor back."""
-
-
 class Pool:
     """A caching allocator: blocks of 512 bytes, best fit, split, and merged when free again.
 
@@ -111,8 +91,7 @@ class Pool:
         """Memory that nobody has written for this tensor."""
         wanted = torch.Size(shape).numel() * dtype.itemsize
         size = -(-wanted // 512) * 512
-        fitting = [(have, at) for at, have in self.free_blocks.items() if have >= size]
-        have, at = min(fitting)
+        have, at = min((have, at) for at, have in self.free_blocks.items() if have >= size)
         del self.free_blocks[at]
         if have > size:
             self.free_blocks[at + size] = have - size
@@ -185,8 +164,7 @@ class Model:
 
     def __init__(self, setting: Setting, device: str, rank: int) -> None:
         self.setting, self.device = setting, device
-        kind = TorchAllocator if setting.allocator == "torch" else Pool
-        self.memory: Memory = kind(device)
+        self.memory = TorchAllocator(device) if setting.allocator == "torch" else Pool(device)
         generator = torch.Generator().manual_seed(1)
 
         def weight(*shape: int) -> torch.Tensor:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from staleproof.incidents.moe_routing.batch import Batch, make_ids
-from staleproof.incidents.moe_routing.consumer import build_map
-from staleproof.incidents.moe_routing.observation import holes
+from staleproof.incidents.moe_routing.consumer import build_map, holes
 
 
-@dataclass(frozen=True)
-class MapPicture:
+class MapPicture(NamedTuple):
     """The map of one batch.
 
     Attributes:

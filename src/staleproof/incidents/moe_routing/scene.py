@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from staleproof.cases.case import Reading
 from staleproof.cases.finding import Evidence, real_file
 from staleproof.evidence.rows import bad_rows
 from staleproof.incidents.moe_routing import broken, consumer
 from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.broken import REMEDIES
-from staleproof.incidents.moe_routing.observation import Observation, holes, observe
 from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
 
 NAN, INF = float("nan"), float("inf")
 OURS, TORCH, VLLM = "staleproof", "torch.topk", "vLLM's compiled kernels"
 VLLM_VARIABLE, VLLM_FP8_VARIABLE = "STALEPROOF_VLLM_MOE_SO", "STALEPROOF_VLLM_C_SO"
+WARP = "warp_keeps_its_first_column"
 # Of the rows of a small batch, the first LIVE belong to requests.
 LIVE = 5
 TOP_8, TOP_10 = Batch(8, 8, 128), Batch(8, 10, 64)
@@ -129,12 +130,10 @@ def vllm_unavailable_reason(device: str, variable: str = VLLM_VARIABLE) -> str |
     return None if variable in os.environ else f"{variable} names no {library} library"
 
 
-def _select_broken(name: str) -> Select:
-    def select(given: RouterInput, top_k: int) -> Routed:
-        choose = broken.CHOICES[name]
-        return broken.route(choose, given.logits, top_k, softmax=given.softmax, bias=given.bias)
-
-    return select
+def select_broken(choice: str, given: RouterInput, top_k: int, **more: Any) -> Routed:
+    """One of :data:`broken.CHOICES`; ``more`` goes to :func:`broken.route`."""
+    choose = broken.CHOICES[choice]
+    return broken.route(choose, given.logits, top_k, softmax=given.softmax, bias=given.bias, **more)
 
 
 @dataclass(frozen=True)
@@ -155,10 +154,10 @@ class Selector:
 
 
 SELECTORS: dict[str, Selector] = {
-    "warp_keeps_its_first_column": Selector(_select_broken("warp_keeps_its_first_column")),
-    "block_keeps_the_left": Selector(_select_broken("block_keeps_the_left"), experts=160),
-    "sort_swaps_raw_nan": Selector(_select_broken("sort_swaps_raw_nan"), 16, 4, 16),
-    "topk_swaps_raw_nan": Selector(_select_broken("topk_swaps_raw_nan"), 16, 4, 16),
+    "warp_keeps_its_first_column": Selector(partial(select_broken, "warp_keeps_its_first_column")),
+    "block_keeps_the_left": Selector(partial(select_broken, "block_keeps_the_left"), experts=160),
+    "sort_swaps_raw_nan": Selector(partial(select_broken, "sort_swaps_raw_nan"), 16, 4, 16),
+    "topk_swaps_raw_nan": Selector(partial(select_broken, "topk_swaps_raw_nan"), 16, 4, 16),
     TORCH: Selector(select_torch),
     VLLM: Selector(select_vllm),
     OURS: Selector(select_ours),
@@ -181,7 +180,7 @@ class RoutingCase:
         bad: ``padding``, ``live row`` or ``bias`` is NaN, or ``part of the bias``; ``odd padding`` holds one
             NaN, one Inf or only -Inf in a row; ``infinity`` is one in a live row; or ``nowhere``.
         batch: its shape.
-        before: what the memory of the map contained, see :func:`observe`.
+        before: what the memory of the map contained, see :func:`consumer.observe`.
         guard: whether the consumer checks bounds.
         spread: whether padding rows stand between the live ones; else they come last, as in vLLM.
     """
@@ -234,7 +233,7 @@ def _then(change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Routed]) 
 
 def _whole_nan_rows_only(given: RouterInput, top_k: int, padding: torch.Tensor) -> Routed:
     logits = given.logits.masked_fill(given.logits.isnan().all(1, keepdim=True), 0.0)
-    return broken.route(broken.warp_keeps_its_first_column, logits, top_k, softmax=given.softmax)
+    return select_broken(WARP, RouterInput(logits, given.softmax), top_k)
 
 
 def _skip_from_the_first(weights: torch.Tensor, ids: torch.Tensor, padding: torch.Tensor) -> Routed:
@@ -267,28 +266,21 @@ def routed(case: RoutingCase, device: str) -> Routed:
     given, top_k, padding = router_input(case, device), case.batch.top_k, is_padding(case, device)
     if case.choice in ROUTES:
         return ROUTES[case.choice](given, top_k, padding)
-    return broken.route(
-        broken.warp_keeps_its_first_column,
-        given.logits,
-        top_k,
-        softmax=given.softmax,
-        bias=given.bias,
-        is_padding=padding,
-        remedy=REMEDIES[case.choice],
-    )
+    remedy = REMEDIES[case.choice]
+    return select_broken(WARP, given, top_k, is_padding=padding, remedy=remedy)
 
 
-def serve(case: RoutingCase, device: str) -> Observation:
+def serve(case: RoutingCase, device: str) -> Reading:
     """What became of the batch in the consumer."""
     ids = routed(case, device)[1]
-    return observe(case.batch, ids, device, before=case.before, guard=case.guard)
+    return consumer.observe(case.batch, ids, device, before=case.before, guard=case.guard)
 
 
 def picture(case: RoutingCase, device: str) -> tuple[list[list[int]], list[list[bool]]]:
     """Expert ids and holes of the map, row by row and slot by slot."""
     ids = routed(case, device)[1]
     expert_map = consumer.build_map(ids, case.batch.experts)
-    return ids.tolist(), holes(expert_map, ids).tolist()
+    return ids.tolist(), consumer.holes(expert_map, ids).tolist()
 
 
 def stages(case: RoutingCase, device: str) -> list[tuple[str, int, int]]:
