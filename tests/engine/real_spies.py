@@ -11,16 +11,14 @@ from vllm.model_executor.model_loader import weight_utils
 from vllm.v1.worker.utils import KVBlockZeroer
 
 import vllm
-from staleproof.engine import spies
-from staleproof.engine.session import SPIES, find
-from staleproof.engine.tuning import LINEAR_ATTENTION
+from staleproof.engine import spies, tenants, tuning
 from staleproof.vllm.sources import Sources
 from staleproof.vllm.watch import Settings
 from staleproof.vllm.watch_hooks import Hooks
 
 
 def autotuned():
-    name = next(name for name in LINEAR_ATTENTION if find_spec(name.rpartition(".")[0]))
+    name = next(name for name in tuning.LINEAR_ATTENTION if find_spec(name.rpartition(".")[0]))
     kernel = import_module(f"{name}.chunk_o").chunk_fwd_kernel_o
     while not hasattr(kernel, "configs"):
         kernel = kernel.fn
@@ -31,19 +29,19 @@ timed = len(autotuned().configs)
 watch = spies.Rows()
 zeroed = []
 KVBlockZeroer.zero_block_ids = lambda self, block_ids: zeroed.append(block_ids)
-for name in (
-    "attention",
-    "stages",
-    "logits",
-    "routing",
-    "ledger",
-    "lazy_buffers",
-    "whole_tiles",
-    "tenants",
-    "first_configs",
+for spy in (
+    spies.attention,
+    spies.stages,
+    spies.logits,
+    spies.routing,
+    spies.ledger,
+    spies.lazy_buffers,
+    tenants.whole_tiles,
+    tenants.tenants,
+    tuning.first_configs,
 ):
-    find(name, SPIES)(watch)
-    print("fits", name)
+    spy(watch)
+    print("fits", spy.__name__)
 
 spies.living_weights()
 layer = torch.nn.Sequential(torch.nn.Linear(64, 256, bias=False), torch.nn.RMSNorm(256))

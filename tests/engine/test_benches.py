@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from tests.engine.engine_answers import Told, asked, findings, results
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine_answers import asked, results
-
-from staleproof.cases.case import MissingError
+from staleproof.cases.case import MissingError, Reading, reading
 from staleproof.cases.words import NOT_RUN
 from staleproof.engine import bench as benches
-from staleproof.engine import blocks, cases, cost, memory, mla, router, starts, watched
-from staleproof.engine.bench import Bench, Results
+from staleproof.engine import blocks, cases, memory, mla, router, starts, watched
+from staleproof.engine.bench import Bench, Results, cell
 from staleproof.engine.cases import BENCHES
-from staleproof.engine.orders import EngineResult, Order
+from staleproof.engine.orders import EngineResult
+from staleproof.engine.session import Order
 
 MLA = "TRITON_MLA, full graphs"
+ORDER = Order("qwen3", {})
 
 
 def a_round(live: int, size: int, bad: int, sums: int = 0, nan: int = 0) -> dict[str, object]:
@@ -81,7 +77,7 @@ COMPILED = f"{MLA}, compiled"
 WARPS, OTHER = "norm: num_warps 4", "norm: num_warps 8"
 
 
-def compiled(on: int, again: int, *kernels: str) -> Results:
+def compiled(on: int, again: int, *kernels: str) -> Told:
     """Three compiled engines: the logits of the last two, and the kernels of the second."""
     told = mla_engine(5), mla_engine(0, on), mla_engine(5, again)
     seen = {WARPS: 1}, dict.fromkeys(kernels, 1), {WARPS: 2}
@@ -221,63 +217,6 @@ def test_a_quantizer_that_lets_a_nan_row_change_the_others(monkeypatch):
     assert (said.verdict, said.numbers["leaked"]) == ("leaked", ["torch, per tensor"])
 
 
-@pytest.mark.parametrize(("ratio", "said"), [(1.001, "under 1 %"), (1.05, "over 1 %"), (None, "around 1 %")])
-def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said):
-    spread = [1.0, 1.018] * 4 if ratio is None else [ratio] * 8
-    # The mean of a round is longer: one of its steps waited for something else.
-    times = {
-        "off": [(0.004, 0.002)] * 8,
-        "on": [(0.005, 0.002 * r) for r in spread],
-        "watch": [(0.004, 0.003)] * 8,
-    }
-    states = {"captured": {"off": 3, "on": 3, "watch": 3}, "left_out": {cost.AGAIN: "no memory"}}
-    told = results(**{"full graphs": {"3 live": times, "states": states}})
-    found = asked(cost.BENCH, told, monkeypatch)
-    assert found[cost.COST, "full graphs, 3 of 8"].verdict == said
-    numbers = found[cost.COST, "full graphs, 3 of 8"].numbers
-    assert numbers["step_ms_off"] == 2.0
-    assert numbers["slowdown_and_interval_percent_of_means"] == [25.0, 25.0, 25.0]
-    assert found[cost.WATCH, "watch, full graphs, 3 of 8"].verdict == "over 3 %"
-    # What was not timed has no verdict.
-    assert found[cost.NOISE, "full graphs, 3 of 8"].note == "full graphs: {'off again': 'no memory'}"
-    assert found[cost.COST, "full graphs, 50 of 64"].verdict == "not run"
-
-
-def test_every_mode_is_timed_at_every_size_and_the_watch_has_its_bars():
-    keys = [case.key[1:3] for case in cost.BENCH.cases]
-    assert sum(question == cost.COST for question, _ in keys) == 9
-    assert {"watch, eager, 3 live", "watch, one layer in four, full graphs, 256 of 256"} <= {
-        variant for question, variant in keys if question == cost.WATCH
-    }
-    for order in cost.orders().values():
-        assert order.env["STALEPROOF_WATCH"] == "1", "the watch's hooks are there to be taken out"
-
-
-def test_engines_and_states_that_are_left_out_leave_their_time_to_the_others(monkeypatch):
-    began = {}
-
-    def run(told, timeout_s, at_once):
-        began.update(told)
-        return iter(())
-
-    monkeypatch.setattr(cost.running, "run", run)
-    bench = cost.BENCH.without(["eager", "isnan", "VLLM"])
-    assert [*bench.together(bench.orders, timeout_s=9)] == []
-    asked = {mode: order.probes["states"] for mode, order in began.items()}
-    assert [*asked] == ["full graphs", "piecewise graphs"]
-    assert all(one["players"] == [*asked] for one in asked.values()), "nobody waits for an engine left out"
-    assert {*asked["full graphs"]["asked"]} == {
-        "off", "off again", "on", "watch", "watch, one layer in four", "watch, one step in four"
-    }  # fmt: skip
-    whole = sum(sum(seconds) for _, seconds in cost.FURTHER.values())
-    assert sum(sum(one["live"].values()) for one in asked.values()) == pytest.approx(whole)
-    # A limit that ends the engines earlier leaves less, so that the last of them is timed too.
-    with cost.running.at_most(190):
-        assert [*bench.together(bench.orders, timeout_s=9)] == []
-    less = sum(sum(order.probes["states"]["live"].values()) for order in began.values())
-    assert 85 < less <= 190 - cost.READY_S
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -340,64 +279,31 @@ def test_without_a_gpu_every_question_is_not_run_with_the_reason():
 
 
 def test_an_answer_that_is_missing_names_its_engine():
-    told = Results({"a": EngineResult({}, "rows: out of memory")})
+    told = Results(iter([("a", EngineResult({}, "rows: out of memory"))]))
     with pytest.raises(MissingError, match="a: rows: out of memory"):
         told.of("a", "rows")
 
 
-def test_benches_that_share_the_gpu_start_together(monkeypatch):
+def test_engines_that_may_share_the_gpu_start_together_slow_ones_first_and_others_alone(monkeypatch):
     started = []
 
-    def run(orders, timeout_s):
-        started.append([*orders])
-        # The engines of the second bench end first.
-        for name in reversed([*orders]):
-            yield name, EngineResult({"start": {}}, name)
+    def run(orders, timeout_s, at_once):
+        started.append(([*orders], timeout_s, at_once))
+        yield from ((name, EngineResult({}, name)) for name in orders)
 
-    monkeypatch.setattr(benches, "run", run)
-    one = Bench("one", "", {"a": Order("qwen3", {}), "b": Order("qwen3", {})}, [])
-    two = Bench("two", "", {"a": Order("qwen3", {})}, [])
-    pool = benches.Pool([one, two])
-    told = {bench.name: dict(pool.of(bench).together(bench.orders, timeout_s=1)) for bench in (one, two)}
-    assert started == [["one/a", "one/b", "two/a"]]
-    assert {name: [t.failed for t in of.values()] for name, of in told.items()} == {
-        "one": ["one/a", "one/b"],
-        "two": ["two/a"],
-    }
+    def read(results: Results) -> Reading:
+        return reading("grows", by=results.engine("fast 1").failed)
 
-
-def test_engines_that_start_slowly_start_first(monkeypatch):
-    started = []
-
-    def run(orders, timeout_s):
-        started.extend(orders)
-        yield from ((name, EngineResult({}, None)) for name in orders)
-
-    monkeypatch.setattr(benches, "run", run)
-    one = Bench("one", "", {"a": Order("qwen3", {})}, [])
-    two = Bench("two", "", {"b": Order("qwen3", {})}, [], slow=True)
-    pool = benches.Pool([one, two])
-    assert [name for name, _ in pool.of(one).together(one.orders, timeout_s=1)] == ["a"]
-    assert started == ["two/b", "one/a"]
+    fast = Bench("fast", {"fast 1": ORDER, "fast 2": ORDER}, [cell("q", "fast", "host memory", read)])
+    slow = Bench("slow", {"slow": ORDER}, [cell("q", "slow", "host memory", read)], timeout_s=300, slow=True)
+    alone = Bench("alone", {"alone": ORDER}, [cell("q", "alone", "host memory", read)], alone=True)
+    monkeypatch.setattr(cases, "BENCHES", {one.name: one for one in (alone, fast, slow)})
+    monkeypatch.setattr(cases, "run", run)
+    found = findings(cases.table(without=["fast 2"]), monkeypatch)
+    assert started == [(["slow", "fast 1"], 300, None), (["alone"], 200, 1)]
+    assert [one.numbers["by"] for one in found.values()] == ["fast 1", "fast 1", "it was not started"]
 
 
-def test_engines_that_must_be_alone_come_last():
-    table = cases.table("cost", "mla", "memory", "blocks")
-    rows = [*dict.fromkeys(case.scene.name for case in table.cases)]
-    assert rows == ["mla", "blocks", "cost", "memory"]
-
-
-def test_engines_can_be_left_out_by_name(monkeypatch):
-    started = []
-
-    def take(self, bench, orders, timeout_s):
-        started.extend(orders)
-        return ()
-
-    monkeypatch.setattr(benches, "unavailable", lambda device: None)
-    monkeypatch.setattr(benches.Pool, "_take", take)
-    found = [*cases.table("router", without=["off again", "MiniMax"]).run("cuda")]
-    pairs = [f"{name}, {state}" for name in (router.GROUPED, router.SOFTMAX) for state in ("off", "on")]
-    assert started == [router.ONE_GROUP, *pairs]
-    notes = {one.note for one in found if one.variant == router.SIGMOID}
-    assert notes == {f"{router.SIGMOID}, off: it was not started"}
+def test_no_two_benches_name_an_engine_alike():
+    names = [name for bench in BENCHES.values() for name in bench.orders]
+    assert len(names) == len(set(names))

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine_answers import asked, results
+from tests.engine.engine_answers import asked, results
 
 from staleproof.cases.finding import NOT_RUN
 from staleproof.engine import hybrid, starts
-from staleproof.engine.bench import Results
 from staleproof.engine.orders import EngineResult
 
 
@@ -62,7 +56,7 @@ def test_a_hybrid_engine_is_compared_with_itself_zeroing(monkeypatch):
 def test_a_hybrid_engine_whose_time_ends_has_answered_the_states_before(monkeypatch):
     states = {name: one for name, one in hybrid_engine().items() if name not in hybrid.FILLED}
     late = EngineResult(states, "hybrid: gave no answer within 240 s")
-    said = asked(hybrid.BENCH, Results({"FLASH_ATTN": late}), monkeypatch)
+    said = asked(hybrid.BENCH, {"FLASH_ATTN": late}, monkeypatch)
     assert said[hybrid.BITS, "FLASH_ATTN"].verdict == "no stale block"
     missing = said[hybrid.POISONED, "FLASH_ATTN"]
     assert (missing.verdict, missing.note) == (NOT_RUN, "FLASH_ATTN: hybrid: gave no answer within 240 s")
@@ -79,11 +73,11 @@ def equal_engine(*bits: int, kernel: str = "triton_0: warps 4") -> dict[str, obj
 
 def test_equal_engines_are_compared_where_no_padding_takes_part(monkeypatch):
     usual = equal_engine(1, 2, 2, 3, 3)
-    told = results(**{f"{starts.FP8}, {state}": usual for state in starts.STATES})
+    told = results(**{starts.engine(starts.FP8, state): usual for state in starts.STATES})
     # With one scale a batch the plugin changes rounds with padding; that is no difference of engines.
-    told[f"{starts.FP8}, on"] = EngineResult(equal_engine(9, 2, 2, 9, 9), None)
+    told[starts.engine(starts.FP8, "on")] = EngineResult(equal_engine(9, 2, 2, 9, 9), None)
     assert asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8].verdict == "same bits"
-    told[f"{starts.FP8}, off again"] = EngineResult(
+    told[starts.engine(starts.FP8, "off again")] = EngineResult(
         equal_engine(1, 7, 7, 3, 3, kernel="triton_0: warps 8"), None
     )
     said = asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8]
@@ -93,9 +87,9 @@ def test_equal_engines_are_compared_where_no_padding_takes_part(monkeypatch):
     assert said.numbers["engines_with_equal_kernels"] == [rest, ["off again"]]
     assert said.numbers["kernels_that_not_all_have"]["off again"] == ["triton_0: warps 8"]
     # A start that failed leaves the rest to compare, unless it is the only one of its kind.
-    told[f"{starts.FP8}, off again"] = EngineResult({}, "rows: out of memory")
+    told[starts.engine(starts.FP8, "off again")] = EngineResult({}, "rows: out of memory")
     assert asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8].verdict == "same bits"
-    del told[f"{starts.FP8}, off"]
+    del told[starts.engine(starts.FP8, "off")]
     assert asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8].verdict == NOT_RUN
 
 

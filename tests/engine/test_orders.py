@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import time
 from dataclasses import replace
@@ -13,17 +14,18 @@ import pytest
 from staleproof import device as devices
 from staleproof.cases import children
 from staleproof.cases.children import tell
-from staleproof.engine import orders
+from staleproof.engine import orders, probes
 from staleproof.engine.cases import BENCHES
 from staleproof.engine.models import MODELS, write_config
-from staleproof.engine.orders import Order, run, unavailable
+from staleproof.engine.orders import run, unavailable
+from staleproof.engine.session import Order
 
-ORDER = Order("qwen3", {"start": {}, "rows": {}})
+ORDER = Order("qwen3", {probes.start: {}, probes.rows: {}})
 
 
 def answers_all(order: Order) -> None:
-    for name in order.probes:
-        tell((name, os.environ["STALEPROOF_PATCHES"]))
+    for probe in order.probes:
+        tell((probe.__name__, os.environ["STALEPROOF_PATCHES"]))
 
 
 def stops_half_way(order: Order) -> None:
@@ -44,12 +46,12 @@ def hangs(order: Order) -> None:
 def started_as(monkeypatch: pytest.MonkeyPatch, function: object) -> None:
     """Let an order start this function in place of an engine."""
 
-    def start(self: Order, compiled: Path) -> children.Child:
+    def start(order: Order, compiled: Path) -> children.Child:
         return children.start(
-            function, self, env={"STALEPROOF_PATCHES": self.patches, orders.CACHE: str(compiled)}
+            function, order, env={"STALEPROOF_PATCHES": order.patches, orders.CACHE: str(compiled)}
         )
 
-    monkeypatch.setattr(Order, "start", start)
+    monkeypatch.setattr(orders, "start", start)
 
 
 def test_every_probe_is_answered_by_its_own_engine(monkeypatch):
@@ -137,16 +139,11 @@ def test_a_gpu_that_is_too_small_is_one_line(monkeypatch):
     assert unavailable("cuda") == "an engine needs 8 GiB of free GPU memory; 1.5 GiB are free"
 
 
-def test_every_order_names_a_model_its_probes_and_its_spies(tmp_path):
-    from staleproof.engine.session import PROBES, SPIES, find
-
+def test_every_order_can_be_sent_to_its_process(tmp_path):
     for bench in BENCHES.values():
         for order in bench.orders.values():
             write_config(tmp_path, order.model, order.config)
-            for name in order.probes:
-                assert callable(find(name, PROBES))
-            for name in order.spies:
-                assert callable(find(name, SPIES))
+            assert pickle.loads(pickle.dumps(order)) == order
     assert {order.model for bench in BENCHES.values() for order in bench.orders.values()} == {*MODELS}
 
 

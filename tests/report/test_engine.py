@@ -13,6 +13,7 @@ from staleproof.cases.store import Run
 from staleproof.engine import hybrid, mla
 from staleproof.engine.cases import BENCHES
 from staleproof.report import engine
+from tools import engine_cost
 
 MLA = "TRITON_MLA, full graphs"
 FIXED = off_on_off("engine", MLA, off="pad_only", on="clean", again="pad_only")
@@ -34,8 +35,9 @@ def run(*findings: Finding, name: str = "h200-engine") -> Run:
 
 
 def test_every_question_has_a_chapter_and_a_line_of_figures():
-    assert {*engine.CHAPTERS} == {*BENCHES}
-    assert {case.key.question for bench in BENCHES.values() for case in bench.cases} == {*engine.SEEN}
+    assert {*engine.CHAPTERS} == {*BENCHES, "cost"}
+    cases = [*engine_cost.table().cases, *(case for bench in BENCHES.values() for case in bench.cases)]
+    assert {case.key.question for case in cases} == {*engine.SEEN}
 
 
 @pytest.mark.parametrize("runs", [[], [run(finding("mla_padding", "q", "v", "clean"))]])

@@ -25,14 +25,14 @@ def engine(
         float | None, typer.Option(min=1, help="Seconds; engines that have not answered by then are ended.")
     ] = None,
     without: Annotated[
-        list[str] | None,
-        typer.Option(help="Engines with this in their name are not started, states of cost not timed."),
+        list[str] | None, typer.Option(help="Engines with this in their name are not started.")
     ] = None,
 ) -> None:
     """Put questions to a whole vLLM with dummy weights, with and without the plugin. Needs a GPU."""
     from staleproof import device as devices
     from staleproof.cases import store
     from staleproof.engine import command as engines
+    from staleproof.engine.cases import table
     from staleproof.report import terminal
 
     if (why := engines.unknown(questions or ())) is not None:
@@ -49,13 +49,12 @@ def engine(
         store.open_for_writing(folder).rmdir()
     with terminal.progress() as progress:
         findings = engines.ask(
-            questions or (),
+            table(*(questions or ()), without=without or ()),
             device,
             progress,
             lambda found: typer.echo(terminal.finding_text(found)),
             json,
             limit,
-            without or (),
         )
     terminal.print_verdicts(findings, [])
     finish(findings, [])

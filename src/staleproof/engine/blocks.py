@@ -6,11 +6,12 @@ from typing import Any
 
 from staleproof.cases.case import Reading, reading
 from staleproof.engine.bench import Bench, Results, cell, fix, three
-from staleproof.engine.orders import Order
+from staleproof.engine.probes import start, undrained
+from staleproof.engine.session import Order
 
 UNDRAINED, IDS = "Qwen3 dense, undrained_ids", "undrained block ids"
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 64, 256]}
-ORDER = Order("qwen3", {"start": {}, "undrained": {"requests": 1000}}, {"compilation_config": GRAPHS})
+ORDER = Order("qwen3", {start: {}, undrained: {"requests": 1000}}, {"compilation_config": GRAPHS})
 
 
 def _verdict(counted: dict[str, Any]) -> str:
@@ -41,7 +42,6 @@ def _wrong(results: Results) -> str | None:
 
 BENCH = Bench(
     "blocks",
-    "incident 4: block ids that nothing drains, for 1,000 requests",
     three(UNDRAINED, ORDER),
     [cell(IDS, "Qwen3 dense", "host memory", ids), fix(UNDRAINED, "host memory", _state, _wrong)],
 )

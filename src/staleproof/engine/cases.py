@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from staleproof.cases.case import Case, Scene
 from staleproof.cases.run import Table
-from staleproof.engine import blocks, cost, hybrid, memory, mla, router, starts, watched
-from staleproof.engine.bench import INCIDENT, Bench, Pool
+from staleproof.engine import blocks, hybrid, memory, mla, router, starts, watched
+from staleproof.engine.bench import INCIDENT, Bench, Results
 from staleproof.engine.orders import run
 
-_MODULES = (mla, starts, blocks, hybrid, router, watched, memory, cost)
+_MODULES = (mla, starts, blocks, hybrid, router, watched, memory)
 BENCHES: dict[str, Bench] = {module.BENCH.name: module.BENCH for module in _MODULES}
 
 
@@ -20,13 +22,32 @@ def table(*names: str, without: Sequence[str] = ()) -> Table:
 
     Args:
         names: of benches.
-        without: engines with one of these in their name are not started, nor states of ``cost`` timed.
+        without: engines with one of these in their name are not started.
     """
-    chosen = [BENCHES[name].without(without) for name in dict.fromkeys(names or BENCHES)]
-    sharing = [bench for bench in chosen if bench.together is run]
-    pool = Pool(sharing)
-    rest = [bench for bench in chosen if bench.together is not run]
-    return Table(INCIDENT, *(bench.rows() for bench in (*map(pool.of, sharing), *rest)))
+    chosen = [BENCHES[name] for name in dict.fromkeys(names or BENCHES)]
+    return Table(
+        INCIDENT,
+        *_together([b for b in chosen if not b.alone], without),
+        *(case for bench in chosen if bench.alone for case in _together([bench], without)),
+    )
+
+
+def _together(benches: Sequence[Bench], without: Sequence[str]) -> Iterator[Case]:
+    """The cases of benches whose engines start together, those that start slowly first."""
+    orders = {
+        name: order
+        for bench in sorted(benches, key=lambda bench: not bench.slow)
+        for name, order in bench.orders.items()
+        if not any(map(name.count, without))
+    }
+    timeout_s = max((bench.timeout_s for bench in benches), default=0.0)
+    at_once = 1 if any(bench.alone for bench in benches) else None
+    scene = Scene(
+        "engines",
+        lambda device: Results(run(orders, timeout_s, at_once)),
+        limit_s=60.0 + timeout_s * max(1, len(orders)),
+    )
+    return (replace(case, scene=scene) for bench in benches for case in bench.cases)
 
 
 TABLE = table()

@@ -7,37 +7,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from staleproof.cases.finding import Finding, write_findings
+from staleproof.cases.run import Table
 from staleproof.device import Machine
-from staleproof.engine.cases import BENCHES, table
+from staleproof.engine.cases import BENCHES
 from staleproof.engine.orders import OLDEST, at_most
 
 
 def ask(
-    names: Sequence[str],
+    table: Table,
     device: str,
     progress: Callable[[str], None],
     say: Callable[[Finding], None],
     path: Path | None,
     limit_s: float | None = None,
-    without: Sequence[str] = (),
 ) -> list[Finding]:
-    """Ask these benches; findings are said as they come, and kept however this ends.
+    """Put these cases; findings are said as they come, and kept however this ends.
 
     Args:
-        names: keys of :data:`BENCHES`; all if empty.
+        table: of some benches, or of all.
         device: ``"cpu"`` or ``"cuda"``.
         progress: takes one line about the step that begins.
         say: takes each finding.
         path: where the findings go, as JSON lines; ``None`` for nowhere.
         limit_s: engines that have not answered by then are ended; ``None`` for no limit.
-        without: engines with one of these in their name are not started.
     """
     found: list[Finding] = []
     try:
-        with (
-            at_most(limit_s),
-            contextlib.closing(table(*names, without=without).run(device, progress)) as answers,
-        ):
+        with at_most(limit_s), contextlib.closing(table.run(device, progress)) as answers:
             for one in answers:
                 found.append(one)
                 say(one)
@@ -64,7 +60,7 @@ def unknown(names: Sequence[str]) -> str | None:
     """What is wrong with these names of questions, in one line.
 
     >>> unknown(["mla"]) is None, unknown(["no"])
-    (True, "unknown question 'no'; known: mla, starts, blocks, hybrid, router, watch, memory, cost")
+    (True, "unknown question 'no'; known: mla, starts, blocks, hybrid, router, watch, memory")
     """
     wrong = [name for name in names if name not in BENCHES]
     return f"unknown question {wrong[0]!r}; known: {', '.join(BENCHES)}" if wrong else None

@@ -8,8 +8,11 @@ from typing import Any
 
 from staleproof.cases.case import Case, Reading, reading
 from staleproof.engine.bench import STATES, Bench, Results, cell, fix
-from staleproof.engine.orders import Order
-from staleproof.engine.tenants import fifths
+from staleproof.engine.hybrid_probes import hybrid
+from staleproof.engine.probes import start
+from staleproof.engine.session import Order, Probe
+from staleproof.engine.tenants import fifths, tenants, whole_tiles
+from staleproof.engine.tuning import first_configs
 
 REQUESTS = 100
 BITS, POISONED, RACE = "zeroing off", "zeroing off, cache of NaN", "staging race"
@@ -26,7 +29,7 @@ CONTROL = "control: attention over whole tiles"
 # tiles of 128 (FlashAttention #1974). With another state the kernel's block is the scheduler's.
 WIDE = "FLASH_ATTN, bf16 state, blocks of 1,024 tokens"
 # What blocks hold, and no timing of kernels at the start: with the plugin the bits must be comparable.
-SPIES = ("tenants", "first_configs")
+SPIES = (tenants, first_configs)
 KIMI = "Kimi-Linear, TRITON_MLA"
 PLUGIN, KIMI_PLUGIN = "TRITON_ATTN, plugin", f"{KIMI}, plugin"
 RECORDING = "mla_recording, Kimi-Linear"
@@ -43,7 +46,7 @@ def _order(backend: str, *states: str, model: str = "qwen3_next", **options: Any
         "mamba_ssm_cache_dtype": "float32",
         "additional_config": {"gdn_prefill_backend": "triton"},
     }
-    probes = {"start": {}, "hybrid": {"states": list(states), "requests": REQUESTS}}
+    probes: dict[Probe, dict[str, Any]] = {start: {}, hybrid: {"states": list(states), "requests": REQUESTS}}
     return Order(model, probes, {**fixed, **options}, spies=SPIES)
 
 
@@ -53,7 +56,7 @@ ORDERS = {
     "FLASH_ATTN": _order("FLASH_ATTN", *QUIET, *FILLED),
     WIDE: _order("FLASH_ATTN", *QUIET, *FILLED, block_size=1024, mamba_ssm_cache_dtype="bfloat16"),
     KIMI: _order("TRITON_MLA", *QUIET, *FILLED, model="kimi_linear"),
-    CONTROL: replace(_order("TRITON_ATTN", *QUIET, *FILLED), spies=("whole_tiles", *SPIES)),
+    CONTROL: replace(_order("TRITON_ATTN", *QUIET, *FILLED), spies=(whole_tiles, *SPIES)),
     PLUGIN: replace(_order("TRITON_ATTN", "zeroing", *LATE), patches="all"),
     KIMI_PLUGIN: replace(_order("TRITON_MLA", "zeroing", model="kimi_linear"), patches="all"),
 }
@@ -165,11 +168,4 @@ def _cases() -> Iterator[Case]:
     yield fix(RECORDING, "zeroing", *_zeroed(KIMI, KIMI_PLUGIN, ("zeroing", "zeroing", "zeroing again")))
 
 
-BENCH = Bench(
-    "hybrid",
-    "incident 4: hybrid engines with 24 blocks, zeroing on and off",
-    ORDERS,
-    [*_cases()],
-    timeout_s=240.0,
-    slow=True,
-)
+BENCH = Bench("hybrid", ORDERS, [*_cases()], timeout_s=240.0, slow=True)

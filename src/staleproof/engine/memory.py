@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from staleproof.cases.case import Reading, reading
 from staleproof.engine.bench import Bench, Results, cell
+from staleproof.engine.memory_probes import accounts, death
 from staleproof.engine.mla import FULL
-from staleproof.engine.orders import EngineResult, Order, run
+from staleproof.engine.probes import start
+from staleproof.engine.session import Order
+from staleproof.engine.spies import lazy_buffers, ledger
 
 DEATH, GRAPHS, ACCOUNT = "death after start", "memory of graphs", "account of the start"
 V1, V2 = "DeepSeek-V2, runner V1", "Qwen3 dense, runner V2"
@@ -20,27 +23,18 @@ MEASURED = {"kv_cache_memory_bytes": None, "compilation_config": FULL}
 ORDERS = {
     V1: Order(
         "deepseek_v2",
-        {"start": {}, "accounts": {}, "death": {}},
+        {start: {}, accounts: {}, death: {}},
         {"attention_backend": "TRITON_MLA", "moe_backend": "triton", **MEASURED},
-        spies=("ledger", "lazy_buffers"),
+        spies=(ledger, lazy_buffers),
         env={"VLLM_USE_V2_MODEL_RUNNER": "0"},
     ),
     V2: Order(
-        "qwen3",
-        {"start": {}, "accounts": {}},
-        MEASURED,
-        spies=("ledger",),
-        env={"VLLM_USE_V2_MODEL_RUNNER": "1"},
+        "qwen3", {start: {}, accounts: {}}, MEASURED, spies=(ledger,), env={"VLLM_USE_V2_MODEL_RUNNER": "1"}
     ),
 }
 
 
-def alone(orders: Mapping[str, Order], timeout_s: float) -> Iterator[tuple[str, EngineResult]]:
-    """Run one engine after the other: each measures the free memory of the device."""
-    yield from run(orders, timeout_s, at_once=1)
-
-
-def death(results: Results) -> Reading:
+def _death(results: Results) -> Reading:
     """Was the end of the engine predicted, before it happened and within one per cent?"""
     told = results.of(V1, "death")
     error = told["predicted"] / told["taken"] - 1
@@ -101,12 +95,12 @@ def graphs(name: str) -> Any:
 
 BENCH = Bench(
     "memory",
-    "incident 2: a ledger over the start, and a death that it predicts",
     ORDERS,
     [
-        cell(DEATH, V1, "death", death),
+        cell(DEATH, V1, "death", _death),
         *(cell(ACCOUNT, name, "account", account(name)) for name in (V1, V2)),
         *(cell(GRAPHS, name, "memory of graphs", graphs(name)) for name in (V1, V2)),
     ],
-    together=alone,
+    # Each measures the free memory of the device.
+    alone=True,
 )

@@ -9,7 +9,11 @@ from typing import Any
 from staleproof.cases.case import Case, MissingError, Reading, reading
 from staleproof.cases.words import FIXED
 from staleproof.engine.bench import STATES, Bench, Results, cell, fix, three
-from staleproof.engine.orders import Order
+from staleproof.engine.probes import control, rows, spoilt_blocks, start
+from staleproof.engine.router_probes import quantizers
+from staleproof.engine.session import Order, Probe
+from staleproof.engine.spies import attention, logits, routing, stages
+from staleproof.engine.tuning import compiled_kernels
 
 LIVE = (3, 8, 3, 50)
 NAN_ROWS, LIVE_LOGITS, LIVE_PADDING = "NaN rows", "live logits, off / on", "live logits, 3 / 8 live"
@@ -25,9 +29,9 @@ COMPILED = {
     "inductor_compile_config": UNTIMED,
 }
 PIECEWISE = {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 64]}
-SPIES = ("attention", "logits", "routing")
+SPIES = (attention, logits, routing)
 KERNELS = "compiled_kernels"
-PROBES: dict[str, dict[str, Any]] = {"start": {}, "control": {}, "rows": {"live": LIVE}, "spoilt_blocks": {}}
+PROBES: dict[Probe, dict[str, Any]] = {start: {}, control: {}, rows: {"live": LIVE}, spoilt_blocks: {}}
 
 
 def _fp8_checkpoint() -> dict[str, Any]:
@@ -47,13 +51,13 @@ def _fp8_checkpoint() -> dict[str, Any]:
     }
 
 
-def engine(backend: str = "TRITON_MLA", spies: Sequence[str] = (*SPIES, "stages"), **options: Any) -> Order:
+def engine(backend: str = "TRITON_MLA", spies: Sequence[Any] = (*SPIES, stages), **options: Any) -> Order:
     """An order for a DeepSeek-V2 shape that answers ``rows``."""
     options = {"attention_backend": backend, "moe_backend": "triton", **options}
     if "enforce_eager" not in options:
         options.setdefault("compilation_config", FULL)
     order = Order("deepseek_v2", PROBES, options, spies=spies)
-    return replace(order, probes={**PROBES, KERNELS: {}}) if order.compiles else order
+    return replace(order, probes={**PROBES, compiled_kernels: {}}) if order.compiles else order
 
 
 # What torch.compile looks into must not be spied on: only attention, routing and logits are.
@@ -72,7 +76,7 @@ OTHERS = {
     "FLASHMLA, full graphs": engine("FLASHMLA"),
     "FLASH_ATTN_MLA, full graphs": engine("FLASH_ATTN_MLA"),
     "TRITON_MLA, eager, fp8": replace(
-        engine(quantization="fp8", enforce_eager=True), probes={**PROBES, "quantizers": {}}
+        engine(quantization="fp8", enforce_eager=True), probes={**PROBES, quantizers: {}}
     ),
     "TRITON_MLA, full graphs, fp8 checkpoint": replace(
         engine(), config={"quantization_config": _fp8_checkpoint()}
@@ -316,7 +320,7 @@ def wrong(name: str) -> Any:
     return compare
 
 
-def quantizers(results: Results) -> Reading:
+def hurt_by_nan(results: Results) -> Reading:
     """Whether a NaN row changes what vLLM's fp8 quantizers make of the sound rows beside it."""
     found = results.of(QUANTIZER, "quantizers")
     hurt = [name for name, (_, _, other) in found.items() if other]
@@ -329,7 +333,7 @@ def _cases() -> Iterator[Case]:
     for name in (*FIXED_ONES, *OTHERS):
         yield cell(NAN_ROWS, name, "rows", nan_rows(name))
         yield cell(LIVE_PADDING, name, "live logits", live_padding(_off(name)))
-    yield cell(QUANTIZERS, "3 sound rows, 5 rows of NaN", "rows", quantizers)
+    yield cell(QUANTIZERS, "3 sound rows, 5 rows of NaN", "rows", hurt_by_nan)
     for name in FIXED_ONES:
         yield cell(LIVE_PADDING, f"{name}, plugin", "live logits", live_padding(f"{name}, on"))
         yield cell(LIVE_LOGITS, name, "live logits", live_logits(name))
@@ -339,4 +343,4 @@ def _cases() -> Iterator[Case]:
 
 
 ORDERS = {key: order for name, one in FIXED_ONES.items() for key, order in three(name, one).items()} | OTHERS
-BENCH = Bench("mla", "incident 1: NaN rows by layer and stage, live logits", ORDERS, [*_cases()])
+BENCH = Bench("mla", ORDERS, [*_cases()])

@@ -11,14 +11,16 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from staleproof import device as devices
 from staleproof.cases import children
 from staleproof.cases.children import Child, ChildError, Ended
+from staleproof.engine import session
+from staleproof.engine.session import Order
 from staleproof.vllm.sources import numbers
 
 # The releases of vLLM that these orders were written for: names of spied functions, keywords of LLM.
@@ -26,7 +28,6 @@ OLDEST, NEWEST = "0.22.1", "0.26.0"
 NEEDED = f"vLLM {OLDEST} to {NEWEST} with the torch it pins"
 # Device memory an engine of the table takes, in bytes: cache, weights, graphs, CUDA context.
 EACH = 8 * 2**30
-KV_BYTES = 2**31
 # Names a folder for what the engines print.
 LOGS = "STALEPROOF_ENGINE_LOGS"
 
@@ -41,64 +42,17 @@ ENVIRONMENT = {
     "VLLM_DISABLE_COMPILE_CACHE": "1",
 }
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-OPTIONS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "load_format": "dummy",
-    "max_model_len": 2048,
-    "max_num_seqs": 256,
-    # The prompts of a round fit into one step, so that all its requests decode together.
-    "max_num_batched_tokens": 8192,
-    "gpu_memory_utilization": 0.1,
-    # A fixed cache: engines that start side by side must not measure each other's memory.
-    "kv_cache_memory_bytes": KV_BYTES,
-    "enable_prefix_caching": False,
-    "seed": 0,
-}
 
 
-@dataclass(frozen=True)
-class Order:
-    """One engine and the probes it answers, in this order.
+def start(order: Order, compiled: Path) -> Child:
+    """Start the process of an engine.
 
-    Attributes:
-        model: a key of :data:`staleproof.engine.models.MODELS`.
-        probes: name of a function of :mod:`staleproof.engine.probes` -> its arguments.
-        options: keywords of ``vllm.LLM`` beside :data:`OPTIONS`.
-        config: fields of ``config.json`` that differ from the table's.
-        patches: ``STALEPROOF_PATCHES``.
-        spies: names of spies to install before the engine starts.
-        env: further variables.
-        packages: names a variable with folders to import from. A package that one question needs would
-            change which kernels vLLM picks for the others, if it were installed for all.
-        kernels: engines of one such name start one after another and share what torch.compile keeps on disk,
-            so that all run the kernels that the first has compiled; ``None``: an engine compiles its own.
+    Args:
+        order: the engine.
+        compiled: the folder where torch.compile keeps graphs, kernels and what it has timed.
     """
-
-    model: str
-    probes: Mapping[str, Mapping[str, Any]]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    patches: str = "none"
-    spies: Sequence[str] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    packages: str | None = None
-    kernels: str | None = None
-
-    @property
-    def compiles(self) -> bool:
-        """Whether torch.compile makes kernels for its model."""
-        return self.options.get("compilation_config", {}).get("mode") == 3
-
-    def start(self, compiled: Path) -> Child:
-        """Start its process.
-
-        Args:
-            compiled: the folder where torch.compile keeps graphs, kernels and what it has timed.
-        """
-        from staleproof.engine import session
-
-        env = {**ENVIRONMENT, "STALEPROOF_PATCHES": self.patches, CACHE: str(compiled), **self.env}
-        return children.start(session.serve, self, env=env)
+    env = {**ENVIRONMENT, "STALEPROOF_PATCHES": order.patches, CACHE: str(compiled), **order.env}
+    return children.start(session.serve, order, env=env)
 
 
 def unavailable(device: str) -> str | None:
@@ -146,7 +100,7 @@ class EngineResult:
 def told(order: Order, ended: Ended) -> EngineResult:
     """The answers of a process that ended, and what went wrong if some are missing."""
     answers = dict(ended.told)
-    missing = [name for name in order.probes if name not in answers]
+    missing = [probe.__name__ for probe in order.probes if probe.__name__ not in answers]
     if not missing:
         return EngineResult(answers, None)
     reason = answers.get("error")
@@ -208,7 +162,7 @@ def run(
                 name, now = ready[0], time.monotonic()
                 order = waiting.pop(name)
                 compiled = Path(folder, _slug(order.kernels or name))
-                running[name] = order, order.start(compiled), now, min(now + timeout_s, _end)
+                running[name] = order, start(order, compiled), now, min(now + timeout_s, _end)
                 continue
             for name, (order, child, begun, deadline) in [*running.items()]:
                 if child.poll() is not None or time.monotonic() > deadline:

@@ -7,7 +7,11 @@ from typing import Any
 from staleproof.cases.case import Case, Reading, reading
 from staleproof.engine.bench import STATES, Bench, Results, cell, fix, three
 from staleproof.engine.mla import FULL
-from staleproof.engine.orders import Order
+from staleproof.engine.probes import start
+from staleproof.engine.router_probes import nan_bias, same_choice
+from staleproof.engine.session import Order, Probe
+from staleproof.engine.spies import attention, logits, routing
+from staleproof.engine.tenants import flashinfer_moe
 
 TWICE, SOUND = "experts named twice", "live logits with a sound bias"
 # Routers with groups go to vLLM's grouped_topk, also with one group; others to topk_sigmoid or topk_softmax.
@@ -18,8 +22,8 @@ FLASHINFER = "STALEPROOF_FLASHINFER"
 BEHIND = "MiniMax-M2 router, NaN bias, FlashInfer's fused MoE"
 OPTIONS = {"moe_backend": "triton", "compilation_config": FULL}
 MLA = {"attention_backend": "TRITON_MLA", **OPTIONS}
-SPIES = ("attention", "logits", "routing")
-PROBES: dict[str, dict[str, Any]] = {"start": {}, "nan_bias": {}, "same_choice": {}}
+SPIES = (attention, logits, routing)
+PROBES: dict[Probe, dict[str, Any]] = {start: {}, nan_bias: {}, same_choice: {}}
 # Largest difference of a routing weight, of at most 1, between our kernels and vLLM's.
 BUDGET = 2**-20
 ONCE = {
@@ -34,7 +38,7 @@ ONCE = {
             "kernel_config": {"enable_flashinfer_autotune": False},
         },
         {"num_experts_per_tok": 10},
-        spies=("flashinfer_moe", *SPIES),
+        spies=(flashinfer_moe, *SPIES),
         # The module is compiled already, so that no compiler is needed.
         env={"VLLM_HAS_FLASHINFER_CUBIN": "1"},
         packages=FLASHINFER,
@@ -149,7 +153,6 @@ def _cases() -> list[Case]:
 
 BENCH = Bench(
     "router",
-    "incident 3: a NaN in the bias of routers with and without groups",
     {**ONCE, **{key: order for name, one in FIXED_ONES.items() for key, order in three(name, one).items()}},
     _cases(),
 )

@@ -6,29 +6,67 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from staleproof.cases.children import tell
-from staleproof.check import require
-from staleproof.engine import (
-    cost_probes,
-    hybrid_probes,
-    memory_probes,
-    probes,
-    router_probes,
-    spies,
-    tenants,
-    tuning,
-    watch_probes,
-)
 from staleproof.engine.models import write_config
-from staleproof.engine.orders import OPTIONS, Order
+from staleproof.engine.probes import Engine
+from staleproof.engine.spies import Rows, living_weights
 
-PROBES = (probes, memory_probes, hybrid_probes, router_probes, cost_probes, watch_probes, tuning)
-SPIES = (spies, tenants, tuning)
+# Device memory of an engine's KV cache, in bytes.
+KV_BYTES = 2**31
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "max_model_len": 2048,
+    "max_num_seqs": 256,
+    # The prompts of a round fit into one step, so that all its requests decode together.
+    "max_num_batched_tokens": 8192,
+    "gpu_memory_utilization": 0.1,
+    # A fixed cache: engines that start side by side must not measure each other's memory.
+    "kv_cache_memory_bytes": KV_BYTES,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
+Probe = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Order:
+    """One engine and the probes it answers, in this order.
+
+    Attributes:
+        model: a key of :data:`staleproof.engine.models.MODELS`.
+        probes: functions of the started engine, importable by name, and their arguments.
+        options: keywords of ``vllm.LLM`` beside :data:`OPTIONS`.
+        config: fields of ``config.json`` that differ from the table's.
+        patches: ``STALEPROOF_PATCHES``.
+        spies: functions that install something before the engine starts; each gets the engine's
+            :class:`~staleproof.engine.spies.Rows`.
+        env: further variables.
+        packages: names a variable with folders to import from. A package that one question needs would
+            change which kernels vLLM picks for the others, if it were installed for all.
+        kernels: engines of one such name start one after another and share what torch.compile keeps on disk,
+            so that all run the kernels that the first has compiled; ``None``: an engine compiles its own.
+    """
+
+    model: str
+    probes: Mapping[Probe, Mapping[str, Any]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    patches: str = "none"
+    spies: Sequence[Callable[[Rows], object]] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    packages: str | None = None
+    kernels: str | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile makes kernels for its model."""
+        return self.options.get("compilation_config", {}).get("mode") == 3
 
 
 def serve(order: Order) -> None:
@@ -40,9 +78,9 @@ def serve(order: Order) -> None:
         with tempfile.TemporaryDirectory(prefix=order.model) as folder:
             write_config(Path(folder), order.model, order.config)
             engine = start(order, folder)
-            for name, arguments in order.probes.items():
+            for probe, arguments in order.probes.items():
                 try:
-                    tell((name, find(name, PROBES)(engine, **arguments)))
+                    tell((probe.__name__, probe(engine, **arguments)))
                 except Exception as error:
                     # The probes after this one may still answer.
                     _tell_error(error)
@@ -61,21 +99,7 @@ def _tell_error(error: Exception) -> None:
     tell(("error", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
 
 
-def find(name: str, modules: Sequence[ModuleType]) -> Any:
-    """The probe or the spy of this name.
-
-    Raises:
-        ValueError: none has it.
-
-    >>> find("rows", PROBES) is probes.rows
-    True
-    """
-    found = [getattr(module, name) for module in modules if hasattr(module, name)]
-    require(bool(found), "name", f"a function of {[module.__name__ for module in modules]}", name)
-    return found[0]
-
-
-def start(order: Order, folder: str) -> probes.Engine:
+def start(order: Order, folder: str) -> Engine:
     """Start the engine of an order with its spies; ``folder`` holds its ``config.json``."""
     if order.packages is not None:
         sys.path += filter(None, os.environ.get(order.packages, "").split(os.pathsep))
@@ -84,12 +108,12 @@ def start(order: Order, folder: str) -> probes.Engine:
     begun = time.perf_counter()
     # First the plugin, so that spies see what it makes of a kernel's result.
     vllm.plugins.load_general_plugins()
-    spies.living_weights()
-    watch = spies.Rows()
-    for name in order.spies:
-        find(name, SPIES)(watch)
+    living_weights()
+    watch = Rows()
+    for spy in order.spies:
+        spy(watch)
     from vllm import LLM
 
     options: dict[str, Any] = {**OPTIONS, **order.options}
     llm = LLM(model=folder, **options)
-    return probes.Engine(llm, watch, time.perf_counter() - begun)
+    return Engine(llm, watch, time.perf_counter() - begun)

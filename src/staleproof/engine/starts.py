@@ -9,7 +9,9 @@ from typing import Any
 from staleproof.cases.case import Reading, reading
 from staleproof.engine.bench import Bench, Results, cell
 from staleproof.engine.mla import FIXED_ONES
-from staleproof.engine.orders import Order
+from staleproof.engine.probes import control, rows, start
+from staleproof.engine.session import Order, Probe
+from staleproof.engine.tuning import compiled_kernels
 
 SAME = "live logits, equal engines"
 FP8 = "TRITON_MLA, full graphs, compiled, fp8"
@@ -22,15 +24,24 @@ WHOLE = (1, 2)
 STATES = {"off": "none", "off again": "none", "off once more": "none", "on": "all", "on again": "all"}
 
 
+ENGINES = {FP8: [*STATES], UNTIMED: ["off", "on"]}
+
+
+def engine(name: str, state: str) -> str:
+    """The key of one of the equal engines."""
+    return f"{name}, equal engine, {state}"
+
+
 def _orders() -> dict[str, Order]:
-    probes = {"start": {}, "control": {}, "rows": {"live": LIVE}, "compiled_kernels": {}}
+    probes: dict[Probe, dict[str, Any]] = {start: {}, control: {}, rows: {"live": LIVE}, compiled_kernels: {}}
     untimed = replace(FIXED_ONES[FP8], probes=probes)
     compilation = {**untimed.options["compilation_config"], "inductor_compile_config": {}}
     timed = replace(untimed, options={**untimed.options, "compilation_config": compilation})
-    orders = {f"{FP8}, {state}": replace(timed, patches=patches) for state, patches in STATES.items()}
-    for state in ("off", "on"):
-        orders[f"{UNTIMED}, {state}"] = replace(untimed, patches=STATES[state])
-    return orders
+    return {
+        engine(name, state): replace(untimed if name == UNTIMED else timed, patches=STATES[state])
+        for name, states in ENGINES.items()
+        for state in states
+    }
 
 
 ORDERS = _orders()
@@ -77,21 +88,17 @@ def verdict(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "same bits" if len(groups) == 1 else "differ with the plugin"
 
 
-def _answered(results: Results, name: str) -> bool:
-    return name in results and "compiled_kernels" in results[name].answers
-
-
 def equal_engines(name: str) -> Any:
     """The judge of some starts of one engine, without and with the plugin."""
 
     def judge(results: Results) -> Reading:
-        states = [order.removeprefix(f"{name}, ") for order in ORDERS if order.rpartition(", ")[0] == name]
         # A start that failed leaves the others to compare, but one of each kind must be there.
-        states = [
-            state for state in states if state in ("off", "on") or _answered(results, f"{name}, {state}")
-        ]
-        rounds = {state: results.of(f"{name}, {state}", "rows") for state in states}
-        kernels = {state: results.of(f"{name}, {state}", "compiled_kernels") for state in states}
+        told = {state: results.engine(engine(name, state)).answers for state in ENGINES[name]}
+        states = [state for state in told if state in ("off", "on") or "compiled_kernels" in told[state]]
+        rounds, kernels = (
+            {state: results.of(engine(name, state), probe) for state in states}
+            for probe in ("rows", "compiled_kernels")
+        )
         numbers = {}
         for number, live in enumerate(LIVE):
             size = rounds["off"][number]["size"]
@@ -116,9 +123,8 @@ def equal_engines(name: str) -> Any:
 
 BENCH = Bench(
     "starts",
-    "do equal engines give equal bits: compiled fp8, without and with the plugin",
     ORDERS,
-    [cell(SAME, name, "live logits", equal_engines(name)) for name in (FP8, UNTIMED)],
+    [cell(SAME, name, "live logits", equal_engines(name)) for name in ENGINES],
     timeout_s=240.0,
     slow=True,
 )

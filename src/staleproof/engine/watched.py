@@ -8,7 +8,10 @@ from typing import Any
 from staleproof.cases.case import Reading, reading
 from staleproof.engine.bench import Bench, Results, cell
 from staleproof.engine.mla import FULL, LIVE, PIECEWISE
-from staleproof.engine.orders import Order
+from staleproof.engine.probes import rows, start
+from staleproof.engine.session import Order
+from staleproof.engine.spies import attention, logits
+from staleproof.engine.watch_probes import watched
 
 COUNTS = "counts of the watch"
 PLAIN = "TRITON_MLA, full graphs"
@@ -18,9 +21,9 @@ LAYERS = 4
 def _order(port: int, **changes: Any) -> Order:
     order = Order(
         "deepseek_v2",
-        {"start": {}, "rows": {"live": LIVE}, "watched": {"port": port}},
+        {start: {}, rows: {"live": LIVE}, watched: {"port": port}},
         {"attention_backend": "TRITON_MLA", "moe_backend": "triton", "compilation_config": FULL},
-        spies=("attention", "logits"),
+        spies=(attention, logits),
         env={"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": str(port)},
     )
     return replace(order, **changes)
@@ -96,9 +99,4 @@ def judge(name: str) -> Any:
     return judged
 
 
-BENCH = Bench(
-    "watch",
-    "the watch: counts against a reference",
-    ORDERS,
-    [cell(COUNTS, name, "counts", judge(name)) for name in ORDERS],
-)
+BENCH = Bench("watch", ORDERS, [cell(COUNTS, name, "counts", judge(name)) for name in ORDERS])

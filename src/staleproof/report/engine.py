@@ -25,6 +25,8 @@ CHAPTERS = {
     "hybrid": "kv_reuse",
     "blocks": "kv_reuse",
 }
+# What tools/engine_cost.py asks.
+COST = ("cost of a step", "noise of a step", "cost of the watch")
 NONE = "No engine run is recorded: `staleproof engine --record` makes one on a machine with a GPU."
 COLUMNS = ("asked", "of", "answer", "seen")
 # A file has them sorted by name.
@@ -44,6 +46,8 @@ def is_engine(run: Run) -> bool:
 
 def bench_of(found: Finding) -> str | None:
     """The bench that asks this question; ``None`` if none does any more."""
+    if found.question in COST:
+        return "cost"
     asked = (
         name
         for name, bench in BENCHES.items()

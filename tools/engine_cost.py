@@ -1,21 +1,34 @@
-"""What the plugin and the watch cost a step of a real engine: one engine, in states that take turns."""
+"""What the plugin and the watch cost a step of a real engine: one engine, in states that take turns.
+
+    python -m tools.engine_cost --without eager --limit 240 --out RUNS
+
+Needs a GPU and an importable vLLM, as ``staleproof engine`` does, and records a run of its own.
+"""
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from staleproof.cases.case import Case, MissingError, Reading, reading
+from tools.engine_cost_probes import READY, State, states
+
+from staleproof import device as devices
+from staleproof.cases import store
+from staleproof.cases.case import Case, MissingError, Reading, Scene, reading
+from staleproof.cases.run import Table
+from staleproof.engine import command
 from staleproof.engine import orders as running
-from staleproof.engine.bench import Bench, Results, cell
-from staleproof.engine.cost_probes import READY, State
-from staleproof.engine.orders import EngineResult, Order
+from staleproof.engine.bench import INCIDENT, Results, cell
+from staleproof.engine.orders import EngineResult
+from staleproof.engine.probes import start
+from staleproof.engine.session import Order
+from staleproof.report import terminal
 from staleproof.vllm.watch import Settings
 
 COST, NOISE, WATCH = "cost of a step", "noise of a step", "cost of the watch"
@@ -28,6 +41,8 @@ Times = tuple[float, float]
 STEPS = 16
 # Seconds until all engines are ready to be timed.
 READY_S = 100.0
+# Of each engine.
+TIMEOUT_S = 310.0
 # How often each state captures its graphs. Where a graph lies moves a step by up to a per cent (of three
 # captures on an H200 the plugin cost 0.9, 0.1 and -0.5 % at 3 of 8): rounds go through the captures in turn,
 # so that no state keeps the luck of one place.
@@ -79,8 +94,8 @@ def orders(live: Sequence[int] = LIVE, steps: int = STEPS, seconds: Sequence[flo
         mode: Order(
             "deepseek_v2",
             {
-                "start": {},
-                "states": {
+                start: {},
+                states: {
                     "name": mode,
                     "asked": {**STATES, **FURTHER[mode][0]},
                     "live": dict(zip(live, seconds or FURTHER[mode][1], strict=True)),
@@ -107,17 +122,17 @@ def take_turns(
         seconds: shared out among all in the proportion of their own seconds, so that engines that were left
             out leave their time to the others; less if a limit ends them earlier; ``None`` for their own.
     """
-    asked_for = sum(sum(order.probes["states"]["live"].values()) for order in players.values())
+    asked_for = sum(sum(order.probes[states]["live"].values()) for order in players.values())
     more = (
         1.0 if seconds is None else max(0.2 * seconds, min(seconds, running.left_s() - READY_S)) / asked_for
     )
     with tempfile.TemporaryDirectory(prefix="staleproof-turns-") as folder:
 
         def given(order: Order) -> Order:
-            asked = order.probes["states"]
+            asked = order.probes[states]
             live = {count: more * each for count, each in asked["live"].items()}
             asked = {**asked, "folder": folder, "players": list(players), "live": live}
-            return replace(order, probes={**order.probes, "states": asked})
+            return replace(order, probes={**order.probes, states: asked})
 
         told = {name: given(order) for name, order in players.items()}
         for name, one in running.run(told, timeout_s, at_once=len(told)):
@@ -130,12 +145,12 @@ def narrowed(order: Order, texts: Sequence[str]) -> Order:
     """An order without the states that have one of these texts in their name; the pair of all ratios stays.
 
     >>> left = narrowed(orders()["full graphs"], ["isnan", "VLLM", "one step"])
-    >>> [*left.probes["states"]["asked"]]
+    >>> [*left.probes[states]["asked"]]
     ['off', 'on', 'watch', 'off again', 'watch, one layer in four']
     """
-    asked = order.probes["states"]["asked"]
+    asked = order.probes[states]["asked"]
     kept = {name: s for name, s in asked.items() if name in (OFF, ON) or not any(map(name.count, texts))}
-    return replace(order, probes={**order.probes, "states": {**order.probes["states"], "asked": kept}})
+    return replace(order, probes={**order.probes, states: {**order.probes[states], "asked": kept}})
 
 
 def slowdown(off: Sequence[float], on: Sequence[float], resamples: int = 4000) -> tuple[float, float, float]:
@@ -219,12 +234,43 @@ def _cases() -> Iterator[Case]:
                     yield cell(WATCH, f"{state}, {mode}, {rows}", "cost", judge(mode, live, ON, state, bar))
 
 
-BENCH = Bench(
-    "cost",
-    "step time and tokens/s with and without the plugin and the watch, in turns",
-    orders(),
-    [*_cases()],
-    timeout_s=310.0,
-    together=partial(take_turns, seconds=sum(sum(seconds) for _, seconds in FURTHER.values())),
-    narrowed=narrowed,
-)
+def table(without: Sequence[str] = ()) -> Table:
+    """The cases; engines and states with one of these texts in their name are not timed."""
+    asked = {
+        name: narrowed(order, without)
+        for name, order in orders().items()
+        if not any(map(name.count, without))
+    }
+    seconds = sum(sum(each) for _, each in FURTHER.values())
+    scene = Scene(
+        "cost", lambda device: Results(take_turns(asked, TIMEOUT_S, seconds)), limit_s=3 * TIMEOUT_S
+    )
+    return Table(INCIDENT, [replace(case, scene=scene) for case in _cases()])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--limit", type=float, help="seconds after which all engines are ended")
+    parser.add_argument("--without", action="append", default=[], help="engines and states not to time")
+    parser.add_argument("--out", type=Path, required=True, help="record the run in OUT/<machine>-engine-cost")
+    given = parser.parse_args(arguments)
+    folder = given.out / f"{command.run_name(devices.machine())}-cost"
+    store.open_for_writing(folder).rmdir()
+    found = command.ask(
+        table(given.without),
+        devices.select(),
+        print,
+        lambda one: print(terminal.finding_text(one)),
+        folder.with_suffix(".jsonl"),
+        given.limit,
+    )
+    store.write(folder, found, [])
+
+
+if __name__ == "__main__":
+    # Under its own name: an engine's process imports what it is asked from there.
+    from tools.engine_cost import main
+
+    main()

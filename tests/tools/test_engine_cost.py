@@ -10,12 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.engine.engine_answers import findings, results
+from tools.engine_cost_probes import State, states
 
-from staleproof.engine import cost, cost_probes
-from staleproof.engine.cost_probes import State
-from staleproof.engine.orders import Order, run
+from staleproof.engine import probes
+from staleproof.engine.orders import run
+from staleproof.engine.session import Order
 from staleproof.vllm import watch_hooks
 from staleproof.vllm.watch import Settings
+from tools import engine_cost as cost
+from tools import engine_cost_probes as cost_probes
 
 # Steps leave their times in a file: two engines must never step at the same time.
 FAKE = """
@@ -49,7 +53,6 @@ class Engine:
         output = types.SimpleNamespace(total_num_scheduled_tokens=len(self.left), num_scheduled_tokens={})
         self.runner.execute_model(output)
         self.left = {name: left - 1 for name, left in self.left.items() if left > 1}
-        from staleproof.engine import cost_probes
         with LOG.open("a") as log:
             end = time.monotonic()
             graph, hooked = self.runner.replayed(), self.runner.hooked()
@@ -140,7 +143,7 @@ def players(live: list[int], seconds: float = 0.4) -> dict[str, Order]:
     return {
         name: Order(
             "qwen3",
-            {"states": {"name": name, **named, "captures": 2 * (name == "one")}},
+            {states: {"name": name, **named, "captures": 2 * (name == "one")}},
             env={"STALEPROOF_WATCH": "1", "WHO": name},
         )
         for name in ("one", "other")
@@ -236,7 +239,9 @@ def test_an_engine_that_fails_does_not_end_the_others(steps, monkeypatch):
 
 
 def test_a_model_that_does_not_load_is_one_line(steps):
-    ((_, told),) = run({"one": Order("qwen3_next", {"start": {}, "rows": {}})}, timeout_s=60, at_once=1)
+    ((_, told),) = run(
+        {"one": Order("qwen3_next", {probes.start: {}, probes.rows: {}})}, timeout_s=60, at_once=1
+    )
     expected = "start, rows: ValueError: 1 validation error for ModelConfig qwen3_next is not supported"
     assert told.failed == expected
 
@@ -244,8 +249,71 @@ def test_a_model_that_does_not_load_is_one_line(steps):
 def test_a_probe_that_fails_leaves_those_behind_it_their_turn(steps):
     # A made-up engine has no configuration, so the first probe fails.
     order = players([2])["other"]
-    named = {**order.probes["states"], "players": ["other"], "folder": str(steps.parent)}
-    order = replace(order, probes={"start": {}, "states": named})
+    named = {**order.probes[states], "players": ["other"], "folder": str(steps.parent)}
+    order = replace(order, probes={probes.start: {}, states: named})
     ((_, told),) = run({"one": order}, timeout_s=60, at_once=1)
     assert told.answers["2 live"]["off"]
     assert str(told.failed).startswith("start: AttributeError")
+
+
+def asked(told, monkeypatch):
+    """The findings about the cost, from what engines told."""
+    monkeypatch.setattr(cost, "take_turns", lambda *_: iter(told.items()))
+    return findings(cost.table(), monkeypatch)
+
+
+@pytest.mark.parametrize(("ratio", "said"), [(1.001, "under 1 %"), (1.05, "over 1 %"), (None, "around 1 %")])
+def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said):
+    spread = [1.0, 1.018] * 4 if ratio is None else [ratio] * 8
+    # The mean of a round is longer: one of its steps waited for something else.
+    times = {
+        "off": [(0.004, 0.002)] * 8,
+        "on": [(0.005, 0.002 * r) for r in spread],
+        "watch": [(0.004, 0.003)] * 8,
+    }
+    of_states = {"captured": {"off": 3, "on": 3, "watch": 3}, "left_out": {cost.AGAIN: "no memory"}}
+    told = results(**{"full graphs": {"3 live": times, "states": of_states}})
+    found = asked(told, monkeypatch)
+    assert found[cost.COST, "full graphs, 3 of 8"].verdict == said
+    numbers = found[cost.COST, "full graphs, 3 of 8"].numbers
+    assert numbers["step_ms_off"] == 2.0
+    assert numbers["slowdown_and_interval_percent_of_means"] == [25.0, 25.0, 25.0]
+    assert found[cost.WATCH, "watch, full graphs, 3 of 8"].verdict == "over 3 %"
+    # What was not timed has no verdict.
+    assert found[cost.NOISE, "full graphs, 3 of 8"].note == "full graphs: {'off again': 'no memory'}"
+    assert found[cost.COST, "full graphs, 50 of 64"].verdict == "not run"
+
+
+def test_every_mode_is_timed_at_every_size_and_the_watch_has_its_bars():
+    keys = [case.key[1:3] for case in cost.table().cases]
+    assert sum(question == cost.COST for question, _ in keys) == 9
+    assert {"watch, eager, 3 live", "watch, one layer in four, full graphs, 256 of 256"} <= {
+        variant for question, variant in keys if question == cost.WATCH
+    }
+    for order in cost.orders().values():
+        assert order.env["STALEPROOF_WATCH"] == "1", "the watch's hooks are there to be taken out"
+
+
+def test_engines_and_states_that_are_left_out_leave_their_time_to_the_others(monkeypatch):
+    began = {}
+
+    def run(told, timeout_s, at_once):
+        began.update(told)
+        return iter(())
+
+    monkeypatch.setattr(cost.running, "run", run)
+    table = cost.table(["eager", "isnan", "VLLM"])
+    findings(table, monkeypatch)
+    asked = {mode: order.probes[states] for mode, order in began.items()}
+    assert [*asked] == ["full graphs", "piecewise graphs"]
+    assert all(one["players"] == [*asked] for one in asked.values()), "nobody waits for an engine left out"
+    assert {*asked["full graphs"]["asked"]} == {
+        "off", "off again", "on", "watch", "watch, one layer in four", "watch, one step in four"
+    }  # fmt: skip
+    whole = sum(sum(seconds) for _, seconds in cost.FURTHER.values())
+    assert sum(sum(one["live"].values()) for one in asked.values()) == pytest.approx(whole)
+    # A limit that ends the engines earlier leaves less, so that the last of them is timed too.
+    with cost.running.at_most(190):
+        findings(table, monkeypatch)
+    less = sum(sum(order.probes[states]["live"].values()) for order in began.values())
+    assert 85 < less <= 190 - cost.READY_S
