@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from staleproof.contract.contract import Row, read_rows
+from staleproof.cases.finding import Finding, read_findings
 
 # What a script ends with while the kernel breaks its clause. A bfloat16 tensor prints over several lines.
 EXPECTED = re.compile(r"^AssertionError: expected [\s\S]*, got ", re.MULTILINE)
@@ -101,12 +101,12 @@ def ending(text: str, python: Path | str, paths: Sequence[Path] = ()) -> str:
     return next((line for line in reversed(last) if line.strip()), "?")
 
 
-def shows(row: Row, end: str) -> bool:
+def shows(row: Finding, end: str) -> bool:
     """Whether a script shows what its row says: the assertion fails, or the process ends as it did there."""
     if EXPECTED.match(end):
         return True
     # Memory that an id out of range addresses is anybody's: one run ends there, another returns a wrong row.
-    if row.clause == "X" and OUTSIDE.search(end):
+    if row.question == "X" and OUTSIDE.search(end):
         return True
     return ("ended its process" in row.note and end.startswith("signal")) or (
         "CUDA error" in row.note and "CUDA error" in end
@@ -123,23 +123,23 @@ def main() -> int:
     given = parser.parse_args()
     asked = [
         row
-        for row in read_rows(given.file)
-        if row.counterexample and given.only in f"{row.package} {row.version} {row.subject}"
+        for row in read_findings(given.file)
+        if row.script and given.only in f"{row.release} {row.variant}"
     ]
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
         folder = given.folder or Path(temporary)
-        needed = sorted({"\n".join(commands(row.counterexample)) for row in asked})
+        needed = sorted({"\n".join(commands(row.script)) for row in asked})
         pythons = {installs: environment(installs.split("\n"), folder) for installs in needed}
 
-        def ask(row: Row) -> str:
-            return ending(row.counterexample, pythons["\n".join(commands(row.counterexample))])
+        def ask(row: Finding) -> str:
+            return ending(row.script, pythons["\n".join(commands(row.script))])
 
         ends = [*pool.map(ask, asked)]
     wrong = 0
     for row, end in zip(asked, ends, strict=True):
         right = shows(row, end)
         wrong += not right
-        name = f"{row.package} {row.version} {row.subject} {row.clause}"
+        name = f"{row.release} {row.variant} {row.question}"
         print(f"{'shows it' if right else 'DOES NOT'}  {name}: {end or 'ends quietly'}")
     print(f"{len(asked) - wrong} of {len(asked)} scripts show their break alone")
     return int(wrong > 0)

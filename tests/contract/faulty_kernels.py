@@ -1,11 +1,13 @@
 """Small kernels in PyTorch, each right but for one fault that a probe could overlook.
 
 Registered as a user registers theirs: ``staleproof audit tests/contract/faulty_kernels.py``. Beside each
-stands what it breaks (:data:`EXPECTED`); :data:`NOT_CHECKED` are those whose clause 0 has no reference.
+stands what it breaks (:data:`EXPECTED`), for some also how the note begins (:data:`NOTES`);
+:data:`NOT_CHECKED` are those whose clause 0 has no reference.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
@@ -17,17 +19,22 @@ device.select("cpu" if not torch.cuda.is_available() else None)
 import triton
 import triton.language as tl
 
+from staleproof.contract.row_probes import expert_sum
+
 # Subject -> the clauses it breaks. Every other clause that is put to it must hold.
 EXPECTED: dict[str, set[str]] = {}
+NOTES: dict[str, str] = {}
 NOT_CHECKED = {
     "ragged, zeros, no reference",
     "rows, no reference",
     "rows, a reference for one of two results",
+    # Of broken_variants.py.
+    "quantize_blocks_only",
 }
 
 
-def _expect(kind, name: str, *clauses: str, **sizes):
-    EXPECTED[name] = set(clauses)
+def _expect(kind, name: str, *clauses: str, note: str = "", **sizes):
+    EXPECTED[name], NOTES[name] = set(clauses), note
     return kind(name=name, **sizes)
 
 
@@ -286,7 +293,10 @@ def _copy(x, out, columns, BLOCK: tl.constexpr):
     tl.store(out + row * columns + column, number + odd, mask=column < columns)
 
 
-@_expect(audit.rows, "reads a whole tile", "O", hidden=24, dtype="float32", reference=lambda x: x)
+@_expect(
+    audit.rows, "reads a whole tile", "O", hidden=24, dtype="float32", reference=lambda x: x,
+    note="0xff behind x changes the result",
+)  # fmt: skip
 def whole_tile(x):
     """As the scale bytes behind the last expert decide the output of gpt-oss: 0xff, and no other byte."""
     out = torch.empty_like(x)
@@ -294,10 +304,210 @@ def whole_tile(x):
     return out
 
 
-@_expect(audit.rows, "writes behind its operand", "O", reference=lambda x: 2 * x)
+@_expect(audit.rows, "writes behind its operand", "O", reference=lambda x: 2 * x, note="writes behind x")
 def writes_behind(x):
     """Where its operand is a part of a larger buffer, it writes the byte behind."""
     memory = x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())
     if len(memory) > x.nbytes:
         memory[x.nbytes] ^= 1
     return 2 * x
+
+
+# --- A right kernel of each kind, and the same with one fault
+
+
+def route(
+    router_logits, top_k, bias=None, is_padding=None, *, scores_of=lambda x: x.nan_to_num(-1e30, 1e30, -1e30)
+):
+    choice = scores_of(router_logits + (0 if bias is None else bias))
+    ids = choice.topk(top_k, -1).indices
+    weights = router_logits.sigmoid().nan_to_num().gather(1, ids)
+    if is_padding is not None:
+        ids, weights = ids.masked_fill(is_padding[:, None], -1), weights.masked_fill(is_padding[:, None], 0.0)
+    return weights, ids
+
+
+def route_stuck(router_logits, top_k, bias=None):
+    weights, ids = route(router_logits, top_k, bias)
+    bad = router_logits.isnan().any(1) | (False if bias is None else bias.isnan().any())
+    return weights, ids.masked_fill(bad[:, None], 0)
+
+
+def route_masks_ids_only(router_logits, top_k, is_padding=None):
+    weights, ids = route(router_logits, top_k)
+    if is_padding is not None:
+        ids, weights = ids.masked_fill(is_padding[:, None], -1), weights.masked_fill(is_padding[:, None], 0.5)
+    return weights, ids
+
+
+def route_over_all(router_logits, top_k):
+    weights, ids = route(router_logits, top_k)
+    return weights / router_logits.nan_to_num().abs().max(), ids
+
+
+def write(key, value, k_cache, v_cache, slot_mapping):
+    live = slot_mapping >= 0
+    for cache, part in ((k_cache, key), (v_cache, value)):
+        cache.view(-1, *part.shape[1:])[slot_mapping[live]] = part[live]
+
+
+def write_minus_one(key, value, k_cache, v_cache, slot_mapping):
+    for cache, part in ((k_cache, key), (v_cache, value)):
+        cache.view(-1, *part.shape[1:])[slot_mapping] = part
+
+
+def write_v_elsewhere(key, value, k_cache, v_cache, slot_mapping):
+    write(key, value, k_cache, v_cache, slot_mapping)
+    v_cache[0, 0] = 1.0
+
+
+def update(x, state, weight, state_indices, pad_index, *, skip=True):
+    live = (state_indices != pad_index) if skip else torch.ones_like(state_indices, dtype=torch.bool)
+    index = state_indices[live].long()
+    window = torch.cat([state[index], x[live, :, None]], -1)
+    state[index] = window[..., 1:]
+    out = torch.zeros_like(x)
+    out[live] = (window * weight).sum(-1)
+    return out
+
+
+def update_pads_too(x, state, weight, state_indices, pad_index):
+    return update(x, state, weight, state_indices, pad_index, skip=False)
+
+
+def update_centred(x, state, weight, state_indices, pad_index):
+    return update(x, state, weight, state_indices, pad_index) + 0 * x.mean()
+
+
+def merge(out_a, lse_a, out_b, lse_b):
+    top = torch.maximum(lse_a, lse_b)
+    shift = torch.where(top == -math.inf, 0.0, top)
+    a, b = (lse_a - shift).exp(), (lse_b - shift).exp()
+    total = torch.where(a + b == 0, 1.0, a + b)
+    parts = [torch.where(w[..., None] > 0, w[..., None] * o, 0.0) for w, o in ((a, out_a), (b, out_b))]
+    return (parts[0] + parts[1]) / total[..., None], (a + b).log() + shift
+
+
+def merge_multiplies(out_a, lse_a, out_b, lse_b):
+    lse = torch.logaddexp(lse_a, lse_b)
+    return out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None], lse
+
+
+def merge_mixes(out_a, lse_a, out_b, lse_b):
+    out, lse = merge(out_a, lse_a, out_b, lse_b)
+    return out + 0 * out.mean(), lse
+
+
+def experts(x, w1, w2, topk_weights, topk_ids):
+    known = {"x": x, "w1": w1, "w2": w2, "topk_weights": topk_weights, "topk_ids": topk_ids}
+    return expert_sum(known)
+
+
+def experts_once(x, w1, w2, topk_weights, topk_ids):
+    again = topk_ids[:, 1:] == topk_ids[:, :1]
+    return experts(
+        x,
+        w1,
+        w2,
+        topk_weights.index_put((again.nonzero()[:, 0], torch.tensor(1)), torch.tensor(0.0)),
+        topk_ids,
+    )
+
+
+def experts_clamp(x, w1, w2, topk_weights, topk_ids):
+    lost = (topk_ids < 0) | (topk_ids >= len(w1))
+    out = experts(x, w1, w2, topk_weights, topk_ids)
+    return out + lost.any(1, keepdim=True)
+
+
+def experts_mix(x, w1, w2, topk_weights, topk_ids):
+    return experts(x, w1, w2, topk_weights, topk_ids) + 0 * x.mean()
+
+
+def ragged(x, starts):
+    out = torch.zeros_like(x)
+    for start, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+        out[start:end] = x[start:end].cumsum(0)
+    return out
+
+
+def ragged_unwritten(x, starts):
+    out = torch.empty_like(x)
+    out[: int(starts[-1])] = ragged(x, starts)[: int(starts[-1])]
+    return out
+
+
+_seen: dict[int, list[torch.Tensor]] = {}
+
+
+def ragged_remembers(x, starts):
+    """Keeps the starts of a tensor by its identity, as a cache of chunk indices does."""
+    # The tensor as well, so that its id stays its own.
+    return ragged(x, _seen.setdefault(id(starts), [starts, starts.clone()])[1])
+
+
+def ragged_mixes(x, starts):
+    return ragged(x, starts) + 0 * x.mean()
+
+
+def unwritten_tile(x):
+    out = torch.empty(8, x.shape[1])
+    out[: len(x)] = x
+    return out
+
+
+def double(x):
+    return 2 * x
+
+
+def scaled(x, scale):
+    return scale * x
+
+
+def _made(device):
+    x = torch.arange(12.0, device=device).view(3, 4).T
+    return {"x": x, "scale": torch.tensor([2.0], device=device)}
+
+
+_ragged = {"reference": ragged}
+_rows = {"reference": double}
+_operands = {"make": _made, "reference": lambda x, scale: (2 * x,)}
+for _kind, _kernel, _clauses, _note, _sizes in (
+    (audit.routing, route, "", "", {}),
+    (audit.routing, route_stuck, "I Ib", "all NaN: row 1 has [0, 0, 0, 0]", {}),
+    (audit.routing, route_masks_ids_only, "P", "a padding row has a weight", {}),
+    (audit.routing, route_over_all, "I R", "all -inf: a finite row changes", {}),
+    (audit.kv_write, write, "", "", {}),
+    (audit.kv_write, write_v_elsewhere, "0", "slot 0 of v_cache holds other values", {}),
+    (audit.kv_write, write_minus_one, "S", "with padding at slot -1: slot 63 of k_cache holds NaN", {}),
+    (audit.state, update, "", "", {}),
+    (audit.state, update_pads_too, "S", "a row with the index of padding changes a state", {}),
+    (audit.state, update_centred, "R S", "nan in one row changes another", {}),
+    (audit.merge, merge, "", "", {}),
+    (audit.merge, merge_multiplies, "E", "a part without keys, its output 0: row 3 is nan, expected 0", {}),
+    (audit.merge, merge_mixes, "R", "nan in one row changes another", {}),
+    (audit.experts, experts, "", "", {}),
+    (audit.experts, experts_once, "D", "an id that comes twice: row 1 is wrong", {}),
+    (audit.experts, experts_clamp, "X", "id -1: row 1 is wrong", {}),
+    (audit.experts, experts_mix, "R", "nan in one token changes another", {}),
+    (audit.ragged, ragged, "", "", _ragged),
+    (audit.ragged, ragged_unwritten, "U", "rows past the last start hold what the memory held", _ragged),
+    (
+        audit.ragged,
+        ragged_remembers,
+        "N",
+        "starts edited in place to [0, 1, 2, 6]: the result of other starts",
+        _ragged,
+    ),
+    (audit.ragged, ragged_mixes, "R U", "nan in one sequence changes another", _ragged),
+    (audit.rows, double, "", "", _rows),
+    (
+        audit.rows,
+        unwritten_tile,
+        "R W",
+        "192 of 512 elements of result 0 are not written",
+        {"reference": lambda x: x},
+    ),
+    (audit.operands, scaled, "", "", _operands),
+):
+    _expect(_kind, _kernel.__name__, *_clauses.split(), note=_note, **_sizes)(_kernel)

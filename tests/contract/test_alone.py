@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from staleproof.contract.contract import Row, Verdict
+from staleproof.cases.finding import Finding
+from staleproof.contract.contract import BREAKS, CONTRACT
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -22,8 +23,8 @@ raise AcceleratorError("CUDA error: device-side assert triggered\\nCompile with 
 """
 
 
-def _row(clause: str, note: str) -> Row:
-    return Row("experts", "kernels", "1.0", clause, Verdict.BREAKS, note, "NVIDIA H200", "MEASURED")
+def _row(clause: str, note: str) -> Finding:
+    return Finding(CONTRACT, clause, "experts", CONTRACT, BREAKS, "kernels 1.0", note=note)
 
 
 def test_an_assertion_whose_tensor_prints_over_several_lines_shows_its_break():

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 # Here, because pytester unloads what a run in this process imports, and a second copy has other classes.
-from staleproof.contract import pytest_plugin, runner  # noqa: F401
+from staleproof.contract import cases, pytest_plugin  # noqa: F401
 
 pytest_plugins = ["pytester"]
 

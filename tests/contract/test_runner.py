@@ -1,85 +1,172 @@
-"""The runner: a row for each kernel that misbehaves, and the audit goes on."""
+"""What surrounds a probe: memory that it fills, launches that it records, and whose an error is."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+import ctypes
+import gc
+import signal
+import sys
+import types
+import weakref
 
 import pytest
+import torch
 
-from staleproof.contract import runner
-from staleproof.contract.contract import Verdict
-from staleproof.kernels import vllm_matmul_ogs
+from staleproof.cases import children
+from staleproof.contract import attention_probes, runner, scenes
+from staleproof.contract.contract import BREAKS, UNDEFINED, breaks
+from staleproof.kernels.subject import Subject
 
-HERE = Path(__file__).parent
+NOT_RUN = "not run"
 
 
-MISDEEDS = {
-    ("raises", "0"): "raises RuntimeError: no such configuration",
-    ("hangs", "0"): "no answer within 10 s",
-    ("ends its process", "R"): "ended its process with signal 6",
-    ("wrong shape", "0"): "returns shape (1, 2), expected (3, 2, 32)",
-    ("writes past its output", "0"): "writes outside out",
-    ("another dtype", "0"): "raises AssertionError: expected float8",
+def test_memory_that_needs_a_gradient_is_filled_too():
+    # Inductor allocates such leaves while it compiles.
+    with scenes.dirty_memory(7.0):
+        leaf = torch.empty(3, requires_grad=True)
+    assert leaf.tolist() == [7.0, 7.0, 7.0]
+    assert leaf.requires_grad
+
+
+def read_behind(byte: int) -> int:
+    """In a child: the byte so far behind an operand that ends where its mapping ends."""
+    operand = scenes._guarded(torch.arange(5))
+    return ctypes.string_at(operand.data_ptr() + operand.nbytes + byte, 1)[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="guards need Linux")
+def test_a_read_behind_a_guarded_operand_ends_the_process():
+    assert children.call(read_behind, -8, timeout_s=100).answer() == 4
+    assert children.call(read_behind, 0, timeout_s=100).code == -signal.SIGSEGV
+
+
+class _Graph:
+    def replay(self):
+        pass
+
+
+def test_the_inputs_of_a_recorded_launch_live_as_long_as_the_recording(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    made = torch.zeros(4)
+    alive = weakref.ref(made)
+
+    def launch(made=made):
+        return made + 1, None
+
+    replay, note = attention_probes._captured(attention_probes.Kernel(print), launch)
+    assert note == ""
+    del made, launch
+    gc.collect()
+    assert alive() is not None
+    replay()
+
+
+COMPILED = "nvcc compiles it at a call without FLASHINFER_DISABLE_JIT"
+LIBRARY = OSError("Could not load this library: /site/deep_gemm/_C.so")
+LIBRARY.__cause__ = OSError("undefined symbol: c10")
+UNCOMPILED = type("MissingJITCacheError", (RuntimeError,), {})
+NAMED = UNCOMPILED("JIT compilation is disabled")
+NAMED.spec = types.SimpleNamespace(name="topk")
+# Of a package -> what a finding says then; of the user's own kernels they are breaks.
+NOT_THE_KERNELS = {
+    "library": (LIBRARY, "its library does not load here: OSError: undefined symbol: c10"),
+    # Its folder is not told.
+    "file": (
+        FileNotFoundError(2, "No such file or directory", "/home/somebody/kernels/config.jinja"),
+        "a file of it is not here: config.jinja",
+    ),
+    "module": (
+        ModuleNotFoundError("No module named 'orjson'"),
+        "does not import here: ModuleNotFoundError: No module named 'orjson'",
+    ),
+    "signature": (
+        TypeError("route() got an unexpected keyword argument 'bias'"),
+        "its calls do not fit this release: TypeError: route() got an unexpected keyword argument 'bias'",
+    ),
+    "ninja": (
+        RuntimeError("Ninja build failed. Ninja output:\n1 error"),
+        "a module of it could not be compiled here: RuntimeError: Ninja build failed. Ninja output: 1 error",
+    ),
+    "nvcc": (
+        RuntimeError("Could not find nvcc and default"),
+        "a module of it could not be compiled here: RuntimeError: Could not find nvcc and default",
+    ),
+}
+NOBODYS = {
+    "interpreter": (
+        type("InterpreterError", (Exception,), {})("no such operation"),
+        "Triton's interpreter cannot run it: no such operation",
+    ),
+    "uncompiled": (UNCOMPILED("disabled"), f"its compiled module is not here; {COMPILED}"),
+    "uncompiled, named": (NAMED, f"its compiled module topk is not here; {COMPILED}"),
 }
 
 
-# One test: the kernels are audited together, once.
-def test_each_misdeed_is_a_row_and_the_audit_goes_on(device):
-    found = [
-        row for rows in runner.audit([str(HERE / "bad_kernels.py")], device, limit_s=10.0) for row in rows
-    ]
-    rows = {(row.subject, row.clause): row for row in found}
-    assert {key: row.note for key, row in rows.items() if row.verdict is Verdict.BREAKS} == MISDEEDS
-    assert [rows["right", clause].verdict for clause in "0RWO"] == [Verdict.HOLDS] * 4
-    # A process that ends does not take the next clause with it.
-    assert [rows["ends its process", clause].verdict for clause in "0W"] == [Verdict.HOLDS] * 2
-    # A kernel that is wrong on clean input is asked nothing more.
-    for clause in "RW":
-        assert rows["raises", clause].verdict is Verdict.NOT_RUN
-        assert rows["raises", clause].note == "not asked: wrong on clean input"
+def _answer(error: BaseException, package: str):
+    def probe(device):
+        raise error
+
+    return runner.answer(probe, Subject("k", "rows", print, package=package), "cpu")
 
 
-def test_a_module_that_does_not_import_or_registers_nothing_is_a_row(tmp_path, device):
-    (tmp_path / "broken.py").write_text("import no_such_module\n")
-    (tmp_path / "nothing.py").write_text("x = 1\n")
-    modules = [str(tmp_path / name) for name in ("broken.py", "nothing.py", "absent.py")]
-    found = [*runner.audit(modules, device)]
-    assert [len(rows) for rows in found] == [1, 1, 1]
-    notes = [rows[0].note for rows in found]
-    assert "No module named 'no_such_module'" in notes[0]
-    assert notes[1] == "registers no kernel"
-    assert "is no Python file" in notes[2] or "absent.py" in notes[2]
-    assert {rows[0].verdict for rows in found} == {Verdict.BREAKS}
+@pytest.mark.parametrize("name", [*NOT_THE_KERNELS, *NOBODYS])
+def test_an_error_that_is_not_the_kernels_is_not_run_and_says_why(name):
+    error, note = (NOT_THE_KERNELS | NOBODYS)[name]
+    said, goes_on = _answer(error, "kernels")
+    assert (said.verdict, said.note, goes_on) == (NOT_RUN, note, True)
+    # What a kernel of the user's lacks is its own fault; what a machine lacks is nobody's.
+    assert _answer(error, "")[0].verdict == (NOT_RUN if name in NOBODYS else BREAKS)
 
 
-def test_the_examples_break_what_their_docstrings_say(device):
-    found = {rows[0].subject: rows for rows in runner.audit(["staleproof.contract.examples"], device)}
-    broken = {
-        name: [row.clause for row in rows if row.verdict is Verdict.BREAKS] for name, rows in found.items()
-    }
-    assert broken == {
-        "masked by a weight of 0": ["E", "T", "B"],
-        "masked by selection": [],
-        "fp8, one scale for the tensor": ["R"],
-        "fp8, a scale for each row": [],
-    }
+@pytest.mark.parametrize(
+    "error", [OSError("no space left"), TypeError("can only concatenate str"), AssertionError("wrong")]
+)
+def test_any_other_error_is_a_break(error):
+    said, goes_on = _answer(error, "kernels")
+    assert (said.verdict, said.note) == (BREAKS, f"raises {type(error).__name__}: {error}")
+    assert goes_on
 
 
-def test_a_subject_that_cannot_run_here_says_why_and_whether_it_binds(monkeypatch, device):
-    monkeypatch.setattr(runner.packages, "unavailable_reason", lambda subject: "needs an SM100 GPU")
-    found = [*runner.audit(["staleproof.kernels.torch"], device, only="torch.topk, softmax")]
-    assert found == []
-    (rows,) = runner.audit(["staleproof.kernels.torch"], device, only="rms_norm")
-    assert {row.verdict for row in rows} == {Verdict.NOT_RUN}
-    assert rows[0].note == "needs an SM100 GPU; its calls fit the signatures of this release"
+def test_an_error_of_the_device_ends_the_process_and_torchs_advice_is_left_out():
+    text = (
+        "CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in https://docs.nvidia.com/"
+    )
+    said, goes_on = _answer(RuntimeError(text), "kernels")
+    assert said.note == "raises RuntimeError: CUDA error: device-side assert triggered"
+    assert not goes_on
 
 
-def test_vllms_mxfp4_product_depends_on_the_byte_behind_its_scales(device):
-    if vllm_matmul_ogs.unavailable_reason(device):
-        pytest.skip("triton_kernels of vLLM's wheel cannot run here")
-    found = [*runner.audit(["staleproof.kernels.vllm"], device, only="matmul_ogs")]
-    if not found:
-        pytest.skip("vLLM 0.22.1 is not in the cache")
-    clean, behind = found[0]
-    assert (clean.clause, clean.verdict) == ("0", Verdict.HOLDS), clean.note
-    assert (behind.verdict, behind.note) == (Verdict.BREAKS, "0xff behind scale changes the result")
+def test_what_a_documentation_leaves_to_the_caller_is_undefined():
+    subject = Subject("x", "rows", print, documented={"R": "scales are of the whole tensor"})
+    release = runner.packages.Release("")
+    found = runner.judged(breaks("NaN", "rows", "nan"), subject, release, "R")
+    assert found.verdict == UNDEFINED
+    assert found.note == "NaN; documented: scales are of the whole tensor"
+    assert runner.judged(breaks("NaN"), subject, release, "W").verdict == BREAKS
+
+
+def test_our_own_operations_are_found_in_a_checkout_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(runner.packages.devices, "version_of", lambda package: None)
+    subject = Subject("mla_decode", "attention", print, package="staleproof")
+    (release,) = runner.packages.releases(subject)
+    assert (release.version, release.folder) == ("checkout", None)
+    assert runner.packages.releases(Subject("x", "rows", print, package="no-such-kernels")) == []
+
+
+def test_a_module_from_another_release_ends_the_questions_of_its_subject(monkeypatch, device):
+    monkeypatch.setattr(
+        runner.packages, "imported_elsewhere", lambda subject, release: "from another release"
+    )
+    told = []
+    monkeypatch.setattr(runner.children, "tell", told.append)
+    monkeypatch.setattr(runner, "faulthandler", types.SimpleNamespace(
+        dump_traceback_later=lambda *args, **kwargs: None, cancel_dump_traceback_later=lambda: None
+    ))  # fmt: skip
+    module = "staleproof.kernels.torch"
+    runner.ask(module, [("rms_norm", ["0", "R", "W"])], runner.packages.Release("1"), device, 9.0)
+    assert [(clause, said and said.verdict) for _, clause, said, _ in told] == [("0", None), ("0", NOT_RUN)]

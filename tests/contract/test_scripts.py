@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from staleproof.cases import children
-from staleproof.contract import environments, runner, scripts
-from staleproof.contract.contract import Verdict, read_rows
+from staleproof.cases.finding import read_findings
+from staleproof.contract import cases, environments, scripts
+from staleproof.contract.contract import BREAKS, UNDEFINED
 from staleproof.kernels import packages
 from staleproof.kernels.packages import Release
 from staleproof.kernels.subject import Subject, load_module, subjects_of
@@ -52,7 +53,7 @@ def _run(text: str, folder: Path, *paths: str) -> subprocess.CompletedProcess[st
 
 
 def _all_subjects() -> list[Subject]:
-    return [s for module in runner.SUBJECTS for s in subjects_of(load_module(module))]
+    return [s for module in cases.SUBJECTS for s in subjects_of(load_module(module))]
 
 
 def test_every_script_is_short_and_parses():
@@ -209,17 +210,15 @@ def test_no_script_for_another_package_needs_ours_and_each_says_what_to_install(
 
 def test_every_recorded_script_is_short_stands_alone_and_says_what_to_install():
     folder = Path(__file__).parents[2] / "workbook/audits"
-    rows = [row for path in folder.glob("*.jsonl") for row in read_rows(path)]
-    texts = [(row, row.counterexample) for row in rows if row.counterexample]
+    rows = [row for path in folder.glob("*.jsonl") for row in read_findings(path)]
+    texts = [(row, row.script) for row in rows if row.script]
     assert len(texts) > 50
     for row, text in texts:
-        assert row.verdict in (Verdict.BREAKS, Verdict.UNDEFINED)
+        assert row.verdict in (BREAKS, UNDEFINED)
         assert len(text.splitlines()) < 30
         assert "staleproof" not in text
-        version = row.version.partition("+")[0]
-        assert re.search(rf"^# pip install .*{re.escape(f'{row.package}=={version}')}", text, re.MULTILINE), (
-            row
-        )
+        wanted = row.release.partition("+")[0].replace(" ", "==")
+        assert re.search(rf"^# pip install .*{re.escape(wanted)}", text, re.MULTILINE), row
         assert re.search(r"^assert .*expected .*, got ", text.splitlines()[-1]), row
 
 
@@ -280,15 +279,15 @@ shown, hidden = hidden, None
 def test_each_script_of_a_users_kernel_was_run_and_runs_from_anywhere(tmp_path, device):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/my_kernels.py").write_text(USERS)
-    rows = [row for found in runner.audit([str(tmp_path / "mine/my_kernels.py")], device) for row in found]
-    broken = {(row.subject, row.clause): row for row in rows if row.verdict is Verdict.BREAKS}
+    found = cases.audit([str(tmp_path / "mine/my_kernels.py")], device)
+    broken = {(row.variant, row.question): row for row in found if row.verdict == BREAKS}
     assert set(broken) == {("my_decode", "E"), ("my_decode", "T"), ("my_decode", "B"), ("hidden", "R")}
-    assert broken["hidden", "R"].counterexample == ""
+    assert broken["hidden", "R"].script == ""
     for (name, clause), row in broken.items():
         if name == "hidden":
             continue
-        assert row.counterexample, (clause, row.note)
-        done = _run(row.counterexample, tmp_path, str(Path(__file__).parents[2] / "src"))
+        assert row.script, (clause, row.note)
+        done = _run(row.script, tmp_path, str(Path(__file__).parents[2] / "src"))
         assert done.returncode == 1
         # An entry past the end is an error of torch's, as the row of the audit says.
         expected = "IndexError: index " if clause == "B" else "AssertionError: expected "

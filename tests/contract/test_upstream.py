@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from staleproof.cases.case import Reading
+from staleproof.cases.words import NOT_RUN
 from staleproof.contract import runner
-from staleproof.contract.contract import Row, Verdict
+from staleproof.contract.contract import BREAKS, HOLDS
 from staleproof.kernels import packages
 from staleproof.kernels.subject import Subject, load_module, subjects_of
 
@@ -57,10 +59,8 @@ def _blocks(name: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def _ask(subject: Subject, module: str, folder: Path, version: str) -> dict[str, Row]:
-    release = packages.Release(version, folder)
-    found = runner.answers(module, [subject], release, "cpu")
-    return {row.clause: row for row in runner._rows(subject, release, found[subject.name])}
+def _ask(subject: Subject, module: str, folder: Path, version: str) -> dict[str, Reading]:
+    return runner.answers(module, [subject], packages.Release(version, folder), "cpu")[subject.name]
 
 
 DRAFTS = sorted(path.stem for path in UPSTREAM.glob("*.md"))
@@ -211,12 +211,12 @@ def test_the_patch_mends_the_clause_and_changes_no_other(tmp_path, name):
     _apply(name, tmp_path)
     shutil.rmtree(tmp_path / top / "__pycache__", ignore_errors=True)
     after = _ask(subject, module, tmp_path, version)
-    assert before[clause].verdict is (Verdict.NOT_RUN if name in UNASKED else Verdict.BREAKS)
-    assert after[clause].verdict is Verdict.HOLDS, after[clause].note
+    assert before[clause].verdict == (NOT_RUN if name in UNASKED else BREAKS)
+    assert after[clause].verdict == HOLDS, after[clause].note
     # What the interpreter could not ask before may be asked now.
     others = {
         c: row.verdict
         for c, row in before.items()
-        if c != clause and (name not in UNASKED or row.verdict is not Verdict.NOT_RUN)
+        if c != clause and (name not in UNASKED or row.verdict is not NOT_RUN)
     }
     assert {c: after[c].verdict for c in others} == others

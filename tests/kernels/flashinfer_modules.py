@@ -75,7 +75,7 @@ def main() -> None:
         if subject.needs == "sm100" or subject.name.startswith("triton."):
             continue
         with pretended_hopper():
-            outcome, _ = runner._answer(runner._probes(subject)["0"], subject, "cuda")
+            outcome, _ = runner.answer(runner.probes_of(subject)["0"], subject, "cuda")
         found[subject.name] = outcome.note
     shutil.which = lambda name: None
     for backend in ("fa2", "fa3"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from staleproof.contract import runner
-from staleproof.contract.contract import Verdict, breaks
+from staleproof.contract.contract import breaks
 from staleproof.kernels import packages
 from staleproof.kernels.subject import Subject
 
@@ -160,9 +160,9 @@ def test_a_kernel_of_triton_sources_and_one_of_the_users_run_no_library_of_the_p
 def test_a_kernel_that_is_wrong_on_clean_input_did_not_run_if_its_library_is_of_another_torch(built):
     subject = Subject("x", "rows", _fast, package="fast-kernels")
     wrong, release = breaks("raises RuntimeError: dim == 2 or dim == 3"), built(60)
-    found = runner._judged(wrong, subject, release, "0")
-    assert found.verdict is Verdict.NOT_RUN
+    found = runner.judged(wrong, subject, release, "0")
+    assert found.verdict == "not run"
     assert found.note == f"{packages.other_torch(subject, release)}; what came: {wrong.note}"
     # Right on clean input, it reads its tensors where they are.
-    assert runner._judged(wrong, subject, release, "R") == wrong
-    assert runner._judged(wrong, subject, built(41), "0") == wrong
+    assert runner.judged(wrong, subject, release, "R") == wrong
+    assert runner.judged(wrong, subject, built(41), "0") == wrong

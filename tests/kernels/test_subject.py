@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from staleproof import audit
-from staleproof.contract.runner import SUBJECTS
+from staleproof.contract.cases import SUBJECTS
 from staleproof.kernels.subject import bound, load_module, subjects_of
 
 

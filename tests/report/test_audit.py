@@ -6,26 +6,28 @@ from dataclasses import replace
 
 import pytest
 
+from staleproof.cases.finding import Finding, read_findings, write_findings
 from staleproof.cli import app as cli
-from staleproof.contract import runner
-from staleproof.contract.contract import Row, Verdict, read_rows, write_rows
+from staleproof.contract import cases
+from staleproof.contract.contract import BREAKS, CONTRACT, HOLDS, UNDEFINED
 from staleproof.report import audit
 
-ROW = Row(
-    "decode", "kernels", "1.0", "E", Verdict.BREAKS, "NaN is written", "CPU x", "INTERPRETED", "assert 0\n"
-)
+ROW = Finding(
+    *(CONTRACT, "E", "decode", CONTRACT, BREAKS, "kernels 1.0"),
+    machine={"name": "CPU x"}, note="NaN is written", script="assert 0\n",
+)  # fmt: skip
 ROWS = [
     ROW,
-    replace(ROW, clause="T", verdict=Verdict.HOLDS, note="", counterexample=""),
-    replace(ROW, clause="B", verdict=Verdict.UNDEFINED, note="documented: mask it", counterexample=""),
-    replace(ROW, subject="prefill", verdict=Verdict.NOT_RUN, note="needs a CUDA GPU", counterexample=""),
+    replace(ROW, question="T", verdict=HOLDS, note="", script=""),
+    replace(ROW, question="B", verdict=UNDEFINED, note="documented: mask it", script=""),
+    replace(ROW, variant="prefill", verdict="not run", note="needs a CUDA GPU", script=""),
 ]
 
 
 @pytest.fixture(name="answers")
 def answers_fixture(monkeypatch):
-    def answer(*rows: Row) -> None:
-        monkeypatch.setattr(runner, "audit", lambda *args, **kwargs: iter([[row] for row in rows]))
+    def answer(*rows: Finding) -> None:
+        monkeypatch.setattr(cases, "audit", lambda *args, **kwargs: iter(rows))
 
     return answer
 
@@ -44,14 +46,14 @@ def test_the_table_has_a_sign_a_clause_and_a_line_a_break(capsys):
 def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(answers, capsys, tmp_path):
     answers(*ROWS)
     assert cli.main(["audit", "--json", str(tmp_path / "a.jsonl"), "--scripts", str(tmp_path / "s")]) == 0
-    assert read_rows(tmp_path / "a.jsonl") == ROWS
+    assert read_findings(tmp_path / "a.jsonl", recorded=False) == ROWS
     (script,) = (tmp_path / "s").iterdir()
     assert (script.name, script.read_text()) == ("kernels_1.0_decode_E.py", "assert 0\n")
-    answers(*(replace(row, package="yours") for row in ROWS))
+    answers(replace(ROW, release="yours", expected=HOLDS), *ROWS[1:])
     assert cli.main(["audit", "mine.py"]) == 1
     assert "staleproof: 1 clause is broken" in capsys.readouterr().err
     # Ours are no better than yours.
-    answers(*(replace(row, package="staleproof") for row in ROWS))
+    answers(replace(ROW, release="staleproof 1.0", expected=HOLDS), *ROWS[1:])
     assert cli.main(["audit"]) == 1
     assert "staleproof: 1 clause is broken" in capsys.readouterr().err
 
@@ -63,7 +65,7 @@ def test_a_name_that_no_subject_has_is_bad_input(answers, capsys, tmp_path):
     assert "only: expected a part of a package, a version or a subject, got" in capsys.readouterr().err
     assert not path.exists()
     # An earlier audit that answered all of it leaves nothing to ask.
-    write_rows(path, ROWS)
+    write_findings(path, ROWS)
     assert cli.main(["audit", "--only", "decode", "--onto", str(path)]) == 0
 
 
@@ -74,9 +76,9 @@ def test_a_path_that_cannot_be_written_is_bad_input(answers, tmp_path, capsys):
 
 
 def test_compare_says_what_a_release_changed(tmp_path, capsys):
-    write_rows(tmp_path / "old.jsonl", ROWS)
-    write_rows(
-        tmp_path / "new.jsonl", [replace(row, version="2.0", verdict=Verdict.HOLDS) for row in ROWS[:2]]
+    write_findings(tmp_path / "old.jsonl", ROWS)
+    write_findings(
+        tmp_path / "new.jsonl", [replace(row, release="kernels 2.0", verdict=HOLDS) for row in ROWS[:2]]
     )
     assert cli.main(["compare", str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl")]) == 0
     out = capsys.readouterr().out

@@ -75,6 +75,12 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
         },
         {NOT_REPRODUCED: "A run without the remedy shows no fault, so nothing is shown about the remedy."},
     ),
+    # What a kernel does about a clause of the padding contract.
+    "contract": _family(
+        {"holds": "The kernel keeps the clause on all inputs of the probe."},
+        {"breaks": "The kernel breaks the clause; the note says what came."},
+        {"undefined": "It breaks the clause, and its documentation says that the case is the caller's."},
+    ),
     "rows": _family(
         {"clean": "No row holds a NaN."},
         {

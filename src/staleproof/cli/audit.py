@@ -39,40 +39,44 @@ def audit(
     Exit code 1: a kernel of yours or of ours breaks a clause, or a module does not import. Exit code 2: bad
     input, for example no subject that --only names.
     """
-    from staleproof import device as devices
+    from itertools import groupby
+
     from staleproof.cases import store
-    from staleproof.contract import earlier, runner
-    from staleproof.contract.contract import Verdict, read_rows, write_rows
+    from staleproof.cases.finding import Finding, read_findings, write_findings
+    from staleproof.contract import cases
+    from staleproof.contract.contract import BREAKS, UNDEFINED
     from staleproof.report import audit as shown
     from staleproof.report import terminal
 
-    device = devices.select(device)
     if json is not None:
         store.check_writable(json)
-    rows = known = read_rows(onto) if onto is not None else []
-    asked = (Verdict.BREAKS, Verdict.UNDEFINED) if again else ()
-    found = runner.audit(
-        modules or runner.SUBJECTS, device, only=only, limit_s=limit, known=known, again=asked
-    )
+    answers: list[Finding] = read_findings(onto, recorded=False) if onto is not None else []
     with terminal.progress() as progress:
-        for new in found:
-            rows = earlier.merged(rows, new)
-            progress(f"audit {new[0].package} {new[0].version} {new[0].subject}")
+        found = cases.audit(
+            modules or cases.SUBJECTS,
+            device,
+            only=only,
+            limit_s=limit,
+            known=answers,
+            again=(BREAKS, UNDEFINED) if again else (),
+            progress=progress,
+        )
+        for _, new in groupby(found, key=lambda one: (one.release, one.variant)):
+            answers = cases.merged(answers, [*new])
             if json is not None:
                 # At once: an audit that is ended from outside keeps what it had.
-                write_rows(json, rows)
-    if not any(only in f"{row.package} {row.version} {row.subject}" for row in rows):
+                write_findings(json, answers)
+    if not any(only in f"{one.release} {one.variant}" for one in answers):
         # A misspelt name would otherwise look like an audit that found nothing wrong.
         expected = f"expected a part of a package, a version or a subject, got {only!r}"
         raise typer.BadParameter(expected, param_hint="only")
-    shown.print_table(rows)
+    shown.print_table(answers)
     if scripts is not None:
-        typer.echo(f"{shown.write_scripts(rows, scripts)} counterexamples: {scripts}")
+        typer.echo(f"{shown.write_scripts(answers, scripts)} counterexamples: {scripts}")
     if picture is not None:
-        shown.draw(rows, picture)
+        shown.draw(answers, picture)
         typer.echo(f"heat map: {picture}")
-    broken = [row for row in rows if row.verdict == "breaks" and row.package in ("yours", "staleproof")]
-    if broken:
-        says = "1 clause is broken" if len(broken) == 1 else f"{len(broken)} clauses are broken"
+    if broken := sum(one.failed for one in answers):
+        says = "1 clause is broken" if broken == 1 else f"{broken} clauses are broken"
         typer.echo(f"staleproof: {says}", err=True)
         raise typer.Exit(1)

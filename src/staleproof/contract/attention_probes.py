@@ -1,4 +1,4 @@
-"""The probes of attention: one function a clause, each ``(kernel, shape, device) -> Outcome``."""
+"""The probes of attention: one function a clause, each ``(kernel, shape, device) -> Reading``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from staleproof.contract.contract import Outcome, breaks, holds, not_run
+from staleproof.cases.case import Reading, absent
+from staleproof.contract.contract import BREAKS, breaks, holds
 from staleproof.contract.scenes import Call, Shape, behind_operands, dirty_memory, make_call, reference
 from staleproof.evidence.canary import bits
 from staleproof.evidence.rows import FILLS, Fill, same_bits
@@ -111,7 +112,7 @@ def wrong_rows(result: Result, call: Call) -> str:
     return ""
 
 
-def clean_input(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def clean_input(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: the reference on clean input, and nothing written outside ``out``."""
     call = make_call(shape, LENGTHS, device)
     # The margins are part of the buffers; their content must survive.
@@ -151,7 +152,7 @@ def _empty_row(out: torch.Tensor, again: torch.Tensor) -> str:
     return f"{out.flatten()[0]:.4g}, expected 0"
 
 
-def empty_rows(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> Outcome:
+def empty_rows(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> Reading:
     """E: rows of empty requests after a launch in which they were live."""
     busy, idle = (9 + q_len, 18, 5 + q_len, 7), tuple(n and n + q_len for n in WITH_EMPTY)
     q_lens = [q_len] * 4
@@ -189,7 +190,7 @@ def _stale_places(call: Call) -> dict[str, list[torch.Tensor]]:
 
 def stale_tail(
     kernel: Kernel, shape: Shape, device: str, *, lengths: Sequence[int] = LENGTHS, q_len: int = 1
-) -> Outcome:
+) -> Reading:
     """T: whatever lies at or past seq_len, live rows keep their bits."""
     q_lens = [q_len] * len(lengths)
     make = partial(make_call, shape, lengths, device, q_lens=q_lens)
@@ -212,10 +213,10 @@ def stale_tail(
     return breaks("; ".join(note for note, *_ in found), *found[0][1:])
 
 
-def table_past_the_need(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def table_past_the_need(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """B: entries past the need hold -1, an id past the end, or a far one. Guard pages hold NaN."""
     if shape.layout == "gathered":
-        return not_run("takes no block table")
+        return absent("takes no block table")
     base = run(kernel, make_call(shape, LENGTHS, device))
     call = make_call(shape, LENGTHS, device)
     for buffer in call.guards[:-1]:
@@ -232,7 +233,7 @@ def table_past_the_need(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds()
 
 
-def other_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def other_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """R: with other content in every other row and in its pages, a live row keeps its bits."""
     lengths = (19, 0, 5, 16)
     base = run(kernel, make_call(shape, lengths, device))
@@ -291,12 +292,12 @@ def _kept_empty(kernel: Kernel, call: Call, now: Result) -> str:
     return "" if right else f"lse of an empty request is {now[1][empty].flatten()[0]:.4g}"
 
 
-def replays(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """N: one set of buffers; the live count falls and rises between replays."""
     full = (19, 5, 16, 9)
     call = make_call(shape, full, device)
     if shape.layout == "gathered":
-        return not_run("takes no seq_lens: the mask is an input")
+        return absent("takes no seq_lens: the mask is an input")
     launch, note = _captured(kernel, launcher(kernel, call))
     for lengths in (full, (19, 0, 0, 0), full, (0, 5, 16, 0), full):
         call.seq_lens.copy_(torch.tensor(lengths))
@@ -313,10 +314,10 @@ def replays(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds(note)
 
 
-def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """U: rows of q and out past the last of ``query_start_loc``."""
     if shape.q_len != 0:
-        return not_run("takes one row a request, not cu_seqlens")
+        return absent("takes one row a request, not cu_seqlens")
     make = partial(make_call, shape, LENGTHS, device, q_lens=(3, 1, 2))
     base = run(kernel, make())
     live = len(base[0])
@@ -337,22 +338,22 @@ def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds()
 
 
-def several_query_tokens(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def several_query_tokens(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """Q: clean input, stale tails and empty requests with 2 query tokens each."""
     if shape.q_len == 1:
-        return not_run("takes one query token a request")
+        return absent("takes one query token a request")
     call = make_call(shape, LENGTHS, device, q_lens=[2] * 3)
     if wrong := wrong_rows(run(kernel, call), call):
         return breaks(wrong, "clean")
     for clause, probe in (("T", stale_tail), ("E", empty_rows)):
         found = probe(kernel, shape, device, q_len=2)
         # What one token shows as well is the other clause's.
-        if found.case and not probe(kernel, shape, device).case:
+        if found.verdict == BREAKS and probe(kernel, shape, device).verdict != BREAKS:
             return replace(found, note=f"{clause} with 2 query tokens: {found.note}")
     return holds()
 
 
-def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """L: the same bits before and after a longer launch full of NaN."""
     call = make_call(shape, LENGTHS, device)
     base = run(kernel, call)
@@ -368,7 +369,7 @@ def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds()
 
 
-def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """A: an earlier result stays as it is, new tensors are used, and a graph survives a larger call."""
     call = make_call(shape, LENGTHS, device)
     captured, note = _captured(kernel, launcher(kernel, call))
@@ -394,7 +395,7 @@ def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds(note)
 
 
-def behind(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def behind(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """O: with each operand at the end of its memory, the bytes behind it change no bit."""
     call = make_call(shape, LENGTHS, device)
 
@@ -405,7 +406,7 @@ def behind(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return behind_operands(results, bound(kernel.call, call.arguments()))
 
 
-PROBES: dict[str, Callable[[Kernel, Shape, str], Outcome]] = {
+PROBES: dict[str, Callable[[Kernel, Shape, str], Reading]] = {
     "0": clean_input,
     "E": empty_rows,
     "T": stale_tail,

@@ -1,33 +1,25 @@
-"""The padding contract: its clauses, what a probe answers, and the rows of an audit.
+"""The padding contract: its clauses, and what an audit of one release or machine changes in another.
 
-``workbook/contract.md`` says for each clause why it is there and how it is probed.
+``workbook/contract.md`` says for each clause why it is there and how it is probed. An answer is a finding
+of the family ``contract``: its question is the clause, its variant the kernel, its release package and
+version.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from enum import StrEnum
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
+from typing import NamedTuple
 
-from staleproof.cases.finding import RunFileError, write_lines
-from staleproof.check import require
+from staleproof.cases.case import Reading
+from staleproof.cases.finding import Finding
 from staleproof.kernels.subject import KINDS as KINDS
 
-
-class Verdict(StrEnum):
-    """What one kernel does about one clause.
-
-    ``undefined``: it breaks the clause, and its documentation says that the case is the caller's.
-    """
-
-    HOLDS = "holds"
-    BREAKS = "breaks"
-    UNDEFINED = "undefined"
-    NOT_RUN = "not run"
-
+# The words of an answer. ``undefined``: broken, and the kernel's documentation leaves the case to the caller.
+HOLDS, BREAKS, UNDEFINED = "holds", "breaks", "undefined"
+CONTRACT = "contract"
+# The release of a module of the user's.
+YOURS = "yours"
 
 # Key of a clause -> what a kernel that keeps it does. In the order of the tables.
 CLAUSES = {
@@ -56,153 +48,85 @@ NO_REFERENCE = "not checked, no reference"
 TIMED_OUT = "no answer within"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a probe answers.
-
-    Attributes:
-        verdict: of the clause.
-        note: one line; what came, if the clause does not hold, or why it was not run.
-        case: the smallest input that shows it, as :mod:`staleproof.contract.scripts` takes it.
-        script: a counterexample that was run, or ``""``.
-    """
-
-    verdict: Verdict
-    note: str = ""
-    case: tuple[str, ...] = ()
-    script: str = ""
-
-
-def holds(note: str = "") -> Outcome:
+def holds(note: str = "") -> Reading:
     """The clause holds."""
-    return Outcome(Verdict.HOLDS, note)
+    return Reading(HOLDS, note=note)
 
 
-def breaks(note: str, *case: str) -> Outcome:
-    """The clause is broken; ``case`` names the input that shows it."""
-    return Outcome(Verdict.BREAKS, note, case)
+def breaks(note: str, *case: str) -> Reading:
+    """The clause is broken; ``case`` names the smallest input that shows it, for a script."""
+    return Reading(BREAKS, {"case": [*case]} if case else {}, note)
 
 
-def not_run(why: str) -> Outcome:
-    """The clause was not put to the test."""
-    return Outcome(Verdict.NOT_RUN, why)
+class Change(NamedTuple):
+    """A clause that two audits answer differently; ``before`` is ``None`` for a new kernel."""
+
+    before: Finding | None
+    after: Finding
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of an audit.
-
-    Attributes:
-        subject: kernel and backend.
-        package: distribution that it comes from.
-        version: of that distribution.
-        clause: key of :data:`CLAUSES`.
-        verdict: see :class:`Verdict`.
-        note: one line.
-        machine: name of the GPU or CPU it ran on.
-        provenance: MEASURED or INTERPRETED.
-        counterexample: text of a script that runs alone, or ``""``.
-    """
-
-    subject: str
-    package: str
-    version: str
-    clause: str
-    verdict: Verdict
-    note: str
-    machine: str
-    provenance: str
-    counterexample: str = ""
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write an audit as JSON lines, whole or not at all."""
-    write_lines(path, [json.dumps(asdict(row), ensure_ascii=False) for row in rows])
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Read what :func:`write_rows` wrote.
-
-    Raises:
-        RunFileError: the file cannot be read, or a line is not a row; it names file and line.
-    """
-    names = {field.name for field in fields(Row)}
-    rows = []
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunFileError(f"{path}: cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            content = json.loads(line)
-            content["verdict"] = Verdict(content["verdict"])
-            require(set(content) == names, "row", ", ".join(sorted(names)), ", ".join(sorted(content)))
-            require(content["clause"] in CLAUSES, "clause", ", ".join(CLAUSES), content["clause"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise RunFileError(f"{path}:{number}: not a row of an audit: {error}") from error
-        rows.append(Row(**content))
-    return rows
-
-
-@dataclass(frozen=True)
-class Change:
-    """A clause that two audits answer differently; ``before`` is ``None`` for a new subject."""
-
-    before: Row | None
-    after: Row
-
-
-def between_releases(rows: Sequence[Row]) -> list[Change]:
+def between_releases(found: Sequence[Finding]) -> list[Change]:
     """What the releases of a package changed, in one audit that has several of them.
 
-    Each row is compared with that of the release before it on the same machine; what was not run counts as
+    Each answer is compared with that of the release before it on the same machine; what was not run counts as
     absent.
 
-    >>> old = Row("decode", "kernels", "1.9", "E", Verdict.BREAKS, "NaN", "CPU", "INTERPRETED")
-    >>> new = Row("decode", "kernels", "1.10", "E", Verdict.HOLDS, "", "CPU", "INTERPRETED")
-    >>> [(change.before.version, change.after.version) for change in between_releases([new, old])]
-    [('1.9', '1.10')]
+    >>> old = Finding(CONTRACT, "E", "decode", CONTRACT, BREAKS, "kernels 1.9")
+    >>> new = Finding(CONTRACT, "E", "decode", CONTRACT, HOLDS, "kernels 1.10")
+    >>> [(change.before.release, change.after.release) for change in between_releases([new, old])]
+    [('kernels 1.9', 'kernels 1.10')]
     """
-    together: dict[tuple[str, str, str, str], list[Row]] = {}
-    for row in rows:
-        if row.verdict is not Verdict.NOT_RUN:
-            together.setdefault((row.package, row.subject, row.clause, row.machine), []).append(row)
-    changes = []
-    for group in together.values():
-        group.sort(key=lambda row: _newest_first(row.version))
-        changes += [Change(old, new) for old, new in pairwise(group) if old.verdict != new.verdict]
-    return changes
+    together: dict[tuple[str, ...], list[Finding]] = {}
+    for one in found:
+        if one.ran:
+            together.setdefault((*_place(one), one.machine.get("name", "")), []).append(one)
+    return [
+        Change(old, new)
+        for group in together.values()
+        for old, new in pairwise(sorted(group, key=_by_version))
+        if old.verdict != new.verdict
+    ]
 
 
-def _newest_first(version: str) -> tuple[tuple[int, str], ...]:
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in version.split("."))
-
-
-def compare(before: Sequence[Row], after: Sequence[Row]) -> list[Change]:
+def compare(before: Sequence[Finding], after: Sequence[Finding]) -> list[Change]:
     """What changed between two audits.
 
-    A row is compared with that of the same version, or else with the newest version in ``before``. Packages
+    An answer is compared with that of the same release, or else of the newest release in ``before``. Packages
     have kernels of the same name, so that the package counts.
 
     Args:
-        before, after: the rows of each.
+        before, after: the answers of each.
 
     Returns:
-        The rows of ``after`` whose verdict is another, in their order.
+        The answers of ``after`` whose verdict is another, in their order.
 
-    >>> old = Row("decode", "kernels", "1.9", "E", Verdict.BREAKS, "NaN", "CPU", "INTERPRETED")
-    >>> new = Row("decode", "kernels", "1.10", "E", Verdict.HOLDS, "", "CPU", "INTERPRETED")
-    >>> [(change.before.version, change.after.version) for change in compare([old], [new])]
-    [('1.9', '1.10')]
+    >>> old = Finding(CONTRACT, "E", "decode", CONTRACT, BREAKS, "kernels 1.9")
+    >>> new = Finding(CONTRACT, "E", "decode", CONTRACT, HOLDS, "kernels 1.10")
+    >>> [(change.before.release, change.after.release) for change in compare([old], [new])]
+    [('kernels 1.9', 'kernels 1.10')]
     """
-    known: dict[tuple[str, str, str], list[Row]] = {}
-    for row in before:
-        known.setdefault((row.package, row.subject, row.clause), []).append(row)
+    known: dict[tuple[str, ...], list[Finding]] = {}
+    for old in before:
+        known.setdefault(_place(old), []).append(old)
     changes = []
-    for row in after:
-        theirs = known.get((row.package, row.subject, row.clause), [])
-        same = [old for old in theirs if old.version == row.version]
-        old = max(same or theirs, key=lambda old: _newest_first(old.version), default=None)
-        if old is None or old.verdict != row.verdict:
-            changes.append(Change(old, row))
+    for new in after:
+        theirs = known.get(_place(new), [])
+        same = [old for old in theirs if old.release == new.release]
+        was = max(same or theirs, key=_by_version, default=None)
+        if was is None or was.verdict != new.verdict:
+            changes.append(Change(was, new))
     return changes
+
+
+def package_of(found: Finding) -> str:
+    """The package of a release, e.g. ``vllm`` of ``vllm 0.33.0``."""
+    return found.release.partition(" ")[0]
+
+
+def _place(found: Finding) -> tuple[str, ...]:
+    return package_of(found), found.variant, found.question
+
+
+def _by_version(found: Finding) -> tuple[tuple[int, str], ...]:
+    version = found.release.partition(" ")[2]
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in version.split("."))

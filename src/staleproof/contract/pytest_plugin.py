@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from staleproof.contract.contract import Outcome
-    from staleproof.kernels.subject import Subject
+    from staleproof.cases.finding import Finding
 
 # Other files of a run are not imported a second time.
 _REGISTERS = re.compile(
@@ -46,51 +45,54 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 class ContractFile(pytest.File):
     """A module that registers kernels."""
 
-    _answers: dict[str, dict[str, Outcome]] | None = None
-    subjects: list[Subject]
+    _answers: dict[tuple[str, str], Finding] | None = None
 
     def collect(self) -> Iterable[pytest.Item]:
         from staleproof.cases.children import ChildError
-        from staleproof.contract import runner
+        from staleproof.contract.cases import subjects_in
 
         try:
-            self.subjects = runner.subjects_in(str(self.path))
+            subjects = subjects_in(str(self.path))
         except ChildError as error:
             raise self.CollectError(f"{self.path.name} does not import: {error}") from error
-        for subject in self.subjects:
+        for subject in subjects:
             for clause in subject.clauses:
                 name = f"{subject.name}[{clause}]"
-                yield ContractItem.from_parent(self, name=name, subject=subject, clause=clause)
+                yield ContractItem.from_parent(self, name=name, asked=(subject.name, clause))
 
-    def answer(self, subject: Subject, clause: str) -> Outcome:
+    def answer(self, asked: tuple[str, str]) -> Finding:
         """The answers of all kernels of the file come together, at the first test."""
         if self._answers is None:
-            from staleproof import device as devices
-            from staleproof.contract import runner
-            from staleproof.kernels.packages import Release
+            from staleproof.contract.cases import audit
 
-            device = devices.select(self.config.getoption("--padding-contract-device"))
-            self._answers = runner.answers(str(self.path), self.subjects, Release(""), device)
-        return self._answers[subject.name][clause]
+            device = self.config.getoption("--padding-contract-device")
+            found = audit([str(self.path)], device)
+            self._answers = {(one.variant, one.question): one for one in found}
+        return self._answers[asked]
 
 
 class ContractItem(pytest.Item):
-    """One clause of one kernel."""
+    """One clause of one kernel.
 
-    def __init__(self, *, subject: Subject, clause: str, **given: Any) -> None:
+    Args:
+        asked: kernel and clause.
+    """
+
+    def __init__(self, *, asked: tuple[str, str], **given: Any) -> None:
         super().__init__(**given)
-        self.subject, self.clause = subject, clause
+        self.asked = asked
 
     def runtest(self) -> None:
-        from staleproof.contract.contract import CLAUSES, Verdict
+        from staleproof.contract.contract import BREAKS, CLAUSES, HOLDS
 
         assert isinstance(self.parent, ContractFile)
-        outcome = self.parent.answer(self.subject, self.clause)
-        if outcome.verdict is Verdict.BREAKS:
-            script = f"\n\n{outcome.script}" if outcome.script else ""
-            raise BrokenClauseError(f"clause {self.clause}: {CLAUSES[self.clause]}\n{outcome.note}{script}")
-        if outcome.verdict is not Verdict.HOLDS:
-            pytest.skip(outcome.note)
+        found = self.parent.answer(self.asked)
+        if found.verdict == BREAKS:
+            script = f"\n\n{found.script}" if found.script else ""
+            clause = found.question
+            raise BrokenClauseError(f"clause {clause}: {CLAUSES[clause]}\n{found.note}{script}")
+        if found.verdict != HOLDS:
+            pytest.skip(found.note)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, BrokenClauseError):

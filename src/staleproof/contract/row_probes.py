@@ -1,4 +1,4 @@
-"""The probes of everything but attention: one function a clause, each ``(kernel, shape, device) -> Outcome``.
+"""The probes of everything but attention: one function a clause, each ``(kernel, shape, device) -> Reading``.
 
 ``kernel`` is the function under audit, called with the arguments that it names; ``shape`` holds what its
 decorator was given.
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from staleproof.contract.contract import NO_REFERENCE, Outcome, breaks, holds, not_run
+from staleproof.cases.case import Reading, absent
+from staleproof.contract.contract import NO_REFERENCE, breaks, holds
 from staleproof.contract.scenes import GUARD, behind_operands, dirty_memory, usual_dtype, zeros_behind
 from staleproof.evidence.canary import bits
 from staleproof.evidence.rows import FILLS, Fill, same_bits
@@ -64,7 +65,7 @@ def _budget(dtype: torch.dtype, expected: torch.Tensor) -> torch.Tensor:
 def others_alone(
     kernel: Kernel, make: Callable[[], Known], edit: Callable[[Known, Fill], None], kept: Sequence[int],
     fills: Sequence[Fill] = FILLS, what: str = "row", results: int | None = None,
-) -> Outcome:  # fmt: skip
+) -> Reading:  # fmt: skip
     """R: an edit of one row changes no bit of the rows that are kept, in the first ``results`` results."""
     base = _call(kernel, make())[:results]
     for fill in fills:
@@ -135,7 +136,7 @@ def _weights_off(logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor)
     return "", "weights rise with their logits; their sizes are not checked, no reference"
 
 
-def right_experts(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def right_experts(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: on numbers, the best experts of each row, with the weights of softmax or sigmoid, or a reference."""
     logits, top_k = _logits(shape, device), shape.get("top_k", 4)
     weights, ids = _route(kernel, shape, logits.clone())
@@ -180,7 +181,7 @@ def _odd_rows(logits: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
-def ids_under_nan(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def ids_under_nan(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """I: distinct ids in range in every row, and the finite rows as they were."""
     clean = _logits(shape, device)
     base = _route(kernel, shape, clean)
@@ -194,11 +195,11 @@ def ids_under_nan(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return breaks("; ".join(note for note, _ in found[:3]), "logits", found[0][1]) if found else holds()
 
 
-def ids_under_nan_bias(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def ids_under_nan_bias(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """Ib: the same with a bias of NaN, whole and in one expert."""
     logits = _logits(shape, device)
     if not _takes(kernel, "bias"):
-        return not_run("takes no bias")
+        return absent("takes no bias")
     for name, columns in (("all of the bias NaN", slice(None)), ("one NaN in the bias", slice(0, 1))):
         bias = torch.zeros(logits.shape[1], device=device)
         bias[columns] = NAN
@@ -208,11 +209,11 @@ def ids_under_nan_bias(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds()
 
 
-def padding_mask(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def padding_mask(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """P: padding rows choose no expert or the padding id, with weight 0; other rows stay as they are."""
     logits = _logits(shape, device)
     if not _takes(kernel, "is_padding"):
-        return not_run("takes no padding mask")
+        return absent("takes no padding mask")
     weights, ids = _route(kernel, shape, logits)
     mask = torch.tensor([False, True, False, False, True, False], device=device)
     logits[mask] = NAN
@@ -225,7 +226,7 @@ def padding_mask(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds() if same else breaks("the mask changes another row", "mask")
 
 
-def routes_alone(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def routes_alone(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """R: content of the last rows changes no other."""
     clean = _logits(shape, device)
     base = _route(kernel, shape, clean)
@@ -315,7 +316,7 @@ def _against(results: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: i
     return ""
 
 
-def same_twice(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def same_twice(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: the reference; finite results, the same bits twice, and the input as it was."""
     x, starts = _hidden(shape, device), _starts(device)
     before = x.clone()
@@ -333,11 +334,11 @@ def same_twice(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     more = (starts,) if "starts" in bound(kernel, {"x": 0, "starts": 0}) else ()
     wrong = _against(first, shape, before, shape.get("live_rows", ROWS), *more)
     if wrong.startswith(NO_REFERENCE):
-        return not_run(wrong)
+        return absent(wrong)
     return breaks(f"not the reference: {wrong}", "clean") if wrong else holds()
 
 
-def row_alone(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def row_alone(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """R: with other content in every other row, a live row and its scale keep their bits."""
     x = _hidden(shape, device)
     base = _call(kernel, {"x": x.clone()})
@@ -369,7 +370,7 @@ def _changed(base: Sequence[torch.Tensor], now: Sequence[torch.Tensor], live: Se
     return ""
 
 
-def all_written(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def all_written(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """W: no byte of the result depends on what the memory held, at a number of rows that is no tile."""
     x = _hidden(shape, device, 5)
     first, second = (_call(kernel, {"x": x.clone()}, fill) for fill in (NAN, 3.0))
@@ -380,7 +381,7 @@ def all_written(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds()
 
 
-def ragged_replays(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def ragged_replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """N: the same tensors, with other starts in them, against fresh tensors."""
     x, starts = _hidden(shape, device), _starts(device)
     for given in ((0, 3, 4, 6), (0, 1, 2, 6), (0, 2, 2, 6), (0, 3, 4, 6)):
@@ -392,7 +393,7 @@ def ragged_replays(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds()
 
 
-def ragged_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def ragged_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """R: content of one sequence changes no other."""
 
     def edit(known: Known, fill: Fill) -> None:
@@ -404,7 +405,7 @@ def ragged_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return others_alone(kernel, make, edit, [0, 1, 2, 4, 5], NAN_AND_NOISE, "sequence")
 
 
-def ragged_spare_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def ragged_spare_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """U: rows past the last start are zeros in memory that the kernel allocates, and change nothing."""
     starts = _starts(device, 0, 2, 3, 4)
     base = _call(kernel, {"x": _hidden(shape, device), "starts": starts})
@@ -455,7 +456,7 @@ def _written(known: Known, buffers: list[torch.Tensor], pad: int) -> str:
 _SLOTS = (17, 35, 40, 20, 63)
 
 
-def writes_its_slots(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def writes_its_slots(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: with slots for all tokens, those slots and no other."""
     known, buffers = _cache_scene(shape, device, _SLOTS)
     _call(kernel, known)
@@ -463,7 +464,7 @@ def writes_its_slots(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return breaks(wrong, "clean") if wrong else holds()
 
 
-def slot_minus_one(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def slot_minus_one(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """S: tokens of padding, with NaN in them, have slot -1, or the slot that is reserved for them."""
     pad = shape.get("pad_slot", -1)
     known, buffers = _cache_scene(shape, device, (17, 35, pad, 20, pad))
@@ -506,14 +507,14 @@ def _updated(kernel: Kernel, known: Known, pad: int, live: Sequence[int]) -> tup
     return _first_off(rows, right, _budget(out.dtype, right)), torch.equal(known["state"], state)
 
 
-def updates_its_state(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def updates_its_state(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: the convolution, and the states moved on by one input."""
     wrong, same = _updated(kernel, _state_scene(shape, device), -1, range(TOKENS))
     wrong = wrong or ("" if same else "the state is not as expected")
     return breaks(wrong, "clean") if wrong else holds()
 
 
-def padding_state(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def padding_state(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """S: rows with the index of padding and NaN in them leave every state as it is."""
     known, pad = _state_scene(shape, device), shape.get("pad_index", -1)
     known["state_indices"][[1, 3]] = pad
@@ -527,7 +528,7 @@ def padding_state(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return breaks(f"beside a row of padding a live {wrong}", "index") if wrong else holds()
 
 
-def state_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def state_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """R: content of one row and of its state changes no other."""
 
     def edit(known: Known, fill: Fill) -> None:
@@ -570,13 +571,13 @@ def _merge_is_off(kernel: Kernel, known: Known) -> str:
     return ""
 
 
-def merges(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def merges(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: two parts of finite weight."""
     wrong = _merge_is_off(kernel, _parts(shape, device))
     return breaks(wrong, "clean") if wrong else holds()
 
 
-def merges_empty(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def merges_empty(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """E: one part, the other, and both without keys: lse -inf, and the output NaN or 0."""
     for left in (0.0, NAN):
         known = _parts(shape, device)
@@ -587,7 +588,7 @@ def merges_empty(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds()
 
 
-def merge_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def merge_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """R: content of one row changes no other."""
 
     def edit(known: Known, fill: Fill) -> None:
@@ -635,13 +636,13 @@ def _experts_off(kernel: Kernel, known: Known) -> str:
     return f"row {int(off.nonzero()[0])} is wrong" if off.any() else ""
 
 
-def runs_experts(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def runs_experts(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: distinct ids in range."""
     wrong = _experts_off(kernel, _experts(shape, device))
     return breaks(wrong, "clean") if wrong else holds()
 
 
-def expert_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def expert_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """R: content of one token changes no other, also of one that shares its experts."""
 
     def edit(known: Known, fill: Fill) -> None:
@@ -651,7 +652,7 @@ def expert_rows(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return others_alone(kernel, make, edit, [0, 2, 3, 4], NAN_AND_NOISE, "token")
 
 
-def repeated_ids(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def repeated_ids(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """D: one expert twice in a row."""
     known = _experts(shape, device)
     known["topk_ids"][1], known["topk_ids"][3] = 2, 0
@@ -659,7 +660,7 @@ def repeated_ids(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return breaks(f"an id that comes twice: {wrong}", "repeated") if wrong else holds()
 
 
-def ids_out_of_range(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def ids_out_of_range(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """X: -1, and the number of experts, with weight 0 as for padding."""
     notes = []
     for expert in (-1, shape.get("experts", 4)):
@@ -677,14 +678,14 @@ def ids_out_of_range(kernel: Kernel, shape: Shape, device: str) -> Outcome:
     return holds("; ".join(notes))
 
 
-def right_operands(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+def right_operands(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: the reference, over operands with zeros behind them, and the same bits twice."""
     known = bound(kernel, shape["make"](device))
     first, second = (_call(kernel, zeros_behind(known), 3.0) for _ in range(2))
     if not all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True)):
         return breaks("other bits the second time", "clean")
     if shape.get("reference") is None:
-        return not_run(NO_REFERENCE)
+        return absent(NO_REFERENCE)
     wanted = shape["reference"](**known)
     for number, (found, right) in enumerate(zip(first, wanted, strict=True)):
         if wrong := _first_off(found, right, _budget(found.dtype, right)):
@@ -706,10 +707,10 @@ def _operands(kind: str, kernel: Kernel, shape: Shape, device: str) -> Known:
     return {"state": _state_scene, "merge": _parts, "experts": _experts}[kind](shape, device)
 
 
-def behind(kind: str) -> Callable[[Kernel, Shape, str], Outcome]:
+def behind(kind: str) -> Callable[[Kernel, Shape, str], Reading]:
     """O of a kind of kernel: with each operand at the end of its memory, and other bytes behind it."""
 
-    def probe(kernel: Kernel, shape: Shape, device: str) -> Outcome:
+    def probe(kernel: Kernel, shape: Shape, device: str) -> Reading:
         known = bound(kernel, _operands(kind, kernel, shape, device))
         return behind_operands(lambda placed: _call(kernel, placed), known)
 
@@ -717,7 +718,7 @@ def behind(kind: str) -> Callable[[Kernel, Shape, str], Outcome]:
     return probe
 
 
-Probe = Callable[[Kernel, Shape, str], Outcome]
+Probe = Callable[[Kernel, Shape, str], Reading]
 PROBES: dict[str, dict[str, Probe]] = {
     "routing": {
         "0": right_experts, "I": ids_under_nan, "Ib": ids_under_nan_bias, "P": padding_mask,

@@ -6,8 +6,6 @@ of them, and passes those that its signature asks for.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +15,10 @@ from unittest import mock
 
 import torch
 
+from staleproof.cases.case import Reading
+from staleproof.cases.mapping import mapped
 from staleproof.check import fail
-from staleproof.contract.contract import Outcome, breaks, holds
+from staleproof.contract.contract import breaks, holds
 from staleproof.evidence.canary import bits
 
 NULL_PAGE = 0
@@ -303,66 +303,17 @@ def zeros_behind(known: Mapping[str, Any]) -> dict[str, Any]:
     return {**known, **{name: _placed(known[name], "0x00")[0] for name in _placeable(known)}}
 
 
-class _Raw:
-    """Device memory at an address, for ``torch.as_tensor``."""
-
-    def __init__(self, address: int, count: int) -> None:
-        given = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 3}
-        self.__cuda_array_interface__ = given
-
-
-def _mapped_on_gpu(count: int) -> torch.Tensor:
-    """(count,) uint8 at the end of a mapping of its own, with addresses behind it that nothing else gets.
-
-    Raises:
-        ImportError: cuda-python is not here.
-    """
-    from cuda.bindings import driver
-
-    def done(result: tuple[Any, ...]) -> Any:
-        if int(result[0]):
-            raise RuntimeError(f"CUDA driver: {result[0]}")
-        return result[1] if len(result) > 1 else None
-
-    wanted, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
-    wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    wanted.location.id = torch.cuda.current_device()
-    access.location = wanted.location
-    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    page = done(driver.cuMemGetAllocationGranularity(wanted, least))
-    size = -(-count // page) * page
-    address = done(driver.cuMemAddressReserve(size + 8 * page, 0, 0, 0))
-    done(driver.cuMemMap(address, size, 0, done(driver.cuMemCreate(size, wanted, 0)), 0))
-    done(driver.cuMemSetAccess(address, size, [access], 1))
-    return torch.as_tensor(_Raw(int(address) + size - count, count), device="cuda")
-
-
-def _mapped_on_host(count: int) -> torch.Tensor:
-    """(count,) uint8 at the end of a page, before one that nobody may read."""
-    size = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(start + size), mmap.PAGESIZE, 0):
-        raise OSError(ctypes.get_errno(), "mprotect")
-    return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=size - count)
-
-
 def _guarded(x: torch.Tensor) -> torch.Tensor:
     """A copy of ``x`` whose end is that of its mapping: a read behind it ends the process."""
-    if x.device.type == "cpu":
-        memory = _mapped_on_host(x.nbytes)
-    elif x.nbytes % 16:
+    if x.device.type == "cuda" and x.nbytes % 16:
         return x  # It would begin where no compiled kernel expects a tensor to begin.
-    else:
-        memory = _mapped_on_gpu(x.nbytes)
+    memory = mapped(x.nbytes, x.device.type)
     return memory.view(x.dtype).as_strided(x.shape, x.stride()).copy_(x)
 
 
 def behind_operands(
     run: Callable[[dict[str, Any]], Sequence[torch.Tensor]], known: Mapping[str, Any]
-) -> Outcome:
+) -> Reading:
     """O: each operand at the end of its memory; the bytes behind it change no result and stay as they are.
 
     On Linux each operand then ends where its mapping ends: a read behind it ends the process.

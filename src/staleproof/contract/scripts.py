@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from staleproof.cases import children
+from staleproof.cases.case import Reading
 from staleproof.contract import environments
-from staleproof.contract.contract import CLAUSES, TIMED_OUT, Outcome
+from staleproof.contract.contract import CLAUSES, TIMED_OUT
 from staleproof.contract.scenes import Shape, mla_shape
 from staleproof.kernels.packages import Release
 from staleproof.kernels.subject import ARGUMENTS, Subject
@@ -458,10 +459,8 @@ def shows(note: str, ended: children.Ended) -> bool:
     return bool(ended.code) and (raised or "\nAssertionError: expected " in ended.stderr)
 
 
-def tried(
-    outcome: Outcome, texts: Sequence[str], subject: Subject, release: Release, limit_s: float
-) -> Outcome:
-    """The outcome with the first of these scripts that shows it; each is run.
+def tried(said: Reading, texts: Sequence[str], subject: Subject, release: Release, limit_s: float) -> Reading:
+    """The answer with the first of these scripts that shows it; each is run.
 
     One that lacks a module here is kept, and says so: what it needs is in its first lines.
     """
@@ -470,9 +469,9 @@ def tried(
         folders.append(str(Path(__file__).parents[2]))
     for text in texts:
         ended = children.call(run_alone, text, folders, timeout_s=limit_s + 60)
-        if shows(outcome.note, ended):
-            return replace(outcome, script=text)
+        if shows(said.note, ended):
+            return replace(said, script=text)
         if ended.code and re.match(r"(ModuleNotFound|Import)Error: ", ended.last_line) and subject.package:
             first, rest = text.split("\n", 1)
-            return replace(outcome, script=f"{first} Not run where it was made.\n{rest}")
-    return outcome
+            return replace(said, script=f"{first} Not run where it was made.\n{rest}")
+    return said

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from staleproof.contract.contract import Row
+    from staleproof.cases.finding import Finding
 
 # How a verdict is shown in a cell; a picture has the same signs, so that colour is not needed.
 SIGNS = {"holds": "+", "breaks": "X", "undefined": "u", "not run": "."}
@@ -18,44 +18,44 @@ STYLES = {"holds": "green", "breaks": "bold red", "undefined": "yellow", "not ru
 COLOURS = {"holds": "#bfd3e6", "breaks": "#b2182b", "undefined": "#f4a582", "not run": "#f0f0f0"}
 
 
-def _lines(rows: Sequence[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
-    """(package, version, subject) -> clause -> row, in their order."""
-    found: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in sorted(rows, key=lambda row: (row.package, row.version)):
-        found.setdefault((row.package, row.version, row.subject), {})[row.clause] = row
+def _lines(rows: Sequence[Finding]) -> dict[tuple[str, str], dict[str, Finding]]:
+    """(package and version, kernel) -> clause -> answer, in their order."""
+    found: dict[tuple[str, str], dict[str, Finding]] = {}
+    for row in sorted(rows, key=lambda row: row.release):
+        found.setdefault((row.release, row.variant), {})[row.question] = row
     return found
 
 
-def _clauses(rows: Sequence[Row]) -> list[str]:
+def _clauses(rows: Sequence[Finding]) -> list[str]:
     from staleproof.contract.contract import CLAUSES
 
-    asked = {row.clause for row in rows}
+    asked = {row.question for row in rows}
     return [clause for clause in CLAUSES if clause in asked]
 
 
-def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def cells(rows: Sequence[Finding]) -> tuple[list[str], list[list[str]]]:
     """Column names, and a line a subject with a sign a clause, for a notebook's table."""
     clauses = _clauses(rows)
     lines = [
         [subject, *(SIGNS[str(found[clause].verdict)] if clause in found else "" for clause in clauses)]
-        for (_, _, subject), found in _lines(rows).items()
+        for (_, subject), found in _lines(rows).items()
     ]
     return ["", *clauses], lines
 
 
-def recorded_audits() -> list[Row]:
+def recorded_audits() -> list[Finding]:
     """The rows of the recorded audits (``workbook/audits``); none outside a checkout."""
     from staleproof.cases import store
-    from staleproof.contract.contract import read_rows
+    from staleproof.cases.finding import read_findings
 
     try:
         folder = store.checkout() / "workbook/audits"
     except store.CheckoutError:
         return []
-    return [row for path in sorted(folder.glob("*.jsonl")) for row in read_rows(path)]
+    return [row for path in sorted(folder.glob("*.jsonl")) for row in read_findings(path, recorded=False)]
 
 
-def by_machine(rows: Sequence[Row]) -> list[Row]:
+def by_machine(rows: Sequence[Finding]) -> list[Finding]:
     """Rows of several machines with one row a subject, release and clause: a GPU's, if it ran there.
 
     Args:
@@ -65,17 +65,17 @@ def by_machine(rows: Sequence[Row]) -> list[Row]:
         Rows that a GPU measured, then those that only Triton's interpreter ran, then those that ran nowhere.
     """
 
-    def rank(row: Row) -> tuple[bool, bool]:
-        return row.verdict == "not run", row.provenance != "MEASURED"
+    def rank(row: Finding) -> tuple[bool, bool]:
+        return not row.ran, row.provenance != "MEASURED"
 
-    ran: dict[tuple[str, str, str], str] = {}
+    ran: dict[tuple[str, str], str] = {}
     for row in sorted(rows, key=rank):
-        # All clauses of a subject come from one machine.
-        ran.setdefault((row.package, row.version, row.subject), row.machine)
-    return [row for row in rows if ran[row.package, row.version, row.subject] == row.machine]
+        # All clauses of a kernel come from one machine.
+        ran.setdefault((row.release, row.variant), row.machine["name"])
+    return [row for row in rows if ran[row.release, row.variant] == row.machine["name"]]
 
 
-def print_table(rows: Sequence[Row]) -> None:
+def print_table(rows: Sequence[Finding]) -> None:
     """Print subject x clause, what each sign means, and a line for each broken clause.
 
     Subjects that did not run are a line each with the reason.
@@ -87,16 +87,14 @@ def print_table(rows: Sequence[Row]) -> None:
 
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     clauses, lines = _clauses(rows), _lines(rows)
-    ran = {
-        key: found for key, found in lines.items() if any(row.verdict != "not run" for row in found.values())
-    }
+    ran = {key: found for key, found in lines.items() if any(row.ran for row in found.values())}
     table = Table("package", "subject", *clauses, box=None, pad_edge=False)
-    for (package, version, subject), found in ran.items():
+    for name, found in ran.items():
         cells = []
         for clause in clauses:
             verdict = str(found[clause].verdict) if clause in found else ""
             cells.append(f"[{STYLES[verdict]}]{SIGNS[verdict]}[/]" if verdict else "")
-        table.add_row(f"{package} {version}".strip(), subject, *cells)
+        table.add_row(*name, *cells)
     if ran:
         Console(file=sys.stdout, highlight=False, width=max(console.width, 40 + 4 * len(clauses) + 60)).print(
             table
@@ -106,20 +104,21 @@ def print_table(rows: Sequence[Row]) -> None:
             console.print(f"{clause}: {CLAUSES[clause]}", markup=False)
     for row in rows:
         if row.verdict in ("breaks", "undefined"):
-            name = " ".join(filter(None, (row.package, row.version, row.subject)))
-            console.print(f"{row.verdict}  {row.clause}  {name}: {row.note}", markup=False)
+            where = f"{row.question}  {row.release} {row.variant}"
+            console.print(f"{row.verdict}  {where}: {row.note}", markup=False)
     for key, found in lines.items():
         if key not in ran:
             reason = next(iter(found.values())).note
-            console.print(f"not run  {' '.join(filter(None, key))}: {reason}", markup=False)
+            console.print(f"not run  {' '.join(key)}: {reason}", markup=False)
     first = rows[0] if rows else None
     if first:
         console.print(
-            f"{first.provenance} on {first.machine}: {len(ran)} of {len(lines)} subjects ran", markup=False
+            f"{first.provenance} on {first.machine['name']}: {len(ran)} of {len(lines)} subjects ran",
+            markup=False,
         )
 
 
-def write_scripts(rows: Sequence[Row], folder: Path) -> int:
+def write_scripts(rows: Sequence[Finding], folder: Path) -> int:
     """Write one file for each counterexample, and return how many."""
     import re
 
@@ -127,14 +126,14 @@ def write_scripts(rows: Sequence[Row], folder: Path) -> int:
 
     count = 0
     for row in rows:
-        if row.counterexample:
-            name = re.sub(r"[^A-Za-z0-9.]+", "_", f"{row.package}_{row.version}_{row.subject}_{row.clause}")
-            write_lines(folder / f"{name}.py", row.counterexample.splitlines())
+        if row.script:
+            name = re.sub(r"[^A-Za-z0-9.]+", "_", f"{row.release}_{row.variant}_{row.question}")
+            write_lines(folder / f"{name}.py", row.script.splitlines())
             count += 1
     return count
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Finding], path: Path) -> None:
     """Write the heat map, subject x clause, with a sign in each cell."""
     from staleproof.device import need_workbook
 
@@ -144,7 +143,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, bbox_inches="tight")
 
 
-def heat_map(rows: Sequence[Row]) -> Any:
+def heat_map(rows: Sequence[Finding]) -> Any:
     """The heat maps of audits, one a package, below each other; subjects that did not run are left out.
 
     A subject that ran on several machines has one line, of the GPU. Beside lines that a GPU measured, the
@@ -163,11 +162,11 @@ def heat_map(rows: Sequence[Row]) -> Any:
     from staleproof.report.timeline import INK
 
     rows = by_machine(rows)
-    mixed = len({row.provenance for row in rows if row.verdict != "not run"}) > 1
+    mixed = len({row.provenance for row in rows if row.ran}) > 1
     order = [*COLOURS]
-    packages: dict[str, list[tuple[str, dict[str, Row]]]] = {}
+    packages: dict[str, list[tuple[str, dict[str, Finding]]]] = {}
     for (package, version, subject), found in _lines(rows).items():
-        if {row.verdict for row in found.values()} != {"not run"}:
+        if any(row.ran for row in found.values()):
             interpreted = mixed and next(iter(found.values())).provenance == "INTERPRETED"
             name = " ".join(filter(None, (version, subject, "(CPU)" if interpreted else "")))
             packages.setdefault(package, []).append((name, found))
@@ -218,17 +217,17 @@ def print_changes(before: Path, after: Path) -> int:
 
     One audit given twice is compared with itself: what each release in it changed since the one before.
     """
-    from staleproof.contract.contract import Verdict, between_releases, compare, read_rows
+    from staleproof.cases.finding import read_findings
+    from staleproof.contract.contract import BREAKS, between_releases, compare
 
     worse = 0
-    rows = read_rows(after)
+    rows = read_findings(after, recorded=False)
     same = before.resolve() == after.resolve()
-    changes = between_releases(rows) if same else compare(read_rows(before), rows)
-    for change in changes:
-        row, old = change.after, change.before
-        was = f"{old.verdict} ({old.version})" if old else "not asked"
-        name = " ".join(filter(None, (row.package, row.version, row.subject)))
-        typer.echo(f"{row.clause}  {name}: {was} -> {row.verdict}" + (f": {row.note}" if row.note else ""))
-        worse |= row.verdict is Verdict.BREAKS
+    changes = between_releases(rows) if same else compare(read_findings(before, recorded=False), rows)
+    for old, row in changes:
+        was = f"{old.verdict} ({old.release.partition(' ')[2]})" if old else "not asked"
+        name = f"{row.question}  {row.release} {row.variant}"
+        typer.echo(f"{name}: {was} -> {row.verdict}" + (f": {row.note}" if row.note else ""))
+        worse |= row.verdict == BREAKS
     typer.echo("1 change" if len(changes) == 1 else f"{len(changes)} changes")
     return int(worse)

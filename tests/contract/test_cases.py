@@ -1,0 +1,186 @@
+"""The audit: a finding for each kernel and clause, also of one that misbehaves, and an earlier audit that it
+goes on from."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from staleproof import device as devices
+from staleproof.cases import children
+from staleproof.cases.finding import Finding, Grade, RunFileError, read_findings, write_findings
+from staleproof.cli.app import main
+from staleproof.contract import cases, runner
+from staleproof.contract.contract import BREAKS, CONTRACT, HOLDS
+from staleproof.kernels import vllm_matmul_ogs
+from staleproof.kernels.subject import Subject
+
+HERE = Path(__file__).parent
+MISDEEDS = {
+    ("raises", "0"): "raises RuntimeError: no such configuration",
+    ("hangs", "0"): "no answer within 5 s",
+    ("ends its process", "R"): "ended its process with signal 6",
+    ("wrong shape", "0"): "returns shape (1, 2), expected (3, 2, 32)",
+    ("writes past its output", "0"): "writes outside out",
+    ("another dtype", "0"): "raises AssertionError: expected float8",
+}
+NOT_RUN = "not run"
+
+
+# One test: the kernels are audited together, once.
+def test_each_misdeed_is_a_finding_and_the_audit_goes_on(device):
+    found = [*cases.audit([str(HERE / "bad_kernels.py")], device, limit_s=5.0)]
+    by_name = {(one.variant, one.question): one for one in found}
+    assert {key: one.note for key, one in by_name.items() if one.verdict == BREAKS} == MISDEEDS
+    assert {(one.variant, one.question) for one in found if one.failed} == set(MISDEEDS)
+    assert [by_name["right", clause].verdict for clause in "0RWO"] == [HOLDS] * 4
+    # A process that ends does not take the next clause with it.
+    assert [by_name["ends its process", clause].verdict for clause in "0W"] == [HOLDS] * 2
+    # A kernel that is wrong on clean input is asked nothing more.
+    for clause in "RW":
+        unasked = by_name["raises", clause]
+        assert (unasked.verdict, unasked.note) == (NOT_RUN, "not asked: wrong on clean input")
+    assert {(one.grade, one.of, one.release) for one in found if one.ran} == {(Grade.REAL, "yours", "yours")}
+
+
+def test_an_audit_that_is_interrupted_leaves_no_process_and_asks_nothing_more(device, monkeypatch):
+    started, call = [], children.call
+    monkeypatch.setattr(runner.children, "call", lambda *a, **given: started.append(a) or call(*a, **given))
+
+    def interrupt(line):
+        while not any(order[0] is runner.ask for order in started) or not children._running:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(cases.audit([str(HERE / "bad_kernels.py")], device, limit_s=100.0, progress=interrupt))
+    assert not children._running
+    # One may be started between the end of the first and the word to stop; it is ended as well.
+    assert [order[0] for order in started][:2] == [runner.listed, runner.ask]
+    assert len(started) <= 3
+
+
+def test_a_module_that_does_not_import_or_registers_nothing_is_a_finding(tmp_path, device):
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    (tmp_path / "nothing.py").write_text("x = 1\n")
+    modules = [str(tmp_path / name) for name in ("broken.py", "nothing.py", "absent.py")]
+    found = [*cases.audit(modules, device)]
+    assert [(one.variant, one.question, one.failed) for one in found] == [(m, "0", True) for m in modules]
+    assert "No module named 'no_such_module'" in found[0].note
+    assert found[1].note == "registers no kernel"
+    assert "absent.py" in found[2].note
+
+
+def test_a_kernel_that_cannot_run_here_says_why_and_whether_its_calls_fit(monkeypatch, device):
+    monkeypatch.setattr(cases.packages, "unavailable_reason", lambda subject: "needs an SM100 GPU")
+    assert [*cases.audit(["staleproof.kernels.torch"], device, only="torch.topk, softmax")] == []
+    found = [*cases.audit(["staleproof.kernels.torch"], device, only="rms_norm")]
+    assert [one.question for one in found] == ["0", "R", "W", "O"]
+    assert {(one.verdict, one.note) for one in found} == {
+        (NOT_RUN, "needs an SM100 GPU; its calls fit the signatures of this release")
+    }
+
+
+def test_vllms_mxfp4_product_depends_on_the_byte_behind_its_scales(device):
+    if vllm_matmul_ogs.unavailable_reason(device):
+        pytest.skip("triton_kernels of vLLM's wheel cannot run here")
+    found = [*cases.audit(["staleproof.kernels.vllm"], device, only="matmul_ogs")]
+    if not found:
+        pytest.skip("vLLM 0.22.1 is not in the cache")
+    clean, behind = found
+    assert (clean.question, clean.verdict) == ("0", HOLDS), clean.note
+    assert (behind.verdict, behind.note) == (BREAKS, "0xff behind scale changes the result")
+    assert (behind.grade, behind.of, behind.expected) == (Grade.REAL, "vllm 0.22.1", None)
+
+
+# --- An audit that goes on from an earlier one
+
+SUBJECT = Subject("merge", "merge", print, package="kernels")
+ROW = Finding(CONTRACT, "0", "merge", CONTRACT, HOLDS, "kernels 1.0", machine={"name": "CPU"})
+BROKEN = replace(ROW, question="E", verdict=BREAKS, note="NaN", script="old\n")
+REST = [replace(ROW, question=clause) for clause in "RO"]
+ABSENT = replace(ROW, verdict=NOT_RUN, note="no GPU")
+
+
+def test_a_kernel_that_ran_is_not_asked_again_and_one_that_did_not_is_asked_everything():
+    everything = ("0", "E", "R", "O")
+    assert cases.open_clauses(SUBJECT, "kernels 1.0", [ROW, BROKEN, *REST]) == ()
+    # Also where no release is here.
+    assert cases.open_clauses(SUBJECT, "kernels", [ROW, BROKEN, *REST]) == ()
+    assert cases.open_clauses(SUBJECT, "kernels 1.0", [ABSENT]) == everything
+    assert cases.open_clauses(SUBJECT, "kernels 2.0", [ROW]) == everything
+    assert cases.open_clauses(SUBJECT, "kernels 1.0", [replace(ROW, variant="other")]) == everything
+
+
+def test_a_clause_that_the_earlier_audit_did_not_know_is_asked():
+    assert cases.open_clauses(SUBJECT, "kernels 1.0", [ROW, BROKEN, REST[0]]) == ("0", "O")
+    # Clause 0 without a reference is an answer to the others all the same.
+    unchecked = replace(ROW, verdict=NOT_RUN, note="not checked, no reference")
+    assert cases.open_clauses(SUBJECT, "kernels 1.0", [unchecked, BROKEN, *REST]) == ()
+
+
+def test_broken_clauses_are_asked_again_with_clean_input_before_them():
+    again = (BREAKS,)
+    assert cases.open_clauses(SUBJECT, "kernels 1.0", [ROW, BROKEN, *REST], again) == ("0", "E")
+    whole = replace(BROKEN, verdict=HOLDS)
+    assert cases.open_clauses(SUBJECT, "kernels 1.0", [ROW, whole, *REST], again) == ()
+
+
+def test_an_answer_replaces_a_gap_and_a_gap_replaces_no_answer():
+    assert cases.merged([ABSENT], [ROW]) == [ROW]
+    assert cases.merged([ROW], [ABSENT]) == [ROW]
+    newer = replace(ABSENT, note="no such GPU")
+    assert cases.merged([ABSENT], [newer]) == [newer]
+    renewed = replace(BROKEN, script="new\n")
+    assert cases.merged([ROW, BROKEN], [renewed]) == [ROW, renewed]
+
+
+def test_an_answer_that_did_not_come_in_time_replaces_no_answer():
+    late = replace(ROW, verdict=BREAKS, note="no answer within 40 s")
+    assert cases.merged([ROW], [late]) == [ROW]
+    assert cases.merged([late], [ROW]) == [ROW]
+    assert cases.merged([ABSENT], [late]) == [late]
+
+
+def test_a_package_that_was_not_there_goes_when_a_release_of_it_came():
+    nowhere = replace(ABSENT, release="kernels", note="kernels is not here")
+    assert cases.merged([nowhere], [ROW]) == [ROW]
+    assert cases.merged([ROW], [nowhere]) == [ROW]
+    assert cases.merged([nowhere], []) == [nowhere]
+
+
+def test_an_audit_of_another_machine_is_refused():
+    with pytest.raises(RunFileError, match="expected an audit of GPU, got one of CPU"):
+        cases.check_machine([ROW], "GPU")
+
+
+MODULE = """
+from staleproof import audit
+
+@audit.rows(name="shared scale")
+def shared(x):
+    return x / x.abs().max()
+
+@audit.rows(name="right")
+def right(x):
+    return 2 * x
+"""
+
+
+def test_the_command_asks_what_was_left_open_and_writes_both(tmp_path, monkeypatch, capsys):
+    (tmp_path / "kernels.py").write_text(MODULE)
+    found = [*cases.audit([str(tmp_path / "kernels.py")], "cpu")]
+    kept = [replace(one, note="kept") if one.variant == "right" else one for one in found]
+    gaps = [replace(one, verdict=NOT_RUN) if one.variant != "right" else one for one in kept]
+    write_findings(tmp_path / "old.jsonl", gaps)
+    new = tmp_path / "new.jsonl"
+    command = ["audit", str(tmp_path / "kernels.py"), "--device", "cpu", "--json", str(new)]
+    assert main([*command, "--onto", str(tmp_path / "old.jsonl")]) == 1
+    assert read_findings(new, recorded=False) == kept
+    write_findings(tmp_path / "old.jsonl", [replace(one, machine={"name": "another"}) for one in found])
+    assert main([*command, "--onto", str(tmp_path / "old.jsonl")]) == 2
+    machine = devices.machine().name
+    assert f"onto: expected an audit of {machine}, got one of another" in capsys.readouterr().err
