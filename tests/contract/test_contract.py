@@ -71,7 +71,7 @@ def test_a_kernel_of_two_machines_has_one_line_of_the_gpu():
     assert found["cpu only"] == ("CPU", BREAKS)
     assert len(by_machine([*cpu, *gpu])) == 3
     labels = [label.get_text() for label in heat_map([*cpu, *gpu]).axes[0].get_yticklabels()]
-    assert sorted(labels) == ["kernels 1.0 cpu only (CPU)", "kernels 1.0 decode"]
+    assert sorted(labels) == ["1.0 cpu only (CPU)", "1.0 decode"]
 
 
 def test_the_document_has_every_clause_and_counts_what_the_recorded_audits_hold():

@@ -89,7 +89,7 @@ def test_compare_says_what_a_release_changed(tmp_path, capsys):
 
 def test_the_picture_leaves_out_what_did_not_run(tmp_path):
     pytest.importorskip("seaborn")
-    figure = audit.heat_map([*ROWS, replace(ROW, package="others", clause="R")])
+    figure = audit.heat_map([*ROWS, replace(ROW, release="others 1.0", question="R")])
     axes, others = figure.axes
     # A map a package, each with the clauses that were put to it.
     assert [label.get_text() for label in others.get_xticklabels()] == ["R"]

@@ -165,7 +165,8 @@ def heat_map(rows: Sequence[Finding]) -> Any:
     mixed = len({row.provenance for row in rows if row.ran}) > 1
     order = [*COLOURS]
     packages: dict[str, list[tuple[str, dict[str, Finding]]]] = {}
-    for (package, version, subject), found in _lines(rows).items():
+    for (release, subject), found in _lines(rows).items():
+        package, _, version = release.partition(" ")
         if any(row.ran for row in found.values()):
             interpreted = mixed and next(iter(found.values())).provenance == "INTERPRETED"
             name = " ".join(filter(None, (version, subject, "(CPU)" if interpreted else "")))
@@ -198,12 +199,12 @@ def heat_map(rows: Sequence[Finding]) -> Any:
     return figure
 
 
-def picture(rows: Sequence[Row], package: str) -> None:
+def picture(rows: Sequence[Finding], package: str) -> None:
     """Show the heat map of one package in a notebook."""
     from staleproof.report import plots
 
-    mine = [row for row in rows if row.package == package]
-    ran = {(row.version, row.subject) for row in mine if row.verdict != "not run"}
+    mine = [row for row in rows if row.release.partition(" ")[0] == package]
+    ran = {(row.release, row.variant) for row in mine if row.ran}
     counts = ", ".join(f"{sum(row.verdict == v for row in by_machine(mine))} {v}" for v in SIGNS)
     plots.picture(
         heat_map(mine),
