@@ -77,7 +77,7 @@ def _per_release(cures: Sequence[tuple[str, str, str]], served: str) -> str:
                 release,
                 str(sum(row["needed"] for row in patches.values())),
                 "yes",
-                "yes" if release in environment.TESTED else "-",
+                "yes" if release in environment.RECORDED else "-",
                 ", ".join(f"`{name}`" for name in cured) or "-",
                 "two minutes" if release == served else "-",
             )

@@ -1,7 +1,8 @@
-"""A made-up vLLM for a test."""
+"""A made-up vLLM for a test: one to import, or one that is installed."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,36 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import made_up
 
+from staleproof.vllm import hooks, plugin, standing
+
 
 @pytest.fixture(name="made_up")
 def made_up_fixture(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], Path]]:
     """Writes a package ``vllm``; its argument maps a module's name below ``vllm`` to the module's text."""
     with made_up.made_up(tmp_path) as write:
         yield write
+
+
+@pytest.fixture(name="installed")
+def installed_fixture(tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
+    """Installs a made-up vLLM: its version, or ``None`` for no metadata; its modules, or none at all."""
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("a vLLM is installed here, and would be found beside the one made up")
+
+    def make(version: str | None, modules: dict[str, str] | None) -> Path:
+        if modules is not None:
+            made_up.write(tmp_path, modules)
+        if version is not None:
+            info = tmp_path / f"vllm-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        importlib.invalidate_caches()
+        return tmp_path
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in (plugin.VARIABLE, plugin.UNKNOWN, "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    hooks._warned.clear()
+    yield make
+    hooks.unwrap(standing.REPORT)
+    assert not hooks._watched

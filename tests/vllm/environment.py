@@ -26,8 +26,10 @@ HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
 # Reading the metadata of a vLLM source distribution runs its setup.py, which imports these.
 TOOLS = ("setuptools>=77,<81", "setuptools_scm", "wheel", "packaging", "setuptools_rust")
-TESTED = ("0.17.1", "0.18.1", "0.19.1", "0.20.2", "0.25.1", "0.26.0", "0.32.0", "0.33.0")
-# Further releases for the tests, e.g. STALEPROOF_VLLM=0.22.1,0.28.0: one of your choice at each change.
+# Those whose checks are recorded in workbook/patches.json, and those of them that the tests run.
+RECORDED = ("0.17.1", "0.18.1", "0.19.1", "0.20.2", "0.22.1", "0.25.1", "0.26.0", "0.32.0", "0.33.0")
+TESTED = ("0.17.1", "0.19.1", "0.22.1", "0.26.0", "0.33.0")
+# Further releases for the tests, e.g. STALEPROOF_VLLM=0.20.2,0.32.0: one of your choice at each change.
 FURTHER = tuple(filter(None, os.environ.get("STALEPROOF_VLLM", "").split(",")))
 # Of 250 MB a release: the package, and what the probes and their tests read.
 KEPT = re.compile(

@@ -6,9 +6,40 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from staleproof.vllm import hooks
+
+# The modules in which vLLM makes and uses the key of its compile cache.
+CACHE = {
+    "envs": "def compile_factors(): return {'VLLM_USE_V1': True}",
+    "compilation.__init__": "",
+    "compilation.caching": "def aot_compile_hash_factors(c): return [envs.compile_factors()]",
+    "compilation.backends": """
+class VllmBackend:
+    def __call__(self, graph):
+        return envs.compile_factors()
+""",
+    "compilation.wrapper": """
+import types
+
+class TorchCompileWithNoGuardsWrapper:
+    def aot_compile(self, trace):
+        trace()
+        return types.SimpleNamespace()
+""",
+}
+
+
+def write(root: Path, modules: dict[str, str]) -> Path:
+    """Write a package ``vllm`` below ``root``, from the text of each module by its name below ``vllm``."""
+    for name, text in {"__init__": "", **modules}.items():
+        file = root.joinpath("vllm", *name.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    importlib.invalidate_caches()
+    return root / "vllm"
 
 
 def _of_vllm() -> list[str]:
@@ -17,26 +48,18 @@ def _of_vllm() -> list[str]:
 
 @contextlib.contextmanager
 def made_up(root: Path) -> Iterator[Callable[[dict[str, str]], Path]]:
-    """What writes a package ``vllm`` below ``root``, from the text of each module by its name below ``vllm``.
+    """:func:`write` below ``root``.
 
     Until the end ``import vllm`` finds that package. Then none of its modules is left: whoever asks for
     ``vllm`` next would get them, from whatever test file it asks. A real one that was imported comes back.
     """
-
-    def write(modules: dict[str, str]) -> Path:
-        for name, text in {**modules, "__init__": ""}.items():
-            file = root.joinpath("vllm", *name.split(".")).with_suffix(".py")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-        importlib.invalidate_caches()
-        return root / "vllm"
 
     before = {name: sys.modules.pop(name) for name in _of_vllm()}
     sys.path.insert(0, str(root))
     hooks._warned.clear()
     hooks._places.clear()
     try:
-        yield write
+        yield partial(write, root)
     finally:
         hooks._places.clear()
         sys.path.remove(str(root))

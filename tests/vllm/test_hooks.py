@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from staleproof.vllm import arguments, hooks
+from staleproof.vllm import hooks
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import Evidence, PatchError, Sources
@@ -59,13 +59,32 @@ def _patch(*targets: Target, name: str = "p") -> Patch:
         name=name,
         incident="i",
         summary="s",
-        versions=(("1.0.0", "1.2.0"),),
+        versions=(("1.0.0", "1.2.0"), ("2.0.0", "2.0.0")),
         targets=targets,
         probe=lambda sources: Evidence(True, "there"),
         mechanism="m",
         threads=(),
         cost="c",
     )
+
+
+def test_a_patch_is_for_its_releases_and_has_the_targets_of_each():
+    patch = _patch(Target("vllm.a", "f", ()), Target("vllm.a", "g", (), versions=("1.1.0", "2.0.0")))
+    assert [patch.applies_to(v) for v in ("0.9.9", "1.2.0", "1.2.1", "2.0.0")] == [False, True, False, True]
+    assert [t.name for t in patch.targets_for("1.0.5")] == ["f"]
+    assert [t.name for t in patch.targets_for("1.1.0")] == ["f", "g"]
+
+
+def _waits_and_fails() -> None:
+    with _patch(Target("vllm.a", "f", ())).applied("1.1.0"):
+        assert [hook.target.name for hook in hooks._watched["vllm.a"]] == ["f"]
+        raise KeyError
+
+
+def test_a_patch_is_reverted_after_an_error():
+    with pytest.raises(KeyError):
+        _waits_and_fails()
+    assert not hooks._watched
 
 
 def _double(**hooks) -> Target:
@@ -248,16 +267,6 @@ def test_a_function_that_is_left_alone_is_named_once(package, caplog):
         patch.apply("1.0.0")
     assert caplog.text.count("p leaves double alone") == 1
     patch.revert()
-
-
-def test_arguments_by_place_and_by_name():
-    assert arguments.argument((1, 2), {"c": 3}, 1, "b") == 2
-    assert arguments.argument((1, 2), {"c": 3}, 2, "c") == 3
-    assert arguments.argument((1,), {}, 2, "c", "default") == "default"
-    args, kwargs = (1, 2), {"c": 3}
-    assert arguments.replaced(args, kwargs, 1, "b", 9) == ((1, 9), {"c": 3})
-    assert arguments.replaced(args, kwargs, 2, "c", 9) == ((1, 2), {"c": 9})
-    assert (args, kwargs) == ((1, 2), {"c": 3})
 
 
 def test_an_exchange_is_made_once_and_undone(package):

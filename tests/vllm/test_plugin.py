@@ -26,30 +26,6 @@ ROOT = Path(__file__).parents[2]
 ALL = Choice(frozenset(vllm_plugin.patches()), frozenset())
 
 
-@pytest.fixture(name="fake")
-def fake_fixture(tmp_path, monkeypatch):
-    """Makes an installed vLLM of a given version, with files that hold nothing."""
-    if importlib.util.find_spec("vllm") is not None:
-        pytest.skip("a vLLM is installed here, and would be found beside the one made up")
-
-    def make(version: str | None, package: bool = True) -> None:
-        if package:
-            (tmp_path / "vllm").mkdir()
-            (tmp_path / "vllm/__init__.py").write_text("")
-        if version is not None:
-            info = tmp_path / f"vllm-{version}.dist-info"
-            info.mkdir()
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-        importlib.invalidate_caches()
-
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delenv(vllm_plugin.VARIABLE, raising=False)
-    hooks._warned.clear()
-    yield make
-    hooks.unwrap(standing.REPORT)
-    assert not hooks._watched
-
-
 def _states(version, sources=None, choice=ALL):
     return {d.patch.name: d.state for d in vllm_plugin.decisions(version, sources, choice)}
 
@@ -145,7 +121,7 @@ def _register(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_no_vllm(fake, caplog):
+def test_no_vllm(installed, caplog):
     assert _register(caplog) == ["staleproof: no vLLM is installed"]
 
 
@@ -159,15 +135,15 @@ def test_no_vllm(fake, caplog):
         ("0.22.1rc1", True, "is a pre-release of 0.22.1 (nearest: 0.22.1, 0.23.0); nothing is patched"),
     ],
 )
-def test_bad_input_is_one_line_and_vllm_starts(fake, caplog, version, package, line):
-    fake(version, package)
+def test_bad_input_is_one_line_and_vllm_starts(installed, caplog, version, package, line):
+    installed(version, {} if package else None)
     lines = _register(caplog)
     assert len(lines) == 1
     assert line in lines[0]
 
 
-def test_a_vllm_without_its_files(fake, caplog):
-    fake("0.18.1")
+def test_a_vllm_without_its_files(installed, caplog):
+    installed("0.18.1", {})
     lines = _register(caplog)
     assert len(lines) == 2
     gone = "mla_padding (vllm/v1/attention/ops/triton_decode_attention.py is not there)"
@@ -178,8 +154,8 @@ def test_a_vllm_without_its_files(fake, caplog):
     assert "will be patched" not in lines[1]
 
 
-def test_an_unknown_patch_name(fake, caplog, monkeypatch):
-    fake("0.18.1")
+def test_an_unknown_patch_name(installed, caplog, monkeypatch):
+    installed("0.18.1", {})
     monkeypatch.setenv(vllm_plugin.VARIABLE, "mla_pading")
     (line,) = _register(caplog)
     assert "STALEPROOF_PATCHES names 'mla_pading', nothing is patched" in line
@@ -337,13 +313,9 @@ def test_nothing_patched_is_not_what_was_required(monkeypatch):
         vllm_plugin.register()
 
 
-def test_loading_imports_nothing_heavy(tmp_path):
+def test_loading_imports_nothing_heavy(installed):
     """In a process of its own, with a vLLM that says so if it is imported."""
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm/__init__.py").write_text("raise SystemExit('vllm was imported')")
-    info = tmp_path / "vllm-0.18.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.18.1\n")
+    folder = installed("0.18.1", {"__init__": "raise SystemExit('vllm was imported')"})
     program = (
         "import sys; from staleproof.vllm.plugin import register; register(); "
         "heavy = 'torch', 'triton', 'vllm', 'numpy', 'rich', 'typer', 'staleproof.ops'; "
@@ -354,7 +326,7 @@ def test_loading_imports_nothing_heavy(tmp_path):
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT / "src")))},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT / "src")))},
     )
     assert done.stdout.strip() == "[]"
 

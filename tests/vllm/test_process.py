@@ -112,15 +112,11 @@ def test_an_unconfigured_process_prints_the_summary(tmp_path):
 def test_the_summary_of_the_real_0_33_0_is_not_lost():
     sys.path.insert(0, str(Path(__file__).parent))
     import environment
+    import warm
 
     with environment.skipped_if_unavailable():
-        variables = environment.variables("0.33.0")
-    done = subprocess.run(
-        [sys.executable, "-c", "from vllm.plugins import load_general_plugins as load; load()"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=variables | {"STALEPROOF_PATCHES": "all"},
-    )
+        variables = environment.variables("0.33.0") | {"STALEPROOF_PATCHES": "all"}
+    program = "from vllm.plugins import load_general_plugins as load; load()"
+    done = warm.run("-c", program, env=variables, timeout=60)
     said = [line for line in done.stderr.splitlines() if "staleproof on vLLM 0.33.0: will be patched" in line]
     assert len(said) == 1, done.stderr[-2000:]

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from made_up import CACHE
 
 from staleproof.cli import app as cli
 from staleproof.report import patches as shown
@@ -30,32 +31,7 @@ def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout):
 """
 
 
-@pytest.fixture(name="fake")
-def fake_fixture(tmp_path, monkeypatch):
-    """Makes an installed vLLM that has FP4 scales and nothing else."""
-    if importlib.util.find_spec("vllm") is not None:
-        pytest.skip("a vLLM is installed here, and would be found beside the one made up")
-
-    def make(version: str) -> None:
-        (tmp_path / "vllm/compilation").mkdir(parents=True)
-        (tmp_path / "vllm/__init__.py").write_text("")
-        (tmp_path / "vllm/_custom_ops.py").write_text(OPS)
-        hashed = "    envs.compile_factors()\n"
-        (tmp_path / "vllm/envs.py").write_text("def compile_factors(): return {}\n")
-        (tmp_path / "vllm/compilation/caching.py").write_text(f"def aot_compile_hash_factors():\n{hashed}")
-        backend = f"class VllmBackend:\n    def __call__(self):\n    {hashed}"
-        (tmp_path / "vllm/compilation/backends.py").write_text(backend)
-        wrapper = "class TorchCompileWithNoGuardsWrapper:\n    def aot_compile(self): pass\n"
-        (tmp_path / "vllm/compilation/wrapper.py").write_text(wrapper)
-        info = tmp_path / f"vllm-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-        importlib.invalidate_caches()
-
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in (vllm_plugin.VARIABLE, vllm_plugin.UNKNOWN, "VLLM_PLUGINS"):
-        monkeypatch.delenv(name, raising=False)
-    return make
+FILES = CACHE | {"_custom_ops": OPS}
 
 
 def _states(capsys) -> dict[str, str]:
@@ -153,8 +129,8 @@ def test_the_release_to_upgrade_to():
     assert status.answer("0.33.0").upgrade == "no later release has fewer of these defects"
 
 
-def test_an_installed_vllm_will_be_patched(fake, capsys):
-    fake("0.22.1")
+def test_an_installed_vllm_will_be_patched(installed, capsys):
+    installed("0.22.1", FILES)
     # The other files of this vLLM are missing: those probes cannot tell.
     assert cli.main(["patches", "--json"]) == 3
     states = _states(capsys)
@@ -163,8 +139,8 @@ def test_an_installed_vllm_will_be_patched(fake, capsys):
 
 
 @pytest.mark.parametrize("plugins", ["", "other", "other,second"])
-def test_a_plugin_that_vllm_does_not_load_patches_nothing(fake, capsys, monkeypatch, plugins):
-    fake("0.22.1")
+def test_a_plugin_that_vllm_does_not_load_patches_nothing(installed, capsys, monkeypatch, plugins):
+    installed("0.22.1", FILES)
     monkeypatch.setenv("VLLM_PLUGINS", plugins)
     assert cli.main(["patches"]) == 3
     text = capsys.readouterr().out
@@ -176,8 +152,8 @@ def test_a_plugin_that_vllm_does_not_load_patches_nothing(fake, capsys, monkeypa
     assert "warning" not in capsys.readouterr().out
 
 
-def test_a_missing_entry_point(fake, capsys, monkeypatch):
-    fake("0.22.1")
+def test_a_missing_entry_point(installed, capsys, monkeypatch):
+    installed("0.22.1", FILES)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **given: ())
     cli.main(["patches"])
     text = capsys.readouterr().out
@@ -185,20 +161,11 @@ def test_a_missing_entry_point(fake, capsys, monkeypatch):
     assert "will be patched" not in text
 
 
-def test_a_missing_triton(fake, capsys, monkeypatch):
-    fake("0.18.1")
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
-    cli.main(["patches"])
-    text = capsys.readouterr().out
-    # The recorded probe says that topk_nan is needed; its kernel cannot run.
-    assert "its kernels need Triton, which is not installed" in text
-    assert "will be patched  scale_padding" in text
-
-
 @pytest.mark.parametrize(("variable", "state"), [(None, "refused"), ("probe", "will be patched")])
-def test_an_unknown_release_is_probed_and_patched_only_if_asked(fake, capsys, monkeypatch, variable, state):
-    fake("0.22.7")
+def test_an_unknown_release_is_probed_and_patched_only_if_asked(
+    installed, capsys, monkeypatch, variable, state
+):
+    installed("0.22.7", FILES)
     if variable:
         monkeypatch.setenv(vllm_plugin.UNKNOWN, variable)
     assert cli.main(["patches", "--json"]) == 3
@@ -214,8 +181,8 @@ def test_an_unknown_release_is_probed_and_patched_only_if_asked(fake, capsys, mo
     )
 
 
-def test_a_posix_locale_reads_every_file(fake, tmp_path):
-    fake("0.22.1")
+def test_a_posix_locale_reads_every_file(installed, tmp_path):
+    installed("0.22.1", FILES)
     (tmp_path / "vllm/_custom_ops.py").write_text("# \N{GREEK SMALL LETTER ALPHA}\n" + OPS, encoding="utf-8")
     path = os.pathsep.join((str(ROOT / "src"), str(tmp_path)))
     done = subprocess.run(

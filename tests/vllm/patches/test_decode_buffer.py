@@ -45,31 +45,3 @@ def test_without_triton_no_patch_with_kernels_is_applied(monkeypatch, tmp_path, 
     )
     with pytest.raises(PatchError, match="need Triton, which is not installed"):
         plugin.patches()[name].check("0.19.0", Sources(tmp_path))
-
-
-def test_without_triton_decode_buffer_goes_with_mla_padding(monkeypatch, tmp_path):
-    """Sources with both defects: with Triton both patches are applied, without it neither."""
-    backends = tmp_path / "v1/attention/backends/mla"
-    backends.mkdir(parents=True)
-    (tmp_path / "v1/attention/ops").mkdir()
-    (tmp_path / "v1/attention/ops/triton_decode_attention.py").write_text(
-        "def _fwd_kernel_stage2(Mid_O, o, lse, B_Seqlen, e_sum): return acc / e_sum"
-    )
-    methods = """
-    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer): pass
-    def _sm100_cutlass_mla_decode(self): self._decode_out
-"""
-    for module, name in (("triton", "Triton"), ("cutlass", "Cutlass"), ("flashinfer", "FlashInfer")):
-        (backends / f"{module}_mla.py").write_text(f"class {name}MLAImpl:{methods}")
-
-    def states() -> dict[str, tuple[str, str]]:
-        found = plugin.decisions("0.19.0", Sources(tmp_path), plugin.chosen("mla_padding,decode_buffer"))
-        return {d.patch.name: (d.state, d.why) for d in found if d.state != "off"}
-
-    assert [state for state, _ in states().values()] == ["will be patched"] * 2
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
-    assert {name: (state, why.rpartition("; ")[2]) for name, (state, why) in states().items()} == {
-        "mla_padding": ("refused", "its kernels need Triton, which is not installed"),
-        "decode_buffer": ("refused", "needs mla_padding, which is refused"),
-    }

@@ -91,21 +91,6 @@ def test_blocks_for_external_tokens_are_recorded_behind_the_prefix_hits(spec, ex
     assert manager.new_block_ids == recorded
 
 
-@pytest.mark.parametrize("zeroing", [False, True])
-def test_the_list_is_drained_where_nobody_else_takes_it(zeroing):
-    taken = []
-    of_type = SimpleNamespace(new_block_ids=[])
-    coordinator = SimpleNamespace(single_type_managers=[of_type])
-    manager = SimpleNamespace(take_new_block_ids=lambda: taken.append("taken"), coordinator=coordinator)
-    scheduler = SimpleNamespace(needs_kv_cache_zeroing=zeroing, kv_cache_manager=manager)
-    for _ in range(2):
-        assert patch._drain("scheduled", (scheduler,), {}) == "scheduled"
-        of_type.new_block_ids.extend([1, 2])
-    # Taken once; from then on the list keeps nothing by itself.
-    assert taken == ([] if zeroing else ["taken"])
-    assert len(of_type.new_block_ids) == (4 if zeroing else 0)
-
-
 @pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("spec", [MLAAttentionSpec(), FullAttentionSpec()])
 def test_blocks_of_mla_groups_are_recorded_if_somebody_takes_them(spec, taken):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 import staleproof.device
 from staleproof.vllm import hooks, standing
 from staleproof.vllm.patches import mla_padding as patch
-from staleproof.vllm.sources import Sources
 
 SEQ_LENS = (7, 0, 3)
 
@@ -87,52 +85,6 @@ def test_turboquant_rows(device):
     assert _nan_rows(out) == [*range(5)]
 
 
-STAGE2 = "def _fwd_kernel_stage2(acc, e_sum):\n    return acc / {}\n"
-TURBOQUANT = "def triton_turboquant_decode_attention(query):\n    _fwd_kernel_stage2[(1,)](query)\n"
-
-
-@pytest.fixture(name="package")
-def package_fixture(tmp_path):
-    """The files that the probes read, as in 0.22.1."""
-    folder = tmp_path / "v1/attention"
-    (folder / "ops").mkdir(parents=True)
-    (folder / "backends/mla").mkdir(parents=True)
-    (folder / "ops/triton_decode_attention.py").write_text(STAGE2.format("e_sum"))
-    (folder / "ops/triton_turboquant_decode.py").write_text(TURBOQUANT)
-    for module, name in (("cutlass", "Cutlass"), ("flashinfer", "FlashInfer")):
-        methods = [f"    def {method}(self): pass" for method in ("forward_mqa", "_sm100_cutlass_mla_decode")]
-        text = "\n".join([f"class {name}MLAImpl:", *methods])
-        (folder / f"backends/mla/{module}_mla.py").write_text(text)
-    return tmp_path
-
-
-def _needed(package) -> list[bool]:
-    sources = Sources(package)
-    return [target.probe(sources).needed for target in patch.TARGETS]
-
-
-def test_each_backend_has_a_probe(package):
-    assert _needed(package) == [True] * 4
-    # The guard of a later release, in the kernel that Triton MLA and TurboQuant share.
-    stage2 = package / "v1/attention/ops/triton_decode_attention.py"
-    stage2.write_text(STAGE2.format("tl.where(e_sum > 0, e_sum, 1)").replace("return", "e_sum > 0; return"))
-    assert _needed(package) == [False, True, True, False]
-    found = patch._probe(Sources(package))
-    assert found.needed
-    assert "cutlass_mla.py" in found.why
-    assert "flashinfer_mla.py" in found.why
-    assert "triton_decode_attention.py" not in found.why
-    for module in ("cutlass", "flashinfer"):
-        file = package / f"v1/attention/backends/mla/{module}_mla.py"
-        file.write_text(file.read_text().replace("(self): pass", "(self, o, seq_lens): o[seq_lens == 0] = 0"))
-    assert not patch._probe(Sources(package)).needed
-
-
-def test_a_release_without_turboquant(package):
-    (package / "v1/attention/ops/triton_turboquant_decode.py").unlink()
-    assert _needed(package) == [True, True, True, False]
-
-
 PLACE = "vllm.v1.attention.ops.triton_decode_attention:_fwd_kernel_stage2"
 KERNEL = """
 import triton
@@ -154,24 +106,14 @@ def _fwd_kernel_stage2(Mid_O, o, lse, B_Seqlen, D: tl.constexpr):
 
 
 @pytest.fixture(name="vllm")
-def vllm_fixture(tmp_path, monkeypatch):
+def vllm_fixture(made_up):
     """A vLLM of a Triton kernel, and of TurboQuant, which imports it by its name."""
     staleproof.device.load_triton()
-    folder = tmp_path / "vllm/v1/attention/ops"
-    folder.mkdir(parents=True)
-    for package in (tmp_path / "vllm", *(tmp_path / "vllm").rglob("*/")):
-        (package / "__init__.py").write_text("")
-    (folder / "triton_decode_attention.py").write_text(KERNEL)
     text = "from vllm.v1.attention.ops.triton_decode_attention import _fwd_kernel_stage2\n"
-    (folder / "triton_turboquant_decode.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    hooks._places.clear()
-    yield lambda name: importlib.import_module(f"vllm.v1.attention.ops.{name}")
+    ops = "v1.attention.ops"
+    made_up({f"{ops}.triton_decode_attention": KERNEL, f"{ops}.triton_turboquant_decode": text})
+    yield lambda name: importlib.import_module(f"vllm.{ops}.{name}")
     assert not hooks._watched
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
 
 
 def _stage2(module, device):

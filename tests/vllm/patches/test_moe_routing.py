@@ -11,7 +11,6 @@ from staleproof.ops import topk
 from staleproof.vllm import routing_calls as calls
 from staleproof.vllm import simulated_routing as simulated
 from staleproof.vllm.patches import moe_routing as patch
-from staleproof.vllm.sources import NotShippedError, Sources
 
 
 def _draws(distribution: str, tokens: int, experts: int, top_k: int, **params) -> torch.Tensor:
@@ -75,31 +74,6 @@ def test_hash_selection_cleans_logits_and_both_biases():
     assert args[6] is None
     assert args[10][0] == 0
     assert not kwargs
-
-
-CLAMPED = "val = isnan(val) ? 0 : val;\n"
-BIASED = "val = val + row_bias[expert];\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "needed", "why"),
-    [
-        (BIASED, True, "compares NaN scores as they are"),
-        (CLAMPED + BIASED, True, "topk_softplus_sqrt_kernels.cu:2 adds the bias behind the clamp"),
-        (CLAMPED + "isnan(row_bias[expert]);\n" + BIASED, False, "makes NaN scores and a NaN bias 0"),
-    ],
-)
-def test_hash_probe(tmp_path, text, needed, why):
-    (tmp_path / "_custom_ops.py").write_text("def topk_hash_softplus_sqrt(x): pass")
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc/topk_softplus_sqrt_kernels.cu").write_text(text)
-    found = patch._hash_nan(Sources(tmp_path, tmp_path / "csrc"))
-    assert found.needed is needed
-    assert why in found.why
-    with pytest.raises(NotShippedError):
-        patch._hash_nan(Sources(tmp_path))
-    (tmp_path / "_custom_ops.py").write_text("")
-    assert not patch._hash_nan(Sources(tmp_path)).needed
 
 
 def _vllms_choice(scores: torch.Tensor, bias: torch.Tensor, top_k: int) -> list[list[int]]:

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from staleproof.ops.reference.nvfp4 import padding_offsets, scale_shape
 from staleproof.vllm.patches import scale_padding as patch
-from staleproof.vllm.sources import Sources
 
 DIRTY = 0x7F
 
@@ -112,31 +111,3 @@ def test_other_results_pass():
     # A plain activation of bytes has a ``data`` as well.
     plain = torch.ones(3, 4, dtype=torch.uint8)
     assert patch._clear_padding(plain, (), {}) is plain
-
-
-ALLOCATOR = """
-def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout):
-    if is_sf_swizzled_layout:
-        return torch.{0}((128, 4))
-    else:
-        return torch.empty((m, n))
-"""
-OLD = (
-    "def scaled_fp4_quant(input):\n    output = torch.empty(1)\n    output_scale = torch.empty(\n        2)\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "needed", "why"),
-    [
-        (ALLOCATOR.format("empty"), True, "_custom_ops.py:4 allocates empty scales, of which silu_mul"),
-        (ALLOCATOR.format("zeros"), False, "_custom_ops.py:4 allocates zeros"),
-        (OLD, True, "_custom_ops.py:3 allocates empty scales"),
-        ("x = 1", False, "_custom_ops.py has no create_fp4_scale_tensor"),
-    ],
-)
-def test_probe(tmp_path, text, needed, why):
-    (tmp_path / "_custom_ops.py").write_text(text)
-    found = patch._probe(Sources(tmp_path))
-    assert found.needed is needed
-    assert found.why.startswith(why)
