@@ -1,4 +1,4 @@
-"""On a GPU: vLLM's own worker of ``SimpleCPUOffloadConnector`` beside a late model; and what fingerprints cost.
+"""On a GPU: vLLM's own ``SimpleCPUOffloadWorker`` beside a late model, and what fingerprints cost.
 
 The race is vLLM #45704 (to the host) and #47282 (back).
 The worker's files are executed as they are, with stand-ins for the rest of vLLM. A kernel that waits stands
