@@ -6,6 +6,7 @@ told what vLLM's block pool publishes, and looks after each ``schedule`` at what
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from staleproof.evidence.published import PublishedBlocks, UnwrittenHit
@@ -15,6 +16,28 @@ from staleproof.vllm.hooks import Target, logger
 
 POOL, SCHEDULER = "vllm.v1.core.block_pool", "vllm.v1.core.sched.scheduler"
 FULL = ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size")
+
+
+def unknown(scheduler: Any) -> str | None:
+    """Why a scheduler is left alone, by the patch and by the watch, or ``None`` if it is of a kind we know.
+
+    >>> class Theirs:
+    ...     __module__ = "another.package"
+    >>> unknown(Theirs())
+    "the scheduler is another.package.Theirs, not vLLM's own"
+    """
+    kind = type(scheduler)
+    if not kind.__module__.startswith("vllm.v1.core.sched."):
+        return f"the scheduler is {kind.__module__}.{kind.__qualname__}, not vLLM's own"
+    if len(scheduler.kv_cache_manager.block_pool.blocks) < 2:
+        return "the pool has no block besides the null block"
+    return None
+
+
+def unknown_hash(blocks: Iterable[Any]) -> str | None:
+    """Why blocks of a pool are left alone: vLLM's hashes are bytes, whatever function made them."""
+    others = {type(b.block_hash).__name__ for b in blocks if not isinstance(b.block_hash, bytes | None)}
+    return f"hashes of blocks are {', '.join(sorted(others))}, not bytes" if others else None
 
 
 class Published:
@@ -28,12 +51,22 @@ class Published:
     def __init__(self) -> None:
         self.blocks = PublishedBlocks()
         self.first: UnwrittenHit | None = None
+        # The scheduler that was looked at, and whether anything is unknown: then nothing is watched.
+        self._scheduler: Any = None
+        self._left_alone = False
+
+    def _leave(self, why: str | None) -> bool:
+        if why is not None and not self._left_alone:
+            self._left_alone = True
+            logger.warning("staleproof: watch stage published: %s; it is left alone", why)
+        return self._left_alone
 
     def publish(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``BlockPool.cache_full_blocks``."""
         request, blocks, first, last, size = (argument(args, kwargs, i, FULL[i]) for i in range(1, 6))
         name, computed = request.request_id, request.num_computed_tokens
-        for end, block in enumerate(blocks[first:last], first + 1):
+        new = blocks[first:last]
+        for end, block in enumerate(() if self._leave(unknown_hash(new)) else new, first + 1):
             if block.block_hash is not None and not block.is_null:
                 self.blocks.publish(block.block_id, block.block_hash, name, end * size, computed)
         return result
@@ -41,6 +74,11 @@ class Published:
     def scheduled(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``Scheduler.schedule``."""
         engine = args[0]
+        if self._scheduler is not engine:
+            self._scheduler = engine
+            self._leave(unknown(engine))
+        if self._left_alone:
+            return result
         requests = engine.requests
         owners = self.blocks.owners
         if owners:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from staleproof.incidents.published_unwritten import real
+from staleproof.incidents.published_unwritten.broken import NONE, RESTART
 from staleproof.incidents.published_unwritten.cases import SERVER, Server, sizes
 from staleproof.incidents.published_unwritten.scene import WRITTEN, Arrival, burst, one_victim, serve
 from staleproof.vllm import hooks, standing, watch_published
@@ -84,14 +86,76 @@ def test_the_watch_names_both_requests_and_counts_as_the_truth_does(asynchronous
     }
 
 
-def test_beside_a_connector_the_patch_steps_back_in_one_line(caplog):
+class Theirs:
+    """A scheduler of another package."""
+
+    connector = None
+
+
+def pool_of_one() -> Any:
+    with loaded(NEWEST):
+        return real.Real(1).scheduler
+
+
+def left_alone(scheduler: Any, request: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Patch and watch do nothing, twice, and say why once each."""
+    watch = watch_published.Published()
     try:
         for _ in range(2):
-            published_unwritten._take_back((SimpleNamespace(connector=object()), None), {})
+            published_unwritten._take_back((scheduler, request), {})
+            blocks = [] if request is None else request.blocks
+            watch.publish(None, (None, request or SimpleNamespace(request_id="", num_computed_tokens=0)), {
+                "blocks": blocks, "num_cached_blocks": 0, "num_full_blocks": len(blocks), "block_size": 16,
+            })  # fmt: skip
+            assert watch.scheduled("its output", (scheduler,), {}) == "its output"
         assert [*standing.stepped_back] == ["unpublish"]
     finally:
         standing.forget("unpublish")
-    (line,) = [record.getMessage() for record in caplog.records]
+    assert not watch.blocks.owners
+    patch, stage = sorted(record.getMessage() for record in caplog.records if "staleproof" in record.msg)
+    assert f"unpublish: {why}, vLLM's own code runs" in patch
+    assert f"watch stage published: {why}; it is left alone" in stage
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Theirs, "the scheduler is test_real.Theirs, not vLLM's own"),
+        (pool_of_one, "the pool has no block besides the null block"),
+    ],
+)
+def test_an_unknown_scheduler_and_an_empty_pool_are_left_alone_in_one_line(make, why, caplog):
+    left_alone(make(), None, why.replace("test_real", Theirs.__module__), caplog)
+
+
+def test_an_unknown_hash_function_is_left_alone_in_one_line(caplog):
+    with loaded(NEWEST):
+        engine = real.Real(24)
+        engine.add(Arrival("one", [*range(100)], 2))
+        engine.step()
+        scheduler = engine.scheduler
+    request = scheduler.requests["one"]
+    (of_type,) = scheduler.kv_cache_manager.coordinator.single_type_managers
+    request.blocks, request.num_computed_tokens = of_type.req_to_blocks["one"], 0
+    hashed = [block for block in request.blocks if block.block_hash is not None]
+    for block in hashed:
+        block._block_hash = 0.5
+    left_alone(scheduler, request, "hashes of blocks are float, not bytes", caplog)
+    assert all(block.block_hash == 0.5 for block in hashed)
+
+
+def test_beside_a_connector_the_patch_steps_back_in_one_line_and_the_watch_goes_on(caplog):
+    """vLLM's own scheduler preempts beside a connector: the fault is as it was."""
+    try:
+        with loaded(NEWEST, patched=True), watching() as watch:
+            store = real.Store(0)
+            reads = serve(real.Real(24, store=store), one_victim()).reads
+            assert [*standing.stepped_back] == ["unpublish"]
+    finally:
+        standing.forget("unpublish")
+    assert len(reads) == 32
+    assert watch.blocks.hits == 2
+    (line,) = [r.getMessage() for r in caplog.records if "unpublish" in r.getMessage()]
     assert "a KV connector is configured, vLLM's own code runs" in line
 
 
@@ -123,14 +187,14 @@ class Manager(RuleBasedStateMachine):
     @initialize(
         chunk=st.sampled_from([32, 48, 64]),
         chunks=st.integers(3, 4),
-        more=st.integers(3, 4),
         lead=st.integers(1, 2),
         tokens=st.sampled_from(EDGES),
         asynchronous=st.booleans(),
     )
-    def start(self, chunk: int, chunks: int, more: int, lead: int, tokens: int, asynchronous: bool) -> None:
-        """A pool for so many chunks, a few blocks more, and the null block; a chat that ends a block soon."""
-        blocks = chunk * chunks // real.BLOCK + more + 1
+    def start(self, chunk: int, chunks: int, lead: int, tokens: int, asynchronous: bool) -> None:
+        """A pool for so many chunks, the null block, and one block each for the small request and the chat's
+        blocks: exactly full when the chat needs its next one."""
+        blocks = chunk * chunks // real.BLOCK + -(-tokens // real.BLOCK) + 2
         self.engine = real.Real(blocks, threshold=chunk, budget=256, asynchronous=asynchronous)
         self.add("small", 0, 9, 30, 0)
         self.add("victim", 1, chunk * chunks + 8, 2, 10)
@@ -165,11 +229,9 @@ class Manager(RuleBasedStateMachine):
     @rule(last=st.booleans())
     def abort(self, last: bool) -> None:
         names = sorted(self.engine.running())
-        if names:
-            from importlib import import_module
-
-            status = import_module("vllm.v1.request").RequestStatus.FINISHED_ABORTED
-            self.engine.scheduler.finish_requests(names[-1 if last else 0], status)
+        # An empty server shows nothing.
+        if len(names) > 3:
+            self.engine.abort(names[-1 if last else 0])
 
     @invariant()
     def every_slot_below_a_hit_holds_its_prefix(self) -> None:
@@ -184,8 +246,28 @@ class Manager(RuleBasedStateMachine):
             self.every_slot_below_a_hit_holds_its_prefix()
 
 
+class Loads(Manager):
+    """The same, first come, first served, beside a connector whose loads fail until they do not.
+
+    Prompts are longer than a chunk. The policy is vLLM's ``recompute``.
+    """
+
+    remedy = NONE
+
+    @initialize(chunk=st.sampled_from([0, 32, 64]), tokens=st.sampled_from([48, 64, 96]))
+    def start(self, chunk: int, tokens: int) -> None:
+        store = self.store = real.Store(tokens)
+        self.engine = real.Real(40, self.remedy, policy="fcfs", threshold=chunk, budget=96, store=store)
+        self.add("small", 0, 9, 30, 0)
+        self.add("document", 1, 150, 2, 0)
+
+    @rule(broken=st.booleans())
+    def loads(self, broken: bool) -> None:
+        self.store.broken = broken
+
+
 FEW = settings(
-    max_examples=40,
+    max_examples=30,
     stateful_step_count=8,
     deadline=None,
     derandomize=True,
@@ -195,10 +277,16 @@ FEW = settings(
 )
 
 
-def test_a_search_finds_the_fault_by_itself():
+def machine(base: type[Manager], **fields: object) -> type[Manager]:
+    return type(base.__name__, (base,), fields)
+
+
+@pytest.mark.parametrize("base", [Manager, Loads])
+def test_a_search_finds_the_fault_by_itself(base):
     with pytest.raises(AssertionError, match="Read"):
-        run_state_machine_as_test(Manager, settings=FEW)
+        run_state_machine_as_test(base, settings=FEW)
 
 
-def test_a_search_finds_nothing_with_the_patch():
-    run_state_machine_as_test(type("Patched", (Manager,), {"patched": True}), settings=FEW)
+@pytest.mark.parametrize("fixed", [machine(Manager, patched=True), machine(Loads, remedy=RESTART)])
+def test_a_search_finds_nothing_with_the_remedy(fixed):
+    run_state_machine_as_test(fixed, settings=FEW)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from staleproof.incidents.published_unwritten.broken import REMEDIES
-from staleproof.incidents.published_unwritten.cases import ALL, WITHOUT, Ingredients
+from staleproof.incidents.published_unwritten.cases import AFTER, ALL, TABLE, WITHOUT
 from staleproof.incidents.published_unwritten.scene import (
     FOREIGN,
     NOBODY,
@@ -21,7 +21,7 @@ from staleproof.incidents.published_unwritten.scene import (
 
 
 def test_the_victim_and_a_stranger_read_the_first_tenants_bytes():
-    engine = Ingredients().run()
+    engine = Miniature().run()
     reads = engine.memory.reads
     assert {(read.reader, read.whose) for read in reads} == {("victim", "tenant"), ("stranger", "tenant")}
     # One block of four slots, behind the 16 tokens that were computed.
@@ -80,8 +80,8 @@ def test_a_token_that_the_host_learns_later_is_written_all_the_same(reused):
     ("arguments", "message"),
     [
         ({"blocks": 0}, "blocks: expected a pool of at least one block, got 0"),
-        ({"blocks": 1, "policy": "lifo"}, "policy: expected priority or fcfs, got lifo"),
-        ({"blocks": 1, "publish": "never"}, "publish: expected plan or write, got never"),
+        ({"policy": "lifo"}, "policy: expected priority or fcfs, got lifo"),
+        ({"publish": "never"}, "publish: expected plan or write, got never"),
     ],
 )
 def test_what_the_miniature_refuses(arguments, message):
@@ -101,8 +101,6 @@ def test_loads_are_the_same_each_time():
 
 
 def test_every_remedy_and_ingredient_has_a_verdict():
-    from staleproof.incidents.published_unwritten.cases import AFTER, TABLE
-
     expected = {(c.key.question, c.key.variant): c.expect for c in TABLE.cases}
     assert {name for question, name in expected if question == "remedy"} == {*REMEDIES} == {*AFTER}
     assert {name for question, name in expected if question == "ablation"} == {ALL, *WITHOUT}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -14,8 +15,8 @@ from staleproof.cases.case import Case, Fix, MissingError, Reading, Scene, ablat
 from staleproof.cases.finding import OFF_ON_OFF, Evidence, Grade, Key
 from staleproof.cases.run import Table
 from staleproof.cases.words import NOT_FIXED
-from staleproof.incidents.published_unwritten import real, whole
-from staleproof.incidents.published_unwritten.broken import REMEDIES, Remedy, Unpublish
+from staleproof.incidents.published_unwritten import offload, real, whole
+from staleproof.incidents.published_unwritten.broken import NONE, REMEDIES, RESTART, Remedy
 from staleproof.incidents.published_unwritten.scene import (
     FOREIGN,
     UNWRITTEN,
@@ -26,7 +27,6 @@ from staleproof.incidents.published_unwritten.scene import (
     burst,
     one_victim,
     serve,
-    tenants,
 )
 from staleproof.vllm import hooks, standing, watch_published
 from staleproof.vllm.plugin import patches
@@ -44,9 +44,8 @@ def judged(memories: Iterable[Memory], **numbers: Any) -> Reading:
     """The worst verdict of some runs, with what was read and hit."""
     runs = [*memories]
     verdicts = [run.verdict for run in runs]
-    worst = next(word for word in (FOREIGN, UNWRITTEN, WRITTEN) if word in verdicts)
     return reading(
-        worst,
+        next(word for word in (FOREIGN, UNWRITTEN, WRITTEN) if word in verdicts),
         runs=len(runs),
         bad_runs=sum(bool(run.reads) for run in runs),
         unwritten_tokens=len({(at, r.reader, r.position) for at, run in enumerate(runs) for r in run.reads}),
@@ -59,64 +58,26 @@ def judged(memories: Iterable[Memory], **numbers: Any) -> Reading:
 # --- The miniature.
 
 
-@dataclass(frozen=True)
-class Ingredients:
-    """What the fault needs.
-
-    Attributes:
-        caching: prefix caching.
-        publish: when hashes are published.
-        policy: ``priority`` can take a request out of the plan that it is in.
-        threshold: most tokens of a request in a step; 8 are two blocks.
-        blocks: of the pool.
-        late: requests that come after the preemption.
-        remedy: what is done about it.
-    """
-
-    caching: bool = True
-    publish: str = "plan"
-    policy: str = "priority"
-    threshold: int = 8
-    blocks: int = 7
-    late: tuple[Arrival, ...] = ()
-    remedy: type[Remedy] = Remedy
-
-    def run(self) -> Miniature:
-        """The miniature after its load."""
-        engine = Miniature(
-            self.blocks,
-            policy=self.policy,
-            threshold=self.threshold,
-            caching=self.caching,
-            publish=self.publish,
-            remedy=self.remedy(),
-        )
-        serve(engine, tenants(late=self.late))
-        return engine
-
-
-def small(parts: Ingredients, device: str) -> Reading:
+def small(parts: Miniature, device: str) -> Reading:
     """The miniature with these ingredients."""
     return judged([parts.run().memory])
 
 
-def _small_wrong(parts: Ingredients, device: str) -> str | None:
-    """Compare with a scheduler that publishes after the write: the same plan, and every hit that it has."""
-    ours, reference = parts.run().memory, replace(parts, remedy=Remedy, publish="write").run().memory
-    if ours.plan != reference.plan:
-        return "the plan is not that of a scheduler that publishes what was written"
-    return None
+def _small_wrong(parts: Miniature, device: str) -> str | None:
+    """Compare with a scheduler that publishes after the write: the same plan."""
+    reference = replace(parts, remedy=NONE, publish="write")
+    same = parts.run().memory.plan == reference.run().memory.plan
+    return None if same else "the plan is not that of a scheduler that publishes what was written"
 
 
-# Comes while the victim waits, and takes the blocks that were withdrawn.
-LATE = Arrival("late", [7] * 17, 2, at=5)
 WITHOUT: dict[str, dict[str, Any]] = {
     "no prefix caching": {"caching": False},
     "published when written": {"publish": "write"},
     "never taken out of its plan (FCFS)": {"policy": "fcfs"},
     "one block a chunk": {"threshold": 4},
     "one block more in the pool": {"blocks": 8},
-    "withdrawn blocks are used first": {"late": (LATE,)},
+    # Comes while the victim waits, and takes the blocks that were withdrawn.
+    "withdrawn blocks are used first": {"late": (Arrival("late", [7] * 17, 2, at=5),)},
 }
 AFTER = {
     "none": FOREIGN,
@@ -137,14 +98,14 @@ class Server:
     Attributes:
         release: of vLLM.
         patched: with the patch ``unpublish`` of the plugin.
-        remedy: another remedy, by name.
-        options: of :func:`.real.scheduler`.
+        remedy: another remedy.
+        options: of :class:`.real.Real`.
     """
 
     release: str
     patched: bool = False
-    remedy: str = ""
-    options: tuple[tuple[str, Any], ...] = field(default=())
+    remedy: Remedy = NONE
+    options: tuple[tuple[str, Any], ...] = ()
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
@@ -160,8 +121,7 @@ class Server:
 
     def serve(self, blocks: int, load: Sequence[Arrival], **options: Any) -> real.Real:
         """The scheduler after a load."""
-        remedy = REMEDIES[self.remedy]() if self.remedy else None
-        engine = real.Real(blocks, remedy, **{**options, **dict(self.options)})
+        engine = real.Real(blocks, self.remedy, **{**options, **dict(self.options)})
         serve(engine, load)
         return engine
 
@@ -170,10 +130,6 @@ def _missing(server: Server, device: str) -> str | None:
     if real.package(server.release) is None:
         return f"the source of vLLM {server.release} is neither installed nor in the cache of tests/vllm"
     return None
-
-
-def _scheduler(server: Server) -> Evidence:
-    return Evidence(Grade.REAL, f"vLLM {server.release} Scheduler")
 
 
 @cache
@@ -194,61 +150,106 @@ def _sizes_wrong(server: Server, device: str) -> str | None:
     return f"{other} plans without a fault are other plans with the patch" if other else None
 
 
+def _us(engine: real.Real) -> float:
+    return 1e6 * engine.host_s / engine.steps
+
+
 def bursts(server: Server, device: str) -> Reading:
     """A burst of chats over a document in prefill, 24 rounds; then the document again."""
     with server.loaded():
         engines = [server.serve(*burst(seed), **SERVER) for seed in ROUNDS]
-    taken = sum(engine.host_s for engine in engines) / sum(engine.steps for engine in engines)
+    took = round(statistics.median(map(_us, engines)), 1)
     preempted = sum(engine.preempted for engine in engines)
-    return judged(
-        [engine.memory for engine in engines], preempted=preempted, host_us_a_step=round(1e6 * taken, 1)
-    )
+    return judged([engine.memory for engine in engines], preempted=preempted, host_us_a_step=took)
 
 
 def watched(server: Server, device: str) -> Reading:
-    """The watch beside the truth, block by block, over the same rounds."""
+    """The watch beside the truth, block by block, over the same rounds; and what it takes of a step."""
     seen = truth = rounds = 0
+    took: list[float] = []
     hooks.logger.disabled, before = True, hooks.logger.disabled
     try:
         with server.loaded():
             for seed in ROUNDS:
+                plain = server.serve(*burst(seed), **SERVER)
                 watch = watch_published.Published()
                 hooks.wrap("watch", *watch.targets())
-                reads = server.serve(*burst(seed), **SERVER).memory.reads
+                engine = server.serve(*burst(seed), **SERVER)
                 hooks.unwrap("watch")
-                blocks = {(read.step, read.reader, read.block) for read in reads}
+                took.append(_us(engine) - _us(plain))
+                blocks = {(read.step, read.reader, read.block) for read in engine.memory.reads}
                 seen, truth = seen + watch.blocks.hits, truth + len(blocks)
                 rounds += watch.blocks.hits == len(blocks)
     finally:
         hooks.logger.disabled = before
         hooks.unwrap("watch")
         standing.forget("watch")
-    same = rounds == len(ROUNDS)
-    return reading("the same" if same else "differ", hits_seen=seen, hits=truth, rounds_alike=rounds)
+    same = "the same" if rounds == len(ROUNDS) else "differ"
+    more = round(statistics.median(took), 1)
+    return reading(same, hits_seen=seen, hits=truth, rounds_alike=rounds, host_us_a_step_more=more)
 
 
-CHOICES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (word, {"remedy": name}) for name, word in AFTER.items()},
-    "FCFS": (WRITTEN, {"options": (("policy", "fcfs"),)}),
-    "no chunks (threshold 0)": (WRITTEN, {"options": (("threshold", 0),)}),
-}
+def failed_load(server: Server, device: str) -> Reading:
+    """A load from a connector fails, policy ``recompute``; then its client goes, and another comes."""
+    prompt = [100 + i for i in range(300)]
+    with server.loaded():
+        engine = real.Real(64, server.remedy, store=real.Store(256), policy="fcfs")
+        engine.add(Arrival("first", prompt, 4))
+        engine.step()
+        engine.abort("first")
+        return judged([serve(engine, [Arrival("stranger", [*prompt, 9], 2)])])
+
+
 CONTROLS = {
     "AsyncScheduler": (UNWRITTEN, (("asynchronous", True),)),
     "FCFS": (WRITTEN, (("policy", "fcfs"),)),
     "no chunks (threshold 0)": (WRITTEN, (("threshold", 0),)),
 }
+PLAIN = {f"vLLM {release}": Server(release) for release in RELEASES}
+BURSTS = {
+    **{name: Server(NEWEST, remedy=remedy) for name, remedy in REMEDIES.items() if name != "none"},
+    **{name: Server(NEWEST, options=CONTROLS[name][1]) for name in ("FCFS", "no chunks (threshold 0)")},
+    **PLAIN,
+    **{f"vLLM {release}, patched": Server(release, patched=True) for release in RELEASES},
+}
+_scheduler: dict[str, Any] = {
+    "needs": _missing,
+    "evidence": lambda server: Evidence(Grade.REAL, f"vLLM {server.release} Scheduler"),
+}
 
-# --- A whole vLLM.
+# --- The offload worker, and a whole vLLM.
+
+
+def _no_gpu(server: Server, device: str) -> str | None:
+    return "needs a CUDA GPU" if device != "cuda" else _missing(server, device)
+
+
+def offloaded(server: Server, device: str, kind: str) -> Reading:
+    """A copy to the host or back, while the step before it is late."""
+    folder = real.package(server.release)
+    assert folder is not None
+    word, numbers = offload.race(folder, kind)
+    if not numbers["late"]:
+        raise MissingError("the step was over before the copy began")
+    return reading(word, fingerprint=numbers["fingerprint"])
+
+
+def priced(blocks: int, device: str) -> Reading:
+    """What fingerprints of a step's blocks cost, in a cache of a model's size."""
+    numbers = offload.price(blocks)
+    return reading("the same" if numbers.pop("alike") else "differ", **numbers)
+
 
 SEEDS = [*range(60)]
+WHOLE = ("0.22.1", "0.26.0")
 
 
-def _whole(policy: str, device: str) -> dict[str, Any]:
-    ended = children.call(whole.ask, policy, SEEDS, timeout_s=280)
-    return dict(ended.told[-1]) if ended.told else {"failed": ended.last_line}
+def _whole(device: str) -> dict[str, Any]:
+    ended = children.call(whole.ask, SEEDS, timeout_s=280)
+    return dict(ended.told[-1] if ended.told else {}) | {"failed": ended.last_line}
 
 
-PRIORITY, FCFS = (Scene(f"a whole vLLM, {p}", partial(_whole, p)) for p in ("priority", "fcfs"))
+ENGINE = Scene("a whole vLLM", _whole)
 
 
 def foreseen(release: str) -> list[str] | None:
@@ -264,40 +265,59 @@ def foreseen(release: str) -> list[str] | None:
     return [str(seed) for seed, run in runs.items() if "stranger" in {read.reader for read in run.reads}]
 
 
-def _no_engine(subject: Any, device: str) -> str | None:
+def _no_engine(asked: tuple[str, ...], device: str) -> str | None:
     if device != "cuda":
         return "needs a CUDA GPU"
-    return None if devices.version_of("vllm") else "no vLLM is installed"
+    return None if devices.version_of("vllm") == asked[0] else f"vLLM {asked[0]} is not installed"
 
 
-def _engine(subject: Any) -> Evidence:
-    return Evidence(Grade.REAL, f"vLLM {devices.version_of('vllm') or ''}, whole")
+def _part(asked: tuple[str, ...], told: dict[str, Any]) -> dict[str, Any]:
+    part: dict[str, Any] | None = told.get(", ".join(asked[1:]))
+    if part is None:
+        raise MissingError(f"the engine ended before: {told['failed']}")
+    return part
 
 
-def answers(asked: tuple[str, str], device: str, told: dict[str, Any]) -> Reading:
+def answers(asked: tuple[str, str, str], device: str, told: dict[str, Any]) -> Reading:
     """Rounds in which the victim or the stranger answers NaN, or the first tenant's token."""
-    state, kind = asked
-    if f"{state}, {kind}" not in told:
-        raise MissingError(f"the engine ended before: {told.get('failed', 'out of time')}")
-    part = told[f"{state}, {kind}"]
+    part, kind = _part(asked, told), asked[2]
     bad = {who: [s for s, row in part["rounds"].items() if row[who][kind]] for who in ("victim", "stranger")}
     shown = "NaN" if kind == "nan" else "another tenant's"
-    word = shown if bad["victim"] or bad["stranger"] else "its own"
-    step = round(part["us_a_step"], 1)
-    rounds, victim, stranger = len(part["rounds"]), bad["victim"], bad["stranger"]
-    return reading(word, rounds=rounds, victim_in=victim, stranger_in=stranger, us_a_step=step)
+    return reading(
+        shown if any(bad.values()) else "its own",
+        rounds=len(part["rounds"]),
+        victim_in=bad["victim"],
+        stranger_in=bad["stranger"],
+        us_a_step=round(part["us_a_step"], 1),
+    )
 
 
-def _answers_wrong(asked: tuple[str, str], device: str, told: dict[str, Any]) -> str | None:
+def _answers_wrong(asked: tuple[str, str, str], device: str, told: dict[str, Any]) -> str | None:
     """With the patch: it is in place to the end, and every answer has its full length."""
-    rounds = told[f"on, {asked[1]}"]["rounds"].values()
-    whole_ones = all(row["victim"]["of"] == 16 and row["stranger"]["of"] == 8 for row in rounds)
-    if told["on, stepped back"] or not whole_ones:
-        return f"stepped back: {told['on, stepped back']}; all answers whole: {whole_ones}"
+    part = _part(asked, told)
+    whole_ones = all(
+        (row["victim"]["of"], row["stranger"]["of"]) == (16, 8) for row in part["rounds"].values()
+    )
+    if part["stepped_back"] or not whole_ones:
+        return f"stepped back: {part['stepped_back']}; all answers whole: {whole_ones}"
     return None
 
 
-def same_step(subject: Any, device: str, told: dict[str, Any]) -> Reading:
+def detected(asked: tuple[str, str, str], device: str, told: dict[str, Any]) -> Reading:
+    """Watch and fingerprints beside the answers, round by round."""
+    part = _part(asked, told)
+    rows = part["rounds"].values()
+    alike = sum(bool(row["victim"]["nan"]) == bool(row["hits"]) == bool(row["other"]) for row in rows)
+    return reading(
+        "the same" if alike == len(rows) else "differ",
+        rounds_alike=alike,
+        hits=sum(row["hits"] for row in rows),
+        blocks_with_other_bytes=sum(row["other"] for row in rows),
+        fingerprint_host_us_a_step=round(part["prints_us_a_step"], 1),
+    )
+
+
+def same_step(asked: tuple[str, ...], device: str, told: dict[str, Any]) -> Reading:
     """Two requests of one prompt in one step, the second of which hits what the step itself writes."""
     rows = told.get("same step", ())
     if not rows or not all(row["hit_tokens"] for row in rows):
@@ -306,58 +326,44 @@ def same_step(subject: Any, device: str, told: dict[str, Any]) -> Reading:
     return reading(word, rounds=len(rows), hit_tokens=[row["hit_tokens"] for row in rows])
 
 
-def _whole_cases() -> Iterator[Case]:
-    shared: dict[str, Any] = {"needs": _no_engine, "evidence": _engine}
-    words = "answers to a hit"
+def _whole_cases(release: str) -> Iterator[Case]:
+    shared: dict[str, Any] = {
+        "needs": _no_engine,
+        "evidence": Evidence(Grade.REAL, f"vLLM {release}, whole"),
+        "scene": ENGINE,
+    }
+    name, words = f"vLLM {release}", "answers to a hit"
     for kind in ("nan", "secret"):
-        yield Fix(
-            *(Key("", OFF_ON_OFF, f"unpublish, whole vLLM, {kind}"), words, answers, ("on", kind)),
-            off=("off", kind),
-            again=("again", kind),
-            wrong=_answers_wrong,
-            scene=PRIORITY,
-            **shared,
-        )
-        yield from each(
-            f"FCFS, {kind}",
-            words,
-            {"whole vLLM": ("off", kind)},
-            answers,
-            expect="its own",
-            scene=FCFS,
-            **shared,
-        )
-    yield from each("same step", words, ["whole vLLM"], same_step, expect="its own", scene=PRIORITY, **shared)
+        on, off, again = ((release, state, kind) for state in ("on", "off", "again"))
+        key = Key("", OFF_ON_OFF, f"unpublish, whole {name}, {kind}")
+        yield Fix(key, words, answers, on, off=off, again=again, wrong=_answers_wrong, **shared)
+        fcfs = {name: (release, "FCFS", kind)}
+        yield from each(f"whole vLLM, FCFS, {kind}", words, fcfs, answers, expect="its own", **shared)
+    one = {name: (release, "watched", "nan")}
+    yield from each("whole vLLM, same step", words, one, same_step, expect="its own", **shared)
+    yield from each(
+        "whole vLLM, detectors beside the answers", "same", one, detected, expect="the same", **shared
+    )
+
+
+def _small_fix(name: str, **fields: Any) -> Fix:
+    on = Miniature(remedy=REMEDIES[name])
+    return fix(name, "hits", off=Miniature(), on=on, ask=small, wrong=_small_wrong, **fields)
 
 
 TABLE = Table(
     "published_unwritten",
     ablation(
-        Ingredients(),
+        Miniature(),
         "hits",
         without=WITHOUT,
         ask=small,
         expect={ALL: FOREIGN, **dict.fromkeys(WITHOUT, WRITTEN)},
         whole=ALL,
     ),
-    each("remedy", "hits", {n: Ingredients(remedy=r) for n, r in REMEDIES.items()}, small, expect=AFTER),
-    fix(
-        "unpublish",
-        "hits",
-        off=Ingredients(),
-        on=Ingredients(remedy=Unpublish),
-        ask=small,
-        wrong=_small_wrong,
-    ),
-    fix(
-        "zero_at_allocation",
-        "hits",
-        off=Ingredients(),
-        on=Ingredients(remedy=REMEDIES["zero_at_allocation"]),
-        ask=small,
-        wrong=_small_wrong,
-        expect=NOT_FIXED,
-    ),
+    each("remedy", "hits", {n: Miniature(remedy=r) for n, r in REMEDIES.items()}, small, expect=AFTER),
+    _small_fix("unpublish"),
+    _small_fix("zero_at_allocation", expect=NOT_FIXED),
     *(
         fix(
             f"patch unpublish, vLLM {release}",
@@ -366,8 +372,7 @@ TABLE = Table(
             on=Server(release, patched=True),
             ask=sizes,
             wrong=_sizes_wrong,
-            needs=_missing,
-            evidence=_scheduler,
+            **_scheduler,
         )
         for release in RELEASES
     ),
@@ -378,28 +383,60 @@ TABLE = Table(
             {f"vLLM {release}": Server(release, options=options) for release in RELEASES},
             sizes,
             expect=word,
-            needs=_missing,
-            evidence=_scheduler,
+            **_scheduler,
         )
         for name, (word, options) in CONTROLS.items()
     ),
     each(
         "burst",
         "hits",
-        {name: Server(NEWEST, **fields) for name, (_, fields) in CHOICES.items()},
+        BURSTS,
         bursts,
-        expect={name: word for name, (word, _) in CHOICES.items()},
-        needs=_missing,
-        evidence=_scheduler,
+        expect={name: AFTER.get(name, FOREIGN if name in PLAIN else WRITTEN) for name in BURSTS},
+        **_scheduler,
     ),
     each(
         "watch beside the truth",
         "same",
-        {"without the patch": Server(NEWEST), "with the patch": Server(NEWEST, patched=True)},
+        {
+            f"vLLM {release}{', patched' * patched}": Server(release, patched)
+            for release in ("0.22.1", NEWEST)
+            for patched in (False, True)
+        },
         watched,
         expect="the same",
-        needs=_missing,
-        evidence=_scheduler,
+        **_scheduler,
     ),
-    *_whole_cases(),
+    each(
+        "failed load",
+        "hits",
+        PLAIN | {f"vLLM {NEWEST}, restarted": Server(NEWEST, remedy=RESTART)},
+        failed_load,
+        expect=lambda server: WRITTEN if server.remedy.restarts else UNWRITTEN,
+        **_scheduler,
+    ),
+    *(
+        each(
+            f"offload, {kind}",
+            "hits",
+            {name: PLAIN[name] for name in [*PLAIN][1:]},
+            partial(offloaded, kind=kind),
+            expect=expected,
+            needs=_no_gpu,
+            evidence=lambda server: Evidence(Grade.REAL, f"vLLM {server.release} SimpleCPUOffloadWorker"),
+        )
+        for kind, expected in {
+            "store": {"vLLM 0.22.1": UNWRITTEN, "vLLM 0.26.0": WRITTEN, "vLLM 0.33.0": WRITTEN},
+            "load": FOREIGN,
+        }.items()
+    ),
+    each(
+        "fingerprints of a step's blocks",
+        "same",
+        {f"{n} of 2 MiB": n for n in (1, 8, 64)},
+        priced,
+        expect="the same",
+        needs=lambda blocks, device: None if device == "cuda" else "needs a CUDA GPU",
+    ),
+    *(_whole_cases(release) for release in WHOLE),
 )

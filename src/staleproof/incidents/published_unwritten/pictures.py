@@ -12,7 +12,7 @@ def pool(engine: Miniature) -> list[list[str]]:
 
     ``never written`` is a block in the prefix cache whose keys and values were planned and not written.
     """
-    cells = [[NOBODY] * engine.memory.steps for _ in range(engine.pool)]
+    cells = [[NOBODY] * engine.memory.steps for _ in range(engine.blocks)]
     for block, row in enumerate(cells):
         events = [event for event in engine.events if event.block == block]
         state = NOBODY

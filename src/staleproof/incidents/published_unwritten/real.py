@@ -2,7 +2,7 @@
 
 The files below are executed as they are; every other ``vllm`` module is a stand-in (see
 :mod:`staleproof.kernels.vllm_sources`), so that nothing but the sources is needed. Tokens are made
-up, and nothing is computed: :class:`Model` of :mod:`.scene` stands for the worker.
+up, and nothing is computed: :class:`.scene.Memory` stands for the worker.
 """
 
 from __future__ import annotations
@@ -13,28 +13,20 @@ import importlib
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from staleproof.incidents.published_unwritten.broken import Remedy
+from staleproof.incidents.published_unwritten.broken import NONE, Remedy
 from staleproof.incidents.published_unwritten.scene import Arrival, Memory, Row
 from staleproof.kernels.vllm_sources import executed
 from staleproof.vllm.sources import PatchError, file_of, installed
 
 CORE = "vllm.v1.core"
-FILES = (
-    *(f"{CORE}.sched.{name}" for name in ("scheduler", "async_scheduler", "output", "request_queue")),
-    *(f"{CORE}.sched.{name}" for name in ("utils", "interface")),
-    *(f"{CORE}.{name}" for name in ("kv_cache_manager", "kv_cache_coordinator", "block_pool")),
-    *(f"{CORE}.{name}" for name in ("single_type_kv_cache_manager", "kv_cache_utils")),
-    *(f"{CORE}.{name}" for name in ("kv_cache_metrics", "encoder_cache_manager")),
-    *(f"vllm.v1.{name}" for name in ("request", "kv_cache_interface", "kv_cache_spec_registry")),
-    *(f"vllm.v1.{name}" for name in ("outputs", "metrics.stats")),
-    "vllm.utils.math_utils",
-)
+# Beside all that is in its folder.
+FILES = ("request", "kv_cache_interface", "kv_cache_spec_registry", "outputs", "metrics.stats")
 BLOCK = 16
 
 
@@ -46,7 +38,7 @@ class _Unset(SimpleNamespace):
             raise AttributeError(name)
 
 
-def _fitting(call: Callable[..., Any], **keywords: Any) -> Any:
+def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
     """Call with the keywords that this release knows."""
     # AsyncScheduler takes whatever its base takes.
     base = getattr(call, "__mro__", (call, call))[1] if call.__name__ == "AsyncScheduler" else call
@@ -56,10 +48,6 @@ def _fitting(call: Callable[..., Any], **keywords: Any) -> Any:
 
 def _none(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-def _true(*args: Any, **kwargs: Any) -> bool:
-    return True
 
 
 def package(version: str) -> Path | None:
@@ -76,24 +64,27 @@ def package(version: str) -> Path | None:
 @contextlib.contextmanager
 def release(package: Path) -> Iterator[None]:
     """Let ``import vllm`` find the scheduler's files of this folder ``vllm``, inside a ``with``."""
-    names = [name for name in FILES if (package / file_of(name)).is_file()]
+    core = [*(package / "v1/core").rglob("[!_]*.py"), package / "utils/math_utils.py"]
+    names = [".".join(("vllm", *path.relative_to(package).with_suffix("").parts)) for path in core]
+    names += [f"vllm.v1.{name}" for name in FILES if (package / file_of(f"vllm.v1.{name}")).is_file()]
+    nothing = SimpleNamespace(
+        create=_none,
+        from_sampling_params=_none,
+        register_custom_kv_cache_specs=_none,
+        is_cpu=_none,
+        is_xpu=_none,
+    )
     with executed(package, *names):
         known: dict[str, dict[str, Any]] = {
             "vllm.v1.utils": {
                 "ConstantList": lambda items: items,
                 "record_function_or_nullcontext": lambda name: contextlib.nullcontext(),
             },
-            "vllm.distributed.kv_events": {"EventPublisherFactory": SimpleNamespace(create=_none)},
+            "vllm.distributed.kv_events": {"EventPublisherFactory": nothing},
             "vllm._bc_linter": {"bc_linter_include": lambda decorated: decorated},
             "vllm.envs": {"__getattr__": _none},
-            "vllm.v1.structured_output.request": {
-                "StructuredOutputRequest": SimpleNamespace(from_sampling_params=_none)
-            },
-            "vllm.platforms": {
-                "current_platform": SimpleNamespace(
-                    register_custom_kv_cache_specs=_none, is_cpu=_none, is_xpu=_none
-                )
-            },
+            "vllm.v1.structured_output.request": {"StructuredOutputRequest": nothing},
+            "vllm.platforms": {"current_platform": nothing},
             "vllm.utils": {"length_from_prompt_token_ids_or_embeds": lambda ids, embeds: len(ids)},
         }
         for name, members in known.items():
@@ -103,41 +94,25 @@ def release(package: Path) -> Iterator[None]:
         yield
 
 
-def scheduler(
-    blocks: int,
-    *,
-    policy: str = "priority",
-    threshold: int = 64,
-    budget: int = 512,
-    seqs: int = 8,
-    asynchronous: bool = False,
-    caching: bool = True,
-) -> Any:
-    """The Scheduler of the release whose files are found now, over one group of full attention.
+def _digest(value: object) -> bytes:
+    return hashlib.sha256(repr(value).encode()).digest()
 
-    Args:
-        blocks: of the pool, of 16 tokens each.
-        policy: ``priority`` or ``fcfs``.
-        threshold: ``long_prefill_token_threshold``; 0 for none.
-        budget: tokens of a step.
-        seqs: requests of a step.
-        asynchronous: take ``AsyncScheduler``.
-        caching: prefix caching.
-    """
+
+def _scheduler(blocks: int, policy: str, threshold: int, budget: int, seqs: int, asynchronous: bool) -> Any:
     import torch
 
     chosen = "async_scheduler", "AsyncScheduler"
     module, name = chosen if asynchronous else ("scheduler", "Scheduler")
     cls = getattr(importlib.import_module(f"{CORE}.sched.{module}"), name)
     kv = importlib.import_module("vllm.v1.kv_cache_interface")
-    spec = _fitting(kv.FullAttentionSpec, block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    spec = fitting(kv.FullAttentionSpec, block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
     config = _Unset(
         scheduler_config=_Unset(
             max_num_seqs=seqs, max_num_batched_tokens=budget, policy=policy,
             long_prefill_token_threshold=threshold, enable_chunked_prefill=True, watermark=0,
             async_scheduling=asynchronous, prefill_schedule_interval=1, scheduler_reserve_full_isl=True,
         ),
-        cache_config=_Unset(num_gpu_blocks=blocks, enable_prefix_caching=caching, block_size=BLOCK),
+        cache_config=_Unset(num_gpu_blocks=blocks, enable_prefix_caching=True, block_size=BLOCK),
         model_config=_Unset(max_model_len=8192, supports_multimodal_inputs=False),
         parallel_config=_Unset(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1,
@@ -149,15 +124,15 @@ def scheduler(
         max_concurrent_batches=1, use_v2_model_runner=False, num_speculative_tokens=0, num_lookahead_tokens=0,
         num_prefill_lookahead_tokens=0, num_hash_lookahead_tokens=0,
     )  # fmt: skip
-    tensor = _fitting(kv.KVCacheTensor, size=1, shared_by=["0"], layers=["0"], layer_stride=0, block_stride=1)
+    tensor = fitting(kv.KVCacheTensor, size=1, shared_by=["0"], layers=["0"], layer_stride=0, block_stride=1)
     groups = [kv.KVCacheGroupSpec(["0"], spec)]
-    return _fitting(
+    return fitting(
         cls,
         vllm_config=config,
         kv_cache_config=kv.KVCacheConfig(
             num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups
         ),
-        structured_output_manager=SimpleNamespace(should_advance=_none, accept_tokens=_true),
+        structured_output_manager=SimpleNamespace(should_advance=_none, accept_tokens=lambda *args: True),
         block_size=BLOCK,
         hash_block_size=BLOCK,
         mm_registry=SimpleNamespace(supports_multimodal_inputs=lambda config: False),
@@ -165,60 +140,50 @@ def scheduler(
     )
 
 
-def _digest(value: object) -> bytes:
-    return hashlib.sha256(repr(value).encode()).digest()
+class Store:
+    """A KV connector that has the first tokens of every prompt, in synchronous loads.
+
+    Args:
+        tokens: so many, in whole blocks and without a prompt's last token.
+
+    Attributes:
+        broken: whether loads fail.
+        loads: request -> tokens that it had before its load, of the step that is planned.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.broken = tokens, True
+        self.loads: dict[str, int] = {}
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        """(tokens beyond the local hit, whether the load is asynchronous)."""
+        most = min(self.tokens, (request.num_tokens - 1) // BLOCK * BLOCK)
+        self.loads[request.request_id] = computed
+        return max(most - computed, 0), False
+
+    def request_finished(self, *args: Any) -> tuple[bool, None]:
+        """The blocks need not be kept."""
+        return False, None
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _none
 
 
 _arrivals = count()
-
-
-def request(name: str, prompt: Sequence[int], reply: int, priority: int = 0) -> Any:
-    """A request that ends after ``reply`` tokens; 0 is the highest priority."""
-    utils = importlib.import_module(f"{CORE}.kv_cache_utils")
-    sampling = _Unset(
-        max_tokens=reply, min_tokens=0, eos_token_id=None, stop_token_ids=(), structured_outputs=None,
-        extra_args=None, skip_reading_prefix_cache=False, repetition_detection=None, ignore_eos=True,
-    )  # fmt: skip
-    return _fitting(
-        importlib.import_module("vllm.v1.request").Request,
-        request_id=name,
-        prompt_token_ids=[*prompt],
-        sampling_params=sampling,
-        pooling_params=None,
-        eos_token_id=None,
-        arrival_time=float(next(_arrivals)),
-        block_hasher=utils.get_request_block_hasher(BLOCK, _digest),
-        priority=priority,
-    )
-
-
-def sampled(engine: Any, scheduled: Any, token: Callable[[Any], int]) -> Any:
-    """What the worker would return for a step: a token of each request whose prefill is done."""
-    names = [*scheduled.num_scheduled_tokens]
-    requests = [engine.requests[name] for name in names]
-    done = [one.num_computed_tokens >= one.num_tokens for one in requests]
-    return _fitting(
-        importlib.import_module("vllm.v1.outputs").ModelRunnerOutput,
-        req_ids=names,
-        req_id_to_index={name: at for at, name in enumerate(names)},
-        sampled_token_ids=[[token(one)] if ends else [] for one, ends in zip(requests, done, strict=True)],
-        logprobs=None,
-        prompt_logprobs_dict={},
-        pooler_output=[None for _ in names],
-    )
-
-
-def _token(request: Any) -> int:
-    return (request.num_tokens * 7 + request.num_prompt_tokens) % 450 + 5
 
 
 class Real:
     """vLLM's scheduler as an :class:`~.scene.Engine`, inside :func:`release`; the worker is made up.
 
     Args:
-        blocks: of the pool.
+        blocks: of the pool, of 16 tokens each.
         remedy: see :mod:`.broken`.
-        options: of :func:`scheduler`.
+        policy: ``priority`` or ``fcfs``.
+        threshold: ``long_prefill_token_threshold``; 0 for none.
+        budget: tokens of a step.
+        seqs: requests of a step.
+        asynchronous: take ``AsyncScheduler``.
+        store: a connector, with vLLM's policy ``recompute`` for loads that fail.
 
     Attributes:
         memory: what the worker would have written.
@@ -227,19 +192,55 @@ class Real:
         host_s: seconds in ``schedule``.
     """
 
-    def __init__(self, blocks: int, remedy: Remedy | None = None, **options: Any) -> None:
-        self.scheduler = scheduler(blocks, **options)
+    def __init__(
+        self,
+        blocks: int,
+        remedy: Remedy = NONE,
+        *,
+        policy: str = "priority",
+        threshold: int = 64,
+        budget: int = 512,
+        seqs: int = 8,
+        asynchronous: bool = False,
+        store: Store | None = None,
+    ) -> None:
+        self.scheduler = _scheduler(blocks, policy, threshold, budget, seqs, asynchronous)
+        self.scheduler.connector = self._store = store
         self.memory, self.preempted, self.steps, self.host_s = Memory(BLOCK), 0, 0, 0.0
-        self._remedy = remedy or Remedy()
-        if remedy is not None:
-            _apply(remedy, self.scheduler, self.memory)
+        self._fresh: set[int] = set()
+        self._remedy = remedy
+        if remedy != NONE:
+            self._apply(remedy)
         self._flying: list[tuple[Any, Any]] = []
-        self._most = 2 if options.get("asynchronous") else 1
+        self._most = 2 if asynchronous else 1
+        # Requests whose first step was taken back, so that their hits are still to be read.
+        self._unread: set[str] = set()
 
     def add(self, arrival: Arrival) -> None:
         """Queue a request."""
-        one = request(arrival.name, arrival.prompt, arrival.reply, arrival.priority)
-        self.scheduler.add_request(one)
+        utils = importlib.import_module(f"{CORE}.kv_cache_utils")
+        sampling = _Unset(
+            max_tokens=arrival.reply, min_tokens=0, eos_token_id=None, stop_token_ids=(),
+            structured_outputs=None, extra_args=None, skip_reading_prefix_cache=False,
+            repetition_detection=None, ignore_eos=True,
+        )  # fmt: skip
+        request = fitting(
+            importlib.import_module("vllm.v1.request").Request,
+            request_id=arrival.name,
+            prompt_token_ids=[*arrival.prompt],
+            sampling_params=sampling,
+            pooling_params=None,
+            eos_token_id=None,
+            arrival_time=float(next(_arrivals)),
+            block_hasher=utils.get_request_block_hasher(BLOCK, _digest),
+            priority=arrival.priority,
+        )
+        self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        """A client goes."""
+        status = importlib.import_module("vllm.v1.request").RequestStatus.FINISHED_ABORTED
+        self.scheduler.finish_requests(name, status)
 
     def running(self) -> set[str]:
         """Requests that have not ended."""
@@ -250,66 +251,105 @@ class Real:
         engine = self.scheduler
         if engine.requests:
             before = {name: one.num_preemptions for name, one in engine.requests.items()}
-            self._remedy.step()
+            self._fresh.clear()
             started = time.perf_counter()
             scheduled = engine.schedule()
             self.host_s += time.perf_counter() - started
             self.steps += 1
             self.preempted += sum(engine.requests[name].num_preemptions - n for name, n in before.items())
-            self.memory.step(rows(engine, scheduled))
-            self._flying.append((scheduled, sampled(engine, scheduled, _token)))
+            self._flying.append((scheduled, self._written(self._rows(scheduled))))
         if self._flying and (len(self._flying) >= self._most or not engine.requests):
-            engine.update_from_output(*self._flying.pop(0))
+            scheduled, output = self._flying.pop(0)
+            engine.update_from_output(scheduled, output)
+            if self._remedy.restarts and output.kv_connector_output:
+                self._restart(output.kv_connector_output)
+
+    def _written(self, rows: list[Row]) -> Any:
+        """Write a step; what the worker returns for it: a token of each request whose prefill is done."""
+        loads = {} if self._store is None else self._store.loads
+        loaded = [row for row in rows if loads.get(row.name, row.start) < row.start]
+        bad, lost = set[int](), list[Row]()
+        if self._store is not None and self._store.broken:
+            bad = {
+                block for row in loaded for block in row.blocks[loads[row.name] // BLOCK : row.start // BLOCK]
+            }
+            # vLLM takes back what a request computed behind such a block.
+            lost = [row for row in rows if bad & {*row.blocks[: row.start // BLOCK]}]
+            self._unread |= {row.name for row in lost if row.hits}
+        else:
+            for row in loaded:
+                self.memory.write(row, range(loads[row.name], row.start))
+        loads.clear()
+        self.memory.step([row for row in rows if row not in lost])
+        requests = [self.scheduler.requests[row.name] for row in rows]
+        ends = [one.num_computed_tokens >= one.num_tokens for one in requests]
+        return fitting(
+            importlib.import_module("vllm.v1.outputs").ModelRunnerOutput,
+            req_ids=[row.name for row in rows],
+            req_id_to_index={row.name: at for at, row in enumerate(rows)},
+            sampled_token_ids=[[_token(one)] if end else [] for one, end in zip(requests, ends, strict=True)],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[None for _ in rows],
+            kv_connector_output=_Unset(invalid_block_ids=bad, lost=lost) if bad else None,
+        )
+
+    def _restart(self, failed: Any) -> None:
+        """Each request behind a load that failed starts again there, and the hashes from there on go."""
+        for row in failed.lost:
+            first = min(row.blocks.index(block) for block in {*row.blocks} & failed.invalid_block_ids)
+            self.scheduler.kv_cache_manager.evict_blocks({*row.blocks[first:]})
+            request = self.scheduler.requests[row.name]
+            request.num_computed_tokens = min(request.num_computed_tokens, first * BLOCK)
+
+    def _rows(self, scheduled: Any) -> list[Row]:
+        """What a ``SchedulerOutput`` asks of the worker, one row a request."""
+        engine, cached = self.scheduler, scheduled.scheduled_cached_reqs
+        fresh = (
+            {new.req_id for new in scheduled.scheduled_new_reqs} | {*cached.resumed_req_ids} | self._unread
+        )
+        found = []
+        for name, tokens in scheduled.num_scheduled_tokens.items():
+            one, blocks = engine.requests[name], engine.kv_cache_manager.get_block_ids(name)[0]
+            # _update_after_schedule has counted the step in.
+            start = one.num_computed_tokens - tokens
+            found.append(Row(name, one.all_token_ids, blocks, start, tokens, name in fresh))
+        self._unread -= {row.name for row in found}
+        return found
+
+    def _apply(self, remedy: Remedy) -> None:
+        """Put a remedy around the methods of the scheduler and its pool."""
+        engine, manager = self.scheduler, self.scheduler.kv_cache_manager
+        pool = manager.block_pool
+        preempt, publish, find, allocate = (
+            engine._preempt_request, pool.cache_full_blocks, pool.get_cached_block, pool.get_new_blocks,
+        )  # fmt: skip
+        full = inspect.signature(publish)
+
+        def preempting(one: Any, *args: Any, **kwargs: Any) -> Any:
+            (ids,) = manager.get_block_ids(one.request_id)
+            computed = one.num_computed_tokens // BLOCK
+            manager.evict_blocks({*remedy.taken_back(ids, computed, len(pool.blocks))})
+            return preempt(one, *args, **kwargs)
+
+        def publishing(*args: Any, **kwargs: Any) -> None:
+            given = full.bind(*args, **kwargs).arguments
+            publish(*args, **kwargs)
+            new = given["blocks"][given["num_cached_blocks"] : given["num_full_blocks"]]
+            self._fresh.update(block.block_id for block in new)
+
+        def finding(*args: Any, **kwargs: Any) -> Any:
+            found = find(*args, **kwargs)
+            return None if found and remedy.guards and self._fresh & {b.block_id for b in found} else found
+
+        def allocating(*args: Any, **kwargs: Any) -> Any:
+            taken = allocate(*args, **kwargs)
+            self.memory.zero([block.block_id for block in taken] if remedy.zeroes else ())
+            return taken
+
+        engine._preempt_request = preempting
+        pool.cache_full_blocks, pool.get_cached_block, pool.get_new_blocks = publishing, finding, allocating
 
 
-def rows(engine: Any, scheduled: Any) -> list[Row]:
-    """What a ``SchedulerOutput`` asks of the worker, one row a request."""
-    fresh = {new.req_id for new in scheduled.scheduled_new_reqs} | _resumed(scheduled.scheduled_cached_reqs)
-    found = []
-    for name, tokens in scheduled.num_scheduled_tokens.items():
-        one, blocks = engine.requests[name], engine.kv_cache_manager.get_block_ids(name)[0]
-        # _update_after_schedule has counted the step in.
-        start = one.num_computed_tokens - tokens
-        found.append(Row(name, one.all_token_ids, blocks, start, tokens, name in fresh))
-    return found
-
-
-def _resumed(cached: Any) -> set[str]:
-    if hasattr(cached, "resumed_req_ids"):
-        return {*cached.resumed_req_ids}
-    pairs = zip(cached.req_ids, cached.resumed_from_preemption, strict=True)
-    return {name for name, resumed in pairs if resumed}
-
-
-def _apply(remedy: Remedy, engine: Any, memory: Memory) -> None:
-    """Put a remedy around the methods of one scheduler and its pool."""
-    manager = engine.kv_cache_manager
-    pool = manager.block_pool
-    preempt, publish, find, allocate = (
-        engine._preempt_request, pool.cache_full_blocks, pool.get_cached_block, pool.get_new_blocks,
-    )  # fmt: skip
-    full = inspect.signature(publish)
-
-    def preempting(one: Any, *args: Any, **kwargs: Any) -> Any:
-        (ids,) = manager.get_block_ids(one.request_id)
-        computed = one.num_computed_tokens // BLOCK
-        manager.evict_blocks({*remedy.taken_back(ids, computed, len(pool.blocks))})
-        return preempt(one, *args, **kwargs)
-
-    def publishing(*args: Any, **kwargs: Any) -> None:
-        given = full.bind(*args, **kwargs).arguments
-        publish(*args, **kwargs)
-        new = given["blocks"][given["num_cached_blocks"] : given["num_full_blocks"]]
-        remedy.published([block.block_id for block in new])
-
-    def finding(*args: Any, **kwargs: Any) -> Any:
-        found = find(*args, **kwargs)
-        return found if found and all(remedy.usable(block.block_id) for block in found) else None
-
-    def allocating(*args: Any, **kwargs: Any) -> Any:
-        taken = allocate(*args, **kwargs)
-        memory.zero(remedy.zeroed([block.block_id for block in taken]))
-        return taken
-
-    engine._preempt_request = preempting
-    pool.cache_full_blocks, pool.get_cached_block, pool.get_new_blocks = publishing, finding, allocating
+def _token(request: Any) -> int:
+    return int((request.num_tokens * 7 + request.num_prompt_tokens) % 450 + 5)

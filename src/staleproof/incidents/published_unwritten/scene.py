@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from staleproof.check import require
-from staleproof.incidents.published_unwritten.broken import Remedy
+from staleproof.incidents.published_unwritten.broken import NONE, Remedy
 
 ZEROS, NOBODY = "zeros", "nobody"
 WRITTEN, FOREIGN, UNWRITTEN = "written", "a stranger's", "unwritten"
@@ -57,10 +57,9 @@ class Memory:
 
     Attributes:
         reads: every read of a slot that nobody wrote for this prefix.
-        requests: requests that got a hit.
-        tokens: tokens that they got.
+        tokens: tokens that requests got as hits.
         plan: a digest of who computed which tokens in which step.
-        same_step: tokens among these that only the step of the hit itself writes. That is no fault:
+        same_step: tokens among the hits that only the step of the hit itself writes. That is no fault:
             each layer writes all keys and values before it reads any.
 
     >>> memory = Memory(block_size=2)
@@ -74,7 +73,7 @@ class Memory:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.reads: list[Read] = []
-        self.steps = self.requests = self.tokens = self.same_step = self.plan = 0
+        self.steps = self.tokens = self.same_step = self.plan = 0
         self._slots: dict[tuple[int, int], tuple[int, str]] = {}
         self._chains: dict[str, list[int]] = {}
         # Slots written with a token that the host does not know yet: asynchronous scheduling.
@@ -86,10 +85,24 @@ class Memory:
             chain.append(hash((chain[-1] if chain else 1, token)))
         return chain
 
+    def _slot(self, row: Row, position: int) -> tuple[int, int]:
+        return row.blocks[position // self.block_size], position % self.block_size
+
+    def _held(self, row: Row, position: int) -> tuple[int, str]:
+        return self._slots.get(self._slot(row, position), (0, NOBODY))
+
     def _wrong(self, row: Row) -> set[int]:
-        chain, size = self._chain(row), self.block_size
-        at = ((p, (row.blocks[p // size], p % size)) for p in range(row.start))
-        return {p for p, slot in at if self._slots.get(slot, (0, NOBODY))[0] != chain[p]}
+        chain = self._chain(row)
+        return {p for p in range(row.start) if self._held(row, p)[0] != chain[p]}
+
+    def write(self, row: Row, positions: range) -> None:
+        """Keys and values of these positions of a request are written."""
+        chain = self._chain(row)
+        for p in positions:
+            value = chain[p] if p < len(chain) else 0, row.name
+            self._slots[self._slot(row, p)] = value
+            if p >= len(chain):
+                self._late.append((row, p, value))
 
     def step(self, rows: Sequence[Row]) -> None:
         """Read what the step's requests hit, write what the step computes, and look again."""
@@ -98,34 +111,24 @@ class Memory:
         self._settle()
         fresh = [row for row in rows if row.hits and row.start]
         early = [self._wrong(row) for row in fresh]
-        size = self.block_size
         for row in rows:
-            chain = self._chain(row)
-            for p in range(row.start, row.start + row.more):
-                late = 0, row.name
-                self._slots[row.blocks[p // size], p % size] = (
-                    (chain[p], row.name) if p < len(chain) else late
-                )
-                if p >= len(chain):
-                    self._late.append((row, p, late))
+            self.write(row, range(row.start, row.start + row.more))
         for row, before in zip(fresh, early, strict=True):
-            self.requests += 1
             self.tokens += row.start
             after = self._wrong(row)
             self.same_step += len(before - after)
             for p in sorted(after):
-                block = row.blocks[p // size]
-                whose = self._slots.get((block, p % size), (0, NOBODY))[1]
-                self.reads.append(Read(self.steps, row.name, p, block, whose))
+                block = row.blocks[p // self.block_size]
+                self.reads.append(Read(self.steps, row.name, p, block, self._held(row, p)[1]))
 
     def _settle(self) -> None:
         left, self._late = self._late, []
         for row, p, late in left:
-            slot, chain = (row.blocks[p // self.block_size], p % self.block_size), self._chain(row)
+            chain = self._chain(row)
             if p >= len(chain):
                 self._late.append((row, p, late))
-            elif self._slots[slot] is late:  # Nobody wrote there since.
-                self._slots[slot] = chain[p], row.name
+            elif self._held(row, p) is late:  # Nobody wrote there since.
+                self._slots[self._slot(row, p)] = chain[p], row.name
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Blocks are zeroed, ahead of the next step."""
@@ -161,24 +164,8 @@ class Arrival:
     after: str = ""
 
 
-class Engine(Protocol):
-    """What a load runs on."""
-
-    memory: Memory
-    preempted: int
-
-    def add(self, arrival: Arrival) -> None:
-        """Queue a request."""
-
-    def step(self) -> None:
-        """Plan a step, tell :attr:`memory`, and take in the tokens."""
-
-    def running(self) -> set[str]:
-        """Requests that have not ended."""
-
-
-def serve(engine: Engine, load: Sequence[Arrival], limit: int = 5000) -> Memory:
-    """Run a load to its end.
+def serve(engine: Any, load: Sequence[Arrival], limit: int = 5000) -> Memory:
+    """Run a load to its end, on a :class:`Miniature` or on vLLM's scheduler (:class:`.real.Real`).
 
     Raises:
         ValueError: it does not end within ``limit`` steps.
@@ -193,37 +180,33 @@ def serve(engine: Engine, load: Sequence[Arrival], limit: int = 5000) -> Memory:
         engine.step()
         step += 1
         require(step < limit, "load", f"one that ends within {limit} steps", f"{len(left)} to come")
-    return engine.memory
+    memory: Memory = engine.memory
+    return memory
 
 
-def tenants(chat: int = 4, late: Sequence[Arrival] = ()) -> list[Arrival]:
+def tenants() -> list[Arrival]:
     """The miniature's load, for seven blocks of four tokens.
 
     A tenant fills the pool and ends. Then a victim of low priority is computed in chunks, a chat of high
     priority needs one block more than is free, and at last a stranger sends the victim's prompt again.
-
-    Args:
-        chat: tokens of the chat's prompt.
-        late: further requests.
     """
     prompt = [100 + i for i in range(24)]
     return [
         Arrival("tenant", [50 + i for i in range(24)], 1),
         Arrival("victim", prompt, 2, priority=10, after="tenant"),
-        Arrival("chat", [10 + i for i in range(chat)], 3, at=4, after="tenant"),
+        Arrival("chat", [10 + i for i in range(4)], 3, at=4, after="tenant"),
         Arrival("stranger", [*prompt, 9], 1, priority=10, after="victim"),
-        *late,
     ]
 
 
-def one_victim(other: int = 46, prompt: int = 300) -> list[Arrival]:
+def one_victim(other: int = 46) -> list[Arrival]:
     """A long prompt of low priority in chunks, and a chat of high priority that soon needs a block more.
 
     A small request runs beside them: from 0.32.0 on vLLM cuts a lone prefill into no chunks.
     """
     return [
         Arrival("small", [3] * 9, 60),
-        Arrival("victim", [100 + i % 400 for i in range(prompt)], 4, priority=10),
+        Arrival("victim", [100 + i for i in range(300)], 4, priority=10),
         Arrival("chat", [5 + i for i in range(other)], 6, at=1),
     ]
 
@@ -258,7 +241,7 @@ class Event(NamedTuple):
     who: str
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     arrival: Arrival
     order: int
@@ -268,54 +251,65 @@ class _Request:
     cached: int = 0
     hits: bool = True
 
-    def hashes(self, size: int) -> Iterator[int]:
-        key = 1
-        for end in range(size, len(self.tokens) + 1, size):
-            yield (key := hash((key, *self.tokens[end - size : end])))
+
+SIZE = 4
 
 
+def _hashes(tokens: Sequence[int]) -> Iterator[int]:
+    key = 1
+    for end in range(SIZE, len(tokens) + 1, SIZE):
+        yield (key := hash((key, *tokens[end - SIZE : end])))
+
+
+@dataclass
 class Miniature:
-    """A scheduler with a prefix cache, in which a step is planned and then written.
+    """A scheduler with a prefix cache, in which a step is planned and then written; blocks of four tokens.
 
-    Args:
+    Its arguments are the ingredients of the fault.
+
+    Attributes:
         blocks: of the pool.
-        block_size: tokens of a block.
         policy: ``priority`` preempts the request of the lowest priority, which may be in the plan already;
             ``fcfs`` preempts the last, which is not.
         threshold: most tokens of a request in a step.
         caching: prefix caching.
         publish: whether hashes are published at ``plan`` or after the ``write``.
+        late: requests beside those of :func:`tenants`.
         remedy: see :mod:`.broken`.
+        events: what happened to each block.
 
     Raises:
         ValueError: a pool of no block, or an unknown policy or time.
     """
 
-    def __init__(
-        self,
-        blocks: int,
-        *,
-        block_size: int = 4,
-        policy: str = "priority",
-        threshold: int = 8,
-        caching: bool = True,
-        publish: str = "plan",
-        remedy: Remedy | None = None,
-    ) -> None:
-        require(blocks > 0, "blocks", "a pool of at least one block", blocks)
-        require(policy in ("priority", "fcfs"), "policy", "priority or fcfs", policy)
-        require(publish in ("plan", "write"), "publish", "plan or write", publish)
-        self.pool, self.policy, self.threshold, self.caching = blocks, policy, threshold, caching
-        self.publish, self.remedy, self.memory = publish, remedy or Remedy(), Memory(block_size)
-        self.size, self.preempted = block_size, 0
-        self.events: list[Event] = []
-        self._free = [*range(blocks)]
-        self._users = [0] * blocks
+    blocks: int = 7
+    policy: str = "priority"
+    threshold: int = 8
+    caching: bool = True
+    publish: str = "plan"
+    late: tuple[Arrival, ...] = ()
+    remedy: Remedy = NONE
+    events: list[Event] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        require(self.blocks > 0, "blocks", "a pool of at least one block", self.blocks)
+        require(self.policy in ("priority", "fcfs"), "policy", "priority or fcfs", self.policy)
+        require(self.publish in ("plan", "write"), "publish", "plan or write", self.publish)
+        self.memory = Memory(SIZE)
+        self._free = [*range(self.blocks)]
+        self._users = [0] * self.blocks
         self._hash: dict[int, int] = {}  # block -> hash
         self._table: dict[int, int] = {}  # hash -> block
+        self._fresh: set[int] = set()  # blocks that this step published
         self._running: list[_Request] = []
         self._waiting: list[_Request] = []
         self._orders = 0
+
+    def run(self) -> Miniature:
+        """A new one with these ingredients, after its load."""
+        engine = replace(self)
+        serve(engine, [*tenants(), *self.late])
+        return engine
 
     def add(self, arrival: Arrival) -> None:
         """Queue a request."""
@@ -326,8 +320,8 @@ class Miniature:
         """Requests that have not ended."""
         return {request.arrival.name for request in (*self._running, *self._waiting)}
 
-    def _note(self, block: int, what: str, request: _Request) -> None:
-        self.events.append(Event(self.memory.steps + 1, block, what, request.arrival.name))
+    def _note(self, blocks: Sequence[int], what: str, request: _Request) -> None:
+        self.events += [Event(self.memory.steps + 1, block, what, request.arrival.name) for block in blocks]
 
     def _rank(self, request: _Request) -> tuple[int, int]:
         return (request.arrival.priority if self.policy == "priority" else 0), request.order
@@ -339,27 +333,27 @@ class Miniature:
         return key is not None
 
     def _allocate(self, request: _Request, count: int) -> bool:
-        more = -(-(request.computed + count) // self.size) - len(request.blocks)
+        more = -(-(request.computed + count) // SIZE) - len(request.blocks)
         if more > len(self._free):
             return False
         taken, self._free = self._free[:more], self._free[more:]
         for block in taken:
             self._users[block] = 1
-            self._note(block, "evict" if self._evict(block) else "reuse", request)
-        self.memory.zero(self.remedy.zeroed(taken))
+            self._note([block], "evict" if self._evict(block) else "reuse", request)
+        self.memory.zero(taken if self.remedy.zeroes else ())
         request.blocks += taken
         if self.publish == "plan":
             self._publish(request, request.computed + count)
         return True
 
     def _publish(self, request: _Request, tokens: int) -> None:
-        keys, full = [*request.hashes(self.size)], tokens // self.size
+        keys, full = [*_hashes(request.tokens)], tokens // SIZE
         for at in range(request.cached, full if self.caching else 0):
             block = request.blocks[at]
             self._hash[block] = keys[at]
             self._table.setdefault(keys[at], block)
-            self._note(block, "publish", request)
-            self.remedy.published([block])
+            self._fresh.add(block)
+            self._note([block], "publish", request)
         request.cached = max(request.cached, full)
 
     def _release(self, request: _Request) -> None:
@@ -368,24 +362,23 @@ class Miniature:
             if not self._users[block]:
                 # Blocks without a hash are taken again first.
                 self._free.insert(len(self._free) if block in self._hash else 0, block)
-        request.blocks, request.cached = [], 0
+        request.blocks, request.cached, request.computed = [], 0, 0
 
     def _preempt(self, victim: _Request) -> None:
-        self.preempted += 1
-        computed = victim.computed // self.size
-        for block in self.remedy.taken_back(victim.blocks, computed, self.pool):
+        computed = victim.computed // SIZE
+        for block in self.remedy.taken_back(victim.blocks, computed, self.blocks):
             self._evict(block)
-        for block in victim.blocks[computed:]:
-            self._note(block, "withdraw", victim)
+        self._note(victim.blocks[computed:], "withdraw", victim)
         self._release(victim)
-        victim.computed, victim.hits = 0, True
+        victim.hits = True
+        self._running.remove(victim)
         self._waiting.append(victim)
 
     def _hit(self, request: _Request) -> None:
         # The last token is computed in any case: its logits are needed.
-        for key in [*request.hashes(self.size)][: (len(request.tokens) - 1) // self.size]:
+        for key in [*_hashes(request.tokens)][: (len(request.tokens) - 1) // SIZE]:
             block = self._table.get(key) if self.caching else None
-            if block is None or not self.remedy.usable(block):
+            if block is None or (self.remedy.guards and block in self._fresh):
                 break
             request.blocks.append(block)
         for block in request.blocks:
@@ -393,51 +386,43 @@ class Miniature:
                 self._free.remove(block)
             self._users[block] += 1
         request.cached = len(request.blocks)
-        request.computed = request.cached * self.size
+        request.computed = request.cached * SIZE
 
     def step(self) -> None:
         """Plan a step; then write it."""
-        self.remedy.step()
-        plan: dict[int, tuple[_Request, int]] = {}
-        before, at = self.preempted, 0
-        while at < len(self._running):
-            request = self._running[at]
+        self._fresh.clear()
+        plan: dict[_Request, int] = {}
+        waiting = [*self._waiting]
+        for request in [*self._running]:
             count = min(len(request.tokens) - request.computed, self.threshold)
-            while not self._allocate(request, count):
+            while request in self._running and not self._allocate(request, count):
                 victim = max(self._running, key=self._rank)
-                at -= self._running.index(victim) < at
-                self._running.remove(victim)
-                plan.pop(victim.order, None)
+                plan.pop(victim, None)
                 self._preempt(victim)
-                if victim is request:
-                    break
-            else:
-                plan[request.order] = request, count
-                at += 1
-        for request in sorted(self._waiting, key=self._rank) if self.preempted == before else ():
+            if request in self._running:
+                plan[request] = count
+        # After a preemption nothing new is admitted.
+        for request in sorted(waiting, key=self._rank) if waiting == self._waiting else ():
             self._hit(request)
             count = min(len(request.tokens) - request.computed, self.threshold)
             if not self._allocate(request, count):
                 self._release(request)
-                request.computed = 0
                 break
             self._waiting.remove(request)
             self._running.append(request)
-            plan[request.order] = request, count
-        self._write([*plan.values()])
+            plan[request] = count
+        self._write(plan)
 
-    def _write(self, plan: list[tuple[_Request, int]]) -> None:
+    def _write(self, plan: dict[_Request, int]) -> None:
         rows = []
-        for request, count in plan:
+        for request, count in plan.items():
             name, blocks = request.arrival.name, [*request.blocks]
             rows.append(Row(name, request.tokens, blocks, request.computed, count, request.hits))
-            first, last = request.computed // self.size, (request.computed + count - 1) // self.size
-            for block in blocks[:first] if request.hits else ():
-                self._note(block, "hit", request)
-            for block in blocks[first : last + 1]:
-                self._note(block, "write", request)
+            first, last = request.computed // SIZE, (request.computed + count - 1) // SIZE
+            self._note(blocks[:first] if request.hits else (), "hit", request)
+            self._note(blocks[first : last + 1], "write", request)
         self.memory.step(rows)
-        for request, count in plan:
+        for request, count in plan.items():
             request.computed, request.hits = request.computed + count, False
             if self.publish == "write":
                 self._publish(request, request.computed)

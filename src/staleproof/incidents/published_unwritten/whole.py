@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from staleproof.cases.children import tell
+from staleproof.evidence.published_bytes import BlockFingerprints
 from staleproof.incidents.published_unwritten.scene import Arrival, burst
 from staleproof.vllm import hooks, sources, standing, watch_published
+from staleproof.vllm.hooks import Target
 from staleproof.vllm.plugin import patches
 
 # Each width as wide as the vocabulary, so that a value is its token.
@@ -38,24 +40,12 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": WIDTH,
-    "vocab_size": WIDTH,
-    "intermediate_size": WIDTH,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16",
+    "hidden_size": WIDTH, "vocab_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192,
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 
 
 def _copying(model: Any) -> None:
@@ -66,17 +56,12 @@ def _copying(model: Any) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             kind = name.rsplit(".", 2)[-2]
-            if "norm" in kind:
-                weight.fill_(1)
-            elif kind == "qkv_proj":
-                weight.zero_()[2 * WIDTH :] = eye
-            elif kind == "o_proj":
+            weight.fill_(1) if "norm" in kind else weight.zero_()
+            if kind == "o_proj":
                 # The token itself is one part in a thousand of what attention adds.
                 weight.copy_(1000 * eye)
-            elif kind in ("embed_tokens", "lm_head"):
-                weight.zero_()[:WIDTH] = eye
-            else:
-                weight.zero_()
+            elif kind in ("embed_tokens", "lm_head", "qkv_proj"):
+                weight[2 * WIDTH if kind == "qkv_proj" else 0 :][:WIDTH] = eye
 
 
 class _Engine:
@@ -117,28 +102,29 @@ class _Engine:
                 if done.finished:
                     (out,) = done.outputs
                     bad = sum(math.isnan(p.logprob) for token in out.logprobs for p in token.values())
-                    cached = done.num_cached_tokens or 0
-                    found[done.request_id.split("-")[0]] = [*out.token_ids], bad, cached
+                    found[done.request_id.split("-")[0]] = [*out.token_ids], bad, done.num_cached_tokens or 0
             step += 1
         self.steps += step
         return found
+
+    def empty(self, kind: str) -> None:
+        """Forget every hash; for ``nan``, what the blocks hold as well."""
+        self.llm.reset_prefix_cache()
+        for cache in self.runner.kv_caches if kind == "nan" else ():
+            cache.fill_(math.nan)
 
     def round(self, kind: str, seed: int) -> dict[str, Any]:
         load = burst(seed)[1]
         if kind == "secret":
             # Two that fill the cache; no two prompts share their first block.
-            tenants = [Arrival(f"tenant{i}", [506 + i, *[SECRET] * 2699], 1) for i in (0, 1)]
-            self.answers(tenants)
+            self.answers([Arrival(f"tenant{i}", [506 + i, *[SECRET] * 2699], 1) for i in (0, 1)])
             load = [
                 Arrival(one.name, [3 + i, *[SECRET] * (len(one.prompt) - 1)], one.reply, at=one.at)
                 if one.name.startswith("chat")
                 else one
                 for i, one in enumerate(load)
             ]
-        self.llm.reset_prefix_cache()
-        if kind == "nan":
-            for cache in self.runner.kv_caches:
-                cache.fill_(math.nan)
+        self.empty(kind)
         found = self.answers(load)
         return {
             who: {"nan": found[who][1], "secret": found[who][0].count(SECRET), "of": len(found[who][0])}
@@ -147,39 +133,86 @@ class _Engine:
 
     def same_step(self, seed: int) -> dict[str, int]:
         """Two requests with one prompt in the same step: the second hits what the step itself writes."""
-        draw = random.Random(seed)
-        prompt = [draw.randrange(3, 500) for _ in range(200)]
-        self.llm.reset_prefix_cache()
-        for cache in self.runner.kv_caches:
-            cache.fill_(math.nan)
+        prompt = random.Random(seed).choices(range(3, 500), k=200)
+        self.empty("nan")
         found = self.answers([Arrival("first", prompt, 4), Arrival("second", [*prompt, 7], 4)])
         return {"hit_tokens": found["second"][2], "nan": sum(one[1] for one in found.values())}
 
 
-def ask(policy: str, seeds: Sequence[int]) -> None:
-    """Start an engine and tell what its rounds answered: off, with the patch, off again; then watched.
+class _Watched:
+    """The watch stage, and fingerprints of blocks behind the step that wrote them and at their first read."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self.watch = watch_published.Published()
+        caches = [half for kv in engine.runner.kv_caches for half in (kv if len(kv) == 2 else [kv])]
+        self.prints = BlockFingerprints(caches)
+        self.host_s, self._hits = 0.0, 0
+        self._written: dict[int, Any] = {}
+
+    def scheduled(self, result: Any, args: Any, kwargs: Any) -> Any:
+        """After ``Scheduler.schedule``, and so behind the kernels of the step before."""
+        started, engine = time.perf_counter(), args[0]
+        self.prints.commit(self._written)
+        fresh = {new.req_id for new in result.scheduled_new_reqs}
+        fresh |= {*result.scheduled_cached_reqs.resumed_req_ids}
+        self._written, hits = {}, {}
+        for name, tokens in result.num_scheduled_tokens.items():
+            (blocks,) = engine.kv_cache_manager.get_blocks(name).blocks
+            keys = [(block.block_id, block.block_hash) for block in blocks if block.block_hash is not None]
+            end = engine.requests[name].num_computed_tokens
+            first = (end - tokens) // 16
+            self._written |= dict(keys[first : end // 16])
+            hits[name] = keys[:first] if name in fresh else []
+        for name, keys in hits.items():
+            # What this very step writes is there before attention reads it, and not yet here.
+            self.prints.read(name, {block: key for block, key in keys if block not in self._written})
+        self.host_s += time.perf_counter() - started
+        return result
+
+    def look(self) -> dict[str, int]:
+        """Unwritten hits and blocks with other bytes since the last time."""
+        hits, self._hits = self.watch.blocks.hits - self._hits, self.watch.blocks.hits
+        return {"hits": hits, "other": len(self.prints.check(wait=True))}
+
+    def wrap(self) -> None:
+        """Put both in place: an owner has one hook a function."""
+        hooks.wrap("watch", *self.watch.targets())
+        target = Target(watch_published.SCHEDULER, "Scheduler.schedule", ("self",), after=self.scheduled)
+        hooks.wrap("fingerprints", target)
+
+
+def ask(seeds: Sequence[int]) -> None:
+    """Start engines and tell what their rounds answered: off, with the patch, off again; watched; FCFS.
 
     Args:
-        policy: ``priority`` or ``fcfs``.
         seeds: of :func:`~.scene.burst`, one a round.
     """
     os.environ.update(ENVIRONMENT)
     version = sources.installed()[0]
-    engine = _Engine(policy)
-    told: dict[str, Any] = {"version": version, "same step": [engine.same_step(seed) for seed in range(8)]}
-    for state in ("off", "on", "again", "watched") if policy == "priority" else ("off",):
-        watch = watch_published.Published()
-        patched = patches()["unpublish"].applied(version) if state == "on" else contextlib.nullcontext()
-        with patched:
-            if state == "watched":
-                hooks.wrap("watch", *watch.targets())
-            for kind in ("nan", "secret"):
-                steps, started = engine.steps, time.perf_counter()
-                rows = {str(seed): engine.round(kind, seed) for seed in seeds}
-                took = (time.perf_counter() - started) / (engine.steps - steps)
-                told[f"{state}, {kind}"] = {"rounds": rows, "us_a_step": 1e6 * took}
-        told[f"{state}, stepped back"] = [*standing.stepped_back]
-        if state == "watched":
-            hooks.unwrap("watch")
-            told["watch"] = {"published": watch.blocks.published, "hits": watch.blocks.hits}
-        tell(told)
+    told: dict[str, Any] = {}
+    for policy, states in {"priority": ("off", "on", "again", "watched"), "fcfs": ("FCFS",)}.items():
+        engine = _Engine(policy)
+        if policy == "priority":
+            told["same step"] = [engine.same_step(seed) for seed in range(8)]
+        for state in states:
+            on = patches()["unpublish"].applied(version) if state == "on" else contextlib.nullcontext()
+            watched = _Watched(engine) if state == "watched" else None
+            if watched:
+                watched.wrap()
+            with on:
+                for kind in ("nan",) if watched else ("nan", "secret"):
+                    steps, started = engine.steps, time.perf_counter()
+                    rows = {}
+                    for seed in seeds:
+                        rows[str(seed)] = engine.round(kind, seed) | (watched.look() if watched else {})
+                    steps = engine.steps - steps
+                    told[f"{state}, {kind}"] = {
+                        "rounds": rows,
+                        "us_a_step": 1e6 * (time.perf_counter() - started) / steps,
+                        "prints_us_a_step": 1e6 * watched.host_s / steps if watched else 0,
+                        "stepped_back": [*standing.stepped_back],
+                    }
+            for owner in ("watch", "fingerprints"):
+                hooks.unwrap(owner)
+            tell(told)
+        del engine

@@ -9,8 +9,8 @@ from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, out_of_service
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import Evidence, Sources, file_of
+from staleproof.vllm.watch_published import SCHEDULER, unknown, unknown_hash
 
-SCHEDULER = "vllm.v1.core.sched.scheduler"
 MANAGER = "vllm.v1.core.kv_cache_manager"
 PREEMPT = "Scheduler._preempt_request"
 NAME = "unpublish"
@@ -23,9 +23,13 @@ def _take_back(args: Arguments, kwargs: Keywords) -> None:
     that when the plan is done, for the requests that are still in it. Preemption resets it afterwards.
     """
     scheduler, request = args[0], argument(args, kwargs, 1, "request")
-    if scheduler.connector is not None:
+    why = unknown(scheduler)
+    if why is None:
         # A connector may hold on to blocks by their hash; what it has been told is not ours to take back.
-        out_of_service(standing.step_back(NAME, "a KV connector is configured, vLLM's own code runs"))
+        with_connector = "a KV connector is configured" if scheduler.connector is not None else None
+        why = with_connector or unknown_hash(_behind(scheduler.kv_cache_manager, request))
+    if why is not None:
+        out_of_service(standing.step_back(NAME, f"{why}, vLLM's own code runs"))
         return
     manager = scheduler.kv_cache_manager
     unwritten = _unwritten(manager, request)
@@ -33,15 +37,19 @@ def _take_back(args: Arguments, kwargs: Keywords) -> None:
         manager.evict_blocks(unwritten)
 
 
-def _unwritten(manager: Any, request: Any) -> set[int]:
-    """Blocks of a request that have a hash and that no step before this one writes to the end."""
-    found = set()
+def _behind(manager: Any, request: Any) -> list[Any]:
+    """Blocks of a request past the tokens that it has computed."""
+    found = []
     for of_type in manager.coordinator.single_type_managers:
         blocks = of_type.req_to_blocks.get(request.request_id, ())
-        for block in blocks[request.num_computed_tokens // of_type.block_size :]:
-            if block.block_hash is not None and not block.is_null:
-                found.add(block.block_id)
+        found += blocks[request.num_computed_tokens // of_type.block_size :]
     return found
+
+
+def _unwritten(manager: Any, request: Any) -> set[int]:
+    """Blocks of a request that have a hash and that no step before this one writes to the end."""
+    behind = _behind(manager, request)
+    return {b.block_id for b in behind if b.block_hash is not None and not b.is_null}
 
 
 def _left_published(sources: Sources) -> Evidence:

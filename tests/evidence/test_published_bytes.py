@@ -1,0 +1,111 @@
+"""BlockFingerprints: bytes at the commit and at the first read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from staleproof.evidence.published_bytes import BlockFingerprints, OtherBytes
+
+
+def caches(layers: int = 2, blocks: int = 6) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(blocks, 2, 8, 3, generator=draw).to(torch.bfloat16) for _ in range(layers)]
+
+
+def on(device: str) -> tuple[list[torch.Tensor], BlockFingerprints]:
+    made = [cache.to(device) for cache in caches()]
+    return made, BlockFingerprints(made)
+
+
+def test_every_bit_of_every_layer_counts_and_no_other(device):
+    made, prints = on(device)
+    before = prints.of(range(6)).tolist()
+    assert len(set(before)) == 6
+    for layer in range(2):
+        for word in (0, 47):
+            bits = made[layer][3].view(-1).view(torch.int16)
+            bits[word] ^= 1
+            after = prints.of(range(6)).tolist()
+            assert [at for at in range(6) if after[at] != before[at]] == [3]
+            bits[word] ^= 1
+    assert prints.of(range(6)).tolist() == before
+
+
+def test_the_same_words_elsewhere_are_other_bytes(device):
+    """Two words of a block swapped, two blocks of two layers swapped, and a NaN with another payload."""
+    made, prints = on(device)
+    before = prints.of([1, 2]).tolist()
+    made[0][1], made[1][1] = made[1][1].clone(), made[0][1].clone()
+    assert prints.of([1]).tolist() != before[:1]
+    flat = made[0][2].view(-1).view(torch.int32)
+    flat[0], flat[5] = flat[5].clone(), flat[0].clone()
+    assert prints.of([2]).tolist() != before[1:]
+    bits = made[0][4].view(-1).view(torch.int16)
+    found = []
+    for payload in (0x7FC0, 0x7FC1):
+        bits[7] = payload
+        found += prints.of([4]).tolist()
+    assert found[0] != found[1]
+
+
+def test_axes_within_a_block_may_be_in_any_order(device):
+    made, _ = on(device)
+    plain = BlockFingerprints(made).of([2, 5]).tolist()
+    assert BlockFingerprints([cache.transpose(1, 3) for cache in made]).of([2, 5]).tolist() == plain
+
+
+def test_a_first_read_is_compared_with_what_was_committed_for_the_hash(device):
+    made, prints = on(device)
+    prints.commit({1: "a", 2: "b"})
+    # A copy of block 1, as an offload and a load make it, and one that was made too early.
+    for cache in made:
+        cache[3] = cache[1]
+    prints.read("reader", {1: "a", 3: "a", 2: "a", 4: "never"})
+    found = prints.check(wait=True)
+    assert found == [OtherBytes("reader", 2, True), OtherBytes("reader", 4, False)]
+    assert [str(one) for one in found] == [
+        "reader reads block 2: other bytes than were committed for its hash",
+        "reader reads block 4: a hash nobody committed",
+    ]
+    assert prints.check(wait=True) == []
+
+
+def test_only_the_first_read_of_a_hash_is_compared_until_it_is_committed_anew(device):
+    made, prints = on(device)
+    prints.commit({1: "a"})
+    prints.read("first", {1: "a"})
+    made[0][1] += 1
+    prints.read("second", {1: "a"})
+    assert (prints.reads, prints.check(wait=True)) == (1, [])
+    # Computed again by another request, in another batch: both are right.
+    prints.commit({1: "a"})
+    prints.read("third", {1: "a"})
+    assert (prints.reads, prints.check(wait=True)) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "kv_caches: expected at least one tensor, got none"),
+        (
+            [torch.zeros(4, 3, dtype=torch.int8)],
+            r"kv_caches\[0\]: expected a multiple of 4 bytes a block, got 3",
+        ),
+        (
+            [torch.zeros(2, 4, 8).transpose(0, 1)],
+            r"kv_caches\[0\]: expected blocks outermost, each in one piece",
+        ),
+        ([torch.zeros(4, 4), torch.zeros(3, 4)], r"kv_caches\[1\]: expected 4 blocks, got 3"),
+    ],
+)
+def test_caches_that_do_not_fit_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        BlockFingerprints(given)
+
+
+@pytest.mark.parametrize("block", [-1, 6])
+def test_a_block_that_is_not_there_is_refused(device, block):
+    _, prints = on(device)
+    with pytest.raises(ValueError, match=rf"blocks: expected ids from 0 to 5, got \[{block}\]"):
+        prints.of([block])
