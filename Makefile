@@ -82,7 +82,7 @@ architectures: $(READY) ## compile every kernel for the GPUs that are not here (
 mutations: $(READY) ## make each small edit of tests/mutations in a copy, and see a test turn red (minutes)
 	$(BIN)/python tests/mutations/mutate.py
 
-# `make mutmut OF="staleproof.cases.finding*"` for a part: four mutants a second on two cores, 8,000 in all.
+# `make mutmut OF="staleproof.cases.finding* staleproof.cases.run*"`: 616 mutants, five minutes on two cores.
 mutmut: $(READY) ## mutate plain Python, and list what no test noticed (see [tool.mutmut]; OF= names a part)
 	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install "mutmut>=3.8"
 	mkdir -p mutants/src  # Python looks for the folder once

@@ -226,7 +226,7 @@ KERNELS = {
     "distinct_experts": ("_distinct_kernel",),
     "BlockZeroer": ("_zero_kernel", "_zero_listed_kernel"),
     "quantize_nvfp4": ("_quantize_nvfp4_kernel",),
-    "RowCounters": ("_count_bad_kernel",),
+    "RowCounters": ("_count_rows_kernel",),
     "Board": ("_count_rows_kernel", "_count_routing_kernel"),
 }
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from staleproof.evidence.board import Board
-from staleproof.evidence.counters import RowCounters
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
@@ -111,12 +110,6 @@ def _distinct(top_k: int, dtype: torch.dtype = FP32, ids: torch.dtype = INT32) -
     distinct_experts(_empty(256, top_k, dtype=dtype), _empty(256, top_k, dtype=ids))
 
 
-def _count(rows: int, columns: int, dtype: torch.dtype, live: torch.dtype = INT32) -> None:
-    RowCounters(["attention", "quantize"], "cuda").observe(
-        "attention", _empty(rows, columns, dtype=dtype), _empty(rows, dtype=live)
-    )
-
-
 def _watch(rows: int, columns: int, dtype: torch.dtype, top_k: int = 0, padding: bool = False) -> None:
     Board("cuda").count(
         7,
@@ -202,9 +195,6 @@ def _cases() -> dict[str, Callable[[], object]]:
     add("distinct_experts, top 8, int64", _distinct, 8, ids=INT64)
 
     for dtype in (FP32, FP16, BF16, FP8, torch.float8_e5m2):
-        add(f"RowCounters, 128 x 7168, {dtype}", _count, 128, 7168, dtype)
-    add("RowCounters, 256 x 65536, bool", _count, 256, 65536, BF16, torch.bool)
-    for dtype in (FP32, FP16, BF16, FP8):
         add(f"watch, 256 x 8192, {dtype}", _watch, 256, 8192, dtype)
     add("watch, 50 x 2048, own mask", _watch, 50, 2048, BF16, padding=True)
     add("watch, router, top 6", _watch, 256, 6, FP32, 6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,7 +210,6 @@ def test_progress_says_which_step_begins():
     rows = [each("empty row", "rows", ["a", "b"], lambda *_: "clean", **OPEN)]
     run(*rows, progress=lines.append)
     assert lines == ["fake 1/2: empty row, a", "fake 2/2: empty row, b"]
-    assert Table("fake", *rows).steps == ["empty row, a", "empty row, b"]
 
 
 # --- Scenes.
@@ -252,17 +252,54 @@ def test_an_early_scene_begins_before_all_cases_unless_nobody_can_use_it():
     assert events == ["x"]
 
 
-def test_a_scene_whose_child_fails_leaves_its_cases_open_and_no_others():
-    def tell(device):
+def test_a_child_that_fails_leaves_its_cases_open_and_no_others():
+    def fails(*_):
         raise ChildError("ended with 1 and said: no memory")
 
-    scene = Scene("server", tell)
-    rows = each("q", "rows", ["a", "b"], print, expect="clean", scene=scene)
-    found = run(rows, each("other", "rows", ["c"], lambda *_: "clean", **OPEN))
-    assert [(f.verdict, f.note) for f in found[:2]] == [
-        ("not run", "server: ended with 1 and said: no memory")
-    ] * 2
-    assert found[2].ok
+    found = run(
+        each("scene", "rows", ["a", "b"], print, expect="clean", scene=Scene("server", fails)),
+        each("ask", "rows", ["c"], fails, expect="clean"),
+        fix("d", "rows", off=0, on=1, ask=lambda *_: "leaked", wrong=right, expect="not fixed"),
+        fix("e", "rows", off=0, on=1, ask=fails, wrong=right),
+        each("last", "rows", ["f"], lambda *_: "clean", expect="clean"),
+    )
+    why = "ended with 1 and said: no memory"
+    assert [(f.verdict, f.note) for f in found] == [
+        *[("not run", f"server: {why}")] * 2,
+        ("not run", why),
+        ("not fixed", ""),
+        ("not run", why),
+        ("clean", ""),
+    ]
+
+
+@pytest.mark.parametrize("last", ["put", "absent", "failed"])
+def test_what_a_scene_told_is_kept_until_its_last_case_and_no_longer(last):
+    class Server:
+        pass
+
+    servers = []
+
+    def tell(device):
+        server = Server()
+        servers.append(weakref.ref(server))
+        return server
+
+    def ask(subject, device, server):
+        assert servers[0]() is server
+        if subject == "b" and last == "failed":
+            raise ChildError("ended with 1")
+        return "clean"
+
+    def gone(subject, device):
+        return "clean" if servers[0]() is None else "leaked"
+
+    needs = {"needs": lambda subject, device: "no GPU" if (subject, last) == ("b", "absent") else None}
+    found = run(
+        each("q", "rows", ["a", "b"], ask, scene=Scene("server", tell), **needs, **OPEN),
+        each("after", "rows", ["c"], gone, **OPEN),
+    )
+    assert [f.verdict for f in found] == ["clean", "clean" if last == "put" else "not run", "clean"]
 
 
 # --- Off / on / off.
@@ -414,14 +451,6 @@ def test_limit_s_is_for_all_children_of_a_case(jobs, tmp_path):
     found = run(each("q", "rows", ["a", "b"], ask, limit_s=0.3, **OPEN))
     assert [f.verdict for f in found] == ["clean"] * 2
     assert limits == [pytest.approx(0.3, abs=0.1), 0, pytest.approx(0.3, abs=0.1), 0]
-
-
-def test_a_child_that_crashes_is_an_error_of_the_case(jobs):
-    def ask(subject, device):
-        return children.call(jobs.fail, timeout_s=60).answer()
-
-    with pytest.raises(ChildError, match="rows: expected 3, got 4"):
-        run(each("q", "rows", ["v"], ask, **OPEN))
 
 
 def test_ask_puts_the_named_question_to_the_named_variants(device):

@@ -1,14 +1,15 @@
-"""The board's kernels against RowCounters and a plain count, and what they refuse."""
+"""The board's kernels against a plain count, and what they refuse."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from staleproof.evidence import RowCounters
-from staleproof.evidence.board import NEVER, NUMBERS, Board, crossing
+from staleproof.evidence import board as boards
+from staleproof.evidence.board import NEVER, Board, crossing
 from staleproof.evidence.canary import plant
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -32,24 +33,44 @@ def spoilt(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.
 
 
 def slot_of(board: Board, slot: int) -> list[int]:
-    return board.numbers[slot * NUMBERS : (slot + 1) * NUMBERS].tolist()
+    return board.slots()[slot].tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (37, 6), (130, 100), (5, 9000)])
-def test_rows_are_those_that_row_counters_count(device, dtype, rows, columns):
-    live, board, counters = rows // 2, Board(device), RowCounters(["a"], device)
-    mask = torch.arange(rows) < live
+def test_rows_are_those_of_a_plain_count(device, dtype, rows, columns):
+    live, board, bad, first = rows // 2, Board(device), [], None
     for seed in range(2):
         x = spoilt(rows, columns, dtype, seed)
         board.begin(seed + 1, live, counted=True)
         board.count(3, x)
-        counters.begin()
-        counters.observe("a", x, mask)
-    want = counters.read()["a"]
-    assert slot_of(board, 3) == [want.pad_rows, want.live_rows, 0, 0, 0, 0, 2]
-    first, found = counters.first_crossing, crossing(int(board.numbers[-1]))
-    assert found == (None if first is None else (first.replay, 3, first.row, False))
+        bad.append(~x.float().isfinite().all(1))
+        if first is None and bad[-1][:live].any():
+            first = seed + 1, 3, int(bad[-1][:live].nonzero()[0]), False
+    want = [sum(int(b[live:].sum()) for b in bad), sum(int(b[:live].sum()) for b in bad)]
+    assert slot_of(board, 3) == [*want, 0, 0, 0, 0, 2]
+    assert crossing(int(board.numbers[-1])) == first
+
+
+def test_a_kernel_launches_on_the_device_of_its_tensors(monkeypatch):
+    current, launches = [torch.device("cuda", 0)], []
+
+    @contextlib.contextmanager
+    def switched(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    class Elsewhere(torch.Tensor):
+        is_cuda, device = True, torch.device("cuda", 1)
+
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    monkeypatch.setattr(boards, "_check", lambda *_: None)
+    with torch.device("cpu"):
+        board = Board("cpu", launch=lambda *_, **__: launches.append(current[-1]))
+        for x in (torch.ones(2, 4).as_subclass(Elsewhere), torch.ones(2, 4)):
+            board.count(0, x)
+    assert launches == [torch.device("cuda", 1), torch.device("cuda", 0)]
 
 
 def test_strided_rows_need_no_copy_and_give_the_same(device):

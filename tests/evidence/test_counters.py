@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 from staleproof.cases.graph import capture
-from staleproof.evidence import Crossing, RowCounters, counters
+from staleproof.evidence import Crossing, RowCounters
 
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-)
-def test_counts_match_a_count_on_the_host(device, dtype):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(37, 70, generator=generator)
-    x[torch.rand(37, 70, generator=generator) < 0.02] = NAN
-    x[torch.rand(37, 70, generator=generator) < 0.01] = -INF
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("given", [torch.bool, torch.int32, torch.int64])
+def test_counts_match_a_count_on_the_host(device, dtype, given):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(38, 7, 10, generator=draw)
+    x[torch.rand(x.shape, generator=draw) < 0.02] = NAN
     x = x.to(dtype)
-    live = torch.rand(37, generator=generator) < 0.5
-    counters = RowCounters(["only"], device)
+    live = torch.randint(0, 2, (19,), generator=draw) * (1 if given is torch.bool else 7)
+    counters = RowCounters(["other", "asked"], device)
     counters.begin()
-    counters.observe("only", x.to(device), live.to(device))
-    bad = ~torch.isfinite(x.float())
-    seen = counters.read()["only"]
-    assert seen.pad_values == int(bad[~live].sum()) > 0
-    assert seen.live_values == int(bad[live].sum()) > 0
-    assert seen.pad_rows == int(bad[~live].any(1).sum())
-    assert seen.live_rows == int(bad[live].any(1).sum())
-    first = int((bad.any(1) & live).nonzero()[0])
-    assert counters.first_crossing == Crossing(1, "only", first)
+    counters.observe("asked", x.to(device), live.to(given).to(device))
+    bad, is_live = ~torch.isfinite(x.float()).flatten(1).all(1), live.bool().repeat_interleave(2)
+    seen = counters.read()
+    assert (seen["other"].pad_rows, seen["other"].live_rows) == (0, 0)
+    assert seen["asked"].pad_rows == int(bad[~is_live].sum()) > 0
+    assert seen["asked"].live_rows == int(bad[is_live].sum()) > 0
+    assert counters.first_crossing == Crossing(1, "asked", int((bad & is_live).nonzero()[0]))
 
 
 def test_first_crossing_is_ordered_by_replay_then_stage_then_row(device):
@@ -77,36 +70,11 @@ def test_reset_forgets_and_the_captured_step_goes_on_counting(device):
     graph = capture(step, device)
     graph.replay()
     counters.reset()
-    assert counters.read()["a"].live_values == 0
+    assert counters.read()["a"].live_rows == 0
     assert counters.first_crossing is None
     graph.replay()
-    assert counters.read()["a"].live_values == 8
+    assert counters.read()["a"].live_rows == 2
     assert counters.first_crossing == Crossing(1, "a", 0)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch asks the driver for the device of a fake tensor")
-def test_the_kernel_launches_on_the_device_of_its_tensors(monkeypatch):
-    launches, current = [], torch.device("cuda", 0)
-
-    @contextmanager
-    def switched(device):
-        nonlocal current
-        before, current = current, device
-        yield
-        current = before
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: launches.append(current)
-
-    monkeypatch.setattr(torch.cuda, "device", switched)
-    monkeypatch.setattr(counters, "_count_bad_kernel", Kernel())
-    with FakeTensorMode():
-        second = torch.device("cuda", 1)
-        x = torch.zeros(2, 4, device=second)
-        RowCounters(["a"], second).observe("a", x, torch.ones(2, dtype=torch.int32, device=second))
-        RowCounters(["a"], "cpu").observe("a", torch.zeros(2, 4), torch.ones(2))
-    assert launches == [second, torch.device("cuda", 0)]
 
 
 @pytest.mark.gpu
@@ -117,7 +85,7 @@ def test_on_cuda_it_counts_on_a_device_that_is_not_current(device):
     on_second = RowCounters(["a"], "cuda:1")
     on_second.observe("a", x, torch.ones(2, dtype=torch.int32, device="cuda:1"))
     assert torch.cuda.current_device() == 0
-    assert on_second.read()["a"].live_values == 8
+    assert on_second.read()["a"].live_rows == 2
 
 
 @pytest.mark.parametrize(
@@ -137,4 +105,4 @@ def test_bad_input(device, call, message):
     live = torch.ones(4, dtype=torch.bool, device=device)
     with pytest.raises(ValueError, match=message):
         call(counters, x, live)
-    assert counters.read()["a"].live_values == 0
+    assert counters.read()["a"].live_rows == 0

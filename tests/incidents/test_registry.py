@@ -82,11 +82,3 @@ def test_remedies_that_were_tried_are_variants_of_the_questions_that_serve_them(
     cases = registry.table_of(name).cases
     assert {case.key.question for case in cases} >= {*about.served}
     assert {case.key.variant for case in cases if case.key.question in about.served} >= {*about.tried}
-
-
-def test_steps_are_what_a_run_says_it_does():
-    from staleproof.incidents.scale_padding.cases import TABLE
-
-    lines = registry.steps("scale_padding")
-    assert lines == [f"scale_padding: {step}" for step in TABLE.steps]
-    assert len(lines) == len(TABLE.cases)

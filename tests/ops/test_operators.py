@@ -7,36 +7,51 @@ other operations. However torch runs that function, the result has the bits of t
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from staleproof.cases import graph
 from staleproof.ops import operators
+from staleproof.ops import zero_blocks as zeroing
 from staleproof.ops.clear_empty_rows import clear_empty_rows
+from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.mla.decode import mla_decode
+from staleproof.ops.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from staleproof.ops.reference import nvfp4
+from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
+from staleproof.ops.zero_blocks import BlockZeroer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+import warm
 
 Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Case:
+    """A call of a public function between other operations.
+
+    ``arguments`` are those of its operator, from the tensors; without them the case is another call of an
+    operator that is asked already.
+    """
+
     operator: str
     make: Callable[[int, str], Tensors]
     call: Callable[..., Tensors]
-    # The operator's own arguments, from the tensors.
-    arguments: Callable[..., tuple[Any, ...]]
+    arguments: Callable[..., tuple[Any, ...]] | None = None
 
 
 def randn(*shape: int, device: str) -> torch.Tensor:
@@ -94,6 +109,43 @@ def quantize_arguments(x: torch.Tensor, live: Any, padding: Any, count: int) -> 
     return x, live, padding, count, torch.empty_like(x, dtype=torch.uint8), x.new_empty(1)
 
 
+def logits(rows: int, device: str) -> Tensors:
+    is_padding = torch.arange(rows, device=device) % 3 == 1
+    return randn(rows, 16, device=device), randn(16, device=device), is_padding
+
+
+def routed(function: Callable[..., Tensors], **options: Any) -> Callable[..., Tensors]:
+    def call(x: torch.Tensor, bias: torch.Tensor, is_padding: torch.Tensor) -> Tensors:
+        weights, ids = function(x * 2, 3, bias=bias, is_padding=is_padding, **options)
+        return weights + 1, ids
+
+    return call
+
+
+def routing(*more: Any) -> Callable[..., tuple[Any, ...]]:
+    def arguments(x: torch.Tensor, *others: torch.Tensor) -> tuple[Any, ...]:
+        ids = torch.empty(len(x), 3, dtype=torch.int32, device=x.device)
+        return x, *others, x.new_empty(len(x), 3), ids, True, 1.5, -1, *more
+
+    return arguments
+
+
+def repeated(rows: int, device: str) -> Tensors:
+    return randn(rows, 6, device=device), torch.arange(6 * rows, device=device).view(rows, 6) % 4
+
+
+def quantised(x: torch.Tensor, scale: torch.Tensor, **options: Any) -> Tensors:
+    packed, scales = quantize_nvfp4(x * 2, scale, **options)
+    return packed + 1, scales.view(torch.uint8)
+
+
+def quantising(x: torch.Tensor, scale: torch.Tensor) -> tuple[Any, ...]:
+    packed = torch.empty(len(x), 24, dtype=torch.uint8, device=x.device)
+    # As bytes: torch's check of schemas cannot compare FP8.
+    return x, scale, packed, packed.new_empty(nvfp4.scale_shape(len(x), 48)), True, True
+
+
+GROUPS = {"num_expert_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 CASES = {
     "clear_empty_rows": Case(
         "clear_empty_rows",
@@ -126,116 +178,161 @@ CASES = {
         lambda x, padding, count: quantize(x, is_padding=padding),
         lambda x, padding, count: quantize_arguments(x, None, padding, 2),
     ),
+    "topk_softmax": Case("topk_softmax", logits, routed(topk_softmax), routing()),
+    "topk_sigmoid": Case("topk_sigmoid", logits, routed(topk_sigmoid, renormalize=True), routing()),
+    "grouped_topk": Case("grouped_topk", logits, routed(grouped_topk, **GROUPS), routing(4, 2)),
+    "distinct_experts": Case(
+        "distinct_experts",
+        repeated,
+        lambda w, i: distinct_experts(w.abs(), i),
+        lambda w, i: (w, i, torch.empty_like(w), torch.empty_like(i)),
+    ),
+    "quantize_nvfp4": Case(
+        "quantize_nvfp4",
+        lambda rows, device: (randn(rows, 48, device=device), torch.tensor(3.0, device=device)),
+        quantised,
+        quantising,
+    ),
+    "quantize_nvfp4, rows of scales, a number, bfloat16": Case(
+        "quantize_nvfp4",
+        lambda rows, device: (randn(rows, 48, device=device).bfloat16(),),
+        lambda x: quantised(x, 3.0, swizzled=False),  # type: ignore[arg-type]
+    ),
+    # Plain PyTorch, without an operator.
+    "dequantize_nvfp4": Case(
+        "",
+        lambda rows, device: nvfp4.quantize_nvfp4(randn(rows, 48, device=device), 2.0),
+        lambda packed, scales: (dequantize_nvfp4(packed, scales, 2.0) + 1,),
+    ),
 }
-ONE_EACH = ["clear_empty_rows", "mla_decode, splits", "quantize_fp8_per_tensor, count"]
+ASKED = [name for name, case in CASES.items() if case.arguments]
+# The last case of each operator, where every case would take long.
+EACH = list({case.operator: name for name, case in CASES.items() if case.arguments}.values())
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
 
 
 @pytest.fixture(name="case", params=CASES)
 def case_fixture(request: pytest.FixtureRequest) -> Case:
-    torch._dynamo.reset()
     return CASES[request.param]
 
 
-def assert_same_bits(got: Tensors, want: Tensors) -> None:
-    for g, w in zip(got, want, strict=True):
-        assert (g.dtype, g.shape) == (w.dtype, w.shape)
-        assert torch.equal(g.contiguous().view(torch.uint8), w.contiguous().view(torch.uint8))
+def _require_compiler(device: str) -> None:
+    if device == "cpu" and shutil.which("g++") is None:
+        pytest.skip("inductor needs g++ for code on a CPU")
 
 
-def test_opcheck(case: Case, device: str) -> None:
-    operator = getattr(torch.ops.staleproof, case.operator).default
-    torch.library.opcheck(operator, case.arguments(*case.make(4, device)))
+def assert_same(got: Tensors, want: Tensors) -> None:
+    for mine, theirs in zip(got, want, strict=True):
+        assert (mine.shape, mine.dtype, mine.device) == (theirs.shape, theirs.dtype, theirs.device)
+        assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
-def test_schema_declares_its_writes_and_no_result(case: Case) -> None:
-    schema = getattr(torch.ops.staleproof, case.operator).default._schema
-    assert schema.returns == []
-    assert any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+@pytest.mark.parametrize("name", ASKED)
+def test_an_operator_declares_its_writes_and_no_result(name: str, device: str) -> None:
+    operator = getattr(torch.ops.staleproof, CASES[name].operator).default
+    assert operator._schema.returns == []
+    assert any(a.alias_info is not None and a.alias_info.is_write for a in operator._schema.arguments)
+    torch.library.opcheck(operator, CASES[name].arguments(*CASES[name].make(4, device)))
+
+
+def assert_compiles(case: Case, device: str, backend: str, dynamic: bool) -> None:
+    compiled = torch.compile(case.call, backend=backend, fullgraph=True, dynamic=dynamic)
+    # 5 is the size of no other axis.
+    for rows in (5, 7, 12) if dynamic else (5, 5):
+        tensors = case.make(rows, device)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert_same(compiled(*tensors), case.call(*tensors))
 
 
 @pytest.mark.parametrize(("backend", "dynamic"), [("eager", False), ("aot_eager", True)])
 def test_compiles_once_for_all_sizes(case: Case, device: str, backend: str, dynamic: bool) -> None:
-    counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(case.call, backend=counter, fullgraph=True, dynamic=dynamic)
-    counts = []
-    for rows in (4, 7, 12) if dynamic else (4, 4):
-        tensors = case.make(rows, device)
-        assert_same_bits(compiled(*tensors), case.call(*tensors))
-        counts.append(counter.frame_count)
-    # The first call may compile twice; no later one compiles again.
-    assert counts[0] >= 1
-    assert counts[0] == counts[-1]
+    assert_compiles(case, device, backend, dynamic)
 
 
-@pytest.mark.parametrize("name", ONE_EACH)
+@pytest.mark.parametrize("name", EACH)
 def test_compiles_with_inductor(name: str, device: str) -> None:
-    if device == "cpu" and shutil.which("g++") is None:
-        pytest.skip("inductor needs g++ for code on a CPU")
-    torch._dynamo.reset()
-    case = CASES[name]
-    compiled = torch.compile(case.call, fullgraph=True, dynamic=True)
-    for rows in (4, 7):
-        tensors = case.make(rows, device)
-        assert_same_bits(compiled(*tensors), case.call(*tensors))
+    _require_compiler(device)
+    assert_compiles(CASES[name], device, "inductor", dynamic=True)
 
 
-def test_exports_with_a_dynamic_axis(case: Case, device: str) -> None:
+def test_exports_with_any_number_of_rows(case: Case, device: str) -> None:
     class Module(torch.nn.Module):
         def forward(self, *tensors: torch.Tensor) -> Tensors:
             return case.call(*tensors)
 
     tensors = case.make(4, device)
     # 4 rows, and 5 row starts; the axes of a fixed size have another one.
-    axes = tuple({0: torch.export.Dim.AUTO} if t.shape[0] in (4, 5) else None for t in tensors)
-    program = torch.export.export(Module(), tensors, dynamic_shapes=(axes,))
-    assert f"staleproof.{case.operator}" in str(program.graph)
+    rows = tuple({0: torch.export.Dim.AUTO} if t.ndim and len(t) in (4, 5) else None for t in tensors)
+    program = torch.export.export(Module(), tensors, dynamic_shapes=(rows,))
+    assert (f"staleproof.{case.operator}" in str(program.graph)) is bool(case.operator)
     for module in (program.module(), program.run_decompositions().module()):
-        for rows in (4, 9):
-            tensors = case.make(rows, device)
-            assert_same_bits(module(*tensors), case.call(*tensors))
+        for count in (4, 9):
+            tensors = case.make(count, device)
+            assert_same(module(*tensors), case.call(*tensors))
 
 
-def test_make_fx_records_the_operator(case: Case, device: str) -> None:
+@pytest.mark.parametrize("name", [name for name in ASKED if name != "quantize_nvfp4"])
+def test_make_fx_records_the_operator(name: str, device: str) -> None:
+    case = CASES[name]
     tensors = case.make(4, device)
     traced = make_fx(case.call)(*tensors)
     assert f"staleproof.{case.operator}" in traced.code
-    assert_same_bits(traced(*tensors), case.call(*tensors))
+    assert_same(traced(*tensors), case.call(*tensors))
 
 
 def test_fake_and_meta_tensors_have_the_shapes_of_real_ones(case: Case, device: str) -> None:
-    want = case.call(*case.make(4, device))
+    tensors = case.make(4, device)
+    want = case.call(*tensors)
     with FakeTensorMode() as mode:
-        fake = case.call(*(mode.from_tensor(t) for t in case.make(4, "meta")))
-        assert all(isinstance(t, FakeTensor) for t in fake)
-    for results in (fake, case.call(*(t.to("meta") for t in case.make(4, device)))):
+        fake = case.call(*(mode.from_tensor(t) for t in tensors))
+    assert all(isinstance(t, FakeTensor) for t in fake)
+    for results in (fake, case.call(*(t.to("meta") for t in tensors))):
         assert [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in want]
 
 
-@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, torch.autocast])
-def test_contexts_change_no_bit(case: Case, device: str, context: Any) -> None:
+CONTEXTS = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda device: torch.autocast(device, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_contexts_change_no_bit(case: Case, device: str, context: str) -> None:
+    want = case.call(*case.make(4, device))
+    with CONTEXTS[context](device) if context == "autocast" else CONTEXTS[context]():
+        assert_same(case.call(*case.make(4, device)), want)
+
+
+@pytest.mark.parametrize("context", ["inference_mode", "autocast"])
+@pytest.mark.parametrize("name", EACH)
+def test_contexts_change_no_bit_of_compiled_code(name: str, device: str, context: str) -> None:
+    case = CASES[name]
     want = case.call(*case.make(4, device))
     compiled = torch.compile(case.call, backend="aot_eager", fullgraph=True)
-    with context(device, dtype=torch.bfloat16) if context is torch.autocast else context():
-        tensors = case.make(4, device)
-        assert_same_bits(case.call(*tensors), want)
-        assert_same_bits(compiled(*tensors), want)
+    with CONTEXTS[context](device) if context == "autocast" else CONTEXTS[context]():
+        assert_same(compiled(*case.make(4, device)), want)
 
 
 # On a CPU the stand-in for a graph is a dispatch mode, and torch.compile stands back from those.
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_replays_in_a_captured_graph(case: Case, device: str, compiled: bool) -> None:
-    call = torch.compile(case.call, backend="aot_eager", fullgraph=True) if compiled else case.call
+    call = torch.compile(case.call, fullgraph=True) if compiled else case.call
     tensors = case.make(6, device)
     results: list[Tensors] = []
     captured = graph.capture(lambda: results.append(call(*tensors)), on=device)
-    tensors[0].mul_(3.0)
+    first = tensors[0].clone()
+    tensors[0].copy_(first.flip(0) if first.ndim else first * 3)
     want = case.call(*tensors)
     captured.replay()
-    assert_same_bits(results[-1], want)
+    assert_same(results[-1], want)
 
 
 def test_values_are_checked_only_where_they_can_be_read(device: str) -> None:
-    torch._dynamo.reset()
     count = torch.tensor([2], dtype=torch.int32, device=device)
 
     def call(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -247,7 +344,7 @@ def test_values_are_checked_only_where_they_can_be_read(device: str) -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match="validate=True reads values on the host"):
         torch.compile(call, backend="eager", fullgraph=True)(x, count)
     compiled = torch.compile(call, backend="eager")
-    assert_same_bits((compiled(x, count),), (call(x, count),))
+    assert_same((compiled(x, count),), (call(x, count),))
     with pytest.raises(ValueError, match="live_rows: expected 0 to 3 rows, got 4"):
         compiled(x, count + 2)
 
@@ -266,35 +363,51 @@ def test_the_guard_is_taken_for_another_device_only(monkeypatch: pytest.MonkeyPa
     assert taken == [torch.device("cuda", 1)]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_every_launch_is_guarded(
-    device: str, case: Case, monkeypatch: pytest.MonkeyPatch, compiled: bool
-) -> None:
+@pytest.fixture(name="launches")
+def launches_fixture(device: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each launch so far was made under the guard of the device of its tensors."""
     if device != "cpu":
-        pytest.skip("launches are watched through Triton's interpreter")
+        pytest.skip("counts the launches of Triton's interpreter")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    guarded: list[bool] = []
+    seen: list[bool] = []
     inside = False
 
     @contextlib.contextmanager
-    def guard(x: torch.Tensor):
+    def guard(x: torch.Tensor) -> Iterator[None]:
         nonlocal inside
-        inside = True
+        inside = isinstance(x, torch.Tensor)
         yield
         inside = False
 
     run = interpreter.InterpretedFunction.run
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        guarded.append(inside)
+        seen.append(inside)
         return run(*args, **kwargs)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", recorded)
-    monkeypatch.setattr(operators, "on_device_of", guard)
-    call = torch.compile(case.call, backend="eager", fullgraph=True) if compiled else case.call
-    call(*case.make(4, "cpu"))
-    assert guarded
-    assert all(guarded)
+    for module in (operators, zeroing):
+        monkeypatch.setattr(module, "on_device_of", guard)
+    return seen
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_every_launch_is_guarded(name: str, launches: list[bool]) -> None:
+    call = CASES[name].call
+    call(*CASES[name].make(4, "cpu"))
+    assert launches
+    if name in EACH:
+        torch.compile(call, backend="eager", fullgraph=True)(*CASES[name].make(4, "cpu"))
+    assert all(launches)
+
+
+def test_every_launch_of_a_zeroer_is_guarded(launches: list[bool]) -> None:
+    caches = [torch.ones(8, 5)]
+    zeroer = BlockZeroer(caches)
+    for ids in ([1, 2], torch.tensor([3])):
+        zeroer.zero(ids)
+    torch.compile(zeroer.zero, backend="eager", fullgraph=True)(torch.tensor([4]))
+    assert launches == [True] * 3
 
 
 @pytest.mark.gpu
@@ -305,25 +418,28 @@ def test_tensors_on_another_than_the_current_device(case: Case) -> None:
     with torch.cuda.device(0):
         got = case.call(*case.make(4, "cuda:1"))
         compiled = torch.compile(case.call, backend="eager", fullgraph=True)(*case.make(4, "cuda:1"))
-    assert all(t.device == torch.device("cuda", 1) for t in got)
-    assert_same_bits(tuple(t.to("cuda:0") for t in got), want)
-    assert_same_bits(compiled, got)
+    assert_same(tuple(t.to("cuda:0") for t in got), want)
+    assert_same(compiled, got)
 
 
-def test_importing_a_name_registers_its_operator_and_importing_star_all() -> None:
+def test_importing_a_name_registers_its_operator_alone_and_loads_no_other_room() -> None:
     program = """
 import sys
-import staleproof
-assert "torch" not in sys.modules
 from staleproof import clear_empty_rows
 import torch
 print(*dir(torch.ops.staleproof))
 from staleproof.ops import *
 from staleproof.ops.mla import *
 print(*dir(torch.ops.staleproof))
+from staleproof.ops import distinct_experts, nvfp4, topk, zero_blocks
+print(*(name for name in sys.modules if name.startswith("staleproof.")))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    one, every = (set(line.split()) for line in done.stdout.splitlines())
+    done = warm.run("-c", program, env=os.environ, timeout=300, vllm=False)
+    assert done.returncode == 0, done.stderr
+    one, every, modules = (line.split() for line in done.stdout.splitlines())
     assert "clear_empty_rows" in one
     assert "mla_decode" not in one
-    assert every >= {case.operator for case in CASES.values()}
+    assert {*every} >= {case.operator for case in CASES.values() if case.operator}
+    rooms = {name.split(".")[1] for name in modules}
+    # Where kernels are interpreted, device loads what quickens that.
+    assert rooms - {"interpreter"} == {"ops", "check", "device", "_kernels_loaded"}

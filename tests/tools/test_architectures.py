@@ -16,7 +16,7 @@ from tools import architectures
 SAMPLE = (
     *("mla_decode, batch 256, 128 heads, pages of 32", "quantize_fp8_per_tensor, 128 x 7168, mask"),
     *("clear_empty_rows, 128 heads, FP8", "topk_softmax, Qwen3, padding", "BlockZeroer, unaligned"),
-    *("distinct_experts, top 8, int64", "quantize_nvfp4, 33 x 7184", "RowCounters, 256 x 65536"),
+    *("distinct_experts, top 8, int64", "quantize_nvfp4, 33 x 7184"),
 )
 pytestmark = pytest.mark.skipif(
     not architectures.has_compiler(), reason="this Triton brings no compiler for NVIDIA GPUs"

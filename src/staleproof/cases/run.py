@@ -69,11 +69,6 @@ class Table:
         twice = [key.text for key, n in Counter(case.key for case in self.cases).items() if n > 1]
         require(not twice, "table", "one case of each key", f"several of {twice}")
 
-    @property
-    def steps(self) -> list[str]:
-        """What :meth:`run` asks, one name a line of progress."""
-        return [_step(case) for case in self.cases]
-
     def run(self, device: str, progress: Progress = silent) -> Generator[Finding]:
         """Put every case; see :func:`run`."""
         return run(self.cases, device, progress)
@@ -98,10 +93,6 @@ class Table:
         return [*run([case for case in mine if not variants or case.key.variant in variants], device)]
 
 
-def _step(case: Case) -> str:
-    return case.key._replace(incident="").text
-
-
 def run(cases: Sequence[Case], device: str, progress: Progress = silent) -> Generator[Finding]:
     """Put cases, yielding each finding as soon as it is there, in the order of the cases.
 
@@ -116,17 +107,19 @@ def run(cases: Sequence[Case], device: str, progress: Progress = silent) -> Gene
     told = _Scenes(cases, device)
     try:
         for number, case in enumerate(cases, 1):
-            progress(f"{case.key.incident} {number}/{len(cases)}: {_step(case)}")
+            step = case.key._replace(incident="").text
+            progress(f"{case.key.incident} {number}/{len(cases)}: {step}")
             # The caller runs between two findings, and must find its own number of threads then.
             with one_thread(), children.within(case.limit_s):
                 found = _put(case, device, told)
+            told.release(case)
             yield found
     finally:
         children.end_all()
 
 
 class _Scenes:
-    """What each scene told, kept while a case still needs it."""
+    """What each scene told, kept until its last case was put."""
 
     def __init__(self, cases: Sequence[Case], device: str) -> None:
         self._device = device
@@ -155,11 +148,17 @@ class _Scenes:
             return ()
         if case.scene not in self._told:
             self._begin(case.scene)
-        self._left[case.scene] -= 1
-        told = self._told[case.scene] if self._left[case.scene] else self._told.pop(case.scene)
+        told = self._told[case.scene]
         if isinstance(told, ChildError):
             raise ChildError(f"{case.scene.name}: {told}") from told
         return (told,)
+
+    def release(self, case: Case) -> None:
+        """This case was put, or cannot be asked here: the last one frees what its scene told."""
+        if case.scene is not None:
+            self._left[case.scene] -= 1
+            if not self._left[case.scene]:
+                self._told.pop(case.scene, None)
 
 
 def _missing(case: Case, device: str) -> str | None:
@@ -174,13 +173,10 @@ def _put(case: Case, device: str, scenes: _Scenes) -> Finding:
         return not_run(case.key, words, why)
     try:
         told = scenes.arguments(case)
-    except ChildError as error:
-        return not_run(case.key, words, str(error))
-    try:
         if isinstance(case, Fix):
             return _put_fix(case, device, told)
         return _found(case, words, _read(case.ask(case.subject, device, *told)), device)
-    except MissingError as error:
+    except (MissingError, ChildError) as error:
         return not_run(case.key, words, str(error))
 
 

@@ -1,9 +1,9 @@
 """Board: the counts of a live server, one launch a stage; nothing waits for the device.
 
-It counts what :class:`staleproof.evidence.RowCounters` counts, and less costs less: rows only, rows of any
-stride, a router's weights and ids in one launch, and all counts in one tensor, so that one copy brings them
-to the host. What a step is (its number, its live rows, whether it is counted) is one number on the device,
-which the host sets with one fill before the step.
+It counts rows of any stride, and a router's weights and ids in one launch; all counts are in one tensor, so
+that one copy brings them to the host. What a step is (its number, its live rows, whether it is counted) is
+one number on the device, which the host sets with one fill before the step.
+:class:`staleproof.evidence.RowCounters` has names for the slots, for a step that is captured as a whole.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _launch(
 
 
 class Board:
-    """Counts of up to 256 slots on one device. Every method but :meth:`values` only launches work.
+    """Counts of up to 256 slots on one device. Every method only launches work.
 
     Args:
         device: where the model runs.
@@ -203,6 +203,14 @@ class Board:
             counted: whether its rows are counted; if not, the kernels of the step return at once.
         """
         self._step.fill_((step % STEPS) << _SHIFT | (_COUNTED if counted else 0) | live)
+
+    def next_step(self) -> None:
+        """The next step, with the live rows of :meth:`begin`: an addition on the device, for a graph."""
+        self._step.add_(1 << _SHIFT)
+
+    def slots(self) -> torch.Tensor:
+        """The counts, (256, 7) int64, on the device."""
+        return self._counts.view(SLOTS, NUMBERS)
 
     def count(
         self, slot: int, x: torch.Tensor, ids: torch.Tensor | None = None, padding: torch.Tensor | None = None

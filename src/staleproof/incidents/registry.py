@@ -103,15 +103,6 @@ def table_of(incident: str) -> Table:
     return table
 
 
-def steps(incident: str) -> list[str]:
-    """What a run of one incident asks, one name a line of progress. Imports its cases.
-
-    >>> steps("scale_padding")[0].startswith("scale_padding: ")
-    True
-    """
-    return [f"{incident}: {step}" for step in table_of(incident).steps] if device.has_triton() else []
-
-
 def put_questions(incident: str, device_name: str, progress: Callable[[str], None]) -> Generator[Finding]:
     """Put every case of one incident, yielding each finding as soon as it is there.
 
