@@ -11,7 +11,7 @@ import torch
 from staleproof.evidence.ledger import Usage
 from staleproof.incidents.decode_buffer import broken, buffer, cases, driver, model
 from staleproof.incidents.decode_buffer.allocator import GIB, SimulatedAllocator
-from staleproof.incidents.decode_buffer.cases import SMALL, STARTED, TABLE, Sweep, too_small, utilisation
+from staleproof.incidents.decode_buffer.cases import SMALL, TABLE, too_small, utilisation
 from staleproof.incidents.decode_buffer.outside import SYMMETRIC
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES
 from staleproof.incidents.decode_buffer.setups import OFF, SETUPS, ServerCase
@@ -24,23 +24,24 @@ def verdict(question, variant, device):
 
 
 def test_the_ledger_names_the_owner_before_the_out_of_memory_that_torch_reports():
-    found = {f.key[1:3]: f for f in STARTED.run("cpu")}
-    died = found["server", OFF].numbers
-    assert (died["died_in"], died["oom_tried"]) == ("serve", "126.00 MiB")
+    (server,) = TABLE.ask("server", OFF, device="cpu")
+    assert (server.numbers["died_in"], server.numbers["oom_tried"]) == ("serve", "126.00 MiB")
     # The same fields, from torch's own message and from ours.
     fields = ("tried", "total", "free", "in_use", "allocated", "unallocated")
-    assert {k for k in died if k.startswith("oom_")} == {f"oom_{field}" for field in fields}
-    note = found["ledger", OFF].note
+    assert {k for k in server.numbers if k.startswith("oom_")} == {f"oom_{field}" for field in fields}
+    names = (OFF, "lazy_moe_workspace", "module_singleton", "clear_empty_rows")
+    found = {f.variant: f for f in TABLE.ask("ledger", *names, device="cpu")}
+    note = found[OFF].note
     assert note.startswith(
         "`layers.*.attn._decode_out`: 8 MiB x 61 layers = 488 MiB allocated after profiling"
     )
     assert note.endswith("this will not fit")
-    owners = {name: found["ledger", name].numbers["owners"] for name in SETUPS}
+    owners = {name: one.numbers["owners"] for name, one in found.items()}
     # On CUDA the failed request's own query is still alive, and is named after it.
-    assert owners.pop("lazy_moe_workspace")[0] == "layers.*.experts._decode_workspace"
-    assert owners.pop(OFF) == ["layers.*.attn._decode_out"]
-    assert owners.pop("module_singleton") == ["staleproof.incidents.decode_buffer.broken:_shared_out"]
-    assert not any(owners.values())
+    assert owners["lazy_moe_workspace"][0] == "layers.*.experts._decode_workspace"
+    assert owners[OFF] == ["layers.*.attn._decode_out"]
+    assert owners["module_singleton"] == ["staleproof.incidents.decode_buffer.broken:_shared_out"]
+    assert owners["clear_empty_rows"] == []
 
 
 def test_the_reports_size():
@@ -77,7 +78,8 @@ def test_a_sweep_says_where_servers_die(verdicts, said, dies_from, monkeypatch):
         return [SimpleNamespace(verdict=verdict) for verdict in verdicts]
 
     monkeypatch.setattr(cases, "run_servers", run)
-    found = utilisation(Sweep(SMALL, {"batch": 48}, (0.85, 0.9, 0.95)), "cpu")
+    sweep = ServerCase(OFF, SMALL, {"batch": 48}), (0.85, 0.9, 0.95)
+    found = utilisation(sweep, "cpu")
     assert (found.verdict, found.numbers["dies_from"], found.provenance) == (said, dies_from, "INTERPRETED")
     assert [case.changes for case in tried] == [{"batch": 48, "utilisation": u} for u in (0.85, 0.9, 0.95)]
 

@@ -19,17 +19,19 @@ def test_the_kv_cache_gets_what_the_profile_left():
     simulated = SimulatedMemory(TINY.total_bytes)
     server = Server(TINY, simulated, ZerosPerLayer)
     weights = simulated.usage().allocated
-    server.profile()
+    with simulated:
+        server.profile()
     # Nothing but the workspace of 32 tokens and the query of one layer was in flight.
     assert server.peak_bytes >= TINY.workspace_bytes
     assert server.kv_bytes == int(0.9 * GIB) - weights - server.peak_bytes
     assert all(layer.attn._decode_out is None for layer in server.model.layers)
-    server.allocate_kv_cache()
-    server.warm_up()
+    with simulated:
+        server.allocate_kv_cache()
+        server.warm_up()
     assert all(layer.attn._decode_out is not None for layer in server.model.layers)
 
 
 def test_a_profile_that_leaves_no_kv_cache_is_refused():
     config = replace(TINY, total_bytes=84 * MIB)
     with pytest.raises(ValueError, match=r"utilisation x total of more than weights 64\.00 MiB"):
-        Server(config, SimulatedMemory(config.total_bytes)).profile()
+        Server(config, SimulatedMemory(config.total_bytes)).start()

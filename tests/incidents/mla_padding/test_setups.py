@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from staleproof.evidence import Verdict, row_states
-from staleproof.incidents.mla_padding.setups import HIDDEN, SETUPS, Served
+from staleproof.incidents.mla_padding.setups import HIDDEN, SETUPS, StepVerdicts
 
 
 def test_the_sick_requests_own_step_must_show_that_it_is_sick():
     steps = (Verdict.CLEAN, Verdict.PAD_ONLY, Verdict.CLEAN, Verdict.LIVE_BORN, Verdict.CLEAN)
-    assert Served(steps, invariant=True).verdict == Verdict.PAD_ONLY
-    assert Served((*steps[:4], Verdict.LEAKED), invariant=True).verdict == Verdict.LEAKED
+    assert StepVerdicts(steps, invariant=True).verdict == Verdict.PAD_ONLY
+    assert StepVerdicts((*steps[:4], Verdict.LEAKED), invariant=True).verdict == Verdict.LEAKED
     clean = (Verdict.CLEAN,) * 5
-    assert Served((*clean[:3], Verdict.LIVE_BORN, Verdict.CLEAN), invariant=True).verdict == Verdict.CLEAN
-    assert Served(clean, invariant=True).verdict == HIDDEN
+    assert (
+        StepVerdicts((*clean[:3], Verdict.LIVE_BORN, Verdict.CLEAN), invariant=True).verdict == Verdict.CLEAN
+    )
+    assert StepVerdicts(clean, invariant=True).verdict == HIDDEN
 
 
 def test_a_new_engine_holds_canaries_where_nobody_wrote(device):

@@ -105,12 +105,12 @@ def test_what_does_not_fail_first_is_not_called_fixed(device: str, monkeypatch: 
 
 
 def ranks_that(answer: dict[str, dict[str, int]] | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def serve_ranks(settings: list[Setting], device: str) -> list[ranks.Served]:
+    def serve_ranks(settings: list[Setting], device: str) -> list[ranks.Passes]:
         if isinstance(answer, str):
             raise ChildError(answer)
         none = dict.fromkeys(ranks.COUNTS, 0)
         served = ("as served" if s.wide and not s.zeroed else "cured" for s in settings)
-        return [ranks.Served([], none | answer[name]) for name in served]
+        return [ranks.Passes([], none | answer[name]) for name in served]
 
     monkeypatch.setattr(ranks, "serve_ranks", serve_ranks)
 

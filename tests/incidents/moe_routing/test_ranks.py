@@ -12,7 +12,7 @@ from staleproof.cases.children import ChildError
 from staleproof.cases.graph import padded_size
 from staleproof.incidents.moe_routing import origin, ranks
 from staleproof.incidents.moe_routing.origin import Request, Scheduler, Setting
-from staleproof.incidents.moe_routing.ranks import Served
+from staleproof.incidents.moe_routing.ranks import Passes
 
 SHORT = Setting(requests=13)
 
@@ -46,12 +46,12 @@ def test_one_rank_pads_to_captured_sizes(device: str, allocator: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[Served]:
+def two_ranks() -> list[Passes]:
     settings = [replace(SHORT, ranks=2, expert_parallel=dep) for dep in (False, True)]
     return ranks.serve_ranks(settings, "cpu")
 
 
-def test_two_ranks_run_the_size_that_the_larger_needs(two_ranks: list[Served]) -> None:
+def test_two_ranks_run_the_size_that_the_larger_needs(two_ranks: list[Passes]) -> None:
     by_rank = [steps(origin.trace(SHORT.requests)[rank::2]) for rank in range(2)]
     length = max(map(len, by_rank))
     for tokens in by_rank:
@@ -75,7 +75,7 @@ def test_two_ranks_run_the_size_that_the_larger_needs(two_ranks: list[Served]) -
         assert seen.counts["idle"] == sum(tokens.count(0) for tokens in by_rank) > 0
 
 
-def test_busy_ranks_have_nan_in_padding_and_idle_ones_zeros(two_ranks: list[Served]) -> None:
+def test_busy_ranks_have_nan_in_padding_and_idle_ones_zeros(two_ranks: list[Passes]) -> None:
     for _, counts in two_ranks:
         busy = counts["padded"] - counts["idle"]
         assert 0.9 * busy < counts["with_nan"] <= busy
@@ -85,9 +85,9 @@ def test_busy_ranks_have_nan_in_padding_and_idle_ones_zeros(two_ranks: list[Serv
 
 def test_ranks_that_ran_other_sizes_are_not_added_up() -> None:
     none = dict.fromkeys(ranks.COUNTS, 0)
-    assert ranks.add([Served([8, 4], none | {"padded": n}) for n in (1, 2)]).counts["padded"] == 3
+    assert ranks.add([Passes([8, 4], none | {"padded": n}) for n in (1, 2)]).counts["padded"] == 3
     with pytest.raises(ChildError, match="different sizes"):
-        ranks.add([Served([8, 4], none), Served([8, 8], none)])
+        ranks.add([Passes([8, 4], none), Passes([8, 8], none)])
 
 
 def test_slow_ranks_are_ended() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,28 +18,15 @@ from staleproof.evidence.ledger import owned_tensors
 from staleproof.incidents.decode_buffer import broken
 from staleproof.incidents.decode_buffer.driver import DriverError, kernel_nodes
 from staleproof.incidents.decode_buffer.model import Attention
-from staleproof.incidents.decode_buffer.setups import (
-    ANOTHER,
-    CLEARED,
-    FREED,
-    ITS_OWN,
-    MIXED,
-    REFUSED,
-    RIGHT_SHAPE,
-    SAFE,
-    SEPARATE,
-    SETUPS,
-    SMALL,
-    STALE,
-    WRONG_SHAPE,
-    Setup,
-    Wiring,
-)
+from staleproof.incidents.decode_buffer.setups import SETUPS, SMALL, Setup, Wiring
 from staleproof.ops.decode_workspace import WorkspaceLocked
+
+ROWS, LIVE, LAYERS = 8, 3, 4
 
 
 def part(wiring: Wiring, device: str, **sizes: int) -> Attention:
-    small: dict[str, Any] = {"batch": 8, "heads": 8, "rank": 64, "layers": 1, **sizes}
+    """One layer's attention, of few and small heads."""
+    small: dict[str, Any] = {"batch": ROWS, "heads": 8, "rank": 64, "layers": 1, **sizes}
     part = wiring.attention(replace(SMALL, **small), device)
     assert isinstance(part, Attention)
     return part
@@ -50,7 +38,29 @@ def query(attn: Attention, rows: int, stage: int) -> torch.Tensor:
 
 
 def ones(rows: int, device: str) -> torch.Tensor:
+    """The ``seq_lens`` of a full batch."""
     return torch.ones(rows, dtype=torch.int32, device=device)
+
+
+def _changed(x: torch.Tensor, stage: int) -> int:
+    """In how many rows some canary of ``stage`` is gone. "unwritten": all are still there, bit for bit."""
+    return sum(state != "unwritten" for state in row_states(x, stage))
+
+
+@contextlib.contextmanager
+def _serving(setup: Setup, device: str, lanes: int = 1) -> Iterator[tuple[Attention, list[torch.Tensor]]]:
+    """A layer that decoded once for each micro-batch, and is ready to serve; the query of each."""
+    with setup.process() as wiring:
+        attn = part(wiring, device)
+        queries = [query(attn, ROWS, 1 + lane) for lane in range(lanes)]
+        for lane, q in enumerate(queries):
+            attn.decode(q, ones(ROWS, device), lane)
+        wiring.ready()
+        yield attn, queries
+
+
+def _mixed(rows: int, of: int) -> Reading:
+    return reading("mixed" if rows else "separate", mixed_rows=rows, rows=of)
 
 
 def overlap(setup: Setup, device: str, rounds: int = 20) -> Reading:
@@ -59,15 +69,9 @@ def overlap(setup: Setup, device: str, rounds: int = 20) -> Reading:
     On CUDA they run on two streams, with a delay before the output is read; elsewhere they alternate
     on the host, as in a dual-batch engine.
     """
-    rows, seq_lens = 8, ones(8, device)
-    mixed = 0
-    with setup.process() as wiring:
-        attn = part(wiring, device)
-        queries = [query(attn, rows, stage) for stage in (1, 2)]
+    seq_lens, mixed = ones(ROWS, device), 0
+    with _serving(setup, device, lanes=2) as (attn, queries):
         copies = [torch.empty_like(q) for q in queries]
-        for lane, q in enumerate(queries):
-            attn.decode(q, seq_lens, lane)
-        wiring.ready()
         lanes: list[Any] = [contextlib.nullcontext()] * 2
         if device == "cuda":
             torch.cuda.synchronize()
@@ -84,20 +88,18 @@ def overlap(setup: Setup, device: str, rounds: int = 20) -> Reading:
                     copies[lane].copy_(out)
             if device == "cuda":
                 torch.cuda.synchronize()
-            # "unwritten" says that every canary of this stage is still there, bit for bit.
-            states = [row_states(x, stage) for stage, x in enumerate(copies, 1)]
-            mixed += sum(state != "unwritten" for one in states for state in one)
-    return reading(MIXED if mixed else SEPARATE, mixed_rows=mixed, rows=2 * rows * rounds)
+            mixed += sum(_changed(x, stage) for stage, x in enumerate(copies, 1))
+    return _mixed(mixed, 2 * ROWS * rounds)
 
 
 def other_model(setup: Setup, device: str) -> Reading:
     """The shape that a model gets after a draft model of other heads and rank has decoded."""
     with setup.process() as wiring:
         draft, target = part(wiring, device, heads=4, rank=32), part(wiring, device)
-        draft.decode(query(draft, 8, 1), ones(8, device))
-        q = query(target, 8, 2)
+        draft.decode(query(draft, ROWS, 1), ones(ROWS, device))
+        q = query(target, ROWS, 2)
         got = target.output(q, 0).shape
-    return reading(RIGHT_SHAPE if got == q.shape else WRONG_SHAPE, asked=list(q.shape), got=list(got))
+    return reading("right shape" if got == q.shape else "wrong shape", asked=list(q.shape), got=list(got))
 
 
 def _kept(attn: Attention) -> dict[int, torch.Tensor]:
@@ -114,18 +116,14 @@ def growth(setup: Setup, device: str) -> Reading:
     the old buffer itself takes its place.
     """
     numbers: dict[str, Any] = {}
-    verdict = SAFE
-    with setup.process() as wiring:
-        attn = part(wiring, device)
-        q, seq_lens = query(attn, 8, 1), ones(8, device)
-        attn.decode(q, seq_lens)
-        wiring.ready()
+    with _serving(setup, device) as (attn, (q,)):
+        seq_lens = ones(ROWS, device)
         graph = capture(lambda: attn.decode(q, seq_lens), device)
         before = _kept(attn)
         try:
-            attn.decode(query(attn, 16, 2), ones(16, device))
+            attn.decode(query(attn, 2 * ROWS, 2), ones(2 * ROWS, device))
         except WorkspaceLocked as refusal:
-            return reading(REFUSED, said=str(refusal))
+            return reading("refused", said=str(refusal))
         freed = {at: x for at, x in before.items() if at not in _kept(attn)}
         if freed:
             at, tenant = next(iter(freed.items()))
@@ -136,28 +134,22 @@ def growth(setup: Setup, device: str) -> Reading:
                 numbers["same_address"] = tenant.data_ptr() == at
             plant(tenant, 3)
             graph.replay()
-            damaged = sum(state != "unwritten" for state in row_states(tenant, 3))
-            verdict = FREED if damaged else SAFE
-            numbers["damaged_rows"] = damaged
-    return reading(verdict, **numbers)
+            numbers["damaged_rows"] = _changed(tenant, 3)
+    return reading("writes freed memory" if numbers.get("damaged_rows") else "safe", **numbers)
 
 
 def empty_rows(setup: Setup, device: str) -> Reading:
     """What the seven empty rows of eight hold after a replay; canaries were there before."""
-    with setup.process() as wiring:
-        attn = part(wiring, device)
-        q, seq_lens = query(attn, 8, 1), ones(8, device)
+    with _serving(setup, device) as (attn, (q,)):
+        seq_lens = ones(ROWS, device)
         outs: list[torch.Tensor] = []
         graph = capture(lambda: outs.append(attn.decode(q, seq_lens)), device)
         plant(outs[-1], 2)
         seq_lens[1:] = 0
         graph.replay()
         states = row_states(outs[-1][1:], 2)
-    verdict = CLEARED if set(states) == {"zero"} else STALE
+    verdict = "cleared" if set(states) == {"zero"} else "stale"
     return reading(verdict, zero_rows=states.count("zero"), rows=len(states))
-
-
-ROWS, LIVE, LAYERS = 8, 3, 4
 
 
 class Turn(NamedTuple):
@@ -188,22 +180,18 @@ def in_turn(setup: Setup, device: str) -> Turn:
 
         graph = capture(step, device)
         graph.replay()
-        before = [x.clone() for x in read]
+        wrong = sum(_changed(x[:LIVE], 1 + i) for i, x in enumerate(read))
         for i, q in enumerate(queries):
             plant(q, 11 + i)
         seq_lens[LIVE:] = 0
         graph.replay()
-        full, live = (
-            [row_states(x[:LIVE], stage + i) for i, x in enumerate(seen)]
-            for stage, seen in ((1, before), (11, read))
-        )
-        wrong = sum(state != "unwritten" for rows in (*full, *live) for state in rows)
+        wrong += sum(_changed(x[:LIVE], 11 + i) for i, x in enumerate(read))
         return Turn(wrong, sorted({_owner(x[LIVE:], i) for i, x in enumerate(read)}))
 
 
 def layers_in_turn(name: str, device: str, turn: Turn) -> Reading:
     """Whether layers that decode one after another disturb each other's live rows."""
-    return reading(MIXED if turn.wrong_rows else SEPARATE, wrong_rows=turn.wrong_rows, layers=LAYERS)
+    return reading("mixed" if turn.wrong_rows else "separate", wrong_rows=turn.wrong_rows, layers=LAYERS)
 
 
 def in_empty_rows(name: str, device: str, turn: Turn) -> Reading:
@@ -211,16 +199,16 @@ def in_empty_rows(name: str, device: str, turn: Turn) -> Reading:
 
     The last layer to decode finds its own rows in a shared buffer.
     """
-    worst = next(owner for owner in (ANOTHER, "nobody's", ITS_OWN, CLEARED) if owner in turn.owners)
-    return reading(worst, owners=turn.owners)
+    worst_first = ("another layer's", "nobody's", "its own", "cleared")
+    return reading(next(owner for owner in worst_first if owner in turn.owners), owners=turn.owners)
 
 
 def _owner(rows: torch.Tensor, layer: int) -> str:
     """Whose canaries these rows hold."""
     for other in range(LAYERS):
-        if set(row_states(rows, 1 + other)) == {"unwritten"}:
-            return ITS_OWN if other == layer else ANOTHER
-    return CLEARED if set(row_states(rows)) == {"zero"} else "nobody's"
+        if _changed(rows, 1 + other) == 0:
+            return "its own" if other == layer else "another layer's"
+    return "cleared" if set(row_states(rows)) == {"zero"} else "nobody's"
 
 
 def threads(setup: Setup, device: str) -> Reading:
@@ -229,23 +217,18 @@ def threads(setup: Setup, device: str) -> Reading:
     Each waits for the other between its decode and the read of its output.
     """
     meeting = threading.Barrier(2, timeout=60)
-    with setup.process() as wiring:
-        attn = part(wiring, device)
-        queries = [query(attn, ROWS, stage) for stage in (1, 2)]
-        for lane, q in enumerate(queries):
-            attn.decode(q, ones(ROWS, device), lane)
-        wiring.ready()
+    with _serving(setup, device, lanes=2) as (attn, queries):
 
         def serve(lane: int) -> int:
             out = attn.decode(queries[lane], ones(ROWS, device), lane)
             if device == "cuda":
                 torch.cuda.synchronize()
             meeting.wait()
-            return sum(state != "unwritten" for state in row_states(out, lane + 1))
+            return _changed(out, lane + 1)
 
         with ThreadPoolExecutor(2) as pool:
             mixed = sum(pool.map(serve, range(2)))
-    return reading(MIXED if mixed else SEPARATE, mixed_rows=mixed, rows=2 * ROWS)
+    return _mixed(mixed, 2 * ROWS)
 
 
 class _Meeting(dict):
@@ -303,12 +286,8 @@ def captured_kernels(setup: Setup, device: str) -> Reading:
 
 
 def _kernels(setup: Setup, device: str) -> list[str]:
-    with setup.process() as wiring:
-        attn = part(wiring, device)
-        q, seq_lens = query(attn, ROWS, 1), ones(ROWS, device)
-        attn.decode(q, seq_lens)
-        wiring.ready()
+    with _serving(setup, device) as (attn, (q,)):
+        seq_lens = ones(ROWS, device)
         if device == "cuda":
             return kernel_nodes(lambda: attn.decode(q, seq_lens))
-        graph = LaunchList(lambda: attn.decode(q, seq_lens))
-        return graph.names
+        return LaunchList(lambda: attn.decode(q, seq_lens)).names

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,22 +15,11 @@ from staleproof.cases.measure import Times, graph_times
 from staleproof.cases.run import Table
 from staleproof.device import Provenance
 from staleproof.evidence.ledger import AllocationLedger, size_text
+from staleproof.incidents.decode_buffer import buffer
 from staleproof.incidents.decode_buffer.allocator import GIB, oom_fields
-from staleproof.incidents.decode_buffer.buffer import (
-    captured_kernels,
-    empty_rows,
-    first_use,
-    growth,
-    in_empty_rows,
-    in_turn,
-    layers_in_turn,
-    ones,
-    other_model,
-    overlap,
-    threads,
-)
+from staleproof.incidents.decode_buffer.buffer import ones
 from staleproof.incidents.decode_buffer.correct import wrong
-from staleproof.incidents.decode_buffer.model import Attention, Experts, Model, ServerConfig
+from staleproof.incidents.decode_buffer.model import Attention, Experts, Model
 from staleproof.incidents.decode_buffer.outside import ASLEEP, SYMMETRIC, not_here, outside
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES, Outcome
 from staleproof.incidents.decode_buffer.setups import (
@@ -84,10 +73,6 @@ STARTS = {
     name: Scene(f"servers, {name}", partial(run_servers, [case, replace(case, watched=True)]))
     for name, case in SERVERS.items()
 }
-
-
-def _started(case: ServerCase) -> Scene:
-    return STARTS[case.variant]
 
 
 def ledger(case: ServerCase, device: str, started: Sequence[Outcome]) -> Reading:
@@ -149,39 +134,28 @@ LARGEST_GRAPH = {
 }
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """Servers that differ in their utilisation alone.
-
-    Attributes:
-        config: their sizes; ``None`` for the report's, on the whole device.
-        changes: fields of the sizes to change.
-        utilisations: of the report's device; a device of another size leaves as many bytes outside.
-    """
-
-    config: ServerConfig | None
-    changes: Mapping[str, Any]
-    utilisations: tuple[float, ...]
-
-
+# Servers that differ in their utilisation alone: of the report's device. A device of another size leaves as
+# many bytes outside.
+Sweep = tuple[ServerCase, tuple[float, ...]]
 _SMALL_STEPS, _TRUE_STEPS = (0.88, 0.9, 0.905, 0.91, 0.92, 0.95), (0.85, 0.9, 0.92, 0.95, 0.97)
-UTILISATIONS = {
-    "64 rows, a thirty-second": Sweep(SMALL, {}, _SMALL_STEPS),
-    "1024 rows": Sweep(None, {"batch": MAX_NUM_SEQS}, _TRUE_STEPS),
-    "2048 rows": Sweep(None, {}, _TRUE_STEPS),
-    "2048 rows, buffers only": Sweep(None, {"workspace_per_token": 64}, _TRUE_STEPS),
+UTILISATIONS: dict[str, Sweep] = {
+    "64 rows, a thirty-second": (ServerCase(OFF), _SMALL_STEPS),
+    "1024 rows": (TRUE_SIZE[f"{OFF}, batch {MAX_NUM_SEQS}"], _TRUE_STEPS),
+    "2048 rows": (ServerCase(OFF, None), _TRUE_STEPS),
+    "2048 rows, buffers only": (ServerCase(OFF, None, {"workspace_per_token": 64}), _TRUE_STEPS),
 }
 
 
 def utilisation(sweep: Sweep, device: str) -> Reading:
     """From which utilisation on a server with a buffer a layer dies."""
-    sizes = [{**sweep.changes, "utilisation": share} for share in sweep.utilisations]
-    if sweep.config is None and device == "cuda":
+    case, shares = sweep
+    planned = shares
+    if case.config is None and device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
-        outside = [REPORT.total_bytes * (1 - share) for share in sweep.utilisations]
-        sizes = [{**sweep.changes, "utilisation": 1 - left / total} for left in outside]
-    outcomes = run_servers([ServerCase(OFF, sweep.config, size) for size in sizes], device)
-    said = dict(zip(map(str, sweep.utilisations), (o.verdict for o in outcomes), strict=True))
+        planned = tuple(1 - REPORT.total_bytes * (1 - share) / total for share in shares)
+    servers = [replace(case, changes={**case.changes, "utilisation": share}) for share in planned]
+    outcomes = run_servers(servers, device)
+    said = dict(zip(map(str, shares), (o.verdict for o in outcomes), strict=True))
     dead = [share for share, verdict in said.items() if verdict == DIES]
     sharp = [*said.values()] == [LIVES] * (len(said) - len(dead)) + [DIES] * len(dead)
     verdict = LIVES if not dead else "dies from one on" if sharp else "dies at some"
@@ -246,40 +220,27 @@ def ledger_cost(_: object, device: str, steps: int = 20) -> Reading:
 _BUFFERS = {name: SETUPS[name] for name in ATTENTION}
 # One step of all layers in turn, which two questions judge.
 _IN_TURN = {
-    name: Scene(f"layers in turn, {name}", partial(in_turn, setup)) for name, setup in _BUFFERS.items()
+    name: Scene(f"layers in turn, {name}", partial(buffer.in_turn, setup)) for name, setup in _BUFFERS.items()
 }
-_NO_BOUND = "a time: no bound was set for it"
 
 
+def _expect(question: str) -> dict[str, str]:
+    return {name: setup.expect[question] for name, setup in SETUPS.items() if question in setup.expect}
+
+
+_FITS = {name: "will not fit" if said == DIES else "fits" for name, said in _expect("server").items()}
 # Each variant in a whole server, under the ledger.
 STARTED = Table(
     "decode_buffer",
-    each(
-        "server",
-        "server",
-        SERVERS,
-        server,
-        expect=lambda case: SETUPS[case.variant].server,
-        needs=too_small,
-        scene=_started,
-    ),
-    each(
-        "ledger",
-        "ledger",
-        SERVERS,
-        ledger,
-        expect=lambda case: "will not fit" if SETUPS[case.variant].server == DIES else "fits",
-        needs=too_small,
-        scene=_started,
-    ),
-    each(
-        "profile",
-        "profile",
-        SERVERS,
-        profile,
-        expect=lambda case: SETUPS[case.variant].profile,
-        needs=too_small,
-        scene=_started,
+    *(
+        each(
+            name, name, SERVERS, ask, expect=expect, needs=too_small, scene=lambda case: STARTS[case.variant]
+        )
+        for name, ask, expect in (
+            ("server", server, _expect("server")),
+            ("ledger", ledger, _FITS),
+            ("profile", profile, _expect("profile")),
+        )
     ),
 )
 
@@ -344,17 +305,22 @@ TABLE = Table(
         UTILISATIONS,
         utilisation,
         reason="where it turns depends on the fragments of a device",
-        needs=lambda sweep, device: too_small(ServerCase(OFF, sweep.config), device),
+        needs=lambda sweep, device: too_small(sweep[0], device),
     ),
-    each("overlap", "layers", _BUFFERS, overlap, expect=lambda s: s.overlap),
-    each("other_model", "shape", _BUFFERS, other_model, expect=lambda s: s.other_model),
-    each("growth", "buffer", _BUFFERS, growth, expect=lambda s: s.growth),
-    each("empty_rows", "empty rows", _BUFFERS, empty_rows, expect=lambda s: s.empty_rows),
+    *(
+        each(name, words, _BUFFERS, ask, expect=_expect(name))
+        for name, words, ask in (
+            ("overlap", "layers", buffer.overlap),
+            ("other_model", "shape", buffer.other_model),
+            ("growth", "buffer", buffer.growth),
+            ("empty_rows", "empty rows", buffer.empty_rows),
+        )
+    ),
     each(
         "layers in turn",
         "layers",
         list(_BUFFERS),
-        layers_in_turn,
+        buffer.layers_in_turn,
         expect="separate",
         scene=_IN_TURN.__getitem__,
     ),
@@ -362,8 +328,8 @@ TABLE = Table(
         "in empty rows",
         "empty rows",
         list(_BUFFERS),
-        in_empty_rows,
-        expect={name: setup.left_in_empty_rows for name, setup in _BUFFERS.items()},
+        buffer.in_empty_rows,
+        expect=_expect("in empty rows"),
         reason="without a buffer that is up to the memory pool of the graph",
         scene=_IN_TURN.__getitem__,
     ),
@@ -372,21 +338,21 @@ TABLE = Table(
         "layers",
         # Not clear_empty_rows: it shares nothing, and Triton's interpreter takes one thread at a time.
         {name: _BUFFERS[name] for name in _BUFFERS if name != "clear_empty_rows"},
-        threads,
-        expect=lambda s: s.overlap,
+        buffer.threads,
+        expect=_expect("overlap"),
     ),
     each(
         "first use in two threads",
         "shared buffer",
         {name: SETUPS[name] for name in ("module_singleton", "decode_workspace")},
-        first_use,
+        buffer.first_use,
         expect={"module_singleton": "two buffers", "decode_workspace": "one buffer"},
     ),
     each(
         "captured kernels",
         "captured kernels",
         _BUFFERS,
-        captured_kernels,
+        buffer.captured_kernels,
         expect=dict.fromkeys(_BUFFERS, "the same kernels") | {"clear_empty_rows": "one kernel more"},
     ),
     each(
@@ -397,6 +363,11 @@ TABLE = Table(
         expect={SYMMETRIC: "counted, not named", ASLEEP: "counted as free"},
         needs=not_here,
     ),
-    each("added_time", "measurement", _BUFFERS, added_time, needs=_untimed, reason=_NO_BOUND),
-    each("ledger_cost", "measurement", ["AllocationLedger"], ledger_cost, needs=_untimed, reason=_NO_BOUND),
+    *(
+        each(name, "measurement", subjects, ask, needs=_untimed, reason="a time: no bound was set for it")
+        for name, subjects, ask in (
+            ("added_time", _BUFFERS, added_time),
+            ("ledger_cost", {"AllocationLedger": None}, ledger_cost),
+        )
+    ),
 )

@@ -7,7 +7,7 @@ import torch
 from staleproof.cases.compare import other_bits
 from staleproof.evidence.canary import plant
 from staleproof.incidents.decode_buffer.buffer import ones, part, query
-from staleproof.incidents.decode_buffer.setups import CLEARED, SETUPS, ServerCase
+from staleproof.incidents.decode_buffer.setups import SETUPS, ServerCase
 
 ROWS, SICK = 8, 1
 # Which rows of a batch are empty: none, the last ones, some in the middle, all.
@@ -35,7 +35,7 @@ def wrong(case: ServerCase, device: str) -> str | None:
             live = seq_lens > 0
             out = layer.decode(q, seq_lens)
             found = other_bits(f"live rows beside the empty rows {empty}", out[live], q[live])
-            if found is None and setup.empty_rows == CLEARED:
+            if found is None and setup.expect["empty_rows"] == "cleared":
                 found = other_bits(f"the empty rows {empty}", out[~live], torch.zeros_like(out[~live]))
             if found:
                 return found

@@ -8,8 +8,8 @@ and serves (vLLM 0.18.1: ``v1/worker/gpu_worker.py:350``, ``gpu_model_runner.py:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +67,8 @@ class Outcome:
 class Server:
     """One engine process: weights, profile run, KV cache, graphs, requests.
 
+    :meth:`start` goes through the steps, each a method, in the ``with`` block of the memory.
+
     Args:
         config: sizes.
         memory: a real or a simulated device of ``config.total_bytes``.
@@ -101,8 +103,7 @@ class Server:
             ValueError: nothing is left for a KV cache.
         """
         before = self.memory.usage()
-        with self.memory:
-            self.peak_bytes = self.memory.peak_of(lambda: self.model(self.prompt, None))
+        self.peak_bytes = self.memory.peak_of(lambda: self.model(self.prompt, None))
         usage = self.memory.usage()
         self.kv_bytes = kv_cache_bytes(
             self.memory.total_bytes,
@@ -114,31 +115,26 @@ class Server:
 
     def probe(self) -> None:
         """Let one layer decode the largest batch: the ledger multiplies by the number of layers."""
-        with self.memory:
-            self.model.layers[0](self.x, self.seq_lens)
+        self.model.layers[0](self.x, self.seq_lens)
 
     def allocate_kv_cache(self) -> None:
         """Allocate the KV cache in the size that :meth:`profile` computed."""
-        with self.memory:
-            cache = torch.empty(self.kv_bytes, dtype=torch.uint8, device=self.memory.device)
-            self.model.kv_cache.append(cache)
+        cache = torch.empty(self.kv_bytes, dtype=torch.uint8, device=self.memory.device)
+        self.model.kv_cache.append(cache)
 
     def warm_up(self) -> None:
         """One eager decode step of the largest batch, which allocates what is allocated lazily."""
-        with self.memory:
-            self.model(self.x, self.seq_lens)
+        self.model(self.x, self.seq_lens)
         self._ready()
 
     def capture(self) -> None:
         """Capture the decode step."""
-        with self.memory:
-            self._graph = self.memory.capture(lambda: self.model(self.x, self.seq_lens))
+        self._graph = self.memory.capture(lambda: self.model(self.x, self.seq_lens))
 
     def serve(self) -> None:
         """One decode step from the graph, then the largest prefill, as in the profile run."""
         self._graph.replay()
-        with self.memory:
-            self.model(self.prompt, None)
+        self.model(self.prompt, None)
 
     def start(self, ledger: AllocationLedger | None = None) -> Outcome:
         """Go through all steps, up to an out-of-memory.
@@ -160,7 +156,7 @@ class Server:
         usages: dict[str, Usage] = {}
         for name, step in steps.items():
             try:
-                with ledger.phase(name, planned=name == "kv_cache") if ledger else contextlib.nullcontext():
+                with ledger.phase(name, planned=name == "kv_cache") if ledger else nullcontext(), self.memory:
                     step()
             except torch.OutOfMemoryError as oom:
                 error, died_in = str(oom), name

@@ -30,13 +30,6 @@ SMALL = replace(REPORT.scaled(32), utilisation=0.92)
 # The report's command limits a decode step to this; 256 MiB a layer needs its capture size, 2048.
 MAX_NUM_SEQS = 1024
 
-SEEN, UNSEEN, NOTHING = "seen", "unseen", "nothing kept"
-MIXED, SEPARATE = "mixed", "separate"
-WRONG_SHAPE, RIGHT_SHAPE = "wrong shape", "right shape"
-FREED, REFUSED, SAFE = "writes freed memory", "refused", "safe"
-CLEARED, STALE = "cleared", "stale"
-ITS_OWN, ANOTHER = "its own", "another layer's"
-
 
 class KeyedWorkspace(Attention):
     """Our :class:`DecodeWorkspace`, asked for the largest batch before the profile run."""
@@ -84,25 +77,12 @@ class Setup:
 
     Attributes:
         wire: makes the parts of a new process.
-        server: whether the server dies; the ledger must say so beforehand.
-        profile: whether the profile run counted the memory that is kept.
-        overlap: whether the outputs of two micro-batches in flight mix.
-        other_model: the shape that a model of other heads and rank gets.
-        growth: what happens at a batch larger than the captured one.
-        empty_rows: what an empty row of the output holds after a step.
-        left_in_empty_rows: whose rows an empty row of a captured step holds when layers decode one after
-            another. Without a buffer that is up to the memory pool of the graph.
+        expect: the verdict on each question, by its name.
         fix: whether it is one of ours, verified off / on / off.
     """
 
     wire: Callable[[], Wiring]
-    server: str
-    profile: str
-    overlap: str | None = None
-    other_model: str | None = None
-    growth: str | None = None
-    empty_rows: str | None = None
-    left_in_empty_rows: str | None = None
+    expect: Mapping[str, str]
     fix: bool = False
 
     @contextlib.contextmanager
@@ -114,26 +94,40 @@ class Setup:
             broken.forget_singleton()
 
 
+# Whether the server dies, and whether the profile run counted what is kept. Then of one layer: whether the
+# outputs of two micro-batches in flight mix, the shape that a model of other heads and rank gets, what
+# happens at a batch larger than the captured one, what an empty row of the output holds after a step, and
+# whose rows it holds when layers decode one after another (without a buffer that is up to the memory pool).
+QUESTIONS = ("server", "profile", "overlap", "other_model", "growth", "empty_rows", "in empty rows")
+# Of a buffer a layer, apart from the first two.
+_KEPT = ("mixed", "right shape", "writes freed memory", "stale", "its own")
+
+
+def _setup(wire: Callable[[], Wiring], *expect: str, fix: bool = False) -> Setup:
+    return Setup(wire, dict(zip(QUESTIONS, expect, strict=False)), fix)
+
+
 SETUPS: dict[str, Setup] = {
-    "no_buffer": Setup(Wiring, LIVES, NOTHING, SEPARATE, RIGHT_SHAPE, SAFE, STALE),
-    "zeros_per_layer": Setup(
-        partial(Wiring, broken.ZerosPerLayer), DIES, UNSEEN, MIXED, RIGHT_SHAPE, FREED, STALE, ITS_OWN
+    "no_buffer": _setup(Wiring, LIVES, "nothing kept", "separate", "right shape", "safe", "stale"),
+    "zeros_per_layer": _setup(partial(Wiring, broken.ZerosPerLayer), DIES, "unseen", *_KEPT),
+    "zeros_before_profile": _setup(partial(Wiring, broken.ZerosBeforeProfile), LIVES, "seen", *_KEPT),
+    "module_singleton": _setup(
+        partial(Wiring, broken.ModuleSingleton),
+        *(LIVES, "unseen", "mixed", "wrong shape", "writes freed memory", "stale", "another layer's"),
     ),
-    "zeros_before_profile": Setup(
-        partial(Wiring, broken.ZerosBeforeProfile), LIVES, SEEN, MIXED, RIGHT_SHAPE, FREED, STALE, ITS_OWN
+    "decode_workspace": _setup(
+        *(_keyed, LIVES, "seen", "separate", "right shape", "refused", "stale", "another layer's"), fix=True
     ),
-    "module_singleton": Setup(
-        partial(Wiring, broken.ModuleSingleton), LIVES, UNSEEN, MIXED, WRONG_SHAPE, FREED, STALE, ANOTHER
+    "clear_empty_rows": _setup(
+        partial(Wiring, ClearedRows),
+        *(LIVES, "nothing kept", "separate", "right shape", "safe", "cleared", "cleared"),
+        fix=True,
     ),
-    "decode_workspace": Setup(_keyed, LIVES, SEEN, SEPARATE, RIGHT_SHAPE, REFUSED, STALE, ANOTHER, fix=True),
-    "clear_empty_rows": Setup(
-        partial(Wiring, ClearedRows), LIVES, NOTHING, SEPARATE, RIGHT_SHAPE, SAFE, CLEARED, CLEARED, fix=True
-    ),
-    "lazy_moe_workspace": Setup(partial(Wiring, Attention, broken.LazyMoeWorkspace), DIES, UNSEEN),
+    "lazy_moe_workspace": _setup(partial(Wiring, Attention, broken.LazyMoeWorkspace), DIES, "unseen"),
 }
 OFF = "zeros_per_layer"
 # The variants that change the attention; the others can be asked about the whole server only.
-ATTENTION = [name for name, setup in SETUPS.items() if setup.overlap is not None]
+ATTENTION = [name for name, setup in SETUPS.items() if "overlap" in setup.expect]
 
 
 @dataclass(frozen=True)

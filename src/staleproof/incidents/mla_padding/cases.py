@@ -228,7 +228,7 @@ def padding_rows(sizes: tuple[int, int, int], fixed: str, device: str) -> Readin
     return reading(verdict, amax=float(out.abs().max()), q_len=q_len, padding=padding, tokens=tokens)
 
 
-# --- setups.Served requests.
+# --- Served requests.
 
 
 @cache
@@ -237,12 +237,12 @@ def _service(setup: setups.Setup) -> Scene:
     return Scene("serve, torch.max", partial(setups.serve, setup, "torch.max"))
 
 
-def served(setup: setups.Setup, device: str, found: setups.Served) -> Reading:
+def served(setup: setups.Setup, device: str, found: setups.StepVerdicts) -> Reading:
     """The worst verdict of the served steps."""
     return reading(found.verdict, steps=" ".join(found.steps), sick_step=found.steps[setups.SICK_STEP])
 
 
-def padding_content(setup: setups.Setup, device: str, found: setups.Served) -> str:
+def padding_content(setup: setups.Setup, device: str, found: setups.StepVerdicts) -> str:
     """Whether padding content decides what live rows say."""
     return "ignored" if found.invariant else "decides"
 

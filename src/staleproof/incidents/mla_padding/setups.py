@@ -199,7 +199,7 @@ SICK_STEP = 3
 _SEVERITY = [Verdict.CLEAN, HIDDEN, Verdict.PAD_ONLY, Verdict.LEAKED, Verdict.LIVE_BORN]
 
 
-class Served(NamedTuple):
+class StepVerdicts(NamedTuple):
     """What a sequence of served steps showed.
 
     Attributes:
@@ -218,7 +218,7 @@ class Served(NamedTuple):
         return max(steps, key=_SEVERITY.index)
 
 
-def serve(setup: Setup, quantiser: str, device: str) -> Served:
+def serve(setup: Setup, quantiser: str, device: str) -> StepVerdicts:
     """Serve :data:`LIVE_COUNTS` on one captured graph and judge each step."""
     engine = setup.engine(quantiser, device)
     steps, invariant = [], True
@@ -228,4 +228,4 @@ def serve(setup: Setup, quantiser: str, device: str) -> Served:
         steps.append(engine.verdict())
         if step == 2:
             invariant = engine.invariant()
-    return Served(tuple(steps), invariant)
+    return StepVerdicts(tuple(steps), invariant)

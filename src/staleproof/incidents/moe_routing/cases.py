@@ -226,12 +226,12 @@ _SANITIZED = [fused_moe.Case(512, 8, ids, check=False) for ids in ("distinct", "
 # --- Servers of one and two ranks.
 
 
-def serve_ranks(servers: Mapping[str, Setting], where: str | None, device: str) -> dict[str, ranks.Served]:
+def serve_ranks(servers: Mapping[str, Setting], where: str | None, device: str) -> dict[str, ranks.Passes]:
     """The passes of several servers, counted by rank and added up; on ``where``, or else on ``device``."""
     return dict(zip(servers, ranks.serve_ranks([*servers.values()], where or device), strict=True))
 
 
-def padding(name: str, device: str, served: Mapping[str, ranks.Served], *, on_cpu: bool = False) -> Reading:
+def padding(name: str, device: str, served: Mapping[str, ranks.Passes], *, on_cpu: bool = False) -> Reading:
     """Which passes of a server have padding, and whether its rows hold NaN."""
     counts = served[name].counts
     # The padding of an idle rank is zeros, because attention fills it in a dummy step.

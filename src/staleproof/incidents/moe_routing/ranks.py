@@ -36,7 +36,7 @@ COUNTS = {
 LARGEST_SIZE = capture_sizes()[-1]
 
 
-class Served(NamedTuple):
+class Passes(NamedTuple):
     """What one rank, or all ranks of a server, ran.
 
     Attributes:
@@ -67,7 +67,7 @@ def agree(tokens: int, setting: Setting, device: str) -> Step | None:
     return Step(own, longest, False) if without_graph else Step(padded, padded, True)
 
 
-def serve_trace(setting: Setting, device: str, rank: int = 0) -> Served:
+def serve_trace(setting: Setting, device: str, rank: int = 0) -> Passes:
     """This rank's passes over the whole trace, until no rank has a request left."""
     model = Model(setting, device, rank)
     scheduler = Scheduler(trace(setting.requests)[rank :: setting.ranks])
@@ -92,10 +92,10 @@ def serve_trace(setting: Setting, device: str, rank: int = 0) -> Served:
         counts["nan_numbers"] += nan
         counts["inf_numbers"] += inf
         counts["live_bad"] += live_nan > 0
-    return Served(sizes, counts)
+    return Passes(sizes, counts)
 
 
-def serve_ranks(settings: Sequence[Setting], device: str, *, timeout_s: float = TIMEOUT_S) -> list[Served]:
+def serve_ranks(settings: Sequence[Setting], device: str, *, timeout_s: float = TIMEOUT_S) -> list[Passes]:
     """Serve each setting, all of as many ranks, in that many processes: gloo, or NCCL on CUDA.
 
     Args:
@@ -114,7 +114,7 @@ def serve_ranks(settings: Sequence[Setting], device: str, *, timeout_s: float = 
     return [add(of_setting) for of_setting in zip(*by_rank, strict=True)]
 
 
-def _serve_as_rank(rank: int, meeting: str, settings: Sequence[Setting], device: str) -> list[Served]:
+def _serve_as_rank(rank: int, meeting: str, settings: Sequence[Setting], device: str) -> list[Passes]:
     """One rank, in its own process: what it ran, one a setting."""
     torch.set_num_threads(1)
     if device == "cuda":
@@ -130,7 +130,7 @@ def _serve_as_rank(rank: int, meeting: str, settings: Sequence[Setting], device:
     return served
 
 
-def add(by_rank: Sequence[Served]) -> Served:
+def add(by_rank: Sequence[Passes]) -> Passes:
     """The counts of all ranks of one server, added up.
 
     Raises:
@@ -139,4 +139,4 @@ def add(by_rank: Sequence[Served]) -> Served:
     sizes = by_rank[0].sizes
     if any(one.sizes != sizes for one in by_rank):
         raise ChildError("the ranks ran steps of different sizes: they did not agree")
-    return Served(sizes, {name: sum(one.counts[name] for one in by_rank) for name in COUNTS})
+    return Passes(sizes, {name: sum(one.counts[name] for one in by_rank) for name in COUNTS})
