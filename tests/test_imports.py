@@ -170,7 +170,6 @@ def circles(package: Path) -> list[list[str]]:
 
 # Circles that are still to be opened; a line here goes with its circle.
 KNOWN = [
-    ["staleproof.incidents.kv_reuse.attention", "staleproof.incidents.kv_reuse.hybrid"],
     ["staleproof.ops.zero_blocks", "staleproof.ops.zero_untraced"],
 ]
 

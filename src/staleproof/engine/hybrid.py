@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from staleproof.cases.case import Case, Reading, reading
@@ -68,44 +69,40 @@ def changed(one: dict[str, Any], two: dict[str, Any], what: str) -> list[int]:
     return fifths([a != b for a, b in zip(one[what], two[what], strict=True)])
 
 
-def bits(name: str, cache: str = "") -> Any:
-    """The judge of what a request notices without zeroing, by fifth of the uptime.
+def bits(name: str, cache: str, results: Results) -> Reading:
+    """What a request notices without zeroing, by fifth of the uptime.
 
     Args:
         name: of the engine.
         cache: what the cache held before the first request, as the states name it.
     """
-
-    def judge(results: Results) -> Reading:
-        shipped, again = results.of(name, "zeroing"), results.of(name, "zeroing again")
-        on, off = results.of(name, f"zeroing{cache}"), results.of(name, f"no zeroing{cache}")
-        blocks = results.of(name, "cache")
-        # The same requests served twice with zeroing: what repeats without any switch.
-        noise = changed(shipped, again, "logprobs")
-        nan, other = fifths(off["nan"]), changed(on, off, "logprobs")
-        said = "nan" if sum(nan) else "other bits" if sum(other) > sum(noise) else "same bits"
-        if sum(fifths(on["nan"])):
-            said = "nan with zeroing too"
-        elif sum(noise) and not sum(nan):
-            said = "differ with it too"
-        stale = off["blocks_by_fifth"]
-        if said == "same bits" and not sum(stale["nonzero"]):
-            said = "no stale block"
-        return reading(
-            said,
-            nan_by_fifth=nan,
-            nan_with_zeroing_by_fifth=fifths(on["nan"]),
-            changed_bits_by_fifth=other,
-            changed_tokens_by_fifth=changed(on, off, "tokens"),
-            changed_with_zeroing_again=noise,
-            blocks_by_fifth=stale,
-            blocks_with_zeroing_by_fifth=on["blocks_by_fifth"],
-            requests=REQUESTS,
-            blocks=blocks["blocks"],
-            block_size=blocks["block_size"],
-        )
-
-    return judge
+    shipped, again = results.of(name, "zeroing"), results.of(name, "zeroing again")
+    on, off = results.of(name, f"zeroing{cache}"), results.of(name, f"no zeroing{cache}")
+    blocks = results.of(name, "cache")
+    # The same requests served twice with zeroing: what repeats without any switch.
+    noise = changed(shipped, again, "logprobs")
+    nan, other = fifths(off["nan"]), changed(on, off, "logprobs")
+    said = "nan" if sum(nan) else "other bits" if sum(other) > sum(noise) else "same bits"
+    if sum(fifths(on["nan"])):
+        said = "nan with zeroing too"
+    elif sum(noise) and not sum(nan):
+        said = "differ with it too"
+    stale = off["blocks_by_fifth"]
+    if said == "same bits" and not sum(stale["nonzero"]):
+        said = "no stale block"
+    return reading(
+        said,
+        nan_by_fifth=nan,
+        nan_with_zeroing_by_fifth=fifths(on["nan"]),
+        changed_bits_by_fifth=other,
+        changed_tokens_by_fifth=changed(on, off, "tokens"),
+        changed_with_zeroing_again=noise,
+        blocks_by_fifth=stale,
+        blocks_with_zeroing_by_fifth=on["blocks_by_fifth"],
+        requests=REQUESTS,
+        blocks=blocks["blocks"],
+        block_size=blocks["block_size"],
+    )
 
 
 def _unzeroed(results: Results, name: str, state: str) -> int:
@@ -156,9 +153,9 @@ def _zeroed(plain: str, plugin: str, states: Sequence[str]) -> tuple[Any, Any]:
 
 def _cases() -> Iterator[Case]:
     for name in BACKENDS:
-        yield cell(BITS, name, "live logits", bits(name))
+        yield cell(BITS, name, "live logits", partial(bits, name, ""))
         expect = "nan" if name == CONTROL else None
-        yield cell(POISONED, name, "live logits", bits(name, ", cache of NaN"), expect=expect)
+        yield cell(POISONED, name, "live logits", partial(bits, name, ", cache of NaN"), expect=expect)
     yield cell(RACE, "late copies", "zeroing", race)
     yield cell(RACE, UNGUARDED, "zeroing", unguarded)
     # The patch of the staging race, with late copies and without the runner's wait.

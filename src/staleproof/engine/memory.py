@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 from staleproof.cases.case import Reading, reading
 from staleproof.engine.bench import Bench, Results, cell
@@ -68,29 +68,21 @@ def remainder(phase: Mapping[str, int]) -> int:
     return phase["device"] - sum(phase[part] for part in ("owned", "pools", "cached", "outside"))
 
 
-def account(name: str) -> Any:
-    """The judge of how much of what the device gave is in the ledger: owned, in pools, outside torch."""
-
-    def judge(results: Results) -> Reading:
-        told = results.of(name, "accounts")
-        left = {phase: remainder(got) for phase, got in told["phases"].items()}
-        said = "balances" if balances(told["phases"]) else "does not balance"
-        return reading(said, unexplained_bytes=left, **told)
-
-    return judge
+def account(name: str, results: Results) -> Reading:
+    """How much of what the device gave is in the ledger: owned, in pools, outside torch."""
+    told = results.of(name, "accounts")
+    left = {phase: remainder(got) for phase, got in told["phases"].items()}
+    said = "balances" if balances(told["phases"]) else "does not balance"
+    return reading(said, unexplained_bytes=left, **told)
 
 
-def graphs(name: str) -> Any:
-    """The judge of vLLM's estimate of its graphs' memory, before it sizes the KV cache."""
-
-    def judge(results: Results) -> Reading:
-        told = results.of(name, "accounts")
-        estimated, taken = told["graph_bytes_estimated"], told["graph_bytes_taken"]
-        said = "not counted" if not estimated and taken else "counted"
-        runner = results.of(name, "start")["runner"]
-        return reading(said, estimated=estimated, taken=taken, runner=runner)
-
-    return judge
+def graphs(name: str, results: Results) -> Reading:
+    """Whether vLLM estimates its graphs' memory before it sizes the KV cache."""
+    told = results.of(name, "accounts")
+    estimated, taken = told["graph_bytes_estimated"], told["graph_bytes_taken"]
+    said = "not counted" if not estimated and taken else "counted"
+    runner = results.of(name, "start")["runner"]
+    return reading(said, estimated=estimated, taken=taken, runner=runner)
 
 
 BENCH = Bench(
@@ -98,8 +90,8 @@ BENCH = Bench(
     ORDERS,
     [
         cell(DEATH, V1, "death", _death),
-        *(cell(ACCOUNT, name, "account", account(name)) for name in (V1, V2)),
-        *(cell(GRAPHS, name, "memory of graphs", graphs(name)) for name in (V1, V2)),
+        *(cell(ACCOUNT, name, "account", partial(account, name)) for name in (V1, V2)),
+        *(cell(GRAPHS, name, "memory of graphs", partial(graphs, name)) for name in (V1, V2)),
     ],
     # Each measures the free memory of the device.
     alone=True,

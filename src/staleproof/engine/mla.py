@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from staleproof.cases.case import Case, MissingError, Reading, reading
@@ -175,26 +176,22 @@ def _off(name: str) -> str:
     return f"{name}, off" if name in FIXED_ONES else name
 
 
-def nan_rows(name: str) -> Any:
-    """The judge of one engine without the plugin."""
-
-    def judge(results: Results) -> Reading:
-        rounds = _rounds(results, _off(name))
-        padding = by_stage(rounds, 1)
-        return reading(
-            verdict(rounds),
-            padding=padding,
-            # A list keeps its order in a file, unlike the stages above.
-            in_order_of_execution=[*next(iter(padding.values()), {})],
-            live=by_stage(rounds, 0),
-            sizes=[f"{one['live']} of {one['size']}" for one in rounds],
-            nan_tokens=sum(one["nan"] for one in rounds),
-            routers_with_an_expert_twice=[one["twice"] for one in rounds],
-            kv_blocks_with_nan=results.of(_off(name), "spoilt_blocks"),
-            start=results.of(_off(name), "start"),
-        )
-
-    return judge
+def nan_rows(name: str, results: Results) -> Reading:
+    """What one engine without the plugin did."""
+    rounds = _rounds(results, _off(name))
+    padding = by_stage(rounds, 1)
+    return reading(
+        verdict(rounds),
+        padding=padding,
+        # A list keeps its order in a file, unlike the stages above.
+        in_order_of_execution=[*next(iter(padding.values()), {})],
+        live=by_stage(rounds, 0),
+        sizes=[f"{one['live']} of {one['size']}" for one in rounds],
+        nan_tokens=sum(one["nan"] for one in rounds),
+        routers_with_an_expert_twice=[one["twice"] for one in rounds],
+        kv_blocks_with_nan=results.of(_off(name), "spoilt_blocks"),
+        start=results.of(_off(name), "start"),
+    )
 
 
 def different(one: Sequence[Mapping[str, Any]], *others: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -226,98 +223,82 @@ def by_round(one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str, Any]])
     return {f"{a['live']} of {a['size']}": different([a], [b]) for a, b in zip(one, two, strict=True)}
 
 
-def live_logits(name: str) -> Any:
-    """The judge of whether the plugin changes a bit of a live row's logits.
+def live_logits(name: str, results: Results) -> Reading:
+    """Whether the plugin changes a bit of a live row's logits.
 
     It changes what padding rows hold. If only rounds that have some differ, padding reaches live rows.
     """
-
-    def judge(results: Results) -> Reading:
-        off, on, again = (_rounds(results, f"{name}, {state}") for state in STATES)
-        noise, changed = different(off, again), different(on, off, again)
-        without = different(*(_whole(off, rounds) for rounds in (on, off, again)))
-        said = "same bits"
-        if changed["logits"]:
-            said = "other bits" if without["logits"] else "padding reaches live rows"
-        if changed["logits"] and noise["logits"]:
-            said = "differ without it too"
-        if said == "other bits":
-            _comparable(results, name, noise["logits"])
-        control = _control(results, f"{name}, on")
-        return reading(
-            said,
-            off_against_on=changed,
-            off_against_off=noise,
-            without_padding=without,
-            by_round=by_round(off, on),
-            largest_of_live_and_padding_rows={
-                state: {f"{one['live']} of {one['size']}": one["largest"] for one in rounds}
-                for state, rounds in (("off", off), ("on", on))
-            },
-            control=control,
-        )
-
-    return judge
+    off, on, again = (_rounds(results, f"{name}, {state}") for state in STATES)
+    noise, changed = different(off, again), different(on, off, again)
+    without = different(*(_whole(off, rounds) for rounds in (on, off, again)))
+    said = "same bits"
+    if changed["logits"]:
+        said = "other bits" if without["logits"] else "padding reaches live rows"
+    if changed["logits"] and noise["logits"]:
+        said = "differ without it too"
+    if said == "other bits":
+        _comparable(results, name, noise["logits"])
+    control = _control(results, f"{name}, on")
+    return reading(
+        said,
+        off_against_on=changed,
+        off_against_off=noise,
+        without_padding=without,
+        by_round=by_round(off, on),
+        largest_of_live_and_padding_rows={
+            state: {f"{one['live']} of {one['size']}": one["largest"] for one in rounds}
+            for state, rounds in (("off", off), ("on", on))
+        },
+        control=control,
+    )
 
 
 def _first_three(one: Mapping[str, Any]) -> dict[str, Any]:
     return {"sums": [row[:3] for row in one["sums"]], "tokens": one["tokens"][:3]}
 
 
-def live_padding(name: str) -> Any:
-    """The judge of whether five live requests more change a bit of the first three.
+def live_padding(name: str, results: Results) -> Reading:
+    """Whether five live requests more change a bit of the first three.
 
     If they do and it happens between the two rounds of three as well, then what the padding rows held
     reached the live ones: only that differs between these.
     """
-
-    def judge(results: Results) -> Reading:
-        three_live, eight_live, again, _ = _rounds(results, name)
-        changed = different([three_live], [_first_three(eight_live)])
-        noise = different([three_live], [again])
-        said = "same bits" if not changed["logits"] else "other bits"
-        if noise["logits"]:
-            said = "other bits of three again"
-        control = _control(results, name)
-        return reading(said, with_8_live=changed, with_3_live_again=noise, control=control)
-
-    return judge
+    three_live, eight_live, again, _ = _rounds(results, name)
+    changed = different([three_live], [_first_three(eight_live)])
+    noise = different([three_live], [again])
+    said = "same bits" if not changed["logits"] else "other bits"
+    if noise["logits"]:
+        said = "other bits of three again"
+    control = _control(results, name)
+    return reading(said, with_8_live=changed, with_3_live_again=noise, control=control)
 
 
-def state(name: str) -> Any:
-    """The reading of one of three engines: which rows hold NaN."""
-
-    def read(results: Results, which: str) -> Reading:
-        rounds = _rounds(results, f"{name}, {which}")
-        nan = sum(one["nan"] for one in rounds)
-        return reading(verdict(rounds), nan_tokens=nan, padding=by_stage(rounds, 1))
-
-    return read
+def state(name: str, results: Results, which: str) -> Reading:
+    """Which rows of one of the three engines hold NaN."""
+    rounds = _rounds(results, f"{name}, {which}")
+    nan = sum(one["nan"] for one in rounds)
+    return reading(verdict(rounds), nan_tokens=nan, padding=by_stage(rounds, 1))
 
 
-def wrong(name: str) -> Any:
+def wrong(name: str, results: Results) -> str | None:
     """What the plugin changes of live rows, or leaves to padding, in one line."""
-
-    def compare(results: Results) -> str | None:
-        off, on, again = (_rounds(results, f"{name}, {which}") for which in STATES)
-        # Where padding reached live rows without the plugin, only rounds without any can keep their bits.
-        leaks = verdict(off) == "leaked" or name in SHARED_SCALE
-        one, two, three = (_whole(off, rounds) if leaks else rounds for rounds in (off, on, again))
-        if not one:
-            return "no round without padding to compare"
-        # A bit that an engine without the plugin gives as well is not the plugin's.
-        if changed := different(two, one, three)["logits"]:
-            _comparable(results, name, different(one, three)["logits"])
-            return f"live logits: {changed} differ"
-        if name in SHARED_SCALE:
-            # The rounds left out above: with the plugin, does padding still decide about live rows?
-            first, among_eight, *_ = on
-            moved = different([first], [_first_three(among_eight)])["logits"]
-            if moved:
-                return f"padding decides {moved} rows of live logits with the plugin, too"
-        return None
-
-    return compare
+    off, on, again = (_rounds(results, f"{name}, {which}") for which in STATES)
+    # Where padding reached live rows without the plugin, only rounds without any can keep their bits.
+    leaks = verdict(off) == "leaked" or name in SHARED_SCALE
+    one, two, three = (_whole(off, rounds) if leaks else rounds for rounds in (off, on, again))
+    if not one:
+        return "no round without padding to compare"
+    # A bit that an engine without the plugin gives as well is not the plugin's.
+    if changed := different(two, one, three)["logits"]:
+        _comparable(results, name, different(one, three)["logits"])
+        return f"live logits: {changed} differ"
+    if name in SHARED_SCALE:
+        # The rounds left out above: with the plugin, does padding still decide about live rows?
+        first, among_eight, *_ = on
+        moved = different([first], [_first_three(among_eight)])["logits"]
+        if moved:
+            return f"padding decides {moved} rows of live logits with the plugin, too"
+    return None
 
 
 def hurt_by_nan(results: Results) -> Reading:
@@ -331,15 +312,15 @@ def hurt_by_nan(results: Results) -> Reading:
 
 def _cases() -> Iterator[Case]:
     for name in (*FIXED_ONES, *OTHERS):
-        yield cell(NAN_ROWS, name, "rows", nan_rows(name))
-        yield cell(LIVE_PADDING, name, "live logits", live_padding(_off(name)))
+        yield cell(NAN_ROWS, name, "rows", partial(nan_rows, name))
+        yield cell(LIVE_PADDING, name, "live logits", partial(live_padding, _off(name)))
     yield cell(QUANTIZERS, "3 sound rows, 5 rows of NaN", "rows", hurt_by_nan)
     for name in FIXED_ONES:
-        yield cell(LIVE_PADDING, f"{name}, plugin", "live logits", live_padding(f"{name}, on"))
-        yield cell(LIVE_LOGITS, name, "live logits", live_logits(name))
+        yield cell(LIVE_PADDING, f"{name}, plugin", "live logits", partial(live_padding, f"{name}, on"))
+        yield cell(LIVE_LOGITS, name, "live logits", partial(live_logits, name))
         # Whether a shared scale lets the plugin keep live bits is what is asked.
         expect = None if name in SHARED_SCALE else FIXED
-        yield fix(name, "rows", state(name), wrong(name), expect=expect)
+        yield fix(name, "rows", partial(state, name), partial(wrong, name), expect=expect)
 
 
 ORDERS = {key: order for name, one in FIXED_ONES.items() for key, order in three(name, one).items()} | OTHERS

@@ -97,7 +97,7 @@ class EngineResult:
     failed: str | None
 
 
-def told(order: Order, ended: Ended) -> EngineResult:
+def result_of(order: Order, ended: Ended) -> EngineResult:
     """The answers of a process that ended, and what went wrong if some are missing."""
     answers = dict(ended.told)
     missing = [probe.__name__ for probe in order.probes if probe.__name__ not in answers]
@@ -169,7 +169,7 @@ def run(
                     del running[name]
                     ended = replace(child.wait(0), limit_s=deadline - begun)
                     keep_log(name, ended)
-                    yield name, told(order, ended)
+                    yield name, result_of(order, ended)
             time.sleep(0.05)
 
 

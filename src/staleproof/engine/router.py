@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from staleproof.cases.case import Case, Reading, reading
@@ -76,78 +77,62 @@ def verdict(told: dict[str, Any]) -> str:
     )
 
 
-def twice(name: str) -> Any:
-    """The judge of what a NaN bias does without the plugin."""
-
-    def judge(results: Results) -> Reading:
-        told = results.of(f"{name}, off" if name in FIXED_ONES else name, "nan_bias")
-        sound = told["sound"]
-        return reading(
-            verdict(told),
-            live_and_padding_rows_by_expert={at: one["twice"] for at, one in told["spoilt"].items()},
-            with_a_sound_bias=sound["twice"],
-            nan_tokens_by_expert={at: one["nan"] for at, one in told["spoilt"].items()},
-            rows_that_name_the_expert=told["chosen"],
-            rows_with_the_first_experts=told["first"],
-            requests_with_other_tokens={
-                at: sum(a != b for a, b in zip(sound["tokens"], one["tokens"], strict=True))
-                for at, one in told["spoilt"].items()
-            },
-            routers=told["routers"],
-            kind=told["kind"],
-            top_k=told["top_k"],
-        )
-
-    return judge
+def twice(name: str, results: Results) -> Reading:
+    """What a NaN bias does without the plugin."""
+    told = results.of(f"{name}, off" if name in FIXED_ONES else name, "nan_bias")
+    sound = told["sound"]
+    return reading(
+        verdict(told),
+        live_and_padding_rows_by_expert={at: one["twice"] for at, one in told["spoilt"].items()},
+        with_a_sound_bias=sound["twice"],
+        nan_tokens_by_expert={at: one["nan"] for at, one in told["spoilt"].items()},
+        rows_that_name_the_expert=told["chosen"],
+        rows_with_the_first_experts=told["first"],
+        requests_with_other_tokens={
+            at: sum(a != b for a, b in zip(sound["tokens"], one["tokens"], strict=True))
+            for at, one in told["spoilt"].items()
+        },
+        routers=told["routers"],
+        kind=told["kind"],
+        top_k=told["top_k"],
+    )
 
 
-def state(name: str) -> Any:
-    """The reading of one of three engines."""
-
-    def read(results: Results, which: str) -> Reading:
-        told = results.of(f"{name}, {which}", "nan_bias")
-        twice = {at: one["twice"] for at, one in told["spoilt"].items()}
-        return reading(verdict(told), live_and_padding_rows_by_expert=twice)
-
-    return read
+def state(name: str, results: Results, which: str) -> Reading:
+    """What a NaN bias does in one of the three engines."""
+    told = results.of(f"{name}, {which}", "nan_bias")
+    twice = {at: one["twice"] for at, one in told["spoilt"].items()}
+    return reading(verdict(told), live_and_padding_rows_by_expert=twice)
 
 
-def wrong(name: str) -> Any:
+def wrong(name: str, results: Results) -> str | None:
     """What the plugin chooses otherwise than vLLM's kernels do with a sound bias, in one line."""
-
-    def compare(results: Results) -> str | None:
-        choice = results.of(f"{name}, on", "same_choice")
-        far = [op for op, (other, error) in choice.items() if other or error > BUDGET]
-        return f"{', '.join(far)}: not vLLM's choice with a sound bias" if far else None
-
-    return compare
+    choice = results.of(f"{name}, on", "same_choice")
+    far = [op for op, (other, error) in choice.items() if other or error > BUDGET]
+    return f"{', '.join(far)}: not vLLM's choice with a sound bias" if far else None
 
 
-def sound(name: str) -> Any:
-    """The judge of what the plugin changes where the bias is sound."""
-
-    def judge(results: Results) -> Reading:
-        states = [results.of(f"{name}, {which}", "nan_bias")["sound"] for which in STATES]
-        off, on, again = ([tuple(row) for row in told["sums"]] for told in states)
-        tokens = sum(a != b for a, b in zip(states[0]["tokens"], states[1]["tokens"], strict=True))
-        other, noise = (sum(a != b for a, b in zip(off, them, strict=True)) for them in (on, again))
-        choice = {which: results.of(f"{name}, {which}", "same_choice") for which in ("off", "on")}
-        return reading(
-            "same bits" if not other else "other bits",
-            rows_that_choose_otherwise_and_error_of_weights=choice,
-            requests_with_other_tokens=tokens,
-            steps_with_other_logits=other,
-            steps_with_other_logits_off_again=noise,
-        )
-
-    return judge
+def sound(name: str, results: Results) -> Reading:
+    """What the plugin changes where the bias is sound."""
+    states = [results.of(f"{name}, {which}", "nan_bias")["sound"] for which in STATES]
+    off, on, again = ([tuple(row) for row in told["sums"]] for told in states)
+    tokens = sum(a != b for a, b in zip(states[0]["tokens"], states[1]["tokens"], strict=True))
+    other, noise = (sum(a != b for a, b in zip(off, them, strict=True)) for them in (on, again))
+    choice = {which: results.of(f"{name}, {which}", "same_choice") for which in ("off", "on")}
+    return reading(
+        "same bits" if not other else "other bits",
+        rows_that_choose_otherwise_and_error_of_weights=choice,
+        requests_with_other_tokens=tokens,
+        steps_with_other_logits=other,
+        steps_with_other_logits_off_again=noise,
+    )
 
 
 def _cases() -> list[Case]:
-    cases = [cell(TWICE, name, "experts", twice(name)) for name in (*ONCE, *FIXED_ONES)]
+    cases = [cell(TWICE, name, "experts", partial(twice, name)) for name in (*ONCE, *FIXED_ONES)]
     for name in FIXED_ONES:
-        cases.append(fix(name, "experts", state(name), wrong(name)))
-        cases.append(cell(SOUND, name, "live logits", sound(name)))
+        cases.append(fix(name, "experts", partial(state, name), partial(wrong, name)))
+        cases.append(cell(SOUND, name, "live logits", partial(sound, name)))
     return cases
 
 

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from staleproof.cases.children import tell
 from staleproof.engine.models import write_config
-from staleproof.engine.probes import Engine
-from staleproof.engine.spies import Rows, living_weights
+
+if TYPE_CHECKING:
+    from staleproof.engine.probes import Engine
+    from staleproof.engine.spies import Rows
 
 # Device memory of an engine's KV cache, in bytes.
 KV_BYTES = 2**31
@@ -104,6 +106,9 @@ def start(order: Order, folder: str) -> Engine:
     if order.packages is not None:
         sys.path += filter(None, os.environ.get(order.packages, "").split(os.pathsep))
     import vllm.plugins
+
+    from staleproof.engine.probes import Engine
+    from staleproof.engine.spies import Rows, living_weights
 
     begun = time.perf_counter()
     # First the plugin, so that spies see what it makes of a kernel's result.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from staleproof.cases.case import Reading, reading
@@ -88,43 +89,39 @@ def verdict(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "same bits" if len(groups) == 1 else "differ with the plugin"
 
 
-def equal_engines(name: str) -> Any:
-    """The judge of some starts of one engine, without and with the plugin."""
-
-    def judge(results: Results) -> Reading:
-        # A start that failed leaves the others to compare, but one of each kind must be there.
-        told = {state: results.engine(engine(name, state)).answers for state in ENGINES[name]}
-        states = [state for state in told if state in ("off", "on") or "compiled_kernels" in told[state]]
-        rounds, kernels = (
-            {state: results.of(engine(name, state), probe) for state in states}
-            for probe in ("rows", "compiled_kernels")
-        )
-        numbers = {}
-        for number, live in enumerate(LIVE):
-            size = rounds["off"][number]["size"]
-            label = f"{live} of {size}" + (" again" if live in LIVE[:number] else "")
-            numbers[label] = {
-                "prefill": alike({state: one[number]["sums"][:1] for state, one in rounds.items()}),
-                "decode": alike({state: one[number]["sums"][1:] for state, one in rounds.items()}),
-            }
-        common = set.intersection(*(set(of) for of in kernels.values()))
-        return reading(
-            verdict(rounds),
-            engines_with_equal_bits=numbers,
-            engines_with_equal_kernels=alike(kernels),
-            kernels_that_not_all_have={
-                state: sorted(set(of) - common)[:20] for state, of in kernels.items() if set(of) - common
-            },
-            kernels={state: sum(of.values()) for state, of in kernels.items()},
-        )
-
-    return judge
+def equal_engines(name: str, results: Results) -> Reading:
+    """Whether equal engines, without and with the plugin, give the same bits."""
+    # A start that failed leaves the others to compare, but one of each kind must be there.
+    told = {state: results.engine(engine(name, state)).answers for state in ENGINES[name]}
+    states = [state for state in told if state in ("off", "on") or "compiled_kernels" in told[state]]
+    rounds, kernels = (
+        {state: results.of(engine(name, state), probe) for state in states}
+        for probe in ("rows", "compiled_kernels")
+    )
+    numbers = {}
+    for number, live in enumerate(LIVE):
+        size = rounds["off"][number]["size"]
+        label = f"{live} of {size}" + (" again" if live in LIVE[:number] else "")
+        numbers[label] = {
+            "prefill": alike({state: one[number]["sums"][:1] for state, one in rounds.items()}),
+            "decode": alike({state: one[number]["sums"][1:] for state, one in rounds.items()}),
+        }
+    common = set.intersection(*(set(of) for of in kernels.values()))
+    return reading(
+        verdict(rounds),
+        engines_with_equal_bits=numbers,
+        engines_with_equal_kernels=alike(kernels),
+        kernels_that_not_all_have={
+            state: sorted(set(of) - common)[:20] for state, of in kernels.items() if set(of) - common
+        },
+        kernels={state: sum(of.values()) for state, of in kernels.items()},
+    )
 
 
 BENCH = Bench(
     "starts",
     ORDERS,
-    [cell(SAME, name, "live logits", equal_engines(name)) for name in ENGINES],
+    [cell(SAME, name, "live logits", partial(equal_engines, name)) for name in ENGINES],
     timeout_s=240.0,
     slow=True,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from staleproof.cases.case import Reading, reading
@@ -73,30 +74,26 @@ def expected(rounds: list[dict[str, Any]], steps: int = 1) -> int:
     return total
 
 
-def judge(name: str) -> Any:
-    """The judge of one engine."""
+def judge(name: str, results: Results) -> Reading:
+    """Whether one engine counts as the reference does."""
     steps = int(ORDERS[name].env.get("STALEPROOF_WATCH_STEPS", 1))
-
-    def judged(results: Results) -> Reading:
-        told, rounds = results.of(name, "watched"), results.of(name, "rows")
-        want = [expected(rounds, steps), 0]
-        got = [counts for stage, counts in told["bad"].items() if stage.startswith("attention")]
-        live = sum(counts[1] for counts in told["bad"].values())
-        nan = sum(one["nan"] for one in rounds)
-        exact = got == [want] * LAYERS and (live > 0) == (nan > 0)
-        taken = sum(len(one["sums"]) for one in rounds)
-        exact = exact and (told["steps"], told["counted"]) == (taken, -(-taken // steps))
-        seconds = results.of(name, "start")["seconds"]
-        scraped = bool(told["scraped"])
-        return reading(
-            "exact" if exact and scraped else "not exact",
-            want=want,
-            reference_steps=taken,
-            start_seconds=seconds,
-            **told,
-        )
-
-    return judged
+    told, rounds = results.of(name, "watched"), results.of(name, "rows")
+    want = [expected(rounds, steps), 0]
+    got = [counts for stage, counts in told["bad"].items() if stage.startswith("attention")]
+    live = sum(counts[1] for counts in told["bad"].values())
+    nan = sum(one["nan"] for one in rounds)
+    exact = got == [want] * LAYERS and (live > 0) == (nan > 0)
+    taken = sum(len(one["sums"]) for one in rounds)
+    exact = exact and (told["steps"], told["counted"]) == (taken, -(-taken // steps))
+    seconds = results.of(name, "start")["seconds"]
+    scraped = bool(told["scraped"])
+    return reading(
+        "exact" if exact and scraped else "not exact",
+        want=want,
+        reference_steps=taken,
+        start_seconds=seconds,
+        **told,
+    )
 
 
-BENCH = Bench("watch", ORDERS, [cell(COUNTS, name, "counts", judge(name)) for name in ORDERS])
+BENCH = Bench("watch", ORDERS, [cell(COUNTS, name, "counts", partial(judge, name)) for name in ORDERS])

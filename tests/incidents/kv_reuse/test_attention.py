@@ -67,56 +67,41 @@ class _MissingError(Exception):
         self.spec = spec
 
 
-@pytest.fixture(name="flashinfer")
-def flashinfer_fixture(monkeypatch):
-    """A made-up FlashInfer that has no module for the call, on a machine without nvcc."""
-    made = SimpleNamespace(asked=[], spec=SimpleNamespace(name="prefill_equal", is_compiled=False))
-
-    def load(backend, *of):
-        assert os.environ["FLASHINFER_DISABLE_JIT"], "it would compile"
-        made.asked.append((backend, *of))
-        if made.spec is not None:
-            raise _MissingError(made.spec)
-
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(__path__=[]))
-    monkeypatch.setitem(sys.modules, "flashinfer.prefill", SimpleNamespace(get_batch_prefill_module=load))
-    monkeypatch.setitem(sys.modules, "flashinfer.jit", SimpleNamespace(MissingJITCacheError=_MissingError))
-    monkeypatch.setattr(attention.shutil, "which", lambda name: None)
-    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
-    return made
-
-
+ABSENT, SHIPPED = (SimpleNamespace(name="prefill_equal", is_compiled=built) for built in (False, True))
 MISSING = "FlashInfer's module prefill_equal is not compiled, and may not or cannot be here"
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
-def test_a_flashinfer_module_that_cannot_be_compiled_here_is_named(flashinfer, backend):
-    assert attention._not_compiled(backend) == MISSING
-    types = (torch.bfloat16,) * 3 + (torch.int32,)
-    assert flashinfer.asked == [(backend, *types, 64, 64, 0, False, False, False)]
-    assert "FLASHINFER_DISABLE_JIT" not in os.environ
-
-
-def test_a_flashinfer_module_that_is_there_is_no_reason(flashinfer):
-    flashinfer.spec.is_compiled = True
-    assert attention._not_compiled("fa2") is None
-    flashinfer.spec = None
-    assert attention._not_compiled("fa2") is None
-
-
-def test_flashinfer_may_compile_where_nvcc_is(flashinfer, monkeypatch):
-    monkeypatch.setattr(attention.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert attention._not_compiled("fa2") is None
-    assert flashinfer.asked == []
-
-
-def test_where_compiling_is_switched_off_flashinfer_loads_only_modules_that_came_with_it(
-    flashinfer, monkeypatch
+@pytest.mark.parametrize(
+    ("nvcc", "switched_off", "raised", "why"),
+    [
+        (False, False, ABSENT, MISSING),
+        (False, False, SHIPPED, None),
+        (False, False, None, None),
+        (True, False, ABSENT, None),
+        # Then FlashInfer loads only modules that came with it.
+        (True, True, SHIPPED, MISSING),
+        (True, True, None, None),
+    ],
+)
+def test_a_flashinfer_module_that_is_not_here_is_named_and_never_compiled_for_the_answer(
+    monkeypatch, backend, nvcc, switched_off, raised, why
 ):
-    monkeypatch.setattr(attention.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
-    flashinfer.spec.is_compiled = True
-    assert attention._not_compiled("fa2") == MISSING
-    flashinfer.spec = None
-    assert attention._not_compiled("fa2") is None
-    assert os.environ["FLASHINFER_DISABLE_JIT"] == "1"
+    asked = []
+
+    def load(*given):
+        assert os.environ["FLASHINFER_DISABLE_JIT"], "it would compile"
+        asked.append(given)
+        if raised is not None:
+            raise _MissingError(raised)
+
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", SimpleNamespace(get_batch_prefill_module=load))
+    monkeypatch.setitem(sys.modules, "flashinfer.jit", SimpleNamespace(MissingJITCacheError=_MissingError))
+    monkeypatch.setattr(attention.shutil, "which", lambda name: "/usr/bin/nvcc" if nvcc else None)
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1" if switched_off else "")
+    assert attention._not_compiled(backend) == why
+    types = (torch.bfloat16,) * 3 + (torch.int32,)
+    may_compile = nvcc and not switched_off
+    assert asked == ([] if may_compile else [(backend, *types, 64, 64, 0, False, False, False)])
+    assert os.environ["FLASHINFER_DISABLE_JIT"] == ("1" if switched_off else "")

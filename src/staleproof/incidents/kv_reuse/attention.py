@@ -14,18 +14,19 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from staleproof import device as devices
 from staleproof.device import Provenance
 from staleproof.evidence.canary import bits
 from staleproof.incidents.kv_reuse.block_pool import NULL_BLOCK
+from staleproof.kernels import flashinfer
+from staleproof.kernels import torch as kernels_of_torch
 
-FLASHINFER_WORKSPACE_BYTES = 64 * 2**20
+# Of the model of this incident, and what FlashInfer's adapter is built for, as its pages of 16 tokens.
+HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -92,68 +93,18 @@ def masked_loads(call: Call) -> torch.Tensor:
     return (scores.softmax(-1) @ values)[:, :, 0]
 
 
-def _sdpa(backend: SDPBackend, call: Call) -> torch.Tensor:
-    with sdpa_kernel(backend):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            call.q[:, :, None],
-            call.gathered(call.keys),
-            call.gathered(call.values),
-            attn_mask=call.valid[:, None, None].expand(-1, call.q.shape[1], -1, -1),
-            scale=call.scale,
-        )
-    return out[:, :, 0]
-
-
-@cache
-def _compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def _flex(call: Call) -> torch.Tensor:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    keys, values = call.gathered(call.keys), call.gathered(call.values)
-    seq_lens = call.seq_lens
-
-    def within(b: torch.Tensor, _h: Any, _q: Any, kv: torch.Tensor) -> torch.Tensor:
-        return kv < seq_lens[b]
-
-    mask = create_block_mask(within, call.q.shape[0], None, 1, keys.shape[2], device=str(call.q.device))
-    out = _compiled_flex()(call.q[:, :, None], keys, values, block_mask=mask, scale=call.scale)
-    return out[:, :, 0]
-
-
-@cache
-def _flashinfer_wrapper(backend: str) -> Any:
-    prefill = importlib.import_module("flashinfer.prefill")
-    workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    return prefill.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+def _gathered(adapter: Callable[..., torch.Tensor], call: Call) -> torch.Tensor:
+    """By a kernel of torch, over whole pages and a boolean mask."""
+    pages = call.gathered(call.keys), call.gathered(call.values)
+    return adapter(call.q[:, :, None], *pages, call.valid[:, None, None], call.scale)[:, :, 0]
 
 
 def _flashinfer(backend: str, call: Call) -> torch.Tensor:
-    wrapper = _flashinfer_wrapper(backend)
-    rows, size = call.q.shape[0], call.keys.shape[1]
-    seq_lens = call.seq_lens.int().cpu()
-    counts = (seq_lens + size - 1) // size
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    column = torch.arange(call.table.shape[1])
-    used = (column < counts[:, None]).to(call.table.device)
-    wrapper.plan(
-        torch.arange(rows + 1, dtype=torch.int32),
-        starts,
-        call.table[used].int(),
-        seq_lens - (counts - 1) * size,
-        call.q.shape[1],
-        call.keys.shape[2],
-        call.q.shape[2],
-        size,
-        sm_scale=call.scale,
-        q_data_type=call.q.dtype,
-        kv_data_type=call.keys.dtype,
-    )
-    return wrapper.run(call.q, (call.keys, call.values))
+    starts = torch.arange(len(call.q) + 1, dtype=torch.int32, device=call.q.device)
+    table, seq_lens, out = call.table.int(), call.seq_lens.int(), torch.empty_like(call.q)
+    return flashinfer.prefill(
+        call.q, call.keys, call.values, table, seq_lens, starts, call.scale, out, backend
+    )()
 
 
 @dataclass(frozen=True)
@@ -195,8 +146,6 @@ def _not_compiled(backend: str) -> str | None:
     may_not = bool(os.environ.get(switched_off))
     if shutil.which("nvcc") is not None and not may_not:
         return None
-    from staleproof.incidents.kv_reuse.hybrid import HEAD_DIM
-
     load = importlib.import_module("flashinfer.prefill").get_batch_prefill_module
     missing = importlib.import_module("flashinfer.jit").MissingJITCacheError
     dtype, index = torch.bfloat16, torch.int32
@@ -218,28 +167,29 @@ def kernels() -> dict[str, Kernel]:
     """
     gpu, on_cpu = _needs_gpu(), None if _needs_gpu() else "torch has it for CPU tensors only"
     leaked, clean = "leaked", "clean"
-    flashinfer = f"FlashInfer {devices.version_of('flashinfer-python') or ''}".strip()
+    release = f"FlashInfer {devices.version_of('flashinfer-python') or ''}".strip()
     sdpa = {
-        # Key: what torch calls it, the backend, why not here.
-        "sdpa_math": ("math", SDPBackend.MATH, None),
-        "sdpa_flash_cpu": ("flash of the CPU", SDPBackend.FLASH_ATTENTION, on_cpu),
-        "sdpa_efficient": ("memory-efficient", SDPBackend.EFFICIENT_ATTENTION, gpu),
-        "sdpa_cudnn": ("cuDNN", SDPBackend.CUDNN_ATTENTION, gpu),
+        # Key: what torch calls it, why not here.
+        "sdpa_math": ("math", None),
+        "sdpa_flash_cpu": ("flash of the CPU", on_cpu),
+        "sdpa_efficient": ("memory-efficient", gpu),
+        "sdpa_cudnn": ("cuDNN", gpu),
     }
     return {
         **{
             key: Kernel(
                 f"torch {torch.__version__} SDPA, boolean mask, {name}",
-                *(partial(_sdpa, backend), why, leaked, leaked),
+                *(partial(_gathered, getattr(kernels_of_torch, key)), why, leaked, leaked),
             )
-            for key, (name, backend, why) in sdpa.items()
+            for key, (name, why) in sdpa.items()
         },
         "flex_attention": Kernel(
-            f"torch {torch.__version__} flex_attention, compiled", _flex, gpu, clean, leaked
+            f"torch {torch.__version__} flex_attention, compiled",
+            *(partial(_gathered, kernels_of_torch.flex_compiled), gpu, clean, leaked),
         ),
         **{
             f"flashinfer_{name}": Kernel(
-                f"{flashinfer} paged {name}",
+                f"{release} paged {name}",
                 *(partial(_flashinfer, name), _needs_flashinfer(name), clean, clean, (torch.bfloat16,)),
             )
             for name in ("fa2", "fa3")

@@ -20,11 +20,11 @@ from staleproof.cases.words import FIXED, NOT_FIXED
 from staleproof.evidence.rows import Fill, judge_rows
 from staleproof.evidence.tenancy import STALE, WIPED
 from staleproof.incidents.kv_reuse import broken
-from staleproof.incidents.kv_reuse.attention import Call, kernels, masked_loads
+from staleproof.incidents.kv_reuse.attention import HEAD_DIM, Call, kernels, masked_loads
 from staleproof.incidents.kv_reuse.bits import DTYPES, nan_share
 from staleproof.incidents.kv_reuse.correct import wrong_bytes
 from staleproof.incidents.kv_reuse.host_memory import host_memory
-from staleproof.incidents.kv_reuse.hybrid import HEAD_DIM, KERNEL_BLOCK, FirstStep
+from staleproof.incidents.kv_reuse.hybrid import KERNEL_BLOCK, FirstStep
 from staleproof.incidents.kv_reuse.scene import (
     CLEAN,
     KERNEL,

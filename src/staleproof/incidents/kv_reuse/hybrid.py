@@ -16,11 +16,11 @@ import torch
 from staleproof.cases.run import one_thread
 from staleproof.check import require
 from staleproof.evidence.canary import bits
-from staleproof.incidents.kv_reuse.attention import Attend, Call, used_table
+from staleproof.incidents.kv_reuse.attention import HEAD_DIM, Attend, Call, used_table
 from staleproof.incidents.kv_reuse.block_pool import AttentionSpec, KVBuffers, MambaSpec, split_block_table
 from staleproof.incidents.kv_reuse.scheduler import VOCABULARY, Step, Tables, Trace
 
-LAYERS, HIDDEN, HEADS, HEAD_DIM = 2, 64, 1, 64
+LAYERS, HIDDEN, HEADS = 2, 64, 1
 STATE = MambaSpec.gated_delta_net(v_heads=2, k_heads=2, v_dim=16, k_dim=16, kernel=4)
 KERNEL_BLOCK = 16
 
@@ -273,7 +273,7 @@ def serve(
 
     waiting: list[tuple[int, object]] = []
     for number, step in enumerate(trace.steps):
-        # Otherwise a busy device would fall behind a host that is said to be in step with it.
+        # Keep the host at most `ahead` steps in front of the device.
         if on_cuda and number > ahead:
             done[number - ahead - 1].synchronize()
         waiting.append((number, zeroing.submit(step)))
