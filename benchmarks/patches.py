@@ -18,12 +18,16 @@ Run: ``python benchmarks/patches.py`` on a machine with a CUDA device and an imp
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -32,26 +36,29 @@ from staleproof import device
 device.select()
 
 from staleproof.cases import measure
-from staleproof.kernels import vllm_calls
-from staleproof.kernels.vllm_calls import OPS, applies_to, mla_call, zeroer
 from staleproof.kernels.vllm_sources import UnavailableError, executed, load
 from staleproof.vllm import standing
 from staleproof.vllm.patches import kv_reuse, mla_padding, moe_routing, scale_padding
-from staleproof.vllm.releases import table
+from staleproof.vllm.releases import applies_to, table
 from staleproof.vllm.sources import file_of, vllm_file
 
 # Imported by name, so that the source digest of a recorded row covers them.
 PARTS = (kv_reuse, mla_padding, moe_routing, scale_padding)
 PATCHES = {patch.name: patch for part in PARTS for patch in part.PATCHES}
+TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
+DECODE_ATTENTION = "vllm.v1.attention.ops.triton_decode_attention"
+WORKER = "vllm.v1.worker.utils"
+OPS = "vllm._custom_ops"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+MANAGERS = "vllm.v1.core.kv_cache_manager", "vllm.v1.core.single_type_kv_cache_manager"
+SCHEDULING = (SCHEDULER, "vllm.v1.core.sched.output", *MANAGERS)
+EXPERTS = "vllm.model_executor.layers.fused_moe.flashinfer_cutlass_moe"
+
 VERSION, OLDER = "0.20.2", "0.19.1"
 # vllm.envs, because a patch that torch.compile traces adds itself to the compile-cache key there.
 OLDER_FILES = (OPS, "vllm.envs")
-FILES = (
-    *(vllm_calls.TRITON_MLA, vllm_calls.DECODE_ATTENTION, vllm_calls.WORKER, vllm_calls.EXPERTS),
-    *vllm_calls.SCHEDULING,
-    *OLDER_FILES,
-)
-BATCH, HEADS, CONTEXT = 128, 128, 512
+FILES = (*(TRITON_MLA, DECODE_ATTENTION, WORKER, EXPERTS), *SCHEDULING, *OLDER_FILES)
+BATCH, HEADS, CONTEXT, PAGE = 128, 128, 512, 64
 # A host's speed drifts, so it is timed without the patch and with it in turns, and the median turn counts.
 HOST_TURNS, HOST_ROUNDS = 5, 20
 Call = Callable[[], Any]
@@ -88,7 +95,7 @@ def routing(patch: str, name: str, experts: int, top_k: int, biased: bool) -> It
     words = f"{name}, {experts} experts, top {top_k}" + ", bias" * biased
 
     def calls() -> list[Call]:
-        return [vllm_calls.topk_call(name, BATCH, experts, top_k, bias)]
+        return [topk_call(name, BATCH, experts, top_k, bias)]
 
     moved = BATCH * experts * 2 + BATCH * top_k * 8
     yield Case(patch, words, calls, moved, library=True)
@@ -99,7 +106,7 @@ def older_cases(version: str) -> Iterator[Case]:
     """Patches that the installed release does not need; on its files if there are no others."""
     yield from routing("topk_nan", "topk_softmax", 128, 8, biased=False)
     if version == OLDER:
-        ops, where = vllm_calls.import_ops(), torch.device("cuda")
+        ops, where = import_ops(), torch.device("cuda")
 
         def scales(rows: int, compiled: bool) -> Call:
             def made() -> torch.Tensor:
@@ -141,7 +148,7 @@ def cases() -> Iterator[Case]:
     if importlib.util.find_spec("flashinfer") is not None:
         # FlashInfer sorts the slots of the first batch in one block, where repeated experts do no harm.
         for rows, words in ((BATCH, ""), (4 * BATCH, f", {4 * BATCH} rows")):
-            experts, given = vllm_calls.experts_call(rows, 8)
+            experts, given = experts_call(rows, 8)
             # The copy that stands for FlashInfer's kernel is timed in both rows.
             words = f"FlashInferExperts.apply, its kernel a copy, top 8{words}"
             for mode, host in ((words, False), (f"host: {words}", True)):
@@ -170,9 +177,188 @@ def cases() -> Iterator[Case]:
             result=zeroed,
         )
     for patch in ("undrained_ids", "mla_recording"):
-        yield Case(
-            patch, "host: schedule() of 64 requests", lambda: [vllm_calls.schedule_call(64)], host=True
-        )
+        yield Case(patch, "host: schedule() of 64 requests", lambda: [schedule_call(64)], host=True)
+
+
+# Calls of vLLM's own functions, with the least that each needs around it. Each is a closure over the function
+# as it is found at the time of the call, patched or not, and returns what its caller would see.
+
+
+def import_ops() -> ModuleType:
+    """vLLM's ``_custom_ops``, without its kernels for fake tensors.
+
+    A process can register those only once, and here two releases may be loaded one after another.
+    """
+    with mock.patch.object(torch.library, "register_fake", return_value=lambda function: function):
+        return importlib.import_module(OPS)
+
+
+def mla_call(
+    batch: int, live: int, heads: int = 128, context: int = 512
+) -> tuple[Callable[[], Any], torch.Tensor]:
+    """vLLM's Triton ``forward_mqa`` for a padded decode batch, and its lengths."""
+    cls = importlib.import_module(TRITON_MLA).TritonMLAImpl
+    impl = cls.__new__(cls)
+    impl.kv_lora_rank, impl.scale = 512, 576**-0.5
+    impl.need_to_return_lse_for_decode = False
+    impl._sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+    q = torch.randn(batch, heads, 576, dtype=torch.bfloat16, device="cuda")
+    pages = context // PAGE
+    cache = torch.randn(batch * pages, PAGE, 576, dtype=torch.bfloat16, device="cuda")
+    seq_lens = torch.zeros(batch, dtype=torch.int32, device="cuda")
+    seq_lens[:live] = context
+    pages_of = torch.arange(batch * pages, dtype=torch.int32, device="cuda").view(batch, pages)
+    one = torch.ones(1, device="cuda")
+    layer = SimpleNamespace(_k_scale=one, _v_scale=one)
+    metadata = SimpleNamespace(
+        decode=SimpleNamespace(seq_lens=seq_lens, block_table=pages_of),
+        num_decodes=batch,
+        num_decode_tokens=batch,
+        max_seq_len=context,
+    )
+    return lambda: impl.forward_mqa(q, cache, metadata, layer), seq_lens
+
+
+def topk_call(
+    name: str, rows: int, experts: int, top_k: int, bias: torch.Tensor | None
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """One of vLLM's routing ops on healthy bf16 logits; (weights, ids).
+
+    Args:
+        name: ``topk_softmax``, ``topk_sigmoid``, ``grouped_topk`` or ``topk_hash_softplus_sqrt``.
+        rows, experts, top_k: sizes.
+        bias: (experts,) float32.
+    """
+    ops = importlib.import_module(OPS)
+    x = torch.randn(rows, experts, dtype=torch.bfloat16, device="cuda")
+    weights = torch.empty(rows, top_k, device="cuda")
+    ids, indices = (torch.empty(rows, top_k, dtype=torch.int32, device="cuda") for _ in range(2))
+    if name == "grouped_topk":
+        return lambda: ops.grouped_topk(x, 8, 4, top_k, True, 2.5, bias, 1)
+    scaling = (2.5,) if name == "topk_hash_softplus_sqrt" else ()
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        getattr(ops, name)(weights, ids, indices, x, True, *scaling, bias)
+        return weights, ids
+
+    return call
+
+
+def zeroer(pin: bool = True, layers: int = 28) -> tuple[Any, list[torch.Tensor]]:
+    """vLLM's KVBlockZeroer over layers of (2, 64 blocks, 16, 8, 128) bf16, and the caches."""
+    worker = importlib.import_module(WORKER)
+    spec = worker.FullAttentionSpec()
+    spec.block_size, spec.num_kv_heads, spec.head_size = 16, 8, 128
+    caches = [torch.ones(2, 64, 16, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
+    names = [str(i) for i in range(layers)]
+    group = SimpleNamespace(
+        kv_cache_spec=spec,
+        kv_cache_group_id=0,
+        layer_names=names,
+        backend=SimpleNamespace(get_kv_cache_block_dim=lambda *a, **k: 1),
+    )
+    of_layer = {n: SimpleNamespace(kv_cache=c) for n, c in zip(names, caches, strict=True)}
+    made = worker.KVBlockZeroer(torch.device("cuda"), pin)
+    made.init_meta([group], [16], "auto", set(), of_layer)
+    return made, caches
+
+
+class _Running:
+    """A request in decode: each step has one new token for it."""
+
+    num_output_placeholders, num_prompt_tokens, max_tokens = 0, 100, 10**6
+    num_tokens_with_spec, num_tokens, num_output_tokens = 201, 201, 101
+    has_encoder_inputs = use_structured_output = False
+    spec_token_ids: tuple[int, ...] = ()
+    lora_request = None
+
+    def __init__(self, number: int) -> None:
+        self.request_id = str(number)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return 200
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, value: int) -> None:
+        """Stays, so that each call has the same work."""
+
+
+def schedule_call(requests: int) -> Callable[[], Any]:
+    """vLLM's ``Scheduler.schedule`` with that many requests in decode, and nothing to zero.
+
+    The scheduler, the manager's list of new ids and its draining are vLLM's. Allocation is left out:
+    one block of one request is recorded as new in each step, as with 16 tokens a block.
+    """
+    module: Any = importlib.import_module(SCHEDULER)
+    managers, single = (importlib.import_module(name) for name in MANAGERS)
+    of_type = single.FullAttentionManager.__new__(single.FullAttentionManager)
+    of_type.new_block_ids = []
+    manager = managers.KVCacheManager.__new__(managers.KVCacheManager)
+    manager.coordinator = SimpleNamespace(
+        single_type_managers=(of_type,), new_step_starts=lambda: of_type.new_block_ids.append(7)
+    )
+    none = SimpleNamespace(get_block_ids=lambda allow_none=False: None)
+    manager.allocate_slots = lambda *args, **kwargs: none
+    manager.get_num_common_prefix_blocks = lambda request: [0]
+    module.record_function_or_nullcontext = lambda name: contextlib.nullcontext()
+    running = [_Running(number) for number in range(requests)]
+    made = module.Scheduler.__new__(module.Scheduler)
+    for name, value in {
+        "max_num_scheduled_tokens": 8192,
+        "max_num_encoder_input_tokens": 0,
+        "max_num_running_reqs": requests,
+        "max_model_len": 10**6,
+        "num_lookahead_tokens": 0,
+        "_pause_state": module.PauseState.UNPAUSED,
+        "kv_cache_manager": manager,
+        "kv_cache_config": SimpleNamespace(kv_cache_groups=(None,)),
+        "scheduler_config": SimpleNamespace(long_prefill_token_threshold=0, async_scheduling=False),
+        "encoder_cache_manager": SimpleNamespace(get_freed_mm_hashes=list),
+        "requests": {request.request_id: request for request in running},
+        "running": running,
+        "prev_step_scheduled_req_ids": {request.request_id for request in running},
+        "finished_req_ids": set(),
+        "policy": None,
+    }.items():
+        setattr(made, name, value)
+    for name in ("lora_config", "connector", "ec_connector", "waiting", "skipped_waiting", "use_pp"):
+        setattr(made, name, None)
+    for name in ("needs_kv_cache_zeroing", "need_mamba_block_aligned_split", "use_v2_model_runner"):
+        setattr(made, name, False)
+    module.create_request_queue = lambda policy: ()
+    return lambda: made.schedule().num_scheduled_tokens
+
+
+def experts_call(rows: int, top_k: int) -> tuple[Callable[[], None], dict[str, torch.Tensor]]:
+    """vLLM's ``FlashInferExperts.apply`` for bf16 experts; FlashInfer's kernel is a copy of its input.
+
+    The dict holds the ids and weights that the kernel was given last.
+    """
+    module: Any = importlib.import_module(EXPERTS)
+    seen: dict[str, torch.Tensor] = {}
+
+    def kernel(**given: Any) -> None:
+        given["output"].copy_(given["input"])
+        seen.update(ids=given["token_selected_experts"], weights=given["token_final_scales"])
+
+    module.flashinfer_cutlass_fused_moe = kernel
+    impl = module.FlashInferExperts.__new__(module.FlashInferExperts)
+    for name in ("quant_dtype", "weight_quant_dtype", "out_dtype", "use_dp"):
+        setattr(impl, name, None)
+    impl.tp_size = impl.ep_size = impl.max_capture_size = 1
+    impl.tp_rank = impl.ep_rank = 0
+    impl.use_deepseek_fp8_block_scale = False
+    x = torch.randn(rows, 64, dtype=torch.bfloat16, device="cuda")
+    out, experts = torch.empty_like(x), torch.empty(128, 64, dtype=torch.bfloat16, device="cuda")
+    weights = torch.rand(rows, top_k, device="cuda")
+    ids = torch.rand(rows, len(experts), device="cuda").topk(top_k).indices.int()
+    silu = module.MoEActivation.SILU
+
+    def call() -> None:
+        impl.apply(out, x, experts, experts, weights, ids, silu, len(experts), *[None] * 6, False)
+
+    return call, seen
 
 
 def vllm_root() -> Path:
@@ -301,10 +487,10 @@ def rows() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     version, folder, files = (VERSION, root, FILES) if older is None else (OLDER, older, OLDER_FILES)
     with executed(folder, *files):
-        vllm_calls.import_ops()
+        import_ops()
         found += measured(older_cases(version), version, library)
     with executed(root, *FILES):
-        vllm_calls.import_ops()
+        import_ops()
         found += measured(cases(), VERSION, library)
     return found
 

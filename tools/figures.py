@@ -16,10 +16,9 @@ from typing import Any
 
 from staleproof.cases import store
 from staleproof.cases.store import Run
-from staleproof.kernels.vllm_calls import applies_to
 from staleproof.triage import table as triage
 from staleproof.vllm.plugin import patches
-from staleproof.vllm.releases import table
+from staleproof.vllm.releases import applies_to, table
 
 MACHINE = "nvidia-h200"
 _WRITTEN = "<!-- written by python -m tools.figures from"

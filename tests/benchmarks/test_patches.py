@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from staleproof.cases import measure
-from staleproof.kernels import vllm_calls
 from staleproof.kernels.vllm_sources import executed
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "vllm")]
@@ -30,19 +29,16 @@ def bench_fixture(monkeypatch):
     if not root.exists():
         pytest.skip(f"vLLM {bench.VERSION} was not fetched")
     bench.root = root
-    for name in ("topk_call", "experts_call"):
-        call = getattr(vllm_calls, name)
-        on_host = lambda *args, call=call: call(*args, device="cpu")  # noqa: E731
-        monkeypatch.setattr(vllm_calls, name, on_host)
+    zeroer, mla_call = bench.zeroer, bench.mla_call
     # The host has no pinned memory, and small caches are enough.
-    monkeypatch.setattr(bench, "zeroer", lambda: vllm_calls.zeroer(pin=False, layers=1, device="cpu"))
+    monkeypatch.setattr(bench, "zeroer", lambda: zeroer(pin=False, layers=1))
     monkeypatch.setattr(measure, "host_times", rehearsal.host_times)
 
     def attention(*sizes):
         # vLLM's kernel takes minutes in the interpreter: a copy of the query stands for it.
-        module = importlib.import_module(vllm_calls.TRITON_MLA)
+        module = importlib.import_module(bench.TRITON_MLA)
         module.decode_attention_fwd = lambda q, k, v, out, *rest, **options: out.copy_(q[..., :512])
-        return vllm_calls.mla_call(102, 100, 1, 64, device="cpu")
+        return mla_call(102, 100, 1, 64)
 
     monkeypatch.setattr(bench, "mla_call", attention)
     return bench
@@ -51,7 +47,7 @@ def bench_fixture(monkeypatch):
 def rows(bench, *chosen: str, library: bool = False, files: tuple[str, ...] | None = None) -> list[dict]:
     """The rows of the cases whose patch and mode contain one of these."""
     with executed(bench.root, *(files or bench.FILES)):
-        vllm_calls.import_ops()
+        bench.import_ops()
         stand_in = real_routing.CompiledOps(clamped=True, hash_clamped=True) if library else None
         try:
             found = [c for c in bench.cases() if any(name in f"{c.patch}: {c.mode}" for name in chosen)]
@@ -90,7 +86,7 @@ def test_vllms_function_is_wrapped_while_the_patched_row_is_timed(bench, monkeyp
     wrapped = []
 
     def timed(calls):
-        ops = importlib.import_module(vllm_calls.OPS)
+        ops = importlib.import_module(bench.OPS)
         wrapped.append(hasattr(ops.topk_sigmoid, "__wrapped__"))
         return measure.Times(1.0, 1.0, 1.0)
 
@@ -126,7 +122,7 @@ def test_a_patch_that_is_not_needed_says_so(bench):
     (older,) = {case.patch for case in bench.older_cases(bench.VERSION)}
     assert older == "topk_nan"
     with executed(bench.root, *bench.FILES):
-        vllm_calls.import_ops()
+        bench.import_ops()
         stand_in = real_routing.CompiledOps(clamped=True)
         try:
             found = [*bench.measured(bench.older_cases(bench.VERSION), bench.VERSION, True)]

@@ -7,7 +7,10 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from staleproof.cases.finding import Finding, read_findings, write_findings
+from staleproof.cli.app import main
 from staleproof.contract.contract import (
     BREAKS,
     CLAUSES,
@@ -18,7 +21,7 @@ from staleproof.contract.contract import (
     between_releases,
     compare,
 )
-from staleproof.kernels.subject import SIZES
+from staleproof.kernels.subject import ARGUMENTS, SIZES
 from staleproof.report.audit import by_machine, heat_map, print_changes
 
 ROW = Finding(
@@ -96,3 +99,34 @@ def test_the_document_has_every_clause_and_counts_what_the_recorded_audits_hold(
 def test_every_clause_belongs_to_a_kind_and_every_kind_has_a_decorator():
     assert {clause for clauses in KINDS.values() for clause in clauses} == set(CLAUSES)
     assert set(SIZES) == set(KINDS)
+
+
+def test_the_first_five_minutes_of_the_document_go_as_it_says(tmp_path, capsys):
+    text = (WORKBOOK / "contract.md").read_text().partition("## Verdicts")[0]
+    (sample,), (shown,) = (
+        re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "text")
+    )
+    assert len([line for line in sample.splitlines() if line not in ("", "import torch")]) == 5
+    file = tmp_path / "my_kernels.py"
+    file.write_text(sample)
+    command = ["audit", str(file), "--device", "cpu"]
+    assert main(command) == 1
+    machine = r"(INTERPRETED on ).*(: 1 of 1)"
+    lines = [re.sub(machine, r"\1\2", line).split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [re.sub(machine, r"\1\2", line).split() for line in shown.splitlines()]
+    assert main([*command, "--scripts", str(tmp_path / "scripts")]) == 1
+    assert len([*(tmp_path / "scripts").iterdir()]) == 1
+    mended = sample.replace("x.abs().max()", re.findall(r"`(x\.abs\(\)\.amax.*?)`", text)[0])
+    (documented,) = re.findall(r"`(documented=.*?)`", text)
+    for change in (mended, sample.replace("rows()", f"rows({documented})")):
+        file.write_text(change)
+        assert change != sample
+        assert main(command) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_document_lists_every_argument_of_a_kind(kind):
+    text = (WORKBOOK / "contract.md").read_text()
+    (line,) = re.findall(rf"^\| `audit\.{kind}` \| (.*)$", text, re.MULTILINE)
+    named = set(re.findall(r"`(\w+)", line))
+    assert {*ARGUMENTS[kind], *SIZES[kind]} <= named

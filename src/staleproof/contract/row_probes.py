@@ -7,7 +7,7 @@ decorator was given.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ NAN, INF = float("nan"), float("inf")
 Kernel = Callable[..., Any]
 Shape = dict[str, Any]
 Known = dict[str, Any]
+Probe = Callable[[Kernel, Shape, str], Reading]
 ROWS = 6
 # For kernels that take seconds under Triton's interpreter.
 NAN_AND_NOISE = (FILLS[0], FILLS[3])
@@ -44,6 +45,11 @@ def _takes(kernel: Kernel, name: str) -> bool:
     return name in bound(kernel, dict.fromkeys(("router_logits", "top_k", "bias", "is_padding")))
 
 
+def _unless(wrong: str, *case: str, note: str = "") -> Reading:
+    """The clause holds, unless something is wrong."""
+    return breaks(wrong, *case) if wrong else holds(note)
+
+
 def _first_off(found: torch.Tensor, expected: torch.Tensor, budget: torch.Tensor | float) -> str:
     """One line about the first row that is further from the reference than its budget, or ``""``."""
     found, expected = found.cpu().double(), expected.cpu().double()
@@ -60,22 +66,6 @@ def _budget(dtype: torch.dtype, expected: torch.Tensor) -> torch.Tensor:
     each = max(8 * torch.finfo(dtype).eps, 2e-4) if dtype.is_floating_point else 0.0
     largest = expected.cpu().double().abs().reshape(len(expected), -1).amax(1) + 1e-6
     return each * largest.view(-1, *[1] * (expected.ndim - 1))
-
-
-def others_alone(
-    kernel: Kernel, make: Callable[[], Known], edit: Callable[[Known, Fill], None], kept: Sequence[int],
-    fills: Sequence[Fill] = FILLS, what: str = "row", results: int | None = None,
-) -> Reading:  # fmt: skip
-    """R: an edit of one row changes no bit of the rows that are kept, in the first ``results`` results."""
-    base = _call(kernel, make())[:results]
-    for fill in fills:
-        known = make()
-        edit(known, fill)
-        for a, b in zip(base, _call(kernel, known)[:results], strict=True):
-            # A result of another length, for example a state, has no such rows.
-            if len(a) > max(kept) and not bool(same_bits(a, b)[list(kept)].all()):
-                return breaks(f"{fill.name} in one {what} changes another", "rows", fill.name)
-    return holds()
 
 
 # Routing: (router_logits, top_k, bias, is_padding) -> weights, ids
@@ -153,13 +143,13 @@ def right_experts(kernel: Kernel, shape: Shape, device: str) -> Reading:
             return breaks("not the experts of the reference", "clean")
         order, theirs = ids.long().argsort(-1), right_ids.long().argsort(-1)
         wrong = _first_off(weights.gather(1, order), right.gather(1, theirs), 1e-2)
-        return breaks(f"weights of {wrong}", "clean") if wrong else holds()
+        return _unless(wrong and f"weights of {wrong}", "clean")
     chosen = ids.long().sort(-1).values
     if not any(torch.equal(chosen, right) for right in _choices(logits, top_k, shape.get("grouped", False))):
         of = "the best groups" if shape.get("grouped") else "the largest logits"
         return breaks(f"not the experts with {of}", "clean")
     wrong, note = _weights_off(logits, weights, ids)
-    return breaks(wrong, "clean") if wrong else holds(note)
+    return _unless(wrong, "clean", note=note)
 
 
 def _odd_rows(logits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -335,7 +325,7 @@ def same_twice(kernel: Kernel, shape: Shape, device: str) -> Reading:
     wrong = _against(first, shape, before, shape.get("live_rows", ROWS), *more)
     if wrong.startswith(NO_REFERENCE):
         return absent(wrong)
-    return breaks(f"not the reference: {wrong}", "clean") if wrong else holds()
+    return _unless(wrong and f"not the reference: {wrong}", "clean")
 
 
 def row_alone(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -393,18 +383,6 @@ def ragged_replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
     return holds()
 
 
-def ragged_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """R: content of one sequence changes no other."""
-
-    def edit(known: Known, fill: Fill) -> None:
-        fill(known["x"][3:4])
-
-    def make() -> Known:
-        return {"x": _hidden(shape, device), "starts": _starts(device)}
-
-    return others_alone(kernel, make, edit, [0, 1, 2, 4, 5], NAN_AND_NOISE, "sequence")
-
-
 def ragged_spare_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """U: rows past the last start are zeros in memory that the kernel allocates, and change nothing."""
     starts = _starts(device, 0, 2, 3, 4)
@@ -460,8 +438,7 @@ def writes_its_slots(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: with slots for all tokens, those slots and no other."""
     known, buffers = _cache_scene(shape, device, _SLOTS)
     _call(kernel, known)
-    wrong = _written(known, buffers, -1)
-    return breaks(wrong, "clean") if wrong else holds()
+    return _unless(_written(known, buffers, -1), "clean")
 
 
 def slot_minus_one(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -472,7 +449,7 @@ def slot_minus_one(kernel: Kernel, shape: Shape, device: str) -> Reading:
         known[name][[2, 4]] = NAN
     _call(kernel, known)
     wrong = _written(known, buffers, pad)
-    return breaks(f"with padding at slot {pad}: {wrong}", "slot") if wrong else holds()
+    return _unless(wrong and f"with padding at slot {pad}: {wrong}", "slot")
 
 
 # State: (x, state, weight, state_indices) -> out; a convolution's last inputs, or a recurrence's memory
@@ -510,8 +487,7 @@ def _updated(kernel: Kernel, known: Known, pad: int, live: Sequence[int]) -> tup
 def updates_its_state(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: the convolution, and the states moved on by one input."""
     wrong, same = _updated(kernel, _state_scene(shape, device), -1, range(TOKENS))
-    wrong = wrong or ("" if same else "the state is not as expected")
-    return breaks(wrong, "clean") if wrong else holds()
+    return _unless(wrong or ("" if same else "the state is not as expected"), "clean")
 
 
 def padding_state(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -525,17 +501,7 @@ def padding_state(kernel: Kernel, shape: Shape, device: str) -> Reading:
     wrong, same = _updated(kernel, {**known, "state": around[1:-1]}, pad, [0, 2, 4])
     if not same or around[[0, -1]].any():
         return breaks("a row with the index of padding changes a state", "index")
-    return breaks(f"beside a row of padding a live {wrong}", "index") if wrong else holds()
-
-
-def state_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """R: content of one row and of its state changes no other."""
-
-    def edit(known: Known, fill: Fill) -> None:
-        fill(known["x"][1])
-        fill(known["state"][4])
-
-    return others_alone(kernel, lambda: _state_scene(shape, device), edit, [0, 2, 3, 4], results=1)
+    return _unless(wrong and f"beside a row of padding a live {wrong}", "index")
 
 
 # Merge: (out_a, lse_a, out_b, lse_b) -> out, lse; (tokens, heads, dim) and (tokens, heads)
@@ -573,8 +539,7 @@ def _merge_is_off(kernel: Kernel, known: Known) -> str:
 
 def merges(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: two parts of finite weight."""
-    wrong = _merge_is_off(kernel, _parts(shape, device))
-    return breaks(wrong, "clean") if wrong else holds()
+    return _unless(_merge_is_off(kernel, _parts(shape, device)), "clean")
 
 
 def merges_empty(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -586,16 +551,6 @@ def merges_empty(kernel: Kernel, shape: Shape, device: str) -> Reading:
         if wrong := _merge_is_off(kernel, known):
             return breaks(f"a part without keys, its output {left:g}: {wrong}", "merge", f"{left:g}")
     return holds()
-
-
-def merge_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """R: content of one row changes no other."""
-
-    def edit(known: Known, fill: Fill) -> None:
-        for part in known.values():
-            fill(part[1])
-
-    return others_alone(kernel, lambda: _parts(shape, device), edit, [0, 2, 3])
 
 
 # Experts: (x, w1, w2, topk_weights, topk_ids) -> out
@@ -638,18 +593,7 @@ def _experts_off(kernel: Kernel, known: Known) -> str:
 
 def runs_experts(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: distinct ids in range."""
-    wrong = _experts_off(kernel, _experts(shape, device))
-    return breaks(wrong, "clean") if wrong else holds()
-
-
-def expert_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """R: content of one token changes no other, also of one that shares its experts."""
-
-    def edit(known: Known, fill: Fill) -> None:
-        fill(known["x"][1])
-
-    make = lambda: _experts(shape, device)  # noqa: E731
-    return others_alone(kernel, make, edit, [0, 2, 3, 4], NAN_AND_NOISE, "token")
+    return _unless(_experts_off(kernel, _experts(shape, device)), "clean")
 
 
 def repeated_ids(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -657,7 +601,7 @@ def repeated_ids(kernel: Kernel, shape: Shape, device: str) -> Reading:
     known = _experts(shape, device)
     known["topk_ids"][1], known["topk_ids"][3] = 2, 0
     wrong = _experts_off(kernel, known)
-    return breaks(f"an id that comes twice: {wrong}", "repeated") if wrong else holds()
+    return _unless(wrong and f"an id that comes twice: {wrong}", "repeated")
 
 
 def ids_out_of_range(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -707,30 +651,66 @@ def _operands(kind: str, kernel: Kernel, shape: Shape, device: str) -> Known:
     return {"state": _state_scene, "merge": _parts, "experts": _experts}[kind](shape, device)
 
 
-def behind(kind: str) -> Callable[[Kernel, Shape, str], Reading]:
+class _Edit(NamedTuple):
+    """Which row of a kind is edited, and what must keep its bits then."""
+
+    tensors: Callable[[Known], Sequence[torch.Tensor]]
+    kept: list[int]
+    fills: Sequence[Fill] = FILLS
+    what: str = "row"
+    results: int | None = None
+
+
+_EDITS = {
+    "ragged": _Edit(lambda known: [known["x"][3:4]], [0, 1, 2, 4, 5], NAN_AND_NOISE, "sequence"),
+    "state": _Edit(lambda known: [known["x"][1], known["state"][4]], [0, 2, 3, 4], results=1),
+    "merge": _Edit(lambda known: [part[1] for part in known.values()], [0, 2, 3]),
+    # Also of a token that shares its experts.
+    "experts": _Edit(lambda known: [known["x"][1]], [0, 2, 3, 4], NAN_AND_NOISE, "token"),
+}
+
+
+def others_alone(kind: str) -> Probe:
+    """R: an edit of one row, and of what belongs to it, changes no bit of the others."""
+    edit = _EDITS[kind]
+
+    def probe(kernel: Kernel, shape: Shape, device: str) -> Reading:
+        base = _call(kernel, _operands(kind, kernel, shape, device))[: edit.results]
+        for fill in edit.fills:
+            known = _operands(kind, kernel, shape, device)
+            for part in edit.tensors(known):
+                fill(part)
+            for a, b in zip(base, _call(kernel, known)[: edit.results], strict=True):
+                # A result of another length, for example a state, has no such rows.
+                if len(a) > max(edit.kept) and not bool(same_bits(a, b)[edit.kept].all()):
+                    return breaks(f"{fill.name} in one {edit.what} changes another", "rows", fill.name)
+        return holds()
+
+    return probe
+
+
+def behind(kind: str) -> Probe:
     """O of a kind of kernel: with each operand at the end of its memory, and other bytes behind it."""
 
     def probe(kernel: Kernel, shape: Shape, device: str) -> Reading:
         known = bound(kernel, _operands(kind, kernel, shape, device))
         return behind_operands(lambda placed: _call(kernel, placed), known)
 
-    probe.__doc__ = "O: the bytes behind an operand change no bit of the result."
     return probe
 
 
-Probe = Callable[[Kernel, Shape, str], Reading]
 PROBES: dict[str, dict[str, Probe]] = {
     "routing": {
         "0": right_experts, "I": ids_under_nan, "Ib": ids_under_nan_bias, "P": padding_mask,
         "R": routes_alone,
     },
     "rows": {"0": same_twice, "R": row_alone, "W": all_written},
-    "ragged": {"0": same_twice, "R": ragged_rows, "N": ragged_replays, "U": ragged_spare_rows},
+    "ragged": {"0": same_twice, "R": others_alone("ragged"), "N": ragged_replays, "U": ragged_spare_rows},
     "operands": {"0": right_operands},
     "kv_write": {"0": writes_its_slots, "S": slot_minus_one},
-    "state": {"0": updates_its_state, "R": state_rows, "S": padding_state},
-    "merge": {"0": merges, "E": merges_empty, "R": merge_rows},
-    "experts": {"0": runs_experts, "R": expert_rows, "D": repeated_ids, "X": ids_out_of_range},
+    "state": {"0": updates_its_state, "R": others_alone("state"), "S": padding_state},
+    "merge": {"0": merges, "E": merges_empty, "R": others_alone("merge")},
+    "experts": {"0": runs_experts, "R": others_alone("experts"), "D": repeated_ids, "X": ids_out_of_range},
 }  # fmt: skip
 for _kind, _probes in PROBES.items():
     _probes["O"] = behind(_kind)

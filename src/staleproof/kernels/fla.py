@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from staleproof.kernels import references, subject
 
+_ragged = partial(subject.ragged, package="fla-core")
+_rows = partial(subject.rows, package="fla-core")
 
-@subject.rows(name="l2norm", reference=references.l2_norm, package="fla-core")
+
+@_rows(name="l2norm", reference=references.l2_norm)
 def l2norm(x):
     from fla.modules.norm.l2norm import l2norm
 
     return l2norm(x)
 
 
-@subject.rows(name="rms_norm", reference=references.rms_norm, package="fla-core")
+@_rows(name="rms_norm", reference=references.rms_norm)
 def rms_norm(x):
     import torch
     from fla.modules.norm.layernorm import rms_norm
@@ -20,9 +25,7 @@ def rms_norm(x):
     return rms_norm(x, torch.ones(x.shape[1], device=x.device, dtype=x.dtype), None)
 
 
-@subject.ragged(
-    name="fused_recurrent_gated_delta_rule", reference=references.gated_delta_rule, package="fla-core"
-)
+@_ragged(name="fused_recurrent_gated_delta_rule", reference=references.gated_delta_rule)
 def gated_delta_rule(x, starts):
     import torch
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
@@ -35,7 +38,7 @@ def gated_delta_rule(x, starts):
     return out[0]
 
 
-@subject.ragged(name="chunk_gated_delta_rule", reference=references.gated_delta_rule, package="fla-core")
+@_ragged(name="chunk_gated_delta_rule", reference=references.gated_delta_rule)
 def chunk_gated_delta_rule(x, starts):
     import torch
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -46,7 +49,7 @@ def chunk_gated_delta_rule(x, starts):
     return out[0]
 
 
-@subject.ragged(name="causal_conv1d", reference=references.sum_of_four, package="fla-core")
+@_ragged(name="causal_conv1d", reference=references.sum_of_four)
 def causal_conv1d(x, starts):
     import torch
     from fla.modules.causal_conv1d import causal_conv1d

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from staleproof import device
 from staleproof.device import Provenance
 from staleproof.kernels import references, subject
@@ -17,9 +19,12 @@ _NORM = (
 _ACTIVATION = ("flashinfer.triton.activation", "flashinfer.triton.kernels.activation", *_NORM[1:])
 
 
-@subject.rows(
-    name="triton.norm.rms_norm", reference=references.rms_norm, package="flashinfer-python", files=_NORM
-)
+_rows = partial(subject.rows, package="flashinfer-python")
+_norm = partial(subject.rows, package="flashinfer-python", needs="cuda", hidden=256)
+_sampling = partial(subject.rows, package="flashinfer-python", needs="cuda", dtype="float32")
+
+
+@_rows(name="triton.norm.rms_norm", reference=references.rms_norm, files=_NORM)
 def triton_rms_norm(x):
     import torch
     from flashinfer.triton.norm import rms_norm
@@ -29,12 +34,7 @@ def triton_rms_norm(x):
     return out
 
 
-@subject.rows(
-    name="triton.norm.rms_norm_add_residual",
-    reference=references.add_rms_norm,
-    package="flashinfer-python",
-    files=_NORM,
-)
+@_rows(name="triton.norm.rms_norm_add_residual", reference=references.add_rms_norm, files=_NORM)
 def triton_rms_norm_add_residual(x):
     import torch
     from flashinfer.triton.norm import rms_norm_add_residual
@@ -44,12 +44,7 @@ def triton_rms_norm_add_residual(x):
     return x, residual
 
 
-@subject.rows(
-    name="triton.activation.silu_and_mul",
-    reference=references.silu_and_mul,
-    package="flashinfer-python",
-    files=_ACTIVATION,
-)
+@_rows(name="triton.activation.silu_and_mul", reference=references.silu_and_mul, files=_ACTIVATION)
 def triton_silu_and_mul(x):
     from flashinfer.triton.activation import silu_and_mul
 
@@ -175,35 +170,21 @@ def top_k(router_logits, top_k):
     return weights, ids
 
 
-@subject.rows(
-    name="sampling.softmax",
-    reference=references.softmax,
-    package="flashinfer-python",
-    needs="cuda",
-    dtype="float32",
-)
+@_sampling(name="sampling.softmax", reference=references.softmax)
 def sampling_softmax(x):
     from flashinfer.sampling import softmax
 
     return softmax(x)
 
 
-@subject.rows(
-    name="sampling.top_k_renorm_probs",
-    reference=references.top_k_renorm,
-    package="flashinfer-python",
-    needs="cuda",
-    dtype="float32",
-)
+@_sampling(name="sampling.top_k_renorm_probs", reference=references.top_k_renorm)
 def top_k_renorm(x):
     from flashinfer.sampling import top_k_renorm_probs
 
     return top_k_renorm_probs(x.softmax(-1), 4)
 
 
-@subject.rows(
-    name="norm.rmsnorm", reference=references.rms_norm, package="flashinfer-python", needs="cuda", hidden=256
-)
+@_norm(name="norm.rmsnorm", reference=references.rms_norm)
 def rmsnorm(x):
     import torch
     from flashinfer.norm import rmsnorm
@@ -211,13 +192,7 @@ def rmsnorm(x):
     return rmsnorm(x, torch.ones_like(x[0]), 1e-6)
 
 
-@subject.rows(
-    name="norm.fused_add_rmsnorm",
-    reference=references.add_rms_norm,
-    package="flashinfer-python",
-    needs="cuda",
-    hidden=256,
-)
+@_norm(name="norm.fused_add_rmsnorm", reference=references.add_rms_norm)
 def fused_add_rmsnorm(x):
     import torch
     from flashinfer.norm import fused_add_rmsnorm
@@ -227,20 +202,14 @@ def fused_add_rmsnorm(x):
     return x, residual
 
 
-@subject.rows(
-    name="activation.silu_and_mul",
-    reference=references.silu_and_mul,
-    package="flashinfer-python",
-    needs="cuda",
-    hidden=256,
-)
+@_norm(name="activation.silu_and_mul", reference=references.silu_and_mul)
 def silu_and_mul(x):
     from flashinfer.activation import silu_and_mul
 
     return silu_and_mul(x)
 
 
-@subject.rows(name="mxfp8_quantize, linear", package="flashinfer-python", needs="sm100", hidden=256)
+@_rows(name="mxfp8_quantize, linear", needs="sm100", hidden=256)
 def mxfp8(x):
     from flashinfer import mxfp8_quantize
 
@@ -248,10 +217,7 @@ def mxfp8(x):
     return values, scales.view(len(x), -1)
 
 
-@subject.rows(
-    name="nvfp4_quantize, 128x4", package="flashinfer-python", needs="sm100", hidden=256,
-    skip={"R": "its scales lie in tiles of rows"},
-)  # fmt: skip
+@_rows(name="nvfp4_quantize, 128x4", needs="sm100", hidden=256, skip={"R": "its scales lie in tiles of rows"})
 def nvfp4(x):
     import torch
     from flashinfer import nvfp4_quantize
@@ -310,26 +276,14 @@ def fused_moe_ranks(x, w1, w2, topk_weights, topk_ids):
     return total
 
 
-@subject.rows(
-    name="sampling.top_p_renorm_probs",
-    reference=references.top_p_renorm,
-    package="flashinfer-python",
-    needs="cuda",
-    dtype="float32",
-)
+@_sampling(name="sampling.top_p_renorm_probs", reference=references.top_p_renorm)
 def top_p_renorm(x):
     from flashinfer.sampling import top_p_renorm_probs
 
     return top_p_renorm_probs(x.softmax(-1), 0.9)
 
 
-@subject.rows(
-    name="norm.gemma_rmsnorm",
-    reference=references.rms_norm,
-    package="flashinfer-python",
-    needs="cuda",
-    hidden=256,
-)
+@_norm(name="norm.gemma_rmsnorm", reference=references.rms_norm)
 def gemma_rmsnorm(x):
     import torch
     from flashinfer.norm import gemma_rmsnorm
@@ -337,13 +291,7 @@ def gemma_rmsnorm(x):
     return gemma_rmsnorm(x, torch.zeros_like(x[0]), 1e-6)
 
 
-@subject.rows(
-    name="norm.rmsnorm_quant, static scale",
-    reference=references.rms_norm,
-    package="flashinfer-python",
-    needs="cuda",
-    hidden=256,
-)
+@_norm(name="norm.rmsnorm_quant, static scale", reference=references.rms_norm)
 def rmsnorm_quant(x):
     import torch
     from flashinfer.norm import rmsnorm_quant

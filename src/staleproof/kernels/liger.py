@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from staleproof.kernels import references, subject
 
+_rows = partial(subject.rows, package="liger-kernel")
 
-@subject.rows(name="rms_norm", reference=references.rms_norm, package="liger-kernel")
+
+@_rows(name="rms_norm", reference=references.rms_norm)
 def rms_norm(x):
     import torch
     from liger_kernel.ops.rms_norm import rms_norm_forward
@@ -14,14 +18,14 @@ def rms_norm(x):
     return rms_norm_forward(x, weight, 1e-6, 0.0, "llama", None)[0]
 
 
-@subject.rows(name="softmax", reference=references.softmax, package="liger-kernel")
+@_rows(name="softmax", reference=references.softmax)
 def softmax(x):
     from liger_kernel.ops.softmax import _softmax_forward
 
     return _softmax_forward(x)[0]
 
 
-@subject.rows(name="layer_norm", reference=references.layer_norm, package="liger-kernel")
+@_rows(name="layer_norm", reference=references.layer_norm)
 def layer_norm(x):
     import torch
     from liger_kernel.ops.layer_norm import layer_norm_forward
@@ -30,7 +34,7 @@ def layer_norm(x):
     return layer_norm_forward(x, weight, torch.zeros_like(weight), 1e-6)[0]
 
 
-@subject.rows(name="swiglu", reference=references.swiglu, package="liger-kernel")
+@_rows(name="swiglu", reference=references.swiglu)
 def swiglu(x):
     from liger_kernel.ops.swiglu import swiglu_forward
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from staleproof.kernels import references, subject
 
+_rows = partial(subject.rows, package="quack-kernels", needs="sm90", hidden=256)
 
-@subject.rows(name="softmax", reference=references.softmax, package="quack-kernels", needs="sm90", hidden=256)
+
+@_rows(name="softmax", reference=references.softmax)
 def softmax(x):
     from quack.softmax import softmax_fwd
 
     return softmax_fwd(x)
 
 
-@subject.rows(
-    name="rmsnorm", reference=references.rms_norm, package="quack-kernels", needs="sm90", hidden=256
-)
+@_rows(name="rmsnorm", reference=references.rms_norm)
 def rmsnorm(x):
     import torch
     from quack.rmsnorm import rmsnorm

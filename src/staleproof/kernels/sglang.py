@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from staleproof.kernels import references, subject
 
 _OPS = "sglang.kernels.ops"
 _DECODE = (f"{_OPS}.attention.decode_attention", f"{_OPS}.attention.score_mod")
 
 
-@subject.attention(name="Triton decode, MLA", package="sglang", files=_DECODE, layout="mla")
+_attention = partial(subject.attention, package="sglang")
+_rows = partial(subject.rows, package="sglang")
+_routing = partial(subject.routing, package="sglang")
+_kv_write = partial(
+    subject.kv_write, package="sglang", files=(f"{_OPS}.kvcache.mla_buffer",), kv_heads=1, pad_slot=0
+)
+
+
+@_attention(name="Triton decode, MLA", files=_DECODE, layout="mla")
 def decode_mla(q, kv_cache, block_table, seq_lens, softmax_scale, out):
     import torch
     from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
@@ -24,7 +34,7 @@ def decode_mla(q, kv_cache, block_table, seq_lens, softmax_scale, out):
     return out
 
 
-@subject.attention(name="Triton decode, grouped heads", package="sglang", files=_DECODE)
+@_attention(name="Triton decode, grouped heads", files=_DECODE)
 def decode_grouped(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out):
     import torch
     from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
@@ -47,13 +57,7 @@ def merge_state(out_a, lse_a, out_b, lse_b):
     return merge_state_triton(out_a, lse_a, out_b, lse_b)
 
 
-@subject.kv_write(
-    name="Triton set_mla_kv_buffer",
-    package="sglang",
-    files=(f"{_OPS}.kvcache.mla_buffer",),
-    kv_heads=1,
-    pad_slot=0,
-)
+@_kv_write(name="Triton set_mla_kv_buffer")
 def set_mla_kv_buffer(key, value, k_cache, v_cache, slot_mapping):
     import torch
     from sglang.kernels.ops.kvcache.mla_buffer import set_mla_kv_buffer_triton
@@ -66,13 +70,7 @@ def set_mla_kv_buffer(key, value, k_cache, v_cache, slot_mapping):
     v_cache.copy_(parts[1])
 
 
-@subject.kv_write(
-    name="Triton set_mla_kv_buffer without rope",
-    package="sglang",
-    files=(f"{_OPS}.kvcache.mla_buffer",),
-    kv_heads=1,
-    pad_slot=0,
-)
+@_kv_write(name="Triton set_mla_kv_buffer without rope")
 def set_mla_kv_buffer_norope(key, value, k_cache, v_cache, slot_mapping):
     from sglang.kernels.ops.kvcache.mla_buffer import set_mla_kv_buffer_triton
 
@@ -89,28 +87,21 @@ def conv1d_update(x, state, weight, state_indices):
     return causal_conv1d_update(x, state, weight, None, None, conv_state_indices=state_indices)
 
 
-@subject.rows(name="per_token_quant_int8", package="sglang", files=(f"{_OPS}.quantization.int8_kernel",))
+@_rows(name="per_token_quant_int8", files=(f"{_OPS}.quantization.int8_kernel",))
 def per_token_int8(x):
     from sglang.kernels.ops.quantization.int8_kernel import per_token_quant_int8
 
     return per_token_quant_int8(x)
 
 
-@subject.rows(
-    name="per_token_group_quant_int8", package="sglang", files=(f"{_OPS}.quantization.int8_kernel",)
-)
+@_rows(name="per_token_group_quant_int8", files=(f"{_OPS}.quantization.int8_kernel",))
 def per_token_group_int8(x):
     from sglang.kernels.ops.quantization.int8_kernel import per_token_group_quant_int8
 
     return per_token_group_quant_int8(x, 32)
 
 
-@subject.rows(
-    name="fused_rmsnorm",
-    reference=references.rms_norm,
-    package="sglang",
-    files=(f"{_OPS}.layernorm.fused_rmsnorm",),
-)
+@_rows(name="fused_rmsnorm", reference=references.rms_norm, files=(f"{_OPS}.layernorm.fused_rmsnorm",))
 def fused_rmsnorm(x):
     import torch
     from sglang.kernels.ops.layernorm.fused_rmsnorm import fused_rmsnorm
@@ -121,9 +112,8 @@ def fused_rmsnorm(x):
 _EXTEND = (f"{_OPS}.attention.extend_attention", *_DECODE)
 
 
-@subject.attention(
+@_attention(
     name="Triton extend, causal",
-    package="sglang",
     files=_EXTEND,
     q_len=0,
     skip={"E": "it takes no seq_lens: each query token brings its own key"},
@@ -149,7 +139,7 @@ def extend(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_le
     return out
 
 
-@subject.attention(name="Triton extend, unified", package="sglang", files=_EXTEND, q_len=0)
+@_attention(name="Triton extend, unified", files=_EXTEND, q_len=0)
 def extend_unified(
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, softmax_scale, out
 ):
@@ -170,14 +160,14 @@ def extend_unified(
 _GATE = (f"{_OPS}.moe.moe_fused_gate",)
 
 
-@subject.routing(name="Triton moe_fused_gate, softmax", package="sglang", files=_GATE)
+@_routing(name="Triton moe_fused_gate, softmax", files=_GATE)
 def fused_gate_softmax(router_logits, top_k, bias=None):
     from sglang.kernels.ops.moe.moe_fused_gate import moe_fused_gate
 
     return moe_fused_gate(router_logits, bias, top_k, "softmax")
 
 
-@subject.routing(name="Triton moe_fused_gate, sigmoid in groups", package="sglang", files=_GATE, grouped=True)
+@_routing(name="Triton moe_fused_gate, sigmoid in groups", files=_GATE, grouped=True)
 def fused_gate_sigmoid(router_logits, top_k, bias=None):
     import torch
     from sglang.kernels.ops.moe.moe_fused_gate import moe_fused_gate
@@ -186,14 +176,14 @@ def fused_gate_sigmoid(router_logits, top_k, bias=None):
     return moe_fused_gate(router_logits, bias, top_k, "sigmoid", num_expert_group=4, topk_group=2)
 
 
-@subject.routing(name="Triton gate_topk", package="sglang", files=(f"{_OPS}.moe.gate_topk",))
+@_routing(name="Triton gate_topk", files=(f"{_OPS}.moe.gate_topk",))
 def gate_topk(router_logits, top_k):
     from sglang.kernels.ops.moe.gate_topk import gate_topk
 
     return gate_topk(router_logits, top_k)
 
 
-@subject.routing(name="Triton fused_moe_router_cudacore", package="sglang", files=(f"{_OPS}.moe.router",))
+@_routing(name="Triton fused_moe_router_cudacore", files=(f"{_OPS}.moe.router",))
 def router_cudacore(router_logits, top_k, bias=None):
     import torch
     from sglang.kernels.ops.moe.router import fused_moe_router_cudacore
@@ -206,7 +196,7 @@ def router_cudacore(router_logits, top_k, bias=None):
 _FP8 = (f"{_OPS}.quantization.fp8_kernel",)
 
 
-@subject.rows(name="Triton per_tensor_quant_mla_fp8", package="sglang", files=_FP8)
+@_rows(name="Triton per_tensor_quant_mla_fp8", files=_FP8)
 def per_tensor_mla_fp8(x):
     import torch
     from sglang.kernels.ops.quantization.fp8_kernel import per_tensor_quant_mla_fp8
@@ -215,16 +205,15 @@ def per_tensor_mla_fp8(x):
     return values[0], scale
 
 
-@subject.rows(name="Triton per_token_group_quant_fp8", package="sglang", files=_FP8)
+@_rows(name="Triton per_token_group_quant_fp8", files=_FP8)
 def per_token_group_fp8(x):
     from sglang.kernels.ops.quantization.fp8_kernel import _per_token_group_quant_8bit_raw
 
     return _per_token_group_quant_8bit_raw(x, 32)
 
 
-@subject.rows(
+@_rows(
     name="act_quant, tilelang",
-    package="sglang",
     needs="cuda",
     hidden=128,
     files=("sglang.kernels.ops.quantization.act_quant_tilelang",),

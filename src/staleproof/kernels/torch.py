@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from staleproof.kernels import references, subject
 
+_gathered = partial(subject.attention, package="torch", layout="gathered")
+_varlen = partial(subject.attention, package="torch", needs="cuda", q_len=0, head_dim=64)
 
-@subject.attention(name="SDPA math, boolean mask", package="torch", layout="gathered")
+
+@_gathered(name="SDPA math, boolean mask")
 def sdpa_math(q, k, v, mask, softmax_scale):
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,9 +19,7 @@ def sdpa_math(q, k, v, mask, softmax_scale):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
 
 
-@subject.attention(
-    name="SDPA flash of the CPU, boolean mask", package="torch", layout="gathered", needs="cpu"
-)
+@_gathered(name="SDPA flash of the CPU, boolean mask", needs="cpu")
 def sdpa_flash_cpu(q, k, v, mask, softmax_scale):
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,9 +28,7 @@ def sdpa_flash_cpu(q, k, v, mask, softmax_scale):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
 
 
-@subject.attention(
-    name="SDPA memory-efficient, boolean mask", package="torch", layout="gathered", needs="cuda"
-)
+@_gathered(name="SDPA memory-efficient, boolean mask", needs="cuda")
 def sdpa_efficient(q, k, v, mask, softmax_scale):
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -37,9 +38,7 @@ def sdpa_efficient(q, k, v, mask, softmax_scale):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
 
 
-@subject.attention(
-    name="SDPA cuDNN, boolean mask", package="torch", layout="gathered", needs="cuda", head_dim=64
-)
+@_gathered(name="SDPA cuDNN, boolean mask", needs="cuda", head_dim=64)
 def sdpa_cudnn(q, k, v, mask, softmax_scale):
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -49,7 +48,7 @@ def sdpa_cudnn(q, k, v, mask, softmax_scale):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
 
 
-@subject.attention(name="flex_attention, eager", package="torch", layout="gathered")
+@_gathered(name="flex_attention, eager")
 def flex_eager(q, k, v, mask, softmax_scale):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -60,7 +59,7 @@ def flex_eager(q, k, v, mask, softmax_scale):
     return flex_attention(q, k, v, block_mask=blocks, scale=softmax_scale)
 
 
-@subject.attention(name="flex_attention, compiled", package="torch", layout="gathered", needs="cuda")
+@_gathered(name="flex_attention, compiled", needs="cuda")
 def flex_compiled(q, k, v, mask, softmax_scale):
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -72,9 +71,7 @@ def flex_compiled(q, k, v, mask, softmax_scale):
     return torch.compile(flex_attention)(q, k, v, block_mask=blocks, scale=softmax_scale)
 
 
-@subject.attention(
-    name="varlen_attn, paged", package="torch", needs="cuda", q_len=0, head_dim=64, page_size=256
-)
+@_varlen(name="varlen_attn, paged", page_size=256)
 def varlen_attn(
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, max_seq_len, softmax_scale
 ):
@@ -86,14 +83,7 @@ def varlen_attn(
     )  # fmt: skip
 
 
-@subject.attention(
-    name="_flash_attention_forward, seqused_k",
-    package="torch",
-    needs="cuda",
-    q_len=0,
-    head_dim=64,
-    skip={"B": "takes no block table"},
-)
+@_varlen(name="_flash_attention_forward, seqused_k", skip={"B": "takes no block table"})
 def aten_flash(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, softmax_scale):
     import torch
 

@@ -11,7 +11,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,9 +32,14 @@ _DECODE = (f"{_OPS}.triton_decode_attention",)
 _UNIFIED = (f"{_OPS}.triton_unified_attention", f"{_OPS}.triton_attention_helpers", f"{_OPS}.metadata")
 
 
-@subject.attention(
-    name="Triton MLA decode", package="vllm", layout="mla", files=_DECODE, versions=VERSIONS, prepared=True
-)
+_attention = partial(subject.attention, package="vllm", versions=VERSIONS)
+_merge = partial(subject.merge, package="vllm", versions=VERSIONS)
+_kv_write = partial(subject.kv_write, package="vllm", versions=VERSIONS)
+_rows = partial(subject.rows, package="vllm", versions=VERSIONS, needs="cuda", hidden=256)
+_routing = partial(subject.routing, package="vllm", versions=VERSIONS, needs="cuda")
+
+
+@_attention(name="Triton MLA decode", layout="mla", files=_DECODE, prepared=True)
 def decode_mla(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, num_kv_splits=4, **more):
     import torch
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
@@ -57,9 +62,7 @@ def decode_grouped(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, ou
     return out, lse
 
 
-@subject.attention(
-    name="Triton unified attention", package="vllm", files=_UNIFIED, versions=VERSIONS, q_len=0
-)
+@_attention(name="Triton unified attention", files=_UNIFIED, q_len=0)
 def unified(
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, max_seq_len, softmax_scale, out
 ):
@@ -104,12 +107,7 @@ def prefix_prefill(
     return out
 
 
-@subject.merge(
-    name="Triton merge_attn_states",
-    package="vllm",
-    files=(f"{_OPS}.triton_merge_attn_states",),
-    versions=VERSIONS,
-)
+@_merge(name="Triton merge_attn_states", files=(f"{_OPS}.triton_merge_attn_states",))
 def merge_attn_states(out_a, lse_a, out_b, lse_b):
     import torch
     from vllm.v1.attention.ops.triton_merge_attn_states import merge_attn_states
@@ -119,12 +117,7 @@ def merge_attn_states(out_a, lse_a, out_b, lse_b):
     return out, lse.T
 
 
-@subject.kv_write(
-    name="Triton reshape_and_cache_flash",
-    package="vllm",
-    files=(f"{_OPS}.triton_reshape_and_cache_flash",),
-    versions=VERSIONS,
-)
+@_kv_write(name="Triton reshape_and_cache_flash", files=(f"{_OPS}.triton_reshape_and_cache_flash",))
 def reshape_and_cache(key, value, k_cache, v_cache, slot_mapping):
     import torch
     from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
@@ -146,12 +139,8 @@ def conv1d_update(x, state, weight, state_indices):
     return causal_conv1d_update(x, state, weight, None, None, conv_state_indices=state_indices)
 
 
-@subject.rows(
+@_rows(
     name="fp8 per tensor, dynamic",
-    package="vllm",
-    versions=VERSIONS,
-    needs="cuda",
-    hidden=256,
     documented={"R": 'scaled_fp8_quant without a scale: "per_tensor or per_token", one scale for the tensor'},
 )
 def fp8_per_tensor(x):
@@ -160,28 +149,21 @@ def fp8_per_tensor(x):
     return scaled_fp8_quant(x)
 
 
-@subject.rows(name="fp8 per token, dynamic", package="vllm", versions=VERSIONS, needs="cuda", hidden=256)
+@_rows(name="fp8 per token, dynamic")
 def fp8_per_token(x):
     from vllm._custom_ops import scaled_fp8_quant
 
     return scaled_fp8_quant(x, use_per_token_if_dynamic=True)
 
 
-@subject.rows(name="fp8 per group of 128", package="vllm", versions=VERSIONS, needs="cuda", hidden=256)
+@_rows(name="fp8 per group of 128")
 def fp8_per_group(x):
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
     return per_token_group_quant_fp8(x, 128)
 
 
-@subject.rows(
-    name="rms_norm",
-    reference=references.rms_norm,
-    package="vllm",
-    versions=VERSIONS,
-    needs="cuda",
-    hidden=256,
-)
+@_rows(name="rms_norm", reference=references.rms_norm)
 def rms_norm(x):
     import torch
     from vllm._custom_ops import rms_norm
@@ -191,14 +173,7 @@ def rms_norm(x):
     return out
 
 
-@subject.rows(
-    name="rms_norm, then fp8 per token",
-    reference=references.rms_norm,
-    package="vllm",
-    versions=VERSIONS,
-    needs="cuda",
-    hidden=256,
-)
+@_rows(name="rms_norm, then fp8 per token", reference=references.rms_norm)
 def rms_norm_quant(x):
     import torch
     from vllm._custom_ops import rms_norm_dynamic_per_token_quant
@@ -206,7 +181,7 @@ def rms_norm_quant(x):
     return rms_norm_dynamic_per_token_quant(x, torch.ones_like(x[0]), 1e-6, torch.float8_e4m3fn)
 
 
-@subject.routing(name="topk_softmax", package="vllm", versions=VERSIONS, needs="cuda")
+@_routing(name="topk_softmax")
 def topk_softmax(router_logits, top_k, bias=None):
     import torch
     from vllm._custom_ops import topk_softmax
@@ -217,7 +192,7 @@ def topk_softmax(router_logits, top_k, bias=None):
     return weights, ids
 
 
-@subject.routing(name="topk_sigmoid", package="vllm", versions=VERSIONS, needs="cuda")
+@_routing(name="topk_sigmoid")
 def topk_sigmoid(router_logits, top_k, bias=None):
     import torch
     from vllm._custom_ops import topk_sigmoid
@@ -228,7 +203,7 @@ def topk_sigmoid(router_logits, top_k, bias=None):
     return weights, ids
 
 
-@subject.routing(name="grouped_topk", package="vllm", versions=VERSIONS, needs="cuda", grouped=True)
+@_routing(name="grouped_topk", grouped=True)
 def grouped_topk(router_logits, top_k, bias=None):
     import torch
     from vllm._custom_ops import grouped_topk
@@ -254,16 +229,7 @@ def flash_attention(
     )  # fmt: skip
 
 
-@subject.attention(
-    name="FlashMLA, dense",
-    package="vllm",
-    versions=VERSIONS,
-    needs="sm90",
-    layout="mla",
-    heads=16,
-    page_size=64,
-    planned=True,
-)
+@_attention(name="FlashMLA, dense", needs="sm90", layout="mla", heads=16, page_size=64, planned=True)
 def flash_mla(q, kv_cache, block_table, seq_lens, softmax_scale):
     from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
 
@@ -278,14 +244,7 @@ def flash_mla(q, kv_cache, block_table, seq_lens, softmax_scale):
     return launch
 
 
-@subject.rows(
-    name="fused_add_rms_norm",
-    reference=references.add_rms_norm,
-    package="vllm",
-    versions=VERSIONS,
-    needs="cuda",
-    hidden=256,
-)
+@_rows(name="fused_add_rms_norm", reference=references.add_rms_norm)
 def fused_add_rms_norm(x):
     import torch
     from vllm._custom_ops import fused_add_rms_norm
@@ -295,7 +254,7 @@ def fused_add_rms_norm(x):
     return x, residual
 
 
-@subject.merge(name="merge_attn_states, compiled", package="vllm", versions=VERSIONS, needs="cuda")
+@_merge(name="merge_attn_states, compiled", needs="cuda")
 def merge_compiled(out_a, lse_a, out_b, lse_b):
     import torch
     from vllm._custom_ops import merge_attn_states
@@ -305,7 +264,7 @@ def merge_compiled(out_a, lse_a, out_b, lse_b):
     return out, lse.T
 
 
-@subject.kv_write(name="reshape_and_cache_flash, compiled", package="vllm", versions=VERSIONS, needs="cuda")
+@_kv_write(name="reshape_and_cache_flash, compiled", needs="cuda")
 def reshape_and_cache_compiled(key, value, k_cache, v_cache, slot_mapping):
     import torch
     from vllm._custom_ops import reshape_and_cache_flash
@@ -314,9 +273,7 @@ def reshape_and_cache_compiled(key, value, k_cache, v_cache, slot_mapping):
     reshape_and_cache_flash(key, value, k_cache, v_cache, slot_mapping, "auto", one, one)
 
 
-@subject.kv_write(
-    name="concat_and_cache_mla", package="vllm", versions=VERSIONS, needs="cuda", kv_heads=1, head_dim=64
-)
+@_kv_write(name="concat_and_cache_mla", needs="cuda", kv_heads=1, head_dim=64)
 def concat_and_cache_mla(key, value, k_cache, v_cache, slot_mapping):
     import torch
     from vllm._custom_ops import concat_and_cache_mla

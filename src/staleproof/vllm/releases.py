@@ -6,9 +6,12 @@ import json
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from staleproof.vllm.sources import PatchError, numbers
+
+if TYPE_CHECKING:
+    from staleproof.vllm.patch import Patch
 
 # What the probes say of each release's source distribution; written by tools/vllm_table.py.
 TABLE = Path(__file__).with_name("versions.json")
@@ -35,6 +38,25 @@ def table() -> dict[str, dict[str, Any]]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise PatchError(f"{TABLE} is broken ({error}); install staleproof again") from error
     return dict(found)
+
+
+def applies_to(patch: Patch) -> str:
+    """Return the releases of the table that need a patch and get it.
+
+    >>> from staleproof.vllm.plugin import patches
+    >>> applies_to(patches()["scale_padding"])
+    '0.18.0 to 0.19.1, 0.22.0 to 0.24.0, 0.30.0 to 0.33.0'
+    """
+    spans: list[list[str]] = []
+    before = False
+    for version, needs in table().items():
+        here = needs[patch.name]["needed"] and patch.applies_to(version)
+        if here and before:
+            spans[-1][1] = version
+        elif here:
+            spans.append([version, version])
+        before = here
+    return ", ".join(first if first == last else f"{first} to {last}" for first, last in spans)
 
 
 def neighbours(version: str) -> tuple[str | None, str | None]:
