@@ -216,7 +216,7 @@ def _text(target: Target) -> str:
 
 
 @contextlib.contextmanager
-def _stand_in(patch: Patch, target: Target, bodies: dict[str, Any]) -> Iterator[Double]:
+def _stub(patch: Patch, target: Target, bodies: dict[str, Any]) -> Iterator[Double]:
     """A package ``vllm`` with one target and a patch's hooks on it; nothing is left of it."""
     with tempfile.TemporaryDirectory() as root, made_up(Path(root)) as write:
         write({target.module.removeprefix("vllm."): _text(target)})
@@ -250,7 +250,7 @@ def ask(patch: Patch, target: Target, fault: Fault) -> Answer:
     log = _Lines()
     hooks.logger.addHandler(log)
     try:
-        with _stand_in(patch, target, _bodies(target, fault.fail(), fault.leaving)) as double:
+        with _stub(patch, target, _bodies(target, fault.fail(), fault.leaving)) as double:
             got, own = fault.run(double)
             # As the next report, scrape or key does.
             hooks.settle()

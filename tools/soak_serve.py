@@ -78,7 +78,7 @@ SERVERS: dict[str, dict[str, str]] = {
 }
 LONG = ("watch", "no watch", "switched")
 # What the log must say, once.
-SAID = {
+LOGGED = {
     "watch": "watch on port",
     "port taken": "cannot be opened",
     "exception": "a fault inside the watch",
@@ -243,7 +243,7 @@ class Server:
         places = {"PORT": str(self.watch_port), "FOLDER": str(folder)}
         variables = dict(SERVERS[name])
         for place, value in places.items():
-            variables = {key: said.replace(place, value) for key, said in variables.items()}
+            variables = {key: text.replace(place, value) for key, text in variables.items()}
         self.taken = socket.socket() if name == "port taken" else None
         if self.taken is not None:
             self.taken.bind(("", self.watch_port))
@@ -309,9 +309,9 @@ def judged(name: str, found: dict[str, Any]) -> list[str]:
         wrong.append("is not alive at the end")
     if found["load"]["answered"] != found["load"]["sent"]:
         wrong.append(f"answered {found['load']['answered']} of {found['load']['sent']}")
-    said = SAID.get(name)
-    if said is not None and sum(said in line for line in found["log"]) != 1:
-        wrong.append(f"does not say once: {said}")
+    expected = LOGGED.get(name)
+    if expected is not None and sum(expected in line for line in found["log"]) != 1:
+        wrong.append(f"does not say once: {expected}")
     if name == "switched":
         before, off, after = found["stands"]
         stood = before.get("in place", 0)

@@ -145,6 +145,17 @@ def sources(version: str) -> Path:
     return folder
 
 
+def linked(version: str, folder: Path, diffs: str) -> None:
+    """Put a release's package into a folder: links, and copies of the files that these diffs change."""
+    released = sources(version)
+    changed = {released / name for name in re.findall(r"^--- a/(\S+)", diffs, re.MULTILINE)}
+
+    def copied(file: str, copy: str) -> None:
+        (shutil.copy if Path(file) in changed else os.symlink)(file, copy)
+
+    shutil.copytree(released / "vllm", folder / "vllm", copy_function=copied)
+
+
 def is_whole(version: str) -> bool:
     """Say whether a release is there, with all that :data:`KEPT` names."""
     return any((cache() / version / "csrc").rglob(FUSED_QUANT))

@@ -64,7 +64,7 @@ def start(patches: str) -> dict[str, Any]:
             importlib.import_module("staleproof.vllm.routing_calls")._without_nan = _fails
         elif fault == "bypassed":
             ops.topk_softmax = functools.wraps(own)(lambda *args: own(*args))
-    stand_in = real_routing.CompiledOps(clamped=False)
+    stub = real_routing.CompiledOps(clamped=False)
     # This pass names operators of vLLM's CUDA library, which is not here.
     fixing.FixFunctionalizationPass.__call__ = lambda self, graph: None
     passes = configs.PassConfig()
@@ -99,7 +99,7 @@ def start(patches: str) -> dict[str, Any]:
         process = importlib.import_module("staleproof.vllm.process")
         states = [process.state(name) for name in ("topk_nan", "topk_nan_bias")]
         found["says"] = next((": ".join(state) for state in states if state[0] != "will be patched"), "")
-    stand_in.library._destroy()
+    stub.library._destroy()
     return found
 
 

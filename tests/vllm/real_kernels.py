@@ -1,8 +1,8 @@
 """vLLM's own MLA backends and FP4 scales, driven on a CPU; run inside a vLLM environment only.
 
-The Triton MLA kernel is vLLM's, interpreted. CUTLASS and FlashInfer are stand-ins that leave rows of
+The Triton MLA kernel is vLLM's, interpreted. CUTLASS and FlashInfer are stubs that leave rows of
 empty requests unwritten, as theirs do. The checks show that the patches reach vLLM's calls and clean
-what goes through them; test_gpu.py has the compiled routing.
+what goes through them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM's own expert routing, driven on a CPU; run inside a vLLM environment only.
 
-The compiled selection and FlashInfer's fused MoE are stand-ins that model their faults. The checks
+The compiled selection and FlashInfer's fused MoE are stubs that model their faults. The checks
 show that the patches reach vLLM's calls and clean what goes through them.
 """
 
@@ -31,7 +31,7 @@ def _first_wins(scores: torch.Tensor, choice: torch.Tensor, k: int) -> tuple[Any
 
 
 class CompiledOps:
-    """Stand-ins for the routing ops of ``_moe_C``, registered for the CPU."""
+    """Stubs of the routing ops of ``_moe_C``, registered for the CPU."""
 
     def __init__(self, clamped: bool, hash_clamped: bool = False) -> None:
         ops = importlib.import_module("vllm._custom_ops")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
+import warm
 
 PAGE = (Path(__file__).parents[2] / "workbook/reporters.md").read_text()
 BLOCKS = re.findall(r"^```sh\n# vllm ([\d.]+), (server|load).*\n([\s\S]*?)^```", PAGE, re.MULTILINE)
@@ -56,7 +56,6 @@ def test_the_commands_parse_with_their_release(release):
         variables = environment.variables(release)
     commands = [[kind, *_words(command)] for of, kind, command in BLOCKS if of == release]
     commands.append([*commands[0], "--no-such-option"])
-    run = [sys.executable, "-c", PARSE, json.dumps(commands)]
-    done = subprocess.run(run, env=variables, capture_output=True, text=True, check=False)
+    done = warm.run("-c", PARSE, json.dumps(commands), env=variables, timeout=300)
     answers = [line for line in done.stdout.splitlines() if line in ("parsed", "refused")]
     assert answers == ["parsed"] * (len(commands) - 1) + ["refused"], done.stderr[-1000:]

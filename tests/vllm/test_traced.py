@@ -1,7 +1,7 @@
 """Patched functions inside a compiled caller: one graph, vLLM's own answer if a hook fails.
 
 vLLM compiles its models with ``fullgraph=True``: a patch that Dynamo cannot trace would stop it.
-The functions of vLLM are stand-ins here that model their faults; real_routing.py traces the real ones.
+The functions of vLLM are stubs here that model their faults; real_routing.py traces the real ones.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
+import warm
 
 UPSTREAM = Path(__file__).parents[2] / "workbook/upstream"
 PATCHES = sorted(UPSTREAM.glob("vllm-*.patch"))
@@ -21,6 +22,7 @@ PATCHES = sorted(UPSTREAM.glob("vllm-*.patch"))
 RED = ("vllm-0.33.0-mla-empty-rows", "vllm-0.33.0-fused-fp4-scales")
 # Its test is of compiled kernels and is skipped without a GPU.
 COMPILED = "vllm-0.33.0-router-nan-bias"
+RUN = "import pytest; raise SystemExit(pytest.main('-q -p no:cacheprovider -p no:nbval tests'.split()))"
 # vLLM's CUTLASS backend allocates its workspace and asks for the number of SMs when it is imported.
 CONFTEST = """
 import torch
@@ -68,7 +70,7 @@ def test_a_patch_fits_the_release_that_it_names(tmp_path, patch):
 @pytest.mark.slow
 def test_their_own_tests_fail_as_released_and_pass_with_them(tmp_path):
     patches = [UPSTREAM / f"{name}.patch" for name in RED]
-    version, released = _sources(patches[0])
+    version, _ = _sources(patches[0])
     variables = environment.variables(version)
     for options, expected in [
         # The tests, and a new module that they import, without the fix.
@@ -76,15 +78,12 @@ def test_their_own_tests_fail_as_released_and_pass_with_them(tmp_path):
         ([], "15 passed"),
     ]:
         folder = tmp_path / expected.replace(" ", "_")
-        shutil.copytree(released / "vllm", folder / "vllm", ignore=shutil.ignore_patterns("__pycache__"))
+        environment.linked(version, folder, "".join(patch.read_text() for patch in patches))
         (folder / "conftest.py").write_text(CONFTEST)
         for patch in patches:
             _apply(patch, folder, *options)
-        run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:nbval", "tests"]
         path = os.pathsep.join([str(folder), variables["PYTHONPATH"]])
-        done = subprocess.run(
-            run, cwd=folder, env=variables | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
-        )
+        done = warm.run("-c", RUN, cwd=folder, env=variables | {"PYTHONPATH": path}, timeout=300)
         assert re.search(rf"^{expected}\b", done.stdout, re.MULTILINE), done.stdout[-2000:] + done.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,20 +28,11 @@ def _block(language: str) -> str:
 def test_the_script_fails_as_released_and_passes_with_the_diff(tmp_path):
     with environment.skipped_if_unavailable():
         variables = environment.variables("0.33.0")
-        released = environment.sources("0.33.0")
     script = _block("python")
     found = warm.run("-c", script, env=variables, timeout=300)
     assert found.stderr.rstrip().endswith(FAILS)
     diff = _block("diff")
-    changed = {Path(name) for name in re.findall(r"^\+\+\+ b/(\S+)", diff, re.MULTILINE)}
-    # Links to what the diff leaves alone: compiled files too, and 60 MB fewer to copy.
-    shutil.copytree(
-        released / "vllm",
-        tmp_path / "vllm",
-        copy_function=lambda file, copy: (
-            shutil.copy if Path(file).relative_to(released) in changed else os.symlink
-        )(file, copy),
-    )
+    environment.linked("0.33.0", tmp_path, diff)
     for check in (["--check"], []):
         apply = ["git", "apply", *check, "-"]
         subprocess.run(apply, cwd=tmp_path, input=diff, text=True, check=True)

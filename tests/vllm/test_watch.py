@@ -35,6 +35,7 @@ def test_padding_and_live_rows_are_counted_apart_over_steps():
         watch.observe("attention", "layers.0", rows_with(0, 3, 7))
         watch.observe("experts", "layers.0", rows_with())
     assert counted(watch) == {("attention", "layers.0"): (4, 5), ("experts", "layers.0"): (0, 0)}
+    assert watch.latest.runs == {("attention", "layers.0"): 3, ("experts", "layers.0"): 3}
 
 
 def test_warm_up_is_forgotten():
@@ -123,6 +124,7 @@ def test_one_step_in_n_is_counted_and_says_so():
         watch.begin_step(8)
         watch.observe("attention", "layers.0", rows_with(1, 2))
     assert counted(watch) == {("attention", "layers.0"): (0, 6)}  # steps 1, 5 and 9
+    assert watch.latest.runs == {("attention", "layers.0"): 3}
     assert (watch.latest.steps, watch.latest.counted) == (10, 3)
 
 

@@ -99,6 +99,10 @@ def test_the_command_prints_a_table_or_json(served, capsys):
     live = {"layer": "layers.0", "rows": "live", "stage": "attention", "value": 3.0}
     assert live in told["bad_rows"]
     assert told["steps"] == told["counted_steps"] == [{"value": 1.0}]
+    assert {(one["stage"], one["layer"], one["value"]) for one in told["stage_runs"]} == {
+        ("attention", "layers.0", 1.0),
+        ("router", "layers.0", 1.0),
+    }
     assert told["stale_blocks_read"] == [
         {"written_as": "state", "read_as": "attention", "value": 2.0},
         {"written_as": "attention", "read_as": "attention", "value": 0.0},

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# No module of vLLM, and none that a check puts a stand-in for.
+# No module of vLLM, and none that a check puts a stub for.
 PRELOADED = (
     *("torch", "torch._inductor.compile_fx", "functorch.compile", "transformers"),
     *("transformers.modeling_utils", "transformers.image_processing_backends", "openai", "aiohttp"),

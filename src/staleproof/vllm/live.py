@@ -58,8 +58,8 @@ class Here:
         """Patch -> its state now, and the reason."""
         return {name: process.state(name) for name in self.names} | self.decided
 
-    def said(self) -> dict[str, Any]:
-        """What this process says of itself."""
+    def report(self) -> dict[str, Any]:
+        """What stands in this process."""
         return {
             "pid": os.getpid(),
             "process": multiprocessing.current_process().name,
@@ -72,7 +72,7 @@ class Here:
 
     def publish(self) -> None:
         """Write it for the other processes of the server; not if nothing has changed."""
-        text, file = json.dumps(self.said()), Path(os.environ.get(FOLDER, ""), f"{os.getpid()}.json")
+        text, file = json.dumps(self.report()), Path(os.environ.get(FOLDER, ""), f"{os.getpid()}.json")
         if FOLDER in os.environ and _written.get(file) != text:
             file.with_suffix(".new").write_text(text, encoding="utf-8")
             file.with_suffix(".new").replace(file)
@@ -166,7 +166,7 @@ def look_at_switch(path: str | None, here: Here) -> None:
 
 def gather() -> list[dict[str, Any]]:
     """What stands in this process, and what every other living process of this server wrote last."""
-    found = [here.said() for here in _here]
+    found = [here.report() for here in _here]
     for file in sorted(Path(os.environ.get(FOLDER, "/nowhere")).glob("*.json")):
         # Gone meanwhile, or its process is.
         with contextlib.suppress(OSError, ValueError):

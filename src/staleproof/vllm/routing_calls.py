@@ -184,47 +184,59 @@ def _without_nan(x: Any, value: float = 0.0) -> Any:
     return torch.nan_to_num(x, value, torch.inf, -torch.inf)
 
 
-def clean_bias(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
-    bias = argument(args, kwargs, 5, TOPK[5])
-    return None if bias is None else replaced(args, kwargs, 5, TOPK[5], _without_nan(bias))
-
-
-def clean_grouped_bias(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
-    bias = argument(args, kwargs, 6, GROUPED[6])
-    return None if bias is None else replaced(args, kwargs, 6, GROUPED[6], _without_nan(bias))
-
-
-def clean_logits(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
-    """Set all logits of a row to 0 if softmax would make the row NaN."""
+def _scored_0(x: Any) -> Any:
+    """Logits with the lowest one, whose score is 0, in place of NaN."""
     import torch
 
-    logits = argument(args, kwargs, 3, TOPK[3])
+    return _without_nan(x, torch.finfo(x.dtype).min)
+
+
+def _softmax_rows(logits: Any) -> Any:
+    """Logits with 0 in all of a row that softmax would make NaN."""
+    import torch
+
     bad = (logits.isnan() | (logits == torch.inf)).any(-1, keepdim=True)
-    given = replaced(args, kwargs, 3, TOPK[3], torch.where(bad, 0.0, logits))
-    return clean_bias(*given) or given
+    return torch.where(bad, 0.0, logits)
 
 
-def clean_sigmoid_logits(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
-    logits = argument(args, kwargs, 3, TOPK[3])
-    clean = _without_nan(logits, _lowest(logits))
-    given = replaced(args, kwargs, 3, TOPK[3], clean)
-    return clean_bias(*given) or given
+def _cleaned(
+    args: Arguments,
+    kwargs: Keywords,
+    names: tuple[str, ...],
+    positions: Sequence[int],
+    clean: Callable[[Any], Any] = _without_nan,
+) -> tuple[Arguments, Keywords]:
+    """The arguments of a call with those at some positions cleaned; one that is missing stays missing."""
+    for position in positions:
+        if (x := argument(args, kwargs, position, names[position])) is not None:
+            args, kwargs = replaced(args, kwargs, position, names[position], clean(x))
+    return args, kwargs
 
 
-def clean_scores(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
-    scores = argument(args, kwargs, 0, GROUPED[0])
-    sigmoid = argument(args, kwargs, 7, GROUPED[7], 0) == SIGMOID
-    clean = _without_nan(scores, _lowest(scores) if sigmoid else 0.0)
-    given = replaced(args, kwargs, 0, GROUPED[0], clean)
-    return clean_grouped_bias(*given) or given
+def clean_bias(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+    return _cleaned(args, kwargs, TOPK, [5])
+
+
+def clean_grouped_bias(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+    return _cleaned(args, kwargs, GROUPED, [6])
 
 
 def clean_hash_bias(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
     # The bias, and that of image tokens (0.30.0).
-    for position in (6, 10):
-        if (bias := argument(args, kwargs, position, HASH[position])) is not None:
-            args, kwargs = replaced(args, kwargs, position, HASH[position], _without_nan(bias))
-    return args, kwargs
+    return _cleaned(args, kwargs, HASH, [6, 10])
+
+
+def clean_logits(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+    return clean_bias(*_cleaned(args, kwargs, TOPK, [3], _softmax_rows))
+
+
+def clean_sigmoid_logits(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+    return clean_bias(*_cleaned(args, kwargs, TOPK, [3], _scored_0))
+
+
+def clean_scores(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+    logits = argument(args, kwargs, 7, GROUPED[7], 0) == SIGMOID
+    return clean_grouped_bias(*_cleaned(args, kwargs, GROUPED, [0], _scored_0 if logits else _without_nan))
 
 
 def clean_hash(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
@@ -234,16 +246,7 @@ def clean_hash(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] 
     """
     if argument(args, kwargs, 8, HASH[8]) is not None:
         return None
-    logits = argument(args, kwargs, 3, HASH[3])
-    clean = _without_nan(logits, _lowest(logits))
-    return clean_hash_bias(*replaced(args, kwargs, 3, HASH[3], clean))
-
-
-def _lowest(x: Any) -> float:
-    """Return a logit whose score is 0."""
-    import torch
-
-    return torch.finfo(x.dtype).min
+    return clean_hash_bias(*_cleaned(args, kwargs, HASH, [3], _scored_0))
 
 
 # FlashInfer sorts the slots of a batch by expert in one block of threads if there are at most this many

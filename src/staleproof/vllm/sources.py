@@ -61,6 +61,15 @@ class Function:
         return f"{path}:{int(first) + (line_of(self.text, fragment) or 1) - 1}"
 
 
+def evidence(found: Function, defect: bool, fragment: str, bad: str, good: str) -> Evidence:
+    """Say what a function does: ``bad``, at the line of the fragment, if it has a defect; else ``good``.
+
+    >>> evidence(Function((), "def f(): x / 0", "ops.py:7"), True, "x / 0", "divides by 0", "divides by 1")
+    Evidence(needed=True, why='ops.py:7 divides by 0')
+    """
+    return Evidence(defect, f"{found.at(fragment)} {bad}" if defect else f"{found.place} {good}")
+
+
 @dataclass
 class Sources:
     """The source files of one vLLM. They are read and never executed.

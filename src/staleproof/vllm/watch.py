@@ -171,7 +171,7 @@ class Watch:
         self._latest = Reading()
         self._reported: set[str] = set()
         # What the device was told last: the number of a step, and its live rows.
-        self._told = self._tokens = 0
+        self._device_step = self._tokens = 0
         # First and last step that ran under one number.
         self._spans: deque[list[int]] = deque(maxlen=REMEMBERED)
         self._recent.clear()
@@ -230,7 +230,7 @@ class Watch:
 
     def name_requests(self, requests: Sequence[str], tokens: Mapping[str, int]) -> None:
         """Say whose rows those of the current step are: requests in their order, and tokens of each."""
-        if self.steps == self._told:
+        if self.steps == self._device_step:
             self._recent.append((self.steps, tuple(requests), tokens))
 
     def begin_step(self, tokens: int, same: bool = False) -> None:
@@ -245,11 +245,11 @@ class Watch:
         before, self.counting = self.counting, self._steps % self.settings.steps == 0
         self._steps = step = self._steps + 1
         self._counted += self.counting
-        if same and before and self.counting and tokens == self._tokens and step < self._told + SPAN:
+        if same and before and self.counting and tokens == self._tokens and step < self._device_step + SPAN:
             self._spans[-1][1] = step
         elif self.counting or before:
             self.board.begin(step, tokens, self.counting)
-            self._told, self._tokens = step, tokens
+            self._device_step, self._tokens = step, tokens
             self._spans.append([step, step])
         if self._copied is not None:
             self.reading()
@@ -260,8 +260,8 @@ class Watch:
                 self.copy()
         # The step after one that the device was told of must come here too: it names the requests of that
         # one. So must the steps until a copy has arrived.
-        if self.settings.steps == 1 and step > self._told and self._copied is None:
-            self._allowed = self.left = self._told + SPAN - 1 - step
+        if self.settings.steps == 1 and step > self._device_step and self._copied is None:
+            self._allowed = self.left = self._device_step + SPAN - 1 - step
 
     def pause(self) -> None:
         """The rows to come belong to no step: a dummy batch, which keeps data-parallel ranks together."""

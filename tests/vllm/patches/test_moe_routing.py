@@ -49,7 +49,7 @@ def test_cleaned_inputs_keep_infinities_and_everything_finite():
     args, _ = calls.clean_bias((0, 0, 0, 0, False, bias), {})
     assert args[5].tolist() == [0.0, 1.5, torch.inf, -torch.inf]
     assert bias.isnan().any()
-    assert calls.clean_bias((0, 0, 0, 0), {}) is None
+    assert calls.clean_bias((0, 0, 0, 0), {}) == ((0, 0, 0, 0), {})
     _, kwargs = calls.clean_bias((0, 0, 0, 0), {"e_score_correction_bias": bias})
     assert kwargs["e_score_correction_bias"][0] == 0
     # A row that softmax makes NaN has a NaN or +inf; -inf masks an expert and stays.

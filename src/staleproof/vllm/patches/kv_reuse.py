@@ -10,7 +10,7 @@ from staleproof.vllm import single
 from staleproof.vllm.arguments import Arguments, Keywords, argument, replaced
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
-from staleproof.vllm.sources import Evidence, PatchError, Sources, file_of
+from staleproof.vllm.sources import Evidence, PatchError, Sources, evidence, file_of
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 MANAGER = "vllm.v1.core.single_type_kv_cache_manager"
@@ -202,14 +202,14 @@ def _no_slots(result: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _undrained(sources: Sources) -> Evidence:
-    schedule = sources.function(file_of(SCHEDULER), "Scheduler.schedule")
-    text = schedule.text
-    if "take_new_block_ids" in text and "if self.needs_kv_cache_zeroing" in text:
-        return Evidence(
-            True,
-            f"{schedule.at('if self.needs_kv_cache_zeroing')} drains the ids only where blocks are zeroed",
-        )
-    return Evidence(False, f"{schedule.place} drains the ids always")
+    schedule, drains = (
+        sources.function(file_of(SCHEDULER), "Scheduler.schedule"),
+        "if self.needs_kv_cache_zeroing",
+    )
+    defect = "take_new_block_ids" in schedule.text and drains in schedule.text
+    return evidence(
+        schedule, defect, drains, "drains the ids only where blocks are zeroed", "drains the ids always"
+    )
 
 
 def _no_zeroer(sources: Sources) -> Evidence | None:
@@ -221,19 +221,21 @@ def _no_zeroer(sources: Sources) -> Evidence | None:
 def _race(sources: Sources) -> Evidence:
     if (none := _no_zeroer(sources)) is not None:
         return none
-    zero = sources.function(file_of(WORKER), "KVBlockZeroer.zero_block_ids")
-    if "self._ids_pinned[:n_blocks]" in zero.text and "non_blocking=True" in zero.text:
-        return Evidence(
-            True, f"{zero.at('self._ids_pinned[:n_blocks]')} copies every step from one pinned buffer"
-        )
-    return Evidence(False, f"{zero.place} has no pinned buffer of all steps")
+    zero, copied = (
+        sources.function(file_of(WORKER), "KVBlockZeroer.zero_block_ids"),
+        "self._ids_pinned[:n_blocks]",
+    )
+    defect = copied in zero.text and "non_blocking=True" in zero.text
+    return evidence(
+        zero, defect, copied, "copies every step from one pinned buffer", "has no pinned buffer of all steps"
+    )
 
 
 def _unrecorded(sources: Sources) -> Evidence:
     allocate = sources.function(file_of(MANAGER), "SingleTypeKVCacheManager.allocate_new_blocks")
-    if "FullAttentionSpec" in allocate.text and "MLAAttentionSpec" not in allocate.text:
-        return Evidence(True, f"{allocate.at('FullAttentionSpec')} records no blocks of MLA groups")
-    return Evidence(False, f"{allocate.place} records blocks of MLA groups")
+    full = "FullAttentionSpec"
+    defect = full in allocate.text and "MLAAttentionSpec" not in allocate.text
+    return evidence(allocate, defect, full, "records no blocks of MLA groups", "records blocks of MLA groups")
 
 
 def _uncovered(sources: Sources) -> Evidence:
@@ -243,16 +245,14 @@ def _uncovered(sources: Sources) -> Evidence:
         meta = sources.function(file_of(WORKER), "KVBlockZeroer.init_meta")
     except PatchError:
         meta = sources.function(file_of(WORKER), "KVBlockZeroer.__init__")
-    if "type(spec) is not FullAttentionSpec" in meta.text:
-        return Evidence(True, f"{meta.at('type(spec) is not FullAttentionSpec')} leaves MLA groups out")
-    return Evidence(False, f"{meta.place} covers MLA groups")
+    skips = "type(spec) is not FullAttentionSpec"
+    return evidence(meta, skips in meta.text, skips, "leaves MLA groups out", "covers MLA groups")
 
 
 def _dummy_writes(sources: Sources) -> Evidence:
     run = sources.function(file_of(RUNNER), "GPUModelRunner._dummy_run")
-    if "fill_(-1)" in run.text:
-        return Evidence(False, f"{run.place} fills the slots with -1")
-    return Evidence(True, f"{run.place} writes to slots of an earlier step, or to block 0")
+    bad, good = "writes to slots of an earlier step, or to block 0", "fills the slots with -1"
+    return evidence(run, "fill_(-1)" not in run.text, "def ", bad, good)
 
 
 PATCHES = (
