@@ -12,8 +12,12 @@ import importlib.util
 import inspect
 import os
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import textwrap
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as remembered
@@ -50,6 +54,33 @@ def cache() -> Path:
     """The folder of unpacked packages."""
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return Path(os.environ.get("STALEPROOF_AUDIT_PACKAGES", home / "staleproof/audit"))
+
+
+def fetch(release: str, wanted: str, folder: Path) -> None:
+    """Download the wheel of a release for Linux, and keep some of its files.
+
+    Args:
+        release: ``distribution==version``.
+        wanted: a regular expression that the whole name of a file to keep fits.
+        folder: where they go; what is there goes.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not download it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+        target = [
+            "--platform=manylinux_2_28_x86_64",
+            "--platform=manylinux2014_x86_64",
+            "--python-version=3.12",
+        ]
+        subprocess.run([*pip, *target, "--implementation=cp", "-d", work, release], check=True)
+        with zipfile.ZipFile(next(Path(work).glob("*.whl"))) as wheel:
+            for name in filter(re.compile(wanted).fullmatch, wheel.namelist()):
+                wheel.extract(name, f"{work}/kept")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(f"{work}/kept", folder)
 
 
 def _cached(package: str) -> list[Release]:

@@ -21,7 +21,7 @@ import torch
 from staleproof import device
 from staleproof.cases.machine import VLLM_TRITON_MLA
 from staleproof.device import Provenance
-from staleproof.kernels import references, subject
+from staleproof.kernels import mxfp4, references, subject
 from staleproof.kernels.adapter import RANK, Peer, pages_in_use, peer
 from staleproof.kernels.vllm_sources import UnavailableError, load
 from staleproof.vllm.sources import vllm_file
@@ -315,30 +315,17 @@ def _triton_kernels(device: str) -> Any:
 
 
 def _mxfp4(device: str) -> dict[str, Any]:
-    # K 192 has 6 groups of scales, which are stored as they are; a tile of 128 reads 8.
-    generator = torch.Generator().manual_seed(0)
-    weight, scale = (
-        torch.randint(low, high, (2, 256, width), generator=generator, dtype=torch.uint8)
-        for low, high, width in ((0, 256, 96), (124, 130, 6))
-    )
-    operand = _triton_kernels(device).operand(weight.to(device), scale.to(device))
-    x = torch.randn(3, 192, generator=generator).to(device, torch.bfloat16)
-    fp4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).double()
-    codes = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).long()
-    numbers = torch.cat([fp4, -fp4])[codes] * (scale.double() - 127).exp2().repeat_interleave(32, -1)
+    x, weight, scale, numbers = mxfp4.problem(device)
+    operand = _triton_kernels(device).operand(weight, scale)
     return {"x": x, "scale": operand.scale_bytes, "operand": operand, "numbers": numbers}
 
 
-def _each_expert(x, scale, operand, numbers):
-    return (torch.einsum("rk,enk->ern", x.cpu().double(), numbers),)
-
-
 @subject.operands(
-    name="matmul_ogs, MXFP4 scales of K 192",
+    name=mxfp4.NAME.format("matmul_ogs"),
     package="vllm",
     versions=("0.22.1",),
     make=_mxfp4,
-    reference=_each_expert,
+    reference=mxfp4.each_expert,
 )
 def matmul_ogs(x, scale, operand, numbers):
     return _triton_kernels(x.device.type).product(x, operand.with_scale(scale))

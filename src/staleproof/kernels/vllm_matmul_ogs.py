@@ -7,7 +7,7 @@ The source distribution lacks that package, so it comes from an installed vLLM, 
 downloads the wheel (261 MB) and keeps what is needed of it, below 1 MB, in ``~/.cache/staleproof``.
 
 On a Hopper GPU the package runs as shipped. Elsewhere Triton's interpreter runs the same text: it says
-that it is a Hopper GPU and learns what the kernel needs and it lacks (:func:`_teach`). No line of the
+that it is a Hopper GPU and learns what the kernel needs and it lacks (:func:`teach`). No line of the
 package is edited, except the one that a remedy changes (:class:`Edit`). Loading changes the interpreter
 of this process for good, so it belongs in a child process.
 """
@@ -20,11 +20,9 @@ import inspect
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import types
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ import torch
 
 from staleproof import device as devices
 from staleproof.check import require
-from staleproof.kernels import vllm_sources
+from staleproof.kernels import packages, vllm_sources
 from staleproof.vllm.sources import file_of, vllm_file
 
 VERSION = "0.22.1"
@@ -83,17 +81,7 @@ def fetch() -> Path:
         subprocess.CalledProcessError: pip could not download it.
     """
     files = "|".join(re.escape(file_of(module)) for module in (LOADER, SAMPLER))
-    wanted = re.compile(rf"vllm/({PACKAGE}/.*\.py|{files})")
-    cache().parent.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache().parents[1]) as work:
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-        target = ["--platform=manylinux_2_28_x86_64", "--python-version=3.12", "--implementation=cp"]
-        subprocess.run([*pip, *target, "-d", work, f"vllm=={VERSION}"], check=True)
-        with zipfile.ZipFile(next(Path(work).glob("*.whl"))) as wheel:
-            for name in filter(wanted.fullmatch, wheel.namelist()):
-                wheel.extract(name, f"{work}/kept")
-        shutil.rmtree(cache().parent, ignore_errors=True)
-        os.replace(f"{work}/kept", cache().parent)
+    packages.fetch(f"vllm=={VERSION}", rf"vllm/({PACKAGE}/.*\.py|{files})", cache().parent)
     return cache()
 
 
@@ -130,8 +118,8 @@ def _asm(text: str, arguments: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return sum((both[digit] << np.uint32(8 * i) for i, digit in enumerate(digits)), np.uint32(0))
 
     def mul(a: Any, b: Any) -> Any:
-        wide, factor = _bf16_halves(np.asarray(a)), _bf16_halves(np.asarray(b).reshape(-1))
-        return _bf16_bits(wide * factor).view(np.uint32)[..., 0]
+        product = _bf16_halves(np.asarray(a)) * _bf16_halves(np.asarray(b))
+        return _bf16_bits(product).view(np.uint32)[..., 0]
 
     operations: dict[str, Callable[..., Any]] = {
         "mov.b32": lambda a: a,
@@ -164,7 +152,7 @@ def _bf16_bits(values: np.ndarray) -> np.ndarray:
     return torch.from_numpy(np.ascontiguousarray(values)).bfloat16().view(torch.int16).numpy().view(np.uint16)
 
 
-def _teach() -> None:
+def teach() -> None:
     """Teach Triton's interpreter what ``_matmul_ogs`` needs and it lacks, in this process.
 
     - It stores bf16 as uint16 and multiplies these integers, and it cuts float32 to bf16. Here bf16 is
@@ -197,13 +185,15 @@ def _teach() -> None:
     def create_inline_asm(
         self: Any, text: str, constraints: str, values: Any, kinds: Any, is_pure: bool, pack: int
     ) -> Any:
-        (source,) = values
-        outputs = constraints.count("=r")
-        words = np.ascontiguousarray(source.data).view(np.uint32)
-        registers = _asm(text, {f"${outputs}": words})
-        # Four elements of each result lie in two registers, the first in the low half of the first.
-        halves = [np.stack([registers[f"${i}"], registers[f"${i + 1}"]], -1) for i in range(0, outputs, 2)]
-        results = [handle(pair.view(np.uint16).reshape(source.data.shape), tl.bfloat16) for pair in halves]
+        outputs, each = constraints.count("=r"), pack // 2
+        words = [np.ascontiguousarray(value.data).view(np.uint32) for value in values]
+        registers = _asm(text, {f"${outputs + i}": word for i, word in enumerate(words)})
+        # Two elements of a result lie in a register, the first in its low half.
+        halves = [
+            np.stack([registers[f"${i + j}"] for j in range(each)], -1) for i in range(0, outputs, each)
+        ]
+        shape = values[0].data.shape
+        results = [handle(pair.view(np.uint16).reshape(shape), tl.bfloat16) for pair in halves]
         return types.SimpleNamespace(get_result=results.__getitem__)
 
     def create_fp_trunc(self: Any, source: Any, kind: Any) -> Any:
@@ -218,6 +208,32 @@ def _teach() -> None:
     tl.extra.cuda.num_warps = lambda *args, **kwargs: 8
 
 
+def launcher(kernel: Any, activation: Any, epilogue: Any, tensor: Any) -> Any:
+    """``kernel[grid](...)`` for the interpreter, which takes the activation as an argument.
+
+    Compiled kernels get it by a rewrite of their source, and their callers leave it out.
+
+    Args:
+        kernel: of the package, interpreted.
+        activation, epilogue: the package's ``FnSpecs``.
+        tensor: the package's ``Tensor``, whose data the kernel gets.
+    """
+    names = [*inspect.signature(kernel.fn).parameters]
+    at, count = names.index("ACTIVATION_FN"), len(activation.fn_arg_names)
+
+    def launch(grid: Any, *args: Any, **kwargs: Any) -> None:
+        filled = [activation.fn, args[at : at + count], args[at + count], epilogue.fn, ()]
+        given = [*args[:at], *filled, *args[at + count + 1 :]]
+        plain = [x.data if isinstance(x, tensor) else x for x in given]
+        kernel[grid](*plain, **{name: x for name, x in kwargs.items() if name in names})
+
+    class Launcher:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **kwargs: launch(grid, *args, **kwargs)
+
+    return Launcher()
+
+
 class _Driver:
     """What the package asks Triton's driver about the GPU: an H200."""
 
@@ -230,7 +246,8 @@ class _Driver:
         return torch.cpu
 
 
-def _be_hopper() -> None:
+def be_hopper() -> None:
+    """Say in this process that the GPU is an H200."""
     from triton.runtime import driver
 
     driver.set_active(_Driver())
@@ -286,8 +303,8 @@ class MatmulOgs:
             raise vllm_sources.UnavailableError(why)
         self.device, self.root = device, found
         if device == "cpu":
-            _be_hopper()
-            _teach()
+            be_hopper()
+            teach()
         sys.path.insert(
             0, str(self._copied(edit) if edit else found / PACKAGE).removesuffix("/triton_kernels")
         )
@@ -313,31 +330,10 @@ class MatmulOgs:
         return copy
 
     def _interpreted(self, epilogue: Any, activation: Any) -> types.SimpleNamespace:
-        """``get_kernels`` for the interpreter: kernels that take the activation as an argument.
-
-        Compiled kernels get it by a rewrite of their source, and their callers leave it out.
-        """
-
-        def launcher(kernel: Any) -> Any:
-            names = [*inspect.signature(kernel.fn).parameters]
-            at, count = names.index("ACTIVATION_FN"), len(activation.fn_arg_names)
-
-            def launch(grid: Any, *args: Any, **kwargs: Any) -> None:
-                reduction = args[at + count]
-                filled = [activation.fn, args[at : at + count], reduction, epilogue.fn, ()]
-                given = [*args[:at], *filled, *args[at + count + 1 :]]
-                plain = [x.data if isinstance(x, self.ogs.Tensor) else x for x in given]
-                kernel[grid](*plain, **{name: x for name, x in kwargs.items() if name in names})
-
-            class Launcher:
-                def __getitem__(self, grid: Any) -> Any:
-                    return lambda *args, **kwargs: launch(grid, *args, **kwargs)
-
-            return Launcher()
-
-        return types.SimpleNamespace(
-            _matmul_ogs=launcher(self.ogs._matmul_ogs), _reduce_grouped=launcher(self.ogs._reduce_grouped)
-        )
+        """``get_kernels`` for the interpreter."""
+        given = activation, epilogue, self.ogs.Tensor
+        names = "_matmul_ogs", "_reduce_grouped"
+        return types.SimpleNamespace(**{name: launcher(getattr(self.ogs, name), *given) for name in names})
 
     @contextmanager
     def loader(self, folder: Path) -> Iterator[types.ModuleType]:

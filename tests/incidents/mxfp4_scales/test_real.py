@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from staleproof.cases import children
-from staleproof.incidents.mxfp4_scales import broken, real
-from staleproof.incidents.mxfp4_scales.broken import Kernel, Shape
-from staleproof.kernels import vllm_matmul_ogs
+from staleproof.cases.case import MissingError
+from staleproof.contract import runner
+from staleproof.contract.contract import Verdict
+from staleproof.incidents.mxfp4_scales import broken, cases, real, scene
+from staleproof.incidents.mxfp4_scales.broken import Kernel
+from staleproof.kernels import mxfp4, vllm_matmul_ogs
 from staleproof.kernels.vllm_sources import UnavailableError
 
 sys.path.append(str(Path(__file__).parents[2] / "vllm"))
@@ -90,8 +93,42 @@ def test_an_edit_that_fits_no_line_is_refused(device):
 
 
 def test_normal_weights_are_quantized_within_the_error_of_the_format():
-    torch.manual_seed(0)
-    made = broken.dequantized(real.quantized(Shape(1, 64, 128), "cpu"))
-    torch.manual_seed(0)
-    wanted = 0.02 * torch.randn(1, 64, 4, 32).flatten(-2)
+    made = mxfp4.dequantized(*mxfp4.quantized((1, 64, 128), torch.Generator().manual_seed(0)))
+    wanted = 0.02 * torch.randn(1, 64, 4, 32, generator=torch.Generator().manual_seed(0)).flatten(-2)
     assert float((made - wanted).norm() / wanted.norm()) < 0.13
+
+
+@pytest.mark.parametrize(
+    ("release", "clauses"),
+    [("0.4.7", "0xff behind scale changes the result"), ("0.4.10", "ended its process with signal 11")],
+)
+def test_sglangs_product_depends_on_what_lies_behind_its_scales(device, release, clauses):
+    """0.4.7 by a byte 0xff; 0.4.10 masks after the load, and a guard mapping still ends the process."""
+    found = [*runner.audit(["staleproof.kernels.wheels"], device, only=f"{release} triton_kernels.matmul")]
+    if not found:
+        pytest.skip(f"needs {vllm_matmul_ogs.FETCH.replace('vllm_matmul_ogs', 'mxfp4')}")
+    clean, behind = found[0]
+    assert (clean.clause, clean.verdict) == ("0", Verdict.HOLDS), clean.note
+    assert (behind.verdict, behind.note) == (Verdict.BREAKS, clauses)
+
+
+def test_a_watch_behind_the_layer_sees_no_nan_and_misses_a_single_byte():
+    found = scene.watched(scene.layer_on("cpu", tokens=256), scene.layer).numbers
+    for content in ("0xff", "fp32 -inf", "one byte"):
+        assert not any(found[f"{content}: rows with NaN"])
+    assert found["0xff: hit rows of 56"] == [1.0] * len(scene.LOUDER)
+    assert not any(found["clean rows of 56"])
+    # The constant stands there only if both halves of its pair are hit.
+    assert found["one byte: hit rows of 56"][:3] == [0.0] * 3
+    # The magnitude tells a hit row in a quiet layer, and no longer in a loud one.
+    loud = found["0xff: smallest hit row"]
+    assert loud[0] > 2 > 1 > loud[-1]
+    assert found["one byte: smallest hit row"][-1] < 1
+
+
+def test_a_whole_vllm_is_judged_by_its_answers_over_zeros():
+    told = {"owners": {"free": 1}, "harmful": [], "answers": [([1], -0.5)], "over_zeros": [([1], -0.5)]}
+    for change, word in (({}, "right"), ({"over_zeros": [([2], -0.5)]}, "wrong, finite")):
+        assert cases.served("started", "cuda", {"started": told | change}).verdict == word
+    with pytest.raises(MissingError, match="ended with 1: no memory"):
+        cases.served("started", "cuda", {"ended": "a child ended with 1: no memory"})

@@ -14,12 +14,11 @@ import torch
 from torch.nn import functional
 
 from staleproof.check import require
+from staleproof.kernels.mxfp4 import GROUP, values
+from staleproof.kernels.vllm_matmul_ogs import ALPHA, LIMIT
 
-# Values that share a scale, and values of K that a tile of Hopper's kernel takes at once: 4 groups.
-GROUP, TILE = 32, 128
-# gpt-oss: gate * sigmoid(ALPHA * gate) * (up + 1), both clamped to LIMIT.
-ALPHA, LIMIT = 1.702, 7.0
-FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+# Values of K that a tile of Hopper's kernel takes at once: 4 groups.
+TILE = 128
 NONE, LANES, GROUPS = "none", "lanes", "groups"
 
 
@@ -182,18 +181,6 @@ def swizzled(scale: torch.Tensor, kernel: Kernel = SHIPPED, pad: int = 0) -> tor
     return memory
 
 
-def values(matrix: Matrix) -> torch.Tensor:
-    """The FP4 values, (experts, n, k) fp32, without their scales."""
-    packed = matrix.weight.long()
-    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    return FP4.to(packed.device)[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
-
-
-def dequantized(matrix: Matrix) -> torch.Tensor:
-    """The weights, (experts, n, k) fp32."""
-    return values(matrix) * e8m0(matrix.scale).repeat_interleave(GROUP, dim=-1)
-
-
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
     """What the kernel makes of scale bytes: it shifts them into a bf16's exponent, where 0xff is infinity.
 
@@ -231,7 +218,7 @@ def product(x: torch.Tensor, matrix: Matrix, slab: torch.Tensor, kernel: Kernel 
         lane = group % 4 // 2 * 2 + torch.arange(shape.n)[:, None] // (16 * kernel.warps) % 2
         scale = torch.where(lane * GROUP < left, scale, 0)
     pad = _up(shape.k, TILE) - shape.k
-    weights = functional.pad(values(matrix), (0, pad)) * e8m0(scale).repeat_interleave(GROUP, dim=-1)
+    weights = functional.pad(values(matrix.weight), (0, pad)) * e8m0(scale).repeat_interleave(GROUP, dim=-1)
     return functional.pad(x.float(), (0, pad)) @ weights.transpose(-2, -1)
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from staleproof import device as devices
 from staleproof.cases import children
 from staleproof.cases.case import Fix, MissingError, Reading, Scene, ablation, each, fix, reading
 from staleproof.cases.finding import ARITHMETIC, Evidence, Grade
 from staleproof.cases.run import Table
 from staleproof.cases.words import FIXED, NOT_FIXED
-from staleproof.incidents.mxfp4_scales import broken, real, scene
+from staleproof.incidents.mxfp4_scales import broken, real, scene, whole
 from staleproof.incidents.mxfp4_scales.broken import GROUPS, SHIPPED, Kernel, Shape
 from staleproof.incidents.mxfp4_scales.real import READERS
 from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
@@ -92,27 +93,42 @@ def silent(a: Ingredients, device: str) -> Reading:
     layer = scene.layer_on("cpu", SMALL._replace(hidden=a.hidden))
     if not a.routed:
         layer = replace(layer, topk_ids=torch.arange(SMALL.top_k).expand(layer.topk_ids.shape))
-    return scene.judged(layer, lambda behind: scene.layer(layer, behind, a.kernel), [a.fill])[0]
+    return scene.judged(layer, partial(scene.layer, kernel=a.kernel), [a.fill])[0]
 
 
-def _package(remedy: Any, device: str) -> str | None:
-    return vllm_matmul_ogs.unavailable_reason(device)
+# --- vLLM's own kernel. A probe is what a child tells its answer by; a remedy's is (remedy, fill, tokens).
 
-
-def _on_gpu(remedy: Any, device: str) -> str | None:
-    return "needs a Hopper GPU" if device == "cpu" else _package(remedy, device)
-
-
-def _real(remedy: Any = None) -> Evidence:
-    edited = REMEDIES[remedy].edit if isinstance(remedy, str) and remedy in REMEDIES else None
-    what = "one line of it edited" if edited else "as shipped"
-    return Evidence(Grade.REAL, f"vLLM {vllm_matmul_ogs.version()} triton_kernels, {what}")
-
-
+Probe = tuple[Any, ...]
 Told = Mapping[Any, Any]
 
 
-def _children(*calls: tuple[Any, ...]) -> dict[Any, Any]:
+def _layer(remedy: str, fill: str = "0xff", tokens: int = TOKENS) -> Probe:
+    return remedy, fill, tokens
+
+
+def _package(probe: Any, device: str) -> str | None:
+    return vllm_matmul_ogs.unavailable_reason(device)
+
+
+def _on_gpu(probe: Any, device: str) -> str | None:
+    return "needs a Hopper GPU" if device == "cpu" else _package(probe, device)
+
+
+def _whole_on_gpu(probe: Any, device: str) -> str | None:
+    return _on_gpu(probe, device) or (None if devices.version_of("vllm") else "no vLLM is installed")
+
+
+def _real(probe: Any = None) -> Evidence:
+    remedy = REMEDIES.get(probe[0] if isinstance(probe, tuple) else str(probe))
+    what = "one line of it edited" if remedy and remedy.edit else "as shipped"
+    return Evidence(Grade.REAL, f"vLLM {vllm_matmul_ogs.version()} triton_kernels, {what}")
+
+
+def _whole(probe: Any) -> Evidence:
+    return Evidence(Grade.REAL, f"vLLM {devices.version_of('vllm') or ''}, whole")
+
+
+def _children(*calls: Probe) -> Told:
     """What child processes told, by probe; an error of one is raised where its answers are asked for."""
     told: dict[Any, Any] = {}
     for function, *arguments in calls:
@@ -124,20 +140,21 @@ def _children(*calls: tuple[Any, ...]) -> dict[Any, Any]:
 
 
 def _asked(device: str) -> Told:
-    same = [name for name, remedy in REMEDIES.items() if remedy.edit is None and name != "none"]
-    edited = [(real.package, device, name) for name, remedy in REMEDIES.items() if remedy.edit]
+    same = [name for name in TRIED if REMEDIES[name].edit is None]
+    edited = [(real.package, device, name) for name in TRIED if REMEDIES[name].edit]
     return _children((real.package, device, "none"), *edited, (real.package, device, *same, real.AGAIN))
 
 
 def _loaded(device: str) -> Told:
-    given = str(vllm_matmul_ogs.version()), str(vllm_matmul_ogs.root())
-    return _children((real.loader, device, *given))
+    return _children((real.loader, device, str(vllm_matmul_ogs.version()), str(vllm_matmul_ogs.root())))
 
 
+TRIED = [name for name in REMEDIES if name != "none"]
 PACKAGE = Scene("vLLM's kernel with each remedy", _asked)
 FIRST_PRODUCT = Scene("vLLM's first product", lambda device: _children((real.table, device)))
-NEIGHBOUR = Scene("24 layers", lambda device: _children((real.neighbour, device)))
 LOADER = Scene("vLLM's loader with the patch and without", _loaded)
+NEIGHBOUR = Scene("24 layers", lambda device: _children((real.neighbour, device)))
+ENGINE = Scene("a whole vLLM", lambda device: _children((whole.ask,)))
 
 
 def answer(probe: Any, device: str, told: Told) -> Reading:
@@ -147,21 +164,14 @@ def answer(probe: Any, device: str, told: Told) -> Reading:
     return told[probe]
 
 
-def of_layer(label: str, device: str, told: Told, fill: str = "0xff", tokens: int = TOKENS) -> Reading:
-    """What vLLM's kernel made of the layer with a remedy."""
-    return answer((label, fill, tokens), device, told)
-
-
-def of_product(name: str, device: str, told: Told) -> Reading:
-    """vLLM's first product with these bytes behind, or ``"layout"``; ``"control 1"``: of whole tiles."""
-    control = name.startswith("control")
-    k = real.CONTROLS[device][int(name[-1]) - 1] if control else real.size_on(device).hidden
-    return answer((k, "0xff" if control else name), device, told)
-
-
-def _moved(said: Reading) -> str | None:
-    changed = said.numbers["changed"]
-    return f"0xff behind the scales changes {changed} rows" if changed else None
+def served(stage: str, device: str, told: Told) -> Reading:
+    """What a whole vLLM answers at a stage, beside its answers with zeros behind the scales."""
+    said: Any = answer(stage, device, told)
+    pairs = [*zip(said["answers"], said["over_zeros"], strict=True)]
+    changed = sum(ours != theirs for ours, theirs in pairs)
+    word = NAN if any(ours[1] != ours[1] for ours, _ in pairs) else WRONG if changed else RIGHT
+    numbers = {"owners": said["owners"], "harmful": said["harmful"], "changed_answers": changed}
+    return Reading(word, numbers | {"answers": len(pairs)})
 
 
 def guarded(remedy: str, device: str) -> Reading:
@@ -172,31 +182,48 @@ def guarded(remedy: str, device: str) -> Reading:
     return ended.answer()
 
 
-def _cost(remedy: Any, device: str) -> Reading:
-    return children.call(real.cost, device, timeout_s=200).answer()
+def _child(call: Probe, device: str) -> Reading:
+    return children.call(*call, timeout_s=200).answer()
 
 
+def _ours(remedy: str, device: str) -> Reading:
+    return scene.replica(remedy, "0xff")
+
+
+def _unmoved(ask: Callable[..., Reading]) -> Callable[..., str | None]:
+    """The comparison behind a fix: with the remedy 0xff changes no row of what zeros give."""
+
+    def wrong(*asked: Any) -> str | None:
+        changed = ask(*asked).numbers["changed"]
+        return f"0xff behind the scales changes {changed} rows" if changed else None
+
+    return wrong
+
+
+def _watch(name: str, device: str) -> Reading:
+    return scene.watched(scene.layer_on("cpu", tokens=256), scene.layer)
+
+
+def _of_shape(shape: Shape) -> str:
+    return PAST if 1 <= shape.k % 128 <= 64 else INSIDE
+
+
+WITH_NAN = ("0xff", "int32 -1", "bf16 -inf", "fp32 -inf")
+DRAWN = ("bf16 N(0, 1)", "fp32 N(0, 1)", "random bytes")
+BYTES = {name: ALWAYS if name in WITH_NAN else SOMETIMES if name in DRAWN else NEVER for name in scene.BEHIND}
+PRODUCT = {name: NAN if name in WITH_NAN else RIGHT for name in scene.BEHIND if name not in DRAWN}
+PRODUCT |= dict.fromkeys(("control 1", "control 2"), RIGHT)
+CHANCE = "whether these 32 random bytes hold 0xff is a matter of chance"
+ALLOCATOR = "what the allocator puts there is what is asked"
 CURED = ("loader_pads", "layout_pads", "mask_after_load", "mask_load")
 LAYER = {name: RIGHT if name in CURED else WRONG for name in REMEDIES}
 ODD = {name: RIGHT if name == "mask_after_load" else NAN for name in REMEDIES}
-BYTES = dict.fromkeys(scene.BEHIND, NEVER) | {
-    **dict.fromkeys(("0xff", "int32 -1", "bf16 -inf", "fp32 -inf"), ALWAYS),
-    **dict.fromkeys(("bf16 N(0, 1)", "fp32 N(0, 1)", "random bytes"), SOMETIMES),
-}
-PRODUCT = {name: NAN for name, chance in BYTES.items() if chance == ALWAYS} | {
-    name: RIGHT for name, chance in BYTES.items() if chance == NEVER
-}
 # The read is inside with more groups in memory, or fewer read. A mask after the load changes no read.
-GUARD = {"none": ILLEGAL, "mask_after_load": ILLEGAL} | dict.fromkeys(
-    ("loader_pads", "layout_pads", "mask_load"), RIGHT
-)
+GUARD = {name: ILLEGAL if name in ("none", "mask_after_load") else RIGHT for name in READERS}
 VALUES = {"0xff": [0xFF], "the 255 others": range(0xFF)}
 OF_BYTE = {"0xff": NAN, "the 255 others": RIGHT}
-DRAWN = "whether these 32 random bytes hold 0xff is a matter of chance"
-ALLOCATOR = "what the allocator puts there is what is asked"
-BATCHES = {
-    f"{label}, tokens: {n}": (label, n) for label in ("none", "loader_pads") for n in real.BATCHES["cuda"]
-}
+BATCHES = {f"{r}, tokens: {n}": _layer(r, tokens=n) for r in real.BATCHED for n in real.BATCHES["cuda"]}
+ZEROS = {r: _layer(r, "0x00") for r in REMEDIES}
 # What is left out, and the verdict then.
 WITHOUT: dict[str, dict[str, Any]] = {
     "pairs of groups in memory": {"kernel": Kernel(align=4)},
@@ -208,69 +235,55 @@ WITHOUT: dict[str, dict[str, Any]] = {
 }
 ABLATED = dict.fromkeys(WITHOUT, RIGHT) | {"all": WRONG, "clamps that drop NaN": NAN}
 STAGES = ["loaded", "profiled", "KV caches", *(f"{n} requests sampled" for n in real.STEPS)]
+WHOLE_STAGES = ["started", *(f"{n} requests sampled" for n in whole.STEPS)]
+PRODUCTS = {name: ("first product", name) for name in (*scene.BEHIND, "control 1", "control 2")}
 
 REAL: dict[str, Any] = {"needs": _package, "evidence": _real}
 ON_GPU = REAL | {"needs": _on_gpu}
-TRIED = [name for name in REMEDIES if name != "none"]
-
-
-def _ours(remedy: str, device: str) -> Reading:
-    return scene.replica(remedy, "0xff")
-
-
-def _fixes(replica: bool) -> Iterator[Fix]:
-    """Off / on / off of each remedy, in our replica or in vLLM's package."""
-    for name in TRIED:
-        shared: dict[str, Any] = {"off": "none", "on": name, "expect": FIXED if name in CURED else NOT_FIXED}
-        if replica:
-            yield fix(f"{name}, replica", WORDS, ask=_ours, wrong=lambda *on: _moved(_ours(*on)), **shared)
-        else:
-            wrong = lambda *on: _moved(of_layer(*on))  # noqa: E731
-            shared |= REAL | {"again": real.AGAIN, "scene": PACKAGE}
-            yield fix(name, WORDS, ask=of_layer, wrong=wrong, **shared)
-
-
-def of_batch(subject: tuple[str, int], device: str, told: Told) -> Reading:
-    """What vLLM's kernel made of a batch of this many tokens."""
-    return of_layer(subject[0], device, told, tokens=subject[1])
-
-
-def _odd(name: str, device: str, told: Told) -> Reading:
-    return answer((name, "odd groups"), device, told)
-
-
-def _of_shape(shape: Shape) -> str:
-    return PAST if 1 <= shape.k % 128 <= 64 else INSIDE
-
-
-def _of_batch(subject: tuple[str, int]) -> str:
-    return LAYER[subject[0]]
-
-
-_ZEROS = partial(of_layer, fill="0x00")
-LAYERS, FILLS, CONTROLS = list(REMEDIES), list(scene.BEHIND), ["control 1", "control 2"]
+WHOLE: dict[str, Any] = {"needs": _whole_on_gpu, "evidence": _whole}
 OF_PACKAGE, OF_PRODUCT = REAL | {"scene": PACKAGE}, REAL | {"scene": FIRST_PRODUCT}
-COMPARED: dict[str, Any] = {"wrong": lambda *on: _moved(answer(*on)), "scene": LOADER}
+
+
+def _fixes() -> Iterator[Fix]:
+    """Off / on / off of each remedy, in our replica and in vLLM's package; and of the patch."""
+    for name in TRIED:
+        expect, wrong = FIXED if name in CURED else NOT_FIXED, _unmoved(_ours)
+        yield fix(f"{name}, replica", WORDS, off="none", on=name, ask=_ours, wrong=wrong, expect=expect)
+    shared: dict[str, Any] = {"ask": answer, "wrong": _unmoved(answer), **REAL}
+    for name in TRIED:
+        off, on, again = map(_layer, ("none", name, real.AGAIN))
+        expect = FIXED if name in CURED else NOT_FIXED
+        yield fix(name, WORDS, off=off, on=on, again=again, expect=expect, scene=PACKAGE, **shared)
+    yield fix("mxfp4_scale_tail", WORDS, off=0, on=1, again=2, scene=LOADER, **shared)
+
 
 TABLE = Table(
     "mxfp4_scales",
     each("over-read", WORDS, SHAPES, over_read, expect=_of_shape, evidence=ARITHMETIC),
     each("byte behind", WORDS, VALUES, byte_values, expect=OF_BYTE, evidence=ARITHMETIC),
-    each("memory behind", WORDS, FILLS, memory_behind, expect=BYTES, evidence=ARITHMETIC),
+    each("memory behind", WORDS, list(BYTES), memory_behind, expect=BYTES, evidence=ARITHMETIC),
     ablation(Ingredients(), WORDS, whole="all", without=WITHOUT, ask=silent, expect=ABLATED),
-    each("layer, replica", WORDS, LAYERS, _ours, expect=LAYER),
+    each("layer, replica", WORDS, list(REMEDIES), _ours, expect=LAYER),
     each("odd groups, replica", WORDS, READERS, lambda name, device: scene.odd_groups(name), expect=ODD),
-    each("layer", WORDS, LAYERS, of_layer, expect=LAYER, **OF_PACKAGE),
-    each("layer, zeros behind", WORDS, LAYERS, _ZEROS, expect=RIGHT, **OF_PACKAGE),
-    each("layer, batches", WORDS, BATCHES, of_batch, expect=_of_batch, **OF_PACKAGE | ON_GPU),
-    each("odd groups", WORDS, READERS, _odd, expect=ODD, **OF_PACKAGE),
-    each("first product", WORDS, FILLS, of_product, expect=PRODUCT, reason=DRAWN, **OF_PRODUCT),
-    each("first product", WORDS, CONTROLS, of_product, expect=RIGHT, **OF_PRODUCT),
-    each("layout", "same", ["layout"], of_product, expect="same bytes", **OF_PRODUCT),
+    each("layer", WORDS, {r: _layer(r) for r in REMEDIES}, answer, expect=LAYER, **OF_PACKAGE),
+    each(
+        "layer, zeros behind",
+        WORDS,
+        {r: _layer(r, "0x00") for r in REMEDIES},
+        answer,
+        expect=RIGHT,
+        **OF_PACKAGE,
+    ),
+    each("layer, batches", WORDS, BATCHES, answer, expect=lambda p: LAYER[p[0]], **OF_PACKAGE | ON_GPU),
+    each("layer", WORDS, {"marlin": (real.marlin,)}, _child, expect=RIGHT, **WHOLE),
+    each("odd groups", WORDS, {r: (r, "odd groups") for r in READERS}, answer, expect=ODD, **OF_PACKAGE),
+    each("first product", WORDS, PRODUCTS, answer, expect=PRODUCT, reason=CHANCE, **OF_PRODUCT),
+    each("layout", "same", ["layout"], answer, expect="same bytes", **OF_PRODUCT),
     each("end of the mapping", WORDS, READERS, guarded, expect=GUARD, **ON_GPU),
     each("neighbour", WORDS, STAGES, answer, reason=ALLOCATOR, scene=NEIGHBOUR, **ON_GPU),
-    each("cost", "measurement", ["loader_pads"], _cost, expect="measured", **ON_GPU),
-    _fixes(replica=True),
-    _fixes(replica=False),
-    fix("mxfp4_scale_tail", WORDS, off=0, on=1, again=2, ask=answer, **COMPARED, **REAL),
+    each("neighbour, whole vLLM", WORDS, WHOLE_STAGES, served, reason=ALLOCATOR, scene=ENGINE, **WHOLE),
+    each("watch, replica", "measurement", ["layer"], _watch, expect="measured"),
+    each("watch", "measurement", {"layer": (real.watch,)}, _child, expect="measured", **ON_GPU),
+    each("cost", "measurement", {"loader_pads": (real.cost,)}, _child, expect="measured", **ON_GPU),
+    _fixes(),
 )

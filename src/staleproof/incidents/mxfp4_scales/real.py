@@ -18,17 +18,23 @@ from torch.nn import functional
 
 from staleproof.cases.case import Reading, reading
 from staleproof.cases.children import tell
+from staleproof.cases.mapping import at_address, mapped
 from staleproof.incidents.mxfp4_scales import broken, scene
 from staleproof.incidents.mxfp4_scales.broken import Matrix, Shape
 from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
 from staleproof.incidents.mxfp4_scales.scene import GPT_OSS, NAN, RIGHT, SMALL, WRONG, Layer, Size, bytes_of
-from staleproof.kernels import vllm_sources
+from staleproof.kernels import mxfp4, vllm_sources
 from staleproof.kernels.vllm_matmul_ogs import SAMPLER, MatmulOgs, Operand
 from staleproof.vllm.patches.mxfp4_scales import PATCHES
 
-# Batches of the layer on a GPU, and K of products that read nothing past the end.
+# Batches of the layer on a GPU, with these remedies.
+BATCHED = ("none", "loader_pads")
 BATCHES = {"cpu": (scene.TOKENS,), "cuda": (scene.TOKENS, 1, 8, 64, 512, 4096)}
-CONTROLS = {"cpu": (128, 256), "cuda": (2944, 3072)}
+# K of products that read nothing past the end -> the control, and what lies behind.
+CONTROLS = {
+    device: {k: {f"control {i}": "0xff"} for i, k in enumerate(sizes, 1)}
+    for device, sizes in (("cpu", (128, 256)), ("cuda", (2944, 3072)))
+}
 # The others change nothing of how the kernel reads its own memory.
 READERS = [name for name, remedy in REMEDIES.items() if not (remedy.filters or remedy.zeroes)]
 # Without a remedy, asked once more after the others.
@@ -48,14 +54,14 @@ def converted(m: MatmulOgs, matrix: Matrix, remedy: str = "none", swizzle: Any =
     return m.operand(matrix.weight, scale, swizzle)
 
 
-def asked(m: MatmulOgs, a: Layer, remedy: str, swizzle: Any = None) -> list[Reading]:
-    """The layer with 0x00 and with 0xff behind the scales of both projections."""
+def runner(m: MatmulOgs, a: Layer, remedy: str = "none", swizzle: Any = None) -> scene.Run:
+    """Computes a layer of these weights with bytes behind the scales of both projections."""
     w13, w2 = (converted(m, matrix, remedy, swizzle) for matrix in (a.w13, a.w2))
 
-    def run(behind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(a: Layer, behind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return m.moe(a.x, a.topk_ids, a.topk_weights, w13.in_slab(behind), w2.in_slab(behind))
 
-    return scene.judged(a, run, filters=REMEDIES[remedy].filters)
+    return run
 
 
 def product(m: MatmulOgs, x: torch.Tensor, matrix: Matrix, put: Operand) -> Reading:
@@ -63,7 +69,7 @@ def product(m: MatmulOgs, x: torch.Tensor, matrix: Matrix, put: Operand) -> Read
     y, worst = m.product(x, put).float(), 0.0
     bad = ~y.isfinite()
     for expert in range(len(y)):
-        right = x.float() @ broken.dequantized(Matrix(matrix.weight[expert], matrix.scale[expert])).T
+        right = x.float() @ mxfp4.dequantized(matrix.weight[expert], matrix.scale[expert]).T
         error = torch.where(bad[expert], 0, (y[expert] - right).abs() / right.abs().max())
         worst = max(worst, float(error.max()))
     where = [bad.flatten(1).any(1), bad.flatten(0, 1).any(0)]
@@ -82,10 +88,11 @@ def package(device: str, *remedies: str) -> None:
     m, size = MatmulOgs(device, REMEDIES[remedies[0]].edit), size_on(device)
     for label in remedies:
         remedy = "none" if label == AGAIN else label
-        for tokens in BATCHES[device] if label in ("none", "loader_pads") else (scene.TOKENS,):
-            clean, dirty = asked(m, scene.layer_on(device, size, tokens), remedy)
-            tell(((label, "0x00", tokens), clean))
-            tell(((label, "0xff", tokens), dirty))
+        for tokens in BATCHES[device] if label in BATCHED else (scene.TOKENS,):
+            a = scene.layer_on(device, size, tokens)
+            said = scene.judged(a, runner(m, a, remedy), filters=REMEDIES[remedy].filters)
+            for fill, one in zip(scene.FILLS, said, strict=True):
+                tell(((label, fill, tokens), one))
         if label not in READERS:
             continue
 
@@ -104,23 +111,25 @@ def table(device: str) -> None:
     """
     m, size = MatmulOgs(device), size_on(device)
     generator = torch.Generator(device).manual_seed(1)
-    for k in (size.hidden, *CONTROLS[device]):
+    fills = {size.hidden: dict.fromkeys(scene.BEHIND)} | CONTROLS[device]
+    for k, names in fills.items():
         matrix = scene.checkpoint(Shape(size.experts, 2 * size.inter, k), generator)
         x = torch.randn(16, k, generator=generator, device=device).bfloat16()
         put = converted(m, matrix)
-        for name in scene.BEHIND if k == size.hidden else ("0x00", "0xff"):
-            tell(((k, name), product(m, x, matrix, put.in_slab(bytes_of(name)))))
+        for name, fill in names.items():
+            tell((("first product", name), product(m, x, matrix, put.in_slab(bytes_of(fill or name)))))
         data = put.scale_bytes.cpu()
         same = broken.swizzled(matrix.scale.cpu()).equal(data.as_strided((data.numel(),), (1,)))
-        tell(((k, "layout"), reading("same bytes" if same else "differ", bytes=data.numel())))
+        if k == size.hidden:
+            tell(("layout", reading("same bytes" if same else "differ", bytes=data.numel())))
 
 
-def cost(device: str) -> Reading:
+def cost() -> Reading:
     """Child: milliseconds of a layer of 64 tokens and of its loader, and bytes of its scales."""
     from triton.testing import do_bench
 
-    m, found = MatmulOgs(device), {}
-    a = scene.layer_on(device, size_on(device), 64)
+    m, found = MatmulOgs("cuda"), {}
+    a = scene.layer_on("cuda", GPT_OSS, 64)
     for remedy in ("none", "loader_pads"):
         put = [converted(m, matrix, remedy) for matrix in (a.w13, a.w2)]
         call = lambda put=put: m.moe(a.x, a.topk_ids, a.topk_weights, *put)  # noqa: E731
@@ -142,47 +151,8 @@ def loader(device: str, release: str, folder: str) -> None:
         for turn, applied in enumerate((False, True, False)):
             if applied:
                 patch.apply(release)
-            tell((turn, asked(m, a, "none", module._swizzle_mxfp4)[1]))
+            tell((turn, scene.judged(a, runner(m, a, swizzle=module._swizzle_mxfp4))[1]))
             patch.revert()
-
-
-class Raw:
-    """Device memory at an address, for ``torch.as_tensor``."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (count,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def _mapped(count: int) -> torch.Tensor:
-    """(count,) uint8 that ends where a mapping of its own ends: one byte more is no memory."""
-    from cuda.bindings import driver
-
-    def done(result: tuple[Any, ...]) -> Any:
-        if int(result[0]):
-            raise RuntimeError(f"CUDA driver: {result[0]}")
-        return result[1] if len(result) > 1 else None
-
-    at = torch.cuda.current_device()
-    wanted = driver.CUmemAllocationProp()
-    wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    wanted.location.id = at
-    minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    page = done(driver.cuMemGetAllocationGranularity(wanted, minimum))
-    size = -(-count // page) * page
-    # Reserved beyond the end, so that nothing else is mapped there.
-    address = done(driver.cuMemAddressReserve(size + 8 * page, 0, 0, 0))
-    done(driver.cuMemMap(address, size, 0, done(driver.cuMemCreate(size, wanted, 0)), 0))
-    access = driver.CUmemAccessDesc()
-    access.location = wanted.location
-    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    done(driver.cuMemSetAccess(address, size, [access], 1))
-    return torch.as_tensor(Raw(int(address) + size - count, count), device="cuda")
 
 
 def guarded(remedy: str) -> Reading:
@@ -190,9 +160,22 @@ def guarded(remedy: str) -> Reading:
     m, a = MatmulOgs("cuda", REMEDIES[remedy].edit), scene.layer_on("cuda", GPT_OSS)
     put = converted(m, a.w13, remedy)
     data = put.scale_bytes
-    memory = _mapped(data.numel()).as_strided(data.shape, data.stride())
+    memory = mapped(data.numel(), "cuda").as_strided(data.shape, data.stride())
     memory.copy_(data)
     return product(m, a.x, a.w13, put.with_scale(memory))
+
+
+def watch() -> Reading:
+    """Child: what a watch behind gpt-oss' layer of 512 tokens could see."""
+    m, a = MatmulOgs("cuda"), scene.layer_on("cuda", GPT_OSS, 512)
+    return scene.watched(a, runner(m, a))
+
+
+def marlin() -> Reading:
+    """Child: gpt-oss' layer with Marlin's kernel of an installed vLLM, 0xff behind its scales."""
+    a = scene.layer_on("cuda", GPT_OSS)
+    moe = mxfp4.marlin(a.w13, a.w2)
+    return scene.judged(a, lambda a, behind: (moe(a.x, a.topk_ids, a.topk_weights, behind), a.x))[1]
 
 
 # Of gpt-oss-20b, beside the experts: layers, vocabulary, and what a server of vLLM 0.22.1 reserves.
@@ -200,29 +183,20 @@ LAYERS, VOCABULARY, PROFILED_TOKENS, PROFILED_REQUESTS = 24, 201_088, 8192, 256
 KV_BYTES, STEPS = 256 * 2**20, (1, 2, 3, 8, 64)
 
 
-def quantized(shape: Shape, device: str) -> Matrix:
-    """Normal weights in MXFP4, as the OCP Microscaling specification 1.0 (section 6.3) converts them.
+def behind(scales: torch.Tensor, owners: Mapping[int, str] | None = None) -> tuple[str, list[int]]:
+    """Who owns the block right behind the scales, and the first 32 bytes there.
 
-    Random bytes would hold 0xff more often than a checkpoint does.
+    Args:
+        scales: as bytes.
+        owners: address -> name.
     """
-    values = 0.02 * torch.randn(*shape[:2], shape.k // broken.GROUP, broken.GROUP, device=device)
-    exponent = values.abs().amax(-1).log2().floor() - 2
-    middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=device)
-    codes = torch.bucketize(values.abs() / exponent.exp2()[..., None], middle) + 8 * (values < 0)
-    low, high = codes.flatten(-2).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return Matrix(low | high << 4, (exponent + 127).to(torch.uint8))
-
-
-def _behind(operand: Operand, owners: Mapping[int, str]) -> tuple[str, list[int]]:
-    """Who owns the block right behind the scales, and the first 32 bytes there."""
-    data = operand.scale_bytes
-    end = data.data_ptr() + data.numel()
+    end = scales.data_ptr() + scales.numel()
     for segment in torch.cuda.memory_snapshot():
         at = segment["address"]
         for block in segment["blocks"]:
-            if at == end:
-                owner = "free" if block["state"] == "inactive" else owners.get(end, "other")
-                return owner, torch.as_tensor(Raw(end, 32), device="cuda").tolist()
+            if at <= end < at + block["size"]:
+                owner = "free" if block["state"] == "inactive" else (owners or {}).get(end, "other")
+                return owner, at_address(end, 32).tolist()
             at += block["size"]
     return "end of the segment", []
 
@@ -238,9 +212,9 @@ def neighbour(device: str) -> None:
     m, size = MatmulOgs(device), size_on(device)
     with vllm_sources.executed(m.root, SAMPLER):
         filtered = importlib.import_module(SAMPLER).apply_top_k_top_p_pytorch
-    torch.manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     shapes = Shape(size.experts, 2 * size.inter, size.hidden), Shape(size.experts, size.hidden, size.inter)
-    source = [quantized(shape, device).on("cpu") for shape in shapes]
+    source = [scene.checkpoint(shape, generator).on("cpu") for shape in shapes]
     x = torch.randn(2, size.hidden, device=device).bfloat16()
     # Both tokens go to the last expert.
     ids = torch.arange(size.experts - 1, size.experts - 1 - size.top_k, -1, device=device).repeat(2, 1)
@@ -265,16 +239,16 @@ def neighbour(device: str) -> None:
     owners |= {put.weight.storage.data.data_ptr(): "weights" for layer in layers for put in layer}
 
     def stage(name: str) -> None:
-        behind = [_behind(w13, owners) for w13, _ in layers]
+        found = [behind(w13.scale_bytes, owners) for w13, _ in layers]
         outs = [m.moe(x, ids, weights, *layer)[0] for layer in layers]
         wrong = [number for number, out in enumerate(outs) if not out.equal(clean)]
         nan = not all(out.isfinite().all() for out in outs)
         said = reading(
             NAN if nan else WRONG if wrong else RIGHT,
             layers=len(layers),
-            owners=dict(Counter(owner for owner, _ in behind)),
+            owners=dict(Counter(owner for owner, _ in found)),
             wrong_layers=wrong,
-            harmful=[[i, owner, bytes(at[:16]).hex()] for i, (owner, at) in enumerate(behind) if 0xFF in at],
+            harmful=[[i, owner, bytes(at[:16]).hex()] for i, (owner, at) in enumerate(found) if 0xFF in at],
         )
         tell((name, said))
 

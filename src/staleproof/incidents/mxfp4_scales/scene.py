@@ -7,8 +7,9 @@ own kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +17,7 @@ from staleproof.cases.case import Reading, reading
 from staleproof.incidents.mxfp4_scales import broken
 from staleproof.incidents.mxfp4_scales.broken import Kernel, Matrix, Shape
 from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
+from staleproof.kernels import mxfp4
 
 RIGHT, NAN, WRONG = "right", "NaN", "wrong, finite"
 # Relative error of a row: bf16 weights and results, summed in fp32. The kernels' own is below 5e-3.
@@ -63,14 +65,9 @@ class Layer:
 
 
 def checkpoint(shape: Shape, generator: torch.Generator) -> Matrix:
-    """Random weights as a checkpoint holds them; the scales are 2**-12 to 2**-5."""
+    """Normal weights as a checkpoint holds them."""
     shape.check()
-    device, (experts, n, k) = generator.device, shape
-
-    def drawn(low: int, high: int, *sizes: int) -> torch.Tensor:
-        return torch.randint(low, high, sizes, dtype=torch.uint8, generator=generator, device=device)
-
-    return Matrix(drawn(0, 256, experts, n, k // 2), drawn(115, 123, experts, n, k // broken.GROUP))
+    return Matrix(*mxfp4.quantized(shape, generator))
 
 
 def layer_on(device: str, size: Size = SMALL, tokens: int = TOKENS) -> Layer:
@@ -78,7 +75,7 @@ def layer_on(device: str, size: Size = SMALL, tokens: int = TOKENS) -> Layer:
     generator = torch.Generator(device).manual_seed(0)
     w13 = checkpoint(Shape(size.experts, 2 * size.inter, size.hidden), generator)
     w2 = checkpoint(Shape(size.experts, size.hidden, size.inter), generator)
-    x = torch.randn(tokens, size.hidden, generator=generator, device=device) * 0.1
+    x = torch.randn(tokens, size.hidden, generator=generator, device=device)
     ids = torch.rand(tokens, size.experts, generator=generator, device=device).argsort(1)
     ids[0] = torch.arange(size.experts - 1, -1, -1, device=device)
     weights = torch.rand(tokens, size.top_k, generator=generator, device=device).softmax(1)
@@ -97,8 +94,8 @@ def reference(a: Layer) -> torch.Tensor:
     out = torch.zeros(a.x.shape, device=a.x.device)
     for expert, token, place in _sorted(a):
         first, second = (Matrix(*(part[expert] for part in matrix)) for matrix in (a.w13, a.w2))
-        inner = broken.swiglu(a.x[token].float() @ broken.dequantized(first).T)
-        y = inner.bfloat16().float() @ broken.dequantized(second).T
+        inner = broken.swiglu(a.x[token].float() @ mxfp4.dequantized(*first).T)
+        y = inner.bfloat16().float() @ mxfp4.dequantized(*second).T
         out.index_add_(0, token, y * a.topk_weights[token, place, None])
     return out
 
@@ -127,63 +124,44 @@ def layer(
     return out, torch.cat(inners)
 
 
-# What may lie behind: a fill of n bytes from a generator.
-Fill = Callable[[int, torch.Generator], torch.Tensor]
-
-
-def _drawn(low: int, high: int) -> Fill:
-    return lambda n, generator: torch.randint(low, high, (n,), dtype=torch.uint8, generator=generator)
-
-
-def _constant(byte: int) -> Fill:
-    return lambda n, generator: torch.full((n,), byte, dtype=torch.uint8)
-
-
-def _of(dtype: torch.dtype, make: Callable[..., torch.Tensor]) -> Fill:
-    def fill(n: int, generator: torch.Generator) -> torch.Tensor:
-        return make(n // dtype.itemsize, generator).to(dtype).view(torch.uint8)
-
-    return fill
-
-
-def _value(dtype: torch.dtype, value: float) -> Fill:
-    return _of(dtype, lambda n, generator: torch.full((n,), value, dtype=dtype))
-
-
-def _normal(n: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(n, generator=generator)
-
-
-BEHIND: dict[str, Fill] = {
-    "0x00": _constant(0x00),
-    "0x7f": _constant(0x7F),
-    "0xfe": _constant(0xFE),
-    "0xff": _constant(0xFF),
-    "int32 -1": _value(torch.int32, -1),
-    "bf16 -inf": _value(torch.bfloat16, -torch.inf),
-    "fp32 -inf": _value(torch.float32, -torch.inf),
+# What may lie behind: a dtype, and a constant of it, the ends of a range to draw from, or None: N(0, 1).
+BEHIND: dict[str, tuple[torch.dtype, Any]] = {
+    "0x00": (torch.uint8, 0x00),
+    "0x7f": (torch.uint8, 0x7F),
+    "0xfe": (torch.uint8, 0xFE),
+    "0xff": (torch.uint8, 0xFF),
+    "int32 -1": (torch.int32, -1),
+    "bf16 -inf": (torch.bfloat16, -torch.inf),
+    "fp32 -inf": (torch.float32, -torch.inf),
     # By their bits: a NaN that is computed may hold others.
-    "bf16 NaN, 0x7fc0": _value(torch.int16, 0x7FC0),
-    "fp32 NaN, 0x7fc00000": _value(torch.int32, 0x7FC00000),
-    "bf16 N(0, 1)": _of(torch.bfloat16, _normal),
-    "fp32 N(0, 1)": _of(torch.float32, _normal),
-    "random bytes": _drawn(0, 256),
-    "other scales": _drawn(115, 123),
+    "bf16 NaN, 0x7fc0": (torch.int16, 0x7FC0),
+    "fp32 NaN, 0x7fc00000": (torch.int32, 0x7FC00000),
+    "bf16 N(0, 1)": (torch.bfloat16, None),
+    "fp32 N(0, 1)": (torch.float32, None),
+    "random bytes": (torch.uint8, (0, 256)),
+    "other scales": (torch.uint8, (115, 123)),
 }
 
 
 def bytes_of(name: str, n: int = TAIL) -> torch.Tensor:
-    """Bytes to put behind the scales, by their name in :data:`BEHIND`."""
-    return BEHIND[name](n, torch.Generator().manual_seed(0))
+    """Bytes to put behind the scales, (n,) uint8, by their name in :data:`BEHIND`."""
+    dtype, what = BEHIND[name]
+    generator, sizes = torch.Generator().manual_seed(0), (n // dtype.itemsize,)
+    if what is None:
+        made = torch.randn(sizes, generator=generator).to(dtype)
+    elif isinstance(what, tuple):
+        made = torch.randint(what[0], what[1], sizes, dtype=dtype, generator=generator)
+    else:
+        made = torch.full(sizes, what, dtype=dtype)
+    return made.view(torch.uint8)
 
 
+FILLS = ("0x00", "0xff")
 # Computes a layer with these bytes behind its scales: output and intermediate.
-Run = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Run = Callable[[Layer, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def judged(
-    a: Layer, run: Run, fills: Sequence[str] = ("0x00", "0xff"), filters: bool = False
-) -> list[Reading]:
+def judged(a: Layer, run: Run, fills: Sequence[str] = FILLS, filters: bool = False) -> list[Reading]:
     """Judge a layer with each of these bytes behind its scales, beside a reference and beside zeros.
 
     Args:
@@ -192,10 +170,10 @@ def judged(
         fills: names in :data:`BEHIND`.
         filters: whether NaN in the output become 0 before anybody looks.
     """
-    right, over_zeros = reference(a), run(bytes_of("0x00"))
+    right, over_zeros = reference(a), run(a, bytes_of("0x00"))
     clean, said = over_zeros[0], []
     for name in fills:
-        out, inner = over_zeros if name == "0x00" else run(bytes_of(name))
+        out, inner = over_zeros if name == "0x00" else run(a, bytes_of(name))
         got = (out.nan_to_num() if filters else out).float()
         nan, changed = ~got.isfinite().all(1), (got != clean.float()).any(1)
         error = (got - right).norm(dim=1) / right.norm(dim=1)
@@ -223,7 +201,47 @@ def replica(remedy: str, fill: str) -> Reading:
     ('right', 'wrong, finite')
     """
     a, how = layer_on("cpu"), REMEDIES[remedy]
-    return judged(a, lambda behind: layer(a, behind, how.kernel), [fill], how.filters)[0]
+    return judged(a, partial(layer, kernel=how.kernel), [fill], how.filters)[0]
+
+
+# Factors of the layer's input: from hardly any gate at its limit to nearly all.
+LOUDER = (0.25, 1.0, 4.0, 16.0, 64.0)
+
+
+def watched(a: Layer, run: Run) -> Reading:
+    """What a watch behind the layer could tell a hit row by, over :data:`LOUDER` inputs.
+
+    Args:
+        a: the layer.
+        run: computes a layer with these bytes behind its scales: output and intermediate.
+
+    Returns:
+        For each content behind, a list over the inputs: rows with NaN; the norm of the smallest hit row over
+        that of the largest other row; the part of the hit rows of the intermediate whose changed numbers are
+        all 56. And of clean rows, false alarms of such a watch: the part with a 56, and with 56 in all of
+        the columns that 0xff changes.
+    """
+    one = torch.zeros(TAIL, dtype=torch.uint8)
+    one[0] = 0xFF
+    behind = {"0xff": bytes_of("0xff"), "fp32 -inf": bytes_of("fp32 -inf"), "one byte": one}
+    found: dict[str, list[float]] = {}
+    for factor in LOUDER:
+        louder = replace(a, x=(a.x * factor).bfloat16())
+        clean, inner = (each.float() for each in run(louder, bytes_of("0x00")))
+        for name, memory in behind.items():
+            out, dirty = (each.float() for each in run(louder, memory))
+            rows, columns = ((dirty != inner).any(axis) for axis in (1, 0))
+            numbers = {
+                f"{name}: rows with NaN": float((~out.isfinite()).any(1).sum()),
+                f"{name}: smallest hit row": float(out[a.hit].norm(dim=1).min() / clean.norm(dim=1).max()),
+                f"{name}: hit rows of 56": float((dirty[rows][:, columns] == 56).all(1).float().mean()),
+            }
+            if name == "0xff":
+                numbers["clean rows with a 56"] = float((inner == 56).any(1).float().mean())
+                numbers["clean rows of 56"] = float((inner[:, columns] == 56).all(1).float().mean())
+            for what, number in numbers.items():
+                found.setdefault(what, []).append(number)
+    return Reading("measured", found)
 
 
 def odd_groups(remedy: str, product: Callable[..., torch.Tensor] | None = None) -> Reading:
