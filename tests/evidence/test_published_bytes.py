@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.evidence.published_bytes import BlockFingerprints, OtherBytes
+from staleproof.evidence import BlockFingerprints, OtherBytes
 
 
 def caches(layers: int = 2, blocks: int = 6) -> list[torch.Tensor]:

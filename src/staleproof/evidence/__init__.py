@@ -3,7 +3,8 @@
 Canaries (:func:`plant`) show memory that a kernel did not write. :func:`judge_rows` and
 :func:`pad_invariance` show whether padding rows change live rows. :class:`RowCounters` find the first
 bad stage inside a CUDA graph. :class:`TenancyLog` names the last writer of a KV block,
-:class:`PublishedBlocks` the requests that hit a block which nobody wrote, and
+:class:`PublishedBlocks` the requests that hit a block which nobody wrote,
+:class:`BlockFingerprints` those that hit other bytes than were committed, and
 :class:`AllocationLedger` the owner of memory that was allocated after the memory profile.
 """
 
@@ -30,13 +31,16 @@ from staleproof.evidence.tenancy import Suspect, TenancyLog
 
 if TYPE_CHECKING:
     from staleproof.evidence.counters import Crossing, RowCounters
+    from staleproof.evidence.published_bytes import BlockFingerprints, OtherBytes
 
 __all__ = [
     "CLEAN",
     "FILLS",
     "AllocationLedger",
+    "BlockFingerprints",
     "Crossing",
     "Fill",
+    "OtherBytes",
     "PadInvariance",
     "PublishedBlocks",
     "RowCounters",
@@ -53,8 +57,16 @@ __all__ = [
 ]
 
 
+# Loaded on first use: without Triton the other detectors still import.
+_KERNELS = {
+    "Crossing": "counters",
+    "RowCounters": "counters",
+    "BlockFingerprints": "published_bytes",
+    "OtherBytes": "published_bytes",
+}
+
+
 def __getattr__(name: str) -> object:
-    # Loaded on first use: without Triton the other detectors still import.
-    if name not in ("Crossing", "RowCounters"):
+    if name not in _KERNELS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.counters"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_KERNELS[name]}"), name)

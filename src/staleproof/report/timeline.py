@@ -27,11 +27,12 @@ LANES = {
     3: ("moe_routing", "NaN logits, one expert twice"),
     4: ("kv_reuse", "KV blocks that were Mamba state"),
     5: ("scale_padding", "what the revert blamed"),
+    7: ("published_unwritten", "hashes of blocks that nobody wrote"),
 }
 
 INK = "#808080"
 # Okabe and Ito's colours, one for each incident: colour-blind readers can tell them apart.
-COLOURS = {1: "#0072B2", 2: "#D55E00", 3: "#009E73", 4: "#CC79A7", 5: "#E69F00"}
+COLOURS = {1: "#0072B2", 2: "#D55E00", 3: "#009E73", 4: "#CC79A7", 5: "#E69F00", 7: "#56B4E9"}
 
 
 @dataclass(frozen=True)

@@ -6,38 +6,16 @@ told what vLLM's block pool publishes, and looks after each ``schedule`` at what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from staleproof.evidence.published import PublishedBlocks, UnwrittenHit
 from staleproof.vllm import standing
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, logger
+from staleproof.vllm.patches.published_unwritten import SCHEDULER, unknown, unknown_hash
 
-POOL, SCHEDULER = "vllm.v1.core.block_pool", "vllm.v1.core.sched.scheduler"
+POOL = "vllm.v1.core.block_pool"
 FULL = ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size")
-
-
-def unknown(scheduler: Any) -> str | None:
-    """Why a scheduler is left alone, by the patch and by the watch, or ``None`` if it is of a kind we know.
-
-    >>> class Theirs:
-    ...     __module__ = "another.package"
-    >>> unknown(Theirs())
-    "the scheduler is another.package.Theirs, not vLLM's own"
-    """
-    kind = type(scheduler)
-    if not kind.__module__.startswith("vllm.v1.core.sched."):
-        return f"the scheduler is {kind.__module__}.{kind.__qualname__}, not vLLM's own"
-    if len(scheduler.kv_cache_manager.block_pool.blocks) < 2:
-        return "the pool has no block besides the null block"
-    return None
-
-
-def unknown_hash(blocks: Iterable[Any]) -> str | None:
-    """Why blocks of a pool are left alone: vLLM's hashes are bytes, whatever function made them."""
-    others = {type(b.block_hash).__name__ for b in blocks if not isinstance(b.block_hash, bytes | None)}
-    return f"hashes of blocks are {', '.join(sorted(others))}, not bytes" if others else None
 
 
 class Published:

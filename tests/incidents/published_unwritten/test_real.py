@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from staleproof.incidents.published_unwritten import real
 from staleproof.incidents.published_unwritten.broken import NONE, RESTART
-from staleproof.incidents.published_unwritten.cases import SERVER, Server, sizes
+from staleproof.incidents.published_unwritten.cases import RELEASES, SERVER, Server, sizes
 from staleproof.incidents.published_unwritten.scene import WRITTEN, Arrival, burst, one_victim, serve
 from staleproof.vllm import hooks, standing, watch_published
 from staleproof.vllm.patches import published_unwritten
@@ -290,3 +290,22 @@ def test_a_search_finds_the_fault_by_itself(base):
 @pytest.mark.parametrize("fixed", [machine(Manager, patched=True), machine(Loads, remedy=RESTART)])
 def test_a_search_finds_nothing_with_the_remedy(fixed):
     run_state_machine_as_test(fixed, settings=FEW)
+
+
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize(("remedy", "reads"), [(NONE, 224), (RESTART, 0)])
+def test_of_two_requests_that_share_a_failed_load_one_reads_what_the_other_has_not_computed(
+    version, remedy, reads
+):
+    """256 tokens do not come; vLLM lets the first compute them in chunks of 64, and the second goes on."""
+    with loaded(version):
+        engine = real.Real(64, remedy, policy="fcfs", store=real.Store(256))
+        prompt = [100 + i for i in range(300)]
+        load = [
+            Arrival("first", prompt, 4),
+            Arrival("second", [*prompt, 9], 4),
+            Arrival("small", [3] * 9, 20),
+        ]
+        found = serve(engine, load).reads
+    assert len(found) == reads
+    assert {read.reader for read in found} <= {"second"}

@@ -212,10 +212,13 @@ BURSTS = {
     **PLAIN,
     **{f"vLLM {release}, patched": Server(release, patched=True) for release in RELEASES},
 }
-_scheduler: dict[str, Any] = {
-    "needs": _missing,
-    "evidence": lambda server: Evidence(Grade.REAL, f"vLLM {server.release} Scheduler"),
-}
+
+
+def _real(server: Server) -> Evidence:
+    return Evidence(Grade.REAL, f"vLLM {server.release} Scheduler")
+
+
+_servers = partial(each, words="hits", needs=_missing, evidence=_real)
 
 # --- The offload worker, and a whole vLLM.
 
@@ -366,54 +369,46 @@ TABLE = Table(
     _small_fix("zero_at_allocation", expect=NOT_FIXED),
     *(
         fix(
-            f"patch unpublish, vLLM {release}",
+            f"patch unpublish, {name}",
             "hits",
-            off=Server(release),
-            on=Server(release, patched=True),
+            off=server,
+            on=replace(server, patched=True),
             ask=sizes,
             wrong=_sizes_wrong,
-            **_scheduler,
+            needs=_missing,
+            evidence=_real,
         )
-        for release in RELEASES
+        for name, server in PLAIN.items()
     ),
     *(
-        each(
+        _servers(
             f"one victim, {name}",
-            "hits",
-            {f"vLLM {release}": Server(release, options=options) for release in RELEASES},
-            sizes,
+            subjects={on: replace(server, options=options) for on, server in PLAIN.items()},
+            ask=sizes,
             expect=word,
-            **_scheduler,
         )
         for name, (word, options) in CONTROLS.items()
     ),
-    each(
+    _servers(
         "burst",
-        "hits",
-        BURSTS,
-        bursts,
+        subjects=BURSTS,
+        ask=bursts,
         expect={name: AFTER.get(name, FOREIGN if name in PLAIN else WRITTEN) for name in BURSTS},
-        **_scheduler,
     ),
-    each(
+    _servers(
         "watch beside the truth",
-        "same",
-        {
-            f"vLLM {release}{', patched' * patched}": Server(release, patched)
-            for release in ("0.22.1", NEWEST)
-            for patched in (False, True)
+        words="same",
+        subjects={
+            name: BURSTS[name] for name in BURSTS if name.startswith(("vLLM 0.22.1", f"vLLM {NEWEST}"))
         },
-        watched,
+        ask=watched,
         expect="the same",
-        **_scheduler,
     ),
-    each(
+    _servers(
         "failed load",
-        "hits",
-        PLAIN | {f"vLLM {NEWEST}, restarted": Server(NEWEST, remedy=RESTART)},
-        failed_load,
+        subjects=PLAIN | {f"vLLM {NEWEST}, restarted": Server(NEWEST, remedy=RESTART)},
+        ask=failed_load,
         expect=lambda server: WRITTEN if server.remedy.restarts else UNWRITTEN,
-        **_scheduler,
     ),
     *(
         each(

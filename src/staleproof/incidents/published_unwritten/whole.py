@@ -26,6 +26,7 @@ from staleproof.evidence.published_bytes import BlockFingerprints
 from staleproof.incidents.published_unwritten.scene import Arrival, burst
 from staleproof.vllm import hooks, sources, standing, watch_published
 from staleproof.vllm.hooks import Target
+from staleproof.vllm.patches.published_unwritten import SCHEDULER
 from staleproof.vllm.plugin import patches
 
 # Each width as wide as the vocabulary, so that a value is its token.
@@ -177,7 +178,7 @@ class _Watched:
     def wrap(self) -> None:
         """Put both in place: an owner has one hook a function."""
         hooks.wrap("watch", *self.watch.targets())
-        target = Target(watch_published.SCHEDULER, "Scheduler.schedule", ("self",), after=self.scheduled)
+        target = Target(SCHEDULER, "Scheduler.schedule", ("self",), after=self.scheduled)
         hooks.wrap("fingerprints", target)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from staleproof.vllm import standing
@@ -9,11 +10,33 @@ from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, out_of_service
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import Evidence, Sources, file_of
-from staleproof.vllm.watch_published import SCHEDULER, unknown, unknown_hash
 
+SCHEDULER = "vllm.v1.core.sched.scheduler"
 MANAGER = "vllm.v1.core.kv_cache_manager"
 PREEMPT = "Scheduler._preempt_request"
 NAME = "unpublish"
+
+
+def unknown(scheduler: Any) -> str | None:
+    """Why a scheduler is left alone, by the patch and by the watch, or ``None`` if it is of a kind we know.
+
+    >>> class Theirs:
+    ...     __module__ = "another.package"
+    >>> unknown(Theirs())
+    "the scheduler is another.package.Theirs, not vLLM's own"
+    """
+    kind = type(scheduler)
+    if not kind.__module__.startswith("vllm.v1.core.sched."):
+        return f"the scheduler is {kind.__module__}.{kind.__qualname__}, not vLLM's own"
+    if len(scheduler.kv_cache_manager.block_pool.blocks) < 2:
+        return "the pool has no block besides the null block"
+    return None
+
+
+def unknown_hash(blocks: Iterable[Any]) -> str | None:
+    """Why blocks of a pool are left alone: vLLM's hashes are bytes, whatever function made them."""
+    others = {type(b.block_hash).__name__ for b in blocks if not isinstance(b.block_hash, bytes | None)}
+    return f"hashes of blocks are {', '.join(sorted(others))}, not bytes" if others else None
 
 
 def _take_back(args: Arguments, kwargs: Keywords) -> None:
