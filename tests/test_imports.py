@@ -172,7 +172,6 @@ def circles(package: Path) -> list[list[str]]:
 KNOWN = [
     ["staleproof.engine.orders", "staleproof.engine.session"],
     ["staleproof.incidents.kv_reuse.attention", "staleproof.incidents.kv_reuse.hybrid"],
-    ["staleproof.ops.zero_blocks", "staleproof.ops.zero_untraced"],
 ]
 
 
