@@ -26,7 +26,7 @@ KEY = Key("a", "q", "v")
 
 
 def test_findings_come_back_as_recorded(tmp_path):
-    path = tmp_path / "deep" / "findings.jsonl"
+    path = tmp_path / "deep" / "er" / "findings.jsonl"
     three = Three("rows", "leaked", "clean", "leaked", right=True)
     written = [
         finding(KEY, "rows", "leaked", expected="leaked", rows=3, amax=float("nan")),
@@ -50,14 +50,14 @@ GOOD = json.loads(finding(KEY, "rows", "clean").to_json())
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"incident": "a"', "truncated or not JSON"),
-        ('{"incident": "a", "schema": 3}\n', "not a finding"),
-        ("[1]\n", "expected an object"),
+        ('{"incident": "a"', r"findings\.jsonl:1: truncated or not JSON"),
+        (f'{json.dumps(GOOD)}\n{{"incident": "a", "schema": 3}}\n', r"findings\.jsonl:2: not a finding"),
+        ("[1]\n", r"findings\.jsonl:1: expected an object, got list"),
         (json.dumps(GOOD), "the last line has no end"),
         *(
             (json.dumps(GOOD | changes) + "\n", said)
             for changes, said in (
-                ({"surprise": 1}, r"also \['surprise'\]"),
+                ({"surprise": 1}, r"finding: expected the fields of a finding, got also \['surprise'\]"),
                 ({"schema": 2}, "schema: expected 3, which this staleproof reads, got 2"),
                 ({"schema": 4}, "schema: expected 3"),
                 ({"verdict": "leeked"}, "got 'leeked'"),

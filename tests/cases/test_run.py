@@ -342,7 +342,23 @@ def test_a_fix_is_compared_with_a_reference_whatever_is_expected(expect):
     (found,) = run(case)
     assert compared == [(1, "cpu")]
     assert (found.verdict, found.three.right) == ("wrong", False)
-    assert found.note == "rows are 3 times too large"
+    assert found.note == found.three.wrong == "rows are 3 times too large"
+
+
+def test_the_finding_of_a_fix_has_what_the_run_with_it_said():
+    whose = real("torch", "topk")
+    on = Reading("clean", {"rows": 0}, "a note", "a script", whose, Provenance.RECORDED)
+    said = iter([reading("leaked", rows=1), on, reading("leaked", rows=2)])
+    expect = {"cuda": "fixed"}.get
+    case = fix("ours", "rows", off=0, on=1, ask=lambda *_: next(said), wrong=right, expect=expect)
+    (found,) = run(case, device="cuda")
+    assert (found.note, found.script, found.of, found.expected) == ("a note", "a script", whose.of, "fixed")
+    assert (found.provenance, found.words, found.three.text) == (
+        "RECORDED",
+        "fix",
+        "leaked, clean, leaked, right",
+    )
+    assert found.numbers == {"rows_off": 1, "rows_on": 0, "rows_again": 2}
 
 
 def test_the_third_run_may_be_another_process_and_all_see_the_scene():
@@ -373,7 +389,7 @@ def test_a_fix_that_cannot_be_asked_is_not_run(absent_one):
 
     case = fix("ours", "rows", off="broken", on="fixed", ask=pytest.fail, wrong=right, needs=needs)
     (found,) = run(case)
-    assert (found.verdict, found.note) == ("not run", "needs SM100")
+    assert (found.verdict, found.note, found.words) == ("not run", "needs SM100", "fix")
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

@@ -88,3 +88,5 @@ def test_a_false_line_of_a_file_becomes_what_it_shows():
         read = Finding.from_json(good | {"three": vars(three) | change})
         assert (read.verdict, read.expected, read.failed) == (want, "fixed", True)
         assert read.note.startswith("said fixed, but off/on/off gave")
+    hoped = Finding.from_json(good | {"three": vars(three) | {"on": "leaked"}, "expected": "not fixed"})
+    assert (hoped.verdict, hoped.ok) == ("not fixed", True)

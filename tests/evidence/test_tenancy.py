@@ -168,3 +168,28 @@ def test_bad_input_is_refused():
         TenancyLog(keep=0)
     with pytest.raises(ValueError, match="block_ids: expected blocks that were allocated before"):
         TenancyLog().hit([4], "A")
+
+
+def test_explanations_are_in_the_order_of_steps_and_own_blocks_come_first():
+    log = TenancyLog()
+    log.wrote([1, 2, 3, 4], "A", "fp32")
+    log.advance()
+    for blocks in ([3], [4]):
+        log.allocated(blocks, "B", "e4m3")
+        log.wrote(blocks, "B", "e4m3")
+        log.advance()
+    log.hit([3], "C")
+    log.allocated([2, 1], "C", "e4m3")
+    found = [(s.block, s.step, s.steps_ago, s.via) for s in log.explain("C")]
+    assert found == [(1, 3, 3, ()), (2, 3, 3, ()), (3, 1, 1, ("B",))]
+    assert [s.block for s in log.explain("B")] == [3, 4]
+
+
+def test_as_many_owners_are_remembered_as_asked_and_the_oldest_goes_first():
+    for keep in (1, 2):
+        log = TenancyLog(keep=keep)
+        for owner in "ABC":
+            log.allocated([1], owner, "fp32")
+        assert [owner for owner in "ABC" if owner in log._owners] == [*"ABC"[3 - keep :]]
+    with pytest.raises(ValueError, match="keep: expected at least 1 owner, got 0"):
+        TenancyLog(keep=0)

@@ -42,17 +42,17 @@ def batch(dtype: torch.dtype, device: str, hidden: int = 300) -> torch.Tensor:
     return torch.randn(9, hidden, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("live", LIVE)
 @pytest.mark.parametrize("hidden", [1, *HIDDEN, 8192 + 40])
-def test_matches_reference(device: str, dtype: torch.dtype, live: str, hidden: int) -> None:
-    x = batch(dtype, device, hidden)
-    live_rows = LIVE[live](device)
-    want, want_scale = reference.quantize_fp8_per_tensor(x, live_rows=live_rows)
-    got, scale = quantize_fp8_per_tensor(x, live_rows=live_rows)
-    assert got.dtype == torch.float8_e4m3fn
-    assert torch.equal(scale, want_scale)
-    assert torch.equal(payload(got), payload(want))
+def test_matches_reference(device: str, live: str, hidden: int) -> None:
+    for dtype in DTYPES if hidden < 8192 else DTYPES[:1]:
+        x = batch(dtype, device, hidden)
+        live_rows = LIVE[live](device)
+        want, want_scale = reference.quantize_fp8_per_tensor(x, live_rows=live_rows)
+        got, scale = quantize_fp8_per_tensor(x, live_rows=live_rows)
+        assert got.dtype == torch.float8_e4m3fn
+        assert torch.equal(scale, want_scale)
+        assert torch.equal(payload(got), payload(want))
 
 
 def test_every_rounding_case(device: str) -> None:
@@ -86,9 +86,14 @@ def test_padding_changes_no_bit_and_comes_out_zero(
     assert int(payload(got)[~index].count_nonzero()) == 0
 
 
-@pytest.mark.parametrize("live", ["all", "int", "device tensor", "mask", "padding"])
 @pytest.mark.parametrize("column", [0, -1])
-@pytest.mark.parametrize("hidden", [*HIDDEN, 8192 + 40])
+@pytest.mark.parametrize(
+    ("hidden", "live"),
+    [
+        *((hidden, live) for hidden in HIDDEN for live in ("all", "int", "device tensor", "mask", "padding")),
+        *((8192 + 40, live) for live in ("int", "mask")),
+    ],
+)
 def test_the_largest_value_counts_in_the_first_and_the_last_live_tile(
     device: str, hidden: int, column: int, live: str
 ) -> None:

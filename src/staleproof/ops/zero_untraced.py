@@ -6,10 +6,13 @@ takes longer than all else that a first call of ``BlockZeroer`` waits for.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from staleproof.ops.zero_blocks import BlockZeroer
 
-zero_from_host = torch.compiler.disable(
-    BlockZeroer._zero_from_host, reason="block_ids on the host: pass a tensor on the device"
-)
+def _zero(zeroer: Any, block_ids: Any) -> None:
+    zeroer._zero_from_host(block_ids)
+
+
+zero_from_host = torch.compiler.disable(_zero, reason="block_ids on the host: pass a tensor on the device")

@@ -6,7 +6,7 @@ TensorRT-LLM MLA, vLLM #37442) or write 0/0 into it (Triton MLA, vLLM #57017).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -206,14 +206,11 @@ def _launch(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> Any:
-    rank, heads = out.shape[-1], q.shape[-2]
-    q_len = q.shape[1] if q.ndim == 4 else 1
-    rows = q_len * heads
-    capacity = block_table.shape[1] * kv_cache.shape[1]
-    arguments = q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse
-    if not fits_hopper(q, kv_cache, rank, q_len, softmax_scale * k_scale):
-        tiles = tiles_of(q, rows, capacity)
-        return launch_portable(*arguments, tiles._replace(splits=num_kv_splits or tiles.splits))
+    call = Call(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse)
+    heads, q_len, capacity = q.shape[-2], call.q_len, call.capacity
+    if not fits_hopper(q, kv_cache, out.shape[-1], q_len, softmax_scale * k_scale):
+        tiles = tiles_of(q, q_len * heads, capacity)
+        return launch_portable(call, tiles._replace(splits=num_kv_splits or tiles.splits))
     if num_kv_splits is None:
         cut = fastest(q, kv_cache, q_len, capacity)
     else:
@@ -222,79 +219,69 @@ def _launch(
         cut = Cut("split" if splits_well else "portable", num_kv_splits)
         cut = Cut("pairs", 0) if num_kv_splits == 1 else cut
     if cut.kernel == "portable":
-        return launch_portable(*arguments, Tiles(16, 64, cut.pieces, 4))
+        return launch_portable(call, Tiles(16, 64, cut.pieces, 4))
     if cut.kernel in ("alone", "split"):
-        return launch_alone(*arguments, cut.pieces)
+        return launch_alone(call, cut.pieces)
     from staleproof.ops.mla.hopper import HopperCall
 
-    call = HopperCall(*arguments, cut.pieces)
-    return call if call.is_ready else None
+    made = HopperCall(*call, cut.pieces)
+    return made if made.is_ready else None
 
 
-def launch_portable(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    softmax_scale: float,
-    k_scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    tiles: Tiles,
-) -> Any:
+class Call(NamedTuple):
+    """What every kernel of MLA decode is given: the checked arguments of :func:`mla_decode`."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    softmax_scale: float
+    k_scale: float
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @property
+    def q_len(self) -> int:
+        """Query tokens of a request."""
+        return self.q.shape[1] if self.q.ndim == 4 else 1
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the block table has pages for."""
+        return self.block_table.shape[1] * self.kv_cache.shape[1]
+
+
+def launch_portable(call: Call, tiles: Tiles) -> Any:
     """Launch the Triton kernel and, with several splits, their merge; return what repeats both."""
-    rank = out.shape[-1]
-    heads = q.shape[-2]
-    q_len = q.shape[1] if q.ndim == 4 else 1
-    constants = q_len > 1, kv_cache.shape[1], rank, q.shape[-1] - rank, tiles.rows, tiles.keys, INTERPRET
+    rank, q_len, heads = call.out.shape[-1], call.q_len, call.q.shape[-2]
+    page_size, rope = call.kv_cache.shape[1], call.q.shape[-1] - rank
     return _launch_splits(
         _mla_decode_kernel,
-        *(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse),
-        (triton.cdiv(q_len * heads, tiles.rows), tiles.splits, q.shape[0]),
-        constants,
+        call,
+        (triton.cdiv(q_len * heads, tiles.rows), tiles.splits, call.q.shape[0]),
+        (q_len > 1, page_size, rank, rope, tiles.rows, tiles.keys, INTERPRET),
         {"num_warps": tiles.warps, "num_stages": 2},
     )
 
 
-def launch_alone(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    softmax_scale: float,
-    k_scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    splits: int,
-) -> Any:
+def launch_alone(call: Call, splits: int) -> Any:
     """The same with the Hopper kernel of one request, or one split of it, a program."""
     from staleproof.ops.mla.sm90 import mla_decode_sm90_kernel
 
-    q_len = q.shape[1] if q.ndim == 4 else 1
     return _launch_splits(
         mla_decode_sm90_kernel,
-        *(q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse),
-        (triton.cdiv(q_len * q.shape[-2], 64), splits, q.shape[0]),
-        (splits > 1, kv_cache.shape[1]),
+        call,
+        (triton.cdiv(call.q_len * call.q.shape[-2], 64), splits, call.q.shape[0]),
+        (splits > 1, call.kv_cache.shape[1]),
         {"num_warps": 4},
     )
 
 
 def _launch_splits(
-    kernel: Any,
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    softmax_scale: float,
-    k_scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grid: tuple[int, int, int],
-    constants: tuple[Any, ...],
-    options: dict[str, int],
+    kernel: Any, call: Call, grid: tuple[int, int, int], constants: tuple[Any, ...], options: dict[str, int]
 ) -> Any:
     """Launch a kernel whose programs have one request, or one split of it, and the merge of the splits."""
+    q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse = call
     rank, splits = out.shape[-1], grid[1]
     parts, part_lse = out, lse
     if splits > 1:
@@ -302,9 +289,8 @@ def _launch_splits(
         parts, part_lse = memory[:numbers], memory[numbers:]
     q_strides = (q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2))
     strides = (*q_strides, *kv_cache.stride()[:2], block_table.stride(0))
-    q_len = q.shape[1] if q.ndim == 4 else 1
     # In the order of the signature.
-    sizes = softmax_scale, k_scale, block_table.shape[1] * kv_cache.shape[1], q_len, q.shape[-2], splits
+    sizes = softmax_scale, k_scale, call.capacity, call.q_len, q.shape[-2], splits
     tensors = q, kv_cache, block_table, seq_lens, parts, part_lse
     decode = launched(kernel, grid, tensors, (*strides, *sizes, *constants), **options)
     merge = None
