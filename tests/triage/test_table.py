@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 import subprocess
 import sys
-import tomllib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -147,17 +145,6 @@ def test_in_production_is_the_row_of_the_table(incident, capsys):
 def test_in_production_refuses_an_unknown_incident():
     with pytest.raises(ValueError, match=r"incident: expected one of mla_padding, .* got 'mla'"):
         in_production("mla")
-
-
-def test_a_wheel_holds_every_file_that_is_no_python():
-    """What the package reads at run time must be named in pyproject.toml, or a wheel lacks it."""
-    package = ROOT / "src/staleproof"
-    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    there = [path.relative_to(package) for path in package.rglob("*") if path.is_file()]
-    others = [str(path) for path in there if path.suffix not in (".py", ".pyc")]
-    assert "triage/triage.toml" in others
-    lacking = [path for path in others if not any(fnmatch.fnmatch(path, p) for p in named["staleproof"])]
-    assert lacking == []
 
 
 def test_reading_the_table_loads_no_torch():
