@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine.engine_answers import Told, asked, findings, results
+from tests.engine.engine_answers import Answers, asked, findings, results
 
 from staleproof.cases.case import MissingError, Reading, reading
 from staleproof.cases.words import NOT_RUN
@@ -77,7 +77,7 @@ COMPILED = f"{MLA}, compiled"
 WARPS, OTHER = "norm: num_warps 4", "norm: num_warps 8"
 
 
-def compiled(on: int, again: int, *kernels: str) -> Told:
+def compiled(on: int, again: int, *kernels: str) -> Answers:
     """Three compiled engines: the logits of the last two, and the kernels of the second."""
     told = mla_engine(5), mla_engine(0, on), mla_engine(5, again)
     seen = {WARPS: 1}, dict.fromkeys(kernels, 1), {WARPS: 2}
