@@ -295,12 +295,12 @@ def test_engines_that_may_share_the_gpu_start_together_slow_ones_first_and_other
         return reading("grows", by=results.engine("fast 1").failed)
 
     fast = Bench("fast", {"fast 1": ORDER, "fast 2": ORDER}, [cell("q", "fast", "host memory", read)])
-    slow = Bench("slow", {"slow": ORDER}, [cell("q", "slow", "host memory", read)], timeout_s=300, slow=True)
+    slow = Bench("slow", {"slow": ORDER}, [cell("q", "slow", "host memory", read)], slow=True)
     alone = Bench("alone", {"alone": ORDER}, [cell("q", "alone", "host memory", read)], alone=True)
     monkeypatch.setattr(cases, "BENCHES", {one.name: one for one in (alone, fast, slow)})
     monkeypatch.setattr(cases, "run", run)
     found = findings(cases.table(without=["fast 2"]), monkeypatch)
-    assert started == [(["slow", "fast 1"], 300, None), (["alone"], 200, 1)]
+    assert started == [(["slow", "fast 1"], 240, None), (["alone"], 240, 1)]
     assert [one.numbers["by"] for one in found.values()] == ["fast 1", "fast 1", "it was not started"]
 
 

@@ -122,6 +122,5 @@ BENCH = Bench(
     "starts",
     ORDERS,
     [cell(SAME, name, "live logits", partial(equal_engines, name)) for name in ENGINES],
-    timeout_s=240.0,
     slow=True,
 )
