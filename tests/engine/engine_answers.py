@@ -14,10 +14,10 @@ from staleproof.engine import cases
 from staleproof.engine.bench import Bench
 from staleproof.engine.orders import EngineResult
 
-Told = dict[str, EngineResult]
+Answers = dict[str, EngineResult]
 
 
-def results(**by_order: Mapping[str, object]) -> Told:
+def results(**by_order: Mapping[str, object]) -> Answers:
     return {name: EngineResult(answers, None) for name, answers in by_order.items()}
 
 
@@ -32,7 +32,7 @@ def findings(table: Table, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, s
     return answers
 
 
-def asked(bench: Bench, told: Told, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Finding]:
+def asked(bench: Bench, told: Answers, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Finding]:
     """The findings of a bench whose engines told this."""
     monkeypatch.setattr(cases, "run", lambda *_: iter(told.items()))
     return findings(cases.table(bench.name), monkeypatch)

@@ -43,11 +43,11 @@ for spy in (
     spy(watch)
     print("fits", spy.__name__)
 
-spies.living_weights()
+spies.scaled_weights()
 layer = torch.nn.Sequential(torch.nn.Linear(64, 256, bias=False), torch.nn.RMSNorm(256))
 weight_utils.initialize_dummy_weights(layer, None)
 gain = float(layer[0](torch.randn(512, 64, generator=torch.Generator().manual_seed(0))).std())
-print(f"fits living_weights: norm {float(layer[1].weight[0])}, gain {gain:.1f}")
+print(f"fits scaled_weights: norm {float(layer[1].weight[0])}, gain {gain:.1f}")
 
 small = torch.zeros(8, 64, dtype=torch.float8_e4m3fn)
 weight_utils.initialize_single_dummy_weight(small)

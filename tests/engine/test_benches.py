@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine.engine_answers import Told, asked, findings, results
+from tests.engine.engine_answers import Answers, asked, findings, results
 
 from staleproof.cases.case import MissingError, Reading, reading
 from staleproof.cases.words import NOT_RUN
@@ -77,7 +77,7 @@ COMPILED = f"{MLA}, compiled"
 WARPS, OTHER = "norm: num_warps 4", "norm: num_warps 8"
 
 
-def compiled(on: int, again: int, *kernels: str) -> Told:
+def compiled(on: int, again: int, *kernels: str) -> Answers:
     """Three compiled engines: the logits of the last two, and the kernels of the second."""
     told = mla_engine(5), mla_engine(0, on), mla_engine(5, again)
     seen = {WARPS: 1}, dict.fromkeys(kernels, 1), {WARPS: 2}
@@ -295,12 +295,12 @@ def test_engines_that_may_share_the_gpu_start_together_slow_ones_first_and_other
         return reading("grows", by=results.engine("fast 1").failed)
 
     fast = Bench("fast", {"fast 1": ORDER, "fast 2": ORDER}, [cell("q", "fast", "host memory", read)])
-    slow = Bench("slow", {"slow": ORDER}, [cell("q", "slow", "host memory", read)], timeout_s=300, slow=True)
+    slow = Bench("slow", {"slow": ORDER}, [cell("q", "slow", "host memory", read)], slow=True)
     alone = Bench("alone", {"alone": ORDER}, [cell("q", "alone", "host memory", read)], alone=True)
     monkeypatch.setattr(cases, "BENCHES", {one.name: one for one in (alone, fast, slow)})
     monkeypatch.setattr(cases, "run", run)
     found = findings(cases.table(without=["fast 2"]), monkeypatch)
-    assert started == [(["slow", "fast 1"], 300, None), (["alone"], 200, 1)]
+    assert started == [(["slow", "fast 1"], 240, None), (["alone"], 240, 1)]
     assert [one.numbers["by"] for one in found.values()] == ["fast 1", "fast 1", "it was not started"]
 
 

@@ -135,7 +135,7 @@ def test_spies_and_fault_fit_the_real_vllm(version):
         "fits whole_tiles",
         "fits tenants",
         "fits first_configs",
-        "fits living_weights: norm 1.0, gain 1.0",
+        "fits scaled_weights: norm 1.0, gain 1.0",
         "fits switches: zeroed [[3, 2]]",
         "fits routing: _routing",
         "fits first_configs: 36 and 1",

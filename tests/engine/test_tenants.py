@@ -102,7 +102,7 @@ def test_the_control_is_attention_and_reads_the_whole_tile():
 def test_only_the_zeroing_goes_without_the_runners_wait():
     calls = []
     event = SimpleNamespace(synchronize=lambda: calls.append("wait"), record=lambda: calls.append("record"))
-    guard = tenants.Later(event)
+    guard = tenants.DeferredEvent(event)
     guard.synchronize()
     guard.record()
     assert calls == ["record"]

@@ -56,7 +56,6 @@ class Bench:
         name: as the user names it: ``staleproof engine NAME``.
         orders: name -> engine; no other bench has one of these names.
         cases: what is judged of the results.
-        timeout_s: for each engine.
         slow: its engines take longest to start, so that they start before those of other benches.
         alone: one engine at a time has the GPU.
     """
@@ -64,7 +63,6 @@ class Bench:
     name: str
     orders: Mapping[str, Order]
     cases: Sequence[Case]
-    timeout_s: float = 200.0
     slow: bool = False
     alone: bool = False
 
@@ -73,19 +71,17 @@ Judge = Callable[[Results], Reading]
 STATES = ("off", "on", "off again")
 
 
-def cell(
-    question: str, variant: str, words: str, judge: Judge, *, expect: str | None = None, reason: str = ASKED
-) -> Case:
+def cell(question: str, variant: str, words: str, judge: Judge, *, expect: str | None = None) -> Case:
     """A case about what the engines of a bench told.
 
     Args:
         question, variant: of its key.
         words: family of its verdicts.
         judge: from the results to the reading; a :class:`MissingError` means ``not run``.
-        expect, reason: see :class:`~staleproof.cases.case.Case`.
+        expect: see :class:`~staleproof.cases.case.Case`.
     """
     key = Key(INCIDENT, question, variant)
-    return Case(key, words, _judged, judge, expect=expect, reason=reason, needs=_missing, evidence=_evidence)
+    return Case(key, words, _judged, judge, expect=expect, reason=ASKED, needs=_missing, evidence=_evidence)
 
 
 def fix(
@@ -95,7 +91,6 @@ def fix(
     wrong: Callable[[Results], str | None],
     *,
     expect: str | None = FIXED,
-    reason: str = ASKED,
 ) -> Fix:
     """Off / on / off over three engines, or three states of some.
 
@@ -104,7 +99,7 @@ def fix(
         words: family of the three readings.
         state: from the results and ``off``, ``on`` or ``off again`` to the reading.
         wrong: what is wrong with the results of the engine with the remedy, or ``None``.
-        expect, reason: see :class:`~staleproof.cases.case.Case`.
+        expect: see :class:`~staleproof.cases.case.Case`.
     """
 
     def named(name: str) -> Judge:
@@ -117,7 +112,7 @@ def fix(
         again=again,
         wrong=lambda subject, device, results: wrong(results),
         expect=expect,
-        reason=reason,
+        reason=ASKED,
         needs=_missing,
         evidence=_evidence,
     )

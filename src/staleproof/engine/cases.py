@@ -12,6 +12,8 @@ from staleproof.engine.bench import INCIDENT, Bench, Results
 from staleproof.engine.orders import run
 
 _MODULES = (mla, starts, blocks, hybrid, router, watched, memory)
+# Of each engine.
+TIMEOUT_S = 240.0
 BENCHES: dict[str, Bench] = {module.BENCH.name: module.BENCH for module in _MODULES}
 
 
@@ -40,12 +42,11 @@ def _together(benches: Sequence[Bench], without: Sequence[str]) -> Iterator[Case
         for name, order in bench.orders.items()
         if not any(map(name.count, without))
     }
-    timeout_s = max((bench.timeout_s for bench in benches), default=0.0)
     at_once = 1 if any(bench.alone for bench in benches) else None
     scene = Scene(
         "engines",
-        lambda device: Results(run(orders, timeout_s, at_once)),
-        limit_s=60.0 + timeout_s * max(1, len(orders)),
+        lambda device: Results(run(orders, TIMEOUT_S, at_once)),
+        limit_s=60.0 + TIMEOUT_S * max(1, len(orders)),
     )
     return (replace(case, scene=scene) for bench in benches for case in bench.cases)
 

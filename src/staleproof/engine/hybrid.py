@@ -165,4 +165,4 @@ def _cases() -> Iterator[Case]:
     yield fix(RECORDING, "zeroing", *_zeroed(KIMI, KIMI_PLUGIN, ("zeroing", "zeroing", "zeroing again")))
 
 
-BENCH = Bench("hybrid", ORDERS, [*_cases()], timeout_s=240.0, slow=True)
+BENCH = Bench("hybrid", ORDERS, [*_cases()], slow=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from staleproof.cases.children import tell
 from staleproof.engine.probes import Engine, generate, prompts
-from staleproof.engine.tenants import Later
+from staleproof.engine.tenants import DeferredEvent
 
 # State of the engine -> switches: zeroing of new blocks, a cache filled with NaN before the first request,
 # copies of block ids that start late, and the runner's wait for its last step's copies before it zeroes new
@@ -57,7 +57,7 @@ def hybrid(engine: Engine, states: Sequence[str], requests: int = 100) -> dict[s
             poison(runner.kv_caches)
         tenants.clear()
         tenants.zeroing, tenants.delay = switches["zeroing"], switches["delay"]
-        tenants.guard = None if switches["waits"] else Later(waits_for)
+        tenants.guard = None if switches["waits"] else DeferredEvent(waits_for)
         runner.prepare_inputs_event = tenants.guard or waits_for
         outputs = generate(engine, asked, lengths)
         torch.cuda.synchronize()

@@ -62,7 +62,7 @@ def engine(backend: str = "TRITON_MLA", spies: Sequence[Any] = (*SPIES, stages),
 
 
 # What torch.compile looks into must not be spied on: only attention, routing and logits are.
-FIXED_ONES = {
+PATCHED = {
     "TRITON_MLA, full graphs": engine(),
     "TRITON_MLA, full graphs, compiled": engine(spies=SPIES, compilation_config=COMPILED),
     # What the command of vLLM #57017 starts: online fp8, whose experts share one scale a batch.
@@ -71,7 +71,7 @@ FIXED_ONES = {
         spies=SPIES, compilation_config=COMPILED, quantization="fp8"
     ),
 }
-OTHERS = {
+UNPATCHED = {
     "TRITON_MLA, piecewise graphs, compiled": engine(spies=SPIES, compilation_config=PIECEWISE),
     "TRITON_MLA, eager": engine(enforce_eager=True),
     "FLASHMLA, full graphs": engine("FLASHMLA"),
@@ -163,7 +163,7 @@ def _comparable(results: Results, name: str, noise: int) -> None:
         raise MissingError(
             f"{name}: {noise} rows of live logits differ between engines without the plugin too"
         )
-    if FIXED_ONES[name].compiles:
+    if PATCHED[name].compiles:
         off, on, again = (set(results.of(f"{name}, {which}", KERNELS)) for which in STATES)
         if not on or on - off - again:
             own = sorted(on - off - again)
@@ -173,7 +173,7 @@ def _comparable(results: Results, name: str, noise: int) -> None:
 
 
 def _off(name: str) -> str:
-    return f"{name}, off" if name in FIXED_ONES else name
+    return f"{name}, off" if name in PATCHED else name
 
 
 def nan_rows(name: str, results: Results) -> Reading:
@@ -311,11 +311,11 @@ def hurt_by_nan(results: Results) -> Reading:
 
 
 def _cases() -> Iterator[Case]:
-    for name in (*FIXED_ONES, *OTHERS):
+    for name in (*PATCHED, *UNPATCHED):
         yield cell(NAN_ROWS, name, "rows", partial(nan_rows, name))
         yield cell(LIVE_PADDING, name, "live logits", partial(live_padding, _off(name)))
     yield cell(QUANTIZERS, "3 sound rows, 5 rows of NaN", "rows", hurt_by_nan)
-    for name in FIXED_ONES:
+    for name in PATCHED:
         yield cell(LIVE_PADDING, f"{name}, plugin", "live logits", partial(live_padding, f"{name}, on"))
         yield cell(LIVE_LOGITS, name, "live logits", partial(live_logits, name))
         # Whether a shared scale lets the plugin keep live bits is what is asked.
@@ -323,5 +323,5 @@ def _cases() -> Iterator[Case]:
         yield fix(name, "rows", partial(state, name), partial(wrong, name), expect=expect)
 
 
-ORDERS = {key: order for name, one in FIXED_ONES.items() for key, order in three(name, one).items()} | OTHERS
+ORDERS = {key: order for name, one in PATCHED.items() for key, order in three(name, one).items()} | UNPATCHED
 BENCH = Bench("mla", ORDERS, [*_cases()])

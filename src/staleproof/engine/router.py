@@ -27,7 +27,7 @@ SPIES = (attention, logits, routing)
 PROBES: dict[Probe, dict[str, Any]] = {start: {}, nan_bias: {}, same_choice: {}}
 # Largest difference of a routing weight, of at most 1, between our kernels and vLLM's.
 BUDGET = 2**-20
-ONCE = {
+UNPATCHED = {
     ONE_GROUP: Order("deepseek_v3", PROBES, MLA, {"n_group": 1, "topk_group": 1}, spies=SPIES),
     # Ten experts a token: FlashInfer then builds its map of rows in three steps, which repeated ids break.
     BEHIND: Order(
@@ -45,7 +45,7 @@ ONCE = {
         packages=FLASHINFER,
     ),
 }
-FIXED_ONES = {
+PATCHED = {
     GROUPED: Order("deepseek_v3", PROBES, MLA, spies=SPIES),
     SIGMOID: Order("minimax_m2", PROBES, OPTIONS, spies=SPIES),
     SOFTMAX: Order("ernie4_5_moe", PROBES, OPTIONS, spies=SPIES),
@@ -79,7 +79,7 @@ def verdict(told: dict[str, Any]) -> str:
 
 def twice(name: str, results: Results) -> Reading:
     """What a NaN bias does without the plugin."""
-    told = results.of(f"{name}, off" if name in FIXED_ONES else name, "nan_bias")
+    told = results.of(f"{name}, off" if name in PATCHED else name, "nan_bias")
     sound = told["sound"]
     return reading(
         verdict(told),
@@ -129,8 +129,8 @@ def sound(name: str, results: Results) -> Reading:
 
 
 def _cases() -> list[Case]:
-    cases = [cell(TWICE, name, "experts", partial(twice, name)) for name in (*ONCE, *FIXED_ONES)]
-    for name in FIXED_ONES:
+    cases = [cell(TWICE, name, "experts", partial(twice, name)) for name in (*UNPATCHED, *PATCHED)]
+    for name in PATCHED:
         cases.append(fix(name, "experts", partial(state, name), partial(wrong, name)))
         cases.append(cell(SOUND, name, "live logits", partial(sound, name)))
     return cases
@@ -138,6 +138,6 @@ def _cases() -> list[Case]:
 
 BENCH = Bench(
     "router",
-    {**ONCE, **{key: order for name, one in FIXED_ONES.items() for key, order in three(name, one).items()}},
+    {**UNPATCHED, **{key: order for name, one in PATCHED.items() for key, order in three(name, one).items()}},
     _cases(),
 )

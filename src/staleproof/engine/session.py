@@ -108,12 +108,12 @@ def start(order: Order, folder: str) -> Engine:
     import vllm.plugins
 
     from staleproof.engine.probes import Engine
-    from staleproof.engine.spies import Rows, living_weights
+    from staleproof.engine.spies import Rows, scaled_weights
 
     begun = time.perf_counter()
     # First the plugin, so that spies see what it makes of a kernel's result.
     vllm.plugins.load_general_plugins()
-    living_weights()
+    scaled_weights()
     watch = Rows()
     for spy in order.spies:
         spy(watch)

@@ -249,7 +249,7 @@ def _routing(router: Any, watch: Rows) -> None:
     router.select_experts = select_experts
 
 
-def living_weights() -> None:
+def scaled_weights() -> None:
     """Make vLLM's dummy weights large enough that every layer changes the logits.
 
     vLLM draws all of them, norms included, from +-0.001. Then a layer adds so little to the residual

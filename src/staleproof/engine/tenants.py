@@ -44,7 +44,7 @@ class Tenants:
 
     def __init__(self) -> None:
         self.zeroing, self.delay = True, False
-        self.guard: Later | None = None
+        self.guard: DeferredEvent | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -94,7 +94,7 @@ class Tenants:
         return {name: fifths(counts) for name, counts in rows.items()}
 
 
-class Later:
+class DeferredEvent:
     """In place of the event that a runner waits for before it reuses its host buffers.
 
     The wait does nothing: the spies wait behind the zeroing of new blocks instead. So the zeroing has no
@@ -166,7 +166,7 @@ def tenants(watch: Rows) -> None:
 
     def _update_states(self: Any, scheduler_output: Any) -> Any:
         guard = self.prepare_inputs_event
-        if isinstance(guard, Later) and not scheduler_output.new_block_ids_to_zero:
+        if isinstance(guard, DeferredEvent) and not scheduler_output.new_block_ids_to_zero:
             guard.event.synchronize()
         result = update(self, scheduler_output)
         watch.tenants.step(self, scheduler_output)

@@ -41,14 +41,9 @@ def test_a_head_vector_is_hit_as_often_as_independent_elements_would_be():
 
 
 @pytest.mark.parametrize(
-    ("source", "dtype", "samples", "message"),
-    [
-        ("N(0,1)", "e4m3", 256, "source: expected one of"),
-        ("N(0, 1)", "fp8", 256, "dtype: expected one of"),
-        ("N(0, 1)", "e4m3", 100, "samples: expected a multiple of 256, got 100"),
-        ("N(0, 1)", "e4m3", 0, "samples: expected a multiple of 256, got 0"),
-    ],
+    ("source", "dtype", "message"),
+    [("N(0,1)", "e4m3", "source: expected one of"), ("N(0, 1)", "fp8", "dtype: expected one of")],
 )
-def test_bad_input_is_refused(source, dtype, samples, message):
+def test_bad_input_is_refused(source, dtype, message):
     with pytest.raises(ValueError, match=message):
-        nan_share(source, dtype, samples)
+        nan_share(source, dtype)

@@ -106,7 +106,7 @@ class Page:
         return self.page_bytes - self.mamba_bytes
 
 
-def equalise(attention: AttentionSpec, mamba: MambaSpec, alignment: int = ALIGNMENT) -> Page:
+def equalise(attention: AttentionSpec, mamba: MambaSpec) -> Page:
     """The page both layers share: attention's block grows until a Mamba state fits.
 
     After vLLM's ``HybridAttentionMambaModelConfig.verify_and_update_config`` (0.18.1).
@@ -114,13 +114,8 @@ def equalise(attention: AttentionSpec, mamba: MambaSpec, alignment: int = ALIGNM
     Args:
         attention: the attention layer of one rank.
         mamba: the Mamba layer of the same rank.
-        alignment: the block size is a multiple of this many tokens.
-
-    Raises:
-        ValueError: ``alignment`` below 1.
     """
-    require(alignment >= 1, "alignment", "at least 1 token", alignment)
-    block_size = alignment * math.ceil(mamba.state_bytes / (alignment * attention.token_bytes))
+    block_size = ALIGNMENT * math.ceil(mamba.state_bytes / (ALIGNMENT * attention.token_bytes))
     return Page(block_size, block_size * attention.token_bytes, mamba.state_bytes)
 
 
@@ -150,7 +145,6 @@ class KVBuffers:
         mamba: the Mamba layers.
         kernel_block_size: tokens a block of the attention kernel holds, where it is less than the
             manager's block: logical block ``b`` is then kernel blocks ``b * ratio`` and following.
-        block_size: tokens of a manager's block; only without ``mamba``, which decides it otherwise.
         device: of the memory.
 
     Attributes:

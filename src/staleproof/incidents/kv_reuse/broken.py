@@ -101,9 +101,9 @@ class OnePinnedBuffer(Fill):
     step's ids there. Pinned memory on CUDA; elsewhere the copy is made late.
     """
 
-    def __init__(self, buffers: KVBuffers, capacity: int = 8192) -> None:
+    def __init__(self, buffers: KVBuffers) -> None:
         super().__init__(buffers)
-        device = buffers.raw[0].device
+        device, capacity = buffers.raw[0].device, 2 * buffers.num_blocks
         self.host = torch.zeros(capacity, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.there = torch.zeros(capacity, dtype=torch.int64, device=device)
 

@@ -61,18 +61,12 @@ class HybridModel:
         device: of the weights.
         attend: the attention kernel.
         first_step: what a Mamba layer does at the first token of a request.
-        dtype: that attention computes in.
     """
 
-    def __init__(
-        self,
-        device: str,
-        attend: Attend,
-        first_step: FirstStep = FirstStep.OVERWRITTEN,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, device: str, attend: Attend, first_step: FirstStep = FirstStep.OVERWRITTEN) -> None:
         self.attend, self.first_step = attend, first_step
-        self.dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+        # That attention computes in.
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         generator = torch.Generator().manual_seed(5)
 
         def weight(*shape: int) -> torch.Tensor:

@@ -72,17 +72,11 @@ def quantize_blocks_only(
 
 
 def simulate_with_replacement(
-    tokens: int,
-    experts: int,
-    top_k: int,
-    *,
-    indices_type: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
+    tokens: int, experts: int, top_k: int, *, device: torch.device | str = "cpu", seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Uniformly random routing with ``randint``: an expert may come twice, and ids are int64.
 
-    Stands for ``DistributionBasedRouting`` of vLLM up to 0.27.1 (drawing) and up to 0.33.0 (width:
+    Stands for ``DistributionBasedRouting`` of vLLM up to 0.27.1 (drawing) and up to 0.33.0 (width: its
     ``indices_type`` is None for several all-to-all backends). Returns those of
     :func:`staleproof.incidents.scale_padding.ids.simulate_routing`.
     """
@@ -90,7 +84,7 @@ def simulate_with_replacement(
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(0, experts, (tokens, top_k), generator=generator)
     weights = torch.full((tokens, top_k), 1 / top_k)
-    return weights.to(device), drawn.to(device, indices_type or torch.long)
+    return weights.to(device), drawn.to(device)
 
 
 def read_as_int32(topk_ids: torch.Tensor) -> torch.Tensor:

@@ -39,31 +39,23 @@ def check_route(tokens: int, experts: int, top_k: int) -> None:
 
 
 def simulate_routing(
-    tokens: int,
-    experts: int,
-    top_k: int,
-    *,
-    topk_ids_dtype: torch.dtype = torch.int32,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
+    tokens: int, experts: int, top_k: int, *, device: torch.device | str = "cpu", seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Uniformly random routing: distinct experts, with ids of the width a kernel reads.
 
     Each expert gets a random number and the ``top_k`` largest win, as in vLLM since #48740.
 
     Returns:
-        ``topk_weights`` (tokens, top_k) float32, equal; ``topk_ids`` (tokens, top_k).
+        ``topk_weights`` (tokens, top_k) float32, equal; ``topk_ids`` (tokens, top_k) int32.
 
     Raises:
-        ValueError: no token, more experts a token than there are, or ids of another dtype.
+        ValueError: no token, or more experts a token than there are.
     """
     check_route(tokens, experts, top_k)
-    ok = topk_ids_dtype in (torch.int32, torch.int64)
-    check.require(ok, "topk_ids_dtype", "torch.int32 or torch.int64", topk_ids_dtype)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, experts, generator=generator).topk(top_k).indices
     weights = torch.full((tokens, top_k), 1 / top_k)
-    return weights.to(device), ids.to(device, topk_ids_dtype)
+    return weights.to(device), ids.to(device, torch.int32)
 
 
 def require_int32_ids(topk_ids: torch.Tensor) -> torch.Tensor:
