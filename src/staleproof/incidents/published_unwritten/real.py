@@ -14,7 +14,8 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,11 +40,16 @@ class _Unset(SimpleNamespace):
             raise AttributeError(name)
 
 
-def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
-    """Call with the keywords that this release knows."""
+@lru_cache(maxsize=8)  # A class keeps its whole release in memory.
+def _known(call: Callable[..., Any]) -> Mapping[str, Any]:
     # AsyncScheduler takes whatever its base takes.
     base = getattr(call, "__mro__", (call, call))[1] if call.__name__ == "AsyncScheduler" else call
-    known = inspect.signature(base).parameters
+    return inspect.signature(base).parameters
+
+
+def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
+    """Call with the keywords that this release knows."""
+    known = _known(call)
     return call(**{name: value for name, value in keywords.items() if name in known})
 
 
@@ -103,7 +109,25 @@ def _digest(value: object) -> bytes:
     return hashlib.sha256(repr(value).encode()).digest()
 
 
-def _scheduler(blocks: int, policy: str, threshold: int, budget: int, seqs: int, asynchronous: bool) -> Any:
+def _scheduler(
+    blocks: int,
+    *,
+    policy: str = "priority",
+    threshold: int = 64,
+    budget: int = 512,
+    seqs: int = 8,
+    asynchronous: bool = False,
+) -> Any:
+    """Over one group of full attention.
+
+    Args:
+        blocks: of the pool, of 16 tokens each.
+        policy: ``priority`` or ``fcfs``.
+        threshold: ``long_prefill_token_threshold``; 0 for none.
+        budget: tokens of a step.
+        seqs: requests of a step.
+        asynchronous: take ``AsyncScheduler``.
+    """
     import torch
 
     chosen = "async_scheduler", "AsyncScheduler"
@@ -183,12 +207,8 @@ class Real:
     Args:
         blocks: of the pool, of 16 tokens each.
         remedy: see :mod:`.broken`.
-        policy: ``priority`` or ``fcfs``.
-        threshold: ``long_prefill_token_threshold``; 0 for none.
-        budget: tokens of a step.
-        seqs: requests of a step.
-        asynchronous: take ``AsyncScheduler``.
         store: a connector, with vLLM's policy ``recompute`` for loads that fail.
+        options: of :func:`_scheduler`.
 
     Attributes:
         memory: what the worker would have written.
@@ -198,18 +218,9 @@ class Real:
     """
 
     def __init__(
-        self,
-        blocks: int,
-        remedy: Remedy = NONE,
-        *,
-        policy: str = "priority",
-        threshold: int = 64,
-        budget: int = 512,
-        seqs: int = 8,
-        asynchronous: bool = False,
-        store: Store | None = None,
+        self, blocks: int, remedy: Remedy = NONE, *, store: Store | None = None, **options: Any
     ) -> None:
-        self.scheduler = _scheduler(blocks, policy, threshold, budget, seqs, asynchronous)
+        self.scheduler = _scheduler(blocks, **options)
         self.scheduler.connector = self._store = store
         self.memory, self.preempted, self.steps, self.host_s = Memory(BLOCK), 0, 0, 0.0
         self._fresh: set[int] = set()
@@ -217,7 +228,7 @@ class Real:
         if remedy != NONE:
             self._apply(remedy)
         self._flying: list[tuple[Any, Any]] = []
-        self._most = 2 if asynchronous else 1
+        self._most = 2 if options.get("asynchronous") else 1
         # Requests whose first step was taken back, so that their hits are still to be read.
         self._unread: set[str] = set()
 
