@@ -149,6 +149,7 @@ def test_the_first_rows_are_packed_and_come_back_whole(device):
         (256, torch.ones(2, 2), None, None, "slot: expected 0 to 255, got 256"),
         (0, torch.ones(2, 2, dtype=torch.float64), None, None, "x: expected torch.float32 or"),
         (0, torch.ones(0, 2), None, None, "x: expected at least one row"),
+        (0, torch.ones(2), None, None, "x: expected at least one row"),
         (0, torch.ones(2, 2), torch.ones(2, 3, dtype=torch.int32), None, "ids: expected 1 to 32 ids"),
         (0, torch.ones(2, 2), torch.ones(2, 2), None, "ids: expected torch.int32 or torch.int64"),
         (0, torch.ones(2, 2), None, torch.ones(1, dtype=torch.bool), "padding: expected at least 2 entries"),

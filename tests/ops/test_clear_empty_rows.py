@@ -37,10 +37,11 @@ def lens(*values: int, device: str) -> torch.Tensor:
         ((40, 2, 64), (0, 9) * 20, None),
         ((6, 4, 64), (0, 5, 0), None),
         ((3, 5, 2, 64), (4, 0, 8), None),
+        ((3, 2, 2, 64), (4, 0, 8), None),
         ((11, 3, 64), (4, 0, 8, 0), (0, 2, 5, 8, 8)),
         ((300, 1, 32), (1, 0) * 75, tuple(range(0, 301, 2))),
     ],
-    ids=["3-d", "many rows", "uniform q_len", "4-d", "ragged", "ragged, many requests"],
+    ids=["3-d", "many rows", "uniform q_len", "4-d", "two tokens", "ragged", "ragged, many requests"],
 )
 def test_matches_reference_and_touches_no_live_bit(
     device: str,

@@ -40,7 +40,8 @@ class LateRing(IdRing):
             self.catch_up(mark)
 
     def _copy(self, to: int, source: int, size: int, stream: int) -> None:
-        a, b, n = to // 4, source // 4, size // 4
+        (a, b, n), rest = zip(*(divmod(number, 4) for number in (to, source, size)), strict=True)
+        assert not any(rest), "a copy of whole ids"
 
         def copy() -> None:
             self.there[a : a + n] = self._host[b : b + n]

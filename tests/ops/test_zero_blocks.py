@@ -152,6 +152,17 @@ def test_each_id_in_the_arguments_of_a_launch_is_read(device: str, count: int) -
     case.check()
 
 
+@pytest.mark.parametrize("pages", [2, 4])
+def test_every_row_of_every_id_has_a_program(device: str, monkeypatch, pages: int) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(zero_kernel, "_tile", lambda _: (32, pages))
+    case = Case([plain(9, 40, kv=True), plain(9, 24)], device)
+    ids = [1, 3, 4, 6, 8]
+    case.expect(ids)
+    case.zeroer.zero(ids)
+    case.check()
+
+
 @pytest.mark.parametrize("page", [1, 15, 16, 17, 31, 4096, 4097, 10_000, 70_001])
 @pytest.mark.parametrize("kv", [False, True], ids=["blocks outermost", "K/V outermost"])
 def test_any_page_size(device: str, page: int, kv: bool) -> None:
