@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from staleproof.cases import store
+from staleproof.incidents.registry import INCIDENTS
 from staleproof.triage import table
 from tools import bound, figures, support
 
@@ -147,10 +148,17 @@ def test_the_index_names_every_page():
     assert [page.name for page in PAGES[2:] if f"({page.name})" not in index] == ["index.md"]
 
 
-def test_onboarding_asks_ten_questions_each_with_a_link_and_a_folded_answer():
+def test_onboarding_has_two_paths_and_twelve_questions_each_with_a_link_and_a_folded_answer():
     text = (ROOT / "workbook/onboarding.md").read_text()
     questions = re.split(r"^### (?=\d+\. )", text, flags=re.MULTILINE)[1:]
-    assert [int(question.partition(".")[0]) for question in questions] == [*range(1, 11)]
+    assert [int(question.partition(".")[0]) for question in questions] == [*range(1, 13)]
+    # One question at least of each incident's notebook, and of the orientation.
+    linked = " ".join(LINK.findall(text))
+    assert all(about.notebook in linked for about in INCIDENTS.values())
+    assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| 3")] == [
+        "30 minutes",
+        "3 hours",
+    ]
     for question in questions:
         asked, _, answer = question.partition("<details><summary>Answer</summary>")
         assert asked.splitlines()[0].endswith("?")

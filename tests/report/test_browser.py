@@ -199,6 +199,45 @@ def test_a_release_marks_each_row_as_affected_or_not(browser, report):
         assert page.locator("#triage tbody tr:visible").count() > 5
 
 
+def test_the_guided_figure_goes_through_a_step_stage_by_stage(browser, report):
+    with opened(browser, report, DESKTOP) as seen:
+        page = seen.page
+        stages, said = page.locator("#step .stage"), page.locator("#step .says li:visible")
+        # Where rows 0 (a request) and 7 (padding) stand after the stages that are shown.
+        states = """(row) => [...document.querySelectorAll('#step .stage:not(.hidden)')].map(
+            (one) => one.querySelectorAll('rect')[row].getAttribute('class'))"""
+        assert (page.evaluate(states, 0), page.locator("#back").is_disabled()) == (["stale"], True)
+        assert "The graph was captured" in said.inner_text()
+        page.click("#next")
+        page.click("#next")
+        assert page.evaluate(states, 0) == ["stale", "finite", "leaked"]
+        assert page.evaluate(states, 7) == ["stale", "nan", "nan"]
+        assert said.inner_text().startswith("quantise: The quantiser takes one scale")
+        # The remedy, switched on in the middle of the step, and stepping goes on from there.
+        page.check("#cured")
+        assert page.evaluate(states, 0) == page.evaluate(states, 7) == ["stale", "finite", "finite"]
+        page.click("#back")
+        assert page.evaluate(states, 7) == ["stale", "finite"]
+        for _ in range(stages.count() - 2):
+            page.click("#next")
+        assert page.locator("#next").is_disabled()
+        assert said.inner_text().startswith("logits: Three requests answer")
+
+
+def test_real_and_replica_are_told_apart_without_reading(browser, report):
+    with opened(browser, report, DESKTOP) as seen:
+        edge = "(one) => getComputedStyle(one).borderLeftStyle + ' ' + getComputedStyle(one).borderLeftColor"
+        looks = {
+            grade: {
+                seen.page.locator(place).first.evaluate(edge)
+                for place in (f".card.{grade}", f".triage tr.{grade} th")
+            }
+            for grade in ("real", "replica")
+        }
+        assert [len(found) for found in looks.values()] == [1, 1]
+        assert looks["real"] != looks["replica"]
+
+
 def test_every_picture_says_what_it_shows(browser, report):
     with opened(browser, report, DESKTOP) as seen:
         told = seen.page.evaluate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from made import absent, drawing, fix, found, write
 from staleproof.cases import store
 from staleproof.cases.finding import real
 from staleproof.cli import app as cli
+from staleproof.incidents.mla_padding.pictures import stage_picture
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.report import html
 from staleproof.report.notebooks import Execution
@@ -158,6 +160,33 @@ def test_sections_are_folded_and_a_notebook_that_stopped_says_so(root):
     assert (made.count("<summary>code</summary>"), made.count("<summary>answer</summary>")) == (1, 1)
     assert "This notebook stopped: code cell 2 raised" in made
     assert not re.search(r"<h\d[^>]*>\s*#?5703", made)
+
+
+@pytest.mark.parametrize(("remedy", "at"), [("empty_row_not_written", 0), ("clear_empty_rows", 1)])
+def test_the_guided_figure_shows_what_a_captured_step_shows(remedy, at, device):
+    """Stage by stage, of the first layer and the logits: the miniature of incident 1 with 3 requests."""
+    drawn = stage_picture(remedy, device, live=3)
+    guided = tomllib.loads((html.TEMPLATES / "guided.toml").read_text())["stage"][1:]
+    words = {0: "finite", 1: "nan", 2: "leaked"}
+    for stage in guided:
+        name = stage["name"] if stage["name"] == "logits" else f"0.{stage['name']}"
+        column = [words[row[drawn.stages.index(name)]] for row in drawn.cells]
+        assert ({*column[:3]}, {*column[3:]}) == ({stage["live"][at]}, {stage["padding"][at]}), name
+    first_layer = [name[2:] for name in drawn.stages if name.startswith("0.")]
+    assert [stage["name"] for stage in guided] == [*first_layer, "logits"]
+
+
+def test_this_machine_beside_the_recorded_ones_is_three_sentences_and_a_fold(root):
+    runs = recorded(root, found("q", "same", "clean"), found("q", "differs", "clean"))
+    said = page(
+        found("q", "same", "clean"), found("q", "differs", "leaked"), absent("d", "t", "no GPU"), runs=runs
+    )
+    section = said[said.index('<section id="verdicts">') :]
+    paragraph = " ".join(re.sub(r"<[^>]+>", "", section[: section.index("<details")]).split())
+    assert "This machine answered 2 questions, 0 of them not as expected, and could not ask 1." in paragraph
+    assert "1 answers are the same, 1 differ." in paragraph
+    assert paragraph.endswith("1 verdicts differ, or are not as expected.")
+    assert section.index("<details") < section.index("<table")
 
 
 def _luminance(colour: str) -> float:

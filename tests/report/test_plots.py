@@ -141,6 +141,15 @@ def test_uptime_draws_each_share_at_the_end_of_its_window() -> None:
     assert [t.get_text() for t in legend.get_texts()] == ["off", "on"]
 
 
+def test_no_curve_of_uptime_is_hidden_behind_another():
+    same = [0.0, 0.0]
+    fig = plots.uptime({"a": same, "b": [0.0, 1.0], "c": same}, steps=10)
+    first, second = fig.axes[0].lines
+    assert [line.get_label() for line in (first, second)] == ["a\nc", "b"]
+    assert first.get_linewidth() > second.get_linewidth()
+    assert first.get_markersize() > second.get_markersize()
+
+
 @pytest.mark.parametrize(
     ("curves", "message"),
     [

@@ -17,7 +17,7 @@ from staleproof.report.timeline import INK
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FONT = 8
+_FONT = 9
 _OURS, _PEER, _REFERENCE = ("o", "#0072B2"), ("s", "#D55E00"), ("D", INK)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from staleproof.incidents.moe_routing.pictures import MapPicture
     from staleproof.incidents.scale_padding.pictures import TilePicture
 
-_FONT = 8
+_FONT = 9
 # Tokens shown large, beside the whole batch.
 ZOOM = 14
 

@@ -49,7 +49,7 @@ STATES: Mapping[str, tuple[str, float, str]] = {
     "never written": (_VERMILION, 0.45, "xxx"),
 }
 _STAGE_STATES = ("finite", "NaN in a padding row", "NaN in a live row")
-_FONT = 8
+_FONT = 9
 
 
 def grid(
@@ -84,9 +84,9 @@ def grid(
         require(len(line) == len(columns), "cells", f"{len(columns)} columns", len(line))
         require(set(line) <= set(STATES), "cells", f"states of {list(STATES)}", sorted(set(line)))
     # In inches: the space for the labels grows with their length.
-    left = 0.25 + 0.075 * max(map(len, rows))
-    flat = 0.07 * max(map(len, columns)) < cell[0]
-    top = 0.3 if flat else 0.15 + 0.055 * max(map(len, columns))
+    left = 0.25 + 0.084 * max(map(len, rows))
+    flat = 0.079 * max(map(len, columns)) < cell[0]
+    top = 0.3 if flat else 0.15 + 0.062 * max(map(len, columns))
     bottom, right = 0.4, 0.6
     width, height = len(columns) * cell[0], len(rows) * cell[1]
     size = (max(left + width + right, 4.6), bottom + height + top)
@@ -193,6 +193,28 @@ def stages(picture: StagePicture) -> Figure:
     )
 
 
+def turned(family: str, word: str, fig: Figure) -> None:
+    """What the controls of a notebook show: a verdict as a badge, and a picture of the state.
+
+    Args:
+        family: of the question.
+        word: its verdict.
+        fig: the picture.
+    """
+    from IPython.display import display
+
+    from staleproof.report.show import Badge
+
+    badge = Badge(family, word)
+    display(badge)
+    display(svg(fig, badge.text))
+
+
+def turned_step(picture: StagePicture) -> None:
+    """One step by stage, with the verdict on its rows; see :func:`turned`."""
+    turned("rows", picture.verdict, stages(picture))
+
+
 def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, live: int) -> Figure:
     """The experts of a batch as a heat map, duplicates hatched, beside the map from slot to entry.
 
@@ -280,9 +302,20 @@ def uptime(curves: Mapping[str, Sequence[float]], *, steps: int) -> Figure:
     fig = Figure(figsize=(7, 2.9), facecolor="none", layout="constrained")
     ax = fig.subplots()
     colours = sns.color_palette("colorblind", len(curves))
-    for (name, shares), colour, mark in zip(curves.items(), colours, "osD^vPX*" * 9, strict=False):
+    # Curves that are the same are one line with their names; where others meet, a later one is thinner.
+    alike: dict[tuple[float, ...], list[str]] = {}
+    for name, shares in curves.items():
+        alike.setdefault(tuple(shares), []).append(name)
+    for n, (shares, names) in enumerate(alike.items()):
         ends = [steps * (window + 1) / len(shares) for window in range(len(shares))]
-        ax.plot(ends, shares, color=colour, marker=mark, linewidth=1.5, label=name)
+        ax.plot(
+            *(ends, shares),
+            color=colours[n],
+            marker="osD^vPX*"[n % 8],
+            label="\n".join(names),
+            linewidth=max(1.0, 5 - n),
+            markersize=max(4.0, 9 - n),
+        )
     ax.set(xlabel="steps served", ylabel="requests corrupted", xlim=(0, None), ylim=(-0.04, 1.04))
     ax.yaxis.set_major_formatter("{x:.0%}")
     in_grey(ax)

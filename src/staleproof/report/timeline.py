@@ -30,7 +30,9 @@ LANES = {
     7: ("published_unwritten", "hashes of blocks that nobody wrote"),
 }
 
-INK = "#808080"
+# The grey with a contrast of 4.5 on white and on black.
+INK = "#767676"
+FONT = 9
 # Okabe and Ito's colours, one for each incident: colour-blind readers can tell them apart.
 COLOURS = {1: "#0072B2", 2: "#D55E00", 3: "#009E73", 4: "#CC79A7", 5: "#E69F00", 7: "#56B4E9"}
 
@@ -187,7 +189,7 @@ def figure(events: list[Event] | None = None) -> Figure:
 
     events = load() if events is None else events
     # In inches: the page, the space for lane names, one line of text.
-    width, left, right, line = 11.0, 2.35, 0.1, 0.19
+    width, left, right, line = 9.0, 2.45, 0.1, 0.21
     first, last = (float(date2num(e.date)) for e in (events[0], events[-1]))
     start, end = first - 8, last + 45
     day = (width - left - right) / (end - start)
@@ -219,12 +221,12 @@ def figure(events: list[Event] | None = None) -> Figure:
                 y = base - 0.75 - next(level)
                 ax.plot([x, x], [base, y], color=colour, linewidth=0.8)
                 at = (x + 0.05 / day, y)
-                ax.annotate(e.label, at, color=INK, fontsize=8, va="center", annotation_clip=False)
+                ax.annotate(e.label, at, color=INK, fontsize=FONT, va="center", annotation_clip=False)
             fill = colour if e.checked else "none"
             ax.plot(x, base, "o", markersize=6, color=colour, markerfacecolor=fill)
     names = [f"{n}  {name}\n{what}" for n, (name, what) in LANES.items()]
-    ax.set_yticks(middles, names, color=INK, fontsize=8)
-    ax.tick_params(axis="x", colors=INK, labelsize=8)
+    ax.set_yticks(middles, names, color=INK, fontsize=FONT)
+    ax.tick_params(axis="x", colors=INK, labelsize=FONT)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(MonthLocator())
     ax.xaxis.set_major_formatter(ConciseDateFormatter(MonthLocator(), show_offset=False))
@@ -235,7 +237,7 @@ def figure(events: list[Event] | None = None) -> Figure:
         Line2D([], [], color=INK, marker="o", linestyle="", markerfacecolor=fill, label=label)
         for fill, label in ((INK, "checked in the release"), ("none", "reported"))
     ]
-    fig.legend(handles=marks, loc="lower left", ncols=2, fontsize=8, frameon=False, labelcolor=INK)
+    fig.legend(handles=marks, loc="lower left", ncols=2, fontsize=FONT, frameon=False, labelcolor=INK)
     return fig
 
 
@@ -243,7 +245,7 @@ def _inches(text: str) -> float:
     """Width of a label of the picture, with the gap before it and some space after it."""
     from matplotlib.textpath import TextPath
 
-    return TextPath((0, 0), text, size=8).get_extents().width / 72 + 0.15
+    return TextPath((0, 0), text, size=FONT).get_extents().width / 72 + 0.15
 
 
 def _levels(labels: list[tuple[float, float]]) -> list[int]:

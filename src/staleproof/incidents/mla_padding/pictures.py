@@ -23,6 +23,13 @@ class StagePicture(NamedTuple):
     live: int
     first_crossing: Crossing | None
 
+    @property
+    def verdict(self) -> str:
+        """What this one step shows: ``leaked``, ``pad_only`` or ``clean``."""
+        if self.first_crossing is not None:
+            return "leaked"
+        return "pad_only" if any(map(any, self.cells)) else "clean"
+
 
 def stage_picture(name: str, device: str, live: int = 3, quantiser: str = "torch.max") -> StagePicture:
     """In which rows and stages of one captured step NaN stands, and where it crosses into a live row.

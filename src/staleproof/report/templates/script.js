@@ -60,3 +60,20 @@ function mark() {
 }
 filter.addEventListener("input", mark);
 release.addEventListener("input", mark);
+// The guided figure: one stage more or less, without the remedy or with it.
+const stages = [...document.querySelectorAll("#step .stage")], says = [...document.querySelectorAll("#step .says li")];
+const cured = document.getElementById("cured");
+let shown = 1;
+function step(by) {
+  shown = Math.min(Math.max(shown + by, 1), stages.length);
+  stages.forEach((one, at) => one.classList.toggle("hidden", at >= shown));
+  says.forEach((one, at) => { one.hidden = at !== shown - 1; });
+  for (const one of document.querySelectorAll("#step rect")) one.setAttribute("class", cured.checked ? one.dataset.on : one.dataset.off);
+  document.getElementById("back").disabled = shown === 1;
+  document.getElementById("next").disabled = shown === stages.length;
+}
+document.getElementById("back").addEventListener("click", () => step(-1));
+document.getElementById("next").addEventListener("click", () => step(1));
+cured.addEventListener("change", () => step(0));
+document.querySelector("#step .says").setAttribute("role", "status");
+step(0);
