@@ -202,7 +202,7 @@ def test_a_release_marks_each_row_as_affected_or_not(browser, report):
 def test_the_guided_figure_goes_through_a_step_stage_by_stage(browser, report):
     with opened(browser, report, DESKTOP) as seen:
         page = seen.page
-        stages, said = page.locator("#step .stage"), page.locator("#step .says li:visible")
+        stages, said = page.locator("#step .stage"), page.locator("#step .says p:visible")
         # Where rows 0 (a request) and 7 (padding) stand after the stages that are shown.
         states = """(row) => [...document.querySelectorAll('#step .stage:not(.hidden)')].map(
             (one) => one.querySelectorAll('rect')[row].getAttribute('class'))"""

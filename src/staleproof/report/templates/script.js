@@ -61,7 +61,7 @@ function mark() {
 filter.addEventListener("input", mark);
 release.addEventListener("input", mark);
 // The guided figure: one stage more or less, without the remedy or with it.
-const stages = [...document.querySelectorAll("#step .stage")], says = [...document.querySelectorAll("#step .says li")];
+const stages = [...document.querySelectorAll("#step .stage")], says = [...document.querySelectorAll("#step .says p")];
 const cured = document.getElementById("cured");
 let shown = 1;
 function step(by) {
@@ -75,5 +75,4 @@ function step(by) {
 document.getElementById("back").addEventListener("click", () => step(-1));
 document.getElementById("next").addEventListener("click", () => step(1));
 cured.addEventListener("change", () => step(0));
-document.querySelector("#step .says").setAttribute("role", "status");
 step(0);
