@@ -5,7 +5,8 @@ Run: ``python benchmarks/clear_empty_rows.py`` on a machine with a CUDA device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +25,10 @@ ROW_BYTES = HEADS * RANK * 2
 SETS = measure.LAUNCHES
 
 
-def rows() -> list[dict[str, Any]]:
-    """Measure every case.
-
-    Raises:
-        DeviceError: no GPU.
-    """
-    measure.require_gpu()
+def cases() -> Iterator[measure.Timing]:
+    """One for each number of live rows."""
     outs = [torch.empty(ROWS, HEADS, RANK, dtype=torch.bfloat16, device="cuda") for _ in range(SETS)]
     zero = torch.zeros((), dtype=torch.bfloat16, device="cuda")
-    found = []
     for live in LIVE:
         seq_lens = torch.zeros(ROWS, dtype=torch.int32, device="cuda")
         seq_lens[:live] = 512
@@ -42,31 +37,36 @@ def rows() -> list[dict[str, Any]]:
             "staleproof": lambda out, lens=seq_lens: clear_empty_rows(out, lens),
             "masked_fill_": lambda out, mask=empty: out.masked_fill_(mask, 0),
             "torch.where": lambda out, mask=empty: torch.where(mask, zero, out, out=out),
-            "slice zero_, n on the host": lambda out, n=live: out[n:].zero_(),
-            "limit: cudaMemsetAsync, n on the host": lambda out, n=live: measure.memset_async(out[n:]),
         }
-        for provider, clear in providers.items():
-            if live == ROWS and "n on the host" in provider:
-                continue
+        if live < ROWS:
+            providers |= {
+                "slice zero_, n on the host": lambda out, n=live: out[n:].zero_(),
+                "limit: cudaMemsetAsync, n on the host": lambda out, n=live: measure.memset_async(out[n:]),
+            }
+
+        def wrong(provider: str, calls: Any = providers, live: int = live) -> str:
             target = outs[0].fill_(torch.nan)
-            clear(target)
+            calls[provider](target)
             right = bool(target[:live].isnan().all()) and not int(target[live:].count_nonzero())
-            if not measure.checked(provider, right, f"wrong rows with {live} live"):
-                continue
-            times = measure.graph_times([lambda o=out, c=clear: c(o) for out in outs])
-            found.append(
-                measure.row(
-                    "mla_padding",
-                    "clear_empty_rows",
-                    provider,
-                    f"bf16 ({ROWS}, {HEADS}, {RANK})",
-                    "live rows",
-                    live,
-                    times,
-                    (ROWS - live) * ROW_BYTES,
-                )
-            )
-    return found
+            return "" if right else "wrong rows"
+
+        yield measure.Timing(
+            *("mla_padding", "clear_empty_rows", f"bf16 ({ROWS}, {HEADS}, {RANK})", "live rows", live),
+            (ROWS - live) * ROW_BYTES,
+            {name: [partial(call, out) for out in outs] for name, call in providers.items()},
+            None,
+            wrong,
+        )
+
+
+def rows() -> list[dict[str, Any]]:
+    """Measure every case.
+
+    Raises:
+        DeviceError: no GPU.
+    """
+    measure.require_gpu()
+    return [row for case in cases() for row in case.rows()]
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ from staleproof.cases import measure
 from staleproof.kernels.mla import peers
 from staleproof.kernels.vllm import flashmla
 from staleproof.ops.clear_empty_rows import clear_empty_rows
+from staleproof.ops.decode_workspace import DecodeWorkspace
 from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.mla.decode import mla_decode
-from staleproof.ops.nvfp4 import quantize_nvfp4
+from staleproof.ops.nvfp4 import create_fp4_scale_tensor, dequantize_nvfp4, quantize_nvfp4
 from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
 from staleproof.ops.zero_blocks import BlockZeroer
 
@@ -86,6 +87,8 @@ class Inputs:
         self.pages = [torch.zeros(64, 16, 64, **like) for _ in range(28)]
         self.zeroer = BlockZeroer(self.pages)
         self.numbers = torch.empty(64, device="cuda")
+        self.packed = quantize_nvfp4(self.x, self.factor)
+        self.workspace = DecodeWorkspace()
 
     def bare(self) -> None:
         _touch[(1,)](self.numbers, 64, 64)
@@ -110,6 +113,15 @@ class Inputs:
             "distinct_experts": ("moe_routing", lambda: distinct_experts(self.weights, self.ids)),
             "BlockZeroer.zero": ("kv_reuse", lambda: self.zeroer.zero(THIRTY)),
             "quantize_nvfp4": ("scale_padding", lambda: quantize_nvfp4(self.x, self.factor)),
+            "dequantize_nvfp4": ("scale_padding", lambda: dequantize_nvfp4(*self.packed, self.factor)),
+            "create_fp4_scale_tensor": (
+                "scale_padding",
+                lambda: create_fp4_scale_tensor(ROWS, HIDDEN, device="cuda"),
+            ),
+            "DecodeWorkspace.get": (
+                "decode_buffer",
+                lambda: self.workspace.get(self.out.shape, torch.bfloat16, "cuda"),
+            ),
         }
 
     def peers(self) -> dict[str, dict[str, Call]]:

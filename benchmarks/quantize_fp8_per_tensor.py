@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -72,21 +73,67 @@ def right(got: Quantized, x: torch.Tensor, live: int) -> bool:
     return bool(close.all()) and torch.allclose(got[1], scale, rtol=1e-6)
 
 
-def few() -> Iterator[dict[str, Any]]:
+def few() -> Iterator[measure.Timing]:
     """Small batches with one launch, and with two."""
     for count, hidden in FEW:
         x = torch.randn(count, hidden, device="cuda", dtype=torch.bfloat16)
         for provider, whole in (("staleproof", fp8.WHOLE), ("staleproof, two launches", 0)):
+            # While it is timed as well: the caller reads its rows before it asks for the next case.
             with mock.patch.multiple(fp8, WHOLE=whole, _SEEN=fp8.Seen()):
-                is_right = right(quantize_fp8_per_tensor(x), x, count)
-                if not measure.checked(provider, is_right, f"wrong result for {count} rows of {hidden}"):
-                    continue
-                times = measure.graph_times([lambda x=x: quantize_fp8_per_tensor(x)])
-            yield measure.row(
-                *("mla_padding", "quantize_fp8_per_tensor", provider, f"bf16 ({count}, {hidden})"),
-                *("live rows", count, times, 3 * count * hidden),
-                cache=measure.WARM,
+                call = partial(quantize_fp8_per_tensor, x)
+                yield measure.Timing(
+                    *("mla_padding", "quantize_fp8_per_tensor", f"bf16 ({count}, {hidden})"),
+                    *("live rows", count, 3 * count * hidden),
+                    {provider: [call]},
+                    measure.WARM,
+                    lambda provider, call=call, x=x: wrong(call(), x, len(x)),
+                )
+
+
+def wrong(got: Quantized, x: torch.Tensor, live: int) -> str:
+    """What is wrong with a result, or nothing."""
+    return "" if right(got, x, live) else "wrong result"
+
+
+def cases() -> Iterator[measure.Timing]:
+    """Small batches, then each hidden size with each number of live rows, and with all."""
+    compiled, of_vllm = torch.compile(all_rows), vllm()
+    yield from few()
+    for hidden in HIDDEN:
+        turns = measure.rotation(ROWS * hidden * 2)
+        xs = [torch.randn(ROWS, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(turns.sets)]
+        targets = [torch.empty(ROWS * hidden, dtype=torch.uint8, device="cuda") for _ in xs]
+        case = "mla_padding", "quantize_fp8_per_tensor", f"bf16 ({ROWS}, {hidden})", "live rows"
+
+        def timing(
+            live: int,
+            calls: dict[str, Callable[[torch.Tensor], Quantized]],
+            xs: list[torch.Tensor] = xs,
+            turns: measure.Rotation = turns,
+            case: Any = case,
+        ) -> measure.Timing:
+            moved = live * xs[0].shape[1] * 2 + xs[0].numel()
+            each = {name: [partial(call, x) for x in xs] for name, call in calls.items()}
+            return measure.Timing(
+                *case, live, moved, each, turns, lambda name: wrong(calls[name](xs[0]), xs[0], live)
             )
+
+        for live in LIVE:
+            count_on_device = torch.tensor([live], dtype=torch.int32, device="cuda")
+            mask = torch.arange(ROWS, device="cuda") < live
+            yield timing(
+                live,
+                {
+                    "staleproof": partial(quantize_fp8_per_tensor, live_rows=count_on_device),
+                    "staleproof, mask": partial(quantize_fp8_per_tensor, live_rows=mask),
+                },
+            )
+        everything = {"staleproof": quantize_fp8_per_tensor, **of_vllm, "torch eager": all_rows}
+        everything["torch.compile"] = compiled
+        yield timing(ROWS, {f"{name}, all rows": call for name, call in everything.items()})
+        fills = [partial(measure.memset_async, target) for target in targets]
+        limit = {"limit: memset of the result": fills}
+        yield measure.Timing(*case, 1, ROWS * hidden, limit, measure.COLD, wrong=lambda provider: "")
 
 
 def rows() -> list[dict[str, Any]]:
@@ -96,66 +143,7 @@ def rows() -> list[dict[str, Any]]:
         DeviceError: no GPU.
     """
     measure.require_gpu()
-    compiled, of_vllm = torch.compile(all_rows), vllm()
-    found = [*few()]
-    for hidden in HIDDEN:
-        turns = measure.rotation(ROWS * hidden * 2)
-        xs = [torch.randn(ROWS, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(turns.sets)]
-        result_bytes = ROWS * hidden
-        targets = [torch.empty(result_bytes, dtype=torch.uint8, device="cuda") for _ in xs]
-
-        def add(
-            provider: str,
-            live: int,
-            call: Callable[[torch.Tensor], Quantized],
-            *,
-            xs: list[torch.Tensor] = xs,
-            turns: measure.Rotation = turns,
-            hidden: int = hidden,
-        ) -> None:
-            is_right = right(call(xs[0]), xs[0], live)
-            if not measure.checked(provider, is_right, f"wrong result for {live} rows of {hidden}"):
-                return
-            for cache, times in measure.cached_times([lambda x=x: call(x) for x in xs], turns):
-                found.append(
-                    measure.row(
-                        "mla_padding",
-                        "quantize_fp8_per_tensor",
-                        provider,
-                        f"bf16 ({ROWS}, {hidden})",
-                        "live rows",
-                        live,
-                        times,
-                        live * hidden * 2 + ROWS * hidden,
-                        cache=cache,
-                    )
-                )
-
-        for live in LIVE:
-            count_on_device = torch.tensor([live], dtype=torch.int32, device="cuda")
-            mask = torch.arange(ROWS, device="cuda") < live
-            add("staleproof", live, lambda x, n=count_on_device: quantize_fp8_per_tensor(x, live_rows=n))
-            add("staleproof, mask", live, lambda x, m=mask: quantize_fp8_per_tensor(x, live_rows=m))
-        add("staleproof, all rows", ROWS, quantize_fp8_per_tensor)
-        for name, op in of_vllm.items():
-            add(f"{name}, all rows", ROWS, op)
-        add("torch eager, all rows", ROWS, all_rows)
-        add("torch.compile, all rows", ROWS, compiled)
-        times = measure.graph_times([lambda t=target: measure.memset_async(t) for target in targets])
-        found.append(
-            measure.row(
-                "mla_padding",
-                "quantize_fp8_per_tensor",
-                "limit: memset of the result",
-                f"bf16 ({ROWS}, {hidden})",
-                "live rows",
-                1,
-                times,
-                result_bytes,
-                cache=measure.COLD,
-            )
-        )
-    return found
+    return [row for case in cases() for row in case.rows()]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ has no body below SM100 and is not run here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,14 +43,8 @@ def in_kernel(x: torch.Tensor, factor: torch.Tensor, out: Quantised) -> Quantise
     return kernels.quantize_nvfp4(x, factor, out=out)
 
 
-def rows() -> list[dict[str, Any]]:
-    """Measure every case.
-
-    Raises:
-        DeviceError: no GPU.
-        WrongResult: ours is wrong.
-    """
-    measure.require_gpu()
+def cases() -> Iterator[measure.Timing]:
+    """One for each number of rows."""
     compiled = torch.compile(reference.quantize_nvfp4, dynamic=False)
     providers: dict[str, Callable[..., Quantised]] = {
         "staleproof": in_kernel,
@@ -57,7 +52,6 @@ def rows() -> list[dict[str, Any]]:
         "zeros, then staleproof": zeros_then_quantise,
         "torch.compile": lambda x, factor, out: compiled(x, factor),
     }
-    found: list[dict[str, Any]] = []
     for m in ROWS:
         bytes_in, bytes_out = m * HIDDEN * 2, m * HIDDEN // 2
         shape = reference.scale_shape(m, HIDDEN)
@@ -72,39 +66,41 @@ def rows() -> list[dict[str, Any]]:
             )
             for _ in xs
         ]
+        copies = [torch.empty(2, moved // 2, dtype=torch.uint8, device="cuda") for _ in xs]
+        calls = {
+            name: [partial(call, x, factor, out) for x, out in zip(xs, outs, strict=True)]
+            for name, call in providers.items()
+        }
+        calls["limit: copy of as many bytes"] = [partial(pair[0].copy_, pair[1]) for pair in copies]
         want = reference.quantize_nvfp4(xs[0], factor)
-        owned = reference.scale_offsets(m, HIDDEN // reference.BLOCK, device="cuda")
-        for provider, call in providers.items():
-            for part in outs[0]:
+
+        def wrong(provider: str, calls: Any = calls, out: Any = outs[0], want: Any = want, m: int = m) -> str:
+            for part in out:
                 part.view(torch.uint8).fill_(0xA5)
-            got = call(xs[0], factor, outs[0])
+            got = calls[provider][0]()
             scales = [part[1].view(torch.uint8).flatten() for part in (got, want)]
             if "not written" in provider:
+                owned = reference.scale_offsets(m, HIDDEN // reference.BLOCK, device="cuda")
                 scales = [part[owned] for part in scales]
             # torch.compile fuses a product and a sum, so that single codes differ by one.
             same = float((got[0] == want[0]).float().mean())
-            wrong = same < 1 if "staleproof" in provider else same < 0.99
-            if wrong or (provider != "torch.compile" and not torch.equal(*scales)):
-                if "staleproof" in provider:
-                    raise measure.WrongResult(f"{m} rows, {provider}")
-                print(f"{m} rows, {provider}: refused, wrong result")
-                continue
-            calls = [lambda x=x, o=o, f=call, g=factor: f(x, g, o) for x, o in zip(xs, outs, strict=True)]
-            found += _rows(provider, m, calls, turns, moved)
-        copies = [torch.empty(2, moved // 2, dtype=torch.uint8, device="cuda") for _ in xs]
-        calls = [lambda c=c: c[0].copy_(c[1]) for c in copies]
-        found += _rows("limit: copy of as many bytes", m, calls, turns, moved)
-    return found
+            if same < (1 if "staleproof" in provider else 0.99):
+                return "wrong values"
+            return "" if provider == "torch.compile" or torch.equal(*scales) else "wrong scales"
+
+        mode = f"bf16 (m, {HIDDEN})" + ("" if m % 128 else ", no scale padding")
+        yield measure.Timing("scale_padding", "quantize_nvfp4", mode, "rows", m, moved, calls, turns, wrong)
 
 
-def _rows(
-    provider: str, m: int, calls: list[Callable[[], object]], turns: measure.Rotation, moved: int
-) -> list[dict[str, Any]]:
-    mode = f"bf16 (m, {HIDDEN})" + ("" if m % 128 else ", no scale padding")
-    case = "scale_padding", "quantize_nvfp4", provider, mode, "rows", m
-    return [
-        measure.row(*case, times, moved, cache=cache) for cache, times in measure.cached_times(calls, turns)
-    ]
+def rows() -> list[dict[str, Any]]:
+    """Measure every case.
+
+    Raises:
+        DeviceError: no GPU.
+        WrongResult: ours is wrong.
+    """
+    measure.require_gpu()
+    return [row for case in cases() for row in case.rows()]
 
 
 if __name__ == "__main__":

@@ -132,24 +132,21 @@ def measured(
     Raises:
         WrongResult: ours is wrong.
     """
-    found = []
     tokens, experts = xs[0].shape
-    for provider, call in providers.items():
-        others = other_choices(call(xs[0]), want, xs[0])
-        if others is None:
-            case = f"{kernel}, {mode}, {tokens} tokens, {provider}"
-            if "staleproof" in provider:
-                raise measure.WrongResult(case)
-            print(f"{case}: refused, wrong result")
-            continue
-        moved = tokens * experts * 2 + want[0].numel() * 8
-        turns = measure.rotation(tokens * experts * 2)
-        for cache, times in measure.cached_times([partial(call, x) for x in xs], turns):
-            row = measure.row(
-                "moe_routing", kernel, provider, mode, "tokens", tokens, times, moved, cache=cache
-            )
-            found.append(row | ({"rows_of_other_experts": others} if others else {}))
-    return found
+    others: dict[str, int | None] = {}
+
+    def wrong(provider: str) -> str:
+        others[provider] = other_choices(providers[provider](xs[0]), want, xs[0])
+        return "wrong result" if others[provider] is None else ""
+
+    timing = measure.Timing(
+        *("moe_routing", kernel, mode, "tokens", tokens, tokens * experts * 2 + want[0].numel() * 8),
+        {name: [partial(call, x) for x in xs] for name, call in providers.items()},
+        measure.rotation(tokens * experts * 2),
+        wrong,
+        lambda provider: {"rows_of_other_experts": others[provider]} if others[provider] else {},
+    )
+    return [*timing.rows()]
 
 
 def logits(tokens: int, experts: int) -> list[torch.Tensor]:

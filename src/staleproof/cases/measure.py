@@ -322,6 +322,50 @@ def row(
     }
 
 
+@dataclass(frozen=True)
+class Timing:
+    """One case of a benchmark: what several providers take for the same work on the same inputs.
+
+    Attributes:
+        incident, kernel, mode, x_name, x_value, moved: as for :func:`row`.
+        providers: provider -> closures, one for each set of inputs.
+        turns: how the sets take turns, see :func:`rotation`; or, for sets that are timed in one way, the word
+            for where the inputs are, or ``None``.
+        wrong: takes a provider, calls it, and returns what is wrong with its result, or ``""``. Called for
+            all but limits, which compute nothing.
+        more: provider -> further fields of its rows, after ``wrong``.
+    """
+
+    incident: str
+    kernel: str
+    mode: str
+    x_name: str
+    x_value: int
+    moved: int
+    providers: Mapping[str, Sequence[Callable[[], object]]]
+    turns: Rotation | str | None
+    wrong: Callable[[str], str]
+    more: Callable[[str], Mapping[str, Any]] = lambda provider: {}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Check each provider, then time it; one whose result is wrong is left out.
+
+        Raises:
+            WrongResult: ours is wrong.
+        """
+        for provider, calls in self.providers.items():
+            why = "" if provider.startswith("limit") else self.wrong(provider)
+            if not checked(provider, not why, f"{why}, {self.mode}, {self.x_value} {self.x_name}"):
+                continue
+            turns = self.turns
+            each = (
+                cached_times(calls, turns) if isinstance(turns, Rotation) else [(turns, graph_times(calls))]
+            )
+            for where, times in each:
+                case = self.incident, self.kernel, provider, self.mode, self.x_name, self.x_value
+                yield row(*case, times, self.moved, cache=where) | self.more(provider)
+
+
 def benchmark_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Run one file of ``benchmarks/``, giving each row the file's name and source digest.
 
