@@ -1,4 +1,4 @@
-"""What each part that :mod:`carry` packs holds, and the folder that it is unpacked to on the GPU machine."""
+"""What each part that :mod:`bundle` packs holds, and the folder that it is unpacked to on the GPU machine."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ the first call; ``--no-ptx`` drops that too, and with it Marlin's kernels. The m
 that vLLM pins), Triton, transformers and what these bring; for the engine also aiohttp, OpenCV,
 prometheus_client, protobuf, sentencepiece and tiktoken.
 
-Run: ``python tests/carry/carry.py findings --to FOLDER``, here. FOLDER also gets ``kept``, which stays here:
+Run: ``python tools/offline/bundle.py findings --to FOLDER``, here. FOLDER also gets ``kept``, which stays:
 downloads, the compiler and each module as it is done. Stopped and called again, it goes on where it was, and
 a part made from the same versions is not made again. Then on the GPU machine, in the checkout::
 
@@ -103,7 +103,7 @@ def told(part: Part, order: Order) -> object:
     return asked, plain, SETUP, PART_BYTES
 
 
-def carried(name: str, part: Part, order: Order, to: Path) -> None:
+def bundled(name: str, part: Part, order: Order, to: Path) -> None:
     """Make one part, unless it is there."""
 
     def packed(folder: Path) -> None:
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with _locked(given.to):
         for name, part in parts.items():
             try:
-                carried(name, part, order, given.to)
+                bundled(name, part, order, given.to)
             except subprocess.CalledProcessError as error:
                 # It has said why itself.
                 _refuse(f"{name}: {shlex.join(map(str, error.cmd))}: exit code {error.returncode}", 1)

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "offline"))
 
+import bundle
 import compiled
 import parts
 
-import carry
 from staleproof.kernels import moe_module
 
 
 def test_every_file_is_in_one_part_and_parts_are_of_a_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(carry, "PART_BYTES", 100)
+    monkeypatch.setattr(bundle, "PART_BYTES", 100)
     for number in range(9):
         (tmp_path / f"{number}.py").write_bytes(bytes(40))
-    groups = carry.groups(tmp_path)
+    groups = bundle.groups(tmp_path)
     assert sorted(path.name for group in groups for path in group) == [f"{n}.py" for n in range(9)]
     assert [len(group) for group in groups] == [3, 2, 3, 1]
 
@@ -112,7 +112,7 @@ def there(folder: Path, *names: str) -> tuple[Path, dict[str, str]]:
 
 
 def test_findings_arrive_with_every_variable_naming_what_is_there(tmp_path, downloads, sources, compiler):
-    carry.main(["findings", "--to", str(tmp_path / "to")])
+    bundle.main(["findings", "--to", str(tmp_path / "to")])
     site, variables = there(tmp_path / "to", "vllm", "flashinfer", "moe")
     found = [path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()]
     for name, value in variables.items():
@@ -131,7 +131,7 @@ def test_findings_arrive_with_every_variable_naming_what_is_there(tmp_path, down
 
 
 def test_a_part_that_arrived_broken_stops_the_setup(tmp_path, downloads, sources):
-    carry.main(["vllm", "--to", str(tmp_path / "to")])
+    bundle.main(["vllm", "--to", str(tmp_path / "to")])
     with (tmp_path / "to/vllm/part0.tar.xz").open("r+b") as file:
         file.truncate(100)
     with pytest.raises(subprocess.CalledProcessError):
@@ -152,25 +152,25 @@ def test_what_is_there_is_not_made_again_and_what_was_stopped_goes_on(
 
     monkeypatch.setattr(compiled, "_compile", stopped)
     with pytest.raises(KeyboardInterrupt):
-        carry.main(order)
+        bundle.main(order)
     assert compiler == ["mla-fa3", "mla-fa2"]
     monkeypatch.setattr(compiled, "_compile", real)
     fetched = len(downloads)
-    carry.main(order)
+    bundle.main(order)
     assert compiler == [*compiled.MODULES, "moe"]
     assert len(downloads) == fetched
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("part*.tar.xz")}
-    carry.main(order)
+    bundle.main(order)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("part*.tar.xz")} == before
     assert compiler == [*compiled.MODULES, "moe"]
 
 
 def test_other_arguments_make_a_part_again(tmp_path, downloads, sources):
-    carry.main(["vllm", "--to", str(tmp_path)])
+    bundle.main(["vllm", "--to", str(tmp_path)])
     before = (tmp_path / "vllm").stat().st_ino
-    carry.main(["vllm", "--no-ptx", "--to", str(tmp_path)])
+    bundle.main(["vllm", "--no-ptx", "--to", str(tmp_path)])
     assert (tmp_path / "vllm").stat().st_ino == before, "only the engine's PTX is a choice"
-    carry.main(["vllm", "--python", "3.11", "--to", str(tmp_path)])
+    bundle.main(["vllm", "--python", "3.11", "--to", str(tmp_path)])
     assert [python for python, *_ in downloads] == ["3.12", "3.12", "3.11", "3.11"]
 
 
@@ -199,7 +199,7 @@ def test_bad_input_is_one_line_and_nothing_is_downloaded(arguments, line, tmp_pa
     file.touch()
     arguments = [text.format(file=file) for text in arguments]
     with pytest.raises(SystemExit, match="2"):
-        carry.main(["--to", str(tmp_path / "to"), *arguments])
+        bundle.main(["--to", str(tmp_path / "to"), *arguments])
     said = capsys.readouterr().err
     assert line.format(file=file) in said
     assert said.count("\n") == 1
@@ -209,15 +209,15 @@ def test_bad_input_is_one_line_and_nothing_is_downloaded(arguments, line, tmp_pa
 
 def test_the_command_runs_by_itself(tmp_path):
     done = subprocess.run(
-        [sys.executable, carry.__file__, "nosuch", "--to", "."], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, bundle.__file__, "nosuch", "--to", "."], cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("nosuch: no such part;")
 
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path, downloads, capsys):
-    with carry._locked(tmp_path), pytest.raises(SystemExit, match="2"):
-        carry.main(["vllm", "--to", str(tmp_path)])
+    with bundle._locked(tmp_path), pytest.raises(SystemExit, match="2"):
+        bundle.main(["vllm", "--to", str(tmp_path)])
     assert capsys.readouterr().err == f"--to {tmp_path}: another process works there\n"
     assert downloads == []
 
@@ -228,14 +228,14 @@ def test_a_download_that_failed_is_one_line(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(parts, "fetch", fetch)
     with pytest.raises(SystemExit, match="1"):
-        carry.main(["vllm", "--to", str(tmp_path)])
+        bundle.main(["vllm", "--to", str(tmp_path)])
     assert capsys.readouterr().err == "vllm: pip download vllm==0.20.2: exit code 1\n"
 
 
 def test_a_missing_compiler_is_said_before_anything_is_downloaded(tmp_path, downloads, capsys, monkeypatch):
-    monkeypatch.setattr(carry.shutil, "which", lambda name: None if name == "c++" else name)
+    monkeypatch.setattr(bundle.shutil, "which", lambda name: None if name == "c++" else name)
     with pytest.raises(SystemExit, match="2"):
-        carry.main(["moe", "--to", str(tmp_path / "to")])
+        bundle.main(["moe", "--to", str(tmp_path / "to")])
     assert capsys.readouterr().err == "c++ was not found on PATH\n"
     assert downloads == []
 
