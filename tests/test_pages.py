@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from staleproof import audit
 from staleproof.cases import store
-from staleproof.cli import app as cli
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.triage import table
 from tools import bound, figures, support
@@ -168,18 +166,3 @@ def test_onboarding_has_two_paths_and_twelve_questions_each_with_a_link_and_a_fo
         assert answer.count("</details>") == 1
         # An answer that takes three minutes to check is short.
         assert 20 < len(answer.split()) < 90
-
-
-def test_the_sample_of_the_contract_runs_and_its_arguments_are_those_of_the_decorators(tmp_path, capsys):
-    text = (ROOT / "workbook/contract.md").read_text()
-    (sample,) = re.findall(r"^```python my_module.py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert sum(bool(line) for line in sample.splitlines()) <= 5
-    # A kernel author sees it before anything else of the page.
-    assert text.index(sample) < 1000
-    module = tmp_path / "my_module.py"
-    module.write_text(sample)
-    assert cli.main(["audit", str(module), "--device", "cpu"]) == 1
-    said = capsys.readouterr().out.splitlines()
-    (shown,) = re.findall(r"^\$ staleproof audit my_module.py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert [line.rstrip() for line in said[:3]] == shown.splitlines()
-    assert [name for name in audit.__all__ if f"| `{name}` |" not in text] == []

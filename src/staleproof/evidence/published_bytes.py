@@ -79,8 +79,8 @@ class BlockFingerprints:
             side by side, in any order of its axes, and are a multiple of 4. K and V outermost: give the two
             halves.
 
-    It keeps one number for each hash that was committed: for an investigation, not for months of service. What
-    another server wrote has no commit here, and reads as a hash that nobody committed.
+    It keeps one number for each hash that was committed: for an investigation, not for months of service.
+    What another server wrote has no commit here, and reads as a hash that nobody committed.
 
     Attributes:
         reads: blocks whose first read was compared, so far.
