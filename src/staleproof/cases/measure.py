@@ -363,7 +363,7 @@ class Timing:
             )
             for where, times in each:
                 case = self.incident, self.kernel, provider, self.mode, self.x_name, self.x_value
-                yield row(*case, times, self.moved, cache=where) | self.more(provider)
+                yield row(*case, times, self.moved, cache=where) | dict(self.more(provider))
 
 
 def benchmark_rows(path: Path) -> Iterator[dict[str, Any]]:
