@@ -20,11 +20,12 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from staleproof.cases.children import Ended
 from staleproof.cases.finding import Finding, read_findings
+from staleproof.contract import scripts
 
-# What a script ends with while the kernel breaks its clause. A bfloat16 tensor prints over several lines.
-EXPECTED = re.compile(r"^AssertionError: expected [\s\S]*, got ", re.MULTILINE)
 # The line of an exception. Below that of a CUDA error torch prints advice on several more.
 EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception): .*", re.MULTILINE)
 # What an id out of range does to a kernel that indexes with it.
@@ -64,53 +65,41 @@ def environment(installs: Sequence[str], folder: Path) -> Path:
     return python
 
 
-def ending(text: str, python: Path | str, paths: Sequence[Path] = ()) -> str:
-    """How a script ends: the line of its exception, the signal, or ``""`` if it ends quietly.
-
-    Args:
-        text: of the script.
-        python: that runs it.
-        paths: folders that are importable beside what that Python has.
-    """
+def ending(text: str, python: Path | str) -> Ended:
+    """How a script ends, run by this Python in a folder of its own."""
     kept = {
         name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "counterexample.py"
         path.write_text(text)
+        command = [str(python), "-P", "-c", ALONE, str(path)]
+        given: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "check": False}
         try:
-            done = subprocess.run(
-                [str(python), "-P", "-c", ALONE, str(path)],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                env=kept | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-                cwd=folder,
-                timeout=LIMIT_S,
-                check=False,
-            )
+            done = subprocess.run(command, env=kept, cwd=folder, timeout=LIMIT_S, **given)
         except subprocess.TimeoutExpired:
-            return f"no end within {LIMIT_S} s"
-    if done.returncode < 0:
-        return f"signal {-done.returncode}"
-    if not done.returncode:
-        return ""
-    if found := EXPECTED.search(done.stderr):
-        return " ".join(found[0].split()) + " ..."
-    last = EXCEPTION.findall(done.stderr) or done.stderr.split("\n")
-    return next((line for line in reversed(last) if line.strip()), "?")
+            return Ended([], None, "", "", LIMIT_S)
+    return Ended([], done.returncode, done.stdout, done.stderr, LIMIT_S)
 
 
-def shows(row: Finding, end: str) -> bool:
-    """Whether a script shows what its row says: the assertion fails, or the process ends as it did there."""
-    if EXPECTED.match(end):
+def told(ended: Ended) -> str:
+    """The end of a script in one line."""
+    if ended.code is None:
+        return f"no end within {LIMIT_S} s"
+    if not ended.code:
+        return "ends quietly"
+    found = EXCEPTION.findall(ended.stderr)
+    return f"signal {-ended.code}" if ended.code < 0 else (found or [ended.last_line])[-1]
+
+
+def shows(row: Finding, ended: Ended) -> bool:
+    """Whether a script shows what its finding says: the assertion fails, or it ends as it did there."""
+    if scripts.shows(row.note, ended):
         return True
     # Memory that an id out of range addresses is anybody's: one run ends there, another returns a wrong row.
-    if row.question == "X" and OUTSIDE.search(end):
+    if row.question == "X" and OUTSIDE.search(ended.stderr):
         return True
-    return ("ended its process" in row.note and end.startswith("signal")) or (
-        "CUDA error" in row.note and "CUDA error" in end
-    )
+    return "CUDA error" in row.note and "CUDA error" in ended.stderr
 
 
 def main() -> int:
@@ -131,7 +120,7 @@ def main() -> int:
         needed = sorted({"\n".join(commands(row.script)) for row in asked})
         pythons = {installs: environment(installs.split("\n"), folder) for installs in needed}
 
-        def ask(row: Finding) -> str:
+        def ask(row: Finding) -> Ended:
             return ending(row.script, pythons["\n".join(commands(row.script))])
 
         ends = [*pool.map(ask, asked)]
@@ -140,7 +129,7 @@ def main() -> int:
         right = shows(row, end)
         wrong += not right
         name = f"{row.release} {row.variant} {row.question}"
-        print(f"{'shows it' if right else 'DOES NOT'}  {name}: {end or 'ends quietly'}")
+        print(f"{'shows it' if right else 'DOES NOT'}  {name}: {told(end)}")
     print(f"{len(asked) - wrong} of {len(asked)} scripts show their break alone")
     return int(wrong > 0)
 
