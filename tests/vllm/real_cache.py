@@ -61,7 +61,7 @@ def start(patches: str) -> dict[str, Any]:
         own = ops.topk_softmax
         importlib.import_module("vllm.plugins").load_general_plugins()
         if fault == "fails":
-            importlib.import_module("staleproof.vllm.routing_calls")._without_nan = _fails
+            importlib.import_module("staleproof.vllm.routing_calls")._cleaned = _fails
         elif fault == "bypassed":
             ops.topk_softmax = functools.wraps(own)(lambda *args: own(*args))
     stub = real_routing.CompiledOps(clamped=False)

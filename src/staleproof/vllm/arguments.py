@@ -15,8 +15,8 @@ Keywords = dict[str, Any]
 def argument(args: Arguments, kwargs: Keywords, position: int, name: str, default: Any = None) -> Any:
     """Return one argument of a call, passed by position or by name.
 
-    >>> argument((1, 2), {"c": 3}, 1, "b"), argument((1, 2), {"c": 3}, 2, "c")
-    (2, 3)
+    >>> argument((1, 2), {"c": 3}, 1, "b"), argument((1, 2), {"c": 3}, 2, "c"), argument((1,), {}, 1, "b", 0)
+    (2, 3, 0)
     """
     return args[position] if position < len(args) else kwargs.get(name, default)
 

@@ -65,6 +65,7 @@ CASES = [
     ("undrained_ids", 0, {SCHEDULER: method("Scheduler", "schedule", TAKEN)}),
     ("staging_race", 1, {WORKER: method("KVBlockZeroer", "zero_block_ids", PINNED)}),
     ("staging_race", 0, {WORKER: method("KVBlockZeroer", "zero_block_ids", "gpu = torch.tensor(block_ids)")}),
+    ("staging_race", 0, {WORKER: method("KVBlockZeroer", "zero_block_ids", PINNED.replace("_ids", "_own"))}),
     ("staging_race", 0, {WORKER: "x = 1\n"}),
     ("mla_recording", 1, {MANAGER: recorded("type(spec) is FullAttentionSpec")}),
     ("mla_recording", 0, {MANAGER: recorded("type(spec) in (FullAttentionSpec, MLAAttentionSpec)")}),
