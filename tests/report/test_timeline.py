@@ -75,7 +75,7 @@ def test_load_reads_one_incident_or_several(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([_row(incident=6)], "timeline entry 1, incident: expected some of"),
+        ([_row(incident=99)], "timeline entry 1, incident: expected some of"),
         ([_row(incident=[])], "timeline entry 1, incident: expected some of"),
         ([_row(), _row(extra=1)], "timeline entry 2: expected the fields"),
         ([_row(date="2026-03-32")], "day"),

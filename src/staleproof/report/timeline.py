@@ -27,6 +27,7 @@ LANES = {
     3: ("moe_routing", "NaN logits, one expert twice"),
     4: ("kv_reuse", "KV blocks that were Mamba state"),
     5: ("scale_padding", "what the revert blamed"),
+    6: ("mxfp4_scales", "the byte behind the last scale"),
     7: ("published_unwritten", "hashes of blocks that nobody wrote"),
 }
 
@@ -34,7 +35,7 @@ LANES = {
 INK = "#767676"
 FONT = 9
 # Okabe and Ito's colours, one for each incident: colour-blind readers can tell them apart.
-COLOURS = {1: "#0072B2", 2: "#D55E00", 3: "#009E73", 4: "#CC79A7", 5: "#E69F00", 7: "#56B4E9"}
+COLOURS = {1: "#0072B2", 2: "#D55E00", 3: "#009E73", 4: "#CC79A7", 5: "#E69F00", 6: "#999933", 7: "#56B4E9"}
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 
 from staleproof.cases import children
 from staleproof.cases.case import MissingError
-from staleproof.contract import runner
-from staleproof.contract.contract import Verdict
+from staleproof.contract.cases import audit
+from staleproof.contract.contract import BREAKS, HOLDS
 from staleproof.incidents.mxfp4_scales import broken, cases, real, scene
 from staleproof.incidents.mxfp4_scales.broken import Kernel
 from staleproof.kernels import mxfp4, vllm_matmul_ogs
@@ -99,17 +99,17 @@ def test_normal_weights_are_quantized_within_the_error_of_the_format():
 
 
 @pytest.mark.parametrize(
-    ("release", "clauses"),
+    ("release", "note"),
     [("0.4.7", "0xff behind scale changes the result"), ("0.4.10", "ended its process with signal 11")],
 )
-def test_sglangs_product_depends_on_what_lies_behind_its_scales(device, release, clauses):
+def test_sglangs_product_depends_on_what_lies_behind_its_scales(device, release, note):
     """0.4.7 by a byte 0xff; 0.4.10 masks after the load, and a guard mapping still ends the process."""
-    found = [*runner.audit(["staleproof.kernels.wheels"], device, only=f"{release} triton_kernels.matmul")]
+    found = [*audit(["staleproof.kernels.wheels"], device, only=f"{release} triton_kernels.matmul")]
     if not found:
         pytest.skip(f"needs {vllm_matmul_ogs.FETCH.replace('vllm_matmul_ogs', 'mxfp4')}")
-    clean, behind = found[0]
-    assert (clean.clause, clean.verdict) == ("0", Verdict.HOLDS), clean.note
-    assert (behind.verdict, behind.note) == (Verdict.BREAKS, clauses)
+    clean, behind = found
+    assert (clean.question, clean.verdict) == ("0", HOLDS), clean.note
+    assert (behind.verdict, behind.note) == (BREAKS, note)
 
 
 def test_a_watch_behind_the_layer_sees_no_nan_and_misses_a_single_byte():
