@@ -22,6 +22,7 @@ from tools.canonical import ANSWER, canonical
 
 EVIDENCE = "nbval-check-output"
 MAX_LINES = 15
+MAX_WORDS = 2500
 # The sections of a walkthrough, in order; each is one level-2 heading that holds the word.
 SECTIONS = (
     "claim",
@@ -244,7 +245,15 @@ def exercises_are_answered(nb: NotebookNode) -> list[str]:
     return problems
 
 
+def is_read_in_one_sitting(nb: NotebookNode) -> list[str]:
+    """What stands outside folded asides is short; the rest is for who wants it."""
+    prose = "\n".join(c.source for c in nb.cells if c.cell_type == "markdown")
+    words = len(re.sub(r"<details>.*?</details>", "", prose, flags=re.DOTALL).split())
+    return [] if words <= MAX_WORDS else [f"{words} words outside folds, at most {MAX_WORDS}"]
+
+
 RULES: tuple[Rule, ...] = (
+    is_read_in_one_sitting,
     is_valid_4_5,
     is_canonical,
     is_executed_in_order,

@@ -158,6 +158,7 @@ def _no_ids(nb: NotebookNode) -> None:
 
 VERDICT = "INTERPRETED empty_row: pad_only"
 BROKEN: tuple[tuple[Rule, Callable[[NotebookNode], None]], ...] = (
+    (contract.is_read_in_one_sitting, _source(0, "word " * 2501)),
     (contract.is_valid_4_5, _minor(4)),
     (contract.is_valid_4_5, _no_ids),
     (contract.is_valid_4_5, _set(1, "surplus", 1)),
@@ -230,6 +231,19 @@ def test_a_walkthrough_may_end_in_a_real_engine() -> None:
     nb = _good()
     nb.cells[0].source += "\n## In a real engine"
     assert contract.walks_in_order(nb) == []
+
+
+def test_words_in_a_fold_are_not_counted() -> None:
+    nb = _good()
+    nb.cells[0].source += f"\n\n<details><summary>More</summary>\n\n{'word ' * 2501}\n\n</details>"
+    assert contract.is_read_in_one_sitting(nb) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS[1:6], ids=lambda path: path.stem)
+def test_a_walkthrough_has_controls_and_without_a_kernel_the_table_of_their_states(path: Path) -> None:
+    turned = [c for c in contract.code_cells(v4.reads(path.read_text("utf-8"))) if "show.turn(" in c.source]
+    assert len(turned) == 1
+    assert any("<table>" in output.get("data", {}).get("text/html", "") for output in turned[0].outputs)
 
 
 def test_every_rule_is_shown_a_notebook_that_breaks_it() -> None:
