@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from staleproof.triage import judge
@@ -20,6 +20,18 @@ NOTHING = (
     "Nothing in the table fits. That says only that it is none of these incidents as we know them: it may be "
     "one of another kind. See what speaks against each; a wrong fact above would mislead."
 )
+
+
+def use_of(patches: Sequence[str]) -> str:
+    """How to install patches, what proves that they stand, and how to switch them off.
+
+    >>> use_of([])
+    ''
+    """
+    if not patches:
+        return ""
+    proof = f"its log then says `in place: {', '.join(patches)}`"
+    return f". Install beside vLLM (`pip install .`), restart; {proof}; STALEPROOF_PATCHES=none: off"
 
 
 def patch_lines(row: Row, version: str | None) -> list[tuple[str, str, str]]:
@@ -140,12 +152,14 @@ def _short(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
         return
     first, *others = standing
     row = first.row
-    patched = [f"{patch}: {state}" for patch, state, _ in patch_lines(row, facts.known.get("version"))]
+    lines = patch_lines(row, facts.known.get("version"))
+    patched = ", ".join(f"{patch}: {state}" for patch, state, _ in lines) or "none"
+    use = use_of([patch for patch, state, _ in lines if state == status.WOULD])
     yield from _wrap(f"{first.status}: ", f"{row.key}. {plain(row.see)}", width)
     release = f"; release: {row.release}"
     yield from _field("do now", plain(row.flag) + release, width)
     yield from _field("confirm", plain(row.confirm), width)
-    yield from _field("patch", ", ".join(patched) or "none", width)
+    yield from _field("patch", patched + plain(use), width)
     yield from _field("read", f"notebooks/{row.notebook} (evidence: {ceiling(row).partition(':')[0]})", width)
     decides = dict.fromkeys(first.asks(name) for name in first.unknown)
     more = [*decides, *([f"only if there is also {row.also}"] if row.also else []), *first.measured]
