@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from staleproof.cases.case import MissingError
 from staleproof.incidents.published_unwritten import real
 from staleproof.incidents.published_unwritten.broken import NONE, RESTART
 from staleproof.incidents.published_unwritten.cases import RELEASES, SERVER, Server, sizes
@@ -32,8 +33,10 @@ PATCH = patches()["unpublish"]
 
 @contextlib.contextmanager
 def loaded(version: str, *, patched: bool = False) -> Iterator[None]:
-    if real.package(version) is None:
-        pytest.skip(f"the source of vLLM {version} is not here")
+    try:
+        real.package(version)
+    except MissingError as error:
+        pytest.skip(str(error))
     with Server(version, patched=patched).loaded():
         yield
 

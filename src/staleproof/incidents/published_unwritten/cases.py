@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from staleproof.incidents.published_unwritten.scene import (
     one_victim,
     serve,
 )
-from staleproof.vllm import hooks, standing, watch_published
+from staleproof.vllm import hooks, watch_published
 from staleproof.vllm.plugin import patches
 
 ALL = "all six"
@@ -110,13 +111,8 @@ class Server:
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
         """Its files and the patch, inside a ``with``."""
-        folder = real.package(self.release)
-        if folder is None:
-            raise MissingError(f"the source of vLLM {self.release} is not here")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(real.release(folder))
-            if self.patched:
-                stack.enter_context(patches()["unpublish"].applied(self.release))
+        patch = patches()["unpublish"].applied(self.release) if self.patched else contextlib.nullcontext()
+        with real.release(self.release), patch:
             yield
 
     def serve(self, blocks: int, load: Sequence[Arrival], **options: Any) -> real.Real:
@@ -124,12 +120,6 @@ class Server:
         engine = real.Real(blocks, self.remedy, **{**options, **dict(self.options)})
         serve(engine, load)
         return engine
-
-
-def _missing(server: Server, device: str) -> str | None:
-    if real.package(server.release) is None:
-        return f"the source of vLLM {server.release} is neither installed nor in the cache of tests/vllm"
-    return None
 
 
 # What the last run of each left, for the comparison.
@@ -165,8 +155,7 @@ def bursts(server: Server, device: str) -> Reading:
 
 def watched(server: Server, device: str) -> Reading:
     """The watch beside the truth, block by block, over the same rounds; and what it takes of a step."""
-    seen = truth = rounds = 0
-    took: list[float] = []
+    rounds: list[tuple[int, int, float]] = []
     hooks.logger.disabled, before = True, hooks.logger.disabled
     try:
         with server.loaded():
@@ -176,17 +165,20 @@ def watched(server: Server, device: str) -> Reading:
                 hooks.wrap("watch", *watch.targets())
                 engine = server.serve(*burst(seed), **SERVER)
                 hooks.unwrap("watch")
-                took.append(_us(engine) - _us(plain))
                 blocks = {(read.step, read.reader, read.block) for read in engine.memory.reads}
-                seen, truth = seen + watch.blocks.hits, truth + len(blocks)
-                rounds += watch.blocks.hits == len(blocks)
+                rounds.append((watch.blocks.hits, len(blocks), _us(engine) - _us(plain)))
     finally:
         hooks.logger.disabled = before
         hooks.unwrap("watch")
-        standing.forget("watch")
-    same = "the same" if rounds == len(ROUNDS) else "differ"
-    more = round(statistics.median(took), 1)
-    return reading(same, hits_seen=seen, hits=truth, rounds_alike=rounds, host_us_a_step_more=more)
+    seen, truth, took = zip(*rounds, strict=True)
+    alike = sum(map(operator.eq, seen, truth))
+    return reading(
+        "the same" if alike == len(rounds) else "differ",
+        hits_seen=sum(seen),
+        hits=sum(truth),
+        rounds_alike=alike,
+        host_us_a_step_more=round(statistics.median(took), 1),
+    )
 
 
 def failed_load(server: Server, device: str) -> Reading:
@@ -218,20 +210,18 @@ def _real(server: Server) -> Evidence:
     return Evidence(Grade.REAL, f"vLLM {server.release} Scheduler")
 
 
-_servers = partial(each, words="hits", needs=_missing, evidence=_real)
+_servers = partial(each, words="hits", evidence=_real)
 
 # --- The offload worker, and a whole vLLM.
 
 
-def _no_gpu(server: Server, device: str) -> str | None:
-    return "needs a CUDA GPU" if device != "cuda" else _missing(server, device)
+def _no_gpu(subject: object, device: str) -> str | None:
+    return None if device == "cuda" else "needs a CUDA GPU"
 
 
 def offloaded(server: Server, device: str, kind: str) -> Reading:
     """A copy to the host or back, while the step before it is late."""
-    folder = real.package(server.release)
-    assert folder is not None
-    word, numbers = offload.race(folder, kind)
+    word, numbers = offload.race(real.package(server.release), kind)
     if not numbers["late"]:
         raise MissingError("the step was over before the copy began")
     return reading(word, fingerprint=numbers["fingerprint"])
@@ -261,17 +251,15 @@ def foreseen(release: str) -> list[str] | None:
     ``None`` where the source of that release is not here.
     """
     server = Server(release)
-    if _missing(server, "cpu"):
-        return None
-    with server.loaded():
+    with contextlib.suppress(MissingError), server.loaded():
         runs = {seed: server.serve(whole.BLOCKS, burst(seed)[1], **SERVER).memory for seed in SEEDS}
-    return [str(seed) for seed, run in runs.items() if "stranger" in {read.reader for read in run.reads}]
+        return [str(seed) for seed, run in runs.items() if "stranger" in {read.reader for read in run.reads}]
+    return None
 
 
 def _no_engine(asked: tuple[str, ...], device: str) -> str | None:
-    if device != "cuda":
-        return "needs a CUDA GPU"
-    return None if devices.version_of("vllm") == asked[0] else f"vLLM {asked[0]} is not installed"
+    absent = None if devices.version_of("vllm") == asked[0] else f"vLLM {asked[0]} is not installed"
+    return _no_gpu(asked, device) or absent
 
 
 def _part(asked: tuple[str, ...], told: dict[str, Any]) -> dict[str, Any]:
@@ -375,7 +363,6 @@ TABLE = Table(
             on=replace(server, patched=True),
             ask=sizes,
             wrong=_sizes_wrong,
-            needs=_missing,
             evidence=_real,
         )
         for name, server in PLAIN.items()
@@ -431,7 +418,7 @@ TABLE = Table(
         {f"{n} of 2 MiB": n for n in (1, 8, 64)},
         priced,
         expect="the same",
-        needs=lambda blocks, device: None if device == "cuda" else "needs a CUDA GPU",
+        needs=_no_gpu,
     ),
     *(_whole_cases(release) for release in WHOLE),
 )

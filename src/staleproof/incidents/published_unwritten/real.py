@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from staleproof.cases.case import MissingError
 from staleproof.incidents.published_unwritten.broken import NONE, Remedy
 from staleproof.incidents.published_unwritten.scene import Arrival, Memory, Row
 from staleproof.kernels.vllm_sources import executed
@@ -57,23 +58,35 @@ def _none(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def package(version: str) -> Path | None:
-    """The folder ``vllm`` of a release: installed, or unpacked by ``tests/vllm/environment.py``."""
+def package(version: str) -> Path:
+    """The folder ``vllm`` of a release: installed, or unpacked by ``tests/vllm/environment.py``.
+
+    Raises:
+        MissingError: it is neither.
+    """
     with contextlib.suppress(PatchError):
         found, sources = installed()
         if found.partition("+")[0] == version:
             return sources.package
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "staleproof/vllm"
     folder = Path(os.environ.get("STALEPROOF_VLLM_CACHE", home)) / version / "vllm"
-    return folder if folder.is_dir() else None
+    if not folder.is_dir():
+        where = "neither installed nor in the cache of tests/vllm"
+        raise MissingError(f"the source of vLLM {version} is {where}")
+    return folder
 
 
 @contextlib.contextmanager
-def release(package: Path) -> Iterator[None]:
-    """Let ``import vllm`` find the scheduler's files of this folder ``vllm``, inside a ``with``."""
-    core = [*(package / "v1/core").rglob("[!_]*.py"), package / "utils/math_utils.py"]
-    names = [".".join(("vllm", *path.relative_to(package).with_suffix("").parts)) for path in core]
-    names += [f"vllm.v1.{name}" for name in FILES if (package / file_of(f"vllm.v1.{name}")).is_file()]
+def release(version: str) -> Iterator[None]:
+    """Let ``import vllm`` find the scheduler's files of this release, inside a ``with``.
+
+    Raises:
+        MissingError: they are not here.
+    """
+    folder = package(version)
+    core = [*(folder / "v1/core").rglob("[!_]*.py"), folder / "utils/math_utils.py"]
+    names = [".".join(("vllm", *path.relative_to(folder).with_suffix("").parts)) for path in core]
+    names += [f"vllm.v1.{name}" for name in FILES if (folder / file_of(f"vllm.v1.{name}")).is_file()]
     nothing = SimpleNamespace(
         create=_none,
         from_sampling_params=_none,
@@ -84,7 +97,7 @@ def release(package: Path) -> Iterator[None]:
     # A load that fails is what was asked for: nobody need be warned.
     quiet = logging.getLogger("staleproof.executed")
     quiet.disabled = True
-    with executed(package, *names):
+    with executed(folder, *names):
         known: dict[str, dict[str, Any]] = {
             "vllm.v1.utils": {
                 "ConstantList": lambda items: items,
@@ -130,9 +143,8 @@ def _scheduler(
     """
     import torch
 
-    chosen = "async_scheduler", "AsyncScheduler"
-    module, name = chosen if asynchronous else ("scheduler", "Scheduler")
-    cls = getattr(importlib.import_module(f"{CORE}.sched.{module}"), name)
+    schedulers = importlib.import_module(f"{CORE}.sched.async_scheduler")
+    cls = schedulers.AsyncScheduler if asynchronous else schedulers.Scheduler
     kv = importlib.import_module("vllm.v1.kv_cache_interface")
     spec = fitting(kv.FullAttentionSpec, block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
     config = _Unset(
@@ -196,6 +208,19 @@ class Store:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return _none
+
+
+def rows(scheduler: Any, scheduled: Any) -> list[Row]:
+    """What a ``SchedulerOutput`` asks of the worker, one row a request."""
+    fresh = {new.req_id for new in scheduled.scheduled_new_reqs}
+    fresh |= {*scheduled.scheduled_cached_reqs.resumed_req_ids}
+    found = []
+    for name, tokens in scheduled.num_scheduled_tokens.items():
+        one, (blocks,) = scheduler.requests[name], scheduler.kv_cache_manager.get_block_ids(name)
+        # _update_after_schedule has counted the step in.
+        start = one.num_computed_tokens - tokens
+        found.append(Row(name, one.all_token_ids, blocks, start, tokens, name in fresh))
+    return found
 
 
 _arrivals = count()
@@ -273,7 +298,7 @@ class Real:
             self.host_s += time.perf_counter() - started
             self.steps += 1
             self.preempted += sum(engine.requests[name].num_preemptions - n for name, n in before.items())
-            self._flying.append((scheduled, self._written(self._rows(scheduled))))
+            self._flying.append((scheduled, self._written(rows(engine, scheduled))))
         if self._flying and (len(self._flying) >= self._most or not engine.requests):
             scheduled, output = self._flying.pop(0)
             engine.update_from_output(scheduled, output)
@@ -282,6 +307,8 @@ class Real:
 
     def _written(self, rows: list[Row]) -> Any:
         """Write a step; what the worker returns for it: a token of each request whose prefill is done."""
+        rows = [row._replace(hits=row.hits or row.name in self._unread) for row in rows]
+        self._unread -= {row.name for row in rows}
         loads = {} if self._store is None else self._store.loads
         loaded = [row for row in rows if loads.get(row.name, row.start) < row.start]
         bad, lost = set[int](), list[Row]()
@@ -318,29 +345,12 @@ class Real:
             request = self.scheduler.requests[row.name]
             request.num_computed_tokens = min(request.num_computed_tokens, first * BLOCK)
 
-    def _rows(self, scheduled: Any) -> list[Row]:
-        """What a ``SchedulerOutput`` asks of the worker, one row a request."""
-        engine, cached = self.scheduler, scheduled.scheduled_cached_reqs
-        fresh = (
-            {new.req_id for new in scheduled.scheduled_new_reqs} | {*cached.resumed_req_ids} | self._unread
-        )
-        found = []
-        for name, tokens in scheduled.num_scheduled_tokens.items():
-            one, blocks = engine.requests[name], engine.kv_cache_manager.get_block_ids(name)[0]
-            # _update_after_schedule has counted the step in.
-            start = one.num_computed_tokens - tokens
-            found.append(Row(name, one.all_token_ids, blocks, start, tokens, name in fresh))
-        self._unread -= {row.name for row in found}
-        return found
-
     def _apply(self, remedy: Remedy) -> None:
         """Put a remedy around the methods of the scheduler and its pool."""
         engine, manager = self.scheduler, self.scheduler.kv_cache_manager
         pool = manager.block_pool
-        preempt, publish, find, allocate = (
-            engine._preempt_request, pool.cache_full_blocks, pool.get_cached_block, pool.get_new_blocks,
-        )  # fmt: skip
-        full = inspect.signature(publish)
+        preempt, publish = engine._preempt_request, pool.cache_full_blocks
+        find, allocate = pool.get_cached_block, pool.get_new_blocks
 
         def preempting(one: Any, *args: Any, **kwargs: Any) -> Any:
             (ids,) = manager.get_block_ids(one.request_id)
@@ -348,18 +358,17 @@ class Real:
             manager.evict_blocks({*remedy.taken_back(ids, computed, len(pool.blocks))})
             return preempt(one, *args, **kwargs)
 
-        def publishing(*args: Any, **kwargs: Any) -> None:
-            given = full.bind(*args, **kwargs).arguments
-            publish(*args, **kwargs)
+        def publishing(**given: Any) -> None:
+            publish(**given)
             new = given["blocks"][given["num_cached_blocks"] : given["num_full_blocks"]]
             self._fresh.update(block.block_id for block in new)
 
-        def finding(*args: Any, **kwargs: Any) -> Any:
-            found = find(*args, **kwargs)
+        def finding(*args: Any) -> Any:
+            found = find(*args)
             return None if found and remedy.guards and self._fresh & {b.block_id for b in found} else found
 
-        def allocating(*args: Any, **kwargs: Any) -> Any:
-            taken = allocate(*args, **kwargs)
+        def allocating(count: int) -> Any:
+            taken = allocate(count)
             self.memory.zero([block.block_id for block in taken] if remedy.zeroes else ())
             return taken
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from staleproof.cases.children import tell
 from staleproof.evidence.published_bytes import BlockFingerprints
+from staleproof.incidents.published_unwritten.real import rows
 from staleproof.incidents.published_unwritten.scene import Arrival, burst
 from staleproof.vllm import hooks, sources, standing, watch_published
 from staleproof.vllm.hooks import Target
@@ -152,18 +153,14 @@ class _Watched:
 
     def scheduled(self, result: Any, args: Any, kwargs: Any) -> Any:
         """After ``Scheduler.schedule``, and so behind the kernels of the step before."""
-        started, engine = time.perf_counter(), args[0]
+        started, pool = time.perf_counter(), args[0].kv_cache_manager.block_pool.blocks
         self.prints.commit(self._written)
-        fresh = {new.req_id for new in result.scheduled_new_reqs}
-        fresh |= {*result.scheduled_cached_reqs.resumed_req_ids}
         self._written, hits = {}, {}
-        for name, tokens in result.num_scheduled_tokens.items():
-            (blocks,) = engine.kv_cache_manager.get_blocks(name).blocks
-            keys = [(block.block_id, block.block_hash) for block in blocks if block.block_hash is not None]
-            end = engine.requests[name].num_computed_tokens
-            first = (end - tokens) // 16
-            self._written |= dict(keys[first : end // 16])
-            hits[name] = keys[:first] if name in fresh else []
+        for row in rows(args[0], result):
+            keys = [(id, pool[id].block_hash) for id in row.blocks if pool[id].block_hash is not None]
+            first, end = row.start // 16, (row.start + row.more) // 16
+            self._written |= dict(keys[first:end])
+            hits[row.name] = keys[:first] if row.hits else []
         for name, keys in hits.items():
             # What this very step writes is there before attention reads it, and not yet here.
             self.prints.read(name, {block: key for block, key in keys if block not in self._written})
