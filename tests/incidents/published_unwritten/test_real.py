@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from staleproof.cases.case import MissingError
 from staleproof.incidents.published_unwritten import real
 from staleproof.incidents.published_unwritten.broken import NONE, RESTART
-from staleproof.incidents.published_unwritten.cases import RELEASES, SERVER, Server, sizes
+from staleproof.incidents.published_unwritten.cases import RELEASES, SERVER, Server, sizes, watching
 from staleproof.incidents.published_unwritten.scene import WRITTEN, Arrival, burst, one_victim, serve
-from staleproof.vllm import hooks, standing, watch_published
+from staleproof.vllm import standing, watch_published
 from staleproof.vllm.patches import published_unwritten
 from staleproof.vllm.plugin import patches
 from staleproof.vllm.releases import table
@@ -39,17 +39,6 @@ def loaded(version: str, *, patched: bool = False) -> Iterator[None]:
         pytest.skip(str(error))
     with Server(version, patched=patched).loaded():
         yield
-
-
-@contextlib.contextmanager
-def watching() -> Iterator[watch_published.Published]:
-    watch = watch_published.Published()
-    hooks.wrap("watch", *watch.targets())
-    try:
-        yield watch
-    finally:
-        hooks.unwrap("watch")
-        standing.forget("watch")
 
 
 @pytest.mark.parametrize("version", table())

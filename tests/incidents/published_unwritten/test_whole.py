@@ -36,7 +36,7 @@ def test_one_bad_answer_of_either_makes_the_round_bad(rows, verdict, bad):
 def test_a_patch_that_stepped_back_or_an_answer_cut_short_is_not_right():
     assert cases._answers_wrong(ASKED, "cuda", told()) is None
     assert "['unpublish']" in cases._answers_wrong(ASKED, "cuda", told(stepped_back=["unpublish"]))
-    assert "whole: False" in cases._answers_wrong(ASKED, "cuda", told(of=15))
+    assert "{(15, 8)}" in cases._answers_wrong(ASKED, "cuda", told(of=15))
 
 
 @pytest.mark.parametrize(

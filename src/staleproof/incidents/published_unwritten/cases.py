@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from staleproof import device as devices
 from staleproof.cases import children
@@ -153,23 +154,27 @@ def bursts(server: Server, device: str) -> Reading:
     return judged([engine.memory for engine in engines], preempted=preempted, host_us_a_step=took)
 
 
+@contextlib.contextmanager
+def watching() -> Iterator[watch_published.Published]:
+    """The watch stage is in place, inside a ``with``."""
+    watch = watch_published.Published()
+    hooks.wrap("watch", *watch.targets())
+    try:
+        yield watch
+    finally:
+        hooks.unwrap("watch")
+
+
 def watched(server: Server, device: str) -> Reading:
     """The watch beside the truth, block by block, over the same rounds; and what it takes of a step."""
     rounds: list[tuple[int, int, float]] = []
-    hooks.logger.disabled, before = True, hooks.logger.disabled
-    try:
-        with server.loaded():
-            for seed in ROUNDS:
-                plain = server.serve(*burst(seed), **SERVER)
-                watch = watch_published.Published()
-                hooks.wrap("watch", *watch.targets())
+    with mock.patch.object(hooks.logger, "disabled", True), server.loaded():
+        for seed in ROUNDS:
+            plain = server.serve(*burst(seed), **SERVER)
+            with watching() as watch:
                 engine = server.serve(*burst(seed), **SERVER)
-                hooks.unwrap("watch")
-                blocks = {(read.step, read.reader, read.block) for read in engine.memory.reads}
-                rounds.append((watch.blocks.hits, len(blocks), _us(engine) - _us(plain)))
-    finally:
-        hooks.logger.disabled = before
-        hooks.unwrap("watch")
+            blocks = {(read.step, read.reader, read.block) for read in engine.memory.reads}
+            rounds.append((watch.blocks.hits, len(blocks), _us(engine) - _us(plain)))
     seen, truth, took = zip(*rounds, strict=True)
     alike = sum(map(operator.eq, seen, truth))
     return reading(
@@ -286,11 +291,9 @@ def answers(asked: tuple[str, str, str], device: str, told: dict[str, Any]) -> R
 def _answers_wrong(asked: tuple[str, str, str], device: str, told: dict[str, Any]) -> str | None:
     """With the patch: it is in place to the end, and every answer has its full length."""
     part = _part(asked, told)
-    whole_ones = all(
-        (row["victim"]["of"], row["stranger"]["of"]) == (16, 8) for row in part["rounds"].values()
-    )
-    if part["stepped_back"] or not whole_ones:
-        return f"stepped back: {part['stepped_back']}; all answers whole: {whole_ones}"
+    lengths = {(row["victim"]["of"], row["stranger"]["of"]) for row in part["rounds"].values()}
+    if part["stepped_back"] or lengths != {(16, 8)}:
+        return f"stepped back: {part['stepped_back']}; tokens of victim and stranger: {lengths}"
     return None
 
 

@@ -29,7 +29,10 @@ from staleproof.vllm.sources import PatchError, file_of, installed
 
 CORE = "vllm.v1.core"
 # Beside all that is in its folder.
-FILES = ("request", "kv_cache_interface", "kv_cache_spec_registry", "outputs", "metrics.stats")
+FILES = (
+    *("v1.request", "v1.kv_cache_interface", "v1.kv_cache_spec_registry", "v1.outputs", "v1.metrics.stats"),
+    *("v1.structured_output.request", "utils.math_utils", "_bc_linter"),
+)
 BLOCK = 16
 
 
@@ -84,16 +87,10 @@ def release(version: str) -> Iterator[None]:
         MissingError: they are not here.
     """
     folder = package(version)
-    core = [*(folder / "v1/core").rglob("[!_]*.py"), folder / "utils/math_utils.py"]
-    names = [".".join(("vllm", *path.relative_to(folder).with_suffix("").parts)) for path in core]
-    names += [f"vllm.v1.{name}" for name in FILES if (folder / file_of(f"vllm.v1.{name}")).is_file()]
-    nothing = SimpleNamespace(
-        create=_none,
-        from_sampling_params=_none,
-        register_custom_kv_cache_specs=_none,
-        is_cpu=_none,
-        is_xpu=_none,
-    )
+    core = [path.relative_to(folder) for path in (folder / "v1/core").rglob("[!_]*.py")]
+    names = [".".join(("vllm", *path.with_suffix("").parts)) for path in core]
+    names += [f"vllm.{name}" for name in FILES if (folder / file_of(f"vllm.{name}")).is_file()]
+    nothing = SimpleNamespace(create=_none, register_custom_kv_cache_specs=_none, is_xpu=_none)
     # A load that fails is what was asked for: nobody need be warned.
     quiet = logging.getLogger("staleproof.executed")
     quiet.disabled = True
@@ -101,13 +98,11 @@ def release(version: str) -> Iterator[None]:
         known: dict[str, dict[str, Any]] = {
             "vllm.v1.utils": {
                 "ConstantList": lambda items: items,
-                "record_function_or_nullcontext": lambda name: contextlib.nullcontext(),
+                "record_function_or_nullcontext": contextlib.nullcontext,
             },
             "vllm.logger": {"init_logger": lambda name: quiet},
             "vllm.distributed.kv_events": {"EventPublisherFactory": nothing},
-            "vllm._bc_linter": {"bc_linter_include": lambda decorated: decorated},
             "vllm.envs": {"__getattr__": _none},
-            "vllm.v1.structured_output.request": {"StructuredOutputRequest": nothing},
             "vllm.platforms": {"current_platform": nothing},
             "vllm.utils": {"length_from_prompt_token_ids_or_embeds": lambda ids, embeds: len(ids)},
         }
@@ -154,16 +149,14 @@ def _scheduler(
             async_scheduling=asynchronous, prefill_schedule_interval=1, scheduler_reserve_full_isl=True,
         ),
         cache_config=_Unset(num_gpu_blocks=blocks, enable_prefix_caching=True, block_size=BLOCK),
-        model_config=_Unset(max_model_len=8192, supports_multimodal_inputs=False),
+        model_config=_Unset(max_model_len=8192),
         parallel_config=_Unset(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1,
-            data_parallel_index=0, data_parallel_size=1,
         ),
         observability_config=_Unset(),
         aux_output_config=_Unset(),
-        ec_manager_config=_Unset(get_encoder_cache_manager_obj=lambda: None),
-        max_concurrent_batches=1, use_v2_model_runner=False, num_speculative_tokens=0, num_lookahead_tokens=0,
-        num_prefill_lookahead_tokens=0, num_hash_lookahead_tokens=0,
+        ec_manager_config=_Unset(get_encoder_cache_manager_obj=_none),
+        num_speculative_tokens=0, num_lookahead_tokens=0, num_prefill_lookahead_tokens=0,
     )  # fmt: skip
     tensor = fitting(kv.KVCacheTensor, size=1, shared_by=["0"], layers=["0"], layer_stride=0, block_stride=1)
     groups = [kv.KVCacheGroupSpec(["0"], spec)]
@@ -176,8 +169,7 @@ def _scheduler(
         structured_output_manager=SimpleNamespace(should_advance=_none, accept_tokens=lambda *args: True),
         block_size=BLOCK,
         hash_block_size=BLOCK,
-        mm_registry=SimpleNamespace(supports_multimodal_inputs=lambda config: False),
-        log_stats=False,
+        mm_registry=SimpleNamespace(supports_multimodal_inputs=_none),
     )
 
 
@@ -260,16 +252,11 @@ class Real:
     def add(self, arrival: Arrival) -> None:
         """Queue a request."""
         utils = importlib.import_module(f"{CORE}.kv_cache_utils")
-        sampling = _Unset(
-            max_tokens=arrival.reply, min_tokens=0, eos_token_id=None, stop_token_ids=(),
-            structured_outputs=None, extra_args=None, skip_reading_prefix_cache=False,
-            repetition_detection=None, ignore_eos=True,
-        )  # fmt: skip
         request = fitting(
             importlib.import_module("vllm.v1.request").Request,
             request_id=arrival.name,
             prompt_token_ids=[*arrival.prompt],
-            sampling_params=sampling,
+            sampling_params=_Unset(max_tokens=arrival.reply, min_tokens=0, stop_token_ids=()),
             pooling_params=None,
             eos_token_id=None,
             arrival_time=float(next(_arrivals)),
@@ -291,13 +278,12 @@ class Real:
         """Plan a step, write it, and take in the tokens; one step later if it is asynchronous."""
         engine = self.scheduler
         if engine.requests:
-            before = {name: one.num_preemptions for name, one in engine.requests.items()}
             self._fresh.clear()
             started = time.perf_counter()
             scheduled = engine.schedule()
             self.host_s += time.perf_counter() - started
             self.steps += 1
-            self.preempted += sum(engine.requests[name].num_preemptions - n for name, n in before.items())
+            self.preempted += len(scheduled.preempted_req_ids or ())
             self._flying.append((scheduled, self._written(rows(engine, scheduled))))
         if self._flying and (len(self._flying) >= self._most or not engine.requests):
             scheduled, output = self._flying.pop(0)
@@ -325,15 +311,12 @@ class Real:
         loads.clear()
         self.memory.step([row for row in rows if row not in lost])
         requests = [self.scheduler.requests[row.name] for row in rows]
-        ends = [one.num_computed_tokens >= one.num_tokens for one in requests]
+        sampled = [[_token(one)] if one.num_computed_tokens >= one.num_tokens else [] for one in requests]
         return fitting(
             importlib.import_module("vllm.v1.outputs").ModelRunnerOutput,
             req_ids=[row.name for row in rows],
             req_id_to_index={row.name: at for at, row in enumerate(rows)},
-            sampled_token_ids=[[_token(one)] if end else [] for one, end in zip(requests, ends, strict=True)],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[None for _ in rows],
+            sampled_token_ids=sampled,
             kv_connector_output=_Unset(invalid_block_ids=bad, lost=lost) if bad else None,
         )
 

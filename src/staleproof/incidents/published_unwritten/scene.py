@@ -40,6 +40,10 @@ class Row(NamedTuple):
     hits: bool
 
 
+def _no_writer(name: str) -> Row:
+    return Row(name, (), (), 0, 0, False)
+
+
 class Read(NamedTuple):
     """A slot that a request was given as a hit, and that does not hold its prefix."""
 
@@ -74,10 +78,9 @@ class Memory:
         self.block_size = block_size
         self.reads: list[Read] = []
         self.steps = self.tokens = self.same_step = self.plan = 0
-        self._slots: dict[tuple[int, int], tuple[int, str]] = {}
+        # Who wrote a slot last, at which position.
+        self._slots: dict[tuple[int, int], tuple[Row, int]] = {}
         self._chains: dict[str, list[int]] = {}
-        # Slots written with a token that the host does not know yet: asynchronous scheduling.
-        self._late: list[tuple[Row, int, tuple[int, str]]] = []
 
     def _chain(self, row: Row) -> list[int]:
         chain = self._chains.setdefault(row.name, [])
@@ -89,7 +92,10 @@ class Memory:
         return row.blocks[position // self.block_size], position % self.block_size
 
     def _held(self, row: Row, position: int) -> tuple[int, str]:
-        return self._slots.get(self._slot(row, position), (0, NOBODY))
+        writer, at = self._slots.get(self._slot(row, position), (_no_writer(NOBODY), 0))
+        # Asynchronous scheduling writes a token before the host knows it: look when the slot is read.
+        chain = self._chain(writer)
+        return chain[at] if at < len(chain) else 0, writer.name
 
     def _wrong(self, row: Row) -> set[int]:
         chain = self._chain(row)
@@ -97,18 +103,13 @@ class Memory:
 
     def write(self, row: Row, positions: range) -> None:
         """Keys and values of these positions of a request are written."""
-        chain = self._chain(row)
         for p in positions:
-            value = chain[p] if p < len(chain) else 0, row.name
-            self._slots[self._slot(row, p)] = value
-            if p >= len(chain):
-                self._late.append((row, p, value))
+            self._slots[self._slot(row, p)] = row, p
 
     def step(self, rows: Sequence[Row]) -> None:
         """Read what the step's requests hit, write what the step computes, and look again."""
         self.steps += 1
         self.plan = hash((self.plan, *((row.name, row.start, row.more) for row in rows)))
-        self._settle()
         fresh = [row for row in rows if row.hits and row.start]
         early = [self._wrong(row) for row in fresh]
         for row in rows:
@@ -121,20 +122,11 @@ class Memory:
                 block = row.blocks[p // self.block_size]
                 self.reads.append(Read(self.steps, row.name, p, block, self._held(row, p)[1]))
 
-    def _settle(self) -> None:
-        left, self._late = self._late, []
-        for row, p, late in left:
-            chain = self._chain(row)
-            if p >= len(chain):
-                self._late.append((row, p, late))
-            elif self._held(row, p) is late:  # Nobody wrote there since.
-                self._slots[self._slot(row, p)] = chain[p], row.name
-
     def zero(self, blocks: Sequence[int]) -> None:
         """Blocks are zeroed, ahead of the next step."""
         for block in blocks:
             for offset in range(self.block_size):
-                self._slots[block, offset] = 0, ZEROS
+                self._slots[block, offset] = _no_writer(ZEROS), 0
 
     @property
     def verdict(self) -> str:
