@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tests/vllm"))
 
 import environment
+import warm
 
 DRAFT = ROOT / "workbook/upstream/vllm-published-before-written.md"
 FAILS = "AssertionError: 256 tokens are computed, and the prefix cache gives 288"
@@ -40,8 +40,7 @@ def test_beside_a_real_connector_vllms_own_code_runs(connector):
         "applied = patches()['unpublish'].applied('0.33.0')",
         "applied.__enter__()",
     ]
-    ran = [sys.executable, "-c", "\n".join([*lines, script])]
-    found = subprocess.run(ran, env=variables, capture_output=True, text=True, check=False)
+    found = warm.run("-c", "\n".join([*lines, script]), env=variables, timeout=300)
     said = found.stdout + found.stderr
     assert (found.returncode != 0) == connector, said[-2000:]
     assert said.count(STEPS_BACK) == connector

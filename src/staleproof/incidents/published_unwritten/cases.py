@@ -81,6 +81,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     # Comes while the victim waits, and takes the blocks that were withdrawn.
     "withdrawn blocks are used first": {"late": (Arrival("late", [7] * 17, 2, at=5),)},
 }
+ABLATED = {ALL: FOREIGN, **dict.fromkeys(WITHOUT, WRITTEN)}
 AFTER = {
     "none": FOREIGN,
     "unpublish": WRITTEN,
@@ -347,14 +348,7 @@ def _small_fix(name: str, **fields: Any) -> Fix:
 
 TABLE = Table(
     "published_unwritten",
-    ablation(
-        Miniature(),
-        "hits",
-        without=WITHOUT,
-        ask=small,
-        expect={ALL: FOREIGN, **dict.fromkeys(WITHOUT, WRITTEN)},
-        whole=ALL,
-    ),
+    ablation(Miniature(), "hits", without=WITHOUT, ask=small, expect=ABLATED, whole=ALL),
     each("remedy", "hits", {n: Miniature(remedy=r) for n, r in REMEDIES.items()}, small, expect=AFTER),
     _small_fix("unpublish"),
     _small_fix("zero_at_allocation", expect=NOT_FIXED),
