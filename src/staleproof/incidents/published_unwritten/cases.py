@@ -143,7 +143,7 @@ def _sizes_wrong(server: Server, device: str) -> str | None:
 
 
 def _us(engine: real.Real) -> float:
-    return 1e6 * engine.host_s / engine.steps
+    return 1e6 * engine.host_s / engine.memory.steps
 
 
 def bursts(server: Server, device: str) -> Reading:

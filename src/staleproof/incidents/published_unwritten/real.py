@@ -25,7 +25,7 @@ from staleproof.cases.case import MissingError
 from staleproof.incidents.published_unwritten.broken import NONE, Remedy
 from staleproof.incidents.published_unwritten.scene import Arrival, Memory, Row
 from staleproof.kernels.vllm_sources import executed
-from staleproof.vllm.sources import PatchError, file_of, installed
+from staleproof.vllm.sources import PatchError, installed
 
 CORE = "vllm.v1.core"
 # Beside all that is in its folder.
@@ -89,7 +89,7 @@ def release(version: str) -> Iterator[None]:
     folder = package(version)
     core = [path.relative_to(folder) for path in (folder / "v1/core").rglob("[!_]*.py")]
     names = [".".join(("vllm", *path.with_suffix("").parts)) for path in core]
-    names += [f"vllm.{name}" for name in FILES if (folder / file_of(f"vllm.{name}")).is_file()]
+    names += [f"vllm.{name}" for name in FILES]
     nothing = SimpleNamespace(create=_none, register_custom_kv_cache_specs=_none, is_xpu=_none)
     # A load that fails is what was asked for: nobody need be warned.
     quiet = logging.getLogger("staleproof.executed")
@@ -230,7 +230,6 @@ class Real:
     Attributes:
         memory: what the worker would have written.
         preempted: preemptions so far.
-        steps: planned so far.
         host_s: seconds in ``schedule``.
     """
 
@@ -239,7 +238,7 @@ class Real:
     ) -> None:
         self.scheduler = _scheduler(blocks, **options)
         self.scheduler.connector = self._store = store
-        self.memory, self.preempted, self.steps, self.host_s = Memory(BLOCK), 0, 0, 0.0
+        self.memory, self.preempted, self.host_s = Memory(BLOCK), 0, 0.0
         self._fresh: set[int] = set()
         self._remedy = remedy
         if remedy != NONE:
@@ -282,8 +281,7 @@ class Real:
             started = time.perf_counter()
             scheduled = engine.schedule()
             self.host_s += time.perf_counter() - started
-            self.steps += 1
-            self.preempted += len(scheduled.preempted_req_ids or ())
+            self.preempted += len(scheduled.preempted_req_ids)
             self._flying.append((scheduled, self._written(rows(engine, scheduled))))
         if self._flying and (len(self._flying) >= self._most or not engine.requests):
             scheduled, output = self._flying.pop(0)
@@ -295,20 +293,17 @@ class Real:
         """Write a step; what the worker returns for it: a token of each request whose prefill is done."""
         rows = [row._replace(hits=row.hits or row.name in self._unread) for row in rows]
         self._unread -= {row.name for row in rows}
-        loads = {} if self._store is None else self._store.loads
-        loaded = [row for row in rows if loads.get(row.name, row.start) < row.start]
-        bad, lost = set[int](), list[Row]()
-        if self._store is not None and self._store.broken:
-            bad = {
-                block for row in loaded for block in row.blocks[loads[row.name] // BLOCK : row.start // BLOCK]
-            }
-            # vLLM takes back what a request computed behind such a block.
-            lost = [row for row in rows if bad & {*row.blocks[: row.start // BLOCK]}]
-            self._unread |= {row.name for row in lost if row.hits}
-        else:
-            for row in loaded:
-                self.memory.write(row, range(loads[row.name], row.start))
+        loads, bad = self._store.loads if self._store else {}, set[int]()
+        for row in rows:
+            first = loads.get(row.name, row.start)
+            if self._store and self._store.broken:
+                bad |= {*row.blocks[first // BLOCK : row.start // BLOCK]}
+            else:
+                self.memory.write(row, range(first, row.start))
         loads.clear()
+        # vLLM takes back what a request computed behind a block that was not loaded.
+        lost = [row for row in rows if bad & {*row.blocks[: row.start // BLOCK]}]
+        self._unread |= {row.name for row in lost if row.hits}
         self.memory.step([row for row in rows if row not in lost])
         requests = [self.scheduler.requests[row.name] for row in rows]
         sampled = [[_token(one)] if one.num_computed_tokens >= one.num_tokens else [] for one in requests]
