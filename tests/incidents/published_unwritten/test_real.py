@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from staleproof.cases.case import MissingError
 from staleproof.incidents.published_unwritten import real
 from staleproof.incidents.published_unwritten.broken import NONE, RESTART
-from staleproof.incidents.published_unwritten.cases import RELEASES, SERVER, Server, sizes, watching
+from staleproof.incidents.published_unwritten.cases import RELEASES, SERVER, TABLE, Server, sizes, watching
 from staleproof.incidents.published_unwritten.scene import WRITTEN, Arrival, burst, one_victim, serve
 from staleproof.vllm import standing, watch_published
 from staleproof.vllm.patches import published_unwritten
@@ -58,6 +58,16 @@ def test_every_release_has_the_fault_and_loses_it_with_the_patch(version):
     assert (on.verdict, on.reads) == (WRITTEN, [])
     # What was written stays a hit: 32 tokens less, which nobody wrote.
     assert off.tokens - on.tokens == 32
+
+
+def test_a_release_that_is_not_here_is_not_run_and_says_why(monkeypatch, tmp_path):
+    monkeypatch.setenv("STALEPROOF_VLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(real, "installed", lambda: ("0.0.1", None))
+    (found,) = TABLE.ask("failed load", "vLLM 0.22.1", device="cpu")
+    assert (found.verdict, found.note) == (
+        "not run",
+        "the source of vLLM 0.22.1 is neither installed nor in the cache of tests/vllm",
+    )
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
