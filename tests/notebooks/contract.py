@@ -23,6 +23,7 @@ from tools.canonical import ANSWER, canonical
 EVIDENCE = "nbval-check-output"
 MAX_LINES = 15
 MAX_WORDS = 2500
+MAX_CELLS = 60
 # The sections of a walkthrough, in order; each is one level-2 heading that holds the word.
 SECTIONS = (
     "claim",
@@ -252,6 +253,21 @@ def is_read_in_one_sitting(nb: NotebookNode) -> list[str]:
     return [] if words <= MAX_WORDS else [f"{words} words outside folds, at most {MAX_WORDS}"]
 
 
+def has_few_cells(nb: NotebookNode) -> list[str]:
+    return [] if len(nb.cells) <= MAX_CELLS else [f"{len(nb.cells)} cells, at most {MAX_CELLS}"]
+
+
+def has_one_control(nb: NotebookNode) -> list[str]:
+    """One cell to turn, which shows a table of its states to who has no kernel."""
+    turned = [c for c in code_cells(nb) if "show.turn(" in c.source]
+    if len(turned) != 1:
+        return [f"{len(turned)} cells call show.turn, expected 1"]
+    shown = [output.get("data", {}).get("text/html", "") for output in turned[0].outputs]
+    return (
+        [] if any("<table>" in text for text in shown) else [f"{turned[0].id}: shows no table of its states"]
+    )
+
+
 RULES: tuple[Rule, ...] = (
     is_read_in_one_sitting,
     is_valid_4_5,
@@ -272,6 +288,8 @@ RULES: tuple[Rule, ...] = (
     walks_in_order,
     pictures_are_told,
     exercises_are_answered,
+    has_few_cells,
+    has_one_control,
 )
 # Rules of the walkthroughs only.
-WALKTHROUGH = (walks_in_order, pictures_are_told, exercises_are_answered)
+WALKTHROUGH = (walks_in_order, pictures_are_told, exercises_are_answered, has_few_cells, has_one_control)

@@ -10,15 +10,22 @@ from staleproof.incidents.mxfp4_scales.broken import SHIPPED, Kernel
 STAGES = ("first product", "SwiGLU", "second product and sum")
 
 
-def stages(fill: str, kernel: Kernel = SHIPPED) -> list[list[str]]:
+def stages(fill: str, kernel: Kernel = SHIPPED, hidden: int = scene.SMALL.hidden) -> list[list[str]]:
     """For each token of the small layer, and each of :data:`STAGES`: finite, NaN, or wrong and finite.
+
+    Args:
+        fill: the bytes behind the scales, a name in :data:`staleproof.incidents.mxfp4_scales.scene.BEHIND`.
+        kernel: the fault, or a remedy.
+        hidden: K of the first product, a multiple of 32.
 
     >>> stages("0xff")[0]
     ['NaN in a live row', 'wrong, finite', 'wrong, finite']
     >>> stages("0xfe")[0]
     ['finite', 'finite', 'finite']
+    >>> stages("0xff", hidden=224)[0]
+    ['finite', 'finite', 'finite']
     """
-    a = scene.layer_on("cpu")
+    a = scene.layer_on("cpu", scene.SMALL._replace(hidden=hidden))
 
     def of(name: str) -> list[torch.Tensor]:
         slab = torch.cat([broken.swizzled(a.w13.scale, kernel), scene.bytes_of(name)])

@@ -1,10 +1,12 @@
-"""What the notebook of incident 7 draws: every block of the miniature's pool, step by step."""
+"""What the notebook of incident 7 draws: the blocks of the miniature's pool, and what readers find there."""
 
 from __future__ import annotations
 
-from staleproof.incidents.published_unwritten.scene import Miniature
+from staleproof.incidents.published_unwritten.scene import ZEROS, Memory, Miniature, tenants
 
 NOW, EARLIER, NEVER, NOBODY = "this step", "an earlier step", "never written", "nobody"
+# Both send the victim's prompt.
+READERS = ("victim", "stranger")
 
 
 def pool(engine: Miniature) -> list[list[str]]:
@@ -26,3 +28,17 @@ def pool(engine: Miniature) -> list[list[str]]:
                 state = EARLIER
             row[step - 1] = state
     return cells
+
+
+def found(memory: Memory) -> list[list[str]]:
+    """What each of :data:`READERS` finds at each position of the victim's prompt.
+
+    ``written`` is the prompt's own keys and values, whoever computed them; ``never written`` is another
+    request's; ``zero`` was cleared, and nobody wrote there since.
+
+    >>> [row.count("never written") for row in found(Miniature().run().memory)]
+    [4, 4]
+    """
+    wrong = {(r.reader, r.position): "zero" if r.whose == ZEROS else NEVER for r in memory.reads}
+    (prompt,) = (arrival.prompt for arrival in tenants() if arrival.name == "victim")
+    return [[wrong.get((reader, at), "written") for at in range(len(prompt))] for reader in READERS]
