@@ -22,7 +22,7 @@ from staleproof.cli import app as cli
         (["run", "--json", "{root}"], "cannot be written: it is a folder"),
         (["record", "--out", "{root}/a_file"], "--out: {root}/a_file/"),
         (["compare", "here", "there"], "first: here: neither a run folder nor a recorded machine"),
-        (["compare", "a.jsonl", "b.jsonl"], "b.jsonl: cannot be read: [Errno 2] No such file"),
+        (["compare", "a.jsonl", "b.jsonl"], "b.jsonl: cannot be read: No such file"),
         (["compare", "one", "two", "--predictions"], "second: give a second run or --predictions, not both"),
         (["bench", "nope"], "kernel: unknown kernel 'nope'"),
         (["patches", "--version", "9.9"], "--version: vLLM 9.9 is not a release we know (nearest: 0.33.0)"),
