@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from staleproof.incidents.mxfp4_scales import broken, scene
-from staleproof.incidents.mxfp4_scales.broken import SHIPPED, Kernel
 
 STAGES = ("first product", "SwiGLU", "second product and sum")
 
 
-def stages(fill: str, kernel: Kernel = SHIPPED) -> list[list[str]]:
+def stages(fill: str) -> list[list[str]]:
     """For each token of the small layer, and each of :data:`STAGES`: finite, NaN, or wrong and finite.
 
     >>> stages("0xff")[0]
@@ -21,11 +20,11 @@ def stages(fill: str, kernel: Kernel = SHIPPED) -> list[list[str]]:
     a = scene.layer_on("cpu")
 
     def of(name: str) -> list[torch.Tensor]:
-        slab = torch.cat([broken.swizzled(a.w13.scale, kernel), scene.bytes_of(name)])
+        behind = scene.bytes_of(name)
+        slab = torch.cat([broken.swizzled(a.w13.scale), behind])
         # (tokens, top_k, n): what each token's experts give it.
-        first = broken.product(a.x, a.w13, slab, kernel)[a.topk_ids.T, torch.arange(len(a.x))].transpose(0, 1)
-        inner = broken.swiglu(first, kernel.drops_nan)
-        return [first, inner, scene.layer(a, scene.bytes_of(name), kernel)[0]]
+        first = broken.product(a.x, a.w13, slab)[a.topk_ids.T, torch.arange(len(a.x))].transpose(0, 1)
+        return [first, broken.swiglu(first), scene.layer(a, behind)[0]]
 
     def state(got: torch.Tensor, clean: torch.Tensor) -> str:
         if not got.isfinite().all():
