@@ -24,7 +24,7 @@ from staleproof.incidents.mxfp4_scales.broken import Matrix, Shape
 from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
 from staleproof.incidents.mxfp4_scales.scene import NAN, RIGHT, WRONG, Layer, bytes_of
 from staleproof.kernels import mxfp4, vllm_sources
-from staleproof.kernels.vllm_matmul_ogs import SAMPLER, MatmulOgs, Operand
+from staleproof.kernels.vllm_matmul_ogs import SAMPLER, MatmulOgs, Operand, version
 from staleproof.vllm.patches.mxfp4_scales import PATCHES
 
 # Batches of the layer on a GPU, with these remedies; elsewhere the first alone.
@@ -48,11 +48,7 @@ def converted(m: MatmulOgs, matrix: Matrix, remedy: str = "none", swizzle: Any =
 def runner(m: MatmulOgs, a: Layer, remedy: str = "none", swizzle: Any = None) -> scene.Run:
     """Computes a layer of these weights with bytes behind the scales of both projections."""
     w13, w2 = (converted(m, matrix, remedy, swizzle) for matrix in (a.w13, a.w2))
-
-    def run(a: Layer, behind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return m.moe(a.x, a.topk_ids, a.topk_weights, w13.in_slab(behind), w2.in_slab(behind))
-
-    return run
+    return lambda a, behind: m.moe(a.x, a.topk_ids, a.topk_weights, w13.in_slab(behind), w2.in_slab(behind))
 
 
 def product(m: MatmulOgs, x: torch.Tensor, matrix: Matrix, put: Operand) -> Reading:
@@ -132,14 +128,18 @@ def cost() -> Reading:
     return Reading("measured", found)
 
 
-def loader(device: str, release: str, folder: str) -> None:
-    """Child: the layer with a release's loader, off / on / off with the patch; 0xff lies behind."""
-    m, (patch,) = MatmulOgs(device), PATCHES
-    a = scene.layer_on(device)
-    with m.loader(Path(folder)) as module:
+def loader(device: str, release: str | None = None, folder: str | None = None) -> None:
+    """Child: the layer with a loader, off / on / off with the patch; 0xff lies behind.
+
+    Args:
+        device: where it runs.
+        release, folder: of another vLLM's loader; the package's own by default.
+    """
+    m, (patch,), a = MatmulOgs(device), PATCHES, scene.layer_on(device)
+    with m.loader(Path(folder or m.root)) as module:
         for turn, applied in enumerate((False, True, False)):
             if applied:
-                patch.apply(release)
+                patch.apply(release or str(version()))
             tell((turn, scene.judged(a, runner(m, a, swizzle=module._swizzle_mxfp4))[1]))
             patch.revert()
 
