@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from staleproof import device as devices
 from staleproof.cases import children
-from staleproof.cases.case import MissingError
+from staleproof.cases.case import MissingError, nothing
+from staleproof.cases.run import run
 from staleproof.contract.cases import audit
 from staleproof.contract.contract import BREAKS, HOLDS
 from staleproof.incidents.mxfp4_scales import broken, cases, real, scene
@@ -84,6 +87,17 @@ def test_without_the_package_one_line_says_how_to_get_it(monkeypatch, tmp_path):
         vllm_matmul_ogs.MatmulOgs("cpu")
 
 
+def test_a_gpu_that_is_not_hopper_is_not_asked(monkeypatch):
+    """Each question for vLLM's kernel says why; none starts a child."""
+    other = replace(devices.machine(), capability="sm_100")
+    monkeypatch.setattr(devices, "machine", lambda: other)
+    monkeypatch.setattr(children, "call", lambda *args, **kwargs: pytest.fail("a child was started"))
+    found = [*run([case for case in cases.TABLE.cases if case.needs is not nothing], "cuda")]
+    assert {f.question for f in found} >= {"layer", "first product", "neighbour, whole vLLM", "cost"}
+    says = "needs an SM90 GPU (H100, H200); this is sm_100"
+    assert {(f.verdict, f.note) for f in found} == {("not run", says)}
+
+
 def test_an_edit_that_fits_no_line_is_refused(device):
     edit = vllm_matmul_ogs.Edit("matmul_ogs.py", "no such line", "")
     if vllm_matmul_ogs.root() is None:
@@ -93,7 +107,7 @@ def test_an_edit_that_fits_no_line_is_refused(device):
 
 
 def test_normal_weights_are_quantized_within_the_error_of_the_format():
-    made = mxfp4.dequantized(*mxfp4.quantized((1, 64, 128), torch.Generator().manual_seed(0)))
+    made = mxfp4.dequantized(*mxfp4.quantized(mxfp4.Shape(1, 64, 128), torch.Generator().manual_seed(0)))
     wanted = 0.02 * torch.randn(1, 64, 4, 32, generator=torch.Generator().manual_seed(0)).flatten(-2)
     assert float((made - wanted).norm() / wanted.norm()) < 0.13
 
@@ -113,7 +127,7 @@ def test_sglangs_product_depends_on_what_lies_behind_its_scales(device, release,
 
 
 def test_a_watch_behind_the_layer_sees_no_nan_and_misses_a_single_byte():
-    found = scene.watched(scene.layer_on("cpu", tokens=256), scene.layer).numbers
+    found = scene.watched(scene.layer_on("cpu", 256), scene.layer).numbers
     for content in ("0xff", "fp32 -inf", "one byte"):
         assert not any(found[f"{content}: rows with NaN"])
     assert found["0xff: hit rows of 56"] == [1.0] * len(scene.LOUDER)
