@@ -15,12 +15,13 @@ import importlib
 import types
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from staleproof import device as devices
+from staleproof.check import require
 from staleproof.kernels import packages
 from staleproof.kernels.vllm_matmul_ogs import be_hopper, launcher, teach
 from staleproof.kernels.vllm_sources import UnavailableError
@@ -32,26 +33,66 @@ GROUP, MARLIN = 32, (256, 128)
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
-def quantized(sizes: tuple[int, int, int], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+class Shape(NamedTuple):
+    """Sizes of one projection: the product has ``n`` columns and sums over ``k``."""
+
+    experts: int
+    n: int
+    k: int
+
+    def check(self) -> None:
+        """Raise unless the layout can hold it.
+
+        >>> Shape(2, 256, 100).check()
+        Traceback (most recent call last):
+        ValueError: k: expected a multiple of 32, got 100
+        """
+        require(self.k > 0 and self.k % GROUP == 0, "k", "a multiple of 32", self.k)
+        require(self.n > 0 and self.experts > 0, "n, experts", "at least 1", (self.n, self.experts))
+
+
+class Matrix(NamedTuple):
+    """One projection of all experts as a checkpoint holds it.
+
+    Attributes:
+        weight: (experts, n, k / 2) uint8, two FP4 each, the first in the low half.
+        scale: (experts, n, k / 32) uint8, E8M0.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes of the projection."""
+        experts, n, half = self.weight.shape
+        return Shape(experts, n, 2 * half)
+
+    def on(self, device: str) -> Matrix:
+        """The same on a device."""
+        return Matrix(*(each.to(device) for each in self))
+
+
+def quantized(shape: Shape, generator: torch.Generator) -> Matrix:
     """Normal weights of std 0.02 in MXFP4, as the OCP Microscaling specification 1.0, section 6.3, converts.
 
     Random bytes would hold 0xff more often than a checkpoint does.
 
     Args:
-        sizes: experts, n, k.
+        shape: of the projection.
         generator: of the device.
 
-    Returns:
-        (experts, n, k / 2) uint8, two FP4 each, the first in the low half; and (experts, n, k / 32) uint8,
-        E8M0.
+    Raises:
+        ValueError: K is no multiple of 32.
     """
-    experts, n, k = sizes
+    shape.check()
+    experts, n, k = shape
     drawn = torch.randn(experts, n, k // GROUP, GROUP, generator=generator, device=generator.device) * 0.02
     exponent = drawn.abs().amax(-1).log2().floor() - 2
     middle = ((FP4[1:] + FP4[:-1]) / 2).to(drawn.device)
     codes = torch.bucketize(drawn.abs() / exponent.exp2()[..., None], middle) + 8 * (drawn < 0)
     low, high = codes.flatten(-2).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 4, (exponent + 127).to(torch.uint8)
+    return Matrix(low | high << 4, (exponent + 127).to(torch.uint8))
 
 
 def values(weight: torch.Tensor) -> torch.Tensor:
@@ -77,7 +118,7 @@ def problem(device: str) -> tuple[torch.Tensor, ...]:
         (2, 256, 192) fp64 that weight and scale stand for.
     """
     generator = torch.Generator().manual_seed(0)
-    weight, scale = quantized((2, 256, 192), generator)
+    weight, scale = quantized(Shape(2, 256, 192), generator)
     x = torch.randn(3, 192, generator=generator).to(device, torch.bfloat16)
     return x, weight.to(device), scale.to(device), dequantized(weight, scale).double()
 
@@ -132,13 +173,11 @@ def _rounded(part: torch.Tensor, n: int, k: int) -> torch.Tensor:
     return functional.pad(part, (0, k - part.shape[2], 0, n - part.shape[1])).contiguous()
 
 
-def marlin(
-    w13: tuple[torch.Tensor, torch.Tensor], w2: tuple[torch.Tensor, torch.Tensor]
-) -> Callable[..., torch.Tensor]:
+def marlin(w13: Matrix, w2: Matrix) -> Callable[..., torch.Tensor]:
     """gpt-oss' experts with vLLM's Marlin backend, on a GPU, converted as its loader does.
 
     Args:
-        w13, w2: weight and scale of the projections, gate and up interleaved.
+        w13, w2: the projections, gate and up interleaved.
 
     Returns:
         ``moe(x, topk_ids, topk_weights, behind)``, with these bytes right behind the scales of both.
@@ -148,10 +187,11 @@ def marlin(
     from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
     from vllm.scalar_type import scalar_types
 
-    experts, hidden = len(w2[0]), w2[0].shape[1]
-    wide, inner = (-(-size // to) * to for size, to in zip((hidden, 2 * w2[0].shape[2]), MARLIN, strict=True))
-    given = [_rounded(w13[0], 2 * inner, wide // 2), _rounded(w2[0], wide, inner // 2)]
-    given += [_rounded(w13[1], 2 * inner, wide // GROUP), _rounded(w2[1], wide, inner // GROUP)]
+    experts, *sizes = w2.shape
+    hidden = sizes[0]
+    wide, inner = (-(-size // to) * to for size, to in zip(sizes, MARLIN, strict=True))
+    given = [_rounded(w13.weight, 2 * inner, wide // 2), _rounded(w2.weight, wide, inner // 2)]
+    given += [_rounded(w13.scale, 2 * inner, wide // GROUP), _rounded(w2.scale, wide, inner // GROUP)]
     layer = types.SimpleNamespace(params_dtype=torch.bfloat16)
     first, second, *scales, _, _ = marlin_utils_fp4.prepare_moe_mxfp4_layer_for_marlin(
         layer, *given, None, None

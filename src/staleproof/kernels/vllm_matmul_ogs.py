@@ -269,21 +269,25 @@ class Operand:
         """The swizzled scales as bytes, (experts, 32 * groups, n / 32), K innermost in memory."""
         return self.scale.storage.data
 
+    @property
+    def flat(self) -> torch.Tensor:
+        """The same bytes in the order of memory, (bytes,)."""
+        return self.scale_bytes.as_strided((self.scale_bytes.numel(),), (1,))
+
     def with_scale(self, data: torch.Tensor) -> Operand:
         """The same weights over scales in other memory, of the same shape and strides."""
         old = self.scale
         storage = type(old.storage)(data, old.storage.layout)
         return Operand(self.weight, self.flex, type(old)(storage, dtype=old.dtype, shape=[*old.shape]))
 
-    def in_slab(self, behind: torch.Tensor) -> Operand:
-        """The same weights with these bytes right behind the last scale.
+    def over(self, memory: torch.Tensor) -> Operand:
+        """The same weights with the scales that this memory holds, (bytes,) uint8, from its start on."""
+        old = self.scale_bytes
+        return self.with_scale(memory.to(old.device).as_strided(old.shape, old.stride()))
 
-        Args:
-            behind: (n,) uint8.
-        """
-        data = self.scale_bytes
-        slab = torch.cat([data.as_strided((data.numel(),), (1,)), behind.to(data.device)])
-        return self.with_scale(slab.as_strided(data.shape, data.stride()))
+    def in_slab(self, behind: torch.Tensor) -> Operand:
+        """The same weights with these bytes, (n,) uint8, right behind the last scale."""
+        return self.over(torch.cat([self.flat, behind.to(self.flat.device)]))
 
 
 class MatmulOgs:

@@ -30,7 +30,7 @@ def test_k_modulo_128_says_whether_the_last_row_reads_past_the_end(k):
 def test_a_numbered_canary_reaches_the_columns_that_the_index_names(kernel):
     """Each byte behind is 0xff in turn; exactly the columns of ``columns_behind`` hold NaN."""
     shape = Shape(1, 160, 64)
-    matrix = scene.checkpoint(shape, torch.Generator().manual_seed(0))
+    matrix = mxfp4.quantized(shape, torch.Generator().manual_seed(0))
     memory, named = broken.swizzled(matrix.scale, kernel), broken.columns_behind(shape, kernel)
     for byte in range(64):
         behind = torch.zeros(64, dtype=torch.uint8)
@@ -42,7 +42,7 @@ def test_a_numbered_canary_reaches_the_columns_that_the_index_names(kernel):
 
 @pytest.mark.parametrize("kernel", [Kernel(), Kernel(align=4), Kernel(mask=GROUPS), Kernel(mask=LANES)])
 def test_the_product_is_right_over_clean_memory(kernel):
-    matrix = scene.checkpoint(SHAPE, torch.Generator().manual_seed(1))
+    matrix = mxfp4.quantized(SHAPE, torch.Generator().manual_seed(1))
     x = torch.randn(5, SHAPE.k)
     memory = torch.cat([broken.swizzled(matrix.scale, kernel), scene.bytes_of("0x00", 64)])
     right = x @ mxfp4.dequantized(*matrix).mT

@@ -93,7 +93,7 @@ def test_an_edit_that_fits_no_line_is_refused(device):
 
 
 def test_normal_weights_are_quantized_within_the_error_of_the_format():
-    made = mxfp4.dequantized(*mxfp4.quantized((1, 64, 128), torch.Generator().manual_seed(0)))
+    made = mxfp4.dequantized(*mxfp4.quantized(mxfp4.Shape(1, 64, 128), torch.Generator().manual_seed(0)))
     wanted = 0.02 * torch.randn(1, 64, 4, 32, generator=torch.Generator().manual_seed(0)).flatten(-2)
     assert float((made - wanted).norm() / wanted.norm()) < 0.13
 
@@ -113,7 +113,7 @@ def test_sglangs_product_depends_on_what_lies_behind_its_scales(device, release,
 
 
 def test_a_watch_behind_the_layer_sees_no_nan_and_misses_a_single_byte():
-    found = scene.watched(scene.layer_on("cpu", tokens=256), scene.layer).numbers
+    found = scene.watched(scene.layer_on("cpu", 256), scene.layer).numbers
     for content in ("0xff", "fp32 -inf", "one byte"):
         assert not any(found[f"{content}: rows with NaN"])
     assert found["0xff: hit rows of 56"] == [1.0] * len(scene.LOUDER)

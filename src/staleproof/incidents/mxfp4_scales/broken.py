@@ -8,13 +8,12 @@ for the layout, ``matmul_ogs_details/_matmul_ogs.py:246-350`` for what a tile re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from staleproof.check import require
-from staleproof.kernels.mxfp4 import GROUP, values
+from staleproof.kernels.mxfp4 import GROUP, Matrix, Shape, values
 from staleproof.kernels.vllm_matmul_ogs import ALPHA, LIMIT
 
 # Values of K that a tile of Hopper's kernel takes at once: 4 groups.
@@ -41,46 +40,6 @@ class Kernel:
 
 
 SHIPPED = Kernel()
-
-
-class Matrix(NamedTuple):
-    """One projection of all experts as a checkpoint holds it.
-
-    Attributes:
-        weight: (experts, n, k / 2) uint8, two FP4 each, the first in the low half.
-        scale: (experts, n, k / 32) uint8, E8M0.
-    """
-
-    weight: torch.Tensor
-    scale: torch.Tensor
-
-    @property
-    def shape(self) -> Shape:
-        """Sizes of the projection."""
-        experts, n, half = self.weight.shape
-        return Shape(experts, n, 2 * half)
-
-    def on(self, device: str) -> Matrix:
-        """The same on a device."""
-        return Matrix(*(each.to(device) for each in self))
-
-
-class Shape(NamedTuple):
-    """Sizes of one projection: the product has ``n`` columns and sums over ``k``."""
-
-    experts: int
-    n: int
-    k: int
-
-    def check(self) -> None:
-        """Raise unless the layout can hold it.
-
-        >>> Shape(2, 256, 100).check()
-        Traceback (most recent call last):
-        ValueError: k: expected a multiple of 32, got 100
-        """
-        require(self.k > 0 and self.k % GROUP == 0, "k", "a multiple of 32", self.k)
-        require(self.n > 0 and self.experts > 0, "n, experts", "at least 1", (self.n, self.experts))
 
 
 def _up(value: int, to: int) -> int:
@@ -174,8 +133,7 @@ def swizzled(scale: torch.Tensor, kernel: Kernel = SHIPPED, pad: int = 0) -> tor
     experts, n, groups = scale.shape
     shape = Shape(experts, n, groups * GROUP)
     where = reach(shape, kernel)[..., : stored_groups(shape, kernel)]
-    whole = functional.pad(scale, (0, where.shape[2] - groups), value=pad)
-    whole = functional.pad(whole, (0, 0, 0, where.shape[1] - n))
+    whole = functional.pad(scale, (0, where.shape[2] - groups, 0, where.shape[1] - n), value=pad)
     memory = torch.empty(stored_bytes(shape, kernel), dtype=torch.uint8)
     memory[where.flatten()] = whole.flatten()
     return memory

@@ -28,30 +28,21 @@ ALWAYS, SOMETIMES, NEVER = "always 0xff", "0xff now and then", "never 0xff"
 
 # Projections of gpt-oss: K of the first is the hidden size, 2880. vLLM rounds the intermediate size that
 # a rank has up to a multiple of 64, and K of the second is that.
-SHAPES = {
-    "gpt-oss-20b w13": Shape(32, 5760, 2880),
-    "gpt-oss-120b w13": Shape(128, 5760, 2880),
-    "gpt-oss-120b w13, TP 2": Shape(128, 2944, 2880),
-    "gpt-oss-120b w13, TP 4": Shape(128, 1536, 2880),
-    "gpt-oss-120b w13, TP 8": Shape(128, 768, 2880),
-    "gpt-oss-120b w2": Shape(128, 2880, 2880),
-    "gpt-oss-120b w2, TP 2": Shape(128, 2880, 1472),
-    "gpt-oss-120b w2, TP 4": Shape(128, 2880, 768),
-    "gpt-oss-120b w2, TP 8": Shape(128, 2880, 384),
-    "K 2944": Shape(32, 5760, 2944),
-    "K 3072": Shape(32, 5760, 3072),
-}
+OF_RANK = {"": 2880, ", TP 2": 1472, ", TP 4": 768, ", TP 8": 384}
+SHAPES = {"gpt-oss-20b w13": Shape(32, 5760, 2880)}
+SHAPES |= {f"gpt-oss-120b w13{tp}": Shape(128, 2 * size, 2880) for tp, size in OF_RANK.items()}
+SHAPES |= {f"gpt-oss-120b w2{tp}": Shape(128, 2880, size) for tp, size in OF_RANK.items()}
+SHAPES |= {f"K {k}": Shape(32, 5760, k) for k in (2944, 3072)}
 
 
 def over_read(shape: Shape, device: str) -> Reading:
     """How many bytes behind the last scale the kernel reads, and which columns of the product they decide."""
-    behind, padded = broken.past_the_end(shape), Kernel(align=4)
-    columns = sorted({*broken.columns_behind(shape).values()})
+    behind, reaching, padded = broken.past_the_end(shape), broken.columns_behind(shape), Kernel(align=4)
     return reading(
         PAST if behind else INSIDE,
         bytes_behind=behind,
-        bytes_behind_that_reach_a_column=len(broken.columns_behind(shape)),
-        columns=columns,
+        bytes_behind_that_reach_a_column=len(reaching),
+        columns=sorted({*reaching.values()}),
         scale_bytes=broken.stored_bytes(shape, SHIPPED),
         scale_bytes_padded=broken.stored_bytes(shape, padded),
         bytes_behind_padded=broken.past_the_end(shape, padded),
@@ -59,8 +50,8 @@ def over_read(shape: Shape, device: str) -> Reading:
 
 
 def memory_behind(name: str, device: str) -> Reading:
-    """How often memory of this kind holds a byte 0xff where it reaches a column."""
-    chance = scene.chance_of_0xff(name)
+    """How often a byte 0xff is among the 32 bytes that reach a column of gpt-oss' first product; counted."""
+    chance = float((scene.bytes_of(name, 20_000 * 32).view(-1, 32) == 0xFF).any(1).float().mean())
     word = NEVER if chance == 0 else ALWAYS if chance == 1 else SOMETIMES
     return reading(word, counted=chance, first_bytes=scene.bytes_of(name, 8).tolist())
 
@@ -90,7 +81,7 @@ class Ingredients:
 
 def silent(a: Ingredients, device: str) -> Reading:
     """The replica's layer with these ingredients."""
-    layer = scene.layer_on("cpu", SMALL._replace(hidden=a.hidden))
+    layer = scene.layer_on("cpu", size=SMALL._replace(hidden=a.hidden))
     if not a.routed:
         layer = replace(layer, topk_ids=torch.arange(SMALL.top_k).expand(layer.topk_ids.shape))
     return scene.judged(layer, partial(scene.layer, kernel=a.kernel), [a.fill])[0]
@@ -182,12 +173,12 @@ def guarded(remedy: str, device: str) -> Reading:
     return ended.answer()
 
 
-def _child(call: Probe, device: str) -> Reading:
-    return children.call(*call, timeout_s=200).answer()
+def _child(function: Callable[[], Reading], device: str) -> Reading:
+    return children.call(function, timeout_s=200).answer()
 
 
-def _ours(remedy: str, device: str) -> Reading:
-    return scene.replica(remedy, "0xff")
+def _watch(name: str, device: str) -> Reading:
+    return scene.watched(scene.layer_on("cpu", 256), scene.layer)
 
 
 def _unmoved(ask: Callable[..., Reading]) -> Callable[..., str | None]:
@@ -200,19 +191,13 @@ def _unmoved(ask: Callable[..., Reading]) -> Callable[..., str | None]:
     return wrong
 
 
-def _watch(name: str, device: str) -> Reading:
-    return scene.watched(scene.layer_on("cpu", tokens=256), scene.layer)
-
-
-def _of_shape(shape: Shape) -> str:
-    return PAST if 1 <= shape.k % 128 <= 64 else INSIDE
-
-
-WITH_NAN = ("0xff", "int32 -1", "bf16 -inf", "fp32 -inf")
-DRAWN = ("bf16 N(0, 1)", "fp32 N(0, 1)", "random bytes")
-BYTES = {name: ALWAYS if name in WITH_NAN else SOMETIMES if name in DRAWN else NEVER for name in scene.BEHIND}
-PRODUCT = {name: NAN if name in WITH_NAN else RIGHT for name in scene.BEHIND if name not in DRAWN}
-PRODUCT |= dict.fromkeys(("control 1", "control 2"), RIGHT)
+PRODUCTS = {name: ("first product", name) for name in (*scene.BEHIND, "control 1", "control 2")}
+WITH_NAN, DRAWN = (
+    ("0xff", "int32 -1", "bf16 -inf", "fp32 -inf"),
+    ("bf16 N(0, 1)", "fp32 N(0, 1)", "random bytes"),
+)
+BYTES = dict.fromkeys(scene.BEHIND, NEVER) | dict.fromkeys(WITH_NAN, ALWAYS) | dict.fromkeys(DRAWN, SOMETIMES)
+PRODUCT = dict.fromkeys(PRODUCTS, RIGHT) | dict.fromkeys(WITH_NAN, NAN) | dict.fromkeys(DRAWN)
 CHANCE = "whether these 32 random bytes hold 0xff is a matter of chance"
 ALLOCATOR = "what the allocator puts there is what is asked"
 CURED = ("loader_pads", "layout_pads", "mask_after_load", "mask_load")
@@ -220,9 +205,10 @@ LAYER = {name: RIGHT if name in CURED else WRONG for name in REMEDIES}
 ODD = {name: RIGHT if name == "mask_after_load" else NAN for name in REMEDIES}
 # The read is inside with more groups in memory, or fewer read. A mask after the load changes no read.
 GUARD = {name: ILLEGAL if name in ("none", "mask_after_load") else RIGHT for name in READERS}
+OF_K = {name: PAST if 1 <= shape.k % 128 <= 64 else INSIDE for name, shape in SHAPES.items()}
 VALUES = {"0xff": [0xFF], "the 255 others": range(0xFF)}
 OF_BYTE = {"0xff": NAN, "the 255 others": RIGHT}
-BATCHES = {f"{r}, tokens: {n}": _layer(r, tokens=n) for r in real.BATCHED for n in real.BATCHES["cuda"]}
+BATCHES = {f"{r}, tokens: {n}": _layer(r, tokens=n) for r in real.BATCHED for n in real.BATCHES}
 ZEROS = {r: _layer(r, "0x00") for r in REMEDIES}
 # What is left out, and the verdict then.
 WITHOUT: dict[str, dict[str, Any]] = {
@@ -236,7 +222,6 @@ WITHOUT: dict[str, dict[str, Any]] = {
 ABLATED = dict.fromkeys(WITHOUT, RIGHT) | {"all": WRONG, "clamps that drop NaN": NAN}
 STAGES = ["loaded", "profiled", "KV caches", *(f"{n} requests sampled" for n in real.STEPS)]
 WHOLE_STAGES = ["started", *(f"{n} requests sampled" for n in whole.STEPS)]
-PRODUCTS = {name: ("first product", name) for name in (*scene.BEHIND, "control 1", "control 2")}
 
 REAL: dict[str, Any] = {"needs": _package, "evidence": _real}
 ON_GPU = REAL | {"needs": _on_gpu}
@@ -246,36 +231,29 @@ OF_PACKAGE, OF_PRODUCT = REAL | {"scene": PACKAGE}, REAL | {"scene": FIRST_PRODU
 
 def _fixes() -> Iterator[Fix]:
     """Off / on / off of each remedy, in our replica and in vLLM's package; and of the patch."""
-    for name in TRIED:
-        expect, wrong = FIXED if name in CURED else NOT_FIXED, _unmoved(_ours)
-        yield fix(f"{name}, replica", WORDS, off="none", on=name, ask=_ours, wrong=wrong, expect=expect)
+    cures = {name: FIXED if name in CURED else NOT_FIXED for name in TRIED}
+    ours: dict[str, Any] = {"ask": scene.replica, "wrong": _unmoved(scene.replica)}
+    for name, expect in cures.items():
+        yield fix(f"{name}, replica", WORDS, off="none", on=name, expect=expect, **ours)
     shared: dict[str, Any] = {"ask": answer, "wrong": _unmoved(answer), **REAL}
-    for name in TRIED:
+    for name, expect in cures.items():
         off, on, again = map(_layer, ("none", name, real.AGAIN))
-        expect = FIXED if name in CURED else NOT_FIXED
         yield fix(name, WORDS, off=off, on=on, again=again, expect=expect, scene=PACKAGE, **shared)
     yield fix("mxfp4_scale_tail", WORDS, off=0, on=1, again=2, scene=LOADER, **shared)
 
 
 TABLE = Table(
     "mxfp4_scales",
-    each("over-read", WORDS, SHAPES, over_read, expect=_of_shape, evidence=ARITHMETIC),
+    each("over-read", WORDS, SHAPES, over_read, expect=OF_K, evidence=ARITHMETIC),
     each("byte behind", WORDS, VALUES, byte_values, expect=OF_BYTE, evidence=ARITHMETIC),
     each("memory behind", WORDS, list(BYTES), memory_behind, expect=BYTES, evidence=ARITHMETIC),
     ablation(Ingredients(), WORDS, whole="all", without=WITHOUT, ask=silent, expect=ABLATED),
-    each("layer, replica", WORDS, list(REMEDIES), _ours, expect=LAYER),
+    each("layer, replica", WORDS, list(REMEDIES), scene.replica, expect=LAYER),
     each("odd groups, replica", WORDS, READERS, lambda name, device: scene.odd_groups(name), expect=ODD),
     each("layer", WORDS, {r: _layer(r) for r in REMEDIES}, answer, expect=LAYER, **OF_PACKAGE),
-    each(
-        "layer, zeros behind",
-        WORDS,
-        {r: _layer(r, "0x00") for r in REMEDIES},
-        answer,
-        expect=RIGHT,
-        **OF_PACKAGE,
-    ),
+    each("layer, zeros behind", WORDS, ZEROS, answer, expect=RIGHT, **OF_PACKAGE),
     each("layer, batches", WORDS, BATCHES, answer, expect=lambda p: LAYER[p[0]], **OF_PACKAGE | ON_GPU),
-    each("layer", WORDS, {"marlin": (real.marlin,)}, _child, expect=RIGHT, **WHOLE),
+    each("layer", WORDS, {"marlin": real.marlin}, _child, expect=RIGHT, **WHOLE),
     each("odd groups", WORDS, {r: (r, "odd groups") for r in READERS}, answer, expect=ODD, **OF_PACKAGE),
     each("first product", WORDS, PRODUCTS, answer, expect=PRODUCT, reason=CHANCE, **OF_PRODUCT),
     each("layout", "same", ["layout"], answer, expect="same bytes", **OF_PRODUCT),
@@ -283,7 +261,7 @@ TABLE = Table(
     each("neighbour", WORDS, STAGES, answer, reason=ALLOCATOR, scene=NEIGHBOUR, **ON_GPU),
     each("neighbour, whole vLLM", WORDS, WHOLE_STAGES, served, reason=ALLOCATOR, scene=ENGINE, **WHOLE),
     each("watch, replica", "measurement", ["layer"], _watch, expect="measured"),
-    each("watch", "measurement", {"layer": (real.watch,)}, _child, expect="measured", **ON_GPU),
-    each("cost", "measurement", {"loader_pads": (real.cost,)}, _child, expect="measured", **ON_GPU),
+    each("watch", "measurement", {"layer": real.watch}, _child, expect="measured", **ON_GPU),
+    each("cost", "measurement", {"loader_pads": real.cost}, _child, expect="measured", **ON_GPU),
     _fixes(),
 )

@@ -22,28 +22,19 @@ from staleproof.cases.mapping import at_address, mapped
 from staleproof.incidents.mxfp4_scales import broken, scene
 from staleproof.incidents.mxfp4_scales.broken import Matrix, Shape
 from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
-from staleproof.incidents.mxfp4_scales.scene import GPT_OSS, NAN, RIGHT, SMALL, WRONG, Layer, Size, bytes_of
+from staleproof.incidents.mxfp4_scales.scene import NAN, RIGHT, WRONG, Layer, bytes_of
 from staleproof.kernels import mxfp4, vllm_sources
 from staleproof.kernels.vllm_matmul_ogs import SAMPLER, MatmulOgs, Operand
 from staleproof.vllm.patches.mxfp4_scales import PATCHES
 
-# Batches of the layer on a GPU, with these remedies.
-BATCHED = ("none", "loader_pads")
-BATCHES = {"cpu": (scene.TOKENS,), "cuda": (scene.TOKENS, 1, 8, 64, 512, 4096)}
-# K of products that read nothing past the end -> the control, and what lies behind.
-CONTROLS = {
-    device: {k: {f"control {i}": "0xff"} for i, k in enumerate(sizes, 1)}
-    for device, sizes in (("cpu", (128, 256)), ("cuda", (2944, 3072)))
-}
+# Batches of the layer on a GPU, with these remedies; elsewhere the first alone.
+BATCHED, BATCHES = ("none", "loader_pads"), (scene.TOKENS, 1, 8, 64, 512, 4096)
+# K of products that read nothing past the end.
+CONTROLS = {"cpu": (128, 256), "cuda": (2944, 3072)}
 # The others change nothing of how the kernel reads its own memory.
-READERS = [name for name, remedy in REMEDIES.items() if not (remedy.filters or remedy.zeroes)]
+READERS = [name for name in REMEDIES if name not in ("nan_to_num", "zero_once")]
 # Without a remedy, asked once more after the others.
 AGAIN = "again"
-
-
-def size_on(device: str) -> Size:
-    """gpt-oss-20b's layer on a GPU, and a small one where kernels are interpreted."""
-    return SMALL if device == "cpu" else GPT_OSS
 
 
 def converted(m: MatmulOgs, matrix: Matrix, remedy: str = "none", swizzle: Any = None) -> Operand:
@@ -69,7 +60,7 @@ def product(m: MatmulOgs, x: torch.Tensor, matrix: Matrix, put: Operand) -> Read
     y, worst = m.product(x, put).float(), 0.0
     bad = ~y.isfinite()
     for expert in range(len(y)):
-        right = x.float() @ mxfp4.dequantized(matrix.weight[expert], matrix.scale[expert]).T
+        right = scene.exact(x, matrix, expert)
         error = torch.where(bad[expert], 0, (y[expert] - right).abs() / right.abs().max())
         worst = max(worst, float(error.max()))
     where = [bad.flatten(1).any(1), bad.flatten(0, 1).any(0)]
@@ -85,11 +76,11 @@ def package(device: str, *remedies: str) -> None:
         device: where it runs.
         remedies: names in :data:`REMEDIES`; ``"again"`` asks without a remedy once more.
     """
-    m, size = MatmulOgs(device, REMEDIES[remedies[0]].edit), size_on(device)
+    m = MatmulOgs(device, REMEDIES[remedies[0]].edit)
     for label in remedies:
         remedy = "none" if label == AGAIN else label
-        for tokens in BATCHES[device] if label in BATCHED else (scene.TOKENS,):
-            a = scene.layer_on(device, size, tokens)
+        for tokens in BATCHES if device == "cuda" and label in BATCHED else BATCHES[:1]:
+            a = scene.layer_on(device, tokens)
             said = scene.judged(a, runner(m, a, remedy), filters=REMEDIES[remedy].filters)
             for fill, one in zip(scene.FILLS, said, strict=True):
                 tell(((label, fill, tokens), one))
@@ -98,8 +89,7 @@ def package(device: str, *remedies: str) -> None:
 
         def odd(x: torch.Tensor, matrix: Matrix, memory: torch.Tensor, remedy: str = remedy) -> torch.Tensor:
             put = converted(m, matrix.on(device), remedy)
-            data = memory.to(device).as_strided(put.scale_bytes.shape, put.scale_bytes.stride())
-            return m.product(x.to(device), put.with_scale(data)).float()
+            return m.product(x.to(device), put.over(memory))
 
         tell(((label, "odd groups"), scene.odd_groups(remedy, odd)))
 
@@ -109,19 +99,18 @@ def table(device: str) -> None:
 
     Also whether our index function puts each scale where the package's layout does.
     """
-    m, size = MatmulOgs(device), size_on(device)
+    m, size = MatmulOgs(device), scene.SIZES[device]
     generator = torch.Generator(device).manual_seed(1)
-    fills = {size.hidden: dict.fromkeys(scene.BEHIND)} | CONTROLS[device]
-    for k, names in fills.items():
-        matrix = scene.checkpoint(Shape(size.experts, 2 * size.inter, k), generator)
+    for control, k in enumerate((size.hidden, *CONTROLS[device])):
+        matrix = mxfp4.quantized(Shape(size.experts, 2 * size.inter, k), generator)
         x = torch.randn(16, k, generator=generator, device=device).bfloat16()
         put = converted(m, matrix)
-        for name, fill in names.items():
-            tell((("first product", name), product(m, x, matrix, put.in_slab(bytes_of(fill or name)))))
-        data = put.scale_bytes.cpu()
-        same = broken.swizzled(matrix.scale.cpu()).equal(data.as_strided((data.numel(),), (1,)))
-        if k == size.hidden:
-            tell(("layout", reading("same bytes" if same else "differ", bytes=data.numel())))
+        fills = {f"control {control}": "0xff"} if control else {name: name for name in scene.BEHIND}
+        for name, fill in fills.items():
+            tell((("first product", name), product(m, x, matrix, put.in_slab(bytes_of(fill)))))
+        if not control:
+            same = broken.swizzled(matrix.scale.cpu()).equal(put.flat.cpu())
+            tell(("layout", reading("same bytes" if same else "differ", bytes=put.flat.numel())))
 
 
 def cost() -> Reading:
@@ -129,7 +118,7 @@ def cost() -> Reading:
     from triton.testing import do_bench
 
     m, found = MatmulOgs("cuda"), {}
-    a = scene.layer_on("cuda", GPT_OSS, 64)
+    a = scene.layer_on("cuda", 64)
     for remedy in ("none", "loader_pads"):
         put = [converted(m, matrix, remedy) for matrix in (a.w13, a.w2)]
         call = lambda put=put: m.moe(a.x, a.topk_ids, a.topk_weights, *put)  # noqa: E731
@@ -146,7 +135,7 @@ def cost() -> Reading:
 def loader(device: str, release: str, folder: str) -> None:
     """Child: the layer with a release's loader, off / on / off with the patch; 0xff lies behind."""
     m, (patch,) = MatmulOgs(device), PATCHES
-    a = scene.layer_on(device, size_on(device))
+    a = scene.layer_on(device)
     with m.loader(Path(folder)) as module:
         for turn, applied in enumerate((False, True, False)):
             if applied:
@@ -157,23 +146,22 @@ def loader(device: str, release: str, folder: str) -> None:
 
 def guarded(remedy: str) -> Reading:
     """Child: gpt-oss' first product, its scales at the end of a mapping. A read past it does not return."""
-    m, a = MatmulOgs("cuda", REMEDIES[remedy].edit), scene.layer_on("cuda", GPT_OSS)
+    m, a = MatmulOgs("cuda", REMEDIES[remedy].edit), scene.layer_on("cuda")
     put = converted(m, a.w13, remedy)
-    data = put.scale_bytes
-    memory = mapped(data.numel(), "cuda").as_strided(data.shape, data.stride())
-    memory.copy_(data)
-    return product(m, a.x, a.w13, put.with_scale(memory))
+    memory = mapped(put.flat.numel(), "cuda")
+    memory.copy_(put.flat)
+    return product(m, a.x, a.w13, put.over(memory))
 
 
 def watch() -> Reading:
     """Child: what a watch behind gpt-oss' layer of 512 tokens could see."""
-    m, a = MatmulOgs("cuda"), scene.layer_on("cuda", GPT_OSS, 512)
+    m, a = MatmulOgs("cuda"), scene.layer_on("cuda", 512)
     return scene.watched(a, runner(m, a))
 
 
 def marlin() -> Reading:
     """Child: gpt-oss' layer with Marlin's kernel of an installed vLLM, 0xff behind its scales."""
-    a = scene.layer_on("cuda", GPT_OSS)
+    a = scene.layer_on("cuda")
     moe = mxfp4.marlin(a.w13, a.w2)
     return scene.judged(a, lambda a, behind: (moe(a.x, a.topk_ids, a.topk_weights, behind), a.x))[1]
 
@@ -192,12 +180,10 @@ def behind(scales: torch.Tensor, owners: Mapping[int, str] | None = None) -> tup
     """
     end = scales.data_ptr() + scales.numel()
     for segment in torch.cuda.memory_snapshot():
-        at = segment["address"]
         for block in segment["blocks"]:
-            if at <= end < at + block["size"]:
+            if block["address"] <= end < block["address"] + block["size"]:
                 owner = "free" if block["state"] == "inactive" else (owners or {}).get(end, "other")
                 return owner, at_address(end, 32).tolist()
-            at += block["size"]
     return "end of the segment", []
 
 
@@ -205,30 +191,22 @@ def neighbour(device: str) -> None:
     """Child: load 24 layers as vLLM does, then allocate as it does, and look behind the scales at each stage.
 
     Nothing is placed by hand. The loader and the sampler are vLLM's; the order is that of its model runner:
-    empty parameters, the checkpoint, the conversion of each layer, a profile run with a sampler, KV caches,
+    parameters with the checkpoint, the conversion of each layer, a profile run with a sampler, KV caches,
     and steps in which some requests sample with top-p. At each stage vLLM's kernel computes two tokens in
     every layer, beside the same with padded scales.
     """
-    m, size = MatmulOgs(device), size_on(device)
+    m = MatmulOgs(device)
     with vllm_sources.executed(m.root, SAMPLER):
         filtered = importlib.import_module(SAMPLER).apply_top_k_top_p_pytorch
-    generator = torch.Generator(device).manual_seed(0)
-    shapes = Shape(size.experts, 2 * size.inter, size.hidden), Shape(size.experts, size.hidden, size.inter)
-    source = [scene.checkpoint(shape, generator).on("cpu") for shape in shapes]
-    x = torch.randn(2, size.hidden, device=device).bfloat16()
-    # Both tokens go to the last expert.
-    ids = torch.arange(size.experts - 1, size.experts - 1 - size.top_k, -1, device=device).repeat(2, 1)
-    weights = torch.full(ids.shape, 1 / size.top_k, device=device)
-    clean, _ = m.moe(x, ids, weights, *(converted(m, each.on(device), "loader_pads") for each in source))
+    a = scene.layer_on(device, 2)
+    # Both tokens go to the last experts.
+    x, ids, weights = a.x, a.topk_ids[:1].repeat(2, 1), a.topk_weights
+    source = a.w13.on("cpu"), a.w2.on("cpu")
+    clean, _ = m.moe(x, ids, weights, *(converted(m, each, "loader_pads") for each in (a.w13, a.w2)))
+    del a
     torch.cuda.empty_cache()
-    embedding = torch.zeros(VOCABULARY, size.hidden, dtype=torch.bfloat16, device=device)
-    parameters = [
-        [Matrix(*(torch.zeros_like(part, device=device) for part in each)) for each in source]
-        for _ in range(LAYERS)
-    ]
-    for into, of in ((into, of) for layer in parameters for into, of in zip(layer, source, strict=True)):
-        into.weight.copy_(of.weight)
-        into.scale.copy_(of.scale)
+    embedding = torch.zeros(VOCABULARY, x.shape[1], dtype=torch.bfloat16, device=device)
+    parameters = [[each.on(device) for each in source] for _ in range(LAYERS)]
     layers, kept = [], []
     while parameters:
         # The loader drops a layer's weights once they are converted, and keeps its scales.
@@ -253,7 +231,7 @@ def neighbour(device: str) -> None:
         tell((name, said))
 
     def sample(requests: int) -> None:
-        hidden = torch.rand(requests, size.hidden, dtype=torch.bfloat16, device=device)
+        hidden = torch.rand(requests, x.shape[1], dtype=torch.bfloat16, device=device)
         logits = (hidden @ embedding.T).float()
         logits += torch.randn_like(logits)
         filtered(logits, None, torch.full((requests,), 0.9, device=device)).softmax(-1)

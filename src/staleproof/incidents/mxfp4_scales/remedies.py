@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from staleproof.incidents.mxfp4_scales.broken import GROUPS, LANES, SHIPPED, Kernel
 from staleproof.kernels.vllm_matmul_ogs import Edit
 
+_LAYOUT = "tensor_details/layout_details/hopper_scale.py"
+_ALIGN = "        SWIZZLE_ALIGN_K = {}\n"
 _KERNEL = "matmul_ogs_details/_matmul_ogs.py"
 _LOAD = "unswizzle_mxfp4_scale_hopper(tl.load(WMxScalePtrs), mx_axis=1, num_warps=num_warps)"
 _LANE_MASK = "mask=((offs_k_scale // 32) * MX_PACK_DIVISOR < k)[None, :], other=0"
@@ -20,36 +22,31 @@ class Remedy:
     """One remedy.
 
     Attributes:
-        source: where it was proposed.
         kernel: our replica with it.
         edit: the line of the package that it changes; ``None``: the package stays as shipped.
         pads: whether the loader pads the scales to 4 groups before it converts them.
-        zeroes: whether the bytes behind are zeroed once, at load.
         filters: whether NaN in the layer's output become 0.
     """
 
-    source: str
     kernel: Kernel = SHIPPED
     edit: Edit | None = None
     pads: bool = False
-    zeroes: bool = False
     filters: bool = False
 
 
-REMEDIES: dict[str, Remedy] = {
-    "none": Remedy("vLLM 0.16.0 to 0.25.1"),
-    "loader_pads": Remedy("vLLM #47910, SGLang #36456", Kernel(align=4), pads=True),
-    "layout_pads": Remedy(
-        "triton #10800",
-        Kernel(align=4),
-        Edit(
-            "tensor_details/layout_details/hopper_scale.py",
-            "        SWIZZLE_ALIGN_K = 2\n",
-            "        SWIZZLE_ALIGN_K = 4\n",
-        ),
-    ),
-    "mask_after_load": Remedy("triton #10190", Kernel(mask=GROUPS), Edit(_KERNEL, _LOAD, _CLEARED)),
-    "mask_load": Remedy("vLLM #47323", Kernel(mask=LANES), Edit(_KERNEL, _LOAD, _MASKED_LOAD)),
-    "nan_to_num": Remedy("a filter behind the layer", filters=True),
-    "zero_once": Remedy("zero the bytes behind at load", zeroes=True),
+REMEDIES = {
+    # vLLM 0.16.0 to 0.25.1.
+    "none": Remedy(),
+    # vLLM #47910, SGLang #36456.
+    "loader_pads": Remedy(Kernel(align=4), pads=True),
+    # triton #10800.
+    "layout_pads": Remedy(Kernel(align=4), Edit(_LAYOUT, _ALIGN.format(2), _ALIGN.format(4))),
+    # triton #10190.
+    "mask_after_load": Remedy(Kernel(mask=GROUPS), Edit(_KERNEL, _LOAD, _CLEARED)),
+    # vLLM #47323.
+    "mask_load": Remedy(Kernel(mask=LANES), Edit(_KERNEL, _LOAD, _MASKED_LOAD)),
+    # Behind the layer.
+    "nan_to_num": Remedy(filters=True),
+    # The bytes behind, at load: a later tenant writes them again.
+    "zero_once": Remedy(),
 }

@@ -6,7 +6,8 @@ own kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ class Size(NamedTuple):
 
 # Both first products read past the end, and only the small one's second does not.
 SMALL, GPT_OSS = Size(4, 192, 128, 2), Size(32, 2880, 2880, 4)
+SIZES = {"cpu": SMALL, "cuda": GPT_OSS}
 TOKENS = 12
 
 
@@ -64,17 +66,18 @@ class Layer:
         return (self.topk_ids == self.w13.shape.experts - 1).any(1)
 
 
-def checkpoint(shape: Shape, generator: torch.Generator) -> Matrix:
-    """Normal weights as a checkpoint holds them."""
-    shape.check()
-    return Matrix(*mxfp4.quantized(shape, generator))
+def layer_on(device: str, tokens: int = TOKENS, size: Size | None = None) -> Layer:
+    """A layer and a batch; the first token is always routed to the last experts.
 
-
-def layer_on(device: str, size: Size = SMALL, tokens: int = TOKENS) -> Layer:
-    """A layer and a batch; the first token is always routed to the last expert."""
+    Args:
+        device: of its tensors.
+        tokens: in the batch.
+        size: gpt-oss-20b's on a GPU by default, and a small one where kernels are interpreted.
+    """
+    size = size or SIZES[device]
     generator = torch.Generator(device).manual_seed(0)
-    w13 = checkpoint(Shape(size.experts, 2 * size.inter, size.hidden), generator)
-    w2 = checkpoint(Shape(size.experts, size.hidden, size.inter), generator)
+    w13 = mxfp4.quantized(Shape(size.experts, 2 * size.inter, size.hidden), generator)
+    w2 = mxfp4.quantized(Shape(size.experts, size.hidden, size.inter), generator)
     x = torch.randn(tokens, size.hidden, generator=generator, device=device)
     ids = torch.rand(tokens, size.experts, generator=generator, device=device).argsort(1)
     ids[0] = torch.arange(size.experts - 1, -1, -1, device=device)
@@ -82,22 +85,22 @@ def layer_on(device: str, size: Size = SMALL, tokens: int = TOKENS) -> Layer:
     return Layer(w13, w2, x.bfloat16(), ids[:, : size.top_k], weights)
 
 
-def _sorted(a: Layer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Each expert with the tokens that are routed to it, and its place in their choices."""
+def _experts(
+    a: Layer, product: Callable[[torch.Tensor, Matrix, int], torch.Tensor], drops_nan: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's output and intermediate; ``product(x, matrix, expert)`` is one expert's."""
+    out, inners = torch.zeros(a.x.shape, device=a.x.device), []
     for expert in range(a.w13.shape.experts):
         token, place = (a.topk_ids == expert).nonzero(as_tuple=True)
-        yield expert, token, place
+        inner = broken.swiglu(product(a.x[token], a.w13, expert), drops_nan).bfloat16().float()
+        inners.append(inner)
+        out.index_add_(0, token, product(inner, a.w2, expert) * a.topk_weights[token, place, None])
+    return out, torch.cat(inners)
 
 
-def reference(a: Layer) -> torch.Tensor:
-    """The layer's output in fp32, from the checkpoint itself, (tokens, hidden)."""
-    out = torch.zeros(a.x.shape, device=a.x.device)
-    for expert, token, place in _sorted(a):
-        first, second = (Matrix(*(part[expert] for part in matrix)) for matrix in (a.w13, a.w2))
-        inner = broken.swiglu(a.x[token].float() @ mxfp4.dequantized(*first).T)
-        y = inner.bfloat16().float() @ mxfp4.dequantized(*second).T
-        out.index_add_(0, token, y * a.topk_weights[token, place, None])
-    return out
+def exact(x: torch.Tensor, matrix: Matrix, expert: int) -> torch.Tensor:
+    """One expert's product in fp32, from the checkpoint itself, (rows, n)."""
+    return x.float() @ mxfp4.dequantized(matrix.weight[expert], matrix.scale[expert]).T
 
 
 def layer(
@@ -113,15 +116,12 @@ def layer(
     Returns:
         (tokens, hidden), and (tokens * top_k, inter) sorted by expert; fp32.
     """
-    slabs = [torch.cat([broken.swizzled(m.scale, kernel), behind]) for m in (a.w13, a.w2)]
-    out, inners = torch.zeros(a.x.shape), []
-    everything = broken.product(a.x, a.w13, slabs[0], kernel)
-    for expert, token, place in _sorted(a):
-        inner = broken.swiglu(everything[expert, token], kernel.drops_nan).bfloat16().float()
-        inners.append(inner)
-        y = broken.product(inner, a.w2, slabs[1], kernel)[expert]
-        out.index_add_(0, token, y * a.topk_weights[token, place, None])
-    return out, torch.cat(inners)
+
+    def product(x: torch.Tensor, matrix: Matrix, expert: int) -> torch.Tensor:
+        slab = torch.cat([broken.swizzled(matrix.scale, kernel), behind])
+        return broken.product(x, matrix, slab, kernel)[expert]
+
+    return _experts(a, product, kernel.drops_nan)
 
 
 # What may lie behind: a dtype, and a constant of it, the ends of a range to draw from, or None: N(0, 1).
@@ -170,7 +170,7 @@ def judged(a: Layer, run: Run, fills: Sequence[str] = FILLS, filters: bool = Fal
         fills: names in :data:`BEHIND`.
         filters: whether NaN in the output become 0 before anybody looks.
     """
-    right, over_zeros = reference(a), run(a, bytes_of("0x00"))
+    (right, _), over_zeros = _experts(a, exact), run(a, bytes_of("0x00"))
     clean, said = over_zeros[0], []
     for name in fills:
         out, inner = over_zeros if name == "0x00" else run(a, bytes_of(name))
@@ -194,10 +194,10 @@ def judged(a: Layer, run: Run, fills: Sequence[str] = FILLS, filters: bool = Fal
     return said
 
 
-def replica(remedy: str, fill: str) -> Reading:
+def replica(remedy: str, device: str = "cpu", fill: str = "0xff") -> Reading:
     """Our replica of the small layer with one remedy and these bytes behind its scales.
 
-    >>> replica("none", "0xfe").verdict, replica("none", "0xff").verdict
+    >>> replica("none", fill="0xfe").verdict, replica("none").verdict
     ('right', 'wrong, finite')
     """
     a, how = layer_on("cpu"), REMEDIES[remedy]
@@ -221,27 +221,28 @@ def watched(a: Layer, run: Run) -> Reading:
         all 56. And of clean rows, false alarms of such a watch: the part with a 56, and with 56 in all of
         the columns that 0xff changes.
     """
-    one = torch.zeros(TAIL, dtype=torch.uint8)
-    one[0] = 0xFF
+    zeros = bytes_of("0x00")
+    one = zeros.index_fill(0, torch.tensor(0), 0xFF)
     behind = {"0xff": bytes_of("0xff"), "fp32 -inf": bytes_of("fp32 -inf"), "one byte": one}
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = defaultdict(list)
     for factor in LOUDER:
         louder = replace(a, x=(a.x * factor).bfloat16())
-        clean, inner = (each.float() for each in run(louder, bytes_of("0x00")))
+        clean, inner = (each.float() for each in run(louder, zeros))
         for name, memory in behind.items():
             out, dirty = (each.float() for each in run(louder, memory))
             rows, columns = ((dirty != inner).any(axis) for axis in (1, 0))
-            numbers = {
-                f"{name}: rows with NaN": float((~out.isfinite()).any(1).sum()),
-                f"{name}: smallest hit row": float(out[a.hit].norm(dim=1).min() / clean.norm(dim=1).max()),
-                f"{name}: hit rows of 56": float((dirty[rows][:, columns] == 56).all(1).float().mean()),
-            }
+            smallest = out[a.hit].norm(dim=1).min() / clean.norm(dim=1).max()
+            found[f"{name}: rows with NaN"].append(float((~out.isfinite()).any(1).sum()))
+            found[f"{name}: smallest hit row"].append(float(smallest))
+            found[f"{name}: hit rows of 56"].append(_part((dirty[rows][:, columns] == 56).all(1)))
             if name == "0xff":
-                numbers["clean rows with a 56"] = float((inner == 56).any(1).float().mean())
-                numbers["clean rows of 56"] = float((inner[:, columns] == 56).all(1).float().mean())
-            for what, number in numbers.items():
-                found.setdefault(what, []).append(number)
-    return Reading("measured", found)
+                found["clean rows with a 56"].append(_part((inner == 56).any(1)))
+                found["clean rows of 56"].append(_part((inner[:, columns] == 56).all(1)))
+    return Reading("measured", dict(found))
+
+
+def _part(of: torch.Tensor) -> float:
+    return float(of.float().mean())
 
 
 def odd_groups(remedy: str, product: Callable[..., torch.Tensor] | None = None) -> Reading:
@@ -255,24 +256,10 @@ def odd_groups(remedy: str, product: Callable[..., torch.Tensor] | None = None) 
         product: ``product(x, matrix, memory)`` as the package computes it; our replica by default.
     """
     generator, kernel = torch.Generator().manual_seed(2), REMEDIES[remedy].kernel
-    matrix = checkpoint(Shape(2, 256, 96), generator)
-    x, tail = torch.randn(16, 96, generator=generator).bfloat16(), bytes_of("0x00")
-
-    def ours(x: torch.Tensor, matrix: Matrix, memory: torch.Tensor) -> torch.Tensor:
-        return broken.product(x, matrix, torch.cat([memory, tail]), kernel)
-
-    ask = product or ours
+    matrix = mxfp4.quantized(Shape(2, 256, 96), generator)
+    x = torch.randn(16, 96, generator=generator).bfloat16()
+    ask = product or partial(broken.product, kernel=kernel)
     clean, dirty = (ask(x, matrix, broken.swizzled(matrix.scale, kernel, pad)) for pad in (0x00, 0xFF))
     changed = ~((clean == dirty).flatten(0, 1).all(0))
     word = NAN if not dirty.isfinite().all() else WRONG if changed.any() else RIGHT
     return reading(word, columns=dirty.shape[-1], changed_columns=int(changed.sum()))
-
-
-def chance_of_0xff(name: str, trials: int = 20_000, width: int = 32) -> float:
-    """How often a byte 0xff is among the 32 bytes that reach a column of gpt-oss' first product; counted.
-
-    >>> chance_of_0xff("fp32 -inf"), chance_of_0xff("bf16 NaN, 0x7fc0")
-    (1.0, 0.0)
-    """
-    drawn = bytes_of(name, trials * width).view(trials, width)
-    return float((drawn == 0xFF).any(1).float().mean())

@@ -17,18 +17,12 @@ import torch
 
 from staleproof.cases.children import tell
 from staleproof.cases.mapping import at_address
+from staleproof.engine.orders import ENVIRONMENT
 from staleproof.incidents.mxfp4_scales import real
 from staleproof.incidents.mxfp4_scales.broken import Shape
-from staleproof.incidents.mxfp4_scales.scene import GPT_OSS, checkpoint
+from staleproof.incidents.mxfp4_scales.scene import GPT_OSS
+from staleproof.kernels.mxfp4 import quantized
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # FlashInfer need not be there.
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "STALEPROOF_PATCHES": "none",
-}
 # The other sizes of gpt-oss are transformers' defaults.
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
@@ -50,7 +44,7 @@ class _Engine:
         experts, hidden, inter, _ = GPT_OSS
         generator, self.experts = torch.Generator("cuda").manual_seed(0), dict[str, torch.Tensor]()
         for name, n, k in (("w13", 2 * inter, hidden), ("w2", hidden, inter)):
-            made = checkpoint(Shape(experts, n, k), generator).on("cpu")
+            made = quantized(Shape(experts, n, k), generator).on("cpu")
             self.experts |= {f"{name}_weight": made.weight, f"{name}_weight_scale": made.scale}
         torch.cuda.empty_cache()
         DummyModelLoader.load_weights = lambda loader, model, config: self._draw(model)
@@ -68,8 +62,7 @@ class _Engine:
         methods = [getattr(module, "quant_method", None) for module in modules]
         configs = [getattr(method, "w13_precision_config", None) for method in methods]
         # Several modules share a method.
-        scales = {id(c): c.weight_scale.storage.data for c in configs if c is not None}
-        self.scales = [*scales.values()]
+        self.scales = [*{id(c): c.weight_scale.storage.data for c in configs if c is not None}.values()]
 
     @torch.no_grad()
     def _draw(self, model: torch.nn.Module) -> None:
@@ -112,7 +105,7 @@ class _Engine:
 
 def ask() -> None:
     """Child: start a vLLM, and tell what each stage shows."""
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT, STALEPROOF_PATCHES="none")
     engine = _Engine()
     engine.stage("started")
     for requests in STEPS:
