@@ -304,6 +304,31 @@ def whole_tile(x):
     return out
 
 
+@triton.jit
+def _scaled_sum(x, scale, out, groups, READ: tl.constexpr):
+    row, group = tl.program_id(0), tl.arange(0, READ)
+    factor = (tl.load(scale + row * groups + group).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    number = tl.load(x + row * groups + group, mask=group < groups, other=0.0)
+    tl.store(out + row, tl.sum(number * factor, axis=0))
+
+
+def _six_groups(device):
+    """Rows of 6 groups, stored as they are: a multiple of 2, and not of 4."""
+    x = torch.arange(24.0, device=device).view(4, 6)
+    return {"x": x, "scale": torch.full((4, 6), 128, dtype=torch.uint8, device=device)}
+
+
+@_expect(
+    audit.operands, "scales aligned to 2 groups, read in fours", "O", make=_six_groups,
+    reference=lambda x, scale: (2 * x.sum(1),), note="0xff behind scale changes the result",
+)  # fmt: skip
+def aligned_to_two(x, scale):
+    """Incident 6 in small: behind the last row it reads two scales, and times 0 an infinite one is NaN."""
+    out = torch.empty(len(x), device=x.device)
+    _scaled_sum[(len(x),)](x, scale, out, x.shape[1], READ=8)
+    return out
+
+
 @_expect(audit.rows, "writes behind its operand", "O", reference=lambda x: 2 * x, note="writes behind x")
 def writes_behind(x):
     """Where its operand is a part of a larger buffer, it writes the byte behind."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from staleproof import device as devices
 from staleproof.cases import children
-from staleproof.cases.case import MissingError
+from staleproof.cases.case import MissingError, nothing
+from staleproof.cases.run import run
 from staleproof.contract.cases import audit
 from staleproof.contract.contract import BREAKS, HOLDS
 from staleproof.incidents.mxfp4_scales import broken, cases, real, scene
@@ -82,6 +85,17 @@ def test_without_the_package_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     assert vllm_matmul_ogs.FETCH in why
     with pytest.raises(UnavailableError, match="no vLLM with third_party/triton_kernels here"):
         vllm_matmul_ogs.MatmulOgs("cpu")
+
+
+def test_a_gpu_that_is_not_hopper_is_not_asked(monkeypatch):
+    """Each question for vLLM's kernel says why; none starts a child."""
+    other = replace(devices.machine(), capability="sm_100")
+    monkeypatch.setattr(devices, "machine", lambda: other)
+    monkeypatch.setattr(children, "call", lambda *args, **kwargs: pytest.fail("a child was started"))
+    found = [*run([case for case in cases.TABLE.cases if case.needs is not nothing], "cuda")]
+    assert {f.question for f in found} >= {"layer", "first product", "neighbour, whole vLLM", "cost"}
+    says = "needs an SM90 GPU (H100, H200); this is sm_100"
+    assert {(f.verdict, f.note) for f in found} == {("not run", says)}
 
 
 def test_an_edit_that_fits_no_line_is_refused(device):

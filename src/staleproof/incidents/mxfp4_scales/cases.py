@@ -192,10 +192,8 @@ def _unmoved(ask: Callable[..., Reading]) -> Callable[..., str | None]:
 
 
 PRODUCTS = {name: ("first product", name) for name in (*scene.BEHIND, "control 1", "control 2")}
-WITH_NAN, DRAWN = (
-    ("0xff", "int32 -1", "bf16 -inf", "fp32 -inf"),
-    ("bf16 N(0, 1)", "fp32 N(0, 1)", "random bytes"),
-)
+WITH_NAN = ("0xff", "int32 -1", "bf16 -inf", "fp32 -inf")
+DRAWN = ("bf16 N(0, 1)", "fp32 N(0, 1)", "random bytes")
 BYTES = dict.fromkeys(scene.BEHIND, NEVER) | dict.fromkeys(WITH_NAN, ALWAYS) | dict.fromkeys(DRAWN, SOMETIMES)
 PRODUCT = dict.fromkeys(PRODUCTS, RIGHT) | dict.fromkeys(WITH_NAN, NAN) | dict.fromkeys(DRAWN)
 CHANCE = "whether these 32 random bytes hold 0xff is a matter of chance"
