@@ -136,14 +136,10 @@ def _asked(device: str) -> Told:
     return _children((real.package, device, "none"), *edited, (real.package, device, *same, real.AGAIN))
 
 
-def _loaded(device: str) -> Told:
-    return _children((real.loader, device, str(vllm_matmul_ogs.version()), str(vllm_matmul_ogs.root())))
-
-
 TRIED = [name for name in REMEDIES if name != "none"]
 PACKAGE = Scene("vLLM's kernel with each remedy", _asked)
 FIRST_PRODUCT = Scene("vLLM's first product", lambda device: _children((real.table, device)))
-LOADER = Scene("vLLM's loader with the patch and without", _loaded)
+LOADER = Scene("vLLM's loader with the patch and without", lambda device: _children((real.loader, device)))
 NEIGHBOUR = Scene("24 layers", lambda device: _children((real.neighbour, device)))
 ENGINE = Scene("a whole vLLM", lambda device: _children((whole.ask,)))
 
@@ -161,8 +157,8 @@ def served(stage: str, device: str, told: Told) -> Reading:
     pairs = [*zip(said["answers"], said["over_zeros"], strict=True)]
     changed = sum(ours != theirs for ours, theirs in pairs)
     word = NAN if any(ours[1] != ours[1] for ours, _ in pairs) else WRONG if changed else RIGHT
-    numbers = {"owners": said["owners"], "harmful": said["harmful"], "changed_answers": changed}
-    return Reading(word, numbers | {"answers": len(pairs)})
+    found = {name: said[name] for name in ("owners", "harmful")}
+    return reading(word, **found, changed_answers=changed, answers=len(pairs))
 
 
 def guarded(remedy: str, device: str) -> Reading:
@@ -178,7 +174,7 @@ def _child(function: Callable[[], Reading], device: str) -> Reading:
 
 
 def _watch(name: str, device: str) -> Reading:
-    return scene.watched(scene.layer_on("cpu", 256), scene.layer)
+    return scene.watched(scene.layer_on("cpu", tokens=256), scene.layer)
 
 
 def _unmoved(ask: Callable[..., Reading]) -> Callable[..., str | None]:

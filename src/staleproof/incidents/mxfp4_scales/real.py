@@ -24,7 +24,7 @@ from staleproof.incidents.mxfp4_scales.broken import Matrix, Shape
 from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
 from staleproof.incidents.mxfp4_scales.scene import NAN, RIGHT, WRONG, Layer, bytes_of
 from staleproof.kernels import mxfp4, vllm_sources
-from staleproof.kernels.vllm_matmul_ogs import SAMPLER, MatmulOgs, Operand
+from staleproof.kernels.vllm_matmul_ogs import SAMPLER, MatmulOgs, Operand, version
 from staleproof.vllm.patches.mxfp4_scales import PATCHES
 
 # Batches of the layer on a GPU, with these remedies; elsewhere the first alone.
@@ -48,11 +48,7 @@ def converted(m: MatmulOgs, matrix: Matrix, remedy: str = "none", swizzle: Any =
 def runner(m: MatmulOgs, a: Layer, remedy: str = "none", swizzle: Any = None) -> scene.Run:
     """Computes a layer of these weights with bytes behind the scales of both projections."""
     w13, w2 = (converted(m, matrix, remedy, swizzle) for matrix in (a.w13, a.w2))
-
-    def run(a: Layer, behind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return m.moe(a.x, a.topk_ids, a.topk_weights, w13.in_slab(behind), w2.in_slab(behind))
-
-    return run
+    return lambda a, behind: m.moe(a.x, a.topk_ids, a.topk_weights, w13.in_slab(behind), w2.in_slab(behind))
 
 
 def product(m: MatmulOgs, x: torch.Tensor, matrix: Matrix, put: Operand) -> Reading:
@@ -80,7 +76,7 @@ def package(device: str, *remedies: str) -> None:
     for label in remedies:
         remedy = "none" if label == AGAIN else label
         for tokens in BATCHES if device == "cuda" and label in BATCHED else BATCHES[:1]:
-            a = scene.layer_on(device, tokens)
+            a = scene.layer_on(device, tokens=tokens)
             said = scene.judged(a, runner(m, a, remedy), filters=REMEDIES[remedy].filters)
             for fill, one in zip(scene.FILLS, said, strict=True):
                 tell(((label, fill, tokens), one))
@@ -118,7 +114,7 @@ def cost() -> Reading:
     from triton.testing import do_bench
 
     m, found = MatmulOgs("cuda"), {}
-    a = scene.layer_on("cuda", 64)
+    a = scene.layer_on("cuda", tokens=64)
     for remedy in ("none", "loader_pads"):
         put = [converted(m, matrix, remedy) for matrix in (a.w13, a.w2)]
         call = lambda put=put: m.moe(a.x, a.topk_ids, a.topk_weights, *put)  # noqa: E731
@@ -132,14 +128,18 @@ def cost() -> Reading:
     return Reading("measured", found)
 
 
-def loader(device: str, release: str, folder: str) -> None:
-    """Child: the layer with a release's loader, off / on / off with the patch; 0xff lies behind."""
-    m, (patch,) = MatmulOgs(device), PATCHES
-    a = scene.layer_on(device)
-    with m.loader(Path(folder)) as module:
+def loader(device: str, release: str | None = None, folder: str | None = None) -> None:
+    """Child: the layer with a loader, off / on / off with the patch; 0xff lies behind.
+
+    Args:
+        device: where it runs.
+        release, folder: of another vLLM's loader; the package's own by default.
+    """
+    m, (patch,), a = MatmulOgs(device), PATCHES, scene.layer_on(device)
+    with m.loader(Path(folder or m.root)) as module:
         for turn, applied in enumerate((False, True, False)):
             if applied:
-                patch.apply(release)
+                patch.apply(release or str(version()))
             tell((turn, scene.judged(a, runner(m, a, swizzle=module._swizzle_mxfp4))[1]))
             patch.revert()
 
@@ -155,7 +155,7 @@ def guarded(remedy: str) -> Reading:
 
 def watch() -> Reading:
     """Child: what a watch behind gpt-oss' layer of 512 tokens could see."""
-    m, a = MatmulOgs("cuda"), scene.layer_on("cuda", 512)
+    m, a = MatmulOgs("cuda"), scene.layer_on("cuda", tokens=512)
     return scene.watched(a, runner(m, a))
 
 
@@ -198,7 +198,7 @@ def neighbour(device: str) -> None:
     m = MatmulOgs(device)
     with vllm_sources.executed(m.root, SAMPLER):
         filtered = importlib.import_module(SAMPLER).apply_top_k_top_p_pytorch
-    a = scene.layer_on(device, 2)
+    a = scene.layer_on(device, tokens=2)
     # Both tokens go to the last experts.
     x, ids, weights = a.x, a.topk_ids[:1].repeat(2, 1), a.topk_weights
     source = a.w13.on("cpu"), a.w2.on("cpu")
