@@ -127,7 +127,7 @@ def test_sglangs_product_depends_on_what_lies_behind_its_scales(device, release,
 
 
 def test_a_watch_behind_the_layer_sees_no_nan_and_misses_a_single_byte():
-    found = scene.watched(scene.layer_on("cpu", 256), scene.layer).numbers
+    found = scene.watched(scene.layer_on("cpu", tokens=256), scene.layer).numbers
     for content in ("0xff", "fp32 -inf", "one byte"):
         assert not any(found[f"{content}: rows with NaN"])
     assert found["0xff: hit rows of 56"] == [1.0] * len(scene.LOUDER)

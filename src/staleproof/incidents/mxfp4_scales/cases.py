@@ -174,7 +174,7 @@ def _child(function: Callable[[], Reading], device: str) -> Reading:
 
 
 def _watch(name: str, device: str) -> Reading:
-    return scene.watched(scene.layer_on("cpu", 256), scene.layer)
+    return scene.watched(scene.layer_on("cpu", tokens=256), scene.layer)
 
 
 def _unmoved(ask: Callable[..., Reading]) -> Callable[..., str | None]:

@@ -28,11 +28,11 @@ def stages(fill: str, kernel: Kernel = SHIPPED, hidden: int = scene.SMALL.hidden
     a = scene.layer_on("cpu", size=scene.SMALL._replace(hidden=hidden))
 
     def of(name: str) -> list[torch.Tensor]:
-        behind = scene.bytes_of(name)
-        slab = torch.cat([broken.swizzled(a.w13.scale, kernel), behind])
+        slab = torch.cat([broken.swizzled(a.w13.scale, kernel), scene.bytes_of(name)])
         # (tokens, top_k, n): what each token's experts give it.
         first = broken.product(a.x, a.w13, slab, kernel)[a.topk_ids.T, torch.arange(len(a.x))].transpose(0, 1)
-        return [first, broken.swiglu(first, kernel.drops_nan), scene.layer(a, behind, kernel)[0]]
+        inner = broken.swiglu(first, kernel.drops_nan)
+        return [first, inner, scene.layer(a, scene.bytes_of(name), kernel)[0]]
 
     def state(got: torch.Tensor, clean: torch.Tensor) -> str:
         if not got.isfinite().all():

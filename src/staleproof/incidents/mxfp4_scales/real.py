@@ -76,7 +76,7 @@ def package(device: str, *remedies: str) -> None:
     for label in remedies:
         remedy = "none" if label == AGAIN else label
         for tokens in BATCHES if device == "cuda" and label in BATCHED else BATCHES[:1]:
-            a = scene.layer_on(device, tokens)
+            a = scene.layer_on(device, tokens=tokens)
             said = scene.judged(a, runner(m, a, remedy), filters=REMEDIES[remedy].filters)
             for fill, one in zip(scene.FILLS, said, strict=True):
                 tell(((label, fill, tokens), one))
@@ -114,7 +114,7 @@ def cost() -> Reading:
     from triton.testing import do_bench
 
     m, found = MatmulOgs("cuda"), {}
-    a = scene.layer_on("cuda", 64)
+    a = scene.layer_on("cuda", tokens=64)
     for remedy in ("none", "loader_pads"):
         put = [converted(m, matrix, remedy) for matrix in (a.w13, a.w2)]
         call = lambda put=put: m.moe(a.x, a.topk_ids, a.topk_weights, *put)  # noqa: E731
@@ -155,7 +155,7 @@ def guarded(remedy: str) -> Reading:
 
 def watch() -> Reading:
     """Child: what a watch behind gpt-oss' layer of 512 tokens could see."""
-    m, a = MatmulOgs("cuda"), scene.layer_on("cuda", 512)
+    m, a = MatmulOgs("cuda"), scene.layer_on("cuda", tokens=512)
     return scene.watched(a, runner(m, a))
 
 
@@ -198,7 +198,7 @@ def neighbour(device: str) -> None:
     m = MatmulOgs(device)
     with vllm_sources.executed(m.root, SAMPLER):
         filtered = importlib.import_module(SAMPLER).apply_top_k_top_p_pytorch
-    a = scene.layer_on(device, 2)
+    a = scene.layer_on(device, tokens=2)
     # Both tokens go to the last experts.
     x, ids, weights = a.x, a.topk_ids[:1].repeat(2, 1), a.topk_weights
     source = a.w13.on("cpu"), a.w2.on("cpu")

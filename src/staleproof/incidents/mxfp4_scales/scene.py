@@ -66,13 +66,13 @@ class Layer:
         return (self.topk_ids == self.w13.shape.experts - 1).any(1)
 
 
-def layer_on(device: str, tokens: int = TOKENS, size: Size | None = None) -> Layer:
+def layer_on(device: str, size: Size | None = None, tokens: int = TOKENS) -> Layer:
     """A layer and a batch; the first token is always routed to the last experts.
 
     Args:
         device: of its tensors.
-        tokens: in the batch.
         size: gpt-oss-20b's on a GPU by default, and a small one where kernels are interpreted.
+        tokens: in the batch.
     """
     size = size or SIZES[device]
     generator = torch.Generator(device).manual_seed(0)
