@@ -17,12 +17,19 @@ import torch
 
 from staleproof.cases.children import tell
 from staleproof.cases.mapping import at_address
-from staleproof.engine.orders import ENVIRONMENT
 from staleproof.incidents.mxfp4_scales import real
 from staleproof.incidents.mxfp4_scales.broken import Shape
 from staleproof.incidents.mxfp4_scales.scene import GPT_OSS
 from staleproof.kernels.mxfp4 import quantized
 
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # FlashInfer need not be there.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "STALEPROOF_PATCHES": "none",
+}
 # The other sizes of gpt-oss are transformers' defaults.
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
@@ -105,7 +112,7 @@ class _Engine:
 
 def ask() -> None:
     """Child: start a vLLM, and tell what each stage shows."""
-    os.environ.update(ENVIRONMENT, STALEPROOF_PATCHES="none")
+    os.environ.update(ENVIRONMENT)
     engine = _Engine()
     engine.stage("started")
     for requests in STEPS:
