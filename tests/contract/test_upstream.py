@@ -217,6 +217,6 @@ def test_the_patch_mends_the_clause_and_changes_no_other(tmp_path, name):
     others = {
         c: row.verdict
         for c, row in before.items()
-        if c != clause and (name not in UNASKED or row.verdict is not NOT_RUN)
+        if c != clause and (name not in UNASKED or row.verdict != NOT_RUN)
     }
     assert {c: after[c].verdict for c in others} == others
