@@ -5,7 +5,6 @@ On a page an HTML comment behind a sentence names the source of the sentence's f
     12 blocks reach attention. <!-- finding: engine | off/on/off | staging_race, late copies, no wait -->
     788,070 ids stay. <!-- file: soak-cpu.json -->
     It knows 26 releases, 0.16.0 to 0.33.0. <!-- releases -->
-    A tile of 128 x 4 scales has 512 bytes. <!-- arithmetic: 128 * 4 = 512 -->
 
 Marks that follow each other are for the same text. `source` names what was read, and `by hand` says where and
 when something was measured that no recorded run holds.
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from staleproof.cases.finding import Finding
 
-MARK = re.compile(r"<!-- (finding|file|releases|arithmetic|source|by hand)(?:: (.*?))? -->", re.DOTALL)
+MARK = re.compile(r"<!-- (finding|file|releases|source|by hand)(?:: (.*?))? -->", re.DOTALL)
 # Text, and the marks behind it.
 GROUP = re.compile(rf"((?:(?!<!-- ).)*)((?:\s*{MARK.pattern})+)", re.DOTALL)
 # A measured quantity in prose: what a sentence may not say without its source.
@@ -117,17 +116,11 @@ def source_of(
 
     Raises:
         KeyError: no recorded run has the finding.
-        ValueError: the arithmetic is wrong.
     """
     if kind == "file":
         return (book / name).read_text("utf-8")
     if kind == "releases":
         return f"{len(releases)} {releases[0]} {releases[-1]}"
-    if kind == "arithmetic":
-        formula, _, result = name.partition(" = ")
-        if re.fullmatch(r"[\d\s.+*/()-]+", formula) is None or round(eval(formula), 2) != float(result):
-            raise ValueError(f"{name}: not so")
-        return name
     named = [key for key in findings if fnmatch.fnmatchcase(" | ".join(key), name)]
     if not named:
         raise KeyError(f"no recorded finding {name}")

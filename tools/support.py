@@ -7,9 +7,7 @@ A test compares the page with what this would write.
 
 from __future__ import annotations
 
-import itertools
 import json
-import operator
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +19,7 @@ import environment
 
 from staleproof.cases import store
 from staleproof.cases.finding import Finding
+from staleproof.triage.table import spans
 from staleproof.vllm import plugin, releases
 
 ROOT = Path(__file__).parents[1]
@@ -89,12 +88,16 @@ def _per_patch(cures: Sequence[tuple[str, str, str]]) -> str:
     ends = json.loads(releases.TABLE.read_text())["no longer needed from"]
     rows = [("patch", "incident", "needed in", "no longer needed from", "where it was on an H200")]
     for name, patch in plugin.patches().items():
-        probed = [(found[name]["needed"], release) for release, found in releases.table().items()]
-        runs = [(needed, [*run]) for needed, run in itertools.groupby(probed, operator.itemgetter(0))]
+        needed = [release for release, found in releases.table().items() if found[name]["needed"]]
         shown = sorted({f"{release}: {variant}" for of, release, variant in cures if of == name})
-        within = ", ".join(f"{run[0][1]} to {run[-1][1]}" for needed, run in runs if needed)
         rows.append(
-            (f"`{name}`", f"`{patch.incident}`", within, ends[name] or "not yet", "; ".join(shown) or "-")
+            (
+                f"`{name}`",
+                f"`{patch.incident}`",
+                spans(needed),
+                ends[name] or "not yet",
+                "; ".join(shown) or "-",
+            )
         )
     return _table(*rows)
 

@@ -21,6 +21,7 @@ from staleproof.cases import children
 from staleproof.cases.children import Child, ChildError, Ended
 from staleproof.engine import session
 from staleproof.engine.session import Order
+from staleproof.kernels import whole_vllm
 from staleproof.vllm.sources import numbers
 
 # The releases of vLLM that these orders were written for: names of spied functions, keywords of LLM.
@@ -32,11 +33,7 @@ EACH = 8 * 2**30
 LOGS = "STALEPROOF_ENGINE_LOGS"
 
 ENVIRONMENT = {
-    # The engine runs in the process that asks it, so that spies and questions reach it.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
+    **whole_vllm.ENVIRONMENT,
     # Its key does not name the plugin's patches: an engine would run what another one compiled without them.
     # Inductor's own cache has the traced graph as its key.
     "VLLM_DISABLE_COMPILE_CACHE": "1",

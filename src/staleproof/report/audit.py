@@ -201,9 +201,10 @@ def heat_map(rows: Sequence[Finding]) -> Any:
 
 def picture(rows: Sequence[Finding], package: str) -> None:
     """Show the heat map of one package in a notebook."""
+    from staleproof.contract.contract import package_of
     from staleproof.report import plots
 
-    mine = [row for row in rows if row.release.partition(" ")[0] == package]
+    mine = [row for row in rows if package_of(row) == package]
     ran = {(row.release, row.variant) for row in mine if row.ran}
     counts = ", ".join(f"{sum(row.verdict == v for row in by_machine(mine))} {v}" for v in SIGNS)
     plots.picture(

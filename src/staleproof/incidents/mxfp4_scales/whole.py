@@ -21,15 +21,8 @@ from staleproof.incidents.mxfp4_scales import real
 from staleproof.incidents.mxfp4_scales.broken import Shape
 from staleproof.incidents.mxfp4_scales.scene import GPT_OSS
 from staleproof.kernels.mxfp4 import quantized
+from staleproof.kernels.whole_vllm import ENVIRONMENT
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # FlashInfer need not be there.
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "STALEPROOF_PATCHES": "none",
-}
 # The other sizes of gpt-oss are transformers' defaults.
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
@@ -112,7 +105,7 @@ class _Engine:
 
 def ask() -> None:
     """Child: start a vLLM, and tell what each stage shows."""
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT, STALEPROOF_PATCHES="none")
     engine = _Engine()
     engine.stage("started")
     for requests in STEPS:

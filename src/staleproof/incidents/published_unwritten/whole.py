@@ -25,6 +25,7 @@ from staleproof.cases.children import tell
 from staleproof.evidence.published_bytes import BlockFingerprints
 from staleproof.incidents.published_unwritten.real import rows
 from staleproof.incidents.published_unwritten.scene import Arrival, burst
+from staleproof.kernels import whole_vllm
 from staleproof.vllm import hooks, sources, standing, watch_published
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patches.published_unwritten import SCHEDULER
@@ -33,10 +34,7 @@ from staleproof.vllm.plugin import patches
 # Each width as wide as the vocabulary, so that a value is its token.
 WIDTH, BLOCKS, SECRET = 512, 340, 505
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
+    **whole_vllm.ENVIRONMENT,
     "STALEPROOF_PATCHES": "none",
     # Of NaN logits the sampler of 0.22.1's second runner makes a token outside the vocabulary, and dies.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
