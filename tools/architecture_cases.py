@@ -131,6 +131,7 @@ def _cases() -> dict[str, Callable[[], object]]:
             add(f"mla_decode, batch {batch}, {heads} heads", _mla, batch, heads)
     add("mla_decode, batch 128, 16 heads, 4 query tokens", _mla, 128, 16, 4)
     add("mla_decode, batch 128, 128 heads, 4 query tokens", _mla, 128, 128, 4)
+    add("mla_decode, batch 25, 32 heads, 2 query tokens", _mla, 25, 32, 2, tokens=32768)
     add("mla_decode, batch 1, 128 heads, 2 query tokens", _mla, 1, 128, 2)
     add("mla_decode, batch 256, 128 heads, pages of 32", _mla, 256, 128, page_size=32)
     add("mla_decode, batch 1, 128 heads, pages of 16", _mla, 1, 128, page_size=16)

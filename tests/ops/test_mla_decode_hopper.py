@@ -14,7 +14,7 @@ from staleproof.device import interpreting
 from staleproof.ops.launching import Seen
 from staleproof.ops.mla.decode import mla_decode
 from staleproof.ops.mla.merge import merge_parts_kernel
-from staleproof.ops.mla.plan import FEW_HEADS, REQUEST_COST, Cut, aligned_parts, fits_hopper, merge_tiles
+from staleproof.ops.mla.plan import REQUEST_COST, Cut, aligned_parts, fits_hopper, merge_tiles
 from staleproof.ops.mla.queries import float16_queries_kernel
 from staleproof.ops.reference import mla_decode as reference
 
@@ -163,7 +163,7 @@ def chosen_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """These kernels wherever they support the call, also where another is faster."""
 
     def cut(q: torch.Tensor, kv_cache: torch.Tensor, q_len: int, capacity: int) -> Cut:
-        blocks = q_len if q.shape[-2] <= FEW_HEADS else -(-q_len * q.shape[-2] // 64)
+        blocks = -(-q_len * q.shape[-2] // min(q.shape[-2], 64))
         return Cut("pairs", max(1, 132 // blocks) if request.param == "equal parts" else 0)
 
     monkeypatch.setattr("staleproof.ops.mla.decode.fastest", cut)
@@ -233,7 +233,8 @@ LENGTHS = {
 @pytest.mark.gpu
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize(
-    ("heads", "q_len"), [(128, None), (40, None), (128, 2), (64, 3), (16, None), (5, None), (16, 4), (8, 2)]
+    ("heads", "q_len"),
+    [(128, None), (40, None), (128, 2), (64, 3), (32, 2), (40, 3), (16, None), (5, None), (16, 4), (8, 2)],
 )
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("cache", CACHES)

@@ -93,6 +93,14 @@ def test_the_prediction_ranks_kernels_as_they_were_measured(batch, tokens, heads
     assert _name(min(work.cuts(), key=work.microseconds)) == kernel
 
 
+def test_two_query_tokens_of_32_heads_are_cut_into_equal_parts():
+    """One program a request took ten times as long as FlashMLA on an H200 where one of 32 was long."""
+    work = kernels.Work(25, 32, 2, 512, 512.0 + 24 * 16, 132)
+    assert min(work.cuts(), key=work.microseconds) == kernels.Cut("pairs", 132 // 2)
+    # That kernel's 64 rows would be of two query tokens.
+    assert not {"alone", "split"} & {cut.kernel for cut in work.cuts()}
+
+
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_requests_that_may_be_long_are_cut_into_equal_parts(monkeypatch, heads):
     """A table with room for 128 times as many tokens: one long request must not keep one program busy."""
@@ -133,7 +141,7 @@ REFUSED = {
     "a cache between 16 bytes": {"cache_at": 8},
     "rows of queries between 16 bytes": {"q_stride": 128 * 576 + 8},
     "rows of the cache between 16 bytes": {"token": 584},
-    "40 heads with two query tokens": {"heads": 40, "q_len": 2},
+    "96 heads with two query tokens": {"heads": 96, "q_len": 2},
     "more than 1,024 requests": {"batch": 1025},
     "more than 1,024 rows": {"q_len": 9},
     "a scale of 0": {"scale": 0.0},
@@ -153,7 +161,13 @@ def test_what_the_hopper_kernels_cannot_address_goes_to_the_portable_one(monkeyp
 
 @pytest.mark.parametrize(
     "change",
-    [{"pages": 2**31 // 64 - 1}, {"heads": 40}, {"heads": 8, "q_len": 3}, {"page_stride": 128 * 576}],
+    [
+        {"pages": 2**31 // 64 - 1},
+        {"heads": 40},
+        {"heads": 8, "q_len": 3},
+        {"heads": 40, "q_len": 2},
+        {"page_stride": 128 * 576},
+    ],
 )
 def test_what_the_hopper_kernels_can_address_is_theirs(monkeypatch, change):
     monkeypatch.setattr(kernels, "capability", lambda index: (9, 0))

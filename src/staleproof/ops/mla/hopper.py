@@ -593,12 +593,12 @@ def _store_rows(target, result, rows, GROUP: gl.constexpr, LAYOUT: gl.constexpr)
 
 @gluon.jit
 def _pairs_store(
-    acc, peak, total, totals, staging, free, bars, target, segment, request, rows,
-    first_row, slot, k_scale, GROUP: gl.constexpr,
+    acc, peak, total, totals, staging, free, bars, target, segment, first_row, rows, slot, k_scale,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     """Write one half of the rows: the result, or with ``slot`` >= 0 a part of it that is merged later.
 
-    ``staging`` held the last values that this group read; ``free`` is their barrier.
+    These are ``rows`` rows from ``first_row`` of the output on. ``staging`` held the last values that this group read; ``free`` is their barrier.
     """
     out, lse, parts, part_lse = target
     place = (segment & 1) * 2
@@ -618,13 +618,12 @@ def _pairs_store(
     if slot >= 0:
         part = slot.to(gl.int64) * 64
         if GROUP == 0:
-            gl.store(part_lse + part + row, log_sum, mask=row < rows - first_row)
+            gl.store(part_lse + part + row, log_sum, mask=row < rows)
         mbarrier.arrive(free, count=1)
-        _store_rows(parts + part * 512, result, rows - first_row, GROUP, ACC)
+        _store_rows(parts + part * 512, result, rows, GROUP, ACC)
     else:
-        whole = request.to(gl.int64) * rows + first_row
         if GROUP == 0:
-            gl.store(lse + whole + row, log_sum, mask=row < rows - first_row)
+            gl.store(lse + first_row + row, log_sum, mask=row < rows)
         # By way of shared memory, so that a warp stores whole rows.
         whole_rows = shared_as(staging, out.dtype.element_ty, [64, 256], SHARED)
         whole_rows.store(result.to(out.dtype.element_ty))
@@ -633,7 +632,7 @@ def _pairs_store(
         fence_async_shared()
         barrier()
         mbarrier.arrive(free, count=1)
-        _store_rows(out + whole * 512, rounded, rows - first_row, GROUP, HALF)
+        _store_rows(out + first_row * 512, rounded, rows, GROUP, HALF)
 
 
 @gluon.jit
@@ -646,7 +645,7 @@ def _pairs_group(
     if CONVERTS:
         gdc_wait()
     token = first_row // heads
-    rows = q_len * heads
+    rows = heads - (first_row - token * heads)
     used_a = 0
     used_b = 0
     segment = 0
@@ -658,9 +657,9 @@ def _pairs_group(
             peak = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
             total = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
             acc = gl.full([64, 256], 0.0, gl.float32, layout=ACC)
-            row = request.to(gl.int64) * rows + first_row  # type: ignore[attr-defined]  # a tensor, in a kernel
+            row = request.to(gl.int64) * q_len * heads + first_row  # type: ignore[attr-defined]  # a tensor
             factors: gl.constexpr = gl.SliceLayout(1, SCORES)
-            row_scale = scale_of(scales, row, scale, rows - first_row, 64, CONVERTS, factors)
+            row_scale = scale_of(scales, row, scale, rows, 64, CONVERTS, factors)
             mbarrier.wait(bars[QUERIES], segment & 1)
             fence_async_shared()
             pairs = (end - begin) // 2
@@ -696,8 +695,8 @@ def _pairs_group(
                 staging = memory[RIGHT].index(odd)
             free = bars[FREE].index(2 * odd + GROUP)
             _pairs_store(
-                acc, peak, total, totals, staging, free, bars, target, segment, request,
-                rows, first_row, slot, k_scale, GROUP,
+                acc, peak, total, totals, staging, free, bars, target, segment, row, rows, slot, k_scale,
+                GROUP,
             )  # fmt: skip
             segment += 1
 
@@ -710,15 +709,16 @@ def mla_decode_pairs_kernel(
     softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
     PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr, CONVERTS: gl.constexpr,
 ):  # fmt: skip
-    """Attend from 64 heads of one query token to an equal part of the tiles of all requests.
+    """Attend from up to 64 heads of one query token to an equal part of the tiles of all requests.
 
-    Grid: (blocks of 64 rows, parts). PAGE_SIZE is 64 or 128; BATCH is ``batch`` up to a power of two.
+    Grid: (blocks of up to 64 heads of all query tokens, parts). PAGE_SIZE is 64 or 128; BATCH is ``batch``
+    up to a power of two.
     ``softmax_scale * k_scale`` must be positive.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     gdc_launch_dependents()
 
-    first_row = gl.program_id(0) * 64
+    first_row = gl.program_id(0) * gl.minimum(heads, 64)
     program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     if BATCH == 0:
         first, last, unit, begin_unit, end_unit = whole_request()
@@ -763,7 +763,7 @@ def mla_decode_pairs_kernel(
                 (
                     q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
                     q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
-                    capacity, q_len, heads, first_row, q_len * heads - first_row,
+                    capacity, q_len, heads, first_row, heads - first_row % heads,
                     first, last, unit, begin_unit, end_unit, PAGE_SIZE, 64, CONVERTS,
                 ),
             ),
@@ -1051,9 +1051,9 @@ class HopperCall:
         self._shape = [(pages - 1) * page_rows + page_size, TOKEN]
         self._strides = [kv_cache.stride(1), 1]
         rows = q_len * heads
-        # Rows of a program, and what a part of them takes; a program with few heads has one query token.
-        few = heads <= FEW_HEADS
-        kernel, own, room = (mla_decode_few_kernel, heads, 16) if few else (mla_decode_pairs_kernel, 64, 64)
+        # Heads of a program, all of one query token, and the rows that a part of them takes.
+        kernel, room = (mla_decode_few_kernel, 16) if heads <= FEW_HEADS else (mla_decode_pairs_kernel, 64)
+        own = min(heads, 64)
         groups = cdiv(rows, own)
         # Of each program two parts, and their lse.
         self._slots = 2 * groups * parts * room

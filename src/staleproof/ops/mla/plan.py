@@ -70,9 +70,9 @@ def cache_dtypes(q: torch.Tensor) -> tuple[torch.dtype, ...]:
 def fits_hopper(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float) -> bool:
     """Whether the Hopper kernels support this call.
 
-    They are for DeepSeek's shape in 16 bits, beside a cache of the same dtype or E4M3. A program has heads of
-    one query token. They address the cache as rows of one token, 16 bytes at a time, compare scores before
-    they scale them, and sum up the lengths of at most 1,024 requests.
+    They are for DeepSeek's shape in 16 bits, beside a cache of the same dtype or E4M3. A program has up to 64
+    heads of one query token. They address the cache as rows of one token, 16 bytes at a time, compare scores
+    before they scale them, and sum up the lengths of at most 1,024 requests.
     """
     heads = q.shape[-2]
     return (
@@ -83,7 +83,7 @@ def fits_hopper(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, 
         and kv_cache.shape[1] % 64 == 0
         and all(x.data_ptr() % 16 == 0 for x in (q, kv_cache))
         and all(n % 16 == 0 for n in (*q.stride()[:-1], *kv_cache.stride()[:-1]))
-        and (q_len == 1 or heads <= FEW_HEADS or heads % 64 == 0)
+        and (q_len == 1 or heads <= 64 or heads % 64 == 0)
         and q.shape[0] <= 1024
         and q_len * heads <= 1024
         and scale > 0
@@ -189,7 +189,7 @@ class Work(NamedTuple):
         rate = RATES[cut.kernel]
         tile = rate.tile_e4m3 if self.converts else rate.tile
         fixed = CONVERT_QUERIES if self.converts and cut.kernel != "portable" else 0.0
-        height = 16 if cut.kernel == "portable" else self.heads if cut.kernel == "few" else 64
+        height = 16 if cut.kernel == "portable" else min(self.heads, 64)
         blocks = cdiv(rows, height)
         if cut.kernel not in ("pairs", "few") or cut.pieces == 0:
             # One request a program, or one split of it; what does not fit onto the processors waits.
@@ -219,12 +219,13 @@ class Work(NamedTuple):
     def cuts(self) -> list[Cut]:
         """Those that may be the fastest: as many pieces as there are processors, or none."""
         rows, few = self.q_len * self.heads, self.heads <= FEW_HEADS
-        blocks = self.q_len if few else cdiv(rows, 64)
+        blocks = cdiv(rows, min(self.heads, 64))
         kernel = "few" if few else "pairs"
         found = [Cut(kernel, max(1, self.processors // blocks)), Cut(kernel, 0)]
         narrow = self.processors // (self.batch * cdiv(rows, 16))
         found.append(Cut("portable", max(1, min(narrow, self.tiles))))
-        if not few and not self.converts:
+        # The kernel of splits has 64 rows a program, whichever heads and query tokens they are of.
+        if not few and not self.converts and (self.q_len == 1 or self.heads % 64 == 0):
             wide = self.processors // (self.batch * blocks)
             # A split has two tiles at least: more splits took longer to merge than they gained.
             splits = min(wide, self.tiles // 2)
