@@ -598,7 +598,8 @@ def _pairs_store(
 ):  # fmt: skip
     """Write one half of the rows: the result, or with ``slot`` >= 0 a part of it that is merged later.
 
-    These are ``rows`` rows from ``first_row`` of the output on. ``staging`` held the last values that this group read; ``free`` is their barrier.
+    They are ``rows`` rows from ``first_row`` of the output on. ``staging`` held the last values that this
+    group read; ``free`` is their barrier.
     """
     out, lse, parts, part_lse = target
     place = (segment & 1) * 2
