@@ -210,7 +210,7 @@ prints = BlockFingerprints(caches)
 prints.commit({0: "a", 4: "b"})
 caches[1][4, 1, 4095] += 1
 prints.read("reader", {0: "a", 4: "b"})
-assert [found.block for found in prints.check()] == [4]
+assert [found.block for found in prints.check(wait=True)] == [4]
 """,
 }
 
