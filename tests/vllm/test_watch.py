@@ -308,3 +308,17 @@ def test_the_watch_comes_after_the_patches_whatever_they_say(monkeypatch, patche
     monkeypatch.setattr(watch_hooks, "install", lambda: order.append("watch"))
     plugin.register()
     assert order == (["patches", "watch"] if patches == "all" else ["watch"])
+
+
+def test_the_step_of_a_bad_row_is_no_later_than_the_counts_that_show_it(caplog):
+    watch = Watch(Settings(), DEVICE)
+    watch._due = float("inf")
+    with caplog.at_level(logging.WARNING, hooks.logger.name):
+        for _ in range(3):
+            watch.begin_step(8, same=True)
+            watch.observe("attention", "layers.0", rows_with(1))
+        watch.copy()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        watch.begin_step(8, same=True)
+    assert "step 1 to 3, attention" in said(caplog)[0]
