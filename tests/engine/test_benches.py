@@ -309,3 +309,8 @@ def test_engines_that_may_share_the_gpu_start_together_slow_ones_first_and_other
 def test_no_two_benches_name_an_engine_alike():
     names = [name for bench in BENCHES.values() for name in bench.orders]
     assert len(names) == len(set(names))
+
+
+def test_one_step_in_two_is_counted_over_all_rounds_and_not_from_each_rounds_start():
+    rounds = [{"sums": [0] * steps, "stages": {"a": [0, padding]}} for steps, padding in ((3, 5), (2, 7))]
+    assert [watched.expected(rounds, every) for every in (1, 2)] == [2 * 5 + 7, 5 + 7]

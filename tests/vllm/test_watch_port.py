@@ -36,6 +36,7 @@ def free_port() -> int:
 
 @pytest.fixture(name="served", scope="module")
 def served_fixture() -> tuple[Watch, str]:
+    device.select()
     watch, port = Watch(Settings(), DEVICE), free_port()
     blocks, memory = Blocks([STATE, ATTENTION], [16, 16]), Memory(None, lambda: 2**20)
     watch_port.serve(watch, port, blocks, memory)
@@ -116,7 +117,7 @@ def test_the_command_prints_a_table_or_json(served, capsys):
     assert {one["of"]: one["value"] for one in told["sample"]} == {"layers": 1.0, "steps": 1.0}
 
 
-def test_the_table_says_that_counts_are_of_a_sample(capsys):
+def test_the_table_says_that_counts_are_of_a_sample(device):
     watch, port = Watch(Settings(steps=4, layers=2), DEVICE), free_port()
     watch_port.serve(watch, port)
     for _ in range(8):
