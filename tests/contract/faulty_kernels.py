@@ -120,8 +120,8 @@ def empty_for_good(out, lse, q, k, table, lens):
     return out.masked_fill(kept[1][:, None, None], 0.0), lse
 
 
-# What they leave behind reaches a launch that was recorded in earnest, too.
-ON_CUDA = {"a row that was empty once stays zero": {"A"}, "a trace in lse": {"A"}}
+# Where a launch is recorded in earnest, what they leave behind may reach its replay.
+MAY_BREAK = {"a row that was empty once stays zero": {"A"}, "a trace in lse": {"A"}}
 _before: dict[tuple[int, ...], torch.Tensor] = {}
 
 

@@ -51,7 +51,8 @@ def test_a_faulty_kernel_breaks_its_clause_and_no_other(device, name):
     subject, expected = SUBJECTS[name]
     found = _asked(subject, device)
     broken = {clause: said.note for clause, said in found.items() if said.verdict == BREAKS}
-    assert set(broken) == expected | (faulty_kernels.ON_CUDA.get(name, set()) if device == "cuda" else set())
+    more = faulty_kernels.MAY_BREAK.get(name, set()) if device == "cuda" else set()
+    assert expected <= set(broken) <= expected | more, broken
     note = faulty_kernels.NOTES.get(name, "")
     assert not note or any(said.startswith(note) for said in broken.values()), broken
     # For a script.
