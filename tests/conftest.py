@@ -37,8 +37,17 @@ def _no_vllm_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(f"{request.node.name} leaves a package vllm in sys.modules: {sys.modules.get('vllm')}")
 
 
-# What a launch asks: whether the running test asked for the fixture ``device``, so for a place for tensors.
+# What a launch asks: whether the running test, or what it calls, has asked where kernels run.
 _asked = {"device": True, "patched": False}
+_select = device.select
+
+
+def _noted(name: str | None = None) -> str:
+    _asked["device"] |= name in (None, "auto")
+    return _select(name)
+
+
+device.select = _noted
 
 
 def _watch_launches() -> None:
@@ -54,7 +63,7 @@ def _watch_launches() -> None:
 
     def checked(self: object, *args: object, **kwargs: object) -> object:
         if not _asked["device"]:
-            pytest.fail("launches a kernel without the fixture `device`: fails on a GPU machine")
+            pytest.fail("launches a kernel, and nobody asked for the device: fails on a GPU machine")
         return launch(self, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = checked
@@ -64,8 +73,10 @@ def _watch_launches() -> None:
 @pytest.fixture(autouse=True)
 def _kernels_run_where_the_session_does(request: pytest.FixtureRequest) -> None:
     _watch_launches()
-    folder = request.path.relative_to(request.config.rootpath).parts[1:2]
-    _asked["device"] = "device" in request.fixturenames or folder not in (("ops",), ("evidence",))
+    # Or it is skipped there.
+    _asked["device"] = (
+        "device" in request.fixturenames or request.node.get_closest_marker("skipif") is not None
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,12 +1,15 @@
-"""Findings that tests make up, with the family of their words found by the word."""
+"""Findings that tests make up, with the family of their words found by the word; what a watch counted."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from staleproof.cases import finding as cases
 from staleproof.cases.finding import OFF_ON_OFF, REPLICA, Evidence, Finding, Key, Three
 from staleproof.cases.words import FAMILIES, FIX, FIXED, NOT_RUN
+from staleproof.vllm.watch import Reading, Watch
 
 
 def family(*verdicts: str | None) -> str:
@@ -60,3 +63,11 @@ def off_on_off(
         evidence=evidence,
         **numbers,
     )
+
+
+def arrived(watch: Watch) -> Reading:
+    """What a watch has counted so far, waiting for the device."""
+    watch.copy()
+    if watch.board.numbers.is_cuda:
+        torch.cuda.synchronize()
+    return watch.reading()

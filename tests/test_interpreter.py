@@ -15,6 +15,7 @@ from staleproof import device
 if not device.has_triton() or not device.interpreting():
     pytest.skip("Triton's interpreter does not run here", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("device")
 device.load_triton()
 import triton
 import triton.language as tl

@@ -81,17 +81,13 @@ def test_the_ranges_admit_what_vllm_pins(release):
 def _wheel(folder: Path, *, date: float, mode: int) -> Path:
     """The wheel of a copy of the sources, with files of other dates and permissions than here."""
     copied = folder / "copy"
-    tracked = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z", "pyproject.toml", "README.md", "LICENSE", "src"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for name in filter(None, tracked.split("\0")):
-        (copied / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, copied / name)
-        (copied / name).chmod(mode)
-        os.utime(copied / name, (date, date))
+    shutil.copytree(ROOT / "src", copied / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copied)
+    for path in copied.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+            os.utime(path, (date, date))
     hatchling = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(hatchling, cwd=copied, check=True, capture_output=True)
     return next(folder.glob("*.whl"))

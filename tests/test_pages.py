@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from staleproof import device
 from staleproof.cases import store
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.triage import table
@@ -83,6 +84,7 @@ def test_written_parts_agree_with_their_source(number):
     assert written == text, "run: python -m tools.figures"
 
 
+@pytest.mark.skipif(not device.interpreting(), reason="the picture is drawn on a CPU")
 def test_the_picture_is_of_this_source():
     texts = re.compile(r"<text[^>]*>([^<]*)</text>|<!-- ([^-]+) -->")
     kept, drawn = (texts.findall(svg) for svg in ((ROOT / figures.PICTURE).read_text(), figures.picture()))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from staleproof import device
 from staleproof.cases import measure
 from staleproof.ops.zero_blocks import BlockZeroer
 
@@ -26,7 +27,7 @@ def routing(provider: str) -> object:
 def zeroing(provider: str, wrong: bool = True) -> object:
     bench: Any = runpy.run_path(str(BENCHMARKS / "zero_blocks.py"))["Bench"]
     pool = SimpleNamespace(blocks=8, segments=1, page=16)
-    cache = torch.zeros(1, 8, 16, dtype=torch.uint8)
+    cache = torch.zeros(1, 8, 16, dtype=torch.uint8, device=device.select())
     zeroer = BlockZeroer([cache], block_dim=1)
     self = SimpleNamespace(pool=pool, caches=[cache])
     return bench.is_right(self, provider, "mode", lambda ids: zeroer.zero(ids[wrong:]), [3, 5])

@@ -78,3 +78,7 @@ def test_bits_are_compared_not_values():
 def test_another_shape_is_refused(compare):
     with pytest.raises(ValueError, match=r"got: expected the shape \(2,\), got \(3,\)"):
         compare("rows", torch.ones(3), torch.ones(2))
+
+
+def test_a_rounding_is_half_a_unit_in_the_last_place():
+    assert (rounding(BF16), rounding(torch.float16, times=3)) == (2**-8, 3 * 2**-11)

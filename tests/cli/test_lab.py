@@ -16,7 +16,7 @@ import pytest
 
 @pytest.mark.slow
 def test_jupyterlab_starts_as_root_and_serves_notebooks_and_book():
-    pytest.importorskip("jupyterlab")
+    pytest.importorskip("jupyterlab.labapp")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

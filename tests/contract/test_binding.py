@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def name(x):
     ("subject", "why"),
     [
         (right, ""),
-        (keyword, "decode: missing a required argument: 'scale'"),
+        (keyword, "decode: missing a required (keyword-only )?argument: 'scale'"),
         (count, "plan: missing a required argument: 'pages'"),
         (method, "Wrapper has no forward"),
         (name, "no file of it that was found defines fastkernels.encode"),
@@ -78,7 +79,7 @@ def name(x):
 )
 def test_what_does_not_fit_is_named(tmp_path, subject, why):
     (found,) = subject.__dict__["__padding_contract__"]
-    assert problem(found, _release(tmp_path)).startswith(why)
+    assert re.match(why, problem(found, _release(tmp_path)))
     assert bool(problem(found, Release("1.0", tmp_path))) == bool(why)
 
 

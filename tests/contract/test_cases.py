@@ -170,14 +170,14 @@ def right(x):
 """
 
 
-def test_the_command_asks_what_was_left_open_and_writes_both(tmp_path, monkeypatch, capsys):
+def test_the_command_asks_what_was_left_open_and_writes_both(tmp_path, monkeypatch, capsys, device):
     (tmp_path / "kernels.py").write_text(MODULE)
-    found = [*cases.audit([str(tmp_path / "kernels.py")], "cpu")]
+    found = [*cases.audit([str(tmp_path / "kernels.py")], device)]
     kept = [replace(one, note="kept") if one.variant == "right" else one for one in found]
     gaps = [replace(one, verdict=NOT_RUN) if one.variant != "right" else one for one in kept]
     write_findings(tmp_path / "old.jsonl", gaps)
     new = tmp_path / "new.jsonl"
-    command = ["audit", str(tmp_path / "kernels.py"), "--device", "cpu", "--json", str(new)]
+    command = ["audit", str(tmp_path / "kernels.py"), "--device", device, "--json", str(new)]
     assert main([*command, "--onto", str(tmp_path / "old.jsonl")]) == 1
     assert read_findings(new, recorded=False) == kept
     write_findings(tmp_path / "old.jsonl", [replace(one, machine={"name": "another"}) for one in found])

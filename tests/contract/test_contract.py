@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from staleproof import device
 from staleproof.cases.finding import Finding, read_findings, write_findings
 from staleproof.cli.app import main
 from staleproof.contract.contract import (
@@ -102,6 +103,7 @@ def test_every_clause_belongs_to_a_kind_and_every_kind_has_a_decorator():
     assert set(SIZES) == set(KINDS)
 
 
+@pytest.mark.skipif(not device.interpreting(), reason="the document shows an audit on a CPU")
 def test_the_first_five_minutes_of_the_document_go_as_it_says(tmp_path, capsys):
     text = (WORKBOOK / "contract.md").read_text().partition("## Verdicts")[0]
     (sample,), (shown,) = (

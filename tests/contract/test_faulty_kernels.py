@@ -15,6 +15,7 @@ import pytest
 from staleproof.cases.run import one_thread
 from staleproof.contract import runner
 from staleproof.contract.contract import BREAKS, HOLDS, NO_REFERENCE
+from staleproof.kernels.packages import Release
 from staleproof.kernels.subject import load_module, subjects_of
 
 HERE = Path(__file__).parent
@@ -50,7 +51,8 @@ def test_a_faulty_kernel_breaks_its_clause_and_no_other(device, name):
     subject, expected = SUBJECTS[name]
     found = _asked(subject, device)
     broken = {clause: said.note for clause, said in found.items() if said.verdict == BREAKS}
-    assert set(broken) == expected, broken
+    more = faulty_kernels.MAY_BREAK.get(name, set()) if device == "cuda" else set()
+    assert expected <= set(broken) <= expected | more, broken
     note = faulty_kernels.NOTES.get(name, "")
     assert not note or any(said.startswith(note) for said in broken.values()), broken
     # For a script.
@@ -76,9 +78,11 @@ def test_the_document_lists_what_each_variant_of_an_incident_breaks():
 
 
 def test_the_examples_break_what_their_docstrings_say(device):
-    examples = subjects_of(load_module("staleproof.contract.examples"))
+    module = "staleproof.contract.examples"
+    # In processes of their own: on a GPU one of them ends its process.
+    found = runner.answers(module, subjects_of(load_module(module)), Release("1.0"), device)
     broken = {
-        s.name: [c for c, said in _asked(s, device).items() if said.verdict == BREAKS] for s in examples
+        name: [c for c, said in asked.items() if said.verdict == BREAKS] for name, asked in found.items()
     }
     assert broken == {
         "masked by a weight of 0": ["E", "T", "B"],

@@ -290,9 +290,11 @@ def test_each_script_of_a_users_kernel_was_run_and_runs_from_anywhere(tmp_path, 
         done = _run(row.script, tmp_path, str(Path(__file__).parents[2] / "src"))
         assert done.returncode == 1
         # An entry past the end is an error of torch's, as the row of the audit says.
-        expected = "IndexError: index " if clause == "B" else "AssertionError: expected "
+        past = {"cpu": "IndexError: index ", "cuda": "AcceleratorError: CUDA error: "}[device]
+        expected = past if clause == "B" else "AssertionError: expected "
         assert expected in done.stderr, (clause, done.stderr)
-    assert "raises IndexError" in broken["my_decode", "B"].note
+    error = "IndexError" if device == "cpu" else "AcceleratorError"
+    assert f"raises {error}" in broken["my_decode", "B"].note
 
 
 @pytest.mark.parametrize(
@@ -306,6 +308,7 @@ def test_each_script_of_a_users_kernel_was_run_and_runs_from_anywhere(tmp_path, 
         ("raises IndexError: index 7", 1, "IndexError: index 4 is out of bounds\n", True),
         ("raises IndexError: index 7", 1, "TypeError: needs x\n", False),
         ("raises IndexError: index 7", 0, "IndexError: index 4 is out of bounds\n", False),
+        ("raises AcceleratorError: x", 1, "torch.AcceleratorError: CUDA error: x\nCompile with `Y`\n", True),
         ("no answer within 9 s", None, "", True),
         ("NaN", None, "", False),
     ],

@@ -74,13 +74,13 @@ def test_equal_bits_say_nothing_if_the_control_does_not_differ(monkeypatch):
 COMPILED = f"{MLA}, compiled"
 
 
-WARPS, OTHER = "norm: num_warps 4", "norm: num_warps 8"
+WARPS, OTHER, LAST = (f"norm: num_warps {n}" for n in (4, 8, 2))
 
 
 def compiled(on: int, again: int, *kernels: str) -> Answers:
     """Three compiled engines: the logits of the last two, and the kernels of the second."""
     told = mla_engine(5), mla_engine(0, on), mla_engine(5, again)
-    seen = {WARPS: 1}, dict.fromkeys(kernels, 1), {WARPS: 2}
+    seen = {WARPS: 1}, dict.fromkeys(kernels, 1), {WARPS: 2, LAST: 1}
     return results(
         **{
             f"{COMPILED}, {state}": {**engine, mla.KERNELS: ran}
@@ -101,6 +101,8 @@ def compiled(on: int, again: int, *kernels: str) -> Answers:
         (compiled(7, 8, WARPS), NOT_RUN, "differ without it too", "128 rows of live logits differ between"),
         # The engine with the plugin ran a kernel that the others did not, or nobody saw what it ran.
         (compiled(7, 0, WARPS, OTHER), NOT_RUN, NOT_RUN, OTHER),
+        # One that only the last of the others ran is nobody's own.
+        (compiled(7, 0, WARPS, LAST), "wrong", "other bits", "live logits: 128 differ"),
         (compiled(7, 0), NOT_RUN, NOT_RUN, "none seen"),
         (compiled(0, 0, OTHER), "fixed", "same bits", ""),
     ],
@@ -307,3 +309,8 @@ def test_engines_that_may_share_the_gpu_start_together_slow_ones_first_and_other
 def test_no_two_benches_name_an_engine_alike():
     names = [name for bench in BENCHES.values() for name in bench.orders]
     assert len(names) == len(set(names))
+
+
+def test_one_step_in_two_is_counted_over_all_rounds_and_not_from_each_rounds_start():
+    rounds = [{"sums": [0] * steps, "stages": {"a": [0, padding]}} for steps, padding in ((3, 5), (2, 7))]
+    assert [watched.expected(rounds, every) for every in (1, 2)] == [2 * 5 + 7, 5 + 7]

@@ -7,6 +7,7 @@ import json
 import pytest
 from tests.made import finding
 
+from staleproof import device
 from staleproof.cases.store import read
 from staleproof.cli import app as cli
 from staleproof.engine import command
@@ -20,7 +21,13 @@ def test_an_unknown_question_is_one_line(capsys):
     )
 
 
-def test_findings_are_printed_kept_and_recorded(capsys, tmp_path):
+@pytest.fixture
+def without_gpu(monkeypatch):
+    """No engine is started, also where one could be."""
+    monkeypatch.setattr(device, "select", lambda name=None: "cpu")
+
+
+def test_findings_are_printed_kept_and_recorded(capsys, without_gpu, tmp_path):
     path = tmp_path / "engine.jsonl"
     options = ["--device", "cpu", "--json", str(path), "--out", str(tmp_path / "runs")]
     assert cli.main(["engine", "blocks", *options]) == 0
@@ -34,7 +41,7 @@ def test_findings_are_printed_kept_and_recorded(capsys, tmp_path):
     ]
 
 
-def test_an_unexpected_verdict_is_not_recorded(capsys, monkeypatch, tmp_path):
+def test_an_unexpected_verdict_is_not_recorded(capsys, without_gpu, monkeypatch, tmp_path):
     bad = finding("engine", "q", "v", "leaked", expected="clean")
     monkeypatch.setattr(command, "ask", lambda *_: [bad])
     options = ["--device", "cpu", "--json", str(tmp_path / "engine.jsonl"), "--out", str(tmp_path / "runs")]

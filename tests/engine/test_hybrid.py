@@ -39,7 +39,10 @@ def test_a_hybrid_engine_is_compared_with_itself_zeroing(monkeypatch):
             "TRITON_ATTN": hybrid_engine(no_zeroing=served(changed=(99,), stale=25)),
             "FLASH_ATTN": hybrid_engine(no_zeroing=served(stale=25)),
             hybrid.KIMI: hybrid_engine(no_zeroing=served(stale=0)),
-            hybrid.CONTROL: hybrid_engine(no_zeroing=served(nan=(0, 50), stale=25)),
+            # NaN is told also where engines that zero differ from each other.
+            hybrid.CONTROL: hybrid_engine(
+                no_zeroing=served(nan=(0, 50), stale=25), zeroing_again=served(changed=(3,))
+            ),
         }
     )
     said = asked(hybrid.BENCH, told, monkeypatch)

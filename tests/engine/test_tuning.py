@@ -34,4 +34,5 @@ def test_compiled_kernels_are_told_by_name_and_configuration():
     kernel.launchers = [types.SimpleNamespace(config="XBLOCK: 1, num_warps: 4")]
     idle = heuristics.CachingAutotuner.__new__(heuristics.CachingAutotuner)
     idle.launchers = []
-    assert tuning.compiled_kernels(None) == {"triton_red_fused_norm_0: XBLOCK: 1, num_warps: 4": 1}
+    # Beside those that other tests of this process have compiled.
+    assert tuning.compiled_kernels(None)["triton_red_fused_norm_0: XBLOCK: 1, num_warps: 4"] == 1

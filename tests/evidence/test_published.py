@@ -55,3 +55,13 @@ def test_a_block_that_was_used_again_is_judged_anew():
 def test_a_block_without_a_token_is_refused():
     with pytest.raises(ValueError, match="tokens: expected at least one token up to the block's end, got 0"):
         PublishedBlocks().publish(1, "hash", "request", 0)
+
+
+def test_a_block_that_has_another_hash_by_now_was_not_left_unwritten():
+    assert withdrawn(key_of={7: "hash 7", 8: "another"}.get)[1] == []
+
+
+def test_a_block_whose_last_token_is_computed_is_written():
+    watch = PublishedBlocks()
+    watch.publish(7, "hash", "request", 16, computed=16)
+    assert watch.plan({}) == []

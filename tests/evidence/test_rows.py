@@ -159,3 +159,13 @@ def test_nan_and_both_infinities_are_bad(dtype):
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_the_most_rows_that_one_fill_changed_are_told():
+    def run(fill):
+        out = torch.ones(4, 2)
+        # Every live row over NaN, one over any other padding.
+        out[: {"zeros": 0, "nan": LIVE}.get(fill.name, 1)] = 2.0
+        return out
+
+    assert pad_invariance(run, LIVE).changed_rows == LIVE

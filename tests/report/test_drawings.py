@@ -69,8 +69,8 @@ def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote() -> None:
         assert corners == [(5, edge), *stairs, (9, edge)]
 
 
-def test_a_tile_names_each_row_once_and_hatches_what_nobody_wrote() -> None:
-    picture = tile_picture(5, 80, "cpu")
+def test_a_tile_names_each_row_once_and_hatches_what_nobody_wrote(device: str) -> None:
+    picture = tile_picture(5, 80, device)
     fig = drawings.tile(picture)
     ax = fig.axes[0]
     assert sorted(int(text.get_text().split()[1]) for text in ax.texts) == list(range(128))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 from tests.made import finding, not_run, off_on_off
 
 from staleproof.cases.finding import Finding, real
 from staleproof.device import Provenance
-from staleproof.report import matrix
+from staleproof.report import conclusion, matrix
 
 TEXT = """\
 INTERPRETED
@@ -104,3 +105,21 @@ def test_the_terminal_table_shows_every_cell():
     drawn = captured.get()
     for word in ("INTERPRETED", "unwritten", "leaked (expected clean)", "not run", "fixed"):
         assert word in drawn
+
+
+def test_an_unexpected_cell_is_red_and_an_expected_one_green():
+    (table,) = matrix.tables([f for f in findings() if f.question == "amax"], 200)
+    styles = {cell.plain: str(cell.style) for cell in table.columns[-1]._cells}
+    assert styles == {"pad_only": "green", "leaked (expected clean)": "bold red", "not run": "dim"}
+
+
+def test_a_question_put_to_less_than_half_of_the_variants_has_a_panel_of_its_own():
+    asked = {"all": "abcde", "most": "abc", "few": "ab"}
+    found = [finding("a", question, v, "clean") for question, variants in asked.items() for v in variants]
+    assert [panel.questions for panel in matrix.build(found)] == [["all", "most"], ["few"]]
+
+
+@pytest.mark.parametrize("expected", ["clean", "leaked"])
+def test_a_run_with_an_unexpected_verdict_confirms_no_cause(expected):
+    said = conclusion.text([finding("mla_padding", "empty_row", "v", "leaked", expected=expected)], 400)
+    assert ("; not confirmed by this run" in said) is (expected == "clean")

@@ -473,3 +473,12 @@ def test_patch_lines_are_those_of_patches(version):
     for row in table.rows():
         for patch, *state in answer.patch_lines(row, version):
             assert tuple(state) == states[patch]
+
+
+def test_only_a_patch_that_would_apply_is_recommended(monkeypatch):
+    known = of(symptom="nan", version="0.18.1")
+    lines = [("one", status.WOULD, ""), ("two", "not needed", ""), ("three", "refused", "why")]
+    for given, said in ((lines, True), (lines[1:], False)):
+        monkeypatch.setattr(answer, "patch_lines", lambda row, version, given=given: given)
+        text = " ".join(answer.as_text(known, judge.judge_all(known)).split())
+        assert ("Install beside vLLM" in text, "in place: one;" in text) == (said, said)

@@ -166,3 +166,8 @@ def test_nothing_is_written_where_nobody_can_ask(monkeypatch, tmp_path):
     here.publish()
     assert not [*tmp_path.iterdir()]
     live._here.clear()
+
+
+def test_a_fork_that_ends_leaves_the_servers_folder(here):
+    live._leave(os.environ[live.FOLDER], os.getpid() + 1)
+    assert Path(os.environ[live.FOLDER]).is_dir()

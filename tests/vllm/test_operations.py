@@ -18,11 +18,15 @@ from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard
 from prometheus_client.parser import text_string_to_metric_families
+from tests.made import arrived
 
+from staleproof import device
 from staleproof.vllm import live, releases, standing, watch_port
 from staleproof.vllm.watch import Settings, Watch
 from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
 from staleproof.vllm.watch_memory import Memory
+
+DEVICE = device.select()
 
 ROOT = Path(__file__).parents[2]
 BOOK = ROOT / "workbook"
@@ -38,12 +42,14 @@ ADDED = {"job", "instance"}
 @pytest.fixture(name="served", scope="module")
 def served_fixture() -> dict[str, set[str]]:
     """Metric -> its labels, of a port with everything in it."""
-    watch, memory = Watch(Settings(), "cpu"), Memory(None, lambda: 0)
+    device.select()
+    watch, memory = Watch(Settings(), DEVICE), Memory(None, lambda: 0)
     memory.ready()
     watch.begin_step(3)
-    watch.observe("router", "layers.0", torch.ones(8, 2), torch.tensor([[1, 1]] * 8))
-    watch.copy()
-    watch.reading()
+    watch.observe(
+        "router", "layers.0", *(torch.ones(8, 2, dtype=dtype, device=DEVICE) for dtype in (None, torch.int64))
+    )
+    arrived(watch)
     standing.note("undrained_ids", "vllm.a:b", "in place")
     live._here[:] = [live.Here("0.22.1", ["undrained_ids"], model="m")]
     # As the detector of incident 7 does.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from staleproof.incidents.registry import INCIDENTS
-from staleproof.vllm import hooks, live, process, releases, standing
+from staleproof.vllm import hooks, live, plugin, process, releases, standing
 from staleproof.vllm import plugin as vllm_plugin
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
@@ -337,3 +337,12 @@ def test_the_entry_point_is_declared():
     assert declared == {"staleproof": "staleproof.vllm.plugin:register"}
     (installed,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="staleproof")
     assert installed.load() is vllm_plugin.register
+
+
+def test_a_ready_engine_names_what_was_refused_and_not_what_needs_nothing(monkeypatch):
+    said = []
+    monkeypatch.setattr(plugin.process, "say", said.append)
+    monkeypatch.setattr(plugin.live, "beat", lambda: None)
+    decided = {"a": ("refused", "no Triton"), "b": ("not needed", "no defect")}
+    plugin._ready(plugin.live.Here("0.22.1", decided=decided), None)
+    assert said == [" on vLLM 0.22.1, this process: refused: a (no Triton)"]

@@ -120,3 +120,8 @@ def test_the_summary_of_the_real_0_33_0_is_not_lost():
     done = warm.run("-c", program, env=variables, timeout=60)
     said = [line for line in done.stderr.splitlines() if "staleproof on vLLM 0.33.0: will be patched" in line]
     assert len(said) == 1, done.stderr[-2000:]
+
+
+def test_a_patch_that_stands_in_part_does_not_meet_the_requirement():
+    with pytest.raises(process.RequirementError, match=r"a is partly \(halve\)"):
+        process.required("a", {"a": (process.PARTLY, "halve")}, ["a"])

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from staleproof.vllm import sources as module
-from staleproof.vllm.sources import NotShippedError, PatchError, Sources, vllm_file, within
+from staleproof.vllm.sources import NotShippedError, PatchError, Sources, numbers, vllm_file, within
 
 TEXT = """
 raise SystemExit("vLLM was run")
@@ -111,3 +111,7 @@ def test_a_function_that_is_cut_out_is_the_one_of_the_whole_file(tmp_path, monke
     assert found == whole
     assert found.arguments == ("self", "x")
     assert len(parsed) == (case != "plain")
+
+
+def test_a_post_release_is_its_release():
+    assert numbers("0.22.post1") == numbers("0.22") == (0, 22)

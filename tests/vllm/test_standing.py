@@ -216,3 +216,11 @@ def test_a_module_that_is_imported_while_its_patch_is_off_is_patched_later(modul
     standing.switch([], "the test")
     hooks.renew()
     assert module("a").double(1) == 102
+
+
+def test_what_is_forgotten_does_not_come_back_by_itself():
+    standing.on_host.add("gone")
+    standing.forget("gone")
+    standing.step_back("gone", "planted", again_at=0.0)
+    assert standing.retry(1e9) == []
+    standing.forget("gone")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staleproof.vllm import hooks
+from staleproof.vllm import hooks, patch, standing
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.plugin import patches
 
@@ -266,3 +266,11 @@ def test_a_failing_hook_leaves_the_call_to_vllm_and_logs_nothing(vllm, caplog, h
     finally:
         hooks.unwrap("p")
     assert not caplog.records
+
+
+def test_a_graph_is_not_saved_once_the_key_of_the_cache_has_stepped_back():
+    standing.step_back(standing.CACHE, "planted")
+    try:
+        assert patch._unproved() == "planted"
+    finally:
+        standing.forget(standing.CACHE)

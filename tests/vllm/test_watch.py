@@ -7,19 +7,29 @@ import types
 
 import pytest
 import torch
+from tests.made import arrived
 
+from staleproof import device as devices
 from staleproof.vllm import hooks, plugin, watch_hooks
 from staleproof.vllm.sources import PatchError
 from staleproof.vllm.watch import SPAN, Settings, Watch, settings
 from staleproof.vllm.watch_hooks import Hooks
+
+DEVICE = devices.select()
+
+
+@pytest.fixture(autouse=True)
+def _tensors_are_where_kernels_run(device):
+    with torch.device(device):
+        yield
+
 
 NAN = torch.nan
 ON = {"STALEPROOF_WATCH": "1"}
 
 
 def counted(watch: Watch) -> dict[tuple[str, str], tuple[int, int]]:
-    watch.copy()
-    return dict(watch.reading().bad)
+    return dict(arrived(watch).bad)
 
 
 def rows_with(*bad: int, rows: int = 8, columns: int = 16) -> torch.Tensor:
@@ -29,7 +39,7 @@ def rows_with(*bad: int, rows: int = 8, columns: int = 16) -> torch.Tensor:
 
 
 def test_padding_and_live_rows_are_counted_apart_over_steps():
-    watch = Watch(Settings(), "cpu")
+    watch = Watch(Settings(), DEVICE)
     for live in (3, 8, 3):
         watch.begin_step(live)
         watch.observe("attention", "layers.0", rows_with(0, 3, 7))
@@ -39,7 +49,7 @@ def test_padding_and_live_rows_are_counted_apart_over_steps():
 
 
 def test_warm_up_is_forgotten():
-    watch = Watch(Settings(), "cpu")
+    watch = Watch(Settings(), DEVICE)
     watch.begin_step(8)
     watch.observe("attention", "layers.0", rows_with(1, 2))
     watch.reset()
@@ -50,7 +60,7 @@ def test_warm_up_is_forgotten():
 
 
 def test_only_chosen_stages_and_layers_are_counted():
-    watch = Watch(Settings(stages=("attention",), layers=4), "cpu")
+    watch = Watch(Settings(stages=("attention",), layers=4), DEVICE)
     watch.begin_step(8)
     for number in range(8):
         watch.observe("attention", f"layers.{number}", rows_with(0))
@@ -59,11 +69,10 @@ def test_only_chosen_stages_and_layers_are_counted():
 
 
 def test_rows_that_name_an_expert_twice():
-    watch = Watch(Settings(), "cpu")
+    watch = Watch(Settings(), DEVICE)
     watch.begin_step(2)
     watch.observe("router", "layers.1", torch.ones(4, 2), torch.tensor([[0, 1], [4, 4], [5, 5], [6, 7]]))
-    watch.copy()
-    assert watch.reading().repeats == {"layers.1": (1, 1)}
+    assert arrived(watch).repeats == {"layers.1": (1, 1)}
 
 
 def said(caplog):
@@ -71,7 +80,7 @@ def said(caplog):
 
 
 def test_the_first_row_of_each_kind_is_logged_once_with_its_request(caplog):
-    watch = Watch(Settings(), "cpu")
+    watch = Watch(Settings(), DEVICE)
     tokens = dict.fromkeys("abc", 1)
     with caplog.at_level(logging.WARNING, hooks.logger.name):
         for bad in ((6,), (2,), (0, 1)):
@@ -92,7 +101,7 @@ def test_the_first_row_of_each_kind_is_logged_once_with_its_request(caplog):
 
 
 def test_a_row_of_a_prompt_is_named_after_the_prompts_request(caplog):
-    watch = Watch(Settings(), "cpu")
+    watch = Watch(Settings(), DEVICE)
     with caplog.at_level(logging.WARNING, hooks.logger.name):
         watch.begin_step(8)
         watch.name_requests([f"r{i}" for i in range(12)], {"r0": 1, "r1": 6, "r2": 1})
@@ -105,7 +114,7 @@ def test_a_row_of_a_prompt_is_named_after_the_prompts_request(caplog):
 def test_a_canary_is_told_from_a_computed_nan(caplog, dtype):
     from staleproof.evidence.canary import plant
 
-    watch = Watch(Settings(), "cpu")
+    watch = Watch(Settings(), DEVICE)
     x = torch.ones(4, 16, dtype=dtype)
     plant(x[3:], stage=5)
     x[0, 1], x[1, 1], x[2, 1] = NAN, -NAN, torch.inf
@@ -119,7 +128,7 @@ def test_a_canary_is_told_from_a_computed_nan(caplog, dtype):
 
 
 def test_one_step_in_n_is_counted_and_says_so():
-    watch = Watch(Settings(steps=4), "cpu")
+    watch = Watch(Settings(steps=4), DEVICE)
     for _ in range(10):
         watch.begin_step(8)
         watch.observe("attention", "layers.0", rows_with(1, 2))
@@ -142,7 +151,7 @@ def told(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, 
 
 
 def test_equal_steps_are_counted_exactly_though_the_device_is_told_of_few(monkeypatch, caplog):
-    watch = Watch(Settings(), "cpu")
+    watch = Watch(Settings(), DEVICE)
     watch._due = float("inf")  # the counts are copied at the end, whatever this machine does meanwhile
     words = told(watch, monkeypatch)
     with caplog.at_level(logging.WARNING, hooks.logger.name):
@@ -163,7 +172,7 @@ def test_equal_steps_are_counted_exactly_though_the_device_is_told_of_few(monkey
 
 
 def test_another_number_of_tokens_is_told_whatever_the_caller_says(monkeypatch):
-    watch = Watch(Settings(), "cpu")
+    watch = Watch(Settings(), DEVICE)
     words = told(watch, monkeypatch)
     for tokens in (8, 8, 3, 3):
         watch.begin_step(tokens, same=True)
@@ -176,7 +185,7 @@ def test_another_number_of_tokens_is_told_whatever_the_caller_says(monkeypatch):
 
 def test_graphs_of_a_step_that_is_not_counted_count_nothing():
     """A replay launches what was captured; the number on the device says whether it counts."""
-    watch = Watch(Settings(steps=2), "cpu")
+    watch = Watch(Settings(steps=2), DEVICE)
     watch.capturing = lambda: True
     for _ in range(4):
         watch.begin_step(8)
@@ -185,7 +194,7 @@ def test_graphs_of_a_step_that_is_not_counted_count_nothing():
 
 
 def test_a_dummy_batch_between_two_steps_is_not_counted():
-    watch = Watch(Settings(), "cpu")
+    watch = Watch(Settings(), DEVICE)
     watch.capturing = lambda: True
     watch.begin_step(8)
     watch.observe("attention", "layers.0", rows_with(1))
@@ -198,7 +207,7 @@ def test_a_dummy_batch_between_two_steps_is_not_counted():
 
 def test_vllms_own_mask_of_padding_rows_comes_first():
     masks = {8: torch.tensor([True, False] * 4), 4: None}
-    watch = Watch(Settings(), "cpu", masks.get)
+    watch = Watch(Settings(), DEVICE, masks.get)
     watch.begin_step(3)
     watch.observe("experts", "layers.0", rows_with(2, 3, rows=4))
     assert counted(watch) == {("experts", "layers.0"): (1, 1)}
@@ -207,13 +216,15 @@ def test_vllms_own_mask_of_padding_rows_comes_first():
 
 
 def test_a_copy_that_has_not_arrived_is_not_read_and_not_waited_for():
-    watch = Watch(Settings(), "cpu")
+    watch = Watch(Settings(), DEVICE)
     watch._arrived = types.SimpleNamespace(query=lambda: False, record=lambda: None)
     watch.begin_step(8)
     watch.observe("attention", "layers.0", rows_with(1))
     watch.copy()
     assert watch.reading().bad == {}
     watch._arrived.query = lambda: True
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     watch.begin_step(8)
     assert watch.latest.bad == {("attention", "layers.0"): (0, 1)}
 
@@ -256,7 +267,7 @@ def scheduled(*tokens: int) -> types.SimpleNamespace:
 
 def test_the_hooks_name_layer_stage_and_rows():
     on = Hooks(Settings())
-    worker = types.SimpleNamespace(device="cpu")
+    worker = types.SimpleNamespace(device=DEVICE)
     assert on.loaded("model", (worker,), {}) == "model"
     runner = types.SimpleNamespace(input_batch=types.SimpleNamespace(req_ids=["a", "b"]))
     on.step_v1((runner, scheduled(1, 1)), {})
@@ -279,7 +290,7 @@ def test_the_hooks_name_layer_stage_and_rows():
 
 def test_a_dummy_run_is_no_step():
     on = Hooks(Settings())
-    on.loaded(None, (types.SimpleNamespace(device="cpu"),), {})
+    on.loaded(None, (types.SimpleNamespace(device=DEVICE),), {})
     on.step((None, scheduled(4)), {"dummy_run": True})
     assert on.watch is not None
     assert on.watch.steps == 0
@@ -297,3 +308,17 @@ def test_the_watch_comes_after_the_patches_whatever_they_say(monkeypatch, patche
     monkeypatch.setattr(watch_hooks, "install", lambda: order.append("watch"))
     plugin.register()
     assert order == (["patches", "watch"] if patches == "all" else ["watch"])
+
+
+def test_the_step_of_a_bad_row_is_no_later_than_the_counts_that_show_it(caplog):
+    watch = Watch(Settings(), DEVICE)
+    watch._due = float("inf")
+    with caplog.at_level(logging.WARNING, hooks.logger.name):
+        for _ in range(3):
+            watch.begin_step(8, same=True)
+            watch.observe("attention", "layers.0", rows_with(1))
+        watch.copy()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        watch.begin_step(8, same=True)
+    assert "step 1 to 3, attention" in said(caplog)[0]

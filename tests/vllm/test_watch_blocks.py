@@ -26,6 +26,10 @@ def test_a_zeroed_block_and_the_null_block_are_not_stale():
     blocks.step(new=[("a", [[0, 1]], 0, 8)])
     blocks.step(new=[("b", [[0, 1]], 0, 5)], ended=["a"], zeroed=[1])
     assert not blocks.stale
+    # Nor if a group of states names it too.
+    blocks = Blocks([STATE, ATTENTION], [SIZE, SIZE])
+    blocks.step(new=[("a", [[0], [0]], 0, 3)])
+    assert not blocks.stale
 
 
 def test_a_hit_of_the_prefix_cache_is_no_stale_block():
@@ -134,3 +138,6 @@ def test_what_vllm_says_is_taken_in():
     assert not blocks.stale
     blocks.scheduled(output([], [("c", ([3, 9], [7]), 0, 5)], ["a"]))
     assert blocks.stale == {(STATE, ATTENTION): 1}
+    # c was preempted and comes back with a hit of its first two blocks, then a block that held a state.
+    blocks.scheduled(output([], [("c", ([3, 4, 7], [6]), 2 * SIZE, 1)]))
+    assert blocks.stale == {(STATE, ATTENTION): 2}

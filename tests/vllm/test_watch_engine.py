@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.made import arrived
 
+from staleproof import device as devices
 from staleproof.engine import watching
 from staleproof.evidence.board import Board
 from staleproof.vllm import hooks, standing, watch_blocks, watch_hooks, watch_memory, watch_port
@@ -23,7 +25,7 @@ pytest.importorskip("prometheus_client")
 ENGINE = {
     "v1.worker.gpu_worker": """
 class Worker:
-    device, local_rank = "cpu", 0
+    device, local_rank = DEVICE, 0
     def load_model(self): return "model"
     def determine_available_memory(self): return 2**30
     def initialize_from_config(self, kv_cache_config): return "cache"
@@ -53,7 +55,7 @@ class GPUModelRunner:
 import torch
 class TritonMLAImpl:
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
-        out = torch.ones(8, 2, 4)
+        out = torch.ones(8, 2, 4, device=DEVICE)
         out[q:] = torch.nan
         return out, None
 """,
@@ -70,9 +72,9 @@ import torch
 class BaseRouter:
     def select_experts(self, hidden_states, router_logits):
         rows = hidden_states.shape[0]
-        ids = torch.arange(2 * rows, dtype=torch.int32).view(rows, 2)
+        ids = torch.arange(2 * rows, dtype=torch.int32, device=DEVICE).view(rows, 2)
         ids[0] = 3  # row 0 names an expert twice
-        return torch.ones(rows, 2), ids
+        return torch.ones(rows, 2, device=DEVICE), ids
 """,
 }
 
@@ -84,9 +86,9 @@ def free_port() -> int:
 
 
 @pytest.fixture(name="start")
-def start_fixture(made_up, monkeypatch):
+def start_fixture(made_up, monkeypatch, device):
     """Starts the made-up engine with the watch; returns its runner and the watch's port."""
-    made_up(ENGINE)
+    made_up({name: f"DEVICE = {devices.select()!r}\n{code}" for name, code in ENGINE.items()})
 
     def start(version: str = "0.22.1") -> tuple[Any, int]:
         port = free_port()
@@ -141,8 +143,7 @@ def test_a_whole_start_and_some_steps_are_counted(start, caplog):
         runner._dummy_run(8)  # its eight NaN rows are nobody's
         serve(runner, 1)
         watch = watch_hooks.installed[0].watch
-        watch.copy()
-        watch.reading()
+        arrived(watch)
     rows = watching.rows(watching.fetch(f"localhost:{port}"))
     assert {row[:2]: row[2:] for row in rows} == {
         ("attention", "layers.0"): (25, 0),
@@ -178,8 +179,7 @@ def test_steady_steps_are_counted_without_a_call_each(start, monkeypatch):
     runner._dummy_run(8)  # its eight NaN rows are nobody's
     for _ in range(5):
         runner.execute_model(steady("a", "b", "c"))
-    watch.copy()
-    reading = watch.reading()
+    reading = arrived(watch)
     assert reading.bad["attention", "layers.0"] == (5 * 75, 0)
     assert (reading.steps, reading.counted) == (75, 75)
     assert [*watch._spans] == [[1, 32], [33, 64], [65, 70], [71, 75]]
@@ -238,8 +238,7 @@ def test_a_port_in_use_leaves_the_counts_and_their_line(start, monkeypatch, capl
             runner, _ = start()
             serve(runner)
             watch = watch_hooks.installed[0].watch
-            watch.copy()
-            assert watch.reading().bad["attention", "layers.0"] == (20, 0)
+            assert arrived(watch).bad["attention", "layers.0"] == (20, 0)
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "cannot be opened" in said
     assert "first padding row" in said

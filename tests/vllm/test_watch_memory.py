@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import types
 
 import pytest
 import torch
@@ -80,3 +81,14 @@ def test_without_a_gpu_there_is_nothing_to_record():
     import types
 
     assert watch_memory.of(types.SimpleNamespace(device="cpu")).unprofiled() == {}
+
+
+def test_memory_that_came_back_while_graphs_were_captured_is_no_negative_owner():
+    class Ledger:
+        def read(self):
+            phase = types.SimpleNamespace(name=CAPTURE, pools=-2, outside=-3)
+            return types.SimpleNamespace(surprises=[], phases=[phase])
+
+    memory = Memory(Ledger(), lambda: 0)
+    memory.ready()
+    assert memory.latest == {POOLS: 0, OUTSIDE: 0, SINCE: 0}

@@ -13,7 +13,9 @@ import time
 
 import pytest
 import torch
+from tests.made import arrived
 
+from staleproof import device
 from staleproof.cli import app as cli
 from staleproof.engine import watching
 from staleproof.vllm import hooks, standing, watch_port
@@ -22,6 +24,8 @@ from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
 from staleproof.vllm.watch_memory import Memory
 
 pytest.importorskip("prometheus_client")
+
+DEVICE = device.select()
 
 
 def free_port() -> int:
@@ -32,17 +36,19 @@ def free_port() -> int:
 
 @pytest.fixture(name="served", scope="module")
 def served_fixture() -> tuple[Watch, str]:
-    watch, port = Watch(Settings(), "cpu"), free_port()
+    device.select()
+    watch, port = Watch(Settings(), DEVICE), free_port()
     blocks, memory = Blocks([STATE, ATTENTION], [16, 16]), Memory(None, lambda: 2**20)
     watch_port.serve(watch, port, blocks, memory)
     blocks.stale[STATE, ATTENTION] += 2
     memory.ready()
     memory.latest = {"layers.*.out": 2**21}
     watch.begin_step(3)
-    watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan))
-    watch.observe("router", "layers.0", torch.ones(8, 2), torch.tensor([[1, 1]] * 8))
-    watch.copy()
-    watch.reading()
+    watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan, device=DEVICE))
+    watch.observe(
+        "router", "layers.0", *(torch.ones(8, 2, dtype=dtype, device=DEVICE) for dtype in (None, torch.int64))
+    )
+    arrived(watch)
     return watch, f"localhost:{port}"
 
 
@@ -111,14 +117,13 @@ def test_the_command_prints_a_table_or_json(served, capsys):
     assert {one["of"]: one["value"] for one in told["sample"]} == {"layers": 1.0, "steps": 1.0}
 
 
-def test_the_table_says_that_counts_are_of_a_sample(capsys):
-    watch, port = Watch(Settings(steps=4, layers=2), "cpu"), free_port()
+def test_the_table_says_that_counts_are_of_a_sample(device):
+    watch, port = Watch(Settings(steps=4, layers=2), DEVICE), free_port()
     watch_port.serve(watch, port)
     for _ in range(8):
         watch.begin_step(3)
-        watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan))
-    watch.copy()
-    watch.reading()
+        watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan, device=DEVICE))
+    arrived(watch)
     samples = watching.fetch(f"localhost:{port}")
     assert watching.rows(samples) == [("attention", "layers.0", 10, 6)]
     heading = "step 8; counts are of 2 steps: of all there were about 4.0 times as many; one layer in 2"
@@ -197,7 +202,7 @@ def test_half_open_connections_cost_a_few_threads_and_end(monkeypatch):
 
 def test_a_scrape_that_fails_is_one_line_and_the_counts_are_out_of_service(caplog, capfd, monkeypatch):
     hooks._warned.clear()
-    watch = Watch(Settings(), "cpu")
+    watch = Watch(Settings(), DEVICE)
     port = watch_port.serve(watch, 0)
     url = f"localhost:{port.server_address[1]}"
     assert b"staleproof_watch_up 1.0" in _get(url, "/metrics")[1]

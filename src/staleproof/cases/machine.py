@@ -121,29 +121,6 @@ def capabilities() -> list[Capability]:
     return found
 
 
-def warnings() -> list[str]:
-    """One line for each combination of installed packages that is known to fail."""
-    triton, numpy = device.version_of("triton"), device.version_of("numpy")
-    bad = (
-        device.interpreting()
-        and triton is not None
-        and _release(triton) < (3, 7)
-        and numpy is not None
-        and _release(numpy) >= (2, 4)
-    )
-    if not bad:
-        return []
-    line = (
-        f"Triton {triton}'s CPU interpreter fails with numpy {numpy} ('only 0-dimensional arrays "
-        "can be converted to Python scalars'): install triton>=3.7 or numpy<2.4"
-    )
-    return [line]
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-
-
 def tool(name: str) -> Path | None:
     """A program of the CUDA toolkit: on the path, in ``$CUDA_HOME`` or in ``/usr/local/cuda``."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]

@@ -74,7 +74,7 @@ def run(
 
     \b
     Examples:
-      staleproof run                     all five (minutes on a CPU)
+      staleproof run                     all of them (minutes on a CPU)
       staleproof run mla_padding -v      one, with every finding and matrix
       staleproof run 1 3 --device cpu    two, by number
 

@@ -455,8 +455,9 @@ def shows(note: str, ended: children.Ended) -> bool:
     if ended.code < 0:
         return "ended its process" in note
     said = re.search(r"raises (\w+)", note)
-    raised = said is not None and f"{said[1]}: " in ended.last_line.partition(" ")[0] + " "
-    return bool(ended.code) and (raised or "\nAssertionError: expected " in ended.stderr)
+    # torch writes advice behind an error of CUDA.
+    raised = said is not None and re.search(rf"^[\w.]*\b{said[1]}: ", ended.stderr, re.MULTILINE)
+    return bool(ended.code) and bool(raised or "\nAssertionError: expected " in ended.stderr)
 
 
 def tried(said: Reading, texts: Sequence[str], subject: Subject, release: Release, limit_s: float) -> Reading:

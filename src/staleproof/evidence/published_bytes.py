@@ -161,7 +161,7 @@ class BlockFingerprints:
             return
         values, ready = self.of([*blocks]), None
         if values.is_cuda:
-            values = torch.empty(len(blocks), dtype=torch.int64, pin_memory=True).copy_(
+            values = torch.empty(len(blocks), dtype=torch.int64, device="cpu", pin_memory=True).copy_(
                 values, non_blocking=True
             )
             ready = torch.cuda.Event()

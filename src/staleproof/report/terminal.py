@@ -99,8 +99,6 @@ def print_machine(more: Sequence[machine.Capability]) -> None:
     say()
     for found in (*machine.capabilities(), *more):
         say(f"{'yes ' if found.available else 'skip'}  {found.name:<20}{found.detail}")
-    for warning in machine.warnings():
-        say(f"\nwarning: {warning}")
 
 
 def finding_text(found: Finding) -> str:

@@ -46,9 +46,9 @@ def _clears_unless_all_are_empty(out, seq_lens):
         lambda out, seq_lens: None,
     ],
 )
-def test_rows_that_are_cleared_wrongly_are_told(monkeypatch, clear):
+def test_rows_that_are_cleared_wrongly_are_told(monkeypatch, device, clear):
     monkeypatch.setattr(setups, "clear_empty_rows", clear)
-    assert wrong(ServerCase("clear_empty_rows"), "cpu") is not None
+    assert wrong(ServerCase("clear_empty_rows"), device) is not None
 
 
 def test_a_server_that_lives_and_loses_its_output_is_not_fixed(monkeypatch):
@@ -58,9 +58,9 @@ def test_a_server_that_lives_and_loses_its_output_is_not_fixed(monkeypatch):
     assert "live rows" in found.note
 
 
-def test_a_workspace_whose_key_forgets_the_micro_batch_is_told(monkeypatch):
-    assert [wrong(ServerCase(name), "cpu") for name, setup in SETUPS.items() if setup.fix] == [None, None]
+def test_a_workspace_whose_key_forgets_the_micro_batch_is_told(monkeypatch, device):
+    assert [wrong(ServerCase(name), device) for name, setup in SETUPS.items() if setup.fix] == [None, None]
     get = DecodeWorkspace.get
     monkeypatch.setattr(DecodeWorkspace, "get", lambda self, *of, micro_batch: get(self, *of, micro_batch=0))
-    assert "another micro-batch" in (wrong(ServerCase("decode_workspace"), "cpu") or "")
-    assert "another micro-batch" in (wrong(ServerCase(OFF), "cpu") or "")
+    assert "another micro-batch" in (wrong(ServerCase("decode_workspace"), device) or "")
+    assert "another micro-batch" in (wrong(ServerCase(OFF), device) or "")

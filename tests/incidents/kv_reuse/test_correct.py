@@ -53,10 +53,10 @@ def after_zeroing(monkeypatch):
 
 
 @pytest.mark.parametrize("spoil", [_one_byte_off, _one_byte_left])
-def test_a_byte_too_many_or_too_few_is_wrong(after_zeroing, spoil):
-    assert correct.wrong_bytes(brief("cpu"), ZeroNewBlocks, broken.both) is None
+def test_a_byte_too_many_or_too_few_is_wrong(after_zeroing, device, spoil):
+    assert correct.wrong_bytes(brief(device), ZeroNewBlocks, broken.both) is None
     after_zeroing(spoil)
-    assert "bytes differ" in (correct.wrong_bytes(brief("cpu"), ZeroNewBlocks, broken.both) or "")
+    assert "bytes differ" in (correct.wrong_bytes(brief(device), ZeroNewBlocks, broken.both) or "")
 
 
 def test_a_fix_with_a_byte_too_many_is_not_called_fixed(after_zeroing):
@@ -81,9 +81,9 @@ def _those_of_a_small_pool(self, step):
 
 
 @pytest.mark.parametrize("submit", [_forgets_one, _free_blocks_too, _those_of_a_small_pool])
-def test_a_zeroer_of_other_blocks_is_wrong(monkeypatch, submit):
+def test_a_zeroer_of_other_blocks_is_wrong(monkeypatch, device, submit):
     monkeypatch.setattr(ZeroNewBlocks, "submit", submit)
-    assert "bytes differ" in (correct.wrong_bytes(brief("cpu"), ZeroNewBlocks, broken.both) or "")
+    assert "bytes differ" in (correct.wrong_bytes(brief(device), ZeroNewBlocks, broken.both) or "")
     if submit is not _forgets_one:
         # No request comes out wrong, so that only this comparison tells.
         assert [f.verdict for f in TABLE.ask(OFF_ON_OFF, FIX)] == [WRONG]
@@ -97,12 +97,12 @@ def test_a_remedy_is_compared_with_the_blocks_that_it_must_zero(pick, wanted):
     assert (found is None) is (pick is wanted)
 
 
-def test_a_fill_that_is_not_zero_is_wrong(monkeypatch):
+def test_a_fill_that_is_not_zero_is_wrong(monkeypatch, device):
     def ones(buffers, ids):
         for raw in buffers.raw:
             raw.index_fill_(0, ids, 1)
 
     monkeypatch.setattr(broken, "index_fill", ones)
     assert "bytes differ" in (
-        correct.wrong_bytes(brief("cpu"), partial(broken.Fill, pick=broken.freed), broken.freed) or ""
+        correct.wrong_bytes(brief(device), partial(broken.Fill, pick=broken.freed), broken.freed) or ""
     )

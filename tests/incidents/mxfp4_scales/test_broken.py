@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.incidents.mxfp4_scales import broken, scene
+from staleproof.cases import store
+from staleproof.incidents.mxfp4_scales import broken, cases, scene
 from staleproof.incidents.mxfp4_scales.broken import GROUPS, LANES, Kernel, Matrix, Shape
 from staleproof.kernels import mxfp4
 
@@ -74,3 +75,11 @@ def test_the_index_function_is_that_of_the_source():
     zero, rows = torch.tensor(0), torch.tensor([0, 8, 0, 8, 1, 9, 1, 9, 2, 10, 2, 10, 3, 11, 3, 11])
     groups = torch.tensor([0, 0, 1, 1] * 4)
     assert broken.byte_of(zero, rows, groups, Shape(1, 256, 192)).tolist() == [*range(16)]
+
+
+def test_random_bytes_do_harm_where_one_that_reaches_a_column_is_0xff():
+    """Of the same bytes, one reaches column 242 of the small layer, and none a column of gpt-oss'."""
+    (run,) = [run for run in store.read_all() if run.folder.name == "nvidia-h200"]
+    measured = {f.variant: f.verdict for f in run.findings if f.question == "first product"}
+    assert {name: cases._drawn(name, "cuda") for name in cases.DRAWN}.items() <= measured.items()
+    assert [name for name in cases.DRAWN if cases._drawn(name, "cpu") == scene.NAN] == ["fp32 N(0, 1)"]

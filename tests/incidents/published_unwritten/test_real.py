@@ -311,3 +311,12 @@ def test_of_two_requests_that_share_a_failed_load_one_reads_what_the_other_has_n
         found = serve(engine, load).reads
     assert len(found) == reads
     assert {read.reader for read in found} <= {"second"}
+
+
+@pytest.mark.parametrize("null", [True, False])
+def test_the_null_block_is_nobodys_to_write(null):
+    watch = watch_published.Published()
+    request = SimpleNamespace(request_id="victim", num_computed_tokens=0)
+    block = SimpleNamespace(block_id=0, block_hash=b"hash", is_null=null)
+    watch.publish(None, (None, request, [block], 0, 1, 16), {})
+    assert watch.blocks.owners == ({*()} if null else {"victim"})

@@ -139,7 +139,7 @@ def test_ids_and_weights_that_arrive_are_right():
 @pytest.mark.parametrize(
     "what", ["thrice", "zeros", "quiet rows to zero", "a scale", "a percent", "small numbers to zero"]
 )
-def test_a_quantiser_per_token_that_loses_rows_is_wrong(monkeypatch, what):
+def test_a_quantiser_per_token_that_loses_rows_is_wrong(monkeypatch, device, what):
     def spoilt(x):
         values, scales = broken.row_alone(x)
         if what == "thrice":
@@ -156,8 +156,8 @@ def test_a_quantiser_per_token_that_loses_rows_is_wrong(monkeypatch, what):
             values = torch.where((x.abs() < 0.1).all(1, keepdim=True), 0.0, values.float()).to(values.dtype)
         return values, scales
 
-    assert correct.wrong_row_scale("row_alone", "cpu") is None
-    assert correct.wrong_row_scale("neighbour_in_the_maximum", "cpu") is not None
+    assert correct.wrong_row_scale("row_alone", device) is None
+    assert correct.wrong_row_scale("neighbour_in_the_maximum", device) is not None
     monkeypatch.setitem(broken.PER_TOKEN, "row_alone", spoilt)
     assert fix("row_alone")[0] == WRONG
 

@@ -37,10 +37,10 @@ def test_one_history_alone_would_have_said_more():
     assert cell.numbers["helped_in"] > 0
 
 
-def test_kernels_and_their_contracts_give_the_same_cell(monkeypatch):
+def test_kernels_and_their_contracts_give_the_same_cell(monkeypatch, device):
     monkeypatch.setattr(matrix, "HISTORIES", {"NaN": HISTORIES["NaN"]})
     for cause, remedy in remedies.CAUSES.items():
-        of = [matrix.serve(cause, remedy, "cpu", HISTORIES["N(0, 1)"], run) for run in matrix_operations()]
+        of = [matrix.serve(cause, remedy, device, HISTORIES["N(0, 1)"], run) for run in matrix_operations()]
         assert of == [0, 0], cause
 
 
@@ -68,15 +68,15 @@ def test_a_remedy_whose_kernel_does_nothing_useful_is_not_called_cured(monkeypat
     assert matrix.row_of(cause, "cpu", (own,))[own].verdict == matrix.NOT_CURED
 
 
-def test_the_fault_of_scale_padding_is_what_the_broken_quantiser_leaves():
-    x = torch.randn(remedies.ROWS, remedies.WIDTH, generator=torch.Generator().manual_seed(1))
-    raw = HISTORIES["N(0, 1)"].fresh(0, 256, device="cpu").view(torch.uint8)
-    factor = torch.full((1,), remedies.GLOBAL_SCALE)
+def test_the_fault_of_scale_padding_is_what_the_broken_quantiser_leaves(device):
+    x = torch.randn(remedies.ROWS, remedies.WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+    raw = HISTORIES["N(0, 1)"].fresh(0, 256, device=device).view(torch.uint8)
+    factor = torch.full((1,), remedies.GLOBAL_SCALE, device=device)
     _, kernels = broken.quantize_blocks_only(
         x, factor, broken.PATHS["128x4"], "empty", lambda memory: memory.view(torch.uint8).view(-1).copy_(raw)
     )
     _, scales = reference.quantize_nvfp4(x, factor)
-    nobody = reference.padding_offsets(*x.shape)
+    nobody = reference.padding_offsets(*x.shape).to(device)
     scales.view(torch.uint8).view(-1)[nobody] = raw[nobody]
     assert torch.equal(scales.view(torch.uint8), kernels.view(torch.uint8))
 

@@ -7,17 +7,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from staleproof import device as devices
 from staleproof.ops import topk
 from staleproof.vllm import routing_calls as calls
 from staleproof.vllm import simulated_routing as simulated
 from staleproof.vllm.patches import moe_routing as patch
 
+DEVICE = devices.select()
+
+
+@pytest.fixture(autouse=True)
+def _tensors_are_where_kernels_run(device):
+    with torch.device(device):
+        yield
+
 
 def _draws(distribution: str, tokens: int, experts: int, top_k: int, **params) -> torch.Tensor:
     torch.manual_seed(0)
     router = SimpleNamespace(distribution=distribution, distribution_params=params)
-    device = torch.device("cpu")
-    return simulated.sample((router, tokens, experts, top_k, device, torch.int32), {})
+    where = torch.device(DEVICE)
+    return simulated.sample((router, tokens, experts, top_k, where, torch.int32), {})
 
 
 @pytest.mark.parametrize("params", [{"mean": 0.0, "std": 1.0}, {"mean": 1.0, "std": 0.5}])
@@ -126,7 +135,7 @@ SCORES = {"topk_softmax": lambda x: x.softmax(-1), "topk_sigmoid": torch.sigmoid
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("ties", [False, True])
 def test_with_a_bias_the_replacement_chooses_as_vllm_does(name, release, ties):
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(DEVICE).manual_seed(3)
     logits = torch.randn(9, 24, generator=generator)
     bias = torch.randn(24, generator=generator)
     if ties:
@@ -143,7 +152,7 @@ def test_with_a_bias_the_replacement_chooses_as_vllm_does(name, release, ties):
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_grouped_with_a_bias_chooses_as_vllm_does(ties):
-    generator = torch.Generator().manual_seed(4)
+    generator = torch.Generator(DEVICE).manual_seed(4)
     logits, bias = torch.randn(9, 24, generator=generator), torch.randn(24, generator=generator)
     if ties:
         logits, bias = logits.round(), bias.round() * 4
@@ -163,7 +172,7 @@ def test_grouped_with_a_bias_chooses_as_vllm_does(ties):
 
 @pytest.mark.parametrize("name", [*SCORES, "grouped_topk"])
 def test_a_nan_bias_repeats_no_expert_and_changes_no_finite_weight(name):
-    logits = torch.randn(6, 24, generator=torch.Generator().manual_seed(5))
+    logits = torch.randn(6, 24, generator=torch.Generator(DEVICE).manual_seed(5))
     bias = torch.zeros(24)
     bias[:22] = torch.nan
     repeats = [len({*row}) < 4 for row in _vllms_choice(logits.sigmoid(), bias, 4)]
@@ -228,7 +237,7 @@ def _hashed(release: str, logits: torch.Tensor, bias: torch.Tensor | None, **mor
 
 @pytest.mark.parametrize("release", ["0.20.0", "0.26.0", "0.27.1", "0.28.0", "0.33.0"])
 def test_deepseek_v4_is_routed_as_vllm_does_and_with_distinct_experts(release):
-    generator = torch.Generator().manual_seed(6)
+    generator = torch.Generator(DEVICE).manual_seed(6)
     logits, bias = torch.randn(9, 24, generator=generator), torch.randn(24, generator=generator)
     result, weights, ids = _hashed(release, logits, bias)
     assert result is None

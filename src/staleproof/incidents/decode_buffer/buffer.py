@@ -22,6 +22,7 @@ from staleproof.incidents.decode_buffer.setups import SETUPS, SMALL, Setup, Wiri
 from staleproof.ops.decode_workspace import WorkspaceLocked
 
 ROWS, LIVE, LAYERS = 8, 3, 4
+POOL = "without a buffer these are blocks of the graph's memory pool, which its allocator hands out"
 
 
 def part(wiring: Wiring, device: str, **sizes: int) -> Attention:
@@ -200,7 +201,8 @@ def in_empty_rows(name: str, device: str, turn: Turn) -> Reading:
     The last layer to decode finds its own rows in a shared buffer.
     """
     worst_first = ("another layer's", "nobody's", "its own", "cleared")
-    return reading(next(owner for owner in worst_first if owner in turn.owners), owners=turn.owners)
+    note = POOL if name == "no_buffer" else ""
+    return reading(next(one for one in worst_first if one in turn.owners), owners=turn.owners, note=note)
 
 
 def _owner(rows: torch.Tensor, layer: int) -> str:

@@ -330,7 +330,7 @@ TABLE = Table(
         list(_BUFFERS),
         buffer.in_empty_rows,
         expect=_expect("in empty rows"),
-        reason="without a buffer that is up to the memory pool of the graph",
+        reason=buffer.POOL,
         scene=_IN_TURN.__getitem__,
     ),
     each(
