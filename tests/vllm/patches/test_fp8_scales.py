@@ -143,6 +143,14 @@ def test_the_slots_of_a_token_are_live_with_it(engine):
     assert codes[-1, 5] == 0x7E
 
 
+def test_a_nan_of_a_live_row_stays_there_as_in_vllm(engine):
+    on = engine(RUNNERS[0])
+    on.x[1, 3] = torch.nan
+    codes, scale = on.step(3, 1e4)[:2]
+    assert scale.isfinite()
+    assert not codes.view(torch.float8_e4m3fn).float().isnan().any()
+
+
 def test_a_mask_of_vllm_goes_before_the_count(engine):
     on = engine(RUNNERS[1])
     mask = torch.zeros(TOKENS, dtype=torch.bool)
