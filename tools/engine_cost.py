@@ -221,23 +221,30 @@ def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
     return judged
 
 
-def _cases() -> Iterator[Case]:
+def _cases(quantization: str | None) -> Iterator[Case]:
+    named = f", {quantization}" if quantization else ""
     for live, size in zip(LIVE, SIZES, strict=True):
         for mode in MODES:
             rows = f"{live} live" if mode == "eager" else f"{live} of {size}"
-            yield cell(COST, f"{mode}, {rows}", "cost", judge(mode, live, OFF, ON))
+            shape = f"{mode}{named}, {rows}"
+            yield cell(COST, shape, "cost", judge(mode, live, OFF, ON))
             for state in [*STATES, *FURTHER[mode][0]]:
                 if state == AGAIN:
-                    yield cell(NOISE, f"{mode}, {rows}", "cost", judge(mode, live, OFF, AGAIN))
+                    yield cell(NOISE, shape, "cost", judge(mode, live, OFF, AGAIN))
                 elif state not in (OFF, ON):
                     bar = WATCH_BAR.get(state, BAR)
-                    yield cell(WATCH, f"{state}, {mode}, {rows}", "cost", judge(mode, live, ON, state, bar))
+                    yield cell(WATCH, f"{state}, {shape}", "cost", judge(mode, live, ON, state, bar))
 
 
-def table(without: Sequence[str] = ()) -> Table:
-    """The cases; engines and states with one of these texts in their name are not timed."""
+def table(without: Sequence[str] = (), quantization: str | None = None) -> Table:
+    """The cases; engines and states with one of these texts in their name are not timed.
+
+    Args:
+        without: those texts.
+        quantization: of the engines, as vLLM names it; ``None`` for bf16.
+    """
     asked = {
-        name: narrowed(order, without)
+        name: narrowed(replace(order, options={**order.options, "quantization": quantization}), without)
         for name, order in orders().items()
         if not any(map(name.count, without))
     }
@@ -245,7 +252,7 @@ def table(without: Sequence[str] = ()) -> Table:
     scene = Scene(
         "cost", lambda device: Results(take_turns(asked, TIMEOUT_S, seconds)), limit_s=3 * TIMEOUT_S
     )
-    return Table(INCIDENT, [replace(case, scene=scene) for case in _cases()])
+    return Table(INCIDENT, [replace(case, scene=scene) for case in _cases(quantization)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -254,12 +261,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--limit", type=float, help="seconds after which all engines are ended")
     parser.add_argument("--without", action="append", default=[], help="engines and states not to time")
+    parser.add_argument("--quantization", help="of the engines, e.g. fp8; bf16 by default")
     parser.add_argument("--out", type=Path, required=True, help="record the run in OUT/<machine>-engine-cost")
     given = parser.parse_args(arguments)
     folder = given.out / f"{command.run_name(devices.machine())}-cost"
     store.open_for_writing(folder).rmdir()
     found = command.ask(
-        table(given.without),
+        table(given.without, given.quantization),
         devices.select(),
         print,
         lambda one: print(terminal.finding_text(one)),

@@ -27,7 +27,8 @@ PAGE = ROOT / "workbook/support.md"
 RUNS = ("nvidia-h200", "nvidia-h200-engine", "nvidia-h200-engine-0.26.0")
 # What the variants of an engine's finding name -> the patch whose words they show.
 SHOWS = {
-    r"(?P<backend>TRITON_MLA), full graphs": "mla_padding",
+    r"(?P<backend>TRITON_MLA), full graphs(?!.* padding)": "mla_padding",
+    r"(?P<backend>TRITON_MLA), .* padding": "fp8_scale",
     r"(?P<backend>.*) router, NaN bias": "topk_nan_bias",
     r"unpublish, whole vLLM": "unpublish",
     r"(?P<backend>Qwen3 dense), undrained_ids": "undrained_ids",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.engine.engine_answers import Answers, asked, findings, results
 
@@ -189,14 +191,54 @@ def test_with_one_scale_a_batch_rounds_without_padding_must_keep_their_bits(monk
     said = asked(mla.BENCH, told, monkeypatch)
     assert said[mla.LIVE_LOGITS, name].verdict == "padding reaches live rows"
     assert said[mla.LIVE_LOGITS, name].numbers["without_padding"] == {"logits": 0, "tokens": 0, "of": 16}
-    # The rounds with padding are compared too: three live rows alone and among eight.
-    fp8 = said["off/on/off", name]
-    assert (fp8.verdict, fp8.note) == ("wrong", "padding decides 6 rows of live logits with the plugin, too")
-    on["rows"][0]["sums"] = on["rows"][2]["sums"] = [row[:3] for row in on["rows"][1]["sums"]]
-    assert asked(mla.BENCH, told, monkeypatch)["off/on/off", name].verdict == "fixed"
+    assert said["off/on/off", name].verdict == "fixed"
     on["rows"][1]["sums"] = [[5] * 8] * 2
     said = asked(mla.BENCH, told, monkeypatch)
     assert (said[mla.LIVE_LOGITS, name].verdict, said["off/on/off", name].verdict) == ("other bits", "wrong")
+
+
+def spiked(moved: int) -> dict[str, Any]:
+    """An engine in which another token in the padding rows changes so many live rows' logits."""
+    engine = mla_engine(0)
+    plain = [{**one, "largest": {}} for one in engine["rows"]]
+    spike = [{**one, "sums": [[*row] for row in one["sums"]]} for one in plain]
+    for row in range(moved):
+        spike[0]["sums"][0][row] = -1
+    return {**engine, "planted": {"plain": plain, "spike": spike}}
+
+
+@pytest.mark.parametrize("name", mla.SHARED_SCALE)
+def test_another_token_in_padding_rows(monkeypatch, name):
+    bad, good = spiked(2), spiked(0)
+    told = results(**{f"{name}, off": bad, f"{name}, on": good, f"{name}, off again": bad})
+    key = "off/on/off", f"{name}, {mla.PLANTED}"
+    fixed = asked(mla.BENCH, told, monkeypatch)[key]
+    assert fixed.verdict == "fixed"
+    assert (fixed.three.off, fixed.three.on) == ("padding reaches live rows", "same bits")
+    told[f"{name}, on"] = EngineResult(spiked(1), None)
+    assert asked(mla.BENCH, told, monkeypatch)[key].verdict == "not fixed"
+    # Live rows must keep their bits in the round that had no padding to begin with.
+    good["rows"][1]["sums"] = [[5] * 8] * 2
+    told[f"{name}, on"] = EngineResult(good, None)
+    compiles = mla.SHARED_SCALE[name].compiles
+    assert asked(mla.BENCH, told, monkeypatch)[key].verdict == (NOT_RUN if compiles else "wrong")
+
+
+@pytest.mark.parametrize("name", mla.UNPADDED)
+def test_live_logits_are_those_of_an_engine_without_padding(monkeypatch, name):
+    off, on, alone = mla_engine(5), mla_engine(0), mla_engine(0)
+    for number in (0, 2, 3):
+        for one in (on, alone):
+            one["rows"][number]["sums"] = [[7 for _ in row] for row in one["rows"][number]["sums"]]
+        alone["rows"][number]["size"] = alone["rows"][number]["live"]
+    told = results(
+        **{f"{name}, off": off, f"{name}, on": on, f"{name}, off again": off},
+        **{f"{name}, {mla.WITHOUT}": alone},
+    )
+    key = "off/on/off", f"{name}, {mla.WITHOUT}"
+    assert asked(mla.BENCH, told, monkeypatch)[key].verdict == "fixed"
+    alone["rows"][0]["size"] += 1
+    assert "had padding rows" in asked(mla.BENCH, told, monkeypatch)[key].note
 
 
 def test_a_leak_is_cured_if_rounds_without_padding_keep_their_bits(monkeypatch):

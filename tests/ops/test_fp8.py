@@ -55,6 +55,23 @@ def test_matches_reference(device: str, live: str, hidden: int) -> None:
         assert torch.equal(payload(got), payload(want))
 
 
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
+def test_a_saturated_nan_stays_in_its_row(device: str, hidden: int, bad: float) -> None:
+    x = batch(torch.bfloat16, device, hidden)
+    want, _ = quantize_fp8_per_tensor(x, live_rows=5)
+    x[2, 7], x[6] = bad, torch.nan
+    got, scale = quantize_fp8_per_tensor(x, live_rows=5, saturate_nan=True)
+    expected, expected_scale = reference.quantize_fp8_per_tensor(x, live_rows=5, saturate_nan=True)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(payload(got), payload(expected))
+    # vLLM's kernel: fmax drops NaN from the scale and the clamp makes it 448; an infinity counts.
+    assert got[2, 7].float().item() == 448
+    assert bool(scale.isinf()) == (bad == torch.inf)
+    if bad != torch.inf:
+        assert torch.equal(payload(got[[0, 1, 3, 4]]), payload(want[[0, 1, 3, 4]]))
+
+
 def test_every_rounding_case(device: str) -> None:
     # With 448 among the values the scale is 1, and each value meets the cast as it is: every
     # E4M3 number, every midpoint, and their neighbours in float32.

@@ -32,13 +32,13 @@ def _states(version, sources=None, choice=ALL):
 
 def test_patches_by_release():
     counts = {v: [*_states(v).values()].count("affected") for v in releases.table()}
-    assert counts["0.18.1"] == 13
-    assert counts["0.33.0"] == 6
+    assert counts["0.18.1"] == 14
+    assert counts["0.33.0"] == 7
     assert _states("0.19.1")["decode_buffer"] == "affected"
     assert _states("0.20.2")["decode_buffer"] == "not needed"
     assert _states("0.18.1+cu129") == _states("0.18.1")
     refused = {v: [n for n, s in _states(v).items() if s == "refused"] for v in releases.table()}
-    first = ["mla_padding", "topk_nan", "duplicate_experts", "routing_simulator", "dummy_slots"]
+    first = ["mla_padding", "fp8_scale", "topk_nan", "duplicate_experts", "routing_simulator", "dummy_slots"]
     assert refused.pop("0.16.0") == [*first, "scale_padding"]
     assert refused.pop("0.17.0") == refused.pop("0.17.1") == ["scale_padding"]
     assert not any(refused.values())

@@ -123,8 +123,8 @@ def test_explanations(capsys):
 
 def test_the_release_to_upgrade_to():
     assert status.answer("0.22.1").upgrade == (
-        "upgrade to 0.26.0, which needs only mla_padding, topk_nan_bias, hash_topk_nan, routing_simulator, "
-        "unpublish"
+        "upgrade to 0.26.0, which needs only mla_padding, fp8_scale, topk_nan_bias, hash_topk_nan, "
+        "routing_simulator, unpublish"
     )
     assert status.answer("0.33.0").upgrade == "no later release has fewer of these defects"
 

@@ -11,7 +11,7 @@ from staleproof.cases.case import Case, MissingError, Reading, reading
 from staleproof.cases.words import FIXED
 from staleproof.engine.bench import STATES, Bench, Results, cell, fix, three
 from staleproof.engine.probes import control, rows, spoilt_blocks, start
-from staleproof.engine.router_probes import quantizers
+from staleproof.engine.router_probes import planted, quantizers
 from staleproof.engine.session import Order, Probe
 from staleproof.engine.spies import attention, logits, routing, stages
 from staleproof.engine.tuning import compiled_kernels
@@ -19,6 +19,7 @@ from staleproof.engine.tuning import compiled_kernels
 LIVE = (3, 8, 3, 50)
 NAN_ROWS, LIVE_LOGITS, LIVE_PADDING = "NaN rows", "live logits, off / on", "live logits, 3 / 8 live"
 QUANTIZERS = "dynamic fp8 quantizers"
+PLANTED, WITHOUT = "other padding", "without padding"
 FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 64]}
 # torch.compile times kernels, and whether two are faster as one. Equal engines can keep different ones, which
 # give other bits: engines that are compared let it time none.
@@ -30,6 +31,8 @@ COMPILED = {
     "inductor_compile_config": UNTIMED,
 }
 PIECEWISE = {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 64]}
+# Graphs of exactly the sizes that the rounds need.
+EXACT = {**FULL, "cudagraph_capture_sizes": sorted({*LIVE})}
 SPIES = (attention, logits, routing)
 KERNELS = "compiled_kernels"
 PROBES: dict[Probe, dict[str, Any]] = {start: {}, control: {}, rows: {"live": LIVE}, spoilt_blocks: {}}
@@ -61,15 +64,26 @@ def engine(backend: str = "TRITON_MLA", spies: Sequence[Any] = (*SPIES, stages),
     return replace(order, probes={**PROBES, compiled_kernels: {}}) if order.compiles else order
 
 
+FP8, COMPILED_FP8 = "TRITON_MLA, full graphs, fp8", "TRITON_MLA, full graphs, compiled, fp8"
 # What torch.compile looks into must not be spied on: only attention, routing and logits are.
 PATCHED = {
     "TRITON_MLA, full graphs": engine(),
     "TRITON_MLA, full graphs, compiled": engine(spies=SPIES, compilation_config=COMPILED),
     # What the command of vLLM #57017 starts: online fp8, whose experts share one scale a batch.
-    "TRITON_MLA, full graphs, fp8": engine(quantization="fp8"),
-    "TRITON_MLA, full graphs, compiled, fp8": engine(
-        spies=SPIES, compilation_config=COMPILED, quantization="fp8"
+    FP8: engine(quantization="fp8"),
+    COMPILED_FP8: engine(spies=SPIES, compilation_config=COMPILED, quantization="fp8"),
+}
+PIECEWISE_FP8, INVARIANT_FP8 = "TRITON_MLA, piecewise graphs, fp8", f"{FP8}, batch invariant"
+_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+# Their experts quantize a whole batch with one scale, so that a live row's bits depend on the others. In the
+# batch-invariant mode of vLLM 0.22.1 as well; its other kernels give a row the same bits in any batch.
+SHARED_SCALE = {
+    FP8: PATCHED[FP8],
+    COMPILED_FP8: PATCHED[COMPILED_FP8],
+    PIECEWISE_FP8: engine(
+        spies=SPIES, compilation_config={**PIECEWISE, "inductor_compile_config": UNTIMED}, quantization="fp8"
     ),
+    INVARIANT_FP8: replace(engine(quantization="fp8"), env=_INVARIANT),
 }
 UNPATCHED = {
     "TRITON_MLA, piecewise graphs, compiled": engine(spies=SPIES, compilation_config=PIECEWISE),
@@ -83,9 +97,12 @@ UNPATCHED = {
         engine(), config={"quantization_config": _fp8_checkpoint()}
     ),
 }
+# The same engines with no padding row in any round.
+UNPADDED = {
+    name: replace(engine(quantization="fp8", compilation_config=EXACT), env=SHARED_SCALE[name].env)
+    for name in (FP8, INVARIANT_FP8)
+}
 QUANTIZER = "TRITON_MLA, eager, fp8"
-# Their experts quantize a whole batch with one scale, so that a live row's bits depend on the others.
-SHARED_SCALE = ("TRITON_MLA, full graphs, fp8", "TRITON_MLA, full graphs, compiled, fp8")
 
 
 def verdict(rounds: Sequence[Mapping[str, Any]]) -> str:
@@ -163,7 +180,7 @@ def _comparable(results: Results, name: str, noise: int) -> None:
         raise MissingError(
             f"{name}: {noise} rows of live logits differ between engines without the plugin too"
         )
-    if PATCHED[name].compiles:
+    if (PATCHED | SHARED_SCALE)[name].compiles:
         off, on, again = (set(results.of(f"{name}, {which}", KERNELS)) for which in STATES)
         if not on or on - off - again:
             own = sorted(on - off - again)
@@ -173,7 +190,7 @@ def _comparable(results: Results, name: str, noise: int) -> None:
 
 
 def _off(name: str) -> str:
-    return f"{name}, off" if name in PATCHED else name
+    return f"{name}, off" if name in PATCHED | SHARED_SCALE else name
 
 
 def nan_rows(name: str, results: Results) -> Reading:
@@ -281,7 +298,7 @@ def state(name: str, results: Results, which: str) -> Reading:
 
 
 def wrong(name: str, results: Results) -> str | None:
-    """What the plugin changes of live rows, or leaves to padding, in one line."""
+    """What the plugin changes of live rows, in one line."""
     off, on, again = (_rounds(results, f"{name}, {which}") for which in STATES)
     # Where padding reached live rows without the plugin, only rounds without any can keep their bits.
     leaks = verdict(off) == "leaked" or name in SHARED_SCALE
@@ -292,13 +309,36 @@ def wrong(name: str, results: Results) -> str | None:
     if changed := different(two, one, three)["logits"]:
         _comparable(results, name, different(one, three)["logits"])
         return f"live logits: {changed} differ"
-    if name in SHARED_SCALE:
-        # The rounds left out above: with the plugin, does padding still decide about live rows?
-        first, among_eight, *_ = on
-        moved = different([first], [_first_three(among_eight)])["logits"]
-        if moved:
-            return f"padding decides {moved} rows of live logits with the plugin, too"
     return None
+
+
+def other_padding(name: str, results: Results, which: str) -> Reading:
+    """Whether another token in the padding rows changes a bit of a live row's logits."""
+    engine = f"{name}, {which}"
+    plain, spike = (results.of(engine, "planted")[token] for token in ("plain", "spike"))
+    changed = different(plain, spike)
+    control = _control(results, engine)
+    said = "padding reaches live rows" if changed["logits"] else "same bits"
+    # Spies of stages see that the other token came as far as the experts.
+    largest = {f"{one['live']} of {one['size']}": one["largest"] for one in spike}
+    return reading(
+        said,
+        changed=changed,
+        by_round=by_round(plain, spike),
+        control=control,
+        largest_of_live_and_padding_rows=largest,
+    )
+
+
+def without_padding(name: str, results: Results, which: str) -> Reading:
+    """Whether live logits have the bits of an engine whose graphs leave no row to padding."""
+    alone, padded = _rounds(results, f"{name}, {WITHOUT}"), _rounds(results, f"{name}, {which}")
+    if any(one["live"] != one["size"] for one in alone):
+        raise MissingError(f"{name}, {WITHOUT}: a round had padding rows")
+    changed = different(padded, alone)
+    control = _control(results, f"{name}, {which}")
+    said = "other bits" if changed["logits"] else "same bits"
+    return reading(said, changed=changed, by_round=by_round(padded, alone), control=control)
 
 
 def hurt_by_nan(results: Results) -> Reading:
@@ -318,10 +358,28 @@ def _cases() -> Iterator[Case]:
     for name in PATCHED:
         yield cell(LIVE_PADDING, f"{name}, plugin", "live logits", partial(live_padding, f"{name}, on"))
         yield cell(LIVE_LOGITS, name, "live logits", partial(live_logits, name))
-        # Whether a shared scale lets the plugin keep live bits is what is asked.
-        expect = None if name in SHARED_SCALE else FIXED
-        yield fix(name, "rows", partial(state, name), partial(wrong, name), expect=expect)
+        yield fix(name, "rows", partial(state, name), partial(wrong, name))
+    yield cell(LIVE_PADDING, INVARIANT_FP8, "live logits", partial(live_padding, f"{INVARIANT_FP8}, off"))
+    for name in SHARED_SCALE:
+        told = partial(other_padding, name)
+        yield fix(f"{name}, {PLANTED}", "live logits", told, partial(wrong, name))
+    for name in UNPADDED:
+        told = partial(without_padding, name)
+        # Kernels of another batch size may round otherwise, but for the batch-invariant ones.
+        expect = FIXED if name == INVARIANT_FP8 else None
+        yield fix(f"{name}, {WITHOUT}", "live logits", told, partial(wrong, name), expect=expect)
 
 
-ORDERS = {key: order for name, one in PATCHED.items() for key, order in three(name, one).items()} | UNPATCHED
+def _orders() -> Iterator[tuple[str, Order]]:
+    for name, order in (PATCHED | SHARED_SCALE).items():
+        if name in SHARED_SCALE:
+            order = replace(order, probes={**order.probes, planted: {}})
+        for key, one in three(name, order).items():
+            # torch.compile times nothing in these, so that none needs the kernels of another.
+            yield key, replace(one, kernels=None) if name == PIECEWISE_FP8 else one
+    for name, order in UNPADDED.items():
+        yield f"{name}, {WITHOUT}", order
+
+
+ORDERS = dict(_orders()) | UNPATCHED
 BENCH = Bench("mla", ORDERS, [*_cases()])

@@ -1,8 +1,9 @@
-"""Probes of incident 3, and of what a quantizer of incident 1 makes of a NaN row."""
+"""Probes of incident 3, and of what a quantizer of incident 1 makes of padding rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from staleproof.engine.probes import Engine, rows
@@ -129,6 +130,51 @@ def quantizers(engine: Engine) -> dict[str, list[Any]]:
         other = int((alone.view(torch.uint8) != mixed[:3].view(torch.uint8)).sum())
         found[name] = [float(scale.flatten()[0]), str(float(scales.flatten()[0])), other]
     return found
+
+
+def planted(engine: Engine, live: Sequence[int] = (3, 50), tokens: int = 12) -> dict[str, list[Any]]:
+    """Serve the same requests twice, with another token in all padding rows.
+
+    The second one's embedding is one large value, so that its rows have a larger magnitude than any live row
+    wherever a norm comes before.
+
+    Returns:
+        ``plain`` and ``spike``: what :func:`~staleproof.engine.probes.rows` returns.
+    """
+    import torch
+
+    (weight,) = (w for n, w in engine.runner.get_model().named_parameters() if "embed_tokens.weight" in n)
+    # Prompts have tokens from 2 on.
+    plain, spike = 0, 1
+    with torch.inference_mode():
+        weight.data[spike] = 0.0
+        weight.data[spike, 0] = 8.0
+    found = {}
+    for name, token in {"plain": plain, "spike": spike}.items():
+        with _padded_with(engine.runner, token):
+            found[name] = rows(engine, live, tokens)
+    return found
+
+
+@contextmanager
+def _padded_with(runner: Any, token: int) -> Iterator[None]:
+    """The rows of a step behind its tokens hold this token."""
+    import torch
+
+    original = runner.execute_model
+    # Of the first model runner, and of the second.
+    ids = runner.input_ids.gpu if hasattr(runner, "input_ids") else runner.input_buffers.input_ids
+
+    def execute(output: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode():
+            ids[output.total_num_scheduled_tokens :].fill_(token)
+        return original(output, *args, **kwargs)
+
+    runner.execute_model = execute
+    try:
+        yield
+    finally:
+        del runner.execute_model
 
 
 def _configured(engine: Engine) -> Any:

@@ -43,8 +43,19 @@ def _scale_of(amax_bits, smallest_scale):
 
 
 @triton.jit
-def _codes_of(values, inverse, BY_BITS: tl.constexpr):
+def _magnitude_of(values, SATURATE: tl.constexpr):
+    """The bits of |values|, which are in order as integers; a NaN is above infinity, or does not count."""
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if SATURATE:
+        bits = tl.where(bits > 0x7F800000, 0, bits)
+    return bits
+
+
+@triton.jit
+def _codes_of(values, inverse, BY_BITS: tl.constexpr, SATURATE: tl.constexpr):
     scaled = values * inverse
+    if SATURATE:
+        scaled = tl.where(scaled != scaled, 448.0, scaled)
     # Comparisons, because clamp may replace a NaN: here a NaN stays a NaN.
     scaled = tl.where(scaled > 448.0, 448.0, scaled)
     scaled = tl.where(scaled < -448.0, -448.0, scaled)
@@ -61,6 +72,7 @@ def _codes_of(values, inverse, BY_BITS: tl.constexpr):
 def _whole_kernel(
     x, live_rows, x_fp8, scale, live_count, rows, hidden, row_stride, smallest_scale,
     LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BY_BITS: tl.constexpr,
+    SATURATE: tl.constexpr,
 ):  # fmt: skip
     """All ROWS x BLOCK elements in one program, which reads them once and keeps them."""
     if LIVE == "tensor":
@@ -71,10 +83,10 @@ def _whole_kernel(
     # Padding rows are read too: whether a row is one is loaded at the same time.
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     live = _row_is_live(row, rows, live_rows, live_count, LIVE)[:, None]
-    magnitude = tl.where(live, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    magnitude = tl.where(live, _magnitude_of(values, SATURATE), 0)
     factor = _scale_of(tl.max(tl.max(magnitude, 1), 0), smallest_scale)
     tl.store(scale, factor)
-    codes = _codes_of(values, tl.div_rn(1.0, factor), BY_BITS)
+    codes = _codes_of(values, tl.div_rn(1.0, factor), BY_BITS, SATURATE)
     target = row.to(tl.int64)[:, None] * hidden + column[None, :]
     tl.store(x_fp8 + target, tl.where(live, codes, 0), mask=inside)
 
@@ -83,7 +95,7 @@ def _whole_kernel(
 @triton.jit(do_not_specialize=["live_count", "rows"])
 def _amax_kernel(
     x, live_rows, partial, live_count, rows, hidden, row_stride,
-    LIVE: tl.constexpr, BLOCK: tl.constexpr,
+    LIVE: tl.constexpr, BLOCK: tl.constexpr, SATURATE: tl.constexpr,
 ):  # fmt: skip
     """Largest magnitude of the live rows, one partial result a program.
 
@@ -99,8 +111,7 @@ def _amax_kernel(
         if _row_is_live(row, rows, live_rows, live_count, LIVE):
             column = (tile % slices) * BLOCK + tl.arange(0, BLOCK)
             values = tl.load(x + row.to(tl.int64) * row_stride + column, mask=column < hidden, other=0.0)
-            magnitude = values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            bits = tl.maximum(bits, magnitude)
+            bits = tl.maximum(bits, _magnitude_of(values.to(tl.float32), SATURATE))
     tl.store(partial + tl.program_id(0), tl.max(bits, 0))
 
 
@@ -109,6 +120,7 @@ def _quantize_kernel(
     x, live_rows, partial, x_fp8, scale, live_count, programs, rows, hidden, row_stride,
     smallest_scale,
     LIVE: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr, BY_BITS: tl.constexpr,
+    SATURATE: tl.constexpr,
 ):  # fmt: skip
     if LIVE == "tensor":
         live_count = tl.minimum(tl.load(live_rows), rows)
@@ -125,7 +137,7 @@ def _quantize_kernel(
         target = x_fp8 + row.to(tl.int64) * hidden + column
         if _row_is_live(row, rows, live_rows, live_count, LIVE):
             values = tl.load(x + row.to(tl.int64) * row_stride + column, mask=column < hidden, other=0.0)
-            codes = _codes_of(values.to(tl.float32), inverse, BY_BITS)
+            codes = _codes_of(values.to(tl.float32), inverse, BY_BITS, SATURATE)
             tl.store(target, codes, mask=column < hidden)
         else:
             tl.store(target, tl.zeros([BLOCK], tl.uint8), mask=column < hidden)
@@ -142,7 +154,7 @@ def _by_bits(x: torch.Tensor) -> bool:
 
 @operator(
     "quantize_fp8_per_tensor(Tensor x, Tensor? live_rows, Tensor? is_padding, SymInt live_count, "
-    "Tensor(a!) x_fp8, Tensor(b!) scale) -> ()"
+    "Tensor(a!) x_fp8, Tensor(b!) scale, bool saturate_nan=False) -> ()"
 )
 def _launch(
     x: torch.Tensor,
@@ -151,6 +163,7 @@ def _launch(
     live_count: int,
     x_fp8: torch.Tensor,
     scale: torch.Tensor,
+    saturate_nan: bool = False,
 ) -> tuple[Ready | None, Ready, int] | None:
     """Rows that neither tensor decides about are live if below ``live_count``.
 
@@ -175,6 +188,7 @@ def _launch(
             WHOLE // block,
             block,
             _by_bits(x),
+            saturate_nan,
         )
         held = x, decides, x_fp8.view(torch.uint8), scale
         whole = launched(_whole_kernel, (1,), held, of_whole, num_warps=WHOLE_WARPS)
@@ -184,7 +198,7 @@ def _launch(
     most = 8 * processor_count(x.device.index) if x.is_cuda else 8
     programs = min(tiles, most)
     partial = torch.empty(programs, dtype=torch.int32, device=x.device)
-    sizes = live_count, rows, hidden, x.stride(0), kind, block
+    sizes = live_count, rows, hidden, x.stride(0), kind, block, saturate_nan
     amax = launched(_amax_kernel, (programs,), (x, decides, partial), sizes, num_warps=8)
     of_quantize = (
         live_count,
@@ -198,6 +212,7 @@ def _launch(
         # For any number of rows, so that they share one compiled kernel.
         triton.next_power_of_2(most),
         _by_bits(x),
+        saturate_nan,
     )
     tensors = x, decides, partial, x_fp8.view(torch.uint8), scale
     quantize = launched(_quantize_kernel, (programs,), tensors, of_quantize, num_warps=8)
@@ -213,6 +228,7 @@ def quantize_fp8_per_tensor(
     live_rows: int | torch.Tensor | None = None,
     is_padding: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    saturate_nan: bool = False,
     validate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dynamic per-tensor FP8 quantisation whose scale depends on live rows only.
@@ -229,6 +245,8 @@ def quantize_fp8_per_tensor(
         is_padding: (rows,) bool, True for padding rows, as in the routing functions. With neither
             keyword all rows are live.
         out: (x_fp8, scale) to write, contiguous, of the results' shapes and dtypes.
+        saturate_nan: a NaN in a live row does not count in the scale and becomes 448, as in vLLM's CUDA
+            kernel: then it stays in its row.
         validate: also check the value of a ``live_rows`` count on the device, which waits for the
             device; for tests and notebooks. Without it a count below 0 counts as 0, one above
             ``rows`` as ``rows``.
@@ -237,8 +255,8 @@ def quantize_fp8_per_tensor(
         ``x_fp8`` (rows, hidden) float8_e4m3fn, padding rows zero; ``scale`` (1,) float32, such
         that ``x_fp8 * scale`` is about ``x``. The scale is amax / 448, at least the smallest
         normal float32, and 1 if no row is live or every live value is zero. A NaN in a live row
-        makes the scale and all live rows NaN, as with ``torch.max``: it was computed there, and
-        hiding it would hide the fault. An infinite value makes the scale infinite.
+        makes the scale and all live rows NaN, as with ``torch.max``, unless ``saturate_nan``: it was
+        computed there, and hiding it would hide the fault. An infinite value makes the scale infinite.
 
     Raises:
         ValueError: an argument does not fit; nothing was written.
@@ -250,7 +268,7 @@ def quantize_fp8_per_tensor(
             [  0.,   0.]]), tensor([1.]))
     """
     results = out if isinstance(out, tuple | list) else (out,)
-    key = key_of(x, live_rows, is_padding, *results)
+    key = key_of(x, live_rows, is_padding, saturate_nan, *results)
     if not validate and (again := _SEEN.get(key)) is not None:
         amax, quantize, programs = again
         if out is None:
@@ -301,5 +319,5 @@ def quantize_fp8_per_tensor(
             "out[0]", x_fp8, shape=(rows, hidden), dtype=torch.float8_e4m3fn, like=x, contiguous=True
         )
         check.tensor("out[1]", scale, shape=(1,), dtype=torch.float32, like=x, contiguous=True)
-    _SEEN.keep(key, _launch(x, mask, is_padding, count, x_fp8, scale))
+    _SEEN.keep(key, _launch(x, mask, is_padding, count, x_fp8, scale, saturate_nan))
     return x_fp8, scale

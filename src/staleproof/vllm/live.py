@@ -161,7 +161,10 @@ def look_at_switch(path: str | None, here: Here) -> None:
     unknown = words - {"all", *here.incidents, *here.incidents.values()}
     if unknown:
         warn_once(f"{SWITCH}: {path} names {', '.join(sorted(unknown))}, which is no patch")
-    _say(standing.switch([n for n in here.names if words & {"all", n, here.incidents[n]}], path))
+    # A word that names a patch means that patch, also where its incident has the same name.
+    incidents = words - {*here.incidents}
+    off = [n for n in here.names if n in words or incidents & {"all", here.incidents[n]}]
+    _say(standing.switch(off, path))
 
 
 def gather() -> list[dict[str, Any]]:

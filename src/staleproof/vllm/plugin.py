@@ -80,7 +80,7 @@ def chosen(text: str | None) -> Choice:
         PatchError: an unknown name.
 
     >>> len(chosen("all").names), sorted(chosen("decode_buffer,+mla_padding").names)
-    (15, ['decode_buffer', 'mla_padding'])
+    (16, ['decode_buffer', 'mla_padding'])
     """
     known = patches()
     words = [word.strip() for word in (text or "all").split(",") if word.strip()]
@@ -90,7 +90,8 @@ def chosen(text: str | None) -> Choice:
         names = {*known}
     for word in words:
         bare = word.lstrip("+-")
-        group = {p.name for p in known.values() if bare in (p.name, p.incident)}
+        # An incident may have a patch of its own name, which then means that patch.
+        group = {bare} if bare in known else {p.name for p in known.values() if p.incident == bare}
         if word == "all":
             names = {*known}
         elif word == "none":

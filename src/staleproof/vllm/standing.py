@@ -8,6 +8,7 @@ raised, a few times.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -31,6 +32,8 @@ _tries: Counter[str] = Counter()
 # Patch -> when it comes back.
 _due: dict[str, float] = {}
 SWITCHED = "switched off by "
+# Patch -> what it undoes as it goes out of service: kernels of its own in a graph read what it wrote.
+undo: dict[str, Callable[[], None]] = {}
 # Name of a metric without staleproof_ -> reads it. Patches and detectors on the host may add theirs; any
 # process of the server may be asked for the sum over all.
 counters: dict[str, Callable[[], int]] = {}
@@ -122,6 +125,9 @@ def step_back(owner: str, why: str, again_at: float | None = None) -> str | None
         for name in along:
             stepped_back.setdefault(name, _needs(owner))
         left = ", ".join(in_service()) or "nothing"
+    for name in along:
+        with contextlib.suppress(Exception):
+            undo.get(name, lambda: None)()
     return f"{owner}: {why}; out of service: {', '.join(along)}; in service: {left}"
 
 
@@ -179,6 +185,7 @@ def switch(off: Collection[str], by: str) -> list[str]:
 
 def forget(owner: str) -> None:
     """Forget everything about a patch, when it is reverted."""
+    undo.get(owner, lambda: None)()
     for state in (stepped_back, failed_in_trace, _targets, _requires, _due, _tries):
         state.pop(owner, None)
     on_host.discard(owner)

@@ -8,7 +8,6 @@ every release of the table); a function that is not there is left alone with one
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 
 from staleproof.vllm import hooks, standing, watch_blocks, watch_memory, watch_port, watch_published
 from staleproof.vllm.arguments import Arguments, Keywords, argument
+from staleproof.vllm.fp8_scales import padding_mask
 from staleproof.vllm.hooks import Target, warn_once
 from staleproof.vllm.patches.mla_padding import BACKENDS, FORWARD_MQA
 from staleproof.vllm.releases import table
@@ -28,7 +28,6 @@ OLDEST = "0.20.0"
 RUNNER, RUNNER_V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 SCHEDULED = "self", "scheduler_output"
 EXECUTE = "GPUModelRunner.execute_model"
-CONTEXT = "vllm.forward_context"
 WORKER = "vllm.v1.worker.gpu_worker"
 EXPERTS = "vllm.model_executor.layers.fused_moe"
 MLA = {
@@ -282,17 +281,6 @@ class Hooks:
         if "published" in self.settings.stages:
             found += watch_published.Published().targets()
         return found
-
-
-def padding_mask(rows: int) -> Any:
-    """vLLM's own mask of padding rows, if the step has one that long; else ``None``.
-
-    From 0.25.0 on the second model runner, and from 0.31.0 on both, give ``ForwardContext.is_padding``:
-    a slice of one buffer that each step writes, so that a captured kernel may keep its address.
-    """
-    context = getattr(sys.modules.get(CONTEXT), "_forward_context", None)
-    mask = getattr(context, "is_padding", None)
-    return mask if mask is not None and mask.shape[0] >= rows else None
 
 
 def install(version: str | None = None) -> None:

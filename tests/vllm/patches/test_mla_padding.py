@@ -128,7 +128,7 @@ def _stage2(module, device):
 
 @pytest.mark.parametrize("imported", [False, True], ids=["patched before the import", "after it"])
 def test_the_kernel_itself_writes_zeros_into_empty_rows_and_nothing_else_changes(vllm, device, imported):
-    (mla,) = patch.PATCHES
+    mla, _ = patch.PATCHES
     if imported:
         vllm("triton_turboquant_decode")
     before = _stage2(vllm("triton_decode_attention"), device) if imported else None
@@ -159,7 +159,7 @@ def test_the_kernel_itself_writes_zeros_into_empty_rows_and_nothing_else_changes
 def test_a_kernel_that_divides_otherwise_is_left_alone(vllm, tmp_path, device):
     file = tmp_path / "vllm/v1/attention/ops/triton_decode_attention.py"
     file.write_text(KERNEL.replace("acc / e_sum", "acc / (e_sum + 0.0) + 0.0 * (acc / e_sum) + acc / e_sum"))
-    (mla,) = patch.PATCHES
+    mla, _ = patch.PATCHES
     with mla.applied("0.22.1"):
         module = vllm("triton_decode_attention")
         assert "does not divide by e_sum once" in standing.targets("mla_padding")[PLACE]

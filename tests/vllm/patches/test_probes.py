@@ -22,6 +22,7 @@ BACKENDS = "v1/attention/backends/mla"
 CUTLASS = f"{BACKENDS}/cutlass_mla.py"
 SIMULATOR = "model_executor/layers/fused_moe/router/routing_simulator_router.py"
 OPS = "_custom_ops.py"
+EXPERTS = "model_executor/layers/fused_moe/utils.py"
 MXFP4 = "model_executor/layers/quantization/utils/mxfp4_utils.py"
 TOPK, HASH = "csrc/topk_softmax_kernels.cu", "csrc/topk_softplus_sqrt_kernels.cu"
 BIASED, ROW_BIASED = "val = val + bias[expert];\n", "val = val + row_bias[expert];\n"
@@ -54,6 +55,7 @@ TAKEN = "ids = self.kv_cache_manager.take_new_block_ids()"
 PINNED = "gpu.copy_(self._ids_pinned[:n_blocks], non_blocking=True)"
 SKIPS = "type(spec) is not FullAttentionSpec"
 PUBLISHES = {CACHE: method("KVCacheManager", "allocate_slots", "self.coordinator.cache_blocks(request)")}
+QUANTIZES = "def _fp8_quantize(A, A_scale):\n    {}\n"
 SWIZZLE = "def _swizzle_mxfp4(quant_tensor, scale):\n    {}\n    return scale\n"
 # Patch, whether it is needed, files.
 CASES = [
@@ -75,6 +77,9 @@ CASES = [
     ("mla_zeroing", 0, {WORKER: "x = 1\n"}),
     ("dummy_slots", 1, {RUNNER: method("GPUModelRunner", "_dummy_run")}),
     ("dummy_slots", 0, {RUNNER: method("GPUModelRunner", "_dummy_run", "slots.fill_(-1)")}),
+    ("fp8_scale", 1, {EXPERTS: QUANTIZES.format("return ops.scaled_fp8_quant(A, A_scale)")}),
+    ("fp8_scale", 0, {EXPERTS: QUANTIZES.format("return ops.scaled_fp8_quant(A, A_scale, is_padding=p)")}),
+    ("fp8_scale", 0, {EXPERTS: QUANTIZES.format("return per_token(A)")}),
     ("unpublish", 1, PUBLISHES | {SCHEDULER: method("Scheduler", "_preempt_request")}),
     ("unpublish", 0, PUBLISHES | {SCHEDULER: method("Scheduler", "_preempt_request", "evict_blocks()")}),
     (

@@ -8,7 +8,11 @@ E4M3_MAX = 448.0
 
 
 def quantize_fp8_per_tensor(
-    x: torch.Tensor, *, live_rows: int | torch.Tensor | None = None, is_padding: torch.Tensor | None = None
+    x: torch.Tensor,
+    *,
+    live_rows: int | torch.Tensor | None = None,
+    is_padding: torch.Tensor | None = None,
+    saturate_nan: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dynamic per-tensor FP8 whose amax is that of the live rows.
 
@@ -27,13 +31,16 @@ def quantize_fp8_per_tensor(
     else:
         live = torch.arange(x.shape[0], device=x.device) < live_rows
     values = x[live].float()
-    amax = values.abs().max() if values.numel() else values.new_zeros(())
+    counted = values.nan_to_num(0.0, torch.inf, -torch.inf) if saturate_nan else values
+    amax = counted.abs().max() if values.numel() else values.new_zeros(())
     smallest = torch.finfo(torch.float32).tiny
     # Divide by a tensor: for a Python number CUDA multiplies with the rounded reciprocal.
     scale = amax / torch.full_like(amax, E4M3_MAX)
     scale = torch.where(amax == 0, 1.0, scale.clamp(min=smallest)).reshape(1)
     x_fp8 = torch.zeros(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scaled = (values * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
+    if saturate_nan:
+        scaled = scaled.nan_to_num(E4M3_MAX)
     # PyTorch has no indexed write of FP8: write the bytes.
     x_fp8.view(torch.uint8)[live] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     return x_fp8, scale
