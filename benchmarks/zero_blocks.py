@@ -211,9 +211,12 @@ class Bench:
         pinned = torch.empty(self.pool.blocks, dtype=torch.int64, pin_memory=True)
         there = torch.empty_like(pinned, device="cuda")
 
-        def fresh(ids: list[int]) -> None:
+        def on_device(ids: list[int]) -> torch.Tensor:
             staged = torch.tensor(ids, dtype=torch.int64, pin_memory=True)
-            self.upstream(_upstream_form, staged.to("cuda", non_blocking=True))
+            return staged.to("cuda", non_blocking=True)
+
+        def fresh(ids: list[int]) -> None:
+            self.upstream(_upstream_form, on_device(ids))
 
         def reused(ids: list[int]) -> None:
             pinned[: len(ids)].numpy()[:] = ids
@@ -223,6 +226,7 @@ class Bench:
         return {
             "staleproof": self.zeroer.zero,
             "fresh pinned tensor, upstream's form": fresh,
+            "fresh pinned tensor, one launch a block": lambda ids: self.one_by_one(on_device(ids)),
             # As vLLM 0.17.1 to 0.25.1 does it, which races (vLLM #48085).
             "one pinned buffer (races), upstream's form": reused,
         }

@@ -306,5 +306,5 @@ def test_one_launch_a_block_is_a_peer_of_the_zeroer(monkeypatch):
     for mode in ("scattered ids", "consecutive ids"):
         assert {"staleproof", "one launch a block", "limit: cudaMemsetAsync, contiguous bytes"} <= found[mode]
     for mode in ("ids in a list, host time", "ids in a list, copy included"):
-        assert len(found[mode]) == 3
-        assert "staleproof" in found[mode]
+        assert len(found[mode]) == 4
+        assert {"staleproof", "fresh pinned tensor, one launch a block"} <= found[mode]
