@@ -311,9 +311,12 @@ def old_rows() -> list[dict[str, Any]]:
     if path is None:
         print(f"STALEPROOF_VLLM_OLD_MOE_SO is not set: {OLD} is not run")
         return []
+    # Its CUDA runtime is of another major version than torch's, and may lie beside it.
+    found = [str(one.parent) for one in Path(path).parents[1].rglob("libcudart.so.*")]
+    libraries = os.pathsep.join([*found, os.environ.get("LD_LIBRARY_PATH", "")])
     done = subprocess.run(
         [sys.executable, str(Path(__file__)), "--nan"],
-        env=os.environ | {"STALEPROOF_VLLM_MOE_SO": path},
+        env=os.environ | {"STALEPROOF_VLLM_MOE_SO": path, "LD_LIBRARY_PATH": libraries},
         capture_output=True,
         text=True,
         timeout=300,
@@ -323,8 +326,8 @@ def old_rows() -> list[dict[str, Any]]:
         why = (done.stderr.strip().splitlines() or ["no message"])[-1]
         print(f"{OLD}: not run, {why}")
         return []
-    found = [row for row in json.loads(done.stdout.splitlines()[-1]) if "vLLM" in row["provider"]]
-    return [row | {"provider": row["provider"].replace("vLLM", OLD)} for row in found]
+    told = [row for row in json.loads(done.stdout.splitlines()[-1]) if "vLLM" in row["provider"]]
+    return [row | {"provider": row["provider"].replace("vLLM", OLD)} for row in told]
 
 
 def rows() -> list[dict[str, Any]]:

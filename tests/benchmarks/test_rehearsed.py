@@ -264,15 +264,19 @@ def test_ours_must_give_distinct_experts_and_numbers_where_rows_are_nan(monkeypa
             [*bench.timing(*given, {"staleproof": lambda x, got=got: got}).rows()]
 
 
-def test_the_older_vllm_is_asked_in_a_process_of_its_own(monkeypatch, capsys):
+def test_the_older_vllm_is_asked_in_a_process_of_its_own(monkeypatch, capsys, tmp_path):
     bench = rehearsal.load("topk", monkeypatch)
     monkeypatch.delenv("STALEPROOF_VLLM_OLD_MOE_SO", raising=False)
     assert bench.old_rows() == []
-    monkeypatch.setenv("STALEPROOF_VLLM_OLD_MOE_SO", "old.so")
+    library = tmp_path / "vllm/old.so"
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda/libcudart.so.12").touch()
+    monkeypatch.setenv("STALEPROOF_VLLM_OLD_MOE_SO", str(library))
     asked = []
 
     def run(command, env, **options):
         asked.append(env["STALEPROOF_VLLM_MOE_SO"])
+        assert env["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path / "cuda")
         rows = [{"provider": "staleproof"}, {"provider": "nan_to_num, vLLM"}]
         return SimpleNamespace(returncode=len(asked) - 1, stdout=json.dumps(rows), stderr="cannot load\n")
 
@@ -280,7 +284,7 @@ def test_the_older_vllm_is_asked_in_a_process_of_its_own(monkeypatch, capsys):
     bench.__file__ = "topk.py"
     assert bench.old_rows() == [{"provider": "nan_to_num, vLLM 0.19.1"}]
     assert bench.old_rows() == []
-    assert asked == ["old.so"] * 2
+    assert asked == [str(library)] * 2
     said = capsys.readouterr().out
     assert "not set" in said
     assert "vLLM 0.19.1: not run, cannot load" in said
