@@ -12,6 +12,7 @@ Run: ``python benchmarks/decode_step.py`` on a machine with a CUDA device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ BATCH = 128
 CONTEXTS = (512, 4096)
 LIVE = (3, 100, 128)
 REPLAYS = 200
+SAME_BITS = ("clear_empty_rows", "masked_fill", "RowCounters on")
 
 
 def fused_all_rows(x: torch.Tensor, live_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,14 +56,8 @@ def _paired(engines: dict[str, Engine]) -> dict[str, measure.Times]:
     return {name: measure.times_between(pairs) for name, pairs in marks.items()}
 
 
-def rows() -> list[dict[str, Any]]:
-    """Measure every case.
-
-    Raises:
-        DeviceError: no GPU.
-    """
-    measure.require_gpu()
-    found = []
+def cases() -> Iterator[measure.Timing]:
+    """One for each context and number of live rows."""
     for context in CONTEXTS:
         config = EngineConfig.for_device(
             "cuda", batch=BATCH, context=context, hidden=1344, inter=512, experts=8, top_k=2
@@ -78,33 +74,40 @@ def rows() -> list[dict[str, Any]]:
             "RowCounters on": (without, counters),
         }
         engines = {n: Engine(v, config, c) for n, (v, c) in variants.items()}
+        # What every variant must read: the weights once, and the KV cache of the live requests.
+        weights = sum(w.numel() * 2 for w in vars(engines["without"].weights[0]).values())
         for live in LIVE:
             for engine in engines.values():
                 engine.set_batch(Batch(live))
             logits = {name: engine.replay()[:live].clone() for name, engine in engines.items()}
-            # Quantising the live rows alone gives another scale, and so other logits.
-            for name in ("clear_empty_rows", "masked_fill", "RowCounters on"):
-                if not torch.equal(logits[name], logits["without"]):
-                    raise measure.WrongResult(f"{name}: live rows differ from the step without it")
-            # What every variant must read: the weights once, and the KV cache of the live requests.
-            weights = sum(w.numel() * 2 for w in vars(engines["without"].weights[0]).values())
-            moved = weights + live * context * 576 * 2
-            for name, times in _paired(engines).items():
-                found.append(
-                    measure.row(
-                        "mla_padding",
-                        "decode_step",
-                        name,
-                        f"batch {BATCH}, {context} tokens",
-                        "live rows",
-                        live,
-                        times,
-                        moved,
-                    )
-                )
+
+            def wrong(provider: str, logits: dict[str, torch.Tensor] = logits) -> str:
+                same = torch.equal(logits[provider], logits["without"])
+                # Quantising the live rows alone gives another scale, and so other logits.
+                if provider in SAME_BITS and not same:
+                    raise measure.WrongResult(f"{provider}: live rows differ from the step without it")
+                return ""
+
+            yield measure.Timing(
+                *("mla_padding", "decode_step", f"batch {BATCH}, {context} tokens", "live rows", live),
+                weights + live * context * 576 * 2,
+                _paired(engines),
+                None,
+                wrong,
+            )
         del engines
         torch.cuda.empty_cache()
-    return found
+
+
+def rows() -> list[dict[str, Any]]:
+    """Measure every case.
+
+    Raises:
+        DeviceError: no GPU.
+        WrongResult: a remedy changes live rows.
+    """
+    measure.require_gpu()
+    return [row for case in cases() for row in case.rows()]
 
 
 if __name__ == "__main__":

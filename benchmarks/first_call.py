@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from staleproof import device
@@ -94,27 +95,29 @@ def timed(inputs: str, call: str, cache: str) -> tuple[float, float]:
     return first, again
 
 
+def cases() -> Iterator[measure.Timing]:
+    """Two for each operation, once each."""
+    for name, (incident, inputs, call) in OPERATIONS.items():
+        with tempfile.TemporaryDirectory() as cache:
+            for mode in ("Triton's cache empty", "Triton's cache filled"):
+                found = zip(("staleproof", "the second call"), timed(inputs, call, cache), strict=True)
+                yield measure.Timing(
+                    *(incident, name, f"import and first call, {mode}", "calls", 1, 0),
+                    {provider: measure.Times(p50=us, p20=us, p80=us) for provider, us in found},
+                    None,
+                    # The process has ended; what it computed, others check.
+                    lambda provider: "",
+                )
+
+
 def rows() -> list[dict[str, Any]]:
-    """Measure every operation, once each way.
+    """Measure every operation.
 
     Raises:
         DeviceError: no GPU.
     """
     measure.require_gpu()
-    found = []
-    for name, (incident, inputs, call) in OPERATIONS.items():
-        with tempfile.TemporaryDirectory() as cache:
-            for mode in ("Triton's cache empty", "Triton's cache filled"):
-                first, again = timed(inputs, call, cache)
-                for provider, us in (("staleproof", first), ("the second call", again)):
-                    found.append(
-                        measure.row(
-                            *(incident, name, provider, f"import and first call, {mode}", "calls", 1),
-                            measure.Times(p50=us, p20=us, p80=us),
-                            0,
-                        )
-                    )
-    return found
+    return [row for case in cases() for row in case.rows()]
 
 
 if __name__ == "__main__":

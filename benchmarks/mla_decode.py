@@ -3,6 +3,8 @@
 vLLM's kernel is measured with several numbers of splits. Its rows are the fastest of them, and the
 number that vLLM itself would choose for these lengths (``splits``); ``sweep`` holds all of them.
 
+Besides the shapes of the table, cells that are drawn from a grid are measured beside FlashInfer and FlashMLA.
+
 Run: ``python benchmarks/mla_decode.py`` on a machine with a CUDA device. ``STALEPROOF_FLASHMLA_SO`` names
 the compiled ``_flashmla_C`` library of a vLLM wheel; without it, and without an installed vLLM, that peer is
 left out.
@@ -10,7 +12,9 @@ left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +47,8 @@ class Shape:
         heads: of the model on this GPU; 16 are what 128 heads leave on one of eight.
         q_len: query tokens a request; more than one with speculative decoding.
         longest: length of one request in 32 instead, if not 0.
+        mix: ``"half"``: every second request has an eighth of the tokens; ``"ramp"``: lengths from a
+            sixteenth of the tokens up to all of them.
         dtype: of the queries and the result.
         cache: dtype of the cache.
     """
@@ -52,6 +58,7 @@ class Shape:
     heads: int = 128
     q_len: int = 1
     longest: int = 0
+    mix: str = ""
     dtype: torch.dtype = torch.bfloat16
     cache: torch.dtype = torch.bfloat16
 
@@ -60,8 +67,15 @@ class Shape:
 
         >>> Shape(3, 1024, longest=4096).lengths()
         [4096, 1024, 1024]
+        >>> Shape(3, 1024, mix="half").lengths(), Shape(3, 1024, mix="ramp").lengths()
+        ([1024, 128, 1024], [64, 544, 1024])
         """
         every = range(self.batch)
+        if self.mix == "half":
+            return [self.tokens // 8 if i % 2 else self.tokens for i in every]
+        if self.mix == "ramp":
+            least = self.tokens // 16
+            return [least + (self.tokens - least) * i // max(1, self.batch - 1) for i in every]
         return [self.longest if self.longest and i % 32 == 0 else self.tokens for i in every]
 
     def mode(self) -> str:
@@ -74,6 +88,7 @@ class Shape:
         """
         more = f", q_len {self.q_len}" if self.q_len > 1 else ""
         more += f", one in 32 of {self.longest} tokens" if self.longest else ""
+        more += f", lengths: {self.mix}" if self.mix else ""
         more += ", fp8 cache" if self.cache == torch.float8_e4m3fn else ""
         name = "fp16" if self.dtype == torch.float16 else "bf16"
         return f"{name} batch {self.batch} heads {self.heads} page {PAGE}{more}"
@@ -88,8 +103,43 @@ SHAPES = (
     Shape(128, 4096, dtype=torch.float16, cache=torch.float16),
     *(Shape(128, 4096, heads, cache=torch.float8_e4m3fn) for heads in (128, 16)),
 )
+# Cells drawn from a grid besides (STALEPROOF_MLA_CELLS: another number): half of them by this seed,
+# half by the one in STALEPROOF_MLA_SEED, so that they were not there when the kernels were tuned.
+CELLS, SEEN = 24, 0
+# Tokens of a batch at most: what the float64 reference takes a second for.
+MOST_KEYS = 2**19
 # A peer for an E4M3 cache rounds the queries and the weights to E4M3 as well.
 LARGEST_ERROR, LARGEST_ERROR_E4M3 = 1e-2, 6e-2
+
+
+def drawn(count: int, seed: int) -> list[Shape]:
+    """Cells of a grid: batch 1 to 256, 128 to 32,768 tokens, 16 to 128 heads, uniform or one of three mixes.
+
+    Batch and tokens are drawn evenly by their logarithms. Batches of more than :data:`MOST_KEYS` tokens are
+    drawn again.
+
+    >>> [one.mode() for one in drawn(2, 0)] == [one.mode() for one in drawn(2, 0)]
+    True
+    """
+    draw = random.Random(seed)
+    shapes: list[Shape] = []
+    while len(shapes) < count:
+        batch, tokens = round(2 ** draw.uniform(0, 8)), round(2 ** draw.uniform(7, 15))
+        heads, q_len = draw.choice((16, 32, 64, 128)), draw.choice((1, 2, 4))
+        mix = draw.choice(("", "longest", "half", "ramp"))
+        longest = min(8 * tokens, 2**15) if mix == "longest" else 0
+        shape = Shape(batch, tokens, heads, q_len, longest, mix.replace("longest", ""))
+        if sum(shape.lengths()) <= MOST_KEYS:
+            shapes.append(shape)
+    return shapes
+
+
+def cells() -> Iterator[tuple[Shape, int]]:
+    """The drawn cells, each with the seed that it was drawn by."""
+    count = int(os.environ.get("STALEPROOF_MLA_CELLS", CELLS))
+    other = int(os.environ.get("STALEPROOF_MLA_SEED", SEEN + 1))
+    for seed, some in ((SEEN, count - count // 2), (other, count // 2)):
+        yield from ((shape, seed) for shape in drawn(some, seed))
 
 
 def make_inputs(shape: Shape) -> Inputs:
@@ -129,7 +179,7 @@ def splits_to_try(batch: int, tokens: int) -> list[int]:
 
 
 class Case:
-    """One shape: its inputs, and the rows measured with them."""
+    """One shape and its inputs."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -141,63 +191,74 @@ class Case:
         self.sets = [make_inputs(shape) for _ in range(self.turns.sets)]
         self.want, _ = reference.mla_decode(*self.sets[0], softmax_scale=SCALE)
 
-    def row(self, provider: str, times: measure.Times, cache: str) -> dict[str, Any]:
-        return measure.row(
-            *("mla_padding", "mla_decode", provider, self.shape.mode(), "tokens", self.shape.tokens),
-            times,
-            self.io_bytes,
-            cache=cache,
+    def timing(self, prepared: Mapping[str, Prepare], **more: Any) -> measure.Timing:
+        """These providers on this shape; ``more`` are fields of each row."""
+        outs = [torch.full_like(self.want, torch.nan) for _ in self.sets]
+        # Each allocates and plans when it is called first.
+        calls: dict[str, list[Callable[[], Any]]] = {
+            name: [_once(prepare, *s, out) for s, out in zip(self.sets, outs, strict=True)]
+            for name, prepare in prepared.items()
+        }
+        found: dict[str, float] = {}
+
+        def wrong(provider: str) -> str:
+            outs[0].fill_(torch.nan)
+            try:
+                calls[provider][0]()
+            except (RuntimeError, OSError) as error:
+                return f"it does not take the shape: {str(error).strip().splitlines()[0]}"
+            off = (outs[0].float() - self.want.float()).norm() / self.want.float().norm()
+            found[provider] = off.item()
+            is_rounded = self.shape.cache == torch.float8_e4m3fn and provider != "staleproof"
+            most = LARGEST_ERROR_E4M3 if is_rounded else LARGEST_ERROR
+            return "" if found[provider] < most else f"relative error {found[provider]:.1e}"
+
+        return self._timing(
+            calls, self.turns, wrong, lambda provider: {"error": float(f"{found[provider]:.2e}"), **more}
         )
 
-    def times(self, provider: str, prepare: Prepare) -> dict[str, measure.Times]:
-        """Warm and cold times, or none if a peer refuses the shape or its result is wrong."""
-        outs = [torch.full_like(self.want, torch.nan) for _ in self.sets]
-        try:
-            calls = [prepare(*s, out) for s, out in zip(self.sets, outs, strict=True)]
-            calls[0]()
-        except (RuntimeError, OSError) as error:
-            if provider == "staleproof":
-                raise
-            why = str(error).strip().splitlines()[0]
-            print(f"{provider}: not run, {self.shape.mode()}, {self.shape.tokens} tokens: {why}")
-            return {}
-        error = ((outs[0].float() - self.want.float()).norm() / self.want.float().norm()).item()
-        why = f"relative error {error:.1e}, {self.shape.mode()}, {self.shape.tokens} tokens"
-        is_rounded = self.shape.cache == torch.float8_e4m3fn and provider != "staleproof"
-        if not measure.checked(provider, error < (LARGEST_ERROR_E4M3 if is_rounded else LARGEST_ERROR), why):
-            return {}
-        return dict(measure.cached_times(calls, self.turns))
-
-    def rows(self, provider: str, prepare: Prepare) -> Iterator[dict[str, Any]]:
-        for cache, times in self.times(provider, prepare).items():
-            yield self.row(provider, times, cache)
+    def _timing(self, *given: Any) -> measure.Timing:
+        case = "mla_padding", "mla_decode", self.shape.mode(), "tokens", self.shape.tokens
+        return measure.Timing(*case, self.io_bytes, *given)
 
     def vllm_rows(self, peer: Peer) -> Iterator[dict[str, Any]]:
         """The fastest number of splits, and vLLM's own choice."""
-        swept = {}
         longest = max(self.shape.lengths())
-        for splits in splits_to_try(self.shape.batch, longest):
-            found = self.times(f"{peer.name}, {splits} splits", _of_peer(peer, splits))
-            if found:
-                swept[splits] = found
+        swept = [
+            row | {"splits": splits}
+            for splits in splits_to_try(self.shape.batch, longest)
+            for row in self.timing({f"{peer.name}, {splits} splits": _of_peer(peer, splits)}).rows()
+        ]
         own = vllm_splits(longest, torch.cuda.get_device_properties(0).multi_processor_count)
-        for cache in self.turns.caches if swept else ():
-            p50 = {splits: round(times[cache].p50, 3) for splits, times in swept.items()}
-            best = min(p50, key=lambda splits: p50[splits])
-            for name, splits in (("best splits", best), ("its own splits", own)):
-                if splits in swept:
-                    yield self.row(f"{peer.name}, {name}", swept[splits][cache], cache) | {
-                        "splits": splits,
-                        "sweep": {str(n): us for n, us in p50.items()},
-                    }
+        for cache in self.turns.caches:
+            here = [row for row in swept if row["cache"] == cache]
+            sweep = {str(row["splits"]): row["p50"] for row in here}
+            best = min(here, key=lambda row: row["p50"], default=None)
+            for name, splits in (("best splits", best and best["splits"]), ("its own splits", own)):
+                chosen = [row for row in here if row["splits"] == splits]
+                yield from (row | {"provider": f"{peer.name}, {name}", "sweep": sweep} for row in chosen)
 
-    def limits(self, memory_rate: float, matmul_rate: float) -> Iterator[dict[str, Any]]:
+    def limits(self, memory_rate: float, matmul_rate: float) -> measure.Timing:
+        """What the machine takes for as many bytes and as many operations."""
         flops = 2 * self.keys * self.shape.q_len * self.shape.heads * (RANK + ROPE + RANK)
-        for name, floor in (
-            ("limit: bytes at the memset rate", self.io_bytes / memory_rate),
-            ("limit: FLOP at the matmul rate", flops / matmul_rate),
-        ):
-            yield self.row(name, measure.Times(p50=floor, p20=floor, p80=floor), measure.COLD)
+        floors = {
+            "limit: bytes at the memset rate": self.io_bytes / memory_rate,
+            "limit: FLOP at the matmul rate": flops / matmul_rate,
+        }
+        times = {name: measure.Times(p50=us, p20=us, p80=us) for name, us in floors.items()}
+        return self._timing(times, measure.COLD, lambda provider: "")
+
+
+def _once(prepare: Prepare, *given: Any) -> Callable[[], Any]:
+    """What a provider prepared for these inputs, prepared at the first call."""
+    held: list[Callable[[], Any]] = []
+
+    def call() -> Any:
+        if not held:
+            held.append(prepare(*given))
+        return held[0]()
+
+    return call
 
 
 def _ours(q: Any, kv: Any, table: Any, lens: Any, out: Any) -> Callable[[], Any]:
@@ -223,16 +284,17 @@ def rows() -> list[dict[str, Any]]:
             print(f"{peer.name}: not run, {peer.unavailable_reason}")
     usable = {key: peer for key, peer in known.items() if peer.unavailable_reason is None}
     limits = rates()
+    flash = {peer.name: _of_peer(peer, None) for key, peer in usable.items() if key.startswith("flash")}
     found: list[dict[str, Any]] = []
     for shape in SHAPES:
         case = Case(shape)
-        found += case.rows("staleproof", _ours)
-        for key, peer in usable.items():
-            if key == "vllm_triton" and shape.q_len == 1:
-                found += case.vllm_rows(peer)
-            elif key.startswith("flash"):
-                found += case.rows(peer.name, _of_peer(peer, None))
-        found += case.limits(*limits)
+        found += case.timing({"staleproof": _ours}).rows()
+        if "vllm_triton" in usable and shape.q_len == 1:
+            found += case.vllm_rows(usable["vllm_triton"])
+        found += case.timing(flash).rows()
+        found += case.limits(*limits).rows()
+    for shape, seed in cells():
+        found += Case(shape).timing({"staleproof": _ours} | flash, drawn=seed).rows()
     return found
 
 

@@ -1,20 +1,31 @@
 """Routing that no NaN can break: ours with and without sanitising, vLLM's kernels, and others.
 
 Run: ``python benchmarks/topk.py`` on a machine with a CUDA device. ``STALEPROOF_VLLM_MOE_SO``
-names the compiled ``_moe_C`` library of a vLLM wheel (0.20.2 was meant); without it those peers are
-left out. FlashInfer has a stand-alone kernel for DeepSeek's grouped routing alone, which it
-compiles at its first call; without FlashInfer or nvcc it is left out.
+names the compiled ``_moe_C`` library of a vLLM wheel (0.20.2 was meant), and ``STALEPROOF_VLLM_OLD_MOE_SO``
+one of a release without #39391 (0.19.1), which is asked in a process of its own, as both bear one name;
+without them those peers are left out. FlashInfer has a stand-alone kernel for DeepSeek's grouped routing
+alone, which it compiles at its first call; without FlashInfer or nvcc it is left out. SGLang's Triton router
+(sglang #25835, #29771) is one file of its wheel, see ``staleproof.kernels.packages``.
 
 The logits of a decode batch are small and were written by the layer before: ``warm`` is their case.
+
+A tenth of the rows of some cases is NaN, as in the benchmark of vLLM #39593. There a provider is timed
+whatever it makes of these rows, and its row says in how many an expert is repeated or a weight is NaN.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
 import os
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +35,9 @@ from staleproof import device
 device.select()
 
 from staleproof.cases import measure
+from staleproof.kernels import packages
+from staleproof.kernels import sglang as of_sglang
+from staleproof.kernels.subject import subjects_of
 from staleproof.ops import topk as kernels
 from staleproof.ops.reference import topk as reference
 
@@ -34,6 +48,9 @@ SOFTMAX_SHAPES = ((128, 8), (256, 8), (512, 10), (160, 6), (60, 4), (1024, 32))
 # Without a bias as Llama 4 Maverick, with one as MiniMax-M2.
 SIGMOID_SHAPES = ((128, 1, False), (256, 8, True))
 GROUPS, TOPK_GROUP, SCALING = 8, 4, 2.5
+# Tokens, and every how manyth row is NaN: those of vLLM #39593.
+NAN_TOKENS, NAN_EVERY = 128, 10
+OLD = "vLLM 0.19.1"
 Routed = tuple[torch.Tensor, torch.Tensor]
 Call = Callable[[torch.Tensor], Routed]
 
@@ -64,6 +81,20 @@ def flashinfer() -> Any:
         print(f"FlashInfer's kernel is not compiled, and may not be: it is not run ({error})")
         return None
     return fused_topk_deepseek
+
+
+def sglang() -> Any:
+    """SGLang's ``moe_fused_gate``, or ``None`` if no release of it is here."""
+    gate = next(one for one in subjects_of(of_sglang) if one.function is of_sglang.fused_gate_softmax)
+    found = packages.releases(gate)
+    if not found:
+        print("no SGLang: its router is not run")
+        return None
+    packages.make_importable([gate], found[-1])
+    module: Any = importlib.import_module("sglang.kernels.ops.moe.moe_fused_gate")
+    # A CUDA kernel that is compiled at its first call takes 896 experts only.
+    module.moe_route_radix = SimpleNamespace(covered=lambda *given: False)
+    return module.moe_fused_gate
 
 
 def softmax_then_topk(x: torch.Tensor, top_k: int) -> Routed:
@@ -98,8 +129,13 @@ def _into(op: Any, out: Routed, *arguments: Any) -> Call:
     return call
 
 
-def _cleaned(call: Call) -> Call:
-    return lambda x: call(x.nan_to_num())
+def _cleaned(calls: dict[str, Call], of_vllm: Call) -> dict[str, Call]:
+    """These and vLLM's kernel, as it is and behind the two launches that make NaN a number."""
+    return calls | {
+        "vLLM": of_vllm,
+        "nan_to_num, vLLM": lambda x: of_vllm(x.nan_to_num()),
+        "nan_to_num(-inf), vLLM": lambda x: of_vllm(x.nan_to_num(nan=-torch.inf)),
+    }
 
 
 def other_choices(got: Routed, want: Routed, x: torch.Tensor) -> int | None:
@@ -124,35 +160,50 @@ def other_choices(got: Routed, want: Routed, x: torch.Tensor) -> int | None:
     return others if right else None
 
 
-def measured(
-    kernel: str, mode: str, xs: list[torch.Tensor], want: Routed, providers: dict[str, Call]
-) -> list[dict[str, Any]]:
-    """One row a provider. A peer whose result is wrong gets none.
+def repeated(got: Routed) -> int:
+    """In how many rows an expert is named twice."""
+    ordered = got[1].sort(-1).values
+    return int((ordered[:, 1:] == ordered[:, :-1]).any(-1).sum())
 
-    Raises:
-        WrongResult: ours is wrong.
-    """
+
+def timing(
+    kernel: str, mode: str, xs: list[torch.Tensor], want: Routed, providers: dict[str, Call]
+) -> measure.Timing:
+    """All providers on these logits. A peer whose result is wrong in a row without NaN gets no row."""
     tokens, experts = xs[0].shape
-    others: dict[str, int | None] = {}
+    sick = xs[0].isnan().any(-1)
+    told: dict[str, dict[str, int]] = {}
 
     def wrong(provider: str) -> str:
-        others[provider] = other_choices(providers[provider](xs[0]), want, xs[0])
-        return "wrong result" if others[provider] is None else ""
+        got = providers[provider](xs[0])
+        sound, right, at = ([pair[i][~sick] for i in (0, 1)] for pair in (got, want, (xs[0], xs[0])))
+        others = other_choices((sound[0], sound[1]), (right[0], right[1]), at[0])
+        if others is None:
+            return "wrong result"
+        told[provider] = {"rows_of_other_experts": others} if others else {}
+        if not bool(sick.any()):
+            return ""
+        twice = repeated((got[0][sick], got[1][sick]))
+        nan = int(got[0][sick].isnan().any(-1).sum())
+        told[provider] |= {"nan_rows": int(sick.sum()), "of_these_repeat": twice, "of_these_weigh_nan": nan}
+        return "a NaN row repeats experts or weighs NaN" if provider == "staleproof" and twice + nan else ""
 
-    timing = measure.Timing(
+    return measure.Timing(
         *("moe_routing", kernel, mode, "tokens", tokens, tokens * experts * 2 + want[0].numel() * 8),
         {name: [partial(call, x) for x in xs] for name, call in providers.items()},
         measure.rotation(tokens * experts * 2),
         wrong,
-        lambda provider: {"rows_of_other_experts": others[provider]} if others[provider] else {},
+        told.__getitem__,
     )
-    return [*timing.rows()]
 
 
-def logits(tokens: int, experts: int) -> list[torch.Tensor]:
-    """Healthy bf16 logits, as many sets as take turns."""
+def logits(tokens: int, experts: int, nan: bool = False) -> list[torch.Tensor]:
+    """Bf16 logits, as many sets as take turns; healthy, or every tenth row nothing but NaN."""
     count = measure.rotation(tokens * experts * 2).sets
-    return [torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    xs = [torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    for x in xs if nan else ():
+        x[::NAN_EVERY] = torch.nan
+    return xs
 
 
 def output(tokens: int, top_k: int) -> Routed:
@@ -166,88 +217,117 @@ def biases(experts: int) -> torch.Tensor:
     return (torch.randn(experts, device="cuda") / 10).bfloat16().float()
 
 
-def softmax_rows(ops: Any) -> list[dict[str, Any]]:
-    """``topk_softmax``."""
-    found = []
-    for experts, k in SOFTMAX_SHAPES:
-        for tokens in TOKENS:
-            xs, out = logits(tokens, experts), output(tokens, k)
-            providers: dict[str, Call] = {
-                "staleproof": partial(kernels.topk_softmax, top_k=k, out=out),
-                "staleproof, not sanitised": partial(_not_sanitised, out=out, score="softmax"),
-                "softmax, torch.topk": partial(softmax_then_topk, top_k=k),
-            }
-            if ops is not None:
-                of_vllm = _into(ops.topk_softmax, out, False, None)
-                providers["vLLM"] = of_vllm
-                providers["nan_to_num, vLLM"] = _cleaned(of_vllm)
-            mode = f"bf16, {experts} experts, top {k}"
-            want = reference.topk_softmax(xs[0], k)
-            found += measured("topk_softmax", mode, xs, want, providers)
-    return found
+class Peers:
+    """The libraries that are here, and each routing with all that have it."""
 
+    def __init__(self, here: bool = True) -> None:
+        self.vllm = vllm() if here else None
+        self.flashinfer = flashinfer() if here else None
+        self.sglang = sglang() if here else None
 
-def sigmoid_rows(ops: Any) -> list[dict[str, Any]]:
-    """``topk_sigmoid``."""
-    found = []
-    for experts, k, biased in SIGMOID_SHAPES:
+    def softmax(self, experts: int, k: int, tokens: int, nan: bool = False) -> measure.Timing:
+        """``topk_softmax``."""
+        xs, out = logits(tokens, experts, nan), output(tokens, k)
+        providers: dict[str, Call] = {
+            "staleproof": partial(kernels.topk_softmax, top_k=k, out=out),
+            "staleproof, not sanitised": partial(_not_sanitised, out=out, score="softmax"),
+            "softmax, torch.topk": partial(softmax_then_topk, top_k=k),
+        }
+        if self.vllm is not None:
+            providers = _cleaned(providers, _into(self.vllm.topk_softmax, out, False, None))
+        if self.sglang is not None:
+            providers["SGLang"] = lambda x: self.sglang(x, None, k, "softmax", renormalize=False)
+        mode = f"bf16, {experts} experts, top {k}" + ", a tenth of the rows NaN" * nan
+        return timing("topk_softmax", mode, xs, reference.topk_softmax(xs[0], k), providers)
+
+    def sigmoid(self, experts: int, k: int, biased: bool, tokens: int, nan: bool = False) -> measure.Timing:
+        """``topk_sigmoid``."""
         bias = biases(experts) if biased else None
         options: dict[str, Any] = {"bias": bias, "renormalize": biased}
-        for tokens in TOKENS:
-            xs, out = logits(tokens, experts), output(tokens, k)
-            providers: dict[str, Call] = {
-                "staleproof": partial(kernels.topk_sigmoid, top_k=k, out=out, **options),
-                "staleproof, not sanitised": partial(_not_sanitised, out=out, score="sigmoid", **options),
-            }
-            if ops is not None:
-                of_vllm = _into(ops.topk_sigmoid, out, biased, bias)
-                providers["vLLM"] = of_vllm
-                providers["nan_to_num, vLLM"] = _cleaned(of_vllm)
-            mode = f"bf16, {experts} experts, top {k}" + ", bias" * biased
-            want = reference.topk_sigmoid(xs[0], k, **options)
-            found += measured("topk_sigmoid", mode, xs, want, providers)
-    return found
+        xs, out = logits(tokens, experts, nan), output(tokens, k)
+        providers: dict[str, Call] = {
+            "staleproof": partial(kernels.topk_sigmoid, top_k=k, out=out, **options),
+            "staleproof, not sanitised": partial(_not_sanitised, out=out, score="sigmoid", **options),
+        }
+        if self.vllm is not None:
+            providers = _cleaned(providers, _into(self.vllm.topk_sigmoid, out, biased, bias))
+        if self.sglang is not None:
+            # It takes no sigmoid without a bias.
+            added = torch.zeros(experts, device="cuda") if bias is None else bias
+            providers["SGLang"] = lambda x: self.sglang(x, added, k, "sigmoid", renormalize=biased)
+        mode = f"bf16, {experts} experts, top {k}" + ", bias" * biased + ", a tenth of the rows NaN" * nan
+        return timing("topk_sigmoid", mode, xs, reference.topk_sigmoid(xs[0], k, **options), providers)
 
-
-def grouped_rows(ops: Any, of_flashinfer: Any) -> list[dict[str, Any]]:
-    """``grouped_topk``, as DeepSeek-V3 calls it."""
-    found = []
-    experts, k = 256, 8
-    bias = biases(experts)
-    bias16 = bias.bfloat16()
-    options: dict[str, Any] = {
-        "bias": bias,
-        "routed_scaling_factor": SCALING,
-        "num_expert_group": GROUPS,
-        "topk_group": TOPK_GROUP,
-    }
-    without = partial(_not_sanitised, score="sigmoid", bias=bias, renormalize=True, scaling=SCALING)
-    for tokens in TOKENS:
-        xs, out = logits(tokens, experts), output(tokens, k)
+    def grouped(self, tokens: int, nan: bool = False) -> measure.Timing:
+        """``grouped_topk``, as DeepSeek-V3 calls it."""
+        experts, k = 256, 8
+        bias = biases(experts)
+        groups = {"num_expert_group": GROUPS, "topk_group": TOPK_GROUP}
+        options: dict[str, Any] = {"bias": bias, "routed_scaling_factor": SCALING, **groups}
+        without = partial(_not_sanitised, score="sigmoid", bias=bias, renormalize=True, scaling=SCALING)
+        xs, out = logits(tokens, experts, nan), output(tokens, k)
         providers: dict[str, Call] = {
             "staleproof": partial(kernels.grouped_topk, top_k=k, out=out, **options),
             "staleproof, not sanitised": partial(without, out=out, groups=(GROUPS, TOPK_GROUP)),
         }
-        if ops is not None:
+        if self.vllm is not None:
+            op = self.vllm.grouped_topk
+            providers = _cleaned(providers, lambda x: op(x, GROUPS, TOPK_GROUP, k, True, SCALING, bias, 1))
+        if self.flashinfer is not None:
+            narrow, bias16 = (out[0].bfloat16(), out[1]), bias.bfloat16()
 
-            def of_vllm(x: torch.Tensor) -> Routed:
-                return ops.grouped_topk(x, GROUPS, TOPK_GROUP, k, True, SCALING, bias, 1)
-
-            providers["vLLM"] = of_vllm
-            providers["nan_to_num, vLLM"] = _cleaned(of_vllm)
-        if of_flashinfer is not None:
-            narrow = (out[0].bfloat16(), out[1])
-
-            def with_flashinfer(x: torch.Tensor, out: Routed = narrow) -> Routed:
+            def with_flashinfer(x: torch.Tensor) -> Routed:
                 # Programmatic dependent launch would overlap it with the next launch of itself.
-                of_flashinfer(x, bias16, GROUPS, TOPK_GROUP, k, SCALING, *out, False)
-                return out
+                self.flashinfer(x, bias16, GROUPS, TOPK_GROUP, k, SCALING, *narrow, False)
+                return narrow
 
             providers["FlashInfer"] = with_flashinfer
-        mode = f"bf16, {experts} experts, {GROUPS} groups, top {k}"
-        want = reference.grouped_topk(xs[0], k, **options)
-        found += measured("grouped_topk", mode, xs, want, providers)
-    return found
+        if self.sglang is not None:
+            providers["SGLang"] = lambda x: self.sglang(
+                x, bias, k, "sigmoid", 0, True, SCALING, True, **groups
+            )
+        mode = f"bf16, {experts} experts, {GROUPS} groups, top {k}" + ", a tenth of the rows NaN" * nan
+        return timing("grouped_topk", mode, xs, reference.grouped_topk(xs[0], k, **options), providers)
+
+    def with_nan(self) -> Iterator[measure.Timing]:
+        """A tenth of the rows NaN, by each routing."""
+        yield self.softmax(128, 8, NAN_TOKENS, nan=True)
+        yield self.sigmoid(128, 8, False, NAN_TOKENS, nan=True)
+        yield self.grouped(NAN_TOKENS, nan=True)
+
+    def cases(self) -> Iterator[measure.Timing]:
+        """Each routing, shape and number of tokens."""
+        for experts, k in SOFTMAX_SHAPES:
+            yield from (self.softmax(experts, k, tokens) for tokens in TOKENS)
+        for experts, k, biased in SIGMOID_SHAPES:
+            yield from (self.sigmoid(experts, k, biased, tokens) for tokens in TOKENS)
+        yield from (self.grouped(tokens) for tokens in TOKENS)
+        yield from self.with_nan()
+
+
+def old_rows() -> list[dict[str, Any]]:
+    """What the older vLLM takes for rows with NaN, and makes of them: in a process of its own."""
+    path = os.environ.get("STALEPROOF_VLLM_OLD_MOE_SO")
+    if path is None:
+        print(f"STALEPROOF_VLLM_OLD_MOE_SO is not set: {OLD} is not run")
+        return []
+    # Its CUDA runtime is of another major version than torch's, and may lie beside it.
+    found = [str(one.parent) for one in Path(path).parents[1].rglob("libcudart.so.*")]
+    libraries = os.pathsep.join([*found, os.environ.get("LD_LIBRARY_PATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__)), "--nan"],
+        env=os.environ | {"STALEPROOF_VLLM_MOE_SO": path, "LD_LIBRARY_PATH": libraries},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode != 0:
+        why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        print(f"{OLD}: not run, {why}")
+        return []
+    told = [row for row in json.loads(done.stdout.splitlines()[-1]) if "vLLM" in row["provider"]]
+    return [row | {"provider": row["provider"].replace("vLLM", OLD)} for row in told]
 
 
 def rows() -> list[dict[str, Any]]:
@@ -255,11 +335,14 @@ def rows() -> list[dict[str, Any]]:
 
     Raises:
         DeviceError: no GPU.
+        WrongResult: ours is wrong.
     """
     measure.require_gpu()
-    ops = vllm()
-    return softmax_rows(ops) + sigmoid_rows(ops) + grouped_rows(ops, flashinfer())
+    return [row for case in Peers().cases() for row in case.rows()] + old_rows()
 
 
 if __name__ == "__main__":
-    measure.print_rows(rows(), baseline="staleproof")
+    if sys.argv[1:] == ["--nan"]:
+        print(json.dumps([row for case in Peers().with_nan() for row in case.rows()]))
+    else:
+        measure.print_rows(rows(), baseline="staleproof")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import random
 import runpy
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,14 +131,16 @@ class Bench:
         kernel = _vllm_kernel()
         if kernel is not None:
             calls["vLLM"] = lambda ids: self.upstream(kernel, ids)
+        # What the first design of vLLM #35219 was reviewed for: a launch for each new block.
+        calls["one launch a block"] = self.one_by_one
         return calls | {"index_fill_ a layer": self.index_fill}
 
-    def is_right(self, provider: str, mode: str, call: Callable[[Any], object], ids: Any) -> bool:
-        """Whether the call zeroes these blocks of poisoned caches, and no other.
+    def one_by_one(self, ids: torch.Tensor) -> None:
+        for one in ids.split(1):
+            self.upstream(_upstream_form, one)
 
-        Raises:
-            WrongResult: it does not, and it is ours.
-        """
+    def wrong(self, call: Callable[[Any], object], ids: Any) -> str:
+        """Whether the call zeroes these blocks of poisoned caches, and no other: ``""``, or what is wrong."""
         for cache in self.caches:
             cache.fill_(255)
         call(ids)
@@ -148,12 +150,7 @@ class Bench:
             and int(cache.view(torch.int64).count_nonzero()) * 8 == left
             for cache in self.caches
         )
-        if not right:
-            case = f"{provider}, {mode}, {len(ids)} blocks"
-            if provider == "staleproof":
-                raise measure.WrongResult(case)
-            print(f"{case}: refused, wrong blocks")
-        return right
+        return "" if right else "wrong blocks"
 
     def turns(self, blocks: int) -> measure.Rotation:
         return measure.rotation(blocks * self.pool.block_bytes)
@@ -168,60 +165,58 @@ class Bench:
             found.append(rng.sample(range(1, self.pool.blocks), blocks) if scattered else run)
         return found
 
-    def row(
-        self, mode: str, provider: str, blocks: int, times: measure.Times, cache: str | None = None
-    ) -> dict[str, Any]:
+    def timing(
+        self,
+        mode: str,
+        blocks: int,
+        providers: Mapping[str, Sequence[Callable[[], object]] | measure.Times],
+        turns: measure.Rotation | None,
+        calls: Mapping[str, Callable[[Any], object]],
+        ids: Any,
+    ) -> measure.Timing:
+        """One case; ``calls`` are what is checked, with these ids."""
         moved = 0 if "host" in mode else blocks * self.pool.block_bytes
-        return measure.row(
-            "kv_reuse",
-            "BlockZeroer.zero",
-            provider,
-            f"{self.pool.name}, {mode}",
-            "blocks",
-            blocks,
-            times,
-            moved,
-            cache=cache,
+        return measure.Timing(
+            *("kv_reuse", "BlockZeroer.zero", f"{self.pool.name}, {mode}", "blocks", blocks, moved),
+            providers,
+            turns,
+            lambda provider: self.wrong(calls[provider], ids) if provider in calls else "",
         )
 
-    def cached_rows(
-        self, mode: str, provider: str, blocks: int, calls: list[Callable[[], object]]
-    ) -> Iterator[dict[str, Any]]:
-        for cache, times in measure.cached_times(calls, self.turns(blocks)):
-            yield self.row(mode, provider, blocks, times, cache)
-
-    def device_rows(self, blocks: int) -> Iterator[dict[str, Any]]:
-        """Time on the device, ids there already."""
+    def on_device(self, blocks: int) -> Iterator[measure.Timing]:
+        """Time on the device, ids there already, and as many contiguous bytes."""
         for scattered in (False, True) if blocks > 1 else (True,):
-            mode = "scattered ids" if scattered else "consecutive ids"
             sets = [torch.tensor(sorted(ids), device="cuda") for ids in self.id_sets(blocks, scattered)]
-            for provider, call in self.providers().items():
-                if not self.is_right(provider, mode, call, sets[0]):
-                    continue
-                calls = [lambda i=ids, c=call: c(i) for ids in sets]
-                yield from self.cached_rows(mode, provider, blocks, calls)
-            yield from self.limits(mode, blocks, len(sets))
-
-    def limits(self, mode: str, blocks: int, sets: int) -> Iterator[dict[str, Any]]:
-        """As many contiguous bytes, by a fill kernel and by the runtime."""
-        size = blocks * self.pool.block_bytes
-        self.flat = self.flat if len(self.flat) >= size * sets else self.flat.new_empty(size * sets)
-        parts = [self.flat[i * size : (i + 1) * size] for i in range(sets)]
-        for provider, fill in (
-            ("Tensor.zero_, contiguous bytes", torch.Tensor.zero_),
-            ("limit: cudaMemsetAsync, contiguous bytes", measure.memset_async),
-        ):
-            calls = [functools.partial(fill, part) for part in parts]
-            yield from self.cached_rows(mode, provider, blocks, calls)
+            calls = self.providers()
+            size = blocks * self.pool.block_bytes
+            if len(self.flat) < size * len(sets):
+                self.flat = self.flat.new_empty(size * len(sets))
+            parts = self.flat[: size * len(sets)].split(size)
+            fills = {
+                "Tensor.zero_, contiguous bytes": torch.Tensor.zero_,
+                "limit: cudaMemsetAsync, contiguous bytes": measure.memset_async,
+            }
+            yield self.timing(
+                "scattered ids" if scattered else "consecutive ids",
+                blocks,
+                {name: [functools.partial(call, ids) for ids in sets] for name, call in calls.items()}
+                | {name: [functools.partial(fill, part) for part in parts] for name, fill in fills.items()},
+                self.turns(blocks),
+                calls,
+                sets[0],
+            )
 
     def from_a_list(self) -> dict[str, Callable[[list[int]], object]]:
         """Calls that take ids in a Python list."""
         pinned = torch.empty(self.pool.blocks, dtype=torch.int64, pin_memory=True)
         there = torch.empty_like(pinned, device="cuda")
 
-        def fresh(ids: list[int]) -> None:
+        def on_device(ids: list[int]) -> torch.Tensor:
             staged = torch.tensor(ids, dtype=torch.int64, pin_memory=True)
-            self.upstream(_upstream_form, staged.to("cuda", non_blocking=True))
+            return staged.to("cuda", non_blocking=True)
+
+        def fresh(ids: list[int]) -> None:
+            self.upstream(_upstream_form, on_device(ids))
 
         def reused(ids: list[int]) -> None:
             pinned[: len(ids)].numpy()[:] = ids
@@ -231,35 +226,51 @@ class Bench:
         return {
             "staleproof": self.zeroer.zero,
             "fresh pinned tensor, upstream's form": fresh,
+            "fresh pinned tensor, one launch a block": lambda ids: self.one_by_one(on_device(ids)),
             # As vLLM 0.17.1 to 0.25.1 does it, which races (vLLM #48085).
             "one pinned buffer (races), upstream's form": reused,
         }
 
-    def list_rows(self, blocks: int) -> Iterator[dict[str, Any]]:
+    def in_a_list(self, blocks: int) -> Iterator[measure.Timing]:
         """Ids in a list: time of the host, and of the device with the copy."""
-        lists = self.id_sets(blocks, scattered=True) * TURNS
-        for provider, call in self.from_a_list().items():
-            if not self.is_right(provider, "ids in a list", call, lists[0]):
-                continue
-            host, marks = [], []
-            for ids in lists[:TURNS]:
-                torch.cuda.synchronize()
-                started = time.perf_counter_ns()
-                for _ in range(AHEAD):
-                    call(ids)
-                host.append((time.perf_counter_ns() - started) / 1000 / AHEAD)
-            for ids in lists[:TURNS]:
-                torch.cuda.synchronize()
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                # Busy, so that the device does not wait for the host.
-                torch.cuda._sleep(200_000)
-                start.record()
-                call(ids)
-                end.record()
-                marks.append((start, end))
+        lists = self.id_sets(blocks, scattered=True)
+        calls = self.from_a_list()
+        turns = {name: itertools.cycle(lists) for name in calls}
+        each = {name: functools.partial(_next, call, turns[name]) for name, call in calls.items()}
+        host = measure.host_times(each, rounds=TURNS, each=AHEAD)
+        device = {name: self.with_copy(call, lists) for name, call in calls.items()}
+        for mode, times in (("ids in a list, host time", host), ("ids in a list, copy included", device)):
+            yield self.timing(mode, blocks, times, None, calls, lists[0])
+
+    def with_copy(self, call: Callable[[list[int]], object], lists: list[list[int]]) -> measure.Times:
+        """Time on the device of a call with ids in a list, the copy of the ids included."""
+        marks = []
+        for ids in itertools.islice(itertools.cycle(lists), TURNS):
             torch.cuda.synchronize()
-            yield self.row("ids in a list, host time", provider, blocks, measure.quantiles(host))
-            yield self.row("ids in a list, copy included", provider, blocks, measure.times_between(marks))
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # Busy, so that the device does not wait for the host.
+            torch.cuda._sleep(200_000)
+            start.record()
+            call(ids)
+            end.record()
+            marks.append((start, end))
+        torch.cuda.synchronize()
+        return measure.times_between(marks)
+
+
+def _next(call: Callable[[list[int]], object], lists: Iterator[list[int]]) -> None:
+    call(next(lists))
+
+
+def cases() -> Iterator[measure.Timing]:
+    """Each pool and number of blocks."""
+    for pool in POOLS:
+        bench = Bench(pool)
+        for blocks in pool.cases:
+            yield from bench.on_device(blocks)
+            yield from bench.in_a_list(blocks)
+        del bench
+        torch.cuda.empty_cache()
 
 
 def rows() -> list[dict[str, Any]]:
@@ -270,14 +281,7 @@ def rows() -> list[dict[str, Any]]:
         WrongResult: ours is wrong.
     """
     measure.require_gpu()
-    found = []
-    for pool in POOLS:
-        bench = Bench(pool)
-        for blocks in pool.cases:
-            found += [*bench.device_rows(blocks), *bench.list_rows(blocks)]
-        del bench
-        torch.cuda.empty_cache()
-    return found
+    return [row for case in cases() for row in case.rows()]
 
 
 if __name__ == "__main__":

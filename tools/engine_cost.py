@@ -1,6 +1,7 @@
 """What the plugin and the watch cost a step of a real engine: one engine, in states that take turns.
 
     python -m tools.engine_cost --without eager --limit 240 --out RUNS
+    python -m tools.engine_cost --by-layers --out RUNS
 
 Needs a GPU and an importable vLLM, as ``staleproof engine`` does, and records a run of its own.
 """
@@ -16,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tools.engine_cost_probes import READY, State, states
+from tools.engine_cost_probes import READY, TOKENS, State, states
 
 from staleproof import device as devices
 from staleproof.cases import store
@@ -32,6 +33,7 @@ from staleproof.report import terminal
 from staleproof.vllm.watch import Settings
 
 COST, NOISE, WATCH = "cost of a step", "noise of a step", "cost of the watch"
+BY_LAYERS = "cost of a step by layers"
 # The bars: the plugin; the watch of all stages; the watch of one layer in four.
 BAR, WATCH_BAR = 0.01, {"watch": 0.03, "watch, one layer in four": 0.01}
 LIVE, SIZES = (3, 50, 256), [8, 64, 256]
@@ -86,6 +88,53 @@ FURTHER: dict[str, tuple[dict[str, State], tuple[float, float, float]]] = {
         (9.0, 10.0, 15.0),
     ),
 }
+
+# Layers, and the seconds that an engine of so many is timed for at each number of live requests.
+LAYERS = {4: 1.0, 16: 1.5, 61: 4.0}
+BATCHES = {3: 8, 50: 64, 500: 512}
+# What the plugin launches and calls does not depend on how wide a layer is.
+NARROW = {
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def orders_by_layers() -> dict[str, Order]:
+    """One engine for each number of layers, under full graphs, with and without the plugin."""
+    sizes = {**MODES["full graphs"]["compilation_config"], "cudagraph_capture_sizes": [*BATCHES.values()]}
+    # A request holds at most so many tokens of 576 bf16 numbers a layer.
+    each = max(BATCHES) * (TOKENS + 128) * 576 * 2
+    return {
+        f"{layers} layers": Order(
+            "deepseek_v2",
+            {
+                start: {},
+                states: {
+                    "name": f"{layers} layers",
+                    "asked": {OFF: State(), ON: State(patches=True)},
+                    "live": dict.fromkeys(BATCHES, seconds),
+                    "steps": STEPS,
+                    "captures": 2,
+                },
+            },
+            {
+                "attention_backend": "TRITON_MLA",
+                "moe_backend": "triton",
+                "compilation_config": sizes,
+                "max_num_seqs": max(BATCHES.values()),
+                "max_num_batched_tokens": 64 * max(BATCHES),
+                "kv_cache_memory_bytes": layers * each,
+            },
+            {**NARROW, "num_hidden_layers": layers},
+            patches="all",
+            # Its hooks are there to be taken out.
+            env={"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": str(9480 + layers)},
+        )
+        for layers, seconds in LAYERS.items()
+    }
 
 
 def orders(live: Sequence[int] = LIVE, steps: int = STEPS, seconds: Sequence[float] = ()) -> dict[str, Order]:
@@ -188,6 +237,83 @@ def by_capture(off: Sequence[Times | None], on: Sequence[Times | None]) -> list[
     return [round(statistics.median(of) * 100, 3) if of else None for of in shares]
 
 
+def line(points: Mapping[int, float]) -> tuple[float, float]:
+    """The straight line of least squares: its value at 0, and its slope.
+
+    >>> line({4: 9.0, 16: 33.0, 61: 123.0})
+    (1.0, 2.0)
+    """
+    slope, at_0 = statistics.linear_regression(list(points), list(points.values()))
+    return at_0, slope
+
+
+def judge_layers(live: int, resamples: int = 2000) -> Any:
+    """The judge of the plugin's cost by layers: is it under the bar of a step at the most layers?"""
+
+    def judged(results: Results) -> Reading:
+        pairs: dict[int, list[tuple[float, float]]] = {}
+        for layers in LAYERS:
+            times = results.of(f"{layers} layers", f"{live} live")
+            pairs[layers] = [(a[1], b[1]) for a, b in zip(times[OFF], times[ON], strict=True) if a and b]
+            if not pairs[layers]:
+                raise MissingError(f"{layers} layers: no round timed both states")
+
+        def added(of: Mapping[int, Sequence[tuple[float, float]]]) -> dict[int, float]:
+            return {layers: statistics.median(1e6 * (b - a) for a, b in each) for layers, each in of.items()}
+
+        draw, most = random.Random(0), max(LAYERS)
+        lines = [
+            line(added({layers: draw.choices(each, k=len(each)) for layers, each in pairs.items()}))
+            for _ in range(resamples)
+        ]
+
+        def spread(values: Sequence[float]) -> list[float]:
+            ordered = sorted(values)
+            cut = int(0.025 * len(ordered))
+            return [round(ordered[cut], 3), round(ordered[-cut - 1], 3)]
+
+        at_0, slope = line(added(pairs))
+        step = {layers: statistics.median(1e6 * a for a, _ in each) for layers, each in pairs.items()}
+        at_most = [at_0 + most * slope for at_0, slope in lines]
+        low, high = (us / step[most] for us in spread(at_most))
+        where = "under" if high < BAR else "over" if low > BAR else "around"
+        return reading(
+            f"{where} 1 %",
+            us_a_layer=round(slope, 3),
+            us_a_layer_interval=spread([slope for _, slope in lines]),
+            us_at_no_layer=round(at_0, 3),
+            us_at_no_layer_interval=spread([at_0 for at_0, _ in lines]),
+            us_added=[round(us, 2) for us in added(pairs).values()],
+            us_at_61_layers=round(at_0 + most * slope, 2),
+            us_at_61_layers_interval=spread(at_most),
+            percent_at_61_layers=round(100 * (at_0 + most * slope) / step[most], 3),
+            step_us_off=[round(us, 1) for us in step.values()],
+            rounds=[len(each) for each in pairs.values()],
+        )
+
+    return judged
+
+
+def table_by_layers() -> Table:
+    """The cases of the plugin's cost by layers, one for each size of a graph."""
+    scene = Scene(
+        "cost by layers",
+        lambda device: Results(take_turns(orders_by_layers(), TIMEOUT_S)),
+        limit_s=3 * TIMEOUT_S,
+    )
+    words = ", ".join(map(str, LAYERS))
+    return Table(
+        INCIDENT,
+        [
+            replace(
+                cell(BY_LAYERS, f"full graphs, {live} of {size}, {words} layers", "cost", judge_layers(live)),
+                scene=scene,
+            )
+            for live, size in BATCHES.items()
+        ],
+    )
+
+
 def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
     """The judge of one pair of states: does the interval of the slowdown lie under the bar?"""
 
@@ -261,13 +387,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--limit", type=float, help="seconds after which all engines are ended")
     parser.add_argument("--without", action="append", default=[], help="engines and states not to time")
+<<<<<<< HEAD
     parser.add_argument("--quantization", help="of the engines, e.g. fp8; bf16 by default")
+=======
+    parser.add_argument("--by-layers", action="store_true", help="4 to 61 layers and graphs of 8 to 512")
+>>>>>>> g4
     parser.add_argument("--out", type=Path, required=True, help="record the run in OUT/<machine>-engine-cost")
     given = parser.parse_args(arguments)
-    folder = given.out / f"{command.run_name(devices.machine())}-cost"
+    kind = "cost-by-layers" if given.by_layers else "cost"
+    folder = given.out / f"{command.run_name(devices.machine())}-{kind}"
     store.open_for_writing(folder).rmdir()
     found = command.ask(
+<<<<<<< HEAD
         table(given.without, given.quantization),
+=======
+        table_by_layers() if given.by_layers else table(given.without),
+>>>>>>> g4
         devices.select(),
         print,
         lambda one: print(terminal.finding_text(one)),

@@ -9,9 +9,12 @@ the peer that compares best with it in README.
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from staleproof.cases import store
@@ -150,7 +153,12 @@ def pairs(kernel: Kernel, rows: Sequence[Row]) -> dict[str, list[Pair]]:
     A peer that was measured in one case of live rows did the same work in the others: it reads all rows,
     whichever are live.
     """
-    mine = [row for row in rows if row["kernel"] == kernel.name and re.match(kernel.modes, row["mode"])]
+    mine = [
+        row
+        for row in rows
+        # Drawn cells have a table of their own.
+        if row["kernel"] == kernel.name and re.match(kernel.modes, row["mode"]) and "drawn" not in row
+    ]
     ours = [row for row in mine if is_ours(row["provider"])]
     times: dict[str, dict[tuple[str, Any], float]] = {}
     for row in mine:
@@ -253,6 +261,83 @@ def first_lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| `{kernel}` | {empty} | {filled} | {us(found['the second call', 'filled'])} |"
 
 
+# Edges of the heat map's bands: requests, and tokens of the longest.
+BATCHES, TOKENS = (1, 5, 17, 65, 257), (128, 513, 2049, 8193, 2**15 + 1)
+GRID = (
+    "MLA decode over cells drawn from a grid (16 to 128 heads, 1 to 4 query tokens, uniform and ragged "
+    "lengths), cold: our time divided by that of the fastest peer, FlashInfer or FlashMLA. Below 1 ours is "
+    "faster:"
+)
+NAN = (
+    "Routers of 128 tokens of which a tenth is NaN, as in the benchmark of vLLM #39593: what they take, and "
+    "what they make of the NaN rows:"
+)
+# At most so many times the faster peer, and the colour of it.
+COLOURS = {1.0: "\U0001f7e9", 1.05: "\U0001f7e8", math.inf: "\U0001f7e5"}
+
+
+def drawn(rows: Sequence[Row]) -> dict[tuple[str, int, int], float]:
+    """(Mode, tokens, seed) of each drawn cell of MLA decode that a peer ran -> our time by the faster peer's.
+
+    >>> row = {"drawn": 0, "mode": "bf16 batch 4, cold", "x_value": 128, "cache": "cold"}
+    >>> times = {"staleproof": 3.0, "a": 4.0, "b": 2.0}
+    >>> drawn([{**row, "provider": name, "p50": us} for name, us in times.items()])
+    {('bf16 batch 4, cold', 128, 0): 1.5}
+    """
+    times: dict[tuple[str, int, int], dict[str, float]] = {}
+    for row in rows:
+        if "drawn" in row and row["cache"] == "cold":
+            times.setdefault((row["mode"], row["x_value"], row["drawn"]), {})[row["provider"]] = row["p50"]
+    return {
+        cell: of["staleproof"] / min(us for name, us in of.items() if name != "staleproof")
+        for cell, of in times.items()
+        if "staleproof" in of and len(of) > 1
+    }
+
+
+def grid_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The heat map: geometric mean and largest ratio of the drawn cells in each band."""
+    cells = drawn(rows)
+
+    def mean(ratios: Sequence[float]) -> float:
+        return round(statistics.geometric_mean(ratios), 2)
+
+    for says, of in (
+        ("drawn by a number that was known", [r for (*_, seed), r in cells.items() if seed == 0]),
+        ("drawn by a number that was not", [r for (*_, seed), r in cells.items() if seed != 0]),
+    ):
+        if of:
+            close = sum(r <= 1.05 for r in of)
+            yield (
+                f"{len(of)} cells {says}: geometric mean {mean(of):.2f}, {close} at most 1.05, "
+                f"worst {max(of):.2f}."
+            )
+    yield "\n| requests | " + " | ".join(f"{a} to {b - 1} tokens" for a, b in pairwise(TOKENS)) + " |"
+    yield "|---|" + "---|" * (len(TOKENS) - 1)
+    for low, high in pairwise(BATCHES):
+        line = []
+        for first, last in pairwise(TOKENS):
+            of = [
+                ratio
+                for (mode, tokens, _), ratio in cells.items()
+                if first <= tokens < last and low <= int(mode.split("batch ")[1].split()[0].strip(",")) < high
+            ]
+            colour = next(each for most, each in COLOURS.items() if mean(of) <= most) if of else ""
+            line.append(f"{colour} {mean(of):.2f}, worst {max(of):.2f} of {len(of)}" if of else "none drawn")
+        yield f"| {low} to {high - 1} | " + " | ".join(line) + " |"
+
+
+def nan_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """What each router takes, and makes of rows of nothing but NaN."""
+    yield "| router | provider | us, warm | of the NaN rows: repeat an expert | weigh NaN |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        if "nan_rows" in row and row["cache"] == "warm":
+            told = row["of_these_repeat"], row["of_these_weigh_nan"]
+            repeat, weigh = (f"{count} of {row['nan_rows']}" for count in told)
+            yield f"| `{row['kernel']}` | {row['provider']} | {us(row['p50'])} | {repeat} | {weigh} |"
+
+
 # Benchmarks that a recorded run may lack -> what their table shows, and its lines.
 LATER = {
     HOST: (
@@ -312,6 +397,10 @@ def section(run: Run) -> str:
         "What a patch changes, us of the device, or of the calling thread where the call says `host`:",
         "\n".join(patch_lines(rows)),
     ]
+    if drawn(rows):
+        parts += [GRID, "\n".join(grid_lines(rows))]
+    if any("nan_rows" in row for row in rows):
+        parts += [NAN, "\n".join(nan_lines(rows))]
     for benchmark, (says, lines) in LATER.items():
         if any(row.get("benchmark") == benchmark for row in rows):
             parts += [says, "\n".join(lines(rows))]

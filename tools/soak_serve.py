@@ -29,7 +29,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -230,18 +230,29 @@ class Server:
     """One ``vllm serve``.
 
     Args:
-        name: a key of :data:`SERVERS`.
+        name: a key of :data:`SERVERS`, unless its variables are given.
         folder: for its log, and what it needs.
         command: what is run before the arguments of ``serve``.
+        variables: of its environment, beside :data:`ENVIRONMENT`.
+        options: of ``serve``, beside model and port.
+        code: of a plugin of vLLM that it loads besides: it defines ``register()``.
     """
 
-    def __init__(self, name: str, folder: Path, command: list[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        command: list[str],
+        variables: Mapping[str, str] | None = None,
+        options: Sequence[str] = OPTIONS,
+        code: str = "",
+    ) -> None:
         self.name, self.port, self.watch_port = name, free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"serve-{name.replace(' ', '-')}.log"
         self.switch = folder / "switch"
         places = {"PORT": str(self.watch_port), "FOLDER": str(folder)}
-        variables = dict(SERVERS[name])
+        variables = dict(SERVERS[name] if variables is None else variables)
         for place, value in places.items():
             variables = {key: text.replace(place, value) for key, text in variables.items()}
         self.taken = socket.socket() if name == "port taken" else None
@@ -249,13 +260,13 @@ class Server:
             self.taken.bind(("", self.watch_port))
             self.taken.listen()
         env = {**os.environ, **ENVIRONMENT, **variables}
-        if name == "exception":
-            env["PYTHONPATH"] = f"{fault(folder)}{os.pathsep}{env.get('PYTHONPATH', '')}"
+        if code := FAULT if name == "exception" else code:
+            env["PYTHONPATH"] = f"{plugin(folder, code)}{os.pathsep}{env.get('PYTHONPATH', '')}"
         model = folder / "model"
         if not model.exists():
             model.mkdir()
             write_config(model, MODEL, {})
-        arguments = ["serve", str(model), "--port", str(self.port), *OPTIONS]
+        arguments = ["serve", str(model), "--port", str(self.port), *options]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*command, *arguments], stdout=log, stderr=log, env=env, start_new_session=True
@@ -289,12 +300,12 @@ class Server:
             self.taken.close()
 
 
-def fault(folder: Path) -> Path:
-    """A folder with a vLLM plugin that makes the watch raise; for ``PYTHONPATH``."""
+def plugin(folder: Path, code: str) -> Path:
+    """A folder with a plugin of vLLM, ``soak_fault``; for ``PYTHONPATH``."""
     home = folder / "fault"
     metadata = home / "soak_fault-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
-    (home / "soak_fault.py").write_text(FAULT)
+    (home / "soak_fault.py").write_text(code)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: soak-fault\nVersion: 0\n")
     (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nsoak_fault = soak_fault:register\n")
     return home

@@ -36,6 +36,7 @@ def load(name: str, monkeypatch: Any, **sizes: Any) -> ModuleType:
     for size, value in sizes.items():
         assert hasattr(module, size), size
         setattr(module, size, value)
+    monkeypatch.setenv("STALEPROOF_MLA_CELLS", "0")
     nothing = SimpleNamespace(multi_processor_count=132)
     for place, replaced in {
         measure: {

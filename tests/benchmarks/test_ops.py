@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ def routing(provider: str) -> object:
     topk = runpy.run_path(str(BENCHMARKS / "topk.py"))
     x = torch.randn(4, 8)
     want = topk["softmax_then_topk"](x, 2)
-    return topk["measured"]("topk_softmax", "mode", [x], want, {provider: lambda x: (want[0] + 1, want[1])})
+    wrong = {provider: lambda x: (want[0] + 1, want[1])}
+    return [*topk["timing"]("topk_softmax", "mode", [x], want, wrong).rows()]
 
 
 def zeroing(provider: str, wrong: bool = True) -> object:
@@ -29,8 +31,11 @@ def zeroing(provider: str, wrong: bool = True) -> object:
     pool = SimpleNamespace(blocks=8, segments=1, page=16)
     cache = torch.zeros(1, 8, 16, dtype=torch.uint8, device=device.select())
     zeroer = BlockZeroer([cache], block_dim=1)
-    self = SimpleNamespace(pool=pool, caches=[cache])
-    return bench.is_right(self, provider, "mode", lambda ids: zeroer.zero(ids[wrong:]), [3, 5])
+    self = SimpleNamespace(pool=SimpleNamespace(**vars(pool), name="pool", block_bytes=16), caches=[cache])
+    self.wrong = partial(bench.wrong, self)
+    calls = {provider: lambda ids: zeroer.zero(ids[wrong:])}
+    given = {provider: measure.Times(1.0, 1.0, 1.0)}, None, calls, [3, 5]
+    return [*bench.timing(self, "mode", 2, *given).rows()]
 
 
 @pytest.mark.parametrize("benchmark", [routing, zeroing])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,9 +159,9 @@ def test_scales_without_padding_are_said_to_have_none(monkeypatch):
 
 
 def test_small_inputs_have_a_warm_row_and_a_cold_one(monkeypatch):
-    sizes = {"TOKENS": (1, 16), "SOFTMAX_SHAPES": ((8, 2),)}
-    bench = rehearsal.load("topk", monkeypatch, **sizes)
-    found = {(row["x_value"], row["mode"]) for row in bench.softmax_rows(None)}
+    bench = rehearsal.load("topk", monkeypatch)
+    cases = [bench.Peers(False).softmax(8, 2, tokens) for tokens in (1, 16)]
+    found = {(row["x_value"], row["mode"]) for case in cases for row in case.rows()}
     words = "bf16, 8 experts, top 2"
     # The L2 that is rehearsed has 4 KiB: 16 bytes are too small to take turns, 256 are not.
     assert found == {(1, f"{words}, warm"), (1, f"{words}, cold"), (16, f"{words}, cold")}
@@ -187,3 +189,126 @@ def test_a_call_that_is_found_again_must_give_what_it_gave_first(monkeypatch):
     results = iter(torch.eye(2))
     with pytest.raises(measure.WrongResult, match="staleproof, topk_softmax: the second call gives another"):
         bench.same_again("topk_softmax", lambda: [next(results)])
+
+
+def test_drawn_cells_are_measured_beside_the_peers_and_say_their_seed(monkeypatch):
+    sizes = {"SHAPES": (), "MOST_KEYS": 400, "rates": lambda: (1.0, 1.0)}
+    bench = rehearsal.load("mla_decode", monkeypatch, **sizes)
+    monkeypatch.setenv("STALEPROOF_MLA_CELLS", "3")
+    monkeypatch.setenv("STALEPROOF_MLA_SEED", "7")
+    monkeypatch.setattr(
+        bench, "drawn", lambda count, seed: [bench.Shape(2, 64 + seed, 2, mix="half")] * count
+    )
+
+    def prepare(q, kv_cache, block_table, seq_lens, scale, splits, out):
+        return lambda: out.copy_(mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=scale)[0])
+
+    def refuse(*given):
+        raise RuntimeError("no such shape\nmore")
+
+    found = {"flashinfer_fa3": Peer("fa3", None, prepare), "flashmla": Peer("FlashMLA", None, refuse)}
+    monkeypatch.setattr(bench, "peers", lambda: found | {"vllm_triton": Peer("vLLM", None, refuse)})
+    rows = bench.rows()
+    assert {row["provider"] for row in rows} == {"staleproof", "fa3"}
+    cells = [(row["drawn"], row["x_value"]) for row in rows if row["provider"] == "fa3"]
+    assert {*cells} == {(0, 64), (7, 71)}
+    assert len([*bench.cells()]) == 3
+    assert all(row["error"] < 1e-2 and "lengths: half" in row["mode"] for row in rows)
+
+
+def test_cells_are_drawn_anew_by_another_seed_only(monkeypatch):
+    bench = rehearsal.load("mla_decode", monkeypatch)
+    first = bench.drawn(40, 0)
+    assert first == bench.drawn(40, 0) != bench.drawn(40, 1)
+    assert {shape.heads for shape in first} == {16, 32, 64, 128}
+    assert {shape.q_len for shape in first} == {1, 2, 4}
+    assert {shape.mix for shape in first if not shape.longest} == {"", "half", "ramp"}
+    assert any(shape.longest for shape in first)
+    assert max(sum(shape.lengths()) for shape in first) <= bench.MOST_KEYS
+
+
+def test_rows_of_nan_are_judged_and_timed(monkeypatch):
+    bench = rehearsal.load("topk", monkeypatch, NAN_TOKENS=20)
+    peers = bench.Peers(False)
+
+    def first_expert(x, bias, top_k, score, **options):
+        """Repeats expert 0 where a row is NaN, and weighs it NaN."""
+        weights, ids = bench.softmax_then_topk(x, top_k)
+        sick = x.isnan().any(-1)[:, None]
+        return weights, torch.where(sick, 0, ids)
+
+    peers.sglang = first_expert
+    found = {row["provider"]: row for row in peers.softmax(128, 8, 20, nan=True).rows()}
+    told = {name: (row["of_these_repeat"], row["of_these_weigh_nan"]) for name, row in found.items()}
+    assert told == {
+        "staleproof": (0, 0),
+        "staleproof, not sanitised": told["staleproof, not sanitised"],
+        "softmax, torch.topk": (0, 2),
+        "SGLang": (2, 2),
+    }
+    assert all(row["nan_rows"] == 2 and "a tenth" in row["mode"] for row in found.values())
+
+
+def test_ours_must_give_distinct_experts_and_numbers_where_rows_are_nan(monkeypatch):
+    bench = rehearsal.load("topk", monkeypatch)
+    xs = bench.logits(20, 8, nan=True)
+    x = xs[0]
+    want = bench.reference.topk_softmax(x, 2)
+    sick = x.isnan().any(-1)
+    for weights, ids in ((torch.nan, 1), (0.5, 0)):
+        got = want[0].clone(), want[1].clone()
+        got[0][sick], got[1][sick] = weights, torch.tensor([0, ids], dtype=torch.int32)
+        given = "topk_softmax", "mode", xs, want
+        assert [*bench.timing(*given, {"a peer": lambda x, got=got: got}).rows()]
+        with pytest.raises(measure.WrongResult, match="NaN row"):
+            [*bench.timing(*given, {"staleproof": lambda x, got=got: got}).rows()]
+
+
+def test_the_older_vllm_is_asked_in_a_process_of_its_own(monkeypatch, capsys, tmp_path):
+    bench = rehearsal.load("topk", monkeypatch)
+    monkeypatch.delenv("STALEPROOF_VLLM_OLD_MOE_SO", raising=False)
+    assert bench.old_rows() == []
+    library = tmp_path / "vllm/old.so"
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda/libcudart.so.12").touch()
+    monkeypatch.setenv("STALEPROOF_VLLM_OLD_MOE_SO", str(library))
+    asked = []
+
+    def run(command, env, **options):
+        asked.append(env["STALEPROOF_VLLM_MOE_SO"])
+        assert env["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path / "cuda")
+        rows = [{"provider": "staleproof"}, {"provider": "nan_to_num, vLLM"}]
+        return SimpleNamespace(returncode=len(asked) - 1, stdout=json.dumps(rows), stderr="cannot load\n")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    bench.__file__ = "topk.py"
+    assert bench.old_rows() == [{"provider": "nan_to_num, vLLM 0.19.1"}]
+    assert bench.old_rows() == []
+    assert asked == [str(library)] * 2
+    said = capsys.readouterr().out
+    assert "not set" in said
+    assert "vLLM 0.19.1: not run, cannot load" in said
+
+
+def test_one_launch_a_block_is_a_peer_of_the_zeroer(monkeypatch):
+    pool = rehearsal.load("zero_blocks", monkeypatch).Pool("small", 1, 1, 64, 8, (2,))
+    bench = rehearsal.load("zero_blocks", monkeypatch, POOLS=(pool,), TURNS=1, AHEAD=1)
+    monkeypatch.setattr(measure, "host_times", rehearsal.host_times)
+
+    def once(self, call, lists):
+        return rehearsal.times([lambda: call(lists[0])])
+
+    monkeypatch.setattr(bench.Bench, "with_copy", once)
+    for name in ("empty", "tensor"):
+        made = getattr(torch, name)
+        plain = lambda *data, made=made, pin_memory=False, **given: made(*data, **given)  # noqa: E731
+        monkeypatch.setattr(torch, name, plain)
+    found: dict[str, set[str]] = {}
+    for row in bench.rows():
+        mode = row["mode"].split(", ", 1)[1].removesuffix(", warm").removesuffix(", cold")
+        found.setdefault(mode, set()).add(row["provider"])
+    for mode in ("scattered ids", "consecutive ids"):
+        assert {"staleproof", "one launch a block", "limit: cudaMemsetAsync, contiguous bytes"} <= found[mode]
+    for mode in ("ids in a list, host time", "ids in a list, copy included"):
+        assert len(found[mode]) == 4
+        assert {"staleproof", "fresh pinned tensor, one launch a block"} <= found[mode]

@@ -317,3 +317,36 @@ def test_engines_and_states_that_are_left_out_leave_their_time_to_the_others(mon
         findings(table, monkeypatch)
     less = sum(sum(order.probes[states]["live"].values()) for order in began.values())
     assert 85 < less <= 190 - cost.READY_S
+
+
+@pytest.mark.parametrize(("us", "said"), [(0.05, "under 1 %"), (2.0, "over 1 %")])
+def test_the_cost_by_layers_is_a_line(monkeypatch, us, said):
+    # A step takes 100 us a layer, and with the plugin 3 us and so many a layer more.
+    told = results(
+        **{
+            f"{layers} layers": {
+                "3 live": {
+                    "off": [(0.0, layers * 1e-4)] * 6,
+                    "on": [(0.0, layers * 1e-4 + 3e-6 + layers * us * 1e-6), None] * 3,
+                }
+            }
+            for layers in cost.LAYERS
+        }
+    )
+    monkeypatch.setattr(cost, "take_turns", lambda *_: iter(told.items()))
+    found = findings(cost.table_by_layers(), monkeypatch)
+    here = found[cost.BY_LAYERS, "full graphs, 3 of 8, 4, 16, 61 layers"]
+    assert here.verdict == said
+    assert here.numbers["us_a_layer"] == pytest.approx(us)
+    assert here.numbers["us_at_no_layer"] == pytest.approx(3.0)
+    assert here.numbers["us_at_61_layers"] == pytest.approx(3 + 61 * us, abs=0.01)
+    assert here.numbers["rounds"] == [3, 3, 3]
+    assert found[cost.BY_LAYERS, "full graphs, 500 of 512, 4, 16, 61 layers"].verdict == "not run"
+
+
+def test_engines_of_many_layers_hold_the_tokens_of_all_their_requests():
+    for order in cost.orders_by_layers().values():
+        options, layers = order.options, order.config["num_hidden_layers"]
+        assert options["max_num_seqs"] == max(options["compilation_config"]["cudagraph_capture_sizes"]) == 512
+        assert options["kv_cache_memory_bytes"] > layers * 500 * (cost_probes.TOKENS + 64) * 576 * 2
+        assert order.env["STALEPROOF_WATCH"] == "1", "the watch's hooks are there to be taken out"

@@ -184,3 +184,33 @@ def test_first_calls_are_shown_only_if_they_were_timed(run):
     kept = [r for r in run.measurements if r["benchmark"] != "first_call"]
     assert "from `import staleproof`" not in figures.section(replace(run, measurements=kept))
     assert "from `import staleproof`" in figures.section(replace(run, measurements=[*kept, *rows]))
+
+
+def test_drawn_cells_are_a_heat_map_and_no_case_of_the_first_table(run):
+    def cell(batch: int, tokens: int, seed: int, ours: float, **peers: float) -> list[dict]:
+        more = {"mode": f"bf16 batch {batch} heads 16 page 64, cold", "x_value": tokens, "cache": "cold"}
+        each = {"staleproof": ours, **peers}
+        return [row(name, us, **more, drawn=seed) for name, us in each.items()]
+
+    rows = cell(4, 512, 0, 10.0, fa3=20.0, FlashMLA=12.5) + cell(1, 128, 0, 10.0, fa3=8.0)
+    rows += cell(64, 20000, 7, 9.0, fa3=9.0) + cell(5, 512, 7, 9.0)
+    page = "\n".join(figures.grid_lines(rows))
+    assert (
+        "2 cells drawn by a number that was known: geometric mean 1.00, 1 at most 1.05, worst 1.25." in page
+    )
+    assert "1 cells drawn by a number that was not: geometric mean 1.00" in page
+    assert "| 1 to 4 | \U0001f7e9 1.00, worst 1.25 of 2 | none drawn |" in page
+    assert "| 17 to 64 | none drawn | none drawn | none drawn | \U0001f7e9 1.00, worst 1.00 of 1 |" in page
+    assert lines([row("staleproof", 10.0), row("fa3", 20.0), *rows]) == lines(
+        [row("staleproof", 10.0), row("fa3", 20.0)]
+    )
+    slow = "\n".join(figures.grid_lines(cell(1, 128, 0, 10.4, fa3=10.0) + cell(300, 128, 0, 1.0, fa3=1.0)))
+    assert "\U0001f7e8 1.04" in slow
+    assert figures.GRID in figures.section(replace(run, measurements=[*run.measurements, *rows]))
+
+
+def test_routers_say_what_they_make_of_nan_rows(run):
+    judged = {"nan_rows": 13, "of_these_repeat": 13, "of_these_weigh_nan": 0, "cache": "warm"}
+    rows = [row("vLLM 0.19.1", 3.5, **judged), row("cold", 9.9, **judged | {"cache": "cold"})]
+    assert [*figures.nan_lines(rows)][2:] == ["| `mla_decode` | vLLM 0.19.1 | 3.5 | 13 of 13 | 0 of 13 |"]
+    assert figures.NAN in figures.section(replace(run, measurements=[*run.measurements, *rows]))

@@ -5,6 +5,7 @@ A part is a folder below ``--to`` that travels by itself: its packed files, ``se
 - ``engine``: a vLLM and what ``vllm.LLM`` imports, for ``staleproof engine``; with ``--serve`` also what
   ``vllm serve`` imports.
 - ``vllm``, ``flashinfer``, ``moe``: what all findings and the benchmarks ask. ``findings`` is these three.
+- ``routers``: two more peers of ``benchmarks/topk.py``.
 - ``audit-vllm``, ``audit-rest``: the releases that ``staleproof audit`` asks. ``audit`` is these two.
 
 Kept is the device code of one GPU. Where there is none, the engine keeps PTX, which the driver compiles at

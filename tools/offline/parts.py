@@ -297,6 +297,22 @@ PARTS = {
         ),
         _AUDIT_ENV,
     ),
+    # Two more routers for benchmarks/topk.py: the one before vLLM #39391, with the CUDA runtime that it was
+    # linked to, and SGLang's.
+    "routers": Part(
+        (
+            Wheels((f"vllm=={OLD_VLLM}",), "old", only=("vllm/_moe_C.abi3.so",)),
+            Wheels(("nvidia-cuda-runtime-cu12==12.9.79",), "old", only=("*/libcudart.so.12",)),
+            _cached("sglang==0.5.23", only=("sglang/kernels/ops/moe/moe_fused_gate.py", "*/METADATA")),
+        ),
+        {
+            "STALEPROOF_VLLM_OLD_MOE_SO": "SITE/old/vllm/_moe_C.abi3.so",
+            "STALEPROOF_AUDIT_PACKAGES": "SITE/cache",
+        },
+        kernels={
+            "_moe_C": "topk_?[gG]ating|moeSoftmax|moeSigmoid|moeTopK|grouped_topk|group_idx|topk_with_k"
+        },
+    ),
     "flashinfer": Part(
         (Wheels((FLASHINFER, compiled.TVM_FFI), without=(*_HEADERS, "*/RECORD")),),
         {"PYTHONPATH": "SITE", "FLASHINFER_DISABLE_JIT": "1", "FLASHINFER_WORKSPACE_BASE": "SITE"},

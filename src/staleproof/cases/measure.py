@@ -13,7 +13,7 @@ import ctypes
 import datetime
 import runpy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -328,7 +328,8 @@ class Timing:
 
     Attributes:
         incident, kernel, mode, x_name, x_value, moved: as for :func:`row`.
-        providers: provider -> closures, one for each set of inputs.
+        providers: provider -> closures, one for each set of inputs; or the times, where something else than
+            :func:`graph_times` took them.
         turns: how the sets take turns, see :func:`rotation`; or, for sets that are timed in one way, the word
             for where the inputs are, or ``None``.
         wrong: takes a provider, calls it, and returns what is wrong with its result, or ``""``. Called for
@@ -342,7 +343,7 @@ class Timing:
     x_name: str
     x_value: int
     moved: int
-    providers: Mapping[str, Sequence[Callable[[], object]]]
+    providers: Mapping[str, Sequence[Callable[[], object]] | Times]
     turns: Rotation | str | None
     wrong: Callable[[str], str]
     more: Callable[[str], Mapping[str, Any]] = lambda provider: {}
@@ -357,13 +358,15 @@ class Timing:
             why = "" if provider.startswith("limit") else self.wrong(provider)
             if not checked(provider, not why, f"{why}, {self.mode}, {self.x_value} {self.x_name}"):
                 continue
-            turns = self.turns
-            each = (
-                cached_times(calls, turns) if isinstance(turns, Rotation) else [(turns, graph_times(calls))]
-            )
-            for where, times in each:
+            for where, times in self._times(calls):
                 case = self.incident, self.kernel, provider, self.mode, self.x_name, self.x_value
                 yield row(*case, times, self.moved, cache=where) | dict(self.more(provider))
+
+    def _times(self, calls: Sequence[Callable[[], object]] | Times) -> Iterable[tuple[str | None, Times]]:
+        turns = self.turns
+        if isinstance(calls, Times):
+            return [(COLD if isinstance(turns, Rotation) else turns, calls)]
+        return cached_times(calls, turns) if isinstance(turns, Rotation) else [(turns, graph_times(calls))]
 
 
 def benchmark_rows(path: Path) -> Iterator[dict[str, Any]]:
