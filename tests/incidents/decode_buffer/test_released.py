@@ -62,7 +62,8 @@ def test_metadata_makes_the_profile_decode() -> None:
 def test_being_a_profile_and_being_too_large_each_forbid_a_graph() -> None:
     fits = {"num_tokens": released.ROWS, "uniform_decode": True}
     alone = [said("0.18.1", "CUTLASS", is_profile=False), said("0.18.1", "CUTLASS", **fits)]
-    assert [(one["force_eager"], one["graph_mode"]) for one in alone] == [(False, "NONE"), (True, "NONE")]
+    names = ("is_profile", "force_eager", "graph_mode")
+    assert [[one[name] for name in names] for one in alone] == [[False, False, "NONE"], [True, True, "NONE"]]
     assert said("0.18.1", "CUTLASS", is_profile=False, **fits)["graph_mode"] == "FULL"
 
 

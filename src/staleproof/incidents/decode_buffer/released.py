@@ -216,17 +216,18 @@ def profiled(subject: Released, folder: Path) -> dict[str, Any]:
         runner = _runner(layer)
         modes = importlib.import_module("vllm.config.compilation").CUDAGraphMode
         dummy, plan, chosen = runner._dummy_run, runner._determine_batch_execution_and_padding, []
-        change = dict(subject.change)
+        change, given = dict(subject.change), dict[str, Any]()
 
         def changed(num_tokens: int, **own: Any) -> Any:
-            return dummy(**{"num_tokens": num_tokens, **own, **change})
+            given.update({"num_tokens": num_tokens, **own, **change})
+            return dummy(**given)
 
         def planned(**options: Any) -> Any:
             answer = plan(**options)
             chosen.append((options["force_eager"], answer[0].name))
             return answer
 
-        runner._dummy_run = mock.Mock(side_effect=changed)
+        runner._dummy_run = changed
         runner._determine_batch_execution_and_padding = planned
 
         def kept() -> int:
@@ -235,7 +236,7 @@ def profiled(subject: Released, folder: Path) -> dict[str, Any]:
 
         runner.profile_run()
         steps = {
-            "is_profile": bool(runner._dummy_run.call_args.kwargs.get("is_profile")),
+            "is_profile": given["is_profile"],
             "force_eager": chosen[0][0],
             "graph_mode": chosen[0][1],
             "metadata_built": runner._build_attention_metadata.called,
@@ -244,9 +245,8 @@ def profiled(subject: Released, folder: Path) -> dict[str, Any]:
         }
         for _ in range(2):
             dummy(ROWS, cudagraph_runtime_mode=modes.FULL, force_attention=True, uniform_decode=True)
-        given = [call.get("out") is not None for call in calls]
         steps |= {"kept_by_capture": kept(), "capture_calls": len(calls) - steps["decode_calls"]}
-        steps["out_given"] = given[-1]
+        steps["out_given"] = calls[-1].get("out") is not None
         if subject.backend == "CUTLASS":
             space = layer.impl._workspace.get_buf()
             steps["lse_kept"] = calls[-1]["lse"].data_ptr() == calls[-2]["lse"].data_ptr()

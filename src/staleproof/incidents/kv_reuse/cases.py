@@ -46,7 +46,6 @@ from staleproof.ops.zero_blocks import BlockZeroer
 from staleproof.vllm.sources import vllm_file
 
 MILLION = 1_000_000
-CACHING = {"with prefix caching": True, "without prefix caching": False}
 
 
 def nan_in_bits(source: str, dtype: str, device: str) -> Reading:
@@ -184,9 +183,9 @@ def in_turn(scene: Scene, policy: str, device: str, runs: Runs) -> Reading:
     return served(scene, device) if policy == AGAIN else zeroed_by(policy, device, runs)
 
 
-def cured_late(prefix_caching: bool, device: str) -> Reading:
+def cured_late(load: Scene, device: str) -> Reading:
     """New blocks are zeroed in the last third only: what of the requests that begin in it?"""
-    scene = Scene(device, prefix_caching=prefix_caching)
+    scene = replace(load, device=device)
     start = scene.steps * 2 // 3
     seen = judge(scene, partial(broken.ZeroFromStep, start=start))
     owners = trace_of(scene).owners
@@ -339,7 +338,7 @@ def _evidence(name: str, where: str = "") -> Evidence:
     return REPLICA if kernel.attend is masked_loads else Evidence(Grade.REAL, kernel.name + where)
 
 
-LOADS = {how: Scene("cpu", prefix_caching=caching) for how, caching in CACHING.items()}
+LOADS = {"with prefix caching": Scene("cpu"), "without prefix caching": Scene("cpu", prefix_caching=False)}
 # Expected of zero_on_free: a block that it zeroed may still be hit.
 FREED = {"with prefix caching": NOT_FIXED, "without prefix caching": FIXED}
 
@@ -381,22 +380,20 @@ def _of_load(how: str, scene: Scene) -> list[cases.Case]:
 
 TABLE = Table(
     "kv_reuse",
-    each(
-        "NaN in the bits of N(0, 1)",
-        "bits",
-        list(DTYPES),
-        partial(nan_in_bits, "N(0, 1)"),
-        expect="some",
-        evidence=ARITHMETIC,
-    ),
-    each(
-        "NaN in the bits of bf16 values in fp32",
-        "bits",
-        list(DTYPES),
-        partial(nan_in_bits, "bf16 values in fp32"),
-        # Read in 16 bits, a value is a bf16 number or its low half, which is zero.
-        expect=lambda dtype: "none" if DTYPES[dtype].itemsize == 2 else "some",
-        evidence=ARITHMETIC,
+    *(
+        each(
+            f"NaN in the bits of {source}",
+            "bits",
+            list(DTYPES),
+            partial(nan_in_bits, source),
+            expect=expect,
+            evidence=ARITHMETIC,
+        )
+        for source, expect in (
+            ("N(0, 1)", "some"),
+            # Read in 16 bits, a value is a bf16 number or its low half, which is zero.
+            ("bf16 values in fp32", lambda dtype: "none" if DTYPES[dtype].itemsize == 2 else "some"),
+        )
     ),
     *(
         each(
@@ -432,9 +429,9 @@ TABLE = Table(
     each(
         "requests after the cure",
         "answers",
-        CACHING,
+        LOADS,
         cured_late,
-        expect=lambda caching: NAN if caching else CLEAN,
+        expect=lambda load: NAN if load.prefix_caching else CLEAN,
     ),
     *(
         fix(
