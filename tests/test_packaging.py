@@ -46,10 +46,11 @@ def test_environment_yml_and_pyproject_agree():
     # make installs the same.
     assert f'pip install -e ".[{match[1]}]"' in _make("-n", "-W", "pyproject.toml", "workbook")
     # A package listed beside it must have the range that pyproject.toml gives it.
-    needs = [*PROJECT["dependencies"], *EXTRAS["workbook"], *EXTRAS["test"]]
+    needs = [*PROJECT["dependencies"], *EXTRAS["workbook"], *EXTRAS["test"], *EXTRAS["flashinfer"]]
     ranges = dict(map(_name_and_range, needs))
     beside = conda | dict(_name_and_range(entry) for entry in pip if entry != editable)
     assert beside.items() <= ranges.items()
+    assert "flashinfer-python" in beside
 
 
 def test_a_server_installs_nothing_of_jupyter():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from staleproof.cases.finding import OFF_ON_OFF
-from staleproof.cases.words import NOT_FIXED
+from staleproof.cases.words import NOT_FIXED, NOT_RUN
 from staleproof.incidents.kv_reuse import scene
+from staleproof.incidents.kv_reuse.broken import OnChange
 from staleproof.incidents.kv_reuse.cases import TABLE
+from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Step
 
 
 def test_the_share_of_corrupted_requests_grows_with_uptime_and_with_prefix_caching():
@@ -34,3 +36,23 @@ def test_the_race_wipes_live_blocks_and_keeps_stale_ones():
     for found in TABLE.ask("host one step ahead"):
         harm = [found.numbers[what] > 0 for what in ("live_blocks_wiped", "stale_blocks_kept")]
         assert harm == [found.variant == "one_pinned_buffer"] * 2
+
+
+def test_zeroing_on_change_takes_a_block_once_for_each_way_from_mamba_to_attention():
+    def step(attention, mamba):
+        return Step((), {ATTENTION: attention, MAMBA: mamba}, (), (), ())
+
+    pick = OnChange()
+    steps = [step([1], [2, 3]), step([2], [1]), step([2, 1], []), step([1, 3], [2])]
+    assert [pick(one) for one in steps] == [[], [2], [1], [3]]
+
+
+def test_a_sick_request_poisons_others_where_attention_follows_attention():
+    for found in TABLE.ask("a request sick by itself, without prefix caching"):
+        assert 0 < found.numbers["sick"] < found.numbers["others"]
+        assert (found.numbers["poisoned"] > 0) == (found.variant in ("no_zeroing", "zero_on_change"))
+
+
+def test_sleep_mode_is_not_asked_without_a_gpu():
+    for found in TABLE.ask("asleep and awake, vLLM's allocator", device="cpu"):
+        assert (found.verdict, found.note) == (NOT_RUN, "needs a CUDA device")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -41,16 +43,33 @@ def test_numbers_are_routed_right(device: str, name: str, softmax: bool) -> None
 
 
 def test_a_warp_holds_each_column_once() -> None:
-    for experts, itemsize in ((128, 2), (128, 4), (512, 2), (64, 4), (4, 2)):
+    for experts, itemsize in ((128, 2), (128, 4), (512, 2), (64, 4), (4, 2), (192, 2), (320, 4), (576, 2)):
         columns = broken.warp_columns(experts, itemsize)
         assert columns.flatten().sort().values.tolist() == list(range(experts))
     assert broken.warp_columns(128, 4)[1].tolist() == [4, 5, 6, 7]
     assert broken.warp_columns(512, 2)[1].tolist() == [*range(8, 16), *range(264, 272)]
+    # 192 experts: three loads of two elements a lane, 16-bit logits and fp32 alike.
+    assert broken.warp_columns(192, 2)[1].tolist() == [2, 3, 66, 67, 130, 131]
+    assert torch.equal(broken.warp_columns(192, 2), broken.warp_columns(192, 4))
 
 
-def test_a_warp_holds_powers_of_two_only(device: str) -> None:
-    with pytest.raises(ValueError, match="choice: expected a power of two of experts up to 512"):
-        broken.warp_keeps_its_first_column(logits(1, 60, device), 4, 2)
+def test_a_warp_holds_multiples_of_64_and_else_powers_of_two_only(device: str) -> None:
+    x = logits(20, 448, device)
+    assert torch.equal(ids_of("warp_keeps_its_first_column", x, 4, "none"), reference.topk_softmax(x, 4)[1])
+    for experts in (60, 640, 1024):
+        with pytest.raises(
+            ValueError, match="choice: expected a power of two of experts up to 512, or a mult"
+        ):
+            broken.warp_keeps_its_first_column(logits(1, experts, device), 4, 2)
+
+
+def test_minus_infinity_for_nan_is_nan_again_after_the_softmax_of_a_row_of_nothing_else(device: str) -> None:
+    x = torch.full((1, 128), NAN, device=device)
+    chosen = partial(ids_of, "warp_keeps_its_first_column", x, 4)
+    assert chosen("nan_to_minus_infinity_before").tolist() == [[0] * 4]
+    # A sigmoid of -inf is 0, so the experts are distinct.
+    assert chosen("nan_to_minus_infinity_before", softmax=False).tolist() == [[0, 1, 2, 3]]
+    assert chosen("nan_to_num_before").tolist() == [[0, 1, 2, 3]]
 
 
 def test_a_lane_is_stuck_on_a_nan_in_its_first_column(device: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from staleproof.cases.case import Reading, Scene, ablation, each, fix, reading
+from staleproof.cases.case import MissingError, Reading, Scene, ablation, each, fix, reading
+from staleproof.cases.finding import Evidence, Grade
 from staleproof.cases.measure import Times, graph_times
 from staleproof.cases.run import Table
 from staleproof.device import Provenance
@@ -21,6 +22,7 @@ from staleproof.incidents.decode_buffer.buffer import ones
 from staleproof.incidents.decode_buffer.correct import wrong
 from staleproof.incidents.decode_buffer.model import Attention, Experts, Model
 from staleproof.incidents.decode_buffer.outside import ASLEEP, SYMMETRIC, not_here, outside
+from staleproof.incidents.decode_buffer.released import ROWS, Released, profiled
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES, Outcome
 from staleproof.incidents.decode_buffer.setups import (
     ATTENTION,
@@ -33,6 +35,7 @@ from staleproof.incidents.decode_buffer.setups import (
     Setup,
     run_servers,
 )
+from staleproof.incidents.published_unwritten.real import package
 
 # --- A whole server. Real memory on CUDA, under a limit; simulated on a CPU.
 
@@ -127,6 +130,41 @@ def prediction(case: ServerCase, device: str, started: Sequence[Outcome]) -> Rea
     taken = outcome.taken_bytes()
     verdict = "within 1 %" if abs(taken / owner.predicted - 1) <= 0.01 else "off"
     return reading(verdict, note=str(owner), predicted_bytes=owner.predicted, taken_bytes=taken)
+
+
+# vLLM's own profile run, and what of its first decode is kept. Most changes take a step away.
+_EAGER = Released("0.18.1", "CUTLASS")
+_DECODE = (("uniform_decode", True), ("num_tokens", ROWS))
+RELEASED: dict[str, tuple[Released, str]] = {
+    "vLLM 0.18.1, CUTLASS": (_EAGER, "unseen"),
+    "vLLM 0.18.1, FlashInfer": (Released("0.18.1", "FlashInfer"), "unseen"),
+    "vLLM 0.18.1, metadata built": (replace(_EAGER, change=(("force_attention", True),)), "seen"),
+    # A batch as large as the profile's fits no graph, whether it is a profile or not.
+    "vLLM 0.18.1, not as a profile": (replace(_EAGER, change=(("is_profile", False),)), "unseen"),
+    "vLLM 0.18.1, a batch that fits a graph": (replace(_EAGER, change=_DECODE), "unseen"),
+    "vLLM 0.18.1, both": (replace(_EAGER, change=(*_DECODE, ("is_profile", False))), "seen"),
+    "vLLM 0.19.1, CUTLASS": (Released("0.19.1", "CUTLASS"), "unseen"),
+    "vLLM 0.19.1, FlashInfer": (Released("0.19.1", "FlashInfer"), "unseen"),
+    "vLLM 0.20.0, CUTLASS": (Released("0.20.0", "CUTLASS"), "nothing kept"),
+    "vLLM 0.20.0, FlashInfer": (Released("0.20.0", "FlashInfer"), "nothing kept"),
+}
+
+
+def profile_released(case: tuple[Released, str], device: str) -> Reading:
+    """Whether a release's own profile run makes the buffer that its first captured decode keeps."""
+    said = profiled(case[0], package(case[0].version))
+    early, late = said["kept_by_profile"], said["kept_by_capture"]
+    verdict = "seen" if early else "unseen" if late else "nothing kept"
+    # vLLM's code runs on the CPU also where there is a GPU.
+    return Reading(verdict, said, provenance=None if device == "cpu" else Provenance.INTERPRETED)
+
+
+def _no_source(case: tuple[Released, str], device: str) -> str | None:
+    try:
+        package(case[0].version)
+    except MissingError as error:
+        return str(error)
+    return None
 
 
 LARGEST_GRAPH = {
@@ -290,6 +328,15 @@ TABLE = Table(
         expect="within 1 %",
         needs=too_small,
         scene=_BUFFERS_ONLY,
+    ),
+    each(
+        "profile, released",
+        "profile",
+        RELEASED,
+        profile_released,
+        expect=lambda case: case[1],
+        needs=_no_source,
+        evidence=lambda case: Evidence(Grade.REAL, f"vLLM {case[0].version}'s runner and backend on a CPU"),
     ),
     each(
         "largest graph",

@@ -57,8 +57,8 @@ class ServerConfig:
         rank: ``kv_lora_rank``.
         weight_bytes: an assumption, since the thread does not give it.
         workspace_per_token: bytes of the transient workspace a token. With 8192 tokens it is the
-            3.94 GiB whose allocation failed. The thread does not say what that was; here the experts
-            allocate it.
+            3.94 GiB whose allocation failed: by the report, the first large one of an MoE kernel. That
+            each layer takes and frees them is an assumption.
         dtype: of the decode output; bf16, since the KV cache of the report is fp8.
     """
 

@@ -57,6 +57,22 @@ def both(step: Step) -> Sequence[int]:
     return step.new_blocks
 
 
+class OnChange:
+    """New attention blocks whose last tenant was a Mamba layer (proposed in the review of vLLM #35219).
+
+    A NaN that attention itself left in a block reaches the block's next tenant.
+    """
+
+    def __init__(self) -> None:
+        self.mamba: set[int] = set()
+
+    def __call__(self, step: Step) -> Sequence[int]:
+        """The blocks that change from Mamba to attention before a step; the steps in order."""
+        changed = self.mamba.intersection(step.new[ATTENTION])
+        self.mamba = (self.mamba - changed).union(step.new[MAMBA])
+        return sorted(changed)
+
+
 class Fill(Zeroing):
     """Zeroes the blocks that ``pick`` picks from a step, with torch's ``index_fill_``."""
 

@@ -5,6 +5,7 @@ The table is at the end; above it are the functions that answer one row each.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from staleproof.cases import case as cases
+from staleproof.cases import children
 from staleproof.cases.case import ALL, Reading, ablation, each, fix, reading
 from staleproof.cases.finding import ARITHMETIC, REPLICA, Evidence, Grade
 from staleproof.cases.run import Table
@@ -24,7 +26,7 @@ from staleproof.incidents.kv_reuse.attention import HEAD_DIM, Call, kernels, mas
 from staleproof.incidents.kv_reuse.bits import DTYPES, nan_share
 from staleproof.incidents.kv_reuse.correct import wrong_bytes
 from staleproof.incidents.kv_reuse.host_memory import host_memory
-from staleproof.incidents.kv_reuse.hybrid import KERNEL_BLOCK, FirstStep
+from staleproof.incidents.kv_reuse.hybrid import KERNEL_BLOCK, FirstStep, corrupted, serve
 from staleproof.incidents.kv_reuse.scene import (
     CLEAN,
     KERNEL,
@@ -40,9 +42,10 @@ from staleproof.incidents.kv_reuse.scene import (
     tenancies,
     trace_of,
 )
+from staleproof.ops.zero_blocks import BlockZeroer
+from staleproof.vllm.sources import vllm_file
 
 MILLION = 1_000_000
-CACHING = {"with prefix caching": True, "without prefix caching": False}
 
 
 def nan_in_bits(source: str, dtype: str, device: str) -> Reading:
@@ -104,6 +107,7 @@ def wrong_on(scene: Scene, remedy: Remedy, device: str) -> str | None:
 POLICIES: dict[str, tuple[Remedy, str, str]] = {
     "no_zeroing": (no_zeroing, NAN, NAN),
     "zero_on_free": (partial(broken.Fill, pick=broken.freed), WRONG, CLEAN),
+    "zero_on_change": (lambda buffers: broken.Fill(buffers, broken.OnChange()), CLEAN, CLEAN),
     "zero_hits_too": (partial(broken.Fill, pick=broken.hits_too), WRONG, CLEAN),
     "zero_attention_only": (partial(broken.Fill, pick=broken.attention_only), CLEAN, CLEAN),
     "zero_mamba_only": (partial(broken.Fill, pick=broken.mamba_only), NAN, NAN),
@@ -129,6 +133,48 @@ def zeroed_by(policy: str, device: str, runs: Runs) -> Reading:
     return Reading(runs[policy].verdict, runs[policy].numbers)
 
 
+# Zeroing -> whether a request that is NaN by itself poisons others through reused blocks.
+ISOLATED = {
+    "no_zeroing": "leaked",
+    "zero_on_change": "leaked",
+    "zero_attention_only": "live_born",
+    "BlockZeroer": "live_born",
+}
+
+
+def _sick(scene: Scene) -> cases.Scene:
+    """A load in which each tenth request turns NaN by itself at its second token, with each way to zero."""
+
+    def tell(device: str) -> dict[str, Reading]:
+        here = replace(scene, device=device)
+        base, model = trace_of(here), here.model()
+        ill = (base.owners % 10 == 0) & (base.positions > 0)
+        load = replace(base, tokens=base.tokens.masked_fill(ill, len(model.embedding)))
+        model.embedding = torch.cat([model.embedding, model.embedding[:1] * torch.nan])
+        apart = serve(load, model, here.buffers(base.clean_pages), clean=True)
+        sick = {*base.owners[ill].tolist()}
+        others = {*base.owners.unique().tolist()} - sick
+        # Those that hit a prefix which a sick request filled: NaN on memory of their own, too.
+        by_prefix = {*base.owners[~apart.outputs.isfinite().all(-1)].tolist()} & others
+        said = {}
+        for policy in ISOLATED:
+            buffers = here.buffers()
+            served = serve(load, model, buffers, POLICIES[policy][0](buffers))
+            poisoned = corrupted(load, served, apart) & others
+            verdict = "leaked" if poisoned else "live_born"
+            said[policy] = reading(
+                verdict, sick=len(sick), poisoned=len(poisoned), by_prefix=len(by_prefix), others=len(others)
+            )
+        return said
+
+    return cases.Scene(f"sick requests, prefix caching {'on' if scene.prefix_caching else 'off'}", tell)
+
+
+def isolation(policy: str, device: str, told: Mapping[str, Reading]) -> Reading:
+    """Whether requests that are NaN by themselves reach others through blocks that are used again."""
+    return told[policy]
+
+
 AGAIN = "no_zeroing, again"
 
 
@@ -137,9 +183,9 @@ def in_turn(scene: Scene, policy: str, device: str, runs: Runs) -> Reading:
     return served(scene, device) if policy == AGAIN else zeroed_by(policy, device, runs)
 
 
-def cured_late(prefix_caching: bool, device: str) -> Reading:
+def cured_late(load: Scene, device: str) -> Reading:
     """New blocks are zeroed in the last third only: what of the requests that begin in it?"""
-    scene = Scene(device, prefix_caching=prefix_caching)
+    scene = replace(load, device=device)
     start = scene.steps * 2 // 3
     seen = judge(scene, partial(broken.ZeroFromStep, start=start))
     owners = trace_of(scene).owners
@@ -230,6 +276,37 @@ def grows(taken: bool, device: str) -> Reading:
     )
 
 
+def slept(outside: bool, device: str) -> Reading:
+    """Whether a zeroer zeroes its blocks, and no others, once vLLM's sleep mode took and gave back memory."""
+    ended = children.call(_sleep_and_wake, outside, timeout_s=120)
+    return ended.answer() if ended.told else reading("died", note=ended.last_line)
+
+
+def _sleep_and_wake(outside: bool) -> Reading:
+    cumem = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
+    with cumem.use_memory_pool(tag="kv_cache"):
+        caches = [torch.zeros(64, 4096, device="cuda") for _ in range(8)]
+        inside = BlockZeroer(caches)
+    zeroer = BlockZeroer(caches) if outside else inside
+    cumem.sleep(offload_tags=())
+    cumem.wake_up()
+    for cache in caches:
+        cache.fill_(1.0)
+    try:
+        zeroer.zero([3, 5])
+        zero = torch.stack([(cache == 0).all(1) for cache in caches])
+        right = bool(zero[:, [3, 5]].all()) and int(zero.sum()) == 16
+    except torch.AcceleratorError as error:
+        return reading("illegal memory access", note=str(error).partition("\n")[0])
+    return reading("right" if right else "wrong, silent", zeroed=int(zero.sum()))
+
+
+def _no_sleep_mode(outside: bool, device: str) -> str | None:
+    if device != "cuda":
+        return "needs a CUDA device"
+    return None if vllm_file("cumem_allocator.abi3.so") else "needs vLLM's cumem_allocator"
+
+
 class Witness(NamedTuple):
     """A way to look for the growing list, whether the collector is frozen, and what it says then."""
 
@@ -261,7 +338,7 @@ def _evidence(name: str, where: str = "") -> Evidence:
     return REPLICA if kernel.attend is masked_loads else Evidence(Grade.REAL, kernel.name + where)
 
 
-LOADS = {how: Scene("cpu", prefix_caching=caching) for how, caching in CACHING.items()}
+LOADS = {"with prefix caching": Scene("cpu"), "without prefix caching": Scene("cpu", prefix_caching=False)}
 # Expected of zero_on_free: a block that it zeroed may still be hit.
 FREED = {"with prefix caching": NOT_FIXED, "without prefix caching": FIXED}
 
@@ -303,22 +380,20 @@ def _of_load(how: str, scene: Scene) -> list[cases.Case]:
 
 TABLE = Table(
     "kv_reuse",
-    each(
-        "NaN in the bits of N(0, 1)",
-        "bits",
-        list(DTYPES),
-        partial(nan_in_bits, "N(0, 1)"),
-        expect="some",
-        evidence=ARITHMETIC,
-    ),
-    each(
-        "NaN in the bits of bf16 values in fp32",
-        "bits",
-        list(DTYPES),
-        partial(nan_in_bits, "bf16 values in fp32"),
-        # Read in 16 bits, a value is a bf16 number or its low half, which is zero.
-        expect=lambda dtype: "none" if DTYPES[dtype].itemsize == 2 else "some",
-        evidence=ARITHMETIC,
+    *(
+        each(
+            f"NaN in the bits of {source}",
+            "bits",
+            list(DTYPES),
+            partial(nan_in_bits, source),
+            expect=expect,
+            evidence=ARITHMETIC,
+        )
+        for source, expect in (
+            ("N(0, 1)", "some"),
+            # Read in 16 bits, a value is a bf16 number or its low half, which is zero.
+            ("bf16 values in fp32", lambda dtype: "none" if DTYPES[dtype].itemsize == 2 else "some"),
+        )
     ),
     *(
         each(
@@ -354,9 +429,9 @@ TABLE = Table(
     each(
         "requests after the cure",
         "answers",
-        CACHING,
+        LOADS,
         cured_late,
-        expect=lambda caching: NAN if caching else CLEAN,
+        expect=lambda load: NAN if load.prefix_caching else CLEAN,
     ),
     *(
         fix(
@@ -400,6 +475,27 @@ TABLE = Table(
         {"taken every step": True, "never": False},
         grows,
         expect=lambda taken: "flat" if taken else "grows",
+    ),
+    *(
+        each(
+            f"a request sick by itself, {how}",
+            "rows",
+            list(ISOLATED),
+            isolation,
+            expect=ISOLATED,
+            scene=_sick(load),
+        )
+        for how, load in LOADS.items()
+    ),
+    each(
+        "asleep and awake, vLLM's allocator",
+        "access",
+        {"tables outside the pool": True, "tables inside it": False},
+        slept,
+        expect=lambda outside: "right" if outside else None,
+        reason="tables inside the pool: what the pages hold after the wake-up is the driver's",
+        needs=_no_sleep_mode,
+        evidence=Evidence(Grade.REAL, "vLLM's CuMemAllocator, our zeroer"),
     ),
     each("who sees the list", "block list", WITNESSES, who_sees, expect=lambda witness: witness.expected),
 )

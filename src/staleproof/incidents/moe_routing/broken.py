@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -27,9 +28,10 @@ Choice = Callable[[torch.Tensor, int, int], torch.Tensor]
 def warp_columns(experts: int, itemsize: int) -> torch.Tensor:
     """Which columns each lane of a warp holds, (lanes, columns a lane), first column first.
 
-    A row is read in pieces of 16 bytes, which go to the lanes in turn (vLLM's ``topkGating``).
+    A row is read in pieces of 16 bytes, which go to the lanes in turn (vLLM's ``topkGating``). A number of
+    experts that is a multiple of 64 and no power of two is read in pieces of two elements.
     """
-    piece = min(16 // itemsize, experts)
+    piece = min(16 // itemsize, experts) if experts & (experts - 1) == 0 else 2
     lanes = experts // (max(1, experts // (piece * 32)) * piece)
     return torch.arange(experts).view(-1, lanes, piece).transpose(0, 1).flatten(1)
 
@@ -40,7 +42,8 @@ def warp_keeps_its_first_column(choice: torch.Tensor, top_k: int, itemsize: int)
     Each lane starts from its first column and scans for a larger score; lanes exchange their best
     by butterfly; lane 0 writes, and the lane that holds the winner blanks it. With NaN each lane can
     see another winner. An all-NaN row gives expert 0 each time. Stands for ``topkGating`` of
-    vLLM up to 0.19.1 (vLLM #39593) where the number of experts is a power of two up to 512.
+    vLLM up to 0.19.1 (vLLM #39593) where the number of experts is a power of two up to 512, or on CUDA
+    a multiple of 64 up to 576 (0.19.1 ``csrc/moe/topk_softmax_kernels.cu:677-697``).
 
     Args:
         choice: (rows, experts) float32, scores and bias.
@@ -54,8 +57,10 @@ def warp_keeps_its_first_column(choice: torch.Tensor, top_k: int, itemsize: int)
         ValueError: another number of experts.
     """
     experts = choice.shape[1]
-    fits = 0 < experts <= 512 and experts & (experts - 1) == 0
-    check.require(fits, "choice", "a power of two of experts up to 512", experts)
+    fits = (0 < experts <= 512 and experts & (experts - 1) == 0) or experts in range(64, 577, 64)
+    check.require(
+        fits, "choice", "a power of two of experts up to 512, or a multiple of 64 up to 576", experts
+    )
     columns = warp_columns(experts, itemsize).to(choice.device)
     lane = torch.arange(len(columns), device=choice.device)
     in_lanes = choice[:, columns]
@@ -91,7 +96,7 @@ def block_keeps_the_left(choice: torch.Tensor, top_k: int, itemsize: int) -> tor
 
     Thread t looks at the experts t, t + 256, ... and skips those chosen before. An all-NaN
     row gives expert 0 each time, and first 256 if there are more than 256 experts. Stands for
-    ``moeTopK`` of vLLM up to 0.19.1, the path of unusual numbers of experts. Arguments and
+    ``moeTopK`` of vLLM up to 0.19.1, the path of all other numbers of experts. Arguments and
     result are those of :func:`warp_keeps_its_first_column`.
     """
     rows, experts = choice.shape
@@ -210,6 +215,8 @@ REMEDIES: dict[str, Remedy] = {
     "none": Remedy(),
     # A pass of its own over the logits, as users of affected versions did (vLLM #39593).
     "nan_to_num_before": Remedy(on_load=torch.nan_to_num),
+    # The form that vLLM #39593 timed: a row of nothing but NaN is all -inf, and its softmax NaN again.
+    "nan_to_minus_infinity_before": Remedy(on_load=partial(torch.nan_to_num, nan=-torch.inf)),
     # vLLM #39593, closed.
     "lowest_on_load": Remedy(on_load=_lowest_for_nan),
     # vLLM #39391, from 0.20.0 on. The bias is added after it.

@@ -125,6 +125,7 @@ REMEDY_CASES: dict[str, RoutingCase] = {
 REMEDY_EXPECTED: dict[str, tuple[str, ...]] = {
     "none": ("duplicates",) * 4,
     "nan_to_num_before": ("distinct", "distinct", "distinct", "duplicates"),
+    "nan_to_minus_infinity_before": ("duplicates", "duplicates", "distinct", "duplicates"),
     "lowest_on_load": ("distinct", "distinct", "duplicates", "duplicates"),
     "clamp_after_scoring": ("distinct", "distinct", "distinct", "duplicates"),
     "skip_padding": ("skipped", "duplicates", "duplicates", "duplicates"),
@@ -287,6 +288,7 @@ FIXES: dict[str, tuple[RoutingCase, dict[str, Any], str]] = {
     "topk_sigmoid, NaN bias": (_BIAS, {"choice": OURS}, FIXED),
     "grouped_topk, NaN bias": (_BIAS, {"choice": "grouped_topk"}, FIXED),
     "nan_to_num_before": (_SOFTMAX, {"choice": "nan_to_num_before"}, FIXED),
+    "nan_to_minus_infinity_before": (_SOFTMAX, {"choice": "nan_to_minus_infinity_before"}, NOT_FIXED),
     "clamp_after_scoring": (_SOFTMAX, {"choice": "clamp_after_scoring"}, FIXED),
     "clamp_after_scoring, NaN bias": (_BIAS, {"choice": "clamp_after_scoring"}, NOT_FIXED),
     "skip_padding": (_SOFTMAX, {"choice": "skip_padding"}, FIXED),
