@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from staleproof import device
-from staleproof.vllm.sources import vllm_file
+from staleproof.vllm.sources import numbers, vllm_file
 
 PACKAGES = (
     "staleproof",
@@ -127,9 +127,9 @@ def warnings() -> list[str]:
     bad = (
         device.interpreting()
         and triton is not None
-        and _release(triton) < (3, 7)
+        and numbers(triton) < (3, 7)
         and numpy is not None
-        and _release(numpy) >= (2, 4)
+        and numbers(numpy) >= (2, 4)
     )
     if not bad:
         return []
@@ -138,10 +138,6 @@ def warnings() -> list[str]:
         "can be converted to Python scalars'): install triton>=3.7 or numpy<2.4"
     )
     return [line]
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def tool(name: str) -> Path | None:
