@@ -387,22 +387,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--limit", type=float, help="seconds after which all engines are ended")
     parser.add_argument("--without", action="append", default=[], help="engines and states not to time")
-<<<<<<< HEAD
     parser.add_argument("--quantization", help="of the engines, e.g. fp8; bf16 by default")
-=======
     parser.add_argument("--by-layers", action="store_true", help="4 to 61 layers and graphs of 8 to 512")
->>>>>>> g4
     parser.add_argument("--out", type=Path, required=True, help="record the run in OUT/<machine>-engine-cost")
     given = parser.parse_args(arguments)
     kind = "cost-by-layers" if given.by_layers else "cost"
     folder = given.out / f"{command.run_name(devices.machine())}-{kind}"
     store.open_for_writing(folder).rmdir()
     found = command.ask(
-<<<<<<< HEAD
-        table(given.without, given.quantization),
-=======
-        table_by_layers() if given.by_layers else table(given.without),
->>>>>>> g4
+        table_by_layers() if given.by_layers else table(given.without, given.quantization),
         devices.select(),
         print,
         lambda one: print(terminal.finding_text(one)),

@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from staleproof.device import version_of
 from staleproof.engine.models import write_config
 from staleproof.engine.watching import WatchError, fetch
 
@@ -388,7 +389,7 @@ def soak(
             say(f"{name}: { ({k: v for k, v in found[name].items() if k != 'log'}) }"[:900])
     for name, server in servers.items():
         found[name].setdefault("log", server.lines()[:20])
-        found[name]["wrong"] = judged(name, found[name])
+        found[name] |= {"wrong": judged(name, found[name]), "vllm": version_of("vllm")}
         say(f"{name}: {'; '.join(found[name]['wrong']) or 'as it must be'}")
     return found
 

@@ -19,7 +19,6 @@ import environment
 
 from staleproof.cases import store
 from staleproof.cases.finding import Finding
-from staleproof.triage.table import spans
 from staleproof.vllm import plugin, releases
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +94,7 @@ def _per_patch(cures: Sequence[tuple[str, str, str]]) -> str:
             (
                 f"`{name}`",
                 f"`{patch.incident}`",
-                spans(needed),
+                releases.spans(needed),
                 ends[name] or "not yet",
                 "; ".join(shown) or "-",
             )
@@ -107,14 +106,11 @@ def page() -> str:
     """The page as it should be."""
     findings = [one for name in RUNS for one in store.find(name).findings]
     cures = [*_whole(findings)]
-    recorded = (ROOT / "workbook/real-engine.md").read_text()
-    (served,) = re.findall(r"`soak-serve.json` \(H200, vLLM ([\d.]+)", recorded)
-    soak = json.loads((ROOT / "workbook/soak-serve.json").read_text())
-    load = soak["watch"]["load"]
+    soak = json.loads((ROOT / "workbook/soak-serve.json").read_text())["watch"]
     parts = [
-        INTRODUCTION.format(**load),
+        INTRODUCTION.format(**soak["load"]),
         "## By release",
-        _per_release(cures, served),
+        _per_release(cures, soak["vllm"]),
         "## By patch",
         _per_patch(cures),
     ]

@@ -106,7 +106,7 @@ def record(kernels, monkeypatch, tmp_path):
 
     found = mla.peers()
     assert [found[name].unavailable_reason for name in SM100_PEERS] == [None, None]
-    subjects = {name: cases.PeerKernel(found[name]) for name in SM100_PEERS}
+    subjects = {name: found[name] for name in SM100_PEERS}
     table = [
         each(name, words, subjects, partial(cases._asked, ask), reason="nobody has run it")
         for name, (words, ask) in cases.ALONE.items()

@@ -137,7 +137,7 @@ def test_spies_and_fault_fit_the_real_vllm(version):
         "fits first_configs",
         "fits scaled_weights: norm 1.0, gain 1.0",
         "fits switches: zeroed [[3, 2]]",
-        "fits routing: _routing",
+        "fits routing: behind",
         "fits first_configs: 36 and 1",
         "fits watch: 20 functions",
     ], done.stderr[-3000:]

@@ -66,9 +66,13 @@ def closure(modules: Iterable[str]) -> set[Path]:
         path = _file(todo.pop())
         if path is not None and path not in found and not _is_bookkeeping(path):
             found.add(path)
-            found |= {path.with_name(name) for name in _BESIDE.findall(path.read_text("utf-8"))}
+            found |= _beside(path)
             todo += _imports(path)
     return found
+
+
+def _beside(path: Path) -> set[Path]:
+    return {path.with_name(name) for name in _BESIDE.findall(path.read_text("utf-8"))}
 
 
 def code(text: str) -> str:
@@ -118,8 +122,8 @@ def _digest(paths: set[Path]) -> str:
 
 def bookkeeping_digest() -> str:
     """Digest of :data:`BOOKKEEPING` in ``cases``. A test holds it beside :data:`MACHINERY`."""
-    files = [PACKAGE / f"{part}.py" for part in BOOKKEEPING if part.startswith("cases/")]
-    return _digest({file for file in files if file.is_file()})
+    files = {PACKAGE / f"{part}.py" for part in BOOKKEEPING if part.startswith("cases/")}
+    return _digest(files | {beside for file in files for beside in _beside(file)})
 
 
 def _file(module: str) -> Path | None:

@@ -24,7 +24,8 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -366,10 +367,21 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Write to a file beside ``path``, then rename it: a failure leaves the earlier file as it was."""
     text = "".join(line + "\n" for line in lines)
     draft = path.with_name(path.name + ".part")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(text)
         draft.replace(path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in one line that a file or folder cannot be written.
+
+    Raises:
+        RunFileError: the body raised an ``OSError``.
+    """
+    try:
+        yield
     except OSError as error:
         raise RunFileError(f"{path}: cannot be written: {error.strerror}") from error
 

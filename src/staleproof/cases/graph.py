@@ -17,8 +17,10 @@ bytes from one replay to the next.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
@@ -116,35 +118,26 @@ class LaunchList(TorchDispatchMode):
             launch()
 
 
-class _recorded_triton:
+@contextmanager
+def _recorded_triton(launches: list[Callable[[], Any]], names: list[str]) -> Iterator[None]:
     """While active, interpreted Triton launches are also appended to ``launches``."""
+    if not device.has_triton():
+        yield
+        return
+    from triton.runtime.interpreter import InterpretedFunction
 
-    def __init__(self, launches: list[Callable[[], Any]], names: list[str]) -> None:
-        self._launches, self._names = launches, names
+    run = InterpretedFunction.run
 
-    def __enter__(self) -> None:
-        if not device.has_triton():
-            self._cls = None
-            return
-        from triton.runtime.interpreter import InterpretedFunction
+    def recorded(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        # The interpreter's own torch operations are not part of the step.
+        with _disable_current_modes():
+            result = run(kernel, *args, **kwargs)
+        launches.append(lambda: run(kernel, *args, **kwargs))
+        names.append(kernel.fn.__name__)
+        return result
 
-        self._cls = InterpretedFunction
-        self._run = run = InterpretedFunction.run
-        launches, names = self._launches, self._names
-
-        def recorded(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            # The interpreter's own torch operations are not part of the step.
-            with _disable_current_modes():
-                result = run(kernel, *args, **kwargs)
-            launches.append(lambda: run(kernel, *args, **kwargs))
-            names.append(kernel.fn.__name__)
-            return result
-
-        InterpretedFunction.run = recorded
-
-    def __exit__(self, *_: object) -> None:
-        if self._cls is not None:
-            self._cls.run = self._run
+    with mock.patch.object(InterpretedFunction, "run", recorded):
+        yield
 
 
 class CudaGraph:

@@ -29,6 +29,7 @@ from staleproof.cases.finding import (
     read_findings,
     read_lines,
     write_lines,
+    writing,
 )
 
 FINDINGS, MEASUREMENTS, ENVIRONMENT = "findings.jsonl", "measurements.jsonl", "environment.json"
@@ -196,11 +197,9 @@ def open_for_writing(folder: Path) -> Path:
     if folder.exists() and not (folder / ENVIRONMENT).is_file():
         raise RunFileError(f"{folder}: exists and is not a recorded run; it is left as it is")
     draft = folder.with_name(folder.name + ".part")
-    try:
+    with writing(folder):
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-    except OSError as error:
-        raise RunFileError(f"{folder}: cannot be written: {error.strerror}") from error
     return draft
 
 
@@ -225,17 +224,16 @@ def write(folder: Path, findings: Iterable[Finding], measurements: Iterable[Mapp
     draft = open_for_writing(folder)
     earlier = folder.with_name(folder.name + ".earlier.part")
     try:
-        for name, lines in rows.items():
-            write_lines(draft / name, lines)
-        write_lines(draft / ENVIRONMENT, [json.dumps(about, indent=1, sort_keys=True)])
-        if folder.exists():
-            folder.replace(earlier)
-        draft.replace(folder)
-    except OSError as error:
+        with writing(folder):
+            for name, lines in rows.items():
+                write_lines(draft / name, lines)
+            write_lines(draft / ENVIRONMENT, [json.dumps(about, indent=1, sort_keys=True)])
+            if folder.exists():
+                folder.replace(earlier)
+            draft.replace(folder)
+    finally:
         if earlier.exists() and not folder.exists():
             earlier.replace(folder)
-        raise RunFileError(f"{folder}: cannot be written: {error.strerror}") from error
-    finally:
         shutil.rmtree(draft, ignore_errors=True)
     shutil.rmtree(earlier, ignore_errors=True)
 
@@ -249,12 +247,10 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise RunFileError(f"{path}: cannot be written: it is a folder")
     draft = path.with_name(path.name + ".part")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.touch()
         draft.unlink()
-    except OSError as error:
-        raise RunFileError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def read_kept(path: Path) -> list[Finding]:

@@ -14,6 +14,7 @@ from staleproof.cli.common import BadInputError
 
 
 def diagnose(
+    context: typer.Context,
     paste: Annotated[
         str | None, typer.Argument(metavar="LOG", help="A vLLM log, or - for stdin; as --log.")
     ] = None,
@@ -53,7 +54,7 @@ def diagnose(
     Exit code 2: bad input, in one line.
     """
     from staleproof.triage import answer, judge, logs
-    from staleproof.triage.facts import Facts, from_words
+    from staleproof.triage.facts import ASK, Facts, from_words
 
     if table:
         from rich.console import Console
@@ -62,19 +63,7 @@ def diagnose(
 
         Console().print(rich_table())
         return
-    given = {
-        "symptom": symptom,
-        "version": version,
-        "model": model,
-        "gpu": gpu,
-        "graphs": graphs,
-        "quant": quant,
-        "parallel": parallel,
-        "backend": backend,
-        "moe_backend": moe_backend,
-        "scheduling": scheduling,
-        "phase": phase,
-    }
+    given = {name: word for name, word in context.params.items() if name in ASK}
     if paste is not None and log is not None:
         raise BadInputError("diagnose: one log, please: an argument or --log")
     source = log if log is not None else paste

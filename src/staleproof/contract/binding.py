@@ -23,15 +23,8 @@ from staleproof.kernels.subject import Subject
 def _parameters(function: ast.FunctionDef, *, method: bool) -> inspect.Signature:
     """Its signature, with None for each default: they are not computed here."""
     arguments = copy.deepcopy(function.args)
-    named = [
-        *arguments.posonlyargs,
-        *arguments.args,
-        *arguments.kwonlyargs,
-        arguments.vararg,
-        arguments.kwarg,
-    ]
-    for argument in named:
-        if argument is not None:
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
             argument.annotation = None
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
     arguments.kw_defaults = [value and ast.Constant(None) for value in arguments.kw_defaults]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from staleproof import device as devices
 from staleproof.cases import children
@@ -38,18 +37,16 @@ START_S = 90.0
 def probes_of(subject: Subject) -> dict[str, Callable[[str], Reading]]:
     """The probes of a subject by clause; each takes the device."""
     from staleproof.contract import attention_probes, row_probes
-    from staleproof.contract.scenes import Shape, mla_shape
+    from staleproof.contract.scenes import LAUNCH, attention_shape
 
-    sizes: dict[str, Any] = dict(subject.shape)
-    kernel: Any = subject.call
-    table: dict[str, Callable[..., Reading]] = row_probes.PROBES.get(subject.kind, attention_probes.PROBES)
     if subject.kind == "attention":
-        own = {name: sizes.pop(name) for name in ("prepared", "planned", "empty_lse") if name in sizes}
-        kernel = attention_probes.Kernel(subject.call, **own)
-    shape: Any = sizes
-    if subject.kind == "attention":
-        shape = (mla_shape if sizes.get("layout") == "mla" else Shape)(**sizes)
-    return {clause: partial(probe, kernel, shape) for clause, probe in table.items()}
+        own = {name: subject.shape[name] for name in LAUNCH if name in subject.shape}
+        kernel, shape = attention_probes.Kernel(subject.call, **own), attention_shape(subject.shape)
+        return {clause: partial(ask, kernel, shape) for clause, ask in attention_probes.PROBES.items()}
+    sizes = dict(subject.shape)
+    return {
+        clause: partial(ask, subject.call, sizes) for clause, ask in row_probes.PROBES[subject.kind].items()
+    }
 
 
 def _one_line(error: BaseException) -> str:

@@ -60,6 +60,16 @@ def mla_shape(**given: Any) -> Shape:
     return Shape(**(usual | given))
 
 
+# What the decorator of an attention kernel takes beside its shape: how it is launched, and what it documents.
+LAUNCH = ("prepared", "planned", "empty_lse")
+
+
+def attention_shape(given: Mapping[str, Any]) -> Shape:
+    """The shape among what a kernel's decorator was given."""
+    sizes = {name: value for name, value in given.items() if name not in LAUNCH}
+    return mla_shape(**sizes) if sizes.get("layout") == "mla" else Shape(**sizes)
+
+
 def usual_dtype(device: str, name: str = "") -> torch.dtype:
     """The dtype of that name, or the one that kernels are asked with on a device."""
     found: torch.dtype = getattr(torch, name or ("float32" if device == "cpu" else "bfloat16"))

@@ -135,15 +135,23 @@ def attention(watch: Rows) -> None:
 
 
 def _attention(implementation: Any, watch: Rows) -> None:
-    inner = implementation.forward_mqa
-
-    def forward_mqa(self: Any, q: Any, kv: Any, metadata: Any, layer: Any) -> Any:
-        result = inner(self, q, kv, metadata, layer)
+    def look(result: Any, self: Any, q: Any, kv: Any, metadata: Any, layer: Any) -> None:
         # FlashMLA returns (requests, tokens of a query, heads, rank).
         watch.keep(f"{_layer(layer)}.{ATTENTION}", result[0].flatten(0, -3))
+
+    behind(implementation, "forward_mqa", look)
+
+
+def behind(owner: Any, name: str, look: Callable[..., object]) -> None:
+    """Call ``look`` with the result of each call of a method or function, and its arguments."""
+    inner = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        look(result, *args, **kwargs)
         return result
 
-    implementation.forward_mqa = forward_mqa
+    setattr(owner, name, call)
 
 
 def _layer(layer: Any) -> str:
@@ -167,16 +175,7 @@ def _when_loaded(look: Callable[[Any], None]) -> None:
     """Call ``look`` with the model as soon as a runner has loaded it; vLLM has two runners."""
     for module in ("gpu_model_runner", "gpu.model_runner"):
         runner = importlib.import_module(f"vllm.v1.worker.{module}").GPUModelRunner
-        runner.load_model = _and_then(runner.load_model, look)
-
-
-def _and_then(inner: Any, look: Callable[[Any], None]) -> Any:
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = inner(self, *args, **kwargs)
-        look(self.get_model())
-        return result
-
-    return load_model
+        behind(runner, "load_model", lambda result, self, *args, **kwargs: look(self.get_model()))
 
 
 def _hook(watch: Rows, stage: str) -> Any:
@@ -191,18 +190,11 @@ def _hook(watch: Rows, stage: str) -> Any:
 def logits(watch: Rows) -> None:
     """Keep a checksum of the bits of every live row's logits, a step."""
 
-    def loaded(model: Any) -> None:
-        compute = model.compute_logits
+    def computed(out: Any, *args: Any, **kwargs: Any) -> None:
+        if out is not None and len(watch.sums) < 4096:
+            watch.sums.append(checksum(out))
 
-        def compute_logits(*args: Any, **kwargs: Any) -> Any:
-            out = compute(*args, **kwargs)
-            if out is not None and len(watch.sums) < 4096:
-                watch.sums.append(checksum(out))
-            return out
-
-        model.compute_logits = compute_logits
-
-    _when_loaded(loaded)
+    _when_loaded(lambda model: behind(model, "compute_logits", computed))
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
@@ -237,16 +229,12 @@ def routing(watch: Rows) -> None:
 
 
 def _routing(router: Any, watch: Rows) -> None:
-    inner = router.select_experts
-
-    def select_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = inner(self, *args, **kwargs)
+    def chosen(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         layer = watch.layers.setdefault(id(self), f"router {len(watch.layers)}")
         watch.kinds.add(type(self).__name__)
         watch.keep_ids(layer, result[1])
-        return result
 
-    router.select_experts = select_experts
+    behind(router, "select_experts", chosen)
 
 
 def scaled_weights() -> None:
@@ -291,21 +279,14 @@ def ledger(watch: Rows) -> None:
 
     from staleproof.evidence import AllocationLedger
 
-    load = Worker.load_model
+    def captured(graph_bytes: Any, *args: Any, **kwargs: Any) -> None:
+        watch.graph_bytes = graph_bytes
 
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load(self, *args, **kwargs)
+    def loaded(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         watch.ledger = AllocationLedger(self.model_runner.get_model())
-        capture = self.model_runner.capture_model
+        behind(self.model_runner, "capture_model", captured)
 
-        def capture_model(*args: Any, **kwargs: Any) -> Any:
-            watch.graph_bytes = capture(*args, **kwargs)
-            return watch.graph_bytes
-
-        self.model_runner.capture_model = capture_model
-        return result
-
-    Worker.load_model = load_model
+    behind(Worker, "load_model", loaded)
     for name, phase, planned in (
         ("determine_available_memory", "profile", False),
         ("initialize_from_config", "kv cache", True),
@@ -330,13 +311,9 @@ def lazy_buffers(watch: Rows) -> None:
     """
     from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
-    inner = TritonMLAImpl.forward_mqa
-
-    def forward_mqa(self: Any, q: Any, kv: Any, metadata: Any, layer: Any) -> Any:
-        result = inner(self, q, kv, metadata, layer)
+    def allocate(result: Any, self: Any, q: Any, kv: Any, metadata: Any, layer: Any) -> None:
         wanted = int(_layer(layer).split(".")[1]) < watch.lazy_layers
         if wanted and getattr(self, BUFFER, None) is None:
             setattr(self, BUFFER, result[0].new_empty(BUFFER_ROWS, *result[0].shape[1:]))
-        return result
 
-    TritonMLAImpl.forward_mqa = forward_mqa
+    behind(TritonMLAImpl, "forward_mqa", allocate)

@@ -6,8 +6,10 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from staleproof.check import require
 
@@ -19,26 +21,16 @@ class WatchError(RuntimeError):
     """The port does not answer, or is not a watch's; the text is one line."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One number of a watch: its name without ``staleproof_`` and ``_total``, its labels, its value."""
-
-    name: str
-    labels: dict[str, str]
-    value: float
-
-
 def parse(text: str) -> list[Sample]:
-    """The samples of ours in what a port answers.
+    """The samples of ours in what a port answers, their names without ``staleproof_`` and ``_total``.
 
-    >>> parse('staleproof_bad_rows_total{stage="router",layer="layers.0",rows="live"} 3.0')
-    [Sample(name='bad_rows', labels={'stage': 'router', 'layer': 'layers.0', 'rows': 'live'}, value=3.0)]
+    >>> (one,) = parse('staleproof_bad_rows_total{stage="router",layer="layers.0",rows="live"} 3.0')
+    >>> one.name, one.labels, one.value
+    ('bad_rows', {'stage': 'router', 'layer': 'layers.0', 'rows': 'live'}, 3.0)
     """
-    from prometheus_client.parser import text_string_to_metric_families
-
     samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
     return [
-        Sample(one.name.removeprefix(PREFIX).removesuffix("_total"), one.labels, one.value)
+        one._replace(name=one.name.removeprefix(PREFIX).removesuffix("_total"))
         for one in samples
         if one.name.startswith(PREFIX) and not one.name.endswith("_created")
     ]

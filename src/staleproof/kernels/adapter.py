@@ -26,11 +26,13 @@ class Peer:
         unavailable_reason: one line that says why it cannot run here, or ``None``.
         prepare: takes (q, kv_cache, block_table, seq_lens, softmax_scale, num_kv_splits, out) and
             returns a closure that only launches the kernel, so that it can be captured in a graph.
+        num_kv_splits: parts that vLLM's kernel splits the keys into, 4 by default.
     """
 
     name: str
     unavailable_reason: str | None
     prepare: Callable[..., Launch]
+    num_kv_splits: int | None = None
 
     def __call__(
         self,
@@ -40,19 +42,17 @@ class Peer:
         seq_lens: torch.Tensor,
         *,
         softmax_scale: float,
-        num_kv_splits: int | None = None,
         out: torch.Tensor | None = None,
     ) -> Result:
         """Decode once.
 
         Args:
-            q: (batch, heads, 576); some kernels also take (batch, q_len, heads, 576).
+            q: (batch, heads, 576), also with a q_len of 1 in front of heads; some kernels take others.
             kv_cache: (pages, page_size, 576).
             block_table: (batch, max_pages) int32.
             seq_lens: (batch,) int32.
             softmax_scale: factor of the scores.
-            num_kv_splits: parts that vLLM's kernel splits the keys into, 4 by default.
-            out: (batch, heads, 512), written and returned if given.
+            out: as many elements as are returned; written, and returned as (batch, heads, 512).
 
         Returns:
             ``out`` (batch, heads, 512), and ``lse`` (batch, heads), a natural logarithm, or ``None``
@@ -70,7 +70,9 @@ class Peer:
         """
         if self.unavailable_reason is not None:
             raise RuntimeError(f"{self.name} is not available: {self.unavailable_reason}")
-        return self.prepare(q, kv_cache, block_table, seq_lens, softmax_scale, num_kv_splits, out)()
+        q = q.squeeze(1) if q.ndim == 4 and q.shape[1] == 1 else q
+        out = None if out is None else out.view(*q.shape[:-1], RANK)
+        return self.prepare(q, kv_cache, block_table, seq_lens, softmax_scale, self.num_kv_splits, out)()
 
 
 def peer(name: str, unavailable_reason: str | None, adapter: Callable[..., Any], **given: Any) -> Peer:

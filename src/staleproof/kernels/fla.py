@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from staleproof.kernels import references, subject
 
 _ragged = partial(subject.ragged, package="fla-core")
@@ -19,7 +21,6 @@ def l2norm(x):
 
 @_rows(name="rms_norm", reference=references.rms_norm)
 def rms_norm(x):
-    import torch
     from fla.modules.norm.layernorm import rms_norm
 
     return rms_norm(x, torch.ones(x.shape[1], device=x.device, dtype=x.dtype), None)
@@ -27,7 +28,6 @@ def rms_norm(x):
 
 @_ragged(name="fused_recurrent_gated_delta_rule", reference=references.gated_delta_rule)
 def gated_delta_rule(x, starts):
-    import torch
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
     x = x.view(1, len(x), 2, -1)
@@ -40,7 +40,6 @@ def gated_delta_rule(x, starts):
 
 @_ragged(name="chunk_gated_delta_rule", reference=references.gated_delta_rule)
 def chunk_gated_delta_rule(x, starts):
-    import torch
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     x = x.view(1, len(x), 2, -1)
@@ -51,7 +50,6 @@ def chunk_gated_delta_rule(x, starts):
 
 @_ragged(name="causal_conv1d", reference=references.sum_of_four)
 def causal_conv1d(x, starts):
-    import torch
     from fla.modules.causal_conv1d import causal_conv1d
 
     weight = torch.ones(x.shape[1], 4, device=x.device, dtype=x.dtype)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from staleproof import device
 from staleproof.device import Provenance
 from staleproof.kernels import references, subject
@@ -26,7 +28,6 @@ _sampling = partial(subject.rows, package="flashinfer-python", needs="cuda", dty
 
 @_rows(name="triton.norm.rms_norm", reference=references.rms_norm, files=_NORM)
 def triton_rms_norm(x):
-    import torch
     from flashinfer.triton.norm import rms_norm
 
     out = torch.empty_like(x)
@@ -36,7 +37,6 @@ def triton_rms_norm(x):
 
 @_rows(name="triton.norm.rms_norm_add_residual", reference=references.add_rms_norm, files=_NORM)
 def triton_rms_norm_add_residual(x):
-    import torch
     from flashinfer.triton.norm import rms_norm_add_residual
 
     x, residual = x.clone(), x.clone()
@@ -58,7 +58,6 @@ _MLA = {"layout": "mla", "heads": 16, "page_size": 64}
 @subject.attention(name="MLA fa3", **_MLA, **_PLANNED | {"needs": "sm90"}, given={"backend": "fa3"})
 @subject.attention(name="MLA fa2", **_MLA, **_PLANNED, given={"backend": "fa2"})
 def mla(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, backend):
-    import torch
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     space = torch.zeros(2**27, dtype=torch.uint8, device=q.device)
@@ -81,7 +80,6 @@ def mla(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, backend):
 
 @subject.attention(name="paged decode", head_dim=64, **_PLANNED)
 def paged_decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out):
-    import torch
     from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 
     wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.zeros(2**26, dtype=torch.uint8, device="cuda"), "NHD")
@@ -101,7 +99,6 @@ def paged_decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out)
 )
 @subject.attention(name="paged prefill fa2", q_len=0, head_dim=64, **_PLANNED, given={"backend": "fa2"})
 def prefill(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax_scale, out, backend):
-    import torch
     from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
     space = torch.zeros(2**27, dtype=torch.uint8, device="cuda")
@@ -120,7 +117,6 @@ def prefill(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax
 
 @subject.attention(name="trtllm-gen MLA", **_MLA, package="flashinfer-python", needs="sm100", prepared=True)
 def mla_trtllm(q, kv_cache, block_table, seq_lens, softmax_scale, out):
-    import torch
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla
 
     # It keeps semaphores in the workspace, which must start at zero.
@@ -141,7 +137,6 @@ def mla_trtllm(q, kv_cache, block_table, seq_lens, softmax_scale, out):
 
 
 def mla_cutlass(q, kv_cache, block_table, seq_lens, out):
-    import torch
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     space = torch.zeros(2**27, dtype=torch.uint8, device=q.device)
@@ -186,7 +181,6 @@ def top_k_renorm(x):
 
 @_norm(name="norm.rmsnorm", reference=references.rms_norm)
 def rmsnorm(x):
-    import torch
     from flashinfer.norm import rmsnorm
 
     return rmsnorm(x, torch.ones_like(x[0]), 1e-6)
@@ -194,7 +188,6 @@ def rmsnorm(x):
 
 @_norm(name="norm.fused_add_rmsnorm", reference=references.add_rms_norm)
 def fused_add_rmsnorm(x):
-    import torch
     from flashinfer.norm import fused_add_rmsnorm
 
     x, residual = x.clone(), x.clone()
@@ -219,7 +212,6 @@ def mxfp8(x):
 
 @_rows(name="nvfp4_quantize, 128x4", needs="sm100", hidden=256, skip={"R": "its scales lie in tiles of rows"})
 def nvfp4(x):
-    import torch
     from flashinfer import nvfp4_quantize
 
     return nvfp4_quantize(x, torch.ones(1, device=x.device))
@@ -246,7 +238,6 @@ _MOE = {
 
 @subject.experts(name="fused_moe.cutlass_fused_moe", **_MOE)
 def fused_moe(x, w1, w2, topk_weights, topk_ids):
-    import torch
     from flashinfer.fused_moe import cutlass_fused_moe
 
     # It wants the up projection first.
@@ -260,7 +251,6 @@ def fused_moe(x, w1, w2, topk_weights, topk_ids):
 
 @subject.experts(name="fused_moe.cutlass_fused_moe, two ranks with all-to-all", **_MOE)
 def fused_moe_ranks(x, w1, w2, topk_weights, topk_ids):
-    import torch
     from flashinfer.fused_moe import cutlass_fused_moe
 
     gate, up = w1.chunk(2, 1)
@@ -285,7 +275,6 @@ def top_p_renorm(x):
 
 @_norm(name="norm.gemma_rmsnorm", reference=references.rms_norm)
 def gemma_rmsnorm(x):
-    import torch
     from flashinfer.norm import gemma_rmsnorm
 
     return gemma_rmsnorm(x, torch.zeros_like(x[0]), 1e-6)
@@ -293,7 +282,6 @@ def gemma_rmsnorm(x):
 
 @_norm(name="norm.rmsnorm_quant, static scale", reference=references.rms_norm)
 def rmsnorm_quant(x):
-    import torch
     from flashinfer.norm import rmsnorm_quant
 
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from staleproof.kernels import references, subject
 
 _rows = partial(subject.rows, package="liger-kernel")
@@ -11,7 +13,6 @@ _rows = partial(subject.rows, package="liger-kernel")
 
 @_rows(name="rms_norm", reference=references.rms_norm)
 def rms_norm(x):
-    import torch
     from liger_kernel.ops.rms_norm import rms_norm_forward
 
     weight = torch.ones(x.shape[1], device=x.device, dtype=x.dtype)
@@ -27,7 +28,6 @@ def softmax(x):
 
 @_rows(name="layer_norm", reference=references.layer_norm)
 def layer_norm(x):
-    import torch
     from liger_kernel.ops.layer_norm import layer_norm_forward
 
     weight = torch.ones(x.shape[1], device=x.device, dtype=x.dtype)

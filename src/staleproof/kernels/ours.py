@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from staleproof.kernels import subject
 
 
@@ -39,8 +41,6 @@ def grouped_topk(router_logits, top_k, bias=None, is_padding=None):
 
 
 def _dequantized(packed, scales, swizzled):
-    import torch
-
     from staleproof.ops.reference.nvfp4 import dequantize_nvfp4
 
     one = torch.ones(1, device=packed.device)
@@ -61,8 +61,6 @@ def _dequantized(packed, scales, swizzled):
     given={"swizzled": True},
 )
 def quantize_nvfp4(x, swizzled):
-    import torch
-
     from staleproof.ops.nvfp4 import quantize_nvfp4
 
     return quantize_nvfp4(x, torch.ones(1, device=x.device), swizzled=swizzled)

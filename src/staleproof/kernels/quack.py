@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from staleproof.kernels import references, subject
 
 _rows = partial(subject.rows, package="quack-kernels", needs="sm90", hidden=256)
@@ -18,7 +20,6 @@ def softmax(x):
 
 @_rows(name="rmsnorm", reference=references.rms_norm)
 def rmsnorm(x):
-    import torch
     from quack.rmsnorm import rmsnorm
 
     return rmsnorm(x, torch.ones_like(x[0]).float())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 
@@ -55,30 +57,31 @@ def top_p_renorm(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(p).scatter(1, order, p / p.sum(-1, keepdim=True))
 
 
-def grouped_product(x: torch.Tensor, starts: torch.Tensor, width: int = 32) -> torch.Tensor:
-    """Each sequence times a matrix of its own, (hidden, width), drawn with seed 0."""
+def grouped_product(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Each sequence times a matrix of its own, (hidden, 32), drawn with seed 0."""
     torch.manual_seed(0)
-    weights = torch.randn(len(starts) - 1, x.shape[1], width).to(torch.bfloat16).double()
-    out = x.new_zeros(len(x), width)
-    for weight, start, end in zip(weights, starts.tolist(), starts.tolist()[1:], strict=False):
-        out[start:end] = x[start:end] @ weight
-    return out
+    return _products(x, starts, torch.randn(len(starts) - 1, x.shape[1], 32))
 
 
 def masked_product(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """As :func:`grouped_product`, with matrices of (128, hidden)."""
+    """The same with matrices of (128, hidden), transposed."""
     torch.manual_seed(0)
-    weights = torch.randn(len(starts) - 1, 128, x.shape[1]).to(torch.bfloat16).double()
-    out = x.new_zeros(len(x), 128)
-    for weight, start, end in zip(weights, starts.tolist(), starts.tolist()[1:], strict=False):
-        out[start:end] = x[start:end] @ weight.T
+    return _products(x, starts, torch.randn(len(starts) - 1, 128, x.shape[1]).mT)
+
+
+def _products(x: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out = x.new_zeros(len(x), weights.shape[2])
+    for weight, start, end in zip(
+        weights.bfloat16().double(), starts.tolist(), starts.tolist()[1:], strict=False
+    ):
+        out[start:end] = x[start:end] @ weight
     return out
 
 
 def sum_of_four(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """A causal convolution with four weights of 1 over each sequence."""
     out = torch.zeros_like(x)
-    for start, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+    for start, end in pairwise(starts.tolist()):
         for row in range(start, end):
             out[row] = x[max(start, row - 3) : row + 1].sum(0)
     return out
@@ -88,7 +91,7 @@ def gated_delta_rule(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """x (tokens, 2 * dim) as q, k and v of two heads; gate -0.1, beta 0.5; q and k of length 1."""
     tokens = x.view(len(x), 2, -1)
     unit, out = l2_norm(tokens), torch.zeros_like(tokens)
-    for start, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+    for start, end in pairwise(starts.tolist()):
         state = x.new_zeros(2, tokens.shape[2], tokens.shape[2])
         for row in range(start, end):
             k, v = unit[row], tokens[row]

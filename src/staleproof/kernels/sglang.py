@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from staleproof.kernels import references, subject
 
 _OPS = "sglang.kernels.ops"
@@ -20,7 +22,6 @@ _kv_write = partial(
 
 @_attention(name="Triton decode, MLA", files=_DECODE, layout="mla")
 def decode_mla(q, kv_cache, block_table, seq_lens, softmax_scale, out):
-    import torch
     from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
 
     size, kv = kv_cache.shape[1], kv_cache.flatten(0, 1).unsqueeze(1)
@@ -36,7 +37,6 @@ def decode_mla(q, kv_cache, block_table, seq_lens, softmax_scale, out):
 
 @_attention(name="Triton decode, grouped heads", files=_DECODE)
 def decode_grouped(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out):
-    import torch
     from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
 
     size, k, v = k_cache.shape[1], k_cache.flatten(0, 1), v_cache.flatten(0, 1)
@@ -59,7 +59,6 @@ def merge_state(out_a, lse_a, out_b, lse_b):
 
 @_kv_write(name="Triton set_mla_kv_buffer")
 def set_mla_kv_buffer(key, value, k_cache, v_cache, slot_mapping):
-    import torch
     from sglang.kernels.ops.kvcache.mla_buffer import set_mla_kv_buffer_triton
 
     # One buffer holds both; here they are taken apart again, so that each can be compared.
@@ -103,7 +102,6 @@ def per_token_group_int8(x):
 
 @_rows(name="fused_rmsnorm", reference=references.rms_norm, files=(f"{_OPS}.layernorm.fused_rmsnorm",))
 def fused_rmsnorm(x):
-    import torch
     from sglang.kernels.ops.layernorm.fused_rmsnorm import fused_rmsnorm
 
     return fused_rmsnorm(x, torch.ones(x.shape[1], device=x.device, dtype=x.dtype), 1e-6)
@@ -119,7 +117,6 @@ _EXTEND = (f"{_OPS}.attention.extend_attention", *_DECODE)
     skip={"E": "it takes no seq_lens: each query token brings its own key"},
 )
 def extend(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, softmax_scale, out):
-    import torch
     from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
     size, k, v = k_cache.shape[1], k_cache.flatten(0, 1), v_cache.flatten(0, 1)
@@ -143,7 +140,6 @@ def extend(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_le
 def extend_unified(
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, softmax_scale, out
 ):
-    import torch
     from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
 
     size, k, v = k_cache.shape[1], k_cache.flatten(0, 1), v_cache.flatten(0, 1)
@@ -169,7 +165,6 @@ def fused_gate_softmax(router_logits, top_k, bias=None):
 
 @_routing(name="Triton moe_fused_gate, sigmoid in groups", files=_GATE, grouped=True)
 def fused_gate_sigmoid(router_logits, top_k, bias=None):
-    import torch
     from sglang.kernels.ops.moe.moe_fused_gate import moe_fused_gate
 
     bias = torch.zeros_like(router_logits[0]) if bias is None else bias
@@ -185,7 +180,6 @@ def gate_topk(router_logits, top_k):
 
 @_routing(name="Triton fused_moe_router_cudacore", files=(f"{_OPS}.moe.router",))
 def router_cudacore(router_logits, top_k, bias=None):
-    import torch
     from sglang.kernels.ops.moe.router import fused_moe_router_cudacore
 
     # An identity for a weight, so that the hidden states are the logits.
@@ -198,7 +192,6 @@ _FP8 = (f"{_OPS}.quantization.fp8_kernel",)
 
 @_rows(name="Triton per_tensor_quant_mla_fp8", files=_FP8)
 def per_tensor_mla_fp8(x):
-    import torch
     from sglang.kernels.ops.quantization.fp8_kernel import per_tensor_quant_mla_fp8
 
     values, scale = per_tensor_quant_mla_fp8(x[None], torch.zeros(1, device=x.device))

@@ -4,71 +4,37 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from staleproof.kernels import references, subject
 
 _gathered = partial(subject.attention, package="torch", layout="gathered")
 _varlen = partial(subject.attention, package="torch", needs="cuda", q_len=0, head_dim=64)
 
 
-@_gathered(name="SDPA math, boolean mask")
-def sdpa_math(q, k, v, mask, softmax_scale):
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.MATH):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
-
-
-@_gathered(name="SDPA flash of the CPU, boolean mask", needs="cpu")
-def sdpa_flash_cpu(q, k, v, mask, softmax_scale):
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
-
-
-@_gathered(name="SDPA memory-efficient, boolean mask", needs="cuda")
-def sdpa_efficient(q, k, v, mask, softmax_scale):
-    import torch
+@_gathered(name="SDPA math, boolean mask", given={"backend": "MATH"})
+@_gathered(name="SDPA flash of the CPU, boolean mask", needs="cpu", given={"backend": "FLASH_ATTENTION"})
+@_gathered(name="SDPA memory-efficient, boolean mask", needs="cuda", given={"backend": "EFFICIENT_ATTENTION"})
+@_gathered(name="SDPA cuDNN, boolean mask", needs="cuda", head_dim=64, given={"backend": "CUDNN_ATTENTION"})
+def sdpa(q, k, v, mask, softmax_scale, backend):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     mask = mask.expand(-1, q.shape[1], 1, -1)
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+    with sdpa_kernel(getattr(SDPBackend, backend)):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
 
 
-@_gathered(name="SDPA cuDNN, boolean mask", needs="cuda", head_dim=64)
-def sdpa_cudnn(q, k, v, mask, softmax_scale):
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    mask = mask.expand(-1, q.shape[1], 1, -1)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale)
-
-
-@_gathered(name="flex_attention, eager")
-def flex_eager(q, k, v, mask, softmax_scale):
+@_gathered(name="flex_attention, eager", given={"compiled": False})
+@_gathered(name="flex_attention, compiled", needs="cuda", given={"compiled": True})
+def flex(q, k, v, mask, softmax_scale, compiled):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def within(b, h, i, j):
         return mask[b, 0, 0, j]
 
-    blocks = create_block_mask(within, q.shape[0], None, 1, k.shape[2], device=str(q.device), BLOCK_SIZE=16)
-    return flex_attention(q, k, v, block_mask=blocks, scale=softmax_scale)
-
-
-@_gathered(name="flex_attention, compiled", needs="cuda")
-def flex_compiled(q, k, v, mask, softmax_scale):
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    def within(b, h, i, j):
-        return mask[b, 0, 0, j]
-
-    blocks = create_block_mask(within, q.shape[0], None, 1, k.shape[2], device=str(q.device))
-    return torch.compile(flex_attention)(q, k, v, block_mask=blocks, scale=softmax_scale)
+    size, attend = (128, torch.compile(flex_attention)) if compiled else (16, flex_attention)
+    blocks = create_block_mask(within, len(q), None, 1, k.shape[2], device=str(q.device), BLOCK_SIZE=size)
+    return attend(q, k, v, block_mask=blocks, scale=softmax_scale)
 
 
 @_varlen(name="varlen_attn, paged", page_size=256)
@@ -85,8 +51,6 @@ def varlen_attn(
 
 @_varlen(name="_flash_attention_forward, seqused_k", skip={"B": "takes no block table"})
 def aten_flash(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, softmax_scale):
-    import torch
-
     k, v = (cache[block_table.long()].flatten(1, 2) for cache in (k_cache, v_cache))
     room = k.shape[1]
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=q.device) * room
@@ -99,15 +63,11 @@ def aten_flash(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_
 
 @subject.routing(name="softmax, then topk", package="torch")
 def softmax_topk(router_logits, top_k):
-    import torch
-
     return torch.topk(router_logits.softmax(-1), top_k, dim=-1)
 
 
 @subject.routing(name="sigmoid with a bias, then topk", package="torch")
 def sigmoid_topk(router_logits, top_k, bias=None):
-    import torch
-
     scores = router_logits.sigmoid()
     ids = torch.topk(scores if bias is None else scores + bias, top_k, dim=-1).indices
     return scores.gather(1, ids), ids
@@ -115,15 +75,11 @@ def sigmoid_topk(router_logits, top_k, bias=None):
 
 @subject.rows(name="rms_norm", reference=references.rms_norm, package="torch")
 def rms_norm(x):
-    import torch
-
     return torch.nn.functional.rms_norm(x, x.shape[-1:])
 
 
 @subject.rows(name="amax / 448 over the tensor, as QuantFP8.forward_native", package="torch")
 def fp8_per_tensor(x):
-    import torch
-
     scale = (x.abs().max().float() / 448).reshape(1)
     return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
@@ -137,8 +93,6 @@ def fp8_per_tensor(x):
     documented={"U": 'torch.nn.functional.grouped_mm: "elements beyond offs[-1] are ignored"'},
 )
 def grouped_mm(x, starts):
-    import torch
-
     torch.manual_seed(0)
     weights = torch.randn(len(starts) - 1, x.shape[1], 32).to(x.device, torch.bfloat16)
     return torch._grouped_mm(x.bfloat16(), weights, offs=starts[1:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from staleproof.kernels import subject
 
 
@@ -25,8 +27,6 @@ def router(router_logits, top_k, name, module):
     import importlib
     import types
 
-    import torch
-
     experts = router_logits.shape[1]
     config = types.SimpleNamespace(
         num_experts_per_tok=top_k, hidden_size=experts, num_experts=experts, num_local_experts=experts,
@@ -44,7 +44,6 @@ def router(router_logits, top_k, name, module):
 def deepseek_v3(router_logits, top_k, bias=None):
     import types
 
-    import torch
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
     experts = router_logits.shape[1]
@@ -63,7 +62,6 @@ def deepseek_v3(router_logits, top_k, bias=None):
 def minimax_m2(router_logits, top_k, bias=None):
     import types
 
-    import torch
     from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 
     experts = router_logits.shape[1]

@@ -41,7 +41,6 @@ _routing = partial(subject.routing, package="vllm", versions=VERSIONS, needs="cu
 
 @_attention(name="Triton MLA decode", layout="mla", files=_DECODE, prepared=True)
 def decode_mla(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, num_kv_splits=4, **more):
-    import torch
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
     parts = torch.empty(*q.shape[:2], num_kv_splits, out.shape[-1] + 1, device=q.device)
@@ -52,7 +51,6 @@ def decode_mla(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, num_
 
 @subject.attention(name="Triton decode, grouped heads", package="vllm", files=_DECODE, versions=VERSIONS[-1:])
 def decode_grouped(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out, lse):
-    import torch
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
     parts = torch.empty(*q.shape[:2], 2, out.shape[-1] + 1, device=q.device)
@@ -85,7 +83,6 @@ def unified(
 def prefix_prefill(
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_len, max_seq_len, softmax_scale, out
 ):
-    import torch
     from vllm.v1.attention.ops.prefix_prefill import context_attention_fwd
 
     # The new tokens' K and V come beside the cache, as vLLM passes them.
@@ -109,7 +106,6 @@ def prefix_prefill(
 
 @_merge(name="Triton merge_attn_states", files=(f"{_OPS}.triton_merge_attn_states",))
 def merge_attn_states(out_a, lse_a, out_b, lse_b):
-    import torch
     from vllm.v1.attention.ops.triton_merge_attn_states import merge_attn_states
 
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a.T.contiguous())
@@ -119,7 +115,6 @@ def merge_attn_states(out_a, lse_a, out_b, lse_b):
 
 @_kv_write(name="Triton reshape_and_cache_flash", files=(f"{_OPS}.triton_reshape_and_cache_flash",))
 def reshape_and_cache(key, value, k_cache, v_cache, slot_mapping):
-    import torch
     from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 
     one = torch.ones(1, device=key.device)
@@ -165,7 +160,6 @@ def fp8_per_group(x):
 
 @_rows(name="rms_norm", reference=references.rms_norm)
 def rms_norm(x):
-    import torch
     from vllm._custom_ops import rms_norm
 
     out = torch.empty_like(x)
@@ -175,7 +169,6 @@ def rms_norm(x):
 
 @_rows(name="rms_norm, then fp8 per token", reference=references.rms_norm)
 def rms_norm_quant(x):
-    import torch
     from vllm._custom_ops import rms_norm_dynamic_per_token_quant
 
     return rms_norm_dynamic_per_token_quant(x, torch.ones_like(x[0]), 1e-6, torch.float8_e4m3fn)
@@ -183,7 +176,6 @@ def rms_norm_quant(x):
 
 @_routing(name="topk_softmax")
 def topk_softmax(router_logits, top_k, bias=None):
-    import torch
     from vllm._custom_ops import topk_softmax
 
     weights = torch.empty(len(router_logits), top_k, device=router_logits.device)
@@ -194,7 +186,6 @@ def topk_softmax(router_logits, top_k, bias=None):
 
 @_routing(name="topk_sigmoid")
 def topk_sigmoid(router_logits, top_k, bias=None):
-    import torch
     from vllm._custom_ops import topk_sigmoid
 
     weights = torch.empty(len(router_logits), top_k, device=router_logits.device)
@@ -205,7 +196,6 @@ def topk_sigmoid(router_logits, top_k, bias=None):
 
 @_routing(name="grouped_topk", grouped=True)
 def grouped_topk(router_logits, top_k, bias=None):
-    import torch
     from vllm._custom_ops import grouped_topk
 
     bias = torch.zeros_like(router_logits[0]) if bias is None else bias
@@ -246,7 +236,6 @@ def flash_mla(q, kv_cache, block_table, seq_lens, softmax_scale):
 
 @_rows(name="fused_add_rms_norm", reference=references.add_rms_norm)
 def fused_add_rms_norm(x):
-    import torch
     from vllm._custom_ops import fused_add_rms_norm
 
     x, residual = x.clone(), x.clone()
@@ -256,7 +245,6 @@ def fused_add_rms_norm(x):
 
 @_merge(name="merge_attn_states, compiled", needs="cuda")
 def merge_compiled(out_a, lse_a, out_b, lse_b):
-    import torch
     from vllm._custom_ops import merge_attn_states
 
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a.T.contiguous())
@@ -266,7 +254,6 @@ def merge_compiled(out_a, lse_a, out_b, lse_b):
 
 @_kv_write(name="reshape_and_cache_flash, compiled", needs="cuda")
 def reshape_and_cache_compiled(key, value, k_cache, v_cache, slot_mapping):
-    import torch
     from vllm._custom_ops import reshape_and_cache_flash
 
     one = torch.ones(1, device=key.device)
@@ -275,7 +262,6 @@ def reshape_and_cache_compiled(key, value, k_cache, v_cache, slot_mapping):
 
 @_kv_write(name="concat_and_cache_mla", needs="cuda", kv_heads=1, head_dim=64)
 def concat_and_cache_mla(key, value, k_cache, v_cache, slot_mapping):
-    import torch
     from vllm._custom_ops import concat_and_cache_mla
 
     # One cache holds both; here they are taken apart again, so that each can be compared.
@@ -290,7 +276,6 @@ def concat_and_cache_mla(key, value, k_cache, v_cache, slot_mapping):
     name="moe_align_block_size, then a product a block", package="vllm", versions=VERSIONS, needs="cuda"
 )
 def moe_align(x, w1, w2, topk_weights, topk_ids):
-    import torch
     from vllm._custom_ops import moe_align_block_size
 
     size, slots = 8, topk_ids.numel() + len(w1) * 7

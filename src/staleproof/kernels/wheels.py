@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from staleproof.kernels import mxfp4, references, subject
 
 _FLASH = {"package": "flash-attn-4", "needs": "sm90", "q_len": 0, "head_dim": 64}
@@ -48,7 +50,6 @@ def flash_mla(q, kv_cache, block_table, seq_lens, softmax_scale):
     dtype="bfloat16",
 )
 def deep_gemm_masked(x, starts):
-    import torch
     from deep_gemm import m_grouped_bf16_gemm_nt_masked
 
     torch.manual_seed(0)
@@ -71,7 +72,6 @@ def deep_gemm_masked(x, starts):
     reference=mxfp4.each_expert,
 )
 def mxfp4_matmul(x, scale, operand, numbers):
-    import torch
     from triton_kernels.matmul import PrecisionConfig, Storage, Tensor, matmul
     from triton_kernels.tensor import make_ragged_tensor_metadata_torch
 

@@ -9,15 +9,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from staleproof.cases.finding import OFF_ON_OFF, Finding
 from staleproof.cases.words import FIXED, NOT_RUN, WRONG, Outcome
 from staleproof.incidents.registry import INCIDENTS, Incident
 from staleproof.report import matrix
 from staleproof.triage import symptom
+from staleproof.triage.text import wrapped
 
 # Questions of incident 5: one remedy each, put to every cause.
 MATRIX = "matrix, "
@@ -90,19 +90,7 @@ def symptom_of(incident: str) -> str:
 
 
 def _field(name: str, said: str, width: int) -> list[str]:
-    if not said:
-        return []
-    first = f"  {name:<9}"
-    return textwrap.wrap(
-        said,
-        width,
-        initial_indent=first,
-        subsequent_indent=" " * len(first),
-        **WORDS_WHOLE,  # type: ignore[arg-type]
-    )
-
-
-WORDS_WHOLE: Mapping[str, bool] = {"break_long_words": False, "break_on_hyphens": False}
+    return wrapped(said, width, f"  {name:<9}", " " * 11) if said else []
 
 
 def _split(variant: str) -> tuple[str, str]:

@@ -25,13 +25,6 @@ _FONT = 9
 ZOOM = 14
 
 
-def _bare(ax: Axes) -> None:
-    ax.set_facecolor("none")
-    ax.tick_params(length=0, colors=INK, labelsize=_FONT)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-
-
 def maps(pictures: Sequence[MapPicture]) -> Figure:
     """Each map as its entries in memory: a column a token, a row a slot; the last tokens once more, large.
 
@@ -59,7 +52,7 @@ def maps(pictures: Sequence[MapPicture]) -> Figure:
         for ax in (whole, near):
             ax.set(ylim=(slots, 0))
             ax.set_yticks([0.5, slots - 0.5], ["slot 0", f"slot {slots - 1}"])
-            _bare(ax)
+            plots.bare(ax)
     states = ["written"] + ["never written"] * any(p.unwritten for p in pictures)
     plots.legend(fig, [plots.patch(state, label=state) for state in states], "outside lower left")
     return fig
@@ -129,7 +122,7 @@ def life(block: BlockLife) -> Figure:
     filled.set_ylabel(f"positions, of {block.block_size}", fontsize=_FONT, color=INK)
     filled.xaxis.label.set(color=INK, fontsize=_FONT)
     for ax in (who, filled):
-        _bare(ax)
+        plots.bare(ax)
     told = {
         "this step": "holds the owner's key and value",
         "never written": "still holds what was there before",
@@ -183,7 +176,7 @@ def tile(picture: TilePicture) -> Figure:
     ax.set_xticks([0.5, 3.5, 4.5, 7.5, 8.5, 11.5, 12.5, 15.5], ["0", "3", "4", "7", "8", "11", "12", "15"])
     ax.set_yticks([0.5, 7.5, 15.5, 23.5, 31.5], [f"byte {16 * y}" for y in (0, 7, 15, 23, 31)])
     ax.xaxis.tick_top()
-    _bare(ax)
+    plots.bare(ax)
     handle = square((0, 0), 1, 1, facecolor="none", edgecolor=INK, hatch="//", label="never written")
     plots.legend(fig, [handle], "outside lower left")
     return fig

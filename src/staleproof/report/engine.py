@@ -44,16 +44,12 @@ def is_engine(run: Run) -> bool:
     return bool(run.findings) and all(found.incident == "engine" for found in run.findings)
 
 
+_BENCH = {case.key[1:3]: name for name, bench in BENCHES.items() for case in bench.cases}
+
+
 def bench_of(found: Finding) -> str | None:
     """The bench that asks this question; ``None`` if none does any more."""
-    if found.question in COST:
-        return "cost"
-    asked = (
-        name
-        for name, bench in BENCHES.items()
-        if (found.question, found.variant) in {case.key[1:3] for case in bench.cases}
-    )
-    return next(asked, None)
+    return "cost" if found.question in COST else _BENCH.get((found.question, found.variant))
 
 
 def size(count: float) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from staleproof.cases.finding import NOT_RUN, Finding, Grade
+from staleproof.triage.text import aligned
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -119,12 +120,7 @@ def text(findings: Sequence[Finding]) -> str:
             [v, grades(matrix.row(v)), *(_cell(matrix, v, q) for q in matrix.questions)]
             for v in matrix.variants
         ]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        rule = ["-" * width for width in widths]
-        lines.append("")
-        for row in (head, rule, *rows):
-            padded = (value.ljust(width) for value, width in zip(row, widths, strict=True))
-            lines.append("  ".join(padded).rstrip())
+        lines += ["", *aligned(head, rows)]
     lines += ["", *absences(findings), counts(findings)]
     return "\n".join(lines)
 

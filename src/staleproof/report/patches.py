@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import textwrap
 
+from staleproof.triage.text import wrapped
 from staleproof.vllm.patches import NOTEBOOKS
 from staleproof.vllm.plugin import REFUSED, patches
 from staleproof.vllm.sources import PatchError
@@ -41,35 +41,21 @@ def as_text(given: Answer, width: int | None = None, *, verbose: bool = False) -
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     rows.insert(1, ["-" * size for size in (*widths[:2], 7, len(last))])
     head = [f"vLLM {given.version}, {origin}", *given.notes, *filter(None, [given.upgrade])]
-    lines = [part for line in head for part in _wrapped(line, width)]
+    lines = [part for line in head for part in wrapped(line, width, "", "  ")]
     lines.append("")
     for state, patch, affects, evidence in rows:
         first = f"{state:<{widths[0]}}  {patch:<{widths[1]}}  "
         if width is None:
             lines.append(f"{first}{affects:<{widths[2]}}  {evidence}")
         else:
-            lines += _wrapped(affects, width, first, " " * len(first))
+            lines += wrapped(affects, width, first, " " * len(first))
             # Why a patch is refused is the answer, and no detail.
-            lines += _wrapped(evidence, width, "    ") if verbose or state == REFUSED else []
+            lines += wrapped(evidence, width, " " * 4, " " * 6) if verbose or state == REFUSED else []
     if width is not None:
         lines.append("")
         more = "" if verbose else "-v says by what evidence; "
-        lines += _wrapped(f"{more}--explain PATCH says what a patch does, and its cost", width)
+        lines += wrapped(f"{more}--explain PATCH says what a patch does, and its cost", width, "", "  ")
     return "\n".join(lines)
-
-
-def _wrapped(text: str, width: int | None, first: str = "", later: str | None = None) -> list[str]:
-    """Text in lines of a width, broken between words only; as it is without a width."""
-    if width is None:
-        return [first + text]
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=first + "  " if later is None else later,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def as_json(given: Answer) -> str:
@@ -142,13 +128,8 @@ def explanation(name: str, width: int | None = None) -> str:
         "cache": [cache],
         "notebook": [f"notebooks/{NOTEBOOKS[patch.incident]}"],
     }
-    lines = [
-        *_wrapped(f"{name}: {patch.summary}", width),
-        "",
-        *_wrapped(patch.mechanism, width, later=""),
-        "",
-    ]
+    lines = [*wrapped(f"{name}: {patch.summary}", width, "", "  "), "", *wrapped(patch.mechanism, width), ""]
     for field, entries in fields.items():
         for i, entry in enumerate(entries):
-            lines += _wrapped(entry, width, f"{'' if i else field:<11}", " " * 11)
+            lines += wrapped(entry, width, f"{'' if i else field:<11}", " " * 11)
     return "\n".join(lines)

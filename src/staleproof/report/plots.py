@@ -109,12 +109,11 @@ def grid(
     if live is not None:
         ax.plot([-0.15, len(columns) + 0.15], [live, live], color=INK, linewidth=2, clip_on=False)
     ax.xaxis.tick_top()
-    ax.tick_params(length=0, colors=INK, labelsize=_FONT, rotation=0)
+    bare(ax)
+    ax.tick_params(rotation=0)
     if not flat:
         for label in ax.get_xticklabels():
             label.set(rotation=35, ha="left")
-    for spine in ax.spines.values():
-        spine.set_visible(False)
     shown = [s for s in STATES if any(s in line for line in cells)]
     legend(fig, [patch(state, label=state) for state in shown], "lower left")
     return fig
@@ -272,10 +271,7 @@ def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, li
         ax.set_title(title, color=INK, fontsize=_FONT + 1)
         ax.set_xticks([x + 0.5 for x in range(slots)], [f"{slot}" for slot in range(slots)])
         ax.set_yticks([y + 0.5 for y in range(count)], labels if ax is left else [""] * count)
-        ax.tick_params(length=0, colors=INK, labelsize=_FONT)
-        ax.set_facecolor("none")
-        for spine in ax.spines.values():
-            spine.set_visible(False)
+        bare(ax)
     states = ["never written"] * any(map(any, holes)) + ["written"]
     legend(fig, [patch(state, label=state) for state in states], "outside lower right")
     return fig
@@ -320,6 +316,14 @@ def uptime(curves: Mapping[str, Sequence[float]], *, steps: int) -> Figure:
     ax.yaxis.set_major_formatter("{x:.0%}")
     in_grey(ax)
     return fig
+
+
+def bare(ax: Axes) -> None:
+    """Axes of cells: words in grey, and neither ticks nor a frame."""
+    ax.set_facecolor("none")
+    ax.tick_params(length=0, colors=INK, labelsize=_FONT)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
 
 
 def in_grey(ax: Axes) -> None:

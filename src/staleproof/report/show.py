@@ -19,6 +19,7 @@ from staleproof.cases.finding import REPLICA, Evidence, Finding, Key, finding
 from staleproof.cases.words import FAMILIES, NOT_RUN, Outcome, outcome
 from staleproof.check import require
 from staleproof.report import matrix
+from staleproof.triage.text import aligned
 
 if TYPE_CHECKING:
     import torch
@@ -204,10 +205,7 @@ class Table:
         self.outcomes = outcomes
 
     def __repr__(self) -> str:
-        lines = [self.columns, *self.rows]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        lines.insert(1, ["-" * width for width in widths])
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        return "\n".join(aligned(self.columns, self.rows))
 
     def _repr_html_(self) -> str:
         def cell(row: int, column: int, text: str) -> str:

@@ -6,7 +6,6 @@ written into that line.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -22,6 +21,7 @@ from rich.text import Text
 from staleproof import device
 from staleproof.cases import machine, predictions, store
 from staleproof.report import conclusion, matrix
+from staleproof.triage.text import wrapped
 
 if TYPE_CHECKING:
     from staleproof.cases.finding import Finding
@@ -53,19 +53,7 @@ def _wrapped(line: str) -> list[str]:
     """A line in pieces that fit the terminal. What continues it is indented; a path is not cut."""
     width = console().width
     indent = " " * (len(line) - len(line.lstrip()) + 4)
-    return (
-        textwrap.wrap(
-            line,
-            width,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-            drop_whitespace=True,
-            replace_whitespace=False,
-        )
-        if len(line) > width
-        else [line]
-    )
+    return wrapped(line, width, "", indent) if len(line) > width else [line]
 
 
 @contextmanager

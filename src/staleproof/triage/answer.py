@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from staleproof.triage import judge
 from staleproof.triage.facts import Facts
 from staleproof.triage.judge import Judgement
 from staleproof.triage.table import Row, plain
+from staleproof.triage.text import wrapped
 from staleproof.vllm import status
 
 # How many rows are shown in full.
@@ -31,7 +31,12 @@ def use_of(patches: Sequence[str]) -> str:
     if not patches:
         return ""
     proof = f"its log then says `in place: {', '.join(patches)}`"
-    return f". Install beside vLLM (`pip install .`), restart; {proof}; STALEPROOF_PATCHES=none: off"
+    return f"Install beside vLLM (`pip install .`), restart; {proof}; STALEPROOF_PATCHES=none: off"
+
+
+def _use(lines: Sequence[tuple[str, str, str]]) -> str:
+    """The same of the patches that would apply, for a terminal."""
+    return plain(use_of([patch for patch, state, _ in lines if state == status.WOULD]))
 
 
 def patch_lines(row: Row, version: str | None) -> list[tuple[str, str, str]]:
@@ -154,17 +159,17 @@ def _short(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
     row = first.row
     lines = patch_lines(row, facts.known.get("version"))
     patched = ", ".join(f"{patch}: {state}" for patch, state, _ in lines) or "none"
-    use = use_of([patch for patch, state, _ in lines if state == status.WOULD])
-    yield from _wrap(f"{first.status}: ", f"{row.key}. {plain(row.see)}", width)
-    release = f"; release: {row.release}"
-    yield from _field("do now", plain(row.flag) + release, width)
-    yield from _field("confirm", plain(row.confirm), width)
-    yield from _field("patch", patched + plain(use), width)
-    yield from _field("read", f"notebooks/{row.notebook} (evidence: {ceiling(row).partition(':')[0]})", width)
     decides = dict.fromkeys(first.asks(name) for name in first.unknown)
     more = [*decides, *([f"only if there is also {row.also}"] if row.also else []), *first.measured]
-    if more:
-        yield from _field("but", "; ".join(more), width)
+    yield from _wrap(f"{first.status}: ", f"{row.key}. {plain(row.see)}", width)
+    yield from _fields(
+        width,
+        ("do now", f"{plain(row.flag)}; release: {row.release}"),
+        ("confirm", plain(row.confirm)),
+        ("patch", ". ".join(filter(None, (patched, _use(lines))))),
+        ("read", f"notebooks/{row.notebook} (evidence: {ceiling(row).partition(':')[0]})"),
+        ("but", "; ".join(more)),
+    )
     if others:
         yield ""
         yield "may fit as well:"
@@ -206,47 +211,39 @@ def _lines(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
 
 
 def _row(number: int, j: Judgement, facts: Facts, standing: list[Judgement], width: int) -> Iterator[str]:
-    row = j.row
+    row, alike = j.row, judge.alike(j, standing)
+    lines = patch_lines(row, facts.known.get("version"))
+    apart = dict.fromkeys(name for other in alike for name in judge.tells_apart(j, other))
+    tell = ", ".join(map(judge.option, apart)) or "only the confirmation below"
+    keys = ", ".join(other.row.key for other in alike)
     yield from _wrap(f"{number}. ", f"{j.status}: {row.key} ({row.incident})", width)
-    yield from _field("sees", plain(row.see), width)
-    if reasons := [*j.because, *j.signs]:
-        yield from _field("because", "; ".join(reasons), width)
-    if row.also:
-        yield from _field("only if", f"there is also {row.also}", width)
-    for text in j.measured:
-        yield from _field("but", text, width)
-    if j.unknown:
-        yield from _field("unknown", ", ".join(map(j.asks, j.unknown)), width)
-    if others := judge.alike(j, standing):
-        apart = dict.fromkeys(name for other in others for name in judge.tells_apart(j, other))
-        tell = ", ".join(map(judge.option, apart)) or "only the confirmation below"
-        keys = ", ".join(other.row.key for other in others)
-        yield from _field("alike", f"cannot be told apart from {keys}; {tell} may tell", width)
-    yield from _field("not seen", plain(row.not_when), width)
-    yield from _field("flag", plain(row.flag), width)
-    yield from _field("release", row.release, width)
-    for patch, state, why in patch_lines(row, facts.known.get("version")) or [("none", "no patch", "")]:
-        reason = f" ({why})" if why and number == 1 else ""
-        yield from _field("patch", f"{patch}: {state}{reason}", width)
-    yield from _field("confirm", plain(row.confirm), width)
-    yield from _field("evidence", ceiling(row), width)
-    for item in row.evidence if number == 1 else ():
-        yield from _field("", f"{item.grade}: {item.says} [{item.rests_on}]", width)
-    yield from _field("read", f"notebooks/{row.notebook}", width)
+    yield from _fields(
+        width,
+        ("sees", plain(row.see)),
+        ("because", "; ".join([*j.because, *j.signs])),
+        ("only if", row.also and f"there is also {row.also}"),
+        *(("but", text) for text in j.measured),
+        ("unknown", ", ".join(map(j.asks, j.unknown))),
+        ("alike", keys and f"cannot be told apart from {keys}; {tell} may tell"),
+        ("not seen", plain(row.not_when)),
+        ("flag", plain(row.flag)),
+        ("release", row.release),
+        *(("patch", f"{patch}: {state}" + f" ({why})" * (number == 1)) for patch, state, why in lines),
+        ("patch", "" if lines else "none: no patch"),
+        ("", _use(lines) if number == 1 else ""),
+        ("confirm", plain(row.confirm)),
+        ("evidence", ceiling(row)),
+        *(("", f"{e.grade}: {e.says} [{e.rests_on}]") for e in row.evidence if number == 1),
+        ("read", f"notebooks/{row.notebook}"),
+    )
 
 
-def _field(name: str, text: str, width: int) -> Iterator[str]:
-    yield from _wrap(f"   {name:<10}", text, width)
+def _fields(width: int, *fields: tuple[str, str]) -> Iterator[str]:
+    """Names and texts below each other; what has no text is left out."""
+    for name, text in fields:
+        if text:
+            yield from _wrap(f"   {name:<10}", text, width)
 
 
 def _wrap(first: str, text: str, width: int) -> Iterator[str]:
-    # A path or an option is not cut: it would no longer be one.
-    later = " " * min(len(first), 13)
-    yield from textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=later,
-        break_on_hyphens=False,
-        break_long_words=False,
-    ) or [first]
+    yield from wrapped(text, width, first, " " * min(len(first), 13))

@@ -209,10 +209,15 @@ def by_name(name: str) -> dict[str, bool]:
     >>> by_name("kimi-k2-instruct"), by_name("mine")
     ({'mla': True, 'moe': True, 'hybrid': False}, {})
     """
+    return _known_model(name)[1]
+
+
+def _known_model(text: str) -> tuple[str, dict[str, bool]]:
+    """The name of a model in a text, and what is known of it."""
     for pattern, present, complete in MODELS:
-        if re.search(pattern, name):
-            return {trait: trait in present for trait in TRAITS if complete or trait in present}
-    return {}
+        if found := re.search(pattern, text):
+            return found[0], {trait: trait in present for trait in TRAITS if complete or trait in present}
+    return "", {}
 
 
 def gpu(given: str) -> str:
@@ -337,9 +342,10 @@ def from_words(text: str) -> Facts:
             found.learn(name, re.sub(r"\s", "_", word or match[1]), "your words")
     for word in [*re.findall(r"[\w./-]+", low), re.sub(r"\s+", "-", low)]:
         # A name is one word, or several ("kimi linear").
-        if named := by_name(word):
+        name, named = _known_model(word)
+        if named:
             found.traits = {**named, **found.traits}
-            found.origin["model"] = "your words"
+            found.origin["model"] = f"known of {name}"
             break
     if "deepseek" in low and not found.traits:
         found.traits = by_name("deepseek-v3")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staleproof.check import require
+from staleproof.triage.text import wrapped
 from staleproof.vllm.patches import NOTEBOOKS
+from staleproof.vllm.releases import spans
 from staleproof.vllm.releases import table as probes
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ CAPTION = (
     "a production server. Evidence: real (third-party code ran, as released unless the row says what was "
     "changed), source (released code says so), replica (our code ran, after the cited source)."
 )
-# An option is not cut at its hyphens.
-_WHOLE: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
 # Strongest first.
 GRADES = "real", "source", "replica", "arithmetic"
 
@@ -171,22 +170,6 @@ class Row:
         }
 
 
-def spans(names: Sequence[str]) -> str:
-    """Successive releases of the table, as spans.
-
-    >>> spans(["0.18.0", "0.18.1", "0.19.0", "0.20.2"])
-    '0.18.0 to 0.19.0, 0.20.2'
-    """
-    known = [*probes()]
-    found: list[list[str]] = []
-    for name in names:
-        if found and known.index(name) == known.index(found[-1][-1]) + 1:
-            found[-1].append(name)
-        else:
-            found.append([name])
-    return ", ".join(part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in found)
-
-
 @cache
 def _refused(release: str) -> frozenset[str]:
     """The patches that a release needs and that refuse it, by the recorded probes."""
@@ -317,7 +300,7 @@ def in_production(incident: str) -> None:
     OOM after upgrade to 0.18 or 0.19: ...
     """
     for row in of(incident):
-        print(textwrap.fill(plain(row.see), 100, **_WHOLE))
+        lines = wrapped(plain(row.see), 100)
         names = ", ".join(row.patches)
         for name, text in (
             ("releases", row.affected),
@@ -326,5 +309,5 @@ def in_production(incident: str) -> None:
             ("patch", f"{names} (staleproof patches --explain {row.patches[0]})" if names else "none"),
             ("confirm", plain(row.confirm)),
         ):
-            first = f"  {name:<9}"
-            print(textwrap.fill(text, 100, initial_indent=first, subsequent_indent=" " * 11, **_WHOLE))
+            lines += wrapped(text, 100, f"  {name:<9}", " " * 11)
+        print("\n".join(lines))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,16 +48,25 @@ def applies_to(patch: Patch) -> str:
     >>> applies_to(patches()["scale_padding"])
     '0.18.0 to 0.19.1, 0.22.0 to 0.24.0, 0.30.0 to 0.33.0'
     """
-    spans: list[list[str]] = []
-    before = False
-    for version, needs in table().items():
-        here = needs[patch.name]["needed"] and patch.applies_to(version)
-        if here and before:
-            spans[-1][1] = version
-        elif here:
-            spans.append([version, version])
-        before = here
-    return ", ".join(first if first == last else f"{first} to {last}" for first, last in spans)
+    return spans(
+        [name for name, row in table().items() if row[patch.name]["needed"] and patch.applies_to(name)]
+    )
+
+
+def spans(names: Iterable[str]) -> str:
+    """Releases of the table, in its order, as spans of successive ones.
+
+    >>> spans(["0.18.0", "0.18.1", "0.19.0", "0.20.2"])
+    '0.18.0 to 0.19.0, 0.20.2'
+    """
+    place = {name: number for number, name in enumerate(table())}
+    found: list[list[str]] = []
+    for name in names:
+        if found and place[name] == place[found[-1][-1]] + 1:
+            found[-1].append(name)
+        else:
+            found.append([name])
+    return ", ".join(part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in found)
 
 
 def neighbours(version: str) -> tuple[str | None, str | None]:

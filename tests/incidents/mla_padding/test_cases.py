@@ -21,7 +21,7 @@ def test_a_peer_runs_everywhere(device, question):
 
 
 def test_a_peer_that_is_absent_is_not_asked(device):
-    absent = cases.PeerKernel(Peer("theirs", "needs an SM100 GPU", prepare=pytest.fail))
+    absent = Peer("theirs", "needs an SM100 GPU", prepare=pytest.fail)
     assert cases._unavailable(absent, device) == "needs an SM100 GPU"
     assert cases._not_served(setups.Setup(absent), "cuda") == "needs an SM100 GPU"
     assert cases._unavailable(broken.empty_row_not_written, device) is None

@@ -169,23 +169,23 @@ def kernels() -> dict[str, Kernel]:
     leaked, clean = "leaked", "clean"
     release = f"FlashInfer {devices.version_of('flashinfer-python') or ''}".strip()
     sdpa = {
-        # Key: what torch calls it, why not here.
-        "sdpa_math": ("math", None),
-        "sdpa_flash_cpu": ("flash of the CPU", on_cpu),
-        "sdpa_efficient": ("memory-efficient", gpu),
-        "sdpa_cudnn": ("cuDNN", gpu),
+        # Key: in words, torch's name of it, why not here.
+        "sdpa_math": ("math", "MATH", None),
+        "sdpa_flash_cpu": ("flash of the CPU", "FLASH_ATTENTION", on_cpu),
+        "sdpa_efficient": ("memory-efficient", "EFFICIENT_ATTENTION", gpu),
+        "sdpa_cudnn": ("cuDNN", "CUDNN_ATTENTION", gpu),
     }
     return {
         **{
             key: Kernel(
                 f"torch {torch.__version__} SDPA, boolean mask, {name}",
-                *(partial(_gathered, getattr(kernels_of_torch, key)), why, leaked, leaked),
+                *(partial(_gathered, partial(kernels_of_torch.sdpa, backend=backend)), why, leaked, leaked),
             )
-            for key, (name, why) in sdpa.items()
+            for key, (name, backend, why) in sdpa.items()
         },
         "flex_attention": Kernel(
             f"torch {torch.__version__} flex_attention, compiled",
-            *(partial(_gathered, kernels_of_torch.flex_compiled), gpu, clean, leaked),
+            *(partial(_gathered, partial(kernels_of_torch.flex, compiled=True)), gpu, clean, leaked),
         ),
         **{
             f"flashinfer_{name}": Kernel(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -30,34 +30,12 @@ from staleproof.ops.reference.mla_decode import mla_decode as reference_decode
 # --- A kernel alone.
 
 
-@dataclass(frozen=True)
-class PeerKernel:
-    """Another package's decode kernel, called as ``mla_decode`` is.
-
-    Attributes:
-        peer: the kernel.
-        num_kv_splits: parts that the keys are split into, for kernels that take the number.
-    """
-
-    peer: Peer
-    num_kv_splits: int | None = None
-
-    def __call__(
-        self, q: torch.Tensor, *more: torch.Tensor, softmax_scale: float, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``out``, and ``lse`` if the kernel gives one."""
-        q = q.squeeze(1) if q.ndim == 4 else q
-        out = None if out is None else out.view(*q.shape[:-1], scene.KV_LORA_RANK)
-        splits = self.num_kv_splits
-        return self.peer(q, *more, softmax_scale=softmax_scale, num_kv_splits=splits, out=out)
-
-
 def _unavailable(kernel: broken.Kernel, device: str) -> str | None:
-    return kernel.peer.unavailable_reason if isinstance(kernel, PeerKernel) else None
+    return kernel.unavailable_reason if isinstance(kernel, Peer) else None
 
 
 def _evidence(kernel: broken.Kernel, where: str = "") -> Evidence:
-    return Evidence(Grade.REAL, kernel.peer.name + where) if isinstance(kernel, PeerKernel) else REPLICA
+    return Evidence(Grade.REAL, kernel.name + where) if isinstance(kernel, Peer) else REPLICA
 
 
 Ask = Callable[[broken.Kernel, str], str | Reading]
@@ -119,7 +97,7 @@ def empty_row(kernel: broken.Kernel, device: str, rows: int = 8) -> Reading:
     worst = next(state for state in EMPTY_ROW_STATES if state in padding)
     want, _ = reference_decode(call.q.double(), *call[1:], softmax_scale=scene.SCALE)
     # How often another package rounds to bf16 is not known: twice what ours does is allowed.
-    times = 4 if isinstance(kernel, PeerKernel) else 2
+    times = 4 if isinstance(kernel, Peer) else 2
     budget = scene.decode_budget(call.q.dtype, tokens=20, times=times)
     far = too_far("live rows", out.view_as(want)[:3], want[:3], budget) or ""
     verdict = LIVE_ROWS_WRONG if far else worst
@@ -158,7 +136,7 @@ def _asked(ask: Ask, kernel: broken.Kernel, device: str) -> str | Reading:
     try:
         return ask(kernel, device)
     except Exception as error:
-        if not isinstance(kernel, PeerKernel):
+        if not isinstance(kernel, Peer):
             raise
         return failed(error)
 
@@ -166,8 +144,8 @@ def _asked(ask: Ask, kernel: broken.Kernel, device: str) -> str | Reading:
 KERNELS: dict[str, broken.Kernel] = {
     **broken.KERNELS,
     "mla_decode": mla_decode,
-    "vllm_fa3": PeerKernel(vllm_fa3()),
-    **{name: PeerKernel(peer) for name, peer in peers().items()},
+    "vllm_fa3": vllm_fa3(),
+    **peers(),
 }
 # Parts that a kernel splits the keys into: vLLM's takes the number, ours chooses from the shapes. Fewer
 # under the interpreter, which is slow.
@@ -183,7 +161,7 @@ def empty_row_by_splits(kernel: Callable[[int], broken.Kernel], device: str) -> 
 
 SPLIT_KERNELS: dict[str, Callable[[int], broken.Kernel]] = {
     "mla_decode": lambda splits: partial(mla_decode, num_kv_splits=splits),
-    "vllm_triton": lambda splits: PeerKernel(peers()["vllm_triton"], splits),
+    "vllm_triton": lambda splits: replace(peers()["vllm_triton"], num_kv_splits=splits),
 }
 
 # Question -> the family of its verdicts, and what is asked.
