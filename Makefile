@@ -34,7 +34,7 @@ MACHINE_TORCH := import sys, torch; \
   torch.version.cuda and print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")
 
 .DEFAULT_GOAL := help
-.PHONY: help workbook test types unit versions architectures mutations mutmut lab notebooks format clean
+.PHONY: help workbook test types unit versions architectures sanitize public mutations mutmut lab notebooks format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,12 @@ torch-%:
 
 architectures: $(READY) ## compile every kernel for the GPUs that are not here (seconds, or six minutes without a cache)
 	$(BIN)/python -m tools.architectures
+
+sanitize: $(READY) ## every kernel under compute-sanitizer and Triton's ConSan, on a GPU
+	$(BIN)/python -m pytest -q -p no:nbval tests/test_compute_sanitizer.py
+
+public: $(READY) ## the tests of the operations without names that torch and Triton do not promise
+	STALEPROOF_PUBLIC_NAMES=1 $(BIN)/python -m pytest -q -n $(JOBS) -p no:nbval tests/ops
 
 mutations: $(READY) ## make each small edit of tests/mutations in a copy, and see a test turn red (minutes)
 	$(BIN)/python tests/mutations/mutate.py

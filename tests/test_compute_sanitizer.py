@@ -1,8 +1,13 @@
-"""Every kernel of ours under compute-sanitizer, an operation a process, with small shapes."""
+"""Every kernel of ours under compute-sanitizer, an operation a process, with small shapes.
+
+Kernels whose groups of warps run functions of their own, which its racecheck cannot judge, under Triton's
+concurrency sanitizer. ``make sanitize`` runs this file.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -266,6 +271,11 @@ GROUPS_OF_WARPS = {
 }
 
 
+def _require_sm90() -> None:
+    if device.machine().capability != "sm_90":
+        pytest.skip(f"needs an SM90 GPU; this is {device.machine().capability}")
+
+
 def checked(tool: str, program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A program under one of compute-sanitizer's tools, or a skipped test where there is none."""
     sanitizer = shutil.which("compute-sanitizer")
@@ -288,8 +298,8 @@ def checked(tool: str, program: str, folder: Path) -> subprocess.CompletedProces
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_error_and_no_hazard(name: str, tool: str, tmp_path: Path) -> None:
-    if "Hopper" in name and device.machine().capability != "sm_90":
-        pytest.skip(f"needs an SM90 GPU; this is {device.machine().capability}")
+    if "Hopper" in name:
+        _require_sm90()
     if tool == "racecheck" and name in GROUPS_OF_WARPS:
         pytest.skip("racecheck names hazards in a correct kernel of this kind: see the next test")
     done = checked(tool, START + PROGRAMS[name] + END.replace("KERNELS", repr(KERNELS[name])), tmp_path)
@@ -300,14 +310,54 @@ def test_no_error_and_no_hazard(name: str, tool: str, tmp_path: Path) -> None:
 def test_racecheck_cannot_judge_groups_of_warps(tmp_path: Path) -> None:
     """It names Triton's own hand-over of work to the groups, in a kernel whose result is right.
 
-    Once it does not, the programs above need no exception. Until then a thousand equal calls stand for it:
-    ``ops/test_mla_decode_hopper.py::test_a_thousand_calls_give_the_same_bits``.
+    Once it does not, the programs above need no exception. Until then Triton's sanitizer stands for it.
     """
-    if device.machine().capability != "sm_90":
-        pytest.skip(f"needs an SM90 GPU; this is {device.machine().capability}")
+    _require_sm90()
     program = START + HAND_OVER + END.replace("KERNELS", repr(("hand_over_kernel",)))
     assert checked("memcheck", program, tmp_path).returncode == 0
     assert checked("synccheck", program, tmp_path).returncode == 0
     raced = checked("racecheck", program, tmp_path)
     assert raced.returncode == 9
     assert "hand_over_kernel" in raced.stdout
+
+
+# ConSan keeps its notes in memory that the caller provides.
+NOTES = """
+triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=D))
+"""
+WAIT = "        mbarrier.wait(free, (i & 1) ^ 1)\n"
+
+
+def instrumented(program: str, name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A program whose kernels are compiled with Triton's concurrency sanitizer (ConSan)."""
+    _require_sm90()
+    version = device.version_of("triton") or "0"
+    if tuple(map(int, version.split(".")[:2])) < (3, 9):
+        pytest.skip(f"ConSan follows groups of warps on Hopper from Triton 3.9 on; this is {version}")
+    path = folder / "kernels.py"
+    path.write_text(START + NOTES + program + END.replace("KERNELS", repr(KERNELS.get(name, (name,)))))
+    return subprocess.run(
+        [sys.executable, str(path), "cuda"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=os.environ | {"TRITON_INSTRUMENTATION_MODE": "consan"},
+    )
+
+
+@pytest.mark.gpu
+def test_consan_finds_the_race_of_a_group_that_does_not_wait(tmp_path: Path) -> None:
+    assert WAIT in HAND_OVER
+    right = instrumented(HAND_OVER, "hand_over_kernel", tmp_path)
+    assert "every kernel ran" in right.stdout, right.stdout[-1000:] + right.stderr[-1000:]
+    raced = instrumented(HAND_OVER.replace(WAIT, ""), "hand_over_kernel", tmp_path)
+    assert raced.returncode != 0
+    assert "outstanding" in raced.stdout + raced.stderr, raced.stderr[-1000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(GROUPS_OF_WARPS))
+def test_consan_finds_nothing_in_our_groups_of_warps(name: str, tmp_path: Path) -> None:
+    done = instrumented(PROGRAMS[name], name, tmp_path)
+    assert "every kernel ran" in done.stdout, done.stdout[-1000:] + done.stderr[-1000:]

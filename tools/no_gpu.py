@@ -77,7 +77,7 @@ def install() -> NoGpu:
 
     To be called before any kernel module is imported.
     """
-    from staleproof.ops import cuda_runtime, launching, operators
+    from staleproof.ops import cuda_runtime, launching, operators, private
 
     gpu = NoGpu()
     triton.runtime.driver.set_active(gpu)
@@ -109,7 +109,7 @@ def install() -> NoGpu:
         # Nothing is launched twice: what would repeat a launch asks Triton's driver for the loaded kernel.
         (launching, "Ready", lambda *call: None),
         # Memory comes from torch.empty, which makes tensors without data.
-        (launching, "_empty_strided_cuda", None),
+        (private, "empty_strided_cuda", None),
         # Tensors without data would go to the operator, which is for tracing, and end there.
         (operators, "traced", lambda x: False),
     )

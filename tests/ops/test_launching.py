@@ -10,7 +10,7 @@ import torch
 from torch._C._dynamo.guards import _empty_strided_cpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from staleproof.ops import launching
+from staleproof.ops import launching, private
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
@@ -36,8 +36,8 @@ def test_memory_of_a_found_call_is_that_of_torch_empty(monkeypatch, shape):
         asked.append(given)
         return _empty_strided_cpu(*given)
 
-    monkeypatch.setattr(launching, "_empty_strided_cuda", on_host)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(private, "empty_strided_cuda", on_host)
+    monkeypatch.setattr(private, "current_device", lambda: 0)
     found = launching.empty(shape, torch.bfloat16, SimpleNamespace(is_cuda=True, get_device=lambda: 0))
     wanted = torch.empty(shape, dtype=torch.bfloat16)
     assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
@@ -69,7 +69,7 @@ OTHERS: dict[str, tuple[tuple[object, ...], bool]] = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_a_kept_call_serves_the_same_layouts_and_numbers(case, in_python, monkeypatch):
     if in_python:
-        monkeypatch.setattr("torch._C._dynamo.guards.TensorGuards", None)
+        monkeypatch.setattr(private, "_TensorGuards", None)
     seen: Seen[str] = Seen()
     seen.keep((X, Y, 8, None), "a call")
     arguments, serves = OTHERS[case]

@@ -351,7 +351,7 @@ def test_values_are_checked_only_where_they_can_be_read(device: str) -> None:
 
 def test_the_guard_is_taken_for_another_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(operators, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda d: taken.append(d) or contextlib.nullcontext())
     for index in (0, 1):
         device = torch.device("cuda", index)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -34,7 +34,8 @@ FURTHER = tuple(filter(None, os.environ.get("STALEPROOF_VLLM", "").split(",")))
 # Of 250 MB a release: the package, and what the probes and their tests read.
 KEPT = re.compile(
     r"[^/]+/(vllm/.*|PKG-INFO|requirements/cuda\.txt|csrc/(libtorch_stable/)?"
-    r"(moe/topk_soft.*|quantization/fp4/(activation_)?nvfp4_quant.*))"
+    r"(moe/(topk_soft.*|moe_ops\.h)|core/cuda_compat\.h|cub_helpers\.h|torch_utils\.h"
+    r"|quantization/fp4/(activation_)?nvfp4_quant.*))"
 )
 # In every release. One that was unpacked before this file was kept is fetched again.
 FUSED_QUANT = "activation_nvfp4_quant_fusion_kernels.cu"
@@ -145,15 +146,36 @@ def sources(version: str) -> Path:
     return folder
 
 
-def linked(version: str, folder: Path, diffs: str) -> None:
-    """Put a release's package into a folder: links, and copies of the files that these diffs change."""
+def patched(version: str, folder: Path, *diffs: str, only: tuple[str, ...] = ()) -> dict[str, str]:
+    """Put a release's package into a folder, with these diffs applied: links, and copies of changed files.
+
+    Args:
+        version: of vLLM.
+        folder: to put it in.
+        diffs: as ``git apply`` takes them.
+        only: of their files those that fit one of these patterns; all by default.
+
+    Returns:
+        The environment of a process that imports it.
+    """
     released = sources(version)
-    changed = {released / name for name in re.findall(r"^--- a/(\S+)", diffs, re.MULTILINE)}
+    changed = {released / name for name in re.findall(r"^--- a/(\S+)", "".join(diffs), re.MULTILINE)}
 
     def copied(file: str, copy: str) -> None:
         (shutil.copy if Path(file) in changed else os.symlink)(file, copy)
 
     shutil.copytree(released / "vllm", folder / "vllm", copy_function=copied)
+    apply(folder, *diffs, options=[f"--include={pattern}" for pattern in only])
+    found = variables(version)
+    return found | {"PYTHONPATH": os.pathsep.join([str(folder), found["PYTHONPATH"]])}
+
+
+def apply(folder: Path, *diffs: str, options: Sequence[str] = ()) -> None:
+    """Apply diffs to a folder's files."""
+    # git leaves files outside a repository's own folder alone.
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    for diff in diffs:
+        subprocess.run(["git", "apply", *options, "-"], cwd=folder, input=diff, text=True, check=True)
 
 
 def is_whole(version: str) -> bool:

@@ -1,4 +1,8 @@
-"""The patches of ``workbook/upstream``: they fit vLLM 0.33.0, and their own tests fail without them."""
+"""The patches of ``workbook/upstream``: they fit vLLM 0.33.0, and their own tests fail without them.
+
+Those in a folder change the call site of a file that ``tools.lift`` writes; ``tests/ops/test_lifted.py``
+compares its results with those of our operations.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
 import warm
+from tools.lift import LIFTS
 
+VERSION = "0.33.0"
 UPSTREAM = Path(__file__).parents[2] / "workbook/upstream"
-PATCHES = sorted(UPSTREAM.glob("vllm-*.patch"))
 # Their tests run on a CPU.
-RED = ("vllm-0.33.0-mla-empty-rows", "vllm-0.33.0-fused-fp4-scales")
-# Its test is of compiled kernels and is skipped without a GPU.
-COMPILED = "vllm-0.33.0-router-nan-bias"
+FP4 = UPSTREAM / f"vllm-{VERSION}-fused-fp4-scales.patch"
+SITES = {one.folder: UPSTREAM / one.folder / f"call-site-{VERSION}.patch" for one in LIFTS}
+# As released it calls CUDA kernels: its tests say nothing without a GPU. Those with the next patch do.
+ROUTER = "topk-distinct"
+# Its test is of compiled kernels.
+COMPILED = UPSTREAM / f"vllm-{VERSION}-router-nan-bias.patch"
+PATCHES = [*SITES.values(), FP4, COMPILED]
 RUN = "import pytest; raise SystemExit(pytest.main('-q -p no:cacheprovider -p no:nbval tests'.split()))"
-# vLLM's CUTLASS backend allocates its workspace and asks for the number of SMs when it is imported.
+# vLLM's CUTLASS backend allocates its workspace and asks for the number of SMs when it is imported, and a copy
+# to the device begins in pinned memory.
 CONFTEST = """
 import torch
 import vllm.utils.platform_utils as platform
+import vllm.utils.torch_utils
 
+vllm.utils.torch_utils.PIN_MEMORY = False
 empty = torch.empty
 platform.num_compute_units = lambda *_: 1
 
@@ -40,56 +52,123 @@ torch.empty = on_cpu
 """
 
 
-def _sources(patch: Path) -> tuple[str, Path]:
-    (version,) = re.findall(r"vllm-([\d.]+)-", patch.name)
+@pytest.fixture(name="released")
+def released_fixture() -> Path:
     with environment.skipped_if_unavailable():
-        return version, environment.sources(version)
-
-
-def _apply(patch: Path, folder: Path, *options: str) -> None:
-    # git leaves files outside a repository's own folder alone.
-    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    subprocess.run(["git", "apply", *options, str(patch)], cwd=folder, check=True)
+        return environment.sources(VERSION)
 
 
 def test_every_patch_is_tried():
-    assert {patch.stem for patch in PATCHES} == {*RED, COMPILED}
+    assert {*UPSTREAM.rglob("*.patch")} == {*PATCHES}
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_a_patch_fits_the_release_that_it_names(tmp_path, patch):
-    _, released = _sources(patch)
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.parent.name}/{patch.stem}")
+def test_a_patch_fits_the_release_that_it_names(tmp_path, released, patch):
     for file in re.findall(r"^--- a/(.+)$", patch.read_text(), re.MULTILINE):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(released / file, tmp_path / file)
-    _apply(patch, tmp_path, "--check")
+    environment.apply(tmp_path, patch.read_text())
     # What it adds is vLLM's: none of ours is needed.
     assert "staleproof" not in patch.read_text()
 
 
 @pytest.mark.slow
-def test_their_own_tests_fail_as_released_and_pass_with_them(tmp_path):
-    patches = [UPSTREAM / f"{name}.patch" for name in RED]
-    version, _ = _sources(patches[0])
-    variables = environment.variables(version)
-    for options, expected in [
-        # The tests, and a new module that they import, without the fix.
-        (["--include=tests/*", "--include=*/clear_empty_rows.py"], "7 failed, 8 passed"),
-        ([], "15 passed"),
-    ]:
-        folder = tmp_path / expected.replace(" ", "_")
-        environment.linked(version, folder, "".join(patch.read_text() for patch in patches))
-        (folder / "conftest.py").write_text(CONFTEST)
-        for patch in patches:
-            _apply(patch, folder, *options)
-        path = os.pathsep.join([str(folder), variables["PYTHONPATH"]])
-        done = warm.run("-c", RUN, cwd=folder, env=variables | {"PYTHONPATH": path}, timeout=300)
-        assert re.search(rf"^{expected}\b", done.stdout, re.MULTILINE), done.stdout[-2000:] + done.stderr
+@pytest.mark.usefixtures("released")
+@pytest.mark.parametrize(("mended", "expected"), [(False, "8 failed, 14 passed"), (True, "67 passed")])
+def test_their_own_tests_fail_as_released_and_pass_with_them(tmp_path, mended, expected):
+    diffs = [FP4, *(SITES.values() if mended else ())]
+    only = () if mended else ("tests/*",)
+    variables = environment.patched(VERSION, tmp_path, *(patch.read_text() for patch in diffs), only=only)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    for one in LIFTS:
+        # The new file and its test, without the fix.
+        shutil.copy(one.path, tmp_path / one.target)
+        if mended or one.folder != ROUTER:
+            for test in one.path.parent.glob("test_*.py"):
+                shutil.copy(test, tmp_path / "tests" / test.name)
+    done = warm.run("-c", RUN, cwd=tmp_path, env=variables, timeout=300)
+    assert re.search(rf"^{expected}\b", done.stdout, re.MULTILINE), done.stdout[-2000:] + done.stderr
 
 
 def test_the_draft_and_the_patch_of_the_router_change_the_same_lines():
     draft = (UPSTREAM / "vllm-topk-sigmoid-nan-bias.md").read_text()
-    patch = (UPSTREAM / f"{COMPILED}.patch").read_text().partition("diff --git a/tests")[0]
+    patch = COMPILED.read_text().partition("diff --git a/tests")[0]
     changed = re.compile(r"^[+-](?!\+\+|--)(.*)$", re.MULTILINE)
     (diff,) = re.findall(r"^```diff\n(.*?)^```", draft, re.MULTILINE | re.DOTALL)
     assert changed.findall(diff) == changed.findall(patch)
+
+
+# What vLLM registers for these two, of the whole library.
+BINDINGS = r"""
+#include "moe/moe_ops.h"
+#include <torch/csrc/stable/library.h>
+#define RESULTS "(Tensor! weights, Tensor! ids, Tensor! sources, Tensor logits, bool renormalize, " \
+                "Tensor? bias, "
+STABLE_TORCH_LIBRARY(nan_bias, m) {
+  m.def("topk_softmax" RESULTS "Tensor? is_padding) -> ()");
+  m.def("topk_sigmoid" RESULTS "float scaling, Tensor? is_padding) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(nan_bias, CUDA, m) {
+  m.impl("topk_softmax", TORCH_BOX(&topk_softmax));
+  m.impl("topk_sigmoid", TORCH_BOX(&topk_sigmoid));
+}
+"""
+# As CMakeLists.txt of the release sets it.
+OPTIONS = "-std=c++20 --expt-relaxed-constexpr -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020B000000000000ULL"
+OPS = """
+import os
+import torch
+torch.ops.load_library(os.environ["ROUTER"])
+ops = torch.ops.nan_bias
+def topk_softmax(*arguments): ops.topk_softmax(*arguments, None)
+def topk_sigmoid(*arguments): ops.topk_sigmoid(*arguments, 1.0, None)
+"""
+
+
+def _compiling(sources: Path) -> subprocess.Popen[str]:
+    """Start compiling the router's kernels as a library of their own, ``router.so``."""
+    import torch
+
+    (sources / "bindings.cpp").write_text(BINDINGS)
+    # Only the name of a type is used of it, and a small toolkit lacks it.
+    (sources / "cublas_v2.h").write_text("typedef struct cublasContext* cublasHandle_t;\n")
+    home = Path(torch.__file__).parent
+    capability = "".join(map(str, torch.cuda.get_device_capability()))
+    files = ["moe/topk_softmax_kernels.cu", "bindings.cpp"]
+    places = ["-I.", f"-I{home}/include", f"-L{home}/lib", "-Xlinker", "--no-as-needed"]
+    libraries = ["-ltorch_cpu", "-ltorch_cuda", "-shared", "-Xcompiler", "-fPIC", "-o", "router.so"]
+    command = ["nvcc", f"-arch=sm_{capability}", *OPTIONS.split(), *files, *places, *libraries]
+    return subprocess.Popen(command, cwd=sources, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
+def test_the_routers_kernels_repeat_experts_as_released_and_not_with_the_patch(tmp_path, released):
+    found = {}
+    for name in ("released", "patched"):
+        shutil.copytree(released / "csrc", tmp_path / name / "csrc")
+        (tmp_path / name / "vllm").mkdir()
+        (tmp_path / name / "vllm/__init__.py").touch()
+        (tmp_path / name / "vllm/_custom_ops.py").write_text(OPS)
+        platform = "class current_platform:\n    is_cuda = staticmethod(lambda: True)\n"
+        (tmp_path / name / "vllm/platforms.py").write_text(platform)
+        options = [] if name == "patched" else ["--include=tests/*"]
+        environment.apply(tmp_path / name, COMPILED.read_text(), options=options)
+    started = {name: _compiling(tmp_path / name / "csrc") for name in ("released", "patched")}
+    for name, compiler in started.items():
+        said, _ = compiler.communicate(timeout=600)
+        assert compiler.returncode == 0, said[-2000:]
+        folder = tmp_path / name
+        variables = os.environ | {"ROUTER": str(folder / "csrc/router.so"), "PYTHONPATH": str(folder)}
+        done = subprocess.run(
+            [sys.executable, "-c", RUN],
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        found[name] = done.stdout
+    assert re.search(r"^16 passed", found["patched"], re.MULTILINE), found["patched"][-2000:]
+    failed = re.findall(r"^FAILED \S+::(\w+)", found["released"], re.MULTILINE)
+    assert {*failed} == {"test_expert_ids_are_distinct_where_the_bias_is_nan"}, found["released"][-2000:]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -31,11 +29,5 @@ def test_the_script_fails_as_released_and_passes_with_the_diff(tmp_path):
     script = _block("python")
     found = warm.run("-c", script, env=variables, timeout=300)
     assert found.stderr.rstrip().endswith(FAILS)
-    diff = _block("diff")
-    environment.linked("0.33.0", tmp_path, diff)
-    for check in (["--check"], []):
-        apply = ["git", "apply", *check, "-"]
-        subprocess.run(apply, cwd=tmp_path, input=diff, text=True, check=True)
-    variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), variables["PYTHONPATH"]])
-    mended = warm.run("-c", script, env=variables, timeout=300)
+    mended = warm.run("-c", script, env=environment.patched("0.33.0", tmp_path, _block("diff")), timeout=300)
     assert mended.returncode == 0, mended.stderr[-2000:]

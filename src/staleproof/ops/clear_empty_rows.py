@@ -20,7 +20,7 @@ CLEAR_ROWS, CLEAR_BYTES, CLEAR_WARPS = 8, 32768, 4
 # Not specialised on numbers that change from step to step: no step should compile.
 @triton.jit(do_not_specialize=["rows", "batch"])
 def _clear_empty_rows_kernel(
-    out, lse, seq_lens, query_start_loc, rows, batch, q_len, heads, row_stride, row_size,
+    out, lse, seq_lens, query_start_loc, rows, batch, q_len, heads, row_stride, lse_stride, row_size,
     RAGGED: tl.constexpr, HAS_LSE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     WHOLE: tl.constexpr, HEADS: tl.constexpr, OWNERS: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def _clear_empty_rows_kernel(
             if HAS_LSE and tl.program_id(0) == 0:
                 head = tl.arange(0, HEADS)
                 tl.store(
-                    lse + target * heads + head,
+                    lse + target * lse_stride + head,
                     tl.full([HEADS], -float("inf"), tl.float32),
                     mask=head < heads,
                 )
@@ -83,12 +83,15 @@ def _launch(
     # Integers of the same size: 0 is the same bits in every dtype, FP8 included.
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.element_size()]
     chunk = CLEAR_BYTES // out.element_size()
+    # The stride of an axis of one element says nothing.
+    many = out.shape[-3] > 1
     sizes = (
         rows,
         batch,
         max(rows // batch, 1),
         heads,
-        out.stride(-3) if out.shape[-3] > 1 else out.stride(0),
+        out.stride(-3 if many else 0),
+        0 if lse is None else lse.stride(-2 if many else 0),
         row_size,
         query_start_loc is not None,
         lse is not None,

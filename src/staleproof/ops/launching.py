@@ -13,14 +13,14 @@ from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch._C import _len_torch_dispatch_stack
+
+from staleproof.ops import private
+from staleproof.ops.private import mode_count
 
 # A server sees each number of tokens up to its largest batch; more calls than this are a mistake.
 MOST_CALLS = 4096
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _data_ptr = torch.Tensor.data_ptr
-# No public function of torch: another release may not have it.
-_empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 Key = tuple[Any, ...]
 Call = TypeVar("Call")
@@ -35,30 +35,9 @@ def key_of(*arguments: Any) -> Key | None:
     >>> len(key_of(torch.ones(2), 8))
     2
     """
-    if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or mode_count():
         return None
     return arguments
-
-
-def _layouts(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function that says whether tensors have the layouts, dtypes and devices of these."""
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        # What torch.compile's guards are made of: one call for all tensors, in C++.
-        sizes: Any = [[*x.shape] for x in tensors]
-        strides: Any = [[*x.stride()] for x in tensors]
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        if guards.check(*tensors):
-            return guards.check
-    except Exception:  # No public function of torch: another release may have another one.
-        pass
-
-    def layout(x: torch.Tensor) -> Key:
-        return x.shape, x.stride(), x.dtype, x.device
-
-    wanted = [*map(layout, tensors)]
-    return lambda *others: [*map(layout, others)] == wanted
 
 
 class _Kept(NamedTuple):
@@ -140,7 +119,7 @@ class Seen(Generic[Call]):
         kind = self._kinds.setdefault(types, _Kind(types))
         tensors = kind.tensors(key)
         aligned = ~_misaligned(tensors)
-        kept = _Kept(_layouts(tensors), aligned, call)
+        kept = _Kept(private.layout_check(tensors), aligned, call)
         kind.calls.setdefault((key[0].shape, kind.values(key)), []).append(kept)
         self._count += 1
 
@@ -159,35 +138,25 @@ class Ready:
     def __init__(self, compiled: Any, grid: tuple[int, ...], sizes: Iterable[Any], device: int) -> None:
         from triton.runtime import driver
 
-        self._run, self._before = _launcher(compiled)
+        self._run, self._before, self.described = private.launcher(compiled)
         self._grid, self._sizes = (*grid, 1, 1)[:3], tuple(sizes)
         self._device, self._stream_of = device, driver.active.get_current_stream
 
-    def __call__(self, *addresses: int | None) -> None:
-        """Launch on the current stream of the device, with the addresses of the kernel's tensors."""
+    def __call__(self, *arguments: Any) -> None:
+        """Launch on the current stream of the device.
+
+        Args:
+            arguments: the addresses of the kernel's tensors; of a tensor descriptor what ``described`` makes.
+        """
         device = self._device
-        if device != torch._C._cuda_getDevice():
+        if device != private.current_device():
             with torch.cuda.device(device):
-                return self(*addresses)
-        self._run(*self._grid, self._stream_of(device), *self._before, *addresses, *self._sizes)
+                return self(*arguments)
+        self._run(*self._grid, self._stream_of(device), *self._before, *arguments, *self._sizes)
 
     def on(self, stream: int, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch on this stream with another grid and all arguments of the kernel."""
         self._run(*grid, stream, *self._before, *arguments)
-
-
-def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What launches a compiled kernel, and its arguments between the stream and those of the kernel."""
-    import triton
-
-    run = compiled.run
-    # No metadata for a profiler, and no hooks.
-    given = compiled.packed_metadata, None, None, None
-    if triton.__version__.startswith("3.6.") and not (run.global_scratch_size or run.profile_scratch_size):
-        # Here ``run`` allocates scratch memory in Python, of which there is none, and then calls this.
-        options = run.launch_cooperative_grid, run.launch_pdl
-        return run.launch, (compiled.function, *options, None, None, *given)
-    return run, (compiled.function, *given)
 
 
 def launched(
@@ -232,11 +201,11 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> tor
     >>> empty((2, 3), torch.int32, torch.ones(1)).shape
     torch.Size([2, 3])
     """
-    if _empty_strided_cuda is not None and like.is_cuda and like.get_device() == torch._C._cuda_getDevice():
-        # What code compiled by torch.compile calls: no dispatcher, a quarter of the time.
+    make = private.empty_strided_cuda
+    if make is not None and like.is_cuda and like.get_device() == private.current_device():
         # It takes tuples only, and no torch.Size.
         shape = tuple(shape)
-        return _empty_strided_cuda(shape, _contiguous(shape), dtype)
+        return make(shape, _contiguous(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch._C import _get_dispatch_mode, _len_torch_dispatch_stack
-from torch._C import _TorchDispatchModeKey as ModeKey
 
 from staleproof import check
+from staleproof.ops.private import current_device, is_tracing, mode_count
 
 LIBRARY = torch.library.Library("staleproof", "FRAGMENT")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -36,9 +35,7 @@ def traced(x: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or type(x) not in _PLAIN or x.is_meta:
         return True
     # Modes of other kinds (a profiler, the graph stand-in of staleproof.cases) see plain launches.
-    return _len_torch_dispatch_stack() > 0 and (
-        _get_dispatch_mode(ModeKey.PROXY) is not None or _get_dispatch_mode(ModeKey.FAKE) is not None
-    )
+    return mode_count() > 0 and is_tracing()
 
 
 def require_values(x: torch.Tensor) -> None:
@@ -68,9 +65,7 @@ def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     >>> with on_device_of(torch.ones(2)):
     ...     pass
     """
-    # The current device by the call that torch.cuda.current_device() makes, without its checks;
-    # torch built for a CPU lacks it and never gets there.
-    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
+    if not x.is_cuda or x.get_device() == current_device():
         return _NO_GUARD
     return torch.cuda.device(x.device)
 

@@ -20,6 +20,7 @@ import torch
 from staleproof import check
 from staleproof.ops.id_ring import IdRing
 from staleproof.ops.operators import on_device_of, operator, traced
+from staleproof.ops.private import is_capturing
 from staleproof.ops.reference.zero_blocks import per_cache
 from staleproof.ops.zero_kernel import INTERPRET, LISTED, Layout, Plan, pairs_of
 
@@ -38,7 +39,7 @@ def _plan(
 ) -> Plan:
     """A plan for the caches an operator was called with, which need not be those of a BlockZeroer."""
     check.require(
-        INTERPRET or not torch.cuda.is_current_stream_capturing(),
+        INTERPRET or not is_capturing(),
         "kv_caches",
         "caches of an earlier call, because a capture cannot build their table",
         "others",
@@ -252,7 +253,7 @@ class BlockZeroer:
 
 
 def _refuse_capture() -> None:
-    if torch._C._cuda_isCurrentStreamCapturing():
+    if is_capturing():
         expected = "a tensor on the device where the current stream is capturing"
         check.fail("block_ids", expected, "ids on the host, which no replay could read again")
 

@@ -16,6 +16,7 @@ import torch
 from staleproof import check
 from staleproof.ops.id_ring import IdRing
 from staleproof.ops.operators import on_device_of
+from staleproof.ops.private import is_capturing
 from staleproof.ops.zero_kernel import INTERPRET, LISTED, Layout, Plan, pairs_of
 
 # Block counts are not known here. The kernel skips ids from this one on.
@@ -74,7 +75,7 @@ class SegmentZeroer:
             check.fail("block_ids", f"1 to {MOST_BLOCKS - 1}", [ids.item(0), ids.item(-1)])
         if INTERPRET:
             return self._plan.zero(torch.from_numpy(ids))
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if is_capturing():
             check.fail("block_ids", "a stream that is not capturing", "a capture")
         plan = self._plan
         with on_device_of(plan.table):

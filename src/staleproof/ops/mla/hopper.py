@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from staleproof import device
-from staleproof.ops.launching import empty, launched
+from staleproof.ops.launching import MOST_CALLS, empty, launched
 from staleproof.ops.mla.plan import FEW_HEADS, REQUEST_COST, aligned_parts, cdiv, merge_tiles
 from staleproof.ops.mla.queries import float16_queries_kernel
 
@@ -1066,6 +1066,8 @@ class HopperCall:
         self._converts = kv_cache.dtype != q.dtype
         columns = kv_cache.view(torch.int32) if self._converts else self._descriptor(kv_cache)
         row_words = kv_cache.stride(1) // 4 if self._converts else 0
+        # Of each cache by its address: shape and strides are those of this call.
+        self._maps: dict[int, tuple[Any, ...]] = {}
         strides = q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2)
         scales, self._prepare = lse, None
         if self._converts:
@@ -1125,15 +1127,25 @@ class HopperCall:
         if self._merge is not None:
             memory = self._memory(out)
             parts = memory.data_ptr(), memory.data_ptr() + self._slots * RANK * 4
-        columns = kv_cache.data_ptr() if self._converts else self._descriptor(kv_cache)
+        address = kv_cache.data_ptr()
+        columns = (address,) if self._converts else self._maps.get(address) or self._mapped(kv_cache)
         queries, scales = q.data_ptr(), results[1]
         if self._prepare is not None:
             prepared = self._query_memory(q)
             queries, scales = prepared.data_ptr(), prepared.data_ptr() + 2 * q.numel()
             self._prepare(q.data_ptr(), queries, scales)
-        self._decode(queries, columns, block_table.data_ptr(), lengths, *results, *parts, scales)
+        self._decode(queries, *columns, block_table.data_ptr(), lengths, *results, *parts, scales)
         if self._merge is not None:
             self._merge(*parts, lengths, *results)
+
+    def _mapped(self, kv_cache: torch.Tensor) -> tuple[Any, ...]:
+        """The kernel's arguments for a cache that it has not read before; a server has one a layer."""
+        assert self._decode is not None
+        if len(self._maps) >= MOST_CALLS:
+            self._maps.clear()
+        columns = self._decode.described(self._descriptor(kv_cache))
+        self._maps[kv_cache.data_ptr()] = columns
+        return columns
 
     def _memory(self, out: torch.Tensor) -> torch.Tensor:
         """For each row of a part its numbers; behind them, for each its lse."""

@@ -21,7 +21,9 @@ def _tracing() -> bool:
     """Say whether torch traces this call, for a graph in which vLLM may fuse what comes next."""
     import torch
 
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    from staleproof.ops.private import mode_count
+
+    return torch.compiler.is_compiling() or mode_count() > 0
 
 
 def _zeroed(args: Arguments, kwargs: Keywords) -> Any:

@@ -1,0 +1,110 @@
+"""The files that ``tools.lift`` writes for vLLM: they are up to date, and give the bits of the operations."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from staleproof import check, clear_empty_rows
+from staleproof import device as devices
+from staleproof.ops import topk
+from staleproof.ops.zero_blocks import BlockZeroer
+
+devices.load_triton()
+
+import triton
+import triton.language as tl
+
+from tools import lift
+
+BY_FOLDER = {one.folder: one for one in lift.LIFTS}
+
+
+@pytest.mark.parametrize("folder", BY_FOLDER)
+def test_a_file_is_what_the_tool_writes(folder: str) -> None:
+    one = BY_FOLDER[folder]
+    assert one.path.read_text() == lift.lifted(one), "python -m tools.lift"
+    assert "staleproof" not in one.path.read_text()
+
+
+@pytest.fixture(name="function")
+def function_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[..., None]]:
+    """What vLLM would call, with nothing of vLLM but its way to Triton."""
+    for name, members in (("vllm", {}), ("vllm.triton_utils", {"tl": tl, "triton": triton})):
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def of(folder: str) -> Callable[..., None]:
+        path = BY_FOLDER[folder].path
+        found = runpy.run_path(str(path))[path.stem]
+        check.require(callable(found), path.stem, "a function", found)
+        return found  # type: ignore[no-any-return]
+
+    return of
+
+
+def _same(*pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
+    for ours, lifted in pairs:
+        assert torch.equal(ours.contiguous().view(torch.uint8), lifted.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("q_len", [1, 2, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_rows_of_empty_requests(device, function, dtype, q_len) -> None:
+    lens = torch.tensor([3, 0, 5, 0], dtype=torch.int32, device=device)
+    starts = None
+    if q_len is None:
+        starts = torch.tensor([0, 2, 3, 3, 5], dtype=torch.int32, device=device)
+    rows = 7 if q_len is None else 4 * q_len
+    outs = [torch.randn(rows, 3, 40, device=device).to(dtype)]
+    lses = [torch.randn(rows, 3, device=device)]
+    for kept in (outs, lses):
+        kept.append(kept[0].clone())
+    clear_empty_rows(outs[0], lens, lse=lses[0], query_start_loc=starts)
+    function("mla-empty-rows")(outs[1], lses[1], lens, starts)
+    _same(tuple(outs), tuple(lses))  # type: ignore[arg-type]
+    assert lses[0].isinf().any()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softplus_sqrt"])
+@pytest.mark.parametrize("rows", [5, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routing(device, function, dtype, rows, score) -> None:
+    torch.manual_seed(rows)
+    logits = torch.randn(rows, 60, device=device).to(dtype)
+    logits[torch.rand(rows, 60, device=device) < 0.05] = torch.nan
+    logits[2] = -torch.inf
+    padding = torch.arange(rows, device=device) % 4 == 3
+    bias = torch.randn(60, device=device)
+    bias[7] = torch.nan
+    for given in (None, bias):
+        options: dict[str, Any] = {
+            "bias": given,
+            "renormalize": True,
+            "routed_scaling_factor": 2.5,
+            "is_padding": padding,
+        }
+        weights, ids = getattr(topk, f"topk_{score}")(logits, 6, **options)
+        found = torch.empty_like(weights), torch.empty_like(ids)
+        function("topk-distinct")(score, *found, logits, **options)
+        _same((weights, found[0]), (ids, found[1]))
+
+
+@pytest.mark.parametrize("page_bytes", [16, 101, 4096, 9000])
+def test_zeroed_blocks(device, function, page_bytes) -> None:
+    pages = [torch.full((9, page_bytes), 255, dtype=torch.uint8, device=device) for _ in range(2)]
+    BlockZeroer([pages[0]]).zero([8, 1, 4])
+    ids = torch.tensor([8, -1, 1, 0, 9, 4], device=device)
+    row = pages[1].data_ptr(), page_bytes, page_bytes, 0
+    table = torch.tensor([row], dtype=torch.int64, device=device)
+    aligned = all(number % 16 == 0 for number in row)
+    function("kv-block-zeroing")(table, ids, 9, page_bytes, aligned)
+    _same((pages[0], pages[1]))
+    assert pages[1].eq(0).all(1).nonzero().flatten().tolist() == [1, 4, 8]
