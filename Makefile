@@ -26,6 +26,9 @@ VERSIONS := 2.10.0 2.15.0
 BESIDE_TORCH_2.10.0 := numba==0.61.2 "fastapi[standard]"
 BESIDE_TORCH_2.15.0 := numba==0.65.0 "fastapi[standard]"
 
+# What the unit tests find of the incidents: the notebooks, executed afterwards, ask the same questions.
+FOUND := $(CURDIR)/workbook/_build/found
+
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -45,8 +48,9 @@ workbook: $(READY) ## run every incident and notebook, print the verdicts, write
 test: $(READY) ## lint, types, unit tests, and nbval over the notebooks
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	@$(MAKE) --no-print-directory -j2 types unit
-	$(BYTECODE) $(THREADS) PYTHONPATH=tests/notebooks$${PYTHONPATH:+:$$PYTHONPATH} \
+	@rm -rf $(FOUND) && mkdir -p $(FOUND)
+	@STALEPROOF_TEST_FINDINGS=$(FOUND) $(MAKE) --no-print-directory -j2 types unit
+	STALEPROOF_SHARED_FINDINGS=$(FOUND) $(BYTECODE) $(THREADS) PYTHONPATH=tests/notebooks$${PYTHONPATH:+:$$PYTHONPATH} \
 	  $(BIN)/python -m pytest -q -p no:cacheprovider -p without_iris --nbval --nbval-current-env \
 	  --nbval-cell-timeout 300 --nbval-sanitize-with notebooks/sanitize.cfg \
 	  -n $(if $(filter 1,$(JOBS)),1,2) --dist loadscope notebooks/

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from staleproof.cases import children
+from staleproof.cases import run as cases_run
 from staleproof.cases.case import Case, MissingError, Reading, Scene, ablation, absent, each, fix, reading
 from staleproof.cases.children import ChildError
 from staleproof.cases.finding import ARITHMETIC, Key, real
@@ -490,3 +491,30 @@ def test_ask_puts_the_named_question_to_the_named_variants(device):
     with pytest.raises(ValueError, match=r"^variants: expected some of \['a', 'b', 'c'\], got \['a', 'x'\]$"):
         table.ask("q", "a", "x")
     assert len(asked) == 5
+
+
+def test_processes_of_one_command_put_a_case_once(monkeypatch):
+    monkeypatch.delenv(cases_run.SHARED, raising=False)
+    asked = []
+
+    def ask(subject, device):
+        asked.append((subject, device))
+        return absent("busy") if subject == "busy" else reading("clean", rows=3)
+
+    row = each("q", "rows", ["a", "busy"], ask, **OPEN)
+    scene = Scene("server", lambda device: asked.append("server"))
+    served = each("served", "rows", ["b", "c"], lambda *_: "clean", scene=scene, **OPEN)
+    table = Table("fake", row, served)
+    with cases_run.sharing():
+        first = [*table.run("cpu")]
+        assert asked == [("a", "cpu"), ("busy", "cpu"), "server"]
+        # What was not run is asked again, in a process that came later too.
+        assert [*table.run("cpu"), *table.ask("served", device="cpu")] == [*first, *first[2:]]
+        assert asked[3:] == [("busy", "cpu")]
+        table.ask("q", "a", device="cuda")
+        Table("other", row).ask("q", "a", device="cpu")
+        # Cases of no incident: their keys may name others elsewhere.
+        [*cases_run.run(row[:1], "cpu")]
+        assert asked[4:] == [("a", "cuda"), ("a", "cpu"), ("a", "cpu")]
+    table.ask("q", "a", device="cpu")
+    assert asked[7:] == [("a", "cpu")]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from staleproof.cases.case import Case
-from staleproof.cases.run import run
+from staleproof.cases.run import SHARED, run
 from staleproof.cases.words import FIXED, Outcome, outcome
 from staleproof.incidents import registry
 
@@ -30,8 +31,13 @@ GROUPS = dict(groups())
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_each_case_gives_the_verdict_that_is_expected(device: str, name: str) -> None:
-    for case, found in zip(GROUPS[name], run(GROUPS[name], device), strict=True):
+def test_each_case_gives_the_verdict_that_is_expected(
+    device: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `make test` executes the notebooks afterwards, which ask the same.
+    if folder := os.environ.get("STALEPROOF_TEST_FINDINGS"):
+        monkeypatch.setenv(SHARED, folder)
+    for case, found in zip(GROUPS[name], run(GROUPS[name], device, shared=True), strict=True):
         assert not found.failed, found
         if not found.ran:
             assert found.note

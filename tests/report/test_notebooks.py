@@ -72,9 +72,10 @@ def test_notebooks_are_executed_beside_what_the_command_does(tmp_path, monkeypat
     sources = [write(tmp_path / f"0{i}.ipynb", v4.new_code_cell(meet.format(i))) for i in range(2)]
     with notebooks.beside(sources, tmp_path / "out", 1) as finish:
         end = time.monotonic() + 60
-        while not (tmp_path / "at_0").exists() and time.monotonic() < end:
+        while not (tmp_path / "at_1").exists() and time.monotonic() < end:
             time.sleep(0.02)
-        assert not (tmp_path / "at_1").exists()
+        # The last comes first: the command begins with the first's questions.
+        assert not (tmp_path / "at_0").exists()
         done = finish()
     assert [(one.path.name, one.error) for one in done] == [("00.ipynb", None), ("01.ipynb", None)]
     # Two processes on four cores.

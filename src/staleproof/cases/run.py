@@ -6,10 +6,15 @@ off, time limits, and the end of every child process, also after an error or Ctr
 
 from __future__ import annotations
 
+import hashlib
+import os
+import pickle
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from staleproof import device as devices
@@ -23,9 +28,25 @@ from staleproof.check import require
 
 Progress = Callable[[str], None]
 
+# Names a folder, if the processes of one command put each case of an incident's table once, whoever needs it
+# first: ``report --execute`` runs incidents and notebooks, which ask the same. It lasts as long as that.
+SHARED = "STALEPROOF_SHARED_FINDINGS"
+
 
 def silent(line: str) -> None:
     """Prints no progress."""
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Put each case of an incident once, here and in processes started here, for a ``with`` block."""
+    with tempfile.TemporaryDirectory(prefix="staleproof-") as folder:
+        before = os.environ.setdefault(SHARED, folder)
+        try:
+            yield
+        finally:
+            if before == folder:
+                del os.environ[SHARED]
 
 
 @contextmanager
@@ -71,7 +92,7 @@ class Table:
 
     def run(self, device: str, progress: Progress = silent) -> Generator[Finding]:
         """Put every case; see :func:`run`."""
-        return run(self.cases, device, progress)
+        return run(self.cases, device, progress, shared=True)
 
     def ask(self, question: str, *variants: str, device: str | None = None) -> list[Finding]:
         """Put the cases of one question; for notebooks and tests.
@@ -90,10 +111,13 @@ class Table:
         require(bool(mine), "question", f"one of {known}", repr(question))
         names = [case.key.variant for case in mine]
         require(set(variants) <= set(names), "variants", f"some of {names}", list(variants))
-        return [*run([case for case in mine if not variants or case.key.variant in variants], device)]
+        asked = [case for case in mine if not variants or case.key.variant in variants]
+        return [*run(asked, device, shared=True)]
 
 
-def run(cases: Sequence[Case], device: str, progress: Progress = silent) -> Generator[Finding]:
+def run(
+    cases: Sequence[Case], device: str, progress: Progress = silent, *, shared: bool = False
+) -> Generator[Finding]:
     """Put cases, yielding each finding as soon as it is there, in the order of the cases.
 
     However this ends (the last answer, an error, Ctrl-C, a caller that stops listening), no child process
@@ -103,7 +127,9 @@ def run(cases: Sequence[Case], device: str, progress: Progress = silent) -> Gene
         cases: of one table.
         device: ``"cpu"`` or ``"cuda"``.
         progress: takes one line about the step that begins.
+        shared: the cases are an incident's, whose keys name them in every process; see :data:`SHARED`.
     """
+    kept = {case.key: file for case in cases if shared and (file := _shared_file(case, device))}
     told = _Scenes(cases, device)
     try:
         for number, case in enumerate(cases, 1):
@@ -111,7 +137,7 @@ def run(cases: Sequence[Case], device: str, progress: Progress = silent) -> Gene
             progress(f"{case.key.incident} {number}/{len(cases)}: {step}")
             # The caller runs between two findings, and must find its own number of threads then.
             with one_thread(), children.within(case.limit_s):
-                found = _put(case, device, told)
+                found = _put_once(case, device, told, kept.get(case.key))
             told.release(case)
             yield found
     finally:
@@ -165,6 +191,26 @@ def _missing(case: Case, device: str) -> str | None:
     """Why a case cannot be asked here, or ``None``."""
     subjects = (case.off, case.subject) if isinstance(case, Fix) else (case.subject,)
     return next((why for subject in subjects if (why := case.needs(subject, device))), None)
+
+
+def _shared_file(case: Case, device: str) -> Path | None:
+    """Where the finding of a case lies for other processes of this command, if they share any."""
+    folder = os.environ.get(SHARED)
+    name = hashlib.sha256(repr((tuple(case.key), device)).encode()).hexdigest()
+    return Path(folder, name) if folder else None
+
+
+def _put_once(case: Case, device: str, scenes: _Scenes, file: Path | None) -> Finding:
+    """Put a case, or take what another process of this command found. What was not run is asked again."""
+    if file is not None and file.exists():
+        return pickle.loads(file.read_bytes())
+    found = _put(case, device, scenes)
+    if file is not None and found.ran:
+        # Renamed when it is whole, since another process may be looking.
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_bytes(pickle.dumps(found))
+        part.replace(file)
+    return found
 
 
 def _put(case: Case, device: str, scenes: _Scenes) -> Finding:

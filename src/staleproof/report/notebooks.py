@@ -19,6 +19,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 from staleproof.cases.finding import RunFileError
+from staleproof.cases.run import sharing
 from staleproof.device import select
 
 
@@ -106,6 +107,9 @@ def lanes(device: str) -> int:
 def beside(sources: Sequence[Path], folder: Path, threads: int) -> Iterator[Callable[[], list[Execution]]]:
     """Execute copies of the notebooks beside what the caller does meanwhile.
 
+    What both ask of an incident is asked once (:data:`staleproof.cases.run.SHARED`). The last notebook comes
+    first, so that the two seldom ask the same at the same time.
+
     Args:
         sources: the notebooks.
         folder: where the copies go.
@@ -115,7 +119,7 @@ def beside(sources: Sequence[Path], folder: Path, threads: int) -> Iterator[Call
         A function that executes what is left, and returns the executions in the order of ``sources``. An
         error in the caller stops the notebooks before their next cell.
     """
-    left, done, stopped = deque(sources), dict[Path, Execution](), Event()
+    left, done, stopped = deque(reversed(sources)), dict[Path, Execution](), Event()
 
     def work() -> None:
         while not stopped.is_set():
@@ -131,7 +135,7 @@ def beside(sources: Sequence[Path], folder: Path, threads: int) -> Iterator[Call
         # More threads than cores mostly wait for each other: here, and in the processes started from here.
         share = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // (1 + threads))))
         torch.set_num_threads(int(share))
-    with ThreadPoolExecutor(threads or 1) as pool:
+    with sharing(), ThreadPoolExecutor(threads or 1) as pool:
         working = [pool.submit(work) for _ in range(threads)]
 
         def finish() -> list[Execution]:
