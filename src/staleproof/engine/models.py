@@ -97,6 +97,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "attention_bias": False,
     },
+    # The shape of Qwen3-30B-A3B: a softmax router without groups, 8 of 128 experts.
+    "qwen3_moe": {
+        **_COMMON,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 8000,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+    },
     # Three layers of linear attention, one of full attention: blocks change hands between the two.
     "qwen3_next": {
         **_COMMON,
