@@ -17,7 +17,8 @@ def test_an_unknown_question_is_one_line(capsys):
     assert cli.main(["engine", "mla", "moe", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
     assert said == (
-        "staleproof: unknown question 'moe'; known: mla, starts, blocks, hybrid, router, watch, memory\n"
+        "staleproof: unknown question 'moe'; "
+        "known: mla, starts, blocks, hybrid, router, ranks, watch, memory\n"
     )
 
 

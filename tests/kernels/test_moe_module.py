@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import re
 import stat
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,10 @@ import pytest
 from staleproof import device
 from staleproof.cases import machine
 from staleproof.cli import app as cli
-from staleproof.kernels import moe_module, moe_sources
+from staleproof.kernels import moe_module, moe_sources, packages
 from staleproof.kernels.moe_module import ModuleError
 
-EDITS = (*moe_sources.EDITS, moe_sources.HOPPER.tiles, moe_sources.WITHOUT_CHECK)
+EDITS = (*moe_sources.EDITS, moe_sources.HOPPER.tiles)
 
 # Records its arguments in the file it is asked for. HEADER and COMPILE are what it does first.
 NVCC = """#!/bin/sh
@@ -34,13 +35,11 @@ echo "linked:$objects" > "$out"
 """
 
 
-@pytest.fixture
-def unpacked(tmp_path: Path) -> Path:
-    """A folder with a package that has every anchor, and the version of the first check."""
-    root = tmp_path / "unpacked"
+def make_package(root: Path, version: str, check: bool) -> Path:
+    """A folder with a package that has every anchor."""
     about = root / "flashinfer" / "_build_meta.py"
     about.parent.mkdir(parents=True)
-    about.write_text('__version__ = "0.6.10"\n')
+    about.write_text(f'__version__ = "{version}"\n')
     csrc = root / "flashinfer/data/csrc"
     edits = {edit.file: edit for edit in EDITS}
     for name in {*moe_sources.SOURCES, *edits} - {*moe_sources.OWN_SOURCES, moe_sources.GEMM}:
@@ -48,7 +47,26 @@ def unpacked(tmp_path: Path) -> Path:
         (csrc / name).touch()
     for name, edit in edits.items():
         (csrc / name).write_text(f"before {edit.start} between {edit.until or ''} after\n")
+    (csrc / moe_sources.RUNNER).write_text(f"if ({moe_sources.CHECK})" if check else "no check")
     return root
+
+
+@pytest.fixture
+def unpacked(tmp_path: Path) -> Path:
+    """A package with the version of the first check."""
+    return make_package(tmp_path / "unpacked", "0.6.10", check=True)
+
+
+@pytest.fixture
+def two_releases(tmp_path: Path, unpacked: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package as the installed one, and the folder where that without a check is looked for."""
+    found = SimpleNamespace(submodule_search_locations=[str(unpacked / "flashinfer")])
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: found if name == "flashinfer" else real(name)
+    )
+    monkeypatch.setenv("STALEPROOF_AUDIT_PACKAGES", str(tmp_path / "cache"))
+    return tmp_path / "cache" / f"flashinfer_python-{moe_module.WITHOUT_CHECK}"
 
 
 @pytest.fixture
@@ -79,13 +97,12 @@ def test_the_installed_package_is_the_one_the_build_was_written_for(of: moe_sour
         pytest.skip("flashinfer is not installed")
     source = moe_module.package()
     files = moe_module.narrowed(source, of)
-    cuh = files[moe_sources.UNCHECKED_RUNNER]
-    gone, new = changed_lines(source, moe_sources.RUNNER, cuh)
-    assert [line.strip() for line in new] == ["if (false) {"]
-    assert len(gone) == 1
+    # Whether a row index is checked is left as released.
+    assert source.checks
+    assert moe_sources.RUNNER not in files
     binding, dispatch = (files[edit.file] for edit in moe_sources.EDITS)
-    # One runner is made, where the package makes one a combination of types.
-    assert binding.count("mKernelRunner = std::make") == 1
+    # Two runners are made, where the package makes one a combination of types.
+    assert binding.count("mKernelRunner = std::make") == 2
     assert "launcher(inputs, sm_count_);" not in dispatch
     gone, new = changed_lines(source, of.tiles.file, files[of.tiles.file])
     assert (len(gone), len(new)) == ((0, 4) if of is moe_sources.HOPPER else (1, 1))
@@ -110,11 +127,18 @@ def test_the_build_for_sm100_is_part_of_the_packages_own(
     assert {flag for flag in theirs if "FP4" not in flag} <= set(ours)
     assert not [flag for flag in ours if "SM90" in flag or "HOPPER" in flag or "90a" in flag]
     kernels = instances("".join(path.read_text() for path in tmp_path.rglob("*.cu")))
+    tiles = (
+        ("__nv_bfloat16, __nv_bfloat16, __nv_bfloat16", 64),
+        ("__nv_fp8_e4m3, __nv_fp8_e4m3, __nv_bfloat16", 128),
+    )
     of_the_tile = {
-        one for one in kernels if one.count("__nv_bfloat16") == 3 and " 128, 128, 64, 1, 1, 1," in one
+        one
+        for one in kernels
+        for types, k in tiles
+        if f" {types}, " in one and f" 128, 128, {k}, 1, 1, 1, false" in one
     }
     assert of_the_tile == instances(moe_sources.BLACKWELL.gemm)
-    assert len(of_the_tile) == 12
+    assert len(of_the_tile) == 24
 
 
 def instances(text: str) -> set[str]:
@@ -140,26 +164,27 @@ def test_the_gpu_chooses_the_flags_and_the_build_stops_at_the_compiler(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("flashinfer")
+    root = moe_module.package().root
     monkeypatch.setattr(device, "machine", lambda: SimpleNamespace(capability=capability))
     told = tmp_path / "told"
     refuses = f'echo "$*" >> {told}; echo "nvcc fatal: no such error" >&2; exit 1'
     nvcc.write_text(NVCC.format(header="exit 0", compile=refuses))
     with pytest.raises(ModuleError) as caught:
-        moe_module.build(jobs=1, say=lambda line: None)
-    assert str(caught.value) == "ours/runner.cu does not compile: nvcc fatal: no such error"
+        moe_module.build(root, jobs=1, say=lambda line: None)
+    assert str(caught.value) == "ours/runner_bf16.cu does not compile: nvcc fatal: no such error"
     assert flag in told.read_text().split()
-    # A compiler that accepts everything: the modules are named after the architecture.
+    # A compiler that accepts everything: the module is named after the architecture.
     nvcc.write_text(NVCC.format(header="exit 0", compile=":"))
-    made = moe_module.build(jobs=2, say=lambda line: None)
-    assert all(path.name.startswith(f"fused_moe_sm{number}-") for path in made.values())
-    assert moe_module.built() == made[True]
+    (made,) = moe_module.build(root, jobs=2, say=lambda line: None)
+    assert made.name.startswith(f"fused_moe_sm{number}-")
+    assert moe_module.built(moe_module.package()) == made
 
 
 def test_another_gpu_is_one_line(unpacked: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "machine", lambda: SimpleNamespace(capability="sm_120"))
-    for call in (moe_module.build, moe_module.built):
+    for call in (lambda: moe_module.build(unpacked), lambda: moe_module.built(moe_module.package(unpacked))):
         with pytest.raises(ModuleError) as caught:
-            call(unpacked)
+            call()
         assert str(caught.value) == "needs an SM90 or SM100 GPU (H100, H200, B200, GB200); this is sm_120"
 
 
@@ -169,7 +194,6 @@ def test_narrowing_takes_out_what_it_says_and_nothing_else(unpacked: Path) -> No
     for edit in (*moe_sources.EDITS, moe_sources.HOPPER.tiles):
         end = f"{edit.until} after" if edit.until else " between  after"
         assert files[edit.file] == f"before {edit.text}{end}\n"
-    assert files[moe_sources.UNCHECKED_RUNNER] == "before false between  after\n"
     assert moe_sources.RUNNER not in files
 
 
@@ -231,29 +255,74 @@ def test_a_failed_compilation_is_one_line_and_leaves_nothing(
     nvcc.write_text(NVCC.format(header="exit 0", compile=fails))
     with pytest.raises(ModuleError) as caught:
         moe_module.build(unpacked, jobs=1)
-    assert str(caught.value) == ("ours/runner.cu does not compile: a.cu(3): error: boom")
+    assert str(caught.value) == ("ours/runner_bf16.cu does not compile: a.cu(3): error: boom")
     assert not (tmp_path / "modules").exists()
 
 
-def test_each_module_gets_its_own_runner_and_is_kept(unpacked: Path, nvcc: Path) -> None:
-    with pytest.raises(ModuleError, match="not built: staleproof moe-module build"):
-        moe_module.built(unpacked)
-    targets = moe_module.build(unpacked, say=lambda line: None)
-    linked = {check: path.read_text().split() for check, path in targets.items()}
-    assert "runner.o" in linked[True]
-    assert "unchecked_runner.o" not in linked[True]
-    assert "unchecked_runner.o" in linked[False]
-    assert "runner.o" not in linked[False]
-    assert len(linked[True]) == len(linked[False]) == 1 + len(moe_sources.SOURCES)
-    for check, path in targets.items():
-        assert moe_module.built(unpacked, check=check) == path
+def test_a_module_holds_every_source_of_its_release_and_is_kept(unpacked: Path, nvcc: Path) -> None:
+    source, later = moe_module.package(unpacked), moe_sources.LATER_SOURCES[0]
+    with pytest.raises(ModuleError, match=r"0\.6\.10: not built: staleproof moe-module build"):
+        moe_module.built(source)
+    (path,) = moe_module.build(unpacked, say=lambda line: None)
+    assert path.read_text().split()[1:] == [f"{Path(name).stem}.o" for name in moe_sources.SOURCES]
+    assert moe_module.built(source) == path
+    # A file that a later release has is linked, too.
+    source.file(later).touch()
+    path.unlink()
+    moe_module.build(unpacked, say=lambda line: None)
+    assert f"{Path(later).stem}.o" in path.read_text().split()
     # Found again without a compiler, until the package's sources change.
     nvcc.unlink()
-    assert moe_module.build(unpacked, say=lambda line: None) == targets
-    path = edited_file(unpacked, moe_sources.EDITS[0])
-    path.write_text(path.read_text() + "// another release\n")
+    assert moe_module.build(unpacked, say=lambda line: None) == [path]
+    edited = edited_file(unpacked, moe_sources.EDITS[0])
+    edited.write_text(edited.read_text() + "// another release\n")
     with pytest.raises(ModuleError, match="not built"):
-        moe_module.built(unpacked)
+        moe_module.built(source)
+
+
+def test_the_release_without_a_check_is_fetched_once(
+    two_releases: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModuleError) as caught:
+        moe_module.of_release(check=False)
+    assert str(caught.value) == (
+        "flashinfer 0.6.10 has a bounds check: staleproof moe-module build fetches 0.6.8.post1"
+    )
+    fetched: list[str] = []
+
+    def fetch(release: str, wanted: str, folder: Path) -> None:
+        assert re.fullmatch(wanted, "flashinfer/data/csrc/a.cu")
+        fetched.append(release)
+        make_package(folder, moe_module.WITHOUT_CHECK, check=False)
+
+    monkeypatch.setattr(packages, "fetch", fetch)
+    for _ in range(2):
+        made = moe_module.build(say=lambda line: None)
+        found = [moe_module.of_release(check) for check in (True, False)]
+        assert [source.version for source in found] == ["0.6.10", "0.6.8.post1"]
+        assert made == [moe_module.built(source) for source in found]
+    assert fetched == ["flashinfer-python==0.6.8.post1"]
+
+
+def test_a_release_that_cannot_be_fetched_is_one_line(
+    two_releases: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(*_: object) -> None:
+        raise subprocess.CalledProcessError(1, ["pip"])
+
+    monkeypatch.setattr(packages, "fetch", fetch)
+    with pytest.raises(ModuleError, match=r"^flashinfer-python 0\.6\.8\.post1 cannot be downloaded: .*pip"):
+        moe_module.build(say=lambda line: None)
+
+
+def test_an_installed_release_without_a_check_is_not_taken_for_one_with_it(
+    two_releases: Path, unpacked: Path, nvcc: Path
+) -> None:
+    (unpacked / "flashinfer/data/csrc" / moe_sources.RUNNER).write_text("no check")
+    with pytest.raises(ModuleError, match=r"has no bounds check: one from 0\.6\.10 on"):
+        moe_module.of_release(check=True)
+    assert moe_module.of_release(check=False).root == unpacked
+    assert len(moe_module.build(say=lambda line: None)) == 1
 
 
 def test_where_modules_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -268,7 +337,7 @@ def test_the_command(unpacked: Path, nvcc: Path, tmp_path: Path, capsys: pytest.
     arguments = ["moe-module", "build", "--package-root", str(unpacked)]
     cache = tmp_path / "here"
     assert cli.main([*arguments, "--cache", str(cache), "--jobs", "1"]) == 0
-    assert len(list(cache.iterdir())) == 2
+    assert len(list(cache.iterdir())) == 1
     assert "built " in capsys.readouterr().out
     (unpacked / "flashinfer/_build_meta.py").unlink()
     assert cli.main(arguments) == 2

@@ -133,7 +133,7 @@ def built_fixture(cache, monkeypatch):
         (folder / "fast_kernels/_C.so").write_bytes(
             b"\x7fELF\0" + there.encode() + b"\0" + text.encode() + b"\0"
         )
-        packages._fits.cache_clear()
+        packages.fits.cache_clear()
         return packages.Release("1.0", folder)
 
     return made

@@ -17,6 +17,7 @@ import bundle
 import compiled
 import parts
 
+from staleproof.incidents.moe_routing import fused_moe
 from staleproof.kernels import moe_module
 
 
@@ -68,6 +69,7 @@ FILES = {
         "flashinfer/data/cutlass/include/a.h",
         "flashinfer/data/cutlass/test/a.cu",
     ),
+    "nvidia-cuda-runtime-cu12": ("nvidia/cuda_runtime/lib/libcudart.so.12",),
 }
 
 
@@ -124,9 +126,14 @@ def test_findings_arrive_with_every_variable_naming_what_is_there(tmp_path, down
     assert Path(variables["STALEPROOF_FLASHMLA_SO"]).with_name("_flashmla_extension_C.abi3.so").exists()
     assert {f"flashinfer/flashinfer/data/aot/{n}/{n}.so" for n in compiled.MODULES} <= {*found}
     assert "moe/moe/fused.so" in found
+    cached = site / "moe/cache"
+    assert variables["STALEPROOF_AUDIT_PACKAGES"] == str(cached)
+    assert (cached / f"flashinfer_python-{moe_module.WITHOUT_CHECK}/flashinfer/data/csrc/kernel.cu").exists()
+    assert (cached / f"vllm-{fused_moe.VLLM}/vllm/{fused_moe.MOE_LIBRARY}").exists()
+    assert (Path(variables["LD_LIBRARY_PATH"]) / fused_moe.CUDA_RUNTIME).exists()
     assert "vllm/0.19.1/vllm/file" in found
     assert "flashinfer/flashinfer/data/csrc/kernel.cu" in found
-    for left_out in ("vllm-rs", "deep_gemm", "static", "_vllm_fa2", "stable", "cutlass"):
+    for left_out in ("vllm-rs", "deep_gemm", "static", "_vllm_fa2", "stable", "data/cutlass"):
         assert not [name for name in found if left_out in name], left_out
 
 
@@ -155,14 +162,17 @@ def test_what_is_there_is_not_made_again_and_what_was_stopped_goes_on(
         bundle.main(order)
     assert compiler == ["mla-fa3", "mla-fa2"]
     monkeypatch.setattr(compiled, "_compile", real)
-    fetched = len(downloads)
     bundle.main(order)
-    assert compiler == [*compiled.MODULES, "moe"]
+    assert len(downloads) == len({*downloads}), "nothing was downloaded twice"
+    assert compiler == [*compiled.MODULES, "moe", "moe"]
+    fetched, before = (
+        len(downloads),
+        {path: path.stat().st_mtime_ns for path in tmp_path.rglob("part*.tar.xz")},
+    )
+    bundle.main(order)
     assert len(downloads) == fetched
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("part*.tar.xz")}
-    bundle.main(order)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("part*.tar.xz")} == before
-    assert compiler == [*compiled.MODULES, "moe"]
+    assert compiler == [*compiled.MODULES, "moe", "moe"]
 
 
 def test_other_arguments_make_a_part_again(tmp_path, downloads, sources):

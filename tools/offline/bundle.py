@@ -68,7 +68,7 @@ def env(part: Part) -> str:
     """The lines that set a part's variables, with its folder in ``$CARRIED``."""
     lines = []
     for name, value in part.env.items():
-        before = "${PYTHONPATH:+$PYTHONPATH:}" if name == "PYTHONPATH" else ""
+        before = f"${{{name}:+${name}:}}" if name in ("PYTHONPATH", "LD_LIBRARY_PATH") else ""
         lines.append(f'export {name}="{before}{value.replace("SITE", "$CARRIED", 1)}"')
     return "".join(f"{line}\n" for line in lines)
 

@@ -21,6 +21,8 @@ import environment
 from device_code import images, reduce
 
 FLASHINFER = "flashinfer-python==0.6.18.post1"
+# Its finalise kernel has no bounds check (staleproof.kernels.moe_module.WITHOUT_CHECK).
+OLD_FLASHINFER = "flashinfer-python==0.6.8.post1"
 OLD_VLLM = "0.19.1"
 # Where vLLM's own pins stop the import of another package, or several releases answer.
 PINS = {
@@ -178,10 +180,10 @@ def _old_sources(order: Order, site: Path) -> None:
         shutil.copytree(unpacked / name, site / OLD_VLLM / name, ignore=ignored)
 
 
-def _flashinfer(order: Order) -> tuple[Path, Path]:
+def _flashinfer(order: Order, release: str = FLASHINFER) -> tuple[Path, Path]:
     """The unpacked FlashInfer to compile from, and the compiler."""
-    folder = order.kept / FLASHINFER.replace("==", "-")
-    once(folder, FLASHINFER, lambda draft: unpack(_wheels(order, FLASHINFER)[0], draft))
+    folder = order.kept / release.replace("==", "-")
+    once(folder, release, lambda draft: unpack(_wheels(order, release)[0], draft))
     told = (compiled.TOOLKIT, compiled.TVM_FFI, compiled.NINJA)
     return folder, once(order.kept / "toolkit", told, compiled.toolkit)
 
@@ -199,12 +201,13 @@ def _modules(order: Order, site: Path) -> None:
 
 
 def _moe(order: Order, site: Path) -> None:
-    flashinfer, toolkit = _flashinfer(order)
-    told = (FLASHINFER, compiled.TOOLKIT, compiled.TVM_FFI, compiled.moe_recipe())
-    folder = once(order.kept / "modules" / "moe", told, compiled.build_moe(flashinfer, toolkit))
     (site / "moe").mkdir()
-    for library in folder.glob("*.so"):
-        shutil.copy(library, site / "moe")
+    for release in (FLASHINFER, OLD_FLASHINFER):
+        flashinfer, toolkit = _flashinfer(order, release)
+        told = (release, compiled.TOOLKIT, compiled.TVM_FFI, compiled.moe_recipe())
+        kept = order.kept / "modules" / f"moe-{release.partition('==')[2]}"
+        for library in once(kept, told, compiled.build_moe(flashinfer, toolkit)).glob("*.so"):
+            shutil.copy(library, site / "moe")
 
 
 UNPACKERS = ("zstandard==0.25.0", "lz4==4.4.5")
@@ -321,8 +324,20 @@ PARTS = {
         given=(compiled.TOOLKIT, compiled.MODULES),
     ),
     "moe": Part(
-        (Wheels((FLASHINFER,), "fi", without=("flashinfer/data/*/*", "*/RECORD")),),
-        {"STALEPROOF_MOE_MODULES": "SITE/moe", "STALEPROOF_FLASHINFER": "SITE/fi"},
+        (
+            Wheels((FLASHINFER,), "fi", without=("flashinfer/data/*/*", "*/RECORD")),
+            _cached(OLD_FLASHINFER, without=(*_HEADERS, "*/RECORD")),
+            _cached(f"vllm=={OLD_VLLM}", only=("*.py", "*/METADATA", "vllm/_moe_C.abi3.so")),
+            # What its library links.
+            Wheels(("nvidia-cuda-runtime-cu12==12.9.79",), "cuda12", only=("*/libcudart.so.12",)),
+        ),
+        {
+            "STALEPROOF_MOE_MODULES": "SITE/moe",
+            "STALEPROOF_FLASHINFER": "SITE/fi",
+            "STALEPROOF_AUDIT_PACKAGES": "SITE/cache",
+            "LD_LIBRARY_PATH": "SITE/cuda12/nvidia/cuda_runtime/lib",
+        },
+        kernels={"_moe_C": "topk_?[gG]ating|moeSoftmax"},
         more=_moe,
         compiles=True,
         given=(compiled.TOOLKIT, compiled.TVM_FFI, compiled.moe_recipe()),

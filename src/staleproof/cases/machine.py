@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from staleproof import device
-from staleproof.vllm.sources import numbers, vllm_file
+from staleproof.vllm.sources import vllm_file
 
 PACKAGES = (
     "staleproof",

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from staleproof.cases.case import Case, Scene
 from staleproof.cases.run import Table
-from staleproof.engine import blocks, hybrid, memory, mla, router, starts, watched
+from staleproof.engine import blocks, hybrid, memory, mla, ranks, router, starts, watched
 from staleproof.engine.bench import INCIDENT, Bench, Results
 from staleproof.engine.orders import run
 
-_MODULES = (mla, starts, blocks, hybrid, router, watched, memory)
+_MODULES = (mla, starts, blocks, hybrid, router, ranks, watched, memory)
 # Of each engine.
 TIMEOUT_S = 240.0
 BENCHES: dict[str, Bench] = {module.BENCH.name: module.BENCH for module in _MODULES}

@@ -60,7 +60,7 @@ def unknown(names: Sequence[str]) -> str | None:
     """What is wrong with these names of questions, in one line.
 
     >>> unknown(["mla"]) is None, unknown(["no"])
-    (True, "unknown question 'no'; known: mla, starts, blocks, hybrid, router, watch, memory")
+    (True, "unknown question 'no'; known: mla, starts, blocks, hybrid, router, ranks, watch, memory")
     """
     wrong = [name for name in names if name not in BENCHES]
     return f"unknown question {wrong[0]!r}; known: {', '.join(BENCHES)}" if wrong else None

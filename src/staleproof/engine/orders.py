@@ -77,6 +77,12 @@ def _free_bytes() -> int:
     return int(torch.cuda.mem_get_info()[0])
 
 
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def _in_range(version: str) -> bool:
     return numbers(OLDEST) <= numbers(version) <= numbers(NEWEST)
 
@@ -158,6 +164,9 @@ def run(
             if ready and len(running) < at_once:
                 name, now = ready[0], time.monotonic()
                 order = waiting.pop(name)
+                if order.ranks > 1 and order.ranks > (gpus := _gpus()):
+                    yield name, EngineResult({}, f"needs {order.ranks} GPUs, this machine has {gpus}")
+                    continue
                 compiled = Path(folder, _slug(order.kernels or name))
                 running[name] = order, start(order, compiled), now, min(now + timeout_s, _end)
                 continue

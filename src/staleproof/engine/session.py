@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleproof.cases.children import tell
+from staleproof.cases import children
+from staleproof.cases.children import Child, tell
 from staleproof.engine.models import write_config
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 # Device memory of an engine's KV cache, in bytes.
 KV_BYTES = 2**31
+# After the first rank's last answer, how long the others may take, in seconds.
+OTHERS_S = 20.0
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
@@ -34,6 +38,8 @@ OPTIONS: dict[str, Any] = {
     "seed": 0,
 }
 Probe = Callable[..., Any]
+# vLLM's name for the variable with the number of a data-parallel rank.
+RANK = "VLLM_DP_RANK"
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Order:
             change which kernels vLLM picks for the others, if it were installed for all.
         kernels: engines of one such name start one after another and share what torch.compile keeps on disk,
             so that all run the kernels that the first has compiled; ``None``: an engine compiles its own.
+        ranks: data-parallel ranks, each a process with a GPU of its own that answers the probes. The answers
+            of those after the first are its answers ``rank 1``, ...
     """
 
     model: str
@@ -64,6 +72,7 @@ class Order:
     env: Mapping[str, str] = field(default_factory=dict)
     packages: str | None = None
     kernels: str | None = None
+    ranks: int = 1
 
     @property
     def compiles(self) -> bool:
@@ -77,6 +86,7 @@ def serve(order: Order) -> None:
     Runs in a process of its own (:func:`staleproof.engine.orders.run`).
     """
     try:
+        others = _other_ranks(order)
         with tempfile.TemporaryDirectory(prefix=order.model) as folder:
             write_config(Path(folder), order.model, order.config)
             engine = start(order, folder)
@@ -86,12 +96,30 @@ def serve(order: Order) -> None:
                 except Exception as error:
                     # The probes after this one may still answer.
                     _tell_error(error)
+        for rank, child in enumerate(others, 1):
+            tell((f"rank {rank}", dict(child.wait(OTHERS_S).told)))
     except Exception as error:
         _tell_error(error)
     sys.stdout.flush()
     sys.stderr.flush()
     # The answers are written. vLLM's own teardown takes seconds and can fail.
     os._exit(0)
+
+
+def _other_ranks(order: Order) -> list[Child]:
+    """Start the other data-parallel ranks of an order, and make this process the first."""
+    if order.ranks == 1:
+        return []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # All run on this machine. NVLink multicast needs rights that a shared machine may not give.
+    env = {"VLLM_DP_SIZE": str(order.ranks), "VLLM_DP_MASTER_PORT": str(port), "NCCL_NVLS_ENABLE": "0"}
+    env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    alone, numbers = replace(order, ranks=1), range(1, order.ranks)
+    others = [children.start(serve, alone, env={**env, RANK: str(number)}) for number in numbers]
+    os.environ.update(env, **{RANK: "0"})
+    return others
 
 
 def _tell_error(error: Exception) -> None:

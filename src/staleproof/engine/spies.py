@@ -44,6 +44,7 @@ class Rows:
         tenants: what new blocks held (:mod:`staleproof.engine.tenants`).
         ledger: the :class:`~staleproof.evidence.AllocationLedger` over the engine's start.
         graph_bytes: what vLLM says that its graphs took.
+        steps: what :mod:`staleproof.engine.ranks` keeps of each step; ``None``: nothing is kept.
         lazy_layers: so many of the first layers allocate their buffer (:func:`lazy_buffers`).
     """
 
@@ -59,6 +60,7 @@ class Rows:
         self.ledger: Any = None
         self.graph_bytes: int | None = None
         self.lazy_layers = 0
+        self.steps: list[dict[str, Any]] | None = None
 
     def keep(self, stage: str, x: torch.Tensor) -> None:
         """Keep which rows of a stage's output have a NaN; only launches work."""

@@ -1,9 +1,10 @@
 """A reduced build of FlashInfer's fused MoE for Hopper or Blackwell, from a package's own sources.
 
-The module that FlashInfer compiles on first use instantiates every data type and GEMM tile. One of
-each is enough for the map builder and the finalise step, so this build keeps BF16 and the tile of the
+The module that FlashInfer compiles on first use instantiates every data type and GEMM tile. Few are
+enough for the map builder and the finalise step, so this build keeps BF16, FP8 and the tile of the
 default, untuned tactic, and compiles in minutes. The sources are copied and narrowed at a few anchor
-texts; if an anchor is missing, the build says so and stops.
+texts; if an anchor is missing, the build says so and stops. Nothing else is edited: a kernel without
+its bounds check is that of a release that has none (:data:`WITHOUT_CHECK`).
 """
 
 from __future__ import annotations
@@ -22,25 +23,27 @@ from pathlib import Path
 
 from staleproof import device
 from staleproof.cases import machine
+from staleproof.kernels import packages
 from staleproof.kernels.moe_sources import (
     ARCHITECTURES,
     BACKEND,
+    CHECK,
     EDITS,
     GEMM,
     HOPPER,
     INTERNAL,
+    LATER_SOURCES,
     OWN_SOURCES,
-    RUNNER_SOURCE,
+    RUNNER,
     SOURCES,
-    UNCHECKED,
-    UNCHECKED_RUNNER,
-    WITHOUT_CHECK,
     Architecture,
     Edit,
 )
 
 # Names a folder for built modules, in place of the user's cache: they can be built on another machine.
 FOLDER_VARIABLE = "STALEPROOF_MOE_MODULES"
+# vLLM 0.20's pin, and the last whose finalise kernel follows any index; 0.6.10 has a bounds check.
+WITHOUT_CHECK = "0.6.8.post1"
 CHANGED = "the sources of this release are not those that the reduced build was written for"
 
 
@@ -61,6 +64,9 @@ def architecture() -> Architecture:
     return found
 
 
+# The package compiles all runners as one file. Two files take half the time, and both hold what its header
+# defines outside of templates.
+LINK = ("-shared", "-cudart=shared", "-Xlinker=--allow-multiple-definition")
 # Headers that a bare toolkit lacks, and the wheel that brings each.
 HEADERS = {"cublasLt.h": "nvidia-cublas", "curand_kernel.h": "nvidia-curand"}
 
@@ -76,6 +82,11 @@ class Package:
 
     root: Path
     version: str
+
+    @property
+    def checks(self) -> bool:
+        """Whether its finalise kernel has a bounds check."""
+        return CHECK in self.file(RUNNER).read_text()
 
     @property
     def data(self) -> Path:
@@ -106,6 +117,25 @@ def package(root: Path | None = None) -> Package:
     return Package(root, found.group(1) if found else "unknown")
 
 
+def of_release(check: bool) -> Package:
+    """The package whose finalise kernel has the bounds check, or has none.
+
+    Args:
+        check: the installed one; else :data:`WITHOUT_CHECK`, installed or unpacked in
+            ``flashinfer_python-0.6.8.post1`` of the cache of :func:`packages.cache`.
+
+    Raises:
+        ModuleError: it is not here, or is another release than it should be.
+    """
+    unpacked = () if check else packages.unpacked("flashinfer-python", WITHOUT_CHECK)
+    source = package(next(iter(unpacked), None))
+    if source.checks is not check:
+        found = f"flashinfer {source.version} has {'a' if source.checks else 'no'} bounds check"
+        wanted = "one from 0.6.10 on" if check else f"staleproof moe-module build fetches {WITHOUT_CHECK}"
+        raise ModuleError(f"{found}: {wanted}")
+    return source
+
+
 def narrowed(source: Package, of: Architecture = HOPPER) -> dict[str, str]:
     """The files that the build adds or changes, by their path in ``data/csrc``, with their text.
 
@@ -115,8 +145,6 @@ def narrowed(source: Package, of: Architecture = HOPPER) -> dict[str, str]:
     files = {**OWN_SOURCES, GEMM: of.gemm}
     for edit in (*EDITS, of.tiles):
         files[edit.file] = _narrow(source, edit)
-    files[UNCHECKED_RUNNER] = _narrow(source, WITHOUT_CHECK)
-    files[UNCHECKED] = RUNNER_SOURCE.format(Path(UNCHECKED_RUNNER).name)
     for name in SOURCES:
         if name not in files and not source.file(name).is_file():
             raise ModuleError(f"flashinfer {source.version}: {name}: {CHANGED}")
@@ -147,30 +175,23 @@ def folder() -> Path:
     return Path(given) if given else cache / "staleproof" / "moe"
 
 
-def _targets(
-    source: Package, of: Architecture, files: dict[str, str], cache: Path | None = None
-) -> dict[bool, Path]:
-    """The paths of the modules with and without the bounds check, named by version and digest."""
+def _target(source: Package, of: Architecture, files: dict[str, str], cache: Path | None = None) -> Path:
+    """The path of a package's module, named by version and digest."""
     told = repr((sorted(files.items()), SOURCES, of.flags)).encode()
     name = f"fused_moe_sm{of.number}-{source.version}-{hashlib.sha256(told).hexdigest()[:12]}"
-    shipped = (cache or folder()) / f"{name}.so"
-    return {True: shipped, False: shipped.with_name(f"{name}-without-check.so")}
+    return (cache or folder()) / f"{name}.so"
 
 
-def built(root: Path | None = None, *, check: bool = True) -> Path:
-    """The module that an earlier :func:`build` made.
-
-    Args:
-        root: folder with an unpacked ``flashinfer/``; the installed one by default.
-        check: whether the finalise kernel has its bounds check.
+def built(source: Package) -> Path:
+    """The module that an earlier :func:`build` made of a package.
 
     Raises:
-        ModuleError: there is no package, its sources changed, it was not built, or not for this GPU.
+        ModuleError: its sources changed, it was not built, or not for this GPU.
     """
-    source, of = package(root), architecture()
-    path = _targets(source, of, narrowed(source, of))[check]
+    of = architecture()
+    path = _target(source, of, narrowed(source, of))
     if not path.is_file():
-        raise ModuleError("not built: staleproof moe-module build (needs nvcc, and minutes)")
+        raise ModuleError(f"flashinfer {source.version}: not built: staleproof moe-module build")
     return path
 
 
@@ -180,28 +201,44 @@ def build(
     cache: Path | None = None,
     jobs: int | None = None,
     say: Callable[[str], None] = print,
-) -> dict[bool, Path]:
-    """Compile the reduced module for this GPU, with and without its bounds check, unless that is done.
+) -> list[Path]:
+    """Compile the reduced module for this GPU, unless that is done.
 
     Args:
-        root: folder with an unpacked ``flashinfer/``; the installed one by default.
+        root: folder with an unpacked ``flashinfer/``; by default the installed one and
+            :data:`WITHOUT_CHECK`, which is downloaded if it is not there.
         cache: folder the modules go to; see :func:`folder`.
         jobs: compilations at a time; by default one a core.
         say: takes one line of progress.
 
     Returns:
-        The shared libraries, by whether they have the check. They link neither torch nor the
-        driver, so a machine without a GPU can build them for one that has one.
+        The shared libraries. They link neither torch nor the driver, so a machine without a GPU can
+        build them for one that has one.
 
     Raises:
         ModuleError: something is missing, the package's sources changed, or they do not compile.
     """
-    source, of = package(root), architecture()
+    if root is not None:
+        return [_build(package(root), cache, jobs, say)]
+    installed = package()
+    unpacked = packages.cache() / f"flashinfer_python-{WITHOUT_CHECK}"
+    if installed.checks and not unpacked.is_dir():
+        say(f"downloading flashinfer-python {WITHOUT_CHECK} to {unpacked}")
+        try:
+            packages.fetch(f"flashinfer-python=={WITHOUT_CHECK}", r"flashinfer/.*", unpacked)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ModuleError(f"flashinfer-python {WITHOUT_CHECK} cannot be downloaded: {error}") from error
+    sources = {source.version: source for source in (installed, of_release(check=False))}
+    return [_build(source, cache, jobs, say) for source in sources.values()]
+
+
+def _build(source: Package, cache: Path | None, jobs: int | None, say: Callable[[str], None]) -> Path:
+    of = architecture()
     files = narrowed(source, of)
-    targets = _targets(source, of, files, cache)
-    if all(path.is_file() for path in targets.values()):
-        say(f"built already: {targets[False].parent}")
-        return targets
+    target = _target(source, of, files, cache)
+    if target.is_file():
+        say(f"built already: {target}")
+        return target
     nvcc = machine.tool("nvcc")
     if nvcc is None:
         raise ModuleError("nvcc was not found on PATH, in $CUDA_HOME or in /usr/local/cuda")
@@ -220,21 +257,18 @@ def build(
             say(f"compiled {name}")
             return made
 
-        names = [*SOURCES, UNCHECKED]
         pool = ThreadPoolExecutor(jobs or os.cpu_count())
+        names = [*SOURCES, *(name for name in LATER_SOURCES if source.file(name).is_file())]
         try:
-            objects = dict(zip(names, pool.map(compile_one, names), strict=True))
+            objects = list(pool.map(compile_one, names))
         finally:
             # After an error or an interrupt, do not begin the compilations that are still queued.
             pool.shutdown(cancel_futures=True)
-        for check, target in targets.items():
-            left_out = UNCHECKED if check else "ours/runner.cu"
-            linked = [made for name, made in objects.items() if name != left_out]
-            draft = Path(scratch) / target.name
-            _run([str(nvcc), "-shared", "-cudart=shared", "-o", str(draft), *linked], target.name)
-            _keep(draft, target)
-            say(f"built {target} ({target.stat().st_size / 2**20:.1f} MiB)")
-    return targets
+        draft = Path(scratch) / target.name
+        _run([str(nvcc), *LINK, "-o", str(draft), *objects], target.name)
+        _keep(draft, target)
+    say(f"built {target} ({target.stat().st_size / 2**20:.1f} MiB)")
+    return target
 
 
 def _keep(draft: Path, target: Path) -> None:

@@ -30,17 +30,21 @@ class Edit:
 
 
 RUNNER = BACKEND + "cutlass_fused_moe_kernels.cuh"
-UNCHECKED_RUNNER = BACKEND + "cutlass_fused_moe_kernels_without_check.cuh"
+# The bounds check of the finalise kernel, which releases before 0.6.10 do not have.
+CHECK = "expanded_permuted_row >= expanded_rows"
 EDITS = (
     Edit(
         BACKEND + "flashinfer_cutlass_fused_moe_binding.cu",
-        "data types other than BF16",
+        "data types other than BF16 and FP8",
         "mInnerDimMultiplier = 1;",
         "if (!mKernelRunner) {",
         """mInnerDimMultiplier = 1;
     if (mActivationDtype == dl_bfloat16 && mWeightDtype == dl_bfloat16) {
       using Bf16Runner = kernels::CutlassMoeFCRunner<__nv_bfloat16, __nv_bfloat16>;
       mKernelRunner = std::make_shared<Bf16Runner>();
+    } else if (isFp8Quant() && mOutputDtype == dl_bfloat16) {
+      using Fp8Runner = kernels::CutlassMoeFCRunner<__nv_fp8_e4m3, __nv_fp8_e4m3, __nv_bfloat16>;
+      mKernelRunner = std::make_shared<Fp8Runner>();
     }
     """,
     ),
@@ -52,39 +56,37 @@ EDITS = (
         'TLLM_THROW("left out of the reduced build");\n  ',
     ),
 )
-WITHOUT_CHECK = Edit(
-    RUNNER,
-    "the bounds check of the finalise kernel",
-    "expanded_permuted_row < 0 || expanded_permuted_row >= expanded_rows",
-    None,
-    "false",
-)
-RUNNER_SOURCE = """#include "{}"
+_RUNNER = f"""#include "{Path(RUNNER).name}"
 #include "moe_kernels.h"
-namespace tensorrt_llm::kernels::cutlass_kernels {{
-template class CutlassMoeFCRunner<__nv_bfloat16, __nv_bfloat16>;
-}}
+namespace tensorrt_llm::kernels::cutlass_kernels {{{{
+template class CutlassMoeFCRunner<{{}}>;
+}}}}
 """
 # These, and the GEMM of an architecture, replace the package's instantiations.
 OWN_SOURCES = {
-    "ours/runner.cu": RUNNER_SOURCE.format(Path(RUNNER).name),
+    "ours/runner_bf16.cu": _RUNNER.format("__nv_bfloat16, __nv_bfloat16"),
+    "ours/runner_fp8.cu": _RUNNER.format("__nv_fp8_e4m3, __nv_fp8_e4m3, __nv_bfloat16"),
+    "ours/fp8.cu": """#include "moe_gemm/moe_gemm_template_dispatch.h"
+namespace tensorrt_llm::kernels::cutlass_kernels {
+template class MoeGemmRunner<__nv_fp8_e4m3, __nv_fp8_e4m3, __nv_bfloat16>;
+}
+""",
     "ours/deep_gemm.cu": """#include <tvm/ffi/extra/module.h>
 // DeepGEMM is left out; the Python entry tells every module where its headers are.
 void no_deep_gemm(tvm::ffi::Array<tvm::ffi::String>) {}
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_deepgemm_jit_include_dirs, no_deep_gemm);
 """,
 }
-UNCHECKED = "ours/unchecked_runner.cu"
 GEMM = "ours/gemm.cu"
 SOURCES = (
-    "ours/runner.cu",
+    *OWN_SOURCES,
     GEMM,
-    "ours/deep_gemm.cu",
     BACKEND + "flashinfer_cutlass_fused_moe_binding.cu",
     MOE_GEMM + "moe_gemm_kernels_bf16_bf16.cu",
     MOE_GEMM + "moe_gemm_tma_warp_specialized_input.cu",
-    MOE_GEMM + "moe_gemm_mixed_utils.cu",
     INTERNAL + "cutlass_kernels/cutlass_heuristic.cpp",
+    # Without ENABLE_FP8_BLOCK_SCALE it refuses.
+    INTERNAL + "cutlass_kernels/fp8_blockscale_gemm/fp8_blockscale_gemm.cu",
     INTERNAL + "lora/lora.cpp",
     INTERNAL + "preQuantScaleKernel.cu",
     "nv_internal/cpp/common/envUtils.cpp",
@@ -93,6 +95,8 @@ SOURCES = (
     "nv_internal/cpp/common/stringUtils.cpp",
     "nv_internal/cpp/common/tllmException.cpp",
 )
+# Not in every release.
+LATER_SOURCES = (MOE_GEMM + "moe_gemm_mixed_utils.cu",)
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -120,7 +124,7 @@ class Architecture:
         number: of the module in FlashInfer: 90 or 100.
         tiles: keeps the tile of the default tactic only.
         gemm: source that instantiates the GEMM with that tile.
-        flags: for nvcc, as ``flashinfer/jit/fused_moe.py`` gives them, for BF16.
+        flags: for nvcc, as ``flashinfer/jit/fused_moe.py`` gives them, without FP4.
     """
 
     number: int
@@ -145,14 +149,17 @@ HOPPER = Architecture(
     ),
     """#include "moe_gemm/launchers/moe_gemm_tma_ws_launcher.inl"
 namespace tensorrt_llm::kernels::cutlass_kernels_oss {
-#define ONE_TILE(FUSION, SWAP)                                                                   \\
-  INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM(Sm90, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16,   \\
-                                            void, EpilogueOpDefault, FUSION, 128, 16, 64, 1, 1, \\
-                                            1, false, false, false, SWAP)
-ONE_TILE(NONE, false);
-ONE_TILE(NONE, true);
-ONE_TILE(FINALIZE, false);
-ONE_TILE(FINALIZE, true);
+#define ONE_TILE(TYPE, K, FUSION, SWAP)                                                          \\
+  INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM(Sm90, TYPE, TYPE, __nv_bfloat16, void,               \\
+                                            EpilogueOpDefault, FUSION, 128, 16, K, 1, 1, 1,      \\
+                                            false, false, false, SWAP)
+#define ONE_TYPE(TYPE, K)        \\
+  ONE_TILE(TYPE, K, NONE, false); \\
+  ONE_TILE(TYPE, K, NONE, true); \\
+  ONE_TILE(TYPE, K, FINALIZE, false); \\
+  ONE_TILE(TYPE, K, FINALIZE, true)
+ONE_TYPE(__nv_bfloat16, 64);
+ONE_TYPE(__nv_fp8_e4m3, 128);
 }
 """,
     (
@@ -175,8 +182,9 @@ def _blackwell_gemm() -> str:
     """The default tactic's tile with all epilogues and clusters, because the dispatch names them."""
     tma, no_smem = "PtrArrayTmaWarpSpecialized", "PtrArrayNoSmemWarpSpecialized"
     instances = "".join(
-        f"INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM(Sm100, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, "
-        f"{epilogue}, EpilogueOpDefault, {fusion}, 128, 128, 64, 1, 1, 1, false, {dynamic}, false, {swap});\n"
+        f"INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM(Sm100, {dtype}, {dtype}, __nv_bfloat16, {epilogue}, "
+        f"EpilogueOpDefault, {fusion}, 128, 128, {k}, 1, 1, 1, false, {dynamic}, false, {swap});\n"
+        for dtype, k in (("__nv_bfloat16", 64), ("__nv_fp8_e4m3", 128))
         for epilogue, fusion in ((tma, "NONE"), (no_smem, "NONE"), (tma, "FINALIZE"))
         for dynamic in ("false", "true")
         for swap in ("false", "true")

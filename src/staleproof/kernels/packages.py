@@ -95,6 +95,11 @@ def _cached(package: str) -> list[Release]:
     return sorted(found, key=lambda release: release.version)
 
 
+def unpacked(package: str, version: str) -> list[Path]:
+    """The folders of the cache that hold a release of a package."""
+    return [found.folder for found in _cached(package) if found.version == version and found.folder]
+
+
 def releases(subject: Subject) -> list[Release]:
     """The releases of a subject's package that are here, installed first; empty if there are none."""
     if not subject.package:
@@ -172,7 +177,7 @@ def imported_elsewhere(subject: Subject, release: Release) -> str:
 
 
 @remembered
-def _fits(library: Path) -> bool:
+def fits(library: Path) -> bool:
     """Whether the assertions that a library holds stand at their lines in this torch's header."""
     header = Path(torch.__file__).parent / "include" / _HEADER
     if not header.exists():
@@ -209,7 +214,7 @@ def other_torch(subject: Subject, release: Release) -> str:
             spec = importlib.util.find_spec(top)
             folder = Path(str(spec.origin)).parent if spec else None
         for library in sorted(folder.rglob("*.so")) if folder else ():
-            if not _fits(library):
+            if not fits(library):
                 here = torch.__version__.partition("+")[0]
                 return f"{library.name} was compiled against another torch than {here}, the one here"
     return ""

@@ -22,6 +22,7 @@ CHAPTERS = {
     "watch": "mla_padding",
     "memory": "decode_buffer",
     "router": "moe_routing",
+    "ranks": "moe_routing",
     "hybrid": "kv_reuse",
     "blocks": "kv_reuse",
 }
@@ -171,6 +172,11 @@ SEEN: dict[str, Callable[[Numbers], str]] = {
     "zeroing off, cache of NaN": _fifths,
     "staging race": lambda n: f"{n['blocks_not_zeroed']} blocks reach attention not zeroed",
     "experts named twice": _twice,
+    "router logits of padded steps": lambda n: (
+        f"busy rank: {n['busy rank']['padded']} padded steps, {n['busy rank']['with NaN']} with NaN, "
+        f"{n['busy rank']['with Inf']} with Inf; live rows "
+        f"{n['busy rank']['live rows with NaN'] + n['busy rank']['live rows with Inf']}"
+    ),
     "death after start": lambda n: (
         f"predicted {size(n['predicted'])}, taken {size(n['taken'])}; {str(n['died']).partition(':')[0]}"
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from staleproof.cases.case import Reading
 from staleproof.cases.children import ChildError
 from staleproof.cases.finding import OFF_ON_OFF, Finding
 from staleproof.cases.run import run
-from staleproof.cases.words import FIXED, NOT_FIXED, NOT_REPRODUCED
+from staleproof.cases.words import FIXED, NOT_FIXED, NOT_REPRODUCED, WRONG
 from staleproof.device import Provenance
 from staleproof.evidence.rows import Verdict
 from staleproof.incidents.moe_routing import broken, cases, fp8, fused_moe, ranks, scene
@@ -157,13 +157,25 @@ def test_ranks_that_give_no_answer_say_why(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["1 rank"].note.startswith("serve one rank: the ranks ran steps of different sizes")
 
 
+CHAINS = [case.key.variant for case in TABLE.cases if cases.CHAIN in case.key.variant]
+
+
 def test_the_real_kernel_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = {True: None, False: "not built: staleproof moe-module build"}
+    missing = {True: "no such FlashInfer", False: "not built: staleproof moe-module build"}
     monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: missing[check])
-    for question, variants in ((cases.REAL, ()), (cases.SANITIZER, ()), (OFF_ON_OFF, (cases.REAL_FIX,))):
-        for device, why in (("cpu", "needs a CUDA device"), ("cuda", missing[False])):
-            found = TABLE.ask(question, *variants, device=device)
-            assert {(f.ran, f.note) for f in found} == {(False, why)}
+    questions = ((cases.REAL, ()), (cases.SANITIZER, ()), (OFF_ON_OFF, (cases.REAL_FIX, *CHAINS)))
+    for question, variants in questions:
+        for found in TABLE.ask(question, *variants, device="cpu"):
+            assert (found.ran, found.note) == (False, "needs a CUDA device")
+        for found in TABLE.ask(question, *variants, device="cuda"):
+            # Each case names what is missing of its own release.
+            checked = question == cases.REAL and ", checked," in found.variant
+            assert (found.ran, found.note) == (False, missing[checked])
+    # Both FlashInfer are there, vLLM's op is not.
+    monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: None)
+    monkeypatch.setattr(fused_moe, "vllm_unavailable_reason", lambda: "no such vLLM")
+    for found in TABLE.ask(OFF_ON_OFF, *CHAINS, device="cuda"):
+        assert (found.ran, found.note) == (False, "no such vLLM")
 
 
 Outcomes = Callable[[fused_moe.Case], str]
@@ -204,6 +216,40 @@ def test_the_real_kernels_outcomes_are_judged(real_kernel: Callable[[Outcomes], 
     cured = {fused_moe.VIA_WARP_ARGMAX: CUDA_ILLEGAL_ACCESS, fused_moe.VIA_TOPK_SOFTMAX: RIGHT}
     real_kernel(lambda case: cured[case.ids])
     assert fix(cases.REAL_FIX, "cuda") == FIXED
+
+
+def test_each_patch_is_judged_by_the_chain_without_it_with_it_and_without_again(
+    real_kernel: Callable[[Outcomes], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_moe, "vllm_unavailable_reason", lambda: None)
+    moved = dict.fromkeys(cases.PATCHES, 0)
+    judged = cases.run_module
+
+    def run_module(asked: Sequence[fused_moe.Case]) -> dict[fused_moe.Case, Reading]:
+        more = {"rows_that_padding_changes": moved}
+        return {
+            case: replace(said, numbers={name: by.get(case.patch, 0) for name, by in more.items()})
+            for case, said in judged(asked).items()
+        }
+
+    monkeypatch.setattr(cases, "run_module", run_module)
+
+    def verdicts(outcome: Outcomes) -> list[str]:
+        launches = real_kernel(outcome)
+        found = TABLE.ask(OFF_ON_OFF, *CHAINS, device="cuda")
+        # Off and off again are run once for both patches.
+        assert launches == [len(fused_moe.CHAINS) * (2 + len(cases.PATCHES))]
+        assert {f.expected for f in found} == {FIXED}
+        return [f.verdict for f in found]
+
+    pairs, cure = len(fused_moe.CHAINS), {"topk_nan": RIGHT, "duplicate_experts": SILENT}
+    crash = CUDA_ILLEGAL_ACCESS
+    assert verdicts(lambda case: cure.get(case.patch, crash)) == [FIXED, NOT_FIXED] * pairs
+    assert verdicts(lambda case: RIGHT) == [NOT_REPRODUCED] * 2 * pairs
+    assert FIXED not in verdicts(lambda case: crash if not (case.patch or case.again) else RIGHT)
+    # Live rows that change with what padding rows hold are no fix.
+    moved["duplicate_experts"] = 1
+    assert verdicts(lambda case: RIGHT if case.patch else crash) == [FIXED, WRONG] * pairs
 
 
 def test_on_sm100_any_outcome_of_the_real_kernel_is_recorded(

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from tests.vllm import environment
 
 from staleproof.cases import machine
 from staleproof.cases.case import Reading, absent, reading
-from staleproof.incidents.moe_routing import fused_moe
-from staleproof.incidents.moe_routing.batch import RIGHT, SILENT
+from staleproof.device import Provenance
+from staleproof.incidents.moe_routing import broken, cases, fused_moe
+from staleproof.incidents.moe_routing.batch import ILLEGAL_ACCESS, RIGHT, SILENT, Batch
 from staleproof.incidents.moe_routing.consumer import observe
 from staleproof.incidents.moe_routing.fused_moe import CUDA_ILLEGAL_ACCESS, DIED, TIMED_OUT, Case, outcome
-from staleproof.kernels import moe_module
+from staleproof.kernels import moe_module, packages
+from staleproof.ops.reference import topk as reference
 
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 4 bytes
@@ -38,7 +45,7 @@ def run_in_child(module, cases):
     with Path(__file__).with_name("given").open("a") as given:
         print(*(case.tokens for case in cases), file=given)
     for number, case in enumerate(cases, 1):
-        assert module == str(case.check) and os.environ["TRITON_INTERPRET"] == "0"
+        assert module == (str(case.check), "root") and os.environ["TRITON_INTERPRET"] == "0"
         if case.ids == "dies":
             print("first\\nlast words\\n\\n", file=sys.stderr, flush=True)
             os.abort()
@@ -66,7 +73,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import child_of_a_test  # type: ignore[import-not-found]
 
     monkeypatch.setattr(fused_moe, "run_in_child", child_of_a_test.run_in_child)
-    monkeypatch.setattr(moe_module, "built", lambda *, check: Path(str(check)))
+    monkeypatch.setattr(fused_moe, "_module", lambda check: (str(check), "root"))
     return tmp_path / "given"
 
 
@@ -134,6 +141,113 @@ def test_where_it_cannot_run_it_says_why(
     assert why == "needs a CUDA device" if device == "cpu" else why and "\n" not in why
     monkeypatch.setattr(machine, "tool", lambda name: None)
     assert fused_moe.sanitize(Case(512, 8, "all equal")) == absent("compute-sanitizer is not installed")
+
+
+@pytest.fixture
+def chain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Case], Reading]]:
+    """Runs a case through vLLM's own sources on the CPU, over stand-ins for the two compiled kernels.
+
+    vLLM's repeats an expert as its warp does, and FlashInfer's follows the map of our miniature.
+    """
+    core = pytest.importorskip("flashinfer.fused_moe.core")
+    with environment.skipped_if_unavailable():
+        root = environment.sources(fused_moe.VLLM) / "vllm"
+
+    def topk_softmax(weights, ids, unread, logits, renormalize, bias):
+        found = broken.route(broken.warp_keeps_its_first_column, logits, ids.shape[1])
+        weights.copy_(found[0])
+        ids.copy_(found[1])
+
+    def cutlass_fused_moe(**given):
+        ids, x = given["token_selected_experts"], given["input"]
+        batch = Batch(*ids.shape, len(given["fc1_expert_weights"]))
+        if observe(batch, ids).verdict == ILLEGAL_ACCESS:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        of_inputs, of_inner, of_w2, of_x = given["quant_scales"] or [torch.ones(batch.experts)] * 4
+        of_x, of_inner = of_x.flatten()[0], 1 / of_inner.flatten()[0]
+        scales = of_x, of_inputs[0] / of_x, of_w2[0] / of_inner, of_inner
+        layer = fused_moe.Layer(x, given["fc1_expert_weights"], given["fc2_expert_weights"], scales)
+        given["output"].copy_(fused_moe._expected(layer, given["token_final_scales"], ids))
+
+    monkeypatch.setattr(torch.ops, "_moe_C", SimpleNamespace(topk_softmax=topk_softmax), raising=False)
+    monkeypatch.setattr(core, "cutlass_fused_moe", cutlass_fused_moe)
+    monkeypatch.setattr("flashinfer.fused_moe.cutlass_fused_moe", cutlass_fused_moe)
+    for name, value in {"DEVICE": "cpu", "HIDDEN": 64, "INTERMEDIATE": 32, "_vllm": lambda: root}.items():
+        monkeypatch.setattr(fused_moe, name, value)
+    monkeypatch.setattr(fused_moe, "_fill_free_memory", lambda byte: None)
+    monkeypatch.setenv("VLLM_HAS_FLASHINFER_CUBIN", "1")
+    for owner, name in (
+        (torch.ops, "load_library"),
+        (torch.cuda, "empty_cache"),
+        (torch.cuda, "synchronize"),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_: None)
+    return lambda case: fused_moe._run_case(case, cutlass_fused_moe)
+
+
+@pytest.mark.parametrize("name", ["4 tokens, top 10, bf16", "4 tokens, top 10, fp8"])
+def test_a_nan_crashes_through_vllms_own_code_and_not_with_either_patch(
+    chain: Callable[[Case], Reading], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = fused_moe.CHAINS[name]
+    assert chain(case).verdict == CUDA_ILLEGAL_ACCESS
+    for patch, repeated in (("topk_nan", 0), ("duplicate_experts", 1)):
+        found = chain(replace(case, patch=patch))
+        more = {"rows_with_duplicates": repeated, "rows_that_padding_changes": 0}
+        assert found == replace(outcome(RIGHT), numbers={**outcome(RIGHT).numbers, **more})
+    assert chain(replace(case, again=True)).verdict == CUDA_ILLEGAL_ACCESS
+    # The judge: the experts are the reference's, not those that some top-k says.
+    ours = reference.topk_softmax
+    monkeypatch.setattr(fused_moe.reference, "topk_softmax", lambda x, k: ours(x.roll(1, 1), k))
+    found = chain(replace(case, patch="topk_nan"))
+    assert (found.verdict, found.numbers["wrong_rows"]) == (SILENT, 3)
+
+
+def test_without_vllms_library_or_what_it_links_the_chain_says_what_to_get(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STALEPROOF_AUDIT_PACKAGES", str(tmp_path))
+    monkeypatch.setenv("STALEPROOF_VLLM_CACHE", str(tmp_path / "sources"))
+    # Sources alone, as tests/vllm unpacks them, hold no library.
+    (tmp_path / "sources/0.19.1/vllm").mkdir(parents=True)
+    folder = tmp_path / "vllm-0.19.1"
+    library = folder / "vllm/_moe_C.abi3.so"
+    assert fused_moe.vllm_unavailable_reason() == (
+        f"vLLM 0.19.1 with _moe_C.abi3.so is not unpacked in {folder}"
+    )
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setattr(fused_moe, "CUDA_RUNTIME", "libno.so.12")
+    assert fused_moe.vllm_unavailable_reason() == (
+        "libno.so.12 of vLLM 0.19.1 is not there: pip install nvidia-cuda-runtime-cu12"
+    )
+    monkeypatch.setattr(fused_moe, "CUDA_RUNTIME", "libc.so.6")
+    assert fused_moe.vllm_unavailable_reason() is None
+    monkeypatch.setattr(packages, "fits", lambda path: path != library)
+    assert "_moe_C.abi3.so of vLLM 0.19.1 was compiled against another torch than" in str(
+        fused_moe.vllm_unavailable_reason()
+    )
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_release_that_is_missing_leaves_the_other_one_to_be_asked(
+    check: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No FlashInfer of one release here: its cases are not run, with the reason, and the others are."""
+
+    def module(checked: bool) -> None:
+        if checked is check:
+            raise moe_module.ModuleError("not here")
+
+    monkeypatch.setattr(fused_moe, "_module", module)
+    monkeypatch.setattr(fused_moe.device, "provenance", lambda: Provenance.MEASURED)
+    monkeypatch.setattr(fused_moe.device, "flashinfer_missing", lambda: None)
+    asked = [*fused_moe.MODULE_CASES, *fused_moe.CHAINS.values()]
+    left = cases.possible(asked, "cuda")
+    assert left == [case for case in asked if case.check is not check]
+    absent = next(case for case in asked if case.check is check)
+    assert cases.needs_chain(absent, "cuda") == "not here"
+    assert cases.possible(asked, "cpu") == []
 
 
 @pytest.mark.gpu

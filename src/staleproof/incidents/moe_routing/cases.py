@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from staleproof import device as devices
-from staleproof.cases.case import ALL, Case, Reading, Scene, ablation, each, fix, reading
-from staleproof.cases.finding import REPLICA, Evidence, Key, real
+from staleproof.cases.case import ALL, Case, Fix, Reading, Scene, ablation, each, fix, reading
+from staleproof.cases.finding import OFF_ON_OFF, REPLICA, Evidence, Grade, Key, real
 from staleproof.cases.run import Table
 from staleproof.cases.words import FIXED, NOT_FIXED, WRONG
 from staleproof.device import Provenance
@@ -30,6 +30,7 @@ from staleproof.incidents.moe_routing.batch import (
 from staleproof.incidents.moe_routing.correct import wrong, wrong_choice
 from staleproof.incidents.moe_routing.origin import Setting
 from staleproof.incidents.moe_routing.scene import OURS, SELECTORS, TOP_8, TOP_10, RoutingCase, Selector
+from staleproof.kernels import moe_module
 from staleproof.ops.reference import topk as reference
 from staleproof.ops.topk import topk_softmax
 
@@ -186,14 +187,24 @@ def consume_over(kind: str, batch: Batch, memory: tuple[str, bool, str], device:
 # --- FlashInfer's own kernel.
 
 
-def needs_module(subject: object, device: str) -> str | None:
-    """Why FlashInfer's kernel cannot run: some cases need it as shipped, others without its check."""
+def needs_module(case: fused_moe.Case, device: str) -> str | None:
+    """Why FlashInfer's kernel cannot run: cases are of its release with the check, or of one without."""
     if device != "cuda":
         return "needs a CUDA device"
-    return fused_moe.unavailable_reason(check=True) or fused_moe.unavailable_reason(check=False)
+    return fused_moe.unavailable_reason(case.check)
+
+
+def needs_chain(case: fused_moe.Case, device: str) -> str | None:
+    """Why vLLM's compiled op cannot choose the experts of FlashInfer's kernel."""
+    return needs_module(case, device) or fused_moe.vllm_unavailable_reason()
 
 
 Results = Mapping[fused_moe.Case, Reading]
+
+
+def possible(cases: Iterable[fused_moe.Case], device: str) -> list[fused_moe.Case]:
+    """The cases whose release is here."""
+    return [case for case in cases if needs_module(case, device) is None]
 
 
 def run_module(cases: Sequence[fused_moe.Case]) -> Results:
@@ -217,7 +228,16 @@ def _module_expected(outcome: str | None) -> Callable[[str], str | None]:
 
 
 def _module_evidence(case: fused_moe.Case) -> Evidence:
-    return real("flashinfer-python", "" if case.check else "without its bounds check")
+    if case.check:
+        return real("flashinfer-python")
+    name = f"FlashInfer {moe_module.WITHOUT_CHECK}"
+    return Evidence(Grade.REAL, f"vLLM {fused_moe.VLLM}, {name}" if case.ids == fused_moe.VIA_VLLM else name)
+
+
+def wrong_output(case: fused_moe.Case, device: str, results: Results) -> str | None:
+    """What is wrong with the output behind a patch; that live rows are the reference's is its verdict."""
+    moved = results[case].numbers["rows_that_padding_changes"]
+    return f"{moved} live rows change with what padding rows hold" if moved else None
 
 
 REAL_FIX = f"topk_softmax, {REAL}"
@@ -310,7 +330,14 @@ def _column(expected: Mapping[str, tuple[Any, ...]], index: int) -> dict[str, An
     return {name: verdicts[index] for name, verdicts in expected.items()}
 
 
-_MODULE = Scene(REAL, lambda device: run_module([*fused_moe.MODULE_CASES]))
+_MODULE = Scene(REAL, lambda device: run_module(possible(fused_moe.MODULE_CASES, device)))
+# NaN router logits, vLLM's compiled op, vLLM's call, FlashInfer's kernel: nothing edited. A patch of ours ->
+# the cases with it; off and off again are the same for both.
+CHAIN = "vLLM's op, FlashInfer's kernel"
+PATCHES = ("topk_nan", "duplicate_experts")
+_AGAIN = {case: replace(case, again=True) for case in fused_moe.CHAINS.values()}
+_ON = {(case, patch): replace(case, patch=patch) for case in _AGAIN for patch in PATCHES}
+_CHAIN = Scene(CHAIN, lambda device: run_module([*_AGAIN, *_ON.values(), *_AGAIN.values()]))
 TABLE = Table(
     "moe_routing",
     *(
@@ -428,4 +455,22 @@ TABLE = Table(
         needs=needs_module,
         evidence=_module_evidence,
     ),
+    [
+        Fix(
+            Key("", OFF_ON_OFF, f"{patch}, {CHAIN}, {name}"),
+            "access",
+            of_module,
+            _ON[case, patch],
+            expect=_module_expected(FIXED),
+            reason="nobody has run this on SM100",
+            off=case,
+            again=_AGAIN[case],
+            wrong=wrong_output,
+            needs=needs_chain,
+            evidence=_module_evidence,
+            scene=_CHAIN,
+        )
+        for name, case in fused_moe.CHAINS.items()
+        for patch in PATCHES
+    ],
 )

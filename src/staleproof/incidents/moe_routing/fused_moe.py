@@ -1,21 +1,26 @@
 """FlashInfer's own ``cutlass_fused_moe`` over distinct and duplicate expert ids.
 
-Runs the reduced module of :mod:`staleproof.kernels.moe_module` through FlashInfer's
-Python entry, in child processes, because an illegal access ends the process. An unwritten map entry
-contains what the allocator's free memory contained, so that memory is filled first.
+Runs the reduced modules of :mod:`staleproof.kernels.moe_module`, each through its own release's Python
+entry, in child processes, because an illegal access ends the process. An unwritten map entry contains what
+the allocator's free memory contained, so that memory is filled first. With :data:`VIA_VLLM` the experts are
+chosen by vLLM's compiled op and go through the code with which vLLM calls FlashInfer.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +38,11 @@ from staleproof.incidents.moe_routing.batch import (
     make_ids,
     rows_with_duplicates,
 )
-from staleproof.kernels import moe_module
+from staleproof.kernels import moe_module, packages, vllm
 from staleproof.kernels.moe_module import ModuleError
+from staleproof.kernels.vllm_sources import executed
+from staleproof.ops.reference import topk as reference
+from staleproof.vllm import plugin
 
 # Outcomes besides RIGHT, SILENT and NAN_ROWS: the text of CUDA's error, an error before the launch, and two
 # ends of a process.
@@ -42,8 +50,21 @@ CUDA_ILLEGAL_ACCESS = "illegal memory access"
 REFUSED, TIMED_OUT, DIED = "refused", "timed out", "died"
 # Kinds of ids besides those of IDS: NaN rows through a choice, ids out of range, and int64.
 VIA_TOPK_SOFTMAX, VIA_WARP_ARGMAX = "NaN through topk_softmax", "NaN through the warp argmax"
+VIA_VLLM = "NaN through vLLM's op"
 NEGATIVE, PAST, INT64 = "negative", "past the last expert", "distinct, int64"
 BYTES, ZEROS, PREVIOUS, FRESH = "0x7f bytes", "zeros", "previous map", "fresh"
+BF16, FP8 = "bf16", "fp8"
+# Of the children.
+DEVICE = "cuda"
+DTYPES = {BF16: torch.bfloat16, FP8: torch.float8_e4m3fn}
+# The last release of vLLM whose top-k compares NaN; what of it is executed, and what its library links.
+VLLM = "0.19.1"
+EXPERTS = "vllm.model_executor.layers.fused_moe"
+FILES = (
+    *("vllm._custom_ops", "vllm.envs", "vllm.utils.flashinfer"),
+    *(f"{EXPERTS}.flashinfer_cutlass_moe", f"{EXPERTS}.activation"),
+)
+MOE_LIBRARY, CUDA_RUNTIME = "_moe_C.abi3.so", "libcudart.so.12"
 
 
 @dataclass(frozen=True)
@@ -53,12 +74,17 @@ class Case:
     Attributes:
         tokens, top_k: the batch.
         ids: one of :data:`IDS`; or, in a fifth of the rows, :data:`NEGATIVE`, :data:`PAST`, or NaN
-            logits through a choice (:data:`VIA_TOPK_SOFTMAX`, :data:`VIA_WARP_ARGMAX`); or :data:`INT64`.
+            logits through a choice (:data:`VIA_TOPK_SOFTMAX`, :data:`VIA_WARP_ARGMAX`, :data:`VIA_VLLM`); or
+            :data:`INT64`.
         experts: of the layer.
-        check: whether the finalise kernel has its bounds check, as in FlashInfer since 0.6.10.
+        check: whether the finalise kernel has a bounds check, as the installed FlashInfer's has; that of
+            :data:`moe_module.WITHOUT_CHECK` has none.
         tail: what the memory of the map contained: :data:`BYTES`, :data:`ZEROS`, :data:`PREVIOUS` (the
             map of an earlier call with other, distinct ids) or :data:`FRESH` (whatever the driver gave).
         all_to_all: rank 0 of two expert-parallel ranks behind an all-to-all.
+        dtype: of activations and weights: :data:`BF16`, or :data:`FP8` with a static scale a tensor.
+        patch: that is applied to vLLM; with :data:`VIA_VLLM` only.
+        again: the second run without the patch.
     """
 
     tokens: int
@@ -68,6 +94,9 @@ class Case:
     check: bool = True
     tail: str = BYTES
     all_to_all: bool = False
+    dtype: str = BF16
+    patch: str = ""
+    again: bool = False
 
     @property
     def batch(self) -> Batch:
@@ -114,13 +143,20 @@ def _table() -> Iterator[tuple[Case, str | None]]:
     yield Case(512, 8, VIA_TOPK_SOFTMAX, check=False), RIGHT
 
 
+# Top-10 builds the map in three steps for any number of tokens, top-8 from 257 on.
+CHAINS = {
+    f"{tokens} tokens, top {top_k}, {dtype}": Case(tokens, top_k, VIA_VLLM, check=False, dtype=dtype)
+    for tokens, top_k in ((4, 10), (257, 8))
+    for dtype in (BF16, FP8)
+}
 # Each case and its expected outcome; None: no expected outcome, any is recorded.
 MODULE_CASES = dict(_table())
 
 # Qwen3-30B-A3B's, the model of vLLM #39593.
 HIDDEN, INTERMEDIATE = 2048, 768
-# The children compile their Triton kernels, whatever the calling process does.
-CHILD_ENV = {"TRITON_INTERPRET": "0"}
+# The children compile their Triton kernels, whatever the calling process does, and vLLM takes a FlashInfer
+# whose module is compiled already.
+CHILD_ENV = {"TRITON_INTERPRET": "0", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
 
 
 def outcome(
@@ -149,10 +185,41 @@ def unavailable_reason(check: bool = True) -> str | None:
     if importlib.util.find_spec("tvm_ffi") is None:
         return "apache-tvm-ffi is not installed"
     try:
-        moe_module.built(check=check)
+        _module(check)
     except ModuleError as error:
         return str(error)
     return None
+
+
+def vllm_unavailable_reason() -> str | None:
+    """Why vLLM's compiled op of :data:`VLLM` cannot run in this process, in one line, or ``None``."""
+    root = _vllm()
+    if root is None:
+        return f"vLLM {VLLM} with {MOE_LIBRARY} is not unpacked in {packages.cache() / f'vllm-{VLLM}'}"
+    try:
+        ctypes.CDLL(CUDA_RUNTIME)
+    except OSError:
+        return f"{CUDA_RUNTIME} of vLLM {VLLM} is not there: pip install nvidia-cuda-runtime-cu12"
+    if not packages.fits(root / MOE_LIBRARY):
+        return f"{MOE_LIBRARY} of vLLM {VLLM} was compiled against another torch than {torch.__version__}"
+    return None
+
+
+def _vllm() -> Path | None:
+    found = [folder / "vllm" for folder in packages.unpacked("vllm", VLLM)]
+    return next((root for root in found if (root / MOE_LIBRARY).is_file()), None)
+
+
+class Module(NamedTuple):
+    """A built module, and the folder of the FlashInfer that it was built of."""
+
+    library: Path
+    root: Path
+
+
+def _module(check: bool) -> Module:
+    source = moe_module.of_release(check)
+    return Module(moe_module.built(source), source.root)
 
 
 def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int = 6) -> list[Reading]:
@@ -176,7 +243,7 @@ def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int =
         group = [index for index, case in enumerate(cases) if case.check is check]
         share = max(1, processes * len(group) // max(1, len(cases)))
         if group:
-            modules[check] = str(moe_module.built(check=check))
+            modules[check] = _module(check)
             lanes += [group[first::share] for first in range(min(share, len(group)))]
     done: dict[int, Reading] = {}
     while lanes:
@@ -218,8 +285,7 @@ def sanitize(case: Case, device: str = "cuda") -> Reading:
     if tool is None:
         return absent(str(sanitizer_missing()))
     given: dict[str, Any] = {"env": CHILD_ENV, "prefix": [str(tool), "--tool", "memcheck"], "timeout_s": 300}
-    module = str(moe_module.built(check=case.check))
-    return memcheck(children.call(run_in_child, module, [case], **given).stdout)
+    return memcheck(children.call(run_in_child, _module(case.check), [case], **given).stdout)
 
 
 def memcheck(said: str) -> Reading:
@@ -238,13 +304,16 @@ def memcheck(said: str) -> Reading:
 
 # The rest of this file runs in the child processes.
 
+# (output, weights, ids) -> nothing
+Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
-def run_in_child(module: str, cases: Sequence[Case]) -> None:
+
+def run_in_child(module: Module, cases: Sequence[Case]) -> None:
     """Run the cases one after another, and tell each result.
 
     Args:
-        module: path of the built module.
-        cases: all with the bounds check, or all without.
+        module: of the release that has the bounds check, or of that without it.
+        cases: all of this release.
     """
     device.select("cuda")
     fused_moe = _entry(module)
@@ -256,12 +325,14 @@ def run_in_child(module: str, cases: Sequence[Case]) -> None:
             os._exit(3)
 
 
-def _entry(module: str) -> Callable[..., Any]:
-    """``cutlass_fused_moe`` over the module of our own build."""
+def _entry(module: Module) -> Callable[..., Any]:
+    """``cutlass_fused_moe`` of that release over the module of our own build."""
     import tvm_ffi
 
+    sys.path.insert(0, str(module.root))
     core: Any = importlib.import_module("flashinfer.fused_moe.core")
-    built = SimpleNamespace(build_and_load=lambda: tvm_ffi.load_module(module))
+    assert Path(core.__file__).is_relative_to(module.root), f"{core.__file__} is of another release"
+    built = SimpleNamespace(build_and_load=lambda: tvm_ffi.load_module(str(module.library)))
     setattr(core, f"gen_cutlass_fused_moe_sm{moe_module.architecture().number}_module", lambda *_: built)
     return core.cutlass_fused_moe
 
@@ -279,7 +350,7 @@ def _fill_free_memory(byte: int) -> None:
                 elif block["state"] == "inactive" and small:
                     yield from (2**20, size - 2**20)
 
-    taken = [torch.empty(n, dtype=torch.uint8, device="cuda").fill_(byte) for n in free_sizes()]
+    taken = [torch.empty(n, dtype=torch.uint8, device=DEVICE).fill_(byte) for n in free_sizes()]
     torch.cuda.synchronize()
     del taken
 
@@ -292,19 +363,21 @@ def bad_logits(case: Case, device: str = "cuda") -> torch.Tensor:
     return logits
 
 
-def _route(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights and ids of a case, both (tokens, top_k)."""
+def _route(case: Case, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights and ids of a case, both (tokens, top_k); the logits count where they are routed."""
     # Here and not above: importing them loads Triton, which the calling process need not have.
     from staleproof.incidents.moe_routing import broken
     from staleproof.ops.topk import topk_softmax
 
+    if case.ids == VIA_VLLM:
+        return vllm.topk_softmax(logits.float(), case.top_k)
     if case.ids == VIA_TOPK_SOFTMAX:
-        return topk_softmax(bad_logits(case), case.top_k)
+        return topk_softmax(logits, case.top_k)
     if case.ids == VIA_WARP_ARGMAX:
-        return broken.route(broken.warp_keeps_its_first_column, bad_logits(case), case.top_k)
+        return broken.route(broken.warp_keeps_its_first_column, logits, case.top_k)
     fifth = -(-case.tokens // 5)
     kind = case.ids if case.ids in IDS else "distinct"
-    ids = make_ids(kind, case.batch, seed=1, device="cuda")
+    ids = make_ids(kind, case.batch, seed=1, device=DEVICE)
     if case.all_to_all and kind == "all equal":
         # The id of an expert of rank 0.
         ids %= case.experts // 2
@@ -312,82 +385,153 @@ def _route(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         ids[:fifth] = -1
     elif case.ids == PAST:
         ids[:fifth] = case.experts + 1
-    generator = torch.Generator(device="cuda").manual_seed(5)
-    weights = torch.rand(ids.shape, generator=generator, device="cuda").softmax(1)
+    generator = torch.Generator(device=DEVICE).manual_seed(5)
+    weights = torch.rand(ids.shape, generator=generator, device=DEVICE).softmax(1)
     return weights, ids.long() if case.ids == INT64 else ids
 
 
-def _layer(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
-) -> torch.Tensor:
+class Layer(NamedTuple):
+    """Input (tokens, hidden), the weights of the experts, and what each is multiplied by.
+
+    ``scales`` are those of ``x``, ``w1``, ``w2`` and of the product of gate and up, which is rounded to the
+    same dtype.
+    """
+
+    x: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    scales: tuple[torch.Tensor, ...]
+
+
+def _cast(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    largest = torch.finfo(dtype).max
+    return (values.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+def _make_layer(case: Case, experts: int) -> Layer:
+    """The layer of a case, with this rank's experts."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE).mul_(shape[-1] ** -0.5)
+
+    w1, w2 = random(experts, 2 * INTERMEDIATE, HIDDEN), random(experts, HIDDEN, INTERMEDIATE)
+    tensors = random(case.tokens, HIDDEN) * HIDDEN**0.5, w1, w2
+    dtype, one = DTYPES[case.dtype], torch.ones((), device=DEVICE)
+    scales = (one,) * 4
+    if case.dtype == FP8:
+        # Gate and up are about as large as x, and so is their product: up to 16 is room enough.
+        scales = (*(t.abs().amax().float() / 448 for t in tensors), one / 28)
+    x, w1, w2 = map(_cast, tensors, scales, (dtype,) * 3)
+    return Layer(x, w1, w2, scales)
+
+
+def _expected(layer: Layer, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The right answer of this rank's experts, in float32."""
+    of_x, of_w1, of_w2, of_inner = layer.scales
+    x = layer.x.float() * of_x
     out = torch.zeros(x.shape, device=x.device)
     for expert in ids.unique().tolist():
-        if 0 <= expert < len(w1):
+        if 0 <= expert < len(layer.w1):
             token, slot = (ids == expert).nonzero(as_tuple=True)
-            up, gate = (x[token].float() @ w1[expert].float().T).chunk(2, 1)
-            inner = (torch.nn.functional.silu(gate) * up).bfloat16().float()
-            rows = weights[token, slot, None] * (inner @ w2[expert].float().T)
+            up, gate = (x[token] @ (layer.w1[expert].float() * of_w1).T).chunk(2, 1)
+            inner = _cast(torch.nn.functional.silu(gate) * up, of_inner, layer.x.dtype).float() * of_inner
+            rows = weights[token, slot, None] * (inner @ (layer.w2[expert].float() * of_w2).T)
             out.index_add_(0, token, rows)
     return out
 
 
+def _through_vllm(layer: Layer) -> Call:
+    """How vLLM calls FlashInfer: ``FlashInferExperts.apply`` of its own source."""
+    module = importlib.import_module(FILES[3])
+    experts = module.FlashInferExperts.__new__(module.FlashInferExperts)
+    quantized = None if layer.x.dtype is torch.bfloat16 else layer.x.dtype
+    of_x, of_w1, of_w2, of_inner = layer.scales
+    each = torch.ones(len(layer.w1), device=DEVICE)
+    # What its constructor takes from the configuration of a layer on one rank.
+    vars(experts).update(
+        quant_dtype=quantized,
+        weight_quant_dtype=quantized,
+        out_dtype=torch.bfloat16,
+        use_deepseek_fp8_block_scale=False,
+        g1_alphas=of_x * of_w1 * each,
+        a2_gscale=1 / of_inner,
+        g2_alphas=of_inner * of_w2 * each,
+        a1_scale=of_x,
+        **dict.fromkeys(("tp_size", "ep_size", "max_capture_size"), 1),
+        **dict.fromkeys(("tp_rank", "ep_rank"), 0),
+    )
+    silu, (x, w1, w2, _) = module.MoEActivation.SILU, layer
+    return lambda out, weights, ids: experts.apply(
+        out, x, w1, w2, weights, ids, silu, len(w1), *(None,) * 6, False
+    )
+
+
 def _run_case(case: Case, fused_moe: Callable[..., Any]) -> Reading:
-    """Run one case, and compare its output with :func:`_layer`."""
+    """Run one case, and compare its output with :func:`_expected`."""
     # So that the free memory of this case has nothing of the case before.
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     ranks = 2 if case.all_to_all else 1
-    here = case.experts // ranks
+    layer = _make_layer(case, case.experts // ranks)
+    if case.ids != VIA_VLLM:
+        rank: dict[str, Any] = {"ep_size": ranks, "ep_rank": 0, "enable_alltoall": case.all_to_all}
+        x, w1, w2, _ = layer
+        given = {"output_dtype": torch.bfloat16, "quant_scales": None, **rank}
+        return _judged(case, layer, lambda out, w, ids: fused_moe(x, ids, w, w1, w2, output=out, **given))
+    root = _vllm()
+    assert root is not None
+    torch.ops.load_library(str(root / MOE_LIBRARY))
+    with executed(root, *FILES), ExitStack() as patched:
+        if case.patch:
+            patched.enter_context(plugin.patches()[case.patch].applied(VLLM))
+        return _judged(case, layer, _through_vllm(layer))
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device="cuda").mul_(shape[-1] ** -0.5)
 
-    w1, w2 = random(here, 2 * INTERMEDIATE, HIDDEN), random(here, HIDDEN, INTERMEDIATE)
-    x = random(case.tokens, HIDDEN) * HIDDEN**0.5
-    weights, ids = _route(case)
-    earlier = make_ids("distinct", case.batch, seed=3, device="cuda")
-
+def _judged(case: Case, layer: Layer, call: Call) -> Reading:
+    """Call with other ids before, and compare; a row whose logits are NaN belongs to nobody."""
+    weights, ids = _route(case, bad_logits(case, DEVICE))
+    earlier = make_ids("distinct", case.batch, seed=3, device=DEVICE)
     # One output for both calls, so that the workspace of the second gets the block of the first.
-    out = torch.zeros_like(x)
+    out = torch.zeros_like(layer.x, dtype=torch.bfloat16)
 
-    def call(chosen: torch.Tensor) -> None:
-        out.zero_()
-        fused_moe(
-            x,
-            chosen,
-            weights,
-            w1,
-            w2,
-            torch.bfloat16,
-            quant_scales=None,
-            output=out,
-            ep_size=ranks,
-            ep_rank=0,
-            enable_alltoall=case.all_to_all,
-        )
+    def run(weights: torch.Tensor, chosen: torch.Tensor) -> None:
+        call(out.zero_(), weights, chosen)
         torch.cuda.synchronize()
 
     try:
         if case.tail != FRESH:
             # Its workspace, with the map in it, goes back to the allocator and to the next call.
-            call(earlier)
+            run(weights, earlier)
         if case.tail in (BYTES, ZEROS):
             _fill_free_memory(0x7F if case.tail == BYTES else 0)
-        call(ids)
+        run(weights, ids)
     except Exception as error:  # any error is a result
         text = str(error).strip().splitlines()[0]
         return outcome(CUDA_ILLEGAL_ACCESS if CUDA_ILLEGAL_ACCESS in text else REFUSED, text)
-    # Misread ids name other experts than those that the router chose.
-    meant = make_ids("distinct", case.batch, seed=1, device="cuda") if case.ids == MISREAD else ids
-    expected = _layer(x, weights, meant, w1, w2)
-    nan = out.isnan().any(1)
+    live, meant = torch.ones_like(out[:, 0], dtype=torch.bool), ids
+    if case.ids == MISREAD:
+        # Misread ids name other experts than those that the router chose.
+        meant = make_ids("distinct", case.batch, seed=1, device=DEVICE)
+    elif case.ids == VIA_VLLM:
+        live = ~bad_logits(case, DEVICE).isnan().any(1)
+        weights, meant = reference.topk_softmax(bad_logits(case, DEVICE).float(), case.top_k)
+    expected = _expected(layer, weights, meant)
+    nan = out.isnan().any(1) & live
     distance = (out.float() - expected).norm(dim=1)
-    # Rounded to bf16: gate, up, their product, the expert's row, the sum.
-    wrong = ~(distance <= rounding(torch.bfloat16, 5) * expected.norm(dim=1) + 1e-6)
-    return outcome(
+    # Rounded to bf16: gate, up, their product, the expert's row, the sum. FP8 rounds their product, too.
+    budget = rounding(torch.bfloat16, 5) + (rounding(layer.x.dtype) if case.dtype == FP8 else 0)
+    wrong = live & ~(distance <= budget * expected.norm(dim=1) + 1e-6)
+    found = outcome(
         NAN_ROWS if bool(nan.any()) else SILENT if bool(wrong.any()) else RIGHT,
         wrong_rows=int(wrong.sum()),
         wrong_clean_rows=int((wrong & ~rows_with_duplicates(ids)).sum()),
         nan_rows=int(nan.sum()),
     )
+    if case.ids != VIA_VLLM:
+        return found
+    before = out[live].clone()
+    run(*_route(case, bad_logits(case, DEVICE).nan_to_num(0)))
+    moved = int((out[live] != before).any(1).sum())
+    repeated = int(rows_with_duplicates(ids).sum())
+    more = {"rows_with_duplicates": repeated, "rows_that_padding_changes": moved}
+    return replace(found, numbers={**found.numbers, **more})
