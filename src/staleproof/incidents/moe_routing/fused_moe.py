@@ -417,7 +417,7 @@ def _make_layer(case: Case, experts: int) -> Layer:
     w1, w2 = random(experts, 2 * INTERMEDIATE, HIDDEN), random(experts, HIDDEN, INTERMEDIATE)
     tensors = random(case.tokens, HIDDEN) * HIDDEN**0.5, w1, w2
     dtype, one = DTYPES[case.dtype], torch.ones((), device=DEVICE)
-    scales = (one,) * 4
+    scales: tuple[torch.Tensor, ...] = (one,) * 4
     if case.dtype == FP8:
         # Gate and up are about as large as x, and so is their product: up to 16 is room enough.
         scales = (*(t.abs().amax().float() / 448 for t in tensors), one / 28)
