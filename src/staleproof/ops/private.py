@@ -68,7 +68,7 @@ def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
         sizes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         if guards.check(*tensors):
-            return guards.check  # type: ignore[no-any-return]
+            return guards.check
     except Exception:  # There is none, or another one.
         pass
 
