@@ -71,9 +71,9 @@ def test_no_byte_of_the_scales_is_left_as_it_was(device, m, n):
         scales = quantize_nvfp4(x, 8.0, out=out)[1].view(torch.uint8).flatten()
         assert not scales[padding].any()
         # The same without its padding: the test can see the difference.
-        kernels._quantize(x, torch.full((1,), 8.0, device=device), *out, swizzled=True, pad=False)
+        kernels._launch(x, torch.full((1,), 8.0, device=device), *out, True, False)
         out[1].view(torch.uint8).fill_(byte)
-        kernels._quantize(x, torch.full((1,), 8.0, device=device), *out, swizzled=True, pad=False)
+        kernels._launch(x, torch.full((1,), 8.0, device=device), *out, True, False)
         left = out[1].view(torch.uint8).flatten()[padding]
         assert bool((left == byte).all())
 
@@ -126,7 +126,7 @@ def test_bad_arguments_are_named_and_nothing_is_written(device):
         (lambda: quantize_nvfp4(x, torch.nan, out=out), "global_scale: expected a positive"),
         (lambda: quantize_nvfp4(x, x[0], out=out), r"global_scale: expected shape \(\) or \(1,\)"),
         (lambda: quantize_nvfp4(x, 0 * x[0, 0], out=out, validate=True), "global_scale: .* got 0.0"),
-        (lambda: quantize_nvfp4(x, 1.0, out=out[0]), "out: expected a pair"),
+        (lambda: quantize_nvfp4(x, 1.0, out=out[0]), r"out: expected \(packed, scales\)"),
         (lambda: quantize_nvfp4(x, 1.0, out=(out[0][:2], out[1])), r"out\[0\]: expected shape"),
         (
             lambda: quantize_nvfp4(x, 1.0, out=(out[0], out[1][:3])),

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from staleproof.cases import graph
-from staleproof.ops import operators
+from staleproof.ops import operators, zero_kernel
 from staleproof.ops import zero_blocks as zeroing
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.distinct_experts import distinct_experts
@@ -386,7 +386,7 @@ def launches_fixture(device: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]
         return run(*args, **kwargs)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", recorded)
-    for module in (operators, zeroing):
+    for module in (operators, zeroing, zero_kernel):
         monkeypatch.setattr(module, "on_device_of", guard)
     return seen
 

@@ -338,7 +338,7 @@ BAD_INPUTS: dict[str, tuple[str, dict[str, Any], str]] = {
         r"padding_id: expected a 32-bit",
     ),
     "ids dtype": ("topk_softmax", {"topk_ids_dtype": torch.int16}, r"topk_ids_dtype: expected"),
-    "out": ("topk_softmax", {"out": X}, r"out: expected a pair"),
+    "out": ("topk_softmax", {"out": X}, r"out: expected \(topk_weights, topk_ids\)"),
     "out weights": ("topk_softmax", {"out": (X, X)}, r"out\[0\]: expected shape \(4, 2\)"),
     "out ids": ("topk_softmax", {"out": (torch.zeros(4, 2), torch.zeros(4, 2))}, r"out\[1\]: .*int32 or"),
     "groups": ("grouped_topk", {"num_expert_group": 3}, r"num_expert_group: expected a divisor"),

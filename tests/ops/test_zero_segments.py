@@ -72,5 +72,5 @@ def test_a_capture_is_refused(device):
     ours.zero([1])
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device="cuda")
-        with pytest.raises(ValueError, match="a stream that is not capturing"):
+        with pytest.raises(ValueError, match="where the current stream is capturing"):
             ours.zero([2])

@@ -178,18 +178,8 @@ def _launch(
         kind = "mask" if live_rows.dtype == torch.bool else "tensor"
     block = triton.next_power_of_2(hidden)
     if rows * block <= WHOLE:
-        of_whole = (
-            live_count,
-            rows,
-            hidden,
-            x.stride(0),
-            SMALLEST_SCALE,
-            kind,
-            WHOLE // block,
-            block,
-            _by_bits(x),
-            saturate_nan,
-        )
+        numbers = live_count, rows, hidden, x.stride(0), SMALLEST_SCALE
+        of_whole = (*numbers, kind, WHOLE // block, block, _by_bits(x), saturate_nan)
         held = x, decides, x_fp8.view(torch.uint8), scale
         whole = launched(_whole_kernel, (1,), held, of_whole, num_warps=WHOLE_WARPS)
         return None if whole is None else (None, whole, 1)
@@ -200,20 +190,9 @@ def _launch(
     partial = torch.empty(programs, dtype=torch.int32, device=x.device)
     sizes = live_count, rows, hidden, x.stride(0), kind, block, saturate_nan
     amax = launched(_amax_kernel, (programs,), (x, decides, partial), sizes, num_warps=8)
-    of_quantize = (
-        live_count,
-        programs,
-        rows,
-        hidden,
-        x.stride(0),
-        SMALLEST_SCALE,
-        kind,
-        block,
-        # For any number of rows, so that they share one compiled kernel.
-        triton.next_power_of_2(most),
-        _by_bits(x),
-        saturate_nan,
-    )
+    counts = live_count, programs, rows, hidden, x.stride(0), SMALLEST_SCALE
+    # As many partial results for any number of rows, so that they share one compiled kernel.
+    of_quantize = (*counts, kind, block, triton.next_power_of_2(most), _by_bits(x), saturate_nan)
     tensors = x, decides, partial, x_fp8.view(torch.uint8), scale
     quantize = launched(_quantize_kernel, (programs,), tensors, of_quantize, num_warps=8)
     return None if amax is None or quantize is None else (amax, quantize, programs)

@@ -181,7 +181,7 @@ def launched(
     sizes = tuple(sizes)
     compiled = kernel[grid](*tensors, *sizes, **options)
     first = tensors[0]
-    if first is None or not first.is_cuda or not hasattr(compiled, "packed_metadata"):
+    if first is None or not first.is_cuda or compiled is None:
         return None
     return Ready(compiled, grid, sizes, first.get_device())
 

@@ -156,6 +156,7 @@ def _launch(
     swizzled: bool,
     pad: bool,
 ) -> Ready | None:
+    """Launch without checks. ``pad=False`` leaves the padding as it is: the fault of incident 5."""
     m, columns = x.shape[0], x.shape[1] // BLOCK
     kind = str(x.dtype).removeprefix("torch.")
     in_place = x.element_size() == 4 or not (x.stride(0) % 2 or x.data_ptr() % 4)
@@ -187,20 +188,6 @@ def _launch(
 
 
 _SEEN: Seen[Ready] = Seen()
-
-
-def _quantize(
-    x: torch.Tensor,
-    factor: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    *,
-    swizzled: bool,
-    pad: bool,
-) -> Ready | None:
-    """Launch without checks. ``pad=False`` leaves the padding as it is: the fault of incident 5."""
-    made: Ready | None = _launch(x, factor, packed, scales, swizzled, pad)
-    return made
 
 
 def quantize_nvfp4(
@@ -264,10 +251,9 @@ def quantize_nvfp4(
         packed = torch.empty(m, n // 2, dtype=torch.uint8, device=x.device)
         scales = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     else:
-        is_pair = isinstance(out, tuple | list) and len(out) == 2
-        check.require(is_pair, "out", "a pair (packed, scales)", type(out).__name__)
+        check.out_pair(out, "(packed, scales)")
         packed, scales = out
         check.tensor("out[0]", packed, shape=(m, n // 2), dtype=torch.uint8, like=x, contiguous=True)
         check.tensor("out[1]", scales, shape=shape, dtype=torch.float8_e4m3fn, like=x, contiguous=True)
-    _SEEN.keep(key, _quantize(x, factor, packed, scales, swizzled=swizzled, pad=True))
+    _SEEN.keep(key, _launch(x, factor, packed, scales, swizzled, True))
     return packed, scales

@@ -233,7 +233,7 @@ def topk_kernel(
 
     slot = tl.arange(0, SLOTS)[None, :]
     if NARROW:
-        chosen = tl.topk(key, SLOTS) if SORT else best_keys(key, slot, TOP_K)
+        chosen = best_keys(key, slot, TOP_K)
     else:
         order = tl.where(exists[None, :], order, LEAST)
         if GROUPED:

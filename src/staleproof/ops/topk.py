@@ -30,12 +30,15 @@ LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IDS_DTYPES = (torch.int32, torch.int64)
 
 
-def _plan(rows: int, experts: int, narrow: bool, grouped: bool = False) -> tuple[bool, int, int]:
-    """Whether to sort, rows a program, warps: the best of a sweep on an H200."""
+def _plan(rows: int, experts: int, narrow: bool, scored: bool, grouped: bool) -> tuple[bool, int, int]:
+    """Whether to sort, rows a program, warps: the best of a sweep on an H200.
+
+    Sorting wins where scores with a bias or of groups decide, not the logits themselves (``scored``).
+    """
     if INTERPRET:
         # The interpreter needs as long for one row as for many, and seconds for a sort.
         return False, min(64, triton.next_power_of_2(rows)), 1
-    if rows <= 256 and not narrow:
+    if rows <= 256 and scored:
         return True, 1, 4
     if grouped and rows < 4096:
         return False, 1, 2
@@ -65,8 +68,9 @@ def _launch(
     """
     (rows, experts), top_k = x.shape, weights.shape[1]
     # Key and index fit into 32 bits if the choice is among 16-bit logits themselves.
-    narrow = bias is None and not groups and x.dtype != torch.float32
-    sort, rows_each, warps = _plan(rows, experts, narrow, groups > 0)
+    scored = bias is not None or groups > 0
+    narrow = not scored and x.dtype != torch.float32
+    sort, rows_each, warps = _plan(rows, experts, narrow, scored, groups > 0)
     slots = max(2, triton.next_power_of_2(top_k))
     group_size = max(triton.next_power_of_2(experts // (groups or 1)), 1 if groups else slots)
     of = score == "softmax", score == "softplus_sqrt"
@@ -86,18 +90,13 @@ _ARGUMENTS = (
 )
 
 
-_topk_softmax = operator(f"topk_softmax({_ARGUMENTS}) -> ()")(partial(_launch, "softmax"))
-_topk_sigmoid = operator(f"topk_sigmoid({_ARGUMENTS}) -> ()")(partial(_launch, "sigmoid"))
-_topk_softplus_sqrt = operator(f"topk_softplus_sqrt({_ARGUMENTS}) -> ()")(partial(_launch, "softplus_sqrt"))
-_GROUPED = f"grouped_topk({_ARGUMENTS}, int num_expert_group, int topk_group) -> ()"
-_grouped_topk = operator(_GROUPED)(partial(_launch, "sigmoid"))
-# For the hooks of vLLM, which call them past the public functions.
+# For the hooks of vLLM too, which call them past the public functions.
 LAUNCHES = {
-    "softmax": _topk_softmax,
-    "sigmoid": _topk_sigmoid,
-    "softplus_sqrt": _topk_softplus_sqrt,
-    "grouped": _grouped_topk,
+    score: operator(f"topk_{score}({_ARGUMENTS}) -> ()")(partial(_launch, score))
+    for score in ("softmax", "sigmoid", "softplus_sqrt")
 }
+_GROUPED = f"grouped_topk({_ARGUMENTS}, int num_expert_group, int topk_group) -> ()"
+LAUNCHES["grouped"] = operator(_GROUPED)(partial(_launch, "sigmoid"))
 _SEEN: Seen[Ready] = Seen()
 
 
@@ -162,8 +161,7 @@ def route(
         weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
         ids = torch.empty(rows, top_k, dtype=topk_ids_dtype, device=x.device)
     else:
-        is_pair = isinstance(out, tuple | list) and len(out) == 2
-        check.require(is_pair, "out", "a pair (topk_weights, topk_ids)", type(out).__name__)
+        check.out_pair(out, "(topk_weights, topk_ids)")
         weights, ids = out
         check.tensor("out[0]", weights, shape=(rows, top_k), dtype=torch.float32, **like)
         check.tensor("out[1]", ids, shape=(rows, top_k), dtype=IDS_DTYPES, **like)
@@ -232,7 +230,7 @@ def topk_softmax(
     [[0.731, 0.269], [0.0, 0.0]]
     """
     options = bias, renormalize, routed_scaling_factor, is_padding, padding_id
-    return route(_topk_softmax, router_logits, top_k, options, topk_ids_dtype, out)
+    return route(LAUNCHES["softmax"], router_logits, top_k, options, topk_ids_dtype, out)
 
 
 def topk_sigmoid(
@@ -258,7 +256,7 @@ def topk_sigmoid(
     ([[2, 0, 1]], [0.881, 0.5, 0.0])
     """
     options = bias, renormalize, routed_scaling_factor, is_padding, padding_id
-    return route(_topk_sigmoid, router_logits, top_k, options, topk_ids_dtype, out)
+    return route(LAUNCHES["sigmoid"], router_logits, top_k, options, topk_ids_dtype, out)
 
 
 def topk_softplus_sqrt(
@@ -284,7 +282,7 @@ def topk_softplus_sqrt(
     ([[2, 0, 1]], [1.458, 0.833, 0.0])
     """
     options = bias, renormalize, routed_scaling_factor, is_padding, padding_id
-    return route(_topk_softplus_sqrt, router_logits, top_k, options, topk_ids_dtype, out)
+    return route(LAUNCHES["softplus_sqrt"], router_logits, top_k, options, topk_ids_dtype, out)
 
 
 def grouped_topk(
@@ -319,4 +317,4 @@ def grouped_topk(
     """
     options = bias, renormalize, routed_scaling_factor, is_padding, padding_id
     groups = num_expert_group, topk_group
-    return route(_grouped_topk, router_logits, top_k, options, topk_ids_dtype, out, groups)
+    return route(LAUNCHES["grouped"], router_logits, top_k, options, topk_ids_dtype, out, groups)

@@ -8,7 +8,6 @@ faster, in stores of 16 bytes.
 
 from __future__ import annotations
 
-import struct
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from staleproof.ops.id_ring import IdRing
 from staleproof.ops.operators import on_device_of, operator, traced
 from staleproof.ops.private import is_capturing
 from staleproof.ops.reference.zero_blocks import per_cache
-from staleproof.ops.zero_kernel import INTERPRET, LISTED, Layout, Plan, pairs_of
+from staleproof.ops.zero_kernel import INTERPRET, Layout, Plan
 
 # Dtypes in which zero bytes are the number zero.
 DTYPES = (
@@ -133,8 +132,7 @@ class BlockZeroer:
             for index, cache in enumerate(caches)
         ]
         self._caches = [weakref.ref(cache) for cache in caches]
-        if not INTERPRET:
-            self._ring = IdRing(self.num_blocks, self._device)
+        self._ring = None if INTERPRET else IdRing(self.num_blocks, self._device)
 
     def zero(self, block_ids: Sequence[int] | torch.Tensor) -> None:
         """Zero the blocks, on the current stream, without waiting for the device.
@@ -181,33 +179,9 @@ class BlockZeroer:
         self._zero_from_host(block_ids)
 
     def _zero_from_host(self, block_ids: Sequence[int] | torch.Tensor) -> None:
-        listed = block_ids.tolist() if isinstance(block_ids, torch.Tensor) else block_ids
-        if not INTERPRET and self._zero_few(listed):
-            return
-        ids = self._checked(listed)
-        if len(ids) == 0:
-            return
-        with on_device_of(self._plan.table):
-            if INTERPRET:
-                self._plan.zero(torch.from_numpy(ids))
-            else:
-                self._send(ids)
-
-    def _zero_few(self, block_ids: Sequence[int]) -> bool:
-        """Zero a short list of good ids, which travel as arguments of the launch: no copy, no memory."""
-        if not isinstance(block_ids, list | tuple) or not 0 < len(block_ids) <= LISTED:
-            return False
-        try:
-            ids = sorted(block_ids)
-            pairs = pairs_of(ids)
-        except (TypeError, struct.error):
-            return False
-        if not 0 < ids[0] <= ids[-1] < self.num_blocks or len({*ids}) < len(ids):
-            return False
-        with on_device_of(self._plan.table):
-            _refuse_capture()
-            self._plan.launch_listed(pairs)
-        return True
+        ids = self._checked(block_ids.tolist() if isinstance(block_ids, torch.Tensor) else block_ids)
+        if len(ids):
+            self._plan.zero_from_host(ids, self._ring)
 
     def _checked(self, block_ids: Sequence[int]) -> np.ndarray:
         """The ids in ascending order, int64."""
@@ -245,17 +219,6 @@ class BlockZeroer:
             else:
                 caches.append(cache)
         return caches
-
-    def _send(self, ids: np.ndarray) -> None:
-        _refuse_capture()
-        plan, stream = self._plan, self._plan.stream()
-        self._ring.send(ids, stream, lambda address: plan.launch(address, len(ids), torch.int32, stream))
-
-
-def _refuse_capture() -> None:
-    if is_capturing():
-        expected = "a tensor on the device where the current stream is capturing"
-        check.fail("block_ids", expected, "ids on the host, which no replay could read again")
 
 
 def _append(freed: list[int], index: int, _: object) -> None:

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from staleproof import check, device
+from staleproof.ops.id_ring import IdRing
 from staleproof.ops.launching import Ready
 from staleproof.ops.operators import on_device_of
+from staleproof.ops.private import is_capturing
 
 device.load_triton()
 
@@ -288,6 +291,24 @@ class Plan:
             part = min(count - first, MOST)
             at = self._address, address + first * dtype.itemsize
             self._ready[dtype].on(stream, (self._chunks, part, self.rows), *at, *self._sizes(part))
+
+    def zero_from_host(self, ids: np.ndarray, ring: IdRing | None) -> None:
+        """Launch on ascending ids of the host; more than ``LISTED`` of them go through the ring.
+
+        Raises:
+            ValueError: the stream is capturing. Nothing was launched.
+        """
+        with on_device_of(self.table):
+            if ring is None:
+                return self.zero(torch.from_numpy(ids))
+            if is_capturing():
+                expected = "a tensor on the device where the current stream is capturing"
+                check.fail("block_ids", expected, "ids on the host, which no replay could read again")
+            if len(ids) <= LISTED:
+                # As arguments of the launch: no copy, and no memory that a later call could overwrite.
+                return self.launch_listed(pairs_of(ids.tolist()))
+            stream = self.stream()
+            ring.send(ids, stream, lambda to: self.launch(to, len(ids), torch.int32, stream))
 
     def launch_listed(self, pairs: Sequence[int]) -> None:
         """Launch on ids that travel with the launch, from :func:`pairs_of`."""

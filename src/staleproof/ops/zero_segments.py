@@ -15,9 +15,7 @@ import torch
 
 from staleproof import check
 from staleproof.ops.id_ring import IdRing
-from staleproof.ops.operators import on_device_of
-from staleproof.ops.private import is_capturing
-from staleproof.ops.zero_kernel import INTERPRET, LISTED, Layout, Plan, pairs_of
+from staleproof.ops.zero_kernel import INTERPRET, Layout, Plan
 
 # Block counts are not known here. The kernel skips ids from this one on.
 MOST_BLOCKS = 2**31 - 1
@@ -52,8 +50,7 @@ class SegmentZeroer:
         layouts = [Layout(start, 4, (MOST_BLOCKS, words), (words, 1)) for start in segments]
         self._plan = Plan(layouts, [0] * len(layouts), [1] * len(layouts), where)
         self._capacity = capacity
-        if not INTERPRET:
-            self._ring = IdRing(capacity, where)
+        self._ring = None if INTERPRET else IdRing(capacity, where)
 
     def zero(self, block_ids: list[int]) -> None:
         """Zero the blocks, on the current stream, without waiting for the device.
@@ -73,14 +70,4 @@ class SegmentZeroer:
         ids.sort()
         if ids.item(0) < 1 or ids.item(-1) >= MOST_BLOCKS:
             check.fail("block_ids", f"1 to {MOST_BLOCKS - 1}", [ids.item(0), ids.item(-1)])
-        if INTERPRET:
-            return self._plan.zero(torch.from_numpy(ids))
-        if is_capturing():
-            check.fail("block_ids", "a stream that is not capturing", "a capture")
-        plan = self._plan
-        with on_device_of(plan.table):
-            if len(ids) <= LISTED:
-                # As arguments of the launch: no copy, and no memory that a later call could overwrite.
-                return plan.launch_listed(pairs_of(ids.tolist()))
-            stream = plan.stream()
-            self._ring.send(ids, stream, lambda to: plan.launch(to, len(ids), torch.int32, stream))
+        self._plan.zero_from_host(ids, self._ring)

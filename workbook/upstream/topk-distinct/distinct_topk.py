@@ -226,7 +226,7 @@ def topk_kernel(
 
     slot = tl.arange(0, SLOTS)[None, :]
     if NARROW:
-        chosen = tl.topk(key, SLOTS) if SORT else best_keys(key, slot, TOP_K)
+        chosen = best_keys(key, slot, TOP_K)
     else:
         order = tl.where(exists[None, :], order, LEAST)
         if GROUPED:
@@ -268,12 +268,15 @@ def topk_kernel(
     tl.store(ids + target, chosen_id.to(ids.dtype.element_ty), mask=wanted)
 
 
-def _plan(rows: int, experts: int, narrow: bool, grouped: bool = False) -> tuple[bool, int, int]:
-    """Whether to sort, rows a program, warps: the best of a sweep on an H200."""
+def _plan(rows: int, experts: int, narrow: bool, scored: bool, grouped: bool) -> tuple[bool, int, int]:
+    """Whether to sort, rows a program, warps: the best of a sweep on an H200.
+
+    Sorting wins where scores with a bias or of groups decide, not the logits themselves (``scored``).
+    """
     if INTERPRET:
         # The interpreter needs as long for one row as for many, and seconds for a sort.
         return False, min(64, triton.next_power_of_2(rows)), 1
-    if rows <= 256 and not narrow:
+    if rows <= 256 and scored:
         return True, 1, 4
     if grouped and rows < 4096:
         return False, 1, 2
@@ -303,8 +306,9 @@ def _launch(
     """
     (rows, experts), top_k = x.shape, weights.shape[1]
     # Key and index fit into 32 bits if the choice is among 16-bit logits themselves.
-    narrow = bias is None and not groups and x.dtype != torch.float32
-    sort, rows_each, warps = _plan(rows, experts, narrow, groups > 0)
+    scored = bias is not None or groups > 0
+    narrow = not scored and x.dtype != torch.float32
+    sort, rows_each, warps = _plan(rows, experts, narrow, scored, groups > 0)
     slots = max(2, triton.next_power_of_2(top_k))
     group_size = max(triton.next_power_of_2(experts // (groups or 1)), 1 if groups else slots)
     of = score == "softmax", score == "softplus_sqrt"

@@ -63,11 +63,11 @@ def quantize_blocks_only(
     packed = torch.empty(m, n // 2, dtype=torch.uint8, device=x.device)
     if tile == 8:
         linear = torch.empty(m, n // 16, dtype=torch.float8_e4m3fn, device=x.device)
-        kernels._quantize(x, factor, packed, linear, swizzled=False, pad=False)
+        kernels._launch(x, factor, packed, linear, False, False)
         at = reference.scale_offsets(m, n // 16, row_tile=8, device=x.device)
         scales.view(torch.uint8).view(-1)[at] = linear.view(torch.uint8)
     else:
-        kernels._quantize(x, factor, packed, scales, swizzled=tile is not None, pad=False)
+        kernels._launch(x, factor, packed, scales, tile is not None, False)
     return packed, scales
 
 

@@ -162,18 +162,9 @@ def _mla_decode_kernel(
             k_c = tl.load(k_row[:, None] + column[None, :], mask=in_range[:, None], other=0.0)
             k_r = tl.load(k_row[:, None] + rope_column[None, :], mask=in_range[:, None], other=0.0)
             live = in_range[None, :] & (token == tail_token)[:, None]
+            k_c, k_r = _operand(k_c, dtype, INTERPRET), _operand(k_r, dtype, INTERPRET)
             peak, total, new_acc = _attend(
-                q_c,
-                q_r,
-                _operand(k_c, dtype, INTERPRET),
-                _operand(k_r, dtype, INTERPRET),
-                live,
-                peak,
-                total,
-                acc,
-                scale_log2,
-                True,
-                INTERPRET,
+                q_c, q_r, k_c, k_r, live, peak, total, acc, scale_log2, True, INTERPRET
             )
             if SPECULATIVE:
                 # The dot also covered rows of other tokens, with weight zero: 0 * NaN is NaN.
@@ -224,7 +215,7 @@ def _launch(
         return launch_alone(call, cut.pieces)
     from staleproof.ops.mla.hopper import HopperCall
 
-    made = HopperCall(*call, cut.pieces)
+    made = HopperCall(call, cut.pieces)
     return made if made.is_ready else None
 
 

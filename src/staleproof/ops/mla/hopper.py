@@ -909,18 +909,9 @@ def _few_group(
             for i in range(mine):
                 live = limit - (begin + 2 * i + GROUP) * 64
                 left_acc, right_acc, peak, total = _few_step(
-                    left_acc,
-                    right_acc,
-                    peak,
-                    total,
-                    memory,
-                    bars,
-                    live,
-                    row_scale,
-                    used + i,
-                    i + 1 == mine,
-                    GROUP,
-                )
+                    left_acc, right_acc, peak, total, memory, bars, live, row_scale,
+                    used + i, i + 1 == mine, GROUP,
+                )  # fmt: skip
             used += mine
             mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=mine == 0)
             slot = gl.where(begin > 0, 2 * program, gl.where(end < tiles, 2 * program + 1, -1))
@@ -1028,24 +1019,13 @@ class HopperCall:
     """A call with these layouts, launched for the first time when it is made; then it can be repeated.
 
     Args:
-        q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse: as in ``mla_decode``.
+        call: of ``decode.Call``, the checked arguments.
         parts: equal parts that all tiles are cut into, for each block of rows; 0: a program a request.
     """
 
-    def __init__(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        softmax_scale: float,
-        k_scale: float,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        parts: int,
-    ) -> None:
-        batch, heads = q.shape[0], q.shape[-2]
-        q_len = q.shape[1] if q.ndim == 4 else 1
+    def __init__(self, call: Any, parts: int) -> None:
+        q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse = call
+        batch, heads, q_len = q.shape[0], q.shape[-2], call.q_len
         pages, page_size = kv_cache.shape[:2]
         page_rows = kv_cache.stride(0) // kv_cache.stride(1)
         # The cache as rows of one token. Pages may lie apart, e.g. with those of other layers between.
@@ -1083,7 +1063,7 @@ class HopperCall:
             q, strides = queries.view(torch.float16), (rows * TOKEN, heads * TOKEN, TOKEN)
         most = next(n for n in BATCHES if batch <= n) if parts else 0
         aligned = aligned_parts(parts, batch) if parts else 0
-        shape = block_table.shape[1] * page_size, q_len, heads, batch, aligned
+        shape = call.capacity, q_len, heads, batch, aligned
         sizes = (*strides, page_rows, row_words, block_table.stride(0), softmax_scale, k_scale, *shape)
         self._decode = launched(
             kernel,
