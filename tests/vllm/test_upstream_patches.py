@@ -32,8 +32,8 @@ ROUTER = "topk-distinct"
 COMPILED = UPSTREAM / f"vllm-{VERSION}-router-nan-bias.patch"
 PATCHES = [*SITES.values(), FP4, COMPILED]
 RUN = "import pytest; raise SystemExit(pytest.main('-q -p no:cacheprovider -p no:nbval tests'.split()))"
-# vLLM's CUTLASS backend allocates its workspace and asks for the number of SMs when it is imported, and a copy
-# to the device begins in pinned memory.
+# vLLM's CUTLASS backend allocates its workspace and asks for the number of SMs when it is imported, and a
+# copy to the device begins in pinned memory.
 CONFTEST = """
 import torch
 import vllm.utils.platform_utils as platform
