@@ -41,6 +41,7 @@ B200 = Machine(
 )
 CORE = pytest.importorskip("flashinfer.mla._core")
 SM100_PEERS = ("flashinfer_cutlass", "flashinfer_trtllm")
+ON_THE_HOST = pytest.mark.skipif(not device.interpreting(), reason="rehearsed on the host")
 PREDICTIONS = Path(__file__).parents[2] / "workbook" / predictions.NAME
 
 
@@ -312,6 +313,7 @@ def _asked_of_fp4():
     return {name: ask(kernel) for name, kernel in flashinfer_fp4.KERNELS.items()}
 
 
+@ON_THE_HOST
 def test_the_fp4_functions_are_entered_with_flashinfers_own_signatures(fp4):
     told = {one.variant: one.predicted for one in predictions.read() if one.question == "public"}
     said = {name: getattr(found, "verdict", found) for name, found in _asked_of_fp4().items()}
@@ -319,6 +321,7 @@ def test_the_fp4_functions_are_entered_with_flashinfers_own_signatures(fp4):
     assert said == expected
 
 
+@ON_THE_HOST
 def test_an_fp4_function_that_fails_is_a_line(fp4, monkeypatch):
     def refuses(*args):
         raise RuntimeError("no kernel image\n  for this device")

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from staleproof.cases import children
+from staleproof.cases.case import absent
 from staleproof.contract import attention_probes, runner, scenes
-from staleproof.contract.contract import BREAKS, UNDEFINED, breaks
+from staleproof.contract.contract import BREAKS, NO_REFERENCE, UNDEFINED, breaks
 from staleproof.kernels.subject import Subject
 
 NOT_RUN = "not run"
@@ -170,3 +171,21 @@ def test_a_module_from_another_release_ends_the_questions_of_its_subject(monkeyp
     module = "staleproof.kernels.torch"
     runner.ask(module, [("rms_norm", ["0", "R", "W"])], runner.packages.Release("1"), device, 9.0)
     assert [(clause, said and said.verdict) for _, clause, said, _ in told] == [("0", None), ("0", NOT_RUN)]
+
+
+def test_without_a_reference_the_other_clauses_are_asked_and_with_a_wrong_result_none():
+    first = absent(f"{NO_REFERENCE}: sizes"), absent("no nvcc"), breaks("row 1")
+    asked = [runner._goes_on(said) for said in first]
+    assert asked == [True, False, False]
+
+
+def test_what_was_not_asked_says_why():
+    kernel = types.SimpleNamespace(clauses=("0", "E"))
+    for first, why in ((absent("no nvcc"), "no nvcc"), (breaks("row 1"), "not asked: wrong on clean input")):
+        assert runner._complete(kernel, {"0": first})["E"] == absent(why)
+
+
+@pytest.mark.parametrize(("code", "said"), [(-6, "signal 6"), (7, "7: ValueError: x")])
+def test_a_process_that_ended_says_by_what(code, said):
+    ended = children.Ended([], code, "", "ValueError: x\n", 9.0)
+    assert runner._ended(ended, 9.0) == f"ended its process with {said}"

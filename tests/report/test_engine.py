@@ -84,3 +84,9 @@ def test_numbers_of_another_release_of_the_bench_are_shown_as_they_are():
 )
 def test_the_recorded_run_has_something_for_each_notebook(incident, said):
     assert said in "\n".join(engine.chapter(incident, store.read_all()))
+
+
+def test_the_remark_of_a_run_stands_above_its_table():
+    busy = run(LEAK)
+    busy.environment["remark"] = "The host was busy."
+    assert "The host was busy." in engine.chapter("mla_padding", [busy])
