@@ -265,9 +265,8 @@ def test_a_recorded_run_of_another_gpu_has_no_predictions(capsys):
 
 def test_what_is_not_available_on_a_b200_says_so_in_one_line(kernels, monkeypatch, tmp_path):
     monkeypatch.setenv(moe_module.FOLDER_VARIABLE, str(tmp_path))
-    assert (
-        fused_moe.unavailable_reason() == "not built: staleproof moe-module build (needs nvcc, and minutes)"
-    )
+    version = moe_module.package().version
+    assert fused_moe.unavailable_reason() == (f"flashinfer {version}: not built: staleproof moe-module build")
     assert mla.peers()["flashinfer_fa3"].unavailable_reason == (
         "needs an SM90 GPU (H100, H200); this is sm_100"
     )

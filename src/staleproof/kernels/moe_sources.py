@@ -42,10 +42,13 @@ EDITS = (
     if (mActivationDtype == dl_bfloat16 && mWeightDtype == dl_bfloat16) {
       using Bf16Runner = kernels::CutlassMoeFCRunner<__nv_bfloat16, __nv_bfloat16>;
       mKernelRunner = std::make_shared<Bf16Runner>();
-    } else if (isFp8Quant() && mOutputDtype == dl_bfloat16) {
+    }
+#ifdef COMPILE_HOPPER_TMA_GEMMS
+    if (isFp8Quant() && mOutputDtype == dl_bfloat16) {
       using Fp8Runner = kernels::CutlassMoeFCRunner<__nv_fp8_e4m3, __nv_fp8_e4m3, __nv_bfloat16>;
       mKernelRunner = std::make_shared<Fp8Runner>();
     }
+#endif
     """,
     ),
     Edit(
@@ -56,20 +59,25 @@ EDITS = (
         'TLLM_THROW("left out of the reduced build");\n  ',
     ),
 )
-_RUNNER = f"""#include "{Path(RUNNER).name}"
+_RUNNER = f"""#ifdef {{}}
+#include "{Path(RUNNER).name}"
 #include "moe_kernels.h"
 namespace tensorrt_llm::kernels::cutlass_kernels {{{{
 template class CutlassMoeFCRunner<{{}}>;
 }}}}
+#endif
 """
-# These, and the GEMM of an architecture, replace the package's instantiations.
+# These, and the GEMM of an architecture, replace the package's instantiations. FP8 is Hopper's only.
+_FP8 = "COMPILE_HOPPER_TMA_GEMMS"
 OWN_SOURCES = {
-    "ours/runner_bf16.cu": _RUNNER.format("__nv_bfloat16, __nv_bfloat16"),
-    "ours/runner_fp8.cu": _RUNNER.format("__nv_fp8_e4m3, __nv_fp8_e4m3, __nv_bfloat16"),
-    "ours/fp8.cu": """#include "moe_gemm/moe_gemm_template_dispatch.h"
-namespace tensorrt_llm::kernels::cutlass_kernels {
+    "ours/runner_bf16.cu": _RUNNER.format("ENABLE_BF16", "__nv_bfloat16, __nv_bfloat16"),
+    "ours/runner_fp8.cu": _RUNNER.format(_FP8, "__nv_fp8_e4m3, __nv_fp8_e4m3, __nv_bfloat16"),
+    "ours/fp8.cu": f"""#ifdef {_FP8}
+#include "moe_gemm/moe_gemm_template_dispatch.h"
+namespace tensorrt_llm::kernels::cutlass_kernels {{
 template class MoeGemmRunner<__nv_fp8_e4m3, __nv_fp8_e4m3, __nv_bfloat16>;
-}
+}}
+#endif
 """,
     "ours/deep_gemm.cu": """#include <tvm/ffi/extra/module.h>
 // DeepGEMM is left out; the Python entry tells every module where its headers are.
@@ -182,9 +190,8 @@ def _blackwell_gemm() -> str:
     """The default tactic's tile with all epilogues and clusters, because the dispatch names them."""
     tma, no_smem = "PtrArrayTmaWarpSpecialized", "PtrArrayNoSmemWarpSpecialized"
     instances = "".join(
-        f"INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM(Sm100, {dtype}, {dtype}, __nv_bfloat16, {epilogue}, "
-        f"EpilogueOpDefault, {fusion}, 128, 128, {k}, 1, 1, 1, false, {dynamic}, false, {swap});\n"
-        for dtype, k in (("__nv_bfloat16", 64), ("__nv_fp8_e4m3", 128))
+        f"INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM(Sm100, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, "
+        f"{epilogue}, EpilogueOpDefault, {fusion}, 128, 128, 64, 1, 1, 1, false, {dynamic}, false, {swap});\n"
         for epilogue, fusion in ((tma, "NONE"), (no_smem, "NONE"), (tma, "FINALIZE"))
         for dynamic in ("false", "true")
         for swap in ("false", "true")

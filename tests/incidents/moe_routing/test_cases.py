@@ -157,13 +157,10 @@ def test_ranks_that_give_no_answer_say_why(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["1 rank"].note.startswith("serve one rank: the ranks ran steps of different sizes")
 
 
-CHAINS = [case.key.variant for case in TABLE.cases if cases.CHAIN in case.key.variant]
-
-
 def test_the_real_kernel_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {True: "no such FlashInfer", False: "not built: staleproof moe-module build"}
     monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: missing[check])
-    questions = ((cases.REAL, ()), (cases.SANITIZER, ()), (OFF_ON_OFF, (cases.REAL_FIX, *CHAINS)))
+    questions = ((cases.REAL, ()), (cases.SANITIZER, ()), (OFF_ON_OFF, (cases.REAL_FIX, *cases.CHAIN_FIXES)))
     for question, variants in questions:
         for found in TABLE.ask(question, *variants, device="cpu"):
             assert (found.ran, found.note) == (False, "needs a CUDA device")
@@ -174,7 +171,7 @@ def test_the_real_kernel_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatc
     # Both FlashInfer are there, vLLM's op is not.
     monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: None)
     monkeypatch.setattr(fused_moe, "vllm_unavailable_reason", lambda: "no such vLLM")
-    for found in TABLE.ask(OFF_ON_OFF, *CHAINS, device="cuda"):
+    for found in TABLE.ask(OFF_ON_OFF, *cases.CHAIN_FIXES, device="cuda"):
         assert (found.ran, found.note) == (False, "no such vLLM")
 
 
@@ -219,31 +216,33 @@ def test_the_real_kernels_outcomes_are_judged(real_kernel: Callable[[Outcomes], 
 
 
 def test_each_patch_is_judged_by_the_chain_without_it_with_it_and_without_again(
-    real_kernel: Callable[[Outcomes], list[int]], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fused_moe, "vllm_unavailable_reason", lambda: None)
-    moved = dict.fromkeys(cases.PATCHES, 0)
-    judged = cases.run_module
-
-    def run_module(asked: Sequence[fused_moe.Case]) -> dict[fused_moe.Case, Reading]:
-        more = {"rows_that_padding_changes": moved}
-        return {
-            case: replace(said, numbers={name: by.get(case.patch, 0) for name, by in more.items()})
-            for case, said in judged(asked).items()
-        }
-
-    monkeypatch.setattr(cases, "run_module", run_module)
+    monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: None)
+    moved, pairs = dict.fromkeys(cases.PATCHES, 0), len(fused_moe.CHAINS)
 
     def verdicts(outcome: Outcomes) -> list[str]:
-        launches = real_kernel(outcome)
-        found = TABLE.ask(OFF_ON_OFF, *CHAINS, device="cuda")
-        # Off and off again are run once for both patches.
-        assert launches == [len(fused_moe.CHAINS) * (2 + len(cases.PATCHES))]
+        asked: list[fused_moe.Case] = []
+
+        def run_apart(some: Sequence[fused_moe.Case]) -> list[Reading]:
+            asked.extend(some)
+            padding = {"rows_that_padding_changes": moved}
+            return [
+                Reading(outcome(case), {name: by.get(case.patch, 0) for name, by in padding.items()})
+                for case in some
+            ]
+
+        monkeypatch.setattr(fused_moe, "run_apart", run_apart)
+        found = TABLE.ask(OFF_ON_OFF, *cases.CHAIN_FIXES, device="cuda")
+        # Off and off again are run once for both patches, in this order.
+        names = [(case.patch, case.again) for case in asked]
+        on = [(patch, False) for patch in cases.PATCHES]
+        assert names == [("", False)] * pairs + on * pairs + [("", True)] * pairs
         assert {f.expected for f in found} == {FIXED}
         return [f.verdict for f in found]
 
-    pairs, cure = len(fused_moe.CHAINS), {"topk_nan": RIGHT, "duplicate_experts": SILENT}
-    crash = CUDA_ILLEGAL_ACCESS
+    crash, cure = CUDA_ILLEGAL_ACCESS, {"topk_nan": RIGHT, "duplicate_experts": SILENT}
     assert verdicts(lambda case: cure.get(case.patch, crash)) == [FIXED, NOT_FIXED] * pairs
     assert verdicts(lambda case: RIGHT) == [NOT_REPRODUCED] * 2 * pairs
     assert FIXED not in verdicts(lambda case: crash if not (case.patch or case.again) else RIGHT)

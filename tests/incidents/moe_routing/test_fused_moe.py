@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +49,8 @@ def run_in_child(module, cases):
         if case.ids == "dies":
             print("first\\nlast words\\n\\n", file=sys.stderr, flush=True)
             os.abort()
+        if case.ids == "raises":
+            raise ImportError("no such operator")
         if case.ids == "hangs":
             time.sleep(60)
         children.tell(outcome(case.ids, wrong_rows=number))
@@ -90,6 +92,18 @@ def test_a_process_that_ends_is_followed_by_another_and_has_one_module(given: Pa
     ]
     assert sorted(given.read_text().splitlines()) == ["1 3 4", "2", "2 2"]
     assert fused_moe.run_cases([]) == []
+
+
+def test_an_error_of_python_is_no_outcome(given: Path) -> None:
+    right = outcome(RIGHT, wrong_rows=1)
+    asked = [Case(1, 8, RIGHT), Case(2, 8, "raises"), Case(3, 8, RIGHT)]
+    assert fused_moe.run_cases(asked, processes=1) == [right, absent("ImportError: no such operator"), right]
+
+
+def test_cases_apart_have_a_process_each(given: Path) -> None:
+    asked = [Case(tokens, 8, RIGHT) for tokens in (1, 2, 3)]
+    assert fused_moe.run_apart(asked, at_once=2) == [outcome(RIGHT, wrong_rows=1)] * 3
+    assert sorted(given.read_text().splitlines()) == ["1", "2", "3"]
 
 
 def test_a_child_that_hangs_is_ended(given: Path) -> None:
@@ -144,11 +158,13 @@ def test_where_it_cannot_run_it_says_why(
 
 
 @pytest.fixture
-def chain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Case], Reading]]:
+def chain(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Reading]:
     """Runs a case through vLLM's own sources on the CPU, over stand-ins for the two compiled kernels.
 
     vLLM's repeats an expert as its warp does, and FlashInfer's follows the map of our miniature.
     """
+    if device != "cpu":
+        pytest.skip("kernels that take tensors of the CPU are interpreted")
     core = pytest.importorskip("flashinfer.fused_moe.core")
     with environment.skipped_if_unavailable():
         root = environment.sources(fused_moe.VLLM) / "vllm"

@@ -222,6 +222,15 @@ def _module(check: bool) -> Module:
     return Module(moe_module.built(source), source.root)
 
 
+def run_apart(cases: Sequence[Case], at_once: int = 8) -> list[Reading]:
+    """Run each case in a process of its own, some at a time; see :func:`run_cases`.
+
+    What is imported of vLLM registers itself with torch, which it can do once a process.
+    """
+    rounds = (cases[first : first + at_once] for first in range(0, len(cases), at_once))
+    return [result for some in rounds for result in run_cases(some, processes=len(some))]
+
+
 def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int = 6) -> list[Reading]:
     """Run each case in a child process; cases share one until a case ends it.
 
@@ -265,6 +274,9 @@ def _results(cases: Sequence[Case], ended: children.Ended) -> list[Reading]:
     """The results that a process told before it ended, and that of the case that ended it."""
     told: list[Reading] = ended.told
     if len(told) < len(cases) and (not told or told[-1].verdict != CUDA_ILLEGAL_ACCESS):
+        if ended.code == 1:
+            # An error of Python before the kernel, or behind it, is no outcome of the kernel.
+            return [*told, absent(ended.last_line)]
         # It ended in the middle of a case, and could not say why.
         return [*told, outcome(TIMED_OUT if ended.code is None else DIED, ended.last_line)]
     return told
