@@ -232,7 +232,7 @@ def different(one: Sequence[Mapping[str, Any]], *others: Sequence[Mapping[str, A
 
 
 def _whole(rounds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rounds that fill a graph. Rows of attention do not tell: under piecewise graphs it sees no padding."""
+    """The rounds that fill a graph. Attention does not tell: under piecewise graphs it sees no padding."""
     return [one for one in rounds if one["live"] in SIZES]
 
 
