@@ -224,6 +224,18 @@ def test_another_token_in_padding_rows(monkeypatch, name):
     assert asked(mla.BENCH, told, monkeypatch)[key].verdict == (NOT_RUN if compiles else "wrong")
 
 
+def test_under_piecewise_graphs_attention_does_not_tell_which_rounds_have_padding(monkeypatch):
+    name = mla.PIECEWISE_FP8
+    off, on = spiked(2), spiked(0)
+    for engine in (off, on):
+        for one in engine["rows"]:
+            one["size"] = one["live"]
+    # What padding decided without the patch is no fault of the patch's.
+    on["rows"][0]["sums"] = [[99] * 3] * 2
+    told = results(**{f"{name}, off": off, f"{name}, on": on, f"{name}, off again": off})
+    assert asked(mla.BENCH, told, monkeypatch)["off/on/off", f"{name}, {mla.PLANTED}"].verdict == "fixed"
+
+
 @pytest.mark.parametrize("name", mla.UNPADDED)
 def test_live_logits_are_those_of_an_engine_without_padding(monkeypatch, name):
     off, on, alone = mla_engine(5), mla_engine(0), mla_engine(0)

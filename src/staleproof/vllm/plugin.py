@@ -226,7 +226,7 @@ def decisions(version: str, sources: Sources | None = None, choice: Choice | Non
 
     >>> decided = decisions("0.28.0", choice=chosen("all"))
     >>> [decision.patch.name for decision in decided if decision.state == "affected"]
-    ['mla_padding', 'topk_nan_bias', 'hash_topk_nan', 'routing_simulator', 'unpublish']
+    ['mla_padding', 'fp8_scale', 'topk_nan_bias', 'hash_topk_nan', 'routing_simulator', 'unpublish']
     """
     of = Base(release(version)) if sources is None else base(version)
     choice = choice or chosen(os.environ.get(VARIABLE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,20 +76,21 @@ TOKENS, TOP_K, HIDDEN = 8, 2, 32
 class Engine:
     """A runner of the made-up vLLM, and what its experts' two quantisers made of the last step."""
 
-    def __init__(self, runner: str, **parallel: int) -> None:
+    def __init__(self, on: str, runner: str, **parallel: int) -> None:
         layers = "vllm.model_executor.layers.fused_moe"
         self.prepare = importlib.import_module(f"{layers}.prepare_finalize.no_dp_ep")
         self.experts = importlib.import_module(f"{layers}.experts.triton_moe").TritonExperts()
         self.utils = importlib.import_module(f"{layers}.utils")
         self.context = importlib.import_module("vllm.forward_context")
         config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
-        device = torch.device("cpu")
+        # With its number, as vLLM's.
+        device = torch.empty(0, device=on).device
         importlib.import_module("vllm.v1.worker.gpu_worker").Worker(config, device).init_device()
         self.runner = importlib.import_module(f"vllm.{runner}").GPUModelRunner(device)
         self.runner.forward = self.forward
         draw = torch.Generator().manual_seed(0)
-        self.x = torch.randn(TOKENS, HIDDEN, generator=draw)
-        self.slots = torch.randn(TOKENS * TOP_K, HIDDEN, generator=draw)
+        self.x = torch.randn(TOKENS, HIDDEN, generator=draw).to(device)
+        self.slots = torch.randn(TOKENS * TOP_K, HIDDEN, generator=draw).to(device)
 
     def forward(self) -> tuple[Any, Any]:
         x, slots = self.x.clone(), self.slots.clone()
@@ -108,12 +110,11 @@ def equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 
 
 @pytest.fixture(name="engine")
-def engine_fixture(made_up: Callable[[dict[str, str]], Path]) -> Iterator[Callable[..., Engine]]:
+def engine_fixture(made_up: Callable[[dict[str, str]], Path], device: str) -> Iterator[Callable[..., Engine]]:
     made_up(MODULES)
     patch = patches()[fp8_scales.NAME]
     patch.apply("0.22.1")
-
-    yield Engine
+    yield partial(Engine, device)
     patch.revert()
     fp8_scales._counts.clear()
     standing.undo.clear()
@@ -153,14 +154,14 @@ def test_a_nan_of_a_live_row_stays_there_as_in_vllm(engine):
 
 def test_a_mask_of_vllm_goes_before_the_count(engine):
     on = engine(RUNNERS[1])
-    mask = torch.zeros(TOKENS, dtype=torch.bool)
+    mask = torch.zeros(TOKENS, dtype=torch.bool, device=on.x.device)
     mask[2] = True
     on.context._forward_context = SimpleNamespace(is_padding=mask)
     on.x[2], on.slots[2 * TOP_K : 3 * TOP_K] = 1e4, 1e4
     scales = on.step(TOKENS, 0.0)[1::2]
     assert max(map(float, scales)) < 0.1
     # That of a larger batch says nothing about these rows: the count decides.
-    on.context._forward_context = SimpleNamespace(is_padding=torch.zeros(2 * TOKENS, dtype=torch.bool))
+    on.context._forward_context = SimpleNamespace(is_padding=mask.repeat(2))
     assert equal(on.step(2, 0.0), on.step(2, 1e4))
 
 
