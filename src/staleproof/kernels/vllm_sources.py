@@ -15,12 +15,16 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import logging
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from staleproof.cases.case import MissingError
+from staleproof.vllm.sources import PatchError, installed
 
 
 class UnavailableError(RuntimeError):
@@ -211,3 +215,21 @@ def load(root: Path, *names: str) -> list[types.ModuleType]:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 raise UnavailableError(f"{name} does not load with stand-ins: {reason}") from error
     return modules
+
+
+def package(version: str) -> Path:
+    """The folder ``vllm`` of a release: installed, or unpacked by ``tests/vllm/environment.py``.
+
+    Raises:
+        MissingError: it is neither.
+    """
+    with suppress(PatchError):
+        found, sources = installed()
+        if found.partition("+")[0] == version:
+            return sources.package
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "staleproof/vllm"
+    folder = Path(os.environ.get("STALEPROOF_VLLM_CACHE", home)) / version / "vllm"
+    if not folder.is_dir():
+        where = "neither installed nor in the cache of tests/vllm"
+        raise MissingError(f"the source of vLLM {version} is {where}")
+    return folder

@@ -14,7 +14,7 @@ import torch
 from staleproof.cases.case import MissingError
 from staleproof.incidents.decode_buffer import released
 from staleproof.incidents.decode_buffer.released import Released, profiled
-from staleproof.incidents.published_unwritten.real import package
+from staleproof.kernels.vllm_sources import package
 
 
 def folder(version: str) -> Path:

@@ -35,7 +35,7 @@ from staleproof.incidents.decode_buffer.setups import (
     Setup,
     run_servers,
 )
-from staleproof.incidents.published_unwritten.real import package
+from staleproof.kernels.vllm_sources import package
 
 # --- A whole server. Real memory on CUDA, under a limit; simulated on a CPU.
 

@@ -12,20 +12,16 @@ import hashlib
 import importlib
 import inspect
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from staleproof.cases.case import MissingError
 from staleproof.incidents.published_unwritten.broken import NONE, Remedy
 from staleproof.incidents.published_unwritten.scene import Arrival, Memory, Row
-from staleproof.kernels.vllm_sources import executed
-from staleproof.vllm.sources import PatchError, installed
+from staleproof.kernels.vllm_sources import executed, package
 
 CORE = "vllm.v1.core"
 # Beside all that is in its folder.
@@ -59,24 +55,6 @@ def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
 
 def _none(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-def package(version: str) -> Path:
-    """The folder ``vllm`` of a release: installed, or unpacked by ``tests/vllm/environment.py``.
-
-    Raises:
-        MissingError: it is neither.
-    """
-    with contextlib.suppress(PatchError):
-        found, sources = installed()
-        if found.partition("+")[0] == version:
-            return sources.package
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "staleproof/vllm"
-    folder = Path(os.environ.get("STALEPROOF_VLLM_CACHE", home)) / version / "vllm"
-    if not folder.is_dir():
-        where = "neither installed nor in the cache of tests/vllm"
-        raise MissingError(f"the source of vLLM {version} is {where}")
-    return folder
 
 
 @contextlib.contextmanager
