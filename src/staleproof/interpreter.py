@@ -52,7 +52,7 @@ class _End:
 
 def _called_at_once(installed: Any, semantic: Any) -> Any:
     """A function of the language as ``_patch_attr`` installs it, without the two around what it does."""
-    inner = (getattr(installed, "__kwdefaults__", None) or {}).get("member")
+    inner: Any = (getattr(installed, "__kwdefaults__", None) or {}).get("member")
     while getattr(inner, "__triton_builtin__", False) and hasattr(inner, "__wrapped__"):
         inner = inner.__wrapped__
     if inner is None:
