@@ -18,6 +18,10 @@
   (``_unwrap_if_constexpr``). Here once, by its type.
 - Operands get a common type, and are cast to it (``binary_op_type_checking_impl``). Here not where that is
   the type of both, or of the one beside a number.
+- A sum, product or comparison goes through seven functions, and both operands are copied to one shape.
+  Here two tensors of one type of 32 or 64 bits, or such a tensor and a number, go to numpy as they are, which
+  gives the result its shape. So does an offset that is added to a pointer.
+- Each function of the language is called through two others that look at its keywords. Here through one.
 - A float of 8 or 16 bits becomes a wider one by twenty operations on whole arrays (``_convert_float``).
   Here by a table of what these make of each pattern of bits. A float32 is cut to bfloat16 by one shift.
 
@@ -46,12 +50,28 @@ class _End:
         self.restore = restore
 
 
+def _called_at_once(installed: Any, semantic: Any) -> Any:
+    """A function of the language as ``_patch_attr`` installs it, without the two around what it does."""
+    inner: Any = (getattr(installed, "__kwdefaults__", None) or {}).get("member")
+    while getattr(inner, "__triton_builtin__", False) and hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    if inner is None:
+        return installed
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return inner(*args, **kwargs)
+
+    return called
+
+
 def _with_known_functions(interpreter: ModuleType) -> Callable[..., Any]:
     """``_patch_lang`` that installs what it did before, where that is in the same place as it was then.
 
     It takes the modules of the language that the function sees too: nothing else decides what is replaced.
     """
     patch, missing = interpreter._patch_lang, interpreter._MISSING
+    semantic = interpreter.interpreter_semantic
     known: dict[frozenset[ModuleType], list[tuple[Any, str, Any, Any]]] = {}
 
     def patch_again(fn: Any, modules: frozenset[ModuleType]) -> Any:
@@ -65,13 +85,15 @@ def _with_known_functions(interpreter: ModuleType) -> Callable[..., Any]:
         else:
             if modules in known:
                 return scope
-        scope, changes = patch(fn), []
-        then: dict[tuple[Any, str], Any] = {}
-        # The last first: an attribute that is set twice has in between what the second change replaced.
-        for owner, name, before in reversed(scope._changes):
-            changes.append((owner, name, before, then.get((owner, name), getattr(owner, name))))
-            then[owner, name] = before
-        known[modules] = changes[::-1]
+        scope = patch(fn)
+        # Of an attribute that is set twice, what was there first and what is there at last.
+        first: dict[tuple[Any, str], Any] = {}
+        for owner, name, before in scope._changes:
+            first.setdefault((owner, name), before)
+        known[modules] = [
+            (owner, name, before, _called_at_once(getattr(owner, name), semantic))
+            for (owner, name), before in first.items()
+        ]
         return scope
 
     return patch_again
@@ -151,19 +173,85 @@ def _leaving_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     return broadcast_two
 
 
-def _casting_no_equal_types(check: Callable[..., Any], semantic: Any, tl: ModuleType) -> Callable[..., Any]:
-    """``binary_op_type_checking_impl`` that asks for no common type where it is that of a tensor.
-
-    So it is for two tensors of one type, and for a number beside a tensor of a type that holds it. A division
-    is left to Triton, which makes wider floats of some.
-    """
-    tensor, broadcast = tl.tensor, getattr(semantic, BROADCAST)
+def _holding(tl: ModuleType) -> Callable[[Any, Any], bool]:
+    """Whether a number becomes a constant of a type when it meets a tensor of that type."""
     wide, whole = tl.float32, (tl.int32, tl.int64)
 
     def holds(kind: Any, number: Any) -> bool:
         if type(number) is int:
             return (kind is wide or kind is whole[0] or kind is whole[1]) and -(2**31) <= number < 2**31
         return kind is wide and type(number) is float
+
+    return holds
+
+
+# Operators of a tensor, with the names of the builder's functions for floats and for signed integers.
+OPERATORS = {
+    "__add__": ("create_fadd", "create_add"),
+    "__sub__": ("create_fsub", "create_sub"),
+    "__mul__": ("create_fmul", "create_mul"),
+    "__lt__": ("create_fcmpOLT", "create_icmpSLT"),
+    "__le__": ("create_fcmpOLE", "create_icmpSLE"),
+    "__gt__": ("create_fcmpOGT", "create_icmpSGT"),
+    "__ge__": ("create_fcmpOGE", "create_icmpSGE"),
+    "__eq__": ("create_fcmpOEQ", "create_icmpEQ"),
+    "__ne__": ("create_fcmpUNE", "create_icmpNE"),
+}
+
+
+def _broadcast_by_numpy(interpreter: ModuleType, name: str) -> Callable[[Any], Callable[[Any, Any], Any]]:
+    """An operator of a tensor that leaves shapes to numpy where no type must change, around Triton's own."""
+    tl, builder, semantic = interpreter.tl, interpreter.interpreter_builder, interpreter.interpreter_semantic
+    of_floats, of_integers = (getattr(builder, function) for function in OPERATORS[name])
+    create = {id(tl.float32): of_floats, id(tl.int32): of_integers, id(tl.int64): of_integers}
+    tensor, block_type, constexpr, holds = tl.tensor, tl.block_type, tl.constexpr, _holding(tl)
+    keeps_type, adds = name in ("__add__", "__sub__", "__mul__"), name == "__add__"
+
+    def around(slow: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def operator(lhs: Any, rhs: Any) -> Any:
+            kind = lhs.dtype
+            compute = create.get(id(kind))
+            if type(rhs) is constexpr:
+                rhs = rhs.value
+            if type(rhs) is not tensor:
+                if compute is None or not holds(kind, rhs):
+                    return slow(lhs, rhs)
+                rhs = semantic.scalar_constant(rhs, kind)
+            elif compute is None and adds and kind.is_ptr() and rhs.dtype in (tl.int32, tl.int64):
+                compute = builder.create_addptr
+            elif compute is None or rhs.dtype is not kind:
+                return slow(lhs, rhs)
+            if builder.options.debug:
+                return slow(lhs, rhs)
+            left, right = (
+                [*getattr(operand.type.shape, "values", operand.type.shape)]
+                if operand.type.is_block()
+                else []
+                for operand in (lhs, rhs)
+            )
+            shape = left or right
+            if left and right and left != right:
+                if len(left) != len(right) or any(
+                    a != b and 1 not in (a, b) for a, b in zip(left, right, strict=True)
+                ):
+                    return slow(lhs, rhs)
+                shape = [*map(max, left, right)]
+            element = kind if keeps_type else tl.int1
+            handle = compute(lhs.handle, rhs.handle)
+            return tensor(handle, block_type(element, shape) if shape else element)
+
+        return operator
+
+    return around
+
+
+def _casting_no_equal_types(check: Callable[..., Any], semantic: Any, tl: ModuleType) -> Callable[..., Any]:
+    """``binary_op_type_checking_impl`` that asks for no common type where it is that of a tensor.
+
+    So it is for two tensors of one type, and for a number beside a tensor of a type that holds it. A division
+    is left to Triton, which makes wider floats of some.
+    """
+    tensor, broadcast, holds = tl.tensor, getattr(semantic, BROADCAST), _holding(tl)
 
     def checked(
         lhs: Any,
@@ -226,6 +314,7 @@ def _patching_once(interpreter: ModuleType) -> Callable[[Any], _End]:
     patch, language = _with_known_functions(interpreter), (tl, tl.core)
     types, shapes = _with_known_types(tl), _with_known_shapes(tl)
     unwrapped = _leaving_plain_values(tl, tl.core._unwrap_if_constexpr)
+    operators = {name: _broadcast_by_numpy(interpreter, name) for name in OPERATORS}
     patched: set[ModuleType] = set()
     scopes: list[Any] = []
     names: dict[Any, frozenset[ModuleType]] = {}
@@ -248,6 +337,8 @@ def _patching_once(interpreter: ModuleType) -> Callable[[Any], _End]:
             scopes[-1].set_attr(tl.block_type, "__init__", types)
             scopes[-1].set_attr(tl.tensor, "__init__", shapes)
             scopes[-1].set_attr(tl.core, "_unwrap_if_constexpr", unwrapped)
+            for name, around in operators.items():
+                scopes[-1].set_attr(tl.tensor, name, around(getattr(tl.tensor, name)))
         return _End(restore if is_launch else lambda: None)
 
     return patch_once
