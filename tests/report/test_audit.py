@@ -36,7 +36,7 @@ def test_the_table_has_a_sign_a_clause_and_a_line_a_break(capsys):
     audit.print_table(ROWS)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["package", "subject", "E", "T", "B"]
-    assert lines[1].split() == ["kernels", "1.0", "decode", "X", "+", "u"]
+    assert lines[2].split() == ["kernels", "1.0", "decode", "X", "+", "u"]
     assert "breaks  E  kernels 1.0 decode: NaN is written" in lines
     assert "undefined  B  kernels 1.0 decode: documented: mask it" in lines
     assert "not run  kernels 1.0 prefill: needs a CUDA GPU" in lines

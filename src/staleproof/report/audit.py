@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from staleproof.triage.text import aligned
+
 if TYPE_CHECKING:
     from staleproof.cases.finding import Finding
 
 # How a verdict is shown in a cell; a picture has the same signs, so that colour is not needed.
 SIGNS = {"holds": "+", "breaks": "X", "undefined": "u", "not run": "."}
-STYLES = {"holds": "green", "breaks": "bold red", "undefined": "yellow", "not run": "dim"}
 COLOURS = {"holds": "#bfd3e6", "breaks": "#b2182b", "undefined": "#f4a582", "not run": "#f0f0f0"}
 
 
@@ -37,7 +37,7 @@ def cells(rows: Sequence[Finding]) -> tuple[list[str], list[list[str]]]:
     """Column names, and a line a subject with a sign a clause, for a notebook's table."""
     clauses = _clauses(rows)
     lines = [
-        [subject, *(SIGNS[str(found[clause].verdict)] if clause in found else "" for clause in clauses)]
+        [subject, *(_sign(found.get(clause)) for clause in clauses)]
         for (_, subject), found in _lines(rows).items()
     ]
     return ["", *clauses], lines
@@ -80,42 +80,28 @@ def print_table(rows: Sequence[Finding]) -> None:
 
     Subjects that did not run are a line each with the reason.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from staleproof.contract.contract import CLAUSES
 
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     clauses, lines = _clauses(rows), _lines(rows)
-    ran = {key: found for key, found in lines.items() if any(row.ran for row in found.values())}
-    table = Table("package", "subject", *clauses, box=None, pad_edge=False)
-    for name, found in ran.items():
-        cells = []
-        for clause in clauses:
-            verdict = str(found[clause].verdict) if clause in found else ""
-            cells.append(f"[{STYLES[verdict]}]{SIGNS[verdict]}[/]" if verdict else "")
-        table.add_row(*name, *cells)
+    ran = {name: found for name, found in lines.items() if any(row.ran for row in found.values())}
     if ran:
-        Console(file=sys.stdout, highlight=False, width=max(console.width, 40 + 4 * len(clauses) + 60)).print(
-            table
-        )
-        console.print("  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items()))
-        for clause in clauses:
-            console.print(f"{clause}: {CLAUSES[clause]}", markup=False)
+        signs = [[*name, *(_sign(found.get(clause)) for clause in clauses)] for name, found in ran.items()]
+        typer.echo("\n".join(aligned(["package", "subject", *clauses], signs)))
+        typer.echo("  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items()))
+        typer.echo("\n".join(f"{clause}: {CLAUSES[clause]}" for clause in clauses))
     for row in rows:
         if row.verdict in ("breaks", "undefined"):
-            where = f"{row.question}  {row.release} {row.variant}"
-            console.print(f"{row.verdict}  {where}: {row.note}", markup=False)
-    for key, found in lines.items():
-        if key not in ran:
-            reason = next(iter(found.values())).note
-            console.print(f"not run  {' '.join(key)}: {reason}", markup=False)
-    first = rows[0] if rows else None
-    if first:
-        console.print(
-            f"{first.provenance} on {first.machine['name']}: {len(ran)} of {len(lines)} subjects ran",
-            markup=False,
-        )
+            typer.echo(f"{row.verdict}  {row.question}  {row.release} {row.variant}: {row.note}")
+    for name, found in lines.items():
+        if name not in ran:
+            typer.echo(f"not run  {' '.join(name)}: {next(iter(found.values())).note}")
+    for first in rows[:1]:
+        count = f"{len(ran)} of {len(lines)} subjects ran"
+        typer.echo(f"{first.provenance} on {first.machine['name']}: {count}")
+
+
+def _sign(found: Finding | None) -> str:
+    return SIGNS[found.verdict] if found else ""
 
 
 def write_scripts(rows: Sequence[Finding], folder: Path) -> int:
@@ -180,7 +166,7 @@ def heat_map(rows: Sequence[Finding]) -> Any:
         asked = [[found.get(clause) for clause in clauses] for _, found in lines]
         sns.heatmap(
             [[order.index(row.verdict if row else "not run") for row in line] for line in asked],
-            annot=[[SIGNS[row.verdict] if row else "" for row in line] for line in asked],
+            annot=[[_sign(row) for row in line] for line in asked],
             fmt="",
             annot_kws={"fontsize": 8},
             cbar=False,

@@ -138,6 +138,10 @@ def absences(findings: Iterable[Finding]) -> list[str]:
     ]
 
 
+# What a table takes beside the text of its columns: a border and two blanks each, and the last border.
+_BESIDE = 3
+
+
 def tables(findings: Sequence[Finding], width: int = 80) -> list[Table]:
     """The matrices for a terminal. One that is too wide is drawn as several; no word is cut.
 
@@ -148,59 +152,31 @@ def tables(findings: Sequence[Finding], width: int = 80) -> list[Table]:
     from rich.table import Table
     from rich.text import Text
 
-    styles = {"ok": "green", "bad": "bold red", "absent": "dim"}
     drawn = []
     for matrix in build(findings):
-        head = {v: (Text(v), Text(grades(matrix.row(v)))) for v in matrix.variants}
-        left = [["variant", *matrix.variants], [ASKED_OF, *(grade.plain for _, grade in head.values())]]
-        columns = {q: [q, *(_cell(matrix, v, q) for v in matrix.variants)] for q in matrix.questions}
-        for part in _parts(left, columns, width):
+        columns = {
+            "variant": [Text(variant) for variant in matrix.variants],
+            ASKED_OF: [Text(grades(matrix.row(variant))) for variant in matrix.variants],
+        }
+        left = [*columns]
+        for question in matrix.questions:
+            columns[question] = [
+                Text(_cell(matrix, v, question), _style(matrix, v, question)) for v in matrix.variants
+            ]
+        sizes = {name: max(map(len, [name, *map(str, cells)])) + _BESIDE for name, cells in columns.items()}
+        parts: list[list[str]] = []
+        for question in matrix.questions:
+            if not parts or 1 + sum(sizes[name] for name in [*parts[-1], question]) > width:
+                parts.append([*left])
+            parts[-1].append(question)
+        for part in parts:
             table = Table(title=f"{matrix.incident}, {provenance(matrix.cells.values())}")
-            sizes = _widths([*left, *(columns[question] for question in part)], width)
-            for name, size in zip(("variant", ASKED_OF, *part), sizes, strict=True):
-                table.add_column(Text(name), width=size)
-            for number, variant in enumerate(matrix.variants, 1):
-                cells = (Text(columns[q][number], styles[_class(matrix, variant, q)]) for q in part)
-                table.add_row(*head[variant], *cells)
+            for name in part:
+                table.add_column(Text(name))
+            for row in zip(*(columns[name] for name in part), strict=True):
+                table.add_row(*row)
             drawn.append(table)
     return drawn
-
-
-# What a table takes beside the text of its columns: a border and two blanks each, and the last border.
-_BESIDE = 3
-
-
-def _least(column: Iterable[str]) -> int:
-    """The width of a column's longest word."""
-    return max(len(word) for text in column for word in text.split() or [""])
-
-
-def _parts(left: list[list[str]], columns: dict[str, list[str]], width: int) -> Iterable[list[str]]:
-    """The questions, in groups of which each fits the width beside the columns on the left."""
-    first = sum(_least(column) + _BESIDE for column in left) + 1
-    part: list[str] = []
-    taken = first
-    for question, column in columns.items():
-        more = _least(column) + _BESIDE
-        if part and taken + more > width:
-            yield part
-            part, taken = [], first
-        part.append(question)
-        taken += more
-    yield part
-
-
-def _widths(columns: list[list[str]], width: int) -> list[int]:
-    """Widths of columns that fill at most the width: each its longest word, then more where text is long."""
-    sizes = [_least(column) for column in columns]
-    longest = [max(map(len, column)) for column in columns]
-    spare = width - 1 - sum(size + _BESIDE for size in sizes)
-    while spare > 0 and sizes != longest:
-        # The column with the most text beyond its width grows first: it would wrap most.
-        grown = max(range(len(sizes)), key=lambda i: longest[i] - sizes[i])
-        sizes[grown] += 1
-        spare -= 1
-    return sizes
 
 
 def _cell(matrix: Matrix, variant: str, question: str) -> str:
@@ -210,8 +186,8 @@ def _cell(matrix: Matrix, variant: str, question: str) -> str:
     return f"{found.verdict} (expected {found.expected})" if found.failed else found.verdict
 
 
-def _class(matrix: Matrix, variant: str, question: str) -> str:
+def _style(matrix: Matrix, variant: str, question: str) -> str:
     found = matrix.cells.get((variant, question))
     if found is None or not found.ran:
-        return "absent"
-    return "bad" if found.failed else "ok"
+        return "dim"
+    return "bold red" if found.failed else "green"
