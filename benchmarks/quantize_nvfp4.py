@@ -28,7 +28,7 @@ Quantised = tuple[torch.Tensor, torch.Tensor]
 
 def _into(x: torch.Tensor, factor: torch.Tensor, out: Quantised) -> Quantised:
     """Our kernel without its padding."""
-    kernels._quantize(x, factor, *out, swizzled=True, pad=False)
+    kernels._launch(x, factor, *out, True, False)
     return out
 
 

@@ -120,7 +120,7 @@ def test_a_card_shows_its_proof_what_to_do_and_the_grade(root):
         '<td class="bad">leaked</td><td class="good">clean</td><td class="bad">leaked</td>'
     )
     assert '<span class="grade replica">replica</span>' in rows[0][1]
-    assert "STALEPROOF_PATCHES=mla_padding vllm serve ..." in card
+    assert "STALEPROOF_PATCHES=mla_padding,fp8_scale vllm serve ..." in card
     assert 'alt="what it shows"><figcaption>RECORDED, us</figcaption>' in card
     # The caption stands below the picture and is not printed again.
     chapter = made[made.index('id="01_mla_padding"') :]

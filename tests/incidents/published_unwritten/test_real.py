@@ -20,6 +20,7 @@ from staleproof.incidents.published_unwritten import real
 from staleproof.incidents.published_unwritten.broken import NONE, RESTART
 from staleproof.incidents.published_unwritten.cases import RELEASES, SERVER, TABLE, Server, sizes, watching
 from staleproof.incidents.published_unwritten.scene import WRITTEN, Arrival, burst, one_victim, serve
+from staleproof.kernels import vllm_sources
 from staleproof.vllm import standing, watch_published
 from staleproof.vllm.patches import published_unwritten
 from staleproof.vllm.plugin import patches
@@ -62,7 +63,7 @@ def test_every_release_has_the_fault_and_loses_it_with_the_patch(version):
 
 def test_a_release_that_is_not_here_is_not_run_and_says_why(monkeypatch, tmp_path):
     monkeypatch.setenv("STALEPROOF_VLLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(real, "installed", lambda: ("0.0.1", None))
+    monkeypatch.setattr(vllm_sources, "installed", lambda: ("0.0.1", None))
     (found,) = TABLE.ask("failed load", "vLLM 0.22.1", device="cpu")
     assert (found.verdict, found.note) == (
         "not run",

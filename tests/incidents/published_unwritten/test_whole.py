@@ -60,13 +60,15 @@ def test_what_the_engine_did_not_reach_is_not_run():
 
 
 @pytest.mark.parametrize(("seed", "bad"), [(25, True), (26, False)])
-def test_fingerprints_are_asked_of_what_each_step_writes_and_hits(seed, bad):
+def test_fingerprints_are_asked_of_what_each_step_writes_and_hits(device, seed, bad):
     """The blocks that the first reader of an unwritten hash got, and no other."""
     try:
         real.package("0.26.0")
     except MissingError as error:
         pytest.skip(str(error))
-    engine = SimpleNamespace(runner=SimpleNamespace(kv_caches=[torch.zeros(whole.BLOCKS, 16, 2)]))
+    engine = SimpleNamespace(
+        runner=SimpleNamespace(kv_caches=[torch.zeros(whole.BLOCKS, 16, 2, device=device)])
+    )
     with cases.Server("0.26.0").loaded():
         watched = whole._Watched(engine)
         watched.wrap()
