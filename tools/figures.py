@@ -372,9 +372,8 @@ def fusion(rows: Sequence[Row]) -> str:
 def about(run: Run) -> str:
     """Machine, days and versions of the timings of a recorded run, in a few words."""
     first = run.measurements[0]
-    days = " and ".join(sorted({row.get("date", run.date) for row in run.measurements}))
     return (
-        f"RECORDED on an {run.machine}, {days} (torch {first['torch']}, Triton {first['triton']}, "
+        f"RECORDED on an {run.machine}, {run.date} (torch {first['torch']}, Triton {first['triton']}, "
         f"FlashInfer {first['flashinfer']}, kernels of vLLM {RELEASE}); CUDA graphs, median us"
     )
 

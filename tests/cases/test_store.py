@@ -30,6 +30,12 @@ def test_a_run_comes_back_whole(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a-gpu"]
 
 
+def test_a_run_of_several_days_names_the_first_and_the_last(tmp_path):
+    found = finding("a", "q", "v", "clean")
+    store.write(tmp_path / "a", [found, replace(found, variant="older", date="2020-01-31")], [])
+    assert f"2020-01-31 to {found.date}" in store.read(tmp_path / "a").title
+
+
 def test_a_run_says_when_the_source_of_a_finding_has_changed(tmp_path, monkeypatch):
     store.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [])
     assert store.read(tmp_path / "a").title.endswith("same source")

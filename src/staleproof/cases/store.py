@@ -93,8 +93,10 @@ class Run:
 
     @property
     def date(self) -> str:
-        """UTC day it was recorded, ISO."""
-        return str(self.environment["date"])
+        """UTC day it was recorded, ISO; if some of it was recorded earlier, the first and the last day."""
+        last = str(self.environment["date"])
+        first = min([last, *(f.date for f in self.findings), *(r.get("date", last) for r in self.measurements)])
+        return last if first == last else f"{first} to {last}"
 
     @property
     def stale(self) -> list[str]:
