@@ -95,7 +95,8 @@ class Run:
     def date(self) -> str:
         """UTC day it was recorded, ISO; if some of it was recorded earlier, the first and the last day."""
         last = str(self.environment["date"])
-        first = min([last, *(f.date for f in self.findings), *(r.get("date", last) for r in self.measurements)])
+        days = [f.date for f in self.findings] + [row.get("date", last) for row in self.measurements]
+        first = min([last, *days])
         return last if first == last else f"{first} to {last}"
 
     @property
