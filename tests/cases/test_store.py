@@ -34,6 +34,9 @@ def test_a_run_of_several_days_names_the_first_and_the_last(tmp_path):
     found = finding("a", "q", "v", "clean")
     store.write(tmp_path / "a", [found, replace(found, variant="older", date="2020-01-31")], [])
     assert f"2020-01-31 to {found.date}" in store.read(tmp_path / "a").title
+    # Timings can be older than all findings.
+    store.write(tmp_path / "a", [found], [ROW | {"date": "2020-02-29"}, ROW])
+    assert f"2020-02-29 to {found.date}" in store.read(tmp_path / "a").title
 
 
 def test_a_run_says_when_the_source_of_a_finding_has_changed(tmp_path, monkeypatch):
@@ -78,6 +81,13 @@ def test_a_spoilt_run_hides_no_other(tmp_path):
     assert str(path) in str(error)
     with pytest.raises(RunFileError, match="truncated"):
         store.read_all(tmp_path)
+
+
+def test_what_a_killed_recording_left_is_no_run(tmp_path):
+    for name in ("a", "a.earlier.part"):
+        store.write(tmp_path / name, [], [])
+    store.open_for_writing(tmp_path / "b")
+    assert [run.folder.name for run in store.read_all(tmp_path)] == ["a"]
 
 
 @pytest.mark.parametrize("fails_at", ["environment.json", "the swap"])
