@@ -68,6 +68,11 @@ def test_words_replace_what_a_log_of_another_kind_says(capsys):
     text = diagnose(capsys, log, "--symptom", "host memory grows")
     assert "fits: undrained_ids" in text
     assert "note: line 5 of the log looks like a host out of memory" in text
+    # Nor is it the answer where nothing fits the words.
+    given = (log, "--symptom", "OOM", "--version", "0.33.0", "--model", "dense")
+    assert "Nothing in the table fits." in diagnose(capsys, *given)
+    answer = json.loads(diagnose(capsys, *given, "--json"))
+    assert (answer["nothing_fits"], answer["looks_like"]) == (True, None)
 
 
 def test_json_for_programs(capsys):

@@ -174,6 +174,16 @@ def test_a_day_of_throughput_lines_is_read_in_seconds():
     assert known.known == FROM_LOGS["vllm-0.18.1-oom-gb200"]
 
 
+def test_an_error_before_the_server_is_ready_is_one_at_start():
+    begun = "Initializing a V1 LLM engine (v0.18.1) with config: seed=0"
+    oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert logs.read(f"{begun}\n{oom}").known["phase"] == "start"
+    assert logs.read(f"{begun}\n{oom}").looks_like == logs.TOO_LARGE
+    assert logs.read(f"{begun}\nApplication startup complete.\n{oom}").known["phase"] == "serving"
+    # A log without its beginning does not say when.
+    assert "phase" not in logs.read(oom).known
+
+
 def test_colours_do_not_hide_a_line():
     assert logs.read("\x1b[32mINFO\x1b[0m Resolved architecture: \x1b[1mDeepseekV3ForCausalLM\x1b[0m").traits[
         "mla"
@@ -309,6 +319,14 @@ def test_what_was_measured_otherwise_is_never_said_to_fit():
     assert standing(known)["empty_rows"] == judge.MEASURED
     text = answer.as_text(known, judge.judge_all(known), verbose=True)
     assert "but       on an H200 the NaN stayed in padding rows" in text
+
+
+def test_what_was_measured_otherwise_comes_after_what_nothing_speaks_against():
+    here = of(symptom="drift", backend="FLASH_ATTN")
+    assert [*standing(here).items()][-1] == ("reused_blocks", judge.MEASURED)
+    # A row of which all is known says more than one of which something is not.
+    here = of(symptom="nan", version="0.22.1", model="mla", graphs="full", gpu="h200")
+    assert [*standing(here).values()][:2] == [judge.MEASURED, judge.SO_FAR]
 
 
 def test_an_old_triton_mla_has_no_full_graphs():
