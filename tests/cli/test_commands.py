@@ -377,8 +377,10 @@ def test_lab_as_root_wants_a_choice(root, started, monkeypatch, capsys):
     said = one_line(capsys.readouterr().err)
     assert "in a container type staleproof lab -- --allow-root --port 8889" in said
     assert started == []
-    assert cli.main(["lab", "--", "--allow-root"]) == 0
-    assert started[0][-1] == "--allow-root"
+    # As a flag, and as JupyterLab's settings spell it.
+    for option in ("--allow-root", "--ServerApp.allow_root=True"):
+        assert cli.main(["lab", "--", option]) == 0
+        assert started.pop()[-1] == option
 
 
 def test_doctor_names_what_is_skipped_and_why(capsys):

@@ -69,6 +69,16 @@ def test_a_name_that_no_subject_has_is_bad_input(answers, capsys, tmp_path):
     assert cli.main(["audit", "--only", "decode", "--onto", str(path)]) == 0
 
 
+def test_again_asks_what_breaks_documented_or_not(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(cases, "audit", lambda *_, again, **__: asked.append({*again}) or iter(ROWS))
+    path = tmp_path / "a.jsonl"
+    write_findings(path, ROWS)
+    for option in ([], ["--again"]):
+        assert cli.main(["audit", "--onto", str(path), *option]) == 0
+    assert asked == [set(), {BREAKS, UNDEFINED}]
+
+
 def test_a_path_that_cannot_be_written_is_bad_input(answers, tmp_path, capsys):
     answers(*ROWS)
     assert cli.main(["audit", "--json", str(tmp_path)]) == 2
