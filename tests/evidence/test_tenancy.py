@@ -99,6 +99,18 @@ def test_a_live_block_that_is_zeroed_was_wiped():
     assert _told(log, "A") == ["block 3: wiped in step 1, 1 step after A wrote e4m3 there"]
 
 
+def test_a_block_that_is_zeroed_again_for_its_next_owner_was_wiped_all_the_same():
+    log = TenancyLog()
+    log.allocated([3], "A", "e4m3")
+    log.wrote([3], "A", "e4m3")
+    log.advance()
+    log.zeroed([3])
+    log.advance()
+    log.ended("A")
+    log.zeroed([3])
+    assert _told(log, "A") == ["block 3: wiped in step 1, 1 step after A wrote e4m3 there"]
+
+
 def test_what_happens_to_a_block_after_its_owner_has_ended_hurts_only_those_who_hit_it():
     log = TenancyLog()
     log.allocated([3], "A", "e4m3")

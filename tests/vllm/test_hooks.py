@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import logging
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
@@ -209,6 +209,20 @@ def test_vllms_own_exception_is_vllms(package):
         # Once, not again without the patch.
         assert impl.runs == 1
         assert entered == ["in", "out"]
+
+
+@pytest.mark.parametrize("time", ["first", "after it was reverted"])
+def test_a_patch_says_that_it_works_as_soon_as_one_of_its_functions_is_wrapped(package, caplog, time):
+    """A server imports one attention backend of several; the others are waited for until its end."""
+    _ops()
+    patch = _patch(
+        _double(after=lambda r, a, k: r), Target("vllm.never_imported", "f", ()), name="one_of_two"
+    )
+    with patch.applied("1.0.0") if time != "first" else nullcontext():
+        pass
+    with caplog.at_level(logging.INFO, hooks.logger.name), patch.applied("1.0.0"):
+        said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert said == ["staleproof: one_of_two is in place (double)"]
 
 
 def test_another_packages_wrapper_is_left_alone_unless_asked(package, caplog):

@@ -136,6 +136,18 @@ def test_what_a_switch_says(here, tmp_path, caplog, words, off, said):
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("words", "off"), [("mla_padding", ["mla_padding"]), ("kv_reuse", ["undrained_ids"])]
+)
+def test_a_word_for_a_patch_spares_the_others_of_an_incident_of_that_name(tmp_path, monkeypatch, words, off):
+    switched = []
+    monkeypatch.setattr(standing, "switch", lambda names, why: switched.append(names) or [])
+    incidents = {"mla_padding": "mla_padding", "fp8_scale": "mla_padding", "undrained_ids": "kv_reuse"}
+    (tmp_path / "off").write_text(words)
+    live.look_at_switch(str(tmp_path / "off"), Here("0.22.1", [*incidents], incidents=incidents))
+    assert switched == [off]
+
+
 def test_a_start_with_the_switch_is_off_from_the_beginning(here, tmp_path, monkeypatch):
     (tmp_path / "off").write_text("")
     monkeypatch.setenv(live.SWITCH, str(tmp_path / "off"))

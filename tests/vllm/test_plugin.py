@@ -115,6 +115,16 @@ def test_a_probe_that_raises_is_one_line(tmp_path):
     assert decision.needed is None
 
 
+def test_a_patch_that_is_left_out_is_off_also_where_its_probe_fails(tmp_path):
+    """A refusal turns the server's health bad; what nobody asked for does not."""
+    patch = vllm_plugin.patches()["undrained_ids"]
+    broken = type(patch)(**{**vars(patch), "probe": lambda s: 1 / 0})
+    left_out = vllm_plugin.decide(
+        broken, vllm_plugin.base("0.18.1"), Sources(tmp_path), vllm_plugin.chosen("none")
+    )
+    assert (left_out.state, left_out.needed) == ("off", None)
+
+
 def _register(caplog) -> list[str]:
     with caplog.at_level(logging.INFO, "vllm.staleproof"):
         vllm_plugin.register()

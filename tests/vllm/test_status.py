@@ -181,6 +181,14 @@ def test_an_unknown_release_is_probed_and_patched_only_if_asked(
     )
 
 
+def test_no_upgrade_is_named_for_a_release_that_we_do_not_know(installed):
+    """What later releases lack is known; whether this one has it is only what its own sources say."""
+    installed("0.22.7", FILES)
+    answer = status.answer()
+    assert any(decision.needed for decision in answer.decided)
+    assert answer.upgrade == ""
+
+
 def test_a_posix_locale_reads_every_file(installed, tmp_path):
     installed("0.22.1", FILES)
     (tmp_path / "vllm/_custom_ops.py").write_text("# \N{GREEK SMALL LETTER ALPHA}\n" + OPS, encoding="utf-8")

@@ -68,6 +68,16 @@ def test_only_chosen_stages_and_layers_are_counted():
     assert [layer for _, layer in counted(watch)] == ["layers.0", "layers.4"]
 
 
+def test_stages_beyond_the_slots_of_the_board_are_left_out(monkeypatch):
+    """A model with more layers than the board has slots is watched as far as the slots go."""
+    monkeypatch.setattr("staleproof.evidence.board.SLOTS", 2)
+    watch = Watch(Settings(), DEVICE)
+    watch.begin_step(8)
+    for number in range(4):
+        watch.observe("attention", f"layers.{number}", rows_with(0))
+    assert counted(watch) == {("attention", "layers.0"): (0, 1), ("attention", "layers.1"): (0, 1)}
+
+
 def test_rows_that_name_an_expert_twice():
     watch = Watch(Settings(), DEVICE)
     watch.begin_step(2)

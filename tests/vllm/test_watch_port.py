@@ -146,6 +146,13 @@ def test_a_port_of_somebody_else_is_no_watch():
         watching.fetch(f"http://localhost:{port}/metrics")
 
 
+def test_a_count_is_there_before_anything_was_counted(served, monkeypatch):
+    """Prometheus sees an increase only of a series that had a value before."""
+    _, url = served
+    monkeypatch.setitem(standing.counters, "unwritten_hits", lambda: 0)
+    assert b"\nstaleproof_unwritten_hits_total 0.0\n" in _get(url, "/metrics")[1]
+
+
 def _get(url: str, path: str) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(url, timeout=10)
     connection.request("GET", path)

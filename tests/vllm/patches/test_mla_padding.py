@@ -19,7 +19,9 @@ def _call(out, lse, device, starts=None, needs_lse=True):
     decode = SimpleNamespace(seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32, device=device))
     if starts is not None:
         decode.query_start_loc = torch.tensor(starts, dtype=torch.int32, device=device)
-    impl = SimpleNamespace(need_to_return_lse_for_decode=needs_lse)
+    impl = (
+        SimpleNamespace() if needs_lse is None else SimpleNamespace(need_to_return_lse_for_decode=needs_lse)
+    )
     return patch._clear((out, lse), (impl, None, None, SimpleNamespace(decode=decode)), {})
 
 
@@ -63,6 +65,12 @@ def test_lse_of_another_dtype_and_of_a_part_of_the_heads(device):
     part[1] = 3.0
     _call(out, part, device, needs_lse=False)
     assert part[1].tolist() == [3.0, 3.0]
+
+
+def test_an_lse_is_cleared_where_the_backend_does_not_say_who_reads_it(device):
+    lse = torch.full((3, 2), torch.nan, device=device)
+    _call(torch.ones(3, 2, 16, device=device), lse, device, needs_lse=None)
+    assert lse[1].tolist() == [-torch.inf] * 2
 
 
 def test_no_row_at_all(device):
