@@ -145,6 +145,12 @@ def test_the_conclusion_says_which_remedy_fails_where_and_which_holds():
     assert "notebooks/03_moe_routing.ipynb" in told
 
 
+def test_three_cases_that_a_remedy_holds_in_are_named_and_more_are_counted():
+    cases = [_fix(f"clamp, {where}") for where in ("NaN bias", "one group", "top 4", "graphs")]
+    assert "  fixed    clamp (NaN bias; one group; top 4)" in conclusion.text(cases[:3])
+    assert "  fixed    clamp (4 cases)" in conclusion.text(cases)
+
+
 def test_a_remedy_that_makes_the_result_wrong_is_listed_under_what_fails():
     """The fault is gone and the result is three times too large: that is no cure."""
     lines = conclusion.text([_fix("times_three", wrong="live rows differ"), _fix("ours")]).splitlines()

@@ -279,6 +279,7 @@ def test_a_quantizer_that_lets_a_nan_row_change_the_others(monkeypatch):
         ({}, "predicted"),
         ({"fits": True}, "not predicted"),
         ({"predicted": 4100}, "not predicted"),
+        ({"predicted": 3900}, "not predicted"),
         ({"died": None}, "lives"),
         ({"healthy": False}, "dies without the fault"),
     ],

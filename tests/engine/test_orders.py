@@ -127,6 +127,7 @@ def test_what_an_engine_printed_is_kept_on_demand(monkeypatch, tmp_path):
         ("0.20.2", "vLLM 0.20.2 is not one that these questions know"),
         ("0.33.0", "vLLM 0.33.0 is not one that these questions know"),
         ("0.22.1", None),
+        ("0.26.0", None),
     ],
 )
 def test_the_reason_names_what_to_install(monkeypatch, version, said):

@@ -52,6 +52,13 @@ def test_flags_are_those_of_the_last_step_of_that_size(watched):
     assert [sum(flags) for _, flags in watch.seen()] == [14]
 
 
+def test_of_two_sizes_the_smaller_ran_last_since_requests_only_end(watched):
+    watch, backend = watched
+    step(backend, 64, 50)
+    step(backend, 8, 3)
+    assert dict(watch.seen()) == {"layers.0.attention": [0, 0, 0, 1, 1, 1, 1, 1]}
+
+
 def test_prompts_and_integers_are_not_kept(watched):
     watch, backend = watched
     step(backend, spies.LARGEST + 1, 3)

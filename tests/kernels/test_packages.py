@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,38 @@ def test_an_installed_release_comes_first():
     (found,) = packages.releases(_subject("torch"))
     assert found.folder is None
     assert found.version
+
+
+def test_a_copy_in_the_cache_of_the_installed_release_is_not_asked_beside_it(cache):
+    (installed,) = packages.releases(_subject("torch"))
+    for version in ("1.0", installed.version):
+        (cache / f"torch-{version}").mkdir()
+    other = packages.Release("1.0", cache / "torch-1.0")
+    assert packages.releases(_subject("torch")) == [installed, other]
+
+
+@pytest.mark.parametrize(
+    ("needs", "here", "said"),
+    [
+        ("", None, ""),
+        ("cpu", None, ""),
+        ("cpu", "sm_90", "runs on CPU tensors only"),
+        ("cuda", None, "needs a CUDA GPU"),
+        ("cuda", "sm_80", ""),
+        ("sm90", None, "needs a CUDA GPU"),
+        ("sm90", "sm_100", "needs an SM90 GPU (H100, H200); this is sm_100"),
+        ("sm90", "sm_90", ""),
+        ("sm100", None, "needs a CUDA GPU"),
+        ("sm100", "sm_90", "needs an SM100 GPU (B200, GB200); this is sm_90"),
+        ("sm100", "sm_100", ""),
+        # A B300 runs what a B200 runs.
+        ("sm100", "sm_103", ""),
+    ],
+)
+def test_a_kernel_for_another_machine_says_which_it_needs(monkeypatch, needs, here, said):
+    machine = replace(packages.devices.machine(), capability=here)
+    monkeypatch.setattr(packages.devices, "machine", lambda: machine)
+    assert packages.unavailable_reason(replace(_subject("torch"), needs=needs)) == said
 
 
 def test_a_file_runs_with_stand_ins_for_the_rest_of_its_package(cache):

@@ -106,6 +106,11 @@ def test_differences_come_first_and_an_unexpected_verdict_is_not_hidden_by_a_lat
     assert "<b>RECORDED</b>" in section
 
 
+def test_a_good_verdict_is_not_kept_when_the_same_machine_answers_badly_later(root):
+    made = page(found("q", "v", "clean", "clean"), found("q", "v", "leaked", "clean"))
+    assert "1 verdicts differ, or are not as expected" in made[made.index('<section id="verdicts">') :]
+
+
 def test_a_card_shows_its_proof_what_to_do_and_the_grade(root):
     one = write(
         root / "notebooks/01_mla_padding.ipynb",
