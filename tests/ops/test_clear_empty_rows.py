@@ -83,6 +83,16 @@ def test_sliced_heads_leave_their_neighbours_alone(device: str) -> None:
     assert torch.equal(bits(whole)[[0, 2]], before[[0, 2]])
 
 
+def test_one_query_token_of_several_leaves_the_others_alone(device: str) -> None:
+    # With one token a request its axis has a stride that leads nowhere.
+    whole = canary(4, 3, 2, 32, dtype=torch.bfloat16, device=device)
+    before = bits(whole).clone()
+    clear_empty_rows(whole[:, :1], lens(1, 0, 2, 0, device=device))
+    assert int(bits(whole)[[1, 3], 0].count_nonzero()) == 0
+    assert torch.equal(bits(whole)[:, 1:], before[:, 1:])
+    assert torch.equal(bits(whole)[[0, 2]], before[[0, 2]])
+
+
 def test_a_negative_length_counts_as_empty(device: str) -> None:
     out = canary(2, 2, 32, dtype=torch.bfloat16, device=device)
     clear_empty_rows(out, lens(-1, 3, device=device))

@@ -75,20 +75,33 @@ def test_bad_shapes_are_refused(shape):
     assert workspace.nbytes == 0
 
 
+class Meeting(dict):
+    """A dict in which no thread's first look-up returns before every thread has looked."""
+
+    def __init__(self, threads):
+        super().__init__()
+        self._gate, self._been = threading.Barrier(threads, timeout=60), threading.local()
+
+    def get(self, key, default=None):
+        found = super().get(key, default)
+        if not hasattr(self._been, "here"):
+            self._been.here = True
+            self._gate.wait()
+        return found
+
+
 def test_threads_of_one_key_get_one_buffer():
     workspace, seen = DecodeWorkspace(), []
-    gate = threading.Barrier(8)
-
-    def ask():
-        gate.wait()
-        seen.append(workspace.get(SHAPE, BF16, "cpu").data_ptr())
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
+    # All find none, every time and not once in a while.
+    workspace._buffers = Meeting(8)
+    threads = [
+        threading.Thread(target=lambda: seen.append(workspace.get(SHAPE, BF16, "cpu"))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(seen)) == 1
+    assert len({x.data_ptr() for x in seen}) == 1
     assert len(seen) == 8
 
 

@@ -220,6 +220,16 @@ def test_what_one_program_holds_takes_one_launch(
     assert len(made) == launches
 
 
+def test_rows_between_powers_of_two_are_all_written(device: str) -> None:
+    # 6,000 elements, and 9,600 where each row counts up to the next power of two: too many for one program.
+    x = torch.randn(150, 40, generator=torch.Generator().manual_seed(2)).to(device)
+    want, want_scale = reference.quantize_fp8_per_tensor(x)
+    out = torch.full_like(want, 7.0), torch.full_like(want_scale, 7.0)
+    quantize_fp8_per_tensor(x, out=out)
+    assert torch.equal(out[1], want_scale)
+    assert torch.equal(payload(out[0]), payload(want))
+
+
 def test_a_repeated_call_makes_the_launches_of_the_first(monkeypatch) -> None:
     repeated = []
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from staleproof.ops.launching import Seen
+from staleproof.ops.mla import decode
 from staleproof.ops.mla.decode import mla_decode
 from staleproof.ops.reference import mla_decode as reference
 
@@ -156,6 +158,23 @@ def test_strided_query_and_cache(device: str) -> None:
     assert not wide_cache.is_contiguous()
     got, _ = mla_decode(**replace(batch, q=wide_q, kv_cache=wide_cache).args())
     assert torch.equal(bits(got), bits(want))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_as_many_programs_share_a_request_as_were_asked_for(device: str, monkeypatch, splits: int) -> None:
+    """Values are right with any number of splits, so they do not tell that it arrived."""
+    grids, launched = [], decode.launched
+
+    def noting(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> Any:
+        grids.append(grid)
+        return launched(kernel, grid, *given, **options)
+
+    monkeypatch.setattr(decode, "launched", noting)
+    monkeypatch.setattr(decode, "_SEEN", Seen())
+    mla_decode(**make(device, [40, 7], dtype=torch.float32).args(), num_kv_splits=splits)
+    # The kernel's splits are its second axis; several are merged by a second launch.
+    assert grids[0][1] == splits
+    assert len(grids) == (1 if splits == 1 else 2)
 
 
 @pytest.mark.parametrize("q_len", [1, 4])

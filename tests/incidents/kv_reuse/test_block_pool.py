@@ -130,3 +130,13 @@ def test_a_free_block_is_hit_until_it_is_handed_out_again():
     pool.free([first])
     assert pool.allocate(1) == [first]
     assert pool.cached("prefix") is None
+
+
+def test_a_block_is_cached_under_one_key_and_so_forgotten_whole():
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.cache(block, "prefix")
+    pool.cache(block, "another")
+    pool.free([block])
+    assert pool.allocate(1) == [block]
+    assert [pool.cached(key) for key in ("prefix", "another")] == [None, None]

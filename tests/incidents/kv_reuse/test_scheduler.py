@@ -61,6 +61,16 @@ def test_a_block_that_is_read_is_used_by_nobody_else():
             assert not {*step.freed} & {*written}
 
 
+def test_a_request_that_is_cached_to_its_last_token_computes_its_last_block():
+    tokens = tuple(range(2 * SIZE))
+    scheduler = Scheduler(BlockPool(20), SIZE, (Request(n, tokens) for n in range(9)), batch=1)
+    steps = [scheduler.schedule() for _ in range(3 * SIZE)]
+    (row,) = steps[2 * SIZE].rows
+    assert (row.request, row.position, row.token) == (1, SIZE, tokens[SIZE])
+    (row,) = steps[-1].rows
+    assert (row.request, row.position, row.last) == (1, 2 * SIZE - 1, True)
+
+
 def test_a_request_goes_on_where_its_prefix_ended():
     scheduler = _scheduler()
     seen, begun = {}, {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.cases import store
+from staleproof.cases import children, store
 from staleproof.incidents.mxfp4_scales import broken, cases, scene
 from staleproof.incidents.mxfp4_scales.broken import GROUPS, LANES, Kernel, Matrix, Shape
 from staleproof.kernels import mxfp4
@@ -83,3 +83,22 @@ def test_random_bytes_do_harm_where_one_that_reaches_a_column_is_0xff():
     measured = {f.variant: f.verdict for f in run.findings if f.question == "first product"}
     assert {name: cases._drawn(name, "cuda") for name in cases.DRAWN}.items() <= measured.items()
     assert [name for name in cases.DRAWN if cases._drawn(name, "cpu") == scene.NAN] == ["fp32 N(0, 1)"]
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "verdict"),
+    [
+        (1, f"CUDA error: {cases.ILLEGAL}", cases.ILLEGAL),
+        (1, "out of memory", None),
+        (0, cases.ILLEGAL, scene.RIGHT),
+    ],
+)
+def test_only_a_child_that_died_of_the_access_shows_an_illegal_access(monkeypatch, code, said, verdict):
+    told = [] if code else [cases.reading(scene.RIGHT)]
+    ended = children.Ended(told, code, "", said, 1)
+    monkeypatch.setattr(children, "call", lambda *given, **options: ended)
+    if verdict is None:
+        with pytest.raises(children.ChildError, match="ended with 1 and said: out of memory"):
+            cases.guarded("none", "cuda")
+    else:
+        assert cases.guarded("none", "cuda").verdict == verdict

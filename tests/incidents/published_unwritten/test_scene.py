@@ -11,6 +11,7 @@ from staleproof.incidents.published_unwritten.scene import (
     NOBODY,
     UNWRITTEN,
     WRITTEN,
+    Arrival,
     Memory,
     Miniature,
     Row,
@@ -56,6 +57,14 @@ def test_what_nobody_wrote_is_unwritten_zeroed_or_not(zeroed, whose):
     assert memory.verdict == UNWRITTEN
 
 
+def test_a_readers_own_bytes_of_another_position_are_unwritten_and_no_strangers():
+    memory = Memory(2)
+    memory.step([Row("a", [1, 2, 3, 4, 5], [5, 6, 7], 0, 2, True)])
+    memory.step([Row("a", [1, 2, 3, 4, 5], [5, 5, 7], 4, 1, True)])
+    assert [(read.position, read.whose) for read in memory.reads] == [(2, "a"), (3, "a")]
+    assert memory.verdict == UNWRITTEN
+
+
 def test_a_hit_that_the_step_itself_writes_is_no_fault():
     memory = Memory(2)
     rows = [Row("a", [1, 2, 3], [5, 6], 0, 3, True), Row("b", [1, 2, 4], [5, 7], 2, 1, True)]
@@ -87,6 +96,24 @@ def test_a_token_that_the_host_learns_later_is_written_all_the_same(reused):
 def test_what_the_miniature_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         Miniature(**arguments)
+
+
+def test_a_block_of_the_same_content_is_evicted_alone():
+    engine, prompt = Miniature(publish="write", threshold=99), [*range(20, 28)]
+    # Two compute the same in one step. One lives on; the blocks of the other are taken by somebody else.
+    load = [
+        Arrival("first", prompt, 20),
+        Arrival("twin", prompt, 1),
+        Arrival("other", [*range(40, 56)], 1, after="twin"),
+        Arrival("last", [*prompt, 9], 1, after="other"),
+    ]
+    serve(engine, load)
+
+    def blocks(what, who):
+        return [event.block for event in engine.events if (event.what, event.who) == (what, who)]
+
+    assert {*blocks("evict", "other")} & {*blocks("publish", "twin")}
+    assert blocks("hit", "last") == blocks("publish", "first")[:2]
 
 
 def test_a_load_that_cannot_end_is_an_error():
