@@ -19,16 +19,14 @@ EMPTY_ROWS: tuple[list[int], ...] = ([], [3, 4, 5, 6, 7], [0, 2, 5], [*range(ROW
 
 @contextlib.contextmanager
 def unwritten_is_nan() -> Iterator[None]:
-    """New memory holds NaN, as in torch's deterministic mode; else it may hold zeros, as if it were cleared."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    """New memory holds NaN, by torch's deterministic mode; else it may hold zeros, as if it were cleared."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def wrong(case: ServerCase, device: str) -> str | None:
