@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tools.soak_serve import Server
+from tools.soak_serve import Server, started
 
 from staleproof import device
 from staleproof.cases import store
@@ -227,21 +227,18 @@ def measure(
     """
     begun = time.monotonic()
     write_model(folder)
-    servers: dict[str, Server] = {}
-    try:
-        for name, (variables, code) in SERVERS.items():
-            servers[name] = Server(name, folder, command, variables, OPTIONS, code)
+    made = (
+        Server(name, folder, command, variables, OPTIONS, code) for name, (variables, code) in SERVERS.items()
+    )
+    with started(made) as servers:
         run = bench()
-        started = {name: server.wait(begun + limit_s) for name, server in servers.items()}
-        if late := [name for name, seconds in started.items() if seconds is None]:
+        ready = {name: server.wait(begun + limit_s) for name, server in servers.items()}
+        if late := [name for name, seconds in ready.items() if seconds is None]:
             raise RuntimeError(f"did not start: {', '.join(late)}; see {servers[late[0]].log}")
         say(f"started after {time.monotonic() - begun:.0f} s")
         places = {name: (server.port, folder / "model") for name, server in servers.items()}
         found, seconds = in_turns(places, run, begun + limit_s - 5.0, say)
         logged = {name: lines_of(servers[name], text)[:20] for name, text in LOGGED.items()}
-    finally:
-        for server in servers.values():
-            server.end()
     if silent := [name for name, lines in logged.items() if not lines]:
         raise RuntimeError(f"the log of {silent[0]} does not say: {LOGGED[silent[0]]}")
     return {

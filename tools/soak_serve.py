@@ -29,7 +29,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -346,12 +346,12 @@ def judged(name: str, found: dict[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(folder: Path, command: list[str], names: Iterator[str]) -> Iterator[dict[str, Server]]:
-    """Start these servers at once; all are ended at the end."""
+def started(begun: Iterable[Server]) -> Iterator[dict[str, Server]]:
+    """Start these servers at once, each as it is made; all are ended at the end."""
     servers: dict[str, Server] = {}
     try:
-        for name in names:
-            servers[name] = Server(name, folder, command)
+        for server in begun:
+            servers[server.name] = server
         yield servers
     finally:
         for server in servers.values():
@@ -378,7 +378,8 @@ def soak(
     """
     last = time.monotonic() + limit_s - MARGIN_S
     found: dict[str, dict[str, Any]] = {}
-    with started(folder, command, iter(names or SERVERS)) as servers, ThreadPoolExecutor(8) as pool:
+    begun = (Server(name, folder, command) for name in names or SERVERS)
+    with started(begun) as servers, ThreadPoolExecutor(8) as pool:
         until, stop = time.monotonic() + START_S, threading.Event()
         ends = {
             name: pool.submit(drive, server, until, seconds if name in LONG else 1.0, stop, last)

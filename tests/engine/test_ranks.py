@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from tests.engine.engine_answers import asked, results
+from tests.engine.real_vllm import fits
 
 from staleproof.cases.words import NOT_RUN
 from staleproof.engine import orders, ranks
 from staleproof.engine.orders import EngineResult
 
-VLLM_TESTS = Path(__file__).resolve().parents[1] / "vllm"
 OFF, ON = ranks.ORDERS
 
 
@@ -66,15 +63,7 @@ def test_a_machine_with_one_gpu_starts_no_engine(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.22.1", "0.26.0"])
 def test_options_ranks_and_spies_fit_the_real_vllm(version):
-    sys.path.insert(0, str(VLLM_TESTS))
-    import environment
-    import warm
-
-    with environment.skipped_if_unavailable():
-        variables = environment.variables(version)
-    program = Path(__file__).with_name("real_ranks.py")
-    done = warm.run(str(program), env=variables, timeout=300, cwd=VLLM_TESTS)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("fits ")]
+    lines, errors = fits("real_ranks.py", version)
     # Row 6 holds NaN and row 7 Inf, each in one of two layers.
     steps = [step(7, 8, (1, 0), (0, 1)), step(0, 8, (0, 1), (0, 1))]
     assert lines == [
@@ -84,4 +73,4 @@ def test_options_ranks_and_spies_fit_the_real_vllm(version):
         "fits rank 1 of 2: True",
         "fits second: serve, 1",
         f"fits steps: {steps}",
-    ], done.stderr[-3000:]
+    ], errors

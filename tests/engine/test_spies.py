@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
+from tests.engine.real_vllm import fits
 
 from staleproof.engine import probes, spies
 from staleproof.engine.spies import Rows, checksum
 
-VLLM_TESTS = Path(__file__).resolve().parents[1] / "vllm"
 NAN = float("nan")
 
 
@@ -123,15 +121,7 @@ def test_a_checksum_notices_one_bit_and_the_place_of_a_value(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.22.1", "0.26.0"])
 def test_spies_and_fault_fit_the_real_vllm(version):
-    sys.path.insert(0, str(VLLM_TESTS))
-    import environment
-    import warm
-
-    with environment.skipped_if_unavailable():
-        variables = environment.variables(version)
-    program = Path(__file__).with_name("real_spies.py")
-    done = warm.run(str(program), env=variables, timeout=300, cwd=VLLM_TESTS)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("fits ")]
+    lines, errors = fits("real_spies.py", version)
     assert lines == [
         "fits attention",
         "fits stages",
@@ -147,4 +137,4 @@ def test_spies_and_fault_fit_the_real_vllm(version):
         "fits routing: behind",
         "fits first_configs: 36 and 1",
         "fits watch: 20 functions",
-    ], done.stderr[-3000:]
+    ], errors

@@ -6,6 +6,7 @@ that an engine starts in seconds and needs no download. ``models.json`` holds th
 - ``deepseek_v2``: MLA attention, softmax router without groups.
 - ``deepseek_v3``: its router: sigmoid scores, groups, and a bias that takes part in the choice only.
 - ``qwen3``: full attention only: vLLM records the blocks it hands out, and nothing reads the record.
+- ``qwen3_moe``: the shape of Qwen3-30B-A3B: a softmax router without groups, 8 of 128 experts.
 - ``qwen3_next``: three layers of linear attention, one of full attention: blocks change hands between them.
 - ``kimi_linear``: three layers of linear attention (KDA, numbered from 1), one of MLA, which has no
   positions; DeepSeek's router.
