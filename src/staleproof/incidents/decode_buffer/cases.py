@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from staleproof.cases.case import MissingError, Reading, Scene, ablation, each, fix, reading
+from staleproof.cases.case import Reading, Scene, ablation, each, fix, reading
 from staleproof.cases.finding import Evidence, Grade
 from staleproof.cases.measure import Times, graph_times
 from staleproof.cases.run import Table
@@ -157,14 +157,6 @@ def profile_released(case: tuple[Released, str], device: str) -> Reading:
     verdict = "seen" if early else "unseen" if late else "nothing kept"
     # vLLM's code runs on the CPU also where there is a GPU.
     return Reading(verdict, said, provenance=None if device == "cpu" else Provenance.INTERPRETED)
-
-
-def _no_source(case: tuple[Released, str], device: str) -> str | None:
-    try:
-        package(case[0].version)
-    except MissingError as error:
-        return str(error)
-    return None
 
 
 LARGEST_GRAPH = {
@@ -335,7 +327,6 @@ TABLE = Table(
         RELEASED,
         profile_released,
         expect=lambda case: case[1],
-        needs=_no_source,
         evidence=lambda case: Evidence(Grade.REAL, f"vLLM {case[0].version}'s runner and backend on a CPU"),
     ),
     each(
