@@ -38,15 +38,15 @@ def zeroing(provider: str, wrong: bool = True) -> object:
     return [*bench.timing(self, "mode", 2, *given).rows()]
 
 
-@pytest.mark.parametrize("benchmark", [routing, zeroing])
+@pytest.mark.parametrize("timed", [routing, zeroing])
 def test_a_wrong_result_of_ours_ends_the_run(
-    benchmark: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    timed: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "l2_bytes", lambda: 4096)
-    assert not benchmark("a peer")
+    assert not timed("a peer")
     assert "a peer" in capsys.readouterr().out
     with pytest.raises(measure.WrongResult, match="staleproof"):
-        benchmark("staleproof")
+        timed("staleproof")
 
 
 def test_a_right_result_is_timed() -> None:

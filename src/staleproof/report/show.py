@@ -141,8 +141,10 @@ def verdict(text: str, findings: Finding | Iterable[Finding], says: Says = None)
     else:
         require(len(says) == len(found), "says", f"{len(found)} verdicts", len(says))
         wanted = list(says)
-    require(None not in wanted, "says", "a verdict for every finding", "a finding that expects none")
-    other = [f for f, want in zip(found, wanted, strict=True) if f.ran and f.verdict != want]
+    answers = [(f, want) for f, want in zip(found, wanted, strict=True) if f.ran]
+    unsaid = [f.variant for f, want in answers if want is None]
+    require(not unsaid, "says", "a verdict for every finding", f"none for {unsaid}")
+    other = [f for f, want in answers if f.verdict != want]
     assert not other, [(f.question, f.variant, f.verdict) for f in other]
     printed = Printed(ran(found))
     if printed:

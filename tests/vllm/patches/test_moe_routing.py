@@ -33,7 +33,7 @@ def _draws(distribution: str, tokens: int, experts: int, top_k: int, **params) -
 def test_the_first_draw_has_the_strategys_distribution(params):
     experts = 8
     ids = _draws("normal", 40000, experts, 1, **params)
-    seen = torch.bincount(ids[:, 0].long(), minlength=experts) / len(ids)
+    seen = torch.bincount(ids[:, 0].cpu().long(), minlength=experts) / len(ids)
     # vLLM maps a normal sample to floor(sigmoid(sample) * experts).
     samples = torch.normal(params["mean"], params["std"], (40000,))
     theirs = torch.bincount((samples.sigmoid() * experts).long(), minlength=experts) / 40000
