@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -42,17 +44,22 @@ META = torch.ones(2, 3, device="meta")
 def test_a_tensor_is_refused_by_the_first_rule_that_it_breaks(x, rules, said):
     if said is None:
         return check.tensor("x", x, **rules)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         check.tensor("x", x, **rules)
-    assert str(error.value) == said
 
 
 @pytest.mark.parametrize(
     ("out", "got"), [(X, "Tensor"), (None, "NoneType"), ([X], "a list of 1"), ((X,) * 3, "a tuple of 3")]
 )
 def test_two_results_go_into_a_pair(out, got):
-    with pytest.raises(ValueError) as error:
+    said = re.escape(f"out: expected (x_fp8, scale), got {got}")
+    with pytest.raises(ValueError, match=f"^{said}$"):
         check.out_pair(out, "(x_fp8, scale)")
-    assert str(error.value) == f"out: expected (x_fp8, scale), got {got}"
     check.out_pair((X, X), "(x_fp8, scale)")
     check.out_pair([X, X], "(x_fp8, scale)")
+
+
+def test_what_is_required_is_an_error_only_where_it_is_not_so():
+    check.require(True, "top_k", "1 to 8", 9)
+    with pytest.raises(ValueError, match=r"^top_k: expected 1 to 8, got 9$"):
+        check.require(False, "top_k", "1 to 8", 9)

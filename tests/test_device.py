@@ -65,9 +65,11 @@ def test_after_the_first_kernel_the_device_stays(process, interpret):
 
 def test_a_device_that_is_not_there_is_refused(process):
     process(False, "0")
-    with pytest.raises(DeviceError, match="^device: cuda was asked for, but torch sees no CUDA device here$"):
+    with pytest.raises(
+        DeviceError, match=r"^device: cuda was asked for, but torch sees no CUDA device here$"
+    ):
         select("cuda")
-    with pytest.raises(DeviceError, match="^device: expected cpu, cuda or auto, got 'tpu'$"):
+    with pytest.raises(DeviceError, match=r"^device: expected cpu, cuda or auto, got 'tpu'$"):
         select("tpu")
     assert device.provenance() is Provenance.INTERPRETED
 
