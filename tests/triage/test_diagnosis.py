@@ -527,3 +527,14 @@ def test_the_next_question_is_the_one_that_most_rows_need_and_of_equals_the_firs
     most = max(map(unknown.count, unknown))
     first = next(name for name in facts.ASK if unknown.count(name) == most)
     assert judge.next_question(known, ["symptom", "version"]) == first
+
+
+def test_use_of_a_patch_stands_at_the_first_row_alone_and_null_is_what_nothing_else_must_be():
+    known = of(symptom="nan", version="0.18.1")
+    found = judge.judge_all(known)
+    text = answer.as_text(known, found, 100, verbose=True)
+    first, _, others = text.partition("\n2. ")
+    assert ("Install beside vLLM" in first, "Install beside vLLM" in others) == (True, False)
+    also = {row["key"]: row["also_needs"] for row in json.loads(answer.as_json(known, found))["rows"]}
+    assert also == {row.key: row.also or None for row in table.rows()}
+    assert None in also.values()
