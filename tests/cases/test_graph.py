@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.cases.graph import LaunchList, capture
+from staleproof.cases import graph as graphs
+from staleproof.cases import mapping
+from staleproof.cases.graph import LaunchList, capture, padded_size
 from staleproof.evidence import plant, row_states
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 
@@ -84,3 +86,23 @@ def test_reading_a_value_back_is_refused(device):
     x = torch.ones(1, device=device)
     with pytest.raises(RuntimeError, match=r"captur"):
         capture(lambda: x.item(), device)
+
+
+def test_a_batch_replays_the_next_captured_size_and_a_larger_one_is_refused():
+    sizes = {1: 1, 3: 4, 4: 4, 5: 8, 256: 256, 257: 272, 511: 512, 512: 512}
+    assert {live: padded_size(live) for live in sizes} == sizes
+    for live in (0, 513):
+        with pytest.raises(ValueError, match=f"^live: expected 1 to 512, got {live}$"):
+            padded_size(live)
+
+
+def test_a_gpu_gets_a_cuda_graph_after_one_eager_step_and_a_mapping_of_its_own(monkeypatch):
+    steps: list[str] = []
+    monkeypatch.setattr(graphs, "CudaGraph", lambda fn: ("captured", fn, len(steps)))
+    monkeypatch.setattr(mapping, "_on_gpu", lambda count: f"{count} bytes of a GPU")
+
+    def step():
+        steps.append("ran")
+
+    assert capture(step, "cuda") == ("captured", step, 1)
+    assert mapping.mapped(5, "cuda") == "5 bytes of a GPU"

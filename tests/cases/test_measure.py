@@ -30,6 +30,30 @@ def test_quantiles_are_microseconds_a_launch():
     marks = [(Mark(0.0), Mark(ms)) for ms in (5.0, 1.0, 3.0, 2.0, 4.0, 6.0)]
     times = measure.times_between(marks, launches=10)
     assert (times.p20, times.p50, times.p80) == pytest.approx((200.0, 350.0, 500.0))
+    assert measure.times_between(marks).p50 == pytest.approx(3500.0)
+
+
+@pytest.mark.parametrize(
+    ("turns", "where"),
+    [(measure.rotation(10**9, l2=1), measure.COLD), (measure.WARM, measure.WARM), (None, None)],
+)
+def test_times_that_something_else_took_are_rows_of_right_providers_alone(turns, where, capsys):
+    taken = dict.fromkeys(("limit: none", "peer", "worse peer"), measure.Times(2.0, 1.0, 3.0))
+    wrong = {"peer": "", "worse peer": "row 3 is stale"}.__getitem__
+    timing = measure.Timing(
+        *("a", "k", "bf16", "rows", 4, 8, taken, turns, wrong), more=lambda name: {"x": name}
+    )
+    rows = [*timing.rows()]
+    assert [(row["provider"], row["x"], row["cache"]) for row in rows] == [
+        ("limit: none", "limit: none", where),
+        ("peer", "peer", where),
+    ]
+    said = {
+        name: rows[0][name]
+        for name in ("incident", "kernel", "x_name", "x_value", "bytes", "p50", "p20", "p80")
+    }
+    assert [*said.values()] == ["a", "k", "rows", 4, 8, 2.0, 1.0, 3.0]
+    assert capsys.readouterr().out == "worse peer: refused, row 3 is stale, bf16, 4 rows\n"
 
 
 def test_no_time_without_a_gpu(monkeypatch):

@@ -12,7 +12,18 @@ import torch
 
 from staleproof.cases import children
 from staleproof.cases import run as cases_run
-from staleproof.cases.case import Case, MissingError, Reading, Scene, ablation, absent, each, fix, reading
+from staleproof.cases.case import (
+    Case,
+    MissingError,
+    Reading,
+    Scene,
+    ablation,
+    absent,
+    each,
+    failed,
+    fix,
+    reading,
+)
 from staleproof.cases.children import ChildError
 from staleproof.cases.finding import ARITHMETIC, Key, real
 from staleproof.cases.run import Table
@@ -165,6 +176,11 @@ def test_what_is_absent_is_not_run_with_its_reason_and_expects_nothing():
         ("not run", "engine a: out of memory", None, ""),
         ("not run", "needs SM100", None, ""),
     ]
+
+
+def test_a_kernel_that_failed_is_not_run_with_the_start_of_its_text_in_one_line():
+    said = failed(RuntimeError("no  image\n" + "x" * 300))
+    assert said == absent("failed: RuntimeError: no image " + "x" * 191)
 
 
 def test_an_ablation_takes_one_ingredient_away_at_a_time():

@@ -201,3 +201,8 @@ def test_a_file_that_cannot_be_read_is_refused_and_not_overwritten(tmp_path, spo
     path.write_text(spoil(path.read_text()))
     with pytest.raises(RunFileError, match="its findings would be lost: move the file, or name another"):
         read_kept(path)
+
+
+def test_a_file_in_folders_that_are_not_there_yet_can_be_written(tmp_path):
+    store.check_writable(tmp_path / "a/b/c.jsonl")
+    assert [*(tmp_path / "a/b").iterdir()] == []

@@ -6,6 +6,7 @@ import json
 import re
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -500,3 +501,40 @@ def test_only_a_patch_that_would_apply_is_recommended(monkeypatch):
         monkeypatch.setattr(answer, "patch_lines", lambda row, version, given=given: given)
         text = " ".join(answer.as_text(known, judge.judge_all(known)).split())
         assert ("Install beside vLLM" in text, "in place: one;" in text) == (said, said)
+
+
+def test_what_else_a_log_looks_like_comes_with_its_line_and_nothing_known_is_said():
+    other = logs.read("\nWatchdog caught collective operation timeout: WorkNCCL(SeqNum=1)")
+    said = " ".join(answer.as_text(other, judge.judge_all(other), 100).split())
+    assert f"this looks like {other.looks_like} (line 2)." in said
+    assert answer.as_text(Facts(), judge.judge_all(Facts())).splitlines()[0] == "known: nothing"
+    known = of(version="0.18.1", gpu="h200")
+    first = answer.as_text(known, judge.judge_all(known)).splitlines()[0]
+    assert first == "known: version 0.18.1 (--version), gpu sm90 (--gpu)"
+
+
+def test_the_strongest_evidence_gives_a_row_its_grade():
+    row = table.rows()[0]
+    items = tuple(table.Evidence(grade, f"{grade} says", file="x") for grade in table.GRADES[::-1])
+    for number, grade in enumerate(table.GRADES[::-1], 1):
+        made = replace(row, evidence=items[:number])
+        assert (made.grade, made.rests_on) == (grade, f"{grade}: {grade} says")
+
+
+def test_the_next_question_is_the_one_that_most_rows_need_and_of_equals_the_first():
+    known = of(symptom="nan", version="0.18.1")
+    unknown = [name for j in judge.judge_all(known) if j.alive for name in j.unknown]
+    most = max(map(unknown.count, unknown))
+    first = next(name for name in facts.ASK if unknown.count(name) == most)
+    assert judge.next_question(known, ["symptom", "version"]) == first
+
+
+def test_use_of_a_patch_stands_at_the_first_row_alone_and_null_is_what_nothing_else_must_be():
+    known = of(symptom="nan", version="0.18.1")
+    found = judge.judge_all(known)
+    text = answer.as_text(known, found, 100, verbose=True)
+    first, _, others = text.partition("\n2. ")
+    assert ("Install beside vLLM" in first, "Install beside vLLM" in others) == (True, False)
+    also = {row["key"]: row["also_needs"] for row in json.loads(answer.as_json(known, found))["rows"]}
+    assert also == {row.key: row.also or None for row in table.rows()}
+    assert None in also.values()
