@@ -465,7 +465,7 @@ def test_a_function_is_a_strangers_unless_its_file_is_of_the_modules_package(pac
         (lambda a, b: None, ("a", "b")),
         (lambda a, *b: None, ("a", "b")),
         (lambda a, **b: None, ("a", "b")),
-        (lambda a, *b, c: [d for d in a], ("a", "c", "b")),
+        (lambda a, *b, c: [d + 1 for d in a], ("a", "c", "b")),
     ],
 )
 def test_the_names_of_a_functions_arguments_and_no_local(function, names):
