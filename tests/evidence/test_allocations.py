@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 from staleproof.evidence.allocations import (
     UNOWNED,
+    Allocation,
+    CudaTracker,
     DispatchTracker,
     Usage,
     count_alike,
@@ -93,3 +97,76 @@ def test_segments_of_a_graphs_private_pool_are_not_releasable(monkeypatch):
     usage = cuda_usage()
     assert usage == Usage(used=32, reserved=15, allocated=8, releasable=4)
     assert usage.stuck == 3
+
+
+def test_globals_of_the_classes_modules_are_owned_by_their_module_and_torchs_are_left_out(monkeypatch):
+    kept = torch.zeros(3)
+    monkeypatch.setattr(sys.modules[__name__], "KEPT", kept, raising=False)
+    found = {name: (layer, id(x)) for name, layer, x in owned_tensors(Layer(torch.zeros(8))) if ":" in name}
+    assert found == {f"{__name__}:KEPT": (__name__, id(kept))}
+
+
+@pytest.mark.parametrize(("depth", "names"), [(4, ["held"]), (5, [])])
+def test_containers_are_walked_four_levels_deep_and_sparse_tensors_have_no_storage(depth, names):
+    tree, held = nn.Module(), torch.zeros(2)
+    tree.sparse = torch.eye(2).to_sparse()
+    for _ in range(depth):
+        held = {held} if isinstance(held, torch.Tensor) else [held]
+    tree.held = held
+    assert [name for name, *_ in owned_tensors(tree)] == names
+
+
+def test_the_cuda_tracker_reads_the_allocators_trace(monkeypatch):
+    """Two phases: kept, passing and early memory; what was freed between them is not counted."""
+    traces, recorded = [[]], []
+
+    def block(address, state="active_allocated", line=7):
+        frames = [
+            {"filename": torch.__file__, "line": 1, "name": "zeros"},
+            {"filename": "/a/b/model.py", "line": line, "name": "forward"},
+        ]
+        return {"address": address, "state": state, "frames": frames}
+
+    def event(action, address, size=0):
+        return {"action": action, "addr": address, "size": size}
+
+    blocks = [block(1), block(2, line=8), block(9, "inactive")]
+    segments = [{"blocks": blocks[:1]}, {"blocks": blocks[1:]}]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(
+        torch.cuda.memory, "_snapshot", lambda: {"device_traces": traces, "segments": segments}
+    )
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda *args, **how: recorded.append((args, how))
+    )
+    tracker = CudaTracker()
+    assert (tracker.now, tracker.peak) == (0, 0)
+    tracker.begin("profile")
+    # Freeing 5, which was there before, changes nothing; 9 is freed again, and 6 as it is asked for.
+    traces[0] = [
+        *(event("alloc", 1, 100), event("free_requested", 5), event("alloc", 9, 50)),
+        *(event("free_requested", 9), event("free_completed", 1), event("alloc", 2, 20)),
+    ]
+    tracker.end()
+    assert tracker.live == {
+        1: Allocation(100, "profile", "b/model.py:7"),
+        2: Allocation(20, "profile", "b/model.py:8"),
+    }
+    assert (tracker.now, tracker.peak) == (120, 150)
+    how = {"context": "state", "stacks": "python", "clear_history": True}
+    assert recorded == [(("all",), how), ((None,), {})]
+    # Block 2 is freed before the second phase.
+    blocks.remove(blocks[1])
+    segments[1]["blocks"] = []
+    traces[0] = [event("alloc", 3, 8)]
+    tracker.begin("serve")
+    assert (tracker.now, tracker.peak) == (100, 100)
+    tracker.end()
+    assert {key: (a.nbytes, a.phase) for key, a in tracker.live.items()} == {
+        1: (100, "profile"),
+        3: (8, "serve"),
+    }
+    x = torch.zeros(4)
+    assert tracker.key(x[1:]) == x.data_ptr()

@@ -152,6 +152,12 @@ def test_the_first_rows_are_packed_and_come_back_whole(device):
         (0, torch.ones(2), None, None, "x: expected at least one row"),
         (0, torch.ones(2, 2), torch.ones(2, 3, dtype=torch.int32), None, "ids: expected 1 to 32 ids"),
         (0, torch.ones(2, 2), torch.ones(2, 2), None, "ids: expected torch.int32 or torch.int64"),
+        (0, torch.ones(2, 33), torch.ones(2, 33, dtype=torch.int32), None, "ids: expected 1 to 32 ids"),
+        (-1, torch.ones(2, 2), None, None, "slot: expected 0 to 255, got -1"),
+        (0, torch.ones(2, 0), None, None, "x: expected at least one row"),
+        (0, torch.ones(2, 2, device="meta"), None, None, "x: expected .*(cpu|cuda)"),
+        (0, torch.ones(2, 2), None, torch.ones(2, dtype=torch.int8), "padding: expected torch.bool"),
+        (0, torch.ones(2, 2), None, torch.ones(4, dtype=torch.bool)[::2], "padding: expected a contiguous"),
         (0, torch.ones(2, 2), None, torch.ones(1, dtype=torch.bool), "padding: expected at least 2 entries"),
     ],
 )
@@ -159,7 +165,7 @@ def test_bad_input_is_named_and_nothing_is_counted(device, slot, x, ids, padding
     board = Board(device)
     board.begin(1, 0, counted=True)
     with pytest.raises(ValueError, match=said):
-        board.count(slot, *(t if t is None else t.to(device) for t in (x, ids, padding)))
+        board.count(slot, *(t if t is None or t.is_meta else t.to(device) for t in (x, ids, padding)))
     assert not board.numbers[:-2].any()
 
 
@@ -219,3 +225,21 @@ def test_a_copy_is_never_launched_again_by_its_address():
         for _ in range(3):
             board.count(0, torch.ones(16, 8, 8).transpose(1, 2))
     assert (len(launches.made), launches.again) == (3, [])
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_a_mask_says_which_rows_are_padding_and_canaries_are_counted_apart(device, routed):
+    x = torch.ones(34, 4)
+    plant(x[0:2], stage=5)
+    x[2, 3], x[33, 0], x[32, 1] = torch.nan, torch.inf, torch.nan
+    ids = torch.arange(4, dtype=torch.int32).repeat(34, 1)
+    ids[4:6, 3] = ids[33, 0] = 2
+    padding = torch.zeros(40, dtype=torch.bool)
+    padding[[0, 5, 32]] = True
+    board = Board(device)
+    board.begin(1, 34, counted=True)
+    board.count(3, x, ids if routed else None, padding)
+    assert slot_of(board, 3) == [2, 3, 1, 1, *((1, 2) if routed else (0, 0)), 1]
+    assert [crossing(packed) for packed in board.numbers[-2:].tolist()] == [(1, 3, 0, True), (1, 3, 1, True)]
+    assert not board.slots()[4:].any()
+    assert not board.slots()[:3].any()

@@ -7,6 +7,7 @@ import torch
 
 from staleproof.cases.graph import capture
 from staleproof.evidence import Crossing, RowCounters
+from staleproof.evidence.counters import StageCount
 
 NAN, INF = float("nan"), float("inf")
 
@@ -97,6 +98,8 @@ def test_on_cuda_it_counts_on_a_device_that_is_not_current(device):
         (lambda c, x, n: c.observe("a", x.long(), n), "x: expected torch.float32"),
         (lambda c, x, n: c.observe("a", x.T, n), "x: expected a contiguous tensor"),
         (lambda c, x, n: c.observe("a", x, n[:3]), "live: expected a length that divides the 4"),
+        (lambda c, x, n: c.observe("a", x, n[:0]), "live: expected a length that divides the 4"),
+        (lambda c, x, n: c.observe("a", x[:0], n), "live: expected a length that divides the 0"),
     ],
 )
 def test_bad_input(device, call, message):
@@ -106,3 +109,10 @@ def test_bad_input(device, call, message):
     with pytest.raises(ValueError, match=message):
         call(counters, x, live)
     assert counters.read()["a"].live_rows == 0
+
+
+def test_one_live_entry_may_stand_for_all_rows(device):
+    counters = RowCounters(["a"], device)
+    for live in (0, 1, 1):
+        counters.observe("a", torch.full((4, 3), NAN, device=device), torch.tensor([live], device=device))
+    assert counters.read()["a"] == StageCount(pad_rows=4, live_rows=8)

@@ -12,7 +12,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from staleproof.cases.graph import capture
 from staleproof.evidence.allocations import Usage
-from staleproof.evidence.ledger import UNOWNED, AllocationLedger, cuda_usage, owned_tensors
+from staleproof.evidence.ledger import (
+    UNOWNED,
+    AllocationLedger,
+    Owner,
+    Phase,
+    Report,
+    cuda_usage,
+    owned_tensors,
+)
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 
 KIB, MIB = 2**10, 2**20
@@ -427,3 +435,85 @@ def test_on_cuda_nothing_is_recorded_outside_a_phase(device):
     after = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     assert len(after) == len(later)
     assert events is not None
+
+
+def made_report(budget: int | None) -> Report:
+    """A profile, and a serving phase with a large surprise, a small one, pools and outside memory."""
+    gone = Usage(20 * MIB, 12 * MIB, 10 * MIB, 0)
+    later = Usage(60 * MIB, 40 * MIB, 20 * MIB, 5 * MIB)
+    phases = (
+        Phase("profile", False, gone, gone, 8 * MIB, {}),
+        Phase("serve", False, gone, later, 1 * MIB, {"*.out": 4 * MIB, "table": 2 * MIB}),
+    )
+    owners = (
+        Owner("*.out", "mla.py:80", "serve", False, 2 * MIB, holders=2, layers=4, bytes=4 * MIB),
+        Owner("table", "moe.py:3", "serve", False, 2 * MIB, holders=1, layers=1, bytes=2 * MIB),
+        Owner("weights", "w.py:1", "profile", False, MIB, holders=1, layers=1, bytes=MIB),
+        Owner("kv", "kv.py:1", "serve", True, MIB, holders=1, layers=1, bytes=MIB),
+        *(Owner(f"{n} bytes", "s.py:1", "serve", False, n, 1, 1, n) for n in (512, 511)),
+    )
+    return Report(budget, 20 * MIB, phases, owners, None if budget is None else budget - 60 * MIB, 8 * MIB)
+
+
+@pytest.mark.parametrize("budget", [None, 68 * MIB, 68 * MIB - 1])
+def test_a_report_in_words_and_as_json(budget):
+    report = made_report(budget)
+    headroom = {None: "", 68 * MIB: "; headroom 8 MiB; this fits"}.get(
+        budget, "; headroom 8 MiB; this will not fit"
+    )
+    sentence = f"`*.out`: 2 MiB x 4 layers = 8 MiB allocated after profiling{headroom}"
+    assert str(report).splitlines() == [
+        sentence,
+        "also `table`: 2 MiB allocated after profiling",
+        "also `512 bytes`: 512 B allocated after profiling",
+        "serve: 13 MiB in graph pools and fragments",
+        "serve: 12 MiB outside the caching allocator",
+        *([] if budget is None else ["a step as in profile needs 8 MiB"]),
+        "  *.out at mla.py:80, first in serve",
+        "  table at moe.py:3, first in serve",
+        "  weights at w.py:1, first in profile",
+        "  kv at kv.py:1, first in serve",
+        "  512 bytes at s.py:1, first in serve",
+        "  511 bytes at s.py:1, first in serve",
+    ]
+    told = json.loads(report.to_json())
+    fits = {None: None, 68 * MIB: True}.get(budget, False)
+    assert (told["sentence"], told["fits"], report.fits) == (sentence, fits, fits)
+    assert [o["predicted"] for o in told["owners"]] == [8 * MIB, 2 * MIB, MIB, MIB, 512, 511]
+    assert [(p["outside"], p["pools"], p["before"]["used"]) for p in told["phases"]] == [
+        (0, 0, 20 * MIB),
+        (12 * MIB, 13 * MIB, 20 * MIB),
+    ]
+    assert told["phases"][1]["after"]["releasable"] == 5 * MIB
+    assert (told["budget"], told["before"], told["required"]) == (budget, 20 * MIB, 8 * MIB)
+
+
+def test_the_figure_stacks_owners_and_the_rest_up_to_what_is_in_use():
+    (axes,) = made_report(70 * MIB).figure().axes
+    owners = [
+        ("*.out", 4),
+        ("table", 2),
+        *((name, 0) for name in ("weights", "kv", "512 bytes", "511 bytes")),
+    ]
+    # In the second phase 60 MiB are used; 5 of them can be returned.
+    stacks = [("before the ledger", 20, 20), *((name, 0, mib) for name, mib in owners)]
+    stacks += [("pools, fragments, outside", 0, 29), ("freed again in the phase", 8, 1)]
+    foot = [0.0, 0.0]
+    for bars, (name, *heights) in zip(axes.containers, stacks, strict=True):
+        assert bars.get_label() == name
+        assert [(bar.get_y(), bar.get_height()) for bar in bars] == [*zip(foot, heights, strict=True)]
+        assert all(bar.get_fill() == (name != "freed again in the phase") for bar in bars)
+        foot = [a + b for a, b in zip(foot, heights, strict=True)]
+    (budget,) = axes.lines
+    assert ({*budget.get_ydata()}, axes.get_ylabel()) == ({70}, "MiB")
+    assert not made_report(None).figure().axes[0].lines
+
+
+def test_weights_that_share_a_storage_count_once_in_what_is_in_use():
+    model, weight = nn.Linear(1, 1, bias=False), torch.zeros(1024)
+    model.one, model.other = weight, weight[:10]
+    ledger = AllocationLedger(model)
+    with ledger.phase("profile"):
+        pass
+    usage = 4096 + 4
+    assert (ledger.read().before, ledger.read().phases[0].after) == (usage, Usage(usage, usage, usage, 0))

@@ -65,3 +65,18 @@ def test_a_block_whose_last_token_is_computed_is_written():
     watch = PublishedBlocks()
     watch.publish(7, "hash", "request", 16, computed=16)
     assert watch.plan({}) == []
+
+
+def test_a_block_of_one_token_is_followed_and_counts_add_up_over_steps_and_readers():
+    watch = PublishedBlocks()
+    for block in (1, 2):
+        watch.publish(block, f"hash {block}", f"victim {block}", tokens=1)
+        assert (watch.plan({}), watch.plan({}), watch.owners) == ([block], [], set())
+    assert watch.published == 2
+    for reader in "ab":
+        assert watch.read(reader, [(2, "hash 2"), (1, "hash 1")]) == [
+            UnwrittenHit(reader, "victim 2", (2,)),
+            UnwrittenHit(reader, "victim 1", (1,)),
+        ]
+    assert watch.hits == 4
+    assert str(UnwrittenHit("a", "b", (1, 2))) == "a reads block 1, 2, published by b and written by nobody"

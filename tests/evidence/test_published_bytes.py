@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from staleproof.evidence import BlockFingerprints, OtherBytes
+from staleproof.evidence.published_bytes import WORDS
 
 
 def caches(layers: int = 2, blocks: int = 6) -> list[torch.Tensor]:
@@ -109,3 +110,59 @@ def test_a_block_that_is_not_there_is_refused(device, block):
     _, prints = on(device)
     with pytest.raises(ValueError, match=rf"blocks: expected ids from 0 to 5, got \[{block}\]"):
         prints.of([block])
+
+
+def test_blocks_longer_than_a_program_reads_at_a_time_and_with_gaps_between(device):
+    wide = torch.arange(3 * 2 * (WORDS + 2), dtype=torch.int32, device=device).view(3, -1)
+    cache = wide[:, : WORDS + 2]
+    prints = BlockFingerprints([cache])
+    before = prints.of([0, 1, 2]).tolist()
+    assert before == BlockFingerprints([cache.contiguous()]).of([0, 1, 2]).tolist()
+    for at in (0, WORDS - 1, WORDS, WORDS + 1):
+        cache[1, at] += 1
+        assert [a == b for a, b in zip(prints.of([0, 1, 2]).tolist(), before, strict=True)] == [
+            True,
+            False,
+            True,
+        ]
+        cache[1, at] -= 1
+    wide[:, WORDS + 2] = 0
+    assert prints.of([0, 1, 2]).tolist() == before
+    assert prints.of([]).tolist() == []
+
+
+def test_equal_words_count_however_many_there_are(device):
+    """A block of zeros is not one of another length, nor the same in another layer's place."""
+    zeros = [torch.zeros(2, words, dtype=torch.int32, device=device) for words in (4, 5)]
+    found = [BlockFingerprints(caches).of([0]).item() for caches in ([z] for z in zeros)]
+    assert len({0, *found}) == 3
+    moved = [torch.zeros(2, 4, dtype=torch.int32, device=device) for _ in range(2)]
+    prints = BlockFingerprints(moved)
+    moved[0][0, 1] = moved[1][1, 1] = 7
+    one, other = prints.of([0, 1]).tolist()
+    assert one != other
+
+
+def test_a_check_waits_for_nothing_unless_told(device):
+    """What the device has not finished is left to a later call, in order."""
+    (_, prints), waits = on(device), []
+
+    class Event:
+        there = False
+
+        def query(self):
+            return self.there
+
+        def synchronize(self):
+            waits.append(self)
+
+    events = [Event(), Event()]
+    prints.commit({1: "a"})
+    prints.read("reader", {2: "a"})
+    if device == "cuda":
+        torch.cuda.synchronize()
+    prints._asked = [one._replace(ready=event) for one, event in zip(prints._asked, events, strict=True)]
+    assert (prints.check(), len(prints._asked), waits) == ([], 2, [])
+    events[0].there = True
+    assert (prints.check(), len(prints._asked), waits) == ([], 1, [])
+    assert (prints.check(wait=True), waits) == ([OtherBytes("reader", 2, True)], [events[1]])

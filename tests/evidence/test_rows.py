@@ -152,6 +152,8 @@ def test_nan_and_both_infinities_are_bad(dtype):
     [
         (lambda: judge_rows(step(by_row), 5), "live_rows: expected 0 to 4, got 5"),
         (lambda: judge_rows(step(by_row), torch.ones(3, dtype=torch.bool)), r"live_rows.*\(4\)"),
+        (lambda: judge_rows(step(by_row), torch.ones(4)), "live_rows: expected torch.bool"),
+        (lambda: judge_rows(step(by_row), -1), "live_rows: expected 0 to 4, got -1"),
         (lambda: judge_rows(lambda fill: [], 1), "run: expected at least one output"),
         (lambda: pad_invariance(step(by_row), 2, trials=0), "trials: expected at least 1, got 0"),
     ],
@@ -169,3 +171,20 @@ def test_the_most_rows_that_one_fill_changed_are_told():
         return out
 
     assert pad_invariance(run, LIVE).changed_rows == LIVE
+
+
+def test_each_trial_has_a_fill_of_its_own_and_none_of_them_is_twice():
+    padding = {}
+
+    def run(fill):
+        padding[fill.name] = torch.empty(3, 8)
+        fill(padding[fill.name])
+        return torch.ones(4, 2)
+
+    assert pad_invariance(run, 4, trials=7).trials == 7
+    assert [*padding] == ["zeros", "nan", "inf", "largest", "noise", "noise 1", "noise 2", "noise 3"]
+    largest = torch.finfo(torch.float32).max
+    assert [padding[name][0, 0].item() for name in ("zeros", "inf", "largest")] == [0, torch.inf, largest]
+    noise = [x for name, x in padding.items() if "noise" in name]
+    assert all(x.isfinite().all() and x.std() > 50 for x in noise)
+    assert len({tuple(x.flatten().tolist()) for x in noise}) == 4

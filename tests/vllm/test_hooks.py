@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from staleproof.vllm import hooks
+from staleproof.vllm import arguments, hooks
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import Evidence, PatchError, Sources
@@ -358,3 +358,115 @@ def test_the_loader_answers_for_the_one_it_stands_for(package):
     assert loader.is_package(MODULE) is False
     with pytest.raises(AttributeError):
         loader.no_such_thing  # noqa: B018
+
+
+IMPORTERS = {"ops": TEXT, "user": "from vllm.ops import double as two\nother = len\n", "none": "x = 1\n"}
+
+
+@pytest.mark.parametrize("first", ["imported", "patched"])
+def test_who_imported_a_function_by_its_name_calls_the_same(made_up, first):
+    made_up(IMPORTERS)
+    own = None
+    if first == "imported":
+        user, own = importlib.import_module("vllm.user"), _ops().double
+    patch = _patch(_double(after=lambda r, a, k: -r))
+    patch.apply("1.0.0")
+    user = importlib.import_module("vllm.user")
+    none = importlib.import_module("vllm.none")
+    assert (user.two(1), _ops().double(1), user.other, none.x) == (-2, -2, len, 1)
+    assert hooks.checked("p") == {f"{MODULE}:double": "in place"}
+    patch.revert()
+    assert (user.two(1), _ops().double(1)) == (2, 2)
+    assert own is None or user.two is own
+
+
+def test_what_calls_something_else_than_what_was_put_in_place_is_named(made_up):
+    made_up(IMPORTERS)
+    ops = _ops()
+    own, place = ops.double, f"{MODULE}:double"
+    with _patch(_double(after=lambda r, a, k: -r)).applied("1.0.0"):
+        ours = ops.double
+        importlib.import_module("vllm.user").two = own
+        hooks._looked[0] = 0
+        said = {"vllm.user imported double by its name and calls vLLM's"}
+        assert {*hooks.checked("p").values()} == {*hooks.checked("p").values()} == said
+        sys.modules["vllm.user"].two = ours
+        hooks._looked[0] = 0
+        assert hooks.checked("p") == {place: "in place"}
+        for theirs, said in (
+            (own, "double was put back since"),
+            (lambda x: x, f"double was replaced by {__file__} since"),
+            (len, "double was replaced by builtin_function_or_method since"),
+        ):
+            ops.double = theirs
+            assert hooks.checked("p") == {place: said}
+        del ops.double
+        assert hooks.checked("p") == {place: "double is gone"}
+        ops.double = ours
+        assert hooks.checked("p") == {place: "in place"}
+        assert hooks.checked("another") == {}
+
+
+def test_a_loader_that_makes_its_own_module_still_does(package, monkeypatch):
+    hooks.wrap("p", Target(MODULE, "double", ("x",), after=lambda r, a, k: -r))
+    spec = importlib.util.find_spec(MODULE)
+    made = type(sys)(MODULE)
+    monkeypatch.setattr(spec.loader.loader, "create_module", lambda given: made if given is spec else None)
+    assert importlib.util.module_from_spec(spec) is made
+
+
+@pytest.mark.parametrize(
+    ("vital", "functions", "said"),
+    [
+        (True, ("double", "local"), ["p is in place (local)"]),
+        (True, ("double", "gone"), []),
+        (False, ("double", "gone"), ["p is in place (double)"]),
+        (False, ("gone", "none"), []),
+    ],
+)
+def test_a_patch_is_announced_once_it_works(package, caplog, vital, functions, said):
+    targets = [Target(MODULE, name, ("x",), after=lambda r, a, k: r, vital=vital) for name in functions]
+    with caplog.at_level(logging.INFO, hooks.logger.name):
+        hooks.wrap("another", Target(MODULE, "Impl.run", ("self",), after=lambda r, a, k: r))
+        hooks.wrap("p", *targets)
+        _ops()
+    hooks.unwrap("another")
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert lines[1:] == [f"staleproof: {line}" for line in said]
+    assert lines[0] == "staleproof: another is in place (Impl.run)"
+
+
+def test_a_function_is_a_strangers_unless_its_file_is_of_the_modules_package(package, tmp_path):
+    """vLLM's own may be wrapped by torch's decorators, of which torch's file says so."""
+    ops = _ops()
+    (tmp_path / "torch").mkdir()
+    text = "import functools\ndef wrapped(f): return functools.wraps(f)(lambda *a: f(*a))\n"
+    for name in ("torch/of_torch.py", "theirs.py"):
+        (tmp_path / name).write_text(text)
+    wrapped = {}
+    for name in ("torch/of_torch.py", "theirs.py"):
+        exec(compile(text, str(tmp_path / name), "exec"), scope := {"__name__": name})
+        wrapped[name] = scope["wrapped"]
+    by_torch, by_them = wrapped["torch/of_torch.py"], wrapped["theirs.py"]
+    assert arguments.stranger_at(ops, ops.double, ops) is None
+    assert arguments.stranger_at(ops, by_torch(ops.double), ops) is None
+    assert arguments.stranger_at(ops, by_them(ops.double), ops) == MODULE
+    assert arguments.stranger_at(ops, by_torch, ops) == "torch/of_torch.py"
+    assert arguments.stranger_at(ops, by_torch(by_them), ops) == "theirs.py"
+    by_them.__module__ = None
+    assert arguments.stranger_at(ops, by_them, ops) == str(tmp_path / "theirs.py")
+    assert arguments.stranger_at(Patch, ops.double, ops) == "staleproof.vllm.patch"
+    assert arguments.stranger_at(ops.Impl, ops.Impl.run, ops) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (lambda a, b: None, ("a", "b")),
+        (lambda a, *b: None, ("a", "b")),
+        (lambda a, **b: None, ("a", "b")),
+        (lambda a, *b, c: [d + 1 for d in a], ("a", "c", "b")),
+    ],
+)
+def test_the_names_of_a_functions_arguments_and_no_local(function, names):
+    assert arguments.names_of(function) == names

@@ -183,3 +183,16 @@ def test_nothing_is_written_where_nobody_can_ask(monkeypatch, tmp_path):
 def test_a_fork_that_ends_leaves_the_servers_folder(here):
     live._leave(os.environ[live.FOLDER], os.getpid() + 1)
     assert Path(os.environ[live.FOLDER]).is_dir()
+
+
+def test_what_has_not_changed_is_not_written_again(here):
+    file = Path(os.environ[live.FOLDER]) / f"{os.getpid()}.json"
+    file.unlink()
+    here.publish()
+    assert not file.exists()
+    here.model = "another"
+    here.publish()
+    told = json.loads(file.read_text())
+    assert told == json.loads(json.dumps(here.report()))
+    assert (told["model"], told["ready"], told["vllm"]) == ("another", False, "0.22.1")
+    assert live.health()["model"] == "another"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -356,3 +357,27 @@ def test_a_ready_engine_names_what_was_refused_and_not_what_needs_nothing(monkey
     decided = {"a": ("refused", "no Triton"), "b": ("not needed", "no defect")}
     plugin._ready(plugin.live.Here("0.22.1", decided=decided), None)
     assert said == [" on vLLM 0.22.1, this process: refused: a (no Triton)"]
+
+
+def test_a_ready_engine_tells_its_model():
+    here = plugin.live.Here("0.22.1")
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plugin.live, "beat", lambda: None)
+        plugin._ready(here, engine)
+    assert (here.ready, here.model) == (True, "a model")
+
+
+def test_a_check_that_fails_refuses_the_patch(monkeypatch):
+    patch = vllm_plugin.patches()["unpublish"]
+    needed = Evidence(True, "there")
+    monkeypatch.setattr(vllm_plugin, "evidence", lambda *_: needed)
+    monkeypatch.setattr(Patch, "check", lambda *_: _planted())
+    decided = vllm_plugin.decide(patch, vllm_plugin.Base("0.22.1"), Sources(Path("/nowhere")), ALL)
+    assert (decided.state, decided.why, decided.needed) == (
+        "refused",
+        "there; its check failed: RuntimeError: planted",
+        True,
+    )

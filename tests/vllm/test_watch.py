@@ -11,6 +11,7 @@ from tests.made import arrived
 
 from staleproof import device as devices
 from staleproof.vllm import hooks, plugin, watch_hooks
+from staleproof.vllm import watch as watches
 from staleproof.vllm.sources import PatchError
 from staleproof.vllm.watch import SPAN, Settings, Watch, settings
 from staleproof.vllm.watch_hooks import Hooks
@@ -332,3 +333,45 @@ def test_the_step_of_a_bad_row_is_no_later_than_the_counts_that_show_it(caplog):
             torch.cuda.synchronize()
         watch.begin_step(8, same=True)
     assert "step 1 to 3, attention" in said(caplog)[0]
+
+
+def test_the_oldest_steps_are_forgotten_and_a_reset_forgets_all():
+    watch = Watch(Settings(), DEVICE)
+    assert (watch.steps, watch.counted, watch.left, watch.latest.steps, watch.latest.counted) == (0,) * 5
+    for _ in range(watches.REMEMBERED + 5):
+        watch.begin_step(2)
+        watch.name_requests(["a", "b"], {"a": 1, "b": 1})
+    assert len(watch._spans) == len(watch._recent) == watches.REMEMBERED
+    assert watch._who(watch.steps, 1) == ", request b of batch a, b"
+    assert watch._who(watch.steps, 2) == ", batch a, b"
+    assert watch._who(1, 1) == ""
+    last = watch.steps
+    watch.reset()
+    assert (watch._who(last, 1), watch.steps, watch.counted, watch.left) == ("", 0, 0, 0)
+
+
+def test_equal_steps_that_are_counted_down_count_as_steps(monkeypatch):
+    watch = Watch(Settings(), DEVICE)
+    watch._due = float("inf")
+    watch.begin_step(8)
+    watch.begin_step(8, same=True)
+    assert (watch.steps, watch.counted, watch.left) == (2, 2, SPAN - 2)
+    watch.left -= 5
+    assert (watch.steps, watch.counted) == (7, 7)
+    words = told(watch, monkeypatch)
+    watch.pause()
+    watch.pause()
+    assert words == [(7, 0, False)]
+    assert (watch.steps, watch.counted, watch.left) == (7, 7, 0)
+
+
+def test_settings_that_were_given_are_kept_and_the_others_are_as_said():
+    assert settings({"STALEPROOF_WATCH": "on"}) == Settings()
+    assert (Settings().layers, Settings().steps, Settings().port) == (1, 1, 9464)
+    given = {"STAGES": " router , blocks", "LAYERS": "999999", "STEPS": "2", "PORT": " 65535 "}
+    chosen = settings(ON | {f"STALEPROOF_WATCH_{name}": value for name, value in given.items()})
+    assert chosen == Settings(("router", "blocks"), 999999, 2, 65535)
+    assert [settings({"STALEPROOF_WATCH": word}) for word in ("", "0", "off")] == [None] * 3
+    for name, value in (("LAYERS", "1000000"), ("STEPS", "-1"), ("PORT", "65536"), ("PORT", "0")):
+        with pytest.raises(PatchError, match=f"{name}: expected 1 to"):
+            settings(ON | {f"STALEPROOF_WATCH_{name}": value})

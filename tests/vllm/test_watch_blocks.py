@@ -116,7 +116,7 @@ def test_what_vllm_says_is_taken_in():
     )
     assert blocks.kinds == [ATTENTION, STATE]
 
-    def output(new, cached, ended=()):
+    def output(new, cached, ended=(), **more):
         names = [name for name, *_ in cached]
         return types.SimpleNamespace(
             num_scheduled_tokens={name: tokens for name, *_, tokens in (*new, *cached)},
@@ -131,6 +131,7 @@ def test_what_vllm_says_is_taken_in():
                 num_computed_tokens=[computed for *_, computed, _ in cached],
             ),
             finished_req_ids={*ended},
+            **more,
         )
 
     blocks.scheduled(output([("a", ([1], [9]), 0, 4), ("b", ([2], [8]), 0, 4)], []))
@@ -140,4 +141,9 @@ def test_what_vllm_says_is_taken_in():
     assert blocks.stale == {(STATE, ATTENTION): 1}
     # c was preempted and comes back with a hit of its first two blocks, then a block that held a state.
     blocks.scheduled(output([], [("c", ([3, 4, 7], [6]), 2 * SIZE, 1)]))
+    assert blocks.stale == {(STATE, ATTENTION): 2}
+    # Block 9 was a state's; zeroed before its new owner reads it, it is nobody's.
+    zeroed = output([("d", ([9], [5]), 0, 1)], [], new_block_ids_to_zero=[9])
+    blocks.scheduled(output([("e", ([2], [9]), 0, 4)], []))
+    blocks.scheduled(zeroed)
     assert blocks.stale == {(STATE, ATTENTION): 2}

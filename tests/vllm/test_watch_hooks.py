@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -160,3 +162,86 @@ def test_a_step_is_the_same_only_if_nobody_came_went_or_was_set_aside():
     step("a", "b", "g", each=4)
     step("a", "b", "g", each=4)
     assert begun[8:] == [False, False]
+
+
+def test_what_runs_around_a_workers_start_and_its_steps():
+    """Phases reach the memory's ledger, and a reading that arrives has it look again."""
+    on, phases, looked = Hooks(Settings()), [], []
+    with on.starting("profile", (), {}), on.capturing((), {}):
+        pass
+    phase = lambda name: nullcontext(phases.append(name))  # noqa: E731
+    on.memory = SimpleNamespace(
+        phase=phase, ready=lambda: phases.append("ready"), unprofiled=lambda: looked.append(1)
+    )
+    for target in on.targets():
+        if target.around is not None:
+            with target.around((), {}):
+                phases.append(target.name.rpartition(".")[2])
+    assert phases == [
+        *("profile", "determine_available_memory", "kv cache", "initialize_from_config"),
+        *("capture", "compile_or_warm_up_model", "ready"),
+    ]
+    latest = [1]
+    on.watch = SimpleNamespace(latest=1, left=0, begin_step=lambda *_: setattr(on.watch, "latest", latest[0]))
+    output = SimpleNamespace(total_num_scheduled_tokens=2, num_scheduled_tokens={"a": 2})
+    for arrives, times in ((1, 0), (2, 1), (2, 1)):
+        latest[0] = arrives
+        on.step((None,), {"scheduler_output": output})
+        assert len(looked) == times
+    on.memory, latest[0] = None, 3
+    on.step((None, output), {})
+    assert on.watch.latest == 3
+
+
+def test_the_hooks_without_a_watch_change_no_result_and_with_one_find_layer_and_rows():
+    on, seen = Hooks(Settings()), []
+    layer, result = SimpleNamespace(layer_name="l"), (torch.zeros(2, 3, 4, 5), torch.zeros(2))
+    calls = [
+        (on.attention, result[0], (None, layer)),
+        (on.mla, result, (None, None, None, None, layer)),
+        (on.mla, (result[0][0], None), (None, None, None, None, layer)),
+        (on.router, result, (None,)),
+        (on.experts, result, (None,)),
+    ]
+    for watch in (None, SimpleNamespace(observe=lambda *given: seen.append(given))):
+        on.watch, on.layer = watch, "l"
+        for hook, given, args in calls:
+            assert hook(given, args, {}) is given
+    assert [(stage, name, tuple(x.shape)) for stage, name, x, *_ in seen] == [
+        *(("attention", "l", (2, 3, 4, 5)), ("attention", "l", (6, 4, 5)), ("attention", "l", (3, 4, 5))),
+        *(("router", "l", (2, 3, 4, 5)), ("experts", "l", (2,))),
+    ]
+    assert seen[3][3] is result[1]
+    seen.clear()
+    on.attention(result[0], (None,), {"layer": layer})
+    on.mla(result, (None,), {"layer": layer})
+    assert [name for _, name, _ in seen] == ["l", "l"]
+
+
+@pytest.mark.parametrize(("left", "named"), [(0, [(["a"], {"a": 1})]), (3, [])])
+def test_a_batch_is_named_but_while_equal_steps_are_counted_down(left, named):
+    on, seen = Hooks(Settings()), []
+    result = SimpleNamespace(req_ids=["a"])
+    output = SimpleNamespace(num_scheduled_tokens={"a": 1})
+    assert on.batch_v2(result, (None, output), {}) is result
+    on.watch = SimpleNamespace(left=left, name_requests=lambda *given: seen.append(given))
+    assert on.batch_v2(result, (None, output), {}) is result
+    assert seen == named
+
+
+@pytest.mark.parametrize(
+    ("stages", "modules"),
+    [
+        (("blocks",), set()),
+        (("attention",), {"attention"}),
+        (("router",), {"moe_runner", "router"}),
+        (("experts",), {"moe_runner"}),
+        (("published",), {"core"}),
+    ],
+)
+def test_only_functions_of_the_chosen_stages_are_wrapped(stages, modules):
+    every = {target.place for target in Hooks(Settings(("blocks",))).targets()}
+    found = {target.module for target in Hooks(Settings(stages)).targets() if target.place not in every}
+    parts = {"attention", "moe_runner", "router", "core"}
+    assert all(parts & {*module.split(".")} for module in found)
+    assert {part for module in found for part in [*module.split(".")][::-1] if part in parts} == modules

@@ -153,6 +153,17 @@ def test_a_count_is_there_before_anything_was_counted(served, monkeypatch):
     assert b"\nstaleproof_unwritten_hits_total 0.0\n" in _get(url, "/metrics")[1]
 
 
+def test_a_port_answers_on_the_newer_protocol_too(monkeypatch):
+    monkeypatch.setenv(watch_port.HOST, "::1")
+    port = watch_port.serve(None, 0)
+    if port is None:
+        pytest.skip("this machine has no ::1")
+    assert port.address_family == socket.AF_INET6
+    assert _get(f"[::1]:{port.server_address[1]}", "/metrics")[0] == 200
+    port.shutdown()
+    port.server_close()
+
+
 def _get(url: str, path: str) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(url, timeout=10)
     connection.request("GET", path)

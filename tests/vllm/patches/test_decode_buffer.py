@@ -20,6 +20,8 @@ def test_the_buffer_is_zeros_whatever_the_memory_held(monkeypatch, fp8):
         kv_cache_dtype="fp8_e4m3" if fp8 else "auto", kv_lora_rank=16, _decode_out=torch.ones(1)
     )
     q = torch.ones(3, 2, 24)
+    with patch._cutlass((impl, (q, q[..., :8])), {}):
+        assert impl._decode_out.shape == (3, patch.CUTLASS_HEADS, 16)
     metadata = SimpleNamespace(num_decodes=3)
     for around, heads in ((patch._cutlass, patch.CUTLASS_HEADS), (patch._flashinfer, 2)):
         with around((impl, q, None, metadata), {}):

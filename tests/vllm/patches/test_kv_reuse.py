@@ -83,7 +83,7 @@ def _manager(spec: object) -> SimpleNamespace:
 )
 def test_blocks_for_external_tokens_are_recorded_behind_the_prefix_hits(spec, external, recorded):
     manager = _manager(spec)
-    assert patch._record_external(None, (manager, "r", [], 16, external), {}) is None
+    assert patch._record_external("result", (manager, "r", [], 16, external), {}) == "result"
     assert manager.new_block_ids == recorded
     manager = _manager(spec)
     names = {"num_external_computed_tokens": external, "request_id": "r"}
@@ -120,9 +120,15 @@ def test_mla_layers_are_zeroed_beside_vllms_own(device):
     # vLLM passes an iterator and reads it; two of the cache's blocks are one of the scheduler's.
     args, kwargs = patch._keep_groups((zeroer, iter(groups), [4, 4], "auto", {"skipped"}, layers), {})
     seen += list(args[1])
-    patch._add_zeroer(None, args, kwargs)
-    patch._zero_mla(None, (zeroer, [2, 2]), {})
-    patch._zero_mla(None, (zeroer, []), {})
+    assert patch._add_zeroer("made", args, kwargs) == "made"
+    assert patch._zero_mla("zeroed", (zeroer, [2, 2]), {}) == "zeroed"
+    assert patch._zero_mla("zeroed", (zeroer, []), {}) == "zeroed"
+    assert patch._zero_mla("zeroed", (SimpleNamespace(), [2]), {}) == "zeroed"
+    # A group behind those with sizes is no cache of this worker.
+    none, names = SimpleNamespace(), {"attn_groups_iter": groups, "kernel_block_sizes": []}
+    args, kwargs = patch._keep_groups((none,), names)
+    patch._add_zeroer(None, args, kwargs | {"runner_only_attn_layers": (), "static_forward_context": layers})
+    assert not hasattr(none, "_staleproof_zeroer")
     assert seen == groups
     zeroed = {name: [i for i, block in enumerate(cache) if not block.any()] for name, cache in caches.items()}
     assert zeroed == {"mla.0": [4, 5], "mla.1": [4, 5], "skipped": [], "full": []}

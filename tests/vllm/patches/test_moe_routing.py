@@ -338,3 +338,25 @@ def test_a_kernel_for_aligned_tensors_is_not_launched_on_others(name, repeated):
         assert not repeated, place
     call(*given)
     assert len(repeated) == 1
+
+
+def test_the_simulators_ids_are_int32_unless_the_caller_says_otherwise():
+    given = ("router", "hidden", "logits", 2)
+    assert simulated.int32_ids(given, {}) == (given, {"indices_type": torch.int32})
+    assert simulated.int32_ids((*given, None), {}) == ((*given, torch.int32), {})
+    assert simulated.int32_ids((*given, torch.int64), {}) is None
+    assert simulated.int32_ids(given, {"indices_type": torch.int64}) is None
+
+
+def test_each_function_is_replaced_and_while_it_is_traced_cleaned_as_its_release_needs():
+    found = {
+        (target.name, len(target.arguments), target.versions): (target.instead, target.before)
+        for one in patch.PATCHES[:3]
+        for target in one.targets
+    }
+    assert found["topk_softmax", len(calls.TOPK), None] == (calls.softmax, calls.clean_logits)
+    assert found["topk_sigmoid", len(calls.TOPK), None] == (calls.sigmoid, calls.clean_sigmoid_logits)
+    hashed = {key[1:]: value for key, value in found.items() if key[0] == "topk_hash_softplus_sqrt"}
+    assert [before for _, before in hashed.values()] == [calls.clean_hash] * 2 + [calls.clean_hash_bias] * 2
+    assert [instead is calls.hashed for instead, _ in hashed.values()] == [True, True, False, False]
+    assert all(instead and before for instead, before in found.values())
