@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from staleproof.cases.measure import Times
 from staleproof.evidence.ledger import Usage
 from staleproof.incidents.decode_buffer import broken, buffer, cases, driver, model
 from staleproof.incidents.decode_buffer.allocator import GIB, SimulatedAllocator
@@ -140,6 +143,40 @@ def test_a_ledger_that_reads_torch_alone_misses_what_torch_did_not_give(device, 
         assert not found.ran or found.numbers["headroom_change_bytes"] == sign * found.numbers["taken_bytes"]
     monkeypatch.setattr(SimulatedAllocator, "usage", lambda self: Usage(self.reserved, self.reserved, 0, 0))
     assert verdict("outside torch", SYMMETRIC, "cpu") == "missed"
+
+
+def test_what_a_buffer_adds_is_told_beside_no_buffer(monkeypatch):
+    times = {id(SETUPS["no_buffer"]): Times(5.0, 4.0, 6.0), id(SETUPS[OFF]): Times(7.0, 6.5, 9.0)}
+    monkeypatch.setattr(cases, "_layer_times", lambda setup, device: times[id(setup)])
+    said = cases.added_time(SETUPS[OFF], "cuda")
+    assert said.numbers == {"us": 7.0, "p20": 6.5, "p80": 9.0, "added_us": 2.0}
+
+
+def test_a_ledgers_cost_is_a_step_of_each_and_their_ratio(monkeypatch):
+    # A clock that goes on by a second whenever somebody looks.
+    monkeypatch.setattr(cases.time, "perf_counter", itertools.count().__next__)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(cases, "SMALL", replace(SMALL, layers=2, batch=2, tokens=8))
+    said = cases.ledger_cost(None, "cpu", steps=2).numbers
+    half = dict.fromkeys(("off_us", "on_us", "off_again_us"), 5e5)
+    assert said == {**half, "slow_down": 1, "slow_down_with_entering_and_leaving": 3, "steps": 2}
+
+
+@pytest.mark.parametrize(("device", "planned"), [("cpu", (0.85, 0.9)), ("cuda", (0.7, 0.8))])
+def test_another_device_leaves_as_many_bytes_outside(monkeypatch, device, planned):
+    half = SimpleNamespace(total_memory=cases.REPORT.total_bytes // 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: half)
+    asked = []
+
+    def run(servers, device):
+        asked.extend(servers)
+        return [SimpleNamespace(verdict=LIVES)] * len(servers)
+
+    monkeypatch.setattr(cases, "run_servers", run)
+    found = utilisation((ServerCase(OFF, None), (0.85, 0.9)), device)
+    assert [case.changes["utilisation"] for case in asked] == pytest.approx(planned)
+    assert found.numbers == {"0.85": LIVES, "0.9": LIVES, "dies_from": None}
+    assert found.provenance == (None if device == "cuda" else "INTERPRETED")
 
 
 @pytest.mark.gpu

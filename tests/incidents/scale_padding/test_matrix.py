@@ -26,6 +26,20 @@ def test_a_cell_counts_over_all_histories_and_does_not_claim():
     assert verdict((0, 0, 0)) == verdict((3, 0, 3), (3, 0, 2)) == "not reproduced"
 
 
+def test_a_cell_tells_its_counts_and_over_how_many_histories():
+    counts = [Counts(*count) for count in ((1, 0, 1), (3, 1, 3), (3, 3, 3), (2, 5, 2), (0, 0, 0), (0, 1, 0))]
+    assert matrix.Cell("c", "r", counts).numbers == {
+        "wrong_off": "1 3 3 2 0 0",
+        "wrong_on": "0 1 3 5 0 1",
+        "wrong_off_again": "1 3 3 2 0 0",
+        "worse_in": 2,
+        "helped_in": 1,
+        "cured_in": 1,
+        "shown": 4,
+        "of": 6,
+    }
+
+
 def test_one_history_alone_would_have_said_more():
     """All NaN, all 300 and the mix give three verdicts on the same remedy; the cell gives their range."""
     cell = matrix.row_of("amax, fmax", "cpu", ("zero_init_per_layer",))["zero_init_per_layer"]
