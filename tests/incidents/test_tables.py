@@ -74,7 +74,7 @@ def test_each_case_gives_the_verdict_that_is_expected(
             assert runs == [Outcome.BAD] * 2, found
             assert (found.three.right is True) is (found.verdict == FIXED), found
         if device == "cpu" and case.key.text in READINGS:
-            assert found.ran or not re.search("CUDA|GPU", found.note), found
+            assert found.ran or re.search("installed|fetches|source of|^failed", found.note), found
             assert not found.ran or close(READINGS[case.key.text], told(found)), found
 
 

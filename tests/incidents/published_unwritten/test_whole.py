@@ -196,6 +196,15 @@ def test_two_requests_of_one_prompt_come_in_the_same_step(engine):
     assert engine.runner.kv_caches[0].isnan().all()
 
 
+def test_a_look_waits_for_the_fingerprints_and_counts_hits_since_the_last():
+    prints = SimpleNamespace(check=lambda *, wait=False: [1, 2] if wait else [])
+    watch = SimpleNamespace(blocks=SimpleNamespace(hits=5))
+    watched = SimpleNamespace(prints=prints, watch=watch, _hits=0)
+    assert whole._Watched.look(watched) == {"hits": 5, "other": 2}
+    watch.blocks.hits = 7
+    assert whole._Watched.look(watched) == {"hits": 2, "other": 2}
+
+
 @pytest.mark.parametrize(
     ("kind", "arrives", "word"),
     [
