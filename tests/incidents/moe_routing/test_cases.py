@@ -56,6 +56,21 @@ def test_a_remedy_that_spoils_good_rows_is_noticed(device: str, monkeypatch: pyt
     assert not failed("NaN in padding", "nan_to_num_before", device=device)
 
 
+@pytest.mark.parametrize(("name", "rows", "said"), [(OURS, 8, "wrong"), ("skip_padding", 5, "right")])
+def test_good_rows_keep_their_weights_to_rounding(monkeypatch, name, rows, said) -> None:
+    """Weights larger by 5e-6 are wrong, as are those of padding where they are not skipped."""
+    given = scene.router_input(cases.REMEDY_CASES["NaN in a live row"], "cpu")
+
+    def routed(spoilt: int) -> str:
+        weights, ids = cases.reference.topk_softmax(given.logits, 8)
+        weights[spoilt] *= 1 + 5e-6
+        monkeypatch.setattr(scene, "routed", lambda case, device: (weights, ids))
+        return cases.good_rows(name, "cpu")
+
+    assert [routed(1), routed(2), routed(rows - 1)] == ["wrong", "right", "wrong"]
+    assert routed(7) == said
+
+
 def test_nan_weights_are_not_called_distinct(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(given: RouterInput, top_k: int) -> Routed:
         weights, ids = scene.topk_softmax(given.logits, top_k)
