@@ -228,3 +228,45 @@ def test_who_is_behind_the_scales(monkeypatch, end, block, found):
     bytes_there = {(after, 32): torch.full((32,), 3, dtype=torch.uint8)}
     monkeypatch.setattr(real, "at_address", lambda *at: bytes_there[at])
     assert real.behind(scales, {scales.data_ptr() + end: "embedding"}) == found
+
+
+@pytest.mark.parametrize("verdict", [scene.RIGHT, scene.NAN])
+def test_marlin_is_judged_with_0xff_behind_its_scales(monkeypatch, verdict):
+    a = scene.layer_on("cpu")
+    right = scene._experts(a, scene.exact)[0]
+
+    def moe(x, topk_ids, topk_weights, behind):
+        hurt = verdict == scene.NAN and bool((behind == 0xFF).all())
+        return right * torch.nan if hurt else right
+
+    monkeypatch.setattr(real.scene, "layer_on", lambda device: a)
+    monkeypatch.setattr(real.mxfp4, "marlin", lambda *matrices: moe if matrices == (a.w13, a.w2) else None)
+    assert real.marlin().verdict == verdict
+
+
+def test_a_child_answers_once_and_a_scene_says_which_child_ended(monkeypatch):
+    ended = iter([(0, ""), (0, ""), (9, "no memory")])
+    given = []
+
+    def call(function, *arguments, timeout_s):
+        given.append((function, arguments, timeout_s))
+        code, said = next(ended)
+        return children.Ended([(arguments, "told")] if arguments else ["told"], code, "", said, 1)
+
+    monkeypatch.setattr(children, "call", call)
+    assert cases._child(real.cost, "cuda") == "told"
+    told = cases._children((real.table, "cpu"), (real.loader, "cuda"))
+    assert told == {("cpu",): "told", ("cuda",): "told", "ended": "a child ended with 9: no memory"}
+    assert given == [(real.cost, (), 200), (real.table, ("cpu",), 300), (real.loader, ("cuda",), 300)]
+    with pytest.raises(MissingError, match="a probe was not asked"):
+        cases.answer("a probe", "cuda", {})
+
+
+def test_the_package_is_asked_without_a_remedy_with_each_edit_alone_and_again(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cases, "_children", lambda *calls: asked.extend(calls) or {})
+    cases._asked("cuda")
+    edits = ["layout_pads", "mask_after_load", "mask_load"]
+    unedited = ["loader_pads", "nan_to_num", "zero_once", "again"]
+    groups = [["none"], *([name] for name in edits), unedited]
+    assert asked == [(real.package, "cuda", *group) for group in groups]
