@@ -65,6 +65,23 @@ def test_what_the_engine_did_not_reach_is_not_run():
     assert cases._no_engine(("0.0.1",), "cuda") == "vLLM 0.0.1 is not installed"
 
 
+def test_a_race_counts_where_the_step_was_late_and_a_price_where_bytes_are_alike(monkeypatch):
+    told = {"late": True, "fingerprint": ["block 1"]}
+    monkeypatch.setattr(cases.real, "package", lambda release: Path(release))
+    monkeypatch.setattr(cases.offload, "race", lambda folder, kind: (f"{folder} {kind}", told))
+    monkeypatch.setattr(cases, "reading", lambda word, **numbers: (word, numbers))
+    found = cases.offloaded(cases.Server("0.26.0"), "cuda", "store")
+    assert found == ("0.26.0 store", {"fingerprint": ["block 1"]})
+    told["late"] = False
+    with pytest.raises(MissingError, match="the step was over before the copy began"):
+        cases.offloaded(cases.Server("0.26.0"), "cuda", "store")
+    for alike, word in ((True, "the same"), (False, "differ")):
+        monkeypatch.setattr(
+            cases.offload, "price", lambda blocks, alike=alike: {"alike": alike, "mib": blocks}
+        )
+        assert cases.priced(8, "cuda") == (word, {"mib": 8})
+
+
 def test_hits_in_the_same_step_are_counted():
     rows = [{"hit_tokens": 192, "nan": 0}, {"hit_tokens": 176, "nan": 1}]
     for told_rows, word in ((rows[:1], "its own"), (rows, "NaN")):
