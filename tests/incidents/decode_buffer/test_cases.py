@@ -26,34 +26,12 @@ def verdict(question, variant, device):
     return found.verdict
 
 
-def test_the_ledger_names_the_owner_before_the_out_of_memory_that_torch_reports():
-    (server,) = TABLE.ask("server", OFF, device="cpu")
-    assert (server.numbers["died_in"], server.numbers["oom_tried"]) == ("serve", "126.00 MiB")
-    # The same fields, from torch's own message and from ours.
-    fields = ("tried", "total", "free", "in_use", "allocated", "unallocated")
-    assert {k for k in server.numbers if k.startswith("oom_")} == {f"oom_{field}" for field in fields}
-    names = (OFF, "lazy_moe_workspace", "module_singleton", "clear_empty_rows")
-    found = {f.variant: f for f in TABLE.ask("ledger", *names, device="cpu")}
-    note = found[OFF].note
-    assert note.startswith(
+def test_the_ledger_names_the_owner_and_the_bytes_in_a_sentence():
+    (found,) = TABLE.ask("ledger", OFF, device="cpu")
+    assert found.note.startswith(
         "`layers.*.attn._decode_out`: 8 MiB x 61 layers = 488 MiB allocated after profiling"
     )
-    assert note.endswith("this will not fit")
-    owners = {name: one.numbers["owners"] for name, one in found.items()}
-    # On CUDA the failed request's own query is still alive, and is named after it.
-    assert owners["lazy_moe_workspace"][0] == "layers.*.experts._decode_workspace"
-    assert owners[OFF] == ["layers.*.attn._decode_out"]
-    assert owners["module_singleton"] == ["staleproof.incidents.decode_buffer.broken:_shared_out"]
-    assert owners["clear_empty_rows"] == []
-
-
-def test_the_reports_size():
-    died = TABLE.ask("true_size", OFF, device="cpu")[0].numbers
-    assert died["oom_tried"] == "3.94 GiB"
-    # The buffers, and the segments that they pin without filling them.
-    assert died["taken_bytes"] > 15.25 * GIB
-    (prediction,) = TABLE.ask("prediction", device="cpu")
-    assert prediction.numbers["predicted_bytes"] == prediction.numbers["taken_bytes"] == 15.25 * GIB
+    assert found.note.endswith("this will not fit")
 
 
 def test_a_device_that_cannot_hold_a_server_says_how_much_it_needs(monkeypatch):

@@ -12,15 +12,6 @@ from staleproof.incidents.kv_reuse.cases import TABLE
 from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Step
 
 
-def test_the_share_of_corrupted_requests_grows_with_uptime_and_with_prefix_caching():
-    runs = [scene.judge(scene.Scene("cpu", prefix_caching=caching)).windows for caching in (True, False)]
-    for windows in runs:
-        assert sum(bad for bad, _ in windows[:2]) == 0
-        assert sum(bad for bad, _ in windows[3:]) / sum(of for _, of in windows[3:]) > 0.25
-    with_caching, without = (sum(bad for bad, _ in windows) for windows in runs)
-    assert with_caching > without
-
-
 def test_a_zeroer_that_does_nothing_is_not_called_fixed(monkeypatch):
     monkeypatch.setattr(scene.BlockZeroer, "zero", lambda self, block_ids: None)
     variants = [f"BlockZeroer, e4m3, {layout} outermost" for layout in ("blocks", "K/V")]
