@@ -82,6 +82,17 @@ def test_a_race_counts_where_the_step_was_late_and_a_price_where_bytes_are_alike
         assert cases.priced(8, "cuda") == (word, {"mib": 8})
 
 
+def test_rounds_are_foreseen_in_which_the_stranger_reads(monkeypatch):
+    def memory(seed: int) -> SimpleNamespace:
+        readers = {3: ["victim"], 4: ["victim", "stranger"]}.get(seed, [])
+        return SimpleNamespace(memory=SimpleNamespace(reads=[SimpleNamespace(reader=who) for who in readers]))
+
+    monkeypatch.setattr(cases.Server, "loaded", contextlib.nullcontext)
+    monkeypatch.setattr(cases, "burst", lambda seed: (0, seed))
+    monkeypatch.setattr(cases.Server, "serve", lambda self, blocks, load, **options: memory(load))
+    assert cases.foreseen("0.26.0") == ["4"]
+
+
 def test_hits_in_the_same_step_are_counted():
     rows = [{"hit_tokens": 192, "nan": 0}, {"hit_tokens": 176, "nan": 1}]
     for told_rows, word in ((rows[:1], "its own"), (rows, "NaN")):
