@@ -9,9 +9,12 @@ import sys
 import pytest
 import torch
 
+from staleproof.evidence.ledger import Usage
+from staleproof.incidents.decode_buffer import allocator
 from staleproof.incidents.decode_buffer.allocator import (
     GIB,
     MIB,
+    CudaMemory,
     SimulatedAllocator,
     SimulatedMemory,
     oom_fields,
@@ -130,6 +133,55 @@ def walk_both_allocators(device):
             del tensor
         assert ours.allocated == torch.cuda.memory_allocated(), step
         assert ours.reserved == torch.cuda.memory_reserved(), step
+
+
+@pytest.mark.parametrize(("limit", "share", "used"), [(None, 1.0, 70), (25, 0.25, 40)])
+def test_a_limit_on_the_device_leaves_out_what_others_take(monkeypatch, limit, share, used):
+    shares, done = [], []
+    cuda = {
+        "mem_get_info": lambda: (90, 100),
+        "set_per_process_memory_fraction": shares.append,
+        "reset_peak_memory_stats": lambda: done.append("reset"),
+        "memory_allocated": lambda: 5,
+        "synchronize": lambda: done.append("waited"),
+        "empty_cache": lambda: done.append("emptied"),
+        "max_memory_allocated": lambda: 17,
+    }
+    for name, call in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, call)
+    monkeypatch.setattr(allocator, "cuda_usage", lambda: Usage(70, 40, 30, 2))
+    memory = CudaMemory(limit)
+    assert (memory.total_bytes, shares) == (limit or 100, [share])
+    assert memory.usage() == (used, 40, 30, 2)
+    assert memory.peak_of(lambda: done.append("called")) == 12
+    assert done == ["reset", "called", "waited", "emptied"]
+    with pytest.raises(ValueError, match="limit_bytes: expected at most 100, got 101"):
+        CudaMemory(101)
+
+
+def test_a_peak_is_counted_from_what_was_there_and_a_graph_keeps_its_pool():
+    simulated = SimulatedMemory(GIB)
+
+    def use(mib):
+        torch.empty(mib * MIB, device="meta", dtype=torch.uint8)
+
+    with simulated:
+        kept = torch.empty(3 * MIB, device="meta", dtype=torch.uint8)
+        assert simulated.peak_of(lambda: [use(12), use(30), use(20)]) == 30 * MIB
+        assert simulated.usage() == (20 * MIB, 20 * MIB, 3 * MIB, 0)
+        calls = []
+        graph = simulated.capture(lambda: calls.append(use(40)))
+        simulated.allocator.empty_cache()
+        # Its pool is empty, and no other request gets it.
+        assert simulated.usage() == (60 * MIB, 60 * MIB, 3 * MIB, 0)
+        graph.replay()
+        use(40)
+        assert simulated.usage().reserved == 100 * MIB
+        with pytest.raises(ZeroDivisionError):
+            simulated.capture(lambda: 1 / 0)
+        use(40)
+        assert simulated.usage().reserved == 100 * MIB
+    assert (len(calls), len(kept)) == (1, 3 * MIB)
 
 
 def test_dead_storages_give_their_blocks_back():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from staleproof.cases.measure import Times
 from staleproof.evidence.ledger import Usage
 from staleproof.incidents.decode_buffer import broken, buffer, cases, driver, model
 from staleproof.incidents.decode_buffer.allocator import GIB, SimulatedAllocator
@@ -23,34 +26,12 @@ def verdict(question, variant, device):
     return found.verdict
 
 
-def test_the_ledger_names_the_owner_before_the_out_of_memory_that_torch_reports():
-    (server,) = TABLE.ask("server", OFF, device="cpu")
-    assert (server.numbers["died_in"], server.numbers["oom_tried"]) == ("serve", "126.00 MiB")
-    # The same fields, from torch's own message and from ours.
-    fields = ("tried", "total", "free", "in_use", "allocated", "unallocated")
-    assert {k for k in server.numbers if k.startswith("oom_")} == {f"oom_{field}" for field in fields}
-    names = (OFF, "lazy_moe_workspace", "module_singleton", "clear_empty_rows")
-    found = {f.variant: f for f in TABLE.ask("ledger", *names, device="cpu")}
-    note = found[OFF].note
-    assert note.startswith(
+def test_the_ledger_names_the_owner_and_the_bytes_in_a_sentence():
+    (found,) = TABLE.ask("ledger", OFF, device="cpu")
+    assert found.note.startswith(
         "`layers.*.attn._decode_out`: 8 MiB x 61 layers = 488 MiB allocated after profiling"
     )
-    assert note.endswith("this will not fit")
-    owners = {name: one.numbers["owners"] for name, one in found.items()}
-    # On CUDA the failed request's own query is still alive, and is named after it.
-    assert owners["lazy_moe_workspace"][0] == "layers.*.experts._decode_workspace"
-    assert owners[OFF] == ["layers.*.attn._decode_out"]
-    assert owners["module_singleton"] == ["staleproof.incidents.decode_buffer.broken:_shared_out"]
-    assert owners["clear_empty_rows"] == []
-
-
-def test_the_reports_size():
-    died = TABLE.ask("true_size", OFF, device="cpu")[0].numbers
-    assert died["oom_tried"] == "3.94 GiB"
-    # The buffers, and the segments that they pin without filling them.
-    assert died["taken_bytes"] > 15.25 * GIB
-    (prediction,) = TABLE.ask("prediction", device="cpu")
-    assert prediction.numbers["predicted_bytes"] == prediction.numbers["taken_bytes"] == 15.25 * GIB
+    assert found.note.endswith("this will not fit")
 
 
 def test_a_device_that_cannot_hold_a_server_says_how_much_it_needs(monkeypatch):
@@ -140,6 +121,40 @@ def test_a_ledger_that_reads_torch_alone_misses_what_torch_did_not_give(device, 
         assert not found.ran or found.numbers["headroom_change_bytes"] == sign * found.numbers["taken_bytes"]
     monkeypatch.setattr(SimulatedAllocator, "usage", lambda self: Usage(self.reserved, self.reserved, 0, 0))
     assert verdict("outside torch", SYMMETRIC, "cpu") == "missed"
+
+
+def test_what_a_buffer_adds_is_told_beside_no_buffer(monkeypatch):
+    times = {id(SETUPS["no_buffer"]): Times(5.0, 4.0, 6.0), id(SETUPS[OFF]): Times(7.0, 6.5, 9.0)}
+    monkeypatch.setattr(cases, "_layer_times", lambda setup, device: times[id(setup)])
+    said = cases.added_time(SETUPS[OFF], "cuda")
+    assert said.numbers == {"us": 7.0, "p20": 6.5, "p80": 9.0, "added_us": 2.0}
+
+
+def test_a_ledgers_cost_is_a_step_of_each_and_their_ratio(monkeypatch):
+    # A clock that goes on by a second whenever somebody looks.
+    monkeypatch.setattr(cases.time, "perf_counter", itertools.count().__next__)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(cases, "SMALL", replace(SMALL, layers=2, batch=2, tokens=8))
+    said = cases.ledger_cost(None, "cpu", steps=2).numbers
+    half = dict.fromkeys(("off_us", "on_us", "off_again_us"), 5e5)
+    assert said == {**half, "slow_down": 1, "slow_down_with_entering_and_leaving": 3, "steps": 2}
+
+
+@pytest.mark.parametrize(("device", "planned"), [("cpu", (0.85, 0.9)), ("cuda", (0.7, 0.8))])
+def test_another_device_leaves_as_many_bytes_outside(monkeypatch, device, planned):
+    half = SimpleNamespace(total_memory=cases.REPORT.total_bytes // 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: half)
+    asked = []
+
+    def run(servers, device):
+        asked.extend(servers)
+        return [SimpleNamespace(verdict=LIVES)] * len(servers)
+
+    monkeypatch.setattr(cases, "run_servers", run)
+    found = utilisation((ServerCase(OFF, None), (0.85, 0.9)), device)
+    assert [case.changes["utilisation"] for case in asked] == pytest.approx(planned)
+    assert found.numbers == {"0.85": LIVES, "0.9": LIVES, "dies_from": None}
+    assert found.provenance == (None if device == "cuda" else "INTERPRETED")
 
 
 @pytest.mark.gpu

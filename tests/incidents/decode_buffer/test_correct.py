@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+import torch
 
 from staleproof.incidents.decode_buffer import setups
 from staleproof.incidents.decode_buffer.cases import TABLE
-from staleproof.incidents.decode_buffer.correct import wrong
+from staleproof.incidents.decode_buffer.correct import unwritten_is_nan, wrong
 from staleproof.incidents.decode_buffer.setups import OFF, SETUPS, ServerCase
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.decode_workspace import DecodeWorkspace
@@ -64,3 +67,16 @@ def test_a_workspace_whose_key_forgets_the_micro_batch_is_told(monkeypatch, devi
     monkeypatch.setattr(DecodeWorkspace, "get", lambda self, *of, micro_batch: get(self, *of, micro_batch=0))
     assert "another micro-batch" in (wrong(ServerCase("decode_workspace"), device) or "")
     assert "another micro-batch" in (wrong(ServerCase(OFF), device) or "")
+
+
+@pytest.mark.parametrize("mode", [(False, False), (True, False), (True, True)])
+def test_torchs_mode_is_afterwards_as_it_was(monkeypatch, mode):
+    asked = []
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: mode[0])
+    monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: mode[1])
+    monkeypatch.setattr(
+        torch, "use_deterministic_algorithms", lambda on, *, warn_only: asked.append((on, warn_only))
+    )
+    with contextlib.suppress(ZeroDivisionError), unwritten_is_nan():
+        raise ZeroDivisionError
+    assert asked == [(True, True), mode]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from staleproof.cases import children
-from staleproof.incidents.decode_buffer import broken
-from staleproof.incidents.decode_buffer.allocator import GIB, oom_fields
-from staleproof.incidents.decode_buffer.scene import LIVES
+from staleproof.incidents.decode_buffer import broken, setups
+from staleproof.incidents.decode_buffer.allocator import GIB, SimulatedMemory, oom_fields
+from staleproof.incidents.decode_buffer.scene import LIVES, Server
 from staleproof.incidents.decode_buffer.setups import (
     OFF,
     REPORT,
@@ -59,6 +60,44 @@ def test_cases_and_outcomes_travel_between_processes():
     case = ServerCase("no_buffer", changes={"layers": 2}, watched=True)
     outcome = run_server(case, "cpu")
     assert pickle.loads(pickle.dumps((case, outcome))) == (case, outcome)
+
+
+def test_servers_on_cuda_start_in_one_process_of_their_own(monkeypatch):
+    given, selected, cases = [], [], [ServerCase("no_buffer"), ServerCase(OFF)]
+
+    def call(function, *arguments, timeout_s):
+        given.append(timeout_s)
+        return SimpleNamespace(answer=lambda: function(*arguments))
+
+    monkeypatch.setattr(children, "call", call)
+    monkeypatch.setattr(setups.devices, "select", selected.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(setups, "run_server", lambda case, device: (case.variant, device))
+    assert run_servers(cases, "cuda") == [("no_buffer", "cuda"), (OFF, "cuda")]
+    assert (given, selected) == ([setups.SERVERS_TIMEOUT_S], ["cuda"])
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "share"), [(SMALL, SMALL.total_bytes, 0.92), (None, 100 * GIB, 0.816)]
+)
+def test_a_server_on_cuda_gets_a_part_of_the_device_or_all_of_it(monkeypatch, config, total, share):
+    """Its memory is simulated here; the device has 100 GiB."""
+    limits = []
+
+    def memory(limit):
+        limits.append(limit)
+        return SimulatedMemory(limit or 100 * GIB)
+
+    def start(server, ledger):
+        return server.config, server.memory.total_bytes, ledger
+
+    monkeypatch.setattr(setups, "CudaMemory", memory)
+    monkeypatch.setattr(Server, "start", start)
+    found, size, ledger = run_server(ServerCase("no_buffer", config, {"layers": 2}), "cuda")
+    assert limits == [config and config.total_bytes]
+    assert (size, found.total_bytes, found.layers, ledger) == (total, total, 2, None)
+    assert found.utilisation == pytest.approx(share)
+    assert run_server(ServerCase("no_buffer", config, {"layers": 2}, watched=True), "cuda")[2] is not None
 
 
 @pytest.mark.gpu

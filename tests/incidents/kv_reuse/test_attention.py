@@ -34,6 +34,7 @@ def test_every_kernel_computes_attention(device, name):
         pytest.skip(kernel.unavailable_reason)
     for dtype in kernel.dtypes:
         call = part_full_blocks(device, dtype)
+        assert (call.q.dtype == torch.bfloat16) == (device == "cuda")
         near = 2e-2 if call.q.dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(kernel.attend(call).float(), _expected(call), rtol=near, atol=near)
 

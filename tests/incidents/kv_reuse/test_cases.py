@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from staleproof.cases.finding import OFF_ON_OFF
 from staleproof.cases.words import NOT_FIXED, NOT_RUN
-from staleproof.incidents.kv_reuse import scene
+from staleproof.incidents.kv_reuse import cases, scene
 from staleproof.incidents.kv_reuse.broken import OnChange
 from staleproof.incidents.kv_reuse.cases import TABLE
 from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Step
-
-
-def test_the_share_of_corrupted_requests_grows_with_uptime_and_with_prefix_caching():
-    runs = [scene.judge(scene.Scene("cpu", prefix_caching=caching)).windows for caching in (True, False)]
-    for windows in runs:
-        assert sum(bad for bad, _ in windows[:2]) == 0
-        assert sum(bad for bad, _ in windows[3:]) / sum(of for _, of in windows[3:]) > 0.25
-    with_caching, without = (sum(bad for bad, _ in windows) for windows in runs)
-    assert with_caching > without
 
 
 def test_a_zeroer_that_does_nothing_is_not_called_fixed(monkeypatch):
@@ -51,6 +44,21 @@ def test_a_sick_request_poisons_others_where_attention_follows_attention():
     for found in TABLE.ask("a request sick by itself, without prefix caching"):
         assert 0 < found.numbers["sick"] < found.numbers["others"]
         assert (found.numbers["poisoned"] > 0) == (found.variant in ("no_zeroing", "zero_on_change"))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        cases.served,
+        cases.cured_late,
+        lambda load, device: cases.served_with(load, scene.ZeroNewBlocks, device),
+        lambda load, device: cases.wrong_on(load, scene.ZeroNewBlocks, device),
+        lambda load, device: [seen.numbers for seen in cases._policies(load).tell(device).values()],
+        lambda load, device: cases._sick(load).tell(device),
+    ],
+)
+def test_a_load_is_served_on_the_device_that_is_asked_about(device, ask):
+    assert ask(scene.brief("nowhere"), device) == ask(scene.brief(device), device)
 
 
 def test_sleep_mode_is_not_asked_without_a_gpu():

@@ -34,6 +34,7 @@ def test_its_positions_are_filled_one_a_step_by_its_owner() -> None:
     life = block_life(SCENE, range(100))
     for span in (span for span in life.spans if span.what == KV):
         mine = [(step, tokens) for step, tokens in life.filled if span.begin <= step < span.end]
+        assert mine
         assert [tokens for _, tokens in mine] == list(range(1, len(mine) + 1))
         assert [step for step, _ in mine] == list(range(span.begin, span.begin + len(mine)))
         assert len(mine) <= life.block_size == SCENE.page.block_size

@@ -56,6 +56,21 @@ def test_a_remedy_that_spoils_good_rows_is_noticed(device: str, monkeypatch: pyt
     assert not failed("NaN in padding", "nan_to_num_before", device=device)
 
 
+@pytest.mark.parametrize(("name", "rows", "said"), [(OURS, 8, "wrong"), ("skip_padding", 5, "right")])
+def test_good_rows_keep_their_weights_to_rounding(monkeypatch, name, rows, said) -> None:
+    """Weights larger by 5e-6 are wrong, as are those of padding where they are not skipped."""
+    given = scene.router_input(cases.REMEDY_CASES["NaN in a live row"], "cpu")
+
+    def routed(spoilt: int) -> str:
+        weights, ids = cases.reference.topk_softmax(given.logits, 8)
+        weights[spoilt] *= 1 + 5e-6
+        monkeypatch.setattr(scene, "routed", lambda case, device: (weights, ids))
+        return cases.good_rows(name, "cpu")
+
+    assert [routed(1), routed(2), routed(rows - 1)] == ["wrong", "right", "wrong"]
+    assert routed(7) == said
+
+
 def test_nan_weights_are_not_called_distinct(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(given: RouterInput, top_k: int) -> Routed:
         weights, ids = scene.topk_softmax(given.logits, top_k)
@@ -268,3 +283,25 @@ def test_the_sanitizers_report_is_judged(
     for said, as_expected in (("invalid read", [True, False]), ("no error", [False, True])):
         table = [replace(c, ask=lambda case, device, said=said: said) for c in SANITIZED]
         assert [f.failed for f in run(table, "cuda")] == as_expected
+
+
+@pytest.mark.parametrize(("changed", "verdict"), [([], "the same"), ([3, 5], "differ")])
+def test_a_replay_is_compared_row_by_row(device: str, monkeypatch, changed, verdict) -> None:
+    def theirs(given: RouterInput, top_k: int) -> Routed:
+        remedy = broken.REMEDIES["clamp_after_scoring"]
+        weights, ids = scene.select_broken(scene.WARP, given, top_k, remedy=remedy)
+        ids[changed, 0] += 1
+        return weights, ids
+
+    monkeypatch.setitem(scene.SELECTORS, scene.VLLM, Selector(theirs))
+    found = cases.replay(scene.WARP, device)
+    assert (found.verdict, found.numbers) == (verdict, {"rows": 256, "same_rows": 256 - len(changed)})
+
+
+def test_the_evidence_names_whose_kernels_ran() -> None:
+    case = fused_moe.Case(512, 8, "all equal", check=False)
+    without = f"FlashInfer {fused_moe.moe_module.WITHOUT_CHECK}"
+    assert cases._module_evidence(case).of == without
+    assert cases._module_evidence(replace(case, ids=fused_moe.VIA_VLLM)).of == f"vLLM 0.19.1, {without}"
+    assert cases._module_evidence(replace(case, check=True)).of.startswith("FlashInfer")
+    assert cases._module_evidence(replace(case, check=True)).of != without

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from staleproof.cases import machine
 from staleproof.cases.case import Reading, absent, reading
 from staleproof.device import Provenance
 from staleproof.incidents.moe_routing import broken, cases, fused_moe
-from staleproof.incidents.moe_routing.batch import ILLEGAL_ACCESS, RIGHT, SILENT, Batch
+from staleproof.incidents.moe_routing.batch import ILLEGAL_ACCESS, NAN_ROWS, RIGHT, SILENT, Batch
 from staleproof.incidents.moe_routing.consumer import observe
 from staleproof.incidents.moe_routing.fused_moe import CUDA_ILLEGAL_ACCESS, DIED, TIMED_OUT, Case, outcome
 from staleproof.kernels import moe_module, packages
@@ -155,6 +156,134 @@ def test_where_it_cannot_run_it_says_why(
     assert why == "needs a CUDA device" if device == "cpu" else why and "\n" not in why
     monkeypatch.setattr(machine, "tool", lambda name: None)
     assert fused_moe.sanitize(Case(512, 8, "all equal")) == absent("compute-sanitizer is not installed")
+
+
+@pytest.mark.parametrize(("second", "told", "left"), [(SILENT, 3, []), (CUDA_ILLEGAL_ACCESS, 2, [3])])
+def test_a_child_tells_each_case_and_leaves_once_its_context_is_lost(monkeypatch, second, told, left) -> None:
+    class LeftError(BaseException):
+        pass
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise LeftError
+
+    said = [outcome(verdict) for verdict in (RIGHT, second, RIGHT)]
+    found, codes, selected = [], [], []
+    monkeypatch.setattr(fused_moe.device, "select", selected.append)
+    monkeypatch.setattr(fused_moe, "_entry", lambda module: {"of": module})
+    monkeypatch.setattr(fused_moe, "_run_case", lambda case, entry: entry["of"][case.tokens])
+    monkeypatch.setattr(fused_moe.children, "tell", found.append)
+    monkeypatch.setattr(fused_moe.os, "_exit", leave)
+    with contextlib.suppress(LeftError):
+        fused_moe.run_in_child(said, [Case(number, 8, RIGHT) for number in range(3)])
+    assert (found, codes, selected) == (said[:told], left, ["cuda"])
+
+
+def test_every_block_that_the_allocator_would_hand_out_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def segment(kind: str, *blocks: tuple[int, str]) -> dict[str, object]:
+        return {"segment_type": kind, "blocks": [{"size": size, "state": state} for size, state in blocks]}
+
+    mib, made, empty = 2**20, [], torch.empty
+    large = segment("large", (3 * mib, "inactive"), (512, "inactive"), (5 * mib, "active_allocated"))
+    small = segment(
+        "small", (512, "inactive"), (1024, "active_allocated"), (2 * mib, "inactive"), (mib, "inactive")
+    )
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [large, small])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(fused_moe, "DEVICE", "cpu")
+    monkeypatch.setattr(torch, "empty", lambda *a, **o: made.append(empty(*a, **o)) or made[-1])
+    fused_moe._fill_free_memory(0x7F)
+    # A free block of a large segment below a MiB is handed to nobody; a small one serves up to a MiB.
+    assert [len(each) for each in made] == [3 * mib, 512, mib, mib, mib]
+    assert all(bool((each == 0x7F).all()) for each in made)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A small layer on the CPU, and a right kernel that notes what it was given."""
+    for name, value in {"DEVICE": "cpu", "HIDDEN": 64, "INTERMEDIATE": 32}.items():
+        monkeypatch.setattr(fused_moe, name, value)
+    for name in ("empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    filled: list[int] = []
+    monkeypatch.setattr(fused_moe, "_fill_free_memory", filled.append)
+    calls: list[dict[str, object]] = []
+
+    def kernel(x, ids, weights, w1, w2, *, output, **given):
+        calls.append({"ids": ids, "experts": len(w1), **given})
+        ones = (torch.ones(()),) * 4
+        output.copy_(fused_moe._expected(fused_moe.Layer(x, w1, w2, ones), weights, ids))
+
+    return SimpleNamespace(kernel=kernel, calls=calls, filled=filled)
+
+
+@pytest.mark.parametrize(
+    ("case", "calls", "filled"),
+    [
+        (Case(10, 4, "distinct", experts=8), 2, [0x7F]),
+        (Case(10, 4, "all equal", experts=8, tail=fused_moe.ZEROS, all_to_all=True), 2, [0]),
+        (Case(10, 4, "partly equal", experts=8, tail=fused_moe.PREVIOUS), 2, []),
+        (Case(10, 4, fused_moe.NEGATIVE, experts=8, tail=fused_moe.FRESH), 1, []),
+        (Case(10, 4, fused_moe.PAST, experts=8), 2, [0x7F]),
+        (Case(10, 4, fused_moe.INT64, experts=8), 2, [0x7F]),
+    ],
+)
+def test_a_right_kernel_gets_what_the_case_says_and_is_right(module, case, calls, filled) -> None:
+    assert fused_moe._run_case(case, module.kernel) == outcome(RIGHT)
+    assert (len(module.calls), module.filled) == (calls, filled)
+    given = module.calls[-1]
+    ids, ranks = given.pop("ids"), 1 + case.all_to_all
+    assert given == {
+        "experts": 8 // ranks,
+        "ep_size": ranks,
+        "ep_rank": 0,
+        "enable_alltoall": case.all_to_all,
+        "output_dtype": torch.bfloat16,
+        "quant_scales": None,
+    }
+    assert ids.dtype == (torch.int64 if case.ids == fused_moe.INT64 else torch.int32)
+    repeated = {"all equal": 10, "partly equal": 2, fused_moe.NEGATIVE: 2, fused_moe.PAST: 2}.get(case.ids, 0)
+    assert int(fused_moe.rows_with_duplicates(ids).sum()) == repeated
+    assert bool((ids == ids[0, 0]).all()) == (case.ids == "all equal")
+    outside = {fused_moe.NEGATIVE: -1, fused_moe.PAST: 9}.get(case.ids)
+    assert ids[(ids < 0) | (ids >= 8)].tolist() == ([] if outside is None else [outside] * 8)
+    if case.all_to_all:
+        assert int(ids.max()) < 4
+
+
+@pytest.mark.parametrize(
+    ("spoil", "verdict", "wrong", "nan"),
+    [
+        (lambda out: out.mul_(1.1), SILENT, 10, 0),
+        (lambda out: out[:9].mul_(1.02), SILENT, 9, 0),
+        (lambda out: out.mul_(1.004), RIGHT, 0, 0),
+        (lambda out: out[:9].fill_(torch.nan), NAN_ROWS, 9, 9),
+        (lambda out: 1 / 0, fused_moe.REFUSED, 0, 0),
+    ],
+)
+def test_what_a_kernel_makes_wrong_is_counted(module, spoil, verdict, wrong, nan) -> None:
+    def kernel(*args, output, **given):
+        module.kernel(*args, output=output, **given)
+        spoil(output)
+
+    case = Case(10, 4, "partly equal", experts=8)
+    doubled = fused_moe.rows_with_duplicates(fused_moe.make_ids(case.ids, case.batch, seed=1))
+    clean = int((~doubled[:wrong]).sum())
+    found = fused_moe._run_case(case, kernel)
+    assert found.numbers == {"wrong_rows": wrong, "wrong_clean_rows": clean, "nan_rows": nan}
+    assert (found.verdict, found.note) == (verdict, "division by zero" * (verdict == fused_moe.REFUSED))
+
+
+def test_misread_ids_are_judged_by_those_that_were_meant(module) -> None:
+    found = fused_moe._run_case(Case(10, 4, fused_moe.MISREAD, experts=8), module.kernel)
+    assert (found.verdict, found.numbers["wrong_rows"]) == (SILENT, 10)
+
+
+def test_a_fifth_of_the_logits_is_nan() -> None:
+    logits = fused_moe.bad_logits(Case(11, 8, RIGHT, experts=16), "cpu")
+    assert (logits.shape, logits.dtype) == ((11, 16), torch.bfloat16)
+    assert logits.isnan().all(1).tolist() == [True] * 3 + [False] * 8
+    assert not logits[3:].isnan().any()
 
 
 @pytest.fixture

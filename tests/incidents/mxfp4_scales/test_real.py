@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from staleproof.cases.case import MissingError, nothing
 from staleproof.cases.run import run
 from staleproof.contract.cases import audit
 from staleproof.contract.contract import BREAKS, HOLDS
-from staleproof.incidents.mxfp4_scales import broken, cases, real, scene
+from staleproof.incidents.mxfp4_scales import broken, cases, real, scene, whole
 from staleproof.incidents.mxfp4_scales.broken import Kernel
 from staleproof.kernels import mxfp4, vllm_matmul_ogs
 from staleproof.kernels.vllm_sources import UnavailableError
@@ -146,3 +147,126 @@ def test_a_whole_vllm_is_judged_by_its_answers_over_zeros():
         assert cases.served("started", "cuda", {"started": told | change}).verdict == word
     with pytest.raises(MissingError, match="ended with 1: no memory"):
         cases.served("started", "cuda", {"ended": "a child ended with 1: no memory"})
+
+
+def test_weights_are_drawn_by_their_kind_and_the_experts_are_a_checkpoints():
+    experts = {"w13_weight": torch.arange(12, dtype=torch.uint8).view(3, 4)}
+    model = torch.nn.Module()
+    for name, given in {
+        "norm": torch.zeros(4),
+        "bias": torch.ones(4),
+        "linear": torch.zeros(256, 64),
+    }.items():
+        model.register_parameter(name, torch.nn.Parameter(given))
+    model.w13_weight = torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.uint8), requires_grad=False)
+    whole._Engine._draw(SimpleNamespace(experts=experts), model)
+    assert (model.norm.tolist(), model.bias.tolist()) == ([1.0] * 4, [0.0] * 4)
+    assert float(model.linear.detach().std()) == pytest.approx(1 / 8, rel=0.05)
+    assert model.w13_weight.equal(experts["w13_weight"])
+
+
+def test_a_stage_is_asked_before_and_after_zeros_lie_in_free_bytes(monkeypatch):
+    """Two layers: behind the first lie free bytes, behind the second those of the KV cache."""
+    scales = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    owners = {id(scales[0]): ("free", [1, 0xFF]), id(scales[1]): ("other", [2, 3])}
+    memory, told, asked = {}, [], []
+
+    def at_address(address, length):
+        return memory.setdefault((address, length), torch.ones(length, dtype=torch.uint8))
+
+    def serve(requests, tokens, **sampling):
+        asked.append((requests, tokens, sampling, [int(at.sum()) for at in memory.values()]))
+        return [f"answer {len(asked)}"]
+
+    monkeypatch.setattr(whole.real, "behind", lambda data: owners[id(data)])
+    monkeypatch.setattr(whole, "at_address", at_address)
+    monkeypatch.setattr(whole, "tell", told.append)
+    whole._Engine.stage(SimpleNamespace(scales=scales, serve=serve), "started")
+    assert asked == [(8, 1, {"temperature": 0.0}, []), (8, 1, {"temperature": 0.0}, [0])]
+    assert [*memory] == [(scales[0].data_ptr() + 8, 64)]
+    found = {"owners": {"free": 1, "other": 1}, "harmful": [[0, "free", "01ff"]]}
+    assert told == [("started", {**found, "answers": ["answer 1"], "over_zeros": ["answer 2"]})]
+
+
+def test_requests_are_drawn_once_and_answer_with_their_last_tokens_probability(monkeypatch):
+    asked = []
+
+    def generate(prompts, sampling, *, use_tqdm):
+        asked.append(([p["prompt_token_ids"] for p in prompts], sampling, use_tqdm))
+        probabilities = [{7: SimpleNamespace(logprob=-1.0)}, {9: SimpleNamespace(logprob=-2.0)}]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(7, 9), logprobs=probabilities)])] * 3
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    engine = SimpleNamespace(llm=SimpleNamespace(generate=generate))
+    for _ in range(2):
+        assert whole._Engine.serve(engine, 3, 2, top_p=0.9) == [([7, 9], -2.0)] * 3
+    monkeypatch.undo()
+    (prompts, sampling, shown), again = asked
+    assert again[0] == prompts
+    assert [len(prompt) for prompt in prompts] == [16] * 3
+    assert all(2 <= token < 200_000 for prompt in prompts for token in prompt)
+    assert sampling == {"max_tokens": 2, "ignore_eos": True, "detokenize": False, "logprobs": 0, "top_p": 0.9}
+    assert not shown
+
+
+@pytest.mark.parametrize(
+    ("end", "block", "found"),
+    [
+        (8, {"size": 64, "state": "inactive"}, ("free", [3] * 32)),
+        (8, {"size": 64, "state": "active_allocated"}, ("embedding", [3] * 32)),
+        (0, {"size": 64, "state": "active_allocated"}, ("other", [3] * 32)),
+        # The block ends where the scales end.
+        (8, {"size": 0, "state": "inactive"}, ("end of the segment", [])),
+    ],
+)
+def test_who_is_behind_the_scales(monkeypatch, end, block, found):
+    scales = torch.zeros(8, dtype=torch.uint8)
+    after = scales.data_ptr() + 8
+    before = {"address": scales.data_ptr(), "size": 8, "state": "active_allocated"}
+    segments = [{"blocks": [before, {"address": after, **block}]}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    bytes_there = {(after, 32): torch.full((32,), 3, dtype=torch.uint8)}
+    monkeypatch.setattr(real, "at_address", lambda *at: bytes_there[at])
+    assert real.behind(scales, {scales.data_ptr() + end: "embedding"}) == found
+
+
+@pytest.mark.parametrize("verdict", [scene.RIGHT, scene.NAN])
+def test_marlin_is_judged_with_0xff_behind_its_scales(monkeypatch, verdict):
+    a = scene.layer_on("cpu")
+    right = scene._experts(a, scene.exact)[0]
+
+    def moe(x, topk_ids, topk_weights, behind):
+        hurt = verdict == scene.NAN and bool((behind == 0xFF).all())
+        return right * torch.nan if hurt else right
+
+    monkeypatch.setattr(real.scene, "layer_on", lambda device: a)
+    monkeypatch.setattr(real.mxfp4, "marlin", lambda *matrices: moe if matrices == (a.w13, a.w2) else None)
+    assert real.marlin().verdict == verdict
+
+
+def test_a_child_answers_once_and_a_scene_says_which_child_ended(monkeypatch):
+    ended = iter([(0, ""), (0, ""), (9, "no memory")])
+    given = []
+
+    def call(function, *arguments, timeout_s):
+        given.append((function, arguments, timeout_s))
+        code, said = next(ended)
+        return children.Ended([(arguments, "told")] if arguments else ["told"], code, "", said, 1)
+
+    monkeypatch.setattr(children, "call", call)
+    assert cases._child(real.cost, "cuda") == "told"
+    told = cases._children((real.table, "cpu"), (real.loader, "cuda"))
+    assert told == {("cpu",): "told", ("cuda",): "told", "ended": "a child ended with 9: no memory"}
+    assert given == [(real.cost, (), 200), (real.table, ("cpu",), 300), (real.loader, ("cuda",), 300)]
+    with pytest.raises(MissingError, match="a probe was not asked"):
+        cases.answer("a probe", "cuda", {})
+
+
+def test_the_package_is_asked_without_a_remedy_with_each_edit_alone_and_again(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cases, "_children", lambda *calls: asked.extend(calls) or {})
+    cases._asked("cuda")
+    edits = ["layout_pads", "mask_after_load", "mask_load"]
+    unedited = ["loader_pads", "nan_to_num", "zero_once", "again"]
+    groups = [["none"], *([name] for name in edits), unedited]
+    assert asked == [(real.package, "cuda", *group) for group in groups]

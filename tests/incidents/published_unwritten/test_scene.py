@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from staleproof.incidents.published_unwritten import pictures
 from staleproof.incidents.published_unwritten.broken import REMEDIES
 from staleproof.incidents.published_unwritten.cases import AFTER, ALL, TABLE, WITHOUT
 from staleproof.incidents.published_unwritten.scene import (
@@ -36,6 +37,51 @@ def test_the_victim_and_a_stranger_read_the_first_tenants_bytes():
         ("hit", "victim"),
         ("hit", "stranger"),
     ]
+
+
+# Step by step: who did what with which blocks.
+STORY = """
+1 tenant reuse 0 1, publish 0 1, write 0 1
+2 tenant reuse 2 3, publish 2 3, write 2 3
+3 tenant reuse 4 5, publish 4 5, write 4 5
+4 victim reuse 6, evict 5, publish 6 5, write 6 5
+5 victim evict 4 3, publish 4 3; chat evict 2, publish 2; victim write 4 3; chat write 2
+6 victim evict 1 0, publish 1 0, withdraw 1 0; chat evict 0, write 0
+7 chat write 0
+8 victim reuse 0, publish 0, hit 6 5 4 3 1, write 0
+9 victim evict 2, write 2
+10 stranger reuse 2, hit 6 5 4 3 1 0, write 2
+"""
+# A row a block, a column a step.
+POOL = """
+*----***--
+*----!!!!!
+.*--*---**
+.*--*-----
+..*-*-----
+..**------
+...*------
+"""
+
+
+def test_the_whole_story_block_by_block():
+    engine = Miniature().run()
+    told = []
+    for line in STORY.split("\n")[1:-1]:
+        step, _, rest = line.partition(" ")
+        for part in rest.split("; "):
+            who, _, deeds = part.partition(" ")
+            for what, *blocks in map(str.split, deeds.split(", ")):
+                told += [(int(step), int(block), what, who) for block in blocks]
+    assert engine.events == told
+    marks = {pictures.NOW: "*", pictures.EARLIER: "-", pictures.NEVER: "!", pictures.NOBODY: "."}
+    assert ["".join(map(marks.get, row)) for row in pictures.pool(engine)] == POOL.split()
+
+
+@pytest.mark.parametrize(("remedy", "there"), [("none", "never written"), ("zero_at_allocation", "zero")])
+def test_what_the_readers_find_at_each_position(remedy, there):
+    found = pictures.found(Miniature(remedy=REMEDIES[remedy]).run().memory)
+    assert found == [["written"] * 16 + [there] * 4 + ["written"] * 4] * 2
 
 
 def test_a_slot_is_compared_with_the_whole_prefix():

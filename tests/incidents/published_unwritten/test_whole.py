@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +15,8 @@ import pytest
 import torch
 
 from staleproof.cases.case import MissingError
-from staleproof.incidents.published_unwritten import cases, real, whole
-from staleproof.incidents.published_unwritten.scene import burst, serve
+from staleproof.incidents.published_unwritten import cases, offload, real, whole
+from staleproof.incidents.published_unwritten.scene import FOREIGN, UNWRITTEN, WRITTEN, Arrival, burst, serve
 from staleproof.vllm import hooks
 
 ASKED = ("0.26.0", "on", "nan")
@@ -57,6 +63,214 @@ def test_what_the_engine_did_not_reach_is_not_run():
             cases.same_step(ASKED, "cuda", {"same step": rows})
     assert cases._no_engine(ASKED, "cpu") == "needs a CUDA GPU"
     assert cases._no_engine(("0.0.1",), "cuda") == "vLLM 0.0.1 is not installed"
+
+
+def test_a_race_counts_where_the_step_was_late_and_a_price_where_bytes_are_alike(monkeypatch):
+    told = {"late": True, "fingerprint": ["block 1"]}
+    monkeypatch.setattr(cases.real, "package", lambda release: Path(release))
+    monkeypatch.setattr(cases.offload, "race", lambda folder, kind: (f"{folder} {kind}", told))
+    monkeypatch.setattr(cases, "reading", lambda word, **numbers: (word, numbers))
+    found = cases.offloaded(cases.Server("0.26.0"), "cuda", "store")
+    assert found == ("0.26.0 store", {"fingerprint": ["block 1"]})
+    told["late"] = False
+    with pytest.raises(MissingError, match="the step was over before the copy began"):
+        cases.offloaded(cases.Server("0.26.0"), "cuda", "store")
+    for alike, word in ((True, "the same"), (False, "differ")):
+        monkeypatch.setattr(
+            cases.offload, "price", lambda blocks, alike=alike: {"alike": alike, "mib": blocks}
+        )
+        assert cases.priced(8, "cuda") == (word, {"mib": 8})
+
+
+def test_rounds_are_foreseen_in_which_the_stranger_reads(monkeypatch):
+    def memory(seed: int) -> SimpleNamespace:
+        readers = {3: ["victim"], 4: ["victim", "stranger"]}.get(seed, [])
+        return SimpleNamespace(memory=SimpleNamespace(reads=[SimpleNamespace(reader=who) for who in readers]))
+
+    monkeypatch.setattr(cases.Server, "loaded", contextlib.nullcontext)
+    monkeypatch.setattr(cases, "burst", lambda seed: (0, seed))
+    monkeypatch.setattr(cases.Server, "serve", lambda self, blocks, load, **options: memory(load))
+    assert cases.foreseen("0.26.0") == ["4"]
+
+
+def test_hits_in_the_same_step_are_counted():
+    rows = [{"hit_tokens": 192, "nan": 0}, {"hit_tokens": 176, "nan": 1}]
+    for told_rows, word in ((rows[:1], "its own"), (rows, "NaN")):
+        found = cases.same_step(ASKED, "cuda", {"same step": told_rows})
+        assert (found.verdict, found.numbers["rounds"]) == (word, len(told_rows))
+        assert found.numbers["hit_tokens"] == [row["hit_tokens"] for row in told_rows]
+
+
+class FakeVLLM:
+    """An engine that answers each request with its prompt's last tokens, one step later; NaN for 13."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options | {"config": json.loads(Path(options.pop("model"), "config.json").read_text())}
+        parts = dict.fromkeys(("embed_tokens", "qkv_proj", "o_proj", "norm", "lm_head", "up_proj"))
+        self.model = torch.nn.ModuleDict({name: torch.nn.Module() for name in parts})
+        for name in parts:
+            shape = (3 * whole.WIDTH if name == "qkv_proj" else whole.WIDTH, whole.WIDTH)
+            self.model[name].weight = torch.nn.Parameter(torch.full(shape[: 1 + (name != "norm")], 9.0))
+        runner = SimpleNamespace(model=self.model, kv_caches=[torch.zeros(2)])
+        worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+        executor = SimpleNamespace(driver_worker=worker)
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(model_executor=executor))
+        self.llm_engine, self.waiting, self.resets, self.asked, self.steps = self, [], 0, [], 0
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def add_request(self, name: str, prompt: Any, sampling: Any, *, priority: int) -> None:
+        self.asked.append((name, self.steps, priority, sampling))
+        self.waiting.append((name, prompt["prompt_token_ids"][-sampling["max_tokens"] :]))
+
+    def step(self) -> list[Any]:
+        self.steps += 1
+        done, self.waiting = self.waiting, []
+        probability = {13: math.nan}
+        return [
+            SimpleNamespace(
+                finished=True,
+                request_id=name,
+                num_cached_tokens=None,
+                outputs=[
+                    SimpleNamespace(
+                        token_ids=tokens,
+                        logprobs=[{t: SimpleNamespace(logprob=probability.get(t, -1.0))} for t in tokens],
+                    )
+                ],
+            )
+            for name, tokens in done
+        ]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeVLLM, SamplingParams=dict))
+        yield whole._Engine("fcfs")
+
+
+def test_the_model_copies_and_requests_come_when_they_are_due(engine):
+    assert engine.llm.options["config"] == whole.CONFIG
+    assert (engine.llm.options["scheduling_policy"], engine.llm.options["block_size"]) == ("fcfs", 16)
+    weights = {name.split(".")[0]: weight for name, weight in engine.llm.model.named_parameters()}
+    eye = torch.eye(whole.WIDTH)
+    assert weights["norm"].eq(1).all()
+    assert not weights["up_proj"].any()
+    assert weights["o_proj"].equal(1000 * eye)
+    assert weights["embed_tokens"].equal(eye)
+    assert weights["lm_head"].equal(eye)
+    # Queries and keys are 0, values are the token.
+    assert weights["qkv_proj"].equal(torch.cat([0 * eye, 0 * eye, eye]))
+    load = [
+        Arrival("late", [1, 2, 3], 1, at=3, priority=5),
+        Arrival("first", [4, 13, 6], 2),
+        Arrival("second", [7, 8], 1, after="first"),
+    ]
+    found = engine.answers(load)
+    assert found == {"first": ([13, 6], 1, 0), "second": ([8], 0, 0), "late": ([3], 0, 0)}
+    asked = [(name, step, priority) for name, step, priority, _ in engine.llm.asked]
+    assert asked == [("first-1", 0, 0), ("second-1", 1, 0), ("late-1", 3, 5)]
+    wanted = {"temperature": 0, "max_tokens": 2, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+    assert engine.llm.asked[0][-1] == wanted
+    assert (engine.steps, engine.rounds) == (4, 1)
+
+
+@pytest.mark.parametrize("kind", ["nan", "secret"])
+def test_a_round_is_two_tenants_with_the_secret_or_a_cache_of_nan(engine, kind, monkeypatch):
+    loads = []
+
+    def answers(load):
+        loads.append(load)
+        return {who: ([whole.SECRET, 1, whole.SECRET], 2, 0) for who in ("victim", "stranger")}
+
+    monkeypatch.setattr(engine, "answers", answers)
+    row = {"nan": 2, "secret": 2, "of": 3}
+    assert engine.round(kind, 7) == {"victim": row, "stranger": row}
+    assert engine.llm.resets == 1
+    assert bool(engine.runner.kv_caches[0].isnan().all()) == (kind == "nan")
+    asked, plain = loads[-1], burst(7)[1]
+    if kind == "nan":
+        assert loads == [plain]
+        return
+    first, _ = loads
+    assert [(one.name, len(one.prompt), one.reply) for one in first] == [
+        ("tenant0", 2700, 1),
+        ("tenant1", 2700, 1),
+    ]
+    assert len({one.prompt[0] for one in [*first, *asked]}) >= len(asked)
+    for one, was in zip(asked, plain, strict=True):
+        assert (one.name, len(one.prompt), one.reply, one.at) == (
+            was.name,
+            len(was.prompt),
+            was.reply,
+            was.at,
+        )
+        if one.name.startswith("chat"):
+            assert {*one.prompt[1:]} == {whole.SECRET}
+        else:
+            assert one == was
+            assert whole.SECRET not in one.prompt
+
+
+def test_two_requests_of_one_prompt_come_in_the_same_step(engine):
+    assert engine.same_step(3) == {"hit_tokens": 0, "nan": engine.same_step(3)["nan"]}
+    assert [step for _, step, *_ in engine.llm.asked] == [0, 0, 1, 1]
+    assert engine.llm.resets == 2
+    assert engine.runner.kv_caches[0].isnan().all()
+
+
+def test_a_look_waits_for_the_fingerprints_and_counts_hits_since_the_last():
+    prints = SimpleNamespace(check=lambda *, wait=False: [1, 2] if wait else [])
+    watch = SimpleNamespace(blocks=SimpleNamespace(hits=5))
+    watched = SimpleNamespace(prints=prints, watch=watch, _hits=0)
+    assert whole._Watched.look(watched) == {"hits": 5, "other": 2}
+    watch.blocks.hits = 7
+    assert whole._Watched.look(watched) == {"hits": 2, "other": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "arrives", "word"),
+    [
+        ("store", True, WRITTEN),
+        ("store", False, UNWRITTEN),
+        ("load", True, WRITTEN),
+        ("load", False, FOREIGN),
+    ],
+)
+def test_a_copy_that_comes_too_late_leaves_what_was_there(device, monkeypatch, kind, arrives, word):
+    if device != "cpu":
+        pytest.skip("there the race itself is run")
+
+    class Pool:
+        def __init__(self) -> None:
+            self.cache = torch.full((8, 4096), offload.OLD, dtype=torch.int32, device=device)
+            self.host = torch.zeros(8, 4096, dtype=torch.int32)
+            self.worker = SimpleNamespace(_backend=SimpleNamespace(shutdown=lambda: None))
+
+        def copy(self, kind: str, block: int, slot: int) -> None:
+            if arrives and kind == "store":
+                self.host[slot] = self.cache[block].cpu()
+            elif arrives:
+                self.cache[block] = self.host[slot].to(device)
+
+    monkeypatch.setattr(offload, "executed", lambda *given: contextlib.nullcontext())
+    monkeypatch.setattr(offload, "_Pool", Pool)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: False))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=lambda at: None))
+    to = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, at, **how: to(self, device if at == "cuda" else at, **how)
+    )
+    found, numbers = offload.race(Path("vllm"), kind)
+    assert (found, numbers["late"]) == (word, True)
+    assert bool(numbers["fingerprint"]) == (word != WRITTEN)
 
 
 @pytest.mark.parametrize(("seed", "bad"), [(25, True), (26, False)])

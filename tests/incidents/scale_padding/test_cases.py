@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from staleproof.cases.children import ChildError
 from staleproof.cases.finding import OFF_ON_OFF
-from staleproof.incidents.scale_padding import broken, null_block
+from staleproof.incidents.scale_padding import broken, null_block, scene
 from staleproof.incidents.scale_padding.cases import TABLE, duplicates, nan_in_a_tile
 from staleproof.ops import nvfp4 as kernels
 
@@ -51,6 +52,16 @@ def test_id_width_makes_every_other_id_a_zero():
 def test_a_simulator_that_repeats_experts_is_not_called_distinct(device):
     found = duplicates(128, 8, (broken.simulate_with_replacement, 0.0), device)
     assert found.verdict == "another rate"
+
+
+def test_padding_of_the_quantiser_per_token_is_nan_or_what_it_is_filled_with(device, monkeypatch):
+    as_it_is = lambda rows: (rows, torch.ones(len(rows), device=device))  # noqa: E731
+    monkeypatch.setitem(broken.PER_TOKEN, "as it is", as_it_is)
+    run = scene.per_token_step("as it is", device)
+    assert run(None).isnan().all(1).tolist() == [False] * 3 + [True] * 3
+    filled = run(lambda rows: rows.fill_(2.0))
+    assert filled[3:].eq(2.0).all()
+    assert filled[:3].equal(run(None)[:3])
 
 
 def test_pad_invariance_sees_what_no_nan_check_does():

@@ -26,6 +26,20 @@ def test_a_cell_counts_over_all_histories_and_does_not_claim():
     assert verdict((0, 0, 0)) == verdict((3, 0, 3), (3, 0, 2)) == "not reproduced"
 
 
+def test_a_cell_tells_its_counts_and_over_how_many_histories():
+    counts = [Counts(*count) for count in ((1, 0, 1), (3, 1, 3), (3, 3, 3), (2, 5, 2), (0, 0, 0), (0, 1, 0))]
+    assert matrix.Cell("c", "r", counts).numbers == {
+        "wrong_off": "1 3 3 2 0 0",
+        "wrong_on": "0 1 3 5 0 1",
+        "wrong_off_again": "1 3 3 2 0 0",
+        "worse_in": 2,
+        "helped_in": 1,
+        "cured_in": 1,
+        "shown": 4,
+        "of": 6,
+    }
+
+
 def test_one_history_alone_would_have_said_more():
     """All NaN, all 300 and the mix give three verdicts on the same remedy; the cell gives their range."""
     cell = matrix.row_of("amax, fmax", "cpu", ("zero_init_per_layer",))["zero_init_per_layer"]
@@ -42,6 +56,53 @@ def test_kernels_and_their_contracts_give_the_same_cell(monkeypatch, device):
     for cause, remedy in remedies.CAUSES.items():
         of = [matrix.serve(cause, remedy, device, HISTORIES["N(0, 1)"], run) for run in matrix_operations()]
         assert of == [0, 0], cause
+
+
+def test_kernels_run_where_the_own_remedy_meets_the_first_history(monkeypatch):
+    asked = []
+
+    def serve(cause, remedy, device, history, run):
+        asked.append((remedy, history, run is remedies.KERNELS))
+        return 0
+
+    monkeypatch.setattr(matrix, "serve", serve)
+    own, histories = remedies.CAUSES["empty rows"], [*HISTORIES.values()]
+    for device in ("cpu", "cuda"):
+        asked.clear()
+        matrix.row_of("empty rows", device, (own, "int32_ids"))
+        assert asked == [
+            (remedy, history, device == "cuda" or (remedy == own and history is histories[0]))
+            for remedy in (None, own, "int32_ids", None)
+            for history in histories
+        ]
+
+
+def test_the_scans_take_the_largest_and_expert_0_where_there_is_none():
+    scores = torch.rand(3, remedies.EXPERTS, generator=torch.Generator().manual_seed(0))
+    scores[2] = torch.nan
+    weights, chosen = remedies.keeps_the_first(scores)
+    want = scores[:2].topk(remedies.TOP_K)
+    assert torch.equal(chosen[:2], want.indices)
+    assert torch.equal(weights[:2], want.values)
+    assert chosen[2].tolist() == [0] * remedies.TOP_K
+    assert weights[2].isnan().all()
+
+
+def test_a_second_slot_of_an_expert_is_what_the_map_contained():
+    x, experts = torch.tensor([[1.0], [2.0]]), torch.tensor([[[10.0]], [[20.0]], [[30.0]]])
+    weights, chosen = torch.tensor([[0.5, 0.25], [1.0, 2.0]]), torch.tensor([[2, 2], [1, 0]])
+    assert remedies.expert_sums(x, weights, chosen, experts).tolist() == [[22.5], [80.0]]
+    unused = torch.full((4, 1), 7.0)
+    for stale, first, inside in (
+        (3, 15 + 0.25 * 7, True),
+        (0, 15 + 0.25 * 20, True),
+        (4, 15, False),
+        (-1, 15, False),
+    ):
+        old = torch.full((2, 2), stale, dtype=torch.int32)
+        rows, row_of_slot, survived = remedies.through_the_map(x, weights, chosen, experts, old, unused)
+        assert (rows.tolist(), survived) == ([[first], [80.0]], inside)
+        assert row_of_slot.tolist() == [[2, stale], [1, 0]]
 
 
 def matrix_operations():
