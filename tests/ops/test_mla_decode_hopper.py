@@ -316,7 +316,7 @@ def test_graph_replays_follow_the_lengths(device: str, heads: int, cache: str) -
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(("heads", "q_len"), [(128, None), (40, None), (128, 2), (16, None)])
+@pytest.mark.parametrize(("heads", "q_len"), [(128, None), (40, None), (128, 2), (32, 2), (16, None)])
 def test_with_splits_given_a_request_depends_on_itself_alone(
     device: str, splits: int, cache: str, heads: int, q_len: int | None
 ) -> None:

@@ -14,13 +14,13 @@ from staleproof import check, device
 from staleproof.ops.launching import Seen, empty, key_of, launched
 from staleproof.ops.mla.merge import merge_splits_kernel
 from staleproof.ops.mla.plan import (
-    FEW_HEADS,
     Cut,
     Tiles,
     cache_dtypes,
     fastest,
     fits_hopper,
     is_measured,
+    splits_well,
     tiles_of,
 )
 from staleproof.ops.operators import operator, require_values
@@ -206,8 +206,8 @@ def _launch(
         cut = fastest(q, kv_cache, q_len, capacity)
     else:
         # Each program has one request, or one split of it: its bits depend on nothing else.
-        splits_well = heads > FEW_HEADS and kv_cache.dtype == q.dtype
-        cut = Cut("split" if splits_well else "portable", num_kv_splits)
+        is_split = splits_well(q_len, heads, kv_cache.dtype != q.dtype)
+        cut = Cut("split" if is_split else "portable", num_kv_splits)
         cut = Cut("pairs", 0) if num_kv_splits == 1 else cut
     if cut.kernel == "portable":
         return launch_portable(call, Tiles(16, 64, cut.pieces, 4))

@@ -114,6 +114,11 @@ def merge_tiles(batch: int, parts: int) -> tuple[int, int, int]:
     return 256 if batch < 8 else 512, 1 if batch < 32 else 2 if batch < 64 else 4, min(max(together, 2), 32)
 
 
+def splits_well(q_len: int, heads: int, converts: bool) -> bool:
+    """Whether ``alone`` and ``split`` are for this: a program's 64 rows have to be of one query token."""
+    return heads > FEW_HEADS and not converts and (q_len == 1 or heads % 64 == 0)
+
+
 class Cut(NamedTuple):
     """A kernel, and how it cuts the keys.
 
@@ -224,8 +229,7 @@ class Work(NamedTuple):
         found = [Cut(kernel, max(1, self.processors // blocks)), Cut(kernel, 0)]
         narrow = self.processors // (self.batch * cdiv(rows, 16))
         found.append(Cut("portable", max(1, min(narrow, self.tiles))))
-        # The kernel of splits has 64 rows a program, whichever heads and query tokens they are of.
-        if not few and not self.converts and (self.q_len == 1 or self.heads % 64 == 0):
+        if splits_well(self.q_len, self.heads, self.converts):
             wide = self.processors // (self.batch * blocks)
             # A split has two tiles at least: more splits took longer to merge than they gained.
             splits = min(wide, self.tiles // 2)
