@@ -54,11 +54,17 @@ def test_half_precision_weights_and_no_token(device):
     assert new_ids.tolist() == [[4, -1, 1]]
     assert new_weights.tolist() == [[0.75, 0.0, 0.125]]
     assert distinct_experts(weights[:0], ids[:0])[1].shape == (0, 3)
+    assert distinct_experts(weights[:, :0], ids[:, :0])[1].shape == (1, 0)
 
 
 def test_bad_input(device):
     ids = torch.zeros(2, 4, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="topk_weights: expected shape"):
         distinct_experts(torch.zeros(2, 3, device=device), ids)
-    with pytest.raises(ValueError, match="topk_ids: expected a contiguous tensor"):
-        distinct_experts(torch.zeros(4, 2, device=device), ids.t())
+    for wrong, message in (
+        (ids.t(), "a contiguous"),
+        (ids.float(), r"torch\.int32"),
+        (ids[0], "a tensor of rank 2"),
+    ):
+        with pytest.raises(ValueError, match=f"topk_ids: expected {message}"):
+            distinct_experts(torch.zeros(wrong.shape, device=device), wrong)

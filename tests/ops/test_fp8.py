@@ -138,6 +138,18 @@ def test_a_live_nan_stays_visible(device: str, hidden: int) -> None:
     assert int(payload(got)[3:].count_nonzero()) == 0
 
 
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_a_nan_of_any_payload_is_one(device: str, hidden: int) -> None:
+    for bits in (0x7F800001, 0x7FFFFFFF, -0x7FFFFF):
+        x = batch(torch.float32, device, hidden)
+        x.view(torch.int32)[2, 7] = bits
+        want, want_scale = reference.quantize_fp8_per_tensor(x, saturate_nan=True)
+        got, scale = quantize_fp8_per_tensor(x, saturate_nan=True)
+        assert torch.equal(scale, want_scale)
+        assert torch.equal(payload(got), payload(want))
+        assert bool(quantize_fp8_per_tensor(x)[1].isnan())
+
+
 @pytest.mark.parametrize("value", [0.0, -0.0])
 @pytest.mark.parametrize("hidden", [40, 8000])
 def test_all_zero_has_a_usable_scale(device: str, hidden: int, value: float) -> None:

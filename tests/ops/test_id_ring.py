@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from staleproof.ops import id_ring
 from staleproof.ops.id_ring import IdRing
 from staleproof.ops.reference import zero_blocks as reference
 from staleproof.ops.zero_blocks import BlockZeroer
@@ -66,6 +69,75 @@ def test_each_launch_reads_its_own_ids_however_late() -> None:
             assert ring.waits == 0, "a host that is a few steps ahead waits"
     ring.catch_up(len(ring.queue))
     assert read == sent
+
+
+class Runtime:
+    """The CUDA runtime as the ring calls it: notes what it is asked, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[Any] = []
+        self.status, self.mode, self.stream = 0, 0, "stream 5"
+        monkeypatch.setattr(id_ring, "cudart", lambda: self)
+        id_ring._memcpy_async.cache_clear()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: self._event(len(self.asked)))
+
+    def _event(self, made: int) -> SimpleNamespace:
+        def synchronize() -> None:
+            self.asked.append(("wait", made, self.mode))
+            if self.status:
+                raise RuntimeError("a lost device")
+
+        return SimpleNamespace(
+            record=lambda stream: self.asked.append(("record", made, stream)), synchronize=synchronize
+        )
+
+    def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> None:
+        mode._obj.value, self.mode = self.mode, mode._obj.value
+
+    def __getitem__(self, name: str) -> Callable[..., int]:
+        assert name == "cudaMemcpyAsync"
+
+        def copy(to: int, source: int, size: int, kind: int, stream: int) -> int:
+            self.asked.append(("copy", size, kind, stream))
+            ctypes.memmove(to, source, size)
+            return self.status
+
+        return copy
+
+
+def test_what_the_ring_asks_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(monkeypatch)
+    ring, read = IdRing(3, torch.device("cpu"), parts=2), []
+
+    def reader(count: int) -> Callable[[int], None]:
+        return lambda at: read.append([*(ctypes.c_int32 * count).from_address(at)])
+
+    # The third list goes to the second slot, and the fourth waits for those who read the first.
+    for ids, stream in (([7, 8], 5), ([9], 6), ([1, 2, 3], 5), ([4], 5)):
+        runtime.stream = f"stream {stream}"
+        ring.send(np.array(ids), stream, reader(len(ids)))
+    assert read == [[7, 8], [9], [1, 2, 3], [4]]
+    copies = [("copy", 8, 1, 5), ("copy", 4, 1, 6), ("copy", 12, 1, 5), ("copy", 4, 1, 5)]
+    events = [("record", 1, "stream 5"), ("record", 3, "stream 6"), ("record", 5, "stream 5")]
+    # While they are waited for, the thread is in relaxed mode: another stream may be capturing.
+    waits = [("wait", 1, id_ring.RELAXED), ("wait", 3, id_ring.RELAXED)]
+    in_order = [x for pair in zip(copies, events, strict=False) for x in pair]
+    assert runtime.asked == [*in_order, *waits, copies[3], events[0]]
+    assert runtime.mode == 0
+    runtime.status = 2
+    with pytest.raises(RuntimeError, match="cudaMemcpyAsync: error 2"):
+        ring.send(np.array([5]), 5, reader(1))
+    with pytest.raises(RuntimeError, match="a lost device"):
+        ring.send(np.array([5, 6, 7]), 5, reader(3))
+    assert runtime.mode == 0
+
+
+def test_the_copy_takes_addresses_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(monkeypatch)
+    given = id_ring._memcpy_async().argtypes  # type: ignore[attr-defined]
+    assert [ctypes.sizeof(kind) for kind in given] == [8, 8, 8, 4, 8]
+    assert not runtime.asked
 
 
 class Pages:

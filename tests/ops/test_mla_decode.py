@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,7 +133,7 @@ def test_values(device: str, dtype: torch.dtype, page_size: int, splits: int | N
     ("heads", "q_len", "splits"), [(1, 1, 2), (5, 2, 1), (5, 2, 2), (20, 4, 2), (33, 2, 1), (128, 1, 1)]
 )
 def test_values_over_heads_and_query_tokens(device: str, heads: int, q_len: int, splits: int) -> None:
-    batch = make(device, [4, 65, 0, 130], heads=heads, q_len=q_len, page_size=32)
+    batch = make(device, [2, 65, 0, 130], heads=heads, q_len=q_len, page_size=32)
     out, lse = mla_decode(**batch.args(), num_kv_splits=splits)
     assert out.shape == (4, q_len, heads, RANK)
     assert_close(batch, out, lse)
@@ -175,6 +177,67 @@ def test_as_many_programs_share_a_request_as_were_asked_for(device: str, monkeyp
     # The kernel's splits are its second axis; several are merged by a second launch.
     assert grids[0][1] == splits
     assert len(grids) == (1 if splits == 1 else 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "cache", "splits", "taken"),
+    [
+        (17, torch.bfloat16, 3, ("alone", 3)),
+        (16, torch.bfloat16, 3, ("portable", (16, 64, 3, 4))),
+        (128, torch.float8_e4m3fn, 3, ("portable", (16, 64, 3, 4))),
+        (128, torch.float8_e4m3fn, 1, ("hopper", 0)),
+        (16, torch.bfloat16, 1, ("hopper", 0)),
+    ],
+)
+@pytest.mark.parametrize("ready", [True, False])
+def test_on_hopper_the_splits_that_were_asked_for_choose_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, heads: int, cache: torch.dtype, splits: int, taken: Any, ready: bool
+) -> None:
+    found: list[Any] = []
+
+    def hopper(call: Any, parts: int) -> SimpleNamespace:
+        found.append(("hopper", parts))
+        return SimpleNamespace(is_ready=ready)
+
+    monkeypatch.setattr(decode, "fits_hopper", lambda *given: True)
+    for name in ("portable", "alone"):
+        launch = lambda call, cut, name=name: found.append((name, cut)) or (name, None, 1)  # noqa: E731
+        monkeypatch.setattr(decode, f"launch_{name}", launch)
+    monkeypatch.setitem(sys.modules, "staleproof.ops.mla.hopper", SimpleNamespace(HopperCall=hopper))
+    batch = make("cpu", [20, 30], heads=heads)
+    given = batch.args() | {"kv_cache": batch.kv_cache.to(cache), "num_kv_splits": splits}
+    seen = Seen()
+    monkeypatch.setattr(decode, "_SEEN", seen)
+    mla_decode(**given)
+    assert found == [taken]
+    # What cannot be repeated is not kept.
+    assert bool(seen._kinds) == (ready or taken[0] != "hopper")
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_the_hopper_kernel_of_one_request_has_64_rows_a_program(monkeypatch, splits: int, q_len: int) -> None:
+    launches: list[Any] = []
+    monkeypatch.setattr(
+        decode, "launched", lambda *given, **options: launches.append((given, options)) or len(launches)
+    )
+    kernels = SimpleNamespace(mla_decode_sm90_kernel="of one request")
+    monkeypatch.setitem(sys.modules, "staleproof.ops.mla.sm90", kernels)
+    batch = make("cpu", [200, 30], heads=40, q_len=q_len, page_size=64)
+    out, lse = torch.empty(2, q_len, 40, RANK).bfloat16(), torch.empty(2, q_len, 40)
+    call = decode.Call(batch.q, batch.kv_cache, batch.block_table, batch.seq_lens, 0.1, 0.5, out, lse)
+    assert decode.launch_alone(call, splits) == (1, 2 if splits > 1 else None, splits)
+    (kernel, grid, tensors, sizes), options = launches[0]
+    assert (kernel, grid, options) == ("of one request", (-(-40 * q_len // 64), splits, 2), {"num_warps": 4})
+    assert [x.data_ptr() for x in tensors[:4]] == [x.data_ptr() for x in call[:4]]
+    strides = *batch.q.stride()[:3], *batch.kv_cache.stride()[:2], batch.block_table.stride(0)
+    assert sizes == (*strides, 0.1, 0.5, call.capacity, q_len, 40, splits, splits > 1, 64)
+    if splits == 1:
+        assert tensors[4:] == (out, lse)
+    else:
+        # For each row and split its numbers, then its lse.
+        assert [x.shape for x in tensors[4:]] == [(out.numel() * 3,), (lse.numel() * 3,)]
+        assert launches[1][0][2] == (*tensors[4:], out, lse)
 
 
 @pytest.mark.parametrize("q_len", [1, 4])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from staleproof.device import interpreting
 from staleproof.ops.launching import Seen
-from staleproof.ops.mla.decode import mla_decode
+from staleproof.ops.mla.decode import Call, mla_decode
 from staleproof.ops.mla.merge import merge_parts_kernel
 from staleproof.ops.mla.plan import REQUEST_COST, Cut, aligned_parts, fits_hopper, merge_tiles
 from staleproof.ops.mla.queries import float16_queries_kernel
@@ -156,6 +158,125 @@ def test_queries_become_float16_numbers_times_a_power_of_two(device: str) -> Non
     assert bool(((back - rows[finite]).abs() <= rows[finite].abs().amax(1, True) * 2**-24).all())
     assert bool(numbers[13, 95].isnan())
     assert bool(numbers[29, 0].isinf())
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("parts", [0, 33])
+@pytest.mark.parametrize(("heads", "q_len"), [(128, None), (40, 2), (16, None)])
+def test_a_repeated_call_gives_each_launch_its_memory(
+    monkeypatch: pytest.MonkeyPatch, heads: int, q_len: int | None, parts: int, cache: str
+) -> None:
+    """Launches are recorded in place of Triton's: what the first is given, and addresses of the second."""
+    from staleproof.ops.mla import hopper as kernels
+
+    first: list[Any] = []
+    again: list[Any] = []
+    made: list[torch.Tensor] = []
+
+    @dataclass
+    class Launch:
+        order: int
+
+        def __call__(self, *addresses: Any) -> None:
+            again.append((self.order, *addresses))
+
+        def described(self, descriptor: Any) -> tuple[Any, ...]:
+            return "described", descriptor.base.data_ptr()
+
+    def launched(kernel: Any, grid: Any, tensors: Any, sizes: Any, **options: Any) -> Any:
+        first.append((kernel, grid, tensors, sizes, options))
+        return Launch(len(first))
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+        made.append(torch.empty(shape, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(kernels, "launched", launched)
+    monkeypatch.setattr(kernels, "empty", empty)
+    tokens, batch = q_len or 1, 4
+
+    def tensors() -> tuple[torch.Tensor, ...]:
+        rows = (batch, heads) if q_len is None else (batch, q_len, heads)
+        # Pages of 128 tokens of which a layer has every second.
+        pages = torch.zeros(3, 2, 128, 576).to(CACHES[cache])[:, 0]
+        table, lengths = torch.zeros(batch, 2, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
+        q, out = torch.zeros(*rows, 576).bfloat16(), torch.zeros(*rows, 512).bfloat16()
+        return q, pages, table, lengths, out, torch.zeros(rows)
+
+    q, pages, table, lengths, out, lse = tensors()
+    call = kernels.HopperCall(Call(q, pages, table, lengths, 0.1, 0.5, out, lse), parts)
+    assert call.is_ready
+    converts, rows, few = cache == "E4M3", tokens * heads, heads <= 16
+    groups, room = -(-rows // min(heads, 64)), 16 if few else 64
+    strides = (rows * 576, heads * 576 if q_len else 0, 576)
+    # Of each program two parts: their numbers, and behind them their lse.
+    slots = 2 * groups * parts * room
+    sizes = [slots * 513] * bool(parts) + [q.numel() // 2 + batch * rows] * converts
+    assert [len(x) for x in made] == sizes
+    if converts:
+        kernel, grid, given, numbers, _ = first[0]
+        assert (kernel, grid) == (float16_queries_kernel, (batch * rows // 4,))
+        assert given[0] is q
+        assert given[1].data_ptr() == made[-1].data_ptr()
+        assert given[2].data_ptr() == made[-1].data_ptr() + 2 * q.numel()
+        assert numbers == (*strides, batch * rows, tokens, heads, 512, 64, 4, False)
+        strides = (rows * 576, heads * 576, 576)
+    kernel, grid, given, numbers, options = first[converts]
+    assert kernel is (kernels.mla_decode_few_kernel if few else kernels.mla_decode_pairs_kernel)
+    assert (grid, options) == ((groups, parts or batch, 1), {"num_warps": 4, "launch_pdl": converts})
+    aligned = aligned_parts(parts, batch) if parts else 0
+    shape = (256, tokens, heads, batch, aligned, 128, 128 if parts else 0, converts)
+    assert numbers == (*strides, 256, 144 if converts else 0, 2, 0.1, 0.5, *shape)
+    if not converts:
+        # The cache as rows of one token, the pages of other layers among them.
+        columns = given[1]
+        assert (columns.shape, columns.strides, columns.block_shape) == ([640, 576], [576, 1], [64, 64])
+    if parts:
+        block, some, step = merge_tiles(batch, parts)
+        kernel, grid, given, numbers, _ = first[-1]
+        own = min(heads, 64)
+        assert (kernel, grid) == (merge_parts_kernel, (groups * (512 // block), -(-own // some), batch))
+        of_rows = (rows, own, heads, 256, tokens, batch, parts, aligned)
+        assert numbers == (*of_rows, 512, room, block, some, step, 128, False)
+
+    made.clear()
+    count = len(first)
+    for _ in range(2):
+        given = q, pages, table, lengths, out, lse = tensors()
+        call(*given)
+        at = [x.data_ptr() for x in given]
+        memory = made[0].data_ptr() if parts else 0
+        results = at[4:]
+        parted = (memory, memory + slots * 512 * 4) if parts else tuple(results)
+        queries, scales = at[0], at[5]
+        if converts:
+            queries, scales = made[-1].data_ptr(), made[-1].data_ptr() + 2 * q.numel()
+        columns = (at[1],) if converts else ("described", at[1])
+        expected = [(1, at[0], queries, scales)] * converts
+        expected.append((1 + converts, queries, *columns, at[2], at[3], *results, *parted, scales))
+        expected += [(count, *parted, at[3], *results)] * bool(parts)
+        assert again == expected
+        assert [len(x) for x in made] == sizes
+        again.clear()
+        made.clear()
+    assert len(first) == count
+
+
+def test_the_addresses_of_as_many_caches_are_kept_as_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    from staleproof.ops.mla import hopper as kernels
+
+    monkeypatch.setattr(kernels, "MOST_CALLS", 2)
+    described: list[int] = []
+    call = object.__new__(kernels.HopperCall)
+    call._maps, call._descriptor = {}, lambda cache: cache.data_ptr()  # type: ignore[method-assign]
+    decode = SimpleNamespace(described=lambda at: described.append(at) or (at,))
+    call._decode = decode  # type: ignore[assignment]
+    caches = [torch.ones(1) for _ in range(4)]
+    for cache in caches:
+        assert call._mapped(cache) == (cache.data_ptr(),)
+        assert call._maps[cache.data_ptr()] == (cache.data_ptr(),)
+        assert len(call._maps) <= 2
+    assert [*call._maps] == described[2:]
 
 
 @pytest.fixture(name="chosen", params=["equal parts", "one request a program"])

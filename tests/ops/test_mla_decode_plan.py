@@ -191,3 +191,33 @@ def test_what_the_hopper_kernels_can_address_is_theirs(monkeypatch, change):
     assert kernels.fits_hopper(*_arguments(**change))
     monkeypatch.setattr(kernels, "capability", lambda index: (10, 0))
     assert not kernels.fits_hopper(*_arguments(**change))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "converts"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), (None, True)]
+)
+def test_a_cache_may_be_e4m3_where_a_gpu_converts_it(monkeypatch, gpu, converts):
+    monkeypatch.setattr(kernels, "capability", lambda index: gpu)
+    q = SimpleNamespace(is_cuda=gpu is not None, device=SimpleNamespace(index=0), dtype=torch.bfloat16)
+    assert kernels.cache_dtypes(q) == (torch.bfloat16, torch.float8_e4m3fn)[: 1 + converts]
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts", "tiles"),
+    [
+        *((7, 66, (256, 1, 8)), (8, 66, (512, 1, 8)), (31, 66, (512, 1, 2)), (32, 132, (512, 2, 4))),
+        *((63, 132, (512, 2, 2)), (64, 132, (512, 4, 2)), (2, 132, (256, 1, 32)), (200, 66, (512, 4, 2))),
+    ],
+)
+def test_the_merge_keeps_the_tiles_that_were_measured(batch, parts, tiles):
+    assert kernels.merge_tiles(batch, parts) == tiles
+
+
+def test_which_cuts_may_be_the_fastest():
+    cuts = _work(2, 1024, 128).cuts()
+    assert [*map(tuple, cuts)] == [("pairs", 66), ("pairs", 0), ("portable", 8), ("alone", 1), ("split", 8)]
+    # A split has two tiles at least.
+    assert [cut.pieces for cut in _work(1, 320, 64).cuts() if cut.kernel == "split"] == [2]
+    assert [cut.kernel for cut in _work(1, 192, 64).cuts()] == ["pairs", "pairs", "portable", "alone"]
+    assert [cut.kernel for cut in _work(2, 1024, 128, True).cuts()] == ["pairs", "pairs", "portable"]
+    assert [*map(tuple, _work(2, 1024, 16).cuts())] == [("few", 132), ("few", 0), ("portable", 16)]

@@ -127,7 +127,13 @@ def test_bad_arguments_are_named_and_nothing_is_written(device):
         (lambda: quantize_nvfp4(x, x[0], out=out), r"global_scale: expected shape \(\) or \(1,\)"),
         (lambda: quantize_nvfp4(x, 0 * x[0, 0], out=out, validate=True), "global_scale: .* got 0.0"),
         (lambda: quantize_nvfp4(x, 1.0, out=out[0]), r"out: expected \(packed, scales\)"),
+        (lambda: quantize_nvfp4(x, x[0, 0].double(), out=out), r"global_scale: expected torch\.float32"),
         (lambda: quantize_nvfp4(x, 1.0, out=(out[0][:2], out[1])), r"out\[0\]: expected shape"),
+        (lambda: quantize_nvfp4(x, 1.0, out=(out[0].char(), out[1])), r"out\[0\]: expected torch\.uint8"),
+        (
+            lambda: quantize_nvfp4(x, 1.0, out=(out[0], out[1].view(4, 128).t())),
+            r"out\[1\]: expected a contiguous",
+        ),
         (
             lambda: quantize_nvfp4(x, 1.0, out=(out[0], out[1][:3])),
             r"out\[1\]: expected shape \(128, 4\), got shape \(3, 4\)",
@@ -142,6 +148,22 @@ def test_bad_arguments_are_named_and_nothing_is_written(device):
             call()
     assert bool((out[0] == 0xA5).all())
     assert bool((out[1].view(torch.uint8) == 0x7F).all())
+
+
+@pytest.mark.parametrize(
+    ("m", "plan"),
+    [
+        (16, (1, 8, 1)),
+        (17, (4, 32, 4)),
+        (64, (4, 32, 4)),
+        (65, (1, 32, 1)),
+        (256, (1, 32, 1)),
+        (257, (1, 64, 1)),
+    ],
+)
+def test_a_gpu_takes_the_plan_that_was_measured(monkeypatch, m, plan):
+    monkeypatch.setattr(kernels.device, "interpreting", lambda: False)
+    assert kernels._plan(m, 448) == plan
 
 
 @pytest.mark.gpu

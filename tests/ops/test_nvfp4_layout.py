@@ -57,6 +57,12 @@ def test_8x4_tiles_are_eight_rows_of_four():
     assert offsets[0, :6].tolist() == [0, 1, 2, 3, 32, 33]
     assert offsets[:, 0].tolist() == [0, 4, 8, 12, 16, 20, 24, 28, 64, 68]
     assert reference.scale_shape(10, 6 * 16, row_tile=8) == (16, 8)
+    padding = reference.padding_offsets(10, 6 * 16, row_tile=8)
+    assert torch.equal(torch.cat((offsets.flatten(), padding)).sort().values, torch.arange(16 * 8))
+    scales = torch.arange(1, 61, dtype=torch.uint8).view(10, 6)
+    tiles = reference.swizzle(scales, row_tile=8)
+    assert torch.equal(tiles.flatten()[offsets], scales)
+    assert torch.equal(reference.unswizzle(tiles, 10, 6, row_tile=8).view(torch.uint8), scales)
 
 
 def test_e2m1_rounds_as_torch_does_every_float_near_a_tie(torchs_own):
@@ -90,6 +96,22 @@ def test_zeros_come_out_as_they_went_in():
     assert not packed.any()
     assert not scales.view(torch.uint8).any()
     assert not dequantize_nvfp4(packed, scales, 1.0).any()
+
+
+@pytest.mark.parametrize(("amax", "scale"), [(0.0, 1.0), (0.5, 5376.0), (-2.0, 1344.0)])
+def test_the_usual_global_scale(amax, scale):
+    assert reference.global_scale_of(torch.tensor([[amax, 0.0]])).tolist() == [scale]
+
+
+def test_a_product_reads_scales_in_tiles_of_eight_rows():
+    a, b = torch.randn(10, 96, generator=torch.Generator().manual_seed(2)), torch.eye(16, 96)
+    packed, scales = reference.quantize_nvfp4(a, 8.0, swizzled=False)
+    right = reference.quantize_nvfp4(b, 8.0)
+    eights = reference.swizzle(scales.view(torch.uint8), row_tile=8).view(scales.dtype)
+    want = reference.block_scaled_mm(*reference.quantize_nvfp4(a, 8.0), *right, 1.0)
+    got = reference.block_scaled_mm(packed, eights, *right, 1.0, row_tile=8)
+    assert torch.equal(got, want)
+    assert want.any()
 
 
 def test_what_is_kept_is_within_a_rounding_of_what_was_given():

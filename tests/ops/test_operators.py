@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from staleproof.cases import graph
 from staleproof.ops import operators, zero_kernel
@@ -236,6 +237,7 @@ def test_an_operator_declares_its_writes_and_no_result(name: str, device: str) -
     operator = getattr(torch.ops.staleproof, CASES[name].operator).default
     assert operator._schema.returns == []
     assert any(a.alias_info is not None and a.alias_info.is_write for a in operator._schema.arguments)
+    assert torch.Tag.pt2_compliant_tag in operator.tags
     torch.library.opcheck(operator, CASES[name].arguments(*CASES[name].make(4, device)))
 
 
@@ -347,6 +349,24 @@ def test_values_are_checked_only_where_they_can_be_read(device: str) -> None:
     assert_same((compiled(x, count),), (call(x, count),))
     with pytest.raises(ValueError, match="live_rows: expected 0 to 3 rows, got 4"):
         compiled(x, count + 2)
+
+
+def test_a_mode_that_only_watches_sees_plain_launches(case: Case, device: str) -> None:
+    """As a profiler does."""
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function.namespace)
+            return function(*args, **kwargs or {})
+
+    tensors = case.make(4, device)
+    want = case.call(*tensors)
+    with Watch():
+        got = case.call(*tensors)
+    assert_same(got, want)
+    assert "aten" in seen
+    assert "staleproof" not in seen
 
 
 def test_the_guard_is_taken_for_another_device_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,27 @@ def test_every_plan_gives_the_same_bits(
         route("topk_softmax", any_bits(5, 13, dtype, 3), 3, device, renormalize=True)
 
 
+@pytest.mark.parametrize(
+    ("rows", "experts", "kinds", "plan"),
+    [
+        *((rows, 256, "scored", (True, 1, 4)) for rows in (1, 256)),
+        (257, 256, "scored", (False, 1, 1)),
+        (256, 256, "narrow", (False, 1, 1)),
+        *((rows, 256, "scored grouped", (False, 1, 2)) for rows in (257, 4095)),
+        *((513, experts, "", (False, 4, 4)) for experts in (65, 128)),
+        *((rows, 128, "", (False, 1, 1)) for rows in (512,)),
+        *((513, experts, "", (False, 1, 1)) for experts in (64, 129)),
+        *((4096, experts, "narrow", (False, each, 1)) for experts, each in ((100, 4), (256, 4), (257, 2))),
+        *((4096, experts, "scored grouped", (False, each, 1)) for experts, each in ((128, 4), (1024, 1))),
+    ],
+)  # fmt: skip
+def test_a_gpu_takes_the_plan_that_was_measured(
+    monkeypatch, rows: int, experts: int, kinds: str, plan
+) -> None:
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    assert kernels._plan(rows, experts, *(kind in kinds for kind in ("narrow", "scored", "grouped"))) == plan
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 def test_padding_rows_hold_the_padding_id(device: str, function: str, ids_dtype: torch.dtype) -> None:
@@ -337,11 +358,17 @@ BAD_INPUTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"is_padding": MASK, "padding_id": 2**31},
         r"padding_id: expected a 32-bit",
     ),
+    "padding id below": (
+        "topk_softmax",
+        {"is_padding": MASK, "padding_id": -(2**31) - 1},
+        r"padding_id: expected a 32-bit",
+    ),
     "ids dtype": ("topk_softmax", {"topk_ids_dtype": torch.int16}, r"topk_ids_dtype: expected"),
     "out": ("topk_softmax", {"out": X}, r"out: expected \(topk_weights, topk_ids\)"),
     "out weights": ("topk_softmax", {"out": (X, X)}, r"out\[0\]: expected shape \(4, 2\)"),
     "out ids": ("topk_softmax", {"out": (torch.zeros(4, 2), torch.zeros(4, 2))}, r"out\[1\]: .*int32 or"),
     "groups": ("grouped_topk", {"num_expert_group": 3}, r"num_expert_group: expected a divisor"),
+    "no groups": ("grouped_topk", {"num_expert_group": 0}, r"num_expert_group: .* got 0"),
     "groups of one": ("grouped_topk", {"num_expert_group": 8}, r"num_expert_group: .* two or more"),
     "groups a float": ("grouped_topk", {"num_expert_group": 4.0}, r"num_expert_group: .* got 4.0"),
     "group a float": ("grouped_topk", {"topk_group": 2.0}, r"topk_group: expected .* got 2.0"),

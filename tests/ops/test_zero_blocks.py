@@ -393,3 +393,98 @@ def test_more_ids_than_a_grid_has_programs_are_several_launches(device: str, mon
         assert [(stream, grid[1]) for stream, grid, *_ in launches] == [(77, 5), (77, 5), (77, 2)]
         starts = 1000, 1000 + 5 * size, 1000 + 10 * size
         assert [(at, count) for _, _, _, at, count, *_ in launches] == [*zip(starts, (5, 5, 2), strict=True)]
+
+
+@pytest.fixture(name="gpu")
+def gpu_fixture(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A zeroer's way on a GPU, with stand-ins for its kernels; filled with their launches."""
+    if device != "cpu":
+        pytest.skip("launches are recorded in place of Triton's")
+    asked: list[Any] = []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(table: torch.Tensor, *given: Any, num_warps: int) -> str:
+                first = given[0].tolist() if isinstance(given[0], torch.Tensor) else given[0]
+                asked.append((self.name, grid, first, num_warps))
+                return self.name + (str(given[0].dtype) if isinstance(given[0], torch.Tensor) else "")
+
+            return launch
+
+    def ready(compiled: str, grid: Any, sizes: Any, index: int) -> SimpleNamespace:
+        return SimpleNamespace(on=lambda *given: asked.append((compiled, *given)))
+
+    monkeypatch.setattr(zero_kernel, "INTERPRET", False)
+    monkeypatch.setattr(zero_kernel, "Ready", ready)
+    for name in ("_zero_kernel", "_zero_listed_kernel"):
+        monkeypatch.setattr(zero_kernel, name, Kernel(name))
+    monkeypatch.setattr(zero_kernel.Plan, "stream", lambda plan: 77)
+    return asked
+
+
+@pytest.mark.parametrize("page", [32, 33, 5000])
+def test_a_gpu_loads_its_kernels_at_once_and_chooses_by_where_the_ids_are(gpu, monkeypatch, page) -> None:
+    zeroed = torch.zeros(9, page, dtype=torch.uint8)
+    plan = zero_kernel.Plan([zero_kernel.Layout.of(zeroed)], [0], [1], zeroed.device)
+    # Each launch of them finds the null block alone: a capture could load none.
+    assert gpu == [
+        *[("_zero_kernel", (1,), [0], zero_kernel.WARPS)] * 2,
+        ("_zero_listed_kernel", (1,), 2**40, zero_kernel.WARPS),
+    ]
+    gpu.clear()
+    aligned = zeroed.data_ptr() % 16 == page % 16 == 0
+    # A page that begins between multiples of 16 ends up to 15 bytes later.
+    chunks = -(-(page + (0 if aligned else 15)) // zero_kernel.CHUNK)
+    last = 1, 9, aligned, zero_kernel.CHUNK
+    table = plan.table.data_ptr()
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.tensor([3, 4, 5], dtype=dtype)
+        plan.zero(ids)
+        assert gpu.pop() == (f"_zero_kernel{dtype}", 77, (chunks, 3, 1), table, ids.data_ptr(), 3, *last, 1)
+    # Of the host, as many as fit into the arguments of a launch; more through the ring.
+    ring = SimpleNamespace(send=lambda ids, stream, read: (gpu.append((ids.tolist(), stream)), read(4096)))
+    monkeypatch.setattr(zero_kernel, "is_capturing", lambda: False)
+    few, many = np.arange(1, zero_kernel.LISTED + 1), np.arange(1, zero_kernel.LISTED + 2)
+    plan.zero_from_host(few, ring)
+    (listed,) = gpu
+    pairs = zero_kernel.pairs_of(few.tolist())[:-1]
+    assert listed == ("_zero_listed_kernel", 77, (chunks, len(few), 1), table, *pairs, *last)
+    gpu.clear()
+    plan.zero_from_host(many, ring)
+    sent, launch = gpu
+    assert sent == (many.tolist(), 77)
+    assert launch == ("_zero_kerneltorch.int32", 77, (chunks, len(many), 1), table, 4096, len(many), *last, 1)
+    gpu.clear()
+    monkeypatch.setattr(zero_kernel, "is_capturing", lambda: True)
+    for ids in (few, many):
+        with pytest.raises(ValueError, match="where the current stream is capturing"):
+            plan.zero_from_host(ids, ring)
+    assert not gpu
+
+
+def test_a_plan_for_the_caches_of_an_operator_cannot_be_made_while_a_stream_captures(monkeypatch) -> None:
+    layout = (zero_kernel.Layout.of(torch.zeros(4, 3)),), (0,), (1,), torch.device("cpu")
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    monkeypatch.setattr(kernels, "is_capturing", lambda: True)
+    with pytest.raises(ValueError, match="kv_caches: expected caches of an earlier call"):
+        kernels._plan(*layout)
+    for interpret, capturing in ((True, True), (False, False)):
+        kernels._plan.cache_clear()
+        monkeypatch.setattr(kernels, "INTERPRET", interpret)
+        monkeypatch.setattr(kernels, "is_capturing", lambda capturing=capturing: capturing)
+        assert kernels._plan(*layout).rows == 1
+    # Of an earlier call, it is not made again.
+    monkeypatch.setattr(kernels, "is_capturing", lambda: True)
+    assert kernels._plan(*layout).rows == 1
+
+
+def test_ranges_of_several_lengths_are_cut_into_rows_of_32_kib_at_most() -> None:
+    def rows(*lengths: int) -> list[tuple[int, int]]:
+        ranges = [zero_kernel.Range(2**20, 2**18 * i, n) for i, n in enumerate(lengths)]
+        return [(start, length) for start, _, length, _ in zero_kernel.rows_of(ranges)]
+
+    assert rows(70_000, 70_000) == [(0, 70_000), (2**18, 70_000)]
+    assert rows(70_000, 16) == [(0, 32_768), (32_768, 32_768), (65_536, 4464), (2**18, 16)]

@@ -33,7 +33,8 @@ def test_these_blocks_and_no_other_byte(device, ids):
         ([], "block_ids: expected 1 to 3 of them, got 0"),
         ([1, 2, 3, 4], "block_ids: expected 1 to 3 of them, got 4"),
         ([2, 0], r"block_ids: expected 1 to \d+, got \[0, 2\]"),
-        ([2, 2**31], r"block_ids: expected 1 to \d+"),
+        ([2, 2**31], r"block_ids: expected 1 to 2147483646, got \[2, 2147483648\]"),
+        ([2, 2**31 - 1], r"block_ids: expected 1 to 2147483646, got \[2, 2147483647\]"),
     ],
 )
 def test_bad_ids_write_nothing(device, ids, text):
@@ -46,8 +47,9 @@ def test_bad_ids_write_nothing(device, ids, text):
 def test_bad_segments(device):
     with pytest.raises(ValueError, match="segments: expected at least one"):
         SegmentZeroer([], 40, torch.device(device))
-    with pytest.raises(ValueError, match="page_bytes: expected a multiple of 4, got 42"):
-        SegmentZeroer([4096], 42, torch.device(device))
+    for page_bytes in (42, 0, -4):
+        with pytest.raises(ValueError, match=f"page_bytes: expected a multiple of 4, got {page_bytes}"):
+            SegmentZeroer([4096], page_bytes, torch.device(device))
 
 
 @pytest.mark.gpu

@@ -75,6 +75,8 @@ def _beside(path: Path) -> set[Path]:
     return {path.with_name(name) for name in _BESIDE.findall(path.read_text("utf-8"))}
 
 
+# Most files are in the closures of several incidents.
+@cache
 def code(text: str) -> str:
     """The text of a Python file without comments, docstrings and blank lines.
 
