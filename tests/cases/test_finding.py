@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
 
 from staleproof import device
-from staleproof.cases import case, measure, predictions, store
 from staleproof.cases.finding import (
     Evidence,
-    Finding,
     Grade,
     Key,
     RunFileError,
@@ -24,8 +22,6 @@ from staleproof.cases.finding import (
     real_file,
     write_findings,
 )
-from staleproof.contract.scenes import Shape
-from staleproof.triage import judge, table
 
 KEY = Key("a", "q", "v")
 
@@ -160,17 +156,3 @@ def test_a_finding_of_an_earlier_bookkeeping_is_stale():
     found = finding(KEY, "rows", "clean")
     assert not found.stale
     assert replace(found, machinery=found.machinery - 1).stale
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(Evidence, Finding, Three, case.Case, case.Reading, case.Scene, device.Machine, judge.Judgement),
-        *(measure.Times, measure.Timing, predictions.Outcome, predictions.Prediction, Shape),
-        *(store.Comparison, store.Run, table.Evidence, table.Row),
-    ],
-)
-def test_what_was_found_or_defined_cannot_be_changed_in_place(kind):
-    for name in kind.__dataclass_fields__:
-        with pytest.raises(FrozenInstanceError):
-            setattr(object.__new__(kind), name, None)
