@@ -9,8 +9,10 @@ or on vLLM's own scheduler (:mod:`.real`).
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from staleproof.check import require
@@ -38,10 +40,6 @@ class Row(NamedTuple):
     start: int
     more: int
     hits: bool
-
-
-def _no_writer(name: str) -> Row:
-    return Row(name, (), (), 0, 0, False)
 
 
 class Read(NamedTuple):
@@ -78,33 +76,52 @@ class Memory:
         self.block_size = block_size
         self.reads: list[Read] = []
         self.steps = self.tokens = self.same_step = self.plan = 0
-        # Who wrote a slot last, at which position.
-        self._slots: dict[tuple[int, int], tuple[Row, int]] = {}
+        # Block -> who wrote each slot last, and at which position.
+        self._slots: dict[int, tuple[list[str], list[int]]] = defaultdict(
+            lambda: ([NOBODY] * block_size, [0] * block_size)
+        )
+        self._rows: dict[str, Row] = {}
         self._chains: dict[str, list[int]] = {}
 
-    def _chain(self, row: Row) -> list[int]:
-        chain = self._chains.setdefault(row.name, [])
-        for token in row.tokens[len(chain) :]:
+    def _chain(self, name: str) -> list[int]:
+        # Asynchronous scheduling writes a token before the host knows it: look when the slot is read.
+        chain = self._chains.setdefault(name, [])
+        for token in self._rows[name].tokens[len(chain) :] if name in self._rows else ():
             chain.append(hash((chain[-1] if chain else 1, token)))
         return chain
 
-    def _slot(self, row: Row, position: int) -> tuple[int, int]:
-        return row.blocks[position // self.block_size], position % self.block_size
+    def _written(self, row: Row, position: int) -> tuple[str, int]:
+        writers, positions = self._slots[row.blocks[position // self.block_size]]
+        return writers[position % self.block_size], positions[position % self.block_size]
 
-    def _held(self, row: Row, position: int) -> tuple[int, str]:
-        writer, at = self._slots.get(self._slot(row, position), (_no_writer(NOBODY), 0))
-        # Asynchronous scheduling writes a token before the host knows it: look when the slot is read.
+    def _is_wrong(self, row: Row, position: int) -> bool:
+        writer, at = self._written(row, position)
         chain = self._chain(writer)
-        return chain[at] if at < len(chain) else 0, writer.name
+        return (chain[at] if at < len(chain) else 0) != self._chain(row.name)[position]
 
     def _wrong(self, row: Row) -> set[int]:
-        chain = self._chain(row)
-        return {p for p in range(row.start) if self._held(row, p)[0] != chain[p]}
+        self._rows[row.name] = row
+        found: set[int] = set()
+        for first, block in zip(range(0, row.start, self.block_size), row.blocks, strict=False):
+            here = range(first, min(first + self.block_size, row.start))
+            writers, positions = self._slots[block]
+            # All at once where one request wrote them at these positions, as in most blocks.
+            alike = positions[: len(here)] == [*here] and writers[: len(here)].count(writers[0]) == len(here)
+            mine = slice(here.start, here.stop)
+            if not alike or self._chain(writers[0])[mine] != self._chain(row.name)[mine]:
+                found.update(p for p in here if self._is_wrong(row, p))
+        return found
 
     def write(self, row: Row, positions: range) -> None:
         """Keys and values of these positions of a request are written."""
-        for p in positions:
-            self._slots[self._slot(row, p)] = row, p
+        self._rows[row.name] = row
+        for first in range(
+            positions.start - positions.start % self.block_size, positions.stop, self.block_size
+        ):
+            here = range(max(first, positions.start), min(first + self.block_size, positions.stop))
+            slots = slice(here.start - first, here.stop - first)
+            writers, at = self._slots[row.blocks[first // self.block_size]]
+            writers[slots], at[slots] = [row.name] * len(here), here
 
     def step(self, rows: Sequence[Row]) -> None:
         """Read what the step's requests hit, write what the step computes, and look again."""
@@ -120,13 +137,12 @@ class Memory:
             self.same_step += len(before - after)
             for p in sorted(after):
                 block = row.blocks[p // self.block_size]
-                self.reads.append(Read(self.steps, row.name, p, block, self._held(row, p)[1]))
+                self.reads.append(Read(self.steps, row.name, p, block, self._written(row, p)[0]))
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Blocks are zeroed, ahead of the next step."""
         for block in blocks:
-            for offset in range(self.block_size):
-                self._slots[block, offset] = _no_writer(ZEROS), 0
+            self._slots[block] = [ZEROS] * self.block_size, [0] * self.block_size
 
     @property
     def verdict(self) -> str:
@@ -203,6 +219,7 @@ def one_victim(other: int = 46) -> list[Arrival]:
     ]
 
 
+@cache
 def burst(seed: int) -> tuple[int, list[Arrival]]:
     """A long document in prefill when 48 chats of higher priority come, and then the document again.
 
