@@ -45,6 +45,13 @@ def test_what_rounding_does_is_allowed_and_what_it_does_not_is_found(dtype):
     assert "row 9" in too_far("rows", one, want, share)
 
 
+@pytest.mark.parametrize(("elements", "allowed"), [(4, 2), (9, 3), (16, 4), (64, 4)])
+def test_of_fewer_elements_less_of_a_factor_averages_out(elements, allowed):
+    want = torch.ones(1, elements, dtype=torch.float64)
+    assert too_far("rows", want * (1 + 0.99 * 2**-6 / allowed), want, 2**-6) is None
+    assert "a common factor" in too_far("rows", want * (1 + 1.01 * 2**-6 / allowed), want, 2**-6)
+
+
 def test_a_large_row_does_not_excuse_a_small_one():
     generator = torch.Generator().manual_seed(1)
     want = torch.randn(2, 512, generator=generator) * torch.tensor([[1e-3], [100.0]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from importlib.metadata import version
@@ -11,6 +12,7 @@ import pytest
 from staleproof import device
 from staleproof.cases.finding import (
     Evidence,
+    Finding,
     Grade,
     Key,
     RunFileError,
@@ -99,6 +101,11 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path):
 def test_ok_failed_and_not_run(verdict, expected, ok, failed):
     found = finding(KEY, "rows", verdict, expected=expected)
     assert (found.ok, found.failed, found.ran) == (ok, failed, verdict != "not run")
+
+
+def test_a_word_within_another_is_not_that_word():
+    for expected, verdict in itertools.permutations(("written", "unwritten"), 2):
+        assert Finding(*KEY[:3], "hits", verdict, expected=expected).failed
 
 
 def test_a_verdict_that_begins_like_the_expected_one_is_another():

@@ -13,7 +13,8 @@ from staleproof.evidence import plant, row_states
 def test_states(device, dtype, stage):
     x = plant(torch.empty(8, 3, 4, dtype=dtype, device=device), stage)
     x[1] = 0.0
-    x[2] = 1.5
+    x[2, 0] = 1.5
+    x[2, 1:] = 0.0
     x[3] = float("nan")
     x[4, 0] = 2.0
     x[5] = torch.zeros((), dtype=dtype, device=device) / 0

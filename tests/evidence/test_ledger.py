@@ -259,6 +259,25 @@ def test_memory_without_an_owner_is_summed_over_the_lines_that_allocated_it():
     del small, large
 
 
+def test_what_is_there_is_predicted_though_layers_that_know_of_it_are_fewer():
+    assert (
+        Owner("keys", "kv.py:1", "serve", False, 2 * MIB, holders=1, layers=1, bytes=6 * MIB).predicted
+        == 6 * MIB
+    )
+
+
+def test_the_largest_prediction_comes_first():
+    tree = nn.ModuleList(nn.Identity() for _ in range(4))
+    ledger = AllocationLedger(tree)
+    with ledger.phase("profile"):
+        tree.of_all = torch.zeros(3, EACH // 4)
+        tree[0].own = torch.zeros(1, EACH // 4)
+    assert [(o.name, o.bytes, o.predicted) for o in ledger.read().owners] == [
+        ("*.own", EACH, 4 * EACH),
+        ("of_all", 3 * EACH, 3 * EACH),
+    ]
+
+
 @pytest.mark.parametrize(
     ("freed", "kept", "passing", "transient"),
     [(0, 0, 2, 2), (0, 1, 2, 2), (4, 0, 2, 0), (4, 0, 6, 2), (1, 1, 3, 3), (2, 3, 2, 2)],

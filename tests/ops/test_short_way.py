@@ -6,6 +6,8 @@ a stand-in is kept instead, so that a CPU shows which calls it would serve.
 
 from __future__ import annotations
 
+import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +107,7 @@ OPERATIONS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Arguments], l
             {"live_rows": ints(3)},
             {"live_rows": torch.zeros(6, dtype=torch.bool)},
             {"is_padding": torch.zeros(6, dtype=torch.bool)},
+            {"saturate_nan": True},
             {"x": torch.ones(6, 41)},
             {"x": torch.ones(6, 80)[:, :40]},
             {"x": torch.ones(6, 40).bfloat16()},
@@ -119,6 +122,7 @@ OPERATIONS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Arguments], l
             {"top_k": 3},
             {"bias": torch.ones(16)},
             {"renormalize": True},
+            {"routed_scaling_factor": 2.5},
             {"is_padding": PADDING},
             {"topk_ids_dtype": torch.int64},
             {"router_logits": torch.ones(5, 16).half()},
@@ -168,6 +172,8 @@ OPERATIONS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Arguments], l
         ],
     ),
 }
+# Of these the kernel reads the contents at each call, and their layout is fixed.
+READ_ANEW = {"seq_lens", "global_scale"}
 CHANGES = [(name, i) for name, (*_, changes) in OPERATIONS.items() for i in range(len(changes))]
 
 
@@ -210,6 +216,14 @@ def test_another_layout_or_option_is_another_call(kept, name: str, which: int) -
     call(**arguments())
     call(**arguments(**changes[which]))
     assert seen.served == 2
+
+
+def test_every_argument_is_changed_above():
+    changed: dict[Any, set[str]] = defaultdict(lambda: {"validate"})
+    for module, _, _, changes in OPERATIONS.values():
+        changed[module].update(*changes)
+    for module, call, *_ in OPERATIONS.values():
+        assert {*inspect.signature(call).parameters} <= changed[module] | READ_ANEW, call
 
 
 def test_each_function_has_calls_of_its_own(kept) -> None:

@@ -282,6 +282,26 @@ def test_the_three_journeys():
     assert found.signs == ("the log names finalizeMoeRouting",)
 
 
+@pytest.mark.parametrize(
+    ("value", "met"),
+    [
+        ("mla+moe", False),
+        ("moe+hybrid", False),
+        ("mla+hybrid", None),
+        ("hybrid", None),
+        ("mla", True),
+        ("moe", False),
+        ("not moe", True),
+        ("not mla", False),
+        ("not hybrid", None),
+    ],
+)
+def test_one_trait_that_is_missing_refutes_whatever_is_not_known(value, met):
+    known = Facts(traits={"mla": True, "moe": False})
+    assert known.meets("model", (value,)) is met
+    assert known.meets("model", (value, "mla")) is True
+
+
 def test_drift_in_a_hybrid_model_leads_to_reused_blocks():
     known = read("vllm-0.16.0-hybrid-drift")
     known.learn("symptom", "accuracy drops with uptime", "--symptom")
