@@ -74,7 +74,7 @@ class Table:
     """The cases of one incident.
 
     Args:
-        incident: folder name; cases whose key names none get it.
+        incident: folder name; every case gets it.
         rows: cases, or lists of cases, in the order in which they are asked.
 
     Raises:
@@ -84,9 +84,7 @@ class Table:
     def __init__(self, incident: str, *rows: Case | Iterable[Case]) -> None:
         flat = [case for row in rows for case in ((row,) if isinstance(row, Case) else row)]
         self.incident = incident
-        self.cases = [
-            replace(case, key=case.key._replace(incident=case.key.incident or incident)) for case in flat
-        ]
+        self.cases = [replace(case, key=case.key._replace(incident=incident)) for case in flat]
         twice = [key.text for key, n in Counter(case.key for case in self.cases).items() if n > 1]
         require(not twice, "table", "one case of each key", f"several of {twice}")
 
