@@ -38,8 +38,11 @@ def test_every_way_to_a_tensor_is_walked_and_loops_end():
     tree.itself = [tree]
     tree.loop = {}
     tree.loop["loop"] = tree.loop
+    pair = [buffer]
+    tree.twice = [pair, pair]
     names = [(name, path) for name, path, _ in owned_tensors(tree)]
-    assert names == [
+    # Also through a list that is in another one twice, once.
+    assert names == [("twice", "")] + [
         (f"layers.*.{attribute}", f"layers.{i}")
         for i in range(2)
         for attribute in ("weight", "first", "again")

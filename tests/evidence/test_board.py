@@ -159,6 +159,13 @@ def test_the_first_rows_are_packed_and_come_back_whole(device):
         (0, torch.ones(2, 2), None, torch.ones(2, dtype=torch.int8), "padding: expected torch.bool"),
         (0, torch.ones(2, 2), None, torch.ones(4, dtype=torch.bool)[::2], "padding: expected a contiguous"),
         (0, torch.ones(2, 2), None, torch.ones(1, dtype=torch.bool), "padding: expected at least 2 entries"),
+        (
+            0,
+            torch.ones(2, 2),
+            None,
+            torch.ones(2, 1, dtype=torch.bool),
+            "padding: expected a tensor of rank 1",
+        ),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_counted(device, slot, x, ids, padding, said):
@@ -216,6 +223,18 @@ def test_each_slot_and_layout_is_launched_with_its_own_numbers():
                     assert launches.again[-1][1][0] == x.data_ptr()
     assert len(launches.made) == len(launches.again) == len(COUNTED)
     assert [made[1] for made in launches.made] == [slot for slot, *_ in COUNTED.values()]
+
+
+def test_no_more_launches_are_remembered_than_agreed(monkeypatch):
+    """A server sees each number of tokens up to its largest batch, for months."""
+    launches = Launches()
+    monkeypatch.setattr(boards, "MOST", 2)
+    with torch.device("cpu"):
+        board = Board("cpu", launch=launches)
+        for rows in (1, 2, 2, 3, 3, 1):
+            board.count(0, X[:rows])
+    # The third layout forgets the others, of which the first is compiled anew.
+    assert (len(launches.made), [number for number, _ in launches.again]) == (4, [1, 2])
 
 
 def test_a_copy_is_never_launched_again_by_its_address():

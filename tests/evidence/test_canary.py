@@ -22,6 +22,7 @@ def test_states(device, dtype, stage):
     x[6, 2, 3], x[7, 0, 0] = float("inf"), -float("inf")
     expected = ["unwritten", "zero", "finite", "nan", "partly written", "nan", "nan", "nan"]
     assert row_states(x, stage) == expected
+    assert row_states(plant(x)) == ["unwritten"] * 8
 
 
 def test_another_stages_canary_is_a_computed_nan(device):

@@ -100,6 +100,7 @@ def test_on_cuda_it_counts_on_a_device_that_is_not_current(device):
         (lambda c, x, n: c.observe("a", x, n[:3]), "live: expected a length that divides the 4"),
         (lambda c, x, n: c.observe("a", x, n[:0]), "live: expected a length that divides the 4"),
         (lambda c, x, n: c.observe("a", x[:0], n), "live: expected a length that divides the 0"),
+        (lambda c, x, n: c.observe("a", x[0, 0], n), "live: expected a length that divides the 0"),
     ],
 )
 def test_bad_input(device, call, message):

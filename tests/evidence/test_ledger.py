@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from staleproof.cases.graph import capture
-from staleproof.evidence.allocations import Usage
+from staleproof.evidence import ledger as ledgers
+from staleproof.evidence.allocations import CudaTracker, Usage
 from staleproof.evidence.ledger import (
     UNOWNED,
     AllocationLedger,
@@ -526,6 +527,36 @@ def test_the_figure_stacks_owners_and_the_rest_up_to_what_is_in_use():
     (budget,) = axes.lines
     assert ({*budget.get_ydata()}, axes.get_ylabel()) == ({70}, "MiB")
     assert not made_report(None).figure().axes[0].lines
+
+
+@pytest.mark.parametrize(("before", "unit"), [(2**30, "MiB"), (2**30 + 1, "GiB")])
+def test_a_figure_is_in_the_unit_of_what_was_in_use_before(before, unit):
+    usage = Usage(before, 0, 0, 0)
+    phases = (Phase("profile", False, usage, usage, 2**28, {"out": 2**27}),)
+    (axes,) = Report(2**31, before, phases, (), None, 0).figure().axes
+    size = {"MiB": 2**20, "GiB": 2**30}[unit]
+    heights = [bars[0].get_height() for bars in axes.containers]
+    assert (axes.get_ylabel(), heights) == (unit, [before / size, 0, 2**28 / size])
+    assert {*axes.lines[0].get_ydata()} == {2**31 / size}
+
+
+def test_a_model_on_cuda_is_measured_by_the_driver_and_has_the_whole_device(monkeypatch):
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    phases = []
+    monkeypatch.setattr(ledgers, "cuda_usage", lambda: Usage(60, 40, 20, 5))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40, 100))
+    monkeypatch.setattr(CudaTracker, "begin", lambda tracker, phase: phases.append(phase))
+    monkeypatch.setattr(CudaTracker, "end", lambda tracker: phases.append("end"))
+    model = nn.Module()
+    model.x = torch.zeros(4).as_subclass(OnCuda)
+    ledger = AllocationLedger(model)
+    with ledger.phase("profile"):
+        pass
+    report = ledger.read()
+    assert (report.budget, report.before, report.headroom, phases) == (100, 60, 45, ["profile", "end"])
+    assert AllocationLedger(model, budget_bytes=70).budget_bytes == 70
 
 
 def test_weights_that_share_a_storage_count_once_in_what_is_in_use():

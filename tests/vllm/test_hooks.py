@@ -134,6 +134,17 @@ def test_two_patches_share_a_function_and_leave_in_any_order(package):
     assert ops.double(1) == 2
 
 
+def test_a_patch_that_is_reverted_leaves_the_others_waiting(package):
+    one, other = (
+        _patch(_double(after=lambda r, a, k: r + 1), name="one"),
+        _patch(_double(after=lambda r, a, k: -r)),
+    )
+    one.apply("1.0.0")
+    with other.applied("1.0.0"):
+        one.revert()
+        assert _ops().double(1) == -2
+
+
 def test_instead_may_leave_a_call_to_vllm(package):
     hook = _double(instead=lambda a, k: NotImplemented if a[0] == 3 else "ours")
     with _patch(hook).applied("1.0.0"):
@@ -315,6 +326,19 @@ def test_an_exchange_that_fails_is_one_line_and_vllms_own(package, caplog):
     assert "planted" in line
 
 
+def test_what_another_package_has_wrapped_since_is_neither_renewed_nor_said_of_another_patch(package, caplog):
+    ops = _ops()
+    with _patch(_double(swap=lambda own: lambda x: own(x) + 1), name="swapped").applied("1.0.0"):
+        ours = ops.double
+        theirs = ops.double = lambda x: ours(x) + 0.5
+        hooks.renew()
+        assert ops.double is theirs
+        hooks.unwrap("p")
+        assert not caplog.records
+        ops.double = ours
+    assert ops.double(1) == 2
+
+
 def test_a_call_with_unknown_arguments_is_vllms(package):
     hooks.wrap("p", Target(MODULE, "double", ("x", "y"), instead=lambda a, k: "ours"))
     double = importlib.import_module(MODULE).double
@@ -390,9 +414,11 @@ def test_what_calls_something_else_than_what_was_put_in_place_is_named(made_up):
         hooks._looked[0] = 0
         said = {"vllm.user imported double by its name and calls vLLM's"}
         assert {*hooks.checked("p").values()} == {*hooks.checked("p").values()} == said
-        sys.modules["vllm.user"].two = ours
-        hooks._looked[0] = 0
-        assert hooks.checked("p") == {place: "in place"}
+        # Another patch of the function puts its name there in order.
+        with _patch(_double(after=lambda r, a, k: r), name="another").applied("1.0.0"):
+            assert sys.modules["vllm.user"].two(1) == -2
+            assert hooks.checked("p") == {place: "in place"}
+        ours = ops.double
         for theirs, said in (
             (own, "double was put back since"),
             (lambda x: x, f"double was replaced by {__file__} since"),

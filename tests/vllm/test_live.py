@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -178,6 +179,13 @@ def test_nothing_is_written_where_nobody_can_ask(monkeypatch, tmp_path):
     here.publish()
     assert not [*tmp_path.iterdir()]
     live._here.clear()
+
+
+def test_where_nothing_runs_nothing_stands(monkeypatch):
+    monkeypatch.delenv(live.FOLDER, raising=False)
+    monkeypatch.setattr(live, "_here", [])
+    told = {"ok": False, "vllm": "", "model": "", "patches": {}, "processes": []}
+    assert live.health() == told | {"staleproof": importlib.metadata.version("staleproof")}
 
 
 def test_a_fork_that_ends_leaves_the_servers_folder(here):

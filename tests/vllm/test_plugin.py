@@ -79,6 +79,8 @@ def test_choice():
         n for n, p in vllm_plugin.patches().items() if p.incident != "kv_reuse"
     }
     assert chosen("+topk_nan") == Choice(every, frozenset({"topk_nan"}))
+    named = frozenset({"mla_padding", "topk_nan"})
+    assert chosen("mla_padding,+topk_nan") == Choice(named, frozenset({"topk_nan"}))
     with pytest.raises(PatchError, match="names 'mla_pading', nothing is patched; known: all"):
         chosen("mla_pading")
 
@@ -357,6 +359,26 @@ def test_a_ready_engine_names_what_was_refused_and_not_what_needs_nothing(monkey
     decided = {"a": ("refused", "no Triton"), "b": ("not needed", "no defect")}
     plugin._ready(plugin.live.Here("0.22.1", decided=decided), None)
     assert said == [" on vLLM 0.22.1, this process: refused: a (no Triton)"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "asked", "done"),
+    [({}, False, []), ({plugin.WATCH: "1"}, True, []), ({plugin.PORT: "7"}, True, [(None, 7), "beat"])],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_server_that_can_be_asked_has_a_folder_and_its_first_process_a_port(
+    monkeypatch, variables, asked, done, first
+):
+    found, here = [], live.Here()
+    for name in (plugin.WATCH, plugin.PORT):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(live, "enter", lambda *given: found.append(given) or first)
+    monkeypatch.setattr("staleproof.vllm.watch_port.serve", lambda *given: found.append(given))
+    monkeypatch.setattr(live, "beat", lambda: found.append("beat"))
+    plugin._open(here)
+    assert found == [(here, asked), *(done if first else [])]
 
 
 def test_a_ready_engine_tells_its_model():

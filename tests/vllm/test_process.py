@@ -65,6 +65,9 @@ def test_one_line_when_the_engine_is_ready(vllm, caplog):
         "(vllm/ops.py:1 double takes (x), not what was expected); "
         "refused: d (no Triton); will be patched: b (not imported here)"
     )
+    # A worker that is started behind the engine says so itself.
+    vllm("v1.worker.gpu_worker").Worker().compile_or_warm_up_model()
+    assert len(_lines(caplog)) == 2
 
 
 def test_a_worker_in_a_process_of_its_own(vllm, caplog, monkeypatch):

@@ -58,6 +58,12 @@ def test_a_file_of_an_importable_vllm(package):
     assert "vllm" not in sys.modules
 
 
+@pytest.mark.parametrize("flashinfer", ["0.6.9", None])
+def test_what_is_installed_with_the_flashinfer_beside_it(package, monkeypatch, flashinfer):
+    monkeypatch.setattr(module, "_version_of", {"vllm": "0.22.1", "flashinfer-python": flashinfer}.get)
+    assert module.installed() == ("0.22.1", Sources(package, None, flashinfer))
+
+
 def test_releases_are_compared_by_number():
     span = ("1.0.0", "1.2.0")
     releases = ("0.9.9", "1.0.0", "1.2.0", "1.2.0.post1", "1.2.1", "1.10.0")

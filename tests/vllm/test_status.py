@@ -129,6 +129,26 @@ def test_the_release_to_upgrade_to():
     assert status.answer("0.33.0").upgrade == "no later release has fewer of these defects"
 
 
+@pytest.mark.parametrize(
+    ("needed", "release", "line"),
+    [
+        ([False, False], "b", "no defect that we know of"),
+        ([False, None], "b", "not known"),
+        ([None, True], None, ""),
+        ([True], "b", "upgrade to d, which needs only scale_padding"),
+        ([True], "d", "no later release has fewer of these defects"),
+    ],
+)
+def test_the_upgrade_is_the_first_later_release_with_the_fewest_defects(monkeypatch, needed, release, line):
+    names = "scale_padding", "unpublish"
+    defects = {"a": 0, "b": 2, "c": 2, "d": 1, "e": 1}
+    table = {r: {n: {"needed": i < count} for i, n in enumerate(names)} for r, count in defects.items()}
+    monkeypatch.setattr(status, "table", lambda: table)
+    monkeypatch.setattr(status, "patches", lambda: {n: vllm_plugin.patches()[n] for n in names})
+    decided = [vllm_plugin.Decision(vllm_plugin.patches()["unpublish"], "affected", "", n) for n in needed]
+    assert status.upgrade(decided, release) == line
+
+
 def test_an_installed_vllm_will_be_patched(installed, capsys):
     installed("0.22.1", FILES)
     # The other files of this vLLM are missing: those probes cannot tell.
@@ -186,7 +206,8 @@ def test_no_upgrade_is_named_for_a_release_that_we_do_not_know(installed):
     installed("0.22.7", FILES)
     answer = status.answer()
     assert any(decision.needed for decision in answer.decided)
-    assert answer.upgrade == ""
+    assert (answer.upgrade, answer.installed, answer.version) == ("", True, "0.22.7")
+    assert not status.answer("0.22.1").installed
 
 
 def test_a_posix_locale_reads_every_file(installed, tmp_path):

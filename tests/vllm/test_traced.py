@@ -248,25 +248,31 @@ def _leaves_badly():
 
 
 @pytest.mark.parametrize(
-    "hook",
+    ("hook", "what"),
     [
-        {"around": _fails},
-        {"around": lambda args, kwargs: _leaves_badly()},
-        {"before": _fails},
-        {"instead": _fails},
-        {"after": _fails},
+        ({"around": _fails}, "entering a call"),
+        ({"around": lambda args, kwargs: _leaves_badly()}, "leaving a call"),
+        ({"before": _fails}, "preparing a call"),
+        ({"instead": _fails}, "the replacement"),
+        ({"after": _fails}, "finishing a call"),
     ],
-    ids=["entering", "leaving", "before", "instead", "after"],
+    ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_a_failing_hook_leaves_the_call_to_vllm_and_logs_nothing(vllm, caplog, hook):
+def test_a_failing_hook_leaves_the_call_to_vllm_and_is_named_after_the_trace(vllm, caplog, hook, what):
     simple = vllm("simple")
     hooks.wrap("p", Target("vllm.simple", "double", ("x",), **hook))
     try:
         with caplog.at_level(logging.WARNING):
             assert _compiled(lambda x: simple.double(x + 1))(torch.ones(3)).tolist() == [4.0] * 3
+            assert not caplog.records
+            hooks.settle()
     finally:
         hooks.unwrap("p")
-    assert not caplog.records
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"staleproof: p: {what} of double failed while torch.compile traced it (RuntimeError), "
+        "vLLM's own code is in the graph; out of service: p; in service: nothing"
+    )
 
 
 def test_a_graph_is_not_saved_once_the_key_of_the_cache_has_stepped_back():

@@ -10,7 +10,7 @@ import torch
 from tests.made import arrived
 
 from staleproof import device as devices
-from staleproof.vllm import hooks, plugin, watch_hooks
+from staleproof.vllm import fp8_scales, hooks, plugin, watch_hooks
 from staleproof.vllm import watch as watches
 from staleproof.vllm.sources import PatchError
 from staleproof.vllm.watch import SPAN, Settings, Watch, settings
@@ -297,6 +297,18 @@ def test_the_hooks_name_layer_stage_and_rows():
         ("experts", "layers.3"): (1, 1),
     }
     assert on.watch.latest.repeats == {"layers.3": (6, 2)}
+
+
+def test_a_dummy_batch_before_the_first_step_leaves_the_kernels_to_be_captured(monkeypatch):
+    watch = Watch(Settings(), DEVICE)
+    words = told(watch, monkeypatch)
+    watch.pause()
+    assert (words, watch.counting) == ([], True)
+
+
+@pytest.mark.parametrize(("version", "masks"), [("0.24.1", False), ("0.25.0", True), ("0.31.0", True)])
+def test_vllms_mask_is_looked_for_from_the_release_that_has_it(version, masks):
+    assert Hooks(Settings(), version).padding is (fp8_scales.padding_mask if masks else None)
 
 
 def test_a_dummy_run_is_no_step():

@@ -165,6 +165,16 @@ def test_a_mask_of_vllm_goes_before_the_count(engine):
     assert equal(on.step(2, 0.0), on.step(2, 1e4))
 
 
+@pytest.mark.parametrize(("rows", "long_enough"), [(7, True), (8, True), (9, False)])
+def test_a_mask_is_taken_if_it_has_all_rows(made_up, rows, long_enough):
+    made_up(MODULES)
+    assert fp8_scales.padding_mask(rows) is None
+    context = importlib.import_module("vllm.forward_context")
+    assert fp8_scales.padding_mask(rows) is None
+    context._forward_context = SimpleNamespace(is_padding=torch.zeros(8, dtype=torch.bool))
+    assert fp8_scales.padding_mask(rows) is (context._forward_context.is_padding if long_enough else None)
+
+
 def test_a_draft_model_has_vllms_own_scale(engine):
     on = engine(RUNNERS[0])
     on.runner.speculative_config = "eagle"

@@ -79,7 +79,12 @@ def _manager(spec: object) -> SimpleNamespace:
 
 @pytest.mark.parametrize(
     ("spec", "external", "recorded"),
-    [(MLAAttentionSpec(), 32, [8, 9]), (MLAAttentionSpec(), 0, []), (FullAttentionSpec(), 32, [])],
+    [
+        (MLAAttentionSpec(), 32, [8, 9]),
+        (MLAAttentionSpec(), 1, [8, 9]),
+        (MLAAttentionSpec(), 0, []),
+        (FullAttentionSpec(), 32, []),
+    ],
 )
 def test_blocks_for_external_tokens_are_recorded_behind_the_prefix_hits(spec, external, recorded):
     manager = _manager(spec)
@@ -138,6 +143,8 @@ def test_a_dummy_run_that_raises_leaves_no_trace():
     runner = SimpleNamespace()
     buffer = torch.arange(8)
     result = {0: buffer[:4]}, {}
+    assert patch._no_slots(result, (runner,), {}) is result
+    assert buffer.tolist() == [*range(8)]
 
     def dummy_run():
         with patch._dummy_run((runner, 4), {}):

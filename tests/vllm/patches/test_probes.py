@@ -71,6 +71,7 @@ CASES = [
     ("staging_race", 0, {WORKER: "x = 1\n"}),
     ("mla_recording", 1, {MANAGER: recorded("type(spec) is FullAttentionSpec")}),
     ("mla_recording", 0, {MANAGER: recorded("type(spec) in (FullAttentionSpec, MLAAttentionSpec)")}),
+    ("mla_recording", 0, {MANAGER: recorded("True")}),
     ("mla_zeroing", 1, {WORKER: method("KVBlockZeroer", "init_meta", SKIPS)}),
     ("mla_zeroing", 1, {WORKER: method("KVBlockZeroer", "__init__", SKIPS)}),
     ("mla_zeroing", 0, {WORKER: method("KVBlockZeroer", "init_meta")}),

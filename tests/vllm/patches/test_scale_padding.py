@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,7 +105,7 @@ def test_a_trace_of_whole_tiles_serves_other_sizes():
 def test_other_results_pass():
     plain = torch.ones(3, 4)
     assert patch._clear_padding(plain, (), {}) is plain
-    fp8 = SimpleNamespace(data=torch.ones(3, 4, dtype=torch.float8_e4m3fn), scale=torch.ones(3))
+    fp8 = QuantizedActivation(torch.ones(3, 4, dtype=torch.float8_e4m3fn), torch.ones(3), (3, 4))
     assert patch._clear_padding(fp8, (), {}) is fp8
     # A plain activation of bytes has a ``data`` as well.
     plain = torch.ones(3, 4, dtype=torch.uint8)
