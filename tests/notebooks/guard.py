@@ -4,11 +4,13 @@
 
 First every finding is ``not run``, without its numbers; then each has a verdict that nobody expects.
 For each line of its input prints one of JSON: what the cells print in each mode, or the error. Cells that
-raise are skipped. Always on the CPU, so that a machine with a GPU need not wait for it.
+raise are skipped, and so is what no stored verdict line comes from. Always on the CPU, so that a
+machine with a GPU need not wait for it.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -16,8 +18,14 @@ import multiprocessing
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# For tools, which the contract reads.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from contract import VERDICT_LINE, output_text
 
 NOT_RUN, FLIPPED = "not run", "flipped"
 MODES = (NOT_RUN, FLIPPED)
@@ -57,6 +65,38 @@ def force(mode: str) -> None:
     run._Scenes._begin = lambda self, scene: None  # type: ignore[method-assign,assignment]
 
 
+def sources(cells: list[Any]) -> Iterator[str]:
+    """The code of each cell that has a verdict line stored, or binds or may change what such a one reads.
+
+    Of other cells only the imports: what they draw and compute takes longer than all the rest, and no verdict
+    comes from it. The cell that says the machine is kept too.
+    """
+    trees = [(ast.parse(cell.source), cell) for cell in cells if cell.cell_type == "code"]
+    imports = [one for tree, _ in trees for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom)]
+    imported = {alias.asname or alias.name for one in imports for alias in one.names}
+    needed: set[str] = set()
+    kept = []
+    for tree, cell in reversed(trees):
+        changed, read = set(), set()
+        for node in ast.walk(tree):
+            match node:
+                case ast.Name(id=name):
+                    (read if isinstance(node.ctx, ast.Load) else changed).add(name)
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    changed.add(name)
+                case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()):
+                    changed.add(name)
+                case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))):
+                    changed.add(name)
+        said = output_text(cell)
+        if VERDICT_LINE.search(said) or said.startswith("machine: ") or changed & needed:
+            kept.append(cell.source)
+            needed |= read - imported
+        else:
+            kept.append(ast.unparse([one for one in tree.body if one in imports]))
+    yield from reversed(kept)
+
+
 def printed_lines(path: Path, mode: str) -> list[str]:
     """What the code cells of a notebook print in ``mode``. Changes this process for good."""
     import nbformat
@@ -67,12 +107,11 @@ def printed_lines(path: Path, mode: str) -> list[str]:
     shell.history_manager.enabled = False
     os.chdir(path.parent)
     lines = []
-    for cell in nbformat.read(path, as_version=4).cells:
-        if cell.cell_type == "code":
-            said = io.StringIO()
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-                shell.run_cell(cell.source, silent=True)
-            lines += said.getvalue().splitlines()
+    for source in sources(nbformat.read(path, as_version=4).cells):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+            shell.run_cell(source, silent=True)
+        lines += said.getvalue().splitlines()
     return lines
 
 

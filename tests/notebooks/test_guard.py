@@ -1,7 +1,8 @@
 """No notebook prints a verdict that its findings do not give.
 
 Each notebook's cells run once with every finding forced to ``not run``, and once with every verdict
-changed. No verdict line that the notebook has stored may come out again.
+changed; cells that no stored verdict line depends on are left out. No verdict line that the notebook has
+stored may come out again.
 """
 
 from __future__ import annotations
@@ -95,21 +96,29 @@ BAD = {
 
 
 def synthetic(path: Path, *cells: str) -> Path:
-    """A notebook with these code cells, whose outputs hold both verdict lines."""
+    """A notebook with these code cells, all but the first of which have both verdict lines stored."""
     nb = v4.new_notebook(cells=[v4.new_code_cell(source) for source in cells])
     text = "INTERPRETED replica: it leaks\nMEASURED replica: 5 rows\n"
-    nb.cells[-1].outputs = [v4.new_output("stream", name="stdout", text=text)]
+    for cell in nb.cells[1:]:
+        cell.outputs = [v4.new_output("stream", name="stdout", text=text)]
     nbformat.write(nb, path)
     return path
 
 
 def test_the_guard_lets_a_sound_notebook_pass_and_goes_on_after_an_error(tmp_path: Path) -> None:
-    path = synthetic(tmp_path / "good.ipynb", START, "1 / 0", GOOD, 'print("the end")')
+    path = synthetic(
+        tmp_path / "good.ipynb", f"{START}\nsome = {{}}", "1 / 0", GOOD, 'print(*some, "the end")'
+    )
+    nb = nbformat.read(path, as_version=4)
+    # Neither has a verdict stored: the next cell reads what the first puts there, and the second is left out.
+    nb.cells[1:1] = map(v4.new_code_cell, ('some["key"] = 0', 'import json\nprint("nothing needs this")'))
+    nbformat.write(nb, path)
     printed = forced(path)
     assert stored(path) == {"replica: it leaks", "replica: 5 rows"}
     reason = "not run, so no verdict: ablation, all four: forced by the guard"
     for mode in MODES:
-        assert printed[mode][-1] == "the end"
+        assert printed[mode][-1] == "key the end"
+        assert "nothing needs this" not in printed[mode]
         assert not stored(path) & verdicts("\n".join(printed[mode]))
         assert (reason in printed[mode]) == (mode == NOT_RUN)
 
