@@ -259,7 +259,9 @@ def test_a_module_holds_every_source_of_its_release_and_is_kept(unpacked: Path, 
     source, later = moe_module.package(unpacked), moe_sources.LATER_SOURCES[0]
     with pytest.raises(ModuleError, match=r"0\.6\.10: not built: staleproof moe-module build"):
         moe_module.built(source)
-    (path,) = moe_module.build(unpacked, say=lambda line: None)
+    told: list[str] = []
+    (path,) = moe_module.build(unpacked, say=told.append)
+    assert sorted(told[:-1]) == sorted(f"compiled {name}" for name in moe_sources.SOURCES)
     assert path.read_text().split()[1:] == [f"{Path(name).stem}.o" for name in moe_sources.SOURCES]
     assert moe_module.built(source) == path
     # A file that a later release has is linked, too.
@@ -331,10 +333,12 @@ def test_where_modules_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_the_command(unpacked: Path, nvcc: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["moe-module", "build", "--package-root", str(unpacked)]
-    cache = tmp_path / "here"
-    assert cli.main([*arguments, "--cache", str(cache), "--jobs", "1"]) == 0
-    assert len(list(cache.iterdir())) == 1
-    assert "built " in capsys.readouterr().out
+    cache = tmp_path / "not/yet/here"
+    nvcc.write_text(nvcc.read_text() + 'truncate -s 1572864 "$out"\n')
+    for said in ("built {} (1.5 MiB)", "built already: {}"):
+        assert cli.main([*arguments, "--cache", str(cache), "--jobs", "1"]) == 0
+        (made,) = cache.iterdir()
+        assert capsys.readouterr().out.splitlines()[-1] == said.format(made)
     (unpacked / "flashinfer/_build_meta.py").unlink()
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()

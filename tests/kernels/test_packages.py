@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,28 +104,83 @@ def test_a_file_runs_with_stand_ins_for_the_rest_of_its_package(cache):
     assert done.stdout == "2.0 True\n", done.stderr
 
 
-FP8 = """
+INTERPRETED = """
 import torch, triton, triton.language as tl
 from staleproof.kernels import interpreter
 interpreter.repair()
 
 @triton.jit
 def convert(x, out, N: tl.constexpr):
-    tl.store(out + tl.arange(0, N), tl.load(x + tl.arange(0, N)).to(tl.float8e4nv))
+    tl.store(out + tl.arange(0, N), tl.load(x + tl.arange(0, N)).to(out.dtype.element_ty))
 
-x, out = torch.randn(4096) * 100, torch.empty(4096, dtype=torch.float8_e4m3fn)
-x[0], x[1], x[2] = 127.0, 1e6, float("nan")
-convert[(1,)](x, out, 4096)
-print(out[:3].tolist(), torch.equal(out[3:].float(), x[3:].clamp(-448, 448).to(out.dtype).float()))
+@triton.autotune(configs=[triton.Config({"N": 8, "MORE": 1}), triton.Config({"N": 4, "MORE": 2})], key=[])
+@triton.jit
+def masked(x, out, n, scale, N: tl.constexpr, MORE: tl.constexpr):
+    i = tl.arange(0, N)
+    # Here the interpreter makes integers of the mask.
+    read, written = (i < 3) & (n > 0), (i < 5) & (n > 0)
+    found = tl.load(x + i, mask=read, other=7.0) * scale.to(tl.float32)
+    tl.store(out + i, found + MORE, mask=written)
+
+for fp8, largest in (torch.float8_e4m3fn, 448), (torch.float8_e5m2, 57344):
+    x, out = torch.randn(4096) * largest / 4, torch.empty(4096, dtype=fp8)
+    x[:4] = torch.tensor([127.0, 1e6, -1e6, float("nan")])
+    for source in x, x.half():
+        convert[(1,)](source, out, 4096)
+        right = source[4:].clamp(-largest, largest).to(fp8).float()
+        print(out[:4].tolist(), torch.equal(out[4:].float(), right))
+half = torch.empty(4, dtype=torch.float16)
+convert[(1,)](torch.tensor([0.1, 2.0, -3.0, 600.0]), half, 4)
+print(half.tolist())
+x, out = torch.arange(8.0), torch.zeros(8)
+masked[(1,)](x, out, 8, 2.5)
+print(out.tolist(), torch.cuda.get_device_capability(0))
+"""
+SHOWN = """[128.0, 448.0, -448.0, nan] True
+[128.0, 448.0, -448.0, nan] True
+[128.0, 57344.0, -57344.0, nan] True
+[128.0, 57344.0, -57344.0, nan] True
+[0.0999755859375, 2.0, -3.0, 600.0]
+[1.0, 3.5, 6.0, 18.5, 18.5, 0.0, 0.0, 0.0] (9, 0)
 """
 
 
-def test_the_interpreter_rounds_to_fp8_as_a_gpu_does(tmp_path):
-    (tmp_path / "convert.py").write_text(FP8)
+def test_the_interpreter_runs_and_rounds_as_a_gpu_does(tmp_path):
+    (tmp_path / "kernels.py").write_text(INTERPRETED)
     env = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "PATH": "", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(tmp_path / "convert.py")]
+    command = [sys.executable, str(tmp_path / "kernels.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.stdout == "[128.0, 448.0, nan] True\n", done.stderr
+    assert done.stdout == SHOWN, done.stderr
+
+
+def test_a_fetched_wheel_is_cut_to_what_is_wanted_and_replaces_what_was_there(tmp_path, monkeypatch):
+    ran = []
+
+    def pip(command, check):
+        ran.append((command, check))
+        with zipfile.ZipFile(Path(command[command.index("-d") + 1]) / "kernels-1.0.whl", "w") as wheel:
+            for name in ("kernels/ops.py", "kernels/_C.so", "more/kernels/ops.py"):
+                wheel.writestr(name, name)
+
+    monkeypatch.setattr(packages.subprocess, "run", pip)
+    folder = tmp_path / "no/such/kernels-1.0"
+    for _ in range(2):
+        packages.fetch("kernels==1.0", r"kernels/.*\.py", folder)
+        assert [file.relative_to(folder) for file in folder.rglob("*.*")] == [Path("kernels/ops.py")]
+        # Neither the wheel nor a folder of work stays.
+        assert [*folder.parent.iterdir()] == [folder]
+        (folder / "old.py").touch()
+    (command, check), _ = ran
+    assert (command[:4], command[-1], check) == (
+        [sys.executable, "-m", "pip", "download"],
+        "kernels==1.0",
+        True,
+    )
+    # The machines that kernels run on are not the one that fetches.
+    assert {
+        "--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp",
+        "--platform=manylinux_2_28_x86_64", "--platform=manylinux2014_x86_64",
+    } <= {*command}  # fmt: skip
 
 
 def _adapter(x):

@@ -24,6 +24,8 @@ from staleproof.kernels import vllm as vllm_kernels
 from staleproof.kernels.vllm_sources import executed
 from staleproof.ops.reference.mla_decode import mla_decode
 
+E4M3 = torch.float8_e4m3fn
+
 
 def call():
     q = torch.zeros(3, 16, 576, dtype=torch.bfloat16)
@@ -174,6 +176,40 @@ def test_a_vllm_whose_file_does_not_load_says_why(vllm, tmp_path):
         peer(*call(), softmax_scale=0.1)
 
 
+@pytest.mark.parametrize("more", ["", ", k_scale=None, v_scale=None, is_mla=False"])
+def test_vllms_triton_mla_gets_the_scales_that_its_release_takes(vllm, tmp_path, more):
+    file = tmp_path / "v1/attention/ops/triton_decode_attention.py"
+    file.parent.mkdir(parents=True)
+    arguments = f"q, k, v, o, lse, table, lengths, parts, splits, scale, page{more}"
+    file.write_text(f"seen = []\ndef decode_attention_fwd({arguments}):\n    seen.append(locals())\n")
+    vllm(tmp_path)
+    q, kv_cache, block_table, seq_lens = call()
+    peer = mla.peers()["vllm_triton"]
+    for splits in (None, 8):
+        peer.prepare(q, kv_cache, block_table, seq_lens, 0.1, splits, None)()
+    first, second = vllm_kernels.vllm_triton_mla_module().seen
+    assert (first["splits"], second["splits"], first["scale"], first["page"]) == (4, 8, 0.1, 64)
+    assert second["parts"].shape == (3, 16, 8, 513)
+    assert second["parts"].dtype == torch.float32
+    assert (first["k"].shape, first["v"].shape) == ((5, 64, 1, 576), (5, 64, 1, 512))
+    if more:
+        assert first["k_scale"] is first["v_scale"]
+        assert first["is_mla"]
+        assert first["k_scale"].dtype == torch.float32
+        assert first["k_scale"].tolist() == [1.0]
+
+
+def test_a_peer_is_named_after_its_release_and_without_one_after_its_package(monkeypatch):
+    monkeypatch.setattr(devices, "version_of", {"vllm": "0.22.1", "flashinfer-python": "0.7.2"}.get)
+    named = ["vLLM 0.22.1 Triton MLA", "FlashInfer 0.7.2 MLA fa2", "FlashInfer 0.7.2 MLA fa3",
+             "FlashInfer 0.7.2 trtllm-gen MLA", "FlashInfer 0.7.2 CUTLASS MLA"]  # fmt: skip
+    assert [peer.name for peer in mla.peers().values()][:5] == named
+    assert vllm_kernels.vllm_fa3().name == "vLLM 0.22.1 FA3 MLA"
+    monkeypatch.setattr(devices, "version_of", lambda package: None)
+    without = [name.replace(" 0.22.1", "").replace(" 0.7.2", "") for name in named]
+    assert [peer.name for peer in mla.peers().values()][:5] == without
+
+
 TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
 
 
@@ -248,9 +284,45 @@ def test_flashmla_writes_the_heads_of_several_query_tokens_as_one_axis(monkeypat
     monkeypatch.setattr(vllm_kernels, "flashmla_library", lambda: Path("_flashmla_C.abi3.so"))
     q, kv_cache = torch.randn(2, 2, 16, 576), torch.randn(5, 64, 576)
     block_table, seq_lens = torch.tensor([[1], [2]], dtype=torch.int32), torch.tensor([60, 7]).int()
-    out, _ = vllm_kernels.flashmla().prepare(q, kv_cache, block_table, seq_lens, 0.1, None, None)()
+    out, lse = vllm_kernels.flashmla().prepare(q, kv_cache, block_table, seq_lens, 0.1, None, None)()
     want, _ = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.1)
     torch.testing.assert_close(out, want)
+    # Its lse has another order of tokens and heads.
+    assert lse is None
+
+
+def test_flashmla_reads_an_e4m3_cache_with_e4m3_queries(monkeypatch):
+    loaded = []
+
+    def metadata(lengths, rows, kv_heads):
+        assert (rows, kv_heads) == (16, 1)
+        return "a plan", lengths
+
+    def decode(q, kv, rank, lengths, table, scale, causal, plan, splits, q_scale, kv_scale):
+        assert (q.dtype, kv.dtype, rank, causal) == (E4M3, E4M3, 512, False)
+        assert (plan, splits is lengths, q_scale.tolist(), kv_scale.tolist()) == (
+            "a plan",
+            True,
+            [1.0],
+            [1.0],
+        )
+        out, lse = mla_decode(q[:, 0].float(), kv[:, :, 0].float(), table, lengths, softmax_scale=scale)
+        return out[:, None], lse[..., None]
+
+    kernels = SimpleNamespace(fwd_kvcache_mla_fp8=decode, get_mla_decoding_metadata_dense_fp8=metadata)
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(torch.ops, "_flashmla_extension_C", kernels, raising=False)
+    monkeypatch.setattr(vllm_kernels, "flashmla_library", lambda: Path("wheel/_flashmla_C.abi3.so"))
+    q, kv_cache = torch.randn(2, 16, 576), torch.randn(5, 64, 576).to(E4M3)
+    block_table, seq_lens = torch.tensor([[1], [2]], dtype=torch.int32), torch.tensor([60, 7]).int()
+    kept = torch.empty(2, 16, 512)
+    out, lse = vllm_kernels.flashmla().prepare(q, kv_cache, block_table, seq_lens, 0.1, None, kept)()
+    given = q.to(E4M3).float(), kv_cache.float(), block_table, seq_lens
+    want, _ = mla_decode(*given, softmax_scale=0.1)
+    torch.testing.assert_close(out, want)
+    # What is compared was written before the launch that is timed.
+    torch.testing.assert_close(kept, want)
+    assert (lse, loaded) == (None, ["wheel/_flashmla_extension_C.abi3.so"])
 
 
 @pytest.mark.gpu

@@ -55,6 +55,8 @@ def test_a_file_runs_under_its_own_name_and_leaves_nothing(tmp_path, monkeypatch
         assert module.Impl.support is module.Support.UNIFORM_BATCH is not module.Support.NEVER
         # A class of vLLM's own has only what vLLM gave it.
         assert not hasattr(module.Impl, "UNIFORM_BATCH_2")
+        # Each import of a name gives the same class.
+        assert module.Support is importlib.import_module("vllm.elsewhere").Support
         assert module.current_platform.is_cuda()
         assert sys.modules["vllm"].__file__ == str(root / "__init__.py")
     assert sys.modules["vllm"] is before

@@ -1,0 +1,334 @@
+"""An adapter adds no fault of its own: over a kernel that keeps the padding contract every clause holds.
+
+The kernels here are made up (:mod:`stand_ins`), so that also those of a GPU, and of packages that are not
+here, show whether they get what they ask for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, wraps
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import stand_ins
+
+from staleproof.cases.case import Reading
+from staleproof.cases.finding import Finding, read_findings
+from staleproof.contract import attention_probes, binding, row_probes, runner
+from staleproof.contract.cases import SUBJECTS, subjects_in
+from staleproof.contract.contract import BREAKS, HOLDS, NO_REFERENCE, UNDEFINED
+from staleproof.kernels import flashinfer, mla, mxfp4, packages, vllm
+from staleproof.kernels.subject import Subject
+from staleproof.ops.reference.mla_decode import mla_decode
+
+NOT_RUN = "not run"
+ALL = {(s.package, s.name): s for module in SUBJECTS for s in subjects_in(module)}
+# Those of operands need their package's own formats; test_real.py of mxfp4_scales runs them.
+MADE_UP = {key: s for key, s in ALL.items() if key[0] not in ("staleproof", "torch") and s.kind != "operands"}
+OURS = {key: s for key, s in ALL.items() if key[0] == "staleproof"}
+OF_TORCH = {key: s for key, s in ALL.items() if key[0] == "torch"}
+# One scale for all rows, and rows of a masked product past its counts: a kernel without a fault has them too.
+SHARED = {
+    ("sglang", "Triton per_tensor_quant_mla_fp8", "R"),
+    ("sgl-deep-gemm", "m_grouped_bf16_gemm_nt_masked", "U"),
+}
+# What a kernel is given besides tensors, where its result does not tell.
+CHOSEN = {
+    "flash attention 2, paged": {(2, 0)},
+    "flash attention 3, paged": {(3, 0)},
+    "MLA fa2": {"fa2"},
+    "MLA fa3": {"fa3"},
+    "paged decode": {"auto"},
+    "paged prefill fa2": {"fa2"},
+    "paged prefill fa3": {"fa3"},
+    "fp8 per group of 128": {128},
+    "per_token_group_quant_int8": {32},
+    "Triton per_token_group_quant_fp8": {32},
+    "Triton moe_fused_gate, softmax": {"softmax"},
+    "Triton moe_fused_gate, sigmoid in groups": {"sigmoid"},
+    "fused_moe.cutlass_fused_moe": {(1, 0, 8)},
+    "fused_moe.cutlass_fused_moe, two ranks with all-to-all": {(2, 0, 4), (2, 1, 4)},
+}
+
+
+def named(subjects: dict[tuple[str, str], Subject]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("key", subjects, ids=" ".join)
+
+
+def watched(subject: Subject, mode: Callable[[], object] = stand_ins.OnGpu) -> Subject:
+    """The subject with its adapter run where each tensor that it makes must name a device."""
+
+    @wraps(subject.function)
+    def call(**given: object) -> object:
+        with mode():
+            return subject.call(**given)
+
+    call.__signature__ = inspect.signature(subject.call)
+    return replace(subject, call=call)
+
+
+def said(reading: Reading) -> str:
+    return f"{reading.verdict}: {reading.note}" if reading.note else reading.verdict
+
+
+@pytest.fixture(name="other_scale", autouse=True)
+def other_scale_fixture(monkeypatch):
+    """Scores are not scaled by what a kernel takes by itself."""
+    make = attention_probes.make_call
+
+    def made(*args, **kwargs):
+        call = make(*args, **kwargs)
+        call.softmax_scale *= 1.5
+        return call
+
+    monkeypatch.setattr(attention_probes, "make_call", made)
+
+
+@cache
+def recorded() -> dict[tuple[str, str], list[Finding]]:
+    """The findings of both recorded audits by package and kernel."""
+    found: dict[tuple[str, str], list[Finding]] = {}
+    for file in sorted((Path(__file__).parents[2] / "workbook/audits").glob("*.jsonl")):
+        for one in read_findings(file, recorded=False):
+            found.setdefault((one.release.partition(" ")[0], one.variant), []).append(one)
+    return found
+
+
+# Kernels that no recorded audit ran, and the clauses that their adapters cannot be asked.
+NEVER_RAN = {"trtllm-gen MLA": ("U", "Q"), "nvfp4_quantize, 128x4": ("0",), "topk with softmax": ("Ib", "P")}
+
+
+def _unasked(key: tuple[str, str], clause: str, note: str) -> bool:
+    """Whether the recorded audits say the same of a clause that they did not ask."""
+    notes = {one.note for one in recorded()[key] if one.question == clause}
+    return note.startswith(("takes ", NO_REFERENCE)) and (
+        note in notes or clause in NEVER_RAN.get(key[1], ())
+    )
+
+
+@named(MADE_UP)
+def test_over_a_kernel_without_a_fault_every_clause_holds(key, monkeypatch):
+    subject = MADE_UP[key]
+    stand_ins.CHOSEN.clear()
+    if subject.kind == "rows" and "dtype" not in subject.shape:
+        # A weight of another dtype than the rows shows.
+        subject = replace(subject, shape={**subject.shape, "dtype": "bfloat16"})
+    with stand_ins.installed():
+        found = {clause: ask("cpu") for clause, ask in runner.probes_of(watched(subject)).items()}
+    assert set(found) == set(subject.clauses)
+    wrong = {}
+    for clause in found.keys() - subject.skip.keys() - subject.documented.keys():
+        reading = found[clause]
+        if (*key, clause) in SHARED:
+            right = reading.verdict == BREAKS
+        elif reading.verdict == NOT_RUN:
+            right = _unasked(key, clause, reading.note)
+        else:
+            right = reading.verdict == HOLDS
+        if not right:
+            wrong[clause] = said(reading)
+    assert wrong == {}
+    assert set(stand_ins.CHOSEN) == CHOSEN.get(key[1], set())
+
+
+BIASED = {key: s for key, s in ALL.items() if "bias" in inspect.signature(s.call).parameters}
+
+
+@named(BIASED)
+def test_a_bias_decides_which_experts_are_chosen_and_not_their_weights(key, device):
+    subject, logits = ALL[key], row_probes._logits({}, "cpu")
+    bias = torch.arange(16) * 7 % 16 / 8
+    where = device if key in OURS else "cpu"
+    with stand_ins.installed() if key in MADE_UP else nullcontext():
+        given = logits.to(where), {"bias": bias.to(where)}
+        weights, ids = (x.cpu() for x in row_probes._route(subject.call, {}, given[0], **given[1]))
+    groups = (4, 2) if subject.shape.get("grouped") else (1, 1)
+    scores = logits.softmax(-1) if "softmax" in key[1] or "cudacore" in key[1] else logits.sigmoid()
+    right, right_ids = stand_ins.route(scores, 4, bias, groups=groups)
+    assert ids.sort().values.tolist() == right_ids.sort().values.tolist()
+    right = scores.gather(1, ids.long())
+    for of in (weights, right):
+        of /= of.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, right)
+
+
+@named({key: s for key, s in OURS.items() if s.kind != "attention"})
+def test_our_operations_keep_every_clause(key, device):
+    found = {
+        c: said(ask(device)) for c, ask in runner.probes_of(OURS[key]).items() if c not in OURS[key].skip
+    }
+    assert found == dict.fromkeys(found, HOLDS)
+
+
+@named({key: s for key, s in OURS.items() if s.kind == "attention"})
+def test_our_attention_is_right_with_one_and_with_several_query_tokens(key, device):
+    probes = runner.probes_of(OURS[key])
+    assert probes["0"](device).verdict == HOLDS
+    assert probes["E"](device).verdict == HOLDS
+
+
+BACKENDS = {
+    "SDPA math, boolean mask": "MATH",
+    "SDPA flash of the CPU, boolean mask": "FLASH_ATTENTION",
+    "SDPA memory-efficient, boolean mask": "EFFICIENT_ATTENTION",
+    "SDPA cuDNN, boolean mask": "CUDNN_ATTENTION",
+}
+
+
+@named(OF_TORCH)
+def test_an_adapter_of_torch_gives_the_reference_on_clean_input(key, device, monkeypatch):
+    """Backends of a GPU are left out here: the one of the CPU answers, and varlen attention is made up."""
+    subject, asked = OF_TORCH[key], []
+
+    def backend(wanted):
+        asked.append(wanted.name)
+        return nullcontext()
+
+    def compiled(function, **how):
+        # Without compilation flex_attention compiles a wrapper of itself, for a backend that it names.
+        asked.extend([] if how else ["compiled"])
+        return function
+
+    if device == "cpu":
+        if "SDPA" in key[1]:
+            monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", backend)
+        monkeypatch.setattr(torch, "compile", compiled)
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", stand_ins.torch_attention)
+        forward = SimpleNamespace(_flash_attention_forward=stand_ins.flash_attention_forward)
+        if "_flash" in key[1]:
+            monkeypatch.setattr(torch.ops, "aten", forward)
+    elif why := packages.unavailable_reason(subject):
+        pytest.skip(why)
+    probes = runner.probes_of(subject)
+    clauses = ("0", "Q") if subject.shape.get("q_len") == 0 else ("0",)
+    assert {clause: said(probes[clause](device)) for clause in clauses} == dict.fromkeys(clauses, HOLDS)
+    if device == "cpu":
+        wanted = "compiled" if "compiled" in key[1] else BACKENDS.get(key[1])
+        assert {*asked} == {wanted} - {None}
+
+
+def test_sm90_is_what_kernels_of_hopper_need():
+    hopper = {"quack-kernels", "flash-attn-4", "sgl-flash-mla", "sgl-deep-gemm"}
+    assert {key for key, s in ALL.items() if s.needs == "sm90"} == {
+        *((package, name) for package, name in ALL if package in hopper),
+        *(("vllm", name) for name in ("flash attention 3, paged", "FlashMLA, dense")),
+        *(("flashinfer-python", f"{name} fa3") for name in ("MLA", "paged prefill")),
+        ("flashinfer-python", "triton.cascade.merge_state"),
+        *(("flashinfer-python", name) for package, name in ALL if name.startswith("fused_moe.")),
+    }  # fmt: skip
+
+
+def test_the_recorded_audits_tell_of_todays_kernels():
+    assert recorded().keys() == ALL.keys()
+    wrong = []
+    for key, findings in recorded().items():
+        subject, gpu = ALL[key], ALL[key].needs not in ("", "cpu")
+        for one in findings:
+            clause, note, release = one.question, one.note, one.release.partition(" ")[2]
+            here = one.provenance != "INTERPRETED"
+            absent = "sm100" if "needs an SM100" in note else "cpu" if "runs on CPU" in note else ""
+            right = (
+                clause in subject.clauses,
+                not release or not subject.versions or release in subject.versions,
+                one.verdict != UNDEFINED or subject.documented.get(clause, "?") in note,
+                one.verdict != BREAKS or clause not in subject.documented,
+                clause not in subject.skip or note == subject.skip[clause] or "needs a" in note,
+                ("needs a CUDA GPU" in note) == (gpu and not here),
+                absent == (subject.needs if here and subject.needs in ("sm100", "cpu") else ""),
+            )
+            wrong += [(*key, clause, number) for number, yes in enumerate(right) if not yes]
+    assert wrong == []
+
+
+@named(MADE_UP)
+def test_the_calls_of_an_adapter_fit_every_release_that_is_here(key):
+    releases = [release for release in packages.releases(MADE_UP[key]) if release.version != "unknown"]
+    found = {release.version: binding.problem(MADE_UP[key], release) for release in releases}
+    # Part of it is compiled: no file says what it takes.
+    compiled = key == ("vllm", "FlashMLA, dense")
+    assert {version: why for version, why in found.items() if why and not compiled} == {}
+
+
+PEERS = {**flashinfer.flashinfer_peers(), "vllm_fa3": vllm.vllm_fa3(), "torch_sdpa": mla.torch_sdpa()}
+
+
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_decodes_as_the_reference(name, q_len):
+    """Entries of the table past a request's pages are arbitrary, and one request is empty."""
+    if q_len > 1 and name in ("torch_sdpa", "vllm_fa3", "flashinfer_cutlass"):
+        pytest.skip("takes one query token a request")
+    q, kv_cache = torch.randn(3, q_len, 16, 576), torch.randn(7, 64, 576)
+    block_table = torch.tensor([[4, 2, 6], [3, 99, -1], [-1, 5, 5]], dtype=torch.int32)
+    seq_lens, out = torch.tensor([130, 64, 0], dtype=torch.int32), torch.empty(3 * q_len, 16 * 512)
+    scale = 192**-0.5 if name == "flashinfer_cutlass" else 0.07
+    peer = replace(PEERS[name], unavailable_reason=None)
+    with stand_ins.installed(), stand_ins.OnGpu():
+        found, lse = peer(q, kv_cache, block_table, seq_lens, softmax_scale=scale, out=out)
+    want, want_lse = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=scale)
+    if q_len == 1:
+        want, want_lse = want[:, 0], want_lse[:, 0]
+    torch.testing.assert_close(found[:2], want[:2], rtol=1e-4, atol=1e-4)
+    assert found.data_ptr() == out.data_ptr()
+    if name in ("flashinfer_fa2", "flashinfer_fa3"):
+        torch.testing.assert_close(lse[:2], want_lse[:2], rtol=1e-4, atol=1e-4)
+    else:
+        assert lse is None
+
+
+def test_marlin_gets_sizes_that_it_takes_and_bytes_behind_its_scales(monkeypatch):
+    """hidden 192 becomes 256 and inner 96 becomes 128, as vLLM rounds them; what is added is zeros."""
+    given = {}
+
+    def prepare(layer, w13, w2, s13, s2, b13, b2):
+        assert (layer.params_dtype, b13, b2) == (torch.bfloat16, None, None)
+        given.update(w13=w13, w2=w2, s13=s13, s2=s2)
+        return w13, w2, s13.view(torch.int16), s2, b13, b2
+
+    def fused(x, w13, w2, b13, b2, s13, s2, weights, ids, kind, *, activation, global_num_experts):
+        given.update(x=x, scales=(s13, s2), ids=ids, weights=weights)
+        assert (w13 is given["w13"], w2 is given["w2"], b13, b2) == (True, True, None, None)
+        assert (kind, activation, global_num_experts) == ("fp4", "oai", 4)
+        return x + 1
+
+    modules = {
+        "activation": SimpleNamespace(MoEActivation=SimpleNamespace(SWIGLUOAI="oai")),
+        "experts": SimpleNamespace(marlin_moe=SimpleNamespace(fused_marlin_moe=fused)),
+    }
+    fp4 = SimpleNamespace(prepare_moe_mxfp4_layer_for_marlin=prepare)
+    layers = "vllm.model_executor.layers"
+    found = {f"{layers}.fused_moe.{name}": module for name, module in modules.items()}
+    found[f"{layers}.quantization.utils"] = SimpleNamespace(marlin_utils_fp4=fp4)
+    kinds = SimpleNamespace(float4_e2m1f=SimpleNamespace(id="fp4"))
+    found["vllm.scalar_type"] = SimpleNamespace(scalar_types=kinds)
+    w13, w2 = (mxfp4.quantized(mxfp4.Shape(4, n, k), torch.Generator()) for n, k in ((192, 192), (192, 96)))
+    x, ids, weights = torch.randn(3, 192).bfloat16(), torch.zeros(3, 2).long(), torch.rand(3, 2)
+    behind = torch.tensor([255, 7], dtype=torch.uint8)
+    with mock.patch.dict(sys.modules, found):
+        out = mxfp4.marlin(w13, w2)(x, ids, weights, behind)
+    assert out.equal(x + 1)
+    assert given["x"].equal(functional.pad(x, (0, 64)))
+    assert (given["ids"].dtype, given["weights"] is weights) == (torch.int32, True)
+    for name, part, n, k in (
+        ("w13", w13.weight, 256, 128), ("s13", w13.scale, 256, 8), ("w2", w2.weight, 256, 64),
+        ("s2", w2.scale, 256, 4),
+    ):  # fmt: skip
+        wanted = part.new_zeros(4, n, k)
+        wanted[:, : part.shape[1], : part.shape[2]] = part
+        assert given[name].is_contiguous()
+        assert given[name].equal(wanted), name
+    for made, scales in zip(given["scales"], (given["s13"], given["s2"]), strict=True):
+        assert made.view(torch.uint8).equal(scales)
+        assert made.untyped_storage().tolist()[-2:] == [255, 7]
