@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.engine.made_engine import stand_in
 
 from staleproof.engine import hybrid_probes, tenants
+from staleproof.engine.probes import prompts
+from staleproof.engine.spies import Rows
 from staleproof.engine.tenants import Tenants
 
 NAN = float("nan")
@@ -125,10 +129,15 @@ def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(mon
     def generate(engine, asked, lengths):
         waits = runner.prepare_inputs_event is event
         assert waits is (log.guard is None)
-        seen.append((log.zeroing, bool(cache.isnan().all()), log.delay, waits))
+        assert log.guard is None or log.guard.event is event
+        assert (asked, lengths) == (prompts([20, 57, 94]), [4, 5, 6])
+        seen.append((log.zeroing, bool(cache.isnan().all()), log.delay, waits, [*log.requests]))
         log.requests = {str(number): number for number in range(5)}
-        step = {7: SimpleNamespace(logprob=-0.5)}
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7], logprobs=[step])]) for _ in asked]
+        steps = [[{7: SimpleNamespace(logprob=value)} for value in row] for row in ((-0.5, 1.0), (NAN,))]
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=(number, 7), logprobs=logprobs)])
+            for number, logprobs in enumerate([*steps, None])
+        ]
 
     monkeypatch.setattr(hybrid_probes, "generate", generate)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -136,14 +145,174 @@ def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(mon
     monkeypatch.setattr(hybrid_probes, "tell", lambda answer: told.update([answer]))
     states = ["zeroing", "no zeroing", "no zeroing, cache of NaN", "late copies", "late copies, no wait"]
     monkeypatch.setattr(Tenants, "by_fifth", lambda self: {"given": [0] * 5})
-    assert [*hybrid_probes.hybrid(engine, states, requests=3)] == states
+    seconds = hybrid_probes.hybrid(engine, states, requests=3)
+    assert [*seconds] == states
+    assert all(0 <= one < 60 for one in seconds.values())
+    # Each state begins with an empty log.
     assert seen == [
-        (True, False, False, True),
-        (False, False, False, True),
-        (False, True, False, True),
-        (True, True, True, True),
-        (True, True, True, False),
+        (True, False, False, True, []),
+        (False, False, False, True, []),
+        (False, True, False, True, []),
+        (True, True, True, True, []),
+        (True, True, True, False, []),
     ]
     assert (runner.prepare_inputs_event, log.guard) == (event, None)
-    assert told["zeroing"]["nan"] == [False] * 3
-    assert told["cache"] == {"block_size": 528, "blocks": 24, "waits": True}
+    half, one, nan = (int(torch.tensor(value).view(torch.int32)) for value in (-0.5, 1.0, NAN))
+    found = {
+        "tokens": [[0, 7], [1, 7], [2, 7]],
+        "logprobs": [[half, one], [nan], []],
+        "nan": [False, True, False],
+        "blocks_by_fifth": {"given": [0] * 5},
+    }
+    blocks = {"block_size": 528, "blocks": 24}
+    assert told == {"cache": {**blocks, "waits": True}, **dict.fromkeys(states, found)}
+    del runner.prepare_inputs_event
+    assert hybrid_probes.hybrid(engine, [], requests=3) == {}
+    assert told["cache"] == {**blocks, "waits": False}
+
+
+def test_a_cache_is_poisoned_in_every_layout_and_dtype():
+    plain, turned, bits = torch.zeros(2, 3), torch.zeros(3, 2).T, torch.zeros(4, dtype=torch.uint8)
+    part = torch.zeros(2, 4)
+    hybrid_probes.poison([plain, [turned, (bits,)], part[:, ::2]])
+    assert bits.tolist() == [255] * 4
+    assert all(one.isnan().all() for one in (plain, turned, part[:, ::2]))
+    assert not part[:, 1::2].any(), "what lies between is another's"
+
+
+def test_groups_of_attention_have_a_cache_of_blocks(monkeypatch):
+    class MambaSpec(SimpleNamespace): ...
+
+    stand_in(monkeypatch, "vllm.v1.kv_cache_interface", MambaSpec=MambaSpec)
+    caches = {name: torch.zeros(6, number + 1) for number, name in enumerate(("state", "b", "d"))}
+    layers = {**caches, "c": [torch.zeros(2)], "e": caches["d"]}
+    groups = [
+        SimpleNamespace(layer_names=names, kv_cache_spec=spec)
+        for names, spec in (
+            (("state",), MambaSpec(block_size=528)),
+            (("b", "none"), SimpleNamespace(block_size=16)),
+            (("c",), SimpleNamespace(block_size=16)),
+            (("d", "e"), SimpleNamespace(block_size=32)),
+        )
+    ]
+    runner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=groups, num_blocks=6),
+        compilation_config=SimpleNamespace(
+            static_forward_context={name: SimpleNamespace(kv_cache=one) for name, one in layers.items()}
+        ),
+    )
+    found = tenants.attention_caches(runner)
+    assert {number: of[1:] for number, of in found.items()} == {1: (6, 16), 3: (6, 32)}
+    assert found[1][0] is caches["b"]
+    assert found[3][0] is caches["d"]
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((8, 2, 8, 3), 0), ((2, 8, 8, 3), 1), ((8, 8, 3), 0)])
+def test_the_axes_of_blocks_and_of_tokens_are_found_also_if_they_are_equally_long(shape, axis):
+    cache = torch.zeros(shape)
+    # Token 5 of block 3: each key and each value of it.
+    cache.select(axis, 3).select(-2, 5).fill_(NAN)
+    values = cache.numel() // 64
+    told = [tenants.contents(cache, 8, 8, block, n).tolist() for block, n in ((3, 5), (3, 6), (2, 0))]
+    assert told == [[values, values], [values, 0], [0, 0]]
+
+
+def test_the_switches_stand_around_vllms_own_methods(monkeypatch):
+    calls = []
+
+    class Runner:
+        def _update_states(self, scheduler_output):
+            calls.append("update")
+            return "updated"
+
+    class Zeroer:
+        def zero_block_ids(self, block_ids):
+            calls.append(("zero", block_ids))
+
+    stand_in(monkeypatch, "vllm.v1.worker.gpu_model_runner", GPUModelRunner=Runner)
+    stand_in(monkeypatch, "vllm.v1.worker.utils", KVBlockZeroer=Zeroer)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append(("sleep", cycles)))
+    watch, runner, zeroer = Rows(), Runner(), Zeroer()
+    tenants.tenants(watch)
+    log = watch.tenants
+    monkeypatch.setattr(log, "step", lambda of, output: calls.append(("step", of is runner, output)))
+    event = SimpleNamespace(synchronize=lambda: calls.append("wait"))
+
+    def after(function, *args):
+        calls.clear()
+        result = function(*args)
+        return result, [*calls]
+
+    for guard, ids, waits in (
+        (event, [], []),
+        (event, [3], []),
+        (tenants.DeferredEvent(event), [], ["wait"]),
+        (tenants.DeferredEvent(event), None, ["wait"]),
+        # Then the zeroing waits, once it has read the ids.
+        (tenants.DeferredEvent(event), [3], []),
+    ):
+        runner.prepare_inputs_event = guard
+        output = SimpleNamespace(new_block_ids_to_zero=ids)
+        want = [*waits, "update", ("step", True, output)]
+        assert after(runner._update_states, output) == ("updated", want)
+
+    zero = zeroer.zero_block_ids
+    assert after(zero, [2]) == (None, [("zero", [2])]), "as vLLM does, until a switch is set"
+    log.delay = True
+    assert after(zero, [2])[1] == [("sleep", tenants.DELAY_CYCLES), ("zero", [2])]
+    assert after(zero, [])[1] == [("zero", [])]
+    log.zeroing, log.guard = False, tenants.DeferredEvent(event)
+    assert after(zero, [2])[1] == [("sleep", tenants.DELAY_CYCLES), "wait"]
+    log.zeroing, log.delay = True, False
+    assert after(zero, [2])[1] == [("zero", [2]), "wait"]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_control_stands_in_for_the_attention_of_a_step_with_requests(monkeypatch, by_name):
+    class Impl:
+        scale = 0.25
+
+        def forward(self, layer, query, key, value, kv, metadata, output, scale=None):
+            output.fill_(7.0)
+            return output, scale
+
+    stand_in(monkeypatch, "vllm.v1.attention.backends.triton_attn", TritonAttentionImpl=Impl)
+    asked = []
+    monkeypatch.setattr(tenants, "_attend", lambda *args: asked.append(args))
+    tenants.whole_tiles(Rows())
+    out = torch.zeros(2)
+    rest, keywords = ((), {"output": out, "scale": 3}) if by_name else ((out, 3), {})
+    for metadata in (None, "metadata"):
+        assert Impl().forward("layer", "q", "k", "v", "kv", metadata, *rest, **keywords) == (out, 3)
+    # The profile run has none.
+    assert asked == [("q", "kv", "metadata", 0.25, out)]
+
+
+def test_a_step_without_tokens_of_a_request_leaves_its_row_out():
+    kv, query, out = torch.ones(2, 2, 128, 1, 4), torch.ones(1, 2, 4), torch.zeros(1, 8)
+    metadata = SimpleNamespace(
+        query_start_loc=torch.tensor([0, 0, 1]),
+        seq_lens=torch.tensor([0, 3]),
+        block_table=torch.tensor([[0], [1]]),
+    )
+    kv[0] = NAN
+    tenants._attend(query, kv, metadata, 1.0, out)
+    # Heads lie side by side in the output of this backend.
+    assert out.tolist() == [[1.0] * 8]
+
+
+def test_flashinfers_moe_is_loaded_from_the_module_of_its_release(monkeypatch, tmp_path):
+    core = stand_in(monkeypatch, "flashinfer.fused_moe.core")
+    sys.modules["flashinfer"].__version__ = "0.6.1"
+    stand_in(monkeypatch, "flashinfer.fused_moe", core=core)
+    stand_in(monkeypatch, "tvm_ffi", load_module=lambda path: ("loaded", path))
+    for name in ("0.6.1-0a9f", "0.6.1-9f0a", "0.6.10-0a9f", "0x6.1-0a9f", "0.6.1-0a9f.so", "0.6.1-zz"):
+        (tmp_path / f"fused_moe_sm90-{name}.so").touch()
+    monkeypatch.setenv("STALEPROOF_MOE_MODULES", str(tmp_path))
+    tenants.flashinfer_moe(Rows())
+    made = core.gen_cutlass_fused_moe_sm90_module("any", "flags")
+    assert made.build_and_load() == ("loaded", str(tmp_path / "fused_moe_sm90-0.6.1-0a9f.so"))
+    for folder, named in ((str(tmp_path / "none"), tmp_path / "none"), ("", "no folder")):
+        monkeypatch.setenv("STALEPROOF_MOE_MODULES", folder)
+        with pytest.raises(RuntimeError, match=f"in {named}: staleproof moe-module build"):
+            tenants.flashinfer_moe(Rows())
