@@ -250,19 +250,27 @@ def test_steps_without_rows_and_prompts_leave_no_expert_ids():
         watch.keep_ids("router 0", torch.zeros(rows, 2, dtype=torch.int64))
         watch.keep("layers.0.attention", torch.zeros(rows, 2))
     assert [rows for _, rows in watch.ids] == [rows for _, rows in watch.flags] == [1, spies.LARGEST]
-    # Only the last step has been served since, with one row.
+    # Only one step has been served since, with one row and one expert.
     watch.clear()
-    watch.keep_ids("router 0", torch.tensor([[0, 1]]))
-    assert (watch.duplicates(1), watch.first_experts(), watch.chosen(-1)) == ((0, 0), [1, 1], spies.LARGEST)
+    assert dict(watch.seen()) == {}
+    watch.keep_ids("router 1", torch.tensor([[0]]))
+    assert (watch.duplicates(1), watch.first_experts(), watch.chosen(0)) == ((0, 0), [1, 1], 1)
+    watch.keep("layers.0.mlp", torch.zeros(1, 2))
+    assert dict(watch.seen()) == {}, "no decode step was seen"
+    watch.keep("layers.0.attention", torch.full((1, 2), NAN))
+    assert dict(watch.seen()) == {"layers.0.attention": [1], "layers.0.mlp": [0]}
 
 
 def test_what_spies_keep_lies_on_the_device_of_what_they_see():
-    # A device without memory: a tensor of the CPU beside one of it raises.
-    watch, x = Rows(), torch.empty(8, 2, device="meta")
-    watch.keep(f"layers.0.{spies.EXPERTS_INPUT}", x)
-    watch.keep_ids("router 0", x.long())
-    kept = *watch.flags.values(), *watch.largest.values(), *watch.ids.values(), *watch.repeats.values()
-    assert {one.device.type for one in (*kept, checksum(x))} == {"meta"}
+    x = torch.arange(16.0).reshape(8, 2)
+    watch = Rows()
+    # What is made with no device would be made on another one, and a tensor beside one of that raises.
+    with torch.device("meta"):
+        watch.keep(f"layers.0.{spies.EXPERTS_INPUT}", x)
+        watch.keep_ids("router 0", x.long())
+        assert (watch.first_experts(), watch.duplicates(3)) == ([1, 8], (0, 0))
+        kept = *watch.flags.values(), *watch.largest.values(), *watch.ids.values(), *watch.repeats.values()
+        assert {one.device.type for one in (*kept, checksum(x))} == {"cpu"}
     assert [one.dtype for one in kept] == [torch.int8, torch.float32, torch.int64, torch.int32]
 
 
@@ -270,12 +278,21 @@ def test_dummy_weights_keep_the_scale_of_their_input(monkeypatch):
     loader = "vllm.model_executor.model_loader"
     modules = [stand_in(monkeypatch, f"{loader}.{name}") for name in ("dummy_loader", "weight_utils")]
 
+    generator, devices = torch.Generator, set()
+    monkeypatch.setattr(torch, "Generator", lambda device: devices.add(device) or generator())
+
     def drawn(*params: torch.Tensor) -> list[torch.Tensor]:
         spies.scaled_weights()
         one, two = (module.initialize_single_dummy_weight for module in modules)
         assert one is two
-        for param in params:
-            one(param, -1e-3, high=1e-3, seed=1234)
+        # vLLM loads a model with its dtype as the default; the device is that of the weights.
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device("meta"):
+                for param in params:
+                    one(param, -1e-3, high=1e-3, seed=1234)
+        finally:
+            torch.set_default_dtype(torch.float32)
         return [param.clone() for param in params]
 
     weights = [torch.zeros(512, 48), torch.zeros(512, 48, dtype=torch.bfloat16)]
@@ -288,6 +305,10 @@ def test_dummy_weights_keep_the_scale_of_their_input(monkeypatch):
         assert 0.24 < one.max() <= 0.25
         assert -0.25 <= one.min() < -0.24
         assert abs(float(one.var()) * 48 - 1) < 0.05
+    # What was recorded had these.
+    again = torch.empty(512, 48).uniform_(-0.25, 0.25, generator=generator().manual_seed(1))
+    assert torch.equal(first[1], again)
+    assert devices == {torch.device("cpu")}
     # Each has values of its own, and every engine the same.
     assert not torch.allclose(first[1], first[2].float(), atol=0.1)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(first[1:4], drawn(*weights), strict=True))

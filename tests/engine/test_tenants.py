@@ -87,7 +87,9 @@ def test_the_control_is_attention_and_reads_the_whole_tile():
         block_table=torch.tensor([[2, 0], [1, 0]]),
     )
     out = torch.zeros(3, 4, 16)
-    tenants._attend(query, kv, metadata, 0.25, out)
+    # What is made with no device would not be where the cache is.
+    with torch.device("meta"):
+        tenants._attend(query, kv, metadata, 0.25, out)
     for row, (block, keys) in enumerate([(2, 5), (1, 129), (1, 130)]):
         k, v = (kv[block, side, :keys].repeat_interleave(2, dim=1) for side in (0, 1))
         weights = torch.einsum("hd,khd->hk", query[row], k).mul(0.25).softmax(-1)
