@@ -55,6 +55,9 @@ def test_a_block_that_was_state_is_stale_unless_it_is_zeroed(runner):
         assert counted["nonzero"] == counted["nan_in_tail"] == stale
         # Block 1 was never state.
         assert counted["from_state"] == stale
+        suspects = [suspect for request in log.requests for suspect in log.log.explain(request)]
+        found = [one for one in suspects if (one.written_as, one.read_as) == (tenants.STATE, tenants.KEYS)]
+        assert {one.steps_ago for one in found} == (set() if zeroing else {1})
 
 
 def test_a_nan_before_the_end_of_the_prompt_is_not_in_the_tail(runner):
@@ -73,8 +76,15 @@ def test_a_nan_before_the_end_of_the_prompt_is_not_in_the_tail(runner):
 def test_blocks_that_a_running_request_gets_are_counted_too(runner):
     log = Tenants()
     log.step(runner, output(new=[("a", ([0], [1]), 8)]))
-    log.step(runner, output(cached=[("a", ([], [2])), ("b", None)]))
-    assert len(log.counted) == 2
+    # Its first token is written in this step; what lies behind that is the tail.
+    runner.cache[2, 1, 0] = runner.cache[3, 0, 1] = NAN
+    log.step(runner, output(cached=[("a", ([], [2, 3])), ("b", None)]))
+    assert [(request, found.tolist()) for request, found in log.counted] == [
+        ("a", [0, 0]),
+        ("a", [2, 0]),
+        ("a", [2, 2]),
+    ]
+    assert log.requests == {"a": 0}
 
 
 def test_the_control_is_attention_and_reads_the_whole_tile():
