@@ -102,6 +102,7 @@ def test_router_logits_are_kept_by_step_and_by_kind_of_row(monkeypatch):
     runner.execute_model(Space(total_num_scheduled_tokens=8))
     assert runner._dummy_run(8, uniform_decode=True) == ("served", True)
     runner.execute_model(Space(total_num_scheduled_tokens=2), rows=4)
+    runner.execute_model(Space(total_num_scheduled_tokens=LARGEST), rows=LARGEST)
     # A prompt, and a step in which no router ran.
     runner.execute_model(Space(total_num_scheduled_tokens=LARGEST + 1), rows=LARGEST + 1)
     runner.routers = ()
@@ -111,6 +112,7 @@ def test_router_logits_are_kept_by_step_and_by_kind_of_row(monkeypatch):
         step(8, 8, (2, 0), (2, 0)),
         step(0, 8, (0, 2), (0, 2)),
         step(2, 4),
+        step(LARGEST, LARGEST, (2, 0), (2, 0)),
     ]
 
 

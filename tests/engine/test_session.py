@@ -43,7 +43,13 @@ def told_fixture(monkeypatch) -> list[tuple[str, object]]:
     monkeypatch.setattr(session, "tell", told.append)
     process = Space(environ={"PATH": "/bin"}, _exit=lambda code: told.append(("exit", code)))
     monkeypatch.setattr(session, "os", process)
+    streams = {name: Space(flush=lambda name=name: told.append(("flush", name))) for name in ("out", "err")}
+    monkeypatch.setattr(session, "sys", Space(stdout=streams["out"], stderr=streams["err"]))
     return told
+
+
+# Without a teardown nobody else writes what was printed.
+END = [("flush", "out"), ("flush", "err"), ("exit", 0)]
 
 
 def made(monkeypatch: pytest.MonkeyPatch, order: Order) -> None:
@@ -67,7 +73,7 @@ def test_every_probe_is_told_at_once_and_the_process_ends(monkeypatch, told):
         # In one line, and no longer than 300 characters.
         ("error", f"ValueError: {('no such ' + 400 * 'x')[:300]}"),
         ("rows", ("engine", 3, 24)),
-        ("exit", 0),
+        *END,
     ]
 
 
@@ -75,7 +81,7 @@ def test_an_engine_that_does_not_start_is_told(monkeypatch, told, capsys):
     order = Order("qwen3", {start: {}}, config={"num_hidden_layers": 2})
     monkeypatch.setattr(session, "start", lambda order, folder: broken(folder))
     session.serve(order)
-    assert [name for name, _ in told] == ["error", "exit"]
+    assert [name for name, _ in told] == ["error", "flush", "flush", "exit"]
     # The whole of it is in the log.
     assert "ValueError: no\n such" in capsys.readouterr().err
 
@@ -93,12 +99,7 @@ def test_the_other_ranks_serve_alone_and_their_answers_follow(monkeypatch, told)
     monkeypatch.setattr(session.children, "start", child)
     made(monkeypatch, order)
     session.serve(order)
-    assert told == [
-        ("start", "engine started"),
-        ("rank 1", {"start": -1}),
-        ("rank 2", {"start": -2}),
-        ("exit", 0),
-    ]
+    assert told == [("start", "engine started"), ("rank 1", {"start": -1}), ("rank 2", {"start": -2}), *END]
     # They start no ranks of their own, and are the same engine otherwise.
     alone = Order("qwen3", {start: {}}, config={"num_hidden_layers": 2})
     assert started == [alone] * 2

@@ -105,19 +105,19 @@ def test_the_control_is_attention_and_reads_the_whole_tile():
     out = torch.zeros(3, 4, 16)
     # What is made with no device would not be where the cache is.
     with torch.device("meta"):
-        tenants._attend(query, kv, metadata, 0.25, out)
+        tenants._attend(query, kv, metadata, 0.5, out)
     for row, (block, keys) in enumerate([(2, 5), (1, 129), (1, 130)]):
         k, v = (kv[block, side, :keys].repeat_interleave(2, dim=1) for side in (0, 1))
-        weights = torch.einsum("hd,khd->hk", query[row], k).mul(0.25).softmax(-1)
+        weights = torch.einsum("hd,khd->hk", query[row], k).mul(0.5).softmax(-1)
         torch.testing.assert_close(out[row], torch.einsum("hk,khd->hd", weights, v))
     kv[2, 1, 100] = NAN
     kv[1, 1, 255] = NAN
-    tenants._attend(query, kv, metadata, 0.25, out)
+    tenants._attend(query, kv, metadata, 0.5, out)
     assert out.isnan().any((1, 2)).tolist() == [True, True, True]
     kv[2, 1, 100], kv[1, 1, 255] = 0.0, 0.0
     # Behind the tile of the first request.
     kv[2, 1, 128:] = NAN
-    tenants._attend(query, kv, metadata, 0.25, out)
+    tenants._attend(query, kv, metadata, 0.5, out)
     assert not out.isnan().any()
 
 
@@ -133,7 +133,7 @@ def test_only_the_zeroing_goes_without_the_runners_wait():
 
 
 def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(monkeypatch):
-    seen, event = [], SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+    seen, calls, event = [], [], SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     log = Tenants()
     cache = torch.zeros(2, 3)
     runner = SimpleNamespace(kv_caches=[[cache]], prepare_inputs_event=event)
@@ -148,7 +148,18 @@ def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(mon
         waits = runner.prepare_inputs_event is event
         assert waits is (log.guard is None)
         assert log.guard is None or log.guard.event is event
-        assert (asked, lengths) == (prompts([20, 57, 94]), [4, 5, 6])
+        calls.append("serve")
+        assert asked == prompts([len(one["prompt_token_ids"]) for one in asked])
+        sizes = [(len(one["prompt_token_ids"]), length) for one, length in zip(asked, lengths, strict=True)]
+        assert [sizes[i] for i in (0, 1, 2)] == [(20, 4), (57, 5), (94, 6)]
+        # Their sizes wrap around, each at another request.
+        if len(asked) > 3:
+            assert (sizes[10], sizes[11], sizes[12:14], len(sizes)) == (
+                (390, 14),
+                (27, 15),
+                [(64, 16), (101, 4)],
+                100,
+            )
         seen.append((log.zeroing, bool(cache.isnan().all()), log.delay, waits, [*log.requests]))
         log.requests = {str(number): number for number in range(5)}
         steps = [[{7: SimpleNamespace(logprob=value)} for value in row] for row in ((-0.5, 1.0), (NAN,))]
@@ -158,14 +169,22 @@ def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(mon
         ]
 
     monkeypatch.setattr(hybrid_probes, "generate", generate)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    clock = iter(range(100))
+    monkeypatch.setattr(hybrid_probes.time, "perf_counter", lambda: 1.27 * next(clock))
     told = {}
     monkeypatch.setattr(hybrid_probes, "tell", lambda answer: told.update([answer]))
     states = ["zeroing", "no zeroing", "no zeroing, cache of NaN", "late copies", "late copies, no wait"]
     monkeypatch.setattr(Tenants, "by_fifth", lambda self: {"given": [0] * 5})
-    seconds = hybrid_probes.hybrid(engine, states, requests=3)
-    assert [*seconds] == states
-    assert all(0 <= one < 60 for one in seconds.values())
+    # Bits are those of float32, whatever an engine has as its default.
+    torch.set_default_dtype(torch.float64)
+    try:
+        seconds = hybrid_probes.hybrid(engine, states, requests=3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seconds == dict.fromkeys(states, 1.3)
+    # No step of one state is under way when the switches of the next are set.
+    assert calls == ["wait", "serve", "wait"] * 5
     # Each state begins with an empty log.
     assert seen == [
         (True, False, False, True, []),
@@ -187,6 +206,8 @@ def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(mon
     del runner.prepare_inputs_event
     assert hybrid_probes.hybrid(engine, [], requests=3) == {}
     assert told["cache"] == {**blocks, "waits": False}
+    runner.prepare_inputs_event = event
+    assert hybrid_probes.hybrid(engine, ["zeroing again"]) == {"zeroing again": 1.3}
 
 
 def test_a_cache_is_poisoned_in_every_layout_and_dtype():
