@@ -52,6 +52,12 @@ def test_the_share_of_padded_steps_of_the_busy_rank_decides(monkeypatch, bad, ve
     assert found[ranks.QUESTION, ON].verdict == NOT_RUN
 
 
+@pytest.mark.parametrize(("padding", "mean"), [([], 0.0), ([5], 5.0), ([5, 1, 1], 2.33)])
+def test_the_mean_padding_is_of_the_steps_that_have_some(padding, mean):
+    told = ranks.counted([*(step(8 - rows, 8) for rows in padding), step(8, 8)])
+    assert (told["steps"], told["padded"], told["mean padding"]) == (len(padding) + 1, len(padding), mean)
+
+
 def test_a_machine_with_one_gpu_starts_no_engine(monkeypatch):
     monkeypatch.setattr(orders, "start", lambda *_: pytest.fail("an engine was started"))
     monkeypatch.setattr(orders, "_gpus", lambda: 1)
@@ -103,6 +109,7 @@ def test_router_logits_are_kept_by_step_and_by_kind_of_row(monkeypatch):
     assert runner._dummy_run(8, uniform_decode=True) == ("served", True)
     runner.execute_model(Space(total_num_scheduled_tokens=2), rows=4)
     runner.execute_model(Space(total_num_scheduled_tokens=LARGEST), rows=LARGEST)
+    runner.execute_model(Space(total_num_scheduled_tokens=1), rows=1)
     # A prompt, and a step in which no router ran.
     runner.execute_model(Space(total_num_scheduled_tokens=LARGEST + 1), rows=LARGEST + 1)
     runner.routers = ()
@@ -113,6 +120,7 @@ def test_router_logits_are_kept_by_step_and_by_kind_of_row(monkeypatch):
         step(0, 8, (0, 2), (0, 2)),
         step(2, 4),
         step(LARGEST, LARGEST, (2, 0), (2, 0)),
+        step(1, 1),
     ]
 
 
@@ -136,6 +144,7 @@ def test_rounds_are_served_by_the_first_rank_while_the_others_keep_step(monkeypa
         assert lengths[0] == [67, 74, 81]
         # Longer than a step that is kept, so that only decode steps are.
         assert (len(lengths[1]), min(lengths[1]), max(lengths[1])) == (60, LARGEST + 3, 154)
+        assert len(ranks.uneven(engine, [1])) == 24
 
 
 @pytest.mark.slow
