@@ -13,7 +13,7 @@ import torch
 import staleproof
 from staleproof.cases import measure
 from staleproof.kernels.adapter import Peer
-from staleproof.ops.reference import fp8
+from staleproof.ops.reference import fp8, topk
 from staleproof.ops.reference.mla_decode import mla_decode
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -473,3 +473,107 @@ def test_scales_and_padding_of_a_quantiser_are_compared(monkeypatch, spoilt, why
     assert said["staleproof, padding not written"] == ("" if spoilt == "padding" else why)
     # A code of this one may differ by a rounding, in one of a hundred.
     assert said["torch.compile"] == ("wrong values" if spoilt == "codes" else "")
+
+
+class Routing:
+    """Routing kernels of vLLM, FlashInfer and SGLang, by their documented arguments."""
+
+    @staticmethod
+    def write(weights, ids, found):
+        weights.copy_(found[0])
+        ids.copy_(found[1])
+
+    def topk_softmax(self, weights, ids, sources, x, renormalize, bias):
+        assert (bias, sources.dtype) == (None, torch.int32)
+        self.write(weights, ids, topk.topk_softmax(x, ids.shape[1], renormalize=renormalize))
+
+    def topk_sigmoid(self, weights, ids, sources, x, renormalize, bias):
+        self.write(weights, ids, topk.topk_sigmoid(x, ids.shape[1], bias=bias, renormalize=renormalize))
+
+    def grouped_topk(self, x, groups, topk_group, k, renormalize, scaling, bias, sigmoid):
+        assert (renormalize, sigmoid) == (True, 1)
+        return self.grouped(x, groups, topk_group, k, bias, scaling)
+
+    def grouped(self, x, groups, topk_group, k, bias, scaling):
+        named = {"num_expert_group": groups, "topk_group": topk_group}
+        return topk.grouped_topk(x, k, bias=bias, routed_scaling_factor=scaling, **named)
+
+    def flashinfer(self, x, bias, groups, topk_group, k, scaling, weights, ids, overlapped):
+        assert (weights.dtype, bias.dtype, overlapped) == (torch.bfloat16, torch.bfloat16, False)
+        self.write(weights, ids, self.grouped(x, groups, topk_group, k, bias.float(), scaling))
+
+    def sglang(self, x, bias, k, score, shared=0, renormalize=None, scaling=1.0, scaled=False, **groups):
+        assert shared == 0
+        if groups:
+            assert (score, renormalize, scaled) == ("sigmoid", True, True)
+            return self.grouped(x, groups["num_expert_group"], groups["topk_group"], k, bias, scaling)
+        if score == "softmax":
+            assert (bias, renormalize) == (None, False)
+            return topk.topk_softmax(x, k)
+        return topk.topk_sigmoid(x, k, bias=bias, renormalize=renormalize)
+
+
+def test_every_library_routes_as_ours_by_its_own_arguments(monkeypatch):
+    bench = rehearsal.load("topk", monkeypatch)
+    libraries = Routing()
+    for name in ("vllm", "flashinfer", "sglang"):
+        monkeypatch.setattr(bench, name, lambda name=name: getattr(libraries, name, libraries))
+    peers = bench.Peers()
+    of_vllm = ["vLLM", "nan_to_num, vLLM", "nan_to_num(-inf), vLLM"]
+    ours = ["staleproof", "staleproof, not sanitised"]
+    for case, experts, k, providers in (
+        (peers.softmax(16, 2, 20), 16, 2, [*ours, "softmax, torch.topk", *of_vllm, "SGLang"]),
+        (peers.sigmoid(16, 1, False, 20), 16, 1, [*ours, *of_vllm, "SGLang"]),
+        (peers.sigmoid(16, 2, True, 20), 16, 2, [*ours, *of_vllm, "SGLang"]),
+        (peers.grouped(20), 256, 8, [*ours, *of_vllm, "FlashInfer", "SGLang"]),
+    ):
+        rows = [row for row in case.rows() if row["cache"] == "cold"]
+        assert [row["provider"] for row in rows] == providers, case.kernel
+        # Logits in two bytes, and for each choice a weight and an id.
+        assert {row["bytes"] for row in rows} == {20 * (experts * 2 + k * 8)}
+        assert not any("rows_of_other_experts" in row for row in rows)
+
+
+def test_libraries_that_are_not_here_are_said_and_not_asked(monkeypatch, capsys):
+    bench = rehearsal.load("topk", monkeypatch)
+    monkeypatch.delenv("STALEPROOF_VLLM_MOE_SO", raising=False)
+    monkeypatch.setattr(bench.shutil, "which", lambda name: None)
+    monkeypatch.setattr(bench.packages, "releases", lambda gate: [])
+    peers = bench.Peers()
+    assert (peers.vllm, peers.flashinfer, peers.sglang) == (None, None, None)
+    said = capsys.readouterr().out.splitlines()
+    assert ["is not set" in said[0], "no FlashInfer" in said[1], "no SGLang" in said[2]] == [True] * 3
+    loaded = []
+    monkeypatch.setenv("STALEPROOF_VLLM_MOE_SO", "moe.so")
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(torch.ops, "_moe_C", "operators", raising=False)
+    assert (bench.vllm(), loaded) == ("operators", ["moe.so"])
+
+
+def test_the_host_is_timed_with_vllms_own_operators(monkeypatch):
+    bench = rehearsal.load("host_time", monkeypatch, ROWS=4, EXPERTS=256, HIDDEN=32, HEADS=2)
+    monkeypatch.setattr(bench, "peers", dict)
+    monkeypatch.setattr(bench, "flashmla", lambda: Peer("FlashMLA", "not here", None))
+    loaded = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(torch.ops, "_moe_C", Routing(), raising=False)
+
+    def quantize(codes, x, scale):
+        found = fp8.quantize_fp8_per_tensor(x)
+        codes.copy_(found[0])
+        scale.copy_(found[1])
+
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(dynamic_scaled_fp8_quant=quantize), raising=False)
+    for name in ("MOE", "C"):
+        monkeypatch.delenv(f"STALEPROOF_VLLM_{name}_SO", raising=False)
+    inputs = bench.Inputs()
+    assert inputs.peers() == {"mla_decode": {}}
+    for name in ("MOE", "C"):
+        monkeypatch.setenv(f"STALEPROOF_VLLM_{name}_SO", f"{name}.so")
+    found = inputs.peers()
+    assert loaded == ["MOE.so", "C.so"]
+    names = {"topk_softmax", "topk_sigmoid", "grouped_topk", "quantize_fp8_per_tensor"}
+    assert {name for name, calls in found.items() if [*calls] == ["vLLM"]} == names
+    for calls in found.values():
+        for call in calls.values():
+            call()

@@ -12,6 +12,7 @@ from tests.engine.real_vllm import fits
 
 from staleproof.cases.words import NOT_RUN
 from staleproof.engine import orders, ranks
+from staleproof.engine.bench import Results
 from staleproof.engine.orders import EngineResult
 from staleproof.engine.spies import LARGEST, Rows
 
@@ -56,6 +57,12 @@ def test_the_share_of_padded_steps_of_the_busy_rank_decides(monkeypatch, bad, ve
 def test_the_mean_padding_is_of_the_steps_that_have_some(padding, mean):
     told = ranks.counted([*(step(8 - rows, 8) for rows in padding), step(8, 8)])
     assert (told["steps"], told["padded"], told["mean padding"]) == (len(padding) + 1, len(padding), mean)
+
+
+def test_one_step_with_padding_is_all_of_them():
+    one = {"uneven": [step(3, 8, (0, 1)), step(8, 8, (1, 0))], "rank 1": {"uneven": []}}
+    found = ranks.padding("one", Results(iter(()), results(one=one)))
+    assert (found.verdict, found.numbers["idle rank"]["steps"]) == ("nearly all", 0)
 
 
 def test_a_machine_with_one_gpu_starts_no_engine(monkeypatch):
