@@ -12,6 +12,7 @@ import torch
 
 import staleproof
 from staleproof.cases import measure
+from staleproof.incidents.mla_padding import scene
 from staleproof.kernels.adapter import Peer
 from staleproof.ops.reference import fp8, topk
 from staleproof.ops.reference.mla_decode import mla_decode
@@ -334,6 +335,8 @@ def test_a_decode_step_reads_its_weights_and_the_cache_of_the_live_requests(monk
         asked.append(sizes)
         return config.for_device(where, **sizes | {"hidden": 16, "inter": 8})
 
+    # A step that is not captured says as much, and sooner.
+    monkeypatch.setattr(scene, "capture", lambda step, on: step() or SimpleNamespace(replay=step))
     monkeypatch.setattr(bench, "EngineConfig", SimpleNamespace(for_device=for_device))
     monkeypatch.setattr(bench, "_paired", lambda engines: dict.fromkeys(engines, measure.Times(2, 1, 3)))
     cases = [*bench.cases()]
