@@ -366,6 +366,10 @@ def test_engines_that_may_share_the_gpu_start_together_slow_ones_first_and_other
     found = findings(cases.table(without=["fast 2"]), monkeypatch)
     assert started == [(["slow", "fast 1"], 240, None), (["alone"], 240, 1)]
     assert [one.numbers["by"] for one in found.values()] == ["fast 1", "fast 1", "it was not started"]
+    # As long as if they started one after another, and a minute.
+    limits = [case.scene.limit_s for case in cases.table(without=["fast 2"]).cases]
+    assert limits == [60 + 2 * 240, 60 + 2 * 240, 60 + 240]
+    assert [case.scene.limit_s for case in cases.table("fast", "fast", without=["fast"]).cases] == [300]
 
 
 def test_no_two_benches_name_an_engine_alike():
