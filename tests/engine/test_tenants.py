@@ -246,13 +246,16 @@ def test_groups_of_attention_have_a_cache_of_blocks(monkeypatch):
     assert found[3][0] is caches["d"]
 
 
-@pytest.mark.parametrize(("shape", "axis"), [((8, 2, 8, 3), 0), ((2, 8, 8, 3), 1), ((8, 8, 3), 0)])
-def test_the_axes_of_blocks_and_of_tokens_are_found_also_if_they_are_equally_long(shape, axis):
+@pytest.mark.parametrize(
+    ("shape", "axis", "parts"),
+    [((8, 2, 8, 3), 0, 1), ((2, 8, 8, 3), 1, 1), ((8, 8, 3), 0, 1), ((2, 32, 8, 3), 1, 4)],
+)
+def test_the_axes_of_blocks_and_of_tokens_are_found_also_if_they_are_equally_long(shape, axis, parts):
     cache = torch.zeros(shape)
     # Token 5 of block 3: each key and each value of it.
-    cache.select(axis, 3).select(-2, 5).fill_(NAN)
-    values = cache.numel() // 64
-    told = [tenants.contents(cache, 8, 8, block, n).tolist() for block, n in ((3, 5), (3, 6), (2, 0))]
+    cache.select(axis, 3 * parts).select(-2, 5).fill_(NAN)
+    values, tokens = cache.numel() // (64 * parts), 8 * parts
+    told = [tenants.contents(cache, 8, tokens, block, n).tolist() for block, n in ((3, 5), (3, 6), (2, 0))]
     assert told == [[values, values], [values, 0], [0, 0]]
 
 
@@ -325,6 +328,23 @@ def test_the_control_stands_in_for_the_attention_of_a_step_with_requests(monkeyp
         assert Impl().forward("layer", "q", "k", "v", "kv", metadata, *rest, **keywords) == (out, 3)
     # The profile run has none.
     assert asked == [("q", "kv", "metadata", 0.25, out)]
+
+
+def test_the_control_reads_no_block_that_is_not_the_requests():
+    draw = torch.Generator().manual_seed(0)
+    # Blocks of 64 tokens: 130 keys are in three, whose end is before that of the second tile.
+    kv, query = (torch.randn(*shape, generator=draw) for shape in ((4, 2, 64, 2, 8), (1, 2, 8)))
+    kv[0] = NAN
+    out = torch.zeros(1, 2, 8)
+    metadata = SimpleNamespace(
+        query_start_loc=torch.tensor([0, 1]),
+        seq_lens=torch.tensor([130]),
+        block_table=torch.tensor([[2, 1, 3, 0, 0]]),
+    )
+    tenants._attend(query, kv, metadata, 0.5, out)
+    k, v = (kv[[2, 1, 3], side].flatten(0, 1)[:130] for side in (0, 1))
+    weights = torch.einsum("hd,khd->hk", query[0], k).mul(0.5).softmax(-1)
+    torch.testing.assert_close(out[0], torch.einsum("hk,khd->hd", weights, v))
 
 
 def test_a_step_without_tokens_of_a_request_leaves_its_row_out():
