@@ -75,7 +75,7 @@ def cases() -> Iterator[measure.Timing]:
         }
         engines = {n: Engine(v, config, c) for n, (v, c) in variants.items()}
         # What every variant must read: the weights once, and the KV cache of the live requests.
-        weights = sum(w.numel() * 2 for w in vars(engines["without"].weights[0]).values())
+        weights = sum(w.numel() * 2 for w in engines["without"].weights[0].values())
         for live in LIVE:
             for engine in engines.values():
                 engine.set_batch(Batch(live))

@@ -12,8 +12,9 @@ import torch
 
 import staleproof
 from staleproof.cases import measure
+from staleproof.incidents.mla_padding import scene
 from staleproof.kernels.adapter import Peer
-from staleproof.ops.reference import fp8
+from staleproof.ops.reference import fp8, topk
 from staleproof.ops.reference.mla_decode import mla_decode
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -312,3 +313,270 @@ def test_one_launch_a_block_is_a_peer_of_the_zeroer(monkeypatch):
     for mode in ("ids in a list, host time", "ids in a list, copy included"):
         assert len(found[mode]) == 4
         assert {"staleproof", "fresh pinned tensor, one launch a block"} <= found[mode]
+
+
+def seen(rows: list[dict]) -> dict[tuple[str, int], tuple[int, str | None, list[str]]]:
+    """Mode without the cache, and what varies -> the fewest bytes, and who was timed."""
+    found: dict = {}
+    for row in rows:
+        mode = row["mode"].removesuffix(", cold").removesuffix(", warm")
+        _, names = found.setdefault((mode, row["x_value"]), (row["bytes"], []))
+        assert found[mode, row["x_value"]][0] == row["bytes"]
+        names.append(row["provider"])
+    return found
+
+
+def test_a_decode_step_reads_its_weights_and_the_cache_of_the_live_requests(monkeypatch):
+    bench = rehearsal.load("decode_step", monkeypatch, BATCH=2, CONTEXTS=(64,), LIVE=(1, 2))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    config, asked = bench.EngineConfig, []
+
+    def for_device(where, **sizes):
+        asked.append(sizes)
+        return config.for_device(where, **sizes | {"hidden": 16, "inter": 8})
+
+    # A step that is not captured says as much, and sooner.
+    monkeypatch.setattr(scene, "capture", lambda step, on: step() or SimpleNamespace(replay=step))
+    monkeypatch.setattr(bench, "EngineConfig", SimpleNamespace(for_device=for_device))
+    monkeypatch.setattr(bench, "_paired", lambda engines: dict.fromkeys(engines, measure.Times(2, 1, 3)))
+    cases = [*bench.cases()]
+    variants = [
+        *("without", "clear_empty_rows", "masked_fill", "fused quantiser, all rows", "quantize live rows"),
+        "RowCounters on",
+    ]
+    usual = {"batch": 2, "context": 64, "hidden": 1344, "inter": 512, "experts": 8, "top_k": 2}
+    assert asked == [usual]
+    # Four heads of 576 and of 512 values, a router of 8 experts and two layers of 8 in each.
+    weights = 2 * 16 * (4 * 576 + 4 * 512 + 8 + 2 * 8 * 8)
+    assert seen([row for case in cases for row in case.rows()]) == {
+        ("batch 2, 64 tokens", live): (weights + live * 64 * 576 * 2, variants) for live in (1, 2)
+    }
+    other = {name: torch.zeros(2) for name in variants} | {"without": torch.ones(2)}
+    for name in variants[1:]:
+        if name in ("clear_empty_rows", "masked_fill", "RowCounters on"):
+            with pytest.raises(measure.WrongResult, match=f"{name}: live rows differ"):
+                cases[0].wrong(name, other)
+        else:
+            assert cases[0].wrong(name, other) == ""
+
+
+def test_rows_of_empty_requests_are_cleared_and_no_others(monkeypatch):
+    sizes = {"ROWS": 8, "HEADS": 2, "RANK": 4, "LIVE": (3, 8), "ROW_BYTES": 16, "SETS": 2}
+    bench = rehearsal.load("clear_empty_rows", monkeypatch, **sizes)
+    cases = [*bench.cases()]
+    always = ["staleproof", "masked_fill_", "torch.where"]
+    by_host = ["slice zero_, n on the host", "limit: cudaMemsetAsync, n on the host"]
+    assert seen([row for case in cases for row in case.rows()]) == {
+        ("bf16 (8, 2, 4)", 3): (5 * 16, always + by_host),
+        # No row is empty, and nothing need be written.
+        ("bf16 (8, 2, 4)", 8): (0, always),
+    }
+    for first, why in ((2, "wrong rows"), (3, ""), (4, "wrong rows")):
+        assert cases[0].wrong("cleared", {"cleared": lambda out, first=first: out[first:].zero_()}) == why
+
+
+def test_a_first_call_is_timed_with_an_empty_cache_and_with_the_one_that_it_left(monkeypatch):
+    bench = rehearsal.load("first_call", monkeypatch)
+    asked = []
+
+    def run(command, env, **options):
+        assert (command[0], command[1], options["check"]) == (sys.executable, "-c", False)
+        compile(command[2], "program", "exec")
+        asked.append((command[2], env["TRITON_CACHE_DIR"], [*Path(env["TRITON_CACHE_DIR"]).iterdir()]))
+        (Path(env["TRITON_CACHE_DIR"]) / "kernel").touch()
+        return SimpleNamespace(returncode=0, stdout=f"said before\n[{len(asked)}, 0.5]\n", stderr="")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    rows = bench.rows()
+    names = [*bench.OPERATIONS]
+    assert {*names} <= {*staleproof.__all__}
+    assert [(row["kernel"], row["provider"], row["p50"], row["bytes"]) for row in rows] == [
+        (name, provider, time, 0)
+        for number, name in enumerate(names)
+        for first in (2 * number + 1, 2 * number + 2)
+        for provider, time in (("staleproof", first), ("the second call", 0.5))
+    ]
+    for (program, cache, found), (again, same, left) in zip(asked[::2], asked[1::2], strict=True):
+        assert (program, cache, found) == (again, same, [])
+        assert [path.name for path in left] == ["kernel"]
+    assert len({cache for _, cache, _ in asked}) == len(names)
+    assert all(f"staleproof.{name}" in program for name, (program, *_) in zip(names, asked[::2], strict=True))
+    assert [row["mode"].rpartition(" ")[2] for row in rows[:4]] == ["empty", "empty", "filled", "filled"]
+    monkeypatch.setattr(
+        bench.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stdout="", stderr="no GPU")
+    )
+    with pytest.raises(RuntimeError, match="the call: no GPU"):
+        bench.timed("", "the call", "cache")
+
+
+def test_a_quantised_tensor_of_another_scale_or_of_other_bytes_is_wrong(monkeypatch):
+    bench = rehearsal.load("quantize_fp8_per_tensor", monkeypatch)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for live in (2, 4):
+        got, scale = fp8.quantize_fp8_per_tensor(x, live_rows=live)
+        assert bench.wrong((got, scale), x, live) == ""
+        assert bench.wrong((got, scale * (1 + 1e-5)), x, live) == "wrong result"
+        assert bench.wrong((got, scale), x * 2, live) == "wrong result"
+        # The neighbour of a number is a rounding; the one after that is not.
+        codes = got.view(torch.uint8)
+        at = got.float().abs().argmax()
+        for step, why in ((1, ""), (2, "wrong result")):
+            off = codes.clone()
+            off.view(-1)[at] -= step
+            assert bench.wrong((off.view(torch.float8_e4m3fn), scale), x, live) == why
+    assert torch.equal(bench.all_rows(x)[1], fp8.quantize_fp8_per_tensor(x)[1])
+
+
+def test_bytes_of_the_quantisers(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.delenv("STALEPROOF_VLLM_C_SO", raising=False)
+    bench = rehearsal.load("quantize_fp8_per_tensor", monkeypatch, ROWS=8, HIDDEN=(64,), LIVE=(2,), FEW=())
+    masked = ["staleproof", "staleproof, mask"]
+    every = [f"{name}, all rows" for name in ("staleproof", "torch eager", "torch.compile")]
+    assert seen(bench.rows()) == {
+        # Live rows are read in two bytes an element, and all are written in one.
+        ("bf16 (8, 64)", 2): (2 * 64 * 2 + 8 * 64, masked),
+        ("bf16 (8, 64)", 8): (3 * 8 * 64, every),
+        ("bf16 (8, 64)", 1): (8 * 64, ["limit: memset of the result"]),
+    }
+    bench = rehearsal.load("quantize_nvfp4", monkeypatch, ROWS=(200,), HIDDEN=64)
+    names = ["staleproof", "staleproof, padding not written", "zeros, then staleproof", "torch.compile"]
+    # Two bytes in, half a byte out, and 4 scales in each of 256 rows.
+    assert seen(bench.rows()) == {
+        ("bf16 (m, 64)", 200): (200 * 64 * 5 // 2 + 256 * 4, [*names, "limit: copy of as many bytes"])
+    }
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "why"),
+    [("codes", "wrong values"), ("owned", "wrong scales"), ("padding", "wrong scales"), ("", "")],
+)
+def test_scales_and_padding_of_a_quantiser_are_compared(monkeypatch, spoilt, why):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    bench = rehearsal.load("quantize_nvfp4", monkeypatch, ROWS=(1,), HIDDEN=64)
+    (case,) = bench.cases()
+    out = (
+        torch.zeros(1, 32, dtype=torch.uint8),
+        torch.zeros(128, 4, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    )
+    want = tuple(x.clone() for x in out)
+
+    def quantise():
+        for x in out:
+            x.view(torch.uint8).zero_()
+        if spoilt == "codes":
+            out[0][0, 3] = 1
+        elif spoilt:
+            # The one row has the first four scales.
+            out[1].view(torch.uint8).view(-1)[3 if spoilt == "owned" else 300] = 1
+        return out
+
+    said = {name: case.wrong(name, {name: [quantise]}, out, want, 1) for name in case.providers}
+    assert said["staleproof"] == said["zeros, then staleproof"] == why
+    assert said["staleproof, padding not written"] == ("" if spoilt == "padding" else why)
+    # A code of this one may differ by a rounding, in one of a hundred.
+    assert said["torch.compile"] == ("wrong values" if spoilt == "codes" else "")
+
+
+class Routing:
+    """Routing kernels of vLLM, FlashInfer and SGLang, by their documented arguments."""
+
+    @staticmethod
+    def write(weights, ids, found):
+        weights.copy_(found[0])
+        ids.copy_(found[1])
+
+    def topk_softmax(self, weights, ids, sources, x, renormalize, bias):
+        assert (bias, sources.dtype) == (None, torch.int32)
+        self.write(weights, ids, topk.topk_softmax(x, ids.shape[1], renormalize=renormalize))
+
+    def topk_sigmoid(self, weights, ids, sources, x, renormalize, bias):
+        self.write(weights, ids, topk.topk_sigmoid(x, ids.shape[1], bias=bias, renormalize=renormalize))
+
+    def grouped_topk(self, x, groups, topk_group, k, renormalize, scaling, bias, sigmoid):
+        assert (renormalize, sigmoid) == (True, 1)
+        return self.grouped(x, groups, topk_group, k, bias, scaling)
+
+    def grouped(self, x, groups, topk_group, k, bias, scaling):
+        named = {"num_expert_group": groups, "topk_group": topk_group}
+        return topk.grouped_topk(x, k, bias=bias, routed_scaling_factor=scaling, **named)
+
+    def flashinfer(self, x, bias, groups, topk_group, k, scaling, weights, ids, overlapped):
+        assert (weights.dtype, bias.dtype, overlapped) == (torch.bfloat16, torch.bfloat16, False)
+        self.write(weights, ids, self.grouped(x, groups, topk_group, k, bias.float(), scaling))
+
+    def sglang(self, x, bias, k, score, shared=0, renormalize=None, scaling=1.0, scaled=False, **groups):
+        assert shared == 0
+        if groups:
+            assert (score, renormalize, scaled) == ("sigmoid", True, True)
+            return self.grouped(x, groups["num_expert_group"], groups["topk_group"], k, bias, scaling)
+        if score == "softmax":
+            assert (bias, renormalize) == (None, False)
+            return topk.topk_softmax(x, k)
+        return topk.topk_sigmoid(x, k, bias=bias, renormalize=renormalize)
+
+
+def test_every_library_routes_as_ours_by_its_own_arguments(monkeypatch):
+    bench = rehearsal.load("topk", monkeypatch)
+    libraries = Routing()
+    for name in ("vllm", "flashinfer", "sglang"):
+        monkeypatch.setattr(bench, name, lambda name=name: getattr(libraries, name, libraries))
+    peers = bench.Peers()
+    of_vllm = ["vLLM", "nan_to_num, vLLM", "nan_to_num(-inf), vLLM"]
+    ours = ["staleproof", "staleproof, not sanitised"]
+    for case, experts, k, providers in (
+        (peers.softmax(16, 2, 20), 16, 2, [*ours, "softmax, torch.topk", *of_vllm, "SGLang"]),
+        (peers.sigmoid(16, 1, False, 20), 16, 1, [*ours, *of_vllm, "SGLang"]),
+        (peers.sigmoid(16, 2, True, 20), 16, 2, [*ours, *of_vllm, "SGLang"]),
+        (peers.grouped(20), 256, 8, [*ours, *of_vllm, "FlashInfer", "SGLang"]),
+    ):
+        rows = [row for row in case.rows() if row["cache"] == "cold"]
+        assert [row["provider"] for row in rows] == providers, case.kernel
+        # Logits in two bytes, and for each choice a weight and an id.
+        assert {row["bytes"] for row in rows} == {20 * (experts * 2 + k * 8)}
+        assert not any("rows_of_other_experts" in row for row in rows)
+
+
+def test_libraries_that_are_not_here_are_said_and_not_asked(monkeypatch, capsys):
+    bench = rehearsal.load("topk", monkeypatch)
+    monkeypatch.delenv("STALEPROOF_VLLM_MOE_SO", raising=False)
+    monkeypatch.setattr(bench.shutil, "which", lambda name: None)
+    monkeypatch.setattr(bench.packages, "releases", lambda gate: [])
+    peers = bench.Peers()
+    assert (peers.vllm, peers.flashinfer, peers.sglang) == (None, None, None)
+    said = capsys.readouterr().out.splitlines()
+    assert ["is not set" in said[0], "no FlashInfer" in said[1], "no SGLang" in said[2]] == [True] * 3
+    loaded = []
+    monkeypatch.setenv("STALEPROOF_VLLM_MOE_SO", "moe.so")
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(torch.ops, "_moe_C", "operators", raising=False)
+    assert (bench.vllm(), loaded) == ("operators", ["moe.so"])
+
+
+def test_the_host_is_timed_with_vllms_own_operators(monkeypatch):
+    bench = rehearsal.load("host_time", monkeypatch, ROWS=4, EXPERTS=256, HIDDEN=32, HEADS=2)
+    monkeypatch.setattr(bench, "peers", dict)
+    monkeypatch.setattr(bench, "flashmla", lambda: Peer("FlashMLA", "not here", None))
+    loaded = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(torch.ops, "_moe_C", Routing(), raising=False)
+
+    def quantize(codes, x, scale):
+        found = fp8.quantize_fp8_per_tensor(x)
+        codes.copy_(found[0])
+        scale.copy_(found[1])
+
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(dynamic_scaled_fp8_quant=quantize), raising=False)
+    for name in ("MOE", "C"):
+        monkeypatch.delenv(f"STALEPROOF_VLLM_{name}_SO", raising=False)
+    inputs = bench.Inputs()
+    assert inputs.peers() == {"mla_decode": {}}
+    for name in ("MOE", "C"):
+        monkeypatch.setenv(f"STALEPROOF_VLLM_{name}_SO", f"{name}.so")
+    found = inputs.peers()
+    assert loaded == ["MOE.so", "C.so"]
+    names = {"topk_softmax", "topk_sigmoid", "grouped_topk", "quantize_fp8_per_tensor"}
+    assert {name for name, calls in found.items() if [*calls] == ["vLLM"]} == names
+    for calls in found.values():
+        for call in calls.values():
+            call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from tests.made import finding
 from staleproof import device
 from staleproof.cases.store import read
 from staleproof.cli import app as cli
-from staleproof.engine import command
+from staleproof.engine import command, orders
 
 
 def test_an_unknown_question_is_one_line(capsys):
@@ -60,3 +61,56 @@ def test_what_was_answered_is_kept_when_the_rest_is_interrupted(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         command.ask(Table(), "cpu", lambda line: None, lambda found: None, tmp_path / "engine.jsonl")
     assert json.loads((tmp_path / "engine.jsonl").read_text())["verdict"] == "clean"
+
+
+class Answers:
+    """A table of findings; it notes the time its engines have, and that it was closed."""
+
+    def __init__(self, *found):
+        self.found, self.noted = found, []
+
+    def run(self, device, progress):
+        self.noted.append((device, round(orders.left_s()) if orders.left_s() < 1e9 else None))
+        progress("begins")
+        try:
+            yield from self.found
+        finally:
+            self.noted.append("closed")
+
+
+@pytest.mark.parametrize("limit", [None, 50.0])
+def test_every_finding_is_said_as_it_comes_and_kept_once(tmp_path, limit):
+    one, two = (finding("engine", "q", name, "clean") for name in "ab")
+    table, lines, said, path = Answers(one, two), [], [], tmp_path / "engine.jsonl"
+    assert command.ask(table, "cuda", lines.append, said.append, path, limit) == said == [one, two]
+    assert (lines, table.noted) == (["begins"], [("cuda", limit), "closed"])
+    assert [json.loads(line)["variant"] for line in path.read_text().splitlines()] == ["a", "b"]
+    assert orders.left_s() > 1e9
+
+
+def test_nothing_is_written_nowhere_and_no_findings_are_no_file(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    one = finding("engine", "q", "v", "clean")
+    assert command.ask(Answers(one), "cpu", print, print, None) == [one]
+    old = tmp_path / "engine.jsonl"
+    old.write_text("what a run before this one found")
+    assert command.ask(Answers(), "cpu", print, print, old) == []
+    assert old.read_text() == "what a run before this one found"
+    assert [*tmp_path.iterdir()] == [old]
+
+
+def test_a_reader_that_fails_ends_the_engines(tmp_path):
+    table = Answers(finding("engine", "q", "v", "clean"))
+    with pytest.raises(ZeroDivisionError):
+        command.ask(table, "cpu", print, lambda found: 1 / 0, tmp_path / "engine.jsonl")
+    assert table.noted[-1] == "closed"
+    assert json.loads((tmp_path / "engine.jsonl").read_text())["variant"] == "v"
+
+
+def test_only_another_release_is_named_by_its_run():
+    here = device.machine()
+    for vllm, end in (("0.22.1", ""), (None, ""), ("none", ""), ("0.26.0", "-0.26.0")):
+        machine = dataclasses.replace(here, name="NVIDIA H200", vllm=vllm)
+        assert command.run_name(machine) == f"nvidia-h200-engine{end}"
+    assert command.unknown([]) is None
+    assert str(command.unknown(["mla", "b", "c"])).startswith("unknown question 'b'; known: mla, ")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.engine.engine_answers import asked, results
 
+from staleproof.cases.case import reading
 from staleproof.cases.finding import NOT_RUN
 from staleproof.engine import hybrid, starts
+from staleproof.engine.bench import Results
 from staleproof.engine.orders import EngineResult
 
 
@@ -98,11 +101,14 @@ def test_equal_engines_are_compared_where_no_padding_takes_part(monkeypatch):
 
 def test_late_copies_are_judged_by_the_blocks_they_leave(monkeypatch):
     left = {"late_copies,_no_wait": served(stale=30), "late_copies,_no_wait_again": served(stale=20)}
-    told = results(**{"TRITON_ATTN": hybrid_engine(**left), hybrid.PLUGIN: hybrid_engine()})
+    # What the plugin leaves in the other states does not count.
+    other = {"late_copies": served(stale=9), "late_copies,_no_wait_again": served(stale=9)}
+    told = results(**{"TRITON_ATTN": hybrid_engine(**left), hybrid.PLUGIN: hybrid_engine(**other)})
     said = asked(hybrid.BENCH, told, monkeypatch)
     assert said[hybrid.RACE, "late copies"].verdict == "all zeroed"
     assert said[hybrid.RACE, hybrid.UNGUARDED].verdict == "blocks not zeroed"
-    assert said["off/on/off", hybrid.STAGING].verdict == "fixed"
+    fixed = said["off/on/off", hybrid.STAGING]
+    assert (fixed.verdict, [*fixed.numbers.values()]) == ("fixed", [30, 0, 20])
     told[hybrid.PLUGIN] = EngineResult(hybrid_engine(zeroing=served(changed=(3,))), None)
     assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.STAGING].verdict == "wrong"
     told[hybrid.PLUGIN] = EngineResult(hybrid_engine(**left), None)
@@ -116,3 +122,122 @@ def test_blocks_of_mla_that_vllm_does_not_zero(monkeypatch):
     assert (fixed.verdict, [*fixed.numbers.values()]) == ("fixed", [90, 0, 91])
     told[hybrid.KIMI_PLUGIN] = EngineResult(hybrid_engine(zeroing=served(changed=(3,))), None)
     assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.RECORDING].verdict == "wrong"
+
+
+@pytest.mark.parametrize("cache", ["", ", cache of NaN"])
+@pytest.mark.parametrize(
+    ("off", "on", "again", "said"),
+    [
+        (served(stale=1), served(), served(), "same bits"),
+        (served(), served(), served(), "no stale block"),
+        (served(changed=(99,)), served(), served(), "other bits"),
+        (served(nan=(99,), changed=(0,)), served(), served(), "nan"),
+        (served(nan=(99,)), served(), served(changed=(3,)), "nan"),
+        # A NaN with zeroing as well: nothing can be said of what was not zeroed.
+        (served(nan=(99,)), served(nan=(0,)), served(), "nan with zeroing too"),
+        (served(), served(nan=(0,)), served(), "nan with zeroing too"),
+        (served(changed=(1, 2), stale=1), served(), served(changed=(3,)), "differ with it too"),
+        (served(stale=1), served(), served(changed=(3,)), "differ with it too"),
+    ],
+)
+def test_what_is_noticed_without_zeroing(cache, off, on, again, said):
+    off, on = {**off, "tokens": [[0]] * 100}, {**on, "blocks_by_fifth": blocks_by_fifth(0, nan=3)}
+    told = {f"zeroing{cache}": on, f"no zeroing{cache}": off, "zeroing again": again}
+    told = {"zeroing": served(), "cache": {"blocks": 24, "block_size": 528}, **told}
+    found = hybrid.bits("one", cache, Results(iter(()), {"one": EngineResult(told, None)}))
+    nan = off["nan"].count(True)
+    where = [row for row, (a, b) in enumerate(zip(off["logprobs"], on["logprobs"], strict=True)) if a != b]
+    assert found == reading(
+        said,
+        nan_by_fifth=[0, 0, 0, 0, nan],
+        nan_with_zeroing_by_fifth=[on["nan"].count(True), 0, 0, 0, 0],
+        changed_bits_by_fifth=[sum(row // 20 == fifth for row in where) for fifth in range(5)],
+        # Of the first request only the token is the same.
+        changed_tokens_by_fifth=[19, 20, 20, 20, 20],
+        changed_with_zeroing_again=[int(any(one == [-1] for one in again["logprobs"])), 0, 0, 0, 0],
+        blocks_by_fifth=off["blocks_by_fifth"],
+        blocks_with_zeroing_by_fifth=blocks_by_fifth(0, nan=3),
+        requests=100,
+        blocks=24,
+        block_size=528,
+    )
+
+
+@pytest.mark.parametrize(("left", "said"), [(0, "all zeroed"), (1, "blocks not zeroed")])
+def test_every_number_of_the_staging_race(left, said):
+    late = {**served(stale=left), "tokens": [[i % 50] for i in range(100)]}
+    told = {
+        **hybrid_engine(zeroing=served(stale=7)),
+        "late copies": served(stale=left),
+        "late copies, no wait": late,
+        "cache": {"waits": "an event"},
+        "start": {"async_scheduling": "yes"},
+    }
+    results = Results(iter(()), {"TRITON_ATTN": EngineResult(told, None)})
+    assert hybrid.race(results) == reading(
+        said, blocks_not_zeroed=left, without_delay=7, runner_waits="an event", asynchronous="yes"
+    )
+    assert hybrid.unguarded(results) == reading(
+        said, blocks_not_zeroed=left, blocks_given=25, changed_tokens_by_fifth=[0, 0, 10, 20, 20]
+    )
+
+
+def test_a_patch_of_the_zeroing_is_asked_in_the_states_of_its_engines():
+    told = {name: served(stale=number) for number, name in enumerate(("off", "on", "again", "zeroing"), 1)}
+    other = {**told, "on": served(stale=0), "zeroing": served(changed=(3, 99))}
+    results = Results(iter(()), {"one": EngineResult(told, None), "two": EngineResult(other, None)})
+    state, wrong = hybrid._zeroed("one", "two", ("off", "on", "again"))
+    assert [state(results, which) for which in ("off", "on", "off again")] == [
+        reading("blocks not zeroed", blocks_not_zeroed=1),
+        reading("all zeroed", blocks_not_zeroed=0),
+        reading("blocks not zeroed", blocks_not_zeroed=3),
+    ]
+    assert wrong(results) == "logprobs of 2 requests differ without a delay"
+    other["zeroing"] = told["zeroing"]
+    assert wrong(results) is None
+
+
+def test_every_number_of_equal_engines():
+    names = [starts.engine(starts.UNTIMED, state) for state in ("off", "on")]
+    assert names[1] == "TRITON_MLA, full graphs, compiled, fp8, nothing timed, equal engine, on"
+    off, on = equal_engine(1, 2, 2, 3, 3), equal_engine(1, 2, 2, 3, 3, kernel="other")
+    off["compiled_kernels"]["both"] = on["compiled_kernels"]["both"] = 3
+    off["compiled_kernels"] |= {f"a{number:02d}": 1 for number in range(25)}
+    on["rows"][0]["sums"] = [[1], [9]]
+    on["rows"][4]["sums"] = [[9], [3]]
+    ended = {name: EngineResult(one, None) for name, one in zip(names, (off, on), strict=True)}
+    one, two = [["off", "on"]], [["off"], ["on"]]
+    assert starts.equal_engines(starts.UNTIMED, Results(iter(()), ended)) == reading(
+        "same bits",
+        engines_with_equal_bits={
+            "3 of 8": {"prefill": one, "decode": two},
+            "8 of 8": {"prefill": one, "decode": one},
+            "8 of 8 again": {"prefill": one, "decode": one},
+            "50 of 56": {"prefill": one, "decode": one},
+            "50 of 56 again": {"prefill": two, "decode": one},
+        },
+        engines_with_equal_kernels=two,
+        # The first twenty, by name.
+        kernels_that_not_all_have={"off": [f"a{number:02d}" for number in range(20)], "on": ["other"]},
+        kernels={"off": 30, "on": 5},
+    )
+
+
+@pytest.mark.parametrize(
+    ("on", "again", "off_again", "said"),
+    [
+        ((1, 1), (1, 1), (1, 1), "same bits"),
+        ((2, 2), (2, 2), (1, 1), "differ with the plugin"),
+        ((1, 1), (2, 2), (1, 1), "differ between equal engines"),
+        ((1, 1), (1, 1), (2, 2), "differ between equal engines"),
+        ((1, 2), (1, 1), (1, 1), "differ within an engine"),
+    ],
+)
+def test_which_engines_differ(on, again, off_again, said):
+    bits = {"off": (1, 1), "off again": off_again, "on": on, "on again": again}
+    # What rounds with padding rows say does not count.
+    rounds = {
+        state: [{"sums": [[at]]}, {"sums": [[one]]}, {"sums": [[two]]}, {"sums": [[at]]}]
+        for at, (state, (one, two)) in enumerate(bits.items())
+    }
+    assert starts.verdict(rounds) == said

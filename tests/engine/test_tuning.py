@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import types
 
 import pytest
 
 from staleproof import device
 from staleproof.engine import tuning
+from staleproof.engine.spies import Rows
 
 
 def test_an_autotuned_kernel_keeps_its_first_configuration():
@@ -27,12 +30,44 @@ def test_an_autotuned_kernel_keeps_its_first_configuration():
     assert tuning.keep_first(triton.jit(kernel)) == 0
 
 
+@pytest.mark.parametrize("package", ["model_executor.layers.fla", "third_party.flash_linear_attention"])
+def test_kernels_of_linear_attention_time_none_wherever_a_release_has_them(monkeypatch, tmp_path, package):
+    for parent in ("model_executor.layers", "third_party"):
+        tmp_path.joinpath("vllm", *parent.split(".")).mkdir(parents=True)
+    ops = tmp_path.joinpath("vllm", *package.split("."), "ops")
+    ops.mkdir(parents=True)
+    for name, text in {"chunk": "a, b = 1, 2", "needs": "import no_such_package", "later": "c = 3"}.items():
+        (ops / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    seen = []
+    monkeypatch.setattr(tuning, "keep_first", lambda kernel: isinstance(kernel, int) and seen.append(kernel))
+    tuning.first_configs(Rows())
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+    assert sorted(seen) == [1, 2, 3]
+
+
 def test_compiled_kernels_are_told_by_name_and_configuration():
     heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics")
-    kernel = heuristics.CachingAutotuner.__new__(heuristics.CachingAutotuner)
-    kernel.inductor_meta = {"kernel_name": "triton_red_fused_norm_0"}
-    kernel.launchers = [types.SimpleNamespace(config="XBLOCK: 1, num_warps: 4")]
-    idle = heuristics.CachingAutotuner.__new__(heuristics.CachingAutotuner)
-    idle.launchers = []
+    made = []
+    for name, configs in (
+        ("triton_red_fused_norm_0", ["XBLOCK: 1, num_warps: 4", "XBLOCK: 2"]),
+        ("triton_red_fused_norm_0", ["XBLOCK: 1, num_warps: 4"]),
+        (None, ["XBLOCK: 8"]),
+        # It was never launched.
+        ("triton_idle", []),
+    ):
+        kernel = heuristics.CachingAutotuner.__new__(heuristics.CachingAutotuner)
+        kernel.inductor_meta = {"kernel_name": name} if name else {}
+        kernel.fn = types.SimpleNamespace(__name__="triton_of_a_user")
+        kernel.launchers = [types.SimpleNamespace(config=config) for config in configs]
+        made.append(kernel)
+    # vLLM takes what the start made out of the collector's list.
+    gc.freeze()
+    told = tuning.compiled_kernels(None)
     # Beside those that other tests of this process have compiled.
-    assert tuning.compiled_kernels(None)["triton_red_fused_norm_0: XBLOCK: 1, num_warps: 4"] == 1
+    ours = {name: count for name, count in told.items() if "norm_0: XBLOCK" in name or "user" in name}
+    assert ours == {"triton_red_fused_norm_0: XBLOCK: 1, num_warps: 4": 2, "triton_of_a_user: XBLOCK: 8": 1}
+    assert not any("idle" in name for name in told)

@@ -24,6 +24,42 @@ def test_the_recorded_run():
     assert second < 1.3 * first
 
 
+def served(**changes: object) -> dict[str, object]:
+    curves = {"requests": [50, 100], "pending": [150, 251], "log_lines": [3, 3]}
+    totals = {"steps": 9, "preemptions": 2, "cached_tokens": 101}
+    return {
+        "curves": curves | {name: changes[name] for name in curves if name in changes},
+        "totals": totals | {name: changes[name] for name in totals if name in changes},
+    }
+
+
+@pytest.mark.parametrize(
+    ("off", "on"),
+    [
+        ({"requests": [50, 99]}, {}),
+        ({}, {"requests": [50, 99]}),
+        ({"requests": [50, 99]}, {"requests": [50, 99]}),
+        # Other decisions of the scheduler.
+        ({}, {"steps": 8}),
+        # Too quiet: nothing was preempted, no prefix was found.
+        ({"preemptions": 1}, {"preemptions": 1}),
+        ({"cached_tokens": 100}, {"cached_tokens": 100}),
+        # What the plugin is for, and what it mends.
+        ({}, {"pending": [0, 1]}),
+        ({"pending": [150, 250]}, {}),
+        # Something is logged for each request.
+        ({"log_lines": [3, 4]}, {}),
+        ({}, {"log_lines": [3, 4]}),
+        ({"log_lines": [4, 4]}, {"log_lines": [3, 4]}),
+    ],
+)
+def test_a_run_that_shows_nothing_or_grows_is_refused(off, on):
+    nothing = {"pending": [0, 0]}
+    soak.check({"requests": 100, "off": served(), "on": served(**nothing)})
+    with pytest.raises(AssertionError):
+        soak.check({"requests": 100, "off": served(**off), "on": served(**nothing | on)})
+
+
 class Fake:
     """An engine whose steps take 50 ms of a clock of their own; one in ten lets a request leave."""
 
