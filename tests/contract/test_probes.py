@@ -60,28 +60,31 @@ def broken(note: str, *case: str):
 
 CALLED = {
     "attention": {
-        "q": (3, 2, 32), "k_cache": (6, 16, 1, 32), "v_cache": (6, 16, 1, 32), "block_table": (3, 3),
-        "seq_lens": (3,), "query_start_loc": (4,), "out": (3, 2, 32), "lse": (3, 2),
+        "q": (3, 2, 32), "k_cache": (6, 16, 1, 32), "v_cache": (6, 16, 1, 32),
+        "block_table": [[1, 2, 0], [3, 0, 0], [4, 0, 0]], "seq_lens": [19, 5, 16],
+        "query_start_loc": [0, 1, 2, 3], "out": (3, 2, 32), "lse": (3, 2),
         "softmax_scale": 32**-0.5, "max_seq_len": 48, "max_q_len": 1, "page_size": 16,
     },
     "routing": {"router_logits": (6, 16), "top_k": 4, "bias": (16,)},
     "rows": {"x": (6, 64)},
-    "ragged": {"x": (6, 64), "starts": (4,)},
+    "ragged": {"x": (6, 64), "starts": [0, 3, 4, 6]},
     "kv_write": {
         "key": (5, 2, 32), "value": (5, 2, 32), "k_cache": (4, 16, 2, 32), "v_cache": (4, 16, 2, 32),
-        "slot_mapping": (5,),
+        "slot_mapping": [17, 35, 40, 20, 63],
     },
     "state": {
-        "x": (5, 32), "state": (6, 32, 3), "weight": (32, 4), "state_indices": (5,), "pad_index": -1,
+        "x": (5, 32), "state": (6, 32, 3), "weight": (32, 4), "state_indices": [2, 4, 1, 5, 3],
+        "pad_index": -1,
     },
     "merge": {"out_a": (4, 2, 32), "out_b": (4, 2, 32), "lse_a": (4, 2), "lse_b": (4, 2)},
     "experts": {
-        "x": (5, 32), "w1": (4, 32, 32), "w2": (4, 32, 16), "topk_weights": (5, 2), "topk_ids": (5, 2),
+        "x": (5, 32), "w1": (4, 32, 32), "w2": (4, 32, 16), "topk_weights": (5, 2),
+        "topk_ids": [[0, 1], [2, 3], [1, 2], [3, 0], [0, 2]],
     },
 }  # fmt: skip
 GIVEN = {
     "attention": ({"layout": "mla", "head_dim": 24, "value_dim": 16, "heads": 4, "page_size": 32}, {
-        "q": (3, 4, 24), "kv_cache": (5, 32, 24), "kv_lora_rank": 16, "block_table": (3, 2),
+        "q": (3, 4, 24), "kv_cache": (5, 32, 24), "kv_lora_rank": 16, "block_table": [[1, 0], [2, 0], [3, 0]],
         "out": (3, 4, 16), "lse": (3, 4), "page_size": 32, "max_seq_len": 64, "softmax_scale": 24**-0.5,
     }),
     "routing": ({"experts": 8, "top_k": 2}, {"router_logits": (6, 8), "top_k": 2, "bias": (8,)}),
@@ -93,9 +96,17 @@ GIVEN = {
     }),
     "merge": ({"head_dim": 8}, {"out_a": (4, 2, 8), "lse_b": (4, 2)}),
     "experts": ({"experts": 8, "hidden": 8, "inner": 4, "top_k": 3}, {
-        "w1": (8, 8, 8), "w2": (8, 8, 4), "topk_ids": (5, 3), "topk_weights": (5, 3),
+        "w1": (8, 8, 8), "w2": (8, 8, 4), "topk_weights": (5, 3),
+        "topk_ids": [[0, 1, 4], [2, 3, 5], [1, 2, 6], [3, 0, 7], [0, 2, 4]],
     }),
 }  # fmt: skip
+
+
+def _shown(value):
+    """Numbers as they are, the shape of a tensor of numbers, and the integers of another."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return tuple(value.shape) if value.is_floating_point() else value.tolist()
 
 
 @pytest.mark.parametrize("kind", CALLED)
@@ -118,19 +129,59 @@ def test_a_kernel_is_called_with_the_documented_arguments_of_the_given_sizes(kin
             with pytest.raises(KeyError):
                 said(kind, clause, kernel, sizes)
     for known in asked:
-        found = {
-            name: tuple(value.shape) if isinstance(value, torch.Tensor) else value
-            for name, value in known.items()
-        }
-        assert found == wanted
+        assert {name: _shown(value) for name, value in known.items()} == wanted
         tensors = [value for value in known.values() if isinstance(value, torch.Tensor)]
         dtype = getattr(torch, sizes.get("dtype", "float32"))
-        assert {x.dtype for x in tensors} <= {dtype, torch.float32, torch.int32, torch.int64}
-        assert known.get("x", tensors[0]).dtype == dtype
+        wide = {"slot_mapping": torch.int64, "topk_ids": torch.int64}
+        for name, x in known.items():
+            if isinstance(x, torch.Tensor):
+                integer = wide.get(name, torch.int32)
+                assert x.dtype == (dtype if x.is_floating_point() else integer), name
         # Two operands with the same content would hide that a kernel takes one for the other.
         random = [x for x in tensors if x.is_floating_point() and x.any() and x.isfinite().all()]
         alike = [(a, b) for i, a in enumerate(random) for b in random[:i] if a.shape == b.shape]
         assert not any(torch.equal(a, b) for a, b in alike)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CALLED if kind != "attention"])
+def test_what_a_kernel_is_called_with_lies_on_the_device(kind):
+    known = row_probes._operands(kind, print, {}, "meta")
+    assert {x.device.type for x in known.values() if isinstance(x, torch.Tensor)} == {"meta"}
+
+
+@pytest.mark.parametrize("layout", ["paged", "mla", "gathered"])
+def test_an_attention_call_lies_on_the_device(layout):
+    call = scenes.make_call(scenes.attention_shape({"layout": layout}), [19, 0, 5], "meta", spare_rows=2)
+    tensors = [*vars(call).values(), *call.guards, *call._gathered().values()]
+    assert {x.device.type for x in tensors if isinstance(x, torch.Tensor)} == {"meta"}
+    assert call.q.dtype == torch.bfloat16
+    assert (call.lse.dtype, call.lse.shape) == (torch.float32, (5, 2))
+
+
+# Clause -> the lengths of its launches, each once in its order.
+ASKED = {
+    "0": [[19, 5, 16]],
+    "E": [[10, 18, 6, 7], [20, 0, 6, 0], [0, 0, 0, 0]],
+    "T": [[19, 5, 16]],
+    "B": [[19, 5, 16]],
+    "R": [[19, 0, 5, 16]],
+    "N": [[19, 5, 16, 9], [19, 0, 0, 0], [0, 5, 16, 0]],
+    "L": [[19, 5, 16], [50, 40, 33, 20, 5]],
+    "A": [[19, 5, 16], [50, 40, 33, 20, 5]],
+    "O": [[19, 5, 16]],
+}
+
+
+@pytest.mark.parametrize("clause", ASKED)
+def test_a_probe_asks_with_short_long_and_empty_requests(clause):
+    asked = []
+
+    def record(out, lse, call):
+        asked.append(tuple(call.lens.tolist()))
+        return out, lse
+
+    said("attention", clause, attend(record))
+    assert [[*lens] for lens in dict.fromkeys(asked)] == ASKED[clause]
 
 
 # --- Attention
@@ -233,9 +284,21 @@ def launch_with_the_latest_lengths(q, k_cache, v_cache, block_table, seq_lens, s
     return launch
 
 
-def first_q_of_a_shape(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
-    kept = _latest.setdefault(tuple(q.shape), q)
-    return made.decode(kept, k_cache, v_cache, block_table, seq_lens, softmax_scale)
+def first_of(name: str):
+    """Goes on with the first tensor of a shape."""
+    kept = {}
+
+    def kernel(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+        call = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+        call[name] = kept.setdefault(tuple(call[name].shape), call[name])
+        return made.decode(**call, block_table=block_table, seq_lens=seq_lens, softmax_scale=softmax_scale)
+
+    return kernel
+
+
+def one_buffer(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+    out, lse = made.decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale)
+    return _latest.setdefault(("out", *out.shape), torch.zeros_like(out)).copy_(out), lse
 
 
 def kept_mask(key: str):
@@ -327,6 +390,11 @@ ATTENTION = [
      broken(EMPTY + "not written: it keeps what the memory held", "empty")),
     ("E", attend(lambda out, lse, call: out + (~call.lens.all() & call.lens.any())), {},
      broken("beside an empty request row 0 is off by 1", "empty")),
+    # 0 times what the memory held, and that without NaN.
+    *(("E", attend(lambda out, lse, call, of=of: out + torch.where(
+        (call.lens == 0)[:, None, None], of(torch.empty_like(out)), 0.0)), {},
+       broken(EMPTY + "not written: it keeps what the memory held", "empty"))
+      for of in (lambda memory: 0 * memory, lambda memory: memory.nan_to_num(0.0))),
     # Where no request is live.
     ("E", attend(lambda out, lse, call: out + ~call.lens.any()), {},
      broken(EMPTY + "1, expected 0", "empty")),
@@ -385,6 +453,8 @@ ATTENTION = [
     ("U", varlen(spare(0.0)), {"q_len": 0}, holding()),
     ("U", varlen(lambda rows, live, q: rows), {"q_len": 0},
      broken("rows past the end hold what the memory held", "spare", "nan")),
+    ("U", varlen(lambda rows, live, q: torch.cat([rows[:live], 0 * rows[live:]])), {"q_len": 0},
+     broken("rows past the end hold what the memory held", "spare", "nan")),
     ("U", varlen(spare(7.0)), {"q_len": 0},
      broken("rows past the end hold what the memory held", "spare", "nan")),
     ("U", made.varlen_zeros, {"q_len": 0}, broken("writes rows of out past the end", "spare", "nan")),
@@ -407,6 +477,8 @@ ATTENTION = [
      holding()),
     ("L", right, {}, holding()),
     ("A", right, {}, holding("launched again, not captured")),
+    ("A", first_of("q"), {}, broken("new tensors of the same shape: row 0 is off by 0.763", "address")),
+    ("A", one_buffer, {}, broken("the next call overwrites the result of this one", "address")),
     ("A", launch_with_the_latest_lengths, {"prepared": True},
      broken("a launch recorded before a larger call gives other bits after it", "address")),
     ("O", right, {}, holding()),
@@ -631,9 +703,9 @@ def ragged(change=nothing):
     return kernel
 
 
-def after_the_last(value):
+def after_the_last(*values):
     def change(out, x, starts):
-        out[int(starts[-1]) :] = value
+        out[int(starts[-1]) :] = torch.tensor(values)[:, None]
 
     return change
 
@@ -668,7 +740,7 @@ LOGITS = {
     "all NaN": lambda x: x.isnan().all(1),
     "one NaN": lambda x: (x.isnan().sum(1) == 1) & x[:, 5].isnan(),
     "a NaN in the first column": lambda x: (x.isnan().sum(1) == 1) & x[:, 0].isnan(),
-    "half NaN": lambda x: x.isnan().sum(1) == 8,
+    "half NaN": lambda x: x[:, ::2].isnan().all(1) & ~x[:, 1::2].isnan().any(1),
     "all -inf": lambda x: (x == -INF).all(1),
     "all +inf": lambda x: (x == INF).all(1),
     "one +inf": lambda x: (x == INF).sum(1) == 1,
@@ -768,7 +840,11 @@ OTHERS = [
     ("rows", "0", lambda x: fp8(x)[0], {"reference": lambda x: fp8(x)[0].double()}, holding()),
     ("rows", "0", lambda x: (fp8(x)[0], fp8(x)[1][:3]), {}, unasked(UNCHECKED)),
     ("rows", "0", lambda x: (fp8(x)[0], torch.ones(6, 3)), {}, unasked(UNCHECKED)),
-    ("rows", "0", fp8, {"inverse": dequantised}, holding()),
+    ("rows", "0", fp8, {"inverse": lambda values, scale: 1.1 * dequantised(values, scale)}, holding()),
+    ("rows", "0", double, {"inverse": lambda x: x},
+     broken("not the reference: dequantised, row 0 is off by 3.41", "clean")),
+    ("rows", "0", double, {"inverse": lambda x: 0.6 * x},
+     broken("not the reference: dequantised, row 0 is off by 0.682", "clean")),
     ("rows", "0", lambda x: fp8(x, stretch=8.0), {},
      broken("not the reference: of a range of 448 row 0 uses 56: its scale is too large", "clean")),
     ("rows", "R", double, {}, holding()),
@@ -807,7 +883,7 @@ OTHERS = [
     ("ragged", "U", ragged(), {}, holding()),
     ("ragged", "U", made.ragged_unwritten, {},
      broken("rows past the last start hold what the memory held", "spare", "nan")),
-    ("ragged", "U", ragged(after_the_last(7.0)), {},
+    ("ragged", "U", ragged(after_the_last(7.0, 8.0)), {},
      broken("rows past the last start hold 7", "spare", "nan")),
     ("ragged", "U", ragged(add_from_the_last), {},
      broken("nan past the last start changes a live row", "spare", "nan")),
@@ -890,3 +966,23 @@ def test_a_probe_says_what_is_wrong(kind, clause, kernel, sizes, answer):
 def test_an_error_of_the_device_is_no_answer_about_ids():
     with pytest.raises(RuntimeError, match="CUDA error"):
         said("experts", "X", refuses(RuntimeError, "CUDA error: an illegal memory access"))
+
+
+@pytest.mark.parametrize(
+    ("fill", "wanted"), [(NAN, [NAN, 0x7F, 0x7F, 0x7F7F, 0x7F7F]), (3.0, [3.0, 1, 1, 1, 1])]
+)
+def test_new_memory_of_each_kind_holds_what_was_there(fill, wanted):
+    kinds = torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int32, torch.int64
+    one = torch.zeros(2)
+    makes = (
+        lambda dtype: torch.empty(2, dtype=dtype),
+        lambda dtype: torch.empty_like(one, dtype=dtype),
+        lambda dtype: torch.empty_strided((2,), (1,), dtype=dtype),
+        lambda dtype: one.new_empty(2, dtype=dtype),
+    )
+    with scenes.dirty_memory(fill):
+        found = [[make(dtype) for dtype in kinds] for make in makes]
+    for row in found:
+        held = [x.view(torch.uint8) if x.element_size() == 1 else x for x in row]
+        assert str([x[1].item() for x in held]) == str(wanted)
+        assert all((x[:1] == x[1:]).all() or x.isnan().all() for x in held)

@@ -9,15 +9,17 @@ import signal
 import sys
 import types
 import weakref
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from staleproof.cases import children
 from staleproof.cases.case import absent
-from staleproof.contract import attention_probes, runner, scenes
+from staleproof.contract import attention_probes, environments, runner, scenes, scripts
 from staleproof.contract.contract import BREAKS, NO_REFERENCE, UNDEFINED, breaks
-from staleproof.kernels.subject import Subject
+from staleproof.kernels.subject import Subject, load_module
 
 NOT_RUN = "not run"
 
@@ -65,6 +67,115 @@ def test_the_inputs_of_a_recorded_launch_live_as_long_as_the_recording(monkeypat
     gc.collect()
     assert alive() is not None
     replay()
+
+
+@pytest.mark.parametrize(
+    ("available", "initialized", "planned", "fails", "said", "captured"),
+    [
+        (False, True, False, False, "launched again, not captured", False),
+        (True, False, False, False, "launched again, not captured", False),
+        (True, True, True, False, "launched again, not captured", False),
+        (True, True, False, True, "launched again: a graph cannot hold it", False),
+        (True, True, False, False, "", True),
+    ],
+)
+def test_a_launch_is_captured_where_a_graph_can_hold_it(
+    monkeypatch, available, initialized, planned, fails, said, captured
+):
+    @contextlib.contextmanager
+    def graph(graph):
+        yield
+        if fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    for name, fake in {
+        "is_available": lambda: available,
+        "is_initialized": lambda: initialized,
+        "synchronize": lambda: None,
+        "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: done.append("replay")),
+        "graph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    done: list[str] = []
+    kernel = attention_probes.Kernel(print, planned=planned)
+    replay, note = attention_probes._captured(kernel, lambda: done.append("launch") or "result")
+    before = len(done)
+    assert (replay(), note, done[before:]) == ("result", said, ["replay" if captured else "launch"])
+    assert before == (2 if captured or fails else 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "moved"), [(24, "cuda", False), (32, "cuda", True), (24, "cpu", True)]
+)
+def test_an_operand_of_a_gpu_is_guarded_where_it_begins_at_16_bytes(monkeypatch, count, device, moved):
+    asked = []
+    monkeypatch.setattr(
+        scenes, "mapped", lambda *given: asked.append(given) or torch.zeros(count, dtype=torch.uint8)
+    )
+    x = types.SimpleNamespace(
+        device=types.SimpleNamespace(type=device), nbytes=count, dtype=torch.uint8, shape=(count,)
+    )
+    x.stride = lambda: (1,)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda memory, given: ("a copy of", given))
+    assert scenes._guarded(x) == (("a copy of", x) if moved else x)
+    assert asked == ([(count, device)] if moved else [])
+
+
+@pytest.mark.parametrize(("triton", "kind", "wanted"), [
+    ("3.6.0", "cuda", environments.Installed("2.11.0", "3.6.0", cuda=True)),
+    (None, "cpu", environments.Installed("2.11.0", "", cuda=False)),
+])  # fmt: skip
+def test_a_script_was_seen_with_what_this_machine_has(monkeypatch, triton, kind, wanted):
+    machine = types.SimpleNamespace(torch="2.11.0+cu130", triton=triton, kind=kind)
+    monkeypatch.setattr(environments.devices, "machine", lambda: machine)
+    assert environments.here() == wanted
+
+
+def test_a_kernel_is_imported_from_its_folder_unless_that_is_installed(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/kernels.py").write_text("def one(x): ...\n")
+    one = load_module(str(tmp_path / "mine/kernels.py")).one
+    path, *lines = scripts._import(one)
+    assert path == f"import sys; sys.path.insert(0, {str(tmp_path / 'mine')!r})"
+    assert lines == ["from kernels import one", scripts._FIRST]
+    assert scripts._import(torch.nn.functional.softmax)[0] == "from torch.nn.functional import softmax"
+    assert scripts._import(runner.answers)[0] == "from staleproof.contract.runner import answers"
+
+
+ENDS = {
+    "quiet": children.Ended([], 0, "", "", 9.0),
+    "shown": children.Ended([], 1, "", "\nAssertionError: expected 0, got 1\n", 9.0),
+    "no package": children.Ended([], 1, "", "ModuleNotFoundError: No module named 'vllm'\n", 9.0),
+    "no name": children.Ended([], 1, "", "ImportError: cannot import name 'decode'\n", 9.0),
+    "other": children.Ended([], 1, "", "ValueError: an ImportError: of another\n", 9.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("package", "ends", "wanted"),
+    [
+        ("vllm", ["shown"], "# 0\npass\n"),
+        ("vllm", ["quiet", "other", "shown"], "# 2\npass\n"),
+        ("vllm", ["quiet", "no package"], "# 1 Not run where it was made.\npass\n"),
+        ("vllm", ["no name", "shown"], "# 0 Not run where it was made.\npass\n"),
+        ("vllm", ["quiet"], ""),
+        ("vllm", [], ""),
+        ("", ["no package"], ""),
+        ("staleproof", ["shown"], "# 0\npass\n"),
+    ],
+)
+def test_the_first_script_that_shows_a_break_is_kept(monkeypatch, package, ends, wanted):
+    asked, left = [], [ENDS[end] for end in ends]
+    monkeypatch.setattr(scripts.children, "call", lambda *a, **given: asked.append((a, given)) or left.pop(0))
+    release = runner.packages.Release("1.0", Path("/somewhere"))
+    texts = [f"# {number}\npass\n" for number in range(len(ends))]
+    said = scripts.tried(breaks("NaN"), texts, Subject("k", "rows", print, package=package), release, 9.0)
+    assert said == replace(breaks("NaN"), script=wanted)
+    ours = [] if package == "vllm" else [str(Path(runner.__file__).parents[2])]
+    assert asked == [
+        ((scripts.run_alone, text, ["/somewhere", *ours]), {"timeout_s": 69.0})
+        for text in texts[: len(ends) - len(left)]
+    ]
 
 
 COMPILED = "nvcc compiles it at a call without FLASHINFER_DISABLE_JIT"
