@@ -383,6 +383,9 @@ ATTENTION = [
     ("E", attend(lambda out, lse, call: (out, lse.nan_to_num(neginf=0.0))), {"empty_lse": 0.0}, holding()),
     ("E", attend(lambda out, lse, call: out.masked_fill((call.lens == 0)[:, None, None], 7.0)), {},
      broken(EMPTY + "7, expected 0", "empty")),
+    ("E", attend(lambda out, lse, call: out.index_put(
+        (torch.tensor(1), torch.tensor(0), torch.tensor(3)), (call.lens[1] == 0) * 5.0, accumulate=True)), {},
+     broken(EMPTY + "5, expected 0", "empty")),
     ("E", attend(lambda out, lse, call: out.masked_fill((call.lens == 0)[:, None, None], NAN)), {},
      broken(EMPTY + "NaN is written", "empty")),
     ("E", attend(lambda out, lse, call: torch.empty_like(out).copy_(out) if call.lens.all() else

@@ -32,6 +32,18 @@ def test_memory_that_needs_a_gradient_is_filled_too():
     assert leaf.requires_grad
 
 
+@pytest.mark.parametrize(("available", "initialized"), [(False, False), (True, False), (True, True)])
+def test_what_an_allocator_of_cuda_hands_out_next_is_dirty_too(monkeypatch, available, initialized):
+    made = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch, "full", lambda size, fill, device: made.append((size, fill, device)))
+    with scenes.dirty_memory(7.0):
+        pass
+    wanted = [((2**size // 4,), 7.0, "cuda") for size in range(9, 26) for _ in range(4)]
+    assert made == (wanted if initialized else [])
+
+
 def read_behind(byte: int) -> int:
     """In a child: the byte so far behind an operand that ends where its mapping ends."""
     operand = scenes._guarded(torch.arange(5))
