@@ -17,7 +17,7 @@ import torch
 
 from staleproof.cases import children
 from staleproof.cases.case import absent
-from staleproof.contract import attention_probes, environments, runner, scenes, scripts
+from staleproof.contract import attention_probes, runner, scenes, scripts
 from staleproof.contract.contract import BREAKS, NO_REFERENCE, UNDEFINED, breaks
 from staleproof.kernels.subject import Subject, load_module
 
@@ -54,6 +54,86 @@ def read_behind(byte: int) -> int:
 def test_a_read_behind_a_guarded_operand_ends_the_process():
     assert children.call(read_behind, -8, timeout_s=100).answer() == 4
     assert children.call(read_behind, 0, timeout_s=100).code == -signal.SIGSEGV
+
+
+def _behind(x: torch.Tensor) -> torch.Tensor:
+    """The bytes behind an operand that a probe has placed; none behind another."""
+    held = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+    return held[x.nbytes :] if len(held) == x.nbytes + scenes.TAIL_BYTES else held[:0]
+
+
+def _all(x, byte):
+    return bool((_behind(x) == byte).all()) and len(_behind(x)) > 0
+
+
+def _write(x):
+    _behind(x)[-1:] = 7
+
+
+BEHIND = {
+    "nothing": (lambda x, y: 0, "holds", "", []),
+    "one": (lambda x, y: _all(x, 255), "breaks", "0xff behind x changes the result", ["behind", "0xff", "x"]),
+    "each": (
+        lambda x, y: _all(x, 255) + 2 * _all(y, 255), "breaks", "0xff behind x, y changes the result",
+        ["behind", "0xff", "x"],
+    ),
+    "both": (
+        lambda x, y: _all(x, 255) * _all(y, 255), "breaks",
+        "0xff behind the operands together changes the result", ["behind", "0xff"],
+    ),
+    "noise": (
+        lambda x, y: len(set(_behind(y).tolist())) > 2, "breaks", "noise behind y changes the result",
+        ["behind", "noise", "y"],
+    ),
+    "written": (lambda x, y: _write(y), "breaks", "writes behind y", ["behind", "0x00", "y"]),
+    "in place": (
+        lambda x, y: x.add_(_all(y, 255)) is None, "breaks", "0xff behind y changes the result",
+        ["behind", "0xff", "y"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_what_lies_behind_operands_and_decides_the_result_is_named(name):
+    of, *wanted = BEHIND[name]
+    # Parts of a larger tensor, and what is no tensor, are handed on as they are.
+    given = {"x": torch.ones(3, 5).T, "y": torch.arange(4), "part": torch.ones(4)[::2], "no": torch.ones(0)}
+    asked = []
+
+    def kernel(known):
+        asked.append(known)
+        return [torch.tensor(float(of(known["x"], known["y"]) or 0))]
+
+    said = scenes.behind_operands(kernel, given | {"k": 3})
+    assert [said.verdict, said.note, said.numbers.get("case", [])] == wanted
+    for known in asked:
+        assert all(
+            known[name] is same for name, same in (("part", given["part"]), ("no", given["no"]), ("k", 3))
+        )
+        assert known["x"].stride() == (1, 5)
+        assert torch.equal(known["y"], given["y"])
+    # At last the operands end where their mappings end.
+    assert (len(_behind(asked[-1]["x"])) == 0) == (name == "nothing" and sys.platform == "linux")
+
+
+@pytest.mark.parametrize(("platform", "why"), [("darwin", "needs Linux"), ("linux", "No module 'cuda'")])
+def test_operands_without_a_guard_say_so(monkeypatch, platform, why):
+    def absent(x):
+        raise ImportError(why)
+
+    monkeypatch.setattr(scenes.sys, "platform", platform)
+    monkeypatch.setattr(scenes, "_guarded", absent)
+    said = scenes.behind_operands(lambda known: [known["x"] + 1], {"x": torch.ones(4)})
+    assert (said.verdict, said.note) == ("holds", f"no guard mapping: {why}")
+
+
+def test_operands_have_zeros_behind_them():
+    given = {"x": torch.ones(3, 5).T, "part": torch.ones(4)[::2], "k": 3}
+    found = scenes.zeros_behind(given)
+    assert found["part"] is given["part"]
+    assert found["k"] == 3
+    assert torch.equal(found["x"], given["x"])
+    assert _all(found["x"], 0)
 
 
 class _Graph:
@@ -131,16 +211,6 @@ def test_an_operand_of_a_gpu_is_guarded_where_it_begins_at_16_bytes(monkeypatch,
     monkeypatch.setattr(torch.Tensor, "copy_", lambda memory, given: ("a copy of", given))
     assert scenes._guarded(x) == (("a copy of", x) if moved else x)
     assert asked == ([(count, device)] if moved else [])
-
-
-@pytest.mark.parametrize(("triton", "kind", "wanted"), [
-    ("3.6.0", "cuda", environments.Installed("2.11.0", "3.6.0", cuda=True)),
-    (None, "cpu", environments.Installed("2.11.0", "", cuda=False)),
-])  # fmt: skip
-def test_a_script_was_seen_with_what_this_machine_has(monkeypatch, triton, kind, wanted):
-    machine = types.SimpleNamespace(torch="2.11.0+cu130", triton=triton, kind=kind)
-    monkeypatch.setattr(environments.devices, "machine", lambda: machine)
-    assert environments.here() == wanted
 
 
 def test_a_kernel_is_imported_from_its_folder_unless_that_is_installed(tmp_path):
