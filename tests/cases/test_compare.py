@@ -45,11 +45,48 @@ def test_what_rounding_does_is_allowed_and_what_it_does_not_is_found(dtype):
     assert "row 9" in too_far("rows", one, want, share)
 
 
-@pytest.mark.parametrize(("elements", "allowed"), [(4, 2), (9, 3), (16, 4), (64, 4)])
-def test_of_fewer_elements_less_of_a_factor_averages_out(elements, allowed):
-    want = torch.ones(1, elements, dtype=torch.float64)
-    assert too_far("rows", want * (1 + 0.99 * 2**-6 / allowed), want, 2**-6) is None
-    assert "a common factor" in too_far("rows", want * (1 + 1.01 * 2**-6 / allowed), want, 2**-6)
+@pytest.mark.parametrize(
+    ("columns", "change", "said"),
+    [
+        (64, {0: 1 / 8}, None),
+        (64, {0: 1 / 8 + 1e-6}, "an element off by 0.125, 0.125 is allowed"),
+        # Half of the elements either way, so that no factor is common.
+        (64, dict.fromkeys(range(32), 1 / 8) | dict.fromkeys(range(32, 64), -1 / 8), None),
+        (64, dict.fromkeys(range(64), 1 / 32), None),
+        (64, dict.fromkeys(range(64), 1 / 32 + 1e-6), "a common factor off by 0.0313, 0.0312 is allowed"),
+        (4, dict.fromkeys(range(4), -1 / 16 - 1e-6), "a common factor off by 0.0625, 0.0625 is allowed"),
+        (4, dict.fromkeys(range(4), 1 / 16), None),
+    ],
+)
+def test_a_row_may_be_off_by_the_budget_and_no_further(columns, change, said):
+    """Of ones, with a budget of 1/8: by an element, and by a common factor of it over 4 or over the root."""
+    want = torch.ones(3, columns, dtype=torch.float64)
+    got = want.clone()
+    for column, by in change.items():
+        got[1, column] += by
+    assert too_far("rows", got, want, 1 / 8) == (said and f"rows: row 1: {said}")
+    # One axis is one row, and more than two are rows of what follows.
+    one = too_far("rows", got[1], want[1], 1 / 8)
+    assert one == (said and f"rows: row 0: {said}")
+    assert too_far("rows", got.view(3, 2, -1), want.view(3, 2, -1), 1 / 8) == (
+        said and f"rows: row 1: {said}"
+    )
+
+
+def test_the_row_may_be_off_by_the_budget():
+    """Elements of which each may be off by a share of the largest, but not all together."""
+    want = torch.tensor([[8.0, 1.0, 1.0, 1.0, 1.0]])
+    error = torch.tensor([[0.0, 1.0, -1.0, 1.0, -1.0]])
+    allowed = f"{1 / 8:.3g} is allowed"
+    assert too_far("rows", want + error, want, 1 / 8) == (
+        f"rows: row 0: the row off by {2 / 68**0.5:.3g}, {allowed}"
+    )
+    assert too_far("rows", want + error / 2, want, 1 / 8) is None
+
+
+def test_nothing_is_right():
+    assert too_far("rows", torch.ones(0, 3), torch.ones(0, 3), 0.0) is None
+    assert other_bits("rows", torch.ones(0), torch.ones(0)) is None
 
 
 def test_a_large_row_does_not_excuse_a_small_one():

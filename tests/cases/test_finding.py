@@ -132,9 +132,10 @@ def test_a_library_is_of_the_release_beside_it_not_of_the_installed_one(tmp_path
         given = tmp_path / "_C.so"
         given.symlink_to(library)
     assert real_file("vllm", given).of == "vLLM, unknown release, _C_stable_libtorch"
-    info = tmp_path / "unpacked/vllm-0.22.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.22.1\n")
+    for name, release in (("aaa", "9.9"), ("vllm", "0.22.1")):
+        info = tmp_path / f"unpacked/{name}-{release}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
     assert real_file("vllm", given).of == "vLLM 0.22.1 _C_stable_libtorch"
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 
@@ -106,3 +110,121 @@ def test_a_gpu_gets_a_cuda_graph_after_one_eager_step_and_a_mapping_of_its_own(m
 
     assert capture(step, "cuda") == ("captured", step, 1)
     assert mapping.mapped(5, "cuda") == "5 bytes of a GPU"
+
+
+@pytest.mark.parametrize("pool", [None, "of an engine"])
+def test_a_cuda_graph_is_captured_after_two_runs_beside_the_current_stream(monkeypatch, pool):
+    done: list[object] = []
+
+    class Stream:
+        def __init__(self, name="side"):
+            self.name = name
+
+        def wait_stream(self, other):
+            done.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def inside(name, pool=None):
+        done.append(("begin", name, pool))
+        yield
+        done.append("end")
+
+    fakes = {
+        "Stream": Stream,
+        "current_stream": lambda: Stream("current"),
+        "stream": lambda stream: inside(stream.name),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: done.append("replay")),
+        "graph": lambda graph, pool: inside("graph", pool),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graph = graphs.CudaGraph(lambda: done.append("step"), pool)
+    graph.replay()
+    assert done == [
+        "side waits for current",
+        *(("begin", "side", None), "step", "step", "end"),
+        "current waits for side",
+        *(("begin", "graph", pool), "step", "end"),
+        "replay",
+    ]
+
+
+class Driver:
+    """CUDA's driver with pages of 64 bytes; it writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+        for name, enumerator in (
+            ("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_PINNED"),
+            ("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE"),
+            ("CUmemAccess_flags", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE"),
+            ("CUmemAllocationGranularity_flags", "CU_MEM_ALLOC_GRANULARITY_MINIMUM"),
+        ):
+            setattr(self, name, SimpleNamespace(**{enumerator: enumerator}))
+
+    def CUmemAllocationProp(self):
+        return SimpleNamespace(location=SimpleNamespace())
+
+    CUmemAccessDesc = SimpleNamespace
+
+    def __getattr__(self, name):
+        given = {"cuMemGetAllocationGranularity": 64, "cuMemAddressReserve": 4096, "cuMemCreate": "memory"}
+        answer = (0, given[name]) if name in given else (0,)
+        return lambda *args: self.asked.append((name, *args)) or answer
+
+
+def test_memory_of_a_gpu_ends_where_its_mapping_ends(monkeypatch):
+    driver = Driver()
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = driver
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    made = lambda raw, device: (raw.__cuda_array_interface__, device)  # noqa: E731
+    monkeypatch.setattr(torch, "as_tensor", made)
+    interface, device = mapping.mapped(70, "cuda")
+    # The form that https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html gives.
+    assert interface == {"shape": (70,), "typestr": "|u1", "data": (4096 + 128 - 70, False), "version": 3}
+    assert device == "cuda"
+    where = SimpleNamespace(type="CU_MEM_LOCATION_TYPE_DEVICE", id=3)
+    wanted = SimpleNamespace(type="CU_MEM_ALLOCATION_TYPE_PINNED", location=where)
+    access = SimpleNamespace(location=where, flags="CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
+    assert driver.asked == [
+        ("cuMemGetAllocationGranularity", wanted, "CU_MEM_ALLOC_GRANULARITY_MINIMUM"),
+        # Nothing else is mapped in the pages behind.
+        ("cuMemAddressReserve", 128 + 8 * 64, 0, 0, 0),
+        ("cuMemCreate", 128, wanted, 0),
+        ("cuMemMap", 4096, 128, 0, "memory", 0),
+        ("cuMemSetAccess", 4096, 128, [access], 1),
+    ]
+    driver.cuMemSetAccess = lambda *args: (2,)
+    with pytest.raises(RuntimeError, match=r"^CUDA driver: 2$"):
+        mapping.mapped(70, "cuda")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+@pytest.mark.parametrize("count", [1, 4095, 4096, 4097])
+def test_memory_of_the_host_ends_at_a_page(count):
+    memory = mapping.mapped(count, "cpu")
+    assert (memory.shape, memory.dtype, memory.device.type) == ((count,), torch.uint8, "cpu")
+    assert (memory.data_ptr() + count) % mapping.mmap.PAGESIZE == 0
+    memory.fill_(7)
+
+
+def test_sizes_that_are_captured_end_at_the_largest():
+    assert graphs.capture_sizes(7) == [1, 2, 4]
+    assert graphs.capture_sizes(280)[-4:] == [240, 248, 256, 272]
+    assert graphs.capture_sizes()[-2:] == [496, 512]
+
+
+def test_an_operation_that_writes_in_place_and_returns_something_new_is_replayed(device):
+    x, seen = torch.zeros(4, device=device), {}
+
+    def step():
+        seen["sorted"], seen["order"] = (x * -1).sort()
+        x.view(2, 2)[0].add_(1)
+
+    graph = capture(step, device)
+    x.copy_(torch.tensor([3.0, 1.0, 2.0, 0.0]))
+    graph.replay()
+    assert (seen["sorted"].tolist(), seen["order"].tolist()) == ([-3, -2, -1, 0], [0, 2, 1, 3])
+    assert x.tolist() == [4, 2, 2, 0]

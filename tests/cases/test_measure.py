@@ -153,8 +153,10 @@ def test_cold_inputs_are_fetched_and_warm_ones_are_not(cache, size):
     turns = measure.rotation(size)
     calls = [partial(cache.read, f"set {index}", size) for index in range(turns.sets)]
     fetched = {}
-    for where, _ in measure.cached_times(calls, turns):
+    for where, times in measure.cached_times(calls, turns):
         timed = measure.launches_for(turns.sets) * measure.REPLAYS
+        # The events of this device say how many calls were made before the end: that is in "ms".
+        assert times.p20 == times.p80 == len(cache.fetched) * 1000 / measure.launches_for(turns.sets)
         fetched[where] = set(cache.fetched[-timed:])
     if size < L2:
         assert fetched[measure.COLD] == {size}
@@ -169,6 +171,48 @@ def test_sets_exceed_three_times_the_l2_or_fit_into_half_of_it(size):
     both = turns.caches == (measure.WARM, measure.COLD)
     assert turns.sets * size < L2 / 2 if both else turns.sets * size > 3 * L2
     assert turns.sets <= measure.MOST_SETS
+
+
+def test_calls_take_turns_in_the_graph_and_run_once_before_it(cache):
+    made: list[str] = []
+    calls = [lambda: made.append("a"), lambda: made.append("b")]
+    measure.graph_times(calls, launches=3, replays=1, before=lambda: made.append("before"))
+    assert made == ["a", "b", "a", "b", "a", "before"]
+    made.clear()
+    measure.graph_times(calls)
+    assert made == ["a", "b"] * (1 + measure.LAUNCHES // 2)
+
+
+def test_reading_more_than_the_l2_reads_three_times_its_size_on_the_current_device(monkeypatch):
+    made, read = [], []
+    monkeypatch.setattr(measure, "l2_bytes", lambda: 1000)
+    monkeypatch.setattr(measure.torch.cuda, "current_device", lambda: 1)
+    buffer = SimpleNamespace(sum=lambda: read.append(1))
+    monkeypatch.setattr(measure.torch, "zeros", lambda count, **given: made.append((count, given)) or buffer)
+    measure._more_than_l2.cache_clear()
+    for _ in range(2):
+        measure.read_more_than_l2()
+    measure._more_than_l2.cache_clear()
+    assert (made, read) == ([(750, {"dtype": measure.torch.int32, "device": "cuda:1"})], [1, 1])
+
+
+def test_a_tensor_is_set_through_the_runtime_on_the_current_stream(monkeypatch):
+    asked, status = [], 0
+
+    def memset(*args):
+        asked.append([arg.value for arg in args])
+        return status
+
+    monkeypatch.setattr(measure, "cudart", lambda: SimpleNamespace(cudaMemsetAsync=memset))
+    stream = SimpleNamespace(cuda_stream=77)
+    monkeypatch.setattr(measure.torch.cuda, "current_stream", lambda: stream)
+    x = measure.torch.zeros(3, 5, dtype=measure.torch.int16)
+    measure.memset_async(x)
+    measure.memset_async(x, 255)
+    assert asked == [[x.data_ptr(), value, 30, 77] for value in (0, 255)]
+    status = 7
+    with pytest.raises(RuntimeError, match=r"^cudaMemsetAsync: error 7$"):
+        measure.memset_async(x)
 
 
 def test_every_set_is_needed(cache):

@@ -9,15 +9,17 @@ import signal
 import sys
 import types
 import weakref
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from staleproof.cases import children
 from staleproof.cases.case import absent
-from staleproof.contract import attention_probes, runner, scenes
+from staleproof.contract import attention_probes, runner, scenes, scripts
 from staleproof.contract.contract import BREAKS, NO_REFERENCE, UNDEFINED, breaks
-from staleproof.kernels.subject import Subject
+from staleproof.kernels.subject import Subject, load_module
 
 NOT_RUN = "not run"
 
@@ -30,6 +32,18 @@ def test_memory_that_needs_a_gradient_is_filled_too():
     assert leaf.requires_grad
 
 
+@pytest.mark.parametrize(("available", "initialized"), [(False, False), (True, False), (True, True)])
+def test_what_an_allocator_of_cuda_hands_out_next_is_dirty_too(monkeypatch, available, initialized):
+    made = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch, "full", lambda size, fill, device: made.append((size, fill, device)))
+    with scenes.dirty_memory(7.0):
+        pass
+    wanted = [((2**size // 4,), 7.0, "cuda") for size in range(9, 26) for _ in range(4)]
+    assert made == (wanted if initialized else [])
+
+
 def read_behind(byte: int) -> int:
     """In a child: the byte so far behind an operand that ends where its mapping ends."""
     operand = scenes._guarded(torch.arange(5))
@@ -40,6 +54,86 @@ def read_behind(byte: int) -> int:
 def test_a_read_behind_a_guarded_operand_ends_the_process():
     assert children.call(read_behind, -8, timeout_s=100).answer() == 4
     assert children.call(read_behind, 0, timeout_s=100).code == -signal.SIGSEGV
+
+
+def _behind(x: torch.Tensor) -> torch.Tensor:
+    """The bytes behind an operand that a probe has placed; none behind another."""
+    held = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+    return held[x.nbytes :] if len(held) == x.nbytes + scenes.TAIL_BYTES else held[:0]
+
+
+def _all(x, byte):
+    return bool((_behind(x) == byte).all()) and len(_behind(x)) > 0
+
+
+def _write(x):
+    _behind(x)[-1:] = 7
+
+
+BEHIND = {
+    "nothing": (lambda x, y: 0, "holds", "", []),
+    "one": (lambda x, y: _all(x, 255), "breaks", "0xff behind x changes the result", ["behind", "0xff", "x"]),
+    "each": (
+        lambda x, y: _all(x, 255) + 2 * _all(y, 255), "breaks", "0xff behind x, y changes the result",
+        ["behind", "0xff", "x"],
+    ),
+    "both": (
+        lambda x, y: _all(x, 255) * _all(y, 255), "breaks",
+        "0xff behind the operands together changes the result", ["behind", "0xff"],
+    ),
+    "noise": (
+        lambda x, y: len(set(_behind(y).tolist())) > 2, "breaks", "noise behind y changes the result",
+        ["behind", "noise", "y"],
+    ),
+    "written": (lambda x, y: _write(y), "breaks", "writes behind y", ["behind", "0x00", "y"]),
+    "in place": (
+        lambda x, y: x.add_(_all(y, 255)) is None, "breaks", "0xff behind y changes the result",
+        ["behind", "0xff", "y"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_what_lies_behind_operands_and_decides_the_result_is_named(name):
+    of, *wanted = BEHIND[name]
+    # Parts of a larger tensor, and what is no tensor, are handed on as they are.
+    given = {"x": torch.ones(3, 5).T, "y": torch.arange(4), "part": torch.ones(4)[::2], "no": torch.ones(0)}
+    asked = []
+
+    def kernel(known):
+        asked.append(known)
+        return [torch.tensor(float(of(known["x"], known["y"]) or 0))]
+
+    said = scenes.behind_operands(kernel, given | {"k": 3})
+    assert [said.verdict, said.note, said.numbers.get("case", [])] == wanted
+    for known in asked:
+        assert all(
+            known[name] is same for name, same in (("part", given["part"]), ("no", given["no"]), ("k", 3))
+        )
+        assert known["x"].stride() == (1, 5)
+        assert torch.equal(known["y"], given["y"])
+    # At last the operands end where their mappings end.
+    assert (len(_behind(asked[-1]["x"])) == 0) == (name == "nothing" and sys.platform == "linux")
+
+
+@pytest.mark.parametrize(("platform", "why"), [("darwin", "needs Linux"), ("linux", "No module 'cuda'")])
+def test_operands_without_a_guard_say_so(monkeypatch, platform, why):
+    def absent(x):
+        raise ImportError(why)
+
+    monkeypatch.setattr(scenes.sys, "platform", platform)
+    monkeypatch.setattr(scenes, "_guarded", absent)
+    said = scenes.behind_operands(lambda known: [known["x"] + 1], {"x": torch.ones(4)})
+    assert (said.verdict, said.note) == ("holds", f"no guard mapping: {why}")
+
+
+def test_operands_have_zeros_behind_them():
+    given = {"x": torch.ones(3, 5).T, "part": torch.ones(4)[::2], "k": 3}
+    found = scenes.zeros_behind(given)
+    assert found["part"] is given["part"]
+    assert found["k"] == 3
+    assert torch.equal(found["x"], given["x"])
+    assert _all(found["x"], 0)
 
 
 class _Graph:
@@ -65,6 +159,105 @@ def test_the_inputs_of_a_recorded_launch_live_as_long_as_the_recording(monkeypat
     gc.collect()
     assert alive() is not None
     replay()
+
+
+@pytest.mark.parametrize(
+    ("available", "initialized", "planned", "fails", "said", "captured"),
+    [
+        (False, True, False, False, "launched again, not captured", False),
+        (True, False, False, False, "launched again, not captured", False),
+        (True, True, True, False, "launched again, not captured", False),
+        (True, True, False, True, "launched again: a graph cannot hold it", False),
+        (True, True, False, False, "", True),
+    ],
+)
+def test_a_launch_is_captured_where_a_graph_can_hold_it(
+    monkeypatch, available, initialized, planned, fails, said, captured
+):
+    @contextlib.contextmanager
+    def graph(graph):
+        yield
+        if fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    for name, fake in {
+        "is_available": lambda: available,
+        "is_initialized": lambda: initialized,
+        "synchronize": lambda: None,
+        "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: done.append("replay")),
+        "graph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    done: list[str] = []
+    kernel = attention_probes.Kernel(print, planned=planned)
+    replay, note = attention_probes._captured(kernel, lambda: done.append("launch") or "result")
+    before = len(done)
+    assert (replay(), note, done[before:]) == ("result", said, ["replay" if captured else "launch"])
+    assert before == (2 if captured or fails else 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "moved"), [(24, "cuda", False), (32, "cuda", True), (24, "cpu", True)]
+)
+def test_an_operand_of_a_gpu_is_guarded_where_it_begins_at_16_bytes(monkeypatch, count, device, moved):
+    asked = []
+    monkeypatch.setattr(
+        scenes, "mapped", lambda *given: asked.append(given) or torch.zeros(count, dtype=torch.uint8)
+    )
+    x = types.SimpleNamespace(
+        device=types.SimpleNamespace(type=device), nbytes=count, dtype=torch.uint8, shape=(count,)
+    )
+    x.stride = lambda: (1,)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda memory, given: ("a copy of", given))
+    assert scenes._guarded(x) == (("a copy of", x) if moved else x)
+    assert asked == ([(count, device)] if moved else [])
+
+
+def test_a_kernel_is_imported_from_its_folder_unless_that_is_installed(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/kernels.py").write_text("def one(x): ...\n")
+    one = load_module(str(tmp_path / "mine/kernels.py")).one
+    path, *lines = scripts._import(one)
+    assert path == f"import sys; sys.path.insert(0, {str(tmp_path / 'mine')!r})"
+    assert lines == ["from kernels import one", scripts._FIRST]
+    assert scripts._import(torch.nn.functional.softmax)[0] == "from torch.nn.functional import softmax"
+    assert scripts._import(runner.answers)[0] == "from staleproof.contract.runner import answers"
+
+
+ENDS = {
+    "quiet": children.Ended([], 0, "", "", 9.0),
+    "shown": children.Ended([], 1, "", "\nAssertionError: expected 0, got 1\n", 9.0),
+    "no package": children.Ended([], 1, "", "ModuleNotFoundError: No module named 'vllm'\n", 9.0),
+    "no name": children.Ended([], 1, "", "ImportError: cannot import name 'decode'\n", 9.0),
+    "other": children.Ended([], 1, "", "ValueError: an ImportError: of another\n", 9.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("package", "ends", "wanted"),
+    [
+        ("vllm", ["shown"], "# 0\npass\n"),
+        ("vllm", ["quiet", "other", "shown"], "# 2\npass\n"),
+        ("vllm", ["quiet", "no package"], "# 1 Not run where it was made.\npass\n"),
+        ("vllm", ["no name", "shown"], "# 0 Not run where it was made.\npass\n"),
+        ("vllm", ["quiet"], ""),
+        ("vllm", [], ""),
+        ("", ["no package"], ""),
+        ("staleproof", ["shown"], "# 0\npass\n"),
+    ],
+)
+def test_the_first_script_that_shows_a_break_is_kept(monkeypatch, package, ends, wanted):
+    asked, left = [], [ENDS[end] for end in ends]
+    monkeypatch.setattr(scripts.children, "call", lambda *a, **given: asked.append((a, given)) or left.pop(0))
+    release = runner.packages.Release("1.0", Path("/somewhere"))
+    texts = [f"# {number}\npass\n" for number in range(len(ends))]
+    said = scripts.tried(breaks("NaN"), texts, Subject("k", "rows", print, package=package), release, 9.0)
+    assert said == replace(breaks("NaN"), script=wanted)
+    ours = [] if package == "vllm" else [str(Path(runner.__file__).parents[2])]
+    assert asked == [
+        ((scripts.run_alone, text, ["/somewhere", *ours]), {"timeout_s": 69.0})
+        for text in texts[: len(ends) - len(left)]
+    ]
 
 
 COMPILED = "nvcc compiles it at a call without FLASHINFER_DISABLE_JIT"

@@ -129,10 +129,9 @@ def bookkeeping_digest() -> str:
 
 
 def _file(module: str) -> Path | None:
-    """The file of a module of staleproof; ``None`` if it is another package's, or no module."""
-    root, *parts = module.split(".")
-    place = PACKAGE.joinpath(*parts)
-    files = (place / "__init__.py", place.with_suffix(".py")) if root == "staleproof" else ()
+    """The file of a module of staleproof; ``None`` if there is none."""
+    place = PACKAGE.joinpath(*module.split(".")[1:])
+    files = place / "__init__.py", place.with_suffix(".py")
     return next((file for file in files if file.is_file()), None)
 
 
@@ -145,7 +144,7 @@ def _imports(path: Path) -> tuple[str, ...]:
             for node in ast.parse(text).body:
                 if isinstance(node, ast.Import):
                     found += [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom) and node.module:
+                elif isinstance(node, ast.ImportFrom):
                     inner = [f"{node.module}.{alias.name}" for alias in node.names]
-                    found += [name if _file(name) else node.module for name in inner]
+                    found += [name if _file(name) else str(node.module) for name in inner]
     return tuple(found)

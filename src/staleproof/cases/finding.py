@@ -96,8 +96,7 @@ def real(distribution: str, what: str = "") -> Evidence:
     True
     """
     name = _SPELLING.get(distribution, distribution)
-    version = device.version_of(distribution) or ""
-    return Evidence(Grade.REAL, " ".join(filter(None, (name, version, what))))
+    return Evidence(Grade.REAL, " ".join(filter(None, (name, device.version_of(distribution), what))))
 
 
 def real_file(distribution: str, file: Path) -> Evidence:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from staleproof import device as devices
 from staleproof.kernels.subject import Subject
 
 # What `import` of the package asks for, beside torch, Triton and numpy. Found by importing each in an empty
@@ -47,8 +48,6 @@ class Installed:
 
 def here() -> Installed:
     """What this process has."""
-    from staleproof import device as devices
-
     machine = devices.machine()
     return Installed(machine.torch.partition("+")[0], machine.triton or "", machine.kind == "cuda")
 

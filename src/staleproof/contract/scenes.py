@@ -54,12 +54,6 @@ class Shape:
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 
 
-def mla_shape(**given: Any) -> Shape:
-    """DeepSeek's sizes: a latent of 512 and 64 more for positions."""
-    usual: dict[str, Any] = {"layout": "mla", "heads": 2, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
-    return Shape(**(usual | given))
-
-
 # What the decorator of an attention kernel takes beside its shape: how it is launched, and what it documents.
 LAUNCH = ("prepared", "planned", "empty_lse")
 
@@ -67,7 +61,9 @@ LAUNCH = ("prepared", "planned", "empty_lse")
 def attention_shape(given: Mapping[str, Any]) -> Shape:
     """The shape among what a kernel's decorator was given."""
     sizes = {name: value for name, value in given.items() if name not in LAUNCH}
-    return mla_shape(**sizes) if sizes.get("layout") == "mla" else Shape(**sizes)
+    # DeepSeek's: a latent of 512 and 64 more for positions.
+    usual = {"head_dim": 576, "value_dim": 512} if sizes.get("layout") == "mla" else {}
+    return Shape(**usual | sizes)
 
 
 def usual_dtype(device: str, name: str = "") -> torch.dtype:
@@ -249,7 +245,7 @@ def dirty_memory(fill: float) -> Iterator[None]:
     """Fill what Python code gets from ``torch.empty`` and its siblings, as a last tenant would have.
 
     Args:
-        fill: for floating tensors; integers get 0x7F in each byte or 1, so that two fills differ.
+        fill: for floating tensors; for NaN integers get 0x7F or 0x7F7F, else 1, so that two fills differ.
     """
 
     def filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -1,0 +1,991 @@
+"""Each probe by itself: what it says of one fault, and what a kernel is called with.
+
+The kernels are of PyTorch and run on the CPU. ``test_faulty_kernels.py`` puts all clauses to each kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from staleproof.cases.words import NOT_RUN
+from staleproof.contract import attention_probes, row_probes, scenes
+from staleproof.contract.contract import BREAKS, HOLDS
+from staleproof.kernels.subject import ARGUMENTS
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import faulty_kernels as made
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch on the CPU is never captured, also beside a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def said(kind: str, clause: str, kernel, sizes=None):
+    """Verdict, note and case."""
+    if kind == "attention":
+        own = {name: sizes[name] for name in scenes.LAUNCH if name in (sizes or {})}
+        kernel = attention_probes.Kernel(kernel, **own)
+        answer = attention_probes.PROBES[clause](kernel, scenes.attention_shape(sizes or {}), "cpu")
+    else:
+        answer = row_probes.PROBES[kind][clause](kernel, sizes or {}, "cpu")
+    return answer.verdict, answer.note, tuple(answer.numbers.get("case", ()))
+
+
+def holding(note: str = ""):
+    return HOLDS, note, ()
+
+
+def unasked(note: str):
+    return NOT_RUN, note, ()
+
+
+def broken(note: str, *case: str):
+    return BREAKS, note, case
+
+
+# --- What a kernel is called with
+
+CALLED = {
+    "attention": {
+        "q": (3, 2, 32), "k_cache": (6, 16, 1, 32), "v_cache": (6, 16, 1, 32),
+        "block_table": [[1, 2, 0], [3, 0, 0], [4, 0, 0]], "seq_lens": [19, 5, 16],
+        "query_start_loc": [0, 1, 2, 3], "out": (3, 2, 32), "lse": (3, 2),
+        "softmax_scale": 32**-0.5, "max_seq_len": 48, "max_q_len": 1, "page_size": 16,
+    },
+    "routing": {"router_logits": (6, 16), "top_k": 4, "bias": (16,)},
+    "rows": {"x": (6, 64)},
+    "ragged": {"x": (6, 64), "starts": [0, 3, 4, 6]},
+    "kv_write": {
+        "key": (5, 2, 32), "value": (5, 2, 32), "k_cache": (4, 16, 2, 32), "v_cache": (4, 16, 2, 32),
+        "slot_mapping": [17, 35, 40, 20, 63],
+    },
+    "state": {
+        "x": (5, 32), "state": (6, 32, 3), "weight": (32, 4), "state_indices": [2, 4, 1, 5, 3],
+        "pad_index": -1,
+    },
+    "merge": {"out_a": (4, 2, 32), "out_b": (4, 2, 32), "lse_a": (4, 2), "lse_b": (4, 2)},
+    "experts": {
+        "x": (5, 32), "w1": (4, 32, 32), "w2": (4, 32, 16), "topk_weights": (5, 2),
+        "topk_ids": [[0, 1], [2, 3], [1, 2], [3, 0], [0, 2]],
+    },
+}  # fmt: skip
+GIVEN = {
+    "attention": ({"layout": "mla", "head_dim": 24, "value_dim": 16, "heads": 4, "page_size": 32}, {
+        "q": (3, 4, 24), "kv_cache": (5, 32, 24), "kv_lora_rank": 16, "block_table": [[1, 0], [2, 0], [3, 0]],
+        "out": (3, 4, 16), "lse": (3, 4), "page_size": 32, "max_seq_len": 64, "softmax_scale": 24**-0.5,
+    }),
+    "routing": ({"experts": 8, "top_k": 2}, {"router_logits": (6, 8), "top_k": 2, "bias": (8,)}),
+    "rows": ({"hidden": 24, "dtype": "float16"}, {"x": (6, 24)}),
+    "ragged": ({"hidden": 24, "dtype": "float16"}, {"x": (6, 24)}),
+    "kv_write": ({"kv_heads": 3, "head_dim": 8}, {"key": (5, 3, 8), "v_cache": (4, 16, 3, 8)}),
+    "state": ({"dim": 8, "width": 3, "pad_index": 0}, {
+        "x": (5, 8), "state": (6, 8, 2), "weight": (8, 3), "pad_index": 0,
+    }),
+    "merge": ({"head_dim": 8}, {"out_a": (4, 2, 8), "lse_b": (4, 2)}),
+    "experts": ({"experts": 8, "hidden": 8, "inner": 4, "top_k": 3}, {
+        "w1": (8, 8, 8), "w2": (8, 8, 4), "topk_weights": (5, 3),
+        "topk_ids": [[0, 1, 4], [2, 3, 5], [1, 2, 6], [3, 0, 7], [0, 2, 4]],
+    }),
+}  # fmt: skip
+
+
+def _shown(value):
+    """Numbers as they are, the shape of a tensor of numbers, and the integers of another."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return tuple(value.shape) if value.is_floating_point() else value.tolist()
+
+
+@pytest.mark.parametrize("kind", CALLED)
+@pytest.mark.parametrize("sized", [False, True])
+def test_a_kernel_is_called_with_the_documented_arguments_of_the_given_sizes(kind, sized):
+    sizes, wanted = GIVEN[kind] if sized else ({}, CALLED[kind])
+    asked = []
+
+    def kernel(**known):
+        asked.append(known)
+        raise KeyError
+
+    names = [name for name in ARGUMENTS[kind] if name in wanted]
+    kernel.__signature__ = inspect.Signature(
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    )
+    clauses = attention_probes.PROBES if kind == "attention" else row_probes.PROBES[kind]
+    for clause in ("O", "0"):
+        if clause in clauses and not (clause == "0" and "bias" in names):
+            with pytest.raises(KeyError):
+                said(kind, clause, kernel, sizes)
+    for known in asked:
+        assert {name: _shown(value) for name, value in known.items()} == wanted
+        tensors = [value for value in known.values() if isinstance(value, torch.Tensor)]
+        dtype = getattr(torch, sizes.get("dtype", "float32"))
+        wide = {"slot_mapping": torch.int64, "topk_ids": torch.int64}
+        for name, x in known.items():
+            if isinstance(x, torch.Tensor):
+                integer = wide.get(name, torch.int32)
+                assert x.dtype == (dtype if x.is_floating_point() else integer), name
+        # Two operands with the same content would hide that a kernel takes one for the other.
+        random = [x for x in tensors if x.is_floating_point() and x.any() and x.isfinite().all()]
+        alike = [(a, b) for i, a in enumerate(random) for b in random[:i] if a.shape == b.shape]
+        assert not any(torch.equal(a, b) for a, b in alike)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CALLED if kind != "attention"])
+def test_what_a_kernel_is_called_with_lies_on_the_device(kind):
+    known = row_probes._operands(kind, print, {}, "meta")
+    assert {x.device.type for x in known.values() if isinstance(x, torch.Tensor)} == {"meta"}
+
+
+@pytest.mark.parametrize("layout", ["paged", "mla", "gathered"])
+def test_an_attention_call_lies_on_the_device(layout):
+    call = scenes.make_call(scenes.attention_shape({"layout": layout}), [19, 0, 5], "meta", spare_rows=2)
+    tensors = [*vars(call).values(), *call.guards, *call._gathered().values()]
+    assert {x.device.type for x in tensors if isinstance(x, torch.Tensor)} == {"meta"}
+    assert call.q.dtype == torch.bfloat16
+    assert (call.lse.dtype, call.lse.shape) == (torch.float32, (5, 2))
+
+
+# Clause -> the lengths of its launches, each once in its order.
+ASKED = {
+    "0": [[19, 5, 16]],
+    "E": [[10, 18, 6, 7], [20, 0, 6, 0], [0, 0, 0, 0]],
+    "T": [[19, 5, 16]],
+    "B": [[19, 5, 16]],
+    "R": [[19, 0, 5, 16]],
+    "N": [[19, 5, 16, 9], [19, 0, 0, 0], [0, 5, 16, 0]],
+    "L": [[19, 5, 16], [50, 40, 33, 20, 5]],
+    "A": [[19, 5, 16], [50, 40, 33, 20, 5]],
+    "O": [[19, 5, 16]],
+}
+
+
+@pytest.mark.parametrize("clause", ASKED)
+def test_a_probe_asks_with_short_long_and_empty_requests(clause):
+    asked = []
+
+    def record(out, lse, call):
+        asked.append(tuple(call.lens.tolist()))
+        return out, lse
+
+    said("attention", clause, attend(record))
+    assert [[*lens] for lens in dict.fromkeys(asked)] == ASKED[clause]
+
+
+# --- Attention
+
+
+def attend(change):
+    """A right decode, and what ``change`` of its results and of the call makes of it."""
+
+    def kernel(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+        call = SimpleNamespace(q=q, k=k_cache, v=v_cache, table=block_table, lens=seq_lens)
+        return change(*made.decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale), call)
+
+    return kernel
+
+
+def plus(of):
+    """0 times what it may not read is added to ``out``."""
+    return attend(lambda out, lse, call: (out + 0 * of(call).float().reshape(-1, 1, 1), lse))
+
+
+def tail(cache, call):
+    return made._last_page(cache, call.table, call.lens)[:, 0]
+
+
+def gathered(q, k, v, mask, softmax_scale):
+    scores = (q @ k.transpose(2, 3) * softmax_scale).masked_fill(~mask, -INF)
+    weights = scores.softmax(-1).nan_to_num()
+    return weights @ v.masked_fill(~mask.transpose(2, 3), 0.0)
+
+
+def latent(q, kv_cache, kv_lora_rank, block_table, seq_lens, softmax_scale, *, change=lambda call: 0.0):
+    kv = kv_cache.unsqueeze(2)
+    call = SimpleNamespace(k=kv, table=block_table, lens=seq_lens)
+    out, lse = made.decode(q, kv, kv[..., :kv_lora_rank], block_table, seq_lens, softmax_scale)
+    return out + change(call), lse
+
+
+def several(of=lambda out, lens, call: out, alone=False):
+    """A decode of one or several query tokens; ``of`` is put to the result of several, or of one too."""
+
+    def kernel(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+        memory = k_cache, v_cache, block_table
+        if q.ndim == 3 and alone:
+            return kernel(q[:, None], *memory, seq_lens, softmax_scale)[0].squeeze(1)
+        if q.ndim == 3:
+            return made.decode(q, *memory, seq_lens, softmax_scale)
+        tokens = q.shape[1]
+        lens = [(seq_lens - tokens + 1 + t).clamp(min=0) * (seq_lens > 0) for t in range(tokens)]
+        parts = [made.decode(q[:, t], *memory, lens[t], softmax_scale) for t in range(tokens)]
+        out, lse = (torch.stack(each, 1) for each in zip(*parts, strict=True))
+        call = SimpleNamespace(k=k_cache, v=v_cache, table=block_table, lens=seq_lens)
+        return of(out, seq_lens, call), lse
+
+    return kernel
+
+
+def varlen(change, *, out=None):
+    """One query token a request; ``change`` gets a fresh result, and the tokens of requests."""
+
+    def kernel(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax_scale):
+        rows = q.new_empty(q.shape)
+        made.varlen(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax_scale, rows)
+        return change(rows, int(query_start_loc[-1]), q)
+
+    return kernel
+
+
+def spare(value):
+    def change(rows, live, q):
+        rows[live:] = value
+        return rows
+
+    return change
+
+
+def entry(page: int):
+    """Gives NaN where an entry past the need is this one."""
+
+    def of(call):
+        past = torch.arange(call.table.shape[1]) * call.k.shape[1] >= call.lens[:, None]
+        return torch.where((past & (call.table == page)).any(), NAN, 0.0)
+
+    return plus(of)
+
+
+def launch_with_lengths(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+    lens = seq_lens.clone()
+    return lambda: made.decode(q, k_cache, v_cache, block_table, lens, softmax_scale)
+
+
+_latest = {}
+
+
+def launch_with_the_latest_lengths(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+    _latest["lens"] = seq_lens
+
+    def launch():
+        return made.decode(q, k_cache, v_cache, block_table, _latest["lens"][: len(q)], softmax_scale)
+
+    return launch
+
+
+def first_of(name: str):
+    """Goes on with the first tensor of a shape."""
+    kept = {}
+
+    def kernel(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+        call = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+        call[name] = kept.setdefault(tuple(call[name].shape), call[name])
+        return made.decode(**call, block_table=block_table, seq_lens=seq_lens, softmax_scale=softmax_scale)
+
+    return kernel
+
+
+def one_buffer(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+    out, lse = made.decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale)
+    return _latest.setdefault(("out", *out.shape), torch.zeros_like(out)).copy_(out), lse
+
+
+def kept_mask(key: str):
+    """Computes at the first launch which rows are empty, and finds that again by a tensor of the call."""
+    kept = {}
+
+    def kernel(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out, lse):
+        tensor = {"seq_lens": seq_lens, "out": out, "lse": lse}[key]
+        right = made.decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale)
+        _, mask = kept.setdefault(id(tensor), (tensor, seq_lens == 0))
+        return torch.where((seq_lens == 0)[:, None, None] & ~mask[:, None, None], 7.0, right[0]), right[1]
+
+    return kernel
+
+
+def kept_lse(out, lse, call):
+    """The same of lse."""
+    _, mask = _latest.setdefault(id(call.lens), (call.lens, call.lens == 0))
+    return out, torch.where((call.lens == 0)[:, None] & ~mask[:, None], 7.0, lse)
+
+
+def reads_behind(name: str):
+    def of(call):
+        x = getattr(call, name)
+        behind = len(x.untyped_storage()) // 4 - x.numel()
+        return (
+            x.as_strided((x.numel() + 1,), (1,))[-1] if behind == scenes.TAIL_BYTES // 4 else torch.zeros(1)
+        )
+
+    return plus(of)
+
+
+def writes(name: str):
+    """Changes the last number of an input, by less than the result shows or where nothing is read."""
+
+    def change(out, lse, call):
+        x = getattr(call, name).view(-1)
+        x[-1].add_(1e-6 if x.is_floating_point() else 1)
+        return out, lse
+
+    return attend(change)
+
+
+def other_rows_largest(call):
+    """Infinite where a number of the batch is near the largest, and not for NaN."""
+    return (call.q.nan_to_num(0.0, 0.0, 0.0) * 2).sum()
+
+
+def loud(call):
+    """NaN if the largest number of the batch is that of noise, and neither NaN nor much larger."""
+    largest = call.q.nan_to_num(0.0, 0.0, 0.0).abs().amax()
+    return torch.where((largest > 50) & (largest < 1e6), NAN, 0.0)
+
+
+right = attend(lambda out, lse, call: (out, lse))
+EMPTY = "row of an empty request: "
+AFTER = "replayed with seq_lens [19, 0, 0, 0]: "
+NOT_ZERO = "the row of an empty request is not 0, as it is for a new tensor of lengths"
+TAIL = "of the last page's tail"
+ATTENTION = [
+    ("0", right, {}, holding()),
+    ("0", lambda q: None, {}, broken("returns NoneType, expected a tensor or a pair of them", "clean")),
+    ("0", lambda q: q[:, :1], {}, broken("returns shape (3, 1, 32), expected (3, 2, 32)", "clean")),
+    ("0", attend(lambda out, lse, call: (out, lse[:, :1])), {},
+     broken("returns lse of shape (3, 1), expected (3, 2)", "clean")),
+    ("0", attend(lambda out, lse, call: (out, lse.flatten(), "more")), {}, holding()),
+    ("0", attend(lambda out, lse, call: [out, lse + torch.tensor([[0.0], [2.0], [3.0]])]), {},
+     broken("lse of row 1 is 3.773, expected 1.773", "clean")),
+    ("0", attend(lambda out, lse, call: out + torch.tensor([0.0, 2.0, 3.0])[:, None, None]), {},
+     broken("row 1 is off by 2", "clean")),
+    # What rounding costs.
+    ("0", attend(lambda out, lse, call: (out + 0.02, lse - 0.02)), {"dtype": "bfloat16"}, holding()),
+    ("0", attend(lambda out, lse, call: out + 0.02), {}, broken("row 0 is off by 0.02", "clean")),
+    *(("0", writes(name), {}, broken("writes to its inputs", "clean")) for name in ("q", "k", "v", "table")),
+    ("0", made.right, {"heads": 4, "head_dim": 8, "page_size": 8}, holding()),
+    ("0", gathered, {"layout": "gathered"}, holding()),
+    ("0", gathered, {"layout": "gathered", "heads": 4, "kv_heads": 2}, holding()),
+    ("0", latent, {"layout": "mla", "head_dim": 24, "value_dim": 16}, holding()),
+    ("E", right, {}, holding()),
+    ("E", attend(lambda out, lse, call: out), {}, holding("no lse asked for")),
+    ("E", right, {"empty_lse": 0.0}, broken("lse of an empty request is -inf", "empty lse")),
+    ("E", attend(lambda out, lse, call: (out, lse.nan_to_num(neginf=0.0))), {"empty_lse": 0.0}, holding()),
+    ("E", attend(lambda out, lse, call: out.masked_fill((call.lens == 0)[:, None, None], 7.0)), {},
+     broken(EMPTY + "7, expected 0", "empty")),
+    ("E", attend(lambda out, lse, call: out.index_put(
+        (torch.tensor(1), torch.tensor(0), torch.tensor(3)), (call.lens[1] == 0) * 5.0, accumulate=True)), {},
+     broken(EMPTY + "5, expected 0", "empty")),
+    ("E", attend(lambda out, lse, call: out.masked_fill((call.lens == 0)[:, None, None], NAN)), {},
+     broken(EMPTY + "NaN is written", "empty")),
+    ("E", attend(lambda out, lse, call: torch.empty_like(out).copy_(out) if call.lens.all() else
+                 torch.where((call.lens == 0)[:, None, None], torch.empty_like(out), out)), {},
+     broken(EMPTY + "not written: it keeps what the memory held", "empty")),
+    ("E", attend(lambda out, lse, call: out + (~call.lens.all() & call.lens.any())), {},
+     broken("beside an empty request row 0 is off by 1", "empty")),
+    # 0 times what the memory held, and that without NaN.
+    *(("E", attend(lambda out, lse, call, of=of: out + torch.where(
+        (call.lens == 0)[:, None, None], of(torch.empty_like(out)), 0.0)), {},
+       broken(EMPTY + "not written: it keeps what the memory held", "empty"))
+      for of in (lambda memory: 0 * memory, lambda memory: memory.nan_to_num(0.0))),
+    # Where no request is live.
+    ("E", attend(lambda out, lse, call: out + ~call.lens.any()), {},
+     broken(EMPTY + "1, expected 0", "empty")),
+    ("T", right, {}, holding()),
+    *(("T", plus(of), {}, broken(f"NaN in {place} gives NaN", "tail", "NaN", place, "out"))
+      for of, place in (
+          (lambda call: tail(call.k, call), "K " + TAIL),
+          (lambda call: tail(call.v, call), "V " + TAIL),
+          (lambda call: call.k[0].sum(), "the null page"),
+          (lambda call: call.v[0].sum(), "the null page"),
+          (lambda call: call.k[-1].sum(), "pages past the end"),
+          (lambda call: call.v[-1].sum(), "pages past the end"),
+          (lambda call: call.v._base[1].sum(), "pages past the end"),
+      )),
+    ("T", attend(lambda out, lse, call: (out, lse + (tail(call.k, call) > 100)[:, None])), {},
+     broken(f"finite garbage in K {TAIL} gives other bits in lse", "tail", "finite garbage", "K " + TAIL,
+            "lse")),
+    ("T", attend(lambda out, lse, call: (out, lse + 0 * call.k[-1].sum() + 0 * call.v[0].sum())), {},
+     broken("NaN in the null page gives NaN in lse; NaN in pages past the end gives NaN in lse",
+            "tail", "NaN", "the null page", "lse")),
+    ("T", partial(latent, change=lambda call: 0 * tail(call.k, call)[:, None, None]), {"layout": "mla"},
+     broken("NaN in the last page's tail gives NaN", "tail", "NaN", "the last page's tail", "out")),
+    ("B", gathered, {"layout": "gathered"}, unasked("takes no block table")),
+    ("B", right, {}, holding()),
+    *(("B", entry(page), {},
+       broken(f"follows the entry {page} past the last page", "table", str(page), "out"))
+      for page in (-1, 6, 2**24)),
+    ("B", attend(lambda out, lse, call: (out, lse + 0 * made._past_the_need(call.k, call.table, call.lens))),
+     {}, broken("follows the entry -1 past the last page into lse", "table", "-1", "lse")),
+    ("R", right, {}, holding()),
+    *(("R", plus(of), {}, broken(f"{fill} in another row changes row {row}", "rows", fill))
+      for of, fill, row in (
+          (lambda call: call.q[[1, 1, 2, 3]].sum((1, 2)), "nan", 0),
+          (lambda call: call.q[[0, 1, 2, 1]].sum((1, 2)), "nan", 3),
+          (lambda call: call.k[call.table[:, 0].long(), 0].sum(), "nan", 0),
+          (lambda call: call.v[call.table[:, 0].long(), 0].sum(), "nan", 0),
+          (other_rows_largest, "largest", 0),
+          (loud, "noise", 0),
+      )),
+    ("R", attend(lambda out, lse, call: (out, lse + 0 * call.q.mean())), {},
+     broken("nan in another row changes row 0 of lse", "rows", "nan")),
+    ("N", right, {}, holding("launched again, not captured")),
+    ("N", gathered, {"layout": "gathered"}, unasked("takes no seq_lens: the mask is an input")),
+    *(("N", kept_mask(key), {}, broken(AFTER + NOT_ZERO, "replay")) for key in ("seq_lens", "out", "lse")),
+    ("N", attend(kept_lse), {}, broken(AFTER + "lse of an empty request is 7", "replay")),
+    # Not right with a new tensor either, which E says.
+    ("N", attend(lambda out, lse, call: (out.masked_fill((call.lens == 0)[:, None, None], 7.0), lse)), {},
+     holding("launched again, not captured")),
+    ("N", attend(lambda out, lse, call: (out, lse.nan_to_num(neginf=7.0))), {},
+     holding("launched again, not captured")),
+    ("N", launch_with_lengths, {"prepared": True}, broken(AFTER + NOT_ZERO, "replay")),
+    ("N", launch_with_lengths, {"planned": True}, holding("launched again, not captured")),
+    ("U", right, {}, unasked("takes one row a request, not cu_seqlens")),
+    ("U", right, {"q_len": 2}, unasked("takes one row a request, not cu_seqlens")),
+    ("U", made.varlen, {"q_len": 0}, holding()),
+    ("U", varlen(spare(0.0)), {"q_len": 0}, holding()),
+    ("U", varlen(lambda rows, live, q: rows), {"q_len": 0},
+     broken("rows past the end hold what the memory held", "spare", "nan")),
+    ("U", varlen(lambda rows, live, q: torch.cat([rows[:live], 0 * rows[live:]])), {"q_len": 0},
+     broken("rows past the end hold what the memory held", "spare", "nan")),
+    ("U", varlen(spare(7.0)), {"q_len": 0},
+     broken("rows past the end hold what the memory held", "spare", "nan")),
+    ("U", made.varlen_zeros, {"q_len": 0}, broken("writes rows of out past the end", "spare", "nan")),
+    *(("U", varlen(lambda rows, live, q, of=of: spare(0.0)(rows + 0 * of(q[live:]), live, q)), {"q_len": 0},
+       broken(f"{fill} in q past the end changes a live row", "spare", fill))
+      for of, fill in (
+          (lambda more: more.sum(), "nan"),
+          (lambda more: more.nan_to_num(0.0, INF, -INF).sum(), "inf"),
+          (lambda more: more.nan_to_num(0.0, 0.0, 0.0).mul(2).sum(), "largest"),
+      )),
+    ("Q", right, {}, unasked("takes one query token a request")),
+    ("Q", several(), {"q_len": 2}, holding()),
+    ("Q", several(lambda out, lens, call: out + 1), {"q_len": 2}, broken("row 0 is off by 1", "clean")),
+    ("Q", several(lambda out, lens, call: out + (lens == 0)[:, None, None, None]), {"q_len": 2},
+     broken(f"E with 2 query tokens: {EMPTY}1, expected 0", "empty")),
+    ("Q", several(lambda out, lens, call: out + 0 * tail(call.v, call)[:, None, None, None]), {"q_len": 2},
+     broken(f"T with 2 query tokens: NaN in V {TAIL} gives NaN", "tail", "NaN", "V " + TAIL, "out")),
+    # What one query token shows as well is E's.
+    ("Q", several(lambda out, lens, call: out + (lens == 0)[:, None, None, None], alone=True), {"q_len": 2},
+     holding()),
+    ("L", right, {}, holding()),
+    ("A", right, {}, holding("launched again, not captured")),
+    ("A", first_of("q"), {}, broken("new tensors of the same shape: row 0 is off by 0.763", "address")),
+    ("A", one_buffer, {}, broken("the next call overwrites the result of this one", "address")),
+    ("A", launch_with_the_latest_lengths, {"prepared": True},
+     broken("a launch recorded before a larger call gives other bits after it", "address")),
+    ("O", right, {}, holding()),
+    *(("O", reads_behind(name), {}, broken(f"0xff behind {said} changes the result", "behind", "0xff", said))
+      for name, said in (("q", "q"), ("k", "k_cache"), ("v", "v_cache"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("clause", "kernel", "sizes", "answer"), ATTENTION)
+def test_a_probe_of_attention_says_what_is_wrong(clause, kernel, sizes, answer):
+    assert said("attention", clause, kernel, sizes) == answer
+
+
+# --- The other kinds
+
+
+def route(change=lambda weights, ids, logits: (weights, ids), of=torch.sigmoid):
+    """The best experts with their scores, and what ``change`` makes of both."""
+
+    def kernel(router_logits, top_k):
+        ids = router_logits.nan_to_num(-1e30, 1e30, -1e30).topk(top_k, -1).indices
+        return change(of(router_logits).gather(1, ids), ids, router_logits)
+
+    return kernel
+
+
+def grouped(best):
+    """The experts of the 2 of 4 groups with the largest ``best``."""
+
+    def kernel(router_logits, top_k):
+        scores = router_logits.sigmoid()
+        groups = scores.unflatten(1, (4, -1))
+        kept = torch.zeros(len(scores), 4).scatter(1, best(groups).topk(2, -1).indices, 1.0).bool()
+        ids = groups.masked_fill(~kept[..., None], -1.0).flatten(1).topk(top_k, -1).indices
+        return scores.gather(1, ids), ids
+
+    return kernel
+
+
+def stuck(where):
+    """Row 1 takes one expert again and again, where its logits are odd in this way."""
+
+    def change(weights, ids, logits):
+        hit = where(logits) & torch.tensor([False, True, False, False, False, False])
+        return weights, ids.masked_fill(hit[:, None], 0)
+
+    return route(change)
+
+
+def masked(change):
+    """Routing under a mask of padding; ``change`` gets weights, ids and the mask, and edits them."""
+
+    def kernel(router_logits, top_k, is_padding=None):
+        weights, ids = route()(router_logits, top_k)
+        if is_padding is not None:
+            ids[is_padding], weights[is_padding] = -1, 0.0
+            change(weights, ids, is_padding)
+        return weights, ids
+
+    return kernel
+
+
+def keep_weights(weights, ids, mask):
+    weights[mask] = 0.5
+
+
+def keep_ids(weights, ids, mask):
+    ids[mask] = torch.arange(4)
+
+
+def turn_ids(weights, ids, mask):
+    ids[2] = ids[2].flip(0)
+
+
+def turn_weights(weights, ids, mask):
+    weights[2] = weights[2].flip(0)
+
+
+def nothing(*_):
+    pass
+
+
+def with_bias(where):
+    def kernel(router_logits, top_k, bias):
+        weights, ids = route()(router_logits, top_k)
+        return weights, ids.masked_fill(torch.tensor(bool(where(bias))), 0)
+
+    return kernel
+
+
+def fp8(x, *, dtype=torch.float8_e4m3fn, groups=1, stretch=1.0, largest=448.0):
+    """Values and a scale for each group of columns of a row."""
+    parts = x.double().unflatten(1, (groups, -1))
+    scale = parts.abs().amax(-1, keepdim=True) / largest * stretch
+    numbers = parts / scale
+    values = numbers.round() if dtype == torch.int8 else numbers
+    return values.flatten(1).to(dtype), scale.squeeze(-1).float()
+
+
+def e8m0(x):
+    """A scale that is the next power of two, as an exponent."""
+    exponent = (x.abs().amax(1, keepdim=True) / 448).log2().ceil()
+    return (x / exponent.exp2()).to(torch.float8_e4m3fn), (exponent + 127).to(torch.uint8)
+
+
+def other_shape(x):
+    return x[: 5 if x.isnan().any() else 6]
+
+
+def in_place(x):
+    return x.mul_(2)
+
+
+_calls = []
+
+
+def not_twice(x):
+    _calls.append(x)
+    return x + len(_calls)
+
+
+def double(x):
+    return 2 * x
+
+
+def per_row(x):
+    return 2 * x, x.sum(-1)
+
+
+def mixed(x):
+    """The second of two results is of all rows."""
+    return 2 * x, x.sum(-1) + 0 * x.mean()
+
+
+def one_scale(x):
+    return 2 * x, x.abs().max()
+
+
+def from_row(row: int, to: int):
+    """A row reads another."""
+
+    def kernel(x):
+        out = 2 * x
+        out[to] += 0 * x[row]
+        return out
+
+    return kernel
+
+
+def dequantised(values, scale):
+    return values.double() * scale.double()
+
+
+def write(change=nothing, **options):
+    def kernel(key, value, k_cache, v_cache, slot_mapping):
+        live = slot_mapping >= options.get("first", 0)
+        for cache, part in ((k_cache, key), (v_cache, value)):
+            cache.view(-1, *part.shape[1:])[slot_mapping[live]] = part[live]
+        change(k_cache, v_cache, slot_mapping)
+
+    return kernel
+
+
+def spoil_v(k_cache, v_cache, slots):
+    v_cache[1, 2] = NAN
+
+
+def behind_the_cache(k_cache, v_cache, slots):
+    k_cache._base[-1, -1] = 1.0
+
+
+def update(change=lambda out, state: (out, state)):
+    def kernel(x, state, weight, state_indices, pad_index):
+        out, moved = change(made.update(x, state, weight, state_indices, pad_index), state.clone())
+        state.copy_(moved)
+        return out
+
+    return kernel
+
+
+def merged(change):
+    return lambda out_a, lse_a, out_b, lse_b: change(*made.merge(out_a, lse_a, out_b, lse_b))
+
+
+def off_if_empty(which: str):
+    """Adds 1 where this part, or each of them, is without keys."""
+
+    def kernel(out_a, lse_a, out_b, lse_b):
+        out, lse = made.merge(out_a, lse_a, out_b, lse_b)
+        a, b = lse_a == -INF, lse_b == -INF
+        return out + {"a": a & ~b, "b": b & ~a, "both": a & b}[which][..., None], lse
+
+    return kernel
+
+
+def refuses(kind, text="an id out of range"):
+    def kernel(x, w1, w2, topk_weights, topk_ids):
+        if ((topk_ids < 0) | (topk_ids >= len(w1))).any():
+            raise kind(text)
+        return made.experts(x, w1, w2, topk_weights, topk_ids)
+
+    return kernel
+
+
+def experts_at(expert: int, row: int):
+    """Adds 1 to a row where some token has this id."""
+
+    def kernel(x, w1, w2, topk_weights, topk_ids):
+        out = made.experts(x, w1, w2, topk_weights, topk_ids)
+        out[row] += (topk_ids == expert).any()
+        return out
+
+    return kernel
+
+
+def ragged(change=nothing):
+    def kernel(x, starts):
+        out = made.ragged(x, starts)
+        change(out, x, starts)
+        return out
+
+    return kernel
+
+
+def after_the_last(*values):
+    def change(out, x, starts):
+        out[int(starts[-1]) :] = torch.tensor(values)[:, None]
+
+    return change
+
+
+def add_from_the_last(out, x, starts):
+    out += 0 * x[-1]
+
+
+def on_starts(*given: int):
+    """Adds what it counts where the starts are these, and are not those of a fresh tensor."""
+    seen = {}
+
+    def change(out, x, starts):
+        first = seen.setdefault(id(starts), (starts, starts.clone()))[1]
+        out += tuple(starts.tolist()) == given and not torch.equal(first, starts)
+
+    return change
+
+
+def _scaled(device):
+    return {"x": torch.arange(1.0, 13.0).view(3, 4), "scale": torch.tensor([2.0])}
+
+
+def scaled(x, scale):
+    return scale * x, x.sum(1)
+
+
+SCALED = {"make": _scaled, "reference": lambda x, scale: (2 * x, x.sum(1))}
+SIX = "(6, 4)"
+PADDED = torch.tensor([False, True, False, False, True, False])
+LOGITS = {
+    "all NaN": lambda x: x.isnan().all(1),
+    "one NaN": lambda x: (x.isnan().sum(1) == 1) & x[:, 5].isnan(),
+    "a NaN in the first column": lambda x: (x.isnan().sum(1) == 1) & x[:, 0].isnan(),
+    "half NaN": lambda x: x[:, ::2].isnan().all(1) & ~x[:, 1::2].isnan().any(1),
+    "all -inf": lambda x: (x == -INF).all(1),
+    "all +inf": lambda x: (x == INF).all(1),
+    "one +inf": lambda x: (x == INF).sum(1) == 1,
+    "all equal": lambda x: (x == x[:, :1]).all(1) & x.isfinite().all(1),
+}
+BIASES = {
+    "all of the bias NaN": lambda bias: bias.isnan().all(),
+    "one NaN in the bias": lambda bias: bias.isnan().sum() == 1,
+}
+UNCHECKED = "not checked, no reference"
+OTHERS = [
+    ("routing", "0", route(), {}, holding()),
+    ("routing", "0", route(lambda weights, ids, _: (ids.int(), weights)), {}, holding()),
+    ("routing", "0", route(of=partial(torch.softmax, dim=-1)), {}, holding()),
+    ("routing", "0", route(lambda w, ids, _: (w / w.sum(1, keepdim=True), ids)), {}, holding()),
+    ("routing", "0", route(lambda w, ids, _: (2.5 * w, ids)), {},
+     holding("weights are 2.5 times those of sigmoid")),
+    ("routing", "0", route(lambda w, ids, _: (3 * w / w.sum(1, keepdim=True), ids)), {},
+     holding("weights are 3 times those of sigmoid, renormalised")),
+    ("routing", "0", route(lambda w, ids, _: (w[:, :2], ids)), {},
+     broken(f"shapes (6, 2), {SIX}, expected {SIX}", "clean")),
+    ("routing", "0", route(lambda w, ids, _: (w, ids[:, :2])), {},
+     broken(f"shapes {SIX}, (6, 2), expected {SIX}", "clean")),
+    *(("routing", "0", route(lambda w, ids, _, id=id: (w, ids.index_fill(1, torch.tensor(3), id))), {},
+       broken(f"id {id} of 16 experts", "clean")) for id in (-1, 16)),
+    ("routing", "0", route(lambda w, ids, _: (w, ids.masked_fill(PADDED[:, None], 3))), {},
+     broken("row 1 has [3, 3, 3, 3]", "clean")),
+    ("routing", "0", route(lambda w, ids, _: (w / 0, ids)), {}, broken("a weight is not finite", "clean")),
+    ("routing", "0", route(lambda w, ids, x: (w, (-x).topk(4, -1).indices)), {},
+     broken("not the experts with the largest logits", "clean")),
+    ("routing", "0", route(), {"grouped": True}, broken("not the experts with the best groups", "clean")),
+    ("routing", "0", grouped(lambda groups: groups.amax(-1)), {"grouped": True}, holding()),
+    ("routing", "0", grouped(lambda groups: groups.topk(2, -1).values.sum(-1)), {"grouped": True}, holding()),
+    ("routing", "0", grouped(lambda groups: groups.sum(-1)), {"grouped": True},
+     broken("not the experts with the best groups", "clean")),
+    ("routing", "0", route(lambda w, ids, _: (w.flip(1), ids)), {},
+     broken("the weights are not those of the ids beside them", "clean")),
+    ("routing", "0", route(lambda w, ids, _: (w - w.amin(), ids)), {},
+     broken("a weight is 0 for finite logits", "clean")),
+    ("routing", "0", route(lambda w, ids, _: (w**2, ids)), {},
+     holding("weights rise with their logits; their sizes are not checked, no reference")),
+    ("routing", "0", route(lambda w, ids, _: (w.flip(1), ids.flip(1))), {"reference": route()}, holding()),
+    ("routing", "0", route(lambda w, ids, _: (w + 0.5, ids)), {"reference": route()},
+     broken("weights of row 0 is off by 0.5", "clean")),
+    ("routing", "0", route(), {"reference": route(lambda w, ids, x: (w, (-x).topk(4, -1).indices))},
+     broken("not the experts of the reference", "clean")),
+    ("routing", "I", route(), {}, holding()),
+    *(("routing", "I", stuck(where), {}, broken(f"{name}: row 1 has [0, 0, 0, 0]", "logits", name))
+      for name, where in LOGITS.items()),
+    *(("routing", "I", route(lambda w, ids, x, of=of: of(w, ids, bool(x.isnan().any()))), {},
+       broken("; ".join(f"{name}: a finite row changes" for name in list(LOGITS)[:3]), "logits", "all NaN"))
+      for of in (lambda w, ids, odd: (w + odd, ids), lambda w, ids, odd: (w, ids.flip(1) if odd else ids))),
+    ("routing", "Ib", route(), {}, unasked("takes no bias")),
+    ("routing", "Ib", with_bias(lambda bias: False), {}, holding()),
+    *(("routing", "Ib", with_bias(where), {}, broken(f"{name}: row 0 has [0, 0, 0, 0]", "bias", name))
+      for name, where in BIASES.items()),
+    ("routing", "P", route(), {}, unasked("takes no padding mask")),
+    ("routing", "P", masked(nothing), {}, holding()),
+    ("routing", "P", masked(nothing), {"padding_id": 16},
+     broken("a padding row has the ids [-1, -1, -1, -1]", "mask")),
+    ("routing", "P", masked(keep_ids), {}, broken("a padding row has the ids [0, 1, 2, 3]", "mask")),
+    ("routing", "P", masked(keep_weights), {}, broken("a padding row has a weight", "mask")),
+    *(("routing", "P", masked(turn), {}, broken("the mask changes another row", "mask"))
+      for turn in (turn_ids, turn_weights)),
+    ("routing", "R", route(), {}, holding()),
+    *(("routing", "R", route(change), {}, broken(f"{fill} in other rows changes a live row", "rows", fill))
+      for fill, change in (
+          ("nan", lambda w, ids, x: (w + 0 * x.mean(), ids)),
+          ("nan", lambda w, ids, x: (w, ids.flip(1) if x[3:].isnan().any() else ids)),
+          ("inf", lambda w, ids, x: (w + (x == INF).any(), ids)),
+          ("largest", lambda w, ids, x: (w + ((x > 1e30) & (x < INF)).any(), ids)),
+          ("noise", lambda w, ids, x: (w + ((x > 50) & (x < 1e30)).any(), ids)),
+      )),
+    ("rows", "0", double, {"reference": double}, holding()),
+    ("rows", "0", double, {}, unasked(UNCHECKED)),
+    ("rows", "0", lambda x: None, {}, broken("returns no tensor", "clean")),
+    ("rows", "0", in_place, {"reference": double}, broken("writes to its input", "clean")),
+    ("rows", "0", in_place, {"reference": double, "in_place": True}, holding()),
+    ("rows", "0", lambda x: (x, x / 0), {}, broken("not finite on clean input", "clean")),
+    ("rows", "0", not_twice, {}, broken("other bits the second time", "clean")),
+    ("rows", "0", double, {"reference": lambda x: 2 * x + 1},
+     broken("not the reference: result 0: row 0 is off by 1", "clean")),
+    ("rows", "0", per_row, {"reference": lambda x: (2 * x, x.sum(-1) + 1)},
+     broken("not the reference: result 1: row 0 is off by 1", "clean")),
+    ("rows", "0", per_row, {"reference": double}, unasked(f"{UNCHECKED} for 1 of 2 results")),
+    ("rows", "0", double, {"reference": lambda x: 2 * x[:, :8]},
+     broken("not the reference: result 0 has shape (6, 64)", "clean")),
+    ("rows", "0", from_row(5, 4), {"reference": double, "live_rows": 4}, holding()),
+    *(("rows", "0", lambda x: torch.cat([2 * x[:4], 2 * x[4:] + 1]), {"reference": double, "live_rows": live},
+       answer) for live, answer in (
+           (4, holding()), (5, broken("not the reference: result 0: row 4 is off by 1", "clean")),
+       )),
+    *(("rows", "0", partial(fp8, **given), {}, holding())
+      for given in ({}, {"groups": 4}, {"dtype": torch.float8_e5m2, "largest": 57344.0},
+                    {"dtype": torch.int8, "largest": 127.0}, {"stretch": 1.9})),
+    ("rows", "0", e8m0, {}, holding()),
+    ("rows", "0", lambda x: fp8(x)[0], {"reference": lambda x: fp8(x)[0].double()}, holding()),
+    ("rows", "0", lambda x: (fp8(x)[0], fp8(x)[1][:3]), {}, unasked(UNCHECKED)),
+    ("rows", "0", lambda x: (fp8(x)[0], torch.ones(6, 3)), {}, unasked(UNCHECKED)),
+    ("rows", "0", fp8, {"inverse": lambda values, scale: 1.1 * dequantised(values, scale)}, holding()),
+    ("rows", "0", double, {"inverse": lambda x: x},
+     broken("not the reference: dequantised, row 0 is off by 3.41", "clean")),
+    ("rows", "0", double, {"inverse": lambda x: 0.6 * x},
+     broken("not the reference: dequantised, row 0 is off by 0.682", "clean")),
+    ("rows", "0", lambda x: fp8(x, stretch=8.0), {},
+     broken("not the reference: of a range of 448 row 0 uses 56: its scale is too large", "clean")),
+    ("rows", "R", double, {}, holding()),
+    *(("rows", "R", from_row(row, to), {}, broken("; ".join(
+        f"{fill} in other rows changes a live row" for fill in ("nan", "inf")), "rows", "nan"))
+      for row, to in ((4, 0), (0, 1), (5, 4))),
+    ("rows", "R", from_row(3, 2), {"live_rows": 3}, broken("; ".join(
+        f"{fill} in other rows changes a live row" for fill in ("nan", "inf")), "rows", "nan")),
+    ("rows", "R", from_row(2, 3), {"live_rows": 3}, holding()),
+    ("rows", "R", mixed, {}, broken("; ".join(
+        f"{fill} in other rows changes the scale of a live row" for fill in ("nan", "inf", "largest")),
+        "rows", "nan")),
+    ("rows", "R", one_scale, {}, broken("; ".join(
+        f"{fill} in other rows changes the scale of all rows" for fill in ("nan", "inf", "largest", "noise")),
+        "rows", "nan")),
+    ("rows", "R", other_shape, {},
+     broken("nan in other rows changes the shape of a result", "rows", "nan")),
+    ("rows", "W", per_row, {}, holding()),
+    ("rows", "W", lambda x: (2 * x, torch.empty(3), x), {},
+     broken("3 of 3 elements of result 1 are not written", "written")),
+    ("ragged", "0", made.ragged, {"reference": made.ragged}, holding()),
+    ("ragged", "0", made.ragged, {"reference": lambda x, starts: made.ragged(x, starts) + 1},
+     broken("not the reference: result 0: row 0 is off by 1", "clean")),
+    ("ragged", "R", ragged(), {}, holding()),
+    *(("ragged", "R", ragged(change), {},
+       broken(f"{fill} in one sequence changes another", "rows", fill))
+      for fill, change in (
+          ("nan", lambda out, x, starts: out[:3].add_(0 * x[3])),
+          ("nan", lambda out, x, starts: out[4:].add_(0 * x[3])),
+          ("noise", lambda out, x, starts: out[0].add_(x[3].nan_to_num(0.0, 0.0, 0.0).amax() > 50)),
+      )),
+    ("ragged", "N", ragged(), {}, holding()),
+    *(("ragged", "N", ragged(on_starts(*given)), {},
+       broken(f"starts edited in place to {list(given)}: the result of other starts", "starts"))
+      for given in ((0, 1, 2, 6), (0, 2, 2, 6))),
+    ("ragged", "U", ragged(), {}, holding()),
+    ("ragged", "U", made.ragged_unwritten, {},
+     broken("rows past the last start hold what the memory held", "spare", "nan")),
+    ("ragged", "U", ragged(after_the_last(7.0, 8.0)), {},
+     broken("rows past the last start hold 7", "spare", "nan")),
+    ("ragged", "U", ragged(add_from_the_last), {},
+     broken("nan past the last start changes a live row", "spare", "nan")),
+    ("ragged", "U", ragged(lambda out, x, starts: out[0].add_(x[-1].nan_to_num(0.0).amax() > 50)), {},
+     broken("noise past the last start changes a live row", "spare", "noise")),
+    ("kv_write", "0", write(), {}, holding()),
+    ("kv_write", "0", lambda key: None, {},
+     broken("slot 17 of k_cache holds other values", "clean")),
+    ("kv_write", "0", write(spoil_v), {}, broken("slot 18 of v_cache holds NaN", "clean")),
+    ("kv_write", "0", write(behind_the_cache), {}, broken("slot 95 of k_cache holds other values", "clean")),
+    ("kv_write", "S", write(), {}, holding()),
+    ("kv_write", "S", write(first=1), {"pad_slot": 0}, holding()),
+    ("kv_write", "S", write(), {"pad_slot": 0},
+     broken("with padding at slot 0: slot 0 of k_cache holds NaN", "slot")),
+    ("kv_write", "S", made.write_minus_one, {},
+     broken("with padding at slot -1: slot 63 of k_cache holds NaN", "slot")),
+    ("state", "0", update(), {}, holding()),
+    ("state", "0", update(lambda out, state: (out + 1, state)), {}, broken("row 0 is off by 1", "clean")),
+    ("state", "0", update(lambda out, state: (out, state + 1)), {},
+     broken("the state is not as expected", "clean")),
+    ("state", "0", update(lambda out, state: (out + 1, state + 1)), {}, broken("row 0 is off by 1", "clean")),
+    ("state", "S", update(), {}, holding()),
+    ("state", "S", update(), {"pad_index": 0}, holding()),
+    ("state", "S", lambda x, state, weight, state_indices: made.update(x, state, weight, state_indices, -1),
+     {"pad_index": 0}, broken("a row with the index of padding changes a state", "index")),
+    *(("state", "S", update(lambda out, state, row=row: (out + (torch.arange(5) == row)[:, None], state)), {},
+       broken(f"beside a row of padding a live row {place} is off by 1", "index"))
+      for row, place in ((0, 0), (2, 1), (4, 2))),
+    *(("state", "R", lambda x, state, weight, state_indices, pad_index, of=of: made.update(
+        x, state, weight, state_indices, pad_index) + 0 * of(x, state), {},
+       broken("nan in one row changes another", "rows", "nan"))
+      for of in (lambda x, state: x[1].sum(), lambda x, state: state[4].sum())),
+    ("merge", "0", made.merge, {}, holding()),
+    ("merge", "0", merged(lambda out, lse: out), {}, holding()),
+    ("merge", "0", merged(lambda out, lse: (out + (torch.arange(4) == 2)[:, None, None], lse)), {},
+     broken("row 2 is 1.159, expected 0.1588", "clean")),
+    ("merge", "0", merged(lambda out, lse: (out, lse + (torch.arange(4) == 2)[:, None])), {},
+     broken("lse of row 2 is 0.9741, expected -0.02585", "clean")),
+    ("merge", "0", merged(lambda out, lse: (out, lse[:3])), {},
+     broken("its lse has shape (3, 2), expected (4, 2)", "clean")),
+    ("merge", "E", made.merge, {}, holding()),
+    *(("merge", "E", off_if_empty(which), {},
+       broken(f"a part without keys, its output 0: row {row} is {found}", "merge", "0"))
+      for which, row, found in (
+          ("a", 1, "0.9745, expected -0.0255"), ("b", 2, "0.1166, expected -0.8834"),
+          ("both", 3, "1, expected 0"),
+      )),
+    ("merge", "E", lambda out_a, lse_a, out_b, lse_b: made.merge(out_a, lse_a, out_b, lse_b)[0] + 0 * out_a,
+     {},
+     broken("a part without keys, its output nan: row 1 is nan, expected -0.0255", "merge", "nan")),
+    *(("merge", "R", lambda out_a, lse_a, out_b, lse_b, part=part: made.merge(out_a, lse_a, out_b, lse_b)[0]
+       + 0 * (out_a, lse_a, out_b, lse_b)[part][1].sum(), {},
+       broken("nan in one row changes another", "rows", "nan")) for part in range(4)),
+    ("experts", "0", made.experts, {}, holding()),
+    ("experts", "0", made.experts, {"experts": 8, "top_k": 3}, holding()),
+    ("experts", "0", experts_at(3, 4), {}, broken("row 4 is wrong", "clean")),
+    ("experts", "R", made.experts, {}, holding()),
+    ("experts", "R", made.experts_mix, {}, broken("nan in one token changes another", "rows", "nan")),
+    ("experts", "D", made.experts, {}, holding()),
+    ("experts", "D", made.experts_once, {}, broken("an id that comes twice: row 1 is wrong", "repeated")),
+    ("experts", "X", made.experts, {}, holding()),
+    *(("experts", "X", experts_at(expert, 3), {},
+       broken(f"id {expert}: row 3 is wrong", "range", str(expert)))
+      for expert in (-1, 4)),
+    *(("experts", "X", refuses(kind), {}, holding(f"id -1: {kind.__name__}; id 4: {kind.__name__}"))
+      for kind in (ValueError, IndexError, AssertionError, RuntimeError)),
+    ("operands", "0", scaled, SCALED, holding()),
+    ("operands", "0", scaled, SCALED | {"reference": None}, unasked(UNCHECKED)),
+    ("operands", "0", scaled, SCALED | {"reference": lambda x, scale: (2 * x, x.sum(1) + 1)},
+     broken("not the reference: result 1: row 0 is off by 1", "clean")),
+    ("operands", "0", lambda x: not_twice(x), SCALED, broken("other bits the second time", "clean")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "clause", "kernel", "sizes", "answer"), OTHERS)
+def test_a_probe_says_what_is_wrong(kind, clause, kernel, sizes, answer):
+    assert said(kind, clause, kernel, sizes) == answer
+
+
+def test_an_error_of_the_device_is_no_answer_about_ids():
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        said("experts", "X", refuses(RuntimeError, "CUDA error: an illegal memory access"))
+
+
+@pytest.mark.parametrize(
+    ("fill", "wanted"), [(NAN, [NAN, 0x7F, 0x7F, 0x7F7F, 0x7F7F]), (3.0, [3.0, 1, 1, 1, 1])]
+)
+def test_new_memory_of_each_kind_holds_what_was_there(fill, wanted):
+    kinds = torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int32, torch.int64
+    one = torch.zeros(2)
+    makes = (
+        lambda dtype: torch.empty(2, dtype=dtype),
+        lambda dtype: torch.empty_like(one, dtype=dtype),
+        lambda dtype: torch.empty_strided((2,), (1,), dtype=dtype),
+        lambda dtype: one.new_empty(2, dtype=dtype),
+    )
+    with scenes.dirty_memory(fill):
+        found = [[make(dtype) for dtype in kinds] for make in makes]
+    for row in found:
+        held = [x.view(torch.uint8) if x.element_size() == 1 else x for x in row]
+        assert str([x[1].item() for x in held]) == str(wanted)
+        assert all((x[:1] == x[1:]).all() or x.isnan().all() for x in held)
