@@ -284,10 +284,7 @@ import staleproof
 from staleproof.cli import app as cli
 from staleproof.cases.finding import Finding
 # These render notebooks and pictures.
-needs_more = (
-    *("report.canonical", "report.html", "report.notebooks", "report.plots"),
-    *("page.cards", "page.chapters", "page.kept"),
-)
+needs_more = tuple("report." + name for name in "charts drawings html notebooks plots timeline".split())
 for module in pkgutil.walk_packages(staleproof.__path__, "staleproof."):
     if not module.name.endswith(("__main__", *needs_more)):
         importlib.import_module(module.name)

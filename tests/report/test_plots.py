@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from staleproof import device
 from staleproof.incidents.mla_padding.pictures import StagePicture
 from staleproof.report import plots
-from staleproof.report.timeline import INK
+from staleproof.report.plots import INK
 
 VERDICTS = ("clean", "pad_only", "leaked", "live_born")
 

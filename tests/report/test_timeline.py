@@ -21,6 +21,7 @@ from staleproof.cases.finding import Grade, real
 from staleproof.cases.words import NOT_RUN
 from staleproof.device import version_of
 from staleproof.report import timeline
+from staleproof.report.plots import INK
 from tools import timeline as pages
 
 WORKBOOK = Path(__file__).resolve().parents[2] / "workbook"
@@ -121,7 +122,7 @@ def test_no_label_of_the_picture_meets_another_and_ink_is_mid_grey() -> None:
     for label, box in boxes:
         assert page.x0 <= box.x0 < box.x1 <= page.x1, label
         assert page.y0 <= box.y0 < box.y1 <= page.y1, label
-    assert {to_hex(t.get_color()) for t in texts} == {timeline.INK}
+    assert {to_hex(t.get_color()) for t in texts} == {INK}
     assert figure.get_facecolor()[3] == 0
     assert figure.axes[0].get_facecolor()[3] == 0
 

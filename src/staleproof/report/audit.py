@@ -141,11 +141,12 @@ def heat_map(rows: Sequence[Finding]) -> Any:
     Returns:
         A matplotlib figure; an axes a package.
     """
+    import matplotlib as mpl
     import seaborn as sns
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
-    from staleproof.report.timeline import INK
+    from staleproof.report.plots import CELLS
 
     rows = by_machine(rows)
     mixed = len({row.provenance for row in rows if row.ran}) > 1
@@ -158,30 +159,32 @@ def heat_map(rows: Sequence[Finding]) -> Any:
             name = " ".join(filter(None, (version, subject, "(CPU)" if interpreted else "")))
             packages.setdefault(package, []).append((name, found))
     heights = [len(lines) for lines in packages.values()] or [1]
-    figure = Figure(figsize=(11, 0.24 * sum(heights) + 0.8 * len(heights)), layout="constrained")
-    figure.set_facecolor("none")
-    panels = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (package, lines) in zip(panels, packages.items(), strict=False):
-        clauses = _clauses([row for _, found in lines for row in found.values()])
-        asked = [[found.get(clause) for clause in clauses] for _, found in lines]
-        sns.heatmap(
-            [[order.index(row.verdict if row else "not run") for row in line] for line in asked],
-            annot=[[_sign(row) for row in line] for line in asked],
-            fmt="",
-            annot_kws={"fontsize": 8},
-            cbar=False,
-            ax=axes,
-            cmap=ListedColormap([*COLOURS.values()]),
-            vmin=-0.5,
-            vmax=3.5,
-            linewidths=0.5,
-            xticklabels=clauses,
-            yticklabels=[name for name, _ in lines],
-        )
-        signs = "  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items())
-        axes.set_title(f"{package}:  {signs}", fontsize=9, color=INK, loc="left")
-        axes.xaxis.tick_top()
-        axes.tick_params(length=0, colors=INK, labelsize=8, rotation=0)
+    with mpl.rc_context(CELLS | dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), 8)):
+        figure = Figure(figsize=(11, 0.24 * sum(heights) + 0.8 * len(heights)), layout="constrained")
+        panels = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (package, lines) in zip(panels, packages.items(), strict=False):
+            clauses = _clauses([row for _, found in lines for row in found.values()])
+            verdicts = [
+                [found[c].verdict if c in found else "not run" for c in clauses] for _, found in lines
+            ]
+            sns.heatmap(
+                [[order.index(verdict) for verdict in line] for line in verdicts],
+                annot=[[_sign(found.get(clause)) for clause in clauses] for _, found in lines],
+                fmt="",
+                annot_kws={"fontsize": 8},
+                cbar=False,
+                ax=axes,
+                cmap=ListedColormap([*COLOURS.values()]),
+                vmin=-0.5,
+                vmax=3.5,
+                linewidths=0.5,
+                xticklabels=clauses,
+                yticklabels=[name for name, _ in lines],
+            )
+            signs = "  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items())
+            axes.set_title(f"{package}:  {signs}", fontsize=9, loc="left")
+            axes.xaxis.tick_top()
+            axes.tick_params(rotation=0)
     return figure
 
 

@@ -8,16 +8,17 @@ faster than it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import matplotlib as mpl
+import seaborn as sns
+from matplotlib.figure import Figure
 
 from staleproof.cases import store
 from staleproof.check import require
-from staleproof.report.timeline import INK
+from staleproof.report import plots
+from staleproof.report.plots import INK
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_FONT = 9
 _OURS, _PEER, _REFERENCE = ("o", "#0072B2"), ("s", "#D55E00"), ("D", INK)
 
 
@@ -75,6 +76,7 @@ def conclusion(rows: Sequence[Mapping[str, Any]], says: str, *, ours: str, peer:
     )
 
 
+@mpl.rc_context(plots.STYLE)
 def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure:
     """Recorded medians as one chart: a line for each provider and case, its time written beside the mark.
 
@@ -85,11 +87,6 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
     Raises:
         ValueError: no rows, or rows of several machines, modes or units.
     """
-    import seaborn as sns
-    from matplotlib.figure import Figure
-
-    from staleproof.report import plots
-
     require(bool(rows), "rows", "at least one", 0)
     for field in ("machine", "date", "mode", "unit", "x_name"):
         of = sorted({str(row[field]) for row in rows})
@@ -104,7 +101,7 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
         )
         lines += [None, *mine]
         labels += [f"{first['x_name']} {x}", *(f"{provider_name(row['provider'])}  " for row in mine)]
-    fig = Figure(figsize=(7.4, 1.1 + 0.21 * len(lines)), facecolor="none", layout="constrained")
+    fig = Figure(figsize=(7.4, 1.1 + 0.21 * len(lines)), layout="constrained")
     ax = fig.subplots()
     for y, row in enumerate(lines):
         if row is None:
@@ -127,9 +124,7 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
             **({"markerfacecolor": "none"} if reference else {}),
         )
         said = f"{_number(row['p50'])} {row['unit']}"
-        ax.annotate(
-            said, (row["p80"], y), (7, 0), textcoords="offset points", va="center", fontsize=_FONT, color=INK
-        )
+        ax.annotate(said, (row["p80"], y), (7, 0), textcoords="offset points", va="center")
     ax.set(xscale="log", ylim=(len(lines) - 0.4, -0.8))
     low, high = min(row["p20"] for row in rows), max(row["p80"] for row in rows)
     ax.set_xlim(low * 0.8, high * max(1.6, (high / low) ** 0.22))
@@ -139,10 +134,7 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
     ax.minorticks_off()
     ax.set_xlabel(f"{first['unit']} a call: median, and the line from the 20th to the 80th percentile")
     ax.set_yticks(range(len(lines)), labels)
-    fig.suptitle(
-        f"RECORDED {first['machine']}, {first['date']}\n{first['mode']}", color=INK, fontsize=9, ha="center"
-    )
-    plots.in_grey(ax)
+    fig.suptitle(f"RECORDED {first['machine']}, {first['date']}\n{first['mode']}")
     for label, row in zip(ax.get_yticklabels(), lines, strict=True):
         label.set_fontweight("bold" if row is None else "normal")
     ax.tick_params(axis="y", length=0)
@@ -162,8 +154,6 @@ def timed(
         ours: our provider.
         only: providers to draw besides these two; all by default.
     """
-    from staleproof.report import plots
-
     runs = store.read_all(spoilt=lambda error: print(f"not shown: {error}"))
     for run in sorted(runs, key=lambda run: run.date, reverse=True):
         rows = [r for r in run.measurements if r["kernel"] == kernel and r["mode"] == mode]

@@ -9,50 +9,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Polygon, Rectangle
+
 from staleproof.check import require
-from staleproof.report.timeline import INK
+from staleproof.report import plots
+from staleproof.report.plots import FONT, INK
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from staleproof.incidents.kv_reuse.pictures import BlockLife
     from staleproof.incidents.moe_routing.pictures import MapPicture
     from staleproof.incidents.scale_padding.pictures import TilePicture
 
-_FONT = 9
 # Tokens shown large, beside the whole batch.
 ZOOM = 14
 
 
+@mpl.rc_context(plots.CELLS)
 def maps(pictures: Sequence[MapPicture]) -> Figure:
     """Each map as its entries in memory: a column a token, a row a slot; the last tokens once more, large.
 
     Raises:
         ValueError: no picture, or one of a batch too small to show its last tokens.
     """
-    from matplotlib.figure import Figure
-
-    from staleproof.report import plots
-
     require(bool(pictures), "pictures", "at least one", 0)
-    fig = Figure(figsize=(8.2, 0.5 + 1.75 * len(pictures)), facecolor="none", layout="constrained")
+    fig = Figure(figsize=(8.2, 0.5 + 1.75 * len(pictures)), layout="constrained")
     axes = fig.subplots(len(pictures), 2, squeeze=False, width_ratios=(3, 2))
     for (whole, near), picture in zip(axes, pictures, strict=True):
         tokens, slots, _ = picture.batch
         require(tokens >= ZOOM, "pictures", f"batches of {ZOOM} tokens or more", tokens)
         _holes(whole, picture, 0)
-        whole.set_title(picture.title, color=INK, fontsize=_FONT + 1, loc="left")
+        whole.set_title(picture.title, loc="left")
         whole.set_xticks([0, tokens // 2, tokens - 1], ["token 0", str(tokens // 2), str(tokens - 1)])
         _holes(near, picture, tokens - ZOOM)
         near.vlines(range(tokens - ZOOM, tokens + 1), 0, slots, color=INK, linewidth=0.3)
         near.hlines(range(slots + 1), tokens - ZOOM, tokens, color=INK, linewidth=0.3)
-        near.set_title(f"the last {ZOOM} tokens", color=INK, fontsize=_FONT + 1, loc="left")
+        near.set_title(f"the last {ZOOM} tokens", loc="left")
         near.set_xticks([tokens - ZOOM + 0.5, tokens - 0.5], [str(tokens - ZOOM), str(tokens - 1)])
         for ax in (whole, near):
             ax.set(ylim=(slots, 0))
             ax.set_yticks([0.5, slots - 0.5], ["slot 0", f"slot {slots - 1}"])
-            plots.bare(ax)
     states = ["written"] + ["never written"] * any(p.unwritten for p in pictures)
     plots.legend(fig, [plots.patch(state, label=state) for state in states], "outside lower left")
     return fig
@@ -60,8 +58,6 @@ def maps(pictures: Sequence[MapPicture]) -> Figure:
 
 def _holes(ax: Axes, picture: MapPicture, first: int) -> None:
     """The entries of the tokens from ``first`` on; neighbouring holes of a token are one patch."""
-    from staleproof.report import plots
-
     tokens, slots, _ = picture.batch
     ax.set_xlim(first, tokens)
     ax.add_patch(plots.patch("written", (first, 0), (tokens - first, slots)))
@@ -85,21 +81,17 @@ _LIFE = {
 }
 
 
+@mpl.rc_context(plots.CELLS)
 def life(block: BlockLife) -> Figure:
     """A block over the steps of a run: whose it is, and how many of its positions that owner has written."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Polygon
-
-    from staleproof.report import plots
-
-    fig = Figure(figsize=(8.2, 3.2), facecolor="none", layout="constrained")
+    fig = Figure(figsize=(8.2, 3.2), layout="constrained")
     who, filled = fig.subplots(2, 1, sharex=True, height_ratios=(1, 1.3))
     begin, end = block.spans[0].begin, block.spans[-1].end
     for span in block.spans:
         width = span.end - span.begin
         who.add_patch(plots.patch(_LIFE[span.what], (span.begin, 0), (width, 1)))
         words = span.what if span.request is None else f"{span.what}\nrequest {span.request}"
-        who.text(span.begin + width / 2, 1.12, words, ha="center", va="bottom", fontsize=_FONT - 1, color=INK)
+        who.text(span.begin + width / 2, 1.12, words, ha="center", va="bottom", fontsize=FONT - 1)
         if span.what == "keys and values":
             mine = [(step, n) for step, n in block.filled if span.begin <= step < span.end]
             # Two outlines along the same stairs, so that neither is drawn over the other.
@@ -119,10 +111,7 @@ def life(block: BlockLife) -> Figure:
     who.set(xlim=(begin, end), ylim=(0, 1.9))
     who.set_yticks([0.5], [f"block {block.block}"])
     filled.set(xlim=(begin, end), ylim=(0, block.block_size), xlabel="step of the run")
-    filled.set_ylabel(f"positions, of {block.block_size}", fontsize=_FONT, color=INK)
-    filled.xaxis.label.set(color=INK, fontsize=_FONT)
-    for ax in (who, filled):
-        plots.bare(ax)
+    filled.set_ylabel(f"positions, of {block.block_size}")
     told = {
         "this step": "holds the owner's key and value",
         "never written": "still holds what was there before",
@@ -132,18 +121,13 @@ def life(block: BlockLife) -> Figure:
     return fig
 
 
+@mpl.rc_context(plots.CELLS)
 def tile(picture: TilePicture) -> Figure:
     """The 512 bytes of a tile of scales as 32 lines of 16, each byte coloured by the row that owns it.
 
     The four bytes of one row lie side by side, so they are one patch with the row's number in it.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    from staleproof.report import plots
-
-    fig = Figure(figsize=(6.6, 6.4), facecolor="none", layout="constrained")
+    fig = Figure(figsize=(6.6, 6.4), layout="constrained")
     ax = fig.subplots()
     colours, square = mpl.colormaps["cividis"], plots.two_layers(Rectangle)
     for first in range(0, 512, 4):
@@ -168,7 +152,7 @@ def tile(picture: TilePicture) -> Figure:
             f"row {row}",
             ha="center",
             va="center",
-            fontsize=_FONT - 1,
+            fontsize=FONT - 1,
             color="black" if light else "white",
             fontweight="bold" if all(written) else "normal",
         )
@@ -176,7 +160,6 @@ def tile(picture: TilePicture) -> Figure:
     ax.set_xticks([0.5, 3.5, 4.5, 7.5, 8.5, 11.5, 12.5, 15.5], ["0", "3", "4", "7", "8", "11", "12", "15"])
     ax.set_yticks([0.5, 7.5, 15.5, 23.5, 31.5], [f"byte {16 * y}" for y in (0, 7, 15, 23, 31)])
     ax.xaxis.tick_top()
-    plots.bare(ax)
     handle = square((0, 0), 1, 1, facecolor="none", edgecolor=INK, hatch="//", label="never written")
     plots.legend(fig, [handle], "outside lower left")
     return fig

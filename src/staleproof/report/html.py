@@ -219,7 +219,7 @@ def _picture(kind: str, data: str, alt: str, caption: str) -> Picture:
     if kind == "image/svg+xml":
         # Hundredths of a point are enough for a screen. A scale is a factor, not a place.
         data = re.sub(r"(?s)<!--.*?-->|<metadata>.*?</metadata>|(?<=>)\s+(?=<)", "", data)
-        data = re.sub(r"scale\([^)]*\)|-?\d+\.\d{3,}", _rounded, data).replace(timeline.INK, DARKER)
+        data = re.sub(r"scale\([^)]*\)|-?\d+\.\d{3,}", _rounded, data).replace(plots.INK, DARKER)
         # A style that is repeated becomes a class: a grid has hundreds of the same cell.
         rules = ""
         for number, (style, count) in enumerate(Counter(re.findall(r' style="([^"]+)"', data)).items()):

@@ -12,17 +12,39 @@ from typing import TYPE_CHECKING, Any
 
 from staleproof import device
 from staleproof.check import require
-from staleproof.report.timeline import INK
+
+# Before what it speaks of is imported.
+device.need_workbook("pandas", "matplotlib", "seaborn")
+
+import matplotlib as mpl
+import seaborn as sns
+from matplotlib.colors import ListedColormap, to_rgba
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerPatch
+from matplotlib.patches import Rectangle
 
 if TYPE_CHECKING:
     from IPython.display import SVG
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
     from staleproof.incidents.mla_padding.pictures import StagePicture
 
-device.need_workbook("pandas", "matplotlib", "seaborn")
-
+# The grey with a contrast of 4.5 on white and on black.
+INK = "#767676"
+FONT = 9
+# matplotlib's settings for every picture: no ground, words and axes in the grey.
+STYLE: dict[str, Any] = {
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("font.size", "axes.labelsize", "xtick.labelsize", "ytick.labelsize"), FONT),
+    **dict.fromkeys(("legend.fontsize", "figure.titlesize"), FONT),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    "axes.titlesize": FONT + 1,
+}
+# The same for cells, which have neither ticks nor a frame.
+CELLS: dict[str, Any] = STYLE | {
+    **dict.fromkeys(("axes.spines.left", "axes.spines.bottom"), False),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
+}
 _BLUE, _ORANGE, _VERMILION, _PURPLE, _GREEN = "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73"
 _YELLOW = "#F0E442"
 
@@ -49,9 +71,9 @@ STATES: Mapping[str, tuple[str, float, str]] = {
     "never written": (_VERMILION, 0.45, "xxx"),
 }
 _STAGE_STATES = ("finite", "NaN in a padding row", "NaN in a live row")
-_FONT = 9
 
 
+@mpl.rc_context(CELLS)
 def grid(
     cells: Sequence[Sequence[str]],
     *,
@@ -75,10 +97,6 @@ def grid(
     Raises:
         ValueError: cells that do not fit the labels, or an unknown state.
     """
-    import seaborn as sns
-    from matplotlib.colors import ListedColormap, to_rgba
-    from matplotlib.figure import Figure
-
     require(len(cells) == len(rows), "cells", f"{len(rows)} rows", len(cells))
     for line in cells:
         require(len(line) == len(columns), "cells", f"{len(columns)} columns", len(line))
@@ -90,8 +108,8 @@ def grid(
     bottom, right = 0.4, 0.6
     width, height = len(columns) * cell[0], len(rows) * cell[1]
     size = (max(left + width + right, 4.6), bottom + height + top)
-    fig = Figure(figsize=size, facecolor="none")
-    ax = fig.add_axes((left / size[0], bottom / size[1], width / size[0], height / size[1]), facecolor="none")
+    fig = Figure(figsize=size)
+    ax = fig.add_axes((left / size[0], bottom / size[1], width / size[0], height / size[1]))
     order = [*STATES]
     sns.heatmap(
         [[order.index(state) for state in line] for line in cells],
@@ -109,7 +127,6 @@ def grid(
     if live is not None:
         ax.plot([-0.15, len(columns) + 0.15], [live, live], color=INK, linewidth=2, clip_on=False)
     ax.xaxis.tick_top()
-    bare(ax)
     ax.tick_params(rotation=0)
     if not flat:
         for label in ax.get_xticklabels():
@@ -150,9 +167,6 @@ def patch(
         size: width and height.
         changes: other properties of the rectangle.
     """
-    from matplotlib.colors import to_rgba
-    from matplotlib.patches import Rectangle
-
     colour, strength, hatch = STATES[state]
     look = {"facecolor": to_rgba(colour, strength), "edgecolor": colour, "hatch": hatch, "linewidth": 0.6}
     return two_layers(Rectangle)(corner, *size, **(look | changes))
@@ -160,8 +174,6 @@ def patch(
 
 def legend(fig: Figure, handles: Sequence[Any], loc: Any) -> None:
     """A legend of patches in one line, drawn like the patches themselves."""
-    from matplotlib.legend_handler import HandlerPatch
-    from matplotlib.patches import Rectangle
 
     def drawn(**place: Any) -> Any:
         corner = (-place["xdescent"], -place["ydescent"])
@@ -172,9 +184,6 @@ def legend(fig: Figure, handles: Sequence[Any], loc: Any) -> None:
         handler_map={Rectangle: HandlerPatch(patch_func=drawn)},
         loc=loc,
         ncols=len(handles),
-        fontsize=_FONT,
-        frameon=False,
-        labelcolor=INK,
         handlelength=2.2,
         handleheight=1.4,
     )
@@ -214,6 +223,7 @@ def turned_step(picture: StagePicture) -> None:
     turned("rows", picture.verdict, stages(picture))
 
 
+@mpl.rc_context(CELLS)
 def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, live: int) -> Figure:
     """The experts of a batch as a heat map, duplicates hatched, beside the map from slot to entry.
 
@@ -225,16 +235,12 @@ def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, li
     Raises:
         ValueError: ids and holes have different shapes.
     """
-    import seaborn as sns
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
     shapes = [[len(line) for line in lines] for lines in (ids, holes)]
     require(shapes[0] == shapes[1], "holes", f"rows of {shapes[0]} slots", shapes[1])
     colours = sns.color_palette("cividis", 1 + max(max(line) for line in ids))
     count, slots = len(ids), len(ids[0])
     size = (1.0 + 0.62 * slots, 1.0 + 0.24 * count)
-    fig = Figure(figsize=size, facecolor="none", layout="constrained")
+    fig = Figure(figsize=size, layout="constrained")
     left, right = fig.subplots(1, 2, width_ratios=(3, 2))
     for row, line in enumerate(ids):
         for slot, expert in enumerate(line):
@@ -261,22 +267,20 @@ def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, li
                 str(expert),
                 ha="center",
                 va="center",
-                fontsize=_FONT,
                 color="white" if dark else "black",
             )
     labels = [f"row {row}" if row < live else f"padding {row}" for row in range(count)]
     for ax, title in ((left, "expert ids; hatched: again"), (right, "map entries")):
         ax.plot([-0.15, slots + 0.15], [live, live], color=INK, linewidth=2, clip_on=False)
-        ax.set(xlim=(0, slots), ylim=(count, 0))
-        ax.set_title(title, color=INK, fontsize=_FONT + 1)
+        ax.set(xlim=(0, slots), ylim=(count, 0), title=title)
         ax.set_xticks([x + 0.5 for x in range(slots)], [f"{slot}" for slot in range(slots)])
         ax.set_yticks([y + 0.5 for y in range(count)], labels if ax is left else [""] * count)
-        bare(ax)
     states = ["never written"] * any(map(any, holes)) + ["written"]
     legend(fig, [patch(state, label=state) for state in states], "outside lower right")
     return fig
 
 
+@mpl.rc_context(STYLE)
 def uptime(curves: Mapping[str, Sequence[float]], *, steps: int) -> Figure:
     """Share of corrupted requests over the life of a server, a line for each variant.
 
@@ -287,15 +291,12 @@ def uptime(curves: Mapping[str, Sequence[float]], *, steps: int) -> Figure:
     Raises:
         ValueError: no curve, an empty one, or a share outside 0 to 1.
     """
-    import seaborn as sns
-    from matplotlib.figure import Figure
-
     require(bool(curves), "curves", "at least one", 0)
     for name, shares in curves.items():
         require(len(shares) > 0, f"curves[{name!r}]", "at least one window", 0)
         ok = all(0 <= share <= 1 for share in shares)
         require(ok, f"curves[{name!r}]", "shares from 0 to 1", list(shares))
-    fig = Figure(figsize=(7, 2.9), facecolor="none", layout="constrained")
+    fig = Figure(figsize=(7, 2.9), layout="constrained")
     ax = fig.subplots()
     colours = sns.color_palette("colorblind", len(curves))
     # Curves that are the same are one line with their names; where others meet, a later one is thinner.
@@ -314,30 +315,8 @@ def uptime(curves: Mapping[str, Sequence[float]], *, steps: int) -> Figure:
         )
     ax.set(xlabel="steps served", ylabel="requests corrupted", xlim=(0, None), ylim=(-0.04, 1.04))
     ax.yaxis.set_major_formatter("{x:.0%}")
-    in_grey(ax)
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return fig
-
-
-def bare(ax: Axes) -> None:
-    """Axes of cells: words in grey, and neither ticks nor a frame."""
-    ax.set_facecolor("none")
-    ax.tick_params(length=0, colors=INK, labelsize=_FONT)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-
-
-def in_grey(ax: Axes) -> None:
-    """Draw axes, words and legend in the grey that is readable on white and on black."""
-    ax.set_facecolor("none")
-    ax.tick_params(which="both", colors=INK, labelsize=_FONT)
-    for label in (ax.xaxis.label, ax.yaxis.label):
-        label.set(color=INK, fontsize=_FONT)
-    for side, spine in ax.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(INK)
-    if ax.get_legend_handles_labels()[0]:
-        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
-        ax.legend(frameon=False, fontsize=_FONT, labelcolor=INK, **beside)
 
 
 def svg(fig: Figure, alt: str = "", caption: str = "") -> SVG:
@@ -349,7 +328,6 @@ def svg(fig: Figure, alt: str = "", caption: str = "") -> SVG:
             the caption the output's metadata, where the report reads both.
         caption: what one mark stands for, where the values come from, and their unit.
     """
-    import matplotlib as mpl
     from IPython.display import SVG
 
     text = io.StringIO()

@@ -11,14 +11,15 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
 
 from staleproof.cases.finding import Grade
 from staleproof.cases.store import checkout
 from staleproof.check import require
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from staleproof.report.plots import FONT, INK, STYLE
 
 # Number of the incident -> its folder and a few words on it.
 LANES = {
@@ -31,9 +32,6 @@ LANES = {
     7: ("published_unwritten", "hashes of blocks that nobody wrote"),
 }
 
-# The grey with a contrast of 4.5 on white and on black.
-INK = "#767676"
-FONT = 9
 # Okabe and Ito's colours, one for each incident: colour-blind readers can tell them apart.
 COLOURS = {1: "#0072B2", 2: "#D55E00", 3: "#009E73", 4: "#CC79A7", 5: "#E69F00", 6: "#999933", 7: "#56B4E9"}
 
@@ -175,6 +173,7 @@ def load(path: Path | None = None) -> list[Event]:
     return events
 
 
+@mpl.rc_context(STYLE | {"axes.spines.left": False, "ytick.major.size": 0})
 def figure(events: list[Event] | None = None) -> Figure:
     """The timeline as a picture: a lane for each incident, dates along x.
 
@@ -185,7 +184,6 @@ def figure(events: list[Event] | None = None) -> Figure:
         A figure that pyplot does not keep; ``.savefig("timeline.svg")`` writes it.
     """
     from matplotlib.dates import ConciseDateFormatter, MonthLocator, date2num
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     events = load() if events is None else events
@@ -204,9 +202,9 @@ def figure(events: list[Event] | None = None) -> Figure:
     bottom, top = 0.6, 0.1
     height = units * line + bottom + top
 
-    fig = Figure(figsize=(width, height), facecolor="none")
+    fig = Figure(figsize=(width, height))
     box = (left / width, bottom / height, 1 - (left + right) / width, units * line / height)
-    ax = fig.add_axes(box, facecolor="none")
+    ax = fig.add_axes(box)
     ax.set(xlim=(start, end), ylim=(units, 0))
     foot = 0.0
     middles = []
@@ -221,24 +219,18 @@ def figure(events: list[Event] | None = None) -> Figure:
             if e.label:
                 y = base - 0.75 - next(level)
                 ax.plot([x, x], [base, y], color=colour, linewidth=0.8)
-                at = (x + 0.05 / day, y)
-                ax.annotate(e.label, at, color=INK, fontsize=FONT, va="center", annotation_clip=False)
+                ax.annotate(e.label, (x + 0.05 / day, y), va="center", annotation_clip=False)
             fill = colour if e.checked else "none"
             ax.plot(x, base, "o", markersize=6, color=colour, markerfacecolor=fill)
     names = [f"{n}  {name}\n{what}" for n, (name, what) in LANES.items()]
-    ax.set_yticks(middles, names, color=INK, fontsize=FONT)
-    ax.tick_params(axis="x", colors=INK, labelsize=FONT)
-    ax.tick_params(axis="y", length=0)
+    ax.set_yticks(middles, names)
     ax.xaxis.set_major_locator(MonthLocator())
     ax.xaxis.set_major_formatter(ConciseDateFormatter(MonthLocator(), show_offset=False))
-    for side in ("left", "right", "top"):
-        ax.spines[side].set_visible(False)
-    ax.spines["bottom"].set_color(INK)
     marks = [
         Line2D([], [], color=INK, marker="o", linestyle="", markerfacecolor=fill, label=label)
         for fill, label in ((INK, "checked in the release"), ("none", "reported"))
     ]
-    fig.legend(handles=marks, loc="lower left", ncols=2, fontsize=FONT, frameon=False, labelcolor=INK)
+    fig.legend(handles=marks, loc="lower left", ncols=2)
     return fig
 
 
