@@ -129,17 +129,3 @@ def test_the_fault_of_scale_padding_is_what_the_broken_quantiser_leaves(device):
     nobody = reference.padding_offsets(*x.shape).to(device)
     scales.view(torch.uint8).view(-1)[nobody] = raw[nobody]
     assert torch.equal(scales.view(torch.uint8), kernels.view(torch.uint8))
-
-
-def test_a_step_without_a_fault_is_right_whatever_memory_contained(device):
-    for cause in ("empty rows", "null block", "amax, torch.max", "scale padding", "block reuse"):
-        for history in (HISTORIES["NaN"], HISTORIES["largest finite"]):
-            right = remedies.Server(cause, None, device, history, faulty=False)
-            for number in range(len(remedies.LIVE)):
-                said = right.step(number)
-                assert said.survived or number == remedies.SICK_STEP
-                if number != remedies.SICK_STEP:
-                    live = remedies.LIVE[number]
-                    assert torch.allclose(
-                        said.rows[:live], matrix._right(cause, device)[number][:live], rtol=1e-4
-                    )
