@@ -65,27 +65,14 @@ from staleproof.cases.run import Table
 fake = types.ModuleType("staleproof.incidents.kv_reuse.cases")
 fake.TABLE = Table("kv_reuse", each("q", "rows", ["v"], lambda *_: "clean", expect="clean"))
 sys.modules[fake.__name__] = fake
-for command in {commands}:
-    print("EXIT", command, cli.main(command.split()), flush=True)
+sys.exit(cli.main(["run", "kv_reuse", "--json", {path!r}]))
 """
 
 
-def test_the_commands_of_a_server_need_no_jupyter(tmp_path):
-    store.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [])
-    commands = ["list", f"run kv_reuse --json {tmp_path}/x.jsonl", "doctor", "patches --version 0.18.1"]
-    commands.append(f"compare {tmp_path}/a {tmp_path}/a")
-    done = python(WITHOUT_THE_EXTRA.format(commands=commands))
-    exits = [line for line in done.stdout.splitlines() if line.startswith("EXIT")]
-    assert exits == [f"EXIT {command} 0" for command in commands], done.stderr
-
-
-def test_report_and_lab_name_the_extra_they_need():
-    done = python(WITHOUT_THE_EXTRA.format(commands=["report --execute", "lab"]))
-    assert done.stdout == "EXIT report --execute 2\nEXIT lab 2\n"
-    report, lab = done.stderr.splitlines()
-    assert report.startswith("staleproof: not installed: pandas, matplotlib, ")
-    assert lab.startswith("staleproof: not installed: jupyterlab, ")
-    assert all(line.endswith('; run: pip install -e ".[workbook]"') for line in (report, lab))
+def test_a_run_needs_no_jupyter(tmp_path):
+    """Other commands without it: tests/test_packaging.py."""
+    done = python(WITHOUT_THE_EXTRA.format(path=str(tmp_path / "x.jsonl")))
+    assert (done.returncode, len(read_findings(tmp_path / "x.jsonl"))) == (0, 1), done.stderr
 
 
 def test_importing_the_package_imports_no_torch():

@@ -69,14 +69,6 @@ def test_help_is_one_screen_and_says_every_exit_code(capsys):
     assert "..." not in said.partition("Commands:")[2]
 
 
-@pytest.mark.parametrize("command", ["run", "report", "lab", "bench", "record", "compare", "patches"])
-def test_help_of_a_command_says_what_to_type(capsys, command):
-    assert cli.main([command, "--help"]) == 0
-    told = capsys.readouterr().out
-    assert f"    staleproof {command} " in told or f"    staleproof {command}\n" in told
-    assert max(map(len, told.splitlines())) <= 80
-
-
 def test_a_device_that_is_absent_is_2(root, incident, capsys, monkeypatch):
     incident(clean)
     monkeypatch.setattr(device, "has_cuda", lambda: False)

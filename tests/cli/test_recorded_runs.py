@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,47 +23,36 @@ def _record(root: Path, findings: list[Finding], name: str = "a-gpu") -> Path:
     return folder
 
 
-def _cut(folder: Path) -> None:
-    path = folder / "findings.jsonl"
-    path.write_text(path.read_text()[:-20])
+def _spoil(folder: Path, name: str, change: Callable[[str], str]) -> None:
+    (folder / name).write_text(change((folder / name).read_text()))
 
 
-def _drop_a_line(folder: Path) -> None:
-    path = folder / "findings.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+def _cut(text: str) -> str:
+    return text[:40]
 
 
-def _cut_environment(folder: Path) -> None:
-    path = folder / "environment.json"
-    path.write_text(path.read_text()[:40])
-
-
-def _newer_findings(folder: Path) -> None:
-    path = folder / "findings.jsonl"
-    path.write_text(path.read_text().replace('"schema": 3', '"schema": 4'))
-
-
-def _newer_environment(folder: Path) -> None:
-    path = folder / "environment.json"
-    path.write_text(path.read_text().replace('"schema": 3', '"schema": 4'))
+def _newer(text: str) -> str:
+    return text.replace('"schema": 3', '"schema": 4')
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("name", "change", "said"),
     [
-        (_cut, "truncated"),
-        (_drop_a_line, "truncated: expected 2 lines, got 1"),
-        (_cut_environment, "truncated"),
-        (_newer_findings, "schema: expected 3, which this staleproof reads, got 4"),
-        (_newer_environment, "schema 4, and this staleproof reads 3"),
+        ("findings.jsonl", _cut, "truncated"),
+        ("findings.jsonl", lambda text: text[: text.index("\n") + 1], "truncated: expected 2 lines, got 1"),
+        ("environment.json", _cut, "truncated"),
+        ("findings.jsonl", _newer, "schema: expected 3, which this staleproof reads, got 4"),
+        ("environment.json", _newer, "schema 4, and this staleproof reads 3"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "list", "report", "compare"])
-def test_a_spoilt_recorded_run_is_named_and_hides_no_other(root, incident, capsys, spoil, said, command):
+def test_a_spoilt_recorded_run_is_named_and_hides_no_other(
+    root, incident, capsys, name, change, said, command
+):
     incident(clean)
     folder = _record(root, [leaked(), clean()])
     _record(root, [leaked(), clean()], "b-gpu")
-    spoil(folder)
+    _spoil(folder, name, change)
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     assert cli.main([command, *(["a-gpu", "b-gpu"] if command == "compare" else [])]) == 2
     captured = capsys.readouterr()
@@ -77,7 +67,7 @@ def test_a_spoilt_recorded_run_is_named_and_hides_no_other(root, incident, capsy
 
 def test_an_unexpected_verdict_comes_before_a_spoilt_run(root, incident, capsys):
     incident(wrong)
-    _cut(_record(root, [leaked()]))
+    _spoil(_record(root, [leaked()]), "findings.jsonl", _cut)
     assert cli.main(["run"]) == 1
     verdict, run = capsys.readouterr().err.splitlines()
     assert verdict == "staleproof: 1 verdicts are not as expected"

@@ -204,6 +204,8 @@ FIRST = {
     "doctor": ("machine  ", "provenance  "),
     "moe-module": ("Usage: staleproof moe-module", "  build  "),
 }
+# The help of these has examples.
+TYPED = {"run", "report", "lab", "bench", "record", "compare", "patches"}
 MANY = """
 import sys
 from staleproof.cli.app import COMMANDS, main
@@ -218,11 +220,15 @@ def test_the_first_screen_of_each_command_answers_and_fits_80_columns():
     screens = {part.partition("\n")[0]: part.splitlines()[1:] for part in shown.split("@@")[1:]}
     assert len(screens) == len(FIRST) + len(app.COMMANDS)
     for command, lines in screens.items():
+        name = command.removesuffix(" -h")
         assert max(map(len, lines)) <= 80, command
         first = lines[:40]
         if command.endswith("-h"):
-            # One screen, and no description is cut.
+            # One screen, and no description is cut; what to type stands in it.
             assert len(lines) <= 40, command
+            assert name not in TYPED or any(
+                f"{line} ".startswith(f"    staleproof {name} ") for line in lines
+            )
             assert "..." not in "\n".join(lines).partition("Options:")[2], command
         start, besides = FIRST.get(command, ("Usage: staleproof ", "Options:"))
         assert first[0].startswith(start), command

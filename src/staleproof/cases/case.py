@@ -87,6 +87,20 @@ def nothing(subject: Any, device: str) -> str | None:
     """Nothing is missing: the default of :attr:`Case.needs`."""
 
 
+def needs_cuda(subject: Any, device: str) -> str | None:
+    """Why a case that needs a CUDA device cannot be asked here: of :attr:`Case.needs`."""
+    return None if device == "cuda" else "needs a CUDA device"
+
+
+def from_scene(subject: Any, device: str, told: Mapping[Any, Reading]) -> Reading:
+    """An ask: what the scene told about this subject.
+
+    >>> from_scene("one", "cpu", {"one": reading("right")}).verdict
+    'right'
+    """
+    return told[subject]
+
+
 @dataclass(frozen=True)
 class Scene:
     """What several cases share and what must happen once for all of them.
@@ -244,9 +258,9 @@ def ablation(
     base: Any,
     words: str,
     *,
-    without: Mapping[str, Mapping[str, Any]],
+    without: Mapping[str, tuple[Mapping[str, Any], str]],
     ask: Callable[..., Reading | str],
-    expect: Mapping[str, str],
+    expect: str,
     question: str = ABLATION,
     whole: str = ALL,
     **fields: Any,
@@ -256,10 +270,11 @@ def ablation(
     Args:
         base: a dataclass with all ingredients.
         words, ask, fields: see :class:`Case`.
-        without: maps what is left out to the fields of ``base`` that change then.
-        expect: the verdict for ``whole`` and for each key of ``without``.
+        without: maps what is left out to the fields of ``base`` that change then, and the verdict then.
+        expect: the verdict for ``whole``.
         question: its name.
         whole: the variant with all ingredients.
     """
-    subjects = {whole: base} | {what: replace(base, **changes) for what, changes in without.items()}
-    return each(question, words, subjects, ask, expect=expect, **fields)
+    subjects = {whole: base} | {what: replace(base, **changes) for what, (changes, _) in without.items()}
+    expected = {whole: expect} | {what: verdict for what, (_, verdict) in without.items()}
+    return each(question, words, subjects, ask, expect=expected, **fields)

@@ -236,31 +236,20 @@ _MOE = {
 }
 
 
-@subject.experts(name="fused_moe.cutlass_fused_moe", **_MOE)
-def fused_moe(x, w1, w2, topk_weights, topk_ids):
+@subject.experts(name="fused_moe.cutlass_fused_moe", **_MOE, given={"ranks": 1})
+@subject.experts(name="fused_moe.cutlass_fused_moe, two ranks with all-to-all", **_MOE, given={"ranks": 2})
+def fused_moe(x, w1, w2, topk_weights, topk_ids, ranks):
     from flashinfer.fused_moe import cutlass_fused_moe
 
     # It wants the up projection first.
     gate, up = w1.chunk(2, 1)
-    out = torch.zeros_like(x)
-    cutlass_fused_moe(
-        x, topk_ids.int(), topk_weights, torch.cat([up, gate], 1), w2, x.dtype, quant_scales=None, output=out
-    )
-    return out
-
-
-@subject.experts(name="fused_moe.cutlass_fused_moe, two ranks with all-to-all", **_MOE)
-def fused_moe_ranks(x, w1, w2, topk_weights, topk_ids):
-    from flashinfer.fused_moe import cutlass_fused_moe
-
-    gate, up = w1.chunk(2, 1)
-    w1, total, half = torch.cat([up, gate], 1), torch.zeros_like(x), len(w1) // 2
+    w1, total, share = torch.cat([up, gate], 1), torch.zeros_like(x), len(w1) // ranks
     # The ranks in turn: each adds what its experts give.
-    for rank, mine in enumerate((slice(half), slice(half, None))):
-        out = torch.zeros_like(x)
+    for rank in range(ranks):
+        mine, out = slice(rank * share, (rank + 1) * share), torch.zeros_like(x)
         cutlass_fused_moe(
-            x, topk_ids.int(), topk_weights, w1[mine].contiguous(), w2[mine].contiguous(), x.dtype,
-            quant_scales=None, output=out, ep_size=2, ep_rank=rank, enable_alltoall=True,
+            x, topk_ids.int(), topk_weights, w1[mine], w2[mine], x.dtype, quant_scales=None, output=out,
+            ep_size=ranks, ep_rank=rank, enable_alltoall=ranks > 1,
         )  # fmt: skip
         total += out
     return total

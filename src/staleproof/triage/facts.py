@@ -7,8 +7,9 @@ What nobody said stays unknown; nothing is assumed.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from staleproof.check import fail
 from staleproof.triage import table
@@ -54,19 +55,22 @@ MODELS = (
     (r"nemotron.?h|jamba|falcon.?h1|zamba|granitemoehybrid|bamba|lfm2", ("hybrid",), False),
     (r"^(llama|qwen[23]?|mistral|gemma\d?|phi3)(forcausallm)?$", (), True),
 )
-GRAPHS = {
-    "none": ("none", "eager", "off", "no"),
-    "piecewise": ("piecewise",),
-    "full": ("full", "full_decode_only", "full_and_piecewise"),
+# Fact -> its words -> how they are spelled.
+CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "graphs": {
+        "none": ("none", "eager", "off", "no"),
+        "piecewise": ("piecewise",),
+        "full": ("full", "full_decode_only", "full_and_piecewise"),
+    },
+    "quant": {
+        "mxfp4": ("mxfp4", "gpt_oss_mxfp4"),
+        "nvfp4": ("nvfp4", "modelopt_fp4", "petit_nvfp4", "fp4"),
+        "fp8": ("fp8", "modelopt", "fbgemm_fp8"),
+        "none": ("none", "bf16", "fp16", "no"),
+    },
+    "scheduling": {"async": ("async", "yes", "enabled"), "sync": ("sync", "no", "disabled")},
+    "phase": {"start": ("start", "startup", "at start"), "serving": ("serving", "load", "under load")},
 }
-QUANT = {
-    "mxfp4": ("mxfp4", "gpt_oss_mxfp4"),
-    "nvfp4": ("nvfp4", "modelopt_fp4", "petit_nvfp4", "fp4"),
-    "fp8": ("fp8", "modelopt", "fbgemm_fp8"),
-    "none": ("none", "bf16", "fp16", "no"),
-}
-SCHEDULING = {"async": ("async", "yes", "enabled"), "sync": ("sync", "no", "disabled")}
-PHASE = {"start": ("start", "startup", "at start"), "serving": ("serving", "load", "under load")}
 
 
 @dataclass
@@ -110,7 +114,7 @@ class Facts:
                 self.notes.append(f"{origin}: {word} is no model that we know; say mla, moe, hybrid or dense")
                 return
         else:
-            self.known[name] = READ.get(name, lambda w: w.lower())(word)
+            self.known[name] = READ[name](word)
         self.origin[name] = origin
 
     def has(self, name: str) -> bool:
@@ -125,12 +129,9 @@ class Facts:
         (True, None)
         """
         if name != "model":
-            return None if name not in self.known else self._word_meets(name, values)
+            return None if name not in self.known else bool({*self.known[name].split("+")} & {*values})
         found = [self._trait(value) for value in values]
         return True if True in found else None if None in found else False
-
-    def _word_meets(self, name: str, values: tuple[str, ...]) -> bool:
-        return bool({*self.known[name].split("+")} & {*values})
 
     def _trait(self, value: str) -> bool | None:
         if value.startswith("not "):
@@ -151,12 +152,12 @@ class Facts:
             self.origin["graphs"] = "Triton MLA has no full graphs before 0.22.0"
 
 
-def _one_of(name: str, words: Mapping[str, tuple[str, ...]], given: str) -> str:
+def _one_of(name: str, given: str) -> str:
     low = given.lower().removeprefix("cudagraphmode.")
-    for word, spellings in words.items():
+    for word, spellings in CHOICES[name].items():
         if low in spellings:
             return word
-    return fail(name, f"one of {', '.join(words)}", repr(given))
+    return fail(name, f"one of {', '.join(CHOICES[name])}", repr(given))
 
 
 def symptom(given: str) -> str:
@@ -273,16 +274,8 @@ def parallel(given: str) -> str:
 BACKENDS = {
     "backend": ("mla", "attn", "attention", "flashinfer", "turboquant"),
     "moe_backend": (
-        "triton",
-        "cutlass",
-        "trtllm",
-        "deep",
-        "cutedsl",
-        "marlin",
-        "aiter",
-        "humming",
-        "cpu",
-        "xpu",
+        *("triton", "cutlass", "trtllm", "deep", "cutedsl", "marlin"),
+        *("aiter", "humming", "cpu", "xpu"),
     ),
 }
 
@@ -353,15 +346,12 @@ def from_words(text: str) -> Facts:
     return found
 
 
-READ = {
+# Fact -> what reads the word for it.
+READ: dict[str, Callable[[str], str]] = {
     "symptom": symptom,
     "version": version,
     "gpu": gpu,
     "parallel": parallel,
-    "graphs": lambda given: _one_of("graphs", GRAPHS, given),
-    "quant": lambda given: _one_of("quant", QUANT, given),
-    "scheduling": lambda given: _one_of("scheduling", SCHEDULING, given),
-    "phase": lambda given: _one_of("phase", PHASE, given),
-    "backend": lambda given: _backend("backend", given),
-    "moe_backend": lambda given: _backend("moe_backend", given),
+    **{name: partial(_one_of, name) for name in CHOICES},
+    **{name: partial(_backend, name) for name in BACKENDS},
 }

@@ -7,7 +7,7 @@ what contradicts it takes it out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from staleproof.triage import table
@@ -108,18 +108,7 @@ def judge(row: Row, facts: Facts) -> Judgement:
     in_place = [patch for patch in row.patches if patch in facts.in_place]
     if in_place and len(in_place) == len(_needed(row, facts)):
         against.append(f"patched, by the log: {', '.join(in_place)}")
-    measured = [
-        text
-        for name, values in row.weighs.items()
-        for value, text in values.items()
-        if facts.known.get(name) == value
-    ]
-    signs = [
-        text
-        for name, values in row.hints.items()
-        for value, text in values.items()
-        if facts.known.get(name) == value
-    ]
+    measured, signs = _of(row.weighs, facts), _of(row.hints, facts)
     signs += [f"the log names {sign}" for sign in row.signs if sign in facts.lines]
     if against:
         status = AGAINST
@@ -132,6 +121,11 @@ def judge(row: Row, facts: Facts) -> Judgement:
     return Judgement(
         row, status, tuple(because), tuple(unknown), tuple(against), tuple(measured), tuple(signs)
     )
+
+
+def _of(said: Mapping[str, Mapping[str, str]], facts: Facts) -> list[str]:
+    """What is said of the facts that are known."""
+    return [text for name, by in said.items() for word, text in by.items() if facts.known.get(name) == word]
 
 
 def _needed(row: Row, facts: Facts) -> list[str]:

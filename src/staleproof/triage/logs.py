@@ -11,7 +11,6 @@ The first line that says what went wrong decides what the log is about. If that 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from staleproof.triage import table
 from staleproof.triage.facts import GPUS, OTHER, Facts, by_name
@@ -151,8 +150,7 @@ def _symptom(facts: Facts, line: str, at: str, ready: bool) -> None:
 
 def _learn(facts: Facts, name: str, word: str, at: str) -> None:
     """Learn what a line says; a word that we do not know stays unknown, with a note."""
-    told: dict[str, Callable[[str], str]] = {"graphs": lambda w: "none" if "eager" in w else w}
     try:
-        facts.learn(name, told.get(name, str)(word), at)
+        facts.learn(name, "none" if name == "graphs" and "eager" in word else word, at)
     except ValueError as error:
         facts.notes.append(f"{at}: {error}")

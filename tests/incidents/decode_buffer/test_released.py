@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,49 +20,6 @@ def folder(version: str) -> Path:
         return package(version)
     except MissingError as error:
         pytest.skip(str(error))
-
-
-@cache
-def said(version: str, backend: str, **change: Any) -> dict[str, Any]:
-    return profiled(Released(version, backend, tuple(change.items())), folder(version))
-
-
-@pytest.mark.parametrize("backend", released.BACKENDS)
-def test_each_of_the_five_steps_is_taken(backend: str) -> None:
-    steps = said("0.18.1", backend)
-    assert (steps["is_profile"], steps["force_eager"], steps["graph_mode"]) == (True, True, "NONE")
-    assert (steps["metadata_built"], steps["decode_calls"], steps["kept_by_profile"]) == (False, 0, 0)
-    # One layer's buffer: 8 rows of 128 heads of 512 bf16 numbers, made once by two captures.
-    assert steps["kept_by_capture"] == 8 * 128 * 512 * 2
-    assert steps["capture_calls"] == 2
-    assert steps["out_given"]
-
-
-def test_the_lse_is_allocated_in_each_call_and_the_workspace_is_not_zeroed() -> None:
-    for version in ("0.18.1", "0.19.1"):
-        steps = said(version, "CUTLASS")
-        assert not steps["lse_kept"]
-        assert not steps["workspace_zeroed"]
-
-
-def test_the_revert_keeps_nothing_and_gives_flashinfer_no_output() -> None:
-    assert said("0.20.0", "CUTLASS")["kept_by_capture"] == 0
-    flashinfer = said("0.20.0", "FlashInfer")
-    assert flashinfer["kept_by_capture"] == 0
-    assert not flashinfer["out_given"]
-
-
-def test_metadata_makes_the_profile_decode() -> None:
-    steps = said("0.18.1", "CUTLASS", force_attention=True)
-    assert (steps["graph_mode"], steps["decode_calls"]) == ("NONE", 1)
-
-
-def test_being_a_profile_and_being_too_large_each_forbid_a_graph() -> None:
-    fits = {"num_tokens": released.ROWS, "uniform_decode": True}
-    alone = [said("0.18.1", "CUTLASS", is_profile=False), said("0.18.1", "CUTLASS", **fits)]
-    names = ("is_profile", "force_eager", "graph_mode")
-    assert [[one[name] for name in names] for one in alone] == [[False, False, "NONE"], [True, True, "NONE"]]
-    assert said("0.18.1", "CUTLASS", is_profile=False, **fits)["graph_mode"] == "FULL"
 
 
 def test_nothing_stays_behind() -> None:

@@ -70,17 +70,6 @@ def test_a_token_lies_in_the_page_of_its_block_in_both_layouts(device, kv_outerm
     assert int((buffers.raw[1].view(torch.int16) != 0).sum()) == 2 * 4
 
 
-def test_every_byte_of_a_page_belongs_to_its_tokens_once():
-    for kv_outermost in (False, True):
-        buffers = _buffers(kv_outermost=kv_outermost)
-        for token in range(buffers.page.block_size):
-            kernel_block, offset = divmod(token, 8)
-            for side in buffers.keys_and_values(0):
-                side.view(torch.uint8)[2 * buffers.ratio + kernel_block, offset] += 1
-        assert bool((buffers.raw[0][2] == 1).all())
-        assert _pages_written(buffers, 0) == [2]
-
-
 def test_the_same_bytes_are_a_state_to_one_layer_and_keys_to_another():
     buffers = _buffers()
     conv, ssm = buffers.state(0)
@@ -105,31 +94,6 @@ def test_the_block_that_was_free_longest_comes_first_and_never_the_null_block():
     assert pool.allocate(3) == [4, 2, 1]
     with pytest.raises(OutOfBlocks, match="1 blocks asked for, 0 of 5 free"):
         pool.allocate(1)
-
-
-def test_a_shared_block_is_free_when_its_last_holder_lets_go():
-    pool = BlockPool(4)
-    (block,) = pool.allocate(1)
-    pool.cache(block, "prefix")
-    pool.touch([block])
-    assert pool.free([block]) == []
-    assert pool.num_free == 2
-    assert pool.free([block]) == [block]
-    assert pool.num_free == 3
-
-
-def test_a_free_block_is_hit_until_it_is_handed_out_again():
-    pool = BlockPool(3)
-    first, second = pool.allocate(2)
-    pool.cache(first, "prefix")
-    pool.cache(second, "prefix")
-    pool.free([first, second])
-    assert pool.cached("prefix") == first
-    pool.touch([first])
-    assert pool.allocate(1) == [second]
-    pool.free([first])
-    assert pool.allocate(1) == [first]
-    assert pool.cached("prefix") is None
 
 
 def test_a_block_is_cached_under_one_key_and_so_forgotten_whole():

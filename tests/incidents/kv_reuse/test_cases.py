@@ -19,18 +19,6 @@ def test_a_zeroer_that_does_nothing_is_not_called_fixed(monkeypatch):
     assert [(f.verdict, f.failed) for f in found] == [(NOT_FIXED, True)] * 2
 
 
-def test_a_cure_leaves_what_the_prefix_cache_holds():
-    with_, without = (f.numbers for f in TABLE.ask("requests after the cure"))
-    assert 0 < with_["corrupted"] == with_["through_cached_blocks_alone"] < with_["began"]
-    assert without["corrupted"] == 0 < without["began"]
-
-
-def test_the_race_wipes_live_blocks_and_keeps_stale_ones():
-    for found in TABLE.ask("host one step ahead"):
-        harm = [found.numbers[what] > 0 for what in ("live_blocks_wiped", "stale_blocks_kept")]
-        assert harm == [found.variant == "one_pinned_buffer"] * 2
-
-
 def test_zeroing_on_change_takes_a_block_once_for_each_way_from_mamba_to_attention():
     def step(attention, mamba):
         return Step((), {ATTENTION: attention, MAMBA: mamba}, (), (), ())
@@ -38,12 +26,6 @@ def test_zeroing_on_change_takes_a_block_once_for_each_way_from_mamba_to_attenti
     pick = OnChange()
     steps = [step([1], [2, 3]), step([2], [1]), step([2, 1], []), step([1, 3], [2])]
     assert [pick(one) for one in steps] == [[], [2], [1], [3]]
-
-
-def test_a_sick_request_poisons_others_where_attention_follows_attention():
-    for found in TABLE.ask("a request sick by itself, without prefix caching"):
-        assert 0 < found.numbers["sick"] < found.numbers["others"]
-        assert (found.numbers["poisoned"] > 0) == (found.variant in ("no_zeroing", "zero_on_change"))
 
 
 @pytest.mark.parametrize(

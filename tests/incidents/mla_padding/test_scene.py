@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.cases.graph import capture_sizes, padded_size
 from staleproof.evidence import FILLS, Verdict, plant, same_bits
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.scene import Batch, Engine, EngineConfig, Variant, make_call
@@ -15,24 +14,6 @@ from staleproof.ops.mla.decode import mla_decode
 def make(device, kernel=mla_decode, quantise=None, counters=None, **changes):
     config = EngineConfig.for_device(device, batch=8, **changes)
     return Engine(Variant("test", broken.NoRemedy(kernel), quantise), config, counters)
-
-
-def test_capture_sizes_are_vllms_ladder():
-    sizes = capture_sizes(512)
-    assert sizes[:5] == [1, 2, 4, 8, 16]
-    assert sizes[sizes.index(256) : sizes.index(256) + 3] == [256, 272, 288]
-    assert sizes[-1] == 512
-
-
-@pytest.mark.parametrize(("live", "padded"), [(1, 1), (3, 4), (5, 8), (121, 128), (257, 272)])
-def test_padded_size(live, padded):
-    assert padded_size(live) == padded
-
-
-@pytest.mark.parametrize("live", [0, 513])
-def test_padded_size_refuses_what_no_graph_holds(live):
-    with pytest.raises(ValueError, match=f"live: expected 1 to 512, got {live}"):
-        padded_size(live)
 
 
 def test_padding_rows_have_no_tokens_and_no_pages(device):

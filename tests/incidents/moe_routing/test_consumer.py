@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from staleproof.incidents.moe_routing import consumer
-from staleproof.incidents.moe_routing.batch import ILLEGAL_ACCESS, RIGHT, Batch, make_ids
+from staleproof.incidents.moe_routing.batch import RIGHT, Batch, make_ids
 from staleproof.incidents.moe_routing.consumer import CANARY
 
 
@@ -111,26 +111,6 @@ def test_indexing_with_the_padding_id_takes_the_last_expert() -> None:
     ids = torch.tensor([[0, -1], [1, 3]])
     assert consumer.layer(x, weights, ids, table).tolist() == [[10.0], [20.0]]
     assert consumer.layer(x, weights, ids, table, from_the_end=True).tolist() == [[40.0], [20.0]]
-
-
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(257, 8, 128), (20, 10, 64), (4, 8, 512)])
-def test_all_but_the_first_slot_of_a_duplicate_are_unwritten(
-    device: str, tokens: int, top_k: int, experts: int
-) -> None:
-    for ids, rows in (("distinct", 0), ("all equal", tokens), ("partly equal", -(-tokens // 5))):
-        seen = consumer.observe(Batch(tokens, top_k, experts), ids, device)
-        assert seen.verdict == (ILLEGAL_ACCESS if rows else RIGHT)
-        unwritten = rows * (top_k - 1)
-        # Nothing to lose for the other rows of the batch: the damage stays where it was done.
-        assert seen.numbers == {
-            "one_block": False,
-            "unwritten": unwritten,
-            "wild_reads": unwritten,
-            "duplicate_rows": rows,
-            "wrong_rows": rows,
-            "wrong_clean_rows": 0,
-            "nan_rows": 0,
-        }
 
 
 def test_an_id_out_of_range_adds_nothing(device: str) -> None:

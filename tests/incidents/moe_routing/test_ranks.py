@@ -45,44 +45,6 @@ def test_one_rank_pads_to_captured_sizes(device: str, allocator: str) -> None:
     assert counts["live_bad"] == counts["idle"] == 0
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> list[Passes]:
-    settings = [replace(SHORT, ranks=2, expert_parallel=dep) for dep in (False, True)]
-    return ranks.serve_ranks(settings, "cpu")
-
-
-def test_two_ranks_run_the_size_that_the_larger_needs(two_ranks: list[Passes]) -> None:
-    by_rank = [steps(origin.trace(SHORT.requests)[rank::2]) for rank in range(2)]
-    length = max(map(len, by_rank))
-    for tokens in by_rank:
-        tokens += [0] * (length - len(tokens))
-    sizes = []
-    for pair in zip(*by_rank, strict=True):
-        longest = max(*pair, 1)
-        sizes.append(padded_size(longest) if longest <= 512 else 0)
-    assert 0 in sizes
-    pads = [
-        size - n
-        for size, pair in zip(sizes, zip(*by_rank, strict=True), strict=True)
-        for n in pair
-        if size > n
-    ]
-    for seen in two_ranks:
-        assert seen.sizes == sizes
-        counts = [seen.counts[name] for name in ("passes", "padded", "padding_rows")]
-        assert counts == [2 * length, len(pads), sum(pads)]
-        # An idle rank pads its whole batch; without a graph it runs one dummy row.
-        assert seen.counts["idle"] == sum(tokens.count(0) for tokens in by_rank) > 0
-
-
-def test_busy_ranks_have_nan_in_padding_and_idle_ones_zeros(two_ranks: list[Passes]) -> None:
-    for _, counts in two_ranks:
-        busy = counts["padded"] - counts["idle"]
-        assert 0.9 * busy < counts["with_nan"] <= busy
-        # What one rank's padding holds does not reach another rank's requests.
-        assert counts["live_bad"] == 0
-
-
 def test_ranks_that_ran_other_sizes_are_not_added_up() -> None:
     none = dict.fromkeys(ranks.COUNTS, 0)
     assert ranks.add([Passes([8, 4], none | {"padded": n}) for n in (1, 2)]).counts["padded"] == 3

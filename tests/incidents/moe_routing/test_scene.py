@@ -12,33 +12,6 @@ from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.scene import LIVE, OURS, RoutingCase
 
 
-def test_each_input_has_its_nan_where_it_says(device: str) -> None:
-    inputs = {kind: make(scene.make_logits(device, 128, 40)) for kind, make in scene.INPUTS.items()}
-    nan = {kind: given.logits.isnan() for kind, given in inputs.items()}
-    assert bool(nan["all NaN, softmax"].all())
-    assert nan["one NaN, softmax"].sum(1).tolist() == [1] * 40
-    for kind, place in (("NaN inside lanes, sigmoid", 1), ("NaN first in lanes, sigmoid", 0)):
-        columns = nan[kind].view(40, 32, 4).sum((0, 1)).tolist()
-        assert [n > 0 for n in columns] == [column == place for column in range(4)]
-    bias = inputs["NaN in the bias, sigmoid"].bias
-    assert bias is not None
-    assert 0 < int(bias.isnan().sum()) < 64
-    assert not bool(nan["NaN in the bias, sigmoid"].any())
-    assert [given.softmax for given in inputs.values()] == [True, True, False, False, False]
-
-
-@pytest.mark.parametrize(
-    ("bad", "nan", "infinite"),
-    [("padding", 3 * 64, 0), ("live row", 64, 0), ("infinity", 0, 1), ("bias", 0, 0), ("nowhere", 0, 0)],
-)
-def test_a_case_has_its_bad_values_where_it_says(device: str, bad: str, nan: int, infinite: int) -> None:
-    given = scene.router_input(RoutingCase(bad=bad), device)
-    assert int(given.logits.isnan().sum()) == nan
-    assert int(given.logits.isinf().sum()) == infinite
-    assert bool(given.logits[LIVE:].isnan().any()) is (bad == "padding")
-    assert (given.bias is not None and bool(given.bias.isnan().all())) is (bad == "bias")
-
-
 def test_vllms_kernels_say_why_they_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(scene.VLLM_VARIABLE, raising=False)
     assert scene.vllm_unavailable_reason("cpu") == "needs a CUDA device"

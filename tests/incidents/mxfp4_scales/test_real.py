@@ -127,20 +127,6 @@ def test_sglangs_product_depends_on_what_lies_behind_its_scales(device, release,
     assert (behind.verdict, behind.note) == (BREAKS, note)
 
 
-def test_a_watch_behind_the_layer_sees_no_nan_and_misses_a_single_byte():
-    found = scene.watched(scene.layer_on("cpu", tokens=256), scene.layer).numbers
-    for content in ("0xff", "fp32 -inf", "one byte"):
-        assert not any(found[f"{content}: rows with NaN"])
-    assert found["0xff: hit rows of 56"] == [1.0] * len(scene.LOUDER)
-    assert not any(found["clean rows of 56"])
-    # The constant stands there only if both halves of its pair are hit.
-    assert found["one byte: hit rows of 56"][:3] == [0.0] * 3
-    # The magnitude tells a hit row in a quiet layer, and no longer in a loud one.
-    loud = found["0xff: smallest hit row"]
-    assert loud[0] > 2 > 1 > loud[-1]
-    assert found["one byte: smallest hit row"][-1] < 1
-
-
 def test_a_whole_vllm_is_judged_by_its_answers_over_zeros():
     told = {"owners": {"free": 1}, "harmful": [], "answers": [([1], -0.5)], "over_zeros": [([1], -0.5)]}
     for change, word in (({}, "right"), ({"over_zeros": [([2], -0.5)]}, "wrong, finite")):

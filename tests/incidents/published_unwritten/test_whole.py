@@ -61,7 +61,7 @@ def test_what_the_engine_did_not_reach_is_not_run():
     for rows in ([], [{"hit_tokens": 0, "nan": 0}]):
         with pytest.raises(MissingError, match="no hit in the same step"):
             cases.same_step(ASKED, "cuda", {"same step": rows})
-    assert cases._no_engine(ASKED, "cpu") == "needs a CUDA GPU"
+    assert cases._no_engine(ASKED, "cpu") == "needs a CUDA device"
     assert cases._no_engine(("0.0.1",), "cuda") == "vLLM 0.0.1 is not installed"
 
 

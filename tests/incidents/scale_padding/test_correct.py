@@ -178,7 +178,7 @@ null_block_write = null_block.write_kv
 
 
 def ranks(written=()):
-    busy, idle = ([null_block.RankStep(rank, -1, written, False, ())] for rank in (0, 1))
+    busy, idle = ([null_block.RankStep(written, False, ())] for _ in range(2))
     return busy, idle
 
 

@@ -40,17 +40,6 @@ def test_a_cell_tells_its_counts_and_over_how_many_histories():
     }
 
 
-def test_one_history_alone_would_have_said_more():
-    """All NaN, all 300 and the mix give three verdicts on the same remedy; the cell gives their range."""
-    cell = matrix.row_of("amax, fmax", "cpu", ("zero_init_per_layer",))["zero_init_per_layer"]
-    counts = dict(zip(HISTORIES, cell.counts, strict=True))
-    assert counts["NaN"].on > counts["NaN"].off == 0
-    assert counts["300"].on < counts["300"].off
-    assert counts["NaN, once 300"].on > counts["NaN, once 300"].off > 0
-    assert cell.verdict == "made worse"
-    assert cell.numbers["helped_in"] > 0
-
-
 def test_kernels_and_their_contracts_give_the_same_cell(monkeypatch, device):
     monkeypatch.setattr(matrix, "HISTORIES", {"NaN": HISTORIES["NaN"]})
     for cause, remedy in remedies.CAUSES.items():
@@ -140,17 +129,3 @@ def test_the_fault_of_scale_padding_is_what_the_broken_quantiser_leaves(device):
     nobody = reference.padding_offsets(*x.shape).to(device)
     scales.view(torch.uint8).view(-1)[nobody] = raw[nobody]
     assert torch.equal(scales.view(torch.uint8), kernels.view(torch.uint8))
-
-
-def test_a_step_without_a_fault_is_right_whatever_memory_contained(device):
-    for cause in ("empty rows", "null block", "amax, torch.max", "scale padding", "block reuse"):
-        for history in (HISTORIES["NaN"], HISTORIES["largest finite"]):
-            right = remedies.Server(cause, None, device, history, faulty=False)
-            for number in range(len(remedies.LIVE)):
-                said = right.step(number)
-                assert said.survived or number == remedies.SICK_STEP
-                if number != remedies.SICK_STEP:
-                    live = remedies.LIVE[number]
-                    assert torch.allclose(
-                        said.rows[:live], matrix._right(cause, device)[number][:live], rtol=1e-4
-                    )

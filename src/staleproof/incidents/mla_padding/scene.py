@@ -91,10 +91,6 @@ class AttentionInputs:
     num_decodes: int
     layer: int
 
-    def new_out(self) -> torch.Tensor:
-        """Memory for the output (batch, q_len, heads, 512), not written by anybody."""
-        return self.q.new_empty(*self.q.shape[:-1], KV_LORA_RANK)
-
 
 Attention = Callable[[AttentionInputs], torch.Tensor]
 # (x (rows, hidden), live_rows (rows,) bool) -> fp8 tensor, scale

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from staleproof import device as devices
-from staleproof.cases.case import ALL, Case, Fix, Reading, Scene, ablation, each, fix, reading
-from staleproof.cases.finding import OFF_ON_OFF, REPLICA, Evidence, Grade, Key, real
+from staleproof.cases.case import Case, Reading, Scene, ablation, each, fix, from_scene, needs_cuda, reading
+from staleproof.cases.finding import REPLICA, Evidence, Grade, real
 from staleproof.cases.run import Table
 from staleproof.cases.words import FIXED, NOT_FIXED, WRONG
 from staleproof.device import Provenance
@@ -189,9 +189,7 @@ def consume_over(kind: str, batch: Batch, memory: tuple[str, bool, str], device:
 
 def needs_module(case: fused_moe.Case, device: str) -> str | None:
     """Why FlashInfer's kernel cannot run: cases are of its release with the check, or of one without."""
-    if device != "cuda":
-        return "needs a CUDA device"
-    return fused_moe.unavailable_reason(case.check)
+    return needs_cuda(case, device) or fused_moe.unavailable_reason(case.check)
 
 
 def needs_chain(case: fused_moe.Case, device: str) -> str | None:
@@ -210,11 +208,6 @@ def possible(cases: Iterable[fused_moe.Case], device: str) -> list[fused_moe.Cas
 def run_module(cases: Sequence[fused_moe.Case]) -> Results:
     """What FlashInfer's own ``cutlass_fused_moe`` makes of each case; the cases share their processes."""
     return dict(zip(cases, fused_moe.run_cases(cases), strict=True))
-
-
-def of_module(case: fused_moe.Case, device: str, results: Results) -> Reading:
-    """What it made of one case."""
-    return results[case]
 
 
 def module_alone(case: fused_moe.Case, device: str) -> Reading:
@@ -269,10 +262,9 @@ def padding(name: str, device: str, served: Mapping[str, ranks.Passes], *, on_cp
     )
 
 
-def needs_gpus(count: int, subject: object, device: str) -> str | None:
-    """Why ``count`` ranks cannot run on GPUs."""
-    enough = device == "cuda" and (count == 1 or torch.cuda.device_count() >= count)
-    return None if enough else "needs a CUDA device" if count == 1 else "needs two CUDA devices"
+def needs_two_gpus(subject: object, device: str) -> str | None:
+    """Why two ranks cannot run on GPUs."""
+    return None if device == "cuda" and torch.cuda.device_count() > 1 else "needs two CUDA devices"
 
 
 def _served(
@@ -400,20 +392,17 @@ TABLE = Table(
             (f"{MISREAD}, memory held", MISREAD, Batch(257, 8, 128)),
         )
     ),
-    [
-        Case(
-            Key("", REAL, case.name),
-            "access",
-            of_module,
-            case,
-            expect=_module_expected(outcome),
-            reason="what the memory held decides, and it is not filled",
-            needs=needs_module,
-            evidence=_module_evidence,
-            scene=_MODULE,
-        )
-        for case, outcome in fused_moe.MODULE_CASES.items()
-    ],
+    each(
+        REAL,
+        "access",
+        {case.name: case for case in fused_moe.MODULE_CASES},
+        from_scene,
+        expect=lambda case: _module_expected(fused_moe.MODULE_CASES[case]),
+        reason="what the memory held decides, and it is not filled",
+        needs=needs_module,
+        evidence=_module_evidence,
+        scene=_MODULE,
+    ),
     each(
         SANITIZER,
         "access",
@@ -428,10 +417,10 @@ TABLE = Table(
         "one rank, PyTorch's allocator",
         {"1 rank, PyTorch's allocator": Setting(allocator="torch")},
         reason="the layout of PyTorch's allocator is not ours to fix",
-        needs=partial(needs_gpus, 1),
+        needs=needs_cuda,
     ),
     _served("two ranks, gloo", _GLOO, where="cpu", expect="nearly all"),
-    _served("two ranks, NCCL", _NCCL, expect="nearly all", needs=partial(needs_gpus, 2)),
+    _served("two ranks, NCCL", _NCCL, expect="nearly all", needs=needs_two_gpus),
     *(
         each(
             f"{name} into fp8",
@@ -445,13 +434,7 @@ TABLE = Table(
         )
         for name, bad in (("NaN", scene.NAN), ("Inf", scene.INF))
     ),
-    ablation(
-        _SOFTMAX,
-        "access",
-        without=_column(INGREDIENTS, 0),
-        ask=scene.serve,
-        expect={ALL: ILLEGAL_ACCESS, **_column(INGREDIENTS, 1)},
-    ),
+    ablation(_SOFTMAX, "access", without=INGREDIENTS, ask=scene.serve, expect=ILLEGAL_ACCESS),
     *(
         fix(
             name, "access", off=off, on=replace(off, **changes), ask=scene.serve, wrong=wrong, expect=expected
@@ -469,21 +452,21 @@ TABLE = Table(
         needs=needs_module,
         evidence=_module_evidence,
     ),
-    [
-        Fix(
-            Key("", OFF_ON_OFF, name),
+    *(
+        fix(
+            name,
             "access",
-            of_module,
-            on,
+            off=off,
+            on=on,
+            again=_AGAIN[off],
+            ask=from_scene,
+            wrong=wrong_output,
             expect=_module_expected(FIXED),
             reason="nobody has run this on SM100",
-            off=off,
-            again=_AGAIN[off],
-            wrong=wrong_output,
             needs=needs_chain,
             evidence=_module_evidence,
             scene=_CHAIN,
         )
         for name, (off, on) in CHAIN_FIXES.items()
-    ],
+    ),
 )

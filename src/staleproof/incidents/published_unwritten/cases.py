@@ -13,7 +13,18 @@ from unittest import mock
 
 from staleproof import device as devices
 from staleproof.cases import children
-from staleproof.cases.case import Case, Fix, MissingError, Reading, Scene, ablation, each, fix, reading
+from staleproof.cases.case import (
+    Case,
+    Fix,
+    MissingError,
+    Reading,
+    Scene,
+    ablation,
+    each,
+    fix,
+    needs_cuda,
+    reading,
+)
 from staleproof.cases.finding import OFF_ON_OFF, Evidence, Grade, Key
 from staleproof.cases.run import Table
 from staleproof.cases.words import NOT_FIXED
@@ -72,16 +83,15 @@ def _small_wrong(parts: Miniature, device: str) -> str | None:
     return None if same else "the plan is not that of a scheduler that publishes what was written"
 
 
-WITHOUT: dict[str, dict[str, Any]] = {
-    "no prefix caching": {"caching": False},
-    "published when written": {"publish": "write"},
-    "never taken out of its plan (FCFS)": {"policy": "fcfs"},
-    "one block a chunk": {"threshold": 4},
-    "one block more in the pool": {"blocks": 8},
+WITHOUT: dict[str, tuple[dict[str, Any], str]] = {
+    "no prefix caching": ({"caching": False}, WRITTEN),
+    "published when written": ({"publish": "write"}, WRITTEN),
+    "never taken out of its plan (FCFS)": ({"policy": "fcfs"}, WRITTEN),
+    "one block a chunk": ({"threshold": 4}, WRITTEN),
+    "one block more in the pool": ({"blocks": 8}, WRITTEN),
     # Comes while the victim waits, and takes the blocks that were withdrawn.
-    "withdrawn blocks are used first": {"late": (Arrival("late", [7] * 17, 2, at=5),)},
+    "withdrawn blocks are used first": ({"late": (Arrival("late", [7] * 17, 2, at=5),)}, WRITTEN),
 }
-ABLATED = {ALL: FOREIGN, **dict.fromkeys(WITHOUT, WRITTEN)}
 AFTER = {
     "none": FOREIGN,
     "unpublish": WRITTEN,
@@ -221,10 +231,6 @@ _servers = partial(each, words="hits", evidence=_real)
 # --- The offload worker, and a whole vLLM.
 
 
-def _no_gpu(subject: object, device: str) -> str | None:
-    return None if device == "cuda" else "needs a CUDA GPU"
-
-
 def offloaded(server: Server, device: str, kind: str) -> Reading:
     """A copy to the host or back, while the step before it is late."""
     word, numbers = offload.race(real.package(server.release), kind)
@@ -265,7 +271,7 @@ def foreseen(release: str) -> list[str] | None:
 
 def _no_engine(asked: tuple[str, ...], device: str) -> str | None:
     absent = None if devices.version_of("vllm") == asked[0] else f"vLLM {asked[0]} is not installed"
-    return _no_gpu(asked, device) or absent
+    return needs_cuda(asked, device) or absent
 
 
 def _part(asked: tuple[str, ...], told: dict[str, Any]) -> dict[str, Any]:
@@ -348,7 +354,7 @@ def _small_fix(name: str, **fields: Any) -> Fix:
 
 TABLE = Table(
     "published_unwritten",
-    ablation(Miniature(), "hits", without=WITHOUT, ask=small, expect=ABLATED, whole=ALL),
+    ablation(Miniature(), "hits", without=WITHOUT, ask=small, expect=FOREIGN, whole=ALL),
     each("remedy", "hits", {n: Miniature(remedy=r) for n, r in REMEDIES.items()}, small, expect=AFTER),
     _small_fix("unpublish"),
     _small_fix("zero_at_allocation", expect=NOT_FIXED),
@@ -401,7 +407,7 @@ TABLE = Table(
             {name: PLAIN[name] for name in [*PLAIN][1:]},
             partial(offloaded, kind=kind),
             expect=expected,
-            needs=_no_gpu,
+            needs=needs_cuda,
             evidence=lambda server: Evidence(Grade.REAL, f"vLLM {server.release} SimpleCPUOffloadWorker"),
         )
         for kind, expected in {
@@ -415,7 +421,7 @@ TABLE = Table(
         {f"{n} of 2 MiB": n for n in (1, 8, 64)},
         priced,
         expect="the same",
-        needs=_no_gpu,
+        needs=needs_cuda,
     ),
     *(_whole_cases(release) for release in WHOLE),
 )

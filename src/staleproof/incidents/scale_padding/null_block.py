@@ -36,16 +36,12 @@ class RankStep:
     """The result of one repetition on one rank.
 
     Attributes:
-        rank: which.
-        slot: of every token of the idle rank's dummy batch.
         written: blocks of this rank's cache that its batch wrote.
         null_block_bad: whether NaN in a dummy batch is in block 0 of this rank's cache afterwards.
         row_wrong: the contents of a dummy batch with which the output of this rank's healthy request
             differs from the right one.
     """
 
-    rank: int
-    slot: int
     written: tuple[int, ...]
     null_block_bad: bool
     row_wrong: tuple[str, ...]
@@ -85,7 +81,7 @@ def _repetitions(rank: int, device: str) -> list[RankStep]:
     for slot in SLOTS:
         ended = {name: _repetition(rank, slot, value, device) for name, value in CONTENTS.items()}
         wrong = tuple(name for name, (*_, row_wrong) in ended.items() if row_wrong)
-        steps.append(RankStep(rank, slot, *ended["nan"][:2], wrong))
+        steps.append(RankStep(*ended["nan"][:2], wrong))
     return steps
 
 

@@ -9,6 +9,8 @@ Each step is one rounding in float32, and sums are exact, so that two machines a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 LOG2_E = 1.4426950408889634
@@ -105,19 +107,26 @@ def open_experts(choice: torch.Tensor, num_expert_group: int, topk_group: int) -
 
 
 def _pick(
-    scores: torch.Tensor,
-    choice: torch.Tensor,
+    scored: tuple[torch.Tensor, torch.Tensor],
     top_k: int,
     *,
-    renormalize: bool,
-    scaling: float,
-    is_open: torch.Tensor | None = None,
-    is_padding: torch.Tensor | None,
-    padding_id: int,
-    topk_ids_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    is_padding: torch.Tensor | None = None,
+    padding_id: int = -1,
+    topk_ids_dtype: torch.dtype = torch.int32,
+    groups: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose by logit, or by score and bias.
+
+    ``scored`` is scores and logits; ``groups`` how many groups there are, and how many of them are open.
+    """
+    scores, logits = scored
+    choice = logits if bias is None and groups is None else biased(scores, bias)
     order = choice.argsort(dim=-1, descending=True, stable=True)
-    if is_open is not None:
+    if groups is not None:
+        is_open = open_experts(choice, *groups)
         closed_last = (~is_open).gather(-1, order).int().argsort(dim=-1, stable=True)
         order = order.gather(-1, closed_last)
     ids = order[:, :top_k]
@@ -128,101 +137,50 @@ def _pick(
         scaled = weights * (0x7F000000 - largest).view(torch.float32)
         total = exact_sum(scaled)
         weights = torch.where(total > 0, scaled / total, weights)
-    weights = weights * scaling
+    weights = weights * routed_scaling_factor
     if is_padding is not None:
         weights = weights.masked_fill(is_padding[:, None], 0.0)
         ids = ids.masked_fill(is_padding[:, None], padding_id)
     return weights, ids.to(topk_ids_dtype)
 
 
-def _pick_of_all(
-    scored: tuple[torch.Tensor, torch.Tensor],
-    bias: torch.Tensor | None,
-    top_k: int,
-    renormalize: bool,
-    scaling: float,
-    is_padding: torch.Tensor | None,
-    padding_id: int,
-    topk_ids_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose by logit, or by score and bias; ``scored`` is scores and logits."""
-    scores, logits = scored
-    return _pick(
-        scores,
-        logits if bias is None else biased(scores, bias),
-        top_k,
-        renormalize=renormalize,
-        scaling=scaling,
-        is_padding=is_padding,
-        padding_id=padding_id,
-        topk_ids_dtype=topk_ids_dtype,
-    )
-
-
 def topk_softmax(
-    router_logits: torch.Tensor,
-    top_k: int,
-    *,
-    bias: torch.Tensor | None = None,
-    renormalize: bool = False,
-    routed_scaling_factor: float = 1.0,
-    is_padding: torch.Tensor | None = None,
-    padding_id: int = -1,
-    topk_ids_dtype: torch.dtype = torch.int32,
+    router_logits: torch.Tensor, top_k: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``top_k`` experts of largest softmax score a row.
 
-    Args and results are those of :func:`staleproof.ops.topk.topk_softmax`.
+    Args and results are those of :func:`staleproof.ops.topk.topk_softmax`, but for ``out``.
 
     >>> topk_softmax(torch.tensor([[0.0, 2.0, 1.0], [0.0, float("nan"), 1.0]]), 2)[1].tolist()
     [[1, 2], [0, 1]]
     """
-    options = renormalize, routed_scaling_factor, is_padding, padding_id, topk_ids_dtype
-    return _pick_of_all(softmax(router_logits.float()), bias, top_k, *options)
+    return _pick(softmax(router_logits.float()), top_k, **options)
 
 
 def topk_sigmoid(
-    router_logits: torch.Tensor,
-    top_k: int,
-    *,
-    bias: torch.Tensor | None = None,
-    renormalize: bool = False,
-    routed_scaling_factor: float = 1.0,
-    is_padding: torch.Tensor | None = None,
-    padding_id: int = -1,
-    topk_ids_dtype: torch.dtype = torch.int32,
+    router_logits: torch.Tensor, top_k: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``top_k`` experts of largest sigmoid score a row.
 
-    Args and results are those of :func:`staleproof.ops.topk.topk_sigmoid`.
+    Args and results are those of :func:`staleproof.ops.topk.topk_sigmoid`, but for ``out``.
 
     >>> topk_sigmoid(torch.tensor([[0.0, float("nan"), 1.0]]), 3)[1].tolist()
     [[2, 0, 1]]
     """
-    options = renormalize, routed_scaling_factor, is_padding, padding_id, topk_ids_dtype
-    return _pick_of_all(sigmoid(router_logits.float()), bias, top_k, *options)
+    return _pick(sigmoid(router_logits.float()), top_k, **options)
 
 
 def topk_softplus_sqrt(
-    router_logits: torch.Tensor,
-    top_k: int,
-    *,
-    bias: torch.Tensor | None = None,
-    renormalize: bool = False,
-    routed_scaling_factor: float = 1.0,
-    is_padding: torch.Tensor | None = None,
-    padding_id: int = -1,
-    topk_ids_dtype: torch.dtype = torch.int32,
+    router_logits: torch.Tensor, top_k: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``top_k`` experts of largest sqrt(log(1 + exp(logit))) a row.
 
-    Args and results are those of :func:`staleproof.ops.topk.topk_softplus_sqrt`.
+    Args and results are those of :func:`staleproof.ops.topk.topk_softplus_sqrt`, but for ``out``.
 
     >>> topk_softplus_sqrt(torch.tensor([[0.0, float("nan"), 1.0]]), 3)[1].tolist()
     [[2, 0, 1]]
     """
-    options = renormalize, routed_scaling_factor, is_padding, padding_id, topk_ids_dtype
-    return _pick_of_all(softplus_sqrt(router_logits.float()), bias, top_k, *options)
+    return _pick(softplus_sqrt(router_logits.float()), top_k, **options)
 
 
 def grouped_topk(
@@ -231,31 +189,16 @@ def grouped_topk(
     *,
     num_expert_group: int,
     topk_group: int,
-    bias: torch.Tensor | None = None,
     renormalize: bool = True,
-    routed_scaling_factor: float = 1.0,
-    is_padding: torch.Tensor | None = None,
-    padding_id: int = -1,
-    topk_ids_dtype: torch.dtype = torch.int32,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``top_k`` experts of largest sigmoid score within the ``topk_group`` best groups.
 
-    Args and results are those of :func:`staleproof.ops.topk.grouped_topk`.
+    Args and results are those of :func:`staleproof.ops.topk.grouped_topk`, but for ``out``.
 
     >>> logits = torch.tensor([[9.0, -9.0, 1.0, 1.0]])
     >>> grouped_topk(logits, 2, num_expert_group=2, topk_group=1)[1].tolist()
     [[2, 3]]
     """
-    scores, _ = sigmoid(router_logits.float())
-    choice = biased(scores, bias)
-    return _pick(
-        scores,
-        choice,
-        top_k,
-        renormalize=renormalize,
-        scaling=routed_scaling_factor,
-        is_open=open_experts(choice, num_expert_group, topk_group),
-        is_padding=is_padding,
-        padding_id=padding_id,
-        topk_ids_dtype=topk_ids_dtype,
-    )
+    groups, scored = (num_expert_group, topk_group), sigmoid(router_logits.float())
+    return _pick(scored, top_k, groups=groups, renormalize=renormalize, **options)
