@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 INK = "#767676"
 FONT = 9
 # matplotlib's settings for every picture: no ground, words and axes in the grey.
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
     **dict.fromkeys(("font.size", "axes.labelsize", "xtick.labelsize", "ytick.labelsize"), FONT),
@@ -41,7 +41,7 @@ STYLE: dict[str, Any] = {
     "axes.titlesize": FONT + 1,
 }
 # The same for cells, which have neither ticks nor a frame.
-CELLS: dict[str, Any] = STYLE | {
+CELLS: Any = STYLE | {
     **dict.fromkeys(("axes.spines.left", "axes.spines.bottom"), False),
     **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
 }
