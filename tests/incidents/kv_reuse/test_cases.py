@@ -46,3 +46,11 @@ def test_a_load_is_served_on_the_device_that_is_asked_about(device, ask):
 def test_sleep_mode_is_not_asked_without_a_gpu():
     for found in TABLE.ask("asleep and awake, vLLM's allocator", device="cpu"):
         assert (found.verdict, found.note) == (NOT_RUN, "needs a CUDA device")
+
+
+def test_libraries_of_another_release_are_a_reason_not_to_ask():
+    said = cases._sleep_and_wake(True)
+    assert (said.verdict, said.note) == (
+        NOT_RUN,
+        "vLLM's cumem_allocator does not load: No module named 'vllm'",
+    )

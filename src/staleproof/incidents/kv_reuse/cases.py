@@ -15,7 +15,7 @@ import torch
 
 from staleproof.cases import case as cases
 from staleproof.cases import children
-from staleproof.cases.case import Reading, ablation, each, fix, reading
+from staleproof.cases.case import Reading, ablation, absent, each, fix, reading
 from staleproof.cases.finding import ARITHMETIC, REPLICA, Evidence, Grade
 from staleproof.cases.run import Table
 from staleproof.cases.words import FIXED, NOT_FIXED
@@ -268,7 +268,10 @@ def slept(outside: bool, device: str) -> Reading:
 
 
 def _sleep_and_wake(outside: bool) -> Reading:
-    cumem = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
+    try:
+        cumem = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
+    except (ImportError, AssertionError) as error:
+        return absent(f"vLLM's cumem_allocator does not load: {error}")
     with cumem.use_memory_pool(tag="kv_cache"):
         caches = [torch.zeros(64, 4096, device="cuda") for _ in range(8)]
         inside = BlockZeroer(caches)
@@ -287,8 +290,8 @@ def _sleep_and_wake(outside: bool) -> Reading:
 
 
 def _no_sleep_mode(outside: bool, device: str) -> str | None:
-    absent = None if vllm_file("cumem_allocator.abi3.so") else "needs vLLM's cumem_allocator"
-    return cases.needs_cuda(outside, device) or absent
+    library = vllm_file("cumem_allocator.abi3.so")
+    return cases.needs_cuda(outside, device) or (None if library else "needs vLLM's cumem_allocator")
 
 
 class Witness(NamedTuple):
