@@ -185,8 +185,8 @@ def test_as_many_programs_share_a_request_as_were_asked_for(device: str, monkeyp
         (17, torch.bfloat16, 3, ("alone", 3)),
         (16, torch.bfloat16, 3, ("portable", (16, 64, 3, 4))),
         (128, torch.float8_e4m3fn, 3, ("portable", (16, 64, 3, 4))),
-        (128, torch.float8_e4m3fn, 1, ("hopper", 0)),
-        (16, torch.bfloat16, 1, ("hopper", 0)),
+        (128, torch.float8_e4m3fn, 1, ("hopper", ("pairs", 0))),
+        (16, torch.bfloat16, 1, ("hopper", ("pairs", 0))),
     ],
 )
 @pytest.mark.parametrize("ready", [True, False])
@@ -195,8 +195,8 @@ def test_on_hopper_the_splits_that_were_asked_for_choose_the_kernel(
 ) -> None:
     found: list[Any] = []
 
-    def hopper(call: Any, parts: int) -> SimpleNamespace:
-        found.append(("hopper", parts))
+    def hopper(call: Any, cut: Any) -> SimpleNamespace:
+        found.append(("hopper", cut))
         return SimpleNamespace(is_ready=ready)
 
     monkeypatch.setattr(decode, "fits_hopper", lambda *given: True)

@@ -39,6 +39,7 @@ kinds |= dict.fromkeys(("softmax_scale", "k_scale"), "fp32")
 layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 kinds["columns"] = "*i32" if CONVERTS else f"tensordesc<bf16[64, 64],{layout!r}>"
 constants = {"PAGE_SIZE": 64, "BATCH": BATCH, "CONVERTS": CONVERTS}
+constants |= {"IS_PACKED": IS_PACKED} if "IS_PACKED" in kernel.arg_names else {}
 pointers = [name for name, kind in kinds.items() if kind[0] == "*"]
 aligned = [*pointers, "q_batch_stride", "q_token_stride", "q_head_stride", "row_words"]
 """
@@ -52,15 +53,23 @@ kinds |= dict.fromkeys(("softmax_scale", "k_scale"), "fp32")
 constants = {"IS_SPLIT": False, "PAGE_SIZE": 64}
 aligned = [name for name, kind in kinds.items() if kind[0] == "*" or name.endswith("stride")]
 """
-# (kernel, whether the cache is E4M3, requests that the sum over lengths covers; 0: one a program).
-COMPILED = [("pairs", False, 128), ("few", True, 0), ("alone", False, 0)]
+# (kernel, whether the cache is E4M3, requests that the sum over lengths covers; 0: one a program, whether the
+# rows of a program are of several query tokens).
+COMPILED = [
+    ("pairs", False, 128, False),
+    ("pairs", False, 128, True),
+    ("few", True, 0, False),
+    ("alone", False, 0, False),
+]
 
 
-@pytest.mark.parametrize(("kind", "converts", "batch"), COMPILED)
-def test_it_compiles_and_its_addresses_stay_out_of_local_memory(kind, converts, batch, tmp_path) -> None:
+@pytest.mark.parametrize(("kind", "converts", "batch", "packed"), COMPILED)
+def test_it_compiles_and_its_addresses_stay_out_of_local_memory(
+    kind, converts, batch, packed, tmp_path
+) -> None:
     """With the addresses of all products in a stack of 640 bytes a thread, a call took 1.5 times as long."""
     program = ALONE if kind == "alone" else EQUAL_PARTS.replace("KIND", kind)
-    program = f"CONVERTS, BATCH = {converts}, {batch}\n" + program
+    program = f"CONVERTS, BATCH, IS_PACKED = {converts}, {batch}, {packed}\n" + program
     result = hopper.compiled(program, TRITON_DUMP_PTXAS_LOG="1", TRITON_CACHE_DIR=str(tmp_path))
     assert result.returncode == 0, result.stderr
     # What a block may have.
@@ -103,34 +112,46 @@ def _cuts(lens: list[int], programs: int) -> list[list[tuple[int, int, int]]]:
 @pytest.mark.parametrize("lens", [[500, 0, 70, 64, 1000], [640] * 3, [640] * 9, [3]], ids=str)
 @pytest.mark.parametrize("programs", [7, 12])
 @pytest.mark.parametrize("step", [2, 8])
-def test_merged_parts_are_the_whole(device: str, lens: list[int], programs: int, step: int) -> None:
-    """Parts as the decode leaves them, for two groups of 3 heads; a request in one part is left alone."""
-    heads, own, room, rank = 6, 3, 4, 32
+@pytest.mark.parametrize(("heads", "q_len", "own"), [(6, 1, 3), (2, 5, 4)], ids=str)
+def test_merged_parts_are_the_whole(
+    device: str, lens: list[int], programs: int, step: int, heads: int, q_len: int, own: int
+) -> None:
+    """Parts as the decode leaves them, for groups of rows; a request in one part is left alone."""
+    rows, room, rank = heads * q_len, own + 1, 32
+    groups = -(-rows // own)
     generator = torch.Generator().manual_seed(1)
-    scores = [torch.randn(heads, n, generator=generator) * 3 for n in lens]
-    values = [torch.randn(heads, n, rank, generator=generator) for n in lens]
-    parts = torch.full((2 * 2 * programs * room, rank), torch.nan)
+    # Keys of each row.
+    limits = [[max(n - q_len + row // heads + 1, 0) for row in range(rows)] for n in lens]
+    scores = [torch.randn(rows, n, generator=generator) * 3 for n in lens]
+    for mine, its in zip(scores, limits, strict=True):
+        mine[torch.arange(mine.shape[1]) >= torch.tensor(its)[:, None]] = -torch.inf
+    values = [torch.randn(rows, n, rank, generator=generator) for n in lens]
+    parts = torch.full((2 * groups * programs * room, rank), torch.nan)
     part_lse = torch.full((len(parts),), torch.nan)
-    out, lse = torch.full((len(lens), heads, rank), -7.0), torch.full((len(lens), heads), -7.0)
+    out, lse = torch.full((len(lens), rows, rank), -7.0), torch.full((len(lens), rows), -7.0)
     want_out, want_lse = out.clone(), lse.clone()
-    for p, mine in enumerate(_cuts(lens, programs)):
-        for request, first, last in mine:
-            if last - first == max(-(-lens[request] // 64), 1):
-                continue
-            keys = slice(64 * first, min(64 * last, lens[request]))
-            slot = 2 * p + (first == 0)
-            want_lse[request] = scores[request].logsumexp(1)
-            want_out[request] = (scores[request].softmax(1)[..., None] * values[request]).sum(1)
-            for group in range(2):
-                heads_of = slice(group * own, (group + 1) * own)
-                part = scores[request][heads_of, keys]
-                at = (2 * (p * 2 + group) + (slot & 1)) * room
-                part_lse[at : at + own] = part.logsumexp(1)
-                weights = part.softmax(1)[..., None]
-                parts[at : at + own] = (weights * values[request][heads_of, keys]).sum(1)
+
+    def attended(request: int, of: slice, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        some = scores[request][of, keys]
+        # A row without keys gets zeros.
+        weights = some.softmax(1).nan_to_num()[..., None]
+        return (weights * values[request][of, keys]).sum(1), some.logsumexp(1)
+
+    for group in range(groups):
+        of = slice(group * own, min((group + 1) * own, rows))
+        seen = [its[of.stop - 1] for its in limits]
+        for p, mine in enumerate(_cuts(seen, programs)):
+            for request, first, last in mine:
+                if last - first == max(-(-seen[request] // 64), 1):
+                    continue
+                at = (2 * (p * groups + group) + (first == 0)) * room
+                part = slice(at, at + of.stop - of.start)
+                parts[part], part_lse[part] = attended(request, of, slice(64 * first, 64 * last))
+                want_out[request, of], want_lse[request, of] = attended(request, of, slice(None))
     tensors = [x.to(device) for x in (parts, part_lse, torch.tensor(lens, dtype=torch.int32), out, lse)]
-    sizes = heads, own, heads, 4096, 1, len(lens), programs, aligned_parts(programs, len(lens))
-    merge_parts_kernel[2 * 2, 2, len(lens)](*tensors, *sizes, rank, room, 16, 2, step, 16, interpreting())
+    sizes = rows, own, heads, 4096, q_len, len(lens), programs, aligned_parts(programs, len(lens))
+    grid = 2 * groups, -(-own // 2), len(lens)
+    merge_parts_kernel[grid](*tensors, *sizes, rank, room, 16, 2, step, 16, interpreting())
     torch.testing.assert_close(tensors[3].cpu(), want_out)
     torch.testing.assert_close(tensors[4].cpu(), want_lse)
 
@@ -284,8 +305,10 @@ def chosen_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """These kernels wherever they support the call, also where another is faster."""
 
     def cut(q: torch.Tensor, kv_cache: torch.Tensor, q_len: int, capacity: int) -> Cut:
-        blocks = -(-q_len * q.shape[-2] // min(q.shape[-2], 64))
-        return Cut("pairs", max(1, 132 // blocks) if request.param == "equal parts" else 0)
+        heads = q.shape[-2]
+        kernel = "packed" if q_len > 1 and heads <= 32 and q_len * heads > 16 else "pairs"
+        blocks = -(-q_len * heads // Cut(kernel, 0).height(q_len, heads))
+        return Cut(kernel, max(1, 132 // blocks) if request.param == "equal parts" else 0)
 
     monkeypatch.setattr("staleproof.ops.mla.decode.fastest", cut)
     # What other cuts have left.
@@ -355,7 +378,11 @@ LENGTHS = {
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize(
     ("heads", "q_len"),
-    [(128, None), (40, None), (128, 2), (64, 3), (32, 2), (40, 3), (16, None), (5, None), (16, 4), (8, 2)],
+    [
+        *((128, None), (40, None), (16, None), (5, None), (128, 2), (64, 3), (40, 3), (8, 2)),
+        # Several query tokens in a program; of the last one a program has fewer.
+        *((32, 2), (24, 3), (16, 4), (5, 7), (1, 64)),
+    ],
 )
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("cache", CACHES)
@@ -389,13 +416,38 @@ def test_what_neighbours_hold_changes_no_bit(device: str, cache: str, poison: fl
         assert torch.equal(_bits(lse), _bits(want_lse))
     # All of request 8, which is cut into several parts.
     pages = batch["block_table"][8, : -(-5000 // 64)].long()
-    spoiled = batch["kv_cache"].bfloat16()
+    spoiled = batch["kv_cache"].bfloat16().clone()
     spoiled[pages] = poison
     batch["kv_cache"] = spoiled.to(CACHES[cache])
     out, lse = mla_decode(**batch)
     others = torch.arange(len(out), device=device) != 8
     assert torch.equal(_bits(out[others]), _bits(want_out[others]))
     assert torch.equal(_bits(lse[others]), _bits(want_lse[others]))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize(("heads", "q_len"), [(32, 2), (24, 3), (16, 4), (1, 64), (128, 2)])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_later_query_token_changes_no_bit_of_an_earlier_one(
+    device: str, cache: str, heads: int, q_len: int, poison: float
+) -> None:
+    """Its key lies in the same tile, in the next one, or behind the part; its own rows show what it holds."""
+    batch = _hopper_batch(device, [64, 65, 66, 67, 127, 128, 129, 131, 640, 642, 2000], heads, q_len, cache)
+    want_out, want_lse = mla_decode(**batch)
+    for earlier in {1, q_len - 1}:
+        spoiled = batch["kv_cache"].bfloat16().clone()
+        for request, n in enumerate(batch["seq_lens"].tolist()):
+            token = n - q_len + earlier
+            spoiled[batch["block_table"][request, token // 64].long(), token % 64] = poison
+        # Of E4M3 448 is the largest.
+        spoiled = spoiled.clamp(-448, 448) if cache == "E4M3" else spoiled
+        out, lse = mla_decode(**batch | {"kv_cache": spoiled.to(CACHES[cache])})
+        assert torch.equal(_bits(out[:, :earlier]), _bits(want_out[:, :earlier]))
+        assert torch.equal(_bits(lse[:, :earlier]), _bits(want_lse[:, :earlier]))
+        if poison != poison:
+            assert bool(out[:, earlier:].isnan().all())
 
 
 @pytest.mark.gpu

@@ -96,10 +96,14 @@ def test_the_prediction_ranks_kernels_as_they_were_measured(batch, tokens, heads
 
 def test_two_query_tokens_of_32_heads_are_cut_into_equal_parts():
     """One program a request took ten times as long as FlashMLA on an H200 where one of 32 was long."""
-    work = kernels.Work(25, 32, 2, 512, 512.0 + 24 * 16, 132)
-    assert min(work.cuts(), key=work.microseconds) == kernels.Cut("pairs", 132 // 2)
-    # That kernel's 64 rows would be of two query tokens.
+    work = kernels.Work(25, 32, 2, 512, 512.0 + 24 * 308, 132)
+    # Both in a program: the cache is read once.
+    assert min(work.cuts(), key=work.microseconds) == kernels.Cut("packed", 132)
+    # Whose 64 rows have to be of one query token.
     assert not {"alone", "split"} & {cut.kernel for cut in work.cuts()}
+    # Of few tiles: the ends of requests take longer packed, and took more than one reading saves.
+    short = kernels.Work(4, 16, 2, 64, 4 * 64.0, 132)
+    assert min(short.cuts(), key=short.microseconds) == kernels.Cut("few", 132 // 2)
 
 
 @pytest.mark.parametrize(

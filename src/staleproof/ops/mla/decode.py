@@ -215,7 +215,7 @@ def _launch(
         return launch_alone(call, cut.pieces)
     from staleproof.ops.mla.hopper import HopperCall
 
-    made = HopperCall(call, cut.pieces)
+    made = HopperCall(call, cut)
     return made if made.is_ready else None
 
 

@@ -1,8 +1,9 @@
 """MLA decode for Hopper: two Gluon kernels for DeepSeek's shape, and their launch.
 
-``mla_decode_pairs_kernel`` has a program of 64 heads. Its keys come in pairs of tiles of 64. Group 0 computes
-the scores of the even tile and the left 256 columns of the output; group 1 the scores of the odd tile and the
-right columns. While one does softmax, products of the other run. Weights cross through shared memory.
+``mla_decode_pairs_kernel`` has a program of 64 rows: heads of one query token or, packed, of several. Its
+keys come in pairs of tiles of 64. Group 0 computes the scores of the even tile and the left 256 columns of
+the output; group 1 the scores of the odd tile and the right columns. While one does softmax, products of the
+other run. Weights cross through shared memory.
 
 ``mla_decode_few_kernel`` has a program of at most 16 heads. The tensor cores multiply 64 rows at a time. Here
 these are keys and output columns instead of heads, of which there would be too few: scores are
@@ -28,7 +29,7 @@ import torch
 
 from staleproof import device
 from staleproof.ops.launching import MOST_CALLS, empty, launched
-from staleproof.ops.mla.plan import FEW_HEADS, REQUEST_COST, aligned_parts, cdiv, merge_tiles
+from staleproof.ops.mla.plan import FEW_HEADS, REQUEST_COST, Cut, aligned_parts, cdiv, merge_tiles
 from staleproof.ops.mla.queries import float16_queries_kernel
 
 device.load_triton()
@@ -159,23 +160,40 @@ def part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit):
 
 
 @gluon.jit
-def _cut_off(scores, live):
-    """Scores of keys from ``live`` on become -inf: only the last tile of a request has such keys."""
-    if live < 64:
+def _cut_off(scores, live, heads, more, IS_PACKED: gl.constexpr):
+    """Scores of keys that a row does not attend to become -inf: only the end of a request has such keys.
+
+    The rows are ``heads`` of each of ``more`` + 1 query tokens. The last one attends to ``live`` keys, each
+    before it to one less.
+    """
+    if live - more < 64:
         column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
-        scores = gl.where((column < live)[None, :], scores, -float("inf"))
+        if IS_PACKED:
+            row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+            mask = column[None, :] < (live - more + row // heads)[:, None]
+        else:
+            mask = (column < live)[None, :]
+        scores = gl.where(mask, scores, -float("inf"))
     return scores
 
 
 @gluon.jit
-def clear_tail(values, live):
-    """Rows of values from ``live`` on become zero: whatever lies there has weight 0, but 0 * NaN is NaN."""
-    if live < 64:
+def clear_tail(values, live, more, IS_PACKED: gl.constexpr):
+    """Rows of values from ``live`` on become zero: whatever lies there has weight 0, but 0 * NaN is NaN.
+
+    So do Inf and NaN in the ``more`` rows before, to which some query tokens do not attend. Those that do
+    have them in their scores, whose NaN reaches all columns.
+    """
+    if live - more < 64:
         row = gl.arange(0, 16, layout=gl.SliceLayout(1, HALF))
         for i in gl.static_range(4):
             rows = values.slice(16 * i, 16, dim=0)
             kept = rows.load(HALF)
-            rows.store(gl.where((16 * i + row < live)[:, None], kept, gl.full_like(kept, 0.0)))
+            wanted = (16 * i + row < live)[:, None]
+            if IS_PACKED:
+                is_finite = gl.abs(kept.to(gl.float32)) < float("inf")
+                wanted = wanted & (is_finite | (16 * i + row < live - more)[:, None])
+            rows.store(gl.where(wanted, kept, gl.full_like(kept, 0.0)))
         fence_async_shared()
         barrier()
 
@@ -226,7 +244,8 @@ def _begun_scores(memory, bars, z, used, TILE: gl.constexpr):
 
 @gluon.jit
 def even_step(
-    acc, peak, total, memory, bars, live, scale, used_a, used_b, is_last, HAS_ODD: gl.constexpr,
+    acc, peak, total, memory, bars, live, heads, more, scale, used_a, used_b, is_last,
+    HAS_ODD: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
     """Group 0: scores of the even tile, and the left columns of both tiles."""
     left, rope, given, peaks = memory[LEFT], memory[6], memory[7], memory[8]
@@ -234,8 +253,8 @@ def even_step(
     z = opaque_zero()
     scores = _begun_scores(memory, bars, z, used_a, 0)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    if not HAS_ODD:
-        scores = _cut_off(scores, live)
+    if IS_PACKED or not HAS_ODD:
+        scores = _cut_off(scores, live, heads, more, IS_PACKED)
     # A NaN is left out of the maximum; it reaches the sums, and so the output.
     new_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
     base = finite(new_peak)
@@ -246,13 +265,16 @@ def even_step(
     rope.index(z).store(rounded)
     fence_async_shared()
     barrier()
+    if IS_PACKED and HAS_ODD:
+        # The other group has no time between its products.
+        clear_tail(memory[RIGHT].index(z), live, more, IS_PACKED)
     mbarrier.arrive(bars[GIVEN], count=1)
     mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=is_last)
     decay = gl.exp2(peak - base)
     total = total * decay + gl.sum(weights, 1)
     acc = _scaled(acc, decay)
-    if not HAS_ODD:
-        clear_tail(left.index(z), live)
+    if IS_PACKED or not HAS_ODD:
+        clear_tail(left.index(z), live, more, IS_PACKED)
     acc = warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), left.index(z), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if HAS_ODD:
@@ -263,7 +285,7 @@ def even_step(
         decay = gl.exp2(new_peak - finite(last_peak))
         total = total * decay
         acc = _scaled(acc, decay)
-        clear_tail(left.index(z + 1), live - 64)
+        clear_tail(left.index(z + 1), live - 64, more, IS_PACKED)
         acc = warpgroup_mma(given.index(z), left.index(z + 1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         barrier()
@@ -275,7 +297,8 @@ def even_step(
 
 @gluon.jit
 def odd_step(
-    acc, peak, total, memory, bars, live, scale, used_a, used_b, is_last,
+    acc, peak, total, memory, bars, live, heads, more, scale, used_a, used_b, is_last,
+    IS_PACKED: gl.constexpr,
 ):  # fmt: skip
     """Group 1: scores of the odd tile, and the right columns of both tiles."""
     right, rope, given, peaks = memory[RIGHT], memory[6], memory[7], memory[8]
@@ -288,7 +311,7 @@ def odd_step(
     # The even tile first: its memory is then free in the middle of a pair.
     acc = warpgroup_mma(rope.index(z), right.index(z), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    scores = _cut_off(scores, live)
+    scores = _cut_off(scores, live, heads, more, IS_PACKED)
     new_peak = gl.maximum(even_peak, gl.max(scores, 1) * scale)
     base = finite(new_peak)
     weights = gl.exp2(scores * scale[:, None] - (base - lift_of(dtype))[:, None])
@@ -304,7 +327,7 @@ def odd_step(
     barrier()
     mbarrier.arrive(bars[FREE].index(1), count=1)
     acc = _scaled(acc, gl.exp2(even_peak - base))
-    clear_tail(right.index(z + 1), live)
+    clear_tail(right.index(z + 1), live, more, IS_PACKED)
     acc = warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), right.index(z + 1), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
@@ -313,7 +336,7 @@ def odd_step(
 
 
 @gluon.jit
-def lone_step(acc, peak, total, memory, bars, live, used_a):
+def lone_step(acc, peak, total, memory, bars, live, more, used_a, IS_PACKED: gl.constexpr):
     """Group 1, if the last pair has no odd tile."""
     right, rope, peaks = memory[RIGHT], memory[6], memory[8]
     z = opaque_zero()
@@ -322,7 +345,7 @@ def lone_step(acc, peak, total, memory, bars, live, used_a):
     new_peak = peaks.index(0).load(gl.SliceLayout(1, SCORES))
     decay = gl.exp2(peak - finite(new_peak))
     acc = _scaled(acc, decay)
-    clear_tail(right.index(z), live)
+    clear_tail(right.index(z), live, more, IS_PACKED)
     acc = warpgroup_mma(rope.index(z), right.index(z), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     return acc, new_peak, total * decay
@@ -352,18 +375,25 @@ def shared_as(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.const
 
 
 @gluon.jit
-def _copy_queries(q_v, q_r, base, stride, live, ROWS: gl.constexpr):
-    """Start copying rows of queries, 16 at a time so that few addresses are alive; others become zeros."""
+def _copy_queries(q_v, q_r, base, stride, heads, gap, live, ROWS: gl.constexpr, IS_PACKED: gl.constexpr):
+    """Start copying rows of queries, 16 at a time so that few addresses are alive; others become zeros.
+
+    Between the heads of two query tokens lie ``gap`` numbers more than between two heads.
+    """
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, HALF))
     column = gl.arange(0, 256, layout=gl.SliceLayout(0, HALF))
     row_r = gl.arange(0, 16, layout=gl.SliceLayout(1, ROPE))
     column_r = 512 + gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE))
     for i in gl.static_range(ROWS // 16):
         rows = base + (16 * i + row) * stride
+        if IS_PACKED:
+            rows += (16 * i + row) // heads * gap
         mask = (16 * i + row < live)[:, None]
         async_load(q_v.index(0).slice(16 * i, 16, dim=0), rows[:, None] + column[None, :], mask=mask)
         async_load(q_v.index(1).slice(16 * i, 16, dim=0), rows[:, None] + (256 + column)[None, :], mask=mask)
         rows_r = base + (16 * i + row_r) * stride
+        if IS_PACKED:
+            rows_r += (16 * i + row_r) // heads * gap
         mask_r = (16 * i + row_r < live)[:, None]
         async_load(q_r.index(0).slice(16 * i, 16, dim=0), rows_r[:, None] + column_r[None, :], mask=mask_r)
 
@@ -503,14 +533,14 @@ def _convert_tiles(
 def load_group(
     q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
     q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
-    capacity, q_len, heads, first_row, rows, first, last, unit, begin_unit, end_unit,
-    PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr, CONVERTS: gl.constexpr,
+    capacity, q_len, heads, first_row, rows, token, first, last, unit, begin_unit, end_unit,
+    PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr, CONVERTS: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
     """Load ``rows`` queries of at most ROWS, and keys, in the order in which their memory is freed."""
     if CONVERTS:
         # For the launch that made the queries; so do the groups that load their scales.
         gdc_wait()
-    token = first_row // heads
+    gap = q_token_stride - heads * q_head_stride
     used_a = 0
     used_b = 0
     segment = 0
@@ -524,15 +554,15 @@ def load_group(
             q_base = (
                 q
                 + request * q_batch_stride
-                + token.to(gl.int64) * q_token_stride
-                + (first_row - token * heads).to(gl.int64) * q_head_stride
+                + (first_row // heads).to(gl.int64) * q_token_stride
+                + (first_row % heads).to(gl.int64) * q_head_stride
             )
             live_q = gl.where(limit > 0, rows, 0)
             # Before the queries, so that the first keys do not wait for them.
             page_a = _page_of(table, begin, limit, PAGE_SIZE)
             page_b = _page_of(table, begin + 1, limit, PAGE_SIZE)
             mbarrier.wait(bars[QUERIES_FREE], (segment & 1) ^ 1)
-            _copy_queries(q_v, q_r, q_base, q_head_stride, live_q, ROWS)
+            _copy_queries(q_v, q_r, q_base, q_head_stride, heads, gap, live_q, ROWS, IS_PACKED)
             async_copy.mbarrier_arrive(bars[QUERIES], increment_count=False)
             segment += 1
             if CONVERTS:
@@ -638,15 +668,14 @@ def _pairs_store(
 
 @gluon.jit
 def _pairs_group(
-    memory, scales, totals, bars, target, seq_lens, capacity, q_len, heads,
-    first_row, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
-    GROUP: gl.constexpr, CONVERTS: gl.constexpr,
+    memory, scales, totals, bars, target, seq_lens, capacity, q_len, heads, first_row, rows, token,
+    program, first, last, unit, begin_unit, end_unit, scale, k_scale,
+    GROUP: gl.constexpr, CONVERTS: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute."""
     if CONVERTS:
         gdc_wait()
-    token = first_row // heads
-    rows = heads - (first_row - token * heads)
+    more = token - first_row // heads if IS_PACKED else 0
     used_a = 0
     used_b = 0
     segment = 0
@@ -668,13 +697,13 @@ def _pairs_group(
                 live = limit - (begin + 2 * pair + GROUP) * 64
                 if GROUP == 0:
                     acc, peak, total = even_step(
-                        acc, peak, total, memory, bars, live, row_scale,
-                        used_a + pair, used_b + pair, begin + 2 * pair + 2 == end, True,
+                        acc, peak, total, memory, bars, live, heads, more, row_scale,
+                        used_a + pair, used_b + pair, begin + 2 * pair + 2 == end, True, IS_PACKED,
                     )  # fmt: skip
                 else:
                     acc, peak, total = odd_step(
-                        acc, peak, total, memory, bars, live, row_scale,
-                        used_a + pair, used_b + pair, begin + 2 * pair + 2 == end,
+                        acc, peak, total, memory, bars, live, heads, more, row_scale,
+                        used_a + pair, used_b + pair, begin + 2 * pair + 2 == end, IS_PACKED,
                     )  # fmt: skip
             used_a += pairs
             used_b += pairs
@@ -682,11 +711,13 @@ def _pairs_group(
                 live = limit - (end - 1) * 64
                 if GROUP == 0:
                     acc, peak, total = even_step(
-                        acc, peak, total, memory, bars, live, row_scale,
-                        used_a, used_b, True, False,
+                        acc, peak, total, memory, bars, live, heads, more, row_scale,
+                        used_a, used_b, True, False, IS_PACKED,
                     )  # fmt: skip
                 else:
-                    acc, peak, total = lone_step(acc, peak, total, memory, bars, live, used_a)
+                    acc, peak, total = lone_step(
+                        acc, peak, total, memory, bars, live, more, used_a, IS_PACKED
+                    )
                 used_a += 1
             slot = gl.where(begin > 0, 2 * program, gl.where(end < tiles, 2 * program + 1, -1))
             odd = 1 - (end - begin) % 2
@@ -708,24 +739,28 @@ def mla_decode_pairs_kernel(
     q, columns, block_table, seq_lens, out, lse, parts, part_lse, scales,
     q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
     softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
-    PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr, CONVERTS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr, CONVERTS: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Attend from up to 64 heads of one query token to an equal part of the tiles of all requests.
+    """Attend from up to 64 rows (query token, head) to an equal part of the tiles of all requests.
 
-    Grid: (blocks of up to 64 heads of all query tokens, parts). PAGE_SIZE is 64 or 128; BATCH is ``batch``
-    up to a power of two.
+    The rows are heads of one query token or, if IS_PACKED, all heads of some. Grid: (blocks of such rows,
+    parts). PAGE_SIZE is 64 or 128; BATCH is ``batch`` up to a power of two.
     ``softmax_scale * k_scale`` must be positive.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     gdc_launch_dependents()
 
-    first_row = gl.program_id(0) * gl.minimum(heads, 64)
+    own = 64 // heads * heads if IS_PACKED else gl.minimum(heads, 64)
+    first_row = gl.program_id(0) * own
+    rows = gl.minimum(own, q_len * heads - first_row)
+    # The last query token.
+    token = (first_row + rows - 1) // heads
     program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     if BATCH == 0:
         first, last, unit, begin_unit, end_unit = whole_request()
     else:
         first, last, unit, begin_unit, end_unit = equal_part(
-            seq_lens, batch, capacity, q_len, first_row // heads, aligned, BATCH
+            seq_lens, batch, capacity, q_len, token, aligned, BATCH
         )
     pieces: gl.constexpr = 512 // WIDTH
     q_p = gl.allocate_shared_memory(dtype, [pieces, 64, WIDTH], SHARED)
@@ -746,17 +781,17 @@ def mla_decode_pairs_kernel(
             (
                 _pairs_group,
                 (
-                    memory, scales, totals, bars, target, seq_lens, capacity,
-                    q_len, heads, first_row, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
-                    0, CONVERTS,
+                    memory, scales, totals, bars, target, seq_lens, capacity, q_len, heads, first_row, rows,
+                    token, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
+                    0, CONVERTS, IS_PACKED,
                 ),
             ),
             (
                 _pairs_group,
                 (
-                    memory, scales, totals, bars, target, seq_lens, capacity,
-                    q_len, heads, first_row, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
-                    1, CONVERTS,
+                    memory, scales, totals, bars, target, seq_lens, capacity, q_len, heads, first_row, rows,
+                    token, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
+                    1, CONVERTS, IS_PACKED,
                 ),
             ),
             (
@@ -764,8 +799,8 @@ def mla_decode_pairs_kernel(
                 (
                     q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
                     q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
-                    capacity, q_len, heads, first_row, heads - first_row % heads,
-                    first, last, unit, begin_unit, end_unit, PAGE_SIZE, 64, CONVERTS,
+                    capacity, q_len, heads, first_row, rows, token, first, last, unit, begin_unit, end_unit,
+                    PAGE_SIZE, 64, CONVERTS, IS_PACKED,
                 ),
             ),
         ],
@@ -812,8 +847,8 @@ def _few_step(
     weights = gl.exp2(scores * scale[None, :] - (base - lift_of(given.dtype))[None, :])
     given.index(z + TILE).store(weights.to(given.dtype))
     if live < 64:
-        clear_tail(left.index(z + TILE), live)
-        clear_tail(right.index(z + TILE), live)
+        clear_tail(left.index(z + TILE), live, 0, False)
+        clear_tail(right.index(z + TILE), live, 0, False)
     fence_async_shared()
     barrier()
     mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=is_last)
@@ -989,8 +1024,8 @@ def mla_decode_few_kernel(
                 (
                     q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
                     q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
-                    capacity, q_len, heads, token * heads, heads, first, last, unit, begin_unit, end_unit,
-                    PAGE_SIZE, HEADS, CONVERTS,
+                    capacity, q_len, heads, token * heads, heads, token, first, last, unit, begin_unit,
+                    end_unit, PAGE_SIZE, HEADS, CONVERTS, False,
                 ),
             ),
         ],
@@ -1020,10 +1055,10 @@ class HopperCall:
 
     Args:
         call: of ``decode.Call``, the checked arguments.
-        parts: equal parts that all tiles are cut into, for each block of rows; 0: a program a request.
+        cut: the kernel and its parts.
     """
 
-    def __init__(self, call: Any, parts: int) -> None:
+    def __init__(self, call: Any, cut: Cut) -> None:
         q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse = call
         batch, heads, q_len = q.shape[0], q.shape[-2], call.q_len
         pages, page_size = kv_cache.shape[:2]
@@ -1032,9 +1067,10 @@ class HopperCall:
         self._shape = [(pages - 1) * page_rows + page_size, TOKEN]
         self._strides = [kv_cache.stride(1), 1]
         rows = q_len * heads
-        # Heads of a program, all of one query token, and the rows that a part of them takes.
-        kernel, room = (mla_decode_few_kernel, 16) if heads <= FEW_HEADS else (mla_decode_pairs_kernel, 64)
-        own = min(heads, 64)
+        # Rows of a program, and those that a part of them takes.
+        is_packed, parts, own = cut.kernel == "packed", cut.pieces, cut.height(q_len, heads)
+        is_few = heads <= FEW_HEADS and not is_packed
+        kernel, room = (mla_decode_few_kernel, 16) if is_few else (mla_decode_pairs_kernel, 64)
         groups = cdiv(rows, own)
         # Of each program two parts, and their lse.
         self._slots = 2 * groups * parts * room
@@ -1069,7 +1105,7 @@ class HopperCall:
             kernel,
             (groups, parts or batch, 1),
             (q, columns, block_table, seq_lens, out, lse, numbers, part_lse, scales),
-            (*sizes, page_size, most, self._converts),
+            (*sizes, page_size, most, self._converts, *(() if is_few else (is_packed,))),
             num_warps=4,
             launch_pdl=self._converts,
         )

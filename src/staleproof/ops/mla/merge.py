@@ -70,7 +70,9 @@ def merge_parts_kernel(
     # would have to store and this would have to load.
     index = tl.arange(0, BATCH)
     seq_len = tl.load(seq_lens + index, mask=index < batch, other=0)
-    limit = tl.maximum(tl.minimum(seq_len, capacity) - q_len + group * own // heads + 1, 0)
+    # Of the group's last query token.
+    token = (tl.minimum((group + 1) * own, rows) - 1) // heads
+    limit = tl.maximum(tl.minimum(seq_len, capacity) - q_len + token + 1, 0)
     units = tl.where(index < batch, tl.maximum(tl.cdiv(limit, 64), 1) + COST, 0)
     whole = tl.sum(units, 0).to(tl.int64)
     end = tl.sum(tl.where(index <= request, units, 0), 0).to(tl.int64)

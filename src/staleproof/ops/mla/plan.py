@@ -71,8 +71,8 @@ def fits_hopper(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, 
     """Whether the Hopper kernels support this call.
 
     They are for DeepSeek's shape in 16 bits, beside a cache of the same dtype or E4M3. A program has up to 64
-    heads of one query token. They address the cache as rows of one token, 16 bytes at a time, compare scores
-    before they scale them, and sum up the lengths of at most 1,024 requests.
+    heads of one query token, or all heads of several. They address the cache as rows of one token, 16 bytes
+    at a time, compare scores before they scale them, and sum up the lengths of at most 1,024 requests.
     """
     heads = q.shape[-2]
     return (
@@ -124,13 +124,23 @@ class Cut(NamedTuple):
 
     Attributes:
         kernel: ``portable`` (16 rows a program), ``alone`` (64 rows of one request), ``split`` (the same of a
-            split of it), ``few`` or ``pairs``.
-        pieces: splits of each request; of ``few`` and ``pairs`` the equal parts of the line of all tiles, for
-            each block of rows, or 0 for one request a program.
+            split of it), ``few``, ``pairs`` or ``packed`` (all heads of several query tokens).
+        pieces: splits of each request; of the last three the equal parts of the line of all tiles, for each
+            block of rows, or 0 for one request a program.
     """
 
     kernel: str
     pieces: int
+
+    def height(self, q_len: int, heads: int) -> int:
+        """Rows (query token, head) of a program.
+
+        >>> [Cut(kernel, 0).height(3, 24) for kernel in ("portable", "pairs", "packed")]
+        [16, 24, 48]
+        """
+        if self.kernel == "packed":
+            return min(q_len, 64 // heads) * heads
+        return 16 if self.kernel == "portable" else min(heads, 64)
 
 
 class Rates(NamedTuple):
@@ -154,6 +164,7 @@ RATES = {
     "alone": Rates(2.0, 0.0, 3.8),
     "pairs": Rates(1.68, 2.25, 6.2),
     "few": Rates(1.57, 1.86, 5.5),
+    "packed": Rates(1.9, 2.5, 11.5),
 }
 # How much longer a tile takes while programs run on all processors.
 CROWD = 0.32
@@ -194,9 +205,9 @@ class Work(NamedTuple):
         rate = RATES[cut.kernel]
         tile = rate.tile_e4m3 if self.converts else rate.tile
         fixed = CONVERT_QUERIES if self.converts and cut.kernel != "portable" else 0.0
-        height = 16 if cut.kernel == "portable" else min(self.heads, 64)
+        height = cut.height(self.q_len, self.heads)
         blocks = cdiv(rows, height)
-        if cut.kernel not in ("pairs", "few") or cut.pieces == 0:
+        if cut.kernel not in ("pairs", "few", "packed") or cut.pieces == 0:
             # One request a program, or one split of it; what does not fit onto the processors waits.
             splits = max(cut.pieces, 1)
             programs = self.batch * blocks * splits
@@ -229,6 +240,9 @@ class Work(NamedTuple):
         found = [Cut(kernel, max(1, self.processors // blocks)), Cut(kernel, 0)]
         narrow = self.processors // (self.batch * cdiv(rows, 16))
         found.append(Cut("portable", max(1, min(narrow, self.tiles))))
+        if self.q_len > 1 and self.heads <= 32:
+            packed = cdiv(rows, Cut("packed", 0).height(self.q_len, self.heads))
+            found += [Cut("packed", max(1, self.processors // packed)), Cut("packed", 0)]
         if splits_well(self.q_len, self.heads, self.converts):
             wide = self.processors // (self.batch * blocks)
             # A split has two tiles at least: more splits took longer to merge than they gained.
