@@ -6,7 +6,9 @@ here, show whether they get what they ask for.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,7 +31,7 @@ from staleproof.cases.finding import Finding, read_findings
 from staleproof.contract import attention_probes, binding, row_probes, runner
 from staleproof.contract.cases import SUBJECTS, subjects_in
 from staleproof.contract.contract import BREAKS, HOLDS, NO_REFERENCE, UNDEFINED
-from staleproof.kernels import flashinfer, mla, mxfp4, packages, vllm
+from staleproof.kernels import flashinfer, mla, mxfp4, packages, vllm, vllm_sources
 from staleproof.kernels.subject import Subject
 from staleproof.ops.reference.mla_decode import mla_decode
 
@@ -332,3 +334,28 @@ def test_marlin_gets_sizes_that_it_takes_and_bytes_behind_its_scales(monkeypatch
     for made, scales in zip(given["scales"], (given["s13"], given["s2"]), strict=True):
         assert made.view(torch.uint8).equal(scales)
         assert made.untyped_storage().tolist()[-2:] == [255, 7]
+
+
+SOURCES = (
+    r"(vllm\.v1\.attention\.ops\.(triton|prefix)|vllm\.model.*\.mamba|sglang|flashinfer\.triton\.(norm|act))"
+)
+# What they import for other dtypes and GPUs.
+NOT_REACHED = {
+    *("int4_per_token_head", "per_token_group_quant", "per_tensor_quant_fp8", "fp8_kernel"),
+    "per_token_group_quant_8bit_v2",
+}
+
+
+def test_sources_that_run_without_their_package_bring_the_files_that_they_import():
+    for key, subject in MADE_UP.items():
+        sources = {name for name in packages._imported(subject) if re.match(SOURCES, name)}
+        assert sources <= {*subject.files}, key
+        assert bool(sources) == bool(subject.files), key
+        for folder in filter(None, (release.folder for release in packages.releases(subject))):
+            for name in subject.files:
+                file, beside = folder / f"{name.replace('.', '/')}.py", name.rpartition(".")[0]
+                tree = ast.walk(ast.parse(file.read_text() if file.exists() else ""))
+                wanted = {node.module or "" for node in tree if isinstance(node, ast.ImportFrom)}
+                wanted = {module for module in wanted if module.rpartition(".")[0] == beside}
+                left_out = wanted - {*subject.files} - vllm_sources._known(folder, True).keys()
+                assert {module.removeprefix(f"{beside}.") for module in left_out} <= NOT_REACHED, key
