@@ -386,6 +386,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables,
     seq_lens, max_seq_len, *, out, bmm1_scale, bmm2_scale,
 ):  # fmt: skip
+    assert workspace_buffer.dtype == torch.uint8
     assert not workspace_buffer[:64].any()
     assert workspace_buffer.numel() >= 2**27
     assert (qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, bmm2_scale) == (128, 512, 64, 1.0)
@@ -832,6 +833,13 @@ def topk(x, k, softmax=False):
     return values.softmax(-1) if softmax else values, ids.int()
 
 
+# What the configuration of a model calls the number of its experts.
+EXPERTS = dict.fromkeys(
+    ("MixtralTopKRouter", "GptOssTopKRouter", "MiniMaxM2TopKRouter", "DeepseekV3TopkRouter"),
+    "num_local_experts",
+)
+
+
 def _router(name, model, score, fields, renormalize, biased=""):
     """A router of transformers, whose ``config`` holds these fields as the model's does."""
 
@@ -840,9 +848,12 @@ def _router(name, model, score, fields, renormalize, biased=""):
             super().__init__()
             read = [getattr(config, field) for field in fields]
             assert read == [*fields.values()], f"{name}: {read}"
-            self.top_k, experts = config.num_experts_per_tok, getattr(config, "num_local_experts", None)
+            self.top_k, experts = (
+                config.num_experts_per_tok,
+                getattr(config, EXPERTS.get(name, "num_experts")),
+            )
             self.groups = getattr(config, "n_group", 1), getattr(config, "topk_group", 1)
-            shape = experts or config.num_experts, config.hidden_size
+            shape = experts, config.hidden_size
             self.weight = torch.nn.Parameter(torch.full(shape, float("nan")))
             if biased:
                 self.register_parameter(biased, torch.nn.Parameter(torch.full(shape[:1], float("nan"))))

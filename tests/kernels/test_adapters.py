@@ -6,7 +6,9 @@ here, show whether they get what they ask for.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,7 +31,7 @@ from staleproof.cases.finding import Finding, read_findings
 from staleproof.contract import attention_probes, binding, row_probes, runner
 from staleproof.contract.cases import SUBJECTS, subjects_in
 from staleproof.contract.contract import BREAKS, HOLDS, NO_REFERENCE, UNDEFINED
-from staleproof.kernels import flashinfer, mla, mxfp4, packages, vllm
+from staleproof.kernels import flashinfer, mla, mxfp4, packages, vllm, vllm_sources
 from staleproof.kernels.subject import Subject
 from staleproof.ops.reference.mla_decode import mla_decode
 
@@ -125,6 +127,9 @@ def test_over_a_kernel_without_a_fault_every_clause_holds(key, monkeypatch):
     if subject.kind == "rows" and "dtype" not in subject.shape:
         # A weight of another dtype than the rows shows.
         subject = replace(subject, shape={**subject.shape, "dtype": "bfloat16"})
+    elif subject.kind == "experts":
+        # What a compiled kernel needs is more than this takes.
+        subject = replace(subject, shape={**subject.shape, "hidden": 64, "inner": 32})
     with stand_ins.installed():
         found = {clause: ask("cpu") for clause, ask in runner.probes_of(watched(subject)).items()}
     assert set(found) == set(subject.clauses)
@@ -252,6 +257,7 @@ def test_the_recorded_audits_tell_of_todays_kernels():
     assert wrong == []
 
 
+@pytest.mark.slow
 @named(MADE_UP)
 def test_the_calls_of_an_adapter_fit_every_release_that_is_here(key):
     releases = [release for release in packages.releases(MADE_UP[key]) if release.version != "unknown"]
@@ -332,3 +338,28 @@ def test_marlin_gets_sizes_that_it_takes_and_bytes_behind_its_scales(monkeypatch
     for made, scales in zip(given["scales"], (given["s13"], given["s2"]), strict=True):
         assert made.view(torch.uint8).equal(scales)
         assert made.untyped_storage().tolist()[-2:] == [255, 7]
+
+
+SOURCES = (
+    r"(vllm\.v1\.attention\.ops\.(triton|prefix)|vllm\.model.*\.mamba|sglang|flashinfer\.triton\.(norm|act))"
+)
+# What they import for other dtypes and GPUs.
+NOT_REACHED = {
+    *("int4_per_token_head", "per_token_group_quant", "per_tensor_quant_fp8", "fp8_kernel"),
+    "per_token_group_quant_8bit_v2",
+}
+
+
+def test_sources_that_run_without_their_package_bring_the_files_that_they_import():
+    for key, subject in MADE_UP.items():
+        sources = {name for name in packages._imported(subject) if re.match(SOURCES, name)}
+        assert sources <= {*subject.files}, key
+        assert bool(sources) == bool(subject.files), key
+        for folder in filter(None, (release.folder for release in packages.releases(subject))):
+            for name in subject.files:
+                file, beside = folder / f"{name.replace('.', '/')}.py", name.rpartition(".")[0]
+                tree = ast.walk(ast.parse(file.read_text() if file.exists() else ""))
+                wanted = {node.module or "" for node in tree if isinstance(node, ast.ImportFrom)}
+                wanted = {module for module in wanted if module.rpartition(".")[0] == beside}
+                left_out = wanted - {*subject.files} - vllm_sources._known(folder, True).keys()
+                assert {module.removeprefix(f"{beside}.") for module in left_out} <= NOT_REACHED, key

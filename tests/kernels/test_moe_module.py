@@ -294,12 +294,15 @@ def test_the_release_without_a_check_is_fetched_once(
         make_package(folder, moe_module.WITHOUT_CHECK, check=False)
 
     monkeypatch.setattr(packages, "fetch", fetch)
+    told: list[str] = []
     for _ in range(2):
-        made = moe_module.build(say=lambda line: None)
+        made = moe_module.build(say=told.append)
         found = [moe_module.of_release(check) for check in (True, False)]
         assert [source.version for source in found] == ["0.6.10", "0.6.8.post1"]
         assert made == [moe_module.built(source) for source in found]
     assert fetched == ["flashinfer-python==0.6.8.post1"]
+    assert told[0] == f"downloading flashinfer-python 0.6.8.post1 to {two_releases}"
+    assert sum(line.startswith("downloading") for line in told) == 1
 
 
 def test_a_release_that_cannot_be_fetched_is_one_line(

@@ -104,6 +104,29 @@ def test_a_file_runs_with_stand_ins_for_the_rest_of_its_package(cache):
     assert done.stdout == "2.0 True\n", done.stderr
 
 
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("files", [(), ("fast_kernels.ops",)])
+@pytest.mark.parametrize("installed", [False, True])
+def test_sources_run_alone_but_for_an_installed_package_on_a_gpu(cache, monkeypatch, cuda, files, installed):
+    """A release of the cache comes before an installed one."""
+    folder = cache / "fast_kernels-2.0"
+    path, machine = ["first", *[str(folder)] * installed], replace(packages.devices.machine(), kind="cpu")
+    machine = replace(machine, kind="cuda") if cuda else machine
+    monkeypatch.setattr(sys, "path", [*path, *sys.path])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(packages.devices, "machine", lambda: machine)
+    monkeypatch.setattr(packages.devices, "interpreting", lambda: False)
+    before = [*sys.meta_path]
+    subjects = [_subject("fast-kernels", *files), _subject("fast-kernels")]
+    packages.make_importable(subjects, packages.Release("2.0", None if installed else folder))
+    assert sys.path[: len(path) + 1 - installed] == [*[str(folder)] * (not installed), *path]
+    added = [finder for finder in sys.meta_path if finder not in before]
+    alone = files and not (cuda and installed)
+    assert [(f.root, f.names, f.package, f.cuda) for f in added] == (
+        [(folder / "fast_kernels", [*files], "fast_kernels", cuda)] if alone else []
+    )
+
+
 INTERPRETED = """
 import torch, triton, triton.language as tl
 from staleproof.kernels import interpreter

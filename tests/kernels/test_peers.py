@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -133,6 +134,24 @@ def test_sm100_kernels_do_not_run_elsewhere():
     found = mla.peers()
     assert found["flashinfer_trtllm"].unavailable_reason is not None
     assert found["flashinfer_cutlass"].unavailable_reason is not None
+
+
+@pytest.mark.parametrize(
+    ("provenance", "missing", "capability", "reasons"),
+    [
+        ("INTERPRETED", "", "sm_100", ["needs a CUDA device"] * 4),
+        ("MEASURED", "no flashinfer", "sm_100", ["no flashinfer"] * 4),
+        ("MEASURED", "", "sm_100", [None, "needs an SM90 GPU (H100, H200); this is sm_100", None, None]),
+        ("MEASURED", "", "sm_90", [None] * 2 + ["needs an SM100 GPU (B200, GB200); this is sm_90"] * 2),
+    ],
+)
+def test_flashinfers_peers_say_what_they_need(monkeypatch, provenance, missing, capability, reasons):
+    machine = replace(devices.machine(), capability=capability)
+    monkeypatch.setattr(devices, "machine", lambda: machine)
+    monkeypatch.setattr(devices, "provenance", lambda: Provenance[provenance])
+    monkeypatch.setattr(devices, "flashinfer_missing", lambda: missing)
+    found = [peer.unavailable_reason for peer in flashinfer.flashinfer_peers().values()]
+    assert found == reasons
 
 
 @pytest.fixture(name="vllm")

@@ -13,6 +13,17 @@ def test_the_probability_that_reaches_nine_tenths_is_kept_and_those_after_it_are
     assert torch.allclose(found, torch.tensor([[0.15, 0.5, 0.0, 0.3]]).double() / 0.95)
 
 
+def test_norms_keep_numbers_that_are_small_beside_their_epsilon():
+    """Row (3, 4) / 1000: mean square 12.5e-6, squares 25e-6, variance 0.25e-6; all with 1e-6 added."""
+    x = torch.tensor([[3e-3, 4e-3]]).double()
+    assert torch.allclose(references.rms_norm(x), x / 13.5e-6**0.5)
+    assert torch.allclose(references.l2_norm(x), x / 26e-6**0.5)
+    assert torch.allclose(references.layer_norm(x), (x - 3.5e-3) / 1.25e-6**0.5)
+    normed, total = references.add_rms_norm(x)
+    assert torch.equal(total, 2 * x)
+    assert torch.allclose(normed, 2 * x / 51e-6**0.5)
+
+
 def test_the_four_largest_probabilities_are_kept():
     x = torch.tensor([[0.1, 0.3, 0.05, 0.25, 0.24, 0.06]]).double()
     found = references.top_k_renorm(x.log())
