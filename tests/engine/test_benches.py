@@ -560,6 +560,10 @@ def test_engines_of_the_mla_bench_are_asked_alike_with_and_without_the_plugin():
     orders = mla.BENCH.orders
     assert {name: (probes_of(one), one.patches, one.kernels) for name, one in orders.items()} == want
     assert all(one.probes[mla.rows] == {"live": (3, 8, 3, 50)} for one in orders.values())
+    # Not what torch.compile looks into.
+    for name, one in orders.items():
+        looked_into = ["stages"] * ("compiled" not in name and "piecewise" not in name)
+        assert [spy.__name__ for spy in one.spies] == ["attention", "logits", "routing", *looked_into], name
     options = {name: one.options for name, one in mla.BENCH.orders.items()}
     base = {"attention_backend": "TRITON_MLA", "moe_backend": "triton"}
     assert options[f"{MLA}, off"] == {**base, "compilation_config": mla.FULL}
