@@ -752,6 +752,7 @@ def test_every_number_of_the_routers():
         ({"twice": [0, 9]}, "distinct"),
         ({"nan": 1}, "nan"),
         ({"first": [64, 64]}, "first experts"),
+        ({"first": [1, 1]}, "first experts"),
         ({"first": [63, 64]}, "distinct"),
         ({"first": [0, 0]}, "distinct"),
         # With a sound bias all rows get them as well.
