@@ -352,6 +352,7 @@ class Device:
 
     def __init__(self, engine, monkeypatch, transient=PROFILED) -> None:
         self.engine, self.limit, self.transient = engine, TOTAL, transient
+        self.steps: set[tuple[int, ...]] = set()
         self.model = torch.nn.ModuleList(Layer() for _ in range(4))
         engine.runner.get_model = lambda: self.model
         engine.watch.ledger = AllocationLedger(self.model, usage=self.usage)
@@ -376,6 +377,10 @@ class Device:
         return Usage(self.used() + 1000, self.used() + 100, self.used(), 100)
 
     def generate(self, asked, parameters, use_tqdm):
+        (step,) = {
+            (len(one["prompt_token_ids"]), of.max_tokens) for one, of in zip(asked, parameters, strict=True)
+        }
+        self.steps.add((len(asked), *step))
         for layer in self.model[: self.engine.watch.lazy_layers]:
             if getattr(layer.impl, memory_probes.BUFFER, None) is None:
                 setattr(layer.impl, memory_probes.BUFFER, torch.empty(EACH, dtype=torch.uint8))
@@ -402,6 +407,8 @@ def test_a_death_is_predicted_from_one_buffer_and_then_brought_about(engine, mon
     }
     assert device.limit == 100 + room
     assert engine.watch.ledger.budget_bytes == 1000 + room
+    # More requests than a graph has rows, and as many tokens as the profile run had.
+    assert device.steps == {(70, 67, 4), (8, 2040, 4)}
 
 
 @pytest.mark.parametrize(
