@@ -308,6 +308,8 @@ def test_one_launch_a_block_is_a_peer_of_the_zeroer(monkeypatch):
     for row in bench.rows():
         mode = row["mode"].split(", ", 1)[1].removesuffix(", warm").removesuffix(", cold")
         found.setdefault(mode, set()).add(row["provider"])
+        # Two blocks of one page in each of the pool's segments; the host moves none.
+        assert (row["x_value"], row["bytes"]) == (2, 0 if "host" in mode else 2 * pool.block_bytes)
     for mode in ("scattered ids", "consecutive ids"):
         assert {"staleproof", "one launch a block", "limit: cudaMemsetAsync, contiguous bytes"} <= found[mode]
     for mode in ("ids in a list, host time", "ids in a list, copy included"):
@@ -580,3 +582,21 @@ def test_the_host_is_timed_with_vllms_own_operators(monkeypatch):
     for calls in found.values():
         for call in calls.values():
             call()
+
+
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_blocks_that_are_zeroed_are_scattered_or_a_run_and_never_the_null_block(monkeypatch, blocks):
+    zero = rehearsal.load("zero_blocks", monkeypatch)
+    pool = zero.Pool("small", 3, 2, 64, 8, (blocks,))
+    assert pool.block_bytes == 3 * 2 * 64
+    bench = zero.Bench(pool)
+    assert [cache.shape for cache in bench.caches] == [(2, 8, 64)] * 3
+    for scattered in (False, True):
+        lists = bench.id_sets(blocks, scattered)
+        assert lists == bench.id_sets(blocks, scattered), "every provider and run has the same"
+        assert len(lists) == bench.turns(blocks).sets == measure.rotation(blocks * 384).sets
+        assert all(len({*ids}) == blocks and min(ids) >= 1 and max(ids) <= 7 for ids in lists)
+        runs = [sorted(ids) == [*range(min(ids), min(ids) + blocks)] for ids in lists]
+        assert all(runs) if blocks == 1 or not scattered else not all(runs)
+    for ids, why in (([3, 5], ""), ([3], "wrong blocks"), ([3, 5, 6], "wrong blocks")):
+        assert bench.wrong(lambda _, ids=ids: bench.index_fill(torch.tensor(ids)), [3, 5]) == why
