@@ -76,6 +76,8 @@ def test_the_control_asks_for_one_other_first_token(engine, deaf, differ):
     assert probes.control(engine, tokens=4) == [differ, 4]
     (one,), (other,) = (tokens(asked) for asked, _ in engine.llm.served)
     assert (one[1:], one[0] != other[0], len(one)) == (other[1:], True, 67)
+    # As orders ask for it.
+    assert probes.control(engine) == [2 * differ, 8]
 
 
 def test_how_an_engine_started(engine, monkeypatch):
@@ -121,6 +123,8 @@ def test_undrained_ids_are_counted_after_each_part(engine, monkeypatch):
         crc = zlib.crc32(repr([[one[0], number] for number, one in enumerate(asked)]).encode(), crc)
     assert told == {"requests": [0, 3, 6], "ids": [1, 9, 17], "rss": [100, 110, 120], "tokens": crc}
     assert [parameters[0]["max_tokens"] for _, parameters in engine.llm.served] == [8, 8]
+    monkeypatch.setattr(probes, "resident", lambda: 100)
+    assert probes.undrained(engine)["requests"] == [0, 250, 500, 750, 1000]
 
 
 def test_a_nan_bias_is_put_at_one_expert_after_another_and_taken_back(engine):
@@ -142,7 +146,7 @@ def test_a_nan_bias_is_put_at_one_expert_after_another_and_taken_back(engine):
         engine.watch.keep_ids("router 0", ids.repeat(size, 1))
 
     engine.llm.step = step
-    told = router_probes.nan_bias(engine, live=3, experts=(5, 8))
+    told = router_probes.nan_bias(engine, live=3)
     assert seen == [[]] * 24 + [[5]] * 24 + [[8]] * 24
     assert torch.equal(bias, before)
     assert [told["sound"]["twice"], *(one["twice"] for one in told["spoilt"].values())] == [
@@ -157,6 +161,8 @@ def test_a_nan_bias_is_put_at_one_expert_after_another_and_taken_back(engine):
         "kind": ["Router"],
         "top_k": 2,
     }
+    router_probes.nan_bias(engine)
+    assert [len(asked) for asked, _ in engine.llm.served] == [3] * 3 + [50] * 3
 
 
 class OnCpu(TorchFunctionMode):
@@ -178,10 +184,11 @@ def on_cpu_fixture(monkeypatch):
 
 
 def test_the_choice_is_compared_with_the_kernels_past_every_patch(engine, monkeypatch, on_cpu):
-    called = {}
+    called, shapes = {}, set()
 
     def choose(weights, ids, rows, logits, renormalize, bias, factor=1.0):
         called[len(called)] = (renormalize, factor)
+        shapes.add((*logits.shape, *ids.shape, *weights.shape))
         chosen = (logits.sigmoid() + bias).topk(weights.shape[1])
         ids.copy_(chosen.indices)
         weights.copy_(logits.sigmoid().gather(1, chosen.indices))
@@ -221,6 +228,9 @@ def test_the_choice_is_compared_with_the_kernels_past_every_patch(engine, monkey
     assert 16 < rows <= 32
     assert error == 0.0
     assert set(called.values()) == {(True, 1.0)}
+    shapes.clear()
+    router_probes.same_choice(engine)
+    assert shapes == {(512, 64, 512, 6, 512, 6)}
 
 
 def test_no_row_that_agrees_leaves_no_error_of_a_weight():
@@ -293,12 +303,14 @@ def test_another_token_is_planted_in_the_padding_rows_only(engine, second_runner
         seen.append((ids[:live].unique().tolist(), ids[live:].unique().tolist()))
 
     engine.llm.step = step
-    told = router_probes.planted(engine, live=(3, 50), tokens=2)
+    told = router_probes.planted(engine, tokens=2)
     assert seen == [([7], [0])] * 4 + [([7], [1])] * 4
     assert weight.tolist() == [[1.0] * 3, [8.0, 0.0, 0.0], [1.0] * 3, [1.0] * 3]
     assert [*told] == ["plain", "spike"]
     assert [[one["live"] for one in rounds] for rounds in told.values()] == [[3, 50]] * 2
     assert "execute_model" not in vars(runner), "the method of the class is back"
+    router_probes.planted(engine, live=[3])
+    assert engine.llm.served[-1][1][0]["max_tokens"] == 12
 
 
 def test_what_the_watch_counted_and_what_its_port_says(engine, monkeypatch):
