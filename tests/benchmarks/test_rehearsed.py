@@ -70,9 +70,10 @@ def test_several_query_tokens_and_mixed_lengths_are_measured_beside_the_peers_th
     peer = Peer("peer", None, prepare)
     monkeypatch.setattr(bench, "peers", lambda: {"vllm_triton": peer, "flashinfer_fa3": peer})
     found: dict[str, set[str]] = {}
-    limits = {}
+    limits, moved = {}, set()
     for row in bench.rows():
         mode = row["mode"].removeprefix("bf16 ").removesuffix(", cold").removesuffix(", warm")
+        moved.add((mode.partition(" ")[2][0], row["bytes"]))
         found.setdefault(mode, set()).add(row["provider"].partition(",")[0])
         limits[mode, row["provider"]] = row["p50"]
     assert {mode: providers - {"staleproof"} for mode, providers in found.items()} == {
@@ -80,6 +81,8 @@ def test_several_query_tokens_and_mixed_lengths_are_measured_beside_the_peers_th
         "batch 3 heads 2 page 64, one in 32 of 192 tokens": LIMITS | {"peer"},
     }
     assert all("staleproof" in providers for providers in found.values())
+    # The cache of all keys once, queries of 576 and results of 512 values, two bytes each.
+    assert moved == {("2", 2 * (128 * 576 + 8 * 1088)), ("3", 2 * (320 * 576 + 6 * 1088))}
     # 2 * keys * query tokens * heads * (576 + 512), at one a microsecond.
     flop = "limit: FLOP at the matmul rate"
     assert limits["batch 2 heads 2 page 64, q_len 2", flop] == 2 * 128 * 2 * 2 * 1088
@@ -308,6 +311,8 @@ def test_one_launch_a_block_is_a_peer_of_the_zeroer(monkeypatch):
     for row in bench.rows():
         mode = row["mode"].split(", ", 1)[1].removesuffix(", warm").removesuffix(", cold")
         found.setdefault(mode, set()).add(row["provider"])
+        # Two blocks of one page in each of the pool's segments; the host moves none.
+        assert (row["x_value"], row["bytes"]) == (2, 0 if "host" in mode else 2 * pool.block_bytes)
     for mode in ("scattered ids", "consecutive ids"):
         assert {"staleproof", "one launch a block", "limit: cudaMemsetAsync, contiguous bytes"} <= found[mode]
     for mode in ("ids in a list, host time", "ids in a list, copy included"):
@@ -580,3 +585,68 @@ def test_the_host_is_timed_with_vllms_own_operators(monkeypatch):
     for calls in found.values():
         for call in calls.values():
             call()
+
+
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_blocks_that_are_zeroed_are_scattered_or_a_run_and_never_the_null_block(monkeypatch, blocks):
+    zero = rehearsal.load("zero_blocks", monkeypatch)
+    pool = zero.Pool("small", 3, 2, 64, 8, (blocks,))
+    assert pool.block_bytes == 3 * 2 * 64
+    bench = zero.Bench(pool)
+    assert [cache.shape for cache in bench.caches] == [(2, 8, 64)] * 3
+    for scattered in (False, True):
+        lists = bench.id_sets(blocks, scattered)
+        assert lists == bench.id_sets(blocks, scattered), "every provider and run has the same"
+        assert len(lists) == bench.turns(blocks).sets == measure.rotation(blocks * 384).sets
+        assert all(len({*ids}) == blocks and min(ids) >= 1 and max(ids) <= 7 for ids in lists)
+        runs = [sorted(ids) == [*range(min(ids), min(ids) + blocks)] for ids in lists]
+        assert all(runs) if blocks == 1 or not scattered else not all(runs)
+    for ids, why in (([3, 5], ""), ([3], "wrong blocks"), ([3, 5, 6], "wrong blocks")):
+        assert bench.wrong(lambda _, ids=ids: bench.index_fill(torch.tensor(ids)), [3, 5]) == why
+
+
+def test_inputs_of_a_decode_batch_are_its_lengths_over_shuffled_pages(monkeypatch):
+    bench = rehearsal.load("mla_decode", monkeypatch)
+    shape = bench.Shape(3, 130, heads=2, q_len=2, longest=200, cache=torch.float8_e4m3fn)
+    q, cache, table, lens = bench.make_inputs(shape)
+    assert (q.shape, q.dtype) == ((3, 2, 2, 576), torch.bfloat16)
+    assert torch.equal(q.to(torch.float8_e4m3fn).to(q.dtype), q), "no kernel rounds the queries"
+    assert (cache.shape, cache.dtype) == ((4 + 3 + 3, 64, 576), torch.float8_e4m3fn)
+    assert (lens.tolist(), lens.dtype, table.dtype) == ([200, 130, 130], torch.int32, torch.int32)
+    assert table.shape == (3, 4)
+    pages = [page for row, count in zip(table.tolist(), (4, 3, 3), strict=True) for page in row[:count]]
+    assert sorted(pages) == [*range(10)]
+    # An entry that no request uses names the first page.
+    assert (table[1, 3], table[2, 3]) == (0, 0)
+    half = {"dtype": torch.float16, "cache": torch.float16}
+    assert bench.make_inputs(bench.Shape(1, 64, heads=2, **half))[0].shape == (1, 2, 576)
+
+
+@pytest.mark.parametrize(
+    ("provider", "cache", "error", "why"),
+    [
+        ("staleproof", torch.bfloat16, 0.009, ""),
+        ("staleproof", torch.bfloat16, 0.011, "relative error 1.1e-02"),
+        ("a peer", torch.bfloat16, 0.011, "relative error 1.1e-02"),
+        # A peer rounds the queries and the weights beside such a cache; ours does not.
+        ("staleproof", torch.float8_e4m3fn, 0.011, "relative error 1.1e-02"),
+        ("a peer", torch.float8_e4m3fn, 0.05, ""),
+        ("a peer", torch.float8_e4m3fn, 0.07, "relative error 7.0e-02"),
+    ],
+)
+def test_a_decode_that_is_off_is_refused(monkeypatch, provider, cache, error, why):
+    bench = rehearsal.load("mla_decode", monkeypatch)
+    case = bench.Case(bench.Shape(1, 64, heads=2, dtype=torch.float32, cache=cache))
+
+    def prepare(q, kv, table, lens, out):
+        return lambda: out.copy_(case.want * (1 + error))
+
+    timing = case.timing({provider: prepare}, drawn=7)
+    assert timing.wrong(provider) == why
+    assert timing.more(provider) == {"error": pytest.approx(error, rel=0.01), "drawn": 7}
+
+    def refuse(*given):
+        raise OSError(" no such shape\nand more")
+
+    said = case.timing({provider: refuse}).wrong(provider)
+    assert said == "it does not take the shape: no such shape"

@@ -23,11 +23,10 @@ def tokens(asked):
 
 
 def test_prompts_are_drawn_alike_for_a_seed_and_hold_no_token_that_a_probe_plants():
-    drawn = tokens(prompts([2000, 3]))
-    assert [len(one) for one in drawn] == [2000, 3]
-    assert drawn == tokens(prompts([2000, 3], seed=1)) != tokens(prompts([2000, 3], seed=2))
-    assert min(drawn[0]) >= 2
-    assert max(drawn[0]) < probes.VOCABULARY
+    drawn = tokens(prompts([100_000, 3]))
+    assert [len(one) for one in drawn] == [100_000, 3]
+    assert drawn == tokens(prompts([100_000, 3], seed=1)) != tokens(prompts([100_000, 3], seed=2))
+    assert (min(drawn[0]), max(drawn[0])) == (2, probes.VOCABULARY - 1)
 
 
 def test_rows_tells_what_the_last_decode_step_of_each_round_wrote(engine):
@@ -45,7 +44,7 @@ def test_rows_tells_what_the_last_decode_step_of_each_round_wrote(engine):
     asked = [served for served, _ in engine.llm.served]
     assert [len(prompt) for prompt in tokens(asked[0])] == [67, 74, 81]
     # Longer than any step that is kept, and short enough to decode together.
-    assert {min(67 + 7 * i % 90 for i in range(64)), 67} == {min(map(len, tokens(asked[1]))), 67}
+    assert [len(prompt) for prompt in tokens(asked[1])[11:15]] == [144, 151, 68, 75]
     assert engine.llm.served[0][1] == [
         {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True, "detokenize": False, "logprobs": 0}
     ] * 3  # fmt: skip
@@ -76,6 +75,8 @@ def test_the_control_asks_for_one_other_first_token(engine, deaf, differ):
     assert probes.control(engine, tokens=4) == [differ, 4]
     (one,), (other,) = (tokens(asked) for asked, _ in engine.llm.served)
     assert (one[1:], one[0] != other[0], len(one)) == (other[1:], True, 67)
+    # As orders ask for it.
+    assert probes.control(engine) == [2 * differ, 8]
 
 
 def test_how_an_engine_started(engine, monkeypatch):
@@ -121,6 +122,9 @@ def test_undrained_ids_are_counted_after_each_part(engine, monkeypatch):
         crc = zlib.crc32(repr([[one[0], number] for number, one in enumerate(asked)]).encode(), crc)
     assert told == {"requests": [0, 3, 6], "ids": [1, 9, 17], "rss": [100, 110, 120], "tokens": crc}
     assert [parameters[0]["max_tokens"] for _, parameters in engine.llm.served] == [8, 8]
+    monkeypatch.setattr(probes, "resident", lambda: 100)
+    assert probes.undrained(engine)["requests"] == [0, 250, 500, 750, 1000]
+    assert [len(prompt) for prompt in tokens(engine.llm.served[-1][0])[46:50]] == [62, 63, 16, 17]
 
 
 def test_a_nan_bias_is_put_at_one_expert_after_another_and_taken_back(engine):
@@ -142,7 +146,7 @@ def test_a_nan_bias_is_put_at_one_expert_after_another_and_taken_back(engine):
         engine.watch.keep_ids("router 0", ids.repeat(size, 1))
 
     engine.llm.step = step
-    told = router_probes.nan_bias(engine, live=3, experts=(5, 8))
+    told = router_probes.nan_bias(engine, live=3)
     assert seen == [[]] * 24 + [[5]] * 24 + [[8]] * 24
     assert torch.equal(bias, before)
     assert [told["sound"]["twice"], *(one["twice"] for one in told["spoilt"].values())] == [
@@ -157,6 +161,8 @@ def test_a_nan_bias_is_put_at_one_expert_after_another_and_taken_back(engine):
         "kind": ["Router"],
         "top_k": 2,
     }
+    router_probes.nan_bias(engine)
+    assert [len(asked) for asked, _ in engine.llm.served] == [3] * 3 + [50] * 3
 
 
 class OnCpu(TorchFunctionMode):
@@ -178,10 +184,11 @@ def on_cpu_fixture(monkeypatch):
 
 
 def test_the_choice_is_compared_with_the_kernels_past_every_patch(engine, monkeypatch, on_cpu):
-    called = {}
+    called, shapes = {}, set()
 
     def choose(weights, ids, rows, logits, renormalize, bias, factor=1.0):
         called[len(called)] = (renormalize, factor)
+        shapes.add((*logits.shape, *ids.shape, *weights.shape))
         chosen = (logits.sigmoid() + bias).topk(weights.shape[1])
         ids.copy_(chosen.indices)
         weights.copy_(logits.sigmoid().gather(1, chosen.indices))
@@ -221,6 +228,9 @@ def test_the_choice_is_compared_with_the_kernels_past_every_patch(engine, monkey
     assert 16 < rows <= 32
     assert error == 0.0
     assert set(called.values()) == {(True, 1.0)}
+    shapes.clear()
+    router_probes.same_choice(engine)
+    assert shapes == {(512, 64, 512, 6, 512, 6)}
 
 
 def test_no_row_that_agrees_leaves_no_error_of_a_weight():
@@ -233,6 +243,7 @@ def test_quantizers_are_asked_with_and_without_rows_of_nan(engine, monkeypatch, 
     entered = []
 
     def quantized(x, use_per_token_if_dynamic=False):
+        assert x.shape in ((3, 2048), (8, 2048))
         scale = x.float().abs().amax(1 if use_per_token_if_dynamic else (0, 1), keepdim=True) / 448
         return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
@@ -293,12 +304,14 @@ def test_another_token_is_planted_in_the_padding_rows_only(engine, second_runner
         seen.append((ids[:live].unique().tolist(), ids[live:].unique().tolist()))
 
     engine.llm.step = step
-    told = router_probes.planted(engine, live=(3, 50), tokens=2)
+    told = router_probes.planted(engine, tokens=2)
     assert seen == [([7], [0])] * 4 + [([7], [1])] * 4
     assert weight.tolist() == [[1.0] * 3, [8.0, 0.0, 0.0], [1.0] * 3, [1.0] * 3]
     assert [*told] == ["plain", "spike"]
     assert [[one["live"] for one in rounds] for rounds in told.values()] == [[3, 50]] * 2
     assert "execute_model" not in vars(runner), "the method of the class is back"
+    router_probes.planted(engine, live=[3])
+    assert engine.llm.served[-1][1][0]["max_tokens"] == 12
 
 
 def test_what_the_watch_counted_and_what_its_port_says(engine, monkeypatch):
@@ -352,6 +365,7 @@ class Device:
 
     def __init__(self, engine, monkeypatch, transient=PROFILED) -> None:
         self.engine, self.limit, self.transient = engine, TOTAL, transient
+        self.steps: set[tuple[int, ...]] = set()
         self.model = torch.nn.ModuleList(Layer() for _ in range(4))
         engine.runner.get_model = lambda: self.model
         engine.watch.ledger = AllocationLedger(self.model, usage=self.usage)
@@ -376,6 +390,10 @@ class Device:
         return Usage(self.used() + 1000, self.used() + 100, self.used(), 100)
 
     def generate(self, asked, parameters, use_tqdm):
+        (step,) = {
+            (len(one["prompt_token_ids"]), of.max_tokens) for one, of in zip(asked, parameters, strict=True)
+        }
+        self.steps.add((len(asked), *step))
         for layer in self.model[: self.engine.watch.lazy_layers]:
             if getattr(layer.impl, memory_probes.BUFFER, None) is None:
                 setattr(layer.impl, memory_probes.BUFFER, torch.empty(EACH, dtype=torch.uint8))
@@ -402,6 +420,8 @@ def test_a_death_is_predicted_from_one_buffer_and_then_brought_about(engine, mon
     }
     assert device.limit == 100 + room
     assert engine.watch.ledger.budget_bytes == 1000 + room
+    # More requests than a graph has rows, and as many tokens as the profile run had.
+    assert device.steps == {(70, 67, 4), (8, 2040, 4)}
 
 
 @pytest.mark.parametrize(
@@ -413,6 +433,14 @@ def test_a_step_that_dies_without_the_buffers_or_lives_with_them_is_told(
     Device(engine, monkeypatch, transient)
     told = memory_probes.death(engine)
     assert (told["healthy"], told["died"] is not None) == (healthy, died)
+
+
+def test_how_an_engine_ended_is_one_line_of_limited_length(engine):
+    def dies(engine):
+        raise ValueError("a\n b" + 200 * "c")
+
+    assert memory_probes._outcome(engine, dies) == "ValueError: a b" + 157 * "c"
+    assert memory_probes._outcome(engine, lambda engine: "lives") is None
 
 
 def phase(name, before, after, by_owner, transient=7):
