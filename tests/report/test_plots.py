@@ -30,6 +30,18 @@ def _verdicts() -> Figure:
     return plots.grid([VERDICTS, VERDICTS[::-1]], rows=["a", "b"], columns=["1", "2", "3", "4"])
 
 
+def test_axes_of_cells_have_neither_ticks_nor_a_frame_and_others_two_sides() -> None:
+    cells, curves = _verdicts().axes[0], plots.uptime({"a": [0.5]}, steps=9).axes[0]
+    for axes, sides, length in ((cells, set(), 0), (curves, {"left", "bottom"}, 3.5)):
+        assert {side for side, spine in axes.spines.items() if spine.get_visible()} == sides
+        assert {tick.tick1line.get_markersize() for tick in axes.xaxis.get_major_ticks()} == {length}
+        assert axes.get_facecolor()[3] == axes.figure.get_facecolor()[3] == 0
+        assert {to_hex(spine.get_edgecolor()) for spine in axes.spines.values()} == {INK}
+    assert (curves.get_xlim()[0], curves.get_ylim()) == (0, (-0.04, 1.04))
+    assert (curves.get_xlabel(), curves.get_ylabel()) == ("steps served", "requests corrupted")
+    assert curves.yaxis.get_major_formatter()(0.5) == "50%"
+
+
 def test_each_cell_shows_its_state() -> None:
     fig = _verdicts()
     cells = _cells(fig)
@@ -63,9 +75,22 @@ def test_states_of_one_picture_differ_without_their_colours() -> None:
         assert len({plots.STATES[s][2] for s in states}) == len(states)
 
 
+def test_a_patch_is_a_unit_square_in_the_look_of_its_state_unless_said_otherwise() -> None:
+    plain, other = plots.patch("leaked"), plots.patch("leaked", (2, 3), (4, 5), facecolor="none", label="x")
+    colour, strength, hatch = plots.STATES["leaked"]
+    assert (plain.get_xy(), plain.get_width(), plain.get_height()) == ((0, 0), 1, 1)
+    assert (other.get_xy(), other.get_width(), other.get_height()) == ((2, 3), 4, 5)
+    assert (plain.get_facecolor(), other.get_facecolor()[3]) == (to_rgba(colour, strength), 0)
+    assert (plain.get_edgecolor(), other.get_hatch(), other.get_label()) == (to_rgba(colour), hatch, "x")
+
+
 def test_the_legend_names_the_states_that_are_there_and_no_other() -> None:
     fig = plots.grid([["clean", "leaked"]], rows=["a"], columns=["1", "2"])
-    assert [t.get_text() for t in fig.legends[0].get_texts()] == ["clean", "leaked"]
+    (legend,) = fig.legends
+    assert [t.get_text() for t in legend.get_texts()] == ["clean", "leaked"]
+    # In one line at the lower left, without a frame, each drawn as the patch that it names.
+    assert (legend._get_loc(), legend._ncols, legend.get_frame_on()) == (3, 2, False)
+    assert [p.get_hatch() or "" for p in legend.get_patches()] == ["", "xxx"]
 
 
 @pytest.mark.parametrize("columns", [("0.attention", "logits"), ("1", "2")])

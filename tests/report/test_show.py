@@ -131,6 +131,12 @@ def test_in_a_notebook_a_table_is_displayed_and_not_printed(monkeypatch, capsys)
     assert table.outcomes == {(0, 1): "bad"}
 
 
+def test_a_badge_has_the_look_of_its_outcome_and_its_words() -> None:
+    badge = show.Badge("rows", "leaked")
+    assert badge._repr_html_() == f"<p style='padding: .3em .6em; {show.STYLES['bad']}'>{badge!r}</p>"
+    assert show.STYLES["good"] in show.Badge("rows", "clean")._repr_html_()
+
+
 def test_a_row_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="rows: expected 2 cells a row, got 1"):
         show.table(("a", "b"), [("only one",)])
@@ -216,6 +222,10 @@ def test_the_toy_leaves_rows_without_tokens_alone(device: str) -> None:
     assert row_states(toy.out) == ["finite"] * 2 + ["unwritten"] * 4
     assert toy.scaled[:2, 0].tolist() == [1, 2]
     toy.serve(live=6)
+    for amax in ("torch.max", "fmax"):
+        scaled = show.ToyStep(device, amax=amax)
+        scaled.serve(live=4)
+        assert scaled.scaled[:, 3].tolist() == [0.25, 0.5, 0.75, 1, 0, 0]
     toy.x.fill_(9)
     toy.serve(live=2)
     assert toy.out[:, 0].tolist() == [9, 9, 3, 4, 5, 6]
