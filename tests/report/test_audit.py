@@ -134,6 +134,7 @@ def test_the_picture_shows_each_verdict_and_leaves_out_what_did_not_run(tmp_path
     assert [label.get_text() for label in axes.get_yticklabels()] == ["1.0 decode (CPU)"]
     assert [label.get_text() for label in others.get_yticklabels()] == ["1.0 decode"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["E", "T", "B"]
+    assert {label.get_rotation() for label in (*axes.get_xticklabels(), *axes.get_yticklabels())} == {0}
     (alone,) = audit.heat_map(ROWS).axes
     assert [label.get_text() for label in alone.get_yticklabels()] == ["1.0 decode"]
     two = audit.heat_map([*ROWS, replace(ROW, variant="verify", question="N")])

@@ -333,6 +333,11 @@ def test_report_writes_the_page_of_what_is_there(root, capsys):
     row = text[text.index("ids &lt;pending&gt;") :]
     assert row.startswith('ids &lt;pending&gt;</th><td class="good">600 → 0</td><td class="absent">-</td>')
     assert source.read_bytes() == before
+    # A copy that was executed is shown in its place.
+    (root / "workbook/_build/notebooks").mkdir()
+    write(root / "workbook/_build/notebooks/00_first.ipynb", v4.new_markdown_cell("# As executed"))
+    assert cli.main(["report"]) == 0
+    assert ("As executed" in made.read_text(), "As committed" in made.read_text()) == (True, False)
 
 
 def test_report_execute_exits_1_where_a_notebook_stops_and_still_writes(root, capsys, monkeypatch):

@@ -149,6 +149,27 @@ def test_routing_hatches_an_expert_taken_again_and_the_map_s_holes() -> None:
     assert [t.get_text() for t in fig.legends[0].get_texts()] == ["never written", "written"]
 
 
+def test_the_axes_of_a_routing_fit_and_say_what_is_where() -> None:
+    fig = plots.routing([[3, 0], [1, 2]], [[False] * 2] * 2, live=1)
+    left, right = fig.axes
+    assert tuple(fig.get_size_inches()) == (1.0 + 0.62 * 2, 1.0 + 0.24 * 2)
+    for axes, title in ((left, "expert ids; hatched: again"), (right, "map entries")):
+        assert (axes.get_xlim(), axes.get_ylim(), axes.get_title()) == ((0, 2), (2, 0), title)
+        assert [list(line.get_data()[1]) for line in axes.lines] == [[1, 1]]
+        assert list(axes.get_xticks()) == list(axes.get_yticks()) == [0.5, 1.5]
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
+    assert [label.get_text() for label in right.get_yticklabels()] == ["", ""]
+    assert [t.get_position() for t in left.texts] == [(0.5, 0.5), (1.5, 0.5), (0.5, 1.5), (1.5, 1.5)]
+    # Each expert has a colour of its own, on which its number can be read.
+    assert len({p.get_facecolor() for p in left.patches}) == 4
+    assert [t.get_color() for t in left.texts] == ["black", "white", "white", "black"]
+    assert [t.get_text() for t in fig.legends[0].get_texts()] == ["written"]
+    wide = plots.routing([[*range(6)]], [[False] * 6], live=1)
+    wide.draw(FigureCanvasAgg(wide).get_renderer())
+    boxes = [axes.get_tightbbox() for axes in wide.axes]
+    assert 0 <= boxes[0].x0 < boxes[0].x1 <= boxes[1].x0 < boxes[1].x1 <= wide.bbox.x1
+
+
 def test_routing_refuses_holes_of_another_shape() -> None:
     with pytest.raises(ValueError, match=r"holes: expected rows of \[2\] slots, got \[1\]"):
         plots.routing([[3, 1]], [[False]], live=1)

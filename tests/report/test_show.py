@@ -13,6 +13,7 @@ from tests.made import finding, not_run
 
 from staleproof import device as devices
 from staleproof.cases import store
+from staleproof.cases.finding import real
 from staleproof.evidence import CLEAN, RowCounters, judge_rows, pad_invariance, plant, row_states
 from staleproof.report import show
 
@@ -28,6 +29,14 @@ def test_start_prints_one_banner_line(device: str, capsys: pytest.CaptureFixture
 def test_a_verdict_line_begins_with_provenance_and_grade(capsys: pytest.CaptureFixture[str]) -> None:
     assert show.verdict("H1 held: 3 rows", show.observed("rows", 3, 3))
     assert capsys.readouterr().out == f"{devices.provenance()} replica: H1 held: 3 rows\n"
+
+
+def test_what_a_cell_saw_and_what_it_claims_are_in_its_finding() -> None:
+    seen = show.observed("rows", 5, 3, real("torch 2"))
+    assert (seen.key[:3], seen.verdict, seen.expected, seen.failed) == (
+        *(("notebook", "rows", "here"), "otherwise", "as said", True),
+    )
+    assert (seen.numbers, seen.grade, seen.of) == ({"seen": "5", "claimed": "3"}, "real", "torch 2")
 
 
 def test_a_cell_that_ends_in_a_verdict_shows_its_line_only() -> None:

@@ -14,6 +14,7 @@ import pytest
 from staleproof.report import patches as shown
 from staleproof.triage import answer, facts, judge, logs, table
 from staleproof.triage.facts import Facts
+from staleproof.triage.text import wrapped
 from staleproof.vllm import status
 
 LOGS = Path(__file__).with_name("logs")
@@ -360,6 +361,19 @@ def test_an_old_triton_mla_has_no_full_graphs():
     assert known.known["graphs"] == "piecewise"
     assert "empty_rows" not in standing(known)
     assert "empty_rows" in standing(of(symptom="nan", version="0.22.0", backend="TRITON_MLA", graphs="full"))
+
+
+def test_what_a_backend_says_of_the_model_holds_where_nobody_said_otherwise():
+    known = of(backend="FLASHINFER_MLA")
+    assert (known.traits, known.origin["model"]) == ({"mla": True}, "--backend")
+    assert of(model="dense", backend="FLASHINFER_MLA").traits["mla"] is False
+    assert of(model="hybrid", backend="FLASHINFER_MLA").origin["model"] == "--model"
+    assert of(backend="FLASH_ATTN").traits == {}
+
+
+def test_text_for_no_terminal_is_one_line():
+    assert wrapped("a b " * 50, None, "x  ", "   ") == ["x  " + "a b " * 50]
+    assert wrapped("", 9, "x  ") == ["x  "]
 
 
 def test_a_patch_that_is_in_place_speaks_against():
