@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,31 @@ def test_help_answers_at_once_and_imports_no_torch():
 def test_version_is_one_line():
     done = python("import sys; from staleproof.cli.app import main; sys.exit(main(['--version']))")
     assert (done.returncode, done.stdout) == (0, f"staleproof {importlib.metadata.version('staleproof')}\n")
+
+
+def test_without_an_installed_package_the_version_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(device, "version_of", lambda name: None)
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == "staleproof (not installed)\n"
+
+
+def test_a_command_runs_in_a_thread_too(root, incident):
+    """Where no signal can be caught."""
+    incident(clean)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(cli.main, ["run"]).result() == 0
+
+
+def test_list_says_of_each_incident_what_is_seen_why_and_where_it_is_told(root, incident, capsys):
+    incident(clean)
+    assert cli.main(["list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1  fake: a fake",
+        "   symptom   it looks true",
+        "   cause     it lies",
+        "   notebook  notebooks/01_fake.ipynb",
+        "Read notebooks/00_orientation.ipynb first. For kernels of yours: 06_audit_your_kernels.ipynb.",
+    ]
 
 
 WITHOUT_THE_EXTRA = """
@@ -284,9 +310,13 @@ def test_ctrl_c_before_the_first_finding_keeps_the_earlier_file(root, incident, 
     kept = root / "workbook/_build/findings.jsonl"
     write_findings(kept, [leaked()])
     incident(interrupted)
-    assert cli.main(["run"]) == 130
-    assert len(read_findings(kept)) == 1
-    assert "no finding yet" in capsys.readouterr().err
+    for _ in range(2):
+        assert cli.main(["run"]) == 130
+        assert one_line(capsys.readouterr().err) == "staleproof: interrupted; no finding yet"
+        if kept.exists():
+            assert len(read_findings(kept)) == 1
+            kept.unlink()
+    assert not kept.exists()
 
 
 def test_an_error_in_a_question_keeps_the_findings_so_far(root, incident):

@@ -96,8 +96,10 @@ def test_questions_are_asked_of_a_person_and_a_bad_answer_is_asked_again(capsys,
     asked: list[str] = []
     answers = iter(["slow", "host memory", "0.22.1", ""])
 
-    def prompt(text: str, **_: object) -> str:
+    def prompt(text: str, **options: object) -> str:
         asked.append(text)
+        # The answer is typed on a line of its own, and Enter is one.
+        assert options == {"default": "", "show_default": False, "prompt_suffix": "\n> "}
         return next(answers)
 
     monkeypatch.setattr(typer, "prompt", prompt)

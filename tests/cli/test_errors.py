@@ -59,6 +59,13 @@ def test_a_file_without_permission_is_one_line_that_names_the_option(root, incid
     assert asked == []
 
 
+def test_a_group_without_a_command_prints_its_help_alone(capsys):
+    assert cli.main(["moe-module"]) == 2
+    said = capsys.readouterr()
+    assert (said.out + said.err).lstrip().startswith("Usage: staleproof moe-module")
+    assert "(see " not in said.err
+
+
 def test_help_is_one_screen_and_says_every_exit_code(capsys):
     assert cli.main(["-h"]) == 0
     said = capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 from tests.made import finding
 
 from staleproof import device
+from staleproof.cases import store
 from staleproof.cases.store import read
 from staleproof.cli import app as cli
 from staleproof.engine import command, orders
@@ -50,6 +51,16 @@ def test_an_unexpected_verdict_is_not_recorded(capsys, without_gpu, monkeypatch,
     assert cli.main(["engine", *options]) == 1
     assert "1 verdicts are not as expected" in capsys.readouterr().err
     assert not [*(tmp_path / "runs").iterdir()]
+
+
+def test_a_run_is_recorded_only_if_that_was_asked_for(capsys, without_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(store, "runs_folder", lambda: tmp_path / "runs")
+    monkeypatch.setattr(command, "ask", lambda *_: [finding("engine", "q", "v", "clean")])
+    options = ["--device", "cpu", "--json", str(tmp_path / "engine.jsonl")]
+    for more, count in (([], 0), (["--record"], 1)):
+        assert cli.main(["engine", *options, *more]) == 0
+        assert len([*(tmp_path / "runs").glob("*-engine")]) == count
+        assert ("recorded: " in capsys.readouterr().out) is bool(count)
 
 
 def test_what_was_answered_is_kept_when_the_rest_is_interrupted(tmp_path):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from matplotlib.colors import to_hex
 
 from staleproof.cases.finding import Finding, read_findings, write_findings
 from staleproof.cli import app as cli
 from staleproof.contract import cases
-from staleproof.contract.contract import BREAKS, CONTRACT, HOLDS, UNDEFINED
+from staleproof.contract.contract import BREAKS, CLAUSES, CONTRACT, HOLDS, UNDEFINED
 from staleproof.report import audit
 
 ROW = Finding(
@@ -34,13 +36,25 @@ def answers_fixture(monkeypatch):
 
 def test_the_table_has_a_sign_a_clause_and_a_line_a_break(capsys):
     audit.print_table(ROWS)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["package", "subject", "E", "T", "B"]
-    assert lines[2].split() == ["kernels", "1.0", "decode", "X", "+", "u"]
-    assert "breaks  E  kernels 1.0 decode: NaN is written" in lines
-    assert "undefined  B  kernels 1.0 decode: documented: mask it" in lines
-    assert "not run  kernels 1.0 prefill: needs a CUDA GPU" in lines
-    assert lines[-1] == "INTERPRETED on CPU x: 1 of 2 subjects ran"
+    assert capsys.readouterr().out.splitlines() == [
+        "package      subject  E  T  B",
+        "-----------  -------  -  -  -",
+        "kernels 1.0  decode   X  +  u",
+        "+ holds  X breaks  u undefined  . not run",
+        *(f"{clause}: {CLAUSES[clause]}" for clause in "ETB"),
+        "breaks  E  kernels 1.0 decode: NaN is written",
+        "undefined  B  kernels 1.0 decode: documented: mask it",
+        "not run  kernels 1.0 prefill: needs a CUDA GPU",
+        "INTERPRETED on CPU x: 1 of 2 subjects ran",
+    ]
+    assert audit.cells(ROWS) == (["", "E", "T", "B"], [["decode", "X", "+", "u"], ["prefill", ".", "", ""]])
+    audit.print_table(ROWS[3:])
+    assert capsys.readouterr().out.splitlines() == [
+        "not run  kernels 1.0 prefill: needs a CUDA GPU",
+        "INTERPRETED on CPU x: 0 of 1 subjects ran",
+    ]
+    audit.print_table([])
+    assert capsys.readouterr().out == ""
 
 
 def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(answers, capsys, tmp_path):
@@ -86,29 +100,54 @@ def test_a_path_that_cannot_be_written_is_bad_input(answers, tmp_path, capsys):
 
 
 def test_compare_says_what_a_release_changed(tmp_path, capsys):
-    write_findings(tmp_path / "old.jsonl", ROWS)
-    write_findings(
-        tmp_path / "new.jsonl", [replace(row, release="kernels 2.0", verdict=HOLDS) for row in ROWS[:2]]
-    )
-    assert cli.main(["compare", str(tmp_path / "old.jsonl"), str(tmp_path / "new.jsonl")]) == 0
-    out = capsys.readouterr().out
-    assert "E  kernels 2.0 decode: breaks (1.0) -> holds" in out
-    assert out.endswith("1 change\n")
-    assert cli.main(["compare", str(tmp_path / "new.jsonl"), str(tmp_path / "old.jsonl")]) == 1
+    new = [replace(row, release="kernels 2.0", verdict=HOLDS, note="") for row in ROWS[:2]]
+    other = replace(ROW, variant="verify", release="kernels 2.0")
+    old_path, new_path, both = (tmp_path / f"{name}.jsonl" for name in ("old", "new", "both"))
+    write_findings(old_path, ROWS[:3])
+    write_findings(new_path, [*new, other])
+    write_findings(both, [*ROWS[:2], *new])
+    changed = "E  kernels 2.0 decode: breaks (1.0) -> holds"
+    absent = "E  kernels 2.0 verify: not asked -> breaks: NaN is written"
+    asked = "B  kernels 1.0 decode: not asked -> undefined: documented: mask it"
+    back = "E  kernels 1.0 decode: holds (2.0) -> breaks: NaN is written"
+    for before, after, lines, code in (
+        (old_path, new_path, [changed, absent, "2 changes"], 1),
+        (new_path, old_path, [back, asked, "2 changes"], 1),
+        (old_path, old_path, ["0 changes"], 0),
+        # One audit of two releases is compared with itself.
+        (both, both, [changed, "1 change"], 0),
+    ):
+        assert cli.main(["compare", str(before), str(after)]) == code
+        assert capsys.readouterr().out.splitlines() == lines
 
 
-def test_the_picture_leaves_out_what_did_not_run(tmp_path):
+def test_the_picture_shows_each_verdict_and_leaves_out_what_did_not_run(tmp_path):
     pytest.importorskip("seaborn")
-    figure = audit.heat_map([*ROWS, replace(ROW, release="others 1.0", question="R")])
-    axes, others = figure.axes
+    gpu = replace(ROW, release="others 1.0", question="R", machine={"name": "H200"}, provenance="MEASURED")
+    axes, others = audit.heat_map([*ROWS, gpu]).axes
     # A map a package, each with the clauses that were put to it.
     assert [label.get_text() for label in others.get_xticklabels()] == ["R"]
-    assert others.get_title(loc="left").startswith("others:  ")
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["1.0 decode"]
+    signs = "+ holds  X breaks  u undefined  . not run"
+    titles = [one.get_title(loc="left") for one in (axes, others)]
+    assert titles == [f"kernels:  {signs}", f"others:  {signs}"]
+    # Beside what a GPU measured, what was interpreted says so.
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1.0 decode (CPU)"]
+    assert [label.get_text() for label in others.get_yticklabels()] == ["1.0 decode"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["E", "T", "B"]
-    assert sorted(text.get_text() for text in axes.texts) == ["+", "X", "u"]
-    audit.draw(ROWS, tmp_path / "map.svg")
-    assert (tmp_path / "map.svg").read_text().startswith("<?xml")
+    assert {label.get_rotation() for label in (*axes.get_xticklabels(), *axes.get_yticklabels())} == {0}
+    (alone,) = audit.heat_map(ROWS).axes
+    assert [label.get_text() for label in alone.get_yticklabels()] == ["1.0 decode"]
+    two = audit.heat_map([*ROWS, replace(ROW, variant="verify", question="N")])
+    (mesh,) = two.axes[0].collections
+    colours = [to_hex(colour) for colour in mesh.get_facecolor()]
+    signs = [text.get_text() for text in two.axes[0].texts]
+    shown = {sign: audit.COLOURS[verdict] for verdict, sign in (*audit.SIGNS.items(), ("not run", ""))}
+    assert sorted(signs) == ["", "", "", "", "+", "X", "X", "u"]
+    assert colours == [shown[sign] for sign in signs]
+    path = tmp_path / "new" / "folder" / "map.svg"
+    for _ in range(2):
+        audit.draw(ROWS, path)
+        assert path.read_text().startswith("<?xml")
 
 
 def test_no_label_of_the_recorded_audits_is_cut(monkeypatch):
@@ -116,13 +155,19 @@ def test_no_label_of_the_recorded_audits_is_cut(monkeypatch):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     rows = audit.recorded_audits()
+    # As they were recorded: what a GPU measured is not called RECORDED in them.
+    assert "MEASURED" in {row.provenance for row in rows}
     shown = []
     monkeypatch.setattr("staleproof.report.plots.picture", lambda *given: shown.append(given))
     for package in ("flashinfer-python", "torch"):
         audit.picture(rows, package)
         figure, alt, caption = shown.pop()
         assert figure.bbox.height < 20 * figure.dpi
-        assert alt.startswith(f"The padding contract of {package}, ")
+        mine = [row for row in rows if row.release.split(" ")[0] == package]
+        subjects = len({(row.release, row.variant) for row in mine if row.ran})
+        counts = Counter(row.verdict for row in audit.by_machine(mine))
+        told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in audit.SIGNS)
+        assert alt == f"The padding contract of {package}, {subjects} subjects that ran by clause: {told}."
         assert caption.startswith("RECORDED")
         renderer = FigureCanvasAgg(figure).get_renderer()
         figure.draw(renderer)

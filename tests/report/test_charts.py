@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from tests.made import finding
 
 from staleproof.cases import store
 from staleproof.report import charts
+from staleproof.report.plots import INK
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -68,6 +70,47 @@ def test_each_mark_has_its_time_beside_it() -> None:
         "staleproof",
         "peer",
     ]
+
+
+def test_the_chart_is_drawn_so() -> None:
+    second = row(provider="another", p50=8.0, p20=8.0, p80=8.0)
+    fig = charts.times([*ROWS[::-1], second])
+    (ax,) = fig.axes
+    names = ["staleproof  ", "another  ", "peer  ", "reference: memset  "]
+    lines = ["live rows 1", *names, "live rows 1024", *names[::2]]
+    labels = ax.get_yticklabels()
+    assert [(label.get_text(), label.get_weight()) for label in labels] == [
+        (name, "bold" if name.startswith("live") else "normal") for name in lines
+    ]
+    marks = [line for line in ax.lines if len(line.get_xdata()) == 1]
+    assert [float(line.get_ydata()[0]) for line in marks] == [1, 2, 3, 4, 6, 7]
+    assert [to_hex(line.get_color()) for line in marks[:4]] == ["#0072b2", "#d55e00", "#d55e00", INK]
+    assert [line.get_markerfacecolor() == "none" for line in marks[:4]] == [False, False, False, True]
+    assert {(line.get_markersize(), line.get_linewidth()) for line in marks} == {(5, 1.5)}
+    # The time is written at the right end of the line, between the lowest and the highest with room for it.
+    written = [(text.xy, text.xyann, text.get_va()) for text in ax.texts]
+    assert written == [
+        ((x, y), (7, 0), "center") for x, y in zip((3, 8, 10, 1.1, 4, 2800), (1, 2, 3, 4, 6, 7), strict=True)
+    ]
+    assert (ax.get_xscale(), ax.get_ylim()) == ("log", (7.6, -0.8))
+    assert ax.get_xlim() == pytest.approx((0.72, 2800 * (2800 / 0.9) ** 0.22))
+    assert [label.get_text() for label in ax.get_xticklabels()] == [
+        "1",
+        "3",
+        "10",
+        "30",
+        "100",
+        "300",
+        "1000",
+        "3000",
+    ]
+    assert ax.get_xlabel() == "us a call: median, and the line from the 20th to the 80th percentile"
+    assert tuple(fig.get_size_inches()) == pytest.approx((7.4, 1.1 + 0.21 * 8))
+    (near,) = charts.times([row(), row(provider="peer", p50=4.0, p20=4.0, p80=5.0)]).axes
+    assert near.get_xlim() == pytest.approx((1.2, 8))
+    assert [label.get_text() for label in near.get_xticklabels()] == ["1.5", "2", "3", "4", "5", "6"]
+    (far,) = charts.times([row(), row(provider="peer", p50=40.0, p20=40.0, p80=40.0)]).axes
+    assert [label.get_text() for label in far.get_xticklabels()] == ["2", "5", "10", "20"]
 
 
 @pytest.mark.parametrize("slowest", [3.4, 9.0, 60.0, 900.0, 90000.0])
@@ -129,7 +172,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_recorded_run_gives_a_sentence_and_a_captioned_chart(
-    runs: Path, capsys: pytest.CaptureFixture[str]
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = finding("mla_padding", "empty row", "vllm_triton", "nan")
     store.write(runs / "gpu", [answer], ROWS)
@@ -137,9 +180,17 @@ def test_a_recorded_run_gives_a_sentence_and_a_captioned_chart(
     said, caption = capsys.readouterr().out.splitlines()
     (run,) = store.read_all(runs)
     assert said == f"RECORDED {run.title}: ours 2 to 4 us, theirs 4.5 to 695 times"
-    assert caption.startswith(
-        f"Picture, RECORDED {run.machine}, {run.date}: one mark a provider, us a call; bf16"
-    )
+    where = f"RECORDED {run.machine}, {run.date}: one mark a provider, us a call; bf16"
+    assert caption == f"Picture, {where}"
+    shown: list[Any] = []
+    monkeypatch.setattr("staleproof.report.plots.picture", lambda *given: shown.append(given))
+    # The two that are compared are drawn at any rate, and of the others all, or those that are named.
+    for only in ((), ("limit: memset",), ("nobody",)):
+        charts.timed("clear_empty_rows", "bf16", "{ours}", peer="peer", only=only)
+        figure, alt, told = shown.pop()
+        assert (alt, told) == ("Times of clear_empty_rows: 2 to 4 us.", where)
+        assert ("reference: memset  " in words(figure)) is (only != ("nobody",))
+        assert {"staleproof  ", "peer  "} <= {*words(figure)}
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from matplotlib import colormaps
+from matplotlib.axis import Axis
+from matplotlib.colors import to_hex
 from matplotlib.patches import Polygon, Rectangle
+from matplotlib.text import Text
 
 from staleproof.incidents.kv_reuse.pictures import BlockLife, Span
 from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.pictures import MapPicture, map_picture
 from staleproof.incidents.scale_padding.pictures import TilePicture, tile_picture
 from staleproof.report import drawings
+from staleproof.report.plots import INK
 
 
 def hatched(ax: object) -> set[tuple[int, int]]:
@@ -57,8 +62,10 @@ def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote() -> None:
     spans.append(Span(9, 12, "prefix hit", 9))
     fig = drawings.life(BlockLife(4, spans, [(5, 1), (6, 2), (7, 3)], 4))
     who, filled = fig.axes
-    at = [(patch.get_x(), patch.get_width()) for patch in who.patches if isinstance(patch, Rectangle)]
-    assert at == [(0, 3), (3, 2), (5, 4), (9, 3)]
+    at = [(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in who.patches]
+    assert at == [(0, 0, 3, 1), (3, 0, 2, 1), (5, 0, 4, 1), (9, 0, 3, 1)]
+    assert [patch.get_hatch() or "" for patch in who.patches] == ["---", "///", "", "\\\\\\"]
+    assert {to_hex(text.get_color()) for text in fig.findobj(Text)} == {INK}
     said = [text.get_text() for text in who.texts]
     assert said == ["Mamba state\nrequest 7", "free", "keys and values\nrequest 8", "prefix hit\nrequest 9"]
     written, stale = (patch for patch in filled.patches if isinstance(patch, Polygon))
@@ -77,6 +84,83 @@ def test_a_tile_names_each_row_once_and_hatches_what_nobody_wrote(device: str) -
     nobody = {(byte % 16, byte // 16) for byte, written in enumerate(picture.written) if not written}
     assert hatched(ax) == nobody
     assert len(nobody) == 512 - 20
+
+
+def test_the_words_of_a_tile_can_be_read_on_their_colours() -> None:
+    """Row 0 is dark, row 127 bright; what nobody wrote lies under a light hatch."""
+    ax = drawings.tile(
+        TilePicture(
+            [byte // 4 for byte in range(512)], [0] * 512, [byte >= 4 or byte < 2 for byte in range(512)]
+        )
+    ).axes[0]
+    first, second, *_, last = ax.texts
+    assert (first.get_text(), second.get_position(), last.get_position()) == ("row 0", (6, 0.5), (14, 31.5))
+    looks = [(text.get_color(), text.get_fontweight(), text.get_fontsize()) for text in (first, second, last)]
+    assert looks == [("black", "normal", 8), ("white", "bold", 8), ("black", "bold", 8)]
+    squares = [patch for patch in ax.patches if patch.get_hatch()]
+    assert [(p.get_xy(), p.get_width(), p.get_height()) for p in squares] == [((2, 0), 2, 1)]
+    assert {to_hex(patch.get_edgecolor()) for patch in ax.patches} == {INK}
+    assert {patch.get_linewidth() for patch in ax.patches} == {0.4}
+    faces = [patch.get_facecolor() for patch in ax.patches if not patch.get_hatch()]
+    assert faces == [colormaps["cividis"](row / 127) for row in range(128)]
+    assert (ax.get_xlim(), ax.get_ylim()) == ((0, 16), (32, 0))
+    assert ticks(ax.xaxis) == [(byte + 0.5, str(byte)) for byte in (0, 3, 4, 7, 8, 11, 12, 15)]
+    assert ticks(ax.yaxis) == [(line + 0.5, f"byte {16 * line}") for line in (0, 7, 15, 23, 31)]
+    assert [text.get_text() for text in ax.figure.legends[0].get_texts()] == ["never written"]
+
+
+def test_the_axes_of_a_map_and_of_a_life_say_what_is_where() -> None:
+    pictures = [MapPicture(Batch(20, 5, 16), True, [[False] * 5] * 20) for _ in range(2)]
+    fig = drawings.maps(pictures)
+    assert tuple(fig.get_size_inches()) == (8.2, 4.0)
+    for whole, near in zip(fig.axes[::2], fig.axes[1::2], strict=True):
+        assert (whole.get_xlim(), near.get_xlim()) == ((0, 20), (6, 20))
+        assert whole.get_ylim() == near.get_ylim() == (5, 0)
+        assert ticks(whole.xaxis) == [(0, "token 0"), (10, "10"), (19, "19")]
+        assert ticks(near.xaxis) == [(6.5, "6"), (19.5, "19")]
+        assert ticks(whole.yaxis) == ticks(near.yaxis) == [(0.5, "slot 0"), (4.5, "slot 4")]
+        assert near.get_title(loc="left") == "the last 14 tokens"
+        # A line at each edge of a token and of a slot, and cells that somebody wrote.
+        down, across = near.collections
+        assert [segment[0][0] for segment in down.get_segments()] == [*range(6, 21)]
+        assert [segment[0][1] for segment in across.get_segments()] == [*range(6)]
+        (written,) = near.patches
+        assert (written.get_xy(), written.get_width(), written.get_height()) == ((6, 0), 14, 5)
+    spans = [Span(2, 5, "keys and values", 8)]
+    who, filled = drawings.life(BlockLife(4, spans, [(1, 9), (2, 1), (4, 3), (5, 4)], 4)).axes
+    assert (who.get_xlim(), who.get_ylim(), filled.get_xlim(), filled.get_ylim()) == (
+        (2, 5),
+        (0, 1.9),
+        (2, 5),
+        (0, 4),
+    )
+    assert ticks(who.yaxis) == [(0.5, "block 4")]
+    assert (filled.get_xlabel(), filled.get_ylabel()) == ("step of the run", "positions, of 4")
+    (name,) = who.texts
+    assert (name.get_position(), name.get_ha(), name.get_va(), name.get_fontsize()) == (
+        (3.5, 1.12),
+        "center",
+        "bottom",
+        8,
+    )
+    # Steps before and after the span are not of it.
+    assert [tuple(corner) for corner in filled.patches[0].get_xy()[1:-2]] == [
+        (2, 1),
+        (3, 1),
+        (4, 3),
+        (5, 3),
+        (5, 3),
+    ]
+    assert [text.get_text() for text in who.figure.legends[0].get_texts()] == [
+        "position holds the owner's key and value",
+        "position still holds what was there before",
+    ]
+
+
+def ticks(axis: Axis) -> list[tuple[float, str]]:
+    return [
+        (at, label.get_text()) for at, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
+    ]
 
 
 def test_a_row_of_which_some_columns_were_written_is_hatched_in_part() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from staleproof.report.exercises import ALL, exercises
+from staleproof.report.exercises import ALL, Exercise, exercises
 
 CASES = [(name, int(number)) for name, tasks in ALL.items() for number in tasks]
 
@@ -42,6 +42,32 @@ def test_right_answers_pass_and_wrong_ones_are_told(name, number, capsys):
     for answer in (None, object, {"a": 1}, [True, 2, "3", None], True):
         assert not check(number, answer)
         assert f"expected {exercise.form}, got" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("right", "answer", "fault"),
+    [
+        (3, True, "expected a whole number, got True"),
+        (3, 4, "too large"),
+        (2.0, 2.125, None),
+        (2.0, 2.2, "too large"),
+        (2.0, 2, None),
+        (2.0, True, "expected a number, got True"),
+        ("a", 1, "expected a text, got 1"),
+        ({1, 2}, [2, 1], None),
+        ({1, 2}, "12", "expected a set of whole numbers, got '12'"),
+        ({1, 2}, {1: 2, 2: 1}, "expected a set of whole numbers, got {1: 2, 2: 1}"),
+        ({1, 2}, {1, 3, 4}, "2 of yours do not belong, 1 missing"),
+        ([True, False], (True, False), None),
+        ([True, False], [True], "expected a list of 2 of True and False, got [True]"),
+        ([True, False], {True, False}, "expected a list of 2 of True and False, got {False, True}"),
+        (["a", "b"], ["b", "a"], "0 of 2 are right"),
+        ("a", ["x" * 55], "expected a text, got ['" + "x" * 55 + "']"),
+        ("a", ["x" * 56], "expected a text, got ['" + "x" * 55 + "..."),
+    ],
+)
+def test_the_fault_of_an_answer(right, answer, fault):
+    assert Exercise(right, "Look.", 0.125).fault(answer) == fault
 
 
 def test_the_dots_are_no_answer_yet(capsys):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
 import json
 import re
 import tomllib
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +20,11 @@ from staleproof.cases.finding import real
 from staleproof.cli import app as cli
 from staleproof.incidents.mla_padding.pictures import stage_picture
 from staleproof.incidents.registry import INCIDENTS
-from staleproof.report import html
+from staleproof.report import html, plots, timeline
 from staleproof.report.notebooks import Execution
 
+EVENT = {"date": "2026-03-18", "source": "vLLM #1", "url": "https://a.test", "incident": [1, 4]}
+EVENT |= {"label": "It began", "event": "x", "checked": False, "reported": [], "grade": None, "where": []}
 STYLE = (html.TEMPLATES / "style.css").read_text()
 
 
@@ -194,6 +200,104 @@ def test_this_machine_beside_the_recorded_ones_is_three_sentences_and_a_fold(roo
     assert section.index("<details") < section.index("<table")
 
 
+def test_when_and_where_the_page_was_made(root):
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    assert f" Made {today}.</p>" in page()
+    here, there = (
+        replace(found("q", "v", "clean"), machine={"name": n}, date=n[:4]) for n in ("2026 b", "2025 a")
+    )
+    assert f"Made {today} on 2025 a, 2026 b; verdicts of 2025, 2026.</p>" in page(here, there, here)
+
+
+def test_the_timeline_is_a_picture_of_the_page_if_the_book_has_one(root, monkeypatch):
+    monkeypatch.setattr(timeline, "checkout", lambda: root)
+    assert "Dates of the incidents" not in page()
+    (root / "workbook/timeline.md").write_text("# Timeline\n")
+    data = json.dumps({"events": [EVENT], "claims": []})
+    (root / "workbook/timeline.json").write_text(data)
+    uri, alt = re.search(r'<img src="([^"]+)" alt="(Dates of the incidents[^"]+)"', page()).groups()
+    assert "; 4 kv_reuse, KV blocks that were Mamba state" in alt
+    drawn = base64.b64decode(uri.removeprefix("data:image/svg+xml;base64,")).decode()
+    assert ">It began<" in drawn
+    # On its light ground, in the darker grey; numbers in hundredths of a point, and a repeated style once.
+    assert (html.DARKER in drawn, plots.INK in drawn) == (True, False)
+    assert not re.search(r"(?<!scale\()\b\d+\.\d{3}", re.sub(r"scale\([^)]*\)|<style.*?</style>", "", drawn))
+    assert Counter(re.findall(r' style="([^"]+)"', drawn)).most_common(1)[0][1] <= 2
+
+
+def test_markdown_and_code_of_the_page():
+    assert html.render("# a\n\n##### b\n\n###### c", 2) == "<h3>a</h3>\n<h6>b</h6>\n<h6>c</h6>\n"
+    table = html.render("| a | |\n|---|---|\n| b | c |")
+    assert table.startswith('<div class="wide"><table>')
+    assert table.endswith("</table></div>\n")
+    assert (table.count('<th scope="col">a</th>'), table.count("<th></th>"), table.count("<td></td>")) == (
+        1,
+        0,
+        1,
+    )
+    marked = html.code("def f(x):  # why\n    return 'a<b'")
+    assert marked.startswith('<div class="highlight"><pre tabindex="0">')
+    assert '<span class="k">def</span> <span class="nf">f</span>(x):' in marked
+    assert "&lt;b" in marked
+    assert html.plain("a  `b`\n&amp; *c*") == "a b & c"
+
+
+def test_a_notebook_is_read_into_sections(tmp_path):
+    both = v4.new_output("display_data", {"text/markdown": "**m**", "text/plain": "p", "text/html": "<b>"})
+    failed = v4.new_output("error", traceback=["one", "two"])
+    path = write(
+        tmp_path / "07_x.ipynb",
+        v4.new_code_cell(""),
+        v4.new_markdown_cell("# The *title*\nlead\n## 1 · First `part`\nbody\n### deep\n## Second"),
+        v4.new_code_cell("x", outputs=[both, failed, v4.new_output("stream", text=" \n")]),
+        drawing("Picture, here\nsaid\n\n"),
+    )
+    made = html.chapter(Execution(path, "stopped"))
+    assert (made.stem, made.title, made.error) == ("07_x", "The title", "stopped")
+    first, second = made.sections[1:]
+    assert [(one.title, one.anchor) for one in made.sections] == [
+        ("", "07_x"),
+        ("1 · First part", "07_x-first-part"),
+        ("Second", "07_x-second"),
+    ]
+    assert made.sections[0].parts == [("markdown", ""), ("markdown", "lead\n")]
+    assert first.parts == [("markdown", "body\n### deep\n")]
+    *parts, (kind, picture) = second.parts
+    assert parts == [
+        *(
+            ("markdown", ""),
+            ("code", "x"),
+            ("markdown", "**m**"),
+            ("printed", "one\ntwo"),
+            ("code", "draw()"),
+        ),
+        ("printed", "said\n"),
+    ]
+    # Without an alt text it is that of its section.
+    assert (kind, picture.alt, picture.caption) == ("picture", "Second", "")
+    assert (made.section("first"), made.section("title")) == (first, None)
+
+
+def test_a_link_leads_into_the_page_or_becomes_its_text():
+    page = '<p id="triage"></p><p id="doc-glossary"></p><p id="01_a-the-fix"></p><p id="word"></p>'
+    places = {"01_a.ipynb": "01_a", "README.md": "triage", "glossary.md": "doc-glossary"}
+    for link, settled in (
+        ('<a href="https://x.test/01_a.ipynb">t</a>',) * 2,
+        ('<a href="mailto:a@b">t</a>',) * 2,
+        ('<a href="../README.md">t</a>', '<a href="#triage">t</a>'),
+        ("<a class='k' href='README.md#x' id='y'>t</a>", "<a class='k' href=\"#triage\" id='y'>t</a>"),
+        ('<a href="01_a.ipynb#The-fix">t</a>', '<a href="#01_a-the-fix">t</a>'),
+        ('<a href="01_a.ipynb">t</a>', "t"),
+        ('<a href="#word">t</a>', '<a href="#word">t</a>'),
+        ('<a href="#nowhere">t</a>', "t"),
+        ('<a href="b/glossary.md#word">t</a>', '<a class="term" href="#word" title="a &lt;b&gt;">t</a>'),
+        ('<a href="glossary.md#no">t</a>', '<a href="#doc-glossary">t</a>'),
+        ('<a href="01_a.ipynb#word">t</a>', "t"),
+        ('<a href="setup.py#word">t</a>', "t"),
+    ):
+        assert html.settle_links(page + link, places, {"word": "a <b>"}) == page + settled
+
+
 def _luminance(colour: str) -> float:
     values = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values)
@@ -229,14 +333,23 @@ def test_report_writes_the_page_of_what_is_there(root, capsys):
     row = text[text.index("ids &lt;pending&gt;") :]
     assert row.startswith('ids &lt;pending&gt;</th><td class="good">600 → 0</td><td class="absent">-</td>')
     assert source.read_bytes() == before
+    # A copy that was executed is shown in its place.
+    (root / "workbook/_build/notebooks").mkdir()
+    write(root / "workbook/_build/notebooks/00_first.ipynb", v4.new_markdown_cell("# As executed"))
+    assert cli.main(["report"]) == 0
+    assert ("As executed" in made.read_text(), "As committed" in made.read_text()) == (True, False)
 
 
 def test_report_execute_exits_1_where_a_notebook_stops_and_still_writes(root, capsys, monkeypatch):
-    monkeypatch.setattr("staleproof.cli.common.put_questions", lambda *_: (one for one in ()))
     write(root / "notebooks/00_good.ipynb", v4.new_code_cell("print('went', 'well')"))
     write(root / "notebooks/01_bad.ipynb", v4.new_code_cell("assert 0, 'no verdict'"))
+    answer = found("q", "v", "clean", "clean")
+    monkeypatch.setattr("staleproof.cli.common.put_questions", lambda *_: (one for one in (answer,)))
     assert cli.main(["report", "--execute"]) == 1
     captured = capsys.readouterr()
+    # A line an incident; the findings are on the page.
+    assert "mla_padding: 1 as expected, 0 not as expected, 0 not run\n" in captured.out
+    assert "mla_padding, q, v" not in captured.out
     assert "01_bad.ipynb: code cell 1 raised AssertionError: no verdict" in captured.err
     text = (root / "workbook/_build/index.html").read_text()
     assert "went well" in text

@@ -10,6 +10,7 @@ from tests.made import finding, not_run, off_on_off
 
 from staleproof.cases.finding import Finding, real
 from staleproof.device import Provenance
+from staleproof.incidents.registry import Incident
 from staleproof.report import conclusion, matrix
 
 TEXT = """\
@@ -117,6 +118,84 @@ def test_a_question_put_to_less_than_half_of_the_variants_has_a_panel_of_its_own
     asked = {"all": "abcde", "most": "abc", "few": "ab"}
     found = [finding("a", question, v, "clean") for question, variants in asked.items() for v in variants]
     assert [panel.questions for panel in matrix.build(found)] == [["all", "most"], ["few"]]
+
+
+ABOUT = Incident(3, "A title", "03_a.ipynb", "it lies", served=("served a", "b"), tried=("late", "clamp"))
+SAID = """\
+a: A title
+  wrong    q, v0: clean, expected leaked; q, v1: clean, expected leaked;
+           q, v2: clean, expected leaked; q, v3: clean, expected leaked;
+           q, v4: clean, expected leaked; and 1 more
+  symptom  it looks true
+  cause    it lies; not confirmed by this run
+  fails    clamp (NaN bias: leaked); late (a: leaked); shared (cures
+           none of 2 causes)
+  fixed    clamp (in the other cases), ours (top 4; graphs), many (4
+           cases)
+  verdicts 17 as expected, 6 not as expected, 1 not run (INTERPRETED,
+           asked of: real, replica)
+  next     staleproof run a -v: every finding and the matrices
+
+unknown
+  verdicts 0 as expected, 0 not as expected, 1 not run
+
+17 as expected, 6 not as expected, 2 not run
+not run: 1 needs SM100, 1 no GPU (-v lists them)"""
+
+
+def fixes() -> list[Finding]:
+    held = ["clamp", "ours, top 4", "ours, graphs", *(f"many, {n}" for n in range(4))]
+    found = [off_on_off("a", name, off="leaked", on="clean", again="leaked") for name in held]
+    bad = {"off": "leaked", "on": "leaked", "again": "leaked", "expected": "not fixed"}
+    found.insert(1, off_on_off("a", "clamp, NaN bias", **bad))
+    # Of what was served, only what was tried as a remedy, and did not hold.
+    for question, variant, verdict in (
+        *(("served a", "late", "leaked"), ("b", "late", "clean"), ("b", "never", "leaked")),
+        *(("served a", "clamp", "clean"), ("q", "late", "leaked")),
+    ):
+        found.append(finding("a", question, variant, verdict, expected=verdict))
+    for remedy, verdicts in (("shared", ("not cured", "helped")), ("one", ("not cured", "cured"))):
+        found += [finding("a", f"matrix, {remedy}", f"{n}", v, expected=v) for n, v in enumerate(verdicts)]
+    return found
+
+
+def test_the_conclusion_is_this(monkeypatch):
+    monkeypatch.setattr(conclusion, "INCIDENTS", {"a": ABOUT})
+    monkeypatch.setattr(conclusion, "symptom", lambda name: "it looks true")
+    bad = [finding("a", "q", f"v{n}", "clean", expected="leaked", evidence=real("x")) for n in range(6)]
+    absent = [not_run("a", "q", "v", "needs SM100"), not_run("unknown", "q", "v", "no GPU")]
+    found = [replace(one, provenance=Provenance.INTERPRETED) for one in (*bad, *fixes())]
+    assert conclusion.text([*found, *absent], 72) == SAID
+    good = conclusion.text(found[6:], 200).splitlines()
+    assert good[:2] == ["a: A title", "  symptom  it looks true"]
+    assert good[2] == "  cause    it lies"
+    # One incident is not counted twice.
+    assert good[-3:] == [
+        "  verdicts 17 as expected, 0 not as expected, 0 not run (INTERPRETED, asked of: replica)",
+        "  next     staleproof patches: does your vLLM need a patch? ()",
+        "           staleproof lab: the walkthrough, notebooks/03_a.ipynb",
+    ]
+    wrong = off_on_off("a", "three", off="leaked", on="clean", again="leaked", wrong="x", expected="wrong")
+    said = conclusion.text([wrong]).splitlines()
+    assert said[3:5] == ["  fails    three (wrong)", "  fixed    no fix was shown to hold by this run"]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "width", "line"),
+    [
+        ([], 80, []),
+        (["no GPU"], 80, ["not run: 1 no GPU (-v lists them)"]),
+        (["no GPU"], 31, ["not run: 1 no GPU (-v lists the"]),
+        (["no GPU"], 30, ["not run: 1 other (-v)"]),
+        (["a", "b", "b"], 80, ["not run: 2 b, 1 a (-v lists them)"]),
+        (["a" * 30, "b" * 40, "b" * 40], 60, ["not run: 3 other (-v)"]),
+        (["b", "b", "a" * 50], 60, ["not run: 2 b, 1 other (-v)"]),
+        ([""], 80, ["not run: 1 no reason given (-v lists them)"]),
+    ],
+)
+def test_what_was_not_run_is_this_line(reasons, width, line):
+    absent = [replace(not_run("a", "q", str(n), "x"), note=why) for n, why in enumerate(reasons)]
+    assert conclusion.not_run_line([finding("a", "q", "v", "clean"), *absent], width) == line
 
 
 @pytest.mark.parametrize("expected", ["clean", "leaked"])

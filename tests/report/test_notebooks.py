@@ -9,6 +9,7 @@ from threading import Event
 
 import nbformat
 import pytest
+import torch
 from nbformat import v4
 
 from made import write
@@ -64,6 +65,8 @@ def test_a_spoilt_notebook_is_refused(tmp_path):
 
 def test_notebooks_are_executed_beside_what_the_command_does(tmp_path, monkeypatch):
     monkeypatch.setattr(notebooks, "_cores", lambda: 4)
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.delenv("OMP_NUM_THREADS")
     # Each waits for the other, and the second begins once nothing is left to do here.
@@ -78,6 +81,7 @@ def test_notebooks_are_executed_beside_what_the_command_does(tmp_path, monkeypat
         assert not (tmp_path / "at_0").exists()
         done = finish()
     assert [(one.path.name, one.error) for one in done] == [("00.ipynb", None), ("01.ipynb", None)]
+    assert threads == [2]
     # Two processes on four cores.
     assert (tmp_path / "at_0").read_text() == os.environ["OMP_NUM_THREADS"] == "2"
 

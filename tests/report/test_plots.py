@@ -30,6 +30,18 @@ def _verdicts() -> Figure:
     return plots.grid([VERDICTS, VERDICTS[::-1]], rows=["a", "b"], columns=["1", "2", "3", "4"])
 
 
+def test_axes_of_cells_have_neither_ticks_nor_a_frame_and_others_two_sides() -> None:
+    cells, curves = _verdicts().axes[0], plots.uptime({"a": [0.5]}, steps=9).axes[0]
+    for axes, sides, length in ((cells, set(), 0), (curves, {"left", "bottom"}, 3.5)):
+        assert {side for side, spine in axes.spines.items() if spine.get_visible()} == sides
+        assert {tick.tick1line.get_markersize() for tick in axes.xaxis.get_major_ticks()} == {length}
+        assert axes.get_facecolor()[3] == axes.figure.get_facecolor()[3] == 0
+        assert {to_hex(spine.get_edgecolor()) for spine in axes.spines.values()} == {INK}
+    assert (curves.get_xlim()[0], curves.get_ylim()) == (0, (-0.04, 1.04))
+    assert (curves.get_xlabel(), curves.get_ylabel()) == ("steps served", "requests corrupted")
+    assert curves.yaxis.get_major_formatter()(0.5) == "50%"
+
+
 def test_each_cell_shows_its_state() -> None:
     fig = _verdicts()
     cells = _cells(fig)
@@ -63,9 +75,22 @@ def test_states_of_one_picture_differ_without_their_colours() -> None:
         assert len({plots.STATES[s][2] for s in states}) == len(states)
 
 
+def test_a_patch_is_a_unit_square_in_the_look_of_its_state_unless_said_otherwise() -> None:
+    plain, other = plots.patch("leaked"), plots.patch("leaked", (2, 3), (4, 5), facecolor="none", label="x")
+    colour, strength, hatch = plots.STATES["leaked"]
+    assert (plain.get_xy(), plain.get_width(), plain.get_height()) == ((0, 0), 1, 1)
+    assert (other.get_xy(), other.get_width(), other.get_height()) == ((2, 3), 4, 5)
+    assert (plain.get_facecolor(), other.get_facecolor()[3]) == (to_rgba(colour, strength), 0)
+    assert (plain.get_edgecolor(), other.get_hatch(), other.get_label()) == (to_rgba(colour), hatch, "x")
+
+
 def test_the_legend_names_the_states_that_are_there_and_no_other() -> None:
     fig = plots.grid([["clean", "leaked"]], rows=["a"], columns=["1", "2"])
-    assert [t.get_text() for t in fig.legends[0].get_texts()] == ["clean", "leaked"]
+    (legend,) = fig.legends
+    assert [t.get_text() for t in legend.get_texts()] == ["clean", "leaked"]
+    # In one line at the lower left, without a frame, each drawn as the patch that it names.
+    assert (legend._get_loc(), legend._ncols, legend.get_frame_on()) == (3, 2, False)
+    assert [p.get_hatch() or "" for p in legend.get_patches()] == ["", "xxx"]
 
 
 @pytest.mark.parametrize("columns", [("0.attention", "logits"), ("1", "2")])
@@ -122,6 +147,27 @@ def test_routing_hatches_an_expert_taken_again_and_the_map_s_holes() -> None:
     assert len(holes) == 6
     assert [t.get_text() for t in left.get_yticklabels()] == ["row 0", "padding 1", "padding 2"]
     assert [t.get_text() for t in fig.legends[0].get_texts()] == ["never written", "written"]
+
+
+def test_the_axes_of_a_routing_fit_and_say_what_is_where() -> None:
+    fig = plots.routing([[3, 0], [1, 2]], [[False] * 2] * 2, live=1)
+    left, right = fig.axes
+    assert tuple(fig.get_size_inches()) == (1.0 + 0.62 * 2, 1.0 + 0.24 * 2)
+    for axes, title in ((left, "expert ids; hatched: again"), (right, "map entries")):
+        assert (axes.get_xlim(), axes.get_ylim(), axes.get_title()) == ((0, 2), (2, 0), title)
+        assert [list(line.get_data()[1]) for line in axes.lines] == [[1, 1]]
+        assert list(axes.get_xticks()) == list(axes.get_yticks()) == [0.5, 1.5]
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
+    assert [label.get_text() for label in right.get_yticklabels()] == ["", ""]
+    assert [t.get_position() for t in left.texts] == [(0.5, 0.5), (1.5, 0.5), (0.5, 1.5), (1.5, 1.5)]
+    # Each expert has a colour of its own, on which its number can be read.
+    assert len({p.get_facecolor() for p in left.patches}) == 4
+    assert [t.get_color() for t in left.texts] == ["black", "white", "white", "black"]
+    assert [t.get_text() for t in fig.legends[0].get_texts()] == ["written"]
+    wide = plots.routing([[*range(6)]], [[False] * 6], live=1)
+    wide.draw(FigureCanvasAgg(wide).get_renderer())
+    boxes = [axes.get_tightbbox() for axes in wide.axes]
+    assert 0 <= boxes[0].x0 < boxes[0].x1 <= boxes[1].x0 < boxes[1].x1 <= wide.bbox.x1
 
 
 def test_routing_refuses_holes_of_another_shape() -> None:

@@ -13,6 +13,7 @@ from tests.made import finding, not_run
 
 from staleproof import device as devices
 from staleproof.cases import store
+from staleproof.cases.finding import real
 from staleproof.evidence import CLEAN, RowCounters, judge_rows, pad_invariance, plant, row_states
 from staleproof.report import show
 
@@ -28,6 +29,14 @@ def test_start_prints_one_banner_line(device: str, capsys: pytest.CaptureFixture
 def test_a_verdict_line_begins_with_provenance_and_grade(capsys: pytest.CaptureFixture[str]) -> None:
     assert show.verdict("H1 held: 3 rows", show.observed("rows", 3, 3))
     assert capsys.readouterr().out == f"{devices.provenance()} replica: H1 held: 3 rows\n"
+
+
+def test_what_a_cell_saw_and_what_it_claims_are_in_its_finding() -> None:
+    seen = show.observed("rows", 5, 3, real("torch 2"))
+    assert (seen.key[:3], seen.verdict, seen.expected, seen.failed) == (
+        *(("notebook", "rows", "here"), "otherwise", "as said", True),
+    )
+    assert (seen.numbers, seen.grade, seen.of) == ({"seen": "5", "claimed": "3"}, "real", "torch 2")
 
 
 def test_a_cell_that_ends_in_a_verdict_shows_its_line_only() -> None:
@@ -131,6 +140,12 @@ def test_in_a_notebook_a_table_is_displayed_and_not_printed(monkeypatch, capsys)
     assert table.outcomes == {(0, 1): "bad"}
 
 
+def test_a_badge_has_the_look_of_its_outcome_and_its_words() -> None:
+    badge = show.Badge("rows", "leaked")
+    assert badge._repr_html_() == f"<p style='padding: .3em .6em; {show.STYLES['bad']}'>{badge!r}</p>"
+    assert show.STYLES["good"] in show.Badge("rows", "clean")._repr_html_()
+
+
 def test_a_row_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="rows: expected 2 cells a row, got 1"):
         show.table(("a", "b"), [("only one",)])
@@ -216,6 +231,10 @@ def test_the_toy_leaves_rows_without_tokens_alone(device: str) -> None:
     assert row_states(toy.out) == ["finite"] * 2 + ["unwritten"] * 4
     assert toy.scaled[:2, 0].tolist() == [1, 2]
     toy.serve(live=6)
+    for amax in ("torch.max", "fmax"):
+        scaled = show.ToyStep(device, amax=amax)
+        scaled.serve(live=4)
+        assert scaled.scaled[:, 3].tolist() == [0.25, 0.5, 0.75, 1, 0, 0]
     toy.x.fill_(9)
     toy.serve(live=2)
     assert toy.out[:, 0].tolist() == [9, 9, 3, 4, 5, 6]

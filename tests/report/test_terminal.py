@@ -5,16 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from tests.made import finding, not_run
+from rich.console import Console
+from tests.made import finding, not_run, off_on_off
 
-from staleproof.cases import store
+from staleproof.cases import predictions, store
+from staleproof.cases.finding import real, write_findings
 from staleproof.cases.machine import Capability
 from staleproof.device import Provenance
-from staleproof.report import terminal
+from staleproof.report import conclusion, matrix, terminal
 
 ROW = {"kernel": "clear", "provider": "ours", "mode": "graph", "x_name": "live", "x_value": 1, "unit": "us"}
+FIX = off_on_off("a", "v", off="leaked", on="clean", again="leaked")
 ROW |= {"p50": 2.0, "p20": 1.9, "p80": 2.2}
 
 
@@ -28,6 +32,8 @@ ROW |= {"p50": 2.0, "p20": 1.9, "p80": 2.2}
             finding("a", "q", "v", "leaked", amax=1 / 3, on="clean"),
             "a, q, v: leaked  (replica)  [amax 0.333333, on clean]",
         ),
+        (finding("a", "q", "v", "clean", evidence=real("x 1")), "a, q, v: clean  (real, x 1)"),
+        (FIX, f"a, off/on/off, v: fixed  {FIX.three.text}  (replica)"),
         (not_run("a", "q", "v", "needs SM100"), "a, q, v: not run: needs SM100"),
     ],
 )
@@ -64,6 +70,106 @@ def test_a_comparison_says_whether_all_verdicts_match(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "mismatch        a, q, v: clean / leaked" in out
     assert "clear, ours, graph, live 1: 2 us (p20 1.9, p80 2.2) -> 2 (1.00)" in out
+
+
+def test_a_comparison_is_this(tmp_path, capsys):
+    def run(name: str, rows: list[dict[str, object]], **verdicts: str) -> store.Run:
+        found = [
+            not_run("a", "q", v, "no GPU") if verdict == "absent" else finding("a", "q", v, verdict)
+            for v, verdict in verdicts.items()
+        ]
+        store.write(tmp_path / name, found, rows)
+        return store.read(tmp_path / name)
+
+    rows = [ROW | {"x_value": n} for n in (1, 2, 3)]
+    slower = [row | {"p50": p50} for row, p50 in zip(rows, (1.0, 8.0, 3.0), strict=True)]
+    one = run("one", rows, same="clean", other="clean", mine="clean", none="absent")
+    two = run("two", slower, same="clean", other="leaked", yours="clean", none="absent")
+    assert not terminal.print_comparison(one, two)
+    assert capsys.readouterr().out.splitlines() == [
+        f"DIFFERENT VERDICTS: {store.compare(one.findings, two.findings).summary}",
+        "3 timings, second / first: 0.50 to 4.00, median 1.50",
+        f"first   {one.title}",
+        f"second  {two.title}",
+        "",
+        "mismatch        a, q, other: clean / leaked",
+        "only in first   a, q, mine",
+        "only in second  a, q, yours",
+        "in neither      a, q, none",
+        "",
+        "timings, first -> second (second / first)",
+        *(
+            f"clear, ours, graph, live {n}: 2 us (p20 1.9, p80 2.2) -> {p50} ({ratio})"
+            for n, p50, ratio in ((1, 1, "0.50"), (2, 8, "4.00"), (3, 3, "1.50"))
+        ),
+    ]
+    assert terminal.print_comparison(run("three", [], v="clean"), run("four", [], v="clean"))
+    out = capsys.readouterr().out.splitlines()
+    assert (out[0], len(out)) == (
+        "the same verdicts: 1 match, 0 mismatch, 0 only in the first, 0 only in the second",
+        4,
+    )
+
+
+def test_what_became_of_predictions_is_this(monkeypatch, capsys):
+    told = [
+        predictions.Prediction("a", "q", name, "unwritten", "its source", "zero", "2026-11-21", "")
+        for name in ("refuted", "confirmed", "open")
+    ]
+    monkeypatch.setattr(predictions, "read", lambda: told)
+    monkeypatch.setattr(predictions, "of_run", lambda given, run: predictions.outcomes(given, run.findings))
+    said = [finding("a", "q", "refuted", "zero"), finding("a", "q", "confirmed", "unwritten")]
+    for found, good, counts in (
+        (said, False, "1 refuted, 1 confirmed, 1 open"),
+        (said[1:], True, "0 refuted, 1 confirmed, 2 open"),
+    ):
+        run = store.Run(Path("x"), {"machine": {"name": "B200"}, "date": "2026-11-21"}, found, [])
+        assert terminal.print_predicted(run) is good
+        lines = [outcome.text for outcome in predictions.outcomes(told, found)]
+        assert capsys.readouterr().out.splitlines() == [counts, run.title, "", *lines]
+
+
+def test_where_findings_are_kept_and_of_which_source_the_others_are(tmp_path, monkeypatch, capsys):
+    mine, other = finding("a", "q", "v", "clean"), finding("b", "q", "v", "clean")
+    path = tmp_path / "findings.jsonl"
+    write_findings(path, [mine, other])
+    monkeypatch.chdir(tmp_path)
+    terminal.print_kept(path, [mine])
+    (line,) = store.origins([*store.read_kept(path)][1:])
+    assert capsys.readouterr().out.splitlines() == ["findings  findings.jsonl", f"kept      {line}"]
+    monkeypatch.chdir("/")
+    terminal.print_kept(path, [mine, other])
+    assert capsys.readouterr().out == f"findings  {path.relative_to('/')}\n"
+
+
+def test_verdicts_are_printed_as_a_conclusion_the_runs_beside_it_and_on_request_the_matrices(
+    tmp_path, capsys
+):
+    found = [finding("a", "q", "v", "clean"), not_run("a", "q", "w", "no GPU")]
+    for name, incident in (("r", "a"), ("s", "b")):
+        store.write(tmp_path / name, [finding(incident, "q", "v", "clean")], [])
+    runs = store.read_all(tmp_path)
+    beside = store.compare(found, runs[0].findings).summary
+    for verbose in (False, True):
+        terminal.print_verdicts(found, runs, verbose)
+        lines = capsys.readouterr().out.splitlines()
+        more = ["", *matrix.text(found).splitlines()] if verbose else []
+        own = ["", *conclusion.text(found, 100).splitlines()]
+        assert lines == [*own, f"RECORDED  {runs[0].title}", f"          {beside}", *more]
+
+
+@pytest.mark.parametrize("columns", [None, 30])
+def test_lines_are_wrapped_in_a_terminal_only(columns, monkeypatch, capsys):
+    shown = Console(width=columns, force_terminal=True, color_system=None) if columns else Console()
+    monkeypatch.setattr(terminal, "console", lambda: shown)
+    assert terminal.width() == columns
+    terminal.say("  one two three four five six seven\n/a/path/" + "x" * 30)
+    first = (
+        ["  one two three four five six", "      seven"]
+        if columns
+        else ["  one two three four five six seven"]
+    )
+    assert capsys.readouterr().out.splitlines() == [*first, "/a/path/" + "x" * 30]
 
 
 def test_the_output_needs_none_of_the_extra():

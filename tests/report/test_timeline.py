@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
+from matplotlib.dates import date2num
 from matplotlib.text import Text
 from tests.made import finding
 
@@ -71,6 +72,8 @@ def test_load_reads_one_incident_or_several(tmp_path: Path) -> None:
     assert one.date == datetime.date(2026, 3, 18)
     assert (one.incidents, two.incidents) == ((1,), (2, 5))
     assert one.reported == ("7 us", "8 us")
+    (every,) = _load(tmp_path, _row(incident=[*timeline.LANES]))
+    assert every.incidents == (1, 2, 3, 4, 5, 6, 7)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,46 @@ def test_the_picture_has_a_dot_for_every_event_of_every_incident(tmp_path: Path)
     fills = sorted((line.get_color(), line.get_markerfacecolor() != "none") for line in dots)
     blue, orange = timeline.COLOURS[1], timeline.COLOURS[2]
     assert fills == [(blue, False), (blue, True), (orange, True)]
+
+
+def test_the_picture_has_a_lane_for_each_incident_and_a_stem_below_each_label(tmp_path: Path) -> None:
+    later = _row(date="2026-04-01", incident=2, label="a label")
+    figure = timeline.figure(_load(tmp_path, _row(label="one"), _row(label="two"), _row(label=None), later))
+    (ax,) = figure.axes
+    first, last = (date2num(datetime.date(2026, month, day)) for month, day in ((3, 18), (4, 1)))
+    assert ax.get_xlim() == (first - 8, last + 45)
+    # Lane 1 has two levels of labels, lane 2 one, and a lane without events its line alone.
+    heights = [3, 2, *(2 for _ in range(5))]
+    feet = [sum(heights[: lane + 1]) for lane in range(7)]
+    assert ax.get_ylim() == (feet[-1], 0)
+    assert figure.get_size_inches()[1] == pytest.approx(feet[-1] * 0.21 + 0.7)
+    middles = [foot - height / 2 for foot, height in zip(feet, heights, strict=True)]
+    assert list(ax.get_yticks()) == middles
+    names = [f"{n}  {name}\n{what}" for n, (name, what) in timeline.LANES.items()]
+    assert [label.get_text() for label in ax.get_yticklabels()] == names
+    lanes = [line for line in ax.lines if list(line.get_xdata()) == [first - 8, last + 45]]
+    assert [line.get_ydata()[0] for line in lanes] == pytest.approx([foot - 0.6 for foot in feet])
+    dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines if line.get_marker() == "o"]
+    assert [(x, pytest.approx(y)) for x, y in dots] == [*[(first, 2.4)] * 3, (last, 4.4)]
+    stems = [
+        (*line.get_xdata(), *line.get_ydata())
+        for line in ax.lines
+        if len({*line.get_xdata()}) == 1 and len(line.get_xdata()) == 2
+    ]
+    assert stems == [
+        pytest.approx((first, first, 2.4, 0.65)),
+        pytest.approx((first, first, 2.4, 1.65)),
+        pytest.approx((last, last, 4.4, 3.65)),
+    ]
+    # Each label begins a twentieth of an inch behind its stem.
+    inch = (last + 45 - (first - 8)) / (9.0 - 2.45 - 0.1)
+    assert [text.get_text() for text in ax.texts] == ["one", "two", "a label"]
+    assert [text.xy for text in ax.texts] == [
+        (pytest.approx(x + 0.05 * inch), pytest.approx(y)) for x, _, _, y in stems
+    ]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["checked in the release", "reported"]
+    assert [line.get_markerfacecolor() for line in legend.get_lines()] == [INK, "none"]
 
 
 def _claims(tmp_path: Path, **changes: object) -> list[timeline.Claim]:

@@ -14,6 +14,7 @@ import pytest
 from staleproof.report import patches as shown
 from staleproof.triage import answer, facts, judge, logs, table
 from staleproof.triage.facts import Facts
+from staleproof.triage.text import wrapped
 from staleproof.vllm import status
 
 LOGS = Path(__file__).with_name("logs")
@@ -192,6 +193,45 @@ def test_models_by_name(name, there):
     assert {trait for trait, has in facts.traits(name).items() if has} == there
 
 
+@pytest.mark.parametrize(
+    ("line", "traits", "origin"),
+    [
+        (
+            "Setting attention block size so that it is no smaller than mamba page size.",
+            {"hybrid": True},
+            "line 1",
+        ),
+        ("Using FLASH_ATTN attention backend out of x\nUsing Triton GDN kernels", {"hybrid": True}, "line 2"),
+        (
+            "Resolved architecture: LlamaForCausalLM\nMambaSpec",
+            {"mla": False, "moe": False, "hybrid": True},
+            "line 1",
+        ),
+        ("Starting to load model mine", {}, None),
+        ("Starting to load model a/Qwen3-30B-A3B...", {"mla": False, "moe": True, "hybrid": False}, "line 1"),
+        ("non-default args: {'model_tag': 'a/Jamba', 'x': 1}", {"hybrid": True}, "line 1"),
+    ],
+)
+def test_a_line_that_names_the_model_or_its_kernels(line, traits, origin):
+    known = logs.read(line)
+    assert (known.traits, known.origin.get("model")) == (traits, origin)
+
+
+@pytest.mark.parametrize(
+    ("lines", "word", "origin"),
+    [
+        (["data_parallel_size=1,"], "none", "data_parallel_size=1 in the log"),
+        (["data_parallel_size=2,"], "dp", "line 1"),
+        (["", "data_parallel_size=4,", "EP rank 1/4"], "dp+ep", "line 3"),
+        (["data_parallel_size=1, enable_expert_parallel=True"], "ep", "line 1"),
+        (["data_parallel_size=8", "data_parallel_size=1"], "none", "data_parallel_size=1 in the log"),
+    ],
+)
+def test_a_log_says_how_it_is_parallel(lines, word, origin):
+    known = logs.read("\n".join(lines))
+    assert (known.known, known.origin) == ({"parallel": word}, {"parallel": origin})
+
+
 def test_a_prefill_backend_is_not_the_decode_backend():
     assert "backend" not in logs.read("Using FLASH_ATTN MLA prefill backend.").known
 
@@ -323,6 +363,19 @@ def test_an_old_triton_mla_has_no_full_graphs():
     assert "empty_rows" in standing(of(symptom="nan", version="0.22.0", backend="TRITON_MLA", graphs="full"))
 
 
+def test_what_a_backend_says_of_the_model_holds_where_nobody_said_otherwise():
+    known = of(backend="FLASHINFER_MLA")
+    assert (known.traits, known.origin["model"]) == ({"mla": True}, "--backend")
+    assert of(model="dense", backend="FLASHINFER_MLA").traits["mla"] is False
+    assert of(model="hybrid", backend="FLASHINFER_MLA").origin["model"] == "--model"
+    assert of(backend="FLASH_ATTN").traits == {}
+
+
+def test_text_for_no_terminal_is_one_line():
+    assert wrapped("a b " * 50, None, "x  ", "   ") == ["x  " + "a b " * 50]
+    assert wrapped("", 9, "x  ") == ["x  "]
+
+
 def test_a_patch_that_is_in_place_speaks_against():
     known = of(symptom="leak", version="0.22.1", model="dense")
     assert standing(known) == {"undrained_ids": judge.FITS}
@@ -400,15 +453,6 @@ def test_a_sentence_says_what_it_names(sentence):
 def test_a_sentence_with_a_release_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match=r"version: vLLM 9\.9 is not a release we know"):
         facts.from_words("NaN on 9.9")
-
-
-def test_the_answer_is_five_lines_and_one_for_each_other_row():
-    known = facts.from_words("NaN from DeepSeek R1 with CUDA graphs on 0.20, bf16, without dp, B200")
-    lines = answer.as_text(known, judge.judge_all(known), 200).splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("fits: "))
-    for name in ("do now", "confirm", "patch", "read"):
-        assert any(line.startswith(f"   {name} ") for line in lines[start:]), name
-    assert lines[-1].endswith("-v says why, by what evidence, and what speaks against")
 
 
 def test_two_rows_that_nothing_tells_apart_say_so():
@@ -500,22 +544,3 @@ def test_the_strongest_evidence_gives_a_row_its_grade():
     for number, grade in enumerate(table.GRADES[::-1], 1):
         made = replace(row, evidence=items[:number])
         assert (made.grade, made.rests_on) == (grade, f"{grade}: {grade} says")
-
-
-def test_the_next_question_is_the_one_that_most_rows_need_and_of_equals_the_first():
-    known = of(symptom="nan", version="0.18.1")
-    unknown = [name for j in judge.judge_all(known) if j.alive for name in j.unknown]
-    most = max(map(unknown.count, unknown))
-    first = next(name for name in facts.ASK if unknown.count(name) == most)
-    assert judge.next_question(known, ["symptom", "version"]) == first
-
-
-def test_use_of_a_patch_stands_at_the_first_row_alone_and_null_is_what_nothing_else_must_be():
-    known = of(symptom="nan", version="0.18.1")
-    found = judge.judge_all(known)
-    text = answer.as_text(known, found, 100, verbose=True)
-    first, _, others = text.partition("\n2. ")
-    assert ("Install beside vLLM" in first, "Install beside vLLM" in others) == (True, False)
-    also = {row["key"]: row["also_needs"] for row in json.loads(answer.as_json(known, found))["rows"]}
-    assert also == {row.key: row.also or None for row in table.rows()}
-    assert None in also.values()

@@ -38,6 +38,53 @@ def _states(capsys) -> dict[str, str]:
     return {row["patch"]: row["state"] for row in json.loads(capsys.readouterr().out)["patches"]}
 
 
+def test_in_a_terminal_the_evidence_needs_v_but_not_for_what_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("staleproof.report.terminal.width", lambda: 100)
+    shown_as = {}
+    for options in ([], ["-v"]):
+        assert cli.main(["patches", "--version", "0.16.0", *options]) == 3
+        shown_as[len(options)] = capsys.readouterr().out
+    found = status.answer("0.16.0")
+    flat = {count: " ".join(text.split()) for count, text in shown_as.items()}
+    for one in found.decided:
+        why = " ".join(one.why.split())
+        assert (why in flat[1], why in flat[0] or one.state != "refused") == (True, True), one.patch.name
+    assert any(" ".join(one.why.split()) not in flat[0] for one in found.decided)
+    hint = "--explain PATCH says what a patch does, and its cost"
+    assert flat[0].endswith(f"-v says by what evidence; {hint}")
+    assert flat[1].endswith(f" {hint}")
+    assert "evidence; --explain" not in flat[1]
+
+
+def test_an_explanation_has_these_fields():
+    patch = vllm_plugin.patches()["duplicate_experts"]
+    lines = shown.explanation("duplicate_experts").splitlines()
+    assert lines[:4] == [f"{patch.name}: {patch.summary}", "", patch.mechanism, ""]
+    fields: dict[str, list[str]] = {}
+    for line in lines[4:]:
+        fields.setdefault(line[:11].strip() or [*fields][-1], []).append(line[11:])
+    spans = ", ".join(f"{first} to {last}" for first, last in patch.versions)
+    assert fields.pop("cache")[0].startswith(
+        "the patch is a factor" if patch.traced else "torch.compile does"
+    )
+    expected = {
+        "affects": [patch.models],
+        "releases": [f"{spans}, if the probe finds the defect"],
+        "wraps": [*dict.fromkeys(f"{target.module}: {target.name}" for target in patch.targets)],
+        "upstream": [f"{thread}  {shown.url(thread)}" for thread in patch.threads],
+        "cost": [patch.cost],
+        "needs": [", ".join(patch.requires)],
+        "notebook": ["notebooks/03_moe_routing.ipynb"],
+    }
+    assert fields == {name: told for name, told in expected.items() if told != [""]}
+    narrow = shown.explanation("duplicate_experts", 60).splitlines()
+    assert max(map(len, narrow)) <= 60 or not [
+        line for line in narrow if len(line) > 60 and len(line.split()) > 2
+    ]
+    for name in vllm_plugin.patches():
+        assert ("\nneeds " in shown.explanation(name)) is bool(vllm_plugin.patches()[name].requires)
+
+
 def test_patches_of_a_release_that_is_not_installed_would_apply(capsys):
     assert cli.main(["patches", "--version", "0.18.1"]) == 0
     text = capsys.readouterr().out

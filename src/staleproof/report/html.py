@@ -101,6 +101,7 @@ def page(
         CheckoutError: staleproof is installed without its checkout.
     """
     book = store.checkout() / "workbook"
+    patched = book / "patches.json"
     documents = {path.name: path.read_text() for path in sorted(book.glob("*.md"))}
     known = {anchor: plain(text) for anchor, text in _TERM.findall(documents.get("glossary.md", ""))}
     chapters = [chapter(one) for one in notebooks]
@@ -131,8 +132,11 @@ def page(
         **_answers(findings, machines),
         panels=groupby(matrix.build(next(filter(None, told), [])), lambda one: one.incident),
         absent=matrix.absences(findings),
-        engines=[(title, run, [*_engine_rows(run)]) for title, run in engine.titles(runs)],
-        patched=_json(book / "patches.json"),
+        engines=[
+            (title, run, [(found, engine.seen(found)) for found in run.findings])
+            for title, run in engine.titles(runs)
+        ],
+        patched=json.loads(patched.read_text()) if patched.exists() else {},
         chapters=chapters,
         timeline=_timeline() if "timeline.md" in documents else None,
         # The index is the page itself.
@@ -148,10 +152,6 @@ def _about(findings: Sequence[Finding]) -> str:
     names = sorted({str(found.machine.get("name", "unknown machine")) for found in findings})
     dates = sorted({found.date for found in findings})
     return f"Made {today}" + (f" on {', '.join(names)}; verdicts of {', '.join(dates)}." if names else ".")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def _card(name: str, chapters: Iterable[Chapter], told: Iterable[Sequence[Finding]]) -> dict[str, Any]:
@@ -202,10 +202,6 @@ def _answers(findings: Sequence[Finding], runs: Sequence[Run]) -> dict[str, Any]
     differ = {key: row for key, row in answers.items() if is_open(row)}
     same = {key: row for key, row in answers.items() if key not in differ}
     return {"columns": [*columns], "differ": differ, "same": same}
-
-
-def _engine_rows(run: Run) -> Iterable[tuple[Finding, str]]:
-    return ((found, engine.seen(found)) for found in run.findings)
 
 
 def _timeline() -> Picture:

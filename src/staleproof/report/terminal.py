@@ -178,7 +178,7 @@ def print_comparison(first: Run, second: Run) -> bool:
         ("in neither", verdicts.neither),
     ):
         for key in keys:
-            say(f"{where:<14}  {', '.join(key)}")
+            say(f"{where:<14}  {key.text}")
     if timings:
         say("\ntimings, first -> second (second / first)")
     for row, ratio in timings:

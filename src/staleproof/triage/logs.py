@@ -122,9 +122,8 @@ def read(text: str) -> Facts:
             facts.learn("phase", "start", at)
     if parallel:
         there = [name for name in ("dp", "ep") if parallel.get(name)]
-        facts.learn("parallel", "+".join(there) or "none", f"line {max(parallel.values()) or '?'}")
-        if not there:
-            facts.origin["parallel"] = "data_parallel_size=1 in the log"
+        at = f"line {max(parallel.values())}" if there else "data_parallel_size=1 in the log"
+        facts.learn("parallel", "+".join(there) or "none", at)
     if facts.known.get("symptom") == "oom" and facts.known.get("phase") == "start":
         facts.looks_like = TOO_LARGE
     facts.derive()
