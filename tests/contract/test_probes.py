@@ -357,6 +357,7 @@ right = attend(lambda out, lse, call: (out, lse))
 EMPTY = "row of an empty request: "
 AFTER = "replayed with seq_lens [19, 0, 0, 0]: "
 NOT_ZERO = "the row of an empty request is not 0, as it is for a new tensor of lengths"
+AGAIN = "launched again, not captured"
 TAIL = "of the last page's tail"
 ATTENTION = [
     ("0", right, {}, holding()),
@@ -439,17 +440,17 @@ ATTENTION = [
       )),
     ("R", attend(lambda out, lse, call: (out, lse + 0 * call.q.mean())), {},
      broken("nan in another row changes row 0 of lse", "rows", "nan")),
-    ("N", right, {}, holding("launched again, not captured")),
+    ("N", right, {}, holding(AGAIN)),
     ("N", gathered, {"layout": "gathered"}, unasked("takes no seq_lens: the mask is an input")),
     *(("N", kept_mask(key), {}, broken(AFTER + NOT_ZERO, "replay")) for key in ("seq_lens", "out", "lse")),
     ("N", attend(kept_lse), {}, broken(AFTER + "lse of an empty request is 7", "replay")),
     # Not right with a new tensor either, which E says.
     ("N", attend(lambda out, lse, call: (out.masked_fill((call.lens == 0)[:, None, None], 7.0), lse)), {},
-     holding("launched again, not captured")),
+     holding(AGAIN)),
     ("N", attend(lambda out, lse, call: (out, lse.nan_to_num(neginf=7.0))), {},
-     holding("launched again, not captured")),
+     holding(AGAIN)),
     ("N", launch_with_lengths, {"prepared": True}, broken(AFTER + NOT_ZERO, "replay")),
-    ("N", launch_with_lengths, {"planned": True}, holding("launched again, not captured")),
+    ("N", launch_with_lengths, {"planned": True}, holding(AGAIN)),
     ("U", right, {}, unasked("takes one row a request, not cu_seqlens")),
     ("U", right, {"q_len": 2}, unasked("takes one row a request, not cu_seqlens")),
     ("U", made.varlen, {"q_len": 0}, holding()),
@@ -478,8 +479,11 @@ ATTENTION = [
     # What one query token shows as well is E's.
     ("Q", several(lambda out, lens, call: out + (lens == 0)[:, None, None, None], alone=True), {"q_len": 2},
      holding()),
+    *((clause, attend(lambda out, lse, call: out), {}, holding(note)) for clause, note in (
+        ("0", ""), ("T", ""), ("B", ""), ("R", ""), ("N", AGAIN), ("L", ""), ("A", AGAIN), ("O", ""),
+    )),
     ("L", right, {}, holding()),
-    ("A", right, {}, holding("launched again, not captured")),
+    ("A", right, {}, holding(AGAIN)),
     ("A", first_of("q"), {}, broken("new tensors of the same shape: row 0 is off by 0.763", "address")),
     ("A", one_buffer, {}, broken("the next call overwrites the result of this one", "address")),
     ("A", launch_with_the_latest_lengths, {"prepared": True},

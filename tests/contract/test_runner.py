@@ -18,7 +18,7 @@ import torch
 from staleproof.cases import children
 from staleproof.cases.case import absent
 from staleproof.contract import attention_probes, runner, scenes, scripts
-from staleproof.contract.contract import BREAKS, NO_REFERENCE, UNDEFINED, breaks
+from staleproof.contract.contract import BREAKS, NO_REFERENCE, UNDEFINED, breaks, holds
 from staleproof.kernels.subject import Subject, load_module
 
 NOT_RUN = "not run"
@@ -367,9 +367,9 @@ def test_a_module_from_another_release_ends_the_questions_of_its_subject(monkeyp
 
 
 def test_without_a_reference_the_other_clauses_are_asked_and_with_a_wrong_result_none():
-    first = absent(f"{NO_REFERENCE}: sizes"), absent("no nvcc"), breaks("row 1")
+    first = holds(), absent(f"{NO_REFERENCE}: sizes"), absent("no nvcc"), breaks("row 1")
     asked = [runner._goes_on(said) for said in first]
-    assert asked == [True, False, False]
+    assert asked == [True, True, False, False]
 
 
 def test_what_was_not_asked_says_why():
