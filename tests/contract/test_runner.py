@@ -7,6 +7,7 @@ import ctypes
 import gc
 import signal
 import sys
+import threading
 import types
 import weakref
 from dataclasses import replace
@@ -382,3 +383,128 @@ def test_what_was_not_asked_says_why():
 def test_a_process_that_ended_says_by_what(code, said):
     ended = children.Ended([], code, "", "ValueError: x\n", 9.0)
     assert runner._ended(ended, 9.0) == f"ended its process with {said}"
+
+
+K = Subject("k", "rows", print, package="kernels", skip={"W": "asked elsewhere"})
+RELEASE = runner.packages.Release("1.0", Path("/site"))
+OK, BAD = holds(), breaks("row 1", "rows", "nan")
+SHOWN = replace(BAD, script="a script")
+ABORTED = breaks("ended its process with signal 6")
+UNASKED = absent("not asked: wrong on clean input")
+
+
+def _asked(*clauses):
+    """What a child tells of clauses that hold."""
+    return [row for clause in clauses for row in (("k", clause, None, ()), ("k", clause, OK, ()))]
+
+
+@pytest.mark.parametrize(
+    ("ends", "asked", "found"),
+    [
+        ([(_asked("0", "R", "O"), 0)], ["0RO"], {"0": OK, "R": OK, "O": OK}),
+        # A break with a script of its case, or with one that was made before.
+        (
+            [([*_asked("0"), ("k", "R", None, ()), ("k", "R", BAD, ()), ("k", "R", BAD, ("text",)),
+               *_asked("O")], 0)],
+            ["0RO"], {"0": OK, "R": SHOWN, "O": OK},
+        ),
+        # The process ends at a clause, and another goes on with the next.
+        (
+            [([*_asked("0"), ("k", "R", None, ("text",))], -6), (_asked("O"), 0)],
+            ["0RO", "O"], {"0": OK, "R": replace(ABORTED, script="a script"), "O": OK},
+        ),
+        # Clause 0 breaks, and nothing more is asked.
+        ([([("k", "0", None, ()), ("k", "0", BAD, ())], 0)], ["0RO"], {"0": BAD, "R": UNASKED, "O": UNASKED}),
+        ([([], 1)], ["0RO"], {"0": breaks("does not load: ended its process with 1: ImportError: x"),
+                              "R": UNASKED, "O": UNASKED}),
+        ([([], None)], ["0RO"], {"0": breaks("does not load: no answer within 90 s"),
+                                 "R": UNASKED, "O": UNASKED}),
+        (
+            [([*_asked("0"), ("k", "R", None, ())], None), (_asked("O"), 0)],
+            ["0RO", "O"], {"0": OK, "R": breaks("no answer within 5 s"), "O": OK},
+        ),
+        ([([("k", "0", None, ()), ("k", "0", absent("no nvcc"), ())], 0)], ["0RO"],
+         {"0": absent("no nvcc"), "R": absent("no nvcc"), "O": absent("no nvcc")}),
+    ],
+)  # fmt: skip
+def test_a_subject_is_asked_until_each_clause_has_an_answer(monkeypatch, ends, asked, found):
+    left, calls = [*ends], []
+
+    def call(function, module, questions, release, device, limit_s, timeout_s):
+        ((name, clauses),) = questions
+        calls.append("".join(clauses))
+        assert (function, module, name, release, device, limit_s) == (
+            runner.ask, "a.module", "k", RELEASE, "cpu", 5.0,
+        )  # fmt: skip
+        assert timeout_s == 90.0 + 5.0 * len(clauses)
+        told, code = left.pop(0)
+        return children.Ended(told, code, "", "ImportError: x\n", timeout_s)
+
+    def tried(said, texts, subject, release, limit_s):
+        assert (subject, release, limit_s) == (K, RELEASE, 5.0)
+        return replace(said, script="a script") if texts == ("text",) else said
+
+    monkeypatch.setattr(runner.children, "call", call)
+    monkeypatch.setattr(runner.scripts, "tried", tried)
+    answers = runner.answers("a.module", [K], RELEASE, "cpu", 5.0)
+    assert answers == {"k": found | {"W": absent("asked elsewhere")}}
+    assert calls == asked
+
+
+def test_no_process_is_started_for_what_was_stopped(monkeypatch):
+    monkeypatch.setattr(runner.children, "call", pytest.fail)
+    stop = threading.Event()
+    stop.set()
+    ended = absent("not asked: ended before")
+    assert runner.answers("m", [replace(K, asked=("0", "W"))], RELEASE, "cpu", stop=stop) == {
+        "k": {"0": ended, "W": absent("asked elsewhere")}
+    }
+
+
+@pytest.mark.parametrize(
+    ("answers", "told", "exits"),
+    [
+        ([OK, BAD, OK], [("0", OK, ()), ("R", BAD, ()), ("R", BAD, ("case R",)), ("O", OK, ())], False),
+        ([breaks("in /site/k.py"), OK, OK], [("0", breaks("in k.py"), ())], False),
+        ([OK, (breaks("CUDA error"), False), OK], [("0", OK, ()), ("R", breaks("CUDA error"), ())], True),
+        ([absent(NO_REFERENCE), OK, OK], [("0", absent(NO_REFERENCE), ()), ("R", OK, ()), ("O", OK, ())],
+         False),
+    ],
+)  # fmt: skip
+def test_a_child_tells_each_answer_at_once_and_then_with_its_script(monkeypatch, answers, told, exits):
+    said, left, limits = [], [*answers], []
+
+    class Exit(Exception):
+        pass
+
+    def leave(code):
+        raise Exit
+
+    def counterexamples(subject, release, clause, case=()):
+        return (f"case {clause}",) if case else (f"before {clause}",)
+
+    def answer(probe, subject, device):
+        one = left.pop(0)
+        return one if isinstance(one, tuple) else (one, True)
+
+    monkeypatch.setattr(runner, "subjects_of", lambda module: [K])
+    monkeypatch.setattr(runner, "load_module", lambda module: None)
+    monkeypatch.setattr(runner.devices, "select", lambda device: device)
+    monkeypatch.setattr(runner.packages, "make_importable", lambda subjects, release: None)
+    monkeypatch.setattr(runner.packages, "imported_elsewhere", lambda subject, release: None)
+    monkeypatch.setattr(runner.packages, "other_torch", lambda subject, release: None)
+    monkeypatch.setattr(runner.scripts, "counterexamples", counterexamples)
+    monkeypatch.setattr(runner, "answer", answer)
+    monkeypatch.setattr(runner.children, "tell", said.append)
+    monkeypatch.setattr(runner.os, "_exit", leave)
+    monkeypatch.setattr(runner.faulthandler, "dump_traceback_later", lambda s, exit: limits.append((s, exit)))
+    monkeypatch.setattr(runner.faulthandler, "cancel_dump_traceback_later", lambda: limits.append("off"))
+    with pytest.raises(Exit) if exits else contextlib.nullcontext():
+        runner.ask("a.module", [("k", ["0", "R", "O"])], RELEASE, "cpu", 5.0)
+    clauses = list(dict.fromkeys(clause for clause, *_ in told))
+    wanted = []
+    for clause in clauses:
+        wanted += [("k", clause, None, (f"before {clause}",))]
+        wanted += [("k", *row) for row in told if row[0] == clause]
+    assert said == wanted
+    assert limits == [(5.0, True), "off"] * len(clauses)
