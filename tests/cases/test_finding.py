@@ -77,6 +77,15 @@ def test_spoilt_findings_are_refused(tmp_path, text, said):
         read_findings(path)
 
 
+def test_a_file_that_cannot_be_read_says_why(tmp_path):
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff")
+    for name, why in (("absent.jsonl", "No such file or directory$"), ("bytes.jsonl", "'utf-8' codec can't")):
+        with pytest.raises(RunFileError, match=rf"{name}: cannot be read: {why}"):
+            read_findings(tmp_path / name)
+    (tmp_path / "empty.jsonl").touch()
+    assert read_findings(tmp_path / "empty.jsonl") == []
+
+
 def test_a_failed_write_leaves_the_earlier_file(tmp_path):
     path = tmp_path / "findings.jsonl"
     write_findings(path, [finding(KEY, "rows", "clean")])

@@ -232,13 +232,61 @@ def test_a_row_says_where_its_inputs_were():
     assert [row["mode"] for row in rows] == ["bf16, warm", "bf16, cold", "bf16"]
 
 
-@pytest.mark.parametrize(("baseline", "name"), [("staleproof", "x ours"), ("without", "x without")])
-def test_the_last_column_says_what_it_divides_by(baseline, name, capsys):
-    row = {"mode": "bf16", "x_name": "rows", "x_value": 1, "provider": baseline, "bytes": 8}
-    measure.print_rows([row | {"p50": 2.0, "p20": 1.0, "p80": 3.0}], baseline=baseline)
-    head, line = capsys.readouterr().out.splitlines()
-    assert head.endswith(name)
-    assert line.endswith(" 1.00")
+def _printed(mode, x_value, provider, p50):
+    numbers = {"p50": p50, "p20": p50 / 2, "p80": 2 * p50, "bytes": 8_000_000}
+    return {"mode": mode, "x_name": "rows", "x_value": x_value, "provider": provider} | numbers
+
+
+LONG = "a provider whose name is longer than 33"
+PRINTED = [
+    _printed("bf16", 1, "staleproof", 2.0),
+    _printed("bf16", 1, "peer", 3.0),
+    _printed("bf16", 2, "staleproof", 4.0),
+    _printed("bf16", 2, LONG, 6.0),
+    # Not measured there: the last of the mode.
+    _printed("bf16", 3, "peer", 2.0),
+    _printed("fp8", 1, "peer", 5.0),
+]
+NUMBERS = ["2.00 1.00 4.00 4.00 {}", "3.00 1.50 6.00 2.67 {}", "4.00 2.00 8.00 2.00 {}"]
+NUMBERS += ["6.00 3.00 12.00 1.33 {}", "2.00 1.00 4.00 4.00 {}", "5.00 2.50 10.00 1.60 {}"]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "ratios"),
+    [
+        ("staleproof", ["1.00", "1.50", "1.00", "1.50", "0.50", "-"]),
+        ("peer", ["0.67", "1.00", "2.00", "3.00", "1.00", "1.00"]),
+    ],
+)
+def test_rows_are_printed_with_their_rate_and_what_they_are_divided_by(baseline, ratios, capsys):
+    name = "x ours" if baseline == "staleproof" else "x peer"
+    numbers = [line.format(ratio) for line, ratio in zip(NUMBERS, ratios, strict=True)]
+    measure.print_rows(PRINTED, baseline=baseline)
+    head, *lines = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    assert head == f"mode case provider p50 us p20 p80 TB/s {name}"
+    assert lines == [
+        f"{row['mode']} rows {row['x_value']} {row['provider']} {line}"
+        for row, line in zip(PRINTED, numbers, strict=True)
+    ]
+    measure.print_rows(PRINTED, baseline=baseline, width=80)
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
+    head, *lines = (" ".join(line.split()) for line in text.splitlines())
+    assert head == f"provider p50 us p20 p80 TB/s {name}"
+    assert lines == [
+        *("", "bf16, rows 1", f"staleproof {numbers[0]}", f"peer {numbers[1]}"),
+        *("", "bf16, rows 2", f"staleproof {numbers[2]}", LONG, numbers[3]),
+        *("", "bf16, rows 3", f"peer {numbers[4]}"),
+        *("", "fp8, rows 1", f"peer {numbers[5]}"),
+    ]
+
+
+def test_the_l2_is_that_of_the_current_device(monkeypatch):
+    sizes = {3: SimpleNamespace(L2_cache_size=5000)}
+    monkeypatch.setattr(measure.torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(measure.torch.cuda, "get_device_properties", sizes.get)
+    assert measure.l2_bytes() == 5000
+    assert measure.rotation(1000) == measure.rotation(1000, l2=5000) == measure.Rotation(16, ("cold",))
 
 
 def test_host_times_take_turns_so_that_a_drift_hits_all_alike():
