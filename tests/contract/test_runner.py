@@ -353,38 +353,6 @@ def test_our_own_operations_are_found_in_a_checkout_that_is_not_installed(monkey
     assert runner.packages.releases(Subject("x", "rows", print, package="no-such-kernels")) == []
 
 
-def test_a_module_from_another_release_ends_the_questions_of_its_subject(monkeypatch, device):
-    monkeypatch.setattr(
-        runner.packages, "imported_elsewhere", lambda subject, release: "from another release"
-    )
-    told = []
-    monkeypatch.setattr(runner.children, "tell", told.append)
-    monkeypatch.setattr(runner, "faulthandler", types.SimpleNamespace(
-        dump_traceback_later=lambda *args, **kwargs: None, cancel_dump_traceback_later=lambda: None
-    ))  # fmt: skip
-    module = "staleproof.kernels.torch"
-    runner.ask(module, [("rms_norm", ["0", "R", "W"])], runner.packages.Release("1"), device, 9.0)
-    assert [(clause, said and said.verdict) for _, clause, said, _ in told] == [("0", None), ("0", NOT_RUN)]
-
-
-def test_without_a_reference_the_other_clauses_are_asked_and_with_a_wrong_result_none():
-    first = holds(), absent(f"{NO_REFERENCE}: sizes"), absent("no nvcc"), breaks("row 1")
-    asked = [runner._goes_on(said) for said in first]
-    assert asked == [True, True, False, False]
-
-
-def test_what_was_not_asked_says_why():
-    kernel = types.SimpleNamespace(clauses=("0", "E"))
-    for first, why in ((absent("no nvcc"), "no nvcc"), (breaks("row 1"), "not asked: wrong on clean input")):
-        assert runner._complete(kernel, {"0": first})["E"] == absent(why)
-
-
-@pytest.mark.parametrize(("code", "said"), [(-6, "signal 6"), (7, "7: ValueError: x")])
-def test_a_process_that_ended_says_by_what(code, said):
-    ended = children.Ended([], code, "", "ValueError: x\n", 9.0)
-    assert runner._ended(ended, 9.0) == f"ended its process with {said}"
-
-
 K = Subject("k", "rows", print, package="kernels", skip={"W": "asked elsewhere"})
 RELEASE = runner.packages.Release("1.0", Path("/site"))
 OK, BAD = holds(), breaks("row 1", "rows", "nan")
@@ -469,6 +437,8 @@ def test_no_process_is_started_for_what_was_stopped(monkeypatch):
         ([OK, (breaks("CUDA error"), False), OK], [("0", OK, ()), ("R", breaks("CUDA error"), ())], True),
         ([absent(NO_REFERENCE), OK, OK], [("0", absent(NO_REFERENCE), ()), ("R", OK, ()), ("O", OK, ())],
          False),
+        # What was imported is of another release.
+        ([OK, OK, OK], [("0", absent("from /another"), ())], False),
     ],
 )  # fmt: skip
 def test_a_child_tells_each_answer_at_once_and_then_with_its_script(monkeypatch, answers, told, exits):
@@ -491,7 +461,8 @@ def test_a_child_tells_each_answer_at_once_and_then_with_its_script(monkeypatch,
     monkeypatch.setattr(runner, "load_module", lambda module: None)
     monkeypatch.setattr(runner.devices, "select", lambda device: device)
     monkeypatch.setattr(runner.packages, "make_importable", lambda subjects, release: None)
-    monkeypatch.setattr(runner.packages, "imported_elsewhere", lambda subject, release: None)
+    elsewhere = "from /another" if "from /another" in str(told) else None
+    monkeypatch.setattr(runner.packages, "imported_elsewhere", lambda subject, release: elsewhere)
     monkeypatch.setattr(runner.packages, "other_torch", lambda subject, release: None)
     monkeypatch.setattr(runner.scripts, "counterexamples", counterexamples)
     monkeypatch.setattr(runner, "answer", answer)
