@@ -280,6 +280,9 @@ def test_origins_name_the_source_of_what_is_older():
     assert second.startswith("mla_padding: 2 findings, ")
     assert "2026-01-02" in second
     assert second.endswith(f"source abc, which is {today.source_digest} now: run it again")
+    (unknown,) = origins([replace(today, source_digest="", machine={})])
+    assert " on an unknown machine, " in unknown
+    assert unknown.endswith(f"source unknown, which is {today.source_digest} now: run it again")
 
 
 @pytest.mark.parametrize("spoil", [lambda text: text[:-9], lambda text: text.replace("INTERP", "OTHER")])
