@@ -56,6 +56,18 @@ def test_times_that_something_else_took_are_rows_of_right_providers_alone(turns,
     assert capsys.readouterr().out == "worse peer: refused, row 3 is stale, bf16, 4 rows\n"
 
 
+@pytest.mark.parametrize("turns", [measure.Rotation(2, ("warm", "cold")), "warm", None])
+def test_closures_are_timed_in_each_way_of_their_rotation_or_in_the_one_that_is_named(monkeypatch, turns):
+    took = measure.Times(2.0, 1.0, 3.0)
+    monkeypatch.setattr(measure, "graph_times", lambda calls: took if calls == ["a", "b"] else None)
+    both = lambda calls, given: [(where, took) for where in given.caches if calls == ["a", "b"]]  # noqa: E731
+    monkeypatch.setattr(measure, "cached_times", both)
+    timing = measure.Timing(*("a", "k", "bf16", "rows", 4, 8, {"peer": ["a", "b"]}, turns), lambda name: "")
+    found = [(row["mode"], row["cache"], row["p50"]) for row in timing.rows()]
+    wheres = turns.caches if isinstance(turns, measure.Rotation) else (turns,)
+    assert found == [(f"bf16, {where}" if where else "bf16", where, 2.0) for where in wheres]
+
+
 def test_no_time_without_a_gpu(monkeypatch):
     monkeypatch.setattr(measure.device, "provenance", lambda: Provenance.INTERPRETED)
     with pytest.raises(DeviceError, match="says nothing about time"):

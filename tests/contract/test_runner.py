@@ -345,6 +345,16 @@ def test_what_a_documentation_leaves_to_the_caller_is_undefined():
     assert runner.judged(breaks("NaN"), subject, release, "W").verdict == BREAKS
 
 
+@pytest.mark.parametrize("clause", ["0", "R"])
+@pytest.mark.parametrize("said", [holds("a note"), absent("no nvcc"), breaks("row 1", "clean")])
+def test_a_wrong_result_beside_another_torch_is_no_break_of_the_kernel(monkeypatch, clause, said):
+    subject = Subject("x", "rows", print, package="kernels", documented={"0": "sizes"})
+    monkeypatch.setattr(runner.packages, "other_torch", lambda subject, release: f"{release.version} of it")
+    found = runner.judged(said, subject, runner.packages.Release("1.0"), clause)
+    is_theirs = clause == "0" and said.verdict == BREAKS
+    assert found == (absent("1.0 of it; what came: row 1") if is_theirs else said)
+
+
 def test_our_own_operations_are_found_in_a_checkout_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(runner.packages.devices, "version_of", lambda package: None)
     subject = Subject("mla_decode", "attention", print, package="staleproof")
