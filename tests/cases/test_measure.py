@@ -139,10 +139,14 @@ def cache_fixture(monkeypatch):
         def replay(self) -> None:
             cache.replay(self.calls)
 
-    nothing = SimpleNamespace(wait_stream=lambda other: None)
+    cache.waits = []
+    side, current = (
+        SimpleNamespace(wait_stream=lambda other, name=name: cache.waits.append(name))
+        for name in ("side", "current")
+    )
     fake = {
-        "Stream": lambda: nothing,
-        "current_stream": lambda: nothing,
+        "Stream": lambda: side,
+        "current_stream": lambda: current,
         "stream": lambda stream: contextlib.nullcontext(),
         "synchronize": lambda: None,
         "CUDAGraph": Graph,
@@ -190,6 +194,7 @@ def test_calls_take_turns_in_the_graph_and_run_once_before_it(cache):
     calls = [lambda: made.append("a"), lambda: made.append("b")]
     measure.graph_times(calls, launches=3, replays=1, before=lambda: made.append("before"))
     assert made == ["a", "b", "a", "b", "a", "before"]
+    assert cache.waits == ["side", "current"]
     made.clear()
     measure.graph_times(calls)
     assert made == ["a", "b"] * (1 + measure.LAUNCHES // 2)
@@ -291,6 +296,14 @@ def test_rows_are_printed_with_their_rate_and_what_they_are_divided_by(baseline,
         *("", "bf16, rows 3", f"peer {numbers[4]}"),
         *("", "fp8, rows 1", f"peer {numbers[5]}"),
     ]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_table_that_just_fits_has_a_line_a_row(fits, capsys):
+    measure.print_rows(PRINTED, baseline="peer")
+    wide = capsys.readouterr().out
+    measure.print_rows(PRINTED, baseline="peer", width=len(wide.splitlines()[0]) - (not fits))
+    assert (capsys.readouterr().out == wide) is fits
 
 
 def test_the_l2_is_that_of_the_current_device(monkeypatch):

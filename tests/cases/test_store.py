@@ -258,6 +258,7 @@ def test_the_environment_has_no_path_and_no_host_name(tmp_path):
 
 def test_the_answers_of_other_incidents_stay_and_keep_their_provenance(tmp_path):
     path = tmp_path / "findings.jsonl"
+    assert read_kept(path) == []
     old = replace(finding("b", "q", "v", "clean"), provenance=Provenance.MEASURED, source_digest="then")
     write_findings(path, [old, finding("a", "q", "v", "clean")])
     after = merged(read_kept(path), [finding("a", "q", "v", "leaked")], ["a"], ["a", "b"])

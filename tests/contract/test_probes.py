@@ -342,6 +342,17 @@ def writes(name: str):
     return attend(change)
 
 
+def outside(row: int):
+    """Writes a row that is not its own: before ``out`` or behind it."""
+
+    def kernel(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out):
+        out.copy_(made.decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale)[0])
+        out._base[row] = 7.0
+        return out
+
+    return kernel
+
+
 def other_rows_largest(call):
     """Infinite where a number of the batch is near the largest, and not for NaN."""
     return (call.q.nan_to_num(0.0, 0.0, 0.0) * 2).sum()
@@ -374,6 +385,7 @@ ATTENTION = [
     ("0", attend(lambda out, lse, call: (out + 0.02, lse - 0.02)), {"dtype": "bfloat16"}, holding()),
     ("0", attend(lambda out, lse, call: out + 0.02), {}, broken("row 0 is off by 0.02", "clean")),
     *(("0", writes(name), {}, broken("writes to its inputs", "clean")) for name in ("q", "k", "v", "table")),
+    *(("0", outside(row), {}, broken("writes outside out", "clean")) for row in (0, -1)),
     ("0", made.right, {"heads": 4, "head_dim": 8, "page_size": 8}, holding()),
     ("0", gathered, {"layout": "gathered"}, holding()),
     ("0", gathered, {"layout": "gathered", "heads": 4, "kv_heads": 2}, holding()),
@@ -874,6 +886,9 @@ OTHERS = [
     ("rows", "W", per_row, {}, holding()),
     ("rows", "W", lambda x: (2 * x, torch.empty(3), x), {},
      broken("3 of 3 elements of result 1 are not written", "written")),
+    # Rounded up to pairs of rows.
+    ("rows", "W", lambda x: torch.cat([x, x.new_empty(len(x) % 2, 64)]), {},
+     broken("64 of 384 elements of result 0 are not written", "written")),
     ("ragged", "0", made.ragged, {"reference": made.ragged}, holding()),
     ("ragged", "0", made.ragged, {"reference": lambda x, starts: made.ragged(x, starts) + 1},
      broken("not the reference: result 0: row 0 is off by 1", "clean")),

@@ -20,9 +20,10 @@ from staleproof.cases import children
 from staleproof.cases.case import absent
 from staleproof.contract import attention_probes, runner, scenes, scripts
 from staleproof.contract.contract import BREAKS, NO_REFERENCE, UNDEFINED, breaks, holds
-from staleproof.kernels.subject import Subject, load_module
+from staleproof.kernels.subject import KINDS, Subject, load_module
 
 NOT_RUN = "not run"
+RELEASE = runner.packages.Release("1.0", Path("/site"))
 
 
 def test_memory_that_needs_a_gradient_is_filled_too():
@@ -261,6 +262,59 @@ def test_the_first_script_that_shows_a_break_is_kept(monkeypatch, package, ends,
     ]
 
 
+def test_a_script_ends_quietly_where_it_shows_nothing():
+    ended = children.Ended([], 0, "", "\nAssertionError: expected 0\nX: raises X: 1\n", 9.0)
+    for note in ("NaN", "ended its process with signal 6", "raises X", "no answer within 9 s"):
+        assert not scripts.shows(note, ended)
+
+
+def _decode(q, kv_cache, seq_lens, softmax_scale):
+    return q
+
+
+@pytest.mark.parametrize("needs", ["", "cpu", "cuda", "sm90", "sm100"])
+@pytest.mark.parametrize("launch", [None, "prepared", "planned"])
+def test_a_script_asks_on_the_device_and_launches_as_the_kernel_is_called(needs, launch):
+    shape = {"layout": "mla"} | ({launch: True} if launch else {})
+    subject = Subject("k", "attention", _decode, shape, package="torch", needs=needs)
+    text = scripts.counterexample(subject, RELEASE, "E", ("empty",))
+    call = "_decode(q=q, kv_cache=kv_cache, seq_lens=seq_lens, softmax_scale=softmax_scale)"
+    assert call in text
+    assert (call + "()" in text) is bool(launch)
+    always = needs in ("cuda", "sm90", "sm100")
+    assert ('\ndevice = "cuda"\n' in text) is always
+    assert ("torch.cuda.is_available()" in text) is not always
+    assert "softmax_scale = 0.041667\n" in text
+
+
+ALONE = """
+import os, sys
+import extra
+assert __name__ == "__main__" and os.listdir() == ["counterexample.py"], os.listdir()
+assert "TRITON_INTERPRET" not in os.environ
+assert sys.path[0] == os.path.dirname(extra.__file__)
+raise SystemExit(7)
+"""
+
+
+def test_a_script_runs_as_the_main_program_of_a_folder_of_its_own(tmp_path):
+    (tmp_path / "extra.py").touch()
+    ended = children.call(scripts.run_alone, ALONE, [str(tmp_path)], timeout_s=60)
+    assert (ended.code, ended.stderr) == (7, "")
+
+
+def test_the_probes_of_a_subject_get_how_it_is_launched_and_its_sizes():
+    given = {"prepared": True, "empty_lse": 0.0, "heads": 4, "layout": "mla"}
+    probes = runner.probes_of(Subject("k", "attention", _decode, given))
+    kernel = attention_probes.Kernel(_decode, prepared=True, empty_lse=0.0)
+    shape = scenes.Shape(layout="mla", heads=4, head_dim=576, value_dim=512)
+    assert {probe.args for probe in probes.values()} == {(kernel, shape)}
+    assert [*probes] == [*KINDS["attention"]]
+    probes = runner.probes_of(Subject("k", "rows", _decode, {"hidden": 24}))
+    assert [probe.args for probe in probes.values()] == [(_decode, {"hidden": 24})] * 4
+    assert {*probes} == {*KINDS["rows"]}
+
+
 COMPILED = "nvcc compiles it at a call without FLASHINFER_DISABLE_JIT"
 LIBRARY = OSError("Could not load this library: /site/deep_gemm/_C.so")
 LIBRARY.__cause__ = OSError("undefined symbol: c10")
@@ -364,7 +418,6 @@ def test_our_own_operations_are_found_in_a_checkout_that_is_not_installed(monkey
 
 
 K = Subject("k", "rows", print, package="kernels", skip={"W": "asked elsewhere"})
-RELEASE = runner.packages.Release("1.0", Path("/site"))
 OK, BAD = holds(), breaks("row 1", "rows", "nan")
 SHOWN = replace(BAD, script="a script")
 ABORTED = breaks("ended its process with signal 6")
