@@ -531,6 +531,7 @@ def test_a_child_tells_each_answer_at_once_and_then_with_its_script(monkeypatch,
     monkeypatch.setattr(runner, "answer", answer)
     monkeypatch.setattr(runner.children, "tell", said.append)
     monkeypatch.setattr(runner.os, "_exit", leave)
+    monkeypatch.setattr(torch, "set_num_threads", limits.append)
     monkeypatch.setattr(runner.faulthandler, "dump_traceback_later", lambda s, exit: limits.append((s, exit)))
     monkeypatch.setattr(runner.faulthandler, "cancel_dump_traceback_later", lambda: limits.append("off"))
     with pytest.raises(Exit) if exits else contextlib.nullcontext():
@@ -541,4 +542,4 @@ def test_a_child_tells_each_answer_at_once_and_then_with_its_script(monkeypatch,
         wanted += [("k", clause, None, (f"before {clause}",))]
         wanted += [("k", *row) for row in told if row[0] == clause]
     assert said == wanted
-    assert limits == [(5.0, True), "off"] * len(clauses)
+    assert limits == [1] + [(5.0, True), "off"] * len(clauses)
