@@ -56,6 +56,18 @@ def test_times_that_something_else_took_are_rows_of_right_providers_alone(turns,
     assert capsys.readouterr().out == "worse peer: refused, row 3 is stale, bf16, 4 rows\n"
 
 
+@pytest.mark.parametrize("turns", [measure.Rotation(2, ("warm", "cold")), "warm", None])
+def test_closures_are_timed_in_each_way_of_their_rotation_or_in_the_one_that_is_named(monkeypatch, turns):
+    took = measure.Times(2.0, 1.0, 3.0)
+    monkeypatch.setattr(measure, "graph_times", lambda calls: took if calls == ["a", "b"] else None)
+    both = lambda calls, given: [(where, took) for where in given.caches if calls == ["a", "b"]]  # noqa: E731
+    monkeypatch.setattr(measure, "cached_times", both)
+    timing = measure.Timing(*("a", "k", "bf16", "rows", 4, 8, {"peer": ["a", "b"]}, turns), lambda name: "")
+    found = [(row["mode"], row["cache"], row["p50"]) for row in timing.rows()]
+    wheres = turns.caches if isinstance(turns, measure.Rotation) else (turns,)
+    assert found == [(f"bf16, {where}" if where else "bf16", where, 2.0) for where in wheres]
+
+
 def test_no_time_without_a_gpu(monkeypatch):
     monkeypatch.setattr(measure.device, "provenance", lambda: Provenance.INTERPRETED)
     with pytest.raises(DeviceError, match="says nothing about time"):
@@ -127,10 +139,14 @@ def cache_fixture(monkeypatch):
         def replay(self) -> None:
             cache.replay(self.calls)
 
-    nothing = SimpleNamespace(wait_stream=lambda other: None)
+    cache.waits = []
+    side, current = (
+        SimpleNamespace(wait_stream=lambda other, name=name: cache.waits.append(name))
+        for name in ("side", "current")
+    )
     fake = {
-        "Stream": lambda: nothing,
-        "current_stream": lambda: nothing,
+        "Stream": lambda: side,
+        "current_stream": lambda: current,
         "stream": lambda stream: contextlib.nullcontext(),
         "synchronize": lambda: None,
         "CUDAGraph": Graph,
@@ -178,6 +194,7 @@ def test_calls_take_turns_in_the_graph_and_run_once_before_it(cache):
     calls = [lambda: made.append("a"), lambda: made.append("b")]
     measure.graph_times(calls, launches=3, replays=1, before=lambda: made.append("before"))
     assert made == ["a", "b", "a", "b", "a", "before"]
+    assert cache.waits == ["side", "current"]
     made.clear()
     measure.graph_times(calls)
     assert made == ["a", "b"] * (1 + measure.LAUNCHES // 2)
@@ -232,13 +249,69 @@ def test_a_row_says_where_its_inputs_were():
     assert [row["mode"] for row in rows] == ["bf16, warm", "bf16, cold", "bf16"]
 
 
-@pytest.mark.parametrize(("baseline", "name"), [("staleproof", "x ours"), ("without", "x without")])
-def test_the_last_column_says_what_it_divides_by(baseline, name, capsys):
-    row = {"mode": "bf16", "x_name": "rows", "x_value": 1, "provider": baseline, "bytes": 8}
-    measure.print_rows([row | {"p50": 2.0, "p20": 1.0, "p80": 3.0}], baseline=baseline)
-    head, line = capsys.readouterr().out.splitlines()
-    assert head.endswith(name)
-    assert line.endswith(" 1.00")
+def _printed(mode, x_value, provider, p50):
+    numbers = {"p50": p50, "p20": p50 / 2, "p80": 2 * p50, "bytes": 8_000_000}
+    return {"mode": mode, "x_name": "rows", "x_value": x_value, "provider": provider} | numbers
+
+
+LONG = "a provider whose name is longer than 33"
+PRINTED = [
+    _printed("bf16", 1, "staleproof", 2.0),
+    _printed("bf16", 1, "peer", 3.0),
+    _printed("bf16", 2, "staleproof", 4.0),
+    _printed("bf16", 2, LONG, 6.0),
+    # Not measured there: the last of the mode.
+    _printed("bf16", 3, "peer", 2.0),
+    _printed("fp8", 1, "peer", 5.0),
+]
+NUMBERS = ["2.00 1.00 4.00 4.00 {}", "3.00 1.50 6.00 2.67 {}", "4.00 2.00 8.00 2.00 {}"]
+NUMBERS += ["6.00 3.00 12.00 1.33 {}", "2.00 1.00 4.00 4.00 {}", "5.00 2.50 10.00 1.60 {}"]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "ratios"),
+    [
+        ("staleproof", ["1.00", "1.50", "1.00", "1.50", "0.50", "-"]),
+        ("peer", ["0.67", "1.00", "2.00", "3.00", "1.00", "1.00"]),
+    ],
+)
+def test_rows_are_printed_with_their_rate_and_what_they_are_divided_by(baseline, ratios, capsys):
+    name = "x ours" if baseline == "staleproof" else "x peer"
+    numbers = [line.format(ratio) for line, ratio in zip(NUMBERS, ratios, strict=True)]
+    measure.print_rows(PRINTED, baseline=baseline)
+    head, *lines = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    assert head == f"mode case provider p50 us p20 p80 TB/s {name}"
+    assert lines == [
+        f"{row['mode']} rows {row['x_value']} {row['provider']} {line}"
+        for row, line in zip(PRINTED, numbers, strict=True)
+    ]
+    measure.print_rows(PRINTED, baseline=baseline, width=80)
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
+    head, *lines = (" ".join(line.split()) for line in text.splitlines())
+    assert head == f"provider p50 us p20 p80 TB/s {name}"
+    assert lines == [
+        *("", "bf16, rows 1", f"staleproof {numbers[0]}", f"peer {numbers[1]}"),
+        *("", "bf16, rows 2", f"staleproof {numbers[2]}", LONG, numbers[3]),
+        *("", "bf16, rows 3", f"peer {numbers[4]}"),
+        *("", "fp8, rows 1", f"peer {numbers[5]}"),
+    ]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_table_that_just_fits_has_a_line_a_row(fits, capsys):
+    measure.print_rows(PRINTED, baseline="peer")
+    wide = capsys.readouterr().out
+    measure.print_rows(PRINTED, baseline="peer", width=len(wide.splitlines()[0]) - (not fits))
+    assert (capsys.readouterr().out == wide) is fits
+
+
+def test_the_l2_is_that_of_the_current_device(monkeypatch):
+    sizes = {3: SimpleNamespace(L2_cache_size=5000)}
+    monkeypatch.setattr(measure.torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(measure.torch.cuda, "get_device_properties", sizes.get)
+    assert measure.l2_bytes() == 5000
+    assert measure.rotation(1000) == measure.rotation(1000, l2=5000) == measure.Rotation(16, ("cold",))
 
 
 def test_host_times_take_turns_so_that_a_drift_hits_all_alike():

@@ -52,15 +52,39 @@ def test_misses_come_first_and_what_did_not_run_stays_open():
     assert states == [("b", "refuted"), ("a", "confirmed"), ("c", "open"), ("d", "open")]
 
 
-def test_a_prediction_of_older_code_says_so():
-    one = replace(predictions.read()[0], source_digest="0" * 12)
-    outcome = predictions.outcomes([one], [])[0]
-    assert "the code has changed since" in outcome.text
+@pytest.mark.parametrize("stale", [False, True])
+def test_what_became_of_a_prediction_is_one_line(stale):
+    told = replace(
+        predictions.read()[0],
+        incident="mla_padding",
+        question="empty row",
+        variant="theirs",
+        predicted="zero",
+        refuted_by="nan: it reads",
+        date="2026-11-21",
+        source_digest="0" * 12 if stale else source_digest("mla_padding"),
+    )
+    when = "(2026-11-21; the code has changed since)" if stale else "(2026-11-21)"
+    for verdict, line in (
+        ("zero", f"confirmed  mla_padding, empty row, theirs: predicted zero {when}"),
+        ("nan", f"refuted    mla_padding, empty row, theirs: predicted zero, got nan {when}: nan: it reads"),
+        (None, f"open       mla_padding, empty row, theirs: predicted zero {when}"),
+    ):
+        found = [finding("mla_padding", "empty row", "theirs", verdict)] if verdict else []
+        (outcome,) = predictions.outcomes([told], found)
+        assert (outcome.text, outcome.verdict, outcome.prediction) == (line, verdict, told)
 
 
 def test_a_run_of_another_gpu_is_refused_in_one_line():
-    with pytest.raises(RunFileError, match="the predictions are for sm_100 and sm_103, this is sm_90"):
-        predictions.of_run(predictions.read(), store.find("nvidia-h200"))
+    run = store.find("nvidia-h200")
+    for capability, this in (("sm_90", "sm_90"), (None, "a CPU")):
+        other = replace(run, environment={"machine": {"capability": capability}})
+        with pytest.raises(RunFileError, match=f"the predictions are for sm_100 and sm_103, this is {this}$"):
+            predictions.of_run(predictions.read(), other)
+    for capability in ("sm_100", "sm_103"):
+        theirs = replace(run, environment={"machine": {"capability": capability}})
+        told = predictions.of_run(predictions.read(), theirs)
+        assert told == predictions.outcomes(predictions.read(), run.findings)
 
 
 def test_a_row_with_an_unknown_field_is_named(tmp_path):

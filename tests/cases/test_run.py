@@ -502,11 +502,12 @@ def test_ask_puts_the_named_question_to_the_named_variants(device):
     assert [f.variant for f in table.ask("q")] == ["a", "b", "c"]
     assert [f.variant for f in table.ask("q", "c", "b", device="cuda")] == ["b", "c"]
     assert asked == [("a", device), ("b", device), ("c", device), ("b", "cuda"), ("c", "cuda")]
+    assert len(table.ask("q", "a", "b", "c")) == 3
     with pytest.raises(ValueError, match=r"^question: expected one of \['other', 'q'\], got 'nope'$"):
         table.ask("nope")
     with pytest.raises(ValueError, match=r"^variants: expected some of \['a', 'b', 'c'\], got \['a', 'x'\]$"):
         table.ask("q", "a", "x")
-    assert len(asked) == 5
+    assert len(asked) == 8
 
 
 def test_processes_of_one_command_put_a_case_once(monkeypatch):

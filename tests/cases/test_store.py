@@ -124,6 +124,87 @@ def test_a_missing_file_is_refused(tmp_path):
         store.read(tmp_path / "a")
 
 
+def test_a_run_is_found_by_its_folder_or_by_its_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "checkout", lambda: tmp_path)
+    assert store.read_all() == []
+    with pytest.raises(RunFileError, match=r"^a-cpu: neither a .* machine \(recorded: none\)$"):
+        store.find("a-cpu")
+    runs = tmp_path / "workbook/runs"
+    for name in ("b-gpu", "a-cpu"):
+        store.write(runs / name, [finding("a", "q", name, "clean")], [ROW] * 2)
+    (runs / "README.md").touch()
+    assert [run.folder.name for run in store.read_all()] == ["a-cpu", "b-gpu"]
+    assert store.find("a-cpu") == store.find(str(runs / "a-cpu")) == store.read(runs / "a-cpu")
+    for name in ("c-gpu", "README.md", "../runs/a-cpu"):
+        with pytest.raises(RunFileError, match=r"neither .* \(recorded: a-cpu, b-gpu\)$"):
+            store.find(name)
+
+
+def test_an_installation_without_its_checkout_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "PACKAGE", tmp_path / "src/staleproof")
+    for there in ("notebooks", "pyproject.toml"):
+        with pytest.raises(store.CheckoutError, match="installed without one: clone the repository"):
+            store.checkout()
+        (Path.mkdir if there == "notebooks" else Path.touch)(tmp_path / there)
+    assert store.checkout() == tmp_path
+    assert (store.runs_folder(), store.build_folder()) == (
+        tmp_path / "workbook/runs",
+        tmp_path / "workbook/_build",
+    )
+    (tmp_path / "benchmarks").mkdir()
+    for name in ("b.py", "a.py", "_shared.py", "README.md"):
+        (tmp_path / "benchmarks" / name).touch()
+    assert store.benchmarks() == {name: tmp_path / f"benchmarks/{name}.py" for name in "ab"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"schema": 2}, r"environment\.json: schema 2, and this staleproof reads 3$"),
+        ({"lines": {"findings.jsonl": 2, "measurements.jsonl": 1}},
+         r"findings\.jsonl: truncated: expected 2 lines, got 1$"),
+        ({"lines": {"findings.jsonl": 1, "measurements.jsonl": 0}},
+         r"measurements\.jsonl: truncated: expected 0 lines, got 1$"),
+        ({"lines": {"findings.jsonl": 1}}, r"measurements\.jsonl: truncated: expected None lines, got 1$"),
+        ({"lines": [1, 1]}, "truncated or not a run's environment$"),
+        ({"machine": {"name": 7}}, "truncated or not a run's environment$"),
+        ({"date": None}, "truncated or not a run's environment$"),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_not_whole_is_refused(tmp_path, changes, why):
+    store.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [ROW])
+    path = tmp_path / "a/environment.json"
+    about = json.loads(path.read_text())
+    assert (about["schema"], about["lines"]) == (3, {"findings.jsonl": 1, "measurements.jsonl": 1})
+    path.write_text(json.dumps(about | changes))
+    with pytest.raises(RunFileError, match=why):
+        store.read(tmp_path / "a")
+    path.unlink()
+    with pytest.raises(RunFileError, match=r"a: not a recorded run: environment\.json is missing$"):
+        store.read(tmp_path / "a")
+
+
+def test_what_is_no_recorded_run_is_not_replaced(tmp_path):
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(RunFileError, match="mine: exists and is not a recorded run; it is left as it is"):
+        store.write(tmp_path / "mine", [], [])
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFileError, match=r"file/run: cannot be written: (Not a directory|File exists)"):
+        store.write(tmp_path / "file/run", [], [])
+    for path, why in ((tmp_path / "mine", "it is a folder"), (tmp_path / "file/x", "")):
+        with pytest.raises(RunFileError, match=f"cannot be written: {why}"):
+            store.check_writable(path)
+    store.write(tmp_path / "runs/deep", [], [])
+    assert store.read(tmp_path / "runs/deep").findings == []
+
+
+def test_a_comparison_is_told_in_one_line():
+    key = ("a", "q", "v", "")
+    first = store.Comparison([key] * 2, {key: ("clean", "leaked")}, [key] * 3, [key] * 4, [])
+    assert first.summary == "2 match, 1 mismatch, 3 only in the first, 4 only in the second"
+    assert replace(first, neither=[key]).summary == first.summary + ", 1 not run in either"
+
+
 def test_compare_counts_each_key_once():
     first = [
         finding("a", "q", "same", "clean"),
@@ -147,12 +228,19 @@ def test_compare_counts_each_key_once():
 
 
 def test_timings_are_compared_only_where_key_and_unit_agree(tmp_path):
-    rows = [ROW | {"unit": "us"}, ROW | {"x_value": 2, "unit": "us"}, ROW | {"x_value": 3}]
-    store.write(tmp_path / "a", [], rows)
+    rows_of_a = [ROW | {"unit": "us"}, ROW | {"x_value": 2, "unit": "us"}, ROW | {"x_value": 3}]
+    store.write(tmp_path / "a", [], rows_of_a)
     rows = [ROW | {"unit": "us", "p50": 6.0}, ROW | {"x_value": 2, "unit": "ms"}]
     store.write(tmp_path / "b", [], rows)
     pairs = store.compare_timings(store.read(tmp_path / "a"), store.read(tmp_path / "b"))
-    assert [(row["x_value"], ratio) for row, ratio in pairs] == [(1, 1.5)]
+    assert pairs == [(rows_of_a[0] | {"p50_second": 6.0}, 1.5)]
+    # One that took no time has no ratio; and every part of a case tells it from others.
+    store.write(tmp_path / "a", [], [rows_of_a[0] | {"p50": 0.0}])
+    ((_, ratio),) = store.compare_timings(store.read(tmp_path / "a"), store.read(tmp_path / "b"))
+    assert ratio != ratio
+    for name in ("kernel", "provider", "mode", "x_name", "x_value"):
+        store.write(tmp_path / "a", [], [rows_of_a[0] | {name: "another"}])
+        assert store.compare_timings(store.read(tmp_path / "a"), store.read(tmp_path / "b")) == []
 
 
 def test_the_environment_has_no_path_and_no_host_name(tmp_path):
@@ -170,6 +258,7 @@ def test_the_environment_has_no_path_and_no_host_name(tmp_path):
 
 def test_the_answers_of_other_incidents_stay_and_keep_their_provenance(tmp_path):
     path = tmp_path / "findings.jsonl"
+    assert read_kept(path) == []
     old = replace(finding("b", "q", "v", "clean"), provenance=Provenance.MEASURED, source_digest="then")
     write_findings(path, [old, finding("a", "q", "v", "clean")])
     after = merged(read_kept(path), [finding("a", "q", "v", "leaked")], ["a"], ["a", "b"])
@@ -192,6 +281,9 @@ def test_origins_name_the_source_of_what_is_older():
     assert second.startswith("mla_padding: 2 findings, ")
     assert "2026-01-02" in second
     assert second.endswith(f"source abc, which is {today.source_digest} now: run it again")
+    (unknown,) = origins([replace(today, source_digest="", machine={})])
+    assert " on an unknown machine, " in unknown
+    assert unknown.endswith(f"source unknown, which is {today.source_digest} now: run it again")
 
 
 @pytest.mark.parametrize("spoil", [lambda text: text[:-9], lambda text: text.replace("INTERP", "OTHER")])

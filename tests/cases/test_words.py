@@ -77,7 +77,7 @@ def test_a_fix_has_its_three_readings_and_nothing_else_has():
 def test_a_false_line_of_a_file_becomes_what_it_shows():
     three = Three("rows", "leaked", "clean", "leaked", right=True)
     row = {"incident": "a", "question": "off/on/off", "variant": "v", "words": FIX, "schema": 3}
-    good = row | {"verdict": "fixed", "three": vars(three)}
+    good = row | {"verdict": "fixed", "outcome": "good", "three": vars(three)}
     assert Finding.from_json(good).verdict == "fixed"
     for change, want in (
         ({"on": "leaked"}, "not fixed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -83,18 +84,88 @@ def test_what_does_not_fit_is_named(tmp_path, subject, why):
     assert bool(problem(found, Release("1.0", tmp_path))) == bool(why)
 
 
-def test_a_star_import_is_followed(tmp_path):
-    (found,) = keyword.__dict__["__padding_contract__"]
-    release = _release(tmp_path, "from .kernels import *\n")
-    assert problem(found, release).startswith("decode: ")
+DECODE = "decode: missing a required"
+# The package's files beside kernels.py, by name -> why the call with one argument too few does not fit.
+FILES = [
+    ({"__init__.py": "from .kernels import *"}, DECODE),
+    ({"__init__.py": "from .one import Wrapper as other, attend as decode",
+      "one.py": "def attend(q, cache, *, scale): ..."}, "attend: missing a required"),
+    ({"__init__.py": "from fastkernels.kernels import decode"}, DECODE),
+    ({"__init__.py": "try:\n    from .kernels import decode\nexcept ImportError:\n    pass"}, DECODE),
+    ({"__init__.py": "if True:\n    def decode(q, cache, *, scale): ..."}, DECODE),
+    # The last definition counts, and a module before a package of its name.
+    ({"__init__.py": "def decode(q, cache): ...\ndef decode(q, cache, *, scale): ..."}, DECODE),
+    ({"__init__.py": "def decode(q, cache, *, scale): ...\ndef decode(q, cache): ..."}, ""),
+    ({"__init__.py": "from .deep import decode", "deep/__init__.py": "from ..kernels import decode"}, DECODE),
+    ({"__init__.py": "from .deep import decode", "deep/__init__.py": "from .more import decode",
+      "deep/more.py": "from fastkernels.kernels import decode"}, DECODE),
+    ({"__init__.py": "def decode(q, cache, scale=1.0, *, more=None): ..."}, ""),
+    ({"__init__.py": "def decode(*args): ..."}, ""),
+    ({"__init__.py": "decode = print"}, "no file of it that was found defines fastkernels.decode"),
+    ({"__init__.py": "from .gone import decode"}, "no file of it that was found defines fastkernels.decode"),
+    # In a circle.
+    ({"__init__.py": "from .one import decode", "one.py": "from .two import decode",
+      "two.py": "from .one import decode"}, "no file of it that was found defines fastkernels.decode"),
+    ({}, "no file of it that was found defines fastkernels.decode"),
+]  # fmt: skip
 
 
-def test_a_definition_under_try_is_found(tmp_path):
-    (found,) = keyword.__dict__["__padding_contract__"]
+@audit.rows(name="short")
+def short(x):
+    import torch  # noqa: F401
+    from fastkernels import decode
+
+    return decode(x, x)
+
+
+@pytest.mark.parametrize(("files", "why"), FILES)
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_definition_is_found_through_the_imports_of_a_package(tmp_path, monkeypatch, files, why, installed):
+    (found,) = short.__dict__["__padding_contract__"]
     release = _release(tmp_path)
-    body = SOURCE[SOURCE.index("def decode") :].strip()
-    (tmp_path / "fastkernels/kernels.py").write_text(f"try:\n    {body}\nexcept ImportError:\n    pass\n")
-    assert problem(found, release).startswith("decode: missing")
+    (tmp_path / "fastkernels/__init__.py").unlink()
+    for name, text in files.items():
+        (tmp_path / "fastkernels" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "fastkernels" / name).write_text(text + "\n")
+    if installed:
+        # Each test has a package of this name.
+        importlib.invalidate_caches()
+        monkeypatch.syspath_prepend(tmp_path)
+        release = Release("1.0")
+    said = problem(found, release)
+    assert said.startswith(why) if why else said == ""
+
+
+def test_a_package_that_is_not_here_defines_nothing():
+    (found,) = short.__dict__["__padding_contract__"]
+    assert problem(found, Release("1.0")) == "no file of it that was found defines fastkernels.decode"
+
+
+@audit.rows(name="handed on")
+def handed_on(x):
+    from fastkernels.kernels import Wrapper as Made
+    from fastkernels.kernels import decode as attend
+
+    given = {"scale": 1.0}
+    attend(*x)
+    attend(x, **given)
+    Made(x).plan(1, 2, 3)
+    return attend(x, x, scale=given)
+
+
+@audit.rows(name="made")
+def badly_made(x):
+    from fastkernels.kernels import Wrapper
+
+    wrapper = Wrapper()
+    return wrapper.plan(x, x)
+
+
+def test_what_is_handed_on_is_not_checked_and_how_a_class_is_made_is(tmp_path):
+    release = _release(tmp_path)
+    (first,), (second,) = (kernel.__dict__["__padding_contract__"] for kernel in (handed_on, badly_made))
+    assert problem(first, release) == ""
+    assert problem(second, release) == "__init__: missing a required argument: 'workspace'"
 
 
 def test_flashinfers_compiled_kernels_bind():

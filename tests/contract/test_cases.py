@@ -4,6 +4,7 @@ goes on from."""
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,21 @@ import pytest
 
 from staleproof import device as devices
 from staleproof.cases import children
-from staleproof.cases.finding import Finding, Grade, RunFileError, read_findings, write_findings
+from staleproof.cases.finding import (
+    REPLICA,
+    Evidence,
+    Finding,
+    Grade,
+    Key,
+    RunFileError,
+    read_findings,
+    write_findings,
+)
 from staleproof.cli.app import main
 from staleproof.contract import cases, runner
-from staleproof.contract.contract import BREAKS, CONTRACT, HOLDS
+from staleproof.contract.contract import BREAKS, CONTRACT, HOLDS, breaks
 from staleproof.kernels import vllm_matmul_ogs
+from staleproof.kernels.packages import Release
 from staleproof.kernels.subject import Subject
 
 HERE = Path(__file__).parent
@@ -94,6 +105,144 @@ def test_vllms_mxfp4_product_depends_on_the_byte_behind_its_scales(device):
     assert (clean.question, clean.verdict) == ("0", HOLDS), clean.note
     assert (behind.verdict, behind.note) == (BREAKS, "0xff behind scale changes the result")
     assert (behind.grade, behind.of, behind.expected) == (Grade.REAL, "vllm 0.22.1", None)
+
+
+# --- Which cases an audit has
+
+VLLM = Subject("a", "rows", print, package="vllm")
+KERNELS = {
+    "packages": [
+        VLLM,
+        replace(VLLM, name="with stand-ins", files=("vllm.x",)),
+        replace(VLLM, name="newer only", versions=("2.0",)),
+        replace(VLLM, name="gone", package="fla-core"),
+        replace(VLLM, name="big", needs="sm100"),
+        Subject("ours", "rows", print, package="staleproof", documented={"R": "one scale"}),
+    ],
+    "mine.py": [Subject("mine", "kv_write", print)],
+    "nothing.py": [],
+}
+ONE, TWO = Release("1.0", Path("/cache/1.0")), Release("2.0", Path("/cache/2.0"))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    def subjects_in(module):
+        if module == "broken.py":
+            raise children.ChildError("ended with 1")
+        return KERNELS[module]
+
+    def releases(subject):
+        if subject.package == "fla-core":
+            return []
+        if subject.package != "vllm":
+            return [Release("" if not subject.package else "0.1")]
+        return [one for one in (ONE, TWO) if not subject.versions or one.version in subject.versions]
+
+    monkeypatch.setattr(cases, "subjects_in", subjects_in)
+    monkeypatch.setattr(cases.packages, "releases", releases)
+    monkeypatch.setattr(
+        cases.packages, "unavailable_reason", lambda subject: "needs SM100" if subject.needs else None
+    )
+    monkeypatch.setattr(cases.binding, "problem", lambda subject, release: "no q" * (release is TWO))
+
+
+def _shown(made):
+    """Kernel and release -> its clauses, what is expected, whose code, what is missing, and the scene."""
+    rows = {}
+    for case in made:
+        key = case.key
+        assert (key.incident, case.words, case.limit_s) == (CONTRACT, CONTRACT, float("inf"))
+        expected = "+" if case.expect == HOLDS else "."
+        why = case.needs(case.subject, "cpu")
+        row = rows.setdefault((key.variant, key.release), ["", "", case.grade(), why, case.scene])
+        row[0] += key.question
+        row[1] += expected
+        assert row[2:] == [case.grade(), why, case.scene]
+    return rows
+
+
+def test_an_audit_asks_each_release_of_each_kernel_and_releases_share_a_process(kernels):
+    begun = []
+    made = cases.table(["packages", "mine.py"], lambda *given: begun.append(given) or "begun")
+    real = {name: Evidence(Grade.REAL, name) for name in ("vllm 1.0", "vllm 2.0", "yours")}
+    rows = _shown(made)
+    fit, unfit = "its calls fit the signatures of this release", "its calls do not fit: no q"
+    assert {key: row[:4] for key, row in rows.items()} == {
+        ("a", "vllm 1.0"): ["0RWO", "....", real["vllm 1.0"], None],
+        ("a", "vllm 2.0"): ["0RWO", "....", real["vllm 2.0"], None],
+        ("with stand-ins", "vllm 1.0"): ["0RWO", "....", real["vllm 1.0"], None],
+        ("with stand-ins", "vllm 2.0"): ["0RWO", "....", real["vllm 2.0"], None],
+        ("newer only", "vllm 2.0"): ["0RWO", "....", real["vllm 2.0"], None],
+        ("gone", "fla-core"): ["0RWO", "....", Evidence(Grade.REAL, "fla-core"), "fla-core is not here"],
+        ("big", "vllm 1.0"): ["0RWO", "....", real["vllm 1.0"], f"needs SM100; {fit}"],
+        ("big", "vllm 2.0"): ["0RWO", "....", real["vllm 2.0"], f"needs SM100; {unfit}"],
+        ("ours", "staleproof 0.1"): ["0RWO", "+.++", REPLICA, None],
+        ("mine", "yours"): ["0SO", "+++", real["yours"], None],
+    }
+    scenes = list(dict.fromkeys(row[4] for row in rows.values() if row[4]))
+    assert all(scene.early and scene.limit_s == float("inf") for scene in scenes)
+    assert [scene.tell("cpu") for scene in scenes] == ["begun"] * 6
+    # Kernels whose sources are executed with stand-ins have a process of their own.
+    assert [(module, [one.name for one in group], one.version, on) for module, group, one, on in begun] == [
+        ("packages", ["a"], "1.0", "cpu"),
+        ("packages", ["a", "newer only"], "2.0", "cpu"),
+        ("packages", ["with stand-ins"], "1.0", "cpu"),
+        ("packages", ["with stand-ins"], "2.0", "cpu"),
+        ("packages", ["ours"], "0.1", "cpu"),
+        ("mine.py", ["mine"], "", "cpu"),
+    ]
+    answers = Future()
+    answers.set_result({"a": {"R": breaks("row 1")}})
+    assert made[1].ask(made[1].subject, "cpu", answers) == breaks("row 1")
+
+
+@pytest.mark.parametrize(
+    ("only", "asked"),
+    [
+        ("vllm 2.0", ["a", "with stand-ins", "newer only", "big"]),
+        ("2.0 a", ["a"]),
+        ("ours", ["ours"]),
+        ("gone", []),
+    ],
+)
+def test_an_audit_of_some_kernels_asks_those_whose_name_or_release_holds_the_text(kernels, only, asked):
+    made = cases.table(["packages"], lambda *_: None, only=only)
+    assert list(dict.fromkeys(case.key.variant for case in made)) == asked
+
+
+def test_an_audit_goes_on_where_an_earlier_one_has_gaps(kernels):
+    def found(name, release, clauses, verdict=HOLDS):
+        key = Key(CONTRACT, "", name, release)
+        return [Finding(*key[:1], c, name, CONTRACT, verdict, release, note="old") for c in clauses]
+
+    known = [
+        *found("a", "vllm 1.0", "0RWO"),
+        *found("a", "vllm 2.0", "0RW"),
+        *found("gone", "fla-core", "0RWO", NOT_RUN),
+        *found("ours", "staleproof 0.1", "0WO"),
+        *found("ours", "staleproof 0.1", "R", BREAKS),
+        *found("big", "vllm 1.0", "0RWO", NOT_RUN),
+    ]
+    made = cases.table(["packages"], lambda *_: None, known=known, again=[BREAKS])
+    rows = {
+        key: row[0] for key, row in _shown(made).items() if key[0] not in ("with stand-ins", "newer only")
+    }
+    assert rows == {
+        ("a", "vllm 2.0"): "0O",
+        ("gone", "fla-core"): "0RWO",
+        ("big", "vllm 1.0"): "0RWO",
+        ("big", "vllm 2.0"): "0RWO",
+        ("ours", "staleproof 0.1"): "0R",
+    }
+
+
+def test_a_module_without_kernels_is_a_broken_clause_of_yours(kernels):
+    made = cases.table(["broken.py", "nothing.py"], lambda *_: None)
+    assert [(case.key, case.expect, case.ask(None, "cpu")) for case in made] == [
+        (Key(CONTRACT, "0", "broken.py", "yours"), HOLDS, breaks("does not import: ended with 1")),
+        (Key(CONTRACT, "0", "nothing.py", "yours"), HOLDS, breaks("registers no kernel")),
+    ]
 
 
 # --- An audit that goes on from an earlier one

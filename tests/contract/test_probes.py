@@ -320,6 +320,13 @@ def kept_lse(out, lse, call):
     return out, torch.where((call.lens == 0)[:, None] & ~mask[:, None], 7.0, lse)
 
 
+def empty_for_good(out, lse, call):
+    """A row that was empty once stays 0, for a tensor of lengths."""
+    kept = _latest.setdefault(("empty", id(call.lens)), [call.lens, call.lens == 0])
+    kept[1] = kept[1] | (call.lens == 0)
+    return out.masked_fill(kept[1][:, None, None], 0.0), lse
+
+
 def reads_behind(name: str):
     def of(call):
         x = getattr(call, name)
@@ -342,6 +349,17 @@ def writes(name: str):
     return attend(change)
 
 
+def outside(row: int):
+    """Writes a row that is not its own: before ``out`` or behind it."""
+
+    def kernel(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out):
+        out.copy_(made.decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale)[0])
+        out._base[row] = 7.0
+        return out
+
+    return kernel
+
+
 def other_rows_largest(call):
     """Infinite where a number of the batch is near the largest, and not for NaN."""
     return (call.q.nan_to_num(0.0, 0.0, 0.0) * 2).sum()
@@ -357,6 +375,7 @@ right = attend(lambda out, lse, call: (out, lse))
 EMPTY = "row of an empty request: "
 AFTER = "replayed with seq_lens [19, 0, 0, 0]: "
 NOT_ZERO = "the row of an empty request is not 0, as it is for a new tensor of lengths"
+AGAIN = "launched again, not captured"
 TAIL = "of the last page's tail"
 ATTENTION = [
     ("0", right, {}, holding()),
@@ -373,6 +392,7 @@ ATTENTION = [
     ("0", attend(lambda out, lse, call: (out + 0.02, lse - 0.02)), {"dtype": "bfloat16"}, holding()),
     ("0", attend(lambda out, lse, call: out + 0.02), {}, broken("row 0 is off by 0.02", "clean")),
     *(("0", writes(name), {}, broken("writes to its inputs", "clean")) for name in ("q", "k", "v", "table")),
+    *(("0", outside(row), {}, broken("writes outside out", "clean")) for row in (0, -1)),
     ("0", made.right, {"heads": 4, "head_dim": 8, "page_size": 8}, holding()),
     ("0", gathered, {"layout": "gathered"}, holding()),
     ("0", gathered, {"layout": "gathered", "heads": 4, "kv_heads": 2}, holding()),
@@ -439,17 +459,19 @@ ATTENTION = [
       )),
     ("R", attend(lambda out, lse, call: (out, lse + 0 * call.q.mean())), {},
      broken("nan in another row changes row 0 of lse", "rows", "nan")),
-    ("N", right, {}, holding("launched again, not captured")),
+    ("N", right, {}, holding(AGAIN)),
     ("N", gathered, {"layout": "gathered"}, unasked("takes no seq_lens: the mask is an input")),
     *(("N", kept_mask(key), {}, broken(AFTER + NOT_ZERO, "replay")) for key in ("seq_lens", "out", "lse")),
     ("N", attend(kept_lse), {}, broken(AFTER + "lse of an empty request is 7", "replay")),
+    ("N", attend(empty_for_good), {},
+     broken("replayed with seq_lens [19, 5, 16, 9]: row 1 is off by 1.15", "replay")),
     # Not right with a new tensor either, which E says.
     ("N", attend(lambda out, lse, call: (out.masked_fill((call.lens == 0)[:, None, None], 7.0), lse)), {},
-     holding("launched again, not captured")),
+     holding(AGAIN)),
     ("N", attend(lambda out, lse, call: (out, lse.nan_to_num(neginf=7.0))), {},
-     holding("launched again, not captured")),
+     holding(AGAIN)),
     ("N", launch_with_lengths, {"prepared": True}, broken(AFTER + NOT_ZERO, "replay")),
-    ("N", launch_with_lengths, {"planned": True}, holding("launched again, not captured")),
+    ("N", launch_with_lengths, {"planned": True}, holding(AGAIN)),
     ("U", right, {}, unasked("takes one row a request, not cu_seqlens")),
     ("U", right, {"q_len": 2}, unasked("takes one row a request, not cu_seqlens")),
     ("U", made.varlen, {"q_len": 0}, holding()),
@@ -478,8 +500,11 @@ ATTENTION = [
     # What one query token shows as well is E's.
     ("Q", several(lambda out, lens, call: out + (lens == 0)[:, None, None, None], alone=True), {"q_len": 2},
      holding()),
+    *((clause, attend(lambda out, lse, call: out), {}, holding(note)) for clause, note in (
+        ("0", ""), ("T", ""), ("B", ""), ("R", ""), ("N", AGAIN), ("L", ""), ("A", AGAIN), ("O", ""),
+    )),
     ("L", right, {}, holding()),
-    ("A", right, {}, holding("launched again, not captured")),
+    ("A", right, {}, holding(AGAIN)),
     ("A", first_of("q"), {}, broken("new tensors of the same shape: row 0 is off by 0.763", "address")),
     ("A", one_buffer, {}, broken("the next call overwrites the result of this one", "address")),
     ("A", launch_with_the_latest_lengths, {"prepared": True},
@@ -848,6 +873,8 @@ OTHERS = [
      broken("not the reference: dequantised, row 0 is off by 3.41", "clean")),
     ("rows", "0", double, {"inverse": lambda x: 0.6 * x},
      broken("not the reference: dequantised, row 0 is off by 0.682", "clean")),
+    ("rows", "0", lambda x: (fp8(x)[0], 3 * fp8(x)[1]), {},
+     broken("not the reference: values times scales: row 0 is off by 6.82", "clean")),
     ("rows", "0", lambda x: fp8(x, stretch=8.0), {},
      broken("not the reference: of a range of 448 row 0 uses 56: its scale is too large", "clean")),
     ("rows", "R", double, {}, holding()),
@@ -868,6 +895,9 @@ OTHERS = [
     ("rows", "W", per_row, {}, holding()),
     ("rows", "W", lambda x: (2 * x, torch.empty(3), x), {},
      broken("3 of 3 elements of result 1 are not written", "written")),
+    # Rounded up to pairs of rows.
+    ("rows", "W", lambda x: torch.cat([x, x.new_empty(len(x) % 2, 64)]), {},
+     broken("64 of 384 elements of result 0 are not written", "written")),
     ("ragged", "0", made.ragged, {"reference": made.ragged}, holding()),
     ("ragged", "0", made.ragged, {"reference": lambda x, starts: made.ragged(x, starts) + 1},
      broken("not the reference: result 0: row 0 is off by 1", "clean")),
@@ -910,6 +940,8 @@ OTHERS = [
     ("state", "0", update(lambda out, state: (out + 1, state + 1)), {}, broken("row 0 is off by 1", "clean")),
     ("state", "S", update(), {}, holding()),
     ("state", "S", update(), {"pad_index": 0}, holding()),
+    ("state", "S", partial(made.update, skip=False), {},
+     broken("a row with the index of padding changes a state", "index")),
     ("state", "S", lambda x, state, weight, state_indices: made.update(x, state, weight, state_indices, -1),
      {"pad_index": 0}, broken("a row with the index of padding changes a state", "index")),
     *(("state", "S", update(lambda out, state, row=row: (out + (torch.arange(5) == row)[:, None], state)), {},

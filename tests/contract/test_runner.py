@@ -7,6 +7,7 @@ import ctypes
 import gc
 import signal
 import sys
+import threading
 import types
 import weakref
 from dataclasses import replace
@@ -18,10 +19,11 @@ import torch
 from staleproof.cases import children
 from staleproof.cases.case import absent
 from staleproof.contract import attention_probes, runner, scenes, scripts
-from staleproof.contract.contract import BREAKS, NO_REFERENCE, UNDEFINED, breaks
-from staleproof.kernels.subject import Subject, load_module
+from staleproof.contract.contract import BREAKS, NO_REFERENCE, UNDEFINED, breaks, holds
+from staleproof.kernels.subject import KINDS, Subject, load_module
 
 NOT_RUN = "not run"
+RELEASE = runner.packages.Release("1.0", Path("/site"))
 
 
 def test_memory_that_needs_a_gradient_is_filled_too():
@@ -260,6 +262,59 @@ def test_the_first_script_that_shows_a_break_is_kept(monkeypatch, package, ends,
     ]
 
 
+def test_a_script_ends_quietly_where_it_shows_nothing():
+    ended = children.Ended([], 0, "", "\nAssertionError: expected 0\nX: raises X: 1\n", 9.0)
+    for note in ("NaN", "ended its process with signal 6", "raises X", "no answer within 9 s"):
+        assert not scripts.shows(note, ended)
+
+
+def _decode(q, kv_cache, seq_lens, softmax_scale):
+    return q
+
+
+@pytest.mark.parametrize("needs", ["", "cpu", "cuda", "sm90", "sm100"])
+@pytest.mark.parametrize("launch", [None, "prepared", "planned"])
+def test_a_script_asks_on_the_device_and_launches_as_the_kernel_is_called(needs, launch):
+    shape = {"layout": "mla"} | ({launch: True} if launch else {})
+    subject = Subject("k", "attention", _decode, shape, package="torch", needs=needs)
+    text = scripts.counterexample(subject, RELEASE, "E", ("empty",))
+    call = "_decode(q=q, kv_cache=kv_cache, seq_lens=seq_lens, softmax_scale=softmax_scale)"
+    assert call in text
+    assert (call + "()" in text) is bool(launch)
+    always = needs in ("cuda", "sm90", "sm100")
+    assert ('\ndevice = "cuda"\n' in text) is always
+    assert ("torch.cuda.is_available()" in text) is not always
+    assert "softmax_scale = 0.041667\n" in text
+
+
+ALONE = """
+import os, sys
+import extra
+assert __name__ == "__main__" and os.listdir() == ["counterexample.py"], os.listdir()
+assert "TRITON_INTERPRET" not in os.environ
+assert sys.path[0] == os.path.dirname(extra.__file__)
+raise SystemExit(7)
+"""
+
+
+def test_a_script_runs_as_the_main_program_of_a_folder_of_its_own(tmp_path):
+    (tmp_path / "extra.py").touch()
+    ended = children.call(scripts.run_alone, ALONE, [str(tmp_path)], timeout_s=60)
+    assert (ended.code, ended.stderr) == (7, "")
+
+
+def test_the_probes_of_a_subject_get_how_it_is_launched_and_its_sizes():
+    given = {"prepared": True, "empty_lse": 0.0, "heads": 4, "layout": "mla"}
+    probes = runner.probes_of(Subject("k", "attention", _decode, given))
+    kernel = attention_probes.Kernel(_decode, prepared=True, empty_lse=0.0)
+    shape = scenes.Shape(layout="mla", heads=4, head_dim=576, value_dim=512)
+    assert {probe.args for probe in probes.values()} == {(kernel, shape)}
+    assert [*probes] == [*KINDS["attention"]]
+    probes = runner.probes_of(Subject("k", "rows", _decode, {"hidden": 24}))
+    assert [probe.args for probe in probes.values()] == [(_decode, {"hidden": 24})] * 4
+    assert {*probes} == {*KINDS["rows"]}
+
+
 COMPILED = "nvcc compiles it at a call without FLASHINFER_DISABLE_JIT"
 LIBRARY = OSError("Could not load this library: /site/deep_gemm/_C.so")
 LIBRARY.__cause__ = OSError("undefined symbol: c10")
@@ -344,6 +399,16 @@ def test_what_a_documentation_leaves_to_the_caller_is_undefined():
     assert runner.judged(breaks("NaN"), subject, release, "W").verdict == BREAKS
 
 
+@pytest.mark.parametrize("clause", ["0", "R"])
+@pytest.mark.parametrize("said", [holds("a note"), absent("no nvcc"), breaks("row 1", "clean")])
+def test_a_wrong_result_beside_another_torch_is_no_break_of_the_kernel(monkeypatch, clause, said):
+    subject = Subject("x", "rows", print, package="kernels", documented={"0": "sizes"})
+    monkeypatch.setattr(runner.packages, "other_torch", lambda subject, release: f"{release.version} of it")
+    found = runner.judged(said, subject, runner.packages.Release("1.0"), clause)
+    is_theirs = clause == "0" and said.verdict == BREAKS
+    assert found == (absent("1.0 of it; what came: row 1") if is_theirs else said)
+
+
 def test_our_own_operations_are_found_in_a_checkout_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(runner.packages.devices, "version_of", lambda package: None)
     subject = Subject("mla_decode", "attention", print, package="staleproof")
@@ -352,33 +417,129 @@ def test_our_own_operations_are_found_in_a_checkout_that_is_not_installed(monkey
     assert runner.packages.releases(Subject("x", "rows", print, package="no-such-kernels")) == []
 
 
-def test_a_module_from_another_release_ends_the_questions_of_its_subject(monkeypatch, device):
-    monkeypatch.setattr(
-        runner.packages, "imported_elsewhere", lambda subject, release: "from another release"
-    )
-    told = []
-    monkeypatch.setattr(runner.children, "tell", told.append)
-    monkeypatch.setattr(runner, "faulthandler", types.SimpleNamespace(
-        dump_traceback_later=lambda *args, **kwargs: None, cancel_dump_traceback_later=lambda: None
-    ))  # fmt: skip
-    module = "staleproof.kernels.torch"
-    runner.ask(module, [("rms_norm", ["0", "R", "W"])], runner.packages.Release("1"), device, 9.0)
-    assert [(clause, said and said.verdict) for _, clause, said, _ in told] == [("0", None), ("0", NOT_RUN)]
+K = Subject("k", "rows", print, package="kernels", skip={"W": "asked elsewhere"})
+OK, BAD = holds(), breaks("row 1", "rows", "nan")
+SHOWN = replace(BAD, script="a script")
+ABORTED = breaks("ended its process with signal 6")
+UNASKED = absent("not asked: wrong on clean input")
 
 
-def test_without_a_reference_the_other_clauses_are_asked_and_with_a_wrong_result_none():
-    first = absent(f"{NO_REFERENCE}: sizes"), absent("no nvcc"), breaks("row 1")
-    asked = [runner._goes_on(said) for said in first]
-    assert asked == [True, False, False]
+def _asked(*clauses):
+    """What a child tells of clauses that hold."""
+    return [row for clause in clauses for row in (("k", clause, None, ()), ("k", clause, OK, ()))]
 
 
-def test_what_was_not_asked_says_why():
-    kernel = types.SimpleNamespace(clauses=("0", "E"))
-    for first, why in ((absent("no nvcc"), "no nvcc"), (breaks("row 1"), "not asked: wrong on clean input")):
-        assert runner._complete(kernel, {"0": first})["E"] == absent(why)
+@pytest.mark.parametrize(
+    ("ends", "asked", "found"),
+    [
+        ([(_asked("0", "R", "O"), 0)], ["0RO"], {"0": OK, "R": OK, "O": OK}),
+        # A break with a script of its case, or with one that was made before.
+        (
+            [([*_asked("0"), ("k", "R", None, ()), ("k", "R", BAD, ()), ("k", "R", BAD, ("text",)),
+               *_asked("O")], 0)],
+            ["0RO"], {"0": OK, "R": SHOWN, "O": OK},
+        ),
+        # The process ends at a clause, and another goes on with the next.
+        (
+            [([*_asked("0"), ("k", "R", None, ("text",))], -6), (_asked("O"), 0)],
+            ["0RO", "O"], {"0": OK, "R": replace(ABORTED, script="a script"), "O": OK},
+        ),
+        # Clause 0 breaks, and nothing more is asked.
+        ([([("k", "0", None, ()), ("k", "0", BAD, ())], 0)], ["0RO"], {"0": BAD, "R": UNASKED, "O": UNASKED}),
+        ([([], 1)], ["0RO"], {"0": breaks("does not load: ended its process with 1: ImportError: x"),
+                              "R": UNASKED, "O": UNASKED}),
+        ([([], None)], ["0RO"], {"0": breaks("does not load: no answer within 90 s"),
+                                 "R": UNASKED, "O": UNASKED}),
+        (
+            [([*_asked("0"), ("k", "R", None, ())], None), (_asked("O"), 0)],
+            ["0RO", "O"], {"0": OK, "R": breaks("no answer within 5 s"), "O": OK},
+        ),
+        ([([("k", "0", None, ()), ("k", "0", absent("no nvcc"), ())], 0)], ["0RO"],
+         {"0": absent("no nvcc"), "R": absent("no nvcc"), "O": absent("no nvcc")}),
+    ],
+)  # fmt: skip
+def test_a_subject_is_asked_until_each_clause_has_an_answer(monkeypatch, ends, asked, found):
+    left, calls = [*ends], []
+
+    def call(function, module, questions, release, device, limit_s, timeout_s):
+        ((name, clauses),) = questions
+        calls.append("".join(clauses))
+        assert (function, module, name, release, device, limit_s) == (
+            runner.ask, "a.module", "k", RELEASE, "cpu", 5.0,
+        )  # fmt: skip
+        assert timeout_s == 90.0 + 5.0 * len(clauses)
+        told, code = left.pop(0)
+        return children.Ended(told, code, "", "ImportError: x\n", timeout_s)
+
+    def tried(said, texts, subject, release, limit_s):
+        assert (subject, release, limit_s) == (K, RELEASE, 5.0)
+        return replace(said, script="a script") if texts == ("text",) else said
+
+    monkeypatch.setattr(runner.children, "call", call)
+    monkeypatch.setattr(runner.scripts, "tried", tried)
+    answers = runner.answers("a.module", [K], RELEASE, "cpu", 5.0)
+    assert answers == {"k": found | {"W": absent("asked elsewhere")}}
+    assert calls == asked
 
 
-@pytest.mark.parametrize(("code", "said"), [(-6, "signal 6"), (7, "7: ValueError: x")])
-def test_a_process_that_ended_says_by_what(code, said):
-    ended = children.Ended([], code, "", "ValueError: x\n", 9.0)
-    assert runner._ended(ended, 9.0) == f"ended its process with {said}"
+def test_no_process_is_started_for_what_was_stopped(monkeypatch):
+    monkeypatch.setattr(runner.children, "call", pytest.fail)
+    stop = threading.Event()
+    stop.set()
+    ended = absent("not asked: ended before")
+    assert runner.answers("m", [replace(K, asked=("0", "W"))], RELEASE, "cpu", stop=stop) == {
+        "k": {"0": ended, "W": absent("asked elsewhere")}
+    }
+
+
+@pytest.mark.parametrize(
+    ("answers", "told", "exits"),
+    [
+        ([OK, BAD, OK], [("0", OK, ()), ("R", BAD, ()), ("R", BAD, ("case R",)), ("O", OK, ())], False),
+        ([breaks("in /site/k.py"), OK, OK], [("0", breaks("in k.py"), ())], False),
+        ([OK, (breaks("CUDA error"), False), OK], [("0", OK, ()), ("R", breaks("CUDA error"), ())], True),
+        ([absent(NO_REFERENCE), OK, OK], [("0", absent(NO_REFERENCE), ()), ("R", OK, ()), ("O", OK, ())],
+         False),
+        # What was imported is of another release.
+        ([OK, OK, OK], [("0", absent("from /another"), ())], False),
+    ],
+)  # fmt: skip
+def test_a_child_tells_each_answer_at_once_and_then_with_its_script(monkeypatch, answers, told, exits):
+    said, left, limits = [], [*answers], []
+
+    class Exit(Exception):
+        pass
+
+    def leave(code):
+        raise Exit
+
+    def counterexamples(subject, release, clause, case=()):
+        return (f"case {clause}",) if case else (f"before {clause}",)
+
+    def answer(probe, subject, device):
+        one = left.pop(0)
+        return one if isinstance(one, tuple) else (one, True)
+
+    monkeypatch.setattr(runner, "subjects_of", lambda module: [K])
+    monkeypatch.setattr(runner, "load_module", lambda module: None)
+    monkeypatch.setattr(runner.devices, "select", lambda device: device)
+    monkeypatch.setattr(runner.packages, "make_importable", lambda subjects, release: None)
+    elsewhere = "from /another" if "from /another" in str(told) else None
+    monkeypatch.setattr(runner.packages, "imported_elsewhere", lambda subject, release: elsewhere)
+    monkeypatch.setattr(runner.packages, "other_torch", lambda subject, release: None)
+    monkeypatch.setattr(runner.scripts, "counterexamples", counterexamples)
+    monkeypatch.setattr(runner, "answer", answer)
+    monkeypatch.setattr(runner.children, "tell", said.append)
+    monkeypatch.setattr(runner.os, "_exit", leave)
+    monkeypatch.setattr(torch, "set_num_threads", limits.append)
+    monkeypatch.setattr(runner.faulthandler, "dump_traceback_later", lambda s, exit: limits.append((s, exit)))
+    monkeypatch.setattr(runner.faulthandler, "cancel_dump_traceback_later", lambda: limits.append("off"))
+    with pytest.raises(Exit) if exits else contextlib.nullcontext():
+        runner.ask("a.module", [("k", ["0", "R", "O"])], RELEASE, "cpu", 5.0)
+    clauses = list(dict.fromkeys(clause for clause, *_ in told))
+    wanted = []
+    for clause in clauses:
+        wanted += [("k", clause, None, (f"before {clause}",))]
+        wanted += [("k", *row) for row in told if row[0] == clause]
+    assert said == wanted
+    assert limits == [1] + [(5.0, True), "off"] * len(clauses)

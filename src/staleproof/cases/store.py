@@ -183,7 +183,7 @@ def find(name: str) -> Run:
     if Path(name).is_dir():
         return read(Path(name))
     folder = runs_folder()
-    if name not in ("", ".", "..") and "/" not in name and (folder / name).is_dir():
+    if "/" not in name and (folder / name).is_dir():
         return read(folder / name)
     known = ", ".join(sorted(p.name for p in folder.glob("*") if p.is_dir())) or "none"
     raise RunFileError(f"{name}: neither a run folder nor a recorded machine (recorded: {known})")

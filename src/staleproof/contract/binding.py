@@ -84,9 +84,10 @@ def _defined(module: str, name: str, release: Release, depth: int = 4) -> ast.st
 
 
 def _mismatch(call: ast.Call, function: ast.FunctionDef, *, method: bool) -> str:
-    if any(isinstance(argument, ast.Starred) for argument in call.args):
+    keywords = {word.arg or "": None for word in call.keywords}
+    # What * and ** hand on is not known here.
+    if "" in keywords or any(isinstance(argument, ast.Starred) for argument in call.args):
         return ""
-    keywords = {word.arg: None for word in call.keywords if word.arg}
     try:
         _parameters(function, method=method).bind(*call.args, **keywords)
     except TypeError as error:

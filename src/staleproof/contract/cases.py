@@ -254,8 +254,6 @@ def audit(
         finally:
             # Also when the reader stops early or is interrupted.
             stop.set()
-            for future in begun:
-                future.cancel()
             while not all(future.done() for future in begun):
                 children.end_all()
                 time.sleep(0.05)

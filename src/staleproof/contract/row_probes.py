@@ -466,7 +466,7 @@ def _state_scene(shape: Shape, device: str) -> Known:
     }
 
 
-def _expected_state(known: Known, pad: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
+def _expected_state(known: Known, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     state, out = known["state"].clone(), torch.zeros_like(known["x"])
     for row, index in enumerate(known["state_indices"].tolist()):
         if index != pad:

@@ -54,11 +54,6 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
 
 
-def _cause(error: BaseException) -> str:
-    """The loader's own words where another error hides them."""
-    return _one_line(error.__cause__ or error)
-
-
 def _uncompiled(error: BaseException) -> str:
     """FlashInfer's error carries the module that the call asked for."""
     name = getattr(getattr(error, "spec", None), "name", "")
@@ -77,7 +72,8 @@ def answer(probe: Callable[[str], Reading], subject: Subject, device: str) -> tu
         if isinstance(error, ImportError | UnavailableError) and subject.package:
             return absent(f"does not import here: {text}"), True
         if isinstance(error, OSError) and subject.package and "Could not load" in text:
-            return absent(f"its library does not load here: {_cause(error)}"), True
+            # The loader's own words where another error hides them.
+            return absent(f"its library does not load here: {_one_line(error.__cause__ or error)}"), True
         if isinstance(error, FileNotFoundError) and subject.package and error.filename:
             return absent(f"a file of it is not here: {Path(error.filename).name}"), True
         if type(error).__name__ == "MissingJITCacheError":
