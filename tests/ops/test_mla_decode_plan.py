@@ -94,6 +94,34 @@ def test_the_prediction_ranks_kernels_as_they_were_measured(batch, tokens, heads
     assert _name(min(work.cuts(), key=work.microseconds)) == kernel
 
 
+EVEN = kernels.Work(16, 128, 1, 64, 16 * 64.0, 132)
+# What may be the fastest of a batch, and its predicted time: another one may be another choice on a server.
+PREDICTED = [
+    (EVEN, "pairs 66: 53.0, pairs 0: 122.1, portable 1: 175.7, alone 1: 141.7, split 4: 53.1"),
+    (EVEN._replace(converts=True), "pairs 66: 68.9, pairs 0: 165.4, portable 1: 543.0"),
+    (
+        EVEN._replace(total=64 + 15 * 16.0),
+        "pairs 66: 34.4, pairs 0: 122.1, portable 1: 175.7, alone 1: 141.7, split 4: 53.1",
+    ),
+    (kernels.Work(1, 16, 2, 40, 40.0, 132), "few 66: 13.1, few 0: 68.6, portable 40: 11.8"),
+    (
+        kernels.Work(200, 32, 1, 5, 1000.0, 132),
+        "pairs 132: 36.8, pairs 0: 34.6, portable 1: 78.5, alone 1: 34.0",
+    ),
+    (
+        kernels.Work(4, 64, 1, 9, 9 + 3 * 2.25, 132),
+        "pairs 132: 18.6, pairs 0: 21.5, portable 8: 15.4, alone 1: 22.0, split 4: 15.4",
+    ),
+    (kernels.Work(100, 16, 1, 200, 20000.0, 132, True), "few 132: 392.6, few 0: 471.7, portable 1: 1596.6"),
+]
+
+
+@pytest.mark.parametrize(("work", "predicted"), PREDICTED)
+def test_a_batch_is_predicted_for_each_kernel_that_may_be_the_fastest(work, predicted):
+    told = (f"{cut.kernel} {cut.pieces}: {work.microseconds(cut):.1f}" for cut in work.cuts())
+    assert ", ".join(told) == predicted
+
+
 def test_two_query_tokens_of_32_heads_are_cut_into_equal_parts():
     """One program a request took ten times as long as FlashMLA on an H200 where one of 32 was long."""
     work = kernels.Work(25, 32, 2, 512, 512.0 + 24 * 16, 132)
