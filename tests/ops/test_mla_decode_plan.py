@@ -46,10 +46,18 @@ def plan(monkeypatch):
         (1, 128, 2, (16, 64, 16, 4)),
         (1, 16, 2, (16, 64, 64, 4)),
         (256, 128, 4, (16, 16, 1, 4)),
+        # More than eight narrow tiles a processor are too many.
+        (2, 128, 2, (16, 64, 8, 4)),
+        (3, 128, 2, (64, 64, 22, 8)),
     ],
 )
 def test_hopper_keeps_the_tiles_that_were_measured(plan, batch, heads, size, expected):
     assert plan((9, 0), batch, heads, size) == expected
+
+
+def test_float32_has_few_warps_everywhere_and_a_cpu_one_processor(plan):
+    assert plan((8, 0), 256, 128, size=4) == (16, 16, 1, 4)
+    assert kernels.tiles_of(torch.ones(1, 16, 576).half(), 16, 4096) == (16, 64, 1, 4)
 
 
 @pytest.mark.parametrize(("gpu", "rows"), [((8, 0), 32), ((8, 6), 16), ((10, 0), 32), ((12, 0), 16)])
@@ -154,6 +162,20 @@ def test_requests_that_may_be_long_are_cut_into_equal_parts(monkeypatch, heads):
     cache = SimpleNamespace(dtype=torch.bfloat16)
     assert _name(kernels.fastest(q, cache, 1, 131_072)) == "parts"
     assert _name(kernels.fastest(q, cache, 1, 128)) != "parts"
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "q_len", "capacity", "converts", "pieces"),
+    [(200, 128, 2, 1024, False, 0), (8, 32, 1, 4160, False, 132), (8, 32, 2, 300, True, 66)],
+)
+def test_one_long_request_counts_as_much_as_equal_ones(
+    monkeypatch, batch, heads, q_len, capacity, converts, pieces
+):
+    """Where equal lengths alone, or a request that is longer or shorter, would decide otherwise."""
+    monkeypatch.setattr(kernels, "processor_count", lambda index: 132)
+    q = SimpleNamespace(shape=(batch, heads, 576), device=SimpleNamespace(index=0), dtype=torch.bfloat16)
+    cache = SimpleNamespace(dtype=torch.float8_e4m3fn if converts else torch.bfloat16)
+    assert kernels.fastest(q, cache, q_len, capacity) == kernels.Cut("pairs", pieces)
 
 
 def _arguments(**change):

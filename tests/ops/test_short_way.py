@@ -59,7 +59,7 @@ def _fp4(**change: Any) -> Arguments:
 
 
 def _ids(**change: Any) -> Arguments:
-    return {"topk_weights": torch.ones(5, 3), "topk_ids": torch.zeros(5, 3, dtype=torch.int32)} | change
+    return {"topk_ids": torch.zeros(5, 3, dtype=torch.int32), "topk_weights": torch.ones(5, 3)} | change
 
 
 PADDING = torch.zeros(5, dtype=torch.bool)
@@ -251,6 +251,28 @@ def test_a_repeated_call_has_its_own_addresses_and_results_like_the_first(kept, 
         for _ in range(2):
             assert all(x is y for x, y in zip(call(**given, out=first), first, strict=True))
         assert seen.addresses == addresses(first, first)
+
+
+# Each tensor beside the first: the operation, and arguments among which it is.
+BESIDE = {
+    (name, argument): given
+    for name, (_, _, arguments, changes) in OPERATIONS.items()
+    for given in (arguments(), *(arguments(**change) for change in changes))
+    for argument, value in given.items()
+    if isinstance(value, torch.Tensor | tuple) and argument != next(iter(arguments()))
+}
+
+
+@pytest.mark.parametrize(("name", "argument"), BESIDE)
+def test_a_tensor_of_another_device_is_named(name: str, argument: str) -> None:
+    given = BESIDE[name, argument]
+    whole = given[argument] if isinstance(given[argument], tuple) else (given[argument],)
+    for place, tensor in enumerate(whole):
+        moved = (*whole[:place], tensor.to("meta"), *whole[place + 1 :])
+        changed = moved if isinstance(given[argument], tuple) else moved[0]
+        named = f"out\\[{place}\\]" if isinstance(given[argument], tuple) else argument
+        with pytest.raises(ValueError, match=f"^{named}: expected a tensor on cpu, got one on meta"):
+            OPERATIONS[name][1](**given | {argument: changed})
 
 
 def test_each_function_has_calls_of_its_own(kept) -> None:
