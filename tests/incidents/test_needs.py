@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from staleproof import device as devices
+from staleproof.cases.case import needs_cuda
 from staleproof.device import Provenance
 from staleproof.incidents.kv_reuse import attention
 from staleproof.incidents.mla_padding import remedies
@@ -81,16 +82,12 @@ def test_two_ranks(monkeypatch, changes, nccl, gloo):
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "one", "two"),
-    [
-        ("cpu", 2, GPU, "needs two CUDA devices"),
-        ("cuda", 1, None, "needs two CUDA devices"),
-        ("cuda", 2, None, None),
-    ],
+    ("device", "gpus", "enough"), [("cpu", 2, False), ("cuda", 1, False), ("cuda", 2, True)]
 )
-def test_ranks_on_gpus(monkeypatch, device, gpus, one, two):
+def test_ranks_on_gpus(monkeypatch, device, gpus, enough):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert [cases.needs_gpus(count, None, device) for count in (1, 2)] == [one, two]
+    assert cases.needs_two_gpus(None, device) == (None if enough else "needs two CUDA devices")
+    assert needs_cuda(None, device) == (None if device == "cuda" else GPU)
 
 
 def test_vllms_own_operators_and_no_others_need_its_library(monkeypatch):
