@@ -46,10 +46,18 @@ def plan(monkeypatch):
         (1, 128, 2, (16, 64, 16, 4)),
         (1, 16, 2, (16, 64, 64, 4)),
         (256, 128, 4, (16, 16, 1, 4)),
+        # More than eight narrow tiles a processor are too many.
+        (2, 128, 2, (16, 64, 8, 4)),
+        (3, 128, 2, (64, 64, 22, 8)),
     ],
 )
 def test_hopper_keeps_the_tiles_that_were_measured(plan, batch, heads, size, expected):
     assert plan((9, 0), batch, heads, size) == expected
+
+
+def test_float32_has_few_warps_everywhere_and_a_cpu_one_processor(plan):
+    assert plan((8, 0), 256, 128, size=4) == (16, 16, 1, 4)
+    assert kernels.tiles_of(torch.ones(1, 16, 576).half(), 16, 4096) == (16, 64, 1, 4)
 
 
 @pytest.mark.parametrize(("gpu", "rows"), [((8, 0), 32), ((8, 6), 16), ((10, 0), 32), ((12, 0), 16)])
@@ -94,6 +102,34 @@ def test_the_prediction_ranks_kernels_as_they_were_measured(batch, tokens, heads
     assert _name(min(work.cuts(), key=work.microseconds)) == kernel
 
 
+EVEN = kernels.Work(16, 128, 1, 64, 16 * 64.0, 132)
+# What may be the fastest of a batch, and its predicted time: another one may be another choice on a server.
+PREDICTED = [
+    (EVEN, "pairs 66: 53.0, pairs 0: 122.1, portable 1: 175.7, alone 1: 141.7, split 4: 53.1"),
+    (EVEN._replace(converts=True), "pairs 66: 68.9, pairs 0: 165.4, portable 1: 543.0"),
+    (
+        EVEN._replace(total=64 + 15 * 16.0),
+        "pairs 66: 34.4, pairs 0: 122.1, portable 1: 175.7, alone 1: 141.7, split 4: 53.1",
+    ),
+    (kernels.Work(1, 16, 2, 40, 40.0, 132), "few 66: 13.1, few 0: 68.6, portable 40: 11.8"),
+    (
+        kernels.Work(200, 32, 1, 5, 1000.0, 132),
+        "pairs 132: 36.8, pairs 0: 34.6, portable 1: 78.5, alone 1: 34.0",
+    ),
+    (
+        kernels.Work(4, 64, 1, 9, 9 + 3 * 2.25, 132),
+        "pairs 132: 18.6, pairs 0: 21.5, portable 8: 15.4, alone 1: 22.0, split 4: 15.4",
+    ),
+    (kernels.Work(100, 16, 1, 200, 20000.0, 132, True), "few 132: 392.6, few 0: 471.7, portable 1: 1596.6"),
+]
+
+
+@pytest.mark.parametrize(("work", "predicted"), PREDICTED)
+def test_a_batch_is_predicted_for_each_kernel_that_may_be_the_fastest(work, predicted):
+    told = (f"{cut.kernel} {cut.pieces}: {work.microseconds(cut):.1f}" for cut in work.cuts())
+    assert ", ".join(told) == predicted
+
+
 def test_two_query_tokens_of_32_heads_are_cut_into_equal_parts():
     """One program a request took ten times as long as FlashMLA on an H200 where one of 32 was long."""
     work = kernels.Work(25, 32, 2, 512, 512.0 + 24 * 308, 132)
@@ -130,6 +166,20 @@ def test_requests_that_may_be_long_are_cut_into_equal_parts(monkeypatch, heads):
     cache = SimpleNamespace(dtype=torch.bfloat16)
     assert _name(kernels.fastest(q, cache, 1, 131_072)) == "parts"
     assert _name(kernels.fastest(q, cache, 1, 128)) != "parts"
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "q_len", "capacity", "converts", "pieces"),
+    [(200, 128, 2, 1024, False, 0), (8, 32, 1, 4160, False, 132), (8, 32, 2, 300, True, 66)],
+)
+def test_one_long_request_counts_as_much_as_equal_ones(
+    monkeypatch, batch, heads, q_len, capacity, converts, pieces
+):
+    """Where equal lengths alone, or a request that is longer or shorter, would decide otherwise."""
+    monkeypatch.setattr(kernels, "processor_count", lambda index: 132)
+    q = SimpleNamespace(shape=(batch, heads, 576), device=SimpleNamespace(index=0), dtype=torch.bfloat16)
+    cache = SimpleNamespace(dtype=torch.float8_e4m3fn if converts else torch.bfloat16)
+    assert kernels.fastest(q, cache, q_len, capacity) == kernels.Cut("pairs", pieces)
 
 
 def _arguments(**change):

@@ -163,6 +163,7 @@ def test_dequantise_names_what_is_wrong():
         ((packed.int(), scales, 1.0), "packed: expected torch.uint8"),
         ((packed, scales[:64], 1.0), r"scales: expected shape \(128, 4\), got shape \(64, 4\)"),
         ((packed, scales.float(), 1.0), "scales: expected torch.float8_e4m3fn or torch.uint8"),
+        ((packed, scales.to("meta"), 1.0), "scales: expected a tensor on cpu, got one on meta"),
         ((packed, scales, 0.0), "global_scale: expected a positive finite number, got 0.0"),
         ((packed, scales, torch.ones(2)), r"global_scale: expected shape \(\) or \(1,\), got \(2,\)"),
     )

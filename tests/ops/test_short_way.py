@@ -59,7 +59,7 @@ def _fp4(**change: Any) -> Arguments:
 
 
 def _ids(**change: Any) -> Arguments:
-    return {"topk_weights": torch.ones(5, 3), "topk_ids": torch.zeros(5, 3, dtype=torch.int32)} | change
+    return {"topk_ids": torch.zeros(5, 3, dtype=torch.int32), "topk_weights": torch.ones(5, 3)} | change
 
 
 PADDING = torch.zeros(5, dtype=torch.bool)
@@ -183,10 +183,12 @@ class Kept(Seen[Any]):
     def __init__(self, is_fp8: bool) -> None:
         super().__init__()
         self.served = 0
+        self.addresses: list[object] = []
         self._is_fp8 = is_fp8
 
     def _serve(self, *addresses: object) -> None:
         self.served += 1
+        self.addresses = [*addresses]
 
     def keep(self, key: Any, call: Any) -> None:
         super().keep(key, call or ((None, self._serve, 1) if self._is_fp8 else self._serve))
@@ -224,6 +226,53 @@ def test_every_argument_is_changed_above():
         changed[module].update(*changes)
     for module, call, *_ in OPERATIONS.values():
         assert {*inspect.signature(call).parameters} <= changed[module] | READ_ANEW, call
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "mla_decode"])
+def test_a_repeated_call_has_its_own_addresses_and_results_like_the_first(kept, monkeypatch, name) -> None:
+    module, call, arguments, _ = OPERATIONS[name]
+    seen, launched, tensors = kept(module), module.launched, []
+
+    def noted(kernel: Any, grid: Any, given: Any, *sizes: Any, **options: Any) -> Any:
+        tensors[:] = given
+        return launched(kernel, grid, given, *sizes, **options)
+
+    def addresses(old: Any, new: Any) -> list[int | None]:
+        """Those of the first launch, with the results of another call in place of its own."""
+        place = {x.data_ptr(): y.data_ptr() for x, y in zip(old or (), new or (), strict=True)}
+        return [None if x is None else place.get(x.data_ptr(), x.data_ptr()) for x in tensors]
+
+    monkeypatch.setattr(module, "launched", noted)
+    given = arguments()
+    first, second = call(**given), call(**given)
+    assert seen.addresses == addresses(first, second)
+    assert [(x.shape, x.dtype) for x in first or ()] == [(x.shape, x.dtype) for x in second or ()]
+    if "out" in inspect.signature(call).parameters and "out" not in given:
+        for _ in range(2):
+            assert all(x is y for x, y in zip(call(**given, out=first), first, strict=True))
+        assert seen.addresses == addresses(first, first)
+
+
+# Each tensor beside the first: the operation, and arguments among which it is.
+BESIDE = {
+    (name, argument): given
+    for name, (_, _, arguments, changes) in OPERATIONS.items()
+    for given in (arguments(), *(arguments(**change) for change in changes))
+    for argument, value in given.items()
+    if isinstance(value, torch.Tensor | tuple) and argument != next(iter(arguments()))
+}
+
+
+@pytest.mark.parametrize(("name", "argument"), BESIDE)
+def test_a_tensor_of_another_device_is_named(name: str, argument: str) -> None:
+    given = BESIDE[name, argument]
+    whole = given[argument] if isinstance(given[argument], tuple) else (given[argument],)
+    for place, tensor in enumerate(whole):
+        moved = (*whole[:place], tensor.to("meta"), *whole[place + 1 :])
+        changed = moved if isinstance(given[argument], tuple) else moved[0]
+        named = f"out\\[{place}\\]" if isinstance(given[argument], tuple) else argument
+        with pytest.raises(ValueError, match=f"^{named}: expected a tensor on cpu, got one on meta"):
+            OPERATIONS[name][1](**given | {argument: changed})
 
 
 def test_each_function_has_calls_of_its_own(kept) -> None:

@@ -311,12 +311,16 @@ def test_vllms_mask_is_looked_for_from_the_release_that_has_it(version, masks):
     assert Hooks(Settings(), version).padding is (fp8_scales.padding_mask if masks else None)
 
 
-def test_a_dummy_run_is_no_step():
+def test_a_dummy_run_is_no_step(monkeypatch):
     on = Hooks(Settings())
     on.loaded(None, (types.SimpleNamespace(device=DEVICE),), {})
-    on.step((None, scheduled(4)), {"dummy_run": True})
     assert on.watch is not None
+    on.step((None, scheduled(4)), {"dummy_run": True})
     assert on.watch.steps == 0
+    on.step((None, scheduled(4)), {"dummy_run": False})
+    words = told(on.watch, monkeypatch)
+    on.step((None, scheduled(4)), {"dummy_run": True})
+    assert (on.watch.steps, words) == (1, [(1, 0, False)])
 
 
 @pytest.mark.parametrize("patches", ["all", "none", "no_such_patch"])

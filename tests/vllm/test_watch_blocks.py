@@ -40,6 +40,9 @@ def test_a_hit_of_the_prefix_cache_is_no_stale_block():
     # The block behind the hit is a's and b writes a part of it.
     blocks.step(new=[("c", [[1, 2]], SIZE, 2)], ended=["a"])
     assert blocks.stale == {(ATTENTION, ATTENTION): 1}
+    # The hit ends within a block, of which the step writes the rest alone.
+    blocks.step(new=[("d", [[1, 2]], SIZE + 1, SIZE - 1)], ended=["c"])
+    assert blocks.stale == {(ATTENTION, ATTENTION): 2}
 
 
 def test_a_state_that_is_read_as_attention_says_so():

@@ -83,12 +83,15 @@ def test_without_a_gpu_there_is_nothing_to_record():
     assert watch_memory.of(types.SimpleNamespace(device="cpu")).unprofiled() == {}
 
 
-def test_memory_that_came_back_while_graphs_were_captured_is_no_negative_owner():
+@pytest.mark.parametrize(("pools", "outside"), [(-2, -3), (3, 4)])
+def test_what_capture_left_outside_of_tensors_is_kept_and_no_negative_owner(pools, outside):
     class Ledger:
         def read(self):
-            phase = types.SimpleNamespace(name=CAPTURE, pools=-2, outside=-3)
-            return types.SimpleNamespace(surprises=[], phases=[phase])
+            found = {PROFILE: (5, 6), CACHE: (7, 8), CAPTURE: (pools, outside)}
+            phases = [types.SimpleNamespace(name=n, pools=p, outside=o) for n, (p, o) in found.items()]
+            owners = [types.SimpleNamespace(name="out", bytes=n) for n in (1, 2)]
+            return types.SimpleNamespace(surprises=owners, phases=phases)
 
     memory = Memory(Ledger(), lambda: 0)
     memory.ready()
-    assert memory.latest == {POOLS: 0, OUTSIDE: 0, SINCE: 0}
+    assert memory.latest == {"out": 3, POOLS: max(0, pools), OUTSIDE: max(0, outside), SINCE: 0}

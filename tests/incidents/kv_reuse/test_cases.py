@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from staleproof.cases.finding import OFF_ON_OFF
 from staleproof.cases.words import NOT_FIXED, NOT_RUN
@@ -54,3 +59,57 @@ def test_libraries_of_another_release_are_a_reason_not_to_ask():
         NOT_RUN,
         "vLLM's cumem_allocator does not load: No module named 'vllm'",
     )
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize(
+    ("zeroed", "verdict", "number"),
+    [
+        ([3, 5], "right", 16),
+        ([], "wrong, silent", 0),
+        ([3, 5, 6], "wrong, silent", 24),
+        ([3, 6], "wrong, silent", 16),
+        (None, "illegal memory access", None),
+    ],
+)
+def test_a_zeroer_is_asked_after_sleep_mode_has_taken_the_memory(
+    monkeypatch, outside, zeroed, verdict, number
+):
+    happened = []
+
+    class Zeroer:
+        def __init__(self, caches):
+            self.caches = caches
+            happened.append(("zeroer", self))
+
+        def zero(self, ids):
+            happened.append((ids, self))
+            if zeroed is None:
+                raise torch.AcceleratorError("CUDA error: an illegal memory access\nmore")
+            for cache in self.caches:
+                cache[zeroed] = 0
+
+    @contextlib.contextmanager
+    def pool(tag):
+        happened.append(tag)
+        yield
+        happened.append("end")
+
+    memory = SimpleNamespace(
+        use_memory_pool=pool,
+        sleep=lambda offload_tags: happened.append(("sleep", offload_tags)),
+        wake_up=lambda: happened.append("wake up"),
+    )
+    module = SimpleNamespace(CuMemAllocator=SimpleNamespace(get_instance=lambda: memory))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", module)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
+    monkeypatch.setattr(cases, "BlockZeroer", Zeroer)
+    found = cases._sleep_and_wake(outside)
+    assert (found.verdict, found.numbers) == (verdict, {} if zeroed is None else {"zeroed": number})
+    assert zeroed is not None or found.note == "CUDA error: an illegal memory access"
+    first, *second = (each[1] for each in happened if each[0] == "zeroer")
+    last = second[0] if outside else first
+    assert len(second) == outside
+    expected = ["kv_cache", ("zeroer", first), "end", *(("zeroer", one) for one in second)]
+    assert happened == [*expected, ("sleep", ()), "wake up", ([3, 5], last)]

@@ -60,3 +60,35 @@ def test_slow_ranks_are_ended() -> None:
 def test_a_rank_that_fails_says_why() -> None:
     with pytest.raises(ChildError, match=r"rank 0 ended with 1 and said: .*nowhere"):
         ranks.serve_ranks([SHORT], "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "happens", "served_on"),
+    [
+        ("cpu", 1, [], "cpu"),
+        ("cpu", 2, [("gloo", "meeting", 1, 2), "end"], "cpu"),
+        ("cuda", 1, [("current", "cuda:1")], "cuda:1"),
+        ("cuda", 2, [("current", "cuda:1"), ("nccl", "meeting", 1, 2), "end"], "cuda:1"),
+    ],
+)
+def test_a_rank_meets_the_others_on_its_own_device(monkeypatch, device, count, happens, served_on):
+    found, served = [], []
+
+    def met(backend, *, init_method, rank, world_size):
+        found.append((backend, init_method, rank, world_size))
+
+    def serve(setting, where, rank):
+        served.append((setting, where, rank))
+        return setting.requests
+
+    for name, stub in (
+        ("init_process_group", met),
+        ("is_initialized", lambda: any(len(one) == 4 for one in found)),
+        ("destroy_process_group", lambda: found.append("end")),
+    ):
+        monkeypatch.setattr(ranks.dist, name, stub)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(("current", device)))
+    monkeypatch.setattr(ranks, "serve_trace", serve)
+    settings = [replace(SHORT, ranks=count, requests=n) for n in (5, 6)]
+    assert ranks._serve_as_rank(1, "meeting", settings, device) == [5, 6]
+    assert (found, served) == (happens, [(one, served_on, 1) for one in settings])

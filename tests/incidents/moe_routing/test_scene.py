@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,36 @@ def test_vllms_kernels_say_why_they_do_not_run(monkeypatch: pytest.MonkeyPatch) 
     assert scene.vllm_unavailable_reason("cuda") == "STALEPROOF_VLLM_MOE_SO names no _moe_C library"
     monkeypatch.setenv(scene.VLLM_VARIABLE, "some.so")
     assert scene.vllm_unavailable_reason("cuda") is None
+
+
+def test_vllms_operators_are_loaded_from_the_library_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    for variable, library in ((scene.VLLM_VARIABLE, "_moe_C"), (scene.VLLM_FP8_VARIABLE, "_C")):
+        monkeypatch.setenv(variable, f"{library}.so")
+        assert scene.vllm_ops.__wrapped__(variable) is getattr(torch.ops, library)
+    assert loaded == ["_moe_C.so", "_C.so"]
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+@pytest.mark.parametrize("bias", [None, torch.tensor([0.0, 3.0, 0.0, 0.0, 1.0])])
+def test_vllms_operators_are_called_with_vllms_arguments(monkeypatch, softmax, bias) -> None:
+    def operator(of_softmax: bool):
+        def route(weights, ids, token_expert_indices, logits, renormalize, bias):
+            assert (token_expert_indices.shape, token_expert_indices.dtype) == (ids.shape, torch.int32)
+            assert renormalize is False
+            given = scene.RouterInput(logits, of_softmax, bias)
+            for out, right in zip((weights, ids), scene.select_torch(given, ids.shape[1]), strict=True):
+                assert out.dtype == right.dtype
+                out.copy_(right)
+
+        return route
+
+    library = SimpleNamespace(topk_softmax=operator(True), topk_sigmoid=operator(False))
+    monkeypatch.setattr(scene, "vllm_ops", lambda: library)
+    given = scene.RouterInput(torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), softmax, bias)
+    found, right = scene.select_vllm(given, 3), scene.select_torch(given, 3)
+    assert all(map(torch.equal, found, right))
 
 
 @pytest.mark.parametrize("choice", [OURS, "grouped_topk"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +151,76 @@ def test_weights_are_drawn_by_their_kind_and_the_experts_are_a_checkpoints():
     assert (model.norm.tolist(), model.bias.tolist()) == ([1.0] * 4, [0.0] * 4)
     assert float(model.linear.detach().std()) == pytest.approx(1 / 8, rel=0.05)
     assert model.w13_weight.equal(experts["w13_weight"])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_whole_vllm_loads_drawn_weights_and_each_layers_scales_are_found_once(monkeypatch, wrapped):
+    made, asked, drawn, generator = [], {}, [], torch.Generator()
+    configs = [SimpleNamespace(weight_scale=SimpleNamespace(storage=SimpleNamespace(data=n))) for n in "ab"]
+    shared = SimpleNamespace(w13_precision_config=configs[0])
+    methods = [None, shared, shared, SimpleNamespace(w13_precision_config=configs[1]), SimpleNamespace()]
+    modules = [SimpleNamespace(), *(SimpleNamespace(quant_method=method) for method in methods)]
+
+    def nested(path: str, end: object) -> object:
+        for name in reversed(path.split(".")):
+            end = SimpleNamespace(**{name: end})
+        return end
+
+    class LLM:
+        def __init__(self, *, model, **given):
+            asked.update(given, config=json.loads(Path(model, "config.json").read_text()))
+            loader.DummyModelLoader().load_weights("model", "config")
+            worker = nested("model_runner.model", SimpleNamespace(modules=lambda: modules))
+            worker = SimpleNamespace(worker=worker) if wrapped else worker
+            self.llm_engine = nested("engine_core.engine_core.model_executor.driver_worker", worker)
+
+    def quantized(shape, draw):
+        assert draw is generator
+        made.append(shape)
+        return SimpleNamespace(on=lambda where: SimpleNamespace(weight=f"{where} w", scale=f"{where} s"))
+
+    loader = SimpleNamespace(DummyModelLoader=type("DummyModelLoader", (), {}))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.dummy_loader", loader)
+    monkeypatch.setattr(torch, "Generator", lambda where: generator)
+    monkeypatch.setattr(whole, "quantized", quantized)
+    monkeypatch.setattr(
+        whole._Engine, "_draw", lambda engine, model: drawn.append((model, {**engine.experts}))
+    )
+    engine = whole._Engine()
+    assert engine.scales == ["a", "b"]
+    assert made == [broken.Shape(32, 2 * 2880, 2880), broken.Shape(32, 2880, 2880)]
+    experts = {
+        f"w{n}_weight{kind}": f"cpu {kind[1:2] or 'w'}" for n in ("13", "2") for kind in ("", "_scale")
+    }
+    assert drawn == [("model", experts)]
+    assert asked["config"] == whole.CONFIG
+    assert asked["compilation_config"]["cudagraph_capture_sizes"] == [8, 64, 256]
+    assert (asked["load_format"], asked["moe_backend"], asked["enable_prefix_caching"]) == (
+        "dummy",
+        "triton",
+        False,
+    )
+
+
+def test_a_whole_vllm_is_looked_at_after_the_start_and_after_each_number_of_requests(monkeypatch):
+    happened = []
+
+    class Engine:
+        def stage(self, name):
+            happened.append((name, os.environ["STALEPROOF_PATCHES"]))
+
+        def serve(self, requests, tokens, **sampling):
+            happened.append((requests, tokens, sampling))
+
+    for name in (*whole.ENVIRONMENT, "STALEPROOF_PATCHES"):
+        monkeypatch.setenv(name, "before")
+    monkeypatch.setattr(whole, "_Engine", Engine)
+    whole.ask()
+    sampling = {"temperature": 1.0, "top_p": 0.9}
+    rounds = [[(n, 4, sampling), (f"{n} requests sampled", "none")] for n in (8, 64, 256)]
+    assert happened == [("started", "none"), *(each for one in rounds for each in one)]
+    assert {name: os.environ[name] for name in whole.ENVIRONMENT} == whole.ENVIRONMENT
 
 
 def test_a_stage_is_asked_before_and_after_zeros_lie_in_free_bytes(monkeypatch):

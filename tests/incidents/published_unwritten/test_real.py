@@ -314,10 +314,23 @@ def test_of_two_requests_that_share_a_failed_load_one_reads_what_the_other_has_n
     assert {read.reader for read in found} <= {"second"}
 
 
-@pytest.mark.parametrize("null", [True, False])
-def test_the_null_block_is_nobodys_to_write(null):
+@pytest.mark.parametrize(
+    ("null", "block_hash", "published"),
+    [(True, b"hash", False), (False, None, False), (False, b"hash", True)],
+)
+def test_the_null_block_and_one_without_a_hash_are_nobodys_to_write(null, block_hash, published):
     watch = watch_published.Published()
     request = SimpleNamespace(request_id="victim", num_computed_tokens=0)
-    block = SimpleNamespace(block_id=0, block_hash=b"hash", is_null=null)
-    watch.publish(None, (None, request, [block], 0, 1, 16), {})
-    assert watch.blocks.owners == ({*()} if null else {"victim"})
+    block = SimpleNamespace(block_id=0, block_hash=block_hash, is_null=null)
+    assert watch.publish("result", (None, request, [block], 0, 1, 16), {}) == "result"
+    assert watch.blocks.owners == ({"victim"} if published else {*()})
+
+
+@pytest.mark.parametrize(("blocks", "known"), [(1, False), (2, True)])
+def test_a_pool_needs_one_block_besides_the_null_block(blocks, known):
+    kind = type("Scheduler", (), {"__module__": "vllm.v1.core.sched.scheduler"})
+    scheduler = kind()
+    pool = SimpleNamespace(blocks=[None] * blocks)
+    scheduler.kv_cache_manager = SimpleNamespace(block_pool=pool)
+    why = None if known else "the pool has no block besides the null block"
+    assert published_unwritten.unknown(scheduler) == why

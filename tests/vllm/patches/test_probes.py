@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -121,9 +122,27 @@ def written(folder: Path, files: dict[str, str]) -> Sources:
     return Sources(folder, folder / "csrc")
 
 
-@pytest.mark.parametrize(("name", "needed", "files"), CASES)
-def test_a_probe_tells_the_defect_from_its_cure(tmp_path, name, needed, files):
-    assert patches()[name].is_needed(written(tmp_path, files)).needed == needed
+# The lines that the answers name, in the order of the cases.
+LINES = (
+    *("3", "2", "3", "2", "2", "", "3", "2", "2", "3", "3", "2", "", "2", "2", "2", "2", "1", "32", "2", "2"),
+    *("1", "", "1", "2", "2", "3", "1", "1", "2", "3", "", "3", "5", "4", "3", "3", "2", "", "1", "2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "needed", "files", "lines"), [(*case, at) for case, at in zip(CASES, LINES, strict=True)]
+)
+def test_a_probe_tells_the_defect_from_its_cure_and_names_the_line(tmp_path, name, needed, files, lines):
+    found = patches()[name].is_needed(written(tmp_path, files))
+    assert (found.needed, "".join(re.findall(r":(\d+)", found.why))) == (needed, lines)
+
+
+def test_what_a_probe_says_of_the_defect_is_not_what_it_says_of_a_cure(tmp_path):
+    said: dict[tuple[str, bool], set[str]] = {}
+    for number, (name, needed, files) in enumerate(CASES):
+        why = patches()[name].is_needed(written(tmp_path / str(number), files)).why
+        said.setdefault((name, bool(needed)), set()).add(re.sub(r":\d+", "", why))
+    assert not [name for name, needed in said if said[name, True] & said[name, False]]
 
 
 def test_without_the_cuda_sources_a_probe_does_not_guess(tmp_path):
@@ -135,7 +154,7 @@ def test_without_the_cuda_sources_a_probe_does_not_guess(tmp_path):
 @pytest.mark.parametrize(("version", "needed"), [("0.6.9", True), ("0.6.10", False), (None, False)])
 def test_the_probe_of_flashinfer_reads_its_version(tmp_path, version, needed):
     found = patches()["duplicate_experts"].is_needed(Sources(tmp_path, flashinfer=version))
-    assert found.needed is needed
+    assert (found.needed, " reads " in found.why) == (needed, needed)
 
 
 STAGE2, SHARED = "v1/attention/ops/triton_decode_attention.py", "v1/attention/ops/triton_turboquant_decode.py"

@@ -1,0 +1,106 @@
+"""What a case needs and is not here is said in one line, in the order in which it is looked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from staleproof import device as devices
+from staleproof.cases.case import needs_cuda
+from staleproof.device import Provenance
+from staleproof.incidents.kv_reuse import attention
+from staleproof.incidents.mla_padding import remedies
+from staleproof.incidents.moe_routing import cases, fp8, fused_moe, scene
+from staleproof.incidents.scale_padding import flashinfer_fp4, null_block
+
+GPU = "needs a CUDA device"
+HERE = {"measured": True, "flashinfer": None, "sm90": None, "compiled": None, "tvm_ffi": True, "built": None}
+
+
+@pytest.fixture(name="have")
+def have_fixture(monkeypatch):
+    """Makes a machine that has everything but for what is given."""
+
+    def build(check: bool) -> None:
+        if found["built"]:
+            raise fused_moe.ModuleError(found["built"])
+
+    def have(**changes: object) -> None:
+        found.update(HERE | changes)
+        provenance = Provenance.MEASURED if found["measured"] else Provenance.INTERPRETED
+        monkeypatch.setattr(devices, "provenance", lambda: provenance)
+        monkeypatch.setattr(devices, "flashinfer_missing", lambda: found["flashinfer"])
+        monkeypatch.setattr(devices, "needs_sm90", lambda: found["sm90"])
+        monkeypatch.setattr(attention, "_not_compiled", lambda backend: found["compiled"])
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found["tvm_ffi"] or None)
+        monkeypatch.setattr(fused_moe, "_module", build)
+
+    found: dict[str, object] = {}
+    return have
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu", "fa2", "fa3", "fp4", "moe"),
+    [
+        ({}, None, None, None, None, None),
+        ({"measured": False, "flashinfer": "no FlashInfer"}, *[GPU] * 5),
+        ({"flashinfer": "no FlashInfer", "tvm_ffi": False, "compiled": "x"}, None, *["no FlashInfer"] * 4),
+        ({"sm90": "no Hopper", "compiled": "not built"}, None, "not built", "no Hopper", None, None),
+        ({"compiled": "not built"}, None, "not built", "not built", None, None),
+        ({"tvm_ffi": False, "built": "no nvcc"}, *[None] * 4, "apache-tvm-ffi is not installed"),
+        ({"built": "no nvcc"}, *[None] * 4, "no nvcc"),
+    ],
+)
+def test_flashinfers_kernels(have, changes, gpu, fa2, fa3, fp4, moe):
+    have(**changes)
+    assert attention._needs_gpu() == gpu
+    assert [attention._needs_flashinfer(backend) for backend in ("fa2", "fa3")] == [fa2, fa3]
+    assert flashinfer_fp4.unavailable_reason(None, "cuda") == fp4
+    assert fused_moe.unavailable_reason() == moe
+
+
+@pytest.mark.parametrize(
+    ("changes", "nccl", "gloo"),
+    [
+        ({}, None, None),
+        ({"is_available": False}, *["this torch has no torch.distributed"] * 2),
+        ({"is_nccl_available": False}, GPU, None),
+        ({"cuda": False}, GPU, None),
+        ({"count": 1}, "needs 2 GPUs, this machine has 1", None),
+        ({"is_gloo_available": False}, None, "this torch has no gloo"),
+    ],
+)
+def test_two_ranks(monkeypatch, changes, nccl, gloo):
+    found = dict.fromkeys(("is_available", "is_nccl_available", "is_gloo_available", "cuda"), True) | changes
+    monkeypatch.setattr(null_block, "dist", SimpleNamespace(**{k: lambda v=v: v for k, v in found.items()}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found["cuda"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found.get("count", 2))
+    assert [null_block.unavailable_reason(backend) for backend in ("nccl", "gloo")] == [nccl, gloo]
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "enough"), [("cpu", 2, False), ("cuda", 1, False), ("cuda", 2, True)]
+)
+def test_ranks_on_gpus(monkeypatch, device, gpus, enough):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert cases.needs_two_gpus(None, device) == (None if enough else "needs two CUDA devices")
+    assert needs_cuda(None, device) == (None if device == "cuda" else GPU)
+
+
+def test_vllms_own_operators_and_no_others_need_its_library(monkeypatch):
+    monkeypatch.delenv(scene.VLLM_VARIABLE, raising=False)
+    monkeypatch.delenv(scene.VLLM_FP8_VARIABLE, raising=False)
+    selectors = {name: cases._needs_vllm(one, "cuda") for name, one in cases.SELECTORS.items()}
+    assert {name for name, why in selectors.items() if why} == {scene.VLLM}
+    assert selectors[scene.VLLM] == f"{scene.VLLM_VARIABLE} names no _moe_C library"
+    walls = {name: fp8.unavailable_reason(wall, "cuda") for name, wall in fp8.FIREWALLS.items()}
+    assert {name for name, why in walls.items() if why} == {name for name in walls if "vLLM's op" in name}
+    assert {*walls.values()} == {None, f"{scene.VLLM_FP8_VARIABLE} names no _C library"}
+
+
+def test_the_allocators_history_is_that_of_a_gpu():
+    why = "a list stands for the allocator on a CPU, and has no history"
+    assert [remedies.needs_an_allocator(1, device) for device in ("cpu", "cuda")] == [why, None]
