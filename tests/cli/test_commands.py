@@ -101,11 +101,6 @@ def test_a_run_needs_no_jupyter(tmp_path):
     assert (done.returncode, len(read_findings(tmp_path / "x.jsonl"))) == (0, 1), done.stderr
 
 
-def test_importing_the_package_imports_no_torch():
-    done = python("import sys, staleproof as s; print('torch' in sys.modules, set(s.__all__) <= set(dir(s)))")
-    assert done.stdout.split() == ["False", "True"], done.stderr
-
-
 def test_run_prints_the_conclusion_and_keeps_the_findings(root, incident, capsys):
     asked = incident(leaked, clean, absent, verified)
     assert cli.main(["run"]) == 0

@@ -157,13 +157,6 @@ def test_another_device_leaves_as_many_bytes_outside(monkeypatch, device, planne
     assert found.provenance == (None if device == "cuda" else "INTERPRETED")
 
 
-@pytest.mark.gpu
-def test_on_cuda_the_ledgers_cost_is_told(device):
-    numbers = TABLE.ask("ledger_cost", device=device)[0].numbers
-    assert numbers["slow_down"] > 0
-    assert numbers["off_us"] > 0
-
-
 def test_whose_rows_a_pool_hands_out_is_said_to_be_the_allocators_choice(device):
     notes = {f.variant: f.note for f in TABLE.ask("in empty rows", device=device)}
     assert [name for name, note in notes.items() if "its allocator" in note] == ["no_buffer"]

@@ -9,25 +9,14 @@ import pytest
 from staleproof.incidents.kv_reuse import broken
 from staleproof.incidents.kv_reuse.hybrid import Zeroing, serve
 from staleproof.incidents.kv_reuse.scene import (
-    CLEAN,
     Scene,
     ZeroNewBlocks,
     brief,
-    clean_run,
     history,
     judge,
     tenancies,
     trace_of,
 )
-
-
-def test_clean_memory_gives_numbers_everywhere_and_the_pool_does_too_at_first(device):
-    scene_ = Scene(device, steps=40)
-    clean = clean_run(scene_)
-    assert bool(clean.outputs.isfinite().all())
-    seen = judge(scene_)
-    # No block has changed hands yet.
-    assert (seen.verdict, seen.corrupted) == (CLEAN, frozenset())
 
 
 def test_the_log_suspects_every_corrupted_request_and_none_once_all_is_zeroed(device):

@@ -38,10 +38,21 @@ def test_a_request_that_is_cached_to_its_last_token_computes_its_last_block():
     tokens = tuple(range(2 * SIZE))
     scheduler = Scheduler(BlockPool(20), SIZE, (Request(n, tokens) for n in range(9)), batch=1)
     steps = [scheduler.schedule() for _ in range(3 * SIZE)]
-    (row,) = steps[2 * SIZE].rows
+    (before,), (row,) = steps[2 * SIZE - 1].rows, steps[2 * SIZE].rows
     assert (row.request, row.position, row.token) == (1, SIZE, tokens[SIZE])
+    # The beginning of the prefix is freed last, and so evicted last.
+    assert steps[2 * SIZE].freed[-2:] == before.blocks[::-1]
     (row,) = steps[-1].rows
     assert (row.request, row.position, row.last) == (1, 2 * SIZE - 1, True)
+
+
+def test_a_hit_ends_at_the_last_block_whose_state_is_cached():
+    tokens = tuple(range(2 * SIZE + 1))
+    scheduler = Scheduler(BlockPool(20), SIZE, (Request(n, tokens) for n in range(2)), batch=1)
+    cached = scheduler.pool.cached
+    scheduler.pool.cached = lambda key: None if key == (MAMBA, tokens[:-1]) else cached(key)
+    step = [scheduler.schedule() for _ in range(len(tokens) + 1)][-1]
+    assert [(row.request, row.position) for row in step.rows] == [(1, SIZE)]
 
 
 def test_a_request_goes_on_where_its_prefix_ended():

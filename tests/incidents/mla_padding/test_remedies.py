@@ -7,7 +7,6 @@ import torch
 
 from staleproof.evidence import Verdict, plant
 from staleproof.incidents.mla_padding import broken, remedies
-from staleproof.incidents.mla_padding.cases import TABLE
 from staleproof.incidents.mla_padding.remedies import null_block, three_d_buffer
 from staleproof.incidents.mla_padding.setups import ClearEmptyRows
 
@@ -39,10 +38,3 @@ def test_rows_past_a_buffer_are_counted_and_a_refusal_after_the_write_is_told_ap
         raise ValueError("out: expected another shape")
 
     assert three_d_buffer((too_late, 4, ""), device).verdict == "refused too late"
-
-
-@pytest.mark.gpu
-def test_other_free_blocks_come_first(device):
-    found = TABLE.ask("growth by history", device=device)
-    assert [f for f in found if not f.ok] == []
-    assert found[-1].numbers["tensors_before_the_tenant"] >= found[0].numbers["tensors_before_the_tenant"]
