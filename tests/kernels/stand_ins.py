@@ -283,11 +283,11 @@ def extend_attention_fwd_unified(
 class _Planned:
     """FlashInfer's wrappers: a plan of starts and pages, then launches."""
 
-    layout = "NHD"
+    # Its documentation recommends 128 MiB.
+    layout, room = "NHD", 2**27
 
     def __init__(self, workspace: torch.Tensor, *layout: str, backend: str = "auto") -> None:
-        assert workspace.dtype == torch.uint8
-        assert workspace.numel() >= 2**26
+        assert (workspace.dtype, workspace.numel()) == (torch.uint8, self.room)
         assert not workspace[:64].any()
         assert layout == ((self.layout,) if self.layout else ())
         self.backend = backend
@@ -321,6 +321,8 @@ class _Pages(_Planned):
 
 @of("flashinfer.decode")
 class BatchDecodeWithPagedKVCacheWrapper(_Pages):
+    room = 2**26
+
     def plan(
         self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *,
         q_data_type, kv_data_type, sm_scale,
@@ -386,9 +388,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables,
     seq_lens, max_seq_len, *, out, bmm1_scale, bmm2_scale,
 ):  # fmt: skip
-    assert workspace_buffer.dtype == torch.uint8
+    assert (workspace_buffer.dtype, workspace_buffer.numel()) == (torch.uint8, 2**27)
     assert not workspace_buffer[:64].any()
-    assert workspace_buffer.numel() >= 2**27
     assert (qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, bmm2_scale) == (128, 512, 64, 1.0)
     size = kv_cache.shape[2]
     assert kv_cache.shape[1] == 1
@@ -456,8 +457,15 @@ def merge_state_triton(prefix_output, prefix_lse, suffix_output, suffix_lse):
     return merged(prefix_output, prefix_lse, suffix_output, suffix_lse)
 
 
-@of("flashinfer.cascade", "flashinfer.triton.cascade")
+@of("flashinfer.triton.cascade")
 def merge_state(v_a, s_a, v_b, s_b):
+    return merged(v_a, s_a, v_b, s_b, 2.0)
+
+
+@of("flashinfer.cascade")
+def merge_state_(v_a, s_a, v_b, s_b):
+    # It is compiled for these.
+    assert v_a.shape[2] in (64, 128, 256)
     return merged(v_a, s_a, v_b, s_b, 2.0)
 
 
@@ -797,9 +805,12 @@ def grouped_topk(scores, num_expert_group, topk_group, topk, renormalize, routed
 
 @of("sglang.kernels.ops.moe.moe_fused_gate")
 def moe_fused_gate(scores, bias, topk, scoring_func, num_expert_group=1, topk_group=1):
-    of_logits = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}[scoring_func](scores)
     CHOSEN.append(scoring_func)
-    return route(of_logits, topk, bias, True, (num_expert_group, topk_group))
+    if scoring_func == "softmax":
+        # The bias stays in the weights.
+        return route((scores if bias is None else scores + bias).softmax(-1), topk, None, True)
+    assert (scoring_func, bias is None) == ("sigmoid", False)
+    return route(scores.sigmoid(), topk, bias, True, (num_expert_group, topk_group))
 
 
 @of("sglang.kernels.ops.moe.gate_topk")
@@ -811,7 +822,9 @@ def gate_topk(x, k):
 @of("sglang.kernels.ops.moe.router")
 def fused_moe_router_cudacore(x, router_weight, topk, moe_softcapping, correction_bias):
     assert (moe_softcapping, router_weight.dtype) == (0.0, x.dtype)
-    return route(_product(x, router_weight).softmax(-1), topk, correction_bias)
+    logits = _product(x, router_weight)
+    # The bias stays in the weights.
+    return route((logits if correction_bias is None else logits + correction_bias).softmax(-1), topk)
 
 
 def _product(x, weight):

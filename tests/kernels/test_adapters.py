@@ -151,6 +151,10 @@ def test_over_a_kernel_without_a_fault_every_clause_holds(key, monkeypatch):
 BIASED = {key: s for key, s in ALL.items() if "bias" in inspect.signature(s.call).parameters}
 
 
+# These two add the bias to the logits.
+KEPT_IN_WEIGHTS = ("Triton moe_fused_gate, softmax", "Triton fused_moe_router_cudacore")
+
+
 @named(BIASED)
 def test_a_bias_decides_which_experts_are_chosen_and_not_their_weights(key, device):
     subject, logits = ALL[key], row_probes._logits({}, "cpu")
@@ -160,8 +164,10 @@ def test_a_bias_decides_which_experts_are_chosen_and_not_their_weights(key, devi
         given = logits.to(where), {"bias": bias.to(where)}
         weights, ids = (x.cpu() for x in row_probes._route(subject.call, {}, given[0], **given[1]))
     groups = (4, 2) if subject.shape.get("grouped") else (1, 1)
-    scores = logits.softmax(-1) if "softmax" in key[1] or "cudacore" in key[1] else logits.sigmoid()
-    right, right_ids = stand_ins.route(scores, 4, bias, groups=groups)
+    scores = logits.softmax(-1) if "softmax" in key[1] else logits.sigmoid()
+    if key[1] in KEPT_IN_WEIGHTS:
+        scores, bias = (logits + bias).softmax(-1), None
+    _, right_ids = stand_ins.route(scores, 4, bias, groups=groups)
     assert ids.sort().values.tolist() == right_ids.sort().values.tolist()
     right = scores.gather(1, ids.long())
     for of in (weights, right):
@@ -192,6 +198,7 @@ BACKENDS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @named(OF_TORCH)
 def test_an_adapter_of_torch_gives_the_reference_on_clean_input(key, device, monkeypatch):
     """Backends of a GPU are left out here: the one of the CPU answers, and varlen attention is made up."""
@@ -363,3 +370,13 @@ def test_sources_that_run_without_their_package_bring_the_files_that_they_import
                 wanted = {module for module in wanted if module.rpartition(".")[0] == beside}
                 left_out = wanted - {*subject.files} - vllm_sources._known(folder, True).keys()
                 assert {module.removeprefix(f"{beside}.") for module in left_out} <= NOT_REACHED, key
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [((2, 256, 0), "k"), ((2, 256, 48), "k"), ((2, 0, 32), "n, experts"), ((0, 256, 32), "n, experts")],
+)
+def test_weights_without_a_group_are_refused(sizes, named):
+    with pytest.raises(ValueError, match=f"^{named}: expected"):
+        mxfp4.quantized(mxfp4.Shape(*sizes), torch.Generator())
+    mxfp4.Shape(1, 1, 32).check()

@@ -236,6 +236,29 @@ def test_no_compiler(unpacked: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         moe_module.build(unpacked, cache=tmp_path / "modules")
 
 
+def test_a_build_needs_the_headers_of_tvm(
+    unpacked: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    for found in (None, SimpleNamespace(submodule_search_locations=None)):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, found=found: found if name == "tvm_ffi" else real(name)
+        )
+        with pytest.raises(ModuleError, match=r"^apache-tvm-ffi is not installed: pip inst"):
+            moe_module.build(unpacked)
+
+
+@pytest.mark.parametrize(("jobs", "workers"), [(None, 7), (3, 3)])
+def test_as_many_compilations_run_as_are_asked_for(
+    unpacked: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch, jobs: int | None, workers: int
+) -> None:
+    made, pool = [], moe_module.ThreadPoolExecutor
+    monkeypatch.setattr(moe_module.os, "cpu_count", lambda: 7)
+    monkeypatch.setattr(moe_module, "ThreadPoolExecutor", lambda n: made.append(n) or pool(n))
+    moe_module.build(unpacked, jobs=jobs, say=lambda line: None)
+    assert made == [workers]
+
+
 def test_a_missing_header_names_its_wheel(unpacked: Path, nvcc: Path) -> None:
     header = 'if grep -q curand; then echo "not found" >&2; exit 1; else exit 0; fi'
     nvcc.write_text(NVCC.format(header=header, compile=":"))

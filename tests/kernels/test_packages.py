@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -12,7 +13,7 @@ import pytest
 
 from staleproof.contract import runner
 from staleproof.contract.contract import breaks
-from staleproof.kernels import packages
+from staleproof.kernels import packages, vllm_matmul_ogs
 from staleproof.kernels.subject import Subject
 
 SOURCE = "from {package}.config import is_hip\nfrom {package}.other import helper\nVALUE = {value}\n"
@@ -221,6 +222,27 @@ def test_an_installed_release_does_not_answer_for_one_of_the_cache(cache):
     assert packages.imported_elsewhere(subject, packages.Release("2.0")) == ""
 
 
+def _without_a_file(x):
+    from sys import path
+
+    from no_such_package import y
+
+    return y, path
+
+
+def test_what_has_no_file_or_is_not_imported_came_from_nowhere_else(cache):
+    subject = Subject("x", "rows", _without_a_file, package="fast-kernels")
+    assert packages.imported_elsewhere(subject, packages.Release("2.0", cache / "fast_kernels-2.0")) == ""
+    installed = Subject("x", "rows", _absent, package="fast-kernels")
+    assert packages.other_torch(installed, packages.Release("2.0")) == ""
+
+
+def _absent(x):
+    from no_such_package import y
+
+    return y
+
+
 def _fast(x):
     from fast_kernels.ops import VALUE
 
@@ -278,3 +300,25 @@ def test_a_kernel_that_is_wrong_on_clean_input_did_not_run_if_its_library_is_of_
     # Right on clean input, it reads its tensors where they are.
     assert runner.judged(wrong, subject, release, "R") == wrong
     assert runner.judged(wrong, subject, built(41), "0") == wrong
+
+
+def test_triton_kernels_come_from_the_cache_or_an_installed_vllm(tmp_path, monkeypatch):
+    site, fetched = tmp_path / "site/vllm", []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(packages.devices, "version_of", {"vllm": "0.30.0"}.get)
+    monkeypatch.setattr(vllm_matmul_ogs, "vllm_file", lambda path: None)
+    assert vllm_matmul_ogs.root() is None
+    monkeypatch.setattr(vllm_matmul_ogs, "vllm_file", lambda path: site / path)
+    assert (vllm_matmul_ogs.root(), vllm_matmul_ogs.version()) == (site, "0.30.0")
+    monkeypatch.setattr(packages, "fetch", lambda *given: fetched.append(given))
+    folder = vllm_matmul_ogs.fetch()
+    assert folder == tmp_path / "staleproof/triton_kernels/0.22.1/vllm"
+    ((release, wanted, there),) = fetched
+    assert (release, there) == ("vllm==0.22.1", folder.parent)
+    kept = ("third_party/triton_kernels/matmul_ogs.py", "v1/sample/ops/topk_topp_sampler.py")
+    kept += ("model_executor/layers/quantization/utils/mxfp4_utils.py",)
+    assert [bool(re.fullmatch(wanted, f"vllm/{name}")) for name in (*kept, "_C.so", "v1/outputs.py")] == [
+        *[True] * 3, *[False] * 2,
+    ]  # fmt: skip
+    (folder / vllm_matmul_ogs.PACKAGE).mkdir(parents=True)
+    assert (vllm_matmul_ogs.root(), vllm_matmul_ogs.version()) == (folder, "0.22.1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -54,6 +55,26 @@ def test_an_argument_that_its_kind_has_not_is_refused_where_the_kernel_is_regist
     with pytest.raises(ValueError, match="weight: an argument of scaled: expected arguments of rows: x, got"):
         audit.rows()(scaled)
     assert audit.rows(given={"weight": 2})(scaled) is scaled
+
+
+def test_a_file_is_loaded_by_its_path_and_imports_what_lies_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "their_helpers.py").write_text("VALUE = 3\n")
+    (tmp_path / "their_kernels.py").write_text("from their_helpers import VALUE\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    loaded = load_module("their_kernels.py")
+    assert (loaded.VALUE, loaded.__file__) == (3, str(tmp_path / "their_kernels.py"))
+    # Dataclasses, and kernels that are pickled, look their module up.
+    assert sys.modules[loaded.__name__] is loaded
+    assert load_module("json.decoder") is sys.modules["json.decoder"]
+    for name in ("their_helpers", loaded.__name__):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["absent.py", "folder/absent.py"])
+def test_a_path_without_a_file_is_refused(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match=f"^{tmp_path / name} is no Python file$"):
+        load_module(str(tmp_path / name))
 
 
 def test_one_adapter_serves_kernels_that_differ_by_an_argument():
