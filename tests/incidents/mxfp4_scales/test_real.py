@@ -65,6 +65,8 @@ def test_our_index_function_is_the_packages_layout(groups, warps, monkeypatch):
         ("and.b32 $0, $1, 0b1100;", 0x00000008),
         ("shl.b32 b, $1, 4; or.b32 $0, b, $1;", 0xBBFEFFBA),
         ("// bytes 0 and 1, each below a byte of 0\n prmt.b32 $0, $1, 0, 0x5140;", 0x00EF009A),
+        ("prmt.b32 $0, $1, 0x11223344, 0x6352;", 0x229A33BC),
+        ("mov.b32 a, $1; shr.b32 $0, a, 8;", 0x009ABCEF),
     ],
 )
 def test_ptx_is_computed(text, result):
