@@ -254,6 +254,7 @@ def test_the_recorded_audits_tell_of_todays_kernels():
             right = (
                 clause in subject.clauses,
                 not release or not subject.versions or release in subject.versions,
+                key[0] != "vllm" or release in subject.versions,
                 one.verdict != UNDEFINED or subject.documented.get(clause, "?") in note,
                 one.verdict != BREAKS or clause not in subject.documented,
                 clause not in subject.skip or note == subject.skip[clause] or "needs a" in note,

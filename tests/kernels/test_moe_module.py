@@ -248,6 +248,22 @@ def test_a_build_needs_the_headers_of_tvm(
             moe_module.build(unpacked)
 
 
+def test_headers_of_wheels_come_after_those_of_the_package(
+    unpacked: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told, wheels, real = tmp_path / "told", tmp_path / "nvidia", importlib.util.find_spec
+    for folder in (wheels / "cublas/include", wheels / "nvcc/bin", unpacked / "flashinfer/data/include"):
+        folder.mkdir(parents=True)
+    spec = SimpleNamespace(submodule_search_locations=[str(wheels)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "nvidia" else real(name))
+    nvcc.write_text(NVCC.format(header="exit 0", compile=f'echo "$*" >> {told}'))
+    moe_module.build(unpacked, say=lambda line: None)
+    system = [word for word in told.read_text().split("\n")[0].split() if word.startswith("-isystem=")]
+    package = f"-isystem={unpacked}/flashinfer/data/include"
+    assert (system[1], system[-1]) == (package, f"-isystem={wheels}/cublas/include")
+    assert not [word for word in system if "bin" in word]
+
+
 @pytest.mark.parametrize(("jobs", "workers"), [(None, 7), (3, 3)])
 def test_as_many_compilations_run_as_are_asked_for(
     unpacked: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch, jobs: int | None, workers: int

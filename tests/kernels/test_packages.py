@@ -152,7 +152,9 @@ for fp8, largest in (torch.float8_e4m3fn, 448), (torch.float8_e5m2, 57344):
     for source in x, x.half():
         convert[(1,)](source, out, 4096)
         right = source[4:].clamp(-largest, largest).to(fp8).float()
-        print(out[:4].tolist(), torch.equal(out[4:].float(), right))
+        back = torch.empty(4096)
+        convert[(1,)](out, back, 4096)
+        print(out[:4].tolist(), torch.equal(out[4:].float(), right), torch.equal(back[4:], right))
 half = torch.empty(4, dtype=torch.float16)
 convert[(1,)](torch.tensor([0.1, 2.0, -3.0, 600.0]), half, 4)
 print(half.tolist())
@@ -160,10 +162,10 @@ x, out = torch.arange(8.0), torch.zeros(8)
 masked[(1,)](x, out, 8, 2.5)
 print(out.tolist(), torch.cuda.get_device_capability(0))
 """
-SHOWN = """[128.0, 448.0, -448.0, nan] True
-[128.0, 448.0, -448.0, nan] True
-[128.0, 57344.0, -57344.0, nan] True
-[128.0, 57344.0, -57344.0, nan] True
+SHOWN = """[128.0, 448.0, -448.0, nan] True True
+[128.0, 448.0, -448.0, nan] True True
+[128.0, 57344.0, -57344.0, nan] True True
+[128.0, 57344.0, -57344.0, nan] True True
 [0.0999755859375, 2.0, -3.0, 600.0]
 [1.0, 3.5, 6.0, 18.5, 18.5, 0.0, 0.0, 0.0] (9, 0)
 """
