@@ -36,10 +36,11 @@ class Server:
         step: called with the number of requests and the rows of each decode step.
         nan: requests whose logprobs are NaN.
         deaf: the logits do not depend on the prompt.
+        bare: outputs have no logprobs.
     """
 
     def __init__(self, watch: Rows) -> None:
-        self.watch, self.served, self.deaf = watch, [], False
+        self.watch, self.served, self.deaf, self.bare = watch, [], False, False
         self.nan: set[int] = set()
         self.step: Callable[[int, int], object] = lambda live, size: None
 
@@ -60,7 +61,9 @@ class Server:
                 outputs=[
                     Space(
                         token_ids=(first, number),
-                        logprobs=[{7: Space(logprob=NAN if number in self.nan else -0.5)}] * 2,
+                        logprobs=None
+                        if self.bare
+                        else [{7: Space(logprob=NAN if number in self.nan else -0.5)}] * 2,
                     )
                 ]
             )

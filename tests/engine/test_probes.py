@@ -29,7 +29,7 @@ def test_prompts_are_drawn_alike_for_a_seed_and_hold_no_token_that_a_probe_plant
     assert (min(drawn[0]), max(drawn[0])) == (2, probes.VOCABULARY - 1)
 
 
-def test_rows_tells_what_the_last_decode_step_of_each_round_wrote(engine):
+def test_rows_tells_what_the_last_decode_step_of_each_round_wrote(engine, monkeypatch):
     stage = f"layers.1.{probes.EXPERTS_INPUT}"
 
     def step(live, size):
@@ -61,6 +61,12 @@ def test_rows_tells_what_the_last_decode_step_of_each_round_wrote(engine):
         "twice": [5, 5],
     }
     assert (two["live"], two["size"], two["stages"]["layers.0.attention"]) == (64, 64, [0, 0])
+    engine.llm.bare = True
+    waits = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(engine.llm.served)))
+    assert [one["nan"] for one in probes.rows(engine, [3, 3])] == [0, 0]
+    # What the device wrote is read once it is there.
+    assert waits == [3, 4]
     # No padding row: nothing is its largest.
     assert (two["largest"][stage], two["twice"]) == ([64.0, 0.0], [10, 0])
 
@@ -170,6 +176,8 @@ class OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = {**(kwargs or {})}
+        # What is made in another way is another probe's.
+        assert func not in (torch.randn, torch.rand, torch.empty) or kwargs.get("device") == "cuda"
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
         return func(*args, **kwargs)
@@ -178,17 +186,18 @@ class OnCpu(TorchFunctionMode):
 @pytest.fixture(name="on_cpu")
 def on_cpu_fixture(monkeypatch):
     generator = torch.Generator
-    monkeypatch.setattr(torch, "Generator", lambda device=None: generator())
+    monkeypatch.setattr(torch, "Generator", lambda device: generator({"cuda": "cpu"}[device]))
     with OnCpu():
         yield
 
 
 def test_the_choice_is_compared_with_the_kernels_past_every_patch(engine, monkeypatch, on_cpu):
-    called, shapes = {}, set()
+    called, shapes, drawn = {}, set(), {}
 
     def choose(weights, ids, rows, logits, renormalize, bias, factor=1.0):
         called[len(called)] = (renormalize, factor)
-        shapes.add((*logits.shape, *ids.shape, *weights.shape))
+        shapes.add((*logits.shape, *ids.shape, *weights.shape, ids.dtype, rows.dtype))
+        drawn.setdefault(len(logits), []).append((logits.sum().item(), bias.abs().sum().item()))
         chosen = (logits.sigmoid() + bias).topk(weights.shape[1])
         ids.copy_(chosen.indices)
         weights.copy_(logits.sigmoid().gather(1, chosen.indices))
@@ -230,7 +239,9 @@ def test_the_choice_is_compared_with_the_kernels_past_every_patch(engine, monkey
     assert set(called.values()) == {(True, 1.0)}
     shapes.clear()
     router_probes.same_choice(engine)
-    assert shapes == {(512, 64, 512, 6, 512, 6)}
+    router_probes.same_choice(engine)
+    assert shapes == {(512, 64, 512, 6, 512, 6, torch.int32, torch.int32)}
+    assert len({*drawn[512]}) == 1, "each engine is asked of the same logits"
 
 
 def test_no_row_that_agrees_leaves_no_error_of_a_weight():
@@ -273,6 +284,7 @@ def test_quantizers_are_asked_with_and_without_rows_of_nan(engine, monkeypatch, 
     stand_in(monkeypatch, "vllm.config", set_current_vllm_config=Configured)
     engine.llm.llm_engine.vllm_config = "config"
     told = router_probes.quantizers(engine)
+    assert router_probes.quantizers(engine) == told
     batch, token, torchs = (
         told[name] for name in ("CUDA, per tensor", "CUDA, per token", "torch, per tensor")
     )
@@ -365,12 +377,14 @@ class Device:
 
     def __init__(self, engine, monkeypatch, transient=PROFILED) -> None:
         self.engine, self.limit, self.transient = engine, TOTAL, transient
-        self.steps: set[tuple[int, ...]] = set()
+        self.steps: list[tuple[int, ...]] = []
+        self.calls: list[str] = []
         self.model = torch.nn.ModuleList(Layer() for _ in range(4))
         engine.runner.get_model = lambda: self.model
         engine.watch.ledger = AllocationLedger(self.model, usage=self.usage)
         cuda = {
-            "empty_cache": lambda: None,
+            "synchronize": lambda: self.calls.append("wait"),
+            "empty_cache": lambda: self.calls.append("empty"),
             "memory_reserved": lambda: self.used() + 100,
             "mem_get_info": lambda: (TOTAL - 1000 - self.used(), TOTAL),
             "set_per_process_memory_fraction": lambda share: setattr(self, "limit", round(share * TOTAL)),
@@ -393,7 +407,7 @@ class Device:
         (step,) = {
             (len(one["prompt_token_ids"]), of.max_tokens) for one, of in zip(asked, parameters, strict=True)
         }
-        self.steps.add((len(asked), *step))
+        self.steps.append((self.engine.watch.lazy_layers, len(asked), *step))
         for layer in self.model[: self.engine.watch.lazy_layers]:
             if getattr(layer.impl, memory_probes.BUFFER, None) is None:
                 setattr(layer.impl, memory_probes.BUFFER, torch.empty(EACH, dtype=torch.uint8))
@@ -421,7 +435,10 @@ def test_a_death_is_predicted_from_one_buffer_and_then_brought_about(engine, mon
     assert device.limit == 100 + room
     assert engine.watch.ledger.budget_bytes == 1000 + room
     # More requests than a graph has rows, and as many tokens as the profile run had.
-    assert device.steps == {(70, 67, 4), (8, 2040, 4)}
+    small, full = (70, 67, 4), (8, 2040, 4)
+    layers = (0, small), (1, small), (4, small), (0, full), (1, small), (4, small), (4, full)
+    assert device.steps == [(number, *step) for number, step in layers]
+    assert device.calls == ["wait", "empty"] * 3
 
 
 @pytest.mark.parametrize(
