@@ -161,9 +161,3 @@ def ticks(axis: Axis) -> list[tuple[float, str]]:
     return [
         (at, label.get_text()) for at, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
     ]
-
-
-def test_a_row_of_which_some_columns_were_written_is_hatched_in_part() -> None:
-    rows, columns = [byte // 4 for byte in range(512)], [byte % 4 for byte in range(512)]
-    fig = drawings.tile(TilePicture(rows, columns, [column < 1 for column in columns]))
-    assert {x % 4 for x, _ in hatched(fig.axes[0])} == {1, 2, 3}

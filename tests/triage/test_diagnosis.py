@@ -234,6 +234,8 @@ def test_a_log_says_how_it_is_parallel(lines, word, origin):
 
 def test_a_prefill_backend_is_not_the_decode_backend():
     assert "backend" not in logs.read("Using FLASH_ATTN MLA prefill backend.").known
+    # Nor is what somebody else writes in lower case.
+    assert logs.read("not using flash_attn attention backend out of habit").known == {}
 
 
 @pytest.mark.parametrize(
