@@ -208,6 +208,7 @@ def test_models_by_name(name, there):
             "line 1",
         ),
         ("Starting to load model mine", {}, None),
+        ("Starting to load model Llama...", {"mla": False, "moe": False, "hybrid": False}, "line 1"),
         ("Starting to load model a/Qwen3-30B-A3B...", {"mla": False, "moe": True, "hybrid": False}, "line 1"),
         ("non-default args: {'model_tag': 'a/Jamba', 'x': 1}", {"hybrid": True}, "line 1"),
     ],
