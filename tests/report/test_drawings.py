@@ -135,6 +135,7 @@ def test_the_axes_of_a_map_and_of_a_life_say_what_is_where() -> None:
         (0, 4),
     )
     assert ticks(who.yaxis) == [(0.5, "block 4")]
+    assert tuple(who.figure.get_size_inches()) == (8.2, 3.2)
     assert (filled.get_xlabel(), filled.get_ylabel()) == ("step of the run", "positions, of 4")
     (name,) = who.texts
     assert (name.get_position(), name.get_ha(), name.get_va(), name.get_fontsize()) == (

@@ -128,7 +128,7 @@ def test_verdicts_are_printed_as_a_conclusion_the_runs_beside_it_and_on_request_
     runs = store.read_all(tmp_path)
     beside = store.compare(found, runs[0].findings).summary
     for verbose in (False, True):
-        terminal.print_verdicts(found, runs, verbose)
+        terminal.print_verdicts(found, runs, *([True] if verbose else []))
         lines = capsys.readouterr().out.splitlines()
         more = ["", *matrix.text(found).splitlines()] if verbose else []
         own = ["", *conclusion.text(found, 100).splitlines()]
