@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes import MEASUREMENT
 from screens import screen, typed
-from tests.made import finding, not_run, off_on_off
+from tests.made import not_run
 
 from staleproof.cases import measure, store
 from staleproof.cases.store import read_kept
@@ -129,62 +129,6 @@ def test_a_conclusion_fits_80_columns_and_claims_only_what_ran():
     assert "fixed" not in told
     assert "cause" not in told
     assert "not run: 1 needs a GPU" in told
-
-
-def _fix(variant: str, on: str = "clean", wrong: str | None = None):
-    expected = "not fixed" if on != "clean" else "fixed" if wrong is None else "wrong"
-    three = {"off": "leaked", "on": on, "again": "leaked"}
-    return off_on_off("moe_routing", variant, **three, wrong=wrong, expected=expected)
-
-
-def test_the_conclusion_says_which_remedy_fails_where_and_which_holds():
-    told = conclusion.text([_fix("clamp"), _fix("clamp, NaN bias", on="leaked"), _fix("topk_softmax")])
-    assert "  fails    clamp (NaN bias: leaked)" in told
-    assert "  fixed    clamp (in the other cases), topk_softmax" in told
-    assert "staleproof patches" in told
-    assert "notebooks/03_moe_routing.ipynb" in told
-
-
-def test_three_cases_that_a_remedy_holds_in_are_named_and_more_are_counted():
-    cases = [_fix(f"clamp, {where}") for where in ("NaN bias", "one group", "top 4", "graphs")]
-    assert "  fixed    clamp (NaN bias; one group; top 4)" in conclusion.text(cases[:3])
-    assert "  fixed    clamp (4 cases)" in conclusion.text(cases)
-
-
-def test_a_remedy_that_makes_the_result_wrong_is_listed_under_what_fails():
-    """The fault is gone and the result is three times too large: that is no cure."""
-    lines = conclusion.text([_fix("times_three", wrong="live rows differ"), _fix("ours")]).splitlines()
-    assert "  fixed    ours" in lines
-    assert "  fails    times_three (wrong)" in lines
-
-
-def test_an_unexpected_verdict_comes_first_and_the_cause_is_not_claimed():
-    bad = finding("moe_routing", "q", "v", "clean", expected="leaked")
-    lines = conclusion.text([bad, _fix("topk_softmax")]).splitlines()
-    assert lines[1] == "  wrong    q, v: clean, expected leaked"
-    assert "not confirmed by this run" in " ".join(lines)
-    assert "  next     staleproof run moe_routing -v: every finding and the matrices" in lines
-
-
-def test_remedies_that_were_served_and_the_matrix_of_causes_are_in_it():
-    served = finding("mla_padding", "served, torch.max", "one_shared_buffer", "leaked", expected="leaked")
-    told = conclusion.text([served])
-    assert "one_shared_buffer (torch.max: leaked)" in told or "one_shared_buffer (served" in told
-    cells = [finding("scale_padding", "matrix, shared_buffer", f"cause {n}", "not cured") for n in range(3)]
-    assert "shared_buffer (cures none of 3 causes)" in conclusion.text(cells)
-    cured = [*cells, finding("scale_padding", "matrix, shared_buffer", "cause 4", "cured")]
-    assert "cures none" not in conclusion.text(cured)
-
-
-def test_what_was_not_run_is_one_line_however_many_reasons():
-    reasons = ["needs a CUDA device"] * 9 + [
-        f"needs the package number {n}, which is absent" for n in range(20)
-    ]
-    absent = [not_run("a", "q", f"v{n}", why) for n, why in enumerate(reasons)]
-    (line,) = conclusion.not_run_line(absent)
-    assert line.startswith("not run: 9 needs a CUDA device")
-    assert line.endswith(" other (-v)")
-    assert len(line) <= 80
 
 
 # Command -> how its first screen begins, and what is on it besides.

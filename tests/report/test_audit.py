@@ -64,8 +64,12 @@ def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(answers,
     (script,) = (tmp_path / "s").iterdir()
     assert (script.name, script.read_text()) == ("kernels_1.0_decode_E.py", "assert 0\n")
     answers(replace(ROW, release="yours", expected=HOLDS), *ROWS[1:])
-    assert cli.main(["audit", "mine.py"]) == 1
-    assert "staleproof: 1 clause is broken" in capsys.readouterr().err
+    for more in (["--scripts", str(tmp_path / "s")], []):
+        capsys.readouterr()
+        assert cli.main(["audit", "mine.py", *more]) == 1
+        said = capsys.readouterr()
+        assert "staleproof: 1 clause is broken" in said.err
+        assert ("next: add --scripts FOLDER" in said.out) is (not more)
     # Ours are no better than yours.
     answers(replace(ROW, release="staleproof 1.0", expected=HOLDS), *ROWS[1:])
     assert cli.main(["audit"]) == 1
@@ -85,7 +89,14 @@ def test_a_name_that_no_subject_has_is_bad_input(answers, capsys, tmp_path):
 
 def test_again_asks_what_breaks_documented_or_not(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(cases, "audit", lambda *_, again, **__: asked.append({*again}) or iter(ROWS))
+
+    def ask(*_, again, known, **__):
+        # What the earlier audit answered is not asked again.
+        assert known == ROWS
+        asked.append({*again})
+        return iter(ROWS)
+
+    monkeypatch.setattr(cases, "audit", ask)
     path = tmp_path / "a.jsonl"
     write_findings(path, ROWS)
     for option in ([], ["--again"]):

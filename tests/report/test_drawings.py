@@ -135,6 +135,7 @@ def test_the_axes_of_a_map_and_of_a_life_say_what_is_where() -> None:
         (0, 4),
     )
     assert ticks(who.yaxis) == [(0.5, "block 4")]
+    assert tuple(who.figure.get_size_inches()) == (8.2, 3.2)
     assert (filled.get_xlabel(), filled.get_ylabel()) == ("step of the run", "positions, of 4")
     (name,) = who.texts
     assert (name.get_position(), name.get_ha(), name.get_va(), name.get_fontsize()) == (
@@ -161,9 +162,3 @@ def ticks(axis: Axis) -> list[tuple[float, str]]:
     return [
         (at, label.get_text()) for at, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
     ]
-
-
-def test_a_row_of_which_some_columns_were_written_is_hatched_in_part() -> None:
-    rows, columns = [byte // 4 for byte in range(512)], [byte % 4 for byte in range(512)]
-    fig = drawings.tile(TilePicture(rows, columns, [column < 1 for column in columns]))
-    assert {x % 4 for x, _ in hatched(fig.axes[0])} == {1, 2, 3}

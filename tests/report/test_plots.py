@@ -54,6 +54,8 @@ def test_each_cell_shows_its_state() -> None:
         for place in ((0, column), (1, 3 - column)):
             assert tuple(faces[place]) == to_rgba(colour, strength)
             assert (cells[place].get_hatch() or "") == hatch
+            # The cell's face is the map's, once.
+            assert cells[place].get_facecolor()[3] == 0
 
 
 def test_every_bad_state_is_hatched_and_none_is_white() -> None:

@@ -41,35 +41,12 @@ def test_a_finding_is_one_line(found, line):
     assert terminal.finding_text(replace(found, provenance=Provenance.MEASURED)) == f"MEASURED  {line}"
 
 
-def test_a_measurement_is_one_line():
-    assert terminal.row_text(ROW) == "clear, ours, graph, live 1: 2 us (p20 1.9, p80 2.2)"
-
-
 def test_a_machine_is_printed_with_what_it_lacks(capsys):
     terminal.print_machine([Capability("a module", False, "no nvcc"), Capability("another", True, "1.2")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("machine  ")
     assert "skip  a module            no nvcc" in lines
     assert "yes   another             1.2" in lines
-
-
-def test_recorded_runs_are_compared_on_the_incidents_that_ran(tmp_path, capsys):
-    store.write(tmp_path / "r", [finding("a", "q", "v", "clean"), finding("b", "q", "v", "clean")], [])
-    terminal.print_verdicts([finding("a", "q", "v", "leaked")], store.read_all(tmp_path))
-    out = capsys.readouterr().out
-    assert "0 match, 1 mismatch, 0 only in the first, 0 only in the second" in out
-
-
-def test_a_comparison_says_whether_all_verdicts_match(tmp_path, capsys):
-    for name, verdict in (("one", "clean"), ("two", "leaked")):
-        store.write(tmp_path / name, [finding("a", "q", "v", verdict)], [ROW])
-    one, two = store.read_all(tmp_path)
-    assert terminal.print_comparison(one, one)
-    assert "mismatch  " not in capsys.readouterr().out
-    assert not terminal.print_comparison(one, two)
-    out = capsys.readouterr().out
-    assert "mismatch        a, q, v: clean / leaked" in out
-    assert "clear, ours, graph, live 1: 2 us (p20 1.9, p80 2.2) -> 2 (1.00)" in out
 
 
 def test_a_comparison_is_this(tmp_path, capsys):
@@ -151,7 +128,7 @@ def test_verdicts_are_printed_as_a_conclusion_the_runs_beside_it_and_on_request_
     runs = store.read_all(tmp_path)
     beside = store.compare(found, runs[0].findings).summary
     for verbose in (False, True):
-        terminal.print_verdicts(found, runs, verbose)
+        terminal.print_verdicts(found, runs, *([True] if verbose else []))
         lines = capsys.readouterr().out.splitlines()
         more = ["", *matrix.text(found).splitlines()] if verbose else []
         own = ["", *conclusion.text(found, 100).splitlines()]

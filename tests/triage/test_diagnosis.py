@@ -208,6 +208,7 @@ def test_models_by_name(name, there):
             "line 1",
         ),
         ("Starting to load model mine", {}, None),
+        ("Starting to load model Llama...", {"mla": False, "moe": False, "hybrid": False}, "line 1"),
         ("Starting to load model a/Qwen3-30B-A3B...", {"mla": False, "moe": True, "hybrid": False}, "line 1"),
         ("non-default args: {'model_tag': 'a/Jamba', 'x': 1}", {"hybrid": True}, "line 1"),
     ],
@@ -234,6 +235,8 @@ def test_a_log_says_how_it_is_parallel(lines, word, origin):
 
 def test_a_prefill_backend_is_not_the_decode_backend():
     assert "backend" not in logs.read("Using FLASH_ATTN MLA prefill backend.").known
+    # Nor is what somebody else writes in lower case.
+    assert logs.read("not using flash_attn attention backend out of habit").known == {}
 
 
 @pytest.mark.parametrize(

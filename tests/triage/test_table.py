@@ -299,6 +299,10 @@ def found(made):
 def test_the_answer_is_this_in_short_and_in_full(found):
     assert answer.as_text(*found, 100) == SHORT
     assert answer.as_text(*found, 100, verbose=True) == FULL
+    # What goes on in the next line begins below the text, or 13 columns in.
+    narrow = answer.as_text(*found, 36).splitlines()
+    at = narrow.index("fits only if more is true: pages. a")
+    assert narrow[at + 1] == " " * 13 + "NaN"
     # A line of 200 columns is hard to read.
     assert answer.as_text(*found, 200) == SHORT
     known, rows = found
