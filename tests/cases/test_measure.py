@@ -132,6 +132,17 @@ def cache_fixture(monkeypatch):
     """A device whose graphs replay on this L2. Only calls after the first event count."""
     cache = Cache()
 
+    class Event:
+        reached = False
+
+        def record(self) -> None:
+            self.reached = True
+
+        def elapsed_time(self, end: Event) -> float:
+            assert self.reached
+            assert end.reached
+            return float(len(cache.fetched))
+
     class Graph:
         def __init__(self) -> None:
             self.calls: list = []
@@ -151,9 +162,7 @@ def cache_fixture(monkeypatch):
         "synchronize": lambda: None,
         "CUDAGraph": Graph,
         "graph": cache.capture,
-        "Event": lambda enable_timing: SimpleNamespace(
-            record=lambda: None, elapsed_time=lambda end: float(len(cache.fetched))
-        ),
+        "Event": lambda enable_timing: Event(),
     }
     for name, value in fake.items():
         monkeypatch.setattr(measure.torch.cuda, name, value)

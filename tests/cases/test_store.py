@@ -142,10 +142,13 @@ def test_a_run_is_found_by_its_folder_or_by_its_machine(tmp_path, monkeypatch):
 
 def test_an_installation_without_its_checkout_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "PACKAGE", tmp_path / "src/staleproof")
-    for there in ("notebooks", "pyproject.toml"):
+    project, notebooks = tmp_path / "pyproject.toml", tmp_path / "notebooks"
+    for there in ((), (project.touch,), (project.unlink, notebooks.mkdir)):
+        for change in there:
+            change()
         with pytest.raises(store.CheckoutError, match="installed without one: clone the repository"):
             store.checkout()
-        (Path.mkdir if there == "notebooks" else Path.touch)(tmp_path / there)
+    project.touch()
     assert store.checkout() == tmp_path
     assert (store.runs_folder(), store.build_folder()) == (
         tmp_path / "workbook/runs",
