@@ -228,9 +228,14 @@ def test_every_argument_is_changed_above():
         assert {*inspect.signature(call).parameters} <= changed[module] | READ_ANEW, call
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "mla_decode"])
-def test_a_repeated_call_has_its_own_addresses_and_results_like_the_first(kept, monkeypatch, name) -> None:
-    module, call, arguments, _ = OPERATIONS[name]
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [(name, i) for name in OPERATIONS if name != "mla_decode" for i in range(-1, len(OPERATIONS[name][3]))],
+)
+def test_a_repeated_call_has_its_own_addresses_and_results_like_the_first(
+    kept, monkeypatch, name, which
+) -> None:
+    module, call, arguments, changes = OPERATIONS[name]
     seen, launched, tensors = kept(module), module.launched, []
 
     def noted(kernel: Any, grid: Any, given: Any, *sizes: Any, **options: Any) -> Any:
@@ -243,7 +248,7 @@ def test_a_repeated_call_has_its_own_addresses_and_results_like_the_first(kept, 
         return [None if x is None else place.get(x.data_ptr(), x.data_ptr()) for x in tensors]
 
     monkeypatch.setattr(module, "launched", noted)
-    given = arguments()
+    given = arguments(**changes[which] if which >= 0 else {})
     first, second = call(**given), call(**given)
     assert seen.addresses == addresses(first, second)
     assert [(x.shape, x.dtype) for x in first or ()] == [(x.shape, x.dtype) for x in second or ()]
@@ -251,6 +256,10 @@ def test_a_repeated_call_has_its_own_addresses_and_results_like_the_first(kept, 
         for _ in range(2):
             assert all(x is y for x, y in zip(call(**given, out=first), first, strict=True))
         assert seen.addresses == addresses(first, first)
+        # Into other memory of the same layout.
+        other = tuple(x.clone() for x in first)
+        call(**given, out=other)
+        assert seen.addresses == addresses(first, other)
 
 
 # Each tensor beside the first: the operation, and arguments among which it is.

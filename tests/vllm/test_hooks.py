@@ -10,10 +10,11 @@ import importlib.util
 import logging
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 
-from staleproof.vllm import arguments, hooks
+from staleproof.vllm import arguments, hooks, standing
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import Evidence, PatchError, Sources
@@ -73,6 +74,24 @@ def test_a_patch_is_for_its_releases_and_has_the_targets_of_each():
     assert [patch.applies_to(v) for v in ("0.9.9", "1.2.0", "1.2.1", "2.0.0")] == [False, True, False, True]
     assert [t.name for t in patch.targets_for("1.0.5")] == ["f"]
     assert [t.name for t in patch.targets_for("1.1.0")] == ["f", "g"]
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_patch_on_the_host_alone_may_come_back(package, on_host):
+    with replace(_patch(_double(after=lambda r, a, k: r)), on_host=on_host).applied("1.0.0"):
+        assert standing.on_host == ({"p"} if on_host else set())
+    assert not standing.on_host
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_a_patch_whose_kernels_need_triton_is_refused_without_it(package, monkeypatch, needs):
+    patch = replace(_patch(_double(after=lambda r, a, k: r)), triton=needs)
+    patch.check("1.0.0", Sources(package))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+    refused = pytest.raises(PatchError, match="its kernels need Triton")
+    with refused if needs else nullcontext():
+        patch.check("1.0.0", Sources(package))
 
 
 def _waits_and_fails() -> None:

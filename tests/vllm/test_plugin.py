@@ -178,6 +178,8 @@ def test_none_reads_nothing(caplog, monkeypatch):
     monkeypatch.setenv(vllm_plugin.VARIABLE, "none")
     monkeypatch.setattr(vllm_plugin, "installed", lambda: 1 / 0)
     assert _register(caplog) == ["staleproof: off by STALEPROOF_PATCHES"]
+    off = "off", "STALEPROOF_PATCHES=none"
+    assert live.health()["patches"] == dict.fromkeys(vllm_plugin.patches(), off)
 
 
 def test_whatever_else_goes_wrong_stays_inside(caplog, monkeypatch):
