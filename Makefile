@@ -119,6 +119,9 @@ clean: ## remove the environments and what was built
 # PYTHON may itself be in an environment, and that option shows the base Python's packages only. JupyterLab
 # and nbconvert look for data files below the environment, so these are copied. Kernels are not: a kernel
 # names the Python it was installed for.
+#
+# At last the sources are compiled, and the tests as pytest rewrites them: pip does so for what it installs,
+# but not for an editable installation, and each process of the first run would.
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "staleproof needs Python 3.11 or newer; make PYTHON=... names another")'
 	$(PYTHON) -m venv .venv
@@ -142,4 +145,5 @@ $(READY): pyproject.toml
 	    fi; \
 	  done; \
 	fi
+	@$(BYTECODE) $(BIN)/python -c "import pytest; pytest.main(['-q', '--collect-only', '-p', 'no:nbval'])" >/dev/null
 	@touch $@
