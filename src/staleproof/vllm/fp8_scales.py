@@ -8,10 +8,10 @@ own results, before the first step, while a draft model runs, and once the patch
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from staleproof.vllm import standing
@@ -20,7 +20,7 @@ from staleproof.vllm.hooks import Target, warn_once
 from staleproof.vllm.sources import Evidence, Sources, file_of
 
 NAME = "fp8_scale"
-CONTEXT = "vllm.forward_context"
+CONTEXT, ENVS = "vllm.forward_context", "vllm.envs"
 EXPERTS = "vllm.model_executor.layers.fused_moe"
 UTILS, PREPARE = f"{EXPERTS}.utils", f"{EXPERTS}.prepare_finalize.no_dp_ep"
 WORKER = "vllm.v1.worker.gpu_worker"
@@ -56,15 +56,25 @@ class Count:
             self.said = tokens
 
 
+@functools.cache
+def _writes_masks() -> bool:
+    """Whether each step of this vLLM writes its mask. Otherwise the last capture has marked all as padding.
+
+    ``VLLM_MOE_SKIP_PADDING`` is off by default before 0.27.0. It is asked once: a server does not change it.
+    """
+    return bool(getattr(sys.modules.get(ENVS), "VLLM_MOE_SKIP_PADDING", False))
+
+
 def padding_mask(rows: int) -> Any:
     """vLLM's own mask of padding rows, if the step has one that long; else ``None``.
 
     From 0.25.0 on the second model runner, and from 0.31.0 on both, give ``ForwardContext.is_padding``:
-    a slice of one buffer that each step writes, so that a captured kernel may keep its address.
+    a slice of one buffer that each step writes, so that a captured kernel may keep its address. Where no step
+    writes it, it is no mask.
     """
     context = getattr(sys.modules.get(CONTEXT), "_forward_context", None)
     mask = getattr(context, "is_padding", None)
-    return mask if mask is not None and mask.shape[0] >= rows else None
+    return mask if mask is not None and mask.shape[0] >= rows and _writes_masks() else None
 
 
 def not_a_row_a_token(parallel: Any) -> str | None:
@@ -164,7 +174,7 @@ def _quantize(arguments: tuple[str, ...], versions: tuple[str, str]) -> Target:
 
 
 def _experts(module: str, versions: tuple[str, str]) -> Target:
-    around = partial(over_tokens, 2, APPLY[2])
+    around = functools.partial(over_tokens, 2, APPLY[2])
     return Target(f"{EXPERTS}.{module}", "TritonExperts.apply", APPLY, around=around, versions=versions)
 
 
@@ -172,7 +182,7 @@ TARGETS = (
     Target(WORKER, "Worker.init_device", ("self",), after=started),
     _runner("vllm.v1.worker.gpu_model_runner"),
     _runner("vllm.v1.worker.gpu.model_runner"),
-    Target(PREPARE, "_quantize_input", ("a1",), around=partial(over_tokens, 0, "a1")),
+    Target(PREPARE, "_quantize_input", ("a1",), around=functools.partial(over_tokens, 0, "a1")),
     _experts("fused_moe", ("0.17.0", "0.20.2")),
     _experts("experts.triton_moe", ("0.21.0", "0.33.0")),
     _quantize(QUANTIZE, ("0.17.0", "0.32.0")),

@@ -61,6 +61,8 @@ def _quantize_input(a1, quant_config=None, defer_input_quant=False):
     return _fp8_quantize(a1, None, False, None)
 """,
     "model_executor.layers.fused_moe.experts.__init__": "",
+    # What releases from 0.27.0 on have by default, and what those before have.
+    "envs": "VLLM_MOE_SKIP_PADDING = True",
     "model_executor.layers.fused_moe.experts.triton_moe": """
 from vllm.model_executor.layers.fused_moe.utils import _fp8_quantize
 
@@ -82,6 +84,7 @@ class Engine:
         self.experts = importlib.import_module(f"{layers}.experts.triton_moe").TritonExperts()
         self.utils = importlib.import_module(f"{layers}.utils")
         self.context = importlib.import_module("vllm.forward_context")
+        self.envs = importlib.import_module("vllm.envs")
         config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
         # With its number, as vLLM's.
         device = torch.empty(0, device=on).device
@@ -114,7 +117,9 @@ def engine_fixture(made_up: Callable[[dict[str, str]], Path], device: str) -> It
     made_up(MODULES)
     patch = patches()[fp8_scales.NAME]
     patch.apply("0.22.1")
+    fp8_scales._writes_masks.cache_clear()
     yield partial(Engine, device)
+    fp8_scales._writes_masks.cache_clear()
     patch.revert()
     fp8_scales._counts.clear()
     standing.undo.clear()
@@ -165,9 +170,23 @@ def test_a_mask_of_vllm_goes_before_the_count(engine):
     assert equal(on.step(2, 0.0), on.step(2, 1e4))
 
 
+def test_a_mask_that_no_step_writes_says_nothing(engine):
+    """As in 0.25.0 to 0.26.0 by default: a capture has marked every row as padding, and so it stays."""
+    on = engine(RUNNERS[1])
+    on.envs.VLLM_MOE_SKIP_PADDING = False
+    want = on.step(TOKENS, 0.0)
+    mask = torch.ones(TOKENS, dtype=torch.bool, device=on.x.device)
+    on.context._forward_context = SimpleNamespace(is_padding=mask)
+    assert equal(on.step(TOKENS, 0.0), want)
+    assert equal(on.step(3, 0.0), on.step(3, 1e4))
+    assert fp8_scales.padding_mask(TOKENS) is None, "nor to the watch"
+
+
 @pytest.mark.parametrize(("rows", "long_enough"), [(7, True), (8, True), (9, False)])
 def test_a_mask_is_taken_if_it_has_all_rows(made_up, rows, long_enough):
     made_up(MODULES)
+    fp8_scales._writes_masks.cache_clear()
+    importlib.import_module("vllm.envs")
     assert fp8_scales.padding_mask(rows) is None
     context = importlib.import_module("vllm.forward_context")
     assert fp8_scales.padding_mask(rows) is None
