@@ -36,7 +36,7 @@ def test_hopper_has_kernels_of_its_own():
         "mla_decode, batch 128, 128 heads, 512 tokens": {"mla_decode_sm90_kernel"},
         "mla_decode, batch 256, 128 heads, pages of 128": {"mla_decode_pairs_kernel"},
         "mla_decode, batch 1, 128 heads, 2 query tokens": {"mla_decode_sm90_kernel", "merge_splits_kernel"},
-        "mla_decode, batch 128, 16 heads, 4 query tokens": {"mla_decode_few_kernel"},
+        "mla_decode, batch 128, 16 heads, 4 query tokens": {"mla_decode_pairs_kernel", "merge_parts_kernel"},
         "mla_decode, batch 256, 16 heads, E4M3 cache": {
             "float16_queries_kernel",
             "mla_decode_few_kernel",
