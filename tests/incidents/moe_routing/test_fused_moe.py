@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.vllm import environment
 
-from staleproof.cases import machine
+from staleproof.cases import children, machine
 from staleproof.cases.case import Reading, absent, reading
 from staleproof.device import Provenance
 from staleproof.incidents.moe_routing import broken, cases, fused_moe
@@ -410,3 +410,24 @@ def test_only_tokens_with_a_duplicate_are_hurt_and_as_many_as_our_replica_says()
             assert ours.numbers["wrong_rows"] == found.numbers["wrong_rows"], case.name
             compared += 1
     assert compared >= 5
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "said"),
+    [
+        ([RIGHT, SILENT], 0, [RIGHT, SILENT]),
+        ([RIGHT, SILENT], -11, [RIGHT, SILENT]),
+        ([RIGHT, CUDA_ILLEGAL_ACCESS], 1, [RIGHT, CUDA_ILLEGAL_ACCESS]),
+        ([CUDA_ILLEGAL_ACCESS], -6, [CUDA_ILLEGAL_ACCESS]),
+        ([RIGHT], 1, [RIGHT, "not run"]),
+        ([], -6, [DIED]),
+        ([RIGHT], None, [RIGHT, TIMED_OUT]),
+    ],
+)
+def test_what_a_process_told_and_how_it_ended_are_its_results(told, code, said):
+    ended = children.Ended([reading(word) for word in told], code, "", "\n the last line\n", 9.0)
+    found = fused_moe._results([SimpleNamespace()] * 2, ended)
+    assert [one.verdict for one in found] == [
+        outcome(w).verdict if w in (DIED, TIMED_OUT) else w for w in said
+    ]
+    assert all(one.note == "the last line" for one in found[len(told) :])
