@@ -183,7 +183,7 @@ def test_queries_become_float16_numbers_times_a_power_of_two(device: str) -> Non
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("parts", [0, 33])
-@pytest.mark.parametrize(("heads", "q_len"), [(128, None), (40, 2), (16, None)])
+@pytest.mark.parametrize(("heads", "q_len"), [(128, None), (40, 2), (16, None), (24, 3)])
 def test_a_repeated_call_gives_each_launch_its_memory(
     monkeypatch: pytest.MonkeyPatch, heads: int, q_len: int | None, parts: int, cache: str
 ) -> None:
@@ -225,10 +225,13 @@ def test_a_repeated_call_gives_each_launch_its_memory(
         return q, pages, table, lengths, out, torch.zeros(rows)
 
     q, pages, table, lengths, out, lse = tensors()
-    call = kernels.HopperCall(Call(q, pages, table, lengths, 0.1, 0.5, out, lse), parts)
+    kind = "packed" if tokens == 3 else "pairs"
+    call = kernels.HopperCall(Call(q, pages, table, lengths, 0.1, 0.5, out, lse), Cut(kind, parts))
     assert call.is_ready
     converts, rows, few = cache == "E4M3", tokens * heads, heads <= 16
-    groups, room = -(-rows // min(heads, 64)), 16 if few else 64
+    # Two tokens of 24 heads share a program.
+    own = 48 if kind == "packed" else min(heads, 64)
+    groups, room = -(-rows // own), 16 if few else 64
     strides = (rows * 576, heads * 576 if q_len else 0, 576)
     # Of each program two parts: their numbers, and behind them their lse.
     slots = 2 * groups * parts * room
@@ -247,6 +250,7 @@ def test_a_repeated_call_gives_each_launch_its_memory(
     assert (grid, options) == ((groups, parts or batch, 1), {"num_warps": 4, "launch_pdl": converts})
     aligned = aligned_parts(parts, batch) if parts else 0
     shape = (256, tokens, heads, batch, aligned, 128, 128 if parts else 0, converts)
+    shape = (*shape, *(() if few else (kind == "packed",)))
     assert numbers == (*strides, 256, 144 if converts else 0, 2, 0.1, 0.5, *shape)
     if not converts:
         # The cache as rows of one token, the pages of other layers among them.
@@ -255,7 +259,6 @@ def test_a_repeated_call_gives_each_launch_its_memory(
     if parts:
         block, some, step = merge_tiles(batch, parts)
         kernel, grid, given, numbers, _ = first[-1]
-        own = min(heads, 64)
         assert (kernel, grid) == (merge_parts_kernel, (groups * (512 // block), -(-own // some), batch))
         of_rows = (rows, own, heads, 256, tokens, batch, parts, aligned)
         assert numbers == (*of_rows, 512, room, block, some, step, 128, False)

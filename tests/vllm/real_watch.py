@@ -17,7 +17,7 @@ import real_kernels
 import real_scheduler
 import torch
 
-from staleproof.vllm import plugin, standing, watch_blocks, watch_hooks
+from staleproof.vllm import fp8_scales, plugin, standing, watch_blocks, watch_hooks
 
 
 def states() -> dict[str, str]:
@@ -85,9 +85,13 @@ if __name__ == "__main__":
     os.environ |= {"STALEPROOF_WATCH": "1", "STALEPROOF_PATCHES": "none"}
     plugin.register()
     said: dict[str, Any] = {"states": states(), "counted": triton(3)}
-    try:
-        said["masked"] = triton(3, [False] * 5 + [True])
-    except TypeError:
-        said["masked"] = None
+    for name, writes in (("unwritten mask", "0"), ("masked", "1")):
+        # Whether steps write vLLM's mask; before 0.27.0 they do not by default.
+        os.environ["VLLM_MOE_SKIP_PADDING"] = writes
+        fp8_scales._writes_masks.cache_clear()
+        try:
+            said[name] = triton(3, [False] * 5 + [True])
+        except TypeError:
+            said[name] = None
     said["blocks"] = {str(zeroing): blocks(zeroing) for zeroing in (True, False)}
     print(json.dumps(said))

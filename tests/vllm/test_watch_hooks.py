@@ -66,6 +66,7 @@ def test_on_vllms_own_files(version):
     assert said["counted"] == [2, 0]
     # vLLM's own mask, where a release has one: only row 5 is padding.
     assert said["masked"] == ([2, 0] if version == "0.22.1" else [1, 1])
+    assert said["unwritten mask"] == [2, 0]
     zeroing, none = said["blocks"]["True"], said["blocks"]["False"]
     assert {*zeroing} == {"steps"}, "vLLM zeroes every block of a hybrid model before it is read"
     assert none["state, attention"] > 5
