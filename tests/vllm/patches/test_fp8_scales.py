@@ -112,14 +112,20 @@ def equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, two))
 
 
+@pytest.fixture(autouse=True)
+def _asked_anew() -> Iterator[None]:
+    """A process asks its vLLM once; here each test has another, and the next file's tests have none."""
+    fp8_scales._writes_masks.cache_clear()
+    yield
+    fp8_scales._writes_masks.cache_clear()
+
+
 @pytest.fixture(name="engine")
 def engine_fixture(made_up: Callable[[dict[str, str]], Path], device: str) -> Iterator[Callable[..., Engine]]:
     made_up(MODULES)
     patch = patches()[fp8_scales.NAME]
     patch.apply("0.22.1")
-    fp8_scales._writes_masks.cache_clear()
     yield partial(Engine, device)
-    fp8_scales._writes_masks.cache_clear()
     patch.revert()
     fp8_scales._counts.clear()
     standing.undo.clear()
@@ -185,7 +191,6 @@ def test_a_mask_that_no_step_writes_says_nothing(engine):
 @pytest.mark.parametrize(("rows", "long_enough"), [(7, True), (8, True), (9, False)])
 def test_a_mask_is_taken_if_it_has_all_rows(made_up, rows, long_enough):
     made_up(MODULES)
-    fp8_scales._writes_masks.cache_clear()
     importlib.import_module("vllm.envs")
     assert fp8_scales.padding_mask(rows) is None
     context = importlib.import_module("vllm.forward_context")
