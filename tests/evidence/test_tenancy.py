@@ -165,6 +165,16 @@ def test_owners_that_hit_each_other_end():
     assert log.explain("A") == []
 
 
+def test_a_hit_on_a_block_that_its_owner_never_wrote_reads_what_the_owner_found_there():
+    log = TenancyLog()
+    log.wrote([1, 2], "A", "fp32")
+    log.advance()
+    log.allocated([1, 2], "B", "e4m3")
+    log.zeroed([2])
+    log.hit([1, 2], "C")
+    assert [(s.block, s.whose, s.via) for s in log.explain("C")] == [(1, "A", ("B",))]
+
+
 def test_the_log_forgets_the_oldest_owner_and_keeps_its_last_writes():
     log = TenancyLog(keep=2)
     for owner, block in (("A", 1), ("B", 2), ("C", 1)):

@@ -10,7 +10,7 @@ import torch
 from tests.made import arrived
 
 from staleproof import device as devices
-from staleproof.vllm import fp8_scales, hooks, plugin, watch_hooks
+from staleproof.vllm import hooks, plugin, watch_hooks
 from staleproof.vllm import watch as watches
 from staleproof.vllm.sources import PatchError
 from staleproof.vllm.watch import SPAN, Settings, Watch, settings
@@ -306,9 +306,23 @@ def test_a_dummy_batch_before_the_first_step_leaves_the_kernels_to_be_captured(m
     assert (words, watch.counting) == ([], True)
 
 
-@pytest.mark.parametrize(("version", "masks"), [("0.24.1", False), ("0.25.0", True), ("0.31.0", True)])
-def test_vllms_mask_is_looked_for_from_the_release_that_has_it(version, masks):
-    assert Hooks(Settings(), version).padding is (fp8_scales.padding_mask if masks else None)
+@pytest.mark.parametrize(
+    ("version", "router"),
+    [("0.23.1", "base_router"), ("0.24.0", "fused_moe_router"), ("main", "fused_moe_router")],
+)
+def test_the_method_that_routers_share_is_looked_for_where_a_release_has_it(version, router):
+    modules = {target.module.rpartition(".")[2] for target in Hooks(Settings(), version).targets()}
+    assert modules & {"base_router", "fused_moe_router"} == {router}
+
+
+def test_the_watch_of_a_server_asks_vllm_for_its_mask_of_padding(monkeypatch):
+    asked = []
+    monkeypatch.setattr(watch_hooks, "padding_mask", lambda rows: asked.append(rows))
+    on = Hooks(Settings())
+    on.loaded(None, (types.SimpleNamespace(device=DEVICE),), {})
+    assert on.watch is not None
+    on.watch.observe("attention", "layers.0", torch.zeros(4, 8))
+    assert asked == [4]
 
 
 def test_a_dummy_run_is_no_step(monkeypatch):

@@ -195,7 +195,11 @@ class TenancyLog:
             further = (*via, t.owner)
             if t.wiped is not None:
                 suspects.append(_wiped(t, further))
-            if t.owner not in visited and t.wrote is not None:
+            if t.wrote is None:
+                # Published before its owner wrote it: whoever hits it reads what the owner found there.
+                if t.inherited is not None:
+                    suspects.append(_suspect(t, STALE, t.inherited, t.step, further))
+            elif t.owner not in visited:
                 visited.add(t.owner)
                 # Bytes that reached the writer after it wrote this block are not in this block.
                 suspects += self._suspects(t.owner, t.wrote.step, further, visited)

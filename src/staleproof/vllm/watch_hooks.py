@@ -46,10 +46,13 @@ ALL_BACKENDS = "vllm.v1.attention.backends"
 ROUTER = f"{EXPERTS}.router.base_router", "BaseRouter.select_experts"
 # Since this release the method that routers share is their base class's.
 MOVED = "0.24.0"
-# The first release whose forward context has a mask of padding rows.
-MASKS = "0.25.0"
 ROUTER_MOVED = f"{EXPERTS}.router.fused_moe_router", "FusedMoERouter.select_experts"
 FORWARD = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """A build of the main branch has no number: it counts as newer than every release."""
+    return numbers(version) or (999,)
 
 
 # The hooks of this process, if the watch is on.
@@ -66,9 +69,6 @@ class Hooks:
 
     def __init__(self, chosen: Settings, version: str = OLDEST) -> None:
         self.settings, self.version = chosen, version
-        # Earlier releases have no mask to look for. A build of the main branch has no number.
-        masks = (numbers(version) or numbers(MOVED)) >= numbers(MASKS)
-        self.padding = padding_mask if masks else None
         self.watch: Watch | None = None
         self.blocks: watch_blocks.Blocks | None = None
         self.memory: watch_memory.Memory | None = None
@@ -81,7 +81,7 @@ class Hooks:
 
     def loaded(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``Worker.load_model``: make the counters, outside of any capture."""
-        self.watch = Watch(self.settings, args[0].device, self.padding)
+        self.watch = Watch(self.settings, args[0].device, padding_mask)
         if "memory" in self.settings.stages:
             self.memory = watch_memory.of(args[0])
         return result
@@ -276,7 +276,7 @@ class Hooks:
             module = f"{EXPERTS}.runner.moe_runner"
             found.append(Target(module, apply, ("self",), before=self.enter_experts, after=self.experts))
         if "router" in self.settings.stages:
-            module, name = ROUTER if numbers(self.version) < numbers(MOVED) else ROUTER_MOVED
+            module, name = ROUTER if _number(self.version) < numbers(MOVED) else ROUTER_MOVED
             found.append(Target(module, name, ("self",), after=self.router))
         if "published" in self.settings.stages:
             found += watch_published.Published().targets()
@@ -294,8 +294,7 @@ def install(version: str | None = None) -> None:
         if chosen is not None:
             version = version or vllm_installed()[0]
             newest = [*table()][-1]
-            # A build of the main branch has no number that says anything.
-            number = numbers(version) or numbers("999")
+            number = _number(version)
             if number < numbers(OLDEST):
                 raise PatchError(f"vLLM {version} is too old: the watch knows {OLDEST} to {newest}")
             if number > numbers(newest):

@@ -290,8 +290,9 @@ def _sleep_and_wake(outside: bool) -> Reading:
 
 
 def _no_sleep_mode(outside: bool, device: str) -> str | None:
-    library = vllm_file("cumem_allocator.abi3.so")
-    return cases.needs_cuda(outside, device) or (None if library else "needs vLLM's cumem_allocator")
+    if why := cases.needs_cuda(outside, device):
+        return why
+    return None if vllm_file("cumem_allocator.abi3.so") else "needs vLLM's cumem_allocator"
 
 
 class Witness(NamedTuple):

@@ -63,7 +63,7 @@ class Scheduler:
             request = self.waiting.pop(0)
             self.running.append([request.prompt, request.answer])
         budget = MAX_NUM_BATCHED_TOKENS
-        for left in sorted(self.running, key=lambda left: left[0] > 0):
+        for left in self.running:
             tokens = min(left[0] or 1, budget)
             budget -= tokens
             if left[0]:

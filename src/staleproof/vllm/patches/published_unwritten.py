@@ -72,7 +72,7 @@ def _behind(manager: Any, request: Any) -> list[Any]:
 def _unwritten(manager: Any, request: Any) -> set[int]:
     """Blocks of a request that have a hash and that no step before this one writes to the end."""
     behind = _behind(manager, request)
-    return {b.block_id for b in behind if b.block_hash is not None and not b.is_null}
+    return {b.block_id for b in behind if b.block_hash is not None}
 
 
 def _left_published(sources: Sources) -> Evidence:
