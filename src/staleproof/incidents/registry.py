@@ -40,7 +40,7 @@ INCIDENTS: dict[str, Incident] = {
         number=1,
         title="NaN from the empty rows of MLA decode",
         notebook="01_mla_padding.ipynb",
-        summary="no kernel writes the output row of a padding slot, and a real token reads it",
+        summary="a padding slot's output row is unwritten or 0/0, and a scale over all rows reads it",
         served=("served, torch.max",),
         tried=(
             "zeros_once_per_layer",
@@ -76,7 +76,7 @@ INCIDENTS: dict[str, Incident] = {
         number=5,
         title="The revert: what it blamed, and what it was",
         notebook="05_the_revert.ipynb",
-        summary="int64 ids make no NaN; scale padding, the null block and a neighbour's row do",
+        summary="blamed: int64 ids; found: scale padding, the null block, a scale over other rows",
     ),
     "mxfp4_scales": Incident(
         number=6,
