@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from staleproof.cases import store
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.vllm import hooks, live, plugin, process, releases, standing
 from staleproof.vllm import plugin as vllm_plugin
@@ -58,6 +60,37 @@ def test_patches_know_what_they_are_about():
         assert set(patch.requires) <= set(vllm_plugin.patches())
         for target in patch.targets:
             assert target.module.startswith("vllm.")
+
+
+def _recorded(benchmark: str, provider: str, mode: str, rows: int) -> float:
+    """Median us of a row of the H200's recorded run."""
+    (found,) = [
+        row["p50"]
+        for row in store.find("nvidia-h200").measurements
+        if (row["benchmark"], row["provider"], row["x_value"]) == (benchmark, provider, rows)
+        and row["mode"] == mode
+    ]
+    return float(found)
+
+
+EXPERTS = "FlashInferExperts.apply, its kernel a copy, top 8, 512 rows, warm"
+TOPK = "topk_softmax, 128 experts, top 8, warm"
+ONE_BLOCK = "28 layers, K/V outermost, 32 KiB pages, scattered ids, cold"
+COSTS = {
+    "mla_padding": lambda: [_recorded("clear_empty_rows", "staleproof", "bf16 (1024, 128, 512)", 1024)],
+    "topk_nan": lambda: [_recorded("patches", name, TOPK, 128) for name in ("patched", "without")],
+    "duplicate_experts": lambda: [
+        _recorded("patches", "patched", EXPERTS, 128) - _recorded("patches", "without", EXPERTS, 128)
+    ],
+    "mla_zeroing": lambda: [_recorded("zero_blocks", "staleproof", ONE_BLOCK, 1)],
+}
+
+
+def test_what_a_patch_costs_was_recorded():
+    figures = {name: re.findall(r"([\d.,]+) us", patch.cost) for name, patch in vllm_plugin.patches().items()}
+    assert {name: said for name, said in figures.items() if said} == {
+        name: [f"{us:.1f}" for us in told()] for name, told in COSTS.items()
+    }
 
 
 def test_choice():

@@ -1,9 +1,10 @@
 """Digests of source code: has anything changed that a result depends on?
 
 A result depends on the incident's cases and on every module of staleproof that they import, also inside
-functions, on what those import, and so on. Two kinds of text decide no verdict and are left out:
+functions, on what those import, and so on. Three kinds of text decide no verdict and are left out:
 
 - comments, docstrings and blank lines, in every file;
+- strings given as :data:`PROSE`, e.g. what a patch costs: sentences for a reader;
 - :data:`BOOKKEEPING`, the modules that ask, keep and show. :data:`MACHINERY` is their number: raise it when
   a change there could have changed a verdict. Instruments stay in: what captures a graph, compares with a
   reference or chooses a device decides verdicts.
@@ -31,6 +32,8 @@ BOOKKEEPING = (
     *("cases/case", "cases/run", "cases/finding", "cases/words", "cases/store", "cases/digest"),
     *("cases/children", "cases/predictions", "report", "cli", "triage"),
 )
+# Keyword arguments.
+PROSE = ("cost", "mechanism", "summary")
 # Only import statements are parsed: parsing whole files takes half a second for all incidents.
 _IMPORT = re.compile(r"^[ \t]*((?:from|import) staleproof\b[^\n(]*(?:\([^)]*\))?)", re.MULTILINE)
 # A file that a module reads beside itself decides what it does, too.
@@ -78,7 +81,7 @@ def _beside(path: Path) -> set[Path]:
 # Most files are in the closures of several incidents.
 @cache
 def code(text: str) -> str:
-    """The text of a Python file without comments, docstrings and blank lines.
+    """The text of a Python file without comments, docstrings, prose and blank lines.
 
     It is cut at the positions of tokens, not put together from them: tokens of an f-string, and what
     ``ast`` prints, differ between releases of Python.
@@ -86,9 +89,13 @@ def code(text: str) -> str:
     >>> print(code('def f(x):  # twice\\n    "Twice."\\n\\n    return 2 * x'))
     def f(x):
         return 2 * x
+    >>> print(code('Patch(name="a", cost="one launch")'))
+    Patch(name="a", cost=)
     """
     lines = text.splitlines()
     statement: list[tokenize.TokenInfo] = []
+    # Place of the sign before it -> begin and end.
+    prose: dict[tuple[int, int], tuple[tuple[int, int], tuple[int, int]]] = {}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
@@ -98,9 +105,23 @@ def code(text: str) -> str:
                 first, last = statement[0].start[0], statement[-1].end[0]
                 lines[first - 1 : last] = [""] * (last - first + 1)
             statement = []
+        elif token.type == tokenize.STRING and _is_prose(statement):
+            sign = statement[-1].start
+            prose[sign] = prose.get(sign, (token.start, token.end))[0], token.end
         elif token.type not in _LAYOUT:
             statement.append(token)
+    for (first, begin), (last, end) in reversed(prose.values()):
+        lines[first - 1] = lines[first - 1][:begin] + lines[last - 1][end:]
+        lines[first:last] = [""] * (last - first)
     return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _is_prose(before: list[tokenize.TokenInfo]) -> bool:
+    """Whether a string behind these tokens of a statement is an argument of :data:`PROSE`."""
+    if len(before) < 2 or before[-1].string != "=":
+        return False
+    # An assignment has a blank there.
+    return before[-2].string in PROSE and before[-2].end == before[-1].start
 
 
 def _is_bookkeeping(path: Path) -> bool:
