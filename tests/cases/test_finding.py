@@ -153,7 +153,8 @@ def test_a_library_that_lies_alone_is_of_no_known_release(tmp_path):
     info = tmp_path / "vllm-0.22.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.22.1\n")
-    assert real_file("vllm", tmp_path / "libraries/_C.abi3.so").of == "vLLM, unknown release, _C"
+    for folder in ("libraries", "vllm_libraries"):
+        assert real_file("vllm", tmp_path / folder / "_C.abi3.so").of == "vLLM, unknown release, _C"
 
 
 def test_a_remedy_with_an_open_answer_is_not_fixed_whatever_was_compared():

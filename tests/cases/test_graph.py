@@ -86,10 +86,11 @@ def test_a_launch_list_names_its_launches_and_no_allocation(device):
     assert LaunchList(step).names == ["aten::fill_", "_clear_empty_rows_kernel"]
 
 
-def test_reading_a_value_back_is_refused(device):
+@pytest.mark.parametrize("read", [torch.Tensor.item, torch.Tensor.nonzero])
+def test_reading_a_value_back_is_refused(device, read):
     x = torch.ones(1, device=device)
     with pytest.raises(RuntimeError, match=r"captur"):
-        capture(lambda: x.item(), device)
+        capture(lambda: read(x), device)
 
 
 def test_a_batch_replays_the_next_captured_size_and_a_larger_one_is_refused():

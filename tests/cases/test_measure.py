@@ -196,6 +196,8 @@ def test_sets_exceed_three_times_the_l2_or_fit_into_half_of_it(size):
     both = turns.caches == (measure.WARM, measure.COLD)
     assert turns.sets * size < L2 / 2 if both else turns.sets * size > 3 * L2
     assert turns.sets <= measure.MOST_SETS
+    most = measure.MOST_SETS - 1
+    assert [measure.rotation(3, l2=l2).sets for l2 in (most, most + 1)] == [most + 1, measure.LAUNCHES]
 
 
 def test_calls_take_turns_in_the_graph_and_run_once_before_it(cache):

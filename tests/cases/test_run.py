@@ -168,13 +168,14 @@ def test_what_is_absent_is_not_run_with_its_reason_and_expects_nothing():
             *("q", "rows", ["here", "absent", "missing", "refuses"], ask),
             expect="clean",
             needs=lambda subject, device: f"no {subject} on {device}" * (subject == "absent") or None,
+            evidence=real("torch"),
         )
     )
-    assert [(f.verdict, f.note, f.expected, f.grade) for f in found] == [
-        ("clean", "", "clean", "replica"),
-        ("not run", "no absent on cpu", None, ""),
-        ("not run", "engine a: out of memory", None, ""),
-        ("not run", "needs SM100", None, ""),
+    assert [(f.verdict, f.note, f.expected, f.grade, f.of) for f in found] == [
+        ("clean", "", "clean", "real", real("torch").of),
+        ("not run", "no absent on cpu", None, "", ""),
+        ("not run", "engine a: out of memory", None, "", ""),
+        ("not run", "needs SM100", None, "", ""),
     ]
 
 
@@ -261,7 +262,8 @@ def test_an_early_scene_begins_before_all_cases_unless_nobody_can_use_it():
     events = []
     scene = Scene("build", lambda device: events.append("begin"), early=True)
     first = each("first", "rows", ["x"], lambda *_: events.append("x") or "clean", **OPEN)
-    late = each("late", "rows", ["a"], lambda *_: "clean", scene=scene, **OPEN)
+    needs = lambda subject, device: "needs nvcc" * (subject == "b") or None  # noqa: E731
+    late = each("late", "rows", ["a", "b"], lambda *_: "clean", scene=scene, needs=needs, **OPEN)
     run(first, late)
     assert events == ["begin", "x"]
     events.clear()
@@ -349,7 +351,7 @@ def test_a_fix_is_asked_off_on_off_in_this_order(answers, expect, verdict, ok):
 
 @pytest.mark.parametrize("expect", ["fixed", "not fixed", "wrong"])
 def test_a_fix_is_compared_with_a_reference_whatever_is_expected(expect):
-    said, compared = iter(["leaked", "clean", "leaked"]), []
+    said, compared = iter(["leaked", reading("clean", note="a remark"), "leaked"]), []
 
     def wrong(subject, device):
         compared.append((subject, device))
@@ -360,6 +362,7 @@ def test_a_fix_is_compared_with_a_reference_whatever_is_expected(expect):
     assert compared == [(1, "cpu")]
     assert (found.verdict, found.three.right) == ("wrong", False)
     assert found.note == found.three.wrong == "rows are 3 times too large"
+    assert found.three.text == "leaked, clean, leaked, rows are 3 times too large"
 
 
 def test_the_finding_of_a_fix_has_what_the_run_with_it_said():
@@ -477,7 +480,7 @@ def test_limit_s_is_for_all_children_of_a_case(jobs, tmp_path):
 
     def ask(subject, device):
         for number in range(2):
-            ended = children.call(jobs.sleep, str(tmp_path / f"{subject}{number}"), timeout_s=600)
+            ended = children.call(jobs.sleep, str(tmp_path / f"{subject}{number}"), timeout_s=20)
             limits.append(ended.limit_s)
         return "clean" if ended.code is None else "leaked"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.metadata
 import os
@@ -24,6 +25,7 @@ from staleproof.cases.case import Scene, each
 from staleproof.cases.finding import Finding, read_findings, write_findings
 from staleproof.cases.run import Table
 from staleproof.cli import app as cli
+from staleproof.cli import common
 from staleproof.report import terminal
 
 
@@ -179,6 +181,27 @@ def test_run_exits_1_where_a_verdict_is_not_as_expected(root, incident, capsys):
     captured = capsys.readouterr()
     assert "clean (expected leaked)" in captured.out
     assert one_line(captured.err) == "staleproof: 1 verdicts are not as expected"
+
+
+@pytest.mark.parametrize(
+    ("found", "spoilt", "stopped", "code"),
+    [
+        ([clean, absent], [], [], 0),
+        ([clean, wrong], ["a run"], [], 1),
+        ([clean], ["a run"], ["a notebook"], 1),
+        ([], [], ["a notebook"], 1),
+        ([clean], ["a run"], [], 2),
+    ],
+)
+def test_a_command_ends_with_2_only_where_all_that_is_wrong_is_a_recorded_run(
+    capsys, found, spoilt, stopped, code
+):
+    with pytest.raises(typer.Exit) if code else contextlib.nullcontext() as ended:
+        common.finish([make() for make in found], spoilt, stopped)
+    unexpected = ["1 verdicts are not as expected"] * (wrong in found)
+    lines = [f"staleproof: {line}" for line in (*stopped, *unexpected, *spoilt)]
+    assert capsys.readouterr().err.splitlines() == lines
+    assert ended is None or ended.value.exit_code == code
 
 
 def test_not_run_is_no_failure_and_no_pass(root, incident, capsys):

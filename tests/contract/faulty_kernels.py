@@ -123,6 +123,7 @@ def _varlen(name: str, *clauses: str, spare: float | None):
 
 varlen = _varlen("varlen, right", spare=None)
 varlen_zeros = _varlen("varlen, writes rows of out past the end", "U", spare=0.0)
+varlen_nan = _varlen("varlen, writes NaN past the end of out", "U", spare=float("nan"))
 
 # --- Rows
 

@@ -68,8 +68,8 @@ def _all(x, byte):
     return bool((_behind(x) == byte).all()) and len(_behind(x)) > 0
 
 
-def _write(x):
-    _behind(x)[-1:] = 7
+def _write(x, byte):
+    _behind(x)[-1:] = byte
 
 
 BEHIND = {
@@ -87,7 +87,9 @@ BEHIND = {
         lambda x, y: len(set(_behind(y).tolist())) > 2, "breaks", "noise behind y changes the result",
         ["behind", "noise", "y"],
     ),
-    "written": (lambda x, y: _write(y), "breaks", "writes behind y", ["behind", "0x00", "y"]),
+    "written": (lambda x, y: _write(y, 7), "breaks", "writes behind y", ["behind", "0x00", "y"]),
+    # Over zeros nobody sees it.
+    "zeros": (lambda x, y: _write(y, 0), "breaks", "writes behind y", ["behind", "0xff", "y"]),
     "in place": (
         lambda x, y: x.add_(_all(y, 255)) is None, "breaks", "0xff behind y changes the result",
         ["behind", "0xff", "y"],
@@ -382,13 +384,12 @@ def test_any_other_error_is_a_break(error):
     assert goes_on
 
 
-def test_an_error_of_the_device_ends_the_process_and_torchs_advice_is_left_out():
-    text = (
-        "CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in https://docs.nvidia.com/"
-    )
-    said, goes_on = _answer(RuntimeError(text), "kernels")
-    assert said.note == "raises RuntimeError: CUDA error: device-side assert triggered"
-    assert not goes_on
+@pytest.mark.parametrize(
+    "text", ["CUDA error: device-side assert triggered", "Triton Error [CUDA]: an illegal memory access"]
+)
+def test_an_error_of_the_device_ends_the_process_and_torchs_advice_is_left_out(text):
+    advice = "\nSearch for `cudaErrorAssert' in https://docs.nvidia.com/"
+    assert _answer(RuntimeError(text + advice), "kernels") == (breaks(f"raises RuntimeError: {text}"), False)
 
 
 def test_what_a_documentation_leaves_to_the_caller_is_undefined():
