@@ -89,17 +89,23 @@ def test_stuck_memory_is_neither_used_by_tensors_nor_releasable():
 
 
 def test_segments_of_a_graphs_private_pool_are_not_releasable(monkeypatch):
-    """The allocator returns an empty segment of its own pool to the device, and none of a graph's."""
+    """The allocator returns an empty segment of its own pool to the device, and none of a graph's.
+
+    Nor one whose freed blocks another stream may still use: they are active, and allocated to nobody.
+    """
     segments = [
-        {"total_size": total, "allocated_size": used, "active_size": used, "segment_pool_id": pool}
-        for total, used, pool in ((8, 8, (0, 0)), (4, 0, (0, 0)), (2, 0, (0, 1)), (1, 0, (3, 0)))
+        {"total_size": total, "allocated_size": used, "active_size": active, "segment_pool_id": pool}
+        for total, used, active, pool in (
+            *((8, 8, 8, (0, 0)), (4, 0, 0, (0, 0)), (16, 0, 3, (0, 0))),
+            *((2, 0, 0, (0, 1)), (1, 0, 0, (3, 0))),
+        )
     ]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (68, 100))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (52, 100))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     usage = cuda_usage()
-    assert usage == Usage(used=32, reserved=15, allocated=8, releasable=4)
-    assert usage.stuck == 3
+    assert usage == Usage(used=48, reserved=31, allocated=8, releasable=4)
+    assert usage.stuck == 19
 
 
 def test_globals_of_the_classes_modules_are_owned_by_their_module_and_torchs_are_left_out(monkeypatch):

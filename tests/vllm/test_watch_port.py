@@ -153,6 +153,15 @@ def test_a_count_is_there_before_anything_was_counted(served, monkeypatch):
     assert b"\nstaleproof_unwritten_hits_total 0.0\n" in _get(url, "/metrics")[1]
 
 
+def test_a_count_is_the_sum_over_all_processes_of_the_server(served, monkeypatch):
+    of_each = [
+        {"process": name, "pid": n, "patches": {}, "counts": {"hits": n}} for n, name in enumerate("abc", 1)
+    ]
+    health = {"staleproof": "", "vllm": "", "model": "", "ok": True, "patches": {}, "processes": of_each}
+    monkeypatch.setattr(watch_port.live, "health", lambda required: health)
+    assert b"\nstaleproof_hits_total 6.0\n" in _get(served[1], "/metrics")[1]
+
+
 def test_a_port_answers_on_the_newer_protocol_too(monkeypatch):
     monkeypatch.setenv(watch_port.HOST, "::1")
     port = watch_port.serve(None, 0)

@@ -326,6 +326,35 @@ def test_the_null_block_and_one_without_a_hash_are_nobodys_to_write(null, block_
     assert watch.blocks.owners == ({"victim"} if published else {*()})
 
 
+@pytest.mark.parametrize("new", [True, False], ids=["new", "resumed"])
+@pytest.mark.parametrize(("start", "read"), [(0, ()), (16, (5,)), (17, (5, 6)), (32, (5, 6))])
+def test_a_request_reads_every_block_that_its_prefix_reaches_into(start, read, new):
+    """It begins, or goes on after a preemption, behind ``start`` tokens and computes 8 more."""
+    watch, hashed = watch_published.Published(), [b"a", b"b", b"c"]
+    blocks = [SimpleNamespace(block_id=5 + i, block_hash=one, is_null=False) for i, one in enumerate(hashed)]
+    watch.publish(
+        None, (None, SimpleNamespace(request_id="victim", num_computed_tokens=0), blocks, 0, 3, 16), {}
+    )
+    of_type = SimpleNamespace(req_to_blocks={"reader": blocks}, block_size=16)
+    manager = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=[of_type]),
+        block_pool=SimpleNamespace(blocks=[None] * 5 + blocks),
+    )
+    scheduler = type("Scheduler", (), {"__module__": "vllm.v1.core.sched.scheduler"})()
+    scheduler.kv_cache_manager, scheduler.requests = (
+        manager,
+        {"reader": SimpleNamespace(num_computed_tokens=start + 8)},
+    )
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="reader")] if new else [],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set() if new else {"reader"}),
+        num_scheduled_tokens={"reader": 8},
+    )
+    watch.scheduled(output, (scheduler,), {})
+    assert watch.blocks.hits == len(read)
+    assert (watch.first.blocks if watch.first else ()) == read
+
+
 @pytest.mark.parametrize(("blocks", "known"), [(1, False), (2, True)])
 def test_a_pool_needs_one_block_besides_the_null_block(blocks, known):
     kind = type("Scheduler", (), {"__module__": "vllm.v1.core.sched.scheduler"})

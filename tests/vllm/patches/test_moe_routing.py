@@ -71,13 +71,10 @@ def test_cleaned_inputs_keep_infinities_and_everything_finite():
     assert args[3][1].tolist() == [torch.inf, 0.0]
     args, _ = calls.clean_sigmoid_logits((0, 0, 0, logits, False, bias), {})
     assert args[5][0] == 0
-    # Grouped routing takes logits, or scores: what scores 0 is the lowest logit, or 0 itself.
-    for scoring, scored in ((1, torch.sigmoid), (0, torch.clone)):
-        args, _ = calls.clean_scores((logits, 1, 1, 1, False, 1.0, bias, scoring), {})
-        assert (
-            scored(args[0])[2].tolist()
-            == scored(torch.tensor([-torch.inf if scoring else 0.0, 0.0])).tolist()
-        )
+    # Grouped routing takes logits, or scores, as by default: what scores 0 is the lowest logit, or 0 itself.
+    for scoring, zero in (((1,), torch.finfo(logits.dtype).min), ((0,), 0.0), ((), 0.0)):
+        args, _ = calls.clean_scores((logits, 1, 1, 1, False, 1.0, bias, *scoring), {})
+        assert args[0][2].tolist() == [zero, 0.0]
         assert args[0][:2].equal(logits[:2])
         assert args[6][0] == 0
 
