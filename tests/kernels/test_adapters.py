@@ -381,3 +381,15 @@ def test_weights_without_a_group_are_refused(sizes, named):
     with pytest.raises(ValueError, match=f"^{named}: expected"):
         mxfp4.quantized(mxfp4.Shape(*sizes), torch.Generator())
     mxfp4.Shape(1, 1, 32).check()
+
+
+def test_a_checkpoint_holds_the_nearest_fp4_numbers_in_order():
+    """In units of its group's scale no weight is further off than half the gap, or what saturates above 6."""
+    matrix = mxfp4.quantized(mxfp4.Shape(2, 16, 64), torch.Generator().manual_seed(3))
+    drawn = 0.02 * torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(3))
+    scale = (matrix.scale.float() - 127).exp2().repeat_interleave(32, -1)
+    assert bool((drawn.abs() < 8 * scale).all())
+    numbers = torch.cat([mxfp4.FP4, -mxfp4.FP4])
+    nearest = (drawn[..., None] / scale[..., None] - numbers).abs().amin(-1)
+    found = (mxfp4.dequantized(*matrix) - drawn) / scale
+    assert torch.allclose(found.abs(), nearest, atol=1e-5)

@@ -68,7 +68,7 @@ def test_rows_behind_the_last_request_are_cleared(device: str) -> None:
     out = canary(9, 2, 32, dtype=torch.bfloat16, device=device)
     before = bits(out).clone()
     starts = lens(0, 3, 4, device=device)
-    clear_empty_rows(out, lens(5, 6, device=device), query_start_loc=starts)
+    clear_empty_rows(out, lens(5, 6, device=device), query_start_loc=starts, validate=True)
     assert torch.equal(bits(out)[:4], before[:4])
     assert int(bits(out)[4:].count_nonzero()) == 0
 

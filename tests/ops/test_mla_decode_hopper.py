@@ -109,7 +109,8 @@ def _cuts(lens: list[int], programs: int) -> list[list[tuple[int, int, int]]]:
     return parts
 
 
-@pytest.mark.parametrize("lens", [[500, 0, 70, 64, 1000], [640] * 3, [640] * 9, [3]], ids=str)
+# With [3328] * 3, six programs of whole requests take just as long as pays off.
+@pytest.mark.parametrize("lens", [[500, 0, 70, 64, 1000], [640] * 3, [3328] * 3, [640] * 9, [3]], ids=str)
 @pytest.mark.parametrize("programs", [7, 12])
 @pytest.mark.parametrize("step", [2, 8])
 @pytest.mark.parametrize(("heads", "q_len", "own"), [(6, 1, 3), (2, 5, 4)], ids=str)

@@ -230,6 +230,8 @@ def test_a_claim_disagrees_with_another_verdict_and_with_another_grade(tmp_path:
     assert pages.disagrees(claim, shown) is None
     replica = replace(shown, grade="replica")
     assert pages.disagrees(claim, replica) == "the claim is graded real, its finding replica"
+    (weaker,) = _claims(tmp_path, grade="replica")
+    assert pages.disagrees(weaker, shown) == "the claim is graded replica, its finding real"
     assert "the finding says 'zero'" in str(pages.disagrees(claim, replace(shown, verdict="zero")))
     (by_lines,) = _claims(tmp_path, grade="source", where=["vLLM 1.0 a.py:7"])
     assert pages.disagrees(by_lines, replica) is None

@@ -62,6 +62,7 @@ Two of 3 <!-- file: a.json --> and
         ("12 %", False),
         ("It takes 3 us. <!-- file: a -->", True),
         ("As #39593 says: 3 us.", True),
+        ("As figure #7 says: 3 us.", False),
         ("By `a.py:12`: 3 us.", True),
         ("By `:12`: 3 us.", True),
         # Not measured: a count, a name, code.

@@ -77,6 +77,13 @@ def test_mixed_lengths_and_several_query_tokens_have_a_line_of_their_own():
     assert found == [[modes[0]], [*modes[1:4]], [modes[4]]]
 
 
+@pytest.mark.parametrize(
+    ("ours", "shown"), [(100.0, "1.00"), (100.4, "1.00"), (102.0, "**0.98**"), (10.02, "9.98"), (9.0, "11")]
+)
+def test_what_is_slower_by_a_hundredth_is_shown_as_slower(ours, shown):
+    assert str(figures.Pair(ours, 100.0, "a case")).partition(":")[0] == shown
+
+
 def test_a_limit_is_not_a_loss():
     assert lines([row("staleproof", 10.0), row("limit: bytes", 5.0)])["limit: bytes"][0].startswith("0.50: ")
 

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tools.soak_serve import Server, judged, kill_a_scraper, load, scrape, soak
@@ -176,3 +177,15 @@ def test_a_killed_scraper_does_not_disturb_the_next(tmp_path, command, monkeypat
         assert load(server.url, 0.5)["answered"] == 12
     finally:
         server.end()
+
+
+def test_a_count_that_falls_or_vanishes_went_back_and_a_gauge_may(monkeypatch):
+    told = [{"steps": 1, "bad_rows": 9, "ok": 1}, {"steps": 2, "bad_rows": 9, "ok": 0}, {"steps": 1}]
+
+    def fetch(url):
+        return [SimpleNamespace(name=name, labels={}, value=value) for name, value in told.pop(0).items()]
+
+    monkeypatch.setattr(soak_serve, "fetch", fetch)
+    found = scrape(1, SimpleNamespace(wait=lambda seconds: not told))
+    assert (found["scrapes"], found["steps"], found["went_back"]) == (3, [1, 2, 1], 2)
+    assert found["last"] == {"steps": 1}

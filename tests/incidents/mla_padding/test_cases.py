@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from staleproof.cases.finding import OFF_ON_OFF
 from staleproof.cases.words import NOT_FIXED
-from staleproof.incidents.mla_padding import broken, cases, setups
-from staleproof.incidents.mla_padding.cases import ALONE, TABLE
+from staleproof.incidents.mla_padding import broken, cases, scene, setups
+from staleproof.incidents.mla_padding.cases import ALONE, LIVE_ROWS_WRONG, TABLE
 from staleproof.kernels.adapter import Peer
+from staleproof.ops.mla.decode import mla_decode
+from staleproof.ops.reference.mla_decode import mla_decode as reference_decode
 
 
 @pytest.mark.parametrize("question", ALONE)
@@ -41,3 +44,33 @@ def test_a_kernel_that_returns_memory_of_its_own_is_judged_by_that(device, name,
         return broken.KERNELS[name](*call, softmax_scale=softmax_scale)
 
     assert cases.empty_row(own, device).verdict == says
+
+
+@pytest.mark.parametrize(
+    ("factor", "ours", "theirs"),
+    [(1.0, "zero", "zero"), (1.003, LIVE_ROWS_WRONG, "zero"), (1.006, LIVE_ROWS_WRONG, LIVE_ROWS_WRONG)],
+)
+def test_a_kernel_in_bf16_may_round_twice_and_a_peers_four_times(device, monkeypatch, factor, ours, theirs):
+    """A factor common to a whole row is found beyond a quarter of its budget: 2**-9 and 2**-8."""
+    monkeypatch.setattr(scene, "compared_dtype", lambda device: torch.bfloat16)
+
+    def kernel(q, *call, softmax_scale, out):
+        right, _ = reference_decode(q.double(), *call, softmax_scale=softmax_scale)
+        return out.copy_(right * factor), None
+
+    def prepare(*call):
+        *given, scale, _, out = call
+        return lambda: kernel(*given, softmax_scale=scale, out=out)
+
+    assert cases.empty_row(kernel, device).verdict == ours
+    assert cases.empty_row(Peer("theirs", None, prepare), device).verdict == theirs
+
+
+@pytest.mark.parametrize(("factor", "wrong"), [(1.0, False), (1.05, True)])
+def test_a_quantiser_whose_scale_is_off_by_more_than_fp8_rounds_is_wrong(device, factor, wrong):
+    def quantise(x, live_rows):
+        values, scale = setups.quantise_live_rows(x, live_rows)
+        return values, scale * factor
+
+    said = cases.wrong(setups.Setup(mla_decode, quantise=quantise), device)
+    assert (said or "").startswith("projection after fp8") is wrong

@@ -14,7 +14,9 @@ def test_the_sick_requests_own_step_must_show_that_it_is_sick():
     assert (
         StepVerdicts((*clean[:3], Verdict.LIVE_BORN, Verdict.CLEAN), invariant=True).verdict == Verdict.CLEAN
     )
-    assert StepVerdicts(clean, invariant=True).verdict == HIDDEN
+    for sick in {*Verdict} - {Verdict.LIVE_BORN}:
+        steps = (*clean[:3], sick, Verdict.CLEAN)
+        assert StepVerdicts(steps, invariant=True).verdict == HIDDEN
 
 
 def test_a_new_engine_holds_canaries_where_nobody_wrote(device):

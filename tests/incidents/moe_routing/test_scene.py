@@ -84,3 +84,37 @@ def test_evidence_names_the_release_of_the_library_that_is_loaded(tmp_path, monk
     assert asked["one scale, vLLM's op"] == asked["a scale a token, vLLM's op"] == "vLLM 0.22.1 _C"
     assert {of for name, of in asked.items() if "vLLM" not in name} == {""}
     assert cases._selector_evidence(cases.SELECTORS[scene.VLLM]).of == "vLLM 0.22.1 _moe_C"
+
+
+BIAS = ["NaN" if part else "finite" for part in scene.nan_bias(torch.zeros(1, 64)).bias.isnan()]
+
+
+@pytest.mark.parametrize(
+    ("bad", "live", "padding", "bias"),
+    [
+        ("nowhere", {}, [], None),
+        ("padding", {}, ["all NaN"], None),
+        ("odd padding", {}, ["one NaN", "one Inf", "all -Inf"], None),
+        ("live row", {2: "all NaN"}, [], None),
+        ("infinity", {2: "one Inf"}, [], None),
+        ("bias", {}, [], ["NaN"] * 64),
+        ("part of the bias", {}, [], BIAS),
+    ],
+)
+@pytest.mark.parametrize("spread", [False, True])
+def test_each_bad_value_is_where_its_name_says(device: str, bad, live, padding, bias, spread) -> None:
+    def kind(row: torch.Tensor) -> str:
+        for name, found in (("NaN", row.isnan()), ("Inf", row == torch.inf), ("-Inf", row == -torch.inf)):
+            if found.any():
+                return {1: f"one {name}", 64: f"all {name}"}[int(found.sum())]
+        return "finite"
+
+    case = RoutingCase(bad=bad, batch=Batch(11, 10, 64), spread=spread)
+    given, behind = scene.router_input(case, device), scene.is_padding(case, device)
+    assert behind.tolist() == [row % 2 == 0 if spread else row >= LIVE for row in range(11)]
+    kinds, expected = [kind(row) for row in given.logits], dict.fromkeys(range(11), "finite") | live
+    for turn, row in enumerate(behind.nonzero().flatten().tolist() if padding else ()):
+        expected[row] = padding[turn % len(padding)]
+    assert kinds == [expected[row] for row in range(11)]
+    found = None if given.bias is None else ["NaN" if x else "finite" for x in given.bias.isnan()]
+    assert found == bias

@@ -70,6 +70,16 @@ def test_bad_input_is_named(call, says):
         call()
 
 
+@pytest.mark.parametrize(("factor", "said"), [(1.01, scene.RIGHT), (1.03, scene.WRONG)])
+def test_a_layer_that_is_off_by_more_than_bf16_rounds_is_wrong(factor, said):
+    def run(a, behind):
+        out, inner = scene.layer(a, scene.bytes_of("0x00"))
+        return out * factor, inner
+
+    (found,) = scene.judged(scene.layer_on("cpu"), run, ["0xff"])
+    assert found.verdict == said
+
+
 def test_the_index_function_is_that_of_the_source():
     """``hopper_scale.py``: which (row, group) of a block of 256 rows the first 16 bytes of storage hold."""
     zero, rows = torch.tensor(0), torch.tensor([0, 8, 0, 8, 1, 9, 1, 9, 2, 10, 2, 10, 3, 11, 3, 11])

@@ -96,6 +96,22 @@ def test_a_hit_that_the_step_itself_writes_is_no_fault():
     rows = [Row("a", [1, 2, 3], [5, 6], 0, 3, True), Row("b", [1, 2, 4], [5, 7], 2, 1, True)]
     memory.step(rows)
     assert (memory.reads, memory.same_step, memory.verdict) == ([], 2, WRITTEN)
+    # Of another hit the step writes the first block only.
+    memory.step([rows[0]._replace(blocks=[7, 6]), Row("c", [1, 2, 3, 4, 5], [7, 8, 9], 4, 1, True)])
+    assert ([read.position for read in memory.reads], memory.same_step) == ([2, 3], 4)
+
+
+def test_the_last_token_of_a_prompt_is_computed_though_its_block_is_cached():
+    engine = Miniature(publish="write", threshold=99)
+    load = [Arrival("first", [*range(20, 28)], 1), Arrival("same", [*range(20, 28)], 1, after="first")]
+    serve(engine, load)
+    told = {
+        what: [event.block for event in engine.events if (event.what, event.who) == (what, "same")]
+        for what in ("hit", "write")
+    }
+    first = [event.block for event in engine.events if (event.what, event.who) == ("publish", "first")]
+    assert (told["hit"], len(told["write"])) == (first[:1], 1)
+    assert told["write"] != first[1:]
 
 
 @pytest.mark.parametrize("reused", [False, True])

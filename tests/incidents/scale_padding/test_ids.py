@@ -24,7 +24,7 @@ def test_int64_bytes_read_as_int32_are_ids_and_zeros_of_half_of_the_tokens():
 
 def test_packing_keeps_id_and_weight_and_an_id_in_the_wrong_width_keeps_neither():
     weights, drawn = ids.simulate_routing(32, 64, 4)
-    weights = torch.rand_like(weights)
+    weights = torch.rand_like(weights) - 0.5
     packed = ids.pack_topk(drawn, weights)
     assert packed.dtype == torch.int32
     back = ids.unpack_topk(packed)
