@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent / "vllm"))
+
+import warm
+
+MAIN = "import sys; from staleproof.cli.app import main; sys.exit(main())"
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 BLOCKS = dict(re.findall(r"^```python (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
@@ -42,8 +47,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def staleproof(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": f"{tree}/src", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "staleproof", *arguments]
-    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
+    return warm.run("-c", MAIN, *arguments, cwd=tree, env=env, timeout=300, vllm=False)
 
 
 def test_the_page_is_short_and_the_example_too():

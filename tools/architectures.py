@@ -73,6 +73,7 @@ class Compiled:
         case: the first call that launches it, of those in ``architecture_cases.py``.
         warps, registers: of a program, of a thread.
         spilled: bytes of registers that a thread stores to memory; 0 unless they do not suffice.
+        stack: bytes of local memory of a thread, for calls and for what is addressed by a number.
         shared, limit: bytes of shared memory of a program, and the most that the GPU allows.
         warnings: of ptxas.
         error: in one line, if it does not compile; then the numbers are 0.
@@ -84,6 +85,7 @@ class Compiled:
     warps: int = 0
     registers: int = 0
     spilled: int = 0
+    stack: int = 0
     shared: int = 0
     limit: int = 0
     warnings: tuple[str, ...] = ()
@@ -216,6 +218,7 @@ def _read(case: str, made: Any, log: str, gpu: Any) -> Compiled:
         warps=made.num_warps,
         registers=_sum(r"Used (\d+) registers", log),
         spilled=_sum(r"(\d+) bytes spill stores", log),
+        stack=max(map(int, re.findall(r"(\d+) bytes (?:cumulative stack size|stack frame)", log)), default=0),
         shared=made.shared,
         limit=gpu.shared,
         warnings=tuple(line.strip() for line in log.splitlines() if "warning" in line.lower()),

@@ -6,11 +6,15 @@ The installed release is asked, and the releases in the audit's cache.
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+import warm
 
 from staleproof.kernels import packages
 from staleproof.kernels.packages import Release
@@ -52,9 +56,7 @@ SINCE_0_7 = {
 def _asked(release: Release) -> dict[str, str]:
     script = Path(__file__).with_name("flashinfer_modules.py")
     folder = [str(release.folder)] if release.folder else []
-    done = subprocess.run(
-        [sys.executable, str(script), *folder], capture_output=True, text=True, check=False, timeout=300
-    )
+    done = warm.run(str(script), *folder, env=os.environ, timeout=300, vllm=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import zipfile
 from dataclasses import replace
@@ -15,6 +14,10 @@ from staleproof.contract import runner
 from staleproof.contract.contract import breaks
 from staleproof.kernels import packages, vllm_matmul_ogs
 from staleproof.kernels.subject import Subject
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+import warm
 
 SOURCE = "from {package}.config import is_hip\nfrom {package}.other import helper\nVALUE = {value}\n"
 
@@ -94,14 +97,8 @@ def test_a_file_runs_with_stand_ins_for_the_rest_of_its_package(cache):
         "subject = Subject('x', 'rows', print, package='fast-kernels', files=('fast_kernels.ops',))\n"
     )
     source = Path(__file__).parents[2] / "src"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cache,
-        env={"PYTHONPATH": f"{source}:{cache}", "PATH": "", "TRITON_INTERPRET": "1"},
-    )
+    env = {"PYTHONPATH": f"{source}:{cache}", "PATH": "", "TRITON_INTERPRET": "1"}
+    done = warm.run("-c", program, cwd=cache, env=env, timeout=60, vllm=False)
     assert done.stdout == "2.0 True\n", done.stderr
 
 
@@ -174,8 +171,7 @@ SHOWN = """[128.0, 448.0, -448.0, nan] True True
 def test_the_interpreter_runs_and_rounds_as_a_gpu_does(tmp_path):
     (tmp_path / "kernels.py").write_text(INTERPRETED)
     env = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "PATH": "", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(tmp_path / "kernels.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    done = warm.run(str(tmp_path / "kernels.py"), env=env, timeout=60, vllm=False)
     assert done.stdout == SHOWN, done.stderr
 
 
