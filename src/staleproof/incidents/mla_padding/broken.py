@@ -163,8 +163,8 @@ def zero_by_zero_written(q, kv_cache, block_table, seq_lens, *, softmax_scale, o
 def tail_masked_by_multiplication(q, kv_cache, block_table, seq_lens, *, softmax_scale, out=None, lse=None):
     """Reads whole pages and weighs what lies past ``seq_len`` with 0: a NaN there makes the output NaN.
 
-    Stands for FA3 before its fix (flash-attention #1974). Same arguments and results as
-    ``mla_decode``.
+    Stands for FA3 (flash-attention #1974, open; that of vLLM 0.20.2 does so). Same arguments and results
+    as ``mla_decode``.
     """
     return _launch(
         q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, empty=_ZERO.value, mask_v=False

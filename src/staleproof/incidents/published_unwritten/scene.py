@@ -210,7 +210,7 @@ def tenants() -> list[Arrival]:
 def one_victim(other: int = 46) -> list[Arrival]:
     """A long prompt of low priority in chunks, and a chat of high priority that soon needs a block more.
 
-    A small request runs beside them: from 0.32.0 on vLLM cuts a lone prefill into no chunks.
+    A small request runs beside them: from 0.31.0 on vLLM cuts a lone prefill into no chunks.
     """
     return [
         Arrival("small", [3] * 9, 60),

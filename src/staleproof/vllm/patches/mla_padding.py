@@ -70,7 +70,7 @@ def _clear(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     if not out.numel():
         return result
     decode = argument(args, kwargs, 3, "attn_metadata").decode
-    # With ragged queries (FlashInfer from 0.33.0) an empty request owns no rows. Dividing the rows
+    # With ragged queries (FlashInfer from 0.31.0) an empty request owns no rows. Dividing the rows
     # evenly among the requests would clear rows of others. Rows after the last start are padding.
     starts = getattr(decode, "query_start_loc", None)
     # Only context parallelism reads the lse; otherwise it need not be cleared.
