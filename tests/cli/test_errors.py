@@ -81,3 +81,23 @@ def test_a_device_that_is_absent_is_2(root, incident, capsys, monkeypatch):
     monkeypatch.setattr(device, "has_cuda", lambda: False)
     assert cli.main(["run", "--device", "cuda"]) == 2
     assert "torch sees no CUDA device" in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("missing", "ends"), [("torch", 2), ("prometheus_client", 2), ("a_module_of_ours", ModuleNotFoundError)]
+)
+def test_a_package_that_staleproof_needs_and_nobody_installed_is_one_line(
+    root, incident, capsys, monkeypatch, missing, ends
+):
+    incident(clean)
+
+    def select(device: str | None = None) -> str:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(device, "select", select)
+    if ends != 2:
+        with pytest.raises(ends):
+            cli.main(["run"])
+        return
+    assert cli.main(["run"]) == 2
+    assert one_line(capsys.readouterr().err) == f"staleproof: this command needs {missing}: pip install -e ."

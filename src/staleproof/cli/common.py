@@ -37,6 +37,10 @@ def _end(number: int, frame: object) -> None:
     raise Ended(number)
 
 
+# Some commands, e.g. diagnose, run where only typer and rich are installed.
+REQUIRED = ("torch", "triton", "numpy", "prometheus_client")
+
+
 def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
     """Turn bad input into one line on stderr and exit code 2, SIGTERM into one and 143, Ctrl-C into 130."""
 
@@ -52,6 +56,11 @@ def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
             function(*args, **kwargs)
         except (BadInputError, DeviceError, MissingExtraError, RunFileError) as error:
             typer.echo(f"staleproof: {error}", err=True)
+            raise typer.Exit(2) from error
+        except ModuleNotFoundError as error:
+            if error.name not in REQUIRED:
+                raise
+            typer.echo(f"staleproof: this command needs {error.name}: pip install -e .", err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             typer.echo("staleproof: interrupted", err=True)
