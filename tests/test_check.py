@@ -31,6 +31,7 @@ META = torch.ones(2, 3, device="meta")
         ),
         (META, {"like": X}, "x: expected a tensor on cpu, got one on meta"),
         (X.T, {"contiguous": True}, "x: expected a contiguous tensor, got strides (1, 3)"),
+        (X[:, :2], {"contiguous": True}, "x: expected a contiguous tensor, got strides (3, 1)"),
         (X, {"ndim": 2}, None),
         (X, {"ndim": (1, 2)}, None),
         (X, {"shape": (2, 3)}, None),

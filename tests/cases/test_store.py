@@ -40,10 +40,10 @@ def test_a_run_of_several_days_names_the_first_and_the_last(tmp_path):
 
 
 def test_a_run_says_when_the_source_of_a_finding_has_changed(tmp_path, monkeypatch):
-    store.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [])
+    store.write(tmp_path / "a", [finding(name, "q", "v", "clean") for name in "ba"], [])
     assert store.read(tmp_path / "a").title.endswith("same source")
     monkeypatch.setattr(findings_module, "source_digest", lambda incident: "another")
-    assert store.read(tmp_path / "a").title.endswith("source changed since: a")
+    assert store.read(tmp_path / "a").title.endswith("source changed since: a, b")
 
 
 def test_a_run_says_when_the_source_of_a_benchmark_has_changed(tmp_path, monkeypatch):

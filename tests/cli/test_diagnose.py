@@ -130,11 +130,13 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path):
     assert "give --symptom" in refused(capsys)
 
 
-def test_no_answer_at_all_says_nothing(capsys, monkeypatch):
-    monkeypatch.setattr(typer, "prompt", lambda *_, **__: "")
+def test_no_answer_to_any_of_five_questions_says_nothing(capsys, monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(typer, "prompt", lambda text, **_: asked.append(text) or "")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     assert cli.main(["diagnose"]) == 2
     assert "nothing is known" in capsys.readouterr().err
+    assert len({*asked}) == len(asked) == 5
 
 
 @pytest.mark.parametrize("columns", ["60", "80"])

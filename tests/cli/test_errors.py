@@ -59,6 +59,24 @@ def test_a_file_without_permission_is_one_line_that_names_the_option(root, incid
     assert asked == []
 
 
+def test_a_missing_extra_is_one_line_that_says_how_to_install_it(root, capsys, monkeypatch):
+    monkeypatch.setattr(device, "WORKBOOK", ("sys", "no_such_package"))
+    assert cli.main(["report"]) == 2
+    said = one_line(capsys.readouterr().err)
+    assert said == 'staleproof: not installed: no_such_package; run: pip install -e ".[workbook]"'
+
+
+@pytest.mark.parametrize(("given", "code"), [(3, 3), (0, 0), ("a text", 1), (None, 1)])
+def test_what_ends_the_process_from_inside_a_command_is_no_success_unless_it_says_so(
+    monkeypatch, given, code
+):
+    def leave(**_: object) -> None:
+        raise SystemExit(given)
+
+    monkeypatch.setattr(cli, "app", leave)
+    assert cli.main(["run"]) == code
+
+
 def test_a_group_without_a_command_prints_its_help_alone(capsys):
     assert cli.main(["moe-module"]) == 2
     said = capsys.readouterr()

@@ -302,8 +302,9 @@ def test_a_package_that_was_not_there_goes_when_a_release_of_it_came():
 
 
 def test_an_audit_of_another_machine_is_refused():
-    with pytest.raises(RunFileError, match="expected an audit of GPU, got one of CPU"):
-        cases.check_machine([ROW], "GPU")
+    for one in (ROW, ABSENT):
+        with pytest.raises(RunFileError, match="expected an audit of GPU, got one of CPU"):
+            cases.check_machine([one, replace(one, machine={"name": "GPU"})], "GPU")
 
 
 MODULE = """

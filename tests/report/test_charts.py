@@ -169,6 +169,14 @@ def test_a_recorded_run_gives_a_sentence_and_a_captioned_chart(
         assert (alt, told) == ("Times of clear_empty_rows: 2 to 4 us.", where)
         assert ("reference: memset  " in words(figure)) is (only != ("nobody",))
         assert {"staleproof  ", "peer  "} <= {*words(figure)}
+    # Of several runs the newest speaks, whatever it is called.
+    for name, year in (("a", 2020), ("z", 2021)):
+        old = [one | {"date": f"{year}-01-31", "p50": year} for one in ROWS]
+        store.write(runs / name, [], old)
+        about = runs / name / store.ENVIRONMENT
+        about.write_text(about.read_text().replace(run.environment["date"], f"{year}-01-31"))
+    charts.timed("clear_empty_rows", "bf16", "{ours}", peer="peer")
+    assert f"RECORDED {run.title}: 2 to 4 us" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(

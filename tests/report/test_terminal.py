@@ -123,16 +123,20 @@ def test_verdicts_are_printed_as_a_conclusion_the_runs_beside_it_and_on_request_
     tmp_path, capsys
 ):
     found = [finding("a", "q", "v", "clean"), not_run("a", "q", "w", "no GPU")]
-    for name, incident in (("r", "a"), ("s", "b")):
-        store.write(tmp_path / name, [finding(incident, "q", "v", "clean")], [])
+    for name, incident, verdict in (("r", "a", "clean"), ("s", "a", "leaked"), ("t", "b", "clean")):
+        store.write(tmp_path / name, [finding(incident, "q", "v", verdict)], [])
     runs = store.read_all(tmp_path)
-    beside = store.compare(found, runs[0].findings).summary
+    beside = [
+        line
+        for run in runs[:2]
+        for line in (f"RECORDED  {run.title}", " " * 10 + store.compare(found, run.findings).summary)
+    ]
     for verbose in (False, True):
         terminal.print_verdicts(found, runs, *([True] if verbose else []))
         lines = capsys.readouterr().out.splitlines()
         more = ["", *matrix.text(found).splitlines()] if verbose else []
         own = ["", *conclusion.text(found, 100).splitlines()]
-        assert lines == [*own, f"RECORDED  {runs[0].title}", f"          {beside}", *more]
+        assert lines == [*own, *beside, *more]
 
 
 @pytest.mark.parametrize("columns", [None, 30])

@@ -405,20 +405,39 @@ def test_a_hint_is_no_proof():
     assert (found.status, {*found.unknown}) == (judge.SO_FAR, {"version", "model", "graphs"})
 
 
-@pytest.mark.parametrize("name", [name for names in facts.GPUS.values() for name in names])
-def test_every_gpu_is_known_by_its_name(name):
-    family = next(family for family, names in facts.GPUS.items() if name in names)
-    assert facts.gpu(name.upper()) == facts.gpu(f"NVIDIA {name}") == family
+# Fact -> its word -> how people, vLLM and drivers write it; with commas between them.
+SPELLED = {
+    "graphs": {
+        "none": "none, eager, off, no, CUDAGraphMode.NONE",
+        "piecewise": "piecewise, PIECEWISE, CUDAGraphMode.PIECEWISE",
+        "full": "full, FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE",
+    },
+    "quant": {
+        "mxfp4": "mxfp4, gpt_oss_mxfp4",
+        "nvfp4": "NVFP4, modelopt_fp4, petit_nvfp4, fp4",
+        "fp8": "FP8, modelopt, fbgemm_fp8",
+        "none": "none, bf16, fp16, no",
+    },
+    "parallel": {"none": "none, no, TP", "dp": "DP", "ep": "ep", "dp+ep": "DEP, dp+ep, EP DP"},
+    "scheduling": {"async": "async, yes, enabled", "sync": "sync, no, disabled"},
+    "phase": {"start": "start, startup, at start", "serving": "serving, load, under load"},
+    "gpu": {
+        "sm80": "A100, NVIDIA A100-SXM4-80GB, A800, sm_80",
+        "sm89": "L4, NVIDIA L40S, L40S, RTX 4090",
+        "sm90": "H100, NVIDIA_H200, H20, H800, GH200, sm90a",
+        "sm100": "B200, NVIDIA GB200, B300, GB300, sm_100f, sm_103, sm103a",
+        "sm120": "NVIDIA GeForce RTX 5090, NVIDIA RTX PRO 6000, sm_120",
+    },
+    "backend": {"flashinfer_mla": "FLASHINFER_MLA, FlashInfer MLA", "turboquant": "TurboQuant"},
+    "moe_backend": {"flashinfer_cutlass": "FlashInfer CUTLASS", "deepgemm": "DeepGEMM"},
+    "version": {"0.18.1": "v0.18.1, 0.18"},
+}
 
 
-def test_the_families_of_gpus():
-    said = {facts.gpu(name) for name in ("B200", "GB200", "B300", "GB300")}
-    assert (said, facts.gpu("H100"), facts.gpu("A100"), facts.gpu("sm_103")) == (
-        {"sm100"},
-        "sm90",
-        "sm80",
-        "sm100",
-    )
+@pytest.mark.parametrize("name", SPELLED)
+def test_a_fact_is_known_however_it_is_spelled(name):
+    spelled = {one: word for word, given in SPELLED[name].items() for one in given.split(", ")}
+    assert {one: facts.READ[name](one) for one in spelled} == spelled
 
 
 SENTENCES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import os
 import subprocess
@@ -99,6 +100,18 @@ def test_the_truth_is_that_of_all_processes(here, capsys, monkeypatch):
     assert ask(capsys, number)[0] == 3, "it is required, and switched off"
     port.shutdown()
     assert cli.main(["patches", "--live", "localhost:1"]) == 2
+
+
+@pytest.mark.parametrize("answer", ['{"status": "ok"}', "[1]", "3", "not JSON", ""])
+def test_a_server_that_knows_nothing_of_staleproof_is_bad_input(capsys, monkeypatch, answer):
+    asked = []
+    monkeypatch.setattr(
+        "urllib.request.urlopen", lambda url, timeout: asked.append(url) or io.BytesIO(answer.encode())
+    )
+    assert cli.main(["patches", "--live", "somewhere:9464"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("staleproof: --live: http://somewhere:9464/health says nothing of staleproof (")
+    assert asked == ["http://somewhere:9464/health"]
 
 
 def test_a_switch_reaches_every_process_and_needs_no_restart(here, tmp_path, monkeypatch):
