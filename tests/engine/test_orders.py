@@ -219,15 +219,18 @@ def test_what_is_missing_of_an_engine_that_ended(told, failed):
     assert found.failed == failed or (failed and str(found.failed).startswith(failed[:13]))
 
 
-def test_an_engines_variables_are_its_own_before_all_others(monkeypatch):
+@pytest.mark.parametrize("own", [{}, {"VLLM_DISABLE_COMPILE_CACHE": "0"}])
+def test_an_engines_variables_are_its_own_before_all_others(monkeypatch, own):
+    """Without any of its own nothing is loaded that another engine compiled."""
     started = []
     monkeypatch.setattr(children, "start", lambda *args, env: started.append((args, dict(env))))
-    order = replace(ORDER, patches="all", env={"A": "1", "VLLM_DISABLE_COMPILE_CACHE": "0"})
+    order = replace(ORDER, patches="all", env={"A": "1", **own})
     orders.start(order, Path("/compiled"))
     ((args, env),) = started
     assert args == (orders.session.serve, order)
-    own = {"STALEPROOF_PATCHES": "all", "TORCHINDUCTOR_CACHE_DIR": "/compiled", **order.env}
-    assert env == {**orders.whole_vllm.ENVIRONMENT, **own}
+    ours = {"STALEPROOF_PATCHES": "all", "TORCHINDUCTOR_CACHE_DIR": "/compiled"}
+    all_others = {**orders.whole_vllm.ENVIRONMENT, "VLLM_DISABLE_COMPILE_CACHE": "1", **ours}
+    assert env == {**all_others, **order.env}
 
 
 def test_logs_are_kept_only_in_a_folder_that_is_named(monkeypatch, tmp_path):

@@ -90,6 +90,8 @@ def test_strided_rows_need_no_copy_and_give_the_same(device):
 def test_repeats_are_those_of_a_plain_count(device, top_k, dtype):
     draw = torch.Generator("cpu").manual_seed(top_k)
     ids = torch.randint(-1, 40, (67, top_k), generator=draw, device="cpu").to(device, dtype)
+    # The first expert, and no expert at all.
+    ids[0], ids[1] = 0, -1
     weights = spoilt(67, top_k, torch.float32, seed=top_k)
     board = Board(device)
     board.begin(1, 40, counted=True)

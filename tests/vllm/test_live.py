@@ -114,6 +114,27 @@ def test_a_server_that_knows_nothing_of_staleproof_is_bad_input(capsys, monkeypa
     assert asked == ["http://somewhere:9464/health"]
 
 
+@pytest.mark.parametrize(
+    ("states", "stands", "ok"),
+    [
+        (["in place", "partly"], "partly", False),
+        (["partly", "refused"], "refused", False),
+        (["in place", "off"], "off", True),
+        (["will be patched", "in place"], "in place", True),
+        (["not needed", "will be patched"], "will be patched", True),
+        ([], None, False),
+    ],
+)
+def test_the_server_stands_as_the_worst_of_its_processes(monkeypatch, states, stands, ok):
+    told = [
+        {"vllm": "1", "model": m, "patches": {"a": [s, s]}} for s, m in zip(states, ("", "m"), strict=False)
+    ]
+    monkeypatch.setattr(live, "gather", lambda: told)
+    health = live.health()
+    assert health["patches"] == ({"a": (stands, stands)} if states else {})
+    assert (health["ok"], health["model"]) == (ok, "m" if states else "")
+
+
 def test_a_switch_reaches_every_process_and_needs_no_restart(here, tmp_path, monkeypatch):
     file = tmp_path / "off"
     monkeypatch.setenv(live.SWITCH, str(file))

@@ -14,11 +14,12 @@ from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
 SIZE = 4
 
 
-def test_a_block_that_is_filled_in_one_step_is_not_stale():
+@pytest.mark.parametrize(("tokens", "stale"), [(3, 1), (4, 0), (5, 1), (7, 1), (8, 0)])
+def test_a_block_that_is_filled_in_one_step_or_that_no_token_reaches_is_not_stale(tokens, stale):
     blocks = Blocks([ATTENTION], [SIZE])
     blocks.step(new=[("a", [[1, 2]], 0, 8)])
-    blocks.step(new=[("b", [[2, 1]], 0, 8)], ended=["a"])
-    assert not blocks.stale
+    blocks.step(new=[("b", [[2, 1]], 0, tokens)], ended=["a"])
+    assert sum(blocks.stale.values()) == stale
 
 
 def test_a_zeroed_block_and_the_null_block_are_not_stale():

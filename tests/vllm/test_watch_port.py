@@ -124,7 +124,13 @@ def test_the_table_says_that_counts_are_of_a_sample(device):
         watch.begin_step(3)
         watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan, device=DEVICE))
     arrived(watch)
+    # Its counts have not arrived; that it began is known.
+    watch.begin_step(3)
     samples = watching.fetch(f"localhost:{port}")
+    assert {s.name: s.value for s in samples if s.name in ("steps", "begun_steps")} == {
+        "steps": 8,
+        "begun_steps": 9,
+    }
     assert watching.rows(samples) == [("attention", "layers.0", 10, 6)]
     heading = "step 8; counts are of 2 steps: of all there were about 4.0 times as many; one layer in 2"
     assert watching.heading(samples) == heading
