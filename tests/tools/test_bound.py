@@ -58,6 +58,11 @@ Two of 3 <!-- file: a.json --> and
     [
         ("It takes 3 us.", False),
         ("It takes 1,024.5 GiB.", False),
+        *(
+            (f"It is 7 {unit}.", False)
+            for unit in ["us", "ms", "s", "MiB", "KiB", "GB", "TFLOP/s", "TB/s", "GB/s"]
+        ),
+        ("It is 7 per cent.", False),
         ("3 of 8", False),
         ("12 %", False),
         ("It takes 3 us. <!-- file: a -->", True),
