@@ -17,6 +17,8 @@ from tools import bound
         ("3.9 GiB, 4 GiB and 3.8 GiB", '{"bytes": 4227907584}', ["3.8"]),
         ("3 MiB of 2 KiB", "3145728 and 2048", []),
         ("12 ms and 13 ms", '{"seconds": 0.0124}', ["13"]),
+        # A source may count in the unit of the page.
+        ("3.2 ms and 3.3 ms", "3.21 ms", ["3.3"]),
         ("0.5 %", "0.49", []),
         ("0.50 %", "0.49", ["0.50"]),
         # Releases are compared as they are, and the end of a sentence is no part of one.
