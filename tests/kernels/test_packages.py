@@ -46,6 +46,20 @@ def test_every_release_of_the_cache_is_found(cache):
     assert packages.releases(_subject("no-such-kernels")) == []
 
 
+def test_of_vllm_source_distributions_count_too_that_were_unpacked_whole(cache, monkeypatch):
+    sources = cache / "sources"
+    monkeypatch.setenv("STALEPROOF_VLLM_CACHE", str(sources))
+    for folder in (
+        cache / "vllm-0.20.2",
+        sources / "0.22.1/vllm",
+        sources / "0.23.0",
+        sources / "table/vllm",
+    ):
+        folder.mkdir(parents=True)
+    found = [(r.version, r.folder) for r in packages._cached("vllm")]
+    assert found == [("0.20.2", cache / "vllm-0.20.2"), ("0.22.1", sources / "0.22.1")]
+
+
 def test_an_installed_release_comes_first():
     (found,) = packages.releases(_subject("torch"))
     assert found.folder is None

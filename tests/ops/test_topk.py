@@ -377,6 +377,7 @@ BAD_INPUTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "factor": ("grouped_topk", {"routed_scaling_factor": NAN}, r"routed_scaling_factor: expected"),
     "big factor": ("topk_softmax", {"routed_scaling_factor": 1e39}, r"routed_scaling_factor: .*1e"),
     "infinite factor": ("topk_sigmoid", {"routed_scaling_factor": INF}, r"routed_scaling_factor:"),
+    "negative infinite factor": ("topk_sigmoid", {"routed_scaling_factor": -INF}, r"routed_.* got -inf"),
 }
 
 

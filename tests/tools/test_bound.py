@@ -17,6 +17,8 @@ from tools import bound
         ("3.9 GiB, 4 GiB and 3.8 GiB", '{"bytes": 4227907584}', ["3.8"]),
         ("3 MiB of 2 KiB", "3145728 and 2048", []),
         ("12 ms and 13 ms", '{"seconds": 0.0124}', ["13"]),
+        # A source may count in the unit of the page.
+        ("3.2 ms and 3.3 ms", "3.21 ms", ["3.3"]),
         ("0.5 %", "0.49", []),
         ("0.50 %", "0.49", ["0.50"]),
         # Releases are compared as they are, and the end of a sentence is no part of one.
@@ -58,6 +60,11 @@ Two of 3 <!-- file: a.json --> and
     [
         ("It takes 3 us.", False),
         ("It takes 1,024.5 GiB.", False),
+        *(
+            (f"It is 7 {unit}.", False)
+            for unit in ["us", "ms", "s", "MiB", "KiB", "GB", "TFLOP/s", "TB/s", "GB/s"]
+        ),
+        ("It is 7 per cent.", False),
         ("3 of 8", False),
         ("12 %", False),
         ("It takes 3 us. <!-- file: a -->", True),

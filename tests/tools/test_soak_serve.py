@@ -189,3 +189,11 @@ def test_a_count_that_falls_or_vanishes_went_back_and_a_gauge_may(monkeypatch):
     found = scrape(1, SimpleNamespace(wait=lambda seconds: not told))
     assert (found["scrapes"], found["steps"], found["went_back"]) == (3, [1, 2, 1], 2)
     assert found["last"] == {"steps": 1}
+
+
+def test_a_switch_is_off_at_first_on_in_the_middle_and_off_at_the_end(tmp_path, monkeypatch):
+    server, slept = SimpleNamespace(switch=tmp_path / "switch", watch_port=7), []
+    monkeypatch.setattr(soak_serve.time, "sleep", slept.append)
+    monkeypatch.setattr(soak_serve, "stands", lambda port: {port: server.switch.exists()})
+    assert soak_serve.flip(server, 6.0) == [{7: False}, {7: True}, {7: False}]
+    assert slept == [2.0] * 3

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from staleproof.incidents.decode_buffer import setups
+from staleproof.incidents.decode_buffer import model, setups
 from staleproof.incidents.decode_buffer.cases import TABLE
 from staleproof.incidents.decode_buffer.correct import unwritten_is_nan, wrong
 from staleproof.incidents.decode_buffer.setups import OFF, SETUPS, ServerCase
@@ -38,9 +38,14 @@ def _clears_unless_all_are_empty(out, seq_lens):
         clear_empty_rows(out, seq_lens)
 
 
+def _clears_behind_the_last_live_row(out, seq_lens):
+    out[int((seq_lens > 0).nonzero().max()) + 1 if (seq_lens > 0).any() else 0 :] = 0
+
+
 @pytest.mark.parametrize(
     "clear",
     [
+        _clears_behind_the_last_live_row,
         _clears_from_the_first_empty_row_on,
         _hides_nan,
         _one_percent,
@@ -67,6 +72,17 @@ def test_a_workspace_whose_key_forgets_the_micro_batch_is_told(monkeypatch, devi
     monkeypatch.setattr(DecodeWorkspace, "get", lambda self, *of, micro_batch: get(self, *of, micro_batch=0))
     assert "another micro-batch" in (wrong(ServerCase("decode_workspace"), device) or "")
     assert "another micro-batch" in (wrong(ServerCase(OFF), device) or "")
+
+
+def test_a_layer_that_is_wrong_for_a_smaller_batch_alone_is_told(monkeypatch, device):
+    decode = model.Attention.decode
+
+    def wrong_for_few(self, q, seq_lens, micro_batch=0):
+        out = decode(self, q, seq_lens, micro_batch)
+        return out if len(q) == 8 else out * 2
+
+    monkeypatch.setattr(model.Attention, "decode", wrong_for_few)
+    assert (wrong(ServerCase("no_buffer"), device) or "").startswith("three rows in place of eight")
 
 
 @pytest.mark.parametrize("mode", [(False, False), (True, False), (True, True)])

@@ -113,3 +113,18 @@ def test_a_zeroer_is_asked_after_sleep_mode_has_taken_the_memory(
     assert len(second) == outside
     expected = ["kv_cache", ("zeroer", first), "end", *(("zeroer", one) for one in second)]
     assert happened == [*expected, ("sleep", ()), "wake up", ([3, 5], last)]
+
+
+def test_a_late_cure_tells_which_later_requests_are_hurt_through_cached_blocks_alone(monkeypatch):
+    """In 9 steps the cure begins at 6: requests 4 to 7 begin later, and 3 has begun before."""
+    owners = torch.tensor([[1, 2, 3]] * 6 + [[3, 4, 5], [3, 6, 7], [3, 6, 7]])
+    suspects = {3: [True], 4: [True, True], 5: [True, False], 6: [False]}
+    monkeypatch.setattr(cases, "trace_of", lambda scene: SimpleNamespace(owners=owners))
+    monkeypatch.setattr(
+        cases, "judge", lambda scene, remedy: SimpleNamespace(corrupted={*suspects}, served=0)
+    )
+    log = SimpleNamespace(explain=lambda r: [SimpleNamespace(via=via) for via in suspects[r]])
+    monkeypatch.setattr(cases, "tenancies", lambda scene, served: log)
+    found = cases.cured_late(cases.brief("cpu", steps=9), "cpu")
+    assert found.verdict == cases.NAN
+    assert found.numbers == {"corrupted": 3, "began": 4, "through_cached_blocks_alone": 1}

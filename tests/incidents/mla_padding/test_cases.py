@@ -74,3 +74,11 @@ def test_a_quantiser_whose_scale_is_off_by_more_than_fp8_rounds_is_wrong(device,
 
     said = cases.wrong(setups.Setup(mla_decode, quantise=quantise), device)
     assert (said or "").startswith("projection after fp8") is wrong
+
+
+@pytest.mark.parametrize("faulty", [1, 4])
+def test_the_worst_number_of_splits_decides(device, monkeypatch, faulty):
+    monkeypatch.setitem(cases.SPLITS, device, (1, 4))
+    kernels = {faulty: broken.empty_row_not_written, 5 - faulty: mla_decode}
+    found = cases.empty_row_by_splits(kernels.__getitem__, device)
+    assert (found.verdict, sorted(found.numbers["states"])) == ("unwritten", ["unwritten", "zero"])

@@ -17,12 +17,12 @@ def make(device, kernel=mla_decode, quantise=None, counters=None, **changes):
 
 
 def test_padding_rows_have_no_tokens_and_no_pages(device):
-    engine = make(device)
+    engine = make(device, q_len=2)
     engine.set_batch(Batch(3))
     assert engine.seq_lens.tolist() == [engine.config.context] * 3 + [0] * 5
     assert (engine.block_table[3:] == -1).all()
     assert (engine.block_table[:3] > 0).all()
-    assert engine.live.tolist() == [True] * 3 + [False] * 5
+    assert engine.live.tolist() == [True] * 6 + [False] * 10
 
 
 def test_a_live_row_says_the_same_whatever_batch_it_is_in(device):

@@ -97,3 +97,12 @@ def test_the_batch_of_the_real_kernel_is_compared_in_full(
     right = correct.topk_softmax
     monkeypatch.setattr(correct, "topk_softmax", lambda x, top_k: _one_bit(*right(x, top_k)))
     assert (correct.wrong_choice(logits, 8) or "").startswith("weights")
+
+
+@pytest.mark.parametrize(("factor", "wrong"), [(1.0, False), (1 + 2**-21, False), (1 + 2**-18, True)])
+def test_a_remedy_over_torchs_scores_may_round_in_float32_and_no_more(device, monkeypatch, factor, wrong):
+    """The sum of 64 experts and three steps more: 67 * 2**-24, a quarter of it common to a row's weights."""
+    right = correct.routed
+    monkeypatch.setattr(correct, "routed", lambda *case: (right(*case)[0] * factor, right(*case)[1]))
+    said = correct.wrong(RoutingCase(choice="nan_to_num_before"), device) or ""
+    assert said.startswith("weights, live rows") is wrong

@@ -70,7 +70,9 @@ def test_bad_input_is_named(call, says):
         call()
 
 
-@pytest.mark.parametrize(("factor", "said"), [(1.01, scene.RIGHT), (1.03, scene.WRONG)])
+@pytest.mark.parametrize(
+    ("factor", "said"), [(1.01, scene.RIGHT), (1.03, scene.WRONG), (torch.inf, scene.NAN)]
+)
 def test_a_layer_that_is_off_by_more_than_bf16_rounds_is_wrong(factor, said):
     def run(a, behind):
         out, inner = scene.layer(a, scene.bytes_of("0x00"))
@@ -112,3 +114,18 @@ def test_only_a_child_that_died_of_the_access_shows_an_illegal_access(monkeypatc
             cases.guarded("none", "cuda")
     else:
         assert cases.guarded("none", "cuda").verdict == verdict
+
+
+def test_a_column_of_which_one_row_changes_is_counted():
+    def product(x, matrix, memory):
+        # The fourth group of each row is the layout's padding.
+        out = torch.zeros(2, 16, 256)
+        out[1, 3, 7] = float((memory == 0xFF).any())
+        return out
+
+    found = scene.odd_groups("none", product)
+    assert (found.verdict, found.numbers["changed_columns"], found.numbers["columns"]) == (
+        scene.WRONG,
+        1,
+        256,
+    )

@@ -21,7 +21,7 @@ from staleproof.contract.cases import audit
 from staleproof.contract.contract import BREAKS, HOLDS
 from staleproof.incidents.mxfp4_scales import broken, cases, real, scene, whole
 from staleproof.incidents.mxfp4_scales.broken import Kernel
-from staleproof.kernels import mxfp4, vllm_matmul_ogs
+from staleproof.kernels import vllm_matmul_ogs
 from staleproof.kernels.vllm_sources import UnavailableError
 
 sys.path.append(str(Path(__file__).parents[2] / "vllm"))
@@ -109,12 +109,6 @@ def test_an_edit_that_fits_no_line_is_refused(device):
         pytest.skip(f"needs {vllm_matmul_ogs.FETCH}")
     ended = children.call(vllm_matmul_ogs.MatmulOgs, device, edit, timeout_s=120)
     assert "edit.old: expected text that stands once in matmul_ogs.py, got no such line" in ended.last_line
-
-
-def test_normal_weights_are_quantized_within_the_error_of_the_format():
-    made = mxfp4.dequantized(*mxfp4.quantized(mxfp4.Shape(1, 64, 128), torch.Generator().manual_seed(0)))
-    wanted = 0.02 * torch.randn(1, 64, 4, 32, generator=torch.Generator().manual_seed(0)).flatten(-2)
-    assert float((made - wanted).norm() / wanted.norm()) < 0.13
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from staleproof.cases.children import ChildError
 from staleproof.cases.finding import OFF_ON_OFF
-from staleproof.incidents.scale_padding import broken, null_block, scene
-from staleproof.incidents.scale_padding.cases import TABLE, duplicates, nan_in_a_tile
+from staleproof.incidents.scale_padding import broken, ids, null_block, scene
+from staleproof.incidents.scale_padding.cases import TABLE, TWICE, duplicates, nan_in_a_tile, null_block_leaks
 from staleproof.ops import nvfp4 as kernels
 
 
@@ -28,9 +29,28 @@ def test_another_stated_chance_is_off():
     ]
 
 
-def test_a_simulator_that_repeats_experts_is_not_called_distinct(device):
-    found = duplicates(128, 8, (broken.simulate_with_replacement, 0.0), device)
-    assert found.verdict == "another rate"
+def test_a_chance_that_counting_does_not_bear_out_is_off(monkeypatch):
+    monkeypatch.setattr(broken, "nan_chance", lambda: 0.97)
+    assert nan_in_a_tile(0.97, "cpu").verdict == "off"
+
+
+@pytest.mark.parametrize(("factor", "said"), [(0.0, "another rate"), (0.9, "another rate"), (1.0, TWICE)])
+def test_a_simulator_repeats_experts_as_often_as_is_computed(device, factor, said):
+    chance = factor * ids.duplicate_chance(128, 8)
+    assert duplicates(128, 8, (broken.simulate_with_replacement, chance), device).verdict == said
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_what_each_rank_saw_of_the_null_block_is_told_apart(bad):
+    """The idle rank's block 0, its next request, the busy rank's block 0, its request: each bad in turn."""
+    seen = [
+        null_block.RankStep((), bad == 2 * rank, ("nan",) if bad == 2 * rank + 1 else ()) for rank in (0, 1)
+    ]
+    idle, busy = ([step, null_block.RankStep((), True, ("inf",))] for step in seen)
+    found = null_block_leaks("gloo", "cpu", (busy, idle))
+    assert found.verdict == ("leaked" if bad == 1 else "clean")
+    told = [found.numbers[name] for name in ("null_block_bad", "changed_by", "busy_rank_bad")]
+    assert told == [bad == 0, "nan" if bad == 1 else "", bad == 3]
 
 
 def test_padding_of_the_quantiser_per_token_is_nan_or_what_it_is_filled_with(device, monkeypatch):

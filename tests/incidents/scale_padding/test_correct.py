@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -98,9 +100,17 @@ def _one_seed(*args, seed=0, **options):
     return ids.simulate_routing(*args, **options)
 
 
+def _more_often(times, tokens, experts, top_k, **options):
+    """So many tokens more get expert 0 than by chance, where 34 is one deviation."""
+    weights, chosen = ids.simulate_routing(tokens, experts, top_k, **options)
+    chosen[(chosen != 0).all(1).nonzero()[:times, 0], 0] = 0
+    return weights, chosen
+
+
 @pytest.mark.parametrize(
     ("draw", "why"),
     [
+        (partial(_more_often, 400), "some experts are drawn too often"),
         (_neighbours, "pairs of experts"),
         (_one_seed, "another seed"),
         (_favours, "too often"),
@@ -111,8 +121,12 @@ def _one_seed(*args, seed=0, **options):
     ],
 )
 def test_a_draw_that_favours_somebody_is_wrong(draw, why):
-    assert correct.wrong_draw(ids.simulate_routing, "cpu") is None
     assert why in (correct.wrong_draw(draw, "cpu") or "")
+
+
+@pytest.mark.parametrize("draw", [ids.simulate_routing, partial(_more_often, 50)])
+def test_a_draw_by_chance_is_right(draw):
+    assert correct.wrong_draw(draw, "cpu") is None
 
 
 @pytest.mark.parametrize(

@@ -129,3 +129,24 @@ def test_the_fault_of_scale_padding_is_what_the_broken_quantiser_leaves(device):
     nobody = reference.padding_offsets(*x.shape).to(device)
     scales.view(torch.uint8).view(-1)[nobody] = raw[nobody]
     assert torch.equal(scales.view(torch.uint8), kernels.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("dies", "factor", "wrong"),
+    [(None, 1.0, 0), (3, 1.0, 2), (2, 1.0, 4), (1, 1.0, 4), (0, 1.0, 6), (None, 1.0005, 0), (None, 1.003, 6)],
+)
+def test_outputs_that_differ_and_those_that_never_came_are_counted(monkeypatch, dies, factor, wrong):
+    """Two live rows in each of the four steps that is judged, and what the process did says nothing later."""
+    right = matrix._right("empty rows", "cpu")
+
+    class Server:
+        def __init__(self, *given):
+            self.steps = iter(range(4))
+
+        def step(self, number):
+            assert number == next(self.steps)
+            return remedies.StepResult(right[number] * factor, right[number], number != dies)
+
+    monkeypatch.setattr(matrix, "Server", Server)
+    monkeypatch.setattr(matrix, "_right", lambda cause, device: right)
+    assert matrix.serve("empty rows", None, "cpu", HISTORIES["NaN"]) == wrong
