@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 import pytest
 
 from staleproof import device
+from staleproof.cases.children import READ_LATE
 
 DEVICE = device.select()
 
@@ -35,6 +37,20 @@ def _no_vllm_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if sys.modules.get("vllm") is not before:
         pytest.fail(f"{request.node.name} leaves a package vllm in sys.modules: {sys.modules.get('vllm')}")
+
+
+@pytest.fixture(autouse=True)
+def _libraries_leave_no_variables() -> Iterator[None]:
+    """Inductor sets variables when it is first used, and ``children`` forks none with other variables.
+
+    Each child of a later test would be a new interpreter, which imports torch once more.
+    """
+    before = dict(os.environ)
+    yield
+    for name in {*os.environ, *before}:
+        if os.environ.get(name) != before.get(name) and not name.startswith(READ_LATE):
+            os.environ.pop(name, None)
+            os.environ.update({name: before[name]} if name in before else {})
 
 
 # What a launch asks: whether the running test, or what it calls, has asked where kernels run.
@@ -79,7 +95,20 @@ def _kernels_run_where_the_session_does(request: pytest.FixtureRequest) -> None:
     )
 
 
+def pytest_collection_finish() -> None:
+    # What is imported and collected lives to the end: half a second of each collection that a test asks for.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    # Or bindings in C++ list all of it as leaked when Python ends.
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Those that fork from a process with vLLM's imports are first, so that one process of xdist has them all.
+    items.sort(key=lambda item: {"vllm", "engine"}.isdisjoint(item.path.parts))
     if DEVICE != "cuda":
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

@@ -13,7 +13,8 @@ import torch
 from tests.engine.engine_answers import findings, results
 from tools.engine_cost_probes import State, states
 
-from staleproof.engine import probes
+from staleproof.cases import children
+from staleproof.engine import orders, probes, session
 from staleproof.engine.orders import run
 from staleproof.engine.session import Order
 from staleproof.vllm import watch_hooks
@@ -28,7 +29,7 @@ from pathlib import Path
 import torch
 
 torch.cuda.synchronize = lambda *_: None
-LOG = Path(os.environ["STEPS"])
+LOG = Path(os.environ["STALEPROOF_TEST_STEPS"])
 
 class SamplingParams:
     def __init__(self, **options):
@@ -46,7 +47,7 @@ class Engine:
     def has_unfinished_requests(self):
         return bool(self.left)
     def step(self):
-        if os.environ["WHO"] == os.environ.get("FAILS"):
+        if os.environ["STALEPROOF_TEST_NAME"] == os.environ.get("STALEPROOF_TEST_FAILS"):
             raise RuntimeError("no memory")
         begun = time.monotonic()
         time.sleep(0.0005)
@@ -125,7 +126,13 @@ def steps_fixture(tmp_path, monkeypatch) -> Path:
     for name in ("dummy_loader", "weight_utils"):
         (loader / f"{name}.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path / "fake"))
-    monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
+    monkeypatch.setenv("STALEPROOF_TEST_STEPS", str(tmp_path / "steps"))
+
+    def start(order: Order, compiled: Path) -> children.Child:
+        """Without the variables of a real vLLM, so that it can be a fork."""
+        return children.start(session.serve, order, env={"STALEPROOF_PATCHES": order.patches, **order.env})
+
+    monkeypatch.setattr(orders, "start", start)
     return tmp_path / "steps"
 
 
@@ -144,7 +151,7 @@ def players(live: list[int], seconds: float = 0.2) -> dict[str, Order]:
         name: Order(
             "qwen3",
             {states: {"name": name, **named, "captures": 2 * (name == "one")}},
-            env={"STALEPROOF_WATCH": "1", "WHO": name},
+            env={"STALEPROOF_WATCH": "1", "STALEPROOF_TEST_NAME": name},
         )
         for name in ("one", "other")
     }
@@ -226,7 +233,7 @@ def test_the_probe_that_waits_stands_where_the_watch_stands(monkeypatch):
 
 
 def test_an_engine_that_fails_does_not_end_the_others(steps, monkeypatch):
-    monkeypatch.setenv("FAILS", "other")
+    monkeypatch.setenv("STALEPROOF_TEST_FAILS", "other")
     told = dict(cost.take_turns(players([2]), timeout_s=60))
     assert told["other"].failed == "states: RuntimeError: no memory"
     assert told["one"].failed is None

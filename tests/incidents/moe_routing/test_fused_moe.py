@@ -46,7 +46,7 @@ def run_in_child(module, cases):
     with Path(__file__).with_name("given").open("a") as given:
         print(*(case.tokens for case in cases), file=given)
     for number, case in enumerate(cases, 1):
-        assert module == (str(case.check), "root") and os.environ["TRITON_INTERPRET"] == "0"
+        assert module == (str(case.check), "root") and os.environ["STALEPROOF_TEST"] == "given"
         if case.ids == "dies":
             print("first\\nlast words\\n\\n", file=sys.stderr, flush=True)
             os.abort()
@@ -77,6 +77,9 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(fused_moe, "run_in_child", child_of_a_test.run_in_child)
     monkeypatch.setattr(fused_moe, "_module", lambda check: (str(check), "root"))
+    # In its place a variable with which they may be forks.
+    assert fused_moe.CHILD_ENV["TRITON_INTERPRET"] == "0"
+    monkeypatch.setattr(fused_moe, "CHILD_ENV", {"STALEPROOF_TEST": "given"})
     return tmp_path / "given"
 
 
