@@ -28,6 +28,7 @@ from staleproof.cli import app as cli
         (["patches", "--version", "9.9"], "--version: vLLM 9.9 is not a release we know (nearest: 0.33.0)"),
         (["patches", "--version", "main"], "--version: vLLM main is not a version"),
         (["patches", "--explain", "nope"], "--explain: unknown patch 'nope'; known: mla_padding"),
+        (["patches"], "; name a release: staleproof patches --version 0.18.1"),
         (["nope"], "staleproof: No such command 'nope' (see staleproof --help)"),
         (["run", "--nope"], "staleproof run: No such option: --nope"),
         (["run", "--json"], "staleproof: Option '--json' requires an argument"),

@@ -330,3 +330,28 @@ def test_the_package_is_asked_without_a_remedy_with_each_edit_alone_and_again(mo
     unedited = ["loader_pads", "nan_to_num", "zero_once", "again"]
     groups = [["none"], *([name] for name in edits), unedited]
     assert asked == [(real.package, "cuda", *group) for group in groups]
+
+
+def test_a_cost_is_in_milliseconds_with_and_without_the_padding(monkeypatch):
+    clock = iter([1.0, 1.002, 5.0, 5.25])
+    layer = SimpleNamespace(w13=13, w2=2, x=None, topk_ids=None, topk_weights=None)
+    kernel = SimpleNamespace(moe=lambda *given: [each.scale_bytes.numel() for each in given[3:]])
+    put = lambda m, matrix, remedy: SimpleNamespace(  # noqa: E731
+        scale_bytes=torch.zeros(matrix + 10 * (remedy == "loader_pads"))
+    )
+    monkeypatch.setattr(real, "MatmulOgs", lambda device: kernel)
+    monkeypatch.setattr(scene, "layer_on", lambda device, tokens: layer)
+    monkeypatch.setattr(real, "converted", put)
+    monkeypatch.setattr(real, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("triton.testing.do_bench", lambda call, return_mode: sum(call()))
+    found = real.cost()
+    assert found.verdict == "measured"
+    assert found.numbers == {
+        "none, layer, ms": 15.0,
+        "none, loader, ms": pytest.approx(2.0),
+        "none, bytes of scales": 15.0,
+        "loader_pads, layer, ms": 35.0,
+        "loader_pads, loader, ms": pytest.approx(250.0),
+        "loader_pads, bytes of scales": 35.0,
+    }
