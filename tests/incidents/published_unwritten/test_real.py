@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from staleproof.cases.case import MissingError
-from staleproof.evidence import UnwrittenHit
 from staleproof.incidents.published_unwritten import real
 from staleproof.incidents.published_unwritten.broken import NONE, RESTART
 from staleproof.incidents.published_unwritten.cases import RELEASES, SERVER, TABLE, Server, sizes, watching
@@ -325,19 +324,6 @@ def test_the_null_block_and_one_without_a_hash_are_nobodys_to_write(null, block_
     block = SimpleNamespace(block_id=0, block_hash=block_hash, is_null=null)
     assert watch.publish("result", (None, request, [block], 0, 1, 16), {}) == "result"
     assert watch.blocks.owners == ({"victim"} if published else {*()})
-
-
-def test_only_the_first_hit_is_warned_of(caplog):
-    watch = watch_published.Published()
-    hits = [UnwrittenHit(reader, "victim", (1,)) for reader in "ab"]
-    watch.blocks = SimpleNamespace(read=lambda name, blocks: hits)
-    types = [SimpleNamespace(req_to_blocks={"a": []}, block_size=16)] * 2
-    coordinator = SimpleNamespace(single_type_managers=types)
-    with caplog.at_level("WARNING", watch_published.logger.name):
-        watch._read(SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator)), "a", 32)
-    assert watch.first is hits[0]
-    (line,) = caplog.messages
-    assert line.endswith(f"first unwritten hit of the prefix cache: {hits[0]}")
 
 
 @pytest.mark.parametrize(("blocks", "known"), [(1, False), (2, True)])
