@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from staleproof.cases.finding import Finding, read_findings, write_findings
 from staleproof.cases.run import Table
 from staleproof.cli import app as cli
 from staleproof.cli import common
+from staleproof.kernels import moe_module
 from staleproof.report import terminal
 
 
@@ -435,3 +437,35 @@ def test_doctor_names_what_is_skipped_and_why(capsys):
         (line,) = (line for line in out.splitlines() if line[6:].startswith(name))
         assert line[:6] in ("yes   ", "skip  ")
         assert line[26:].strip(), line
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_modules_are_built_from_where_and_to_where_was_asked(monkeypatch, tmp_path, capsys, given):
+    asked = []
+    monkeypatch.setattr(
+        moe_module,
+        "build",
+        lambda root, *, cache, jobs, say: asked.append((root, cache, jobs)) or say("built"),
+    )
+    options = ["--package-root", str(tmp_path), "--cache", str(tmp_path / "to"), "--jobs", "3"]
+    assert cli.main(["moe-module", "build", *(options if given else [])]) == 0
+    assert asked == [(tmp_path, tmp_path / "to", 3) if given else (None, None, None)]
+    assert capsys.readouterr().out == "built\n"
+
+
+def test_a_report_that_runs_everything_names_the_notebooks_while_it_waits_for_them(
+    root, incident, monkeypatch, capsys
+):
+    asked, said = incident(clean), []
+
+    @contextmanager
+    def beside(*given):
+        yield lambda: said.append("done") or []
+
+    monkeypatch.setattr("staleproof.report.notebooks.beside", beside)
+    monkeypatch.setattr("staleproof.report.html.page", lambda *given: "a page")
+    monkeypatch.setattr(terminal, "progress", lambda: nullcontext(said.append))
+    assert cli.main(["report", "--execute", "--device", "cpu"]) == 0
+    assert said[-2:] == ["the notebooks", "done"]
+    assert asked == ["cpu"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("report: ")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import clean, one_line
 
 from staleproof import device
 from staleproof.cli import app as cli
+from staleproof.vllm import sources
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,10 @@ from staleproof.cli import app as cli
         (["patches", "--version", "9.9"], "--version: vLLM 9.9 is not a release we know (nearest: 0.33.0)"),
         (["patches", "--version", "main"], "--version: vLLM main is not a version"),
         (["patches", "--explain", "nope"], "--explain: unknown patch 'nope'; known: mla_padding"),
+        (
+            ["patches"],
+            "staleproof: no vLLM is installed; name a release: staleproof patches --version 0.18.1",
+        ),
         (["nope"], "staleproof: No such command 'nope' (see staleproof --help)"),
         (["run", "--nope"], "staleproof run: No such option: --nope"),
         (["run", "--json"], "staleproof: Option '--json' requires an argument"),
@@ -35,8 +41,12 @@ from staleproof.cli import app as cli
         (["compare", "one"], "second: give a second run, or --predictions"),
     ],
 )
-def test_bad_input_is_one_line_and_2(root, incident, capsys, arguments, said):
+def test_bad_input_is_one_line_and_2(root, incident, capsys, monkeypatch, arguments, said):
     asked = incident(clean)
+    monkeypatch.setattr(sources, "_version_of", lambda name: None)
+    monkeypatch.setattr(
+        sources, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
+    )
     (root / "a_file").write_text("in the way")
     assert cli.main([a.format(root=root) for a in arguments]) == 2
     captured = capsys.readouterr()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 # Here, because pytester unloads what a run in this process imports, and a second copy has other classes.
 from staleproof.contract import cases, pytest_plugin  # noqa: F401
+from staleproof.contract.contract import BREAKS, CLAUSES
 
 pytest_plugins = ["pytester"]
 
@@ -40,6 +44,17 @@ def test_a_broken_clause_fails_with_its_counterexample(pytester):
     result.stdout.fnmatch_lines(["*: not checked, no reference"])
     result.stdout.fnmatch_lines(["from my_kernels import per_tensor", "assert torch.equal(got, clean)*"])
     result.stdout.fnmatch_lines(["*asked elsewhere*"])
+
+
+@pytest.mark.parametrize(("script", "said"), [("", ""), ("import torch", "\n\nimport torch")])
+def test_a_broken_clause_shows_its_script_if_there_is_one(script, said):
+    file = object.__new__(pytest_plugin.ContractFile)
+    file._answers = {("k", "R"): SimpleNamespace(verdict=BREAKS, question="R", note="rows", script=script)}
+    item = object.__new__(pytest_plugin.ContractItem)
+    item.parent, item.asked = file, ("k", "R")
+    with pytest.raises(pytest_plugin.BrokenClauseError) as error:
+        item.runtest()
+    assert str(error.value) == f"clause R: {CLAUSES['R']}\nrows{said}"
 
 
 def test_nothing_happens_without_the_option(pytester):

@@ -227,6 +227,15 @@ def test_each_slot_and_layout_is_launched_with_its_own_numbers():
     assert [made[1] for made in launches.made] == [slot for slot, *_ in COUNTED.values()]
 
 
+@pytest.mark.parametrize(("columns", "warps"), [(4096, 4), (4097, 16), (8192, 16), (9000, 16)])
+def test_a_long_row_is_read_by_many_warps(monkeypatch, columns, warps):
+    made = Board("cpu")
+    launched = []
+    monkeypatch.setattr(made, "_launcher", lambda *given, num_warps: launched.append(num_warps))
+    made._launch(0, torch.zeros(2, columns), None, None)
+    assert launched == [warps]
+
+
 def test_no_more_launches_are_remembered_than_agreed(monkeypatch):
     """A server sees each number of tokens up to its largest batch, for months."""
     launches = Launches()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -261,10 +261,9 @@ def test_memory_without_an_owner_is_summed_over_the_lines_that_allocated_it():
 
 
 def test_what_is_there_is_predicted_though_layers_that_know_of_it_are_fewer():
-    assert (
-        Owner("keys", "kv.py:1", "serve", False, 2 * MIB, holders=1, layers=1, bytes=6 * MIB).predicted
-        == 6 * MIB
-    )
+    keys = Owner("keys", "kv.py:1", "serve", False, 2 * MIB, holders=1, layers=1, bytes=6 * MIB)
+    assert (keys.predicted, str(keys)) == (6 * MIB, "`keys`: 6 MiB")
+    assert str(replace(keys, layers=2)) == "`keys`: 2 MiB x 2 layers = 6 MiB"
 
 
 def test_the_largest_prediction_comes_first():

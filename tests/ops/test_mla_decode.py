@@ -214,6 +214,17 @@ def test_on_hopper_the_splits_that_were_asked_for_choose_the_kernel(
     assert bool(seen._kinds) == (ready or taken[0] != "hopper")
 
 
+@pytest.mark.parametrize("splits", [None, 3])
+def test_tiles_are_chosen_for_all_rows_of_a_request(monkeypatch, splits: int | None) -> None:
+    found: list[Any] = []
+    tiles = decode.Tiles(16, 16, 7, 4)
+    monkeypatch.setattr(decode, "tiles_of", lambda q, *given: found.append(given) or tiles)
+    monkeypatch.setattr(decode, "launch_portable", lambda call, chosen: found.append(chosen))
+    batch = make("cpu", [20, 30], heads=5, q_len=3, page_size=16)
+    mla_decode(**batch.args(), num_kv_splits=splits)
+    assert found == [(15, batch.block_table.shape[1] * 16), tiles._replace(splits=splits or 7)]
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_the_hopper_kernel_of_one_request_has_64_rows_a_program(monkeypatch, splits: int, q_len: int) -> None:

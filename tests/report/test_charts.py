@@ -138,6 +138,8 @@ def test_the_sentence_compares_the_cases_that_both_were_timed_in() -> None:
     rows = [*ROWS, row(x_value=7, p50=500.0)]
     said = charts.conclusion(rows, "{ours}; {peer}; {times}; {more}", ours="staleproof", peer="peer")
     assert said == "2 to 4 us; 9 to 2,780 us; 4.5 to 695; -99.9% to -77.8%"
+    rows = [row(p50=1000.0), row(provider="peer", p50=999.4)]
+    assert charts.conclusion(rows, "{ours}; {peer}", ours="staleproof", peer="peer") == "1,000 us; 999 us"
     with pytest.raises(ValueError, match="rows: expected a case with staleproof and nobody"):
         charts.conclusion(rows, "{ours}", ours="staleproof", peer="nobody")
 

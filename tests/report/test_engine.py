@@ -210,6 +210,13 @@ def test_the_recorded_run_has_something_for_each_notebook(incident, said):
     assert said in "\n".join(engine.chapter(incident, store.read_all()))
 
 
+def test_a_notebook_ends_with_the_chapter_of_the_recorded_runs(monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    engine.in_a_real_engine("kv_reuse")
+    assert [one.data for one in shown] == ["\n".join(engine.chapter("kv_reuse", store.read_all()))]
+
+
 def test_the_remark_of_a_run_stands_above_its_table():
     busy = run(LEAK)
     busy.environment["remark"] = "The host was busy."

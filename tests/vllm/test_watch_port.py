@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from staleproof import device
 from staleproof.cli import app as cli
 from staleproof.engine import watching
 from staleproof.vllm import hooks, standing, watch_port
-from staleproof.vllm.watch import Settings, Watch
+from staleproof.vllm.watch import Reading, Settings, Watch
 from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
 from staleproof.vllm.watch_memory import Memory
 
@@ -57,6 +58,15 @@ def test_a_scrape_has_what_was_counted(served):
     rows = watching.rows(watching.fetch(url))
     assert ("attention", "layers.0", 5, 3) in rows
     assert ("expert twice", "layers.0", 5, 3) in rows
+
+
+@pytest.mark.parametrize(("at", "age"), [(90.0, 10.0), (0.0, 0.0)])
+def test_the_age_of_a_reading_is_the_time_since_it_arrived(monkeypatch, at, age):
+    watch = Watch(Settings(), DEVICE)
+    watch._latest = Reading(at=at)
+    monkeypatch.setattr(watch_port, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    metrics = {metric.name: metric.samples for metric in watch_port.Collector(watch)._counts()}
+    assert [sample.value for sample in metrics["staleproof_reading_age_seconds"]] == [age]
 
 
 def test_a_scrape_touches_no_device_and_starts_no_copy(served, monkeypatch):

@@ -83,6 +83,15 @@ def test_segments_go_back_before_a_request_fails_and_private_pools_stay():
         device.malloc(50 * MIB)
 
 
+def test_what_fits_exactly_gives_nothing_back():
+    device = SimulatedAllocator(100 * MIB)
+    device.free(device.malloc(60 * MIB))
+    device.malloc(40 * MIB, pool=1)
+    assert device.usage() == (100 * MIB, 100 * MIB, 40 * MIB, 60 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        device.malloc(60 * MIB + 1, pool=1)
+
+
 def test_a_pinned_fragment_keeps_its_segment():
     device = SimulatedAllocator(100 * MIB)
     large = device.malloc(40 * MIB)

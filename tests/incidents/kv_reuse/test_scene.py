@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from staleproof.incidents.kv_reuse import broken
+from staleproof.incidents.kv_reuse import broken, scene
 from staleproof.incidents.kv_reuse.hybrid import Zeroing, serve
 from staleproof.incidents.kv_reuse.scene import (
     Scene,
@@ -48,6 +50,23 @@ def test_the_first_attention_layer_heals_and_what_was_written_back_does_not(devi
     assert seen.finite[-1] == [True, True, False, False]
     with pytest.raises(ValueError, match="scene: expected one in which a corrupted request"):
         history(Scene(device, "masked_loads", prefix_caching=False, steps=120))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shown"),
+    [("101", "011", 7), ("100", "101", 8), ("010", "100", 7), ("111", "001", 8), ("111", "010", 7)],
+)
+def test_the_history_is_of_a_request_that_is_finite_again_in_its_last_step(monkeypatch, first, second, shown):
+    columns = [[flag == "1" for flag in flags] for flags in (first, second)]
+    flags = torch.tensor(columns).T
+    trace = SimpleNamespace(finished=[7, 9, 8], owners=torch.tensor([[7, 8]] * 3))
+    served = SimpleNamespace(finite={"0.mamba": torch.ones_like(flags), "0.attention": flags})
+    monkeypatch.setattr(scene, "trace_of", lambda asked: trace)
+    monkeypatch.setattr(scene, "judge", lambda asked: SimpleNamespace(corrupted={7, 8}))
+    monkeypatch.setattr(scene, "serve", lambda *given, watch: served)
+    seen = history(SimpleNamespace(model=lambda: None, buffers=lambda: None))
+    assert (seen.request, seen.steps, seen.stages) == (shown, [0, 1, 2], ["0.mamba", "0.attention"])
+    assert seen.finite == [[True, flag] for flag in columns[shown - 7]]
 
 
 def test_the_hosts_lead_is_a_queue_on_the_cpu():

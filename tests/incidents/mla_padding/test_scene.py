@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.evidence import FILLS, Verdict, plant, same_bits
+from staleproof.evidence import FILLS, RowCounters, Verdict, plant, same_bits
+from staleproof.evidence.counters import StageCount
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.scene import Batch, Engine, EngineConfig, Variant, make_call
 from staleproof.ops.mla.decode import mla_decode
@@ -23,6 +24,20 @@ def test_padding_rows_have_no_tokens_and_no_pages(device):
     assert (engine.block_table[3:] == -1).all()
     assert (engine.block_table[:3] > 0).all()
     assert engine.live.tolist() == [True] * 6 + [False] * 10
+
+
+def test_counts_begin_after_the_captured_step(device):
+    counters = RowCounters(Engine.stage_names(1), device)
+
+    def nan(*args, **kwargs):
+        mla_decode(*args, **kwargs)
+        kwargs["out"].fill_(torch.nan)
+
+    engine = make(device, nan, counters=counters, layers=1)
+    assert set(counters.read().values()) == {StageCount(0, 0)}
+    engine.set_batch(Batch(3))
+    engine.replay()
+    assert counters.read()["0.attention"] == StageCount(5, 3)
 
 
 def test_a_live_row_says_the_same_whatever_batch_it_is_in(device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,6 +89,20 @@ def test_fp32_bits_read_as_bf16_are_nan_in_one_of_512() -> None:
     narrow = pool.empty(1000, 1000).copy_(wide)
     pool.free(narrow)
     assert not bool(pool.empty(1000, 1000).isnan().any())
+
+
+@pytest.mark.parametrize("shares_experts", [False, True])
+def test_each_rank_has_its_slice_of_each_expert_or_its_share_of_the_experts(shares_experts: bool) -> None:
+    *_, up, down = origin.Model(Setting(), "cpu", 0).layers[1]
+    ranks = [origin.Model(Setting(ranks=2, expert_parallel=shares_experts), "cpu", rank) for rank in (0, 1)]
+    ups, downs = ([model.layers[1][at] for model in ranks] for at in (3, 4))
+    assert torch.equal(torch.cat(ups, 0 if shares_experts else 2), up)
+    assert torch.equal(torch.cat(downs, 0 if shares_experts else 1), down)
+    assert ups[0].shape == ups[1].shape
+    own = [model.experts.tolist() for model in ranks]
+    every = [*range(origin.EXPERTS)]
+    half = origin.EXPERTS // 2
+    assert own == ([every[:half], every[half:]] if shares_experts else [every, every])
 
 
 class Poisoned(Pool):

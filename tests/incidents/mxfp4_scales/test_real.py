@@ -112,12 +112,18 @@ def test_an_edit_that_fits_no_line_is_refused(device):
 
 
 @pytest.mark.parametrize(
-    ("release", "note"),
-    [("0.4.7", "0xff behind scale changes the result"), ("0.4.10", "ended its process with signal 11")],
+    ("package", "only", "note"),
+    [
+        ("vllm", "matmul_ogs", "0xff behind scale changes the result"),
+        ("wheels", "0.4.7 triton_kernels.matmul", "0xff behind scale changes the result"),
+        ("wheels", "0.4.10 triton_kernels.matmul", "ended its process with signal 11"),
+    ],
 )
-def test_sglangs_product_depends_on_what_lies_behind_its_scales(device, release, note):
-    """0.4.7 by a byte 0xff; 0.4.10 masks after the load, and a guard mapping still ends the process."""
-    found = [*audit(["staleproof.kernels.wheels"], device, only=f"{release} triton_kernels.matmul")]
+def test_a_released_product_depends_on_what_lies_behind_its_scales(device, package, only, note):
+    """By a byte 0xff; SGLang's 0.4.10 masks after the load, and a guard mapping still ends the process."""
+    found = [*audit([f"staleproof.kernels.{package}"], device, only=only)]
+    if package == "vllm" and vllm_matmul_ogs.root() is None:
+        pytest.skip(f"needs {vllm_matmul_ogs.FETCH}")
     if not found:
         pytest.skip(f"needs {vllm_matmul_ogs.FETCH.replace('vllm_matmul_ogs', 'mxfp4')}")
     clean, behind = found
@@ -324,3 +330,37 @@ def test_the_package_is_asked_without_a_remedy_with_each_edit_alone_and_again(mo
     unedited = ["loader_pads", "nan_to_num", "zero_once", "again"]
     groups = [["none"], *([name] for name in edits), unedited]
     assert asked == [(real.package, "cuda", *group) for group in groups]
+
+
+@pytest.mark.parametrize("remedy", real.REMEDIES)
+def test_the_evidence_says_whether_a_line_of_the_package_was_edited(monkeypatch, remedy):
+    monkeypatch.setattr(vllm_matmul_ogs, "version", lambda: "0.22.1")
+    what = "one line of it edited" if real.REMEDIES[remedy].edit else "as shipped"
+    for probe in (remedy, (remedy, "0xff", 64)):
+        assert cases._real(probe).of == f"vLLM 0.22.1 triton_kernels, {what}"
+    assert cases._real().of == "vLLM 0.22.1 triton_kernels, as shipped"
+
+
+def test_a_cost_is_in_milliseconds_with_and_without_the_padding(monkeypatch):
+    clock = iter([1.0, 1.002, 5.0, 5.25])
+    layer = SimpleNamespace(w13=13, w2=2, x=None, topk_ids=None, topk_weights=None)
+    kernel = SimpleNamespace(moe=lambda *given: [each.scale_bytes.numel() for each in given[3:]])
+    put = lambda m, matrix, remedy: SimpleNamespace(  # noqa: E731
+        scale_bytes=torch.zeros(matrix + 10 * (remedy == "loader_pads"))
+    )
+    monkeypatch.setattr(real, "MatmulOgs", lambda device: kernel)
+    monkeypatch.setattr(scene, "layer_on", lambda device, tokens: layer)
+    monkeypatch.setattr(real, "converted", put)
+    monkeypatch.setattr(real, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("triton.testing.do_bench", lambda call, return_mode: sum(call()))
+    found = real.cost()
+    assert found.verdict == "measured"
+    assert found.numbers == {
+        "none, layer, ms": 15.0,
+        "none, loader, ms": pytest.approx(2.0),
+        "none, bytes of scales": 15.0,
+        "loader_pads, layer, ms": 35.0,
+        "loader_pads, loader, ms": pytest.approx(250.0),
+        "loader_pads, bytes of scales": 35.0,
+    }
