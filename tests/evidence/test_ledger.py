@@ -315,12 +315,19 @@ def test_an_owner_belongs_to_the_phase_that_allocated_first():
     model = nn.Linear(1, 1)
     ledger = AllocationLedger(model)
     model.held = []
-    for name, planned in (("profile", False), ("kv_cache", True), ("capture", False), ("serve", False)):
-        with ledger.phase(name, planned=planned):
-            if name != "profile":
-                model.held.append(torch.empty(MIB, dtype=torch.uint8))
+    with ledger.phase("profile"):
+        pass
+    made = {
+        "kv_cache": lambda: torch.empty(MIB, dtype=torch.uint8),
+        "capture": lambda: torch.empty(MIB, dtype=torch.uint8),
+        "serve": lambda: torch.empty(MIB, dtype=torch.uint8),
+    }
+    for name, make in made.items():
+        with ledger.phase(name, planned=name == "kv_cache"):
+            model.held.append(make())
     (owner,) = ledger.read().owners
     assert (owner.phase, owner.planned, owner.bytes) == ("kv_cache", True, 3 * MIB)
+    assert owner.source == f"evidence/test_ledger.py:{made['kv_cache'].__code__.co_firstlineno}"
     assert ledger.read().surprises == ()
 
 
