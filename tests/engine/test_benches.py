@@ -726,7 +726,8 @@ def test_every_number_of_the_routers():
     on, again = ({**nan, "sound": {**sound}} for _ in range(2))
     on["sound"]["sums"] = [[1, 2], [3, 9], [9, 6]]
     on["sound"]["tokens"] = [[1, 2], [1, 2], [7, 7]]
-    again["sound"]["sums"] = [[1, 2], [3, 4], [5, 7]]
+    # Engines without the plugin differ as often.
+    again["sound"]["sums"] = [[1, 2], [3, 8], [5, 7]]
     choice = {"topk_softmax": [2, 2**-20], "topk_sigmoid": [0, 2**-19], "grouped_topk": [0, 2**-20]}
     engines = {
         f"{name}, off": bias,
@@ -738,7 +739,7 @@ def test_every_number_of_the_routers():
         rows_that_choose_otherwise_and_error_of_weights={"off": bias["same_choice"], "on": choice},
         requests_with_other_tokens=1,
         steps_with_other_logits=2,
-        steps_with_other_logits_off_again=1,
+        steps_with_other_logits_off_again=2,
     )
     assert router.wrong(name, told(**engines)) == (
         "topk_softmax, topk_sigmoid: not vLLM's choice with a sound bias"

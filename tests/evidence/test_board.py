@@ -125,9 +125,12 @@ def test_canaries_are_recognised_up_to_a_number(device, dtype, largest):
         assert slot_of(board, 0)[:4] == [0, 1, 0, seen]
 
 
-def test_a_step_that_is_not_counted_changes_nothing(device):
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_step_that_is_not_counted_changes_nothing(device, reset):
     board = Board(device)
-    board.begin(1, 4, counted=False)
+    board.begin(1, 4, counted=reset)
+    if reset:
+        board.reset()
     board.count(0, torch.full((8, 4), torch.nan), torch.zeros(8, 4, dtype=torch.int32))
     board.count(1, torch.full((8, 4), torch.nan))
     assert not board.numbers[:-2].any()

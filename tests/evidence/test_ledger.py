@@ -504,6 +504,9 @@ def test_a_report_in_words_and_as_json(budget):
         "  512 bytes at s.py:1, first in serve",
         "  511 bytes at s.py:1, first in serve",
     ]
+    # What is no hundredth of the first phase is not worth a line.
+    large = str(replace(report, required=1200 * MIB))
+    assert ("13 MiB in graph pools" in large, "outside" in large) == (True, False)
     told = json.loads(report.to_json())
     fits = {None: None, 68 * MIB: True}.get(budget, False)
     assert (told["sentence"], told["fits"], report.fits) == (sentence, fits, fits)
