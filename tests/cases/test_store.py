@@ -39,6 +39,17 @@ def test_a_run_of_several_days_names_the_first_and_the_last(tmp_path):
     assert f"2020-02-29 to {found.date}" in store.read(tmp_path / "a").title
 
 
+def test_a_part_of_a_run_speaks_of_nothing_else(tmp_path, monkeypatch):
+    found = finding("a", "q", "v", "clean")
+    row = ROW | {"incident": "b", "date": "2020-02-29", "source_digest": "of old"}
+    store.write(tmp_path / "a", [found, replace(found, variant="older", date="2020-01-31")], [row])
+    run = store.read(tmp_path / "a")
+    assert run.only(run.findings[:1]).title == f"{run.machine}, {found.date}, same source"
+    assert run.only(rows=[row]).title == f"{run.machine}, 2020-02-29, source changed since: b"
+    assert run.only(run.findings).date == f"2020-01-31 to {found.date}"
+    assert run.only().date == run.environment["date"]
+
+
 def test_a_run_says_when_the_source_of_a_finding_has_changed(tmp_path, monkeypatch):
     store.write(tmp_path / "a", [finding(name, "q", "v", "clean") for name in "ba"], [])
     assert store.read(tmp_path / "a").title.endswith("same source")

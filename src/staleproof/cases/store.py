@@ -14,7 +14,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +93,15 @@ class Run:
 
     @property
     def date(self) -> str:
-        """UTC day it was recorded, ISO; if some of it was recorded earlier, the first and the last day."""
-        last = str(self.environment["date"])
-        days = [f.date for f in self.findings] + [row.get("date", last) for row in self.measurements]
-        first = min([last, *days])
-        return last if first == last else f"{first} to {last}"
+        """UTC day it was recorded, ISO; if it was recorded on several days, the first and the last."""
+        day = str(self.environment["date"])
+        days = [f.date for f in self.findings] + [row.get("date", day) for row in self.measurements]
+        first, last = min(days, default=day), max(days, default=day)
+        return first if first == last else f"{first} to {last}"
+
+    def only(self, findings: Sequence[Finding] = (), rows: Sequence[dict[str, Any]] = ()) -> Run:
+        """The run with these findings and measurements alone, so that its title speaks of nothing else."""
+        return replace(self, findings=[*findings], measurements=[*rows])
 
     @property
     def stale(self) -> list[str]:

@@ -159,11 +159,10 @@ def timed(
         rows = [r for r in run.measurements if r["kernel"] == kernel and r["mode"] == mode]
         drawn = [r for r in rows if not only or r["provider"] in (ours, peer, *only)]
         if {ours, peer} <= {r["provider"] for r in rows}:
-            said = conclusion(rows, says, ours=ours, peer=peer)
-            print(f"RECORDED {run.title}: {said}")
-            caption = (
-                f"RECORDED {run.machine}, {run.date}: one mark a provider, {rows[0]['unit']} a call; {mode}"
-            )
+            said, shown = conclusion(rows, says, ours=ours, peer=peer), run.only(rows=rows)
+            print(f"RECORDED {shown.title}: {said}")
+            unit = rows[0]["unit"]
+            caption = f"RECORDED {shown.machine}, {shown.date}: one mark a provider, {unit} a call; {mode}"
             plots.picture(times(drawn, ours), f"Times of {kernel}: {said}.", caption)
             return
     print(f"no recorded timing of {kernel} ({mode}): staleproof record on a GPU machine makes one")

@@ -292,7 +292,7 @@ def recorded_answers(incident: str, question: str) -> None:
     for run in store.read_all(spoilt=_not_shown):
         answered = [f for f in run.findings if (f.incident, f.question) == (incident, question)]
         if answered:
-            print(f"RECORDED {run.title}")
+            print(f"RECORDED {run.only(answered).title}")
             table(("variant", question), ((f.variant, f.verdict) for f in answered))
         asked += answered
     if not asked:

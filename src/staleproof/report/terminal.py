@@ -132,9 +132,10 @@ def print_verdicts(findings: Sequence[Finding], runs: Sequence[Run], verbose: bo
     say(conclusion.text(findings, wide))
     incidents = {found.incident for found in findings}
     for run in runs:
-        beside = store.compare(findings, (f for f in run.findings if f.incident in incidents))
+        mine = [f for f in run.findings if f.incident in incidents]
+        beside = store.compare(findings, mine)
         if beside.match or beside.mismatch:
-            say(f"RECORDED  {run.title}\n          {beside.summary}")
+            say(f"RECORDED  {run.only(mine).title}\n          {beside.summary}")
     if not verbose:
         return
     say()

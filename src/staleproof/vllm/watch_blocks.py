@@ -21,6 +21,9 @@ NULL = 0
 class Blocks:
     """Counts blocks that are read while they hold another request's bytes.
 
+    A block is looked at when it is handed out. One that a request gets before its tokens reach it, as with
+    speculative decoding, is not counted then, nor when they do: the count is too low there, never too high.
+
     Args:
         kinds: of each group of the KV cache, :data:`ATTENTION` or :data:`STATE`.
         sizes: tokens of a block of each group.
