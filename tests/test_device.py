@@ -97,7 +97,10 @@ def test_the_machine_of_a_gpu_is_what_torch_says_of_it(process, monkeypatch):
         assert device.is_sm100()
         assert device.needs_sm90() == "needs an SM90 GPU (H100, H200); this is sm_100"
         device._machine.cache_clear()
-        properties.major, driver.nvmlSystemGetDriverVersion = 9, lambda: 1 / 0
+        properties.minor = 3
+        assert (device.machine().capability, device.is_sm100()) == ("sm_103", True)
+        device._machine.cache_clear()
+        properties.major, properties.minor, driver.nvmlSystemGetDriverVersion = 9, 0, lambda: 1 / 0
         assert (device.machine().capability, device.machine().driver) == ("sm_90", None)
         assert (device.is_sm100(), device.needs_sm90()) == (False, None)
         process(True, "1")

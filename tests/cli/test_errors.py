@@ -37,6 +37,7 @@ from staleproof.vllm import sources
         (["nope"], "staleproof: No such command 'nope' (see staleproof --help)"),
         (["run", "--nope"], "staleproof run: No such option: --nope"),
         (["run", "--json"], "staleproof: Option '--json' requires an argument"),
+        (["watch", "localhost:1", "--json"], "watch: --json needs --once"),
         (["compare"], "staleproof compare: Missing argument"),
         (["compare", "one"], "second: give a second run, or --predictions"),
     ],

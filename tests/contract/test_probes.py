@@ -547,11 +547,11 @@ def route(change=lambda weights, ids, logits: (weights, ids), of=torch.sigmoid):
     return kernel
 
 
-def grouped(best):
+def grouped(best, of=torch.sigmoid):
     """The experts of the 2 of 4 groups with the largest ``best``."""
 
     def kernel(router_logits, top_k):
-        scores = router_logits.sigmoid()
+        scores = of(router_logits)
         groups = scores.unflatten(1, (4, -1))
         kept = torch.zeros(len(scores), 4).scatter(1, best(groups).topk(2, -1).indices, 1.0).bool()
         ids = groups.masked_fill(~kept[..., None], -1.0).flatten(1).topk(top_k, -1).indices
@@ -725,6 +725,12 @@ def refuses(kind, text="an id out of range"):
     return kernel
 
 
+def first_expert_once(x, w1, w2, topk_weights, topk_ids):
+    """Expert 0 counts once for a token, and the others as often as they come."""
+    twice = (topk_ids == 0).cumsum(1) > 1
+    return made.experts(x, w1, w2, topk_weights.masked_fill(twice, 0.0), topk_ids)
+
+
 def experts_at(expert: int, row: int):
     """Adds 1 to a row where some token has this id."""
 
@@ -815,7 +821,8 @@ OTHERS = [
      broken("not the experts with the largest logits", "clean")),
     ("routing", "0", route(), {"grouped": True}, broken("not the experts with the best groups", "clean")),
     ("routing", "0", grouped(lambda groups: groups.amax(-1)), {"grouped": True}, holding()),
-    ("routing", "0", grouped(lambda groups: groups.topk(2, -1).values.sum(-1)), {"grouped": True}, holding()),
+    *(("routing", "0", grouped(lambda groups: groups.topk(2, -1).values.sum(-1), of), {"grouped": True},
+       holding()) for of in (torch.sigmoid, partial(torch.softmax, dim=-1))),
     ("routing", "0", grouped(lambda groups: groups.sum(-1)), {"grouped": True},
      broken("not the experts with the best groups", "clean")),
     ("routing", "0", route(lambda w, ids, _: (w.flip(1), ids)), {},
@@ -993,6 +1000,7 @@ OTHERS = [
     ("experts", "R", made.experts_mix, {}, broken("nan in one token changes another", "rows", "nan")),
     ("experts", "D", made.experts, {}, holding()),
     ("experts", "D", made.experts_once, {}, broken("an id that comes twice: row 1 is wrong", "repeated")),
+    ("experts", "D", first_expert_once, {}, broken("an id that comes twice: row 3 is wrong", "repeated")),
     ("experts", "X", made.experts, {}, holding()),
     *(("experts", "X", experts_at(expert, 3), {},
        broken(f"id {expert}: row 3 is wrong", "range", str(expert)))

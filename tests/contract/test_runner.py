@@ -421,7 +421,7 @@ def test_our_own_operations_are_found_in_a_checkout_that_is_not_installed(monkey
 
 K = Subject("k", "rows", print, package="kernels", skip={"W": "asked elsewhere"})
 OK, BAD = holds(), breaks("row 1", "rows", "nan")
-SHOWN = replace(BAD, script="a script")
+SHOWN, LEFT = replace(BAD, script="a script"), replace(BAD, verdict=UNDEFINED)
 ABORTED = breaks("ended its process with signal 6")
 UNASKED = absent("not asked: wrong on clean input")
 
@@ -440,6 +440,11 @@ def _asked(*clauses):
             [([*_asked("0"), ("k", "R", None, ()), ("k", "R", BAD, ()), ("k", "R", BAD, ("text",)),
                *_asked("O")], 0)],
             ["0RO"], {"0": OK, "R": SHOWN, "O": OK},
+        ),
+        # What its documentation leaves to the caller is shown as well.
+        (
+            [([*_asked("0"), ("k", "R", LEFT, ("text",)), *_asked("O")], 0)],
+            ["0RO"], {"0": OK, "R": replace(LEFT, script="a script"), "O": OK},
         ),
         # The process ends at a clause, and another goes on with the next.
         (

@@ -178,8 +178,9 @@ def test_a_recorded_run_gives_a_sentence_and_a_captioned_chart(
         store.write(runs / name, [], old)
         about = runs / name / store.ENVIRONMENT
         about.write_text(about.read_text().replace(run.environment["date"], f"{year}-01-31"))
+    capsys.readouterr()
     charts.timed("clear_empty_rows", "bf16", "{ours}", peer="peer")
-    assert f"RECORDED {run.title}: 2 to 4 us" in capsys.readouterr().out.splitlines()
+    assert capsys.readouterr().out == f"RECORDED {run.title}: 2 to 4 us\n"
 
 
 @pytest.mark.parametrize(

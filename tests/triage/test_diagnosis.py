@@ -374,6 +374,12 @@ def test_what_a_backend_says_of_the_model_holds_where_nobody_said_otherwise():
     assert of(backend="FLASH_ATTN").traits == {}
 
 
+def test_what_is_said_of_a_model_later_leaves_what_it_does_not_speak_of():
+    known = of(model="Kimi-K2")
+    known.learn("model", "hybrid", "you")
+    assert (known.traits, known.origin["model"]) == ({"mla": True, "moe": True, "hybrid": True}, "you")
+
+
 def test_text_for_no_terminal_is_one_line():
     assert wrapped("a b " * 50, None, "x  ", "   ") == ["x  " + "a b " * 50]
     assert wrapped("", 9, "x  ") == ["x  "]
@@ -441,6 +447,7 @@ def test_a_fact_is_known_however_it_is_spelled(name):
 
 
 SENTENCES = {
+    "NaN from DeepSeek-V4": ({"symptom": "nan"}, {"moe"}),
     "NaN from DeepSeek with CUDA graphs on 0.20": (
         {"symptom": "nan", "version": "0.20.2", "graphs": "full"},
         {"mla", "moe"},
