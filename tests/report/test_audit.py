@@ -87,6 +87,15 @@ def test_a_name_that_no_subject_has_is_bad_input(answers, capsys, tmp_path):
     assert cli.main(["audit", "--only", "decode", "--onto", str(path)]) == 0
 
 
+def test_a_picture_is_drawn_of_all_answers_and_named(answers, monkeypatch, tmp_path, capsys):
+    answers(*ROWS)
+    drawn = []
+    monkeypatch.setattr(audit, "draw", lambda *given: drawn.append(given))
+    assert cli.main(["audit", "--picture", str(tmp_path / "a.svg")]) == 0
+    assert drawn == [(ROWS, tmp_path / "a.svg")]
+    assert capsys.readouterr().out.splitlines()[-1] == f"heat map: {tmp_path / 'a.svg'}"
+
+
 def test_again_asks_what_breaks_documented_or_not(monkeypatch, tmp_path):
     asked = []
 
