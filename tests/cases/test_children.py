@@ -63,6 +63,8 @@ def pids(place: Path) -> list[int]:
 def test_the_result_is_the_last_answer(jobs):
     ended = children.call(jobs.add, 2, 3, timeout_s=60)
     assert (ended.told, ended.answer(), ended.code) == ([5], 5, 0)
+    # A function of a class is one that can be imported, too.
+    assert children.call(Path.cwd, timeout_s=60).answer() == Path.cwd()
 
 
 def test_a_child_has_the_variables_given_and_those_of_the_caller(jobs, monkeypatch):

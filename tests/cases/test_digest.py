@@ -188,9 +188,11 @@ def test_the_number_of_the_bookkeeping_goes_with_its_text():
 def test_a_file_that_moves_changes_the_digest(package):
     before = digest.source_digest("two")
     (package / "evidence/rows.py").rename(package / "evidence/lines.py")
-    (package / "evidence/__init__.py").write_text(FILES["evidence/__init__.py"])
     forget()
     assert digest.source_digest("two") != before
+    # By its name alone: nothing is in these two.
+    alike = (package / name for name in ("evidence/lines.py", "cases/lazy.py"))
+    assert len({digest._digest({file}) for file in alike}) == 2
 
 
 def test_a_benchmark_depends_on_itself_and_on_what_it_imports(package):
@@ -210,8 +212,12 @@ def test_a_benchmark_depends_on_itself_and_on_what_it_imports(package):
         before = after
 
 
-def test_an_incident_without_cases_has_a_digest(package):
-    assert len(digest.source_digest("nobody")) == 12
+def test_an_incident_without_cases_has_a_digest_and_so_has_a_room_of_its_own(package):
+    (package / "engine").mkdir()
+    (package / "engine/cases.py").write_text("import staleproof.device\n")
+    nobody, engine = (digest.source_digest(name) for name in ("nobody", "engine"))
+    assert len(nobody) == len(engine) == 12
+    assert engine != nobody
 
 
 def test_no_import_of_the_real_package_is_missed():
