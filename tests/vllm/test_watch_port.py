@@ -61,12 +61,25 @@ def test_a_scrape_has_what_was_counted(served):
 
 
 @pytest.mark.parametrize(("at", "age"), [(90.0, 10.0), (0.0, 0.0)])
-def test_the_age_of_a_reading_is_the_time_since_it_arrived(monkeypatch, at, age):
-    watch = Watch(Settings(), DEVICE)
-    watch._latest = Reading(at=at)
+def test_a_scrape_has_each_count_that_arrived_and_its_age(monkeypatch, at, age):
+    place = "router", "a"
+    latest = Reading(8, 2, {place: (1, 2)}, {place: (3, 4)}, {"a": (5, 6)}, {place: 7}, at)
+    watch = SimpleNamespace(latest=latest, settings=Settings(layers=3, steps=4), steps=9)
     monkeypatch.setattr(watch_port, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    metrics = {metric.name: metric.samples for metric in watch_port.Collector(watch)._counts()}
-    assert [sample.value for sample in metrics["staleproof_reading_age_seconds"]] == [age]
+    assert {
+        family.name: [(*sample.labels.values(), sample.value) for sample in family.samples]
+        for family in watch_port.Collector(watch)._counts()
+    } == {
+        "staleproof_bad_rows": [(*place, "padding", 1), (*place, "live", 2)],
+        "staleproof_canary_rows": [(*place, "padding", 3), (*place, "live", 4)],
+        "staleproof_duplicate_expert_rows": [("a", "padding", 5), ("a", "live", 6)],
+        "staleproof_stage_runs": [(*place, 7)],
+        "staleproof_steps": [(8,)],
+        "staleproof_counted_steps": [(2,)],
+        "staleproof_begun_steps": [(9,)],
+        "staleproof_reading_age_seconds": [(age,)],
+        "staleproof_sample": [("layers", 3), ("steps", 4)],
+    }
 
 
 def test_a_scrape_touches_no_device_and_starts_no_copy(served, monkeypatch):

@@ -105,6 +105,11 @@ def test_each_rank_has_its_slice_of_each_expert_or_its_share_of_the_experts(shar
     assert own == ([every[:half], every[half:]] if shares_experts else [every, every])
 
 
+@pytest.mark.parametrize(("allocator", "memory"), [("pool", Pool), ("torch", origin.TorchAllocator)])
+def test_a_setting_chooses_the_memory_of_its_model(allocator: str, memory: type) -> None:
+    assert type(origin.Model(Setting(allocator=allocator), "cpu", 0).memory) is memory
+
+
 class Poisoned(Pool):
     """Memory whose last tenant left NaN everywhere: all ones, in any float format."""
 
