@@ -298,3 +298,17 @@ def test_fingerprints_are_asked_of_what_each_step_writes_and_hits(device, seed, 
     assert watched.prints.reads > 100
     assert watched.look()["hits"] == watched.watch.blocks.hits
     assert watched.look()["hits"] == 0
+
+
+def test_plans_are_compared_where_nothing_was_unwritten(monkeypatch):
+    def runs(*found):
+        return [SimpleNamespace(plan=plan, reads=[1] * bad) for plan, bad in found]
+
+    server = cases.Server("0.22.1", patched=True)
+    before = runs((1, False), (2, True), (3, False))
+    for after, said in (
+        (runs((1, False), (9, False), (3, False)), None),
+        (runs((8, False), (9, False), (3, False)), "1 plans without a fault are other plans with the patch"),
+    ):
+        monkeypatch.setattr(cases, "_last", {server: after, cases.Server("0.22.1"): before})
+        assert cases._sizes_wrong(server, "cpu") == said
