@@ -1,4 +1,4 @@
-"""Every ``>>>`` example of the package runs, and every public operation and detector has one."""
+"""The ``>>>`` examples of package, tools and benchmarks run; every public function and detector has one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import pytest
 import staleproof
 from staleproof import device, evidence
 
-SOURCES = Path(__file__).parents[1] / "src"
+ROOT = Path(__file__).parents[1]
 WITH_EXAMPLES = sorted(
-    ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")
-    for path in SOURCES.rglob("*.py")
+    ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+    for folder, files in ((ROOT / "src", "**/*.py"), (ROOT, "tools/*.py"), (ROOT, "benchmarks/*.py"))
+    for path in folder.glob(files)
     if ">>> " in path.read_text()
 )
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

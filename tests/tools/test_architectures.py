@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tools.architectures import KNOWN, Compiled, compile_all
@@ -102,3 +103,12 @@ def test_the_recorded_table_is_of_all_architectures_and_has_no_problems():
     assert {row["capability"] for row in kept["rows"]} == {*KNOWN}
     assert all(row["problems"] == [] and row["shared"] <= row["limit"] for row in kept["rows"])
     assert kept["versions"]["triton"]
+
+
+def test_what_ptxas_says_of_registers_and_spills_is_read():
+    log = "Used 40 registers, 8 bytes cumulative stack size\n16 bytes spill stores, 24 bytes spill loads\n"
+    made = SimpleNamespace(name="_k", num_warps=4, shared=512)
+    read = architectures._read("a call", made, log, SimpleNamespace(capability=100, shared=1024))
+    want = Compiled(100, "k", "a call", warps=4, registers=40, spilled=16, stack=8, shared=512, limit=1024)
+    assert read == want
+    assert "lost" in architectures._read("a call", made, "", SimpleNamespace(capability=100, shared=1)).error

@@ -221,3 +221,20 @@ def test_routers_say_what_they_make_of_nan_rows(run):
     rows = [row("vLLM 0.19.1", 3.5, **judged), row("cold", 9.9, **judged | {"cache": "cold"})]
     assert [*figures.nan_lines(rows)][2:] == ["| `mla_decode` | vLLM 0.19.1 | 3.5 | 13 of 13 | 0 of 13 |"]
     assert figures.NAN in figures.section(replace(run, measurements=[*run.measurements, *rows]))
+
+
+def test_as_fast_as_a_peer_is_no_slower(run):
+    about = dict.fromkeys(("torch", "triton", "flashinfer"), "1")
+    for ours, said in ((10.0, "In 1 of 1 groups"), (10.1, "In 0 of 1 groups")):
+        rows = [row("staleproof", ours) | about, row("fa3", 10.0) | about]
+        assert said in figures.short(replace(run, measurements=rows))
+
+
+def test_drawn_cells_are_compared_cold(run):
+    cell = {"drawn": 0, "mode": "bf16 batch 4", "x_value": 128}
+    rows = [
+        cell | {"cache": cache, "provider": name, "p50": us}
+        for cache, times in (("cold", (3.0, 2.0)), ("warm", (1.0, 9.0)))
+        for name, us in zip(("staleproof", "fa3"), times, strict=True)
+    ]
+    assert figures.drawn(rows) == {("bf16 batch 4", 128, 0): 1.5}

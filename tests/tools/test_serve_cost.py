@@ -149,3 +149,8 @@ def test_lines_of_a_log_are_told_once(tmp_path):
     server = type("Server", (), {"log": tmp_path / "log"})()
     server.log.write_text("(1) [a.py:3] staleproof: two\n(2) [a.py:3] staleproof: two\nother\n")
     assert lines_of(server, "staleproof") == ["staleproof: two"]
+
+
+@pytest.mark.parametrize(("rate", "requests"), [(0.1, 8), (4.0, 10), (float("inf"), serve_cost.BURST)])
+def test_a_run_sends_eight_requests_at_least(rate, requests):
+    assert serve_cost.requests_of(rate, 2.5) == requests

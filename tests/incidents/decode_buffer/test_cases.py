@@ -160,3 +160,22 @@ def test_another_device_leaves_as_many_bytes_outside(monkeypatch, device, planne
 def test_whose_rows_a_pool_hands_out_is_said_to_be_the_allocators_choice(device):
     notes = {f.variant: f.note for f in TABLE.ask("in empty rows", device=device)}
     assert [name for name, note in notes.items() if "its allocator" in note] == ["no_buffer"]
+
+
+@pytest.mark.parametrize(("taken", "said"), [(9_899, "off"), (9_901, "within 1 %"), (10_101, "off")])
+def test_a_prediction_is_held_to_a_hundredth(taken, said):
+    probed = SimpleNamespace(surprises=[SimpleNamespace(predicted=10_000)])
+    outcome = SimpleNamespace(probed=probed, taken_bytes=lambda: taken)
+    assert cases.prediction(ServerCase(OFF), "cpu", [outcome]).verdict == said
+
+
+@pytest.mark.parametrize(
+    ("late", "early", "said"), [(0, 0, "nothing kept"), (0, 1, "seen"), (1, 0, "unseen"), (1, 1, "unseen")]
+)
+def test_a_profile_that_saw_a_part_of_what_is_kept_did_not_see_it(late, early, said):
+    """Of a surprise one byte is there already, and a buffer more is to come."""
+    size = SMALL.decode_out_bytes
+    surprises = [SimpleNamespace(predicted=size, bytes=1)] * late
+    watched = SimpleNamespace(ready=SimpleNamespace(surprises=surprises), kept_bytes=early * size + late)
+    found = cases.profile(ServerCase(OFF), "cpu", [None, watched])
+    assert (found.verdict, found.numbers["buffers"]) == (said, late + early)

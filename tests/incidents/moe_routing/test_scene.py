@@ -118,3 +118,12 @@ def test_each_bad_value_is_where_its_name_says(device: str, bad, live, padding, 
     assert kinds == [expected[row] for row in range(11)]
     found = None if given.bias is None else ["NaN" if x else "finite" for x in given.bias.isnan()]
     assert found == bias
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1.0, "clean"), (1.03, "wrong, finite")])
+def test_a_quantiser_that_moves_live_rows_further_than_it_rounds_is_no_firewall(device, factor, said) -> None:
+    def quantise(x: torch.Tensor) -> scene.Routed:
+        values, scale = scene.broken.quantise_fp8(x, per_token=True, drops_nan=True)
+        return values, scale * factor
+
+    assert fp8.through(scene.NAN, fp8.Firewall(quantise, None, None), device).verdict == said

@@ -132,9 +132,19 @@ def test_a_released_product_depends_on_what_lies_behind_its_scales(device, packa
 
 
 def test_a_whole_vllm_is_judged_by_its_answers_over_zeros():
-    told = {"owners": {"free": 1}, "harmful": [], "answers": [([1], -0.5)], "over_zeros": [([1], -0.5)]}
-    for change, word in (({}, "right"), ({"over_zeros": [([2], -0.5)]}, "wrong, finite")):
-        assert cases.served("started", "cuda", {"started": told | change}).verdict == word
+    right, other, nan = ([1], -0.5), ([2], -0.5), ([1], float("nan"))
+    told = {"owners": {"free": 1}, "harmful": [], "over_zeros": [right] * 2}
+    for answers, word, changed in (
+        ([right, right], "right", 0),
+        ([right, other], "wrong, finite", 1),
+        ([other, nan], "NaN", 2),
+    ):
+        found = cases.served("started", "cuda", {"started": told | {"answers": answers}})
+        assert (found.verdict, found.numbers["changed_answers"], found.numbers["answers"]) == (
+            word,
+            changed,
+            2,
+        )
     with pytest.raises(MissingError, match="ended with 1: no memory"):
         cases.served("started", "cuda", {"ended": "a child ended with 1: no memory"})
 
@@ -364,3 +374,9 @@ def test_a_cost_is_in_milliseconds_with_and_without_the_padding(monkeypatch):
         "loader_pads, loader, ms": pytest.approx(250.0),
         "loader_pads, bytes of scales": 35.0,
     }
+
+
+@pytest.mark.parametrize("changed", [0, 1, 12])
+def test_a_remedy_moves_no_row(changed):
+    said = cases._unmoved(lambda *asked: cases.reading(scene.RIGHT, changed=changed))("a remedy", "cpu")
+    assert said == (f"0xff behind the scales changes {changed} rows" if changed else None)

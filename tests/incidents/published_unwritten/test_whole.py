@@ -99,6 +99,8 @@ def test_hits_in_the_same_step_are_counted():
         found = cases.same_step(ASKED, "cuda", {"same step": told_rows})
         assert (found.verdict, found.numbers["rounds"]) == (word, len(told_rows))
         assert found.numbers["hit_tokens"] == [row["hit_tokens"] for row in told_rows]
+    with pytest.raises(MissingError, match="the second request had no hit in the same step"):
+        cases.same_step(ASKED, "cuda", {"same step": [*rows, {"hit_tokens": 0, "nan": 0}]})
 
 
 class FakeVLLM:
@@ -298,3 +300,38 @@ def test_fingerprints_are_asked_of_what_each_step_writes_and_hits(device, seed, 
     assert watched.prints.reads > 100
     assert watched.look()["hits"] == watched.watch.blocks.hits
     assert watched.look()["hits"] == 0
+
+
+def test_plans_are_compared_where_nothing_was_unwritten(monkeypatch):
+    def runs(*found):
+        return [SimpleNamespace(plan=plan, reads=[1] * bad) for plan, bad in found]
+
+    server = cases.Server("0.22.1", patched=True)
+    before = runs((1, False), (2, True), (3, False))
+    for after, said in (
+        (runs((1, False), (9, False), (3, False)), None),
+        (runs((8, False), (9, False), (3, False)), "1 plans without a fault are other plans with the patch"),
+    ):
+        monkeypatch.setattr(cases, "_last", {server: after, cases.Server("0.22.1"): before})
+        assert cases._sizes_wrong(server, "cpu") == said
+
+
+@pytest.mark.parametrize(("seen", "verdict", "alike"), [((3, 0), "the same", 2), ((3, 1), "differ", 1)])
+def test_the_watch_agrees_with_the_truth_in_every_round_or_differs(monkeypatch, seen, verdict, alike):
+    reads = [SimpleNamespace(step=1, reader="stranger", block=block) for block in (4, 5, 6, 6)]
+    rounds = iter(zip(seen, (reads, []), strict=True))
+
+    @contextlib.contextmanager
+    def watching():
+        hits, server.reads = next(rounds)
+        yield SimpleNamespace(blocks=SimpleNamespace(hits=hits))
+
+    def served(blocks, load, **options):
+        return SimpleNamespace(memory=SimpleNamespace(reads=server.reads, steps=2), host_s=1e-6)
+
+    server = SimpleNamespace(reads=[], loaded=contextlib.nullcontext, serve=served)
+    monkeypatch.setattr(cases, "ROUNDS", range(2))
+    monkeypatch.setattr(cases, "watching", watching)
+    found = cases.watched(server, "cpu")
+    assert (found.verdict, found.numbers["rounds_alike"]) == (verdict, alike)
+    assert (found.numbers["hits_seen"], found.numbers["hits"]) == (sum(seen), 3)
