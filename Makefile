@@ -51,7 +51,7 @@ test: $(READY) ## lint, types, unit tests, and nbval over the notebooks
 	@rm -rf $(FOUND) && mkdir -p $(FOUND)
 	@STALEPROOF_TEST_FINDINGS=$(FOUND) $(MAKE) --no-print-directory -j2 types unit
 	STALEPROOF_SHARED_FINDINGS=$(FOUND) $(BYTECODE) $(THREADS) PYTHONPATH=tests/notebooks$${PYTHONPATH:+:$$PYTHONPATH} \
-	  $(BIN)/python -m pytest -q -p no:cacheprovider -p without_iris --nbval --nbval-current-env \
+	  $(BIN)/python -m pytest -q -p no:cacheprovider -p forked_kernels --nbval --nbval-current-env \
 	  --nbval-cell-timeout 300 --nbval-sanitize-with notebooks/sanitize.cfg \
 	  -n $(if $(filter 1,$(JOBS)),1,2) --dist loadscope notebooks/
 

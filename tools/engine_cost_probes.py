@@ -23,6 +23,7 @@ from typing import Any
 from staleproof.cases.children import tell
 from staleproof.engine.probes import Engine, prompts
 from staleproof.vllm import hooks, standing, watch_hooks
+from staleproof.vllm.fp8_scales import padding_mask
 from staleproof.vllm.watch import Settings, Watch
 
 # Steps that a request generates before its batch is started anew: longer ones would fill the cache.
@@ -67,7 +68,7 @@ class Switch:
         # (Place, owners) -> what stands there: the same objects each time, so that Python's caches hold.
         self._standing: dict[tuple[int, frozenset[str]], Any] = {}
         for name, state in self.states.items():
-            given = engine.runner.device, self._hooks.padding
+            given = engine.runner.device, padding_mask
             self._watches[name] = None if state.watch is None else Watch(state.watch, *given)
 
     def capture(self, name: str) -> int:

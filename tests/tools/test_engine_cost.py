@@ -194,7 +194,7 @@ def test_rounds_go_through_the_captures_in_turn(monkeypatch):
 
     runner.capture_model = capture_model
     monkeypatch.setattr(cost_probes, "_wrappers", lambda: [wrapper])
-    monkeypatch.setattr(watch_hooks, "installed", [SimpleNamespace(watch=None, padding=None)])
+    monkeypatch.setattr(watch_hooks, "installed", [SimpleNamespace(watch=None)])
     switch = cost_probes.Switch(SimpleNamespace(runner=runner), {"off": State(), "on": State()})
     for name in ("off", "on", "on", "off"):
         assert switch.capture(name) == 1
