@@ -195,6 +195,12 @@ def test_a_chapter_is_this():
     )
     assert engine.chapter("moe_routing", [run(LEAK)]) == [engine.NONE]
     assert "1 requests; a/b |" in "\n".join(engine.chapter("kv_reuse", [run(stale)]))
+    # What another chapter shows is no matter of this one's title.
+    both = run(found, replace(stale, date="2020-01-31"))
+    assert {name: "2020" in engine.chapter(name, [both])[1] for name in ("mla_padding", "kv_reuse")} == {
+        "mla_padding": False,
+        "kv_reuse": True,
+    }
 
 
 @pytest.mark.parametrize(

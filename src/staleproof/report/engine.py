@@ -211,7 +211,13 @@ def rows(findings: Iterable[Finding], incident: str | None = None) -> list[tuple
         incident: only those that its notebook shows; all by default.
     """
     return [
-        (found.question, found.variant, found.verdict, seen(found))
+        (found.question, found.variant, found.verdict, seen(found)) for found in _shown(findings, incident)
+    ]
+
+
+def _shown(findings: Iterable[Finding], incident: str | None) -> list[Finding]:
+    return [
+        found
         for found in findings
         if found.incident == "engine" and incident in (None, CHAPTERS.get(bench_of(found) or ""))
     ]
@@ -234,15 +240,17 @@ def chapter(incident: str, runs: Sequence[Run]) -> list[str]:
         runs: recorded runs.
     """
     lines: list[str] = []
-    for title, run in titles(runs):
-        own = [row for row in rows(run.findings, incident) if row[2] != NOT_RUN]
-        absent = len(rows(run.findings, incident)) - len(own)
-        if not own:
+    for run in filter(is_engine, runs):
+        found = _shown(run.findings, incident)
+        own = run.only([one for one in found if one.verdict != NOT_RUN])
+        if not own.findings:
             continue
+        ((title, _),) = titles([own])
+        absent = len(found) - len(own.findings)
         remark = run.environment.get("remark")
         lines += ["", f"RECORDED, {title}", *(("", str(remark)) if remark else ())]
         lines += ["", f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|"]
-        lines += [f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in own]
+        lines += [f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in rows(own.findings)]
         lines += [f"\n{absent} more questions were not run."] if absent else []
     return lines or [NONE]
 
