@@ -46,6 +46,18 @@ def test_what_an_allocator_of_cuda_hands_out_next_is_dirty_too(monkeypatch, avai
     assert made == (wanted if initialized else [])
 
 
+def compiled_after_an_audit() -> list[float]:
+    """In a child, whose first use of torch.compile is in memory that is filled."""
+    assert "torch._dynamo" not in sys.modules
+    with scenes.dirty_memory(7.0):
+        __import__("torch._dynamo")
+    return torch.compile(lambda: torch.empty(2).fill_(1.0), backend="eager", fullgraph=True)().tolist()
+
+
+def test_what_is_compiled_after_an_audit_finds_torchs_own_functions():
+    assert children.call(compiled_after_an_audit, timeout_s=60).answer() == [1.0, 1.0]
+
+
 def read_behind(byte: int) -> int:
     """In a child: the byte so far behind an operand that ends where its mapping ends."""
     operand = scenes._guarded(torch.arange(5))

@@ -267,13 +267,19 @@ def dirty_memory(fill: float) -> Iterator[None]:
         # Compiled code allocates where this cannot reach: what the allocator hands out next is dirty.
         held = [torch.full((2**size // 4,), fill, device="cuda") for size in range(9, 26) for _ in range(4)]
         del held
-    with (
-        mock.patch.object(torch, "empty", filled(torch.empty)),
-        mock.patch.object(torch, "empty_like", filled(torch.empty_like)),
-        mock.patch.object(torch, "empty_strided", filled(torch.empty_strided)),
-        mock.patch.object(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty)),
-    ):
-        yield
+    compiled = "torch._dynamo" in sys.modules
+    try:
+        with (
+            mock.patch.object(torch, "empty", filled(torch.empty)),
+            mock.patch.object(torch, "empty_like", filled(torch.empty_like)),
+            mock.patch.object(torch, "empty_strided", filled(torch.empty_strided)),
+            mock.patch.object(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty)),
+        ):
+            yield
+    finally:
+        if not compiled and "torch._dynamo" in sys.modules:
+            # Imported in here, torch.compile has listed these functions as torch's, and would know no other.
+            torch._dynamo.trace_rules.clear_lru_cache()
 
 
 # What lies behind an operand, as bytes; None is noise.
