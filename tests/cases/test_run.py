@@ -538,3 +538,19 @@ def test_processes_of_one_command_put_a_case_once(monkeypatch):
         assert asked[4:] == [("a", "cuda"), ("a", "cpu"), ("a", "cpu")]
     table.ask("q", "a", device="cpu")
     assert asked[7:] == [("a", "cpu")]
+
+
+def test_a_finding_that_was_not_written_whole_is_asked_again(monkeypatch):
+    monkeypatch.delenv(cases_run.SHARED, raising=False)
+    table, write = Table("fake", each("q", "rows", ["a"], lambda *_: "clean", **OPEN)), Path.write_bytes
+
+    def cut(path: Path, data: bytes) -> int:
+        write(path, data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    with cases_run.sharing():
+        with monkeypatch.context() as full:
+            full.setattr(Path, "write_bytes", cut)
+            with pytest.raises(OSError, match="No space left"):
+                [*table.run("cpu")]
+        assert [found.verdict for found in table.run("cpu")] == ["clean"]
