@@ -31,6 +31,7 @@ from staleproof.interpreter import (
     OVERFLOW,
     _broadcast_by_numpy,
     _by_table,
+    _leaving_one_shape,
     _leaving_plain_values,
     _patching_once,
     _with_known_shapes,
@@ -208,6 +209,18 @@ def _said(function, *arguments):
         ]
     except Exception as error:
         return repr(error)
+
+
+def test_only_operands_of_one_shape_are_left_as_they_are():
+    broadcast = _leaving_one_shape(lambda left, right: "by Triton")
+    one = _tensor(tl.float32, 2, 4)
+    for shape in ((2, 4), (4, 2), (1, 4), (2, 1), (8,), (1, 2, 4), ()):
+        other = _tensor(tl.int32, *shape)
+        left_alone = shape == (2, 4)
+        assert broadcast(one, other) == ((one, other) if left_alone else "by Triton"), shape
+        assert broadcast(other, one) == ((other, one) if left_alone else "by Triton"), shape
+    number = _tensor(tl.float32)
+    assert broadcast(number, number) == "by Triton"
 
 
 @pytest.mark.parametrize("name", OPERATORS)
