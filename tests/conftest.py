@@ -48,9 +48,12 @@ def _libraries_leave_no_variables() -> Iterator[None]:
     before = dict(os.environ)
     yield
     for name in {*os.environ, *before}:
-        if os.environ.get(name) != before.get(name) and not name.startswith(READ_LATE):
-            os.environ.pop(name, None)
-            os.environ.update({name: before[name]} if name in before else {})
+        if name.startswith(READ_LATE):
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
 
 
 # What a launch asks: whether the running test, or what it calls, has asked where kernels run.

@@ -39,7 +39,7 @@ def test_a_run_of_several_days_names_the_first_and_the_last(tmp_path):
     assert f"2020-02-29 to {found.date}" in store.read(tmp_path / "a").title
 
 
-def test_a_part_of_a_run_speaks_of_nothing_else(tmp_path, monkeypatch):
+def test_a_part_of_a_run_speaks_of_nothing_else(tmp_path):
     found = finding("a", "q", "v", "clean")
     row = ROW | {"incident": "b", "date": "2020-02-29", "source_digest": "of old"}
     store.write(tmp_path / "a", [found, replace(found, variant="older", date="2020-01-31")], [row])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib.metadata
 import os
@@ -198,7 +197,7 @@ def test_run_exits_1_where_a_verdict_is_not_as_expected(root, incident, capsys):
 def test_a_command_ends_with_2_only_where_all_that_is_wrong_is_a_recorded_run(
     capsys, found, spoilt, stopped, code
 ):
-    with pytest.raises(typer.Exit) if code else contextlib.nullcontext() as ended:
+    with pytest.raises(typer.Exit) if code else nullcontext() as ended:
         common.finish([make() for make in found], spoilt, stopped)
     unexpected = ["1 verdicts are not as expected"] * (wrong in found)
     lines = [f"staleproof: {line}" for line in (*stopped, *unexpected, *spoilt)]

@@ -223,13 +223,14 @@ def _shown(findings: Iterable[Finding], incident: str | None) -> list[Finding]:
     ]
 
 
+def title(run: Run) -> str:
+    """Of an engine run: release, machine, date, whether the source changed since."""
+    return f"{next((found.of for found in run.findings if found.ran), 'vLLM')}, {run.title}"
+
+
 def titles(runs: Sequence[Run]) -> list[tuple[str, Run]]:
-    """Each engine run with its title: release, machine, date, whether the source changed since."""
-    return [
-        (f"{next((found.of for found in run.findings if found.ran), 'vLLM')}, {run.title}", run)
-        for run in runs
-        if is_engine(run)
-    ]
+    """Each engine run with its title."""
+    return [(title(run), run) for run in runs if is_engine(run)]
 
 
 def chapter(incident: str, runs: Sequence[Run]) -> list[str]:
@@ -245,10 +246,9 @@ def chapter(incident: str, runs: Sequence[Run]) -> list[str]:
         own = run.only([one for one in found if one.verdict != NOT_RUN])
         if not own.findings:
             continue
-        ((title, _),) = titles([own])
         absent = len(found) - len(own.findings)
         remark = run.environment.get("remark")
-        lines += ["", f"RECORDED, {title}", *(("", str(remark)) if remark else ())]
+        lines += ["", f"RECORDED, {title(own)}", *(("", str(remark)) if remark else ())]
         lines += ["", f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|"]
         lines += [f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in rows(own.findings)]
         lines += [f"\n{absent} more questions were not run."] if absent else []
