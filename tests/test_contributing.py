@@ -7,13 +7,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "vllm"))
-
 import warm
 
 MAIN = "import sys; from staleproof.cli.app import main; sys.exit(main())"

@@ -13,7 +13,7 @@ import torch
 from staleproof.cases import measure
 from staleproof.kernels.vllm_sources import executed
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "vllm")]
+sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
 import real_routing

@@ -6,12 +6,12 @@ import ast
 import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from staleproof.cases import children
 from staleproof.cases.finding import read_findings
@@ -20,10 +20,6 @@ from staleproof.contract.contract import BREAKS, UNDEFINED
 from staleproof.kernels import packages
 from staleproof.kernels.packages import Release
 from staleproof.kernels.subject import Subject, load_module, subjects_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
-
-import warm
 
 # A case of each kind that a probe can hand on.
 CASES = {

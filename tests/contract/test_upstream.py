@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from staleproof.cases import children
 from staleproof.cases.case import Reading
@@ -24,10 +25,6 @@ from staleproof.device import Provenance
 from staleproof.kernels import packages
 from staleproof.kernels.subject import Subject, load_module, subjects_of
 from staleproof.report import audit
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
-
-import warm
 
 UPSTREAM = Path(__file__).parents[2] / "workbook/upstream"
 SECTIONS = ["Environment", "Minimal script", "Expected", "Actual", "Cause", "Proposed change"]

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
-
 import warm
 
 from staleproof.kernels import packages

@@ -9,15 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import warm
 
 from staleproof.contract import runner
 from staleproof.contract.contract import breaks
 from staleproof.kernels import packages, vllm_matmul_ogs
 from staleproof.kernels.subject import Subject
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
-
-import warm
 
 SOURCE = "from {package}.config import is_hip\nfrom {package}.other import helper\nVALUE = {value}\n"
 

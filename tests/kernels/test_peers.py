@@ -5,18 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import environment
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
-
-import environment
 
 from staleproof import device as devices
 from staleproof.device import Provenance

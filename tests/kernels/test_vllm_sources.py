@@ -5,14 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 
 import environment
+import pytest
+import torch
 
 from staleproof.kernels.vllm_sources import Finder, UnavailableError, executed, load
 

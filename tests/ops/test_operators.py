@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import warm
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,10 +32,6 @@ from staleproof.ops.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from staleproof.ops.reference import nvfp4
 from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
 from staleproof.ops.zero_blocks import BlockZeroer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
-
-import warm
 
 Tensors = tuple[torch.Tensor, ...]
 

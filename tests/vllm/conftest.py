@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import made_up
+import pytest
 
 from staleproof.vllm import hooks, plugin, standing
 

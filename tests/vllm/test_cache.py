@@ -8,11 +8,8 @@ import sys
 import types
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import environment
+import pytest
 import warm
 from made_up import CACHE, write
 

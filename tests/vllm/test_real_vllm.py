@@ -7,15 +7,11 @@ fetched is skipped, and counted as skipped.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import environment
+import pytest
 
 from staleproof.vllm import plugin as vllm_plugin
 from staleproof.vllm import process, releases

@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import environment
+import pytest
 import warm
 
 PAGE = (Path(__file__).parents[2] / "workbook/reporters.md").read_text()

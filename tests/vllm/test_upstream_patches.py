@@ -13,11 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import environment
+import pytest
 import warm
 from tools.lift import LIFTS
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import environment
+import pytest
 import warm
 
 DRAFT = Path(__file__).parents[2] / "workbook/upstream/vllm-published-before-written.md"

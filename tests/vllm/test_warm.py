@@ -6,13 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import environment
+import pytest
 import warm
 
 pytestmark = pytest.mark.slow

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import environment
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import environment
 import warm
 
 from staleproof.vllm import hooks, releases, watch_hooks

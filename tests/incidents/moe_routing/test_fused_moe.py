@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import environment
 import pytest
 import torch
-from tests.vllm import environment
 
 from staleproof.cases import children, machine
 from staleproof.cases.case import Reading, absent, reading

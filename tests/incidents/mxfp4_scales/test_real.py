@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import environment
 import numpy as np
 import pytest
 import torch
@@ -23,10 +24,6 @@ from staleproof.incidents.mxfp4_scales import broken, cases, real, scene, whole
 from staleproof.incidents.mxfp4_scales.broken import Kernel
 from staleproof.kernels import vllm_matmul_ogs
 from staleproof.kernels.vllm_sources import UnavailableError
-
-sys.path.append(str(Path(__file__).parents[2] / "vllm"))
-
-import environment
 
 fetched = pytest.mark.skipif(vllm_matmul_ogs.root() is None, reason=f"needs {vllm_matmul_ogs.FETCH}")
 

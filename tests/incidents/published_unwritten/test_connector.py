@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "tests/vllm"))
-
 import environment
 import warm
 
