@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -155,6 +156,17 @@ def test_an_expectation_may_depend_on_the_device():
         reason="interpreted",
     )
     assert [run(case, device=device)[0].expected for device in ("cpu", "cuda")] == [None, "leaked"]
+
+
+def test_a_package_that_is_missing_is_named_and_a_missing_module_of_one_that_is_here_is_a_fault():
+    def ask(subject, device):
+        importlib.import_module(subject)
+
+    found = run(each("q", "rows", ["no_such_package.at_all"], ask, expect="clean"))
+    assert [(f.verdict, f.note) for f in found] == [("not run", "no_such_package is not installed")]
+    for here in ("json.no_such_module", "staleproof.no_such_module"):
+        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+            run(each("q", "rows", [here], ask, expect="clean"))
 
 
 def test_what_is_absent_is_not_run_with_its_reason_and_expects_nothing():

@@ -86,7 +86,7 @@ def _past_the_need(k, table, lens):
 
 
 # Where a launch is recorded in earnest, what they leave behind may reach its replay.
-MAY_BREAK = {"a trace in lse": {"A"}}
+MAY_BREAK = {"a trace in out": {"A"}, "a trace in lse": {"A"}}
 _before: dict[tuple[int, ...], torch.Tensor] = {}
 
 

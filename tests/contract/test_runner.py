@@ -158,8 +158,6 @@ class _Graph:
 
 
 def test_the_inputs_of_a_recorded_launch_live_as_long_as_the_recording(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
@@ -169,7 +167,7 @@ def test_the_inputs_of_a_recorded_launch_live_as_long_as_the_recording(monkeypat
     def launch(made=made):
         return made + 1, None
 
-    replay, note = attention_probes._captured(attention_probes.Kernel(print), launch)
+    replay, note = attention_probes._captured(attention_probes.Kernel(print), launch, True)
     assert note == ""
     del made, launch
     gc.collect()
@@ -178,18 +176,15 @@ def test_the_inputs_of_a_recorded_launch_live_as_long_as_the_recording(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("available", "initialized", "planned", "fails", "said", "captured"),
+    ("on_gpu", "planned", "fails", "said", "captured"),
     [
-        (False, True, False, False, "launched again, not captured", False),
-        (True, False, False, False, "launched again, not captured", False),
-        (True, True, True, False, "launched again, not captured", False),
-        (True, True, False, True, "launched again: a graph cannot hold it", False),
-        (True, True, False, False, "", True),
+        (False, False, False, "launched again, not captured", False),
+        (True, True, False, "launched again, not captured", False),
+        (True, False, True, "launched again: a graph cannot hold it", False),
+        (True, False, False, "", True),
     ],
 )
-def test_a_launch_is_captured_where_a_graph_can_hold_it(
-    monkeypatch, available, initialized, planned, fails, said, captured
-):
+def test_a_launch_is_captured_where_a_graph_can_hold_it(monkeypatch, on_gpu, planned, fails, said, captured):
     @contextlib.contextmanager
     def graph(graph):
         yield
@@ -197,8 +192,6 @@ def test_a_launch_is_captured_where_a_graph_can_hold_it(
             raise RuntimeError("operation not permitted when stream is capturing")
 
     for name, fake in {
-        "is_available": lambda: available,
-        "is_initialized": lambda: initialized,
         "synchronize": lambda: done.append("waits"),
         "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: done.append("replay")),
         "graph": graph,
@@ -206,7 +199,7 @@ def test_a_launch_is_captured_where_a_graph_can_hold_it(
         monkeypatch.setattr(torch.cuda, name, fake)
     done: list[str] = []
     kernel = attention_probes.Kernel(print, planned=planned)
-    replay, note = attention_probes._captured(kernel, lambda: done.append("launch") or "result")
+    replay, note = attention_probes._captured(kernel, lambda: done.append("launch") or "result", on_gpu)
     before = len(done)
     assert (replay(), note, done[before:]) == ("result", said, ["replay" if captured else "launch"])
     tried = ["launch", "waits", "launch", *(["waits"] if fails else [])]

@@ -225,7 +225,10 @@ def test_an_adapter_of_torch_gives_the_reference_on_clean_input(key, device, mon
         pytest.skip(why)
     probes = runner.probes_of(subject)
     clauses = ("0", "Q") if subject.shape.get("q_len") == 0 else ("0",)
-    assert {clause: said(probes[clause](device)) for clause in clauses} == dict.fromkeys(clauses, HOLDS)
+    found = {clause: runner.answer(probes[clause], subject, device)[0] for clause in clauses}
+    if device == "cuda" and "its calls do not fit this release" in found["0"].note:
+        pytest.skip(found["0"].note)
+    assert {clause: said(reading) for clause, reading in found.items()} == dict.fromkeys(clauses, HOLDS)
     if device == "cpu":
         wanted = "compiled" if "compiled" in key[1] else BACKENDS.get(key[1])
         assert {*asked} == {wanted} - {None}

@@ -465,8 +465,11 @@ def test_a_gpu_loads_its_kernels_at_once_and_chooses_by_where_the_ids_are(gpu, m
     assert not gpu
 
 
-def test_a_plan_for_the_caches_of_an_operator_cannot_be_made_while_a_stream_captures(monkeypatch) -> None:
-    layout = (zero_kernel.Layout.of(torch.zeros(4, 3)),), (0,), (1,), torch.device("cpu")
+def test_a_plan_for_the_caches_of_an_operator_cannot_be_made_while_a_stream_captures(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = torch.zeros(4, 3, device=device)
+    layout = (zero_kernel.Layout.of(cache),), (0,), (1,), cache.device
     monkeypatch.setattr(kernels, "INTERPRET", False)
     monkeypatch.setattr(kernels, "is_capturing", lambda: True)
     with pytest.raises(ValueError, match="kv_caches: expected caches of an earlier call"):

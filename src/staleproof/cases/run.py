@@ -7,6 +7,7 @@ off, time limits, and the end of every child process, also after an error or Ctr
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import pickle
 import tempfile
@@ -222,6 +223,12 @@ def _put(case: Case, device: str, scenes: _Scenes) -> Finding:
         return _found(case, words, _read(case.ask(case.subject, device, *told)), device)
     except (MissingError, ChildError) as error:
         return not_run(case.key, words, str(error))
+    except ModuleNotFoundError as error:
+        # What a release imports beside itself. A module that is missing from a package that is here: a fault.
+        package = (error.name or "").partition(".")[0]
+        if not package or package == "staleproof" or importlib.util.find_spec(package) is not None:
+            raise
+        return not_run(case.key, words, f"{package} is not installed")
 
 
 def _read(said: Reading | str) -> Reading:

@@ -253,9 +253,10 @@ def other_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
     return holds()
 
 
-def _captured(kernel: Kernel, launch: Callable[[], Result]) -> tuple[Callable[[], Result], str]:
+def _captured(kernel: Kernel, launch: Callable[[], Result], on_gpu: bool) -> tuple[Callable[[], Result], str]:
     """A replay of the captured launch on CUDA; elsewhere the launch itself, and a note that says so."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized() or kernel.planned:
+    # Not whether there is a GPU: a graph would hold nothing of a kernel that runs on the CPU beside it.
+    if not on_gpu or kernel.planned:
         return launch, "launched again, not captured"
     launch()
     torch.cuda.synchronize()
@@ -299,7 +300,7 @@ def replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
     call = make_call(shape, full, device)
     if shape.layout == "gathered":
         return absent("takes no seq_lens: the mask is an input")
-    launch, note = _captured(kernel, launcher(kernel, call))
+    launch, note = _captured(kernel, launcher(kernel, call), call.q.is_cuda)
     for lengths in (full, (19, 0, 0, 0), full, (0, 5, 16, 0), full):
         call.seq_lens.copy_(torch.tensor(lengths))
         if kernel.planned:
@@ -373,7 +374,7 @@ def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Reading:
 def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """A: an earlier result stays as it is, new tensors are used, and a graph survives a larger call."""
     call = make_call(shape, LENGTHS, device)
-    captured, note = _captured(kernel, launcher(kernel, call))
+    captured, note = _captured(kernel, launcher(kernel, call), call.q.is_cuda)
     first = captured()
     base = first[0].clone(), None if first[1] is None else first[1].clone()
     other = make_call(shape, LENGTHS, device, seed=3)
