@@ -79,10 +79,10 @@ def test_a_layer_that_is_wrong_for_a_smaller_batch_alone_is_told(monkeypatch, de
 
     def wrong_for_few(self, q, seq_lens, micro_batch=0):
         out = decode(self, q, seq_lens, micro_batch)
-        return out if len(q) == 8 else out * 2
+        return out if len(q) == 12 else out * 2
 
     monkeypatch.setattr(model.Attention, "decode", wrong_for_few)
-    assert (wrong(ServerCase("no_buffer"), device) or "").startswith("three rows in place of eight")
+    assert (wrong(ServerCase("no_buffer"), device) or "").startswith("three rows in place of twelve")
 
 
 @pytest.mark.parametrize("mode", [(False, False), (True, False), (True, True)])

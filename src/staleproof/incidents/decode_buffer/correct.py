@@ -9,12 +9,13 @@ import torch
 
 from staleproof.cases.compare import other_bits
 from staleproof.evidence.canary import plant
-from staleproof.incidents.decode_buffer.buffer import ones, part, query
+from staleproof.incidents.decode_buffer.buffer import growth, ones, other_model, part, query
 from staleproof.incidents.decode_buffer.setups import SETUPS, ServerCase
 
-ROWS, SICK = 8, 1
+# More rows than where the verdict was found.
+ROWS, SICK = 12, 1
 # Which rows of a batch are empty: none, the last ones, some in the middle, all.
-EMPTY_ROWS: tuple[list[int], ...] = ([], [3, 4, 5, 6, 7], [0, 2, 5], [*range(ROWS)])
+EMPTY_ROWS: tuple[list[int], ...] = ([], [*range(3, ROWS)], [0, 2, 5], [*range(ROWS)])
 
 
 @contextlib.contextmanager
@@ -34,10 +35,11 @@ def wrong(case: ServerCase, device: str) -> str | None:
 
     The stub kernel copies the queries to the live rows of the output, so live rows must have the bits
     of the queries: also the row of a sick request, which is NaN. If the fix promises it, empty rows are 0.
+    A second model gets its own shape, and no graph writes what a larger batch has freed.
     """
     setup = SETUPS[case.variant]
     with setup.process() as wiring:
-        layer = part(wiring, device)
+        layer = part(wiring, device, batch=ROWS)
         q = query(layer, ROWS, 1)
         for lane in (0, 1):
             layer.decode(q, ones(ROWS, device), lane)
@@ -59,6 +61,8 @@ def wrong(case: ServerCase, device: str) -> str | None:
         first = layer.decode(q, ones(ROWS, device), 0)
         layer.decode(plant(q.clone()), ones(ROWS, device), 1)
         few = layer.decode(q[:3], ones(3, device), 1)
-        return other_bits("live rows beside another micro-batch", first, q) or other_bits(
-            "three rows in place of eight", few, q[:3]
-        )
+        found = other_bits("live rows beside another micro-batch", first, q)
+        if found := found or other_bits("three rows in place of twelve", few, q[:3]):
+            return found
+    asked = (ask(setup, device).verdict for ask in (other_model, growth))
+    return next((verdict for verdict in asked if verdict in ("wrong shape", "writes freed memory")), None)

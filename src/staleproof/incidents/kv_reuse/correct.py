@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
 from staleproof.cases.compare import other_bits
 from staleproof.incidents.kv_reuse.broken import Pick
 from staleproof.incidents.kv_reuse.scene import Remedy, Scene, trace_of
+from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA
 
 STEPS = 2
 
@@ -16,23 +18,28 @@ STEPS = 2
 def wrong_bytes(scene: Scene, remedy: Remedy, wanted: Pick) -> str | None:
     """What a remedy leaves in a block that it must zero, or changes elsewhere, or ``None``.
 
-    Asked in the first and the last steps that give blocks out and take some back, in a pool four times as
-    large, so that ids occur which the scene never has. That the outputs of all requests
-    have the bits of a run on clean memory is the verdict ``clean`` of the run itself.
+    Asked in the first and the last steps that give blocks out and take some back, in a pool 16 times as
+    large, so that ids occur which the scene never has; then in one that gives out two of three blocks of the
+    pool, and takes none back. The host is one step ahead: it submits the next one first. That the outputs of
+    all requests have the bits of a run on clean memory is the verdict ``clean`` of the run itself.
 
     Args:
         scene: the load.
         remedy: of it.
         wanted: the blocks that are to be zeroed before a step.
     """
-    large = replace(scene, blocks=4 * scene.blocks)
+    large = replace(scene, blocks=16 * scene.blocks)
     buffers = large.buffers()
     zeroing = remedy(buffers)
     busy = [step for step in trace_of(large).steps if all(step.new.values()) and step.freed]
-    for step in busy[:STEPS] + busy[-STEPS:]:
+    most = {group: [*range(at, large.blocks, 3)] for at, group in ((1, ATTENTION), (2, MAMBA))}
+    steps = [*busy[:STEPS], *busy[-STEPS:], replace(busy[0], new=most, freed=())]
+    ahead = zeroing.submit(steps[0])
+    for step, later in pairwise([*steps, steps[0]]):
         for memory in buffers.raw:
             memory.fill_(0x5A)
-        zeroing.run(zeroing.submit(step))
+        ticket, ahead = ahead, zeroing.submit(later)
+        zeroing.run(ticket)
         want = torch.full_like(buffers.raw[0], 0x5A)
         want[list(wanted(step))] = 0
         for layer, raw in enumerate(buffers.raw):

@@ -24,26 +24,31 @@ def wrong(setup: Setup, device: str) -> str | None:
 
 
 def _comparisons(setup: Setup, device: str) -> Iterator[str | None]:
-    """Served steps: attention and what the quantiser hands on, live rows and padding rows.
+    """Served steps: attention and what the quantiser hands on, live rows and padding rows, in two layers.
 
-    A full batch; then empty requests between the live ones; then requests as short as can be.
+    A full batch; then empty requests between the live ones; then requests that end inside a page, and as
+    short as can be. Batch and context are larger than where the verdict was found.
     """
-    dtype = compared_dtype(device)
-    engine = setup.engine("torch.max", device, dtype=dtype)
-    c, w = engine.config, engine.weights[0]
+    dtype, usual = compared_dtype(device), setup.config(device)
+    rows, context = usual.batch + 4, usual.context + usual.page_size // 2
+    engine = setup.engine("torch.max", device, dtype=dtype, layers=2, batch=rows, context=context)
+    c = engine.config
     budget = decode_budget(dtype, c.context)
-    for batch in (Batch(c.batch), Batch(LIVE, spread=True), Batch(LIVE, seq_len=c.q_len, spread=True)):
+    lengths = (c.context, c.context // 2, c.q_len)
+    for batch in (Batch(c.batch), *(Batch(LIVE, seq_len=n, spread=True) for n in lengths)):
         engine.set_batch(batch)
         engine.replay()
-        taps, live = engine.taps[0], engine.live
-        q = (engine.hidden @ w["q"]).view(c.batch, c.q_len, c.heads, LATENT).double()
-        call = q, engine.kv_cache[0], engine.block_table, engine.seq_lens
-        want, _ = reference_decode(*call, softmax_scale=SCALE)
-        attended = taps["attention"]
-        yield too_far("attention, live rows", attended[live], want.view_as(attended)[live], budget)
-        if setup.quantise is None:
-            yield other_bits("attention, padding rows", attended[~live], torch.zeros_like(attended[~live]))
-        projected = attended[live].float() @ w["o"].float()
-        yield too_far("projection after fp8", taps["projection"][live], projected, FP8_BUDGET + budget)
+        live, x = engine.live, engine.hidden
+        for taps, kv_cache, w in zip(engine.taps, engine.kv_cache, engine.weights, strict=True):
+            q = (x @ w["q"]).view(c.batch, c.q_len, c.heads, LATENT).double()
+            call = q, kv_cache, engine.block_table, engine.seq_lens
+            want, _ = reference_decode(*call, softmax_scale=SCALE)
+            attended, x = taps["attention"], taps["experts"]
+            yield too_far("attention, live rows", attended[live], want.view_as(attended)[live], budget)
+            if setup.quantise is None:
+                pads = attended[~live]
+                yield other_bits("attention, padding rows", pads, torch.zeros_like(pads))
+            projected = attended[live].float() @ w["o"].float()
+            yield too_far("projection after fp8", taps["projection"][live], projected, FP8_BUDGET + budget)
         if batch.spread and not engine.invariant():
             yield "live rows change with the content of padding"

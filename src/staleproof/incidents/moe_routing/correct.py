@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from staleproof.cases.compare import other_bits, rounding, too_far
-from staleproof.incidents.moe_routing.batch import rows_with_duplicates
+from staleproof.incidents.moe_routing.batch import Batch, rows_with_duplicates
 from staleproof.incidents.moe_routing.scene import (
     TORCHS_SCORES,
     RoutingCase,
@@ -19,6 +19,8 @@ from staleproof.incidents.moe_routing.scene import (
 from staleproof.ops.reference import topk as reference
 from staleproof.ops.topk import topk_softmax
 
+MORE = Batch(24, 8, 128)
+
 
 def wrong(case: RoutingCase, device: str) -> str | None:
     """What is wrong with the case's choice, in one line, or ``None``.
@@ -26,7 +28,8 @@ def wrong(case: RoutingCase, device: str) -> str | None:
     Live rows must have the reference's experts and weights, whatever padding rows contain. Rows of
     padding must have distinct experts and finite weights, or the id -1 and weights 0; of our own
     kernels, the reference's, which also says what a row of NaN gets. The same holds where padding has
-    other bad values or stands between live rows, and where only a part of the bias is NaN.
+    other bad values or stands between live rows, where only a part of the bias is NaN, and for more rows of
+    more experts. Ids are int32, and weights fp32.
     """
     return next(filter(None, _comparisons(case, device)), None)
 
@@ -39,6 +42,7 @@ def wrong_choice(logits: torch.Tensor, top_k: int) -> str | None:
 
 def _comparisons(case: RoutingCase, device: str) -> Iterator[str | None]:
     yield from _choice(case, device)
+    yield from _choice(replace(case, batch=MORE), device)
     if case.bad == "padding":
         yield from _choice(replace(case, bad="odd padding"), device)
         yield from _choice(replace(case, spread=True), device)
@@ -49,6 +53,8 @@ def _comparisons(case: RoutingCase, device: str) -> Iterator[str | None]:
 def _choice(case: RoutingCase, device: str) -> Iterator[str | None]:
     given, top_k, live = router_input(case, device), case.batch.top_k, ~is_padding(case, device)
     weights, ids = routed(case, device)
+    if (weights.dtype, ids.dtype) != (torch.float32, torch.int32):
+        yield f"weights are {weights.dtype}, ids {ids.dtype}"
     skipped = (ids == -1).all(1)
     if case.choice == "grouped_topk":
         want = reference.grouped_topk(given.logits, top_k, num_expert_group=8, topk_group=4, bias=given.bias)

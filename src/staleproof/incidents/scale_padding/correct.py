@@ -15,7 +15,9 @@ from staleproof.ops.nvfp4_layout import swizzle
 from staleproof.ops.reference import nvfp4 as reference
 
 SICK = 1
-TOKENS, EXPERTS, TOP_K = 20_000, 128, 8
+TOKENS = 20_000
+# Experts, and how many of them a token gets.
+DRAWN = ((128, 8), (64, 6))
 
 
 def wrong_product(path_name: str, allocation: str, device: str) -> str | None:
@@ -57,43 +59,57 @@ def _wrong_bytes(a: Product, swizzled: bool) -> str | None:
 def wrong_draw(simulator: ids.Simulator, device: str) -> str | None:
     """What is wrong with simulated routing, or ``None``.
 
-    Ids must be int32, in range and distinct, no expert and no pair of experts favoured, another seed must
-    give others, and the weights of a token must be equal with sum 1.
+    Ids must be int32, in range and distinct, no expert and no pair of experts favoured, tokens drawn apart,
+    another seed must give others, and the weights of a token must be equal with sum 1.
     """
-    weights, chosen = simulator(TOKENS, EXPERTS, TOP_K)
+    return next(filter(None, (_wrong_draw(simulator, *sizes) for sizes in DRAWN)), None)
+
+
+def _wrong_draw(simulator: ids.Simulator, experts: int, top_k: int) -> str | None:
+    weights, chosen = simulator(TOKENS, experts, top_k)
     if chosen.dtype != torch.int32:
         return f"ids are {chosen.dtype}"
-    if not bool(((chosen >= 0) & (chosen < EXPERTS)).all()):
+    if not bool(((chosen >= 0) & (chosen < experts)).all()):
         return "ids out of range"
     if bool(ids.experts_twice(chosen).any()):
         return "an expert twice"
     # (tokens, experts): 1 where a token has an expert. Two experts meet in as many tokens as their pair.
-    has = torch.zeros(TOKENS, EXPERTS, dtype=torch.float32).scatter_(1, chosen.long(), 1.0)
+    has = torch.zeros(TOKENS, experts, dtype=torch.float32).scatter_(1, chosen.long(), 1.0)
     pairs = (has.T @ has).double()
-    both = TOP_K * (TOP_K - 1) / (EXPERTS * (EXPERTS - 1))
-    apart = ~torch.eye(EXPERTS, dtype=torch.bool)
+    both = top_k * (top_k - 1) / (experts * (experts - 1))
+    apart = ~torch.eye(experts, dtype=torch.bool)
     for what, counts, share in (
-        ("experts", pairs.diagonal(), TOP_K / EXPERTS),
+        ("experts", pairs.diagonal(), top_k / experts),
         ("pairs of experts", pairs[apart], both),
     ):
         # Each is in a token or not, so its count is binomial: six deviations are two in a billion.
         spread = (TOKENS * share * (1 - share)) ** 0.5
-        if float((counts - TOKENS * share).abs().max()) > 6 * spread:
+        off = (counts - TOKENS * share) / spread
+        if float(off.abs().max()) > 6:
             return f"some {what} are drawn too often"
-    if torch.equal(simulator(TOKENS, EXPERTS, TOP_K, seed=1)[1], chosen):
+        # Their squares have mean 1 and variance 2; a pair stands twice among them.
+        if abs(float((off**2).mean()) - 1) > 6 * (4 / len(off)) ** 0.5:
+            return f"{what} are drawn more evenly, or more in clumps, than tokens that know nothing of others"
+    if torch.equal(simulator(TOKENS, experts, top_k, seed=1)[1], chosen):
         return "another seed gives the same ids"
-    return too_far("weights", weights, torch.full_like(weights, 1 / TOP_K), 2**-20)
+    return too_far("weights", weights, torch.full_like(weights, 1 / top_k), 2**-20)
 
 
 def wrong_row_scale(name: str, device: str) -> str | None:
     """What is wrong with a quantiser of one scale a token, or ``None``: quiet rows beside loud ones.
 
-    Each row's scale must be its own, and its numbers must be the nearest that fp8 has under that scale.
+    Each row's scale must be its own, and its numbers must be the nearest that fp8 has under that scale: also
+    with other rows in a second call, and for more and wider rows.
     """
     generator = torch.Generator().manual_seed(6)
     # An odd number of rows: the last one has no neighbour.
     loudness = torch.tensor([1.0, 100.0, 0.01, 1.0, 30.0, 0.1, 3.0])[:, None]
     x = (torch.randn(7, 64, generator=generator) * loudness).to(device)
+    calls = (x, x.flip(0), x.repeat(3, 3))
+    return next(filter(None, (_wrong_rows(name, rows) for rows in calls)), None)
+
+
+def _wrong_rows(name: str, x: torch.Tensor) -> str | None:
     values, scales = broken.PER_TOKEN[name](x)
     for row, (got, want) in enumerate(zip(scales, x.abs().amax(1) / 448, strict=True)):
         if found := too_far(f"scale of row {row}", got, want, 2**-20):
@@ -107,7 +123,12 @@ def wrong_ids(reader: ids.Reader, device: str) -> str | None:
 
     Ids are more than a byte wide, and no two weights of a token are equal.
     """
-    _, right = ids.simulate_routing(64, 512, 4, device=device)
+    sizes = ((64, 512, 4), (96, 512, 10))
+    return next(filter(None, (_wrong_ids(reader, device, *each) for each in sizes)), None)
+
+
+def _wrong_ids(reader: ids.Reader, device: str, tokens: int, experts: int, top_k: int) -> str | None:
+    _, right = ids.simulate_routing(tokens, experts, top_k, device=device)
     noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(3))
     weights = noise.softmax(1).to(device)
     chosen, read_weights = reader(right, weights)
