@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from staleproof import device
 from staleproof.cases import store
+from staleproof.engine.orders import NEWEST, OLDEST
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.triage import table
+from staleproof.vllm import plugin
 from tools import bound, figures, support
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "workbook").glob("*.md"))]
 LINK = re.compile(r"(?<!\\)\]\(([^()\s]+)\)")
+
+
+def markdown(page: Path) -> str:
+    """The text of a page, or of a notebook's Markdown cells."""
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
 
 
 def prose(page: Path) -> str:
@@ -28,9 +40,7 @@ def prose(page: Path) -> str:
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings: GitHub's for Markdown, JupyterLab's for a notebook."""
     if page.suffix == ".ipynb":
-        cells = json.loads(page.read_text())["cells"]
-        text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-        return {h.strip().replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+        return {h.strip().replace(" ", "-") for h in re.findall(r"^#+ (.+)$", markdown(page), re.MULTILINE)}
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     slugs = (re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", h)) for h in headings)
     return {slug.strip().lower().replace(" ", "-") for slug in slugs}
@@ -103,16 +113,15 @@ def test_notebook_00_holds_the_table_of_the_source():
     assert shown == [table.markdown(lambda row: row.notebook)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda page: page.name)
 def test_figures_of_a_page_are_those_of_the_findings_that_they_name(page):
     found = {}
     for run in store.read_all():
         for one in run.findings:
             found.setdefault(one.key[:3], []).append(one)
-    releases = [*table.probes()]
-    for text, marks in bound.passages(page.read_text()):
+    for text, marks in bound.passages(markdown(page)):
         recorded = [mark for mark in marks if mark[0] not in bound.READ]
-        sources = [bound.source_of(*mark, found, ROOT / "workbook", releases) for mark in recorded]
+        sources = [bound.source_of(*mark, found, ROOT / "workbook", table.probes()) for mark in recorded]
         assert not recorded or bound.unbound(text, "\n".join(sources)) == [], (marks, text)
 
 
@@ -132,6 +141,27 @@ WRITTEN = {
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in WRITTEN], ids=lambda page: page.name)
 def test_a_measured_quantity_names_its_source(page):
     assert bound.unnamed(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", NOTEBOOKS, ids=lambda page: page.stem)
+def test_a_figure_of_a_notebook_is_in_a_cell_of_it_or_names_its_source(page):
+    cells = [c for c in json.loads(page.read_text())["cells"] if c["cell_type"] == "code"]
+    outputs = [{"text": "", **o, **o.get("data", {})} for c in cells for o in c["outputs"]]
+    shown = json.dumps([[c["source"] for c in cells], [[o["text"], o.get("text/plain")] for o in outputs]])
+    named = re.compile(f"{bound.MARK.pattern}|{bound.CITED.pattern}|[Rr]eported", re.DOTALL)
+    told = [p for p in bound.paragraphs(markdown(page)) if not named.search(p)]
+    assert [(figures, p) for p in told if (figures := bound.unbound(p, shown))] == []
+
+
+@pytest.mark.parametrize("room", ["", "workbook", "notebooks", "src/staleproof"])
+def test_a_range_of_releases_is_that_of_a_probe_or_names_its_source(room):
+    ranges = {(OLDEST, NEWEST), *(span for patch in plugin.patches().values() for span in patch.versions)}
+    for patch in plugin.patches():
+        ranges |= {*bound.RANGE.findall(bound.source_of("releases", patch, {}, ROOT, table.probes()))}
+    pages = [(ROOT / room).glob(f"{'**/' if room else ''}*.{kind}") for kind in ("md", "ipynb", "py", "toml")]
+    for told in (told for page in chain(*pages) for told in bound.paragraphs(markdown(page))):
+        named = bound.MARK.search(told) or bound.LINE.search(told)
+        assert named or {*bound.RANGE.findall(" ".join(told.split()))} <= ranges, told
 
 
 def test_a_figure_that_its_finding_does_not_hold_is_noticed():

@@ -5,6 +5,7 @@ On a page an HTML comment behind a sentence names the source of the sentence's f
     12 blocks reach attention. <!-- finding: engine | off/on/off | staging_race, late copies, no wait -->
     788,070 ids stay. <!-- file: soak-cpu.json -->
     It knows 26 releases, 0.16.0 to 0.33.0. <!-- releases -->
+    The buffer came with 0.18.0 and went with 0.20.0. <!-- releases: decode_buffer -->
 
 Marks that follow each other are for the same text. `source` names what was read, and `by hand` says where and
 when something was measured that no recorded run holds.
@@ -23,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from staleproof.cases.finding import Finding
+from staleproof.vllm.releases import spans
 
 MARK = re.compile(r"<!-- (finding|file|releases|source|by hand)(?:: (.*?))? -->", re.DOTALL)
 # Text, and the marks behind it.
@@ -30,12 +32,16 @@ GROUP = re.compile(rf"((?:(?!<!-- ).)*)((?:\s*{MARK.pattern})+)", re.DOTALL)
 # A measured quantity in prose: what a sentence may not say without its source.
 MEASURED = re.compile(
     r"(?<![\w.#/-])\d[\d,]*(?:\.\d+)?\s?"
-    r"(?:us|ms|s|%|per cent|GiB|MiB|KiB|GB|MB|TFLOP/s|TB/s|GB/s|of [\d,]+)(?!\w)"
+    r"(?:us|ms|s|%|per cent|GiB|MiB|KiB|GB|MB|TFLOP/s|TB/s|GB/s|of [\d,]+"
+    r"|times as|requests|steps|engines)(?!\w)"
 )
+# A range of releases of vLLM.
+RANGE = re.compile(r"\b(0\.\d\d\.\d)`? (?:to|through) `?(0\.\d\d\.\d)\b")
 # Kinds of marks that no test can compare.
 READ = {"source", "by hand"}
-# What else names a source: a thread upstream, or a file and line of somebody's source.
-CITED = re.compile(r"#\d{4,}|\.(?:py|cuh?|hpp|h|cpp)`?(?:\]\([^)]*\))?:\d+|`:\d+")
+# What else names a source: a file and line of somebody's source, or a thread upstream.
+LINE = re.compile(r"\.(?:py|cuh?|hpp|h|cpp)`?(?:\]\([^)]*\))?:\d+|`:\d+")
+CITED = re.compile(rf"#\d{{4,}}|{LINE.pattern}")
 # A figure, with its unit if that is one of bytes; no part of a name such as H200, and no number of an issue.
 _FIGURE = re.compile(r"(?<![\w.#/])(\d[\d,]*(?:\.\d+)*(?:\.post\d+)?)(?: (GiB|MiB|KiB|ms))?")
 # What a file counts in bytes and seconds.
@@ -103,16 +109,17 @@ def source_of(
     name: str,
     findings: Mapping[tuple[str, ...], Sequence[Finding]],
     book: Path,
-    releases: Sequence[str],
+    probes: Mapping[str, Mapping[str, Mapping[str, object]]],
 ) -> str:
     """The text that a mark's figures must be in.
 
     Args:
         kind: of the mark.
-        name: what it names: incident, question and variant (``*`` for any text), or a file of the workbook.
+        name: what it names: incident, question and variant (``*`` for any text), a file of the workbook, or a
+            patch, whose releases are the ends of the ranges that have its defect, and of those that have not.
         findings: of all recorded runs, by these three.
         book: the workbook.
-        releases: of vLLM that were probed.
+        probes: release of vLLM -> patch -> what its probe said.
 
     Raises:
         KeyError: no recorded run has the finding.
@@ -120,7 +127,9 @@ def source_of(
     if kind == "file":
         return (book / name).read_text("utf-8")
     if kind == "releases":
-        return f"{len(releases)} {releases[0]} {releases[-1]}"
+        having = [release for release in probes if not name or probes[release][name]["needed"]]
+        lacking = [release for release in probes if release not in having]
+        return f"{len(having)} {spans(having)}; {spans(lacking)}"
     named = [key for key in findings if fnmatch.fnmatchcase(" | ".join(key), name)]
     if not named:
         raise KeyError(f"no recorded finding {name}")

@@ -249,7 +249,7 @@ def exercises_are_answered(nb: NotebookNode) -> list[str]:
 def is_read_in_one_sitting(nb: NotebookNode) -> list[str]:
     """What stands outside folded asides is short; the rest is for who wants it."""
     prose = "\n".join(c.source for c in nb.cells if c.cell_type == "markdown")
-    words = len(re.sub(r"<details>.*?</details>", "", prose, flags=re.DOTALL).split())
+    words = len(re.sub(r"<details>.*?</details>|<!--.*?-->", "", prose, flags=re.DOTALL).split())
     return [] if words <= MAX_WORDS else [f"{words} words outside folds, at most {MAX_WORDS}"]
 
 

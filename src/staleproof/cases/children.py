@@ -272,7 +272,7 @@ def start(
         the process, so that it does not outlive a caller that is killed.
 
     Raises:
-        ValueError: the function cannot be imported.
+        ValueError: the function is of ``__main__``, a lambda or local to a function.
     """
     name = f"{function.__module__}.{function.__qualname__}"
     importable = function.__module__ != "__main__" and "<" not in name

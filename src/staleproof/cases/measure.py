@@ -257,7 +257,7 @@ def host_times(
 
 
 def memset_async(x: torch.Tensor, value: int = 0) -> None:
-    """``cudaMemsetAsync`` of a contiguous tensor: no clearing kernel can be faster.
+    """``cudaMemsetAsync`` of a contiguous tensor: the reference of a kernel that clears.
 
     Raises:
         RuntimeError: the CUDA runtime reported an error.

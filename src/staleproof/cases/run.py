@@ -54,7 +54,7 @@ def sharing() -> Iterator[None]:
 def one_thread() -> Iterator[None]:
     """One thread of torch for the length of a ``with``: for operations of microseconds.
 
-    Handing these to a second thread takes longer than doing them, ten times longer on a busy machine.
+    A second thread gains these nothing, and on a busy machine they would wait for it.
 
     >>> import torch
     >>> with one_thread():

@@ -32,7 +32,7 @@ def audit(
         bool, typer.Option("--again", help="With --onto: ask broken clauses again, for new scripts.")
     ] = False,
 ) -> None:
-    """Put kernels through the padding contract: which clause holds, which breaks, and the smallest input.
+    """Put kernels through the padding contract: which clause holds, which breaks, and on what input.
 
     With --onto the rows of both audits are written to --json, which may be the same file.
 

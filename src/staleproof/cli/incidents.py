@@ -69,8 +69,9 @@ def run(
 ) -> None:
     """Reproduce incidents, try their fixes, and say which hold.
 
-    All questions of an incident are put to every faulty variant and every remedy. The findings replace
-    the earlier ones of the same incidents in workbook/_build/findings.jsonl; those of other incidents stay.
+    Each question of an incident goes to the faulty variants and remedies that it is about. The findings
+    replace the earlier ones of the same incidents in workbook/_build/findings.jsonl; those of other
+    incidents stay.
 
     \b
     Examples:

@@ -54,7 +54,7 @@ def holds(note: str = "") -> Reading:
 
 
 def breaks(note: str, *case: str) -> Reading:
-    """The clause is broken; ``case`` names the smallest input that shows it, for a script."""
+    """The clause is broken; ``case`` names an input that shows it, for a script."""
     return Reading(BREAKS, {"case": [*case]} if case else {}, note)
 
 

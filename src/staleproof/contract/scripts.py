@@ -1,6 +1,6 @@
-"""The smallest counterexample of a broken clause, as a script of under 30 lines that runs alone.
+"""A small counterexample of a broken clause, as a script of under 30 lines that runs alone.
 
-Its first lines say what to install. It holds the adapter as it is, the smallest input that shows the case,
+Its first lines say what to install. It holds the adapter as it is, a small input that shows the case,
 and an assertion of the clause: it ends with an AssertionError that says what was expected and what came while
 the kernel breaks it, and quietly once it is mended. Each is run before it is handed on, and one that does not
 show its break is not. ``tests/contract/alone.py`` runs recorded ones in environments of their own.

@@ -1,7 +1,8 @@
 """The models that a real engine loads: small configurations of our own, with dummy weights.
 
 Each has the shape of a published model (its attention, its router, its cache groups) and few layers, so
-that an engine starts in seconds and needs no download. ``models.json`` holds the ``config.json`` of each:
+that an engine starts in a minute or so and needs no download. ``models.json`` holds the ``config.json``
+of each:
 
 - ``deepseek_v2``: MLA attention, softmax router without groups.
 - ``deepseek_v3``: its router: sigmoid scores, groups, and a bias that takes part in the choice only.

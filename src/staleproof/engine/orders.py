@@ -1,6 +1,6 @@
 """Orders: one engine to start in a process of its own, and what to ask it there.
 
-An engine takes 5 to 25 s to start, so several engines start at once, and each answers many questions.
+An engine takes a minute or so to start, so several engines start at once, and each answers many questions.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 vLLM's kernel (vLLM #35219) writes 4 KiB a program, block after block, for one page size and one kind
 of layout. Here every range of bytes of a block is a row in a table of absolute addresses, so that
-layouts, dtypes and page sizes may be mixed. Programs write ascending addresses, which DRAM handles
-faster, in stores of 16 bytes.
+layouts, dtypes and page sizes may be mixed. Programs write ascending addresses in stores of 16
+bytes.
 """
 
 from __future__ import annotations

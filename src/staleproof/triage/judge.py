@@ -55,7 +55,7 @@ class Judgement:
     def rank(self, symptom: str | None) -> tuple[int, ...]:
         """Smaller is earlier: how it stands, its first symptom, its kind of model, how much fits.
 
-        Every MoE has a router, and few models are hybrid: a row about hybrids says more of a hybrid.
+        Every MoE has a router, and not every MoE is a hybrid: a row about hybrids says more of a hybrid.
         """
         order = {FITS: 0, MEASURED: 3 if self.unknown else 1, SO_FAR: 2, ONLY_IF: 4, AGAINST: 5}
         first = self.row.symptoms[0] != symptom

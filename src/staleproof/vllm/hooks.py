@@ -112,7 +112,7 @@ class Target:
         >>> target.knows((1,), {"y": 2}), target.knows((1,), {"z": 2}), target.knows((1, 2, 3), {})
         (True, False, False)
         """
-        # No difference of sets: Dynamo of torch 2.11, which vLLM 0.20.2 to 0.26.0 pin, fails to trace it.
+        # No difference of sets: Dynamo of torch 2.11, which vLLM 0.26.0 pins, fails to trace it.
         known = [name in self.arguments for name in kwargs]
         return len(args) <= len(self.arguments) and all(known)
 

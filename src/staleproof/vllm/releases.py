@@ -56,8 +56,8 @@ def applies_to(patch: Patch) -> str:
 def spans(names: Iterable[str]) -> str:
     """Releases of the table, in its order, as spans of successive ones.
 
-    >>> spans(["0.18.0", "0.18.1", "0.19.0", "0.20.2"])
-    '0.18.0 to 0.19.0, 0.20.2'
+    >>> spans(["0.18.0", "0.18.1", "0.19.0", "0.19.1", "0.20.2"])
+    '0.18.0 to 0.19.1, 0.20.2'
     """
     place = {name: number for number, name in enumerate(table())}
     found: list[list[str]] = []
