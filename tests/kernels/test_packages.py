@@ -41,6 +41,9 @@ def test_every_release_of_the_cache_is_found(cache):
     ]
     assert [r.version for r in packages.releases(_subject("fast-kernels", versions=("2.0",)))] == ["2.0"]
     assert packages.releases(_subject("no-such-kernels")) == []
+    # By number, not by letter.
+    (cache / "fast_kernels-10.0").mkdir()
+    assert [r.version for r in packages.releases(_subject("fast-kernels"))] == ["1.0", "2.0", "10.0"]
 
 
 def test_of_vllm_source_distributions_count_too_that_were_unpacked_whole(cache, monkeypatch):

@@ -92,7 +92,7 @@ def _cached(package: str) -> list[Release]:
         found += [
             Release(folder.name, folder) for folder in sources.glob("[0-9]*") if (folder / "vllm").exists()
         ]
-    return sorted(found, key=lambda release: release.version)
+    return sorted(found, key=lambda release: [*map(int, re.findall(r"\d+", release.version))])
 
 
 def unpacked(package: str, version: str) -> list[Path]:
