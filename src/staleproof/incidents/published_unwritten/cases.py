@@ -249,7 +249,7 @@ WHOLE = ("0.22.1", "0.26.0")
 
 
 def _whole(device: str) -> dict[str, Any]:
-    ended = children.call(whole.ask, SEEDS, timeout_s=280)
+    ended = children.call(whole.ask, SEEDS, timeout_s=400)
     return dict(ended.told[-1] if ended.told else {}) | {"failed": ended.last_line}
 
 
