@@ -388,7 +388,7 @@ def section(run: Run) -> str:
     rule = (
         "Each kernel at the shapes of DeepSeek and Qwen, beside each peer: the case that compares best and "
         "the one that compares worst, as peer's time divided by ours, then both times. **Bold**: ours is "
-        "slower than a peer. A limit is what the machine takes for as many bytes or operations. "
+        "slower than a peer. A limit is what a memset or a product takes for as many bytes or operations. "
         "`warm`: inputs in the L2; `cold`: in device memory."
     )
     parts = [head, rule, "\n".join(kernel_lines(rows))]
