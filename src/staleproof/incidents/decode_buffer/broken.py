@@ -64,8 +64,8 @@ def forget_singleton() -> None:
 class LazyMoeWorkspace(Experts):
     """The same mistake in another place: a workspace a layer that only the decode branch keeps.
 
-    Stands for TurboQuant's decode buffers (vLLM #40655, reported: about 16 GiB over the layers) and
-    its prefill scratch, which grows where the memory profile does not look (vLLM #40420).
+    Stands for TurboQuant's prefill scratch, which grows where the memory profile does not look
+    (vLLM #40420).
     """
 
     _decode_workspace: torch.Tensor | None = None
