@@ -107,6 +107,9 @@ if __name__ == "__main__":
     # What vLLM prints goes to stderr; stdout is the one object.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # What each start would import and hash for a second.
+    importlib.import_module("vllm.v1.executor")
+    importlib.import_module("torch._inductor.codecache").CacheBase.get_system()
     context = multiprocessing.get_context("fork")
     results = []
     for patches in sys.argv[1:]:
