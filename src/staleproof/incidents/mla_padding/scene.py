@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -50,6 +51,11 @@ class EngineConfig:
     vocab: int = 64
     dtype: torch.dtype = torch.bfloat16
     device: str = "cpu"
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of a request."""
+        return -(-self.context // self.page_size)
 
     @classmethod
     def for_device(cls, device: str, **changes: object) -> EngineConfig:
@@ -143,6 +149,41 @@ class Batch:
     spread: bool = False
 
 
+Drawn = tuple[list[dict[str, torch.Tensor]], torch.Tensor, list[torch.Tensor], torch.Tensor]
+
+
+@lru_cache(maxsize=2)
+def _drawn(c: EngineConfig) -> Drawn:
+    """Weights of each layer, the head, a KV cache a layer, and hidden states, of one seed.
+
+    What a GPU's engine needs takes a CPU seconds to draw, and the incident makes a hundred engines of a few
+    sizes. So they share it, and nobody may write into it.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return (draw(*shape) / math.sqrt(shape[-2])).to(c.device, c.dtype)
+
+    weights = [
+        {
+            "q": weight(c.hidden, c.heads * LATENT),
+            "o": weight(c.heads * KV_LORA_RANK, c.hidden),
+            "router": weight(c.hidden, c.experts),
+            "up": weight(c.experts, c.hidden, c.inter),
+            "down": weight(c.experts, c.inter, c.hidden),
+        }
+        for _ in range(c.layers)
+    ]
+    head = weight(c.hidden, c.vocab)
+    # Block 0 is the null block, as in vLLM: it belongs to no request.
+    pages = c.batch * c.max_pages + 1
+    kv_cache = [draw(pages, c.page_size, LATENT).to(c.device, c.dtype) for _ in range(c.layers)]
+    return weights, head, kv_cache, draw(c.batch * c.q_len, c.hidden).to(c.device, c.dtype)
+
+
 class Engine:
     """One captured decode step over static tensors.
 
@@ -157,33 +198,10 @@ class Engine:
         self.variant, self.config = variant, config
         c = config
         self._counters = counters
-        generator = torch.Generator().manual_seed(0)
-
-        def weight(*shape: int) -> torch.Tensor:
-            w = torch.randn(*shape, generator=generator) / math.sqrt(shape[-2])
-            return w.to(c.device, c.dtype)
-
-        self.weights = [
-            {
-                "q": weight(c.hidden, c.heads * LATENT),
-                "o": weight(c.heads * KV_LORA_RANK, c.hidden),
-                "router": weight(c.hidden, c.experts),
-                "up": weight(c.experts, c.hidden, c.inter),
-                "down": weight(c.experts, c.inter, c.hidden),
-            }
-            for _ in range(c.layers)
-        ]
-        self.head = weight(c.hidden, c.vocab)
-        rows = c.batch * c.q_len
-        self.max_pages = -(-c.context // c.page_size)
-        # Block 0 is the null block, as in vLLM: it belongs to no request.
-        pages = c.batch * self.max_pages + 1
-        self.kv_cache = [
-            torch.randn(pages, c.page_size, LATENT, generator=generator).to(c.device, c.dtype)
-            for _ in range(c.layers)
-        ]
-        self.pages = torch.arange(1, pages, dtype=torch.int32).view(c.batch, self.max_pages)
-        self.hidden = torch.randn(rows, c.hidden, generator=generator).to(c.device, c.dtype)
+        self.weights, self.head, kv_cache, hidden = _drawn(c)
+        self.kv_cache, self.hidden = [layer.clone() for layer in kv_cache], hidden.clone()
+        rows, self.max_pages = len(self.hidden), c.max_pages
+        self.pages = torch.arange(1, len(kv_cache[0]), dtype=torch.int32).view(c.batch, self.max_pages)
         self.block_table = torch.empty(c.batch, self.max_pages, dtype=torch.int32, device=c.device)
         self.seq_lens = torch.empty(c.batch, dtype=torch.int32, device=c.device)
         self.live = torch.empty(rows, dtype=torch.bool, device=c.device)
