@@ -10,12 +10,18 @@ from collections.abc import Iterator
 import torch
 
 from staleproof.cases.compare import other_bits, rounding, too_far
-from staleproof.incidents.mla_padding.scene import LATENT, SCALE, Batch, compared_dtype, decode_budget
+from staleproof.incidents.mla_padding.scene import (
+    LATENT,
+    SCALE,
+    AttentionInputs,
+    Batch,
+    compared_dtype,
+    decode_budget,
+)
 from staleproof.incidents.mla_padding.setups import Setup
 from staleproof.ops.reference.mla_decode import mla_decode as reference_decode
 
 FP8_BUDGET = rounding(torch.float8_e4m3fn)
-LIVE = 3
 
 
 def wrong(setup: Setup, device: str) -> str | None:
@@ -26,29 +32,35 @@ def wrong(setup: Setup, device: str) -> str | None:
 def _comparisons(setup: Setup, device: str) -> Iterator[str | None]:
     """Served steps: attention and what the quantiser hands on, live rows and padding rows, in two layers.
 
-    A full batch; then empty requests between the live ones; then requests that end inside a page, and as
-    short as can be. Batch and context are larger than where the verdict was found.
+    A full batch; then empty requests between live ones that fill a page, end inside one, or are as short as
+    can be. Batch and context are larger than where the verdict was found.
     """
     dtype, usual = compared_dtype(device), setup.config(device)
     rows, context = usual.batch + 4, usual.context + usual.page_size // 2
     engine = setup.engine("torch.max", device, dtype=dtype, layers=2, batch=rows, context=context)
     c = engine.config
     budget = decode_budget(dtype, c.context)
-    lengths = (c.context, c.context // 2, c.q_len)
-    for batch in (Batch(c.batch), *(Batch(LIVE, seq_len=n, spread=True) for n in lengths)):
-        engine.set_batch(batch)
-        engine.replay()
+    mixed = [max(n, c.q_len) for n in (c.context, c.context // 2, c.page_size - 1, 5, 2, 1)]
+    for lengths in ([c.context] * c.batch, mixed):
+        engine.set_batch(Batch(len(lengths), spread=lengths is mixed))
         live, x = engine.live, engine.hidden
-        for taps, kv_cache, w in zip(engine.taps, engine.kv_cache, engine.weights, strict=True):
-            q = (x @ w["q"]).view(c.batch, c.q_len, c.heads, LATENT).double()
-            call = q, kv_cache, engine.block_table, engine.seq_lens
-            want, _ = reference_decode(*call, softmax_scale=SCALE)
+        engine.seq_lens[engine.seq_lens > 0] = torch.tensor(lengths, dtype=torch.int32, device=device)
+        engine.replay()
+        for layer, (taps, w) in enumerate(zip(engine.taps, engine.weights, strict=True)):
+            q = (x @ w["q"]).view(c.batch, c.q_len, c.heads, LATENT)
+            call = engine.kv_cache[layer], engine.block_table, engine.seq_lens
+            want, _ = reference_decode(q.double(), *call, softmax_scale=SCALE)
             attended, x = taps["attention"], taps["experts"]
             yield too_far("attention, live rows", attended[live], want.view_as(attended)[live], budget)
             if setup.quantise is None:
-                pads = attended[~live]
-                yield other_bits("attention, padding rows", pads, torch.zeros_like(pads))
+                zeros = torch.zeros_like(attended[~live])
+                yield other_bits("attention, padding rows", attended[~live], zeros)
+                # In a graph this layer's memory may be what the layer before it has filled with zeros. Freed
+                # at once, this is what an allocator of CUDA hands out next.
+                torch.full_like(attended, torch.nan)
+                again = engine.variant.attend(AttentionInputs(q, *call, c.batch, layer)).view_as(attended)
+                yield other_bits("attention, padding rows in other memory", again[~live], zeros)
             projected = attended[live].float() @ w["o"].float()
             yield too_far("projection after fp8", taps["projection"][live], projected, FP8_BUDGET + budget)
-        if batch.spread and not engine.invariant():
+        if lengths is mixed and not engine.invariant():
             yield "live rows change with the content of padding"
