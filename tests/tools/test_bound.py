@@ -92,12 +92,14 @@ def test_entries_of_a_list_need_a_source_each_and_a_written_table_none():
 
 def test_what_a_mark_names_is_read(tmp_path):
     (tmp_path / "a.json").write_text("in the file")
-    releases = ["0.16.0", "0.20.0", "0.33.0"]
+    probes = {release: {"a": {"needed": release < "0.33.0"}} for release in ("0.16.0", "0.20.0", "0.33.0")}
 
     def read(kind, name, findings=None):
-        return bound.source_of(kind, name, findings or {}, tmp_path, releases)
+        return bound.source_of(kind, name, findings or {}, tmp_path, probes)
 
-    assert (read("file", "a.json"), read("releases", "")) == ("in the file", "3 0.16.0 0.33.0")
+    assert read("file", "a.json") == "in the file"
+    assert read("releases", "") == "3 0.16.0, 0.20.0, 0.33.0; "
+    assert read("releases", "a") == "2 0.16.0, 0.20.0; 0.33.0"
     with pytest.raises(KeyError, match=r"no recorded finding mla \| rows \| off"):
         read("finding", "mla | rows | off", {("mla", "rows", "on"): []})
 
