@@ -204,5 +204,7 @@ def test_a_remedy_for_the_scene_alone_is_not_fixed(name, monkeypatch, device):
     patch = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(make).parameters else {}
     incident, words, off, on, ask, wrong = make(**patch)
     case = fix("on trial", words, off=off, on=on, ask=ask, wrong=wrong)
+    if device == "cuda" and ask is buffers.server:
+        pytest.skip("a server on a GPU is a process of its own, which knows no setup of a test")
     (found,) = Table(incident.TABLE.incident, case).run(device)
     assert found.outcome is Outcome.BAD, found.three.text
