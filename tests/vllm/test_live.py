@@ -120,6 +120,7 @@ def test_a_server_that_knows_nothing_of_staleproof_is_bad_input(capsys, monkeypa
         (["in place", "partly"], "partly", False),
         (["partly", "refused"], "refused", False),
         (["in place", "off"], "off", True),
+        (["off", "partly"], "partly", False),
         (["will be patched", "in place"], "in place", True),
         (["not needed", "will be patched"], "will be patched", True),
         ([], None, False),
@@ -169,6 +170,13 @@ def test_what_a_switch_says(here, tmp_path, caplog, words, off, said):
     caplog.clear()
     live.look_at_switch(str(tmp_path / "off"), here)
     assert not caplog.records
+
+
+def test_a_switch_that_cannot_be_read_any_more_switches_nothing_on_again(here, tmp_path):
+    for words in (b"all", b"\xff"):
+        (tmp_path / "off").write_bytes(words)
+        live.look_at_switch(str(tmp_path / "off"), here)
+    assert process.state("undrained_ids")[0] == "off"
 
 
 @pytest.mark.parametrize(
