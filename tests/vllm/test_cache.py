@@ -99,6 +99,18 @@ def test_a_traced_patch_is_a_factor_while_it_waits_and_once_it_is_wrapped(envs):
     assert envs.compile_factors() == {"VLLM_USE_V1": True}
 
 
+def test_without_the_key_a_traced_patch_does_nothing_and_none_of_them_takes_it_along(envs):
+    other = patches()["topk_nan"]
+    other.apply("0.18.1")
+    other.revert()
+    assert [*envs.compile_factors()] == ["VLLM_USE_V1", KEY]
+    # The key is no patch.
+    assert standing.in_service() == ["scale_padding"]
+    standing.step_back(standing.CACHE, "planted")
+    assert standing.in_service() == []
+    standing.forget(standing.CACHE)
+
+
 def _nothing(ops) -> None:
     pass
 

@@ -191,6 +191,15 @@ def test_a_word_for_a_patch_spares_the_others_of_an_incident_of_that_name(tmp_pa
     assert switched == [off]
 
 
+def test_each_second_what_may_come_back_is_put_in_place_again(here, monkeypatch):
+    renewed = []
+    monkeypatch.setattr(hooks, "renew", lambda: renewed.append(True))
+    standing.on_host.add("undrained_ids")
+    standing.step_back("undrained_ids", "it failed", again_at=-1e9)
+    live.tick()
+    assert (process.state("undrained_ids")[0], renewed) == ("will be patched", [True])
+
+
 def test_a_start_with_the_switch_is_off_from_the_beginning(here, tmp_path, monkeypatch):
     (tmp_path / "off").write_text("")
     monkeypatch.setenv(live.SWITCH, str(tmp_path / "off"))
