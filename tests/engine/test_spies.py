@@ -109,6 +109,8 @@ def test_experts_that_are_named_twice_are_counted_by_kind_of_row():
     assert watch.first_experts() == [2, 4]
     watch.clear()
     assert watch.duplicates(2) == (0, 0)
+    watch.keep_ids("router 0", torch.tensor([[0, 1], [2, 3], [3, 3], [4, 5]]))
+    assert watch.duplicates(2) == (0, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -294,7 +295,9 @@ def test_a_failed_compilation_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "modules").exists()
 
 
-def test_a_module_holds_every_source_of_its_release_and_is_kept(unpacked: Path, nvcc: Path) -> None:
+def test_a_module_holds_every_source_of_its_release_and_is_kept(
+    unpacked: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, later = moe_module.package(unpacked), moe_sources.LATER_SOURCES[0]
     with pytest.raises(ModuleError, match=r"0\.6\.10: not built: staleproof moe-module build"):
         moe_module.built(source)
@@ -308,9 +311,14 @@ def test_a_module_holds_every_source_of_its_release_and_is_kept(unpacked: Path, 
     path.unlink()
     moe_module.build(unpacked, say=lambda line: None)
     assert f"{Path(later).stem}.o" in path.read_text().split()
-    # Found again without a compiler, until the package's sources change.
+    # Found again without a compiler, until nvcc's flags or the package's sources change.
     nvcc.unlink()
     assert moe_module.build(unpacked, say=lambda line: None) == [path]
+    here = moe_module.architecture()
+    with monkeypatch.context() as context:
+        context.setattr(moe_module, "architecture", lambda: replace(here, flags=(*here.flags, "-O0")))
+        with pytest.raises(ModuleError, match="not built"):
+            moe_module.built(source)
     edited = edited_file(unpacked, moe_sources.EDITS[0])
     edited.write_text(edited.read_text() + "// another release\n")
     with pytest.raises(ModuleError, match="not built"):

@@ -10,7 +10,9 @@ import environment
 import pytest
 import torch
 
+from staleproof.kernels import vllm_sources
 from staleproof.kernels.vllm_sources import Finder, UnavailableError, executed, load
+from staleproof.vllm.sources import Sources
 
 # What benchmarks/patches.py and the GPU tests execute.
 FILES = (
@@ -79,6 +81,14 @@ def test_a_file_that_does_not_load_is_one_line(tmp_path, text, reason):
         load(tmp_path, "vllm.ops")
     assert str(caught.value) == f"vllm.ops does not load with stand-ins: {reason}"
     assert "vllm" not in sys.modules
+
+
+def test_a_release_is_the_installed_one_only_if_that_is_of_this_version(tmp_path, monkeypatch):
+    (tmp_path / "0.22.1/vllm").mkdir(parents=True)
+    monkeypatch.setenv("STALEPROOF_VLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(vllm_sources, "installed", lambda: ("0.22.0+cu130", Sources(tmp_path / "site")))
+    assert vllm_sources.package("0.22.0") == tmp_path / "site"
+    assert vllm_sources.package("0.22.1") == tmp_path / "0.22.1/vllm"
 
 
 @pytest.mark.parametrize("folder", sorted(environment.cache().glob("0.*")), ids=lambda folder: folder.name)

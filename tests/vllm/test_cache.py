@@ -59,14 +59,22 @@ def test_each_state_is_served_from_a_graph_of_its_own(version, tmp_path):
 FILES = CACHE | {"_custom_ops": "def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout): pass"}
 
 
-def test_a_traced_patch_is_refused_where_the_key_is_not_as_expected(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "text", "why"),
+    [
+        ("caching", "def aot_compile_hash_factors(c): return [c]", r"not hash envs\.compile_factors.*mix"),
+        ("backends", "class VllmBackend:\n    def __call__(self, graph): pass", r"does not hash.*could mix"),
+        ("wrapper", "class TorchCompileWithNoGuardsWrapper: pass", "has no .*aot_compile"),
+    ],
+)
+def test_a_traced_patch_is_refused_where_the_key_is_not_as_expected(tmp_path, file, text, why):
     package = write(tmp_path, FILES)
     sources = Sources(package)
     check_cache_key(sources)
     patch = patches()["scale_padding"]
     patch.check("0.18.1", sources)
-    (package / "compilation/caching.py").write_text("def aot_compile_hash_factors(c): return [c]")
-    with pytest.raises(PatchError, match=r"does not hash envs\.compile_factors.*could mix graphs"):
+    (package / f"compilation/{file}.py").write_text(text)
+    with pytest.raises(PatchError, match=why):
         patch.check("0.18.1", Sources(package))
 
 
@@ -89,6 +97,18 @@ def test_a_traced_patch_is_a_factor_while_it_waits_and_once_it_is_wrapped(envs):
     assert envs.compile_factors()[KEY] == PLACE
     patches()["scale_padding"].revert()
     assert envs.compile_factors() == {"VLLM_USE_V1": True}
+
+
+def test_without_the_key_a_traced_patch_does_nothing_and_none_of_them_takes_it_along(envs):
+    other = patches()["topk_nan"]
+    other.apply("0.18.1")
+    other.revert()
+    assert [*envs.compile_factors()] == ["VLLM_USE_V1", KEY]
+    # The key is no patch.
+    assert standing.in_service() == ["scale_padding"]
+    standing.step_back(standing.CACHE, "planted")
+    assert standing.in_service() == []
+    standing.forget(standing.CACHE)
 
 
 def _nothing(ops) -> None:

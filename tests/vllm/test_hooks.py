@@ -94,6 +94,13 @@ def test_a_patch_whose_kernels_need_triton_is_refused_without_it(package, monkey
         patch.check("1.0.0", Sources(package))
 
 
+def test_a_patch_is_refused_if_one_of_its_functions_is_not_as_expected(package):
+    known, gone = Target(MODULE, "double", ("x",)), Target(MODULE, "gone", ())
+    _patch(known, replace(gone, versions=("2.0.0", "2.0.0"))).check("1.0.0", Sources(package))
+    with pytest.raises(PatchError, match="has no gone"):
+        _patch(known, gone).check("1.0.0", Sources(package))
+
+
 def _waits_and_fails() -> None:
     with _patch(Target("vllm.a", "f", ())).applied("1.1.0"):
         assert [hook.target.name for hook in hooks._watched["vllm.a"]] == ["f"]
@@ -467,10 +474,13 @@ def test_a_loader_that_makes_its_own_module_still_does(package, monkeypatch):
         (True, ("double", "gone"), []),
         (False, ("double", "gone"), ["p is in place (double)"]),
         (False, ("gone", "none"), []),
+        # One function is vital, and what it is there for cannot be wrapped.
+        ("double", ("double", "gone"), []),
     ],
 )
 def test_a_patch_is_announced_once_it_works(package, caplog, vital, functions, said):
-    targets = [Target(MODULE, name, ("x",), after=lambda r, a, k: r, vital=vital) for name in functions]
+    same = {"arguments": ("x",), "after": lambda r, a, k: r}
+    targets = [Target(MODULE, name, vital=vital in (True, name), **same) for name in functions]
     with caplog.at_level(logging.INFO, hooks.logger.name):
         hooks.wrap("another", Target(MODULE, "Impl.run", ("self",), after=lambda r, a, k: r))
         hooks.wrap("p", *targets)

@@ -120,6 +120,7 @@ def test_a_server_that_knows_nothing_of_staleproof_is_bad_input(capsys, monkeypa
         (["in place", "partly"], "partly", False),
         (["partly", "refused"], "refused", False),
         (["in place", "off"], "off", True),
+        (["off", "partly"], "partly", False),
         (["will be patched", "in place"], "in place", True),
         (["not needed", "will be patched"], "will be patched", True),
         ([], None, False),
@@ -171,6 +172,13 @@ def test_what_a_switch_says(here, tmp_path, caplog, words, off, said):
     assert not caplog.records
 
 
+def test_a_switch_that_cannot_be_read_any_more_switches_nothing_on_again(here, tmp_path):
+    for words in (b"all", b"\xff"):
+        (tmp_path / "off").write_bytes(words)
+        live.look_at_switch(str(tmp_path / "off"), here)
+    assert process.state("undrained_ids")[0] == "off"
+
+
 @pytest.mark.parametrize(
     ("words", "off"), [("mla_padding", ["mla_padding"]), ("kv_reuse", ["undrained_ids"])]
 )
@@ -181,6 +189,15 @@ def test_a_word_for_a_patch_spares_the_others_of_an_incident_of_that_name(tmp_pa
     (tmp_path / "off").write_text(words)
     live.look_at_switch(str(tmp_path / "off"), Here("0.22.1", [*incidents], incidents=incidents))
     assert switched == [off]
+
+
+def test_each_second_what_may_come_back_is_put_in_place_again(here, monkeypatch):
+    renewed = []
+    monkeypatch.setattr(hooks, "renew", lambda: renewed.append(True))
+    standing.on_host.add("undrained_ids")
+    standing.step_back("undrained_ids", "it failed", again_at=-1e9)
+    live.tick()
+    assert (process.state("undrained_ids")[0], renewed) == ("will be patched", [True])
 
 
 def test_a_start_with_the_switch_is_off_from_the_beginning(here, tmp_path, monkeypatch):

@@ -128,3 +128,21 @@ def test_the_summary_of_the_real_0_33_0_is_not_lost():
 def test_a_patch_that_stands_in_part_does_not_meet_the_requirement():
     with pytest.raises(process.RequirementError, match=r"a is partly \(halve\)"):
         process.required("a", {"a": (process.PARTLY, "halve")}, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("states", "state"),
+    [
+        (("in place", "not needed", "waiting"), ("in place", "")),
+        (("in place", "gone"), ("partly", "gone")),
+        (("not needed", "gone", "waiting"), ("refused", "gone")),
+        (("not needed", "waiting"), ("will be patched", "")),
+        (("not needed",), ("not needed", "")),
+    ],
+)
+def test_a_function_without_the_defect_is_not_missed(states, state):
+    for number, each in enumerate(states):
+        standing.note("a", f"vllm.ops:{number}", each)
+    found = process.state("a")
+    standing.forget("a")
+    assert found == state

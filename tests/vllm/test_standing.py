@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 
@@ -144,12 +145,13 @@ def test_hooks_of_every_kind_stop(module, kind):
     assert [module("a").double(1), len(calls)] == [2, 1]
 
 
-def test_after_a_failed_preparation_nothing_is_finished(module):
-    finished = []
-    target = Target("vllm.a", "double", ("x",), before=_fails, after=lambda r, a, k: finished.append(r))
-    hooks.wrap("other", target)
+@pytest.mark.parametrize("failing", ["instead", "before"])
+def test_behind_a_hook_that_failed_no_other_runs(module, failing):
+    ran = []
+    others = {"before": lambda *given: ran.append(given), "after": lambda *given: ran.append(given)}
+    hooks.wrap("other", Target("vllm.a", "double", ("x",), **others | {failing: _fails}))
     assert module("a").double(1) == 2
-    assert not finished
+    assert not ran
 
 
 def test_putting_a_hook_in_place_reads_no_source(module, monkeypatch):
@@ -207,6 +209,16 @@ def test_what_needs_a_patch_that_is_switched_off_is_off_too_and_not_refused(modu
     assert [process.state(name)[0] for name in ("drain", "record")] == [process.IN_PLACE] * 2
     standing.step_back("drain", "it failed")
     assert process.state("record") == (process.REFUSED, "needs drain, which stepped back")
+
+
+def test_what_goes_out_of_service_undoes_what_it_did_and_so_do_those_that_need_it(module, monkeypatch):
+    undone = []
+    for name in ("drain", "record", "other"):
+        monkeypatch.setitem(standing.undo, name, functools.partial(undone.append, name))
+    hooks.wrap("drain", DRAIN)
+    hooks.wrap("record", FIRST, requires=("drain",))
+    standing.step_back("drain", "it failed")
+    assert undone == ["drain", "record"]
 
 
 def test_a_module_that_is_imported_while_its_patch_is_off_is_patched_later(module):

@@ -49,15 +49,18 @@ def test_padding_and_live_rows_are_counted_apart_over_steps():
     assert watch.latest.runs == {("attention", "layers.0"): 3, ("experts", "layers.0"): 3}
 
 
-def test_warm_up_is_forgotten():
+def test_warm_up_is_forgotten(caplog):
     watch = Watch(Settings(), DEVICE)
     watch.begin_step(8)
     watch.observe("attention", "layers.0", rows_with(1, 2))
+    arrived(watch)
     watch.reset()
+    caplog.clear()
     watch.begin_step(8)
     watch.observe("attention", "layers.0", rows_with(5))
     assert counted(watch) == {("attention", "layers.0"): (0, 1)}
     assert watch.latest.steps == 1
+    assert "first live row with NaN or Inf: step 1, attention of layers.0, row 5" in caplog.text
 
 
 def test_only_chosen_stages_and_layers_are_counted():

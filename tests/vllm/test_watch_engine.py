@@ -25,7 +25,7 @@ pytest.importorskip("prometheus_client")
 ENGINE = {
     "v1.worker.gpu_worker": """
 class Worker:
-    device, local_rank = DEVICE, 0
+    device, local_rank = DEVICE, 1
     def load_model(self): return "model"
     def determine_available_memory(self): return 2**30
     def initialize_from_config(self, kv_cache_config): return "cache"
@@ -93,7 +93,8 @@ def start_fixture(made_up, monkeypatch, device):
     def start(version: str = "0.22.1") -> tuple[Any, int]:
         port = free_port()
         monkeypatch.setenv("STALEPROOF_WATCH", "1")
-        monkeypatch.setenv("STALEPROOF_WATCH_PORT", str(port))
+        # The variable names the first worker's port. This is the second worker.
+        monkeypatch.setenv("STALEPROOF_WATCH_PORT", str(port - 1))
         watch_hooks.install(version)
         worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker()
         runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner()

@@ -355,6 +355,29 @@ def test_a_request_reads_every_block_that_its_prefix_reaches_into(start, read, n
     assert (watch.first.blocks if watch.first else ()) == read
 
 
+@pytest.mark.parametrize(
+    ("computed", "taken"), [(0, {1, 2, 7}), (15, {1, 2, 7}), (16, {2, 7}), (32, {7}), (47, {7}), (48, None)]
+)
+def test_the_hash_of_every_block_that_is_not_computed_to_its_end_is_taken_back(computed, taken):
+    """Blocks 1 to 3 are of 16 tokens, and 3 has no hash; block 7 is of 48."""
+    blocks = [SimpleNamespace(block_id=i, block_hash=b"hash" if i != 3 else None) for i in (1, 2, 3, 7)]
+    groups = (16, blocks[:3]), (48, blocks[3:])
+    manager = SimpleNamespace(
+        coordinator=SimpleNamespace(
+            single_type_managers=[
+                SimpleNamespace(block_size=size, req_to_blocks={"one": some}) for size, some in groups
+            ]
+        ),
+        block_pool=SimpleNamespace(blocks=blocks),
+        evict_blocks=lambda ids: evicted.append(ids),
+    )
+    scheduler = type("Scheduler", (), {"__module__": "vllm.v1.core.sched.scheduler"})()
+    scheduler.kv_cache_manager, scheduler.connector, evicted = manager, None, []
+    request = SimpleNamespace(request_id="one", num_computed_tokens=computed)
+    assert published_unwritten._take_back((scheduler, request), {}) is None
+    assert evicted == ([taken] if taken else [])
+
+
 @pytest.mark.parametrize(("blocks", "known"), [(1, False), (2, True)])
 def test_a_pool_needs_one_block_besides_the_null_block(blocks, known):
     kind = type("Scheduler", (), {"__module__": "vllm.v1.core.sched.scheduler"})

@@ -46,11 +46,13 @@ def test_ragged_queries_as_many_rows_as_requests(device):
     out = torch.ones(3, 2, 16, device=device)
     _call(out, None, device, starts=[0, 2, 2, 3])
     assert out.eq(1).all()
-    out = torch.full((5, 2, 16), torch.nan, device=device)
-    out[:3] = 1
-    _call(out, None, device, starts=[0, 2, 2, 3])
-    assert out[:3].eq(1).all()
-    assert not out[3:].count_nonzero()
+    for lse in (None, torch.ones(5, 2, device=device)):
+        out = torch.full((5, 2, 16), torch.nan, device=device)
+        out[:3] = 1
+        _call(out, lse, device, starts=[0, 2, 2, 3])
+        assert out[:3].eq(1).all()
+        assert not out[3:].count_nonzero()
+    assert lse[:, 0].tolist() == [1.0] * 3 + [-torch.inf] * 2
 
 
 def test_lse_of_another_dtype_and_of_a_part_of_the_heads(device):
