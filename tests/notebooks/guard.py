@@ -19,7 +19,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from functools import cache, partialmethod
+from functools import cache, partialmethod, wraps
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,9 @@ def force(mode: str) -> None:
     from staleproof.incidents.kv_reuse import scene
     from staleproof.report import plots
 
-    build = finding.Finding.__init__
+    build = getattr(finding.Finding.__init__, "__wrapped__", finding.Finding.__init__)
 
+    @wraps(build)
     def forced(self: Any, *args: Any, **fields: Any) -> None:
         build(self, *args, **fields)
         changes = {"verdict": mode, "numbers": Numbers()}
@@ -104,35 +105,39 @@ def sources(cells: list[Any]) -> Iterator[str]:
     yield from reversed(kept)
 
 
-def printed_lines(path: Path, mode: str) -> list[str]:
-    """What the code cells of a notebook print in ``mode``. Changes this process for good."""
+def printed(path: Path) -> dict[str, list[str]]:
+    """What the code cells of a notebook print in each mode. Changes this process for good.
+
+    The modes share what a notebook computes besides its findings: no cache of ours keeps one.
+    """
     import nbformat
     from IPython.core.interactiveshell import InteractiveShell
 
-    force(mode)
     shell = InteractiveShell.instance(colors="nocolor", history_length=0)
     shell.history_manager.enabled = False
     os.chdir(path.parent)
-    lines = []
-    for source in sources(nbformat.read(path, as_version=4).cells):
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-            shell.run_cell(source, silent=True)
-        lines += said.getvalue().splitlines()
+    lines: dict[str, list[str]] = {mode: [] for mode in MODES}
+    for mode in MODES:
+        force(mode)
+        shell.reset()
+        for source in sources(nbformat.read(path, as_version=4).cells):
+            said = io.StringIO()
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+                shell.run_cell(source, silent=True)
+            lines[mode] += said.getvalue().splitlines()
     return lines
 
 
 def answer_lines() -> None:
-    """Run the notebook that each line of the input names, both ways at once, in processes of their own."""
+    """Run the notebook that each line of the input names, both ways, in a process of its own."""
     # What else writes to the standard output, a library or a process that a cell starts, is no answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         path = Path(line.strip()).resolve()
         try:
-            with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
-                lines = pool.starmap(printed_lines, [(path, mode) for mode in MODES], chunksize=1)
-            said: dict[str, Any] = dict(zip(MODES, lines, strict=True))
+            with multiprocessing.get_context("fork").Pool(1) as pool:
+                said: dict[str, Any] = pool.apply(printed, (path,))
         except Exception:
             said = {"error": traceback.format_exc()}
         print(json.dumps(said), file=answers, flush=True)

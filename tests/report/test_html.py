@@ -244,7 +244,7 @@ def test_markdown_and_code_of_the_page():
 
 def test_a_notebook_is_read_into_sections(tmp_path):
     both = v4.new_output("display_data", {"text/markdown": "**m**", "text/plain": "p", "text/html": "<b>"})
-    failed = v4.new_output("error", traceback=["one", "two"])
+    failed = v4.new_output("error", traceback=["\x1b[0;31mone\x1b[0m", "two"])
     path = write(
         tmp_path / "07_x.ipynb",
         v4.new_code_cell(""),

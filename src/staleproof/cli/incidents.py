@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -121,6 +122,9 @@ def report(
 
     build = store.build_folder()
     need_workbook()
+    # jsonschema, which nbformat imports, makes a parser of IRIs in a second if this package is there, and
+    # does without otherwise. No notebook has a field of that format.
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     from staleproof.report import html
     from staleproof.report.notebooks import Execution, beside, lanes
 
