@@ -452,10 +452,11 @@ def test_the_modules_are_built_from_where_and_to_where_was_asked(monkeypatch, tm
     assert capsys.readouterr().out == "built\n"
 
 
+@pytest.mark.parametrize(("answer", "code"), [(clean, 0), (wrong, 1)])
 def test_a_report_that_runs_everything_names_the_notebooks_while_it_waits_for_them(
-    root, incident, monkeypatch, capsys
+    root, incident, monkeypatch, capsys, answer, code
 ):
-    asked, said = incident(clean), []
+    asked, said = incident(answer), []
 
     @contextmanager
     def beside(*given):
@@ -464,7 +465,7 @@ def test_a_report_that_runs_everything_names_the_notebooks_while_it_waits_for_th
     monkeypatch.setattr("staleproof.report.notebooks.beside", beside)
     monkeypatch.setattr("staleproof.report.html.page", lambda *given: "a page")
     monkeypatch.setattr(terminal, "progress", lambda: nullcontext(said.append))
-    assert cli.main(["report", "--execute", "--device", "cpu"]) == 0
+    assert cli.main(["report", "--execute", "--device", "cpu"]) == code
     assert said[-2:] == ["the notebooks", "done"]
     assert asked == ["cpu"]
     assert capsys.readouterr().out.splitlines()[-1].startswith("report: ")

@@ -701,6 +701,16 @@ def update(change=lambda out, state: (out, state)):
     return kernel
 
 
+def writes_around_the_states(at: int):
+    """A kernel that takes the index of padding for that of a row before the states, or behind them."""
+
+    def kernel(x, state, weight, state_indices, pad_index):
+        state._base[at] = 1.0
+        return made.update(x, state, weight, state_indices, pad_index)
+
+    return kernel
+
+
 def merged(change):
     return lambda out_a, lse_a, out_b, lse_b: change(*made.merge(out_a, lse_a, out_b, lse_b))
 
@@ -965,6 +975,8 @@ OTHERS = [
      broken("a row with the index of padding changes a state", "index")),
     ("state", "S", lambda x, state, weight, state_indices: made.update(x, state, weight, state_indices, -1),
      {"pad_index": 0}, broken("a row with the index of padding changes a state", "index")),
+    *(("state", "S", writes_around_the_states(at), {},
+       broken("a row with the index of padding changes a state", "index")) for at in (0, -1)),
     *(("state", "S", update(lambda out, state, row=row: (out + (torch.arange(5) == row)[:, None], state)), {},
        broken(f"beside a row of padding a live row {place} is off by 1", "index"))
       for row, place in ((0, 0), (2, 1), (4, 2))),
@@ -1011,6 +1023,8 @@ OTHERS = [
     ("operands", "0", scaled, SCALED | {"reference": None}, unasked(UNCHECKED)),
     ("operands", "0", scaled, SCALED | {"reference": lambda x, scale: (2 * x, x.sum(1) + 1)},
      broken("not the reference: result 1: row 0 is off by 1", "clean")),
+    ("operands", "0", lambda x, scale: (scaled(x, scale)[0], x.sum(1) * NAN), SCALED,
+     broken("not the reference: result 1: row 0 is off by nan", "clean")),
     ("operands", "0", lambda x: not_twice(x), SCALED, broken("other bits the second time", "clean")),
 ]  # fmt: skip
 

@@ -89,6 +89,7 @@ def test_the_truth_is_that_of_all_processes(here, capsys, monkeypatch):
         assert "schedule was replaced" in text
         assert "vLLM 0.22.1" in text
         code, text = ask(capsys, number, "--json")
+        assert code == 3
         assert json.loads(text)["patches"]["undrained_ids"] == ["refused", "schedule was replaced"]
         engine.stdin.close()
     # It is gone, and so is what it said.
