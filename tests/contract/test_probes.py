@@ -504,6 +504,8 @@ ATTENTION = [
           (lambda more: more.nan_to_num(0.0, INF, -INF).sum(), "inf"),
           (lambda more: more.nan_to_num(0.0, 0.0, 0.0).mul(2).sum(), "largest"),
       )),
+    ("U", varlen(lambda rows, live, q: (spare(0.0)(rows, live, q), 0 * q[..., 0] + q[live:].sum())),
+     {"q_len": 0}, broken("nan in q past the end changes a live row", "spare", "nan")),
     ("Q", right, {}, unasked("takes one query token a request")),
     ("Q", several(), {"q_len": 2}, holding()),
     ("Q", several(lambda out, lens, call: out + 1), {"q_len": 2}, broken("row 0 is off by 1", "clean")),
