@@ -6,11 +6,14 @@ import re
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from staleproof import check
 
 X = torch.ones(2, 3)
 META = torch.ones(2, 3, device="meta")
+with FakeTensorMode():
+    ON_GPU = [torch.ones(2, 3, device=f"cuda:{index}") for index in (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,7 @@ META = torch.ones(2, 3, device="meta")
             "x: expected torch.int32 or torch.int64, got torch.float32",
         ),
         (META, {"like": X}, "x: expected a tensor on cpu, got one on meta"),
+        (ON_GPU[1], {"like": ON_GPU[0]}, "x: expected a tensor on cuda:0, got one on cuda:1"),
         (X.T, {"contiguous": True}, "x: expected a contiguous tensor, got strides (1, 3)"),
         (X[:, :2], {"contiguous": True}, "x: expected a contiguous tensor, got strides (3, 1)"),
         (X, {"ndim": 2}, None),

@@ -485,7 +485,7 @@ def test_no_child_outlives_the_runner(jobs, tmp_path, end):
     assert started[0].poll() is not None
 
 
-def test_limit_s_is_for_all_children_of_a_case(jobs, tmp_path):
+def test_limit_s_is_for_all_children_of_a_case_and_of_a_scene(jobs, tmp_path):
     limits = []
     # What children are forked from starts with the first of them, and may take longer than the limit.
     assert children.call(jobs.add, 1, 2, timeout_s=60).answer() == 3
@@ -496,9 +496,11 @@ def test_limit_s_is_for_all_children_of_a_case(jobs, tmp_path):
             limits.append(ended.limit_s)
         return "clean" if ended.code is None else "leaked"
 
-    found = run(each("q", "rows", ["a", "b"], ask, limit_s=0.3, **OPEN))
-    assert [f.verdict for f in found] == ["clean"] * 2
-    assert limits == [pytest.approx(0.3, abs=0.1), 0, pytest.approx(0.3, abs=0.1), 0]
+    scene = Scene("s", lambda device: ask("s", device), limit_s=0.3)
+    told = each("of a scene", "rows", ["c"], lambda subject, device, told: told, scene=scene, **OPEN)
+    found = run([*each("q", "rows", ["a", "b"], ask, limit_s=0.3, **OPEN), *told])
+    assert [f.verdict for f in found] == ["clean"] * 3
+    assert limits == [pytest.approx(0.3, abs=0.1), 0] * 3
 
 
 def test_ask_puts_the_named_question_to_the_named_variants(device):

@@ -70,10 +70,11 @@ def test_a_run_says_when_the_source_of_a_benchmark_has_changed(tmp_path, monkeyp
     ):
         store.write(tmp_path / "run", [], [row | changes])
         assert store.read(tmp_path / "run").stale == stale
-    # A recording of before the benchmark was named.
-    del row["benchmark"]
-    store.write(tmp_path / "run", [], [row])
-    assert store.read(tmp_path / "run").stale == ["b"]
+    # Recordings of before the benchmark was named, and of before rows had a digest.
+    for field in ("benchmark", "source_digest"):
+        del row[field]
+        store.write(tmp_path / "run", [], [row])
+        assert store.read(tmp_path / "run").stale == ["b"]
     # There are no benchmarks to compare with.
     monkeypatch.undo()
     monkeypatch.setattr(store, "PACKAGE", tmp_path / "site-packages" / "staleproof")

@@ -269,7 +269,8 @@ def test_sigterm_keeps_and_prints_the_findings_so_far(root, incident, capsys):
         time.sleep(5)
         return clean()
 
-    before = signal.getsignal(signal.SIGTERM)
+    # Whatever a test before this one has left.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     incident(leaked, verified, ended)
     assert cli.main(["run"]) == 143
     kept = root / "workbook/_build/findings.jsonl"
@@ -277,7 +278,7 @@ def test_sigterm_keeps_and_prints_the_findings_so_far(root, incident, capsys):
     captured = capsys.readouterr()
     assert "  fixed    ours" in captured.out
     assert one_line(captured.err) == f"staleproof: interrupted; 2 findings kept: {kept}"
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_full_disk_loses_no_verdict_on_the_screen(root, incident, capsys, monkeypatch):
@@ -452,10 +453,11 @@ def test_the_modules_are_built_from_where_and_to_where_was_asked(monkeypatch, tm
     assert capsys.readouterr().out == "built\n"
 
 
+@pytest.mark.parametrize(("answer", "code"), [(clean, 0), (wrong, 1)])
 def test_a_report_that_runs_everything_names_the_notebooks_while_it_waits_for_them(
-    root, incident, device, monkeypatch, capsys
+    root, incident, device, monkeypatch, capsys, answer, code
 ):
-    asked, said = incident(clean), []
+    asked, said = incident(answer), []
 
     @contextmanager
     def beside(*given):
@@ -464,7 +466,7 @@ def test_a_report_that_runs_everything_names_the_notebooks_while_it_waits_for_th
     monkeypatch.setattr("staleproof.report.notebooks.beside", beside)
     monkeypatch.setattr("staleproof.report.html.page", lambda *given: "a page")
     monkeypatch.setattr(terminal, "progress", lambda: nullcontext(said.append))
-    assert cli.main(["report", "--execute", "--device", device]) == 0
+    assert cli.main(["report", "--execute", "--device", device]) == code
     assert said[-2:] == ["the notebooks", "done"]
     assert asked == [device]
     assert capsys.readouterr().out.splitlines()[-1].startswith("report: ")

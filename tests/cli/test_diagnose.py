@@ -124,7 +124,10 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path):
     assert "nothing in it" in refused(capsys, str(tmp_path / "empty.log"))
     (tmp_path / "binary.log").write_bytes(b"\0\1\2")
     assert "a binary file" in refused(capsys, str(tmp_path / "binary.log"))
-    assert "is it a log of vLLM?" in refused(capsys, str(LOGS / "not-a-vllm.log"))
+    other = str(LOGS / "not-a-vllm.log")
+    assert "is it a log of vLLM?" in refused(capsys, other)
+    beside = " ".join(diagnose(capsys, other, "--gpu", "h200").split())
+    assert f"note: {other}: no line says a release, a model, a backend or an error that we know" in beside
     assert "one log, please" in refused(capsys, str(OOM), "--log", str(OOM))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     assert "give --symptom" in refused(capsys)

@@ -504,6 +504,8 @@ ATTENTION = [
           (lambda more: more.nan_to_num(0.0, INF, -INF).sum(), "inf"),
           (lambda more: more.nan_to_num(0.0, 0.0, 0.0).mul(2).sum(), "largest"),
       )),
+    ("U", varlen(lambda rows, live, q: (spare(0.0)(rows, live, q), 0 * q[..., 0] + q[live:].sum())),
+     {"q_len": 0}, broken("nan in q past the end changes a live row", "spare", "nan")),
     ("Q", right, {}, unasked("takes one query token a request")),
     ("Q", several(), {"q_len": 2}, holding()),
     ("Q", several(lambda out, lens, call: out + 1), {"q_len": 2}, broken("row 0 is off by 1", "clean")),
@@ -697,6 +699,16 @@ def update(change=lambda out, state: (out, state)):
         out, moved = change(made.update(x, state, weight, state_indices, pad_index), state.clone())
         state.copy_(moved)
         return out
+
+    return kernel
+
+
+def writes_around_the_states(at: int):
+    """A kernel that takes the index of padding for that of a row before the states, or behind them."""
+
+    def kernel(x, state, weight, state_indices, pad_index):
+        state._base[at] = 1.0
+        return made.update(x, state, weight, state_indices, pad_index)
 
     return kernel
 
@@ -965,6 +977,8 @@ OTHERS = [
      broken("a row with the index of padding changes a state", "index")),
     ("state", "S", lambda x, state, weight, state_indices: made.update(x, state, weight, state_indices, -1),
      {"pad_index": 0}, broken("a row with the index of padding changes a state", "index")),
+    *(("state", "S", writes_around_the_states(at), {},
+       broken("a row with the index of padding changes a state", "index")) for at in (0, -1)),
     *(("state", "S", update(lambda out, state, row=row: (out + (torch.arange(5) == row)[:, None], state)), {},
        broken(f"beside a row of padding a live row {place} is off by 1", "index"))
       for row, place in ((0, 0), (2, 1), (4, 2))),
@@ -1011,6 +1025,8 @@ OTHERS = [
     ("operands", "0", scaled, SCALED | {"reference": None}, unasked(UNCHECKED)),
     ("operands", "0", scaled, SCALED | {"reference": lambda x, scale: (2 * x, x.sum(1) + 1)},
      broken("not the reference: result 1: row 0 is off by 1", "clean")),
+    ("operands", "0", lambda x, scale: (scaled(x, scale)[0], x.sum(1) * NAN), SCALED,
+     broken("not the reference: result 1: row 0 is off by nan", "clean")),
     ("operands", "0", lambda x: not_twice(x), SCALED, broken("other bits the second time", "clean")),
 ]  # fmt: skip
 

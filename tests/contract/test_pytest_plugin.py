@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 # Here, because pytester unloads what a run in this process imports, and a second copy has other classes.
-from staleproof.contract import cases, pytest_plugin  # noqa: F401
+from staleproof.contract import cases, pytest_plugin
 from staleproof.contract.contract import BREAKS, CLAUSES
 
 pytest_plugins = ["pytester"]
@@ -55,6 +55,21 @@ def test_a_broken_clause_shows_its_script_if_there_is_one(script, said):
     with pytest.raises(pytest_plugin.BrokenClauseError) as error:
         item.runtest()
     assert str(error.value) == f"clause R: {CLAUSES['R']}\nrows{said}"
+
+
+def test_kernels_are_audited_on_the_device_that_was_asked_for(monkeypatch):
+    asked = []
+
+    def audit(modules, device):
+        asked.append((modules, device))
+        return [SimpleNamespace(variant="k", question="R")]
+
+    monkeypatch.setattr(cases, "audit", audit)
+    file = object.__new__(pytest_plugin.ContractFile)
+    file.path, file.config = Path("m.py"), SimpleNamespace(getoption=lambda name: f"{name} as asked for")
+    for _ in range(2):
+        assert file.answer(("k", "R")).question == "R"
+    assert asked == [(["m.py"], "--padding-contract-device as asked for")]
 
 
 def test_nothing_happens_without_the_option(pytester):

@@ -46,11 +46,22 @@ def test_findings_are_printed_kept_and_recorded(capsys, without_gpu, tmp_path):
 
 def test_an_unexpected_verdict_is_not_recorded(capsys, without_gpu, monkeypatch, tmp_path):
     bad = finding("engine", "q", "v", "leaked", expected="clean")
-    monkeypatch.setattr(command, "ask", lambda *_: [bad])
-    options = ["--device", "cpu", "--json", str(tmp_path / "engine.jsonl"), "--out", str(tmp_path / "runs")]
+    asked = []
+    monkeypatch.setattr(command, "ask", lambda *given: asked.append(given) or [bad])
+    options = [
+        "--limit",
+        "7",
+        "--device",
+        "cpu",
+        "--json",
+        str(tmp_path / "engine.jsonl"),
+        "--out",
+        str(tmp_path / "runs"),
+    ]
     assert cli.main(["engine", *options]) == 1
     assert "1 verdicts are not as expected" in capsys.readouterr().err
     assert not [*(tmp_path / "runs").iterdir()]
+    assert asked[0][-1] == 7.0
 
 
 def test_a_run_is_recorded_only_if_that_was_asked_for(capsys, without_gpu, monkeypatch, tmp_path):

@@ -119,6 +119,8 @@ def test_a_terminal_cuts_no_word_of_the_evidence():
 def test_json(capsys):
     assert cli.main(["patches", "--version", "v0.22.1", "--json"]) == 0
     rows = {row["patch"]: row for row in json.loads(capsys.readouterr().out)["patches"]}
+    text = shown.as_text(status.answer("0.22.1"))
+    assert all(f"{row['models']} " in text and f" {row['why']}" in text for row in rows.values())
     recording = rows["mla_recording"]
     assert recording["needed"] is True
     assert recording["requires"] == ["undrained_ids"]
