@@ -55,20 +55,23 @@ def test_live_allocations_find_their_owner_and_released_ones_are_gone():
     tracker.begin("serve")
     buffer = torch.zeros(64)
     stray = torch.zeros(32)
+    own = torch.zeros(16)
     torch.zeros(1024)
     buffer.add_(1)
     tracker.end()
     tree = nn.ModuleList([Layer(buffer), Layer(buffer)])
+    tree[1].first["own"] = own
     groups = group_by_owner(tree, tracker)
     assert [(name, sum(group.by_layer.values())) for (name, _), group in groups.items()] == [
-        ("*.first", buffer.nbytes),
+        ("*.first", buffer.nbytes + own.nbytes),
         (UNOWNED, stray.nbytes),
     ]
+    # One tensor of an owner that layers share is enough.
     assert groups["*.first", ""].shared
     assert all(a.source.startswith("evidence/test_allocations.py:") for a in tracker.live.values())
-    assert (tracker.now, tracker.peak) == (96 * 4, (96 + 1024) * 4)
+    assert (tracker.now, tracker.peak) == (112 * 4, (112 + 1024) * 4)
     del stray
-    assert tracker.now == buffer.nbytes
+    assert tracker.now == buffer.nbytes + own.nbytes
 
 
 @pytest.mark.parametrize(

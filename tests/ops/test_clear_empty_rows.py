@@ -147,6 +147,10 @@ BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
         {"out": lambda d: _tensor(3, 4, 2, 64)(d).transpose(0, 1)},
         r"out: expected the query tokens of consecutive requests at one stride, got strides",
     ),
+    "4-d gap": (
+        {"out": lambda d: _tensor(4, 3, 2, 64)(d)[:, :2]},
+        r"out: expected the query tokens of consecutive requests at one stride, got strides",
+    ),
     "rows": ({"out": _tensor(5, 2, 64)}, r"out: expected a multiple of 4 rows, as in seq_lens, got 5 rows"),
     "4-d batch": ({"out": _tensor(2, 2, 2, 64)}, r"out: expected 4 requests, as in seq_lens, got shape"),
     "lens dtype": (

@@ -106,6 +106,8 @@ def test_queries_become_float16_numbers_times_a_power_of_two(device: str) -> Non
     )
     q = q.bfloat16()
     q[0, 1, 2], q[1, 0, 3, 95], q[2, 1, 4, 0] = 0.0, torch.nan, torch.inf
+    # The largest number of a row may be a rotary one.
+    q[1, 1, 0, 70] *= 1000
     numbers = torch.empty(30, 96, dtype=torch.float16, device=device)
     scales = torch.empty(30, device=device)
     # Heads of a wider tensor.

@@ -286,6 +286,11 @@ def test_bad_ids_are_named_before_any_store(device: str, ids: Any, message: str)
             {"block_dim": 1},
             r"kv_caches\[0\]: expected elements with memory of their own",
         ),
+        (
+            [torch.zeros(300).as_strided((2, 3, 6, 8), (96, 48, 8, 1))],
+            {"block_dim": 2},
+            r"kv_caches\[0\]: expected elements with memory of their own",
+        ),
         ([CACHE], {"block_dim": 3}, r"block_dim: expected an axis of kv_caches\[0\], 0 to 2, got"),
         ([CACHE], {"block_dim": -1}, r"block_dim: expected an axis of kv_caches\[0\], 0 to 2"),
         ([CACHE, CACHE], {"block_dim": [0]}, r"block_dim: expected one int, or 2, got \[0\]"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from staleproof.incidents.decode_buffer.allocator import GIB, SimulatedAllocator
 from staleproof.incidents.decode_buffer.cases import SMALL, TABLE, too_small, utilisation
 from staleproof.incidents.decode_buffer.outside import SYMMETRIC
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES
-from staleproof.incidents.decode_buffer.setups import OFF, SETUPS, ServerCase
+from staleproof.incidents.decode_buffer.setups import OFF, SETUPS, ServerCase, Setup, Wiring
 from staleproof.ops.decode_workspace import DecodeWorkspace
 
 
@@ -179,3 +180,14 @@ def test_a_profile_that_saw_a_part_of_what_is_kept_did_not_see_it(late, early, s
     watched = SimpleNamespace(ready=SimpleNamespace(surprises=surprises), kept_bytes=early * size + late)
     found = cases.profile(ServerCase(OFF), "cpu", [None, watched])
     assert (found.verdict, found.numbers["buffers"]) == (said, late + early)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_layer_that_is_wrong_in_one_of_two_steps_in_turn_is_mixed(device, full):
+    class WrongInOneStep(model.Attention):
+        def decode(self, q, seq_lens, micro_batch=0):
+            return torch.where((seq_lens > 0).all() == full, torch.zeros_like(q), q)
+
+    turn = buffer.in_turn(Setup(partial(Wiring, WrongInOneStep), {}), device)
+    assert turn.wrong_rows == buffer.LIVE * buffer.LAYERS
+    assert buffer.layers_in_turn("wrong in one step", device, turn).verdict == "mixed"

@@ -44,6 +44,9 @@ def test_the_dtype_check_is_an_error_that_says_so():
     with pytest.raises(ValueError, match=message):
         ids.pack_topk(drawn, torch.ones(4, 2))
     assert ids.require_int32_ids(drawn.int()).dtype == torch.int32
+    # A kernel that is given the pointer reads them row by row.
+    with pytest.raises(ValueError, match="topk_ids: expected a contiguous tensor"):
+        ids.require_int32_ids(drawn.int().T)
 
 
 def test_bad_sizes_are_named():
