@@ -372,13 +372,19 @@ def outside(row: int):
     return kernel
 
 
+TENSORS = {
+    "k": "k_cache", "v": "v_cache", "table": "block_table", "lens": "seq_lens", "scale": "softmax_scale"
+}  # fmt: skip
+
+
 def given(change):
     """A right decode of other arguments than it was given."""
 
     def kernel(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
-        call = SimpleNamespace(q=q, k=k_cache, table=block_table, lens=seq_lens, scale=softmax_scale)
+        call = SimpleNamespace(q=q, k=k_cache, v=v_cache, table=block_table, lens=seq_lens)
+        call.scale = softmax_scale
         change(call)
-        return made.decode(call.q, call.k, v_cache, call.table, call.lens, call.scale)
+        return made.decode(**{TENSORS.get(name, name): value for name, value in vars(call).items()})
 
     return kernel
 
@@ -596,6 +602,7 @@ ATTENTION = [
      broken("replayed with seq_lens [19, 5, 16, 9]: row 1 is off by 1.6", "replay")),
     *(("N", kernel, sizes, broken(f"{AFTER}row 0 is off by {off}", "replay")) for kernel, sizes, off in (
         (given(kept("q")), {}, 0.763), (given(kept("table")), {}, 1.15), (given(kept("k")), {}, 0.817),
+        (given(kept("v")), {}, 1.61),
         (several_of(kept_starts()), {"q_len": 0}, 0.0259),
     )),
     # Not right with a new tensor either, which E says.
@@ -1089,6 +1096,8 @@ OTHERS = [
     *(("routing", "P", masked(turn), {}, broken("the mask changes another row", "mask"))
       for turn in (turn_ids, turn_weights)),
     ("routing", "R", route(), {}, holding()),
+    *(("routing", clause, lambda router_logits, top_k, bias, is_padding: biased(router_logits, top_k, bias),
+       {}, holding()) for clause in "0O"),
     *(("routing", "R", route(change), {}, broken(f"{fill} in other rows changes a live row", "rows", fill))
       for fill, change in (
           ("nan", lambda w, ids, x: (w + 0 * x.mean(), ids)),
@@ -1111,6 +1120,9 @@ OTHERS = [
      broken("not the reference: result 0: row 0 is off by 0.0625", "clean")),
     ("rows", "0", lambda x: fp8(x, groups=2, stretch=torch.tensor([[1.0], [5.0]])), {},
      broken("not the reference: of a range of 448 row 4 uses 88: its scale is too large", "clean")),
+    *(("rows", clause, lambda x: (x.sum(1), x.argmax(1)), {"reference": lambda x: (x.sum(1), x.argmax(1))},
+       holding()) for clause in "0R"),
+    ("rows", "0", lambda x: (2 * x, x.sum()), {"reference": lambda x: (2 * x, x.sum())}, holding()),
     ("rows", "R", lambda x: 2 * x.nan_to_num(), {"reference": double},
      broken("the NaN of a row is hidden: its own result holds numbers")),
     ("rows", "0", lambda x: None, {}, broken("returns no tensor", "clean")),
@@ -1210,7 +1222,7 @@ OTHERS = [
           (kept_slots(), 0),
       )),
     ("kv_write", "0", lambda key, value, k_cache, v_cache, slot_mapping: (
-        write()(key, value, k_cache, v_cache, slot_mapping), key.zero_()), {},
+        write()(key, value, k_cache, v_cache, slot_mapping), key.zero_())[:0], {},
      broken("writes to key", "clean")),
     ("kv_write", "S", write(), {}, holding()),
     ("kv_write", "S", write(first=1), {"pad_slot": 0}, holding()),
@@ -1280,6 +1292,8 @@ OTHERS = [
         (lambda x, w1, w2, weights, ids: (x, w1, w2, weights, ids.sort(1).values), "row 3 is off by 1"),
     )),
     ("experts", "0", stale(made.experts), {}, broken("row 0 is off by 1.43", "clean")),
+    *(("experts", clause, lambda x, w1, w2, topk_weights, topk_ids: x.copy_(made.experts(
+        x, w1, w2, topk_weights, topk_ids)), {}, holding()) for clause in "0DX"),
     ("experts", "R", made.experts, {}, holding()),
     ("experts", "R", made.experts_mix, {}, broken("nan in one token changes another", "rows", "nan")),
     ("experts", "D", made.experts, {}, holding()),

@@ -338,7 +338,8 @@ def replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
         # A launch that was prepared may keep the table.
         for memory in (call.q, call.block_table)[: 2 - kernel.prepared] if number else ():
             memory.copy_(memory.flip(0))
-        call.k_cache.neg_()
+        for cache in call.guards[:-1]:
+            cache.neg_()
         if shape.q_len == 0:
             call.query_start_loc.copy_(starts[number % 2])
         if kernel.planned:
