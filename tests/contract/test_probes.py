@@ -1165,6 +1165,7 @@ OTHERS = [
     ("rows", "R", from_row(3, 2), {"live_rows": 3}, broken("; ".join(
         f"{fill} in other rows changes a live row" for fill in ("nan", "inf")), "rows", "nan")),
     ("rows", "R", from_row(2, 3), {"live_rows": 3}, holding()),
+    ("rows", "R", lambda x: 2 * x.nan_to_num(), {"live_rows": 3, "reference": double}, holding()),
     ("rows", "R", mixed, {}, broken("; ".join(
         f"{fill} in other rows changes the scale of a live row" for fill in ("nan", "inf", "largest")),
         "rows", "nan")),
