@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from staleproof.cases.case import Reading, absent
+from staleproof.cases.compare import rounding, too_far
 from staleproof.contract.contract import BREAKS, breaks, holds
 from staleproof.contract.scenes import Call, Shape, behind_operands, dirty_memory, make_call, reference
 from staleproof.evidence.canary import bits
@@ -21,6 +22,8 @@ NAN = float("nan")
 # With pages of 16 tokens: a page and part of another, part of one, and a whole one.
 LENGTHS = (19, 5, 16)
 WITH_EMPTY = (19, 0, 5, 0)
+# A request of some tiles; more requests than a tile has rows, each of another length. Both fill the table.
+LONG, MANY = (144,), tuple(range(1, 34))
 # Finite content that no masking may let through: far from N(0, 1), and small enough for fp16.
 GARBAGE = 1e4
 STALE = (Fill("NaN", lambda x: x.fill_(NAN)), Fill("finite garbage", lambda x: x.fill_(GARBAGE)))
@@ -60,7 +63,7 @@ def launcher(kernel: Kernel, call: Call, arguments: dict[str, Any] | None = None
 
 def _result(returned: Any, call: Call, arguments: dict[str, Any]) -> Result:
     pair = (*returned, None)[:2] if isinstance(returned, tuple | list) else (returned, None)
-    out = arguments["out"] if pair[0] is None and "out" in arguments else pair[0]
+    out, lse = (arguments.get(name) if x is None else x for name, x in zip(("out", "lse"), pair, strict=True))
     if not isinstance(out, torch.Tensor):
         raise WrongResultError(f"returns {type(out).__name__}, expected a tensor or a pair of them")
     wanted = tuple(call.out.shape)
@@ -70,7 +73,6 @@ def _result(returned: Any, call: Call, arguments: dict[str, Any]) -> Result:
         out = out.flatten(0, 1)
     if tuple(out.shape) != wanted:
         raise WrongResultError(f"returns shape {tuple(out.shape)}, expected {wanted}")
-    lse = pair[1]
     if isinstance(lse, torch.Tensor):
         if lse.numel() != call.lse.numel():
             raise WrongResultError(
@@ -89,9 +91,19 @@ def run(kernel: Kernel, call: Call, fill: float = NAN) -> Result:
     return out.clone(), None if lse is None else lse.clone()
 
 
+def scaled(shape: Shape, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Lengths of as many whole pages, where a page has more than 16 tokens, and as many tokens more.
+
+    >>> scaled(Shape(page_size=64), (19, 5, 16)), scaled(Shape(), (19, 5, 16))
+    ((67, 5, 64), (19, 5, 16))
+    """
+    return tuple(n // 16 * max(shape.page_size, 16) + n % 16 for n in lengths)
+
+
 def _tolerance(call: Call) -> float:
-    # fp32 goes through TF32 on a GPU: 10 bits of mantissa.
-    return 5e-3 if call.q.dtype == torch.float32 else 3e-2
+    # Twice what a kernel rounds that scales q and k in its dtype. fp32 goes through an approximate exp, on a
+    # GPU also through TF32: 10 bits of mantissa.
+    return max(rounding(call.q.dtype, 8), 5e-3 if call.q.is_cuda else 2e-4)
 
 
 def wrong_rows(result: Result, call: Call) -> str:
@@ -99,10 +111,9 @@ def wrong_rows(result: Result, call: Call) -> str:
     expected, expected_lse = reference(call)
     live = call.live().cpu()
     out, tolerance = result[0].cpu().double(), _tolerance(call)
-    off = ~torch.isclose(out, expected, rtol=tolerance, atol=tolerance).flatten(1).all(1) & live
-    if off.any():
-        row = int(off.nonzero()[0])
-        return f"row {row} is off by {(out[row] - expected[row]).abs().max():.3g}"
+    for row in live.nonzero().flatten().tolist():
+        if too_far("", out[row].flatten(), expected[row].flatten(), tolerance):
+            return f"row {row} is off by {(out[row] - expected[row]).abs().max():.3g}"
     if result[1] is not None:
         lse = result[1].cpu().double()
         off = ~torch.isclose(lse, expected_lse, rtol=tolerance, atol=tolerance) & live[:, None]
@@ -113,23 +124,38 @@ def wrong_rows(result: Result, call: Call) -> str:
 
 
 def clean_input(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """0: the reference on clean input, and nothing written outside ``out``."""
-    call = make_call(shape, LENGTHS, device)
+    """0: the reference on clean input, and nothing written outside ``out``; also of one long request, of many
+    with another scale, and finite for large scores."""
+    call = make_call(shape, scaled(shape, LENGTHS), device)
     # The margins are part of the buffers; their content must survive.
     call.guards[-1][0], call.guards[-1][-1] = GARBAGE, GARBAGE
-    before = [bits(x).clone() for x in (call.q, *call.guards[:-1], call.block_table, call.seq_lens)]
+    inputs = call.q, *call.guards[:-1], call.block_table, call.seq_lens, call.query_start_loc
+    before = [bits(x).clone() for x in inputs]
     try:
         result = run(kernel, call)
     except WrongResultError as error:
         return breaks(str(error), "clean")
     if wrong := wrong_rows(result, call):
         return breaks(wrong, "clean")
-    after = [bits(x) for x in (call.q, *call.guards[:-1], call.block_table, call.seq_lens)]
-    if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+    if not all(torch.equal(a, bits(x)) for a, x in zip(before, inputs, strict=True)):
         return breaks("writes to its inputs", "clean")
     margins = call.guards[-1][[0, -1]]
     if not bool((margins == margins.new_full((), GARBAGE)).all()):
         return breaks("writes outside out", "clean")
+    named = bound(kernel.call, call.arguments())
+    for name, got in zip(("out", "lse"), result, strict=True):
+        if name in named and got is not None and not bool(same_bits(getattr(call, name), got).all()):
+            return breaks(f"its argument {name} does not hold what it returns", "clean")
+    for lengths in (LONG, MANY):
+        more = make_call(shape, scaled(shape, lengths), device, seed=len(lengths))
+        more.block_table = more.block_table[:, :-1].contiguous()
+        if "softmax_scale" in named:
+            more.softmax_scale /= len(lengths) ** 0.5
+        if wrong := wrong_rows(run(kernel, more), more):
+            return breaks(f"{wrong}; requests: {len(lengths)}, tokens: up to {max(more.seq_lens.tolist())}")
+    call.q.mul_(64)
+    if not all(bool(part.isfinite().all()) for part in run(kernel, call) if part is not None):
+        return breaks("not finite where q is 64 times as large")
     return holds()
 
 
@@ -154,7 +180,7 @@ def _empty_row(out: torch.Tensor, again: torch.Tensor) -> str:
 
 def empty_rows(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> Reading:
     """E: rows of empty requests after a launch in which they were live."""
-    busy, idle = (9 + q_len, 18, 5 + q_len, 7), tuple(n and n + q_len for n in WITH_EMPTY)
+    busy, idle = (9 + q_len, 18, 5 + q_len, 7), tuple(n and n + q_len for n in scaled(shape, WITH_EMPTY))
     q_lens = [q_len] * 4
     run(kernel, make_call(shape, busy, device, q_lens=q_lens, seed=1))
     for lengths in (idle, (0, 0, 0, 0)):
@@ -193,7 +219,7 @@ def stale_tail(
 ) -> Reading:
     """T: whatever lies at or past seq_len, live rows keep their bits."""
     q_lens = [q_len] * len(lengths)
-    make = partial(make_call, shape, lengths, device, q_lens=q_lens)
+    make = partial(make_call, shape, scaled(shape, lengths), device, q_lens=q_lens)
     base = run(kernel, make())
     live = make().live()
     found = []
@@ -217,8 +243,9 @@ def table_past_the_need(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """B: entries past the need hold -1, an id past the end, or a far one. Guard pages hold NaN."""
     if shape.layout == "gathered":
         return absent("takes no block table")
-    base = run(kernel, make_call(shape, LENGTHS, device))
-    call = make_call(shape, LENGTHS, device)
+    lengths = scaled(shape, LENGTHS)
+    base = run(kernel, make_call(shape, lengths, device))
+    call = make_call(shape, lengths, device)
     for buffer in call.guards[:-1]:
         buffer[:2].fill_(NAN)
         buffer[-2:].fill_(NAN)
@@ -234,8 +261,9 @@ def table_past_the_need(kernel: Kernel, shape: Shape, device: str) -> Reading:
 
 
 def other_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """R: with other content in every other row and in its pages, a live row keeps its bits."""
-    lengths = (19, 0, 5, 16)
+    """R: with other content in every other row and in its pages, a live row keeps its bits. A row's own NaN
+    stays one."""
+    lengths = scaled(shape, (19, 0, 5, 16))
     base = run(kernel, make_call(shape, lengths, device))
     for fill in FILLS[0], FILLS[2], FILLS[3]:
         for kept in ((0,), (2, 3)):
@@ -250,6 +278,9 @@ def other_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
                 if which := changed(now, base, call.rows(request)):
                     what = f"row {request}" + (" of lse" if which == "lse" else "")
                     return breaks(f"{fill.name} in another row changes {what}", "rows", fill.name)
+            for request in {0, 2, 3} - set(kept) if fill is FILLS[0] else ():
+                if not bool(now[0][call.rows(request)].isnan().any()):
+                    return breaks(f"the NaN of request {request} is hidden: its own row holds numbers")
     return holds()
 
 
@@ -295,14 +326,22 @@ def _kept_empty(kernel: Kernel, call: Call, now: Result) -> str:
 
 
 def replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """N: one set of buffers; the live count falls and rises between replays."""
-    full = (19, 5, 16, 9)
-    call = make_call(shape, full, device)
+    """N: one set of buffers; the live count falls and rises between replays, and other inputs change too."""
+    full, one, others = (scaled(shape, n) for n in ((19, 5, 16, 9), (19, 0, 0, 0), (0, 5, 16, 0)))
+    starts = torch.tensor([[0, 2, 3, 4, 6], [0, 1, 3, 5, 6]])
+    call = make_call(shape, full, device, q_lens=starts[0].diff().tolist() if shape.q_len == 0 else None)
     if shape.layout == "gathered":
         return absent("takes no seq_lens: the mask is an input")
     launch, note = _captured(kernel, launcher(kernel, call), call.q.is_cuda)
-    for lengths in (full, (19, 0, 0, 0), full, (0, 5, 16, 0), full):
+    for number, lengths in enumerate((full, one, full, others, full)):
         call.seq_lens.copy_(torch.tensor(lengths))
+        # A launch that was prepared may keep the table.
+        for memory in (call.q, call.block_table)[: 2 - kernel.prepared] if number else ():
+            memory.copy_(memory.flip(0))
+        for cache in call.guards[:-1]:
+            cache.neg_()
+        if shape.q_len == 0:
+            call.query_start_loc.copy_(starts[number % 2])
         if kernel.planned:
             # Its documentation asks for a plan whenever lengths change.
             launch = launcher(kernel, call)
@@ -320,7 +359,7 @@ def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """U: rows of q and out past the last of ``query_start_loc``."""
     if shape.q_len != 0:
         return absent("takes one row a request, not cu_seqlens")
-    make = partial(make_call, shape, LENGTHS, device, q_lens=(3, 1, 2))
+    make = partial(make_call, shape, scaled(shape, LENGTHS), device, q_lens=(3, 1, 2))
     base = run(kernel, make())
     live = len(base[0])
     for fill in FILLS[:3]:
@@ -341,12 +380,13 @@ def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
 
 
 def several_query_tokens(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """Q: clean input, stale tails and empty requests with 2 query tokens each."""
+    """Q: clean input, stale tails and empty requests with 2 query tokens each, and clean input with some."""
     if shape.q_len == 1:
         return absent("takes one query token a request")
-    call = make_call(shape, LENGTHS, device, q_lens=[2] * 3)
-    if wrong := wrong_rows(run(kernel, call), call):
-        return breaks(wrong, "clean")
+    for q_lens in ((2, 2, 2), (3, 1, 2))[: 1 if shape.q_len else 2]:
+        call = make_call(shape, scaled(shape, LENGTHS), device, q_lens=q_lens)
+        if wrong := wrong_rows(run(kernel, call), call):
+            return breaks(wrong, "clean")
     for clause, probe in (("T", stale_tail), ("E", empty_rows)):
         found = probe(kernel, shape, device, q_len=2)
         # What one token shows as well is the other clause's.
@@ -357,11 +397,11 @@ def several_query_tokens(kernel: Kernel, shape: Shape, device: str) -> Reading:
 
 def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """L: the same bits before and after a longer launch full of NaN."""
-    call = make_call(shape, LENGTHS, device)
+    call = make_call(shape, scaled(shape, LENGTHS), device)
     base = run(kernel, call)
     # The same lengths first: a kept buffer is found again by its shape.
     for lengths in (LENGTHS, (50, 40, 33, 20, 5)):
-        bad = make_call(shape, lengths, device)
+        bad = make_call(shape, scaled(shape, lengths), device)
         bad.q.fill_(NAN)
         bad.k_cache.fill_(NAN)
         bad.v_cache.fill_(NAN)
@@ -373,17 +413,17 @@ def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Reading:
 
 def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """A: an earlier result stays as it is, new tensors are used, and a graph survives a larger call."""
-    call = make_call(shape, LENGTHS, device)
+    call = make_call(shape, scaled(shape, LENGTHS), device)
     captured, note = _captured(kernel, launcher(kernel, call), call.q.is_cuda)
     first = captured()
     base = first[0].clone(), None if first[1] is None else first[1].clone()
-    other = make_call(shape, LENGTHS, device, seed=3)
+    other = make_call(shape, scaled(shape, LENGTHS), device, seed=3)
     second = launcher(kernel, other)()
     if wrong := wrong_rows(second, other):
         return breaks(f"new tensors of the same shape: {wrong}", "address")
     if changed(first, base):
         return breaks("the next call overwrites the result of this one", "address")
-    larger = make_call(shape, (50, 40, 33, 20, 5), device, seed=4)
+    larger = make_call(shape, scaled(shape, (50, 40, 33, 20, 5)), device, seed=4)
     launcher(kernel, larger)()
     del other, second, larger
     gc.collect()
@@ -399,7 +439,7 @@ def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Reading:
 
 def behind(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """O: with each operand at the end of its memory, the bytes behind it change no bit."""
-    call = make_call(shape, LENGTHS, device)
+    call = make_call(shape, scaled(shape, LENGTHS), device)
 
     def results(placed: dict[str, Any]) -> list[torch.Tensor]:
         with dirty_memory(NAN):

@@ -174,7 +174,7 @@ def make_call(
 
     >>> call = make_call(Shape(), [20, 0], "cpu")
     >>> call.block_table.tolist(), call.pages(0)
-    ([[1, 2, 0], [0, 0, 0]], [1, 2])
+    ([[2, 1, 0], [0, 0, 0]], [2, 1])
     """
     size, batch = shape.page_size, len(seq_lens)
     dtype = usual_dtype(device, shape.dtype)
@@ -186,7 +186,8 @@ def make_call(
     needs = [-(-length // size) for length in seq_lens]
     # One entry past the longest request, and page 0 for nobody.
     table = torch.full((batch, max(needs, default=0) + 1), NULL_PAGE, dtype=torch.int32)
-    pages, next_page = 1 + sum(needs) + 1, 1
+    # Backwards, so that nobody finds a page behind the one before.
+    pages, free = 1 + sum(needs) + 1, [*range(1, 1 + sum(needs))]
     buffers = [
         torch.zeros(pages + 2 * GUARD, size, shape.kv_heads, shape.head_dim, device=device, dtype=dtype)
     ]
@@ -194,11 +195,12 @@ def make_call(
         buffers.append(torch.zeros(*buffers[0].shape[:3], shape.value_dim, device=device, dtype=dtype))
     caches = [buffer[GUARD:-GUARD] for buffer in buffers]
     for request, (length, need) in enumerate(zip(seq_lens, needs, strict=True)):
-        table[request, :need] = torch.arange(next_page, next_page + need)
+        mine = [free.pop() for _ in range(need)]
+        table[request, :need] = torch.tensor(mine)
         for cache in caches:
             content = random(length, shape.kv_heads, cache.shape[-1])
-            cache[next_page : next_page + need].flatten(0, 1)[:length] = content
-        next_page += need
+            padded = torch.cat([content, content.new_zeros(need * size - length, *content.shape[1:])])
+            cache[mine] = padded.unflatten(0, (need, size))
     starts = torch.tensor([0, *(q_lens or [1] * batch)]).cumsum(0).int()
     tokens = int(starts[-1]) + spare_rows
     around = torch.zeros(tokens + 2, shape.heads, shape.value_dim, device=device, dtype=dtype)
