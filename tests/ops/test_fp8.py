@@ -319,11 +319,6 @@ BAD_INPUTS: dict[str, tuple[Any, Any, str]] = {
         {"live_rows": _tensor(*[True] * 8)},
         r"live_rows: expected shape \(9\), got shape \(8,\)",
     ),
-    "mask layout": (
-        None,
-        {"live_rows": lambda x: torch.ones(18, dtype=torch.bool, device=x.device)[::2]},
-        r"live_rows: expected a contiguous tensor",
-    ),
     "other device": (
         None,
         {"live_rows": lambda x: torch.ones(9, dtype=torch.bool, device="meta")},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,18 @@ def test_a_call_kept_for_an_odd_address_serves_every_address():
     seen: Seen[str] = Seen()
     seen.keep((torch.ones(25)[1:],), "no alignment")
     assert seen.get((torch.ones(24),)) == seen.get((torch.ones(25)[1:],)) == "no alignment"
+
+
+def test_a_tensor_of_another_class_is_checked_each_time_and_not_kept_alive():
+    class Other(torch.Tensor):
+        pass
+
+    seen, given = Seen[str](), torch.ones(24).as_subclass(Other)
+    gone = weakref.ref(given)
+    seen.keep((X, given), "a call")
+    assert seen.get((X, given)) is None
+    del given
+    assert gone() is None
 
 
 def test_an_argument_that_no_dict_holds_is_left_to_the_checks():

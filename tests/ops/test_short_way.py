@@ -272,15 +272,32 @@ BESIDE = {
 }
 
 
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """As large, but no two elements side by side."""
+    return torch.empty_strided(x.shape, [2 * step for step in x.stride()], dtype=x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("move", "message"),
+    [
+        (lambda x: x.to("meta"), "a tensor on cpu, got one on meta"),
+        (_apart, "a.* contiguous.*, got .*strides"),
+    ],
+    ids=["device", "strides"],
+)
 @pytest.mark.parametrize(("name", "argument"), BESIDE)
-def test_a_tensor_of_another_device_is_named(name: str, argument: str) -> None:
+def test_a_tensor_of_another_device_or_in_pieces_is_named(
+    name: str, argument: str, move: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
     given = BESIDE[name, argument]
     whole = given[argument] if isinstance(given[argument], tuple) else (given[argument],)
     for place, tensor in enumerate(whole):
-        moved = (*whole[:place], tensor.to("meta"), *whole[place + 1 :])
+        if move is _apart and tensor.numel() == 1:
+            continue
+        moved = (*whole[:place], move(tensor), *whole[place + 1 :])
         changed = moved if isinstance(given[argument], tuple) else moved[0]
         named = f"out\\[{place}\\]" if isinstance(given[argument], tuple) else argument
-        with pytest.raises(ValueError, match=f"^{named}: expected a tensor on cpu, got one on meta"):
+        with pytest.raises(ValueError, match=f"^{named}: expected {message}"):
             OPERATIONS[name][1](**given | {argument: changed})
 
 

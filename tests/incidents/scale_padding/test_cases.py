@@ -71,6 +71,18 @@ def asked_of_ranks(backend="gloo"):
     return [found for case in rows for found in TABLE.ask(case.key.question, case.key.variant, device="cpu")]
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_a_finite_number_that_is_off_by_a_thousandth_is_wrong(monkeypatch, factor):
+    attend = null_block.attend
+
+    def over_unused_entries(q, cache, table, seq_len):
+        return attend(q, cache, table, seq_len) * (factor if len(table) == 4 else 1)
+
+    monkeypatch.setattr(null_block, "attend", over_unused_entries)
+    monkeypatch.setattr(null_block.dist, "all_reduce", lambda x: None)
+    assert null_block._repetition(1, -1, 300.0, "cpu") == ((), False, factor != 1)
+
+
 def test_ranks_that_fail_are_a_reason(monkeypatch):
     def fails(*args, **options):
         raise ChildError("rank 1 ended with 1")
