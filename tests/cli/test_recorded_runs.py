@@ -15,6 +15,7 @@ from staleproof.cases import store
 from staleproof.cases.digest import file_digest
 from staleproof.cases.finding import Finding, read_findings
 from staleproof.cli import app as cli
+from staleproof.report import terminal
 
 
 def _record(root: Path, findings: list[Finding], name: str = "a-gpu") -> Path:
@@ -176,6 +177,13 @@ def test_compare_prints_verdicts_first_and_timings_second(root, capsys):
     assert "1 match, 1 mismatch, 0 only in the first, 0 only in the second, 1 not run" in out
     assert "clear, staleproof, graph, live 1: 2 us (p20 1.9, p80 2.2) -> 3 (1.50)" in out
     assert out.index("1 match") < out.index("clear, staleproof")
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_refuted_prediction_is_1(root, monkeypatch, right):
+    monkeypatch.setattr(store, "find", lambda name: name)
+    monkeypatch.setattr(terminal, "print_predicted", lambda run: right)
+    assert cli.main(["compare", "a-gpu", "--predictions"]) == (not right)
 
 
 def test_compare_of_a_run_with_itself_is_0(root, capsys):
