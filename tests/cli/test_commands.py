@@ -457,6 +457,7 @@ def test_doctor_names_what_is_skipped_and_why(capsys):
         ),
         ("staleproof.engine.watching.follow", ["watch", "host:1", "--every", "7"], None, ["host:1", 7.0]),
         ("staleproof.device.select", ["record", "--device", "cpu"], "cpu", ["cpu"]),
+        ("staleproof.device.select", ["engine", "blocks", "--device", "cpu"], "cpu", ["cpu"]),
     ],
 )
 def test_what_is_given_is_handed_on(root, incident, monkeypatch, place, command, result, handed):
@@ -464,7 +465,8 @@ def test_what_is_given_is_handed_on(root, incident, monkeypatch, place, command,
     asked = []
     monkeypatch.setattr(place, lambda *args, **options: asked.append([*args, *options.values()]) or result)
     cli.main(command)
-    assert [one for one in handed if one not in asked[0]] == []
+    assert asked
+    assert [one for given in asked for one in handed if one not in given] == []
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -494,9 +496,15 @@ def test_a_report_that_runs_everything_names_the_notebooks_while_it_waits_for_th
 
     monkeypatch.setattr("staleproof.report.notebooks.beside", beside)
     monkeypatch.setattr("staleproof.report.notebooks.lanes", lambda device: f"lanes of {device}")
-    monkeypatch.setattr("staleproof.report.html.page", lambda *given: "a page")
+    pages = []
+    monkeypatch.setattr("staleproof.report.html.page", lambda *given: pages.append(given) or "a page")
     monkeypatch.setattr(terminal, "progress", lambda: nullcontext(said.append))
     assert cli.main(["report", "--execute", "--device", device]) == code
     assert said[-2:] == ["the notebooks", "done"]
     assert asked == [f"lanes of {device}", device]
     assert capsys.readouterr().out.splitlines()[-1].startswith("report: ")
+    # Later its findings are recorded ones, and the page says of which source in either case.
+    assert cli.main(["report"]) == 0
+    assert [(found.provenance == "RECORDED", bool(origins)) for (found,), _, _, origins in pages] == [
+        (False, True), (True, True)
+    ]  # fmt: skip

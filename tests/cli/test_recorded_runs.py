@@ -186,7 +186,9 @@ def test_a_refuted_prediction_is_1(root, monkeypatch, right):
     assert cli.main(["compare", "a-gpu", "--predictions"]) == (not right)
 
 
-def test_compare_of_a_run_with_itself_is_0(root, capsys):
+def test_compare_of_a_run_with_itself_is_0_and_with_none_names_which(root, capsys):
     _record(root, [leaked(), clean()])
     assert cli.main(["compare", "a-gpu", "a-gpu"]) == 0
     assert "2 match, 0 mismatch" in capsys.readouterr().out
+    assert cli.main(["compare", "a-gpu", "there"]) == 2
+    assert one_line(capsys.readouterr().err).startswith("staleproof: second: there: neither a run folder")
