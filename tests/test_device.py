@@ -152,3 +152,17 @@ def test_without_triton_a_kernel_is_refused_in_one_line(monkeypatch):
 def test_a_version_is_the_installed_one():
     assert device.version_of("torch") == importlib.metadata.version("torch")
     assert device.has_triton() == (importlib.util.find_spec("triton") is not None)
+
+
+def test_a_kernel_that_comes_first_chooses_the_device_unless_somebody_did(monkeypatch):
+    pytest.importorskip("triton")
+    asked = []
+    monkeypatch.setitem(sys.modules, "staleproof._kernels_loaded", None)
+    monkeypatch.setattr(device, "select", lambda: asked.append("chosen"))
+    for given, wanted in (("0", []), (None, ["chosen"])):
+        if given is None:
+            monkeypatch.delenv("TRITON_INTERPRET")
+        else:
+            monkeypatch.setenv("TRITON_INTERPRET", given)
+        device.load_triton()
+        assert asked == wanted

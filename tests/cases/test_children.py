@@ -229,9 +229,10 @@ def test_what_a_child_cannot_import_is_refused():
 
 
 def test_ranks_answer_in_their_order(jobs):
-    answers = children.call_ranks(jobs.meet, 3, None, timeout_s=60)
-    assert [rank for rank, _ in answers] == [0, 1, 2]
-    (meeting,) = {meeting for _, meeting in answers}
+    answers = children.call_ranks(jobs.meet, 3, None, timeout_s=60, env={"STALEPROOF_TEST": "told"})
+    assert [rank for rank, *_ in answers] == [0, 1, 2]
+    ((meeting, told),) = {(meeting, told) for _, meeting, told in answers}
+    assert told == "told"
     assert meeting.startswith("file:///")
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -439,6 +440,35 @@ def test_doctor_names_what_is_skipped_and_why(capsys):
         assert line[26:].strip(), line
 
 
+@pytest.mark.parametrize(
+    ("place", "command", "result", "handed"),
+    [
+        (
+            "staleproof.contract.cases.audit",
+            ["audit", "mine.py", "--device", "cpu", "--limit", "7", "--only", "of it"],
+            [],
+            [["mine.py"], "cpu", 7.0, "of it"],
+        ),
+        (
+            "staleproof.engine.cases.table",
+            ["engine", "mla", "--without", "FLASH"],
+            SimpleNamespace(run=lambda *_: (one for one in ())),
+            ["mla", ["FLASH"]],
+        ),
+        ("staleproof.engine.watching.follow", ["watch", "host:1", "--every", "7"], None, ["host:1", 7.0]),
+        ("staleproof.device.select", ["record", "--device", "cpu"], "cpu", ["cpu"]),
+        ("staleproof.device.select", ["engine", "blocks", "--device", "cpu"], "cpu", ["cpu"]),
+    ],
+)
+def test_what_is_given_is_handed_on(root, incident, monkeypatch, place, command, result, handed):
+    incident(clean)
+    asked = []
+    monkeypatch.setattr(place, lambda *args, **options: asked.append([*args, *options.values()]) or result)
+    cli.main(command)
+    assert asked
+    assert [one for given in asked for one in handed if one not in given] == []
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_the_modules_are_built_from_where_and_to_where_was_asked(monkeypatch, tmp_path, capsys, given):
     asked = []
@@ -460,13 +490,21 @@ def test_a_report_that_runs_everything_names_the_notebooks_while_it_waits_for_th
     asked, said = incident(answer), []
 
     @contextmanager
-    def beside(*given):
+    def beside(sources, folder, lanes):
+        asked.append(lanes)
         yield lambda: said.append("done") or []
 
     monkeypatch.setattr("staleproof.report.notebooks.beside", beside)
-    monkeypatch.setattr("staleproof.report.html.page", lambda *given: "a page")
+    monkeypatch.setattr("staleproof.report.notebooks.lanes", lambda device: f"lanes of {device}")
+    pages = []
+    monkeypatch.setattr("staleproof.report.html.page", lambda *given: pages.append(given) or "a page")
     monkeypatch.setattr(terminal, "progress", lambda: nullcontext(said.append))
     assert cli.main(["report", "--execute", "--device", device]) == code
     assert said[-2:] == ["the notebooks", "done"]
-    assert asked == [device]
+    assert asked == [f"lanes of {device}", device]
     assert capsys.readouterr().out.splitlines()[-1].startswith("report: ")
+    # Later its findings are recorded ones, and the page says of which source in either case.
+    assert cli.main(["report"]) == 0
+    assert [(found.provenance == "RECORDED", bool(origins)) for (found,), _, _, origins in pages] == [
+        (False, True), (True, True)
+    ]  # fmt: skip

@@ -68,6 +68,8 @@ def test_words_replace_what_a_log_of_another_kind_says(capsys):
     text = diagnose(capsys, log, "--symptom", "host memory grows")
     assert "fits: undrained_ids" in text
     assert "note: line 5 of the log looks like a host out of memory" in text
+    words = json.loads(diagnose(capsys, log, "--symptom", "NaN from Qwen3-Next", "--json"))
+    assert words["known"]["model"] == {"mla": False, "moe": True, "hybrid": True}
     # Nor is it the answer where nothing fits the words.
     given = (log, "--symptom", "OOM", "--version", "0.33.0", "--model", "dense")
     assert "Nothing in the table fits." in diagnose(capsys, *given)

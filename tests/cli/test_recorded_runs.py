@@ -15,6 +15,7 @@ from staleproof.cases import store
 from staleproof.cases.digest import file_digest
 from staleproof.cases.finding import Finding, read_findings
 from staleproof.cli import app as cli
+from staleproof.report import terminal
 
 
 def _record(root: Path, findings: list[Finding], name: str = "a-gpu") -> Path:
@@ -178,7 +179,16 @@ def test_compare_prints_verdicts_first_and_timings_second(root, capsys):
     assert out.index("1 match") < out.index("clear, staleproof")
 
 
-def test_compare_of_a_run_with_itself_is_0(root, capsys):
+@pytest.mark.parametrize("right", [True, False])
+def test_a_refuted_prediction_is_1(root, monkeypatch, right):
+    monkeypatch.setattr(store, "find", lambda name: name)
+    monkeypatch.setattr(terminal, "print_predicted", lambda run: right)
+    assert cli.main(["compare", "a-gpu", "--predictions"]) == (not right)
+
+
+def test_compare_of_a_run_with_itself_is_0_and_with_none_names_which(root, capsys):
     _record(root, [leaked(), clean()])
     assert cli.main(["compare", "a-gpu", "a-gpu"]) == 0
     assert "2 match, 0 mismatch" in capsys.readouterr().out
+    assert cli.main(["compare", "a-gpu", "there"]) == 2
+    assert one_line(capsys.readouterr().err).startswith("staleproof: second: there: neither a run folder")

@@ -269,6 +269,13 @@ def entry(page: int):
     return plus(of)
 
 
+def zero_times_the_values_past_the_end(call):
+    """Adds 0 times what an entry past the need and past the last page names."""
+    past = torch.arange(call.table.shape[1]) * call.k.shape[1] >= call.lens[:, None]
+    named = call.table[past & (call.table == len(call.v))]
+    return 0 * call.v._base[named.long() + scenes.GUARD].sum()
+
+
 def launch_with_lengths(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
     lens = seq_lens.clone()
     return lambda: made.decode(q, k_cache, v_cache, block_table, lens, softmax_scale)
@@ -578,6 +585,8 @@ ATTENTION = [
     *(("B", entry(page), {},
        broken(f"follows the entry {page} past the last page", "table", str(page), "out"))
       for page in (-1, 6, 2**24)),
+    ("B", plus(zero_times_the_values_past_the_end), {},
+     broken("follows the entry 6 past the last page", "table", "6", "out")),
     ("B", attend(lambda out, lse, call: (out, lse + 0 * made._past_the_need(call.k, call.table, call.lens))),
      {}, broken("follows the entry -1 past the last page into lse", "table", "-1", "lse")),
     ("R", right, {}, holding()),
@@ -1141,7 +1150,7 @@ OTHERS = [
     ("rows", "0", in_place, {"reference": double}, broken("writes to its input", "clean")),
     ("rows", "0", in_place, {"reference": double, "in_place": True}, holding()),
     ("rows", "0", lambda x: (x, x / 0), {}, broken("not finite on clean input", "clean")),
-    ("rows", "0", not_twice, {}, broken("other bits the second time", "clean")),
+    ("rows", "0", lambda x: (x, not_twice(x)), {}, broken("other bits the second time", "clean")),
     ("rows", "0", double, {"reference": lambda x: 2 * x + 1},
      broken("not the reference: result 0: row 0 is off by 1", "clean")),
     ("rows", "0", per_row, {"reference": lambda x: (2 * x, x.sum(-1) + 1)},
@@ -1336,7 +1345,7 @@ OTHERS = [
          broken("not the reference: result 0 has shape (1, 4)", "clean")),
     )),
     ("operands", "0", lambda x, scale: scale * x, SCALED | {"reference": lambda x, scale: 2 * x}, holding()),
-    ("operands", "0", lambda x: not_twice(x), SCALED, broken("other bits the second time", "clean")),
+    ("operands", "0", lambda x: (x, not_twice(x)), SCALED, broken("other bits the second time", "clean")),
 ]  # fmt: skip
 
 

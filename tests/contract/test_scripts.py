@@ -204,6 +204,12 @@ def test_no_script_for_another_package_needs_ours_and_each_says_what_to_install(
     assert asked > 100
 
 
+def test_a_script_chooses_its_device_itself():
+    text = "import os\nassert 'TRITON_INTERPRET' not in os.environ\n"
+    ended = children.call(scripts.run_alone, text, [], timeout_s=60, env={"TRITON_INTERPRET": "1"})
+    assert (ended.code, ended.stderr) == (0, "")
+
+
 def test_every_recorded_script_is_short_stands_alone_and_says_what_to_install():
     folder = Path(__file__).parents[2] / "workbook/audits"
     rows = [row for path in folder.glob("*.jsonl") for row in read_findings(path)]

@@ -124,11 +124,12 @@ def test_verdicts_are_printed_as_a_conclusion_the_runs_beside_it_and_on_request_
 ):
     found = [finding("a", "q", "v", "clean"), not_run("a", "q", "w", "no GPU")]
     for name, incident, verdict in (("r", "a", "clean"), ("s", "a", "leaked"), ("t", "b", "clean")):
-        store.write(tmp_path / name, [finding(incident, "q", "v", verdict)], [])
+        other = [finding("b", "r", "v", "clean")] if name == "r" else []
+        store.write(tmp_path / name, [finding(incident, "q", "v", verdict), *other], [])
     runs = store.read_all(tmp_path)
     beside = [
         line
-        for run in runs[:2]
+        for run in (run.only(run.findings[:1]) for run in runs[:2])
         for line in (f"RECORDED  {run.title}", " " * 10 + store.compare(found, run.findings).summary)
     ]
     for verbose in (False, True):

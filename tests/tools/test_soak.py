@@ -46,6 +46,7 @@ def served(**changes: object) -> dict[str, object]:
         ({"cached_tokens": 100}, {"cached_tokens": 100}),
         # What the plugin is for, and what it mends.
         ({}, {"pending": [0, 1]}),
+        ({}, {"pending": [1, 0]}),
         ({"pending": [150, 250]}, {}),
         # Something is logged for each request.
         ({"log_lines": [3, 4]}, {}),
