@@ -110,6 +110,14 @@ def test_a_patch_that_changes_a_result_gets_no_row(bench):
         rows(bench, "bias: grouped_topk", library=True)
 
 
+@pytest.mark.parametrize(("rows", "same"), [(1, True), (2, False)])
+def test_of_nearly_equal_experts_either_may_be_chosen_in_a_row_of_a_hundred(bench, rows, same):
+    ids = torch.arange(8).repeat(100, 1)
+    other = ids.clone()
+    other[:rows, 0] = 9
+    assert bench.agree([ids, "text"], [other.flip(-1), "text"]) is same
+
+
 def test_a_patched_call_that_writes_nothing_gets_no_row(bench, monkeypatch):
     from staleproof.ops import topk
 

@@ -31,7 +31,7 @@ SAMPLES = [
     bad("attention", "layers.0", "live", 2.0),
     bad("attention", "layers.1", "padding", 4.0),
     sample("duplicate_expert_rows", 3.0, layer="layers.0", rows="padding"),
-    sample("canary_rows", 2.0, layer="layers.0", rows="live"),
+    sample("canary_rows", 2.0, layer="layers.0", rows="padding"),
     sample("canary_rows", 1.0, layer="layers.1", rows="live"),
     sample("stale_blocks_read", 6.0, written_as="state", read_as="keys"),
     sample("unprofiled_bytes", 3 * 2**19, owner="layers.*.out"),

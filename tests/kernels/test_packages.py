@@ -295,6 +295,18 @@ def test_a_library_that_was_compiled_against_another_torch_is_told_from_its_asse
     assert packages.other_torch(subject, built(41, "is_mkldnn()")) == why
 
 
+def test_every_package_that_an_adapter_imports_is_looked_at(built):
+    def adapter(x):
+        from a_package import y
+        from fast_kernels.ops import VALUE
+
+        return y, VALUE
+
+    assert "_C.so was compiled" in packages.other_torch(
+        Subject("x", "rows", adapter, package="fast-kernels"), built(60)
+    )
+
+
 def test_a_kernel_of_triton_sources_and_one_of_the_users_run_no_library_of_the_package(built):
     release = built(60)
     sources = Subject("x", "rows", _fast, package="fast-kernels", files=("fast_kernels.ops",))

@@ -24,6 +24,18 @@ def test_norms_keep_numbers_that_are_small_beside_their_epsilon():
     assert torch.allclose(normed, 2 * x / 51e-6**0.5)
 
 
+def test_each_sequence_has_a_matrix_of_its_own_of_numbers_that_a_kernel_can_have():
+    x, starts = torch.eye(4).double(), torch.tensor([0, 1, 3])
+    for product, shape in (
+        (references.grouped_product, (2, 4, 32)),
+        (references.masked_product, (2, 128, 4)),
+    ):
+        torch.manual_seed(0)
+        drawn = torch.randn(shape).bfloat16().double()
+        first, second = drawn if shape[1] == 4 else drawn.mT
+        assert torch.equal(product(x, starts)[:3], torch.cat([first[:1], second[1:3]]))
+
+
 def test_the_four_largest_probabilities_are_kept():
     x = torch.tensor([[0.1, 0.3, 0.05, 0.25, 0.24, 0.06]]).double()
     found = references.top_k_renorm(x.log())

@@ -133,10 +133,11 @@ def test_the_server_stands_as_the_worst_of_its_processes(monkeypatch, states, st
     told = [
         {"vllm": "1", "model": m, "patches": {"a": [s, s]}} for s, m in zip(states, ("", "m"), strict=False)
     ]
-    monkeypatch.setattr(live, "gather", lambda: told)
-    health = live.health()
-    assert health["patches"] == ({"a": (stands, stands)} if states else {})
-    assert (health["ok"], health["model"]) == (ok, "m" if states else "")
+    for processes in (told, told[::-1]):
+        monkeypatch.setattr(live, "gather", lambda processes=processes: processes)
+        health = live.health()
+        assert health["patches"] == ({"a": (stands, stands)} if states else {})
+        assert (health["ok"], health["model"]) == (ok, "m" if states else "")
 
 
 def test_a_switch_reaches_every_process_and_needs_no_restart(here, tmp_path, monkeypatch):

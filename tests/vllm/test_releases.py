@@ -8,6 +8,8 @@ import pytest
 
 from staleproof.cli import app as cli
 from staleproof.vllm import releases
+from staleproof.vllm.plugin import patches
+from staleproof.vllm.releases import table
 from staleproof.vllm.sources import PatchError
 
 
@@ -82,3 +84,9 @@ def test_a_broken_table_is_one_line(tmp_path, monkeypatch, capsys, text):
 )
 def test_releases_as_spans(names, text):
     assert releases.spans(names) == text
+
+
+@pytest.mark.parametrize("name", patches())
+def test_a_patch_has_a_function_to_wrap_in_each_release_that_it_says_it_is_for(name):
+    patch = patches()[name]
+    assert not [v for v in table() if patch.applies_to(v) and not patch.targets_for(v)]

@@ -232,7 +232,11 @@ def test_a_module_that_is_imported_while_its_patch_is_off_is_patched_later(modul
 
 def test_what_is_forgotten_does_not_come_back_by_itself():
     standing.on_host.add("gone")
-    standing.forget("gone")
+    # The second time it is not on the host any more.
+    for _ in range(2):
+        standing.step_back("gone", "planted", again_at=0.0)
+        standing.forget("gone")
+        assert standing.retry(1e9) == []
     standing.step_back("gone", "planted", again_at=0.0)
     assert standing.retry(1e9) == []
     standing.forget("gone")

@@ -176,10 +176,13 @@ def test_a_mask_of_vllm_goes_before_the_count(engine):
     assert equal(on.step(2, 0.0), on.step(2, 1e4))
 
 
-def test_a_mask_that_no_step_writes_says_nothing(engine):
+@pytest.mark.parametrize("known", [True, False])
+def test_a_mask_that_no_step_writes_says_nothing(engine, known):
     """As in 0.25.0 to 0.26.0 by default: a capture has marked every row as padding, and so it stays."""
     on = engine(RUNNERS[1])
     on.envs.VLLM_MOE_SKIP_PADDING = False
+    if not known:
+        del on.envs.VLLM_MOE_SKIP_PADDING
     want = on.step(TOKENS, 0.0)
     mask = torch.ones(TOKENS, dtype=torch.bool, device=on.x.device)
     on.context._forward_context = SimpleNamespace(is_padding=mask)
