@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 # Otherwise g++ compiles a program for each vector unit at the first use of inductor, which takes longer
 # than all code that the tests compile. Set before torch is imported, which reads it.
@@ -98,10 +98,17 @@ def _kernels_run_where_the_session_does(request: pytest.FixtureRequest) -> None:
     )
 
 
-def pytest_collection_finish() -> None:
-    # What is imported and collected lives to the end: half a second of each collection that a test asks for.
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    # What is imported and collected lives to the end: a second of looking for garbage meanwhile, and half a
+    # second of each collection that a test asks for.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionfinish() -> None:

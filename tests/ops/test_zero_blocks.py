@@ -16,8 +16,6 @@ from staleproof.ops import zero_kernel
 from staleproof.ops.reference import zero_blocks as reference
 from staleproof.ops.zero_blocks import BlockZeroer
 
-GEOMETRIES = 2000
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -123,7 +121,8 @@ def test_random_geometries(device: str, monkeypatch: pytest.MonkeyPatch) -> None
     """No byte outside the blocks is touched, and none inside left."""
     rng = random.Random(4)
     done = 0
-    while done < GEOMETRIES:
+    # Of fourteen small edits of the kernel twelve fail here, each within the first 70.
+    while done < (500 if device == "cpu" else 2000):
         longest = rng.choice([40, 600])
         if device == "cpu":
             # Smaller programs than the interpreter would get, so that a page takes several.
