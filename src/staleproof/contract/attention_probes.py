@@ -328,7 +328,7 @@ def _kept_empty(kernel: Kernel, call: Call, now: Result) -> str:
 def replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """N: one set of buffers; the live count falls and rises between replays, and other inputs change too."""
     full, one, others = (scaled(shape, n) for n in ((19, 5, 16, 9), (19, 0, 0, 0), (0, 5, 16, 0)))
-    starts = torch.tensor([[0, 2, 3, 4, 6], [0, 1, 3, 5, 6]])
+    starts = torch.tensor([[0, 2, 3, 4, 6], [0, 1, 3, 5, 6]], device=device)
     call = make_call(shape, full, device, q_lens=starts[0].diff().tolist() if shape.q_len == 0 else None)
     if shape.layout == "gathered":
         return absent("takes no seq_lens: the mask is an input")
