@@ -276,6 +276,7 @@ def test_bad_ids_are_named_before_any_store(device: str, ids: Any, message: str)
         ([CACHE.to("meta")], {}, r"kv_caches\[0\]: expected a (cpu|cuda) tensor, got meta"),
         ([CACHE[:0]], {}, r"kv_caches\[0\]: expected elements"),
         ([CACHE, CACHE[:3]], {}, r"kv_caches\[1\]: expected 6 blocks of the manager, got 3"),
+        ([CACHE[:3], CACHE], {}, r"kv_caches\[1\]: expected 3 blocks of the manager, got 6"),
         ([CACHE[:, :, :4]], {}, r"kv_caches\[0\]: expected the elements of a block side by side"),
         ([CACHE[:, :, ::2]], {}, r"kv_caches\[0\]: expected the elements of a block side by side"),
         ([CACHE[:1].expand(6, 2, 8)], {}, r"kv_caches\[0\]: expected .* and blocks apart"),

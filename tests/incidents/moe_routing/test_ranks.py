@@ -45,6 +45,15 @@ def test_one_rank_pads_to_captured_sizes(device: str, allocator: str) -> None:
     assert counts["live_bad"] == counts["idle"] == 0
 
 
+@pytest.mark.parametrize(
+    ("tokens", "graphs", "step"),
+    [(511, True, (512, 512, True)), (512, True, (512, 512, True)), (513, True, (513, 513, False)),
+     (512, False, (512, 512, False)), (0, True, None)],
+)  # fmt: skip
+def test_a_step_up_to_the_largest_captured_size_runs_as_a_graph(tokens, graphs, step) -> None:
+    assert ranks.agree(tokens, replace(SHORT, graphs=graphs), "cpu") == step
+
+
 def test_ranks_that_ran_other_sizes_are_not_added_up() -> None:
     none = dict.fromkeys(ranks.COUNTS, 0)
     assert ranks.add([Passes([8, 4], none | {"padded": n}) for n in (1, 2)]).counts["padded"] == 3
