@@ -23,6 +23,7 @@ import nbformat
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup
+from nbconvert.filters import strip_ansi
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
@@ -47,8 +48,6 @@ SHOWN = ("image/svg+xml", "image/png", "text/markdown", "text/plain")
 # CommonMark, so that a line that begins with "#57036" is no heading.
 _MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table")
 _LINK = re.compile(r"<a\b([^>]*?)\bhref=([\"'])(.*?)\2([^>]*)>(.*?)</a>", re.DOTALL)
-# What a terminal makes colours of, in what was printed and in a traceback.
-_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _TERM = re.compile(r"<a id=\"([^\"]+)\"></a>\s*\*\*[^*]+\*\* - (.+?)(?=\n\s*\n|\Z)", re.DOTALL)
 
 
@@ -260,9 +259,9 @@ def _shown(output: Any, title: str) -> Iterable[tuple[str, Any]]:
         # The caption stands below its picture.
         lines = [line for line in output.text.splitlines() if not line.startswith("Picture, ")]
         if any(line.strip() for line in lines):
-            yield "printed", _COLOURS.sub("", "\n".join(lines))
+            yield "printed", strip_ansi("\n".join(lines))
     elif output.output_type == "error":
-        yield "printed", _COLOURS.sub("", "\n".join(output.traceback))
+        yield "printed", strip_ansi("\n".join(output.traceback))
     elif kind := next((kind for kind in SHOWN if kind in output.data), None):
         if kind.startswith("image/"):
             told = output.metadata.get(kind, {})
@@ -271,7 +270,7 @@ def _shown(output: Any, title: str) -> Iterable[tuple[str, Any]]:
                 _picture(kind, output.data[kind], told.get("alt", title), told.get("caption", "")),
             )
         else:
-            yield ("markdown" if kind == "text/markdown" else "printed"), _COLOURS.sub("", output.data[kind])
+            yield ("markdown" if kind == "text/markdown" else "printed"), strip_ansi(output.data[kind])
 
 
 def render(text: str, level: int = 1) -> Markup:
