@@ -38,12 +38,21 @@ def _random(*dims: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype |
     return x.to(device, dtype or usual_dtype(device))
 
 
-def _call(kernel: Kernel, known: Known, fill: float = NAN) -> list[torch.Tensor]:
-    """Copies of the tensors that a kernel returns; memory that it allocates holds ``fill`` before."""
+def _several(returned: Any) -> Sequence[Any]:
+    """What a function returned, whether that is one thing or several."""
+    return returned if isinstance(returned, tuple | list) else (returned,)
+
+
+def _results(kernel: Kernel, known: Known, fill: float = NAN) -> list[torch.Tensor]:
+    """The tensors that a kernel returns; memory that it allocates holds ``fill`` before."""
     with dirty_memory(fill):
         returned = kernel(**bound(kernel, known))
-    parts = returned if isinstance(returned, tuple | list) else [returned]
-    return [part.clone() for part in parts if isinstance(part, torch.Tensor)]
+    return [part for part in _several(returned) if isinstance(part, torch.Tensor)]
+
+
+def _call(kernel: Kernel, known: Known, fill: float = NAN) -> list[torch.Tensor]:
+    """Copies of :func:`_results`."""
+    return [part.clone() for part in _results(kernel, known, fill)]
 
 
 def _takes(kernel: Kernel, name: str) -> bool:
@@ -86,14 +95,11 @@ def _in_turn(
         else:
             known = fresh
         before = {**known, **{name: known[name].clone() for name in tensors}}
-        with dirty_memory(3.0):
-            returned = kernel(**bound(kernel, known))
-        parts = returned if isinstance(returned, tuple | list) else [returned]
-        results = [x for x in parts if isinstance(x, torch.Tensor)]
+        results = _results(kernel, known, 3.0)
         if said := wrong(before, known, results):
             return breaks(said, case)
+        returned_in = {_memory(x) for x in results}
         for name in tensors:
-            returned_in = {_memory(x) for x in results}
             may = name in edits or _memory(known[name]) in returned_in
             if not may and not torch.equal(bits(before[name]), bits(known[name])):
                 return breaks(f"writes to {name}", case)
@@ -120,12 +126,14 @@ def _first_off(found: torch.Tensor, expected: torch.Tensor, budget: torch.Tensor
     return f"row {row} is off by {(found[row] - expected[row]).abs().max():.3g}"
 
 
-def _far(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """One line about the first row that is off by more than 8 roundings, or ``""``; NaN is not compared.
+def _near(dtype: torch.dtype) -> float:
+    """8 roundings; for float32 what approximate exp costs."""
+    return max(rounding(dtype, 8), 2e-4)
 
-    For float32 what approximate exp costs.
-    """
-    budget = max(rounding(found.dtype, 8), 2e-4) if found.dtype.is_floating_point else 0.0
+
+def _far(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """One line about the first row that is off by more than :func:`_near`, or ``""``; NaN is not compared."""
+    budget = _near(found.dtype) if found.dtype.is_floating_point else 0.0
     found, expected = found.cpu().double(), expected.cpu().double()
     for row, (got, want) in enumerate(zip(found, expected, strict=True)):
         if bool(want.isfinite().all()) and too_far("", got.flatten(), want.flatten(), budget):
@@ -183,7 +191,7 @@ def _choices(logits: torch.Tensor, top_k: int, grouped: bool) -> list[torch.Tens
 
 def _weights_off(logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> tuple[str, str]:
     """What is wrong with the weights of these ids, and what is not known of them."""
-    near = max(rounding(weights.dtype, 8), 2e-4)
+    near = _near(weights.dtype)
     chosen, weights = logits.double().gather(1, ids.long()), weights.double()
     if bool(((weights - chosen).abs() < near).all()):
         return "", "weights are the logits"
@@ -405,7 +413,7 @@ def _against(results: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: i
         return NO_REFERENCE
     wanted = x if reference is None else reference(x, *(part.cpu() for part in more))
     if quantised:
-        right = wanted[0] if isinstance(wanted, tuple | list) else wanted
+        right = _several(wanted)[0]
         scales = _scales(gave[0], gave[1] if dynamic else torch.ones(1))
         if scales is None:
             return NO_REFERENCE
@@ -415,7 +423,7 @@ def _against(results: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: i
 
 def _other_than(gave: Sequence[torch.Tensor], wanted: Any, live: int | None = None) -> str:
     """What differs from a reference's results; :data:`NO_REFERENCE` if it has fewer."""
-    rights = [_first(part, live) for part in (wanted if isinstance(wanted, tuple | list) else (wanted,))]
+    rights = [_first(part, live) for part in _several(wanted)]
     if len(rights) > len(gave):
         return f"{len(gave)} results in place of {len(rights)}"
     if len(rights) < len(gave):
@@ -495,8 +503,7 @@ def row_alone(kernel: Kernel, shape: Shape, device: str) -> Reading:
             others[mask] = noise
             now = _call(kernel, {"x": others.clone()})
             if fill is FILLS[0] and reference is not None and now[0].dtype not in _QUANTISED:
-                wanted = reference(others.cpu().double())
-                right = wanted[0] if isinstance(wanted, tuple | list) else wanted
+                right = _several(reference(others.cpu().double()))[0]
                 hidden = right.isnan() & ~now[0].cpu()[: len(right)].isnan()
                 if hidden.any() and hidden.equal(right.isnan()):
                     return breaks("the NaN of a row is hidden: its own result holds numbers")
