@@ -125,7 +125,7 @@ lengths[::5] = 0
 table = torch.randint(0, 60, (40, 11), device=D, dtype=torch.int32)
 for dtype in (torch.bfloat16, torch.float8_e4m3fn):
     kv_cache = bf16(60, 64, 576).to(dtype)
-    for heads in (128, 16):
+    for heads in (128, 32, 16):
         for _ in range(2):
             out, lse = mla_decode(bf16(40, heads, 576), kv_cache, table, lengths, softmax_scale=0.07)
         assert out[::5].eq(0).all() and lse[::5].eq(float("-inf")).all()
@@ -229,6 +229,7 @@ KERNELS = {
     "mla_decode in equal parts, Hopper": (
         "mla_decode_pairs_kernel",
         "mla_decode_few_kernel",
+        "mla_decode_e4m3_kernel",
         "merge_parts_kernel",
         "float16_queries_kernel",
     ),

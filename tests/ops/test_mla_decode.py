@@ -203,7 +203,7 @@ def test_on_hopper_the_splits_that_were_asked_for_choose_the_kernel(
     for name in ("portable", "alone"):
         launch = lambda call, cut, name=name: found.append((name, cut)) or (name, None, 1)  # noqa: E731
         monkeypatch.setattr(decode, f"launch_{name}", launch)
-    monkeypatch.setitem(sys.modules, "staleproof.ops.mla.hopper", SimpleNamespace(HopperCall=hopper))
+    monkeypatch.setitem(sys.modules, "staleproof.ops.mla.hopper_call", SimpleNamespace(HopperCall=hopper))
     batch = make("cpu", [20, 30], heads=heads)
     given = batch.args() | {"kv_cache": batch.kv_cache.to(cache), "num_kv_splits": splits}
     seen = Seen()

@@ -115,7 +115,7 @@ def test_queries_become_float16_numbers_times_a_power_of_two(device: str) -> Non
     wide[:, :, 2:7] = q
     given = wide.to(device)[:, :, 2:7]
     strides = given.stride()[:3]
-    float16_queries_kernel[(8,)](given, numbers, scales, *strides, 30, 2, 5, 64, 32, 4, interpreting())
+    float16_queries_kernel[(8,)](given, numbers, scales, *strides, 30, 2, 5, 64, 32, 4, False, interpreting())
     rows, numbers, scales = q.view(30, 96).float(), numbers.cpu().float(), scales.cpu()
     assert torch.equal(scales.log2(), scales.log2().round())
     finite = rows.isfinite().all(1)
@@ -124,16 +124,29 @@ def test_queries_become_float16_numbers_times_a_power_of_two(device: str) -> Non
     assert bool(((back - rows[finite]).abs() <= rows[finite].abs().amax(1, True) * 2**-24).all())
     assert bool(numbers[13, 95].isnan())
     assert bool(numbers[29, 0].isinf())
+    # Of each four columns two go to the first half of 64, two to the second.
+    shuffled = torch.empty(1, 128, dtype=torch.float16, device=device)
+    columns = torch.arange(128.0, device=device).bfloat16().view(1, 1, 1, 128)
+    strides = columns.stride()[:3]
+    float16_queries_kernel[(1,)](
+        columns, shuffled, torch.empty(1, device=device), *strides, 1, 1, 1, 64, 64, 4, True, interpreting()
+    )
+    order = (shuffled[0].cpu().float() / shuffled.max().cpu().float() * 127).round().int().tolist()
+    assert order[:6] + order[32:36] == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7]
+    assert order[64:66] + order[126:] == [64, 65, 126, 127]
+    assert sorted(order) == list(range(128))
 
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("parts", [0, 33])
-@pytest.mark.parametrize(("heads", "q_len"), [(128, None), (40, 2), (16, None), (24, 3)])
+@pytest.mark.parametrize(
+    ("heads", "q_len"), [(128, None), (40, 2), (16, None), (24, 3), (12, 2), (8, 2), (32, None)]
+)
 def test_a_repeated_call_gives_each_launch_its_memory(
     monkeypatch: pytest.MonkeyPatch, heads: int, q_len: int | None, parts: int, cache: str
 ) -> None:
     """Launches are recorded in place of Triton's: what the first is given, and addresses of the second."""
-    from staleproof.ops.mla import hopper as kernels
+    from staleproof.ops.mla import hopper_call as kernels
 
     first: list[Any] = []
     again: list[Any] = []
@@ -170,13 +183,14 @@ def test_a_repeated_call_gives_each_launch_its_memory(
         return q, pages, table, lengths, out, torch.zeros(rows)
 
     q, pages, table, lengths, out, lse = tensors()
-    kind = "packed" if tokens == 3 else "pairs"
+    kind = "packed" if heads in (24, 12, 8) else "pairs"
     call = kernels.HopperCall(Call(q, pages, table, lengths, 0.1, 0.5, out, lse), Cut(kind, parts))
     assert call.is_ready
-    converts, rows, few = cache == "E4M3", tokens * heads, heads <= 16
-    # Two tokens of 24 heads share a program.
-    own = 48 if kind == "packed" else min(heads, 64)
-    groups, room = -(-rows // own), 16 if few else 64
+    converts, rows = cache == "E4M3", tokens * heads
+    # Two tokens share a program.
+    own = 2 * heads if kind == "packed" else min(heads, 64)
+    narrow, few = converts and own <= 32, not converts and heads <= 16 and kind == "pairs"
+    groups, room = -(-rows // own), 16 if few or (narrow and own <= 16) else 32 if narrow else 64
     strides = (rows * 576, heads * 576 if q_len else 0, 576)
     # Of each program two parts: their numbers, and behind them their lse.
     slots = 2 * groups * parts * room
@@ -188,19 +202,27 @@ def test_a_repeated_call_gives_each_launch_its_memory(
         assert given[0] is q
         assert given[1].data_ptr() == made[-1].data_ptr()
         assert given[2].data_ptr() == made[-1].data_ptr() + 2 * q.numel()
-        assert numbers == (*strides, batch * rows, tokens, heads, 512, 64, 4, False)
+        assert numbers == (*strides, batch * rows, tokens, heads, 512, 64, 4, narrow, False)
         strides = (rows * 576, heads * 576, 576)
     kernel, grid, given, numbers, options = first[converts]
-    assert kernel is (kernels.mla_decode_few_kernel if few else kernels.mla_decode_pairs_kernel)
+    found = {narrow: kernels.mla_decode_e4m3_kernel, few: kernels.mla_decode_few_kernel}
+    assert kernel is found.get(True, kernels.mla_decode_pairs_kernel)
     assert (grid, options) == ((groups, parts or batch, 1), {"num_warps": 4, "launch_pdl": converts})
     aligned = aligned_parts(parts, batch) if parts else 0
-    shape = (256, tokens, heads, batch, aligned, 128, 128 if parts else 0, converts)
-    shape = (*shape, *(() if few else (kind == "packed",)))
-    assert numbers == (*strides, 256, 144 if converts else 0, 2, 0.1, 0.5, *shape)
-    if not converts:
-        # The cache as rows of one token, the pages of other layers among them.
-        columns = given[1]
-        assert (columns.shape, columns.strides, columns.block_shape) == ([640, 576], [576, 1], [64, 64])
+    shape = (256, tokens, heads, batch, aligned, 128, 128 if parts else 0)
+    kinds = {narrow: (room, kind == "packed"), few: ()}.get(True, (converts, kind == "packed"))
+    words = () if few or narrow else (144 if converts else 576,)
+    assert numbers == (*strides, 256, *words, 2, 0.1, 0.5, *shape, *kinds)
+    reads = converts and not narrow
+    # The cache as rows of one token, the pages of other layers among them, of words of four E4M3 numbers.
+    columns = given[1]
+    if reads:
+        assert (columns.dtype, columns.shape) == (torch.int32, (3, 128, 144))
+    else:
+        width = 144 if converts else 576
+        assert (columns.shape, columns.strides) == ([640, width], [width, 1])
+        assert columns.block_shape == ([64, 16] if converts else [64, 64])
+        assert columns.base.dtype == (torch.int32 if converts else torch.bfloat16)
     if parts:
         block, some, step = merge_tiles(batch, parts)
         kernel, grid, given, numbers, _ = first[-1]
@@ -220,9 +242,10 @@ def test_a_repeated_call_gives_each_launch_its_memory(
         queries, scales = at[0], at[5]
         if converts:
             queries, scales = made[-1].data_ptr(), made[-1].data_ptr() + 2 * q.numel()
-        columns = (at[1],) if converts else ("described", at[1])
+        columns = (at[1],) if reads else ("described", at[1])
         expected = [(1, at[0], queries, scales)] * converts
-        expected.append((1 + converts, queries, *columns, at[2], at[3], *results, *parted, scales))
+        scaled = () if few else (scales,)
+        expected.append((1 + converts, queries, *columns, at[2], at[3], *results, *parted, *scaled))
         expected += [(count, *parted, at[3], *results)] * bool(parts)
         assert again == expected
         assert [len(x) for x in made] == sizes
@@ -232,7 +255,7 @@ def test_a_repeated_call_gives_each_launch_its_memory(
 
 
 def test_the_addresses_of_as_many_caches_are_kept_as_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    from staleproof.ops.mla import hopper as kernels
+    from staleproof.ops.mla import hopper_call as kernels
 
     monkeypatch.setattr(kernels, "MOST_CALLS", 2)
     described: list[int] = []
@@ -401,7 +424,7 @@ def test_a_later_query_token_changes_no_bit_of_an_earlier_one(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [16, 32, 128])
 def test_a_thousand_calls_give_the_same_bits(device: str, heads: int, cache: str) -> None:
     """Groups of warps that did not wait for each other would show here; racecheck cannot tell."""
     batch = _hopper_batch(device, [i * 37 % 400 for i in range(40)] + [4000], heads, cache=cache)
@@ -417,7 +440,7 @@ def test_a_thousand_calls_give_the_same_bits(device: str, heads: int, cache: str
 @pytest.mark.gpu
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [16, 32, 128])
 def test_graph_replays_follow_the_lengths(device: str, heads: int, cache: str) -> None:
     """The parts are found on the device in each replay."""
     batch = _hopper_batch(device, [2000] * 16, heads, cache=cache)

@@ -87,6 +87,7 @@ MEASURED = [
     *((128, 512, 128, False, "whole"), (256, 1024, 128, False, "whole"), (16, 4096, 128, False, "parts")),
     *((32, 8192, 64, False, "parts"), (16, 32768, 16, False, "parts"), (128, 4096, 16, False, "whole")),
     *((16, 4096, 128, True, "parts"), (128, 512, 128, True, "whole"), (4, 8192, 16, True, "parts")),
+    *((16, 4096, 32, True, "parts"), (26, 155, 16, True, "whole"), (3, 200, 32, True, "whole")),
 ]
 
 
@@ -109,7 +110,7 @@ EVEN = kernels.Work(16, 128, 1, 64, 16 * 64.0, 132)
 # Kernels and their pieces, and the predicted time: another one may be another choice on a server.
 PREDICTED = [
     (EVEN, "pairs 66: 53.0, pairs 0: 122.1, portable 1: 175.7, alone 1: 141.7, split 4: 53.1"),
-    (EVEN._replace(converts=True), "pairs 66: 68.9, pairs 0: 165.4, portable 1: 543.0"),
+    (EVEN._replace(converts=True), "pairs 66: 68.9, pairs 0: 165.4, portable 1: 579.8"),
     (
         EVEN._replace(total=64 + 15 * 16.0),
         "pairs 66: 34.4, pairs 0: 122.1, portable 1: 175.7, alone 1: 141.7, split 4: 53.1",
@@ -123,7 +124,16 @@ PREDICTED = [
         kernels.Work(4, 64, 1, 9, 9 + 3 * 2.25, 132),
         "pairs 132: 18.6, pairs 0: 21.5, portable 8: 15.4, alone 1: 22.0, split 4: 15.4",
     ),
-    (kernels.Work(100, 16, 1, 200, 20000.0, 132, True), "few 132: 392.6, few 0: 471.7, portable 1: 1596.6"),
+    (kernels.Work(100, 16, 1, 200, 20000.0, 132, True), "few 132: 246.6, few 0: 288.8, portable 1: 1699.3"),
+    # Two query tokens of 16 heads are 32 rows, those of 32 heads 64.
+    (
+        kernels.Work(40, 16, 2, 30, 1200.0, 132, True),
+        "few 66: 49.5, few 0: 50.6, portable 1: 253.2, packed 132: 42.3, packed 0: 62.7",
+    ),
+    (
+        kernels.Work(40, 32, 2, 30, 1200.0, 132, True),
+        "pairs 66: 60.3, pairs 0: 61.2, portable 1: 557.8, packed 132: 58.8, packed 0: 97.8",
+    ),
 ]
 
 
@@ -173,7 +183,7 @@ def test_requests_that_may_be_long_are_cut_into_equal_parts(monkeypatch, heads):
 
 @pytest.mark.parametrize(
     ("batch", "heads", "q_len", "capacity", "converts", "pieces"),
-    [(200, 128, 2, 1024, False, 0), (8, 32, 1, 4160, False, 132), (8, 32, 2, 300, True, 66)],
+    [(200, 128, 2, 1024, False, 0), (8, 32, 1, 4160, False, 132), (6, 128, 2, 448, True, 33)],
 )
 def test_one_long_request_counts_as_much_as_equal_ones(
     monkeypatch, batch, heads, q_len, capacity, converts, pieces

@@ -40,9 +40,10 @@ def test_hopper_has_kernels_of_its_own_whose_addresses_stay_out_of_local_memory(
         "mla_decode, batch 128, 16 heads, 4 query tokens": {"mla_decode_pairs_kernel", "merge_parts_kernel"},
         "mla_decode, batch 256, 16 heads, E4M3 cache": {
             "float16_queries_kernel",
-            "mla_decode_few_kernel",
+            "mla_decode_e4m3_kernel",
             "merge_parts_kernel",
         },
+        "mla_decode, batch 256, 16 heads": {"mla_decode_few_kernel", "merge_parts_kernel"},
     }
     found = compile_all((90,), cases=[*cases])
     assert {one.kernel for one in found} == set().union(*cases.values())

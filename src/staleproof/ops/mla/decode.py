@@ -213,7 +213,7 @@ def _launch(
         return launch_portable(call, Tiles(16, 64, cut.pieces, 4))
     if cut.kernel in ("alone", "split"):
         return launch_alone(call, cut.pieces)
-    from staleproof.ops.mla.hopper import HopperCall
+    from staleproof.ops.mla.hopper_call import HopperCall
 
     made = HopperCall(call, cut)
     return made if made.is_ready else None

@@ -11,8 +11,8 @@ keys * queries^T, and the output is values^T * weights. Group 0 takes the even t
 each with all columns of the output, and they exchange halves of it at the end of a request.
 
 In both a third group loads: queries by ordinary copies, keys by the copy engine. The engine brings what lies
-behind the end of a request, too, and the computing groups clear it. It does not convert: keys of an E4M3
-cache come through registers, as float16 numbers.
+behind the end of a request, too, and the computing groups clear it. It does not convert: to pairs, keys of an
+E4M3 cache come through registers, as float16 numbers; up to 32 rows ``e4m3.py`` has a kernel of its own.
 
 A program's share of the work is either one request, or an equal part of the line of all tiles of all
 requests, so that lengths may differ. A request that lies in several parts is merged afterwards.
@@ -23,14 +23,8 @@ wait in the same allocation.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-
 from staleproof import device
-from staleproof.ops.launching import MOST_CALLS, empty, launched
-from staleproof.ops.mla.plan import FEW_HEADS, REQUEST_COST, Cut, aligned_parts, cdiv, merge_tiles
-from staleproof.ops.mla.queries import float16_queries_kernel
+from staleproof.ops.mla.plan import REQUEST_COST
 
 device.load_triton()
 
@@ -45,10 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from staleproof.ops.mla.merge import merge_parts_kernel
 
 # These were renamed after Triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -375,7 +366,9 @@ def shared_as(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.const
 
 
 @gluon.jit
-def _copy_queries(q_v, q_r, base, stride, heads, gap, live, ROWS: gl.constexpr, IS_PACKED: gl.constexpr):
+def load_queries(
+    q_v, q_r, bar, base, stride, heads, gap, live, ROWS: gl.constexpr, IS_PACKED: gl.constexpr,
+):  # fmt: skip
     """Start copying rows of queries, 16 at a time so that few addresses are alive; others become zeros.
 
     Between the heads of two query tokens lie ``gap`` numbers more than between two heads.
@@ -396,6 +389,7 @@ def _copy_queries(q_v, q_r, base, stride, heads, gap, live, ROWS: gl.constexpr, 
             rows_r += (16 * i + row_r) // heads * gap
         mask_r = (16 * i + row_r < live)[:, None]
         async_load(q_r.index(0).slice(16 * i, 16, dim=0), rows_r[:, None] + column_r[None, :], mask=mask_r)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
@@ -418,7 +412,7 @@ def _load_half(
 
 
 @gluon.jit
-def _page_of(table, tile, limit, PAGE_SIZE: gl.constexpr):
+def page_of(table, tile, limit, PAGE_SIZE: gl.constexpr):
     return gl.load(table + tile * 64 // PAGE_SIZE, mask=tile * 64 < limit, other=0)
 
 
@@ -431,8 +425,8 @@ def _copy_tiles(
     for tile in range(begin, end, 2):
         row_a = page_a * page_rows + tile * 64 % PAGE_SIZE
         row_b = page_b * page_rows + (tile + 1) * 64 % PAGE_SIZE
-        page_a = _page_of(table, tile + 2, limit, PAGE_SIZE)
-        page_b = _page_of(table, tile + 3, limit, PAGE_SIZE)
+        page_a = page_of(table, tile + 2, limit, PAGE_SIZE)
+        page_b = page_of(table, tile + 3, limit, PAGE_SIZE)
         wanted = limit > 0
         _load_half(left, rope, bars, columns, row_a, wanted, used_a, 0, 0)
         _load_half(right, rope, bars, columns, row_a, wanted, used_a, 0, 1)
@@ -492,41 +486,30 @@ def _announce(bars, first):
 @gluon.jit
 def _convert_tiles(
     left, right, rope, bars, cache, table, begin, end, limit, used_a, used_b, page_rows, row_words,
-    PAGE_SIZE: gl.constexpr, IS_TILE_AHEAD: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Convert a request's tiles to the queries' dtype; columns are loaded while those before are stored.
-
-    A whole tile ahead where the computing groups leave enough registers for it, or half of one.
-    """
+    """Convert a request's tiles to float16; columns are loaded while those before are stored."""
     left = shared_as(left, gl.int32, [2, 64, 128], PAIRS)
     right = shared_as(right, gl.int32, [2, 64, 128], PAIRS)
     rope = shared_as(rope, gl.int32, [2, 64, 32], PAIRS)
-    row = _page_of(table, begin, limit, PAGE_SIZE).to(gl.int64) * page_rows + begin * 64 % PAGE_SIZE
+    row = page_of(table, begin, limit, PAGE_SIZE).to(gl.int64) * page_rows + begin * 64 % PAGE_SIZE
     live = limit - begin * 64
     a = _load_left(cache, row, live, row_words)
-    if IS_TILE_AHEAD:
-        b, c = _load_right(cache, row, live, row_words)
     for tile in range(begin, end):
         odd = (tile - begin) & 1
         used = gl.where(odd == 0, used_a, used_b) + (tile - begin) // 2
-        next_page = _page_of(table, tile + 1, limit, PAGE_SIZE)
+        next_page = page_of(table, tile + 1, limit, PAGE_SIZE)
         mbarrier.wait(bars[FREE].index(2 * odd), (used & 1) ^ 1)
         left.index(odd).store(_converted(a))
         _announce(bars, 8 * odd)
-        if not IS_TILE_AHEAD:
-            b, c = _load_right(cache, row, live, row_words)
+        b, c = _load_right(cache, row, live, row_words)
         row = next_page.to(gl.int64) * page_rows + (tile + 1) * 64 % PAGE_SIZE
         live = gl.where(tile + 1 < end, limit - (tile + 1) * 64, 0)
-        if IS_TILE_AHEAD:
-            a = _load_left(cache, row, live, row_words)
         mbarrier.wait(bars[FREE].index(2 * odd + 1), (used & 1) ^ 1)
         right.index(odd).store(_converted(b))
         rope.index(odd).store(_converted(c))
         _announce(bars, 8 * odd + PIECES)
-        if IS_TILE_AHEAD:
-            b, c = _load_right(cache, row, live, row_words)
-        else:
-            a = _load_left(cache, row, live, row_words)
+        a = _load_left(cache, row, live, row_words)
 
 
 @gluon.jit
@@ -559,16 +542,15 @@ def load_group(
             )
             live_q = gl.where(limit > 0, rows, 0)
             # Before the queries, so that the first keys do not wait for them.
-            page_a = _page_of(table, begin, limit, PAGE_SIZE)
-            page_b = _page_of(table, begin + 1, limit, PAGE_SIZE)
+            page_a = page_of(table, begin, limit, PAGE_SIZE)
+            page_b = page_of(table, begin + 1, limit, PAGE_SIZE)
             mbarrier.wait(bars[QUERIES_FREE], (segment & 1) ^ 1)
-            _copy_queries(q_v, q_r, q_base, q_head_stride, heads, gap, live_q, ROWS, IS_PACKED)
-            async_copy.mbarrier_arrive(bars[QUERIES], increment_count=False)
+            load_queries(q_v, q_r, bars[QUERIES], q_base, q_head_stride, heads, gap, live_q, ROWS, IS_PACKED)
             segment += 1
             if CONVERTS:
                 _convert_tiles(
                     left, right, rope, bars, columns, table, begin, end, limit, used_a, used_b,
-                    page_rows, row_words, PAGE_SIZE, ROWS < 64,
+                    page_rows, row_words, PAGE_SIZE,
                 )  # fmt: skip
             else:
                 _copy_tiles(
@@ -844,7 +826,7 @@ def _few_step(
     # A NaN is left out of the maximum; it reaches the sums, and so the output.
     new_peak = gl.maximum(peak, gl.max(scores, 0) * scale)
     base = finite(new_peak)
-    weights = gl.exp2(scores * scale[None, :] - (base - lift_of(given.dtype))[None, :])
+    weights = gl.exp2(scores * scale - (base - lift_of(given.dtype))[None, :])
     given.index(z + TILE).store(weights.to(given.dtype))
     if live < 64:
         clear_tail(left.index(z + TILE), live, 0, False)
@@ -918,13 +900,10 @@ def _few_store(
 
 @gluon.jit
 def _few_group(
-    memory, scales, peaks, totals, halves, bars, target, seq_lens, capacity, q_len, heads, token,
-    program, first, last, unit, begin_unit, end_unit, scale, k_scale,
-    GROUP: gl.constexpr, CONVERTS: gl.constexpr,
+    memory, peaks, totals, halves, bars, target, seq_lens, capacity, q_len, heads, token,
+    program, first, last, unit, begin_unit, end_unit, scale, k_scale, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute."""
-    if CONVERTS:
-        gdc_wait()
     used = 0
     segment = 0
     for request in range(first, last):
@@ -936,15 +915,13 @@ def _few_group(
             total = gl.full([64, HEADS], 0.0, gl.float32, layout=TALL)
             left_acc = gl.full([256, HEADS], 0.0, gl.float32, layout=TALL)
             right_acc = gl.full([256, HEADS], 0.0, gl.float32, layout=TALL)
-            row = (request.to(gl.int64) * q_len + token) * heads  # type: ignore[attr-defined]  # a tensor
-            row_scale = scale_of(scales, row, scale, heads, HEADS, CONVERTS, BY_HEAD)
             mbarrier.wait(bars[QUERIES], segment & 1)
             fence_async_shared()
             mine = (end - begin + 1 - GROUP) // 2
             for i in range(mine):
                 live = limit - (begin + 2 * i + GROUP) * 64
                 left_acc, right_acc, peak, total = _few_step(
-                    left_acc, right_acc, peak, total, memory, bars, live, row_scale,
+                    left_acc, right_acc, peak, total, memory, bars, live, scale,
                     used + i, i + 1 == mine, GROUP,
                 )  # fmt: skip
             used += mine
@@ -964,10 +941,10 @@ def _few_group(
 # Not in the compiled kernel: a server has many values of these.
 @gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
 def mla_decode_few_kernel(
-    q, columns, block_table, seq_lens, out, lse, parts, part_lse, scales,
-    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
+    q, columns, block_table, seq_lens, out, lse, parts, part_lse,
+    q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
     softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
-    PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr, CONVERTS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr,
 ):  # fmt: skip
     """Attend from the heads of one query token, at most 16, to an equal part of the tiles of all requests.
 
@@ -1006,170 +983,27 @@ def mla_decode_few_kernel(
             (
                 _few_group,
                 (
-                    memory, scales, peaks, totals, halves, bars, target, seq_lens, capacity, q_len,
+                    memory, peaks, totals, halves, bars, target, seq_lens, capacity, q_len,
                     heads, token, program, first, last, unit, begin_unit, end_unit, scale, k_scale, 0,
-                    CONVERTS,
                 ),
             ),
             (
                 _few_group,
                 (
-                    memory, scales, peaks, totals, halves, bars, target, seq_lens, capacity, q_len,
+                    memory, peaks, totals, halves, bars, target, seq_lens, capacity, q_len,
                     heads, token, program, first, last, unit, begin_unit, end_unit, scale, k_scale, 1,
-                    CONVERTS,
                 ),
             ),
             (
                 load_group,
                 (
                     q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
-                    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
+                    q_batch_stride, q_token_stride, q_head_stride, page_rows, 0, table_stride,
                     capacity, q_len, heads, token * heads, heads, token, first, last, unit, begin_unit,
-                    end_unit, PAGE_SIZE, HEADS, CONVERTS, False,
+                    end_unit, PAGE_SIZE, HEADS, False, False,
                 ),
             ),
         ],
         [4, 4],
-        [168, 168] if CONVERTS else [224, 56],
+        [224, 56],
     )  # fmt: skip
-
-
-RANK, TOKEN = 512, 576
-# Requests that the kernel's sum over lengths covers; there is one compiled kernel for each. Another one for
-# at most 16 requests was no faster.
-BATCHES = (128, 1024)
-
-
-class _Address:
-    """What a descriptor needs of a tensor, without keeping the tensor alive."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.dtype, self._address = x.dtype, x.data_ptr()
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-class HopperCall:
-    """A call with these layouts, launched for the first time when it is made; then it can be repeated.
-
-    Args:
-        call: of ``decode.Call``, the checked arguments.
-        cut: the kernel and its parts.
-    """
-
-    def __init__(self, call: Any, cut: Cut) -> None:
-        q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse = call
-        batch, heads, q_len = q.shape[0], q.shape[-2], call.q_len
-        pages, page_size = kv_cache.shape[:2]
-        page_rows = kv_cache.stride(0) // kv_cache.stride(1)
-        # The cache as rows of one token. Pages may lie apart, e.g. with those of other layers between.
-        self._shape = [(pages - 1) * page_rows + page_size, TOKEN]
-        self._strides = [kv_cache.stride(1), 1]
-        rows = q_len * heads
-        # Rows of a program, and those that a part of them takes.
-        is_packed, parts, own = cut.kernel == "packed", cut.pieces, cut.height(q_len, heads)
-        is_few = heads <= FEW_HEADS and not is_packed
-        kernel, room = (mla_decode_few_kernel, 16) if is_few else (mla_decode_pairs_kernel, 64)
-        groups = cdiv(rows, own)
-        # Of each program two parts, and their lse.
-        self._slots = 2 * groups * parts * room
-        numbers, part_lse = out, lse
-        if parts:
-            memory = self._memory(out)
-            numbers, part_lse = memory[: self._slots * RANK], memory[self._slots * RANK :]
-        # The copy engine takes a cache as it is; an E4M3 cache is read as words of four numbers.
-        self._converts = kv_cache.dtype != q.dtype
-        columns = kv_cache.view(torch.int32) if self._converts else self._descriptor(kv_cache)
-        row_words = kv_cache.stride(1) // 4 if self._converts else 0
-        # Of each cache by its address: shape and strides are those of this call.
-        self._maps: dict[int, tuple[Any, ...]] = {}
-        strides = q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2)
-        scales, self._prepare = lse, None
-        if self._converts:
-            queries = self._query_memory(q)
-            scales = queries[q.numel() // 2 :]
-            self._prepare = launched(
-                float16_queries_kernel,
-                (cdiv(batch * rows, 4),),
-                (q, queries.view(torch.float16), scales),
-                (*strides, batch * rows, q_len, heads, RANK, TOKEN - RANK, 4, False),
-                num_warps=4,
-            )
-            q, strides = queries.view(torch.float16), (rows * TOKEN, heads * TOKEN, TOKEN)
-        most = next(n for n in BATCHES if batch <= n) if parts else 0
-        aligned = aligned_parts(parts, batch) if parts else 0
-        shape = call.capacity, q_len, heads, batch, aligned
-        sizes = (*strides, page_rows, row_words, block_table.stride(0), softmax_scale, k_scale, *shape)
-        self._decode = launched(
-            kernel,
-            (groups, parts or batch, 1),
-            (q, columns, block_table, seq_lens, out, lse, numbers, part_lse, scales),
-            (*sizes, page_size, most, self._converts, *(() if is_few else (is_packed,))),
-            num_warps=4,
-            launch_pdl=self._converts,
-        )
-        self._merge = None
-        if parts:
-            block, some, step = merge_tiles(batch, parts)
-            capacity, tiles = shape[0], (RANK, room, block, some, step, most)
-            self._merge = launched(
-                merge_parts_kernel,
-                (groups * (RANK // block), cdiv(own, some), batch),
-                (numbers, part_lse, seq_lens, out, lse),
-                (*(rows, own, heads, capacity, q_len, batch, parts, aligned), *tiles, False),
-                num_warps=4,
-                launch_pdl=True,
-            )
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can be repeated."""
-        return self._decode is not None
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """Launch it again on other tensors of the same layouts."""
-        assert self._decode is not None
-        lengths, results = seq_lens.data_ptr(), (out.data_ptr(), lse.data_ptr())
-        parts = results
-        if self._merge is not None:
-            memory = self._memory(out)
-            parts = memory.data_ptr(), memory.data_ptr() + self._slots * RANK * 4
-        address = kv_cache.data_ptr()
-        columns = (address,) if self._converts else self._maps.get(address) or self._mapped(kv_cache)
-        queries, scales = q.data_ptr(), results[1]
-        if self._prepare is not None:
-            prepared = self._query_memory(q)
-            queries, scales = prepared.data_ptr(), prepared.data_ptr() + 2 * q.numel()
-            self._prepare(q.data_ptr(), queries, scales)
-        self._decode(queries, *columns, block_table.data_ptr(), lengths, *results, *parts, scales)
-        if self._merge is not None:
-            self._merge(*parts, lengths, *results)
-
-    def _mapped(self, kv_cache: torch.Tensor) -> tuple[Any, ...]:
-        """The kernel's arguments for a cache that it has not read before; a server has one a layer."""
-        assert self._decode is not None
-        if len(self._maps) >= MOST_CALLS:
-            self._maps.clear()
-        columns = self._decode.described(self._descriptor(kv_cache))
-        self._maps[kv_cache.data_ptr()] = columns
-        return columns
-
-    def _memory(self, out: torch.Tensor) -> torch.Tensor:
-        """For each row of a part its numbers; behind them, for each its lse."""
-        return empty((self._slots * (RANK + 1),), torch.float32, out)
-
-    def _query_memory(self, q: torch.Tensor) -> torch.Tensor:
-        """Of queries beside an E4M3 cache their float16 numbers; behind them, for each row its scale."""
-        return empty((q.numel() // 2 + q.numel() // TOKEN,), torch.float32, q)
-
-    def _descriptor(self, kv_cache: torch.Tensor) -> Any:
-        return TensorDescriptor(_Address(kv_cache), self._shape, self._strides, [64, 64], SHARED.value)

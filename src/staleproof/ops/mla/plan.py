@@ -148,24 +148,34 @@ class Rates(NamedTuple):
 
     Attributes:
         tile: of a tile of 64 keys while no other program runs.
-        tile_e4m3: the same beside an E4M3 cache.
         request: of a request's beginning and end.
     """
 
     tile: float
-    tile_e4m3: float
     request: float
 
 
 RATES = {
-    "portable": Rates(2.02, 6.4, 6.3),
-    "split": Rates(1.72, 0.0, 7.2),
+    "portable": Rates(2.02, 6.3),
+    "split": Rates(1.72, 7.2),
     # Fitted where it is the fastest: requests of few tiles.
-    "alone": Rates(2.0, 0.0, 3.8),
-    "pairs": Rates(1.68, 2.25, 6.2),
-    "few": Rates(1.57, 1.86, 5.5),
-    "packed": Rates(1.9, 2.5, 11.5),
+    "alone": Rates(2.0, 3.8),
+    "pairs": Rates(1.68, 6.2),
+    "few": Rates(1.57, 5.5),
+    "packed": Rates(1.9, 11.5),
 }
+# Beside an E4M3 cache: more than 32 rows, up to 16, and up to 32 (``e4m3.py``).
+E4M3_RATES: dict[str | int, Rates] = {
+    "portable": Rates(6.8, 9.6),
+    "pairs": Rates(2.25, 6.2),
+    "packed": Rates(2.5, 11.5),
+    16: Rates(1.12, 6.5),
+    32: Rates(1.38, 7.75),
+}
+# What a request takes longer there if query tokens are packed.
+E4M3_PACKED = 5.5
+# Rows up to which keys and values of an E4M3 cache are converted in registers.
+E4M3_ROWS = 32
 # How much longer a tile takes while programs run on all processors.
 CROWD = 0.32
 # Microseconds: of merging splits and parts, and for each megabyte of their numbers, written and read again.
@@ -202,10 +212,9 @@ class Work(NamedTuple):
         """
         is_even = self.total == self.batch * self.tiles
         rows = self.q_len * self.heads
-        rate = RATES[cut.kernel]
-        tile = rate.tile_e4m3 if self.converts else rate.tile
-        fixed = CONVERT_QUERIES if self.converts and cut.kernel != "portable" else 0.0
         height = cut.height(self.q_len, self.heads)
+        rate = self._rates(cut, height)
+        fixed = CONVERT_QUERIES if self.converts and cut.kernel != "portable" else 0.0
         blocks = cdiv(rows, height)
         if cut.kernel not in ("pairs", "few", "packed") or cut.pieces == 0:
             # One request a program, or one split of it; what does not fit onto the processors waits.
@@ -230,7 +239,16 @@ class Work(NamedTuple):
             written = parts * blocks * min(rows, height) if is_cut else 0.0
             fixed += MERGE_PARTS + MERGE_MEGABYTE * written * 4096 / 1e6
         crowd = 1 + CROWD * min(1.0, programs / self.processors)
-        return tiles * tile * crowd + requests * rate.request + fixed
+        return tiles * rate.tile * crowd + requests * rate.request + fixed
+
+    def _rates(self, cut: Cut, height: int) -> Rates:
+        """Of a kernel whose programs have ``height`` rows."""
+        if not self.converts:
+            return RATES[cut.kernel]
+        if cut.kernel == "portable" or height > E4M3_ROWS:
+            return E4M3_RATES[cut.kernel]
+        tile, request = E4M3_RATES[16 if height <= 16 else 32]
+        return Rates(tile, request + E4M3_PACKED * (cut.kernel == "packed"))
 
     def cuts(self) -> list[Cut]:
         """Those that may be the fastest: as many pieces as there are processors, or none."""

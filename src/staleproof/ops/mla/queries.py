@@ -20,15 +20,26 @@ def _largest(x):
     return tl.max(tl.abs(x.to(tl.float32)), 1)
 
 
+@triton.jit
+def by_words(column):
+    """Where a column goes: of each four, two to the first half of 64, the others to the second.
+
+    ``e4m3.py`` takes words of four E4M3 numbers apart in that order.
+    """
+    return column // 64 * 64 + column % 4 // 2 * 32 + column % 64 // 4 * 2 + column % 2
+
+
 @triton.jit(do_not_specialize=["rows", "q_len", "heads"])
 def float16_queries_kernel(
     q, numbers, scales, q_batch_stride, q_token_stride, q_head_stride, rows, q_len, heads,
-    RANK: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, INTERPRET: tl.constexpr,
+    RANK: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, BY_WORDS: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Write ROWS of ``rows`` rows (request, query token, head) one after another, and their scales.
 
     A row times a power of two, so that its largest magnitude comes to lie in 2 ** 14 to 2 ** 15. Its scale
-    undoes that. A row with Inf or NaN keeps them; what is finite in it does not matter.
+    undoes that. A row with Inf or NaN keeps them; what is finite in it does not matter. BY_WORDS: in the
+    order of ``by_words``.
     """
     if not INTERPRET:
         # The decode may begin; it waits for this launch before it reads the queries.
@@ -42,6 +53,9 @@ def float16_queries_kernel(
         + (row % heads).to(tl.int64) * q_head_stride
     )
     column, rope_column = tl.arange(0, RANK), RANK + tl.arange(0, ROPE)
+    place, rope_place = column, rope_column
+    if BY_WORDS:
+        place, rope_place = by_words(column), by_words(rope_column)
     mask = (row < rows)[:, None]
     latent = tl.load(source[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     rope = tl.load(source[:, None] + rope_column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -51,6 +65,6 @@ def float16_queries_kernel(
     stored = tl.minimum(tl.maximum(268 - exponent, 27), 227)
     factor = (stored << 23).to(tl.float32, bitcast=True)[:, None]
     target = numbers + row.to(tl.int64)[:, None] * (RANK + ROPE)
-    tl.store(target + column[None, :], (latent * factor).to(tl.float16), mask=mask)
-    tl.store(target + rope_column[None, :], (rope * factor).to(tl.float16), mask=mask)
+    tl.store(target + place[None, :], (latent * factor).to(tl.float16), mask=mask)
+    tl.store(target + rope_place[None, :], (rope * factor).to(tl.float16), mask=mask)
     tl.store(scales + row, ((254 - stored) << 23).to(tl.float32, bitcast=True), mask=row < rows)
