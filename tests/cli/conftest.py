@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch) -> Path:
     """A checkout of its own, so that no test touches this one."""
     for name in ("notebooks", "benchmarks", "workbook/runs"):
         (tmp_path / name).mkdir(parents=True)
@@ -37,7 +37,7 @@ def registry() -> Iterator[None]:
 
 
 @pytest.fixture
-def incident(registry: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def incident(registry, monkeypatch) -> Callable[..., list[str]]:
     """Replaces the registry by one incident, ``fake``, with these answers.
 
     Returns a list that grows by the device each time the questions are asked.

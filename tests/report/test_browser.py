@@ -74,7 +74,7 @@ UNFOLD = "for (const one of document.querySelectorAll('details')) one.open = tru
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(tmp_path_factory) -> Path:
     """The page of the committed notebooks and recorded runs, in a folder of its own: moved alone."""
     runs = store.read_all()
     sources = sorted((store.checkout() / "notebooks").glob("*.ipynb"))
@@ -97,7 +97,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def page(browser: Any, report: Path) -> Iterator[Any]:
+def page(browser, report) -> Iterator[Any]:
     """The page on a desktop, for tests that only look at it."""
     with opened(browser, report, DESKTOP) as seen:
         yield seen.page

@@ -50,7 +50,7 @@ def words(fig: Figure) -> list[str]:
     return [text.get_text() for text in fig.findobj(Text) if text.get_text()]
 
 
-def test_the_chart_is_drawn_so() -> None:
+def test_the_chart_is_drawn_so():
     second = row(provider="another", p50=8.0, p20=8.0, p80=8.0)
     fig = charts.times([*ROWS[::-1], second])
     (ax,) = fig.axes
@@ -95,12 +95,12 @@ def test_the_chart_is_drawn_so() -> None:
 
 
 @pytest.mark.parametrize("slowest", [3.4, 9.0, 60.0, 900.0, 90000.0])
-def test_the_axis_has_two_ticks_or_more_and_not_too_many(slowest: float) -> None:
+def test_the_axis_has_two_ticks_or_more_and_not_too_many(slowest):
     (ax,) = charts.times([row(p50=2.7, p20=2.7), row(provider="peer", p50=slowest, p80=slowest)]).axes
     assert 2 <= len(ax.get_xticks()) <= 10
 
 
-def test_what_was_recorded_as_a_reference_stays_one() -> None:
+def test_what_was_recorded_as_a_reference_stays_one():
     for name in ("reference: memset", "no limit: memset"):
         assert charts.provider_name(name) == name
     rows = [row(), row(provider="reference: memset", p50=1.0)]
@@ -108,7 +108,7 @@ def test_what_was_recorded_as_a_reference_stays_one() -> None:
     assert [line.get_marker() for line in ax.lines if len(line.get_xdata()) == 1] == ["o", "D"]
 
 
-def test_the_title_says_recorded_and_no_word_is_cut_off() -> None:
+def test_the_title_says_recorded_and_no_word_is_cut_off():
     long = "28 layers, K/V outermost, 32 KiB pages, scattered ids, with a name that is longer still, cold"
     fig = charts.times([one | {"mode": long} for one in ROWS])
     renderer = FigureCanvasAgg(fig).get_renderer()
@@ -129,12 +129,12 @@ def test_the_title_says_recorded_and_no_word_is_cut_off() -> None:
         ([row(), row(mode="fp8")], "rows: expected one mode, got"),
     ],
 )
-def test_rows_of_several_charts_are_refused(rows: list[Any], message: str) -> None:
+def test_rows_of_several_charts_are_refused(rows, message):
     with pytest.raises(ValueError, match=message):
         charts.times(rows)
 
 
-def test_the_sentence_compares_the_cases_that_both_were_timed_in() -> None:
+def test_the_sentence_compares_the_cases_that_both_were_timed_in():
     rows = [*ROWS, row(x_value=7, p50=500.0)]
     said = charts.conclusion(rows, "{ours}; {peer}; {times}; {more}", ours="staleproof", peer="peer")
     assert said == "2 to 4 us; 9 to 2,780 us; 4.5 to 695; -99.9% to -77.8%"
@@ -145,15 +145,13 @@ def test_the_sentence_compares_the_cases_that_both_were_timed_in() -> None:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(store, "runs_folder", lambda: tmp_path)
     monkeypatch.setattr("IPython.display.display", lambda shown: None)
     return tmp_path
 
 
-def test_a_recorded_run_gives_a_sentence_and_a_captioned_chart(
-    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recorded_run_gives_a_sentence_and_a_captioned_chart(runs, capsys, monkeypatch):
     answer = finding("mla_padding", "empty row", "vllm_triton", "nan")
     store.write(runs / "gpu", [answer], ROWS)
     charts.timed("clear_empty_rows", "bf16", "ours {ours}, theirs {times} times", peer="peer")
@@ -184,9 +182,7 @@ def test_a_recorded_run_gives_a_sentence_and_a_captioned_chart(
 @pytest.mark.parametrize(
     ("kernel", "mode", "peer"), [("other", "bf16", "peer"), ("clear_empty_rows", "bf16", "no")]
 )
-def test_without_such_a_recording_it_says_so(
-    runs: Path, capsys: pytest.CaptureFixture[str], kernel: str, mode: str, peer: str
-) -> None:
+def test_without_such_a_recording_it_says_so(runs, capsys, kernel, mode, peer):
     store.write(runs / "gpu", [finding("mla_padding", "empty row", "vllm_triton", "nan")], ROWS)
     charts.timed(kernel, mode, "{ours}", peer=peer)
     assert capsys.readouterr().out.startswith(f"no recorded timing of {kernel} ({mode}): staleproof record")

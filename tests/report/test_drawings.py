@@ -28,7 +28,7 @@ def hatched(ax: object) -> set[tuple[int, int]]:
     return squares
 
 
-def test_a_map_is_hatched_exactly_where_nobody_wrote() -> None:
+def test_a_map_is_hatched_exactly_where_nobody_wrote():
     holes = [[token % 3 == 0 and slot in (1, 2, 4) for slot in range(5)] for token in range(20)]
     fig = drawings.maps([MapPicture(Batch(20, 5, 16), False, holes)])
     whole, near = fig.axes
@@ -39,7 +39,7 @@ def test_a_map_is_hatched_exactly_where_nobody_wrote() -> None:
     assert [text.get_text() for text in fig.legends[0].get_texts()] == ["written", "never written"]
 
 
-def test_a_map_without_holes_names_none() -> None:
+def test_a_map_without_holes_names_none():
     fig = drawings.maps([map_picture(Batch(16, 8, 128), "cpu")])
     assert hatched(fig.axes[0]) == set()
     assert [text.get_text() for text in fig.legends[0].get_texts()] == ["written"]
@@ -52,12 +52,12 @@ def test_a_map_without_holes_names_none() -> None:
         ([MapPicture(Batch(2, 1, 1), True, [[False]] * 2)], "of 14 tokens"),
     ],
 )
-def test_maps_that_cannot_be_drawn_are_refused(pictures: list[MapPicture], message: str) -> None:
+def test_maps_that_cannot_be_drawn_are_refused(pictures, message):
     with pytest.raises(ValueError, match=message):
         drawings.maps(pictures)
 
 
-def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote() -> None:
+def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote():
     spans = [Span(0, 3, "Mamba state", 7), Span(3, 5, "free"), Span(5, 9, "keys and values", 8)]
     spans.append(Span(9, 12, "prefix hit", 9))
     fig = drawings.life(BlockLife(4, spans, [(5, 1), (6, 2), (7, 3)], 4))
@@ -76,7 +76,7 @@ def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote() -> None:
         assert corners == [(5, edge), *stairs, (9, edge)]
 
 
-def test_a_tile_names_each_row_once_and_hatches_what_nobody_wrote(device: str) -> None:
+def test_a_tile_names_each_row_once_and_hatches_what_nobody_wrote(device):
     picture = tile_picture(5, 80, device)
     fig = drawings.tile(picture)
     ax = fig.axes[0]
@@ -86,7 +86,7 @@ def test_a_tile_names_each_row_once_and_hatches_what_nobody_wrote(device: str) -
     assert len(nobody) == 512 - 20
 
 
-def test_the_words_of_a_tile_can_be_read_on_their_colours() -> None:
+def test_the_words_of_a_tile_can_be_read_on_their_colours():
     """Row 0 is dark, row 127 bright; what nobody wrote lies under a light hatch."""
     ax = drawings.tile(
         TilePicture(
@@ -109,7 +109,7 @@ def test_the_words_of_a_tile_can_be_read_on_their_colours() -> None:
     assert [text.get_text() for text in ax.figure.legends[0].get_texts()] == ["never written"]
 
 
-def test_the_axes_of_a_map_and_of_a_life_say_what_is_where() -> None:
+def test_the_axes_of_a_map_and_of_a_life_say_what_is_where():
     pictures = [MapPicture(Batch(20, 5, 16), True, [[False] * 5] * 20) for _ in range(2)]
     fig = drawings.maps(pictures)
     assert tuple(fig.get_size_inches()) == (8.2, 4.0)

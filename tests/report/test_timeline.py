@@ -52,12 +52,12 @@ def _load(tmp_path: Path, *rows: dict[str, object]) -> list[timeline.Event]:
     return timeline.load(path)
 
 
-def test_the_committed_table_is_what_the_generator_gives() -> None:
+def test_the_committed_table_is_what_the_generator_gives():
     have = (WORKBOOK / "timeline.md").read_text("utf-8")
     assert have == pages.markdown(), "run: python -m tools.timeline"
 
 
-def test_every_incident_has_events_and_every_thread_an_address() -> None:
+def test_every_incident_has_events_and_every_thread_an_address():
     events = timeline.load()
     assert {n for e in events for n in e.incidents} == set(timeline.LANES)
     for e in events:
@@ -67,7 +67,7 @@ def test_every_incident_has_events_and_every_thread_an_address() -> None:
         assert not (e.checked and e.reported), e.source
 
 
-def test_load_reads_one_incident_or_several(tmp_path: Path) -> None:
+def test_load_reads_one_incident_or_several(tmp_path):
     one, two = _load(tmp_path, _row(), _row(incident=[2, 5], label=None))
     assert one.date == datetime.date(2026, 3, 18)
     assert (one.incidents, two.incidents) == ((1,), (2, 5))
@@ -90,12 +90,12 @@ def test_load_reads_one_incident_or_several(tmp_path: Path) -> None:
         ([_row(), _row(date="2026-03-17")], "expected entries in order of date"),
     ],
 )
-def test_load_names_the_bad_entry(tmp_path: Path, rows: list[dict[str, object]], message: str) -> None:
+def test_load_names_the_bad_entry(tmp_path, rows, message):
     with pytest.raises(ValueError, match=message):
         _load(tmp_path, *rows)
 
 
-def test_a_table_row_carries_source_incidents_figures_and_mark(tmp_path: Path) -> None:
+def test_a_table_row_carries_source_incidents_figures_and_mark(tmp_path):
     read = {"grade": "source", "where": ["vLLM 1.0 a.py:7", "vLLM 1.0 b.py:8-9", "vLLM 2.0 a.py:7"]}
     wheel = _row(checked=True, url=None, reported=[], **read)
     events = _load(tmp_path, _row(event="a | b"), wheel)
@@ -109,7 +109,7 @@ def test_a_table_row_carries_source_incidents_figures_and_mark(tmp_path: Path) -
     )
 
 
-def test_no_label_of_the_picture_meets_another_and_ink_is_mid_grey() -> None:
+def test_no_label_of_the_picture_meets_another_and_ink_is_mid_grey():
     events = timeline.load()
     figure = timeline.figure(events)
     canvas = FigureCanvasAgg(figure)
@@ -130,13 +130,13 @@ def test_no_label_of_the_picture_meets_another_and_ink_is_mid_grey() -> None:
     assert figure.axes[0].get_facecolor()[3] == 0
 
 
-def test_no_leader_of_the_picture_crosses_a_label() -> None:
+def test_no_leader_of_the_picture_crosses_a_label():
     levels = timeline._levels([(0, 10), (2, 3), (4, 10), (30, 5)])
     # The first passes above both that begin under it; the second above the third; the last is free.
     assert levels == [2, 1, 0, 0]
 
 
-def test_the_picture_has_a_dot_for_every_event_of_every_incident(tmp_path: Path) -> None:
+def test_the_picture_has_a_dot_for_every_event_of_every_incident(tmp_path):
     events = _load(tmp_path, _row(), _row(incident=[1, 2], checked=True, grade="source"))
     dots = [line for line in timeline.figure(events).axes[0].lines if line.get_marker() == "o"]
     fills = sorted((line.get_color(), line.get_markerfacecolor() != "none") for line in dots)
@@ -144,7 +144,7 @@ def test_the_picture_has_a_dot_for_every_event_of_every_incident(tmp_path: Path)
     assert fills == [(blue, False), (blue, True), (orange, True)]
 
 
-def test_the_picture_has_a_lane_for_each_incident_and_a_stem_below_each_label(tmp_path: Path) -> None:
+def test_the_picture_has_a_lane_for_each_incident_and_a_stem_below_each_label(tmp_path):
     later = _row(date="2026-04-01", incident=2, label="a label")
     figure = timeline.figure(_load(tmp_path, _row(label="one"), _row(label="two"), _row(label=None), later))
     (ax,) = figure.axes
@@ -202,7 +202,7 @@ def _claims(tmp_path: Path, **changes: object) -> list[timeline.Claim]:
     return timeline.claims(path)
 
 
-def test_the_first_twenty_claims_are_there_in_order_and_each_has_a_mark() -> None:
+def test_the_first_twenty_claims_are_there_in_order_and_each_has_a_mark():
     found = timeline.claims()
     assert [c.number for c in found if c.number] == list(range(1, 21))
     for c in found:
@@ -215,7 +215,7 @@ def test_the_first_twenty_claims_are_there_in_order_and_each_has_a_mark() -> Non
         assert c.finding or c.grade not in (Grade.REAL, Grade.REPLICA) or "benchmarks/" in c.note, c.claim
 
 
-def test_what_shows_a_claim_is_what_the_recorded_runs_hold() -> None:
+def test_what_shows_a_claim_is_what_the_recorded_runs_hold():
     runs = store.read_all()
     for c in timeline.claims():
         if c.finding:
@@ -224,7 +224,7 @@ def test_what_shows_a_claim_is_what_the_recorded_runs_hold() -> None:
             assert {pages.disagrees(c, f) for f in held} == {None}, c
 
 
-def test_a_claim_disagrees_with_another_verdict_and_with_another_grade(tmp_path: Path) -> None:
+def test_a_claim_disagrees_with_another_verdict_and_with_another_grade(tmp_path):
     (claim,) = _claims(tmp_path)
     shown = finding(*claim.finding, evidence=real("torch"))
     assert pages.disagrees(claim, shown) is None
@@ -237,13 +237,13 @@ def test_a_claim_disagrees_with_another_verdict_and_with_another_grade(tmp_path:
     assert pages.disagrees(by_lines, replica) is None
 
 
-def test_six_claims_about_sm100_rest_on_its_source() -> None:
+def test_six_claims_about_sm100_rest_on_its_source():
     cuda = ("csrc/", "include/flashinfer")
     by_source = [c for c in timeline.claims() if c.grade == Grade.SOURCE]
     assert sum(any(part in line for line in c.where for part in cuda) for c in by_source) >= 6
 
 
-def test_lines_that_are_cited_exist_where_the_release_is_here() -> None:
+def test_lines_that_are_cited_exist_where_the_release_is_here():
     """Of FlashInfer, if this version is installed, and of the releases of vLLM that were fetched."""
     cited = {line for c in (*timeline.claims(), *timeline.load()) for line in c.where}
     package = importlib.util.find_spec("flashinfer")
@@ -284,12 +284,12 @@ def test_lines_that_are_cited_exist_where_the_release_is_here() -> None:
         ({"finding": ["a", "b"]}, "claim 1, finding: expected incident, question, variant"),
     ],
 )
-def test_claims_name_the_bad_entry(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+def test_claims_name_the_bad_entry(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         _claims(tmp_path, **changes)
 
 
-def test_a_claims_row_carries_mark_conditions_and_what_shows_it(tmp_path: Path) -> None:
+def test_a_claims_row_carries_mark_conditions_and_what_shows_it(tmp_path):
     line = pages.markdown([], _claims(tmp_path)).splitlines()[-1]
     assert line == (
         "| 1 | [vLLM #1](https://example.org/1) | It is so. | held | real | Here. | "
