@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from matplotlib import colormaps
-from matplotlib.axis import Axis
 from matplotlib.colors import to_hex
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.text import Text
 
+from made import texts, ticks
 from staleproof.incidents.kv_reuse.pictures import BlockLife, Span
 from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.pictures import MapPicture, map_picture
@@ -36,13 +36,13 @@ def test_a_map_is_hatched_exactly_where_nobody_wrote():
     assert hatched(whole) == there
     assert hatched(near) == {(t, s) for t, s in there if t >= 20 - drawings.ZOOM}
     assert whole.get_title(loc="left") == "20 tokens: three kernels, 21 of 100 entries never written"
-    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["written", "never written"]
+    assert texts(fig.legends[0].get_texts()) == ["written", "never written"]
 
 
 def test_a_map_without_holes_names_none():
     fig = drawings.maps([map_picture(Batch(16, 8, 128), "cpu")])
     assert hatched(fig.axes[0]) == set()
-    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["written"]
+    assert texts(fig.legends[0].get_texts()) == ["written"]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote():
     assert at == [(0, 0, 3, 1), (3, 0, 2, 1), (5, 0, 4, 1), (9, 0, 3, 1)]
     assert [patch.get_hatch() or "" for patch in who.patches] == ["---", "///", "", "\\\\\\"]
     assert {to_hex(text.get_color()) for text in fig.findobj(Text)} == {INK}
-    said = [text.get_text() for text in who.texts]
+    said = texts(who.texts)
     assert said == ["Mamba state\nrequest 7", "free", "keys and values\nrequest 8", "prefix hit\nrequest 9"]
     written, stale = (patch for patch in filled.patches if isinstance(patch, Polygon))
     assert (written.get_hatch() or "", stale.get_hatch()) == ("", "xxx")
@@ -106,7 +106,7 @@ def test_the_words_of_a_tile_can_be_read_on_their_colours():
     assert (ax.get_xlim(), ax.get_ylim()) == ((0, 16), (32, 0))
     assert ticks(ax.xaxis) == [(byte + 0.5, str(byte)) for byte in (0, 3, 4, 7, 8, 11, 12, 15)]
     assert ticks(ax.yaxis) == [(line + 0.5, f"byte {16 * line}") for line in (0, 7, 15, 23, 31)]
-    assert [text.get_text() for text in ax.figure.legends[0].get_texts()] == ["never written"]
+    assert texts(ax.figure.legends[0].get_texts()) == ["never written"]
 
 
 def test_the_axes_of_a_map_and_of_a_life_say_what_is_where():
@@ -152,13 +152,7 @@ def test_the_axes_of_a_map_and_of_a_life_say_what_is_where():
         (5, 3),
         (5, 3),
     ]
-    assert [text.get_text() for text in who.figure.legends[0].get_texts()] == [
+    assert texts(who.figure.legends[0].get_texts()) == [
         "position holds the owner's key and value",
         "position still holds what was there before",
-    ]
-
-
-def ticks(axis: Axis) -> list[tuple[float, str]]:
-    return [
-        (at, label.get_text()) for at, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
     ]

@@ -6,12 +6,11 @@ import re
 from typing import Any
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.text import Text
 
+from made import drawn_words, texts
 from staleproof import device
 from staleproof.incidents.mla_padding.pictures import StagePicture
 from staleproof.report import plots
@@ -47,7 +46,7 @@ def test_each_cell_shows_its_state():
     cells = _cells(fig)
     assert len(cells) == 8
     (mesh,) = fig.axes[0].collections
-    fig.draw(FigureCanvasAgg(fig).get_renderer())
+    drawn_words(fig)
     faces = mesh.get_facecolor().reshape(2, 4, 4)
     for column, state in enumerate(VERDICTS):
         colour, strength, hatch = plots.STATES[state]
@@ -89,7 +88,7 @@ def test_a_patch_is_a_unit_square_in_the_look_of_its_state_unless_said_otherwise
 def test_the_legend_names_the_states_that_are_there_and_no_other():
     fig = plots.grid([["clean", "leaked"]], rows=["a"], columns=["1", "2"])
     (legend,) = fig.legends
-    assert [t.get_text() for t in legend.get_texts()] == ["clean", "leaked"]
+    assert texts(legend.get_texts()) == ["clean", "leaked"]
     # In one line at the lower left, without a frame, each drawn as the patch that it names.
     assert (legend._get_loc(), legend._ncols, legend.get_frame_on()) == (3, 2, False)
     assert [p.get_hatch() or "" for p in legend.get_patches()] == ["", "xxx"]
@@ -99,17 +98,9 @@ def test_the_legend_names_the_states_that_are_there_and_no_other():
 def test_no_word_is_cut_off(columns):
     rows = ["quantize_live_rows_and_some_more", "b"]
     fig = plots.grid([["clean", "leaked"], ["pad_only", "live_born"]], rows=rows, columns=columns)
-    renderer = FigureCanvasAgg(fig).get_renderer()
-    fig.draw(renderer)
-    words = [t for t in fig.findobj(Text) if t.get_text()]
-    assert {*rows, *columns, *VERDICTS} <= {t.get_text() for t in words}
-    for word in words:
-        box = word.get_window_extent(renderer)
-        assert box.x0 >= 0, word
-        assert box.y0 >= 0, word
-        assert box.x1 <= fig.bbox.x1, word
-        assert box.y1 <= fig.bbox.y1, word
-        assert to_hex(word.get_color()) == INK
+    words = drawn_words(fig)
+    assert {*rows, *columns, *VERDICTS} <= {*texts(words)}
+    assert {to_hex(word.get_color()) for word in words} == {INK}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +124,7 @@ def test_stages_draws_the_rows_and_the_line_below_the_live_ones():
     assert hatches == [["", "xxx"], ["///", "///"], ["///", ""]]
     (line,) = fig.axes[0].lines
     assert list(line.get_ydata()) == [1, 1]
-    labels = [t.get_text() for t in fig.axes[0].get_yticklabels()]
+    labels = texts(fig.axes[0].get_yticklabels())
     assert labels == ["row 0", "padding 1", "padding 2"]
 
 
@@ -143,12 +134,12 @@ def test_routing_hatches_an_expert_taken_again_and_the_map_s_holes():
     hatched = {at: bool(p.get_hatch()) for at, p in _cells(fig).items()}
     # A slot without an expert has no cell.
     assert hatched == {(0, 0): False, (0, 1): False, (1, 0): False, (1, 1): True, (2, 1): False}
-    assert [t.get_text() for t in left.texts] == ["3", "1", "0", "0", "2"]
+    assert texts(left.texts) == ["3", "1", "0", "0", "2"]
     holes = {(int(p.get_y()), int(p.get_x())): bool(p.get_hatch()) for p in right.patches}
     assert [at for at, hole in holes.items() if hole] == [(1, 1)]
     assert len(holes) == 6
-    assert [t.get_text() for t in left.get_yticklabels()] == ["row 0", "padding 1", "padding 2"]
-    assert [t.get_text() for t in fig.legends[0].get_texts()] == ["never written", "written"]
+    assert texts(left.get_yticklabels()) == ["row 0", "padding 1", "padding 2"]
+    assert texts(fig.legends[0].get_texts()) == ["never written", "written"]
 
 
 def test_the_axes_of_a_routing_fit_and_say_what_is_where():
@@ -159,15 +150,15 @@ def test_the_axes_of_a_routing_fit_and_say_what_is_where():
         assert (axes.get_xlim(), axes.get_ylim(), axes.get_title()) == ((0, 2), (2, 0), title)
         assert [list(line.get_data()[1]) for line in axes.lines] == [[1, 1]]
         assert list(axes.get_xticks()) == list(axes.get_yticks()) == [0.5, 1.5]
-        assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
-    assert [label.get_text() for label in right.get_yticklabels()] == ["", ""]
+        assert texts(axes.get_xticklabels()) == ["0", "1"]
+    assert texts(right.get_yticklabels()) == ["", ""]
     assert [t.get_position() for t in left.texts] == [(0.5, 0.5), (1.5, 0.5), (0.5, 1.5), (1.5, 1.5)]
     # Each expert has a colour of its own, on which its number can be read.
     assert len({p.get_facecolor() for p in left.patches}) == 4
     assert [t.get_color() for t in left.texts] == ["black", "white", "white", "black"]
-    assert [t.get_text() for t in fig.legends[0].get_texts()] == ["written"]
+    assert texts(fig.legends[0].get_texts()) == ["written"]
     wide = plots.routing([[*range(6)]], [[False] * 6], live=1)
-    wide.draw(FigureCanvasAgg(wide).get_renderer())
+    drawn_words(wide)
     boxes = [axes.get_tightbbox() for axes in wide.axes]
     assert 0 <= boxes[0].x0 < boxes[0].x1 <= boxes[1].x0 < boxes[1].x1 <= wide.bbox.x1
 
@@ -186,7 +177,7 @@ def test_uptime_draws_each_share_at_the_end_of_its_window():
     assert off.get_marker() != on.get_marker()
     legend = fig.axes[0].get_legend()
     assert legend is not None
-    assert [t.get_text() for t in legend.get_texts()] == ["off", "on"]
+    assert texts(legend.get_texts()) == ["off", "on"]
 
 
 def test_no_curve_of_uptime_is_hidden_behind_another():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.made import finding, not_run, off_on_off
+from tests.made import finding, measurement, not_run, off_on_off
 
 from staleproof.cases import predictions, store
 from staleproof.cases.finding import real, write_findings
@@ -17,9 +17,8 @@ from staleproof.cases.machine import Capability
 from staleproof.device import Provenance
 from staleproof.report import conclusion, matrix, terminal
 
-ROW = {"kernel": "clear", "provider": "ours", "mode": "graph", "x_name": "live", "x_value": 1, "unit": "us"}
+ROW = measurement("ours")
 FIX = off_on_off("a", "v", off="leaked", on="clean", again="leaked")
-ROW |= {"p50": 2.0, "p20": 1.9, "p80": 2.2}
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.dates import date2num
-from matplotlib.text import Text
 from tests.made import finding
 
+from made import drawn_words, texts
 from staleproof.cases import store
 from staleproof.cases.finding import Grade, real
 from staleproof.cases.words import NOT_RUN
@@ -112,20 +111,13 @@ def test_a_table_row_carries_source_incidents_figures_and_mark(tmp_path):
 def test_no_label_of_the_picture_meets_another_and_ink_is_mid_grey():
     events = timeline.load()
     figure = timeline.figure(events)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
+    words = drawn_words(figure)
     labels = [e.label for e in events for _ in e.incidents if e.label]
-    assert len(texts) > len(labels)
-    assert sorted(labels) == sorted(t.get_text() for t in texts if t.get_text() in set(labels))
-    boxes = [(t.get_text(), t.get_window_extent()) for t in texts]
-    for (a, box), (b, other) in itertools.combinations(boxes, 2):
-        assert not box.overlaps(other), f"{a!r} and {b!r}"
-    page = figure.bbox
-    for label, box in boxes:
-        assert page.x0 <= box.x0 < box.x1 <= page.x1, label
-        assert page.y0 <= box.y0 < box.y1 <= page.y1, label
-    assert {to_hex(t.get_color()) for t in texts} == {INK}
+    assert len(words) > len(labels)
+    assert sorted(labels) == sorted(word for word in texts(words) if word in labels)
+    for one, other in itertools.combinations(words, 2):
+        assert not one.get_window_extent().overlaps(other.get_window_extent()), f"{one} and {other}"
+    assert {to_hex(t.get_color()) for t in words} == {INK}
     assert figure.get_facecolor()[3] == 0
     assert figure.axes[0].get_facecolor()[3] == 0
 
@@ -158,7 +150,7 @@ def test_the_picture_has_a_lane_for_each_incident_and_a_stem_below_each_label(tm
     middles = [foot - height / 2 for foot, height in zip(feet, heights, strict=True)]
     assert list(ax.get_yticks()) == middles
     names = [f"{n}  {name}\n{what}" for n, (name, what) in timeline.LANES.items()]
-    assert [label.get_text() for label in ax.get_yticklabels()] == names
+    assert texts(ax.get_yticklabels()) == names
     lanes = [line for line in ax.lines if list(line.get_xdata()) == [first - 8, last + 45]]
     assert [line.get_ydata()[0] for line in lanes] == pytest.approx([foot - 0.6 for foot in feet])
     dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines if line.get_marker() == "o"]
@@ -175,12 +167,12 @@ def test_the_picture_has_a_lane_for_each_incident_and_a_stem_below_each_label(tm
     ]
     # Each label begins a twentieth of an inch behind its stem.
     inch = (last + 45 - (first - 8)) / (9.0 - 2.45 - 0.1)
-    assert [text.get_text() for text in ax.texts] == ["one", "two", "a label"]
+    assert texts(ax.texts) == ["one", "two", "a label"]
     assert [text.xy for text in ax.texts] == [
         (pytest.approx(x + 0.05 * inch), pytest.approx(y)) for x, _, _, y in stems
     ]
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["checked in the release", "reported"]
+    assert texts(legend.get_texts()) == ["checked in the release", "reported"]
     assert [line.get_markerfacecolor() for line in legend.get_lines()] == [INK, "none"]
 
 

@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from tests.made import measurement
 
 from staleproof.cases import store
 from tools import figures
@@ -36,14 +37,8 @@ def test_every_kernel_and_patch_of_the_run_is_shown(run):
 
 
 def row(provider: str, p50: float, **more) -> dict:
-    return {
-        "kernel": "mla_decode",
-        "provider": provider,
-        "mode": "bf16 batch 1 heads 128 page 64",
-        "x_name": "tokens",
-        "x_value": 512,
-        "p50": p50,
-    } | more
+    case = {"kernel": "mla_decode", "mode": "bf16 batch 1 heads 128 page 64", "x_name": "tokens"}
+    return measurement(provider, p50, **case | {"x_value": 512} | more)
 
 
 MLA = next(kernel for kernel in figures.KERNELS if kernel.name == "mla_decode")

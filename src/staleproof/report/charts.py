@@ -23,7 +23,7 @@ _OURS, _PEER, _REFERENCE = ("o", "#0072B2"), ("s", "#D55E00"), ("D", INK)
 
 
 def _is_reference(name: str) -> bool:
-    return name.startswith(("limit: ", "reference: "))
+    return name.startswith("limit: ")
 
 
 def provider_name(name: str) -> str:
@@ -32,7 +32,7 @@ def provider_name(name: str) -> str:
     >>> provider_name("limit: cudaMemsetAsync, n on the host")
     'reference: cudaMemsetAsync, n on the host'
     """
-    return name.replace("limit: ", "reference: ", 1) if _is_reference(name) else name
+    return f"reference: {name.removeprefix('limit: ')}" if _is_reference(name) else name
 
 
 def _number(value: float) -> str:
