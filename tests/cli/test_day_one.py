@@ -214,19 +214,6 @@ def test_the_notebooks_show_the_folder(record, capsys):
     assert re.search(r"^flashinfer_trtllm +unwritten$", mine, re.MULTILINE)
 
 
-def test_a_folder_that_was_cut_short_is_a_line(record, capsys):
-    folder = record()
-    kept = folder / "findings.jsonl"
-    kept.write_text(kept.read_text()[:-40])
-    capsys.readouterr()
-    show.recorded_answers("mla_padding", "empty row")
-    told = capsys.readouterr().out
-    assert f"not shown: {kept}" in told
-    assert "RECORDED NVIDIA H200" in told
-    assert cli.main(["compare", str(folder), "--predictions"]) == 2
-    assert str(kept) in one_line(capsys.readouterr().err)
-
-
 def test_cubins_that_are_missing_are_a_line(record, monkeypatch, tmp_path):
     """FlashInfer's own loader, with nothing in its cache and no network."""
     jit = pytest.importorskip("flashinfer.jit.cubin_loader")
@@ -255,12 +242,6 @@ def test_cubins_of_another_version_are_a_line(kernels, monkeypatch):
     assert attention._needs_flashinfer("fa2") == why
     monkeypatch.setitem(versions, "flashinfer-cubin", "0.6.18.post1")
     assert device.flashinfer_missing() is None
-
-
-def test_a_recorded_run_of_another_gpu_has_no_predictions(capsys):
-    folder = PREDICTIONS.parent / "runs/nvidia-h200"
-    assert cli.main(["compare", str(folder), "--predictions"]) == 2
-    assert "the predictions are for sm_100 and sm_103" in one_line(capsys.readouterr().err)
 
 
 def test_what_is_not_available_on_a_b200_says_so_in_one_line(kernels, monkeypatch, tmp_path):
