@@ -137,8 +137,8 @@ def orders_by_layers() -> dict[str, Order]:
     }
 
 
-def orders(live: Sequence[int] = LIVE, steps: int = STEPS, seconds: Sequence[float] = ()) -> dict[str, Order]:
-    """One engine a mode; ``seconds`` for each number of live requests, by default those of the table."""
+def orders() -> dict[str, Order]:
+    """One engine a mode."""
     return {
         mode: Order(
             "deepseek_v2",
@@ -147,8 +147,8 @@ def orders(live: Sequence[int] = LIVE, steps: int = STEPS, seconds: Sequence[flo
                 states: {
                     "name": mode,
                     "asked": {**STATES, **FURTHER[mode][0]},
-                    "live": dict(zip(live, seconds or FURTHER[mode][1], strict=True)),
-                    "steps": steps,
+                    "live": dict(zip(LIVE, FURTHER[mode][1], strict=True)),
+                    "steps": STEPS,
                     "captures": 0 if mode == "eager" else CAPTURES,
                 },
             },
@@ -247,7 +247,7 @@ def line(points: Mapping[int, float]) -> tuple[float, float]:
     return at_0, slope
 
 
-def judge_layers(live: int, resamples: int = 2000) -> Any:
+def judge_layers(live: int) -> Any:
     """The judge of the plugin's cost by layers: is it under the bar of a step at the most layers?"""
 
     def judged(results: Results) -> Reading:
@@ -264,7 +264,7 @@ def judge_layers(live: int, resamples: int = 2000) -> Any:
         draw, most = random.Random(0), max(LAYERS)
         lines = [
             line(added({layers: draw.choices(each, k=len(each)) for layers, each in pairs.items()}))
-            for _ in range(resamples)
+            for _ in range(2000)
         ]
 
         def spread(values: Sequence[float]) -> list[float]:

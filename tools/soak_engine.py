@@ -167,17 +167,12 @@ def drive(
     return {"curves": curves, "totals": {"steps": steps, "arrived": arrived, "left": left}}
 
 
-def parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
-    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    made.add_argument("--patches", choices=["none", "all"], required=True)
-    made.add_argument("--seconds", type=float, default=600)
-    made.add_argument("--out", type=Path, required=True)
-    return made
-
-
 if __name__ == "__main__":
-    given = parser().parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--patches", choices=["none", "all"], required=True)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
     os.environ |= {
         "STALEPROOF_PATCHES": given.patches,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
