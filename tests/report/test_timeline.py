@@ -7,17 +7,15 @@ import importlib.util
 import itertools
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.dates import date2num
-from tests.made import finding
 
 from made import drawn_words, texts
 from staleproof.cases import store
-from staleproof.cases.finding import Grade, real
+from staleproof.cases.finding import Grade
 from staleproof.cases.words import NOT_RUN
 from staleproof.device import version_of
 from staleproof.report import timeline
@@ -114,6 +112,8 @@ def test_no_label_of_the_picture_meets_another_and_ink_is_mid_grey():
     words = drawn_words(figure)
     labels = [e.label for e in events for _ in e.incidents if e.label]
     assert len(words) > len(labels)
+    dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert len(dots) == sum(len(e.incidents) for e in events)
     assert sorted(labels) == sorted(word for word in texts(words) if word in labels)
     for one, other in itertools.combinations(words, 2):
         assert not one.get_window_extent().overlaps(other.get_window_extent()), f"{one} and {other}"
@@ -128,16 +128,8 @@ def test_no_leader_of_the_picture_crosses_a_label():
     assert levels == [2, 1, 0, 0]
 
 
-def test_the_picture_has_a_dot_for_every_event_of_every_incident(tmp_path):
-    events = _load(tmp_path, _row(), _row(incident=[1, 2], checked=True, grade="source"))
-    dots = [line for line in timeline.figure(events).axes[0].lines if line.get_marker() == "o"]
-    fills = sorted((line.get_color(), line.get_markerfacecolor() != "none") for line in dots)
-    blue, orange = timeline.COLOURS[1], timeline.COLOURS[2]
-    assert fills == [(blue, False), (blue, True), (orange, True)]
-
-
 def test_the_picture_has_a_lane_for_each_incident_and_a_stem_below_each_label(tmp_path):
-    later = _row(date="2026-04-01", incident=2, label="a label")
+    later = _row(date="2026-04-01", incident=2, label="a label", checked=True, grade="source")
     figure = timeline.figure(_load(tmp_path, _row(label="one"), _row(label="two"), _row(label=None), later))
     (ax,) = figure.axes
     first, last = (date2num(datetime.date(2026, month, day)) for month, day in ((3, 18), (4, 1)))
@@ -153,8 +145,13 @@ def test_the_picture_has_a_lane_for_each_incident_and_a_stem_below_each_label(tm
     assert texts(ax.get_yticklabels()) == names
     lanes = [line for line in ax.lines if list(line.get_xdata()) == [first - 8, last + 45]]
     assert [line.get_ydata()[0] for line in lanes] == pytest.approx([foot - 0.6 for foot in feet])
-    dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines if line.get_marker() == "o"]
-    assert [(x, pytest.approx(y)) for x, y in dots] == [*[(first, 2.4)] * 3, (last, 4.4)]
+    dots = [line for line in ax.lines if line.get_marker() == "o"]
+    places = [(line.get_xdata()[0], pytest.approx(line.get_ydata()[0])) for line in dots]
+    assert places == [*[(first, 2.4)] * 3, (last, 4.4)]
+    # A ring is reported, a full dot was checked.
+    blue, orange = timeline.COLOURS[1], timeline.COLOURS[2]
+    assert [line.get_color() for line in dots] == [*[blue] * 3, orange]
+    assert [line.get_markerfacecolor() for line in dots] == [*["none"] * 3, orange]
     stems = [
         (*line.get_xdata(), *line.get_ydata())
         for line in ax.lines
@@ -212,21 +209,9 @@ def test_what_shows_a_claim_is_what_the_recorded_runs_hold():
     for c in timeline.claims():
         if c.finding:
             held = [f for run in runs for f in run.findings if f.key[:3] == c.finding[:3]]
-            assert held, c
-            assert {pages.disagrees(c, f) for f in held} == {None}, c
-
-
-def test_a_claim_disagrees_with_another_verdict_and_with_another_grade(tmp_path):
-    (claim,) = _claims(tmp_path)
-    shown = finding(*claim.finding, evidence=real("torch"))
-    assert pages.disagrees(claim, shown) is None
-    replica = replace(shown, grade="replica")
-    assert pages.disagrees(claim, replica) == "the claim is graded real, its finding replica"
-    (weaker,) = _claims(tmp_path, grade="replica")
-    assert pages.disagrees(weaker, shown) == "the claim is graded replica, its finding real"
-    assert "the finding says 'zero'" in str(pages.disagrees(claim, replace(shown, verdict="zero")))
-    (by_lines,) = _claims(tmp_path, grade="source", where=["vLLM 1.0 a.py:7"])
-    assert pages.disagrees(by_lines, replica) is None
+            assert {f.verdict for f in held} == {c.finding[3]}, c
+            # What rests on lines may have a finding of any grade beside it.
+            assert {f.grade for f in held if f.ran} <= {c.grade} or c.grade == Grade.SOURCE, c
 
 
 def test_six_claims_about_sm100_rest_on_its_source():
