@@ -236,7 +236,7 @@ def test_ctrl_c_ends_the_children(root, incident, monkeypatch, tmp_path, pressed
             raise KeyboardInterrupt
         return "clean"
 
-    def say(line: str = "", style: str = "") -> None:
+    def say(line: str = "") -> None:
         if "first" in line and pressed_in == "the output" and not ended:
             raise KeyboardInterrupt
 

@@ -112,14 +112,6 @@ def test_it_loads_nothing_and_says_nothing(browser, report):
         assert seen.asked == [report.as_uri()]
 
 
-def test_a_page_that_loads_or_fails_is_noticed(browser, report, tmp_path):
-    bad = tmp_path / "bad.html"
-    bad.write_text("<img src='missing.png'><script>throw Error('no')</script>")
-    with opened(browser, bad, DESKTOP) as seen:
-        assert len(seen.asked) == 2
-        assert any("no" in line for line in seen.said)
-
-
 def test_it_is_short_and_light_on_screen_and_on_paper(page, report, tmp_path):
     assert report.stat().st_size < 4_000_000
     assert page.evaluate("document.documentElement.scrollHeight") < 12 * DESKTOP["height"]
