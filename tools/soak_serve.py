@@ -26,7 +26,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from staleproof.cli.patches import health
 from staleproof.device import version_of
 from staleproof.engine.models import write_config
 from staleproof.engine.watching import WatchError, fetch
@@ -187,12 +187,7 @@ def scrape(port: int, stop: threading.Event, every_s: float = 1.0) -> dict[str, 
 
 def stands(port: int) -> dict[str, int]:
     """How many patches of a server are in each state, as ``staleproof patches --live`` reads it."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
-            health = json.loads(answer.read())
-    except urllib.error.HTTPError as error:  # 503: something is refused
-        health = json.loads(error.read())
-    return dict(Counter(state for state, _ in health["patches"].values()))
+    return dict(Counter(state for state, _ in health(f"127.0.0.1:{port}")["patches"].values()))
 
 
 def flip(server: Server, seconds: float) -> list[dict[str, int]]:
@@ -210,21 +205,16 @@ def flip(server: Server, seconds: float) -> list[dict[str, int]]:
 
 
 def kill_a_scraper(port: int) -> None:
-    """Ask for the metrics in a process of its own, and kill it before it has read them."""
-    code = (
-        "import socket, sys, time; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])));"
-        "s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1); s.sendall(b'GET /metrics HTTP/1.1\\r\\n"
-        "Host: x\\r\\n\\r\\n'); s.recv(1); print('read', flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code, str(port)], stdout=subprocess.PIPE)
-    with child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        child.kill()
+    """Close two connections as those of a process that is killed: in the middle of its answer, and before."""
+    question = b"GET /metrics HTTP/1.1\r\n"
+    with socket.create_connection(("127.0.0.1", port), 5) as gone:
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        gone.sendall(question + b"Host: x\r\n\r\n")
+        gone.recv(1)
     # And one that resets its connection in the middle of its question.
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as gone:
         gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        gone.sendall(b"GET /metrics HTTP/1.1\r\n")
+        gone.sendall(question)
 
 
 class Server:

@@ -159,7 +159,7 @@ def test_one_engine_steps_at_a_time_and_is_timed_in_every_state_with_its_graphs_
             assert {*times} == set(STATES)
             assert len({len(rounds) for rounds in times.values()}) == 1
             seldom = times.pop("seldom")
-            assert all(0.0005 <= seconds < 1 for of in times.values() for pair in of for seconds in pair)
+            assert all(0.0005 <= seconds < 1 for of in times.values() for seconds in of)
             assert [seconds is None for seconds in seldom] == [i % 4 > 0 for i in range(len(seldom))]
     # Each state has graphs of its own; an engine without graphs has none.
     assert told["one"].answers["states"]["captured"] == dict.fromkeys(STATES, 1)
@@ -250,19 +250,13 @@ def asked(told, monkeypatch):
 )
 def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said, watch, of_watch):
     spread = [1.0, 1.018] * 4 if ratio is None else [ratio] * 8
-    # The mean of a round is longer: one of its steps waited for something else.
-    times = {
-        "off": [(0.004, 0.002)] * 8,
-        "on": [(0.005, 0.002 * r) for r in spread],
-        "watch": [(0.004, watch)] * 8,
-    }
+    times = {"off": [0.002] * 8, "on": [0.002 * r for r in spread], "watch": [watch] * 8}
     of_states = {"captured": {"off": 3, "on": 3, "watch": 3}, "left_out": {cost.AGAIN: "no memory"}}
     told = results(**{"full graphs": {"3 live": times, "states": of_states}})
     found = asked(told, monkeypatch)
     assert found[cost.COST, "full graphs, 3 of 8"].verdict == said
     numbers = found[cost.COST, "full graphs, 3 of 8"].numbers
     assert numbers["step_ms_off"] == 2.0
-    assert numbers["slowdown_and_interval_percent_of_means"] == [25.0, 25.0, 25.0]
     assert found[cost.WATCH, "watch, full graphs, 3 of 8"].verdict == of_watch
     # What was not timed has no verdict.
     assert found[cost.NOISE, "full graphs, 3 of 8"].note == "full graphs: {'off again': 'no memory'}"
@@ -309,10 +303,12 @@ def test_the_cost_by_layers_is_a_line(monkeypatch, us, noise, said):
     # A step takes 100 us a layer, and with the plugin 3 us and so many a layer more, in some rounds fewer.
     each = (us - noise, us, us + noise)
 
-    def times(layers: int) -> dict[str, list[tuple[float, float] | None]]:
+    def times(layers: int) -> dict[str, list[float | None]]:
         off = layers * 1e-4
-        on = [time for us in each for time in ((0.0, off + 3e-6 + layers * us * 1e-6), None)]
-        return {"off": [(0.0, off)] * 6, "on": on}
+        return {
+            "off": [off] * 6,
+            "on": [time for us in each for time in (off + 3e-6 + layers * us * 1e-6, None)],
+        }
 
     told = results(**{f"{layers} layers": {"3 live": times(layers)} for layers in cost.LAYERS})
     monkeypatch.setattr(cost, "take_turns", lambda *_: iter(told.items()))
