@@ -66,13 +66,6 @@ def test_text_is_this_and_differs_between_machines_in_the_word_only():
     assert matrix.text(findings()).isascii()
 
 
-def test_rows_and_columns_keep_the_order_of_asking():
-    built, ablation = matrix.build(findings())
-    assert ablation.questions == ["ablation"]
-    assert built.variants == ["unwritten", "ours", "cutlass"]
-    assert built.questions == ["empty_row", "amax", "off/on/off"]
-
-
 def test_no_panel_holds_two_incidents():
     both = [*findings(), finding("kv_reuse", "ablation", "all four", "clean")]
     shown = [m.incident for m in matrix.build(both)]

@@ -28,17 +28,8 @@ ENGINES = store.find("nvidia-h200-engine")
 
 def test_the_words_people_type_are_in_it():
     seen = " ".join(row.see for row in ROWS)
-    for words in (
-        "garbage",
-        "gibberish",
-        "NaN",
-        "`!!!!`",
-        "OOM after upgrade",
-        "illegal memory access",
-        "Accuracy drops with uptime",
-        "GB200",
-    ):
-        assert words in seen, words
+    typed = "garbage, gibberish, NaN, `!!!!`, OOM after upgrade, illegal memory access, GB200"
+    assert [words for words in (*typed.split(", "), "Accuracy drops with uptime") if words not in seen] == []
 
 
 def test_every_incident_has_a_row_and_every_patch_one_too():
