@@ -25,28 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from staleproof.engine.models import write_config
 from tools import soak
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "attention_bias": False,
-}
 SEQUENCES = 32
 WAITING = 48
 # 32 sequences of up to 22 blocks of 16 tokens do not fit.
@@ -74,7 +55,7 @@ class Served:
     def __init__(self) -> None:
         vllm = importlib.import_module("vllm")
         folder = tempfile.mkdtemp(prefix="staleproof-soak-")
-        Path(folder, "config.json").write_text(json.dumps(QWEN3))
+        write_config(Path(folder), "qwen3", {})
         self.parameters = vllm.SamplingParams
         self.engine = vllm.LLM(
             model=folder,
