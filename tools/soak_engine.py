@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from staleproof.engine.models import write_config
+from staleproof.kernels import whole_vllm
 from tools import soak
 
 SEQUENCES = 32
@@ -154,13 +155,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    os.environ |= {
-        "STALEPROOF_PATCHES": given.patches,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    os.environ |= {**whole_vllm.ENVIRONMENT, "STALEPROOF_PATCHES": given.patches}
     importlib.import_module("vllm")
     count = soak.Count()
     logging.getLogger("vllm").addHandler(count)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.engine.engine_answers import findings, results
+from tests.vllm import made_up
 from tools.engine_cost_probes import State, states
 
 from staleproof.cases import children
@@ -104,20 +105,17 @@ class CUDAGraphWrapper:
 @pytest.fixture(name="steps")
 def steps_fixture(tmp_path, monkeypatch) -> Path:
     """A made-up vLLM on the path of the engines' processes, and the file of their steps."""
-    package = tmp_path / "fake/vllm"
-    loader = package / "model_executor/model_loader"
-    loader.mkdir(parents=True)
-    (package / "__init__.py").write_text(FAKE)
     install = "from staleproof.vllm import watch_hooks; watch_hooks.install('0.22.1')"
-    (package / "plugins.py").write_text(f"def load_general_plugins():\n    {install}\n")
-    for name, text in (("v1.worker.gpu_model_runner", RUNNER), ("compilation.cuda_graph", GRAPHS)):
-        file = package.joinpath(*name.split(".")).with_suffix(".py")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    (package / "model_executor/__init__.py").touch()
-    (loader / "__init__.py").touch()
-    for name in ("dummy_loader", "weight_utils"):
-        (loader / f"{name}.py").touch()
+    loader = "model_executor.model_loader"
+    modules = {
+        "__init__": FAKE,
+        "plugins": f"def load_general_plugins():\n    {install}\n",
+        "v1.worker.gpu_model_runner": RUNNER,
+        "compilation.cuda_graph": GRAPHS,
+        **dict.fromkeys(("model_executor.__init__", f"{loader}.__init__"), ""),
+        **dict.fromkeys((f"{loader}.dummy_loader", f"{loader}.weight_utils"), ""),
+    }
+    made_up.write(tmp_path / "fake", modules)
     monkeypatch.syspath_prepend(str(tmp_path / "fake"))
     monkeypatch.setenv("STALEPROOF_TEST_STEPS", str(tmp_path / "steps"))
 
