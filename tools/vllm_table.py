@@ -14,9 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/vllm"))
-
-import environment
+from tests.vllm import environment
 
 from staleproof.vllm import plugin as vllm_plugin
 from staleproof.vllm.releases import TABLE, table
