@@ -84,27 +84,6 @@ def test_list_says_of_each_incident_what_is_seen_why_and_where_it_is_told(root, 
     ]
 
 
-WITHOUT_THE_EXTRA = """
-import sys, types
-for name in ("pandas", "matplotlib", "seaborn", "nbformat", "nbclient", "nbconvert", "ipykernel",
-             "ipywidgets", "jupyterlab", "jupyter_client", "IPython"):
-    sys.modules[name] = None
-from staleproof.cli import app as cli
-from staleproof.cases.case import each
-from staleproof.cases.run import Table
-fake = types.ModuleType("staleproof.incidents.kv_reuse.cases")
-fake.TABLE = Table("kv_reuse", each("q", "rows", ["v"], lambda *_: "clean", expect="clean"))
-sys.modules[fake.__name__] = fake
-sys.exit(cli.main(["run", "kv_reuse", "--json", {path!r}]))
-"""
-
-
-def test_a_run_needs_no_jupyter(tmp_path):
-    """Other commands without it: tests/test_packaging.py."""
-    done = python(WITHOUT_THE_EXTRA.format(path=str(tmp_path / "x.jsonl")))
-    assert (done.returncode, len(read_findings(tmp_path / "x.jsonl"))) == (0, 1), done.stderr
-
-
 def test_run_prints_the_conclusion_and_keeps_the_findings(root, incident, capsys):
     asked = incident(leaked, clean, absent, verified)
     assert cli.main(["run"]) == 0

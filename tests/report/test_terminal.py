@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,10 +149,3 @@ def test_lines_are_wrapped_in_a_terminal_only(columns, monkeypatch, capsys):
         else ["  one two three four five six seven"]
     )
     assert capsys.readouterr().out.splitlines() == [*first, "/a/path/" + "x" * 30]
-
-
-def test_the_output_needs_none_of_the_extra():
-    code = "import sys; from staleproof.report import terminal; print(*sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = {name.partition(".")[0] for name in done.stdout.split()}
-    assert not loaded & {"pandas", "matplotlib", "seaborn", "nbformat", "nbconvert", "IPython", "ipywidgets"}
