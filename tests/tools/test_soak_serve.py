@@ -96,16 +96,16 @@ def test_a_count_that_goes_back_and_a_failed_scrape_are_noticed():
             "last": {"counted_steps": 40, "stage_runs router": 39, "stage_runs attention": 30},
         },
     }
-    assert judged("watch", good) == []
-    assert judged("watch", good | {"scraped": good["scraped"] | {"went_back": 1}}) == ["a count went back"]
-    assert judged("watch", good | {"scraped": good["scraped"] | {"failed": ["refused"]}}) == [
-        "1 scrapes failed of 2"
-    ]
-    assert judged("watch", good | {"scraped": good["scraped"] | {"steps": [40, 40]}}) == [
-        "its steps do not grow"
-    ]
-    lost = good["scraped"] | {"last": {"counted_steps": 40, "stage_runs router": 30}}
-    assert judged("watch", good | {"scraped": lost}) == ["its kernels ran 30 times in 40 counted steps"]
+
+    def wrong(**scraped: object) -> list[str]:
+        return judged("watch", good | {"scraped": good["scraped"] | scraped})
+
+    assert wrong() == []
+    assert wrong(went_back=1) == ["a count went back"]
+    assert wrong(failed=["refused"]) == ["1 scrapes failed of 2"]
+    assert wrong(steps=[40, 40]) == ["its steps do not grow"]
+    lost = {"counted_steps": 40, "stage_runs router": 30}
+    assert wrong(last=lost) == ["its kernels ran 30 times in 40 counted steps"]
     assert judged("watch", good | {"log": []}) == ["does not say once: watch on port"]
 
 
