@@ -132,16 +132,13 @@ def record(kernels, monkeypatch, tmp_path):
 def test_the_rehearsal_answers_every_question_that_names_sm100(record, capsys):
     run = store.read(record())
     asked = {found.key[:3] for found in run.findings if found.ran}
-    absent = [json.loads(line) for line in _recorded_on_an_h200() if "needs an SM100 GPU" in line]
+    recorded = (PREDICTIONS.parent / "runs/nvidia-h200/findings.jsonl").read_text().splitlines()
+    absent = [json.loads(line) for line in recorded if "needs an SM100 GPU" in line]
     assert {(row["incident"], row["question"], row["variant"]) for row in absent} == asked
     capsys.readouterr()
     assert cli.main(["compare", str(run.folder), "--predictions"]) == 0
     first, *_ = capsys.readouterr().out.splitlines()
     assert first == f"0 refuted, 6 confirmed, {len(predictions.read()) - 6} open"
-
-
-def _recorded_on_an_h200() -> list[str]:
-    return (PREDICTIONS.parent / "runs/nvidia-h200/findings.jsonl").read_text().splitlines()
 
 
 def test_a_miss_is_printed_first(record, capsys, monkeypatch):
