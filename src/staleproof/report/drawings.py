@@ -7,6 +7,7 @@ transparent, and what matters is hatched as well as coloured.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -62,15 +63,10 @@ def _holes(ax: Axes, picture: MapPicture, first: int) -> None:
     ax.set_xlim(first, tokens)
     ax.add_patch(plots.patch("written", (first, 0), (tokens - first, slots)))
     for token in range(first, tokens):
-        line = picture.holes[token]
-        slot = 0
-        while slot < slots:
-            end = slot
-            while end < slots and line[end]:
-                end += 1
-            if end > slot:
-                ax.add_patch(plots.patch("never written", (token, slot), (1, end - slot)))
-            slot = end + 1
+        for hole, run in groupby(range(slots), key=picture.holes[token].__getitem__):
+            begin, *more = run
+            if hole:
+                ax.add_patch(plots.patch("never written", (token, begin), (1, 1 + len(more))))
 
 
 _LIFE = {
