@@ -27,6 +27,12 @@ def root(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def kept(root: Path) -> Path:
+    """Where findings are kept."""
+    return root / "workbook/_build/findings.jsonl"
+
+
 @pytest.fixture(autouse=True)
 def registry() -> Iterator[None]:
     """Puts the incidents back in their order, which the undoing of monkeypatch.delitem does not."""
