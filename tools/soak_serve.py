@@ -62,19 +62,16 @@ ENVIRONMENT = {
     # The counts are those of vLLM alone: of NaN in padding rows.
     "STALEPROOF_PATCHES": "none",
 }
-# Server -> its variables; PORT stands for the port of its watch.
+# PORT stands for the port of the server's watch.
+WATCHED = {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"}
+# Server -> its variables.
 SERVERS: dict[str, dict[str, str]] = {
-    "watch": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"},
+    "watch": WATCHED,
     "no watch": {},
     # All patches, switched off by a file in the middle of the load, and on again.
-    "switched": {
-        "STALEPROOF_PATCHES": "all",
-        "STALEPROOF_WATCH": "1",
-        "STALEPROOF_WATCH_PORT": "PORT",
-        "STALEPROOF_SWITCH": "FOLDER/switch",
-    },
-    "port taken": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"},
-    "exception": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"},
+    "switched": {**WATCHED, "STALEPROOF_PATCHES": "all", "STALEPROOF_SWITCH": "FOLDER/switch"},
+    "port taken": WATCHED,
+    "exception": WATCHED,
     "unknown stage": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_STAGES": "logits"},
 }
 LONG = ("watch", "no watch", "switched")
@@ -320,14 +317,14 @@ def judged(name: str, found: dict[str, Any]) -> list[str]:
         if not stood or off.get("in place") or off.get("off") != stood or after != before:
             wrong.append(f"stands before {before}, switched off {off}, switched on {after}")
     if name == "watch":
-        scraped = found.get("scraped") or {"scrapes": 0, "failed": [], "went_back": 0, "steps": []}
+        scraped = found["scraped"]
         if scraped["failed"] or not scraped["scrapes"]:
             wrong.append(f"{len(scraped['failed'])} scrapes failed of {scraped['scrapes']}")
         if scraped["went_back"]:
             wrong.append("a count went back")
         if not scraped["steps"] or scraped["steps"][-1] <= scraped["steps"][0]:
             wrong.append("its steps do not grow")
-        last = scraped.get("last", {})
+        last = scraped["last"]
         runs = max((count for name, count in last.items() if name.startswith("stage_runs")), default=0)
         # The counts are copied before the kernels of a step run.
         if runs < (counted := last.get("counted_steps", 1)) - 1:
