@@ -65,6 +65,13 @@ def off_on_off(
     )
 
 
+def measurement(provider: str = "staleproof", p50: float = 2.0, **changes: Any) -> dict[str, Any]:
+    """A line of ``measurements.jsonl``."""
+    times = {"p50": p50, "p20": 1.9, "p80": 2.2, "unit": "us", "bytes": 4_000_000}
+    case = {"kernel": "clear", "provider": provider, "mode": "graph", "x_name": "live", "x_value": 1}
+    return case | times | changes
+
+
 def arrived(watch: Watch) -> Reading:
     """What a watch has counted so far, waiting for the device."""
     watch.copy()

@@ -277,7 +277,7 @@ main(["list"])
 
 
 LIGHT_CORE = """
-import importlib, pkgutil, sys
+import importlib, pkgutil, sys, types
 for name in {blocked}:
     sys.modules[name] = None
 import staleproof
@@ -290,6 +290,10 @@ for module in pkgutil.walk_packages(staleproof.__path__, "staleproof."):
         importlib.import_module(module.name)
 from staleproof.report import matrix
 print(matrix.text([Finding("kv_reuse", "a question", "a variant", "rows", "clean")]))
+from staleproof.cases.case import each
+from staleproof.cases.run import Table
+table = Table("kv_reuse", each("q", "rows", ["v"], lambda *_: "clean", expect="clean"))
+sys.modules["staleproof.incidents.kv_reuse.cases"] = types.SimpleNamespace(TABLE=table)
 for command in {commands}:
     print(command, cli.main(command.split()), file=sys.stderr)
 from staleproof.evidence.ledger import Report
@@ -301,10 +305,11 @@ for needs in (lambda: importlib.import_module("staleproof.report.plots"), Report
 """
 
 
-def test_the_light_core_loads_every_question_and_a_report_names_the_extra_it_needs():
+def test_the_light_core_loads_every_question_and_a_report_names_the_extra_it_needs(tmp_path):
     blocked = [name for name, _ in map(_name_and_range, EXTRAS["workbook"])]
     blocked = [IMPORT_NAMES.get(name, name) for name in blocked] + ["jupyter_client", "IPython", "yaml"]
     fine = ["doctor", "list", "patches --version 0.18.1", "compare nvidia-h200 nvidia-h200"]
+    fine.append(f"run kv_reuse --json {tmp_path}/findings.jsonl")
     commands = [*fine, "run nothing", "bench nothing", "report", "report --execute", "lab"]
     program = LIGHT_CORE.format(blocked=blocked, commands=commands)
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

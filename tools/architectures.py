@@ -32,6 +32,8 @@ from staleproof.cases import children, store
 
 NAME = "architectures.json"
 NUMBERS = ("warps", "registers", "spilled", "shared", "limit")
+# Seconds for all architectures together.
+TIMEOUT_S = 1800
 CACHE = Path.home() / ".cache" / "staleproof" / "architectures"
 
 
@@ -124,35 +126,14 @@ def has_compiler() -> bool:
     return device.has_triton() and importlib.util.find_spec("triton.backends.nvidia") is not None
 
 
-def check_capabilities(capabilities: Sequence[int]) -> None:
-    """Refuse an architecture whose limits are not in :data:`KNOWN`.
-
-    Raises:
-        ValueError: naming it and the known ones.
-
-    >>> check_capabilities([130])
-    Traceback (most recent call last):
-    ValueError: capability: expected one of 80, 86, 89, 90, 100, 103, 120, got 130
-    """
-    for capability in capabilities:
-        if capability not in KNOWN:
-            check.fail("capability", f"one of {', '.join(map(str, KNOWN))}", capability)
-
-
 def compile_all(
-    capabilities: Sequence[int] = tuple(KNOWN),
-    *,
-    cases: Sequence[str] | None = None,
-    cache: Path = CACHE,
-    timeout_s: float = 1800,
+    capabilities: Sequence[int] = tuple(KNOWN), *, cases: Sequence[str] | None = None
 ) -> list[Compiled]:
     """Compile the kernels of all cases for each architecture, in child processes without a GPU.
 
     Args:
         capabilities: compute capabilities times ten.
         cases: beginnings of names of ``architecture_cases.CASES``; all by default.
-        cache: where Triton keeps what it compiled.
-        timeout_s: for all together.
 
     Returns:
         By architecture, one for each kernel and specialisation.
@@ -161,16 +142,18 @@ def compile_all(
         ValueError: an unknown architecture, or a Triton without a compiler for NVIDIA GPUs.
         ChildError: a process ended without an answer.
     """
-    check_capabilities(capabilities)
+    for capability in capabilities:
+        known = capability in KNOWN
+        check.require(known, "capability", f"one of {', '.join(map(str, KNOWN))}", capability)
     check.require(has_compiler(), "triton", "one that compiles for NVIDIA GPUs", "none")
     env = {
         "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(cache),
+        "TRITON_CACHE_DIR": str(CACHE),
         "TRITON_DUMP_PTXAS_LOG": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
     workers = min(len(capabilities), len(os.sched_getaffinity(0)))
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + TIMEOUT_S
     started = [
         children.start(compile_here, capabilities[first::workers], cases, env=env) for first in range(workers)
     ]

@@ -37,8 +37,6 @@ BY_LAYERS = "cost of a step by layers"
 # The bars: the plugin; the watch of all stages; the watch of one layer in four.
 BAR, WATCH_BAR = 0.01, {"watch": 0.03, "watch, one layer in four": 0.01}
 LIVE, SIZES = (3, 50, 256), [8, 64, 256]
-# Of a round: mean and median seconds of its steps.
-Times = tuple[float, float]
 # Steps timed in a turn.
 STEPS = 16
 # Seconds until all engines are ready to be timed.
@@ -137,8 +135,8 @@ def orders_by_layers() -> dict[str, Order]:
     }
 
 
-def orders(live: Sequence[int] = LIVE, steps: int = STEPS, seconds: Sequence[float] = ()) -> dict[str, Order]:
-    """One engine a mode; ``seconds`` for each number of live requests, by default those of the table."""
+def orders() -> dict[str, Order]:
+    """One engine a mode."""
     return {
         mode: Order(
             "deepseek_v2",
@@ -147,8 +145,8 @@ def orders(live: Sequence[int] = LIVE, steps: int = STEPS, seconds: Sequence[flo
                 states: {
                     "name": mode,
                     "asked": {**STATES, **FURTHER[mode][0]},
-                    "live": dict(zip(live, seconds or FURTHER[mode][1], strict=True)),
-                    "steps": steps,
+                    "live": dict(zip(LIVE, FURTHER[mode][1], strict=True)),
+                    "steps": STEPS,
                     "captures": 0 if mode == "eager" else CAPTURES,
                 },
             },
@@ -224,19 +222,6 @@ def slowdown(off: Sequence[float], on: Sequence[float], resamples: int = 4000) -
     return statistics.median(ratios), medians[cut], medians[-cut - 1]
 
 
-def by_capture(off: Sequence[Times | None], on: Sequence[Times | None]) -> list[float | None]:
-    """Median slowdown in per cent of the rounds of each capture; ``None`` where no round timed both.
-
-    >>> by_capture([(1.0, 1.0), (1.0, 1.0), None, (1.0, 1.0)], [(1.0, 1.02), None, (1.0, 1.0), (1.0, 1.04)])
-    [2.0, None, None, 4.0, None]
-    """
-    shares: list[list[float]] = [[] for _ in range(CAPTURES)]
-    for number, (a, b) in enumerate(zip(off, on, strict=True)):
-        if a and b:
-            shares[number % CAPTURES].append(b[1] / a[1] - 1)
-    return [round(statistics.median(of) * 100, 3) if of else None for of in shares]
-
-
 def line(points: Mapping[int, float]) -> tuple[float, float]:
     """The straight line of least squares: its value at 0, and its slope.
 
@@ -247,14 +232,14 @@ def line(points: Mapping[int, float]) -> tuple[float, float]:
     return at_0, slope
 
 
-def judge_layers(live: int, resamples: int = 2000) -> Any:
+def judge_layers(live: int) -> Any:
     """The judge of the plugin's cost by layers: is it under the bar of a step at the most layers?"""
 
     def judged(results: Results) -> Reading:
         pairs: dict[int, list[tuple[float, float]]] = {}
         for layers in LAYERS:
             times = results.of(f"{layers} layers", f"{live} live")
-            pairs[layers] = [(a[1], b[1]) for a, b in zip(times[OFF], times[ON], strict=True) if a and b]
+            pairs[layers] = [(a, b) for a, b in zip(times[OFF], times[ON], strict=True) if a and b]
             if not pairs[layers]:
                 raise MissingError(f"{layers} layers: no round timed both states")
 
@@ -264,7 +249,7 @@ def judge_layers(live: int, resamples: int = 2000) -> Any:
         draw, most = random.Random(0), max(LAYERS)
         lines = [
             line(added({layers: draw.choices(each, k=len(each)) for layers, each in pairs.items()}))
-            for _ in range(resamples)
+            for _ in range(2000)
         ]
 
         def spread(values: Sequence[float]) -> list[float]:
@@ -323,25 +308,18 @@ def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
             left_out = results.of(mode, "states")["left_out"]
             raise MissingError(f"{mode}: {left_out or 'it was not asked to time both'}")
         pairs = [(a, b) for a, b in zip(times[off], times[on], strict=True) if a and b]
-        # Of each round the mean of its steps, and their median: a step now and then takes far longer.
-        means, (a, b) = (([x[which] for x, _ in pairs], [y[which] for _, y in pairs]) for which in (0, 1))
+        a, b = zip(*pairs, strict=True)
         median, low, high = slowdown(a, b)
-        of_means = slowdown(*means)
-        # What the place of a graph is worth: each round ran one capture of every state.
-        captures = {"slowdown_percent_by_capture": by_capture(times[off], times[on])}
-        graphs: dict[str, Any] = {} if mode == "eager" else captures
         where = "under" if high < bar else "over" if low > bar else "around"
         return reading(
             f"{where} {bar:.0%}".replace("%", " %"),
             slowdown_percent=round(median * 100, 3),
             interval_percent=[round(low * 100, 3), round(high * 100, 3)],
-            slowdown_and_interval_percent_of_means=[round(share * 100, 3) for share in of_means],
             step_ms_off=round(statistics.median(a) * 1e3, 4),
             step_ms_on=round(statistics.median(b) * 1e3, 4),
             tokens_per_s_off=round(live / statistics.median(a)),
             tokens_per_s_on=round(live / statistics.median(b)),
             rounds=len(a),
-            **graphs,
         )
 
     return judged

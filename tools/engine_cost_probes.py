@@ -267,13 +267,15 @@ def states(
 
 def rounds(
     engine: Engine, switch: Switch, names: Sequence[str], count: int, seconds: float, steps: int
-) -> dict[str, list[tuple[float, float] | None]]:
-    """State -> seconds a step, one pair for each round: their mean, and their median; ``None`` if not timed.
+) -> dict[str, list[float | None]]:
+    """State -> median seconds a step, one for each round; ``None`` if not timed.
+
+    Not the mean: a step now and then takes far longer.
 
     A round times each state twice, in an order that is drawn anew, and then in that order backwards: what
     grows during the round, as the sequences do, hits all states alike. Garbage is collected between rounds.
     """
-    times: dict[str, list[tuple[float, float] | None]] = {name: [] for name in names}
+    times: dict[str, list[float | None]] = {name: [] for name in names}
     draw = random.Random(count)
     end = time.monotonic() + seconds
     number, each = 0, float("inf")
@@ -297,9 +299,7 @@ def rounds(
                 switch.enter(name, capture)
                 taken[name] += timed(lambda: step(engine, 1), steps)
             for name in names:
-                each_step = taken.get(name)
-                pair = (statistics.fmean(each_step), statistics.median(each_step)) if each_step else None
-                times[name].append(pair)
+                times[name].append(statistics.median(taken[name]) if name in taken else None)
         gc.enable()
         drain(engine)
         each = (time.monotonic() - now_s) / len(planned)

@@ -20,8 +20,6 @@ from typing import Any
 from staleproof.cases import store
 from staleproof.cases.store import Run
 from staleproof.triage import table as triage
-from staleproof.vllm.plugin import patches
-from staleproof.vllm.releases import applies_to, table
 
 MACHINE = "nvidia-h200"
 _WRITTEN = "<!-- written by python -m tools.figures from"
@@ -32,7 +30,7 @@ SYMPTOM = "NaN from DeepSeek R1 with CUDA graphs on 0.20"
 BEGIN_TRIAGE = f"{_WRITTEN} src/staleproof/triage/triage.toml -->"
 END = "<!-- end of the written part -->"
 PICTURE = "workbook/first-bad-stage.svg"
-# The release whose files the recorded patches ran on, before rows said so.
+# The release whose kernels are the peers.
 RELEASE = "0.20.2"
 # The benchmark of the fourth table, and what it divides by; that of the fifth.
 HOST, BARE = "host_time", "a bare Triton launch"
@@ -119,17 +117,20 @@ def is_ours(provider: str) -> bool:
     return provider == "staleproof"
 
 
-def _peer(provider: str) -> str | None:
-    """The name of a peer; ``None`` for variants of ours."""
-    if provider.startswith("staleproof"):
-        return None
-    # Rows of one number of splits each, as runs had them once: the fastest stands for the kernel.
-    return re.sub(r", \d+ splits$", ", best splits", provider)
-
-
 @dataclass(frozen=True)
 class Pair:
-    """Ours beside a peer in one case, in microseconds."""
+    """Ours beside a peer in one case, in microseconds. What is slower by a hundredth is bold, but no limit.
+
+    >>> for ours in (100.0, 100.4, 102.0, 10.02, 9.0):
+    ...     print(Pair(ours, 100.0, "a case"))
+    1.00: 100 for 100, a case
+    1.00: 100 for 100, a case
+    **0.98**: 102 for 100, a case
+    9.98: 10.0 for 100, a case
+    11: 9.0 for 100, a case
+    >>> print(Pair(10.0, 5.0, "a case", limit=True))
+    0.50: 10.0 for 5.0, a case
+    """
 
     ours: float
     peer: float
@@ -162,10 +163,9 @@ def pairs(kernel: Kernel, rows: Sequence[Row]) -> dict[str, list[Pair]]:
     ours = [row for row in mine if is_ours(row["provider"])]
     times: dict[str, dict[tuple[str, Any], float]] = {}
     for row in mine:
-        if (peer := _peer(row["provider"])) is not None:
-            cases = times.setdefault(peer, {})
-            key = row["mode"], row["x_value"]
-            cases[key] = min(row["p50"], cases.get(key, row["p50"]))
+        # Variants of ours are no peers.
+        if not row["provider"].startswith("staleproof"):
+            times.setdefault(row["provider"], {})[row["mode"], row["x_value"]] = row["p50"]
     found: dict[str, list[Pair]] = {}
     for peer, cases in times.items():
         for row in ours:
@@ -222,15 +222,12 @@ def patch_lines(rows: Sequence[Row]) -> Iterator[str]:
         if row["kernel"].startswith("patch "):
             times.setdefault((row["kernel"].removeprefix("patch "), row["mode"]), {})[row["provider"]] = row
     for (name, mode), found in times.items():
-        patched, without = found["patched"], found.get("without")
-        release = patched.get("vllm", RELEASE)
-        needed = patched.get("needed", table()[release][name]["needed"])
-        where = release if needed else f"{release}, which does not need it"
-        before = us(without["p50"]) if without else "-"
+        patched, before, after = found["patched"], found["without"]["p50"], found["patched"]["p50"]
+        where = patched["vllm"] + ("" if patched["needed"] else ", which does not need it")
         # Without the patch of an allocation there is nothing to wait for.
-        change = f"{patched['p50'] / without['p50'] - 1:+.0%}" if without and without["p50"] else "-"
-        spans = patched.get("applies_to", applies_to(patches()[name]))
-        yield f"| `{name}` | {spans} | {where} | {mode} | {before} | {us(patched['p50'])} | {change} |"
+        change = f"{after / before - 1:+.0%}" if before else "-"
+        times_of = f"{us(before)} | {us(after)} | {change}"
+        yield f"| `{name}` | {patched['applies_to']} | {where} | {mode} | {times_of} |"
 
 
 def host_lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -338,29 +335,14 @@ def nan_lines(rows: Sequence[Row]) -> Iterator[str]:
             yield f"| `{row['kernel']}` | {row['provider']} | {us(row['p50'])} | {repeat} | {weigh} |"
 
 
-# Benchmarks that a recorded run may lack -> what their table shows, and its lines.
-LATER = {
-    HOST: (
-        "What a call takes of the calling thread where no graph replays it, checks on, small inputs:",
-        host_lines,
-    ),
-    FIRST: (
-        "A new process, from `import staleproof` to the first result, and the next call; once each:",
-        first_lines,
-    ),
-}
-
-
 def fusion(rows: Sequence[Row]) -> str:
-    """What of the live-row quantiser's gain in a decode step is not the fix; empty without such rows."""
+    """What of the live-row quantiser's gain in a decode step is not the fix."""
     found = {
         (row["provider"], row["x_value"]): row["p50"]
         for row in rows
         if row["kernel"] == "decode_step" and row["mode"].endswith(" 512 tokens")
     }
-    most = max((x for _, x in found), default=0)
-    if ("quantize live rows", most) not in found:
-        return ""
+    most = max(x for _, x in found)
     gains = {x: found["without", x] - found["quantize live rows", x] for x in (3, 100, most)}
     return (
         f"At 512 tokens the live-row quantiser gains {us(gains[most])} us with all {most} rows live: that "
@@ -391,20 +373,22 @@ def section(run: Run) -> str:
         "slower than a peer. A limit is what a memset or a product takes for as many bytes or operations. "
         "`warm`: inputs in the L2; `cold`: in device memory."
     )
-    parts = [head, rule, "\n".join(kernel_lines(rows))]
-    parts += ["What a variant adds to a captured decode step, us:", "\n".join(step_lines(rows)), fusion(rows)]
-    parts += [
-        "What a patch changes, us of the device, or of the calling thread where the call says `host`:",
-        "\n".join(patch_lines(rows)),
-    ]
-    if drawn(rows):
-        parts += [GRID, "\n".join(grid_lines(rows))]
-    if any("nan_rows" in row for row in rows):
-        parts += [NAN, "\n".join(nan_lines(rows))]
-    for benchmark, (says, lines) in LATER.items():
-        if any(row.get("benchmark") == benchmark for row in rows):
-            parts += [says, "\n".join(lines(rows))]
-    return "\n\n".join(part for part in parts if part)
+    # Above each table what it shows.
+    parts = {
+        f"{head}\n\n{rule}": kernel_lines,
+        "What a variant adds to a captured decode step, us:": step_lines,
+        f"{fusion(rows)}\n\nWhat a patch changes, us of the device, or of the calling thread where the call "
+        "says `host`:": patch_lines,
+        GRID: grid_lines,
+        NAN: nan_lines,
+        "What a call takes of the calling thread where no graph replays it, checks on, small inputs:": (
+            host_lines
+        ),
+        "A new process, from `import staleproof` to the first result, and the next call; once each:": (
+            first_lines
+        ),
+    }
+    return "\n\n".join("\n".join([f"{says}\n", *lines(rows)]) for says, lines in parts.items())
 
 
 def short(run: Run) -> str:

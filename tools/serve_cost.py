@@ -123,8 +123,8 @@ def client() -> Bench:
 def requests_of(rate: float, seconds: float) -> int:
     """How many requests a run sends.
 
-    >>> requests_of(16.0, 2.5), requests_of(float("inf"), 2.5)
-    (40, 128)
+    >>> requests_of(16.0, 2.5), requests_of(0.1, 2.5), requests_of(float("inf"), 2.5)
+    (40, 8, 128)
     """
     return BURST if rate == float("inf") else max(8, round(rate * seconds))
 
@@ -181,8 +181,8 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
     No distribution is assumed, and a value that is far off moves the median little.
 
-    >>> interval([1.0, 2.0, 30.0])
-    {'median': 2.0, 'low': 1.0, 'high': 30.0}
+    >>> interval([3.0, 626.0, 2.0, 4.0, 1.0])
+    {'median': 3.0, 'low': 1.0, 'high': 626.0}
     """
     found = statistics.median(values), min(values), max(values)
     return {name: round(value, 3) for name, value in zip(("median", "low", "high"), found, strict=True)}

@@ -25,28 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from staleproof.engine.models import write_config
+from staleproof.kernels import whole_vllm
 from tools import soak
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "attention_bias": False,
-}
 SEQUENCES = 32
 WAITING = 48
 # 32 sequences of up to 22 blocks of 16 tokens do not fit.
@@ -74,7 +56,7 @@ class Served:
     def __init__(self) -> None:
         vllm = importlib.import_module("vllm")
         folder = tempfile.mkdtemp(prefix="staleproof-soak-")
-        Path(folder, "config.json").write_text(json.dumps(QWEN3))
+        write_config(Path(folder), "qwen3", {})
         self.parameters = vllm.SamplingParams
         self.engine = vllm.LLM(
             model=folder,
@@ -167,24 +149,13 @@ def drive(
     return {"curves": curves, "totals": {"steps": steps, "arrived": arrived, "left": left}}
 
 
-def parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
-    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    made.add_argument("--patches", choices=["none", "all"], required=True)
-    made.add_argument("--seconds", type=float, default=600)
-    made.add_argument("--out", type=Path, required=True)
-    return made
-
-
 if __name__ == "__main__":
-    given = parser().parse_args()
-    os.environ |= {
-        "STALEPROOF_PATCHES": given.patches,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--patches", choices=["none", "all"], required=True)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    os.environ |= {**whole_vllm.ENVIRONMENT, "STALEPROOF_PATCHES": given.patches}
     importlib.import_module("vllm")
     count = soak.Count()
     logging.getLogger("vllm").addHandler(count)

@@ -26,7 +26,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from staleproof.cli.patches import health
 from staleproof.device import version_of
 from staleproof.engine.models import write_config
 from staleproof.engine.watching import WatchError, fetch
@@ -62,19 +62,16 @@ ENVIRONMENT = {
     # The counts are those of vLLM alone: of NaN in padding rows.
     "STALEPROOF_PATCHES": "none",
 }
-# Server -> its variables; PORT stands for the port of its watch.
+# PORT stands for the port of the server's watch.
+WATCHED = {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"}
+# Server -> its variables.
 SERVERS: dict[str, dict[str, str]] = {
-    "watch": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"},
+    "watch": WATCHED,
     "no watch": {},
     # All patches, switched off by a file in the middle of the load, and on again.
-    "switched": {
-        "STALEPROOF_PATCHES": "all",
-        "STALEPROOF_WATCH": "1",
-        "STALEPROOF_WATCH_PORT": "PORT",
-        "STALEPROOF_SWITCH": "FOLDER/switch",
-    },
-    "port taken": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"},
-    "exception": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "PORT"},
+    "switched": {**WATCHED, "STALEPROOF_PATCHES": "all", "STALEPROOF_SWITCH": "FOLDER/switch"},
+    "port taken": WATCHED,
+    "exception": WATCHED,
     "unknown stage": {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_STAGES": "logits"},
 }
 LONG = ("watch", "no watch", "switched")
@@ -187,12 +184,7 @@ def scrape(port: int, stop: threading.Event, every_s: float = 1.0) -> dict[str, 
 
 def stands(port: int) -> dict[str, int]:
     """How many patches of a server are in each state, as ``staleproof patches --live`` reads it."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
-            health = json.loads(answer.read())
-    except urllib.error.HTTPError as error:  # 503: something is refused
-        health = json.loads(error.read())
-    return dict(Counter(state for state, _ in health["patches"].values()))
+    return dict(Counter(state for state, _ in health(f"127.0.0.1:{port}")["patches"].values()))
 
 
 def flip(server: Server, seconds: float) -> list[dict[str, int]]:
@@ -210,21 +202,16 @@ def flip(server: Server, seconds: float) -> list[dict[str, int]]:
 
 
 def kill_a_scraper(port: int) -> None:
-    """Ask for the metrics in a process of its own, and kill it before it has read them."""
-    code = (
-        "import socket, sys, time; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])));"
-        "s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1); s.sendall(b'GET /metrics HTTP/1.1\\r\\n"
-        "Host: x\\r\\n\\r\\n'); s.recv(1); print('read', flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code, str(port)], stdout=subprocess.PIPE)
-    with child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        child.kill()
+    """Close two connections as those of a process that is killed: in the middle of its answer, and before."""
+    question = b"GET /metrics HTTP/1.1\r\n"
+    with socket.create_connection(("127.0.0.1", port), 5) as gone:
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        gone.sendall(question + b"Host: x\r\n\r\n")
+        gone.recv(1)
     # And one that resets its connection in the middle of its question.
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as gone:
         gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        gone.sendall(b"GET /metrics HTTP/1.1\r\n")
+        gone.sendall(question)
 
 
 class Server:
@@ -330,14 +317,14 @@ def judged(name: str, found: dict[str, Any]) -> list[str]:
         if not stood or off.get("in place") or off.get("off") != stood or after != before:
             wrong.append(f"stands before {before}, switched off {off}, switched on {after}")
     if name == "watch":
-        scraped = found.get("scraped") or {"scrapes": 0, "failed": [], "went_back": 0, "steps": []}
+        scraped = found["scraped"]
         if scraped["failed"] or not scraped["scrapes"]:
             wrong.append(f"{len(scraped['failed'])} scrapes failed of {scraped['scrapes']}")
         if scraped["went_back"]:
             wrong.append("a count went back")
         if not scraped["steps"] or scraped["steps"][-1] <= scraped["steps"][0]:
             wrong.append("its steps do not grow")
-        last = scraped.get("last", {})
+        last = scraped["last"]
         runs = max((count for name, count in last.items() if name.startswith("stage_runs")), default=0)
         # The counts are copied before the kernels of a step run.
         if runs < (counted := last.get("counted_steps", 1)) - 1:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/vllm"))
-
-import environment
+from tests.vllm import environment
 
 from staleproof.cases import store
 from staleproof.cases.finding import Finding

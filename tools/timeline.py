@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from staleproof.cases.finding import Finding, Grade
 from staleproof.cases.store import checkout
 from staleproof.report.timeline import LANES, Claim, Event, claims, load
 
@@ -82,18 +81,6 @@ def _lines_read(where: tuple[str, ...]) -> str:
 
 def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def disagrees(claim: Claim, shown: Finding) -> str | None:
-    """Why the finding that a claim names does not carry its mark, or ``None`` if it does.
-
-    A claim graded ``source`` rests on the lines it names, so the finding beside it may have any grade.
-    """
-    if claim.finding is None or shown.verdict != claim.finding[3]:
-        return f"the finding says {shown.verdict!r}, the claim names {claim.finding}"
-    if claim.grade in (Grade.SOURCE, shown.grade) or not shown.ran:
-        return None
-    return f"the claim is graded {claim.grade}, its finding {shown.grade}"
 
 
 if __name__ == "__main__":

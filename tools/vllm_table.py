@@ -1,8 +1,9 @@
 """Probe every release's source distribution and write what `staleproof patches --version` reads.
 
-    python -m tools.vllm_table
+    python -m tools.vllm_table [RELEASE ...]
 
-fetches what is not there yet, about 35 MB a release, and writes src/staleproof/vllm/versions.json.
+reads the releases of the table, and new ones that are named, in order; fetches what is not there yet, about
+35 MB a release, and writes src/staleproof/vllm/versions.json.
 The tests check the file against the sources that are there.
 """
 
@@ -13,43 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/vllm"))
-
-import environment
+from tests.vllm import environment
 
 from staleproof.vllm import plugin as vllm_plugin
-from staleproof.vllm.releases import TABLE
+from staleproof.vllm.releases import TABLE, table
 from staleproof.vllm.sources import Sources
-
-# All that the package index has from the first to the last.
-RELEASES = [
-    "0.16.0",
-    "0.17.0",
-    "0.17.1",
-    "0.18.0",
-    "0.18.1",
-    "0.19.0",
-    "0.19.1",
-    "0.20.0",
-    "0.20.1",
-    "0.20.2",
-    "0.21.0",
-    "0.22.0",
-    "0.22.1",
-    "0.23.0",
-    "0.24.0",
-    "0.25.0",
-    "0.25.1",
-    "0.26.0",
-    "0.27.0",
-    "0.27.1",
-    "0.28.0",
-    "0.29.0",
-    "0.30.0",
-    "0.31.0",
-    "0.32.0",
-    "0.33.0",
-]
 
 
 def sources_of(folder: Path) -> Sources:
@@ -75,6 +44,7 @@ def write(found: dict[str, dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    found = {version: probed(sources_of(environment.sources(version))) for version in RELEASES}
+    releases = [*table(), *sys.argv[1:]]
+    found = {version: probed(sources_of(environment.sources(version))) for version in releases}
     write(found)
     print(f"{len(found)} releases, {len(vllm_plugin.patches())} patches: {TABLE.name}")

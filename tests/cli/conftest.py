@@ -19,12 +19,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch) -> Path:
     """A checkout of its own, so that no test touches this one."""
     for name in ("notebooks", "benchmarks", "workbook/runs"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setattr(store, "checkout", lambda: tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def kept(root: Path) -> Path:
+    """Where findings are kept."""
+    return root / "workbook/_build/findings.jsonl"
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +43,7 @@ def registry() -> Iterator[None]:
 
 
 @pytest.fixture
-def incident(registry: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def incident(registry, monkeypatch) -> Callable[..., list[str]]:
     """Replaces the registry by one incident, ``fake``, with these answers.
 
     Returns a list that grows by the device each time the questions are asked.

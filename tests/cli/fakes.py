@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from tests.made import finding, not_run, off_on_off
+from tests.made import finding, measurement, not_run, off_on_off
 
 from staleproof.cases.finding import Finding
 
-MEASUREMENT = {
-    "kernel": "clear",
-    "provider": "staleproof",
-    "mode": "graph",
-    "x_name": "live",
-    "x_value": 1,
-    "p50": 2.0,
-    "p20": 1.9,
-    "p80": 2.2,
-    "unit": "us",
-    "bytes": 4_000_000,
-}
+MEASUREMENT = measurement()
 
 
 def leaked() -> Finding:

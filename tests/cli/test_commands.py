@@ -84,28 +84,7 @@ def test_list_says_of_each_incident_what_is_seen_why_and_where_it_is_told(root, 
     ]
 
 
-WITHOUT_THE_EXTRA = """
-import sys, types
-for name in ("pandas", "matplotlib", "seaborn", "nbformat", "nbclient", "nbconvert", "ipykernel",
-             "ipywidgets", "jupyterlab", "jupyter_client", "IPython"):
-    sys.modules[name] = None
-from staleproof.cli import app as cli
-from staleproof.cases.case import each
-from staleproof.cases.run import Table
-fake = types.ModuleType("staleproof.incidents.kv_reuse.cases")
-fake.TABLE = Table("kv_reuse", each("q", "rows", ["v"], lambda *_: "clean", expect="clean"))
-sys.modules[fake.__name__] = fake
-sys.exit(cli.main(["run", "kv_reuse", "--json", {path!r}]))
-"""
-
-
-def test_a_run_needs_no_jupyter(tmp_path):
-    """Other commands without it: tests/test_packaging.py."""
-    done = python(WITHOUT_THE_EXTRA.format(path=str(tmp_path / "x.jsonl")))
-    assert (done.returncode, len(read_findings(tmp_path / "x.jsonl"))) == (0, 1), done.stderr
-
-
-def test_run_prints_the_conclusion_and_keeps_the_findings(root, incident, capsys):
+def test_run_prints_the_conclusion_and_keeps_the_findings(kept, incident, capsys):
     asked = incident(leaked, clean, absent, verified)
     assert cli.main(["run"]) == 0
     out = capsys.readouterr().out
@@ -119,8 +98,7 @@ def test_run_prints_the_conclusion_and_keeps_the_findings(root, incident, capsys
     # Neither single findings nor matrices.
     assert "empty_row" not in out
     assert asked == ["cuda" if word == "MEASURED" else "cpu"]
-    kept = read_findings(root / "workbook/_build/findings.jsonl")
-    assert [f.verdict for f in kept] == ["leaked", "clean", "not run", "fixed"]
+    assert [f.verdict for f in read_findings(kept)] == ["leaked", "clean", "not run", "fixed"]
 
 
 def test_run_v_prints_each_finding_and_the_matrices_after_the_conclusion(root, incident, capsys):
@@ -136,8 +114,7 @@ def test_run_v_prints_each_finding_and_the_matrices_after_the_conclusion(root, i
     assert "not run: fake, cutlass: needs SM100 (empty_row)" in out
 
 
-def test_run_keeps_what_other_incidents_found_and_says_of_which_source(root, incident, capsys):
-    kept = root / "workbook/_build/findings.jsonl"
+def test_run_keeps_what_other_incidents_found_and_says_of_which_source(kept, incident, capsys):
     other = finding("mla_padding", "q", "v", "clean")
     write_findings(kept, [other, replace(other, incident="kv_reuse", source_digest="older")])
     incident(leaked)
@@ -150,18 +127,16 @@ def test_run_keeps_what_other_incidents_found_and_says_of_which_source(root, inc
     assert "source older, which is " in said[1]
 
 
-def test_an_interrupted_run_keeps_its_earlier_answers_to_what_was_not_asked_again(root, incident):
+def test_an_interrupted_run_keeps_its_earlier_answers_to_what_was_not_asked_again(kept, incident):
     incident(clean, leaked)
     assert cli.main(["run"]) == 0
     incident(clean, interrupted)
     assert cli.main(["run"]) == 130
-    kept = read_findings(root / "workbook/_build/findings.jsonl")
-    assert [f.variant for f in kept] == ["ours", "broken"]
+    assert [f.variant for f in read_findings(kept)] == ["ours", "broken"]
 
 
-def test_a_kept_file_that_cannot_be_read_ends_the_run_before_it_begins(root, incident, capsys):
+def test_a_kept_file_that_cannot_be_read_ends_the_run_before_it_begins(kept, incident, capsys):
     asked = incident(clean)
-    kept = root / "workbook/_build/findings.jsonl"
     write_findings(kept, [leaked()])
     kept.write_text(kept.read_text()[:-9])
     before = kept.read_bytes()
@@ -175,14 +150,6 @@ def test_run_takes_a_name_or_a_number_and_asks_once(root, incident, name):
     asked = incident(clean)
     assert cli.main(["run", name, "fake"]) == 0
     assert len(asked) == 1
-
-
-def test_run_exits_1_where_a_verdict_is_not_as_expected(root, incident, capsys):
-    incident(clean, wrong)
-    assert cli.main(["run"]) == 1
-    captured = capsys.readouterr()
-    assert "clean (expected leaked)" in captured.out
-    assert one_line(captured.err) == "staleproof: 1 verdicts are not as expected"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +211,7 @@ def test_ctrl_c_ends_the_children(root, incident, monkeypatch, tmp_path, pressed
             raise KeyboardInterrupt
         return "clean"
 
-    def say(line: str = "", style: str = "") -> None:
+    def say(line: str = "") -> None:
         if "first" in line and pressed_in == "the output" and not ended:
             raise KeyboardInterrupt
 
@@ -262,7 +229,7 @@ def test_ctrl_c_ends_the_children(root, incident, monkeypatch, tmp_path, pressed
     assert ended == [-signal.SIGKILL]
 
 
-def test_sigterm_keeps_and_prints_the_findings_so_far(root, incident, capsys):
+def test_sigterm_keeps_and_prints_the_findings_so_far(kept, incident, capsys):
     """As a batch system ends a job."""
 
     def ended() -> Finding:
@@ -274,7 +241,6 @@ def test_sigterm_keeps_and_prints_the_findings_so_far(root, incident, capsys):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     incident(leaked, verified, ended)
     assert cli.main(["run"]) == 143
-    kept = root / "workbook/_build/findings.jsonl"
     assert [f.verdict for f in read_findings(kept)] == ["leaked", "fixed"]
     captured = capsys.readouterr()
     assert "  fixed    ours" in captured.out
@@ -282,8 +248,7 @@ def test_sigterm_keeps_and_prints_the_findings_so_far(root, incident, capsys):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_full_disk_loses_no_verdict_on_the_screen(root, incident, capsys, monkeypatch):
-    kept = root / "workbook/_build/findings.jsonl"
+def test_a_full_disk_loses_no_verdict_on_the_screen(kept, incident, capsys, monkeypatch):
     write_findings(kept, [clean()])
     before = kept.read_bytes()
 
@@ -300,9 +265,8 @@ def test_a_full_disk_loses_no_verdict_on_the_screen(root, incident, capsys, monk
     assert kept.read_bytes() == before
 
 
-def test_two_runs_in_one_checkout_keep_the_findings_of_both(root, incident):
+def test_two_runs_in_one_checkout_keep_the_findings_of_both(kept, incident):
     """The second ends while the first still asks: what it has written meanwhile stays."""
-    kept = root / "workbook/_build/findings.jsonl"
     other = finding("kv_reuse", "q", "v", "clean")
 
     def meanwhile() -> Finding:
@@ -327,8 +291,7 @@ def test_one_run_waits_while_another_writes(tmp_path):
     assert (tmp_path / "f").read_text() == "xxx"
 
 
-def test_ctrl_c_before_the_first_finding_keeps_the_earlier_file(root, incident, capsys):
-    kept = root / "workbook/_build/findings.jsonl"
+def test_ctrl_c_before_the_first_finding_keeps_the_earlier_file(kept, incident, capsys):
     write_findings(kept, [leaked()])
     incident(interrupted)
     for _ in range(2):
@@ -340,14 +303,14 @@ def test_ctrl_c_before_the_first_finding_keeps_the_earlier_file(root, incident, 
     assert not kept.exists()
 
 
-def test_an_error_in_a_question_keeps_the_findings_so_far(root, incident):
+def test_an_error_in_a_question_keeps_the_findings_so_far(kept, incident):
     def broken() -> Finding:
         raise ZeroDivisionError
 
     incident(leaked, broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["run"])
-    assert len(read_findings(root / "workbook/_build/findings.jsonl")) == 1
+    assert len(read_findings(kept)) == 1
 
 
 def test_without_a_checkout_run_and_list_work_and_the_rest_says_so(incident, capsys, monkeypatch, tmp_path):
@@ -397,16 +360,12 @@ def test_lab_opens_the_book_with_this_python(root, started):
     assert argv[4].endswith("/lab/tree/notebooks/00_orientation.ipynb")
 
 
-@pytest.mark.parametrize("arguments", [["--", "--port", "8889", "--no-browser"], ["--port", "8889"]])
-def test_lab_hands_options_on(root, started, arguments):
-    assert cli.main(["lab", *arguments]) == 0
-    given = [one for one in arguments if one != "--"]
+@pytest.mark.parametrize("begin", [["--"], []])
+def test_lab_hands_options_on_and_gives_none_twice(root, started, begin):
+    given = ["--port", "8889", "--ServerApp.root_dir=/elsewhere"]
+    assert cli.main(["lab", *begin, *given]) == 0
     assert started[0][-len(given) :] == given
-
-
-def test_lab_gives_jupyter_no_option_twice(root, started):
-    assert cli.main(["lab", "--", "--ServerApp.root_dir=/elsewhere"]) == 0
-    assert [one for one in started[0] if "root_dir" in one] == ["--ServerApp.root_dir=/elsewhere"]
+    assert sum("root_dir" in one for one in started[0]) == 1
 
 
 def test_lab_as_root_wants_a_choice(root, started, monkeypatch, capsys):
@@ -425,16 +384,8 @@ def test_doctor_names_what_is_skipped_and_why(capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert str(device.provenance()) in out
-    for name in (
-        "Triton kernels",
-        "CUDA graphs",
-        "compute-sanitizer",
-        "nvcc",
-        "FlashInfer kernels",
-        "SM100 kernels",
-        "vLLM Triton MLA",
-        "NCCL, two GPUs",
-    ):
+    names = "Triton kernels|CUDA graphs|compute-sanitizer|nvcc|FlashInfer kernels|SM100 kernels"
+    for name in f"{names}|vLLM Triton MLA|NCCL, two GPUs".split("|"):
         (line,) = (line for line in out.splitlines() if line[6:].startswith(name))
         assert line[:6] in ("yes   ", "skip  ")
         assert line[26:].strip(), line

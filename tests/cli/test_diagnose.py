@@ -108,12 +108,8 @@ def test_questions_are_asked_of_a_person_and_a_bad_answer_is_asked_again(capsys,
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     text = diagnose(capsys)
     assert "symptom: expected one of" in text
-    assert [line.split("?")[0] for line in asked] == [
-        "What do you see",
-        "What do you see",
-        "Which vLLM release",
-        "Which model",
-    ]
+    first = "What do you see"
+    assert [line.split("?")[0] for line in asked] == [first, first, "Which vLLM release", "Which model"]
     assert "fits as far as known: undrained_ids." in text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -164,21 +163,6 @@ def test_record_leaves_a_folder_that_is_no_run_alone(root, incident, capsys):
     assert (mine / "thesis.txt").read_text() == "years of work"
 
 
-def test_compare_prints_verdicts_first_and_timings_second(root, capsys):
-    _record(root, [leaked(), clean()], "a-gpu")
-    changed = finding("fake", "empty_row", "ours", "leaked", expected="clean")
-    folder = _record(root, [leaked(), changed, absent()], "b-gpu")
-    path = folder / "measurements.jsonl"
-    path.write_text(json.dumps(MEASUREMENT | {"p50": 3.0}) + "\n")
-    assert cli.main(["compare", "a-gpu", str(folder)]) == 1
-    out = capsys.readouterr().out
-    assert "mismatch        fake, empty_row, ours: clean / leaked" in out
-    assert "in neither      fake, empty_row, cutlass" in out
-    assert "1 match, 1 mismatch, 0 only in the first, 0 only in the second, 1 not run" in out
-    assert "clear, staleproof, graph, live 1: 2 us (p20 1.9, p80 2.2) -> 3 (1.50)" in out
-    assert out.index("1 match") < out.index("clear, staleproof")
-
-
 @pytest.mark.parametrize("right", [True, False])
 def test_a_refuted_prediction_is_1(root, monkeypatch, right):
     monkeypatch.setattr(store, "find", lambda name: name)
@@ -186,9 +170,13 @@ def test_a_refuted_prediction_is_1(root, monkeypatch, right):
     assert cli.main(["compare", "a-gpu", "--predictions"]) == (not right)
 
 
-def test_compare_of_a_run_with_itself_is_0_and_with_none_names_which(root, capsys):
-    _record(root, [leaked(), clean()])
-    assert cli.main(["compare", "a-gpu", "a-gpu"]) == 0
-    assert "2 match, 0 mismatch" in capsys.readouterr().out
+def test_compare_is_1_where_a_verdict_differs_0_of_a_run_with_itself_and_says_which_is_no_run(root, capsys):
+    """What it prints: tests/report/test_terminal.py."""
+    _record(root, [leaked(), clean()], "a-gpu")
+    changed = finding("fake", "empty_row", "ours", "leaked", expected="clean")
+    folder = _record(root, [leaked(), changed, absent()], "b-gpu")
+    for second, code, said in ((str(folder), 1, "1 match, 1 mismatch"), ("a-gpu", 0, "2 match, 0 mismatch")):
+        assert cli.main(["compare", "a-gpu", second]) == code
+        assert said in capsys.readouterr().out
     assert cli.main(["compare", "a-gpu", "there"]) == 2
     assert one_line(capsys.readouterr().err).startswith("staleproof: second: there: neither a run folder")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import nbformat
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from nbformat import v4
 from tests.made import finding, not_run, off_on_off
 
@@ -46,3 +51,22 @@ def drawing(printed: str = "", **about: str) -> nbformat.NotebookNode:
     shown = v4.new_output("display_data", {"image/svg+xml": "<svg><path d='M 0 0'/></svg>"})
     shown.metadata = {"image/svg+xml": about} if about else {}
     return v4.new_code_cell("draw()", outputs=[*outputs, shown])
+
+
+def texts(words: Iterable[Text]) -> list[str]:
+    return [word.get_text() for word in words]
+
+
+def ticks(axis: Axis) -> list[tuple[float, str]]:
+    return [*zip(axis.get_ticklocs(), texts(axis.get_ticklabels()), strict=True)]
+
+
+def drawn_words(figure: Figure) -> list[Text]:
+    """Every word that is seen of a picture, which is now drawn; none is cut off."""
+    figure.draw(FigureCanvasAgg(figure).get_renderer())
+    found = [word for word in figure.findobj(Text) if word.get_text().strip() and word.get_visible()]
+    for word in found:
+        box = word.get_window_extent()
+        assert -0.5 <= box.x0 <= box.x1 <= figure.bbox.x1 + 0.5, word
+        assert -0.5 <= box.y0 <= box.y1 <= figure.bbox.y1 + 0.5, word
+    return found

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.colors import to_hex
 
+from made import drawn_words, texts
 from staleproof.cases.finding import Finding, read_findings, write_findings
 from staleproof.cli import app as cli
 from staleproof.contract import cases
@@ -70,10 +71,6 @@ def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(answers,
         said = capsys.readouterr()
         assert "staleproof: 1 clause is broken" in said.err
         assert ("next: add --scripts FOLDER" in said.out) is (not more)
-    # Ours are no better than yours.
-    answers(replace(ROW, release="staleproof 1.0", expected=HOLDS), *ROWS[1:])
-    assert cli.main(["audit"]) == 1
-    assert "staleproof: 1 clause is broken" in capsys.readouterr().err
 
 
 def test_a_name_that_no_subject_has_is_bad_input(answers, capsys, tmp_path):
@@ -146,21 +143,21 @@ def test_the_picture_shows_each_verdict_and_leaves_out_what_did_not_run(tmp_path
     gpu = replace(ROW, release="others 1.0", question="R", machine={"name": "H200"}, provenance="MEASURED")
     axes, others = audit.heat_map([*ROWS, gpu]).axes
     # A map a package, each with the clauses that were put to it.
-    assert [label.get_text() for label in others.get_xticklabels()] == ["R"]
+    assert texts(others.get_xticklabels()) == ["R"]
     signs = "+ holds  X breaks  u undefined  . not run"
     titles = [one.get_title(loc="left") for one in (axes, others)]
     assert titles == [f"kernels:  {signs}", f"others:  {signs}"]
     # Beside what a GPU measured, what was interpreted says so.
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["1.0 decode (CPU)"]
-    assert [label.get_text() for label in others.get_yticklabels()] == ["1.0 decode"]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["E", "T", "B"]
+    assert texts(axes.get_yticklabels()) == ["1.0 decode (CPU)"]
+    assert texts(others.get_yticklabels()) == ["1.0 decode"]
+    assert texts(axes.get_xticklabels()) == ["E", "T", "B"]
     assert {label.get_rotation() for label in (*axes.get_xticklabels(), *axes.get_yticklabels())} == {0}
     (alone,) = audit.heat_map(ROWS).axes
-    assert [label.get_text() for label in alone.get_yticklabels()] == ["1.0 decode"]
+    assert texts(alone.get_yticklabels()) == ["1.0 decode"]
     two = audit.heat_map([*ROWS, replace(ROW, variant="verify", question="N")])
     (mesh,) = two.axes[0].collections
     colours = [to_hex(colour) for colour in mesh.get_facecolor()]
-    signs = [text.get_text() for text in two.axes[0].texts]
+    signs = texts(two.axes[0].texts)
     shown = {sign: audit.COLOURS[verdict] for verdict, sign in (*audit.SIGNS.items(), ("not run", ""))}
     assert sorted(signs) == ["", "", "", "", "+", "X", "X", "u"]
     assert colours == [shown[sign] for sign in signs]
@@ -172,8 +169,6 @@ def test_the_picture_shows_each_verdict_and_leaves_out_what_did_not_run(tmp_path
 
 def test_no_label_of_the_recorded_audits_is_cut(monkeypatch):
     """And no package's picture is higher than a few screens."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     rows = audit.recorded_audits()
     # As they were recorded: what a GPU measured is not called RECORDED in them.
     assert "MEASURED" in {row.provenance for row in rows}
@@ -189,10 +184,7 @@ def test_no_label_of_the_recorded_audits_is_cut(monkeypatch):
         told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in audit.SIGNS)
         assert alt == f"The padding contract of {package}, {subjects} subjects that ran by clause: {told}."
         assert caption.startswith("RECORDED")
-        renderer = FigureCanvasAgg(figure).get_renderer()
-        figure.draw(renderer)
-        for label in figure.axes[0].get_yticklabels():
-            assert label.get_window_extent(renderer).x0 >= 0, label
+        assert drawn_words(figure)
 
 
 def test_of_two_machines_the_one_that_ran_a_kernel_is_shown_and_a_gpu_before_a_cpu():

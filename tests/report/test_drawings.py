@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from matplotlib import colormaps
-from matplotlib.axis import Axis
 from matplotlib.colors import to_hex
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.text import Text
 
+from made import texts, ticks
 from staleproof.incidents.kv_reuse.pictures import BlockLife, Span
 from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.pictures import MapPicture, map_picture
@@ -28,7 +28,7 @@ def hatched(ax: object) -> set[tuple[int, int]]:
     return squares
 
 
-def test_a_map_is_hatched_exactly_where_nobody_wrote() -> None:
+def test_a_map_is_hatched_exactly_where_nobody_wrote():
     holes = [[token % 3 == 0 and slot in (1, 2, 4) for slot in range(5)] for token in range(20)]
     fig = drawings.maps([MapPicture(Batch(20, 5, 16), False, holes)])
     whole, near = fig.axes
@@ -36,13 +36,13 @@ def test_a_map_is_hatched_exactly_where_nobody_wrote() -> None:
     assert hatched(whole) == there
     assert hatched(near) == {(t, s) for t, s in there if t >= 20 - drawings.ZOOM}
     assert whole.get_title(loc="left") == "20 tokens: three kernels, 21 of 100 entries never written"
-    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["written", "never written"]
+    assert texts(fig.legends[0].get_texts()) == ["written", "never written"]
 
 
-def test_a_map_without_holes_names_none() -> None:
+def test_a_map_without_holes_names_none():
     fig = drawings.maps([map_picture(Batch(16, 8, 128), "cpu")])
     assert hatched(fig.axes[0]) == set()
-    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["written"]
+    assert texts(fig.legends[0].get_texts()) == ["written"]
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def test_a_map_without_holes_names_none() -> None:
         ([MapPicture(Batch(2, 1, 1), True, [[False]] * 2)], "of 14 tokens"),
     ],
 )
-def test_maps_that_cannot_be_drawn_are_refused(pictures: list[MapPicture], message: str) -> None:
+def test_maps_that_cannot_be_drawn_are_refused(pictures, message):
     with pytest.raises(ValueError, match=message):
         drawings.maps(pictures)
 
 
-def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote() -> None:
+def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote():
     spans = [Span(0, 3, "Mamba state", 7), Span(3, 5, "free"), Span(5, 9, "keys and values", 8)]
     spans.append(Span(9, 12, "prefix hit", 9))
     fig = drawings.life(BlockLife(4, spans, [(5, 1), (6, 2), (7, 3)], 4))
@@ -66,7 +66,7 @@ def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote() -> None:
     assert at == [(0, 0, 3, 1), (3, 0, 2, 1), (5, 0, 4, 1), (9, 0, 3, 1)]
     assert [patch.get_hatch() or "" for patch in who.patches] == ["---", "///", "", "\\\\\\"]
     assert {to_hex(text.get_color()) for text in fig.findobj(Text)} == {INK}
-    said = [text.get_text() for text in who.texts]
+    said = texts(who.texts)
     assert said == ["Mamba state\nrequest 7", "free", "keys and values\nrequest 8", "prefix hit\nrequest 9"]
     written, stale = (patch for patch in filled.patches if isinstance(patch, Polygon))
     assert (written.get_hatch() or "", stale.get_hatch()) == ("", "xxx")
@@ -76,7 +76,7 @@ def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote() -> None:
         assert corners == [(5, edge), *stairs, (9, edge)]
 
 
-def test_a_tile_names_each_row_once_and_hatches_what_nobody_wrote(device: str) -> None:
+def test_a_tile_names_each_row_once_and_hatches_what_nobody_wrote(device):
     picture = tile_picture(5, 80, device)
     fig = drawings.tile(picture)
     ax = fig.axes[0]
@@ -86,7 +86,7 @@ def test_a_tile_names_each_row_once_and_hatches_what_nobody_wrote(device: str) -
     assert len(nobody) == 512 - 20
 
 
-def test_the_words_of_a_tile_can_be_read_on_their_colours() -> None:
+def test_the_words_of_a_tile_can_be_read_on_their_colours():
     """Row 0 is dark, row 127 bright; what nobody wrote lies under a light hatch."""
     ax = drawings.tile(
         TilePicture(
@@ -106,10 +106,10 @@ def test_the_words_of_a_tile_can_be_read_on_their_colours() -> None:
     assert (ax.get_xlim(), ax.get_ylim()) == ((0, 16), (32, 0))
     assert ticks(ax.xaxis) == [(byte + 0.5, str(byte)) for byte in (0, 3, 4, 7, 8, 11, 12, 15)]
     assert ticks(ax.yaxis) == [(line + 0.5, f"byte {16 * line}") for line in (0, 7, 15, 23, 31)]
-    assert [text.get_text() for text in ax.figure.legends[0].get_texts()] == ["never written"]
+    assert texts(ax.figure.legends[0].get_texts()) == ["never written"]
 
 
-def test_the_axes_of_a_map_and_of_a_life_say_what_is_where() -> None:
+def test_the_axes_of_a_map_and_of_a_life_say_what_is_where():
     pictures = [MapPicture(Batch(20, 5, 16), True, [[False] * 5] * 20) for _ in range(2)]
     fig = drawings.maps(pictures)
     assert tuple(fig.get_size_inches()) == (8.2, 4.0)
@@ -128,37 +128,18 @@ def test_the_axes_of_a_map_and_of_a_life_say_what_is_where() -> None:
         assert (written.get_xy(), written.get_width(), written.get_height()) == ((6, 0), 14, 5)
     spans = [Span(2, 5, "keys and values", 8)]
     who, filled = drawings.life(BlockLife(4, spans, [(1, 9), (2, 1), (4, 3), (5, 4)], 4)).axes
-    assert (who.get_xlim(), who.get_ylim(), filled.get_xlim(), filled.get_ylim()) == (
-        (2, 5),
-        (0, 1.9),
-        (2, 5),
-        (0, 4),
-    )
+    assert [*who.get_xlim(), *who.get_ylim()] == [2, 5, 0, 1.9]
+    assert [*filled.get_xlim(), *filled.get_ylim()] == [2, 5, 0, 4]
     assert ticks(who.yaxis) == [(0.5, "block 4")]
     assert tuple(who.figure.get_size_inches()) == (8.2, 3.2)
     assert (filled.get_xlabel(), filled.get_ylabel()) == ("step of the run", "positions, of 4")
     (name,) = who.texts
-    assert (name.get_position(), name.get_ha(), name.get_va(), name.get_fontsize()) == (
-        (3.5, 1.12),
-        "center",
-        "bottom",
-        8,
-    )
+    assert (name.get_position(), name.get_fontsize()) == ((3.5, 1.12), 8)
+    assert (name.get_ha(), name.get_va()) == ("center", "bottom")
     # Steps before and after the span are not of it.
-    assert [tuple(corner) for corner in filled.patches[0].get_xy()[1:-2]] == [
-        (2, 1),
-        (3, 1),
-        (4, 3),
-        (5, 3),
-        (5, 3),
-    ]
-    assert [text.get_text() for text in who.figure.legends[0].get_texts()] == [
+    stairs = [tuple(corner) for corner in filled.patches[0].get_xy()[1:-2]]
+    assert stairs == [(2, 1), (3, 1), (4, 3), (5, 3), (5, 3)]
+    assert texts(who.figure.legends[0].get_texts()) == [
         "position holds the owner's key and value",
         "position still holds what was there before",
-    ]
-
-
-def ticks(axis: Axis) -> list[tuple[float, str]]:
-    return [
-        (at, label.get_text()) for at, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
     ]

@@ -46,15 +46,6 @@ def test_without_an_engine_run_it_says_so(runs):
     assert engine.chapter("mla_padding", runs) == [engine.NONE]
 
 
-def test_a_notebook_shows_its_own_incident_only():
-    stale = finding("engine", "undrained block ids", "Qwen3 dense", "grows", ids=[0, 9], requests=[0, 1000])
-    lines = "\n".join(engine.chapter("kv_reuse", [run(FIXED, stale, ABSENT)]))
-    assert "| undrained block ids | Qwen3 dense | grows | 9 ids after 1000 requests |" in lines
-    assert "1 more questions were not run" in lines
-    assert "pad_only" not in lines
-    assert "pad_only" in "\n".join(engine.chapter("mla_padding", [run(FIXED, stale)]))
-
-
 LOGITS = "3 of 9 rows of logits"
 BITS = {"logits": 3, "of": 9, "tokens": 2}
 KERNELS = "compiled kernels; sets of bits of prefill and of decode"
@@ -194,6 +185,7 @@ def test_a_chapter_is_this():
         "engine", "undrained block ids", "Qwen3 dense", "grows", ids=[0, 9], requests=[0, 1], note="a|b"
     )
     assert engine.chapter("moe_routing", [run(LEAK)]) == [engine.NONE]
+    assert engine.chapter("kv_reuse", [run(stale, ABSENT)])[-1] == "\n1 more questions were not run."
     assert "1 requests; a/b |" in "\n".join(engine.chapter("kv_reuse", [run(stale)]))
     # What another chapter shows is no matter of this one's title.
     both = run(found, replace(stale, date="2020-01-31"))

@@ -6,12 +6,11 @@ import re
 from typing import Any
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.text import Text
 
+from made import drawn_words, texts
 from staleproof import device
 from staleproof.incidents.mla_padding.pictures import StagePicture
 from staleproof.report import plots
@@ -30,7 +29,7 @@ def _verdicts() -> Figure:
     return plots.grid([VERDICTS, VERDICTS[::-1]], rows=["a", "b"], columns=["1", "2", "3", "4"])
 
 
-def test_axes_of_cells_have_neither_ticks_nor_a_frame_and_others_two_sides() -> None:
+def test_axes_of_cells_have_neither_ticks_nor_a_frame_and_others_two_sides():
     cells, curves = _verdicts().axes[0], plots.uptime({"a": [0.5]}, steps=9).axes[0]
     for axes, sides, length in ((cells, set(), 0), (curves, {"left", "bottom"}, 3.5)):
         assert {side for side, spine in axes.spines.items() if spine.get_visible()} == sides
@@ -42,12 +41,12 @@ def test_axes_of_cells_have_neither_ticks_nor_a_frame_and_others_two_sides() -> 
     assert curves.yaxis.get_major_formatter()(0.5) == "50%"
 
 
-def test_each_cell_shows_its_state() -> None:
+def test_each_cell_shows_its_state():
     fig = _verdicts()
     cells = _cells(fig)
     assert len(cells) == 8
     (mesh,) = fig.axes[0].collections
-    fig.draw(FigureCanvasAgg(fig).get_renderer())
+    drawn_words(fig)
     faces = mesh.get_facecolor().reshape(2, 4, 4)
     for column, state in enumerate(VERDICTS):
         colour, strength, hatch = plots.STATES[state]
@@ -58,14 +57,14 @@ def test_each_cell_shows_its_state() -> None:
             assert cells[place].get_facecolor()[3] == 0
 
 
-def test_every_bad_state_is_hatched_and_none_is_white() -> None:
+def test_every_bad_state_is_hatched_and_none_is_white():
     for state, (colour, strength, hatch) in plots.STATES.items():
         assert to_hex(colour) not in ("#ffffff", "#000000")
         assert strength > 0
         assert bool(hatch) == (state not in ("finite", "clean", "this step", "written", "cured")), state
 
 
-def test_states_of_one_picture_differ_without_their_colours() -> None:
+def test_states_of_one_picture_differ_without_their_colours():
     pictures = (
         VERDICTS,
         plots._STAGE_STATES,
@@ -77,7 +76,7 @@ def test_states_of_one_picture_differ_without_their_colours() -> None:
         assert len({plots.STATES[s][2] for s in states}) == len(states)
 
 
-def test_a_patch_is_a_unit_square_in_the_look_of_its_state_unless_said_otherwise() -> None:
+def test_a_patch_is_a_unit_square_in_the_look_of_its_state_unless_said_otherwise():
     plain, other = plots.patch("leaked"), plots.patch("leaked", (2, 3), (4, 5), facecolor="none", label="x")
     colour, strength, hatch = plots.STATES["leaked"]
     assert (plain.get_xy(), plain.get_width(), plain.get_height()) == ((0, 0), 1, 1)
@@ -86,30 +85,22 @@ def test_a_patch_is_a_unit_square_in_the_look_of_its_state_unless_said_otherwise
     assert (plain.get_edgecolor(), other.get_hatch(), other.get_label()) == (to_rgba(colour), hatch, "x")
 
 
-def test_the_legend_names_the_states_that_are_there_and_no_other() -> None:
+def test_the_legend_names_the_states_that_are_there_and_no_other():
     fig = plots.grid([["clean", "leaked"]], rows=["a"], columns=["1", "2"])
     (legend,) = fig.legends
-    assert [t.get_text() for t in legend.get_texts()] == ["clean", "leaked"]
+    assert texts(legend.get_texts()) == ["clean", "leaked"]
     # In one line at the lower left, without a frame, each drawn as the patch that it names.
     assert (legend._get_loc(), legend._ncols, legend.get_frame_on()) == (3, 2, False)
     assert [p.get_hatch() or "" for p in legend.get_patches()] == ["", "xxx"]
 
 
 @pytest.mark.parametrize("columns", [("0.attention", "logits"), ("1", "2")])
-def test_no_word_is_cut_off(columns: tuple[str, str]) -> None:
+def test_no_word_is_cut_off(columns):
     rows = ["quantize_live_rows_and_some_more", "b"]
     fig = plots.grid([["clean", "leaked"], ["pad_only", "live_born"]], rows=rows, columns=columns)
-    renderer = FigureCanvasAgg(fig).get_renderer()
-    fig.draw(renderer)
-    words = [t for t in fig.findobj(Text) if t.get_text()]
-    assert {*rows, *columns, *VERDICTS} <= {t.get_text() for t in words}
-    for word in words:
-        box = word.get_window_extent(renderer)
-        assert box.x0 >= 0, word
-        assert box.y0 >= 0, word
-        assert box.x1 <= fig.bbox.x1, word
-        assert box.y1 <= fig.bbox.y1, word
-        assert to_hex(word.get_color()) == INK
+    words = drawn_words(fig)
+    assert {*rows, *columns, *VERDICTS} <= {*texts(words)}
+    assert {to_hex(word.get_color()) for word in words} == {INK}
 
 
 @pytest.mark.parametrize(
@@ -120,12 +111,12 @@ def test_no_word_is_cut_off(columns: tuple[str, str]) -> None:
         ([["clean"], ["white"]], "cells: expected states of .*, got \\['white'\\]"),
     ],
 )
-def test_cells_that_do_not_fit_are_refused(cells: list[list[str]], message: str) -> None:
+def test_cells_that_do_not_fit_are_refused(cells, message):
     with pytest.raises(ValueError, match=message):
         plots.grid(cells, rows=["a", "b"], columns=["1"])
 
 
-def test_stages_draws_the_rows_and_the_line_below_the_live_ones() -> None:
+def test_stages_draws_the_rows_and_the_line_below_the_live_ones():
     picture = StagePicture(["0.attention", "logits"], [[0, 2], [1, 1], [1, 0]], 1, None)
     fig = plots.stages(picture)
     cells = _cells(fig)
@@ -133,25 +124,25 @@ def test_stages_draws_the_rows_and_the_line_below_the_live_ones() -> None:
     assert hatches == [["", "xxx"], ["///", "///"], ["///", ""]]
     (line,) = fig.axes[0].lines
     assert list(line.get_ydata()) == [1, 1]
-    labels = [t.get_text() for t in fig.axes[0].get_yticklabels()]
+    labels = texts(fig.axes[0].get_yticklabels())
     assert labels == ["row 0", "padding 1", "padding 2"]
 
 
-def test_routing_hatches_an_expert_taken_again_and_the_map_s_holes() -> None:
+def test_routing_hatches_an_expert_taken_again_and_the_map_s_holes():
     fig = plots.routing([[3, 1], [0, 0], [-1, 2]], [[False, False], [False, True], [False] * 2], live=1)
     left, right = fig.axes
     hatched = {at: bool(p.get_hatch()) for at, p in _cells(fig).items()}
     # A slot without an expert has no cell.
     assert hatched == {(0, 0): False, (0, 1): False, (1, 0): False, (1, 1): True, (2, 1): False}
-    assert [t.get_text() for t in left.texts] == ["3", "1", "0", "0", "2"]
+    assert texts(left.texts) == ["3", "1", "0", "0", "2"]
     holes = {(int(p.get_y()), int(p.get_x())): bool(p.get_hatch()) for p in right.patches}
     assert [at for at, hole in holes.items() if hole] == [(1, 1)]
     assert len(holes) == 6
-    assert [t.get_text() for t in left.get_yticklabels()] == ["row 0", "padding 1", "padding 2"]
-    assert [t.get_text() for t in fig.legends[0].get_texts()] == ["never written", "written"]
+    assert texts(left.get_yticklabels()) == ["row 0", "padding 1", "padding 2"]
+    assert texts(fig.legends[0].get_texts()) == ["never written", "written"]
 
 
-def test_the_axes_of_a_routing_fit_and_say_what_is_where() -> None:
+def test_the_axes_of_a_routing_fit_and_say_what_is_where():
     fig = plots.routing([[3, 0], [1, 2]], [[False] * 2] * 2, live=1)
     left, right = fig.axes
     assert tuple(fig.get_size_inches()) == (1.0 + 0.62 * 2, 1.0 + 0.24 * 2)
@@ -159,25 +150,25 @@ def test_the_axes_of_a_routing_fit_and_say_what_is_where() -> None:
         assert (axes.get_xlim(), axes.get_ylim(), axes.get_title()) == ((0, 2), (2, 0), title)
         assert [list(line.get_data()[1]) for line in axes.lines] == [[1, 1]]
         assert list(axes.get_xticks()) == list(axes.get_yticks()) == [0.5, 1.5]
-        assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
-    assert [label.get_text() for label in right.get_yticklabels()] == ["", ""]
+        assert texts(axes.get_xticklabels()) == ["0", "1"]
+    assert texts(right.get_yticklabels()) == ["", ""]
     assert [t.get_position() for t in left.texts] == [(0.5, 0.5), (1.5, 0.5), (0.5, 1.5), (1.5, 1.5)]
     # Each expert has a colour of its own, on which its number can be read.
     assert len({p.get_facecolor() for p in left.patches}) == 4
     assert [t.get_color() for t in left.texts] == ["black", "white", "white", "black"]
-    assert [t.get_text() for t in fig.legends[0].get_texts()] == ["written"]
+    assert texts(fig.legends[0].get_texts()) == ["written"]
     wide = plots.routing([[*range(6)]], [[False] * 6], live=1)
-    wide.draw(FigureCanvasAgg(wide).get_renderer())
+    drawn_words(wide)
     boxes = [axes.get_tightbbox() for axes in wide.axes]
     assert 0 <= boxes[0].x0 < boxes[0].x1 <= boxes[1].x0 < boxes[1].x1 <= wide.bbox.x1
 
 
-def test_routing_refuses_holes_of_another_shape() -> None:
+def test_routing_refuses_holes_of_another_shape():
     with pytest.raises(ValueError, match=r"holes: expected rows of \[2\] slots, got \[1\]"):
         plots.routing([[3, 1]], [[False]], live=1)
 
 
-def test_uptime_draws_each_share_at_the_end_of_its_window() -> None:
+def test_uptime_draws_each_share_at_the_end_of_its_window():
     fig = plots.uptime({"off": [0.0, 0.5], "on": [0.0, 0.0, 0.0, 0.0]}, steps=100)
     off, on = fig.axes[0].lines
     assert list(zip(*off.get_data(), strict=True)) == [(50, 0.0), (100, 0.5)]
@@ -186,7 +177,7 @@ def test_uptime_draws_each_share_at_the_end_of_its_window() -> None:
     assert off.get_marker() != on.get_marker()
     legend = fig.axes[0].get_legend()
     assert legend is not None
-    assert [t.get_text() for t in legend.get_texts()] == ["off", "on"]
+    assert texts(legend.get_texts()) == ["off", "on"]
 
 
 def test_no_curve_of_uptime_is_hidden_behind_another():
@@ -206,12 +197,12 @@ def test_no_curve_of_uptime_is_hidden_behind_another():
         ({"off": [0.5, 1.5]}, r"curves\['off'\]: expected shares from 0 to 1, got \[0.5, 1.5\]"),
     ],
 )
-def test_curves_of_no_share_are_refused(curves: dict[str, list[float]], message: str) -> None:
+def test_curves_of_no_share_are_refused(curves, message):
     with pytest.raises(ValueError, match=message):
         plots.uptime(curves, steps=100)
 
 
-def test_the_same_picture_has_the_same_bytes_and_no_date() -> None:
+def test_the_same_picture_has_the_same_bytes_and_no_date():
     one, two = plots.svg(_verdicts()).data, plots.svg(_verdicts()).data
     assert one == two
     assert "date" not in one
@@ -221,7 +212,7 @@ def test_the_same_picture_has_the_same_bytes_and_no_date() -> None:
     assert _verdicts().get_facecolor()[3] == 0
 
 
-def test_a_picture_carries_its_alt_text_and_caption() -> None:
+def test_a_picture_carries_its_alt_text_and_caption():
     shown = plots.svg(_verdicts(), "Four <verdicts>.", "one square is a verdict")
     assert 'role="img"' in shown.data.split(">")[0]
     assert "<title>Four &lt;verdicts&gt;.</title>" in shown.data
@@ -229,9 +220,7 @@ def test_a_picture_carries_its_alt_text_and_caption() -> None:
     assert plots.svg(_verdicts()).metadata in (None, {})
 
 
-def test_a_caption_is_printed_with_its_provenance(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caption_is_printed_with_its_provenance(capsys, monkeypatch):
     shown: list[Any] = []
     monkeypatch.setattr("IPython.display.display", shown.append)
     plots.picture(_verdicts(), "Four verdicts.", "one square is a verdict")
@@ -245,12 +234,12 @@ def test_a_caption_is_printed_with_its_provenance(
 
 
 @pytest.mark.parametrize(("alt", "caption", "name"), [("", "b", "alt"), ("a", " ", "caption")])
-def test_a_picture_without_words_is_refused(alt: str, caption: str, name: str) -> None:
+def test_a_picture_without_words_is_refused(alt, caption, name):
     with pytest.raises(ValueError, match=f"{name}: expected a sentence"):
         plots.picture(_verdicts(), alt, caption)
 
 
-def test_in_the_stored_picture_no_hatch_lies_in_a_face_of_its_own_colour() -> None:
+def test_in_the_stored_picture_no_hatch_lies_in_a_face_of_its_own_colour():
     drawn = plots.svg(_verdicts()).data
     patterns = re.findall(r"<pattern.*?</pattern>", drawn, re.DOTALL)
     assert len(patterns) == 3

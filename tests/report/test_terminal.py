@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.made import finding, not_run, off_on_off
+from tests.made import finding, measurement, not_run, off_on_off
 
 from staleproof.cases import predictions, store
 from staleproof.cases.finding import real, write_findings
@@ -17,9 +15,8 @@ from staleproof.cases.machine import Capability
 from staleproof.device import Provenance
 from staleproof.report import conclusion, matrix, terminal
 
-ROW = {"kernel": "clear", "provider": "ours", "mode": "graph", "x_name": "live", "x_value": 1, "unit": "us"}
+ROW = measurement("ours")
 FIX = off_on_off("a", "v", off="leaked", on="clean", again="leaked")
-ROW |= {"p50": 2.0, "p20": 1.9, "p80": 2.2}
 
 
 @pytest.mark.parametrize(
@@ -152,10 +149,3 @@ def test_lines_are_wrapped_in_a_terminal_only(columns, monkeypatch, capsys):
         else ["  one two three four five six seven"]
     )
     assert capsys.readouterr().out.splitlines() == [*first, "/a/path/" + "x" * 30]
-
-
-def test_the_output_needs_none_of_the_extra():
-    code = "import sys; from staleproof.report import terminal; print(*sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = {name.partition(".")[0] for name in done.stdout.split()}
-    assert not loaded & {"pandas", "matplotlib", "seaborn", "nbformat", "nbconvert", "IPython", "ipywidgets"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import nbformat
 import pytest
@@ -26,7 +25,7 @@ def _notebook() -> nbformat.NotebookNode:
     return nb
 
 
-def test_chance_is_dropped_and_what_is_shown_is_kept() -> None:
+def test_chance_is_dropped_and_what_is_shown_is_kept():
     before = _notebook()
     untouched = json.dumps(before)
     got = json.loads(canonical(before))
@@ -46,14 +45,14 @@ def test_chance_is_dropped_and_what_is_shown_is_kept() -> None:
     assert result["data"] == {"text/plain": ["4"]}
 
 
-def test_the_answer_to_an_exercise_is_folded() -> None:
+def test_the_answer_to_an_exercise_is_folded():
     nb = _notebook()
     nb.cells[1].metadata.tags = ["answer"]
     metadata = json.loads(canonical(nb))["cells"][1]["metadata"]
     assert metadata == {"jupyter": {"source_hidden": True}, "tags": ["answer"]}
 
 
-def test_the_form_is_valid_ends_in_one_newline_and_is_its_own_form() -> None:
+def test_the_form_is_valid_ends_in_one_newline_and_is_its_own_form():
     text = canonical(_notebook())
     nb = nbformat.reads(text, as_version=4)
     nbformat.validate(nb)
@@ -62,7 +61,7 @@ def test_the_form_is_valid_ends_in_one_newline_and_is_its_own_form() -> None:
     assert "Größe" in text
 
 
-def test_two_executions_that_differ_by_chance_get_the_same_text() -> None:
+def test_two_executions_that_differ_by_chance_get_the_same_text():
     other = _notebook()
     other.cells[1].outputs[0].text, other.cells[1].outputs[1].text = "one\ntw", "o\n"
     other.cells[1].metadata["execution"] = {"iopub.execute_input": "2026-02-02"}
@@ -70,7 +69,7 @@ def test_two_executions_that_differ_by_chance_get_the_same_text() -> None:
     assert canonical(other) == canonical(_notebook())
 
 
-def test_a_notebook_of_an_older_minor_gets_ids(tmp_path: Path) -> None:
+def test_a_notebook_of_an_older_minor_gets_ids(tmp_path):
     nb = _notebook()
     nb.nbformat_minor = 4
     for cell in nb.cells:
@@ -78,7 +77,7 @@ def test_a_notebook_of_an_older_minor_gets_ids(tmp_path: Path) -> None:
     assert canonical(nb) == canonical(_notebook())
 
 
-def test_files_are_rewritten_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_rewritten_once(tmp_path, capsys):
     path = tmp_path / "a.ipynb"
     nbformat.write(_notebook(), path)
     assert main([str(path)]) == 0
@@ -89,9 +88,7 @@ def test_files_are_rewritten_once(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("content", [b"no json", b'{"nbformat": 4}', b"\xff\xfe", None])
-def test_what_is_no_notebook_is_left_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
-) -> None:
+def test_what_is_no_notebook_is_left_and_named(tmp_path, capsys, content):
     bad, good = tmp_path / "bad.ipynb", tmp_path / "good.ipynb"
     if content is not None:
         bad.write_bytes(content)

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import pytest
+from tests.made import measurement
 
 from staleproof.cases import store
 from tools import cost
 
-
-def row(provider, p50, *, kernel="clear", mode="", size=8_000_000, value=1):
-    return {
-        "provider": provider,
-        "p50": p50,
-        "kernel": kernel,
-        "mode": mode,
-        "bytes": size,
-        "x_value": value,
-        "x_name": "rows",
-        "unit": "us",
-    }
+BATCH = "bf16 batch 2 heads 128 page 64"
+MLA = {"kernel": "mla_decode", "mode": BATCH, "x_value": 1000, "bytes": 2_304_000}
 
 
-MLA = {"kernel": "mla_decode", "mode": "bf16 batch 2 heads 128 page 64", "value": 1000, "size": 2_304_000}
+def row(provider, p50, bytes=8_000_000, mode="", **changes):
+    return measurement(provider, p50, **{"bytes": bytes, "mode": mode} | changes)
+
+
 ROWS = [
     row("limit: bytes at the memset rate", 0.576, **MLA),
     row("limit: FLOP at the matmul rate", 0.557056, **MLA),
     row("staleproof", 21.4, **MLA),
     row("staleproof", 3.4),
-    row("staleproof", 1.5, size=4_000_000),
-    row("somebody else", 1.0, size=16_000_000),
-    row("staleproof", 0.5, size=9_000_000, mode="inputs in the L2") | {"cache": "warm"},
+    row("staleproof", 1.5, bytes=4_000_000),
+    row("somebody else", 1.0, bytes=16_000_000),
+    row("staleproof", 0.5, bytes=9_000_000, mode="inputs in the L2", cache="warm"),
 ]
 
 

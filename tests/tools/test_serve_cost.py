@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 
 import pytest
-from tools.serve_cost import OFF, PLUGIN, REMEDY, in_turns, interval, lines_of, measure, summary
+from tests.tools import made_server
+from tools.serve_cost import OFF, PLUGIN, REMEDY, in_turns, lines_of, measure, summary
 
 from staleproof.cases import store
 from tools import serve_cost
 
 # Answers to /health, and says in its log what its variables and plugins are.
 FAKE = """
-import importlib.util, json, os, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 print("x] plugins", os.environ["VLLM_PLUGINS"], "patches", os.environ["STALEPROOF_PATCHES"], flush=True)
 if importlib.util.find_spec("soak_fault"):
     print("nan_to_num before the router", flush=True)
 if os.environ["STALEPROOF_PATCHES"] == "all" and "SILENT" not in os.environ:
     print("x] staleproof on vLLM 0.22.1: in place", flush=True)
 
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args): ...
-    def do_GET(self):
-        self.send_response(200)
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-if "DIES" not in os.environ:
-    port = int(sys.argv[sys.argv.index("--port") + 1])
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+if "DIES" in os.environ:
+    sys.exit(1)
 """
 
 
@@ -48,9 +37,7 @@ def answers(port, model, rate, requests, seed):
 
 @pytest.fixture(name="command")
 def command_fixture(tmp_path) -> list[str]:
-    script = tmp_path / "fake.py"
-    script.write_text(FAKE)
-    return [sys.executable, str(script)]
+    return made_server.command(tmp_path, FAKE)
 
 
 def test_equal_servers_run_what_their_names_say(tmp_path, command):
@@ -128,10 +115,6 @@ def test_a_server_stands_beside_off_of_the_same_repetition():
     assert "beside_off_percent" not in found[OFF]["32.0"]["p99_itl_ms"]
 
 
-def test_one_value_that_is_far_off_moves_the_median_little_and_is_in_the_range():
-    assert interval([3.0, 626.0, 2.0, 4.0, 1.0]) == {"median": 3.0, "low": 1.0, "high": 626.0}
-
-
 def test_the_page_holds_the_recorded_run():
     book = store.checkout() / "workbook"
     recorded = json.loads((book / "runs/nvidia-h200-engine/serving.json").read_text())
@@ -149,8 +132,3 @@ def test_lines_of_a_log_are_told_once(tmp_path):
     server = type("Server", (), {"log": tmp_path / "log"})()
     server.log.write_text("(1) [a.py:3] staleproof: two\n(2) [a.py:3] staleproof: two\nother\n")
     assert lines_of(server, "staleproof") == ["staleproof: two"]
-
-
-@pytest.mark.parametrize(("rate", "requests"), [(0.1, 8), (4.0, 10), (float("inf"), serve_cost.BURST)])
-def test_a_run_sends_eight_requests_at_least(rate, requests):
-    assert serve_cost.requests_of(rate, 2.5) == requests

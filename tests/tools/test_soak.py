@@ -100,10 +100,3 @@ def test_an_engine_is_sampled_each_second():
     # As many wait as leave.
     assert engine.longest == soak_engine.WAITING
     assert found["totals"]["arrived"] - found["totals"]["left"] <= soak_engine.WAITING
-
-
-@pytest.mark.parametrize("words", [[], ["--patches", "some", "--out", "x"], ["--patches", "all"]])
-def test_arguments_that_are_not_understood(words, capsys):
-    with pytest.raises(SystemExit):
-        soak_engine.parser().parse_args(words)
-    assert "usage" in capsys.readouterr().err

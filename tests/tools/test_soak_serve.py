@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.tools import made_server
 from tools.soak_serve import Server, judged, kill_a_scraper, load, scrape, soak
 
 from staleproof.vllm.watch import Settings, Watch
@@ -16,10 +17,9 @@ from tools import soak_serve
 
 pytest.importorskip("prometheus_client")
 
-# Answers like vLLM; its watch has no device. DIES ends it at the third request, SLIPS loses a count.
+# Answers like vLLM; its watch has no device. DIES ends it at the third request.
 FAKE = """
-import importlib.util, json, logging, os, sys, types
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import logging, types
 from staleproof.vllm import watch_hooks, watch_port
 from staleproof.vllm.watch import Reading, read_settings
 from staleproof.vllm.sources import PatchError
@@ -39,37 +39,22 @@ if chosen is not None:
 if importlib.util.find_spec("soak_fault"):
     print("staleproof: watch: a call failed: RuntimeError: a fault inside the watch", file=sys.stderr)
 
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args): ...
-    def say(self, body):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-    def do_GET(self):
-        self.say(b"{}")
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        asked[0] += 1
-        if asked[0] == 3 and os.environ.get("DIES") == "1":
-            os._exit(1)
-        if watch is not None:
-            steps = asked[0] if asked[0] != 40 or "SLIPS" not in os.environ else 1
-            stage = "attention", "layers.0"
-            watch.latest = Reading(steps, steps, {stage: (5 * steps, 0)}, runs={stage: steps})
-        tokens = body["sampling_params"]["max_tokens"]
-        self.say(json.dumps({"choices": [{"token_ids": [5] * tokens}]}).encode())
-
-port = int(sys.argv[sys.argv.index("--port") + 1])
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+def answer(body):
+    asked[0] += 1
+    if asked[0] == 3 and os.environ.get("DIES") == "1":
+        os._exit(1)
+    if watch is not None:
+        steps = asked[0]
+        stage = "attention", "layers.0"
+        watch.latest = Reading(steps, steps, {stage: (5 * steps, 0)}, runs={stage: steps})
+    tokens = body["sampling_params"]["max_tokens"]
+    return json.dumps({"choices": [{"token_ids": [5] * tokens}]}).encode()
 """
 
 
 @pytest.fixture(name="command")
 def command_fixture(tmp_path) -> list[str]:
-    script = tmp_path / "fake.py"
-    script.write_text(FAKE)
-    return [sys.executable, str(script)]
+    return made_server.command(tmp_path, FAKE)
 
 
 def test_servers_are_driven_and_judged(tmp_path, command, monkeypatch):
@@ -111,16 +96,16 @@ def test_a_count_that_goes_back_and_a_failed_scrape_are_noticed():
             "last": {"counted_steps": 40, "stage_runs router": 39, "stage_runs attention": 30},
         },
     }
-    assert judged("watch", good) == []
-    assert judged("watch", good | {"scraped": good["scraped"] | {"went_back": 1}}) == ["a count went back"]
-    assert judged("watch", good | {"scraped": good["scraped"] | {"failed": ["refused"]}}) == [
-        "1 scrapes failed of 2"
-    ]
-    assert judged("watch", good | {"scraped": good["scraped"] | {"steps": [40, 40]}}) == [
-        "its steps do not grow"
-    ]
-    lost = good["scraped"] | {"last": {"counted_steps": 40, "stage_runs router": 30}}
-    assert judged("watch", good | {"scraped": lost}) == ["its kernels ran 30 times in 40 counted steps"]
+
+    def wrong(**scraped: object) -> list[str]:
+        return judged("watch", good | {"scraped": good["scraped"] | scraped})
+
+    assert wrong() == []
+    assert wrong(went_back=1) == ["a count went back"]
+    assert wrong(failed=["refused"]) == ["1 scrapes failed of 2"]
+    assert wrong(steps=[40, 40]) == ["its steps do not grow"]
+    lost = {"counted_steps": 40, "stage_runs router": 30}
+    assert wrong(last=lost) == ["its kernels ran 30 times in 40 counted steps"]
     assert judged("watch", good | {"log": []}) == ["does not say once: watch on port"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 from tools import vllm_table
 
@@ -22,15 +23,8 @@ def test_a_patch_ends_behind_the_last_release_that_needs_it(monkeypatch, tmp_pat
 
 
 def test_each_patch_is_asked_by_its_name(monkeypatch):
-    class Patch:
-        def __init__(self, name):
-            self.name = name
+    def patch(name):
+        return SimpleNamespace(is_needed=lambda sources: SimpleNamespace(_asdict=lambda: {"needed": name}))
 
-        def is_needed(self, sources):
-            return self
-
-        def _asdict(self):
-            return {"needed": self.name}
-
-    monkeypatch.setattr(vllm_table.vllm_plugin, "patches", lambda: {name: Patch(name) for name in "ab"})
+    monkeypatch.setattr(vllm_table.vllm_plugin, "patches", lambda: {name: patch(name) for name in "ab"})
     assert vllm_table.probed(None) == {"a": {"needed": "a"}, "b": {"needed": "b"}}

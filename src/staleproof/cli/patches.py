@@ -47,12 +47,12 @@ def patches(
     from staleproof.vllm.sources import PatchError
 
     if live is not None:
-        health = _health(live)
+        stands = health(live)
         if as_json:
-            typer.echo(json.dumps(health, indent=1))
+            typer.echo(json.dumps(stands, indent=1))
         else:
-            say(_as_text(health))
-        if not health["ok"]:
+            say(_as_text(stands))
+        if not stands["ok"]:
             raise typer.Exit(3)
         return
     try:
@@ -72,7 +72,7 @@ def patches(
         raise typer.Exit(3)
 
 
-def _health(server: str) -> dict[str, Any]:
+def health(server: str) -> dict[str, Any]:
     """Ask a server what stands in its processes; see ``staleproof.vllm.live.health``."""
     address = f"{server if '//' in server else f'http://{server}'}/health"
     try:

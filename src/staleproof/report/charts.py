@@ -23,7 +23,7 @@ _OURS, _PEER, _REFERENCE = ("o", "#0072B2"), ("s", "#D55E00"), ("D", INK)
 
 
 def _is_reference(name: str) -> bool:
-    return name.startswith(("limit: ", "reference: "))
+    return name.startswith("limit: ")
 
 
 def provider_name(name: str) -> str:
@@ -32,7 +32,7 @@ def provider_name(name: str) -> str:
     >>> provider_name("limit: cudaMemsetAsync, n on the host")
     'reference: cudaMemsetAsync, n on the host'
     """
-    return name.replace("limit: ", "reference: ", 1) if _is_reference(name) else name
+    return f"reference: {name.removeprefix('limit: ')}" if _is_reference(name) else name
 
 
 def _number(value: float) -> str:
@@ -141,9 +141,7 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
     return fig
 
 
-def timed(
-    kernel: str, mode: str, says: str, *, peer: str, ours: str = "staleproof", only: Sequence[str] = ()
-) -> None:
+def timed(kernel: str, mode: str, says: str, *, peer: str, ours: str = "staleproof") -> None:
     """Show the newest recorded times of one kernel: a sentence, and a chart of all providers.
 
     Args:
@@ -152,17 +150,15 @@ def timed(
         says: see :func:`conclusion`.
         peer: provider that ours is compared with in the sentence.
         ours: our provider.
-        only: providers to draw besides these two; all by default.
     """
     runs = store.read_all(spoilt=lambda error: print(f"not shown: {error}"))
     for run in sorted(runs, key=lambda run: run.date, reverse=True):
         rows = [r for r in run.measurements if r["kernel"] == kernel and r["mode"] == mode]
-        drawn = [r for r in rows if not only or r["provider"] in (ours, peer, *only)]
         if {ours, peer} <= {r["provider"] for r in rows}:
             said, shown = conclusion(rows, says, ours=ours, peer=peer), run.only(rows=rows)
             print(f"RECORDED {shown.title}: {said}")
             unit = rows[0]["unit"]
             caption = f"RECORDED {shown.machine}, {shown.date}: one mark a provider, {unit} a call; {mode}"
-            plots.picture(times(drawn, ours), f"Times of {kernel}: {said}.", caption)
+            plots.picture(times(rows, ours), f"Times of {kernel}: {said}.", caption)
             return
     print(f"no recorded timing of {kernel} ({mode}): staleproof record on a GPU machine makes one")

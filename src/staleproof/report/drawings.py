@@ -7,6 +7,7 @@ transparent, and what matters is hatched as well as coloured.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -62,15 +63,10 @@ def _holes(ax: Axes, picture: MapPicture, first: int) -> None:
     ax.set_xlim(first, tokens)
     ax.add_patch(plots.patch("written", (first, 0), (tokens - first, slots)))
     for token in range(first, tokens):
-        line = picture.holes[token]
-        slot = 0
-        while slot < slots:
-            end = slot
-            while end < slots and line[end]:
-                end += 1
-            if end > slot:
-                ax.add_patch(plots.patch("never written", (token, slot), (1, end - slot)))
-            slot = end + 1
+        for hole, run in groupby(range(slots), key=picture.holes[token].__getitem__):
+            begin, *more = run
+            if hole:
+                ax.add_patch(plots.patch("never written", (token, begin), (1, 1 + len(more))))
 
 
 _LIFE = {
@@ -98,16 +94,7 @@ def life(block: BlockLife) -> Figure:
             stairs = [(step, n) for step, n in mine for step in (step, step + 1)] + [(span.end, mine[-1][1])]
             for state, edge in (("this step", 0), ("never written", block.block_size)):
                 outline = [(span.begin, edge), *stairs, (span.end, edge)]
-                look = plots.patch(state)
-                filled.add_patch(
-                    plots.two_layers(Polygon)(
-                        outline,
-                        facecolor=look.get_facecolor(),
-                        edgecolor=look.get_edgecolor(),
-                        hatch=look.get_hatch(),
-                        linewidth=0.6,
-                    )
-                )
+                filled.add_patch(plots.two_layers(Polygon)(outline, **plots.look(state)))
     who.set(xlim=(begin, end), ylim=(0, 1.9))
     who.set_yticks([0.5], [f"block {block.block}"])
     filled.set(xlim=(begin, end), ylim=(0, block.block_size), xlabel="step of the run")
@@ -138,24 +125,11 @@ def tile(picture: TilePicture) -> Figure:
         mine = sum(written)
         # The columns that the quantiser wrote are the first ones.
         if mine < 4:
-            left: dict[str, Any] = {
-                "facecolor": (1, 1, 1, 0.45),
-                "edgecolor": INK,
-                "linewidth": 0.4,
-                "hatch": "//",
-            }
-            ax.add_patch(square((x + mine, y), 4 - mine, 1, **left))
-        light = mine < 4 or sum(colour[:3]) > 1.5
-        ax.text(
-            x + 2,
-            y + 0.5,
-            f"row {row}",
-            ha="center",
-            va="center",
-            fontsize=FONT - 1,
-            color="black" if light else "white",
-            fontweight="bold" if all(written) else "normal",
-        )
+            left: dict[str, Any] = {"facecolor": (1, 1, 1, 0.45), "edgecolor": INK, "hatch": "//"}
+            ax.add_patch(square((x + mine, y), 4 - mine, 1, linewidth=0.4, **left))
+        weight = "bold" if all(written) else "normal"
+        ground = colour if mine == 4 else (1, 1, 1)
+        plots.word(ax, x + 2, y + 0.5, f"row {row}", ground, fontsize=FONT - 1, fontweight=weight)
     ax.set(xlim=(0, 16), ylim=(32, 0))
     ax.set_xticks([0.5, 3.5, 4.5, 7.5, 8.5, 11.5, 12.5, 15.5], ["0", "3", "4", "7", "8", "11", "12", "15"])
     ax.set_yticks([0.5, 7.5, 15.5, 23.5, 31.5], [f"byte {16 * y}" for y in (0, 7, 15, 23, 31)])

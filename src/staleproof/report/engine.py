@@ -6,7 +6,7 @@ No engine run is recorded: `staleproof engine --record` makes one on a machine w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from staleproof.cases.finding import Finding
@@ -29,7 +29,6 @@ CHAPTERS = {
 # What tools/engine_cost.py asks.
 COST = ("cost of a step", "noise of a step", "cost of the watch")
 NONE = "No engine run is recorded: `staleproof engine --record` makes one on a machine with a GPU."
-COLUMNS = ("asked", "of", "answer", "seen")
 # A file has them sorted by name.
 PHASES = ("profile", "kv cache", "capture")
 Numbers = Mapping[str, Any]
@@ -203,34 +202,9 @@ def seen(found: Finding) -> str:
     return f"{line}; {found.note}" if found.note else line
 
 
-def rows(findings: Iterable[Finding], incident: str | None = None) -> list[tuple[str, str, str, str]]:
-    """A row a finding: question, variant, verdict, figures (:data:`COLUMNS`).
-
-    Args:
-        findings: of ``staleproof engine``.
-        incident: only those that its notebook shows; all by default.
-    """
-    return [
-        (found.question, found.variant, found.verdict, seen(found)) for found in _shown(findings, incident)
-    ]
-
-
-def _shown(findings: Iterable[Finding], incident: str | None) -> list[Finding]:
-    return [
-        found
-        for found in findings
-        if found.incident == "engine" and incident in (None, CHAPTERS.get(bench_of(found) or ""))
-    ]
-
-
 def title(run: Run) -> str:
     """Of an engine run: release, machine, date, whether the source changed since."""
     return f"{next((found.of for found in run.findings if found.ran), 'vLLM')}, {run.title}"
-
-
-def titles(runs: Sequence[Run]) -> list[tuple[str, Run]]:
-    """Each engine run with its title."""
-    return [(title(run), run) for run in runs if is_engine(run)]
 
 
 def chapter(incident: str, runs: Sequence[Run]) -> list[str]:
@@ -242,15 +216,17 @@ def chapter(incident: str, runs: Sequence[Run]) -> list[str]:
     """
     lines: list[str] = []
     for run in filter(is_engine, runs):
-        found = _shown(run.findings, incident)
+        found = [one for one in run.findings if CHAPTERS.get(bench_of(one) or "") == incident]
         own = run.only([one for one in found if one.verdict != NOT_RUN])
         if not own.findings:
             continue
         absent = len(found) - len(own.findings)
         remark = run.environment.get("remark")
         lines += ["", f"RECORDED, {title(own)}", *(("", str(remark)) if remark else ())]
-        lines += ["", f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|"]
-        lines += [f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in rows(own.findings)]
+        lines += ["", "| asked | of | answer | seen |", "|---|---|---|---|"]
+        for one in own.findings:
+            cells = one.question, one.variant, one.verdict, seen(one)
+            lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
         lines += [f"\n{absent} more questions were not run."] if absent else []
     return lines or [NONE]
 

@@ -50,12 +50,11 @@ class Exercise:
             return isinstance(answer, int | float) and not isinstance(answer, bool)
         if not isinstance(right, set | list):
             return type(answer) is type(right)
-        some = isinstance(answer, Collection) and not isinstance(answer, str | bytes | Mapping)
+        taken = Collection if isinstance(right, set) else list | tuple
+        if not isinstance(answer, taken) or isinstance(answer, str | bytes | Mapping):
+            return False
         kind = type(next(iter(right)))
-        same_length = isinstance(right, set) or (
-            isinstance(answer, list | tuple) and len(answer) == len(right)
-        )
-        return some and same_length and all(type(one) is kind for one in answer)
+        return (isinstance(right, set) or len(answer) == len(right)) and all(type(x) is kind for x in answer)
 
     def fault(self, answer: Any) -> str | None:
         """What is wrong with an answer, in words that do not hold the right one; ``None`` if it is right.

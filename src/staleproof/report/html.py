@@ -133,8 +133,9 @@ def page(
         panels=groupby(matrix.build(next(filter(None, told), [])), lambda one: one.incident),
         absent=matrix.absences(findings),
         engines=[
-            (title, run, [(found, engine.seen(found)) for found in run.findings])
-            for title, run in engine.titles(runs)
+            (engine.title(run), run, [(found, engine.seen(found)) for found in run.findings])
+            for run in runs
+            if engine.is_engine(run)
         ],
         patched=json.loads(patched.read_text()) if patched.exists() else {},
         chapters=chapters,

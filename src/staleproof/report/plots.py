@@ -18,6 +18,7 @@ device.need_workbook("pandas", "matplotlib", "seaborn")
 
 import matplotlib as mpl
 import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerPatch
@@ -167,9 +168,19 @@ def patch(
         size: width and height.
         changes: other properties of the rectangle.
     """
+    return two_layers(Rectangle)(corner, *size, **(look(state) | changes))
+
+
+def look(state: str) -> dict[str, Any]:
+    """The properties of a patch in the colour and hatch of one of :data:`STATES`."""
     colour, strength, hatch = STATES[state]
-    look = {"facecolor": to_rgba(colour, strength), "edgecolor": colour, "hatch": hatch, "linewidth": 0.6}
-    return two_layers(Rectangle)(corner, *size, **(look | changes))
+    return {"facecolor": to_rgba(colour, strength), "edgecolor": colour, "hatch": hatch, "linewidth": 0.6}
+
+
+def word(ax: Axes, x: float, y: float, text: str, ground: Sequence[float], **more: Any) -> None:
+    """A word around a point, black or white, so that it can be read on its ground."""
+    dark = sum(ground[:3]) < 1.5
+    ax.text(x, y, text, ha="center", va="center", color="white" if dark else "black", **more)
 
 
 def legend(fig: Figure, handles: Sequence[Any], loc: Any) -> None:
@@ -249,26 +260,9 @@ def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, li
             if expert < 0:
                 continue
             again = expert in line[:slot]
-            left.add_patch(
-                two_layers(Rectangle)(
-                    (slot, row),
-                    1,
-                    1,
-                    facecolor=colours[expert],
-                    linewidth=0.6,
-                    edgecolor=_ORANGE if again else INK,
-                    hatch="xxx" if again else "",
-                )
-            )
-            dark = sum(colours[expert]) < 1.5
-            left.text(
-                slot + 0.5,
-                row + 0.5,
-                str(expert),
-                ha="center",
-                va="center",
-                color="white" if dark else "black",
-            )
+            seen: dict[str, Any] = {"edgecolor": _ORANGE if again else INK, "hatch": "xxx" if again else ""}
+            left.add_patch(patch("written", (slot, row), facecolor=colours[expert], **seen))
+            word(left, slot + 0.5, row + 0.5, str(expert), colours[expert])
     labels = [f"row {row}" if row < live else f"padding {row}" for row in range(count)]
     for ax, title in ((left, "expert ids; hatched: again"), (right, "map entries")):
         ax.plot([-0.15, slots + 0.15], [live, live], color=INK, linewidth=2, clip_on=False)

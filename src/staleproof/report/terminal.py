@@ -41,12 +41,12 @@ def width() -> int | None:
     return console().width if console().is_terminal else None
 
 
-def say(text: str = "", style: str = "") -> None:
+def say(text: str = "") -> None:
     """Print lines: in a terminal wrapped between words, elsewhere as they are."""
     lines = text.split("\n")
     if console().is_terminal:
         lines = [part for line in lines for part in _wrapped(line)]
-    console().print(Text("\n".join(lines), style), soft_wrap=True)
+    console().print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def _wrapped(line: str) -> list[str]:

@@ -22,21 +22,17 @@ NOTHING = (
 )
 
 
-def use_of(patches: Sequence[str]) -> str:
-    """How to install patches, what proves that they stand, and how to switch them off.
+def use_of(lines: Sequence[tuple[str, str, str]]) -> str:
+    """How to install the patches that would apply, what proves that they stand, and how to switch them off.
 
-    >>> use_of([])
+    >>> use_of([("decode_buffer", "not needed", "")])
     ''
     """
+    patches = ", ".join(patch for patch, state, _ in lines if state == status.WOULD)
     if not patches:
         return ""
-    proof = f"its log then says `in place: {', '.join(patches)}`"
-    return f"Install beside vLLM (`pip install .`), restart; {proof}; STALEPROOF_PATCHES=none: off"
-
-
-def _use(lines: Sequence[tuple[str, str, str]]) -> str:
-    """The same of the patches that would apply, for a terminal."""
-    return plain(use_of([patch for patch, state, _ in lines if state == status.WOULD]))
+    proof = f"its log then says in place: {patches}"
+    return f"Install beside vLLM (pip install .), restart; {proof}; STALEPROOF_PATCHES=none: off"
 
 
 def patch_lines(row: Row, version: str | None) -> list[tuple[str, str, str]]:
@@ -166,7 +162,7 @@ def _short(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
         width,
         ("do now", f"{plain(row.flag)}; release: {row.release}"),
         ("confirm", plain(row.confirm)),
-        ("patch", ". ".join(filter(None, (patched, _use(lines))))),
+        ("patch", ". ".join(filter(None, (patched, use_of(lines))))),
         ("read", f"notebooks/{row.notebook} (evidence: {ceiling(row).partition(':')[0]})"),
         ("but", "; ".join(more)),
     )
@@ -230,7 +226,7 @@ def _row(number: int, j: Judgement, facts: Facts, standing: list[Judgement], wid
         ("release", row.release),
         *(("patch", f"{patch}: {state}" + f" ({why})" * (number == 1)) for patch, state, why in lines),
         ("patch", "" if lines else "none: no patch"),
-        ("", _use(lines) if number == 1 else ""),
+        ("", use_of(lines) if number == 1 else ""),
         ("confirm", plain(row.confirm)),
         ("evidence", ceiling(row)),
         *(("", f"{e.grade}: {e.says} [{e.rests_on}]") for e in row.evidence if number == 1),

@@ -201,20 +201,15 @@ def traits(given: str) -> dict[str, bool]:
     named = re.split(r"[,+ ]+", low)
     if {*named} <= {*TRAITS}:
         return dict.fromkeys(named, True)
-    return by_name(low.rpartition("/")[2])
+    return known_model(low.rpartition("/")[2])[1]
 
 
-def by_name(name: str) -> dict[str, bool]:
-    """What is known of a model by its name; nothing of one that is not in :data:`MODELS`.
+def known_model(text: str) -> tuple[str, dict[str, bool]]:
+    """The name of a model in a text, and what is known of it; nothing of one that is not in :data:`MODELS`.
 
-    >>> by_name("kimi-k2-instruct"), by_name("mine")
-    ({'mla': True, 'moe': True, 'hybrid': False}, {})
+    >>> known_model("kimi-k2-instruct"), known_model("mine")
+    (('kimi-k2', {'mla': True, 'moe': True, 'hybrid': False}), ('', {}))
     """
-    return _known_model(name)[1]
-
-
-def _known_model(text: str) -> tuple[str, dict[str, bool]]:
-    """The name of a model in a text, and what is known of it."""
     for pattern, present, complete in MODELS:
         if found := re.search(pattern, text):
             return found[0], {trait: trait in present for trait in TRAITS if complete or trait in present}
@@ -335,13 +330,13 @@ def from_words(text: str) -> Facts:
             found.learn(name, re.sub(r"\s", "_", word or match[1]), "your words")
     for word in [*re.findall(r"[\w./-]+", low), re.sub(r"\s+", "-", low)]:
         # A name is one word, or several ("kimi linear").
-        name, named = _known_model(word)
+        name, named = known_model(word)
         if named:
             found.traits = {**named, **found.traits}
             found.origin["model"] = f"known of {name}"
             break
     if "deepseek" in low and not found.traits:
-        found.traits = by_name("deepseek-v3")
+        found.traits = known_model("deepseek-v3")[1]
         found.origin["model"] = "DeepSeek, taken for V2, V3 or R1"
     return found
 

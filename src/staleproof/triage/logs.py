@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 
 from staleproof.triage import table
-from staleproof.triage.facts import GPUS, OTHER, Facts, by_name
+from staleproof.triage.facts import GPUS, OTHER, Facts, known_model
 
 # What a line of another kind of failure holds -> what the log looks like.
 OTHERS = {word: entry["says"] for entry in table.others() for word in entry["words"]}
@@ -133,7 +133,7 @@ def read(text: str) -> Facts:
 def _named(line: str) -> dict[str, bool]:
     """What a line says of the model by its name; nothing without one, or of one that is named at will."""
     found = MODEL.search(line)
-    return by_name(found[found.lastindex or 0].rpartition("/")[2].lower()) if found else {}
+    return known_model(found[found.lastindex or 0].rpartition("/")[2].lower())[1] if found else {}
 
 
 def _symptom(facts: Facts, line: str, at: str, ready: bool) -> None:

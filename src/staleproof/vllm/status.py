@@ -101,11 +101,10 @@ def upgrade(decided: Sequence[Decision], release: str | None) -> str:
         return "no defect that we know of" if all(d.needed is False for d in decided) else "not known"
     if release is None:
         return ""
-    fewest, best = len(patches()) + 1, "no later release has fewer of these defects"
-    for name in [*table()][[*table()].index(release) :]:
-        left = [patch.name for patch in patches().values() if table()[name][patch.name]["needed"]]
-        if name == release:
-            fewest = len(left)
-        elif len(left) < fewest:
-            fewest, best = len(left), f"upgrade to {name}, which needs only {', '.join(left) or 'none'}"
-    return best
+    later = [*table()][[*table()].index(release) :]
+    needs = {name: [patch for patch in patches() if table()[name][patch]["needed"]] for name in later}
+    # The first of those that need the fewest.
+    best = min(needs, key=lambda name: len(needs[name]))
+    if best == release:
+        return "no later release has fewer of these defects"
+    return f"upgrade to {best}, which needs only {', '.join(needs[best]) or 'none'}"
