@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,11 +13,23 @@ import pytest
 from staleproof.vllm import hooks, plugin, standing
 
 
+@pytest.fixture(autouse=True)
+def _what_is_said_once_is_said_in_each_test() -> None:
+    hooks._warned.clear()
+
+
 @pytest.fixture(name="made_up")
 def made_up_fixture(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], Path]]:
-    """Writes a package ``vllm``; its argument maps a module's name below ``vllm`` to the module's text."""
+    """Writes a package ``vllm``; its argument maps a module's name below ``vllm`` to the module's text.
+
+    Whatever a test has wrapped is unwrapped at its end, and nothing of the hooks is left then.
+    """
+    before = [*sys.meta_path]
     with made_up.made_up(tmp_path) as write:
         yield write
+        for owner in {*standing._requires, *standing._targets}:
+            hooks.unwrap(owner)
+    assert (sys.meta_path, hooks._watched, standing.stepped_back) == (before, {}, {})
 
 
 @pytest.fixture(name="installed")
@@ -38,7 +51,6 @@ def installed_fixture(tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in (plugin.VARIABLE, plugin.UNKNOWN, "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
-    hooks._warned.clear()
     yield make
     hooks.unwrap(standing.REPORT)
     assert not hooks._watched

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import types
@@ -11,7 +10,7 @@ from pathlib import Path
 import environment
 import pytest
 import warm
-from made_up import CACHE, write
+from made_up import CACHE, imported, write
 
 from staleproof.vllm import hooks, process, standing
 from staleproof.vllm import patch as patch_module
@@ -87,13 +86,13 @@ def envs_fixture(made_up):
     """The made-up ``vllm.envs``, with scale_padding applied."""
     made_up(FILES)
     with patches()["scale_padding"].applied("0.18.1"):
-        yield importlib.import_module("vllm.envs")
+        yield imported("envs")
     assert not hooks._watched
 
 
 def test_a_traced_patch_is_a_factor_while_it_waits_and_once_it_is_wrapped(envs):
     assert envs.compile_factors() == {"VLLM_USE_V1": True, KEY: PLACE}
-    importlib.import_module("vllm._custom_ops")
+    imported("_custom_ops")
     assert envs.compile_factors()[KEY] == PLACE
     patches()["scale_padding"].revert()
     assert envs.compile_factors() == {"VLLM_USE_V1": True}
@@ -149,7 +148,7 @@ def _replace_the_key(ops) -> None:
     ],
 )
 def test_a_function_that_is_bypassed_is_no_factor_and_not_in_place(envs, bypass, said):
-    ops = importlib.import_module("vllm._custom_ops")
+    ops = imported("_custom_ops")
     assert process.state("scale_padding") == ("in place", "")
     bypass(ops)
     assert envs.compile_factors()[KEY] == ""
@@ -157,7 +156,7 @@ def test_a_function_that_is_bypassed_is_no_factor_and_not_in_place(envs, bypass,
 
 
 def test_the_key_counts_as_much_as_the_function(envs):
-    importlib.import_module("vllm._custom_ops")
+    imported("_custom_ops")
     _replace_the_key(None)
     state, why = process.state("scale_padding")
     assert state == "partly"
@@ -167,7 +166,7 @@ def test_the_key_counts_as_much_as_the_function(envs):
 def test_who_imported_the_function_by_name_before_us_calls_ours(made_up):
     user = "from vllm._custom_ops import create_fp4_scale_tensor as scales"
     made_up(FILES | {"user": user})
-    module = importlib.import_module("vllm.user")
+    module = imported("user")
     own = module.scales
     with patches()["scale_padding"].applied("0.18.1"):
         assert module.scales is sys.modules["vllm._custom_ops"].create_fp4_scale_tensor is not own
@@ -190,8 +189,8 @@ CHANGED = "patches changed while it was traced"
     ],
 )
 def test_a_graph_is_saved_only_if_its_patches_stood_to_the_end(envs, meanwhile, why):
-    ops = importlib.import_module("vllm._custom_ops")
-    model = importlib.import_module("vllm.compilation.wrapper").TorchCompileWithNoGuardsWrapper()
+    ops = imported("_custom_ops")
+    model = imported("compilation.wrapper").TorchCompileWithNoGuardsWrapper()
     before = envs.compile_factors()
 
     def traced():

@@ -11,13 +11,15 @@ import logging
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from made_up import imported, patch, planted, planted_at_the_end
 
 from staleproof.vllm import arguments, hooks, standing
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
-from staleproof.vllm.sources import Evidence, PatchError, Sources
+from staleproof.vllm.sources import PatchError, Sources
 
 MODULE = "vllm.ops"
 TEXT = """
@@ -48,25 +50,10 @@ def local(x, y=0, extra=0):
 @pytest.fixture(name="package")
 def package_fixture(made_up):
     """A vllm whose ``ops`` nobody has imported yet."""
-    before = [*sys.meta_path]
-    yield made_up({"ops": TEXT})
-    hooks.unwrap("p")
-    assert sys.meta_path == before
-    assert not hooks._watched
+    return made_up({"ops": TEXT})
 
 
-def _patch(*targets: Target, name: str = "p") -> Patch:
-    return Patch(
-        name=name,
-        incident="i",
-        summary="s",
-        versions=(("1.0.0", "1.2.0"), ("2.0.0", "2.0.0")),
-        targets=targets,
-        probe=lambda sources: Evidence(True, "there"),
-        mechanism="m",
-        threads=(),
-        cost="c",
-    )
+_patch = partial(patch, versions=(("1.0.0", "1.2.0"), ("2.0.0", "2.0.0")))
 
 
 def test_a_patch_is_for_its_releases_and_has_the_targets_of_each():
@@ -118,7 +105,7 @@ def _double(**hooks) -> Target:
 
 
 def _ops():
-    return importlib.import_module(MODULE)
+    return imported("ops")
 
 
 def test_a_patch_waits_for_the_import(package):
@@ -199,7 +186,7 @@ def test_a_failing_hook_is_one_line_and_vllms_answer(package, caplog, hook, erro
     def fails(*args):
         raise error("planted")
 
-    with _patch(_double(**{hook: fails})).applied("1.0.0"), caplog.at_level(logging.WARNING):
+    with _patch(_double(**{hook: fails})).applied("1.0.0"):
         ops = _ops()
         assert [ops.double(1, y=2), ops.double(2)] == [4, 4]
     (line,) = caplog.records
@@ -209,14 +196,8 @@ def test_a_failing_hook_is_one_line_and_vllms_answer(package, caplog, hook, erro
     assert f"vLLM's own code runs: {error.__name__}: planted" in line.getMessage()
 
 
-@contextmanager
-def _leaves_badly():
-    yield
-    raise RuntimeError("planted")
-
-
 def test_a_context_that_fails_at_its_end(package):
-    with _patch(_double(around=lambda a, k: _leaves_badly())).applied("1.0.0"):
+    with _patch(_double(around=lambda a, k: planted_at_the_end())).applied("1.0.0"):
         assert _ops().double(1) == 2
 
 
@@ -338,16 +319,9 @@ def test_an_exchange_is_made_once_and_undone(package):
 def test_an_exchange_that_fails_is_one_line_and_vllms_own(package, caplog):
     ops = _ops()
     own = ops.double
-
-    def swap(function):
-        raise RuntimeError("planted")
-
-    with (
-        caplog.at_level(logging.WARNING, logger="vllm.staleproof"),
-        _patch(_double(swap=swap)).applied("1.0.0"),
-    ):
+    with _patch(_double(swap=planted)).applied("1.0.0"):
         assert ops.double is own
-    (line,) = (record.getMessage() for record in caplog.records)
+    (line,) = caplog.messages
     assert "leaves double alone: " in line
     assert "planted" in line
 
@@ -367,7 +341,7 @@ def test_what_another_package_has_wrapped_since_is_neither_renewed_nor_said_of_a
 
 def test_a_call_with_unknown_arguments_is_vllms(package):
     hooks.wrap("p", Target(MODULE, "double", ("x", "y"), instead=lambda a, k: "ours"))
-    double = importlib.import_module(MODULE).double
+    double = _ops().double
     assert double(1, y=2) == "ours"
     with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
         double(1, z=2)
@@ -380,17 +354,17 @@ def test_a_replacement_is_refused_where_the_signature_has_grown(package, caplog)
     with pytest.raises(PatchError, match=r"local takes \(x, y, extra\), not what was expected"):
         grown.check(Sources(package))
     hooks.wrap("p", grown)
-    assert importlib.import_module(MODULE).local(1, extra=3) == 5
+    assert _ops().local(1, extra=3) == 5
     assert "p leaves local alone" in caplog.text
     # Hooks around vLLM's call pass on what they do not know.
     hooks.wrap("p", Target(MODULE, "local", ("x", "y"), after=lambda r, a, k: -r))
-    assert importlib.import_module(MODULE).local(1, extra=3) == -5
+    assert _ops().local(1, extra=3) == -5
 
 
 def test_a_reloaded_module_is_patched_again(package):
     hooks.wrap("p", Target(MODULE, "double", ("x",), after=lambda r, a, k: -r))
     hooks.wrap("p", Target(MODULE, "Impl.run", ("self",), after=lambda r, a, k: -r))
-    ops = importlib.import_module(MODULE)
+    ops = _ops()
     for _ in range(2):
         importlib.reload(ops)
         # Once, not twice.
@@ -418,11 +392,11 @@ def test_who_imported_a_function_by_its_name_calls_the_same(made_up, first):
     made_up(IMPORTERS)
     own = None
     if first == "imported":
-        user, own = importlib.import_module("vllm.user"), _ops().double
+        user, own = imported("user"), _ops().double
     patch = _patch(_double(after=lambda r, a, k: -r))
     patch.apply("1.0.0")
-    user = importlib.import_module("vllm.user")
-    none = importlib.import_module("vllm.none")
+    user = imported("user")
+    none = imported("none")
     assert (user.two(1), _ops().double(1), user.other, none.x) == (-2, -2, len, 1)
     assert hooks.checked("p") == {f"{MODULE}:double": "in place"}
     patch.revert()
@@ -436,7 +410,7 @@ def test_what_calls_something_else_than_what_was_put_in_place_is_named(made_up):
     own, place = ops.double, f"{MODULE}:double"
     with _patch(_double(after=lambda r, a, k: -r)).applied("1.0.0"):
         ours = ops.double
-        importlib.import_module("vllm.user").two = own
+        imported("user").two = own
         hooks._looked[0] = 0
         said = {"vllm.user imported double by its name and calls vLLM's"}
         assert {*hooks.checked("p").values()} == {*hooks.checked("p").values()} == said

@@ -37,7 +37,6 @@ def here_fixture(monkeypatch):
     """This process as the first of a server with one patch, which waits for its module."""
     monkeypatch.delenv(live.FOLDER, raising=False)
     monkeypatch.delenv(live.SWITCH, raising=False)
-    hooks._warned.clear()
     standing.note("undrained_ids", "vllm.sched:schedule", "waiting")
     here = Here("0.22.1", ["undrained_ids"], incidents={"undrained_ids": "kv_reuse"})
     assert live.enter(here, asked=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from made_up import imported, planted
 
 from staleproof.vllm import hooks, process, standing
 from staleproof.vllm.hooks import Target
@@ -27,10 +27,7 @@ FILES = {
 def vllm_fixture(made_up):
     """Imports a module of a made-up vLLM."""
     made_up(FILES)
-    yield lambda name: importlib.import_module(f"vllm.{name}")
-    for owner in ("a", "b", "c", standing.REPORT):
-        hooks.unwrap(owner)
-    assert not hooks._watched
+    return imported
 
 
 def _lines(caplog) -> list[str]:
@@ -45,15 +42,11 @@ def _after(name: str, module: str = "ops") -> Target:
     return Target(f"vllm.{module}", name, (), after=lambda r, a, k: r)
 
 
-def _fails(result, args, kwargs):
-    raise RuntimeError("planted")
-
-
 def test_one_line_when_the_engine_is_ready(vllm, caplog):
     caplog.set_level(logging.INFO, "vllm.staleproof")
     hooks.wrap("a", _after("double"))
     hooks.wrap("b", _after("late", "late"))
-    hooks.wrap("c", _after("halve"), Target("vllm.ops", "double", ("z",), after=_fails))
+    hooks.wrap("c", _after("halve"), Target("vllm.ops", "double", ("z",), after=planted))
     process.watch(lambda engine: process.say(said("a", "b", "c", d=("refused", "no Triton"))))
     worker = vllm("v1.worker.gpu_worker").Worker()
     assert not _lines(caplog)
@@ -82,7 +75,7 @@ def test_a_worker_in_a_process_of_its_own(vllm, caplog, monkeypatch):
 
 
 def test_a_patch_that_stepped_back_is_refused(vllm, caplog):
-    hooks.wrap("a", Target("vllm.ops", "double", ("x",), after=_fails))
+    hooks.wrap("a", Target("vllm.ops", "double", ("x",), after=planted))
     assert vllm("ops").double(1) == 2
     state, why = process.state("a")
     assert state == "refused"

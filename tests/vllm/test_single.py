@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from made_up import planted
 
 from staleproof.vllm import hooks, single, standing
 from staleproof.vllm.hooks import Target
@@ -67,10 +68,7 @@ def test_the_hook_ends_when_the_patch_is_reverted(managers):
 
 
 def test_a_hook_that_raises_leaves_vllms_result_and_the_patch_steps_back(managers):
-    def fails(result, args, kwargs):
-        raise RuntimeError("planted")
-
-    wrapped(fails)
+    wrapped(planted)
     one = managers.Manager(None)
     single.hook("p", one)
     assert one.allocate(2) == [0, 1]

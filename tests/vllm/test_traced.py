@@ -6,14 +6,13 @@ The functions of vLLM are stubs here that model their faults; real_routing.py tr
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from made_up import imported, planted, planted_at_the_end
 
 from staleproof.vllm import hooks, patch, standing
 from staleproof.vllm.hooks import Target
@@ -127,8 +126,7 @@ def vllm_fixture(made_up):
     """Imports a module of a made-up vLLM by its name below ``vllm``."""
     made_up(FILES)
     torch._dynamo.reset()
-    yield lambda name: importlib.import_module(f"vllm.{name}")
-    assert not hooks._watched
+    return imported
 
 
 def _compiled(call: Callable[..., object]) -> Callable[..., object]:
@@ -237,39 +235,27 @@ def test_no_patch_is_left_out():
     assert not any(patches()[name].traced for name in HOST)
 
 
-def _fails(*args):
-    raise RuntimeError("planted")
-
-
-@contextmanager
-def _leaves_badly():
-    yield
-    raise RuntimeError("planted")
-
-
 @pytest.mark.parametrize(
     ("hook", "what"),
     [
-        ({"around": _fails}, "entering a call"),
-        ({"around": lambda args, kwargs: _leaves_badly()}, "leaving a call"),
-        ({"before": _fails}, "preparing a call"),
-        ({"instead": _fails}, "the replacement"),
-        ({"after": _fails}, "finishing a call"),
+        ({"around": planted}, "entering a call"),
+        ({"around": lambda args, kwargs: planted_at_the_end()}, "leaving a call"),
+        ({"before": planted}, "preparing a call"),
+        ({"instead": planted}, "the replacement"),
+        ({"after": planted}, "finishing a call"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_a_failing_hook_leaves_the_call_to_vllm_and_is_named_after_the_trace(vllm, caplog, hook, what):
     simple = vllm("simple")
     hooks.wrap("p", Target("vllm.simple", "double", ("x",), **hook))
-    try:
-        with caplog.at_level(logging.WARNING):
-            assert _compiled(lambda x: simple.double(x + 1))(torch.ones(3)).tolist() == [4.0] * 3
-            assert not caplog.records
-            hooks.settle()
-    finally:
-        hooks.unwrap("p")
-    (record,) = caplog.records
-    assert record.getMessage() == (
+    # Not torch's own lines.
+    caplog.set_level(logging.WARNING)
+    assert _compiled(lambda x: simple.double(x + 1))(torch.ones(3)).tolist() == [4.0] * 3
+    assert not caplog.records
+    hooks.settle()
+    (line,) = caplog.messages
+    assert line == (
         f"staleproof: p: {what} of double failed while torch.compile traced it (RuntimeError), "
         "vLLM's own code is in the graph; out of service: p; in service: nothing"
     )

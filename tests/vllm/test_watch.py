@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import types
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from tests.made import arrived
 
 from staleproof import device as devices
-from staleproof.vllm import hooks, plugin, watch_hooks
+from staleproof.vllm import plugin, watch_hooks
 from staleproof.vllm import watch as watches
 from staleproof.vllm.sources import PatchError
 from staleproof.vllm.watch import SPAN, Settings, Watch, settings
@@ -96,12 +95,11 @@ def said(caplog):
 def test_the_first_row_of_each_kind_is_logged_once_with_its_request(caplog):
     watch = Watch(Settings(), DEVICE)
     tokens = dict.fromkeys("abc", 1)
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        for bad in ((6,), (2,), (0, 1)):
-            watch.begin_step(3)
-            watch.name_requests(["a", "b", "c"], tokens)
-            watch.observe("attention", "layers.1", rows_with(*bad))
-            counted(watch)
+    for bad in ((6,), (2,), (0, 1)):
+        watch.begin_step(3)
+        watch.name_requests(["a", "b", "c"], tokens)
+        watch.observe("attention", "layers.1", rows_with(*bad))
+        counted(watch)
     assert said(caplog) == [
         (
             "staleproof: first padding row with NaN or Inf: step 1, attention of layers.1, row 6, "
@@ -116,11 +114,10 @@ def test_the_first_row_of_each_kind_is_logged_once_with_its_request(caplog):
 
 def test_a_row_of_a_prompt_is_named_after_the_prompts_request(caplog):
     watch = Watch(Settings(), DEVICE)
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        watch.begin_step(8)
-        watch.name_requests([f"r{i}" for i in range(12)], {"r0": 1, "r1": 6, "r2": 1})
-        watch.observe("attention", "layers.1", rows_with(6))
-        counted(watch)
+    watch.begin_step(8)
+    watch.name_requests([f"r{i}" for i in range(12)], {"r0": 1, "r1": 6, "r2": 1})
+    watch.observe("attention", "layers.1", rows_with(6))
+    counted(watch)
     assert said(caplog)[0].endswith("request r1 of batch r0, r1, r2, r3, r4, r5, r6, r7 and 4 more")
 
 
@@ -132,10 +129,9 @@ def test_a_canary_is_told_from_a_computed_nan(caplog, dtype):
     x = torch.ones(4, 16, dtype=dtype)
     plant(x[3:], stage=5)
     x[0, 1], x[1, 1], x[2, 1] = NAN, -NAN, torch.inf
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        watch.begin_step(3)
-        watch.observe("attention", "layers.0", x)
-        assert counted(watch) == {("attention", "layers.0"): (1, 3)}
+    watch.begin_step(3)
+    watch.observe("attention", "layers.0", x)
+    assert counted(watch) == {("attention", "layers.0"): (1, 3)}
     assert watch.latest.canaries == {("attention", "layers.0"): (1, 0)}
     assert "row 3, canary: nobody wrote it" in said(caplog)[0]
     assert "row 0, computed, no canary" in said(caplog)[1]
@@ -168,12 +164,11 @@ def test_equal_steps_are_counted_exactly_though_the_device_is_told_of_few(monkey
     watch = Watch(Settings(), DEVICE)
     watch._due = float("inf")  # the counts are copied at the end, whatever this machine does meanwhile
     words = told(watch, monkeypatch)
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        for number in range(1, 41):
-            watch.begin_step(8, same=number != 5)
-            watch.name_requests([f"r{number}"], {f"r{number}": 8})
-            watch.observe("attention", "layers.0", rows_with(*([2, 9] if number in (7, 38) else []), rows=10))
-        counts = counted(watch)
+    for number in range(1, 41):
+        watch.begin_step(8, same=number != 5)
+        watch.name_requests([f"r{number}"], {f"r{number}": 8})
+        watch.observe("attention", "layers.0", rows_with(*([2, 9] if number in (7, 38) else []), rows=10))
+    counts = counted(watch)
     assert counts == {("attention", "layers.0"): (2, 2)}
     # The first step, another batch, and so many steps after that.
     assert [step for step, _, _ in words] == [1, 5, 5 + SPAN]
@@ -260,9 +255,7 @@ def test_bad_settings_are_one_line_and_the_server_starts(monkeypatch, caplog, va
         settings({**ON, **variables})
     for name, value in {**ON, **variables}.items():
         monkeypatch.setenv(name, value)
-    hooks._warned.clear()
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        watch_hooks.install("0.22.1")
+    watch_hooks.install("0.22.1")
     assert len(caplog.records) == 1
     assert not watch_hooks.installed
 
@@ -357,14 +350,13 @@ def test_the_watch_comes_after_the_patches_whatever_they_say(monkeypatch, patche
 def test_the_step_of_a_bad_row_is_no_later_than_the_counts_that_show_it(caplog):
     watch = Watch(Settings(), DEVICE)
     watch._due = float("inf")
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        for _ in range(3):
-            watch.begin_step(8, same=True)
-            watch.observe("attention", "layers.0", rows_with(1))
-        watch.copy()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
+    for _ in range(3):
         watch.begin_step(8, same=True)
+        watch.observe("attention", "layers.0", rows_with(1))
+    watch.copy()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    watch.begin_step(8, same=True)
     assert "step 1 to 3, attention" in said(caplog)[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from made_up import planted
 from tests.made import arrived
 
 from staleproof import device as devices
 from staleproof.engine import watching
 from staleproof.evidence.board import Board
-from staleproof.vllm import hooks, standing, watch_blocks, watch_hooks, watch_memory, watch_port
+from staleproof.vllm import standing, watch_blocks, watch_hooks, watch_memory, watch_port
 from staleproof.vllm.watch import Watch
 
 pytest.importorskip("prometheus_client")
@@ -138,13 +138,12 @@ def serve(runner: Any, steps: int = 4) -> list[torch.Tensor]:
 
 
 def test_a_whole_start_and_some_steps_are_counted(start, caplog):
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        runner, port = start()
-        assert all(out.shape == (8, 8) for out in serve(runner))
-        runner._dummy_run(8)  # its eight NaN rows are nobody's
-        serve(runner, 1)
-        watch = watch_hooks.installed[0].watch
-        arrived(watch)
+    runner, port = start()
+    assert all(out.shape == (8, 8) for out in serve(runner))
+    runner._dummy_run(8)  # its eight NaN rows are nobody's
+    serve(runner, 1)
+    watch = watch_hooks.installed[0].watch
+    arrived(watch)
     rows = watching.rows(watching.fetch(f"localhost:{port}"))
     assert {row[:2]: row[2:] for row in rows} == {
         ("attention", "layers.0"): (25, 0),
@@ -189,10 +188,6 @@ def test_steady_steps_are_counted_without_a_call_each(start, monkeypatch):
     ]
 
 
-def fails(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("a fault of the watch")
-
-
 FAULTS: dict[str, tuple[Any, str]] = {
     "making it": (Watch, "__init__"),
     "a step": (Watch, "begin_step"),
@@ -214,16 +209,15 @@ FAULTS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("where", FAULTS)
 def test_the_engine_survives_an_exception_anywhere_in_the_watch(start, monkeypatch, caplog, where):
     owner, name = FAULTS[where]
-    monkeypatch.setattr(owner, name, fails)
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        # Only releases with a mask of padding rows are asked for one.
-        runner, _ = start("0.25.1" if where == "padding" else "0.22.1")
-        first, *_, last = serve(runner)
-        runner._dummy_run(8)
-        serve(runner)
+    monkeypatch.setattr(owner, name, planted)
+    # Only releases with a mask of padding rows are asked for one.
+    runner, _ = start("0.25.1" if where == "padding" else "0.22.1")
+    first, *_, last = serve(runner)
+    runner._dummy_run(8)
+    serve(runner)
     assert torch.equal(first, last)
     assert first[0].tolist() == [2.0] * 8
-    lines = [r.getMessage() for r in caplog.records if "a fault of the watch" in r.getMessage()]
+    lines = [r.getMessage() for r in caplog.records if "RuntimeError: planted" in r.getMessage()]
     assert len(lines) == 1
     assert standing.stepped_back["watch"], "it is out of service, and costs nothing more"
 
@@ -235,11 +229,10 @@ def test_a_port_in_use_leaves_the_counts_and_their_line(start, monkeypatch, capl
         monkeypatch.setattr(
             watch_port, "serve", _on_port(watch_port.serve, taken.getsockname()[1]), raising=True
         )
-        with caplog.at_level(logging.WARNING, hooks.logger.name):
-            runner, _ = start()
-            serve(runner)
-            watch = watch_hooks.installed[0].watch
-            assert arrived(watch).bad["attention", "layers.0"] == (20, 0)
+        runner, _ = start()
+        serve(runner)
+        watch = watch_hooks.installed[0].watch
+        assert arrived(watch).bad["attention", "layers.0"] == (20, 0)
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "cannot be opened" in said
     assert "first padding row" in said

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
+from made_up import imported
 
 import staleproof.device
-from staleproof.vllm import hooks, standing
+from staleproof.vllm import standing
 from staleproof.vllm.patches import mla_padding as patch
 
 SEQ_LENS = (7, 0, 3)
@@ -122,8 +122,7 @@ def vllm_fixture(made_up):
     text = "from vllm.v1.attention.ops.triton_decode_attention import _fwd_kernel_stage2\n"
     ops = "v1.attention.ops"
     made_up({f"{ops}.triton_decode_attention": KERNEL, f"{ops}.triton_turboquant_decode": text})
-    yield lambda name: importlib.import_module(f"vllm.{ops}.{name}")
-    assert not hooks._watched
+    return lambda name: imported(f"{ops}.{name}")
 
 
 def _stage2(module, device):
