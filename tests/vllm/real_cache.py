@@ -104,9 +104,6 @@ def start(patches: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # What vLLM prints goes to stderr; stdout is the one object.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     # What each start would import and hash for a second.
     importlib.import_module("vllm.v1.executor")
     importlib.import_module("torch._inductor.codecache").CacheBase.get_system()
@@ -115,5 +112,4 @@ if __name__ == "__main__":
     for patches in sys.argv[1:]:
         with context.Pool(1) as pool:
             results.append(pool.apply(start, (patches,)))
-    json.dump(results, out)
-    out.close()
+    print(json.dumps(results))

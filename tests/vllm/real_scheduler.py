@@ -28,18 +28,13 @@ def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
 @cache
 def config(caching: bool, blocks: int = BLOCKS) -> Any:
     """A VllmConfig for a model of two small layers that is never loaded."""
-    from vllm.config import (
-        CacheConfig,
-        DeviceConfig,
-        ModelConfig,
-        ParallelConfig,
-        SchedulerConfig,
-        VllmConfig,
-    )
+    from vllm import config as of
 
-    model = ModelConfig(model=str(TINY_LLAMA), skip_tokenizer_init=True, dtype="float32", max_model_len=512)
+    model = of.ModelConfig(
+        model=str(TINY_LLAMA), skip_tokenizer_init=True, dtype="float32", max_model_len=512
+    )
     scheduler = fitting(
-        SchedulerConfig,
+        of.SchedulerConfig,
         max_num_seqs=8,
         max_num_batched_tokens=512,
         max_model_len=512,
@@ -47,7 +42,7 @@ def config(caching: bool, blocks: int = BLOCKS) -> Any:
         is_encoder_decoder=False,
     )
     cached = fitting(
-        CacheConfig,
+        of.CacheConfig,
         block_size=16,
         gpu_memory_utilization=0.9,
         swap_space=0,
@@ -55,12 +50,12 @@ def config(caching: bool, blocks: int = BLOCKS) -> Any:
         enable_prefix_caching=caching,
     )
     cached.num_gpu_blocks = blocks
-    return VllmConfig(
+    return of.VllmConfig(
         model_config=model,
         cache_config=cached,
-        parallel_config=ParallelConfig(),
+        parallel_config=of.ParallelConfig(),
         scheduler_config=scheduler,
-        device_config=DeviceConfig(device="cpu"),
+        device_config=of.DeviceConfig(device="cpu"),
     )
 
 

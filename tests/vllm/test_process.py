@@ -6,9 +6,9 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+import warm
 from made_up import imported, planted
 
 from staleproof.vllm import hooks, process, standing
@@ -106,14 +106,8 @@ def test_an_unconfigured_process_prints_the_summary(tmp_path):
 
 @pytest.mark.slow
 def test_the_summary_of_the_real_0_33_0_is_not_lost():
-    sys.path.insert(0, str(Path(__file__).parent))
-    import environment
-    import warm
-
-    with environment.skipped_if_unavailable():
-        variables = environment.variables("0.33.0") | {"STALEPROOF_PATCHES": "all"}
     program = "from vllm.plugins import load_general_plugins as load; load()"
-    done = warm.run("-c", program, env=variables, timeout=60)
+    done = warm.released("0.33.0", "-c", program, STALEPROOF_PATCHES="all")
     said = [line for line in done.stderr.splitlines() if "staleproof on vLLM 0.33.0: will be patched" in line]
     assert len(said) == 1, done.stderr[-2000:]
 

@@ -7,7 +7,6 @@ import re
 import shlex
 from pathlib import Path
 
-import environment
 import pytest
 import warm
 
@@ -48,10 +47,8 @@ def test_the_page_has_six_commands():
 @pytest.mark.slow
 @pytest.mark.parametrize("release", sorted({release for release, *_ in BLOCKS}))
 def test_the_commands_parse_with_their_release(release):
-    with environment.skipped_if_unavailable():
-        variables = environment.variables(release)
     commands = [[kind, *_words(command)] for of, kind, command in BLOCKS if of == release]
     commands.append([*commands[0], "--no-such-option"])
-    done = warm.run("-c", PARSE, json.dumps(commands), env=variables, timeout=300)
+    done = warm.released(release, "-c", PARSE, json.dumps(commands))
     answers = [line for line in done.stdout.splitlines() if line in ("parsed", "refused")]
     assert answers == ["parsed"] * (len(commands) - 1) + ["refused"], done.stderr[-1000:]

@@ -20,10 +20,8 @@ def _block(language: str) -> str:
 
 @pytest.mark.slow
 def test_the_script_fails_as_released_and_passes_with_the_diff(tmp_path):
-    with environment.skipped_if_unavailable():
-        variables = environment.variables("0.33.0")
     script = _block("python")
-    found = warm.run("-c", script, env=variables, timeout=300)
+    found = warm.released("0.33.0", "-c", script)
     assert found.stderr.rstrip().endswith(FAILS)
     mended = warm.run("-c", script, env=environment.patched("0.33.0", tmp_path, _block("diff")), timeout=300)
     assert mended.returncode == 0, mended.stderr[-2000:]

@@ -23,18 +23,13 @@ print(json.dumps({
 """
 
 
-def _variables(version: str) -> dict[str, str]:
-    with environment.skipped_if_unavailable():
-        return environment.variables(version)
-
-
 @pytest.mark.parametrize("version", ["0.22.1", "0.33.0"])
 @pytest.mark.parametrize("kind", ["a script", "a program"])
 def test_it_finds_what_a_new_interpreter_finds(version, kind, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(STATE)
     arguments = [str(script), "one", "two"] if kind == "a script" else ["-c", STATE, "one"]
-    env = _variables(version) | {"SET": version}
+    env = environment.variables(version) | {"SET": version}
     forked = warm.run(*arguments, env=env, timeout=60, cwd=tmp_path)
     new = subprocess.run(
         [sys.executable, *arguments],
@@ -59,12 +54,12 @@ def test_it_finds_what_a_new_interpreter_finds(version, kind, tmp_path):
     ],
 )
 def test_how_it_ended_and_what_it_said(program, code, said):
-    ended = warm.run("-c", program, env=_variables("0.22.1"), timeout=60)
+    ended = warm.run("-c", program, env=environment.variables("0.22.1"), timeout=60)
     assert (ended.returncode, (ended.stdout, ended.stderr)) == (code, said)
 
 
 def test_an_error_is_its_own_and_one_that_hangs_is_ended():
-    env = _variables("0.22.1")
+    env = environment.variables("0.22.1")
     assert "ValueError: planted" in warm.run("-c", "raise ValueError('planted')", env=env, timeout=60).stderr
     with pytest.raises(subprocess.TimeoutExpired):
         warm.run("-c", "import time; time.sleep(60)", env=env, timeout=0.5)
