@@ -18,7 +18,6 @@ from staleproof.vllm.sources import Evidence
 # The modules in which vLLM makes and uses the key of its compile cache.
 CACHE = {
     "envs": "def compile_factors(): return {'VLLM_USE_V1': True}",
-    "compilation.__init__": "",
     "compilation.caching": "def aot_compile_hash_factors(c): return [envs.compile_factors()]",
     "compilation.backends": """
 class VllmBackend:

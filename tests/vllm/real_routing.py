@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 
-def _first_wins(scores: torch.Tensor, choice: torch.Tensor, k: int) -> tuple[Any, Any]:
+def first_wins(scores: torch.Tensor, choice: torch.Tensor, k: int) -> tuple[Any, Any]:
     """Select as vLLM does, in k rounds of ``>``. No comparison with NaN is true, so expert 0 stays."""
     ids = torch.zeros(scores.shape[0], k, dtype=torch.int64)
     for row, values in enumerate(choice.clone().tolist()):
@@ -66,7 +66,7 @@ class CompiledOps:
             if self.clamped:
                 scores = torch.where(scores.isfinite(), scores, 0.0)
             chosen = scores if bias is None else scores + bias
-            values, found = _first_wins(scores, chosen, ids.shape[1])
+            values, found = first_wins(scores, chosen, ids.shape[1])
             w.copy_(values / values.sum(-1, keepdim=True) if renorm else values)
             ids.copy_(found)
 
@@ -78,7 +78,7 @@ class CompiledOps:
         scores = torch.nn.functional.softplus(x.float()).sqrt()
         if self.hash_clamped:
             scores = torch.where(scores.isnan(), 0.0, scores)
-        values, found = _first_wins(scores, scores if bias is None else scores + bias, ids.shape[1])
+        values, found = first_wins(scores, scores if bias is None else scores + bias, ids.shape[1])
         w.copy_(values / values.sum(-1, keepdim=True) * scaling if renorm else values * scaling)
         ids.copy_(found)
 
@@ -88,7 +88,7 @@ class CompiledOps:
         scores = x.float().sigmoid() if scoring else x.float()
         if self.clamped:
             scores = torch.where(scores.isfinite(), scores, 0.0)
-        values, found = _first_wins(scores, scores + bias, k)
+        values, found = first_wins(scores, scores + bias, k)
         return values, found.int()
 
 

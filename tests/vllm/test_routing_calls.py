@@ -69,12 +69,3 @@ def test_weights_stored_otherwise_than_activations_get_distinct_ids(device):
     assert _into_experts(device, 16, 8, 64) is None
     assert _into_experts(device, 16, 8, 64, torch.uint8) is not None
     assert _into_experts(device, 16, 8, 64, torch.float8_e4m3fn) is not None
-
-
-def test_grouped_scores_that_are_no_logits_stay_with_vllm(device):
-    scores, bias = torch.rand(3, 16, device=device), torch.zeros(16, device=device)
-    logits = scores, 4, 2, 4, True, 1.0, bias, calls.SIGMOID
-    weights, ids = calls.grouped(logits, {})
-    assert (weights.shape, ids.shape) == ((3, 4), (3, 4))
-    for args in ((*logits[:7], 0), logits[:7], (scores[:0], *logits[1:])):
-        assert calls.grouped(args, {}) is NotImplemented

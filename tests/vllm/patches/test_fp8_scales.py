@@ -18,8 +18,6 @@ from staleproof.vllm.plugin import patches
 
 MODULES = {
     "forward_context": "_forward_context = None",
-    "v1.__init__": "",
-    "v1.worker.__init__": "",
     "v1.worker.gpu_model_runner": """
 class GPUModelRunner:
     def __init__(self, device):
@@ -27,7 +25,6 @@ class GPUModelRunner:
     def execute_model(self, scheduler_output, intermediate_tensors=None):
         return self.forward()
 """,
-    "v1.worker.gpu.__init__": "",
     "v1.worker.gpu.model_runner": """
 class GPUModelRunner:
     def __init__(self, device):
@@ -42,9 +39,6 @@ class Worker:
     def init_device(self):
         pass
 """,
-    "model_executor.__init__": "",
-    "model_executor.layers.__init__": "",
-    "model_executor.layers.fused_moe.__init__": "",
     "model_executor.layers.fused_moe.utils": """
 from staleproof.ops.reference.fp8 import quantize_fp8_per_tensor
 
@@ -53,14 +47,12 @@ def _fp8_quantize(A, A_scale, per_act_token, block_shape=None):
         return "another scale"
     return quantize_fp8_per_tensor(A, saturate_nan=True)
 """,
-    "model_executor.layers.fused_moe.prepare_finalize.__init__": "",
     "model_executor.layers.fused_moe.prepare_finalize.no_dp_ep": """
 from vllm.model_executor.layers.fused_moe.utils import _fp8_quantize
 
 def _quantize_input(a1, quant_config=None, defer_input_quant=False):
     return _fp8_quantize(a1, None, False, None)
 """,
-    "model_executor.layers.fused_moe.experts.__init__": "",
     # What releases from 0.27.0 on have by default, and what those before have.
     "envs": "VLLM_MOE_SKIP_PADDING = True",
     "model_executor.layers.fused_moe.experts.triton_moe": """
