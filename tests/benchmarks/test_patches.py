@@ -32,7 +32,6 @@ def bench_fixture(monkeypatch):
     zeroer, mla_call = bench.zeroer, bench.mla_call
     # The host has no pinned memory, and small caches are enough.
     monkeypatch.setattr(bench, "zeroer", lambda: zeroer(pin=False, layers=1))
-    monkeypatch.setattr(measure, "host_times", rehearsal.host_times)
 
     def attention(*sizes):
         # vLLM's kernel takes minutes in the interpreter: a copy of the query stands for it.
