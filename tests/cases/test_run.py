@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.cases import jobs
 
 from staleproof.cases import children
 from staleproof.cases import run as cases_run
@@ -48,16 +49,6 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(3)
     yield 3
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    import jobs
-
-    yield jobs
-    assert not children._running
-    children.end_all()
 
 
 def right(subject, device, *told):
@@ -455,7 +446,7 @@ def test_one_thread_holds_while_ask_runs_and_never_for_the_caller(threads):
 
 
 @pytest.mark.parametrize("end", ["the last answer", "an error", "Ctrl-C", "abandoned", "closed"])
-def test_no_child_outlives_the_runner(jobs, tmp_path, end):
+def test_no_child_outlives_the_runner(tmp_path, end):
     def ask(subject, device, child):
         if end == "an error":
             raise ZeroDivisionError
@@ -485,7 +476,7 @@ def test_no_child_outlives_the_runner(jobs, tmp_path, end):
     assert started[0].poll() is not None
 
 
-def test_limit_s_is_for_all_children_of_a_case_and_of_a_scene(jobs, tmp_path):
+def test_limit_s_is_for_all_children_of_a_case_and_of_a_scene(tmp_path):
     limits = []
     # What children are forked from starts with the first of them, and may take longer than the limit.
     assert children.call(jobs.add, 1, 2, timeout_s=60).answer() == 3
