@@ -175,10 +175,9 @@ def test_an_installation_without_its_checkout_says_so(tmp_path, monkeypatch):
          r"measurements\.jsonl: truncated: expected 0 lines, got 1$"),
         ({"lines": {"findings.jsonl": 1}}, r"measurements\.jsonl: truncated: expected None lines, got 1$"),
         ({"lines": [1, 1]}, "truncated or not a run's environment$"),
-        ({"machine": {}}, "truncated or not a run's environment$"),
         ({"machine": {"name": 7}}, "truncated or not a run's environment$"),
         ({"date": None}, "truncated or not a run's environment$"),
-        *((text, "truncated or not a run's environment") for text in ("", "{}", "[]")),
+        *((spoilt, "truncated or not a run's environment") for spoilt in ("", "{}", "[]", {"machine": {}})),
     ],
 )  # fmt: skip
 def test_a_run_that_is_not_whole_is_refused(tmp_path, changes, why):
