@@ -106,15 +106,17 @@ def profiled(keep, device="cpu", **options):
     return model, x, ledger
 
 
-OWNERS = {
-    "attribute": "layers.*.attn.buffer",
-    "list": "layers.*.attn.buffer",
-    "nested": "layers.*.attn.buffer",
-    "buffer": "layers.*.attn.buffer",
-    "parameter": "layers.*.attn.buffer",
-    "view": "layers.*.attn.buffer",
-    "object": "layers.*.attn.holder.inner",
-}
+def begun(model=None, **options):
+    """A ledger of a model, or of a small one, whose profile allocates nothing."""
+    ledger = AllocationLedger(model or nn.Linear(1, 1), **options)
+    with ledger.phase("profile"):
+        pass
+    return ledger
+
+
+OWNERS = dict.fromkeys(
+    ("attribute", "list", "nested", "buffer", "parameter", "view"), "layers.*.attn.buffer"
+) | {"object": "layers.*.attn.holder.inner"}
 
 
 @pytest.mark.parametrize("keep", OWNERS)
@@ -313,14 +315,10 @@ def test_a_phase_that_is_entered_again_goes_on():
 
 def test_an_owner_belongs_to_the_phase_that_allocated_first():
     model = nn.Linear(1, 1)
-    ledger = AllocationLedger(model)
-    model.held = []
-    with ledger.phase("profile"):
-        pass
+    ledger, model.held = begun(model), []
     made = {
         "kv_cache": lambda: torch.empty(MIB, dtype=torch.uint8),
-        "capture": lambda: torch.empty(MIB, dtype=torch.uint8),
-        "serve": lambda: torch.empty(MIB, dtype=torch.uint8),
+        **dict.fromkeys(("capture", "serve"), lambda: torch.empty(MIB, dtype=torch.uint8)),
     }
     for name, make in made.items():
         with ledger.phase(name, planned=name == "kv_cache"):
@@ -333,10 +331,7 @@ def test_an_owner_belongs_to_the_phase_that_allocated_first():
 
 def test_headroom_counts_what_the_allocator_can_give_back():
     usage = Usage(used=600, reserved=500, allocated=100, releasable=250)
-    ledger = AllocationLedger(nn.Linear(1, 1), budget_bytes=1000, usage=lambda: usage)
-    with ledger.phase("profile"):
-        pass
-    report = ledger.read()
+    report = begun(budget_bytes=1000, usage=lambda: usage).read()
     assert (report.headroom, report.fits) == (1000 - 600 + 250, True)
     (phase,) = report.phases
     assert (phase.pools, phase.outside, phase.after.stuck) == (0, 0, 150)
@@ -345,19 +340,14 @@ def test_headroom_counts_what_the_allocator_can_give_back():
 def test_pools_and_memory_outside_are_what_a_phase_added():
     before, after = Usage(600, 500, 100, 250), Usage(900, 640, 150, 260)
     used = iter([before, before, after, after])
-    ledger = AllocationLedger(nn.Linear(1, 1), usage=lambda: next(used))
-    with ledger.phase("profile"):
-        pass
-    (phase,) = ledger.read().phases
+    (phase,) = begun(usage=lambda: next(used)).read().phases
     # 640 - 150 - 260 are stuck instead of 150; 260 lie outside the allocator instead of 100.
     assert (phase.pools, phase.outside) == (80, 160)
 
 
 def test_a_buffer_and_its_views_count_once():
     model = nn.Linear(1, 1)
-    ledger = AllocationLedger(model)
-    with ledger.phase("profile"):
-        pass
+    ledger = begun(model)
     with ledger.phase("serve"):
         buffer = torch.empty(MIB, dtype=torch.uint8)
         model.held = [buffer, buffer[5:], buffer.view(2, -1)]
@@ -564,10 +554,7 @@ def test_a_model_on_cuda_is_measured_by_the_driver_and_has_the_whole_device(monk
     monkeypatch.setattr(CudaTracker, "end", lambda tracker: phases.append("end"))
     model = nn.Module()
     model.x = torch.zeros(4).as_subclass(OnCuda)
-    ledger = AllocationLedger(model)
-    with ledger.phase("profile"):
-        pass
-    report = ledger.read()
+    report = begun(model).read()
     assert (report.budget, report.before, report.headroom, phases) == (100, 60, 45, ["profile", "end"])
     assert AllocationLedger(model, budget_bytes=70).budget_bytes == 70
 
@@ -575,8 +562,5 @@ def test_a_model_on_cuda_is_measured_by_the_driver_and_has_the_whole_device(monk
 def test_weights_that_share_a_storage_count_once_in_what_is_in_use():
     model, weight = nn.Linear(1, 1, bias=False), torch.zeros(1024)
     model.one, model.other = weight, weight[:10]
-    ledger = AllocationLedger(model)
-    with ledger.phase("profile"):
-        pass
-    usage = 4096 + 4
-    assert (ledger.read().before, ledger.read().phases[0].after) == (usage, Usage(usage, usage, usage, 0))
+    report, usage = begun(model).read(), 4096 + 4
+    assert (report.before, report.phases[0].after) == (usage, Usage(usage, usage, usage, 0))
