@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -182,3 +183,24 @@ def test_the_cuda_tracker_reads_the_allocators_trace(monkeypatch):
     }
     x = torch.zeros(4)
     assert tracker.key(x[1:]) == x.data_ptr()
+
+
+def test_a_mapping_that_computes_its_items_is_not_asked_for_them():
+    """vLLM has such a mapping of activations; building one fails unless a model is being loaded."""
+
+    class OnDemand(Mapping):
+        def __init__(self):
+            self.made = {"known": torch.ones(2)}
+
+        def __getitem__(self, name):
+            raise RuntimeError("no configuration is set")
+
+        def __iter__(self):
+            return iter(["gelu"])
+
+        def __len__(self):
+            return 1
+
+    tree = nn.Module()
+    tree.registry = OnDemand()
+    assert [name for name, _, _ in owned_tensors(tree) if "registry" in name] == ["registry.made"]

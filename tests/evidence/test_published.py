@@ -37,8 +37,9 @@ def test_a_request_that_is_gone_has_computed_nothing():
     assert watch.plan({}) == [7]
 
 
-def test_a_hash_that_was_taken_back_cannot_be_hit():
-    watch, bare = withdrawn(key_of={7: "hash 7", 8: None}.get)
+@pytest.mark.parametrize("now", [None, "another"])
+def test_a_hash_that_was_taken_back_or_replaced_cannot_be_hit(now):
+    watch, bare = withdrawn(key_of={7: "hash 7", 8: now}.get)
     assert (bare, watch.published, bool(watch)) == ([], 0, False)
 
 
@@ -55,10 +56,6 @@ def test_a_block_that_was_used_again_is_judged_anew():
 def test_a_block_without_a_token_is_refused():
     with pytest.raises(ValueError, match="tokens: expected at least one token up to the block's end, got 0"):
         PublishedBlocks().publish(1, "hash", "request", 0)
-
-
-def test_a_block_that_has_another_hash_by_now_was_not_left_unwritten():
-    assert withdrawn(key_of={7: "hash 7", 8: "another"}.get)[1] == []
 
 
 def test_a_block_whose_last_token_is_computed_is_written():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -81,6 +82,13 @@ def patch(*targets: Target, name: str = "p", **fields: Any) -> Patch:
     given = {"incident": "i", "summary": "s", "versions": (), "mechanism": "m", "threads": (), "cost": "c"}
     given |= {"probe": lambda sources: Evidence(True, "there")}
     return Patch(name=name, targets=targets, **given | fields)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return int(one.getsockname()[1])
 
 
 def planted(*args: Any, **kwargs: Any) -> NoReturn:

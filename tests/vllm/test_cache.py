@@ -151,17 +151,6 @@ def test_the_key_counts_as_much_as_the_function(envs):
     assert why.startswith("compile_factors was replaced by")
 
 
-def test_who_imported_the_function_by_name_before_us_calls_ours(made_up):
-    user = "from vllm._custom_ops import create_fp4_scale_tensor as scales"
-    made_up(FILES | {"user": user})
-    module = imported("user")
-    own = module.scales
-    with patches()["scale_padding"].applied("0.18.1"):
-        assert module.scales is sys.modules["vllm._custom_ops"].create_fp4_scale_tensor is not own
-        assert process.state("scale_padding") == ("in place", "")
-    assert module.scales is own
-
-
 CHANGED = "patches changed while it was traced"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from made_up import planted
+from made_up import free_port, planted
 from tests.made import arrived
 
 from staleproof import device as devices
@@ -77,12 +77,6 @@ class BaseRouter:
         return torch.ones(rows, 2, device=DEVICE), ids
 """,
 }
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.fixture(name="start")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_up import free_port
 from tests.made import arrived
 
 from staleproof import device
@@ -28,10 +29,19 @@ pytest.importorskip("prometheus_client")
 DEVICE = device.select()
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
+@pytest.fixture(name="serve")
+def serve_fixture():
+    """Opens a port as a server does, on any free number; closed at the end."""
+    opened = []
+
+    def serve(watch=None):
+        opened.append(watch_port.serve(watch, 0))
+        return opened[-1]
+
+    yield serve
+    for port in filter(None, opened):
+        port.shutdown()
+        port.server_close()
 
 
 @pytest.fixture(name="served", scope="module")
@@ -139,16 +149,16 @@ def test_the_command_prints_a_table_or_json(served, capsys):
     assert {one["of"]: one["value"] for one in told["sample"]} == {"layers": 1.0, "steps": 1.0}
 
 
-def test_the_table_says_that_counts_are_of_a_sample(device):
-    watch, port = Watch(Settings(steps=4, layers=2), DEVICE), free_port()
-    watch_port.serve(watch, port)
+def test_the_table_says_that_counts_are_of_a_sample(device, serve):
+    watch = Watch(Settings(steps=4, layers=2), DEVICE)
+    port = serve(watch)
     for _ in range(8):
         watch.begin_step(3)
         watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan, device=DEVICE))
     arrived(watch)
     # Its counts have not arrived; that it began is known.
     watch.begin_step(3)
-    samples = watching.fetch(f"localhost:{port}")
+    samples = watching.fetch(f"localhost:{port.server_address[1]}")
     assert {s.name: s.value for s in samples if s.name in ("steps", "begun_steps")} == {
         "steps": 8,
         "begun_steps": 9,
@@ -190,15 +200,13 @@ def test_a_count_is_the_sum_over_all_processes_of_the_server(served, monkeypatch
     assert b"\nstaleproof_hits_total 6.0\n" in _get(served[1], "/metrics")[1]
 
 
-def test_a_port_answers_on_the_newer_protocol_too(monkeypatch):
+def test_a_port_answers_on_the_newer_protocol_too(monkeypatch, serve):
     monkeypatch.setenv(watch_port.HOST, "::1")
-    port = watch_port.serve(None, 0)
+    port = serve()
     if port is None:
         pytest.skip("this machine has no ::1")
     assert port.address_family == socket.AF_INET6
     assert _get(f"[::1]:{port.server_address[1]}", "/metrics")[0] == 200
-    port.shutdown()
-    port.server_close()
 
 
 def _get(url: str, path: str) -> tuple[int, bytes]:
@@ -223,19 +231,15 @@ def test_nothing_but_metrics_and_health_is_served(served):
 
 
 @pytest.mark.parametrize(("host", "bound"), [(None, "127.0.0.1"), ("0.0.0.0", "0.0.0.0")])
-def test_the_port_is_this_machines_alone_unless_told(monkeypatch, host, bound):
+def test_the_port_is_this_machines_alone_unless_told(monkeypatch, serve, host, bound):
     if host:
         monkeypatch.setenv(watch_port.HOST, host)
-    port = watch_port.serve(None, 0)
-    assert port.socket.getsockname()[0] == bound
-    port.shutdown()
-    port.server_close()
+    assert serve().socket.getsockname()[0] == bound
 
 
-def test_half_open_connections_cost_a_few_threads_and_end(monkeypatch):
-    monkeypatch.setattr(watch_port.Handler, "timeout", 1.5)
-    port = watch_port.serve(None, 0)
-    before, address, peak = threading.active_count(), port.server_address, 0
+def test_half_open_connections_cost_a_few_threads_and_end(monkeypatch, serve):
+    monkeypatch.setattr(watch_port.Handler, "timeout", 1.0)
+    address, before, peak = serve().server_address, threading.active_count(), 0
     half = [socket.create_connection(address) for _ in range(60)]
     for one in half:
         one.sendall(b"GET /met")
@@ -251,14 +255,11 @@ def test_half_open_connections_cost_a_few_threads_and_end(monkeypatch):
             assert one.recv(1) == b""
         one.close()
     assert _get(f"localhost:{address[1]}", "/metrics")[0] == 200
-    port.shutdown()
-    port.server_close()
 
 
-def test_a_scrape_that_fails_is_one_line_and_the_counts_are_out_of_service(caplog, capfd, monkeypatch):
+def test_a_scrape_that_fails_is_one_line_and_the_counts_are_out_of_service(caplog, capfd, monkeypatch, serve):
     watch = Watch(Settings(), DEVICE)
-    port = watch_port.serve(watch, 0)
-    url = f"localhost:{port.server_address[1]}"
+    url = f"localhost:{serve(watch).server_address[1]}"
     assert b"staleproof_watch_up 1.0" in _get(url, "/metrics")[1]
     watch._latest = None
     first, *later = [_get(url, "/metrics") for _ in range(3)]
@@ -273,5 +274,4 @@ def test_a_scrape_that_fails_is_one_line_and_the_counts_are_out_of_service(caplo
     monkeypatch.setattr(watch_port.live, "health", lambda required: 1 / 0)
     assert [_get(url, path)[0] for path in ("/health", "/metrics")] == [503, 503]
     assert "Traceback" not in capfd.readouterr().err
-    port.shutdown()
     standing.forget("watch")
