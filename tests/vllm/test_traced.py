@@ -29,22 +29,6 @@ def _select(scores, bias, k):
     return scores.gather(1, ids), ids
 
 
-def topk_softmax(
-    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias=None
-):
-    weights, ids = _select(gating_output.softmax(-1), e_score_correction_bias, topk_ids.shape[1])
-    topk_weights.copy_(weights)
-    topk_ids.copy_(ids)
-
-
-def topk_sigmoid(
-    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias=None
-):
-    weights, ids = _select(gating_output.sigmoid(), e_score_correction_bias, topk_ids.shape[1])
-    topk_weights.copy_(weights)
-    topk_ids.copy_(ids)
-
-
 def grouped_topk(
     scores, num_expert_group, topk_group, topk, renormalize, routed_scaling_factor, bias, scoring_func=0
 ):
@@ -71,6 +55,17 @@ def topk_hash_softplus_sqrt(
 def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout):
     return torch.full((128, 4), 0x7F7F7F7F, dtype=torch.int32, device=device)
 """
+OPS += "".join(
+    f"""
+def {name}(
+    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias=None
+):
+    weights, ids = _select(gating_output.{scores}, e_score_correction_bias, topk_ids.shape[1])
+    topk_weights.copy_(weights)
+    topk_ids.copy_(ids)
+"""
+    for name, scores in (("topk_softmax", "softmax(-1)"), ("topk_sigmoid", "sigmoid()"))
+)
 MLA = """
 import torch
 
@@ -184,15 +179,8 @@ def test_scale_padding(vllm):
     assert scales.shape == (128, 1)
 
 
-@pytest.mark.parametrize(
-    ("patch", "name"),
-    [
-        ("mla_padding", "cutlass"),
-        ("mla_padding", "flashinfer"),
-        ("decode_buffer", "cutlass"),
-        ("decode_buffer", "flashinfer"),
-    ],
-)
+@pytest.mark.parametrize("patch", ["mla_padding", "decode_buffer"])
+@pytest.mark.parametrize("name", ["cutlass", "flashinfer"])
 def test_mla(vllm, device, patch, name):
     module = vllm(f"v1.attention.backends.mla.{name}_mla")
     impl = next(cls for cls in vars(module).values() if isinstance(cls, type))()

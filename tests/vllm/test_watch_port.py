@@ -62,8 +62,12 @@ def served_fixture() -> tuple[Watch, str]:
     return watch, f"localhost:{port}"
 
 
-def test_a_scrape_has_what_was_counted(served):
-    _, url = served
+@pytest.fixture(name="url")
+def url_fixture(served: tuple[Watch, str]) -> str:
+    return served[1]
+
+
+def test_a_scrape_has_what_was_counted(url):
     rows = watching.rows(watching.fetch(url))
     assert ("attention", "layers.0", 5, 3) in rows
     assert ("expert twice", "layers.0", 5, 3) in rows
@@ -91,8 +95,7 @@ def test_a_scrape_has_each_count_that_arrived_and_its_age(monkeypatch, at, age):
     }
 
 
-def test_a_scrape_touches_no_device_and_starts_no_copy(served, monkeypatch):
-    _, url = served
+def test_a_scrape_touches_no_device_and_starts_no_copy(url, monkeypatch):
 
     def forbidden(*args: object) -> None:
         raise AssertionError("a scrape must only read what has arrived")
@@ -102,8 +105,7 @@ def test_a_scrape_touches_no_device_and_starts_no_copy(served, monkeypatch):
     assert watching.fetch(url)
 
 
-def test_many_scrapers_at_once_and_one_that_goes_away(served, capfd):
-    _, url = served
+def test_many_scrapers_at_once_and_one_that_goes_away(url, capfd):
     host, port = url.split(":")
     gone = socket.create_connection((host, int(port)))
     # Closing it resets the connection: the server's next read or write raises.
@@ -124,8 +126,7 @@ def test_many_scrapers_at_once_and_one_that_goes_away(served, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_the_command_prints_a_table_or_json(served, capsys):
-    _, url = served
+def test_the_command_prints_a_table_or_json(url, capsys):
     assert cli.main(["watch", url, "--once"]) == 0
     table = capsys.readouterr().out
     assert "padding rows" in table
@@ -184,20 +185,19 @@ def test_a_port_of_somebody_else_is_no_watch():
         watching.fetch(f"http://localhost:{port}/metrics")
 
 
-def test_a_count_is_there_before_anything_was_counted(served, monkeypatch):
+def test_a_count_is_there_before_anything_was_counted(url, monkeypatch):
     """Prometheus sees an increase only of a series that had a value before."""
-    _, url = served
     monkeypatch.setitem(standing.counters, "unwritten_hits", lambda: 0)
     assert b"\nstaleproof_unwritten_hits_total 0.0\n" in _get(url, "/metrics")[1]
 
 
-def test_a_count_is_the_sum_over_all_processes_of_the_server(served, monkeypatch):
+def test_a_count_is_the_sum_over_all_processes_of_the_server(url, monkeypatch):
     of_each = [
         {"process": name, "pid": n, "patches": {}, "counts": {"hits": n}} for n, name in enumerate("abc", 1)
     ]
     health = {"staleproof": "", "vllm": "", "model": "", "ok": True, "patches": {}, "processes": of_each}
     monkeypatch.setattr(watch_port.live, "health", lambda required: health)
-    assert b"\nstaleproof_hits_total 6.0\n" in _get(served[1], "/metrics")[1]
+    assert b"\nstaleproof_hits_total 6.0\n" in _get(url, "/metrics")[1]
 
 
 def test_a_port_answers_on_the_newer_protocol_too(monkeypatch, serve):
@@ -216,8 +216,7 @@ def _get(url: str, path: str) -> tuple[int, bytes]:
     return answer.status, answer.read()
 
 
-def test_nothing_but_metrics_and_health_is_served(served):
-    _, url = served
+def test_nothing_but_metrics_and_health_is_served(url):
     assert {
         path: _get(url, path)[0] for path in ("/", "/metrics/../x", "/debug", "/metrics", "/health?x")
     } == {

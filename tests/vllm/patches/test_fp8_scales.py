@@ -124,6 +124,11 @@ def engine_fixture(made_up: Callable[[dict[str, str]], Path], device: str) -> It
     standing.forget(patch.name)
 
 
+@pytest.fixture(name="on")
+def on_fixture(engine: Callable[..., Engine]) -> Engine:
+    return engine(RUNNERS[0])
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_padding_decides_nothing_with_the_patch_and_does_without(engine, runner):
     on = engine(runner)
@@ -138,8 +143,7 @@ def test_padding_decides_nothing_with_the_patch_and_does_without(engine, runner)
     assert not equal(on.step(3, 0.0), on.step(3, 1e4))
 
 
-def test_the_slots_of_a_token_are_live_with_it(engine):
-    on = engine(RUNNERS[0])
+def test_the_slots_of_a_token_are_live_with_it(on):
     # The largest value of all is in the last slot of the last live token.
     on.slots[3 * TOP_K - 1, 5] = 50.0
     codes, scale = on.step(3, 1e4)[2:]
@@ -147,8 +151,7 @@ def test_the_slots_of_a_token_are_live_with_it(engine):
     assert codes[-1, 5] == 0x7E
 
 
-def test_a_nan_of_a_live_row_stays_there_as_in_vllm(engine):
-    on = engine(RUNNERS[0])
+def test_a_nan_of_a_live_row_stays_there_as_in_vllm(on):
     on.x[1, 3] = torch.nan
     codes, scale = on.step(3, 1e4)[:2]
     assert scale.isfinite()
@@ -194,16 +197,14 @@ def test_a_mask_is_taken_if_it_has_all_rows(made_up, rows, long_enough):
     assert fp8_scales.padding_mask(rows) is (context._forward_context.is_padding if long_enough else None)
 
 
-def test_a_draft_model_has_vllms_own_scale(engine):
-    on = engine(RUNNERS[0])
+def test_a_draft_model_has_vllms_own_scale(on):
     on.runner.speculative_config = "eagle"
     assert on.step(3, 1e4)[1].item() < 0.1
     assert on.forward()[0][1].item() > 20
 
 
 @pytest.mark.parametrize("way", ["switched off", "reverted", "another thread"])
-def test_a_graph_that_outlives_the_patch_takes_all_rows(engine, way, monkeypatch):
-    on = engine(RUNNERS[0])
+def test_a_graph_that_outlives_the_patch_takes_all_rows(on, way, monkeypatch):
     on.step(3, 1e4)
     count = fp8_scales._counts[on.runner.device]
     assert count.tensor.item() == 3, "a captured kernel reads it"
@@ -229,8 +230,7 @@ def test_a_graph_that_outlives_the_patch_takes_all_rows(engine, way, monkeypatch
         assert count.tensor.item() == 5
 
 
-def test_steps_of_as_many_tokens_write_nothing(engine, monkeypatch):
-    on = engine(RUNNERS[0])
+def test_steps_of_as_many_tokens_write_nothing(on, monkeypatch):
     want = on.step(3, 1e4)
     count = fp8_scales._counts[on.runner.device]
     version = count.tensor._version
@@ -255,8 +255,7 @@ def test_rows_of_other_ranks_are_left_to_vllm_and_one_line_says_so(engine, name,
     assert caplog.text.count("padding rows count in the fp8 scale") == 1
 
 
-def test_other_scales_and_other_callers_are_vllms(engine):
-    on = engine(RUNNERS[0])
+def test_other_scales_and_other_callers_are_vllms(on):
     one = torch.ones(1)
     with fp8_scales.over_tokens(0, "x", (on.x,), {}):
         for given in ((on.x, one, False, None), (on.x, None, True, None), (on.x, None, False, [1, 128])):
@@ -268,8 +267,7 @@ def test_other_scales_and_other_callers_are_vllms(engine):
     assert fp8_scales.quantize((on.x, None, False, None), {}) is NotImplemented
 
 
-def test_a_replacement_that_fails_leaves_the_step_to_vllm(engine, monkeypatch):
-    on = engine(RUNNERS[0])
+def test_a_replacement_that_fails_leaves_the_step_to_vllm(on, monkeypatch):
     monkeypatch.setattr("staleproof.ops.fp8.quantize_fp8_per_tensor", lambda *args, **kwargs: 1 / 0)
     assert on.step(3, 1e4)[1].item() > 20
     assert fp8_scales.NAME in standing.stepped_back
