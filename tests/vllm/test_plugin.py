@@ -132,7 +132,7 @@ def test_the_probe_counts_before_the_number(tmp_path, monkeypatch):
     patch = plugin.patches()["undrained_ids"]
     found = {}
     for needed in (True, False):
-        fake = type(patch)(**{**vars(patch), "probe": lambda s, n=needed: Evidence(n, "seen"), "targets": ()})
+        fake = replace(patch, probe=lambda s, n=needed: Evidence(n, "seen"), targets=())
         for version in ("0.18.1", "0.33.0"):
             of = plugin.base(version)
             found[needed, version] = plugin.decide(fake, of, Sources(tmp_path), ALL).state
@@ -144,20 +144,15 @@ def test_the_probe_counts_before_the_number(tmp_path, monkeypatch):
     }
 
 
-def test_a_probe_that_raises_is_one_line(tmp_path):
-    patch = plugin.patches()["undrained_ids"]
-    broken = type(patch)(**{**vars(patch), "probe": lambda s: 1 / 0})
-    decision = plugin.decide(broken, plugin.base("0.18.1"), Sources(tmp_path), ALL)
-    assert decision.state == "refused"
-    assert decision.why == "the probe failed: ZeroDivisionError: division by zero"
-    assert decision.needed is None
-
-
-def test_a_patch_that_is_left_out_is_off_also_where_its_probe_fails(tmp_path):
+def test_a_probe_that_raises_is_one_line_and_none_where_the_patch_is_left_out(tmp_path):
     """A refusal turns the server's health bad; what nobody asked for does not."""
-    patch = plugin.patches()["undrained_ids"]
-    broken = type(patch)(**{**vars(patch), "probe": lambda s: 1 / 0})
-    left_out = plugin.decide(broken, plugin.base("0.18.1"), Sources(tmp_path), plugin.chosen("none"))
+    broken = replace(plugin.patches()["undrained_ids"], probe=lambda s: 1 / 0)
+    asked, left_out = (
+        plugin.decide(broken, plugin.base("0.18.1"), Sources(tmp_path), choice)
+        for choice in (ALL, plugin.chosen("none"))
+    )
+    assert (asked.state, asked.needed) == ("refused", None)
+    assert asked.why == "the probe failed: ZeroDivisionError: division by zero"
     assert (left_out.state, left_out.needed) == ("off", None)
 
 
@@ -369,13 +364,17 @@ def test_the_entry_point_is_declared():
     assert installed.load() is plugin.register
 
 
-def test_a_ready_engine_names_what_was_refused_and_not_what_needs_nothing(monkeypatch):
+def test_a_ready_engine_tells_its_model_and_what_was_refused_and_not_what_needs_nothing(monkeypatch):
     said = []
     monkeypatch.setattr(plugin.process, "say", said.append)
     monkeypatch.setattr(plugin.live, "beat", lambda: None)
     decided = {"a": ("refused", "no Triton"), "b": ("not needed", "no defect")}
-    plugin._ready(plugin.live.Here("0.22.1", decided=decided), None)
-    assert said == [" on vLLM 0.22.1, this process: refused: a (no Triton)"]
+    here = plugin.live.Here("0.22.1", decided=decided)
+    model = SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))
+    plugin._ready(here, SimpleNamespace(vllm_config=model))
+    assert (here.ready, here.model) == (True, "a model")
+    plugin._ready(here, None)
+    assert said == [" on vLLM 0.22.1, this process: refused: a (no Triton)"] * 2
 
 
 @pytest.mark.parametrize(
@@ -396,17 +395,6 @@ def test_a_server_that_can_be_asked_has_a_folder_and_its_first_process_a_port(
     monkeypatch.setattr(live, "beat", lambda: found.append("beat"))
     plugin._open(here)
     assert found == [(here, asked), *(done if first else [])]
-
-
-def test_a_ready_engine_tells_its_model():
-    here = plugin.live.Here("0.22.1")
-    engine = SimpleNamespace(
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))
-    )
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plugin.live, "beat", lambda: None)
-        plugin._ready(here, engine)
-    assert (here.ready, here.model) == (True, "a model")
 
 
 def test_a_check_that_fails_refuses_the_patch(monkeypatch):
