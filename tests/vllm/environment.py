@@ -108,16 +108,9 @@ def sources(version: str) -> Path:
             return folder
         # Without the first, setup.py looks for CUDA; without the second, it names the version anew;
         # with isolation, pip would fetch another torch.
+        options = "--no-binary vllm --no-deps --no-build-isolation --no-cache-dir -d"
         _pip(
-            "download",
-            f"vllm=={version}",
-            "--no-binary",
-            "vllm",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-cache-dir",
-            "-d",
-            work,
+            *("download", f"vllm=={version}", *options.split(), work),
             VLLM_TARGET_DEVICE="empty",
             VLLM_VERSION_OVERRIDE=version,
             PYTHONPATH=str(tools),

@@ -24,6 +24,7 @@ CHILD = """
 import sys
 from staleproof.vllm import live, standing
 name, place, state = sys.argv[1:4]
+live.BEAT_S = 0.05
 standing.note(name, place, state)
 first = live.enter(live.Here("0.22.1", [name], incidents={name: "kv_reuse"}), asked=True)
 live.beat()

@@ -29,21 +29,6 @@ pytest.importorskip("prometheus_client")
 DEVICE = device.select()
 
 
-@pytest.fixture(name="serve")
-def serve_fixture():
-    """Opens a port as a server does, on any free number; closed at the end."""
-    opened = []
-
-    def serve(watch=None):
-        opened.append(watch_port.serve(watch, 0))
-        return opened[-1]
-
-    yield serve
-    for port in filter(None, opened):
-        port.shutdown()
-        port.server_close()
-
-
 @pytest.fixture(name="served", scope="module")
 def served_fixture() -> tuple[Watch, str]:
     device.select()
@@ -150,9 +135,9 @@ def test_the_command_prints_a_table_or_json(url, capsys):
     assert {one["of"]: one["value"] for one in told["sample"]} == {"layers": 1.0, "steps": 1.0}
 
 
-def test_the_table_says_that_counts_are_of_a_sample(device, serve):
+def test_the_table_says_that_counts_are_of_a_sample(device):
     watch = Watch(Settings(steps=4, layers=2), DEVICE)
-    port = serve(watch)
+    port = watch_port.serve(watch, 0)
     for _ in range(8):
         watch.begin_step(3)
         watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan, device=DEVICE))
@@ -200,9 +185,9 @@ def test_a_count_is_the_sum_over_all_processes_of_the_server(url, monkeypatch):
     assert b"\nstaleproof_hits_total 6.0\n" in _get(url, "/metrics")[1]
 
 
-def test_a_port_answers_on_the_newer_protocol_too(monkeypatch, serve):
+def test_a_port_answers_on_the_newer_protocol_too(monkeypatch):
     monkeypatch.setenv(watch_port.HOST, "::1")
-    port = serve()
+    port = watch_port.serve(None, 0)
     if port is None:
         pytest.skip("this machine has no ::1")
     assert port.address_family == socket.AF_INET6
@@ -230,15 +215,15 @@ def test_nothing_but_metrics_and_health_is_served(url):
 
 
 @pytest.mark.parametrize(("host", "bound"), [(None, "127.0.0.1"), ("0.0.0.0", "0.0.0.0")])
-def test_the_port_is_this_machines_alone_unless_told(monkeypatch, serve, host, bound):
+def test_the_port_is_this_machines_alone_unless_told(monkeypatch, host, bound):
     if host:
         monkeypatch.setenv(watch_port.HOST, host)
-    assert serve().socket.getsockname()[0] == bound
+    assert watch_port.serve(None, 0).socket.getsockname()[0] == bound
 
 
-def test_half_open_connections_cost_a_few_threads_and_end(monkeypatch, serve):
+def test_half_open_connections_cost_a_few_threads_and_end(monkeypatch):
     monkeypatch.setattr(watch_port.Handler, "timeout", 1.0)
-    address, before, peak = serve().server_address, threading.active_count(), 0
+    address, before, peak = watch_port.serve(None, 0).server_address, threading.active_count(), 0
     half = [socket.create_connection(address) for _ in range(60)]
     for one in half:
         one.sendall(b"GET /met")
@@ -256,9 +241,9 @@ def test_half_open_connections_cost_a_few_threads_and_end(monkeypatch, serve):
     assert _get(f"localhost:{address[1]}", "/metrics")[0] == 200
 
 
-def test_a_scrape_that_fails_is_one_line_and_the_counts_are_out_of_service(caplog, capfd, monkeypatch, serve):
+def test_a_scrape_that_fails_is_one_line_and_the_counts_are_out_of_service(caplog, capfd, monkeypatch):
     watch = Watch(Settings(), DEVICE)
-    url = f"localhost:{serve(watch).server_address[1]}"
+    url = f"localhost:{watch_port.serve(watch, 0).server_address[1]}"
     assert b"staleproof_watch_up 1.0" in _get(url, "/metrics")[1]
     watch._latest = None
     first, *later = [_get(url, "/metrics") for _ in range(3)]
