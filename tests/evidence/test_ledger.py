@@ -13,15 +13,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from staleproof.cases.graph import capture
 from staleproof.evidence import ledger as ledgers
 from staleproof.evidence.allocations import CudaTracker, Usage
-from staleproof.evidence.ledger import (
-    UNOWNED,
-    AllocationLedger,
-    Owner,
-    Phase,
-    Report,
-    cuda_usage,
-    owned_tensors,
-)
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 
 KIB, MIB = 2**10, 2**20
@@ -100,7 +91,7 @@ def _no_global():
 def profiled(keep, device="cpu", **options):
     model = Tree(keep, device)
     x = torch.ones(1024, device=device)
-    ledger = AllocationLedger(model, **options)
+    ledger = ledgers.AllocationLedger(model, **options)
     with ledger.phase("profile"):
         model(x)
     return model, x, ledger
@@ -108,7 +99,7 @@ def profiled(keep, device="cpu", **options):
 
 def begun(model=None, **options):
     """A ledger of a model, or of a small one, whose profile allocates nothing."""
-    ledger = AllocationLedger(model or nn.Linear(1, 1), **options)
+    ledger = ledgers.AllocationLedger(model or nn.Linear(1, 1), **options)
     with ledger.phase("profile"):
         pass
     return ledger
@@ -135,7 +126,7 @@ def test_one_layer_tells_of_all(keep):
     later = ledger.read()
     assert later.surprises[0].bytes == owner.predicted
     assert later.headroom == report.headroom
-    assert not [o for o in later.owners if o.name == UNOWNED]
+    assert not [o for o in later.owners if o.name == ledgers.UNOWNED]
 
 
 def test_the_sentence_comes_before_the_crash():
@@ -148,7 +139,7 @@ def test_the_sentence_comes_before_the_crash():
         "`layers.*.attn.buffer`: 256 KiB x 5 layers = 1.25 MiB allocated after profiling; "
         "headroom 744 KiB; this will not fit"
     )
-    held = sum(t.nbytes for _, _, t in owned_tensors(model))
+    held = sum(t.nbytes for _, _, t in ledgers.owned_tensors(model))
     assert report.headroom == 2 * MIB - held - 4 * EACH
     assert report.required >= 4 * EACH
     assert report.fits is False
@@ -176,7 +167,7 @@ def test_what_no_attribute_holds_is_told_with_its_line():
         grown = torch.empty(10)
         grown.resize_(1000)
     owners = {(o.name, o.bytes) for o in ledger.read().surprises}
-    assert owners == {(UNOWNED, stray.nbytes), (UNOWNED, grown.nbytes)}
+    assert owners == {(ledgers.UNOWNED, stray.nbytes), (ledgers.UNOWNED, grown.nbytes)}
     assert small.nbytes in {o.bytes for o in ledger.read().owners}
     del stray, grown
     assert ledger.read().surprises == ()
@@ -199,7 +190,7 @@ def test_the_model_computes_the_same_bits(device, decode):
     model = Tree("attribute", device)
     x = torch.randn(1024, generator=torch.Generator().manual_seed(0)).to(device)
     plain = model(x, decode)
-    ledger = AllocationLedger(model)
+    ledger = ledgers.AllocationLedger(model)
     with ledger.phase("profile"):
         watched = model(x, decode)
     assert torch.equal(plain.view(torch.int32), watched.view(torch.int32))
@@ -222,7 +213,7 @@ def test_it_watches_a_captured_step_with_a_triton_kernel(device):
     model = Tree("attribute", device)
     seq_lens = torch.tensor([1, 0, 1, 0], dtype=torch.int32, device=device)
     x = torch.ones(1024, device=device)
-    ledger = AllocationLedger(model)
+    ledger = ledgers.AllocationLedger(model)
     with ledger.phase("profile"):
         model(x)
     out = torch.ones(4, 2, 16, device=device)
@@ -244,7 +235,7 @@ def test_clearing_rows_takes_no_memory_and_the_interpreters_own_is_not_counted(d
     out = torch.ones(64, 2, 512, device=device)
     seq_lens = torch.zeros(64, dtype=torch.int32, device=device)
     clear_empty_rows(out, seq_lens)
-    ledger = AllocationLedger(Tree("attribute", device))
+    ledger = ledgers.AllocationLedger(Tree("attribute", device))
     with ledger.phase("profile"):
         clear_empty_rows(out.fill_(1.0), seq_lens)
     assert not out.any()
@@ -253,24 +244,24 @@ def test_clearing_rows_takes_no_memory_and_the_interpreters_own_is_not_counted(d
 
 
 def test_memory_without_an_owner_is_summed_over_the_lines_that_allocated_it():
-    ledger = AllocationLedger(Tree("attribute", "cpu"))
+    ledger = ledgers.AllocationLedger(Tree("attribute", "cpu"))
     with ledger.phase("profile"):
         small = torch.zeros(64, 1024)
         large = torch.zeros(128, 1024)
     (phase,) = ledger.read().phases
-    assert phase.by_owner == {UNOWNED: 3 * EACH}
+    assert phase.by_owner == {ledgers.UNOWNED: 3 * EACH}
     del small, large
 
 
 def test_what_is_there_is_predicted_though_layers_that_know_of_it_are_fewer():
-    keys = Owner("keys", "kv.py:1", "serve", False, 2 * MIB, holders=1, layers=1, bytes=6 * MIB)
+    keys = ledgers.Owner("keys", "kv.py:1", "serve", False, 2 * MIB, holders=1, layers=1, bytes=6 * MIB)
     assert (keys.predicted, str(keys)) == (6 * MIB, "`keys`: 6 MiB")
     assert str(replace(keys, layers=2)) == "`keys`: 2 MiB x 2 layers = 6 MiB"
 
 
 def test_the_largest_prediction_comes_first():
     tree = nn.ModuleList(nn.Identity() for _ in range(4))
-    ledger = AllocationLedger(tree)
+    ledger = ledgers.AllocationLedger(tree)
     with ledger.phase("profile"):
         tree.of_all = torch.zeros(3, EACH // 4)
         tree[0].own = torch.zeros(1, EACH // 4)
@@ -287,7 +278,7 @@ def test_the_largest_prediction_comes_first():
 def test_transient_is_the_peak_above_what_was_there_before_or_is_there_after(freed, kept, passing, transient):
     """In MiB: a phase frees some, keeps some, and needs some in passing; the one before needed more."""
     model = nn.Linear(1, 1)
-    ledger = AllocationLedger(model)
+    ledger = ledgers.AllocationLedger(model)
     with ledger.phase("profile"):
         brief = torch.empty(16 * MIB, dtype=torch.uint8)
         del brief
@@ -303,7 +294,7 @@ def test_transient_is_the_peak_above_what_was_there_before_or_is_there_after(fre
 def test_a_phase_that_is_entered_again_goes_on():
     """Its start and its largest transient stay; what came between the two counts as its own."""
     used = iter([100, 100, 130, 160])
-    ledger = AllocationLedger(nn.Linear(1, 1), usage=lambda: Usage(next(used), 0, 0, 0))
+    ledger = ledgers.AllocationLedger(nn.Linear(1, 1), usage=lambda: Usage(next(used), 0, 0, 0))
     for passing in (3, 1):
         with ledger.phase("profile"):
             brief = torch.empty(passing * MIB, dtype=torch.uint8)
@@ -375,7 +366,7 @@ def test_the_report_is_exported_printed_and_drawn(capsys):
 
 def test_phases_out_of_order_are_refused():
     model, x, ledger = profiled("attribute")
-    other = AllocationLedger(model)
+    other = ledgers.AllocationLedger(model)
     with ledger.phase("capture"):
         model(x)
         for inner in (ledger.phase("serve"), other.phase("profile")):
@@ -389,7 +380,7 @@ def test_phases_out_of_order_are_refused():
     for name, said in (("capture", "'capture' before"), ("profile", "'profile' before")):
         with pytest.raises(ValueError, match=said):
             other.phase(name).__enter__()
-    late = AllocationLedger(model)
+    late = ledgers.AllocationLedger(model)
     with late.phase("load"):
         model(x)
     with pytest.raises(ValueError, match="phase: expected 'profile' first"):
@@ -398,14 +389,14 @@ def test_phases_out_of_order_are_refused():
 
 def test_bad_arguments_are_refused():
     model = Tree("attribute")
-    held = sum(t.nbytes for _, _, t in owned_tensors(model))
+    held = sum(t.nbytes for _, _, t in ledgers.owned_tensors(model))
     with pytest.raises(ValueError, match=f"budget_bytes: expected at least the {held} bytes"):
-        AllocationLedger(model, budget_bytes=held - 1)
+        ledgers.AllocationLedger(model, budget_bytes=held - 1)
     with pytest.raises(ValueError, match=r"module: expected an nn\.Module"):
-        AllocationLedger([model])
+        ledgers.AllocationLedger([model])
     with pytest.raises(ValueError, match="report: expected at least one phase"):
-        AllocationLedger(model).read()
-    assert AllocationLedger(model, budget_bytes=held).budget_bytes == held
+        ledgers.AllocationLedger(model).read()
+    assert ledgers.AllocationLedger(model, budget_bytes=held).budget_bytes == held
 
 
 @pytest.mark.gpu
@@ -417,10 +408,10 @@ def test_on_cuda_one_layer_tells_of_all(device, keep):
     (owner,) = ledger.read().surprises
     assert (owner.name, owner.holders, owner.layers) == (OWNERS[keep], 1, LAYERS)
     assert owner.source.startswith("evidence/test_ledger.py:")
-    before = cuda_usage()
+    before = ledgers.cuda_usage()
     with ledger.phase("capture"):
         model(x, decode=True)
-    assert owner.bytes + cuda_usage().allocated - before.allocated == owner.predicted
+    assert owner.bytes + ledgers.cuda_usage().allocated - before.allocated == owner.predicted
 
 
 @pytest.mark.gpu
@@ -455,24 +446,26 @@ def test_on_cuda_nothing_is_recorded_outside_a_phase(device):
     assert events is not None
 
 
-def made_report(budget: int | None) -> Report:
+def made_report(budget: int | None) -> ledgers.Report:
     """A profile, and a serving phase with a large surprise, a small one, pools and outside memory."""
     gone = Usage(20 * MIB, 12 * MIB, 10 * MIB, 0)
     later = Usage(60 * MIB, 40 * MIB, 20 * MIB, 5 * MIB)
     phases = (
-        Phase("profile", False, gone, gone, 8 * MIB, {}),
-        Phase("serve", False, gone, later, 1 * MIB, {"*.out": 4 * MIB, "table": 2 * MIB}),
+        ledgers.Phase("profile", False, gone, gone, 8 * MIB, {}),
+        ledgers.Phase("serve", False, gone, later, 1 * MIB, {"*.out": 4 * MIB, "table": 2 * MIB}),
     )
     owners = (
-        Owner("*.out", "mla.py:80", "serve", False, 2 * MIB, holders=2, layers=4, bytes=4 * MIB),
-        Owner("table", "moe.py:3", "serve", False, 2 * MIB, holders=1, layers=1, bytes=2 * MIB),
-        Owner("weights", "w.py:1", "profile", False, MIB, holders=1, layers=1, bytes=MIB),
-        Owner("kv", "kv.py:1", "serve", True, MIB, holders=1, layers=1, bytes=MIB),
+        ledgers.Owner("*.out", "mla.py:80", "serve", False, 2 * MIB, holders=2, layers=4, bytes=4 * MIB),
+        ledgers.Owner("table", "moe.py:3", "serve", False, 2 * MIB, holders=1, layers=1, bytes=2 * MIB),
+        ledgers.Owner("weights", "w.py:1", "profile", False, MIB, holders=1, layers=1, bytes=MIB),
+        ledgers.Owner("kv", "kv.py:1", "serve", True, MIB, holders=1, layers=1, bytes=MIB),
         # It will be a block once the second layer has its own.
-        Owner("512 bytes", "s.py:1", "serve", False, 256, holders=1, layers=2, bytes=256),
-        Owner("511 bytes", "s.py:1", "serve", False, 511, holders=1, layers=1, bytes=511),
+        ledgers.Owner("512 bytes", "s.py:1", "serve", False, 256, holders=1, layers=2, bytes=256),
+        ledgers.Owner("511 bytes", "s.py:1", "serve", False, 511, holders=1, layers=1, bytes=511),
     )
-    return Report(budget, 20 * MIB, phases, owners, None if budget is None else budget - 60 * MIB, 8 * MIB)
+    return ledgers.Report(
+        budget, 20 * MIB, phases, owners, None if budget is None else budget - 60 * MIB, 8 * MIB
+    )
 
 
 @pytest.mark.parametrize("budget", [None, 68 * MIB, 68 * MIB - 1])
@@ -535,8 +528,8 @@ def test_the_figure_stacks_owners_and_the_rest_up_to_what_is_in_use():
 @pytest.mark.parametrize(("before", "unit"), [(2**30, "MiB"), (2**30 + 1, "GiB")])
 def test_a_figure_is_in_the_unit_of_what_was_in_use_before(before, unit):
     usage = Usage(before, 0, 0, 0)
-    phases = (Phase("profile", False, usage, usage, 2**28, {"out": 2**27}),)
-    (axes,) = Report(2**31, before, phases, (), None, 0).figure().axes
+    phases = (ledgers.Phase("profile", False, usage, usage, 2**28, {"out": 2**27}),)
+    (axes,) = ledgers.Report(2**31, before, phases, (), None, 0).figure().axes
     size = {"MiB": 2**20, "GiB": 2**30}[unit]
     heights = [bars[0].get_height() for bars in axes.containers]
     assert (axes.get_ylabel(), heights) == (unit, [before / size, 0, 2**28 / size])
@@ -556,7 +549,7 @@ def test_a_model_on_cuda_is_measured_by_the_driver_and_has_the_whole_device(monk
     model.x = torch.zeros(4).as_subclass(OnCuda)
     report = begun(model).read()
     assert (report.budget, report.before, report.headroom, phases) == (100, 60, 45, ["profile", "end"])
-    assert AllocationLedger(model, budget_bytes=70).budget_bytes == 70
+    assert ledgers.AllocationLedger(model, budget_bytes=70).budget_bytes == 70
 
 
 def test_weights_that_share_a_storage_count_once_in_what_is_in_use():
