@@ -39,9 +39,7 @@ def zeroing(provider: str, wrong: bool = True) -> object:
 
 
 @pytest.mark.parametrize("timed", [routing, zeroing])
-def test_a_wrong_result_of_ours_ends_the_run(
-    timed: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_result_of_ours_ends_the_run(timed, capsys, monkeypatch):
     monkeypatch.setattr(measure, "l2_bytes", lambda: 4096)
     assert not timed("a peer")
     assert "a peer" in capsys.readouterr().out
@@ -49,7 +47,7 @@ def test_a_wrong_result_of_ours_ends_the_run(
         timed("staleproof")
 
 
-def test_a_right_result_is_timed() -> None:
+def test_a_right_result_is_timed():
     assert zeroing("staleproof", wrong=False)
 
 
@@ -73,7 +71,7 @@ def choices(change: str) -> int | None:
     return topk["other_choices"]((weights, ids), want, x)
 
 
-def test_nearly_equal_experts_may_be_chosen_otherwise_and_nothing_else_may_differ() -> None:
+def test_nearly_equal_experts_may_be_chosen_otherwise_and_nothing_else_may_differ():
     assert choices("nothing") == 0
     assert choices("other experts in 1 %") == 1
     for change in ("other experts in 3 %", "a repeated expert", "an id out of range", "a wrong weight"):

@@ -20,7 +20,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal 
 
 
 @pytest.fixture(autouse=True, params=["a new interpreter", pytest.param("forked", marks=LINUX)])
-def how(request, monkeypatch: pytest.MonkeyPatch) -> str:
+def how(request, monkeypatch):
     """How children come to be: forked from a process that has imported torch, or new interpreters."""
     monkeypatch.setattr(children, "_may_fork", lambda env: request.param == "forked")
     monkeypatch.setattr(children, "PRELOADED", ())

@@ -44,7 +44,7 @@ ONE |= {"incidents/one/scene.py", "incidents/one/cases.py"}
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path, monkeypatch):
     """A package of its own, so that its files can be changed."""
     root = tmp_path / "src" / "staleproof"
     for name, text in FILES.items():

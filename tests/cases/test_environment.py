@@ -1,7 +1,5 @@
 """What a machine can run, and which combinations of packages fail."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace

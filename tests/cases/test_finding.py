@@ -1,7 +1,5 @@
 """Findings on disk, their grade, and whether they are as expected."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from importlib.metadata import version

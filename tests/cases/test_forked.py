@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is fork
 
 
 @pytest.fixture(autouse=True)
-def _every_child_is_forked(monkeypatch: pytest.MonkeyPatch):
+def _every_child_is_forked(monkeypatch):
     monkeypatch.setattr(children, "_may_fork", lambda env: True)
     monkeypatch.setattr(children, "PRELOADED", ("fractions",))
     end_server()

@@ -1,7 +1,5 @@
 """Predictions, and what a recorded run of an SM100 GPU says about them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def verdicts(found) -> dict:
 
 
 @pytest.fixture
-def threads() -> Iterator[int]:
+def threads():
     """More than one thread of torch, so that one is a change."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)

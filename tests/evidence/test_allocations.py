@@ -1,7 +1,5 @@
 """The walk over a module tree, and the tracker that the CPU uses."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 

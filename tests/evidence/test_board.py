@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, tor
 
 
 @pytest.fixture(name="device", autouse=True)
-def device_fixture(device: str) -> Iterator[str]:
+def device_fixture(device):
     """Tensors are made where the kernels run."""
     with torch.device(device):
         yield device

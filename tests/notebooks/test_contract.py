@@ -30,7 +30,7 @@ def is_walkthrough(path: Path) -> bool:
     return path.name in WALKED
 
 
-def test_there_are_notebooks() -> None:
+def test_there_are_notebooks():
     names = [p.stem for p in NOTEBOOKS]
     assert names, "no notebooks"
     assert [n[:3] for n in names] == [f"{i:02d}_" for i in range(len(names))]
@@ -48,7 +48,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "rule"), CASES)
-def test_notebook_keeps_the_contract(path: Path, rule: Rule) -> None:
+def test_notebook_keeps_the_contract(path, rule):
     # Not nbformat.read: it repairs what it reads, and the committed file is what counts.
     text = path.read_text("utf-8")
     nb = v4.reads(text)
@@ -89,7 +89,7 @@ def _good() -> NotebookNode:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_a_good_notebook_passes(rule: Rule) -> None:
+def test_a_good_notebook_passes(rule):
     assert rule(_good()) == []
 
 
@@ -234,29 +234,29 @@ BROKEN: tuple[tuple[Rule, Callable[[NotebookNode], None]], ...] = (
 
 
 @pytest.mark.parametrize(("rule", "spoil"), BROKEN, ids=lambda x: getattr(x, "__name__", None))
-def test_each_rule_sees_what_breaks_it(rule: Rule, spoil: Callable[[NotebookNode], None]) -> None:
+def test_each_rule_sees_what_breaks_it(rule, spoil):
     nb = _good()
     spoil(nb)
     assert rule(nb) != []
 
 
-def test_a_walkthrough_may_end_in_a_real_engine() -> None:
+def test_a_walkthrough_may_end_in_a_real_engine():
     nb = _good()
     nb.cells[0].source += "\n## In a real engine"
     assert contract.walks_in_order(nb) == []
 
 
-def test_words_in_a_fold_are_not_counted() -> None:
+def test_words_in_a_fold_are_not_counted():
     nb = _good()
     nb.cells[0].source += f"\n\n<details><summary>More</summary>\n\n{'word ' * 2501}\n\n</details>"
     assert contract.is_read_in_one_sitting(nb) == []
 
 
-def test_every_rule_is_shown_a_notebook_that_breaks_it() -> None:
+def test_every_rule_is_shown_a_notebook_that_breaks_it():
     assert {rule for rule, _ in BROKEN} == set(RULES)
 
 
-def test_this_machine_is_never_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_never_named(monkeypatch):
     monkeypatch.setattr(platform, "node", lambda: "gpu-a6-7")
     nb = _good()
     assert contract.names_no_path_and_no_host(nb) == []

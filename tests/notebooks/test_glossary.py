@@ -25,13 +25,13 @@ def notebook(*prose: str) -> NotebookNode:
 
 
 @pytest.mark.parametrize("path", WALKTHROUGHS, ids=lambda path: path.stem)
-def test_each_word_is_linked_where_it_is_first_used(path: Path) -> None:
+def test_each_word_is_linked_where_it_is_first_used(path):
     nb = nbformat.read(path, as_version=4)
     assert first_uses_without_link(nb, WORDS) == []
     assert links_without_entry(nb, TEXT) == []
 
 
-def test_every_entry_has_an_anchor_and_every_exception_is_a_name() -> None:
+def test_every_entry_has_an_anchor_and_every_exception_is_a_name():
     entries = [line for line in TEXT.splitlines() if line.startswith("**")]
     assert len(entries) == len({anchor for anchor, _ in ENTRY.findall(TEXT)}) > 70
     assert set(WORDS) >= PLAIN
@@ -47,7 +47,7 @@ def test_every_entry_has_an_anchor_and_every_exception_is_a_name() -> None:
         ("[Padding row](https://github.com) and a padding row", LINKED),
     ],
 )
-def test_a_first_use_without_a_link_is_seen(prose: tuple[str, ...]) -> None:
+def test_a_first_use_without_a_link_is_seen(prose):
     (problem,) = first_uses_without_link(notebook(*prose), {"padding row": "padding-row"})
     assert problem.startswith("padding row: not linked")
 
@@ -60,9 +60,9 @@ def test_a_first_use_without_a_link_is_seen(prose: tuple[str, ...]) -> None:
         ("padding rower, unpadding row",),
     ],
 )
-def test_headings_and_code_are_no_use_of_a_word(prose: tuple[str, ...]) -> None:
+def test_headings_and_code_are_no_use_of_a_word(prose):
     assert first_uses_without_link(notebook(*prose), {"padding row": "padding-row"}) == []
 
 
-def test_a_link_to_no_entry_is_seen() -> None:
+def test_a_link_to_no_entry_is_seen():
     assert links_without_entry(notebook(LINKED), "") == ["no entry padding-row"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import made_up
@@ -14,12 +13,12 @@ from staleproof.vllm import hooks, plugin, standing
 
 
 @pytest.fixture(autouse=True)
-def _what_is_said_once_is_said_in_each_test() -> None:
+def _what_is_said_once_is_said_in_each_test():
     hooks._warned.clear()
 
 
 @pytest.fixture(name="made_up")
-def made_up_fixture(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], Path]]:
+def made_up_fixture(tmp_path):
     """Writes a package ``vllm``; its argument maps a module's name below ``vllm`` to the module's text.
 
     Whatever a test has wrapped is unwrapped at its end, and nothing of the hooks is left then.
@@ -33,7 +32,7 @@ def made_up_fixture(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], Path]
 
 
 @pytest.fixture(name="installed")
-def installed_fixture(tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
+def installed_fixture(tmp_path, monkeypatch):
     """Installs a made-up vLLM: its version, or ``None`` for no metadata; its modules, or none at all."""
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("a vLLM is installed here, and would be found beside the one made up")

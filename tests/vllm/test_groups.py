@@ -1,7 +1,5 @@
 """Patches that need each other in a real vLLM: no list grows, whoever schedules and whatever fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import environment

@@ -50,7 +50,7 @@ torch.empty = on_cpu
 
 
 @pytest.fixture(name="released")
-def released_fixture() -> Path:
+def released_fixture():
     return environment.sources(VERSION)
 
 

@@ -1,7 +1,5 @@
 """A program that is forked finds what it would find in a new interpreter, and says as much."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -29,7 +29,7 @@ ON = {"STALEPROOF_WATCH": "1"}
 
 
 @pytest.fixture(name="watch")
-def watch_fixture() -> Watch:
+def watch_fixture():
     return Watch(Settings(), DEVICE)
 
 

@@ -30,7 +30,7 @@ DEVICE = device.select()
 
 
 @pytest.fixture(name="served", scope="module")
-def served_fixture() -> tuple[Watch, str]:
+def served_fixture():
     device.select()
     watch, port = Watch(Settings(), DEVICE), free_port()
     blocks, memory = Blocks([STATE, ATTENTION], [16, 16]), Memory(None, lambda: 2**20)
@@ -48,7 +48,7 @@ def served_fixture() -> tuple[Watch, str]:
 
 
 @pytest.fixture(name="url")
-def url_fixture(served: tuple[Watch, str]) -> str:
+def url_fixture(served):
     return served[1]
 
 

@@ -1,7 +1,5 @@
 """The hooks of incident 2's patch on plain tensors; tests/vllm has them in the real vLLM."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,7 +103,7 @@ def equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _asked_anew() -> Iterator[None]:
+def _asked_anew():
     """A process asks its vLLM once; here each test has another, and the next file's tests have none."""
     fp8_scales._writes_masks.cache_clear()
     yield
@@ -113,7 +111,7 @@ def _asked_anew() -> Iterator[None]:
 
 
 @pytest.fixture(name="engine")
-def engine_fixture(made_up: Callable[[dict[str, str]], Path], device: str) -> Iterator[Callable[..., Engine]]:
+def engine_fixture(made_up, device):
     made_up(MODULES)
     patch = patches()[fp8_scales.NAME]
     patch.apply("0.22.1")
@@ -125,7 +123,7 @@ def engine_fixture(made_up: Callable[[dict[str, str]], Path], device: str) -> It
 
 
 @pytest.fixture(name="on")
-def on_fixture(engine: Callable[..., Engine]) -> Engine:
+def on_fixture(engine):
     return engine(RUNNERS[0])
 
 

@@ -238,7 +238,7 @@ def test_a_table_of_experts_or_a_bias_of_image_tokens_is_left_to_vllm():
 
 
 @pytest.fixture(name="repeated")
-def repeated_fixture(monkeypatch) -> list[tuple[object, ...]]:
+def repeated_fixture(monkeypatch):
     """The addresses of each launch that did not go through Triton's own way."""
     launched, found = topk.launched, []
 
