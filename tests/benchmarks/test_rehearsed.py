@@ -44,6 +44,12 @@ def prepare(q, kv_cache, block_table, seq_lens, scale, splits, out):
     return lambda: out.copy_(mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=scale)[0])
 
 
+def dynamic_fp8(result, x, scale):
+    """vLLM's operator."""
+    for out, found in zip((result, scale), fp8.quantize_fp8_per_tensor(x), strict=True):
+        out.copy_(found)
+
+
 def mode_of(row: dict) -> str:
     """Without where the inputs were."""
     return row["mode"].removesuffix(", cold").removesuffix(", warm")
@@ -125,13 +131,7 @@ def test_vllms_fp8_op_is_a_peer_where_its_library_is_named(monkeypatch, capsys, 
         monkeypatch.setenv("STALEPROOF_VLLM_C_SO", here)
         monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
         library.define("dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()")
-
-        def op(result, x, scale):
-            quantised, scales = fp8.quantize_fp8_per_tensor(x)
-            result.copy_(quantised)
-            scale.copy_(scales)
-
-        library.impl("dynamic_scaled_fp8_quant", op, "CPU")
+        library.impl("dynamic_scaled_fp8_quant", dynamic_fp8, "CPU")
     try:
         found = {row["provider"] for row in bench.rows()}
     finally:
@@ -558,12 +558,8 @@ def test_the_host_is_timed_with_vllms_own_operators(monkeypatch):
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     monkeypatch.setattr(torch.ops, "_moe_C", Routing(), raising=False)
 
-    def quantize(codes, x, scale):
-        found = fp8.quantize_fp8_per_tensor(x)
-        codes.copy_(found[0])
-        scale.copy_(found[1])
-
-    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(dynamic_scaled_fp8_quant=quantize), raising=False)
+    library = SimpleNamespace(dynamic_scaled_fp8_quant=dynamic_fp8)
+    monkeypatch.setattr(torch.ops, "_C", library, raising=False)
     inputs = bench.Inputs()
     assert inputs.peers() == {"mla_decode": {}}
     for name in ("MOE", "C"):
@@ -640,3 +636,57 @@ def test_a_decode_that_is_off_is_refused(monkeypatch, provider, cache, error, wh
 
     said = case.timing({provider: refuse}).wrong(provider)
     assert said == "it does not take the shape: no such shape"
+
+
+def routing(monkeypatch, provider):
+    bench = rehearsal.load("topk", monkeypatch)
+    x = torch.randn(4, 8)
+    weights, ids = want = bench.softmax_then_topk(x, 2)
+    return bench.timing("topk_softmax", "mode", [x], want, {provider: lambda x: (weights + 1, ids)})
+
+
+def zeroing(monkeypatch, provider, wrong=True):
+    zero = rehearsal.load("zero_blocks", monkeypatch)
+    bench = zero.Bench(zero.Pool("small", 1, 1, 16, 8, (2,)))
+    calls = {provider: lambda ids: bench.index_fill(torch.tensor(ids[wrong:]))}
+    return bench.timing("mode", 2, {provider: measure.Times(1.0, 1.0, 1.0)}, None, calls, [3, 5])
+
+
+@pytest.mark.parametrize("timed", [routing, zeroing])
+def test_a_wrong_result_of_a_peer_is_left_out_and_one_of_ours_ends_the_run(timed, capsys, monkeypatch):
+    assert not [*timed(monkeypatch, "a peer").rows()]
+    assert "a peer" in capsys.readouterr().out
+    with pytest.raises(measure.WrongResult, match="staleproof"):
+        [*timed(monkeypatch, "staleproof").rows()]
+    assert [*zeroing(monkeypatch, "staleproof", wrong=False).rows()]
+
+
+@pytest.mark.parametrize(
+    ("change", "others"),
+    [
+        ("nothing", 0),
+        ("1 other expert", 1),
+        ("3 other experts", None),
+        ("a repeated expert", None),
+        ("an id out of range", None),
+        ("a wrong weight", None),
+    ],
+)
+def test_nearly_equal_experts_may_be_chosen_otherwise_in_a_row_of_100_and_nothing_else(
+    monkeypatch, change, others
+):
+    bench = rehearsal.load("topk", monkeypatch)
+    x = torch.randn(100, 16, generator=torch.Generator().manual_seed(1))
+    weights, ids = bench.softmax_then_topk(x, 3)
+    want = weights.clone(), ids.clone()
+    if "other" in change:
+        # The fourth best in place of the third, with its own weight.
+        rows, order = int(change[0]), x.softmax(-1).sort(descending=True)
+        weights[:rows, 2], ids[:rows, 2] = order.values[:rows, 3], order.indices[:rows, 3].int()
+    elif change == "a repeated expert":
+        ids[0, 2] = ids[0, 1]
+    elif change == "an id out of range":
+        ids[0, 2] = 16
+    elif change == "a wrong weight":
+        weights[0] *= 1.01
+    assert bench.other_choices((weights, ids), want, x) == others
