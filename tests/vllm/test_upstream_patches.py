@@ -1,4 +1,4 @@
-"""The patches of ``workbook/upstream``: they fit vLLM 0.33.0, and their own tests fail without them.
+"""The patches and drafts of ``workbook/upstream``: they fit vLLM 0.33.0, and their tests fail without them.
 
 Those in a folder change the call site of a file that ``tools.lift`` writes; ``tests/ops/test_lifted.py``
 compares its results with those of our operations.
@@ -87,11 +87,27 @@ def test_their_own_tests_fail_as_released_and_pass_with_them(tmp_path, mended, e
 
 
 def test_the_draft_and_the_patch_of_the_router_change_the_same_lines():
-    draft = (UPSTREAM / "vllm-topk-sigmoid-nan-bias.md").read_text()
     patch = COMPILED.read_text().partition("diff --git a/tests")[0]
     changed = re.compile(r"^[+-](?!\+\+|--)(.*)$", re.MULTILINE)
-    (diff,) = re.findall(r"^```diff\n(.*?)^```", draft, re.MULTILINE | re.DOTALL)
+    diff = _block("vllm-topk-sigmoid-nan-bias.md", "diff")
     assert changed.findall(diff) == changed.findall(patch)
+
+
+def _block(draft: str, language: str) -> str:
+    """The one block of a draft in this language."""
+    text = (UPSTREAM / draft).read_text()
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return str(block)
+
+
+@pytest.mark.slow
+def test_the_script_of_published_blocks_fails_as_released_and_passes_with_its_diff(tmp_path):
+    script, diff = (_block("vllm-published-before-written.md", language) for language in ("python", "diff"))
+    found = warm.released(VERSION, "-c", script)
+    said = "AssertionError: 256 tokens are computed, and the prefix cache gives 288"
+    assert found.stderr.rstrip().endswith(said)
+    mended = warm.run("-c", script, env=environment.patched(VERSION, tmp_path, diff), timeout=300)
+    assert mended.returncode == 0, mended.stderr[-2000:]
 
 
 # What vLLM registers for these two, of the whole library.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import socket
-from collections.abc import Callable
+import types
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +104,12 @@ def start_fixture(made_up, monkeypatch, device):
 
 
 def _config() -> Any:
-    import types
-
     spec = type("MLAAttentionSpec", (), {"block_size": 16})()
     return types.SimpleNamespace(kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec)])
 
 
 def output(*names: str, block: int | None = None) -> Any:
     """What the scheduler says of a step in which each of these requests has one token."""
-    import types
-
     new = [types.SimpleNamespace(req_id=names[0], block_ids=([block],), num_computed_tokens=0)]
     cached = types.SimpleNamespace(
         req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
@@ -220,9 +216,8 @@ def test_a_port_in_use_leaves_the_counts_and_their_line(start, monkeypatch, capl
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        monkeypatch.setattr(
-            watch_port, "serve", _on_port(watch_port.serve, taken.getsockname()[1]), raising=True
-        )
+        opened, port = watch_port.serve, taken.getsockname()[1]
+        monkeypatch.setattr(watch_port, "serve", lambda watch, _, *rest: opened(watch, port, *rest))
         runner, _ = start()
         serve(runner)
         watch = watch_hooks.installed[0].watch
@@ -230,10 +225,6 @@ def test_a_port_in_use_leaves_the_counts_and_their_line(start, monkeypatch, capl
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "cannot be opened" in said
     assert "first padding row" in said
-
-
-def _on_port(inner: Callable[..., None], port: int) -> Callable[..., None]:
-    return lambda watch, _, *rest: inner(watch, port, *rest)
 
 
 def test_the_made_up_engine_has_vllms_names():

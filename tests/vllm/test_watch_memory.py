@@ -73,8 +73,6 @@ def test_what_vllm_raises_goes_through_a_phase():
 
 
 def test_without_a_gpu_there_is_nothing_to_record():
-    import types
-
     assert watch_memory.of(types.SimpleNamespace(device="cpu")).unprofiled() == {}
 
 
