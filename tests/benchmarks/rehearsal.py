@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from types import SimpleNamespace as Space
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def load(name: str, monkeypatch: Any, **sizes: Any) -> ModuleType:
     monkeypatch.setenv("STALEPROOF_MLA_CELLS", "0")
     for library in ("MOE", "C", "OLD_MOE"):
         monkeypatch.delenv(f"STALEPROOF_VLLM_{library}_SO", raising=False)
-    nothing = SimpleNamespace(multi_processor_count=132)
+    nothing = Space(multi_processor_count=132)
     for place, replaced in {
         measure: {
             "require_gpu": lambda: None,

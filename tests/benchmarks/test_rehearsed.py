@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -276,7 +276,7 @@ def test_the_older_vllm_is_asked_in_a_process_of_its_own(monkeypatch, capsys, tm
         asked.append(env["STALEPROOF_VLLM_MOE_SO"])
         assert env["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path / "cuda")
         rows = [{"provider": "staleproof"}, {"provider": "nan_to_num, vLLM"}]
-        return SimpleNamespace(returncode=len(asked) - 1, stdout=json.dumps(rows), stderr="cannot load\n")
+        return Space(returncode=len(asked) - 1, stdout=json.dumps(rows), stderr="cannot load\n")
 
     monkeypatch.setattr(bench.subprocess, "run", run)
     bench.__file__ = "topk.py"
@@ -333,8 +333,8 @@ def test_a_decode_step_reads_its_weights_and_the_cache_of_the_live_requests(monk
         return config.for_device(where, **sizes | {"hidden": 16, "inter": 8})
 
     # A step that is not captured says as much, and sooner.
-    monkeypatch.setattr(scene, "capture", lambda step, on: step() or SimpleNamespace(replay=step))
-    monkeypatch.setattr(bench, "EngineConfig", SimpleNamespace(for_device=for_device))
+    monkeypatch.setattr(scene, "capture", lambda step, on: step() or Space(replay=step))
+    monkeypatch.setattr(bench, "EngineConfig", Space(for_device=for_device))
     monkeypatch.setattr(bench, "_paired", lambda engines: dict.fromkeys(engines, measure.Times(2, 1, 3)))
     cases = [*bench.cases()]
     variants = [
@@ -382,7 +382,7 @@ def test_a_first_call_is_timed_with_an_empty_cache_and_with_the_one_that_it_left
         compile(command[2], "program", "exec")
         asked.append((command[2], env["TRITON_CACHE_DIR"], [*Path(env["TRITON_CACHE_DIR"]).iterdir()]))
         (Path(env["TRITON_CACHE_DIR"]) / "kernel").touch()
-        return SimpleNamespace(returncode=0, stdout=f"said before\n[{len(asked)}, 0.5]\n", stderr="")
+        return Space(returncode=0, stdout=f"said before\n[{len(asked)}, 0.5]\n", stderr="")
 
     monkeypatch.setattr(bench.subprocess, "run", run)
     rows = bench.rows()
@@ -401,7 +401,7 @@ def test_a_first_call_is_timed_with_an_empty_cache_and_with_the_one_that_it_left
     assert all(f"staleproof.{name}" in program for name, (program, *_) in zip(names, asked[::2], strict=True))
     assert [row["mode"].rpartition(" ")[2] for row in rows[:4]] == ["empty", "empty", "filled", "filled"]
     monkeypatch.setattr(
-        bench.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stdout="", stderr="no GPU")
+        bench.subprocess, "run", lambda *_, **__: Space(returncode=1, stdout="", stderr="no GPU")
     )
     with pytest.raises(RuntimeError, match="the call: no GPU"):
         bench.timed("", "the call", "cache")
@@ -558,7 +558,7 @@ def test_the_host_is_timed_with_vllms_own_operators(monkeypatch):
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     monkeypatch.setattr(torch.ops, "_moe_C", Routing(), raising=False)
 
-    library = SimpleNamespace(dynamic_scaled_fp8_quant=dynamic_fp8)
+    library = Space(dynamic_scaled_fp8_quant=dynamic_fp8)
     monkeypatch.setattr(torch.ops, "_C", library, raising=False)
     inputs = bench.Inputs()
     assert inputs.peers() == {"mla_decode": {}}

@@ -2,7 +2,7 @@
 
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ MACHINES = [
 
 @pytest.mark.parametrize(("has", "other"), MACHINES)
 def test_what_a_machine_can_run_and_what_it_skips_and_why(monkeypatch, has, other):
-    now = SimpleNamespace(**has)
+    now = Space(**has)
     for name, value in {
         "provenance": Provenance.MEASURED if now.measured else Provenance.INTERPRETED,
         "has_cuda": now.cuda,
@@ -114,7 +114,7 @@ def test_the_version_of_a_program_is_what_it_says(monkeypatch, said, version):
         assert command == [Path("nvcc"), "--version"]
         if isinstance(said, Exception):
             raise said
-        return SimpleNamespace(stdout=said)
+        return Space(stdout=said)
 
     monkeypatch.setattr(machine.subprocess, "run", run)
     assert machine._version(Path("nvcc")) == version

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def test_a_cuda_graph_is_captured_after_two_runs_beside_the_current_stream(monke
         "Stream": Stream,
         "current_stream": lambda: Stream("current"),
         "stream": lambda stream: inside(stream.name),
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: done.append("replay")),
+        "CUDAGraph": lambda: Space(replay=lambda: done.append("replay")),
         "graph": lambda graph, pool: inside("graph", pool),
     }
     for name, fake in fakes.items():
@@ -161,12 +162,12 @@ class Driver:
             ("CUmemAccess_flags", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE"),
             ("CUmemAllocationGranularity_flags", "CU_MEM_ALLOC_GRANULARITY_MINIMUM"),
         ):
-            setattr(self, name, SimpleNamespace(**{enumerator: enumerator}))
+            setattr(self, name, Space(**{enumerator: enumerator}))
 
     def CUmemAllocationProp(self):
-        return SimpleNamespace(location=SimpleNamespace())
+        return Space(location=Space())
 
-    CUmemAccessDesc = SimpleNamespace
+    CUmemAccessDesc = Space
 
     def __getattr__(self, name):
         given = {"cuMemGetAllocationGranularity": 64, "cuMemAddressReserve": 4096, "cuMemCreate": "memory"}
@@ -186,9 +187,9 @@ def test_memory_of_a_gpu_ends_where_its_mapping_ends(monkeypatch):
     # The form that https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html gives.
     assert interface == {"shape": (70,), "typestr": "|u1", "data": (4096 + 128 - 70, False), "version": 3}
     assert device == "cuda"
-    where = SimpleNamespace(type="CU_MEM_LOCATION_TYPE_DEVICE", id=3)
-    wanted = SimpleNamespace(type="CU_MEM_ALLOCATION_TYPE_PINNED", location=where)
-    access = SimpleNamespace(location=where, flags="CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
+    where = Space(type="CU_MEM_LOCATION_TYPE_DEVICE", id=3)
+    wanted = Space(type="CU_MEM_ALLOCATION_TYPE_PINNED", location=where)
+    access = Space(location=where, flags="CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
     assert driver.asked == [
         ("cuMemGetAllocationGranularity", wanted, "CU_MEM_ALLOC_GRANULARITY_MINIMUM"),
         # Nothing else is mapped in the pages behind.

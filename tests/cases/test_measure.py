@@ -6,7 +6,7 @@ import contextlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 
@@ -152,8 +152,7 @@ def cache_fixture(monkeypatch):
 
     cache.waits = []
     side, current = (
-        SimpleNamespace(wait_stream=lambda other, name=name: cache.waits.append(name))
-        for name in ("side", "current")
+        Space(wait_stream=lambda other, name=name: cache.waits.append(name)) for name in ("side", "current")
     )
     fake = {
         "Stream": lambda: side,
@@ -215,7 +214,7 @@ def test_reading_more_than_the_l2_reads_three_times_its_size_on_the_current_devi
     made, read = [], []
     monkeypatch.setattr(measure, "l2_bytes", lambda: 1000)
     monkeypatch.setattr(measure.torch.cuda, "current_device", lambda: 1)
-    buffer = SimpleNamespace(sum=lambda: read.append(1))
+    buffer = Space(sum=lambda: read.append(1))
     monkeypatch.setattr(measure.torch, "zeros", lambda count, **given: made.append((count, given)) or buffer)
     measure._more_than_l2.cache_clear()
     for _ in range(2):
@@ -231,8 +230,8 @@ def test_a_tensor_is_set_through_the_runtime_on_the_current_stream(monkeypatch):
         asked.append([arg.value for arg in args])
         return status
 
-    monkeypatch.setattr(measure, "cudart", lambda: SimpleNamespace(cudaMemsetAsync=memset))
-    stream = SimpleNamespace(cuda_stream=77)
+    monkeypatch.setattr(measure, "cudart", lambda: Space(cudaMemsetAsync=memset))
+    stream = Space(cuda_stream=77)
     monkeypatch.setattr(measure.torch.cuda, "current_stream", lambda: stream)
     x = measure.torch.zeros(3, 5, dtype=measure.torch.int16)
     measure.memset_async(x)
@@ -318,7 +317,7 @@ def test_a_table_that_just_fits_has_a_line_a_row(fits, capsys):
 
 
 def test_the_l2_is_that_of_the_current_device(monkeypatch):
-    sizes = {3: SimpleNamespace(L2_cache_size=5000)}
+    sizes = {3: Space(L2_cache_size=5000)}
     monkeypatch.setattr(measure.torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(measure.torch.cuda, "get_device_properties", sizes.get)
     assert measure.l2_bytes() == 5000

@@ -27,11 +27,12 @@ class VllmBackend:
 """,
     "compilation.wrapper": """
 import types
+from types import SimpleNamespace as Space
 
 class TorchCompileWithNoGuardsWrapper:
     def aot_compile(self, trace):
         trace()
-        return types.SimpleNamespace()
+        return Space()
 """,
 }
 

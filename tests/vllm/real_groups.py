@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 from typing import Any
 from unittest import mock
 
@@ -89,7 +89,7 @@ def turboquant() -> dict[str, Any]:
     impl.tq_config = config.TurboQuantConfig(head_dim=64, key_quant_bits=4, value_quant_bits=4)
     seq_lens = torch.tensor(kernels.SEQ_LENS, dtype=torch.int32)
     table = torch.zeros(len(seq_lens), 2, dtype=torch.int32)
-    metadata = SimpleNamespace(seq_lens=seq_lens, block_table=table)
+    metadata = Space(seq_lens=seq_lens, block_table=table)
     cache = torch.zeros(2, 16, 1, impl.tq_config.slot_size_aligned, dtype=torch.uint8)
     query = torch.ones(len(seq_lens), 2, 64)
     arguments = query, cache, metadata, torch.eye(64), torch.linspace(-1, 1, 16)

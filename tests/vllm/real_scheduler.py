@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 from typing import Any
 from unittest import mock
 
@@ -232,18 +232,16 @@ def block_zeroer(specs: list[Any], caches: list[torch.Tensor], listed: bool) -> 
     from vllm.v1.worker import utils
 
     groups = [
-        SimpleNamespace(
+        Space(
             kv_cache_spec=spec,
             kv_cache_group_id=i,
             layer_names=[f"layer.{i}"],
-            backend=SimpleNamespace(get_kv_cache_block_dim=_block_dim),
+            backend=Space(get_kv_cache_block_dim=_block_dim),
             kernel_block_stride=None,
         )
         for i, spec in enumerate(specs)
     ]
-    layers = {
-        f"layer.{i}": SimpleNamespace(kv_cache=[cache] if listed else cache) for i, cache in enumerate(caches)
-    }
+    layers = {f"layer.{i}": Space(kv_cache=[cache] if listed else cache) for i, cache in enumerate(caches)}
     rest = {
         "attn_groups_iter": iter(groups),
         "kernel_block_sizes": [16] * len(specs),
@@ -324,11 +322,11 @@ def dummy_slots() -> dict[str, Any]:
     runner.uniform_decode_query_len = 1
     runner.is_pooling_model = False
     runner.dcp_world_size = runner.pcp_world_size = 1
-    runner.kv_cache_config.kv_cache_groups = [SimpleNamespace(kv_cache_spec=None, layer_names=["layer.0"])]
-    table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=buffer))
+    runner.kv_cache_config.kv_cache_groups = [Space(kv_cache_spec=None, layer_names=["layer.0"])]
+    table = Space(slot_mapping=Space(gpu=buffer))
     runner.input_batch.block_table = [table]
     mode = module.CUDAGraphMode.NONE
-    size = SimpleNamespace(num_tokens=8, num_reqs=8)
+    size = Space(num_tokens=8, num_reqs=8)
     runner._determine_batch_execution_and_padding.return_value = (mode, size, False, None, None)
     runner.vllm_config.model_config.multimodal_config = None
     runner._get_slot_mappings = lambda *a, **k: cls._get_slot_mappings(runner, *a, **k)

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,9 +32,9 @@ def states() -> dict[str, str]:
 def triton(live: int, padding: list[bool] | None = None) -> list[int]:
     """Padding and live rows that vLLM's Triton MLA kernel leaves NaN, as the watch counts them."""
     on = watch_hooks.installed[0]
-    on.loaded(None, (SimpleNamespace(device="cpu"),), {})
+    on.loaded(None, (Space(device="cpu"),), {})
     assert on.watch is not None
-    output = SimpleNamespace(total_num_scheduled_tokens=live, num_scheduled_tokens={})
+    output = Space(total_num_scheduled_tokens=live, num_scheduled_tokens={})
     on.blocks = None
     on.step((None, output), {})
     with context(padding):

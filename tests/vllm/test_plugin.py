@@ -12,7 +12,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import made_up
 import pytest
@@ -370,8 +370,8 @@ def test_a_ready_engine_tells_its_model_and_what_was_refused_and_not_what_needs_
     monkeypatch.setattr(plugin.live, "beat", lambda: None)
     decided = {"a": ("refused", "no Triton"), "b": ("not needed", "no defect")}
     here = plugin.live.Here("0.22.1", decided=decided)
-    model = SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))
-    plugin._ready(here, SimpleNamespace(vllm_config=model))
+    model = Space(model_config=Space(served_model_name="a model"))
+    plugin._ready(here, Space(vllm_config=model))
     assert (here.ready, here.model) == (True, "a model")
     plugin._ready(here, None)
     assert said == [" on vLLM 0.22.1, this process: refused: a (no Triton)"] * 2

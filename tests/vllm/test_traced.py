@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -185,7 +185,7 @@ def test_mla(vllm, device, patch, name):
     module = vllm(f"v1.attention.backends.mla.{name}_mla")
     impl = next(cls for cls in vars(module).values() if isinstance(cls, type))()
     seq_lens = torch.tensor([3, 0, 5], dtype=torch.int32, device=device)
-    metadata = SimpleNamespace(decode=SimpleNamespace(seq_lens=seq_lens), num_decodes=3)
+    metadata = Space(decode=Space(seq_lens=seq_lens), num_decodes=3)
     with patches()[patch].applied("0.18.1"):
         traced = _compiled(lambda q: impl.forward_mqa(q * 1, None, metadata, None)[0])
         out = traced(torch.ones(3, 128, 24, device=device))

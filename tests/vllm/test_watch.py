@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import types
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -218,7 +218,7 @@ def test_vllms_own_mask_of_padding_rows_comes_first():
 
 
 def test_a_copy_that_has_not_arrived_is_not_read_and_not_waited_for(watch):
-    watch._arrived = types.SimpleNamespace(query=lambda: False, record=lambda: None)
+    watch._arrived = Space(query=lambda: False, record=lambda: None)
     step(watch, rows_with(1), 8)
     watch.copy()
     assert watch.reading().bad == {}
@@ -257,8 +257,8 @@ def test_it_is_off_by_default(monkeypatch):
     assert not watch_hooks.installed
 
 
-def scheduled(*tokens: int) -> types.SimpleNamespace:
-    return types.SimpleNamespace(
+def scheduled(*tokens: int) -> Space:
+    return Space(
         total_num_scheduled_tokens=sum(tokens), num_scheduled_tokens=dict(zip("abc", tokens, strict=False))
     )
 
@@ -282,7 +282,7 @@ def test_the_watch_of_a_server_asks_vllm_for_its_mask_of_padding(monkeypatch):
     asked = []
     monkeypatch.setattr(watch_hooks, "padding_mask", lambda rows: asked.append(rows))
     on = Hooks(Settings())
-    on.loaded(None, (types.SimpleNamespace(device=DEVICE),), {})
+    on.loaded(None, (Space(device=DEVICE),), {})
     assert on.watch is not None
     on.watch.observe("attention", "layers.0", torch.zeros(4, 8))
     assert asked == [4]
@@ -290,7 +290,7 @@ def test_the_watch_of_a_server_asks_vllm_for_its_mask_of_padding(monkeypatch):
 
 def test_a_dummy_run_is_no_step(monkeypatch):
     on = Hooks(Settings())
-    on.loaded(None, (types.SimpleNamespace(device=DEVICE),), {})
+    on.loaded(None, (Space(device=DEVICE),), {})
     assert on.watch is not None
     on.step((None, scheduled(4)), {"dummy_run": True})
     assert on.watch.steps == 0

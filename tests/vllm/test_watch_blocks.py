@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import types
+from types import SimpleNamespace as Space
 
 import pytest
 
@@ -108,9 +108,9 @@ def test_the_count_is_the_tenancy_logs(seed):
 def test_what_vllm_says_is_taken_in():
     """Resumed requests come with all their blocks; others with the new ones, or with none."""
     blocks = watch_blocks.of(
-        types.SimpleNamespace(
+        Space(
             kv_cache_groups=[
-                types.SimpleNamespace(kv_cache_spec=spec)
+                Space(kv_cache_spec=spec)
                 for spec in (
                     type("MLAAttentionSpec", (), {"block_size": SIZE})(),
                     type("MambaSpec", (), {"block_size": SIZE})(),
@@ -122,13 +122,13 @@ def test_what_vllm_says_is_taken_in():
 
     def output(new, cached, ended=(), **more):
         names = [name for name, *_ in cached]
-        return types.SimpleNamespace(
+        return Space(
             num_scheduled_tokens={name: tokens for name, *_, tokens in (*new, *cached)},
             scheduled_new_reqs=[
-                types.SimpleNamespace(req_id=name, block_ids=groups, num_computed_tokens=computed)
+                Space(req_id=name, block_ids=groups, num_computed_tokens=computed)
                 for name, groups, computed, _ in new
             ],
-            scheduled_cached_reqs=types.SimpleNamespace(
+            scheduled_cached_reqs=Space(
                 req_ids=names,
                 resumed_req_ids={"c"} & {*names},
                 new_block_ids=[groups for _, groups, *_ in cached],

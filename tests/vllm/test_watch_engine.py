@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import socket
-import types
 from pathlib import Path
+from types import SimpleNamespace as Space
 from typing import Any
 
 import pytest
@@ -105,16 +105,14 @@ def start_fixture(made_up, monkeypatch, device):
 
 def _config() -> Any:
     spec = type("MLAAttentionSpec", (), {"block_size": 16})()
-    return types.SimpleNamespace(kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec)])
+    return Space(kv_cache_groups=[Space(kv_cache_spec=spec)])
 
 
 def output(*names: str, block: int | None = None) -> Any:
     """What the scheduler says of a step in which each of these requests has one token."""
-    new = [types.SimpleNamespace(req_id=names[0], block_ids=([block],), num_computed_tokens=0)]
-    cached = types.SimpleNamespace(
-        req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
-    )
-    return types.SimpleNamespace(
+    new = [Space(req_id=names[0], block_ids=([block],), num_computed_tokens=0)]
+    cached = Space(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[])
+    return Space(
         total_num_scheduled_tokens=len(names),
         num_scheduled_tokens=dict.fromkeys(names, 1),
         scheduled_new_reqs=new if block is not None else [],

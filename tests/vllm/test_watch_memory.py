@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import types
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_what_vllm_raises_goes_through_a_phase():
 
 
 def test_without_a_gpu_there_is_nothing_to_record():
-    assert watch_memory.of(types.SimpleNamespace(device="cpu")).unprofiled() == {}
+    assert watch_memory.of(Space(device="cpu")).unprofiled() == {}
 
 
 @pytest.mark.parametrize(("pools", "outside"), [(-2, -3), (3, 4)])
@@ -81,9 +81,9 @@ def test_what_capture_left_outside_of_tensors_is_kept_and_no_negative_owner(pool
     class Ledger:
         def read(self):
             found = {PROFILE: (5, 6), CACHE: (7, 8), CAPTURE: (pools, outside)}
-            phases = [types.SimpleNamespace(name=n, pools=p, outside=o) for n, (p, o) in found.items()]
-            owners = [types.SimpleNamespace(name="out", bytes=n) for n in (1, 2)]
-            return types.SimpleNamespace(surprises=owners, phases=phases)
+            phases = [Space(name=n, pools=p, outside=o) for n, (p, o) in found.items()]
+            owners = [Space(name="out", bytes=n) for n in (1, 2)]
+            return Space(surprises=owners, phases=phases)
 
     memory = Memory(Ledger(), lambda: 0)
     memory.ready()

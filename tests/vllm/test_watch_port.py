@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -62,8 +62,8 @@ def test_a_scrape_has_what_was_counted(url):
 def test_a_scrape_has_each_count_that_arrived_and_its_age(monkeypatch, at, age):
     place = "router", "a"
     latest = Reading(8, 2, {place: (1, 2)}, {place: (3, 4)}, {"a": (5, 6)}, {place: 7}, at)
-    watch = SimpleNamespace(latest=latest, settings=Settings(layers=3, steps=4), steps=9)
-    monkeypatch.setattr(watch_port, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    watch = Space(latest=latest, settings=Settings(layers=3, steps=4), steps=9)
+    monkeypatch.setattr(watch_port, "time", Space(monotonic=lambda: 100.0))
     assert {
         family.name: [(*sample.labels.values(), sample.value) for sample in family.samples]
         for family in watch_port.Collector(watch)._counts()

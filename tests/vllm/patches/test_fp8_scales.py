@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from functools import partial
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 from typing import Any
 
 import pytest
@@ -75,7 +75,7 @@ class Engine:
         self.utils = importlib.import_module(f"{layers}.utils")
         self.context = importlib.import_module("vllm.forward_context")
         self.envs = importlib.import_module("vllm.envs")
-        config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
+        config = Space(parallel_config=Space(**parallel))
         # With its number, as vLLM's.
         device = torch.empty(0, device=on).device
         importlib.import_module("vllm.v1.worker.gpu_worker").Worker(config, device).init_device()
@@ -93,7 +93,7 @@ class Engine:
     def step(self, live: int, padding: float, **more: Any) -> list[torch.Tensor]:
         """Codes of the live rows and scales of a step whose padding rows hold one value."""
         self.live, self.padding = live, padding
-        output = SimpleNamespace(total_num_scheduled_tokens=live)
+        output = Space(total_num_scheduled_tokens=live)
         (x, x_scale), (slots, slots_scale) = self.runner.execute_model(output, **more)
         return [x[:live].view(torch.uint8), x_scale, slots[: live * TOP_K].view(torch.uint8), slots_scale]
 
@@ -160,12 +160,12 @@ def test_a_mask_of_vllm_goes_before_the_count(engine):
     on = engine(RUNNERS[1])
     mask = torch.zeros(TOKENS, dtype=torch.bool, device=on.x.device)
     mask[2] = True
-    on.context._forward_context = SimpleNamespace(is_padding=mask)
+    on.context._forward_context = Space(is_padding=mask)
     on.x[2], on.slots[2 * TOP_K : 3 * TOP_K] = 1e4, 1e4
     scales = on.step(TOKENS, 0.0)[1::2]
     assert max(map(float, scales)) < 0.1
     # That of a larger batch says nothing about these rows: the count decides.
-    on.context._forward_context = SimpleNamespace(is_padding=mask.repeat(2))
+    on.context._forward_context = Space(is_padding=mask.repeat(2))
     assert equal(on.step(2, 0.0), on.step(2, 1e4))
 
 
@@ -178,7 +178,7 @@ def test_a_mask_that_no_step_writes_says_nothing(engine, known):
         del on.envs.VLLM_MOE_SKIP_PADDING
     want = on.step(TOKENS, 0.0)
     mask = torch.ones(TOKENS, dtype=torch.bool, device=on.x.device)
-    on.context._forward_context = SimpleNamespace(is_padding=mask)
+    on.context._forward_context = Space(is_padding=mask)
     assert equal(on.step(TOKENS, 0.0), want)
     assert equal(on.step(3, 0.0), on.step(3, 1e4))
     assert fp8_scales.padding_mask(TOKENS) is None, "nor to the watch"
@@ -191,7 +191,7 @@ def test_a_mask_is_taken_if_it_has_all_rows(made_up, rows, long_enough):
     assert fp8_scales.padding_mask(rows) is None
     context = importlib.import_module("vllm.forward_context")
     assert fp8_scales.padding_mask(rows) is None
-    context._forward_context = SimpleNamespace(is_padding=torch.zeros(8, dtype=torch.bool))
+    context._forward_context = Space(is_padding=torch.zeros(8, dtype=torch.bool))
     assert fp8_scales.padding_mask(rows) is (context._forward_context.is_padding if long_enough else None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -16,13 +16,11 @@ SEQ_LENS = (7, 0, 3)
 
 
 def _call(out, lse, device, starts=None, needs_lse=True):
-    decode = SimpleNamespace(seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32, device=device))
+    decode = Space(seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32, device=device))
     if starts is not None:
         decode.query_start_loc = torch.tensor(starts, dtype=torch.int32, device=device)
-    impl = (
-        SimpleNamespace() if needs_lse is None else SimpleNamespace(need_to_return_lse_for_decode=needs_lse)
-    )
-    return patch._clear((out, lse), (impl, None, None, SimpleNamespace(decode=decode)), {})
+    impl = Space() if needs_lse is None else Space(need_to_return_lse_for_decode=needs_lse)
+    return patch._clear((out, lse), (impl, None, None, Space(decode=decode)), {})
 
 
 def _nan_rows(out) -> list[int]:
@@ -82,7 +80,7 @@ def test_no_row_at_all(device):
 
 def test_turboquant_rows(device):
     seq_lens = torch.tensor([*SEQ_LENS, 5], dtype=torch.int32, device=device)
-    metadata = SimpleNamespace(seq_lens=seq_lens)
+    metadata = Space(seq_lens=seq_lens)
     # The lengths are those of the padded batch; the workspace has more heads than the layer.
     out = torch.ones(4, 4, 16, device=device)[:3, :2]
     out[1] = torch.nan
@@ -151,7 +149,7 @@ def test_the_kernel_itself_writes_zeros_into_empty_rows_and_nothing_else_changes
         assert lse[1] == -torch.inf
         # A NaN of a live row is no padding and stays.
         assert out[2].isnan().tolist() == [column == 3 for column in range(16)]
-        metadata = SimpleNamespace(seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32, device=device))
+        metadata = Space(seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32, device=device))
         late = torch.full((3, 2, 16), torch.nan, device=device)
         vllm("triton_turboquant_decode")
         patch._clear_turboquant(late, (None, None, None, metadata), {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def _tensors_are_where_kernels_run(device):
 
 def _draws(distribution: str, tokens: int, experts: int, top_k: int, **params) -> torch.Tensor:
     torch.manual_seed(0)
-    router = SimpleNamespace(distribution=distribution, distribution_params=params)
+    router = Space(distribution=distribution, distribution_params=params)
     where = torch.device(DEVICE)
     return simulated.sample((router, tokens, experts, top_k, where, torch.int32), {})
 
