@@ -27,12 +27,11 @@ class VllmBackend:
 """,
     "compilation.wrapper": """
 import types
-from types import SimpleNamespace as Space
 
 class TorchCompileWithNoGuardsWrapper:
     def aot_compile(self, trace):
         trace()
-        return Space()
+        return types.SimpleNamespace()
 """,
 }
 

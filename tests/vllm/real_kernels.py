@@ -131,13 +131,8 @@ def _call(
     metadata = Space(
         decode=decode, num_decodes=len(SEQ_LENS), num_decode_tokens=rows, max_seq_len=32, causal=True
     )
-    layer = Space(
-        _k_scale=torch.ones(1),
-        _v_scale=torch.ones(1),
-        _q_scale_float=1.0,
-        _k_scale_float=1.0,
-        _v_scale_float=1.0,
-    )
+    layer = Space(**{f"_{name}_scale": torch.ones(1) for name in "kv"})
+    vars(layer).update({f"_{name}_scale_float": 1.0 for name in "qkv"})
     with poisoned():
         return impl.forward_mqa(q, cache, metadata, layer)
 

@@ -33,22 +33,10 @@ def config(caching: bool, blocks: int = BLOCKS) -> Any:
     model = of.ModelConfig(
         model=str(TINY_LLAMA), skip_tokenizer_init=True, dtype="float32", max_model_len=512
     )
-    scheduler = fitting(
-        of.SchedulerConfig,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        max_model_len=512,
-        enable_chunked_prefill=True,
-        is_encoder_decoder=False,
-    )
-    cached = fitting(
-        of.CacheConfig,
-        block_size=16,
-        gpu_memory_utilization=0.9,
-        swap_space=0,
-        cache_dtype="auto",
-        enable_prefix_caching=caching,
-    )
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512}
+    scheduler = fitting(of.SchedulerConfig, enable_chunked_prefill=True, is_encoder_decoder=False, **sizes)
+    cache = {"block_size": 16, "gpu_memory_utilization": 0.9, "swap_space": 0, "cache_dtype": "auto"}
+    cached = fitting(of.CacheConfig, enable_prefix_caching=caching, **cache)
     cached.num_gpu_blocks = blocks
     return of.VllmConfig(
         model_config=model,
@@ -131,16 +119,9 @@ def request(number: int, prompt: list[int], max_tokens: int) -> Any:
     sampling = SamplingParams(max_tokens=max_tokens)
     if hasattr(sampling, "update_from_generation_config"):
         sampling.update_from_generation_config({}, 2)
-    return fitting(
-        Request,
-        request_id=str(number),
-        prompt_token_ids=prompt,
-        sampling_params=sampling,
-        pooling_params=None,
-        eos_token_id=2,
-        arrival_time=0.0,
-        block_hasher=_block_hasher(),
-    )
+    given = {"request_id": str(number), "prompt_token_ids": prompt, "block_hasher": _block_hasher()}
+    given |= {"sampling_params": sampling, "pooling_params": None, "eos_token_id": 2, "arrival_time": 0.0}
+    return fitting(Request, **given)
 
 
 def step(engine: Any) -> Any:
@@ -149,18 +130,10 @@ def step(engine: Any) -> Any:
 
     scheduled = engine.schedule()
     ids = [*scheduled.num_scheduled_tokens]
-    engine.update_from_output(
-        scheduled,
-        fitting(
-            ModelRunnerOutput,
-            req_ids=ids,
-            req_id_to_index={r: i for i, r in enumerate(ids)},
-            sampled_token_ids=[[5] for _ in ids],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[None for _ in ids],
-        ),
-    )
+    order = {"req_ids": ids, "req_id_to_index": {r: i for i, r in enumerate(ids)}}
+    nothing = {"logprobs": None, "prompt_logprobs_dict": {}, "pooler_output": [None for _ in ids]}
+    output = fitting(ModelRunnerOutput, sampled_token_ids=[[5] for _ in ids], **order, **nothing)
+    engine.update_from_output(scheduled, output)
     return scheduled
 
 
@@ -223,10 +196,6 @@ class _LateIds:
         self.stream.work.append(lambda: self.ids.copy_(source))
 
 
-def _block_dim(*args: Any, **kwargs: Any) -> int:
-    return 0
-
-
 def block_zeroer(specs: list[Any], caches: list[torch.Tensor], listed: bool) -> Any:
     """The real KVBlockZeroer over one group a cache."""
     from vllm.v1.worker import utils
@@ -236,7 +205,7 @@ def block_zeroer(specs: list[Any], caches: list[torch.Tensor], listed: bool) -> 
             kv_cache_spec=spec,
             kv_cache_group_id=i,
             layer_names=[f"layer.{i}"],
-            backend=Space(get_kv_cache_block_dim=_block_dim),
+            backend=Space(get_kv_cache_block_dim=lambda *args, **kwargs: 0),
             kernel_block_stride=None,
         )
         for i, spec in enumerate(specs)
@@ -250,7 +219,7 @@ def block_zeroer(specs: list[Any], caches: list[torch.Tensor], listed: bool) -> 
         "static_forward_context": layers,
     }
     made = {"device": torch.device("cpu"), "pin_memory": False, "num_blocks": len(caches[0])}
-    made["max_concurrency"] = 2
+    made |= {"max_concurrency": 2}
     # From 0.32.0 on this is asked of the platform, and from 0.33.0 on once.
     torch_utils = importlib.import_module("vllm.utils.torch_utils")
     torch_utils.is_pin_memory_available = lambda: False

@@ -208,14 +208,8 @@ def test_vllms_own_exception_is_vllms(package):
         finally:
             entered.append("out")
 
-    target = Target(
-        MODULE,
-        "Impl.run",
-        ("self", "x"),
-        around=lambda a, k: around(a, k),
-        before=lambda a, k: None,
-        after=lambda r, a, k: r,
-    )
+    others = {"before": lambda a, k: None, "after": lambda r, a, k: r}
+    target = Target(MODULE, "Impl.run", ("self", "x"), around=around, **others)
     with _patch(target).applied("1.0.0"):
         impl = _ops().Impl()
         with pytest.raises(KeyError, match="vLLM's own"):

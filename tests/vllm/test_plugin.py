@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -16,6 +15,7 @@ from types import SimpleNamespace as Space
 
 import made_up
 import pytest
+import warm
 from made_up import planted
 
 from staleproof.cases import store
@@ -346,14 +346,8 @@ def test_loading_imports_nothing_heavy(installed):
         "heavy = 'torch', 'triton', 'vllm', 'numpy', 'rich', 'typer', 'staleproof.ops'; "
         "print([n for n in heavy if n in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT / "src")))},
-    )
-    assert done.stdout.strip() == "[]"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT / "src")))}
+    assert warm.new("-c", program, env=env).stdout.strip() == "[]"
 
 
 def test_the_entry_point_is_declared():

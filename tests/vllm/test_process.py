@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 
 import pytest
@@ -94,14 +93,8 @@ def test_a_line_is_not_lost_before_logging_is_configured(monkeypatch, configured
 
 def test_an_unconfigured_process_prints_the_summary(tmp_path):
     program = "from staleproof.vllm.plugin import register; register()"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "STALEPROOF_PATCHES": "none"},
-    )
-    assert done.stderr == "staleproof: off by STALEPROOF_PATCHES\n"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "STALEPROOF_PATCHES": "none"}
+    assert warm.new("-c", program, env=env).stderr == "staleproof: off by STALEPROOF_PATCHES\n"
 
 
 @pytest.mark.slow

@@ -7,11 +7,10 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from made_up import CACHE
 
 from staleproof.cli import app as cli
@@ -259,11 +258,7 @@ def test_a_posix_locale_reads_every_file(installed, tmp_path):
     installed("0.22.1", FILES)
     (tmp_path / "vllm/_custom_ops.py").write_text("# \N{GREEK SMALL LETTER ALPHA}\n" + OPS, encoding="utf-8")
     path = os.pathsep.join((str(ROOT / "src"), str(tmp_path)))
-    done = subprocess.run(
-        [sys.executable, "-X", "utf8=0", "-m", "staleproof", "patches"],
-        capture_output=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": path, "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"},
-    )
+    env = os.environ | {"PYTHONPATH": path, "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"}
+    done = warm.new("-X", "utf8=0", "-m", "staleproof", "patches", text=False, env=env)
     assert (done.returncode, done.stderr) == (3, b"")
     assert b"will be patched  scale_padding" in done.stdout

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import environment
@@ -172,15 +171,7 @@ def test_the_routers_kernels_repeat_experts_as_released_and_not_with_the_patch(t
         assert compiler.returncode == 0, said[-2000:]
         folder = tmp_path / name
         variables = os.environ | {"ROUTER": str(folder / "csrc/router.so"), "PYTHONPATH": str(folder)}
-        done = subprocess.run(
-            [sys.executable, "-c", RUN],
-            cwd=folder,
-            env=variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        found[name] = done.stdout
+        found[name] = warm.new("-c", RUN, cwd=folder, env=variables).stdout
     assert re.search(r"^16 passed", found["patched"], re.MULTILINE), found["patched"][-2000:]
     failed = re.findall(r"^FAILED \S+::(\w+)", found["released"], re.MULTILINE)
     assert {*failed} == {"test_expert_ids_are_distinct_where_the_bias_is_nan"}, found["released"][-2000:]

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 
 import environment
 import pytest
@@ -29,16 +28,8 @@ def test_it_finds_what_a_new_interpreter_finds(version, kind, tmp_path):
     arguments = [str(script), "one", "two"] if kind == "a script" else ["-c", STATE, "one"]
     env = environment.variables(version) | {"SET": version}
     forked = warm.run(*arguments, env=env, timeout=60, cwd=tmp_path)
-    new = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=env,
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-    )
-    assert (forked.returncode, forked.stderr) == (0, "")
+    new = warm.new(*arguments, env=env, cwd=tmp_path)
+    assert (forked.returncode, forked.stderr) == (new.returncode, "") == (0, "")
     assert json.loads(forked.stdout) == json.loads(new.stdout)
 
 
@@ -76,6 +67,6 @@ def test_without_a_vllm_it_finds_torch_alone(tmp_path):
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "packages")}
     forked = warm.run(str(script), "one", env=env, timeout=60, cwd=tmp_path, vllm=False)
-    command = [sys.executable, str(script), "one"]
-    new = subprocess.run(command, capture_output=True, text=True, check=True, env=env, cwd=tmp_path)
-    assert (forked.returncode, forked.stdout) == (0, new.stdout)
+    new = warm.new(str(script), "one", env=env, cwd=tmp_path)
+    assert (forked.returncode, forked.stdout) == (new.returncode, new.stdout)
+    assert new.returncode == 0

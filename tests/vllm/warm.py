@@ -78,10 +78,7 @@ def run(
         subprocess.TimeoutExpired: it ran for longer.
     """
     if sys.platform != "linux":
-        command = [sys.executable, *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, env=env, timeout=timeout, cwd=cwd
-        )
+        return new(*arguments, env=env, timeout=timeout, cwd=cwd)
     server = _server(vllm)
     assert server.stdin
     assert server.stdout
@@ -102,6 +99,13 @@ def run(
             raise subprocess.TimeoutExpired(arguments, timeout)
         said = [(Path(folder) / name).read_text(errors="replace") for name in ("stdout", "stderr")]
     return subprocess.CompletedProcess(arguments, int(code), *said)
+
+
+def new(*arguments: str, **options: Any) -> Ended:
+    """Run ``python *arguments`` in a new interpreter, whose input is empty."""
+    command = [sys.executable, *arguments]
+    given = {"capture_output": True, "text": True, "check": False, "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, **given | options)
 
 
 def released(version: str, *arguments: str, timeout: float = 300, **variables: str) -> Ended:

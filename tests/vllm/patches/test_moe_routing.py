@@ -275,15 +275,8 @@ def test_a_repeated_call_goes_straight_to_the_launch(name, repeated, monkeypatch
 def test_grouped_routing_by_name_is_that_by_position_and_what_has_no_rows_is_vllms():
     given = (torch.randn(3, 24), 4, 2, 4, True, 2.5, torch.randn(24), calls.SIGMOID)
     by_name = dict(zip(calls.GROUPED, given, strict=True))
-    expected = topk.grouped_topk(
-        given[0],
-        4,
-        num_expert_group=4,
-        topk_group=2,
-        bias=given[6],
-        renormalize=True,
-        routed_scaling_factor=2.5,
-    )
+    named = {"num_expert_group": 4, "topk_group": 2, "renormalize": True, "routed_scaling_factor": 2.5}
+    expected = topk.grouped_topk(given[0], 4, bias=given[6], **named)
     for args, kwargs in ((given, {}), ((), by_name), (given[:2], {n: by_name[n] for n in calls.GROUPED[2:]})):
         assert all(map(torch.equal, calls.grouped(args, kwargs), expected))
     assert calls.grouped((torch.empty(0, 24), *given[1:]), {}) is NotImplemented
