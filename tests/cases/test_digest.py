@@ -16,15 +16,10 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 FILES = {
     "__init__.py": "from staleproof.ops.unused import unused\n",
     "device.py": "WORD = 'INTERPRETED'\n",
-    "ops/__init__.py": "",
-    "ops/reference/__init__.py": "",
     "ops/reference/topk.py": "import torch\n",
     "ops/topk.py": "from staleproof.device import WORD\n",
-    "ops/unused.py": "",
     "evidence/__init__.py": "from staleproof.evidence.rows import judge\n",
-    "evidence/rows.py": "",
     "cases/graph.py": "import staleproof.device\n",
-    "cases/lazy.py": "",
     "incidents/one/scene.py": (
         "def serve():\n    from staleproof.cases import (\n        graph,\n        lazy as later,\n    )\n"
     ),
@@ -36,8 +31,9 @@ FILES = {
     "incidents/two/cases.py": (
         "from staleproof.evidence import judge\nfrom staleproof.ops.topk import topk\n"
     ),
-    "report/matrix.py": "",
 }
+FILES |= dict.fromkeys(("ops/__init__.py", "ops/reference/__init__.py", "ops/unused.py"), "")
+FILES |= dict.fromkeys(("evidence/rows.py", "cases/lazy.py", "report/matrix.py"), "")
 SCENE = "incidents/one/scene.py"
 ONE = {"device.py", "cases/graph.py", "cases/lazy.py", "ops/reference/topk.py"}
 ONE |= {"incidents/one/scene.py", "incidents/one/cases.py"}

@@ -391,15 +391,9 @@ def test_the_third_run_may_be_another_process_and_all_see_the_scene():
         return told[subject]
 
     told = {"off": "leaked", "on": "clean", "off again": "leaked"}
-    case = fix(
-        *("ours", "rows"),
-        off="off",
-        on="on",
-        again="off again",
-        ask=ask,
-        wrong=lambda subject, device, told: None,
-        scene=Scene("engines", lambda device: told),
-    )
+    runs = {"off": "off", "on": "on", "again": "off again"}
+    scene = Scene("engines", lambda device: told)
+    case = fix("ours", "rows", **runs, ask=ask, wrong=lambda subject, device, told: None, scene=scene)
     assert run(case)[0].verdict == "fixed"
     assert asked == ["off", "on", "off again"]
 

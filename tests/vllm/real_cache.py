@@ -72,16 +72,10 @@ def start(patches: str) -> dict[str, Any]:
         # Fusions that are on by default, though this platform has none of them.
         if name.startswith(("fuse_", "enable_")):
             setattr(passes, name, False)
+    none = {"custom_ops": ["none"], "cudagraph_mode": "NONE", "splitting_ops": [], "compile_sizes": []}
     config = configs.VllmConfig(
         device_config=configs.DeviceConfig(device="cpu"),
-        compilation_config=configs.CompilationConfig(
-            mode=3,
-            custom_ops=["none"],
-            cudagraph_mode="NONE",
-            splitting_ops=[],
-            compile_sizes=[],
-            pass_config=passes,
-        ),
+        compilation_config=configs.CompilationConfig(mode=3, pass_config=passes, **none),
     )
     logits = torch.randn(6, 32, generator=torch.Generator().manual_seed(2))
     bias = torch.zeros(32)

@@ -38,13 +38,9 @@ def config(caching: bool, blocks: int = BLOCKS) -> Any:
     cache = {"block_size": 16, "gpu_memory_utilization": 0.9, "swap_space": 0, "cache_dtype": "auto"}
     cached = fitting(of.CacheConfig, enable_prefix_caching=caching, **cache)
     cached.num_gpu_blocks = blocks
-    return of.VllmConfig(
-        model_config=model,
-        cache_config=cached,
-        parallel_config=of.ParallelConfig(),
-        scheduler_config=scheduler,
-        device_config=of.DeviceConfig(device="cpu"),
-    )
+    parts = {"model_config": model, "cache_config": cached, "scheduler_config": scheduler}
+    on = {"parallel_config": of.ParallelConfig(), "device_config": of.DeviceConfig(device="cpu")}
+    return of.VllmConfig(**parts, **on)
 
 
 def attention_spec() -> Any:

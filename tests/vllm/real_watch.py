@@ -52,14 +52,9 @@ def context(padding: list[bool] | None) -> Any:
     if padding is None:
         yield
         return
-    made = real_scheduler.fitting(
-        forward_context.ForwardContext,
-        no_compile_layers={},
-        attn_metadata={},
-        slot_mapping={},
-        virtual_engine=0,
-        is_padding=torch.tensor(padding),
-    )
+    empty = {name: {} for name in ("no_compile_layers", "attn_metadata", "slot_mapping")}
+    given = {"virtual_engine": 0, "is_padding": torch.tensor(padding)}
+    made = real_scheduler.fitting(forward_context.ForwardContext, **empty, **given)
     with forward_context.override_forward_context(made):
         yield
 

@@ -48,13 +48,9 @@ def here_fixture(monkeypatch):
 
 
 def child(*arguments: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": SRC},
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    env = os.environ | {"PYTHONPATH": SRC}
+    process = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], env=env, **pipes)
     assert process.stdout
     assert process.stdout.readline() == "False\n"
     return process

@@ -102,13 +102,8 @@ def test_choice():
     assert chosen("none").names == frozenset()
     assert chosen("mla_padding, scale_padding").names == {"mla_padding", "scale_padding"}
     # An incident's name stands for all its patches.
-    assert chosen("moe_routing").names == {
-        "topk_nan",
-        "topk_nan_bias",
-        "hash_topk_nan",
-        "duplicate_experts",
-        "routing_simulator",
-    }
+    routing = {"topk_nan", "topk_nan_bias", "hash_topk_nan", "duplicate_experts", "routing_simulator"}
+    assert chosen("moe_routing").names == routing
     assert chosen("-mla_padding").names == every - {"mla_padding"}
     assert chosen("all,-kv_reuse").names == {
         n for n, p in plugin.patches().items() if p.incident != "kv_reuse"
@@ -136,12 +131,8 @@ def test_the_probe_counts_before_the_number(tmp_path, monkeypatch):
         for version in ("0.18.1", "0.33.0"):
             of = plugin.base(version)
             found[needed, version] = plugin.decide(fake, of, Sources(tmp_path), ALL).state
-    assert found == {
-        (True, "0.18.1"): "will be patched",
-        (True, "0.33.0"): "refused",
-        (False, "0.18.1"): "not needed",
-        (False, "0.33.0"): "not needed",
-    }
+    needed = {(True, "0.18.1"): "will be patched", (True, "0.33.0"): "refused"}
+    assert found == needed | {(False, version): "not needed" for version in ("0.18.1", "0.33.0")}
 
 
 def test_a_probe_that_raises_is_one_line_and_none_where_the_patch_is_left_out(tmp_path):
@@ -315,12 +306,8 @@ def test_vllm_does_not_start_without_what_is_required(applied, monkeypatch, requ
 
 
 def test_what_is_required_must_stand_when_the_engine_is_ready(applied, monkeypatch, made_up):
-    made_up(
-        {
-            "a": "def f(x): return x",
-            "v1.engine.core": "class EngineCore:\n    def __init__(self):\n        import vllm.a\n",
-        }
-    )
+    core = "class EngineCore:\n    def __init__(self):\n        import vllm.a\n"
+    made_up({"a": "def f(x): return x", "v1.engine.core": core})
     applied(lambda: None)
     monkeypatch.setenv(process.REQUIRE, "a")
     plugin.register()

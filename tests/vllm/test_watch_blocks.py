@@ -107,17 +107,8 @@ def test_the_count_is_the_tenancy_logs(seed):
 
 def test_what_vllm_says_is_taken_in():
     """Resumed requests come with all their blocks; others with the new ones, or with none."""
-    blocks = watch_blocks.of(
-        Space(
-            kv_cache_groups=[
-                Space(kv_cache_spec=spec)
-                for spec in (
-                    type("MLAAttentionSpec", (), {"block_size": SIZE})(),
-                    type("MambaSpec", (), {"block_size": SIZE})(),
-                )
-            ]
-        )
-    )
+    specs = [type(name, (), {"block_size": SIZE})() for name in ("MLAAttentionSpec", "MambaSpec")]
+    blocks = watch_blocks.of(Space(kv_cache_groups=[Space(kv_cache_spec=spec) for spec in specs]))
     assert blocks.kinds == [ATTENTION, STATE]
 
     def output(new, cached, ended=(), **more):

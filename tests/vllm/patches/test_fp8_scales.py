@@ -14,22 +14,17 @@ from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.vllm import fp8_scales, hooks, standing
 from staleproof.vllm.plugin import patches
 
-MODULES = {
-    "forward_context": "_forward_context = None",
-    "v1.worker.gpu_model_runner": """
+RUNNER = """
 class GPUModelRunner:
     def __init__(self, device):
         self.device = device
     def execute_model(self, scheduler_output, intermediate_tensors=None):
         return self.forward()
-""",
-    "v1.worker.gpu.model_runner": """
-class GPUModelRunner:
-    def __init__(self, device):
-        self.device = device
-    def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False):
-        return self.forward()
-""",
+"""
+MODULES = {
+    "forward_context": "_forward_context = None",
+    "v1.worker.gpu_model_runner": RUNNER,
+    "v1.worker.gpu.model_runner": RUNNER.replace("=None)", "=None, dummy_run=False)"),
     "v1.worker.gpu_worker": """
 class Worker:
     def __init__(self, vllm_config, device):
