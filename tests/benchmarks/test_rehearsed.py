@@ -76,10 +76,8 @@ def test_mla_rows_hold_vllms_own_splits_and_the_best(monkeypatch):
     )
     found = [row for row in bench.rows() if row["provider"].startswith("vLLM")]
     assert set(asked) == {1, 2, 4, 8, 16, 32, 64}
-    assert [(row["provider"], row["splits"], row["p50"]) for row in found] == [
-        ("vLLM, best splits", 16, 1.0),
-        ("vLLM, its own splits", 2, 15.0),
-    ]
+    expected = [("vLLM, best splits", 16, 1.0), ("vLLM, its own splits", 2, 15.0)]
+    assert [(row["provider"], row["splits"], row["p50"]) for row in found] == expected
     assert [*found[0]["sweep"]] == ["1", "2", "8", "16", "32", "64"]
 
 
@@ -150,10 +148,8 @@ def test_a_small_batch_is_timed_with_one_launch_and_with_two(monkeypatch):
         return launched(kernel, *args, **options)
 
     monkeypatch.setattr(bench.fp8, "launched", named)
-    assert [row["provider"] for case in bench.few() for row in case.rows()] == [
-        "staleproof",
-        "staleproof, two launches",
-    ]
+    expected = ["staleproof", "staleproof, two launches"]
+    assert [row["provider"] for case in bench.few() for row in case.rows()] == expected
     # Each is called once to be checked and once to be timed.
     assert kernels == ["_whole_kernel"] * 2 + ["_amax_kernel", "_quantize_kernel"] * 2
 

@@ -125,7 +125,5 @@ def test_each_package_a_result_depends_on_has_its_version_or_none(monkeypatch):
     monkeypatch.setattr(machine.device, "version_of", {"torch": "2.11.0", "vllm": "0.22.1"}.get)
     found = machine.packages()
     assert [*found] == [*machine.PACKAGES]
-    assert {name: version for name, version in found.items() if version} == {
-        "torch": "2.11.0",
-        "vllm": "0.22.1",
-    }
+    expected = {"torch": "2.11.0", "vllm": "0.22.1"}
+    assert {name: version for name, version in found.items() if version} == expected

@@ -44,10 +44,8 @@ def test_times_that_something_else_took_are_rows_of_right_providers_alone(turns,
         *("a", "k", "bf16", "rows", 4, 8, taken, turns, wrong), more=lambda name: {"x": name}
     )
     rows = [*timing.rows()]
-    assert [(row["provider"], row["x"], row["cache"]) for row in rows] == [
-        ("limit: none", "limit: none", where),
-        ("peer", "peer", where),
-    ]
+    expected = [("limit: none", "limit: none", where), ("peer", "peer", where)]
+    assert [(row["provider"], row["x"], row["cache"]) for row in rows] == expected
     said = {
         name: rows[0][name]
         for name in ("incident", "kernel", "x_name", "x_value", "bytes", "p50", "p20", "p80")

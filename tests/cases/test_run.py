@@ -103,11 +103,8 @@ def test_ask_receives_the_subject_and_the_device():
     ]
     found = run(*rows, device="cuda")
     assert seen == [(1, "cuda"), (2, "cuda"), ("c", "cuda")]
-    assert [f.key for f in found] == [
-        Key("fake", "mapping", "a"),
-        Key("fake", "mapping", "b"),
-        Key("fake", "list", "c"),
-    ]
+    expected = [Key("fake", "mapping", "a"), Key("fake", "mapping", "b"), Key("fake", "list", "c")]
+    assert [f.key for f in found] == expected
 
 
 def test_an_answer_is_a_word_or_a_reading():
@@ -375,11 +372,8 @@ def test_the_finding_of_a_fix_has_what_the_run_with_it_said():
     case = fix("ours", "rows", off=0, on=1, ask=lambda *_: next(said), wrong=right, expect=expect)
     (found,) = run(case, device="cuda")
     assert (found.note, found.script, found.of, found.expected) == ("a note", "a script", whose.of, "fixed")
-    assert (found.provenance, found.words, found.three.text) == (
-        "RECORDED",
-        "fix",
-        "leaked, clean, leaked, right",
-    )
+    expected = "RECORDED", "fix", "leaked, clean, leaked, right"
+    assert (found.provenance, found.words, found.three.text) == expected
     assert found.numbers == {"rows_off": 1, "rows_on": 0, "rows_again": 2}
 
 

@@ -155,10 +155,8 @@ def test_an_installation_without_its_checkout_says_so(tmp_path, monkeypatch):
             store.checkout()
     project.touch()
     assert store.checkout() == tmp_path
-    assert (store.runs_folder(), store.build_folder()) == (
-        tmp_path / "workbook/runs",
-        tmp_path / "workbook/_build",
-    )
+    expected = tmp_path / "workbook/runs", tmp_path / "workbook/_build"
+    assert (store.runs_folder(), store.build_folder()) == expected
     (tmp_path / "benchmarks").mkdir()
     for name in ("b.py", "a.py", "_shared.py", "README.md"):
         (tmp_path / "benchmarks" / name).touch()

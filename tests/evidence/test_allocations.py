@@ -50,10 +50,8 @@ def test_live_allocations_find_their_owner_and_released_ones_are_gone():
     tree = nn.ModuleList([Layer(buffer), Layer(buffer)])
     tree[1].first["own"] = own
     groups = allocations.group_by_owner(tree, tracker)
-    assert [(name, sum(group.by_layer.values())) for (name, _), group in groups.items()] == [
-        ("*.first", buffer.nbytes + own.nbytes),
-        (allocations.UNOWNED, stray.nbytes),
-    ]
+    expected = [("*.first", buffer.nbytes + own.nbytes), (allocations.UNOWNED, stray.nbytes)]
+    assert [(name, sum(group.by_layer.values())) for (name, _), group in groups.items()] == expected
     # One tensor of an owner that layers share is enough.
     assert groups["*.first", ""].shared
     assert all(a.source.startswith("evidence/test_allocations.py:") for a in tracker.live.values())
@@ -168,10 +166,8 @@ def test_the_cuda_tracker_reads_the_allocators_trace(monkeypatch):
     tracker.begin("serve")
     assert (tracker.now, tracker.peak) == (100, 100)
     tracker.end()
-    assert {key: (a.nbytes, a.phase) for key, a in tracker.live.items()} == {
-        1: (100, "profile"),
-        3: (8, "serve"),
-    }
+    expected = {1: (100, "profile"), 3: (8, "serve")}
+    assert {key: (a.nbytes, a.phase) for key, a in tracker.live.items()} == expected
     x = torch.zeros(4)
     assert tracker.key(x[1:]) == x.data_ptr()
 

@@ -265,10 +265,8 @@ def test_the_largest_prediction_comes_first():
     with ledger.phase("profile"):
         tree.of_all = torch.zeros(3, EACH // 4)
         tree[0].own = torch.zeros(1, EACH // 4)
-    assert [(o.name, o.bytes, o.predicted) for o in ledger.read().owners] == [
-        ("*.own", EACH, 4 * EACH),
-        ("of_all", 3 * EACH, 3 * EACH),
-    ]
+    expected = [("*.own", EACH, 4 * EACH), ("of_all", 3 * EACH, 3 * EACH)]
+    assert [(o.name, o.bytes, o.predicted) for o in ledger.read().owners] == expected
 
 
 @pytest.mark.parametrize(
@@ -496,10 +494,8 @@ def test_a_report_in_words_and_as_json(budget):
     fits = {None: None, 68 * MIB: True}.get(budget, False)
     assert (told["sentence"], told["fits"], report.fits) == (sentence, fits, fits)
     assert [o["predicted"] for o in told["owners"]] == [8 * MIB, 2 * MIB, MIB, MIB, 512, 511]
-    assert [(p["outside"], p["pools"], p["before"]["used"]) for p in told["phases"]] == [
-        (0, 0, 20 * MIB),
-        (12 * MIB, 13 * MIB, 20 * MIB),
-    ]
+    expected = [(0, 0, 20 * MIB), (12 * MIB, 13 * MIB, 20 * MIB)]
+    assert [(p["outside"], p["pools"], p["before"]["used"]) for p in told["phases"]] == expected
     assert told["phases"][1]["after"]["releasable"] == 5 * MIB
     assert (told["budget"], told["before"], told["required"]) == (budget, 20 * MIB, 8 * MIB)
 

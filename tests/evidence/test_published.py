@@ -71,9 +71,7 @@ def test_a_block_of_one_token_is_followed_and_counts_add_up_over_steps_and_reade
         assert (watch.plan({}), watch.plan({}), watch.owners) == ([block], [], set())
     assert watch.published == 2
     for reader in "ab":
-        assert watch.read(reader, [(2, "hash 2"), (1, "hash 1")]) == [
-            UnwrittenHit(reader, "victim 2", (2,)),
-            UnwrittenHit(reader, "victim 1", (1,)),
-        ]
+        expected = [UnwrittenHit(reader, "victim 2", (2,)), UnwrittenHit(reader, "victim 1", (1,))]
+        assert watch.read(reader, [(2, "hash 2"), (1, "hash 1")]) == expected
     assert watch.hits == 4
     assert str(UnwrittenHit("a", "b", (1, 2))) == "a reads block 1, 2, published by b and written by nobody"

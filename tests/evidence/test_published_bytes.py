@@ -127,11 +127,8 @@ def test_blocks_longer_than_a_program_reads_at_a_time_and_with_gaps_between(devi
     assert before == BlockFingerprints([cache.contiguous()]).of([0, 1, 2]).tolist()
     for at in (0, WORDS - 1, WORDS, WORDS + 1):
         cache[1, at] += 1
-        assert [a == b for a, b in zip(prints.of([0, 1, 2]).tolist(), before, strict=True)] == [
-            True,
-            False,
-            True,
-        ]
+        expected = [True, False, True]
+        assert [a == b for a, b in zip(prints.of([0, 1, 2]).tolist(), before, strict=True)] == expected
         cache[1, at] -= 1
     wide[:, WORDS + 2] = 0
     assert prints.of([0, 1, 2]).tolist() == before

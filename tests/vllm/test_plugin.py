@@ -251,10 +251,8 @@ def test_a_patch_that_cannot_be_applied_leaves_the_others_and_says_so(applied, c
     assert sum("b: applying it failed" in line and "out of service: b" in line for line in lines) == 1
     assert any("c: needs b, which stepped back" in line for line in lines)
     assert not any("nothing is patched" in line for line in lines)
-    assert live.health()["patches"] | {"b": None, "c": None} == {
-        **dict.fromkeys("ad", ("will be patched", "")),
-        **dict.fromkeys("bc"),
-    }
+    expected = {**dict.fromkeys("ad", ("will be patched", "")), **dict.fromkeys("bc")}
+    assert live.health()["patches"] | {"b": None, "c": None} == expected
     assert not live.health()["ok"]
 
 
@@ -384,8 +382,5 @@ def test_a_check_that_fails_refuses_the_patch(monkeypatch):
     monkeypatch.setattr(plugin, "evidence", lambda *_: needed)
     monkeypatch.setattr(Patch, "check", lambda *_: planted())
     decided = plugin.decide(patch, plugin.Base("0.22.1"), Sources(Path("/nowhere")), ALL)
-    assert (decided.state, decided.why, decided.needed) == (
-        "refused",
-        "there; its check failed: RuntimeError: planted",
-        True,
-    )
+    expected = "refused", "there; its check failed: RuntimeError: planted", True
+    assert (decided.state, decided.why, decided.needed) == expected

@@ -123,10 +123,8 @@ def test_the_command_prints_a_table_or_json(url, capsys):
     live = {"layer": "layers.0", "rows": "live", "stage": "attention", "value": 3.0}
     assert live in told["bad_rows"]
     assert told["steps"] == told["counted_steps"] == [{"value": 1.0}]
-    assert {(one["stage"], one["layer"], one["value"]) for one in told["stage_runs"]} == {
-        ("attention", "layers.0", 1.0),
-        ("router", "layers.0", 1.0),
-    }
+    expected = {("attention", "layers.0", 1.0), ("router", "layers.0", 1.0)}
+    assert {(one["stage"], one["layer"], one["value"]) for one in told["stage_runs"]} == expected
     assert told["stale_blocks_read"] == [
         {"written_as": "state", "read_as": "attention", "value": 2.0},
         {"written_as": "attention", "read_as": "attention", "value": 0.0},
@@ -145,10 +143,8 @@ def test_the_table_says_that_counts_are_of_a_sample(device):
     # Its counts have not arrived; that it began is known.
     watch.begin_step(3)
     samples = watching.fetch(f"localhost:{port.server_address[1]}")
-    assert {s.name: s.value for s in samples if s.name in ("steps", "begun_steps")} == {
-        "steps": 8,
-        "begun_steps": 9,
-    }
+    expected = {"steps": 8, "begun_steps": 9}
+    assert {s.name: s.value for s in samples if s.name in ("steps", "begun_steps")} == expected
     assert watching.rows(samples) == [("attention", "layers.0", 10, 6)]
     heading = "step 8; counts are of 2 steps: of all there were about 4.0 times as many; one layer in 2"
     assert watching.heading(samples) == heading
