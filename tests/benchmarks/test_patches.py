@@ -1,7 +1,5 @@
 """The benchmark of the patches: a row named "patched" is a patched one, of vLLM's own function."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys
@@ -43,7 +41,7 @@ def bench_fixture(monkeypatch):
     return bench
 
 
-def rows(bench, *chosen: str, library: bool = False, files: tuple[str, ...] | None = None) -> list[dict]:
+def rows(bench, *chosen, library=False, files=None):
     """The rows of the cases whose patch and mode contain one of these."""
     with executed(bench.root, *(files or bench.FILES)):
         bench.import_ops()

@@ -1,7 +1,5 @@
 """Children that are forked: what they share with the process they come from, and what they do not."""
 
-from __future__ import annotations
-
 import fractions  # noqa: F401
 import os
 import signal
@@ -25,12 +23,12 @@ def _every_child_is_forked(monkeypatch):
     end_server()
 
 
-def end_server() -> None:
+def end_server():
     forkserver._forkserver._stop()
     children._server = None
 
 
-def server() -> int:
+def server():
     return forkserver._forkserver._forkserver_pid
 
 

@@ -1,7 +1,5 @@
 """A recorded launch list freezes what a CUDA graph freezes."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from types import ModuleType
@@ -103,7 +101,7 @@ def test_a_batch_replays_the_next_captured_size_and_a_larger_one_is_refused():
 
 
 def test_a_gpu_gets_a_cuda_graph_after_one_eager_step_and_a_mapping_of_its_own(monkeypatch):
-    steps: list[str] = []
+    steps = []
     monkeypatch.setattr(graphs, "CudaGraph", lambda fn: ("captured", fn, len(steps)))
     monkeypatch.setattr(mapping, "_on_gpu", lambda count: f"{count} bytes of a GPU")
 
@@ -116,7 +114,7 @@ def test_a_gpu_gets_a_cuda_graph_after_one_eager_step_and_a_mapping_of_its_own(m
 
 @pytest.mark.parametrize("pool", [None, "of an engine"])
 def test_a_cuda_graph_is_captured_after_two_runs_beside_the_current_stream(monkeypatch, pool):
-    done: list[object] = []
+    done = []
 
     class Stream:
         def __init__(self, name="side"):
@@ -154,8 +152,8 @@ def test_a_cuda_graph_is_captured_after_two_runs_beside_the_current_stream(monke
 class Driver:
     """CUDA's driver with pages of 64 bytes; it writes down what it is asked."""
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[object, ...]] = []
+    def __init__(self):
+        self.asked = []
         for name, enumerator in (
             ("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_PINNED"),
             ("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE"),

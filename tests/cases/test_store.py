@@ -1,7 +1,5 @@
 """Recorded runs: written whole or not at all, and compared."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +86,7 @@ def test_a_spoilt_run_hides_no_other(tmp_path):
         store.write(tmp_path / name, [finding(name, "q", "v", "clean")], [])
     path = tmp_path / "b" / "findings.jsonl"
     path.write_text(path.read_text()[:-20])
-    spoilt: list[RunFileError] = []
+    spoilt = []
     assert [run.folder.name for run in store.read_all(tmp_path, spoilt=spoilt.append)] == ["a", "c"]
     (error,) = spoilt
     assert "truncated" in str(error)
@@ -110,7 +108,7 @@ def test_a_failed_write_leaves_the_earlier_run(tmp_path, monkeypatch, fails_at):
     before = stored(folder, [CLEAN], [ROW])
     replace = Path.replace
 
-    def full_disk(self: Path, target: Path) -> Path:
+    def full_disk(self, target):
         if target.name == fails_at or (fails_at == "the swap" and self.name == "a.part"):
             raise OSError(28, "No space left on device")
         return replace(self, target)

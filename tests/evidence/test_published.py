@@ -1,13 +1,11 @@
 """PublishedBlocks: what a plan does not write, and who reads it."""
 
-from __future__ import annotations
-
 import pytest
 
 from staleproof.evidence import PublishedBlocks, UnwrittenHit
 
 
-def withdrawn(**plan: object) -> tuple[PublishedBlocks, list[int]]:
+def withdrawn(**plan):
     watch = PublishedBlocks()
     for block in (7, 8):
         watch.publish(block, f"hash {block}", "victim", 16 * (block - 6))

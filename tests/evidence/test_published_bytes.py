@@ -1,7 +1,5 @@
 """BlockFingerprints: bytes at the commit and at the first read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,12 +7,12 @@ from staleproof.evidence import BlockFingerprints, OtherBytes
 from staleproof.evidence.published_bytes import WORDS
 
 
-def caches(layers: int = 2, blocks: int = 6) -> list[torch.Tensor]:
+def caches(layers=2, blocks=6):
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(blocks, 2, 8, 3, generator=draw).to(torch.bfloat16) for _ in range(layers)]
 
 
-def on(device: str) -> tuple[list[torch.Tensor], BlockFingerprints]:
+def on(device):
     made = [cache.to(device) for cache in caches()]
     return made, BlockFingerprints(made)
 

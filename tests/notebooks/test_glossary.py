@@ -1,13 +1,11 @@
 """Each walkthrough links each word of the glossary where it first uses it, and the checker sees if not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat import NotebookNode, v4
+from nbformat import v4
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -20,7 +18,7 @@ WALKTHROUGHS = [path for path in NOTEBOOKS if is_walkthrough(path)]
 LINKED = "A [padding row](../workbook/glossary.md#padding-row)"
 
 
-def notebook(*prose: str) -> NotebookNode:
+def notebook(*prose):
     return v4.new_notebook(cells=[v4.new_markdown_cell(text) for text in prose])
 
 

@@ -1,7 +1,5 @@
 """The sanitiser maps what may differ between machines, and erases no verdict and no count."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -31,7 +29,7 @@ WORDS = sorted(
 )
 
 
-def sanitize(text: str) -> str:
+def sanitize(text):
     """nbval 0.11's rule: one re.sub a pattern, in file order."""
     for regex, replace in PATTERNS.items():
         text = re.sub(regex, replace, text)

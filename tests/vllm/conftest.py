@@ -1,10 +1,7 @@
 """A made-up vLLM for a test: one to import, or one that is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
-from pathlib import Path
 
 import made_up
 import pytest
@@ -37,7 +34,7 @@ def installed_fixture(tmp_path, monkeypatch):
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("a vLLM is installed here, and would be found beside the one made up")
 
-    def make(version: str | None, modules: dict[str, str] | None) -> Path:
+    def make(version, modules):
         if modules is not None:
             made_up.write(tmp_path, modules)
         if version is not None:

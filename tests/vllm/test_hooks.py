@@ -3,8 +3,6 @@
 Calls that a hook does not know, reloaded modules, and what others ask of our loader.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging
@@ -88,7 +86,7 @@ def test_a_patch_is_refused_if_one_of_its_functions_is_not_as_expected(package):
         _patch(known, gone).check("1.0.0", Sources(package))
 
 
-def _waits_and_fails() -> None:
+def _waits_and_fails():
     with _patch(Target("vllm.a", "f", ())).applied("1.1.0"):
         assert [hook.target.name for hook in hooks._watched["vllm.a"]] == ["f"]
         raise KeyError
@@ -100,7 +98,7 @@ def test_a_patch_is_reverted_after_an_error():
     assert not hooks._watched
 
 
-def _double(**hooks) -> Target:
+def _double(**hooks):
     return Target(MODULE, "double", ("x", "y"), **hooks)
 
 

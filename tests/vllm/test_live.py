@@ -1,7 +1,5 @@
 """One truth a server: several processes, a switch, and the command that asks."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import io
 import json
@@ -47,7 +45,7 @@ def here_fixture(monkeypatch):
     live._here.clear()
 
 
-def child(*arguments: str) -> subprocess.Popen[str]:
+def child(*arguments):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     env = os.environ | {"PYTHONPATH": SRC}
     process = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], env=env, **pipes)
@@ -56,14 +54,14 @@ def child(*arguments: str) -> subprocess.Popen[str]:
     return process
 
 
-def until(true) -> bool:
+def until(true):
     end = time.monotonic() + 20
     while not true() and time.monotonic() < end:
         time.sleep(0.05)
     return true()
 
 
-def ask(capsys, port: int, *more: str) -> tuple[int, str]:
+def ask(capsys, port, *more):
     code = cli.main(["patches", "--live", f"localhost:{port}", *more])
     return code, capsys.readouterr().out
 

@@ -1,7 +1,5 @@
 """Every command of ``workbook/reporters.md`` parses with the vLLM release that its block names."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -33,7 +31,7 @@ for kind, *words in json.loads(sys.argv[1]):
 """
 
 
-def _words(command: str) -> list[str]:
+def _words(command):
     """The options of a command."""
     words = shlex.split(command.replace("\\\n", " "))
     words = words[next(at for at, word in enumerate(words) if word in ("serve", "-m")) + 1 :]

@@ -1,7 +1,5 @@
 """Which batches reach FlashInfer's fused MoE with repeated experts, and what the others get instead."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,9 +9,7 @@ from staleproof.vllm import routing_calls as calls
 from staleproof.vllm.patches import moe_routing
 
 
-def _into_experts(
-    device: str, rows: int, top_k: int, experts: int, dtype: torch.dtype = torch.bfloat16, **given
-):
+def _into_experts(device, rows, top_k, experts, dtype=torch.bfloat16, **given):
     """What the patch gives FlashInfer in place of ids that name one expert in every slot; None: nothing."""
     (patched,) = [p for p in moe_routing.PATCHES if p.name == "duplicate_experts"]
     (target,) = patched.targets_for("0.20.2")

@@ -1,7 +1,5 @@
 """Hooks of single objects: vLLM's class keeps its own method, and only a given object has the hooks."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import SimpleNamespace as Space
@@ -40,7 +38,7 @@ def managers_fixture(tmp_path, monkeypatch):
     del sys.modules["managers"]
 
 
-def wrapped(after) -> None:
+def wrapped(after):
     hooks.wrap("p", Target("managers", "Manager.allocate", ("self", "count"), after=after, single=True))
 
 

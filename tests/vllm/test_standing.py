@@ -1,7 +1,5 @@
 """Patches that need each other are put in place together, and step back together."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -39,7 +37,7 @@ def module_fixture(made_up):
     return imported
 
 
-def _wrap_all() -> None:
+def _wrap_all():
     hooks.wrap("other", Target("vllm.a", "halve", ("x",), after=_add(1)))
     hooks.wrap("drain", DRAIN)
     hooks.wrap("record", FIRST, SECOND, requires=("drain",))

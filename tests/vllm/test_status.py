@@ -1,7 +1,5 @@
 """What an operator reads: states, the upgrade, exit codes, JSON, and why nothing will be patched."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util
@@ -37,7 +35,7 @@ FILES = CACHE | {"_custom_ops": OPS}
 def patches_fixture(capsys):
     """``staleproof patches`` with some options: its exit code, and what it prints, or why it refuses."""
 
-    def run(*options: str) -> tuple[int, str]:
+    def run(*options):
         code = cli.main(["patches", *options])
         said = capsys.readouterr()
         return code, said.err if code == 2 else said.out
@@ -65,7 +63,7 @@ def test_an_explanation_has_these_fields():
     patch = vllm_plugin.patches()["duplicate_experts"]
     lines = shown.explanation("duplicate_experts").splitlines()
     assert lines[:4] == [f"{patch.name}: {patch.summary}", "", patch.mechanism, ""]
-    fields: dict[str, list[str]] = {}
+    fields = {}
     for line in lines[4:]:
         fields.setdefault(line[:11].strip() or [*fields][-1], []).append(line[11:])
     spans = ", ".join(f"{first} to {last}" for first, last in patch.versions)

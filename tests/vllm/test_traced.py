@@ -4,10 +4,7 @@ vLLM compiles its models with ``fullgraph=True``: a patch that Dynamo cannot tra
 The functions of vLLM are stubs here that model their faults; real_routing.py traces the real ones.
 """
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable
 from types import SimpleNamespace as Space
 
 import pytest
@@ -124,7 +121,7 @@ def vllm_fixture(made_up):
     return imported
 
 
-def _compiled(call: Callable[..., object]) -> Callable[..., object]:
+def _compiled(call):
     return torch.compile(call, fullgraph=True, backend="aot_eager")
 
 
@@ -137,7 +134,7 @@ def _select(ops, name, logits, bias):
     return ids
 
 
-def _repeats(ids: torch.Tensor) -> int:
+def _repeats(ids):
     return sum(len({*row}) < len(row) for row in ids.tolist())
 
 

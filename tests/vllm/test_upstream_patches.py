@@ -4,8 +4,6 @@ Those in a folder change the call site of a file that ``tools.lift`` writes; ``t
 compares its results with those of our operations.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -92,7 +90,7 @@ def test_the_draft_and_the_patch_of_the_router_change_the_same_lines():
     assert changed.findall(diff) == changed.findall(patch)
 
 
-def _block(draft: str, language: str) -> str:
+def _block(draft, language):
     """The one block of a draft in this language."""
     text = (UPSTREAM / draft).read_text()
     (block,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -136,7 +134,7 @@ def topk_sigmoid(*arguments): ops.topk_sigmoid(*arguments, 1.0, None)
 """
 
 
-def _compiling(sources: Path) -> subprocess.Popen[str]:
+def _compiling(sources):
     """Start compiling the router's kernels as a library of their own, ``router.so``."""
     import torch
 

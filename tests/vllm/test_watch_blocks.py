@@ -1,7 +1,5 @@
 """Blocks that are read before they are written: against the tenancy log, and as vLLM's scheduler says."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace as Space
 
@@ -51,7 +49,7 @@ def test_a_state_that_is_read_as_attention_says_so():
     assert blocks.pairs == [(ATTENTION, ATTENTION), (STATE, ATTENTION)]
 
 
-def traffic(draw: random.Random, steps: int):
+def traffic(draw, steps):
     """Requests that come, grow and go in a pool of few blocks; yields what the scheduler would say."""
     free, lengths, held = [*range(1, 24)], {}, {}
     for number in range(steps):

@@ -1,7 +1,5 @@
 """Memory that the profile did not see: the ledger over a start, and what happens if it fails."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace as Space
 
 import pytest
@@ -15,12 +13,12 @@ from staleproof.vllm.watch_memory import CACHE, CAPTURE, OUTSIDE, POOLS, PROFILE
 
 
 class Layer(nn.Module):
-    def forward(self, decode: bool) -> None:
+    def forward(self, decode):
         if decode and not hasattr(self, "out"):
             self.out = torch.zeros(256, 1024)
 
 
-def start(memory: Memory, layers: nn.ModuleList) -> list[torch.Tensor]:
+def start(memory, layers):
     with memory.phase(PROFILE):
         layers[0](decode=False)
     with memory.phase(CACHE):

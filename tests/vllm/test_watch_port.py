@@ -1,7 +1,5 @@
 """The watch's port against a watch without an engine: scrapes, the command, a port that is taken."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -82,7 +80,7 @@ def test_a_scrape_has_each_count_that_arrived_and_its_age(monkeypatch, at, age):
 
 def test_a_scrape_touches_no_device_and_starts_no_copy(url, monkeypatch):
 
-    def forbidden(*args: object) -> None:
+    def forbidden(*args):
         raise AssertionError("a scrape must only read what has arrived")
 
     monkeypatch.setattr(Watch, "copy", forbidden)
@@ -97,7 +95,7 @@ def test_many_scrapers_at_once_and_one_that_goes_away(url, capfd):
     gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     gone.sendall(b"GET /metrics HTTP/1.1\r\n")
     gone.close()
-    found: list[int] = []
+    found = []
     threads = [threading.Thread(target=lambda: found.append(len(watching.fetch(url)))) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -190,7 +188,7 @@ def test_a_port_answers_on_the_newer_protocol_too(monkeypatch):
     assert _get(f"[::1]:{port.server_address[1]}", "/metrics")[0] == 200
 
 
-def _get(url: str, path: str) -> tuple[int, bytes]:
+def _get(url, path):
     connection = http.client.HTTPConnection(url, timeout=10)
     connection.request("GET", path)
     answer = connection.getresponse()

@@ -1,7 +1,5 @@
 """The hook of incident 1's patch on plain tensors; tests/vllm has it in the real vLLM."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace as Space
 
 import pytest
@@ -23,7 +21,7 @@ def _call(out, lse, device, starts=None, needs_lse=True):
     return patch._clear((out, lse), (impl, None, None, Space(decode=decode)), {})
 
 
-def _nan_rows(out) -> list[int]:
+def _nan_rows(out):
     return [row for row, values in enumerate(out.isnan().flatten(1).any(-1).tolist()) if values]
 
 
