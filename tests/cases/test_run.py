@@ -137,11 +137,8 @@ def test_expected_is_a_value_a_mapping_a_function_or_none(expect, want):
 
 
 def test_an_expectation_may_depend_on_the_device():
-    case = Case(
-        *(Key("", "q", "v"), "rows", lambda *_: "clean"),
-        expect=lambda device: "leaked" if device == "cuda" else None,
-        reason="interpreted",
-    )
+    expect = lambda device: "leaked" if device == "cuda" else None  # noqa: E731
+    case = Case(Key("", "q", "v"), "rows", lambda *_: "clean", expect=expect, reason="interpreted")
     assert [run(case, device=device)[0].expected for device in ("cpu", "cuda")] == [None, "leaked"]
 
 
@@ -189,15 +186,11 @@ def test_an_ablation_takes_one_ingredient_away_at_a_time():
         padding: bool = True
         amax: bool = True
 
-    found = run(
-        ablation(
-            *(Parts(), "rows"),
-            without={"no padding": ({"padding": False}, "clean"), "no amax": ({"amax": False}, "leaked")},
-            ask=lambda parts, device: "leaked" if parts.padding and parts.amax else "clean",
-            expect="leaked",
-            whole="both",
-        )
-    )
+    def ask(parts, device):
+        return "leaked" if parts.padding and parts.amax else "clean"
+
+    without = {"no padding": ({"padding": False}, "clean"), "no amax": ({"amax": False}, "leaked")}
+    found = run(ablation(Parts(), "rows", without=without, ask=ask, expect="leaked", whole="both"))
     assert verdicts(found) == {
         ("ablation", "both"): "leaked",
         ("ablation", "no padding"): "clean",

@@ -112,13 +112,9 @@ def output(*names: str, block: int | None = None) -> Any:
     """What the scheduler says of a step in which each of these requests has one token."""
     new = [Space(req_id=names[0], block_ids=([block],), num_computed_tokens=0)]
     cached = Space(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[])
-    return Space(
-        total_num_scheduled_tokens=len(names),
-        num_scheduled_tokens=dict.fromkeys(names, 1),
-        scheduled_new_reqs=new if block is not None else [],
-        scheduled_cached_reqs=cached,
-        finished_req_ids=set(),
-    )
+    tokens = {"total_num_scheduled_tokens": len(names), "num_scheduled_tokens": dict.fromkeys(names, 1)}
+    new = new if block is not None else []
+    return Space(**tokens, scheduled_new_reqs=new, scheduled_cached_reqs=cached, finished_req_ids=set())
 
 
 def serve(runner: Any, steps: int = 4) -> list[torch.Tensor]:

@@ -68,13 +68,8 @@ class FullAttentionSpec:
 
 def _manager(spec: object) -> Space:
     blocks = [Space(block_id=i) for i in (4, 5, 8, 9)]
-    return Space(
-        kv_cache_spec=spec,
-        new_block_ids=[],
-        req_to_blocks={"r": blocks},
-        num_cached_block={"r": 2},
-        _staleproof_record=True,
-    )
+    of_requests = {"req_to_blocks": {"r": blocks}, "num_cached_block": {"r": 2}}
+    return Space(kv_cache_spec=spec, new_block_ids=[], _staleproof_record=True, **of_requests)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +108,8 @@ def test_mla_layers_are_zeroed_beside_vllms_own(device):
     layers = {name: Space(kv_cache=cache) for name, cache in caches.items()}
     specs = MLAAttentionSpec(), FullAttentionSpec()
     groups = [
-        Space(kv_cache_spec=spec, kv_cache_group_id=index, layer_names=names)
-        for index, (spec, names) in enumerate(
-            zip(specs, (["mla.0", "mla.1", "skipped"], ["full"]), strict=True)
-        )
+        Space(kv_cache_spec=specs[0], kv_cache_group_id=0, layer_names=["mla.0", "mla.1", "skipped"]),
+        Space(kv_cache_spec=specs[1], kv_cache_group_id=1, layer_names=["full"]),
     ]
     specs[0].block_size = 8
     zeroer, seen = Space(), []
