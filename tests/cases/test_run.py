@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,10 @@ def right(subject, device, *told):
 # --- What a table refuses, before anything runs.
 
 
+OURS = partial(fix, "ours", "rows", off=0, on=1, ask=print)
+ONE = each("q", "rows", ["a"], print, **OPEN)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -64,22 +69,10 @@ def right(subject, device, *told):
         (lambda: Case(Key("", "q", "v"), "nope", print, **OPEN), "words: expected a family of .* got 'nope'"),
         (lambda: Case(Key("", "q", "v"), "rows", print, expect="leeked"), "family rows .*got 'leeked'"),
         (lambda: each("q", "rows", ["a", "b"], print, expect={"a": "clean"}), "a verdict for q, b, or a"),
-        (
-            lambda: fix("ours", "rows", off=0, on=1, ask=print, wrong=None),
-            "wrong: expected a comparison of ours with a reference, got None",
-        ),
-        (
-            lambda: fix("ours", "rows", off=0, on=1, ask=print, wrong=None, expect="not fixed"),
-            "wrong: expected a comparison of ours",
-        ),
-        (
-            lambda: fix("ours", "rows", off=0, on=1, ask=print, wrong=right, expect="clean"),
-            "family fix .*got 'clean'",
-        ),
-        (
-            lambda: Table("fake", *(each("q", "rows", ["a"], print, **OPEN) for _ in range(2))),
-            r"table: expected one case of each key, got several of \['fake, q, a'\]",
-        ),
+        (lambda: OURS(wrong=None), "wrong: expected a comparison of ours with a reference, got None"),
+        (lambda: OURS(wrong=None, expect="not fixed"), "wrong: expected a comparison of ours"),
+        (lambda: OURS(wrong=right, expect="clean"), "family fix .*got 'clean'"),
+        (lambda: Table("fake", ONE, ONE), r"one case of each key, got several of \['fake, q, a'\]"),
     ],
 )
 def test_a_case_that_is_not_defined_is_refused_before_anything_runs(make, said):

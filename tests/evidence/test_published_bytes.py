@@ -88,25 +88,16 @@ def test_only_the_first_read_of_a_hash_is_compared_until_it_is_committed_anew(de
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], "kv_caches: expected at least one tensor, got none"),
-        (
-            [torch.zeros(4, 3, dtype=torch.int8)],
-            r"kv_caches\[0\]: expected a multiple of 4 bytes a block, got 3",
-        ),
-        (
-            [torch.zeros(2, 4, 8).transpose(0, 1)],
-            r"kv_caches\[0\]: expected blocks outermost, each in one piece",
-        ),
+        ([], ": expected at least one tensor, got none"),
+        ([torch.zeros(4, 3, dtype=torch.int8)], r"\[0\]: expected a multiple of 4 bytes a block, got 3"),
+        ([torch.zeros(2, 4, 8).transpose(0, 1)], r"\[0\]: expected blocks outermost, each in one piece"),
         # Each block begins inside the one before.
-        (
-            [torch.zeros(16).as_strided((3, 8), (4, 1))],
-            r"kv_caches\[0\]: expected blocks outermost, each in one piece",
-        ),
-        ([torch.zeros(4, 4), torch.zeros(3, 4)], r"kv_caches\[1\]: expected 4 blocks, got 3"),
+        ([torch.zeros(16).as_strided((3, 8), (4, 1))], r"\[0\]: expected blocks outermost, each in one"),
+        ([torch.zeros(4, 4), torch.zeros(3, 4)], r"\[1\]: expected 4 blocks, got 3"),
     ],
 )
 def test_caches_that_do_not_fit_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^kv_caches{message}"):
         BlockFingerprints(given)
 
 

@@ -230,22 +230,20 @@ def test_a_copy_that_has_not_arrived_is_not_read_and_not_waited_for(watch):
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("name", "value", "said"),
     [
-        ({"STALEPROOF_WATCH_STAGES": "attention,logits"}, "STAGES: expected some of .*, got logits"),
-        (
-            {"STALEPROOF_WATCH_STAGES": ","},
-            "STAGES: expected some of attention, router, experts, blocks, memory, published, got none",
-        ),
-        ({"STALEPROOF_WATCH_LAYERS": "0"}, "LAYERS: expected 1 to .*, got '0'"),
-        ({"STALEPROOF_WATCH_PORT": "http"}, "PORT: expected 1 to 65535, got 'http'"),
+        ("STAGES", "attention,logits", "some of .*, got logits"),
+        ("STAGES", ",", "some of attention, router, experts, blocks, memory, published, got none"),
+        ("LAYERS", "0", "1 to .*, got '0'"),
+        ("PORT", "http", "1 to 65535, got 'http'"),
     ],
 )
-def test_bad_settings_are_one_line_and_the_server_starts(monkeypatch, caplog, variables, said):
-    with pytest.raises(PatchError, match=said):
-        settings({**ON, **variables})
-    for name, value in {**ON, **variables}.items():
-        monkeypatch.setenv(name, value)
+def test_bad_settings_are_one_line_and_the_server_starts(monkeypatch, caplog, name, value, said):
+    variables = ON | {f"STALEPROOF_WATCH_{name}": value}
+    with pytest.raises(PatchError, match=f"{name}: expected {said}"):
+        settings(variables)
+    for variable, given in variables.items():
+        monkeypatch.setenv(variable, given)
     watch_hooks.install("0.22.1")
     assert len(caplog.records) == 1
     assert not watch_hooks.installed
