@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from types import SimpleNamespace as Space
 from typing import Any
 
 import torch
@@ -37,11 +38,14 @@ def load(name: str, monkeypatch: Any, **sizes: Any) -> ModuleType:
         assert hasattr(module, size), size
         setattr(module, size, value)
     monkeypatch.setenv("STALEPROOF_MLA_CELLS", "0")
-    nothing = SimpleNamespace(multi_processor_count=132)
+    for library in ("MOE", "C", "OLD_MOE"):
+        monkeypatch.delenv(f"STALEPROOF_VLLM_{library}_SO", raising=False)
+    nothing = Space(multi_processor_count=132)
     for place, replaced in {
         measure: {
             "require_gpu": lambda: None,
             "graph_times": times,
+            "host_times": host_times,
             "l2_bytes": lambda: L2,
             "memset_async": torch.Tensor.zero_,
         },

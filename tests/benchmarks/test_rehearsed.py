@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -26,13 +26,39 @@ LIMITS = {"limit: bytes at the memset rate", "limit: FLOP at the matmul rate"}
 pytestmark = pytest.mark.skipif(rehearsal.impossible(), reason="rehearsed on the host")
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+def mla_bench(monkeypatch, *shapes: dict, **peers: Peer):
+    """The benchmark of MLA decode with these shapes and peers, at one byte and one FLOP a microsecond."""
+    bench = rehearsal.load("mla_decode", monkeypatch, rates=lambda: (1.0, 1.0), peers=lambda: peers)
+    bench.SHAPES = tuple(bench.Shape(**{"batch": 1, "tokens": 64, "heads": 2} | shape) for shape in shapes)
+    return bench
+
+
+def prepare(q, kv_cache, block_table, seq_lens, scale, splits, out):
+    """A peer's call, which is right."""
+    assert block_table.shape == (len(seq_lens), -(-int(seq_lens.max()) // 64))
+    return lambda: out.copy_(mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=scale)[0])
+
+
+def dynamic_fp8(result, x, scale):
+    """vLLM's operator."""
+    for out, found in zip((result, scale), fp8.quantize_fp8_per_tensor(x), strict=True):
+        out.copy_(found)
+
+
+def mode_of(row: dict) -> str:
+    """Without where the inputs were."""
+    return row["mode"].removesuffix(", cold").removesuffix(", warm")
+
+
 def test_mla_rows_hold_vllms_own_splits_and_the_best(monkeypatch):
-    bench = rehearsal.load("mla_decode", monkeypatch)
-    monkeypatch.setattr(bench, "SHAPES", (bench.Shape(1, 1024, heads=2),))
-    monkeypatch.setattr(bench, "rates", lambda: (1.0, 1.0))
     asked = []
 
-    def prepare(q, kv_cache, block_table, seq_lens, scale, splits, out):
+    def splitting(q, kv_cache, block_table, seq_lens, scale, splits, out):
         def launch():
             asked.append(splits)
             result, _ = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=scale)
@@ -40,39 +66,28 @@ def test_mla_rows_hold_vllms_own_splits_and_the_best(monkeypatch):
 
         return launch
 
+    peer = Peer("vLLM", None, splitting)
+    bench = mla_bench(monkeypatch, {"tokens": 1024}, vllm_triton=peer, torch_sdpa=peer)
     # 16 splits are the fastest, and 4 are wrong.
     monkeypatch.setattr(
         measure,
         "graph_times",
         lambda calls, **options: [calls[0]()] and measure.Times(*[abs((asked or [16])[-1] - 16) + 1.0] * 3),
     )
-    peer = Peer("vLLM", None, prepare)
-    monkeypatch.setattr(bench, "peers", lambda: {"vllm_triton": peer, "torch_sdpa": peer})
     found = [row for row in bench.rows() if row["provider"].startswith("vLLM")]
     assert set(asked) == {1, 2, 4, 8, 16, 32, 64}
-    assert [(row["provider"], row["splits"], row["p50"]) for row in found] == [
-        ("vLLM, best splits", 16, 1.0),
-        ("vLLM, its own splits", 2, 15.0),
-    ]
+    expected = [("vLLM, best splits", 16, 1.0), ("vLLM, its own splits", 2, 15.0)]
+    assert [(row["provider"], row["splits"], row["p50"]) for row in found] == expected
     assert [*found[0]["sweep"]] == ["1", "2", "8", "16", "32", "64"]
 
 
 def test_several_query_tokens_and_mixed_lengths_are_measured_beside_the_peers_that_take_them(monkeypatch):
-    bench = rehearsal.load("mla_decode", monkeypatch)
-    shapes = bench.Shape(2, 64, heads=2, q_len=2), bench.Shape(3, 64, heads=2, longest=192)
-    monkeypatch.setattr(bench, "SHAPES", shapes)
-    monkeypatch.setattr(bench, "rates", lambda: (1.0, 1.0))
-
-    def prepare(q, kv_cache, block_table, seq_lens, scale, splits, out):
-        assert block_table.shape == (len(seq_lens), -(-int(seq_lens.max()) // 64))
-        return lambda: out.copy_(mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=scale)[0])
-
-    peer = Peer("peer", None, prepare)
-    monkeypatch.setattr(bench, "peers", lambda: {"vllm_triton": peer, "flashinfer_fa3": peer})
+    shapes, peer = ({"batch": 2, "q_len": 2}, {"batch": 3, "longest": 192}), Peer("peer", None, prepare)
+    bench = mla_bench(monkeypatch, *shapes, vllm_triton=peer, flashinfer_fa3=peer)
     found: dict[str, set[str]] = {}
     limits, moved = {}, set()
     for row in bench.rows():
-        mode = row["mode"].removeprefix("bf16 ").removesuffix(", cold").removesuffix(", warm")
+        mode = mode_of(row).removeprefix("bf16 ")
         moved.add((mode.partition(" ")[2][0], row["bytes"]))
         found.setdefault(mode, set()).add(row["provider"].partition(",")[0])
         limits[mode, row["provider"]] = row["p50"]
@@ -90,11 +105,8 @@ def test_several_query_tokens_and_mixed_lengths_are_measured_beside_the_peers_th
 
 
 def test_vllms_triton_kernel_is_not_asked_for_several_query_tokens(monkeypatch):
-    bench = rehearsal.load("mla_decode", monkeypatch)
-    monkeypatch.setattr(bench, "SHAPES", (bench.Shape(1, 64, heads=2, q_len=2),))
-    monkeypatch.setattr(bench, "rates", lambda: (1.0, 1.0))
     triton = Peer("vLLM", None, lambda *given: pytest.fail("asked"))
-    monkeypatch.setattr(bench, "peers", lambda: {"vllm_triton": triton})
+    bench = mla_bench(monkeypatch, {"q_len": 2}, vllm_triton=triton)
     assert {row["provider"] for row in bench.rows()} == {"staleproof"} | LIMITS
 
 
@@ -112,20 +124,12 @@ def test_a_large_batch_is_not_split_to_64(monkeypatch):
 def test_vllms_fp8_op_is_a_peer_where_its_library_is_named(monkeypatch, capsys, here, name):
     sizes = {"ROWS": 8, "HIDDEN": (64,), "LIVE": (1, 8), "FEW": ((2, 64),)}
     bench = rehearsal.load("quantize_fp8_per_tensor", monkeypatch, **sizes)
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    monkeypatch.delenv("STALEPROOF_VLLM_C_SO", raising=False)
     library = torch.library.Library("_C", "FRAGMENT")
     if here:
         monkeypatch.setenv("STALEPROOF_VLLM_C_SO", here)
         monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
         library.define("dynamic_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()")
-
-        def op(result, x, scale):
-            quantised, scales = fp8.quantize_fp8_per_tensor(x)
-            result.copy_(quantised)
-            scale.copy_(scales)
-
-        library.impl("dynamic_scaled_fp8_quant", op, "CPU")
+        library.impl("dynamic_scaled_fp8_quant", dynamic_fp8, "CPU")
     try:
         found = {row["provider"] for row in bench.rows()}
     finally:
@@ -144,22 +148,16 @@ def test_a_small_batch_is_timed_with_one_launch_and_with_two(monkeypatch):
         return launched(kernel, *args, **options)
 
     monkeypatch.setattr(bench.fp8, "launched", named)
-    assert [row["provider"] for case in bench.few() for row in case.rows()] == [
-        "staleproof",
-        "staleproof, two launches",
-    ]
+    expected = ["staleproof", "staleproof, two launches"]
+    assert [row["provider"] for case in bench.few() for row in case.rows()] == expected
     # Each is called once to be checked and once to be timed.
     assert kernels == ["_whole_kernel"] * 2 + ["_amax_kernel", "_quantize_kernel"] * 2
 
 
 def test_scales_without_padding_are_said_to_have_none(monkeypatch):
     bench = rehearsal.load("quantize_nvfp4", monkeypatch, ROWS=(1, 128), HIDDEN=64)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    found = {(row["x_value"], row["mode"].partition(", ")[2]) for row in bench.rows()}
-    assert {(rows, mode.removesuffix("cold").removesuffix("warm").strip(", ")) for rows, mode in found} == {
-        (1, "64)"),
-        (128, "64), no scale padding"),
-    }
+    found = {(row["x_value"], mode_of(row).partition(", ")[2]) for row in bench.rows()}
+    assert found == {(1, "64)"), (128, "64), no scale padding")}
 
 
 def test_small_inputs_have_a_warm_row_and_a_cold_one(monkeypatch):
@@ -173,12 +171,9 @@ def test_small_inputs_have_a_warm_row_and_a_cold_one(monkeypatch):
 
 def test_each_operation_is_beside_a_bare_launch_and_the_peers_that_are_here(monkeypatch):
     bench = rehearsal.load("host_time", monkeypatch, ROWS=4, HIDDEN=32, HEADS=2)
-    monkeypatch.setattr(measure, "host_times", rehearsal.host_times)
     peer = Peer("a peer", None, lambda *given: lambda: None)
     absent = Peer("absent", "no such machine", lambda *given: pytest.fail("prepared"))
     monkeypatch.setattr(bench, "peers", lambda: {"a": peer, "b": absent})
-    for name in ("STALEPROOF_VLLM_MOE_SO", "STALEPROOF_VLLM_C_SO"):
-        monkeypatch.delenv(name, raising=False)
     found: dict[str, list[str]] = {}
     for row in bench.rows():
         found.setdefault(row["kernel"], []).append(row["provider"])
@@ -196,22 +191,18 @@ def test_a_call_that_is_found_again_must_give_what_it_gave_first(monkeypatch):
 
 
 def test_drawn_cells_are_measured_beside_the_peers_and_say_their_seed(monkeypatch):
-    sizes = {"SHAPES": (), "MOST_KEYS": 400, "rates": lambda: (1.0, 1.0)}
-    bench = rehearsal.load("mla_decode", monkeypatch, **sizes)
+    def refuse(*given):
+        raise RuntimeError("no such shape\nmore")
+
+    peers = {"vllm_triton": Peer("vLLM", None, refuse), "flashmla": Peer("FlashMLA", None, refuse)}
+    bench = mla_bench(monkeypatch, **peers, flashinfer_fa3=Peer("fa3", None, prepare))
+    monkeypatch.setattr(bench, "MOST_KEYS", 400)
     monkeypatch.setenv("STALEPROOF_MLA_CELLS", "3")
     monkeypatch.setenv("STALEPROOF_MLA_SEED", "7")
     monkeypatch.setattr(
         bench, "drawn", lambda count, seed: [bench.Shape(2, 64 + seed, 2, mix="half")] * count
     )
 
-    def prepare(q, kv_cache, block_table, seq_lens, scale, splits, out):
-        return lambda: out.copy_(mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=scale)[0])
-
-    def refuse(*given):
-        raise RuntimeError("no such shape\nmore")
-
-    found = {"flashinfer_fa3": Peer("fa3", None, prepare), "flashmla": Peer("FlashMLA", None, refuse)}
-    monkeypatch.setattr(bench, "peers", lambda: found | {"vllm_triton": Peer("vLLM", None, refuse)})
     rows = bench.rows()
     assert {row["provider"] for row in rows} == {"staleproof", "fa3"}
     cells = [(row["drawn"], row["x_value"]) for row in rows if row["provider"] == "fa3"]
@@ -270,7 +261,6 @@ def test_ours_must_give_distinct_experts_and_numbers_where_rows_are_nan(monkeypa
 
 def test_the_older_vllm_is_asked_in_a_process_of_its_own(monkeypatch, capsys, tmp_path):
     bench = rehearsal.load("topk", monkeypatch)
-    monkeypatch.delenv("STALEPROOF_VLLM_OLD_MOE_SO", raising=False)
     assert bench.old_rows() == []
     library = tmp_path / "vllm/old.so"
     (tmp_path / "cuda").mkdir()
@@ -282,7 +272,7 @@ def test_the_older_vllm_is_asked_in_a_process_of_its_own(monkeypatch, capsys, tm
         asked.append(env["STALEPROOF_VLLM_MOE_SO"])
         assert env["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path / "cuda")
         rows = [{"provider": "staleproof"}, {"provider": "nan_to_num, vLLM"}]
-        return SimpleNamespace(returncode=len(asked) - 1, stdout=json.dumps(rows), stderr="cannot load\n")
+        return Space(returncode=len(asked) - 1, stdout=json.dumps(rows), stderr="cannot load\n")
 
     monkeypatch.setattr(bench.subprocess, "run", run)
     bench.__file__ = "topk.py"
@@ -297,7 +287,6 @@ def test_the_older_vllm_is_asked_in_a_process_of_its_own(monkeypatch, capsys, tm
 def test_one_launch_a_block_is_a_peer_of_the_zeroer(monkeypatch):
     pool = rehearsal.load("zero_blocks", monkeypatch).Pool("small", 1, 1, 64, 8, (2,))
     bench = rehearsal.load("zero_blocks", monkeypatch, POOLS=(pool,), TURNS=1, AHEAD=1)
-    monkeypatch.setattr(measure, "host_times", rehearsal.host_times)
 
     def once(self, call, lists):
         return rehearsal.times([lambda: call(lists[0])])
@@ -309,7 +298,7 @@ def test_one_launch_a_block_is_a_peer_of_the_zeroer(monkeypatch):
         monkeypatch.setattr(torch, name, plain)
     found: dict[str, set[str]] = {}
     for row in bench.rows():
-        mode = row["mode"].split(", ", 1)[1].removesuffix(", warm").removesuffix(", cold")
+        mode = mode_of(row).split(", ", 1)[1]
         found.setdefault(mode, set()).add(row["provider"])
         # Two blocks of one page in each of the pool's segments; the host moves none.
         assert (row["x_value"], row["bytes"]) == (2, 0 if "host" in mode else 2 * pool.block_bytes)
@@ -324,9 +313,8 @@ def seen(rows: list[dict]) -> dict[tuple[str, int], tuple[int, str | None, list[
     """Mode without the cache, and what varies -> the fewest bytes, and who was timed."""
     found: dict = {}
     for row in rows:
-        mode = row["mode"].removesuffix(", cold").removesuffix(", warm")
-        _, names = found.setdefault((mode, row["x_value"]), (row["bytes"], []))
-        assert found[mode, row["x_value"]][0] == row["bytes"]
+        fewest, names = found.setdefault((mode_of(row), row["x_value"]), (row["bytes"], []))
+        assert fewest == row["bytes"]
         names.append(row["provider"])
     return found
 
@@ -341,8 +329,8 @@ def test_a_decode_step_reads_its_weights_and_the_cache_of_the_live_requests(monk
         return config.for_device(where, **sizes | {"hidden": 16, "inter": 8})
 
     # A step that is not captured says as much, and sooner.
-    monkeypatch.setattr(scene, "capture", lambda step, on: step() or SimpleNamespace(replay=step))
-    monkeypatch.setattr(bench, "EngineConfig", SimpleNamespace(for_device=for_device))
+    monkeypatch.setattr(scene, "capture", lambda step, on: step() or Space(replay=step))
+    monkeypatch.setattr(bench, "EngineConfig", Space(for_device=for_device))
     monkeypatch.setattr(bench, "_paired", lambda engines: dict.fromkeys(engines, measure.Times(2, 1, 3)))
     cases = [*bench.cases()]
     variants = [
@@ -390,7 +378,7 @@ def test_a_first_call_is_timed_with_an_empty_cache_and_with_the_one_that_it_left
         compile(command[2], "program", "exec")
         asked.append((command[2], env["TRITON_CACHE_DIR"], [*Path(env["TRITON_CACHE_DIR"]).iterdir()]))
         (Path(env["TRITON_CACHE_DIR"]) / "kernel").touch()
-        return SimpleNamespace(returncode=0, stdout=f"said before\n[{len(asked)}, 0.5]\n", stderr="")
+        return Space(returncode=0, stdout=f"said before\n[{len(asked)}, 0.5]\n", stderr="")
 
     monkeypatch.setattr(bench.subprocess, "run", run)
     rows = bench.rows()
@@ -409,7 +397,7 @@ def test_a_first_call_is_timed_with_an_empty_cache_and_with_the_one_that_it_left
     assert all(f"staleproof.{name}" in program for name, (program, *_) in zip(names, asked[::2], strict=True))
     assert [row["mode"].rpartition(" ")[2] for row in rows[:4]] == ["empty", "empty", "filled", "filled"]
     monkeypatch.setattr(
-        bench.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stdout="", stderr="no GPU")
+        bench.subprocess, "run", lambda *_, **__: Space(returncode=1, stdout="", stderr="no GPU")
     )
     with pytest.raises(RuntimeError, match="the call: no GPU"):
         bench.timed("", "the call", "cache")
@@ -434,8 +422,6 @@ def test_a_quantised_tensor_of_another_scale_or_of_other_bytes_is_wrong(monkeypa
 
 
 def test_bytes_of_the_quantisers(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.delenv("STALEPROOF_VLLM_C_SO", raising=False)
     bench = rehearsal.load("quantize_fp8_per_tensor", monkeypatch, ROWS=8, HIDDEN=(64,), LIVE=(2,), FEW=())
     masked = ["staleproof", "staleproof, mask"]
     every = [f"{name}, all rows" for name in ("staleproof", "torch eager", "torch.compile")]
@@ -461,7 +447,6 @@ def test_bytes_of_the_quantisers(monkeypatch):
     ],
 )
 def test_scales_and_padding_of_a_quantiser_are_compared(monkeypatch, spoilt, why):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     bench = rehearsal.load("quantize_nvfp4", monkeypatch, ROWS=(1,), HIDDEN=256)
     (case,) = bench.cases()
     out = (
@@ -548,7 +533,6 @@ def test_every_library_routes_as_ours_by_its_own_arguments(monkeypatch):
 
 def test_libraries_that_are_not_here_are_said_and_not_asked(monkeypatch, capsys):
     bench = rehearsal.load("topk", monkeypatch)
-    monkeypatch.delenv("STALEPROOF_VLLM_MOE_SO", raising=False)
     monkeypatch.setattr(bench.shutil, "which", lambda name: None)
     monkeypatch.setattr(bench.packages, "releases", lambda gate: [])
     peers = bench.Peers()
@@ -570,14 +554,8 @@ def test_the_host_is_timed_with_vllms_own_operators(monkeypatch):
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     monkeypatch.setattr(torch.ops, "_moe_C", Routing(), raising=False)
 
-    def quantize(codes, x, scale):
-        found = fp8.quantize_fp8_per_tensor(x)
-        codes.copy_(found[0])
-        scale.copy_(found[1])
-
-    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(dynamic_scaled_fp8_quant=quantize), raising=False)
-    for name in ("MOE", "C"):
-        monkeypatch.delenv(f"STALEPROOF_VLLM_{name}_SO", raising=False)
+    library = Space(dynamic_scaled_fp8_quant=dynamic_fp8)
+    monkeypatch.setattr(torch.ops, "_C", library, raising=False)
     inputs = bench.Inputs()
     assert inputs.peers() == {"mla_decode": {}}
     for name in ("MOE", "C"):
@@ -654,3 +632,57 @@ def test_a_decode_that_is_off_is_refused(monkeypatch, provider, cache, error, wh
 
     said = case.timing({provider: refuse}).wrong(provider)
     assert said == "it does not take the shape: no such shape"
+
+
+def routing(monkeypatch, provider):
+    bench = rehearsal.load("topk", monkeypatch)
+    x = torch.randn(4, 8)
+    weights, ids = want = bench.softmax_then_topk(x, 2)
+    return bench.timing("topk_softmax", "mode", [x], want, {provider: lambda x: (weights + 1, ids)})
+
+
+def zeroing(monkeypatch, provider, wrong=True):
+    zero = rehearsal.load("zero_blocks", monkeypatch)
+    bench = zero.Bench(zero.Pool("small", 1, 1, 16, 8, (2,)))
+    calls = {provider: lambda ids: bench.index_fill(torch.tensor(ids[wrong:]))}
+    return bench.timing("mode", 2, {provider: measure.Times(1.0, 1.0, 1.0)}, None, calls, [3, 5])
+
+
+@pytest.mark.parametrize("timed", [routing, zeroing])
+def test_a_wrong_result_of_a_peer_is_left_out_and_one_of_ours_ends_the_run(timed, capsys, monkeypatch):
+    assert not [*timed(monkeypatch, "a peer").rows()]
+    assert "a peer" in capsys.readouterr().out
+    with pytest.raises(measure.WrongResult, match="staleproof"):
+        [*timed(monkeypatch, "staleproof").rows()]
+    assert [*zeroing(monkeypatch, "staleproof", wrong=False).rows()]
+
+
+@pytest.mark.parametrize(
+    ("change", "others"),
+    [
+        ("nothing", 0),
+        ("1 other expert", 1),
+        ("3 other experts", None),
+        ("a repeated expert", None),
+        ("an id out of range", None),
+        ("a wrong weight", None),
+    ],
+)
+def test_nearly_equal_experts_may_be_chosen_otherwise_in_a_row_of_100_and_nothing_else(
+    monkeypatch, change, others
+):
+    bench = rehearsal.load("topk", monkeypatch)
+    x = torch.randn(100, 16, generator=torch.Generator().manual_seed(1))
+    weights, ids = bench.softmax_then_topk(x, 3)
+    want = weights.clone(), ids.clone()
+    if "other" in change:
+        # The fourth best in place of the third, with its own weight.
+        rows, order = int(change[0]), x.softmax(-1).sort(descending=True)
+        weights[:rows, 2], ids[:rows, 2] = order.values[:rows, 3], order.indices[:rows, 3].int()
+    elif change == "a repeated expert":
+        ids[0, 2] = ids[0, 1]
+    elif change == "an id out of range":
+        ids[0, 2] = 16
+    elif change == "a wrong weight":
+        weights[0] *= 1.01
+    assert bench.other_choices((weights, ids), want, x) == others

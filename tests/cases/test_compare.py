@@ -1,7 +1,5 @@
 """Comparisons with a reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

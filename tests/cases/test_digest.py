@@ -16,15 +16,10 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 FILES = {
     "__init__.py": "from staleproof.ops.unused import unused\n",
     "device.py": "WORD = 'INTERPRETED'\n",
-    "ops/__init__.py": "",
-    "ops/reference/__init__.py": "",
     "ops/reference/topk.py": "import torch\n",
     "ops/topk.py": "from staleproof.device import WORD\n",
-    "ops/unused.py": "",
     "evidence/__init__.py": "from staleproof.evidence.rows import judge\n",
-    "evidence/rows.py": "",
     "cases/graph.py": "import staleproof.device\n",
-    "cases/lazy.py": "",
     "incidents/one/scene.py": (
         "def serve():\n    from staleproof.cases import (\n        graph,\n        lazy as later,\n    )\n"
     ),
@@ -36,14 +31,16 @@ FILES = {
     "incidents/two/cases.py": (
         "from staleproof.evidence import judge\nfrom staleproof.ops.topk import topk\n"
     ),
-    "report/matrix.py": "",
 }
+FILES |= dict.fromkeys(("ops/__init__.py", "ops/reference/__init__.py", "ops/unused.py"), "")
+FILES |= dict.fromkeys(("evidence/rows.py", "cases/lazy.py", "report/matrix.py"), "")
+SCENE = "incidents/one/scene.py"
 ONE = {"device.py", "cases/graph.py", "cases/lazy.py", "ops/reference/topk.py"}
 ONE |= {"incidents/one/scene.py", "incidents/one/cases.py"}
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path, monkeypatch):
     """A package of its own, so that its files can be changed."""
     root = tmp_path / "src" / "staleproof"
     for name, text in FILES.items():
@@ -60,6 +57,13 @@ def forget() -> None:
         cached.cache_clear()
 
 
+def digest_with(path: Path, text: str) -> str:
+    """Of the incident ``one``, with this text in a file."""
+    path.write_text(text)
+    forget()
+    return digest.source_digest("one")
+
+
 def names(files: set[Path], root: Path) -> set[str]:
     return {file.relative_to(root).as_posix() for file in files}
 
@@ -67,13 +71,8 @@ def names(files: set[Path], root: Path) -> set[str]:
 def test_the_closure_holds_what_is_imported_also_inside_functions(package):
     assert names(digest.closure(["staleproof.incidents.one.cases"]), package) == ONE
     two = names(digest.closure(["staleproof.incidents.two.cases"]), package)
-    assert two == {
-        "incidents/two/cases.py",
-        "evidence/__init__.py",
-        "evidence/rows.py",
-        "ops/topk.py",
-        "device.py",
-    }
+    used = {"evidence/__init__.py", "evidence/rows.py", "ops/topk.py", "device.py"}
+    assert two == {"incidents/two/cases.py"} | used
 
 
 def test_a_public_name_stands_for_all_of_them(package):
@@ -85,9 +84,7 @@ def test_a_public_name_stands_for_all_of_them(package):
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_the_digest_changes_with_each_file_of_the_closure_and_no_other(package, name):
     before = digest.source_digest("one")
-    (package / name).write_text(FILES[name] + "CHANGED = 1\n")
-    forget()
-    assert (digest.source_digest("one") != before) == (name in ONE)
+    assert (digest_with(package / name, FILES[name] + "CHANGED = 1\n") != before) == (name in ONE)
 
 
 @pytest.mark.parametrize(
@@ -101,14 +98,9 @@ def test_the_digest_changes_with_each_file_of_the_closure_and_no_other(package, 
     ],
 )
 def test_comments_docstrings_and_blank_lines_age_nothing(package, again):
-    path = package / "incidents/one/scene.py"
     code = {"x = 1  # another\n": "x = 1\n", "def f():\n    'Text.'\n": "def f():\n\n"}.get(again, "")
-    path.write_text(FILES["incidents/one/scene.py"] + code)
-    forget()
-    before = digest.source_digest("one")
-    path.write_text(FILES["incidents/one/scene.py"] + again)
-    forget()
-    assert digest.source_digest("one") == before
+    path = package / SCENE
+    assert digest_with(path, FILES[SCENE] + code) == digest_with(path, FILES[SCENE] + again)
 
 
 ONE_LINE = 'x = Patch(name="a", summary="s", targets=[1], cost="2 us", mechanism="m", triton=True)\n'
@@ -140,44 +132,25 @@ def test_only_arguments_are_sentences_for_a_reader():
 @pytest.mark.parametrize("change", ["y = 'what is meant'\n", "x = 1\n", "if True:\n    x = 1\n"])
 def test_any_other_change_ages(package, change):
     before = digest.source_digest("one")
-    path = package / "incidents/one/scene.py"
-    path.write_text(change + FILES["incidents/one/scene.py"])
-    forget()
-    assert digest.source_digest("one") != before
+    assert digest_with(package / SCENE, change + FILES[SCENE]) != before
 
 
 def test_a_change_at_the_end_of_a_long_file_ages(package):
-    path = package / "incidents/one/scene.py"
-    long = FILES["incidents/one/scene.py"] + "".join(f"X{n} = {n}\n" for n in range(3000))
-    digests = set()
-    for end in ("LAST = 1\n", "LAST = 2\n"):
-        path.write_text(long + end)
-        forget()
-        digests.add(digest.source_digest("one"))
-    assert len(digests) == 2
+    long = FILES[SCENE] + "".join(f"X{n} = {n}\n" for n in range(3000))
+    assert len({digest_with(package / SCENE, long + f"LAST = {n}\n") for n in (1, 2)}) == 2
 
 
 def test_a_file_read_beside_a_module_belongs_to_it(package):
-    path = package / "incidents/one/scene.py"
+    path = package / SCENE
     path.write_text('from pathlib import Path\nTABLE = Path(__file__).with_name("table.json")\n')
-    digests = set()
-    for text in ("{}", "[]"):
-        path.with_name("table.json").write_text(text)
-        forget()
-        digests.add(digest.source_digest("one"))
-    assert len(digests) == 2
+    assert len({digest_with(path.with_name("table.json"), text) for text in ("{}", "[]")}) == 2
 
 
 def test_bookkeeping_ages_nothing_and_what_it_imports_neither(package):
     (package / "cases/case.py").write_text("from staleproof.ops import unused\n")
-    path = package / "incidents/one/scene.py"
-    path.write_text("from staleproof.cases.case import each\n")
-    forget()
-    before = digest.source_digest("one")
+    before = digest_with(package / SCENE, "from staleproof.cases.case import each\n")
     (package / "cases/case.py").write_text("from staleproof.ops import unused\nX = 1\n")
-    (package / "ops/unused.py").write_text("X = 1\n")
-    forget()
-    assert digest.source_digest("one") == before
+    assert digest_with(package / "ops/unused.py", "X = 1\n") == before
 
 
 def test_the_number_of_the_bookkeeping_goes_with_its_text():

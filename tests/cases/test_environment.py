@@ -1,10 +1,8 @@
 """What a machine can run, and which combinations of packages fail."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -81,7 +79,7 @@ MACHINES = [
 
 @pytest.mark.parametrize(("has", "other"), MACHINES)
 def test_what_a_machine_can_run_and_what_it_skips_and_why(monkeypatch, has, other):
-    now = SimpleNamespace(**has)
+    now = Space(**has)
     for name, value in {
         "provenance": Provenance.MEASURED if now.measured else Provenance.INTERPRETED,
         "has_cuda": now.cuda,
@@ -116,7 +114,7 @@ def test_the_version_of_a_program_is_what_it_says(monkeypatch, said, version):
         assert command == [Path("nvcc"), "--version"]
         if isinstance(said, Exception):
             raise said
-        return SimpleNamespace(stdout=said)
+        return Space(stdout=said)
 
     monkeypatch.setattr(machine.subprocess, "run", run)
     assert machine._version(Path("nvcc")) == version
@@ -127,7 +125,5 @@ def test_each_package_a_result_depends_on_has_its_version_or_none(monkeypatch):
     monkeypatch.setattr(machine.device, "version_of", {"torch": "2.11.0", "vllm": "0.22.1"}.get)
     found = machine.packages()
     assert [*found] == [*machine.PACKAGES]
-    assert {name: version for name, version in found.items() if version} == {
-        "torch": "2.11.0",
-        "vllm": "0.22.1",
-    }
+    expected = {"torch": "2.11.0", "vllm": "0.22.1"}
+    assert {name: version for name, version in found.items() if version} == expected

@@ -1,14 +1,13 @@
 """Children that are forked: what they share with the process they come from, and what they do not."""
 
-from __future__ import annotations
-
+import fractions  # noqa: F401
 import os
 import signal
 import sys
 from multiprocessing import forkserver
-from pathlib import Path
 
 import pytest
+from tests.cases import jobs
 
 from staleproof.cases import children
 
@@ -16,30 +15,24 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is fork
 
 
 @pytest.fixture(autouse=True)
-def jobs(monkeypatch: pytest.MonkeyPatch):
-    """The module of functions that children run; every child is forked, and at the end all have ended."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+def _every_child_is_forked(monkeypatch):
     monkeypatch.setattr(children, "_may_fork", lambda env: True)
     monkeypatch.setattr(children, "PRELOADED", ("fractions",))
     end_server()
-    import fractions  # noqa: F401
-
-    import jobs
-
-    yield jobs
+    yield
     end_server()
 
 
-def end_server() -> None:
+def end_server():
     forkserver._forkserver._stop()
     children._server = None
 
 
-def server() -> int:
+def server():
     return forkserver._forkserver._forkserver_pid
 
 
-def test_children_come_from_one_process_that_has_imported_what_the_caller_has(jobs):
+def test_children_come_from_one_process_that_has_imported_what_the_caller_has():
     first, second = (children.call(jobs.born, "fractions", timeout_s=60).answer() for _ in range(2))
     assert first["parent"] == second["parent"] == server()
     assert first["loaded"]
@@ -47,7 +40,7 @@ def test_children_come_from_one_process_that_has_imported_what_the_caller_has(jo
     assert first["group"] == first["pid"]
 
 
-def test_a_child_sees_folder_and_modules_of_its_caller(jobs, monkeypatch, tmp_path):
+def test_a_child_sees_folder_and_modules_of_its_caller(monkeypatch, tmp_path):
     children.call(jobs.say_nothing, timeout_s=60)
     before = server()
     monkeypatch.chdir(tmp_path)
@@ -58,7 +51,7 @@ def test_a_child_sees_folder_and_modules_of_its_caller(jobs, monkeypatch, tmp_pa
     assert born["parent"] == before
 
 
-def test_a_child_ends_as_a_new_interpreter_does(jobs, monkeypatch):
+def test_a_child_ends_as_a_new_interpreter_does(monkeypatch):
     forked = children.call(jobs.end_late, timeout_s=60)
     monkeypatch.setattr(children, "_may_fork", lambda env: False)
     new = children.call(jobs.end_late, timeout_s=60)
@@ -66,7 +59,7 @@ def test_a_child_ends_as_a_new_interpreter_does(jobs, monkeypatch):
     assert (forked.code, forked.told) == (new.code, new.told) == (0, [1])
 
 
-def test_a_variable_that_an_import_may_have_read_makes_a_new_interpreter(jobs):
+def test_a_variable_that_an_import_may_have_read_makes_a_new_interpreter():
     """A child sees each variable, whether it was forked or not."""
     names = {"OMP_NUM_THREADS": os.getpid(), "STALEPROOF_TEST": None}
     children.call(jobs.say_nothing, timeout_s=60)
@@ -76,7 +69,7 @@ def test_a_variable_that_an_import_may_have_read_makes_a_new_interpreter(jobs):
         assert born["parent"] == (parent or server())
 
 
-def test_a_killed_process_to_fork_from_ends_its_children_and_is_replaced(jobs, tmp_path):
+def test_a_killed_process_to_fork_from_ends_its_children_and_is_replaced(tmp_path):
     running = children.start(jobs.wait_forever)
     parent = server()
     os.kill(parent, signal.SIGKILL)
@@ -86,7 +79,7 @@ def test_a_killed_process_to_fork_from_ends_its_children_and_is_replaced(jobs, t
     assert parent != server()
 
 
-def test_a_fork_of_the_caller_leaves_the_callers_process_alone(jobs):
+def test_a_fork_of_the_caller_leaves_the_callers_process_alone():
     children.call(jobs.say_nothing, timeout_s=60)
     pid = os.fork()
     if pid == 0:
@@ -99,7 +92,7 @@ def test_a_fork_of_the_caller_leaves_the_callers_process_alone(jobs):
     assert children.call(jobs.add, 1, 2, timeout_s=60).answer() == 3
 
 
-def test_a_child_of_a_process_that_has_triton_says_nothing_of_its_own(jobs, monkeypatch):
+def test_a_child_of_a_process_that_has_triton_says_nothing_of_its_own(monkeypatch):
     # Its binding reports objects that it finds at the end of a process.
     pytest.importorskip("triton")
     monkeypatch.setattr(children, "PRELOADED", ("triton",))

@@ -1,10 +1,9 @@
 """A recorded launch list freezes what a CUDA graph freezes."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -102,7 +101,7 @@ def test_a_batch_replays_the_next_captured_size_and_a_larger_one_is_refused():
 
 
 def test_a_gpu_gets_a_cuda_graph_after_one_eager_step_and_a_mapping_of_its_own(monkeypatch):
-    steps: list[str] = []
+    steps = []
     monkeypatch.setattr(graphs, "CudaGraph", lambda fn: ("captured", fn, len(steps)))
     monkeypatch.setattr(mapping, "_on_gpu", lambda count: f"{count} bytes of a GPU")
 
@@ -115,7 +114,7 @@ def test_a_gpu_gets_a_cuda_graph_after_one_eager_step_and_a_mapping_of_its_own(m
 
 @pytest.mark.parametrize("pool", [None, "of an engine"])
 def test_a_cuda_graph_is_captured_after_two_runs_beside_the_current_stream(monkeypatch, pool):
-    done: list[object] = []
+    done = []
 
     class Stream:
         def __init__(self, name="side"):
@@ -134,7 +133,7 @@ def test_a_cuda_graph_is_captured_after_two_runs_beside_the_current_stream(monke
         "Stream": Stream,
         "current_stream": lambda: Stream("current"),
         "stream": lambda stream: inside(stream.name),
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: done.append("replay")),
+        "CUDAGraph": lambda: Space(replay=lambda: done.append("replay")),
         "graph": lambda graph, pool: inside("graph", pool),
     }
     for name, fake in fakes.items():
@@ -153,20 +152,20 @@ def test_a_cuda_graph_is_captured_after_two_runs_beside_the_current_stream(monke
 class Driver:
     """CUDA's driver with pages of 64 bytes; it writes down what it is asked."""
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[object, ...]] = []
+    def __init__(self):
+        self.asked = []
         for name, enumerator in (
             ("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_PINNED"),
             ("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE"),
             ("CUmemAccess_flags", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE"),
             ("CUmemAllocationGranularity_flags", "CU_MEM_ALLOC_GRANULARITY_MINIMUM"),
         ):
-            setattr(self, name, SimpleNamespace(**{enumerator: enumerator}))
+            setattr(self, name, Space(**{enumerator: enumerator}))
 
     def CUmemAllocationProp(self):
-        return SimpleNamespace(location=SimpleNamespace())
+        return Space(location=Space())
 
-    CUmemAccessDesc = SimpleNamespace
+    CUmemAccessDesc = Space
 
     def __getattr__(self, name):
         given = {"cuMemGetAllocationGranularity": 64, "cuMemAddressReserve": 4096, "cuMemCreate": "memory"}
@@ -186,9 +185,9 @@ def test_memory_of_a_gpu_ends_where_its_mapping_ends(monkeypatch):
     # The form that https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html gives.
     assert interface == {"shape": (70,), "typestr": "|u1", "data": (4096 + 128 - 70, False), "version": 3}
     assert device == "cuda"
-    where = SimpleNamespace(type="CU_MEM_LOCATION_TYPE_DEVICE", id=3)
-    wanted = SimpleNamespace(type="CU_MEM_ALLOCATION_TYPE_PINNED", location=where)
-    access = SimpleNamespace(location=where, flags="CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
+    where = Space(type="CU_MEM_LOCATION_TYPE_DEVICE", id=3)
+    wanted = Space(type="CU_MEM_ALLOCATION_TYPE_PINNED", location=where)
+    access = Space(location=where, flags="CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
     assert driver.asked == [
         ("cuMemGetAllocationGranularity", wanted, "CU_MEM_ALLOC_GRANULARITY_MINIMUM"),
         # Nothing else is mapped in the pages behind.

@@ -1,7 +1,5 @@
 """Predictions, and what a recorded run of an SM100 GPU says about them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 
@@ -54,16 +52,10 @@ def test_misses_come_first_and_what_did_not_run_stays_open():
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_what_became_of_a_prediction_is_one_line(stale):
-    told = replace(
-        predictions.read()[0],
-        incident="mla_padding",
-        question="empty row",
-        variant="theirs",
-        predicted="zero",
-        refuted_by="nan: it reads",
-        date="2026-11-21",
-        source_digest="0" * 12 if stale else source_digest("mla_padding"),
-    )
+    key = {"incident": "mla_padding", "question": "empty row", "variant": "theirs"}
+    given = {"predicted": "zero", "refuted_by": "nan: it reads", "date": "2026-11-21"}
+    digest = "0" * 12 if stale else source_digest("mla_padding")
+    told = replace(predictions.read()[0], **key, **given, source_digest=digest)
     when = "(2026-11-21; the code has changed since)" if stale else "(2026-11-21)"
     for verdict, line in (
         ("zero", f"confirmed  mla_padding, empty row, theirs: predicted zero {when}"),

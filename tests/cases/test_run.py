@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from tests.cases import jobs
 
 from staleproof.cases import children
 from staleproof.cases import run as cases_run
@@ -42,22 +43,12 @@ def verdicts(found) -> dict:
 
 
 @pytest.fixture
-def threads() -> Iterator[int]:
+def threads():
     """More than one thread of torch, so that one is a change."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield 3
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    import jobs
-
-    yield jobs
-    assert not children._running
-    children.end_all()
 
 
 def right(subject, device, *told):
@@ -67,6 +58,10 @@ def right(subject, device, *told):
 # --- What a table refuses, before anything runs.
 
 
+OURS = partial(fix, "ours", "rows", off=0, on=1, ask=print)
+ONE = each("q", "rows", ["a"], print, **OPEN)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -74,22 +69,10 @@ def right(subject, device, *told):
         (lambda: Case(Key("", "q", "v"), "nope", print, **OPEN), "words: expected a family of .* got 'nope'"),
         (lambda: Case(Key("", "q", "v"), "rows", print, expect="leeked"), "family rows .*got 'leeked'"),
         (lambda: each("q", "rows", ["a", "b"], print, expect={"a": "clean"}), "a verdict for q, b, or a"),
-        (
-            lambda: fix("ours", "rows", off=0, on=1, ask=print, wrong=None),
-            "wrong: expected a comparison of ours with a reference, got None",
-        ),
-        (
-            lambda: fix("ours", "rows", off=0, on=1, ask=print, wrong=None, expect="not fixed"),
-            "wrong: expected a comparison of ours",
-        ),
-        (
-            lambda: fix("ours", "rows", off=0, on=1, ask=print, wrong=right, expect="clean"),
-            "family fix .*got 'clean'",
-        ),
-        (
-            lambda: Table("fake", *(each("q", "rows", ["a"], print, **OPEN) for _ in range(2))),
-            r"table: expected one case of each key, got several of \['fake, q, a'\]",
-        ),
+        (lambda: OURS(wrong=None), "wrong: expected a comparison of ours with a reference, got None"),
+        (lambda: OURS(wrong=None, expect="not fixed"), "wrong: expected a comparison of ours"),
+        (lambda: OURS(wrong=right, expect="clean"), "family fix .*got 'clean'"),
+        (lambda: Table("fake", ONE, ONE), r"one case of each key, got several of \['fake, q, a'\]"),
     ],
 )
 def test_a_case_that_is_not_defined_is_refused_before_anything_runs(make, said):
@@ -113,11 +96,8 @@ def test_ask_receives_the_subject_and_the_device():
     ]
     found = run(*rows, device="cuda")
     assert seen == [(1, "cuda"), (2, "cuda"), ("c", "cuda")]
-    assert [f.key for f in found] == [
-        Key("fake", "mapping", "a"),
-        Key("fake", "mapping", "b"),
-        Key("fake", "list", "c"),
-    ]
+    expected = [Key("fake", "mapping", "a"), Key("fake", "mapping", "b"), Key("fake", "list", "c")]
+    assert [f.key for f in found] == expected
 
 
 def test_an_answer_is_a_word_or_a_reading():
@@ -150,11 +130,8 @@ def test_expected_is_a_value_a_mapping_a_function_or_none(expect, want):
 
 
 def test_an_expectation_may_depend_on_the_device():
-    case = Case(
-        *(Key("", "q", "v"), "rows", lambda *_: "clean"),
-        expect=lambda device: "leaked" if device == "cuda" else None,
-        reason="interpreted",
-    )
+    expect = lambda device: "leaked" if device == "cuda" else None  # noqa: E731
+    case = Case(Key("", "q", "v"), "rows", lambda *_: "clean", expect=expect, reason="interpreted")
     assert [run(case, device=device)[0].expected for device in ("cpu", "cuda")] == [None, "leaked"]
 
 
@@ -202,15 +179,11 @@ def test_an_ablation_takes_one_ingredient_away_at_a_time():
         padding: bool = True
         amax: bool = True
 
-    found = run(
-        ablation(
-            *(Parts(), "rows"),
-            without={"no padding": ({"padding": False}, "clean"), "no amax": ({"amax": False}, "leaked")},
-            ask=lambda parts, device: "leaked" if parts.padding and parts.amax else "clean",
-            expect="leaked",
-            whole="both",
-        )
-    )
+    def ask(parts, device):
+        return "leaked" if parts.padding and parts.amax else "clean"
+
+    without = {"no padding": ({"padding": False}, "clean"), "no amax": ({"amax": False}, "leaked")}
+    found = run(ablation(Parts(), "rows", without=without, ask=ask, expect="leaked", whole="both"))
     assert verdicts(found) == {
         ("ablation", "both"): "leaked",
         ("ablation", "no padding"): "clean",
@@ -385,11 +358,8 @@ def test_the_finding_of_a_fix_has_what_the_run_with_it_said():
     case = fix("ours", "rows", off=0, on=1, ask=lambda *_: next(said), wrong=right, expect=expect)
     (found,) = run(case, device="cuda")
     assert (found.note, found.script, found.of, found.expected) == ("a note", "a script", whose.of, "fixed")
-    assert (found.provenance, found.words, found.three.text) == (
-        "RECORDED",
-        "fix",
-        "leaked, clean, leaked, right",
-    )
+    expected = "RECORDED", "fix", "leaked, clean, leaked, right"
+    assert (found.provenance, found.words, found.three.text) == expected
     assert found.numbers == {"rows_off": 1, "rows_on": 0, "rows_again": 2}
 
 
@@ -401,15 +371,9 @@ def test_the_third_run_may_be_another_process_and_all_see_the_scene():
         return told[subject]
 
     told = {"off": "leaked", "on": "clean", "off again": "leaked"}
-    case = fix(
-        *("ours", "rows"),
-        off="off",
-        on="on",
-        again="off again",
-        ask=ask,
-        wrong=lambda subject, device, told: None,
-        scene=Scene("engines", lambda device: told),
-    )
+    runs = {"off": "off", "on": "on", "again": "off again"}
+    scene = Scene("engines", lambda device: told)
+    case = fix("ours", "rows", **runs, ask=ask, wrong=lambda subject, device, told: None, scene=scene)
     assert run(case)[0].verdict == "fixed"
     assert asked == ["off", "on", "off again"]
 
@@ -455,7 +419,7 @@ def test_one_thread_holds_while_ask_runs_and_never_for_the_caller(threads):
 
 
 @pytest.mark.parametrize("end", ["the last answer", "an error", "Ctrl-C", "abandoned", "closed"])
-def test_no_child_outlives_the_runner(jobs, tmp_path, end):
+def test_no_child_outlives_the_runner(tmp_path, end):
     def ask(subject, device, child):
         if end == "an error":
             raise ZeroDivisionError
@@ -485,7 +449,7 @@ def test_no_child_outlives_the_runner(jobs, tmp_path, end):
     assert started[0].poll() is not None
 
 
-def test_limit_s_is_for_all_children_of_a_case_and_of_a_scene(jobs, tmp_path):
+def test_limit_s_is_for_all_children_of_a_case_and_of_a_scene(tmp_path):
     limits = []
     # What children are forked from starts with the first of them, and may take longer than the limit.
     assert children.call(jobs.add, 1, 2, timeout_s=60).answer() == 3

@@ -1,7 +1,5 @@
 """Recorded runs: written whole or not at all, and compared."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +17,17 @@ from staleproof.device import Provenance
 ROW = {"kernel": "k", "provider": "ours", "mode": "graph", "x_name": "n", "x_value": 1, "p50": 4.0}
 
 
+CLEAN = finding("a", "q", "v", "clean")
+
+
+def stored(folder, findings=(), rows=()):
+    """A run that was written and read again."""
+    store.write(folder, [*findings], [*rows])
+    return store.read(folder)
+
+
 def test_a_run_comes_back_whole(tmp_path):
-    folder = tmp_path / "a-gpu"
-    store.write(folder, [finding("a", "q", "v", "clean")], [ROW])
-    run = store.read(folder)
+    run = stored(tmp_path / "a-gpu", [CLEAN], [ROW])
     assert [f.verdict for f in run.findings] == ["clean"]
     assert run.measurements == [ROW]
     assert run.machine == run.findings[0].machine["name"]
@@ -31,28 +36,25 @@ def test_a_run_comes_back_whole(tmp_path):
 
 
 def test_a_run_of_several_days_names_the_first_and_the_last(tmp_path):
-    found = finding("a", "q", "v", "clean")
-    store.write(tmp_path / "a", [found, replace(found, variant="older", date="2020-01-31")], [])
-    assert f"2020-01-31 to {found.date}" in store.read(tmp_path / "a").title
+    run = stored(tmp_path / "a", [CLEAN, replace(CLEAN, variant="older", date="2020-01-31")])
+    assert f"2020-01-31 to {CLEAN.date}" in run.title
     # Timings can be older than all findings.
-    store.write(tmp_path / "a", [found], [ROW | {"date": "2020-02-29"}, ROW])
-    assert f"2020-02-29 to {found.date}" in store.read(tmp_path / "a").title
+    run = stored(tmp_path / "a", [CLEAN], [ROW | {"date": "2020-02-29"}, ROW])
+    assert f"2020-02-29 to {CLEAN.date}" in run.title
 
 
 def test_a_part_of_a_run_speaks_of_nothing_else(tmp_path):
-    found = finding("a", "q", "v", "clean")
     row = ROW | {"incident": "b", "date": "2020-02-29", "source_digest": "of old"}
-    store.write(tmp_path / "a", [found, replace(found, variant="older", date="2020-01-31")], [row])
-    run = store.read(tmp_path / "a")
-    assert run.only(run.findings[:1]).title == f"{run.machine}, {found.date}, same source"
+    run = stored(tmp_path / "a", [CLEAN, replace(CLEAN, variant="older", date="2020-01-31")], [row])
+    assert run.only(run.findings[:1]).title == f"{run.machine}, {CLEAN.date}, same source"
     assert run.only(rows=[row]).title == f"{run.machine}, 2020-02-29, source changed since: b"
-    assert run.only(run.findings).date == f"2020-01-31 to {found.date}"
+    assert run.only(run.findings).date == f"2020-01-31 to {CLEAN.date}"
     assert run.only().date == run.environment["date"]
 
 
 def test_a_run_says_when_the_source_of_a_finding_has_changed(tmp_path, monkeypatch):
-    store.write(tmp_path / "a", [finding(name, "q", "v", "clean") for name in "ba"], [])
-    assert store.read(tmp_path / "a").title.endswith("same source")
+    run = stored(tmp_path / "a", [replace(CLEAN, incident=name) for name in "ba"])
+    assert run.title.endswith("same source")
     monkeypatch.setattr(findings_module, "source_digest", lambda incident: "another")
     assert store.read(tmp_path / "a").title.endswith("source changed since: a, b")
 
@@ -68,13 +70,11 @@ def test_a_run_says_when_the_source_of_a_benchmark_has_changed(tmp_path, monkeyp
         ({"source_digest": "an earlier one"}, ["b"]),
         ({"benchmark": "deleted since"}, ["b"]),
     ):
-        store.write(tmp_path / "run", [], [row | changes])
-        assert store.read(tmp_path / "run").stale == stale
+        assert stored(tmp_path / "run", rows=[row | changes]).stale == stale
     # Recordings of before the benchmark was named, and of before rows had a digest.
     for field in ("benchmark", "source_digest"):
         del row[field]
-        store.write(tmp_path / "run", [], [row])
-        assert store.read(tmp_path / "run").stale == ["b"]
+        assert stored(tmp_path / "run", rows=[row]).stale == ["b"]
     # There are no benchmarks to compare with.
     monkeypatch.undo()
     monkeypatch.setattr(store, "PACKAGE", tmp_path / "site-packages" / "staleproof")
@@ -86,7 +86,7 @@ def test_a_spoilt_run_hides_no_other(tmp_path):
         store.write(tmp_path / name, [finding(name, "q", "v", "clean")], [])
     path = tmp_path / "b" / "findings.jsonl"
     path.write_text(path.read_text()[:-20])
-    spoilt: list[RunFileError] = []
+    spoilt = []
     assert [run.folder.name for run in store.read_all(tmp_path, spoilt=spoilt.append)] == ["a", "c"]
     (error,) = spoilt
     assert "truncated" in str(error)
@@ -105,11 +105,10 @@ def test_what_a_killed_recording_left_is_no_run(tmp_path):
 @pytest.mark.parametrize("fails_at", ["environment.json", "the swap"])
 def test_a_failed_write_leaves_the_earlier_run(tmp_path, monkeypatch, fails_at):
     folder = tmp_path / "a"
-    store.write(folder, [finding("a", "q", "v", "clean")], [ROW])
-    before = store.read(folder)
+    before = stored(folder, [CLEAN], [ROW])
     replace = Path.replace
 
-    def full_disk(self: Path, target: Path) -> Path:
+    def full_disk(self, target):
         if target.name == fails_at or (fails_at == "the swap" and self.name == "a.part"):
             raise OSError(28, "No space left on device")
         return replace(self, target)
@@ -119,14 +118,6 @@ def test_a_failed_write_leaves_the_earlier_run(tmp_path, monkeypatch, fails_at):
         store.write(folder, [], [])
     assert store.read(folder) == before
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 3, "lines": {}, "machine": {}, "date": "d"}'])
-def test_a_spoilt_environment_is_refused(tmp_path, text):
-    store.write(tmp_path / "a", [], [])
-    (tmp_path / "a" / "environment.json").write_text(text)
-    with pytest.raises(RunFileError, match="truncated or not a run's environment"):
-        store.read(tmp_path / "a")
 
 
 def test_a_missing_file_is_refused(tmp_path):
@@ -162,10 +153,8 @@ def test_an_installation_without_its_checkout_says_so(tmp_path, monkeypatch):
             store.checkout()
     project.touch()
     assert store.checkout() == tmp_path
-    assert (store.runs_folder(), store.build_folder()) == (
-        tmp_path / "workbook/runs",
-        tmp_path / "workbook/_build",
-    )
+    expected = tmp_path / "workbook/runs", tmp_path / "workbook/_build"
+    assert (store.runs_folder(), store.build_folder()) == expected
     (tmp_path / "benchmarks").mkdir()
     for name in ("b.py", "a.py", "_shared.py", "README.md"):
         (tmp_path / "benchmarks" / name).touch()
@@ -184,14 +173,15 @@ def test_an_installation_without_its_checkout_says_so(tmp_path, monkeypatch):
         ({"lines": [1, 1]}, "truncated or not a run's environment$"),
         ({"machine": {"name": 7}}, "truncated or not a run's environment$"),
         ({"date": None}, "truncated or not a run's environment$"),
+        *((spoilt, "truncated or not a run's environment") for spoilt in ("", "{}", "[]", {"machine": {}})),
     ],
 )  # fmt: skip
 def test_a_run_that_is_not_whole_is_refused(tmp_path, changes, why):
-    store.write(tmp_path / "a", [finding("a", "q", "v", "clean")], [ROW])
+    store.write(tmp_path / "a", [CLEAN], [ROW])
     path = tmp_path / "a/environment.json"
     about = json.loads(path.read_text())
     assert (about["schema"], about["lines"]) == (3, {"findings.jsonl": 1, "measurements.jsonl": 1})
-    path.write_text(json.dumps(about | changes))
+    path.write_text(changes if isinstance(changes, str) else json.dumps(about | changes))
     with pytest.raises(RunFileError, match=why):
         store.read(tmp_path / "a")
     path.unlink()
@@ -209,8 +199,7 @@ def test_what_is_no_recorded_run_is_not_replaced(tmp_path):
     for path, why in ((tmp_path / "mine", "it is a folder"), (tmp_path / "file/x", "")):
         with pytest.raises(RunFileError, match=f"cannot be written: {why}"):
             store.check_writable(path)
-    store.write(tmp_path / "runs/deep", [], [])
-    assert store.read(tmp_path / "runs/deep").findings == []
+    assert stored(tmp_path / "runs/deep").findings == []
 
 
 def test_a_comparison_is_told_in_one_line():
@@ -221,41 +210,35 @@ def test_a_comparison_is_told_in_one_line():
 
 
 def test_compare_counts_each_key_once():
-    first = [
-        finding("a", "q", "same", "clean"),
-        finding("a", "q", "other", "clean"),
-        finding("a", "q", "gone", "clean"),
-        not_run("a", "q", "absent here", "no GPU"),
-        not_run("a", "q", "absent", "no SM100"),
-    ]
-    second = [
-        finding("a", "q", "same", "clean"),
-        finding("a", "q", "other", "leaked"),
-        finding("a", "q", "absent here", "clean"),
-        not_run("a", "q", "absent", "no SM100"),
-    ]
+    def found(**verdicts):
+        return [
+            finding("a", "q", variant, word) if word else not_run("a", "q", variant, "no GPU")
+            for variant, word in verdicts.items()
+        ]
+
+    first = found(same="clean", other="clean", gone="clean", absent_here=None, absent=None)
+    second = found(same="clean", other="leaked", absent_here="clean", absent=None)
     result = store.compare(first, second)
     assert result.match == [("a", "q", "same", "")]
     assert result.mismatch == {("a", "q", "other", ""): ("clean", "leaked")}
     assert result.only_first == [("a", "q", "gone", "")]
-    assert result.only_second == [("a", "q", "absent here", "")]
+    assert result.only_second == [("a", "q", "absent_here", "")]
     assert result.neither == [("a", "q", "absent", "")]
 
 
 def test_timings_are_compared_only_where_key_and_unit_agree(tmp_path):
-    rows_of_a = [ROW | {"unit": "us"}, ROW | {"x_value": 2, "unit": "us"}, ROW | {"x_value": 3}]
-    store.write(tmp_path / "a", [], rows_of_a)
-    rows = [ROW | {"unit": "us", "p50": 6.0}, ROW | {"x_value": 2, "unit": "ms"}]
-    store.write(tmp_path / "b", [], rows)
-    pairs = store.compare_timings(store.read(tmp_path / "a"), store.read(tmp_path / "b"))
-    assert pairs == [(rows_of_a[0] | {"p50_second": 6.0}, 1.5)]
+    def compared(*rows):
+        return store.compare_timings(stored(tmp_path / "a", rows=rows), other)
+
+    timed = ROW | {"unit": "us"}
+    other = stored(tmp_path / "b", rows=[timed | {"p50": 6.0}, ROW | {"x_value": 2, "unit": "ms"}])
+    pairs = compared(timed, timed | {"x_value": 2}, ROW | {"x_value": 3})
+    assert pairs == [(timed | {"p50_second": 6.0}, 1.5)]
     # One that took no time has no ratio; and every part of a case tells it from others.
-    store.write(tmp_path / "a", [], [rows_of_a[0] | {"p50": 0.0}])
-    ((_, ratio),) = store.compare_timings(store.read(tmp_path / "a"), store.read(tmp_path / "b"))
+    ((_, ratio),) = compared(timed | {"p50": 0.0})
     assert ratio != ratio
     for name in ("kernel", "provider", "mode", "x_name", "x_value"):
-        store.write(tmp_path / "a", [], [rows_of_a[0] | {name: "another"}])
-        assert store.compare_timings(store.read(tmp_path / "a"), store.read(tmp_path / "b")) == []
+        assert compared(timed | {name: "another"}) == []
 
 
 def test_the_environment_has_no_path_and_no_host_name(tmp_path):
@@ -275,14 +258,14 @@ def test_the_answers_of_other_incidents_stay_and_keep_their_provenance(tmp_path)
     path = tmp_path / "findings.jsonl"
     assert read_kept(path) == []
     old = replace(finding("b", "q", "v", "clean"), provenance=Provenance.MEASURED, source_digest="then")
-    write_findings(path, [old, finding("a", "q", "v", "clean")])
+    write_findings(path, [old, CLEAN])
     after = merged(read_kept(path), [finding("a", "q", "v", "leaked")], ["a"], ["a", "b"])
     assert [(f.incident, f.verdict) for f in after] == [("a", "leaked"), ("b", "clean")]
     assert after[1] == old
 
 
 def test_a_question_that_is_gone_leaves_with_a_complete_run_only():
-    gone, again = finding("a", "gone", "v", "clean"), finding("a", "q", "v", "clean")
+    gone, again = finding("a", "gone", "v", "clean"), CLEAN
     new = finding("a", "q", "v", "leaked")
     assert merged([gone, again], [new], ["a"], ["a"]) == [new]
     assert merged([gone, again], [new], [], ["a"]) == [new, gone]
@@ -304,7 +287,7 @@ def test_origins_name_the_source_of_what_is_older():
 @pytest.mark.parametrize("spoil", [lambda text: text[:-9], lambda text: text.replace("INTERP", "OTHER")])
 def test_a_file_that_cannot_be_read_is_refused_and_not_overwritten(tmp_path, spoil):
     path = tmp_path / "findings.jsonl"
-    write_findings(path, [replace(finding("a", "q", "v", "clean"), provenance=Provenance.INTERPRETED)])
+    write_findings(path, [replace(CLEAN, provenance=Provenance.INTERPRETED)])
     path.write_text(spoil(path.read_text()))
     with pytest.raises(RunFileError, match="its findings would be lost: move the file, or name another"):
         read_kept(path)

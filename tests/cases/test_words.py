@@ -1,7 +1,5 @@
 """Verdict words: each is defined once, and no word makes a remedy "fixed" that is not."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 

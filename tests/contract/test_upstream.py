@@ -54,7 +54,7 @@ CASCADE = "flashinfer-triton-merge-state-empty-parts"
 CUH = "data/include/flashinfer/attention/cascade.cuh"
 # Its sources are in no wheel.
 ELSEWHERE = {"flashmla-empty-row-lse"}
-# No kernel: tests/vllm/test_upstream_published.py runs its script with the diff and without.
+# No kernel: tests/vllm/test_upstream_patches.py runs its script with the diff and without.
 SCHEDULER = "vllm-published-before-written"
 
 

@@ -14,8 +14,7 @@ def fits(program: str, version: str) -> tuple[list[str], str]:
     import environment
     import warm
 
-    with environment.skipped_if_unavailable():
-        variables = environment.variables(version)
+    variables = environment.variables(version)
     path = Path(__file__).with_name(program)
     done = warm.run(str(path), env=variables, timeout=300, cwd=VLLM_TESTS)
     return [line for line in done.stdout.splitlines() if line.startswith("fits ")], done.stderr[-3000:]

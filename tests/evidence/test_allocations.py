@@ -1,25 +1,13 @@
 """The walk over a module tree, and the tracker that the CPU uses."""
 
-from __future__ import annotations
-
 import sys
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import nn
 
-from staleproof.evidence.allocations import (
-    UNOWNED,
-    Allocation,
-    CudaTracker,
-    DispatchTracker,
-    Usage,
-    count_alike,
-    cuda_usage,
-    group_by_owner,
-    owned_tensors,
-    size_text,
-)
+from staleproof.evidence import allocations
 
 
 class Layer(nn.Module):
@@ -40,18 +28,18 @@ def test_every_way_to_a_tensor_is_walked_and_loops_end():
     tree.loop["loop"] = tree.loop
     pair = [buffer]
     tree.twice = [pair, pair]
-    names = [(name, path) for name, path, _ in owned_tensors(tree)]
+    names = [(name, path) for name, path, _ in allocations.owned_tensors(tree)]
     # Also through a list that is in another one twice, once.
     assert names == [("twice", "")] + [
         (f"layers.*.{attribute}", f"layers.{i}")
         for i in range(2)
         for attribute in ("weight", "first", "again")
     ]
-    assert count_alike(tree) == {"layers.0": 2, "layers.1": 2}
+    assert allocations.count_alike(tree) == {"layers.0": 2, "layers.1": 2}
 
 
 def test_live_allocations_find_their_owner_and_released_ones_are_gone():
-    tracker = DispatchTracker()
+    tracker = allocations.DispatchTracker()
     tracker.begin("serve")
     buffer = torch.zeros(64)
     stray = torch.zeros(32)
@@ -61,11 +49,9 @@ def test_live_allocations_find_their_owner_and_released_ones_are_gone():
     tracker.end()
     tree = nn.ModuleList([Layer(buffer), Layer(buffer)])
     tree[1].first["own"] = own
-    groups = group_by_owner(tree, tracker)
-    assert [(name, sum(group.by_layer.values())) for (name, _), group in groups.items()] == [
-        ("*.first", buffer.nbytes + own.nbytes),
-        (UNOWNED, stray.nbytes),
-    ]
+    groups = allocations.group_by_owner(tree, tracker)
+    expected = [("*.first", buffer.nbytes + own.nbytes), (allocations.UNOWNED, stray.nbytes)]
+    assert [(name, sum(group.by_layer.values())) for (name, _), group in groups.items()] == expected
     # One tensor of an owner that layers share is enough.
     assert groups["*.first", ""].shared
     assert all(a.source.startswith("evidence/test_allocations.py:") for a in tracker.live.values())
@@ -84,11 +70,11 @@ def test_live_allocations_find_their_owner_and_released_ones_are_gone():
     ],
 )
 def test_sizes_read_as_in_torchs_out_of_memory_error(nbytes, text, short):
-    assert (size_text(nbytes), size_text(nbytes, short=True)) == (text, short)
+    assert (allocations.size_text(nbytes), allocations.size_text(nbytes, short=True)) == (text, short)
 
 
 def test_stuck_memory_is_neither_used_by_tensors_nor_releasable():
-    assert Usage(used=9, reserved=8, allocated=4, releasable=1).stuck == 3
+    assert allocations.Usage(used=9, reserved=8, allocated=4, releasable=1).stuck == 3
 
 
 def test_segments_of_a_graphs_private_pool_are_not_releasable(monkeypatch):
@@ -106,15 +92,19 @@ def test_segments_of_a_graphs_private_pool_are_not_releasable(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (52, 100))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    usage = cuda_usage()
-    assert usage == Usage(used=48, reserved=31, allocated=8, releasable=4)
+    usage = allocations.cuda_usage()
+    assert usage == allocations.Usage(used=48, reserved=31, allocated=8, releasable=4)
     assert usage.stuck == 19
 
 
 def test_globals_of_the_classes_modules_are_owned_by_their_module_and_torchs_are_left_out(monkeypatch):
     kept = torch.zeros(3)
     monkeypatch.setattr(sys.modules[__name__], "KEPT", kept, raising=False)
-    found = {name: (layer, id(x)) for name, layer, x in owned_tensors(Layer(torch.zeros(8))) if ":" in name}
+    found = {
+        name: (layer, id(x))
+        for name, layer, x in allocations.owned_tensors(Layer(torch.zeros(8)))
+        if ":" in name
+    }
     assert found == {f"{__name__}:KEPT": (__name__, id(kept))}
 
 
@@ -125,7 +115,7 @@ def test_containers_are_walked_four_levels_deep_and_sparse_tensors_have_no_stora
     for _ in range(depth):
         held = {held} if isinstance(held, torch.Tensor) else [held]
     tree.held = held
-    assert [name for name, *_ in owned_tensors(tree)] == names
+    assert [name for name, *_ in allocations.owned_tensors(tree)] == names
 
 
 def test_the_cuda_tracker_reads_the_allocators_trace(monkeypatch):
@@ -153,7 +143,7 @@ def test_the_cuda_tracker_reads_the_allocators_trace(monkeypatch):
     monkeypatch.setattr(
         torch.cuda.memory, "_record_memory_history", lambda *args, **how: recorded.append((args, how))
     )
-    tracker = CudaTracker()
+    tracker = allocations.CudaTracker()
     assert (tracker.now, tracker.peak) == (0, 0)
     tracker.begin("profile")
     # Freeing 5, which was there before, changes nothing; 9 is freed again, and 6 as it is asked for.
@@ -163,8 +153,8 @@ def test_the_cuda_tracker_reads_the_allocators_trace(monkeypatch):
     ]
     tracker.end()
     assert tracker.live == {
-        1: Allocation(100, "profile", "b/model.py:7"),
-        2: Allocation(20, "profile", "b/model.py:8"),
+        1: allocations.Allocation(100, "profile", "b/model.py:7"),
+        2: allocations.Allocation(20, "profile", "b/model.py:8"),
     }
     assert (tracker.now, tracker.peak) == (120, 150)
     how = {"context": "state", "stacks": "python", "clear_history": True}
@@ -176,9 +166,28 @@ def test_the_cuda_tracker_reads_the_allocators_trace(monkeypatch):
     tracker.begin("serve")
     assert (tracker.now, tracker.peak) == (100, 100)
     tracker.end()
-    assert {key: (a.nbytes, a.phase) for key, a in tracker.live.items()} == {
-        1: (100, "profile"),
-        3: (8, "serve"),
-    }
+    expected = {1: (100, "profile"), 3: (8, "serve")}
+    assert {key: (a.nbytes, a.phase) for key, a in tracker.live.items()} == expected
     x = torch.zeros(4)
     assert tracker.key(x[1:]) == x.data_ptr()
+
+
+def test_a_mapping_that_computes_its_items_is_not_asked_for_them():
+    """vLLM has such a mapping of activations; building one fails unless a model is being loaded."""
+
+    class OnDemand(Mapping):
+        def __init__(self):
+            self.made = {"known": torch.ones(2)}
+
+        def __getitem__(self, name):
+            raise RuntimeError("no configuration is set")
+
+        def __iter__(self):
+            return iter(["gelu"])
+
+        def __len__(self):
+            return 1
+
+    tree = nn.Module()
+    tree.registry = OnDemand()
+    assert [name for name, _, _ in allocations.owned_tensors(tree) if "registry" in name] == ["registry.made"]

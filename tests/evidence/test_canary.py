@@ -1,7 +1,5 @@
 """Canaries tell unwritten memory from computed NaN."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """RowCounters count by stage and by row, and keep the first crossing inside a replayed step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

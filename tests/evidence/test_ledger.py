@@ -13,15 +13,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from staleproof.cases.graph import capture
 from staleproof.evidence import ledger as ledgers
 from staleproof.evidence.allocations import CudaTracker, Usage
-from staleproof.evidence.ledger import (
-    UNOWNED,
-    AllocationLedger,
-    Owner,
-    Phase,
-    Report,
-    cuda_usage,
-    owned_tensors,
-)
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 
 KIB, MIB = 2**10, 2**20
@@ -100,21 +91,23 @@ def _no_global():
 def profiled(keep, device="cpu", **options):
     model = Tree(keep, device)
     x = torch.ones(1024, device=device)
-    ledger = AllocationLedger(model, **options)
+    ledger = ledgers.AllocationLedger(model, **options)
     with ledger.phase("profile"):
         model(x)
     return model, x, ledger
 
 
-OWNERS = {
-    "attribute": "layers.*.attn.buffer",
-    "list": "layers.*.attn.buffer",
-    "nested": "layers.*.attn.buffer",
-    "buffer": "layers.*.attn.buffer",
-    "parameter": "layers.*.attn.buffer",
-    "view": "layers.*.attn.buffer",
-    "object": "layers.*.attn.holder.inner",
-}
+def begun(model=None, **options):
+    """A ledger of a model, or of a small one, whose profile allocates nothing."""
+    ledger = ledgers.AllocationLedger(model or nn.Linear(1, 1), **options)
+    with ledger.phase("profile"):
+        pass
+    return ledger
+
+
+OWNERS = dict.fromkeys(
+    ("attribute", "list", "nested", "buffer", "parameter", "view"), "layers.*.attn.buffer"
+) | {"object": "layers.*.attn.holder.inner"}
 
 
 @pytest.mark.parametrize("keep", OWNERS)
@@ -133,7 +126,7 @@ def test_one_layer_tells_of_all(keep):
     later = ledger.read()
     assert later.surprises[0].bytes == owner.predicted
     assert later.headroom == report.headroom
-    assert not [o for o in later.owners if o.name == UNOWNED]
+    assert not [o for o in later.owners if o.name == ledgers.UNOWNED]
 
 
 def test_the_sentence_comes_before_the_crash():
@@ -146,7 +139,7 @@ def test_the_sentence_comes_before_the_crash():
         "`layers.*.attn.buffer`: 256 KiB x 5 layers = 1.25 MiB allocated after profiling; "
         "headroom 744 KiB; this will not fit"
     )
-    held = sum(t.nbytes for _, _, t in owned_tensors(model))
+    held = sum(t.nbytes for _, _, t in ledgers.owned_tensors(model))
     assert report.headroom == 2 * MIB - held - 4 * EACH
     assert report.required >= 4 * EACH
     assert report.fits is False
@@ -174,7 +167,7 @@ def test_what_no_attribute_holds_is_told_with_its_line():
         grown = torch.empty(10)
         grown.resize_(1000)
     owners = {(o.name, o.bytes) for o in ledger.read().surprises}
-    assert owners == {(UNOWNED, stray.nbytes), (UNOWNED, grown.nbytes)}
+    assert owners == {(ledgers.UNOWNED, stray.nbytes), (ledgers.UNOWNED, grown.nbytes)}
     assert small.nbytes in {o.bytes for o in ledger.read().owners}
     del stray, grown
     assert ledger.read().surprises == ()
@@ -197,7 +190,7 @@ def test_the_model_computes_the_same_bits(device, decode):
     model = Tree("attribute", device)
     x = torch.randn(1024, generator=torch.Generator().manual_seed(0)).to(device)
     plain = model(x, decode)
-    ledger = AllocationLedger(model)
+    ledger = ledgers.AllocationLedger(model)
     with ledger.phase("profile"):
         watched = model(x, decode)
     assert torch.equal(plain.view(torch.int32), watched.view(torch.int32))
@@ -220,7 +213,7 @@ def test_it_watches_a_captured_step_with_a_triton_kernel(device):
     model = Tree("attribute", device)
     seq_lens = torch.tensor([1, 0, 1, 0], dtype=torch.int32, device=device)
     x = torch.ones(1024, device=device)
-    ledger = AllocationLedger(model)
+    ledger = ledgers.AllocationLedger(model)
     with ledger.phase("profile"):
         model(x)
     out = torch.ones(4, 2, 16, device=device)
@@ -242,7 +235,7 @@ def test_clearing_rows_takes_no_memory_and_the_interpreters_own_is_not_counted(d
     out = torch.ones(64, 2, 512, device=device)
     seq_lens = torch.zeros(64, dtype=torch.int32, device=device)
     clear_empty_rows(out, seq_lens)
-    ledger = AllocationLedger(Tree("attribute", device))
+    ledger = ledgers.AllocationLedger(Tree("attribute", device))
     with ledger.phase("profile"):
         clear_empty_rows(out.fill_(1.0), seq_lens)
     assert not out.any()
@@ -251,31 +244,29 @@ def test_clearing_rows_takes_no_memory_and_the_interpreters_own_is_not_counted(d
 
 
 def test_memory_without_an_owner_is_summed_over_the_lines_that_allocated_it():
-    ledger = AllocationLedger(Tree("attribute", "cpu"))
+    ledger = ledgers.AllocationLedger(Tree("attribute", "cpu"))
     with ledger.phase("profile"):
         small = torch.zeros(64, 1024)
         large = torch.zeros(128, 1024)
     (phase,) = ledger.read().phases
-    assert phase.by_owner == {UNOWNED: 3 * EACH}
+    assert phase.by_owner == {ledgers.UNOWNED: 3 * EACH}
     del small, large
 
 
 def test_what_is_there_is_predicted_though_layers_that_know_of_it_are_fewer():
-    keys = Owner("keys", "kv.py:1", "serve", False, 2 * MIB, holders=1, layers=1, bytes=6 * MIB)
+    keys = ledgers.Owner("keys", "kv.py:1", "serve", False, 2 * MIB, holders=1, layers=1, bytes=6 * MIB)
     assert (keys.predicted, str(keys)) == (6 * MIB, "`keys`: 6 MiB")
     assert str(replace(keys, layers=2)) == "`keys`: 2 MiB x 2 layers = 6 MiB"
 
 
 def test_the_largest_prediction_comes_first():
     tree = nn.ModuleList(nn.Identity() for _ in range(4))
-    ledger = AllocationLedger(tree)
+    ledger = ledgers.AllocationLedger(tree)
     with ledger.phase("profile"):
         tree.of_all = torch.zeros(3, EACH // 4)
         tree[0].own = torch.zeros(1, EACH // 4)
-    assert [(o.name, o.bytes, o.predicted) for o in ledger.read().owners] == [
-        ("*.own", EACH, 4 * EACH),
-        ("of_all", 3 * EACH, 3 * EACH),
-    ]
+    expected = [("*.own", EACH, 4 * EACH), ("of_all", 3 * EACH, 3 * EACH)]
+    assert [(o.name, o.bytes, o.predicted) for o in ledger.read().owners] == expected
 
 
 @pytest.mark.parametrize(
@@ -285,7 +276,7 @@ def test_the_largest_prediction_comes_first():
 def test_transient_is_the_peak_above_what_was_there_before_or_is_there_after(freed, kept, passing, transient):
     """In MiB: a phase frees some, keeps some, and needs some in passing; the one before needed more."""
     model = nn.Linear(1, 1)
-    ledger = AllocationLedger(model)
+    ledger = ledgers.AllocationLedger(model)
     with ledger.phase("profile"):
         brief = torch.empty(16 * MIB, dtype=torch.uint8)
         del brief
@@ -301,7 +292,7 @@ def test_transient_is_the_peak_above_what_was_there_before_or_is_there_after(fre
 def test_a_phase_that_is_entered_again_goes_on():
     """Its start and its largest transient stay; what came between the two counts as its own."""
     used = iter([100, 100, 130, 160])
-    ledger = AllocationLedger(nn.Linear(1, 1), usage=lambda: Usage(next(used), 0, 0, 0))
+    ledger = ledgers.AllocationLedger(nn.Linear(1, 1), usage=lambda: Usage(next(used), 0, 0, 0))
     for passing in (3, 1):
         with ledger.phase("profile"):
             brief = torch.empty(passing * MIB, dtype=torch.uint8)
@@ -313,14 +304,10 @@ def test_a_phase_that_is_entered_again_goes_on():
 
 def test_an_owner_belongs_to_the_phase_that_allocated_first():
     model = nn.Linear(1, 1)
-    ledger = AllocationLedger(model)
-    model.held = []
-    with ledger.phase("profile"):
-        pass
+    ledger, model.held = begun(model), []
     made = {
         "kv_cache": lambda: torch.empty(MIB, dtype=torch.uint8),
-        "capture": lambda: torch.empty(MIB, dtype=torch.uint8),
-        "serve": lambda: torch.empty(MIB, dtype=torch.uint8),
+        **dict.fromkeys(("capture", "serve"), lambda: torch.empty(MIB, dtype=torch.uint8)),
     }
     for name, make in made.items():
         with ledger.phase(name, planned=name == "kv_cache"):
@@ -333,10 +320,7 @@ def test_an_owner_belongs_to_the_phase_that_allocated_first():
 
 def test_headroom_counts_what_the_allocator_can_give_back():
     usage = Usage(used=600, reserved=500, allocated=100, releasable=250)
-    ledger = AllocationLedger(nn.Linear(1, 1), budget_bytes=1000, usage=lambda: usage)
-    with ledger.phase("profile"):
-        pass
-    report = ledger.read()
+    report = begun(budget_bytes=1000, usage=lambda: usage).read()
     assert (report.headroom, report.fits) == (1000 - 600 + 250, True)
     (phase,) = report.phases
     assert (phase.pools, phase.outside, phase.after.stuck) == (0, 0, 150)
@@ -345,19 +329,14 @@ def test_headroom_counts_what_the_allocator_can_give_back():
 def test_pools_and_memory_outside_are_what_a_phase_added():
     before, after = Usage(600, 500, 100, 250), Usage(900, 640, 150, 260)
     used = iter([before, before, after, after])
-    ledger = AllocationLedger(nn.Linear(1, 1), usage=lambda: next(used))
-    with ledger.phase("profile"):
-        pass
-    (phase,) = ledger.read().phases
+    (phase,) = begun(usage=lambda: next(used)).read().phases
     # 640 - 150 - 260 are stuck instead of 150; 260 lie outside the allocator instead of 100.
     assert (phase.pools, phase.outside) == (80, 160)
 
 
 def test_a_buffer_and_its_views_count_once():
     model = nn.Linear(1, 1)
-    ledger = AllocationLedger(model)
-    with ledger.phase("profile"):
-        pass
+    ledger = begun(model)
     with ledger.phase("serve"):
         buffer = torch.empty(MIB, dtype=torch.uint8)
         model.held = [buffer, buffer[5:], buffer.view(2, -1)]
@@ -385,7 +364,7 @@ def test_the_report_is_exported_printed_and_drawn(capsys):
 
 def test_phases_out_of_order_are_refused():
     model, x, ledger = profiled("attribute")
-    other = AllocationLedger(model)
+    other = ledgers.AllocationLedger(model)
     with ledger.phase("capture"):
         model(x)
         for inner in (ledger.phase("serve"), other.phase("profile")):
@@ -399,7 +378,7 @@ def test_phases_out_of_order_are_refused():
     for name, said in (("capture", "'capture' before"), ("profile", "'profile' before")):
         with pytest.raises(ValueError, match=said):
             other.phase(name).__enter__()
-    late = AllocationLedger(model)
+    late = ledgers.AllocationLedger(model)
     with late.phase("load"):
         model(x)
     with pytest.raises(ValueError, match="phase: expected 'profile' first"):
@@ -408,14 +387,14 @@ def test_phases_out_of_order_are_refused():
 
 def test_bad_arguments_are_refused():
     model = Tree("attribute")
-    held = sum(t.nbytes for _, _, t in owned_tensors(model))
+    held = sum(t.nbytes for _, _, t in ledgers.owned_tensors(model))
     with pytest.raises(ValueError, match=f"budget_bytes: expected at least the {held} bytes"):
-        AllocationLedger(model, budget_bytes=held - 1)
+        ledgers.AllocationLedger(model, budget_bytes=held - 1)
     with pytest.raises(ValueError, match=r"module: expected an nn\.Module"):
-        AllocationLedger([model])
+        ledgers.AllocationLedger([model])
     with pytest.raises(ValueError, match="report: expected at least one phase"):
-        AllocationLedger(model).read()
-    assert AllocationLedger(model, budget_bytes=held).budget_bytes == held
+        ledgers.AllocationLedger(model).read()
+    assert ledgers.AllocationLedger(model, budget_bytes=held).budget_bytes == held
 
 
 @pytest.mark.gpu
@@ -427,10 +406,10 @@ def test_on_cuda_one_layer_tells_of_all(device, keep):
     (owner,) = ledger.read().surprises
     assert (owner.name, owner.holders, owner.layers) == (OWNERS[keep], 1, LAYERS)
     assert owner.source.startswith("evidence/test_ledger.py:")
-    before = cuda_usage()
+    before = ledgers.cuda_usage()
     with ledger.phase("capture"):
         model(x, decode=True)
-    assert owner.bytes + cuda_usage().allocated - before.allocated == owner.predicted
+    assert owner.bytes + ledgers.cuda_usage().allocated - before.allocated == owner.predicted
 
 
 @pytest.mark.gpu
@@ -465,24 +444,26 @@ def test_on_cuda_nothing_is_recorded_outside_a_phase(device):
     assert events is not None
 
 
-def made_report(budget: int | None) -> Report:
+def made_report(budget: int | None) -> ledgers.Report:
     """A profile, and a serving phase with a large surprise, a small one, pools and outside memory."""
     gone = Usage(20 * MIB, 12 * MIB, 10 * MIB, 0)
     later = Usage(60 * MIB, 40 * MIB, 20 * MIB, 5 * MIB)
     phases = (
-        Phase("profile", False, gone, gone, 8 * MIB, {}),
-        Phase("serve", False, gone, later, 1 * MIB, {"*.out": 4 * MIB, "table": 2 * MIB}),
+        ledgers.Phase("profile", False, gone, gone, 8 * MIB, {}),
+        ledgers.Phase("serve", False, gone, later, 1 * MIB, {"*.out": 4 * MIB, "table": 2 * MIB}),
     )
     owners = (
-        Owner("*.out", "mla.py:80", "serve", False, 2 * MIB, holders=2, layers=4, bytes=4 * MIB),
-        Owner("table", "moe.py:3", "serve", False, 2 * MIB, holders=1, layers=1, bytes=2 * MIB),
-        Owner("weights", "w.py:1", "profile", False, MIB, holders=1, layers=1, bytes=MIB),
-        Owner("kv", "kv.py:1", "serve", True, MIB, holders=1, layers=1, bytes=MIB),
+        ledgers.Owner("*.out", "mla.py:80", "serve", False, 2 * MIB, holders=2, layers=4, bytes=4 * MIB),
+        ledgers.Owner("table", "moe.py:3", "serve", False, 2 * MIB, holders=1, layers=1, bytes=2 * MIB),
+        ledgers.Owner("weights", "w.py:1", "profile", False, MIB, holders=1, layers=1, bytes=MIB),
+        ledgers.Owner("kv", "kv.py:1", "serve", True, MIB, holders=1, layers=1, bytes=MIB),
         # It will be a block once the second layer has its own.
-        Owner("512 bytes", "s.py:1", "serve", False, 256, holders=1, layers=2, bytes=256),
-        Owner("511 bytes", "s.py:1", "serve", False, 511, holders=1, layers=1, bytes=511),
+        ledgers.Owner("512 bytes", "s.py:1", "serve", False, 256, holders=1, layers=2, bytes=256),
+        ledgers.Owner("511 bytes", "s.py:1", "serve", False, 511, holders=1, layers=1, bytes=511),
     )
-    return Report(budget, 20 * MIB, phases, owners, None if budget is None else budget - 60 * MIB, 8 * MIB)
+    return ledgers.Report(
+        budget, 20 * MIB, phases, owners, None if budget is None else budget - 60 * MIB, 8 * MIB
+    )
 
 
 @pytest.mark.parametrize("budget", [None, 68 * MIB, 68 * MIB - 1])
@@ -513,10 +494,8 @@ def test_a_report_in_words_and_as_json(budget):
     fits = {None: None, 68 * MIB: True}.get(budget, False)
     assert (told["sentence"], told["fits"], report.fits) == (sentence, fits, fits)
     assert [o["predicted"] for o in told["owners"]] == [8 * MIB, 2 * MIB, MIB, MIB, 512, 511]
-    assert [(p["outside"], p["pools"], p["before"]["used"]) for p in told["phases"]] == [
-        (0, 0, 20 * MIB),
-        (12 * MIB, 13 * MIB, 20 * MIB),
-    ]
+    expected = [(0, 0, 20 * MIB), (12 * MIB, 13 * MIB, 20 * MIB)]
+    assert [(p["outside"], p["pools"], p["before"]["used"]) for p in told["phases"]] == expected
     assert told["phases"][1]["after"]["releasable"] == 5 * MIB
     assert (told["budget"], told["before"], told["required"]) == (budget, 20 * MIB, 8 * MIB)
 
@@ -545,8 +524,8 @@ def test_the_figure_stacks_owners_and_the_rest_up_to_what_is_in_use():
 @pytest.mark.parametrize(("before", "unit"), [(2**30, "MiB"), (2**30 + 1, "GiB")])
 def test_a_figure_is_in_the_unit_of_what_was_in_use_before(before, unit):
     usage = Usage(before, 0, 0, 0)
-    phases = (Phase("profile", False, usage, usage, 2**28, {"out": 2**27}),)
-    (axes,) = Report(2**31, before, phases, (), None, 0).figure().axes
+    phases = (ledgers.Phase("profile", False, usage, usage, 2**28, {"out": 2**27}),)
+    (axes,) = ledgers.Report(2**31, before, phases, (), None, 0).figure().axes
     size = {"MiB": 2**20, "GiB": 2**30}[unit]
     heights = [bars[0].get_height() for bars in axes.containers]
     assert (axes.get_ylabel(), heights) == (unit, [before / size, 0, 2**28 / size])
@@ -564,19 +543,13 @@ def test_a_model_on_cuda_is_measured_by_the_driver_and_has_the_whole_device(monk
     monkeypatch.setattr(CudaTracker, "end", lambda tracker: phases.append("end"))
     model = nn.Module()
     model.x = torch.zeros(4).as_subclass(OnCuda)
-    ledger = AllocationLedger(model)
-    with ledger.phase("profile"):
-        pass
-    report = ledger.read()
+    report = begun(model).read()
     assert (report.budget, report.before, report.headroom, phases) == (100, 60, 45, ["profile", "end"])
-    assert AllocationLedger(model, budget_bytes=70).budget_bytes == 70
+    assert ledgers.AllocationLedger(model, budget_bytes=70).budget_bytes == 70
 
 
 def test_weights_that_share_a_storage_count_once_in_what_is_in_use():
     model, weight = nn.Linear(1, 1, bias=False), torch.zeros(1024)
     model.one, model.other = weight, weight[:10]
-    ledger = AllocationLedger(model)
-    with ledger.phase("profile"):
-        pass
-    usage = 4096 + 4
-    assert (ledger.read().before, ledger.read().phases[0].after) == (usage, Usage(usage, usage, usage, 0))
+    report, usage = begun(model).read(), 4096 + 4
+    assert (report.before, report.phases[0].after) == (usage, Usage(usage, usage, usage, 0))

@@ -1,7 +1,5 @@
 """BlockFingerprints: bytes at the commit and at the first read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,12 +7,12 @@ from staleproof.evidence import BlockFingerprints, OtherBytes
 from staleproof.evidence.published_bytes import WORDS
 
 
-def caches(layers: int = 2, blocks: int = 6) -> list[torch.Tensor]:
+def caches(layers=2, blocks=6):
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(blocks, 2, 8, 3, generator=draw).to(torch.bfloat16) for _ in range(layers)]
 
 
-def on(device: str) -> tuple[list[torch.Tensor], BlockFingerprints]:
+def on(device):
     made = [cache.to(device) for cache in caches()]
     return made, BlockFingerprints(made)
 
@@ -90,25 +88,16 @@ def test_only_the_first_read_of_a_hash_is_compared_until_it_is_committed_anew(de
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], "kv_caches: expected at least one tensor, got none"),
-        (
-            [torch.zeros(4, 3, dtype=torch.int8)],
-            r"kv_caches\[0\]: expected a multiple of 4 bytes a block, got 3",
-        ),
-        (
-            [torch.zeros(2, 4, 8).transpose(0, 1)],
-            r"kv_caches\[0\]: expected blocks outermost, each in one piece",
-        ),
+        ([], ": expected at least one tensor, got none"),
+        ([torch.zeros(4, 3, dtype=torch.int8)], r"\[0\]: expected a multiple of 4 bytes a block, got 3"),
+        ([torch.zeros(2, 4, 8).transpose(0, 1)], r"\[0\]: expected blocks outermost, each in one piece"),
         # Each block begins inside the one before.
-        (
-            [torch.zeros(16).as_strided((3, 8), (4, 1))],
-            r"kv_caches\[0\]: expected blocks outermost, each in one piece",
-        ),
-        ([torch.zeros(4, 4), torch.zeros(3, 4)], r"kv_caches\[1\]: expected 4 blocks, got 3"),
+        ([torch.zeros(16).as_strided((3, 8), (4, 1))], r"\[0\]: expected blocks outermost, each in one"),
+        ([torch.zeros(4, 4), torch.zeros(3, 4)], r"\[1\]: expected 4 blocks, got 3"),
     ],
 )
 def test_caches_that_do_not_fit_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^kv_caches{message}"):
         BlockFingerprints(given)
 
 
@@ -127,11 +116,8 @@ def test_blocks_longer_than_a_program_reads_at_a_time_and_with_gaps_between(devi
     assert before == BlockFingerprints([cache.contiguous()]).of([0, 1, 2]).tolist()
     for at in (0, WORDS - 1, WORDS, WORDS + 1):
         cache[1, at] += 1
-        assert [a == b for a, b in zip(prints.of([0, 1, 2]).tolist(), before, strict=True)] == [
-            True,
-            False,
-            True,
-        ]
+        expected = [True, False, True]
+        assert [a == b for a, b in zip(prints.of([0, 1, 2]).tolist(), before, strict=True)] == expected
         cache[1, at] -= 1
     wide[:, WORDS + 2] = 0
     assert prints.of([0, 1, 2]).tolist() == before

@@ -1,7 +1,5 @@
 """The four verdicts and pad-invariance, on toy steps whose truth is known."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

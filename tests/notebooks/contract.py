@@ -268,6 +268,8 @@ def has_one_control(nb: NotebookNode) -> list[str]:
     )
 
 
+# Rules of the walkthroughs only.
+WALKTHROUGH = (walks_in_order, pictures_are_told, exercises_are_answered, has_few_cells, has_one_control)
 RULES: tuple[Rule, ...] = (
     is_read_in_one_sitting,
     is_valid_4_5,
@@ -285,11 +287,5 @@ RULES: tuple[Rule, ...] = (
     evidence_prints_one_verdict,
     evidence_prints_no_timing,
     names_no_path_and_no_host,
-    walks_in_order,
-    pictures_are_told,
-    exercises_are_answered,
-    has_few_cells,
-    has_one_control,
+    *WALKTHROUGH,
 )
-# Rules of the walkthroughs only.
-WALKTHROUGH = (walks_in_order, pictures_are_told, exercises_are_answered, has_few_cells, has_one_control)

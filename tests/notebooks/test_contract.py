@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tools.canonical import ANSWER, canonical
 
 import contract
-from contract import EVIDENCE, RULES, SECTIONS, Rule
+from contract import EVIDENCE, RULES, SECTIONS
 from staleproof.incidents.registry import INCIDENTS
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
@@ -30,7 +30,7 @@ def is_walkthrough(path: Path) -> bool:
     return path.name in WALKED
 
 
-def test_there_are_notebooks() -> None:
+def test_there_are_notebooks():
     names = [p.stem for p in NOTEBOOKS]
     assert names, "no notebooks"
     assert [n[:3] for n in names] == [f"{i:02d}_" for i in range(len(names))]
@@ -48,7 +48,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "rule"), CASES)
-def test_notebook_keeps_the_contract(path: Path, rule: Rule) -> None:
+def test_notebook_keeps_the_contract(path, rule):
     # Not nbformat.read: it repairs what it reads, and the committed file is what counts.
     text = path.read_text("utf-8")
     nb = v4.reads(text)
@@ -56,6 +56,8 @@ def test_notebook_keeps_the_contract(path: Path, rule: Rule) -> None:
     assert rule is not contract.is_canonical or text == canonical(nb)
 
 
+# Spoils a notebook.
+Spoil = Callable[[NotebookNode], object]
 TOLD = {"alt": "Row 127 is unwritten.", "caption": "one square is one row"}
 
 
@@ -89,74 +91,37 @@ def _good() -> NotebookNode:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_a_good_notebook_passes(rule: Rule) -> None:
+def test_a_good_notebook_passes(rule):
     assert rule(_good()) == []
 
 
-def _source(index: int, text: str) -> Callable[[NotebookNode], None]:
-    def write(nb: NotebookNode) -> None:
-        nb.cells[index].source = text
-
-    return write
+def _set(index: int, key: str, value: object) -> Spoil:
+    return lambda nb: nb.cells[index].update({key: value})
 
 
-def _text(text: str) -> Callable[[NotebookNode], None]:
-    def write(nb: NotebookNode) -> None:
-        nb.cells[2].outputs[0].text = text
-
-    return write
+def _source(index: int, text: str) -> Spoil:
+    return _set(index, "source", text)
 
 
-def _output(*args: str, **kwargs: object) -> Callable[[NotebookNode], None]:
-    def write(nb: NotebookNode) -> None:
-        nb.cells[2].outputs.append(v4.new_output(*args, **kwargs))
-
-    return write
+def _tags(index: int, *tags: str) -> Spoil:
+    return lambda nb: nb.cells[index].metadata.update(tags=[*tags])
 
 
-def _tags(index: int, *tags: str) -> Callable[[NotebookNode], None]:
-    def write(nb: NotebookNode) -> None:
-        nb.cells[index].metadata.tags = list(tags)
-
-    return write
+def _text(text: str) -> Spoil:
+    return lambda nb: nb.cells[2].outputs[0].update(text=text)
 
 
-def _untold(nb: NotebookNode) -> None:
-    nb.cells[2].outputs[1].metadata["image/svg+xml"].pop("caption")
+def _output(*args: str, **kwargs: object) -> Spoil:
+    return lambda nb: nb.cells[2].outputs.append(v4.new_output(*args, **kwargs))
 
 
-def _again(nb: NotebookNode) -> None:
-    nb.cells[2].outputs.append(nb.cells[2].outputs[1])
+def _prose(old: str, new: str) -> Spoil:
+    assert old in _good().cells[0].source
+    return lambda nb: nb.cells[0].update(source=nb.cells[0].source.replace(old, new))
 
 
 def _one_cell_too_many(nb: NotebookNode) -> None:
     nb.cells += nb.cells[:1] * (contract.MAX_CELLS + 1 - len(nb.cells))
-
-
-def _set(index: int, key: str, value: object) -> Callable[[NotebookNode], None]:
-    def write(nb: NotebookNode) -> None:
-        nb.cells[index][key] = value
-
-    return write
-
-
-def _minor(minor: int) -> Callable[[NotebookNode], None]:
-    def write(nb: NotebookNode) -> None:
-        nb.nbformat_minor = minor
-
-    return write
-
-
-def _prose(old: str, new: str) -> Callable[[NotebookNode], None]:
-    def write(nb: NotebookNode) -> None:
-        assert old in nb.cells[0].source
-        nb.cells[0].source = nb.cells[0].source.replace(old, new)
-
-    return write
-
-
-def _kernel(nb: NotebookNode) -> None:
-    nb.metadata.language_info["version"] = "3.11.9"
 
 
 def _no_ids(nb: NotebookNode) -> None:
@@ -165,12 +130,12 @@ def _no_ids(nb: NotebookNode) -> None:
 
 
 VERDICT = "INTERPRETED empty_row: pad_only"
-BROKEN: tuple[tuple[Rule, Callable[[NotebookNode], None]], ...] = (
+BROKEN = (
     (contract.is_read_in_one_sitting, _source(0, "word " * 2501)),
-    (contract.is_valid_4_5, _minor(4)),
+    (contract.is_valid_4_5, lambda nb: nb.update(nbformat_minor=4)),
     (contract.is_valid_4_5, _no_ids),
     (contract.is_valid_4_5, _set(1, "surplus", 1)),
-    (contract.is_canonical, _kernel),
+    (contract.is_canonical, lambda nb: nb.metadata.language_info.update(version="3.11.9")),
     (contract.is_canonical, _set(1, "id", "deadbeef")),
     (contract.is_canonical, _tags(2, EVIDENCE, "a")),
     (contract.is_executed_in_order, _set(2, "execution_count", None)),
@@ -218,8 +183,8 @@ BROKEN: tuple[tuple[Rule, Callable[[NotebookNode], None]], ...] = (
     (contract.walks_in_order, _prose("## The claim", "## The symptom")),
     (contract.walks_in_order, _prose("## The fix", "## In a real engine")),
     (contract.pictures_are_told, _output("display_data", data={"image/svg+xml": "<svg/>"})),
-    (contract.pictures_are_told, _untold),
-    (contract.pictures_are_told, _again),
+    (contract.pictures_are_told, lambda nb: nb.cells[2].outputs[1].metadata["image/svg+xml"].pop("caption")),
+    (contract.pictures_are_told, lambda nb: nb.cells[2].outputs.append(nb.cells[2].outputs[1])),
     (contract.exercises_are_answered, _tags(4)),
     (contract.exercises_are_answered, _source(4, "check(2, 7)")),
     (contract.exercises_are_answered, _source(4, "print()")),
@@ -234,29 +199,29 @@ BROKEN: tuple[tuple[Rule, Callable[[NotebookNode], None]], ...] = (
 
 
 @pytest.mark.parametrize(("rule", "spoil"), BROKEN, ids=lambda x: getattr(x, "__name__", None))
-def test_each_rule_sees_what_breaks_it(rule: Rule, spoil: Callable[[NotebookNode], None]) -> None:
+def test_each_rule_sees_what_breaks_it(rule, spoil):
     nb = _good()
     spoil(nb)
     assert rule(nb) != []
 
 
-def test_a_walkthrough_may_end_in_a_real_engine() -> None:
+def test_a_walkthrough_may_end_in_a_real_engine():
     nb = _good()
     nb.cells[0].source += "\n## In a real engine"
     assert contract.walks_in_order(nb) == []
 
 
-def test_words_in_a_fold_are_not_counted() -> None:
+def test_words_in_a_fold_are_not_counted():
     nb = _good()
     nb.cells[0].source += f"\n\n<details><summary>More</summary>\n\n{'word ' * 2501}\n\n</details>"
     assert contract.is_read_in_one_sitting(nb) == []
 
 
-def test_every_rule_is_shown_a_notebook_that_breaks_it() -> None:
+def test_every_rule_is_shown_a_notebook_that_breaks_it():
     assert {rule for rule, _ in BROKEN} == set(RULES)
 
 
-def test_this_machine_is_never_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_never_named(monkeypatch):
     monkeypatch.setattr(platform, "node", lambda: "gpu-a6-7")
     nb = _good()
     assert contract.names_no_path_and_no_host(nb) == []

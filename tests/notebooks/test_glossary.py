@@ -1,13 +1,11 @@
 """Each walkthrough links each word of the glossary where it first uses it, and the checker sees if not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat import NotebookNode, v4
+from nbformat import v4
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -20,18 +18,18 @@ WALKTHROUGHS = [path for path in NOTEBOOKS if is_walkthrough(path)]
 LINKED = "A [padding row](../workbook/glossary.md#padding-row)"
 
 
-def notebook(*prose: str) -> NotebookNode:
+def notebook(*prose):
     return v4.new_notebook(cells=[v4.new_markdown_cell(text) for text in prose])
 
 
 @pytest.mark.parametrize("path", WALKTHROUGHS, ids=lambda path: path.stem)
-def test_each_word_is_linked_where_it_is_first_used(path: Path) -> None:
+def test_each_word_is_linked_where_it_is_first_used(path):
     nb = nbformat.read(path, as_version=4)
     assert first_uses_without_link(nb, WORDS) == []
     assert links_without_entry(nb, TEXT) == []
 
 
-def test_every_entry_has_an_anchor_and_every_exception_is_a_name() -> None:
+def test_every_entry_has_an_anchor_and_every_exception_is_a_name():
     entries = [line for line in TEXT.splitlines() if line.startswith("**")]
     assert len(entries) == len({anchor for anchor, _ in ENTRY.findall(TEXT)}) > 70
     assert set(WORDS) >= PLAIN
@@ -47,7 +45,7 @@ def test_every_entry_has_an_anchor_and_every_exception_is_a_name() -> None:
         ("[Padding row](https://github.com) and a padding row", LINKED),
     ],
 )
-def test_a_first_use_without_a_link_is_seen(prose: tuple[str, ...]) -> None:
+def test_a_first_use_without_a_link_is_seen(prose):
     (problem,) = first_uses_without_link(notebook(*prose), {"padding row": "padding-row"})
     assert problem.startswith("padding row: not linked")
 
@@ -60,9 +58,9 @@ def test_a_first_use_without_a_link_is_seen(prose: tuple[str, ...]) -> None:
         ("padding rower, unpadding row",),
     ],
 )
-def test_headings_and_code_are_no_use_of_a_word(prose: tuple[str, ...]) -> None:
+def test_headings_and_code_are_no_use_of_a_word(prose):
     assert first_uses_without_link(notebook(*prose), {"padding row": "padding-row"}) == []
 
 
-def test_a_link_to_no_entry_is_seen() -> None:
+def test_a_link_to_no_entry_is_seen():
     assert links_without_entry(notebook(LINKED), "") == ["no entry padding-row"]

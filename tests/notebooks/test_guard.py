@@ -66,7 +66,7 @@ def forced(path: Path) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_no_verdict_outlives_its_findings(path: Path) -> None:
+def test_no_verdict_outlives_its_findings(path):
     printed = forced(path)
     assert stored(path)
     for mode in MODES:
@@ -105,7 +105,7 @@ def synthetic(path: Path, *cells: str) -> Path:
     return path
 
 
-def test_the_guard_lets_a_sound_notebook_pass_and_goes_on_after_an_error(tmp_path: Path) -> None:
+def test_the_guard_lets_a_sound_notebook_pass_and_goes_on_after_an_error(tmp_path):
     path = synthetic(
         tmp_path / "good.ipynb", f"{START}\nsome = {{}}", "1 / 0", GOOD, 'print(*some, "the end")'
     )
@@ -124,6 +124,6 @@ def test_the_guard_lets_a_sound_notebook_pass_and_goes_on_after_an_error(tmp_pat
 
 
 @pytest.mark.parametrize("cell", BAD)
-def test_the_guard_sees_a_cell_that_speaks_for_what_did_not_run(tmp_path: Path, cell: str) -> None:
+def test_the_guard_sees_a_cell_that_speaks_for_what_did_not_run(tmp_path, cell):
     printed = forced(synthetic(tmp_path / "bad.ipynb", START, BAD[cell]))
     assert any("replica: it leaks" in verdicts("\n".join(lines)) for lines in printed.values())

@@ -1,7 +1,5 @@
 """The sanitiser maps what may differ between machines, and erases no verdict and no count."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -31,20 +29,20 @@ WORDS = sorted(
 )
 
 
-def sanitize(text: str) -> str:
+def sanitize(text):
     """nbval 0.11's rule: one re.sub a pattern, in file order."""
     for regex, replace in PATTERNS.items():
         text = re.sub(regex, replace, text)
     return text
 
 
-def test_the_file_holds_what_nbval_reads() -> None:
+def test_the_file_holds_what_nbval_reads():
     written = re.findall(r"^regex:", CONFIG, re.MULTILINE)
     assert len(PATTERNS) == len(written) == 3
     assert all(replace and not replace.isspace() for replace in PATTERNS.values())
 
 
-def test_the_provenance_words_of_fresh_values_map_to_the_same_text() -> None:
+def test_the_provenance_words_of_fresh_values_map_to_the_same_text():
     texts = {
         sanitize(f"{word} empty_row: pad_only, 127 of 128")
         for word in (Provenance.MEASURED, Provenance.INTERPRETED, "INTERPRETED+MEASURED")
@@ -52,12 +50,12 @@ def test_the_provenance_words_of_fresh_values_map_to_the_same_text() -> None:
     assert texts == {"PROVENANCE empty_row: pad_only, 127 of 128"}
 
 
-def test_a_recorded_value_never_passes_for_a_fresh_one() -> None:
+def test_a_recorded_value_never_passes_for_a_fresh_one():
     recorded = f"{Provenance.RECORDED} empty_row: pad_only"
     assert sanitize(recorded) == recorded
 
 
-def test_two_machines_give_the_same_banner() -> None:
+def test_two_machines_give_the_same_banner():
     banners = {
         "machine: CPU x86_64 · torch 2.13.0+cpu · triton 3.9.0 · INTERPRETED",
         "machine: NVIDIA H200 · torch 2.11.0+cu130 · triton 3.6.0 · MEASURED",
@@ -66,19 +64,19 @@ def test_two_machines_give_the_same_banner() -> None:
     assert texts == {"before\nmachine: MACHINE\nPROVENANCE empty_row: leaked"}
 
 
-def test_the_size_of_a_picture_does_not_matter() -> None:
+def test_the_size_of_a_picture_does_not_matter():
     assert sanitize("<Figure size 640x480 with 1 Axes>") == "<Figure>"
     assert sanitize("<Figure size 1100x545.5 with 3 Axes>") == "<Figure>"
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_no_word_of_evidence_is_erased(word: str) -> None:
+def test_no_word_of_evidence_is_erased(word):
     line = f"INTERPRETED mla_padding, empty_row, {word}: {word}"
     assert sanitize(line) == line.replace("INTERPRETED", "PROVENANCE")
     assert sanitize(word) == word
 
 
-def test_no_two_verdicts_become_one() -> None:
+def test_no_two_verdicts_become_one():
     assert len({sanitize(f"MEASURED empty_row: {word}") for word in WORDS}) == len(WORDS)
 
 
@@ -86,13 +84,13 @@ def test_no_two_verdicts_become_one() -> None:
     counts=st.lists(st.integers(-(2**40), 2**40) | st.floats(allow_nan=True), min_size=1),
     word=st.sampled_from(WORDS),
 )
-def test_no_count_is_erased(counts: list[float], word: str) -> None:
+def test_no_count_is_erased(counts, word):
     numbers = ", ".join(str(c) for c in counts)
     line = f"row {numbers} | {word} | {counts[0]} of {counts[-1]} rows, vLLM #37442, 0.20.2"
     assert sanitize(line) == line
 
 
-def test_every_stored_verdict_line_keeps_all_but_its_first_word() -> None:
+def test_every_stored_verdict_line_keeps_all_but_its_first_word():
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         for cell in nbformat.read(path, as_version=4).cells:
             for output in cell.get("outputs", []):

@@ -1,10 +1,7 @@
 """A made-up vLLM for a test: one to import, or one that is installed."""
 
-from __future__ import annotations
-
 import importlib.util
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import sys
 
 import made_up
 import pytest
@@ -12,20 +9,32 @@ import pytest
 from staleproof.vllm import hooks, plugin, standing
 
 
+@pytest.fixture(autouse=True)
+def _what_is_said_once_is_said_in_each_test():
+    hooks._warned.clear()
+
+
 @pytest.fixture(name="made_up")
-def made_up_fixture(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], Path]]:
-    """Writes a package ``vllm``; its argument maps a module's name below ``vllm`` to the module's text."""
+def made_up_fixture(tmp_path):
+    """Writes a package ``vllm``; its argument maps a module's name below ``vllm`` to the module's text.
+
+    Whatever a test has wrapped is unwrapped at its end, and nothing of the hooks is left then.
+    """
+    before = [*sys.meta_path]
     with made_up.made_up(tmp_path) as write:
         yield write
+        for owner in {*standing._requires, *standing._targets}:
+            hooks.unwrap(owner)
+    assert (sys.meta_path, hooks._watched, standing.stepped_back) == (before, {}, {})
 
 
 @pytest.fixture(name="installed")
-def installed_fixture(tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
+def installed_fixture(tmp_path, monkeypatch):
     """Installs a made-up vLLM: its version, or ``None`` for no metadata; its modules, or none at all."""
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("a vLLM is installed here, and would be found beside the one made up")
 
-    def make(version: str | None, modules: dict[str, str] | None) -> Path:
+    def make(version, modules):
         if modules is not None:
             made_up.write(tmp_path, modules)
         if version is not None:
@@ -38,7 +47,6 @@ def installed_fixture(tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in (plugin.VARIABLE, plugin.UNKNOWN, "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
-    hooks._warned.clear()
     yield make
     hooks.unwrap(standing.REPORT)
     assert not hooks._watched

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import unittest
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -46,20 +47,8 @@ def also(*releases: str) -> list[str]:
     return [*dict.fromkeys((*releases, *FURTHER))]
 
 
-class UnavailableError(RuntimeError):
-    """A download failed; the text is pip's last line."""
-
-
-@contextlib.contextmanager
-def skipped_if_unavailable() -> Iterator[None]:
-    """Skip a test where vLLM cannot be fetched."""
-    # Scripts use this module too, without pytest.
-    import pytest
-
-    try:
-        yield
-    except UnavailableError as error:
-        pytest.skip(f"vLLM cannot be fetched: {error}")
+class UnavailableError(unittest.SkipTest):
+    """A download failed; the text is pip's last line. A test that asks for it is skipped."""
 
 
 def cache() -> Path:
@@ -73,7 +62,8 @@ def _pip(*arguments: str, **environment: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        raise UnavailableError((errors or done.stderr.splitlines() or ["pip failed"])[-1])
+        said = (errors or done.stderr.splitlines() or ["pip failed"])[-1]
+        raise UnavailableError(f"vLLM cannot be fetched: {said}")
 
 
 @contextlib.contextmanager
@@ -118,16 +108,9 @@ def sources(version: str) -> Path:
             return folder
         # Without the first, setup.py looks for CUDA; without the second, it names the version anew;
         # with isolation, pip would fetch another torch.
+        options = "--no-binary vllm --no-deps --no-build-isolation --no-cache-dir -d"
         _pip(
-            "download",
-            f"vllm=={version}",
-            "--no-binary",
-            "vllm",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-cache-dir",
-            "-d",
-            work,
+            *("download", f"vllm=={version}", *options.split(), work),
             VLLM_TARGET_DEVICE="empty",
             VLLM_VERSION_OVERRIDE=version,
             PYTHONPATH=str(tools),

@@ -72,16 +72,10 @@ def start(patches: str) -> dict[str, Any]:
         # Fusions that are on by default, though this platform has none of them.
         if name.startswith(("fuse_", "enable_")):
             setattr(passes, name, False)
+    none = {"custom_ops": ["none"], "cudagraph_mode": "NONE", "splitting_ops": [], "compile_sizes": []}
     config = configs.VllmConfig(
         device_config=configs.DeviceConfig(device="cpu"),
-        compilation_config=configs.CompilationConfig(
-            mode=3,
-            custom_ops=["none"],
-            cudagraph_mode="NONE",
-            splitting_ops=[],
-            compile_sizes=[],
-            pass_config=passes,
-        ),
+        compilation_config=configs.CompilationConfig(mode=3, pass_config=passes, **none),
     )
     logits = torch.randn(6, 32, generator=torch.Generator().manual_seed(2))
     bias = torch.zeros(32)
@@ -104,9 +98,6 @@ def start(patches: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # What vLLM prints goes to stderr; stdout is the one object.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     # What each start would import and hash for a second.
     importlib.import_module("vllm.v1.executor")
     importlib.import_module("torch._inductor.codecache").CacheBase.get_system()
@@ -115,5 +106,4 @@ if __name__ == "__main__":
     for patches in sys.argv[1:]:
         with context.Pool(1) as pool:
             results.append(pool.apply(start, (patches,)))
-    json.dump(results, out)
-    out.close()
+    print(json.dumps(results))

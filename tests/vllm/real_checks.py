@@ -7,12 +7,10 @@ Run inside a vLLM environment (environment.py), with staleproof's entry point in
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import json
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,23 +23,28 @@ sys.path.insert(0, str(Path(__file__).parent))
 VERSION = importlib.metadata.version("vllm")
 
 
-class Lines(logging.Handler):
-    """Collects what the plugin logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+def logged(level: int) -> list[str]:
+    """What the plugin logs from now on, at this level or above."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm.staleproof").addHandler(handler)
+    return lines
 
 
-def load(lines: Lines) -> dict[str, Any]:
+def of_another_package(own: Callable[..., Any]) -> Any:
+    """A function of another package that calls vLLM's."""
+    namespace: dict[str, Any] = {"__name__": "other_plugin", "own": own}
+    exec("def theirs(*a, **k):\n    return own(*a, **k)", namespace)
+    return namespace["theirs"]
+
+
+def load() -> dict[str, Any]:
     """Let vLLM load its plugins, as each of its processes does, and report what that did."""
     plugins = importlib.import_module("vllm.plugins")
     # 0.33.0 sets its loggers up when an engine starts, and not on import.
     logging.getLogger("vllm.staleproof").setLevel(logging.INFO)
-    logging.getLogger("vllm.staleproof").addHandler(lines)
+    lines = logged(logging.INFO)
     before = set(sys.modules)
     plugins.load_general_plugins()
     import torch
@@ -51,7 +54,7 @@ def load(lines: Lines) -> dict[str, Any]:
 
     targets = {t.module for patch in vllm_plugin.patches().values() for t in patch.targets}
     return {
-        "lines": list(lines.lines),
+        "lines": [*lines],
         "imported": sorted(targets & (set(sys.modules) - before)),
         "cuda": torch.cuda.is_initialized(),
         "watching": hooks._finder in sys.meta_path,
@@ -126,9 +129,7 @@ def stranger() -> dict[str, Any]:
     patch = vllm_plugin.patches()["mla_padding"]
     cls = importlib.import_module("vllm.v1.attention.backends.mla.cutlass_mla").CutlassMLAImpl
     own = cls.forward_mqa
-    namespace: dict[str, Any] = {"__name__": "other_plugin", "own": own}
-    exec("def forward_mqa(*a, **k):\n    return own(*a, **k)", namespace)
-    theirs = cls.forward_mqa = namespace["forward_mqa"]
+    theirs = cls.forward_mqa = of_another_package(own)
     try:
         patch.apply(VERSION)
         alone = cls.forward_mqa is theirs
@@ -143,8 +144,8 @@ def stranger() -> dict[str, Any]:
 
 def main() -> dict[str, Any]:
     """Run everything; the result can be written as JSON."""
-    lines = Lines()
-    result: dict[str, Any] = {"version": VERSION, "load": load(lines)}
+    result: dict[str, Any] = {"version": VERSION, "load": load()}
+    lines = logged(logging.INFO)
     import environment
     import real_kernels as kernels
     import real_routing as routing
@@ -180,7 +181,7 @@ def main() -> dict[str, Any]:
     result["loaders"] = all(
         type(sys.modules[module].__loader__).__module__ != "staleproof.vllm.hooks" for module, _ in places
     )
-    result["lines"] = [*lines.lines]
+    result["lines"] = [*lines]
 
     # Twice more: vLLM loads plugins again and again.
     vllm_plugin.register()
@@ -201,8 +202,8 @@ def main() -> dict[str, Any]:
     for patch in applied:
         patch.apply(release)
     result["on"] = {name: check() for name, check in asked.items()}
-    before = len(lines.lines)
-    result["contained"] = contained() | {"lines": lines.lines[before:]}
+    before = len(lines)
+    result["contained"] = contained() | {"lines": lines[before:]}
     for patch in applied:
         patch.revert()
     result["off again"] = {name: check() for name, check in asked.items()}
@@ -217,10 +218,4 @@ def main() -> dict[str, Any]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    # What vLLM prints goes to stderr; stdout is the one object.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    with contextlib.redirect_stdout(sys.stderr):
-        found = main()
-    json.dump(found, out)
-    out.close()
+    print(json.dumps(main()))

@@ -11,11 +11,9 @@ import importlib.util
 import json
 import logging
 import multiprocessing
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 from typing import Any
 from unittest import mock
 
@@ -23,6 +21,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
+import real_checks
 import real_kernels as kernels
 import real_scheduler as real
 
@@ -32,22 +31,11 @@ SCHEDULER = importlib.import_module("vllm.v1.core.sched.scheduler")
 REQUESTS = 2000
 
 
-class Lines(logging.Handler):
-    """Collects the warnings of the plugin."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-        logging.getLogger("vllm.staleproof").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _load() -> list[str]:
-    lines = Lines()
+    """Load the plugins; what ours warns of from now on."""
+    lines = real_checks.logged(logging.WARNING)
     importlib.import_module("vllm.plugins").load_general_plugins()
-    return lines.lines
+    return lines
 
 
 def _served() -> int:
@@ -61,13 +49,6 @@ def _served() -> int:
     return real.pending(engine)
 
 
-def _theirs(own: Callable[..., Any]) -> Any:
-    """A function of another package that calls vLLM's."""
-    namespace: dict[str, Any] = {"__name__": "other_plugin", "own": own}
-    exec("def schedule(*a, **k):\n    return own(*a, **k)", namespace)
-    return namespace["schedule"]
-
-
 def patched() -> dict[str, Any]:
     """All patches in place."""
     lines = _load()
@@ -76,7 +57,7 @@ def patched() -> dict[str, Any]:
 
 def another_plugin() -> dict[str, Any]:
     """Another plugin has wrapped ``Scheduler.schedule`` before."""
-    SCHEDULER.Scheduler.schedule = _theirs(SCHEDULER.Scheduler.schedule)
+    SCHEDULER.Scheduler.schedule = real_checks.of_another_package(SCHEDULER.Scheduler.schedule)
     lines = _load()
     return {"pending": _served(), "lines": lines}
 
@@ -85,7 +66,7 @@ def scheduler_class() -> dict[str, Any]:
     """``--scheduler-cls`` names a class with a ``schedule`` of its own, which is vLLM's as it was."""
     own = SCHEDULER.Scheduler.schedule
     lines = _load()
-    cls = type("Own", (SCHEDULER.Scheduler,), {"schedule": _theirs(own)})
+    cls = type("Own", (SCHEDULER.Scheduler,), {"schedule": real_checks.of_another_package(own)})
     with mock.patch.object(SCHEDULER, "Scheduler", cls):
         return {"pending": _served(), "lines": lines}
 
@@ -108,7 +89,7 @@ def turboquant() -> dict[str, Any]:
     impl.tq_config = config.TurboQuantConfig(head_dim=64, key_quant_bits=4, value_quant_bits=4)
     seq_lens = torch.tensor(kernels.SEQ_LENS, dtype=torch.int32)
     table = torch.zeros(len(seq_lens), 2, dtype=torch.int32)
-    metadata = SimpleNamespace(seq_lens=seq_lens, block_table=table)
+    metadata = Space(seq_lens=seq_lens, block_table=table)
     cache = torch.zeros(2, 16, 1, impl.tq_config.slot_size_aligned, dtype=torch.uint8)
     query = torch.ones(len(seq_lens), 2, 64)
     arguments = query, cache, metadata, torch.eye(64), torch.linspace(-1, 1, 16)
@@ -130,9 +111,6 @@ if importlib.util.find_spec("vllm.v1.attention.backends.turboquant_attn"):
     SCENES.append(turboquant)
 
 if __name__ == "__main__":
-    # What vLLM prints goes to stderr; stdout is the one object.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     context = multiprocessing.get_context("fork")
     results = {}
     for scene in SCENES:
@@ -140,5 +118,4 @@ if __name__ == "__main__":
             results[scene.__name__] = pool.apply(scene)
     if "undrained_ids" in sys.argv[1:]:
         results["soak"] = soak.main(REQUESTS, samples=10)
-    json.dump(results, out)
-    out.close()
+    print(json.dumps(results))

@@ -13,7 +13,7 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 from typing import Any
 from unittest import mock
 
@@ -35,7 +35,7 @@ def stub_flashinfer() -> None:
         },
         "flashinfer.fused_moe": {},
         "flashinfer.fused_moe.core": {
-            "ActivationType": SimpleNamespace(Swiglu=1, Relu2=2, Geglu=3, Silu=4, Gelu=5, Relu=6, Identity=7)
+            "ActivationType": Space(Swiglu=1, Relu2=2, Geglu=3, Silu=4, Gelu=5, Relu=6, Identity=7)
         },
     }
     for name, content in names.items():
@@ -106,7 +106,7 @@ def _impl(cls: type, heads: int) -> Any:
         "_sm_count": 4,
         "_mla_counter_bytes": 16,
         "_mla_counter_max_batch": 8,
-        "_workspace": SimpleNamespace(ensure_size=lambda *a: None, get_buf=lambda: None),
+        "_workspace": Space(ensure_size=lambda *a: None, get_buf=lambda: None),
         "_workspace_buffer": None,
     }.items():
         setattr(impl, name, value)
@@ -125,19 +125,14 @@ def _call(
     # A CUTLASS page table comes in multiples of 128 tokens.
     table = torch.zeros(len(SEQ_LENS), 128 // PAGE, dtype=torch.int32)
     table[:, :2] = 1 + torch.arange(12, dtype=torch.int32).view(6, 2)
-    decode = SimpleNamespace(seq_lens=seq_lens, block_table=table, max_query_len=q_len)
+    decode = Space(seq_lens=seq_lens, block_table=table, max_query_len=q_len)
     if starts is not None:
         decode.query_start_loc = torch.tensor(starts, dtype=torch.int32)
-    metadata = SimpleNamespace(
+    metadata = Space(
         decode=decode, num_decodes=len(SEQ_LENS), num_decode_tokens=rows, max_seq_len=32, causal=True
     )
-    layer = SimpleNamespace(
-        _k_scale=torch.ones(1),
-        _v_scale=torch.ones(1),
-        _q_scale_float=1.0,
-        _k_scale_float=1.0,
-        _v_scale_float=1.0,
-    )
+    layer = Space(**{f"_{name}_scale": torch.ones(1) for name in "kv"})
+    vars(layer).update({f"_{name}_scale_float": 1.0 for name in "qkv"})
     with poisoned():
         return impl.forward_mqa(q, cache, metadata, layer)
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 
-def _first_wins(scores: torch.Tensor, choice: torch.Tensor, k: int) -> tuple[Any, Any]:
+def first_wins(scores: torch.Tensor, choice: torch.Tensor, k: int) -> tuple[Any, Any]:
     """Select as vLLM does, in k rounds of ``>``. No comparison with NaN is true, so expert 0 stays."""
     ids = torch.zeros(scores.shape[0], k, dtype=torch.int64)
     for row, values in enumerate(choice.clone().tolist()):
@@ -66,7 +66,7 @@ class CompiledOps:
             if self.clamped:
                 scores = torch.where(scores.isfinite(), scores, 0.0)
             chosen = scores if bias is None else scores + bias
-            values, found = _first_wins(scores, chosen, ids.shape[1])
+            values, found = first_wins(scores, chosen, ids.shape[1])
             w.copy_(values / values.sum(-1, keepdim=True) if renorm else values)
             ids.copy_(found)
 
@@ -78,7 +78,7 @@ class CompiledOps:
         scores = torch.nn.functional.softplus(x.float()).sqrt()
         if self.hash_clamped:
             scores = torch.where(scores.isnan(), 0.0, scores)
-        values, found = _first_wins(scores, scores if bias is None else scores + bias, ids.shape[1])
+        values, found = first_wins(scores, scores if bias is None else scores + bias, ids.shape[1])
         w.copy_(values / values.sum(-1, keepdim=True) * scaling if renorm else values * scaling)
         ids.copy_(found)
 
@@ -88,7 +88,7 @@ class CompiledOps:
         scores = x.float().sigmoid() if scoring else x.float()
         if self.clamped:
             scores = torch.where(scores.isfinite(), scores, 0.0)
-        values, found = _first_wins(scores, scores + bias, k)
+        values, found = first_wins(scores, scores + bias, k)
         return values, found.int()
 
 
@@ -101,6 +101,11 @@ def _logits(experts: int = 32, rows: int = 6) -> torch.Tensor:
     x[3] = torch.nan
     x[4, 0] = torch.nan
     return x
+
+
+def _results() -> tuple[torch.Tensor, ...]:
+    """Weights, ids and their sources for 6 rows of 4 experts."""
+    return torch.empty(6, 4), *(torch.empty(6, 4, dtype=torch.int32) for _ in range(2))
 
 
 ROUTERS = "vllm.model_executor.layers.fused_moe.router"
@@ -127,25 +132,8 @@ def routing() -> dict[str, Any]:
             found[scoring] = _duplicates(ids)
             found[f"{scoring} weights"] = int((~weights.isfinite()).sum())
         for scoring in ("softmax", "sigmoid"):
-            weights, ids = (
-                biased.vllm_topk_softmax(
-                    torch.empty(6, 4),
-                    torch.empty(6, 4, dtype=torch.int32),
-                    torch.empty(6, 4, dtype=torch.int32),
-                    clean,
-                    False,
-                    bias,
-                )
-                if scoring == "softmax"
-                else biased.vllm_topk_sigmoid(
-                    torch.empty(6, 4),
-                    torch.empty(6, 4, dtype=torch.int32),
-                    torch.empty(6, 4, dtype=torch.int32),
-                    clean,
-                    False,
-                    bias,
-                )
-            )
+            select = getattr(biased, f"vllm_topk_{scoring}")
+            _, ids = select(*_results(), clean, False, bias)
             found[f"{scoring} NaN bias"] = _duplicates(ids)
         _, ids = grouped.fused_grouped_topk(hidden, x, 4, False, torch.zeros(32), 4, 2, "sigmoid", 1.0)
         found["grouped"] = _duplicates(ids)
@@ -167,8 +155,7 @@ def hash_routing() -> dict[str, int] | None:
     found = {}
     for name, logits, value in (("logits", _logits(), 0.0), ("bias", clean, torch.nan)):
         bias[:30] = value
-        ids = torch.empty(6, 4, dtype=torch.int32)
-        weights, unread = torch.empty(6, 4), torch.empty(6, 4, dtype=torch.int32)
+        weights, ids, unread = _results()
         biased.vllm_topk_softplus_sqrt(weights, ids, unread, logits, False, bias)
         found[name] = _duplicates(ids)
         found[f"{name} weights"] = int((~weights.isfinite()).sum())
@@ -180,8 +167,8 @@ def traced_routing() -> int:
     plain = importlib.import_module(f"{ROUTERS}.fused_topk_router")
     torch._dynamo.reset()
     run = torch.compile(plain.vllm_topk_softmax, backend="eager", fullgraph=True)
-    ids = torch.empty(6, 4, dtype=torch.int32)
-    run(torch.empty(6, 4), ids, torch.empty(6, 4, dtype=torch.int32), _logits(), False)
+    weights, ids, unread = _results()
+    run(weights, ids, unread, _logits(), False)
     return _duplicates(ids)
 
 
@@ -231,15 +218,7 @@ def fused_moe_ids() -> dict[str, Any]:
             handed,
             torch.tensor([[0.4, 0.3, 0.2], [0.5, 0.3, 0.2]]),
             torch.tensor([[3, 1, 3], [0, 1, 2]], dtype=torch.int32),
-            activation,
-            8,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            False,
+            *(activation, 8, None, None, None, None, None, None, False),
         )
     return seen
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 from typing import Any
 from unittest import mock
 
@@ -28,40 +28,19 @@ def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
 @cache
 def config(caching: bool, blocks: int = BLOCKS) -> Any:
     """A VllmConfig for a model of two small layers that is never loaded."""
-    from vllm.config import (
-        CacheConfig,
-        DeviceConfig,
-        ModelConfig,
-        ParallelConfig,
-        SchedulerConfig,
-        VllmConfig,
-    )
+    from vllm import config as of
 
-    model = ModelConfig(model=str(TINY_LLAMA), skip_tokenizer_init=True, dtype="float32", max_model_len=512)
-    scheduler = fitting(
-        SchedulerConfig,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        max_model_len=512,
-        enable_chunked_prefill=True,
-        is_encoder_decoder=False,
+    model = of.ModelConfig(
+        model=str(TINY_LLAMA), skip_tokenizer_init=True, dtype="float32", max_model_len=512
     )
-    cached = fitting(
-        CacheConfig,
-        block_size=16,
-        gpu_memory_utilization=0.9,
-        swap_space=0,
-        cache_dtype="auto",
-        enable_prefix_caching=caching,
-    )
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512}
+    scheduler = fitting(of.SchedulerConfig, enable_chunked_prefill=True, is_encoder_decoder=False, **sizes)
+    cache = {"block_size": 16, "gpu_memory_utilization": 0.9, "swap_space": 0, "cache_dtype": "auto"}
+    cached = fitting(of.CacheConfig, enable_prefix_caching=caching, **cache)
     cached.num_gpu_blocks = blocks
-    return VllmConfig(
-        model_config=model,
-        cache_config=cached,
-        parallel_config=ParallelConfig(),
-        scheduler_config=scheduler,
-        device_config=DeviceConfig(device="cpu"),
-    )
+    parts = {"model_config": model, "cache_config": cached, "scheduler_config": scheduler}
+    on = {"parallel_config": of.ParallelConfig(), "device_config": of.DeviceConfig(device="cpu")}
+    return of.VllmConfig(**parts, **on)
 
 
 def attention_spec() -> Any:
@@ -136,16 +115,9 @@ def request(number: int, prompt: list[int], max_tokens: int) -> Any:
     sampling = SamplingParams(max_tokens=max_tokens)
     if hasattr(sampling, "update_from_generation_config"):
         sampling.update_from_generation_config({}, 2)
-    return fitting(
-        Request,
-        request_id=str(number),
-        prompt_token_ids=prompt,
-        sampling_params=sampling,
-        pooling_params=None,
-        eos_token_id=2,
-        arrival_time=0.0,
-        block_hasher=_block_hasher(),
-    )
+    given = {"request_id": str(number), "prompt_token_ids": prompt, "block_hasher": _block_hasher()}
+    given |= {"sampling_params": sampling, "pooling_params": None, "eos_token_id": 2, "arrival_time": 0.0}
+    return fitting(Request, **given)
 
 
 def step(engine: Any) -> Any:
@@ -154,18 +126,10 @@ def step(engine: Any) -> Any:
 
     scheduled = engine.schedule()
     ids = [*scheduled.num_scheduled_tokens]
-    engine.update_from_output(
-        scheduled,
-        fitting(
-            ModelRunnerOutput,
-            req_ids=ids,
-            req_id_to_index={r: i for i, r in enumerate(ids)},
-            sampled_token_ids=[[5] for _ in ids],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[None for _ in ids],
-        ),
-    )
+    order = {"req_ids": ids, "req_id_to_index": {r: i for i, r in enumerate(ids)}}
+    nothing = {"logprobs": None, "prompt_logprobs_dict": {}, "pooler_output": [None for _ in ids]}
+    output = fitting(ModelRunnerOutput, sampled_token_ids=[[5] for _ in ids], **order, **nothing)
+    engine.update_from_output(scheduled, output)
     return scheduled
 
 
@@ -228,27 +192,21 @@ class _LateIds:
         self.stream.work.append(lambda: self.ids.copy_(source))
 
 
-def _block_dim(*args: Any, **kwargs: Any) -> int:
-    return 0
-
-
 def block_zeroer(specs: list[Any], caches: list[torch.Tensor], listed: bool) -> Any:
     """The real KVBlockZeroer over one group a cache."""
     from vllm.v1.worker import utils
 
     groups = [
-        SimpleNamespace(
+        Space(
             kv_cache_spec=spec,
             kv_cache_group_id=i,
             layer_names=[f"layer.{i}"],
-            backend=SimpleNamespace(get_kv_cache_block_dim=_block_dim),
+            backend=Space(get_kv_cache_block_dim=lambda *args, **kwargs: 0),
             kernel_block_stride=None,
         )
         for i, spec in enumerate(specs)
     ]
-    layers = {
-        f"layer.{i}": SimpleNamespace(kv_cache=[cache] if listed else cache) for i, cache in enumerate(caches)
-    }
+    layers = {f"layer.{i}": Space(kv_cache=[cache] if listed else cache) for i, cache in enumerate(caches)}
     rest = {
         "attn_groups_iter": iter(groups),
         "kernel_block_sizes": [16] * len(specs),
@@ -257,7 +215,7 @@ def block_zeroer(specs: list[Any], caches: list[torch.Tensor], listed: bool) -> 
         "static_forward_context": layers,
     }
     made = {"device": torch.device("cpu"), "pin_memory": False, "num_blocks": len(caches[0])}
-    made["max_concurrency"] = 2
+    made |= {"max_concurrency": 2}
     # From 0.32.0 on this is asked of the platform, and from 0.33.0 on once.
     torch_utils = importlib.import_module("vllm.utils.torch_utils")
     torch_utils.is_pin_memory_available = lambda: False
@@ -329,11 +287,11 @@ def dummy_slots() -> dict[str, Any]:
     runner.uniform_decode_query_len = 1
     runner.is_pooling_model = False
     runner.dcp_world_size = runner.pcp_world_size = 1
-    runner.kv_cache_config.kv_cache_groups = [SimpleNamespace(kv_cache_spec=None, layer_names=["layer.0"])]
-    table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=buffer))
+    runner.kv_cache_config.kv_cache_groups = [Space(kv_cache_spec=None, layer_names=["layer.0"])]
+    table = Space(slot_mapping=Space(gpu=buffer))
     runner.input_batch.block_table = [table]
     mode = module.CUDAGraphMode.NONE
-    size = SimpleNamespace(num_tokens=8, num_reqs=8)
+    size = Space(num_tokens=8, num_reqs=8)
     runner._determine_batch_execution_and_padding.return_value = (mode, size, False, None, None)
     runner.vllm_config.model_config.multimodal_config = None
     runner._get_slot_mappings = lambda *a, **k: cls._get_slot_mappings(runner, *a, **k)

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,9 +32,9 @@ def states() -> dict[str, str]:
 def triton(live: int, padding: list[bool] | None = None) -> list[int]:
     """Padding and live rows that vLLM's Triton MLA kernel leaves NaN, as the watch counts them."""
     on = watch_hooks.installed[0]
-    on.loaded(None, (SimpleNamespace(device="cpu"),), {})
+    on.loaded(None, (Space(device="cpu"),), {})
     assert on.watch is not None
-    output = SimpleNamespace(total_num_scheduled_tokens=live, num_scheduled_tokens={})
+    output = Space(total_num_scheduled_tokens=live, num_scheduled_tokens={})
     on.blocks = None
     on.step((None, output), {})
     with context(padding):
@@ -52,14 +52,9 @@ def context(padding: list[bool] | None) -> Any:
     if padding is None:
         yield
         return
-    made = real_scheduler.fitting(
-        forward_context.ForwardContext,
-        no_compile_layers={},
-        attn_metadata={},
-        slot_mapping={},
-        virtual_engine=0,
-        is_padding=torch.tensor(padding),
-    )
+    empty = {name: {} for name in ("no_compile_layers", "attn_metadata", "slot_mapping")}
+    given = {"virtual_engine": 0, "is_padding": torch.tensor(padding)}
+    made = real_scheduler.fitting(forward_context.ForwardContext, **empty, **given)
     with forward_context.override_forward_context(made):
         yield
 

@@ -1,7 +1,5 @@
 """A hook of any patch that raises: vLLM's own result comes through, and one line says what stepped back."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

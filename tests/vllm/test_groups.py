@@ -1,8 +1,5 @@
 """Patches that need each other in a real vLLM: no list grows, whoever schedules and whatever fails."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import environment
@@ -19,12 +16,8 @@ SCENES = Path(__file__).with_name("real_groups.py")
 
 @pytest.mark.parametrize("version", environment.also("0.22.1"))
 def test_patches_together(tmp_path, version):
-    with environment.skipped_if_unavailable():
-        variables = environment.variables(version) | {"TMPDIR": str(tmp_path)}
     needed = [name for name, probe in releases.table()[version].items() if probe["needed"]]
-    done = warm.run(str(SCENES), *needed, env=variables, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = warm.answer(warm.released(version, str(SCENES), *needed, TMPDIR=str(tmp_path)))
     assert {scene["pending"] for scene in found.values() if "pending" in scene} == {0}
     assert found["patched"]["hybrid"] == 0
     assert found["patched"]["lines"] == found["scheduler_class"]["lines"] == []

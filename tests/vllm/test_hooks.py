@@ -3,21 +3,21 @@
 Calls that a hook does not know, reloaded modules, and what others ask of our loader.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from made_up import imported, patch, planted
 
 from staleproof.vllm import arguments, hooks, standing
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
-from staleproof.vllm.sources import Evidence, PatchError, Sources
+from staleproof.vllm.sources import PatchError, Sources
 
 MODULE = "vllm.ops"
 TEXT = """
@@ -48,25 +48,10 @@ def local(x, y=0, extra=0):
 @pytest.fixture(name="package")
 def package_fixture(made_up):
     """A vllm whose ``ops`` nobody has imported yet."""
-    before = [*sys.meta_path]
-    yield made_up({"ops": TEXT})
-    hooks.unwrap("p")
-    assert sys.meta_path == before
-    assert not hooks._watched
+    return made_up({"ops": TEXT})
 
 
-def _patch(*targets: Target, name: str = "p") -> Patch:
-    return Patch(
-        name=name,
-        incident="i",
-        summary="s",
-        versions=(("1.0.0", "1.2.0"), ("2.0.0", "2.0.0")),
-        targets=targets,
-        probe=lambda sources: Evidence(True, "there"),
-        mechanism="m",
-        threads=(),
-        cost="c",
-    )
+_patch = partial(patch, versions=(("1.0.0", "1.2.0"), ("2.0.0", "2.0.0")))
 
 
 def test_a_patch_is_for_its_releases_and_has_the_targets_of_each():
@@ -101,7 +86,7 @@ def test_a_patch_is_refused_if_one_of_its_functions_is_not_as_expected(package):
         _patch(known, gone).check("1.0.0", Sources(package))
 
 
-def _waits_and_fails() -> None:
+def _waits_and_fails():
     with _patch(Target("vllm.a", "f", ())).applied("1.1.0"):
         assert [hook.target.name for hook in hooks._watched["vllm.a"]] == ["f"]
         raise KeyError
@@ -113,12 +98,12 @@ def test_a_patch_is_reverted_after_an_error():
     assert not hooks._watched
 
 
-def _double(**hooks) -> Target:
+def _double(**hooks):
     return Target(MODULE, "double", ("x", "y"), **hooks)
 
 
 def _ops():
-    return importlib.import_module(MODULE)
+    return imported("ops")
 
 
 def test_a_patch_waits_for_the_import(package):
@@ -172,15 +157,10 @@ def test_a_patch_that_is_reverted_leaves_the_others_waiting(package):
 
 
 def test_instead_may_leave_a_call_to_vllm(package):
-    hook = _double(instead=lambda a, k: NotImplemented if a[0] == 3 else "ours")
+    """None is a result like any other: vLLM's routing operations return it."""
+    hook = _double(instead=lambda a, k: {1: "ours", 2: None}.get(a[0], NotImplemented))
     with _patch(hook).applied("1.0.0"):
-        assert [_ops().double(x) for x in (1, 3)] == ["ours", 6]
-
-
-def test_none_is_a_result_like_any_other(package):
-    """vLLM's routing operations return nothing: that is no sign that ours did nothing."""
-    with _patch(_double(instead=lambda a, k: None)).applied("1.0.0"):
-        assert _ops().double(1) is None
+        assert [_ops().double(x) for x in (1, 2, 3)] == ["ours", None, 6]
 
 
 def test_after_is_given_what_the_caller_gave(package):
@@ -194,12 +174,18 @@ def test_after_is_given_what_the_caller_gave(package):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
-@pytest.mark.parametrize("hook", ["around", "before", "instead", "after"])
+@pytest.mark.parametrize("hook", ["around", "leaving", "before", "instead", "after"])
 def test_a_failing_hook_is_one_line_and_vllms_answer(package, caplog, hook, error):
     def fails(*args):
         raise error("planted")
 
-    with _patch(_double(**{hook: fails})).applied("1.0.0"), caplog.at_level(logging.WARNING):
+    @contextmanager
+    def leaving(args, kwargs):
+        yield
+        fails()
+
+    hooked = {"around": leaving} if hook == "leaving" else {hook: fails}
+    with _patch(_double(**hooked)).applied("1.0.0"):
         ops = _ops()
         assert [ops.double(1, y=2), ops.double(2)] == [4, 4]
     (line,) = caplog.records
@@ -207,17 +193,6 @@ def test_a_failing_hook_is_one_line_and_vllms_answer(package, caplog, hook, erro
     assert line.levelno == logging.ERROR
     assert "p: " in line.getMessage()
     assert f"vLLM's own code runs: {error.__name__}: planted" in line.getMessage()
-
-
-@contextmanager
-def _leaves_badly():
-    yield
-    raise RuntimeError("planted")
-
-
-def test_a_context_that_fails_at_its_end(package):
-    with _patch(_double(around=lambda a, k: _leaves_badly())).applied("1.0.0"):
-        assert _ops().double(1) == 2
 
 
 def test_vllms_own_exception_is_vllms(package):
@@ -231,14 +206,8 @@ def test_vllms_own_exception_is_vllms(package):
         finally:
             entered.append("out")
 
-    target = Target(
-        MODULE,
-        "Impl.run",
-        ("self", "x"),
-        around=lambda a, k: around(a, k),
-        before=lambda a, k: None,
-        after=lambda r, a, k: r,
-    )
+    others = {"before": lambda a, k: None, "after": lambda r, a, k: r}
+    target = Target(MODULE, "Impl.run", ("self", "x"), around=around, **others)
     with _patch(target).applied("1.0.0"):
         impl = _ops().Impl()
         with pytest.raises(KeyError, match="vLLM's own"):
@@ -297,27 +266,17 @@ def test_a_wrapper_over_ours_is_not_torn_off(package, caplog):
         (Target(MODULE, "imported.run", ("self",)), "alone: vllm/ops.py has no imported.run"),
         # A class that only inherits the function does not have it: wrapping would change its base.
         (Target(MODULE, "Own.run", ("self",)), "p leaves Own.run alone: vllm/ops.py has no Own.run"),
-        (
-            Target(MODULE, "halve", ("x",), vital=True),
-            "p: halve is left alone: vllm/ops.py has no halve; out",
-        ),
-        (Target(MODULE, "double", ("z",)), "double takes (x, y), not what was expected"),
+        (Target(MODULE, "halve", ("x",), vital=True), "halve is left alone: vllm/ops.py has no halve; out"),
+        (Target(MODULE, "double", ("z",)), "p leaves double alone: vllm/ops.py:5 double takes (x, y), not"),
     ],
 )
 def test_a_target_that_is_not_as_expected_is_left_alone(package, caplog, target, line):
-    with _patch(target).applied("1.0.0"):
-        assert _ops().double(1) == 2
-    assert line in caplog.text
-
-
-def test_a_function_that_is_left_alone_is_named_once(package, caplog):
-    """vLLM loads plugins again and again."""
-    _ops()
-    patch = _patch(Target(MODULE, "double", ("z",)))
+    patch = _patch(target)
+    # vLLM loads plugins again and again.
     for _ in range(3):
         patch.apply("1.0.0")
-    assert caplog.text.count("p leaves double alone") == 1
-    patch.revert()
+        assert _ops().double(1) == 2
+    assert caplog.text.count(line) == 1
 
 
 def test_an_exchange_is_made_once_and_undone(package):
@@ -338,16 +297,9 @@ def test_an_exchange_is_made_once_and_undone(package):
 def test_an_exchange_that_fails_is_one_line_and_vllms_own(package, caplog):
     ops = _ops()
     own = ops.double
-
-    def swap(function):
-        raise RuntimeError("planted")
-
-    with (
-        caplog.at_level(logging.WARNING, logger="vllm.staleproof"),
-        _patch(_double(swap=swap)).applied("1.0.0"),
-    ):
+    with _patch(_double(swap=planted)).applied("1.0.0"):
         assert ops.double is own
-    (line,) = (record.getMessage() for record in caplog.records)
+    (line,) = caplog.messages
     assert "leaves double alone: " in line
     assert "planted" in line
 
@@ -367,7 +319,7 @@ def test_what_another_package_has_wrapped_since_is_neither_renewed_nor_said_of_a
 
 def test_a_call_with_unknown_arguments_is_vllms(package):
     hooks.wrap("p", Target(MODULE, "double", ("x", "y"), instead=lambda a, k: "ours"))
-    double = importlib.import_module(MODULE).double
+    double = _ops().double
     assert double(1, y=2) == "ours"
     with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
         double(1, z=2)
@@ -380,17 +332,17 @@ def test_a_replacement_is_refused_where_the_signature_has_grown(package, caplog)
     with pytest.raises(PatchError, match=r"local takes \(x, y, extra\), not what was expected"):
         grown.check(Sources(package))
     hooks.wrap("p", grown)
-    assert importlib.import_module(MODULE).local(1, extra=3) == 5
+    assert _ops().local(1, extra=3) == 5
     assert "p leaves local alone" in caplog.text
     # Hooks around vLLM's call pass on what they do not know.
     hooks.wrap("p", Target(MODULE, "local", ("x", "y"), after=lambda r, a, k: -r))
-    assert importlib.import_module(MODULE).local(1, extra=3) == -5
+    assert _ops().local(1, extra=3) == -5
 
 
 def test_a_reloaded_module_is_patched_again(package):
     hooks.wrap("p", Target(MODULE, "double", ("x",), after=lambda r, a, k: -r))
     hooks.wrap("p", Target(MODULE, "Impl.run", ("self",), after=lambda r, a, k: -r))
-    ops = importlib.import_module(MODULE)
+    ops = _ops()
     for _ in range(2):
         importlib.reload(ops)
         # Once, not twice.
@@ -418,11 +370,11 @@ def test_who_imported_a_function_by_its_name_calls_the_same(made_up, first):
     made_up(IMPORTERS)
     own = None
     if first == "imported":
-        user, own = importlib.import_module("vllm.user"), _ops().double
+        user, own = imported("user"), _ops().double
     patch = _patch(_double(after=lambda r, a, k: -r))
     patch.apply("1.0.0")
-    user = importlib.import_module("vllm.user")
-    none = importlib.import_module("vllm.none")
+    user = imported("user")
+    none = imported("none")
     assert (user.two(1), _ops().double(1), user.other, none.x) == (-2, -2, len, 1)
     assert hooks.checked("p") == {f"{MODULE}:double": "in place"}
     patch.revert()
@@ -436,7 +388,7 @@ def test_what_calls_something_else_than_what_was_put_in_place_is_named(made_up):
     own, place = ops.double, f"{MODULE}:double"
     with _patch(_double(after=lambda r, a, k: -r)).applied("1.0.0"):
         ours = ops.double
-        importlib.import_module("vllm.user").two = own
+        imported("user").two = own
         hooks._looked[0] = 0
         said = {"vllm.user imported double by its name and calls vLLM's"}
         assert {*hooks.checked("p").values()} == {*hooks.checked("p").values()} == said

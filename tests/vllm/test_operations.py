@@ -40,7 +40,7 @@ ADDED = {"job", "instance"}
 
 
 @pytest.fixture(name="served", scope="module")
-def served_fixture() -> dict[str, set[str]]:
+def served_fixture():
     """Metric -> its labels, of a port with everything in it."""
     device.select()
     watch, memory = Watch(Settings(), DEVICE), Memory(None, lambda: 0)

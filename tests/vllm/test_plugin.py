@@ -7,18 +7,20 @@ import importlib.util
 import logging
 import os
 import re
-import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
+import made_up
 import pytest
+import warm
+from made_up import planted
 
 from staleproof.cases import store
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.vllm import hooks, live, plugin, process, releases, standing
-from staleproof.vllm import plugin as vllm_plugin
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.patches import NOTEBOOKS
@@ -26,11 +28,11 @@ from staleproof.vllm.plugin import Choice
 from staleproof.vllm.sources import Evidence, PatchError, Sources
 
 ROOT = Path(__file__).parents[2]
-ALL = Choice(frozenset(vllm_plugin.patches()), frozenset())
+ALL = Choice(frozenset(plugin.patches()), frozenset())
 
 
 def _states(version, sources=None, choice=ALL):
-    return {d.patch.name: d.state for d in vllm_plugin.decisions(version, sources, choice)}
+    return {d.patch.name: d.state for d in plugin.decisions(version, sources, choice)}
 
 
 def test_patches_by_release():
@@ -52,12 +54,12 @@ def test_notebooks_are_those_of_the_registry():
 
 
 def test_patches_know_what_they_are_about():
-    for name, patch in vllm_plugin.patches().items():
+    for name, patch in plugin.patches().items():
         assert name == patch.name
         assert patch.incident in NOTEBOOKS
         assert patch.threads
         assert patch.cost
-        assert set(patch.requires) <= set(vllm_plugin.patches())
+        assert set(patch.requires) <= set(plugin.patches())
         for target in patch.targets:
             assert target.module.startswith("vllm.")
 
@@ -87,29 +89,24 @@ COSTS = {
 
 
 def test_what_a_patch_costs_was_recorded():
-    figures = {name: re.findall(r"([\d.,]+) us", patch.cost) for name, patch in vllm_plugin.patches().items()}
+    figures = {name: re.findall(r"([\d.,]+) us", patch.cost) for name, patch in plugin.patches().items()}
     assert {name: said for name, said in figures.items() if said} == {
         name: [f"{us:.1f}" for us in told()] for name, told in COSTS.items()
     }
 
 
 def test_choice():
-    every = frozenset(vllm_plugin.patches())
-    chosen = vllm_plugin.chosen
+    every = frozenset(plugin.patches())
+    chosen = plugin.chosen
     assert chosen(None).names == chosen("all").names == chosen("").names == every
     assert chosen("none").names == frozenset()
     assert chosen("mla_padding, scale_padding").names == {"mla_padding", "scale_padding"}
     # An incident's name stands for all its patches.
-    assert chosen("moe_routing").names == {
-        "topk_nan",
-        "topk_nan_bias",
-        "hash_topk_nan",
-        "duplicate_experts",
-        "routing_simulator",
-    }
+    routing = {"topk_nan", "topk_nan_bias", "hash_topk_nan", "duplicate_experts", "routing_simulator"}
+    assert chosen("moe_routing").names == routing
     assert chosen("-mla_padding").names == every - {"mla_padding"}
     assert chosen("all,-kv_reuse").names == {
-        n for n, p in vllm_plugin.patches().items() if p.incident != "kv_reuse"
+        n for n, p in plugin.patches().items() if p.incident != "kv_reuse"
     }
     assert chosen("+topk_nan") == Choice(every, frozenset({"topk_nan"}))
     named = frozenset({"mla_padding", "topk_nan"})
@@ -123,47 +120,36 @@ def test_a_patch_that_needs_another_is_refused_without_it():
     assert states["undrained_ids"] == "off"
     # One leads to the next: recorded blocks would pile up, and zeroing has none to zero.
     assert states["mla_recording"] == states["mla_zeroing"] == "refused"
-    assert _states("0.18.1", choice=vllm_plugin.chosen("-mla_padding"))["decode_buffer"] == "refused"
+    assert _states("0.18.1", choice=plugin.chosen("-mla_padding"))["decode_buffer"] == "refused"
 
 
 def test_the_probe_counts_before_the_number(tmp_path, monkeypatch):
-    patch = vllm_plugin.patches()["undrained_ids"]
+    patch = plugin.patches()["undrained_ids"]
     found = {}
     for needed in (True, False):
-        fake = type(patch)(**{**vars(patch), "probe": lambda s, n=needed: Evidence(n, "seen"), "targets": ()})
+        fake = replace(patch, probe=lambda s, n=needed: Evidence(n, "seen"), targets=())
         for version in ("0.18.1", "0.33.0"):
-            of = vllm_plugin.base(version)
-            found[needed, version] = vllm_plugin.decide(fake, of, Sources(tmp_path), ALL).state
-    assert found == {
-        (True, "0.18.1"): "will be patched",
-        (True, "0.33.0"): "refused",
-        (False, "0.18.1"): "not needed",
-        (False, "0.33.0"): "not needed",
-    }
+            of = plugin.base(version)
+            found[needed, version] = plugin.decide(fake, of, Sources(tmp_path), ALL).state
+    needed = {(True, "0.18.1"): "will be patched", (True, "0.33.0"): "refused"}
+    assert found == needed | {(False, version): "not needed" for version in ("0.18.1", "0.33.0")}
 
 
-def test_a_probe_that_raises_is_one_line(tmp_path):
-    patch = vllm_plugin.patches()["undrained_ids"]
-    broken = type(patch)(**{**vars(patch), "probe": lambda s: 1 / 0})
-    decision = vllm_plugin.decide(broken, vllm_plugin.base("0.18.1"), Sources(tmp_path), ALL)
-    assert decision.state == "refused"
-    assert decision.why == "the probe failed: ZeroDivisionError: division by zero"
-    assert decision.needed is None
-
-
-def test_a_patch_that_is_left_out_is_off_also_where_its_probe_fails(tmp_path):
+def test_a_probe_that_raises_is_one_line_and_none_where_the_patch_is_left_out(tmp_path):
     """A refusal turns the server's health bad; what nobody asked for does not."""
-    patch = vllm_plugin.patches()["undrained_ids"]
-    broken = type(patch)(**{**vars(patch), "probe": lambda s: 1 / 0})
-    left_out = vllm_plugin.decide(
-        broken, vllm_plugin.base("0.18.1"), Sources(tmp_path), vllm_plugin.chosen("none")
+    broken = replace(plugin.patches()["undrained_ids"], probe=lambda s: 1 / 0)
+    asked, left_out = (
+        plugin.decide(broken, plugin.base("0.18.1"), Sources(tmp_path), choice)
+        for choice in (ALL, plugin.chosen("none"))
     )
+    assert (asked.state, asked.needed) == ("refused", None)
+    assert asked.why == "the probe failed: ZeroDivisionError: division by zero"
     assert (left_out.state, left_out.needed) == ("off", None)
 
 
 def _register(caplog) -> list[str]:
     with caplog.at_level(logging.INFO, "vllm.staleproof"):
-        vllm_plugin.register()
+        plugin.register()
     return [record.getMessage() for record in caplog.records]
 
 
@@ -202,23 +188,22 @@ def test_a_vllm_without_its_files(installed, caplog):
 
 def test_an_unknown_patch_name(installed, caplog, monkeypatch):
     installed("0.18.1", {})
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "mla_pading")
+    monkeypatch.setenv(plugin.VARIABLE, "mla_pading")
     (line,) = _register(caplog)
     assert "STALEPROOF_PATCHES names 'mla_pading', nothing is patched" in line
 
 
 def test_none_reads_nothing(caplog, monkeypatch):
-    monkeypatch.setenv(vllm_plugin.VARIABLE, "none")
-    monkeypatch.setattr(vllm_plugin, "installed", lambda: 1 / 0)
+    monkeypatch.setenv(plugin.VARIABLE, "none")
+    monkeypatch.setattr(plugin, "installed", lambda: 1 / 0)
     assert _register(caplog) == ["staleproof: off by STALEPROOF_PATCHES"]
     off = "off", "STALEPROOF_PATCHES=none"
-    assert live.health()["patches"] == dict.fromkeys(vllm_plugin.patches(), off)
+    assert live.health()["patches"] == dict.fromkeys(plugin.patches(), off)
 
 
 def test_whatever_else_goes_wrong_stays_inside(caplog, monkeypatch):
-    hooks._warned.clear()
-    monkeypatch.delenv(vllm_plugin.VARIABLE, raising=False)
-    monkeypatch.setattr(vllm_plugin, "installed", lambda: 1 / 0)
+    monkeypatch.delenv(plugin.VARIABLE, raising=False)
+    monkeypatch.setattr(plugin, "installed", lambda: 1 / 0)
     assert _register(caplog) == ["staleproof: nothing is patched: ZeroDivisionError: division by zero"]
 
 
@@ -227,53 +212,36 @@ def applied_fixture(monkeypatch):
     """Registers with three made-up patches on a vLLM 0.18.1; the second is broken in a way of the test's."""
 
     def make(fails) -> None:
-        class Broken(Patch):
-            def apply(self, version, *, force=False):
-                super().apply(version, force=force)
+        made = [
+            made_up.patch(Target(f"vllm.{name}", "f", ("x",), after=lambda r, a, k: r), name=name)
+            for name in "abcd"
+        ]
+        made[2] = replace(made[2], requires=("b",))
+        apply = Patch.apply
+
+        def applied(self, version, *, force=False):
+            apply(self, version, force=force)
+            if self.name == "b":
                 fails()
 
-        made = [
-            cls(
-                name=name,
-                incident="i",
-                summary="s",
-                versions=(),
-                targets=(Target(f"vllm.{name}", "f", ("x",), after=lambda r, a, k: r),),
-                probe=lambda sources: Evidence(True, "there"),
-                mechanism="m",
-                threads=(),
-                cost="c",
-                requires=requires,
-            )
-            for cls, name, requires in (
-                (Patch, "a", ()),
-                (Broken, "b", ()),
-                (Patch, "c", ("b",)),
-                (Patch, "d", ()),
-            )
-        ]
-        monkeypatch.setattr(vllm_plugin, "patches", lambda: {patch.name: patch for patch in made})
-        monkeypatch.setattr(vllm_plugin, "installed", lambda: ("0.18.1", None))
-        decided = [vllm_plugin.Decision(patch, "will be patched", "there", True) for patch in made]
-        monkeypatch.setattr(vllm_plugin, "decisions", lambda *_: decided)
-        monkeypatch.setattr(vllm_plugin, "chosen", lambda text: ALL)
+        monkeypatch.setattr(Patch, "apply", applied)
+        monkeypatch.setattr(plugin, "patches", lambda: {patch.name: patch for patch in made})
+        monkeypatch.setattr(plugin, "installed", lambda: ("0.18.1", None))
+        decided = [plugin.Decision(patch, "will be patched", "there", True) for patch in made]
+        monkeypatch.setattr(plugin, "decisions", lambda *_: decided)
+        monkeypatch.setattr(plugin, "chosen", lambda text: ALL)
 
-    hooks._warned.clear()
     yield make
     for name in ("a", "b", "c", "d", standing.REPORT):
         hooks.unwrap(name)
     assert not hooks._watched
 
 
-def _planted():
-    raise RuntimeError("planted")
-
-
 def _leaves():
     raise SystemExit("planted")
 
 
-@pytest.mark.parametrize("fails", [_planted, _leaves])
+@pytest.mark.parametrize("fails", [planted, _leaves])
 def test_a_patch_that_cannot_be_applied_leaves_the_others_and_says_so(applied, caplog, fails):
     applied(fails)
     lines = _register(caplog)
@@ -283,14 +251,12 @@ def test_a_patch_that_cannot_be_applied_leaves_the_others_and_says_so(applied, c
     assert sum("b: applying it failed" in line and "out of service: b" in line for line in lines) == 1
     assert any("c: needs b, which stepped back" in line for line in lines)
     assert not any("nothing is patched" in line for line in lines)
-    assert live.health()["patches"] | {"b": None, "c": None} == {
-        **dict.fromkeys("ad", ("will be patched", "")),
-        **dict.fromkeys("bc"),
-    }
+    expected = {**dict.fromkeys("ad", ("will be patched", "")), **dict.fromkeys("bc")}
+    assert live.health()["patches"] | {"b": None, "c": None} == expected
     assert not live.health()["ok"]
 
 
-@pytest.mark.parametrize("fails", [_planted, _leaves])
+@pytest.mark.parametrize("fails", [planted, _leaves])
 def test_what_fails_after_the_patches_says_what_stands(applied, caplog, monkeypatch, fails):
     applied(lambda: None)
     monkeypatch.setattr(process, "watch", lambda ready: fails())
@@ -319,9 +285,9 @@ def test_a_broken_watch_takes_no_patch_along(applied, caplog, monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("require", "fails", "said"),
     [
-        ("a", _planted, None),
-        ("a, b", _planted, "b is refused (applying it failed: RuntimeError: planted)"),
-        ("c", _planted, "c is refused (needs b, which stepped back)"),
+        ("a", planted, None),
+        ("a, b", planted, "b is refused (applying it failed: RuntimeError: planted)"),
+        ("c", planted, "c is refused (needs b, which stepped back)"),
         ("mla", lambda: None, "mla is no patch (known: a, b, c, d)"),
     ],
 )
@@ -329,24 +295,20 @@ def test_vllm_does_not_start_without_what_is_required(applied, monkeypatch, requ
     applied(fails)
     monkeypatch.setenv(process.REQUIRE, require)
     if said is None:
-        vllm_plugin.register()
+        plugin.register()
         return
     with pytest.raises(process.RequirementError) as refused:
-        vllm_plugin.register()
+        plugin.register()
     assert said in str(refused.value)
     assert str(refused.value).startswith(f"vLLM does not start: STALEPROOF_REQUIRE={require}: ")
 
 
 def test_what_is_required_must_stand_when_the_engine_is_ready(applied, monkeypatch, made_up):
-    made_up(
-        {
-            "a": "def f(x): return x",
-            "v1.engine.core": "class EngineCore:\n    def __init__(self):\n        import vllm.a\n",
-        }
-    )
+    core = "class EngineCore:\n    def __init__(self):\n        import vllm.a\n"
+    made_up({"a": "def f(x): return x", "v1.engine.core": core})
     applied(lambda: None)
     monkeypatch.setenv(process.REQUIRE, "a")
-    vllm_plugin.register()
+    plugin.register()
     core = importlib.import_module("vllm.v1.engine.core")
     core.EngineCore()
     sys.modules["vllm.a"].f = lambda x: x
@@ -356,9 +318,9 @@ def test_what_is_required_must_stand_when_the_engine_is_ready(applied, monkeypat
 
 def test_nothing_patched_is_not_what_was_required(monkeypatch):
     monkeypatch.setenv(process.REQUIRE, "mla_padding")
-    monkeypatch.setattr(vllm_plugin, "installed", _planted)
+    monkeypatch.setattr(plugin, "installed", planted)
     with pytest.raises(process.RequirementError, match=r"mla_padding is refused \(RuntimeError: planted"):
-        vllm_plugin.register()
+        plugin.register()
 
 
 def test_loading_imports_nothing_heavy(installed):
@@ -369,14 +331,8 @@ def test_loading_imports_nothing_heavy(installed):
         "heavy = 'torch', 'triton', 'vllm', 'numpy', 'rich', 'typer', 'staleproof.ops'; "
         "print([n for n in heavy if n in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT / "src")))},
-    )
-    assert done.stdout.strip() == "[]"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT / "src")))}
+    assert warm.new("-c", program, env=env).stdout.strip() == "[]"
 
 
 def test_the_entry_point_is_declared():
@@ -384,16 +340,20 @@ def test_the_entry_point_is_declared():
     declared = project["project"]["entry-points"]["vllm.general_plugins"]
     assert declared == {"staleproof": "staleproof.vllm.plugin:register"}
     (installed,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="staleproof")
-    assert installed.load() is vllm_plugin.register
+    assert installed.load() is plugin.register
 
 
-def test_a_ready_engine_names_what_was_refused_and_not_what_needs_nothing(monkeypatch):
+def test_a_ready_engine_tells_its_model_and_what_was_refused_and_not_what_needs_nothing(monkeypatch):
     said = []
     monkeypatch.setattr(plugin.process, "say", said.append)
     monkeypatch.setattr(plugin.live, "beat", lambda: None)
     decided = {"a": ("refused", "no Triton"), "b": ("not needed", "no defect")}
-    plugin._ready(plugin.live.Here("0.22.1", decided=decided), None)
-    assert said == [" on vLLM 0.22.1, this process: refused: a (no Triton)"]
+    here = plugin.live.Here("0.22.1", decided=decided)
+    model = Space(model_config=Space(served_model_name="a model"))
+    plugin._ready(here, Space(vllm_config=model))
+    assert (here.ready, here.model) == (True, "a model")
+    plugin._ready(here, None)
+    assert said == [" on vLLM 0.22.1, this process: refused: a (no Triton)"] * 2
 
 
 @pytest.mark.parametrize(
@@ -416,25 +376,11 @@ def test_a_server_that_can_be_asked_has_a_folder_and_its_first_process_a_port(
     assert found == [(here, asked), *(done if first else [])]
 
 
-def test_a_ready_engine_tells_its_model():
-    here = plugin.live.Here("0.22.1")
-    engine = SimpleNamespace(
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))
-    )
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plugin.live, "beat", lambda: None)
-        plugin._ready(here, engine)
-    assert (here.ready, here.model) == (True, "a model")
-
-
 def test_a_check_that_fails_refuses_the_patch(monkeypatch):
-    patch = vllm_plugin.patches()["unpublish"]
+    patch = plugin.patches()["unpublish"]
     needed = Evidence(True, "there")
-    monkeypatch.setattr(vllm_plugin, "evidence", lambda *_: needed)
-    monkeypatch.setattr(Patch, "check", lambda *_: _planted())
-    decided = vllm_plugin.decide(patch, vllm_plugin.Base("0.22.1"), Sources(Path("/nowhere")), ALL)
-    assert (decided.state, decided.why, decided.needed) == (
-        "refused",
-        "there; its check failed: RuntimeError: planted",
-        True,
-    )
+    monkeypatch.setattr(plugin, "evidence", lambda *_: needed)
+    monkeypatch.setattr(Patch, "check", lambda *_: planted())
+    decided = plugin.decide(patch, plugin.Base("0.22.1"), Sources(Path("/nowhere")), ALL)
+    expected = "refused", "there; its check failed: RuntimeError: planted", True
+    assert (decided.state, decided.why, decided.needed) == expected

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+import warm
+from made_up import imported, planted
 
 from staleproof.vllm import hooks, process, standing
 from staleproof.vllm.hooks import Target
@@ -27,14 +26,11 @@ FILES = {
 def vllm_fixture(made_up):
     """Imports a module of a made-up vLLM."""
     made_up(FILES)
-    yield lambda name: importlib.import_module(f"vllm.{name}")
-    for owner in ("a", "b", "c", standing.REPORT):
-        hooks.unwrap(owner)
-    assert not hooks._watched
+    return imported
 
 
 def _lines(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if "this process" in r.getMessage()]
+    return [line for line in caplog.messages if "this process" in line]
 
 
 def said(*names: str, **decided: tuple[str, str]) -> str:
@@ -45,15 +41,11 @@ def _after(name: str, module: str = "ops") -> Target:
     return Target(f"vllm.{module}", name, (), after=lambda r, a, k: r)
 
 
-def _fails(result, args, kwargs):
-    raise RuntimeError("planted")
-
-
 def test_one_line_when_the_engine_is_ready(vllm, caplog):
     caplog.set_level(logging.INFO, "vllm.staleproof")
     hooks.wrap("a", _after("double"))
     hooks.wrap("b", _after("late", "late"))
-    hooks.wrap("c", _after("halve"), Target("vllm.ops", "double", ("z",), after=_fails))
+    hooks.wrap("c", _after("halve"), Target("vllm.ops", "double", ("z",), after=planted))
     process.watch(lambda engine: process.say(said("a", "b", "c", d=("refused", "no Triton"))))
     worker = vllm("v1.worker.gpu_worker").Worker()
     assert not _lines(caplog)
@@ -77,12 +69,12 @@ def test_a_worker_in_a_process_of_its_own(vllm, caplog, monkeypatch):
     assert vllm("v1.worker.gpu_worker").Worker().compile_or_warm_up_model() == 1.5
     assert _lines(caplog) == ["staleproof on vLLM 0.18.1, this process: nothing to patch"]
     # The two functions that it waits for are no patches.
-    assert not any("is in place" in record.getMessage() for record in caplog.records)
+    assert "is in place" not in caplog.text
     assert standing.in_service() == []
 
 
 def test_a_patch_that_stepped_back_is_refused(vllm, caplog):
-    hooks.wrap("a", Target("vllm.ops", "double", ("x",), after=_fails))
+    hooks.wrap("a", Target("vllm.ops", "double", ("x",), after=planted))
     assert vllm("ops").double(1) == 2
     state, why = process.state("a")
     assert state == "refused"
@@ -101,26 +93,14 @@ def test_a_line_is_not_lost_before_logging_is_configured(monkeypatch, configured
 
 def test_an_unconfigured_process_prints_the_summary(tmp_path):
     program = "from staleproof.vllm.plugin import register; register()"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "STALEPROOF_PATCHES": "none"},
-    )
-    assert done.stderr == "staleproof: off by STALEPROOF_PATCHES\n"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "STALEPROOF_PATCHES": "none"}
+    assert warm.new("-c", program, env=env).stderr == "staleproof: off by STALEPROOF_PATCHES\n"
 
 
 @pytest.mark.slow
 def test_the_summary_of_the_real_0_33_0_is_not_lost():
-    sys.path.insert(0, str(Path(__file__).parent))
-    import environment
-    import warm
-
-    with environment.skipped_if_unavailable():
-        variables = environment.variables("0.33.0") | {"STALEPROOF_PATCHES": "all"}
     program = "from vllm.plugins import load_general_plugins as load; load()"
-    done = warm.run("-c", program, env=variables, timeout=60)
+    done = warm.released("0.33.0", "-c", program, STALEPROOF_PATCHES="all")
     said = [line for line in done.stderr.splitlines() if "staleproof on vLLM 0.33.0: will be patched" in line]
     assert len(said) == 1, done.stderr[-2000:]
 

@@ -1,7 +1,5 @@
 """Versions are understood, or named for what they are."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,13 +1,10 @@
 """Every command of ``workbook/reporters.md`` parses with the vLLM release that its block names."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
 from pathlib import Path
 
-import environment
 import pytest
 import warm
 
@@ -34,7 +31,7 @@ for kind, *words in json.loads(sys.argv[1]):
 """
 
 
-def _words(command: str) -> list[str]:
+def _words(command):
     """The options of a command."""
     words = shlex.split(command.replace("\\\n", " "))
     words = words[next(at for at, word in enumerate(words) if word in ("serve", "-m")) + 1 :]
@@ -48,10 +45,8 @@ def test_the_page_has_six_commands():
 @pytest.mark.slow
 @pytest.mark.parametrize("release", sorted({release for release, *_ in BLOCKS}))
 def test_the_commands_parse_with_their_release(release):
-    with environment.skipped_if_unavailable():
-        variables = environment.variables(release)
     commands = [[kind, *_words(command)] for of, kind, command in BLOCKS if of == release]
     commands.append([*commands[0], "--no-such-option"])
-    done = warm.run("-c", PARSE, json.dumps(commands), env=variables, timeout=300)
+    done = warm.released(release, "-c", PARSE, json.dumps(commands))
     answers = [line for line in done.stdout.splitlines() if line in ("parsed", "refused")]
     assert answers == ["parsed"] * (len(commands) - 1) + ["refused"], done.stderr[-1000:]

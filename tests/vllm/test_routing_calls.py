@@ -1,7 +1,5 @@
 """Which batches reach FlashInfer's fused MoE with repeated experts, and what the others get instead."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,9 +9,7 @@ from staleproof.vllm import routing_calls as calls
 from staleproof.vllm.patches import moe_routing
 
 
-def _into_experts(
-    device: str, rows: int, top_k: int, experts: int, dtype: torch.dtype = torch.bfloat16, **given
-):
+def _into_experts(device, rows, top_k, experts, dtype=torch.bfloat16, **given):
     """What the patch gives FlashInfer in place of ids that name one expert in every slot; None: nothing."""
     (patched,) = [p for p in moe_routing.PATCHES if p.name == "duplicate_experts"]
     (target,) = patched.targets_for("0.20.2")
@@ -30,21 +26,17 @@ def _into_experts(
     return None if found is None else found[0][5:]
 
 
+# Experts -> the most rows of eight that one block sorts.
+MOST_ROWS = {126: 256, 127: 128, 255: 64}
+
+
 @pytest.mark.parametrize(
     ("rows", "top_k", "experts", "harmless"),
     [
-        (1, 1, 8, True),
-        (256, 8, 126, True),
-        (257, 8, 126, False),
-        (128, 8, 127, True),
-        (129, 8, 127, False),
-        (128, 6, 254, True),
-        (64, 8, 255, True),
-        (65, 8, 255, False),
-        (64, 2, 510, True),
-        (1, 8, 511, False),
-        (1, 10, 64, False),
-        (1, 3, 64, False),
+        *((1, 1, 8, True), (128, 6, 254, True), (64, 2, 510, True)),
+        *((most, 8, experts, True) for experts, most in MOST_ROWS.items()),
+        *((most + 1, 8, experts, False) for experts, most in MOST_ROWS.items()),
+        *((1, 8, 511, False), (1, 10, 64, False), (1, 3, 64, False)),
     ],
 )
 def test_repeated_experts_stay_only_where_flashinfer_gives_every_slot_a_row(
@@ -69,12 +61,3 @@ def test_weights_stored_otherwise_than_activations_get_distinct_ids(device):
     assert _into_experts(device, 16, 8, 64) is None
     assert _into_experts(device, 16, 8, 64, torch.uint8) is not None
     assert _into_experts(device, 16, 8, 64, torch.float8_e4m3fn) is not None
-
-
-def test_grouped_scores_that_are_no_logits_stay_with_vllm(device):
-    scores, bias = torch.rand(3, 16, device=device), torch.zeros(16, device=device)
-    logits = scores, 4, 2, 4, True, 1.0, bias, calls.SIGMOID
-    weights, ids = calls.grouped(logits, {})
-    assert (weights.shape, ids.shape) == ((3, 4), (3, 4))
-    for args in ((*logits[:7], 0), logits[:7], (scores[:0], *logits[1:])):
-        assert calls.grouped(args, {}) is NotImplemented

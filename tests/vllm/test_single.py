@@ -1,12 +1,11 @@
 """Hooks of single objects: vLLM's class keeps its own method, and only a given object has the hooks."""
 
-from __future__ import annotations
-
 import importlib
 import sys
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
+from made_up import planted
 
 from staleproof.vllm import hooks, single, standing
 from staleproof.vllm.hooks import Target
@@ -39,7 +38,7 @@ def managers_fixture(tmp_path, monkeypatch):
     del sys.modules["managers"]
 
 
-def wrapped(after) -> None:
+def wrapped(after):
     hooks.wrap("p", Target("managers", "Manager.allocate", ("self", "count"), after=after, single=True))
 
 
@@ -54,7 +53,7 @@ def test_only_the_given_object_has_the_hook(managers):
     # The method of its own class, once; and keywords too.
     assert one.allocate(1) == one.allocate(count=1) == [0, 1, "Derived"]
     assert other.allocate(1) == [0]
-    single.hook("p", SimpleNamespace())
+    single.hook("p", Space())
 
 
 def test_the_hook_ends_when_the_patch_is_reverted(managers):
@@ -67,10 +66,7 @@ def test_the_hook_ends_when_the_patch_is_reverted(managers):
 
 
 def test_a_hook_that_raises_leaves_vllms_result_and_the_patch_steps_back(managers):
-    def fails(result, args, kwargs):
-        raise RuntimeError("planted")
-
-    wrapped(fails)
+    wrapped(planted)
     one = managers.Manager(None)
     single.hook("p", one)
     assert one.allocate(2) == [0, 1]
@@ -85,9 +81,9 @@ class MLAAttentionSpec:
 def test_only_managers_that_record_are_hooked(monkeypatch, zeroes, hooked):
     given = []
     monkeypatch.setattr(single, "hook", lambda owner, thing: given.append((owner, thing)))
-    managers = [SimpleNamespace(kv_cache_spec=spec) for spec in (MLAAttentionSpec(), object())]
-    manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
-    scheduler = SimpleNamespace(needs_kv_cache_zeroing=zeroes, kv_cache_manager=manager)
+    managers = [Space(kv_cache_spec=spec) for spec in (MLAAttentionSpec(), object())]
+    manager = Space(coordinator=Space(single_type_managers=managers))
+    scheduler = Space(needs_kv_cache_zeroing=zeroes, kv_cache_manager=manager)
     for _ in range(3):
         kv_reuse._allow_recording((scheduler,), {})
     assert given == [("mla_recording", one) for one, is_it in zip(managers, hooked, strict=True) if is_it]

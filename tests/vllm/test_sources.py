@@ -1,7 +1,5 @@
 """Sources of a vLLM are read as text and never run."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,13 +1,11 @@
 """Patches that need each other are put in place together, and step back together."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-import importlib
 import logging
 
 import pytest
+from made_up import imported, planted
 
 from staleproof.vllm import hooks, process, standing
 from staleproof.vllm.hooks import Target
@@ -27,10 +25,6 @@ def _add(amount):
     return lambda result, args, kwargs: result + amount
 
 
-def _fails(*args):
-    raise RuntimeError("planted")
-
-
 DRAIN = Target("vllm.a", "double", ("x",), after=_add(100), vital=True)
 FIRST = Target("vllm.b", "double", ("x",), after=_add(10), vital=True)
 SECOND = Target("vllm.b", "halve", ("x",), after=_add(10), vital=True)
@@ -40,14 +34,10 @@ SECOND = Target("vllm.b", "halve", ("x",), after=_add(10), vital=True)
 def module_fixture(made_up):
     """Imports ``vllm.a`` or ``vllm.b`` of a made-up vLLM."""
     made_up({"a": TEXT, "b": TEXT})
-    yield lambda name: importlib.import_module(f"vllm.{name}")
-    for name in ("drain", "record", "zero", "other", "swapped"):
-        hooks.unwrap(name)
-    assert not hooks._watched
-    assert not standing.stepped_back
+    return imported
 
 
-def _wrap_all() -> None:
+def _wrap_all():
     hooks.wrap("other", Target("vllm.a", "halve", ("x",), after=_add(1)))
     hooks.wrap("drain", DRAIN)
     hooks.wrap("record", FIRST, SECOND, requires=("drain",))
@@ -111,7 +101,7 @@ def test_half_of_a_patch(module, caplog, tmp_path):
 
 @pytest.mark.parametrize("hook", ["before", "after"])
 def test_a_hook_that_raises_takes_those_that_need_it_along(module, caplog, hook):
-    hooks.wrap("drain", Target("vllm.a", "double", ("x",), **{hook: _fails}))
+    hooks.wrap("drain", Target("vllm.a", "double", ("x",), **{hook: planted}))
     hooks.wrap("record", FIRST, SECOND, requires=("drain",))
     assert module("b").double(1) == 12
     assert module("a").double(1) == 2
@@ -149,7 +139,7 @@ def test_hooks_of_every_kind_stop(module, kind):
 def test_behind_a_hook_that_failed_no_other_runs(module, failing):
     ran = []
     others = {"before": lambda *given: ran.append(given), "after": lambda *given: ran.append(given)}
-    hooks.wrap("other", Target("vllm.a", "double", ("x",), **others | {failing: _fails}))
+    hooks.wrap("other", Target("vllm.a", "double", ("x",), **others | {failing: planted}))
     assert module("a").double(1) == 2
     assert not ran
 
@@ -163,9 +153,9 @@ def test_putting_a_hook_in_place_reads_no_source(module, monkeypatch):
 
 def test_a_patch_on_the_host_comes_back_a_few_times(module, monkeypatch):
     """With those that went along; one whose hooks may be in a graph stays out."""
-    hooks.wrap("drain", Target("vllm.a", "double", ("x",), after=_fails))
+    hooks.wrap("drain", Target("vllm.a", "double", ("x",), after=planted))
     hooks.wrap("record", FIRST, requires=("drain",))
-    hooks.wrap("other", Target("vllm.a", "halve", ("x",), after=_fails))
+    hooks.wrap("other", Target("vllm.a", "halve", ("x",), after=planted))
     standing.on_host.add("drain")
     now = [0.0]
     monkeypatch.setattr(hooks.time, "monotonic", lambda: now[0])
@@ -196,7 +186,6 @@ def test_a_switch_turns_patches_off_and_on_without_touching_others(module):
         assert standing.stepped_back["other"] == "it failed"
     # Somebody else's switch.
     assert standing.switch([], "another") == []
-    hooks.unwrap("swapped")
 
 
 def test_what_needs_a_patch_that_is_switched_off_is_off_too_and_not_refused(module):

@@ -1,17 +1,14 @@
 """What an operator reads: states, the upgrade, exit codes, JSON, and why nothing will be patched."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from made_up import CACHE
 
 from staleproof.cli import app as cli
@@ -34,18 +31,24 @@ def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout):
 FILES = CACHE | {"_custom_ops": OPS}
 
 
-def _states(capsys) -> dict[str, str]:
-    return {row["patch"]: row["state"] for row in json.loads(capsys.readouterr().out)["patches"]}
+@pytest.fixture(name="patches")
+def patches_fixture(capsys):
+    """``staleproof patches`` with some options: its exit code, and what it prints, or why it refuses."""
+
+    def run(*options):
+        code = cli.main(["patches", *options])
+        said = capsys.readouterr()
+        return code, said.err if code == 2 else said.out
+
+    return run
 
 
-def test_in_a_terminal_the_evidence_needs_v_but_not_for_what_is_refused(capsys, monkeypatch):
+def test_in_a_terminal_the_evidence_needs_v_but_not_for_what_is_refused(patches, monkeypatch):
     monkeypatch.setattr("staleproof.report.terminal.width", lambda: 100)
-    shown_as = {}
-    for options in ([], ["-v"]):
-        assert cli.main(["patches", "--version", "0.16.0", *options]) == 3
-        shown_as[len(options)] = capsys.readouterr().out
+    said = [patches("--version", "0.16.0", *options) for options in ([], ["-v"])]
+    assert [code for code, _ in said] == [3, 3]
     found = status.answer("0.16.0")
-    flat = {count: " ".join(text.split()) for count, text in shown_as.items()}
+    flat = [" ".join(text.split()) for _, text in said]
     for one in found.decided:
         why = " ".join(one.why.split())
         assert (why in flat[1], why in flat[0] or one.state != "refused") == (True, True), one.patch.name
@@ -60,7 +63,7 @@ def test_an_explanation_has_these_fields():
     patch = vllm_plugin.patches()["duplicate_experts"]
     lines = shown.explanation("duplicate_experts").splitlines()
     assert lines[:4] == [f"{patch.name}: {patch.summary}", "", patch.mechanism, ""]
-    fields: dict[str, list[str]] = {}
+    fields = {}
     for line in lines[4:]:
         fields.setdefault(line[:11].strip() or [*fields][-1], []).append(line[11:])
     spans = ", ".join(f"{first} to {last}" for first, last in patch.versions)
@@ -85,9 +88,9 @@ def test_an_explanation_has_these_fields():
         assert ("\nneeds " in shown.explanation(name)) is bool(vllm_plugin.patches()[name].requires)
 
 
-def test_patches_of_a_release_that_is_not_installed_would_apply(capsys):
-    assert cli.main(["patches", "--version", "0.18.1"]) == 0
-    text = capsys.readouterr().out
+def test_patches_of_a_release_that_is_not_installed_would_apply(patches):
+    code, text = patches("--version", "0.18.1")
+    assert code == 0
     assert text.startswith("vLLM 0.18.1, recorded probes of its source\n")
     assert "would apply  mla_padding        MLA models, and TurboQuant" in text
     assert "affected " not in text
@@ -97,13 +100,11 @@ def test_patches_of_a_release_that_is_not_installed_would_apply(capsys):
 
 
 @pytest.mark.parametrize("version", ["0.18", "v0.18", "0.18.1", "v0.18.1", " 0.18.1"])
-def test_a_series_is_its_last_release_and_says_so(capsys, version):
-    assert cli.main(["patches", "--version", version]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("vLLM 0.18.1, recorded probes")
-    assert (f"note: {version} is read as 0.18.1, the last of that series" in text) is (
-        version.count(".") == 1
-    )
+def test_a_series_is_its_last_release_and_says_so(patches, version):
+    code, text = patches("--version", version)
+    assert (code, text[:28]) == (0, "vLLM 0.18.1, recorded probes")
+    said = f"note: {version} is read as 0.18.1, the last of that series" in text
+    assert said is (version.count(".") == 1)
 
 
 def test_a_terminal_cuts_no_word_of_the_evidence():
@@ -116,9 +117,8 @@ def test_a_terminal_cuts_no_word_of_the_evidence():
     assert narrow.split()[: len(words)] == words
 
 
-def test_json(capsys):
-    assert cli.main(["patches", "--version", "v0.22.1", "--json"]) == 0
-    rows = {row["patch"]: row for row in json.loads(capsys.readouterr().out)["patches"]}
+def test_json(patches):
+    rows = {row["patch"]: row for row in json.loads(patches("--version", "v0.22.1", "--json")[1])["patches"]}
     text = shown.as_text(status.answer("0.22.1"))
     assert all(f"{row['models']} " in text and f" {row['why']}" in text for row in rows.values())
     recording = rows["mla_recording"]
@@ -132,18 +132,13 @@ def test_json(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "patches", "code"),
-    [
-        (["--version", "0.33.0"], "all", 0),
-        (["--version", "0.16.0"], "all", 3),
-        (["--version", "0.18.1"], "-undrained_ids", 3),
-        (["--version", "0.18.1"], "none", 0),
-    ],
+    ("release", "chosen", "code"),
+    [("0.33.0", "all", 0), ("0.16.0", "all", 3), ("0.18.1", "-undrained_ids", 3), ("0.18.1", "none", 0)],
 )
-def test_exit_3_if_something_needed_is_refused(monkeypatch, capsys, arguments, patches, code):
-    monkeypatch.setenv(vllm_plugin.VARIABLE, patches)
-    assert cli.main(["patches", *arguments]) == code
-    assert ("refused" in capsys.readouterr().out) is (code == 3)
+def test_exit_3_if_something_needed_is_refused(monkeypatch, patches, release, chosen, code):
+    monkeypatch.setenv(vllm_plugin.VARIABLE, chosen)
+    found, text = patches("--version", release)
+    assert (found, "refused" in text) == (code, code == 3)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +149,15 @@ def test_exit_3_if_something_needed_is_refused(monkeypatch, capsys, arguments, p
         (["--explain", "mla"], "unknown patch 'mla'; known: mla_padding"),
     ],
 )
-def test_bad_input(capsys, arguments, line):
-    assert cli.main(["patches", *arguments]) == 2
-    assert line in capsys.readouterr().err
+def test_bad_input(patches, arguments, line):
+    code, text = patches(*arguments)
+    assert (code, line in text) == (2, True)
 
 
-def test_explanations(capsys):
+def test_explanations(patches):
     for name, patch in vllm_plugin.patches().items():
-        assert cli.main(["patches", "--explain", name]) == 0
-        text = capsys.readouterr().out
+        code, text = patches("--explain", name)
+        assert code == 0
         assert text.startswith(f"{name}: {patch.summary}")
         for said in (*patch.threads, *map(shown.url, patch.threads), patch.cost, patch.models):
             assert said in text
@@ -198,50 +193,48 @@ def test_the_upgrade_is_the_first_later_release_with_the_fewest_defects(monkeypa
     assert status.upgrade(decided, release) == line
 
 
-def test_an_installed_vllm_will_be_patched(installed, capsys):
-    installed("0.22.1", FILES)
-    # The other files of this vLLM are missing: those probes cannot tell.
-    assert cli.main(["patches", "--json"]) == 3
-    states = _states(capsys)
-    assert states["scale_padding"] == "will be patched"
-    assert states["mla_padding"] == "refused"
-
-
 @pytest.mark.parametrize("plugins", ["", "other", "other,second"])
-def test_a_plugin_that_vllm_does_not_load_patches_nothing(installed, capsys, monkeypatch, plugins):
+def test_a_plugin_that_vllm_does_not_load_patches_nothing(installed, patches, monkeypatch, plugins):
     installed("0.22.1", FILES)
     monkeypatch.setenv("VLLM_PLUGINS", plugins)
-    assert cli.main(["patches"]) == 3
-    text = capsys.readouterr().out
-    assert "will be patched" not in text
+    code, text = patches()
+    assert (code, "will be patched" in text) == (3, False)
     assert "affected    scale_padding" in text
     assert f"warning: VLLM_PLUGINS={plugins} leaves staleproof out: nothing is patched" in text
     monkeypatch.setenv("VLLM_PLUGINS", "other, staleproof")
-    cli.main(["patches"])
-    assert "warning" not in capsys.readouterr().out
+    assert "warning" not in patches()[1]
 
 
-def test_a_missing_entry_point(installed, capsys, monkeypatch):
+def test_a_missing_entry_point(installed, patches, monkeypatch):
     installed("0.22.1", FILES)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **given: ())
-    cli.main(["patches"])
-    text = capsys.readouterr().out
+    _, text = patches()
     assert "warning: no entry point staleproof in vllm.general_plugins is installed" in text
     assert "will be patched" not in text
 
 
-@pytest.mark.parametrize(("variable", "state"), [(None, "refused"), ("probe", "will be patched")])
-def test_an_unknown_release_is_probed_and_patched_only_if_asked(
-    installed, capsys, monkeypatch, variable, state
+@pytest.mark.parametrize(
+    ("release", "variable", "state"),
+    [
+        ("0.22.1", None, "will be patched"),
+        ("0.22.7", None, "refused"),
+        ("0.22.7", "probe", "will be patched"),
+    ],
+)
+def test_an_installed_release_is_probed_and_an_unknown_one_patched_only_if_asked(
+    installed, patches, monkeypatch, release, variable, state
 ):
-    installed("0.22.7", FILES)
+    installed(release, FILES)
     if variable:
         monkeypatch.setenv(vllm_plugin.UNKNOWN, variable)
-    assert cli.main(["patches", "--json"]) == 3
-    answer = json.loads(capsys.readouterr().out)
+    code, text = patches("--json")
+    answer = json.loads(text)
     rows = {row["patch"]: row for row in answer["patches"]}
-    assert rows["scale_padding"]["state"] == state
-    assert rows["scale_padding"]["needed"] is True
+    assert (code, rows["scale_padding"]["state"], rows["scale_padding"]["needed"]) == (3, state, True)
+    # The other files of this vLLM are missing: those probes cannot tell.
+    assert rows["mla_padding"]["state"] == "refused"
+    if release == "0.22.1":
+        return
     # Only the CUDA sources could tell, and nothing is recorded for this release.
     assert rows["hash_topk_nan"]["state"] == "refused"
     assert rows["hash_topk_nan"]["needed"] is None
@@ -263,11 +256,7 @@ def test_a_posix_locale_reads_every_file(installed, tmp_path):
     installed("0.22.1", FILES)
     (tmp_path / "vllm/_custom_ops.py").write_text("# \N{GREEK SMALL LETTER ALPHA}\n" + OPS, encoding="utf-8")
     path = os.pathsep.join((str(ROOT / "src"), str(tmp_path)))
-    done = subprocess.run(
-        [sys.executable, "-X", "utf8=0", "-m", "staleproof", "patches"],
-        capture_output=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": path, "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"},
-    )
+    env = os.environ | {"PYTHONPATH": path, "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"}
+    done = warm.new("-X", "utf8=0", "-m", "staleproof", "patches", text=False, env=env)
     assert (done.returncode, done.stderr) == (3, b"")
     assert b"will be patched  scale_padding" in done.stdout

@@ -4,16 +4,12 @@ vLLM compiles its models with ``fullgraph=True``: a patch that Dynamo cannot tra
 The functions of vLLM are stubs here that model their faults; real_routing.py traces the real ones.
 """
 
-from __future__ import annotations
-
-import importlib
 import logging
-from collections.abc import Callable
-from contextlib import contextmanager
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
+from made_up import imported, planted, planted_at_the_end
 
 from staleproof.vllm import hooks, patch, standing
 from staleproof.vllm.hooks import Target
@@ -28,22 +24,6 @@ def _select(scores, bias, k):
     choice = scores if bias is None else scores + bias
     ids = torch.where(choice.isnan().any(-1, keepdim=True), 0, choice.topk(k).indices)
     return scores.gather(1, ids), ids
-
-
-def topk_softmax(
-    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias=None
-):
-    weights, ids = _select(gating_output.softmax(-1), e_score_correction_bias, topk_ids.shape[1])
-    topk_weights.copy_(weights)
-    topk_ids.copy_(ids)
-
-
-def topk_sigmoid(
-    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias=None
-):
-    weights, ids = _select(gating_output.sigmoid(), e_score_correction_bias, topk_ids.shape[1])
-    topk_weights.copy_(weights)
-    topk_ids.copy_(ids)
 
 
 def grouped_topk(
@@ -72,6 +52,17 @@ def topk_hash_softplus_sqrt(
 def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout):
     return torch.full((128, 4), 0x7F7F7F7F, dtype=torch.int32, device=device)
 """
+OPS += "".join(
+    f"""
+def {name}(
+    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias=None
+):
+    weights, ids = _select(gating_output.{scores}, e_score_correction_bias, topk_ids.shape[1])
+    topk_weights.copy_(weights)
+    topk_ids.copy_(ids)
+"""
+    for name, scores in (("topk_softmax", "softmax(-1)"), ("topk_sigmoid", "sigmoid()"))
+)
 MLA = """
 import torch
 
@@ -127,11 +118,10 @@ def vllm_fixture(made_up):
     """Imports a module of a made-up vLLM by its name below ``vllm``."""
     made_up(FILES)
     torch._dynamo.reset()
-    yield lambda name: importlib.import_module(f"vllm.{name}")
-    assert not hooks._watched
+    return imported
 
 
-def _compiled(call: Callable[..., object]) -> Callable[..., object]:
+def _compiled(call):
     return torch.compile(call, fullgraph=True, backend="aot_eager")
 
 
@@ -144,7 +134,7 @@ def _select(ops, name, logits, bias):
     return ids
 
 
-def _repeats(ids: torch.Tensor) -> int:
+def _repeats(ids):
     return sum(len({*row}) < len(row) for row in ids.tolist())
 
 
@@ -186,20 +176,13 @@ def test_scale_padding(vllm):
     assert scales.shape == (128, 1)
 
 
-@pytest.mark.parametrize(
-    ("patch", "name"),
-    [
-        ("mla_padding", "cutlass"),
-        ("mla_padding", "flashinfer"),
-        ("decode_buffer", "cutlass"),
-        ("decode_buffer", "flashinfer"),
-    ],
-)
+@pytest.mark.parametrize("patch", ["mla_padding", "decode_buffer"])
+@pytest.mark.parametrize("name", ["cutlass", "flashinfer"])
 def test_mla(vllm, device, patch, name):
     module = vllm(f"v1.attention.backends.mla.{name}_mla")
     impl = next(cls for cls in vars(module).values() if isinstance(cls, type))()
     seq_lens = torch.tensor([3, 0, 5], dtype=torch.int32, device=device)
-    metadata = SimpleNamespace(decode=SimpleNamespace(seq_lens=seq_lens), num_decodes=3)
+    metadata = Space(decode=Space(seq_lens=seq_lens), num_decodes=3)
     with patches()[patch].applied("0.18.1"):
         traced = _compiled(lambda q: impl.forward_mqa(q * 1, None, metadata, None)[0])
         out = traced(torch.ones(3, 128, 24, device=device))
@@ -237,39 +220,27 @@ def test_no_patch_is_left_out():
     assert not any(patches()[name].traced for name in HOST)
 
 
-def _fails(*args):
-    raise RuntimeError("planted")
-
-
-@contextmanager
-def _leaves_badly():
-    yield
-    raise RuntimeError("planted")
-
-
 @pytest.mark.parametrize(
     ("hook", "what"),
     [
-        ({"around": _fails}, "entering a call"),
-        ({"around": lambda args, kwargs: _leaves_badly()}, "leaving a call"),
-        ({"before": _fails}, "preparing a call"),
-        ({"instead": _fails}, "the replacement"),
-        ({"after": _fails}, "finishing a call"),
+        ({"around": planted}, "entering a call"),
+        ({"around": lambda args, kwargs: planted_at_the_end()}, "leaving a call"),
+        ({"before": planted}, "preparing a call"),
+        ({"instead": planted}, "the replacement"),
+        ({"after": planted}, "finishing a call"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_a_failing_hook_leaves_the_call_to_vllm_and_is_named_after_the_trace(vllm, caplog, hook, what):
     simple = vllm("simple")
     hooks.wrap("p", Target("vllm.simple", "double", ("x",), **hook))
-    try:
-        with caplog.at_level(logging.WARNING):
-            assert _compiled(lambda x: simple.double(x + 1))(torch.ones(3)).tolist() == [4.0] * 3
-            assert not caplog.records
-            hooks.settle()
-    finally:
-        hooks.unwrap("p")
-    (record,) = caplog.records
-    assert record.getMessage() == (
+    # Not torch's own lines.
+    caplog.set_level(logging.WARNING)
+    assert _compiled(lambda x: simple.double(x + 1))(torch.ones(3)).tolist() == [4.0] * 3
+    assert not caplog.records
+    hooks.settle()
+    (line,) = caplog.messages
+    assert line == (
         f"staleproof: p: {what} of double failed while torch.compile traced it (RuntimeError), "
         "vLLM's own code is in the graph; out of service: p; in service: nothing"
     )

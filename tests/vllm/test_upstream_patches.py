@@ -1,16 +1,13 @@
-"""The patches of ``workbook/upstream``: they fit vLLM 0.33.0, and their own tests fail without them.
+"""The patches and drafts of ``workbook/upstream``: they fit vLLM 0.33.0, and their tests fail without them.
 
 Those in a folder change the call site of a file that ``tools.lift`` writes; ``tests/ops/test_lifted.py``
 compares its results with those of our operations.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import environment
@@ -50,9 +47,8 @@ torch.empty = on_cpu
 
 
 @pytest.fixture(name="released")
-def released_fixture() -> Path:
-    with environment.skipped_if_unavailable():
-        return environment.sources(VERSION)
+def released_fixture():
+    return environment.sources(VERSION)
 
 
 def test_every_patch_is_tried():
@@ -88,11 +84,27 @@ def test_their_own_tests_fail_as_released_and_pass_with_them(tmp_path, mended, e
 
 
 def test_the_draft_and_the_patch_of_the_router_change_the_same_lines():
-    draft = (UPSTREAM / "vllm-topk-sigmoid-nan-bias.md").read_text()
     patch = COMPILED.read_text().partition("diff --git a/tests")[0]
     changed = re.compile(r"^[+-](?!\+\+|--)(.*)$", re.MULTILINE)
-    (diff,) = re.findall(r"^```diff\n(.*?)^```", draft, re.MULTILINE | re.DOTALL)
+    diff = _block("vllm-topk-sigmoid-nan-bias.md", "diff")
     assert changed.findall(diff) == changed.findall(patch)
+
+
+def _block(draft, language):
+    """The one block of a draft in this language."""
+    text = (UPSTREAM / draft).read_text()
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return str(block)
+
+
+@pytest.mark.slow
+def test_the_script_of_published_blocks_fails_as_released_and_passes_with_its_diff(tmp_path):
+    script, diff = (_block("vllm-published-before-written.md", language) for language in ("python", "diff"))
+    found = warm.released(VERSION, "-c", script)
+    said = "AssertionError: 256 tokens are computed, and the prefix cache gives 288"
+    assert found.stderr.rstrip().endswith(said)
+    mended = warm.run("-c", script, env=environment.patched(VERSION, tmp_path, diff), timeout=300)
+    assert mended.returncode == 0, mended.stderr[-2000:]
 
 
 # What vLLM registers for these two, of the whole library.
@@ -122,7 +134,7 @@ def topk_sigmoid(*arguments): ops.topk_sigmoid(*arguments, 1.0, None)
 """
 
 
-def _compiling(sources: Path) -> subprocess.Popen[str]:
+def _compiling(sources):
     """Start compiling the router's kernels as a library of their own, ``router.so``."""
     import torch
 
@@ -157,15 +169,7 @@ def test_the_routers_kernels_repeat_experts_as_released_and_not_with_the_patch(t
         assert compiler.returncode == 0, said[-2000:]
         folder = tmp_path / name
         variables = os.environ | {"ROUTER": str(folder / "csrc/router.so"), "PYTHONPATH": str(folder)}
-        done = subprocess.run(
-            [sys.executable, "-c", RUN],
-            cwd=folder,
-            env=variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        found[name] = done.stdout
+        found[name] = warm.new("-c", RUN, cwd=folder, env=variables).stdout
     assert re.search(r"^16 passed", found["patched"], re.MULTILINE), found["patched"][-2000:]
     failed = re.findall(r"^FAILED \S+::(\w+)", found["released"], re.MULTILINE)
     assert {*failed} == {"test_expert_ids_are_distinct_where_the_bias_is_nan"}, found["released"][-2000:]

@@ -1,11 +1,8 @@
 """A program that is forked finds what it would find in a new interpreter, and says as much."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
-import sys
 
 import environment
 import pytest
@@ -23,29 +20,16 @@ print(json.dumps({
 """
 
 
-def _variables(version: str) -> dict[str, str]:
-    with environment.skipped_if_unavailable():
-        return environment.variables(version)
-
-
 @pytest.mark.parametrize("version", ["0.22.1", "0.33.0"])
 @pytest.mark.parametrize("kind", ["a script", "a program"])
 def test_it_finds_what_a_new_interpreter_finds(version, kind, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(STATE)
     arguments = [str(script), "one", "two"] if kind == "a script" else ["-c", STATE, "one"]
-    env = _variables(version) | {"SET": version}
+    env = environment.variables(version) | {"SET": version}
     forked = warm.run(*arguments, env=env, timeout=60, cwd=tmp_path)
-    new = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=env,
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-    )
-    assert (forked.returncode, forked.stderr) == (0, "")
+    new = warm.new(*arguments, env=env, cwd=tmp_path)
+    assert (forked.returncode, forked.stderr) == (new.returncode, "") == (0, "")
     assert json.loads(forked.stdout) == json.loads(new.stdout)
 
 
@@ -59,12 +43,12 @@ def test_it_finds_what_a_new_interpreter_finds(version, kind, tmp_path):
     ],
 )
 def test_how_it_ended_and_what_it_said(program, code, said):
-    ended = warm.run("-c", program, env=_variables("0.22.1"), timeout=60)
+    ended = warm.run("-c", program, env=environment.variables("0.22.1"), timeout=60)
     assert (ended.returncode, (ended.stdout, ended.stderr)) == (code, said)
 
 
 def test_an_error_is_its_own_and_one_that_hangs_is_ended():
-    env = _variables("0.22.1")
+    env = environment.variables("0.22.1")
     assert "ValueError: planted" in warm.run("-c", "raise ValueError('planted')", env=env, timeout=60).stderr
     with pytest.raises(subprocess.TimeoutExpired):
         warm.run("-c", "import time; time.sleep(60)", env=env, timeout=0.5)
@@ -83,6 +67,6 @@ def test_without_a_vllm_it_finds_torch_alone(tmp_path):
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "packages")}
     forked = warm.run(str(script), "one", env=env, timeout=60, cwd=tmp_path, vllm=False)
-    command = [sys.executable, str(script), "one"]
-    new = subprocess.run(command, capture_output=True, text=True, check=True, env=env, cwd=tmp_path)
-    assert (forked.returncode, forked.stdout) == (0, new.stdout)
+    new = warm.new(str(script), "one", env=env, cwd=tmp_path)
+    assert (forked.returncode, forked.stdout) == (new.returncode, new.stdout)
+    assert new.returncode == 0

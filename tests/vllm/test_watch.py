@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import types
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
 from tests.made import arrived
 
 from staleproof import device as devices
-from staleproof.vllm import hooks, plugin, watch_hooks
+from staleproof.vllm import plugin, watch_hooks
 from staleproof.vllm import watch as watches
 from staleproof.vllm.sources import PatchError
 from staleproof.vllm.watch import SPAN, Settings, Watch, settings
@@ -29,6 +28,17 @@ NAN = torch.nan
 ON = {"STALEPROOF_WATCH": "1"}
 
 
+@pytest.fixture(name="watch")
+def watch_fixture():
+    return Watch(Settings(), DEVICE)
+
+
+def step(watch: Watch, rows: torch.Tensor, live: int, **given: bool) -> None:
+    """A step of so many live rows, one of whose layers has these rows."""
+    watch.begin_step(live, **given)
+    watch.observe("attention", "layers.0", rows)
+
+
 def counted(watch: Watch) -> dict[tuple[str, str], tuple[int, int]]:
     return dict(arrived(watch).bad)
 
@@ -39,25 +49,20 @@ def rows_with(*bad: int, rows: int = 8, columns: int = 16) -> torch.Tensor:
     return x
 
 
-def test_padding_and_live_rows_are_counted_apart_over_steps():
-    watch = Watch(Settings(), DEVICE)
+def test_padding_and_live_rows_are_counted_apart_over_steps(watch):
     for live in (3, 8, 3):
-        watch.begin_step(live)
-        watch.observe("attention", "layers.0", rows_with(0, 3, 7))
+        step(watch, rows_with(0, 3, 7), live)
         watch.observe("experts", "layers.0", rows_with())
     assert counted(watch) == {("attention", "layers.0"): (4, 5), ("experts", "layers.0"): (0, 0)}
     assert watch.latest.runs == {("attention", "layers.0"): 3, ("experts", "layers.0"): 3}
 
 
-def test_warm_up_is_forgotten(caplog):
-    watch = Watch(Settings(), DEVICE)
-    watch.begin_step(8)
-    watch.observe("attention", "layers.0", rows_with(1, 2))
+def test_warm_up_is_forgotten(watch, caplog):
+    step(watch, rows_with(1, 2), 8)
     arrived(watch)
     watch.reset()
     caplog.clear()
-    watch.begin_step(8)
-    watch.observe("attention", "layers.0", rows_with(5))
+    step(watch, rows_with(5), 8)
     assert counted(watch) == {("attention", "layers.0"): (0, 1)}
     assert watch.latest.steps == 1
     assert "first live row with NaN or Inf: step 1, attention of layers.0, row 5" in caplog.text
@@ -72,18 +77,16 @@ def test_only_chosen_stages_and_layers_are_counted():
     assert [layer for _, layer in counted(watch)] == ["layers.0", "layers.4"]
 
 
-def test_stages_beyond_the_slots_of_the_board_are_left_out(monkeypatch):
+def test_stages_beyond_the_slots_of_the_board_are_left_out(watch, monkeypatch):
     """A model with more layers than the board has slots is watched as far as the slots go."""
     monkeypatch.setattr("staleproof.evidence.board.SLOTS", 2)
-    watch = Watch(Settings(), DEVICE)
     watch.begin_step(8)
     for number in range(4):
         watch.observe("attention", f"layers.{number}", rows_with(0))
     assert counted(watch) == {("attention", "layers.0"): (0, 1), ("attention", "layers.1"): (0, 1)}
 
 
-def test_rows_that_name_an_expert_twice():
-    watch = Watch(Settings(), DEVICE)
+def test_rows_that_name_an_expert_twice(watch):
     watch.begin_step(2)
     watch.observe("router", "layers.1", torch.ones(4, 2), torch.tensor([[0, 1], [4, 4], [5, 5], [6, 7]]))
     assert arrived(watch).repeats == {"layers.1": (1, 1)}
@@ -93,15 +96,13 @@ def said(caplog):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_the_first_row_of_each_kind_is_logged_once_with_its_request(caplog):
-    watch = Watch(Settings(), DEVICE)
+def test_the_first_row_of_each_kind_is_logged_once_with_its_request(watch, caplog):
     tokens = dict.fromkeys("abc", 1)
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        for bad in ((6,), (2,), (0, 1)):
-            watch.begin_step(3)
-            watch.name_requests(["a", "b", "c"], tokens)
-            watch.observe("attention", "layers.1", rows_with(*bad))
-            counted(watch)
+    for bad in ((6,), (2,), (0, 1)):
+        watch.begin_step(3)
+        watch.name_requests(["a", "b", "c"], tokens)
+        watch.observe("attention", "layers.1", rows_with(*bad))
+        counted(watch)
     assert said(caplog) == [
         (
             "staleproof: first padding row with NaN or Inf: step 1, attention of layers.1, row 6, "
@@ -114,28 +115,23 @@ def test_the_first_row_of_each_kind_is_logged_once_with_its_request(caplog):
     ]
 
 
-def test_a_row_of_a_prompt_is_named_after_the_prompts_request(caplog):
-    watch = Watch(Settings(), DEVICE)
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        watch.begin_step(8)
-        watch.name_requests([f"r{i}" for i in range(12)], {"r0": 1, "r1": 6, "r2": 1})
-        watch.observe("attention", "layers.1", rows_with(6))
-        counted(watch)
+def test_a_row_of_a_prompt_is_named_after_the_prompts_request(watch, caplog):
+    watch.begin_step(8)
+    watch.name_requests([f"r{i}" for i in range(12)], {"r0": 1, "r1": 6, "r2": 1})
+    watch.observe("attention", "layers.1", rows_with(6))
+    counted(watch)
     assert said(caplog)[0].endswith("request r1 of batch r0, r1, r2, r3, r4, r5, r6, r7 and 4 more")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_canary_is_told_from_a_computed_nan(caplog, dtype):
+def test_a_canary_is_told_from_a_computed_nan(watch, caplog, dtype):
     from staleproof.evidence.canary import plant
 
-    watch = Watch(Settings(), DEVICE)
     x = torch.ones(4, 16, dtype=dtype)
     plant(x[3:], stage=5)
     x[0, 1], x[1, 1], x[2, 1] = NAN, -NAN, torch.inf
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        watch.begin_step(3)
-        watch.observe("attention", "layers.0", x)
-        assert counted(watch) == {("attention", "layers.0"): (1, 3)}
+    step(watch, x, 3)
+    assert counted(watch) == {("attention", "layers.0"): (1, 3)}
     assert watch.latest.canaries == {("attention", "layers.0"): (1, 0)}
     assert "row 3, canary: nobody wrote it" in said(caplog)[0]
     assert "row 0, computed, no canary" in said(caplog)[1]
@@ -144,8 +140,7 @@ def test_a_canary_is_told_from_a_computed_nan(caplog, dtype):
 def test_one_step_in_n_is_counted_and_says_so():
     watch = Watch(Settings(steps=4), DEVICE)
     for _ in range(10):
-        watch.begin_step(8)
-        watch.observe("attention", "layers.0", rows_with(1, 2))
+        step(watch, rows_with(1, 2), 8)
     assert counted(watch) == {("attention", "layers.0"): (0, 6)}  # steps 1, 5 and 9
     assert watch.latest.runs == {("attention", "layers.0"): 3}
     assert (watch.latest.steps, watch.latest.counted) == (10, 3)
@@ -164,16 +159,14 @@ def told(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, 
     return found
 
 
-def test_equal_steps_are_counted_exactly_though_the_device_is_told_of_few(monkeypatch, caplog):
-    watch = Watch(Settings(), DEVICE)
+def test_equal_steps_are_counted_exactly_though_the_device_is_told_of_few(watch, monkeypatch, caplog):
     watch._due = float("inf")  # the counts are copied at the end, whatever this machine does meanwhile
     words = told(watch, monkeypatch)
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        for number in range(1, 41):
-            watch.begin_step(8, same=number != 5)
-            watch.name_requests([f"r{number}"], {f"r{number}": 8})
-            watch.observe("attention", "layers.0", rows_with(*([2, 9] if number in (7, 38) else []), rows=10))
-        counts = counted(watch)
+    for number in range(1, 41):
+        watch.begin_step(8, same=number != 5)
+        watch.name_requests([f"r{number}"], {f"r{number}": 8})
+        watch.observe("attention", "layers.0", rows_with(*([2, 9] if number in (7, 38) else []), rows=10))
+    counts = counted(watch)
     assert counts == {("attention", "layers.0"): (2, 2)}
     # The first step, another batch, and so many steps after that.
     assert [step for step, _, _ in words] == [1, 5, 5 + SPAN]
@@ -185,8 +178,7 @@ def test_equal_steps_are_counted_exactly_though_the_device_is_told_of_few(monkey
     )
 
 
-def test_another_number_of_tokens_is_told_whatever_the_caller_says(monkeypatch):
-    watch = Watch(Settings(), DEVICE)
+def test_another_number_of_tokens_is_told_whatever_the_caller_says(watch, monkeypatch):
     words = told(watch, monkeypatch)
     for tokens in (8, 8, 3, 3):
         watch.begin_step(tokens, same=True)
@@ -202,20 +194,16 @@ def test_graphs_of_a_step_that_is_not_counted_count_nothing():
     watch = Watch(Settings(steps=2), DEVICE)
     watch.capturing = lambda: True
     for _ in range(4):
-        watch.begin_step(8)
-        watch.observe("attention", "layers.0", rows_with(1))
+        step(watch, rows_with(1), 8)
     assert counted(watch) == {("attention", "layers.0"): (0, 2)}
 
 
-def test_a_dummy_batch_between_two_steps_is_not_counted():
-    watch = Watch(Settings(), DEVICE)
+def test_a_dummy_batch_between_two_steps_is_not_counted(watch):
     watch.capturing = lambda: True
-    watch.begin_step(8)
-    watch.observe("attention", "layers.0", rows_with(1))
+    step(watch, rows_with(1), 8)
     watch.pause()
     watch.observe("attention", "layers.0", rows_with(1, 2, 3))
-    watch.begin_step(8)
-    watch.observe("attention", "layers.0", rows_with(1))
+    step(watch, rows_with(1), 8)
     assert counted(watch) == {("attention", "layers.0"): (0, 2)}
 
 
@@ -229,11 +217,9 @@ def test_vllms_own_mask_of_padding_rows_comes_first():
     assert counted(watch)["attention", "layers.0"] == (2, 1)
 
 
-def test_a_copy_that_has_not_arrived_is_not_read_and_not_waited_for():
-    watch = Watch(Settings(), DEVICE)
-    watch._arrived = types.SimpleNamespace(query=lambda: False, record=lambda: None)
-    watch.begin_step(8)
-    watch.observe("attention", "layers.0", rows_with(1))
+def test_a_copy_that_has_not_arrived_is_not_read_and_not_waited_for(watch):
+    watch._arrived = Space(query=lambda: False, record=lambda: None)
+    step(watch, rows_with(1), 8)
     watch.copy()
     assert watch.reading().bad == {}
     watch._arrived.query = lambda: True
@@ -244,25 +230,21 @@ def test_a_copy_that_has_not_arrived_is_not_read_and_not_waited_for():
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("name", "value", "said"),
     [
-        ({"STALEPROOF_WATCH_STAGES": "attention,logits"}, "STAGES: expected some of .*, got logits"),
-        (
-            {"STALEPROOF_WATCH_STAGES": ","},
-            "STAGES: expected some of attention, router, experts, blocks, memory, published, got none",
-        ),
-        ({"STALEPROOF_WATCH_LAYERS": "0"}, "LAYERS: expected 1 to .*, got '0'"),
-        ({"STALEPROOF_WATCH_PORT": "http"}, "PORT: expected 1 to 65535, got 'http'"),
+        ("STAGES", "attention,logits", "some of .*, got logits"),
+        ("STAGES", ",", "some of attention, router, experts, blocks, memory, published, got none"),
+        ("LAYERS", "0", "1 to .*, got '0'"),
+        ("PORT", "http", "1 to 65535, got 'http'"),
     ],
 )
-def test_bad_settings_are_one_line_and_the_server_starts(monkeypatch, caplog, variables, said):
-    with pytest.raises(PatchError, match=said):
-        settings({**ON, **variables})
-    for name, value in {**ON, **variables}.items():
-        monkeypatch.setenv(name, value)
-    hooks._warned.clear()
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        watch_hooks.install("0.22.1")
+def test_bad_settings_are_one_line_and_the_server_starts(monkeypatch, caplog, name, value, said):
+    variables = ON | {f"STALEPROOF_WATCH_{name}": value}
+    with pytest.raises(PatchError, match=f"{name}: expected {said}"):
+        settings(variables)
+    for variable, given in variables.items():
+        monkeypatch.setenv(variable, given)
+    watch_hooks.install("0.22.1")
     assert len(caplog.records) == 1
     assert not watch_hooks.installed
 
@@ -273,37 +255,13 @@ def test_it_is_off_by_default(monkeypatch):
     assert not watch_hooks.installed
 
 
-def scheduled(*tokens: int) -> types.SimpleNamespace:
-    return types.SimpleNamespace(
+def scheduled(*tokens: int) -> Space:
+    return Space(
         total_num_scheduled_tokens=sum(tokens), num_scheduled_tokens=dict(zip("abc", tokens, strict=False))
     )
 
 
-def test_the_hooks_name_layer_stage_and_rows():
-    on = Hooks(Settings())
-    worker = types.SimpleNamespace(device=DEVICE)
-    assert on.loaded("model", (worker,), {}) == "model"
-    runner = types.SimpleNamespace(input_batch=types.SimpleNamespace(req_ids=["a", "b"]))
-    on.step_v1((runner, scheduled(1, 1)), {})
-    assert on.watch is not None
-    layer = types.SimpleNamespace(layer_name="model.layers.3.self_attn.attn")
-    result = rows_with(5).view(8, 2, 8), None
-    assert on.mla(result, (None, None, None, None, layer), {}) is result
-    moe = types.SimpleNamespace(layer_name="model.layers.3.mlp.experts")
-    on.enter_experts((moe,), {})
-    on.router((rows_with(0, columns=2), torch.tensor([[1, 1]] * 8)), (None,), {})
-    on.experts((None, rows_with(0, 7)), (moe,), {})
-    assert on.watch is not None
-    assert counted(on.watch) == {
-        ("attention", "layers.3"): (1, 0),
-        ("router", "layers.3"): (0, 1),
-        ("experts", "layers.3"): (1, 1),
-    }
-    assert on.watch.latest.repeats == {"layers.3": (6, 2)}
-
-
-def test_a_dummy_batch_before_the_first_step_leaves_the_kernels_to_be_captured(monkeypatch):
-    watch = Watch(Settings(), DEVICE)
+def test_a_dummy_batch_before_the_first_step_leaves_the_kernels_to_be_captured(watch, monkeypatch):
     words = told(watch, monkeypatch)
     watch.pause()
     assert (words, watch.counting) == ([], True)
@@ -322,7 +280,7 @@ def test_the_watch_of_a_server_asks_vllm_for_its_mask_of_padding(monkeypatch):
     asked = []
     monkeypatch.setattr(watch_hooks, "padding_mask", lambda rows: asked.append(rows))
     on = Hooks(Settings())
-    on.loaded(None, (types.SimpleNamespace(device=DEVICE),), {})
+    on.loaded(None, (Space(device=DEVICE),), {})
     assert on.watch is not None
     on.watch.observe("attention", "layers.0", torch.zeros(4, 8))
     assert asked == [4]
@@ -330,7 +288,7 @@ def test_the_watch_of_a_server_asks_vllm_for_its_mask_of_padding(monkeypatch):
 
 def test_a_dummy_run_is_no_step(monkeypatch):
     on = Hooks(Settings())
-    on.loaded(None, (types.SimpleNamespace(device=DEVICE),), {})
+    on.loaded(None, (Space(device=DEVICE),), {})
     assert on.watch is not None
     on.step((None, scheduled(4)), {"dummy_run": True})
     assert on.watch.steps == 0
@@ -354,22 +312,18 @@ def test_the_watch_comes_after_the_patches_whatever_they_say(monkeypatch, patche
     assert order == (["patches", "watch"] if patches == "all" else ["watch"])
 
 
-def test_the_step_of_a_bad_row_is_no_later_than_the_counts_that_show_it(caplog):
-    watch = Watch(Settings(), DEVICE)
+def test_the_step_of_a_bad_row_is_no_later_than_the_counts_that_show_it(watch, caplog):
     watch._due = float("inf")
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        for _ in range(3):
-            watch.begin_step(8, same=True)
-            watch.observe("attention", "layers.0", rows_with(1))
-        watch.copy()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        watch.begin_step(8, same=True)
+    for _ in range(3):
+        step(watch, rows_with(1), 8, same=True)
+    watch.copy()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    watch.begin_step(8, same=True)
     assert "step 1 to 3, attention" in said(caplog)[0]
 
 
-def test_the_oldest_steps_are_forgotten_and_a_reset_forgets_all():
-    watch = Watch(Settings(), DEVICE)
+def test_the_oldest_steps_are_forgotten_and_a_reset_forgets_all(watch):
     assert (watch.steps, watch.counted, watch.left, watch.latest.steps, watch.latest.counted) == (0,) * 5
     for _ in range(watches.REMEMBERED + 5):
         watch.begin_step(2)
@@ -383,8 +337,7 @@ def test_the_oldest_steps_are_forgotten_and_a_reset_forgets_all():
     assert (watch._who(last, 1), watch.steps, watch.counted, watch.left) == ("", 0, 0, 0)
 
 
-def test_equal_steps_that_are_counted_down_count_as_steps(monkeypatch):
-    watch = Watch(Settings(), DEVICE)
+def test_equal_steps_that_are_counted_down_count_as_steps(watch, monkeypatch):
     watch._due = float("inf")
     watch.begin_step(8)
     watch.begin_step(8, same=True)

@@ -1,9 +1,7 @@
 """Blocks that are read before they are written: against the tenancy log, and as vLLM's scheduler says."""
 
-from __future__ import annotations
-
 import random
-import types
+from types import SimpleNamespace as Space
 
 import pytest
 
@@ -14,36 +12,33 @@ from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
 SIZE = 4
 
 
-@pytest.mark.parametrize(("tokens", "stale"), [(3, 1), (4, 0), (5, 1), (7, 1), (8, 0)])
-def test_a_block_that_is_filled_in_one_step_or_that_no_token_reaches_is_not_stale(tokens, stale):
-    blocks = Blocks([ATTENTION], [SIZE])
-    blocks.step(new=[("a", [[1, 2]], 0, 8)])
-    blocks.step(new=[("b", [[2, 1]], 0, tokens)], ended=["a"])
-    assert sum(blocks.stale.values()) == stale
+FIRST, PAIR = ([[1, 2]], 0, 8, []), (ATTENTION, ATTENTION)
+# The one behind the first is a hit of the prefix cache.
+HIT = [FIRST, ([[1, 3]], SIZE, 2, []), ([[1, 2]], SIZE, 2, [])]
 
 
-def test_a_zeroed_block_and_the_null_block_are_not_stale():
-    blocks = Blocks([ATTENTION], [SIZE])
-    blocks.step(new=[("a", [[0, 1]], 0, 8)])
-    blocks.step(new=[("b", [[0, 1]], 0, 5)], ended=["a"], zeroed=[1])
-    assert not blocks.stale
-    # Nor if a group of states names it too.
-    blocks = Blocks([STATE, ATTENTION], [SIZE, SIZE])
-    blocks.step(new=[("a", [[0], [0]], 0, 3)])
-    assert not blocks.stale
-
-
-def test_a_hit_of_the_prefix_cache_is_no_stale_block():
-    blocks = Blocks([ATTENTION], [SIZE])
-    blocks.step(new=[("a", [[1, 2]], 0, 8)])
-    blocks.step(new=[("b", [[1, 3]], SIZE, 2)])
-    assert not blocks.stale
-    # The block behind the hit is a's and b writes a part of it.
-    blocks.step(new=[("c", [[1, 2]], SIZE, 2)], ended=["a"])
-    assert blocks.stale == {(ATTENTION, ATTENTION): 1}
-    # The hit ends within a block, of which the step writes the rest alone.
-    blocks.step(new=[("d", [[1, 2]], SIZE + 1, SIZE - 1)], ended=["c"])
-    assert blocks.stale == {(ATTENTION, ATTENTION): 2}
+@pytest.mark.parametrize(
+    ("kinds", "steps", "stale"),
+    [
+        # A block that is filled in one step, or that no token reaches, is not stale.
+        *(([ATTENTION], [FIRST, ([[2, 1]], 0, tokens, [])], {}) for tokens in (4, 8)),
+        *(([ATTENTION], [FIRST, ([[2, 1]], 0, tokens, [])], {PAIR: 1}) for tokens in (3, 5, 7)),
+        # Nor are a zeroed block and the null block, nor if a group of states names it too.
+        ([ATTENTION], [([[0, 1]], 0, 8, []), ([[0, 1]], 0, 5, [1])], {}),
+        ([STATE, ATTENTION], [([[0], [0]], 0, 3, [])], {}),
+        # The block behind a hit is the first request's, and the last writes a part of it.
+        ([ATTENTION], HIT[:2], {}),
+        ([ATTENTION], HIT, {PAIR: 1}),
+        # The hit ends within a block, of which the step writes the rest alone.
+        ([ATTENTION], [*HIT, ([[1, 2]], SIZE + 1, SIZE - 1, [])], {PAIR: 2}),
+    ],
+)
+def test_a_block_that_is_read_before_it_is_written_is_stale(kinds, steps, stale):
+    """Each step has a new request: its blocks, tokens computed and of the step, and what is zeroed for it."""
+    blocks = Blocks(kinds, [SIZE] * len(kinds))
+    for number, (*given, zeroed) in enumerate(steps):
+        blocks.step(new=[(number, *given)], ended=[number - 1] * (number > 0), zeroed=zeroed)
+    assert blocks.stale == stale
 
 
 def test_a_state_that_is_read_as_attention_says_so():
@@ -54,7 +49,7 @@ def test_a_state_that_is_read_as_attention_says_so():
     assert blocks.pairs == [(ATTENTION, ATTENTION), (STATE, ATTENTION)]
 
 
-def traffic(draw: random.Random, steps: int):
+def traffic(draw, steps):
     """Requests that come, grow and go in a pool of few blocks; yields what the scheduler would say."""
     free, lengths, held = [*range(1, 24)], {}, {}
     for number in range(steps):
@@ -107,28 +102,19 @@ def test_the_count_is_the_tenancy_logs(seed):
 
 def test_what_vllm_says_is_taken_in():
     """Resumed requests come with all their blocks; others with the new ones, or with none."""
-    blocks = watch_blocks.of(
-        types.SimpleNamespace(
-            kv_cache_groups=[
-                types.SimpleNamespace(kv_cache_spec=spec)
-                for spec in (
-                    type("MLAAttentionSpec", (), {"block_size": SIZE})(),
-                    type("MambaSpec", (), {"block_size": SIZE})(),
-                )
-            ]
-        )
-    )
+    specs = [type(name, (), {"block_size": SIZE})() for name in ("MLAAttentionSpec", "MambaSpec")]
+    blocks = watch_blocks.of(Space(kv_cache_groups=[Space(kv_cache_spec=spec) for spec in specs]))
     assert blocks.kinds == [ATTENTION, STATE]
 
     def output(new, cached, ended=(), **more):
         names = [name for name, *_ in cached]
-        return types.SimpleNamespace(
+        return Space(
             num_scheduled_tokens={name: tokens for name, *_, tokens in (*new, *cached)},
             scheduled_new_reqs=[
-                types.SimpleNamespace(req_id=name, block_ids=groups, num_computed_tokens=computed)
+                Space(req_id=name, block_ids=groups, num_computed_tokens=computed)
                 for name, groups, computed, _ in new
             ],
-            scheduled_cached_reqs=types.SimpleNamespace(
+            scheduled_cached_reqs=Space(
                 req_ids=names,
                 resumed_req_ids={"c"} & {*names},
                 new_block_ids=[groups for _, groups, *_ in cached],

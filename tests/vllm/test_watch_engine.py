@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import socket
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace as Space
 from typing import Any
 
 import pytest
 import torch
+from made_up import free_port, planted
 from tests.made import arrived
 
 from staleproof import device as devices
 from staleproof.engine import watching
 from staleproof.evidence.board import Board
-from staleproof.vllm import hooks, standing, watch_blocks, watch_hooks, watch_memory, watch_port
+from staleproof.vllm import standing, watch_blocks, watch_hooks, watch_memory, watch_port
 from staleproof.vllm.watch import Watch
 
 pytest.importorskip("prometheus_client")
@@ -79,12 +79,6 @@ class BaseRouter:
 }
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return int(one.getsockname()[1])
-
-
 @pytest.fixture(name="start")
 def start_fixture(made_up, monkeypatch, device):
     """Starts the made-up engine with the watch; returns its runner and the watch's port."""
@@ -110,27 +104,17 @@ def start_fixture(made_up, monkeypatch, device):
 
 
 def _config() -> Any:
-    import types
-
     spec = type("MLAAttentionSpec", (), {"block_size": 16})()
-    return types.SimpleNamespace(kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=spec)])
+    return Space(kv_cache_groups=[Space(kv_cache_spec=spec)])
 
 
 def output(*names: str, block: int | None = None) -> Any:
     """What the scheduler says of a step in which each of these requests has one token."""
-    import types
-
-    new = [types.SimpleNamespace(req_id=names[0], block_ids=([block],), num_computed_tokens=0)]
-    cached = types.SimpleNamespace(
-        req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
-    )
-    return types.SimpleNamespace(
-        total_num_scheduled_tokens=len(names),
-        num_scheduled_tokens=dict.fromkeys(names, 1),
-        scheduled_new_reqs=new if block is not None else [],
-        scheduled_cached_reqs=cached,
-        finished_req_ids=set(),
-    )
+    new = [Space(req_id=names[0], block_ids=([block],), num_computed_tokens=0)]
+    cached = Space(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[])
+    tokens = {"total_num_scheduled_tokens": len(names), "num_scheduled_tokens": dict.fromkeys(names, 1)}
+    new = new if block is not None else []
+    return Space(**tokens, scheduled_new_reqs=new, scheduled_cached_reqs=cached, finished_req_ids=set())
 
 
 def serve(runner: Any, steps: int = 4) -> list[torch.Tensor]:
@@ -138,13 +122,12 @@ def serve(runner: Any, steps: int = 4) -> list[torch.Tensor]:
 
 
 def test_a_whole_start_and_some_steps_are_counted(start, caplog):
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        runner, port = start()
-        assert all(out.shape == (8, 8) for out in serve(runner))
-        runner._dummy_run(8)  # its eight NaN rows are nobody's
-        serve(runner, 1)
-        watch = watch_hooks.installed[0].watch
-        arrived(watch)
+    runner, port = start()
+    assert all(out.shape == (8, 8) for out in serve(runner))
+    runner._dummy_run(8)  # its eight NaN rows are nobody's
+    serve(runner, 1)
+    watch = watch_hooks.installed[0].watch
+    arrived(watch)
     rows = watching.rows(watching.fetch(f"localhost:{port}"))
     assert {row[:2]: row[2:] for row in rows} == {
         ("attention", "layers.0"): (25, 0),
@@ -189,10 +172,6 @@ def test_steady_steps_are_counted_without_a_call_each(start, monkeypatch):
     ]
 
 
-def fails(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("a fault of the watch")
-
-
 FAULTS: dict[str, tuple[Any, str]] = {
     "making it": (Watch, "__init__"),
     "a step": (Watch, "begin_step"),
@@ -214,16 +193,15 @@ FAULTS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("where", FAULTS)
 def test_the_engine_survives_an_exception_anywhere_in_the_watch(start, monkeypatch, caplog, where):
     owner, name = FAULTS[where]
-    monkeypatch.setattr(owner, name, fails)
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        # Only releases with a mask of padding rows are asked for one.
-        runner, _ = start("0.25.1" if where == "padding" else "0.22.1")
-        first, *_, last = serve(runner)
-        runner._dummy_run(8)
-        serve(runner)
+    monkeypatch.setattr(owner, name, planted)
+    # Only releases with a mask of padding rows are asked for one.
+    runner, _ = start("0.25.1" if where == "padding" else "0.22.1")
+    first, *_, last = serve(runner)
+    runner._dummy_run(8)
+    serve(runner)
     assert torch.equal(first, last)
     assert first[0].tolist() == [2.0] * 8
-    lines = [r.getMessage() for r in caplog.records if "a fault of the watch" in r.getMessage()]
+    lines = [r.getMessage() for r in caplog.records if "RuntimeError: planted" in r.getMessage()]
     assert len(lines) == 1
     assert standing.stepped_back["watch"], "it is out of service, and costs nothing more"
 
@@ -232,21 +210,15 @@ def test_a_port_in_use_leaves_the_counts_and_their_line(start, monkeypatch, capl
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        monkeypatch.setattr(
-            watch_port, "serve", _on_port(watch_port.serve, taken.getsockname()[1]), raising=True
-        )
-        with caplog.at_level(logging.WARNING, hooks.logger.name):
-            runner, _ = start()
-            serve(runner)
-            watch = watch_hooks.installed[0].watch
-            assert arrived(watch).bad["attention", "layers.0"] == (20, 0)
+        opened, port = watch_port.serve, taken.getsockname()[1]
+        monkeypatch.setattr(watch_port, "serve", lambda watch, _, *rest: opened(watch, port, *rest))
+        runner, _ = start()
+        serve(runner)
+        watch = watch_hooks.installed[0].watch
+        assert arrived(watch).bad["attention", "layers.0"] == (20, 0)
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "cannot be opened" in said
     assert "first padding row" in said
-
-
-def _on_port(inner: Callable[..., None], port: int) -> Callable[..., None]:
-    return lambda watch, _, *rest: inner(watch, port, *rest)
 
 
 def test_the_made_up_engine_has_vllms_names():

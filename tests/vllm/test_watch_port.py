@@ -1,25 +1,23 @@
 """The watch's port against a watch without an engine: scrapes, the command, a port that is taken."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
-import logging
 import socket
 import struct
 import threading
 import time
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
+from made_up import free_port
 from tests.made import arrived
 
 from staleproof import device
 from staleproof.cli import app as cli
 from staleproof.engine import watching
-from staleproof.vllm import hooks, standing, watch_port
+from staleproof.vllm import standing, watch_port
 from staleproof.vllm.watch import Reading, Settings, Watch
 from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
 from staleproof.vllm.watch_memory import Memory
@@ -29,14 +27,8 @@ pytest.importorskip("prometheus_client")
 DEVICE = device.select()
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
-
-
 @pytest.fixture(name="served", scope="module")
-def served_fixture() -> tuple[Watch, str]:
+def served_fixture():
     device.select()
     watch, port = Watch(Settings(), DEVICE), free_port()
     blocks, memory = Blocks([STATE, ATTENTION], [16, 16]), Memory(None, lambda: 2**20)
@@ -53,8 +45,12 @@ def served_fixture() -> tuple[Watch, str]:
     return watch, f"localhost:{port}"
 
 
-def test_a_scrape_has_what_was_counted(served):
-    _, url = served
+@pytest.fixture(name="url")
+def url_fixture(served):
+    return served[1]
+
+
+def test_a_scrape_has_what_was_counted(url):
     rows = watching.rows(watching.fetch(url))
     assert ("attention", "layers.0", 5, 3) in rows
     assert ("expert twice", "layers.0", 5, 3) in rows
@@ -64,8 +60,8 @@ def test_a_scrape_has_what_was_counted(served):
 def test_a_scrape_has_each_count_that_arrived_and_its_age(monkeypatch, at, age):
     place = "router", "a"
     latest = Reading(8, 2, {place: (1, 2)}, {place: (3, 4)}, {"a": (5, 6)}, {place: 7}, at)
-    watch = SimpleNamespace(latest=latest, settings=Settings(layers=3, steps=4), steps=9)
-    monkeypatch.setattr(watch_port, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    watch = Space(latest=latest, settings=Settings(layers=3, steps=4), steps=9)
+    monkeypatch.setattr(watch_port, "time", Space(monotonic=lambda: 100.0))
     assert {
         family.name: [(*sample.labels.values(), sample.value) for sample in family.samples]
         for family in watch_port.Collector(watch)._counts()
@@ -82,10 +78,9 @@ def test_a_scrape_has_each_count_that_arrived_and_its_age(monkeypatch, at, age):
     }
 
 
-def test_a_scrape_touches_no_device_and_starts_no_copy(served, monkeypatch):
-    _, url = served
+def test_a_scrape_touches_no_device_and_starts_no_copy(url, monkeypatch):
 
-    def forbidden(*args: object) -> None:
+    def forbidden(*args):
         raise AssertionError("a scrape must only read what has arrived")
 
     monkeypatch.setattr(Watch, "copy", forbidden)
@@ -93,15 +88,14 @@ def test_a_scrape_touches_no_device_and_starts_no_copy(served, monkeypatch):
     assert watching.fetch(url)
 
 
-def test_many_scrapers_at_once_and_one_that_goes_away(served, capfd):
-    _, url = served
+def test_many_scrapers_at_once_and_one_that_goes_away(url, capfd):
     host, port = url.split(":")
     gone = socket.create_connection((host, int(port)))
     # Closing it resets the connection: the server's next read or write raises.
     gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     gone.sendall(b"GET /metrics HTTP/1.1\r\n")
     gone.close()
-    found: list[int] = []
+    found = []
     threads = [threading.Thread(target=lambda: found.append(len(watching.fetch(url)))) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -115,8 +109,7 @@ def test_many_scrapers_at_once_and_one_that_goes_away(served, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_the_command_prints_a_table_or_json(served, capsys):
-    _, url = served
+def test_the_command_prints_a_table_or_json(url, capsys):
     assert cli.main(["watch", url, "--once"]) == 0
     table = capsys.readouterr().out
     assert "padding rows" in table
@@ -128,10 +121,8 @@ def test_the_command_prints_a_table_or_json(served, capsys):
     live = {"layer": "layers.0", "rows": "live", "stage": "attention", "value": 3.0}
     assert live in told["bad_rows"]
     assert told["steps"] == told["counted_steps"] == [{"value": 1.0}]
-    assert {(one["stage"], one["layer"], one["value"]) for one in told["stage_runs"]} == {
-        ("attention", "layers.0", 1.0),
-        ("router", "layers.0", 1.0),
-    }
+    expected = {("attention", "layers.0", 1.0), ("router", "layers.0", 1.0)}
+    assert {(one["stage"], one["layer"], one["value"]) for one in told["stage_runs"]} == expected
     assert told["stale_blocks_read"] == [
         {"written_as": "state", "read_as": "attention", "value": 2.0},
         {"written_as": "attention", "read_as": "attention", "value": 0.0},
@@ -141,19 +132,17 @@ def test_the_command_prints_a_table_or_json(served, capsys):
 
 
 def test_the_table_says_that_counts_are_of_a_sample(device):
-    watch, port = Watch(Settings(steps=4, layers=2), DEVICE), free_port()
-    watch_port.serve(watch, port)
+    watch = Watch(Settings(steps=4, layers=2), DEVICE)
+    port = watch_port.serve(watch, 0)
     for _ in range(8):
         watch.begin_step(3)
         watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan, device=DEVICE))
     arrived(watch)
     # Its counts have not arrived; that it began is known.
     watch.begin_step(3)
-    samples = watching.fetch(f"localhost:{port}")
-    assert {s.name: s.value for s in samples if s.name in ("steps", "begun_steps")} == {
-        "steps": 8,
-        "begun_steps": 9,
-    }
+    samples = watching.fetch(f"localhost:{port.server_address[1]}")
+    expected = {"steps": 8, "begun_steps": 9}
+    assert {s.name: s.value for s in samples if s.name in ("steps", "begun_steps")} == expected
     assert watching.rows(samples) == [("attention", "layers.0", 10, 6)]
     heading = "step 8; counts are of 2 steps: of all there were about 4.0 times as many; one layer in 2"
     assert watching.heading(samples) == heading
@@ -175,20 +164,19 @@ def test_a_port_of_somebody_else_is_no_watch():
         watching.fetch(f"http://localhost:{port}/metrics")
 
 
-def test_a_count_is_there_before_anything_was_counted(served, monkeypatch):
+def test_a_count_is_there_before_anything_was_counted(url, monkeypatch):
     """Prometheus sees an increase only of a series that had a value before."""
-    _, url = served
     monkeypatch.setitem(standing.counters, "unwritten_hits", lambda: 0)
     assert b"\nstaleproof_unwritten_hits_total 0.0\n" in _get(url, "/metrics")[1]
 
 
-def test_a_count_is_the_sum_over_all_processes_of_the_server(served, monkeypatch):
+def test_a_count_is_the_sum_over_all_processes_of_the_server(url, monkeypatch):
     of_each = [
         {"process": name, "pid": n, "patches": {}, "counts": {"hits": n}} for n, name in enumerate("abc", 1)
     ]
     health = {"staleproof": "", "vllm": "", "model": "", "ok": True, "patches": {}, "processes": of_each}
     monkeypatch.setattr(watch_port.live, "health", lambda required: health)
-    assert b"\nstaleproof_hits_total 6.0\n" in _get(served[1], "/metrics")[1]
+    assert b"\nstaleproof_hits_total 6.0\n" in _get(url, "/metrics")[1]
 
 
 def test_a_port_answers_on_the_newer_protocol_too(monkeypatch):
@@ -198,45 +186,31 @@ def test_a_port_answers_on_the_newer_protocol_too(monkeypatch):
         pytest.skip("this machine has no ::1")
     assert port.address_family == socket.AF_INET6
     assert _get(f"[::1]:{port.server_address[1]}", "/metrics")[0] == 200
-    port.shutdown()
-    port.server_close()
 
 
-def _get(url: str, path: str) -> tuple[int, bytes]:
+def _get(url, path):
     connection = http.client.HTTPConnection(url, timeout=10)
     connection.request("GET", path)
     answer = connection.getresponse()
     return answer.status, answer.read()
 
 
-def test_nothing_but_metrics_and_health_is_served(served):
-    _, url = served
-    assert {
-        path: _get(url, path)[0] for path in ("/", "/metrics/../x", "/debug", "/metrics", "/health?x")
-    } == {
-        "/": 404,
-        "/metrics/../x": 404,
-        "/debug": 404,
-        "/metrics": 200,
-        # This process has no plugin, so nothing stands.
-        "/health?x": 503,
-    }
+def test_nothing_but_metrics_and_health_is_served(url):
+    # This process has no plugin, so nothing stands.
+    answers = {"/": 404, "/metrics/../x": 404, "/debug": 404, "/metrics": 200, "/health?x": 503}
+    assert {path: _get(url, path)[0] for path in answers} == answers
 
 
 @pytest.mark.parametrize(("host", "bound"), [(None, "127.0.0.1"), ("0.0.0.0", "0.0.0.0")])
 def test_the_port_is_this_machines_alone_unless_told(monkeypatch, host, bound):
     if host:
         monkeypatch.setenv(watch_port.HOST, host)
-    port = watch_port.serve(None, 0)
-    assert port.socket.getsockname()[0] == bound
-    port.shutdown()
-    port.server_close()
+    assert watch_port.serve(None, 0).socket.getsockname()[0] == bound
 
 
 def test_half_open_connections_cost_a_few_threads_and_end(monkeypatch):
-    monkeypatch.setattr(watch_port.Handler, "timeout", 1.5)
-    port = watch_port.serve(None, 0)
-    before, address, peak = threading.active_count(), port.server_address, 0
+    monkeypatch.setattr(watch_port.Handler, "timeout", 1.0)
+    address, before, peak = watch_port.serve(None, 0).server_address, threading.active_count(), 0
     half = [socket.create_connection(address) for _ in range(60)]
     for one in half:
         one.sendall(b"GET /met")
@@ -252,19 +226,14 @@ def test_half_open_connections_cost_a_few_threads_and_end(monkeypatch):
             assert one.recv(1) == b""
         one.close()
     assert _get(f"localhost:{address[1]}", "/metrics")[0] == 200
-    port.shutdown()
-    port.server_close()
 
 
 def test_a_scrape_that_fails_is_one_line_and_the_counts_are_out_of_service(caplog, capfd, monkeypatch):
-    hooks._warned.clear()
     watch = Watch(Settings(), DEVICE)
-    port = watch_port.serve(watch, 0)
-    url = f"localhost:{port.server_address[1]}"
+    url = f"localhost:{watch_port.serve(watch, 0).server_address[1]}"
     assert b"staleproof_watch_up 1.0" in _get(url, "/metrics")[1]
     watch._latest = None
-    with caplog.at_level(logging.WARNING, hooks.logger.name):
-        first, *later = [_get(url, "/metrics") for _ in range(3)]
+    first, *later = [_get(url, "/metrics") for _ in range(3)]
     assert first[0] == 200
     assert b"staleproof_watch_up 0.0" in first[1]
     assert {status for status, _ in later} == {200}
@@ -276,5 +245,4 @@ def test_a_scrape_that_fails_is_one_line_and_the_counts_are_out_of_service(caplo
     monkeypatch.setattr(watch_port.live, "health", lambda required: 1 / 0)
     assert [_get(url, path)[0] for path in ("/health", "/metrics")] == [503, 503]
     assert "Traceback" not in capfd.readouterr().err
-    port.shutdown()
     standing.forget("watch")

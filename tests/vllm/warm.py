@@ -34,6 +34,9 @@ PRELOADED = (
 )
 
 
+Ended = subprocess.CompletedProcess[str]
+
+
 @cache
 def _server(vllm: bool) -> subprocess.Popen[str]:
     """The process to fork from. It ends with its input, and so with this process."""
@@ -58,7 +61,7 @@ def _server(vllm: bool) -> subprocess.Popen[str]:
 
 def run(
     *arguments: str, env: Mapping[str, str], timeout: float, cwd: Path | None = None, vllm: bool = True
-) -> subprocess.CompletedProcess[str]:
+) -> Ended:
     """Run ``python *arguments``, a script with its arguments or ``-c`` and a program; see the module's text.
 
     Args:
@@ -75,10 +78,7 @@ def run(
         subprocess.TimeoutExpired: it ran for longer.
     """
     if sys.platform != "linux":
-        command = [sys.executable, *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, env=env, timeout=timeout, cwd=cwd
-        )
+        return new(*arguments, env=env, timeout=timeout, cwd=cwd)
     server = _server(vllm)
     assert server.stdin
     assert server.stdout
@@ -99,6 +99,26 @@ def run(
             raise subprocess.TimeoutExpired(arguments, timeout)
         said = [(Path(folder) / name).read_text(errors="replace") for name in ("stdout", "stderr")]
     return subprocess.CompletedProcess(arguments, int(code), *said)
+
+
+def new(*arguments: str, **options: Any) -> Ended:
+    """Run ``python *arguments`` in a new interpreter, whose input is empty."""
+    command = [sys.executable, *arguments]
+    given = {"capture_output": True, "text": True, "check": False, "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, **given | options)
+
+
+def released(version: str, *arguments: str, timeout: float = 300, **variables: str) -> Ended:
+    """:func:`run` with this vLLM and further variables; without it the caller's test is skipped."""
+    import environment
+
+    return run(*arguments, env=environment.variables(version) | variables, timeout=timeout)
+
+
+def answer(done: Ended) -> Any:
+    """What a program has printed in its last line, as JSON: what vLLM prints comes before."""
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _become(order: Mapping[str, Any]) -> None:

@@ -298,8 +298,7 @@ def chain(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Read
     if device != "cpu":
         pytest.skip("kernels that take tensors of the CPU are interpreted")
     core = pytest.importorskip("flashinfer.fused_moe.core")
-    with environment.skipped_if_unavailable():
-        root = environment.sources(fused_moe.VLLM) / "vllm"
+    root = environment.sources(fused_moe.VLLM) / "vllm"
 
     def topk_softmax(weights, ids, unread, logits, renormalize, bias):
         found = broken.route(broken.warp_keeps_its_first_column, logits, ids.shape[1])

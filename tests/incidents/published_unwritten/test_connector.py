@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-import environment
 import warm
 
 DRAFT = ROOT / "workbook/upstream/vllm-published-before-written.md"
@@ -24,8 +23,6 @@ CONNECTOR = (
 @pytest.mark.parametrize("connector", [False, True])
 def test_beside_a_real_connector_vllms_own_code_runs(connector):
     """Alone, the patch mends the draft's script; beside a connector it says once that it steps back."""
-    with environment.skipped_if_unavailable():
-        variables = environment.variables("0.33.0")
     (script,) = re.findall(r"^```python\n(.*?)^```", DRAFT.read_text(), re.MULTILINE | re.DOTALL)
     device = "device_config=DeviceConfig"
     assert device in script
@@ -37,7 +34,7 @@ def test_beside_a_real_connector_vllms_own_code_runs(connector):
         "applied = patches()['unpublish'].applied('0.33.0')",
         "applied.__enter__()",
     ]
-    found = warm.run("-c", "\n".join([*lines, script]), env=variables, timeout=300)
+    found = warm.released("0.33.0", "-c", "\n".join([*lines, script]))
     said = found.stdout + found.stderr
     assert (found.returncode != 0) == connector, said[-2000:]
     assert said.count(STEPS_BACK) == connector

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 from typing import Any
 
 import pytest
@@ -16,25 +14,17 @@ from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.vllm import fp8_scales, hooks, standing
 from staleproof.vllm.plugin import patches
 
-MODULES = {
-    "forward_context": "_forward_context = None",
-    "v1.__init__": "",
-    "v1.worker.__init__": "",
-    "v1.worker.gpu_model_runner": """
+RUNNER = """
 class GPUModelRunner:
     def __init__(self, device):
         self.device = device
     def execute_model(self, scheduler_output, intermediate_tensors=None):
         return self.forward()
-""",
-    "v1.worker.gpu.__init__": "",
-    "v1.worker.gpu.model_runner": """
-class GPUModelRunner:
-    def __init__(self, device):
-        self.device = device
-    def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False):
-        return self.forward()
-""",
+"""
+MODULES = {
+    "forward_context": "_forward_context = None",
+    "v1.worker.gpu_model_runner": RUNNER,
+    "v1.worker.gpu.model_runner": RUNNER.replace("=None)", "=None, dummy_run=False)"),
     "v1.worker.gpu_worker": """
 class Worker:
     def __init__(self, vllm_config, device):
@@ -42,9 +32,6 @@ class Worker:
     def init_device(self):
         pass
 """,
-    "model_executor.__init__": "",
-    "model_executor.layers.__init__": "",
-    "model_executor.layers.fused_moe.__init__": "",
     "model_executor.layers.fused_moe.utils": """
 from staleproof.ops.reference.fp8 import quantize_fp8_per_tensor
 
@@ -53,14 +40,12 @@ def _fp8_quantize(A, A_scale, per_act_token, block_shape=None):
         return "another scale"
     return quantize_fp8_per_tensor(A, saturate_nan=True)
 """,
-    "model_executor.layers.fused_moe.prepare_finalize.__init__": "",
     "model_executor.layers.fused_moe.prepare_finalize.no_dp_ep": """
 from vllm.model_executor.layers.fused_moe.utils import _fp8_quantize
 
 def _quantize_input(a1, quant_config=None, defer_input_quant=False):
     return _fp8_quantize(a1, None, False, None)
 """,
-    "model_executor.layers.fused_moe.experts.__init__": "",
     # What releases from 0.27.0 on have by default, and what those before have.
     "envs": "VLLM_MOE_SKIP_PADDING = True",
     "model_executor.layers.fused_moe.experts.triton_moe": """
@@ -85,7 +70,7 @@ class Engine:
         self.utils = importlib.import_module(f"{layers}.utils")
         self.context = importlib.import_module("vllm.forward_context")
         self.envs = importlib.import_module("vllm.envs")
-        config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
+        config = Space(parallel_config=Space(**parallel))
         # With its number, as vLLM's.
         device = torch.empty(0, device=on).device
         importlib.import_module("vllm.v1.worker.gpu_worker").Worker(config, device).init_device()
@@ -103,7 +88,7 @@ class Engine:
     def step(self, live: int, padding: float, **more: Any) -> list[torch.Tensor]:
         """Codes of the live rows and scales of a step whose padding rows hold one value."""
         self.live, self.padding = live, padding
-        output = SimpleNamespace(total_num_scheduled_tokens=live)
+        output = Space(total_num_scheduled_tokens=live)
         (x, x_scale), (slots, slots_scale) = self.runner.execute_model(output, **more)
         return [x[:live].view(torch.uint8), x_scale, slots[: live * TOP_K].view(torch.uint8), slots_scale]
 
@@ -113,7 +98,7 @@ def equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _asked_anew() -> Iterator[None]:
+def _asked_anew():
     """A process asks its vLLM once; here each test has another, and the next file's tests have none."""
     fp8_scales._writes_masks.cache_clear()
     yield
@@ -121,7 +106,7 @@ def _asked_anew() -> Iterator[None]:
 
 
 @pytest.fixture(name="engine")
-def engine_fixture(made_up: Callable[[dict[str, str]], Path], device: str) -> Iterator[Callable[..., Engine]]:
+def engine_fixture(made_up, device):
     made_up(MODULES)
     patch = patches()[fp8_scales.NAME]
     patch.apply("0.22.1")
@@ -130,6 +115,11 @@ def engine_fixture(made_up: Callable[[dict[str, str]], Path], device: str) -> It
     fp8_scales._counts.clear()
     standing.undo.clear()
     standing.forget(patch.name)
+
+
+@pytest.fixture(name="on")
+def on_fixture(engine):
+    return engine(RUNNERS[0])
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -146,8 +136,7 @@ def test_padding_decides_nothing_with_the_patch_and_does_without(engine, runner)
     assert not equal(on.step(3, 0.0), on.step(3, 1e4))
 
 
-def test_the_slots_of_a_token_are_live_with_it(engine):
-    on = engine(RUNNERS[0])
+def test_the_slots_of_a_token_are_live_with_it(on):
     # The largest value of all is in the last slot of the last live token.
     on.slots[3 * TOP_K - 1, 5] = 50.0
     codes, scale = on.step(3, 1e4)[2:]
@@ -155,8 +144,7 @@ def test_the_slots_of_a_token_are_live_with_it(engine):
     assert codes[-1, 5] == 0x7E
 
 
-def test_a_nan_of_a_live_row_stays_there_as_in_vllm(engine):
-    on = engine(RUNNERS[0])
+def test_a_nan_of_a_live_row_stays_there_as_in_vllm(on):
     on.x[1, 3] = torch.nan
     codes, scale = on.step(3, 1e4)[:2]
     assert scale.isfinite()
@@ -167,12 +155,12 @@ def test_a_mask_of_vllm_goes_before_the_count(engine):
     on = engine(RUNNERS[1])
     mask = torch.zeros(TOKENS, dtype=torch.bool, device=on.x.device)
     mask[2] = True
-    on.context._forward_context = SimpleNamespace(is_padding=mask)
+    on.context._forward_context = Space(is_padding=mask)
     on.x[2], on.slots[2 * TOP_K : 3 * TOP_K] = 1e4, 1e4
     scales = on.step(TOKENS, 0.0)[1::2]
     assert max(map(float, scales)) < 0.1
     # That of a larger batch says nothing about these rows: the count decides.
-    on.context._forward_context = SimpleNamespace(is_padding=mask.repeat(2))
+    on.context._forward_context = Space(is_padding=mask.repeat(2))
     assert equal(on.step(2, 0.0), on.step(2, 1e4))
 
 
@@ -185,7 +173,7 @@ def test_a_mask_that_no_step_writes_says_nothing(engine, known):
         del on.envs.VLLM_MOE_SKIP_PADDING
     want = on.step(TOKENS, 0.0)
     mask = torch.ones(TOKENS, dtype=torch.bool, device=on.x.device)
-    on.context._forward_context = SimpleNamespace(is_padding=mask)
+    on.context._forward_context = Space(is_padding=mask)
     assert equal(on.step(TOKENS, 0.0), want)
     assert equal(on.step(3, 0.0), on.step(3, 1e4))
     assert fp8_scales.padding_mask(TOKENS) is None, "nor to the watch"
@@ -198,20 +186,18 @@ def test_a_mask_is_taken_if_it_has_all_rows(made_up, rows, long_enough):
     assert fp8_scales.padding_mask(rows) is None
     context = importlib.import_module("vllm.forward_context")
     assert fp8_scales.padding_mask(rows) is None
-    context._forward_context = SimpleNamespace(is_padding=torch.zeros(8, dtype=torch.bool))
+    context._forward_context = Space(is_padding=torch.zeros(8, dtype=torch.bool))
     assert fp8_scales.padding_mask(rows) is (context._forward_context.is_padding if long_enough else None)
 
 
-def test_a_draft_model_has_vllms_own_scale(engine):
-    on = engine(RUNNERS[0])
+def test_a_draft_model_has_vllms_own_scale(on):
     on.runner.speculative_config = "eagle"
     assert on.step(3, 1e4)[1].item() < 0.1
     assert on.forward()[0][1].item() > 20
 
 
 @pytest.mark.parametrize("way", ["switched off", "reverted", "another thread"])
-def test_a_graph_that_outlives_the_patch_takes_all_rows(engine, way, monkeypatch):
-    on = engine(RUNNERS[0])
+def test_a_graph_that_outlives_the_patch_takes_all_rows(on, way, monkeypatch):
     on.step(3, 1e4)
     count = fp8_scales._counts[on.runner.device]
     assert count.tensor.item() == 3, "a captured kernel reads it"
@@ -237,8 +223,7 @@ def test_a_graph_that_outlives_the_patch_takes_all_rows(engine, way, monkeypatch
         assert count.tensor.item() == 5
 
 
-def test_steps_of_as_many_tokens_write_nothing(engine, monkeypatch):
-    on = engine(RUNNERS[0])
+def test_steps_of_as_many_tokens_write_nothing(on, monkeypatch):
     want = on.step(3, 1e4)
     count = fp8_scales._counts[on.runner.device]
     version = count.tensor._version
@@ -263,8 +248,7 @@ def test_rows_of_other_ranks_are_left_to_vllm_and_one_line_says_so(engine, name,
     assert caplog.text.count("padding rows count in the fp8 scale") == 1
 
 
-def test_other_scales_and_other_callers_are_vllms(engine):
-    on = engine(RUNNERS[0])
+def test_other_scales_and_other_callers_are_vllms(on):
     one = torch.ones(1)
     with fp8_scales.over_tokens(0, "x", (on.x,), {}):
         for given in ((on.x, one, False, None), (on.x, None, True, None), (on.x, None, False, [1, 128])):
@@ -276,8 +260,7 @@ def test_other_scales_and_other_callers_are_vllms(engine):
     assert fp8_scales.quantize((on.x, None, False, None), {}) is NotImplemented
 
 
-def test_a_replacement_that_fails_leaves_the_step_to_vllm(engine, monkeypatch):
-    on = engine(RUNNERS[0])
+def test_a_replacement_that_fails_leaves_the_step_to_vllm(on, monkeypatch):
     monkeypatch.setattr("staleproof.ops.fp8.quantize_fp8_per_tensor", lambda *args, **kwargs: 1 / 0)
     assert on.step(3, 1e4)[1].item() > 20
     assert fp8_scales.NAME in standing.stepped_back

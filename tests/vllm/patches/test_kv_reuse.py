@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -23,13 +23,13 @@ class _OfType:
         return ids
 
 
-def _scheduler(zeroing: bool) -> tuple[SimpleNamespace, list[_OfType]]:
+def _scheduler(zeroing: bool) -> tuple[Space, list[_OfType]]:
     managers = [_OfType(), _OfType()]
-    manager = SimpleNamespace(
-        coordinator=SimpleNamespace(single_type_managers=managers),
+    manager = Space(
+        coordinator=Space(single_type_managers=managers),
         take_new_block_ids=lambda: [i for each in managers for i in each.take_new_block_ids()],
     )
-    return SimpleNamespace(needs_kv_cache_zeroing=zeroing, kv_cache_manager=manager), managers
+    return Space(needs_kv_cache_zeroing=zeroing, kv_cache_manager=manager), managers
 
 
 def test_ids_that_nobody_reads_are_kept_in_no_step():
@@ -66,15 +66,10 @@ class FullAttentionSpec:
     """Recorded by vLLM itself."""
 
 
-def _manager(spec: object) -> SimpleNamespace:
-    blocks = [SimpleNamespace(block_id=i) for i in (4, 5, 8, 9)]
-    return SimpleNamespace(
-        kv_cache_spec=spec,
-        new_block_ids=[],
-        req_to_blocks={"r": blocks},
-        num_cached_block={"r": 2},
-        _staleproof_record=True,
-    )
+def _manager(spec: object) -> Space:
+    blocks = [Space(block_id=i) for i in (4, 5, 8, 9)]
+    of_requests = {"req_to_blocks": {"r": blocks}, "num_cached_block": {"r": 2}}
+    return Space(kv_cache_spec=spec, new_block_ids=[], _staleproof_record=True, **of_requests)
 
 
 @pytest.mark.parametrize(
@@ -100,37 +95,33 @@ def test_blocks_for_external_tokens_are_recorded_behind_the_prefix_hits(spec, ex
 @pytest.mark.parametrize("spec", [MLAAttentionSpec(), FullAttentionSpec()])
 def test_blocks_of_mla_groups_are_recorded_if_somebody_takes_them(spec, taken):
     manager = _manager(spec)
-    coordinator = SimpleNamespace(single_type_managers=[manager])
-    scheduler = SimpleNamespace(
-        needs_kv_cache_zeroing=taken, kv_cache_manager=SimpleNamespace(coordinator=coordinator)
-    )
+    coordinator = Space(single_type_managers=[manager])
+    scheduler = Space(needs_kv_cache_zeroing=taken, kv_cache_manager=Space(coordinator=coordinator))
     patch._allow_recording((scheduler,), {})
-    blocks = [SimpleNamespace(block_id=7)]
+    blocks = [Space(block_id=7)]
     assert patch._record_new(blocks, (manager, "r", 16), {}) is blocks
     assert manager.new_block_ids == ([7] if taken and isinstance(spec, MLAAttentionSpec) else [])
 
 
 def test_mla_layers_are_zeroed_beside_vllms_own(device):
     caches = {name: torch.ones(8, 4, 16, device=device) for name in ("mla.0", "mla.1", "skipped", "full")}
-    layers = {name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()}
+    layers = {name: Space(kv_cache=cache) for name, cache in caches.items()}
     specs = MLAAttentionSpec(), FullAttentionSpec()
     groups = [
-        SimpleNamespace(kv_cache_spec=spec, kv_cache_group_id=index, layer_names=names)
-        for index, (spec, names) in enumerate(
-            zip(specs, (["mla.0", "mla.1", "skipped"], ["full"]), strict=True)
-        )
+        Space(kv_cache_spec=specs[0], kv_cache_group_id=0, layer_names=["mla.0", "mla.1", "skipped"]),
+        Space(kv_cache_spec=specs[1], kv_cache_group_id=1, layer_names=["full"]),
     ]
     specs[0].block_size = 8
-    zeroer, seen = SimpleNamespace(), []
+    zeroer, seen = Space(), []
     # vLLM passes an iterator and reads it; two of the cache's blocks are one of the scheduler's.
     args, kwargs = patch._keep_groups((zeroer, iter(groups), [4, 4], "auto", {"skipped"}, layers), {})
     seen += list(args[1])
     assert patch._add_zeroer("made", args, kwargs) == "made"
     assert patch._zero_mla("zeroed", (zeroer, [2, 2]), {}) == "zeroed"
     assert patch._zero_mla("zeroed", (zeroer, []), {}) == "zeroed"
-    assert patch._zero_mla("zeroed", (SimpleNamespace(), [2]), {}) == "zeroed"
+    assert patch._zero_mla("zeroed", (Space(), [2]), {}) == "zeroed"
     # A group behind those with sizes is no cache of this worker.
-    none, names = SimpleNamespace(), {"attn_groups_iter": groups, "kernel_block_sizes": []}
+    none, names = Space(), {"attn_groups_iter": groups, "kernel_block_sizes": []}
     args, kwargs = patch._keep_groups((none,), names)
     patch._add_zeroer(None, args, kwargs | {"runner_only_attn_layers": (), "static_forward_context": layers})
     assert not hasattr(none, "_staleproof_zeroer")
@@ -140,7 +131,7 @@ def test_mla_layers_are_zeroed_beside_vllms_own(device):
 
 
 def test_a_dummy_run_that_raises_leaves_no_trace():
-    runner = SimpleNamespace()
+    runner = Space()
     buffer = torch.arange(8)
     result = {0: buffer[:4]}, {}
     assert patch._no_slots(result, (runner,), {}) is result
@@ -163,7 +154,7 @@ def test_a_dummy_run_that_raises_leaves_no_trace():
 
 
 def test_each_call_stages_through_memory_of_its_own():
-    zeroer = SimpleNamespace(_ids_pinned=torch.zeros(4, dtype=torch.int64), pin_memory=False)
+    zeroer = Space(_ids_pinned=torch.zeros(4, dtype=torch.int64), pin_memory=False)
     first = zeroer._ids_pinned
     assert patch._fresh_staging((zeroer, [1]), {}) is None
     assert zeroer._ids_pinned is not first
@@ -173,12 +164,12 @@ def test_each_call_stages_through_memory_of_its_own():
     assert zeroer._ids_pinned is None
 
 
-def _zeroer(cache: torch.Tensor) -> SimpleNamespace:
+def _zeroer(cache: torch.Tensor) -> Space:
     """vLLM's zeroer over one cache with K and V outermost."""
     segments = torch.tensor([part.data_ptr() for part in cache], dtype=torch.uint64)
     words = cache.stride(1) * cache.element_size() // 4
     # It says cuda, and interpreted kernels write to the host.
-    return SimpleNamespace(_meta=(segments, words, 4, len(cache)), device=SimpleNamespace(type="cuda"))
+    return Space(_meta=(segments, words, 4, len(cache)), device=Space(type="cuda"))
 
 
 def _zeroed(cache: torch.Tensor) -> list[int]:
@@ -209,7 +200,7 @@ def test_the_replacement_zeroes_what_vllm_would():
         ([3, 0], {}),
         ([*range(1, 9000)], {}),
         ([3], {"_meta": None}),
-        ([3], {"device": SimpleNamespace(type="cpu")}),
+        ([3], {"device": Space(type="cpu")}),
     ],
 )
 def test_what_the_replacement_does_not_take_is_left_to_vllm(ids, change):

@@ -1,31 +1,27 @@
 """The hook of incident 1's patch on plain tensors; tests/vllm has it in the real vLLM."""
 
-from __future__ import annotations
-
-import importlib
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
+from made_up import imported
 
 import staleproof.device
-from staleproof.vllm import hooks, standing
+from staleproof.vllm import standing
 from staleproof.vllm.patches import mla_padding as patch
 
 SEQ_LENS = (7, 0, 3)
 
 
 def _call(out, lse, device, starts=None, needs_lse=True):
-    decode = SimpleNamespace(seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32, device=device))
+    decode = Space(seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32, device=device))
     if starts is not None:
         decode.query_start_loc = torch.tensor(starts, dtype=torch.int32, device=device)
-    impl = (
-        SimpleNamespace() if needs_lse is None else SimpleNamespace(need_to_return_lse_for_decode=needs_lse)
-    )
-    return patch._clear((out, lse), (impl, None, None, SimpleNamespace(decode=decode)), {})
+    impl = Space() if needs_lse is None else Space(need_to_return_lse_for_decode=needs_lse)
+    return patch._clear((out, lse), (impl, None, None, Space(decode=decode)), {})
 
 
-def _nan_rows(out) -> list[int]:
+def _nan_rows(out):
     return [row for row, values in enumerate(out.isnan().flatten(1).any(-1).tolist()) if values]
 
 
@@ -82,7 +78,7 @@ def test_no_row_at_all(device):
 
 def test_turboquant_rows(device):
     seq_lens = torch.tensor([*SEQ_LENS, 5], dtype=torch.int32, device=device)
-    metadata = SimpleNamespace(seq_lens=seq_lens)
+    metadata = Space(seq_lens=seq_lens)
     # The lengths are those of the padded batch; the workspace has more heads than the layer.
     out = torch.ones(4, 4, 16, device=device)[:3, :2]
     out[1] = torch.nan
@@ -122,8 +118,7 @@ def vllm_fixture(made_up):
     text = "from vllm.v1.attention.ops.triton_decode_attention import _fwd_kernel_stage2\n"
     ops = "v1.attention.ops"
     made_up({f"{ops}.triton_decode_attention": KERNEL, f"{ops}.triton_turboquant_decode": text})
-    yield lambda name: importlib.import_module(f"vllm.{ops}.{name}")
-    assert not hooks._watched
+    return lambda name: imported(f"{ops}.{name}")
 
 
 def _stage2(module, device):
@@ -152,7 +147,7 @@ def test_the_kernel_itself_writes_zeros_into_empty_rows_and_nothing_else_changes
         assert lse[1] == -torch.inf
         # A NaN of a live row is no padding and stays.
         assert out[2].isnan().tolist() == [column == 3 for column in range(16)]
-        metadata = SimpleNamespace(seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32, device=device))
+        metadata = Space(seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32, device=device))
         late = torch.full((3, 2, 16), torch.nan, device=device)
         vllm("triton_turboquant_decode")
         patch._clear_turboquant(late, (None, None, None, metadata), {})
@@ -179,8 +174,5 @@ def test_a_kernel_that_divides_otherwise_is_left_alone(vllm, tmp_path, device):
 def test_no_python_runs_behind_triton_mla():
     """Its kernel is exchanged once; a hook behind a call would cost the host at each layer and step."""
     at_calls = [target for target in patch.TARGETS if target.swap is None]
-    assert {target.module.rpartition(".")[2] for target in at_calls} == {
-        "cutlass_mla",
-        "flashinfer_mla",
-        "turboquant_attn",
-    }
+    expected = {"cutlass_mla", "flashinfer_mla", "turboquant_attn"}
+    assert {target.module.rpartition(".")[2] for target in at_calls} == expected

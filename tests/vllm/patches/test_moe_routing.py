@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import partial
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
+from real_routing import first_wins
 
 from staleproof import device as devices
 from staleproof.ops import topk
 from staleproof.vllm import routing_calls as calls
 from staleproof.vllm import simulated_routing as simulated
+from staleproof.vllm.hooks import Target
 from staleproof.vllm.patches import moe_routing as patch
 
 DEVICE = devices.select()
@@ -24,7 +27,7 @@ def _tensors_are_where_kernels_run(device):
 
 def _draws(distribution: str, tokens: int, experts: int, top_k: int, **params) -> torch.Tensor:
     torch.manual_seed(0)
-    router = SimpleNamespace(distribution=distribution, distribution_params=params)
+    router = Space(distribution=distribution, distribution_params=params)
     where = torch.device(DEVICE)
     return simulated.sample((router, tokens, experts, top_k, where, torch.int32), {})
 
@@ -93,89 +96,80 @@ def test_hash_selection_cleans_logits_and_both_biases():
     assert not kwargs
 
 
-def _vllms_choice(scores: torch.Tensor, bias: torch.Tensor, top_k: int) -> list[list[int]]:
-    """vLLM's compiled selection: k rounds of ``>`` from the lowest index, the winner set to -10000."""
-    chosen = []
-    for row in (scores + bias).tolist():
-        ids: list[int] = []
-        for _ in range(top_k):
-            best = 0
-            for expert, value in enumerate(row):
-                if value > row[best]:
-                    best = expert
-            ids.append(best)
-            row[best] = -10000.0
-        chosen.append(ids)
-    return chosen
+HASH = "topk_hash_softplus_sqrt"
+SCORES = {
+    "topk_softmax": lambda x: x.softmax(-1),
+    "topk_sigmoid": torch.sigmoid,
+    "grouped_topk": torch.sigmoid,
+    HASH: lambda x: torch.nn.functional.softplus(x).sqrt(),
+}
+# The first and the last release of each list of arguments.
+RELEASES = dict.fromkeys(("topk_softmax", "topk_sigmoid"), ("0.20.0", "0.25.1", "0.26.0", "0.27.0", "0.33.0"))
+RELEASES |= {"grouped_topk": ("0.20.2",), HASH: ("0.20.0", "0.26.0", "0.27.1", "0.28.0", "0.33.0")}
+EVERY = [(name, release) for name in SCORES for release in RELEASES[name]]
+
+
+def _target(name: str, release: str = "0.20.2") -> Target:
+    """The one target of this release in the patches of a bias and of DeepSeek-V4's selection."""
+    owners = [p for p in patch.PATCHES if p.name in ("topk_nan_bias", "hash_topk_nan")]
+    (target,) = [t for owner in owners for t in owner.targets_for(release) if t.name == name]
+    return target
 
 
 def _routed(name: str, release: str, logits: torch.Tensor, bias: torch.Tensor | None, **more):
-    """(result of the hook, weights, ids) of the one target for this release."""
-    (bias_patch,) = [p for p in patch.PATCHES if p.name == "topk_nan_bias"]
-    (target,) = [t for t in bias_patch.targets_for(release) if t.name == name]
+    """(result of the hook, weights, ids)."""
+    target = _target(name, release)
     weights = torch.full((len(logits), 4), torch.nan)
     ids = torch.full((len(logits), 4), -7, dtype=more.pop("dtype", torch.int32))
     if name == "grouped_topk":
         result = target.instead((logits, 4, 2, 4, True, 2.5, bias, 1), {})
         return (result, *(result if isinstance(result, tuple) else (weights, ids)))
-    given = {"renormalize": True, "e_score_correction_bias": bias, **more}
-    assert target.knows((weights, ids, ids, logits), given)
-    return target.instead((weights, ids, ids, logits), given), weights, ids
+    if name == HASH:
+        args = weights, ids, torch.empty_like(ids), logits, True, 2.5, bias
+    else:
+        args, more = (
+            (weights, ids, ids, logits),
+            {"renormalize": True, "e_score_correction_bias": bias, **more},
+        )
+    assert target.knows(args, more)
+    return target.instead(args, more), weights, ids
 
 
-# The first and the last release of each list of arguments.
-RELEASES = ("0.20.0", "0.25.1", "0.26.0", "0.27.0", "0.33.0")
-SCORES = {"topk_softmax": lambda x: x.softmax(-1), "topk_sigmoid": torch.sigmoid}
+_hashed = partial(_routed, HASH)
 
 
-@pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(("name", "release"), EVERY)
 @pytest.mark.parametrize("ties", [False, True])
 def test_with_a_bias_the_replacement_chooses_as_vllm_does(name, release, ties):
     generator = torch.Generator(DEVICE).manual_seed(3)
-    logits = torch.randn(9, 24, generator=generator)
-    bias = torch.randn(24, generator=generator)
+    logits, bias = torch.randn(9, 24, generator=generator), torch.randn(24, generator=generator)
     if ties:
         # Few values, so that most choices are between equal sums.
         logits, bias = logits.round(), bias.round() * 4
     result, weights, ids = _routed(name, release, logits, bias)
-    assert result is None
+    assert result is None or name == "grouped_topk"
     scores = SCORES[name](logits.double())
-    wanted = _vllms_choice(scores.float(), bias, 4)
-    assert ids.tolist() == wanted
-    kept = scores.gather(1, torch.tensor(wanted))
-    torch.testing.assert_close(weights.double(), kept / kept.sum(-1, keepdim=True), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("ties", [False, True])
-def test_grouped_with_a_bias_chooses_as_vllm_does(ties):
-    generator = torch.Generator(DEVICE).manual_seed(4)
-    logits, bias = torch.randn(9, 24, generator=generator), torch.randn(24, generator=generator)
-    if ties:
-        logits, bias = logits.round(), bias.round() * 4
-    _, weights, ids = _routed("grouped_topk", "0.20.2", logits, bias)
-    scores = logits.double().sigmoid()
-    groups = (scores.float() + bias).view(9, 4, 6).topk(2).values.sum(-1)
-    # The lower group of equal ones, as in the kernel.
-    closed = groups.argsort(descending=True, stable=True)[:, 2:]
-    choice = (scores.float()).view(9, 4, 6).clone()
-    choice[torch.arange(9)[:, None], closed] = -1000.0
-    wanted = _vllms_choice(choice.view(9, 24), bias, 4)
-    assert ids.tolist() == wanted
-    kept = scores.gather(1, torch.tensor(wanted))
-    expected = 2.5 * kept / kept.sum(-1, keepdim=True)
+    choice = scores.float()
+    if name == "grouped_topk":
+        groups = (choice + bias).view(9, 4, 6).topk(2).values.sum(-1)
+        # The lower group of equal ones, as in the kernel.
+        closed = groups.argsort(descending=True, stable=True)[:, 2:]
+        choice.view(9, 4, 6)[torch.arange(9)[:, None], closed] = -1000.0
+    kept, wanted = first_wins(scores, choice + bias, 4)
+    assert torch.equal(ids.long(), wanted)
+    expected = (2.5 if name in ("grouped_topk", HASH) else 1.0) * kept / kept.sum(-1, keepdim=True)
     torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", [*SCORES, "grouped_topk"])
-def test_a_nan_bias_repeats_no_expert_and_changes_no_finite_weight(name):
+@pytest.mark.parametrize(("name", "release"), EVERY)
+def test_a_nan_bias_repeats_no_expert_and_changes_no_finite_weight(name, release):
     logits = torch.randn(6, 24, generator=torch.Generator(DEVICE).manual_seed(5))
     bias = torch.zeros(24)
     bias[:22] = torch.nan
-    repeats = [len({*row}) < 4 for row in _vllms_choice(logits.sigmoid(), bias, 4)]
-    assert all(repeats)
-    _, weights, ids = _routed(name, "0.20.2", logits, bias)
-    _, expected_weights, expected = _routed(name, "0.20.2", logits, torch.zeros(24))
+    _, repeated = first_wins(logits, logits.sigmoid() + bias, 4)
+    assert all(len({*row}) < 4 for row in repeated.tolist())
+    _, weights, ids = _routed(name, release, logits, bias)
+    _, expected_weights, expected = _routed(name, release, logits, torch.zeros(24))
     assert torch.equal(ids, expected)
     assert torch.equal(weights, expected_weights)
     assert all(len({*row}) == 4 for row in ids.tolist())
@@ -196,11 +190,10 @@ def test_arguments_of_later_releases_reach_the_replacement():
     assert ids[1].tolist() == [2**32 - 1] * 4
 
 
-@pytest.mark.parametrize("name", [*SCORES, "grouped_topk"])
+@pytest.mark.parametrize("name", ["topk_softmax", "topk_sigmoid", "grouped_topk"])
 def test_what_the_replacement_does_not_take_gets_vllms_kernel_and_a_clean_bias(name):
     logits, bias = torch.randn(3, 24), torch.full((24,), torch.nan)
-    (bias_patch,) = [p for p in patch.PATCHES if p.name == "topk_nan_bias"]
-    (target,) = [t for t in bias_patch.targets_for("0.20.2") if t.name == name]
+    target = _target(name)
     unfit = {
         "no bias": (logits, None),
         "no token": (logits[:0], bias),
@@ -219,40 +212,9 @@ def test_what_the_replacement_does_not_take_gets_vllms_kernel_and_a_clean_bias(n
     assert not any(torch.is_tensor(x) and x.isnan().any() for x in cleaned)
 
 
-def _hashed(release: str, logits: torch.Tensor, bias: torch.Tensor | None, **more):
-    """(result of the hook, weights, ids) of hash_topk_nan's target for this release."""
-    (hash_patch,) = [p for p in patch.PATCHES if p.name == "hash_topk_nan"]
-    (target,) = hash_patch.targets_for(release)
-    weights, ids = (
-        torch.full((len(logits), 4), torch.nan),
-        torch.full((len(logits), 4), -7, dtype=torch.int32),
-    )
-    args = weights, ids, torch.empty_like(ids), logits, True, 2.5, bias
-    assert target.knows(args, more)
-    return target.instead(args, more), weights, ids
-
-
-@pytest.mark.parametrize("release", ["0.20.0", "0.26.0", "0.27.1", "0.28.0", "0.33.0"])
-def test_deepseek_v4_is_routed_as_vllm_does_and_with_distinct_experts(release):
-    generator = torch.Generator(DEVICE).manual_seed(6)
-    logits, bias = torch.randn(9, 24, generator=generator), torch.randn(24, generator=generator)
-    result, weights, ids = _hashed(release, logits, bias)
-    assert result is None
-    scores = torch.nn.functional.softplus(logits.double()).sqrt()
-    wanted = _vllms_choice(scores.float(), bias, 4)
-    assert ids.tolist() == wanted
-    kept = scores.gather(1, torch.tensor(wanted))
-    expected = 2.5 * kept / kept.sum(-1, keepdim=True)
-    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
-    bias[:22] = torch.nan
-    _, weights, ids = _hashed(release, logits, bias)
-    assert all(len({*row}) == 4 for row in ids.tolist())
-    assert weights.isfinite().all()
-
-
 def test_nan_logits_repeat_no_expert_where_vllm_clamps_nothing():
     logits = torch.full((2, 24), torch.nan)
-    assert len({*_vllms_choice(logits[:1], torch.zeros(24), 4)[0]}) == 1
+    assert not first_wins(logits, logits, 4)[1].any()
     _, weights, ids = _hashed("0.27.1", logits, None)
     assert ids.tolist() == [[0, 1, 2, 3]] * 2
     assert not weights.count_nonzero()
@@ -276,7 +238,7 @@ def test_a_table_of_experts_or_a_bias_of_image_tokens_is_left_to_vllm():
 
 
 @pytest.fixture(name="repeated")
-def repeated_fixture(monkeypatch) -> list[tuple[object, ...]]:
+def repeated_fixture(monkeypatch):
     """The addresses of each launch that did not go through Triton's own way."""
     launched, found = topk.launched, []
 
@@ -289,12 +251,11 @@ def repeated_fixture(monkeypatch) -> list[tuple[object, ...]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["topk_softmax", "topk_sigmoid", "grouped_topk", "hash"])
+@pytest.mark.parametrize("name", SCORES)
 def test_a_repeated_call_goes_straight_to_the_launch(name, repeated, monkeypatch):
     def call(rows: int, bias: torch.Tensor):
         logits = torch.randn(rows, 24)
-        result = _hashed("0.20.2", logits, bias) if name == "hash" else _routed(name, "0.20.2", logits, bias)
-        return logits, *result[1 if name == "grouped_topk" else 0 :]
+        return logits, *_routed(name, "0.20.2", logits, bias)[1 if name == "grouped_topk" else 0 :]
 
     bias = torch.zeros(24)
     for rows in (9, 5):
@@ -314,22 +275,16 @@ def test_a_repeated_call_goes_straight_to_the_launch(name, repeated, monkeypatch
 def test_grouped_routing_by_name_is_that_by_position_and_what_has_no_rows_is_vllms():
     given = (torch.randn(3, 24), 4, 2, 4, True, 2.5, torch.randn(24), calls.SIGMOID)
     by_name = dict(zip(calls.GROUPED, given, strict=True))
-    expected = topk.grouped_topk(
-        given[0],
-        4,
-        num_expert_group=4,
-        topk_group=2,
-        bias=given[6],
-        renormalize=True,
-        routed_scaling_factor=2.5,
-    )
+    named = {"num_expert_group": 4, "topk_group": 2, "renormalize": True, "routed_scaling_factor": 2.5}
+    expected = topk.grouped_topk(given[0], 4, bias=given[6], **named)
     for args, kwargs in ((given, {}), ((), by_name), (given[:2], {n: by_name[n] for n in calls.GROUPED[2:]})):
         assert all(map(torch.equal, calls.grouped(args, kwargs), expected))
     assert calls.grouped((torch.empty(0, 24), *given[1:]), {}) is NotImplemented
     # Scores instead of logits, also by default.
     for scoring in ({"scoring_func": 0}, {}):
         assert calls.grouped(given[:1], dict([*by_name.items()][1:7]) | scoring) is NotImplemented
-    assert calls.grouped(given[:7], {}) is NotImplemented
+    for positional in (given[:7], (*given[:7], 0)):
+        assert calls.grouped(positional, {}) is NotImplemented
 
 
 def _apart(values: torch.Tensor, by: int) -> torch.Tensor:
@@ -340,8 +295,7 @@ def _apart(values: torch.Tensor, by: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["topk_softmax", "topk_sigmoid", "grouped_topk"])
 def test_a_kernel_for_aligned_tensors_is_not_launched_on_others(name, repeated):
     logits, bias = torch.randn(5, 24), torch.zeros(24)
-    (bias_patch,) = [p for p in patch.PATCHES if p.name == "topk_nan_bias"]
-    (target,) = [t for t in bias_patch.targets_for("0.20.2") if t.name == name]
+    target = _target(name)
     weights, ids = torch.zeros(5, 4), torch.zeros(5, 4, dtype=torch.int32)
     given = [logits, bias] if name == "grouped_topk" else [logits, bias, weights, ids]
 

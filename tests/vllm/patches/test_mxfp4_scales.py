@@ -1,7 +1,5 @@
 """The patch of incident 6 on a made-up loader: where it pads, who gets the padded one, and the probe."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

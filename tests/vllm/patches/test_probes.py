@@ -53,18 +53,16 @@ def allocated(how: str) -> str:
 
 
 TAKEN = "ids = self.kv_cache_manager.take_new_block_ids()"
+ASKED = f"if self.needs_kv_cache_zeroing: {TAKEN}"
 PINNED = "gpu.copy_(self._ids_pinned[:n_blocks], non_blocking=True)"
 SKIPS = "type(spec) is not FullAttentionSpec"
 PUBLISHES = {CACHE: method("KVCacheManager", "allocate_slots", "self.coordinator.cache_blocks(request)")}
+PREEMPTS = {SCHEDULER: method("Scheduler", "_preempt_request")}
 QUANTIZES = "def _fp8_quantize(A, A_scale):\n    {}\n"
 SWIZZLE = "def _swizzle_mxfp4(quant_tensor, scale):\n    {}\n    return scale\n"
 # Patch, whether it is needed, files.
 CASES = [
-    (
-        "undrained_ids",
-        1,
-        {SCHEDULER: method("Scheduler", "schedule", f"if self.needs_kv_cache_zeroing: {TAKEN}")},
-    ),
+    ("undrained_ids", 1, {SCHEDULER: method("Scheduler", "schedule", ASKED)}),
     ("undrained_ids", 0, {SCHEDULER: method("Scheduler", "schedule", TAKEN)}),
     ("staging_race", 1, {WORKER: method("KVBlockZeroer", "zero_block_ids", PINNED)}),
     ("staging_race", 0, {WORKER: method("KVBlockZeroer", "zero_block_ids", "gpu = torch.tensor(block_ids)")}),
@@ -82,16 +80,9 @@ CASES = [
     ("fp8_scale", 1, {EXPERTS: QUANTIZES.format("return ops.scaled_fp8_quant(A, A_scale)")}),
     ("fp8_scale", 0, {EXPERTS: QUANTIZES.format("return ops.scaled_fp8_quant(A, A_scale, is_padding=p)")}),
     ("fp8_scale", 0, {EXPERTS: QUANTIZES.format("return per_token(A)")}),
-    ("unpublish", 1, PUBLISHES | {SCHEDULER: method("Scheduler", "_preempt_request")}),
+    ("unpublish", 1, PUBLISHES | PREEMPTS),
     ("unpublish", 0, PUBLISHES | {SCHEDULER: method("Scheduler", "_preempt_request", "evict_blocks()")}),
-    (
-        "unpublish",
-        0,
-        {
-            CACHE: method("KVCacheManager", "allocate_slots"),
-            SCHEDULER: method("Scheduler", "_preempt_request"),
-        },
-    ),
+    ("unpublish", 0, PREEMPTS | {CACHE: method("KVCacheManager", "allocate_slots")}),
     ("decode_buffer", 1, {CUTLASS: "o = self._decode_out\n"}),
     ("decode_buffer", 0, {CUTLASS: "o = q.new_empty(1)\n"}),
     ("topk_nan", 1, {TOPK: BIASED}),
