@@ -259,7 +259,7 @@ def kernels_in_the_source() -> set[str]:
     return found
 
 
-def test_every_kernel_has_a_program() -> None:
+def test_every_kernel_has_a_program():
     assert {*PROGRAMS} == {*KERNELS}
     assert {name for names in KERNELS.values() for name in names} == kernels_in_the_source()
 
@@ -298,7 +298,7 @@ def checked(tool: str, program: str, folder: Path) -> subprocess.CompletedProces
 @pytest.mark.gpu
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_no_error_and_no_hazard(name: str, tool: str, tmp_path: Path) -> None:
+def test_no_error_and_no_hazard(name, tool, tmp_path):
     if "Hopper" in name:
         _require_sm90()
     if tool == "racecheck" and name in GROUPS_OF_WARPS:
@@ -308,7 +308,7 @@ def test_no_error_and_no_hazard(name: str, tool: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_racecheck_cannot_judge_groups_of_warps(tmp_path: Path) -> None:
+def test_racecheck_cannot_judge_groups_of_warps(tmp_path):
     """It names Triton's own hand-over of work to the groups, in a kernel whose result is right.
 
     Once it does not, the programs above need no exception. Until then Triton's sanitizer stands for it.
@@ -349,7 +349,7 @@ def instrumented(program: str, name: str, folder: Path) -> subprocess.CompletedP
 
 
 @pytest.mark.gpu
-def test_consan_finds_the_race_of_a_group_that_does_not_wait(tmp_path: Path) -> None:
+def test_consan_finds_the_race_of_a_group_that_does_not_wait(tmp_path):
     assert WAIT in HAND_OVER
     right = instrumented(HAND_OVER, "hand_over_kernel", tmp_path)
     assert "every kernel ran" in right.stdout, right.stdout[-1000:] + right.stderr[-1000:]
@@ -368,7 +368,7 @@ STOPS = pytest.mark.xfail(
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=STOPS if name == STOPPED else ()) for name in sorted(GROUPS_OF_WARPS)]
 )
-def test_consan_finds_nothing_in_our_groups_of_warps(name: str, tmp_path: Path) -> None:
+def test_consan_finds_nothing_in_our_groups_of_warps(name, tmp_path):
     done = instrumented(PROGRAMS[name], name, tmp_path)
     # Triton's own list of leaks is behind the assertion that stopped the kernel.
     said = [line for line in (done.stdout + done.stderr).splitlines() if "ssertion" in line]

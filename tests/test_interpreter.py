@@ -71,7 +71,7 @@ def _run(dtype: torch.dtype, fail: bool = False) -> torch.Tensor:
 
 
 @pytest.fixture(name="patches")
-def patches_fixture(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def patches_fixture(monkeypatch):
     """Each function for which Triton's own ``_patch_lang`` was called, under ours."""
     original = _original("_patch_lang")
     calls: list[object] = []

@@ -1,8 +1,6 @@
 """The audit: a finding for each kernel and clause, also of one that misbehaves, and an earlier audit that it
 goes on from."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import Future
 from dataclasses import replace

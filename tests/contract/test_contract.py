@@ -1,7 +1,5 @@
 """Answers of an audit: compared between releases, counted in the document, shown once for each kernel."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

@@ -4,8 +4,6 @@ Small ones with a fault that a probe could overlook, and the kernels of the inci
 process; ``test_cases.py`` asks kernels in processes of their own.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The packages that CI fetches for the audit: where they go, and one line if there is no network."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

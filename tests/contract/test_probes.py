@@ -29,7 +29,7 @@ NAN, INF = math.nan, math.inf
 
 
 @pytest.fixture(autouse=True)
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu(monkeypatch):
     """A launch on the CPU is never captured, also beside a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

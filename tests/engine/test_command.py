@@ -1,7 +1,5 @@
 """``staleproof engine``: bad input is one line, findings are kept, and a run can be recorded."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -35,7 +35,7 @@ def step(backend: Backend, rows: int, live: int, layer: int = 0) -> None:
 
 
 @pytest.fixture(name="watched")
-def watched_fixture(monkeypatch) -> tuple[Rows, Backend]:
+def watched_fixture(monkeypatch):
     monkeypatch.setattr(Backend, "forward_mqa", Backend.forward_mqa)  # undone after the test
     watch = Rows()
     spies._attention(Backend, watch)
@@ -145,7 +145,7 @@ def test_every_backend_of_mla_whose_kernels_are_installed_is_watched(monkeypatch
 
 
 @pytest.fixture(name="runners")
-def runners_fixture(monkeypatch) -> list[type]:
+def runners_fixture(monkeypatch):
     """vLLM's two model runners, which get the model that their test gives them when they load it."""
 
     class Runner:

@@ -18,7 +18,7 @@ NAN = float("nan")
 
 
 @pytest.fixture(name="runner")
-def runner_fixture(monkeypatch) -> SimpleNamespace:
+def runner_fixture(monkeypatch):
     """Group 0 is linear attention, group 1 attention: 4 blocks of 8 tokens, keys and values."""
     cache = torch.zeros(4, 2, 8, 1, 2)
     monkeypatch.setattr(tenants, "attention_caches", lambda runner: {1: (cache, 4, 8)})

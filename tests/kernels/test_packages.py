@@ -24,7 +24,7 @@ def _subject(package: str, *files: str, versions: tuple[str, ...] = ()) -> Subje
 
 
 @pytest.fixture(name="cache")
-def cache_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache_fixture(tmp_path, monkeypatch):
     for version in ("1.0", "2.0"):
         kernels = tmp_path / f"fast_kernels-{version}/fast_kernels"
         kernels.mkdir(parents=True)

@@ -1,7 +1,5 @@
 """The decorators, and what a kernel is called with."""
 
-from __future__ import annotations
-
 import re
 import sys
 import types

@@ -1,7 +1,5 @@
 """A sample of the edits turns red, all of them still apply, and the runner is not easily satisfied."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The simulated device counts bytes as torch's caching allocator does."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the verdicts of incident 2 rest on, and that a broken subject changes them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from dataclasses import replace

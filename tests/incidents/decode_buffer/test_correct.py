@@ -1,7 +1,5 @@
 """A fix of incident 2 whose outputs are wrong is called wrong, although its server lives."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

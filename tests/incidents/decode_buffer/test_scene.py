@@ -1,7 +1,5 @@
 """The start of a server: what the profile run leaves for the KV cache, and which server dies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Servers with each variant: simulated here, in a process of their own on CUDA."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """One pool for attention and Mamba: page arithmetic, the shared bytes, and who uses which id."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

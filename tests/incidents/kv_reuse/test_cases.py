@@ -1,7 +1,5 @@
 """What the verdicts of incident 4 rest on, and that a broken remedy changes them."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A load on a pool: what a remedy makes of it, whose bits a request read, and where it first goes bad."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What the table of incident 1 rests on, beside the verdict of each case."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """FA3 of vLLM's wheel is called as vLLM calls it, or says why not."""
 
-from __future__ import annotations
-
 import sys
 import types
 

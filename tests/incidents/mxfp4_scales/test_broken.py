@@ -1,7 +1,5 @@
 """The layout, what the kernel reads of it, and the replica's product."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

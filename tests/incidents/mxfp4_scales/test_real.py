@@ -30,7 +30,7 @@ fetched = pytest.mark.skipif(vllm_matmul_ogs.root() is None, reason=f"needs {vll
 
 @fetched
 @pytest.mark.parametrize("release", ["0.16.0", "0.19.1", "0.22.1", "0.25.1"])
-def test_the_patch_cures_the_loader_of_a_release(device: str, release: str) -> None:
+def test_the_patch_cures_the_loader_of_a_release(device, release):
     """Off / on / off: 0xff behind the scales; the second answer is right, the others are not."""
     folder = environment.sources(release) / "vllm"
     ended = children.call(real.loader, device, release, str(folder), timeout_s=300)

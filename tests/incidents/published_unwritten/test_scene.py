@@ -1,7 +1,5 @@
 """The miniature: a step that is planned and then written, and who reads what nobody wrote."""
 
-from __future__ import annotations
-
 import pytest
 
 from staleproof.incidents.published_unwritten import pictures

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,7 +149,7 @@ class FakeVLLM:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def engine(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeVLLM, SamplingParams=dict))
         yield whole._Engine("fcfs")

@@ -1,7 +1,5 @@
 """What the verdicts of incident 5 rest on; a broken subject changes them, and absent hardware is said."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A fix of incident 5 whose result is wrong is called wrong, although no detector of NaN sees it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Widths, packing and chance of expert ids."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
