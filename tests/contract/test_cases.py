@@ -23,7 +23,6 @@ from staleproof.cases.finding import (
 from staleproof.cli.app import main
 from staleproof.contract import cases, runner
 from staleproof.contract.contract import BREAKS, CONTRACT, HOLDS, breaks
-from staleproof.kernels import vllm_matmul_ogs
 from staleproof.kernels.packages import Release
 from staleproof.kernels.subject import Subject
 
@@ -91,18 +90,6 @@ def test_a_kernel_that_cannot_run_here_says_why_and_whether_its_calls_fit(monkey
     assert {(one.verdict, one.note) for one in found} == {
         (NOT_RUN, "needs an SM100 GPU; its calls fit the signatures of this release")
     }
-
-
-def test_vllms_mxfp4_product_depends_on_the_byte_behind_its_scales(device):
-    if vllm_matmul_ogs.unavailable_reason(device):
-        pytest.skip("triton_kernels of vLLM's wheel cannot run here")
-    found = [*cases.audit(["staleproof.kernels.vllm"], device, only="matmul_ogs")]
-    if not found:
-        pytest.skip("vLLM 0.22.1 is not in the cache")
-    clean, behind = found
-    assert (clean.question, clean.verdict) == ("0", HOLDS), clean.note
-    assert (behind.verdict, behind.note) == (BREAKS, "0xff behind scale changes the result")
-    assert (behind.grade, behind.of, behind.expected) == (Grade.REAL, "vllm 0.22.1", None)
 
 
 # --- Which cases an audit has
