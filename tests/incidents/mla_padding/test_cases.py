@@ -20,6 +20,13 @@ def test_a_peer_runs_everywhere(device, question):
     assert found.of.startswith("torch")
 
 
+@pytest.mark.parametrize("question", ALONE)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_without_a_gpu_fa3_is_not_asked(question):
+    (found,) = TABLE.ask(question, "vllm_fa3", device="cpu")
+    assert (found.verdict, found.note) == ("not run", "needs a CUDA device")
+
+
 def test_a_peer_that_is_absent_is_not_asked(device):
     absent = Peer("theirs", "needs an SM100 GPU", prepare=pytest.fail)
     assert cases._unavailable(absent, device) == "needs an SM100 GPU"
