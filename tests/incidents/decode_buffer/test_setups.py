@@ -23,14 +23,6 @@ from staleproof.incidents.decode_buffer.setups import (
 )
 
 
-def test_one_layer_is_enough_for_the_ledger(device):
-    (outcome,) = run_servers([ServerCase(OFF, watched=True)], device)
-    (owner,) = outcome.probed.surprises
-    assert (owner.name, owner.holders, owner.layers) == ("layers.*.attn._decode_out", 1, 61)
-    assert owner.predicted == outcome.kept_bytes == 61 * SMALL.decode_out_bytes
-    assert owner.source.startswith("decode_buffer/broken.py:")
-
-
 def test_the_ledger_changes_no_outcome(device):
     plain, watched = run_servers([ServerCase(OFF), ServerCase(OFF, watched=True)], device)
     assert (plain.verdict, plain.died_in) == (watched.verdict, watched.died_in)

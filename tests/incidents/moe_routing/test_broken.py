@@ -72,27 +72,11 @@ def test_minus_infinity_for_nan_is_nan_again_after_the_softmax_of_a_row_of_nothi
     assert chosen("nan_to_num_before").tolist() == [[0, 1, 2, 3]]
 
 
-def test_a_lane_is_stuck_on_a_nan_in_its_first_column(device):
-    # Lane 1 of 32 holds experts 4 to 7 of fp32 logits, and the best expert with them.
-    x = torch.zeros(2, 128, device=device)
-    x[:, 6] = 5.0
-    x[0, 5], x[1, 4] = NAN, NAN
-    ids = ids_of("warp_keeps_its_first_column", x, 1, "none", softmax=False)
-    assert ids.tolist() == [[6], [0]]
-
-
 def test_the_block_picks_256_first_and_then_expert_0(device):
     few = torch.full((1, 60), NAN, device=device)
     many = torch.full((1, 300), NAN, device=device)
     assert ids_of("block_keeps_the_left", few, 5, "none").tolist() == [[0] * 5]
     assert ids_of("block_keeps_the_left", many, 5, "none").tolist() == [[256, 0, 0, 0, 0]]
-
-
-@pytest.mark.parametrize("name", ["sort_swaps_raw_nan", "topk_swaps_raw_nan"])
-def test_triton_keeps_a_neighbour_of_a_nan_twice(device, name):
-    choice = torch.tensor([[3.0, NAN, 1.0, 2.0]], device=device)
-    ids = broken.CHOICES[name](choice, 2, 4)
-    assert ids.tolist() == [[0, 0]]
 
 
 def test_only_the_kernels_quantiser_drops_nan(device):

@@ -15,11 +15,6 @@ def test_the_birthday_formula_counts_what_can_be_listed(experts, top_k):
     assert ids.duplicate_chance(experts, top_k) == pytest.approx(twice / len(draws))
 
 
-def test_int64_bytes_read_as_int32_are_ids_and_zeros_of_half_of_the_tokens():
-    wide = torch.tensor([[3, 1], [4, 2], [6, 5], [7, 8]])
-    assert broken.read_as_int32(wide).tolist() == [[3, 0], [1, 0], [4, 0], [2, 0]]
-
-
 def test_packing_keeps_id_and_weight_and_an_id_in_the_wrong_width_keeps_neither():
     weights, drawn = ids.simulate_routing(32, 64, 4)
     weights = torch.rand_like(weights) - 0.5
