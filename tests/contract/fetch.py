@@ -29,7 +29,7 @@ def fetch(name: str, version: str) -> str:
         if not folder.exists():
             packages.fetch(f"{name}=={version}", ".*", folder)
     except subprocess.CalledProcessError as error:
-        return f"{name} {version} was not fetched, so its tests are skipped: pip ended with {error.returncode}"
+        return f"{name} {version} was not fetched, its tests are skipped: pip ended with {error.returncode}"
     return f"{name} {version}: {folder}"
 
 

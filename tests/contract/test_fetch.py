@@ -27,5 +27,5 @@ def test_without_a_network_it_is_one_line(cache, monkeypatch):
 
     monkeypatch.setattr(fetch.packages, "fetch", fails)
     said = fetch.fetch("sglang", "0.5.23")
-    assert said.startswith("sglang 0.5.23 was not fetched, so its tests are skipped: ")
+    assert said.startswith("sglang 0.5.23 was not fetched, its tests are skipped: ")
     assert len(said.splitlines()) == 1
