@@ -37,23 +37,11 @@ def hybrid_engine(**states: dict[str, object]) -> dict[str, object]:
 
 
 def test_a_hybrid_engine_is_compared_with_itself_zeroing(monkeypatch):
-    told = results(
-        **{
-            "TRITON_ATTN": hybrid_engine(no_zeroing=served(changed=(99,), stale=25)),
-            "FLASH_ATTN": hybrid_engine(no_zeroing=served(stale=25)),
-            hybrid.KIMI: hybrid_engine(no_zeroing=served(stale=0)),
-            # NaN is told also where engines that zero differ from each other.
-            hybrid.CONTROL: hybrid_engine(
-                no_zeroing=served(nan=(0, 50), stale=25), zeroing_again=served(changed=(3,))
-            ),
-        }
-    )
+    control = hybrid_engine(no_zeroing=served(nan=(0, 50), stale=25))
+    other = hybrid_engine(no_zeroing=served(changed=(99,), stale=25))
+    told = results(**{"TRITON_ATTN": other, hybrid.CONTROL: control})
     said = asked(hybrid.BENCH, told, monkeypatch)
     assert said[hybrid.BITS, "TRITON_ATTN"].verdict == "other bits"
-    assert said[hybrid.BITS, "TRITON_ATTN"].numbers["changed_bits_by_fifth"] == [0, 0, 0, 0, 1]
-    assert said[hybrid.BITS, "FLASH_ATTN"].verdict == "same bits"
-    # Equal bits say nothing if no block was stale.
-    assert said[hybrid.BITS, hybrid.KIMI].verdict == "no stale block"
     assert said[hybrid.BITS, hybrid.CONTROL].verdict == "nan"
     assert said[hybrid.POISONED, hybrid.CONTROL].expected == "nan"
     assert said[hybrid.POISONED, hybrid.WIDE].verdict == NOT_RUN

@@ -320,21 +320,13 @@ def test_the_start_has_a_ledger_with_a_phase_each(monkeypatch):
     calls = []
 
     class Worker:
-        def __init__(self):
-            self.model_runner = Space(get_model=lambda: "the model", capture_model=lambda: 77)
-
-        def load_model(self, *args, **kwargs):
-            return self._called("load_model", *args, **kwargs)
-
-        def _called(self, name, *args, **kwargs):
-            calls.append(name)
-            return name, args, kwargs
+        model_runner = Space(get_model=lambda: "the model", capture_model=lambda: 77)
 
     def member(name):
-        return lambda self, *args, **kwargs: self._called(name, *args, **kwargs)
+        return lambda self, *args, **kwargs: calls.append(name) or (name, args, kwargs)
 
     names = "determine_available_memory", "initialize_from_config", "compile_or_warm_up_model"
-    for name in names:
+    for name in ("load_model", *names):
         setattr(Worker, name, member(name))
 
     class Ledger:

@@ -93,15 +93,17 @@ def test_blocks_that_a_running_request_gets_are_counted_too(runner):
     assert log.requests == {"a": 0}
 
 
+def lengths(query_start_loc: list[int], seq_lens: list[int], block_table: list[list[int]]) -> Space:
+    """Metadata of a step."""
+    given = {"query_start_loc": query_start_loc, "seq_lens": seq_lens, "block_table": block_table}
+    return Space(**{name: torch.tensor(value) for name, value in given.items()})
+
+
 def test_the_control_is_attention_and_reads_the_whole_tile():
     draw = torch.Generator().manual_seed(0)
     kv = torch.randn(3, 2, 256, 2, 16, generator=draw)
     query = torch.randn(3, 4, 16, generator=draw)
-    metadata = Space(
-        query_start_loc=torch.tensor([0, 1, 3]),
-        seq_lens=torch.tensor([5, 130]),
-        block_table=torch.tensor([[2, 0], [1, 0]]),
-    )
+    metadata = lengths([0, 1, 3], [5, 130], [[2, 0], [1, 0]])
     out = torch.zeros(3, 4, 16)
     # What is made with no device would not be where the cache is.
     with torch.device("meta"):
@@ -332,11 +334,7 @@ def test_the_control_reads_no_block_that_is_not_the_requests():
     kv, query = (torch.randn(*shape, generator=draw) for shape in ((4, 2, 64, 2, 8), (1, 2, 8)))
     kv[0] = NAN
     out = torch.zeros(1, 2, 8)
-    metadata = Space(
-        query_start_loc=torch.tensor([0, 1]),
-        seq_lens=torch.tensor([130]),
-        block_table=torch.tensor([[2, 1, 3, 0, 0]]),
-    )
+    metadata = lengths([0, 1], [130], [[2, 1, 3, 0, 0]])
     tenants._attend(query, kv, metadata, 0.5, out)
     k, v = (kv[[2, 1, 3], side].flatten(0, 1)[:130] for side in (0, 1))
     weights = torch.einsum("hd,khd->hk", query[0], k).mul(0.5).softmax(-1)
@@ -345,11 +343,7 @@ def test_the_control_reads_no_block_that_is_not_the_requests():
 
 def test_a_step_without_tokens_of_a_request_leaves_its_row_out():
     kv, query, out = torch.ones(2, 2, 128, 1, 4), torch.ones(1, 2, 4), torch.zeros(1, 8)
-    metadata = Space(
-        query_start_loc=torch.tensor([0, 0, 1]),
-        seq_lens=torch.tensor([0, 3]),
-        block_table=torch.tensor([[0], [1]]),
-    )
+    metadata = lengths([0, 0, 1], [0, 3], [[0], [1]])
     kv[0] = NAN
     tenants._attend(query, kv, metadata, 1.0, out)
     # Heads lie side by side in the output of this backend.

@@ -81,14 +81,6 @@ def test_json_has_every_sample_and_is_in_order_of_name():
     assert told["duplicate_expert_rows"] == [{"layer": "layers.0", "rows": "padding", "value": 3.0}]
 
 
-def test_rows_are_of_one_stage_and_layer():
-    assert watching.rows(SAMPLES) == [
-        ("attention", "layers.0", 5, 2),
-        ("attention", "layers.1", 4, 0),
-        ("expert twice", "layers.0", 3, 0),
-    ]
-
-
 @pytest.mark.parametrize(
     ("steps", "counted", "layers", "said"),
     [
