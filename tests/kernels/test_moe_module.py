@@ -157,11 +157,10 @@ def test_the_gpu_chooses_the_flags_and_the_build_stops_at_the_compiler(
     root = moe_module.package().root
     monkeypatch.setattr(device, "machine", lambda: SimpleNamespace(capability=capability))
     told = tmp_path / "told"
-    refuses = f'echo "$*" >> {told}; echo "nvcc fatal: no such error" >&2; exit 1'
+    refuses = f'echo "$*" >> {told}; echo "nvcc fatal: unknown" >&2; exit 1'
     nvcc.write_text(NVCC.format(header="exit 0", compile=refuses))
-    with pytest.raises(ModuleError) as caught:
+    with pytest.raises(ModuleError, match=r"^ours/runner_bf16.cu does not compile: nvcc fatal: unknown$"):
         moe_module.build(root, jobs=1, say=lambda line: None)
-    assert str(caught.value) == "ours/runner_bf16.cu does not compile: nvcc fatal: no such error"
     assert flag in told.read_text().split()
     # A compiler that accepts everything: the module is named after the architecture.
     nvcc.write_text(NVCC.format(header="exit 0", compile=":"))
@@ -172,10 +171,10 @@ def test_the_gpu_chooses_the_flags_and_the_build_stops_at_the_compiler(
 
 def test_another_gpu_is_one_line(unpacked, nvcc, monkeypatch):
     monkeypatch.setattr(device, "machine", lambda: SimpleNamespace(capability="sm_120"))
+    says = r"^needs an SM90 or SM100 GPU \(H100, H200, B200, GB200\); this is sm_120$"
     for call in (lambda: moe_module.build(unpacked), lambda: moe_module.built(moe_module.package(unpacked))):
-        with pytest.raises(ModuleError) as caught:
+        with pytest.raises(ModuleError, match=says):
             call()
-        assert str(caught.value) == "needs an SM90 or SM100 GPU (H100, H200, B200, GB200); this is sm_120"
 
 
 def test_narrowing_takes_out_what_it_says_and_nothing_else(unpacked):
@@ -194,20 +193,12 @@ def test_narrowing_takes_out_what_it_says_and_nothing_else(unpacked):
 def test_changed_sources_are_named(unpacked, edit, change):
     path = edited_file(unpacked, edit)
     text = path.read_text()
-    if change == "no file":
-        path.unlink()
-    else:
-        path.write_text(
-            {
-                "gone": text.replace(edit.start, "other"),
-                "twice": text * 2,
-                "no end": text.replace(edit.until or "", ""),
-            }[change]
-        )
-    with pytest.raises(ModuleError) as caught:
+    texts = {"gone": text.replace(edit.start, "other"), "twice": text * 2}
+    texts["no end"] = text.replace(edit.until or "", "")
+    path.unlink() if change == "no file" else path.write_text(texts[change])
+    said = re.escape(f"flashinfer 0.6.10: {edit.file}: cannot leave out {edit.why}")
+    with pytest.raises(ModuleError, match=rf"^[^\n]*{said}[^\n]*$"):
         moe_module.build(unpacked)
-    assert f"flashinfer 0.6.10: {edit.file}: cannot leave out {edit.why}" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_source_that_is_gone_is_named(unpacked):
@@ -266,25 +257,25 @@ def test_as_many_compilations_run_as_are_asked_for(unpacked, nvcc, monkeypatch, 
 def test_a_missing_header_names_its_wheel(unpacked, nvcc):
     header = 'if grep -q curand; then echo "not found" >&2; exit 1; else exit 0; fi'
     nvcc.write_text(NVCC.format(header=header, compile=":"))
-    with pytest.raises(ModuleError) as caught:
+    with pytest.raises(
+        ModuleError, match=r"^curand_kernel.h was not found by nvcc: pip install nvidia-curan"
+    ):
         moe_module.build(unpacked)
-    assert str(caught.value) == "curand_kernel.h was not found by nvcc: pip install nvidia-curand"
 
 
 def test_a_failed_compilation_is_one_line_and_leaves_nothing(unpacked, nvcc, tmp_path):
     fails = 'echo "In file included" >&2; echo "a.cu(3): error: boom" >&2; exit 1'
     nvcc.write_text(NVCC.format(header="exit 0", compile=fails))
-    with pytest.raises(ModuleError) as caught:
+    with pytest.raises(ModuleError, match=r"^ours/runner_bf16.cu does not compile: a.cu\(3\): error: boom$"):
         moe_module.build(unpacked, jobs=1)
-    assert str(caught.value) == ("ours/runner_bf16.cu does not compile: a.cu(3): error: boom")
     assert not (tmp_path / "modules").exists()
 
 
 def test_a_module_holds_every_source_of_its_release_and_is_kept(unpacked, nvcc, monkeypatch):
     source, later = moe_module.package(unpacked), moe_sources.LATER_SOURCES[0]
+    told: list[str] = []
     with pytest.raises(ModuleError, match=r"0\.6\.10: not built: staleproof moe-module build"):
         moe_module.built(source)
-    told: list[str] = []
     (path,) = moe_module.build(unpacked, say=told.append)
     assert sorted(told[:-1]) == sorted(f"compiled {name}" for name in moe_sources.SOURCES)
     assert path.read_text().split()[1:] == [f"{Path(name).stem}.o" for name in moe_sources.SOURCES]
@@ -309,11 +300,9 @@ def test_a_module_holds_every_source_of_its_release_and_is_kept(unpacked, nvcc, 
 
 
 def test_the_release_without_a_check_is_fetched_once(two_releases, nvcc, monkeypatch):
-    with pytest.raises(ModuleError) as caught:
+    fetches = r"^flashinfer 0\.6\.10 has a bounds check: staleproof moe-module build fetches 0\.6\.8\.post1$"
+    with pytest.raises(ModuleError, match=fetches):
         moe_module.of_release(check=False)
-    assert str(caught.value) == (
-        "flashinfer 0.6.10 has a bounds check: staleproof moe-module build fetches 0.6.8.post1"
-    )
     fetched: list[str] = []
 
     def fetch(release: str, wanted: str, folder: Path) -> None:
