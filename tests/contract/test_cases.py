@@ -9,17 +9,8 @@ from pathlib import Path
 import pytest
 
 from staleproof import device as devices
-from staleproof.cases import children
-from staleproof.cases.finding import (
-    REPLICA,
-    Evidence,
-    Finding,
-    Grade,
-    Key,
-    RunFileError,
-    read_findings,
-    write_findings,
-)
+from staleproof.cases import children, finding
+from staleproof.cases.finding import Evidence, Finding, Grade, Key, read_findings, write_findings
 from staleproof.cli.app import main
 from staleproof.contract import cases, runner
 from staleproof.contract.contract import BREAKS, CONTRACT, HOLDS, breaks
@@ -162,7 +153,7 @@ def test_an_audit_asks_each_release_of_each_kernel_and_releases_share_a_process(
         ("gone", "fla-core"): ["0RWO", "....", Evidence(Grade.REAL, "fla-core"), "fla-core is not here"],
         ("big", "vllm 1.0"): ["0RWO", "....", real["vllm 1.0"], f"needs SM100; {fit}"],
         ("big", "vllm 2.0"): ["0RWO", "....", real["vllm 2.0"], f"needs SM100; {unfit}"],
-        ("ours", "staleproof 0.1"): ["0RWO", "+.++", REPLICA, None],
+        ("ours", "staleproof 0.1"): ["0RWO", "+.++", finding.REPLICA, None],
         ("mine", "yours"): ["0SO", "+++", real["yours"], None],
     }
     scenes = list(dict.fromkeys(row[4] for row in rows.values() if row[4]))
@@ -288,7 +279,7 @@ def test_a_package_that_was_not_there_goes_when_a_release_of_it_came():
 
 def test_an_audit_of_another_machine_is_refused():
     for one in (ROW, ABSENT):
-        with pytest.raises(RunFileError, match="expected an audit of GPU, got one of CPU"):
+        with pytest.raises(finding.RunFileError, match="expected an audit of GPU, got one of CPU"):
             cases.check_machine([one, replace(one, machine={"name": "GPU"})], "GPU")
 
 

@@ -10,16 +10,8 @@ import pytest
 from staleproof import device
 from staleproof.cases.finding import Finding, read_findings, write_findings
 from staleproof.cli.app import main
-from staleproof.contract.contract import (
-    BREAKS,
-    CLAUSES,
-    CONTRACT,
-    HOLDS,
-    KINDS,
-    UNDEFINED,
-    between_releases,
-    compare,
-)
+from staleproof.contract import contract
+from staleproof.contract.contract import BREAKS, CLAUSES, CONTRACT, HOLDS, KINDS, UNDEFINED
 from staleproof.kernels.subject import ARGUMENTS, SIZES
 from staleproof.report.audit import by_machine, heat_map, print_changes
 
@@ -32,14 +24,14 @@ WORKBOOK = Path(__file__).parents[2] / "workbook"
 
 def test_a_release_is_compared_with_the_newest_before_it_of_its_own_package():
     before = [replace(ROW, release="kernels 1.9"), replace(ROW, release="kernels 1.10", verdict=HOLDS)]
-    (change,) = compare(before, [replace(ROW, release="kernels 1.11")])
+    (change,) = contract.compare(before, [replace(ROW, release="kernels 1.11")])
     assert change.before is not None
     assert (change.before.release, change.after.verdict) == ("kernels 1.10", BREAKS)
     # The same release, where it was asked before.
-    assert compare([ROW, replace(ROW, release="kernels 2.0", verdict=HOLDS)], [ROW]) == []
+    assert contract.compare([ROW, replace(ROW, release="kernels 2.0", verdict=HOLDS)], [ROW]) == []
     theirs = replace(ROW, release="others 2.0", verdict=HOLDS)
-    assert compare([ROW, theirs], [replace(ROW, release="kernels 1.1")]) == []
-    assert compare([], [ROW]) == [(None, ROW)]
+    assert contract.compare([ROW, theirs], [replace(ROW, release="kernels 1.1")]) == []
+    assert contract.compare([], [ROW]) == [(None, ROW)]
 
 
 def test_releases_within_one_audit_are_compared_on_the_same_machine():
@@ -47,7 +39,7 @@ def test_releases_within_one_audit_are_compared_on_the_same_machine():
     elsewhere = replace(ROW, release="kernels 1.2", machine={"name": "GPU"})
     same = replace(fixed, release="kernels 1.10")
     absent = replace(NOT_RUN, release="kernels 1.0.5")
-    assert between_releases([same, elsewhere, absent, fixed, ROW]) == [(ROW, fixed)]
+    assert contract.between_releases([same, elsewhere, absent, fixed, ROW]) == [(ROW, fixed)]
 
 
 def test_an_audit_given_twice_shows_what_each_release_changed(tmp_path, capsys):

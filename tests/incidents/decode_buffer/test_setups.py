@@ -11,16 +11,7 @@ from staleproof.cases import children
 from staleproof.incidents.decode_buffer import broken, setups
 from staleproof.incidents.decode_buffer.allocator import GIB, SimulatedMemory, oom_fields
 from staleproof.incidents.decode_buffer.scene import LIVES, Server
-from staleproof.incidents.decode_buffer.setups import (
-    OFF,
-    REPORT,
-    SETUPS,
-    SMALL,
-    ServerCase,
-    run_server,
-    run_servers,
-    true_size_config,
-)
+from staleproof.incidents.decode_buffer.setups import OFF, SETUPS, SMALL, ServerCase, run_server, run_servers
 
 
 def test_the_ledger_changes_no_outcome(device):
@@ -31,10 +22,10 @@ def test_the_ledger_changes_no_outcome(device):
 
 
 def test_the_true_size_leaves_as_much_outside_the_plan_on_any_device():
-    config = true_size_config(140 * GIB)
-    outside = REPORT.total_bytes * (1 - REPORT.utilisation)
+    config = setups.true_size_config(140 * GIB)
+    outside = setups.REPORT.total_bytes * (1 - setups.REPORT.utilisation)
     assert config.total_bytes * (1 - config.utilisation) == pytest.approx(outside, rel=1e-9)
-    assert config.decode_out_bytes == REPORT.decode_out_bytes
+    assert config.decode_out_bytes == setups.REPORT.decode_out_bytes
 
 
 def test_a_process_leaves_no_module_level_memory():
