@@ -167,13 +167,8 @@ def test_make_versions_installs_beside_the_oldest_and_the_newest_torch():
     ranges = dict(map(_name_and_range, PROJECT["dependencies"]))
     for version in ("2.10.0", "2.15.0"):
         python = f".venv-versions/{version}/bin/python"
-        in_order = (
-            f"pip install -q torch=={version}",
-            "> .venv",
-            f"{python} -m pip install .\n",
-            "diff",
-            "pytest",
-        )
+        install = f"{python} -m pip install .\n"
+        in_order = (f"pip install -q torch=={version}", "> .venv", install, "diff", "pytest")
         steps = steps[steps.index(f"venv --clear .venv-versions/{version}") :]
         places = [steps.index(step) for step in in_order]
         assert places == sorted(places)

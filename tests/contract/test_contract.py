@@ -47,10 +47,8 @@ def test_an_audit_given_twice_shows_what_each_release_changed(tmp_path, capsys):
     for file in (path, other):
         write_findings(file, [replace(ROW, verdict=HOLDS), replace(ROW, release="kernels 1.1")])
     assert print_changes(path, path) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "E  kernels 1.1 decode: holds (1.0) -> breaks: NaN",
-        "1 change",
-    ]
+    changed = "E  kernels 1.1 decode: holds (1.0) -> breaks: NaN"
+    assert capsys.readouterr().out.splitlines() == [changed, "1 change"]
     assert print_changes(path, other) == 0
 
 

@@ -85,11 +85,8 @@ def test_blocks_that_a_running_request_gets_are_counted_too(runner):
     # Its first token is written in this step; what lies behind that is the tail.
     runner.cache[2, 1, 0] = runner.cache[3, 0, 1] = NAN
     log.step(runner, output(cached=[("a", ([], [2, 3])), ("b", None)]))
-    assert [(request, found.tolist()) for request, found in log.counted] == [
-        ("a", [0, 0]),
-        ("a", [2, 0]),
-        ("a", [2, 2]),
-    ]
+    counted = [("a", [0, 0]), ("a", [2, 0]), ("a", [2, 2])]
+    assert [(request, found.tolist()) for request, found in log.counted] == counted
     assert log.requests == {"a": 0}
 
 
@@ -152,12 +149,8 @@ def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(mon
         assert [sizes[i] for i in (0, 1, 2)] == [(20, 4), (57, 5), (94, 6)]
         # Their sizes wrap around, each at another request.
         if len(asked) > 3:
-            assert (sizes[10], sizes[11], sizes[12:14], len(sizes)) == (
-                (390, 14),
-                (27, 15),
-                [(64, 16), (101, 4)],
-                100,
-            )
+            assert sizes[10:14] == [(390, 14), (27, 15), (64, 16), (101, 4)]
+            assert len(sizes) == 100
         seen.append((log.zeroing, bool(cache.isnan().all()), log.delay, waits, [*log.requests]))
         log.requests = {str(number): number for number in range(5)}
         steps = [[{7: Space(logprob=value)} for value in row] for row in ((-0.5, 1.0), (NAN,))]
@@ -184,13 +177,9 @@ def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(mon
     # No step of one state is under way when the switches of the next are set.
     assert calls == ["wait", "serve", "wait"] * 5
     # Each state begins with an empty log.
-    assert seen == [
-        (True, False, False, True, []),
-        (False, False, False, True, []),
-        (False, True, False, True, []),
-        (True, True, True, True, []),
-        (True, True, True, False, []),
-    ]
+    flags = (True, False, False, True), (False, False, False, True), (False, True, False, True)
+    flags += (True, True, True, True), (True, True, True, False)
+    assert seen == [(*of_state, []) for of_state in flags]
     assert (runner.prepare_inputs_event, log.guard) == (event, None)
     half, one, nan = (int(torch.tensor(value).view(torch.int32)) for value in (-0.5, 1.0, NAN))
     found = {

@@ -49,10 +49,7 @@ vllm_steps_total 5.0
 # TYPE staleproof_up gauge
 staleproof_up{of="a"} 1.0
 """
-    assert [(one.name, one.labels, one.value) for one in watching.parse(text)] == [
-        ("steps", {}, 4.0),
-        ("up", {"of": "a"}, 1.0),
-    ]
+    assert watching.parse(text) == [Sample("steps", {}, 4.0), Sample("up", {"of": "a"}, 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -626,8 +626,8 @@ also(
     "vllm._custom_ops",
     scaled_fp8_quant=_fp8_quant,
     rms_norm=lambda out, input, weight, epsilon: into(out, normed(input, weight, epsilon)),
-    rms_norm_dynamic_per_token_quant=lambda input, weight, epsilon, quant_dtype: _groups(
-        normed(input, weight, epsilon), input.shape[1], quant_dtype
+    rms_norm_dynamic_per_token_quant=lambda x, weight, epsilon, quant_dtype: _groups(
+        normed(x, weight, epsilon), x.shape[1], quant_dtype
     ),
 )
 _INT8 = "sglang.kernels.ops.quantization.int8_kernel"
@@ -806,10 +806,8 @@ def _router(name, model, score, fields, renormalize, biased=""):
             super().__init__()
             read = [getattr(config, field) for field in fields]
             assert read == [*fields.values()], f"{name}: {read}"
-            self.top_k, experts = (
-                config.num_experts_per_tok,
-                getattr(config, EXPERTS.get(name, "num_experts")),
-            )
+            self.top_k = config.num_experts_per_tok
+            experts = getattr(config, EXPERTS.get(name, "num_experts"))
             self.groups = getattr(config, "n_group", 1), getattr(config, "topk_group", 1)
             shape = experts, config.hidden_size
             self.weight = torch.nn.Parameter(torch.full(shape, float("nan")))

@@ -68,15 +68,9 @@ def test_a_sample_is_noticed():
 
 
 def test_an_edit_that_nothing_notices_survives_and_one_that_does_not_run_shows_nothing():
-    tried = [
-        mutate.tried(edit)
-        for edit in (
-            NOTHING,
-            replace(NOTHING, old="this_is_nowhere(kept)"),
-            replace(NOTHING, new="ROW_STATES[kept]"),
-            replace(NOTHING, new="states[kept.any(1)] = ="),
-        )
-    ]
+    news = "ROW_STATES[kept]", "states[kept.any(1)] = ="
+    edits = NOTHING, replace(NOTHING, old="nowhere(kept)"), *(replace(NOTHING, new=new) for new in news)
+    tried = [mutate.tried(edit) for edit in edits]
     assert [one.state for one in tried[:3]] == [SURVIVED, GONE, "the edited file does not run"]
     assert "ROW_STATES" in tried[2].says
     assert tried[3].state == "exit 4, not a red test"

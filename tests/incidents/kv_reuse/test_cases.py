@@ -53,10 +53,8 @@ def test_sleep_mode_is_not_asked_without_a_gpu():
 
 def test_libraries_of_another_release_are_a_reason_not_to_ask():
     said = cases._sleep_and_wake(True)
-    assert (said.verdict, said.note) == (
-        NOT_RUN,
-        "vLLM's cumem_allocator does not load: No module named 'vllm'",
-    )
+    why = "vLLM's cumem_allocator does not load: No module named 'vllm'"
+    assert (said.verdict, said.note) == (NOT_RUN, why)
 
 
 @pytest.mark.parametrize("outside", [False, True])

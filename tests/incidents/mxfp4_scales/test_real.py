@@ -136,11 +136,8 @@ def test_a_whole_vllm_is_judged_by_its_answers_over_zeros():
         ([other, nan], "NaN", 2),
     ):
         found = cases.served("started", "cuda", {"started": told | {"answers": answers}})
-        assert (found.verdict, found.numbers["changed_answers"], found.numbers["answers"]) == (
-            word,
-            changed,
-            2,
-        )
+        counted = found.numbers["changed_answers"], found.numbers["answers"]
+        assert (found.verdict, counted) == (word, (changed, 2))
     with pytest.raises(MissingError, match="ended with 1: no memory"):
         cases.served("started", "cuda", {"ended": "a child ended with 1: no memory"})
 
@@ -204,11 +201,8 @@ def test_a_whole_vllm_loads_drawn_weights_and_each_layers_scales_are_found_once(
     assert drawn == [("model", experts)]
     assert asked["config"] == whole.CONFIG
     assert asked["compilation_config"]["cudagraph_capture_sizes"] == [8, 64, 256]
-    assert (asked["load_format"], asked["moe_backend"], asked["enable_prefix_caching"]) == (
-        "dummy",
-        "triton",
-        False,
-    )
+    named = ("load_format", "moe_backend", "enable_prefix_caching")
+    assert [asked[name] for name in named] == ["dummy", "triton", False]
 
 
 def test_a_whole_vllm_is_looked_at_after_the_start_and_after_each_number_of_requests(monkeypatch):

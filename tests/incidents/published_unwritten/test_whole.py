@@ -199,18 +199,12 @@ def test_a_round_is_two_tenants_with_the_secret_or_a_cache_of_nan(engine, kind, 
         assert loads == [plain]
         return
     first, _ = loads
-    assert [(one.name, len(one.prompt), one.reply) for one in first] == [
-        ("tenant0", 2700, 1),
-        ("tenant1", 2700, 1),
-    ]
+    tenants = [(f"tenant{number}", 2700, 1) for number in range(2)]
+    assert [(one.name, len(one.prompt), one.reply) for one in first] == tenants
     assert len({one.prompt[0] for one in [*first, *asked]}) >= len(asked)
     for one, was in zip(asked, plain, strict=True):
-        assert (one.name, len(one.prompt), one.reply, one.at) == (
-            was.name,
-            len(was.prompt),
-            was.reply,
-            was.at,
-        )
+        alike = [(each.name, len(each.prompt), each.reply, each.at) for each in (one, was)]
+        assert alike[0] == alike[1]
         if one.name.startswith("chat"):
             assert {*one.prompt[1:]} == {whole.SECRET}
         else:
