@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -257,6 +258,9 @@ def _require_sm90() -> None:
         pytest.skip(f"needs an SM90 GPU; this is {device.machine().capability}")
 
 
+HEARD: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+
+
 def checked(tool: str, program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A program under one of compute-sanitizer's tools, or a skipped test where there is none."""
     sanitizer = shutil.which("compute-sanitizer")
@@ -264,13 +268,8 @@ def checked(tool: str, program: str, folder: Path) -> subprocess.CompletedProces
         pytest.skip("compute-sanitizer is not installed")
     path = folder / "kernels.py"
     path.write_text(program)
-    done = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(path), "cuda"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(path), "cuda"]
+    done = subprocess.run(command, timeout=300, **HEARD)
     assert "every kernel ran" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
     return done
 
@@ -318,14 +317,8 @@ def instrumented(program: str, name: str, folder: Path) -> subprocess.CompletedP
         pytest.skip(f"needs the ConSan of Triton 3.9; this is {version}")
     path = folder / "kernels.py"
     path.write_text(START + NOTES + program + END.replace("KERNELS", repr(KERNELS.get(name, (name,)))))
-    return subprocess.run(
-        [sys.executable, str(path), "cuda"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env=os.environ | {"TRITON_INSTRUMENTATION_MODE": "consan"},
-    )
+    env = os.environ | {"TRITON_INSTRUMENTATION_MODE": "consan"}
+    return subprocess.run([sys.executable, str(path), "cuda"], timeout=600, env=env, **HEARD)
 
 
 @pytest.mark.gpu

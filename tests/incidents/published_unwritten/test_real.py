@@ -264,15 +264,8 @@ class Loads(Manager):
         self.store.broken = broken
 
 
-FEW = settings(
-    max_examples=30,
-    stateful_step_count=8,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=[*HealthCheck],
-)
+FEW = settings(max_examples=30, stateful_step_count=8, deadline=None, derandomize=True, database=None)
+FEW = settings(FEW, phases=[Phase.generate], suppress_health_check=[*HealthCheck])
 
 
 def machine(base: type[Manager], **fields: object) -> type[Manager]:
