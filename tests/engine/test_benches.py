@@ -543,7 +543,6 @@ def test_only_the_rounds_that_fill_a_graph_are_compared_where_padding_reaches_li
 def test_numbers_are_spelled_so_that_json_can_sort_them():
     table = cell("q", "v", "host memory", lambda results: reading("flat", by={5: (1, {2: [3]}), "a": None}))
     assert table.ask(table.subject, "cpu", told()).numbers == {"by": {"5": [1, {"2": [3]}], "a": None}}
-    assert benches.spelled((1, [2, (3,)], "text")) == [1, [2, [3]], "text"]
 
 
 def test_every_number_of_the_routers():

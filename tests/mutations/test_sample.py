@@ -12,15 +12,9 @@ from mutate import GONE, RED, SURVIVED, Edit
 
 EDITS = mutate.edits()
 # Nothing changes for whoever calls the function.
-NOTHING = Edit(
-    "evidence",
-    "evidence/canary.py",
-    "row_states",
-    old="states[kept.any(1)] = 1",
-    new="states[kept.any(1)] = 0 + 1",
-    breaks="Nothing.",
-    red="evidence/test_canary.py::test_states",
-)
+SAME = {"old": "states[kept.any(1)] = 1", "new": "states[kept.any(1)] = 0 + 1", "breaks": "Nothing."}
+RED_IN = "evidence/test_canary.py::test_states"
+NOTHING = Edit("evidence", "evidence/canary.py", "row_states", **SAME, red=RED_IN)
 
 
 def test_every_edit_applies():
