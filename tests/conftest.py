@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 # Otherwise g++ compiles a program for each vector unit at the first use of inductor, which takes longer
 # than all code that the tests compile. Set before torch is imported, which reads it.
@@ -25,13 +25,13 @@ DEVICE = device.select()
 
 
 @pytest.fixture(name="device")
-def device_fixture() -> str:
+def device_fixture():
     """Where kernels run: ``cuda``, or ``cpu`` through Triton's interpreter."""
     return DEVICE
 
 
 @pytest.fixture(autouse=True)
-def _no_vllm_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+def _no_vllm_is_left(request):
     """A made-up vLLM that a test leaves would be the vLLM of whatever test its process runs next."""
     before = sys.modules.get("vllm")
     yield
@@ -40,7 +40,7 @@ def _no_vllm_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _libraries_leave_no_variables() -> Iterator[None]:
+def _libraries_leave_no_variables():
     """Inductor sets variables when it is first used, and ``children`` forks none with other variables.
 
     Each child of a later test would be a new interpreter, which imports torch once more.
@@ -90,7 +90,7 @@ def _watch_launches() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _kernels_run_where_the_session_does(request: pytest.FixtureRequest) -> None:
+def _kernels_run_where_the_session_does(request):
     _watch_launches()
     # Or it is skipped there.
     _asked["device"] = (

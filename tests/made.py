@@ -55,14 +55,8 @@ def off_on_off(
 ) -> Finding:
     """A finding of off / on / off, with the verdict that these three give."""
     three = Three(family(off, on, again), off, on, again, right=wrong is None, wrong=wrong or "")
-    return cases.finding(
-        *(Key(incident, OFF_ON_OFF, variant), FIX, three.verdict),
-        expected=expected,
-        note=wrong or "",
-        three=three,
-        evidence=evidence,
-        **numbers,
-    )
+    given = {"expected": expected, "note": wrong or "", "three": three, "evidence": evidence, **numbers}
+    return cases.finding(Key(incident, OFF_ON_OFF, variant), FIX, three.verdict, **given)
 
 
 def measurement(provider: str = "staleproof", p50: float = 2.0, **changes: Any) -> dict[str, Any]:

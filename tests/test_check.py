@@ -1,7 +1,5 @@
 """Bad input is one error that names the argument, what was expected and what came; good input is none."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -19,7 +19,7 @@ BLOCKS = dict(re.findall(r"^```python (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tree(tmp_path_factory):
     """The checkout with the example's files in it."""
     root = tmp_path_factory.mktemp("checkout")
     # With what Python has compiled: a copy keeps the dates that decide whether that is still right.

@@ -86,13 +86,13 @@ def faults(number: str, thread: str, says: str, place: str, state: str) -> list[
     return wrong
 
 
-def test_there_is_a_row_for_each_of_the_125_facts() -> None:
+def test_there_is_a_row_for_each_of_the_125_facts():
     assert [int(row[0]) for row in ROWS] == [*range(1, 126)]
     assert all(re.match(r"#\d{5}", row[1]) for row in ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_each_row_has_its_place_and_grade(row: tuple[str, ...]) -> None:
+def test_each_row_has_its_place_and_grade(row):
     assert faults(*row) == []
 
 
@@ -114,5 +114,5 @@ def test_each_row_has_its_place_and_grade(row: tuple[str, ...]) -> None:
         ("nowhere", "quoted", "quoted on no page"),
     ],
 )
-def test_a_row_that_is_wrong_is_seen(place: str, state: str, fault: str) -> None:
+def test_a_row_that_is_wrong_is_seen(place, state, fault):
     assert any(fault in one for one in faults("1", "#37442", "It says.", place, state))

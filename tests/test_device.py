@@ -18,7 +18,7 @@ select = device.select.__globals__["_select"]
 
 
 @pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch):
+def process(monkeypatch):
     """A process of its own: whether torch sees a GPU, ``TRITON_INTERPRET``, whether kernels are loaded."""
 
     def made(has_cuda: bool = False, interpret: str | None = None, loaded: bool = False) -> None:

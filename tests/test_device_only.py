@@ -57,7 +57,7 @@ def dotted(function: ast.Attribute) -> str:
     return f"{function.value.id}.{function.attr}" if isinstance(function.value, ast.Name) else ""
 
 
-def test_a_masked_load_names_the_value_outside_its_mask() -> None:
+def test_a_masked_load_names_the_value_outside_its_mask():
     """Compiled code has any value there; the interpreter has 0."""
     masked = [
         (file, call, names) for file, call, name, names, _ in calls() if name in LOADS and "mask" in names
@@ -66,7 +66,7 @@ def test_a_masked_load_names_the_value_outside_its_mask() -> None:
     assert not [(file, call.lineno) for file, call, names in masked if "other" not in names]
 
 
-def test_a_tensor_is_made_on_the_device_of_its_neighbours() -> None:
+def test_a_tensor_is_made_on_the_device_of_its_neighbours():
     made = [(file, names, followed) for file, _, name, names, followed in calls() if name in FACTORIES]
     assert sum("device" in names for _, names, _ in made) > 200
     host = (file for file, names, followed in made if not followed and not names & {"device", "generator"})

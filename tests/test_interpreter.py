@@ -23,22 +23,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from staleproof.interpreter import (
-    BROADCAST,
-    CHECKING,
-    NAMES,
-    OPERATORS,
-    OVERFLOW,
-    _broadcast_by_numpy,
-    _by_table,
-    _leaving_one_shape,
-    _leaving_plain_values,
-    _patching_once,
-    _with_known_shapes,
-    _with_known_types,
-    _with_numbers_of_one_element,
-    _with_table,
-)
+from staleproof import interpreter as quick
 
 
 @triton.jit
@@ -71,7 +56,7 @@ def _run(dtype: torch.dtype, fail: bool = False) -> torch.Tensor:
 
 
 @pytest.fixture(name="patches")
-def patches_fixture(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def patches_fixture(monkeypatch):
     """Each function for which Triton's own ``_patch_lang`` was called, under ours."""
     original = _original("_patch_lang")
     calls: list[object] = []
@@ -81,7 +66,7 @@ def patches_fixture(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return original(fn)
 
     monkeypatch.setattr(interpreter, "_patch_lang", counted)
-    monkeypatch.setattr(interpreter, "_patch_lang", _patching_once(interpreter))
+    monkeypatch.setattr(interpreter, "_patch_lang", quick._patching_once(interpreter))
     return calls
 
 
@@ -92,9 +77,9 @@ def _original(name: str) -> object:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_bits_are_those_of_the_interpreter_as_it_comes(dtype, monkeypatch):
     ours = _run(dtype)
-    for name in NAMES:
+    for name in quick.NAMES:
         monkeypatch.setattr(interpreter, name, _original(name))
-    for name in (BROADCAST, CHECKING):
+    for name in (quick.BROADCAST, quick.CHECKING):
         monkeypatch.setattr(interpreter.interpreter_semantic, name, _original(name))
     theirs = _run(dtype)
     size = torch.int32 if dtype == torch.float32 else torch.int16
@@ -149,14 +134,14 @@ def _made() -> list[object]:
 
 def test_equal_types_and_tensors_are_as_triton_makes_them(monkeypatch):
     theirs = _made()
-    monkeypatch.setattr(tl.block_type, "__init__", _with_known_types(tl))
-    monkeypatch.setattr(tl.tensor, "__init__", _with_known_shapes(tl))
+    monkeypatch.setattr(tl.block_type, "__init__", quick._with_known_types(tl))
+    monkeypatch.setattr(tl.tensor, "__init__", quick._with_known_shapes(tl))
     assert _made() == theirs
     assert _made() == theirs
 
 
 def test_a_narrow_float_becomes_a_wide_one_by_the_bits_that_triton_gives_it():
-    ours, theirs = _by_table(_original("_convert_float")), _original("_convert_float")
+    ours, theirs = quick._by_table(_original("_convert_float")), _original("_convert_float")
     for kind in (tl.bfloat16, tl.float16, tl.float8e4nv, tl.float8e5):
         unsigned = f"uint{kind.primitive_bitwidth}"
         bits = np.arange(2**kind.primitive_bitwidth, dtype=unsigned).reshape(-1, 16)[::-3, ::2]
@@ -172,7 +157,7 @@ def test_a_narrow_float_becomes_a_wide_one_by_the_bits_that_triton_gives_it():
 
 
 def test_a_float32_becomes_a_bfloat16_by_the_bits_that_triton_gives_it():
-    ours, theirs = _by_table(_original("_convert_float")), _original("_convert_float")
+    ours, theirs = quick._by_table(_original("_convert_float")), _original("_convert_float")
     every = np.arange(0, 2**32, 65521, dtype=np.uint32)[:65536].reshape(256, 256)
     normal = np.where((every & 0x7F800000) == 0, np.uint32(0x80000000), every)
     small = np.arange(0, 2**23, 509, dtype=np.uint32)
@@ -212,7 +197,7 @@ def _said(function, *arguments):
 
 
 def test_only_operands_of_one_shape_are_left_as_they_are():
-    broadcast = _leaving_one_shape(lambda left, right: "by Triton")
+    broadcast = quick._leaving_one_shape(lambda left, right: "by Triton")
     one = _tensor(tl.float32, 2, 4)
     for shape in ((2, 4), (4, 2), (1, 4), (2, 1), (8,), (1, 2, 4), ()):
         other = _tensor(tl.int32, *shape)
@@ -223,17 +208,17 @@ def test_only_operands_of_one_shape_are_left_as_they_are():
     assert broadcast(number, number) == "by Triton"
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", quick.OPERATORS)
 def test_an_operator_gives_the_type_the_shape_and_the_bits_that_tritons_gives(name, monkeypatch):
     semantic = interpreter.interpreter_semantic
 
     def theirs(lhs, rhs):
         return getattr(tl.tensor, name)(lhs, rhs, _semantic=semantic)
 
-    for replaced in (BROADCAST, CHECKING):
+    for replaced in (quick.BROADCAST, quick.CHECKING):
         monkeypatch.setattr(semantic, replaced, _original(replaced))
     slow = []
-    ours = _broadcast_by_numpy(interpreter, name)(lambda *pair: slow.append(pair) or theirs(*pair))
+    ours = quick._broadcast_by_numpy(interpreter, name)(lambda *pair: slow.append(pair) or theirs(*pair))
     shapes = ((), (1,), (4,), (4, 1), (1, 4), (2, 4), (8,), (1, 1, 4))
     kinds = [(left, right, (4,), (4,)) for left, right in product(KINDS, KINDS)]
     pointed = (tl.pointer_type(tl.float32), tl.int32)
@@ -255,7 +240,7 @@ def test_an_operator_gives_the_type_the_shape_and_the_bits_that_tritons_gives(na
 
 
 def test_operands_are_cast_and_refused_as_triton_does():
-    ours, theirs = getattr(interpreter.interpreter_semantic, CHECKING), _original(CHECKING)
+    ours, theirs = getattr(interpreter.interpreter_semantic, quick.CHECKING), _original(quick.CHECKING)
     assert ours is not theirs
     said, tensor = _said, _tensor
     for left in KINDS:
@@ -267,7 +252,7 @@ def test_operands_are_cast_and_refused_as_triton_does():
 
 def test_a_constant_is_unwrapped_wherever_triton_does_so():
     theirs = tl.core._unwrap_if_constexpr
-    ours = _leaving_plain_values(tl, theirs)
+    ours = quick._leaving_plain_values(tl, theirs)
     two = tl.constexpr(2)
     for value in (2, 2.5, True, "x", None, two, tl.constexpr(None), [two, 3], (two, [two]), tl.float32):
         assert (type(ours(value)), repr(ours(value))) == (type(theirs(value)), repr(theirs(value)))
@@ -289,7 +274,7 @@ def test_the_language_is_put_back_after_a_launch_also_one_that_raises(patches, f
 
 
 def test_each_type_has_the_numpy_type_that_triton_gives_it():
-    looked_up, theirs = _with_table(interpreter), _original("_get_np_dtype")
+    looked_up, theirs = quick._with_table(interpreter), _original("_get_np_dtype")
     scalars = [
         *(tl.int1, tl.int8, tl.uint8, tl.int16, tl.uint16, tl.int32, tl.uint32, tl.int64, tl.uint64),
         *(tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e4nv, tl.float8e5, tl.float8e4b15),
@@ -305,8 +290,8 @@ def test_an_overflow_is_an_error_exactly_where_the_interpreter_as_it_comes_has_o
     monkeypatch.setattr(builder, "options", replace(builder.options, debug=debug))
     x, y = torch.tensor([1, 2, 3, 2**31 - 1], dtype=torch.int32), torch.ones(4, dtype=torch.int32)
     said, sums = [], []
-    for check in (getattr(semantic, OVERFLOW), _original(OVERFLOW)):
-        monkeypatch.setattr(semantic, OVERFLOW, check)
+    for check in (getattr(semantic, quick.OVERFLOW), _original(quick.OVERFLOW)):
+        monkeypatch.setattr(semantic, quick.OVERFLOW, check)
         out = torch.zeros_like(x)
         try:
             _sum_of_two[(1,)](x, y, out)
@@ -328,5 +313,5 @@ def test_a_tensor_of_one_element_is_a_number_where_numpy_refuses_its_array():
         scope.set_attr(tensor, "__index__", lambda self: int([]))
 
     scope = SimpleNamespace(set_attr=setattr)
-    _with_numbers_of_one_element(of_triton_3_6)(Tensor, scope)
+    quick._with_numbers_of_one_element(of_triton_3_6)(Tensor, scope)
     assert [*range(operator.index(Tensor()))] == [*range(7)]

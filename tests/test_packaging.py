@@ -121,14 +121,8 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def _make(*arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        ["make", "-C", str(ROOT), *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | environment,
-    )
-    return done.stdout
+    command, env = ["make", "-C", str(ROOT), *arguments], os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
 
 
 @pytest.mark.parametrize("chromium", ["/usr/bin/chromium", ""])
@@ -167,13 +161,8 @@ def test_make_versions_installs_beside_the_oldest_and_the_newest_torch():
     ranges = dict(map(_name_and_range, PROJECT["dependencies"]))
     for version in ("2.10.0", "2.15.0"):
         python = f".venv-versions/{version}/bin/python"
-        in_order = (
-            f"pip install -q torch=={version}",
-            "> .venv",
-            f"{python} -m pip install .\n",
-            "diff",
-            "pytest",
-        )
+        install = f"{python} -m pip install .\n"
+        in_order = (f"pip install -q torch=={version}", "> .venv", install, "diff", "pytest")
         steps = steps[steps.index(f"venv --clear .venv-versions/{version}") :]
         places = [steps.index(step) for step in in_order]
         assert places == sorted(places)
@@ -313,9 +302,8 @@ def test_the_light_core_loads_every_question_and_a_report_names_the_extra_it_nee
     commands = [*fine, "run nothing", "bench nothing", "report", "report --execute", "lab"]
     program = LIGHT_CORE.format(blocked=blocked, commands=commands)
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     missing = r"not installed: [a-z_, ]*{}[a-z_, ]*; run: pip install -e \".\[workbook\]\""
     for line, expected in zip(

@@ -24,7 +24,7 @@ CHANGED = {
 }
 
 
-def test_a_dataclass_is_frozen_unless_it_is_named_here() -> None:
+def test_a_dataclass_is_frozen_unless_it_is_named_here():
     found: dict[str, list[str]] = {}
     for file in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,7 +1,5 @@
 """Kernels that do what a kernel should not, beside one that is right."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -39,13 +39,17 @@ table = _attention("block_table_not_padded", "B", "T")(mla.block_table_not_padde
 _kept: dict[str, torch.Tensor] = {}
 
 
+def _of_all_calls(name: str, q: torch.Tensor) -> torch.Tensor:
+    buffer = _kept.get(name)
+    if buffer is None or len(buffer) < len(q) or buffer.ndim != q.ndim:
+        _kept[name] = buffer = q.new_zeros(*q.shape[:-1], 512)
+    return buffer[: len(q)]
+
+
 @_attention("one buffer for all calls", "A")
 def kept_output(q, kv_cache, block_table, seq_lens, softmax_scale):
     """As ``ZerosOncePerLayer`` and ``OneSharedBuffer``, around a right kernel."""
-    buffer = _kept.get("out")
-    if buffer is None or len(buffer) < len(q) or buffer.ndim != q.ndim:
-        _kept["out"] = buffer = q.new_zeros(*q.shape[:-1], 512)
-    out = buffer[: len(q)]
+    out = _of_all_calls("out", q)
     mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=softmax_scale, out=out)
     return out
 
@@ -53,10 +57,7 @@ def kept_output(q, kv_cache, block_table, seq_lens, softmax_scale):
 @_attention("zeroed once, around a kernel that skips empty rows", "E", "A")
 def zeroed_once(q, kv_cache, block_table, seq_lens, softmax_scale):
     """vLLM #37442: an instance attribute of zeros, filled once."""
-    buffer = _kept.get("once")
-    if buffer is None or len(buffer) < len(q) or buffer.ndim != q.ndim:
-        _kept["once"] = buffer = q.new_zeros(*q.shape[:-1], 512)
-    out = buffer[: len(q)]
+    out = _of_all_calls("once", q)
     mla.empty_row_not_written(q, kv_cache, block_table, seq_lens, softmax_scale=softmax_scale, out=out)
     return out
 

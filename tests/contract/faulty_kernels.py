@@ -77,12 +77,8 @@ def _last_page(k, table, lens):
 def _past_the_need(k, table, lens):
     past = torch.arange(table.shape[1], device=k.device) * k.shape[1] >= lens[:, None]
     ids = torch.where(past & (table != 0), table, 0) + 2
-    return (
-        k._base[ids.long()]
-        .masked_fill(~(past & (table != 0))[..., None, None, None], 0)
-        .float()
-        .sum((1, 2, 3, 4))[:, None]
-    )
+    named = k._base[ids.long()].masked_fill(~(past & (table != 0))[..., None, None, None], 0)
+    return named.float().sum((1, 2, 3, 4))[:, None]
 
 
 # Where a launch is recorded in earnest, what they leave behind may reach its replay.
@@ -243,19 +239,13 @@ def merge(out_a, lse_a, out_b, lse_b):
 
 
 def experts(x, w1, w2, topk_weights, topk_ids):
-    known = {"x": x, "w1": w1, "w2": w2, "topk_weights": topk_weights, "topk_ids": topk_ids}
-    return expert_sum(known)
+    return expert_sum({"x": x, "w1": w1, "w2": w2, "topk_weights": topk_weights, "topk_ids": topk_ids})
 
 
 def experts_once(x, w1, w2, topk_weights, topk_ids):
     again = topk_ids[:, 1:] == topk_ids[:, :1]
-    return experts(
-        x,
-        w1,
-        w2,
-        topk_weights.index_put((again.nonzero()[:, 0], torch.tensor(1)), torch.tensor(0.0)),
-        topk_ids,
-    )
+    weights = topk_weights.index_put((again.nonzero()[:, 0], torch.tensor(1)), torch.tensor(0.0))
+    return experts(x, w1, w2, weights, topk_ids)
 
 
 def experts_mix(x, w1, w2, topk_weights, topk_ids):

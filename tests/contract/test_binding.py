@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from staleproof import audit
-from staleproof.contract.binding import problem
+from staleproof.contract import binding
 from staleproof.kernels.packages import Release
-from staleproof.kernels.subject import subjects_of
+from staleproof.kernels.subject import Subject, subjects_of
 
 SOURCE = """
 class Wrapper:
@@ -22,14 +21,17 @@ def decode(q, cache, *, scale): ...
 """
 
 
-def _release(folder: Path, init: str = "from .kernels import decode, Wrapper\n") -> Release:
+def problem(adapter, release: Release) -> str:
+    return binding.problem(Subject("k", "rows", adapter), release)
+
+
+def _release(folder: Path) -> Release:
     (folder / "fastkernels").mkdir()
-    (folder / "fastkernels/__init__.py").write_text(init)
+    (folder / "fastkernels/__init__.py").write_text("from .kernels import decode, Wrapper\n")
     (folder / "fastkernels/kernels.py").write_text(SOURCE)
     return Release("1.0", folder)
 
 
-@audit.rows(name="right")
 def right(x):
     from fastkernels import Wrapper, decode
 
@@ -38,14 +40,12 @@ def right(x):
     return decode(x, x, scale=1.0)
 
 
-@audit.rows(name="keyword")
 def keyword(x):
     from fastkernels.kernels import decode
 
     return decode(x, x, sm_scale=1.0)
 
 
-@audit.rows(name="count")
 def count(x):
     from fastkernels.kernels import Wrapper
 
@@ -53,7 +53,6 @@ def count(x):
     wrapper.plan(x)
 
 
-@audit.rows(name="method")
 def method(x):
     from fastkernels.kernels import Wrapper
 
@@ -61,7 +60,6 @@ def method(x):
     wrapper.forward(x)
 
 
-@audit.rows(name="name")
 def name(x):
     from fastkernels import encode
 
@@ -69,7 +67,7 @@ def name(x):
 
 
 @pytest.mark.parametrize(
-    ("subject", "why"),
+    ("adapter", "why"),
     [
         (right, ""),
         (keyword, "decode: missing a required (keyword-only )?argument: 'scale'"),
@@ -78,13 +76,16 @@ def name(x):
         (name, "no file of it that was found defines fastkernels.encode"),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path, subject, why):
-    (found,) = subject.__dict__["__padding_contract__"]
-    assert re.match(why, problem(found, _release(tmp_path)))
-    assert bool(problem(found, Release("1.0", tmp_path))) == bool(why)
+def test_what_does_not_fit_is_named(tmp_path, adapter, why):
+    found = problem(adapter, _release(tmp_path))
+    assert re.match(why, found)
+    assert bool(found) == bool(why)
+    # Without a folder it would be an installed package.
+    assert problem(adapter, Release("1.0")).startswith("no file of it that was found defines fastkernels.")
 
 
 DECODE = "decode: missing a required"
+NOWHERE = "no file of it that was found defines fastkernels.decode"
 # The package's files beside kernels.py, by name -> why the call with one argument too few does not fit.
 FILES = [
     ({"__init__.py": "from .kernels import *"}, DECODE),
@@ -101,16 +102,15 @@ FILES = [
       "deep/more.py": "from fastkernels.kernels import decode"}, DECODE),
     ({"__init__.py": "def decode(q, cache, scale=1.0, *, more=None): ..."}, ""),
     ({"__init__.py": "def decode(*args): ..."}, ""),
-    ({"__init__.py": "decode = print"}, "no file of it that was found defines fastkernels.decode"),
-    ({"__init__.py": "from .gone import decode"}, "no file of it that was found defines fastkernels.decode"),
+    ({"__init__.py": "decode = print"}, NOWHERE),
+    ({"__init__.py": "from .gone import decode"}, NOWHERE),
     # In a circle.
     ({"__init__.py": "from .one import decode", "one.py": "from .two import decode",
-      "two.py": "from .one import decode"}, "no file of it that was found defines fastkernels.decode"),
-    ({}, "no file of it that was found defines fastkernels.decode"),
+      "two.py": "from .one import decode"}, NOWHERE),
+    ({}, NOWHERE),
 ]  # fmt: skip
 
 
-@audit.rows(name="short")
 def short(x):
     import torch  # noqa: F401
     from fastkernels import decode
@@ -121,7 +121,6 @@ def short(x):
 @pytest.mark.parametrize(("files", "why"), FILES)
 @pytest.mark.parametrize("installed", [False, True])
 def test_a_definition_is_found_through_the_imports_of_a_package(tmp_path, monkeypatch, files, why, installed):
-    (found,) = short.__dict__["__padding_contract__"]
     release = _release(tmp_path)
     (tmp_path / "fastkernels/__init__.py").unlink()
     for name, text in files.items():
@@ -132,16 +131,10 @@ def test_a_definition_is_found_through_the_imports_of_a_package(tmp_path, monkey
         importlib.invalidate_caches()
         monkeypatch.syspath_prepend(tmp_path)
         release = Release("1.0")
-    said = problem(found, release)
+    said = problem(short, release)
     assert said.startswith(why) if why else said == ""
 
 
-def test_a_package_that_is_not_here_defines_nothing():
-    (found,) = short.__dict__["__padding_contract__"]
-    assert problem(found, Release("1.0")) == "no file of it that was found defines fastkernels.decode"
-
-
-@audit.rows(name="handed on")
 def handed_on(x):
     from fastkernels.kernels import Wrapper as Made
     from fastkernels.kernels import decode as attend
@@ -153,7 +146,6 @@ def handed_on(x):
     return attend(x, x, scale=given)
 
 
-@audit.rows(name="made")
 def badly_made(x):
     from fastkernels.kernels import Wrapper
 
@@ -163,9 +155,8 @@ def badly_made(x):
 
 def test_what_is_handed_on_is_not_checked_and_how_a_class_is_made_is(tmp_path):
     release = _release(tmp_path)
-    (first,), (second,) = (kernel.__dict__["__padding_contract__"] for kernel in (handed_on, badly_made))
-    assert problem(first, release) == ""
-    assert problem(second, release) == "__init__: missing a required argument: 'workspace'"
+    assert problem(handed_on, release) == ""
+    assert problem(badly_made, release) == "__init__: missing a required argument: 'workspace'"
 
 
 def test_flashinfers_compiled_kernels_bind():
@@ -175,5 +166,5 @@ def test_flashinfers_compiled_kernels_bind():
     subjects = subjects_of(flashinfer)
     assert len(subjects) >= 15
     assert {
-        subject.name: why for subject in subjects if (why := problem(subject, Release("installed")))
+        subject.name: why for subject in subjects if (why := binding.problem(subject, Release("installed")))
     } == {}

@@ -1,7 +1,5 @@
 """Answers of an audit: compared between releases, counted in the document, shown once for each kernel."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace
@@ -12,16 +10,8 @@ import pytest
 from staleproof import device
 from staleproof.cases.finding import Finding, read_findings, write_findings
 from staleproof.cli.app import main
-from staleproof.contract.contract import (
-    BREAKS,
-    CLAUSES,
-    CONTRACT,
-    HOLDS,
-    KINDS,
-    UNDEFINED,
-    between_releases,
-    compare,
-)
+from staleproof.contract import contract
+from staleproof.contract.contract import BREAKS, CLAUSES, CONTRACT, HOLDS, KINDS, UNDEFINED
 from staleproof.kernels.subject import ARGUMENTS, SIZES
 from staleproof.report.audit import by_machine, heat_map, print_changes
 
@@ -34,14 +24,14 @@ WORKBOOK = Path(__file__).parents[2] / "workbook"
 
 def test_a_release_is_compared_with_the_newest_before_it_of_its_own_package():
     before = [replace(ROW, release="kernels 1.9"), replace(ROW, release="kernels 1.10", verdict=HOLDS)]
-    (change,) = compare(before, [replace(ROW, release="kernels 1.11")])
+    (change,) = contract.compare(before, [replace(ROW, release="kernels 1.11")])
     assert change.before is not None
     assert (change.before.release, change.after.verdict) == ("kernels 1.10", BREAKS)
     # The same release, where it was asked before.
-    assert compare([ROW, replace(ROW, release="kernels 2.0", verdict=HOLDS)], [ROW]) == []
+    assert contract.compare([ROW, replace(ROW, release="kernels 2.0", verdict=HOLDS)], [ROW]) == []
     theirs = replace(ROW, release="others 2.0", verdict=HOLDS)
-    assert compare([ROW, theirs], [replace(ROW, release="kernels 1.1")]) == []
-    assert compare([], [ROW]) == [(None, ROW)]
+    assert contract.compare([ROW, theirs], [replace(ROW, release="kernels 1.1")]) == []
+    assert contract.compare([], [ROW]) == [(None, ROW)]
 
 
 def test_releases_within_one_audit_are_compared_on_the_same_machine():
@@ -49,7 +39,7 @@ def test_releases_within_one_audit_are_compared_on_the_same_machine():
     elsewhere = replace(ROW, release="kernels 1.2", machine={"name": "GPU"})
     same = replace(fixed, release="kernels 1.10")
     absent = replace(NOT_RUN, release="kernels 1.0.5")
-    assert between_releases([same, elsewhere, absent, fixed, ROW]) == [(ROW, fixed)]
+    assert contract.between_releases([same, elsewhere, absent, fixed, ROW]) == [(ROW, fixed)]
 
 
 def test_an_audit_given_twice_shows_what_each_release_changed(tmp_path, capsys):
@@ -57,10 +47,8 @@ def test_an_audit_given_twice_shows_what_each_release_changed(tmp_path, capsys):
     for file in (path, other):
         write_findings(file, [replace(ROW, verdict=HOLDS), replace(ROW, release="kernels 1.1")])
     assert print_changes(path, path) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "E  kernels 1.1 decode: holds (1.0) -> breaks: NaN",
-        "1 change",
-    ]
+    changed = "E  kernels 1.1 decode: holds (1.0) -> breaks: NaN"
+    assert capsys.readouterr().out.splitlines() == [changed, "1 change"]
     assert print_changes(path, other) == 0
 
 

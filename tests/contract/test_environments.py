@@ -1,7 +1,5 @@
 """What the first lines of a script say: what it shows, and what to install."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

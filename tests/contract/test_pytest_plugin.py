@@ -1,7 +1,5 @@
 """``pytest --padding-contract``, run with pytester: what asks a kernel, in a process of its own."""
 
-from __future__ import annotations
-
 import importlib
 import tomllib
 from pathlib import Path

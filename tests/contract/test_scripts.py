@@ -52,14 +52,20 @@ def _all_subjects() -> list[Subject]:
     return [s for module in cases.SUBJECTS for s in subjects_of(load_module(module))]
 
 
-def test_every_script_is_short_and_parses():
+def test_every_script_is_short_parses_needs_ours_for_ours_alone_and_says_what_to_install():
     made = 0
     for subject in _all_subjects():
         for case in CASES.get(subject.kind, ()):
             text = scripts.counterexample(subject, Release("1.0"), subject.clauses[1], case)
             assert len(text.splitlines()) < 30
             compile(text, subject.name, "exec")
-            made += bool(text)
+            if text and subject.package != "staleproof":
+                made += 1
+                assert "staleproof" not in text, subject.name
+                title, *installs = re.findall(r"\A((?:#.*\n)+)", text)[0].splitlines()
+                assert title.startswith(f"# {subject.name} ({subject.package} 1.0). Clause ")
+                assert all(line.startswith("# pip install ") for line in installs), text
+                assert f"{subject.package}==1.0" in installs[-1]
     assert made > 100
 
 
@@ -187,23 +193,6 @@ def test_vllms_script_runs_on_its_real_package(tmp_path):
     assert _run(text, tmp_path, str(Path(__file__).parents[2] / "src")).returncode == 0
 
 
-def test_no_script_for_another_package_needs_ours_and_each_says_what_to_install():
-    asked = 0
-    for subject in _all_subjects():
-        if subject.package == "staleproof":
-            continue
-        for case in CASES.get(subject.kind, ()):
-            text = scripts.counterexample(subject, Release("1.0"), subject.clauses[1], case)
-            if text:
-                asked += 1
-                assert "staleproof" not in text, subject.name
-                title, *installs = re.findall(r"\A((?:#.*\n)+)", text)[0].splitlines()
-                assert title.startswith(f"# {subject.name} ({subject.package} 1.0). Clause ")
-                assert all(line.startswith("# pip install ") for line in installs), text
-                assert f"{subject.package}==1.0" in installs[-1]
-    assert asked > 100
-
-
 def test_a_script_chooses_its_device_itself():
     text = "import os\nassert 'TRITON_INTERPRET' not in os.environ\n"
     ended = children.call(scripts.run_alone, text, [], timeout_s=60, env={"TRITON_INTERPRET": "1"})
@@ -222,19 +211,6 @@ def test_every_recorded_script_is_short_stands_alone_and_says_what_to_install():
         wanted = row.release.partition("+")[0].replace(" ", "==")
         assert re.search(rf"^# pip install .*{re.escape(wanted)}", text, re.MULTILINE), row
         assert re.search(r"^assert .*expected .*, got ", text.splitlines()[-1]), row
-
-
-def test_a_script_of_a_gpu_installs_the_whole_package_and_one_of_a_cpu_what_its_import_asks_for():
-    vllm = replace(OURS["mla_decode"], package="vllm")
-    gpu, cpu = (environments.Installed("2.11.0", "3.6.0", cuda) for cuda in (True, False))
-    assert environments.commands(vllm, "0.22.1", gpu) == [
-        "pip install vllm==0.22.1  # seen with torch==2.11.0 triton==3.6.0"
-    ]
-    assert environments.commands(vllm, "0.22.1", cpu) == [
-        "pip install torch==2.11.0 triton==3.6.0 numpy packaging regex",
-        "pip install --no-deps vllm==0.22.1",
-    ]
-    assert environments.commands(replace(vllm, package=""), "", cpu) == []
 
 
 def test_a_script_that_is_too_long_writes_each_statement_on_one_line(monkeypatch):
@@ -304,8 +280,10 @@ def test_each_script_of_a_users_kernel_was_run_and_runs_from_anywhere(tmp_path, 
     [
         ("NaN", 1, "\nAssertionError: expected 0, got 1\n", True),
         ("NaN", 1, "\nAssertionError: float32\n", False),
-        ("NaN", 0, "", False),
+        ("NaN", 0, "\nAssertionError: expected 0\n", False),
         ("NaN", -11, "", False),
+        ("ended its process with signal 6", 0, "", False),
+        ("no answer within 9 s", 0, "", False),
         ("ended its process with signal 11", -11, "", True),
         ("raises IndexError: index 7", 1, "IndexError: index 4 is out of bounds\n", True),
         ("raises IndexError: index 7", 1, "TypeError: needs x\n", False),

@@ -72,7 +72,7 @@ class Server:
 
 
 @pytest.fixture(name="engine")
-def engine_fixture(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine_fixture(monkeypatch):
     """An engine around a :class:`Server`; its runner, scheduler and configuration are empty."""
     watch = Rows()
     llm = Server(watch)

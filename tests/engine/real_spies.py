@@ -1,7 +1,5 @@
 """Run by ``test_spies.py`` with a real vLLM on the path, without a GPU."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path

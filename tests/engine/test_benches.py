@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.engine.engine_answers import Answers, asked, findings, results
 
-from staleproof.cases.case import Fix, MissingError, Reading, reading
-from staleproof.cases.words import FIXED, NOT_RUN
+from staleproof.cases.case import MissingError, Reading, reading
+from staleproof.cases.words import NOT_RUN
 from staleproof.engine import bench as benches
-from staleproof.engine import blocks, cases, hybrid, memory, mla, ranks, router, starts, watched
+from staleproof.engine import blocks, cases, memory, mla, router, watched
 from staleproof.engine.bench import Bench, Results, cell
 from staleproof.engine.cases import BENCHES
 from staleproof.engine.orders import EngineResult
@@ -59,6 +62,7 @@ def test_padding_rows_are_fixed_if_no_live_bit_changes(monkeypatch):
     assert said[mla.LIVE_LOGITS, MLA].verdict == "same bits"
     fixed = said["off/on/off", MLA]
     assert (fixed.verdict, fixed.grade, fixed.of) == ("fixed", "real", "vLLM 0.22.1")
+    assert len(fixed.source_digest) == 12
     # An engine that did not answer leaves its own cells open, not those of others.
     assert said[mla.NAN_ROWS, "FLASHMLA, full graphs"].verdict == NOT_RUN
 
@@ -122,15 +126,6 @@ def test_bits_of_compiled_engines_are_the_plugins_only_if_no_engine_without_it_h
     found = asked(mla.BENCH, told, monkeypatch)
     assert (found["off/on/off", COMPILED].verdict, found[mla.LIVE_LOGITS, COMPILED].verdict) == (said, logits)
     assert note in found["off/on/off", COMPILED].note
-
-
-def test_engines_that_are_compared_share_compiled_kernels_and_time_none():
-    for state in benches.STATES:
-        order = mla.BENCH.orders[f"{COMPILED}, {state}"]
-        assert order.kernels == COMPILED
-        assert order.options["compilation_config"]["inductor_compile_config"]["deterministic"]
-        assert mla.BENCH.orders[f"{MLA}, {state}"].kernels is None
-    assert {order.kernels for order in starts.ORDERS.values()} == {None}, "equal engines compile their own"
 
 
 def test_ids_that_grow_and_ids_that_are_drained(monkeypatch):
@@ -301,13 +296,6 @@ def test_a_death_counts_as_predicted_only_if_the_ledger_said_so_before(monkeypat
     assert (one.verdict, one.numbers) == (said, {"error_percent": error, **death})
 
 
-def test_findings_carry_what_ran(monkeypatch):
-    told = results(**{f"{MLA}, off": mla_engine(5)})
-    one = asked(mla.BENCH, told, monkeypatch)[mla.NAN_ROWS, MLA]
-    assert (one.verdict, one.grade, one.of) == ("pad_only", "real", "vLLM 0.22.1")
-    assert len(one.source_digest) == 12
-
-
 def test_without_a_gpu_every_question_is_not_run_with_the_reason():
     found = [*cases.TABLE.run("cpu")]
     assert len(found) == sum(len(bench.cases) for bench in BENCHES.values())
@@ -344,6 +332,46 @@ def test_engines_that_may_share_the_gpu_start_together_slow_ones_first_and_other
     limits = [case.scene.limit_s for case in cases.table(without=["fast 2"]).cases]
     assert limits == [60 + 2 * 240, 60 + 2 * 240, 60 + 240]
     assert [case.scene.limit_s for case in cases.table("fast", "fast", without=["fast"]).cases] == [300]
+
+
+def plain(value: Any) -> Any:
+    """As JSON gives it back; a function is its name."""
+    if isinstance(value, Mapping):
+        return {plain(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value.__name__ if callable(value) else value
+
+
+def frozen() -> dict[str, Any]:
+    """Every engine and every case of each bench."""
+    rows = {}
+    for of in BENCHES.values():
+        rows |= {f"{of.name}, engine {name}": plain(vars(order)) for name, order in of.orders.items()}
+        rows |= {f"{of.name}, case {' | '.join(c.key)}": c.expect for c in of.cases}
+    return rows
+
+
+FILE = Path(__file__).with_name("benches.json")
+
+
+def test_engines_and_cases_of_the_benches_are_those_of_the_file():
+    """``python -m tests.engine.test_benches`` writes it anew, for a change that means to change one.
+
+    What a release does is the question, so most cases expect nothing; but a control must notice, and a
+    remedy must help. Where torch.compile looks into a model no spy looks into its stages.
+    """
+    assert frozen() == json.loads(FILE.read_text())
+    assert {case.reason for of in BENCHES.values() for case in of.cases} == {benches.ASKED}
+
+
+@pytest.mark.parametrize("bench", BENCHES.values(), ids=lambda bench: bench.name)
+def test_engines_that_are_compared_are_asked_alike(bench):
+    for name, off in bench.orders.items():
+        for state in ("on", "off again") if name.endswith(", off") else ():
+            other = bench.orders.get(name.removesuffix("off") + state, off)
+            patches = "all" if state == "on" and other is not off else "none"
+            assert other == replace(off, patches=patches), (name, state)
 
 
 def test_no_two_benches_name_an_engine_alike():
@@ -512,194 +540,9 @@ def test_only_the_rounds_that_fill_a_graph_are_compared_where_padding_reaches_li
     assert mla.wrong(MLA, pair) is None
 
 
-def test_what_the_configuration_of_an_fp8_checkpoint_says():
-    # 8-bit floats with one scale a tensor: of the weights as stored, of activations from what they hold.
-    scale = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
-    order = mla.BENCH.orders["TRITON_MLA, full graphs, fp8 checkpoint"]
-    assert order.config == {
-        "quantization_config": {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "ignore": ["lm_head", "re:.*gate$", "re:.*experts.*", "re:.*kv_b_proj"],
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {**scale, "dynamic": False},
-                    "input_activations": {**scale, "dynamic": True},
-                }
-            },
-        }
-    }
-    # Every other engine has the model's own configuration.
-    assert [name for name, one in mla.BENCH.orders.items() if one.config] == [
-        "TRITON_MLA, full graphs, fp8 checkpoint"
-    ]
-
-
-def probes_of(order: Order) -> list[str]:
-    return [probe.__name__ for probe in order.probes]
-
-
-def test_engines_of_the_mla_bench_are_asked_alike_with_and_without_the_plugin():
-    usual = ["start", "control", "rows", "spoilt_blocks"]
-    ran, planted = ["compiled_kernels"], ["planted"]
-    piecewise, invariant = mla.PIECEWISE_FP8, mla.INVARIANT_FP8
-    want: dict[str, tuple[list[str], str, str | None]] = {}
-    for name, probes, kernels in (
-        (MLA, [], None),
-        (COMPILED, ran, COMPILED),
-        (mla.FP8, planted, None),
-        (mla.COMPILED_FP8, ran + planted, mla.COMPILED_FP8),
-        (piecewise, ran + planted, None),
-        (invariant, planted, None),
-    ):
-        for state, patches in (("off", "none"), ("on", "all"), ("off again", "none")):
-            want[f"{name}, {state}"] = usual + probes, patches, kernels
-    for name in (mla.FP8, invariant):
-        want[f"{name}, without padding"] = usual, "none", None
-    for name in ("eager", "full graphs, fp8 checkpoint"):
-        want[f"TRITON_MLA, {name}"] = usual, "none", None
-    for name in ("FLASHMLA", "FLASH_ATTN_MLA"):
-        want[f"{name}, full graphs"] = usual, "none", None
-    want["TRITON_MLA, piecewise graphs, compiled"] = usual + ran, "none", None
-    want[mla.QUANTIZER] = [*usual, "quantizers"], "none", None
-    orders = mla.BENCH.orders
-    assert {name: (probes_of(one), one.patches, one.kernels) for name, one in orders.items()} == want
-    assert all(one.probes[mla.rows] == {"live": (3, 8, 3, 50)} for one in orders.values())
-    # Not what torch.compile looks into.
-    for name, one in orders.items():
-        looked_into = ["stages"] * ("compiled" not in name and "piecewise" not in name)
-        assert [spy.__name__ for spy in one.spies] == ["attention", "logits", "routing", *looked_into], name
-    options = {name: one.options for name, one in mla.BENCH.orders.items()}
-    base = {"attention_backend": "TRITON_MLA", "moe_backend": "triton"}
-    assert options[f"{MLA}, off"] == {**base, "compilation_config": mla.FULL}
-    assert options["TRITON_MLA, eager"] == {**base, "enforce_eager": True}
-    assert options[mla.QUANTIZER] == {**base, "enforce_eager": True, "quantization": "fp8"}
-    assert options["FLASHMLA, full graphs"]["attention_backend"] == "FLASHMLA"
-    sizes = {**mla.FULL, "cudagraph_capture_sizes": [3, 8, 50]}
-    for name in (mla.FP8, invariant):
-        assert options[f"{name}, without padding"] == {
-            **base,
-            "quantization": "fp8",
-            "compilation_config": sizes,
-        }
-        # Beside the sizes the same engine.
-        assert mla.BENCH.orders[f"{name}, without padding"].env == mla.BENCH.orders[f"{name}, off"].env
-    assert mla.BENCH.orders[f"{invariant}, on"].env == {"VLLM_BATCH_INVARIANT": "1"}
-
-
-def test_engines_of_the_other_benches():
-    ran = "compiled_kernels"
-    untimed, full = {"deterministic", "combo_kernels", "benchmark_combo_kernel"}, set()
-    seen = {
-        name: (one.patches, probes_of(one), {*one.options["compilation_config"]["inductor_compile_config"]})
-        for name, one in starts.BENCH.orders.items()
-    }
-    probes, name = ["start", "control", "rows", ran], "TRITON_MLA, full graphs, compiled, fp8"
-    assert seen == {
-        f"{name}, equal engine, off": ("none", probes, full),
-        f"{name}, equal engine, off again": ("none", probes, full),
-        f"{name}, equal engine, off once more": ("none", probes, full),
-        f"{name}, equal engine, on": ("all", probes, full),
-        f"{name}, equal engine, on again": ("all", probes, full),
-        f"{name}, nothing timed, equal engine, off": ("none", probes, untimed),
-        f"{name}, nothing timed, equal engine, on": ("all", probes, untimed),
-    }
-    assert {dict(one.probes[mla.rows])["live"] for one in starts.BENCH.orders.values()} == {(3, 8, 8, 50, 50)}
-    # Few blocks, so that they change hands; vLLM chooses how long one is, but where the name says so.
-    options = {
-        "attention_backend": "TRITON_ATTN",
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 1024,
-        "enforce_eager": True,
-        "moe_backend": "triton",
-        "num_gpu_blocks_override": 24,
-        "mamba_ssm_cache_dtype": "float32",
-        "additional_config": {"gdn_prefill_backend": "triton"},
-    }
-    quiet = ["zeroing", "zeroing again", "no zeroing"]
-    filled = ["zeroing, cache of NaN", "no zeroing, cache of NaN"]
-    late = ["late copies", "late copies, no wait", "late copies, no wait again"]
-    wide = {"attention_backend": "FLASH_ATTN", "block_size": 1024, "mamba_ssm_cache_dtype": "bfloat16"}
-    want = {
-        "TRITON_ATTN": ("qwen3_next", "none", {}, [*quiet, *late, *filled]),
-        "FLASH_ATTN": ("qwen3_next", "none", {"attention_backend": "FLASH_ATTN"}, [*quiet, *filled]),
-        hybrid.WIDE: ("qwen3_next", "none", wide, [*quiet, *filled]),
-        hybrid.KIMI: ("kimi_linear", "none", {"attention_backend": "TRITON_MLA"}, [*quiet, *filled]),
-        hybrid.CONTROL: ("qwen3_next", "none", {}, [*quiet, *filled]),
-        hybrid.PLUGIN: ("qwen3_next", "all", {}, ["zeroing", *late]),
-        hybrid.KIMI_PLUGIN: ("kimi_linear", "all", {"attention_backend": "TRITON_MLA"}, ["zeroing"]),
-    }
-    for name, order in hybrid.BENCH.orders.items():
-        model, patches, changes, states = want.pop(name)
-        assert (order.model, order.patches, order.options) == (model, patches, {**options, **changes}), name
-        assert order.probes == {mla.start: {}, hybrid.hybrid: {"states": states, "requests": 100}}
-        spies = [hybrid.whole_tiles] * (name == hybrid.CONTROL) + [hybrid.tenants, hybrid.first_configs]
-        assert [*order.spies] == spies
-    assert not want
-    for name, order in watched.BENCH.orders.items():
-        port = order.probes[watched.watched]["port"]
-        assert order.env["STALEPROOF_WATCH_PORT"] == str(port)
-        assert order.env["STALEPROOF_WATCH"] == "1"
-        assert order.env.get("STALEPROOF_WATCH_STEPS") == ("4" if "one step in" in name else None)
-        assert order.patches == ("all" if "plugin" in name else "none")
-        assert (probes_of(order), order.model) == (["start", "rows", "watched"], "deepseek_v2")
-        graphs = mla.PIECEWISE if "piecewise" in name else mla.FULL
-        assert order.options == {
-            "attention_backend": "TRITON_MLA", "moe_backend": "triton", "compilation_config": graphs
-        }  # fmt: skip
-        assert [spy.__name__ for spy in order.spies] == ["attention", "logits"]
-    ports = [order.env["STALEPROOF_WATCH_PORT"] for order in watched.BENCH.orders.values()]
-    assert len({*ports}) == len(ports) == 4, "engines run side by side"
-
-
-def test_what_the_benches_ask_and_what_they_expect():
-    every = [case for bench in BENCHES.values() for case in bench.cases]
-    cells = [case for case in every if not isinstance(case, Fix)]
-    fixes = [case for case in every if isinstance(case, Fix)]
-    assert Counter(case.key.question for case in cells) == {
-        mla.NAN_ROWS: 10,
-        mla.LIVE_PADDING: 15,
-        mla.LIVE_LOGITS: 4,
-        mla.QUANTIZERS: 1,
-        starts.SAME: 2,
-        blocks.IDS: 1,
-        hybrid.BITS: 5,
-        hybrid.POISONED: 5,
-        hybrid.RACE: 2,
-        router.TWICE: 5,
-        router.SOUND: 3,
-        ranks.QUESTION: 2,
-        watched.COUNTS: 4,
-        memory.DEATH: 1,
-        memory.ACCOUNT: 2,
-        memory.GRAPHS: 2,
-    }
-    # What a release does is the question, but the control must notice; and a remedy must help.
-    assert {case.key: case.expect for case in cells if case.expect is not None} == {
-        ("engine", hybrid.POISONED, hybrid.CONTROL, ""): "nan"
-    }
-    open_ones = [case.key.variant for case in fixes if case.expect is None]
-    assert open_ones == [f"{mla.FP8}, without padding"]
-    assert {case.expect for case in fixes} == {FIXED, None}
-    assert sorted(case.key.variant for case in fixes) == sorted(
-        [
-            *mla.PATCHED,
-            *(f"{name}, other padding" for name in mla.SHARED_SCALE),
-            *(f"{name}, without padding" for name in (mla.FP8, mla.INVARIANT_FP8)),
-            blocks.UNDRAINED,
-            hybrid.STAGING,
-            hybrid.RECORDING,
-            *router.PATCHED,
-        ]
-    )
-    assert all(case.reason == benches.ASKED for case in every)
-
-
 def test_numbers_are_spelled_so_that_json_can_sort_them():
     table = cell("q", "v", "host memory", lambda results: reading("flat", by={5: (1, {2: [3]}), "a": None}))
     assert table.ask(table.subject, "cpu", told()).numbers == {"by": {"5": [1, {"2": [3]}], "a": None}}
-    assert benches.spelled((1, [2, (3,)], "text")) == [1, [2, [3]], "text"]
 
 
 def test_every_number_of_the_routers():
@@ -870,3 +713,8 @@ def test_a_watch_is_exact_if_every_count_is_and_its_port_says_something(changes,
         assert watched.judge(name, engines) == reading(
             said, want=[rows, 0], reference_steps=50, start_seconds=9.0, **counts
         )
+
+
+if __name__ == "__main__":
+    lines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in frozen().items()]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

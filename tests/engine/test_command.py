@@ -1,7 +1,5 @@
 """``staleproof engine``: bad input is one line, findings are kept, and a run can be recorded."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -17,11 +15,8 @@ from staleproof.engine import command, orders
 
 def test_an_unknown_question_is_one_line(capsys):
     assert cli.main(["engine", "mla", "moe", "--device", "cpu"]) == 2
-    said = capsys.readouterr().err
-    assert said == (
-        "staleproof: unknown question 'moe'; "
-        "known: mla, starts, blocks, hybrid, router, ranks, watch, memory\n"
-    )
+    known = "mla, starts, blocks, hybrid, router, ranks, watch, memory"
+    assert capsys.readouterr().err == f"staleproof: unknown question 'moe'; known: {known}\n"
 
 
 @pytest.fixture
@@ -48,17 +43,8 @@ def test_an_unexpected_verdict_is_not_recorded(capsys, without_gpu, monkeypatch,
     bad = finding("engine", "q", "v", "leaked", expected="clean")
     asked = []
     monkeypatch.setattr(command, "ask", lambda *given: asked.append(given) or [bad])
-    options = [
-        "--limit",
-        "7",
-        "--device",
-        "cpu",
-        "--json",
-        str(tmp_path / "engine.jsonl"),
-        "--out",
-        str(tmp_path / "runs"),
-    ]
-    assert cli.main(["engine", *options]) == 1
+    options = f"--limit 7 --device cpu --json {tmp_path}/engine.jsonl --out {tmp_path}/runs"
+    assert cli.main(["engine", *options.split()]) == 1
     assert "1 verdicts are not as expected" in capsys.readouterr().err
     assert not [*(tmp_path / "runs").iterdir()]
     assert asked[0][-1] == 7.0
@@ -72,17 +58,6 @@ def test_a_run_is_recorded_only_if_that_was_asked_for(capsys, without_gpu, monke
         assert cli.main(["engine", *options, *more]) == 0
         assert len([*(tmp_path / "runs").glob("*-engine")]) == count
         assert ("recorded: " in capsys.readouterr().out) is bool(count)
-
-
-def test_what_was_answered_is_kept_when_the_rest_is_interrupted(tmp_path):
-    class Table:
-        def run(self, device, progress):
-            yield finding("engine", "q", "v", "clean")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        command.ask(Table(), "cpu", lambda line: None, lambda found: None, tmp_path / "engine.jsonl")
-    assert json.loads((tmp_path / "engine.jsonl").read_text())["verdict"] == "clean"
 
 
 class Answers:
@@ -121,10 +96,17 @@ def test_nothing_is_written_nowhere_and_no_findings_are_no_file(monkeypatch, tmp
     assert [*tmp_path.iterdir()] == [old]
 
 
-def test_a_reader_that_fails_ends_the_engines(tmp_path):
+def interrupt(found):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("said", "error"), [(lambda found: 1 / 0, ZeroDivisionError), (interrupt, KeyboardInterrupt)]
+)
+def test_a_reader_that_fails_ends_the_engines_and_what_was_answered_is_kept(tmp_path, said, error):
     table = Answers(finding("engine", "q", "v", "clean"))
-    with pytest.raises(ZeroDivisionError):
-        command.ask(table, "cpu", print, lambda found: 1 / 0, tmp_path / "engine.jsonl")
+    with pytest.raises(error):
+        command.ask(table, "cpu", print, said, tmp_path / "engine.jsonl")
     assert table.noted[-1] == "closed"
     assert json.loads((tmp_path / "engine.jsonl").read_text())["variant"] == "v"
 

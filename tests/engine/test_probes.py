@@ -155,11 +155,8 @@ def test_a_nan_bias_is_put_at_one_expert_after_another_and_taken_back(engine):
     told = router_probes.nan_bias(engine, live=3)
     assert seen == [[]] * 24 + [[5]] * 24 + [[8]] * 24
     assert torch.equal(bias, before)
-    assert [told["sound"]["twice"], *(one["twice"] for one in told["spoilt"].values())] == [
-        [0, 0],
-        [0, 0],
-        [3 * 24, 5 * 24],
-    ]
+    rounds = told["sound"], *told["spoilt"].values()
+    assert [one["twice"] for one in rounds] == [[0, 0], [0, 0], [3 * 24, 5 * 24]]
     assert {name: told[name] for name in ("chosen", "first", "routers", "kind", "top_k")} == {
         "chosen": {5: [0, 8], 8: [8, 0]},
         "first": {"sound": [0, 8], 5: [0, 8], 8: [0, 8]},

@@ -72,10 +72,8 @@ def test_a_machine_with_one_gpu_starts_no_engine(monkeypatch):
     told = dict(orders.run(ranks.ORDERS, at_once=2))
     assert told == dict.fromkeys((OFF, ON), EngineResult({}, why))
     said = asked(ranks.BENCH, told, monkeypatch)
-    assert {(one.verdict, one.note) for one in said.values()} == {
-        (NOT_RUN, f"{OFF}: {why}"),
-        (NOT_RUN, f"{ON}: {why}"),
-    }
+    notes = {(NOT_RUN, f"{name}: {why}") for name in (OFF, ON)}
+    assert {(one.verdict, one.note) for one in said.values()} == notes
 
 
 def test_router_logits_are_kept_by_step_and_by_kind_of_row(monkeypatch):

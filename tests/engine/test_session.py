@@ -37,7 +37,7 @@ class Child:
 
 
 @pytest.fixture(name="told")
-def told_fixture(monkeypatch) -> list[tuple[str, object]]:
+def told_fixture(monkeypatch):
     """What the process of an order tells; it ends with 0 as its last answer."""
     told: list[tuple[str, object]] = []
     monkeypatch.setattr(session, "tell", told.append)

@@ -35,7 +35,7 @@ def step(backend: Backend, rows: int, live: int, layer: int = 0) -> None:
 
 
 @pytest.fixture(name="watched")
-def watched_fixture(monkeypatch) -> tuple[Rows, Backend]:
+def watched_fixture(monkeypatch):
     monkeypatch.setattr(Backend, "forward_mqa", Backend.forward_mqa)  # undone after the test
     watch = Rows()
     spies._attention(Backend, watch)
@@ -145,7 +145,7 @@ def test_every_backend_of_mla_whose_kernels_are_installed_is_watched(monkeypatch
 
 
 @pytest.fixture(name="runners")
-def runners_fixture(monkeypatch) -> list[type]:
+def runners_fixture(monkeypatch):
     """vLLM's two model runners, which get the model that their test gives them when they load it."""
 
     class Runner:
@@ -320,21 +320,13 @@ def test_the_start_has_a_ledger_with_a_phase_each(monkeypatch):
     calls = []
 
     class Worker:
-        def __init__(self):
-            self.model_runner = Space(get_model=lambda: "the model", capture_model=lambda: 77)
-
-        def load_model(self, *args, **kwargs):
-            return self._called("load_model", *args, **kwargs)
-
-        def _called(self, name, *args, **kwargs):
-            calls.append(name)
-            return name, args, kwargs
+        model_runner = Space(get_model=lambda: "the model", capture_model=lambda: 77)
 
     def member(name):
-        return lambda self, *args, **kwargs: self._called(name, *args, **kwargs)
+        return lambda self, *args, **kwargs: calls.append(name) or (name, args, kwargs)
 
     names = "determine_available_memory", "initialize_from_config", "compile_or_warm_up_model"
-    for name in names:
+    for name in ("load_model", *names):
         setattr(Worker, name, member(name))
 
     class Ledger:

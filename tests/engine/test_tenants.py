@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import pytest
 import torch
@@ -18,20 +18,20 @@ NAN = float("nan")
 
 
 @pytest.fixture(name="runner")
-def runner_fixture(monkeypatch) -> SimpleNamespace:
+def runner_fixture(monkeypatch):
     """Group 0 is linear attention, group 1 attention: 4 blocks of 8 tokens, keys and values."""
     cache = torch.zeros(4, 2, 8, 1, 2)
     monkeypatch.setattr(tenants, "attention_caches", lambda runner: {1: (cache, 4, 8)})
-    return SimpleNamespace(cache=cache)
+    return Space(cache=cache)
 
 
-def output(new=(), cached=(), zero=()) -> SimpleNamespace:
+def output(new=(), cached=(), zero=()) -> Space:
     """A step: (request, blocks by group, tokens of the prompt) of new ones, (request, blocks) of others."""
-    return SimpleNamespace(
+    return Space(
         scheduled_new_reqs=[
-            SimpleNamespace(req_id=r, block_ids=blocks, prompt_token_ids=[0] * n) for r, blocks, n in new
+            Space(req_id=r, block_ids=blocks, prompt_token_ids=[0] * n) for r, blocks, n in new
         ],
-        scheduled_cached_reqs=SimpleNamespace(
+        scheduled_cached_reqs=Space(
             req_ids=[r for r, _ in cached], new_block_ids=[blocks for _, blocks in cached]
         ),
         new_block_ids_to_zero=zero,
@@ -85,23 +85,22 @@ def test_blocks_that_a_running_request_gets_are_counted_too(runner):
     # Its first token is written in this step; what lies behind that is the tail.
     runner.cache[2, 1, 0] = runner.cache[3, 0, 1] = NAN
     log.step(runner, output(cached=[("a", ([], [2, 3])), ("b", None)]))
-    assert [(request, found.tolist()) for request, found in log.counted] == [
-        ("a", [0, 0]),
-        ("a", [2, 0]),
-        ("a", [2, 2]),
-    ]
+    counted = [("a", [0, 0]), ("a", [2, 0]), ("a", [2, 2])]
+    assert [(request, found.tolist()) for request, found in log.counted] == counted
     assert log.requests == {"a": 0}
+
+
+def lengths(query_start_loc: list[int], seq_lens: list[int], block_table: list[list[int]]) -> Space:
+    """Metadata of a step."""
+    given = {"query_start_loc": query_start_loc, "seq_lens": seq_lens, "block_table": block_table}
+    return Space(**{name: torch.tensor(value) for name, value in given.items()})
 
 
 def test_the_control_is_attention_and_reads_the_whole_tile():
     draw = torch.Generator().manual_seed(0)
     kv = torch.randn(3, 2, 256, 2, 16, generator=draw)
     query = torch.randn(3, 4, 16, generator=draw)
-    metadata = SimpleNamespace(
-        query_start_loc=torch.tensor([0, 1, 3]),
-        seq_lens=torch.tensor([5, 130]),
-        block_table=torch.tensor([[2, 0], [1, 0]]),
-    )
+    metadata = lengths([0, 1, 3], [5, 130], [[2, 0], [1, 0]])
     out = torch.zeros(3, 4, 16)
     # What is made with no device would not be where the cache is.
     with torch.device("meta"):
@@ -123,7 +122,7 @@ def test_the_control_is_attention_and_reads_the_whole_tile():
 
 def test_only_the_zeroing_goes_without_the_runners_wait():
     calls = []
-    event = SimpleNamespace(synchronize=lambda: calls.append("wait"), record=lambda: calls.append("record"))
+    event = Space(synchronize=lambda: calls.append("wait"), record=lambda: calls.append("record"))
     guard = tenants.DeferredEvent(event)
     guard.synchronize()
     guard.record()
@@ -133,16 +132,12 @@ def test_only_the_zeroing_goes_without_the_runners_wait():
 
 
 def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(monkeypatch):
-    seen, calls, event = [], [], SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+    seen, calls, event = [], [], Space(synchronize=lambda: None, record=lambda: None)
     log = Tenants()
     cache = torch.zeros(2, 3)
-    runner = SimpleNamespace(kv_caches=[[cache]], prepare_inputs_event=event)
-    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=528, num_gpu_blocks=24))
-    engine = SimpleNamespace(
-        runner=runner,
-        watch=SimpleNamespace(tenants=log),
-        llm=SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config)),
-    )
+    runner = Space(kv_caches=[[cache]], prepare_inputs_event=event)
+    config = Space(cache_config=Space(block_size=528, num_gpu_blocks=24))
+    engine = Space(runner=runner, watch=Space(tenants=log), llm=Space(llm_engine=Space(vllm_config=config)))
 
     def generate(engine, asked, lengths):
         waits = runner.prepare_inputs_event is event
@@ -154,17 +149,13 @@ def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(mon
         assert [sizes[i] for i in (0, 1, 2)] == [(20, 4), (57, 5), (94, 6)]
         # Their sizes wrap around, each at another request.
         if len(asked) > 3:
-            assert (sizes[10], sizes[11], sizes[12:14], len(sizes)) == (
-                (390, 14),
-                (27, 15),
-                [(64, 16), (101, 4)],
-                100,
-            )
+            assert sizes[10:14] == [(390, 14), (27, 15), (64, 16), (101, 4)]
+            assert len(sizes) == 100
         seen.append((log.zeroing, bool(cache.isnan().all()), log.delay, waits, [*log.requests]))
         log.requests = {str(number): number for number in range(5)}
-        steps = [[{7: SimpleNamespace(logprob=value)} for value in row] for row in ((-0.5, 1.0), (NAN,))]
+        steps = [[{7: Space(logprob=value)} for value in row] for row in ((-0.5, 1.0), (NAN,))]
         return [
-            SimpleNamespace(outputs=[SimpleNamespace(token_ids=(number, 7), logprobs=logprobs)])
+            Space(outputs=[Space(token_ids=(number, 7), logprobs=logprobs)])
             for number, logprobs in enumerate([*steps, None])
         ]
 
@@ -186,13 +177,9 @@ def test_every_state_of_the_probe_sets_its_switches_and_the_last_undoes_them(mon
     # No step of one state is under way when the switches of the next are set.
     assert calls == ["wait", "serve", "wait"] * 5
     # Each state begins with an empty log.
-    assert seen == [
-        (True, False, False, True, []),
-        (False, False, False, True, []),
-        (False, True, False, True, []),
-        (True, True, True, True, []),
-        (True, True, True, False, []),
-    ]
+    flags = (True, False, False, True), (False, False, False, True), (False, True, False, True)
+    flags += (True, True, True, True), (True, True, True, False)
+    assert seen == [(*of_state, []) for of_state in flags]
     assert (runner.prepare_inputs_event, log.guard) == (event, None)
     half, one, nan = (int(torch.tensor(value).view(torch.int32)) for value in (-0.5, 1.0, NAN))
     found = {
@@ -220,24 +207,24 @@ def test_a_cache_is_poisoned_in_every_layout_and_dtype():
 
 
 def test_groups_of_attention_have_a_cache_of_blocks(monkeypatch):
-    class MambaSpec(SimpleNamespace): ...
+    class MambaSpec(Space): ...
 
     stand_in(monkeypatch, "vllm.v1.kv_cache_interface", MambaSpec=MambaSpec)
     caches = {name: torch.zeros(6, number + 1) for number, name in enumerate(("state", "b", "d"))}
     layers = {**caches, "c": [torch.zeros(2)], "e": caches["d"]}
     groups = [
-        SimpleNamespace(layer_names=names, kv_cache_spec=spec)
+        Space(layer_names=names, kv_cache_spec=spec)
         for names, spec in (
             (("state",), MambaSpec(block_size=528)),
-            (("b", "none"), SimpleNamespace(block_size=16)),
-            (("c",), SimpleNamespace(block_size=16)),
-            (("d", "e"), SimpleNamespace(block_size=32)),
+            (("b", "none"), Space(block_size=16)),
+            (("c",), Space(block_size=16)),
+            (("d", "e"), Space(block_size=32)),
         )
     ]
-    runner = SimpleNamespace(
-        kv_cache_config=SimpleNamespace(kv_cache_groups=groups, num_blocks=6),
-        compilation_config=SimpleNamespace(
-            static_forward_context={name: SimpleNamespace(kv_cache=one) for name, one in layers.items()}
+    runner = Space(
+        kv_cache_config=Space(kv_cache_groups=groups, num_blocks=6),
+        compilation_config=Space(
+            static_forward_context={name: Space(kv_cache=one) for name, one in layers.items()}
         ),
     )
     found = tenants.attention_caches(runner)
@@ -278,7 +265,7 @@ def test_the_switches_stand_around_vllms_own_methods(monkeypatch):
     tenants.tenants(watch)
     log = watch.tenants
     monkeypatch.setattr(log, "step", lambda of, output: calls.append(("step", of is runner, output)))
-    event = SimpleNamespace(synchronize=lambda: calls.append("wait"))
+    event = Space(synchronize=lambda: calls.append("wait"))
 
     def after(function, *args):
         calls.clear()
@@ -294,7 +281,7 @@ def test_the_switches_stand_around_vllms_own_methods(monkeypatch):
         (tenants.DeferredEvent(event), [3], []),
     ):
         runner.prepare_inputs_event = guard
-        output = SimpleNamespace(new_block_ids_to_zero=ids)
+        output = Space(new_block_ids_to_zero=ids)
         want = [*waits, "update", ("step", True, output)]
         assert after(runner._update_states, output) == ("updated", want)
 
@@ -336,11 +323,7 @@ def test_the_control_reads_no_block_that_is_not_the_requests():
     kv, query = (torch.randn(*shape, generator=draw) for shape in ((4, 2, 64, 2, 8), (1, 2, 8)))
     kv[0] = NAN
     out = torch.zeros(1, 2, 8)
-    metadata = SimpleNamespace(
-        query_start_loc=torch.tensor([0, 1]),
-        seq_lens=torch.tensor([130]),
-        block_table=torch.tensor([[2, 1, 3, 0, 0]]),
-    )
+    metadata = lengths([0, 1], [130], [[2, 1, 3, 0, 0]])
     tenants._attend(query, kv, metadata, 0.5, out)
     k, v = (kv[[2, 1, 3], side].flatten(0, 1)[:130] for side in (0, 1))
     weights = torch.einsum("hd,khd->hk", query[0], k).mul(0.5).softmax(-1)
@@ -349,11 +332,7 @@ def test_the_control_reads_no_block_that_is_not_the_requests():
 
 def test_a_step_without_tokens_of_a_request_leaves_its_row_out():
     kv, query, out = torch.ones(2, 2, 128, 1, 4), torch.ones(1, 2, 4), torch.zeros(1, 8)
-    metadata = SimpleNamespace(
-        query_start_loc=torch.tensor([0, 0, 1]),
-        seq_lens=torch.tensor([0, 3]),
-        block_table=torch.tensor([[0], [1]]),
-    )
+    metadata = lengths([0, 0, 1], [0, 3], [[0], [1]])
     kv[0] = NAN
     tenants._attend(query, kv, metadata, 1.0, out)
     # Heads lie side by side in the output of this backend.

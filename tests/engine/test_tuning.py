@@ -1,7 +1,5 @@
 """Autotuned kernels keep their first configuration, and the kernels that torch.compile made are told."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import types

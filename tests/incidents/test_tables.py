@@ -58,9 +58,7 @@ def close(kept: Any, now: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_each_case_gives_the_verdict_that_is_expected(
-    device: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_case_gives_the_verdict_that_is_expected(device, name, monkeypatch):
     # `make test` executes the notebooks afterwards, which ask the same.
     if folder := os.environ.get("STALEPROOF_TEST_FINDINGS"):
         monkeypatch.setenv(SHARED, folder)
@@ -78,12 +76,12 @@ def test_each_case_gives_the_verdict_that_is_expected(
             assert not found.ran or close(READINGS[case.key.text], told(found)), found
 
 
-def test_no_case_is_lost_or_has_another_name() -> None:
+def test_no_case_is_lost_or_has_another_name():
     assert {case.key.text for table in TABLES.values() for case in table.cases} == READINGS.keys()
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_what_a_table_expects_can_go_wrong(name: str) -> None:
+def test_what_a_table_expects_can_go_wrong(name):
     """Some cases of a table are bad, others good: neither a blind detector nor a deaf one passes."""
     expected = {(case.words, case.expected("cpu")) for case in TABLES[name].cases if not hasattr(case, "off")}
     said = {outcome(words, verdict) for words, verdict in expected if verdict is not None}

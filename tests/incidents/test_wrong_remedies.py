@@ -1,7 +1,5 @@
 """Remedies that are right for an incident's own scene and nowhere else: none of them is called fixed."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 from functools import partial

@@ -29,10 +29,15 @@ def of(*modules: str) -> Callable[[Any], Any]:
 
     def put(value: Any) -> Any:
         for module in modules:
-            MODULES.setdefault(module, {})[value.__name__.removesuffix("_")] = value
+            also(module, **{value.__name__.removesuffix("_"): value})
         return value
 
     return put
+
+
+def also(module: str, **members: Any) -> None:
+    """Put these into a module under their names."""
+    MODULES.setdefault(module, {}).update(members)
 
 
 @contextmanager
@@ -60,15 +65,8 @@ def installed() -> Iterator[None]:
 class OnGpu(torch.overrides.TorchFunctionMode):
     """A tensor that an adapter makes lies on the device that it names; ``cuda`` is the CPU here."""
 
-    MAKES: ClassVar = {
-        torch.zeros,
-        torch.ones,
-        torch.empty,
-        torch.full,
-        torch.arange,
-        torch.eye,
-        torch.tensor,
-    }
+    MAKERS: ClassVar = "zeros", "ones", "empty", "full", "arange", "eye", "tensor"
+    MAKES: ClassVar = {getattr(torch, name) for name in MAKERS}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, caller = dict(kwargs or {}), sys._getframe(1)
@@ -228,7 +226,7 @@ def _legacy(q, k_cache, block_table, cache_seqlens, head_dim_v, plan, splits, sc
     return _flash_mla(q, k_cache, block_table, cache_seqlens, head_dim_v, scale)
 
 
-MODULES["flash_mla"] = {"get_mla_metadata": lambda: ("plan", None), "flash_mla_with_kvcache": _legacy}
+also("flash_mla", get_mla_metadata=lambda: ("plan", None), flash_mla_with_kvcache=_legacy)
 
 
 def _cute(q, k, v, *, cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_k, page_table, softmax_scale, causal):
@@ -238,7 +236,7 @@ def _cute(q, k, v, *, cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_k, page_
     return attend(q, cu_seqlens_q, keys, values, softmax_scale)
 
 
-MODULES["flash_attn.cute"] = {"flash_attn_varlen_func": _cute}
+also("flash_attn.cute", flash_attn_varlen_func=_cute)
 
 
 @of("sglang.kernels.ops.attention.decode_attention")
@@ -452,14 +450,9 @@ def merge_attn_states(output, prefix_output, prefix_lse, suffix_output, suffix_l
     into(output, out), into(output_lse, lse.T)
 
 
-@of("sglang.kernels.ops.attention.merge_state")
-def merge_state_triton(prefix_output, prefix_lse, suffix_output, suffix_lse):
-    return merged(prefix_output, prefix_lse, suffix_output, suffix_lse)
-
-
-@of("flashinfer.triton.cascade")
-def merge_state(v_a, s_a, v_b, s_b):
-    return merged(v_a, s_a, v_b, s_b, 2.0)
+# Logarithms to the base of 2.
+also("flashinfer.triton.cascade", merge_state=lambda v_a, s_a, v_b, s_b: merged(v_a, s_a, v_b, s_b, 2.0))
+also("sglang.kernels.ops.attention.merge_state", merge_state_triton=merged)
 
 
 @of("flashinfer.cascade")
@@ -485,9 +478,8 @@ def reshape_and_cache_flash(
     _store(key_cache, slot_mapping, key, -1), _store(value_cache, slot_mapping, value, -1)
 
 
-MODULES["vllm.v1.attention.ops.triton_reshape_and_cache_flash"] = {
-    "triton_reshape_and_cache_flash": reshape_and_cache_flash
-}
+_FLASH = "triton_reshape_and_cache_flash"
+also(f"vllm.v1.attention.ops.{_FLASH}", **{_FLASH: reshape_and_cache_flash})
 
 
 @of("vllm._custom_ops")
@@ -517,8 +509,8 @@ def _conv(pad: int) -> Callable[..., torch.Tensor]:
     return causal_conv1d_update
 
 
-MODULES["vllm.model_executor.layers.mamba.ops.causal_conv1d"] = {"causal_conv1d_update": _conv(0)}
-MODULES["sglang.kernels.ops.mamba.causal_conv1d_triton"] = {"causal_conv1d_update": _conv(-1)}
+also("vllm.model_executor.layers.mamba.ops.causal_conv1d", causal_conv1d_update=_conv(0))
+also("sglang.kernels.ops.mamba.causal_conv1d_triton", causal_conv1d_update=_conv(-1))
 
 
 # Rows
@@ -530,11 +522,6 @@ def normed(x, weight, eps, dtype=None):
     assert eps == 1e-6
     x64 = x.double()
     return (x64 * (x64.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()).to(x.dtype)
-
-
-@of("fla.modules.norm.l2norm")
-def l2norm(x, eps=1e-6):
-    return functional.normalize(x.double(), dim=-1).to(x.dtype)
 
 
 @of("fla.modules.norm.layernorm")
@@ -555,40 +542,20 @@ def layer_norm_forward(X, W, B, eps):
     return functional.layer_norm(X.double(), W.shape, W.double(), B.double(), eps).to(X.dtype), X, None
 
 
-@of("liger_kernel.ops.softmax", "quack.softmax", "flashinfer.sampling")
-def softmax(x):
+def _softmax(x):
     return x.double().softmax(-1).to(x.dtype)
 
 
-MODULES["liger_kernel.ops.softmax"]["_softmax_forward"] = lambda x: (softmax(x), "tile")
-MODULES["quack.softmax"]["softmax_fwd"] = softmax
-
-
-@of("liger_kernel.ops.swiglu")
-def swiglu_forward(a, b):
-    out = (functional.silu(a.double()) * b.double()).to(a.dtype)
-    # Its real form keeps both for the backward pass.
-    return a, b, out
-
-
-@of("quack.rmsnorm")
-def rmsnorm(x, weight):
-    return normed(x, weight, 1e-6, torch.float32)
-
-
-@of("sglang.kernels.ops.layernorm.fused_rmsnorm")
-def fused_rmsnorm(x, weight, eps):
-    return normed(x, weight, eps)
-
-
-@of("flashinfer.norm")
-def rmsnorm_(input, weight, eps):
-    return normed(input, weight, eps)
-
-
-@of("flashinfer.norm")
-def gemma_rmsnorm(input, weight, eps):
-    return normed(input, 1 + weight, eps)
+also("fla.modules.norm.l2norm", l2norm=lambda x: functional.normalize(x.double(), dim=-1).to(x.dtype))
+also("liger_kernel.ops.softmax", softmax=_softmax, _softmax_forward=lambda x: (_softmax(x), "tile"))
+also("quack.softmax", softmax=_softmax, softmax_fwd=_softmax)
+also("quack.rmsnorm", rmsnorm=lambda x, weight: normed(x, weight, 1e-6, torch.float32))
+also("sglang.kernels.ops.layernorm.fused_rmsnorm", fused_rmsnorm=normed)
+also("flashinfer.norm", rmsnorm=normed, gemma_rmsnorm=lambda x, weight, eps: normed(x, 1 + weight, eps))
+also("flashinfer.triton.norm", rms_norm=lambda x, weight, out, eps: into(out, normed(x, weight, eps)))
+also("flashinfer.sampling", softmax=_softmax)
+# Its real form keeps both for the backward pass.
+also("liger_kernel.ops.swiglu", swiglu_forward=lambda a, b: (a, b, silu_and_mul(torch.cat([a, b], -1))))
 
 
 @of("flashinfer.norm", "vllm._custom_ops")
@@ -597,21 +564,14 @@ def fused_add_rms_norm(input, residual, weight, eps):
     input.copy_(normed(residual, weight, eps))
 
 
-MODULES["flashinfer.norm"]["fused_add_rmsnorm"] = fused_add_rms_norm
+also("flashinfer.norm", fused_add_rmsnorm=fused_add_rms_norm)
+also("flashinfer.triton.norm", rms_norm_add_residual=fused_add_rms_norm)
 
 
 @of("flashinfer.norm")
 def rmsnorm_quant(out, input, weight, scale, eps):
     assert (out.dtype, scale.item()) == (E4M3, 1.0)
     out.copy_(normed(input, weight, eps).float().clamp(-448, 448))
-
-
-@of("flashinfer.triton.norm")
-def rms_norm_(x, weight, out, eps):
-    into(out, normed(x, weight, eps))
-
-
-MODULES["flashinfer.triton.norm"]["rms_norm_add_residual"] = fused_add_rms_norm
 
 
 @of("flashinfer.triton.activation", "flashinfer.activation")
@@ -647,36 +607,36 @@ def _whole(x):
     return (x.float() / scale).clamp(-448, 448).to(E4M3), scale
 
 
-@of("vllm._custom_ops")
-def scaled_fp8_quant(input, use_per_token_if_dynamic=False):
-    return _groups(input, input.shape[1]) if use_per_token_if_dynamic else _whole(input)
-
-
 @of("vllm.model_executor.layers.quantization.utils.fp8_utils")
 def per_token_group_quant_fp8(x, group_size):
     CHOSEN.append(group_size)
     return _groups(x, group_size)
 
 
-@of("vllm._custom_ops")
-def rms_norm__(out, input, weight, epsilon):
-    into(out, normed(input, weight, epsilon))
+def _fp8_quant(input, use_per_token_if_dynamic=False):
+    return _groups(input, input.shape[1]) if use_per_token_if_dynamic else _whole(input)
 
 
-MODULES["vllm._custom_ops"]["rms_norm"] = MODULES["vllm._custom_ops"].pop("rms_norm_")
+def _nvfp4(a, a_global_sf):
+    assert a_global_sf.item() == 1.0
+    return quantize_nvfp4(a, a_global_sf)
 
 
-@of("vllm._custom_ops")
-def rms_norm_dynamic_per_token_quant(input, weight, epsilon, quant_dtype):
-    return _groups(normed(input, weight, epsilon), input.shape[1], quant_dtype)
+also(
+    "vllm._custom_ops",
+    scaled_fp8_quant=_fp8_quant,
+    rms_norm=lambda out, input, weight, epsilon: into(out, normed(input, weight, epsilon)),
+    rms_norm_dynamic_per_token_quant=lambda x, weight, epsilon, quant_dtype: _groups(
+        normed(x, weight, epsilon), x.shape[1], quant_dtype
+    ),
+)
+_INT8 = "sglang.kernels.ops.quantization.int8_kernel"
+also(_INT8, per_token_quant_int8=lambda x: _groups(x, x.shape[1], torch.int8, 127.0))
+also("sglang.kernels.ops.quantization.act_quant_tilelang", act_quant=lambda x: _groups(x, 128))
+also("flashinfer", nvfp4_quantize=_nvfp4)
 
 
-@of("sglang.kernels.ops.quantization.int8_kernel")
-def per_token_quant_int8(x):
-    return _groups(x, x.shape[1], torch.int8, 127.0)
-
-
-@of("sglang.kernels.ops.quantization.int8_kernel")
+@of(_INT8)
 def per_token_group_quant_int8(x, group_size):
     CHOSEN.append(group_size)
     return _groups(x, group_size, torch.int8, 127.0)
@@ -695,11 +655,6 @@ def _per_token_group_quant_8bit_raw(x, group_size):
     return _groups(x, group_size)
 
 
-@of("sglang.kernels.ops.quantization.act_quant_tilelang")
-def act_quant(x, block_size=128):
-    return _groups(x, block_size)
-
-
 @of("flashinfer")
 def mxfp8_quantize(input, is_sf_swizzled_layout=True):
     assert not is_sf_swizzled_layout
@@ -707,12 +662,6 @@ def mxfp8_quantize(input, is_sf_swizzled_layout=True):
     exponent = (parts.abs().amax(-1) / 448).log2().ceil()
     values = (parts / exponent.exp2()[..., None]).clamp(-448, 448).flatten(-2).to(E4M3)
     return values, (exponent + 127).to(torch.uint8).flatten()
-
-
-@of("flashinfer")
-def nvfp4_quantize(a, a_global_sf):
-    assert a_global_sf.item() == 1.0
-    return quantize_nvfp4(a, a_global_sf)
 
 
 # Packed sequences
@@ -736,10 +685,8 @@ def _gated_delta_rule(length: torch.dtype) -> Callable[..., Any]:
     return rule
 
 
-MODULES["fla.ops.gated_delta_rule"] = {
-    "fused_recurrent_gated_delta_rule": _gated_delta_rule(torch.int64),
-    "chunk_gated_delta_rule": _gated_delta_rule(torch.int32),
-}
+also("fla.ops.gated_delta_rule", chunk_gated_delta_rule=_gated_delta_rule(torch.int32))
+also("fla.ops.gated_delta_rule", fused_recurrent_gated_delta_rule=_gated_delta_rule(torch.int64))
 
 
 @of("fla.modules.causal_conv1d")
@@ -790,7 +737,7 @@ def _vllm_routing(name, score):
         weights, ids = route(score(gating_output), topk_ids.shape[1], bias)
         into(topk_weights, weights), into(topk_ids, ids), token_expert_indices.zero_()
 
-    MODULES["vllm._custom_ops"][name] = topk
+    also("vllm._custom_ops", **{name: topk})
 
 
 _vllm_routing("topk_softmax", lambda x: x.softmax(-1))
@@ -846,11 +793,9 @@ def topk(x, k, softmax=False):
     return values.softmax(-1) if softmax else values, ids.int()
 
 
-# What the configuration of a model calls the number of its experts.
-EXPERTS = dict.fromkeys(
-    ("MixtralTopKRouter", "GptOssTopKRouter", "MiniMaxM2TopKRouter", "DeepseekV3TopkRouter"),
-    "num_local_experts",
-)
+# Models whose configuration has another name for the number of their experts than ``num_experts``.
+LOCAL = "MixtralTopKRouter", "GptOssTopKRouter", "MiniMaxM2TopKRouter", "DeepseekV3TopkRouter"
+EXPERTS = dict.fromkeys(LOCAL, "num_local_experts")
 
 
 def _router(name, model, score, fields, renormalize, biased=""):
@@ -861,10 +806,8 @@ def _router(name, model, score, fields, renormalize, biased=""):
             super().__init__()
             read = [getattr(config, field) for field in fields]
             assert read == [*fields.values()], f"{name}: {read}"
-            self.top_k, experts = (
-                config.num_experts_per_tok,
-                getattr(config, EXPERTS.get(name, "num_experts")),
-            )
+            self.top_k = config.num_experts_per_tok
+            experts = getattr(config, EXPERTS.get(name, "num_experts"))
             self.groups = getattr(config, "n_group", 1), getattr(config, "topk_group", 1)
             shape = experts, config.hidden_size
             self.weight = torch.nn.Parameter(torch.full(shape, float("nan")))
@@ -882,11 +825,7 @@ def _router(name, model, score, fields, renormalize, biased=""):
                 scores = score(logits)
                 return logits, *route(scores, self.top_k, correction, renormalize, self.groups)
 
-    MODULES.setdefault(f"transformers.models.{model}.modeling_{model}", {})[name] = Router
-
-
-def _softmax(x):
-    return x.softmax(-1)
+    also(f"transformers.models.{model}.modeling_{model}", **{name: Router})
 
 
 _router("MixtralTopKRouter", "mixtral", _softmax, {}, True)

@@ -292,6 +292,7 @@ def test_a_peer_decodes_as_the_reference(name, q_len):
     seq_lens, out = torch.tensor([130, 64, 0], dtype=torch.int32), torch.empty(3 * q_len, 16 * 512)
     scale = 192**-0.5 if name == "flashinfer_cutlass" else 0.07
     peer = replace(PEERS[name], unavailable_reason=None)
+    stand_ins.CHOSEN.clear()
     with stand_ins.installed(), stand_ins.OnGpu():
         found, lse = peer(q, kv_cache, block_table, seq_lens, softmax_scale=scale, out=out)
     want, want_lse = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=scale)
@@ -299,6 +300,9 @@ def test_a_peer_decodes_as_the_reference(name, q_len):
         want, want_lse = want[:, 0], want_lse[:, 0]
     torch.testing.assert_close(found[:2], want[:2], rtol=1e-4, atol=1e-4)
     assert found.data_ptr() == out.data_ptr()
+    backend = name.rpartition("_")[2]
+    chosen = {"vllm_fa3": [(3, 0)], "torch_sdpa": [], "flashinfer_trtllm": []}
+    assert chosen.get(name, [backend]) == stand_ins.CHOSEN
     if name in ("flashinfer_fa2", "flashinfer_fa3"):
         torch.testing.assert_close(lse[:2], want_lse[:2], rtol=1e-4, atol=1e-4)
     else:

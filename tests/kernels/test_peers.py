@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import environment
 import pytest
@@ -32,87 +31,50 @@ def call():
     return q, kv_cache, block_table, seq_lens
 
 
-class Bound:
-    """A wrapper of FlashInfer's that only binds its arguments to the real signatures, and keeps them."""
-
-    made: ClassVar[list[Bound]] = []
-
-    def __init__(self, *args, **kwargs):
-        self.calls = {"__init__": inspect.signature(WRAPPER.__init__).bind(None, *args, **kwargs).arguments}
-        self.made.append(self)
-
-    def __getattr__(self, name):
-        def call(*args, **kwargs):
-            self.calls[name] = inspect.signature(getattr(WRAPPER, name)).bind(None, *args, **kwargs).arguments
-            return kwargs.get("out"), kwargs.get("lse")
-
-        return call
+PLANNED, TRTLLM = ["__init__", "plan", "run"], "trtllm_batch_decode_with_kv_cache_mla"
 
 
-WRAPPER = getattr(importlib.util.find_spec("flashinfer") and importlib.import_module("flashinfer.mla"),
-                  "BatchMLAPagedAttentionWrapper", None)  # fmt: skip
+@pytest.mark.parametrize(
+    ("backend", "q_len", "calls"),
+    [
+        *((backend, q_len, PLANNED) for backend in ("fa2", "fa3") for q_len in (1, 2)),
+        ("trtllm", 2, [TRTLLM]),
+        ("cutlass", 1, ["__init__", "run"]),
+    ],
+)
+def test_a_call_fits_the_signatures_of_the_installed_flashinfer(monkeypatch, backend, q_len, calls):
+    """What it gives them is told in test_adapters.py."""
+    module, decode = (pytest.importorskip(f"flashinfer.{name}") for name in ("mla", "decode"))
+    real, made = module.BatchMLAPagedAttentionWrapper, []
+
+    def bind(function, *args, **kwargs):
+        made.append((function.__name__, inspect.signature(function).bind(*args, **kwargs).arguments))
+        return kwargs.get("out"), kwargs.get("lse")
+
+    class Bound:
+        def __init__(self, *args, **kwargs):
+            bind(real.__init__, None, *args, **kwargs)
+
+        def __getattr__(self, name):
+            return partial(bind, getattr(real, name), None)
+
+    monkeypatch.setattr(module, "BatchMLAPagedAttentionWrapper", Bound)
+    monkeypatch.setattr(decode, TRTLLM, partial(bind, getattr(decode, TRTLLM)))
+    q, *rest = call()
+    q = q if q_len == 1 else q[:, None].repeat(1, q_len, 1, 1)
+    flashinfer.flashinfer_peers()[f"flashinfer_{backend}"].prepare(q, *rest, 0.1, None, None)()
+    assert [name for name, _ in made] == calls
+    assert backend == "trtllm" or made[0][1]["backend"] == backend
 
 
-@pytest.fixture(name="wrapper")
-def wrapper_fixture(monkeypatch):
-    if WRAPPER is None:
-        pytest.skip("FlashInfer is not here")
-    monkeypatch.setattr("flashinfer.mla.BatchMLAPagedAttentionWrapper", Bound)
-    Bound.made.clear()
-    return Bound.made
-
-
-def prepared(name, *given):
-    return flashinfer.flashinfer_peers()[name].prepare(*given, 0.1, None, None)
-
-
-def test_trtllm_gets_the_arguments_that_vllm_gives_it(monkeypatch):
-    module = pytest.importorskip("flashinfer.decode")
-    signature = inspect.signature(module.trtllm_batch_decode_with_kv_cache_mla)
-    seen = {}
-    monkeypatch.setattr(
-        module,
-        "trtllm_batch_decode_with_kv_cache_mla",
-        lambda *args, **kwargs: seen.update(signature.bind(*args, **kwargs).arguments),
-    )
-    prepared("flashinfer_trtllm", *call())()
-    assert tuple(seen["query"].shape) == (3, 1, 16, 576)
-    assert tuple(seen["kv_cache"].shape) == (5, 1, 64, 576)
-    assert (seen["max_seq_len"], seen["kv_lora_rank"], seen["bmm1_scale"]) == (128, 512, 0.1)
-
-
-@pytest.mark.parametrize("backend", ["fa2", "fa3", "cutlass"])
-def test_the_wrapper_gets_the_pages_in_use_and_the_parts_of_query_and_cache(wrapper, backend):
-    q, kv_cache, block_table, seq_lens = call()
-    block_table[0] = torch.tensor([4, 2])
-    block_table[1] = torch.tensor([3, -1])
-    block_table[2] = -1
-    out, lse = prepared(f"flashinfer_{backend}", q, kv_cache, block_table, seq_lens)()
-    assert tuple(out.shape) == (3, 16, 512)
-    (made,) = wrapper
-    assert made.calls["__init__"]["backend"] == backend
-    run = made.calls["run"]
-    assert [tuple(run[name].shape) for name in ("q_nope", "q_pe")] == [(3, 16, 512), (3, 16, 64)]
-    if backend == "cutlass":
-        assert (run["kv_len"] is seq_lens, lse) == (True, None)
-        return
-    plan = made.calls["plan"]
-    assert plan["kv_indptr"].tolist() == [0, 2, 3, 3]
-    assert plan["kv_indices"].tolist() == [4, 2, 3]
-    assert (plan["num_heads"], plan["page_size"], plan["causal"]) == (16, 64, False)
-
-
-def test_flashinfer_takes_the_query_tokens_of_all_requests_one_after_another(wrapper):
-    _, kv_cache, block_table, seq_lens = call()
-    q = torch.arange(3 * 2).view(3, 2, 1, 1).expand(3, 2, 16, 576).bfloat16()
-    out, lse = prepared("flashinfer_fa3", q, kv_cache, block_table, seq_lens)()
-    plan, run = wrapper[0].calls["plan"], wrapper[0].calls["run"]
-    assert (plan["qo_indptr"].tolist(), plan["num_heads"], plan["causal"]) == ([0, 2, 4, 6], 16, True)
-    assert run["q_nope"][:, 0, 0].tolist() == [*range(6)]
-    assert (run["q_pe"].shape, run["lse"].shape) == ((6, 16, 64), (6, 16))
-    assert (out.shape, lse.shape) == ((3, 2, 16, 512), (3, 2, 16))
-    run["out"][3] = 1
-    assert out[1, 1].eq(1).all()
+def test_a_wheel_without_fa3s_library_is_named(monkeypatch):
+    monkeypatch.setattr(devices, "provenance", lambda: Provenance.MEASURED)
+    monkeypatch.setattr(devices, "machine", lambda: SimpleNamespace(capability="sm_90"))
+    monkeypatch.setattr(vllm_kernels, "vllm_file", lambda path: None)
+    missing = f"no vllm with {vllm_kernels.FA3_LIBRARY} is installed"
+    assert vllm_kernels.fa3_unavailable_reason() == missing
+    monkeypatch.setattr(devices, "machine", lambda: SimpleNamespace(capability="sm_100"))
+    assert vllm_kernels.fa3_unavailable_reason().startswith("needs an SM90 GPU")
 
 
 def test_an_absent_peer_says_why_and_refuses():
@@ -122,14 +84,6 @@ def test_an_absent_peer_says_why_and_refuses():
         assert "\n" not in peer.unavailable_reason, name
         with pytest.raises(RuntimeError, match="is not available"):
             peer(*call(), softmax_scale=0.1)
-
-
-def test_sm100_kernels_do_not_run_elsewhere():
-    if devices.provenance() is Provenance.MEASURED and devices.is_sm100():
-        pytest.skip("this is SM100")
-    found = mla.peers()
-    assert found["flashinfer_trtllm"].unavailable_reason is not None
-    assert found["flashinfer_cutlass"].unavailable_reason is not None
 
 
 @pytest.mark.parametrize(
@@ -316,12 +270,8 @@ def test_flashmla_reads_an_e4m3_cache_with_e4m3_queries(monkeypatch):
 
     def decode(q, kv, rank, lengths, table, scale, causal, plan, splits, q_scale, kv_scale):
         assert (q.dtype, kv.dtype, rank, causal) == (E4M3, E4M3, 512, False)
-        assert (plan, splits is lengths, q_scale.tolist(), kv_scale.tolist()) == (
-            "a plan",
-            True,
-            [1.0],
-            [1.0],
-        )
+        assert (plan, splits is lengths) == ("a plan", True)
+        assert q_scale.tolist() == kv_scale.tolist() == [1.0]
         out, lse = mla_decode(q[:, 0].float(), kv[:, :, 0].float(), table, lengths, softmax_scale=scale)
         return out[:, None], lse[..., None]
 

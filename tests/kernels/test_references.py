@@ -1,7 +1,5 @@
 """What a kernel is compared with is right itself: small rows whose result can be told by hand."""
 
-from __future__ import annotations
-
 import torch
 
 from staleproof.kernels import references

@@ -1,7 +1,5 @@
 """Single files of a vLLM run as they are; everything else that they import is a stand-in."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

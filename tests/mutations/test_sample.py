@@ -1,7 +1,5 @@
 """A sample of the edits turns red, all of them still apply, and the runner is not easily satisfied."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -14,15 +12,9 @@ from mutate import GONE, RED, SURVIVED, Edit
 
 EDITS = mutate.edits()
 # Nothing changes for whoever calls the function.
-NOTHING = Edit(
-    "evidence",
-    "evidence/canary.py",
-    "row_states",
-    old="states[kept.any(1)] = 1",
-    new="states[kept.any(1)] = 0 + 1",
-    breaks="Nothing.",
-    red="evidence/test_canary.py::test_states",
-)
+SAME = {"old": "states[kept.any(1)] = 1", "new": "states[kept.any(1)] = 0 + 1", "breaks": "Nothing."}
+RED_IN = "evidence/test_canary.py::test_states"
+NOTHING = Edit("evidence", "evidence/canary.py", "row_states", **SAME, red=RED_IN)
 
 
 def test_every_edit_applies():
@@ -70,15 +62,9 @@ def test_a_sample_is_noticed():
 
 
 def test_an_edit_that_nothing_notices_survives_and_one_that_does_not_run_shows_nothing():
-    tried = [
-        mutate.tried(edit)
-        for edit in (
-            NOTHING,
-            replace(NOTHING, old="this_is_nowhere(kept)"),
-            replace(NOTHING, new="ROW_STATES[kept]"),
-            replace(NOTHING, new="states[kept.any(1)] = ="),
-        )
-    ]
+    news = "ROW_STATES[kept]", "states[kept.any(1)] = ="
+    edits = NOTHING, replace(NOTHING, old="nowhere(kept)"), *(replace(NOTHING, new=new) for new in news)
+    tried = [mutate.tried(edit) for edit in edits]
     assert [one.state for one in tried[:3]] == [SURVIVED, GONE, "the edited file does not run"]
     assert "ROW_STATES" in tried[2].says
     assert tried[3].state == "exit 4, not a red test"

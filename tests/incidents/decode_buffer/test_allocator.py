@@ -1,7 +1,5 @@
 """The simulated device counts bytes as torch's caching allocator does."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
@@ -11,14 +9,7 @@ import torch
 
 from staleproof.evidence.ledger import Usage
 from staleproof.incidents.decode_buffer import allocator
-from staleproof.incidents.decode_buffer.allocator import (
-    GIB,
-    MIB,
-    CudaMemory,
-    SimulatedAllocator,
-    SimulatedMemory,
-    oom_fields,
-)
+from staleproof.incidents.decode_buffer.allocator import GIB, MIB, SimulatedAllocator, SimulatedMemory
 
 
 @pytest.mark.parametrize(
@@ -108,7 +99,7 @@ def test_the_error_says_what_torchs_error_says():
     device.malloc(3 * MIB)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         device.malloc(3 * GIB)
-    assert oom_fields(str(caught.value)) == {
+    assert allocator.oom_fields(str(caught.value)) == {
         "tried": "3.00 GiB",
         "total": "8.00 GiB",
         "free": "1.98 GiB",
@@ -159,13 +150,13 @@ def test_a_limit_on_the_device_leaves_out_what_others_take(monkeypatch, limit, s
     for name, call in cuda.items():
         monkeypatch.setattr(torch.cuda, name, call)
     monkeypatch.setattr(allocator, "cuda_usage", lambda: Usage(70, 40, 30, 2))
-    memory = CudaMemory(limit)
+    memory = allocator.CudaMemory(limit)
     assert (memory.total_bytes, shares) == (limit or 100, [share])
     assert memory.usage() == (used, 40, 30, 2)
     assert memory.peak_of(lambda: done.append("called")) == 12
     assert done == ["reset", "called", "waited", "emptied"]
     with pytest.raises(ValueError, match="limit_bytes: expected at most 100, got 101"):
-        CudaMemory(101)
+        allocator.CudaMemory(101)
 
 
 def test_a_peak_is_counted_from_what_was_there_and_a_graph_keeps_its_pool():

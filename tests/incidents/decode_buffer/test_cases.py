@@ -1,7 +1,5 @@
 """What the verdicts of incident 2 rest on, and that a broken subject changes them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from dataclasses import replace
@@ -68,11 +66,8 @@ def test_a_sweep_says_where_servers_die(verdicts, said, dies_from, monkeypatch):
 
 def test_a_workspace_whose_key_forgets_the_micro_batch_mixes(device, monkeypatch):
     get = DecodeWorkspace.get
-    monkeypatch.setattr(
-        DecodeWorkspace,
-        "get",
-        lambda self, shape, dtype, device, micro_batch=0: get(self, shape, dtype, device, micro_batch=0),
-    )
+    keyless = lambda self, *of, micro_batch=0: get(self, *of, micro_batch=0)  # noqa: E731
+    monkeypatch.setattr(DecodeWorkspace, "get", keyless)
     for question in ("overlap", "threads"):
         assert verdict(question, "decode_workspace", device) == "mixed"
 

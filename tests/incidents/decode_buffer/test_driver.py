@@ -1,7 +1,5 @@
 """The driver's structure has the driver's size, and a driver that is absent is an error in one line."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

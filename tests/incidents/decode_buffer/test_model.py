@@ -1,7 +1,5 @@
 """The sizes of a server, and a model that allocates what a large one does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The figures that the notebook shows."""
 
-from __future__ import annotations
-
 import pytest
 
 from staleproof.incidents.decode_buffer.allocator import GIB

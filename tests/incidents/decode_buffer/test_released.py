@@ -22,14 +22,14 @@ def folder(version: str) -> Path:
         pytest.skip(str(error))
 
 
-def test_nothing_stays_behind() -> None:
+def test_nothing_stays_behind():
     before = {name: sys.modules.get(name) for name in ("vllm", "flashinfer", "flashinfer.decode")}
     profiled(Released("0.18.1", "FlashInfer"), folder("0.18.1"))
     assert {name: sys.modules.get(name) for name in before} == before
     assert torch.empty(2, device="meta").is_meta
 
 
-def test_the_lines_that_are_named_are_those_of_the_release() -> None:
+def test_the_lines_that_are_named_are_those_of_the_release():
     root = folder("0.18.1")
     assert released.__doc__ is not None
     wanted = {

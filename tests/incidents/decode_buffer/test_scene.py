@@ -1,41 +1,25 @@
 """The start of a server: what the profile run leaves for the KV cache, and which server dies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from staleproof.evidence.ledger import Usage
 from staleproof.incidents.decode_buffer.allocator import GIB, MIB, SimulatedMemory
-from staleproof.incidents.decode_buffer.broken import ZerosPerLayer
 from staleproof.incidents.decode_buffer.model import ServerConfig, kv_cache_bytes
 from staleproof.incidents.decode_buffer.scene import LIVES, Outcome, Server
 
 TINY = ServerConfig(total_bytes=GIB, layers=3, batch=8, tokens=32, heads=2, rank=32, weight_bytes=64 * MIB)
 
 
-def test_the_kv_cache_gets_what_the_profile_left():
-    assert kv_cache_bytes(1000, 0.9, 400, 50, 30) == 420
-    simulated = SimulatedMemory(TINY.total_bytes)
-    server = Server(TINY, simulated, ZerosPerLayer)
-    weights = simulated.usage().allocated
-    with simulated:
-        server.profile()
-    # Nothing but the workspace of 32 tokens and the query of one layer was in flight.
-    assert server.peak_bytes >= TINY.workspace_bytes
-    assert server.kv_bytes == int(0.9 * GIB) - weights - server.peak_bytes
-    assert all(layer.attn._decode_out is None for layer in server.model.layers)
-    with simulated:
-        server.allocate_kv_cache()
-        server.warm_up()
-    assert all(layer.attn._decode_out is not None for layer in server.model.layers)
-
-
 def test_a_profile_that_leaves_no_kv_cache_is_refused():
     config = replace(TINY, total_bytes=84 * MIB)
     with pytest.raises(ValueError, match=r"utilisation x total of more than weights 64\.00 MiB"):
         Server(config, SimulatedMemory(config.total_bytes)).start()
+
+
+def test_the_kv_cache_gets_what_the_profile_left():
+    assert kv_cache_bytes(1000, 0.9, 400, 50, 30) == 420
 
 
 def test_what_decoding_took_is_what_the_allocator_would_not_give_back():

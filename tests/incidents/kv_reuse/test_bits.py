@@ -1,7 +1,5 @@
 """The table of fp32 bits read as something smaller, against an independent count."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

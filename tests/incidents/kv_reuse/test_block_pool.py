@@ -1,20 +1,10 @@
 """One pool for attention and Mamba: page arithmetic, the shared bytes, and who uses which id."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from staleproof.incidents.kv_reuse.block_pool import (
-    AttentionSpec,
-    BlockPool,
-    KVBuffers,
-    MambaSpec,
-    OutOfBlocks,
-    equalise,
-    qwen3_5_397b,
-    split_block_table,
-)
+from staleproof.incidents.kv_reuse import block_pool
+from staleproof.incidents.kv_reuse.block_pool import AttentionSpec, BlockPool, KVBuffers, MambaSpec
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
@@ -31,8 +21,8 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
     ],
 )
 def test_the_page_table_of_qwen3_5_397b(tp, dtype, mamba_bytes, token_bytes, block, page_bytes, padding):
-    attention, mamba = qwen3_5_397b(tp, dtype)
-    page = equalise(attention, mamba)
+    attention, mamba = block_pool.qwen3_5_397b(tp, dtype)
+    page = block_pool.equalise(attention, mamba)
     assert attention.token_bytes == token_bytes
     assert page.mamba_bytes == mamba.state_bytes == mamba_bytes
     assert (page.block_size, page.page_bytes) == (block, page_bytes)
@@ -62,7 +52,7 @@ def test_a_token_lies_in_the_page_of_its_block_in_both_layouts(device, kv_outerm
     assert buffers.kv_cache(1).shape == shape
     assert buffers.kv_cache(1).shape[buffers.block_dim] == 10
     # Token 9 of block 3 is token 1 of kernel block 7.
-    table = split_block_table(torch.tensor([[3]], device=device), buffers.ratio)
+    table = block_pool.split_block_table(torch.tensor([[3]], device=device), buffers.ratio)
     assert table.tolist() == [[6, 7]]
     buffers.keys_and_values(1)[side][table[0, 1], 1] = 1
     assert _pages_written(buffers, 1) == [3]
@@ -92,7 +82,7 @@ def test_the_block_that_was_free_longest_comes_first_and_never_the_null_block():
     assert pool.free([2]) == [2]
     assert pool.free([1]) == [1]
     assert pool.allocate(3) == [4, 2, 1]
-    with pytest.raises(OutOfBlocks, match="1 blocks asked for, 0 of 5 free"):
+    with pytest.raises(block_pool.OutOfBlocks, match="1 blocks asked for, 0 of 5 free"):
         pool.allocate(1)
 
 

@@ -1,7 +1,5 @@
 """A zeroer that writes elsewhere, or leaves something, is called wrong, although requests come out right."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

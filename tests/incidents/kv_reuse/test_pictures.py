@@ -1,7 +1,5 @@
 """The life of a block is that of the trace: one owner after another, and positions filled one a step."""
 
-from __future__ import annotations
-
 import pytest
 
 from staleproof.incidents.kv_reuse.pictures import FREE, HIT, KV, STATE, block_life
@@ -11,7 +9,7 @@ from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA
 SCENE = Scene("cpu")
 
 
-def test_a_block_is_a_state_then_free_then_keys_and_values_and_then_hit() -> None:
+def test_a_block_is_a_state_then_free_then_keys_and_values_and_then_hit():
     steps = trace_of(SCENE).steps
     life = block_life(SCENE, range(100))
     kinds = [span.what for span in life.spans]
@@ -30,7 +28,7 @@ def test_a_block_is_a_state_then_free_then_keys_and_values_and_then_hit() -> Non
             assert life.block in step.new[MAMBA if span.what == STATE else ATTENTION]
 
 
-def test_its_positions_are_filled_one_a_step_by_its_owner() -> None:
+def test_its_positions_are_filled_one_a_step_by_its_owner():
     life = block_life(SCENE, range(100))
     for span in (span for span in life.spans if span.what == KV):
         mine = [(step, tokens) for step, tokens in life.filled if span.begin <= step < span.end]
@@ -41,6 +39,6 @@ def test_its_positions_are_filled_one_a_step_by_its_owner() -> None:
 
 
 @pytest.mark.parametrize(("scene", "corrupted"), [(SCENE, ()), (brief("cpu"), range(100))])
-def test_without_such_a_block_it_says_so(scene: Scene, corrupted: range) -> None:
+def test_without_such_a_block_it_says_so(scene, corrupted):
     with pytest.raises(ValueError, match="scene: expected a block that is a state, then keys and values"):
         block_life(scene, corrupted)

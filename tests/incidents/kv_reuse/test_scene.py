@@ -1,7 +1,5 @@
 """A load on a pool: what a remedy makes of it, whose bits a request read, and where it first goes bad."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,15 +8,7 @@ import torch
 
 from staleproof.incidents.kv_reuse import broken, scene
 from staleproof.incidents.kv_reuse.hybrid import Zeroing, serve
-from staleproof.incidents.kv_reuse.scene import (
-    Scene,
-    ZeroNewBlocks,
-    brief,
-    history,
-    judge,
-    tenancies,
-    trace_of,
-)
+from staleproof.incidents.kv_reuse.scene import Scene, ZeroNewBlocks, brief, judge, tenancies, trace_of
 
 
 def test_the_log_suspects_every_corrupted_request_and_none_once_all_is_zeroed(device):
@@ -42,14 +32,14 @@ def test_the_log_suspects_every_corrupted_request_and_none_once_all_is_zeroed(de
 
 
 def test_the_first_attention_layer_heals_and_what_was_written_back_does_not(device):
-    seen = history(Scene(device, prefix_caching=False))
+    seen = scene.history(Scene(device, prefix_caching=False))
     assert seen.stages == ["0.mamba", "0.attention", "1.mamba", "1.attention"]
     assert seen.first_bad is not None
     assert seen.first_bad[1] == "0.attention"
     assert all(row[0] for row in seen.finite)
     assert seen.finite[-1] == [True, True, False, False]
     with pytest.raises(ValueError, match="scene: expected one in which a corrupted request"):
-        history(Scene(device, "masked_loads", prefix_caching=False, steps=120))
+        scene.history(Scene(device, "masked_loads", prefix_caching=False, steps=120))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +54,7 @@ def test_the_history_is_of_a_request_that_is_finite_again_in_its_last_step(monke
     monkeypatch.setattr(scene, "trace_of", lambda asked: trace)
     monkeypatch.setattr(scene, "judge", lambda asked: SimpleNamespace(corrupted={7, 8}))
     monkeypatch.setattr(scene, "serve", lambda *given, watch: served)
-    seen = history(SimpleNamespace(model=lambda: None, buffers=lambda: None))
+    seen = scene.history(SimpleNamespace(model=lambda: None, buffers=lambda: None))
     assert (seen.request, seen.steps, seen.stages) == (shown, [0, 1, 2], ["0.mamba", "0.attention"])
     assert seen.finite == [[True, flag] for flag in columns[shown - 7]]
 

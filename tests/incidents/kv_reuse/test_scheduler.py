@@ -1,7 +1,5 @@
 """Each new block is reported once and then forgotten; hits are not new; no page has two users."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """What the table of incident 1 rests on, beside the verdict of each case."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -20,6 +18,13 @@ def test_a_peer_runs_everywhere(device, question):
     (found,) = TABLE.ask(question, "torch_sdpa", device=device)
     assert found.ran
     assert found.of.startswith("torch")
+
+
+@pytest.mark.parametrize("question", ALONE)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_without_a_gpu_fa3_is_not_asked(question):
+    (found,) = TABLE.ask(question, "vllm_fa3", device="cpu")
+    assert (found.verdict, found.note) == ("not run", "needs a CUDA device")
 
 
 def test_a_peer_that_is_absent_is_not_asked(device):

@@ -1,7 +1,5 @@
 """The notebook's picture of one captured step."""
 
-from __future__ import annotations
-
 import pytest
 
 from staleproof.incidents.mla_padding.pictures import buffer_rows, stage_picture

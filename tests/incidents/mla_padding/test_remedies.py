@@ -1,7 +1,5 @@
 """Upstream's remedies over the conditions that they rely on: what the verdicts rest on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The miniature engine: padding as a model runner writes it, and rows that do not meet."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The variants in the engine: what is served, and what switching a fix off means."""
 
-from __future__ import annotations
-
 from staleproof.evidence import Verdict, row_states
 from staleproof.incidents.mla_padding.setups import HIDDEN, SETUPS, StepVerdicts
 

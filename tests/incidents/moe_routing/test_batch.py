@@ -1,7 +1,5 @@
 """Expert ids of a batch are what they are called, on every machine."""
 
-from __future__ import annotations
-
 import torch
 
 from staleproof.incidents.moe_routing.batch import Batch, make_ids, rows_with_duplicates
@@ -9,7 +7,7 @@ from staleproof.incidents.moe_routing.batch import Batch, make_ids, rows_with_du
 BATCH = Batch(50, 10, 64)
 
 
-def test_ids_are_the_same_everywhere_and_what_they_are_called() -> None:
+def test_ids_are_the_same_everywhere_and_what_they_are_called():
     distinct = make_ids("distinct", BATCH)
     assert not bool(rows_with_duplicates(distinct).any())
     assert int(distinct.min()) >= 0
@@ -23,6 +21,6 @@ def test_ids_are_the_same_everywhere_and_what_they_are_called() -> None:
     assert bool((partly[rows] == partly[rows, :1]).all())
 
 
-def test_a_row_with_an_expert_twice_is_found_wherever_they_stand() -> None:
+def test_a_row_with_an_expert_twice_is_found_wherever_they_stand():
     ids = torch.tensor([[1, 2, 3], [1, 2, 1], [3, 1, 3], [-1, -1, 2]])
     assert rows_with_duplicates(ids).tolist() == [False, True, True, True]

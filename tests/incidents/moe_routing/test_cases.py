@@ -30,7 +30,7 @@ def failed(name: str, *variants: str, device: str) -> list[Finding]:
     return [found for found in TABLE.ask(name, *variants, device=device) if found.failed]
 
 
-def test_a_blind_detector_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blind_detector_is_noticed(device, monkeypatch):
     def blind(ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
@@ -39,7 +39,7 @@ def test_a_blind_detector_is_noticed(device: str, monkeypatch: pytest.MonkeyPatc
     assert failed("NaN in padding", "none", device=device)
 
 
-def test_a_choice_that_loses_the_best_is_not_called_right(device: str) -> None:
+def test_a_choice_that_loses_the_best_is_not_called_right(device):
     def second_best(given: RouterInput, top_k: int) -> Routed:
         weights, ids = scene.select_ours(given, top_k + 1)
         return weights[:, 1:], ids[:, 1:]
@@ -49,7 +49,7 @@ def test_a_choice_that_loses_the_best_is_not_called_right(device: str) -> None:
     assert said == ["distinct"] * 2 + [cases.NOT_THE_BEST] * 3
 
 
-def test_a_remedy_that_spoils_good_rows_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remedy_that_spoils_good_rows_is_noticed(device, monkeypatch):
     harmful = broken.Remedy(on_load=lambda x: x.nan_to_num().flip(1))
     monkeypatch.setitem(broken.REMEDIES, "nan_to_num_before", harmful)
     assert failed("rows without NaN", "nan_to_num_before", device=device)
@@ -57,7 +57,7 @@ def test_a_remedy_that_spoils_good_rows_is_noticed(device: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("name", "rows", "said"), [(OURS, 8, "wrong"), ("skip_padding", 5, "right")])
-def test_good_rows_keep_their_weights_to_rounding(monkeypatch, name, rows, said) -> None:
+def test_good_rows_keep_their_weights_to_rounding(monkeypatch, name, rows, said):
     """Weights larger by 5e-6 are wrong, as are those of padding where they are not skipped."""
     given = scene.router_input(cases.REMEDY_CASES["NaN in a live row"], "cpu")
 
@@ -72,7 +72,7 @@ def test_good_rows_keep_their_weights_to_rounding(monkeypatch, name, rows, said)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_not_called_distinct(device: str, monkeypatch, value: float) -> None:
+def test_weights_that_are_no_numbers_are_not_called_distinct(device, monkeypatch, value):
     def spoilt(given: RouterInput, top_k: int) -> Routed:
         weights, ids = scene.topk_softmax(given.logits, top_k)
         return weights.fill_(value), ids
@@ -82,7 +82,7 @@ def test_weights_that_are_no_numbers_are_not_called_distinct(device: str, monkey
     assert found.verdict == "NaN weights"
 
 
-def test_vllms_fp8_ops_are_called_as_its_own_wrapper_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_fp8_ops_are_called_as_its_own_wrapper_calls_them(monkeypatch):
     calls = []
 
     def op(values: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *rest: None) -> None:
@@ -105,9 +105,7 @@ def fix(name: str, device: str) -> str:
     return found.verdict
 
 
-def test_a_kernel_without_sanitising_is_not_called_fixed(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_without_sanitising_is_not_called_fixed(device, monkeypatch):
     def raw(x: torch.Tensor, top_k: int, **_: Any) -> Routed:
         return broken.route(broken.warp_keeps_its_first_column, x, top_k)
 
@@ -115,7 +113,7 @@ def test_a_kernel_without_sanitising_is_not_called_fixed(
     assert fix("topk_softmax", device) == NOT_FIXED
 
 
-def test_what_does_not_fail_first_is_not_called_fixed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fail_first_is_not_called_fixed(device, monkeypatch):
     monkeypatch.setitem(broken.REMEDIES, "none", broken.Remedy(on_load=torch.nan_to_num))
     assert fix("topk_softmax", device) == NOT_REPRODUCED
 
@@ -135,7 +133,7 @@ def servers(device: str) -> dict[str, Finding]:
     return {found.variant: found for found in TABLE.ask(cases.PADDING, device=device)}
 
 
-def test_padding_is_judged_by_busy_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_is_judged_by_busy_passes(monkeypatch):
     counts = {"passes": 100, "padded": 50, "with_nan": 30, "idle": 20, "padding_rows": 400}
     ranks_that({"as served": counts, "cured": {"passes": 100}}, monkeypatch)
     found = servers("cpu")
@@ -153,7 +151,7 @@ def test_padding_is_judged_by_busy_passes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_with_gpus_the_ranks_on_the_cpu_stay_interpreted(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_gpus_the_ranks_on_the_cpu_stay_interpreted(gpus, monkeypatch):
     counts = {"passes": 100, "padded": 50, "with_nan": 50}
     ranks_that({"as served": counts, "cured": counts}, monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -168,14 +166,14 @@ def test_with_gpus_the_ranks_on_the_cpu_stay_interpreted(gpus: int, monkeypatch:
     assert found.keys() - measured == {"DP 2, gloo", "DEP 2, gloo"}
 
 
-def test_ranks_that_give_no_answer_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_give_no_answer_say_why(monkeypatch):
     ranks_that("the ranks ran steps of different sizes: they did not agree", monkeypatch)
     found = servers("cpu")
     assert not any(one.ran for one in found.values())
     assert found["1 rank"].note.startswith("serve one rank: the ranks ran steps of different sizes")
 
 
-def test_the_real_kernel_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_kernel_says_why_it_does_not_run(monkeypatch):
     missing = {True: "no such FlashInfer", False: "not built: staleproof moe-module build"}
     monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: missing[check])
     questions = ((cases.REAL, ()), (cases.SANITIZER, ()), (OFF_ON_OFF, (cases.REAL_FIX, *cases.CHAIN_FIXES)))
@@ -198,7 +196,7 @@ SANITIZED = [case for case in TABLE.cases if case.key.question == cases.SANITIZE
 
 
 @pytest.fixture
-def real_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outcomes], list[int]]:
+def real_kernel(monkeypatch):
     """Replaces FlashInfer's kernel by a function that says what becomes of a case; lists its launches."""
 
     def install(outcome: Outcomes) -> list[int]:
@@ -218,7 +216,7 @@ def real_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outcomes], list[in
     return install
 
 
-def test_the_real_kernels_outcomes_are_judged(real_kernel: Callable[[Outcomes], list[int]]) -> None:
+def test_the_real_kernels_outcomes_are_judged(real_kernel):
     launches = real_kernel(lambda case: RIGHT)
     found = TABLE.ask(cases.REAL, device="cuda")
     assert launches == [len(MODULE_CASES)]
@@ -233,9 +231,7 @@ def test_the_real_kernels_outcomes_are_judged(real_kernel: Callable[[Outcomes], 
     assert fix(cases.REAL_FIX, "cuda") == FIXED
 
 
-def test_each_patch_is_judged_by_the_chain_without_it_with_it_and_without_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_patch_is_judged_by_the_chain_without_it_with_it_and_without_again(monkeypatch):
     monkeypatch.setattr(fused_moe, "vllm_unavailable_reason", lambda: None)
     monkeypatch.setattr(fused_moe, "unavailable_reason", lambda check=True: None)
     moved, pairs = dict.fromkeys(cases.PATCHES, 0), len(fused_moe.CHAINS)
@@ -269,18 +265,14 @@ def test_each_patch_is_judged_by_the_chain_without_it_with_it_and_without_again(
     assert verdicts(lambda case: RIGHT if case.patch else crash) == [FIXED, WRONG] * pairs
 
 
-def test_on_sm100_any_outcome_of_the_real_kernel_is_recorded(
-    real_kernel: Callable[[Outcomes], list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_sm100_any_outcome_of_the_real_kernel_is_recorded(real_kernel, monkeypatch):
     real_kernel(lambda case: SILENT)
     machine = devices.machine()
     monkeypatch.setattr(devices, "machine", lambda: replace(machine, capability="sm_100"))
     assert {f.expected for f in TABLE.ask(cases.REAL, device="cuda")} == {None}
 
 
-def test_the_sanitizers_report_is_judged(
-    real_kernel: Callable[[Outcomes], list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sanitizers_report_is_judged(real_kernel, monkeypatch):
     real_kernel(lambda case: RIGHT)
     monkeypatch.setattr(fused_moe, "sanitizer_missing", lambda: None)
     for said, as_expected in (("invalid read", [True, False]), ("no error", [False, True])):
@@ -289,7 +281,7 @@ def test_the_sanitizers_report_is_judged(
 
 
 @pytest.mark.parametrize(("changed", "verdict"), [([], "the same"), ([3, 5], "differ")])
-def test_a_replay_is_compared_row_by_row(device: str, monkeypatch, changed, verdict) -> None:
+def test_a_replay_is_compared_row_by_row(device, monkeypatch, changed, verdict):
     def theirs(given: RouterInput, top_k: int) -> Routed:
         remedy = broken.REMEDIES["clamp_after_scoring"]
         weights, ids = scene.select_broken(scene.WARP, given, top_k, remedy=remedy)
@@ -301,7 +293,7 @@ def test_a_replay_is_compared_row_by_row(device: str, monkeypatch, changed, verd
     assert (found.verdict, found.numbers) == (verdict, {"rows": 256, "same_rows": 256 - len(changed)})
 
 
-def test_the_evidence_names_whose_kernels_ran() -> None:
+def test_the_evidence_names_whose_kernels_ran():
     case = fused_moe.Case(512, 8, "all equal", check=False)
     without = f"FlashInfer {fused_moe.moe_module.WITHOUT_CHECK}"
     assert cases._module_evidence(case).of == without

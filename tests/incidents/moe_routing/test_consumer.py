@@ -51,7 +51,7 @@ def brute_force(ids: torch.Tensor, experts: int, one_block: bool) -> tuple[list[
         (4, 8, 511, False),
     ],
 )
-def test_which_builder_is_taken(tokens: int, top_k: int, experts: int, expected: bool) -> None:
+def test_which_builder_is_taken(tokens, top_k, experts, expected):
     assert consumer.takes_one_block(tokens, top_k, experts) is expected
     built = consumer.build_map(torch.zeros(tokens, top_k, dtype=torch.int32), experts)
     assert built.one_block is expected
@@ -62,9 +62,7 @@ def test_which_builder_is_taken(tokens: int, top_k: int, experts: int, expected:
     ("tokens", "top_k", "experts", "dtype"),
     [(5, 3, 7, torch.int32), (37, 10, 40, torch.int64), (260, 2, 17, torch.int32)],
 )
-def test_the_map_is_the_one_of_a_search_slot_by_slot(
-    device: str, one_block: bool, tokens: int, top_k: int, experts: int, dtype: torch.dtype
-) -> None:
+def test_the_map_is_the_one_of_a_search_slot_by_slot(device, one_block, tokens, top_k, experts, dtype):
     ids = mixed_ids(tokens, top_k, experts, dtype).to(device)
     built = consumer.build_map(ids, experts, one_block=one_block)
     row_of_slot, first_row = brute_force(ids, experts, one_block)
@@ -75,7 +73,7 @@ def test_the_map_is_the_one_of_a_search_slot_by_slot(
     assert built.slot_of_row.tolist() == slot_of_row + [CANARY] * (ids.numel() - len(written))
 
 
-def test_unwritten_entries_are_what_the_memory_contained(device: str) -> None:
+def test_unwritten_entries_are_what_the_memory_contained(device):
     ids = torch.tensor([[3, 3], [1, 2], [9, 1]], dtype=torch.int32, device=device)
     before = torch.arange(100, 106, dtype=torch.int32, device=device)
     built = consumer.build_map(ids, 4, before=before, one_block=False)
@@ -85,7 +83,7 @@ def test_unwritten_entries_are_what_the_memory_contained(device: str) -> None:
 
 
 @pytest.mark.parametrize("guard", [False, True])
-def test_the_finalise_step_gives_the_weighted_sum(device: str, guard: bool) -> None:
+def test_the_finalise_step_gives_the_weighted_sum(device, guard):
     ids = mixed_ids(37, 3, 9, torch.int32).to(device)
     built = consumer.build_map(ids, 9, one_block=False)
     built.row_of_slot[:3] = torch.tensor([-1, 37 * 3, 5])
@@ -105,7 +103,7 @@ def test_the_finalise_step_gives_the_weighted_sum(device: str, guard: bool) -> N
     assert wild_reads == (0 if guard else wild)
 
 
-def test_indexing_with_the_padding_id_takes_the_last_expert() -> None:
+def test_indexing_with_the_padding_id_takes_the_last_expert():
     x, table = torch.ones(2, 1), torch.tensor([[10.0], [20.0], [30.0]])
     weights = torch.ones(2, 2)
     ids = torch.tensor([[0, -1], [1, 3]])
@@ -113,7 +111,7 @@ def test_indexing_with_the_padding_id_takes_the_last_expert() -> None:
     assert consumer.layer(x, weights, ids, table, from_the_end=True).tolist() == [[40.0], [20.0]]
 
 
-def test_an_id_out_of_range_adds_nothing(device: str) -> None:
+def test_an_id_out_of_range_adds_nothing(device):
     batch = Batch(20, 10, 64)
     ids = make_ids("distinct", batch, device=device)
     ids[:5], ids[5:10] = -1, 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -33,9 +32,7 @@ def _one_bit(weights: torch.Tensor, ids: torch.Tensor) -> Routed:
 
 @pytest.mark.parametrize("spoil", [_one_bit, _other_padding])
 @pytest.mark.parametrize("kernel", BY_KERNEL)
-def test_a_kernel_that_chooses_or_weighs_otherwise_is_wrong(
-    device: str, monkeypatch: pytest.MonkeyPatch, kernel: str, spoil: Callable[..., Routed]
-) -> None:
+def test_a_kernel_that_chooses_or_weighs_otherwise_is_wrong(device, monkeypatch, kernel, spoil):
     right = getattr(scene, kernel)
     monkeypatch.setattr(scene, kernel, lambda *args, **options: spoil(*right(*args, **options)))
     assert correct.wrong(BY_KERNEL[kernel], device) is not None
@@ -50,11 +47,11 @@ def test_a_kernel_that_chooses_or_weighs_otherwise_is_wrong(
         ("skips_from_the_first_padding_row", "ids:"),
     ],
 )
-def test_a_wrong_remedy_is_found_by_what_it_does(device: str, choice: str, why: str) -> None:
+def test_a_wrong_remedy_is_found_by_what_it_does(device, choice, why):
     assert (correct.wrong(RoutingCase(choice=choice), device) or "").startswith(why)
 
 
-def test_a_choice_that_depends_on_padding_is_wrong(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_that_depends_on_padding_is_wrong(device, monkeypatch):
     def mixes(given: scene.RouterInput, top_k: int, padding: torch.Tensor) -> Routed:
         weights, ids = scene.select_torch(scene.RouterInput(given.logits.nan_to_num(), given.softmax), top_k)
         # Within the error budget, and only where padding is finite.
@@ -66,7 +63,7 @@ def test_a_choice_that_depends_on_padding_is_wrong(device: str, monkeypatch: pyt
     assert "over clean padding" in found
 
 
-def test_a_skipped_row_has_no_weight(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_row_has_no_weight(device, monkeypatch):
     right = correct.routed
 
     def heavy(case: RoutingCase, device: str) -> Routed:
@@ -77,7 +74,7 @@ def test_a_skipped_row_has_no_weight(device: str, monkeypatch: pytest.MonkeyPatc
     assert correct.wrong(RoutingCase(choice="skip_padding"), device) == "weights of a skipped row"
 
 
-def test_a_bias_of_which_a_part_is_nan_is_compared_too(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bias_of_which_a_part_is_nan_is_compared_too(device, monkeypatch):
     off, changes, _ = FIXES["topk_sigmoid, NaN bias"]
     right = scene.topk_sigmoid
 
@@ -88,9 +85,7 @@ def test_a_bias_of_which_a_part_is_nan_is_compared_too(device: str, monkeypatch:
     assert correct.wrong(replace(off, **changes), device) is not None
 
 
-def test_the_batch_of_the_real_kernel_is_compared_in_full(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batch_of_the_real_kernel_is_compared_in_full(device, monkeypatch):
     case = fused_moe.Case(40, 8, fused_moe.VIA_TOPK_SOFTMAX, experts=16)
     logits = fused_moe.bad_logits(case, device).flip(0)
     assert correct.wrong_choice(logits, 8) is None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import environment
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from staleproof.cases import children, machine
-from staleproof.cases.case import Reading, absent, reading
+from staleproof.cases.case import absent, reading
 from staleproof.device import Provenance
 from staleproof.incidents.moe_routing import broken, cases, fused_moe
 from staleproof.incidents.moe_routing.batch import ILLEGAL_ACCESS, NAN_ROWS, RIGHT, SILENT, Batch
@@ -68,7 +66,7 @@ shift 2
 
 
 @pytest.fixture
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def given(tmp_path, monkeypatch):
     """Processes that run :data:`CHILD` in place of the function that needs a GPU; the file they write."""
     (tmp_path / "child_of_a_test.py").write_text(CHILD)
     monkeypatch.syspath_prepend(tmp_path)
@@ -83,7 +81,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "given"
 
 
-def test_a_process_that_ends_is_followed_by_another_and_has_one_module(given: Path) -> None:
+def test_a_process_that_ends_is_followed_by_another_and_has_one_module(given):
     fatal = Case(2, 8, CUDA_ILLEGAL_ACCESS, check=False)
     asked = [Case(1, 8, RIGHT), fatal, Case(3, 8, SILENT), Case(4, 8, "dies"), fatal]
     # In the order of the cases, and a case that is given twice is run twice.
@@ -98,25 +96,21 @@ def test_a_process_that_ends_is_followed_by_another_and_has_one_module(given: Pa
     assert fused_moe.run_cases([]) == []
 
 
-def test_an_error_of_python_is_no_outcome(given: Path) -> None:
+def test_an_error_of_python_is_no_outcome(given):
     right = outcome(RIGHT, wrong_rows=1)
     asked = [Case(1, 8, RIGHT), Case(2, 8, "raises"), Case(3, 8, RIGHT)]
     assert fused_moe.run_cases(asked, processes=1) == [right, absent("ImportError: no such operator"), right]
 
 
-def test_cases_apart_have_a_process_each(given: Path) -> None:
+def test_cases_apart_have_a_process_each(given):
     asked = [Case(tokens, 8, RIGHT) for tokens in (1, 2, 3)]
     assert fused_moe.run_apart(asked, at_once=2) == [outcome(RIGHT, wrong_rows=1)] * 3
     assert sorted(given.read_text().splitlines()) == ["1", "2", "3"]
 
 
-def test_a_child_that_hangs_is_ended(given: Path) -> None:
+def test_a_child_that_hangs_is_ended(given):
     (result,) = fused_moe.run_cases([Case(1, 8, "hangs")], timeout_s=0.2)
     assert result.verdict == TIMED_OUT
-
-
-def test_names_and_cases_are_distinct() -> None:
-    assert len({case.name for case in fused_moe.MODULE_CASES}) == len(fused_moe.MODULE_CASES) == 29
 
 
 FOUND = reading(
@@ -136,13 +130,11 @@ FOUND = reading(
         ("first\nnot supported here\n", absent("compute-sanitizer gave no summary: not supported here")),
     ],
 )
-def test_what_memcheck_says(said: str, expected: Reading) -> None:
+def test_what_memcheck_says(said, expected):
     assert fused_moe.memcheck(said) == expected
 
 
-def test_a_case_runs_under_the_sanitizer(
-    given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_case_runs_under_the_sanitizer(given, tmp_path, monkeypatch):
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(SANITIZER)
     tool.chmod(0o755)
@@ -151,9 +143,7 @@ def test_a_case_runs_under_the_sanitizer(
     assert fused_moe.sanitize(Case(512, 8, CUDA_ILLEGAL_ACCESS)) == FOUND
 
 
-def test_where_it_cannot_run_it_says_why(
-    device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_where_it_cannot_run_it_says_why(device, monkeypatch, tmp_path):
     monkeypatch.setenv(moe_module.FOLDER_VARIABLE, str(tmp_path))
     why = fused_moe.unavailable_reason()
     assert why == "needs a CUDA device" if device == "cpu" else why and "\n" not in why
@@ -162,7 +152,7 @@ def test_where_it_cannot_run_it_says_why(
 
 
 @pytest.mark.parametrize(("second", "told", "left"), [(SILENT, 3, []), (CUDA_ILLEGAL_ACCESS, 2, [3])])
-def test_a_child_tells_each_case_and_leaves_once_its_context_is_lost(monkeypatch, second, told, left) -> None:
+def test_a_child_tells_each_case_and_leaves_once_its_context_is_lost(monkeypatch, second, told, left):
     class LeftError(BaseException):
         pass
 
@@ -182,7 +172,7 @@ def test_a_child_tells_each_case_and_leaves_once_its_context_is_lost(monkeypatch
     assert (found, codes, selected) == (said[:told], left, ["cuda"])
 
 
-def test_every_block_that_the_allocator_would_hand_out_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_that_the_allocator_would_hand_out_is_filled(monkeypatch):
     def segment(kind: str, *blocks: tuple[int, str]) -> dict[str, object]:
         return {"segment_type": kind, "blocks": [{"size": size, "state": state} for size, state in blocks]}
 
@@ -202,7 +192,7 @@ def test_every_block_that_the_allocator_would_hand_out_is_filled(monkeypatch: py
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def module(monkeypatch):
     """A small layer on the CPU, and a right kernel that notes what it was given."""
     for name, value in {"DEVICE": "cpu", "HIDDEN": 64, "INTERMEDIATE": 32}.items():
         monkeypatch.setattr(fused_moe, name, value)
@@ -231,7 +221,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         (Case(10, 4, fused_moe.INT64, experts=8), 2, [0x7F]),
     ],
 )
-def test_a_right_kernel_gets_what_the_case_says_and_is_right(module, case, calls, filled) -> None:
+def test_a_right_kernel_gets_what_the_case_says_and_is_right(module, case, calls, filled):
     assert fused_moe._run_case(case, module.kernel) == outcome(RIGHT)
     assert (len(module.calls), module.filled) == (calls, filled)
     given = module.calls[-1]
@@ -264,7 +254,7 @@ def test_a_right_kernel_gets_what_the_case_says_and_is_right(module, case, calls
         (lambda out: 1 / 0, fused_moe.REFUSED, 0, 0),
     ],
 )
-def test_what_a_kernel_makes_wrong_is_counted(module, spoil, verdict, wrong, nan) -> None:
+def test_what_a_kernel_makes_wrong_is_counted(module, spoil, verdict, wrong, nan):
     def kernel(*args, output, **given):
         module.kernel(*args, output=output, **given)
         spoil(output)
@@ -277,12 +267,12 @@ def test_what_a_kernel_makes_wrong_is_counted(module, spoil, verdict, wrong, nan
     assert (found.verdict, found.note) == (verdict, "division by zero" * (verdict == fused_moe.REFUSED))
 
 
-def test_misread_ids_are_judged_by_those_that_were_meant(module) -> None:
+def test_misread_ids_are_judged_by_those_that_were_meant(module):
     found = fused_moe._run_case(Case(10, 4, fused_moe.MISREAD, experts=8), module.kernel)
     assert (found.verdict, found.numbers["wrong_rows"]) == (SILENT, 10)
 
 
-def test_a_fifth_of_the_logits_is_nan() -> None:
+def test_a_fifth_of_the_logits_is_nan():
     logits = fused_moe.bad_logits(Case(11, 8, RIGHT, experts=16), "cpu")
     assert (logits.shape, logits.dtype) == ((11, 16), torch.bfloat16)
     assert logits.isnan().all(1).tolist() == [True] * 3 + [False] * 8
@@ -290,7 +280,7 @@ def test_a_fifth_of_the_logits_is_nan() -> None:
 
 
 @pytest.fixture
-def chain(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Reading]:
+def chain(device, monkeypatch):
     """Runs a case through vLLM's own sources on the CPU, over stand-ins for the two compiled kernels.
 
     vLLM's repeats an expert as its warp does, and FlashInfer's follows the map of our miniature.
@@ -333,9 +323,7 @@ def chain(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Read
 
 
 @pytest.mark.parametrize("name", ["4 tokens, top 10, bf16", "4 tokens, top 10, fp8"])
-def test_a_nan_crashes_through_vllms_own_code_and_not_with_either_patch(
-    chain: Callable[[Case], Reading], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_crashes_through_vllms_own_code_and_not_with_either_patch(chain, name, monkeypatch):
     case = fused_moe.CHAINS[name]
     assert chain(case).verdict == CUDA_ILLEGAL_ACCESS
     for patch, repeated in (("topk_nan", 0), ("duplicate_experts", 1)):
@@ -350,9 +338,7 @@ def test_a_nan_crashes_through_vllms_own_code_and_not_with_either_patch(
     assert (found.verdict, found.numbers["wrong_rows"]) == (SILENT, 3)
 
 
-def test_without_vllms_library_or_what_it_links_the_chain_says_what_to_get(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_vllms_library_or_what_it_links_the_chain_says_what_to_get(monkeypatch, tmp_path):
     monkeypatch.setenv("STALEPROOF_AUDIT_PACKAGES", str(tmp_path))
     monkeypatch.setenv("STALEPROOF_VLLM_CACHE", str(tmp_path / "sources"))
     # Sources alone, as tests/vllm unpacks them, hold no library.
@@ -377,9 +363,7 @@ def test_without_vllms_library_or_what_it_links_the_chain_says_what_to_get(
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_a_release_that_is_missing_leaves_the_other_one_to_be_asked(
-    check: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_is_missing_leaves_the_other_one_to_be_asked(check, monkeypatch):
     """No FlashInfer of one release here: its cases are not run, with the reason, and the others are."""
 
     def module(checked: bool) -> None:
@@ -398,7 +382,7 @@ def test_a_release_that_is_missing_leaves_the_other_one_to_be_asked(
 
 
 @pytest.mark.gpu
-def test_only_tokens_with_a_duplicate_are_hurt_and_as_many_as_our_replica_says() -> None:
+def test_only_tokens_with_a_duplicate_are_hurt_and_as_many_as_our_replica_says():
     why = fused_moe.unavailable_reason() or fused_moe.unavailable_reason(check=False)
     if why:
         pytest.skip(why)

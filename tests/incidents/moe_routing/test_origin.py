@@ -18,7 +18,7 @@ def steps(requests: list[Request]) -> list[int]:
     return found
 
 
-def test_the_trace_is_as_stated() -> None:
+def test_the_trace_is_as_stated():
     requests = origin.trace(4000)
     assert requests[:5] == origin.trace(4000)[:5]
     prompts = torch.tensor([r.prompt for r in requests]).float()
@@ -29,13 +29,13 @@ def test_the_trace_is_as_stated() -> None:
     assert abs(answers.median() - 100) < 5
 
 
-def test_a_request_takes_its_prompt_and_then_a_token_a_step() -> None:
+def test_a_request_takes_its_prompt_and_then_a_token_a_step():
     assert steps([Request(50, 4)]) == [50, 1, 1, 1]
     # A prompt longer than the budget comes in chunks, beside the tokens of who decodes.
     assert steps([Request(10, 3), Request(3000, 2)]) == [2048, 963, 2]
 
 
-def test_no_more_requests_run_than_the_limit() -> None:
+def test_no_more_requests_run_than_the_limit():
     found = steps([Request(1, 10)] * 40)
     assert found[:10] == [origin.MAX_NUM_SEQS] * 10
     assert found[10:] == [8] * 10
@@ -44,7 +44,7 @@ def test_no_more_requests_run_than_the_limit() -> None:
 # No deadline: a busy machine is no fault.
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 20)), min_size=1, max_size=60))
-def test_every_token_is_computed_once(lengths: list[tuple[int, int]]) -> None:
+def test_every_token_is_computed_once(lengths):
     found = steps([Request(*pair) for pair in lengths])
     # The step that ends a prompt gives the first token of the answer.
     assert sum(found) == sum(prompt + answer - 1 for prompt, answer in lengths)
@@ -53,7 +53,7 @@ def test_every_token_is_computed_once(lengths: list[tuple[int, int]]) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 7)), min_size=1, max_size=30))
-def test_the_pool_gives_each_byte_to_one_tensor(plan: list[tuple[int, int]]) -> None:
+def test_the_pool_gives_each_byte_to_one_tensor(plan):
     pool, held = Pool("cpu", size=2**18), []
     for number, (size, frees) in enumerate(plan):
         x = pool.empty(size, dtype=torch.uint8).fill_(number % 251)
@@ -66,7 +66,7 @@ def test_the_pool_gives_each_byte_to_one_tensor(plan: list[tuple[int, int]]) -> 
     assert pool.free_blocks == {0: 2**18}
 
 
-def test_the_pool_takes_the_smallest_block_that_fits_and_leaves_its_bytes() -> None:
+def test_the_pool_takes_the_smallest_block_that_fits_and_leaves_its_bytes():
     pool = Pool("cpu")
     large, between, small, _last = (pool.empty(n) for n in (4096, 256, 1024, 256))
     small.fill_(3.0)
@@ -78,7 +78,7 @@ def test_the_pool_takes_the_smallest_block_that_fits_and_leaves_its_bytes() -> N
     assert between.data_ptr() != again.data_ptr()
 
 
-def test_fp32_bits_read_as_bf16_are_nan_in_one_of_512() -> None:
+def test_fp32_bits_read_as_bf16_are_nan_in_one_of_512():
     pool = Pool("cpu")
     wide = pool.empty(1000, 1000, dtype=torch.float32)
     wide.copy_(torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)))
@@ -92,7 +92,7 @@ def test_fp32_bits_read_as_bf16_are_nan_in_one_of_512() -> None:
 
 
 @pytest.mark.parametrize("shares_experts", [False, True])
-def test_each_rank_has_its_slice_of_each_expert_or_its_share_of_the_experts(shares_experts: bool) -> None:
+def test_each_rank_has_its_slice_of_each_expert_or_its_share_of_the_experts(shares_experts):
     *_, up, down = origin.Model(Setting(), "cpu", 0).layers[1]
     ranks = [origin.Model(Setting(ranks=2, expert_parallel=shares_experts), "cpu", rank) for rank in (0, 1)]
     ups, downs = ([model.layers[1][at] for model in ranks] for at in (3, 4))
@@ -106,7 +106,7 @@ def test_each_rank_has_its_slice_of_each_expert_or_its_share_of_the_experts(shar
 
 
 @pytest.mark.parametrize(("allocator", "memory"), [("pool", Pool), ("torch", origin.TorchAllocator)])
-def test_a_setting_chooses_the_memory_of_its_model(allocator: str, memory: type) -> None:
+def test_a_setting_chooses_the_memory_of_its_model(allocator, memory):
     assert type(origin.Model(Setting(allocator=allocator), "cpu", 0).memory) is memory
 
 
@@ -119,7 +119,7 @@ class Poisoned(Pool):
         return x
 
 
-def test_a_dummy_step_fills_its_output_and_a_step_with_requests_does_not(device: str) -> None:
+def test_a_dummy_step_fills_its_output_and_a_step_with_requests_does_not(device):
     model = origin.Model(Setting(), device, 0)
     model.memory = Poisoned(device)
     for live, rows in ((0, 0), (3, 5)):

@@ -1,7 +1,5 @@
 """The map's picture crosses from one builder to the other between 256 and 257 tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 from staleproof.incidents.moe_routing.batch import Batch, make_ids, rows_with_duplicates
@@ -9,7 +7,7 @@ from staleproof.incidents.moe_routing.pictures import map_picture
 
 
 @pytest.mark.parametrize(("tokens", "one_block"), [(255, True), (256, True), (257, False), (258, False)])
-def test_holes_are_in_the_tokens_with_a_duplicate_and_only_past_256(tokens: int, one_block: bool) -> None:
+def test_holes_are_in_the_tokens_with_a_duplicate_and_only_past_256(tokens, one_block):
     batch = Batch(tokens, 8, 128)
     picture = map_picture(batch, "cpu")
     assert picture.one_block == one_block
@@ -19,5 +17,5 @@ def test_holes_are_in_the_tokens_with_a_duplicate_and_only_past_256(tokens: int,
     assert picture.title.startswith(f"{tokens} tokens: {'one kernel' if one_block else 'three kernels'}, ")
 
 
-def test_distinct_experts_leave_no_hole() -> None:
+def test_distinct_experts_leave_no_hole():
     assert map_picture(Batch(300, 8, 128), "cpu", "distinct").unwritten == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,7 @@ SHORT = Setting(requests=13)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Small matrices on a busy machine: a second thread would only wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -32,7 +31,7 @@ def steps(requests: list[Request]) -> list[int]:
 
 
 @pytest.mark.parametrize("allocator", ["pool", "torch"])
-def test_one_rank_pads_to_captured_sizes(device: str, allocator: str) -> None:
+def test_one_rank_pads_to_captured_sizes(device, allocator):
     setting = replace(SHORT, allocator=allocator)
     seen = ranks.serve_trace(setting, device)
     tokens = steps(origin.trace(SHORT.requests))
@@ -50,23 +49,23 @@ def test_one_rank_pads_to_captured_sizes(device: str, allocator: str) -> None:
     [(511, True, (512, 512, True)), (512, True, (512, 512, True)), (513, True, (513, 513, False)),
      (512, False, (512, 512, False)), (0, True, None)],
 )  # fmt: skip
-def test_a_step_up_to_the_largest_captured_size_runs_as_a_graph(tokens, graphs, step) -> None:
+def test_a_step_up_to_the_largest_captured_size_runs_as_a_graph(tokens, graphs, step):
     assert ranks.agree(tokens, replace(SHORT, graphs=graphs), "cpu") == step
 
 
-def test_ranks_that_ran_other_sizes_are_not_added_up() -> None:
+def test_ranks_that_ran_other_sizes_are_not_added_up():
     none = dict.fromkeys(ranks.COUNTS, 0)
     assert ranks.add([Passes([8, 4], none | {"padded": n}) for n in (1, 2)]).counts["padded"] == 3
     with pytest.raises(ChildError, match="different sizes"):
         ranks.add([Passes([8, 4], none), Passes([8, 8], none)])
 
 
-def test_slow_ranks_are_ended() -> None:
+def test_slow_ranks_are_ended():
     with pytest.raises(ChildError, match="no answer within 0 s"):
         ranks.serve_ranks([SHORT], "cpu", timeout_s=0.05)
 
 
-def test_a_rank_that_fails_says_why() -> None:
+def test_a_rank_that_fails_says_why():
     with pytest.raises(ChildError, match=r"rank 0 ended with 1 and said: .*nowhere"):
         ranks.serve_ranks([SHORT], "nowhere")
 

@@ -13,7 +13,7 @@ from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.scene import LIVE, OURS, RoutingCase
 
 
-def test_vllms_kernels_say_why_they_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_kernels_say_why_they_do_not_run(monkeypatch):
     monkeypatch.delenv(scene.VLLM_VARIABLE, raising=False)
     assert scene.vllm_unavailable_reason("cpu") == "needs a CUDA device"
     assert scene.vllm_unavailable_reason("cuda") == "STALEPROOF_VLLM_MOE_SO names no _moe_C library"
@@ -21,7 +21,7 @@ def test_vllms_kernels_say_why_they_do_not_run(monkeypatch: pytest.MonkeyPatch) 
     assert scene.vllm_unavailable_reason("cuda") is None
 
 
-def test_vllms_operators_are_loaded_from_the_library_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_operators_are_loaded_from_the_library_that_is_named(monkeypatch):
     loaded: list[str] = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     for variable, library in ((scene.VLLM_VARIABLE, "_moe_C"), (scene.VLLM_FP8_VARIABLE, "_C")):
@@ -32,7 +32,7 @@ def test_vllms_operators_are_loaded_from_the_library_that_is_named(monkeypatch: 
 
 @pytest.mark.parametrize("softmax", [True, False])
 @pytest.mark.parametrize("bias", [None, torch.tensor([0.0, 3.0, 0.0, 0.0, 1.0])])
-def test_vllms_operators_are_called_with_vllms_arguments(monkeypatch, softmax, bias) -> None:
+def test_vllms_operators_are_called_with_vllms_arguments(monkeypatch, softmax, bias):
     def operator(of_softmax: bool):
         def route(weights, ids, token_expert_indices, logits, renormalize, bias):
             assert (token_expert_indices.shape, token_expert_indices.dtype) == (ids.shape, torch.int32)
@@ -52,7 +52,7 @@ def test_vllms_operators_are_called_with_vllms_arguments(monkeypatch, softmax, b
 
 
 @pytest.mark.parametrize("choice", [OURS, "grouped_topk"])
-def test_the_consumer_gets_what_the_choice_gave(device: str, choice: str) -> None:
+def test_the_consumer_gets_what_the_choice_gave(device, choice):
     case = RoutingCase(softmax=choice == OURS)
     ids, holes = scene.picture(case, device)
     assert ids[5:] == [[0] * 10] * 3
@@ -63,7 +63,7 @@ def test_the_consumer_gets_what_the_choice_gave(device: str, choice: str) -> Non
     assert [row[1:] for row in scene.stages(ours, device)] == [(0, 3), (0, 0), (0, 0)]
 
 
-def test_remedies_see_the_padding_and_the_consumer_its_memory(device: str) -> None:
+def test_remedies_see_the_padding_and_the_consumer_its_memory(device):
     case = RoutingCase(choice="skip_padding", batch=Batch(12, 10, 64))
     weights, ids = scene.routed(case, device)
     assert (ids < 0).all(1).tolist() == [False] * LIVE + [True] * 7
@@ -102,7 +102,7 @@ BIAS = ["NaN" if part else "finite" for part in scene.nan_bias(torch.zeros(1, 64
     ],
 )
 @pytest.mark.parametrize("spread", [False, True])
-def test_each_bad_value_is_where_its_name_says(device: str, bad, live, padding, bias, spread) -> None:
+def test_each_bad_value_is_where_its_name_says(device, bad, live, padding, bias, spread):
     def kind(row: torch.Tensor) -> str:
         for name, found in (("NaN", row.isnan()), ("Inf", row == torch.inf), ("-Inf", row == -torch.inf)):
             if found.any():
@@ -121,7 +121,7 @@ def test_each_bad_value_is_where_its_name_says(device: str, bad, live, padding, 
 
 
 @pytest.mark.parametrize(("factor", "said"), [(1.0, "clean"), (1.03, "wrong, finite")])
-def test_a_quantiser_that_moves_live_rows_further_than_it_rounds_is_no_firewall(device, factor, said) -> None:
+def test_a_quantiser_that_moves_live_rows_further_than_it_rounds_is_no_firewall(device, factor, said):
     def quantise(x: torch.Tensor) -> scene.Routed:
         values, scale = scene.broken.quantise_fp8(x, per_token=True, drops_nan=True)
         return values, scale * factor

@@ -1,7 +1,5 @@
 """The layout, what the kernel reads of it, and the replica's product."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -124,8 +122,5 @@ def test_a_column_of_which_one_row_changes_is_counted():
         return out
 
     found = scene.odd_groups("none", product)
-    assert (found.verdict, found.numbers["changed_columns"], found.numbers["columns"]) == (
-        scene.WRONG,
-        1,
-        256,
-    )
+    counted = found.numbers["changed_columns"], found.numbers["columns"]
+    assert (found.verdict, counted) == (scene.WRONG, (1, 256))

@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 
 import environment
 import numpy as np
@@ -30,7 +30,7 @@ fetched = pytest.mark.skipif(vllm_matmul_ogs.root() is None, reason=f"needs {vll
 
 @fetched
 @pytest.mark.parametrize("release", ["0.16.0", "0.19.1", "0.22.1", "0.25.1"])
-def test_the_patch_cures_the_loader_of_a_release(device: str, release: str) -> None:
+def test_the_patch_cures_the_loader_of_a_release(device, release):
     """Off / on / off: 0xff behind the scales; the second answer is right, the others are not."""
     folder = environment.sources(release) / "vllm"
     ended = children.call(real.loader, device, release, str(folder), timeout_s=300)
@@ -136,11 +136,8 @@ def test_a_whole_vllm_is_judged_by_its_answers_over_zeros():
         ([other, nan], "NaN", 2),
     ):
         found = cases.served("started", "cuda", {"started": told | {"answers": answers}})
-        assert (found.verdict, found.numbers["changed_answers"], found.numbers["answers"]) == (
-            word,
-            changed,
-            2,
-        )
+        counted = found.numbers["changed_answers"], found.numbers["answers"]
+        assert (found.verdict, counted) == (word, (changed, 2))
     with pytest.raises(MissingError, match="ended with 1: no memory"):
         cases.served("started", "cuda", {"ended": "a child ended with 1: no memory"})
 
@@ -155,7 +152,7 @@ def test_weights_are_drawn_by_their_kind_and_the_experts_are_a_checkpoints():
     }.items():
         model.register_parameter(name, torch.nn.Parameter(given))
     model.w13_weight = torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.uint8), requires_grad=False)
-    whole._Engine._draw(SimpleNamespace(experts=experts), model)
+    whole._Engine._draw(Space(experts=experts), model)
     assert (model.norm.tolist(), model.bias.tolist()) == ([1.0] * 4, [0.0] * 4)
     assert float(model.linear.detach().std()) == pytest.approx(1 / 8, rel=0.05)
     assert model.w13_weight.equal(experts["w13_weight"])
@@ -164,31 +161,31 @@ def test_weights_are_drawn_by_their_kind_and_the_experts_are_a_checkpoints():
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_whole_vllm_loads_drawn_weights_and_each_layers_scales_are_found_once(monkeypatch, wrapped):
     made, asked, drawn, generator = [], {}, [], torch.Generator()
-    configs = [SimpleNamespace(weight_scale=SimpleNamespace(storage=SimpleNamespace(data=n))) for n in "ab"]
-    shared = SimpleNamespace(w13_precision_config=configs[0])
-    methods = [None, shared, shared, SimpleNamespace(w13_precision_config=configs[1]), SimpleNamespace()]
-    modules = [SimpleNamespace(), *(SimpleNamespace(quant_method=method) for method in methods)]
+    configs = [Space(weight_scale=Space(storage=Space(data=n))) for n in "ab"]
+    shared = Space(w13_precision_config=configs[0])
+    methods = [None, shared, shared, Space(w13_precision_config=configs[1]), Space()]
+    modules = [Space(), *(Space(quant_method=method) for method in methods)]
 
     def nested(path: str, end: object) -> object:
         for name in reversed(path.split(".")):
-            end = SimpleNamespace(**{name: end})
+            end = Space(**{name: end})
         return end
 
     class LLM:
         def __init__(self, *, model, **given):
             asked.update(given, config=json.loads(Path(model, "config.json").read_text()))
             loader.DummyModelLoader().load_weights("model", "config")
-            worker = nested("model_runner.model", SimpleNamespace(modules=lambda: modules))
-            worker = SimpleNamespace(worker=worker) if wrapped else worker
+            worker = nested("model_runner.model", Space(modules=lambda: modules))
+            worker = Space(worker=worker) if wrapped else worker
             self.llm_engine = nested("engine_core.engine_core.model_executor.driver_worker", worker)
 
     def quantized(shape, draw):
         assert draw is generator
         made.append(shape)
-        return SimpleNamespace(on=lambda where: SimpleNamespace(weight=f"{where} w", scale=f"{where} s"))
+        return Space(on=lambda where: Space(weight=f"{where} w", scale=f"{where} s"))
 
-    loader = SimpleNamespace(DummyModelLoader=type("DummyModelLoader", (), {}))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
+    loader = Space(DummyModelLoader=type("DummyModelLoader", (), {}))
+    monkeypatch.setitem(sys.modules, "vllm", Space(LLM=LLM))
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.dummy_loader", loader)
     monkeypatch.setattr(torch, "Generator", lambda where: generator)
     monkeypatch.setattr(whole, "quantized", quantized)
@@ -204,11 +201,8 @@ def test_a_whole_vllm_loads_drawn_weights_and_each_layers_scales_are_found_once(
     assert drawn == [("model", experts)]
     assert asked["config"] == whole.CONFIG
     assert asked["compilation_config"]["cudagraph_capture_sizes"] == [8, 64, 256]
-    assert (asked["load_format"], asked["moe_backend"], asked["enable_prefix_caching"]) == (
-        "dummy",
-        "triton",
-        False,
-    )
+    named = ("load_format", "moe_backend", "enable_prefix_caching")
+    assert [asked[name] for name in named] == ["dummy", "triton", False]
 
 
 def test_a_whole_vllm_is_looked_at_after_the_start_and_after_each_number_of_requests(monkeypatch):
@@ -247,7 +241,7 @@ def test_a_stage_is_asked_before_and_after_zeros_lie_in_free_bytes(monkeypatch):
     monkeypatch.setattr(whole.real, "behind", lambda data: owners[id(data)])
     monkeypatch.setattr(whole, "at_address", at_address)
     monkeypatch.setattr(whole, "tell", told.append)
-    whole._Engine.stage(SimpleNamespace(scales=scales, serve=serve), "started")
+    whole._Engine.stage(Space(scales=scales, serve=serve), "started")
     assert asked == [(8, 1, {"temperature": 0.0}, []), (8, 1, {"temperature": 0.0}, [0])]
     assert [*memory] == [(scales[0].data_ptr() + 8, 64)]
     found = {"owners": {"free": 1, "other": 1}, "harmful": [[0, "free", "01ff"]]}
@@ -259,11 +253,11 @@ def test_requests_are_drawn_once_and_answer_with_their_last_tokens_probability(m
 
     def generate(prompts, sampling, *, use_tqdm):
         asked.append(([p["prompt_token_ids"] for p in prompts], sampling, use_tqdm))
-        probabilities = [{7: SimpleNamespace(logprob=-1.0)}, {9: SimpleNamespace(logprob=-2.0)}]
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(7, 9), logprobs=probabilities)])] * 3
+        probabilities = [{7: Space(logprob=-1.0)}, {9: Space(logprob=-2.0)}]
+        return [Space(outputs=[Space(token_ids=(7, 9), logprobs=probabilities)])] * 3
 
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
-    engine = SimpleNamespace(llm=SimpleNamespace(generate=generate))
+    monkeypatch.setitem(sys.modules, "vllm", Space(SamplingParams=dict))
+    engine = Space(llm=Space(generate=generate))
     for _ in range(2):
         assert whole._Engine.serve(engine, 3, 2, top_p=0.9) == [([7, 9], -2.0)] * 3
     monkeypatch.undo()
@@ -349,15 +343,15 @@ def test_the_evidence_says_whether_a_line_of_the_package_was_edited(monkeypatch,
 
 def test_a_cost_is_in_milliseconds_with_and_without_the_padding(monkeypatch):
     clock = iter([1.0, 1.002, 5.0, 5.25])
-    layer = SimpleNamespace(w13=13, w2=2, x=None, topk_ids=None, topk_weights=None)
-    kernel = SimpleNamespace(moe=lambda *given: [each.scale_bytes.numel() for each in given[3:]])
-    put = lambda m, matrix, remedy: SimpleNamespace(  # noqa: E731
+    layer = Space(w13=13, w2=2, x=None, topk_ids=None, topk_weights=None)
+    kernel = Space(moe=lambda *given: [each.scale_bytes.numel() for each in given[3:]])
+    put = lambda m, matrix, remedy: Space(  # noqa: E731
         scale_bytes=torch.zeros(matrix + 10 * (remedy == "loader_pads"))
     )
     monkeypatch.setattr(real, "MatmulOgs", lambda device: kernel)
     monkeypatch.setattr(scene, "layer_on", lambda device, tokens: layer)
     monkeypatch.setattr(real, "converted", put)
-    monkeypatch.setattr(real, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(real, "time", Space(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("triton.testing.do_bench", lambda call, return_mode: sum(call()))
     found = real.cost()

@@ -1,7 +1,5 @@
 """The patch beside a connector of vLLM's own: the whole of vLLM 0.33.0, its classes, no stand-in."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,23 +1,10 @@
 """The miniature: a step that is planned and then written, and who reads what nobody wrote."""
 
-from __future__ import annotations
-
 import pytest
 
-from staleproof.incidents.published_unwritten import pictures
+from staleproof.incidents.published_unwritten import pictures, scene
 from staleproof.incidents.published_unwritten.broken import REMEDIES
-from staleproof.incidents.published_unwritten.scene import (
-    FOREIGN,
-    NOBODY,
-    UNWRITTEN,
-    WRITTEN,
-    Arrival,
-    Memory,
-    Miniature,
-    Row,
-    serve,
-    tenants,
-)
+from staleproof.incidents.published_unwritten.scene import Arrival, Memory, Miniature, Row, serve
 
 # Step by step: who did what with which blocks.
 STORY = """
@@ -71,16 +58,16 @@ def test_a_slot_is_compared_with_the_whole_prefix():
     memory.step([Row("b", [1, 9, 3, 4, 5], [2, 1, 3], 0, 2, True)])
     memory.step([Row("c", [1, 9, 3, 4, 5], [2, 1, 3], 4, 1, True)])
     assert [(read.position, read.block, read.whose) for read in memory.reads] == [(2, 1, "a"), (3, 1, "a")]
-    assert memory.verdict == FOREIGN
+    assert memory.verdict == scene.FOREIGN
 
 
-@pytest.mark.parametrize(("zeroed", "whose"), [(False, NOBODY), (True, "zeros")])
+@pytest.mark.parametrize(("zeroed", "whose"), [(False, scene.NOBODY), (True, "zeros")])
 def test_what_nobody_wrote_is_unwritten_zeroed_or_not(zeroed, whose):
     memory = Memory(2)
     memory.zero([5] if zeroed else [])
     memory.step([Row("a", [1, 2, 3], [5, 6], 2, 1, True)])
     assert [read.whose for read in memory.reads] == [whose] * 2
-    assert memory.verdict == UNWRITTEN
+    assert memory.verdict == scene.UNWRITTEN
 
 
 def test_a_readers_own_bytes_of_another_position_are_unwritten_and_no_strangers():
@@ -88,14 +75,14 @@ def test_a_readers_own_bytes_of_another_position_are_unwritten_and_no_strangers(
     memory.step([Row("a", [1, 2, 3, 4, 5], [5, 6, 7], 0, 2, True)])
     memory.step([Row("a", [1, 2, 3, 4, 5], [5, 5, 7], 4, 1, True)])
     assert [(read.position, read.whose) for read in memory.reads] == [(2, "a"), (3, "a")]
-    assert memory.verdict == UNWRITTEN
+    assert memory.verdict == scene.UNWRITTEN
 
 
 def test_a_hit_that_the_step_itself_writes_is_no_fault():
     memory = Memory(2)
     rows = [Row("a", [1, 2, 3], [5, 6], 0, 3, True), Row("b", [1, 2, 4], [5, 7], 2, 1, True)]
     memory.step(rows)
-    assert (memory.reads, memory.same_step, memory.verdict) == ([], 2, WRITTEN)
+    assert (memory.reads, memory.same_step, memory.verdict) == ([], 2, scene.WRITTEN)
     # Of another hit the step writes the first block only.
     memory.step([rows[0]._replace(blocks=[7, 6]), Row("c", [1, 2, 3, 4, 5], [7, 8, 9], 4, 1, True)])
     assert ([read.position for read in memory.reads], memory.same_step) == ([2, 3], 4)
@@ -161,4 +148,4 @@ def test_a_block_of_the_same_content_is_evicted_alone():
 def test_a_load_that_cannot_end_is_an_error():
     # Six blocks of prompt never fit into five.
     with pytest.raises(ValueError, match="load: expected one that ends within 9 steps, got 3 to come"):
-        serve(Miniature(5), tenants(), limit=9)
+        serve(Miniature(5), scene.tenants(), limit=9)

@@ -6,9 +6,8 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Space
 from typing import Any
 
 import pytest
@@ -83,9 +82,9 @@ def test_a_race_counts_where_the_step_was_late_and_a_price_where_bytes_are_alike
 
 
 def test_rounds_are_foreseen_in_which_the_stranger_reads(monkeypatch):
-    def memory(seed: int) -> SimpleNamespace:
+    def memory(seed: int) -> Space:
         readers = {3: ["victim"], 4: ["victim", "stranger"]}.get(seed, [])
-        return SimpleNamespace(memory=SimpleNamespace(reads=[SimpleNamespace(reader=who) for who in readers]))
+        return Space(memory=Space(reads=[Space(reader=who) for who in readers]))
 
     monkeypatch.setattr(cases.Server, "loaded", contextlib.nullcontext)
     monkeypatch.setattr(cases, "burst", lambda seed: (0, seed))
@@ -113,10 +112,10 @@ class FakeVLLM:
         for name in parts:
             shape = (3 * whole.WIDTH if name == "qkv_proj" else whole.WIDTH, whole.WIDTH)
             self.model[name].weight = torch.nn.Parameter(torch.full(shape[: 1 + (name != "norm")], 9.0))
-        runner = SimpleNamespace(model=self.model, kv_caches=[torch.zeros(2)])
-        worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
-        executor = SimpleNamespace(driver_worker=worker)
-        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(model_executor=executor))
+        runner = Space(model=self.model, kv_caches=[torch.zeros(2)])
+        worker = Space(worker=Space(model_runner=runner))
+        executor = Space(driver_worker=worker)
+        self.engine_core = Space(engine_core=Space(model_executor=executor))
         self.llm_engine, self.waiting, self.resets, self.asked, self.steps = self, [], 0, [], 0
 
     def reset_prefix_cache(self) -> None:
@@ -134,14 +133,14 @@ class FakeVLLM:
         done, self.waiting = self.waiting, []
         probability = {13: math.nan}
         return [
-            SimpleNamespace(
+            Space(
                 finished=True,
                 request_id=name,
                 num_cached_tokens=None,
                 outputs=[
-                    SimpleNamespace(
+                    Space(
                         token_ids=tokens,
-                        logprobs=[{t: SimpleNamespace(logprob=probability.get(t, -1.0))} for t in tokens],
+                        logprobs=[{t: Space(logprob=probability.get(t, -1.0))} for t in tokens],
                     )
                 ],
             )
@@ -150,9 +149,9 @@ class FakeVLLM:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def engine(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeVLLM, SamplingParams=dict))
+        patch.setitem(sys.modules, "vllm", Space(LLM=FakeVLLM, SamplingParams=dict))
         yield whole._Engine("fcfs")
 
 
@@ -200,18 +199,12 @@ def test_a_round_is_two_tenants_with_the_secret_or_a_cache_of_nan(engine, kind, 
         assert loads == [plain]
         return
     first, _ = loads
-    assert [(one.name, len(one.prompt), one.reply) for one in first] == [
-        ("tenant0", 2700, 1),
-        ("tenant1", 2700, 1),
-    ]
+    tenants = [(f"tenant{number}", 2700, 1) for number in range(2)]
+    assert [(one.name, len(one.prompt), one.reply) for one in first] == tenants
     assert len({one.prompt[0] for one in [*first, *asked]}) >= len(asked)
     for one, was in zip(asked, plain, strict=True):
-        assert (one.name, len(one.prompt), one.reply, one.at) == (
-            was.name,
-            len(was.prompt),
-            was.reply,
-            was.at,
-        )
+        alike = [(each.name, len(each.prompt), each.reply, each.at) for each in (one, was)]
+        assert alike[0] == alike[1]
         if one.name.startswith("chat"):
             assert {*one.prompt[1:]} == {whole.SECRET}
         else:
@@ -227,9 +220,9 @@ def test_two_requests_of_one_prompt_come_in_the_same_step(engine):
 
 
 def test_a_look_waits_for_the_fingerprints_and_counts_hits_since_the_last():
-    prints = SimpleNamespace(check=lambda *, wait=False: [1, 2] if wait else [])
-    watch = SimpleNamespace(blocks=SimpleNamespace(hits=5))
-    watched = SimpleNamespace(prints=prints, watch=watch, _hits=0)
+    prints = Space(check=lambda *, wait=False: [1, 2] if wait else [])
+    watch = Space(blocks=Space(hits=5))
+    watched = Space(prints=prints, watch=watch, _hits=0)
     assert whole._Watched.look(watched) == {"hits": 5, "other": 2}
     watch.blocks.hits = 7
     assert whole._Watched.look(watched) == {"hits": 2, "other": 2}
@@ -252,7 +245,7 @@ def test_a_copy_that_comes_too_late_leaves_what_was_there(device, monkeypatch, k
         def __init__(self) -> None:
             self.cache = torch.full((8, 4096), offload.OLD, dtype=torch.int32, device=device)
             self.host = torch.zeros(8, 4096, dtype=torch.int32)
-            self.worker = SimpleNamespace(_backend=SimpleNamespace(shutdown=lambda: None))
+            self.worker = Space(_backend=Space(shutdown=lambda: None))
 
         def copy(self, kind: str, block: int, slot: int) -> None:
             if arrives and kind == "store":
@@ -264,8 +257,8 @@ def test_a_copy_that_comes_too_late_leaves_what_was_there(device, monkeypatch, k
     monkeypatch.setattr(offload, "_Pool", Pool)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: False))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=lambda at: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Space(query=lambda: False))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Space(cudaHostUnregister=lambda at: None))
     to = torch.Tensor.to
     monkeypatch.setattr(
         torch.Tensor, "to", lambda self, at, **how: to(self, device if at == "cuda" else at, **how)
@@ -282,9 +275,7 @@ def test_fingerprints_are_asked_of_what_each_step_writes_and_hits(device, seed, 
         real.package("0.26.0")
     except MissingError as error:
         pytest.skip(str(error))
-    engine = SimpleNamespace(
-        runner=SimpleNamespace(kv_caches=[torch.zeros(whole.BLOCKS, 16, 2, device=device)])
-    )
+    engine = Space(runner=Space(kv_caches=[torch.zeros(whole.BLOCKS, 16, 2, device=device)]))
     with cases.Server("0.26.0").loaded():
         watched = whole._Watched(engine)
         watched.wrap()
@@ -304,7 +295,7 @@ def test_fingerprints_are_asked_of_what_each_step_writes_and_hits(device, seed, 
 
 def test_plans_are_compared_where_nothing_was_unwritten(monkeypatch):
     def runs(*found):
-        return [SimpleNamespace(plan=plan, reads=[1] * bad) for plan, bad in found]
+        return [Space(plan=plan, reads=[1] * bad) for plan, bad in found]
 
     server = cases.Server("0.22.1", patched=True)
     before = runs((1, False), (2, True), (3, False))
@@ -318,18 +309,18 @@ def test_plans_are_compared_where_nothing_was_unwritten(monkeypatch):
 
 @pytest.mark.parametrize(("seen", "verdict", "alike"), [((3, 0), "the same", 2), ((3, 1), "differ", 1)])
 def test_the_watch_agrees_with_the_truth_in_every_round_or_differs(monkeypatch, seen, verdict, alike):
-    reads = [SimpleNamespace(step=1, reader="stranger", block=block) for block in (4, 5, 6, 6)]
+    reads = [Space(step=1, reader="stranger", block=block) for block in (4, 5, 6, 6)]
     rounds = iter(zip(seen, (reads, []), strict=True))
 
     @contextlib.contextmanager
     def watching():
         hits, server.reads = next(rounds)
-        yield SimpleNamespace(blocks=SimpleNamespace(hits=hits))
+        yield Space(blocks=Space(hits=hits))
 
     def served(blocks, load, **options):
-        return SimpleNamespace(memory=SimpleNamespace(reads=server.reads, steps=2), host_s=1e-6)
+        return Space(memory=Space(reads=server.reads, steps=2), host_s=1e-6)
 
-    server = SimpleNamespace(reads=[], loaded=contextlib.nullcontext, serve=served)
+    server = Space(reads=[], loaded=contextlib.nullcontext, serve=served)
     monkeypatch.setattr(cases, "ROUNDS", range(2))
     monkeypatch.setattr(cases, "watching", watching)
     found = cases.watched(server, "cpu")

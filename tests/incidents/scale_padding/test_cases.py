@@ -1,7 +1,5 @@
 """What the verdicts of incident 5 rest on; a broken subject changes them, and absent hardware is said."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -22,11 +20,8 @@ def test_padding_left_unwritten_is_found(monkeypatch):
 
 
 def test_another_stated_chance_is_off():
-    assert [nan_in_a_tile(stated, "cpu").verdict for stated in (0.981, 0.982, 0.983)] == [
-        "off",
-        "agrees",
-        "off",
-    ]
+    said = [nan_in_a_tile(stated, "cpu").verdict for stated in (0.981, 0.982, 0.983)]
+    assert said == ["off", "agrees", "off"]
 
 
 def test_a_chance_that_counting_does_not_bear_out_is_off(monkeypatch):

@@ -1,7 +1,5 @@
 """A fix of incident 5 whose result is wrong is called wrong, although no detector of NaN sees it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -17,14 +15,6 @@ from staleproof.ops.nvfp4 import quantize_nvfp4
 def fix(name):
     (found,) = TABLE.ask(OFF_ON_OFF, name)
     return found.verdict, found.note
-
-
-def _zeros(packed, scales):
-    packed.zero_()
-
-
-def _thrice(packed, scales):
-    scales.copy_(scales.float() * 3)
 
 
 def _one_scale(packed, scales):
@@ -47,8 +37,6 @@ def _padding_left(packed, scales):
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (_zeros, "product"),
-        (_thrice, "product"),
         (_one_scale, "product"),
         (_hides_nan, "product"),
         (_rows_of_the_second_tile, "scales of 130 rows"),
@@ -69,25 +57,10 @@ def test_a_quantiser_that_writes_other_bytes_is_wrong(monkeypatch, spoil, why):
     assert why in note
 
 
-def _favours(tokens, experts, top_k, **options):
-    weights, chosen = ids.simulate_routing(tokens, experts, top_k, **options)
-    return weights, torch.arange(top_k, dtype=torch.int32).expand_as(chosen)
-
-
 def _one_takes_all(tokens, experts, top_k, **options):
     weights, chosen = ids.simulate_routing(tokens, experts, top_k, **options)
     weights.zero_()[:, 0] = 1
     return weights, chosen
-
-
-def _thrice_as_heavy(*args, **options):
-    weights, chosen = ids.simulate_routing(*args, **options)
-    return 3 * weights, chosen
-
-
-def _wide(*args, **options):
-    weights, chosen = ids.simulate_routing(*args, **options)
-    return weights, chosen.long()
 
 
 def _neighbours(tokens, experts, top_k, seed=0, **options):
@@ -113,10 +86,7 @@ def _more_often(times, tokens, experts, top_k, **options):
         (partial(_more_often, 400), "some experts are drawn too often"),
         (_neighbours, "pairs of experts"),
         (_one_seed, "another seed"),
-        (_favours, "too often"),
         (_one_takes_all, "weights"),
-        (_thrice_as_heavy, "weights"),
-        (_wide, "int64"),
         (broken.simulate_with_replacement, "int64"),
     ],
 )
@@ -133,11 +103,8 @@ def test_a_draw_by_chance_is_right(draw):
     ("reader", "why"),
     [
         (ID_WIDTHS["int64_read_as_int32"], "ids"),
-        (lambda chosen, weights: (chosen, 3 * weights), "weights"),
         (lambda chosen, weights: (chosen, 1.01 * weights), "weights"),
-        (lambda chosen, weights: (chosen, torch.full_like(weights, 0.25)), "weights"),
         (lambda chosen, weights: (chosen, weights.flip(1)), "weights"),
-        (lambda chosen, weights: (chosen * 0, weights), "ids"),
         (lambda chosen, weights: (chosen & 0xFF, weights), "ids"),
         (lambda chosen, weights: (chosen.long(), weights), "int64"),
     ],
@@ -150,34 +117,22 @@ def test_ids_and_weights_that_arrive_are_right():
     assert [correct.wrong_ids(ID_WIDTHS[name], "cpu") for name in ("int32", "packed_int32")] == [None, None]
 
 
-@pytest.mark.parametrize(
-    "what", ["thrice", "zeros", "quiet rows to zero", "a scale", "a percent", "small numbers to zero"]
-)
+@pytest.mark.parametrize("what", ["a scale", "a percent", "small numbers to zero"])
 def test_a_quantiser_per_token_that_loses_rows_is_wrong(monkeypatch, device, what):
     def spoilt(x):
         values, scales = broken.row_alone(x)
-        if what == "thrice":
-            scales = scales * 3
-        elif what == "zeros":
-            values = torch.zeros_like(values)
+        if what == "a scale":
+            scales[3] *= 1.01
         elif what == "a percent":
             values = (x * 1.01 / scales[:, None]).clamp(-448, 448).to(values.dtype)
-        elif what == "small numbers to zero":
-            values = torch.where(values.float().abs() < 24, 0.0, values.float()).to(values.dtype)
-        elif what == "a scale":
-            scales[3] *= 1.01
         else:
-            values = torch.where((x.abs() < 0.1).all(1, keepdim=True), 0.0, values.float()).to(values.dtype)
+            values = torch.where(values.float().abs() < 24, 0.0, values.float()).to(values.dtype)
         return values, scales
 
     assert correct.wrong_row_scale("row_alone", device) is None
     assert correct.wrong_row_scale("neighbour_in_the_maximum", device) is not None
     monkeypatch.setitem(broken.PER_TOKEN, "row_alone", spoilt)
     assert fix("row_alone")[0] == WRONG
-
-
-def _drops_all(cache, kv, slots):
-    pass
 
 
 def _one_off(cache, kv, slots):
@@ -196,7 +151,7 @@ def ranks(written=()):
     return busy, idle
 
 
-@pytest.mark.parametrize("write", [_drops_all, _one_off, _thrice_written])
+@pytest.mark.parametrize("write", [_one_off, _thrice_written])
 def test_a_write_that_drops_or_misplaces_is_wrong(monkeypatch, write):
     assert correct.wrong_write(0, "cpu", ranks()) is None
     monkeypatch.setattr(null_block, "write_kv", write)

@@ -1,7 +1,5 @@
 """FlashInfer's FP4 kernels: the reason if they cannot be built, and on a GPU what they answer."""
 
-from __future__ import annotations
-
 import math
 import signal
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Widths, packing and chance of expert ids."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -15,11 +13,6 @@ def test_the_birthday_formula_counts_what_can_be_listed(experts, top_k):
     draws = list(itertools.product(range(experts), repeat=top_k))
     twice = sum(len(set(draw)) < top_k for draw in draws)
     assert ids.duplicate_chance(experts, top_k) == pytest.approx(twice / len(draws))
-
-
-def test_int64_bytes_read_as_int32_are_ids_and_zeros_of_half_of_the_tokens():
-    wide = torch.tensor([[3, 1], [4, 2], [6, 5], [7, 8]])
-    assert broken.read_as_int32(wide).tolist() == [[3, 0], [1, 0], [4, 0], [2, 0]]
 
 
 def test_packing_keeps_id_and_weight_and_an_id_in_the_wrong_width_keeps_neither():
