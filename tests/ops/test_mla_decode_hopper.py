@@ -277,7 +277,8 @@ def chosen_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
     def cut(q: torch.Tensor, kv_cache: torch.Tensor, q_len: int, capacity: int) -> Cut:
         heads = q.shape[-2]
-        kernel = "packed" if q_len > 1 and heads <= 32 and q_len * heads > 16 else "pairs"
+        is_packed = q_len > 1 and heads <= 32 and (q_len * heads > 16 or heads < 5)
+        kernel = "packed" if is_packed else "pairs"
         blocks = -(-q_len * heads // Cut(kernel, 0).height(q_len, heads))
         return Cut(kernel, max(1, 132 // blocks) if request.param == "equal parts" else 0)
 
@@ -352,7 +353,7 @@ LENGTHS = {
     [
         *((128, None), (40, None), (16, None), (5, None), (128, 2), (64, 3), (40, 3), (8, 2)),
         # Several query tokens in a program; of the last one a program has fewer.
-        *((32, 2), (24, 3), (16, 4), (5, 7), (1, 64)),
+        *((32, 2), (24, 3), (16, 4), (5, 7), (1, 64), (16, 2), (5, 6), (4, 4)),
     ],
 )
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -399,7 +400,7 @@ def test_what_neighbours_hold_changes_no_bit(device: str, cache: str, poison: fl
 @pytest.mark.gpu
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 3e38])
-@pytest.mark.parametrize(("heads", "q_len"), [(32, 2), (24, 3), (16, 4), (1, 64), (128, 2)])
+@pytest.mark.parametrize(("heads", "q_len"), [(32, 2), (24, 3), (16, 4), (1, 64), (128, 2), (16, 2), (4, 4)])
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_later_query_token_changes_no_bit_of_an_earlier_one(
     device: str, cache: str, heads: int, q_len: int, poison: float
