@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from staleproof.cases.case import Reading
+from staleproof.cases.compare import too_far
 from staleproof.cases.mapping import mapped
 from staleproof.check import fail
 from staleproof.contract.contract import breaks, holds
@@ -242,6 +243,26 @@ def reference(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
+def far_row(found: torch.Tensor, expected: torch.Tensor, budget: float) -> str:
+    """One line about the first row that is off by more than this share of it, or ``""``.
+
+    Rows where NaN or an infinity is expected are not compared.
+    """
+    found, expected = found.cpu().double(), expected.cpu().double()
+    for row, (got, want) in enumerate(zip(found, expected, strict=True)):
+        if bool(want.isfinite().all()) and too_far("", got.flatten(), want.flatten(), budget):
+            return f"row {row} is off by {(got - want).abs().max():.3g}"
+    return ""
+
+
+def far_lse(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
+    """One line about the first lse that is not as expected, or ``""``; any is right where NaN is expected."""
+    close = torch.isclose(found.double(), expected, rtol=tolerance, atol=tolerance)
+    for row, head in (~close & ~expected.isnan()).nonzero()[:1].tolist():
+        return f"lse of row {row} is {found[row, head]:.4g}, expected {expected[row, head]:.4g}"
+    return ""
+
+
 @contextmanager
 def dirty_memory(fill: float) -> Iterator[None]:
     """Fill what Python code gets from ``torch.empty`` and its siblings, as a last tenant would have.
@@ -355,11 +376,11 @@ def behind_operands(
         found, written = results(dict.fromkeys(names, fill))
         if written:
             return breaks(f"writes behind {written}", "behind", fill, written)
-        if _same(base or found, found):
+        if same_results(base or found, found):
             base = found
             continue
         alone = dict.fromkeys(names, "0x00")
-        by = [name for name in names if not _same(base, results({**alone, name: fill})[0])]
+        by = [name for name in names if not same_results(base, results({**alone, name: fill})[0])]
         note = f"{fill} behind {', '.join(by) or 'the operands together'} changes the result"
         return breaks(note, "behind", fill, *by[:1])
     if sys.platform != "linux":
@@ -372,5 +393,6 @@ def behind_operands(
     return holds()
 
 
-def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+def same_results(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    """Whether two calls have given the same bits."""
     return all(torch.equal(bits(x.contiguous()), bits(y.contiguous())) for x, y in zip(a, b, strict=True))
