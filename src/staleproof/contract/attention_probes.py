@@ -198,17 +198,14 @@ def empty_rows(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> 
 def _stale_places(call: Call) -> dict[str, list[torch.Tensor]]:
     """Memory that no live row may read, by place."""
     k, v = call.k_cache, call.v_cache
-    tails: dict[str, list[torch.Tensor]] = {"K": [], "V": []}
-    for request, length in enumerate(call.seq_lens.tolist()):
-        if used := length % call.shape.page_size:
-            last = call.pages(request)[-1]
-            tails["K"].append(k[last, used:])
-            tails["V"].append(v[last, used:])
-    whole = [buffer[:2] for buffer in call.guards[:-1]] + [buffer[-3:] for buffer in call.guards[:-1]]
-    pages = {"the null page": [k[0], v[0]], "pages past the end": whole}
-    if call.shape.layout == "mla":
-        return {"the last page's tail": tails["K"], **pages}
-    return {f"{name} of the last page's tail": tail for name, tail in tails.items()} | pages
+    caches = {"": k} if call.shape.layout == "mla" else {"K of ": k, "V of ": v}
+    used = [(request, n % call.shape.page_size) for request, n in enumerate(call.seq_lens.tolist())]
+    places = {
+        f"{name}the last page's tail": [cache[call.pages(request)[-1], end:] for request, end in used if end]
+        for name, cache in caches.items()
+    }
+    whole = [buffer[part] for part in (slice(2), slice(-3, None)) for buffer in call.guards[:-1]]
+    return places | {"the null page": [k[0], v[0]], "pages past the end": whole}
 
 
 def stale_tail(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> Reading:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -126,16 +127,22 @@ class Call:
 
     def arguments(self) -> dict[str, Any]:
         """Everything that a kernel may name."""
-        given = {
-            name: getattr(self, name)
-            for name in ("q", "block_table", "seq_lens", "query_start_loc", "out", "lse", "softmax_scale")
-        }
-        given |= {"max_seq_len": self.max_seq_len, "page_size": self.shape.page_size}
-        given["max_q_len"] = int(self.query_start_loc.diff().max())
-        if self.shape.q_len != 0 and given["max_q_len"] > 1:
-            batch = len(self.seq_lens)
+        longest = int(self.query_start_loc.diff().max())
+        names = (
+            "q",
+            "block_table",
+            "seq_lens",
+            "query_start_loc",
+            "out",
+            "lse",
+            "softmax_scale",
+            "max_seq_len",
+        )
+        given = {name: getattr(self, name) for name in names}
+        given |= {"max_seq_len": self.max_seq_len, "page_size": self.shape.page_size, "max_q_len": longest}
+        if self.shape.q_len != 0 and longest > 1:
             for name in ("q", "out", "lse"):
-                given[name] = given[name].unflatten(0, (batch, given["max_q_len"]))
+                given[name] = given[name].unflatten(0, (len(self.seq_lens), longest))
         if self.shape.layout == "mla":
             return given | {"kv_cache": self.k_cache[:, :, 0], "kv_lora_rank": self.shape.value_dim}
         if self.shape.layout == "gathered":
@@ -189,11 +196,9 @@ def make_call(
     table = torch.full((batch, max(needs, default=0) + 1), NULL_PAGE, dtype=torch.int32)
     # Backwards, so that nobody finds a page behind the one before.
     pages, free = 1 + sum(needs) + 1, [*range(1, 1 + sum(needs))]
-    buffers = [
-        torch.zeros(pages + 2 * GUARD, size, shape.kv_heads, shape.head_dim, device=device, dtype=dtype)
-    ]
-    if shape.layout != "mla":
-        buffers.append(torch.zeros(*buffers[0].shape[:3], shape.value_dim, device=device, dtype=dtype))
+    zeros = partial(torch.zeros, device=device, dtype=dtype)
+    widths = (shape.head_dim, shape.value_dim)[: 1 if shape.layout == "mla" else 2]
+    buffers = [zeros(pages + 2 * GUARD, size, shape.kv_heads, width) for width in widths]
     caches = [buffer[GUARD:-GUARD] for buffer in buffers]
     for request, (length, need) in enumerate(zip(seq_lens, needs, strict=True)):
         mine = [free.pop() for _ in range(need)]
@@ -204,7 +209,7 @@ def make_call(
             cache[mine] = padded.unflatten(0, (need, size))
     starts = torch.tensor([0, *(q_lens or [1] * batch)]).cumsum(0).int()
     tokens = int(starts[-1]) + spare_rows
-    around = torch.zeros(tokens + 2, shape.heads, shape.value_dim, device=device, dtype=dtype)
+    around = zeros(tokens + 2, shape.heads, shape.value_dim)
     return Call(
         shape,
         random(tokens, shape.heads, shape.head_dim),
@@ -291,13 +296,12 @@ def dirty_memory(fill: float) -> Iterator[None]:
         held = [torch.full((2**size // 4,), fill, device="cuda") for size in range(9, 26) for _ in range(4)]
         del held
     compiled = "torch._dynamo" in sys.modules
+    makers: dict[str, Any] = {
+        name: filled(getattr(torch, name)) for name in ("empty", "empty_like", "empty_strided")
+    }
+    new_empty = filled(torch.Tensor.new_empty)
     try:
-        with (
-            mock.patch.object(torch, "empty", filled(torch.empty)),
-            mock.patch.object(torch, "empty_like", filled(torch.empty_like)),
-            mock.patch.object(torch, "empty_strided", filled(torch.empty_strided)),
-            mock.patch.object(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty)),
-        ):
+        with mock.patch.multiple(torch, **makers), mock.patch.object(torch.Tensor, "new_empty", new_empty):
             yield
     finally:
         if not compiled and "torch._dynamo" in sys.modules:
