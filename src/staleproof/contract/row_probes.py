@@ -15,17 +15,8 @@ import torch
 
 from staleproof.cases.case import Reading, absent
 from staleproof.cases.compare import rounding
+from staleproof.contract import scenes
 from staleproof.contract.contract import NO_REFERENCE, breaks, holds
-from staleproof.contract.scenes import (
-    GUARD,
-    behind_operands,
-    dirty_memory,
-    far_lse,
-    far_row,
-    same_results,
-    usual_dtype,
-    zeros_behind,
-)
 from staleproof.evidence.canary import bits
 from staleproof.evidence.rows import FILLS, Fill, same_bits
 from staleproof.kernels.subject import bound
@@ -44,7 +35,7 @@ NAN_AND_NOISE = (FILLS[0], FILLS[3])
 
 def _random(*dims: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype | None = None) -> torch.Tensor:
     x = torch.randn(*dims, generator=torch.Generator().manual_seed(seed))
-    return x.to(device, dtype or usual_dtype(device))
+    return x.to(device, dtype or scenes.usual_dtype(device))
 
 
 def _several(returned: Any) -> Sequence[Any]:
@@ -54,7 +45,7 @@ def _several(returned: Any) -> Sequence[Any]:
 
 def _results(kernel: Kernel, known: Known, fill: float = NAN) -> list[torch.Tensor]:
     """The tensors that a kernel returns; memory that it allocates holds ``fill`` before."""
-    with dirty_memory(fill):
+    with scenes.dirty_memory(fill):
         returned = kernel(**bound(kernel, known))
     return [part for part in _several(returned) if isinstance(part, torch.Tensor)]
 
@@ -137,7 +128,7 @@ def _near(dtype: torch.dtype) -> float:
 
 def _far(found: torch.Tensor, expected: torch.Tensor) -> str:
     """One line about the first row that is off by more than :func:`_near`, or ``""``; NaN is not compared."""
-    return far_row(found, expected, _near(found.dtype) if found.dtype.is_floating_point else 0.0)
+    return scenes.far_row(found, expected, _near(found.dtype) if found.dtype.is_floating_point else 0.0)
 
 
 # Routing: (router_logits, top_k, bias, is_padding) -> weights, ids
@@ -356,7 +347,7 @@ _QUANTISED = {
 def _rows(
     shape: Shape, device: str, rows: int = ROWS, seed: int = 0, starts: Sequence[int] = (0, 3, 4, ROWS)
 ) -> Known:
-    dtype = usual_dtype(device, shape.get("dtype", ""))
+    dtype = scenes.usual_dtype(device, shape.get("dtype", ""))
     x = _random(rows, shape.get("hidden", 64), seed=seed, device=device, dtype=dtype)
     return {"x": x, "starts": torch.tensor(starts, dtype=torch.int32, device=device)}
 
@@ -442,7 +433,7 @@ def same_twice(kernel: Kernel, shape: Shape, device: str) -> Reading:
         return breaks("writes to its input", "clean")
     if any(not bool(out.float().isfinite().all()) for out in first if out.is_floating_point()):
         return breaks("not finite on clean input", "clean")
-    if not same_results(first, second):
+    if not scenes.same_results(first, second):
         return breaks("other bits the second time", "clean")
     more = ["starts"] * _takes(kernel, "starts")
 
@@ -520,7 +511,7 @@ def ragged_replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
     known = _rows(shape, device)
     for given in ((0, 3, 4, 6), (0, 1, 2, 6), (0, 2, 2, 6), (0, 3, 4, 6)):
         known["starts"].copy_(torch.tensor(given))
-        if not same_results(_call(kernel, known), _call(kernel, _rows(shape, device, starts=given))):
+        if not scenes.same_results(_call(kernel, known), _call(kernel, _rows(shape, device, starts=given))):
             return breaks(f"starts edited in place to {list(given)}: the result of other starts", "starts")
     return holds()
 
@@ -554,11 +545,10 @@ _CACHES = ("k_cache", "v_cache", "k_buffer", "v_buffer")
 def _cache_scene(shape: Shape, device: str, slots: Sequence[int] = _SLOTS, seed: int = 0) -> Known:
     heads, dim = shape.get("kv_heads", 2), shape.get("head_dim", 32)
     key, value = (_random(len(slots), heads, dim, seed=seed + part, device=device) for part in (0, 1))
-    pages = PAGES + 2 * GUARD
-    buffers = [_random(pages, PAGE, heads, dim, seed=seed + part, device=device) for part in (2, 3)]
+    pages, inside = PAGES + 2 * scenes.GUARD, slice(scenes.GUARD, -scenes.GUARD)
+    k, v = (_random(pages, PAGE, heads, dim, seed=seed + part, device=device) for part in (2, 3))
     known = {"key": key, "value": value, "slot_mapping": torch.tensor(slots, device=device)}
-    known |= {f"{name}_cache": buffer[GUARD:-GUARD] for name, buffer in zip("kv", buffers, strict=True)}
-    return known | {"k_buffer": buffers[0], "v_buffer": buffers[1]}
+    return known | {"k_cache": k[inside], "v_cache": v[inside], "k_buffer": k, "v_buffer": v}
 
 
 def _written(pad: int, before: Known, after: Known, results: Sequence[torch.Tensor] = ()) -> str:
@@ -567,12 +557,12 @@ def _written(pad: int, before: Known, after: Known, results: Sequence[torch.Tens
         expected, buffer = (known[f"{name}_buffer"].flatten(0, 1) for known in (before, after))
         for token, slot in enumerate(before["slot_mapping"].tolist()):
             if slot != pad:
-                expected[GUARD * PAGE + slot] = before[source][token]
+                expected[scenes.GUARD * PAGE + slot] = before[source][token]
         off = ~same_bits(expected, buffer)
         if off.any():
             slot = int(off.nonzero()[0])
             held = "NaN" if bool(buffer[slot].isnan().any()) else "other values"
-            return f"slot {slot - GUARD * PAGE} of {name}_cache holds {held}"
+            return f"slot {slot - scenes.GUARD * PAGE} of {name}_cache holds {held}"
     return ""
 
 
@@ -680,7 +670,7 @@ def _merge_is_off(before: Known, after: Known, results: Sequence[torch.Tensor]) 
     if more and more[0].numel() != total.numel():
         return f"its lse has shape {tuple(more[0].shape)}, expected {tuple(total.shape)}"
     wrong = _far(out, torch.where(weight > 0, weight * outs, 0.0).sum(0))
-    return wrong or (far_lse(more[0].reshape(total.shape), total, 1e-3) if more else "")
+    return wrong or (scenes.far_lse(more[0].reshape(total.shape), total, 1e-3) if more else "")
 
 
 def merges(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -782,12 +772,12 @@ def ids_out_of_range(kernel: Kernel, shape: Shape, device: str) -> Reading:
 def right_operands(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: the reference, over operands with zeros behind them, and the same bits twice."""
     known = bound(kernel, shape["make"](device))
-    placed = zeros_behind(known)
-    first, second = _call(kernel, placed, 3.0), _call(kernel, zeros_behind(known), 3.0)
+    placed = scenes.zeros_behind(known)
+    first, second = _call(kernel, placed, 3.0), _call(kernel, scenes.zeros_behind(known), 3.0)
     for name, x in known.items():
-        if isinstance(x, torch.Tensor) and not same_results([x], [placed[name]]):
+        if isinstance(x, torch.Tensor) and not scenes.same_results([x], [placed[name]]):
             return breaks(f"writes to {name}", "clean")
-    if not same_results(first, second):
+    if not scenes.same_results(first, second):
         return breaks("other bits the second time", "clean")
     if shape.get("reference") is None:
         return absent(NO_REFERENCE)
@@ -801,11 +791,11 @@ def _operands(kind: str, kernel: Kernel, shape: Shape, device: str) -> Known:
     if kind == "routing":
         logits = _logits(shape, device)
         return {"bias": torch.zeros_like(logits[0])} | _router_input(kernel, shape, logits)
-    scenes: dict[str, Callable[[Shape, str], Known]] = {
+    makers: dict[str, Callable[[Shape, str], Known]] = {
         "rows": _rows, "ragged": _rows, "kv_write": _cache_scene, "state": _state_scene, "merge": _parts,
         "experts": _experts, "operands": lambda shape, device: shape["make"](device),
     }  # fmt: skip
-    return scenes[kind](shape, device)
+    return makers[kind](shape, device)
 
 
 class _Edit(NamedTuple):
@@ -855,7 +845,7 @@ def behind(kind: str) -> Probe:
 
     def probe(kernel: Kernel, shape: Shape, device: str) -> Reading:
         known = bound(kernel, _operands(kind, kernel, shape, device))
-        return behind_operands(lambda placed: _call(kernel, placed), known)
+        return scenes.behind_operands(lambda placed: _call(kernel, placed), known)
 
     return probe
 

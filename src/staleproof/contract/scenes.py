@@ -318,8 +318,7 @@ def _placed(x: torch.Tensor, behind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A copy of ``x`` at the end of its memory, and the bytes behind it."""
     slab = torch.randint(256, (x.nbytes + TAIL_BYTES,), generator=torch.Generator().manual_seed(0))
     slab = slab.to(x.device, torch.uint8)
-    value = BEHIND[behind]
-    if value is not None:
+    if (value := BEHIND[behind]) is not None:
         slab[x.nbytes :] = value
     copy = slab[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride())
     return copy.copy_(x), slab[x.nbytes :]
