@@ -47,7 +47,7 @@ def test_a_broken_clause_fails_with_its_counterexample(pytester):
 @pytest.mark.parametrize(("script", "said"), [("", ""), ("import torch", "\n\nimport torch")])
 def test_a_broken_clause_shows_its_script_if_there_is_one(script, said):
     file = object.__new__(pytest_plugin.ContractFile)
-    file._answers = {("k", "R"): SimpleNamespace(verdict=BREAKS, question="R", note="rows", script=script)}
+    file.answers = {("k", "R"): SimpleNamespace(verdict=BREAKS, question="R", note="rows", script=script)}
     item = object.__new__(pytest_plugin.ContractItem)
     item.parent, item.asked = file, ("k", "R")
     with pytest.raises(pytest_plugin.BrokenClauseError) as error:
@@ -66,7 +66,7 @@ def test_kernels_are_audited_on_the_device_that_was_asked_for(monkeypatch):
     file = object.__new__(pytest_plugin.ContractFile)
     file.path, file.config = Path("m.py"), SimpleNamespace(getoption=lambda name: f"{name} as asked for")
     for _ in range(2):
-        assert file.answer(("k", "R")).question == "R"
+        assert file.answers["k", "R"].question == "R"
     assert asked == [(["m.py"], "--padding-contract-device as asked for")]
 
 

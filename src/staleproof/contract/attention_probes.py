@@ -11,9 +11,18 @@ from typing import Any
 import torch
 
 from staleproof.cases.case import Reading, absent
-from staleproof.cases.compare import rounding, too_far
+from staleproof.cases.compare import rounding
 from staleproof.contract.contract import BREAKS, breaks, holds
-from staleproof.contract.scenes import Call, Shape, behind_operands, dirty_memory, make_call, reference
+from staleproof.contract.scenes import (
+    Call,
+    Shape,
+    behind_operands,
+    dirty_memory,
+    far_lse,
+    far_row,
+    make_call,
+    reference,
+)
 from staleproof.evidence.canary import bits
 from staleproof.evidence.rows import FILLS, Fill, same_bits
 from staleproof.kernels.subject import bound
@@ -100,27 +109,16 @@ def scaled(shape: Shape, lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(n // 16 * max(shape.page_size, 16) + n % 16 for n in lengths)
 
 
-def _tolerance(call: Call) -> float:
-    # Twice what a kernel rounds that scales q and k in its dtype. fp32 goes through an approximate exp, on a
-    # GPU also through TF32: 10 bits of mantissa.
-    return max(rounding(call.q.dtype, 8), 5e-3 if call.q.is_cuda else 2e-4)
-
-
 def wrong_rows(result: Result, call: Call) -> str:
     """One line about the first live row that is not the reference, or ``""``."""
     expected, expected_lse = reference(call)
-    live = call.live().cpu()
-    out, tolerance = result[0].cpu().double(), _tolerance(call)
-    for row in live.nonzero().flatten().tolist():
-        if too_far("", out[row].flatten(), expected[row].flatten(), tolerance):
-            return f"row {row} is off by {(out[row] - expected[row]).abs().max():.3g}"
-    if result[1] is not None:
-        lse = result[1].cpu().double()
-        off = ~torch.isclose(lse, expected_lse, rtol=tolerance, atol=tolerance) & live[:, None]
-        if off.any():
-            row, head = off.nonzero()[0].tolist()
-            return f"lse of row {row} is {lse[row, head]:.4g}, expected {expected_lse[row, head]:.4g}"
-    return ""
+    idle = ~call.live().cpu()
+    expected[idle], expected_lse[idle] = NAN, NAN
+    # Twice what a kernel rounds that scales q and k in its dtype. fp32 goes through an approximate exp, on a
+    # GPU also through TF32: 10 bits of mantissa.
+    tolerance = max(rounding(call.q.dtype, 8), 5e-3 if call.q.is_cuda else 2e-4)
+    wrong = far_row(result[0], expected, tolerance)
+    return wrong or ("" if result[1] is None else far_lse(result[1].cpu(), expected_lse, tolerance))
 
 
 def clean_input(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -200,26 +198,19 @@ def empty_rows(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> 
 def _stale_places(call: Call) -> dict[str, list[torch.Tensor]]:
     """Memory that no live row may read, by place."""
     k, v = call.k_cache, call.v_cache
-    tails: dict[str, list[torch.Tensor]] = {"K": [], "V": []}
-    for request, length in enumerate(call.seq_lens.tolist()):
-        used = length % call.shape.page_size
-        if used:
-            last = call.pages(request)[-1]
-            tails["K"].append(k[last, used:])
-            tails["V"].append(v[last, used:])
-    whole = [buffer[:2] for buffer in call.guards[:-1]] + [buffer[-3:] for buffer in call.guards[:-1]]
-    pages = {"the null page": [k[0], v[0]], "pages past the end": whole}
-    if call.shape.layout == "mla":
-        return {"the last page's tail": tails["K"], **pages}
-    return {f"{name} of the last page's tail": tail for name, tail in tails.items()} | pages
+    caches = {"": k} if call.shape.layout == "mla" else {"K of ": k, "V of ": v}
+    used = [(request, n % call.shape.page_size) for request, n in enumerate(call.seq_lens.tolist())]
+    places = {
+        f"{name}the last page's tail": [cache[call.pages(request)[-1], end:] for request, end in used if end]
+        for name, cache in caches.items()
+    }
+    whole = [buffer[part] for part in (slice(2), slice(-3, None)) for buffer in call.guards[:-1]]
+    return places | {"the null page": [k[0], v[0]], "pages past the end": whole}
 
 
-def stale_tail(
-    kernel: Kernel, shape: Shape, device: str, *, lengths: Sequence[int] = LENGTHS, q_len: int = 1
-) -> Reading:
+def stale_tail(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> Reading:
     """T: whatever lies at or past seq_len, live rows keep their bits."""
-    q_lens = [q_len] * len(lengths)
-    make = partial(make_call, shape, scaled(shape, lengths), device, q_lens=q_lens)
+    make = partial(make_call, shape, scaled(shape, LENGTHS), device, q_lens=[q_len] * len(LENGTHS))
     base = run(kernel, make())
     live = make().live()
     found = []
@@ -247,8 +238,7 @@ def table_past_the_need(kernel: Kernel, shape: Shape, device: str) -> Reading:
     base = run(kernel, make_call(shape, lengths, device))
     call = make_call(shape, lengths, device)
     for buffer in call.guards[:-1]:
-        buffer[:2].fill_(NAN)
-        buffer[-2:].fill_(NAN)
+        buffer[[0, 1, -2, -1]] = NAN
     need = (call.seq_lens + shape.page_size - 1) // shape.page_size
     past = torch.arange(call.block_table.shape[1], device=device) >= need[:, None]
     # The far id comes last: where it is followed, the process may end.
@@ -349,8 +339,7 @@ def replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
         call.lse.fill_(NAN)
         out, lse = launch()
         now = out.clone(), None if lse is None else lse.clone()
-        wrong = wrong_rows(now, call) or _kept_empty(kernel, call, now)
-        if wrong:
+        if wrong := wrong_rows(now, call) or _kept_empty(kernel, call, now):
             return breaks(f"replayed with seq_lens {list(lengths)}: {wrong}", "replay")
     return holds(note)
 
@@ -370,11 +359,10 @@ def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
         second, _ = run(kernel, call, fill=3.0)
         if changed((first[:live], None if lse is None else lse[:live]), base):
             return breaks(f"{fill.name} in q past the end changes a live row", "spare", fill.name)
-        left = bool(first[live:].isnan().all() and (second[live:] == 3).all())
-        ours = "out" in bound(kernel.call, call.arguments())
-        if ours and not left:
-            return breaks("writes rows of out past the end", "spare", fill.name)
-        if not ours and not bool((first[live:] == 0).all() and (second[live:] == 0).all()):
+        if "out" in bound(kernel.call, call.arguments()):
+            if not bool(first[live:].isnan().all() and (second[live:] == 3).all()):
+                return breaks("writes rows of out past the end", "spare", fill.name)
+        elif not bool((first[live:] == 0).all() and (second[live:] == 0).all()):
             return breaks("rows past the end hold what the memory held", "spare", fill.name)
     return holds()
 
@@ -402,9 +390,8 @@ def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Reading:
     # The same lengths first: a kept buffer is found again by its shape.
     for lengths in (LENGTHS, (50, 40, 33, 20, 5)):
         bad = make_call(shape, scaled(shape, lengths), device)
-        bad.q.fill_(NAN)
-        bad.k_cache.fill_(NAN)
-        bad.v_cache.fill_(NAN)
+        for x in (bad.q, bad.k_cache, bad.v_cache):
+            x.fill_(NAN)
         run(kernel, bad)
         if changed(run(kernel, call), base):
             return breaks("a launch full of NaN changes the next one", "trace")

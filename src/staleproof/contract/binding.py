@@ -102,26 +102,23 @@ def problem(subject: Subject, release: Release) -> str:
         subject: whose adapter is read.
         release: whose files are read.
     """
-    tree = ast.parse(textwrap.dedent(inspect.getsource(subject.function)))
+    nodes = [*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(subject.function))))]
     imported: dict[str, ast.stmt] = {}
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and not node.module.startswith(("torch", "staleproof"))
-        ):
+    for node in nodes:
+        module = node.module if isinstance(node, ast.ImportFrom) else None
+        if isinstance(node, ast.ImportFrom) and module and not module.startswith(("torch", "staleproof")):
             for alias in node.names:
-                found = _defined(node.module, alias.name, release)
+                found = _defined(module, alias.name, release)
                 if found is None:
-                    return f"no file of it that was found defines {node.module}.{alias.name}"
+                    return f"no file of it that was found defines {module}.{alias.name}"
                 imported[alias.asname or alias.name] = found
     made: dict[str, ast.ClassDef] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             maker = imported.get(getattr(node.value.func, "id", ""))
             if isinstance(maker, ast.ClassDef) and isinstance(node.targets[0], ast.Name):
                 made[node.targets[0].id] = maker
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         function, method = imported.get(getattr(node.func, "id", "")), False

@@ -21,7 +21,8 @@ CONTRACT = "contract"
 # The release of a module of the user's.
 YOURS = "yours"
 
-# Key of a clause -> what a kernel that keeps it does. In the order of the tables.
+# Key of a clause -> what a kernel that keeps it does. In the order of the tables. Each is asked by a function
+# whose docstring begins with its key: PROBES of attention_probes and, for the other kinds, of row_probes.
 CLAUSES = {
     "0": "Clean input gives the right result, in the right shape, and nothing else is written.",
     "E": "The row of an empty request is written in each launch: zeros, and lse -inf.",

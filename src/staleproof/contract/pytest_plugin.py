@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,6 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 class ContractFile(pytest.File):
     """A module that registers kernels."""
 
-    _answers: dict[tuple[str, str], Finding] | None = None
-
     def collect(self) -> Iterable[pytest.Item]:
         from staleproof.cases.children import ChildError
         from staleproof.contract.cases import subjects_in
@@ -60,15 +59,13 @@ class ContractFile(pytest.File):
                 name = f"{subject.name}[{clause}]"
                 yield ContractItem.from_parent(self, name=name, asked=(subject.name, clause))
 
-    def answer(self, asked: tuple[str, str]) -> Finding:
-        """The answers of all kernels of the file come together, at the first test."""
-        if self._answers is None:
-            from staleproof.contract.cases import audit
+    @cached_property
+    def answers(self) -> dict[tuple[str, str], Finding]:
+        """The answers of all kernels of the file; they come together, at the first test."""
+        from staleproof.contract.cases import audit
 
-            device = self.config.getoption("--padding-contract-device")
-            found = audit([str(self.path)], device)
-            self._answers = {(one.variant, one.question): one for one in found}
-        return self._answers[asked]
+        found = audit([str(self.path)], self.config.getoption("--padding-contract-device"))
+        return {(one.variant, one.question): one for one in found}
 
 
 class ContractItem(pytest.Item):
@@ -86,11 +83,11 @@ class ContractItem(pytest.Item):
         from staleproof.contract.contract import BREAKS, CLAUSES, HOLDS
 
         assert isinstance(self.parent, ContractFile)
-        found = self.parent.answer(self.asked)
+        found = self.parent.answers[self.asked]
         if found.verdict == BREAKS:
             script = f"\n\n{found.script}" if found.script else ""
-            clause = found.question
-            raise BrokenClauseError(f"clause {clause}: {CLAUSES[clause]}\n{found.note}{script}")
+            sentence = f"clause {found.question}: {CLAUSES[found.question]}"
+            raise BrokenClauseError(f"{sentence}\n{found.note}{script}")
         if found.verdict != HOLDS:
             pytest.skip(found.note)
 

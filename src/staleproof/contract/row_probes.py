@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from staleproof.cases.case import Reading, absent
-from staleproof.cases.compare import rounding, too_far
+from staleproof.cases.compare import rounding
+from staleproof.contract import scenes
 from staleproof.contract.contract import NO_REFERENCE, breaks, holds
-from staleproof.contract.scenes import GUARD, behind_operands, dirty_memory, usual_dtype, zeros_behind
 from staleproof.evidence.canary import bits
 from staleproof.evidence.rows import FILLS, Fill, same_bits
 from staleproof.kernels.subject import bound
@@ -35,7 +35,7 @@ NAN_AND_NOISE = (FILLS[0], FILLS[3])
 
 def _random(*dims: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype | None = None) -> torch.Tensor:
     x = torch.randn(*dims, generator=torch.Generator().manual_seed(seed))
-    return x.to(device, dtype or usual_dtype(device))
+    return x.to(device, dtype or scenes.usual_dtype(device))
 
 
 def _several(returned: Any) -> Sequence[Any]:
@@ -45,7 +45,7 @@ def _several(returned: Any) -> Sequence[Any]:
 
 def _results(kernel: Kernel, known: Known, fill: float = NAN) -> list[torch.Tensor]:
     """The tensors that a kernel returns; memory that it allocates holds ``fill`` before."""
-    with dirty_memory(fill):
+    with scenes.dirty_memory(fill):
         returned = kernel(**bound(kernel, known))
     return [part for part in _several(returned) if isinstance(part, torch.Tensor)]
 
@@ -56,7 +56,7 @@ def _call(kernel: Kernel, known: Known, fill: float = NAN) -> list[torch.Tensor]
 
 
 def _takes(kernel: Kernel, name: str) -> bool:
-    return name in bound(kernel, dict.fromkeys(("router_logits", "top_k", "bias", "is_padding")))
+    return name in inspect.signature(kernel).parameters
 
 
 def _needs(kernel: Kernel, name: str) -> bool:
@@ -110,11 +110,6 @@ def _in_turn(
     return None
 
 
-def _unless(wrong: str, *case: str, note: str = "") -> Reading:
-    """The clause holds, unless something is wrong."""
-    return breaks(wrong, *case) if wrong else holds(note)
-
-
 def _first_off(found: torch.Tensor, expected: torch.Tensor, budget: torch.Tensor | float) -> str:
     """One line about the first row that is further from the reference than its budget, or ``""``."""
     found, expected = found.cpu().double(), expected.cpu().double()
@@ -133,12 +128,7 @@ def _near(dtype: torch.dtype) -> float:
 
 def _far(found: torch.Tensor, expected: torch.Tensor) -> str:
     """One line about the first row that is off by more than :func:`_near`, or ``""``; NaN is not compared."""
-    budget = _near(found.dtype) if found.dtype.is_floating_point else 0.0
-    found, expected = found.cpu().double(), expected.cpu().double()
-    for row, (got, want) in enumerate(zip(found, expected, strict=True)):
-        if bool(want.isfinite().all()) and too_far("", got.flatten(), want.flatten(), budget):
-            return f"row {row} is off by {(got - want).abs().max():.3g}"
-    return ""
+    return scenes.far_row(found, expected, _near(found.dtype) if found.dtype.is_floating_point else 0.0)
 
 
 # Routing: (router_logits, top_k, bias, is_padding) -> weights, ids
@@ -267,24 +257,18 @@ def right_experts(kernel: Kernel, shape: Shape, device: str) -> Reading:
     return absent(f"{NO_REFERENCE} for weights: {unknown}") if unknown else holds()
 
 
-def _odd_rows(logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Name of what is wrong with rows 1 and 4 -> logits. The others stay as they are."""
-    found = {}
-    for name, columns, value in (
-        ("all NaN", slice(None), NAN),
-        ("one NaN", slice(5, 6), NAN),
-        ("a NaN in the first column", slice(0, 1), NAN),
-        ("half NaN", slice(0, None, 2), NAN),
-        ("all -inf", slice(None), -INF),
-        ("half -inf", slice(0, None, 2), -INF),
-        ("all +inf", slice(None), INF),
-        ("one +inf", slice(3, 4), INF),
-        ("all equal", slice(None), 0.0),
-    ):
-        x = logits.clone()
-        x[1, columns], x[4, columns] = value, value
-        found[name] = x
-    return found
+# What is wrong with rows 1 and 4: name, columns, value. The other rows stay as they are.
+_ODD_ROWS = (
+    ("all NaN", slice(None), NAN),
+    ("one NaN", slice(5, 6), NAN),
+    ("a NaN in the first column", slice(0, 1), NAN),
+    ("half NaN", slice(0, None, 2), NAN),
+    ("all -inf", slice(None), -INF),
+    ("half -inf", slice(0, None, 2), -INF),
+    ("all +inf", slice(None), INF),
+    ("one +inf", slice(3, 4), INF),
+    ("all equal", slice(None), 0.0),
+)
 
 
 def ids_under_nan(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -293,7 +277,9 @@ def ids_under_nan(kernel: Kernel, shape: Shape, device: str) -> Reading:
     base = _route(kernel, shape, clean)
     finite = torch.tensor([True, False, True, True, False, True], device=device)
     found = []
-    for name, logits in _odd_rows(clean).items():
+    for name, columns, value in _ODD_ROWS:
+        logits = clean.clone()
+        logits[1, columns], logits[4, columns] = value, value
         weights, ids = _route(kernel, shape, logits)
         same = torch.equal(ids[finite], base[1][finite]) and same_bits(weights, base[0])[finite].all()
         if wrong := _bad_ids(ids, logits.shape[1]) or ("" if same else "a finite row changes"):
@@ -324,15 +310,13 @@ def padding_mask(kernel: Kernel, shape: Shape, device: str) -> Reading:
     mask = torch.zeros(ROWS, dtype=torch.bool, device=device)
     for rows in ([1, 4], [0, 3]):
         mask.zero_()[rows] = True
-        masked_weights, masked_ids = _route(
-            kernel, shape, logits.masked_fill(mask[:, None], NAN), is_padding=mask
-        )
+        masked = logits.masked_fill(mask[:, None], NAN)
+        masked_weights, masked_ids = _route(kernel, shape, masked, is_padding=mask)
         if not bool((masked_ids[mask] == shape.get("padding_id", -1)).all()):
             return breaks(f"a padding row has the ids {masked_ids[rows[0]].tolist()}", "mask")
         if not bool((masked_weights[mask] == 0).all()):
             return breaks("a padding row has a weight", "mask")
-        same = same_bits(masked_weights, weights)[~mask].all() and torch.equal(masked_ids[~mask], ids[~mask])
-        if not same:
+        if not (same_bits(masked_weights, weights)[~mask].all() and masked_ids[~mask].equal(ids[~mask])):
             return breaks("the mask changes another row", "mask")
     return holds()
 
@@ -360,13 +344,12 @@ _QUANTISED = {
 }
 
 
-def _hidden(shape: Shape, device: str, rows: int = ROWS, seed: int = 0) -> torch.Tensor:
-    dtype = usual_dtype(device, shape.get("dtype", ""))
-    return _random(rows, shape.get("hidden", 64), seed=seed, device=device, dtype=dtype)
-
-
-def _starts(device: str, *given: int) -> torch.Tensor:
-    return torch.tensor(given or (0, 3, 4, ROWS), dtype=torch.int32, device=device)
+def _rows(
+    shape: Shape, device: str, rows: int = ROWS, seed: int = 0, starts: Sequence[int] = (0, 3, 4, ROWS)
+) -> Known:
+    dtype = scenes.usual_dtype(device, shape.get("dtype", ""))
+    x = _random(rows, shape.get("hidden", 64), seed=seed, device=device, dtype=dtype)
+    return {"x": x, "starts": torch.tensor(starts, dtype=torch.int32, device=device)}
 
 
 def _scales(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
@@ -378,11 +361,8 @@ def _scales(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
     if scale.shape[0] != values.shape[0] or scale.ndim > 2:
         return None
     scale = scale.reshape(len(scale), -1)
-    return (
-        None
-        if values.shape[1] % scale.shape[1]
-        else scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
-    )
+    size, rest = divmod(values.shape[1], scale.shape[1])
+    return None if rest else scale.repeat_interleave(size, 1)
 
 
 def _quantised_off(values: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor, dynamic: bool) -> str:
@@ -443,44 +423,37 @@ def _first(x: torch.Tensor, rows: int | None) -> torch.Tensor:
 
 def same_twice(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: the reference; finite results, the same bits twice, and the input as it was."""
-    x, starts = _hidden(shape, device), _starts(device)
-    before = x.clone()
+    given = _rows(shape, device)
+    x, before = given["x"], given["x"].clone()
     # Over finite memory: what is not written is another clause's.
-    first = _call(kernel, {"x": x, "starts": starts}, 3.0)
-    second = _call(kernel, {"x": before.clone(), "starts": starts}, 3.0)
+    first, second = _call(kernel, given, 3.0), _call(kernel, given | {"x": before.clone()}, 3.0)
     if not first:
         return breaks("returns no tensor", "clean")
     if not shape.get("in_place") and not torch.equal(x, before):
         return breaks("writes to its input", "clean")
     if any(not bool(out.float().isfinite().all()) for out in first if out.is_floating_point()):
         return breaks("not finite on clean input", "clean")
-    if not all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True)):
+    if not scenes.same_results(first, second):
         return breaks("other bits the second time", "clean")
-    more = ["starts"] if "starts" in bound(kernel, {"x": 0, "starts": 0}) else []
+    more = ["starts"] * _takes(kernel, "starts")
 
     def off(known: Known, after: Known, results: Sequence[torch.Tensor]) -> str:
         x = known["x"]
         said = _against([*results], shape, x, shape.get("live_rows", len(x)), *map(known.__getitem__, more))
         return said + ", which is zeros" * (f"row {ZERO_ROW} " in said and not x[ZERO_ROW].any())
 
-    wrong = off({"x": before, "starts": starts}, {}, first)
+    wrong = off(given | {"x": before}, {}, first)
     if wrong.startswith(NO_REFERENCE):
         return absent(wrong)
     if wrong:
         return breaks(f"not the reference: {wrong}", "clean")
-    zero = _hidden(shape, device, MORE, 3)
-    # What a quantiser makes of it, 0 / 0 often, stays in that row.
-    zero[ZERO_ROW] *= first[0].dtype in _QUANTISED
-    calls = [
-        {"x": before.clone(), "starts": starts},
-        {"x": _hidden(shape, device, ROWS, 1), "starts": _starts(device, 0, 2, 2, ROWS)},
-        {"x": _hidden(shape, device, 1, 2), "starts": _starts(device, 0, 1)},
-        {"x": zero, "starts": _starts(device, 0, 20, 20, 21, 30, MORE)},
-    ]
-    said = _in_turn(
-        kernel, calls[: 2 if "live_rows" in shape else 4], off, ["x"] * shape.get("in_place", False)
-    )
-    return said or holds()
+    calls = [given | {"x": before.clone()}, _rows(shape, device, ROWS, 1, (0, 2, 2, ROWS))]
+    if "live_rows" not in shape:
+        many = _rows(shape, device, MORE, 3, (0, 20, 20, 21, 30, MORE))
+        # What a quantiser makes of it, 0 / 0 often, stays in that row.
+        many["x"][ZERO_ROW] *= first[0].dtype in _QUANTISED
+        calls += [_rows(shape, device, 1, 2, (0, 1)), many]
+    return _in_turn(kernel, calls, off, ["x"] * shape.get("in_place", False)) or holds()
 
 
 def row_alone(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -489,7 +462,7 @@ def row_alone(kernel: Kernel, shape: Shape, device: str) -> Reading:
     Where the reference makes NaN of a NaN, so must the kernel.
     """
     # Of rows past the live ones a kernel need make nothing.
-    x, reference = _hidden(shape, device), None if "live_rows" in shape else shape.get("reference")
+    x, reference = _rows(shape, device)["x"], None if "live_rows" in shape else shape.get("reference")
     base = _call(kernel, {"x": x.clone()})
     found: dict[str, str] = {}
     lives = [[*range(shape["live_rows"])]] if "live_rows" in shape else [[0, 1, 2, 3], [1], [4]]
@@ -507,8 +480,7 @@ def row_alone(kernel: Kernel, shape: Shape, device: str) -> Reading:
                 hidden = right.isnan() & ~now[0].cpu()[: len(right)].isnan()
                 if hidden.any() and hidden.equal(right.isnan()):
                     return breaks("the NaN of a row is hidden: its own result holds numbers")
-            changed = _changed(base, now, live)
-            if changed:
+            if changed := _changed(base, now, live):
                 found.setdefault(fill.name, f"{fill.name} in other rows changes {changed}")
     return breaks("; ".join(found.values()), "rows", next(iter(found))) if found else holds()
 
@@ -527,35 +499,30 @@ def _changed(base: Sequence[torch.Tensor], now: Sequence[torch.Tensor], live: Se
 
 def all_written(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """W: no byte of the result depends on what the memory held, at a number of rows that is no tile."""
-    x = _hidden(shape, device, 5)
-    first, second = (_call(kernel, {"x": x.clone()}, fill) for fill in (NAN, 3.0))
+    first, second = (_call(kernel, _rows(shape, device, 5), fill) for fill in (NAN, 3.0))
     for number, (a, b) in enumerate(zip(first, second, strict=True)):
-        stale = int((bits(a.contiguous()) != bits(b.contiguous())).sum())
-        if stale:
+        if stale := int((bits(a.contiguous()) != bits(b.contiguous())).sum()):
             return breaks(f"{stale} of {a.numel()} elements of result {number} are not written", "written")
     return holds()
 
 
 def ragged_replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """N: the same tensors, with other starts in them, against fresh tensors."""
-    x, starts = _hidden(shape, device), _starts(device)
+    known = _rows(shape, device)
     for given in ((0, 3, 4, 6), (0, 1, 2, 6), (0, 2, 2, 6), (0, 3, 4, 6)):
-        starts.copy_(torch.tensor(given))
-        now = _call(kernel, {"x": x, "starts": starts})
-        fresh = _call(kernel, {"x": x.clone(), "starts": _starts(device, *given)})
-        if not all(torch.equal(bits(a), bits(b)) for a, b in zip(now, fresh, strict=True)):
+        known["starts"].copy_(torch.tensor(given))
+        if not scenes.same_results(_call(kernel, known), _call(kernel, _rows(shape, device, starts=given))):
             return breaks(f"starts edited in place to {list(given)}: the result of other starts", "starts")
     return holds()
 
 
 def ragged_spare_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """U: rows past the last start are zeros in memory that the kernel allocates, and change nothing."""
-    starts = _starts(device, 0, 2, 3, 4)
-    base = _call(kernel, {"x": _hidden(shape, device), "starts": starts})
+    known = _rows(shape, device, starts=(0, 2, 3, 4))
+    base = _call(kernel, known)
     for fill in NAN_AND_NOISE:
-        x = _hidden(shape, device)
-        fill(x[4:])
-        first, second = (_call(kernel, {"x": x, "starts": starts}, memory) for memory in (NAN, 3.0))
+        fill(known["x"][4:])
+        first, second = (_call(kernel, known, memory) for memory in (NAN, 3.0))
         for before, a, b in zip(base, first, second, strict=True):
             if not bool(same_bits(before, a)[:4].all()):
                 return breaks(f"{fill.name} past the last start changes a live row", "spare", fill.name)
@@ -571,14 +538,17 @@ def ragged_spare_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
 PAGE, PAGES, TOKENS = 16, 4, 5
 
 
-def _cache_scene(shape: Shape, device: str, slots: Sequence[int], seed: int = 0) -> Known:
+_SLOTS = (17, 35, 40, 20, 63)
+_CACHES = ("k_cache", "v_cache", "k_buffer", "v_buffer")
+
+
+def _cache_scene(shape: Shape, device: str, slots: Sequence[int] = _SLOTS, seed: int = 0) -> Known:
     heads, dim = shape.get("kv_heads", 2), shape.get("head_dim", 32)
     key, value = (_random(len(slots), heads, dim, seed=seed + part, device=device) for part in (0, 1))
-    pages = PAGES + 2 * GUARD
-    buffers = [_random(pages, PAGE, heads, dim, seed=seed + part, device=device) for part in (2, 3)]
+    pages, inside = PAGES + 2 * scenes.GUARD, slice(scenes.GUARD, -scenes.GUARD)
+    k, v = (_random(pages, PAGE, heads, dim, seed=seed + part, device=device) for part in (2, 3))
     known = {"key": key, "value": value, "slot_mapping": torch.tensor(slots, device=device)}
-    known |= {f"{name}_cache": buffer[GUARD:-GUARD] for name, buffer in zip("kv", buffers, strict=True)}
-    return known | {"k_buffer": buffers[0], "v_buffer": buffers[1]}
+    return known | {"k_cache": k[inside], "v_cache": v[inside], "k_buffer": k, "v_buffer": v}
 
 
 def _written(pad: int, before: Known, after: Known, results: Sequence[torch.Tensor] = ()) -> str:
@@ -587,17 +557,13 @@ def _written(pad: int, before: Known, after: Known, results: Sequence[torch.Tens
         expected, buffer = (known[f"{name}_buffer"].flatten(0, 1) for known in (before, after))
         for token, slot in enumerate(before["slot_mapping"].tolist()):
             if slot != pad:
-                expected[GUARD * PAGE + slot] = before[source][token]
+                expected[scenes.GUARD * PAGE + slot] = before[source][token]
         off = ~same_bits(expected, buffer)
         if off.any():
             slot = int(off.nonzero()[0])
             held = "NaN" if bool(buffer[slot].isnan().any()) else "other values"
-            return f"slot {slot - GUARD * PAGE} of {name}_cache holds {held}"
+            return f"slot {slot - scenes.GUARD * PAGE} of {name}_cache holds {held}"
     return ""
-
-
-_SLOTS = (17, 35, 40, 20, 63)
-_CACHES = ("k_cache", "v_cache", "k_buffer", "v_buffer")
 
 
 def writes_its_slots(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -639,19 +605,14 @@ def _state_scene(shape: Shape, device: str, slots: Sequence[int] = (2, 4, 1, 5, 
     }
 
 
-def _expected_state(known: Known, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    state, out = known["state"].clone(), torch.zeros_like(known["x"])
-    for row, index in enumerate(known["state_indices"].tolist()):
-        if index != pad:
-            window = torch.cat([state[index], known["x"][row, :, None]], -1)
-            out[row] = (window.float() * known["weight"].float()).sum(-1).to(out.dtype)
-            state[index] = window[:, 1:]
-    return out, state
-
-
 def _state_off(pad: int, before: Known, after: Known, results: Sequence[torch.Tensor]) -> tuple[str, bool]:
     """What is wrong with the live rows, and whether all states are as expected."""
-    expected, state = _expected_state(before, pad)
+    state, expected = before["state"].clone(), torch.zeros_like(before["x"])
+    for row, index in enumerate(before["state_indices"].tolist()):
+        if index != pad:
+            window = torch.cat([state[index], before["x"][row, :, None]], -1)
+            expected[row] = (window.float() * before["weight"].float()).sum(-1).to(expected.dtype)
+            state[index] = window[:, 1:]
     live = before["state_indices"] != pad
     return _far(results[0][live], expected[live]), torch.equal(after["state"], state)
 
@@ -700,28 +661,16 @@ def _parts(shape: Shape, device: str, rows: int = 4, seed: int = 0, spread: floa
     return out | lse
 
 
-def _merged(known: Known) -> tuple[torch.Tensor, torch.Tensor]:
-    lse = torch.stack([known["lse_a"], known["lse_b"]]).double()
+def _merge_is_off(before: Known, after: Known, results: Sequence[torch.Tensor]) -> str:
+    lse = torch.stack([before["lse_a"], before["lse_b"]]).double()
     total = lse.logsumexp(0)
     weight = torch.where(lse == -INF, 0.0, (lse - total).exp())[..., None]
-    outs = torch.stack([known["out_a"], known["out_b"]]).double()
-    return torch.where(weight > 0, weight * outs, 0.0).sum(0), total
-
-
-def _merge_is_off(before: Known, after: Known, results: Sequence[torch.Tensor]) -> str:
+    outs = torch.stack([before["out_a"], before["out_b"]]).double()
     out, *more = results
-    expected, total = _merged(before)
     if more and more[0].numel() != total.numel():
         return f"its lse has shape {tuple(more[0].shape)}, expected {tuple(total.shape)}"
-    if wrong := _far(out, expected):
-        return wrong
-    for lse in more[:1]:
-        lse = lse.reshape(total.shape)
-        off = ~torch.isclose(lse.double(), total, rtol=1e-3, atol=1e-3)
-        if off.any():
-            row, head = off.nonzero()[0].tolist()
-            return f"lse of row {row} is {lse[row, head]:.4g}, expected {total[row, head]:.4g}"
-    return ""
+    wrong = _far(out, torch.where(weight > 0, weight * outs, 0.0).sum(0))
+    return wrong or (scenes.far_lse(more[0].reshape(total.shape), total, 1e-3) if more else "")
 
 
 def merges(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -799,7 +748,7 @@ def repeated_ids(kernel: Kernel, shape: Shape, device: str) -> Reading:
     known = _experts(shape, device)
     known["topk_ids"][1], known["topk_ids"][3] = 2, 0
     wrong = _experts_off(kernel, known)
-    return _unless(wrong and f"an id that comes twice: {wrong}", "repeated")
+    return breaks(f"an id that comes twice: {wrong}", "repeated") if wrong else holds()
 
 
 def ids_out_of_range(kernel: Kernel, shape: Shape, device: str) -> Reading:
@@ -823,36 +772,30 @@ def ids_out_of_range(kernel: Kernel, shape: Shape, device: str) -> Reading:
 def right_operands(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: the reference, over operands with zeros behind them, and the same bits twice."""
     known = bound(kernel, shape["make"](device))
-    placed = zeros_behind(known)
-    first, second = _call(kernel, placed, 3.0), _call(kernel, zeros_behind(known), 3.0)
+    placed = scenes.zeros_behind(known)
+    first, second = _call(kernel, placed, 3.0), _call(kernel, scenes.zeros_behind(known), 3.0)
     for name, x in known.items():
-        if isinstance(x, torch.Tensor) and not torch.equal(
-            bits(x.contiguous()), bits(placed[name].contiguous())
-        ):
+        if isinstance(x, torch.Tensor) and not scenes.same_results([x], [placed[name]]):
             return breaks(f"writes to {name}", "clean")
-    if not all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True)):
+    if not scenes.same_results(first, second):
         return breaks("other bits the second time", "clean")
     if shape.get("reference") is None:
         return absent(NO_REFERENCE)
     wrong = _other_than(first, shape["reference"](**known))
     if wrong.startswith(NO_REFERENCE):
         return absent(wrong)
-    return _unless(wrong and f"not the reference: {wrong}", "clean")
+    return breaks(f"not the reference: {wrong}", "clean") if wrong else holds()
 
 
 def _operands(kind: str, kernel: Kernel, shape: Shape, device: str) -> Known:
-    if kind == "operands":
-        made: Known = shape["make"](device)
-        return made
     if kind == "routing":
         logits = _logits(shape, device)
         return {"bias": torch.zeros_like(logits[0])} | _router_input(kernel, shape, logits)
-    if kind in ("rows", "ragged"):
-        return {"x": _hidden(shape, device), "starts": _starts(device)}
-    if kind == "kv_write":
-        return _cache_scene(shape, device, _SLOTS)
-    scenes: dict[str, Callable[[Shape, str], Known]] = {"state": _state_scene, "merge": _parts}
-    return scenes.get(kind, _experts)(shape, device)
+    makers: dict[str, Callable[[Shape, str], Known]] = {
+        "rows": _rows, "ragged": _rows, "kv_write": _cache_scene, "state": _state_scene, "merge": _parts,
+        "experts": _experts, "operands": lambda shape, device: shape["make"](device),
+    }  # fmt: skip
+    return makers[kind](shape, device)
 
 
 class _Edit(NamedTuple):
@@ -902,7 +845,7 @@ def behind(kind: str) -> Probe:
 
     def probe(kernel: Kernel, shape: Shape, device: str) -> Reading:
         known = bound(kernel, _operands(kind, kernel, shape, device))
-        return behind_operands(lambda placed: _call(kernel, placed), known)
+        return scenes.behind_operands(lambda placed: _call(kernel, placed), known)
 
     return probe
 

@@ -43,10 +43,8 @@ def probes_of(subject: Subject) -> dict[str, Callable[[str], Reading]]:
         own = {name: subject.shape[name] for name in LAUNCH if name in subject.shape}
         kernel, shape = attention_probes.Kernel(subject.call, **own), attention_shape(subject.shape)
         return {clause: partial(ask, kernel, shape) for clause, ask in attention_probes.PROBES.items()}
-    sizes = dict(subject.shape)
-    return {
-        clause: partial(ask, subject.call, sizes) for clause, ask in row_probes.PROBES[subject.kind].items()
-    }
+    probes, sizes = row_probes.PROBES[subject.kind], dict(subject.shape)
+    return {clause: partial(ask, subject.call, sizes) for clause, ask in probes.items()}
 
 
 def _one_line(error: BaseException) -> str:
@@ -161,10 +159,10 @@ def _left(subjects: Sequence[Subject], known: Answers) -> Questions:
     questions = []
     for subject in subjects:
         found = known[subject.name]
-        first = found.get("0")
-        if first is None or _goes_on(first):
-            questions.append((subject.name, [clause for clause in subject.clauses if clause not in found]))
-    return [(name, clauses) for name, clauses in questions if clauses]
+        left = [clause for clause in subject.clauses if clause not in found]
+        if left and ("0" not in found or _goes_on(found["0"])):
+            questions.append((subject.name, left))
+    return questions
 
 
 def answers(

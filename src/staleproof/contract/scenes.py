@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
 from staleproof.cases.case import Reading
+from staleproof.cases.compare import too_far
 from staleproof.cases.mapping import mapped
 from staleproof.check import fail
 from staleproof.contract.contract import breaks, holds
@@ -125,16 +127,22 @@ class Call:
 
     def arguments(self) -> dict[str, Any]:
         """Everything that a kernel may name."""
-        given = {
-            name: getattr(self, name)
-            for name in ("q", "block_table", "seq_lens", "query_start_loc", "out", "lse", "softmax_scale")
-        }
-        given |= {"max_seq_len": self.max_seq_len, "page_size": self.shape.page_size}
-        given["max_q_len"] = int(self.query_start_loc.diff().max())
-        if self.shape.q_len != 0 and given["max_q_len"] > 1:
-            batch = len(self.seq_lens)
+        longest = int(self.query_start_loc.diff().max())
+        names = (
+            "q",
+            "block_table",
+            "seq_lens",
+            "query_start_loc",
+            "out",
+            "lse",
+            "softmax_scale",
+            "max_seq_len",
+        )
+        given = {name: getattr(self, name) for name in names}
+        given |= {"max_seq_len": self.max_seq_len, "page_size": self.shape.page_size, "max_q_len": longest}
+        if self.shape.q_len != 0 and longest > 1:
             for name in ("q", "out", "lse"):
-                given[name] = given[name].unflatten(0, (batch, given["max_q_len"]))
+                given[name] = given[name].unflatten(0, (len(self.seq_lens), longest))
         if self.shape.layout == "mla":
             return given | {"kv_cache": self.k_cache[:, :, 0], "kv_lora_rank": self.shape.value_dim}
         if self.shape.layout == "gathered":
@@ -188,11 +196,9 @@ def make_call(
     table = torch.full((batch, max(needs, default=0) + 1), NULL_PAGE, dtype=torch.int32)
     # Backwards, so that nobody finds a page behind the one before.
     pages, free = 1 + sum(needs) + 1, [*range(1, 1 + sum(needs))]
-    buffers = [
-        torch.zeros(pages + 2 * GUARD, size, shape.kv_heads, shape.head_dim, device=device, dtype=dtype)
-    ]
-    if shape.layout != "mla":
-        buffers.append(torch.zeros(*buffers[0].shape[:3], shape.value_dim, device=device, dtype=dtype))
+    zeros = partial(torch.zeros, device=device, dtype=dtype)
+    widths = (shape.head_dim, shape.value_dim)[: 1 if shape.layout == "mla" else 2]
+    buffers = [zeros(pages + 2 * GUARD, size, shape.kv_heads, width) for width in widths]
     caches = [buffer[GUARD:-GUARD] for buffer in buffers]
     for request, (length, need) in enumerate(zip(seq_lens, needs, strict=True)):
         mine = [free.pop() for _ in range(need)]
@@ -203,7 +209,7 @@ def make_call(
             cache[mine] = padded.unflatten(0, (need, size))
     starts = torch.tensor([0, *(q_lens or [1] * batch)]).cumsum(0).int()
     tokens = int(starts[-1]) + spare_rows
-    around = torch.zeros(tokens + 2, shape.heads, shape.value_dim, device=device, dtype=dtype)
+    around = zeros(tokens + 2, shape.heads, shape.value_dim)
     return Call(
         shape,
         random(tokens, shape.heads, shape.head_dim),
@@ -242,6 +248,26 @@ def reference(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
+def far_row(found: torch.Tensor, expected: torch.Tensor, budget: float) -> str:
+    """One line about the first row that is off by more than this share of it, or ``""``.
+
+    Rows where NaN or an infinity is expected are not compared.
+    """
+    found, expected = found.cpu().double(), expected.cpu().double()
+    for row, (got, want) in enumerate(zip(found, expected, strict=True)):
+        if bool(want.isfinite().all()) and too_far("", got.flatten(), want.flatten(), budget):
+            return f"row {row} is off by {(got - want).abs().max():.3g}"
+    return ""
+
+
+def far_lse(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
+    """One line about the first lse that is not as expected, or ``""``; any is right where NaN is expected."""
+    close = torch.isclose(found.double(), expected, rtol=tolerance, atol=tolerance)
+    for row, head in (~close & ~expected.isnan()).nonzero()[:1].tolist():
+        return f"lse of row {row} is {found[row, head]:.4g}, expected {expected[row, head]:.4g}"
+    return ""
+
+
 @contextmanager
 def dirty_memory(fill: float) -> Iterator[None]:
     """Fill what Python code gets from ``torch.empty`` and its siblings, as a last tenant would have.
@@ -270,13 +296,12 @@ def dirty_memory(fill: float) -> Iterator[None]:
         held = [torch.full((2**size // 4,), fill, device="cuda") for size in range(9, 26) for _ in range(4)]
         del held
     compiled = "torch._dynamo" in sys.modules
+    makers: dict[str, Any] = {
+        name: filled(getattr(torch, name)) for name in ("empty", "empty_like", "empty_strided")
+    }
+    new_empty = filled(torch.Tensor.new_empty)
     try:
-        with (
-            mock.patch.object(torch, "empty", filled(torch.empty)),
-            mock.patch.object(torch, "empty_like", filled(torch.empty_like)),
-            mock.patch.object(torch, "empty_strided", filled(torch.empty_strided)),
-            mock.patch.object(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty)),
-        ):
+        with mock.patch.multiple(torch, **makers), mock.patch.object(torch.Tensor, "new_empty", new_empty):
             yield
     finally:
         if not compiled and "torch._dynamo" in sys.modules:
@@ -293,8 +318,7 @@ def _placed(x: torch.Tensor, behind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A copy of ``x`` at the end of its memory, and the bytes behind it."""
     slab = torch.randint(256, (x.nbytes + TAIL_BYTES,), generator=torch.Generator().manual_seed(0))
     slab = slab.to(x.device, torch.uint8)
-    value = BEHIND[behind]
-    if value is not None:
+    if (value := BEHIND[behind]) is not None:
         slab[x.nbytes :] = value
     copy = slab[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride())
     return copy.copy_(x), slab[x.nbytes :]
@@ -355,11 +379,11 @@ def behind_operands(
         found, written = results(dict.fromkeys(names, fill))
         if written:
             return breaks(f"writes behind {written}", "behind", fill, written)
-        if _same(base or found, found):
+        if same_results(base or found, found):
             base = found
             continue
         alone = dict.fromkeys(names, "0x00")
-        by = [name for name in names if not _same(base, results({**alone, name: fill})[0])]
+        by = [name for name in names if not same_results(base, results({**alone, name: fill})[0])]
         note = f"{fill} behind {', '.join(by) or 'the operands together'} changes the result"
         return breaks(note, "behind", fill, *by[:1])
     if sys.platform != "linux":
@@ -372,5 +396,6 @@ def behind_operands(
     return holds()
 
 
-def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+def same_results(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    """Whether two calls have given the same bits."""
     return all(torch.equal(bits(x.contiguous()), bits(y.contiguous())) for x, y in zip(a, b, strict=True))

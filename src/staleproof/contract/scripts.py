@@ -91,9 +91,8 @@ def _source(subject: Subject, *, short: bool = False) -> list[str]:
 def _call(subject: Subject, **renamed: str) -> str:
     given = {name: repr(value) for name, value in subject.given.items()} | renamed
     arguments = [name for name in _named(subject) if name in ARGUMENTS[subject.kind] or name in given]
-    call = (
-        f"{subject.function.__name__}({', '.join(f'{name}={given.get(name, name)}' for name in arguments)})"
-    )
+    words = ", ".join(f"{name}={given.get(name, name)}" for name in arguments)
+    call = f"{subject.function.__name__}({words})"
     returns_launch = subject.shape.get("planned") or subject.shape.get("prepared")
     return call + "()" if returns_launch else call
 
