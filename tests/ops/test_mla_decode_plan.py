@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staleproof.ops.mla import decode
 from staleproof.ops.mla import plan as kernels
 
 # Capability -> (processors, bytes of shared memory of a block).
@@ -153,22 +152,6 @@ def test_two_query_tokens_of_32_heads_are_cut_into_equal_parts():
     # Of few tiles: the ends of requests take longer packed, and took more than one reading saves.
     short = kernels.Work(4, 16, 2, 64, 4 * 64.0, 132)
     assert min(short.cuts(), key=short.microseconds) == kernels.Cut("few", 132 // 2)
-
-
-@pytest.mark.parametrize(
-    ("heads", "q_len", "launch"),
-    [(128, 2, "alone"), (40, 1, "alone"), (32, 2, "portable"), (48, 2, "portable")],
-)
-def test_given_splits_run_a_kernel_whose_programs_have_such_rows(monkeypatch, heads, q_len, launch):
-    """64 rows of two query tokens in a program for one: the later token missed its last key on an H200."""
-    taken = []
-    monkeypatch.setattr(decode, "fits_hopper", lambda *given: True)
-    for name in ("alone", "portable"):
-        monkeypatch.setattr(decode, f"launch_{name}", lambda *given, name=name: taken.append(name))
-    q, cache = torch.ones(1, q_len, heads, 576).bfloat16(), torch.ones(2, 64, 576).bfloat16()
-    table, lens = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([100], dtype=torch.int32)
-    decode.mla_decode(q, cache, table, lens, softmax_scale=0.1, num_kv_splits=3)
-    assert taken == [launch]
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
