@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import warm
+from tests.bits import assert_same_bits
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -221,12 +222,6 @@ def _require_compiler(device: str) -> None:
         pytest.skip("inductor needs g++ for code on a CPU")
 
 
-def assert_same(got: Tensors, want: Tensors) -> None:
-    for mine, theirs in zip(got, want, strict=True):
-        assert (mine.shape, mine.dtype, mine.device) == (theirs.shape, theirs.dtype, theirs.device)
-        assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-
-
 @pytest.mark.parametrize("name", ASKED)
 def test_an_operator_declares_its_writes_and_no_result(name: str, device: str) -> None:
     operator = getattr(torch.ops.staleproof, CASES[name].operator).default
@@ -242,7 +237,7 @@ def assert_compiles(case: Case, device: str, backend: str, dynamic: bool) -> Non
     for rows in (5, 7, 12) if dynamic else (5, 5):
         tensors = case.make(rows, device)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            assert_same(compiled(*tensors), case.call(*tensors))
+            assert_same_bits(compiled(*tensors), case.call(*tensors))
 
 
 @pytest.mark.parametrize(("backend", "dynamic"), [("eager", False), ("aot_eager", True)])
@@ -269,7 +264,7 @@ def test_exports_with_any_number_of_rows(case: Case, device: str) -> None:
     for module in (program.module(), program.run_decompositions().module()):
         for count in (4, 9):
             tensors = case.make(count, device)
-            assert_same(module(*tensors), case.call(*tensors))
+            assert_same_bits(module(*tensors), case.call(*tensors))
 
 
 @pytest.mark.parametrize("name", [name for name in ASKED if name != "quantize_nvfp4"])
@@ -278,7 +273,7 @@ def test_make_fx_records_the_operator(name: str, device: str) -> None:
     tensors = case.make(4, device)
     traced = make_fx(case.call)(*tensors)
     assert f"staleproof.{case.operator}" in traced.code
-    assert_same(traced(*tensors), case.call(*tensors))
+    assert_same_bits(traced(*tensors), case.call(*tensors))
 
 
 def test_fake_and_meta_tensors_have_the_shapes_of_real_ones(case: Case, device: str) -> None:
@@ -302,7 +297,7 @@ CONTEXTS = {
 def test_contexts_change_no_bit(case: Case, device: str, context: str) -> None:
     want = case.call(*case.make(4, device))
     with CONTEXTS[context](device) if context == "autocast" else CONTEXTS[context]():
-        assert_same(case.call(*case.make(4, device)), want)
+        assert_same_bits(case.call(*case.make(4, device)), want)
 
 
 @pytest.mark.parametrize("context", ["inference_mode", "autocast"])
@@ -312,7 +307,7 @@ def test_contexts_change_no_bit_of_compiled_code(name: str, device: str, context
     want = case.call(*case.make(4, device))
     compiled = torch.compile(case.call, backend="aot_eager", fullgraph=True)
     with CONTEXTS[context](device) if context == "autocast" else CONTEXTS[context]():
-        assert_same(compiled(*case.make(4, device)), want)
+        assert_same_bits(compiled(*case.make(4, device)), want)
 
 
 # On a CPU the stand-in for a graph is a dispatch mode, and torch.compile stands back from those.
@@ -326,7 +321,7 @@ def test_replays_in_a_captured_graph(case: Case, device: str, compiled: bool) ->
     tensors[0].copy_(first.flip(0) if first.ndim else first * 3)
     want = case.call(*tensors)
     captured.replay()
-    assert_same(results[-1], want)
+    assert_same_bits(results[-1], want)
 
 
 def test_values_are_checked_only_where_they_can_be_read(device: str) -> None:
@@ -341,7 +336,7 @@ def test_values_are_checked_only_where_they_can_be_read(device: str) -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match="validate=True reads values on the host"):
         torch.compile(call, backend="eager", fullgraph=True)(x, count)
     compiled = torch.compile(call, backend="eager")
-    assert_same((compiled(x, count),), (call(x, count),))
+    assert_same_bits((compiled(x, count),), (call(x, count),))
     with pytest.raises(ValueError, match="live_rows: expected 0 to 3 rows, got 4"):
         compiled(x, count + 2)
 
@@ -359,7 +354,7 @@ def test_a_mode_that_only_watches_sees_plain_launches(case: Case, device: str) -
     want = case.call(*tensors)
     with Watch():
         got = case.call(*tensors)
-    assert_same(got, want)
+    assert_same_bits(got, want)
     assert "aten" in seen
     assert "staleproof" not in seen
 
@@ -433,8 +428,8 @@ def test_tensors_on_another_than_the_current_device(case: Case) -> None:
     with torch.cuda.device(0):
         got = case.call(*case.make(4, "cuda:1"))
         compiled = torch.compile(case.call, backend="eager", fullgraph=True)(*case.make(4, "cuda:1"))
-    assert_same(tuple(t.to("cuda:0") for t in got), want)
-    assert_same(compiled, got)
+    assert_same_bits(tuple(t.to("cuda:0") for t in got), want)
+    assert_same_bits(compiled, got)
 
 
 def test_importing_a_name_registers_its_operator_alone_and_loads_no_other_room() -> None:
