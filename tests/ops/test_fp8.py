@@ -247,12 +247,9 @@ def _tensor(*values: Any, dtype: torch.dtype | None = None) -> Any:
     return lambda x: torch.tensor(values, dtype=dtype, device=x.device)
 
 
-def _out(shape: tuple[int, ...] = (9, 300), scale: tuple[int, ...] = (1,), **more: Any) -> Any:
-    def build(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        bytes_ = torch.full(shape, 7, dtype=torch.uint8, device=x.device)
-        return bytes_.view(more.get("dtype", torch.float8_e4m3fn)), torch.full(scale, 7.0, device=x.device)
-
-    return build
+def _out(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    bytes_ = torch.full((9, 300), 7, dtype=torch.uint8, device=x.device)
+    return bytes_.view(torch.float8_e4m3fn), torch.full((1,), 7.0, device=x.device)
 
 
 INT32 = torch.int32
@@ -265,45 +262,18 @@ BAD_INPUTS: dict[str, tuple[Any, Any, str]] = {
     "negative": (None, {"live_rows": -1}, r"live_rows: expected 0 to 9 rows, got -1"),
     "float": (None, {"live_rows": 2.0}, r"live_rows: expected 0 to 9 rows, got 2.0"),
     "count dtype": (None, {"live_rows": _tensor(2)}, r"live_rows: expected torch.int32, got torch.int64"),
-    "count shape": (
-        None,
-        {"live_rows": _tensor(2, 3, dtype=INT32)},
-        r"live_rows: expected shape \(1\), got shape \(2,\)",
-    ),
     "count on the device": (
         None,
         {"live_rows": _tensor(10, dtype=INT32), "validate": True},
         r"live_rows: expected 0 to 9 rows, got 10",
-    ),
-    "mask shape": (
-        None,
-        {"live_rows": _tensor(*[True] * 8)},
-        r"live_rows: expected shape \(9\), got shape \(8,\)",
-    ),
-    "padding dtype": (
-        None,
-        {"is_padding": _tensor(*range(9), dtype=INT32)},
-        r"is_padding: expected torch.bool, got torch.int32",
-    ),
-    "padding shape": (
-        None,
-        {"is_padding": _tensor(*[True] * 8)},
-        r"is_padding: expected shape \(9\), got shape \(8,\)",
     ),
     "both masks": (
         None,
         {"is_padding": _tensor(*[True] * 9), "live_rows": 3},
         r"is_padding: expected None beside live_rows, got both",
     ),
-    "out alone": (None, {"out": lambda x: _out()(x)[0]}, r"out: expected \(x_fp8, scale\), got Tensor"),
+    "out alone": (None, {"out": lambda x: _out(x)[0]}, r"out: expected \(x_fp8, scale\), got Tensor"),
     "out of three": (None, {"out": [1, 2, 3]}, r"out: expected \(x_fp8, scale\), got a list of 3"),
-    "out shape": (None, {"out": _out((9, 299))}, r"out\[0\]: expected shape \(9, 300\), got shape"),
-    "out dtype": (
-        None,
-        {"out": _out(dtype=torch.uint8)},
-        r"out\[0\]: expected torch.float8_e4m3fn, got torch.uint8",
-    ),
-    "scale shape": (None, {"out": _out(scale=(9,))}, r"out\[1\]: expected shape \(1\), got shape \(9,\)"),
 }
 
 
@@ -312,7 +282,7 @@ def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> No
     change, keywords, message = BAD_INPUTS[case]
     x = batch(torch.bfloat16, device)
     keywords = {k: v(x) if callable(v) else v for k, v in keywords.items()}
-    x_fp8, scale = _out()(x)
+    x_fp8, scale = _out(x)
     keywords.setdefault("out", (x_fp8, scale))
     with pytest.raises(ValueError, match=message):
         quantize_fp8_per_tensor(x if change is None else change(x), **keywords)

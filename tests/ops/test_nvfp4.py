@@ -90,12 +90,6 @@ def test_a_number_and_a_tensor_of_it_give_the_same_bits(device):
         assert torch.equal(dequantize_nvfp4(*got, tensor), dequantize_nvfp4(*got, 12.5))
 
 
-def test_rows_may_lie_at_any_stride(device):
-    wide = torch.randn(6, 100, device=device)
-    assert_same_bits(quantize_nvfp4(wide[:, :64], 1.0), quantize_nvfp4(wide[:, :64].contiguous(), 1.0))
-    assert_same_bits(quantize_nvfp4(wide[::3, :64], 1.0), quantize_nvfp4(wide[::3, :64].clone(), 1.0))
-
-
 @pytest.mark.parametrize("dtype", reference.DTYPES)
 def test_rows_may_begin_at_any_element(device, dtype):
     # Rows an odd and an even number of elements apart.
@@ -121,13 +115,6 @@ def test_bad_arguments_are_named_and_nothing_is_written(device):
         (lambda: quantize_nvfp4(x, x[0], out=out), r"global_scale: expected shape \(\) or \(1,\)"),
         (lambda: quantize_nvfp4(x, 0 * x[0, 0], out=out, validate=True), "global_scale: .* got 0.0"),
         (lambda: quantize_nvfp4(x, 1.0, out=out[0]), r"out: expected \(packed, scales\)"),
-        (lambda: quantize_nvfp4(x, x[0, 0].double(), out=out), r"global_scale: expected torch\.float32"),
-        (lambda: quantize_nvfp4(x, 1.0, out=(out[0][:2], out[1])), r"out\[0\]: expected shape"),
-        (lambda: quantize_nvfp4(x, 1.0, out=(out[0].char(), out[1])), r"out\[0\]: expected torch\.uint8"),
-        (
-            lambda: quantize_nvfp4(x, 1.0, out=(out[0], out[1][:3])),
-            r"out\[1\]: expected shape \(128, 4\), got shape \(3, 4\)",
-        ),
         (
             lambda: quantize_nvfp4(x, 1.0, swizzled=False, out=out),
             r"out\[1\]: expected shape \(3, 2\), got shape \(128, 4\)",
