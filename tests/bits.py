@@ -1,8 +1,9 @@
-"""Tensors compared bit by bit."""
+"""Tensors compared bit by bit, and moved with their strides."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,3 +20,13 @@ def assert_same_bits(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) 
     for mine, theirs in zip(got, want, strict=True):
         assert (mine.shape, mine.dtype, mine.device) == (theirs.shape, theirs.dtype, theirs.device)
         assert torch.equal(bits(mine), bits(theirs))
+
+
+def moved(value: Any, device: str) -> Any:
+    """The same on the device, strides included."""
+    if isinstance(value, tuple):
+        return tuple(moved(v, device) for v in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return there.copy_(value)

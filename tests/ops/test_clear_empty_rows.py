@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.bits import assert_same_bits, bits
+from tests.bits import assert_same_bits, bits, moved
 
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.reference import clear_empty_rows as reference
@@ -18,7 +18,7 @@ def canary(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return raw.view(dtype).to(device)
 
 
-def lens(*values: int, device: str) -> torch.Tensor:
+def lens(*values: int, device: str = "cpu") -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
@@ -98,53 +98,41 @@ def test_graph_replay_with_live_count_down_then_up(device: str) -> None:
         assert bool((lse[live:] == -torch.inf).all())
 
 
-def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    return lambda device: torch.full(shape, 7, dtype=dtype, device=device)
+def _sevens(*shape: int) -> torch.Tensor:
+    return torch.full(shape, 7, dtype=torch.bfloat16)
 
 
-def _lens(*values: int) -> Any:
-    return lambda device: lens(*values, device=device)
-
-
+ONE_STRIDE = r"out: expected the query tokens of consecutive requests at one stride, got strides"
 BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
-    "out rank": ({"out": _tensor(4, 64)}, r"out: expected a tensor of rank 3 or 4, got shape"),
+    "out rank": ({"out": _sevens(4, 64)}, r"out: expected a tensor of rank 3 or 4, got shape"),
     "out dtype": (
-        {"out": _tensor(4, 2, 64, dtype=torch.float64)},
+        {"out": _sevens(4, 2, 64).double()},
         r"out: expected 1, 2 or 4 bytes an element, got torch.float64",
     ),
-    "out empty": ({"out": _tensor(4, 0, 64)}, r"out: expected at least one element, got shape"),
+    "out empty": ({"out": _sevens(4, 0, 64)}, r"out: expected at least one element, got shape"),
     "out layout": (
-        {"out": lambda d: _tensor(4, 64, 2)(d).mT},
+        {"out": _sevens(4, 64, 2).mT},
         r"out: expected contiguous heads and last axis, got strides",
     ),
-    "4-d layout": (
-        {"out": lambda d: _tensor(3, 4, 2, 64)(d).transpose(0, 1)},
-        r"out: expected the query tokens of consecutive requests at one stride, got strides",
-    ),
-    "4-d gap": (
-        {"out": lambda d: _tensor(4, 3, 2, 64)(d)[:, :2]},
-        r"out: expected the query tokens of consecutive requests at one stride, got strides",
-    ),
-    "rows": ({"out": _tensor(5, 2, 64)}, r"out: expected a multiple of 4 rows, as in seq_lens, got 5 rows"),
-    "4-d batch": ({"out": _tensor(2, 2, 2, 64)}, r"out: expected 4 requests, as in seq_lens, got shape"),
-    "lens rank": (
-        {"seq_lens": lambda d: _lens(1, 2, 3, 4)(d)[None]},
-        r"seq_lens: expected a tensor of rank 1, got shape",
-    ),
+    "4-d layout": ({"out": _sevens(3, 4, 2, 64).transpose(0, 1)}, ONE_STRIDE),
+    "4-d gap": ({"out": _sevens(4, 3, 2, 64)[:, :2]}, ONE_STRIDE),
+    "rows": ({"out": _sevens(5, 2, 64)}, r"out: expected a multiple of 4 rows, as in seq_lens, got 5 rows"),
+    "4-d batch": ({"out": _sevens(2, 2, 2, 64)}, r"out: expected 4 requests, as in seq_lens, got shape"),
+    "lens rank": ({"seq_lens": lens(1, 2, 3, 4)[None]}, r"seq_lens: expected a tensor of rank 1, got shape"),
     "empty batch": (
-        {"seq_lens": lambda d: _lens(1)(d)[:0]},
+        {"seq_lens": lens(1)[:0]},
         r"seq_lens: expected at least one request, got an empty batch",
     ),
     "starts with 4-d": (
-        {"out": _tensor(4, 1, 2, 64), "query_start_loc": _lens(0, 1, 2, 3, 4)},
+        {"out": _sevens(4, 1, 2, 64), "query_start_loc": lens(0, 1, 2, 3, 4)},
         r"out: expected \(rows, heads, dim\) with query_start_loc, got shape",
     ),
     "negative length": (
-        {"seq_lens": _lens(0, 1, -2, 0), "validate": lambda d: True},
+        {"seq_lens": lens(0, 1, -2, 0), "validate": True},
         r"seq_lens\[2\]: expected a length of at least 0, got -2",
     ),
     "starts fall": (
-        {"query_start_loc": _lens(0, 2, 1, 3, 4), "validate": lambda d: True},
+        {"query_start_loc": lens(0, 2, 1, 3, 4), "validate": True},
         r"query_start_loc: expected 0, rising, at most 4 rows, got \[0, 2, 1, 3, 4\]",
     ),
 }
@@ -153,8 +141,8 @@ BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> None:
     change, message = BAD_INPUTS[case]
-    defaults = {"out": _tensor(4, 2, 64), "seq_lens": _lens(0, 0, 0, 0)}
-    args = {name: build(device) for name, build in {**defaults, **change}.items()}
+    given = {"out": _sevens(4, 2, 64), "seq_lens": lens(0, 0, 0, 0)} | change
+    args = {name: moved(value, device) for name, value in given.items()}
     before = args["out"].clone()
     with pytest.raises(ValueError, match=message):
         clear_empty_rows(**args)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.bits import assert_same_bits
+from tests.bits import assert_same_bits, moved
 
 from staleproof.ops import fp8
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
@@ -243,16 +243,11 @@ def test_graph_replay_with_live_count_down_then_up(device: str, rows: int, hidde
         x.copy_(poisoned)
 
 
-def _tensor(*values: Any, dtype: torch.dtype | None = None) -> Any:
-    return lambda x: torch.tensor(values, dtype=dtype, device=x.device)
-
-
 def _out(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bytes_ = torch.full((9, 300), 7, dtype=torch.uint8, device=x.device)
     return bytes_.view(torch.float8_e4m3fn), torch.full((1,), 7.0, device=x.device)
 
 
-INT32 = torch.int32
 BAD_INPUTS: dict[str, tuple[Any, Any, str]] = {
     "rank": (lambda x: x[0], {}, r"x: expected a tensor of rank 2, got shape"),
     "dtype": (lambda x: x.double(), {}, r"x: expected .*got torch.float64"),
@@ -261,15 +256,19 @@ BAD_INPUTS: dict[str, tuple[Any, Any, str]] = {
     "too many": (None, {"live_rows": 10}, r"live_rows: expected 0 to 9 rows, got 10"),
     "negative": (None, {"live_rows": -1}, r"live_rows: expected 0 to 9 rows, got -1"),
     "float": (None, {"live_rows": 2.0}, r"live_rows: expected 0 to 9 rows, got 2.0"),
-    "count dtype": (None, {"live_rows": _tensor(2)}, r"live_rows: expected torch.int32, got torch.int64"),
+    "count dtype": (
+        None,
+        {"live_rows": torch.tensor([2])},
+        r"live_rows: expected torch.int32, got torch.int64",
+    ),
     "count on the device": (
         None,
-        {"live_rows": _tensor(10, dtype=INT32), "validate": True},
+        {"live_rows": torch.tensor([10]).int(), "validate": True},
         r"live_rows: expected 0 to 9 rows, got 10",
     ),
     "both masks": (
         None,
-        {"is_padding": _tensor(*[True] * 9), "live_rows": 3},
+        {"is_padding": torch.ones(9).bool(), "live_rows": 3},
         r"is_padding: expected None beside live_rows, got both",
     ),
     "out alone": (None, {"out": lambda x: _out(x)[0]}, r"out: expected \(x_fp8, scale\), got Tensor"),
@@ -281,7 +280,7 @@ BAD_INPUTS: dict[str, tuple[Any, Any, str]] = {
 def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> None:
     change, keywords, message = BAD_INPUTS[case]
     x = batch(torch.bfloat16, device)
-    keywords = {k: v(x) if callable(v) else v for k, v in keywords.items()}
+    keywords = {k: v(x) if callable(v) else moved(v, device) for k, v in keywords.items()}
     x_fp8, scale = _out(x)
     keywords.setdefault("out", (x_fp8, scale))
     with pytest.raises(ValueError, match=message):

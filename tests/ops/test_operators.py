@@ -287,27 +287,23 @@ def test_fake_and_meta_tensors_have_the_shapes_of_real_ones(case: Case, device: 
 
 
 CONTEXTS = {
-    "inference_mode": torch.inference_mode,
-    "no_grad": torch.no_grad,
+    "inference_mode": lambda device: torch.inference_mode(),
     "autocast": lambda device: torch.autocast(device, dtype=torch.bfloat16),
+    "no_grad": lambda device: torch.no_grad(),
 }
+IN_CONTEXT = [
+    *((name, context, False) for name in CASES for context in CONTEXTS),
+    *((name, context, True) for name in EACH for context in ("inference_mode", "autocast")),
+]
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_contexts_change_no_bit(case: Case, device: str, context: str) -> None:
-    want = case.call(*case.make(4, device))
-    with CONTEXTS[context](device) if context == "autocast" else CONTEXTS[context]():
-        assert_same_bits(case.call(*case.make(4, device)), want)
-
-
-@pytest.mark.parametrize("context", ["inference_mode", "autocast"])
-@pytest.mark.parametrize("name", EACH)
-def test_contexts_change_no_bit_of_compiled_code(name: str, device: str, context: str) -> None:
+@pytest.mark.parametrize(("name", "context", "compiled"), IN_CONTEXT)
+def test_contexts_change_no_bit(name: str, device: str, context: str, compiled: bool) -> None:
     case = CASES[name]
     want = case.call(*case.make(4, device))
-    compiled = torch.compile(case.call, backend="aot_eager", fullgraph=True)
-    with CONTEXTS[context](device) if context == "autocast" else CONTEXTS[context]():
-        assert_same_bits(compiled(*case.make(4, device)), want)
+    call = torch.compile(case.call, backend="aot_eager", fullgraph=True) if compiled else case.call
+    with CONTEXTS[context](device):
+        assert_same_bits(call(*case.make(4, device)), want)
 
 
 # On a CPU the stand-in for a graph is a dispatch mode, and torch.compile stands back from those.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from tests.bits import assert_same_bits
+from tests.bits import assert_same_bits, moved
 
 from staleproof.ops import topk as kernels
 from staleproof.ops.reference import topk as reference
@@ -369,16 +369,6 @@ BAD_INPUTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "infinite factor": ("topk_sigmoid", {"routed_scaling_factor": INF}, r"routed_scaling_factor:"),
     "negative infinite factor": ("topk_sigmoid", {"routed_scaling_factor": -INF}, r"routed_.* got -inf"),
 }
-
-
-def moved(value: Any, device: str) -> Any:
-    """The same on the device, strides included."""
-    if isinstance(value, tuple):
-        return tuple(moved(v, device) for v in value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    return there.copy_(value)
 
 
 @pytest.mark.parametrize("case", BAD_INPUTS)
