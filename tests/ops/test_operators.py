@@ -96,14 +96,18 @@ def make_quantize(rows: int, device: str) -> Tensors:
     return randn(rows, 40, device=device), every_third(rows, device), count
 
 
-def quantize(x: torch.Tensor, **keywords: Any) -> Tensors:
-    x_fp8, scale = quantize_fp8_per_tensor(x * 2, **keywords)
-    return x_fp8.view(torch.uint8), scale * 2
+def fp8_case(live: Callable[..., dict[str, Any]], given: Callable[..., tuple[Any, ...]]) -> Case:
+    """Of the keywords of the function, and the two masks of the operator."""
 
+    def call(x: torch.Tensor, *masks: torch.Tensor) -> Tensors:
+        x_fp8, scale = quantize_fp8_per_tensor(x * 2, **live(x, *masks))
+        return x_fp8.view(torch.uint8), scale * 2
 
-def quantize_arguments(x: torch.Tensor, live: Any, padding: Any, count: int) -> tuple[Any, ...]:
-    # The operator writes bytes; torch's check of schemas cannot compare FP8.
-    return x, live, padding, count, torch.empty_like(x, dtype=torch.uint8), x.new_empty(1)
+    def arguments(x: torch.Tensor, *masks: torch.Tensor) -> tuple[Any, ...]:
+        # The operator writes bytes; torch's check of schemas cannot compare FP8.
+        return x, *given(*masks), 2, torch.empty_like(x, dtype=torch.uint8), x.new_empty(1)
+
+    return Case("quantize_fp8_per_tensor", make_quantize, call, arguments)
 
 
 def logits(rows: int, device: str) -> Tensors:
@@ -157,23 +161,14 @@ CASES = {
     "mla_decode, splits": Case(
         "mla_decode", make_decode, lambda *t: decode(*t, num_kv_splits=2), decode_arguments(2)
     ),
-    "quantize_fp8_per_tensor, int": Case(
-        "quantize_fp8_per_tensor",
-        make_quantize,
-        lambda x, padding, count: quantize(x, live_rows=x.shape[0] - 1),
-        lambda x, padding, count: quantize_arguments(x, None, None, 2),
+    "quantize_fp8_per_tensor, int": fp8_case(
+        lambda x, padding, count: {"live_rows": x.shape[0] - 1}, lambda padding, count: (None, None)
     ),
-    "quantize_fp8_per_tensor, count": Case(
-        "quantize_fp8_per_tensor",
-        make_quantize,
-        lambda x, padding, count: quantize(x, live_rows=count),
-        lambda x, padding, count: quantize_arguments(x, count, None, 2),
+    "quantize_fp8_per_tensor, count": fp8_case(
+        lambda x, padding, count: {"live_rows": count}, lambda padding, count: (count, None)
     ),
-    "quantize_fp8_per_tensor, mask": Case(
-        "quantize_fp8_per_tensor",
-        make_quantize,
-        lambda x, padding, count: quantize(x, is_padding=padding),
-        lambda x, padding, count: quantize_arguments(x, None, padding, 2),
+    "quantize_fp8_per_tensor, mask": fp8_case(
+        lambda x, padding, count: {"is_padding": padding}, lambda padding, count: (None, padding)
     ),
     "topk_softmax": Case("topk_softmax", logits, routed(topk_softmax), routing()),
     "topk_sigmoid": Case("topk_sigmoid", logits, routed(topk_sigmoid, renormalize=True), routing()),
@@ -217,11 +212,6 @@ def case_fixture(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
 
-def _require_compiler(device: str) -> None:
-    if device == "cpu" and shutil.which("g++") is None:
-        pytest.skip("inductor needs g++ for code on a CPU")
-
-
 @pytest.mark.parametrize("name", ASKED)
 def test_an_operator_declares_its_writes_and_no_result(name: str, device: str) -> None:
     operator = getattr(torch.ops.staleproof, CASES[name].operator).default
@@ -231,24 +221,23 @@ def test_an_operator_declares_its_writes_and_no_result(name: str, device: str) -
     torch.library.opcheck(operator, CASES[name].arguments(*CASES[name].make(4, device)))
 
 
-def assert_compiles(case: Case, device: str, backend: str, dynamic: bool) -> None:
+COMPILED = [
+    *((name, *how) for name in CASES for how in (("eager", False), ("aot_eager", True))),
+    *((name, "inductor", True) for name in EACH),
+]
+
+
+@pytest.mark.parametrize(("name", "backend", "dynamic"), COMPILED)
+def test_compiles_once_for_all_sizes(name: str, device: str, backend: str, dynamic: bool) -> None:
+    if backend == "inductor" and device == "cpu" and shutil.which("g++") is None:
+        pytest.skip("inductor needs g++ for code on a CPU")
+    case = CASES[name]
     compiled = torch.compile(case.call, backend=backend, fullgraph=True, dynamic=dynamic)
     # 5 is the size of no other axis.
     for rows in (5, 7, 12) if dynamic else (5, 5):
         tensors = case.make(rows, device)
         with torch._dynamo.config.patch(error_on_recompile=True):
             assert_same_bits(compiled(*tensors), case.call(*tensors))
-
-
-@pytest.mark.parametrize(("backend", "dynamic"), [("eager", False), ("aot_eager", True)])
-def test_compiles_once_for_all_sizes(case: Case, device: str, backend: str, dynamic: bool) -> None:
-    assert_compiles(case, device, backend, dynamic)
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_compiles_with_inductor(name: str, device: str) -> None:
-    _require_compiler(device)
-    assert_compiles(CASES[name], device, "inductor", dynamic=True)
 
 
 def test_exports_with_any_number_of_rows(case: Case, device: str) -> None:
