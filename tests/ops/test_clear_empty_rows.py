@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.bits import assert_same_bits, bits, moved
 
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.reference import clear_empty_rows as reference
-
-SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(SAME_SIZE[x.element_size()])
 
 
 def canary(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -23,7 +18,7 @@ def canary(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return raw.view(dtype).to(device)
 
 
-def lens(*values: int, device: str) -> torch.Tensor:
+def lens(*values: int, device: str = "cpu") -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
@@ -33,15 +28,19 @@ def lens(*values: int, device: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("shape", "seq_lens", "starts"),
     [
-        ((5, 3, 512), (7, 0, 1, 0, 0), None),
+        ((5, 3, 512), (7, 0, 1, -1, 0), None),
         ((40, 2, 64), (0, 9) * 20, None),
         ((6, 4, 64), (0, 5, 0), None),
         ((3, 5, 2, 64), (4, 0, 8), None),
         ((3, 2, 2, 64), (4, 0, 8), None),
         ((11, 3, 64), (4, 0, 8, 0), (0, 2, 5, 8, 8)),
         ((300, 1, 32), (1, 0) * 75, tuple(range(0, 301, 2))),
+        ((9, 2, 32), (5, 6), (0, 3, 4)),
     ],
-    ids=["3-d", "many rows", "uniform q_len", "4-d", "two tokens", "ragged", "ragged, many requests"],
+    ids=[
+        *("3-d", "many rows", "uniform q_len", "4-d", "two tokens", "ragged", "ragged, many requests"),
+        "rows behind the last request",
+    ],
 )
 def test_matches_reference_and_touches_no_live_bit(
     device: str,
@@ -56,50 +55,25 @@ def test_matches_reference_and_touches_no_live_bit(
     lengths = lens(*seq_lens, device=device)
     start = None if starts is None else lens(*starts, device=device)
     reference.clear_empty_rows(want_out, lengths, lse=want_lse, query_start_loc=start)
-    clear_empty_rows(out, lengths, lse=lse, query_start_loc=start)
-    assert torch.equal(bits(out), want_out)
-    assert torch.equal(bits(lse), bits(want_lse))
+    clear_empty_rows(out, lengths, lse=lse, query_start_loc=start, validate=start is not None)
+    assert_same_bits((bits(out), lse), (want_out, want_lse))
     # The reference did clear some rows here and did spare others.
     cleared = (want_out == 0).flatten(-2).all(-1)
     assert 0 < int(cleared.sum()) < cleared.numel()
 
 
-def test_rows_behind_the_last_request_are_cleared(device: str) -> None:
-    out = canary(9, 2, 32, dtype=torch.bfloat16, device=device)
-    before = bits(out).clone()
-    starts = lens(0, 3, 4, device=device)
-    clear_empty_rows(out, lens(5, 6, device=device), query_start_loc=starts, validate=True)
-    assert torch.equal(bits(out)[:4], before[:4])
-    assert int(bits(out)[4:].count_nonzero()) == 0
-
-
-def test_sliced_heads_leave_their_neighbours_alone(device: str) -> None:
-    # CUTLASS MLA writes 128 heads; the caller keeps a slice of them.
-    whole = canary(4, 8, 64, dtype=torch.bfloat16, device=device)
+# CUTLASS MLA writes 128 heads; the caller keeps a slice of them. With one token a request its axis has a
+# stride that leads nowhere.
+@pytest.mark.parametrize(("shape", "kept"), [((4, 8, 64), 3), ((4, 3, 2, 32), 1)], ids=["heads", "tokens"])
+def test_a_slice_of_heads_or_tokens_leaves_the_others_alone(
+    device: str, shape: tuple[int, ...], kept: int
+) -> None:
+    whole = canary(*shape, dtype=torch.bfloat16, device=device)
     before = bits(whole).clone()
-    clear_empty_rows(whole[:, :3], lens(1, 0, 2, 0, device=device))
-    assert int(bits(whole)[[1, 3], :3].count_nonzero()) == 0
-    assert torch.equal(bits(whole)[:, 3:], before[:, 3:])
+    clear_empty_rows(whole[:, :kept], lens(1, 0, 2, 0, device=device))
+    assert int(bits(whole)[[1, 3], :kept].count_nonzero()) == 0
+    assert torch.equal(bits(whole)[:, kept:], before[:, kept:])
     assert torch.equal(bits(whole)[[0, 2]], before[[0, 2]])
-
-
-def test_one_query_token_of_several_leaves_the_others_alone(device: str) -> None:
-    # With one token a request its axis has a stride that leads nowhere.
-    whole = canary(4, 3, 2, 32, dtype=torch.bfloat16, device=device)
-    before = bits(whole).clone()
-    clear_empty_rows(whole[:, :1], lens(1, 0, 2, 0, device=device))
-    assert int(bits(whole)[[1, 3], 0].count_nonzero()) == 0
-    want = before[:, :1].clone()
-    reference.clear_empty_rows(want, lens(1, 0, 2, 0, device=device))
-    assert torch.equal(bits(whole)[:, :1], want)
-    assert torch.equal(bits(whole)[:, 1:], before[:, 1:])
-    assert torch.equal(bits(whole)[[0, 2]], before[[0, 2]])
-
-
-def test_a_negative_length_counts_as_empty(device: str) -> None:
-    out = canary(2, 2, 32, dtype=torch.bfloat16, device=device)
-    clear_empty_rows(out, lens(-1, 3, device=device))
-    assert int(bits(out)[0].count_nonzero()) == 0
 
 
 @pytest.mark.gpu
@@ -124,74 +98,41 @@ def test_graph_replay_with_live_count_down_then_up(device: str) -> None:
         assert bool((lse[live:] == -torch.inf).all())
 
 
-def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    return lambda device: torch.full(shape, 7, dtype=dtype, device=device)
+def _sevens(*shape: int) -> torch.Tensor:
+    return torch.full(shape, 7, dtype=torch.bfloat16)
 
 
-def _lens(*values: int) -> Any:
-    return lambda device: lens(*values, device=device)
-
-
+ONE_STRIDE = r"out: expected the query tokens of consecutive requests at one stride, got strides"
 BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
-    "out rank": ({"out": _tensor(4, 64)}, r"out: expected a tensor of rank 3 or 4, got shape"),
+    "out rank": ({"out": _sevens(4, 64)}, r"out: expected a tensor of rank 3 or 4, got shape"),
     "out dtype": (
-        {"out": _tensor(4, 2, 64, dtype=torch.float64)},
+        {"out": _sevens(4, 2, 64).double()},
         r"out: expected 1, 2 or 4 bytes an element, got torch.float64",
     ),
-    "out empty": ({"out": _tensor(4, 0, 64)}, r"out: expected at least one element, got shape"),
+    "out empty": ({"out": _sevens(4, 0, 64)}, r"out: expected at least one element, got shape"),
     "out layout": (
-        {"out": lambda d: _tensor(4, 64, 2)(d).mT},
+        {"out": _sevens(4, 64, 2).mT},
         r"out: expected contiguous heads and last axis, got strides",
     ),
-    "4-d layout": (
-        {"out": lambda d: _tensor(3, 4, 2, 64)(d).transpose(0, 1)},
-        r"out: expected the query tokens of consecutive requests at one stride, got strides",
-    ),
-    "4-d gap": (
-        {"out": lambda d: _tensor(4, 3, 2, 64)(d)[:, :2]},
-        r"out: expected the query tokens of consecutive requests at one stride, got strides",
-    ),
-    "rows": ({"out": _tensor(5, 2, 64)}, r"out: expected a multiple of 4 rows, as in seq_lens, got 5 rows"),
-    "4-d batch": ({"out": _tensor(2, 2, 2, 64)}, r"out: expected 4 requests, as in seq_lens, got shape"),
-    "lens dtype": (
-        {"seq_lens": lambda d: _lens(1, 2, 3, 4)(d).long()},
-        r"seq_lens: expected torch.int32, got torch.int64",
-    ),
-    "lens rank": (
-        {"seq_lens": lambda d: _lens(1, 2, 3, 4)(d)[None]},
-        r"seq_lens: expected a tensor of rank 1, got shape",
-    ),
+    "4-d layout": ({"out": _sevens(3, 4, 2, 64).transpose(0, 1)}, ONE_STRIDE),
+    "4-d gap": ({"out": _sevens(4, 3, 2, 64)[:, :2]}, ONE_STRIDE),
+    "rows": ({"out": _sevens(5, 2, 64)}, r"out: expected a multiple of 4 rows, as in seq_lens, got 5 rows"),
+    "4-d batch": ({"out": _sevens(2, 2, 2, 64)}, r"out: expected 4 requests, as in seq_lens, got shape"),
+    "lens rank": ({"seq_lens": lens(1, 2, 3, 4)[None]}, r"seq_lens: expected a tensor of rank 1, got shape"),
     "empty batch": (
-        {"seq_lens": lambda d: _lens(1)(d)[:0]},
+        {"seq_lens": lens(1)[:0]},
         r"seq_lens: expected at least one request, got an empty batch",
     ),
-    "other device": (
-        {"seq_lens": lambda d: torch.empty(4, dtype=torch.int32, device="meta")},
-        r"seq_lens: expected a tensor on \w+.*, got one on meta",
-    ),
-    "lse shape": (
-        {"lse": _tensor(4, 3, dtype=torch.float32)},
-        r"lse: expected shape \(4, 2\), got shape \(4, 3\)",
-    ),
-    "lse dtype": ({"lse": _tensor(4, 2)}, r"lse: expected torch.float32, got torch.bfloat16"),
-    "starts shape": (
-        {"query_start_loc": _lens(0, 1, 2, 3)},
-        r"query_start_loc: expected shape \(5\), got shape \(4,\)",
-    ),
-    "starts dtype": (
-        {"query_start_loc": lambda d: _lens(0, 1, 2, 3, 4)(d).long()},
-        r"query_start_loc: expected torch.int32, got torch.int64",
-    ),
     "starts with 4-d": (
-        {"out": _tensor(4, 1, 2, 64), "query_start_loc": _lens(0, 1, 2, 3, 4)},
+        {"out": _sevens(4, 1, 2, 64), "query_start_loc": lens(0, 1, 2, 3, 4)},
         r"out: expected \(rows, heads, dim\) with query_start_loc, got shape",
     ),
     "negative length": (
-        {"seq_lens": _lens(0, 1, -2, 0), "validate": lambda d: True},
+        {"seq_lens": lens(0, 1, -2, 0), "validate": True},
         r"seq_lens\[2\]: expected a length of at least 0, got -2",
     ),
     "starts fall": (
-        {"query_start_loc": _lens(0, 2, 1, 3, 4), "validate": lambda d: True},
+        {"query_start_loc": lens(0, 2, 1, 3, 4), "validate": True},
         r"query_start_loc: expected 0, rising, at most 4 rows, got \[0, 2, 1, 3, 4\]",
     ),
 }
@@ -200,8 +141,8 @@ BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> None:
     change, message = BAD_INPUTS[case]
-    defaults = {"out": _tensor(4, 2, 64), "seq_lens": _lens(0, 0, 0, 0)}
-    args = {name: build(device) for name, build in {**defaults, **change}.items()}
+    given = {"out": _sevens(4, 2, 64), "seq_lens": lens(0, 0, 0, 0)} | change
+    args = {name: moved(value, device) for name, value in given.items()}
     before = args["out"].clone()
     with pytest.raises(ValueError, match=message):
         clear_empty_rows(**args)

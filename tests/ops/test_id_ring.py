@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,10 @@ import torch
 
 from staleproof.ops import id_ring
 from staleproof.ops.id_ring import IdRing
-from staleproof.ops.reference import zero_blocks as reference
-from staleproof.ops.zero_blocks import BlockZeroer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_zero_blocks import Case, plain
 
 # Steps that a scheduler may be ahead of the device without its host waiting.
 AHEAD = 4
@@ -140,26 +144,10 @@ def test_the_copy_takes_addresses_of_64_bits(monkeypatch: pytest.MonkeyPatch) ->
     assert not runtime.asked
 
 
-class Pages:
-    """Caches (blocks, page) of ones on the GPU, and what the reference leaves of them."""
-
-    def __init__(self, blocks: int, *pages: int) -> None:
-        self.want = [torch.ones(blocks, page, dtype=torch.uint8) for page in pages]
-        self.caches = [cache.cuda() for cache in self.want]
-        self.zeroer = BlockZeroer(self.caches)
-
-    def expect(self, ids: list[int]) -> None:
-        reference.zero_blocks(self.want, ids)
-
-    def check(self) -> None:
-        for cache, want in zip(self.caches, self.want, strict=True):
-            assert torch.equal(cache.cpu(), want)
-
-
 @pytest.mark.gpu
 def test_many_steps_ahead_of_a_busy_stream() -> None:
     """Async scheduling: ids are staged while the device is far behind, then for another stream."""
-    pages = Pages(400, 8192, 1000)
+    pages = Case([plain(400, 8192), plain(400, 1000)], "cuda")
     # Lists so long that they go round the ring several times, each with an id of its own.
     steps = [[n, *range(200, 350)] for n in range(1, 41)]
     for ids in steps:
@@ -185,7 +173,7 @@ def test_many_steps_ahead_of_a_busy_stream() -> None:
 @pytest.mark.parametrize("thread", [False, True], ids=["same thread", "other thread"])
 @pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "own stream"])
 def test_beside_a_capture(mode: Any, thread: bool, own_stream: bool) -> None:
-    pages = Pages(64, 4096)
+    pages = Case([plain(64, 4096)], "cuda")
     steps = [[n, *range(34, 60)] for n in range(1, 33)]
     x = torch.zeros(8, device="cuda")
     stream = torch.cuda.Stream() if own_stream else torch.cuda.default_stream()
@@ -222,7 +210,7 @@ def test_beside_a_capture(mode: Any, thread: bool, own_stream: bool) -> None:
 
 @pytest.mark.gpu
 def test_a_list_cannot_be_captured() -> None:
-    pages = Pages(8, 64)
+    pages = Case([plain(8, 64)], "cuda")
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()

@@ -20,6 +20,7 @@ devices.load_triton()
 
 import triton
 import triton.language as tl
+from tests.bits import assert_same_bits
 
 from tools import lift
 
@@ -50,11 +51,6 @@ def function_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callabl
     return of
 
 
-def _same(*pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
-    for ours, lifted in pairs:
-        assert torch.equal(ours.contiguous().view(torch.uint8), lifted.contiguous().view(torch.uint8))
-
-
 @pytest.mark.parametrize("q_len", [1, 2, None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_rows_of_empty_requests(device, function, dtype, q_len) -> None:
@@ -63,14 +59,12 @@ def test_rows_of_empty_requests(device, function, dtype, q_len) -> None:
     if q_len is None:
         starts = torch.tensor([0, 2, 3, 3, 5], dtype=torch.int32, device=device)
     rows = 7 if q_len is None else 4 * q_len
-    outs = [torch.randn(rows, 3, 40, device=device).to(dtype)]
-    lses = [torch.randn(rows, 3, device=device)]
-    for kept in (outs, lses):
-        kept.append(kept[0].clone())
-    clear_empty_rows(outs[0], lens, lse=lses[0], query_start_loc=starts)
-    function("mla-empty-rows")(outs[1], lses[1], lens, starts)
-    _same(tuple(outs), tuple(lses))  # type: ignore[arg-type]
-    assert lses[0].isinf().any()
+    out, lse = torch.randn(rows, 3, 40, device=device).to(dtype), torch.randn(rows, 3, device=device)
+    lifted = out.clone(), lse.clone()
+    clear_empty_rows(out, lens, lse=lse, query_start_loc=starts)
+    function("mla-empty-rows")(*lifted, lens, starts)
+    assert_same_bits(lifted, (out, lse))
+    assert lse.isinf().any()
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softplus_sqrt"])
@@ -91,10 +85,10 @@ def test_routing(device, function, dtype, rows, score) -> None:
             "routed_scaling_factor": 2.5,
             "is_padding": padding,
         }
-        weights, ids = getattr(topk, f"topk_{score}")(logits, 6, **options)
-        found = torch.empty_like(weights), torch.empty_like(ids)
+        want = getattr(topk, f"topk_{score}")(logits, 6, **options)
+        found = [torch.empty_like(result) for result in want]
         function("topk-distinct")(score, *found, logits, **options)
-        _same((weights, found[0]), (ids, found[1]))
+        assert_same_bits(found, want)
 
 
 @pytest.mark.parametrize("page_bytes", [16, 101, 4096, 9000])
@@ -106,5 +100,5 @@ def test_zeroed_blocks(device, function, page_bytes) -> None:
     table = torch.tensor([row], dtype=torch.int64, device=device)
     aligned = all(number % 16 == 0 for number in row)
     function("kv-block-zeroing")(table, ids, 9, page_bytes, aligned)
-    _same((pages[0], pages[1]))
+    assert torch.equal(*pages)
     assert pages[1].eq(0).all(1).nonzero().flatten().tolist() == [1, 4, 8]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.bits import assert_same_bits, bits
 
 from staleproof.ops.launching import Seen
 from staleproof.ops.mla import decode
@@ -77,21 +78,17 @@ def make(
 
 
 def poison_past_seq_len(batch: Batch, value: float) -> Batch:
-    """Every byte of the cache that no request may read becomes ``value``."""
+    """Every number of the cache that no request may read becomes ``value``, of E4M3 this code."""
     pages, page_size = batch.kv_cache.shape[:2]
     owned = torch.zeros(pages * page_size, dtype=torch.bool)
     for request, n in enumerate(batch.seq_lens.tolist()):
         position = torch.arange(n)
         page = batch.block_table[request].cpu()[position // page_size].long()
         owned[page * page_size + position % page_size] = True
-    flat = batch.kv_cache.flatten(0, 1).clone()
+    cache = batch.kv_cache.clone()
+    flat = (bits(cache) if cache.dtype == torch.float8_e4m3fn else cache).view(pages * page_size, -1)
     flat[~owned.to(flat.device)] = value
-    return replace(batch, kv_cache=flat.reshape(batch.kv_cache.shape))
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """Integers of the same size, for which NaN equals itself."""
-    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+    return replace(batch, kv_cache=cache)
 
 
 def assert_close(batch: Batch, out: torch.Tensor, lse: torch.Tensor, **more: float) -> None:
@@ -103,30 +100,21 @@ def assert_close(batch: Batch, out: torch.Tensor, lse: torch.Tensor, **more: flo
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=2e-3)
 
 
-# Each pair of a dtype, a page size and a number of splits.
+# Each pair of a dtype, a page size and a number of splits: the splits of each page size.
+SPLITS: dict[torch.dtype, dict[int, int | None]] = {
+    torch.bfloat16: {16: None, 48: 1, 64: 3, 128: 3},
+    torch.float16: {16: 3, 48: None, 64: 1, 128: 1},
+    torch.float32: {16: 1, 48: 3, 64: None, 128: None},
+}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "page_size", "splits"),
-    [
-        *(
-            (torch.bfloat16, 16, None),
-            (torch.bfloat16, 48, 1),
-            (torch.bfloat16, 64, 3),
-            (torch.bfloat16, 128, 3),
-        ),
-        *((torch.float16, 16, 3), (torch.float16, 48, None), (torch.float16, 64, 1), (torch.float16, 128, 1)),
-        *(
-            (torch.float32, 16, 1),
-            (torch.float32, 48, 3),
-            (torch.float32, 64, None),
-            (torch.float32, 128, None),
-        ),
-    ],
-    ids=str,
+    ("dtype", "page_size", "splits"), [(dtype, *pair) for dtype in SPLITS for pair in SPLITS[dtype].items()]
 )
-def test_values(device: str, dtype: torch.dtype, page_size: int, splits: int | None) -> None:
+def test_values_and_k_scale(device: str, dtype: torch.dtype, page_size: int, splits: int | None) -> None:
     batch = make(device, [0, 1, 64, page_size + 83], dtype=dtype, page_size=page_size)
-    out, lse = mla_decode(**batch.args(), num_kv_splits=splits)
-    assert_close(batch, out, lse)
+    out, lse = mla_decode(**batch.args(), num_kv_splits=splits, k_scale=0.25)
+    assert_close(batch, out, lse, k_scale=0.25)
 
 
 @pytest.mark.parametrize(
@@ -143,12 +131,6 @@ def test_values_at_deepseek_shape(device: str) -> None:
     batch = make(device, [0, 70], heads=64, page_size=64, rank=512, rope=64)
     out, lse = mla_decode(**batch.args())
     assert_close(batch, out, lse)
-
-
-def test_k_scale_dequantises_keys_and_values(device: str) -> None:
-    batch = make(device, [33, 7], dtype=torch.float32)
-    out, lse = mla_decode(**batch.args(), k_scale=0.25)
-    assert_close(batch, out, lse, k_scale=0.25)
 
 
 def test_strided_query_and_cache(device: str) -> None:
@@ -179,19 +161,29 @@ def test_as_many_programs_share_a_request_as_were_asked_for(device: str, monkeyp
     assert len(grids) == (1 if splits == 1 else 2)
 
 
+# Of 64 rows of two query tokens in a program for one, the later token missed its last key on an H200.
 @pytest.mark.parametrize(
-    ("heads", "cache", "splits", "taken"),
+    ("heads", "q_len", "cache", "splits", "taken"),
     [
-        (17, torch.bfloat16, 3, ("alone", 3)),
-        (16, torch.bfloat16, 3, ("portable", (16, 64, 3, 4))),
-        (128, torch.float8_e4m3fn, 3, ("portable", (16, 64, 3, 4))),
-        (128, torch.float8_e4m3fn, 1, ("hopper", ("pairs", 0))),
-        (16, torch.bfloat16, 1, ("hopper", ("pairs", 0))),
+        (17, 1, torch.bfloat16, 3, ("alone", 3)),
+        (40, 1, torch.bfloat16, 3, ("alone", 3)),
+        (128, 2, torch.bfloat16, 3, ("alone", 3)),
+        *((heads, 2, torch.bfloat16, 3, ("portable", (16, 64, 3, 4))) for heads in (32, 48)),
+        (16, 1, torch.bfloat16, 3, ("portable", (16, 64, 3, 4))),
+        (128, 1, torch.float8_e4m3fn, 3, ("portable", (16, 64, 3, 4))),
+        (128, 1, torch.float8_e4m3fn, 1, ("hopper", ("pairs", 0))),
+        (16, 1, torch.bfloat16, 1, ("hopper", ("pairs", 0))),
     ],
 )
 @pytest.mark.parametrize("ready", [True, False])
 def test_on_hopper_the_splits_that_were_asked_for_choose_the_kernel(
-    monkeypatch: pytest.MonkeyPatch, heads: int, cache: torch.dtype, splits: int, taken: Any, ready: bool
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    q_len: int,
+    cache: torch.dtype,
+    splits: int,
+    taken: Any,
+    ready: bool,
 ) -> None:
     found: list[Any] = []
 
@@ -204,7 +196,7 @@ def test_on_hopper_the_splits_that_were_asked_for_choose_the_kernel(
         launch = lambda call, cut, name=name: found.append((name, cut)) or (name, None, 1)  # noqa: E731
         monkeypatch.setattr(decode, f"launch_{name}", launch)
     monkeypatch.setitem(sys.modules, "staleproof.ops.mla.hopper_call", SimpleNamespace(HopperCall=hopper))
-    batch = make("cpu", [20, 30], heads=heads)
+    batch = make("cpu", [20, 30], heads=heads, q_len=q_len)
     given = batch.args() | {"kv_cache": batch.kv_cache.to(cache), "num_kv_splits": splits}
     seen = Seen()
     monkeypatch.setattr(decode, "_SEEN", seen)
@@ -274,13 +266,11 @@ def test_empty_rows_are_written(device: str, q_len: int, splits: int) -> None:
 @pytest.mark.parametrize(("page_size", "splits"), [(16, 3), (48, 1), (64, 3), (128, 1), (128, 3)])
 def test_nothing_past_seq_len_changes_a_bit(device: str, page_size: int, splits: int) -> None:
     batch = make(device, [1, 63, 130, 0], page_size=page_size, q_len=2, heads=5)
-    want_out, want_lse = mla_decode(**batch.args(), num_kv_splits=splits)
+    want = mla_decode(**batch.args(), num_kv_splits=splits)
     for poison in (torch.nan, torch.inf, 3e38):
         poisoned = poison_past_seq_len(batch, poison)
         assert not torch.equal(bits(poisoned.kv_cache), bits(batch.kv_cache))
-        out, lse = mla_decode(**poisoned.args(), num_kv_splits=splits)
-        assert torch.equal(bits(out), bits(want_out))
-        assert torch.equal(bits(lse), bits(want_lse))
+        assert_same_bits(mla_decode(**poisoned.args(), num_kv_splits=splits), want)
 
 
 def test_unused_table_entries_change_no_bit(device: str) -> None:
@@ -357,8 +347,7 @@ def test_wide_tiles_at_deepseek_shape(
         mla_decode(
             **poison_past_seq_len(batch, poison).args(), num_kv_splits=splits, k_scale=0.5, out=out, lse=lse
         )
-        assert torch.equal(bits(out), bits(want_out))
-        assert torch.equal(bits(lse), bits(want_lse))
+        assert_same_bits((out, lse), (want_out, want_lse))
     assert torch.equal(bits(want_out[0]), torch.zeros_like(bits(want_out[0])))
     assert bool((want_lse[0] == -torch.inf).all())
     batch.kv_cache[batch.block_table[4, 0].item(), 3, 5] = torch.nan
@@ -407,70 +396,17 @@ BAD_INPUTS = {
     "q_len 0": (_bad(q=lambda b: b.q[:, None][:, :0]), r"q: expected at least one query .*, got q_len 0"),
     "rank": (_bad(kv_lora_rank=lambda b: 60), r"kv_lora_rank: expected a power of two from 16"),
     "cache rank": (_bad(kv_cache=lambda b: b.kv_cache[None]), r"kv_cache: .*rank 3, got shape"),
-    "cache dtype": (_bad(kv_cache=lambda b: b.kv_cache.half()), r"kv_cache: .*got torch.float16"),
     "cache width": (
         _bad(kv_cache=lambda b: b.kv_cache[..., :64]),
         r"kv_cache: expected shape \(\*, \*, 80\), got shape",
     ),
     "page size 8": (_bad(kv_cache=lambda b: b.kv_cache[:, :8]), PAGE_SIZE),
     "page size 144": (_bad(kv_cache=lambda b: b.kv_cache.repeat(1, 9, 1)), PAGE_SIZE),
-    "table dtype": (
-        _bad(block_table=lambda b: b.block_table.long()),
-        r"block_table: expected torch.int32, got torch.int64",
-    ),
-    "table batch": (
-        _bad(block_table=lambda b: b.block_table[:1]),
-        r"block_table: expected shape \(2, \*\), got shape \(1,",
-    ),
-    "table layout": (
-        _bad(block_table=lambda b: b.block_table.T.contiguous().T),
-        r"block_table: expected at least one page a request, contiguous",
-    ),
     "no pages": (
         _bad(block_table=lambda b: b.block_table[:, :0]),
         r"block_table: expected at least one page a request",
     ),
-    "lens dtype": (
-        _bad(seq_lens=lambda b: b.seq_lens.long()),
-        r"seq_lens: expected torch.int32, got torch.int64",
-    ),
-    "lens shape": (
-        _bad(seq_lens=lambda b: b.seq_lens[:1]),
-        r"seq_lens: expected shape \(2\), got shape \(1,\)",
-    ),
     "splits": (_bad(num_kv_splits=lambda b: 0), r"num_kv_splits: expected None or at least 1"),
-    "lens negative": (
-        _bad(seq_lens=lambda b: b.seq_lens - 100, validate=lambda b: True),
-        r"seq_lens\[0\]: expected a length of at least 0, got -80",
-    ),
-    "table too short": (
-        _bad(block_table=lambda b: b.block_table[:, :1].clone(), validate=lambda b: True),
-        r"seq_lens\[0\]: expected at most 16 tokens \(1 pages of 16 in block_table\), got 20",
-    ),
-    "page out of the cache": (
-        _bad(kv_cache=lambda b: b.kv_cache[:1], validate=lambda b: True),
-        r"block_table\[\d, \d\]: expected a page of kv_cache, 0 to 0, got \d",
-    ),
-    "out shape": (
-        _bad(out=lambda b: torch.empty(2, 16, 63, dtype=b.q.dtype, device=b.q.device)),
-        r"out: expected shape \(2, 16, 64\), got shape \(2, 16, 63\)",
-    ),
-    "out dtype": (
-        _bad(out=lambda b: torch.empty(2, 16, 64, device=b.q.device)),
-        r"out: expected torch.bfloat16, got torch.float32",
-    ),
-    "lse dtype": (
-        _bad(lse=lambda b: torch.empty(2, 16, dtype=b.q.dtype, device=b.q.device)),
-        r"lse: expected torch.float32, got torch.bfloat16",
-    ),
-    "lse shape": (
-        _bad(lse=lambda b: torch.empty(2, 1, 16, device=b.q.device)),
-        r"lse: expected shape \(2, 16\), got shape \(2, 1, 16\)",
-    ),
-    "other device": (
-        _bad(seq_lens=lambda b: torch.empty(2, dtype=torch.int32, device="meta")),
-        r"seq_lens: expected a tensor on \w+.*, got one on meta",
-    ),
 }
 
 
@@ -484,8 +420,7 @@ def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> No
     before = out.clone(), lse.clone()
     with pytest.raises(ValueError, match=message):
         mla_decode(**args)
-    assert torch.equal(bits(out), bits(before[0]))
-    assert torch.equal(bits(lse), bits(before[1]))
+    assert_same_bits((out, lse), before)
 
 
 @pytest.mark.parametrize("page", [-1, 5, 2**31 - 1])
@@ -506,18 +441,18 @@ def test_validate_names_each_page_that_is_used_and_out_of_the_cache(device, requ
     assert bool((out == 7.0).all())
 
 
-@pytest.mark.parametrize("length", [-1, 65])
-def test_validate_names_a_length_that_the_table_has_no_room_for(device: str, length: int) -> None:
-    batch = make(device, [20, 64], spare_pages=0)
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(-1, "a length of at least 0"), (65, r"at most 64 tokens \(4 pages of 16 in block_table\)")],
+)
+def test_validate_names_a_length_that_the_table_has_no_room_for(
+    device: str, length: int, expected: str
+) -> None:
+    batch = make(device, [20, 64, 0], spare_pages=0)
     batch.block_table[0, 2:] = 0
-    mla_decode(**batch.args(), validate=True)
+    assert_same_bits(mla_decode(**batch.args(), validate=True), mla_decode(**batch.args()))
     batch.seq_lens[0] = length
-    with pytest.raises(ValueError, match=rf"seq_lens\[0\]: .*, got {length}"):
-        mla_decode(**batch.args(), validate=True)
-
-
-def test_validate_accepts_good_input(device: str) -> None:
-    batch = make(device, [20, 0])
-    want, _ = mla_decode(**batch.args())
-    got, _ = mla_decode(**batch.args(), validate=True)
-    assert torch.equal(bits(got), bits(want))
+    out = torch.full((3, 16, RANK), 7.0, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match=rf"seq_lens\[0\]: expected {expected}, got {length}"):
+        mla_decode(**batch.args(), validate=True, out=out)
+    assert bool((out == 7.0).all())

@@ -5,17 +5,16 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.bits import assert_same_bits
 
-from staleproof.ops.mla import plan
 from staleproof.ops.mla.decode import mla_decode
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_mla_decode import Batch, assert_close, bits, make
+from test_mla_decode import Batch, assert_close, make, poison_past_seq_len
 
 # A code that is NaN, the largest number, and minus the largest.
 CODES = {"NaN": 0x7F, "448": 0x7E, "-448": 0xFE}
@@ -23,17 +22,6 @@ CODES = {"NaN": 0x7F, "448": 0x7E, "-448": 0xFE}
 
 def quantised(batch: Batch) -> Batch:
     return replace(batch, kv_cache=batch.kv_cache.to(torch.float8_e4m3fn))
-
-
-def _poisoned(batch: Batch, code: int) -> Batch:
-    """All tokens that belong to no request become this code."""
-    cache = torch.full_like(batch.kv_cache.view(torch.uint8), code)
-    for request, n in enumerate(batch.seq_lens.tolist()):
-        token = torch.arange(n, device=cache.device)
-        page = batch.block_table[request][token // cache.shape[1]].long()
-        slot = token % cache.shape[1]
-        cache[page, slot] = batch.kv_cache.view(torch.uint8)[page, slot]
-    return replace(batch, kv_cache=cache.view(torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -55,10 +43,9 @@ def test_several_query_tokens(device: str) -> None:
 @pytest.mark.parametrize("splits", [1, 2])
 def test_nothing_past_seq_len_changes_a_bit(device: str, code: int, splits: int) -> None:
     batch = quantised(make(device, [0, 5, 64, 100], page_size=48))
-    want_out, want_lse = mla_decode(**_poisoned(batch, 0).args(), num_kv_splits=splits)
-    out, lse = mla_decode(**_poisoned(batch, code).args(), num_kv_splits=splits)
-    assert torch.equal(bits(out), bits(want_out))
-    assert torch.equal(bits(lse), bits(want_lse))
+    want = mla_decode(**poison_past_seq_len(batch, 0).args(), num_kv_splits=splits)
+    out, lse = mla_decode(**poison_past_seq_len(batch, code).args(), num_kv_splits=splits)
+    assert_same_bits((out, lse), want)
     assert not bool(out[0].any())
     assert bool((lse[0] == -torch.inf).all())
 
@@ -78,16 +65,6 @@ def test_a_live_nan_reaches_its_own_request_alone(device: str) -> None:
 def test_deepseek_shape_with_each_tile(device: str, heads: int, code: int) -> None:
     lens = [0, 2, 64, 65, 1000, 7, 128, 514]
     batch = quantised(make(device, lens, heads=heads, page_size=64, rank=512, rope=64, spare_pages=800))
-    want_out, want_lse = mla_decode(**batch.args(), k_scale=0.5)
-    assert_close(batch, want_out, want_lse, k_scale=0.5)
-    out, lse = mla_decode(**_poisoned(batch, code).args(), k_scale=0.5)
-    assert torch.equal(bits(out), bits(want_out))
-    assert torch.equal(bits(lse), bits(want_lse))
-
-
-@pytest.mark.parametrize(("gpu", "converts"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
-def test_a_gpu_that_cannot_convert_e4m3_is_refused(monkeypatch, gpu, converts) -> None:
-    monkeypatch.setattr(plan, "capability", lambda index: gpu)
-    q = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=SimpleNamespace(index=0))
-    allowed = torch.bfloat16, *([torch.float8_e4m3fn] if converts else [])
-    assert plan.cache_dtypes(q) == allowed
+    want = mla_decode(**batch.args(), k_scale=0.5)
+    assert_close(batch, *want, k_scale=0.5)
+    assert_same_bits(mla_decode(**poison_past_seq_len(batch, code).args(), k_scale=0.5), want)

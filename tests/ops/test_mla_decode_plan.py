@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staleproof.ops.mla import decode
 from staleproof.ops.mla import plan as kernels
 
 # Capability -> (processors, bytes of shared memory of a block).
@@ -155,44 +154,31 @@ def test_two_query_tokens_of_32_heads_are_cut_into_equal_parts():
     assert min(short.cuts(), key=short.microseconds) == kernels.Cut("few", 132 // 2)
 
 
-@pytest.mark.parametrize(
-    ("heads", "q_len", "launch"),
-    [(128, 2, "alone"), (40, 1, "alone"), (32, 2, "portable"), (48, 2, "portable")],
-)
-def test_given_splits_run_a_kernel_whose_programs_have_such_rows(monkeypatch, heads, q_len, launch):
-    """64 rows of two query tokens in a program for one: the later token missed its last key on an H200."""
-    taken = []
-    monkeypatch.setattr(decode, "fits_hopper", lambda *given: True)
-    for name in ("alone", "portable"):
-        monkeypatch.setattr(decode, f"launch_{name}", lambda *given, name=name: taken.append(name))
-    q, cache = torch.ones(1, q_len, heads, 576).bfloat16(), torch.ones(2, 64, 576).bfloat16()
-    table, lens = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([100], dtype=torch.int32)
-    decode.mla_decode(q, cache, table, lens, softmax_scale=0.1, num_kv_splits=3)
-    assert taken == [launch]
+@pytest.fixture
+def fastest(monkeypatch):
+    monkeypatch.setattr(kernels, "processor_count", lambda index: 132)
+
+    def choose(batch, heads, q_len, capacity, converts=False):
+        q = SimpleNamespace(shape=(batch, heads, 576), device=SimpleNamespace(index=0), dtype=torch.bfloat16)
+        cache = SimpleNamespace(dtype=torch.float8_e4m3fn if converts else torch.bfloat16)
+        return kernels.fastest(q, cache, q_len, capacity)
+
+    return choose
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
-def test_requests_that_may_be_long_are_cut_into_equal_parts(monkeypatch, heads):
+def test_requests_that_may_be_long_are_cut_into_equal_parts(fastest, heads):
     """A table with room for 128 times as many tokens: one long request must not keep one program busy."""
-    monkeypatch.setattr(kernels, "processor_count", lambda index: 132)
-    q = SimpleNamespace(shape=(64, heads, 576), device=SimpleNamespace(index=0), dtype=torch.bfloat16)
-    cache = SimpleNamespace(dtype=torch.bfloat16)
-    assert _name(kernels.fastest(q, cache, 1, 131_072)) == "parts"
-    assert _name(kernels.fastest(q, cache, 1, 128)) != "parts"
+    assert _name(fastest(64, heads, 1, 131_072)) == "parts"
+    assert _name(fastest(64, heads, 1, 128)) != "parts"
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "q_len", "capacity", "converts", "pieces"),
-    [(200, 128, 2, 1024, False, 0), (8, 32, 1, 4160, False, 132), (6, 128, 2, 448, True, 33)],
+    ("call", "pieces"), [((200, 128, 2, 1024), 0), ((8, 32, 1, 4160), 132), ((6, 128, 2, 448, True), 33)]
 )
-def test_one_long_request_counts_as_much_as_equal_ones(
-    monkeypatch, batch, heads, q_len, capacity, converts, pieces
-):
+def test_one_long_request_counts_as_much_as_equal_ones(fastest, call, pieces):
     """Where equal lengths alone, or a request that is longer or shorter, would decide otherwise."""
-    monkeypatch.setattr(kernels, "processor_count", lambda index: 132)
-    q = SimpleNamespace(shape=(batch, heads, 576), device=SimpleNamespace(index=0), dtype=torch.bfloat16)
-    cache = SimpleNamespace(dtype=torch.float8_e4m3fn if converts else torch.bfloat16)
-    assert kernels.fastest(q, cache, q_len, capacity) == kernels.Cut("pairs", pieces)
+    assert fastest(*call) == kernels.Cut("pairs", pieces)
 
 
 def _arguments(**change):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import warm
+from tests.bits import assert_same_bits
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,14 +96,18 @@ def make_quantize(rows: int, device: str) -> Tensors:
     return randn(rows, 40, device=device), every_third(rows, device), count
 
 
-def quantize(x: torch.Tensor, **keywords: Any) -> Tensors:
-    x_fp8, scale = quantize_fp8_per_tensor(x * 2, **keywords)
-    return x_fp8.view(torch.uint8), scale * 2
+def fp8_case(live: Callable[..., dict[str, Any]], given: Callable[..., tuple[Any, ...]]) -> Case:
+    """Of the keywords of the function, and the two masks of the operator."""
 
+    def call(x: torch.Tensor, *masks: torch.Tensor) -> Tensors:
+        x_fp8, scale = quantize_fp8_per_tensor(x * 2, **live(x, *masks))
+        return x_fp8.view(torch.uint8), scale * 2
 
-def quantize_arguments(x: torch.Tensor, live: Any, padding: Any, count: int) -> tuple[Any, ...]:
-    # The operator writes bytes; torch's check of schemas cannot compare FP8.
-    return x, live, padding, count, torch.empty_like(x, dtype=torch.uint8), x.new_empty(1)
+    def arguments(x: torch.Tensor, *masks: torch.Tensor) -> tuple[Any, ...]:
+        # The operator writes bytes; torch's check of schemas cannot compare FP8.
+        return x, *given(*masks), 2, torch.empty_like(x, dtype=torch.uint8), x.new_empty(1)
+
+    return Case("quantize_fp8_per_tensor", make_quantize, call, arguments)
 
 
 def logits(rows: int, device: str) -> Tensors:
@@ -156,23 +161,14 @@ CASES = {
     "mla_decode, splits": Case(
         "mla_decode", make_decode, lambda *t: decode(*t, num_kv_splits=2), decode_arguments(2)
     ),
-    "quantize_fp8_per_tensor, int": Case(
-        "quantize_fp8_per_tensor",
-        make_quantize,
-        lambda x, padding, count: quantize(x, live_rows=x.shape[0] - 1),
-        lambda x, padding, count: quantize_arguments(x, None, None, 2),
+    "quantize_fp8_per_tensor, int": fp8_case(
+        lambda x, padding, count: {"live_rows": x.shape[0] - 1}, lambda padding, count: (None, None)
     ),
-    "quantize_fp8_per_tensor, count": Case(
-        "quantize_fp8_per_tensor",
-        make_quantize,
-        lambda x, padding, count: quantize(x, live_rows=count),
-        lambda x, padding, count: quantize_arguments(x, count, None, 2),
+    "quantize_fp8_per_tensor, count": fp8_case(
+        lambda x, padding, count: {"live_rows": count}, lambda padding, count: (count, None)
     ),
-    "quantize_fp8_per_tensor, mask": Case(
-        "quantize_fp8_per_tensor",
-        make_quantize,
-        lambda x, padding, count: quantize(x, is_padding=padding),
-        lambda x, padding, count: quantize_arguments(x, None, padding, 2),
+    "quantize_fp8_per_tensor, mask": fp8_case(
+        lambda x, padding, count: {"is_padding": padding}, lambda padding, count: (None, padding)
     ),
     "topk_softmax": Case("topk_softmax", logits, routed(topk_softmax), routing()),
     "topk_sigmoid": Case("topk_sigmoid", logits, routed(topk_sigmoid, renormalize=True), routing()),
@@ -216,17 +212,6 @@ def case_fixture(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
 
-def _require_compiler(device: str) -> None:
-    if device == "cpu" and shutil.which("g++") is None:
-        pytest.skip("inductor needs g++ for code on a CPU")
-
-
-def assert_same(got: Tensors, want: Tensors) -> None:
-    for mine, theirs in zip(got, want, strict=True):
-        assert (mine.shape, mine.dtype, mine.device) == (theirs.shape, theirs.dtype, theirs.device)
-        assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-
-
 @pytest.mark.parametrize("name", ASKED)
 def test_an_operator_declares_its_writes_and_no_result(name: str, device: str) -> None:
     operator = getattr(torch.ops.staleproof, CASES[name].operator).default
@@ -236,24 +221,23 @@ def test_an_operator_declares_its_writes_and_no_result(name: str, device: str) -
     torch.library.opcheck(operator, CASES[name].arguments(*CASES[name].make(4, device)))
 
 
-def assert_compiles(case: Case, device: str, backend: str, dynamic: bool) -> None:
+COMPILED = [
+    *((name, *how) for name in CASES for how in (("eager", False), ("aot_eager", True))),
+    *((name, "inductor", True) for name in EACH),
+]
+
+
+@pytest.mark.parametrize(("name", "backend", "dynamic"), COMPILED)
+def test_compiles_once_for_all_sizes(name: str, device: str, backend: str, dynamic: bool) -> None:
+    if backend == "inductor" and device == "cpu" and shutil.which("g++") is None:
+        pytest.skip("inductor needs g++ for code on a CPU")
+    case = CASES[name]
     compiled = torch.compile(case.call, backend=backend, fullgraph=True, dynamic=dynamic)
     # 5 is the size of no other axis.
     for rows in (5, 7, 12) if dynamic else (5, 5):
         tensors = case.make(rows, device)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            assert_same(compiled(*tensors), case.call(*tensors))
-
-
-@pytest.mark.parametrize(("backend", "dynamic"), [("eager", False), ("aot_eager", True)])
-def test_compiles_once_for_all_sizes(case: Case, device: str, backend: str, dynamic: bool) -> None:
-    assert_compiles(case, device, backend, dynamic)
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_compiles_with_inductor(name: str, device: str) -> None:
-    _require_compiler(device)
-    assert_compiles(CASES[name], device, "inductor", dynamic=True)
+            assert_same_bits(compiled(*tensors), case.call(*tensors))
 
 
 def test_exports_with_any_number_of_rows(case: Case, device: str) -> None:
@@ -269,7 +253,7 @@ def test_exports_with_any_number_of_rows(case: Case, device: str) -> None:
     for module in (program.module(), program.run_decompositions().module()):
         for count in (4, 9):
             tensors = case.make(count, device)
-            assert_same(module(*tensors), case.call(*tensors))
+            assert_same_bits(module(*tensors), case.call(*tensors))
 
 
 @pytest.mark.parametrize("name", [name for name in ASKED if name != "quantize_nvfp4"])
@@ -278,7 +262,7 @@ def test_make_fx_records_the_operator(name: str, device: str) -> None:
     tensors = case.make(4, device)
     traced = make_fx(case.call)(*tensors)
     assert f"staleproof.{case.operator}" in traced.code
-    assert_same(traced(*tensors), case.call(*tensors))
+    assert_same_bits(traced(*tensors), case.call(*tensors))
 
 
 def test_fake_and_meta_tensors_have_the_shapes_of_real_ones(case: Case, device: str) -> None:
@@ -292,27 +276,23 @@ def test_fake_and_meta_tensors_have_the_shapes_of_real_ones(case: Case, device: 
 
 
 CONTEXTS = {
-    "inference_mode": torch.inference_mode,
-    "no_grad": torch.no_grad,
+    "inference_mode": lambda device: torch.inference_mode(),
     "autocast": lambda device: torch.autocast(device, dtype=torch.bfloat16),
+    "no_grad": lambda device: torch.no_grad(),
 }
+IN_CONTEXT = [
+    *((name, context, False) for name in CASES for context in CONTEXTS),
+    *((name, context, True) for name in EACH for context in ("inference_mode", "autocast")),
+]
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_contexts_change_no_bit(case: Case, device: str, context: str) -> None:
-    want = case.call(*case.make(4, device))
-    with CONTEXTS[context](device) if context == "autocast" else CONTEXTS[context]():
-        assert_same(case.call(*case.make(4, device)), want)
-
-
-@pytest.mark.parametrize("context", ["inference_mode", "autocast"])
-@pytest.mark.parametrize("name", EACH)
-def test_contexts_change_no_bit_of_compiled_code(name: str, device: str, context: str) -> None:
+@pytest.mark.parametrize(("name", "context", "compiled"), IN_CONTEXT)
+def test_contexts_change_no_bit(name: str, device: str, context: str, compiled: bool) -> None:
     case = CASES[name]
     want = case.call(*case.make(4, device))
-    compiled = torch.compile(case.call, backend="aot_eager", fullgraph=True)
-    with CONTEXTS[context](device) if context == "autocast" else CONTEXTS[context]():
-        assert_same(compiled(*case.make(4, device)), want)
+    call = torch.compile(case.call, backend="aot_eager", fullgraph=True) if compiled else case.call
+    with CONTEXTS[context](device):
+        assert_same_bits(call(*case.make(4, device)), want)
 
 
 # On a CPU the stand-in for a graph is a dispatch mode, and torch.compile stands back from those.
@@ -326,7 +306,7 @@ def test_replays_in_a_captured_graph(case: Case, device: str, compiled: bool) ->
     tensors[0].copy_(first.flip(0) if first.ndim else first * 3)
     want = case.call(*tensors)
     captured.replay()
-    assert_same(results[-1], want)
+    assert_same_bits(results[-1], want)
 
 
 def test_values_are_checked_only_where_they_can_be_read(device: str) -> None:
@@ -341,7 +321,7 @@ def test_values_are_checked_only_where_they_can_be_read(device: str) -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match="validate=True reads values on the host"):
         torch.compile(call, backend="eager", fullgraph=True)(x, count)
     compiled = torch.compile(call, backend="eager")
-    assert_same((compiled(x, count),), (call(x, count),))
+    assert_same_bits((compiled(x, count),), (call(x, count),))
     with pytest.raises(ValueError, match="live_rows: expected 0 to 3 rows, got 4"):
         compiled(x, count + 2)
 
@@ -359,7 +339,7 @@ def test_a_mode_that_only_watches_sees_plain_launches(case: Case, device: str) -
     want = case.call(*tensors)
     with Watch():
         got = case.call(*tensors)
-    assert_same(got, want)
+    assert_same_bits(got, want)
     assert "aten" in seen
     assert "staleproof" not in seen
 
@@ -433,8 +413,8 @@ def test_tensors_on_another_than_the_current_device(case: Case) -> None:
     with torch.cuda.device(0):
         got = case.call(*case.make(4, "cuda:1"))
         compiled = torch.compile(case.call, backend="eager", fullgraph=True)(*case.make(4, "cuda:1"))
-    assert_same(tuple(t.to("cuda:0") for t in got), want)
-    assert_same(compiled, got)
+    assert_same_bits(tuple(t.to("cuda:0") for t in got), want)
+    assert_same_bits(compiled, got)
 
 
 def test_importing_a_name_registers_its_operator_alone_and_loads_no_other_room() -> None:

@@ -7,6 +7,7 @@ a stand-in is kept instead, so that a CPU shows which calls it would serve.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -63,10 +64,9 @@ def _ids(**change: Any) -> Arguments:
 
 
 PADDING = torch.zeros(5, dtype=torch.bool)
-# Module, function, arguments, and changes of them that another kernel or another grid serves.
-OPERATIONS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Arguments], list[Arguments]]] = {
+# Function, arguments, and changes of them that another kernel or another grid serves.
+OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Arguments], list[Arguments]]] = {
     "mla_decode": (
-        decode,
         decode.mla_decode,
         _mla,
         [
@@ -86,7 +86,6 @@ OPERATIONS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Arguments], l
         ],
     ),
     "clear_empty_rows": (
-        clear_empty_rows,
         clear_empty_rows.clear_empty_rows,
         _clear,
         [
@@ -99,7 +98,6 @@ OPERATIONS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Arguments], l
         ],
     ),
     "quantize_fp8_per_tensor": (
-        fp8,
         fp8.quantize_fp8_per_tensor,
         _fp8,
         [
@@ -115,7 +113,6 @@ OPERATIONS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Arguments], l
         ],
     ),
     "topk_softmax": (
-        topk,
         topk.topk_softmax,
         _route,
         [
@@ -132,13 +129,11 @@ OPERATIONS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Arguments], l
         ],
     ),
     "topk_softmax, padding": (
-        topk,
         topk.topk_softmax,
         lambda **change: _route(is_padding=PADDING) | change,
         [{"padding_id": 7}, {"is_padding": None}],
     ),
     "grouped_topk": (
-        topk,
         topk.grouped_topk,
         _groups,
         [
@@ -151,7 +146,6 @@ OPERATIONS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Arguments], l
         ],
     ),
     "quantize_nvfp4": (
-        nvfp4,
         nvfp4.quantize_nvfp4,
         _fp4,
         [
@@ -162,7 +156,6 @@ OPERATIONS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Arguments], l
         ],
     ),
     "distinct_experts": (
-        distinct_experts,
         distinct_experts.distinct_experts,
         _ids,
         [
@@ -199,9 +192,9 @@ def kept_fixture(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any]
     if device != "cpu":
         pytest.skip("on a GPU calls are kept in earnest: test_launching.py")
 
-    def of(module: Any) -> Kept:
-        kept = Kept(module is fp8)
-        monkeypatch.setattr(module, "_SEEN", kept)
+    def of(call: Callable[..., Any]) -> Kept:
+        kept = Kept(call is fp8.quantize_fp8_per_tensor)
+        monkeypatch.setattr(sys.modules[call.__module__], "_SEEN", kept)
         return kept
 
     return of
@@ -209,8 +202,8 @@ def kept_fixture(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any]
 
 @pytest.mark.parametrize(("name", "which"), CHANGES)
 def test_another_layout_or_option_is_another_call(kept, name: str, which: int) -> None:
-    module, call, arguments, changes = OPERATIONS[name]
-    seen = kept(module)
+    call, arguments, changes = OPERATIONS[name]
+    seen = kept(call)
     call(**arguments())
     call(**arguments(**changes[which]))
     assert seen.served == 0, f"{changes[which].keys()} went to the kernels of another call"
@@ -221,22 +214,23 @@ def test_another_layout_or_option_is_another_call(kept, name: str, which: int) -
 
 
 def test_every_argument_is_changed_above():
-    changed: dict[Any, set[str]] = defaultdict(lambda: {"validate"})
-    for module, _, _, changes in OPERATIONS.values():
-        changed[module].update(*changes)
-    for module, call, *_ in OPERATIONS.values():
-        assert {*inspect.signature(call).parameters} <= changed[module] | READ_ANEW, call
+    changed: dict[str, set[str]] = defaultdict(lambda: {"validate"})
+    for call, _, changes in OPERATIONS.values():
+        changed[call.__module__].update(*changes)
+    for call, *_ in OPERATIONS.values():
+        assert {*inspect.signature(call).parameters} <= changed[call.__module__] | READ_ANEW, call
 
 
 @pytest.mark.parametrize(
     ("name", "which"),
-    [(name, i) for name in OPERATIONS if name != "mla_decode" for i in range(-1, len(OPERATIONS[name][3]))],
+    [(name, i) for name in OPERATIONS if name != "mla_decode" for i in range(-1, len(OPERATIONS[name][2]))],
 )
 def test_a_repeated_call_has_its_own_addresses_and_results_like_the_first(
     kept, monkeypatch, name, which
 ) -> None:
-    module, call, arguments, changes = OPERATIONS[name]
-    seen, launched, tensors = kept(module), module.launched, []
+    call, arguments, changes = OPERATIONS[name]
+    module = sys.modules[call.__module__]
+    seen, launched, tensors = kept(call), module.launched, []
 
     def noted(kernel: Any, grid: Any, given: Any, *sizes: Any, **options: Any) -> Any:
         tensors[:] = given
@@ -262,10 +256,10 @@ def test_a_repeated_call_has_its_own_addresses_and_results_like_the_first(
         assert seen.addresses == addresses(first, other)
 
 
-# Each tensor beside the first: the operation, and arguments among which it is.
+# Each tensor beside the first, of each dtype: the operation, and arguments among which it is.
 BESIDE = {
-    (name, argument): given
-    for name, (_, _, arguments, changes) in OPERATIONS.items()
+    (name, argument, getattr(value, "dtype", None)): given
+    for name, (_, arguments, changes) in OPERATIONS.items()
     for given in (arguments(), *(arguments(**change) for change in changes))
     for argument, value in given.items()
     if isinstance(value, torch.Tensor | tuple) and argument != next(iter(arguments()))
@@ -277,19 +271,34 @@ def _apart(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, [2 * step for step in x.stride()], dtype=x.dtype)
 
 
+def _longer(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(len(x) + 1, *x.shape[1:])
+
+
+# The change, and what is expected instead.
+MISFITS = {
+    "device": (lambda x: x.to("meta"), "a tensor on cpu, got one on meta"),
+    "strides": (_apart, "a.* contiguous.*, got .*strides"),
+    "dtype": (lambda x: x.double(), ".*DTYPE.*, got torch.float64"),
+    "first axis": (lambda x: x.new_empty(len(x) + 1, *x.shape[1:]), r".*shape \(.*, got "),
+    "last axis": (lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] + 1), r".*shape \(.*, got "),
+}
+# A cache and a table may have more pages, rows are counted by out, and a mask of no bool is a count.
+FITTING = {
+    *(("mla_decode", "kv_cache", "first axis"), ("mla_decode", "block_table", "last axis")),
+    *(("clear_empty_rows", "seq_lens", f"{end} axis") for end in ("first", "last")),
+    ("quantize_fp8_per_tensor", "live_rows", "dtype"),
+}
+
+
 @pytest.mark.parametrize(
-    ("move", "message"),
-    [
-        (lambda x: x.to("meta"), "a tensor on cpu, got one on meta"),
-        (_apart, "a.* contiguous.*, got .*strides"),
-    ],
-    ids=["device", "strides"],
+    ("name", "argument", "dtype", "misfit"),
+    [(*key, misfit) for key in BESIDE for misfit in MISFITS if (*key[:2], misfit) not in FITTING],
 )
-@pytest.mark.parametrize(("name", "argument"), BESIDE)
-def test_a_tensor_of_another_device_or_in_pieces_is_named(
-    name: str, argument: str, move: Callable[[torch.Tensor], torch.Tensor], message: str
+def test_a_tensor_that_does_not_fit_the_first_is_named(
+    name: str, argument: str, dtype: torch.dtype | None, misfit: str
 ) -> None:
-    given = BESIDE[name, argument]
+    given, (move, message) = BESIDE[name, argument, dtype], MISFITS[misfit]
     whole = given[argument] if isinstance(given[argument], tuple) else (given[argument],)
     for place, tensor in enumerate(whole):
         if move is _apart and tensor.numel() == 1:
@@ -297,36 +306,35 @@ def test_a_tensor_of_another_device_or_in_pieces_is_named(
         moved = (*whole[:place], move(tensor), *whole[place + 1 :])
         changed = moved if isinstance(given[argument], tuple) else moved[0]
         named = f"out\\[{place}\\]" if isinstance(given[argument], tuple) else argument
-        with pytest.raises(ValueError, match=f"^{named}: expected {message}"):
-            OPERATIONS[name][1](**given | {argument: changed})
+        expected = message.replace("DTYPE", str(tensor.dtype))
+        with pytest.raises(ValueError, match=f"^{named}: expected {expected}"):
+            OPERATIONS[name][0](**given | {argument: changed})
 
 
 def test_each_function_has_calls_of_its_own(kept) -> None:
-    seen = kept(topk)
+    seen = kept(topk.topk_softmax)
     for call in (topk.topk_softmax, topk.topk_sigmoid, topk.topk_softplus_sqrt):
         call(**_route())
     topk.grouped_topk(**_groups())
     assert seen.served == 0
 
 
-BAD_VALUES: dict[str, tuple[Any, Callable[..., Any], Arguments, str]] = {
-    "mla_decode": (decode, decode.mla_decode, _mla(seq_lens=ints(3, 33)), r"seq_lens\[1\]"),
+BAD_VALUES = {
+    "mla_decode": ({"seq_lens": ints(3, 33)}, r"seq_lens\[1\]"),
     "clear_empty_rows": (
-        clear_empty_rows,
-        clear_empty_rows.clear_empty_rows,
-        _clear(seq_lens=ints(1, 1, 1, 1), query_start_loc=ints(0, 3, 2, 3, 4)),
+        {"seq_lens": ints(1, 1, 1, 1), "query_start_loc": ints(0, 3, 2, 3, 4)},
         "query_start_loc",
     ),
-    "quantize_fp8_per_tensor": (fp8, fp8.quantize_fp8_per_tensor, _fp8(live_rows=ints(7)), "live_rows"),
-    "quantize_nvfp4": (nvfp4, nvfp4.quantize_nvfp4, _fp4(global_scale=torch.zeros(1)), "global_scale"),
+    "quantize_fp8_per_tensor": ({"live_rows": ints(7)}, "live_rows"),
+    "quantize_nvfp4": ({"global_scale": torch.zeros(1)}, "global_scale"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)
 def test_values_are_checked_although_the_call_was_made_before(kept, name: str) -> None:
-    module, call, arguments, named = BAD_VALUES[name]
-    seen = kept(module)
-    call(**arguments)
+    (call, arguments, _), (change, named) = OPERATIONS[name], BAD_VALUES[name]
+    seen, given = kept(call), arguments(**change)
+    call(**given)
     with pytest.raises(ValueError, match=named):
-        call(**arguments, validate=True)
+        call(**given, validate=True)
     assert seen.served == 0
