@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.bits import assert_same_bits, bits, moved
+from tests.bits import assert_same_bits, moved
 
+from staleproof.evidence.canary import bits
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.reference import clear_empty_rows as reference
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.bits import assert_same_bits, bits
+from tests.bits import assert_same_bits
 
+from staleproof.evidence.canary import bits
 from staleproof.ops.launching import Seen
 from staleproof.ops.mla import decode
 from staleproof.ops.mla.decode import mla_decode

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from staleproof.device import interpreting
+from staleproof.evidence.canary import bits
 from staleproof.ops.launching import Seen
 from staleproof.ops.mla.decode import Call, mla_decode
 from staleproof.ops.mla.merge import merge_parts_kernel
@@ -313,10 +314,6 @@ def _hopper_batch(
     }
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
-
-
 def _poisoned(batch: Batch, value: float) -> Batch:
     """Tokens that belong to no request become ``value``."""
     # Which holds every E4M3 number.
@@ -366,7 +363,7 @@ def test_values_where_requests_are_cut_at_any_tile(
     if any(LENGTHS[lengths]):
         _assert_close(batch, out, lse)
     empty = batch["seq_lens"] == 0
-    assert torch.equal(_bits(out[empty]), torch.zeros_like(_bits(out[empty])))
+    assert torch.equal(bits(out[empty]), torch.zeros_like(bits(out[empty])))
     assert bool((lse[empty] == -torch.inf).all())
 
 
@@ -384,8 +381,8 @@ def test_what_neighbours_hold_changes_no_bit(device: str, cache: str, poison: fl
     for _ in range(5):
         out, lse = torch.full_like(want_out, torch.nan), torch.full_like(want_lse, torch.nan)
         mla_decode(**_poisoned(batch, poison), out=out, lse=lse)
-        assert torch.equal(_bits(out), _bits(want_out))
-        assert torch.equal(_bits(lse), _bits(want_lse))
+        assert torch.equal(bits(out), bits(want_out))
+        assert torch.equal(bits(lse), bits(want_lse))
     # All of request 8, which is cut into several parts.
     pages = batch["block_table"][8, : -(-5000 // 64)].long()
     spoiled = batch["kv_cache"].bfloat16().clone()
@@ -393,8 +390,8 @@ def test_what_neighbours_hold_changes_no_bit(device: str, cache: str, poison: fl
     batch["kv_cache"] = spoiled.to(CACHES[cache])
     out, lse = mla_decode(**batch)
     others = torch.arange(len(out), device=device) != 8
-    assert torch.equal(_bits(out[others]), _bits(want_out[others]))
-    assert torch.equal(_bits(lse[others]), _bits(want_lse[others]))
+    assert torch.equal(bits(out[others]), bits(want_out[others]))
+    assert torch.equal(bits(lse[others]), bits(want_lse[others]))
 
 
 @pytest.mark.gpu
@@ -416,8 +413,8 @@ def test_a_later_query_token_changes_no_bit_of_an_earlier_one(
         # Of E4M3 448 is the largest.
         spoiled = spoiled.clamp(-448, 448) if cache == "E4M3" else spoiled
         out, lse = mla_decode(**batch | {"kv_cache": spoiled.to(CACHES[cache])})
-        assert torch.equal(_bits(out[:, :earlier]), _bits(want_out[:, :earlier]))
-        assert torch.equal(_bits(lse[:, :earlier]), _bits(want_lse[:, :earlier]))
+        assert torch.equal(bits(out[:, :earlier]), bits(want_out[:, :earlier]))
+        assert torch.equal(bits(lse[:, :earlier]), bits(want_lse[:, :earlier]))
         if poison != poison:
             assert bool(out[:, earlier:].isnan().all())
 
@@ -426,7 +423,7 @@ def test_a_later_query_token_changes_no_bit_of_an_earlier_one(
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("heads", [16, 32, 128])
-def test_a_thousand_calls_give_the_same_bits(device: str, heads: int, cache: str) -> None:
+def test_a_thousand_calls_give_the_samebits(device: str, heads: int, cache: str) -> None:
     """Groups of warps that did not wait for each other would show here; racecheck cannot tell."""
     batch = _hopper_batch(device, [i * 37 % 400 for i in range(40)] + [4000], heads, cache=cache)
     want_out, want_lse = mla_decode(**batch)
@@ -434,7 +431,7 @@ def test_a_thousand_calls_give_the_same_bits(device: str, heads: int, cache: str
     differ = torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(1000):
         mla_decode(**batch, out=out, lse=lse)
-        differ += (_bits(out) != _bits(want_out)).sum() + (_bits(lse) != _bits(want_lse)).sum()
+        differ += (bits(out) != bits(want_out)).sum() + (bits(lse) != bits(want_lse)).sum()
     assert differ.item() == 0
 
 
@@ -470,12 +467,12 @@ def test_with_splits_given_a_request_depends_on_itself_alone(
     out, lse = mla_decode(**batch)
     _assert_close({k: v for k, v in batch.items() if k != "num_kv_splits"}, out, lse)
     again, _ = mla_decode(**_poisoned(batch, 448.0 if cache == "E4M3" else torch.nan))
-    assert torch.equal(_bits(again), _bits(out))
+    assert torch.equal(bits(again), bits(out))
     for i in (0, 8):
         one = {k: batch[k][i : i + 1] for k in ("q", "block_table", "seq_lens")}
         alone, alone_lse = mla_decode(**batch | one)
-        assert torch.equal(_bits(alone), _bits(out[i : i + 1]))
-        assert torch.equal(_bits(alone_lse), _bits(lse[i : i + 1]))
+        assert torch.equal(bits(alone), bits(out[i : i + 1]))
+        assert torch.equal(bits(alone_lse), bits(lse[i : i + 1]))
 
 
 @pytest.mark.gpu
@@ -487,4 +484,4 @@ def test_queries_of_any_magnitude_beside_an_e4m3_cache(device: str) -> None:
     for factor in (2.0**40, 2.0**-40):
         scaled = batch | {"q": batch["q"] * factor, "softmax_scale": SCALE / factor}
         out, _ = mla_decode(**scaled)
-        assert torch.equal(_bits(out), _bits(want))
+        assert torch.equal(bits(out), bits(want))

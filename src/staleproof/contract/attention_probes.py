@@ -118,7 +118,7 @@ def wrong_rows(result: Result, call: Call) -> str:
     # GPU also through TF32: 10 bits of mantissa.
     tolerance = max(rounding(call.q.dtype, 8), 5e-3 if call.q.is_cuda else 2e-4)
     wrong = far_row(result[0], expected, tolerance)
-    return wrong or ("" if result[1] is None else far_lse(result[1].cpu(), expected_lse, tolerance))
+    return wrong or ("" if result[1] is None else far_lse(result[1], expected_lse, tolerance))
 
 
 def clean_input(kernel: Kernel, shape: Shape, device: str) -> Reading:

@@ -128,17 +128,10 @@ class Call:
     def arguments(self) -> dict[str, Any]:
         """Everything that a kernel may name."""
         longest = int(self.query_start_loc.diff().max())
-        names = (
-            "q",
-            "block_table",
-            "seq_lens",
-            "query_start_loc",
-            "out",
-            "lse",
-            "softmax_scale",
-            "max_seq_len",
-        )
-        given = {name: getattr(self, name) for name in names}
+        given = {
+            name: getattr(self, name)
+            for name in ("q", "block_table", "seq_lens", "query_start_loc", "out", "lse", "softmax_scale")
+        }
         given |= {"max_seq_len": self.max_seq_len, "page_size": self.shape.page_size, "max_q_len": longest}
         if self.shape.q_len != 0 and longest > 1:
             for name in ("q", "out", "lse"):
@@ -262,7 +255,8 @@ def far_row(found: torch.Tensor, expected: torch.Tensor, budget: float) -> str:
 
 def far_lse(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
     """One line about the first lse that is not as expected, or ``""``; any is right where NaN is expected."""
-    close = torch.isclose(found.double(), expected, rtol=tolerance, atol=tolerance)
+    found, expected = found.cpu().double(), expected.cpu()
+    close = torch.isclose(found, expected, rtol=tolerance, atol=tolerance)
     for row, head in (~close & ~expected.isnan()).nonzero()[:1].tolist():
         return f"lse of row {row} is {found[row, head]:.4g}, expected {expected[row, head]:.4g}"
     return ""
