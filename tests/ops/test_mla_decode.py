@@ -162,49 +162,31 @@ def test_as_many_programs_share_a_request_as_were_asked_for(device: str, monkeyp
     assert len(grids) == (1 if splits == 1 else 2)
 
 
-# Of 64 rows of two query tokens in a program for one, the later token missed its last key on an H200.
-@pytest.mark.parametrize(
-    ("heads", "q_len", "cache", "splits", "taken"),
-    [
-        (17, 1, torch.bfloat16, 3, ("alone", 3)),
-        (40, 1, torch.bfloat16, 3, ("alone", 3)),
-        (128, 2, torch.bfloat16, 3, ("alone", 3)),
-        *((heads, 2, torch.bfloat16, 3, ("portable", (16, 64, 3, 4))) for heads in (32, 48)),
-        (16, 1, torch.bfloat16, 3, ("portable", (16, 64, 3, 4))),
-        (128, 1, torch.float8_e4m3fn, 3, ("portable", (16, 64, 3, 4))),
-        (128, 1, torch.float8_e4m3fn, 1, ("hopper", ("pairs", 0))),
-        (16, 1, torch.bfloat16, 1, ("hopper", ("pairs", 0))),
-    ],
-)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("cut", ["given", "portable", "alone", "pairs"])
 @pytest.mark.parametrize("ready", [True, False])
-def test_on_hopper_the_splits_that_were_asked_for_choose_the_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-    heads: int,
-    q_len: int,
-    cache: torch.dtype,
-    splits: int,
-    taken: Any,
-    ready: bool,
+def test_a_cut_is_launched_by_its_kernel_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, splits: int, cut: str, ready: bool
 ) -> None:
+    """With splits given it is a program for each split of a request, whatever the plan would choose."""
     found: list[Any] = []
 
-    def hopper(call: Any, cut: Any) -> SimpleNamespace:
-        found.append(("hopper", cut))
+    def hopper(call: Any, chosen: Any) -> SimpleNamespace:
+        found.append(chosen)
         return SimpleNamespace(is_ready=ready)
 
     monkeypatch.setattr(decode, "fits_hopper", lambda *given: True)
-    for name in ("portable", "alone"):
-        launch = lambda call, cut, name=name: found.append((name, cut)) or (name, None, 1)  # noqa: E731
-        monkeypatch.setattr(decode, f"launch_{name}", launch)
+    monkeypatch.setattr(decode, "fastest", lambda *given: decode.Cut(cut, 0, splits))
+    monkeypatch.setattr(decode, "launch_portable", lambda call, tiles: found.append(tiles) or (1, None, 1))
+    monkeypatch.setattr(decode, "launch_alone", lambda call: found.append("alone") or (1, None, 1))
     monkeypatch.setitem(sys.modules, "staleproof.ops.mla.hopper_call", SimpleNamespace(HopperCall=hopper))
-    batch = make("cpu", [20, 30], heads=heads, q_len=q_len)
-    given = batch.args() | {"kv_cache": batch.kv_cache.to(cache), "num_kv_splits": splits}
     seen = Seen()
     monkeypatch.setattr(decode, "_SEEN", seen)
-    mla_decode(**given)
-    assert found == [taken]
+    mla_decode(**make("cpu", [20, 30], heads=17).args(), num_kv_splits=splits if cut == "given" else None)
+    wanted = {"portable": (16, 64, splits, 4), "alone": "alone"}
+    assert found == [wanted.get(cut, ("pairs", 0, splits))]
     # What cannot be repeated is not kept.
-    assert bool(seen._kinds) == (ready or taken[0] != "hopper")
+    assert bool(seen._kinds) == (ready or cut in wanted)
 
 
 @pytest.mark.parametrize("splits", [None, 3])
@@ -218,30 +200,23 @@ def test_tiles_are_chosen_for_all_rows_of_a_request(monkeypatch, splits: int | N
     assert found == [(15, batch.block_table.shape[1] * 16), tiles._replace(splits=splits or 7)]
 
 
-@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_the_hopper_kernel_of_one_request_has_64_rows_a_program(monkeypatch, splits: int, q_len: int) -> None:
+def test_the_hopper_kernel_of_one_request_has_64_rows_a_program(monkeypatch, q_len: int) -> None:
     launches: list[Any] = []
     monkeypatch.setattr(
-        decode, "launched", lambda *given, **options: launches.append((given, options)) or len(launches)
+        decode, "launched", lambda *given, **options: launches.append((given, options)) or "launched"
     )
     kernels = SimpleNamespace(mla_decode_sm90_kernel="of one request")
     monkeypatch.setitem(sys.modules, "staleproof.ops.mla.sm90", kernels)
     batch = make("cpu", [200, 30], heads=40, q_len=q_len, page_size=64)
     out, lse = torch.empty(2, q_len, 40, RANK).bfloat16(), torch.empty(2, q_len, 40)
     call = decode.Call(batch.q, batch.kv_cache, batch.block_table, batch.seq_lens, 0.1, 0.5, out, lse)
-    assert decode.launch_alone(call, splits) == (1, 2 if splits > 1 else None, splits)
-    (kernel, grid, tensors, sizes), options = launches[0]
-    assert (kernel, grid, options) == ("of one request", (-(-40 * q_len // 64), splits, 2), {"num_warps": 4})
-    assert [x.data_ptr() for x in tensors[:4]] == [x.data_ptr() for x in call[:4]]
+    assert decode.launch_alone(call) == ("launched", None, 1)
+    ((kernel, grid, tensors, sizes), options) = launches[0]
+    assert (kernel, grid, options) == ("of one request", (-(-40 * q_len // 64), 2, 1), {"num_warps": 4})
+    assert [x.data_ptr() for x in tensors] == [x.data_ptr() for x in (*call[:4], out, lse)]
     strides = *batch.q.stride()[:3], *batch.kv_cache.stride()[:2], batch.block_table.stride(0)
-    assert sizes == (*strides, 0.1, 0.5, call.capacity, q_len, 40, splits, splits > 1, 64)
-    if splits == 1:
-        assert tensors[4:] == (out, lse)
-    else:
-        # For each row and split its numbers, then its lse.
-        assert [x.shape for x in tensors[4:]] == [(out.numel() * 3,), (lse.numel() * 3,)]
-        assert launches[1][0][2] == (*tensors[4:], out, lse)
+    assert sizes == (*strides, 0.1, 0.5, call.capacity, q_len, 40, 64)
 
 
 @pytest.mark.parametrize("q_len", [1, 4])

@@ -25,10 +25,22 @@ Batch = dict[str, Any]
 
 def test_a_merge_covers_64_rows_and_512_columns() -> None:
     for batch, most in ((1, 132), (1, 66), (7, 66), (8, 132), (31, 132), (32, 66), (100, 33), (1024, 132)):
-        columns, rows, parts = merge_tiles(batch, most)
+        tiles = columns, rows, _, warps = merge_tiles(batch, most)
         assert 512 % columns == 64 % rows == 0
         # Powers of two, as Triton's ranges are.
-        assert all(n & (n - 1) == 0 for n in (columns, rows, parts))
+        assert all(n & (n - 1) == 0 for n in tiles)
+        # Eight columns a thread: no two warps share the parts of a row.
+        assert columns * rows // 8 >= 32 * warps or columns * rows // 8 < 32 == 32 * warps
+
+
+def _split(tiles: list[int], splits: int) -> list[list[tuple[int, int, int]]]:
+    """As ``hopper.split_of`` cuts."""
+    found: list[list[tuple[int, int, int]]] = []
+    for request, n in enumerate(tiles):
+        count = min(n, splits)
+        cuts = [n * i // count for i in range(count + 1)]
+        found += [[(request, cuts[i], cuts[i + 1])] if i < count else [] for i in range(splits)]
+    return found
 
 
 def _cuts(lens: list[int], programs: int) -> list[list[tuple[int, int, int]]]:
@@ -38,6 +50,8 @@ def _cuts(lens: list[int], programs: int) -> list[list[tuple[int, int, int]]]:
     aligned = aligned_parts(programs, len(lens))
     if len({*units}) == 1 and -(-sum(units) // aligned) <= -(-sum(units) // programs) + REQUEST_COST:
         programs = aligned
+        if splits := aligned // len(lens):
+            return _split(tiles, splits)
     programs, parts, start = min(programs, sum(units)), [], 0
     for p in range(programs):
         begin, end = sum(units) * p // programs, sum(units) * (p + 1) // programs
@@ -54,13 +68,17 @@ def _cuts(lens: list[int], programs: int) -> list[list[tuple[int, int, int]]]:
 
 # With [3328] * 3, six programs of whole requests take just as long as pays off.
 @pytest.mark.parametrize("lens", [[500, 0, 70, 64, 1000], [640] * 3, [3328] * 3, [640] * 9, [3]], ids=str)
-@pytest.mark.parametrize("programs", [7, 12])
+@pytest.mark.parametrize("programs", [7, 12, "splits"])
 @pytest.mark.parametrize("step", [2, 8])
 @pytest.mark.parametrize(("heads", "q_len", "own"), [(6, 1, 3), (2, 5, 4)], ids=str)
 def test_merged_parts_are_the_whole(
-    device: str, lens: list[int], programs: int, step: int, heads: int, q_len: int, own: int
+    device: str, lens: list[int], programs: int | str, step: int, heads: int, q_len: int, own: int
 ) -> None:
     """Parts as the decode leaves them, for groups of rows; a request in one part is left alone."""
+    # Three splits of each request, or equal parts of all.
+    if is_split := programs == "splits":
+        programs = 3 * len(lens)
+    assert isinstance(programs, int)
     rows, room, rank = heads * q_len, own + 1, 32
     groups = -(-rows // own)
     generator = torch.Generator().manual_seed(1)
@@ -84,7 +102,8 @@ def test_merged_parts_are_the_whole(
     for group in range(groups):
         of = slice(group * own, min((group + 1) * own, rows))
         seen = [its[of.stop - 1] for its in limits]
-        for p, mine in enumerate(_cuts(seen, programs)):
+        cuts = _split([max(-(-n // 64), 1) for n in seen], 3) if is_split else _cuts(seen, programs)
+        for p, mine in enumerate(cuts):
             for request, first, last in mine:
                 if last - first == max(-(-seen[request] // 64), 1):
                     continue
@@ -92,10 +111,14 @@ def test_merged_parts_are_the_whole(
                 part = slice(at, at + of.stop - of.start)
                 parts[part], part_lse[part] = attended(request, of, slice(64 * first, 64 * last))
                 want_out[request, of], want_lse[request, of] = attended(request, of, slice(None))
+                want_out[request, of] *= 0.5
     tensors = [x.to(device) for x in (parts, part_lse, torch.tensor(lens, dtype=torch.int32), out, lse)]
-    sizes = rows, own, heads, 4096, q_len, len(lens), programs, aligned_parts(programs, len(lens))
+    aligned = 3 if is_split else aligned_parts(programs, len(lens))
+    # The values' factor, the cache's scale, comes last.
+    sizes = 0.5, rows, own, heads, 4096, q_len, len(lens), programs, aligned
     grid = 2 * groups, -(-own // 2), len(lens)
-    merge_parts_kernel[grid](*tensors, *sizes, rank, room, 16, 2, step, 16, interpreting())
+    most = 0 if is_split else 16
+    merge_parts_kernel[grid](*tensors, *sizes, rank, room, 16, 2, step, most, interpreting())
     torch.testing.assert_close(tensors[3].cpu(), want_out)
     torch.testing.assert_close(tensors[4].cpu(), want_lse)
 
@@ -139,12 +162,12 @@ def test_queries_become_float16_numbers_times_a_power_of_two(device: str) -> Non
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("parts", [0, 33])
+@pytest.mark.parametrize(("parts", "splits"), [(0, 1), (33, 1), (0, 5)])
 @pytest.mark.parametrize(
     ("heads", "q_len"), [(128, None), (40, 2), (16, None), (24, 3), (12, 2), (8, 2), (32, None)]
 )
 def test_a_repeated_call_gives_each_launch_its_memory(
-    monkeypatch: pytest.MonkeyPatch, heads: int, q_len: int | None, parts: int, cache: str
+    monkeypatch: pytest.MonkeyPatch, heads: int, q_len: int | None, parts: int, splits: int, cache: str
 ) -> None:
     """Launches are recorded in place of Triton's: what the first is given, and addresses of the second."""
     from staleproof.ops.mla import hopper_call as kernels
@@ -185,17 +208,19 @@ def test_a_repeated_call_gives_each_launch_its_memory(
 
     q, pages, table, lengths, out, lse = tensors()
     kind = "packed" if heads in (24, 12, 8) else "pairs"
-    call = kernels.HopperCall(Call(q, pages, table, lengths, 0.1, 0.5, out, lse), Cut(kind, parts))
+    call = kernels.HopperCall(Call(q, pages, table, lengths, 0.1, 0.5, out, lse), Cut(kind, parts, splits))
     assert call.is_ready
     converts, rows = cache == "E4M3", tokens * heads
-    # Two tokens share a program.
-    own = 2 * heads if kind == "packed" else min(heads, 64)
+    # Two tokens share a program, if they are of no more than 32 rows beside an E4M3 cache.
+    shares = kind == "packed" and not (converts and heads > 16)
+    own = 2 * heads if shares else min(heads, 64)
+    programs, is_cut = parts or batch * splits, parts > 0 or splits > 1
     narrow, few = converts and own <= 32, not converts and heads <= 16 and kind == "pairs"
     groups, room = -(-rows // own), 16 if few or (narrow and own <= 16) else 32 if narrow else 64
     strides = (rows * 576, heads * 576 if q_len else 0, 576)
-    # Of each program two parts: their numbers, and behind them their lse.
-    slots = 2 * groups * parts * room
-    sizes = [slots * 513] * bool(parts) + [q.numel() // 2 + batch * rows] * converts
+    # Of each program two parts: their lse, and behind them their numbers of two bytes.
+    slots = 2 * groups * programs * room
+    sizes = [slots * 257] * is_cut + [q.numel() // 2 + batch * rows] * converts
     assert [len(x) for x in made] == sizes
     if converts:
         kernel, grid, given, numbers, _ = first[0]
@@ -208,8 +233,8 @@ def test_a_repeated_call_gives_each_launch_its_memory(
     kernel, grid, given, numbers, options = first[converts]
     found = {narrow: kernels.mla_decode_e4m3_kernel, few: kernels.mla_decode_few_kernel}
     assert kernel is found.get(True, kernels.mla_decode_pairs_kernel)
-    assert (grid, options) == ((groups, parts or batch, 1), {"num_warps": 4, "launch_pdl": converts})
-    aligned = aligned_parts(parts, batch) if parts else 0
+    assert (grid, options) == ((groups, programs, 1), {"num_warps": 4, "launch_pdl": converts})
+    aligned = aligned_parts(parts, batch) if parts else splits
     shape = (256, tokens, heads, batch, aligned, 128, 128 if parts else 0)
     kinds = {narrow: (room, kind == "packed"), few: ()}.get(True, (converts, kind == "packed"))
     words = () if few or narrow else (144 if converts else 576,)
@@ -224,12 +249,14 @@ def test_a_repeated_call_gives_each_launch_its_memory(
         assert (columns.shape, columns.strides) == ([640, width], [width, 1])
         assert columns.block_shape == ([64, 16] if converts else [64, 64])
         assert columns.base.dtype == (torch.int32 if converts else torch.bfloat16)
-    if parts:
-        block, some, step = merge_tiles(batch, parts)
-        kernel, grid, given, numbers, _ = first[-1]
+    if is_cut:
+        block, some, step, warps = merge_tiles(batch, programs)
+        kernel, grid, given, numbers, options = first[-1]
         assert (kernel, grid) == (merge_parts_kernel, (groups * (512 // block), -(-own // some), batch))
-        of_rows = (rows, own, heads, 256, tokens, batch, parts, aligned)
-        assert numbers == (*of_rows, 512, room, block, some, step, 128, False)
+        assert options == {"num_warps": warps, "launch_pdl": True}
+        of_rows = (0.5, rows, own, heads, 256, tokens, batch, programs, aligned)
+        assert numbers == (*of_rows, 512, room, block, some, step, 128 if parts else 0, False)
+        assert (given[0].dtype, given[1].dtype) == (torch.bfloat16, torch.float32)
 
     made.clear()
     count = len(first)
@@ -237,9 +264,9 @@ def test_a_repeated_call_gives_each_launch_its_memory(
         given = q, pages, table, lengths, out, lse = tensors()
         call(*given)
         at = [x.data_ptr() for x in given]
-        memory = made[0].data_ptr() if parts else 0
+        memory = made[0].data_ptr() if is_cut else 0
         results = at[4:]
-        parted = (memory, memory + slots * 512 * 4) if parts else tuple(results)
+        parted = (memory + slots * 4, memory) if is_cut else tuple(results)
         queries, scales = at[0], at[5]
         if converts:
             queries, scales = made[-1].data_ptr(), made[-1].data_ptr() + 2 * q.numel()
@@ -247,7 +274,7 @@ def test_a_repeated_call_gives_each_launch_its_memory(
         expected = [(1, at[0], queries, scales)] * converts
         scaled = () if few else (scales,)
         expected.append((1 + converts, queries, *columns, at[2], at[3], *results, *parted, *scaled))
-        expected += [(count, *parted, at[3], *results)] * bool(parts)
+        expected += [(count, *parted, at[3], *results)] * is_cut
         assert again == expected
         assert [len(x) for x in made] == sizes
         again.clear()
@@ -272,7 +299,7 @@ def test_the_addresses_of_as_many_caches_are_kept_as_of_calls(monkeypatch: pytes
     assert [*call._maps] == described[2:]
 
 
-@pytest.fixture(name="chosen", params=["equal parts", "one request a program"])
+@pytest.fixture(name="chosen", params=["equal parts", "one request a program", "splits of a request"])
 def chosen_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """These kernels wherever they support the call, also where another is faster."""
 
@@ -281,7 +308,10 @@ def chosen_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         is_packed = q_len > 1 and heads <= 32 and (q_len * heads > 16 or heads < 5)
         kernel = "packed" if is_packed else "pairs"
         blocks = -(-q_len * heads // Cut(kernel, 0).height(q_len, heads))
-        return Cut(kernel, max(1, 132 // blocks) if request.param == "equal parts" else 0)
+        if request.param == "equal parts":
+            return Cut(kernel, max(1, 132 // blocks))
+        is_split = request.param == "splits of a request"
+        return Cut(kernel, 0, max(2, 132 // (blocks * q.shape[0])) if is_split else 1)
 
     monkeypatch.setattr("staleproof.ops.mla.decode.fastest", cut)
     # What other cuts have left.
@@ -462,7 +492,7 @@ def test_graph_replays_follow_the_lengths(device: str, heads: int, cache: str) -
 def test_with_splits_given_a_request_depends_on_itself_alone(
     device: str, splits: int, cache: str, heads: int, q_len: int | None
 ) -> None:
-    """The same bits alone as in a batch, whatever its neighbours; 3 splits run the kernel of one request."""
+    """The same bits alone as in a batch, whatever its neighbours."""
     batch = _hopper_batch(device, LENGTHS["ragged"], heads, q_len, cache) | {"num_kv_splits": splits}
     out, lse = mla_decode(**batch)
     _assert_close({k: v for k, v in batch.items() if k != "num_kv_splits"}, out, lse)

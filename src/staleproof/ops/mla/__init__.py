@@ -2,8 +2,8 @@
 
 - ``decode``: the public function and the portable Triton kernel.
 - ``plan``: the choice of a kernel and of its cuts, from shapes alone.
-- ``sm90``: Hopper, a program for each request or split of one.
-- ``hopper``: Hopper, a program for each request or for an equal part of all; up to 16 heads, or 64 at a time.
+- ``sm90``: Hopper, a program for each request.
+- ``hopper``: Hopper, a program for each request, split of one, or equal part of all; up to 16 heads, or 64.
 - ``e4m3``: Hopper beside an E4M3 cache, up to 32 rows a program.
 - ``queries``, ``merge``: the launches before and after those. ``hopper_call``: a call of all three.
 """

@@ -28,12 +28,14 @@ from staleproof.ops.mla.hopper import (
     lift_of,
     load_queries,
     opaque_zero,
+    own_split,
     page_of,
     part_of,
+    result_at,
     scale_of,
     shared_as,
     tile_load,
-    whole_request,
+    token_of,
 )
 
 device.load_triton()
@@ -62,7 +64,7 @@ VALUES = gl.constexpr(
     )
 )
 # All words of some keys, to be cleared; a row of maxima a thread.
-WHOLE = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+PAIR = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 COLUMNS = gl.constexpr(gl.BlockedLayout([8, 1], [2, 16], [1, 4], [0, 1]))
 LIFT = gl.constexpr(lift_of(gl.float16))
 # Barriers. PEAK, GIVEN and TOTAL are two each, by the group that arrives.
@@ -206,7 +208,7 @@ def _cut_off(scores, live, heads, more, ROWS: gl.constexpr, IS_PACKED: gl.conste
         key = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         if IS_PACKED:
             row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-            mask = key[:, None] < (live - more + row // heads)[None, :]
+            mask = key[:, None] < (live - more + token_of(row, heads))[None, :]
         else:
             mask = (key < live)[:, None]
         scores = gl.where(mask, scores, -float("inf"))
@@ -214,17 +216,19 @@ def _cut_off(scores, live, heads, more, ROWS: gl.constexpr, IS_PACKED: gl.conste
 
 
 @gluon.jit
-def _clear_tail(words, live, more, IS_PACKED: gl.constexpr):
-    """As ``hopper.clear_tail``, of words (64 keys, 64): E4M3 has no Inf, and its NaN are 0x7f and 0xff."""
+def _clear_tail(pieces, stage, live, more, STAGES: gl.constexpr, IS_PACKED: gl.constexpr):
+    """As ``hopper.clear_tail``: E4M3 has no Inf, and its NaN are 0x7f and 0xff."""
     if live - more < 64:
-        row = gl.arange(0, 16, layout=gl.SliceLayout(1, WHOLE))
-        for i in gl.static_range(4):
-            rows = words.slice(16 * i, 16, dim=0)
-            kept = rows.load(WHOLE)
-            if IS_PACKED:
-                nans = ((kept & 0x7F7F7F7F) + 0x01010101) >> 7 & 0x01010101
-                kept = gl.where((16 * i + row < live - more)[:, None], kept, kept & ~(nans * 255))
-            rows.store(gl.where((16 * i + row < live)[:, None], kept, 0))
+        words = shared_as(pieces, gl.int32, [4 * STAGES * 4, 16, 16], WORDS)
+        row = gl.arange(0, 16, layout=gl.SliceLayout(1, PAIR))
+        for i in range(gl.maximum(live - more, 0) // 16, 4 + opaque_zero()):
+            for piece in gl.static_range(4):
+                rows = words.index((stage * 4 + piece) * 4 + i)
+                kept = rows.load(PAIR)
+                if IS_PACKED:
+                    nans = ((kept & 0x7F7F7F7F) + 0x01010101) >> 7 & 0x01010101
+                    kept = gl.where((16 * i + row < live - more)[:, None], kept, kept & ~(nans * 255))
+                rows.store(gl.where((16 * i + row < live)[:, None], kept, 0))
         fence_async_shared()
         barrier()
 
@@ -312,7 +316,9 @@ def _group(
                         place = count + even + i - begin
                         stage = place % STAGES
                         mbarrier.wait(bars[LOADED].index(stage), place // STAGES & 1)
-                        _clear_tail(half.index(stage), limit - (even + i) * 64, more, IS_PACKED)
+                        _clear_tail(
+                            memory[2 + GROUP], stage, limit - (even + i) * 64, more, STAGES, IS_PACKED
+                        )
                         acc = _add_values(acc, half.index(stage), given_p, 4 * i, ROWS)
                         barrier()
                         mbarrier.arrive(bars[FREE].index(stage), count=1)
@@ -329,7 +335,6 @@ def _store(
     GROUP: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Write one half of the columns: the result, or with ``slot`` >= 0 a part of it that is merged later."""
-    out, lse, parts, part_lse = target
     by_row: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
     place = (segment & 1) * 2
     sums = gl.convert_layout(gl.sum(total, 0), by_row)
@@ -340,7 +345,7 @@ def _store(
     sums += totals.index(place + 1 - GROUP).load(by_row)
     empty = sums == 0.0
     safe = gl.where(empty, 1.0, sums)
-    a, b, c, d = _times(acc, k_scale / safe)
+    a, b, c, d = _times(acc, gl.where(slot >= 0, 1.0, k_scale) / safe)
     whole = gl.join(gl.join(a, c), gl.join(b, d)).permute((1, 0, 2, 3)).reshape((ROWS, 256))
     wide: gl.constexpr = whole.type.layout
     blank = gl.convert_layout(empty, gl.SliceLayout(1, wide))
@@ -349,17 +354,12 @@ def _store(
     row = gl.arange(0, ROWS, layout=by_row)
     line = gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
     column = GROUP * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, wide))
-    where = (line * 512)[:, None] + column[None, :]
+    numbers, logs = result_at(target, first_row, slot, ROWS)
+    if GROUP == 0:
+        gl.store(logs + row, log_sum, mask=row < rows)
+    place = numbers + (line * 512)[:, None] + column[None, :]
     mask = (line < rows)[:, None] & (column >= 0)[None, :]
-    if slot >= 0:
-        part = slot.to(gl.int64) * ROWS
-        if GROUP == 0:
-            gl.store(part_lse + part + row, log_sum, mask=row < rows)
-        gl.store(parts + part * 512 + where, result, mask=mask)
-    else:
-        if GROUP == 0:
-            gl.store(lse + first_row + row, log_sum, mask=row < rows)
-        gl.store(out + first_row * 512 + where, result.to(out.dtype.element_ty), mask=mask)
+    gl.store(place, result.to(numbers.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -436,7 +436,7 @@ def mla_decode_e4m3_kernel(
     token = (first_row + rows - 1) // heads
     program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     if BATCH == 0:
-        first, last, unit, begin_unit, end_unit = whole_request()
+        first, last, unit, begin_unit, end_unit = own_split(seq_lens, aligned, capacity, q_len, token)
     else:
         first, last, unit, begin_unit, end_unit = equal_part(
             seq_lens, batch, capacity, q_len, token, aligned, BATCH

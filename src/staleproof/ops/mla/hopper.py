@@ -14,8 +14,12 @@ In both a third group loads: queries by ordinary copies, keys by the copy engine
 behind the end of a request, too, and the computing groups clear it. It does not convert: to pairs, keys of an
 E4M3 cache come through registers, as float16 numbers; up to 32 rows ``e4m3.py`` has a kernel of its own.
 
-A program's share of the work is either one request, or an equal part of the line of all tiles of all
-requests, so that lengths may differ. A request that lies in several parts is merged afterwards.
+A program's share of the work is one request, one of several splits of one, or an equal part of the line of
+all tiles of all requests, so that lengths may differ. A request that lies in several parts is merged
+afterwards.
+
+A program runs most of its instructions once, and they come from memory: with short requests it waited for
+them a quarter of its time. So what is not in the loop over tiles is short rather than unrolled.
 
 Barriers are in memory of their own each: the compiler puts a barrier of all threads between an arrival and a
 wait in the same allocation.
@@ -84,6 +88,12 @@ def limit_of(seq_len, capacity, q_len, token):
 
 
 @gluon.jit
+def token_of(row, heads):
+    """``row // heads`` of at most 64 rows, with one division for all of them."""
+    return row * (65536 // heads + 1) >> 16
+
+
+@gluon.jit
 def _add(a, b):
     return a + b
 
@@ -95,6 +105,24 @@ def pays_off(batch, units, aligned, programs):
     Requests have ``units`` each. ``merge.py`` asks the same.
     """
     return gl.cdiv(batch * units, aligned) <= gl.cdiv(batch * units, programs) + COST
+
+
+@gluon.jit
+def share(whole, place, count):
+    """``whole * place // count``, without a product that exceeds 32 bits."""
+    return whole // count * place + whole % count * place // count
+
+
+@gluon.jit
+def split_of(program, tiles, splits):
+    """A program's request, and its split of that request's ``tiles``: the first, and the one behind the last.
+
+    Programs count through the splits of the first request, then of the next. A request of fewer tiles than
+    splits has as many splits as tiles. ``merge.py`` cuts alike.
+    """
+    split = program % splits
+    count = gl.minimum(tiles, splits)
+    return program // splits, tiles * split // count, tiles * (split + 1) // count
 
 
 @gluon.jit
@@ -111,30 +139,43 @@ def equal_part(seq_lens, batch, capacity, q_len, token, aligned, BATCH: gl.const
     seq_len = gl.load(seq_lens + index, mask=index < batch, other=0)
     limits = limit_of(seq_len, capacity, q_len, token)
     units = gl.where(index < batch, gl.maximum(gl.cdiv(limits, 64), 1) + COST, 0)
-    ends = gl.associative_scan(units, 0, _add)
-    whole = gl.sum(units, 0).to(gl.int64)
     most = gl.max(units, 0)
     is_even = gl.min(gl.where(index < batch, units, most), 0) == most
-    # With fewer tiles than programs, the last programs have nothing to do.
-    programs = gl.num_programs(1)
+    program, programs = gl.program_id(1), gl.num_programs(1)
     is_aligned = is_even & pays_off(batch, most, aligned, programs)
-    count = gl.minimum(whole, gl.where(is_aligned, aligned, programs))
-    place = gl.minimum(gl.program_id(1), count)
-    begin_unit = (whole * place // count).to(gl.int32)
-    end_unit = (whole * gl.minimum(place + 1, count) // count).to(gl.int32)
-    # Requests that end before this part, and those that begin before its end.
-    first = gl.sum((ends <= begin_unit).to(gl.int32), 0)
-    last = gl.sum(((ends - units < end_unit) & (index < batch)).to(gl.int32), 0)
-    unit = gl.max(gl.where(ends <= begin_unit, ends, 0), 0)
+    if is_aligned & (aligned >= batch):
+        # As own_split: no part has more than one request.
+        first, begin, end = split_of(program, most - COST, aligned // batch)
+        last = gl.minimum(first + 1, batch)
+        unit = first * most
+        begin_unit, end_unit = unit + COST + begin, unit + COST + end
+    else:
+        ends = gl.associative_scan(units, 0, _add)
+        whole = gl.sum(units, 0)
+        # With fewer tiles than programs, the last programs have nothing to do.
+        count = gl.minimum(whole, gl.where(is_aligned, aligned, programs))
+        place = gl.minimum(program, count)
+        begin_unit = share(whole, place, count)
+        end_unit = share(whole, gl.minimum(place + 1, count), count)
+        # Requests that end before this part, and those that begin before its end.
+        first = gl.sum((ends <= begin_unit).to(gl.int32), 0)
+        last = gl.sum(((ends - units < end_unit) & (index < batch)).to(gl.int32), 0)
+        unit = gl.max(gl.where(ends <= begin_unit, ends, 0), 0)
     return first, last, unit, begin_unit, end_unit
 
 
 @gluon.jit
-def whole_request():
-    """All tiles of request ``program_id(1)``, as ``equal_part`` returns a part."""
-    first = gl.program_id(1)
+def own_split(seq_lens, splits, capacity, q_len, token):
+    """One of ``splits`` of a request's tiles, as ``equal_part`` returns a part."""
+    first = gl.program_id(1) // splits
     zero = first * 0
-    return first, first + 1, zero, zero, zero + 2147483647
+    begin_unit = zero
+    end_unit = zero + 2147483647
+    if splits > 1:
+        limit = limit_of(gl.load(seq_lens + first), capacity, q_len, token)
+        _, begin, end = split_of(gl.program_id(1), gl.maximum(gl.cdiv(limit, 64), 1), splits)
+        begin_unit, end_unit = COST + begin, COST + end
+    return first, first + 1, zero, begin_unit, end_unit
 
 
 @gluon.jit
@@ -161,30 +202,41 @@ def _cut_off(scores, live, heads, more, IS_PACKED: gl.constexpr):
         column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
         if IS_PACKED:
             row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-            mask = column[None, :] < (live - more + row // heads)[:, None]
+            mask = column[None, :] < (live - more + token_of(row, heads))[:, None]
         else:
             mask = (column < live)[None, :]
         scores = gl.where(mask, scores, -float("inf"))
     return scores
 
 
+@gluon.constexpr_function
+def largest_exponent(dtype):
+    """Of two numbers of 16 bits in a word: the bits of the exponent that Inf and NaN have."""
+    return 0x7C007C00 if dtype == gl.float16 else 0x7F807F80
+
+
 @gluon.jit
-def clear_tail(values, live, more, IS_PACKED: gl.constexpr):
+def clear_tail(pieces, tile, live, more, IS_PACKED: gl.constexpr):
     """Rows of values from ``live`` on become zero: whatever lies there has weight 0, but 0 * NaN is NaN.
 
     So do Inf and NaN in the ``more`` rows before, to which some query tokens do not attend. Those that do
     have them in their scores, whose NaN reaches all columns.
+
+    A loop of 16 rows, not unrolled: this runs once a request, and its instructions come from far away.
     """
     if live - more < 64:
-        row = gl.arange(0, 16, layout=gl.SliceLayout(1, HALF))
-        for i in gl.static_range(4):
-            rows = values.slice(16 * i, 16, dim=0)
-            kept = rows.load(HALF)
-            wanted = (16 * i + row < live)[:, None]
-            if IS_PACKED:
-                is_finite = gl.abs(kept.to(gl.float32)) < float("inf")
-                wanted = wanted & (is_finite | (16 * i + row < live - more)[:, None])
-            rows.store(gl.where(wanted, kept, gl.full_like(kept, 0.0)))
+        words = shared_as(pieces, gl.int32, [4 * 2 * PIECES, 16, 32], PAIRS)
+        row = gl.arange(0, 16, layout=gl.SliceLayout(1, ROPE_WORDS))
+        exponent: gl.constexpr = largest_exponent(pieces.dtype)
+        for i in range(gl.maximum(live - more, 0) // 16, 4 + opaque_zero()):
+            for piece in gl.static_range(PIECES):
+                rows = words.index((tile * PIECES + piece) * 4 + i)
+                kept = rows.load(ROPE_WORDS)
+                if IS_PACKED:
+                    # One more makes the highest of these exponents overflow into the bit of the sign.
+                    overflow = ((kept & exponent) + (0x80008000 - exponent)) >> 15 & 0x00010001
+                    kept = gl.where((16 * i + row < live - more)[:, None], kept, kept & ~(overflow * 0xFFFF))
+                rows.store(gl.where((16 * i + row < live)[:, None], kept, 0))
         fence_async_shared()
         barrier()
 
@@ -223,11 +275,11 @@ def _begun_scores(memory, bars, z, used, TILE: gl.constexpr):
     q_p, q_r, left_p, right_p, rope = memory[0], memory[1], memory[2], memory[3], memory[6]
     scores = warpgroup_mma_init(gl.full([64, 64], 0.0, gl.float32, layout=SCORES))
     for i in gl.static_range(PIECES):
-        mbarrier.wait(bars[LOADED].index(TILE * 2 * PIECES + i), used & 1)
+        mbarrier.wait(bars[LOADED][TILE * 2 * PIECES + i], used & 1)
         piece = left_p.index(z + TILE * PIECES + i).permute((1, 0))
         scores = warpgroup_mma(q_p.index(z + i), piece, scores, use_acc=i > 0, is_async=True)
     for i in gl.static_range(PIECES):
-        mbarrier.wait(bars[LOADED].index((TILE * 2 + 1) * PIECES + i), used & 1)
+        mbarrier.wait(bars[LOADED][(TILE * 2 + 1) * PIECES + i], used & 1)
         piece = right_p.index(z + TILE * PIECES + i).permute((1, 0))
         scores = warpgroup_mma(q_p.index(z + PIECES + i), piece, scores, is_async=True)
     return warpgroup_mma(q_r.index(z), rope.index(z + TILE).permute((1, 0)), scores, is_async=True)
@@ -258,14 +310,14 @@ def even_step(
     barrier()
     if IS_PACKED and HAS_ODD:
         # The other group has no time between its products.
-        clear_tail(memory[RIGHT].index(z), live, more, IS_PACKED)
+        clear_tail(memory[3], z, live, more, IS_PACKED)
     mbarrier.arrive(bars[GIVEN], count=1)
     mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=is_last)
     decay = gl.exp2(peak - base)
     total = total * decay + gl.sum(weights, 1)
     acc = _scaled(acc, decay)
     if IS_PACKED or not HAS_ODD:
-        clear_tail(left.index(z), live, more, IS_PACKED)
+        clear_tail(memory[2], z, live, more, IS_PACKED)
     acc = warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), left.index(z), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if HAS_ODD:
@@ -276,7 +328,7 @@ def even_step(
         decay = gl.exp2(new_peak - finite(last_peak))
         total = total * decay
         acc = _scaled(acc, decay)
-        clear_tail(left.index(z + 1), live - 64, more, IS_PACKED)
+        clear_tail(memory[2], z + 1, live - 64, more, IS_PACKED)
         acc = warpgroup_mma(given.index(z), left.index(z + 1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         barrier()
@@ -318,7 +370,7 @@ def odd_step(
     barrier()
     mbarrier.arrive(bars[FREE].index(1), count=1)
     acc = _scaled(acc, gl.exp2(even_peak - base))
-    clear_tail(right.index(z + 1), live, more, IS_PACKED)
+    clear_tail(memory[3], z + 1, live, more, IS_PACKED)
     acc = warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), right.index(z + 1), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
@@ -336,7 +388,7 @@ def lone_step(acc, peak, total, memory, bars, live, more, used_a, IS_PACKED: gl.
     new_peak = peaks.index(0).load(gl.SliceLayout(1, SCORES))
     decay = gl.exp2(peak - finite(new_peak))
     acc = _scaled(acc, decay)
-    clear_tail(right.index(z), live, more, IS_PACKED)
+    clear_tail(memory[3], z, live, more, IS_PACKED)
     acc = warpgroup_mma(rope.index(z), right.index(z), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     return acc, new_peak, total * decay
@@ -380,13 +432,13 @@ def load_queries(
     for i in gl.static_range(ROWS // 16):
         rows = base + (16 * i + row) * stride
         if IS_PACKED:
-            rows += (16 * i + row) // heads * gap
+            rows += token_of(16 * i + row, heads) * gap
         mask = (16 * i + row < live)[:, None]
         async_load(q_v.index(0).slice(16 * i, 16, dim=0), rows[:, None] + column[None, :], mask=mask)
         async_load(q_v.index(1).slice(16 * i, 16, dim=0), rows[:, None] + (256 + column)[None, :], mask=mask)
         rows_r = base + (16 * i + row_r) * stride
         if IS_PACKED:
-            rows_r += (16 * i + row_r) // heads * gap
+            rows_r += token_of(16 * i + row_r, heads) * gap
         mask_r = (16 * i + row_r < live)[:, None]
         async_load(q_r.index(0).slice(16 * i, 16, dim=0), rows_r[:, None] + column_r[None, :], mask=mask_r)
     async_copy.mbarrier_arrive(bar, increment_count=False)
@@ -399,7 +451,7 @@ def _load_half(
     """Load half of a tile's columns in pieces with a barrier each, rotary ones with the last of the right."""
     mbarrier.wait(bars[FREE].index(2 * TILE + RIGHT), (used & 1) ^ 1)
     for i in gl.static_range(PIECES):
-        bar = bars[LOADED].index(8 * TILE + RIGHT * PIECES + i)
+        bar = bars[LOADED][(TILE * 2 + RIGHT) * PIECES + i]
         if wanted:
             if RIGHT == 1 and i == PIECES - 1:
                 mbarrier.expect(bar, 64 * (WIDTH + 64) * 2)
@@ -475,12 +527,13 @@ def _converted(words):
 
 
 @gluon.jit
-def _announce(bars, first):
-    """The columns that this group has stored are there: all pieces of a half."""
+def _announce(bars, odd, RIGHT: gl.constexpr):
+    """The columns that this group has stored are there: all pieces of a half of the even or odd tile."""
     fence_async_shared()
     barrier()
     for i in gl.static_range(PIECES):
-        mbarrier.arrive(bars[LOADED].index(first + i), count=1)
+        mbarrier.arrive(bars[LOADED][RIGHT * PIECES + i], count=1, pred=odd == 0)
+        mbarrier.arrive(bars[LOADED][(2 + RIGHT) * PIECES + i], count=1, pred=odd == 1)
 
 
 @gluon.jit
@@ -501,14 +554,14 @@ def _convert_tiles(
         next_page = page_of(table, tile + 1, limit, PAGE_SIZE)
         mbarrier.wait(bars[FREE].index(2 * odd), (used & 1) ^ 1)
         left.index(odd).store(_converted(a))
-        _announce(bars, 8 * odd)
+        _announce(bars, odd, 0)
         b, c = _load_right(cache, row, live, row_words)
         row = next_page.to(gl.int64) * page_rows + (tile + 1) * 64 % PAGE_SIZE
         live = gl.where(tile + 1 < end, limit - (tile + 1) * 64, 0)
         mbarrier.wait(bars[FREE].index(2 * odd + 1), (used & 1) ^ 1)
         right.index(odd).store(_converted(b))
         rope.index(odd).store(_converted(c))
-        _announce(bars, 8 * odd + PIECES)
+        _announce(bars, odd, 1)
         a = _load_left(cache, row, live, row_words)
 
 
@@ -575,7 +628,11 @@ def key_memory(dtype: gl.constexpr, layout: gl.constexpr):
 def barriers():
     """In the order of their numbers above."""
     one: gl.constexpr = mbarrier.MBarrierLayout()
-    loaded = gl.allocate_shared_memory(gl.int64, [16, 1], one)
+    loaded = ()
+    # In memory of their own, too: between two of one allocation all threads would wait.
+    for _ in gl.static_range(16):
+        # A star is not supported here.
+        loaded = loaded + (gl.allocate_shared_memory(gl.int64, [1], one),)  # type: ignore[assignment]  # noqa: RUF005
     free = gl.allocate_shared_memory(gl.int64, [4, 1], one)
     given_0 = gl.allocate_shared_memory(gl.int64, [1], one)
     given_1 = gl.allocate_shared_memory(gl.int64, [1], one)
@@ -585,7 +642,7 @@ def barriers():
     queries_free = gl.allocate_shared_memory(gl.int64, [1], one)
     bars = (loaded, free, given_0, given_1, total_0, total_1, queries, queries_free)
     for i in gl.static_range(16):
-        mbarrier.init(loaded.index(i), count=1)
+        mbarrier.init(loaded[i], count=1)
     for i in gl.static_range(4):
         mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(2, 6):
@@ -597,10 +654,17 @@ def barriers():
 
 
 @gluon.jit
-def _store_rows(target, result, rows, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    column = GROUP * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT))
-    gl.store(target + (row * 512)[:, None] + column[None, :], result, mask=(row < rows)[:, None])
+def result_at(target, first_row, slot, ROOM: gl.constexpr):
+    """Where numbers and lse of rows from ``first_row`` on belong, or with ``slot`` >= 0 those of a part."""
+    out, lse, parts, part_lse = target
+    if slot >= 0:
+        first = slot.to(gl.int64) * ROOM
+        numbers = parts + first * 512
+        logs = part_lse + first
+    else:
+        numbers = out + first_row * 512
+        logs = lse + first_row
+    return numbers, logs
 
 
 @gluon.jit
@@ -613,7 +677,6 @@ def _pairs_store(
     They are ``rows`` rows from ``first_row`` of the output on. ``staging`` held the last values that this
     group read; ``free`` is their barrier.
     """
-    out, lse, parts, part_lse = target
     place = (segment & 1) * 2
     totals.index(place + GROUP).store(total)
     barrier()
@@ -622,30 +685,27 @@ def _pairs_store(
     total += totals.index(place + 1 - GROUP).load(gl.SliceLayout(1, SCORES))
     empty = total == 0.0
     safe = gl.where(empty, 1.0, total)
-    factor = gl.convert_layout(k_scale / safe, gl.SliceLayout(1, ACC))
+    # A part is an average of values, and so in the range of their dtype: the merge multiplies by k_scale.
+    factor = gl.convert_layout(gl.where(slot >= 0, 1.0, k_scale) / safe, gl.SliceLayout(1, ACC))
     blank = gl.convert_layout(empty, gl.SliceLayout(1, ACC))
     result = gl.where(blank[:, None], 0.0, acc * factor[:, None])
     peak -= lift_of(staging.dtype)
     log_sum = gl.where(empty, -float("inf"), peak * 0.6931471805599453 + gl.log(safe))
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    if slot >= 0:
-        part = slot.to(gl.int64) * 64
-        if GROUP == 0:
-            gl.store(part_lse + part + row, log_sum, mask=row < rows)
-        mbarrier.arrive(free, count=1)
-        _store_rows(parts + part * 512, result, rows, GROUP, ACC)
-    else:
-        if GROUP == 0:
-            gl.store(lse + first_row + row, log_sum, mask=row < rows)
-        # By way of shared memory, so that a warp stores whole rows.
-        whole_rows = shared_as(staging, out.dtype.element_ty, [64, 256], SHARED)
-        whole_rows.store(result.to(out.dtype.element_ty))
-        barrier()
-        rounded = whole_rows.load(HALF)
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(free, count=1)
-        _store_rows(out + first_row * 512, rounded, rows, GROUP, HALF)
+    numbers, logs = result_at(target, first_row, slot, 64)
+    if GROUP == 0:
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+        gl.store(logs + row, log_sum, mask=row < rows)
+    # By way of shared memory, so that a warp stores whole rows.
+    whole_rows = shared_as(staging, numbers.dtype.element_ty, [64, 256], SHARED)
+    whole_rows.store(result.to(numbers.dtype.element_ty))
+    barrier()
+    rounded = whole_rows.load(HALF)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(free, count=1)
+    line = gl.arange(0, 64, layout=gl.SliceLayout(1, HALF))
+    column = GROUP * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, HALF))
+    gl.store(numbers + (line * 512)[:, None] + column[None, :], rounded, mask=(line < rows)[:, None])
 
 
 @gluon.jit
@@ -739,7 +799,7 @@ def mla_decode_pairs_kernel(
     token = (first_row + rows - 1) // heads
     program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     if BATCH == 0:
-        first, last, unit, begin_unit, end_unit = whole_request()
+        first, last, unit, begin_unit, end_unit = own_split(seq_lens, aligned, capacity, q_len, token)
     else:
         first, last, unit, begin_unit, end_unit = equal_part(
             seq_lens, batch, capacity, q_len, token, aligned, BATCH
@@ -788,7 +848,7 @@ def mla_decode_pairs_kernel(
         ],
         [4, 4],
         # Registers of a thread. A processor has 504 for three groups; the first takes what is left, 224.
-        [200, 104] if CONVERTS else [224, 56],
+        [208, 96] if CONVERTS else [216, 64],
     )  # fmt: skip
 
 
@@ -809,13 +869,13 @@ def _few_step(
     z = opaque_zero()
     scores = warpgroup_mma_init(gl.full([64, HEADS], 0.0, gl.float32, layout=TALL))
     for i in gl.static_range(PIECES):
-        mbarrier.wait(bars[LOADED].index(TILE * 2 * PIECES + i), used & 1)
+        mbarrier.wait(bars[LOADED][TILE * 2 * PIECES + i], used & 1)
         piece = q_p.index(z + i).permute((1, 0))
         scores = warpgroup_mma(
             left_p.index(z + TILE * PIECES + i), piece, scores, use_acc=i > 0, is_async=True
         )
     for i in gl.static_range(PIECES):
-        mbarrier.wait(bars[LOADED].index((TILE * 2 + 1) * PIECES + i), used & 1)
+        mbarrier.wait(bars[LOADED][(TILE * 2 + 1) * PIECES + i], used & 1)
         keys, piece = right_p.index(z + TILE * PIECES + i), q_p.index(z + PIECES + i).permute((1, 0))
         scores = warpgroup_mma(keys, piece, scores, is_async=True)
     scores = warpgroup_mma(rope.index(z + TILE), q_r.index(z).permute((1, 0)), scores, is_async=True)
@@ -829,8 +889,8 @@ def _few_step(
     weights = gl.exp2(scores * scale - (base - lift_of(given.dtype))[None, :])
     given.index(z + TILE).store(weights.to(given.dtype))
     if live < 64:
-        clear_tail(left.index(z + TILE), live, 0, False)
-        clear_tail(right.index(z + TILE), live, 0, False)
+        clear_tail(left_p, z + TILE, live, 0, False)
+        clear_tail(right_p, z + TILE, live, 0, False)
     fence_async_shared()
     barrier()
     mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=is_last)
@@ -851,13 +911,12 @@ def _few_step(
 @gluon.jit
 def _few_store(
     own, theirs, peak, total, peaks, totals, halves, bars, target, segment, first_row,
-    heads, request, rows, slot, k_scale, GROUP: gl.constexpr, LIFT: gl.constexpr,
+    heads, slot, k_scale, GROUP: gl.constexpr, LIFT: gl.constexpr,
 ):  # fmt: skip
     """Exchange halves of the output with the other group, and write one: a result, or a part of one.
 
     ``own`` are this group's sums of the columns that it writes, ``theirs`` those of the other columns.
     """
-    out, lse, parts, part_lse = target
     place = (segment & 1) * 2
     sums = gl.sum(total, 0)
     # Before the first request there is nothing to be read.
@@ -879,23 +938,18 @@ def _few_store(
     mbarrier.arrive(bars[READ + GROUP], count=1)
     empty = sums == 0.0
     safe = gl.where(empty, 1.0, sums)
-    result = gl.where(empty[None, :], 0.0, acc * (k_scale / safe)[None, :])
+    factor = gl.where(slot >= 0, 1.0, k_scale) / safe
+    result = gl.where(empty[None, :], 0.0, acc * factor[None, :])
     highest -= LIFT
     log_sum = gl.where(empty, -float("inf"), highest * 0.6931471805599453 + gl.log(safe))
     head = gl.arange(0, HEADS, layout=BY_HEAD)
     column = GROUP * 256 + gl.arange(0, 256, layout=gl.SliceLayout(1, TALL))
-    where = (head * 512)[None, :] + column[:, None]
+    numbers, logs = result_at(target, first_row, slot, HEADS)
+    if GROUP == 0:
+        gl.store(logs + head, log_sum, mask=head < heads)
+    place = numbers + (head * 512)[None, :] + column[:, None]
     mask = (head < heads)[None, :] & (column >= 0)[:, None]
-    if slot >= 0:
-        row = slot.to(gl.int64) * HEADS
-        if GROUP == 0:
-            gl.store(part_lse + row + head, log_sum, mask=head < heads)
-        gl.store(parts + row * 512 + where, result, mask=mask)
-    else:
-        row = request.to(gl.int64) * rows + first_row
-        if GROUP == 0:
-            gl.store(lse + row + head, log_sum, mask=head < heads)
-        gl.store(out + row * 512 + where, result.to(out.dtype.element_ty), mask=mask)
+    gl.store(place, result.to(numbers.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -931,9 +985,10 @@ def _few_group(
                 own, theirs = left_acc, right_acc
             else:
                 own, theirs = right_acc, left_acc
+            row = (request.to(gl.int64) * q_len + token) * heads  # type: ignore[attr-defined]  # a tensor
             _few_store(
-                own, theirs, peak, total, peaks, totals, halves, bars, target, segment,
-                token * heads, heads, request, q_len * heads, slot, k_scale, GROUP, lift_of(memory[7].dtype),
+                own, theirs, peak, total, peaks, totals, halves, bars, target, segment, row, heads, slot,
+                k_scale, GROUP, lift_of(memory[7].dtype),
             )  # fmt: skip
             segment += 1
 
@@ -959,7 +1014,7 @@ def mla_decode_few_kernel(
     token = gl.program_id(0)
     program = gl.program_id(1) * gl.num_programs(0) + token
     if BATCH == 0:
-        first, last, unit, begin_unit, end_unit = whole_request()
+        first, last, unit, begin_unit, end_unit = own_split(seq_lens, aligned, capacity, q_len, token)
     else:
         first, last, unit, begin_unit, end_unit = equal_part(
             seq_lens, batch, capacity, q_len, token, aligned, BATCH

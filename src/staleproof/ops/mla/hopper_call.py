@@ -48,9 +48,11 @@ class HopperCall:
         pages, page_size = kv_cache.shape[:2]
         page_rows = kv_cache.stride(0) // kv_cache.stride(1)
         rows = q_len * heads
-        # Rows of a program, and those that a part of them takes.
-        is_packed, parts, own = cut.kernel == "packed", cut.pieces, cut.height(q_len, heads)
         is_e4m3 = kv_cache.dtype != q.dtype
+        # Rows of a program, and those that a part of them takes.
+        is_packed, own = cut.kernel == "packed", cut.height(q_len, heads, is_e4m3)
+        programs = cut.parts or batch * cut.splits
+        is_cut = cut.parts > 0 or cut.splits > 1
         kind: tuple[Any, ...] = (is_e4m3, is_packed)
         kernel, room = mla_decode_pairs_kernel, 64
         # An E4M3 cache is read as words of four numbers: by address where the loading group converts it.
@@ -62,11 +64,11 @@ class HopperCall:
             kernel, room, kind = mla_decode_few_kernel, 16, ()
         groups = cdiv(rows, own)
         # Of each program two parts, and their lse.
-        self._slots = 2 * groups * parts * room
+        self._slots = 2 * groups * programs * room
         numbers, part_lse = out, lse
-        if parts:
+        if is_cut:
             memory = self._memory(out)
-            numbers, part_lse = memory[: self._slots * RANK], memory[self._slots * RANK :]
+            part_lse, numbers = memory[: self._slots], memory[self._slots :].view(out.dtype)
         # The cache as rows of one token. Pages may lie apart, e.g. with those of other layers between.
         width = TOKEN // 4 if is_e4m3 else TOKEN
         row_width = kv_cache.stride(1) // 4 if is_e4m3 else kv_cache.stride(1)
@@ -87,8 +89,8 @@ class HopperCall:
                 num_warps=4,
             )
             q, strides = queries.view(torch.float16), (rows * TOKEN, heads * TOKEN, TOKEN)
-        most = next(n for n in BATCHES if batch <= n) if parts else 0
-        aligned = aligned_parts(parts, batch) if parts else 0
+        most = next(n for n in BATCHES if batch <= n) if cut.parts else 0
+        aligned = aligned_parts(cut.parts, batch) if cut.parts else cut.splits
         shape = call.capacity, q_len, heads, batch, aligned
         words = (row_width,) if kernel is mla_decode_pairs_kernel else ()
         self._scaled = kernel is not mla_decode_few_kernel
@@ -96,22 +98,22 @@ class HopperCall:
         tensors = q, columns, block_table, seq_lens, out, lse, numbers, part_lse
         self._decode = launched(
             kernel,
-            (groups, parts or batch, 1),
+            (groups, programs, 1),
             (*tensors, scales) if self._scaled else tensors,
             (*sizes, page_size, most, *kind),
             num_warps=4,
             launch_pdl=is_e4m3,
         )
         self._merge = None
-        if parts:
-            block, some, step = merge_tiles(batch, parts)
-            capacity, tiles = shape[0], (RANK, room, block, some, step, most)
+        if is_cut:
+            block, some, step, warps = merge_tiles(batch, programs)
+            of_rows = (k_scale, rows, own, heads, call.capacity, q_len, batch, programs, aligned)
             self._merge = launched(
                 merge_parts_kernel,
                 (groups * (RANK // block), cdiv(own, some), batch),
                 (numbers, part_lse, seq_lens, out, lse),
-                (*(rows, own, heads, capacity, q_len, batch, parts, aligned), *tiles, False),
-                num_warps=4,
+                (*of_rows, RANK, room, block, some, step, most, False),
+                num_warps=warps,
                 launch_pdl=True,
             )
 
@@ -135,7 +137,7 @@ class HopperCall:
         parts = results
         if self._merge is not None:
             memory = self._memory(out)
-            parts = memory.data_ptr(), memory.data_ptr() + self._slots * RANK * 4
+            parts = memory.data_ptr() + self._slots * 4, memory.data_ptr()
         address = kv_cache.data_ptr()
         columns = (address,) if self._reads else self._maps.get(address) or self._mapped(kv_cache)
         queries, scales = q.data_ptr(), results[1]
@@ -158,8 +160,8 @@ class HopperCall:
         return columns
 
     def _memory(self, out: torch.Tensor) -> torch.Tensor:
-        """For each row of a part its numbers; behind them, for each its lse."""
-        return empty((self._slots * (RANK + 1),), torch.float32, out)
+        """For each row of a part its lse; behind them, for each its numbers, of the result's dtype."""
+        return empty((self._slots * (1 + RANK // 2),), torch.float32, out)
 
     def _query_memory(self, q: torch.Tensor) -> torch.Tensor:
         """Of queries beside an E4M3 cache their float16 numbers; behind them, for each row its scale."""

@@ -47,17 +47,23 @@ def _program_of(unit, whole, programs):
     return (((unit + 1) * programs - 1) // whole).to(tl.int32)
 
 
+@triton.jit
+def _splits_of(request, tiles, splits):
+    """The first program of the decode that has a split of this request, and how many have one."""
+    return request * splits, tl.minimum(tiles, splits)
+
+
 @triton.jit(do_not_specialize=["rows", "own", "heads", "capacity", "q_len", "batch", "programs", "aligned"])
 def merge_parts_kernel(
-    parts, part_lse, seq_lens, out, lse, rows, own, heads, capacity, q_len, batch, programs, aligned,
+    parts, part_lse, seq_lens, out, lse, k_scale, rows, own, heads, capacity, q_len, batch, programs, aligned,
     RANK: tl.constexpr, ROOM: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, BATCH: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Average the parts of ROWS rows of a request, weighted by their lse, unless it has one part.
 
     Grid: (groups of ``own`` rows * columns / BLOCK, own / ROWS, batch). ``programs`` of the decode share
-    the tiles; p wrote the first part of its last request to slot 2 p + 1, and other parts to 2 p. A slot
-    has ROOM rows.
+    the tiles, or with BATCH 0 each request has ``aligned`` splits. Program p wrote the first part of its
+    last request to slot 2 p + 1, and other parts to 2 p. A slot has ROOM rows.
     """
     blocks: tl.constexpr = RANK // BLOCK
     groups = tl.num_programs(0) // blocks
@@ -67,23 +73,29 @@ def merge_parts_kernel(
     is_row = (line < own) & (group * own + line < rows)
     request = tl.program_id(2)
     # Where the decode cut, once more from the lengths: while it still runs, and without waiting for what it
-    # would have to store and this would have to load.
-    index = tl.arange(0, BATCH)
-    seq_len = tl.load(seq_lens + index, mask=index < batch, other=0)
-    # Of the group's last query token.
-    token = (tl.minimum((group + 1) * own, rows) - 1) // heads
-    limit = tl.maximum(tl.minimum(seq_len, capacity) - q_len + token + 1, 0)
-    units = tl.where(index < batch, tl.maximum(tl.cdiv(limit, 64), 1) + COST, 0)
-    whole = tl.sum(units, 0).to(tl.int64)
-    end = tl.sum(tl.where(index <= request, units, 0), 0).to(tl.int64)
-    begin = tl.sum(tl.where(index < request, units, 0), 0).to(tl.int64)
-    most = tl.max(units, 0)
-    is_even = tl.min(tl.where(index < batch, units, most), 0) == most
-    # What hopper.pays_off says.
-    is_aligned = is_even & (tl.cdiv(batch * most, aligned) <= tl.cdiv(batch * most, programs) + COST)
-    programs = tl.minimum(whole, tl.where(is_aligned, aligned, programs))
-    first = _program_of(begin + COST, whole, programs)
-    count = _program_of(end - 1, whole, programs) - first + 1
+    # would have to store and this would have to load. The limit is that of the group's last query token.
+    unseen = (tl.minimum((group + 1) * own, rows) - 1) // heads + 1 - q_len
+    if BATCH == 0:
+        limit = tl.minimum(tl.load(seq_lens + request), capacity) + unseen
+        first, count = _splits_of(request, tl.maximum(tl.cdiv(limit, 64), 1), aligned)
+    else:
+        index = tl.arange(0, BATCH)
+        seq_len = tl.load(seq_lens + index, mask=index < batch, other=0)
+        limit = tl.maximum(tl.minimum(seq_len, capacity) + unseen, 0)
+        units = tl.where(index < batch, tl.maximum(tl.cdiv(limit, 64), 1) + COST, 0)
+        most = tl.max(units, 0)
+        is_even = tl.min(tl.where(index < batch, units, most), 0) == most
+        # What hopper.pays_off says.
+        is_aligned = is_even & (tl.cdiv(batch * most, aligned) <= tl.cdiv(batch * most, programs) + COST)
+        if is_aligned & (aligned >= batch):
+            first, count = _splits_of(request, most - COST, aligned // batch)
+        else:
+            whole = tl.sum(units, 0).to(tl.int64)
+            end = tl.sum(tl.where(index <= request, units, 0), 0).to(tl.int64)
+            begin = tl.sum(tl.where(index < request, units, 0), 0).to(tl.int64)
+            parted = tl.minimum(whole, tl.where(is_aligned, aligned, programs))
+            first = _program_of(begin + COST, whole, parted)
+            count = _program_of(end - 1, whole, parted) - first + 1
     if not INTERPRET:
         gdc_wait()
     if count > 1:
@@ -106,11 +118,11 @@ def merge_parts_kernel(
             decay = tl.exp(peak - base)
             peak = new_peak
             total = total * decay + tl.sum(weights, 1)
-            acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], 1)
+            acc = acc * decay[:, None] + tl.sum(values.to(tl.float32) * weights[:, :, None], 1)
         empty = total == 0.0
         safe = tl.where(empty, 1.0, total)
         target = request.to(tl.int64) * rows + group * own + line
-        result = tl.where(empty[:, None], 0.0, acc / safe[:, None])
+        result = tl.where(empty[:, None], 0.0, acc * (k_scale / safe)[:, None])
         place = out + target[:, None] * RANK + column[None, :]
         tl.store(place, result.to(out.dtype.element_ty), mask=is_row[:, None])
         if tl.program_id(0) % blocks == 0:

@@ -1,8 +1,8 @@
 """Which kernel decodes a batch, and how its keys are cut, from shapes alone.
 
-On Hopper the cut of the least predicted time is taken. The prediction has a dozen constants, fitted to what
-one H200 took; ``workbook/mla-decode.md`` has predicted beside measured. Lengths are on the device and are not
-read back: only ``capacity``, for how many tokens of a request the block table has room, is known here.
+On Hopper the cut of the least predicted time is taken. The prediction has two dozen constants, fitted to
+what one H200 took; ``workbook/mla-decode.md`` has predicted beside measured. Lengths are on the device and are
+not read back: only ``capacity``, for how many tokens of a request the block table has room, is known here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from staleproof.ops.cuda_runtime import capability, processor_count, shared_memo
 WIDE_SHARED_BYTES = 102_400
 # Up to this many heads, use the memory-bound Hopper kernel.
 FEW_HEADS = 16
+# Rows up to which keys and values of an E4M3 cache are converted in registers.
+E4M3_ROWS = 32
 # What beginning and ending a request takes, in tiles of 64 keys. With 0 ragged batches took 7 % longer.
 REQUEST_COST = 4
 
@@ -102,44 +104,49 @@ def aligned_parts(parts: int, batch: int) -> int:
     return batch * (parts // batch) if batch <= parts else cdiv(batch, cdiv(batch, parts))
 
 
-def merge_tiles(batch: int, parts: int) -> tuple[int, int, int]:
-    """(columns and rows of a program, parts that it loads together) of ``merge_parts_kernel``.
+def merge_tiles(batch: int, parts: int) -> tuple[int, int, int, int]:
+    """(columns and rows of a program, parts that it loads together, warps) of ``merge_parts_kernel``.
 
-    As measured on an H200, where a batch was cut into at most ``parts``. Each is a power of two.
+    As measured on an H200, for ``parts`` of a batch. A thread has eight columns of two bytes. Parts of a row
+    never lie in several warps: those are added by way of shared memory, which took up to 40 us longer.
 
-    >>> [merge_tiles(batch, 66) for batch in (1, 16, 128)]
-    [(256, 1, 32), (512, 1, 4), (512, 4, 2)]
+    >>> [merge_tiles(batch, 132) for batch in (1, 6, 9, 40, 128)]
+    [(128, 1, 64, 1), (128, 1, 32, 1), (256, 1, 16, 1), (512, 1, 4, 2), (512, 4, 2, 4)]
     """
-    together = 1 << max(parts // batch, 1).bit_length() - 1
-    return 256 if batch < 8 else 512, 1 if batch < 32 else 2 if batch < 64 else 4, min(max(together, 2), 32)
-
-
-def splits_well(q_len: int, heads: int, converts: bool) -> bool:
-    """Whether ``alone`` and ``split`` are for this: a program's 64 rows have to be of one query token."""
-    return heads > FEW_HEADS and not converts and (q_len == 1 or heads % 64 == 0)
+    together = min(1 << (cdiv(parts, batch) - 1).bit_length(), 64)
+    if together > 16:
+        return 128, 1, together, 1
+    if together > 8:
+        return 256, 1, together, 1
+    # With many requests most rows have nothing to merge.
+    return (512, 4, 2, 4) if batch >= 64 else (512, 1, max(together, 4), 2)
 
 
 class Cut(NamedTuple):
     """A kernel, and how it cuts the keys.
 
     Attributes:
-        kernel: ``portable`` (16 rows a program), ``alone`` (64 rows of one request), ``split`` (the same of a
-            split of it), ``few``, ``pairs`` or ``packed`` (all heads of several query tokens).
-        pieces: splits of each request; of the last three the equal parts of the line of all tiles, for each
-            block of rows, or 0 for one request a program.
+        kernel: ``portable`` (16 rows a program), ``alone`` (64 rows of one request), ``few``, ``pairs`` or
+            ``packed`` (all heads of several query tokens).
+        parts: of the last three: equal parts of the line of all tiles, for each block of rows. With 0 a
+            program has one request, or one split of it.
+        splits: of each request; ``alone`` has none.
     """
 
     kernel: str
-    pieces: int
+    parts: int = 0
+    splits: int = 1
 
-    def height(self, q_len: int, heads: int) -> int:
-        """Rows (query token, head) of a program.
+    def height(self, q_len: int, heads: int, converts: bool = False) -> int:
+        """Rows (query token, head) of a program; ``converts``: beside an E4M3 cache.
 
-        >>> [Cut(kernel, 0).height(3, 24) for kernel in ("portable", "pairs", "packed")]
-        [16, 24, 48]
+        >>> [Cut(kernel).height(3, 12) for kernel in ("portable", "pairs", "packed")]
+        [16, 12, 36]
+        >>> Cut("packed").height(3, 12, converts=True)
+        24
         """
         if self.kernel == "packed":
-            return min(q_len, 64 // heads) * heads
+            return min(q_len, (E4M3_ROWS if converts else 64) // heads) * heads
         return 16 if self.kernel == "portable" else min(heads, 64)
 
 
@@ -156,32 +163,28 @@ class Rates(NamedTuple):
 
 
 RATES = {
-    "portable": Rates(2.02, 6.3),
-    "split": Rates(1.72, 7.2),
-    # Fitted where it is the fastest: requests of few tiles.
-    "alone": Rates(2.0, 3.8),
-    "pairs": Rates(1.68, 6.2),
-    "few": Rates(1.57, 5.5),
-    "packed": Rates(1.9, 11.5),
+    "portable": Rates(2.03, 5.5),
+    "alone": Rates(1.58, 8.0),
+    "pairs": Rates(1.44, 7.7),
+    "few": Rates(1.45, 6.7),
+    "packed": Rates(1.7, 9.1),
 }
 # Beside an E4M3 cache: more than 32 rows, up to 16, and up to 32 (``e4m3.py``).
 E4M3_RATES: dict[str | int, Rates] = {
     "portable": Rates(6.8, 9.6),
-    "pairs": Rates(2.25, 6.2),
-    "packed": Rates(2.5, 11.5),
-    16: Rates(1.12, 6.5),
-    32: Rates(1.38, 7.75),
+    "pairs": Rates(2.0, 5.4),
+    16: Rates(1.1, 4.2),
+    32: Rates(1.15, 7.6),
 }
 # What a request takes longer there if query tokens are packed.
-E4M3_PACKED = 5.5
-# Rows up to which keys and values of an E4M3 cache are converted in registers.
-E4M3_ROWS = 32
+E4M3_PACKED = 2.5
 # How much longer a tile takes while programs run on all processors.
-CROWD = 0.32
-# Microseconds: of merging splits and parts, and for each megabyte of their numbers, written and read again.
-MERGE_SPLITS, MERGE_PARTS, MERGE_MEGABYTE = 1.8, 3.5, 0.24
+CROWD = 0.37
+# Microseconds: of finding a part among all lengths, of merging, for each of what is merged of a row, and for
+# each megabyte of all that, written and read again.
+FIND_PART, MERGE, MERGE_PART, MERGE_MEGABYTE = 0.8, 1.0, 0.03, 0.31
 # Of making float16 numbers of the queries beside an E4M3 cache.
-CONVERT_QUERIES = 4.0
+CONVERT_QUERIES = 3.0
 
 
 class Work(NamedTuple):
@@ -212,32 +215,33 @@ class Work(NamedTuple):
         """
         is_even = self.total == self.batch * self.tiles
         rows = self.q_len * self.heads
-        height = cut.height(self.q_len, self.heads)
+        height = cut.height(self.q_len, self.heads, self.converts)
         rate = self._rates(cut, height)
         fixed = CONVERT_QUERIES if self.converts and cut.kernel != "portable" else 0.0
         blocks = cdiv(rows, height)
-        if cut.kernel not in ("pairs", "few", "packed") or cut.pieces == 0:
+        # ``each``: the parts or splits of a request.
+        if cut.parts == 0:
             # One request a program, or one split of it; what does not fit onto the processors waits.
-            splits = max(cut.pieces, 1)
-            programs = self.batch * blocks * splits
+            programs = self.batch * blocks * cut.splits
             requests = float(cdiv(programs, self.processors))
-            own = cdiv(self.tiles, splits)
+            own = cdiv(self.tiles, cut.splits)
             tiles = requests * own if is_even else max(own, self.total * blocks / self.processors)
-            if splits > 1:
-                fixed += MERGE_SPLITS + MERGE_MEGABYTE * self.batch * rows * splits * 4096 / 1e6
+            each = float(cut.splits)
         else:
-            parts = min(float(cut.pieces), self.total)
-            tiles, is_cut = self.total / parts, True
+            parts = min(float(cut.parts), self.total)
+            tiles, each = self.total / parts, max(parts / self.batch, 2.0)
             requests = max(1.0, self.batch / parts) + (self.batch > 1)
-            aligned = aligned_parts(cut.pieces, self.batch)
+            aligned = aligned_parts(cut.parts, self.batch)
             units = self.total + REQUEST_COST * self.batch
-            if is_even and cdiv(int(units), aligned) <= cdiv(int(units), cut.pieces) + REQUEST_COST:
+            if is_even and cdiv(int(units), aligned) <= cdiv(int(units), cut.parts) + REQUEST_COST:
                 parts, requests = aligned, float(cdiv(self.batch, aligned))
-                is_cut = aligned > self.batch
-                tiles = cdiv(self.batch * self.tiles, aligned)
+                tiles, each = cdiv(self.batch * self.tiles, aligned), max(aligned / self.batch, 1.0)
             programs = int(parts * blocks)
-            written = parts * blocks * min(rows, height) if is_cut else 0.0
-            fixed += MERGE_PARTS + MERGE_MEGABYTE * written * 4096 / 1e6
+            fixed += FIND_PART
+        if each > 1:
+            size = 4 if cut.kernel == "portable" else 2
+            megabytes = programs * min(rows, height) * 512 * size / 1e6
+            fixed += MERGE + MERGE_PART * each + MERGE_MEGABYTE * megabytes
         crowd = 1 + CROWD * min(1.0, programs / self.processors)
         return tiles * rate.tile * crowd + requests * rate.request + fixed
 
@@ -251,21 +255,24 @@ class Work(NamedTuple):
         return Rates(tile, request + E4M3_PACKED * (cut.kernel == "packed"))
 
     def cuts(self) -> list[Cut]:
-        """Those that may be the fastest: as many pieces as there are processors, or none."""
-        rows, few = self.q_len * self.heads, self.heads <= FEW_HEADS
-        blocks = cdiv(rows, min(self.heads, 64))
-        kernel = "few" if few else "pairs"
-        found = [Cut(kernel, max(1, self.processors // blocks)), Cut(kernel, 0)]
-        narrow = self.processors // (self.batch * cdiv(rows, 16))
-        found.append(Cut("portable", max(1, min(narrow, self.tiles))))
-        if self.q_len > 1 and self.heads <= 32:
-            packed = cdiv(rows, Cut("packed", 0).height(self.q_len, self.heads))
-            found += [Cut("packed", max(1, self.processors // packed)), Cut("packed", 0)]
-        if splits_well(self.q_len, self.heads, self.converts):
+        """Those that may be the fastest: as many parts or splits as there are processors, or none."""
+        rows = self.q_len * self.heads
+        kernels = ["few" if self.heads <= FEW_HEADS else "pairs"]
+        # Two query tokens at least.
+        if self.q_len > 1 and self.heads <= (E4M3_ROWS if self.converts else 64) // 2:
+            kernels.append("packed")
+        found = []
+        for kernel in kernels:
+            blocks = cdiv(rows, Cut(kernel).height(self.q_len, self.heads, self.converts))
+            found += [Cut(kernel, max(1, self.processors // blocks)), Cut(kernel)]
             wide = self.processors // (self.batch * blocks)
-            # A split has two tiles at least: more splits took longer to merge than they gained.
-            splits = min(wide, self.tiles // 2)
-            found += [Cut("alone", 1), *([Cut("split", splits)] if splits > 1 else [])]
+            splits = {min(wide, cdiv(self.tiles, tiles)) for tiles in (1, 2)}
+            found += [Cut(kernel, 0, n) for n in sorted(splits) if n > 1]
+        narrow = self.processors // (self.batch * cdiv(rows, 16))
+        found.append(Cut("portable", 0, max(1, min(narrow, self.tiles))))
+        # Its 64 rows have to be of one query token.
+        if self.heads > FEW_HEADS and not self.converts and (self.q_len == 1 or self.heads % 64 == 0):
+            found.append(Cut("alone"))
         return found
 
 

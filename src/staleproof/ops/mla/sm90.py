@@ -1,7 +1,6 @@
 """MLA decode for Hopper: the same program as ``decode._mla_decode_kernel``, scheduled by hand.
 
-It begins sooner than the kernels of ``hopper.py`` and takes longer for a tile: for requests of few tiles, and
-for splits of a few long ones.
+It begins sooner than the kernels of ``hopper.py`` and takes longer for a tile: for many short requests.
 
 Three groups of four warps share a program of 64 heads. One loads keys, one computes scores, weights and
 the left half of the output, one the right half. So loads run during all arithmetic, and each score is
@@ -49,15 +48,15 @@ def _copy(
 
 @gluon.jit
 def _load_keys(
-    keys_c, keys_r, arrived, left, kv_cache, table, begin, end, page_stride, token_stride,
+    keys_c, keys_r, arrived, left, kv_cache, table, end, page_stride, token_stride,
     PAGE_SIZE: gl.constexpr, LAYOUT_C: gl.constexpr, LAYOUT_R: gl.constexpr,
 ):  # fmt: skip
     """The loading group: 64 keys a step, into the buffer that both others have left."""
     row_c = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT_C))
     row_r = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT_R))
-    page = gl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
-    for step in range(gl.cdiv(end - begin, 64)):
-        position = begin + step * 64
+    page = gl.load(table, mask=end > 0, other=0)
+    for step in range(gl.cdiv(end, 64)):
+        position = step * 64
         buffer = step % 2
         base = kv_cache + page.to(gl.int64) * page_stride
         slot = (position % PAGE_SIZE).to(gl.int64)
@@ -77,33 +76,26 @@ def _load_keys(
 
 
 @gluon.jit
-def _store_half(
-    out, acc, factor, blank, staging, first_row, rows, request, split,
-    splits, IS_SPLIT: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    """Write one half of the output; a final one by way of shared memory, where threads get whole rows."""
+def _store_half(out, acc, factor, blank, staging, first_row, rows, request, FIRST: gl.constexpr):
+    """Write one half of the output by way of shared memory, where threads get whole rows."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    layout: gl.constexpr = acc.type.layout if IS_SPLIT else wide
-    result = gl.where(blank[:, None], 0.0, acc * factor[:, None])
-    if not IS_SPLIT:
-        half = staging.slice(FIRST, 256, dim=1)
-        half.store(result.to(staging.dtype))
-        barrier()
-        result = half.load(wide)
-    row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    column = FIRST + gl.arange(0, 256, layout=gl.SliceLayout(0, layout))
-    slot = (request * rows + row) * splits + split
-    gl.store(out + slot[:, None] * 512 + column[None, :], result, mask=(row < rows)[:, None])
+    half = staging.slice(FIRST, 256, dim=1)
+    half.store(gl.where(blank[:, None], 0.0, acc * factor[:, None]).to(staging.dtype))
+    barrier()
+    row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
+    column = FIRST + gl.arange(0, 256, layout=gl.SliceLayout(0, wide))
+    place = out + (request * rows + row)[:, None] * 512 + column[None, :]
+    gl.store(place, half.load(wide), mask=(row < rows)[:, None])
 
 
 @gluon.jit
 def _right_half(
-    q_c, keys_c, weights_s, decay_s, arrived, left, given, taken, out, begin, end, first_row, rows, request,
-    split, splits, IS_SPLIT: gl.constexpr, ACC: gl.constexpr,
+    q_c, keys_c, weights_s, decay_s, arrived, left, given, taken, out, end, first_row, rows, request,
+    ACC: gl.constexpr,
 ):  # fmt: skip
     """The group of the right half: weights and decay come from the group of the scores."""
     acc = gl.full([64, 256], 0.0, gl.float32, layout=ACC)
-    steps = gl.cdiv(end - begin, 64)
+    steps = gl.cdiv(end, 64)
     for step in range(steps):
         buffer = step % 2
         mbarrier.wait(arrived.index(buffer), (step // 2) & 1)
@@ -119,14 +111,13 @@ def _right_half(
     mbarrier.wait(given, steps & 1)
     factor = decay_s.index(0).load(gl.SliceLayout(1, ACC))
     blank = decay_s.index(1).load(gl.SliceLayout(1, ACC)) != 0.0
-    _store_half(out, acc, factor, blank, q_c, first_row, rows, request, split, splits, IS_SPLIT, 256)
+    _store_half(out, acc, factor, blank, q_c, first_row, rows, request, 256)
 
 
 @gluon.jit
 def _scores_and_left_half(
     q_c, q_r, keys_c, keys_r, weights_s, decay_s, arrived, left, given, taken, out, lse,
-    begin, end, first_row, rows, request, split, scale_log2, k_scale, splits,
-    IS_SPLIT: gl.constexpr, ACC: gl.constexpr,
+    end, first_row, rows, request, scale_log2, k_scale, ACC: gl.constexpr,
 ):  # fmt: skip
     """The group of the scores, which also computes the left half of the output."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -139,9 +130,9 @@ def _scores_and_left_half(
     total = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, scores_layout))
     acc = gl.full([64, 256], 0.0, gl.float32, layout=ACC)
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, scores_layout))
-    steps = gl.cdiv(end - begin, 64)
+    steps = gl.cdiv(end, 64)
     for step in range(steps):
-        position = begin + step * 64
+        position = step * 64
         buffer = step % 2
         mbarrier.wait(arrived.index(buffer), (step // 2) & 1)
         fence_async_shared()
@@ -184,23 +175,21 @@ def _scores_and_left_half(
     barrier()
     mbarrier.arrive(given, count=1)
     row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, scores_layout))
-    gl.store(lse + (request * rows + row) * splits + split, log_sum, mask=row < rows)
+    gl.store(lse + request * rows + row, log_sum, mask=row < rows)
     factor = gl.convert_layout(factor, gl.SliceLayout(1, ACC))
     blank = gl.convert_layout(empty, gl.SliceLayout(1, ACC))
-    _store_half(out, acc, factor, blank, q_c, first_row, rows, request, split, splits, IS_SPLIT, 0)
+    _store_half(out, acc, factor, blank, q_c, first_row, rows, request, 0)
 
 
-# Not in the compiled kernel: a server has many values of it.
-@gluon.jit(do_not_specialize=["splits"])
+@gluon.jit
 def mla_decode_sm90_kernel(
     q, kv_cache, block_table, seq_lens, out, lse,
     q_batch_stride, q_token_stride, q_head_stride, page_stride, token_stride, table_stride,
-    softmax_scale, k_scale, capacity, q_len, heads, splits,
-    IS_SPLIT: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    softmax_scale, k_scale, capacity, q_len, heads, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Attend from 64 heads of one query token to one split of its keys, 64 keys a step, on 12 warps.
+    """Attend from 64 heads of one query token to its keys, 64 a step, on 12 warps.
 
-    PAGE_SIZE is 64 or 128; the 64 rows of a program belong to one query token.
+    Grid: (groups of 64 rows, batch). PAGE_SIZE is 64 or 128; the 64 rows belong to one query token.
     """
     layout_c: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     layout_r: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -209,15 +198,11 @@ def mla_decode_sm90_kernel(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     dtype: gl.constexpr = q.dtype.element_ty
 
-    split = gl.program_id(1)
-    request = gl.program_id(2).to(gl.int64)
+    request = gl.program_id(1).to(gl.int64)
     first_row = gl.program_id(0) * 64
     rows = q_len * heads
     seq_len = gl.minimum(gl.load(seq_lens + request), capacity)
-    limit = gl.maximum(seq_len - q_len + first_row // heads + 1, 0)
-    span = gl.cdiv(gl.cdiv(limit, 64), splits) * 64
-    begin = split * span
-    end = gl.maximum(gl.minimum(begin + span, limit), begin)
+    end = gl.maximum(seq_len - q_len + first_row // heads + 1, 0)
     table = block_table + request * table_stride
 
     q_c = gl.allocate_shared_memory(dtype, [64, 512], shared)
@@ -239,7 +224,7 @@ def mla_decode_sm90_kernel(
 
     row_c = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout_c))
     row_r = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout_r))
-    q_rows = gl.where(begin < end, rows, 0)
+    q_rows = gl.where(end > 0, rows, 0)
     q_base = q + request * q_batch_stride
     _copy(
         q_c,
@@ -263,25 +248,24 @@ def mla_decode_sm90_kernel(
                 _scores_and_left_half,
                 (
                     q_c, q_r, keys_c, keys_r, weights_s, decay_s, arrived, left, given, taken, out, lse,
-                    begin, end, first_row, rows, request, split, scale_log2, k_scale,
-                    splits, IS_SPLIT, acc_layout,
+                    end, first_row, rows, request, scale_log2, k_scale, acc_layout,
                 ),
             ),
             (
                 _right_half,
                 (
-                    q_c, keys_c, weights_s, decay_s, arrived, left, given, taken, out, begin, end, first_row,
-                    rows, request, split, splits, IS_SPLIT, acc_layout,
+                    q_c, keys_c, weights_s, decay_s, arrived, left, given, taken, out, end, first_row, rows,
+                    request, acc_layout,
                 ),
             ),
             (
                 _load_keys,
                 (
-                    keys_c, keys_r, arrived, left, kv_cache, table, begin, end, page_stride, token_stride,
+                    keys_c, keys_r, arrived, left, kv_cache, table, end, page_stride, token_stride,
                     PAGE_SIZE, layout_c, layout_r,
                 ),
             ),
         ],
         [4, 4],
-        [176, 72],
+        [160, 88],
     )  # fmt: skip
