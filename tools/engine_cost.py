@@ -308,6 +308,8 @@ def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
             left_out = results.of(mode, "states")["left_out"]
             raise MissingError(f"{mode}: {left_out or 'it was not asked to time both'}")
         pairs = [(a, b) for a, b in zip(times[off], times[on], strict=True) if a and b]
+        if len(pairs) < 2:
+            raise MissingError(f"{mode}: {len(pairs)} rounds: an interval takes two")
         a, b = zip(*pairs, strict=True)
         median, low, high = slowdown(a, b)
         where = "under" if high < bar else "over" if low > bar else "around"

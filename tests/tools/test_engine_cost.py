@@ -256,7 +256,11 @@ def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said, watch, of
     numbers = found[cost.COST, "full graphs, 3 of 8"].numbers
     assert numbers["step_ms_off"] == 2.0
     assert found[cost.WATCH, "watch, full graphs, 3 of 8"].verdict == of_watch
-    # What was not timed has no verdict.
+    # What was not timed has no verdict, nor has what was timed once: an interval takes two rounds.
+    short = {name: each[:1] for name, each in times.items()}
+    told = results(**{"full graphs": {"3 live": short, "states": of_states}})
+    once = asked(told, monkeypatch)[cost.COST, "full graphs, 3 of 8"]
+    assert (once.verdict, once.note) == ("not run", "full graphs: 1 rounds: an interval takes two")
     assert found[cost.NOISE, "full graphs, 3 of 8"].note == "full graphs: {'off again': 'no memory'}"
     assert found[cost.COST, "full graphs, 50 of 64"].verdict == "not run"
 
