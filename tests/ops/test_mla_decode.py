@@ -147,19 +147,23 @@ def test_strided_query_and_cache(device: str) -> None:
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_as_many_programs_share_a_request_as_were_asked_for(device: str, monkeypatch, splits: int) -> None:
-    """Values are right with any number of splits, so they do not tell that it arrived."""
-    grids, launched = [], decode.launched
+    """Values are right with any number of splits and with any tiles, so they do not tell what arrived."""
+    launches, launched = [], decode.launched
 
-    def noting(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> Any:
-        grids.append(grid)
-        return launched(kernel, grid, *given, **options)
+    def noting(kernel: Any, grid: tuple[int, ...], tensors: Any, sizes: Any, **options: Any) -> Any:
+        launches.append((grid, sizes))
+        return launched(kernel, grid, tensors, sizes, **options)
 
     monkeypatch.setattr(decode, "launched", noting)
     monkeypatch.setattr(decode, "_SEEN", Seen())
-    mla_decode(**make(device, [40, 7], dtype=torch.float32).args(), num_kv_splits=splits)
-    # The kernel's splits are its second axis; several are merged by a second launch.
-    assert grids[0][1] == splits
-    assert len(grids) == (1 if splits == 1 else 2)
+    tiles = decode.Tiles(16, 64, splits, 4)
+    monkeypatch.setattr(decode, "tiles_of", lambda *given: tiles)
+    mla_decode(**make(device, [40, 7], heads=17).args(), num_kv_splits=splits)
+    (grid, sizes), *merges = launches
+    assert grid == (2, splits, 2)
+    assert sizes[-3:-1] == (tiles.rows, tiles.keys)
+    # Several splits are merged by a second launch.
+    assert len(merges) == (splits > 1)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -24,13 +24,13 @@ Batch = dict[str, Any]
 
 
 def test_a_merge_covers_64_rows_and_512_columns() -> None:
-    for batch, most in ((1, 132), (1, 66), (7, 66), (8, 132), (31, 132), (32, 66), (100, 33), (1024, 132)):
-        tiles = columns, rows, _, warps = merge_tiles(batch, most)
+    for batch, parts in ((1, 132), (1, 66), (7, 66), (8, 132), (31, 132), (32, 66), (100, 33), (1024, 132)):
+        tiles = columns, rows, _, warps = merge_tiles(batch, parts)
         assert 512 % columns == 64 % rows == 0
         # Powers of two, as Triton's ranges are.
         assert all(n & (n - 1) == 0 for n in tiles)
         # Eight columns a thread: no two warps share the parts of a row.
-        assert columns * rows // 8 >= 32 * warps or columns * rows // 8 < 32 == 32 * warps
+        assert warps == 1 or columns * rows // 8 >= 32 * warps
 
 
 def _split(tiles: list[int], splits: int) -> list[list[tuple[int, int, int]]]:
@@ -52,7 +52,7 @@ def _cuts(lens: list[int], programs: int) -> list[list[tuple[int, int, int]]]:
         programs = aligned
         if splits := aligned // len(lens):
             return _split(tiles, splits)
-    programs, parts, start = min(programs, sum(units)), [], 0
+    programs, found = min(programs, sum(units)), []
     for p in range(programs):
         begin, end = sum(units) * p // programs, sum(units) * (p + 1) // programs
         start, mine = 0, []
@@ -62,23 +62,26 @@ def _cuts(lens: list[int], programs: int) -> list[list[tuple[int, int, int]]]:
             if first < last:
                 mine.append((request, first, last))
             start += n + REQUEST_COST
-        parts.append(mine)
-    return parts
+        found.append(mine)
+    return found
 
 
-# With [3328] * 3, six programs of whole requests take just as long as pays off.
-@pytest.mark.parametrize("lens", [[500, 0, 70, 64, 1000], [640] * 3, [3328] * 3, [640] * 9, [3]], ids=str)
-@pytest.mark.parametrize("programs", [7, 12, "splits"])
+# Instead of seven programs, four with a request each just pay off for [448] * 4, and no longer for [512] * 4.
+# Of [129, 67] the first groups of rows have less than twelve units, and one is cut where the next is not.
+@pytest.mark.parametrize(
+    "lens", [[500, 0, 70, 64, 1000], [640] * 3, [448] * 4, [512] * 4, [640] * 9, [3], [129, 67]], ids=str
+)
+@pytest.mark.parametrize("programs", [7, 12, None])
 @pytest.mark.parametrize("step", [2, 8])
-@pytest.mark.parametrize(("heads", "q_len", "own"), [(6, 1, 3), (2, 5, 4)], ids=str)
+@pytest.mark.parametrize(("heads", "q_len", "own"), [(6, 1, 3), (2, 5, 3)], ids=str)
 def test_merged_parts_are_the_whole(
-    device: str, lens: list[int], programs: int | str, step: int, heads: int, q_len: int, own: int
+    device: str, lens: list[int], programs: int | None, step: int, heads: int, q_len: int, own: int
 ) -> None:
-    """Parts as the decode leaves them, for groups of rows; a request in one part is left alone."""
-    # Three splits of each request, or equal parts of all.
-    if is_split := programs == "splits":
-        programs = 3 * len(lens)
-    assert isinstance(programs, int)
+    """Parts as the decode leaves them, for groups of rows; a request in one part is left alone.
+
+    ``programs`` have equal parts of all requests, or with None each request has three splits.
+    """
+    is_split, programs = programs is None, programs or 3 * len(lens)
     rows, room, rank = heads * q_len, own + 1, 32
     groups = -(-rows // own)
     generator = torch.Generator().manual_seed(1)
@@ -112,13 +115,15 @@ def test_merged_parts_are_the_whole(
                 parts[part], part_lse[part] = attended(request, of, slice(64 * first, 64 * last))
                 want_out[request, of], want_lse[request, of] = attended(request, of, slice(None))
                 want_out[request, of] *= 0.5
-    tensors = [x.to(device) for x in (parts, part_lse, torch.tensor(lens, dtype=torch.int32), out, lse)]
+    # A length that the block table has no pages for counts as the most that it has.
+    capacity = max(lens)
+    seq_lens = torch.tensor([n + 999 * (n == capacity) for n in lens], dtype=torch.int32)
+    tensors = [x.to(device) for x in (parts, part_lse, seq_lens, out, lse)]
     aligned = 3 if is_split else aligned_parts(programs, len(lens))
-    # The values' factor, the cache's scale, comes last.
-    sizes = 0.5, rows, own, heads, 4096, q_len, len(lens), programs, aligned
+    sizes = 0.5, rows, own, heads, capacity, q_len, len(lens), programs, aligned
     grid = 2 * groups, -(-own // 2), len(lens)
-    most = 0 if is_split else 16
-    merge_parts_kernel[grid](*tensors, *sizes, rank, room, 16, 2, step, most, interpreting())
+    lengths = 0 if is_split else 16
+    merge_parts_kernel[grid](*tensors, *sizes, rank, room, 16, 2, step, lengths, interpreting())
     torch.testing.assert_close(tensors[3].cpu(), want_out)
     torch.testing.assert_close(tensors[4].cpu(), want_lse)
 
@@ -307,7 +312,7 @@ def chosen_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         heads = q.shape[-2]
         is_packed = q_len > 1 and heads <= 32 and (q_len * heads > 16 or heads < 5)
         kernel = "packed" if is_packed else "pairs"
-        blocks = -(-q_len * heads // Cut(kernel, 0).height(q_len, heads))
+        blocks = -(-q_len * heads // Cut(kernel).height(q_len, heads))
         if request.param == "equal parts":
             return Cut(kernel, max(1, 132 // blocks))
         is_split = request.param == "splits of a request"
@@ -453,7 +458,7 @@ def test_a_later_query_token_changes_no_bit_of_an_earlier_one(
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("heads", [16, 32, 128])
-def test_a_thousand_calls_give_the_samebits(device: str, heads: int, cache: str) -> None:
+def test_a_thousand_calls_give_the_same_bits(device: str, heads: int, cache: str) -> None:
     """Groups of warps that did not wait for each other would show here; racecheck cannot tell."""
     batch = _hopper_batch(device, [i * 37 % 400 for i in range(40)] + [4000], heads, cache=cache)
     want_out, want_lse = mla_decode(**batch)
@@ -485,7 +490,6 @@ def test_graph_replays_follow_the_lengths(device: str, heads: int, cache: str) -
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(("heads", "q_len"), [(128, None), (40, None), (128, 2), (32, 2), (16, None)])

@@ -1,4 +1,4 @@
-"""The tiles that mla_decode chooses on each GPU, from shapes alone."""
+"""The kernel, the tiles and the cut that mla_decode chooses on each GPU, from shapes alone."""
 
 from __future__ import annotations
 
@@ -115,8 +115,10 @@ PREDICTED = [
     ),
     (
         kernels.Work(1, 16, 2, 40, 40.0, 132),
-        "few 66 1: 13.1, few 0 1: 65.0, few 0 20: 11.7, few 0 40: 11.1, packed 132 1: 18.5, "  # noqa: ISC004
-        "packed 0 1: 77.3, packed 0 20: 14.5, packed 0 40: 13.6, portable 0 40: 11.0",
+        (
+            "few 66 1: 13.1, few 0 1: 65.0, few 0 20: 11.7, few 0 40: 11.1, packed 132 1: 18.5, "
+            "packed 0 1: 77.3, packed 0 20: 14.5, packed 0 40: 13.6, portable 0 40: 11.0"
+        ),
     ),
     (
         kernels.Work(200, 32, 1, 5, 1000.0, 132),
@@ -124,8 +126,10 @@ PREDICTED = [
     ),
     (
         kernels.Work(4, 64, 1, 9, 9 + 3 * 2.25, 132),
-        "pairs 132 1: 19.1, pairs 0 1: 20.8, pairs 0 5: 12.3, pairs 0 9: 11.3, portable 0 8: 13.6, "  # noqa: ISC004
-        "alone 0 1: 22.4",
+        (
+            "pairs 132 1: 19.1, pairs 0 1: 20.8, pairs 0 5: 12.3, pairs 0 9: 11.3, portable 0 8: 13.6, "
+            "alone 0 1: 22.4"
+        ),
     ),
     (
         kernels.Work(100, 16, 1, 200, 20000.0, 132, True),
@@ -134,8 +138,10 @@ PREDICTED = [
     # Two query tokens of 16 heads are 32 rows, those of 32 heads 64: too many beside an E4M3 cache.
     (
         kernels.Work(40, 16, 2, 30, 1200.0, 132, True),
-        "few 66 1: 41.3, few 0 1: 47.6, packed 132 1: 31.6, packed 0 1: 51.5, packed 0 3: 30.8, "  # noqa: ISC004
-        "portable 0 1: 259.3",
+        (
+            "few 66 1: 41.3, few 0 1: 47.6, packed 132 1: 31.6, packed 0 1: 51.5, packed 0 3: 30.8, "
+            "portable 0 1: 259.3"
+        ),
     ),
     (
         kernels.Work(40, 32, 2, 30, 1200.0, 132, True),
@@ -185,7 +191,11 @@ def test_requests_that_may_be_long_are_cut_into_equal_parts(fastest, heads):
 
 @pytest.mark.parametrize(
     ("call", "cut"),
-    [((16, 128, 1, 4096), (66, 1)), ((4, 128, 1, 4096), (0, 16)), ((6, 128, 2, 448, True), (0, 4))],
+    [
+        *(((16, 128, 1, 4096), (66, 1)), ((4, 128, 1, 4096), (0, 16)), ((6, 128, 2, 448, True), (0, 4))),
+        # One request has no shorter ones beside it.
+        ((1, 128, 2, 2048, True), (0, 32)),
+    ],
 )
 def test_one_long_request_counts_as_much_as_equal_ones(fastest, call, cut):
     """Equal lengths alone would decide for splits of each request, one long one alone for equal parts."""
@@ -270,13 +280,9 @@ def test_a_cache_may_be_e4m3_where_a_gpu_converts_it(monkeypatch, gpu, converts)
     ("batch", "parts", "tiles"),
     [
         *((1, 66, (128, 1, 64, 1)), (1, 200, (128, 1, 64, 1)), (1, 32, (128, 1, 32, 1))),
-        *(
-            (4, 64, (256, 1, 16, 1)),
-            (6, 66, (256, 1, 16, 1)),
-            (8, 64, (512, 1, 8, 2)),
-            (16, 32, (512, 1, 4, 2)),
-        ),
-        *((63, 132, (512, 1, 4, 2)), (64, 132, (512, 4, 2, 4)), (200, 66, (512, 4, 2, 4))),
+        *((4, 64, (256, 1, 16, 1)), (6, 66, (256, 1, 16, 1)), (8, 64, (512, 1, 8, 2))),
+        *((16, 32, (512, 1, 4, 2)), (63, 132, (512, 1, 4, 2)), (64, 132, (512, 4, 2, 4))),
+        (200, 66, (512, 4, 2, 4)),
     ],
 )
 def test_the_merge_keeps_the_tiles_that_were_measured(batch, parts, tiles):
@@ -290,20 +296,19 @@ def test_which_cuts_may_be_the_fastest():
     alone = ("alone", 0, 1)
     split = [("pairs", 66, 1), ("pairs", 0, 1), ("pairs", 0, 8), ("pairs", 0, 16), ("portable", 0, 8)]
     assert cuts(2, 1024, 128) == [*split, alone]
-    # It has no way to convert.
+    # ``alone`` has no way to convert.
     assert cuts(2, 1024, 128, True) == split
-    assert cuts(2, 1024, 16) == [
-        ("few", 132, 1),
-        ("few", 0, 1),
-        ("few", 0, 8),
-        ("few", 0, 16),
-        ("portable", 0, 16),
-    ]
+    few = [("few", *cut) for cut in ((132, 1), (0, 1), (0, 8), (0, 16))]
+    assert cuts(2, 1024, 16) == [*few, ("portable", 0, 16)]
     # As many programs as processors, and one tile at least.
+    assert ("pairs", 0, 2) in cuts(33, 4096, 128)
     assert cuts(70, 4096, 128) == [("pairs", 66, 1), ("pairs", 0, 1), ("portable", 0, 1), alone]
     assert cuts(1, 64, 64) == [("pairs", 132, 1), ("pairs", 0, 1), ("portable", 0, 1), alone]
     packed = [cut for cut in cuts(40, 512, 16, q_len=2) if cut[0] == "packed"]
     assert packed == [("packed", 132, 1), ("packed", 0, 1), ("packed", 0, 3)]
-    # Two query tokens at least.
+    # Three query tokens of 16 heads are a program, and beside an E4M3 cache two.
+    assert ("packed", 132, 1) in cuts(40, 512, 16, q_len=3)
+    assert ("packed", 66, 1) in cuts(40, 512, 16, True, q_len=3)
+    # Not two query tokens of more heads than half the rows of a program.
     assert not [cut for cut in cuts(4, 512, 33, q_len=2) if cut[0] == "packed"]
     assert not [cut for cut in cuts(4, 512, 17, True, q_len=2) if cut[0] == "packed"]
