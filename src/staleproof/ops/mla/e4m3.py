@@ -63,7 +63,7 @@ VALUES = gl.constexpr(
         [[8, 0], [0, 2]], [[0, 1], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
     )
 )
-# All words of some keys, to be cleared; a row of maxima a thread.
+# Words of 16 keys, to be cleared; a row of maxima a thread.
 PAIR = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 COLUMNS = gl.constexpr(gl.BlockedLayout([8, 1], [2, 16], [1, 4], [0, 1]))
 LIFT = gl.constexpr(lift_of(gl.float16))
