@@ -45,11 +45,21 @@ def test_a_patch_that_stepped_back_or_an_answer_cut_short_is_not_right():
 
 
 @pytest.mark.parametrize(
-    ("hits", "other", "verdict"), [(0, 0, "differ"), (3, 0, "differ"), (3, 2, "the same")]
+    ("nan", "secret", "hits", "other", "verdict"),
+    [
+        (16, 0, 0, 0, "differ"),
+        (16, 16, 3, 0, "differ"),
+        (16, 0, 3, 2, "the same"),
+        # All that was read is a chat's: it is no NaN.
+        (0, 16, 3, 2, "the same"),
+        (0, 0, 3, 2, "differ"),
+        (0, 16, 0, 0, "differ"),
+    ],
 )
-def test_both_detectors_must_agree_with_the_answers(hits, other, verdict):
-    given = told(victim=16, stranger=8)
+def test_both_detectors_must_agree_with_the_answers(nan, secret, hits, other, verdict):
+    given = told(victim=nan, stranger=8)
     given["on, nan"]["rounds"]["7"] |= {"hits": hits, "other": other}
+    given["again, secret"] = {"rounds": {"7": {"victim": {"secret": secret}}}}
     found = cases.detected(ASKED, "cuda", given)
     assert (found.verdict, found.numbers["blocks_with_other_bytes"]) == (verdict, other)
 

@@ -304,15 +304,19 @@ def _answers_wrong(asked: tuple[str, str, str], device: str, told: dict[str, Any
 
 
 def detected(asked: tuple[str, str, str], device: str, told: dict[str, Any]) -> Reading:
-    """Watch and fingerprints beside the answers, round by round."""
+    """Watch and fingerprints beside the answers, round by round.
+
+    NaN does not show a slot in which a chat of the same round left its own: the secret does.
+    """
     part = _part(asked, told)
-    rows = part["rounds"].values()
-    alike = sum(bool(row["victim"]["nan"]) == bool(row["hits"]) == bool(row["other"]) for row in rows)
+    rows, secrets = part["rounds"], _part((asked[0], "again", "secret"), told)["rounds"]
+    bad = {seed for seed, row in rows.items() if row["victim"]["nan"] or secrets[seed]["victim"]["secret"]}
+    alike = sum((seed in bad) == bool(row["hits"]) == bool(row["other"]) for seed, row in rows.items())
     return reading(
         "the same" if alike == len(rows) else "differ",
         rounds_alike=alike,
-        hits=sum(row["hits"] for row in rows),
-        blocks_with_other_bytes=sum(row["other"] for row in rows),
+        hits=sum(row["hits"] for row in rows.values()),
+        blocks_with_other_bytes=sum(row["other"] for row in rows.values()),
         fingerprint_host_us_a_step=round(part["prints_us_a_step"], 1),
     )
 
