@@ -109,15 +109,18 @@ PROGRAMS = {
     ),
     "mla_decode, several query tokens": "# _mla_decode_kernel"
     + MLA.replace("CASES", "((16, 4, 2, 128, torch.bfloat16), (64, 2, 1, 16, torch.float32))"),
-    "mla_decode, several query tokens, Hopper": "# mla_decode_sm90_kernel merge_splits_kernel"
+    "mla_decode, several query tokens, Hopper": "# mla_decode_pairs_kernel merge_parts_kernel"
     + MLA.replace("CASES", "((64, 4, 2, 128, torch.bfloat16),)"),
-    "mla_decode, a batch that fills Hopper": """# mla_decode_sm90_kernel
+    "mla_decode, a batch that fills Hopper": """# mla_decode_pairs_kernel mla_decode_few_kernel
 from staleproof import mla_decode
+from staleproof.ops.mla.plan import Cut
+sys.modules["staleproof.ops.mla.decode"].fastest = lambda *args: Cut("pairs")
 lengths = torch.randint(0, 130, (256,), device=D, dtype=torch.int32)
 lengths[::5] = 0
 table = torch.randint(0, 40, (256, 3), device=D, dtype=torch.int32)
-for _ in range(2):
-    out, lse = mla_decode(bf16(256, 128, 576), bf16(40, 64, 576), table, lengths, softmax_scale=0.07)
+for heads in (128, 16):
+    for _ in range(2):
+        out, lse = mla_decode(bf16(256, heads, 576), bf16(40, 64, 576), table, lengths, softmax_scale=0.07)
 assert out[::5].eq(0).all() and lse[::5].eq(float("-inf")).all()
 """,
     "mla_decode in equal parts, Hopper": """# mla_decode_pairs_kernel mla_decode_few_kernel

@@ -167,7 +167,7 @@ def test_as_many_programs_share_a_request_as_were_asked_for(device: str, monkeyp
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("cut", ["given", "portable", "alone", "pairs"])
+@pytest.mark.parametrize("cut", ["given", "portable", "pairs"])
 @pytest.mark.parametrize("ready", [True, False])
 def test_a_cut_is_launched_by_its_kernel_on_hopper(
     monkeypatch: pytest.MonkeyPatch, splits: int, cut: str, ready: bool
@@ -182,15 +182,13 @@ def test_a_cut_is_launched_by_its_kernel_on_hopper(
     monkeypatch.setattr(decode, "fits_hopper", lambda *given: True)
     monkeypatch.setattr(decode, "fastest", lambda *given: decode.Cut(cut, 0, splits))
     monkeypatch.setattr(decode, "launch_portable", lambda call, tiles: found.append(tiles) or (1, None, 1))
-    monkeypatch.setattr(decode, "launch_alone", lambda call: found.append("alone") or (1, None, 1))
     monkeypatch.setitem(sys.modules, "staleproof.ops.mla.hopper_call", SimpleNamespace(HopperCall=hopper))
     seen = Seen()
     monkeypatch.setattr(decode, "_SEEN", seen)
     mla_decode(**make("cpu", [20, 30], heads=17).args(), num_kv_splits=splits if cut == "given" else None)
-    wanted = {"portable": (16, 64, splits, 4), "alone": "alone"}
-    assert found == [wanted.get(cut, ("pairs", 0, splits))]
+    assert found == [(16, 64, splits, 4) if cut == "portable" else ("pairs", 0, splits)]
     # What cannot be repeated is not kept.
-    assert bool(seen._kinds) == (ready or cut in wanted)
+    assert bool(seen._kinds) == (ready or cut == "portable")
 
 
 @pytest.mark.parametrize("splits", [None, 3])
@@ -202,25 +200,6 @@ def test_tiles_are_chosen_for_all_rows_of_a_request(monkeypatch, splits: int | N
     batch = make("cpu", [20, 30], heads=5, q_len=3, page_size=16)
     mla_decode(**batch.args(), num_kv_splits=splits)
     assert found == [(15, batch.block_table.shape[1] * 16), tiles._replace(splits=splits or 7)]
-
-
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_the_hopper_kernel_of_one_request_has_64_rows_a_program(monkeypatch, q_len: int) -> None:
-    launches: list[Any] = []
-    monkeypatch.setattr(
-        decode, "launched", lambda *given, **options: launches.append((given, options)) or "launched"
-    )
-    kernels = SimpleNamespace(mla_decode_sm90_kernel="of one request")
-    monkeypatch.setitem(sys.modules, "staleproof.ops.mla.sm90", kernels)
-    batch = make("cpu", [200, 30], heads=40, q_len=q_len, page_size=64)
-    out, lse = torch.empty(2, q_len, 40, RANK).bfloat16(), torch.empty(2, q_len, 40)
-    call = decode.Call(batch.q, batch.kv_cache, batch.block_table, batch.seq_lens, 0.1, 0.5, out, lse)
-    assert decode.launch_alone(call) == ("launched", None, 1)
-    ((kernel, grid, tensors, sizes), options) = launches[0]
-    assert (kernel, grid, options) == ("of one request", (-(-40 * q_len // 64), 2, 1), {"num_warps": 4})
-    assert [x.data_ptr() for x in tensors] == [x.data_ptr() for x in (*call[:4], out, lse)]
-    strides = *batch.q.stride()[:3], *batch.kv_cache.stride()[:2], batch.block_table.stride(0)
-    assert sizes == (*strides, 0.1, 0.5, call.capacity, q_len, 40, 64)
 
 
 @pytest.mark.parametrize("q_len", [1, 4])

@@ -49,9 +49,10 @@ def _cuts(lens: list[int], programs: int) -> list[list[tuple[int, int, int]]]:
     units = [n + REQUEST_COST for n in tiles]
     aligned = aligned_parts(programs, len(lens))
     if len({*units}) == 1 and -(-sum(units) // aligned) <= -(-sum(units) // programs) + REQUEST_COST:
-        programs = aligned
         if splits := aligned // len(lens):
             return _split(tiles, splits)
+        ends = [len(lens) * p // aligned for p in range(aligned + 1)]
+        return [[(r, 0, tiles[r]) for r in range(*ends[p : p + 2])] for p in range(aligned)]
     programs, found = min(programs, sum(units)), []
     for p in range(programs):
         begin, end = sum(units) * p // programs, sum(units) * (p + 1) // programs
@@ -66,10 +67,13 @@ def _cuts(lens: list[int], programs: int) -> list[list[tuple[int, int, int]]]:
     return found
 
 
-# Instead of seven programs, four with a request each just pay off for [448] * 4, and no longer for [512] * 4.
-# Of [129, 67] the first groups of rows have less than twelve units, and one is cut where the next is not.
+# Instead of seven programs, four with a request each just pay off for [448] * 4, and no longer for [512] * 4;
+# six with two or three requests for [64] * 16. Of [129, 67] the first groups of rows have less than twelve
+# units, and one is cut where the next is not.
 @pytest.mark.parametrize(
-    "lens", [[500, 0, 70, 64, 1000], [640] * 3, [448] * 4, [512] * 4, [640] * 9, [3], [129, 67]], ids=str
+    "lens",
+    [[500, 0, 70, 64, 1000], [640] * 3, [448] * 4, [512] * 4, [640] * 9, [64] * 16, [3], [129, 67]],
+    ids=str,
 )
 @pytest.mark.parametrize("programs", [7, 12, None])
 @pytest.mark.parametrize("step", [2, 8])
@@ -93,6 +97,7 @@ def test_merged_parts_are_the_whole(
     values = [torch.randn(rows, n, rank, generator=generator) for n in lens]
     parts = torch.full((2 * groups * programs * room, rank), torch.nan)
     part_lse = torch.full((len(parts),), torch.nan)
+    cut = torch.zeros(programs, groups, dtype=torch.int32)
     out, lse = torch.full((len(lens), rows, rank), -7.0), torch.full((len(lens), rows), -7.0)
     want_out, want_lse = out.clone(), lse.clone()
 
@@ -110,6 +115,8 @@ def test_merged_parts_are_the_whole(
             for request, first, last in mine:
                 if last - first == max(-(-seen[request] // 64), 1):
                     continue
+                if last < max(-(-seen[request] // 64), 1):
+                    cut[p, group] = -1 if first else request + 1
                 at = (2 * (p * groups + group) + (first == 0)) * room
                 part = slice(at, at + of.stop - of.start)
                 parts[part], part_lse[part] = attended(request, of, slice(64 * first, 64 * last))
@@ -118,14 +125,13 @@ def test_merged_parts_are_the_whole(
     # A length that the block table has no pages for counts as the most that it has.
     capacity = max(lens)
     seq_lens = torch.tensor([n + 999 * (n == capacity) for n in lens], dtype=torch.int32)
-    tensors = [x.to(device) for x in (parts, part_lse, seq_lens, out, lse)]
-    aligned = 3 if is_split else aligned_parts(programs, len(lens))
-    sizes = 0.5, rows, own, heads, capacity, q_len, len(lens), programs, aligned
-    grid = 2 * groups, -(-own // 2), len(lens)
-    lengths = 0 if is_split else 16
-    merge_parts_kernel[grid](*tensors, *sizes, rank, room, 16, 2, step, lengths, interpreting())
-    torch.testing.assert_close(tensors[3].cpu(), want_out)
-    torch.testing.assert_close(tensors[4].cpu(), want_lse)
+    tensors = [x.to(device) for x in (parts, part_lse, cut, seq_lens, out, lse)]
+    sizes = 0.5, rows, own, heads, capacity, q_len, programs, 3
+    grid = 2 * groups, -(-own // 2), min(len(lens), programs)
+    known = 0 if is_split else 1 << (programs - 1).bit_length()
+    merge_parts_kernel[grid](*tensors, *sizes, rank, room, 16, 2, step, known, interpreting())
+    torch.testing.assert_close(tensors[4].cpu(), want_out)
+    torch.testing.assert_close(tensors[5].cpu(), want_lse)
 
 
 def test_queries_become_float16_numbers_times_a_power_of_two(device: str) -> None:
@@ -167,12 +173,20 @@ def test_queries_become_float16_numbers_times_a_power_of_two(device: str) -> Non
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(("parts", "splits"), [(0, 1), (33, 1), (0, 5)])
+@pytest.mark.parametrize(
+    ("parts", "splits", "processors"), [(0, 1, 132), (0, 1, 2), (33, 1, 132), (0, 5, 132)]
+)
 @pytest.mark.parametrize(
     ("heads", "q_len"), [(128, None), (40, 2), (16, None), (24, 3), (12, 2), (8, 2), (32, None)]
 )
 def test_a_repeated_call_gives_each_launch_its_memory(
-    monkeypatch: pytest.MonkeyPatch, heads: int, q_len: int | None, parts: int, splits: int, cache: str
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    q_len: int | None,
+    parts: int,
+    splits: int,
+    processors: int,
+    cache: str,
 ) -> None:
     """Launches are recorded in place of Triton's: what the first is given, and addresses of the second."""
     from staleproof.ops.mla import hopper_call as kernels
@@ -201,6 +215,7 @@ def test_a_repeated_call_gives_each_launch_its_memory(
 
     monkeypatch.setattr(kernels, "launched", launched)
     monkeypatch.setattr(kernels, "empty", empty)
+    monkeypatch.setattr(kernels, "processor_count", lambda index: processors)
     tokens, batch = q_len or 1, 4
 
     def tensors() -> tuple[torch.Tensor, ...]:
@@ -219,13 +234,15 @@ def test_a_repeated_call_gives_each_launch_its_memory(
     # Two tokens share a program, if they are of no more than 32 rows beside an E4M3 cache.
     shares = kind == "packed" and not (converts and heads > 16)
     own = 2 * heads if shares else min(heads, 64)
-    programs, is_cut = parts or batch * splits, parts > 0 or splits > 1
+    is_cut = parts > 0 or splits > 1
     narrow, few = converts and own <= 32, not converts and heads <= 16 and kind == "pairs"
     groups, room = -(-rows // own), 16 if few or (narrow and own <= 16) else 32 if narrow else 64
+    # Two processors have one program for each of two groups of rows, or two for one group.
+    programs = parts or (batch * splits if processors == 132 else 2 if groups == 1 else 1)
     strides = (rows * 576, heads * 576 if q_len else 0, 576)
-    # Of each program two parts: their lse, and behind them their numbers of two bytes.
+    # Of each program two parts: their lse, behind them their numbers of two bytes, and what each has cut.
     slots = 2 * groups * programs * room
-    sizes = [slots * 257] * is_cut + [q.numel() // 2 + batch * rows] * converts
+    sizes = [slots * 257 + groups * programs] * is_cut + [q.numel() // 2 + batch * rows] * converts
     assert [len(x) for x in made] == sizes
     if converts:
         kernel, grid, given, numbers, _ = first[0]
@@ -240,7 +257,7 @@ def test_a_repeated_call_gives_each_launch_its_memory(
     assert kernel is found.get(True, kernels.mla_decode_pairs_kernel)
     assert (grid, options) == ((groups, programs, 1), {"num_warps": 4, "launch_pdl": converts})
     aligned = aligned_parts(parts, batch) if parts else splits
-    shape = (256, tokens, heads, batch, aligned, 128, 128 if parts else 0)
+    shape = (256, tokens, heads, batch, aligned, 128, 128 if parts else int(programs < batch))
     kinds = {narrow: (room, kind == "packed"), few: ()}.get(True, (converts, kind == "packed"))
     words = () if few or narrow else (144 if converts else 576,)
     assert numbers == (*strides, 256, *words, 2, 0.1, 0.5, *shape, *kinds)
@@ -259,9 +276,10 @@ def test_a_repeated_call_gives_each_launch_its_memory(
         kernel, grid, given, numbers, options = first[-1]
         assert (kernel, grid) == (merge_parts_kernel, (groups * (512 // block), -(-own // some), batch))
         assert options == {"num_warps": warps, "launch_pdl": True}
-        of_rows = (0.5, rows, own, heads, 256, tokens, batch, programs, aligned)
-        assert numbers == (*of_rows, 512, room, block, some, step, 128 if parts else 0, False)
-        assert (given[0].dtype, given[1].dtype) == (torch.bfloat16, torch.float32)
+        of_rows = (0.5, rows, own, heads, 256, tokens, programs, aligned)
+        assert numbers == (*of_rows, 512, room, block, some, step, 64 if parts else 0, False)
+        assert [x.dtype for x in given[:3]] == [torch.bfloat16, torch.float32, torch.int32]
+        assert given[2].numel() == groups * programs
 
     made.clear()
     count = len(first)
@@ -271,7 +289,7 @@ def test_a_repeated_call_gives_each_launch_its_memory(
         at = [x.data_ptr() for x in given]
         memory = made[0].data_ptr() if is_cut else 0
         results = at[4:]
-        parted = (memory + slots * 4, memory) if is_cut else tuple(results)
+        parted = (memory + slots * 4, memory, memory + slots * 257 * 4) if is_cut else (*results, at[5])
         queries, scales = at[0], at[5]
         if converts:
             queries, scales = made[-1].data_ptr(), made[-1].data_ptr() + 2 * q.numel()
@@ -304,7 +322,7 @@ def test_the_addresses_of_as_many_caches_are_kept_as_of_calls(monkeypatch: pytes
     assert [*call._maps] == described[2:]
 
 
-@pytest.fixture(name="chosen", params=["equal parts", "one request a program", "splits of a request"])
+@pytest.fixture(name="chosen", params=["equal parts", "whole requests", "splits of a request"])
 def chosen_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """These kernels wherever they support the call, also where another is faster."""
 
@@ -375,6 +393,7 @@ LENGTHS = {
     "all empty": [0] * 9,
     "fewer tiles than programs": [3] * 8,
     "more requests than threads": [i * 37 % 400 for i in range(300)],
+    "equal in unequal numbers": [130] * 149,
 }
 
 

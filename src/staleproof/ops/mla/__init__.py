@@ -2,8 +2,7 @@
 
 - ``decode``: the public function and the portable Triton kernel.
 - ``plan``: the choice of a kernel and of its cuts, from shapes alone.
-- ``sm90``: Hopper, a program for each request.
-- ``hopper``: Hopper, a program for each request, split of one, or equal part of all; up to 16 heads, or 64.
+- ``hopper``: Hopper, a program for whole requests, a split of one, or an equal part of all.
 - ``e4m3``: Hopper beside an E4M3 cache, up to 32 rows a program.
 - ``queries``, ``merge``: the launches before and after those. ``hopper_call``: a call of all three.
 """

@@ -200,8 +200,6 @@ def _launch(
         cut = Cut("pairs", 0, num_kv_splits)
     if cut.kernel == "portable":
         return launch_portable(call, Tiles(16, 64, cut.splits, 4))
-    if cut.kernel == "alone":
-        return launch_alone(call)
     from staleproof.ops.mla.hopper_call import HopperCall
 
     made = HopperCall(call, cut)
@@ -231,24 +229,6 @@ class Call(NamedTuple):
         return self.block_table.shape[1] * self.kv_cache.shape[1]
 
 
-def _strides(call: Call) -> tuple[int, ...]:
-    q, kv_cache = call.q, call.kv_cache
-    of_q = q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2)
-    return *of_q, *kv_cache.stride()[:2], call.block_table.stride(0)
-
-
-def launch_alone(call: Call) -> Any:
-    """Launch the Hopper kernel of one request a program; return what repeats it."""
-    from staleproof.ops.mla.sm90 import mla_decode_sm90_kernel
-
-    heads = call.q.shape[-2]
-    sizes = call.softmax_scale, call.k_scale, call.capacity, call.q_len, heads, call.kv_cache.shape[1]
-    tensors = call.q, call.kv_cache, call.block_table, call.seq_lens, call.out, call.lse
-    grid = triton.cdiv(call.q_len * heads, 64), call.q.shape[0], 1
-    decode = launched(mla_decode_sm90_kernel, grid, tensors, (*_strides(call), *sizes), num_warps=4)
-    return None if decode is None else (decode, None, 1)
-
-
 def launch_portable(call: Call, tiles: Tiles) -> Any:
     """Launch the Triton kernel and, with several splits, their merge; return what repeats both."""
     q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse = call
@@ -258,13 +238,15 @@ def launch_portable(call: Call, tiles: Tiles) -> Any:
         memory, numbers = _part_memory(out, splits)
         parts, part_lse = memory[:numbers], memory[numbers:]
     # In the order of the signature.
+    of_q = q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2)
+    strides = *of_q, *kv_cache.stride()[:2], block_table.stride(0)
     sizes = softmax_scale, k_scale, call.capacity, q_len, heads, splits
     constants = q_len > 1, kv_cache.shape[1], rank, q.shape[-1] - rank, tiles.rows, tiles.keys, INTERPRET
     decode = launched(
         _mla_decode_kernel,
         (triton.cdiv(q_len * heads, tiles.rows), splits, q.shape[0]),
         (q, kv_cache, block_table, seq_lens, parts, part_lse),
-        (*_strides(call), *sizes, *constants),
+        (*strides, *sizes, *constants),
         num_warps=tiles.warps,
         num_stages=2,
     )
@@ -331,7 +313,7 @@ def mla_decode(
     cache. During the call partial results take at most processors * 128 * (2 * kv_lora_rank + 4) bytes (16.6
     MiB on an H200), unless ``num_kv_splits`` is given.
 
-    On Hopper DeepSeek's shape has kernels of its own (``sm90.py``, ``hopper.py``), and ``plan.py`` chooses by
+    On Hopper DeepSeek's shape has kernels of its own (``hopper.py``, ``e4m3.py``), and ``plan.py`` chooses by
     predicted time. Some give each program an equal part of all keys, whatever the lengths. Then the last bits
     of a request depend on where it is cut, so on the lengths of the batch, not on contents; with
     ``num_kv_splits`` given they depend on the request alone. Where Hopper's kernels cut a request, its parts

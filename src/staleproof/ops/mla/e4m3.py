@@ -20,21 +20,26 @@ from staleproof import device
 from staleproof.ops.mla.hopper import (
     COST,
     FLAT,
+    FREE,
+    GIVEN,
     LOAD_THREADS,
+    LOADED,
+    QUERIES,
+    QUERIES_FREE,
     SHARED,
+    TOTAL,
     barrier,
-    equal_part,
+    clear_tail,
     finite,
     lift_of,
-    load_queries,
+    load_group,
+    next_request,
     opaque_zero,
-    own_split,
-    page_of,
     part_of,
     result_at,
     scale_of,
+    share_of,
     shared_as,
-    tile_load,
     token_of,
 )
 
@@ -63,12 +68,11 @@ VALUES = gl.constexpr(
         [[8, 0], [0, 2]], [[0, 1], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
     )
 )
-# Words of 16 keys, to be cleared; a row of maxima a thread.
-PAIR = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
+# A row of maxima a thread.
 COLUMNS = gl.constexpr(gl.BlockedLayout([8, 1], [2, 16], [1, 4], [0, 1]))
 LIFT = gl.constexpr(lift_of(gl.float16))
-# Barriers. PEAK, GIVEN and TOTAL are two each, by the group that arrives.
-LOADED, FREE, PEAK, GIVEN, TOTAL, QUERIES, QUERIES_FREE = (gl.constexpr(i) for i in (0, 1, 2, 4, 6, 8, 9))
+# A barrier more than hopper.py has, for each group.
+PEAK = gl.constexpr(8)
 
 # A word of one key to float16 numbers of its four columns.
 TAKE_KEYS = gl.constexpr("""{
@@ -216,24 +220,6 @@ def _cut_off(scores, live, heads, more, ROWS: gl.constexpr, IS_PACKED: gl.conste
 
 
 @gluon.jit
-def _clear_tail(pieces, stage, live, more, STAGES: gl.constexpr, IS_PACKED: gl.constexpr):
-    """As ``hopper.clear_tail``: E4M3 has no Inf, and its NaN are 0x7f and 0xff."""
-    if live - more < 64:
-        words = shared_as(pieces, gl.int32, [4 * STAGES * 4, 16, 16], WORDS)
-        row = gl.arange(0, 16, layout=gl.SliceLayout(1, PAIR))
-        for i in range(gl.maximum(live - more, 0) // 16, 4 + opaque_zero()):
-            for piece in gl.static_range(4):
-                rows = words.index((stage * 4 + piece) * 4 + i)
-                kept = rows.load(PAIR)
-                if IS_PACKED:
-                    nans = ((kept & 0x7F7F7F7F) + 0x01010101) >> 7 & 0x01010101
-                    kept = gl.where((16 * i + row < live - more)[:, None], kept, kept & ~(nans * 255))
-                rows.store(gl.where((16 * i + row < live)[:, None], kept, 0))
-        fence_async_shared()
-        barrier()
-
-
-@gluon.jit
 def _own_sums(weights, ROWS: gl.constexpr):
     """Sums of what each thread has itself, (32, rows): the rest is summed up at the end of a request."""
     return gl.sum(weights.reshape((4, 2, 8, ROWS)), 1).reshape((32, ROWS))
@@ -256,11 +242,12 @@ def _times(acc, factor):
 @gluon.jit
 def _group(
     memory, scales, totals, bars, target, seq_lens, capacity, q_len, heads, first_row, rows, token,
-    program, first, last, unit, begin_unit, end_unit, scale, k_scale,
+    program, work, scale,
     GROUP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute."""
     gdc_wait()
+    place, requests, stride, turn, unit, begin_unit, end_unit = work
     layout: gl.constexpr = product_layout(ROWS)
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
     half, given_p, given, peaks = memory[5 + GROUP], memory[7], memory[8], memory[9]
@@ -269,7 +256,10 @@ def _group(
     count = 0
     pairs = 0
     segment = 0
-    for request in range(first, last):
+    round = place * 0
+    for _ in range(requests):
+        request = round + place
+        round, place = next_request(round, place, stride, turn)
         seq_len = gl.load(seq_lens + request)
         limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
         unit += tiles + COST
@@ -278,7 +268,7 @@ def _group(
             zeros = gl.full([64, ROWS], 0.0, gl.float32, layout=layout)
             acc = zeros, zeros, zeros, zeros
             total = _own_sums(zeros, ROWS)
-            row = request.to(gl.int64) * q_len * heads + first_row  # type: ignore[attr-defined]  # a tensor
+            row = request.to(gl.int64) * q_len * heads + first_row
             row_scale = scale_of(scales, row, scale, rows, ROWS, True, by_row)
             mbarrier.wait(bars[QUERIES], segment & 1)
             fence_async_shared()
@@ -316,22 +306,20 @@ def _group(
                         place = count + even + i - begin
                         stage = place % STAGES
                         mbarrier.wait(bars[LOADED].index(stage), place // STAGES & 1)
-                        _clear_tail(
-                            memory[2 + GROUP], stage, limit - (even + i) * 64, more, STAGES, IS_PACKED
-                        )
+                        clear_tail(memory[2 + GROUP], stage, limit - (even + i) * 64, more, WORDS, IS_PACKED)
                         acc = _add_values(acc, half.index(stage), given_p, 4 * i, ROWS)
                         barrier()
                         mbarrier.arrive(bars[FREE].index(stage), count=1)
                 pairs += 1
             count += end - begin
             slot = gl.where(begin > 0, 2 * program, gl.where(end < tiles, 2 * program + 1, -1))
-            _store(acc, peak, total, totals, bars, target, segment, row, rows, slot, k_scale, GROUP, ROWS)
+            _store(acc, peak, total, totals, bars, target, segment, row, rows, slot, GROUP, ROWS)
             segment += 1
 
 
 @gluon.jit
 def _store(
-    acc, peak, total, totals, bars, target, segment, first_row, rows, slot, k_scale,
+    acc, peak, total, totals, bars, target, segment, first_row, rows, slot,
     GROUP: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Write one half of the columns: the result, or with ``slot`` >= 0 a part of it that is merged later."""
@@ -345,7 +333,8 @@ def _store(
     sums += totals.index(place + 1 - GROUP).load(by_row)
     empty = sums == 0.0
     safe = gl.where(empty, 1.0, sums)
-    a, b, c, d = _times(acc, gl.where(slot >= 0, 1.0, k_scale) / safe)
+    numbers, logs, factor = result_at(target, first_row, slot, ROWS)
+    a, b, c, d = _times(acc, factor / safe)
     whole = gl.join(gl.join(a, c), gl.join(b, d)).permute((1, 0, 2, 3)).reshape((ROWS, 256))
     wide: gl.constexpr = whole.type.layout
     blank = gl.convert_layout(empty, gl.SliceLayout(1, wide))
@@ -354,7 +343,6 @@ def _store(
     row = gl.arange(0, ROWS, layout=by_row)
     line = gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
     column = GROUP * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, wide))
-    numbers, logs = result_at(target, first_row, slot, ROWS)
     if GROUP == 0:
         gl.store(logs + row, log_sum, mask=row < rows)
     place = numbers + (line * 512)[:, None] + column[None, :]
@@ -362,59 +350,10 @@ def _store(
     gl.store(place, result.to(numbers.dtype.element_ty), mask=mask)
 
 
-@gluon.jit
-def _load_group(
-    q_v, q_r, left_p, right_p, rope, bars, q, columns, block_table, seq_lens,
-    q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
-    capacity, q_len, heads, first_row, rows, token, first, last, unit, begin_unit, end_unit,
-    PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, IS_PACKED: gl.constexpr,
-):  # fmt: skip
-    """Load ``rows`` queries of at most ROWS, and tiles, each when its memory is free."""
-    # For the launch that made the queries; so do the groups that load their scales.
-    gdc_wait()
-    gap = q_token_stride - heads * q_head_stride
-    count = 0
-    segment = 0
-    for number in range(first, last):
-        request = number.to(gl.int64)  # type: ignore[attr-defined]  # a tensor, in a kernel
-        seq_len = gl.load(seq_lens + request)
-        limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
-        unit += tiles + COST
-        if begin < end:
-            table = block_table + request * table_stride
-            q_base = (
-                q
-                + request * q_batch_stride
-                + (first_row // heads).to(gl.int64) * q_token_stride
-                + (first_row % heads).to(gl.int64) * q_head_stride
-            )
-            live_q = gl.where(limit > 0, rows, 0)
-            page = page_of(table, begin, limit, PAGE_SIZE)
-            mbarrier.wait(bars[QUERIES_FREE], (segment & 1) ^ 1)
-            load_queries(q_v, q_r, bars[QUERIES], q_base, q_head_stride, heads, gap, live_q, ROWS, IS_PACKED)
-            segment += 1
-            for tile in range(begin, end):
-                row = page * page_rows + tile * 64 % PAGE_SIZE
-                page = page_of(table, tile + 1, limit, PAGE_SIZE)
-                stage = count % STAGES
-                bar = bars[LOADED].index(stage)
-                mbarrier.wait(bars[FREE].index(stage), count // STAGES & 1 ^ 1)
-                if limit > 0:
-                    mbarrier.expect(bar, 64 * 576)
-                    for i in gl.static_range(4):
-                        tile_load(columns, [row, 16 * i], bar, left_p.index(stage * 4 + i))
-                    for i in gl.static_range(4):
-                        tile_load(columns, [row, 64 + 16 * i], bar, right_p.index(stage * 4 + i))
-                    tile_load(columns, [row, 128], bar, rope.index(stage))
-                else:
-                    mbarrier.arrive(bar, count=1)
-                count += 1
-
-
 # Not in the compiled kernel: a server has many values of these.
 @gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
 def mla_decode_e4m3_kernel(
-    q, columns, block_table, seq_lens, out, lse, parts, part_lse, scales,
+    q, columns, block_table, seq_lens, out, lse, parts, part_lse, cuts, scales,
     q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
     softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
     PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr, ROWS: gl.constexpr, IS_PACKED: gl.constexpr,
@@ -422,7 +361,7 @@ def mla_decode_e4m3_kernel(
     """Attend from up to ROWS rows (query token, head) to an equal part of the tiles of all requests.
 
     The rows are heads of one query token or, if IS_PACKED, all heads of some. Grid: (blocks of such rows,
-    parts). PAGE_SIZE is 64 or 128; BATCH is ``batch`` up to a power of two; ROWS is 16 or 32.
+    parts). PAGE_SIZE is 64 or 128; BATCH is that of ``share_of``; ROWS is 16 or 32.
     ``softmax_scale * k_scale`` must be positive.
     """
     # As many tiles as shared memory has room for.
@@ -435,12 +374,8 @@ def mla_decode_e4m3_kernel(
     # The last query token.
     token = (first_row + rows - 1) // heads
     program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    if BATCH == 0:
-        first, last, unit, begin_unit, end_unit = own_split(seq_lens, aligned, capacity, q_len, token)
-    else:
-        first, last, unit, begin_unit, end_unit = equal_part(
-            seq_lens, batch, capacity, q_len, token, aligned, BATCH
-        )
+    cuts += program
+    work = share_of(seq_lens, batch, capacity, q_len, token, aligned, BATCH)
     q_p = gl.allocate_shared_memory(gl.float16, [8, ROWS, 64], SHARED)
     q_v = shared_as(q_p, gl.float16, [2, ROWS, 256], SHARED)
     q_r = gl.allocate_shared_memory(gl.float16, [1, ROWS, 64], SHARED)
@@ -465,43 +400,42 @@ def mla_decode_e4m3_kernel(
     total_1 = gl.allocate_shared_memory(gl.int64, [1], one)
     queries = gl.allocate_shared_memory(gl.int64, [1], one)
     queries_free = gl.allocate_shared_memory(gl.int64, [1], one)
-    bars = (loaded, free, peak_0, peak_1, given_0, given_1, total_0, total_1, queries, queries_free)
+    # In the order of hopper.py.
+    bars = (loaded, free, queries, queries_free, given_0, given_1, total_0, total_1, peak_0, peak_1)
     for i in gl.static_range(stages):
         mbarrier.init(loaded.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
-    for i in gl.static_range(2, 8):
+    for i in gl.static_range(4, 10):
         mbarrier.init(bars[i], count=1)
     mbarrier.init(queries, count=LOAD_THREADS)
     mbarrier.init(queries_free, count=2)
     barrier()
     scale = softmax_scale * k_scale * 1.4426950408889634
     memory = (q_p, q_r, left_p, right_p, rope, left, right, given_p, given, peaks)
-    target = (out, lse, parts, part_lse)
+    target = (out, lse, parts, part_lse, k_scale)
     gl.warp_specialize(
         [
             (
                 _group,
                 (
                     memory, scales, totals, bars, target, seq_lens, capacity, q_len, heads, first_row, rows,
-                    token, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
-                    0, ROWS, stages, IS_PACKED,
+                    token, program, work, scale, 0, ROWS, stages, IS_PACKED,
                 ),
             ),
             (
                 _group,
                 (
                     memory, scales, totals, bars, target, seq_lens, capacity, q_len, heads, first_row, rows,
-                    token, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
-                    1, ROWS, stages, IS_PACKED,
+                    token, program, work, scale, 1, ROWS, stages, IS_PACKED,
                 ),
             ),
             (
-                _load_group,
+                load_group,
                 (
-                    q_v, q_r, left_p, right_p, rope, bars, q, columns, block_table, seq_lens,
-                    q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
-                    capacity, q_len, heads, first_row, rows, token, first, last, unit, begin_unit, end_unit,
-                    PAGE_SIZE, ROWS, stages, IS_PACKED,
+                    q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
+                    cuts, q_batch_stride, q_token_stride, q_head_stride, page_rows, 0, table_stride,
+                    capacity, q_len, heads, first_row, rows, token, work,
+                    PAGE_SIZE, ROWS, stages, False, IS_PACKED, BATCH > 1,
                 ),
             ),
         ],

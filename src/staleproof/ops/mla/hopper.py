@@ -14,9 +14,9 @@ In both a third group loads: queries by ordinary copies, keys by the copy engine
 behind the end of a request, too, and the computing groups clear it. It does not convert: to pairs, keys of an
 E4M3 cache come through registers, as float16 numbers; up to 32 rows ``e4m3.py`` has a kernel of its own.
 
-A program's share of the work is one request, one of several splits of one, or an equal part of the line of
+A program's share of the work is whole requests, one of several splits of one, or an equal part of the line of
 all tiles of all requests, so that lengths may differ. A request that lies in several parts is merged
-afterwards.
+afterwards. While the results of one request are stored, the keys of the next are on their way.
 
 A program runs most of its instructions once, and they come from memory: with short requests it waited for
 them a quarter of its time. So what is not in the loop over tiles is short rather than unrolled.
@@ -63,8 +63,7 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 
 # Barriers. LOADED has 8 for the pieces of the even tile and 8 for the odd one. FREE has left columns, then
 # right with rotary ones, of each tile. GIVEN and TOTAL are two each, by the group that arrives.
-LOADED, FREE, GIVEN, TOTAL = (gl.constexpr(i) for i in (0, 1, 2, 4))
-QUERIES, QUERIES_FREE = gl.constexpr(6), gl.constexpr(7)
+LOADED, FREE, QUERIES, QUERIES_FREE, GIVEN, TOTAL = (gl.constexpr(i) for i in (0, 1, 2, 3, 4, 6))
 # Shared memory: queries in pieces and their rotary columns, left and right columns of two tiles in pieces,
 # the same as a whole, their rotary columns, the odd tile's weights, maxima.
 LEFT, RIGHT = gl.constexpr(4), gl.constexpr(5)
@@ -102,7 +101,7 @@ def _add(a, b):
 def pays_off(batch, units, aligned, programs):
     """Whether fewer programs with fewer parts each end sooner: the line is then cut between requests only.
 
-    Requests have ``units`` each. ``merge.py`` asks the same.
+    Requests have ``units`` each.
     """
     return gl.cdiv(batch * units, aligned) <= gl.cdiv(batch * units, programs) + COST
 
@@ -118,7 +117,7 @@ def split_of(program, tiles, splits):
     """A program's request, and its split of that request's ``tiles``: the first, and the one behind the last.
 
     Programs count through the splits of the first request, then of the next. A request of fewer tiles than
-    splits has as many splits as tiles. ``merge.py`` cuts alike.
+    splits has as many splits as tiles. ``merge.py`` counts alike.
     """
     split = program % splits
     count = gl.minimum(tiles, splits)
@@ -131,8 +130,8 @@ def equal_part(seq_lens, batch, capacity, q_len, token, aligned, BATCH: gl.const
 
     If all requests have as many tiles, ``aligned`` programs share them, so that cuts fall between requests.
 
-    Returns the first request in it and the one behind its last, the tile of the line at which that first
-    request begins, and the part's first tile and the one behind its last.
+    Returns its first request and how many it has, what ``next_request`` needs, the tile of the line at which
+    that first request begins, and the part's first tile and the one behind its last.
     """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     index = gl.arange(0, BATCH, layout=line)
@@ -144,16 +143,22 @@ def equal_part(seq_lens, batch, capacity, q_len, token, aligned, BATCH: gl.const
     program, programs = gl.program_id(1), gl.num_programs(1)
     is_aligned = is_even & pays_off(batch, most, aligned, programs)
     if is_aligned & (aligned >= batch):
-        # As own_split: no part has more than one request.
+        # No part has more than one request.
         first, begin, end = split_of(program, most - COST, aligned // batch)
         last = gl.minimum(first + 1, batch)
         unit = first * most
         begin_unit, end_unit = unit + COST + begin, unit + COST + end
+    elif is_aligned:
+        # No request has more than one part.
+        first = share(batch, gl.minimum(program, aligned), aligned)
+        last = share(batch, gl.minimum(program + 1, aligned), aligned)
+        unit = first * most
+        begin_unit, end_unit = unit, last * most
     else:
         ends = gl.associative_scan(units, 0, _add)
         whole = gl.sum(units, 0)
         # With fewer tiles than programs, the last programs have nothing to do.
-        count = gl.minimum(whole, gl.where(is_aligned, aligned, programs))
+        count = gl.minimum(whole, programs)
         place = gl.minimum(program, count)
         begin_unit = share(whole, place, count)
         end_unit = share(whole, gl.minimum(place + 1, count), count)
@@ -161,7 +166,7 @@ def equal_part(seq_lens, batch, capacity, q_len, token, aligned, BATCH: gl.const
         first = gl.sum((ends <= begin_unit).to(gl.int32), 0)
         last = gl.sum(((ends - units < end_unit) & (index < batch)).to(gl.int32), 0)
         unit = gl.max(gl.where(ends <= begin_unit, ends, 0), 0)
-    return first, last, unit, begin_unit, end_unit
+    return first, last - first, 1, 0, unit, begin_unit, end_unit
 
 
 @gluon.jit
@@ -175,7 +180,44 @@ def own_split(seq_lens, splits, capacity, q_len, token):
         limit = limit_of(gl.load(seq_lens + first), capacity, q_len, token)
         _, begin, end = split_of(gl.program_id(1), gl.maximum(gl.cdiv(limit, 64), 1), splits)
         begin_unit, end_unit = COST + begin, COST + end
-    return first, first + 1, zero, begin_unit, end_unit
+    # One request, in a loop all the same: without it more is computed ahead than there are registers for.
+    return first, gl.minimum(splits, 1), 1, 0, zero, begin_unit, end_unit
+
+
+@gluon.jit
+def own_requests(batch):
+    """Whole requests, as ``equal_part`` returns a part: one of each round of ``num_programs(1)``."""
+    first, programs = gl.program_id(1), gl.num_programs(1)
+    zero = first * 0
+    turn = 1 - programs % 2
+    rounds = gl.cdiv(batch, programs)
+    # The last round may have too few.
+    last = (rounds - 1) * programs + (first + (rounds - 1) * turn) % programs
+    return first, rounds - (last >= batch).to(gl.int32), programs, turn, zero, zero, zero + 2147483647
+
+
+@gluon.jit
+def next_request(round, place, stride, turn):
+    """The request of a program in the next round: ``stride`` further, and ``turn`` places in the round.
+
+    That makes the distance odd. Otherwise a program might get all long ones where every second is long.
+    """
+    place += turn
+    return round + stride, gl.where((turn != 0) & (place >= stride), place - stride, place)
+
+
+@gluon.jit
+def share_of(seq_lens, batch, capacity, q_len, token, aligned, BATCH: gl.constexpr):
+    """A program's share: an equal part of all, with BATCH 1 whole requests, or with 0 one or a split of it.
+
+    For equal parts BATCH is ``batch`` up to a power of two.
+    """
+    if BATCH == 0:
+        return own_split(seq_lens, aligned, capacity, q_len, token)
+    elif BATCH == 1:
+        return own_requests(batch)
+    else:
+        return equal_part(seq_lens, batch, capacity, q_len, token, aligned, BATCH)
 
 
 @gluon.jit
@@ -216,26 +258,42 @@ def largest_exponent(dtype):
 
 
 @gluon.jit
-def clear_tail(pieces, tile, live, more, IS_PACKED: gl.constexpr):
+def _unfinite(words, dtype: gl.constexpr):
+    """All bits of each Inf and NaN in words of two numbers, or of four E4M3 ones, whose dtype is int32 here.
+
+    One more makes the highest exponent overflow into the bit of the sign. E4M3 has no Inf, and its NaN are
+    0x7f and 0xff.
+    """
+    if dtype == gl.int32:
+        found = ((words & 0x7F7F7F7F) + 0x01010101) >> 7 & 0x01010101
+        return found * 0xFF
+    else:
+        exponent: gl.constexpr = largest_exponent(dtype)
+        found = ((words & exponent) + (0x80008000 - exponent)) >> 15 & 0x00010001
+        return found * 0xFFFF
+
+
+@gluon.jit
+def clear_tail(pieces, tile, live, more, LAYOUT: gl.constexpr, IS_PACKED: gl.constexpr):
     """Rows of values from ``live`` on become zero: whatever lies there has weight 0, but 0 * NaN is NaN.
 
     So do Inf and NaN in the ``more`` rows before, to which some query tokens do not attend. Those that do
-    have them in their scores, whose NaN reaches all columns.
+    have them in their scores, whose NaN reaches all columns. The values of a tile lie in four of ``pieces``,
+    as words in LAYOUT.
 
     A loop of 16 rows, not unrolled: this runs once a request, and its instructions come from far away.
     """
     if live - more < 64:
-        words = shared_as(pieces, gl.int32, [4 * 2 * PIECES, 16, 32], PAIRS)
+        wide: gl.constexpr = 16 if pieces.dtype == gl.int32 else 32
+        words = shared_as(pieces, gl.int32, [4 * pieces.shape[0], 16, wide], LAYOUT)
         row = gl.arange(0, 16, layout=gl.SliceLayout(1, ROPE_WORDS))
-        exponent: gl.constexpr = largest_exponent(pieces.dtype)
         for i in range(gl.maximum(live - more, 0) // 16, 4 + opaque_zero()):
             for piece in gl.static_range(PIECES):
                 rows = words.index((tile * PIECES + piece) * 4 + i)
                 kept = rows.load(ROPE_WORDS)
                 if IS_PACKED:
-                    # One more makes the highest of these exponents overflow into the bit of the sign.
-                    overflow = ((kept & exponent) + (0x80008000 - exponent)) >> 15 & 0x00010001
-                    kept = gl.where((16 * i + row < live - more)[:, None], kept, kept & ~(overflow * 0xFFFF))
+                    finite_bits = kept & ~_unfinite(kept, pieces.dtype)
+                    kept = gl.where((16 * i + row < live - more)[:, None], kept, finite_bits)
                 rows.store(gl.where((16 * i + row < live)[:, None], kept, 0))
         fence_async_shared()
         barrier()
@@ -310,14 +368,14 @@ def even_step(
     barrier()
     if IS_PACKED and HAS_ODD:
         # The other group has no time between its products.
-        clear_tail(memory[3], z, live, more, IS_PACKED)
+        clear_tail(memory[3], z, live, more, PAIRS, IS_PACKED)
     mbarrier.arrive(bars[GIVEN], count=1)
     mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=is_last)
     decay = gl.exp2(peak - base)
     total = total * decay + gl.sum(weights, 1)
     acc = _scaled(acc, decay)
     if IS_PACKED or not HAS_ODD:
-        clear_tail(memory[2], z, live, more, IS_PACKED)
+        clear_tail(memory[2], z, live, more, PAIRS, IS_PACKED)
     acc = warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), left.index(z), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if HAS_ODD:
@@ -328,7 +386,7 @@ def even_step(
         decay = gl.exp2(new_peak - finite(last_peak))
         total = total * decay
         acc = _scaled(acc, decay)
-        clear_tail(memory[2], z + 1, live - 64, more, IS_PACKED)
+        clear_tail(memory[2], z + 1, live - 64, more, PAIRS, IS_PACKED)
         acc = warpgroup_mma(given.index(z), left.index(z + 1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         barrier()
@@ -370,7 +428,7 @@ def odd_step(
     barrier()
     mbarrier.arrive(bars[FREE].index(1), count=1)
     acc = _scaled(acc, gl.exp2(even_peak - base))
-    clear_tail(memory[3], z + 1, live, more, IS_PACKED)
+    clear_tail(memory[3], z + 1, live, more, PAIRS, IS_PACKED)
     acc = warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), right.index(z + 1), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
@@ -388,7 +446,7 @@ def lone_step(acc, peak, total, memory, bars, live, more, used_a, IS_PACKED: gl.
     new_peak = peaks.index(0).load(gl.SliceLayout(1, SCORES))
     decay = gl.exp2(peak - finite(new_peak))
     acc = _scaled(acc, decay)
-    clear_tail(memory[3], z, live, more, IS_PACKED)
+    clear_tail(memory[3], z, live, more, PAIRS, IS_PACKED)
     acc = warpgroup_mma(rope.index(z), right.index(z), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     return acc, new_peak, total * decay
@@ -566,26 +624,64 @@ def _convert_tiles(
 
 
 @gluon.jit
-def load_group(
-    q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
-    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
-    capacity, q_len, heads, first_row, rows, token, first, last, unit, begin_unit, end_unit,
-    PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr, CONVERTS: gl.constexpr, IS_PACKED: gl.constexpr,
+def _copy_words(
+    left, right, rope, bars, columns, table, page, begin, end, limit, used, page_rows,
+    PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load ``rows`` queries of at most ROWS, and keys, in the order in which their memory is freed."""
-    if CONVERTS:
+    """Copy a request's tiles of E4M3 numbers, as words of four, to STAGES places in turn."""
+    for tile in range(begin, end):
+        row = page * page_rows + tile * 64 % PAGE_SIZE
+        page = page_of(table, tile + 1, limit, PAGE_SIZE)
+        stage = used % STAGES
+        bar = bars[LOADED].index(stage)
+        mbarrier.wait(bars[FREE].index(stage), used // STAGES & 1 ^ 1)
+        if limit > 0:
+            mbarrier.expect(bar, 64 * 576)
+            for i in gl.static_range(4):
+                tile_load(columns, [row, 16 * i], bar, left.index(stage * 4 + i))
+            for i in gl.static_range(4):
+                tile_load(columns, [row, 64 + 16 * i], bar, right.index(stage * 4 + i))
+            tile_load(columns, [row, 128], bar, rope.index(stage))
+        else:
+            mbarrier.arrive(bar, count=1)
+        used += 1
+
+
+@gluon.jit
+def load_group(
+    q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens, cuts,
+    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
+    capacity, q_len, heads, first_row, rows, token, work,
+    PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, CONVERTS: gl.constexpr,
+    IS_PACKED: gl.constexpr, CUTS: gl.constexpr,
+):  # fmt: skip
+    """Load ``rows`` queries of at most ROWS, and keys, in the order in which their memory is freed.
+
+    With STAGES the keys stay E4M3 and there are so many tiles of them; with 0 they come in pairs of tiles.
+    With CUTS they say to ``merge.py`` which request was cut.
+    """
+    if CONVERTS or STAGES > 0:
         # For the launch that made the queries; so do the groups that load their scales.
         gdc_wait()
+    place, requests, stride, turn, unit, begin_unit, end_unit = work
     gap = q_token_stride - heads * q_head_stride
     used_a = 0
     used_b = 0
     segment = 0
-    for number in range(first, last):
-        request = number.to(gl.int64)  # type: ignore[attr-defined]  # a tensor, in a kernel
+    if CUTS:
+        # What lies there is of another call.
+        gl.store(cuts, 0)
+    round = place * 0
+    for _ in range(requests):
+        request = (round + place).to(gl.int64)
+        round, place = next_request(round, place, stride, turn)
         seq_len = gl.load(seq_lens + request)
         limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
         unit += tiles + COST
         if begin < end:
+            if CUTS and end < tiles:
+                # The program's only request if it began before, otherwise the last one.
+                gl.store(cuts, gl.where(begin > 0, -1, request.to(gl.int32) + 1))
             table = block_table + request * table_stride
             q_base = (
                 q
@@ -600,7 +696,12 @@ def load_group(
             mbarrier.wait(bars[QUERIES_FREE], (segment & 1) ^ 1)
             load_queries(q_v, q_r, bars[QUERIES], q_base, q_head_stride, heads, gap, live_q, ROWS, IS_PACKED)
             segment += 1
-            if CONVERTS:
+            if STAGES > 0:
+                _copy_words(
+                    left_p, right_p, rope, bars, columns, table, page_a, begin, end, limit, used_a + used_b,
+                    page_rows, PAGE_SIZE, STAGES,
+                )  # fmt: skip
+            elif CONVERTS:
                 _convert_tiles(
                     left, right, rope, bars, columns, table, begin, end, limit, used_a, used_b,
                     page_rows, row_words, PAGE_SIZE,
@@ -640,12 +741,12 @@ def barriers():
     total_1 = gl.allocate_shared_memory(gl.int64, [1], one)
     queries = gl.allocate_shared_memory(gl.int64, [1], one)
     queries_free = gl.allocate_shared_memory(gl.int64, [1], one)
-    bars = (loaded, free, given_0, given_1, total_0, total_1, queries, queries_free)
+    bars = (loaded, free, queries, queries_free, given_0, given_1, total_0, total_1)
     for i in gl.static_range(16):
         mbarrier.init(loaded[i], count=1)
     for i in gl.static_range(4):
         mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2, 6):
+    for i in gl.static_range(4, 8):
         mbarrier.init(bars[i], count=1)
     mbarrier.init(queries, count=LOAD_THREADS)
     mbarrier.init(queries_free, count=2)
@@ -655,8 +756,12 @@ def barriers():
 
 @gluon.jit
 def result_at(target, first_row, slot, ROOM: gl.constexpr):
-    """Where numbers and lse of rows from ``first_row`` on belong, or with ``slot`` >= 0 those of a part."""
-    out, lse, parts, part_lse = target
+    """Where numbers and lse of rows from ``first_row`` on belong, or with ``slot`` >= 0 those of a part.
+
+    And the factor of the numbers: parts are averages of values, and so in the range of their dtype. The merge
+    multiplies by ``k_scale``.
+    """
+    out, lse, parts, part_lse, k_scale = target
     if slot >= 0:
         first = slot.to(gl.int64) * ROOM
         numbers = parts + first * 512
@@ -664,12 +769,12 @@ def result_at(target, first_row, slot, ROOM: gl.constexpr):
     else:
         numbers = out + first_row * 512
         logs = lse + first_row
-    return numbers, logs
+    return numbers, logs, gl.where(slot >= 0, 1.0, k_scale)
 
 
 @gluon.jit
 def _pairs_store(
-    acc, peak, total, totals, staging, free, bars, target, segment, first_row, rows, slot, k_scale,
+    acc, peak, total, totals, staging, free, bars, target, segment, first_row, rows, slot,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """Write one half of the rows: the result, or with ``slot`` >= 0 a part of it that is merged later.
@@ -685,13 +790,12 @@ def _pairs_store(
     total += totals.index(place + 1 - GROUP).load(gl.SliceLayout(1, SCORES))
     empty = total == 0.0
     safe = gl.where(empty, 1.0, total)
-    # A part is an average of values, and so in the range of their dtype: the merge multiplies by k_scale.
-    factor = gl.convert_layout(gl.where(slot >= 0, 1.0, k_scale) / safe, gl.SliceLayout(1, ACC))
+    numbers, logs, factor = result_at(target, first_row, slot, 64)
+    factor = gl.convert_layout(factor / safe, gl.SliceLayout(1, ACC))
     blank = gl.convert_layout(empty, gl.SliceLayout(1, ACC))
     result = gl.where(blank[:, None], 0.0, acc * factor[:, None])
     peak -= lift_of(staging.dtype)
     log_sum = gl.where(empty, -float("inf"), peak * 0.6931471805599453 + gl.log(safe))
-    numbers, logs = result_at(target, first_row, slot, 64)
     if GROUP == 0:
         row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
         gl.store(logs + row, log_sum, mask=row < rows)
@@ -711,17 +815,20 @@ def _pairs_store(
 @gluon.jit
 def _pairs_group(
     memory, scales, totals, bars, target, seq_lens, capacity, q_len, heads, first_row, rows, token,
-    program, first, last, unit, begin_unit, end_unit, scale, k_scale,
-    GROUP: gl.constexpr, CONVERTS: gl.constexpr, IS_PACKED: gl.constexpr,
+    program, work, scale, GROUP: gl.constexpr, CONVERTS: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute."""
     if CONVERTS:
         gdc_wait()
+    place, requests, stride, turn, unit, begin_unit, end_unit = work
     more = token - first_row // heads if IS_PACKED else 0
     used_a = 0
     used_b = 0
     segment = 0
-    for request in range(first, last):
+    round = place * 0
+    for _ in range(requests):
+        request = round + place
+        round, place = next_request(round, place, stride, turn)
         seq_len = gl.load(seq_lens + request)
         limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
         unit += tiles + COST
@@ -729,7 +836,7 @@ def _pairs_group(
             peak = gl.full([64], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
             total = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
             acc = gl.full([64, 256], 0.0, gl.float32, layout=ACC)
-            row = request.to(gl.int64) * q_len * heads + first_row  # type: ignore[attr-defined]  # a tensor
+            row = request.to(gl.int64) * q_len * heads + first_row
             factors: gl.constexpr = gl.SliceLayout(1, SCORES)
             row_scale = scale_of(scales, row, scale, rows, 64, CONVERTS, factors)
             mbarrier.wait(bars[QUERIES], segment & 1)
@@ -769,8 +876,7 @@ def _pairs_group(
                 staging = memory[RIGHT].index(odd)
             free = bars[FREE].index(2 * odd + GROUP)
             _pairs_store(
-                acc, peak, total, totals, staging, free, bars, target, segment, row, rows, slot, k_scale,
-                GROUP,
+                acc, peak, total, totals, staging, free, bars, target, segment, row, rows, slot, GROUP
             )  # fmt: skip
             segment += 1
 
@@ -778,7 +884,7 @@ def _pairs_group(
 # Not in the compiled kernel: a server has many values of these.
 @gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
 def mla_decode_pairs_kernel(
-    q, columns, block_table, seq_lens, out, lse, parts, part_lse, scales,
+    q, columns, block_table, seq_lens, out, lse, parts, part_lse, cuts, scales,
     q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
     softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
     PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr, CONVERTS: gl.constexpr, IS_PACKED: gl.constexpr,
@@ -786,7 +892,7 @@ def mla_decode_pairs_kernel(
     """Attend from up to 64 rows (query token, head) to an equal part of the tiles of all requests.
 
     The rows are heads of one query token or, if IS_PACKED, all heads of some. Grid: (blocks of such rows,
-    parts). PAGE_SIZE is 64 or 128; BATCH is ``batch`` up to a power of two.
+    parts). PAGE_SIZE is 64 or 128; BATCH is that of ``share_of``.
     ``softmax_scale * k_scale`` must be positive.
     """
     dtype: gl.constexpr = q.dtype.element_ty
@@ -798,12 +904,8 @@ def mla_decode_pairs_kernel(
     # The last query token.
     token = (first_row + rows - 1) // heads
     program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    if BATCH == 0:
-        first, last, unit, begin_unit, end_unit = own_split(seq_lens, aligned, capacity, q_len, token)
-    else:
-        first, last, unit, begin_unit, end_unit = equal_part(
-            seq_lens, batch, capacity, q_len, token, aligned, BATCH
-        )
+    cuts += program
+    work = share_of(seq_lens, batch, capacity, q_len, token, aligned, BATCH)
     pieces: gl.constexpr = 512 // WIDTH
     q_p = gl.allocate_shared_memory(dtype, [pieces, 64, WIDTH], SHARED)
     q_v = shared_as(q_p, dtype, [2, 64, 256], SHARED)
@@ -817,32 +919,30 @@ def mla_decode_pairs_kernel(
     scale = softmax_scale * k_scale * 1.4426950408889634
     # In the order of their numbers above.
     memory = (q_p, q_r, left_p, right_p, left, right, rope, given, peaks)
-    target = (out, lse, parts, part_lse)
+    target = (out, lse, parts, part_lse, k_scale)
     gl.warp_specialize(
         [
             (
                 _pairs_group,
                 (
                     memory, scales, totals, bars, target, seq_lens, capacity, q_len, heads, first_row, rows,
-                    token, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
-                    0, CONVERTS, IS_PACKED,
+                    token, program, work, scale, 0, CONVERTS, IS_PACKED,
                 ),
             ),
             (
                 _pairs_group,
                 (
                     memory, scales, totals, bars, target, seq_lens, capacity, q_len, heads, first_row, rows,
-                    token, program, first, last, unit, begin_unit, end_unit, scale, k_scale,
-                    1, CONVERTS, IS_PACKED,
+                    token, program, work, scale, 1, CONVERTS, IS_PACKED,
                 ),
             ),
             (
                 load_group,
                 (
                     q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
-                    q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
-                    capacity, q_len, heads, first_row, rows, token, first, last, unit, begin_unit, end_unit,
-                    PAGE_SIZE, 64, CONVERTS, IS_PACKED,
+                    cuts, q_batch_stride, q_token_stride, q_head_stride, page_rows, row_words, table_stride,
+                    capacity, q_len, heads, first_row, rows, token, work,
+                    PAGE_SIZE, 64, 0, CONVERTS, IS_PACKED, BATCH > 1,
                 ),
             ),
         ],
@@ -889,8 +989,8 @@ def _few_step(
     weights = gl.exp2(scores * scale - (base - lift_of(given.dtype))[None, :])
     given.index(z + TILE).store(weights.to(given.dtype))
     if live < 64:
-        clear_tail(left_p, z + TILE, live, 0, False)
-        clear_tail(right_p, z + TILE, live, 0, False)
+        clear_tail(left_p, z + TILE, live, 0, PAIRS, False)
+        clear_tail(right_p, z + TILE, live, 0, PAIRS, False)
     fence_async_shared()
     barrier()
     mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=is_last)
@@ -911,7 +1011,7 @@ def _few_step(
 @gluon.jit
 def _few_store(
     own, theirs, peak, total, peaks, totals, halves, bars, target, segment, first_row,
-    heads, slot, k_scale, GROUP: gl.constexpr, LIFT: gl.constexpr,
+    heads, slot, GROUP: gl.constexpr, LIFT: gl.constexpr,
 ):  # fmt: skip
     """Exchange halves of the output with the other group, and write one: a result, or a part of one.
 
@@ -938,13 +1038,12 @@ def _few_store(
     mbarrier.arrive(bars[READ + GROUP], count=1)
     empty = sums == 0.0
     safe = gl.where(empty, 1.0, sums)
-    factor = gl.where(slot >= 0, 1.0, k_scale) / safe
-    result = gl.where(empty[None, :], 0.0, acc * factor[None, :])
+    numbers, logs, factor = result_at(target, first_row, slot, HEADS)
+    result = gl.where(empty[None, :], 0.0, acc * (factor / safe)[None, :])
     highest -= LIFT
     log_sum = gl.where(empty, -float("inf"), highest * 0.6931471805599453 + gl.log(safe))
     head = gl.arange(0, HEADS, layout=BY_HEAD)
     column = GROUP * 256 + gl.arange(0, 256, layout=gl.SliceLayout(1, TALL))
-    numbers, logs = result_at(target, first_row, slot, HEADS)
     if GROUP == 0:
         gl.store(logs + head, log_sum, mask=head < heads)
     place = numbers + (head * 512)[None, :] + column[:, None]
@@ -955,12 +1054,16 @@ def _few_store(
 @gluon.jit
 def _few_group(
     memory, peaks, totals, halves, bars, target, seq_lens, capacity, q_len, heads, token,
-    program, first, last, unit, begin_unit, end_unit, scale, k_scale, GROUP: gl.constexpr,
+    program, work, scale, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute."""
+    place, requests, stride, turn, unit, begin_unit, end_unit = work
     used = 0
     segment = 0
-    for request in range(first, last):
+    round = place * 0
+    for _ in range(requests):
+        request = round + place
+        round, place = next_request(round, place, stride, turn)
         seq_len = gl.load(seq_lens + request)
         limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
         unit += tiles + COST
@@ -985,10 +1088,10 @@ def _few_group(
                 own, theirs = left_acc, right_acc
             else:
                 own, theirs = right_acc, left_acc
-            row = (request.to(gl.int64) * q_len + token) * heads  # type: ignore[attr-defined]  # a tensor
+            row = (request.to(gl.int64) * q_len + token) * heads
             _few_store(
                 own, theirs, peak, total, peaks, totals, halves, bars, target, segment, row, heads, slot,
-                k_scale, GROUP, lift_of(memory[7].dtype),
+                GROUP, lift_of(memory[7].dtype),
             )  # fmt: skip
             segment += 1
 
@@ -996,14 +1099,14 @@ def _few_group(
 # Not in the compiled kernel: a server has many values of these.
 @gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
 def mla_decode_few_kernel(
-    q, columns, block_table, seq_lens, out, lse, parts, part_lse,
+    q, columns, block_table, seq_lens, out, lse, parts, part_lse, cuts,
     q_batch_stride, q_token_stride, q_head_stride, page_rows, table_stride,
     softmax_scale, k_scale, capacity, q_len, heads, batch, aligned,
     PAGE_SIZE: gl.constexpr, BATCH: gl.constexpr,
 ):  # fmt: skip
     """Attend from the heads of one query token, at most 16, to an equal part of the tiles of all requests.
 
-    Grid: (query tokens, parts). PAGE_SIZE is 64 or 128; BATCH is ``batch`` up to a power of two.
+    Grid: (query tokens, parts). PAGE_SIZE is 64 or 128; BATCH is that of ``share_of``.
     ``softmax_scale * k_scale`` must be positive.
     """
     dtype: gl.constexpr = q.dtype.element_ty
@@ -1013,12 +1116,8 @@ def mla_decode_few_kernel(
 
     token = gl.program_id(0)
     program = gl.program_id(1) * gl.num_programs(0) + token
-    if BATCH == 0:
-        first, last, unit, begin_unit, end_unit = own_split(seq_lens, aligned, capacity, q_len, token)
-    else:
-        first, last, unit, begin_unit, end_unit = equal_part(
-            seq_lens, batch, capacity, q_len, token, aligned, BATCH
-        )
+    cuts += program
+    work = share_of(seq_lens, batch, capacity, q_len, token, aligned, BATCH)
     pieces: gl.constexpr = 512 // WIDTH
     q_p = gl.allocate_shared_memory(dtype, [pieces, HEADS, WIDTH], SHARED)
     q_v = shared_as(q_p, dtype, [2, HEADS, 256], SHARED)
@@ -1032,30 +1131,30 @@ def mla_decode_few_kernel(
     bars = barriers()
     scale = softmax_scale * k_scale * 1.4426950408889634
     memory = (q_p, q_r, left_p, right_p, left, right, rope, given)
-    target = (out, lse, parts, part_lse)
+    target = (out, lse, parts, part_lse, k_scale)
     gl.warp_specialize(
         [
             (
                 _few_group,
                 (
                     memory, peaks, totals, halves, bars, target, seq_lens, capacity, q_len,
-                    heads, token, program, first, last, unit, begin_unit, end_unit, scale, k_scale, 0,
+                    heads, token, program, work, scale, 0,
                 ),
             ),
             (
                 _few_group,
                 (
                     memory, peaks, totals, halves, bars, target, seq_lens, capacity, q_len,
-                    heads, token, program, first, last, unit, begin_unit, end_unit, scale, k_scale, 1,
+                    heads, token, program, work, scale, 1,
                 ),
             ),
             (
                 load_group,
                 (
                     q_v, q_r, left_p, right_p, left, right, rope, bars, q, columns, block_table, seq_lens,
-                    q_batch_stride, q_token_stride, q_head_stride, page_rows, 0, table_stride,
-                    capacity, q_len, heads, token * heads, heads, token, first, last, unit, begin_unit,
-                    end_unit, PAGE_SIZE, HEADS, False, False,
+                    cuts, q_batch_stride, q_token_stride, q_head_stride, page_rows, 0, table_stride,
+                    capacity, q_len, heads, token * heads, heads, token, work,
+                    PAGE_SIZE, HEADS, 0, False, False, BATCH > 1,
                 ),
             ),
         ],

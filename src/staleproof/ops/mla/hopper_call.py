@@ -7,15 +7,25 @@ from typing import Any
 import torch
 
 from staleproof import device
+from staleproof.ops.cuda_runtime import processor_count
 from staleproof.ops.launching import MOST_CALLS, empty, launched
 from staleproof.ops.mla.e4m3 import WORDS, mla_decode_e4m3_kernel
 from staleproof.ops.mla.hopper import SHARED, mla_decode_few_kernel, mla_decode_pairs_kernel
 from staleproof.ops.mla.merge import merge_parts_kernel
-from staleproof.ops.mla.plan import E4M3_ROWS, FEW_HEADS, Cut, aligned_parts, cdiv, merge_tiles
+from staleproof.ops.mla.plan import (
+    E4M3_ROWS,
+    FEW_HEADS,
+    Cut,
+    aligned_parts,
+    cdiv,
+    merge_tiles,
+    whole_programs,
+)
 from staleproof.ops.mla.queries import float16_queries_kernel
 
 device.load_triton()
 
+import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 RANK, TOKEN = 512, 576
@@ -50,9 +60,12 @@ class HopperCall:
         rows = q_len * heads
         is_e4m3 = kv_cache.dtype != q.dtype
         # Rows of a program, and those that a part of them takes.
-        is_packed, own = cut.kernel == "packed", cut.height(q_len, heads, is_e4m3)
-        programs = cut.parts or batch * cut.splits
         is_cut = cut.parts > 0 or cut.splits > 1
+        is_packed, own = cut.kernel == "packed", cut.height(q_len, heads, is_e4m3)
+        groups = cdiv(rows, own)
+        programs = cut.parts or batch * cut.splits
+        if not is_cut:
+            programs = whole_programs(batch, groups, processor_count(q.device.index))
         kind: tuple[Any, ...] = (is_e4m3, is_packed)
         kernel, room = mla_decode_pairs_kernel, 64
         # An E4M3 cache is read as words of four numbers: by address where the loading group converts it.
@@ -62,13 +75,13 @@ class HopperCall:
             kernel, kind, self._reads = mla_decode_e4m3_kernel, (room, is_packed), False
         elif heads <= FEW_HEADS and not is_packed:
             kernel, room, kind = mla_decode_few_kernel, 16, ()
-        groups = cdiv(rows, own)
-        # Of each program two parts, and their lse.
+        # Of each program two parts.
         self._slots = 2 * groups * programs * room
-        numbers, part_lse = out, lse
+        self._programs = groups * programs
+        numbers, part_lse, cuts = out, lse, lse
         if is_cut:
-            memory = self._memory(out)
-            part_lse, numbers = memory[: self._slots], memory[self._slots :].view(out.dtype)
+            part_lse, numbers, cuts = self._memory(out).split(self._sizes())
+            numbers, cuts = numbers.view(out.dtype), cuts.view(torch.int32)
         # The cache as rows of one token. Pages may lie apart, e.g. with those of other layers between.
         width = TOKEN // 4 if is_e4m3 else TOKEN
         row_width = kv_cache.stride(1) // 4 if is_e4m3 else kv_cache.stride(1)
@@ -89,13 +102,13 @@ class HopperCall:
                 num_warps=4,
             )
             q, strides = queries.view(torch.float16), (rows * TOKEN, heads * TOKEN, TOKEN)
-        most = next(n for n in BATCHES if batch <= n) if cut.parts else 0
+        most = next(n for n in BATCHES if batch <= n) if cut.parts else int(programs < batch)
         aligned = aligned_parts(cut.parts, batch) if cut.parts else cut.splits
         shape = call.capacity, q_len, heads, batch, aligned
         words = (row_width,) if kernel is mla_decode_pairs_kernel else ()
         self._scaled = kernel is not mla_decode_few_kernel
         sizes = (*strides, page_rows, *words, block_table.stride(0), softmax_scale, k_scale, *shape)
-        tensors = q, columns, block_table, seq_lens, out, lse, numbers, part_lse
+        tensors = q, columns, block_table, seq_lens, out, lse, numbers, part_lse, cuts
         self._decode = launched(
             kernel,
             (groups, programs, 1),
@@ -107,12 +120,13 @@ class HopperCall:
         self._merge = None
         if is_cut:
             block, some, step, warps = merge_tiles(batch, programs)
-            of_rows = (k_scale, rows, own, heads, call.capacity, q_len, batch, programs, aligned)
+            known = triton.next_power_of_2(programs) if cut.parts else 0
+            of_rows = (k_scale, rows, own, heads, call.capacity, q_len, programs, aligned)
             self._merge = launched(
                 merge_parts_kernel,
-                (groups * (RANK // block), cdiv(own, some), batch),
-                (numbers, part_lse, seq_lens, out, lse),
-                (*of_rows, RANK, room, block, some, step, most, False),
+                (groups * (RANK // block), cdiv(own, some), min(batch, programs)),
+                (numbers, part_lse, cuts, seq_lens, out, lse),
+                (*of_rows, RANK, room, block, some, step, known, False),
                 num_warps=warps,
                 launch_pdl=True,
             )
@@ -134,10 +148,11 @@ class HopperCall:
         """Launch it again on other tensors of the same layouts."""
         assert self._decode is not None
         lengths, results = seq_lens.data_ptr(), (out.data_ptr(), lse.data_ptr())
-        parts = results
+        parts: tuple[int, ...] = (*results, results[1])
         if self._merge is not None:
             memory = self._memory(out)
-            parts = memory.data_ptr() + self._slots * 4, memory.data_ptr()
+            at, (logs, numbers, _) = memory.data_ptr(), self._sizes()
+            parts = at + 4 * logs, at, at + 4 * (logs + numbers)
         address = kv_cache.data_ptr()
         columns = (address,) if self._reads else self._maps.get(address) or self._mapped(kv_cache)
         queries, scales = q.data_ptr(), results[1]
@@ -159,9 +174,13 @@ class HopperCall:
         self._maps[kv_cache.data_ptr()] = columns
         return columns
 
+    def _sizes(self) -> tuple[int, int, int]:
+        """Words for the lse of each row of a part, for its numbers, and for what each program cut."""
+        return self._slots, self._slots * RANK // 2, self._programs
+
     def _memory(self, out: torch.Tensor) -> torch.Tensor:
-        """For each row of a part its lse; behind them, for each its numbers, of the result's dtype."""
-        return empty((self._slots * (1 + RANK // 2),), torch.float32, out)
+        """The numbers are of the result's dtype, two in a word."""
+        return empty((sum(self._sizes()),), torch.float32, out)
 
     def _query_memory(self, q: torch.Tensor) -> torch.Tensor:
         """Of queries beside an E4M3 cache their float16 numbers; behind them, for each row its scale."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from staleproof import device
-from staleproof.ops.mla.plan import REQUEST_COST
 
 device.load_triton()
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
-
-COST = tl.constexpr(REQUEST_COST)
 
 
 @triton.jit
@@ -42,28 +39,35 @@ def merge_splits_kernel(
 
 
 @triton.jit
-def _program_of(unit, whole, programs):
-    """The program of the decode whose equal part of all tiles holds this one."""
-    return (((unit + 1) * programs - 1) // whole).to(tl.int32)
+def _nth_cut(cuts, number, group, groups, programs, PROGRAMS: tl.constexpr):
+    """Of the requests that were cut the one of this number, its first program, and how many have a part.
+
+    Of each program ``cuts`` has 1 + the request whose first part it wrote, or -1 if it wrote a part from the
+    middle of one, and so nothing else; otherwise 0. The request is -1 if there is none of that number.
+    """
+    index = tl.arange(0, PROGRAMS)
+    cut = tl.load(cuts + index * groups + group, mask=index < programs, other=0)
+    is_first = cut > 0
+    mine = is_first & (tl.cumsum(is_first.to(tl.int32), 0) == number + 1)
+    # Both in one sum; a batch has up to 1,024 requests.
+    found = tl.sum(tl.where(mine, index * 2048 + cut, 0), 0)
+    first = found // 2048
+    last = tl.min(tl.where((index > first) & (cut >= 0), index, PROGRAMS), 0)
+    return found % 2048 - 1, first, last - first + 1
 
 
-@triton.jit
-def _splits_of(request, tiles, splits):
-    """The first program of the decode that has a split of this request, and how many have one."""
-    return request * splits, tl.minimum(tiles, splits)
-
-
-@triton.jit(do_not_specialize=["rows", "own", "heads", "capacity", "q_len", "batch", "programs", "aligned"])
+@triton.jit(do_not_specialize=["rows", "own", "heads", "capacity", "q_len", "programs", "splits"])
 def merge_parts_kernel(
-    parts, part_lse, seq_lens, out, lse, k_scale, rows, own, heads, capacity, q_len, batch, programs, aligned,
-    RANK: tl.constexpr, ROOM: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, BATCH: tl.constexpr, INTERPRET: tl.constexpr,
+    parts, part_lse, cuts, seq_lens, out, lse, k_scale, rows, own, heads, capacity, q_len, programs, splits,
+    RANK: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    PROGRAMS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Average the parts of ROWS rows of a request, weighted by their lse, unless it has one part.
+    """Average the parts of ROWS rows of a request, weighted by their lse.
 
-    Grid: (groups of ``own`` rows * columns / BLOCK, own / ROWS, batch). ``programs`` of the decode share
-    the tiles, or with BATCH 0 each request has ``aligned`` splits. Program p wrote the first part of its
-    last request to slot 2 p + 1, and other parts to 2 p. A slot has ROOM rows.
+    Grid: (groups of ``own`` rows * columns / BLOCK, own / ROWS, requests that may have been cut). With
+    PROGRAMS 0 the decode cut each into ``splits``, or fewer if it has fewer tiles. Otherwise it wrote down
+    which it cut; PROGRAMS is ``programs`` up to a power of two. Program p wrote the first part of its last
+    request to slot 2 p + 1, and other parts to 2 p. A slot has ROOM rows.
     """
     blocks: tl.constexpr = RANK // BLOCK
     groups = tl.num_programs(0) // blocks
@@ -72,32 +76,16 @@ def merge_parts_kernel(
     line = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = (line < own) & (group * own + line < rows)
     request = tl.program_id(2)
-    # Where the decode cut, once more from the lengths: while it still runs, and without waiting for what it
-    # would have to store and this would have to load. The limit is that of the group's last query token.
-    unseen = (tl.minimum((group + 1) * own, rows) - 1) // heads + 1 - q_len
-    if BATCH == 0:
+    if PROGRAMS == 0:
+        # From the length, while the decode still runs. The limit is that of the group's last query token.
+        unseen = (tl.minimum((group + 1) * own, rows) - 1) // heads + 1 - q_len
         limit = tl.minimum(tl.load(seq_lens + request), capacity) + unseen
-        first, count = _splits_of(request, tl.maximum(tl.cdiv(limit, 64), 1), aligned)
-    else:
-        index = tl.arange(0, BATCH)
-        seq_len = tl.load(seq_lens + index, mask=index < batch, other=0)
-        limit = tl.maximum(tl.minimum(seq_len, capacity) + unseen, 0)
-        units = tl.where(index < batch, tl.maximum(tl.cdiv(limit, 64), 1) + COST, 0)
-        most = tl.max(units, 0)
-        is_even = tl.min(tl.where(index < batch, units, most), 0) == most
-        # What hopper.pays_off says.
-        is_aligned = is_even & (tl.cdiv(batch * most, aligned) <= tl.cdiv(batch * most, programs) + COST)
-        if is_aligned & (aligned >= batch):
-            first, count = _splits_of(request, most - COST, aligned // batch)
-        else:
-            whole = tl.sum(units, 0).to(tl.int64)
-            end = tl.sum(tl.where(index <= request, units, 0), 0).to(tl.int64)
-            begin = tl.sum(tl.where(index < request, units, 0), 0).to(tl.int64)
-            parted = tl.minimum(whole, tl.where(is_aligned, aligned, programs))
-            first = _program_of(begin + COST, whole, parted)
-            count = _program_of(end - 1, whole, parted) - first + 1
+        first, count = request * splits, tl.minimum(tl.maximum(tl.cdiv(limit, 64), 1), splits)
     if not INTERPRET:
         gdc_wait()
+    if PROGRAMS > 0:
+        request, first, count = _nth_cut(cuts, request, group, groups, programs, PROGRAMS)
+        count = tl.where(request < 0, 0, count)
     if count > 1:
         peak = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)

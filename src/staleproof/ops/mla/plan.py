@@ -104,6 +104,17 @@ def aligned_parts(parts: int, batch: int) -> int:
     return batch * (parts // batch) if batch <= parts else cdiv(batch, cdiv(batch, parts))
 
 
+def whole_programs(batch: int, groups: int, processors: int) -> int:
+    """How many programs share requests as a whole, for each of ``groups`` of rows: all equally many requests.
+
+    More would finish no sooner, and share the memory's bandwidth with those that have one request more.
+
+    >>> [whole_programs(batch, 2, 132) for batch in (16, 66, 99, 256)]
+    [16, 66, 50, 64]
+    """
+    return min(batch, aligned_parts(max(1, processors // groups), batch))
+
+
 def merge_tiles(batch: int, parts: int) -> tuple[int, int, int, int]:
     """(columns and rows of a program, parts that it loads together, warps) of ``merge_parts_kernel``.
 
@@ -111,26 +122,28 @@ def merge_tiles(batch: int, parts: int) -> tuple[int, int, int, int]:
     never lie in several warps: those are added by way of shared memory, which took up to 40 us longer.
 
     >>> [merge_tiles(batch, 132) for batch in (1, 6, 9, 40, 128)]
-    [(128, 1, 64, 1), (128, 1, 32, 1), (256, 1, 16, 1), (512, 1, 4, 2), (512, 4, 2, 4)]
+    [(128, 1, 64, 1), (128, 1, 32, 1), (256, 1, 16, 1), (512, 2, 4, 4), (512, 4, 2, 4)]
     """
     together = min(1 << (cdiv(parts, batch) - 1).bit_length(), 64)
     if together > 16:
         return 128, 1, together, 1
     if together > 8:
         return 256, 1, together, 1
-    # With many requests most rows have nothing to merge.
-    return (512, 4, 2, 4) if batch >= 64 else (512, 1, max(together, 4), 2)
+    if batch >= 64:
+        # Most requests have two parts at most.
+        return 512, 4, 2, 4
+    return (512, 2, 4, 4) if together <= 4 else (512, 1, 8, 2)
 
 
 class Cut(NamedTuple):
     """A kernel, and how it cuts the keys.
 
     Attributes:
-        kernel: ``portable`` (16 rows a program), ``alone`` (64 rows of one request), ``few``, ``pairs`` or
-            ``packed`` (all heads of several query tokens).
+        kernel: ``portable`` (16 rows a program), ``few``, ``pairs`` or ``packed`` (all heads of several query
+            tokens).
         parts: of the last three: equal parts of the line of all tiles, for each block of rows. With 0 a
-            program has one request, or one split of it.
-        splits: of each request; ``alone`` has none.
+            program has whole requests, or one split of one.
+        splits: of each request.
     """
 
     kernel: str
@@ -163,28 +176,32 @@ class Rates(NamedTuple):
 
 
 RATES = {
-    "portable": Rates(2.03, 5.5),
-    "alone": Rates(1.58, 8.0),
-    "pairs": Rates(1.44, 7.7),
-    "few": Rates(1.45, 6.7),
-    "packed": Rates(1.7, 9.1),
+    "portable": Rates(1.87, 2.04),
+    "pairs": Rates(1.36, 4.48),
+    "few": Rates(1.03, 4.43),
+    "packed": Rates(1.43, 6.17),
 }
 # Beside an E4M3 cache: more than 32 rows, up to 16, and up to 32 (``e4m3.py``).
 E4M3_RATES: dict[str | int, Rates] = {
-    "portable": Rates(6.8, 9.6),
-    "pairs": Rates(2.0, 5.4),
-    16: Rates(1.1, 4.2),
-    32: Rates(1.15, 7.6),
+    "portable": Rates(5.79, 3.75),
+    "pairs": Rates(1.95, 2.37),
+    16: Rates(1.02, 1.12),
+    32: Rates(1.09, 4.71),
 }
 # What a request takes longer there if query tokens are packed.
 E4M3_PACKED = 2.5
-# How much longer a tile takes while programs run on all processors.
-CROWD = 0.37
-# Microseconds: of finding a part among all lengths, of merging, for each of what is merged of a row, and for
-# each megabyte of all that, written and read again.
-FIND_PART, MERGE, MERGE_PART, MERGE_MEGABYTE = 0.8, 1.0, 0.03, 0.31
+# Microseconds of a program's beginning and end besides its requests, and of finding its part of all tiles.
+LAUNCH, FIND_PART = 4.99, 1.52
+# How much longer a tile takes while programs run on all processors, and megabytes that the GPU reads in a
+# microsecond: a tile takes the longer of both.
+CROWD, BANDWIDTH = 0.43, 4.15
+# Microseconds of merging: for each megabyte of parts, written and read again, and where the merge has to find
+# out which requests were cut, if that is most of them.
+MERGE_MEGABYTE, MERGE_SOME = 0.33, 4.73
 # Of making float16 numbers of the queries beside an E4M3 cache.
 CONVERT_QUERIES = 3.0
+# What uneven lengths come to on average, in lengths of the longest.
+UNEVEN = 0.7
 
 
 class Work(NamedTuple):
@@ -211,7 +228,7 @@ class Work(NamedTuple):
 
         >>> work = Work(128, 128, 1, 64, 128 * 64, 132)
         >>> [round(work.microseconds(Cut("pairs", parts))) for parts in (0, 66)]
-        [268, 267]
+        [261, 262]
         """
         is_even = self.total == self.batch * self.tiles
         rows = self.q_len * self.heads
@@ -219,31 +236,37 @@ class Work(NamedTuple):
         rate = self._rates(cut, height)
         fixed = CONVERT_QUERIES if self.converts and cut.kernel != "portable" else 0.0
         blocks = cdiv(rows, height)
-        # ``each``: the parts or splits of a request.
         if cut.parts == 0:
-            # One request a program, or one split of it; what does not fit onto the processors waits.
+            # The longest request or a split of it; then other requests, or what waited for a processor.
             programs = self.batch * blocks * cut.splits
-            requests = float(cdiv(programs, self.processors))
-            own = cdiv(self.tiles, cut.splits)
-            tiles = requests * own if is_even else max(own, self.total * blocks / self.processors)
-            each = float(cut.splits)
+            if cut.splits == 1 and cut.kernel != "portable":
+                programs = whole_programs(self.batch, blocks, self.processors) * blocks
+            requests = float(cdiv(self.batch * blocks * cut.splits, min(programs, self.processors)))
+            tiles = cdiv(self.tiles, cut.splits) + (requests - 1) * self.total / self.batch / cut.splits
+            is_cut = cut.splits > 1
         else:
             parts = min(float(cut.parts), self.total)
-            tiles, each = self.total / parts, max(parts / self.batch, 2.0)
-            requests = max(1.0, self.batch / parts) + (self.batch > 1)
+            tiles, is_cut = self.total / parts, True
+            # The first and the last of a program are a part each.
+            requests = cdiv(self.batch, int(parts)) + min(self.batch / parts, 1.0)
             aligned = aligned_parts(cut.parts, self.batch)
             units = self.total + REQUEST_COST * self.batch
             if is_even and cdiv(int(units), aligned) <= cdiv(int(units), cut.parts) + REQUEST_COST:
                 parts, requests = aligned, float(cdiv(self.batch, aligned))
-                tiles, each = cdiv(self.batch * self.tiles, aligned), max(aligned / self.batch, 1.0)
+                tiles, is_cut = float(cdiv(self.batch * self.tiles, aligned)), aligned > self.batch
+            else:
+                fixed += MERGE_SOME * min(self.batch / parts, 1.0)
             programs = int(parts * blocks)
             fixed += FIND_PART
-        if each > 1:
+        if is_cut:
             size = 4 if cut.kernel == "portable" else 2
-            megabytes = programs * min(rows, height) * 512 * size / 1e6
-            fixed += MERGE + MERGE_PART * each + MERGE_MEGABYTE * megabytes
+            fixed += MERGE_MEGABYTE * programs * min(rows, height) * 512 * size / 1e6
         crowd = 1 + CROWD * min(1.0, programs / self.processors)
-        return tiles * rate.tile * crowd + requests * rate.request + fixed
+        # Blocks of rows read the same keys, all but the first from the L2.
+        read = (
+            min(programs, self.processors) / blocks * 64 * 576 * (1 if self.converts else 2) / 1e6 / BANDWIDTH
+        )
+        return tiles * max(rate.tile * crowd, read) + requests * rate.request + LAUNCH + fixed
 
     def _rates(self, cut: Cut, height: int) -> Rates:
         """Of a kernel whose programs have ``height`` rows."""
@@ -270,22 +293,19 @@ class Work(NamedTuple):
             found += [Cut(kernel, 0, n) for n in sorted(splits) if n > 1]
         narrow = self.processors // (self.batch * cdiv(rows, 16))
         found.append(Cut("portable", 0, max(1, min(narrow, self.tiles))))
-        # Its 64 rows have to be of one query token.
-        if self.heads > FEW_HEADS and not self.converts and (self.q_len == 1 or self.heads % 64 == 0):
-            found.append(Cut("alone"))
         return found
 
 
 def fastest(q: torch.Tensor, kv_cache: torch.Tensor, q_len: int, capacity: int) -> Cut:
     """The cut of the least predicted time on Hopper.
 
-    It has to be fast for requests of equal length and for one long request among short ones: the mean of both
-    predictions' logarithms decides.
+    It has to be fast for requests of equal length and for uneven ones: the mean of both predictions'
+    logarithms decides.
     """
     batch, tiles = q.shape[0], cdiv(capacity, 64)
     equal = Work(
         *(batch, q.shape[-2], q_len, tiles, float(batch * tiles), processor_count(q.device.index)),
         converts=kv_cache.dtype != q.dtype,
     )
-    ragged = equal._replace(total=tiles + (batch - 1) * max(tiles / 4, 1.0))
-    return min(equal.cuts(), key=lambda cut: log(equal.microseconds(cut)) + log(ragged.microseconds(cut)))
+    uneven = equal._replace(total=max(UNEVEN * equal.total, float(tiles)))
+    return min(equal.cuts(), key=lambda cut: log(equal.microseconds(cut)) + log(uneven.microseconds(cut)))
