@@ -247,7 +247,7 @@ def _group(
 ):  # fmt: skip
     """One of the two groups that compute."""
     gdc_wait()
-    place, requests, stride, turn, unit, begin_unit, end_unit = work
+    seat, requests, stride, turn, unit, begin_unit, end_unit = work
     layout: gl.constexpr = product_layout(ROWS)
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
     half, given_p, given, peaks = memory[5 + GROUP], memory[7], memory[8], memory[9]
@@ -256,10 +256,10 @@ def _group(
     count = 0
     pairs = 0
     segment = 0
-    round = place * 0
+    lap = seat * 0
     for _ in range(requests):
-        request = round + place
-        round, place = next_request(round, place, stride, turn)
+        request = lap + seat
+        lap, seat = next_request(lap, seat, stride, turn)
         seq_len = gl.load(seq_lens + request)
         limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
         unit += tiles + COST

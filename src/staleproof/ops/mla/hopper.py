@@ -197,13 +197,13 @@ def own_requests(batch):
 
 
 @gluon.jit
-def next_request(round, place, stride, turn):
-    """The request of a program in the next round: ``stride`` further, and ``turn`` places in the round.
+def next_request(lap, seat, stride, turn):
+    """A program's next request: ``stride`` further than the first of this round, and ``turn`` seats further.
 
     That makes the distance odd. Otherwise a program might get all long ones where every second is long.
     """
-    place += turn
-    return round + stride, gl.where((turn != 0) & (place >= stride), place - stride, place)
+    seat += turn
+    return lap + stride, gl.where((turn != 0) & (seat >= stride), seat - stride, seat)
 
 
 @gluon.jit
@@ -663,7 +663,7 @@ def load_group(
     if CONVERTS or STAGES > 0:
         # For the launch that made the queries; so do the groups that load their scales.
         gdc_wait()
-    place, requests, stride, turn, unit, begin_unit, end_unit = work
+    seat, requests, stride, turn, unit, begin_unit, end_unit = work
     gap = q_token_stride - heads * q_head_stride
     used_a = 0
     used_b = 0
@@ -671,10 +671,10 @@ def load_group(
     if CUTS:
         # What lies there is of another call.
         gl.store(cuts, 0)
-    round = place * 0
+    lap = seat * 0
     for _ in range(requests):
-        request = (round + place).to(gl.int64)
-        round, place = next_request(round, place, stride, turn)
+        request = (lap + seat).to(gl.int64)
+        lap, seat = next_request(lap, seat, stride, turn)
         seq_len = gl.load(seq_lens + request)
         limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
         unit += tiles + COST
@@ -820,15 +820,15 @@ def _pairs_group(
     """One of the two groups that compute."""
     if CONVERTS:
         gdc_wait()
-    place, requests, stride, turn, unit, begin_unit, end_unit = work
+    seat, requests, stride, turn, unit, begin_unit, end_unit = work
     more = token - first_row // heads if IS_PACKED else 0
     used_a = 0
     used_b = 0
     segment = 0
-    round = place * 0
+    lap = seat * 0
     for _ in range(requests):
-        request = round + place
-        round, place = next_request(round, place, stride, turn)
+        request = lap + seat
+        lap, seat = next_request(lap, seat, stride, turn)
         seq_len = gl.load(seq_lens + request)
         limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
         unit += tiles + COST
@@ -1057,13 +1057,13 @@ def _few_group(
     program, work, scale, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute."""
-    place, requests, stride, turn, unit, begin_unit, end_unit = work
+    seat, requests, stride, turn, unit, begin_unit, end_unit = work
     used = 0
     segment = 0
-    round = place * 0
+    lap = seat * 0
     for _ in range(requests):
-        request = round + place
-        round, place = next_request(round, place, stride, turn)
+        request = lap + seat
+        lap, seat = next_request(lap, seat, stride, turn)
         seq_len = gl.load(seq_lens + request)
         limit, tiles, begin, end = part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit)
         unit += tiles + COST
