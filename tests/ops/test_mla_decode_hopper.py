@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.mla_shares import Share
 
 from staleproof.device import interpreting
 from staleproof.evidence.canary import bits
 from staleproof.ops.launching import Seen
 from staleproof.ops.mla.decode import Call, mla_decode
 from staleproof.ops.mla.merge import merge_parts_kernel
-from staleproof.ops.mla.plan import REQUEST_COST, Cut, aligned_parts, fits_hopper, merge_tiles
+from staleproof.ops.mla.plan import Cut, aligned_parts, fits_hopper, merge_tiles
 from staleproof.ops.mla.queries import float16_queries_kernel
 from staleproof.ops.reference import mla_decode as reference
 
@@ -31,40 +32,6 @@ def test_a_merge_covers_64_rows_and_512_columns() -> None:
         assert all(n & (n - 1) == 0 for n in tiles)
         # Eight columns a thread: no two warps share the parts of a row.
         assert warps == 1 or columns * rows // 8 >= 32 * warps
-
-
-def _split(tiles: list[int], splits: int) -> list[list[tuple[int, int, int]]]:
-    """As ``hopper.split_of`` cuts."""
-    found: list[list[tuple[int, int, int]]] = []
-    for request, n in enumerate(tiles):
-        count = min(n, splits)
-        cuts = [n * i // count for i in range(count + 1)]
-        found += [[(request, cuts[i], cuts[i + 1])] if i < count else [] for i in range(splits)]
-    return found
-
-
-def _cuts(lens: list[int], programs: int) -> list[list[tuple[int, int, int]]]:
-    """The (request, first tile, tile behind the last) of each program, as ``hopper.equal_part`` cuts."""
-    tiles = [max(-(-n // 64), 1) for n in lens]
-    units = [n + REQUEST_COST for n in tiles]
-    aligned = aligned_parts(programs, len(lens))
-    if len({*units}) == 1 and -(-sum(units) // aligned) <= -(-sum(units) // programs) + REQUEST_COST:
-        if splits := aligned // len(lens):
-            return _split(tiles, splits)
-        ends = [len(lens) * p // aligned for p in range(aligned + 1)]
-        return [[(r, 0, tiles[r]) for r in range(*ends[p : p + 2])] for p in range(aligned)]
-    programs, found = min(programs, sum(units)), []
-    for p in range(programs):
-        begin, end = sum(units) * p // programs, sum(units) * (p + 1) // programs
-        start, mine = 0, []
-        for request, n in enumerate(tiles):
-            first = min(max(begin - start - REQUEST_COST, 0), n)
-            last = min(end - start - REQUEST_COST, n)
-            if first < last:
-                mine.append((request, first, last))
-            start += n + REQUEST_COST
-        found.append(mine)
-    return found
 
 
 # Instead of seven programs, four with a request each just pay off for [448] * 4, and no longer for [512] * 4;
@@ -88,6 +55,7 @@ def test_merged_parts_are_the_whole(
     is_split, programs = programs is None, programs or 3 * len(lens)
     rows, room, rank = heads * q_len, own + 1, 32
     groups = -(-rows // own)
+    aligned = 3 if is_split else aligned_parts(programs, len(lens))
     generator = torch.Generator().manual_seed(1)
     # Keys of each row.
     limits = [[max(n - q_len + row // heads + 1, 0) for row in range(rows)] for n in lens]
@@ -110,13 +78,13 @@ def test_merged_parts_are_the_whole(
     for group in range(groups):
         of = slice(group * own, min((group + 1) * own, rows))
         seen = [its[of.stop - 1] for its in limits]
-        cuts = _split([max(-(-n // 64), 1) for n in seen], 3) if is_split else _cuts(seen, programs)
-        for p, mine in enumerate(cuts):
+        for p in range(programs):
+            mine, cut[p, group] = Share(
+                torch.tensor(seen), p, programs, aligned, 0 if is_split else 16
+            ).loaded(0)
             for request, first, last in mine:
                 if last - first == max(-(-seen[request] // 64), 1):
                     continue
-                if last < max(-(-seen[request] // 64), 1):
-                    cut[p, group] = -1 if first else request + 1
                 at = (2 * (p * groups + group) + (first == 0)) * room
                 part = slice(at, at + of.stop - of.start)
                 parts[part], part_lse[part] = attended(request, of, slice(64 * first, 64 * last))
@@ -126,7 +94,7 @@ def test_merged_parts_are_the_whole(
     capacity = max(lens)
     seq_lens = torch.tensor([n + 999 * (n == capacity) for n in lens], dtype=torch.int32)
     tensors = [x.to(device) for x in (parts, part_lse, cut, seq_lens, out, lse)]
-    sizes = 0.5, rows, own, heads, capacity, q_len, programs, 3
+    sizes = 0.5, rows, own, heads, capacity, q_len, programs, aligned
     grid = 2 * groups, -(-own // 2), min(len(lens), programs)
     known = 0 if is_split else 1 << (programs - 1).bit_length()
     merge_parts_kernel[grid](*tensors, *sizes, rank, room, 16, 2, step, known, interpreting())
