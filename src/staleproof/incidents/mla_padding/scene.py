@@ -200,11 +200,10 @@ class Engine:
         self._counters = counters
         self.weights, self.head, kv_cache, hidden = _drawn(c)
         self.kv_cache, self.hidden = [layer.clone() for layer in kv_cache], hidden.clone()
-        rows, self.max_pages = len(self.hidden), c.max_pages
-        self.pages = torch.arange(1, len(kv_cache[0]), dtype=torch.int32).view(c.batch, self.max_pages)
-        self.block_table = torch.empty(c.batch, self.max_pages, dtype=torch.int32, device=c.device)
+        self.pages = torch.arange(1, len(kv_cache[0]), dtype=torch.int32).view(c.batch, c.max_pages)
+        self.block_table = torch.empty(c.batch, c.max_pages, dtype=torch.int32, device=c.device)
         self.seq_lens = torch.empty(c.batch, dtype=torch.int32, device=c.device)
-        self.live = torch.empty(rows, dtype=torch.bool, device=c.device)
+        self.live = torch.empty(len(self.hidden), dtype=torch.bool, device=c.device)
         # The static output tensors of each layer, by stage, for the detectors.
         self.taps: list[dict[str, torch.Tensor]] = [{} for _ in range(c.layers)]
         self.logits = torch.empty(0)
