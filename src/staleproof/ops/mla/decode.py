@@ -310,8 +310,8 @@ def mla_decode(
 
     Query token j of q_len attends to the first ``seq_len - q_len + j + 1`` keys. There is no host
     sync. One launch, two where keys are split among programs, and on Hopper one before them beside an E4M3
-    cache. During the call partial results take at most processors * 128 * (2 * kv_lora_rank + 4) bytes (16.6
-    MiB on an H200), unless ``num_kv_splits`` is given.
+    cache. During the call partial results take at most processors * (128 * (2 * kv_lora_rank + 4) + 4) bytes
+    (16.6 MiB on an H200), unless ``num_kv_splits`` is given.
 
     On Hopper DeepSeek's shape has kernels of its own (``hopper.py``, ``e4m3.py``), and ``plan.py`` chooses by
     predicted time. Some give each program an equal part of all keys, whatever the lengths. Then the last bits
