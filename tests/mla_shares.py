@@ -43,6 +43,8 @@ class At:
 
 
 NOTHING = Nothing()
+# Places for tiles of E4M3 numbers.
+STAGES = 5
 
 
 def number(x: Any) -> torch.Tensor:
@@ -138,9 +140,13 @@ class Share:
             found.append((int(base), 0, 0))
 
         def words(*args: Any) -> None:
+            assert args[10] == sum(end - begin for _, begin, end in found)
             found[-1] = (found[-1][0], int(args[7]), int(args[8]))
 
         def tiles(*args: Any) -> None:
+            before = [end - begin for _, begin, end in found]
+            # Even tiles and odd ones: the phases of their barriers, which the computing groups count as well.
+            assert args[11:13] == (sum((n + 1) // 2 for n in before), sum(n // 2 for n in before))
             found[-1] = (found[-1][0], int(args[8]), int(args[9]))
 
         load_group = as_python(
@@ -155,45 +161,57 @@ class Share:
     def computed(self, kernel: str, group: int) -> list[tuple[int, int, int]]:
         """By a computing group: of each (request, tiles, slot)."""
         found: list[tuple[int, int, int]] = []
-        done = [0]
+        # Of the request; even and odd ones of all requests.
+        done, even, odd = [0], [0], [0]
 
-        def step(count: int) -> Callable[..., Any]:
+        def step(tiles: int, used: int) -> Callable[..., Any]:
+            """``used``: where the arguments have the phases, of which one tile needs the first."""
+
             def run(*args: Any) -> tuple[Nothing, ...]:
-                done[0] += count if count else 2 if args[-2] else 1
+                both = tiles == 2 and (kernel == "few" or group == 1 or args[-2])
+                assert args[used] == even[0]
+                assert not both or args[used + 1] == odd[0]
+                done[0] += 1 + both
+                even[0] += 1
+                odd[0] += both
                 return (NOTHING,) * (4 if kernel == "few" else 3)
 
             return run
 
         def stored(row: int, slot: int) -> Callable[..., Any]:
             def run(*args: Any) -> None:
+                assert args[row - 1] == len(found)
                 found.append((int(args[row]), done[0], int(args[slot])))
                 done[0] = 0
 
             return run
 
-        def added(*args: Any) -> Nothing:
+        def added(acc: Any, stage: Any, *args: Any) -> Nothing:
+            assert stage == even[0] % STAGES
             done[0] += 1
+            even[0] += 1
             return NOTHING
 
         common = NOTHING, self.lens, self.most, 1, number(1)
         if kernel == "pairs":
             run = as_python(
                 *(hopper, "_pairs_group", self.gl),
-                even_step=step(0),
-                odd_step=step(2),
-                lone_step=step(1),
+                even_step=step(2, 9),
+                odd_step=step(2, 9),
+                lone_step=step(1, 7),
                 _pairs_store=stored(9, 11),
             )
             memory = [NOTHING] * 4
             run(*memory, *common, *self._rows(), group, False, False)
         elif kernel == "few":
-            run = as_python(hopper, "_few_group", self.gl, _few_step=step(1), _few_store=stored(10, 12))
+            run = as_python(hopper, "_few_group", self.gl, _few_step=step(1, 8), _few_store=stored(10, 12))
             memory = [NOTHING] * 5
             run(*memory, *common, number(0), self.program, self.work, 1.0, group)
         else:
             run = as_python(e4m3, "_group", self.gl, _add_values=added, _store=stored(7, 9))
-            memory = [NOTHING] * 4
-            run(*memory, *common, *self._rows(), group, 16, 5, False)
+            half = SimpleNamespace(index=lambda stage: stage)
+            memory = [*[NOTHING] * 5, half, half, *[NOTHING] * 3]
+            run(memory, *[NOTHING] * 3, *common, *self._rows(), group, 16, STAGES, False)
         return found
 
     def _rows(self) -> tuple[Any, ...]:
