@@ -121,7 +121,7 @@ table = torch.randint(0, 40, (256, 3), device=D, dtype=torch.int32)
 for heads in (128, 16):
     for _ in range(2):
         out, lse = mla_decode(bf16(256, heads, 576), bf16(40, 64, 576), table, lengths, softmax_scale=0.07)
-assert out[::5].eq(0).all() and lse[::5].eq(float("-inf")).all()
+    assert out[::5].eq(0).all() and lse[::5].eq(float("-inf")).all()
 """,
     "mla_decode in equal parts, Hopper": """# mla_decode_pairs_kernel mla_decode_few_kernel
 # mla_decode_e4m3_kernel merge_parts_kernel float16_queries_kernel

@@ -191,8 +191,8 @@ def test_requests_that_may_be_long_are_cut_into_equal_parts(fastest, heads):
         ((1, 128, 2, 2048, True), (0, 32)),
     ],
 )
-def test_one_long_request_counts_as_much_as_equal_ones(fastest, call, cut):
-    """Equal lengths alone would decide for splits of each request, one long one alone for equal parts."""
+def test_uneven_lengths_count_as_much_as_equal_ones(fastest, call, cut):
+    """Equal lengths alone would decide for splits of each request, uneven ones alone for equal parts."""
     assert fastest(*call) == kernels.Cut("pairs", *cut)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.mla_shares import Segment, Share
+from tests.mla_shares import STAGES, Segment, Share
 
 from staleproof.ops.mla.plan import REQUEST_COST, aligned_parts, whole_programs
 
@@ -31,7 +31,7 @@ def taken(lens: list[int], programs: int, aligned: int, length: int) -> list[lis
     for p in range(programs):
         share = Share(torch.tensor(lens), p, programs, aligned, length)
         segments, cut = share.loaded(0)
-        assert (segments, cut) == share.loaded(5)
+        assert (segments, cut) == share.loaded(STAGES)
         assert cut == cut_word(segments, tiles)
         slots = [2 * p if begin else 2 * p + 1 if end < tiles[r] else -1 for r, begin, end in segments]
         want = [(r, end - begin, slot) for (r, begin, end), slot in zip(segments, slots, strict=True)]

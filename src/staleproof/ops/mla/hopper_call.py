@@ -75,12 +75,15 @@ class HopperCall:
             kernel, kind, self._reads = mla_decode_e4m3_kernel, (room, is_packed), False
         elif heads <= FEW_HEADS and not is_packed:
             kernel, room, kind = mla_decode_few_kernel, 16, ()
-        # Of each program two parts.
-        self._slots = 2 * groups * programs * room
-        self._programs = groups * programs
+        # Of each program two parts: for each of their rows an lse, and its numbers, of which two are a word;
+        # and what each program cut.
+        slots = 2 * groups * programs * room
+        sizes_of_parts = slots, slots * RANK // 2, groups * programs
+        self._words, self._numbers_at = sum(sizes_of_parts), 4 * slots
+        self._cuts_at = self._numbers_at + 2 * slots * RANK
         numbers, part_lse, cuts = out, lse, lse
         if is_cut:
-            part_lse, numbers, cuts = self._memory(out).split(self._sizes())
+            part_lse, numbers, cuts = self._memory(out).split(sizes_of_parts)
             numbers, cuts = numbers.view(out.dtype), cuts.view(torch.int32)
         # The cache as rows of one token. Pages may lie apart, e.g. with those of other layers between.
         width = TOKEN // 4 if is_e4m3 else TOKEN
@@ -151,8 +154,8 @@ class HopperCall:
         parts: tuple[int, ...] = (*results, results[1])
         if self._merge is not None:
             memory = self._memory(out)
-            at, (logs, numbers, _) = memory.data_ptr(), self._sizes()
-            parts = at + 4 * logs, at, at + 4 * (logs + numbers)
+            at = memory.data_ptr()
+            parts = at + self._numbers_at, at, at + self._cuts_at
         address = kv_cache.data_ptr()
         columns = (address,) if self._reads else self._maps.get(address) or self._mapped(kv_cache)
         queries, scales = q.data_ptr(), results[1]
@@ -174,13 +177,9 @@ class HopperCall:
         self._maps[kv_cache.data_ptr()] = columns
         return columns
 
-    def _sizes(self) -> tuple[int, int, int]:
-        """Words for the lse of each row of a part, for its numbers, and for what each program cut."""
-        return self._slots, self._slots * RANK // 2, self._programs
-
     def _memory(self, out: torch.Tensor) -> torch.Tensor:
-        """The numbers are of the result's dtype, two in a word."""
-        return empty((sum(self._sizes()),), torch.float32, out)
+        """For the parts of a call; see where its sizes are made."""
+        return empty((self._words,), torch.float32, out)
 
     def _query_memory(self, q: torch.Tensor) -> torch.Tensor:
         """Of queries beside an E4M3 cache their float16 numbers; behind them, for each row its scale."""

@@ -195,8 +195,8 @@ LAUNCH, FIND_PART = 4.99, 1.52
 # How much longer a tile takes while programs run on all processors, and megabytes that the GPU reads in a
 # microsecond: a tile takes the longer of both.
 CROWD, BANDWIDTH = 0.43, 4.15
-# Microseconds of merging: for each megabyte of parts, written and read again, and where the merge has to find
-# out which requests were cut, if that is most of them.
+# Microseconds of merging: for each megabyte of parts, written and read again, and besides where the merge is
+# told which requests were cut, if that is most of them.
 MERGE_MEGABYTE, MERGE_SOME = 0.33, 4.73
 # Of making float16 numbers of the queries beside an E4M3 cache.
 CONVERT_QUERIES = 3.0
