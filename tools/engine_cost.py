@@ -88,7 +88,7 @@ FURTHER: dict[str, tuple[dict[str, State], tuple[float, float, float]]] = {
 }
 
 # Layers, and the seconds that an engine of so many is timed for at each number of live requests.
-LAYERS = {4: 1.0, 16: 1.5, 61: 4.0}
+LAYERS = {4: 10.0, 16: 12.0, 61: 30.0}
 BATCHES = {3: 8, 50: 64, 500: 512}
 # What the plugin launches and calls does not depend on how wide a layer is.
 NARROW = {

@@ -1,8 +1,9 @@
 """Which kernel decodes a batch, and how its keys are cut, from shapes alone.
 
 On Hopper the cut of the least predicted time is taken. The prediction has two dozen constants, fitted to
-what one H200 took; ``workbook/mla-decode.md`` has predicted beside measured. Lengths are on the device and
-are not read back: only ``capacity``, for how many tokens of a request the block table has room, is known.
+what one H200 took (``workbook/mla-plan.jsonl``; ``tools/mla_plan.py`` takes the times, fits, and shows predicted
+beside measured). Lengths are on the device and are not read back: only ``capacity``, for how many tokens of a
+request the block table has room, is known.
 """
 
 from __future__ import annotations
@@ -176,28 +177,28 @@ class Rates(NamedTuple):
 
 
 RATES = {
-    "portable": Rates(1.87, 2.04),
-    "pairs": Rates(1.36, 4.48),
-    "few": Rates(1.03, 4.43),
-    "packed": Rates(1.43, 6.17),
+    "portable": Rates(1.87, 3.03),
+    "pairs": Rates(1.41, 4.21),
+    "few": Rates(0.973, 4.87),
+    "packed": Rates(1.52, 5.48),
 }
 # Beside an E4M3 cache: more than 32 rows, up to 16, and up to 32 (``e4m3.py``).
 E4M3_RATES: dict[str | int, Rates] = {
-    "portable": Rates(5.79, 3.75),
-    "pairs": Rates(1.95, 2.37),
-    16: Rates(1.02, 1.12),
-    32: Rates(1.09, 4.71),
+    "portable": Rates(4.92, 4.13),
+    "pairs": Rates(1.87, 3.31),
+    16: Rates(1.02, 1.49),
+    32: Rates(0.981, 4.03),
 }
 # What a request takes longer there if query tokens are packed.
 E4M3_PACKED = 2.5
 # Microseconds of a program's beginning and end besides its requests, and of finding its part of all tiles.
-LAUNCH, FIND_PART = 4.99, 1.52
+LAUNCH, FIND_PART = 4.74, 1.44
 # How much longer a tile takes while programs run on all processors, and megabytes that the GPU reads in a
 # microsecond: a tile takes the longer of both.
-CROWD, BANDWIDTH = 0.43, 4.15
+CROWD, BANDWIDTH = 0.435, 3.94
 # Microseconds of merging: for each megabyte of parts, written and read again, and besides where the merge is
 # told which requests were cut, if that is most of them.
-MERGE_MEGABYTE, MERGE_SOME = 0.33, 4.73
+MERGE_MEGABYTE, MERGE_SOME = 0.368, 4.61
 # Of making float16 numbers of the queries beside an E4M3 cache.
 CONVERT_QUERIES = 3.0
 # What uneven lengths come to on average, in lengths of the longest.
@@ -290,22 +291,30 @@ class Work(NamedTuple):
             found += [Cut(kernel, max(1, self.processors // blocks)), Cut(kernel)]
             wide = self.processors // (self.batch * blocks)
             splits = {min(wide, cdiv(self.tiles, tiles)) for tiles in (1, 2)}
+            # The fewest that end as soon.
+            splits |= {cdiv(self.tiles, cdiv(self.tiles, n)) for n in splits if n}
             found += [Cut(kernel, 0, n) for n in sorted(splits) if n > 1]
         narrow = self.processors // (self.batch * cdiv(rows, 16))
         found.append(Cut("portable", 0, max(1, min(narrow, self.tiles))))
         return found
 
 
-def fastest(q: torch.Tensor, kv_cache: torch.Tensor, q_len: int, capacity: int) -> Cut:
-    """The cut of the least predicted time on Hopper.
+def fastest_of(equal: Work) -> Cut:
+    """The cut of the least predicted time, of a batch whose requests are at most as long as all of ``equal``.
 
     It has to be fast for requests of equal length and for uneven ones: the mean of both predictions'
     logarithms decides.
     """
-    batch, tiles = q.shape[0], cdiv(capacity, 64)
-    equal = Work(
-        *(batch, q.shape[-2], q_len, tiles, float(batch * tiles), processor_count(q.device.index)),
-        converts=kv_cache.dtype != q.dtype,
-    )
-    uneven = equal._replace(total=max(UNEVEN * equal.total, float(tiles)))
+    uneven = equal._replace(total=max(UNEVEN * equal.total, float(equal.tiles)))
     return min(equal.cuts(), key=lambda cut: log(equal.microseconds(cut)) + log(uneven.microseconds(cut)))
+
+
+def fastest(q: torch.Tensor, kv_cache: torch.Tensor, q_len: int, capacity: int) -> Cut:
+    """The cut of the least predicted time on Hopper, from the room in the block table."""
+    batch, tiles = q.shape[0], cdiv(capacity, 64)
+    return fastest_of(
+        Work(
+            *(batch, q.shape[-2], q_len, tiles, float(batch * tiles), processor_count(q.device.index)),
+            converts=kv_cache.dtype != q.dtype,
+        )
+    )
