@@ -61,17 +61,12 @@ def test_every_probe_is_answered_by_its_own_engine(monkeypatch):
     assert all(one.failed is None for one in told.values())
 
 
-def test_an_engine_that_dies_says_why_and_keeps_what_it_told(monkeypatch):
-    started_as(monkeypatch, dies)
-    told = dict(run({"one": ORDER}, timeout_s=60, at_once=1))
-    why = "rows: ended with 1 and said: CUDA error: an illegal memory access"
-    assert told == {"one": orders.EngineResult({"start": 1}, why)}
-
-
-def test_what_an_engine_printed_is_kept_on_demand(monkeypatch, tmp_path):
+def test_an_engine_that_dies_says_why_and_what_it_told_and_printed_is_kept(monkeypatch, tmp_path):
     started_as(monkeypatch, dies)
     monkeypatch.setenv(orders.LOGS, str(tmp_path / "logs"))
-    list(run({"TRITON_MLA, off": ORDER}, timeout_s=60, at_once=1))
+    told = dict(run({"TRITON_MLA, off": ORDER}, timeout_s=60, at_once=1))
+    why = "rows: ended with 1 and said: CUDA error: an illegal memory access"
+    assert told == {"TRITON_MLA, off": orders.EngineResult({"start": 1}, why)}
     assert "illegal memory access" in (tmp_path / "logs/TRITON-MLA-off.log").read_text()
 
 
