@@ -1,4 +1,4 @@
-"""Spies keep which rows of a step had a NaN, and name the stage; and they fit the real vLLM 0.22.1."""
+"""Spies keep which rows of a step had a NaN, and name the stage. ``test_real_engine.py`` tries the real vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from types import SimpleNamespace as Space
 import pytest
 import torch
 from tests.engine.made_engine import NAN, stand_in, sums
-from tests.engine.real_vllm import fits
 
 from staleproof import evidence
 from staleproof.engine import probes, spies
@@ -359,25 +358,3 @@ def test_lazy_buffers_are_those_of_the_first_layers_and_stay(monkeypatch):
     assert serve()[0] is one
     watch.lazy_layers = 0
     assert serve()[1] is two
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("version", ["0.22.1", "0.26.0"])
-def test_spies_and_fault_fit_the_real_vllm(version):
-    lines, errors = fits("real_spies.py", version)
-    assert lines == [
-        "fits attention",
-        "fits stages",
-        "fits logits",
-        "fits routing",
-        "fits ledger",
-        "fits lazy_buffers",
-        "fits whole_tiles",
-        "fits tenants",
-        "fits first_configs",
-        "fits scaled_weights: norm 1.0, gain 1.0",
-        "fits switches: zeroed [[3, 2]]",
-        "fits routing: behind",
-        "fits first_configs: 36 and 1",
-        "fits watch: 20 functions",
-    ], errors

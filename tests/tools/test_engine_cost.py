@@ -23,7 +23,7 @@ from tools import engine_cost_probes as cost_probes
 
 # Steps leave their times in a file: two engines must never step at the same time.
 FAKE = """
-import json, os, time, types
+import json, os, time, traceback, types
 from pathlib import Path
 import torch
 
@@ -59,13 +59,7 @@ class Engine:
             log.write(json.dumps([os.getpid(), begun, end, len(self.left), timing(), graph, hooked]) + "\\n")
 
 def timing():
-    import sys
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "timed":
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_name == "timed" for frame, _ in traceback.walk_stack(None))
 
 class LLM:
     def __init__(self, model, **options):
