@@ -1,4 +1,4 @@
-"""Spies keep which rows of a step had a NaN, and name the stage. ``test_real_engine.py`` tries the real vLLM."""
+"""Spies keep which rows of a step had a NaN, and name the stage; ``test_real_engine.py`` has a real vLLM."""
 
 from __future__ import annotations
 

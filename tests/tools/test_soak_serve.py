@@ -18,23 +18,23 @@ pytest.importorskip("prometheus_client")
 
 # Answers like vLLM; its watch has no device. DIES ends it at the third request.
 FAKE = """
-import logging, types
-from staleproof.vllm import watch_hooks, watch_port
-from staleproof.vllm.watch import Reading, read_settings
-from staleproof.vllm.sources import PatchError
-
-logging.basicConfig(format="WARNING [x.py:1] %(message)s")
-logging.getLogger("vllm.staleproof").setLevel("INFO")
 asked = [0]
 watch = None
-try:
-    chosen = read_settings()
-except PatchError:
-    watch_hooks.install("0.22.1")
-    chosen = None
-if chosen is not None:
-    watch = types.SimpleNamespace(latest=Reading(), settings=chosen, steps=0)
-    watch_port.serve(watch, chosen.port)
+if "STALEPROOF_WATCH" in os.environ:
+    import logging, types
+    from staleproof.vllm import watch_hooks, watch_port
+    from staleproof.vllm.watch import Reading, read_settings
+    from staleproof.vllm.sources import PatchError
+
+    logging.basicConfig(format="WARNING [x.py:1] %(message)s")
+    logging.getLogger("vllm.staleproof").setLevel("INFO")
+    try:
+        chosen = read_settings()
+    except PatchError:
+        watch_hooks.install("0.22.1")
+    else:
+        watch = types.SimpleNamespace(latest=Reading(), settings=chosen, steps=0)
+        watch_port.serve(watch, chosen.port)
 if importlib.util.find_spec("soak_fault"):
     print("staleproof: watch: a call failed: RuntimeError: a fault inside the watch", file=sys.stderr)
 
