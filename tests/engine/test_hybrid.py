@@ -35,21 +35,16 @@ def hybrid_engine(**states: dict[str, object]) -> dict[str, object]:
     }
 
 
-def test_a_hybrid_engine_is_compared_with_itself_zeroing(monkeypatch):
-    control = hybrid_engine(no_zeroing=served(nan=(0, 50), stale=25))
-    other = hybrid_engine(no_zeroing=served(changed=(99,), stale=25))
-    said = asked(hybrid.BENCH, {"TRITON_ATTN": other, hybrid.CONTROL: control}, monkeypatch)
-    assert said[hybrid.BITS, "TRITON_ATTN"].verdict == "other bits"
-    assert said[hybrid.BITS, hybrid.CONTROL].verdict == "nan"
-    assert said[hybrid.POISONED, hybrid.CONTROL].expected == "nan"
-    assert said[hybrid.POISONED, hybrid.WIDE].verdict == NOT_RUN
-
-
-def test_a_hybrid_engine_whose_time_ends_has_answered_the_states_before(monkeypatch):
+def test_a_hybrid_engine_is_compared_with_itself_zeroing_as_far_as_it_came(monkeypatch):
     states = {name: one for name, one in hybrid_engine().items() if name not in hybrid.FILLED}
-    late = EngineResult(states, "hybrid: gave no answer within 240 s")
-    said = asked(hybrid.BENCH, {"FLASH_ATTN": late}, monkeypatch)
-    assert said[hybrid.BITS, "FLASH_ATTN"].verdict == "no stale block"
+    told = {
+        "TRITON_ATTN": hybrid_engine(no_zeroing=served(changed=(99,), stale=25)),
+        hybrid.CONTROL: hybrid_engine(no_zeroing=served(nan=(0, 50), stale=25)),
+        "FLASH_ATTN": EngineResult(states, "hybrid: gave no answer within 240 s"),
+    }
+    said = asked(hybrid.BENCH, told, monkeypatch)
+    assert [said[hybrid.BITS, name].verdict for name in told] == ["other bits", "nan", "no stale block"]
+    assert said[hybrid.POISONED, "TRITON_ATTN"].verdict == "no stale block"
     missing = said[hybrid.POISONED, "FLASH_ATTN"]
     assert (missing.verdict, missing.note) == (NOT_RUN, "FLASH_ATTN: hybrid: gave no answer within 240 s")
 

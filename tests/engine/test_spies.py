@@ -12,7 +12,7 @@ import torch
 from tests.engine.made_engine import NAN, stand_in, sums
 
 from staleproof import evidence
-from staleproof.engine import probes, spies
+from staleproof.engine import spies
 from staleproof.engine.spies import Rows, checksum
 
 
@@ -31,32 +31,21 @@ def step(backend: Backend, rows: int, live: int, layer: int = 0) -> None:
     assert (len(out.flatten(0, -3)), lse) == (rows, None), "what the backend returns reaches vLLM"
 
 
-@pytest.fixture(name="watched")
-def watched_fixture(monkeypatch):
-    monkeypatch.setattr(Backend, "forward_mqa", Backend.forward_mqa)  # undone after the test
-    watch = Rows()
-    spies._attention(Backend, watch)
-    return watch, Backend()
-
-
-def test_flags_are_those_of_the_last_step_of_that_size(watched):
-    watch, backend = watched
-    step(backend, 8, 3)
-    step(backend, 8, 5, layer=1)
+def test_flags_are_those_of_the_last_decode_step():
+    watch, backend = Rows(), type("Watched", (Backend,), {})
+    spies._attention(backend, watch)
+    step(backend(), 8, 3)
+    step(backend(), 8, 5, layer=1)
     assert dict(watch.seen()) == {
         "layers.0.attention": [0, 0, 0, 1, 1, 1, 1, 1],
         "layers.1.attention": [0, 0, 0, 0, 0, 1, 1, 1],
     }
     watch.clear()
     assert dict(watch.seen()) == {}
-    step(backend, 64, 50)
+    step(backend(), 64, 50)
     assert [sum(flags) for _, flags in watch.seen()] == [14]
-
-
-def test_of_two_sizes_the_smaller_ran_last_since_requests_only_end(watched):
-    watch, backend = watched
-    step(backend, 64, 50)
-    step(backend, 8, 3)
+    # Requests only end: of two sizes the smaller ran last. A stage of another size is not of that step.
+    step(backend(), 8, 3)
     watch.keep("layers.0.mlp", torch.full((8, 4), NAN))
     watch.keep("layers.0.warm_up", torch.full((64, 4), NAN))
     assert dict(watch.seen()) == {"layers.0.attention": [0] * 3 + [1] * 5, "layers.0.mlp": [1] * 8}
@@ -67,7 +56,6 @@ def test_the_largest_magnitude_of_what_experts_get_leaves_nan_out():
     watch.keep(stage, torch.tensor([[1.0, -3.0], [NAN, 2.0], [NAN, NAN]]))
     assert watch.largest[stage, 3].tolist() == [3.0, 2.0, 0.0]
     assert watch.flags[stage, 3].tolist() == [0, 1, 1]
-    assert probes._largest(watch, 1, {stage: [0, 1, 1]}) == {stage: [3.0, 2.0]}
 
 
 def test_query_tokens_of_a_request_are_rows(monkeypatch):
