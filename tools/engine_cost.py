@@ -196,7 +196,11 @@ def narrowed(order: Order, texts: Sequence[str]) -> Order:
 
 
 def middle(values: Iterable[float]) -> tuple[float, float]:
-    """The ends of the middle 95 % of some values."""
+    """The ends of the middle 95 % of some values.
+
+    >>> middle(range(1000))
+    (25, 974)
+    """
     ordered = sorted(values)
     cut = int(0.025 * len(ordered))
     return ordered[cut], ordered[-cut - 1]

@@ -313,6 +313,8 @@ def test_the_cost_by_layers_is_a_line(monkeypatch, us, noise, said):
 def test_engines_of_many_layers_hold_the_tokens_of_all_their_requests():
     for order in {**cost.orders(), **cost.orders_by_layers()}.values():
         assert order.env["STALEPROOF_WATCH"] == "1", "the watch's hooks are there to be taken out"
+        graphs = "enforce_eager" not in order.options
+        assert (order.probes[states]["captures"] > 0) is graphs
     for order in cost.orders_by_layers().values():
         options, layers = order.options, order.config["num_hidden_layers"]
         assert options["max_num_seqs"] == max(options["compilation_config"]["cudagraph_capture_sizes"]) == 512
