@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tools.figures import replaced
+
 from staleproof.cases import store
 
 NAME = "sm100-cost.md"
@@ -117,9 +119,8 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     """Rewrite the page's table from the recorded run of an H200."""
     path = store.checkout() / "workbook" / NAME
-    before, rest = path.read_text().split(BEGIN)
     lines = "\n".join(table(store.find("nvidia-h200").measurements))
-    path.write_text(f"{before}{BEGIN}\n\n{lines}\n\n{END}{rest.split(END)[1]}")
+    path.write_text(replaced(path.read_text(), BEGIN, lines, END))
     print(f"written: {path}")
 
 

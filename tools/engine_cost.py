@@ -12,7 +12,7 @@ import argparse
 import random
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,36 +100,43 @@ NARROW = {
 }
 
 
+def _order(
+    name: str,
+    asked: Mapping[str, State],
+    live: Mapping[int, float],
+    captures: int,
+    port: int,
+    options: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+) -> Order:
+    """An engine whose states are timed; the watch's hooks are there to be taken out."""
+    timed = {"name": name, "asked": asked, "live": live, "steps": STEPS, "captures": captures}
+    return Order(
+        "deepseek_v2",
+        {start: {}, states: timed},
+        {"attention_backend": "TRITON_MLA", "moe_backend": "triton", **options},
+        config or {},
+        patches="all",
+        env={"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": str(port)},
+    )
+
+
 def orders_by_layers() -> dict[str, Order]:
     """One engine for each number of layers, under full graphs, with and without the plugin."""
     sizes = {**MODES["full graphs"]["compilation_config"], "cudagraph_capture_sizes": [*BATCHES.values()]}
     # A request holds at most so many tokens of 576 bf16 numbers a layer.
     each = max(BATCHES) * (TOKENS + 128) * 576 * 2
+    pair = {OFF: State(), ON: State(patches=True)}
     return {
-        f"{layers} layers": Order(
-            "deepseek_v2",
+        f"{layers} layers": _order(
+            *(f"{layers} layers", pair, dict.fromkeys(BATCHES, seconds), 2, 9480 + layers),
             {
-                start: {},
-                states: {
-                    "name": f"{layers} layers",
-                    "asked": {OFF: State(), ON: State(patches=True)},
-                    "live": dict.fromkeys(BATCHES, seconds),
-                    "steps": STEPS,
-                    "captures": 2,
-                },
-            },
-            {
-                "attention_backend": "TRITON_MLA",
-                "moe_backend": "triton",
                 "compilation_config": sizes,
                 "max_num_seqs": max(BATCHES.values()),
                 "max_num_batched_tokens": 64 * max(BATCHES),
                 "kv_cache_memory_bytes": layers * each,
             },
             {**NARROW, "num_hidden_layers": layers},
-            patches="all",
-            # Its hooks are there to be taken out.
-            env={"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": str(9480 + layers)},
         )
         for layers, seconds in LAYERS.items()
     }
@@ -138,21 +145,9 @@ def orders_by_layers() -> dict[str, Order]:
 def orders() -> dict[str, Order]:
     """One engine a mode."""
     return {
-        mode: Order(
-            "deepseek_v2",
-            {
-                start: {},
-                states: {
-                    "name": mode,
-                    "asked": {**STATES, **FURTHER[mode][0]},
-                    "live": dict(zip(LIVE, FURTHER[mode][1], strict=True)),
-                    "steps": STEPS,
-                    "captures": 0 if mode == "eager" else CAPTURES,
-                },
-            },
-            {"attention_backend": "TRITON_MLA", "moe_backend": "triton", **options},
-            patches="all",
-            env={"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": str(9470 + number)},
+        mode: _order(
+            *(mode, {**STATES, **FURTHER[mode][0]}, dict(zip(LIVE, FURTHER[mode][1], strict=True))),
+            *(0 if mode == "eager" else CAPTURES, 9470 + number, options),
         )
         for number, (mode, options) in enumerate(MODES.items())
     }
@@ -200,6 +195,17 @@ def narrowed(order: Order, texts: Sequence[str]) -> Order:
     return replace(order, probes={**order.probes, states: {**order.probes[states], "asked": kept}})
 
 
+def middle(values: Iterable[float]) -> tuple[float, float]:
+    """The ends of the middle 95 % of some values.
+
+    >>> middle(range(1000))
+    (25, 974)
+    """
+    ordered = sorted(values)
+    cut = int(0.025 * len(ordered))
+    return ordered[cut], ordered[-cut - 1]
+
+
 def slowdown(off: Sequence[float], on: Sequence[float], resamples: int = 4000) -> tuple[float, float, float]:
     """How much slower the second of a pair is: median of the rounds' ratios, and its 95 % interval.
 
@@ -217,9 +223,8 @@ def slowdown(off: Sequence[float], on: Sequence[float], resamples: int = 4000) -
     """
     ratios = [b / a - 1 for a, b in zip(off, on, strict=True)]
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(resamples))
-    cut = int(0.025 * resamples)
-    return statistics.median(ratios), medians[cut], medians[-cut - 1]
+    medians = (statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(resamples))
+    return statistics.median(ratios), *middle(medians)
 
 
 def line(points: Mapping[int, float]) -> tuple[float, float]:
@@ -253,9 +258,7 @@ def judge_layers(live: int) -> Any:
         ]
 
         def spread(values: Sequence[float]) -> list[float]:
-            ordered = sorted(values)
-            cut = int(0.025 * len(ordered))
-            return [round(ordered[cut], 3), round(ordered[-cut - 1], 3)]
+            return [round(end, 3) for end in middle(values)]
 
         at_0, slope = line(added(pairs))
         step = {layers: statistics.median(1e6 * a for a, _ in each) for layers, each in pairs.items()}
@@ -279,24 +282,20 @@ def judge_layers(live: int) -> Any:
     return judged
 
 
+def _table(cases: Iterable[Case], run: Callable[[], Iterator[tuple[str, EngineResult]]]) -> Table:
+    """These cases, about the engines that ``run`` starts."""
+    scene = Scene("cost", lambda device: Results(run()), limit_s=3 * TIMEOUT_S)
+    return Table(INCIDENT, [replace(case, scene=scene) for case in cases])
+
+
 def table_by_layers() -> Table:
     """The cases of the plugin's cost by layers, one for each size of a graph."""
-    scene = Scene(
-        "cost by layers",
-        lambda device: Results(take_turns(orders_by_layers(), TIMEOUT_S)),
-        limit_s=3 * TIMEOUT_S,
-    )
     words = ", ".join(map(str, LAYERS))
-    return Table(
-        INCIDENT,
-        [
-            replace(
-                cell(BY_LAYERS, f"full graphs, {live} of {size}, {words} layers", "cost", judge_layers(live)),
-                scene=scene,
-            )
-            for live, size in BATCHES.items()
-        ],
+    cases = (
+        cell(BY_LAYERS, f"full graphs, {live} of {size}, {words} layers", "cost", judge_layers(live))
+        for live, size in BATCHES.items()
     )
+    return _table(cases, lambda: take_turns(orders_by_layers(), TIMEOUT_S))
 
 
 def judge(mode: str, live: int, off: str, on: str, bar: float = BAR) -> Any:
@@ -355,10 +354,7 @@ def table(without: Sequence[str] = (), quantization: str | None = None) -> Table
         if not any(map(name.count, without))
     }
     seconds = sum(sum(each) for _, each in FURTHER.values())
-    scene = Scene(
-        "cost", lambda device: Results(take_turns(asked, TIMEOUT_S, seconds)), limit_s=3 * TIMEOUT_S
-    )
-    return Table(INCIDENT, [replace(case, scene=scene) for case in _cases(quantization)])
+    return _table(_cases(quantization), lambda: take_turns(asked, TIMEOUT_S, seconds))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from staleproof.cases.children import tell
 from staleproof.engine.probes import Engine, prompts
@@ -162,11 +163,8 @@ def sync_hidden(engine: Engine) -> Iterator[None]:
         bool(torch.isnan(hidden).any())
         return inner(hidden, *args, **kwargs)
 
-    model.compute_logits = compute_logits
-    try:
+    with mock.patch.object(model, "compute_logits", compute_logits):
         yield
-    finally:
-        del model.compute_logits
 
 
 class _Syncing:
@@ -189,12 +187,8 @@ class _Syncing:
 @contextlib.contextmanager
 def sync_stages(engine: Engine) -> Iterator[None]:
     """``torch.isnan(x).any()`` and its wait behind every stage that the watch counts; not in graphs."""
-    on = watch_hooks.installed[0]
-    before, on.watch = on.watch, _Syncing()  # type: ignore[assignment]
-    try:
+    with mock.patch.object(watch_hooks.installed[0], "watch", _Syncing()):
         yield
-    finally:
-        on.watch = before
 
 
 PROBES: dict[str, Callable[[Engine], contextlib.AbstractContextManager[None]]] = {

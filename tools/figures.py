@@ -418,7 +418,7 @@ def diagnosis() -> str:
     return f'```console\n$ staleproof diagnose --symptom "{SYMPTOM}"\n{said}\n```'
 
 
-def replaced(page: str, begin: str, text: str) -> str:
+def replaced(page: str, begin: str, text: str, end: str = END) -> str:
     """The page with this text in the part that begins so.
 
     >>> page = f"above {BEGIN} old {END} below {END} kept"
@@ -426,8 +426,7 @@ def replaced(page: str, begin: str, text: str) -> str:
     ['above', '(', 'new', ')', 'below', ')', 'kept']
     """
     before, rest = page.split(begin)
-    _, end, after = rest.partition(END)
-    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+    return f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}"
 
 
 def parts(run: Run) -> Iterator[tuple[str, str, str]]:

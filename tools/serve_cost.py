@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tools.figures import replaced
 from tools.soak_serve import Server, started
 
 from staleproof import device
@@ -79,7 +80,7 @@ METRICS = {
     "output_throughput": "output tokens/s",
     **{f"{p}_{of}_ms": f"{of.upper()} {p}, ms" for of in ("ttft", "tpot", "itl") for p in ("p50", "p99")},
 }
-BEGIN, END = "<!-- written by python -m tools.serve_cost -->", "<!-- end of the written part -->"
+BEGIN = "<!-- written by python -m tools.serve_cost -->"
 
 
 def write_model(folder: Path) -> Path:
@@ -279,13 +280,6 @@ def table(recorded: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def write_page(recorded: Mapping[str, Any], page: Path) -> None:
-    """Rewrite the table of the page."""
-    before, rest = page.read_text().split(BEGIN)
-    body = "\n".join([BEGIN, "", *table(recorded), "", END])
-    page.write_text(f"{before}{body}{rest.partition(END)[2]}")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--limit", type=float, default=200.0, help="seconds for all together")
@@ -294,7 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, help="a recorded run, whose table is written")
     given = parser.parse_args(arguments)
     if given.page is not None:
-        write_page(json.loads(given.page.read_text()), store.checkout() / "workbook" / "serving.md")
+        page, lines = store.checkout() / "workbook/serving.md", table(json.loads(given.page.read_text()))
+        page.write_text(replaced(page.read_text(), BEGIN, "\n".join(lines)))
         return
     if given.out is None:
         parser.error("--out: expected where the run is recorded, or --page")

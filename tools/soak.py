@@ -46,12 +46,6 @@ class Count(logging.Handler):
         self.lines += 1
 
 
-def resident() -> int:
-    """Resident memory of this process, in KiB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") // 1024
-
-
 def arrival(number: int, chance: random.Random) -> tuple[list[int], int]:
     """A prompt, one of four prefixes of two blocks and some tokens of its own; how many tokens to make."""
     prefix = [1 + number % 4] * 32
@@ -66,6 +60,8 @@ def serve(patches: str, requests: int, samples: int) -> dict[str, Any]:
     logging.getLogger("vllm").addHandler(count)
     importlib.import_module("vllm.plugins").load_general_plugins()
     import real_scheduler as real
+
+    from staleproof.engine.probes import resident
 
     engine = real.scheduler(real.attention_spec(), blocks=BLOCKS)
     chance = random.Random(0)
@@ -86,7 +82,13 @@ def serve(patches: str, requests: int, samples: int) -> dict[str, Any]:
         totals["cached_tokens"] += sum(new.num_computed_tokens for new in scheduled.scheduled_new_reqs)
         finished = arrived - engine.get_num_unfinished_requests()
         if finished >= (len(curves["requests"]) + 1) * requests / samples:
-            values = finished, resident(), real.pending(engine), count.lines, statistics.median(took) * 1e6
+            values = (
+                finished,
+                resident() // 1024,
+                real.pending(engine),
+                count.lines,
+                statistics.median(took) * 1e6,
+            )
             for curve, value in zip(curves.values(), values, strict=True):
                 curve.append(round(value, 1))
             took.clear()

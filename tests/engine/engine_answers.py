@@ -11,14 +11,28 @@ from staleproof.cases.finding import Evidence, Finding, Grade
 from staleproof.cases.run import Table
 from staleproof.engine import bench as benches
 from staleproof.engine import cases
-from staleproof.engine.bench import Bench
+from staleproof.engine.bench import Bench, Results
 from staleproof.engine.orders import EngineResult
 
-Answers = dict[str, EngineResult]
+# By the name of the engine: what its probes told, or also how it failed.
+Engines = Mapping[str, Mapping[str, object] | EngineResult]
 
 
-def results(**by_order: Mapping[str, object]) -> Answers:
-    return {name: EngineResult(answers, None) for name, answers in by_order.items()}
+def three(name: str, off: object, on: object, again: object = None) -> dict[str, object]:
+    """The engines of off / on / off; the last one tells what the first does, unless it is given."""
+    told = off, on, off if again is None else again
+    return {f"{name}, {state}": one for state, one in zip(benches.STATES, told, strict=True)}
+
+
+def results(engines: Engines) -> dict[str, EngineResult]:
+    return {
+        n: one if isinstance(one, EngineResult) else EngineResult(one, None) for n, one in engines.items()
+    }
+
+
+def ended(engines: Engines) -> Results:
+    """The results of engines that have ended."""
+    return Results(iter(()), results(engines))
 
 
 def findings(table: Table, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Finding]:
@@ -32,7 +46,7 @@ def findings(table: Table, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, s
     return answers
 
 
-def asked(bench: Bench, told: Answers, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Finding]:
+def asked(bench: Bench, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Finding]:
     """The findings of a bench whose engines told this."""
-    monkeypatch.setattr(cases, "run", lambda *_: iter(told.items()))
+    monkeypatch.setattr(cases, "run", lambda *_: iter(results(engines).items()))
     return findings(cases.table(bench.name), monkeypatch)

@@ -17,6 +17,11 @@ from staleproof.engine.spies import Rows, checksum
 NAN = float("nan")
 
 
+def sums(logits: torch.Tensor) -> list[int]:
+    """What :func:`checksum` gives each row, by hand."""
+    return [sum(int(v) * (2 * i + 1) for i, v in enumerate(row)) for row in logits.view(torch.int32)]
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
     """Make a module of this name importable, with these members, and the packages around it."""
     parent, _, last = name.rpartition(".")
@@ -73,11 +78,11 @@ class Server:
 
 @pytest.fixture(name="engine")
 def engine_fixture(monkeypatch):
-    """An engine around a :class:`Server`; its runner, scheduler and configuration are empty."""
+    """An engine around a :class:`Server`; its worker's runner, scheduler and configuration are empty."""
     watch = Rows()
     llm = Server(watch)
-    worker = Space(model_runner=Space())
-    core = Space(model_executor=Space(driver_worker=Space(worker=worker)), scheduler=Space())
+    llm.worker = Space(model_runner=Space())
+    core = Space(model_executor=Space(driver_worker=Space(worker=llm.worker)), scheduler=Space())
     llm.llm_engine = Space(engine_core=Space(engine_core=core), vllm_config=Space())
     stand_in(monkeypatch, "vllm", SamplingParams=Space)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.engine_answers import Answers, asked, findings, results
+from tests.engine.engine_answers import asked, ended, findings, three
 
 from staleproof.cases.case import MissingError, Reading, reading
 from staleproof.cases.words import NOT_RUN
@@ -21,12 +21,12 @@ from staleproof.engine.orders import EngineResult
 from staleproof.engine.session import Order
 
 MLA = "TRITON_MLA, full graphs"
+COMPILED = f"{MLA}, compiled"
 ORDER = Order("qwen3", {})
-
-
-def told(**engines: dict[str, object]) -> Results:
-    """The results of engines that have ended."""
-    return Results(iter(()), results(**engines))
+# Rounds of an engine of the bench ``mla``: those with padding rows and the one without, of 8 of 8.
+PADDED, WHOLE = (0, 2, 3), 1
+# Checksums that no other engine has, for as many rows as a round needs.
+OTHER = [[99] * 50] * 2
 
 
 def a_round(live: int, size: int, bad: int, sums: int = 0, nan: int = 0) -> dict[str, object]:
@@ -42,108 +42,86 @@ def a_round(live: int, size: int, bad: int, sums: int = 0, nan: int = 0) -> dict
     }
 
 
-def mla_engine(bad: int, sums: int = 0, control: int = 8) -> dict[str, object]:
+def mla_engine(bad: int, sums: int = 0, control: int = 8, **more: object) -> dict[str, Any]:
     rounds = [a_round(3, 8, bad, sums), a_round(8, 8, 0, sums), a_round(3, 8, bad, sums)]
     return {
         "rows": [*rounds, a_round(50, 64, bad, sums)],
         "control": [control, 8],
         "spoilt_blocks": [],
         "start": {},
+        **more,
     }
 
 
-def test_padding_rows_are_fixed_if_no_live_bit_changes(monkeypatch):
-    told = results(
-        **{f"{MLA}, off": mla_engine(5), f"{MLA}, on": mla_engine(0), f"{MLA}, off again": mla_engine(5)}
-    )
-    said = asked(mla.BENCH, told, monkeypatch)
-    assert said[mla.NAN_ROWS, MLA].verdict == "pad_only"
-    assert said[mla.NAN_ROWS, MLA].numbers["padding"]["3 of 8 again"] == {"attention": "5 in 4 of 4 layers"}
-    assert said[mla.LIVE_LOGITS, MLA].verdict == "same bits"
-    fixed = said["off/on/off", MLA]
-    assert (fixed.verdict, fixed.grade, fixed.of) == ("fixed", "real", "vLLM 0.22.1")
-    assert len(fixed.source_digest) == 12
-    # An engine that did not answer leaves its own cells open, not those of others.
-    assert said[mla.NAN_ROWS, "FLASHMLA, full graphs"].verdict == NOT_RUN
+def but(engine: dict[str, Any], *rounds: int, **fields: object) -> dict[str, Any]:
+    """The same engine with other fields in these rounds."""
+    rows = [{**one, **(fields if number in rounds else {})} for number, one in enumerate(engine["rows"])]
+    return {**engine, "rows": rows}
 
 
-def test_a_plugin_that_changes_a_live_row_is_wrong(monkeypatch):
-    told = results(
-        **{f"{MLA}, off": mla_engine(5), f"{MLA}, on": mla_engine(0, 7), f"{MLA}, off again": mla_engine(5)}
-    )
-    said = asked(mla.BENCH, told, monkeypatch)
-    assert said[mla.LIVE_LOGITS, MLA].verdict == "other bits"
-    assert said["off/on/off", MLA].verdict == "wrong"
-    assert "live logits: 128 differ" in said["off/on/off", MLA].note
+WARPS, FOREIGN, LAST = (f"norm: num_warps {n}" for n in (4, 8, 2))
 
 
-def test_equal_bits_say_nothing_if_the_control_does_not_differ(monkeypatch):
-    engines = {f"{MLA}, {state}": mla_engine(5, control=0) for state in ("off", "on", "off again")}
-    said = asked(mla.BENCH, results(**engines), monkeypatch)
-    assert said[mla.LIVE_LOGITS, MLA].verdict == NOT_RUN
-    assert "do not notice" in said[mla.LIVE_LOGITS, MLA].note
-
-
-COMPILED = f"{MLA}, compiled"
-
-
-WARPS, OTHER, LAST = (f"norm: num_warps {n}" for n in (4, 8, 2))
-
-
-def compiled(on: int, again: int, *kernels: str) -> Answers:
+def compiled(on: int, again: int, *kernels: str) -> tuple[dict[str, Any], ...]:
     """Three compiled engines: the logits of the last two, and the kernels of the second."""
-    told = mla_engine(5), mla_engine(0, on), mla_engine(5, again)
     seen = {WARPS: 1}, dict.fromkeys(kernels, 1), {WARPS: 2, LAST: 1}
-    return results(
-        **{
-            f"{COMPILED}, {state}": {**engine, mla.KERNELS: ran}
-            for state, engine, ran in zip(benches.STATES, told, seen, strict=True)
-        }
-    )
+    made = (5, 0), (0, on), (5, again)
+    return tuple(mla_engine(*one, **{mla.KERNELS: ran}) for one, ran in zip(made, seen, strict=True))
+
+
+DIFFER = "live logits: {} differ"
 
 
 @pytest.mark.parametrize(
-    ("told", "said", "logits", "note"),
+    ("name", "engines", "said", "logits", "note"),
     [
-        (compiled(0, 0, WARPS), "fixed", "same bits", ""),
-        (compiled(7, 0, WARPS), "wrong", "other bits", "live logits: 128 differ"),
+        (MLA, (mla_engine(5), mla_engine(0)), "fixed", "same bits", ""),
+        (MLA, (mla_engine(5), mla_engine(0, 7)), "wrong", "other bits", DIFFER.format(128)),
+        # Logits that do not notice another first token notice nothing.
+        (MLA, (mla_engine(5), mla_engine(0, control=0)), "fixed", NOT_RUN, ""),
+        # A leak is cured, and one scale a batch is another, if rounds without padding keep their bits.
+        *(
+            (name, (but(mla_engine(5), *PADDED, nan=nan), on), said, logits, note)
+            for name, nan in ((MLA, 7), (mla.FP8, 0))
+            for on, said, logits, note in (
+                (but(mla_engine(0), *PADDED, sums=OTHER), "fixed", "padding reaches live rows", ""),
+                (but(mla_engine(0), WHOLE, sums=OTHER), "wrong", "other bits", DIFFER.format(16)),
+            )
+        ),
+        (COMPILED, compiled(0, 0, WARPS), "fixed", "same bits", ""),
+        (COMPILED, compiled(7, 0, WARPS), "wrong", "other bits", DIFFER.format(128)),
         # One of the two engines without the plugin gave these bits.
-        (compiled(7, 7, WARPS), "fixed", "same bits", ""),
-        (compiled(0, 7, WARPS), "fixed", "same bits", ""),
+        (COMPILED, compiled(7, 7, WARPS), "fixed", "same bits", ""),
+        (COMPILED, compiled(0, 7, WARPS), "fixed", "same bits", ""),
         # Neither gave them, but they do not agree with each other either.
-        (compiled(7, 8, WARPS), NOT_RUN, "differ without it too", "128 rows of live logits differ between"),
+        (
+            *(COMPILED, compiled(7, 8, WARPS), NOT_RUN, "differ without it too"),
+            "128 rows of live logits differ between",
+        ),
         # The engine with the plugin ran a kernel that the others did not, or nobody saw what it ran.
-        (compiled(7, 0, WARPS, OTHER), NOT_RUN, NOT_RUN, OTHER),
+        (COMPILED, compiled(7, 0, WARPS, FOREIGN), NOT_RUN, NOT_RUN, FOREIGN),
         # One that only the last of the others ran is nobody's own.
-        (compiled(7, 0, WARPS, LAST), "wrong", "other bits", "live logits: 128 differ"),
-        (compiled(7, 0), NOT_RUN, NOT_RUN, "none seen"),
-        (compiled(0, 0, OTHER), "fixed", "same bits", ""),
+        (COMPILED, compiled(7, 0, WARPS, LAST), "wrong", "other bits", DIFFER.format(128)),
+        (COMPILED, compiled(7, 0), NOT_RUN, NOT_RUN, "none seen"),
+        (COMPILED, compiled(0, 0, FOREIGN), "fixed", "same bits", ""),
     ],
 )
-def test_bits_of_compiled_engines_are_the_plugins_only_if_no_engine_without_it_has_them(
-    monkeypatch, told, said, logits, note
+def test_bits_of_live_rows_are_the_plugins_only_if_no_engine_without_it_has_them(
+    monkeypatch, name, engines, said, logits, note
 ):
-    found = asked(mla.BENCH, told, monkeypatch)
-    assert (found["off/on/off", COMPILED].verdict, found[mla.LIVE_LOGITS, COMPILED].verdict) == (said, logits)
-    assert note in found["off/on/off", COMPILED].note
+    found = asked(mla.BENCH, three(name, *engines), monkeypatch)
+    fixed = found["off/on/off", name]
+    assert (fixed.verdict, found[mla.LIVE_LOGITS, name].verdict) == (said, logits)
+    assert note in fixed.note
+    assert len(fixed.source_digest) == 12
+    assert (fixed.grade, fixed.of) == (("", "") if said == NOT_RUN else ("real", "vLLM 0.22.1"))
+    # An engine that did not answer leaves its own cells open, not those of others.
+    leaked = engines[0]["rows"][0]["nan"]
+    assert found[mla.NAN_ROWS, name].verdict == ("leaked" if leaked else "pad_only")
+    assert found[mla.NAN_ROWS, "FLASHMLA, full graphs"].verdict == NOT_RUN
 
 
-def test_ids_that_grow_and_ids_that_are_drained(monkeypatch):
-    def counted(ids: list[int], tokens: int = 5) -> dict[str, object]:
-        return {"undrained": {"ids": ids, "rss": [1, 2, 3], "tokens": tokens}}
-
-    grows, clean = counted([0, 800, 1600]), counted([0, 0, 0])
-    name = blocks.UNDRAINED
-    told = results(**{f"{name}, off": grows, f"{name}, on": clean, f"{name}, off again": grows})
-    said = asked(blocks.BENCH, told, monkeypatch)
-    assert [one.verdict for one in said.values()] == ["grows", "fixed"]
-    told[f"{name}, on"] = EngineResult(counted([0, 0, 0], tokens=6), None)
-    assert asked(blocks.BENCH, told, monkeypatch)["off/on/off", name].verdict == "wrong"
-
-
-def nan_bias(
-    twice: dict[int, list[int]], other: int = 0, chosen: tuple[int, int] = (4, 0)
-) -> dict[str, object]:
+def nan_bias(twice: dict[int, list[int]], other: int = 0, chosen: tuple[int, int] = (4, 0)) -> dict[str, Any]:
     sound = a_round(3, 8, 0)
     return {
         "same_choice": {"topk_sigmoid": [other, 2**-24]},
@@ -161,104 +139,55 @@ def nan_bias(
 
 def test_a_nan_bias(monkeypatch):
     name, bad, good = router.SIGMOID, nan_bias({5: [0, 0], 8: [3, 5]}), nan_bias({5: [0, 0], 8: [0, 0]})
-    told = results(
-        **{f"{name}, off": bad, f"{name}, on": good, f"{name}, off again": bad},
-        **{f"{router.SOFTMAX}, off": good},
-        **{router.ONE_GROUP: nan_bias({5: [0, 0]}, chosen=(2, 9))},
-    )
+    one_group = {router.ONE_GROUP: nan_bias({5: [0, 0]}, chosen=(2, 9))}
+    told = {**three(name, bad, good), f"{router.SOFTMAX}, off": good, **one_group}
     said = asked(router.BENCH, told, monkeypatch)
     assert said[router.TWICE, name].verdict == "duplicates"
     assert said["off/on/off", name].verdict == "fixed"
     assert said[router.TWICE, router.SOFTMAX].verdict == "distinct"
     # Each of three live rows names the expert in each of three routers.
     assert said[router.TWICE, router.ONE_GROUP].verdict == "always chosen"
-    told[f"{name}, on"] = EngineResult(nan_bias({8: [0, 0]}, other=7), None)
+    told[f"{name}, on"] = nan_bias({8: [0, 0]}, other=7)
     wrong = asked(router.BENCH, told, monkeypatch)["off/on/off", name]
     assert (wrong.verdict, wrong.note) == ("wrong", "topk_sigmoid: not vLLM's choice with a sound bias")
-
-
-def test_with_one_scale_a_batch_rounds_without_padding_must_keep_their_bits(monkeypatch):
-    name = "TRITON_MLA, full graphs, fp8"
-    off, on = mla_engine(5), mla_engine(0)
-    for number in (0, 2, 3):
-        on["rows"][number]["sums"] = [[99 for _ in row] for row in on["rows"][number]["sums"]]
-    told = results(**{f"{name}, off": off, f"{name}, on": on, f"{name}, off again": off})
-    said = asked(mla.BENCH, told, monkeypatch)
-    assert said[mla.LIVE_LOGITS, name].verdict == "padding reaches live rows"
-    assert said[mla.LIVE_LOGITS, name].numbers["without_padding"] == {"logits": 0, "tokens": 0, "of": 16}
-    assert said["off/on/off", name].verdict == "fixed"
-    on["rows"][1]["sums"] = [[5] * 8] * 2
-    said = asked(mla.BENCH, told, monkeypatch)
-    assert (said[mla.LIVE_LOGITS, name].verdict, said["off/on/off", name].verdict) == ("other bits", "wrong")
 
 
 def spiked(moved: int) -> dict[str, Any]:
     """An engine in which another token in the padding rows changes so many live rows' logits."""
     engine = mla_engine(0)
     plain = [{**one, "largest": {}} for one in engine["rows"]]
-    spike = [{**one, "sums": [[*row] for row in one["sums"]]} for one in plain]
-    for row in range(moved):
-        spike[0]["sums"][0][row] = -1
+    first, second = plain[0]["sums"]
+    spike = [{**plain[0], "sums": [[-1] * moved + first[moved:], second]}, *plain[1:]]
     return {**engine, "planted": {"plain": plain, "spike": spike}}
 
 
 @pytest.mark.parametrize("name", mla.SHARED_SCALE)
 def test_another_token_in_padding_rows(monkeypatch, name):
-    bad, good = spiked(2), spiked(0)
-    told = results(**{f"{name}, off": bad, f"{name}, on": good, f"{name}, off again": bad})
-    key = "off/on/off", f"{name}, {mla.PLANTED}"
-    fixed = asked(mla.BENCH, told, monkeypatch)[key]
-    assert fixed.verdict == "fixed"
-    assert (fixed.three.off, fixed.three.on) == ("padding reaches live rows", "same bits")
-    told[f"{name}, on"] = EngineResult(spiked(1), None)
-    assert asked(mla.BENCH, told, monkeypatch)[key].verdict == "not fixed"
-    # Live rows must keep their bits in the round that had no padding to begin with.
-    good["rows"][1]["sums"] = [[5] * 8] * 2
-    told[f"{name}, on"] = EngineResult(good, None)
-    compiles = mla.SHARED_SCALE[name].compiles
-    assert asked(mla.BENCH, told, monkeypatch)[key].verdict == (NOT_RUN if compiles else "wrong")
+    def fixed(on: dict[str, Any]) -> Any:
+        # Under piecewise graphs attention does not tell which rounds have padding.
+        on = {**on, "rows": [{**one, "size": one["live"]} for one in on["rows"]]}
+        found = asked(mla.BENCH, three(name, spiked(2), on), monkeypatch)
+        return found["off/on/off", f"{name}, {mla.PLANTED}"]
 
-
-def test_under_piecewise_graphs_attention_does_not_tell_which_rounds_have_padding(monkeypatch):
-    name = mla.PIECEWISE_FP8
-    off, on = spiked(2), spiked(0)
-    for engine in (off, on):
-        for one in engine["rows"]:
-            one["size"] = one["live"]
     # What padding decided without the patch is no fault of the patch's.
-    on["rows"][0]["sums"] = [[99] * 3] * 2
-    told = results(**{f"{name}, off": off, f"{name}, on": on, f"{name}, off again": off})
-    assert asked(mla.BENCH, told, monkeypatch)["off/on/off", f"{name}, {mla.PLANTED}"].verdict == "fixed"
+    cured = fixed(but(spiked(0), 0, sums=OTHER))
+    assert cured.verdict == "fixed"
+    assert (cured.three.off, cured.three.on) == ("padding reaches live rows", "same bits")
+    assert fixed(spiked(1)).verdict == "not fixed"
+    # Live rows must keep their bits in the round that had no padding to begin with.
+    compiles = mla.SHARED_SCALE[name].compiles
+    assert fixed(but(spiked(0), WHOLE, sums=OTHER)).verdict == (NOT_RUN if compiles else "wrong")
 
 
 @pytest.mark.parametrize("name", mla.UNPADDED)
 def test_live_logits_are_those_of_an_engine_without_padding(monkeypatch, name):
-    off, on, alone = mla_engine(5), mla_engine(0), mla_engine(0)
-    for number in (0, 2, 3):
-        for one in (on, alone):
-            one["rows"][number]["sums"] = [[7 for _ in row] for row in one["rows"][number]["sums"]]
-        alone["rows"][number]["size"] = alone["rows"][number]["live"]
-    told = results(
-        **{f"{name}, off": off, f"{name}, on": on, f"{name}, off again": off},
-        **{f"{name}, {mla.WITHOUT}": alone},
-    )
+    on = but(mla_engine(0), *PADDED, sums=OTHER)
+    alone = {**on, "rows": [{**one, "size": one["live"]} for one in on["rows"]]}
+    told = {**three(name, mla_engine(5), on), f"{name}, {mla.WITHOUT}": alone}
     key = "off/on/off", f"{name}, {mla.WITHOUT}"
     assert asked(mla.BENCH, told, monkeypatch)[key].verdict == "fixed"
     alone["rows"][0]["size"] += 1
     assert "had padding rows" in asked(mla.BENCH, told, monkeypatch)[key].note
-
-
-def test_a_leak_is_cured_if_rounds_without_padding_keep_their_bits(monkeypatch):
-    bad, good = mla_engine(5), mla_engine(0)
-    for number in (0, 2, 3):
-        bad["rows"][number]["nan"] = 7
-        good["rows"][number]["sums"] = [[99, 98, 97]] * 2
-    told = results(**{f"{MLA}, off": bad, f"{MLA}, on": good, f"{MLA}, off again": bad})
-    said = asked(mla.BENCH, told, monkeypatch)
-    assert said[mla.NAN_ROWS, MLA].verdict == "leaked"
-    assert said["off/on/off", MLA].verdict == "fixed"
-    good["rows"][1]["sums"] = [[5] * 8] * 2
-    assert asked(mla.BENCH, told, monkeypatch)["off/on/off", MLA].verdict == "wrong"
 
 
 def test_a_quantizer_that_lets_a_nan_row_change_the_others(monkeypatch):
@@ -268,7 +197,7 @@ def test_a_quantizer_that_lets_a_nan_row_change_the_others(monkeypatch):
         "CUDA, per tensor": [0.01, "0.02", 1],
         "torch, per tensor": [0.01, "nan", 6144],
     }
-    told = results(**{mla.QUANTIZER: {"quantizers": found}})
+    told = {mla.QUANTIZER: {"quantizers": found}}
     said = asked(mla.BENCH, told, monkeypatch)[mla.QUANTIZERS, "3 sound rows, 5 rows of NaN"]
     assert (said.verdict, said.numbers["leaked"]) == ("leaked", [*found][1:])
 
@@ -291,7 +220,7 @@ def test_a_death_counts_as_predicted_only_if_the_ledger_said_so_before(monkeypat
     death = {"predicted": 4000, "taken": 4000, "fits": False, "healthy": True, "died": "OutOfMemoryError: x"}
     death |= changes
     error = {4000: 0.0, 4041: 1.025, 4039: 0.975, 3961: -0.975, 3959: -1.025}[death["predicted"]]
-    found = asked(memory.BENCH, results(**{memory.V1: {"death": death}}), monkeypatch)
+    found = asked(memory.BENCH, {memory.V1: {"death": death}}, monkeypatch)
     one = found[memory.DEATH, memory.V1]
     assert (one.verdict, one.numbers) == (said, {"error_percent": error, **death})
 
@@ -392,7 +321,7 @@ def test_every_number_of_nan_rows_is_of_its_rows():
     name = "TRITON_MLA, eager"
     padding = {"attention": "5 in 2 of 2 layers", "layer": "1 in 1 of 1 layers"}
     live = {"mlp.gate": "2 in 1 of 1 layers"}
-    assert mla.nan_rows(name, told(**{name: answers})) == reading(
+    assert mla.nan_rows(name, ended({name: answers})) == reading(
         "leaked",
         padding={"3 of 8": padding, "3 of 8 again": padding},
         in_order_of_execution=["attention", "layer"],
@@ -404,7 +333,7 @@ def test_every_number_of_nan_rows_is_of_its_rows():
         start={"seconds": 9.0},
     )
     # Of three engines the one without the plugin is asked.
-    engines = told(**{f"{MLA}, off": answers})
+    engines = ended({f"{MLA}, off": answers})
     assert mla.nan_rows(MLA, engines).verdict == "leaked"
     assert mla.state(MLA, engines, "off") == reading(
         "leaked", nan_tokens=3, padding={"3 of 8": padding, "3 of 8 again": padding}
@@ -446,7 +375,7 @@ def moved(bad: int = 5, *rounds: int) -> dict[str, Any]:
 def test_every_number_of_live_logits_is_of_its_engines():
     usual = {"layers.1.post_attention_layernorm": [4.0, 5.0]}
     off, on, again = moved(5), moved(0, 0, 3), moved(5, 3)
-    engines = told(**{f"{MLA}, off": off, f"{MLA}, on": on, f"{MLA}, off again": again})
+    engines = ended(three(MLA, off, on, again))
     largest = {"3 of 8": usual, "8 of 8": usual}
     said = mla.live_logits(MLA, engines)
     assert said == reading(
@@ -474,7 +403,7 @@ def test_every_number_of_live_logits_is_of_its_engines():
 def test_what_another_round_of_an_engine_changes():
     engine = moved(5, 1)
     engine["rows"][2]["tokens"] = [[1, 2], [1, 2], [8, 8]]
-    said = mla.live_padding("one", told(one=engine))
+    said = mla.live_padding("one", ended({"one": engine}))
     assert said == reading(
         "other bits",
         with_8_live={**ONE, "of": 6},
@@ -485,16 +414,16 @@ def test_what_another_round_of_an_engine_changes():
     other = moved(5)
     other["rows"][1]["sums"] = [[0, 1, 2, 9, 9, 9, 9, 9]] * 2
     other["rows"][1]["tokens"] = [[1, 2]] * 3 + [[9, 9]] * 5
-    assert mla.live_padding("one", told(one=other)) == reading(
+    assert mla.live_padding("one", ended({"one": other})) == reading(
         "same bits",
         with_8_live={**SAME, "of": 6},
         with_3_live_again={**SAME, "of": 6},
         control="another first token changes 8 of 8 steps",
     )
     other["rows"][2]["sums"] = [[9, 9, 9]] * 2
-    assert mla.live_padding("one", told(one=other)).verdict == "other bits of three again"
+    assert mla.live_padding("one", ended({"one": other})).verdict == "other bits of three again"
     with pytest.raises(MissingError, match="one: the logits do not notice another first token"):
-        mla.live_padding("one", told(one=mla_engine(5, control=0)))
+        mla.live_padding("one", ended({"one": mla_engine(5, control=0)}))
 
 
 @pytest.mark.parametrize(("changed", "said"), [(0, "same bits"), (2, "padding reaches live rows")])
@@ -507,7 +436,7 @@ def test_every_number_of_another_padding_and_of_none(changed, said):
     same = {name: {**SAME, "of": of} for name, of in by_round.items()}
     control = "another first token changes 8 of 8 steps"
     name = mla.FP8
-    assert mla.other_padding(name, told(**{f"{name}, on": engine}), "on") == reading(
+    assert mla.other_padding(name, ended({f"{name}, on": engine}), "on") == reading(
         said,
         changed={"logits": changed, "tokens": 0, "of": 128},
         by_round=same,
@@ -519,7 +448,7 @@ def test_every_number_of_another_padding_and_of_none(changed, said):
         },
     )
     alone = {"rows": [{**one, "size": one["live"]} for one in engine["planted"]["spike"]], "control": [0, 8]}
-    both = told(**{f"{name}, off": engine, f"{name}, without padding": alone})
+    both = ended({f"{name}, off": engine, f"{name}, without padding": alone})
     assert mla.without_padding(name, both, "off") == reading(
         "other bits" if changed else "same bits",
         changed={"logits": changed, "tokens": 0, "of": 128},
@@ -531,18 +460,13 @@ def test_every_number_of_another_padding_and_of_none(changed, said):
 def test_only_the_rounds_that_fill_a_graph_are_compared_where_padding_reaches_live_rows():
     name = mla.FP8
     engine = {"rows": [a_round(3, 8, 5), a_round(50, 64, 5)], "control": [8, 8]}
-    engines = told(**{f"{name}, {state}": engine for state in benches.STATES})
+    engines = ended(three(name, engine, engine))
     assert mla.wrong(name, engines) == "no round without padding to compare"
     engine["rows"] += [a_round(8, 8, 0)]
     assert mla.wrong(name, engines) is None
     # Without such a leak any round does.
-    pair = told(**{f"{MLA}, {state}": {"rows": [a_round(3, 8, 5)]} for state in benches.STATES})
-    assert mla.wrong(MLA, pair) is None
-
-
-def test_numbers_are_spelled_so_that_json_can_sort_them():
-    table = cell("q", "v", "host memory", lambda results: reading("flat", by={5: (1, {2: [3]}), "a": None}))
-    assert table.ask(table.subject, "cpu", told()).numbers == {"by": {"5": [1, {"2": [3]}], "a": None}}
+    alike = {"rows": [a_round(3, 8, 5)]}
+    assert mla.wrong(MLA, ended(three(MLA, alike, alike))) is None
 
 
 def test_every_number_of_the_routers():
@@ -551,7 +475,7 @@ def test_every_number_of_the_routers():
     nan = nan_bias({5: [0, 5]})["nan_bias"] | {"sound": sound, "spoilt": {5: five}}
     bias = {"nan_bias": nan, "same_choice": {"topk_softmax": [0, 2**-20]}}
     name = router.SIGMOID
-    assert router.twice(name, told(**{f"{name}, off": bias})) == reading(
+    assert router.twice(name, ended({f"{name}, off": bias})) == reading(
         "nan",
         live_and_padding_rows_by_expert={5: [0, 5]},
         with_a_sound_bias=[0, 1],
@@ -563,7 +487,7 @@ def test_every_number_of_the_routers():
         kind=["FusedTopKBiasRouter"],
         top_k=8,
     )
-    assert router.state(name, told(**{f"{name}, off again": bias}), "off again") == reading(
+    assert router.state(name, ended({f"{name}, off again": bias}), "off again") == reading(
         "nan", live_and_padding_rows_by_expert={5: [0, 5]}
     )
     on, again = ({**nan, "sound": {**sound}} for _ in range(2))
@@ -572,25 +496,21 @@ def test_every_number_of_the_routers():
     # Engines without the plugin differ as often.
     again["sound"]["sums"] = [[1, 2], [3, 8], [5, 7]]
     choice = {"topk_softmax": [2, 2**-20], "topk_sigmoid": [0, 2**-19], "grouped_topk": [0, 2**-20]}
-    engines = {
-        f"{name}, off": bias,
-        f"{name}, on": {"nan_bias": on, "same_choice": choice},
-        f"{name}, off again": {"nan_bias": again},
-    }
-    assert router.sound(name, told(**engines)) == reading(
+    engines = three(name, bias, {"nan_bias": on, "same_choice": choice}, {"nan_bias": again})
+    assert router.sound(name, ended(engines)) == reading(
         "other bits",
         rows_that_choose_otherwise_and_error_of_weights={"off": bias["same_choice"], "on": choice},
         requests_with_other_tokens=1,
         steps_with_other_logits=2,
         steps_with_other_logits_off_again=2,
     )
-    assert router.wrong(name, told(**engines)) == (
+    assert router.wrong(name, ended(engines)) == (
         "topk_softmax, topk_sigmoid: not vLLM's choice with a sound bias"
     )
     engines[f"{name}, on"] = {"nan_bias": again, "same_choice": {"grouped_topk": [0, 2**-20]}}
     engines[f"{name}, off"] = {"nan_bias": again, "same_choice": {}}
-    assert router.sound(name, told(**engines)).verdict == "same bits"
-    assert router.wrong(name, told(**engines)) is None
+    assert router.sound(name, ended(engines)).verdict == "same bits"
+    assert router.wrong(name, ended(engines)) is None
 
 
 @pytest.mark.parametrize(
@@ -648,7 +568,7 @@ def test_a_start_balances_within_one_per_cent_or_one_block_in_each_phase(device,
         "profile": memory_phase(device, device - left - 6, 1, 2, 3),
     }
     accounts = {"phases": phases, "graph_bytes_estimated": 5, "graph_bytes_taken": 6}
-    engines = told(**{memory.V1: {"accounts": accounts, "start": {"runner": "V1"}}})
+    engines = ended({memory.V1: {"accounts": accounts, "start": {"runner": "V1"}}})
     assert memory.account(memory.V1, engines) == reading(
         "balances" if balanced else "does not balance",
         unexplained_bytes={"capture": 0, "profile": left},
@@ -663,18 +583,25 @@ def test_a_start_balances_within_one_per_cent_or_one_block_in_each_phase(device,
 )
 def test_graphs_are_counted_unless_they_took_memory_that_nobody_estimated(estimated, taken, said):
     accounts = {"phases": {}, "graph_bytes_estimated": estimated, "graph_bytes_taken": taken}
-    engines = told(**{memory.V2: {"accounts": accounts, "start": {"runner": "V2"}}})
+    engines = ended({memory.V2: {"accounts": accounts, "start": {"runner": "V2"}}})
     assert memory.graphs(memory.V2, engines) == reading(said, estimated=estimated, taken=taken, runner="V2")
 
 
-def test_every_number_of_undrained_ids():
-    counted = {"requests": [0, 3, 6], "ids": [1, 9, 17], "rss": [100, 110, 125], "tokens": 5, "seconds": 1.0}
-    engines = told(**{f"{blocks.UNDRAINED}, off": {"undrained": counted}})
-    assert blocks.ids(engines) == reading("grows", **counted, rss_grown=15)
+def test_every_number_of_undrained_ids(monkeypatch):
+    def counted(*ids: int, tokens: int = 5) -> dict[str, object]:
+        more = {"requests": [0, 3, 6], "rss": [100, 110, 125], "tokens": tokens, "seconds": 1.0}
+        return {"undrained": {"ids": [*ids], **more}}
+
+    name, grows, drained = blocks.UNDRAINED, counted(1, 9, 17), counted(0, 0, 0)
+    engines = ended({f"{name}, off": grows})
+    assert blocks.ids(engines) == reading("grows", **grows["undrained"], rss_grown=15)
     assert blocks._state(engines, "off") == reading("grows", ids=[1, 9, 17])
     # What the first part records is there once.
-    counted["ids"] = [0, 9, 9]
-    assert blocks.ids(engines).verdict == "flat"
+    assert blocks.ids(ended({f"{name}, off": counted(0, 9, 9)})).verdict == "flat"
+    said = asked(blocks.BENCH, three(name, grows, drained), monkeypatch)
+    assert [one.verdict for one in said.values()] == ["grows", "fixed"]
+    other = three(name, grows, counted(0, 0, 0, tokens=6))
+    assert asked(blocks.BENCH, other, monkeypatch)["off/on/off", name].verdict == "wrong"
 
 
 @pytest.mark.parametrize(
@@ -709,7 +636,7 @@ def test_a_watch_is_exact_if_every_count_is_and_its_port_says_something(changes,
             "counted": counted + changes.get("counted", 0),
             "scraped": changes.get("scraped", [["attention"]]),
         }
-        engines = told(**{name: {"start": {"seconds": 9.0}, "rows": rounds, "watched": counts}})
+        engines = ended({name: {"start": {"seconds": 9.0}, "rows": rounds, "watched": counts}})
         assert watched.judge(name, engines) == reading(
             said, want=[rows, 0], reference_steps=50, start_seconds=9.0, **counts
         )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine.engine_answers import asked, results
+from tests.engine.engine_answers import asked, ended
 
 from staleproof.cases.case import reading
 from staleproof.cases.finding import NOT_RUN
 from staleproof.engine import hybrid, starts
-from staleproof.engine.bench import Results
 from staleproof.engine.orders import EngineResult
 
 
@@ -36,22 +35,16 @@ def hybrid_engine(**states: dict[str, object]) -> dict[str, object]:
     }
 
 
-def test_a_hybrid_engine_is_compared_with_itself_zeroing(monkeypatch):
-    control = hybrid_engine(no_zeroing=served(nan=(0, 50), stale=25))
-    other = hybrid_engine(no_zeroing=served(changed=(99,), stale=25))
-    told = results(**{"TRITON_ATTN": other, hybrid.CONTROL: control})
-    said = asked(hybrid.BENCH, told, monkeypatch)
-    assert said[hybrid.BITS, "TRITON_ATTN"].verdict == "other bits"
-    assert said[hybrid.BITS, hybrid.CONTROL].verdict == "nan"
-    assert said[hybrid.POISONED, hybrid.CONTROL].expected == "nan"
-    assert said[hybrid.POISONED, hybrid.WIDE].verdict == NOT_RUN
-
-
-def test_a_hybrid_engine_whose_time_ends_has_answered_the_states_before(monkeypatch):
+def test_a_hybrid_engine_is_compared_with_itself_zeroing_as_far_as_it_came(monkeypatch):
     states = {name: one for name, one in hybrid_engine().items() if name not in hybrid.FILLED}
-    late = EngineResult(states, "hybrid: gave no answer within 240 s")
-    said = asked(hybrid.BENCH, {"FLASH_ATTN": late}, monkeypatch)
-    assert said[hybrid.BITS, "FLASH_ATTN"].verdict == "no stale block"
+    told = {
+        "TRITON_ATTN": hybrid_engine(no_zeroing=served(changed=(99,), stale=25)),
+        hybrid.CONTROL: hybrid_engine(no_zeroing=served(nan=(0, 50), stale=25)),
+        "FLASH_ATTN": EngineResult(states, "hybrid: gave no answer within 240 s"),
+    }
+    said = asked(hybrid.BENCH, told, monkeypatch)
+    assert [said[hybrid.BITS, name].verdict for name in told] == ["other bits", "nan", "no stale block"]
+    assert said[hybrid.POISONED, "TRITON_ATTN"].verdict == "no stale block"
     missing = said[hybrid.POISONED, "FLASH_ATTN"]
     assert (missing.verdict, missing.note) == (NOT_RUN, "FLASH_ATTN: hybrid: gave no answer within 240 s")
 
@@ -65,47 +58,60 @@ def equal_engine(*bits: int, kernel: str = "triton_0: warps 4") -> dict[str, obj
     return {"rows": rounds, "compiled_kernels": {kernel: 2}}
 
 
-def test_equal_engines_are_compared_where_no_padding_takes_part(monkeypatch):
-    usual = equal_engine(1, 2, 2, 3, 3)
-    told = results(**{starts.engine(starts.FP8, state): usual for state in starts.STATES})
-    # With one scale a batch the plugin changes rounds with padding; that is no difference of engines.
-    told[starts.engine(starts.FP8, "on")] = EngineResult(equal_engine(9, 2, 2, 9, 9), None)
-    assert asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8].verdict == "same bits"
-    told[starts.engine(starts.FP8, "off again")] = EngineResult(
-        equal_engine(1, 7, 7, 3, 3, kernel="triton_0: warps 8"), None
-    )
-    differ = asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8]
-    assert differ.verdict == "differ between equal engines"
-    # A start that failed leaves the rest to compare, unless it is the only one of its kind.
-    told[starts.engine(starts.FP8, "off again")] = EngineResult({}, "rows: out of memory")
-    assert asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8].verdict == "same bits"
-    del told[starts.engine(starts.FP8, "off")]
-    assert asked(starts.BENCH, told, monkeypatch)[starts.SAME, starts.FP8].verdict == NOT_RUN
+FAILED = EngineResult({}, "rows: out of memory")
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "said"),
+    [
+        # With one scale a batch the plugin changes rounds with padding; that is no difference of engines.
+        ("on", equal_engine(9, 2, 2, 9, 9), "same bits"),
+        (
+            "off again",
+            equal_engine(1, 7, 7, 3, 3, kernel="triton_0: warps 8"),
+            "differ between equal engines",
+        ),
+        ("on again", equal_engine(1, 7, 7, 3, 3), "differ between equal engines"),
+        ("off", equal_engine(1, 2, 7, 3, 3), "differ within an engine"),
+        # A start that failed leaves the rest to compare, unless it is the only one of its kind.
+        ("off again", FAILED, "same bits"),
+        ("off", FAILED, NOT_RUN),
+    ],
+)
+def test_equal_engines_are_compared_where_no_padding_takes_part(monkeypatch, state, told, said):
+    engines = {starts.engine(starts.FP8, name): equal_engine(1, 2, 2, 3, 3) for name in starts.STATES}
+    engines[starts.engine(starts.FP8, state)] = told
+    assert asked(starts.BENCH, engines, monkeypatch)[starts.SAME, starts.FP8].verdict == said
+
+
+def test_other_bits_of_all_engines_with_the_plugin_are_the_plugins():
+    usual, other = (equal_engine(1, bit, bit, 3, 3)["rows"] for bit in (2, 7))
+    assert starts.verdict({"off": usual, "off again": usual, "on": other}) == "differ with the plugin"
 
 
 def test_late_copies_are_judged_by_the_blocks_they_leave(monkeypatch):
     left = {"late_copies,_no_wait": served(stale=30), "late_copies,_no_wait_again": served(stale=20)}
+    told = {"TRITON_ATTN": hybrid_engine(**left)}
     # What the plugin leaves in the other states does not count.
     other = {"late_copies": served(stale=9), "late_copies,_no_wait_again": served(stale=9)}
-    told = results(**{"TRITON_ATTN": hybrid_engine(**left), hybrid.PLUGIN: hybrid_engine(**other)})
-    said = asked(hybrid.BENCH, told, monkeypatch)
+    for plugin, verdict in (
+        (other, "fixed"),
+        ({"zeroing": served(changed=(3,))}, "wrong"),
+        (left, "not fixed"),
+    ):
+        told[hybrid.PLUGIN] = hybrid_engine(**plugin)
+        said = asked(hybrid.BENCH, told, monkeypatch)
+        fixed = said["off/on/off", hybrid.STAGING]
+        assert (fixed.verdict, [*fixed.numbers.values()][::2]) == (verdict, [30, 20])
     assert said[hybrid.RACE, "late copies"].verdict == "all zeroed"
     assert said[hybrid.RACE, hybrid.UNGUARDED].verdict == "blocks not zeroed"
-    fixed = said["off/on/off", hybrid.STAGING]
-    assert (fixed.verdict, [*fixed.numbers.values()]) == ("fixed", [30, 0, 20])
-    told[hybrid.PLUGIN] = EngineResult(hybrid_engine(zeroing=served(changed=(3,))), None)
-    assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.STAGING].verdict == "wrong"
-    told[hybrid.PLUGIN] = EngineResult(hybrid_engine(**left), None)
-    assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.STAGING].verdict == "not fixed"
 
 
 def test_blocks_of_mla_that_vllm_does_not_zero(monkeypatch):
     stale = {"zeroing": served(stale=90), "zeroing_again": served(stale=91)}
-    told = results(**{hybrid.KIMI: hybrid_engine(**stale), hybrid.KIMI_PLUGIN: hybrid_engine()})
+    told = {hybrid.KIMI: hybrid_engine(**stale), hybrid.KIMI_PLUGIN: hybrid_engine()}
     fixed = asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.RECORDING]
     assert (fixed.verdict, [*fixed.numbers.values()]) == ("fixed", [90, 0, 91])
-    told[hybrid.KIMI_PLUGIN] = EngineResult(hybrid_engine(zeroing=served(changed=(3,))), None)
-    assert asked(hybrid.BENCH, told, monkeypatch)["off/on/off", hybrid.RECORDING].verdict == "wrong"
 
 
 @pytest.mark.parametrize("cache", ["", ", cache of NaN"])
@@ -128,7 +134,7 @@ def test_what_is_noticed_without_zeroing(cache, off, on, again, said):
     off, on = {**off, "tokens": [[0]] * 100}, {**on, "blocks_by_fifth": blocks_by_fifth(0, nan=3)}
     told = {f"zeroing{cache}": on, f"no zeroing{cache}": off, "zeroing again": again}
     told = {"zeroing": served(), "cache": {"blocks": 24, "block_size": 528}, **told}
-    found = hybrid.bits("one", cache, Results(iter(()), {"one": EngineResult(told, None)}))
+    found = hybrid.bits("one", cache, ended({"one": told}))
     nan = off["nan"].count(True)
     where = [row for row, (a, b) in enumerate(zip(off["logprobs"], on["logprobs"], strict=True)) if a != b]
     assert found == reading(
@@ -157,7 +163,7 @@ def test_every_number_of_the_staging_race(left, said):
         "cache": {"waits": "an event"},
         "start": {"async_scheduling": "yes"},
     }
-    results = Results(iter(()), {"TRITON_ATTN": EngineResult(told, None)})
+    results = ended({"TRITON_ATTN": told})
     assert hybrid.race(results) == reading(
         said, blocks_not_zeroed=left, without_delay=7, runner_waits="an event", asynchronous="yes"
     )
@@ -169,7 +175,7 @@ def test_every_number_of_the_staging_race(left, said):
 def test_a_patch_of_the_zeroing_is_asked_in_the_states_of_its_engines():
     told = {name: served(stale=number) for number, name in enumerate(("off", "on", "again", "zeroing"), 1)}
     other = {**told, "on": served(stale=0), "zeroing": served(changed=(3, 99))}
-    results = Results(iter(()), {"one": EngineResult(told, None), "two": EngineResult(other, None)})
+    results = ended({"one": told, "two": other})
     state, wrong = hybrid._zeroed("one", "two", ("off", "on", "again"))
     assert [state(results, which) for which in ("off", "on", "off again")] == [
         reading("blocks not zeroed", blocks_not_zeroed=1),
@@ -189,9 +195,9 @@ def test_every_number_of_equal_engines():
     off["compiled_kernels"] |= {f"a{number:02d}": 1 for number in range(25)}
     on["rows"][0]["sums"] = [[1], [9]]
     on["rows"][4]["sums"] = [[9], [3]]
-    ended = {name: EngineResult(one, None) for name, one in zip(names, (off, on), strict=True)}
+    told = ended(dict(zip(names, (off, on), strict=True)))
     one, two = [["off", "on"]], [["off"], ["on"]]
-    assert starts.equal_engines(starts.UNTIMED, Results(iter(()), ended)) == reading(
+    assert starts.equal_engines(starts.UNTIMED, told) == reading(
         "same bits",
         engines_with_equal_bits={
             "3 of 8": {"prefill": one, "decode": two},
@@ -205,23 +211,3 @@ def test_every_number_of_equal_engines():
         kernels_that_not_all_have={"off": [f"a{number:02d}" for number in range(20)], "on": ["other"]},
         kernels={"off": 30, "on": 5},
     )
-
-
-@pytest.mark.parametrize(
-    ("on", "again", "off_again", "said"),
-    [
-        ((1, 1), (1, 1), (1, 1), "same bits"),
-        ((2, 2), (2, 2), (1, 1), "differ with the plugin"),
-        ((1, 1), (2, 2), (1, 1), "differ between equal engines"),
-        ((1, 1), (1, 1), (2, 2), "differ between equal engines"),
-        ((1, 2), (1, 1), (1, 1), "differ within an engine"),
-    ],
-)
-def test_which_engines_differ(on, again, off_again, said):
-    bits = {"off": (1, 1), "off again": off_again, "on": on, "on again": again}
-    # What rounds with padding rows say does not count.
-    rounds = {
-        state: [{"sums": [[at]]}, {"sums": [[one]]}, {"sums": [[two]]}, {"sums": [[at]]}]
-        for at, (state, (one, two)) in enumerate(bits.items())
-    }
-    assert starts.verdict(rounds) == said

@@ -7,7 +7,7 @@ from types import SimpleNamespace as Space
 
 import pytest
 import torch
-from tests.engine.made_engine import NAN, engine_fixture, stand_in  # noqa: F401
+from tests.engine.made_engine import NAN, engine_fixture, stand_in, sums  # noqa: F401
 from torch.overrides import TorchFunctionMode
 
 from staleproof.engine import memory_probes, probes, router_probes, watch_probes, watching
@@ -56,7 +56,7 @@ def test_rows_tells_what_the_last_decode_step_of_each_round_wrote(engine, monkey
         "stages": {"layers.0.attention": [0, 5], stage: [0, 0]},
         "largest": {stage: [3.0, 8.0]},
         "tokens": [[first, number] for number, first in enumerate(firsts)],
-        "sums": [probes_checksum(each) for each in logits],
+        "sums": [sums(each) for each in logits],
         "nan": 2,
         "twice": [5, 5],
     }
@@ -69,10 +69,6 @@ def test_rows_tells_what_the_last_decode_step_of_each_round_wrote(engine, monkey
     assert waits == [3, 4]
     # No padding row: nothing is its largest.
     assert (two["largest"][stage], two["twice"]) == ([64.0, 0.0], [10, 0])
-
-
-def probes_checksum(logits: torch.Tensor) -> list[int]:
-    return [sum(int(v) * (2 * i + 1) for i, v in enumerate(row)) for row in logits.view(torch.int32)]
 
 
 @pytest.mark.parametrize(("deaf", "differ"), [(False, 4), (True, 0)])
@@ -294,17 +290,16 @@ def test_quantizers_are_asked_with_and_without_rows_of_nan(engine, monkeypatch, 
 @pytest.mark.parametrize("second_runner", [False, True])
 def test_another_token_is_planted_in_the_padding_rows_only(engine, second_runner):
     ids, seen = torch.full((64,), 7), []
-    runner = engine.runner
-    buffers = Space(input_ids=ids) if second_runner else None
-    vars(runner).update({"input_buffers": buffers} if second_runner else {"input_ids": Space(gpu=ids)})
-    type_of = type("Runner", (Space,), {"execute_model": lambda self, output, again=0: (output, again)})
-    engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner = (
-        runner
-    ) = type_of(**vars(runner))
     weight = torch.nn.Parameter(torch.ones(4, 3))
-    runner.get_model = lambda: Space(
-        named_parameters=lambda: [("norm", None), ("embed_tokens.weight", weight)]
-    )
+    named = [("norm", None), ("embed_tokens.weight", weight)]
+
+    class Runner(Space):
+        def execute_model(self, output, again=0):
+            return output, again
+
+    held = {"input_buffers": Space(input_ids=ids)} if second_runner else {"input_ids": Space(gpu=ids)}
+    runner = Runner(**held, get_model=lambda: Space(named_parameters=lambda: named))
+    engine.llm.worker.model_runner = runner
 
     def step(live, size):
         ids[:live] = 7
@@ -325,19 +320,11 @@ def test_another_token_is_planted_in_the_padding_rows_only(engine, second_runner
 
 def test_what_the_watch_counted_and_what_its_port_says(engine, monkeypatch):
     calls = []
-
-    class Watch:
-        def reading(self):
-            calls.append("reading")
-            bad = {("attention", "layers.0"): (5, 0)}
-            return Space(bad=bad, repeats={"layers.1": (1, 2)}, steps=9, counted=3)
-
-        def copy(self):
-            calls.append("copy")
-
-    on = Space(
-        watch=Watch(), blocks=Space(stale={("state", "keys"): 4}), memory=Space(unprofiled=lambda: {"a": 1})
-    )
+    bad = {("attention", "layers.0"): (5, 0)}
+    counts = Space(bad=bad, repeats={"layers.1": (1, 2)}, steps=9, counted=3)
+    watch = Space(reading=lambda: calls.append("reading") or counts, copy=lambda: calls.append("copy"))
+    memory = Space(unprofiled=lambda: {"a": 1})
+    on = Space(watch=watch, blocks=Space(stale={("state", "keys"): 4}), memory=memory)
     monkeypatch.setattr(watch_hooks, "installed", [on])
     sample = watching.Sample("bad_rows", {"stage": "experts", "layer": "layers.1", "rows": "live"}, 2.0)
     monkeypatch.setattr(watching, "fetch", lambda url: [sample] if url == "localhost:9480" else [])
@@ -479,7 +466,6 @@ def test_the_accounts_of_a_start_are_told_by_phase(engine):
     }  # fmt: skip
     figures = ("sentence", "graph_bytes_estimated", "graph_bytes_taken", "kv_bytes")
     assert [told[name] for name in figures] == ["it fits", None, 77, None]
-    worker = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    worker.cudagraph_memory_estimate, worker.available_kv_cache_memory_bytes = 5, 6
+    vars(engine.llm.worker).update(cudagraph_memory_estimate=5, available_kv_cache_memory_bytes=6)
     told = memory_probes.accounts(engine)
     assert (told["graph_bytes_estimated"], told["kv_bytes"]) == (5, 6)

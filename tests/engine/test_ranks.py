@@ -1,4 +1,4 @@
-"""Two data-parallel ranks of a whole vLLM: what is counted, and that it fits the real vLLM 0.22.1."""
+"""Two data-parallel ranks of a whole vLLM: what is counted. ``test_real_engine.py`` tries the real one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from types import SimpleNamespace as Space
 
 import pytest
 import torch
-from tests.engine.engine_answers import asked, results
+from tests.engine.engine_answers import asked, ended
 from tests.engine.made_engine import NAN, engine_fixture, stand_in  # noqa: F401
-from tests.engine.real_vllm import fits
 
 from staleproof.cases.words import NOT_RUN
 from staleproof.engine import orders, ranks
-from staleproof.engine.bench import Results
 from staleproof.engine.orders import EngineResult
 from staleproof.engine.spies import LARGEST, Rows
 
@@ -23,10 +21,6 @@ def step(live: int, rows: int, nan: tuple[int, int] = (0, 0), inf: tuple[int, in
     return {"live": live, "rows": rows, "NaN": list(nan), "Inf": list(inf)}
 
 
-def rank_answers(busy: list[dict], idle: list[dict]) -> dict[str, object]:
-    return {"uneven": busy, "rank 1": {"uneven": idle}}
-
-
 @pytest.mark.parametrize(
     ("bad", "verdict"), [(0, "none"), (1, "some"), (8, "some"), (9, "nearly all"), (10, "nearly all")]
 )
@@ -34,8 +28,8 @@ def test_the_share_of_padded_steps_of_the_busy_rank_decides(monkeypatch, bad, ve
     # Half of the bad steps hold Inf only. A step without padding, and the idle rank, do not count.
     busy = [step(3, 8, (0, 5) if i % 2 else (0, 0), (0, 0) if i % 2 else (1, 4)) for i in range(bad)]
     busy += [step(3, 8)] * (10 - bad) + [step(8, 8, (8, 0))] * 30
-    told = results(**{OFF: rank_answers(busy, [step(0, 8, (0, 8))] * 40)})
-    found = asked(ranks.BENCH, told, monkeypatch)
+    told = {"uneven": busy, "rank 1": {"uneven": [step(0, 8, (0, 8))] * 40}}
+    found = asked(ranks.BENCH, {OFF: told}, monkeypatch)
     said = found[ranks.QUESTION, OFF]
     assert said.verdict == verdict
     assert said.numbers["busy rank"] == {
@@ -61,7 +55,7 @@ def test_the_mean_padding_is_of_the_steps_that_have_some(padding, mean):
 
 def test_one_step_with_padding_is_all_of_them():
     one = {"uneven": [step(3, 8, (0, 1)), step(8, 8, (1, 0))], "rank 1": {"uneven": []}}
-    found = ranks.padding("one", Results(iter(()), results(one=one)))
+    found = ranks.padding("one", ended({"one": one}))
     assert (found.verdict, found.numbers["idle rank"]["steps"]) == ("nearly all", 0)
 
 
@@ -150,19 +144,3 @@ def test_rounds_are_served_by_the_first_rank_while_the_others_keep_step(monkeypa
         # Longer than a step that is kept, so that only decode steps are.
         assert (len(lengths[1]), min(lengths[1]), max(lengths[1])) == (60, LARGEST + 3, 154)
         assert len(ranks.uneven(engine, [1])) == 24
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("version", ["0.22.1", "0.26.0"])
-def test_options_ranks_and_spies_fit_the_real_vllm(version):
-    lines, errors = fits("real_ranks.py", version)
-    # Row 6 holds NaN and row 7 Inf, each in one of two layers.
-    steps = [step(7, 8, (1, 0), (0, 1)), step(0, 8, (0, 1), (0, 1))]
-    assert lines == [
-        "fits options: []",
-        "fits model: Qwen3MoeConfig 128 8",
-        "fits rank 0 of 2: True",
-        "fits rank 1 of 2: True",
-        "fits second: serve, 1",
-        f"fits steps: {steps}",
-    ], errors

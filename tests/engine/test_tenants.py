@@ -7,14 +7,12 @@ from types import SimpleNamespace as Space
 
 import pytest
 import torch
-from tests.engine.made_engine import stand_in
+from tests.engine.made_engine import NAN, stand_in
 
 from staleproof.engine import hybrid_probes, tenants
 from staleproof.engine.probes import prompts
 from staleproof.engine.spies import Rows
 from staleproof.engine.tenants import Tenants
-
-NAN = float("nan")
 
 
 @pytest.fixture(name="runner")
@@ -96,28 +94,39 @@ def lengths(query_start_loc: list[int], seq_lens: list[int], block_table: list[l
     return Space(**{name: torch.tensor(value) for name, value in given.items()})
 
 
-def test_the_control_is_attention_and_reads_the_whole_tile():
+@pytest.mark.parametrize("block", [256, 64])
+def test_the_control_is_attention_of_each_requests_own_blocks(block):
     draw = torch.Generator().manual_seed(0)
-    kv = torch.randn(3, 2, 256, 2, 16, generator=draw)
-    query = torch.randn(3, 4, 16, generator=draw)
-    metadata = lengths([0, 1, 3], [5, 130], [[2, 0], [1, 0]])
-    out = torch.zeros(3, 4, 16)
+    kv = torch.randn(6, 2, block, 2, 16, generator=draw)
+    query = torch.randn(4, 4, 16, generator=draw)
+    # With blocks of 64 tokens 130 keys are in three, whose end is before that of the second tile.
+    kv[0] = NAN
+    # The second request has no token in this step; heads lie side by side in the output of this backend.
+    tables = [[2, 0, 0, 0], [0, 0, 0, 0], [1, 3, 4, 0], [5, 0, 0, 0]]
+    metadata = lengths([0, 1, 1, 3, 4], [5, 0, 130, 3], tables)
+    out = torch.zeros(4, 64)
     # What is made with no device would not be where the cache is.
     with torch.device("meta"):
         tenants._attend(query, kv, metadata, 0.5, out)
-    for row, (block, keys) in enumerate([(2, 5), (1, 129), (1, 130)]):
-        k, v = (kv[block, side, :keys].repeat_interleave(2, dim=1) for side in (0, 1))
+    for row, (table, keys) in enumerate([(0, 5), (2, 129), (2, 130), (3, 3)]):
+        k, v = (kv[tables[table], side].flatten(0, 1)[:keys].repeat_interleave(2, dim=1) for side in (0, 1))
         weights = torch.einsum("hd,khd->hk", query[row], k).mul(0.5).softmax(-1)
-        torch.testing.assert_close(out[row], torch.einsum("hk,khd->hd", weights, v))
-    kv[2, 1, 100] = NAN
-    kv[1, 1, 255] = NAN
-    tenants._attend(query, kv, metadata, 0.5, out)
-    assert out.isnan().any((1, 2)).tolist() == [True, True, True]
-    kv[2, 1, 100], kv[1, 1, 255] = 0.0, 0.0
-    # Behind the tile of the first request.
-    kv[2, 1, 128:] = NAN
-    tenants._attend(query, kv, metadata, 0.5, out)
-    assert not out.isnan().any()
+        torch.testing.assert_close(out[row].view(4, 16), torch.einsum("hk,khd->hd", weights, v))
+
+
+def test_the_control_reads_the_whole_tile_and_nothing_behind_it():
+    kv, query, out = torch.ones(2, 2, 256, 2, 16), torch.ones(2, 4, 16), torch.zeros(2, 4, 16)
+    metadata = lengths([0, 1, 2], [5, 130], [[0], [1]])
+    for places, bad in (
+        ([(0, 100), (1, 255)], [True, True]),
+        # Behind the tile of the first request.
+        ([(0, slice(128, None))], [False, False]),
+    ):
+        kv.fill_(1.0)
+        for block, token in places:
+            kv[block, 1, token] = NAN
+        tenants._attend(query, kv, metadata, 0.5, out)
+        assert out.isnan().any((1, 2)).tolist() == bad
 
 
 def test_only_the_zeroing_goes_without_the_runners_wait():
@@ -315,28 +324,6 @@ def test_the_control_stands_in_for_the_attention_of_a_step_with_requests(monkeyp
         assert Impl().forward("layer", "q", "k", "v", "kv", metadata, *rest, **keywords) == (out, 3)
     # The profile run has none.
     assert asked == [("q", "kv", "metadata", 0.25, out)]
-
-
-def test_the_control_reads_no_block_that_is_not_the_requests():
-    draw = torch.Generator().manual_seed(0)
-    # Blocks of 64 tokens: 130 keys are in three, whose end is before that of the second tile.
-    kv, query = (torch.randn(*shape, generator=draw) for shape in ((4, 2, 64, 2, 8), (1, 2, 8)))
-    kv[0] = NAN
-    out = torch.zeros(1, 2, 8)
-    metadata = lengths([0, 1], [130], [[2, 1, 3, 0, 0]])
-    tenants._attend(query, kv, metadata, 0.5, out)
-    k, v = (kv[[2, 1, 3], side].flatten(0, 1)[:130] for side in (0, 1))
-    weights = torch.einsum("hd,khd->hk", query[0], k).mul(0.5).softmax(-1)
-    torch.testing.assert_close(out[0], torch.einsum("hk,khd->hd", weights, v))
-
-
-def test_a_step_without_tokens_of_a_request_leaves_its_row_out():
-    kv, query, out = torch.ones(2, 2, 128, 1, 4), torch.ones(1, 2, 4), torch.zeros(1, 8)
-    metadata = lengths([0, 0, 1], [0, 3], [[0], [1]])
-    kv[0] = NAN
-    tenants._attend(query, kv, metadata, 1.0, out)
-    # Heads lie side by side in the output of this backend.
-    assert out.tolist() == [[1.0] * 8]
 
 
 def test_flashinfers_moe_is_loaded_from_the_module_of_its_release(monkeypatch, tmp_path):

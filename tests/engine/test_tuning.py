@@ -1,10 +1,10 @@
 """Autotuned kernels keep their first configuration, and the kernels that torch.compile made are told."""
 
 import gc
-import sys
 import types
 
 import pytest
+from tests.vllm.made_up import made_up
 
 from staleproof import device
 from staleproof.engine import tuning
@@ -30,20 +30,13 @@ def test_an_autotuned_kernel_keeps_its_first_configuration():
 
 @pytest.mark.parametrize("package", ["model_executor.layers.fla", "third_party.flash_linear_attention"])
 def test_kernels_of_linear_attention_time_none_wherever_a_release_has_them(monkeypatch, tmp_path, package):
-    for parent in ("model_executor.layers", "third_party"):
-        tmp_path.joinpath("vllm", *parent.split(".")).mkdir(parents=True)
-    ops = tmp_path.joinpath("vllm", *package.split("."), "ops")
-    ops.mkdir(parents=True)
-    for name, text in {"chunk": "a, b = 1, 2", "needs": "import no_such_package", "later": "c = 3"}.items():
-        (ops / f"{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
+    kernels = {"chunk": "a, b = 1, 2", "needs": "import no_such_package", "later": "c = 3"}
     seen = []
     monkeypatch.setattr(tuning, "keep_first", lambda kernel: isinstance(kernel, int) and seen.append(kernel))
-    tuning.first_configs(Rows())
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
+    with made_up(tmp_path) as write:
+        write({f"{package}.ops.{name}": text for name, text in kernels.items()})
+        write(dict.fromkeys(("model_executor.layers.other", "third_party.other"), ""))
+        tuning.first_configs(Rows())
     assert sorted(seen) == [1, 2, 3]
 
 

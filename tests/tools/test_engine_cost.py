@@ -23,7 +23,7 @@ from tools import engine_cost_probes as cost_probes
 
 # Steps leave their times in a file: two engines must never step at the same time.
 FAKE = """
-import json, os, time, types
+import json, os, time, traceback, types
 from pathlib import Path
 import torch
 
@@ -59,13 +59,7 @@ class Engine:
             log.write(json.dumps([os.getpid(), begun, end, len(self.left), timing(), graph, hooked]) + "\\n")
 
 def timing():
-    import sys
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "timed":
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_name == "timed" for frame, _ in traceback.walk_stack(None))
 
 class LLM:
     def __init__(self, model, **options):
@@ -80,13 +74,9 @@ class GPUModelRunner:
     def __init__(self):
         self.graph = CUDAGraphWrapper()
     def capture_model(self):
-        state = "watch" if self.hooked() else "on" if self.captures() else "off"
-        self.graph.concrete_cudagraph_entries["batch"] = state
+        self.graph.concrete_cudagraph_entries["batch"] = "watch" if self.hooked() else "plain"
     def hooked(self):
         return self.execute_model.__code__.co_name != "execute_model"
-    def captures(self):
-        self.number = getattr(self, "number", -1) + 1
-        return self.number
     def replayed(self):
         return self.graph.concrete_cudagraph_entries.get("batch")
     def _prepare_inputs(self, scheduler_output): ...
@@ -172,18 +162,14 @@ def test_one_engine_steps_at_a_time_and_is_timed_in_every_state_with_its_graphs_
     assert {left for _, _, _, left, *_ in timed} <= {2, 4}, "requests last through every timed step"
     # Graph that was replayed, hooks in place: the watch's "execute_model" is seen in its state only.
     seen = {(graph, hooked) for *_, graph, hooked in ran}
-    assert seen == {("off", False), ("on", False), ("watch", True), (None, False), (None, True)}
+    assert seen == {("plain", False), ("watch", True), (None, False), (None, True)}
 
 
 def test_rounds_go_through_the_captures_in_turn(monkeypatch):
     wrapper = SimpleNamespace(concrete_cudagraph_entries={})
     made = itertools.count()
-    runner = SimpleNamespace(device="cpu")
-
-    def capture_model() -> None:
-        wrapper.concrete_cudagraph_entries["batch"] = next(made)
-
-    runner.capture_model = capture_model
+    capture = lambda: wrapper.concrete_cudagraph_entries.update(batch=next(made))  # noqa: E731
+    runner = SimpleNamespace(device="cpu", capture_model=capture)
     monkeypatch.setattr(cost_probes, "_wrappers", lambda: [wrapper])
     monkeypatch.setattr(watch_hooks, "installed", [SimpleNamespace(watch=None)])
     switch = cost_probes.Switch(SimpleNamespace(runner=runner), {"off": State(), "on": State()})
@@ -250,7 +236,7 @@ def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said, watch, of
     spread = [1.0, 1.018] * 4 if ratio is None else [ratio] * 8
     times = {"off": [0.002] * 8, "on": [0.002 * r for r in spread], "watch": [watch] * 8}
     of_states = {"captured": {"off": 3, "on": 3, "watch": 3}, "left_out": {cost.AGAIN: "no memory"}}
-    told = results(**{"full graphs": {"3 live": times, "states": of_states}})
+    told = results({"full graphs": {"3 live": times, "states": of_states}})
     found = asked(told, monkeypatch)
     assert found[cost.COST, "full graphs, 3 of 8"].verdict == said
     numbers = found[cost.COST, "full graphs, 3 of 8"].numbers
@@ -258,7 +244,7 @@ def test_the_interval_decides_about_the_cost(monkeypatch, ratio, said, watch, of
     assert found[cost.WATCH, "watch, full graphs, 3 of 8"].verdict == of_watch
     # What was not timed has no verdict, nor has what was timed once: an interval takes two rounds.
     short = {name: each[:1] for name, each in times.items()}
-    told = results(**{"full graphs": {"3 live": short, "states": of_states}})
+    told = results({"full graphs": {"3 live": short, "states": of_states}})
     once = asked(told, monkeypatch)[cost.COST, "full graphs, 3 of 8"]
     assert (once.verdict, once.note) == ("not run", "full graphs: 1 rounds: an interval takes two")
     assert found[cost.NOISE, "full graphs, 3 of 8"].note == "full graphs: {'off again': 'no memory'}"
@@ -312,7 +298,7 @@ def test_the_cost_by_layers_is_a_line(monkeypatch, us, noise, said):
             "on": [time for us in each for time in (off + 3e-6 + layers * us * 1e-6, None)],
         }
 
-    told = results(**{f"{layers} layers": {"3 live": times(layers)} for layers in cost.LAYERS})
+    told = results({f"{layers} layers": {"3 live": times(layers)} for layers in cost.LAYERS})
     monkeypatch.setattr(cost, "take_turns", lambda *_: iter(told.items()))
     found = findings(cost.table_by_layers(), monkeypatch)
     here = found[cost.BY_LAYERS, "full graphs, 3 of 8, 4, 16, 61 layers"]
@@ -327,6 +313,8 @@ def test_the_cost_by_layers_is_a_line(monkeypatch, us, noise, said):
 def test_engines_of_many_layers_hold_the_tokens_of_all_their_requests():
     for order in {**cost.orders(), **cost.orders_by_layers()}.values():
         assert order.env["STALEPROOF_WATCH"] == "1", "the watch's hooks are there to be taken out"
+        graphs = "enforce_eager" not in order.options
+        assert (order.probes[states]["captures"] > 0) is graphs
     for order in cost.orders_by_layers().values():
         options, layers = order.options, order.config["num_hidden_layers"]
         assert options["max_num_seqs"] == max(options["compilation_config"]["cudagraph_capture_sizes"]) == 512

@@ -10,7 +10,7 @@ from tests.tools import made_server
 from tools.serve_cost import OFF, PLUGIN, REMEDY, in_turns, lines_of, measure, summary
 
 from staleproof.cases import store
-from tools import serve_cost
+from tools import figures, serve_cost
 
 # Answers to /health, and says in its log what its variables and plugins are.
 FAKE = """
@@ -119,7 +119,7 @@ def test_the_page_holds_the_recorded_run():
     book = store.checkout() / "workbook"
     recorded = json.loads((book / "runs/nvidia-h200-engine/serving.json").read_text())
     page = (book / "serving.md").read_text()
-    written = page.split(serve_cost.BEGIN)[1].split(serve_cost.END)[0].strip().splitlines()
+    written = page.split(serve_cost.BEGIN)[1].split(figures.END)[0].strip().splitlines()
     assert written == serve_cost.table(recorded)
     # Every repetition of every server, and each did what its name says.
     for rates in recorded["servers"].values():

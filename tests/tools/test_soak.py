@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from tools import soak, soak_engine
+from tools import soak
 
 
 def test_the_recorded_run():
@@ -59,44 +59,3 @@ def test_a_run_that_shows_nothing_or_grows_is_refused(off, on):
     soak.check({"requests": 100, "off": served(), "on": served(**nothing)})
     with pytest.raises(AssertionError):
         soak.check({"requests": 100, "off": served(**off), "on": served(**nothing | on)})
-
-
-class Fake:
-    """An engine whose steps take 50 ms of a clock of their own; one in ten lets a request leave."""
-
-    def __init__(self) -> None:
-        self.now, self.steps, self.here, self.preemptions = 0.0, 0, 0, 0
-        self.longest = 0
-
-    def add(self, number: int, prompt: list[int], max_tokens: int) -> None:
-        assert min(prompt) >= 2
-        assert len(prompt) + max_tokens <= 1024
-        self.here += 1
-
-    def step(self) -> int:
-        self.now += 0.05
-        self.steps += 1
-        self.preemptions += self.steps % 20 == 0
-        self.longest = max(self.longest, self.here)
-        leaves = self.steps % 10 == 0
-        self.here -= leaves
-        return int(leaves)
-
-    def pending(self) -> int:
-        return 3 * self.steps
-
-
-def test_an_engine_is_sampled_each_second():
-    engine = Fake()
-    found = soak_engine.drive(engine, 10.0, lambda: 7, lambda: engine.now)
-    curves = found["curves"]
-    assert len(curves["seconds"]) in (9, 10)
-    assert all(abs(at - second) < 0.11 for second, at in enumerate(curves["seconds"], start=1))
-    assert {*curves["step_us"]} == {50_000.0}
-    assert {*curves["log_lines"]} == {7}
-    assert curves["requests"] == sorted(curves["requests"])
-    assert curves["pending"][-1] > 500
-    assert curves["preemptions"][-1] >= 8
-    # As many wait as leave.
-    assert engine.longest == soak_engine.WAITING
-    assert found["totals"]["arrived"] - found["totals"]["left"] <= soak_engine.WAITING

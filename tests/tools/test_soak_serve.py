@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tests.tools import made_server
-from tools.soak_serve import Server, judged, kill_a_scraper, load, scrape, soak
+from tools.soak_serve import judged, scrape, soak
 
 from staleproof.vllm.watch import Settings, Watch
 from tools import soak_serve
@@ -19,23 +18,23 @@ pytest.importorskip("prometheus_client")
 
 # Answers like vLLM; its watch has no device. DIES ends it at the third request.
 FAKE = """
-import logging, types
-from staleproof.vllm import watch_hooks, watch_port
-from staleproof.vllm.watch import Reading, read_settings
-from staleproof.vllm.sources import PatchError
-
-logging.basicConfig(format="WARNING [x.py:1] %(message)s")
-logging.getLogger("vllm.staleproof").setLevel("INFO")
 asked = [0]
 watch = None
-try:
-    chosen = read_settings()
-except PatchError:
-    watch_hooks.install("0.22.1")
-    chosen = None
-if chosen is not None:
-    watch = types.SimpleNamespace(latest=Reading(), settings=chosen, steps=0)
-    watch_port.serve(watch, chosen.port)
+if "STALEPROOF_WATCH" in os.environ:
+    import logging, types
+    from staleproof.vllm import watch_hooks, watch_port
+    from staleproof.vllm.watch import Reading, read_settings
+    from staleproof.vllm.sources import PatchError
+
+    logging.basicConfig(format="WARNING [x.py:1] %(message)s")
+    logging.getLogger("vllm.staleproof").setLevel("INFO")
+    try:
+        chosen = read_settings()
+    except PatchError:
+        watch_hooks.install("0.22.1")
+    else:
+        watch = types.SimpleNamespace(latest=Reading(), settings=chosen, steps=0)
+        watch_port.serve(watch, chosen.port)
 if importlib.util.find_spec("soak_fault"):
     print("staleproof: watch: a call failed: RuntimeError: a fault inside the watch", file=sys.stderr)
 
@@ -66,16 +65,15 @@ def test_servers_are_driven_and_judged(tmp_path, command, monkeypatch):
     assert {name: one["wrong"] for name, one in found.items()} == {name: [] for name in names}
     assert found["watch"]["load"]["sent"] == found["watch"]["load"]["answered"] == 96
     scraped = found["watch"]["scraped"]
-    assert scraped["killed"] >= 1
+    assert (scraped["killed"] >= 1, scraped["failed"]) == (True, [])
     assert scraped["last"]["bad_rows ('layer', 'layers.0') ('rows', 'padding') ('stage', 'attention')"] > 100
     assert len(said) == 2 * len(names)
 
 
 def test_a_server_that_dies_and_one_that_does_not_start_are_noticed(tmp_path, command, monkeypatch):
-    monkeypatch.setattr(soak_serve, "SERVERS", {"no watch": {"DIES": "1"}, "watch": {"DIES": "1"}})
-    monkeypatch.setattr(soak_serve, "LONG", ())
+    monkeypatch.setattr(soak_serve, "SERVERS", {"no watch": {"DIES": "1"}, "watch": {}})
     monkeypatch.setattr(soak_serve, "START_S", 30.0)
-    found = soak(tmp_path, command, 1.0, lambda line: None)
+    found = soak(tmp_path, command, 1.0, lambda line: None, names=["no watch"])
     assert "is not alive at the end" in found["no watch"]["wrong"]
     assert any("answered 2 of 24" in text for text in found["no watch"]["wrong"])
     found = soak(tmp_path, [sys.executable, "-c", "pass"], 1.0, lambda line: None, names=["watch"])
@@ -145,23 +143,6 @@ def test_the_recorded_run_is_as_it_must_be():
     assert {*found} == {*soak_serve.SERVERS}
     assert {name: judged(name, one) for name, one in found.items()} == {name: [] for name in found}
     assert found["watch"]["load"]["sent"] == found["switched"]["load"]["sent"] > 2000
-
-
-def test_a_killed_scraper_does_not_disturb_the_next(tmp_path, command, monkeypatch):
-    monkeypatch.setattr(soak_serve, "SERVERS", {"watch": soak_serve.SERVERS["watch"]})
-    server = Server("watch", tmp_path, command)
-    try:
-        assert server.wait(soak_serve.time.monotonic() + 30) is not None
-        for _ in range(3):
-            kill_a_scraper(server.watch_port)
-        stop = threading.Event()
-        threading.Timer(0.5, stop.set).start()
-        found = scrape(server.watch_port, stop, every_s=0.1)
-        assert found["scrapes"] >= 2
-        assert not found["failed"]
-        assert load(server.url, 0.5)["answered"] == 12
-    finally:
-        server.end()
 
 
 def test_a_count_that_falls_or_vanishes_went_back_and_a_gauge_may(monkeypatch):
