@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import socket
 from pathlib import Path
 from types import SimpleNamespace as Space
 from typing import Any
@@ -204,21 +203,6 @@ def test_the_engine_survives_an_exception_anywhere_in_the_watch(start, monkeypat
     lines = [r.getMessage() for r in caplog.records if "RuntimeError: planted" in r.getMessage()]
     assert len(lines) == 1
     assert standing.stepped_back["watch"], "it is out of service, and costs nothing more"
-
-
-def test_a_port_in_use_leaves_the_counts_and_their_line(start, monkeypatch, caplog):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        opened, port = watch_port.serve, taken.getsockname()[1]
-        monkeypatch.setattr(watch_port, "serve", lambda watch, _, *rest: opened(watch, port, *rest))
-        runner, _ = start()
-        serve(runner)
-        watch = watch_hooks.installed[0].watch
-        assert arrived(watch).bad["attention", "layers.0"] == (20, 0)
-    said = " ".join(record.getMessage() for record in caplog.records)
-    assert "cannot be opened" in said
-    assert "first padding row" in said
 
 
 def test_the_made_up_engine_has_vllms_names():
