@@ -16,6 +16,7 @@ from staleproof import device as devices
 from staleproof.engine import watching
 from staleproof.evidence.board import Board
 from staleproof.vllm import standing, watch_blocks, watch_hooks, watch_memory, watch_port
+from staleproof.vllm import watch as watches
 from staleproof.vllm.watch import Watch
 
 pytest.importorskip("prometheus_client")
@@ -151,23 +152,24 @@ def test_steady_steps_are_counted_without_a_call_each(start, monkeypatch):
     runner, _ = start()
     watch, begun = watch_hooks.installed[0].watch, []
     watch._due = float("inf")  # no copy in between, however slow this machine is
+    monkeypatch.setattr(watches, "SPAN", 8)
     inner = Watch.begin_step
     monkeypatch.setattr(
         Watch, "begin_step", lambda self, *rest: begun.append(self.steps + 1) or inner(self, *rest)
     )
-    for _ in range(70):
+    for _ in range(18):
         runner.execute_model(steady("a", "b", "c"))
     # The step that the device is told of, the one that names its requests, and so again after a span.
-    assert begun == [1, 2, 33, 34, 65, 66]
+    assert begun == [1, 2, 9, 10, 17, 18]
     runner._dummy_run(8)  # its eight NaN rows are nobody's
     for _ in range(5):
         runner.execute_model(steady("a", "b", "c"))
     reading = arrived(watch)
-    assert reading.bad["attention", "layers.0"] == (5 * 75, 0)
-    assert (reading.steps, reading.counted) == (75, 75)
-    assert [*watch._spans] == [[1, 32], [33, 64], [65, 70], [71, 75]]
+    assert reading.bad["attention", "layers.0"] == (5 * 23, 0)
+    assert (reading.steps, reading.counted) == (23, 23)
+    assert [*watch._spans] == [[1, 8], [9, 16], [17, 18], [19, 23]]
     assert [(step, requests) for step, requests, _ in watch._recent] == [
-        (step, ("a", "b", "c")) for step in (1, 33, 65, 71)
+        (step, ("a", "b", "c")) for step in (1, 9, 17, 19)
     ]
 
 
