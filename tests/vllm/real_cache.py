@@ -42,10 +42,11 @@ class Router(torch.nn.Module):
         super().__init__()
 
     def forward(self, logits: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        weights = torch.zeros(logits.shape[0], 4)
-        ids = torch.zeros(logits.shape[0], 4, dtype=torch.int32)
-        ops.topk_softmax(weights, ids, torch.zeros_like(ids), logits * 1, False, bias)
-        return ids + 0
+        # Nothing that inductor would have g++ compile, in each start: the patch alone adds such work.
+        weights = torch.empty(logits.shape[0], 4)
+        ids = torch.empty(logits.shape[0], 4, dtype=torch.int32)
+        ops.topk_softmax(weights, ids, torch.empty_like(ids), logits, False, bias)
+        return ids
 
 
 def _fails(*args: Any) -> Any:

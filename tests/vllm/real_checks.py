@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import json
 import logging
+import operator
 import sys
 import warnings
 from collections.abc import Callable
@@ -97,14 +98,6 @@ def checks() -> dict[str, Callable[[], Any]]:
     return found
 
 
-def functions(module: str, name: str) -> Any:
-    """Return the function that is at a target now."""
-    holder: Any = importlib.import_module(module)
-    for part in name.split("."):
-        holder = vars(holder)[part] if part in vars(holder) else getattr(holder, part)
-    return holder
-
-
 def contained() -> dict[str, Any]:
     """Let our ops fail at each call: vLLM's own answer comes back, and one line is logged."""
     import real_kernels as kernels
@@ -120,26 +113,6 @@ def contained() -> dict[str, Any]:
             "routing": routing.routing()["softmax"],
             "asked": broken.call_count,
         }
-
-
-def stranger() -> dict[str, Any]:
-    """Wrap a target as another package would: the patch leaves it alone, unless forced."""
-    from staleproof.vllm import plugin as vllm_plugin
-
-    patch = vllm_plugin.patches()["mla_padding"]
-    cls = importlib.import_module("vllm.v1.attention.backends.mla.cutlass_mla").CutlassMLAImpl
-    own = cls.forward_mqa
-    theirs = cls.forward_mqa = of_another_package(own)
-    try:
-        patch.apply(VERSION)
-        alone = cls.forward_mqa is theirs
-        patch.apply(VERSION, force=True)
-        forced = cls.forward_mqa is not theirs
-    finally:
-        patch.revert()
-        back = cls.forward_mqa is theirs
-        cls.forward_mqa = own
-    return {"alone": alone, "forced": forced, "back": back}
 
 
 def main() -> dict[str, Any]:
@@ -176,10 +149,15 @@ def main() -> dict[str, Any]:
         for target in patch.targets_for(release):
             with kernels.cuda_is_cpu():
                 importlib.import_module(target.module)
-    places = [(t.module, t.name) for p in applied for t in p.targets_for(release)]
-    wrapped = [functions(*place) for place in places]
+    places = [(sys.modules[t.module], t.name) for p in applied for t in p.targets_for(release)]
+
+    def functions() -> list[Any]:
+        """What is at each target now."""
+        return [hooks._found(*place)[2] for place in places]
+
+    wrapped = functions()
     result["loaders"] = all(
-        type(sys.modules[module].__loader__).__module__ != "staleproof.vllm.hooks" for module, _ in places
+        type(module.__loader__).__module__ != "staleproof.vllm.hooks" for module, _ in places
     )
     result["lines"] = [*lines]
 
@@ -187,16 +165,14 @@ def main() -> dict[str, Any]:
     vllm_plugin.register()
     for patch in applied:
         patch.apply(release)
-    result["idempotent"] = all(
-        a is b for a, b in zip(wrapped, (functions(*place) for place in places), strict=True)
-    )
+    result["idempotent"] = all(map(operator.is_, wrapped, functions()))
 
     for patch in applied:
         patch.revert()
     hooks.unwrap(standing.REPORT)
     result["finder gone"] = hooks._finder not in sys.meta_path
     # Nothing of ours stands there: neither a wrapper, nor a kernel of ours, nor one made from vLLM's source.
-    ends = [python_of(functions(*place)).__code__.co_filename for place in places]
+    ends = [python_of(function).__code__.co_filename for function in functions()]
     result["reverted"] = all(end != hooks.__file__ and "guarded" not in end for end in ends)
     result["off"] = {name: check() for name, check in asked.items()}
     for patch in applied:
@@ -207,11 +183,6 @@ def main() -> dict[str, Any]:
     for patch in applied:
         patch.revert()
     result["off again"] = {name: check() for name, check in asked.items()}
-    result["stranger"] = stranger()
-    # Each alone does not depend on the others; the context manager takes it away again.
-    with vllm_plugin.patches()["routing_simulator"].applied(release):
-        result["one alone"] = routing.simulator()
-    result["after it"] = routing.simulator()
     ops.library._destroy()
     return result
 

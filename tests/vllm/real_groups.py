@@ -1,6 +1,6 @@
 """What patches do together in one vLLM, on a CPU; run inside a vLLM environment only. Prints one object.
 
-Each scene is a process of its own. A model of MLA layers alone serves 2,000 requests while somebody
+Each scene is a process of its own. A model of MLA layers alone serves 500 requests while somebody
 else schedules, or a hook fails; the rows of TurboQuant's decode; the first requests of the soak.
 """
 
@@ -28,7 +28,7 @@ import real_scheduler as real
 from tools import soak
 
 SCHEDULER = importlib.import_module("vllm.v1.core.sched.scheduler")
-REQUESTS = 2000
+REQUESTS = 500
 
 
 def _load() -> list[str]:

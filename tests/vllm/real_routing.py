@@ -62,13 +62,7 @@ class CompiledOps:
 
     def _topk(self, score: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
         def run(w: Any, ids: Any, i: Any, x: Any, renorm: bool, bias: Any, *rest: Any) -> None:
-            scores = score(x.float())
-            if self.clamped:
-                scores = torch.where(scores.isfinite(), scores, 0.0)
-            chosen = scores if bias is None else scores + bias
-            values, found = first_wins(scores, chosen, ids.shape[1])
-            w.copy_(values / values.sum(-1, keepdim=True) if renorm else values)
-            ids.copy_(found)
+            self._write(w, ids, _selected(score(x.float()), bias, ids.shape[1], self.clamped), renorm)
 
         return run
 
@@ -76,20 +70,25 @@ class CompiledOps:
         self, w: Any, ids: Any, i: Any, x: Any, renorm: bool, scaling: float, bias: Any, *rest: Any
     ) -> None:
         scores = torch.nn.functional.softplus(x.float()).sqrt()
-        if self.hash_clamped:
-            scores = torch.where(scores.isnan(), 0.0, scores)
-        values, found = first_wins(scores, scores if bias is None else scores + bias, ids.shape[1])
-        w.copy_(values / values.sum(-1, keepdim=True) * scaling if renorm else values * scaling)
+        self._write(w, ids, _selected(scores, bias, ids.shape[1], self.hash_clamped), renorm, scaling)
+
+    def _write(self, w: Any, ids: Any, selected: Any, renorm: bool, scaling: float = 1.0) -> None:
+        values, found = selected
+        w.copy_((values / values.sum(-1, keepdim=True) if renorm else values) * scaling)
         ids.copy_(found)
 
     def _grouped(
         self, x: Any, groups: int, chosen: int, k: int, renorm: bool, scaling: float, bias: Any, scoring: int
     ) -> Any:
-        scores = x.float().sigmoid() if scoring else x.float()
-        if self.clamped:
-            scores = torch.where(scores.isfinite(), scores, 0.0)
-        values, found = first_wins(scores, scores + bias, k)
+        values, found = _selected(x.float().sigmoid() if scoring else x.float(), bias, k, self.clamped)
         return values, found.int()
+
+
+def _selected(scores: torch.Tensor, bias: Any, k: int, clamped: bool) -> tuple[Any, Any]:
+    """Weights and ids of the best k; if clamped, a score that is NaN or infinite counts as 0."""
+    if clamped:
+        scores = torch.where(scores.isfinite(), scores, 0.0)
+    return first_wins(scores, scores if bias is None else scores + bias, k)
 
 
 def _duplicates(ids: torch.Tensor) -> int:

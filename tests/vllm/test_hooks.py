@@ -132,28 +132,19 @@ def test_a_patch_of_an_imported_module_is_in_place_at_once(package):
     patch.revert()
 
 
-def test_two_patches_share_a_function_and_leave_in_any_order(package):
-    ops = _ops()
+@pytest.mark.parametrize("imported", [True, False])
+def test_two_patches_share_a_function_and_leave_in_any_order(package, imported):
     one = _patch(_double(after=lambda r, a, k: r + 1), name="one")
     ten = _patch(_double(after=lambda r, a, k: r * 10), name="ten")
+    if imported:
+        _ops()
     one.apply("1.0.0")
     ten.apply("1.0.0")
-    assert ops.double(1) == 30
+    assert not imported or _ops().double(1) == 30
     one.revert()
-    assert ops.double(1) == 20
+    assert _ops().double(1) == 20
     ten.revert()
-    assert ops.double(1) == 2
-
-
-def test_a_patch_that_is_reverted_leaves_the_others_waiting(package):
-    one, other = (
-        _patch(_double(after=lambda r, a, k: r + 1), name="one"),
-        _patch(_double(after=lambda r, a, k: -r)),
-    )
-    one.apply("1.0.0")
-    with other.applied("1.0.0"):
-        one.revert()
-        assert _ops().double(1) == -2
+    assert _ops().double(1) == 2
 
 
 def test_instead_may_leave_a_call_to_vllm(package):
@@ -217,18 +208,17 @@ def test_vllms_own_exception_is_vllms(package):
         assert entered == ["in", "out"]
 
 
-@pytest.mark.parametrize("time", ["first", "after it was reverted"])
-def test_a_patch_says_that_it_works_as_soon_as_one_of_its_functions_is_wrapped(package, caplog, time):
+def test_a_patch_says_that_it_works_as_soon_as_one_of_its_functions_is_wrapped(package, caplog):
     """A server imports one attention backend of several; the others are waited for until its end."""
     _ops()
     patch = _patch(
         _double(after=lambda r, a, k: r), Target("vllm.never_imported", "f", ()), name="one_of_two"
     )
-    with patch.applied("1.0.0") if time != "first" else nullcontext():
+    with patch.applied("1.0.0"):
         pass
+    # And again after it was reverted.
     with caplog.at_level(logging.INFO, hooks.logger.name), patch.applied("1.0.0"):
-        said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert said == ["staleproof: one_of_two is in place (double)"]
+        assert caplog.messages == ["staleproof: one_of_two is in place (double)"]
 
 
 def test_another_packages_wrapper_is_left_alone_unless_asked(package, caplog):
@@ -261,7 +251,6 @@ def test_a_wrapper_over_ours_is_not_torn_off(package, caplog):
     ("target", "line"),
     [
         (Target(MODULE, "halve", ("x",)), "p leaves halve alone: vllm/ops.py has no halve"),
-        (Target(MODULE, "Impl.stop", ("self",)), "p leaves Impl.stop alone: vllm/ops.py has no Impl.stop"),
         (Target(MODULE, "Gone.run", ("self",)), "p leaves Gone.run alone: vllm/ops.py has no Gone.run"),
         (Target(MODULE, "imported.run", ("self",)), "alone: vllm/ops.py has no imported.run"),
         # A class that only inherits the function does not have it: wrapping would change its base.
@@ -351,15 +340,20 @@ def test_a_reloaded_module_is_patched_again(package):
     assert (ops.double(1), ops.Impl().run(1)) == (2, 1)
 
 
-def test_the_loader_answers_for_the_one_it_stands_for(package):
+def test_the_loader_answers_for_the_one_it_stands_for(package, monkeypatch):
     hooks.wrap("p", Target(MODULE, "double", ("x",), after=lambda r, a, k: -r))
-    loader = importlib.util.find_spec(MODULE).loader
+    spec = importlib.util.find_spec(MODULE)
+    loader = spec.loader
     assert isinstance(loader, hooks._Loader)
     assert loader.get_source(MODULE) == TEXT
     assert loader.get_code(MODULE).co_filename == str(package / "ops.py")
     assert loader.is_package(MODULE) is False
     with pytest.raises(AttributeError):
         loader.no_such_thing  # noqa: B018
+    # One that makes its own module still does.
+    made = type(sys)(MODULE)
+    monkeypatch.setattr(loader.loader, "create_module", lambda given: made if given is spec else None)
+    assert importlib.util.module_from_spec(spec) is made
 
 
 IMPORTERS = {"ops": TEXT, "user": "from vllm.ops import double as two\nother = len\n", "none": "x = 1\n"}
@@ -411,14 +405,6 @@ def test_what_calls_something_else_than_what_was_put_in_place_is_named(made_up):
         assert hooks.checked("another") == {}
 
 
-def test_a_loader_that_makes_its_own_module_still_does(package, monkeypatch):
-    hooks.wrap("p", Target(MODULE, "double", ("x",), after=lambda r, a, k: -r))
-    spec = importlib.util.find_spec(MODULE)
-    made = type(sys)(MODULE)
-    monkeypatch.setattr(spec.loader.loader, "create_module", lambda given: made if given is spec else None)
-    assert importlib.util.module_from_spec(spec) is made
-
-
 @pytest.mark.parametrize(
     ("vital", "functions", "said"),
     [
@@ -466,14 +452,5 @@ def test_a_function_is_a_strangers_unless_its_file_is_of_the_modules_package(pac
     assert arguments.stranger_at(ops.Impl, ops.Impl.run, ops) is None
 
 
-@pytest.mark.parametrize(
-    ("function", "names"),
-    [
-        (lambda a, b: None, ("a", "b")),
-        (lambda a, *b: None, ("a", "b")),
-        (lambda a, **b: None, ("a", "b")),
-        (lambda a, *b, c: [d + 1 for d in a], ("a", "c", "b")),
-    ],
-)
-def test_the_names_of_a_functions_arguments_and_no_local(function, names):
-    assert arguments.names_of(function) == names
+def test_the_names_of_a_functions_arguments_and_no_local():
+    assert arguments.names_of(lambda a, *b, c: (d := a) + d) == ("a", "c", "b")

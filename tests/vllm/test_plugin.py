@@ -55,13 +55,10 @@ def test_notebooks_are_those_of_the_registry():
 
 def test_patches_know_what_they_are_about():
     for name, patch in plugin.patches().items():
-        assert name == patch.name
-        assert patch.incident in NOTEBOOKS
-        assert patch.threads
-        assert patch.cost
+        assert (name, patch.incident in NOTEBOOKS) == (patch.name, True)
+        assert all((patch.threads, patch.cost))
         assert set(patch.requires) <= set(plugin.patches())
-        for target in patch.targets:
-            assert target.module.startswith("vllm.")
+        assert all(target.module.startswith("vllm.") for target in patch.targets)
 
 
 def _recorded(benchmark: str, provider: str, mode: str, rows: int) -> float:
@@ -150,28 +147,24 @@ def test_a_probe_that_raises_is_one_line_and_none_where_the_patch_is_left_out(tm
 def _register(caplog) -> list[str]:
     with caplog.at_level(logging.INFO, "vllm.staleproof"):
         plugin.register()
-    return [record.getMessage() for record in caplog.records]
-
-
-def test_no_vllm(installed, caplog):
-    assert _register(caplog) == ["staleproof: no vLLM is installed"]
+    return caplog.messages
 
 
 @pytest.mark.parametrize(
-    ("version", "package", "line"),
+    ("version", "package", "names", "line"),
     [
-        ("0.18.1", False, "vLLM 0.18.1 is half installed: no importable package; nothing is patched"),
-        (None, True, "vLLM is half installed: its metadata is missing; nothing is patched"),
-        ("0.18.1+custom", True, "is not a release, but a build of its own of 0.18.1"),
-        ("0.99.0", True, "vLLM 0.99.0 is not a release we know (nearest: 0.33.0); nothing is patched"),
-        ("0.22.1rc1", True, "is a pre-release of 0.22.1 (nearest: 0.22.1, 0.23.0); nothing is patched"),
+        (None, False, "", "no vLLM is installed"),
+        ("0.18.1", False, "", "vLLM 0.18.1 is half installed: no importable package; nothing is patched"),
+        (None, True, "", "vLLM is half installed: its metadata is missing; nothing is patched"),
+        ("0.99.0", True, "", "vLLM 0.99.0 is not a release we know (nearest: 0.33.0); nothing is patched"),
+        ("0.18.1", True, "mla_pading", "STALEPROOF_PATCHES names 'mla_pading', nothing is patched"),
     ],
 )
-def test_bad_input_is_one_line_and_vllm_starts(installed, caplog, version, package, line):
+def test_bad_input_is_one_line_and_vllm_starts(installed, caplog, monkeypatch, version, package, names, line):
     installed(version, {} if package else None)
-    lines = _register(caplog)
-    assert len(lines) == 1
-    assert line in lines[0]
+    monkeypatch.setenv(plugin.VARIABLE, names)
+    (said,) = _register(caplog)
+    assert said.startswith(f"staleproof: {line}")
 
 
 def test_a_vllm_without_its_files(installed, caplog):
@@ -184,13 +177,6 @@ def test_a_vllm_without_its_files(installed, caplog):
     assert "topk_nan (vllm/_custom_ops.py is not there)" in lines[0]
     assert lines[1].startswith("staleproof on vLLM 0.18.1: refused: mla_padding")
     assert "will be patched" not in lines[1]
-
-
-def test_an_unknown_patch_name(installed, caplog, monkeypatch):
-    installed("0.18.1", {})
-    monkeypatch.setenv(plugin.VARIABLE, "mla_pading")
-    (line,) = _register(caplog)
-    assert "STALEPROOF_PATCHES names 'mla_pading', nothing is patched" in line
 
 
 def test_none_reads_nothing(caplog, monkeypatch):
@@ -265,9 +251,7 @@ def test_what_fails_after_the_patches_says_what_stands(applied, caplog, monkeypa
     assert standing.in_service() == ["a", "b", "c", "d"]
 
 
-@pytest.mark.parametrize(
-    "module", ["raise RuntimeError('planted')", "raise SystemExit", "import no_such_module", "install = None"]
-)
+@pytest.mark.parametrize("module", ["import no_such_module", "raise SystemExit"])
 def test_a_broken_watch_takes_no_patch_along(applied, caplog, monkeypatch, tmp_path, module):
     applied(lambda: None)
     monkeypatch.setenv("STALEPROOF_WATCH", "1")

@@ -73,14 +73,6 @@ def test_a_worker_in_a_process_of_its_own(vllm, caplog, monkeypatch):
     assert standing.in_service() == []
 
 
-def test_a_patch_that_stepped_back_is_refused(vllm, caplog):
-    hooks.wrap("a", Target("vllm.ops", "double", ("x",), after=planted))
-    assert vllm("ops").double(1) == 2
-    state, why = process.state("a")
-    assert state == "refused"
-    assert "planted" in why
-
-
 @pytest.mark.parametrize("configured", [True, False])
 def test_a_line_is_not_lost_before_logging_is_configured(monkeypatch, configured):
     """vLLM 0.33.0 loads plugins first; Python prints warnings alone until there is a handler."""

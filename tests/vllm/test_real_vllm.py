@@ -160,7 +160,6 @@ def _routes(off: dict[str, Any], on: dict[str, Any], patched: set[str], clamps_h
 
 def _manners(seen: dict[str, Any], patched: set[str]) -> None:
     assert seen["idempotent"] is seen["reverted"] is seen["finder gone"] is True
-    assert seen["stranger"] == {"alone": True, "forced": True, "back": True}
     contained = seen["contained"]
     # vLLM's own rows, twice, and one line a failure.
     assert contained["rows"] == [seen["off"]["CUTLASS MLA"]["bad"]] * 2
@@ -170,8 +169,6 @@ def _manners(seen: dict[str, Any], patched: set[str]) -> None:
     # Beside the MLA kernel's, that of the patch whose selection replaces vLLM's.
     assert len(contained["lines"]) == 1 + bool(patched & {"topk_nan", "topk_nan_bias"})
     assert all("planted" in line and "vLLM's own code runs" in line for line in contained["lines"])
-    assert seen["one alone"] == seen["on"]["simulator"]
-    assert seen["after it"] == seen["off"]["simulator"]
 
 
 @pytest.mark.parametrize("version", releases.table())

@@ -44,7 +44,8 @@ def test_repeated_experts_stay_only_where_flashinfer_gives_every_slot_a_row(
 ):
     assert calls.sorts_in_one_block(rows, top_k, experts) is harmless
     assert consumer.takes_one_block(rows, top_k, experts) >= harmless
-    for given in ({}, {"by": "name"}):
+    # By position, and where it is quick by name.
+    for given in ({}, {"by": "name"}) if rows == 1 else ({},):
         found = _into_experts(device, rows, top_k, experts, **given)
         assert (found is None) is harmless
         if found is not None:

@@ -9,7 +9,6 @@ from made_up import planted
 
 from staleproof.vllm import hooks, single, standing
 from staleproof.vllm.hooks import Target
-from staleproof.vllm.patches import kv_reuse
 
 TEXT = """
 class Manager:
@@ -71,19 +70,3 @@ def test_a_hook_that_raises_leaves_vllms_result_and_the_patch_steps_back(manager
     single.hook("p", one)
     assert one.allocate(2) == [0, 1]
     assert "planted" in standing.stepped_back["p"]
-
-
-class MLAAttentionSpec:
-    """Known by its name alone."""
-
-
-@pytest.mark.parametrize(("zeroes", "hooked"), [(True, [True, False]), (False, [False, False])])
-def test_only_managers_that_record_are_hooked(monkeypatch, zeroes, hooked):
-    given = []
-    monkeypatch.setattr(single, "hook", lambda owner, thing: given.append((owner, thing)))
-    managers = [Space(kv_cache_spec=spec) for spec in (MLAAttentionSpec(), object())]
-    manager = Space(coordinator=Space(single_type_managers=managers))
-    scheduler = Space(needs_kv_cache_zeroing=zeroes, kv_cache_manager=manager)
-    for _ in range(3):
-        kv_reuse._allow_recording((scheduler,), {})
-    assert given == [("mla_recording", one) for one, is_it in zip(managers, hooked, strict=True) if is_it]

@@ -90,15 +90,6 @@ def test_a_function_that_turns_out_later_not_to_be_as_expected(module, caplog, t
     assert line.endswith("out of service: drain, record, zero; in service: other")
 
 
-def test_half_of_a_patch(module, caplog, tmp_path):
-    (tmp_path / "vllm/b.py").write_text(TEXT.replace("halve", "quarter"))
-    _wrap_all()
-    # Its first function is vLLM's own again; what does not need it stays.
-    assert module("b").double(1) == 2
-    assert module("a").double(1) == 102
-    assert "out of service: record, zero; in service: other, drain" in caplog.text
-
-
 @pytest.mark.parametrize("hook", ["before", "after"])
 def test_a_hook_that_raises_takes_those_that_need_it_along(module, caplog, hook):
     hooks.wrap("drain", Target("vllm.a", "double", ("x",), **{hook: planted}))

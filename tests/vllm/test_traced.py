@@ -32,37 +32,28 @@ def grouped_topk(
     return _select(scores.sigmoid() if scoring_func else scores, bias, topk)
 
 
-def topk_hash_softplus_sqrt(
-    topk_weights,
-    topk_indices,
-    token_expert_indices,
-    gating_output,
-    renormalize=False,
-    routed_scaling_factor=1.0,
-    e_score_correction_bias=None,
-    input_tokens=None,
-    hash_indices_table=None,
-):
-    scores = torch.nn.functional.softplus(gating_output).sqrt()
-    weights, ids = _select(scores, e_score_correction_bias, topk_indices.shape[1])
-    topk_weights.copy_(weights)
-    topk_indices.copy_(ids)
-
-
 def create_fp4_scale_tensor(m, n, device, is_sf_swizzled_layout):
     return torch.full((128, 4), 0x7F7F7F7F, dtype=torch.int32, device=device)
 """
-OPS += "".join(
-    f"""
+IN_PLACE = """
 def {name}(
-    topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias=None
+    topk_weights, {ids}, token_expert_indices, gating_output, {rest}
 ):
-    weights, ids = _select(gating_output.{scores}, e_score_correction_bias, topk_ids.shape[1])
+    weights, ids = _select({scores}, e_score_correction_bias, {ids}.shape[1])
     topk_weights.copy_(weights)
-    topk_ids.copy_(ids)
+    {ids}.copy_(ids)
 """
-    for name, scores in (("topk_softmax", "softmax(-1)"), ("topk_sigmoid", "sigmoid()"))
+BIASED = "renormalize, e_score_correction_bias=None"
+HASHED = (
+    "renormalize=False, routed_scaling_factor=1.0, e_score_correction_bias=None, input_tokens=None, "
+    "hash_indices_table=None"
 )
+for name, ids, rest, scores in (
+    ("topk_softmax", "topk_ids", BIASED, "gating_output.softmax(-1)"),
+    ("topk_sigmoid", "topk_ids", BIASED, "gating_output.sigmoid()"),
+    ("topk_hash_softplus_sqrt", "topk_indices", HASHED, "torch.nn.functional.softplus(gating_output).sqrt()"),
+):
+    OPS += IN_PLACE.format(name=name, ids=ids, rest=rest, scores=scores)
 MLA = """
 import torch
 
@@ -153,7 +144,7 @@ ROUTING += [
 def test_routing(vllm, patch, release, in_logits, name, tmp_path):
     if release == "0.28.0":
         file = tmp_path / "vllm/_custom_ops.py"
-        file.write_text(OPS.replace("hash_indices_table=None,", "hash_indices_table=None, is_padding=None,"))
+        file.write_text(OPS.replace(HASHED, f"{HASHED}, is_padding=None"))
     ops = vllm("_custom_ops")
     logits, bias = torch.randn(6, 32), torch.zeros(32)
     (logits[3] if in_logits else bias)[0] = torch.nan

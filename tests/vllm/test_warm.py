@@ -20,8 +20,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("version", ["0.22.1", "0.33.0"])
-@pytest.mark.parametrize("kind", ["a script", "a program"])
+@pytest.mark.parametrize(("version", "kind"), [("0.22.1", "a script"), ("0.33.0", "a program")])
 def test_it_finds_what_a_new_interpreter_finds(version, kind, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(STATE)

@@ -92,10 +92,6 @@ def test_rows_that_name_an_expert_twice(watch):
     assert arrived(watch).repeats == {"layers.1": (1, 1)}
 
 
-def said(caplog):
-    return [record.getMessage() for record in caplog.records]
-
-
 def test_the_first_row_of_each_kind_is_logged_once_with_its_request(watch, caplog):
     tokens = dict.fromkeys("abc", 1)
     for bad in ((6,), (2,), (0, 1)):
@@ -103,7 +99,7 @@ def test_the_first_row_of_each_kind_is_logged_once_with_its_request(watch, caplo
         watch.name_requests(["a", "b", "c"], tokens)
         watch.observe("attention", "layers.1", rows_with(*bad))
         counted(watch)
-    assert said(caplog) == [
+    assert caplog.messages == [
         (
             "staleproof: first padding row with NaN or Inf: step 1, attention of layers.1, row 6, "
             "computed, no canary, batch a, b, c"
@@ -120,7 +116,7 @@ def test_a_row_of_a_prompt_is_named_after_the_prompts_request(watch, caplog):
     watch.name_requests([f"r{i}" for i in range(12)], {"r0": 1, "r1": 6, "r2": 1})
     watch.observe("attention", "layers.1", rows_with(6))
     counted(watch)
-    assert said(caplog)[0].endswith("request r1 of batch r0, r1, r2, r3, r4, r5, r6, r7 and 4 more")
+    assert caplog.messages[0].endswith("request r1 of batch r0, r1, r2, r3, r4, r5, r6, r7 and 4 more")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -133,8 +129,8 @@ def test_a_canary_is_told_from_a_computed_nan(watch, caplog, dtype):
     step(watch, x, 3)
     assert counted(watch) == {("attention", "layers.0"): (1, 3)}
     assert watch.latest.canaries == {("attention", "layers.0"): (1, 0)}
-    assert "row 3, canary: nobody wrote it" in said(caplog)[0]
-    assert "row 0, computed, no canary" in said(caplog)[1]
+    assert "row 3, canary: nobody wrote it" in caplog.messages[0]
+    assert "row 0, computed, no canary" in caplog.messages[1]
 
 
 def test_one_step_in_n_is_counted_and_says_so():
@@ -172,7 +168,7 @@ def test_equal_steps_are_counted_exactly_though_the_device_is_told_of_few(watch,
     assert [step for step, _, _ in words] == [1, 5, 5 + SPAN]
     assert watch.latest.steps == watch.latest.counted == 40
     # The row was bad in step 7: what is known is the batch, and first and last step that it ran in.
-    assert said(caplog)[1] == (
+    assert caplog.messages[1] == (
         f"staleproof: first live row with NaN or Inf: step 5 to {4 + SPAN}, attention of layers.0, row 2, "
         "computed, no canary, request r5 of batch r5"
     )
@@ -320,7 +316,7 @@ def test_the_step_of_a_bad_row_is_no_later_than_the_counts_that_show_it(watch, c
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     watch.begin_step(8, same=True)
-    assert "step 1 to 3, attention" in said(caplog)[0]
+    assert "step 1 to 3, attention" in caplog.messages[0]
 
 
 def test_the_oldest_steps_are_forgotten_and_a_reset_forgets_all(watch):

@@ -56,9 +56,7 @@ def test_a_ledger_that_fails_costs_the_owners_only(monkeypatch, caplog, where):
     monkeypatch.setattr(ledger, where, planted)
     memory = Memory(ledger, lambda: 7)
     start(memory, layers)
-    assert [record.getMessage() for record in caplog.records] == [
-        "staleproof: watch without owners of memory: RuntimeError: planted"
-    ]
+    assert caplog.messages == ["staleproof: watch without owners of memory: RuntimeError: planted"]
     assert memory.latest[SINCE] == 0
 
 

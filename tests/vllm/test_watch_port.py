@@ -164,6 +164,16 @@ def test_a_port_of_somebody_else_is_no_watch():
         watching.fetch(f"http://localhost:{port}/metrics")
 
 
+def test_a_port_in_use_is_one_line(caplog):
+    """The counts and the line of their first bad row are still there, as after any other failure of it."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        assert watch_port.serve(Watch(Settings(), DEVICE), taken.getsockname()[1]) is None
+    (line,) = caplog.messages
+    assert "cannot be opened" in line
+
+
 def test_a_count_is_there_before_anything_was_counted(url, monkeypatch):
     """Prometheus sees an increase only of a series that had a value before."""
     monkeypatch.setitem(standing.counters, "unwritten_hits", lambda: 0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from staleproof.ops import zero_segments
+from staleproof.vllm import single
 from staleproof.vllm.patches import kv_reuse as patch
 
 
@@ -93,14 +94,19 @@ def test_blocks_for_external_tokens_are_recorded_behind_the_prefix_hits(spec, ex
 
 @pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("spec", [MLAAttentionSpec(), FullAttentionSpec()])
-def test_blocks_of_mla_groups_are_recorded_if_somebody_takes_them(spec, taken):
-    manager = _manager(spec)
+def test_blocks_of_mla_groups_are_recorded_if_somebody_takes_them(monkeypatch, spec, taken):
+    """Only a manager that records has hooks, and has them once."""
+    manager, hooked = _manager(spec), []
+    monkeypatch.setattr(single, "hook", lambda *given: hooked.append(given))
     coordinator = Space(single_type_managers=[manager])
     scheduler = Space(needs_kv_cache_zeroing=taken, kv_cache_manager=Space(coordinator=coordinator))
-    patch._allow_recording((scheduler,), {})
+    for _ in range(3):
+        patch._allow_recording((scheduler,), {})
+    records = taken and isinstance(spec, MLAAttentionSpec)
+    assert hooked == [("mla_recording", manager)] * records
     blocks = [Space(block_id=7)]
     assert patch._record_new(blocks, (manager, "r", 16), {}) is blocks
-    assert manager.new_block_ids == ([7] if taken and isinstance(spec, MLAAttentionSpec) else [])
+    assert manager.new_block_ids == [7] * records
 
 
 def test_mla_layers_are_zeroed_beside_vllms_own(device):
@@ -197,6 +203,7 @@ def test_the_replacement_zeroes_what_vllm_would():
     ("ids", "change"),
     [
         ([], {}),
+        # What our kernel refuses, as it refuses a stream that is capturing.
         ([3, 0], {}),
         ([*range(1, 9000)], {}),
         ([3], {"_meta": None}),
@@ -210,13 +217,3 @@ def test_what_the_replacement_does_not_take_is_left_to_vllm(ids, change):
     if zero_segments.INTERPRET:
         assert patch._zero_through_ring((zeroer, ids), {}) is NotImplemented
     assert _zeroed(cache) == []
-
-
-def test_a_capture_is_left_to_vllm():
-    class Capturing:
-        def zero(self, ids):
-            raise ValueError("block_ids: expected a stream that is not capturing, got a capture")
-
-    zeroer = _zeroer(torch.ones(2, 8, 16, 4))
-    zeroer._staleproof_segments = zeroer._meta, Capturing()
-    assert patch._zero_through_ring((zeroer, [3]), {}) is NotImplemented

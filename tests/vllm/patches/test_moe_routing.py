@@ -321,14 +321,12 @@ def test_the_simulators_ids_are_int32_unless_the_caller_says_otherwise():
 
 
 def test_each_function_is_replaced_and_while_it_is_traced_cleaned_as_its_release_needs():
-    found = {
-        (target.name, len(target.arguments), target.versions): (target.instead, target.before)
-        for one in patch.PATCHES[:3]
-        for target in one.targets
-    }
-    assert found["topk_softmax", len(calls.TOPK), None] == (calls.softmax, calls.clean_logits)
-    assert found["topk_sigmoid", len(calls.TOPK), None] == (calls.sigmoid, calls.clean_sigmoid_logits)
-    hashed = {key[1:]: value for key, value in found.items() if key[0] == "topk_hash_softplus_sqrt"}
-    assert [before for _, before in hashed.values()] == [calls.clean_hash] * 2 + [calls.clean_hash_bias] * 2
-    assert [instead is calls.hashed for instead, _ in hashed.values()] == [True, True, False, False]
-    assert all(instead and before for instead, before in found.values())
+    every = [target for one in patch.PATCHES[:3] for target in one.targets]
+    assert all(target.instead and target.before for target in every)
+    found = [(t.instead, t.before) for t in every if t.name == HASH]
+    assert [before for _, before in found] == [calls.clean_hash] * 2 + [calls.clean_hash_bias] * 2
+    assert [instead is calls.hashed for instead, _ in found] == [True, True, False, False]
+    # Before the kernels clamped, also without a bias.
+    first = {t.name: (t.instead, t.before) for t in patch.PATCHES[0].targets}
+    assert first["topk_softmax"] == (calls.softmax, calls.clean_logits)
+    assert first["topk_sigmoid"] == (calls.sigmoid, calls.clean_sigmoid_logits)
