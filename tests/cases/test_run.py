@@ -38,10 +38,6 @@ def run(*rows, device="cpu", **options) -> list:
     return [*Table("fake", *rows).run(device, **options)]
 
 
-def verdicts(found) -> dict:
-    return {(f.question, f.variant): f.verdict for f in found}
-
-
 @pytest.fixture
 def threads():
     """More than one thread of torch, so that one is a change."""
@@ -88,16 +84,16 @@ def test_a_word_of_another_family_is_an_error_of_the_ask():
 # --- Asking.
 
 
-def test_ask_receives_the_subject_and_the_device():
-    seen = []
-    rows = [
-        each("mapping", "rows", {"a": 1, "b": 2}, lambda *got: seen.append(got) or "clean", **OPEN),
-        each("list", "rows", ["c"], lambda *got: seen.append(got) or "clean", **OPEN),
-    ]
-    found = run(*rows, device="cuda")
+def test_ask_receives_the_subject_and_the_device_and_progress_says_which_case_begins():
+    seen, lines = [], []
+    questions = {"mapping": {"a": 1, "b": 2}, "list": ["c"]}
+    ask = lambda *got: seen.append(got) or "clean"  # noqa: E731
+    rows = [each(question, "rows", subjects, ask, **OPEN) for question, subjects in questions.items()]
+    found = run(*rows, device="cuda", progress=lines.append)
     assert seen == [(1, "cuda"), (2, "cuda"), ("c", "cuda")]
     expected = [Key("fake", "mapping", "a"), Key("fake", "mapping", "b"), Key("fake", "list", "c")]
     assert [f.key for f in found] == expected
+    assert lines == ["fake 1/3: mapping, a", "fake 2/3: mapping, b", "fake 3/3: list, c"]
 
 
 def test_an_answer_is_a_word_or_a_reading():
@@ -184,12 +180,9 @@ def test_an_ablation_takes_one_ingredient_away_at_a_time():
 
     without = {"no padding": ({"padding": False}, "clean"), "no amax": ({"amax": False}, "leaked")}
     found = run(ablation(Parts(), "rows", without=without, ask=ask, expect="leaked", whole="both"))
-    assert verdicts(found) == {
-        ("ablation", "both"): "leaked",
-        ("ablation", "no padding"): "clean",
-        ("ablation", "no amax"): "clean",
-    }
-    assert [f.ok for f in found] == [True, True, False]
+    assert {f.question for f in found} == {"ablation"}
+    expected = [("both", "leaked", True), ("no padding", "clean", True), ("no amax", "clean", False)]
+    assert [(f.variant, f.verdict, f.ok) for f in found] == expected
 
 
 def test_a_case_says_whose_code_it_asks():
@@ -206,13 +199,6 @@ def test_a_case_says_whose_code_it_asks():
         ("off/on/off", "real", whose.of),
         ("plain", "replica", ""),
     ]
-
-
-def test_progress_says_which_step_begins():
-    lines = []
-    rows = [each("empty row", "rows", ["a", "b"], lambda *_: "clean", **OPEN)]
-    run(*rows, progress=lines.append)
-    assert lines == ["fake 1/2: empty row, a", "fake 2/2: empty row, b"]
 
 
 # --- Scenes.
