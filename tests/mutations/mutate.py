@@ -115,8 +115,9 @@ def applied(edit: Edit, text: str) -> str | None:
         named = (n for n in ast.walk(scope) if getattr(n, "name", None) == name) if scope else ()
         scope = next(named, None)
     (old,) = ast.parse(edit.old).body
-    wanted = ast.dump(old.value if isinstance(old, ast.Expr) else old)
-    found = [node for node in ast.walk(scope) if ast.dump(node) == wanted] if scope else []
+    wanted = old.value if isinstance(old, ast.Expr) else old
+    alike = [node for node in ast.walk(scope) if type(node) is type(wanted)] if scope else []
+    found = [node for node in alike if ast.dump(node) == ast.dump(wanted)]
     if len(found) != 1:
         return None
     (node,) = found
