@@ -15,18 +15,6 @@ from pathlib import Path
 from staleproof.cases.children import REPORT, tell
 
 
-def add(a: int, b: int) -> int:
-    return a + b
-
-
-def environment(name: str) -> str:
-    return os.environ[name]
-
-
-def say_nothing() -> None:
-    pass
-
-
 def born(module: str) -> dict[str, object]:
     """Where this process comes from, and whether ``module`` was loaded, or can be."""
     loaded = module in sys.modules
@@ -38,10 +26,6 @@ def born(module: str) -> dict[str, object]:
         "loaded": loaded,
         "importable": importlib.util.find_spec(module) is not None,
     }
-
-
-def wait_forever() -> None:
-    time.sleep(600)
 
 
 def compile_without_ptxas_blackwell() -> list[object]:

@@ -155,7 +155,7 @@ def test_bookkeeping_ages_nothing_and_what_it_imports_neither(package):
 
 def test_the_number_of_the_bookkeeping_goes_with_its_text():
     """Red where only the text moved. If the change could give another verdict, raise MACHINERY."""
-    assert (digest.MACHINERY, digest.bookkeeping_digest()) == (1, "5a7a3aa98f65")
+    assert (digest.MACHINERY, digest.bookkeeping_digest()) == (1, "f32ec316aa16")
 
 
 def test_a_file_that_moves_changes_the_digest(package):
@@ -221,10 +221,11 @@ def test_an_incident_depends_on_no_other_and_on_no_report():
 
 
 def test_the_digests_of_all_incidents_take_a_blink():
-    seconds = []
-    for _ in range(3):
+    def seconds() -> float:
         forget()
         begin = time.process_time()
         assert len({digest.source_digest(incident) for incident in INCIDENTS}) == len(INCIDENTS)
-        seconds.append(time.process_time() - begin)
-    assert min(seconds) < 1.0
+        return time.process_time() - begin
+
+    # At least once: a busy machine may be slower.
+    assert any(seconds() < 1.0 for _ in range(3))

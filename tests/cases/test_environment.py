@@ -94,7 +94,7 @@ def test_what_a_machine_can_run_and_what_it_skips_and_why(monkeypatch, has, othe
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: now.gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: now.nccl)
-    wanted = dict(zip(NAMES, ((True, detail) for detail in HAS), strict=True)) | other
+    wanted = {name: (True, detail) for name, detail in zip(NAMES, HAS, strict=True)} | other
     assert {one.name: (one.available, one.detail) for one in machine.capabilities()} == wanted
 
 
@@ -123,7 +123,4 @@ def test_the_version_of_a_program_is_what_it_says(monkeypatch, said, version):
 
 def test_each_package_a_result_depends_on_has_its_version_or_none(monkeypatch):
     monkeypatch.setattr(machine.device, "version_of", {"torch": "2.11.0", "vllm": "0.22.1"}.get)
-    found = machine.packages()
-    assert [*found] == [*machine.PACKAGES]
-    expected = {"torch": "2.11.0", "vllm": "0.22.1"}
-    assert {name: version for name, version in found.items() if version} == expected
+    assert machine.packages() == dict.fromkeys(machine.PACKAGES) | {"torch": "2.11.0", "vllm": "0.22.1"}

@@ -1,9 +1,7 @@
 """A recorded launch list freezes what a CUDA graph freezes."""
 
-import contextlib
 import sys
-from types import ModuleType
-from types import SimpleNamespace as Space
+from unittest import mock
 
 import pytest
 import torch
@@ -114,70 +112,32 @@ def test_a_gpu_gets_a_cuda_graph_after_one_eager_step_and_a_mapping_of_its_own(m
 
 @pytest.mark.parametrize("pool", [None, "of an engine"])
 def test_a_cuda_graph_is_captured_after_two_runs_beside_the_current_stream(monkeypatch, pool):
-    done = []
-
-    class Stream:
-        def __init__(self, name="side"):
-            self.name = name
-
-        def wait_stream(self, other):
-            done.append(f"{self.name} waits for {other.name}")
-
-    @contextlib.contextmanager
-    def inside(name, pool=None):
-        done.append(("begin", name, pool))
-        yield
-        done.append("end")
-
-    fakes = {
-        "Stream": Stream,
-        "current_stream": lambda: Stream("current"),
-        "stream": lambda stream: inside(stream.name),
-        "CUDAGraph": lambda: Space(replay=lambda: done.append("replay")),
-        "graph": lambda graph, pool: inside("graph", pool),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    graph = graphs.CudaGraph(lambda: done.append("step"), pool)
-    graph.replay()
+    cuda = mock.MagicMock()
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    graphs.CudaGraph(cuda.step, pool).replay()
+    side, current, graph = cuda.Stream(), cuda.current_stream(), cuda.CUDAGraph()
+    done = cuda.mock_calls[: -len(("Stream", "current_stream", "CUDAGraph"))]
+    inside = lambda way, *steps: [way, way.__enter__(), *steps, way.__exit__(None, None, None)]  # noqa: E731
+    step, call = mock.call.step(), mock.call
     assert done == [
-        "side waits for current",
-        *(("begin", "side", None), "step", "step", "end"),
-        "current waits for side",
-        *(("begin", "graph", pool), "step", "end"),
-        "replay",
+        *(call.Stream(), call.current_stream(), call.Stream().wait_stream(current)),
+        *inside(call.stream(side), step, step),
+        *(call.current_stream(), call.current_stream().wait_stream(side), call.CUDAGraph()),
+        *inside(call.graph(graph, pool=pool), step),
+        call.CUDAGraph().replay(),
     ]
 
 
-class Driver:
-    """CUDA's driver with pages of 64 bytes; it writes down what it is asked."""
-
-    def __init__(self):
-        self.asked = []
-        for name, enumerator in (
-            ("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_PINNED"),
-            ("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE"),
-            ("CUmemAccess_flags", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE"),
-            ("CUmemAllocationGranularity_flags", "CU_MEM_ALLOC_GRANULARITY_MINIMUM"),
-        ):
-            setattr(self, name, Space(**{enumerator: enumerator}))
-
-    def CUmemAllocationProp(self):
-        return Space(location=Space())
-
-    CUmemAccessDesc = Space
-
-    def __getattr__(self, name):
-        given = {"cuMemGetAllocationGranularity": 64, "cuMemAddressReserve": 4096, "cuMemCreate": "memory"}
-        answer = (0, given[name]) if name in given else (0,)
-        return lambda *args: self.asked.append((name, *args)) or answer
-
-
 def test_memory_of_a_gpu_ends_where_its_mapping_ends(monkeypatch):
-    driver = Driver()
-    bindings = ModuleType("cuda.bindings")
-    bindings.driver = driver
+    """CUDA's driver, with pages of 64 bytes."""
+    bindings = mock.MagicMock()
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    driver = bindings.driver
+    driver.cuMemGetAllocationGranularity.return_value = (0, 64)
+    driver.cuMemAddressReserve.return_value = (0, 4096)
+    driver.cuMemCreate.return_value = (0, "memory")
+    driver.cuMemMap.return_value = driver.cuMemSetAccess.return_value = (0,)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     made = lambda raw, device: (raw.__cuda_array_interface__, device)  # noqa: E731
     monkeypatch.setattr(torch, "as_tensor", made)
@@ -185,18 +145,24 @@ def test_memory_of_a_gpu_ends_where_its_mapping_ends(monkeypatch):
     # The form that https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html gives.
     assert interface == {"shape": (70,), "typestr": "|u1", "data": (4096 + 128 - 70, False), "version": 3}
     assert device == "cuda"
-    where = Space(type="CU_MEM_LOCATION_TYPE_DEVICE", id=3)
-    wanted = Space(type="CU_MEM_ALLOCATION_TYPE_PINNED", location=where)
-    access = Space(location=where, flags="CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
-    assert driver.asked == [
-        ("cuMemGetAllocationGranularity", wanted, "CU_MEM_ALLOC_GRANULARITY_MINIMUM"),
+    wanted, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+    assert (wanted.type, wanted.location.type, wanted.location.id) == (
+        driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED,
+        driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE,
+        3,
+    )
+    assert access.location is wanted.location
+    assert access.flags is driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    assert [call for call in driver.mock_calls if call[0].startswith("cuMem")] == [
+        mock.call.cuMemGetAllocationGranularity(wanted, least),
         # Nothing else is mapped in the pages behind.
-        ("cuMemAddressReserve", 128 + 8 * 64, 0, 0, 0),
-        ("cuMemCreate", 128, wanted, 0),
-        ("cuMemMap", 4096, 128, 0, "memory", 0),
-        ("cuMemSetAccess", 4096, 128, [access], 1),
+        mock.call.cuMemAddressReserve(128 + 8 * 64, 0, 0, 0),
+        mock.call.cuMemCreate(128, wanted, 0),
+        mock.call.cuMemMap(4096, 128, 0, "memory", 0),
+        mock.call.cuMemSetAccess(4096, 128, [access], 1),
     ]
-    driver.cuMemSetAccess = lambda *args: (2,)
+    driver.cuMemSetAccess.return_value = (2,)
     with pytest.raises(RuntimeError, match=r"^CUDA driver: 2$"):
         mapping.mapped(70, "cuda")
 

@@ -46,11 +46,8 @@ def test_times_that_something_else_took_are_rows_of_right_providers_alone(turns,
     rows = [*timing.rows()]
     expected = [("limit: none", "limit: none", where), ("peer", "peer", where)]
     assert [(row["provider"], row["x"], row["cache"]) for row in rows] == expected
-    said = {
-        name: rows[0][name]
-        for name in ("incident", "kernel", "x_name", "x_value", "bytes", "p50", "p20", "p80")
-    }
-    assert [*said.values()] == ["a", "k", "rows", 4, 8, 2.0, 1.0, 3.0]
+    said = {"incident": "a", "kernel": "k", "x_name": "rows", "x_value": 4, "bytes": 8}
+    assert rows[0].items() >= (said | {"p50": 2.0, "p20": 1.0, "p80": 3.0}).items()
     assert capsys.readouterr().out == "worse peer: refused, row 3 is stale, bf16, 4 rows\n"
 
 
@@ -63,6 +60,7 @@ def test_closures_are_timed_in_each_way_of_their_rotation_or_in_the_one_that_is_
     timing = measure.Timing(*("a", "k", "bf16", "rows", 4, 8, {"peer": ["a", "b"]}, turns), lambda name: "")
     found = [(row["mode"], row["cache"], row["p50"]) for row in timing.rows()]
     wheres = turns.caches if isinstance(turns, measure.Rotation) else (turns,)
+    # Two runs are compared by kernel, provider, mode and case.
     assert found == [(f"bf16, {where}" if where else "bf16", where, 2.0) for where in wheres]
 
 
@@ -240,17 +238,6 @@ def test_every_set_is_needed(cache):
     turns = measure.rotation(10)
     with pytest.raises(ValueError, match="calls: expected 20, one a set, got 1"):
         next(measure.cached_times([lambda: None], turns))
-
-
-def test_a_row_says_where_its_inputs_were():
-    times = measure.Times(1.0, 1.0, 1.0)
-    rows = [
-        measure.row("incident", "kernel", "ours", "bf16", "tokens", 1, times, 0, cache=cache)
-        for cache in (measure.WARM, measure.COLD, None)
-    ]
-    assert [row["cache"] for row in rows] == ["warm", "cold", None]
-    # Two runs are compared by kernel, provider, mode and case.
-    assert [row["mode"] for row in rows] == ["bf16, warm", "bf16, cold", "bf16"]
 
 
 def _printed(mode, x_value, provider, p50):

@@ -38,21 +38,18 @@ def test_an_unknown_word_and_an_unknown_family_are_errors_that_name_them():
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != FIX])
 def test_fixed_is_bad_good_bad_and_a_compared_right_result(family):
-    words = [*FAMILIES[family], NOT_RUN]
-    means = {verdict: outcome(family, verdict).value for verdict in words}
-    fixed = 0
-    for off, on, again in product(words, repeat=3):
+    # A word of each outcome.
+    words = {outcome(family, verdict).value: verdict for verdict in (*FAMILIES[family], NOT_RUN)}
+    for means in product(words, repeat=3):
         for right in (True, False, None):
-            three = Three(family, off, on, again, right=right)
-            shown = (means[off], means[on], means[again]) == ("bad", "good", "bad")
+            three = Three(family, *map(words.get, means), right=right)
+            shown = means == ("bad", "good", "bad")
             assert (three.verdict == "fixed") == (shown and right is True), three
             assert (three.verdict == "wrong") == (shown and right is not True), three
+            assert (three.verdict == NOT_RUN) == (NOT_RUN in means)
             if three.verdict != "fixed":
                 with pytest.raises(ValueError, match="verdict: expected"):
-                    finding(KEY, FIX, "fixed", three=three)
-                fixed += 1
-    assert fixed
-    assert Three(family, NOT_RUN, words[0], words[0], right=True).verdict == NOT_RUN
+                    Finding(*KEY[:3], FIX, "fixed", three=three)
 
 
 @pytest.mark.parametrize(

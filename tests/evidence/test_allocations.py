@@ -73,10 +73,6 @@ def test_sizes_read_as_in_torchs_out_of_memory_error(nbytes, text, short):
     assert (allocations.size_text(nbytes), allocations.size_text(nbytes, short=True)) == (text, short)
 
 
-def test_stuck_memory_is_neither_used_by_tensors_nor_releasable():
-    assert allocations.Usage(used=9, reserved=8, allocated=4, releasable=1).stuck == 3
-
-
 def test_segments_of_a_graphs_private_pool_are_not_releasable(monkeypatch):
     """The allocator returns an empty segment of its own pool to the device, and none of a graph's.
 

@@ -28,13 +28,6 @@ def test_a_hit_names_both_requests(reader):
     assert watch.hits == 1
 
 
-def test_a_request_that_is_gone_has_computed_nothing():
-    watch = PublishedBlocks()
-    watch.publish(7, "hash", "aborted", 16)
-    assert watch.owners == {"aborted"}
-    assert watch.plan({}) == [7]
-
-
 @pytest.mark.parametrize("now", [None, "another"])
 def test_a_hash_that_was_taken_back_or_replaced_cannot_be_hit(now):
     watch, bare = withdrawn(key_of={7: "hash 7", 8: now}.get)
@@ -43,8 +36,10 @@ def test_a_hash_that_was_taken_back_or_replaced_cannot_be_hit(now):
 
 def test_a_block_that_was_used_again_is_judged_anew():
     watch, _ = withdrawn()
+    # It ends with the last token that is computed, so it is written.
     watch.publish(8, "hash 8", "other", 16, computed=16)
     assert not watch
+    assert watch.plan({"victim": 16}) == []
     assert watch.read("stranger", [(8, "hash 8")]) == []
     watch, _ = withdrawn()
     # Evicted, and nobody said so: another hash is another block.
@@ -56,16 +51,12 @@ def test_a_block_without_a_token_is_refused():
         PublishedBlocks().publish(1, "hash", "request", 0)
 
 
-def test_a_block_whose_last_token_is_computed_is_written():
-    watch = PublishedBlocks()
-    watch.publish(7, "hash", "request", 16, computed=16)
-    assert watch.plan({}) == []
-
-
 def test_a_block_of_one_token_is_followed_and_counts_add_up_over_steps_and_readers():
+    """Of a request that is gone, which has computed nothing."""
     watch = PublishedBlocks()
     for block in (1, 2):
         watch.publish(block, f"hash {block}", f"victim {block}", tokens=1)
+        assert watch.owners == {f"victim {block}"}
         assert (watch.plan({}), watch.plan({}), watch.owners) == ([block], [], set())
     assert watch.published == 2
     for reader in "ab":

@@ -60,11 +60,6 @@ def test_one_healed_row_convicts_the_padding():
     assert judge_rows(run, LIVE) == Verdict.LEAKED
 
 
-def test_a_nan_in_any_returned_stage_counts():
-    run = step(lambda x: [x, by_row_of_live_only(x)])
-    assert judge_rows(run, LIVE) == Verdict.PAD_ONLY
-
-
 @pytest.mark.parametrize(
     ("bad_with_clean_padding", "verdict"), [(False, Verdict.LEAKED), (True, Verdict.LIVE_BORN)]
 )
@@ -104,9 +99,7 @@ def test_pad_invariance_sees_wrong_finite_values_where_no_nan_check_does():
 
 
 def test_pad_invariance_holds_for_rows_that_do_not_meet():
-    result = pad_invariance(step(by_row), LIVE, trials=6)
-    assert result
-    assert result.trials == 6
+    assert pad_invariance(step(by_row), LIVE)
 
 
 def test_judging_does_not_keep_views_of_static_memory():

@@ -261,7 +261,6 @@ def ablation(
     without: Mapping[str, tuple[Mapping[str, Any], str]],
     ask: Callable[..., Reading | str],
     expect: str,
-    question: str = ABLATION,
     whole: str = ALL,
     **fields: Any,
 ) -> list[Case]:
@@ -272,9 +271,8 @@ def ablation(
         words, ask, fields: see :class:`Case`.
         without: maps what is left out to the fields of ``base`` that change then, and the verdict then.
         expect: the verdict for ``whole``.
-        question: its name.
         whole: the variant with all ingredients.
     """
     subjects = {whole: base} | {what: replace(base, **changes) for what, (changes, _) in without.items()}
     expected = {whole: expect} | {what: verdict for what, (_, verdict) in without.items()}
-    return each(question, words, subjects, ask, expect=expected, **fields)
+    return each(ABLATION, words, subjects, ask, expect=expected, **fields)

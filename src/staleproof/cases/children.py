@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -190,19 +190,20 @@ def _run_forked(env: Mapping[str, str], folder: str, path: list[str], files: Map
 class Child:
     """One running child process; see :func:`start`."""
 
-    def __init__(self, command: Sequence[str], order: bytes, env: Mapping[str, str], prefixed: bool) -> None:
+    def __init__(self, order: bytes, env: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="staleproof-")
         names = ("order", "report", "stdout", "stderr")
         self._files = files = {name: Path(self._folder.name) / name for name in names}
         files["order"].write_bytes(order)
         whole = {**os.environ, **env, REPORT: str(files["report"])}
+        command = [sys.executable, "-m", "staleproof.cases.children"]
         with (
             files["order"].open("rb") as stdin,
             files["stdout"].open("wb") as stdout,
             files["stderr"].open("wb") as stderr,
         ):
             # Files, not pipes: a child blocks on a full pipe that nobody reads.
-            self._process = (None if prefixed else _forked(whole, files)) or subprocess.Popen(
+            self._process = _forked(whole, files) or subprocess.Popen(
                 command, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, env=whole
             )
         _running.add(self)
@@ -252,19 +253,13 @@ def _read_answers(path: Path) -> list[Any]:
     return told
 
 
-def start(
-    function: Callable[..., object],
-    *args: Any,
-    env: Mapping[str, str] | None = None,
-    prefix: Sequence[str] = (),
-) -> Child:
+def start(function: Callable[..., object], *args: Any, env: Mapping[str, str] | None = None) -> Child:
     """Start ``function(*args)`` in a process of its own.
 
     Args:
         function: importable by its module and name.
         args: picklable.
         env: variables to set beside the caller's.
-        prefix: a program that runs the process, with its options, e.g. compute-sanitizer.
 
     Returns:
         The child, for :meth:`Child.wait`. The function's result is its last answer, unless it is
@@ -280,19 +275,14 @@ def start(
     order = pickle.dumps((function.__module__, function.__qualname__, args))
     # The child must be able to import whatever the caller can.
     paths = os.pathsep.join(filter(None, sys.path))
-    command = [*prefix, sys.executable, "-m", "staleproof.cases.children"]
-    return Child(command, order, {"PYTHONPATH": paths, **(env or {})}, bool(prefix))
+    return Child(order, {"PYTHONPATH": paths, **(env or {})})
 
 
 def call(
-    function: Callable[..., object],
-    *args: Any,
-    timeout_s: float,
-    env: Mapping[str, str] | None = None,
-    prefix: Sequence[str] = (),
+    function: Callable[..., object], *args: Any, timeout_s: float, env: Mapping[str, str] | None = None
 ) -> Ended:
     """Run ``function(*args)`` in a process of its own and wait for it; see :func:`start`."""
-    return start(function, *args, env=env, prefix=prefix).wait(timeout_s)
+    return start(function, *args, env=env).wait(timeout_s)
 
 
 def call_ranks(

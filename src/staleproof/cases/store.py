@@ -356,10 +356,10 @@ class Comparison:
 
 def compare(first: Iterable[Finding], second: Iterable[Finding]) -> Comparison:
     """Compare verdicts. A question that was not run has none, so it never matches."""
-    one, two = ({f.key: f for f in findings} for findings in (first, second))
+    one, two = ({f.key: f.verdict if f.ran else None for f in findings} for findings in (first, second))
     result = Comparison([], {}, [], [], [])
     for key in one | two:
-        a, b = _answer(one.get(key)), _answer(two.get(key))
+        a, b = one.get(key), two.get(key)
         if a is None and b is None:
             result.neither.append(key)
         elif b is None:
@@ -371,10 +371,6 @@ def compare(first: Iterable[Finding], second: Iterable[Finding]) -> Comparison:
         else:
             result.mismatch[key] = (a, b)
     return result
-
-
-def _answer(found: Finding | None) -> str | None:
-    return found.verdict if found and found.ran else None
 
 
 def compare_timings(first: Run, second: Run) -> list[tuple[dict[str, Any], float]]:
