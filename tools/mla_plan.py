@@ -1,6 +1,6 @@
 """What the plan of MLA decode predicts beside what a Hopper GPU takes, and its constants fitted to that.
 
-    python -m tools.mla_plan time FILE   every cut that the plan considers, over cells as the benchmark's; a GPU
+    python -m tools.mla_plan time FILE   every cut that the plan considers, in each cell; needs a GPU
     python -m tools.mla_plan show FILE   predicted beside measured, and what the choice costs in each cell
     python -m tools.mla_plan fit FILE    constants for ``ops/mla/plan.py`` that predict these times better
 
@@ -136,17 +136,17 @@ def show(times: Times) -> None:
         each, work = times[shape], work_of(shape, shape.lengths())
         told = f"{shape.batch} x {shape.tokens}, {shape.mode().split('page 64')[1].strip(', ')}"
         print(
-            f"{ratio:.3f}  {told}, {shape.heads} heads: {tuple(own)} {each[own]:.1f} us, predicted "
-            f"{work.microseconds(own):.1f}; {tuple(best)} {each[best]:.1f}, predicted {work.microseconds(best):.1f}"
+            f"{ratio:.3f}  {told}, {shape.heads} heads: "
+            f"{tuple(own)} {each[own]:.1f} us, predicted {work.microseconds(own):.1f}; "
+            f"{tuple(best)} {each[best]:.1f}, predicted {work.microseconds(best):.1f}"
         )
     for kind, ratios in sorted(errors.items()):
         off = statistics.median(abs(log(ratio)) for ratio in ratios)
         print(
             f"{' '.join(kind)}: predicted and measured differ by {100 * off:.1f} % (median of {len(ratios)})"
         )
-    print(
-        f"the choice takes {100 * (exp(regret(times)) - 1):.1f} % longer than the best cut (mean of {len(rows)} cells)"
-    )
+    longer = 100 * (exp(regret(times)) - 1)
+    print(f"the choice takes {longer:.1f} % longer than the best cut (mean of {len(rows)} cells)")
 
 
 def constants() -> dict[str, float]:
