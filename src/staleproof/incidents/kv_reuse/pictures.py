@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from staleproof.check import require
+from staleproof.check import fail
 from staleproof.incidents.kv_reuse.scene import Scene, trace_of
 from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Trace
 
@@ -74,18 +75,12 @@ def block_life(scene: Scene, corrupted: Collection[int]) -> BlockLife:
     trace, size = trace_of(scene), scene.page.block_size
     for block in range(1, scene.blocks):
         spans = _spans(trace, block)
-        kinds = [span.what for span in spans]
-        for at in range(len(spans) - 3):
-            later = kinds[at + 3 :]
-            if kinds[at : at + 3] != [STATE, FREE, KV] or HIT not in later:
-                continue
-            hit = later.index(HIT)
-            if spans[at + 2].request not in corrupted or STATE in later[:hit]:
-                continue
-            kept = spans[at : at + 4 + hit]
-            return BlockLife(block, kept, _filled(trace, block, kept, size), size)
-    require(False, "scene", "a block that is a state, then keys and values, then hit", "none")
-    raise AssertionError
+        # A letter a span: M, f, k or p.
+        for life in re.finditer("Mfk[^M]*?p", "".join(span.what[0] for span in spans)):
+            kept = spans[slice(*life.span())]
+            if kept[2].request in corrupted:
+                return BlockLife(block, kept, _filled(trace, block, kept, size), size)
+    fail("scene", "a block that is a state, then keys and values, then hit", "none")
 
 
 def _filled(trace: Trace, block: int, spans: list[Span], size: int) -> list[tuple[int, int]]:
