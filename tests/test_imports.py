@@ -129,27 +129,18 @@ def test_no_circle_of_rooms_is_allowed():
         ("ops/fp8.py", "from ..evidence import canary", "staleproof.evidence.canary"),
         ("ops/fp8.py", "import pandas as pd", "pandas"),
         ("ops/__init__.py", "from ..vllm import hooks", "staleproof.vllm.hooks"),
-        ("vllm/hooks.py", "from staleproof import device", "staleproof.device"),
-        ("vllm/patches/fix.py", "from staleproof.incidents.a import broken", "staleproof.incidents.a.broken"),
         ("evidence/canary.py", "import staleproof.ops.fp8", "staleproof.ops.fp8"),
-        ("cases/children.py", "from staleproof.incidents import registry", "staleproof.incidents.registry"),
         ("incidents/a/scene.py", "from staleproof.incidents import b", "staleproof.incidents.b"),
         ("incidents/a/broken.py", "from staleproof import mla_decode", "staleproof"),
         ("incidents/a/broken.py", "import staleproof", "staleproof"),
-        ("incidents/a/broken.py", "from staleproof.report import plots", "staleproof.report.plots"),
-        ("contract/runner.py", "from staleproof.incidents.a import broken", "staleproof.incidents.a.broken"),
-        ("contract/runner.py", "from staleproof.report import plots", "staleproof.report.plots"),
         ("cases/children.py", "importlib.import_module('staleproof.cli')", "staleproof.cli"),
         ("ops/fp8.py", "import_module(f'staleproof.vllm.{1}')", "staleproof.vllm"),
-        ("check.py", "from staleproof import device", "staleproof.device"),
         ("__init__.py", "from staleproof.evidence import canary", "staleproof.evidence.canary"),
     ],
 )
 def test_each_rule_catches_an_import_against_it(tmp_path, file, source, target):
     modules = "ops/fp8 vllm/hooks evidence/canary cases/children incidents/a/broken incidents/b/broken"
-    for module in (
-        f"{modules} contract/runner incidents/registry report/plots vllm/patches/fix check device cli".split()
-    ):
+    for module in f"{modules} report/plots cli".split():
         path = tmp_path / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("from __future__ import annotations\n")
