@@ -42,7 +42,7 @@ class BlockLife:
 
 
 def _spans(trace: Trace, block: int) -> list[Span]:
-    """The life of one block, without the free time before its first owner and after its last."""
+    """The life of one block, without the free time before its first owner."""
     marks: list[tuple[int, str, int | None]] = []
     for number, step in enumerate(trace.steps):
         if block in step.freed:
@@ -55,10 +55,7 @@ def _spans(trace: Trace, block: int) -> list[Span]:
                 owner = next(row.request for row in step.rows if block in (row.state_out, row.blocks[-1]))
                 marks.append((number, what, owner))
     ends = [begin for begin, _, _ in marks[1:]] + [len(trace.steps)]
-    spans = [Span(b, e, what, who) for (b, what, who), e in zip(marks, ends, strict=True) if e > b]
-    while spans and spans[-1].what == FREE:
-        spans.pop()
-    return spans
+    return [Span(b, e, what, who) for (b, what, who), e in zip(marks, ends, strict=True) if e > b]
 
 
 def block_life(scene: Scene, corrupted: Collection[int]) -> BlockLife:
