@@ -13,14 +13,6 @@ from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.scene import LIVE, OURS, RoutingCase
 
 
-def test_vllms_kernels_say_why_they_do_not_run(monkeypatch):
-    monkeypatch.delenv(scene.VLLM_VARIABLE, raising=False)
-    assert scene.vllm_unavailable_reason("cpu") == "needs a CUDA device"
-    assert scene.vllm_unavailable_reason("cuda") == "STALEPROOF_VLLM_MOE_SO names no _moe_C library"
-    monkeypatch.setenv(scene.VLLM_VARIABLE, "some.so")
-    assert scene.vllm_unavailable_reason("cuda") is None
-
-
 def test_vllms_operators_are_loaded_from_the_library_that_is_named(monkeypatch):
     loaded: list[str] = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
