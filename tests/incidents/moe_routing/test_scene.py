@@ -55,17 +55,6 @@ def test_the_consumer_gets_what_the_choice_gave(device, choice):
     assert [row[1:] for row in scene.stages(ours, device)] == [(0, 3), (0, 0), (0, 0)]
 
 
-def test_remedies_see_the_padding_and_the_consumer_its_memory(device):
-    case = RoutingCase(choice="skip_padding", batch=Batch(12, 10, 64))
-    weights, ids = scene.routed(case, device)
-    assert (ids < 0).all(1).tolist() == [False] * LIVE + [True] * 7
-    assert torch.equal(weights[LIVE:], torch.zeros(7, 10, device=device))
-    over_zeros = scene.serve(RoutingCase(before="zeros"), device)
-    guarded = scene.serve(RoutingCase(guard=True), device)
-    assert (over_zeros.numbers["wild_reads"], guarded.numbers["wild_reads"]) == (0, 0)
-    assert scene.serve(RoutingCase(), device).numbers["wild_reads"] == 3 * 9
-
-
 def test_evidence_names_the_release_of_the_library_that_is_loaded(tmp_path, monkeypatch):
     for variable, library in ((scene.VLLM_FP8_VARIABLE, "_C"), (scene.VLLM_VARIABLE, "_moe_C")):
         monkeypatch.setenv(variable, str(tmp_path / f"vllm/{library}.abi3.so"))
