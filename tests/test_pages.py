@@ -87,11 +87,10 @@ def test_readme_is_short_and_holds_what_it_should():
     assert text.count("![") == 1
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_written_parts_agree_with_their_source(number):
-    path, begin, text = [*figures.parts(store.find(figures.MACHINE))][number]
-    written = (ROOT / path).read_text().split(begin)[1].split(figures.END)[0].strip()
-    assert written == text, "run: python -m tools.figures"
+def test_written_parts_agree_with_their_source():
+    for path, begin, text in figures.parts(store.find(figures.MACHINE)):
+        written = (ROOT / path).read_text().split(begin)[1].split(figures.END)[0].strip()
+        assert written == text, "run: python -m tools.figures"
 
 
 @pytest.mark.skipif(not device.interpreting(), reason="the picture is drawn on a CPU")
@@ -113,12 +112,17 @@ def test_notebook_00_holds_the_table_of_the_source():
     assert shown == [table.markdown(lambda row: row.notebook)]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda page: page.name)
-def test_figures_of_a_page_are_those_of_the_findings_that_they_name(page):
+@pytest.fixture(scope="module")
+def found():
+    """Every recorded finding, by what was asked."""
     found = {}
-    for run in store.read_all():
-        for one in run.findings:
-            found.setdefault(one.key[:3], []).append(one)
+    for one in (one for run in store.read_all() for one in run.findings):
+        found.setdefault(one.key[:3], []).append(one)
+    return found
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda page: page.name)
+def test_figures_of_a_page_are_those_of_the_findings_that_they_name(found, page):
     for text, marks in bound.passages(markdown(page)):
         recorded = [mark for mark in marks if mark[0] not in bound.READ]
         sources = [bound.source_of(*mark, found, ROOT / "workbook", table.probes()) for mark in recorded]

@@ -97,6 +97,9 @@ def test_vllms_own_operators_and_no_others_need_its_library(monkeypatch):
     selectors = {name: cases._needs_vllm(one, "cuda") for name, one in cases.SELECTORS.items()}
     assert {name for name, why in selectors.items() if why} == {scene.VLLM}
     assert selectors[scene.VLLM] == f"{scene.VLLM_VARIABLE} names no _moe_C library"
+    assert scene.vllm_unavailable_reason("cpu") == GPU
+    monkeypatch.setenv(scene.VLLM_VARIABLE, "some.so")
+    assert scene.vllm_unavailable_reason("cuda") is None
     walls = {name: fp8.unavailable_reason(wall, "cuda") for name, wall in fp8.FIREWALLS.items()}
     assert {name for name, why in walls.items() if why} == {name for name in walls if "vLLM's op" in name}
     assert {*walls.values()} == {None, f"{scene.VLLM_FP8_VARIABLE} names no _C library"}

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache, partialmethod, wraps
 from pathlib import Path
@@ -32,13 +33,6 @@ NOT_RUN, FLIPPED = "not run", "flipped"
 MODES = (NOT_RUN, FLIPPED)
 
 
-class Numbers(dict):
-    """Has every number: a cell that only stumbles over a missing one would prove nothing."""
-
-    def __missing__(self, name: str) -> int:
-        return 0
-
-
 def force(mode: str) -> None:
     """Make every finding of this process say ``mode``, however it comes to be; ask no questions."""
     from staleproof.cases import finding, run
@@ -51,7 +45,8 @@ def force(mode: str) -> None:
     @wraps(build)
     def forced(self: Any, *args: Any, **fields: Any) -> None:
         build(self, *args, **fields)
-        changes = {"verdict": mode, "numbers": Numbers()}
+        # Every number is there: a cell that only stumbles over a missing one would prove nothing.
+        changes = {"verdict": mode, "numbers": defaultdict(int)}
         # A verdict line is looked for by its grade.
         changes["grade"] = self.grade or "replica"
         if mode == NOT_RUN:

@@ -10,11 +10,13 @@ from nbformat import v4
 sys.path.insert(0, str(Path(__file__).parent))
 
 from glossary import ENTRY, GLOSSARY, PLAIN, anchors, first_uses_without_link, links_without_entry
-from test_contract import NOTEBOOKS, is_walkthrough
+
+from contract import NOTEBOOKS
+from staleproof.incidents.registry import INCIDENTS
 
 TEXT = GLOSSARY.read_text("utf-8")
 WORDS = anchors(TEXT)
-WALKTHROUGHS = [path for path in NOTEBOOKS if is_walkthrough(path)]
+WALKED = {about.notebook for about in INCIDENTS.values()}
 LINKED = "A [padding row](../workbook/glossary.md#padding-row)"
 
 
@@ -22,7 +24,7 @@ def notebook(*prose):
     return v4.new_notebook(cells=[v4.new_markdown_cell(text) for text in prose])
 
 
-@pytest.mark.parametrize("path", WALKTHROUGHS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.name in WALKED], ids=lambda path: path.stem)
 def test_each_word_is_linked_where_it_is_first_used(path):
     nb = nbformat.read(path, as_version=4)
     assert first_uses_without_link(nb, WORDS) == []

@@ -23,10 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from guard import MODES, NOT_RUN
 
-from contract import VERDICT_LINE, code_cells, output_text
+from contract import NOTEBOOKS, VERDICT_LINE, code_cells, output_text
 
 HERE = Path(__file__).resolve().parent
-NOTEBOOKS = sorted((HERE.parents[1] / "notebooks").glob("*.ipynb"))
 WORD = re.compile(r"^(?:(?:MEASURED|INTERPRETED|RECORDED|\+)+)\s+")
 
 

@@ -1,6 +1,5 @@
 """What the verdicts of incident 2 rest on, and that a broken subject changes them."""
 
-import contextlib
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,6 @@ from staleproof.incidents.decode_buffer.cases import SMALL, TABLE, too_small, ut
 from staleproof.incidents.decode_buffer.outside import SYMMETRIC
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES
 from staleproof.incidents.decode_buffer.setups import OFF, SETUPS, ServerCase, Setup, Wiring
-from staleproof.ops.decode_workspace import DecodeWorkspace
 
 
 def verdict(question, variant, device):
@@ -42,6 +40,18 @@ def test_a_device_that_cannot_hold_a_server_says_how_much_it_needs(monkeypatch):
     assert too_small(ServerCase(OFF), "cuda") is None
 
 
+def servers_that(monkeypatch, *verdicts):
+    """Makes servers live or die, one after another; the servers that are then asked for."""
+    tried = []
+
+    def run(servers, device):
+        tried.extend(servers)
+        return [SimpleNamespace(verdict=verdict) for verdict in verdicts]
+
+    monkeypatch.setattr(cases, "run_servers", run)
+    return tried
+
+
 @pytest.mark.parametrize(
     ("verdicts", "said", "dies_from"),
     [
@@ -50,55 +60,28 @@ def test_a_device_that_cannot_hold_a_server_says_how_much_it_needs(monkeypatch):
         ((DIES, LIVES, DIES), "dies at some", 0.85),
     ],
 )
-def test_a_sweep_says_where_servers_die(verdicts, said, dies_from, monkeypatch):
-    tried = []
-
-    def run(servers, device):
-        tried.extend(servers)
-        return [SimpleNamespace(verdict=verdict) for verdict in verdicts]
-
-    monkeypatch.setattr(cases, "run_servers", run)
+def test_a_sweep_says_where_servers_die(monkeypatch, verdicts, said, dies_from):
+    tried = servers_that(monkeypatch, *verdicts)
     sweep = ServerCase(OFF, SMALL, {"batch": 48}), (0.85, 0.9, 0.95)
     found = utilisation(sweep, "cpu")
     assert (found.verdict, found.numbers["dies_from"], found.provenance) == (said, dies_from, "INTERPRETED")
     assert [case.changes for case in tried] == [{"batch": 48, "utilisation": u} for u in (0.85, 0.9, 0.95)]
 
 
-def test_a_workspace_whose_key_forgets_the_micro_batch_mixes(device, monkeypatch):
-    get = DecodeWorkspace.get
-    keyless = lambda self, *of, micro_batch=0: get(self, *of, micro_batch=0)  # noqa: E731
-    monkeypatch.setattr(DecodeWorkspace, "get", keyless)
-    for question in ("overlap", "threads"):
-        assert verdict(question, "decode_workspace", device) == "mixed"
+def _with_two_kernels_more(self, q, seq_lens, micro_batch=0):
+    return model.Attention.decode(self, q, seq_lens, micro_batch).mul_(1).add_(0)
 
 
-def test_a_workspace_that_is_not_locked_writes_freed_memory(device, monkeypatch):
-    monkeypatch.setattr(DecodeWorkspace, "lock", lambda self: None)
-    assert verdict("growth", "decode_workspace", device) == "writes freed memory"
-
-
-def test_a_workspace_without_its_mutex_gives_two_buffers(device, monkeypatch):
-    whole = DecodeWorkspace.__init__
-
-    def without(self):
-        whole(self)
-        self._growing = contextlib.nullcontext()
-
-    monkeypatch.setattr(DecodeWorkspace, "__init__", without)
-    assert verdict("first use in two threads", "decode_workspace", device) == "two buffers"
-
-
-def test_a_layer_that_loses_its_output_is_seen(device, monkeypatch):
-    monkeypatch.setattr(model, "decode_live_rows", lambda q, seq_lens, out: out.zero_())
-    assert verdict("layers in turn", OFF, device) == "mixed"
-
-
-def test_a_captured_step_is_compared_by_its_kernels(device, monkeypatch):
-    def zeroing(self, q, seq_lens, micro_batch=0):
-        return model.Attention.decode(self, q, seq_lens, micro_batch).mul_(1).add_(0)
-
-    monkeypatch.setattr(broken.ZerosPerLayer, "decode", zeroing)
-    assert verdict("captured kernels", OFF, device) == "other kernels"
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "question", "said"),
+    [
+        (model, "decode_live_rows", lambda q, seq_lens, out: out.zero_(), "layers in turn", "mixed"),
+        (broken.ZerosPerLayer, "decode", _with_two_kernels_more, "captured kernels", "other kernels"),
+    ],
+)
+def test_a_fault_that_no_variant_has_is_seen(device, monkeypatch, owner, name, fault, question, said):
+    monkeypatch.setattr(owner, name, fault)
+    assert verdict(question, OFF, device) == said
 
 
 def test_a_driver_that_cannot_name_kernels_is_a_reason(monkeypatch):
@@ -140,13 +123,7 @@ def test_a_ledgers_cost_is_a_step_of_each_and_their_ratio(monkeypatch):
 def test_another_device_leaves_as_many_bytes_outside(monkeypatch, device, planned):
     half = SimpleNamespace(total_memory=cases.REPORT.total_bytes // 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: half)
-    asked = []
-
-    def run(servers, device):
-        asked.extend(servers)
-        return [SimpleNamespace(verdict=LIVES)] * len(servers)
-
-    monkeypatch.setattr(cases, "run_servers", run)
+    asked = servers_that(monkeypatch, LIVES, LIVES)
     found = utilisation((ServerCase(OFF, None), (0.85, 0.9)), device)
     assert [case.changes["utilisation"] for case in asked] == pytest.approx(planned)
     assert found.numbers == {"0.85": LIVES, "0.9": LIVES, "dies_from": None}

@@ -1,12 +1,20 @@
-"""The sizes of a server, and a model that allocates what a large one does."""
+"""The sizes of a server, a model that allocates what a large one does, and what its profile run leaves."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from staleproof.incidents.decode_buffer.allocator import GIB, MIB
-from staleproof.incidents.decode_buffer.model import Attention, Experts, ServerConfig, decode_out_bytes
+from staleproof.evidence.ledger import Usage
+from staleproof.incidents.decode_buffer.allocator import GIB, MIB, SimulatedMemory
+from staleproof.incidents.decode_buffer.model import (
+    Attention,
+    Experts,
+    ServerConfig,
+    decode_out_bytes,
+    kv_cache_bytes,
+)
+from staleproof.incidents.decode_buffer.scene import LIVES, Outcome, Server
 
 TINY = ServerConfig(total_bytes=GIB, layers=3, batch=8, tokens=32, heads=2, rank=32, weight_bytes=64 * MIB)
 
@@ -28,12 +36,8 @@ def test_bad_sizes_are_refused(changes, said):
         replace(TINY, **changes)
 
 
-def test_both_readings_of_the_report():
+def test_the_sizes_of_the_report():
     assert decode_out_bytes(2048, 128) == 256 * MIB
-    assert 61 * decode_out_bytes(2048, 128) == int(15.25 * GIB)
-    assert decode_out_bytes(1024, 128) == 128 * MIB
-    assert round(61 * decode_out_bytes(1024, 128) / GIB, 3) == 7.625
-    assert decode_out_bytes(2048, 16) == 32 * MIB
     assert ServerConfig().workspace_bytes / GIB == 3.9375
     # A tenth of 184 GiB and the peak that was set aside, less the buffers.
     left = ServerConfig().headroom_bytes(int(15.25 * GIB))
@@ -49,3 +53,18 @@ def test_the_workspace_is_freed_and_the_model_computes(device):
     seq_lens = torch.ones(8, dtype=torch.int32, device=device)
     assert torch.equal(attn(x, seq_lens), x)
     assert torch.equal(attn(x, None), torch.zeros_like(x))
+
+
+def test_a_profile_that_leaves_no_kv_cache_is_refused():
+    config = replace(TINY, total_bytes=84 * MIB)
+    with pytest.raises(ValueError, match=r"utilisation x total of more than weights 64\.00 MiB"):
+        Server(config, SimulatedMemory(config.total_bytes)).start()
+
+
+def test_the_kv_cache_gets_what_the_profile_left():
+    assert kv_cache_bytes(1000, 0.9, 400, 50, 30) == 420
+
+
+def test_what_decoding_took_is_what_the_allocator_would_not_give_back():
+    usages = {"kv_cache": Usage(100, 80, 50, 10), "warm_up": Usage(200, 150, 90, 30)}
+    assert Outcome(LIVES, None, None, 0, 0, 0, usages).taken_bytes() == (200 - 30) - (100 - 10)

@@ -7,19 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staleproof.cases.finding import OFF_ON_OFF
-from staleproof.cases.words import NOT_FIXED, NOT_RUN
+from staleproof.cases.words import NOT_RUN
 from staleproof.incidents.kv_reuse import cases, scene
 from staleproof.incidents.kv_reuse.broken import OnChange
-from staleproof.incidents.kv_reuse.cases import TABLE
 from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Step
-
-
-def test_a_zeroer_that_does_nothing_is_not_called_fixed(monkeypatch):
-    monkeypatch.setattr(scene.BlockZeroer, "zero", lambda self, block_ids: None)
-    variants = [f"BlockZeroer, e4m3, {layout} outermost" for layout in ("blocks", "K/V")]
-    found = TABLE.ask(OFF_ON_OFF, *variants)
-    assert [(f.verdict, f.failed) for f in found] == [(NOT_FIXED, True)] * 2
 
 
 def test_zeroing_on_change_takes_a_block_once_for_each_way_from_mamba_to_attention():
@@ -45,11 +36,6 @@ def test_zeroing_on_change_takes_a_block_once_for_each_way_from_mamba_to_attenti
 def test_a_load_is_served_on_the_device_that_is_asked_about(device, ask):
     nowhere, here = (scene.brief(where, steps=20) for where in ("nowhere", device))
     assert ask(nowhere, device) == ask(here, device)
-
-
-def test_sleep_mode_is_not_asked_without_a_gpu():
-    for found in TABLE.ask("asleep and awake, vLLM's allocator", device="cpu"):
-        assert (found.verdict, found.note) == (NOT_RUN, "needs a CUDA device")
 
 
 def test_libraries_of_another_release_are_a_reason_not_to_ask():

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from staleproof.incidents.kv_reuse.block_pool import NULL_BLOCK, BlockPool, OutOfBlocks
-from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Request, Scheduler, requests, trace
+from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Request, Scheduler, requests
 
 SIZE = 8
 
@@ -86,22 +86,17 @@ def test_the_state_at_the_end_of_a_block_is_kept_for_others():
 
 def test_a_state_that_a_step_reads_is_not_handed_out_in_that_step():
     # Two requests come to the end of their first block together: four new blocks.
-    for blocks in (9, 8):
-        source = iter([Request(n, tuple(range(n, n + 12))) for n in range(2)])
-        scheduler = Scheduler(BlockPool(blocks), SIZE, source, batch=2)
-        for _ in range(SIZE):
-            scheduler.schedule()
-        if blocks == 8:
-            with pytest.raises(OutOfBlocks):
-                scheduler.schedule()
-            continue
-        step = scheduler.schedule()
-        new = {*step.new[ATTENTION], *step.new[MAMBA]}
-        assert len(new) == 4
-        assert not new & {row.state_in for row in step.rows}
-        assert {*scheduler.schedule().freed} == {row.state_in for row in step.rows}
-
-
-def test_a_pool_that_is_too_small_says_so():
+    pairs = ([Request(n, tuple(range(n, n + 12))) for n in range(2)] for _ in range(2))
+    large, small = (
+        Scheduler(BlockPool(blocks), SIZE, iter(pair), batch=2)
+        for blocks, pair in zip((9, 8), pairs, strict=True)
+    )
+    for scheduler in [large, small] * SIZE:
+        scheduler.schedule()
+    step = large.schedule()
+    new = {*step.new[ATTENTION], *step.new[MAMBA]}
+    assert len(new) == 4
+    assert not new & {row.state_in for row in step.rows}
+    assert {*large.schedule().freed} == {row.state_in for row in step.rows}
     with pytest.raises(OutOfBlocks, match="of 8 free"):
-        trace(_scheduler(blocks=8), 10)
+        small.schedule()

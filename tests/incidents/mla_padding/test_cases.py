@@ -3,42 +3,22 @@
 import pytest
 import torch
 
-from staleproof.cases.finding import OFF_ON_OFF
-from staleproof.cases.words import NOT_FIXED
 from staleproof.incidents.mla_padding import broken, cases, scene, setups
-from staleproof.incidents.mla_padding.cases import ALONE, LIVE_ROWS_WRONG, TABLE
+from staleproof.incidents.mla_padding.cases import LIVE_ROWS_WRONG, TABLE
 from staleproof.kernels.adapter import Peer
 from staleproof.ops.mla.decode import mla_decode
 from staleproof.ops.reference.mla_decode import mla_decode as reference_decode
 
 
-@pytest.mark.parametrize("question", ALONE)
-def test_a_peer_runs_everywhere(device, question):
-    # Gathered keys and a boolean mask.
-    (found,) = TABLE.ask(question, "torch_sdpa", device=device)
-    assert found.ran
+def test_the_evidence_of_a_peer_names_its_package(device):
+    (found,) = TABLE.ask("empty row", "torch_sdpa", device=device)
     assert found.of.startswith("torch")
-
-
-@pytest.mark.parametrize("question", ALONE)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
-def test_without_a_gpu_fa3_is_not_asked(question):
-    (found,) = TABLE.ask(question, "vllm_fa3", device="cpu")
-    assert (found.verdict, found.note) == ("not run", "needs a CUDA device")
 
 
 def test_a_peer_that_is_absent_is_not_asked(device):
     absent = Peer("theirs", "needs an SM100 GPU", prepare=pytest.fail)
     assert cases._unavailable(absent, device) == "needs an SM100 GPU"
-    assert cases._not_served(setups.Setup(absent), "cuda") == "needs an SM100 GPU"
     assert cases._unavailable(broken.empty_row_not_written, device) is None
-
-
-def test_a_fix_that_does_nothing_is_not_called_fixed(device, monkeypatch):
-    monkeypatch.setattr(setups, "clear_empty_rows", lambda out, seq_lens: None)
-    (found,) = TABLE.ask(OFF_ON_OFF, "clear_empty_rows", device=device)
-    assert found.verdict == NOT_FIXED
-    assert found.failed
 
 
 @pytest.mark.parametrize(

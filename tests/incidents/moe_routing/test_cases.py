@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,15 +27,6 @@ from staleproof.incidents.moe_routing.scene import OURS, Routed, RouterInput, Se
 
 def failed(name: str, *variants: str, device: str) -> list[Finding]:
     return [found for found in TABLE.ask(name, *variants, device=device) if found.failed]
-
-
-def test_a_blind_detector_is_noticed(device, monkeypatch):
-    def blind(ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-    monkeypatch.setattr(cases, "rows_with_duplicates", blind)
-    assert failed("all NaN, softmax", "warp_keeps_its_first_column", device=device)
-    assert failed("NaN in padding", "none", device=device)
 
 
 def test_a_choice_that_loses_the_best_is_not_called_right(device):
@@ -103,19 +93,6 @@ def test_vllms_fp8_ops_are_called_as_its_own_wrapper_calls_them(monkeypatch):
 def fix(name: str, device: str) -> str:
     (found,) = TABLE.ask(OFF_ON_OFF, name, device=device)
     return found.verdict
-
-
-def test_a_kernel_without_sanitising_is_not_called_fixed(device, monkeypatch):
-    def raw(x: torch.Tensor, top_k: int, **_: Any) -> Routed:
-        return broken.route(broken.warp_keeps_its_first_column, x, top_k)
-
-    monkeypatch.setattr(scene, "topk_softmax", raw)
-    assert fix("topk_softmax", device) == NOT_FIXED
-
-
-def test_what_does_not_fail_first_is_not_called_fixed(device, monkeypatch):
-    monkeypatch.setitem(broken.REMEDIES, "none", broken.Remedy(on_load=torch.nan_to_num))
-    assert fix("topk_softmax", device) == NOT_REPRODUCED
 
 
 def ranks_that(answer: dict[str, dict[str, int]] | str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,7 @@ from staleproof.incidents.moe_routing.origin import Pool, Request, Scheduler, Se
 
 
 def steps(requests: list[Request]) -> list[int]:
-    scheduler, found = Scheduler(requests), []
-    while tokens := scheduler.step():
-        found.append(tokens)
-    return found
+    return [*iter(Scheduler(requests).step, 0)]
 
 
 def test_the_trace_is_as_stated():

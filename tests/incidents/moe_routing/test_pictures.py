@@ -14,8 +14,5 @@ def test_holes_are_in_the_tokens_with_a_duplicate_and_only_past_256(tokens, one_
     again = rows_with_duplicates(make_ids("partly equal", batch, seed=1)).tolist()
     assert [any(line) for line in picture.holes] == [flag and not one_block for flag in again]
     assert picture.unwritten == (0 if one_block else 7 * sum(again))
+    assert map_picture(batch, "cpu", "distinct").unwritten == 0
     assert picture.title.startswith(f"{tokens} tokens: {'one kernel' if one_block else 'three kernels'}, ")
-
-
-def test_distinct_experts_leave_no_hole():
-    assert map_picture(Batch(300, 8, 128), "cpu", "distinct").unwritten == 0

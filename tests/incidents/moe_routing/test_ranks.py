@@ -9,7 +9,7 @@ import torch
 
 from staleproof.cases.children import ChildError
 from staleproof.cases.graph import padded_size
-from staleproof.incidents.moe_routing import origin, ranks
+from staleproof.incidents.moe_routing import ranks
 from staleproof.incidents.moe_routing.origin import Request, Scheduler, Setting
 from staleproof.incidents.moe_routing.ranks import Passes
 
@@ -25,16 +25,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def steps(requests: list[Request]) -> list[int]:
-    scheduler = Scheduler(requests)
-    return [*iter(scheduler.step, 0)]
-
-
 @pytest.mark.parametrize("allocator", ["pool", "torch"])
-def test_one_rank_pads_to_captured_sizes(device, allocator):
-    setting = replace(SHORT, allocator=allocator)
-    seen = ranks.serve_trace(setting, device)
-    tokens = steps(origin.trace(SHORT.requests))
+def test_one_rank_pads_to_captured_sizes(device, monkeypatch, allocator):
+    load = [Request(600, 3), *(Request(n, 2 + n) for n in range(1, 12))]
+    monkeypatch.setattr(ranks, "trace", lambda count: load[:count])
+    seen = ranks.serve_trace(replace(SHORT, allocator=allocator), device)
+    tokens = [*iter(Scheduler(load).step, 0)]
     sizes = [padded_size(n) if n <= 512 else 0 for n in tokens]
     assert seen.sizes == sizes
     padding = [size - n for size, n in zip(sizes, tokens, strict=True) if size > n]

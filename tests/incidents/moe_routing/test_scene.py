@@ -13,14 +13,6 @@ from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.scene import LIVE, OURS, RoutingCase
 
 
-def test_vllms_kernels_say_why_they_do_not_run(monkeypatch):
-    monkeypatch.delenv(scene.VLLM_VARIABLE, raising=False)
-    assert scene.vllm_unavailable_reason("cpu") == "needs a CUDA device"
-    assert scene.vllm_unavailable_reason("cuda") == "STALEPROOF_VLLM_MOE_SO names no _moe_C library"
-    monkeypatch.setenv(scene.VLLM_VARIABLE, "some.so")
-    assert scene.vllm_unavailable_reason("cuda") is None
-
-
 def test_vllms_operators_are_loaded_from_the_library_that_is_named(monkeypatch):
     loaded: list[str] = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
@@ -61,17 +53,6 @@ def test_the_consumer_gets_what_the_choice_gave(device, choice):
     assert [row[1:] for row in scene.stages(case, device)] == [(0, 3)] * 3
     ours = replace(case, choice=choice)
     assert [row[1:] for row in scene.stages(ours, device)] == [(0, 3), (0, 0), (0, 0)]
-
-
-def test_remedies_see_the_padding_and_the_consumer_its_memory(device):
-    case = RoutingCase(choice="skip_padding", batch=Batch(12, 10, 64))
-    weights, ids = scene.routed(case, device)
-    assert (ids < 0).all(1).tolist() == [False] * LIVE + [True] * 7
-    assert torch.equal(weights[LIVE:], torch.zeros(7, 10, device=device))
-    over_zeros = scene.serve(RoutingCase(before="zeros"), device)
-    guarded = scene.serve(RoutingCase(guard=True), device)
-    assert (over_zeros.numbers["wild_reads"], guarded.numbers["wild_reads"]) == (0, 0)
-    assert scene.serve(RoutingCase(), device).numbers["wild_reads"] == 3 * 9
 
 
 def test_evidence_names_the_release_of_the_library_that_is_loaded(tmp_path, monkeypatch):

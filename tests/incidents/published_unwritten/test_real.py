@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from staleproof.cases.case import MissingError
 from staleproof.incidents.published_unwritten import real
 from staleproof.incidents.published_unwritten.broken import NONE, RESTART
-from staleproof.incidents.published_unwritten.cases import SERVER, TABLE, Server, sizes, watching
+from staleproof.incidents.published_unwritten.cases import SERVER, TABLE, Server, watching
 from staleproof.incidents.published_unwritten.scene import WRITTEN, Arrival, burst, one_victim, serve
 from staleproof.kernels import vllm_sources
 from staleproof.vllm import standing, watch_published
@@ -84,15 +84,22 @@ def test_the_watch_names_both_requests_and_counts_as_the_truth_does(asynchronous
     assert [*counts.values()] == [watch.blocks.published, watch.blocks.hits]
 
 
+def own(blocks: list[Any], *types: Any, **parts: Any) -> Any:
+    """A scheduler of vLLM's own, by its name, with this pool and managers of these types of layers."""
+    scheduler = type("Scheduler", (), {"__module__": "vllm.v1.core.sched.scheduler", "connector": None})()
+    pool, coordinator = Space(blocks=blocks), Space(single_type_managers=types)
+    scheduler.kv_cache_manager = Space(block_pool=pool, coordinator=coordinator, **parts)
+    return scheduler
+
+
 class Theirs:
     """A scheduler of another package."""
 
     connector = None
 
 
-def pool_of_one() -> Any:
-    with loaded(NEWEST):
-        return real.Real(1).scheduler
+def test_a_pool_needs_one_block_besides_the_null_block():
+    assert published_unwritten.unknown(own([None] * 2)) is None
 
 
 def left_alone(scheduler: Any, request: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,7 +126,7 @@ def left_alone(scheduler: Any, request: Any, why: str, caplog: pytest.LogCapture
     ("make", "why"),
     [
         (Theirs, "the scheduler is test_real.Theirs, not vLLM's own"),
-        (pool_of_one, "the pool has no block besides the null block"),
+        (lambda: own([None]), "the pool has no block besides the null block"),
     ],
 )
 def test_an_unknown_scheduler_and_an_empty_pool_are_left_alone_in_one_line(make, why, caplog):
@@ -155,13 +162,6 @@ def test_beside_a_connector_the_patch_steps_back_in_one_line_and_the_watch_goes_
     assert watch.blocks.hits == 2
     (line,) = [r.getMessage() for r in caplog.records if "unpublish" in r.getMessage()]
     assert "a KV connector is configured, vLLM's own code runs" in line
-
-
-def test_a_patch_that_forgets_a_block_is_not_called_fixed(monkeypatch):
-    with loaded(NEWEST):
-        pass
-    monkeypatch.setattr(published_unwritten, "_unwritten", lambda *args: set())
-    assert sizes(Server(NEWEST, patched=True), "cpu").verdict != WRITTEN
 
 
 # --- Property: below a hit, every slot holds the prefix. Pools are drawn exactly full, or nearly: uniform
@@ -303,11 +303,7 @@ def test_a_request_reads_every_block_that_its_prefix_reaches_into(start, read, n
     blocks = [Space(block_id=5 + i, block_hash=one, is_null=False) for i, one in enumerate(hashed)]
     watch.publish(None, (None, Space(request_id="victim", num_computed_tokens=0), blocks, 0, 3, 16), {})
     of_type = Space(req_to_blocks={"reader": blocks}, block_size=16)
-    manager = Space(
-        coordinator=Space(single_type_managers=[of_type]), block_pool=Space(blocks=[None] * 5 + blocks)
-    )
-    scheduler = type("Scheduler", (), {"__module__": "vllm.v1.core.sched.scheduler"})()
-    scheduler.kv_cache_manager = manager
+    scheduler = own([None] * 5 + blocks, of_type)
     scheduler.requests = {"reader": Space(num_computed_tokens=start + 8)}
     output = Space(
         scheduled_new_reqs=[Space(req_id="reader")] if new else [],
@@ -325,28 +321,9 @@ def test_a_request_reads_every_block_that_its_prefix_reaches_into(start, read, n
 def test_the_hash_of_every_block_that_is_not_computed_to_its_end_is_taken_back(computed, taken):
     """Blocks 1 to 3 are of 16 tokens, and 3 has no hash; block 7 is of 48."""
     blocks = [Space(block_id=i, block_hash=b"hash" if i != 3 else None) for i in (1, 2, 3, 7)]
-    groups = (16, blocks[:3]), (48, blocks[3:])
-    manager = Space(
-        coordinator=Space(
-            single_type_managers=[
-                Space(block_size=size, req_to_blocks={"one": some}) for size, some in groups
-            ]
-        ),
-        block_pool=Space(blocks=blocks),
-        evict_blocks=lambda ids: evicted.append(ids),
-    )
-    scheduler = type("Scheduler", (), {"__module__": "vllm.v1.core.sched.scheduler"})()
-    scheduler.kv_cache_manager, scheduler.connector, evicted = manager, None, []
+    groups, evicted = ((16, blocks[:3]), (48, blocks[3:])), []
+    types = [Space(block_size=size, req_to_blocks={"one": some}) for size, some in groups]
+    scheduler = own(blocks, *types, evict_blocks=evicted.append)
     request = Space(request_id="one", num_computed_tokens=computed)
     assert published_unwritten._take_back((scheduler, request), {}) is None
     assert evicted == ([taken] if taken else [])
-
-
-@pytest.mark.parametrize(("blocks", "known"), [(1, False), (2, True)])
-def test_a_pool_needs_one_block_besides_the_null_block(blocks, known):
-    kind = type("Scheduler", (), {"__module__": "vllm.v1.core.sched.scheduler"})
-    scheduler = kind()
-    pool = Space(blocks=[None] * blocks)
-    scheduler.kv_cache_manager = Space(block_pool=pool)
-    why = None if known else "the pool has no block besides the null block"
-    assert published_unwritten.unknown(scheduler) == why

@@ -7,16 +7,6 @@ from staleproof.cases.children import ChildError
 from staleproof.cases.finding import OFF_ON_OFF
 from staleproof.incidents.scale_padding import broken, ids, null_block, scene
 from staleproof.incidents.scale_padding.cases import TABLE, TWICE, duplicates, nan_in_a_tile, null_block_leaks
-from staleproof.ops import nvfp4 as kernels
-
-
-def test_padding_left_unwritten_is_found(monkeypatch):
-    launch = kernels._launch
-    # Calls that are kept are those of the whole process.
-    monkeypatch.setattr(kernels, "_SEEN", kernels.Seen())
-    monkeypatch.setattr(kernels, "_launch", lambda *args: launch(*args[:-1], False))
-    found = [TABLE.ask(f"padding, {path}", "quantize_nvfp4")[0] for path in ("128x4", "linear")]
-    assert [one.failed for one in found] == [True, False]
 
 
 def test_another_stated_chance_is_off():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from staleproof.check import require
+from staleproof.check import fail
 from staleproof.incidents.kv_reuse.scene import Scene, trace_of
 from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Trace
 
@@ -41,7 +42,7 @@ class BlockLife:
 
 
 def _spans(trace: Trace, block: int) -> list[Span]:
-    """The life of one block, without the free time before its first owner and after its last."""
+    """The life of one block, without the free time before its first owner."""
     marks: list[tuple[int, str, int | None]] = []
     for number, step in enumerate(trace.steps):
         if block in step.freed:
@@ -54,10 +55,7 @@ def _spans(trace: Trace, block: int) -> list[Span]:
                 owner = next(row.request for row in step.rows if block in (row.state_out, row.blocks[-1]))
                 marks.append((number, what, owner))
     ends = [begin for begin, _, _ in marks[1:]] + [len(trace.steps)]
-    spans = [Span(b, e, what, who) for (b, what, who), e in zip(marks, ends, strict=True) if e > b]
-    while spans and spans[-1].what == FREE:
-        spans.pop()
-    return spans
+    return [Span(b, e, what, who) for (b, what, who), e in zip(marks, ends, strict=True) if e > b]
 
 
 def block_life(scene: Scene, corrupted: Collection[int]) -> BlockLife:
@@ -74,18 +72,12 @@ def block_life(scene: Scene, corrupted: Collection[int]) -> BlockLife:
     trace, size = trace_of(scene), scene.page.block_size
     for block in range(1, scene.blocks):
         spans = _spans(trace, block)
-        kinds = [span.what for span in spans]
-        for at in range(len(spans) - 3):
-            later = kinds[at + 3 :]
-            if kinds[at : at + 3] != [STATE, FREE, KV] or HIT not in later:
-                continue
-            hit = later.index(HIT)
-            if spans[at + 2].request not in corrupted or STATE in later[:hit]:
-                continue
-            kept = spans[at : at + 4 + hit]
-            return BlockLife(block, kept, _filled(trace, block, kept, size), size)
-    require(False, "scene", "a block that is a state, then keys and values, then hit", "none")
-    raise AssertionError
+        # A letter a span: M, f, k or p.
+        for life in re.finditer("Mfk[^M]*?p", "".join(span.what[0] for span in spans)):
+            kept = spans[slice(*life.span())]
+            if kept[2].request in corrupted:
+                return BlockLife(block, kept, _filled(trace, block, kept, size), size)
+    fail("scene", "a block that is a state, then keys and values, then hit", "none")
 
 
 def _filled(trace: Trace, block: int, spans: list[Span], size: int) -> list[tuple[int, int]]:
