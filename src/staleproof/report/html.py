@@ -124,11 +124,7 @@ def page(
         origins=origins,
         guided=tomllib.loads((TEMPLATES / "guided.toml").read_text())["stage"],
         beside=[(run, compare(findings, run.findings)) for run in machines],
-        mine={
-            "answered": sum(one.ran for one in findings),
-            "failed": sum(one.failed for one in findings),
-            "absent": sum(not one.ran for one in findings),
-        },
+        findings=findings,
         **_answers(findings, machines),
         panels=groupby(matrix.build(next(filter(None, told), [])), lambda one: one.incident),
         absent=matrix.absences(findings),
@@ -297,7 +293,7 @@ def code(source: str) -> Markup:
 
 def plain(text: str) -> str:
     """The words of some markdown, on one line."""
-    return " ".join(markup.unescape(re.sub(r"<[^>]+>", "", _MARKDOWN.render(text))).split())
+    return Markup(_MARKDOWN.render(text)).striptags()
 
 
 def slug(title: str) -> str:
