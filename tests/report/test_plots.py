@@ -59,6 +59,8 @@ def test_each_cell_shows_its_state():
         for place in ((0, column), (1, 3 - column)):
             assert tuple(faces[place]) == to_rgba(colour, strength)
             assert (cells[place].get_hatch() or "") == hatch
+            assert cells[place].get_edgecolor() == to_rgba(colour)
+            assert plots.patch(state).get_facecolor() == to_rgba(colour, strength)
             # The cell's face is the map's, once.
             assert cells[place].get_facecolor()[3] == 0
 
