@@ -6,7 +6,6 @@ import base64
 import datetime
 import json
 import re
-import tomllib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -171,7 +170,7 @@ def test_sections_are_folded_and_a_notebook_that_stopped_says_so(root):
 def test_the_guided_figure_shows_what_a_captured_step_shows(remedy, at, device):
     """Stage by stage, of the first layer and the logits: the miniature of incident 1 with 3 requests."""
     drawn = stage_picture(remedy, device, live=3)
-    guided = tomllib.loads((html.TEMPLATES / "guided.toml").read_text())["stage"][1:]
+    guided = html.guided()[1:]
     words = {0: "finite", 1: "nan", 2: "leaked"}
     for stage in guided:
         name = stage["name"] if stage["name"] == "logits" else f"0.{stage['name']}"
