@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from staleproof import device
+from staleproof import device, triage
 from staleproof.cases import store
 from staleproof.cases.finding import Finding
 from staleproof.incidents.registry import INCIDENTS, Incident
@@ -58,11 +58,12 @@ def incident(registry, monkeypatch) -> Callable[..., list[str]]:
             for answer in answers:
                 yield answer()
 
-        module = types.ModuleType("staleproof.incidents.fake.cases")
-        module.TABLE = types.SimpleNamespace(run=run, steps=["the fake step"])  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+        fake = types.ModuleType("staleproof.incidents.fake.cases")
+        fake.TABLE = types.SimpleNamespace(run=run, steps=["the fake step"])  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
         monkeypatch.setattr(device, "has_triton", lambda: True)
-        monkeypatch.setattr(conclusion, "symptom", lambda name: "it looks true")
+        for module in (conclusion, triage):
+            monkeypatch.setattr(module, "symptom", lambda name: "it looks true")
         INCIDENTS.clear()
         INCIDENTS["fake"] = Incident(1, "a fake", "01_fake.ipynb", "it lies")
         return asked

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
+
+import pexpect
 
 # What rich sends: colours and cursor visibility, which change no text; erase a line; move up.
 _CODE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
@@ -18,27 +15,9 @@ _CODE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 def typed(code: str, columns: int = 80) -> str:
     """All that a Python program sends to a terminal of this width."""
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment | {"TERM": "xterm-256color", "TRITON_INTERPRET": "1"},
-    ):
-        os.close(theirs)
-        sent = b""
-        while True:
-            try:
-                chunk = os.read(ours, 65536)
-            except OSError:  # so Linux says that the other end is closed
-                break
-            sent += chunk
-            if not chunk:
-                break
-    os.close(ours)
-    return sent.decode()
+    environment |= {"TERM": "xterm-256color", "TRITON_INTERPRET": "1"}
+    options = {"env": environment, "dimensions": (40, columns), "encoding": "utf-8", "timeout": 300}
+    return pexpect.spawn(sys.executable, ["-c", code], **options).read()
 
 
 def screen(sent: str) -> list[str]:

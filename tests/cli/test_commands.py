@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -31,10 +32,6 @@ from staleproof.kernels import moe_module
 from staleproof.report import terminal
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-
-
 def test_help_answers_at_once_and_imports_no_torch():
     code = (
         "import sys\nfrom staleproof.cli.app import main\n"
@@ -42,27 +39,21 @@ def test_help_answers_at_once_and_imports_no_torch():
         "print(sorted({'torch', 'triton', 'pandas', 'nbconvert', 'rich'} & set(sys.modules)))\n"
         "sys.exit(code)"
     )
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        done = python(code)
-        seconds.append(time.perf_counter() - begin)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert "compare" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
-    # The promise is 0.3 s on a quiet machine; tests share theirs.
-    assert min(seconds) < 1.0
+    # The promise is 0.3 s on a quiet machine; what others do on it takes no time of this process.
+    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 1.0
 
 
-def test_version_is_one_line():
-    done = python("import sys; from staleproof.cli.app import main; sys.exit(main(['--version']))")
-    assert (done.returncode, done.stdout) == (0, f"staleproof {importlib.metadata.version('staleproof')}\n")
-
-
-def test_without_an_installed_package_the_version_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(device, "version_of", lambda name: None)
+@pytest.mark.parametrize("there", [importlib.metadata.version("staleproof"), None])
+def test_the_version_is_one_line_and_says_if_no_package_is_installed(monkeypatch, capsys, there):
+    monkeypatch.setattr(device, "version_of", {"staleproof": there}.get)
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == "staleproof (not installed)\n"
+    assert capsys.readouterr().out == f"staleproof {there or '(not installed)'}\n"
 
 
 def test_a_command_runs_in_a_thread_too(root, incident):
@@ -173,12 +164,6 @@ def test_a_command_ends_with_2_only_where_all_that_is_wrong_is_a_recorded_run(
     assert ended is None or ended.value.exit_code == code
 
 
-def test_not_run_is_no_failure_and_no_pass(root, incident, capsys):
-    incident(absent)
-    assert cli.main(["run"]) == 0
-    assert "0 as expected, 0 not as expected, 1 not run" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("off", "off_again"), [("clean", "leaked"), ("leaked", "clean")])
 def test_run_refuses_fixed_where_the_reproduction_did_not_fail(root, incident, capsys, off, off_again):
     incident(lambda: off_on_off("fake", "ours", off=off, on="clean", again=off_again))
@@ -186,14 +171,6 @@ def test_run_refuses_fixed_where_the_reproduction_did_not_fail(root, incident, c
     out = capsys.readouterr().out
     assert "ours: not reproduced (expected fixed)" in out
     assert "  fixed    no fix was shown to hold by this run" in out
-
-
-def test_ctrl_c_keeps_the_findings_so_far(root, incident, capsys, tmp_path):
-    incident(leaked, clean, interrupted, verified)
-    path = tmp_path / "mine.jsonl"
-    assert cli.main(["run", "--json", str(path)]) == 130
-    assert [f.verdict for f in read_findings(path)] == ["leaked", "clean"]
-    assert one_line(capsys.readouterr().err) == (f"staleproof: interrupted; 2 findings kept: {path}")
 
 
 @pytest.mark.parametrize("pressed_in", ["a question", "the output"])
@@ -279,16 +256,17 @@ def test_two_runs_in_one_checkout_keep_the_findings_of_both(kept, incident):
 
 
 def test_one_run_waits_while_another_writes(tmp_path):
-    program = (
-        "import sys, time, pathlib\nfrom staleproof.cli.common import _locked\n"
-        "path = pathlib.Path(sys.argv[1])\n"
-        "with _locked(path):\n"
-        "    before = path.read_text() if path.exists() else ''\n    time.sleep(0.2)\n"
-        "    path.write_text(before + 'x')\n"
-    )
-    several = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "f")]) for _ in range(3)]
-    assert [one.wait(60) for one in several] == [0, 0, 0]
-    assert (tmp_path / "f").read_text() == "xxx"
+    path = tmp_path / "f"
+
+    def write(_: int) -> None:
+        with common._locked(path):
+            before = path.read_text() if path.exists() else ""
+            time.sleep(0.1)
+            path.write_text(before + "x")
+
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(write, range(3))] == [None] * 3
+    assert path.read_text() == "xxx"
 
 
 def test_ctrl_c_before_the_first_finding_keeps_the_earlier_file(kept, incident, capsys):
@@ -351,21 +329,14 @@ def started(root, monkeypatch):
     return calls
 
 
-def test_lab_opens_the_book_with_this_python(root, started):
-    assert cli.main(["lab"]) == 0
-    (argv,) = started
-    assert argv[:3] == [sys.executable, "-m", "jupyterlab"]
-    # The glossary and the timeline are below this folder too.
-    assert argv[3] == f"--ServerApp.root_dir={root}"
-    assert argv[4].endswith("/lab/tree/notebooks/00_orientation.ipynb")
-
-
 @pytest.mark.parametrize("begin", [["--"], []])
-def test_lab_hands_options_on_and_gives_none_twice(root, started, begin):
+def test_lab_opens_the_book_with_this_python_and_hands_options_on_but_gives_none_twice(root, started, begin):
+    # The glossary and the timeline are below this folder too.
+    ours = [f"--ServerApp.root_dir={root}", "--LabApp.default_url=/lab/tree/notebooks/00_orientation.ipynb"]
     given = ["--port", "8889", "--ServerApp.root_dir=/elsewhere"]
-    assert cli.main(["lab", *begin, *given]) == 0
-    assert started[0][-len(given) :] == given
-    assert sum("root_dir" in one for one in started[0]) == 1
+    for more, options in (([], ours), ([*begin, *given], [ours[1], *given])):
+        assert cli.main(["lab", *more]) == 0
+        assert started.pop() == [sys.executable, "-m", "jupyterlab", *options]
 
 
 def test_lab_as_root_wants_a_choice(root, started, monkeypatch, capsys):

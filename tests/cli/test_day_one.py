@@ -34,7 +34,7 @@ from staleproof.kernels import mla, moe_module
 from staleproof.ops.nvfp4 import quantize_nvfp4
 from staleproof.ops.nvfp4_layout import swizzle
 from staleproof.ops.reference import nvfp4 as reference
-from staleproof.report import plots, show
+from staleproof.report import charts, plots, show
 
 B200 = Machine(
     "NVIDIA B200", "cuda", "sm_100", 178.4, "580.95", "3.12.3", "2.11.0", "3.6.0", "0.6.18.post1", None
@@ -129,7 +129,7 @@ def record(kernels, monkeypatch, tmp_path):
     return run
 
 
-def test_the_rehearsal_answers_every_question_that_names_sm100(record, capsys):
+def test_the_rehearsal_answers_every_question_that_names_sm100_and_compare_and_report_take_it(record, capsys):
     run = store.read(record())
     asked = {found.key[:3] for found in run.findings if found.ran}
     recorded = (PREDICTIONS.parent / "runs/nvidia-h200/findings.jsonl").read_text().splitlines()
@@ -139,6 +139,12 @@ def test_the_rehearsal_answers_every_question_that_names_sm100(record, capsys):
     assert cli.main(["compare", str(run.folder), "--predictions"]) == 0
     first, *_ = capsys.readouterr().out.splitlines()
     assert first == f"0 refuted, 6 confirmed, {len(predictions.read()) - 6} open"
+    assert cli.main(["compare", str(run.folder), "nvidia-h200"]) == 0
+    said = capsys.readouterr().out
+    assert "only in first   mla_padding, empty row, flashinfer_cutlass" in said
+    assert "0 mismatch, 6 only in the first" in said.splitlines()[0]
+    assert cli.main(["report"]) == 0
+    assert "NVIDIA B200" in Path(capsys.readouterr().out.removeprefix("report: ").strip()).read_text()
 
 
 def test_a_miss_is_printed_first(record, capsys, monkeypatch):
@@ -169,17 +175,6 @@ def test_a_kernel_that_fails_is_a_line_and_the_others_answer(record, kernels, ca
     assert said["empty row", "flashinfer_trtllm"].verdict == "unwritten"
 
 
-def test_the_folder_is_accepted_by_compare_and_report(record, capsys):
-    folder = record()
-    capsys.readouterr()
-    assert cli.main(["compare", str(folder), "nvidia-h200"]) == 0
-    said = capsys.readouterr().out
-    assert "only in first   mla_padding, empty row, flashinfer_cutlass" in said
-    assert "0 mismatch, 6 only in the first" in said.splitlines()[0]
-    assert cli.main(["report"]) == 0
-    assert "NVIDIA B200" in Path(capsys.readouterr().out.removeprefix("report: ").strip()).read_text()
-
-
 def _cells_of_recorded_runs():
     """Cells of the notebooks that show recorded runs and need no cell before them."""
     for path in sorted((PREDICTIONS.parents[1] / "notebooks").glob("*.ipynb")):
@@ -190,8 +185,11 @@ def _cells_of_recorded_runs():
                 yield f"{path.stem}[{index}]", source
 
 
-def test_the_notebooks_show_the_folder(record, capsys):
+def test_the_notebooks_show_the_folder(record, capsys, monkeypatch):
     record()
+    # Drawing has tests of its own.
+    monkeypatch.setattr(charts, "times", lambda *_: None)
+    monkeypatch.setattr(plots, "picture", lambda *_: None)
     capsys.readouterr()
     shown = {}
     for name, source in _cells_of_recorded_runs():

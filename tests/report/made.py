@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from tests.made import finding, not_run, off_on_off
 from staleproof.cases.finding import Finding
 
 INCIDENT = "mla_padding"
+# An event of the timeline.
+EVENT = {"date": "2026-03-18", "source": "vLLM #1", "url": "https://example.org/1", "incident": 1}
+EVENT |= {"label": "opened", "event": "It began.", "checked": False, "reported": ["7 us", "8 us"]}
+EVENT |= {"grade": None, "where": []}
 
 
 def found(
@@ -30,14 +35,13 @@ def found(
     return finding(incident, question, variant, verdict, expected=expected, **more)
 
 
-def absent(question: str, variant: str, why: str, incident: str = INCIDENT) -> Finding:
-    return not_run(incident, question, variant, why)
-
-
 def fix(variant: str, on: str = "clean", wrong: str | None = None, incident: str = INCIDENT) -> Finding:
     """Off / on / off of a remedy that behaves so; its verdict is the expected one."""
     expected = "not fixed" if on != "clean" else "fixed" if wrong is None else "wrong"
     return off_on_off(incident, variant, off="leaked", on=on, again="leaked", wrong=wrong, expected=expected)
+
+
+absent = partial(not_run, INCIDENT)
 
 
 def write(path: Path, *cells: nbformat.NotebookNode) -> Path:

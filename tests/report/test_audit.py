@@ -185,10 +185,3 @@ def test_no_label_of_the_recorded_audits_is_cut(monkeypatch):
         assert alt == f"The padding contract of {package}, {subjects} subjects that ran by clause: {told}."
         assert caption.startswith("RECORDED")
         assert drawn_words(figure)
-
-
-def test_of_two_machines_the_one_that_ran_a_kernel_is_shown_and_a_gpu_before_a_cpu():
-    gpu = replace(ROW, machine={"name": "H200"}, provenance="MEASURED")
-    absent = replace(ROW, verdict="not run", machine={"name": "B200"}, provenance="MEASURED", script="")
-    for rows, shown in (([ROW, absent], ROW), ([absent, ROW], ROW), ([ROW, gpu, absent], gpu)):
-        assert audit.by_machine(rows) == [shown]

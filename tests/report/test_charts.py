@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +16,9 @@ from staleproof.report.plots import INK
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    about = {"incident": "mla_padding", "kernel": "clear_empty_rows", "machine": "NVIDIA X", "p20": 1.5}
-    about |= {
-        "date": "2026-11-20",
-        "mode": "bf16",
-        "x_name": "live rows",
-        "p80": 3.0,
-        "source_digest": "of old",
-    }
-    return measurement(**about | {"source_digest": "of old"} | changes)
+    about = {"incident": "mla_padding", "kernel": "clear_empty_rows", "machine": "NVIDIA X"}
+    about |= {"date": "2026-11-20", "mode": "bf16", "x_name": "live rows", "source_digest": "of old"}
+    return measurement(**about | {"p20": 1.5, "p80": 3.0} | changes)
 
 
 ROWS = [
@@ -38,7 +31,7 @@ ROWS = [
 
 
 def test_the_chart_is_drawn_so():
-    second = row(provider="another", p50=8.0, p20=8.0, p80=8.0)
+    second = row(provider="another", p50=1.75, p20=1.75, p80=1.75)
     fig = charts.times([*ROWS[::-1], second])
     (ax,) = fig.axes
     names = ["staleproof  ", "another  ", "peer  ", "reference: memset  "]
@@ -53,29 +46,30 @@ def test_the_chart_is_drawn_so():
     assert [line.get_markerfacecolor() == "none" for line in marks[:4]] == [False, False, False, True]
     assert {(line.get_markersize(), line.get_linewidth()) for line in marks} == {(5, 1.5)}
     spans = [sorted(map(float, line.get_xdata())) for line in ax.lines if len(line.get_xdata()) == 2]
-    assert spans == [[1.5, 3], [8, 8], [8, 10], [0.9, 1.1], [4, 4], [2700, 2800]]
-    assert texts(ax.texts) == ["2 us", "8 us", "9 us", "1 us", "4 us", "2,780 us"]
+    assert spans == [[1.5, 3], [1.75, 1.75], [8, 10], [0.9, 1.1], [4, 4], [2700, 2800]]
+    assert texts(ax.texts) == ["2 us", "1.75 us", "9 us", "1 us", "4 us", "2,780 us"]
     # The time is written at the right end of the line, between the lowest and the highest with room for it.
     written = [(text.xy, text.xyann, text.get_va()) for text in ax.texts]
     assert written == [
-        ((x, y), (7, 0), "center") for x, y in zip((3, 8, 10, 1.1, 4, 2800), (1, 2, 3, 4, 6, 7), strict=True)
+        ((x, y), (7, 0), "center")
+        for x, y in zip((3, 1.75, 10, 1.1, 4, 2800), (1, 2, 3, 4, 6, 7), strict=True)
     ]
-    assert (ax.get_xscale(), ax.get_ylim()) == ("log", (7.6, -0.8))
-    assert ax.get_xlim() == pytest.approx((0.72, 2800 * (2800 / 0.9) ** 0.22))
-    assert texts(ax.get_xticklabels()) == ["1", "3", "10", "30", "100", "300", "1000", "3000"]
+    assert ax.get_xscale() == "log"
     assert ax.get_xlabel() == "us a call: median, and the line from the 20th to the 80th percentile"
-    assert tuple(fig.get_size_inches()) == pytest.approx((7.4, 1.1 + 0.21 * 8))
-    (near,) = charts.times([row(), row(provider="peer", p50=4.0, p20=4.0, p80=5.0)]).axes
-    assert near.get_xlim() == pytest.approx((1.2, 8))
-    assert texts(near.get_xticklabels()) == ["1.5", "2", "3", "4", "5", "6"]
-    (far,) = charts.times([row(), row(provider="peer", p50=40.0, p20=40.0, p80=40.0)]).axes
-    assert texts(far.get_xticklabels()) == ["2", "5", "10", "20"]
+    # From top to bottom, and every mark lies within the axes, with room for its time.
+    low, high = ax.get_xlim()
+    assert low < 0.9 < 2800 * 1.6 < high
+    assert ax.get_ylim()[0] > 7 > -0.5 > ax.get_ylim()[1]
 
 
 @pytest.mark.parametrize("slowest", [3.4, 9.0, 60.0, 900.0, 90000.0])
 def test_the_axis_has_two_ticks_or_more_and_not_too_many(slowest):
     (ax,) = charts.times([row(p50=2.7, p20=2.7), row(provider="peer", p50=slowest, p80=slowest)]).axes
-    assert 2 <= len(ax.get_xticks()) <= 10
+    ticks = ax.get_xticks()
+    assert 2 <= len(ticks) <= 10
+    assert texts(ax.get_xticklabels()) == [f"{tick:g}" for tick in ticks]
+    # All of them lie where the axis goes.
+    assert ax.get_xlim()[0] <= min(ticks) < max(ticks) <= ax.get_xlim()[1]
 
 
 def test_the_title_says_recorded_and_no_word_is_cut_off():
@@ -105,13 +99,6 @@ def test_the_sentence_compares_the_cases_that_both_were_timed_in():
     assert charts.conclusion(rows, "{ours}; {peer}", ours="staleproof", peer="peer") == "1,000 us; 999 us"
     with pytest.raises(ValueError, match="rows: expected a case with staleproof and nobody"):
         charts.conclusion(rows, "{ours}", ours="staleproof", peer="nobody")
-
-
-@pytest.fixture
-def runs(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(store, "runs_folder", lambda: tmp_path)
-    monkeypatch.setattr("IPython.display.display", lambda shown: None)
-    return tmp_path
 
 
 def test_a_recorded_run_gives_a_sentence_and_a_captioned_chart(runs, capsys, monkeypatch):

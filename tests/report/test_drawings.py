@@ -11,7 +11,7 @@ from matplotlib.text import Text
 from made import texts, ticks
 from staleproof.incidents.kv_reuse.pictures import BlockLife, Span
 from staleproof.incidents.moe_routing.batch import Batch
-from staleproof.incidents.moe_routing.pictures import MapPicture, map_picture
+from staleproof.incidents.moe_routing.pictures import MapPicture
 from staleproof.incidents.scale_padding.pictures import TilePicture, tile_picture
 from staleproof.report import drawings
 from staleproof.report.plots import INK
@@ -37,12 +37,6 @@ def test_a_map_is_hatched_exactly_where_nobody_wrote():
     assert hatched(near) == {(t, s) for t, s in there if t >= 20 - drawings.ZOOM}
     assert whole.get_title(loc="left") == "20 tokens: three kernels, 21 of 100 entries never written"
     assert texts(fig.legends[0].get_texts()) == ["written", "never written"]
-
-
-def test_a_map_without_holes_names_none():
-    fig = drawings.maps([map_picture(Batch(16, 8, 128), "cpu")])
-    assert hatched(fig.axes[0]) == set()
-    assert texts(fig.legends[0].get_texts()) == ["written"]
 
 
 @pytest.mark.parametrize(
@@ -97,12 +91,9 @@ def test_the_words_of_a_tile_can_be_read_on_their_colours():
     assert (first.get_text(), second.get_position(), last.get_position()) == ("row 0", (6, 0.5), (14, 31.5))
     looks = [(text.get_color(), text.get_fontweight(), text.get_fontsize()) for text in (first, second, last)]
     assert looks == [("black", "normal", 8), ("white", "bold", 8), ("black", "bold", 8)]
-    squares = [patch for patch in ax.patches if patch.get_hatch()]
-    assert [(p.get_xy(), p.get_width(), p.get_height()) for p in squares] == [((2, 0), 2, 1)]
-    assert {to_hex(patch.get_edgecolor()) for patch in ax.patches} == {INK}
-    assert {patch.get_linewidth() for patch in ax.patches} == {0.4}
     faces = [patch.get_facecolor() for patch in ax.patches if not patch.get_hatch()]
     assert faces == [colormaps["cividis"](row / 127) for row in range(128)]
+    assert hatched(ax) == {(2, 0), (3, 0)}
     assert (ax.get_xlim(), ax.get_ylim()) == ((0, 16), (32, 0))
     assert ticks(ax.xaxis) == [(byte + 0.5, str(byte)) for byte in (0, 3, 4, 7, 8, 11, 12, 15)]
     assert ticks(ax.yaxis) == [(line + 0.5, f"byte {16 * line}") for line in (0, 7, 15, 23, 31)]
@@ -110,9 +101,8 @@ def test_the_words_of_a_tile_can_be_read_on_their_colours():
 
 
 def test_the_axes_of_a_map_and_of_a_life_say_what_is_where():
-    pictures = [MapPicture(Batch(20, 5, 16), True, [[False] * 5] * 20) for _ in range(2)]
-    fig = drawings.maps(pictures)
-    assert tuple(fig.get_size_inches()) == (8.2, 4.0)
+    fig = drawings.maps([MapPicture(Batch(20, 5, 16), True, [[False] * 5] * 20) for _ in range(2)])
+    assert texts(fig.legends[0].get_texts()) == ["written"]
     for whole, near in zip(fig.axes[::2], fig.axes[1::2], strict=True):
         assert (whole.get_xlim(), near.get_xlim()) == ((0, 20), (6, 20))
         assert whole.get_ylim() == near.get_ylim() == (5, 0)
@@ -128,18 +118,15 @@ def test_the_axes_of_a_map_and_of_a_life_say_what_is_where():
         assert (written.get_xy(), written.get_width(), written.get_height()) == ((6, 0), 14, 5)
     spans = [Span(2, 5, "keys and values", 8)]
     who, filled = drawings.life(BlockLife(4, spans, [(1, 9), (2, 1), (4, 3), (5, 4)], 4)).axes
-    assert [*who.get_xlim(), *who.get_ylim()] == [2, 5, 0, 1.9]
-    assert [*filled.get_xlim(), *filled.get_ylim()] == [2, 5, 0, 4]
+    assert (who.get_xlim(), filled.get_xlim(), filled.get_ylim()) == ((2, 5), (2, 5), (0, 4))
     assert ticks(who.yaxis) == [(0.5, "block 4")]
-    assert tuple(who.figure.get_size_inches()) == (8.2, 3.2)
     assert (filled.get_xlabel(), filled.get_ylabel()) == ("step of the run", "positions, of 4")
+    # Above the block, which is one unit high, and inside of the axes.
     (name,) = who.texts
-    assert (name.get_position(), name.get_fontsize()) == ((3.5, 1.12), 8)
-    assert (name.get_ha(), name.get_va()) == ("center", "bottom")
+    assert (name.get_position()[0], name.get_ha(), name.get_va()) == (3.5, "center", "bottom")
+    assert 1 < name.get_position()[1] < who.get_ylim()[1]
     # Steps before and after the span are not of it.
     stairs = [tuple(corner) for corner in filled.patches[0].get_xy()[1:-2]]
     assert stairs == [(2, 1), (3, 1), (4, 3), (5, 3), (5, 3)]
-    assert texts(who.figure.legends[0].get_texts()) == [
-        "position holds the owner's key and value",
-        "position still holds what was there before",
-    ]
+    told = ["position holds the owner's key and value", "position still holds what was there before"]
+    assert texts(who.figure.legends[0].get_texts()) == told

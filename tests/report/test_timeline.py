@@ -7,13 +7,14 @@ import importlib.util
 import itertools
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.dates import date2num
 
-from made import drawn_words, texts
+from made import EVENT, drawn_words, texts
 from staleproof.cases import store
 from staleproof.cases.finding import Grade
 from staleproof.cases.words import NOT_RUN
@@ -27,26 +28,18 @@ WORKBOOK = Path(__file__).resolve().parents[2] / "workbook"
 CACHE = Path(os.environ.get("STALEPROOF_VLLM_CACHE", Path.home() / ".cache/staleproof/vllm"))
 
 
-def _row(**changes: object) -> dict[str, object]:
-    row: dict[str, object] = {
-        "date": "2026-03-18",
-        "source": "vLLM #1",
-        "url": "https://example.org/1",
-        "incident": 1,
-        "label": "opened",
-        "event": "It began.",
-        "checked": False,
-        "reported": ["7 us", "8 us"],
-        "grade": None,
-        "where": [],
-    }
-    return row | changes
+Changes = Mapping[str, object]
+CLAIM = {"number": 1, "source": "vLLM #1", "url": "https://example.org/1", "claim": "It is so."}
+CLAIM |= {"mark": "held", "grade": "real", "note": "Here.", "where": [], "notebook": "01_mla_padding.ipynb"}
+CLAIM |= {"finding": ["mla_padding", "empty row", "a", "nan"]}
 
 
-def _load(tmp_path: Path, *rows: dict[str, object]) -> list[timeline.Event]:
+def _file(tmp_path: Path, events: Sequence[Changes] = (), claims: Sequence[Changes] = ()) -> Path:
+    """A timeline of these entries: an event or a claim, each with its changes."""
+    rows = {"events": [EVENT | row for row in events], "claims": [CLAIM | row for row in claims]}
     path = tmp_path / "timeline.json"
-    path.write_text(json.dumps({"events": rows, "claims": []}), "utf-8")
-    return timeline.load(path)
+    path.write_text(json.dumps(rows), "utf-8")
+    return path
 
 
 def test_the_committed_table_is_what_the_generator_gives():
@@ -65,37 +58,45 @@ def test_every_incident_has_events_and_every_thread_an_address():
 
 
 def test_load_reads_one_incident_or_several(tmp_path):
-    one, two = _load(tmp_path, _row(), _row(incident=[2, 5], label=None))
-    assert one.date == datetime.date(2026, 3, 18)
-    assert (one.incidents, two.incidents) == ((1,), (2, 5))
-    assert one.reported == ("7 us", "8 us")
-    (every,) = _load(tmp_path, _row(incident=[*timeline.LANES]))
-    assert every.incidents == (1, 2, 3, 4, 5, 6, 7)
+    several = {"incident": [2, 5], "label": None}
+    path = _file(tmp_path, [{}, several, {"incident": [*timeline.LANES]}])
+    one, two, every = timeline.load(path)
+    assert (one.date, one.reported) == (datetime.date(2026, 3, 18), ("7 us", "8 us"))
+    assert (one.incidents, two.incidents, every.incidents) == ((1,), (2, 5), (1, 2, 3, 4, 5, 6, 7))
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("read", "rows", "message"),
     [
-        ([_row(incident=99)], "timeline entry 1, incident: expected some of"),
-        ([_row(incident=[])], "timeline entry 1, incident: expected some of"),
-        ([_row(), _row(extra=1)], "timeline entry 2: expected the fields"),
-        ([_row(date="2026-03-32")], "day"),
+        (timeline.load, [{"incident": 99}], "timeline entry 1, incident: expected some of"),
+        (timeline.load, [{"incident": []}], "timeline entry 1, incident: expected some of"),
+        (timeline.load, [{}, {"extra": 1}], "timeline entry 2: expected the fields"),
+        (timeline.load, [{"date": "2026-03-32"}], "day"),
         # What a thread says did not run here; what we checked has a grade.
-        ([_row(grade="real")], "timeline entry 1, grade of None: expected one of"),
-        ([_row(checked=True)], "timeline entry 1, grade of None: expected one of"),
-        ([_row(where=["vllm/envs.py"])], "timeline entry 1, where: expected package, release, file:line"),
-        ([_row(), _row(date="2026-03-17")], "expected entries in order of date"),
+        (timeline.load, [{"grade": "real"}], "timeline entry 1, grade of None: expected one of"),
+        (timeline.load, [{"checked": True}], "timeline entry 1, grade of None: expected one of"),
+        (timeline.load, [{"where": ["vllm/envs.py"]}], "1, where: expected package, release, file:line"),
+        (timeline.load, [{}, {"date": "2026-03-17"}], "expected entries in order of date"),
+        (timeline.claims, [{"mark": "true"}], "claim 1, mark: expected one of"),
+        (timeline.claims, [{"grade": "seen"}], "claim 1, grade of 'held': expected one of"),
+        (timeline.claims, [{"grade": None}], "claim 1, grade of 'held': expected one of"),
+        (timeline.claims, [{"mark": timeline.NOT_HERE}], "1, grade of 'could not be run here': expected"),
+        (timeline.claims, [{"mark": timeline.CONSISTENT}], "grade of 'consistent with a replica': expected"),
+        (timeline.claims, [{"where": ["kernel.hpp"]}], "1, where: expected package, release, file:line"),
+        (timeline.claims, [{"grade": "source"}], "claim 1, where: expected the lines that say it"),
+        (timeline.claims, [{}, {"extra": 1}], "claim 2: expected the fields"),
+        (timeline.claims, [{"finding": ["a", "b"]}], "1, finding: expected incident, question, variant"),
     ],
 )
-def test_load_names_the_bad_entry(tmp_path, rows, message):
+def test_a_bad_entry_is_named(tmp_path, read, rows, message):
     with pytest.raises(ValueError, match=message):
-        _load(tmp_path, *rows)
+        read(_file(tmp_path, rows, rows))
 
 
 def test_a_table_row_carries_source_incidents_figures_and_mark(tmp_path):
     read = {"grade": "source", "where": ["vLLM 1.0 a.py:7", "vLLM 1.0 b.py:8-9", "vLLM 2.0 a.py:7"]}
-    wheel = _row(checked=True, url=None, reported=[], **read)
-    events = _load(tmp_path, _row(event="a | b"), wheel)
+    wheel = {"checked": True, "url": None, "reported": [], **read}
+    events = timeline.load(_file(tmp_path, [{"event": "a | b"}, wheel]))
     rows = pages.markdown(events, []).split("\n\n## ")[0].splitlines()[-2:]
     assert rows[0] == (
         "| 2026-03-18 | [vLLM #1](https://example.org/1) | 1 | a \\| b | 7 us<br>8 us | reported |"
@@ -115,8 +116,9 @@ def test_no_label_of_the_picture_meets_another_and_ink_is_mid_grey():
     dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
     assert len(dots) == sum(len(e.incidents) for e in events)
     assert sorted(labels) == sorted(word for word in texts(words) if word in labels)
-    for one, other in itertools.combinations(words, 2):
-        assert not one.get_window_extent().overlaps(other.get_window_extent()), f"{one} and {other}"
+    boxes = [(word, word.get_window_extent()) for word in words]
+    for (one, box), (other, space) in itertools.combinations(boxes, 2):
+        assert not box.overlaps(space), f"{one} and {other}"
     assert {to_hex(t.get_color()) for t in words} == {INK}
     assert figure.get_facecolor()[3] == 0
     assert figure.axes[0].get_facecolor()[3] == 0
@@ -129,66 +131,36 @@ def test_no_leader_of_the_picture_crosses_a_label():
 
 
 def test_the_picture_has_a_lane_for_each_incident_and_a_stem_below_each_label(tmp_path):
-    later = _row(date="2026-04-01", incident=2, label="a label", checked=True, grade="source")
-    figure = timeline.figure(_load(tmp_path, _row(label="one"), _row(label="two"), _row(label=None), later))
+    later = {"date": "2026-04-01", "incident": 2, "label": "a label", "checked": True, "grade": "source"}
+    path = _file(tmp_path, [{"label": "one"}, {"label": "two"}, {"label": None}, later])
+    figure = timeline.figure(timeline.load(path))
     (ax,) = figure.axes
-    first, last = (date2num(datetime.date(2026, month, day)) for month, day in ((3, 18), (4, 1)))
-    assert ax.get_xlim() == (first - 8, last + 45)
-    # Lane 1 has two levels of labels, lane 2 one, and a lane without events its line alone.
-    heights = [3, 2, *(2 for _ in range(5))]
-    feet = [sum(heights[: lane + 1]) for lane in range(7)]
-    assert ax.get_ylim() == (feet[-1], 0)
-    assert figure.get_size_inches()[1] == pytest.approx(feet[-1] * 0.21 + 0.7)
-    middles = [foot - height / 2 for foot, height in zip(feet, heights, strict=True)]
-    assert list(ax.get_yticks()) == middles
     names = [f"{n}  {name}\n{what}" for n, (name, what) in timeline.LANES.items()]
     assert texts(ax.get_yticklabels()) == names
-    lanes = [line for line in ax.lines if list(line.get_xdata()) == [first - 8, last + 45]]
-    assert [line.get_ydata()[0] for line in lanes] == pytest.approx([foot - 0.6 for foot in feet])
+    lanes = [line.get_ydata()[0] for line in ax.lines if len({*line.get_xdata()}) == 2]
+    # The name stands beside the middle of its lane, which begins where the one above it ends.
+    feet = [lane + 0.6 for lane in lanes]
+    middles = [(above + foot) / 2 for above, foot in itertools.pairwise([0, *feet])]
+    assert list(ax.get_yticks()) == pytest.approx(middles)
+    assert ax.get_ylim() == pytest.approx((feet[-1], 0))
+    first, last = (date2num(datetime.date(2026, month, day)) for month, day in ((3, 18), (4, 1)))
     dots = [line for line in ax.lines if line.get_marker() == "o"]
-    places = [(line.get_xdata()[0], pytest.approx(line.get_ydata()[0])) for line in dots]
-    assert places == [*[(first, 2.4)] * 3, (last, 4.4)]
+    places = [(line.get_xdata()[0], line.get_ydata()[0]) for line in dots]
+    assert places == [*[(first, lanes[0])] * 3, (last, lanes[1])]
     # A ring is reported, a full dot was checked.
     blue, orange = timeline.COLOURS[1], timeline.COLOURS[2]
     assert [line.get_color() for line in dots] == [*[blue] * 3, orange]
     assert [line.get_markerfacecolor() for line in dots] == [*["none"] * 3, orange]
-    stems = [
-        (*line.get_xdata(), *line.get_ydata())
-        for line in ax.lines
-        if len({*line.get_xdata()}) == 1 and len(line.get_xdata()) == 2
-    ]
-    assert stems == [
-        pytest.approx((first, first, 2.4, 0.65)),
-        pytest.approx((first, first, 2.4, 1.65)),
-        pytest.approx((last, last, 4.4, 3.65)),
-    ]
-    # Each label begins a twentieth of an inch behind its stem.
-    inch = (last + 45 - (first - 8)) / (9.0 - 2.45 - 0.1)
+    upright = [line for line in ax.lines if len({*line.get_xdata()}) == 1 and len(line.get_xdata()) == 2]
+    stems = [[*zip(line.get_xdata(), line.get_ydata(), strict=True)] for line in upright]
+    assert [foot for foot, _ in stems] == [places[0], places[1], places[3]]
     assert texts(ax.texts) == ["one", "two", "a label"]
-    assert [text.xy for text in ax.texts] == [
-        (pytest.approx(x + 0.05 * inch), pytest.approx(y)) for x, _, _, y in stems
-    ]
+    for (_, (x, top)), text in zip(stems, ax.texts, strict=True):
+        # Each label begins right behind the upper end of its stem.
+        assert (x < text.xy[0] < x + 1, text.xy[1]) == (True, top)
     (legend,) = figure.legends
     assert texts(legend.get_texts()) == ["checked in the release", "reported"]
     assert [line.get_markerfacecolor() for line in legend.get_lines()] == [INK, "none"]
-
-
-def _claims(tmp_path: Path, **changes: object) -> list[timeline.Claim]:
-    row = {
-        "number": 1,
-        "source": "vLLM #1",
-        "url": "https://example.org/1",
-        "claim": "It is so.",
-        "mark": "held",
-        "grade": "real",
-        "note": "Here.",
-        "where": [],
-        "notebook": "01_mla_padding.ipynb",
-        "finding": ["mla_padding", "empty row", "a", "nan"],
-    }
-    path = tmp_path / "timeline.json"
-    path.write_text(json.dumps({"events": [], "claims": [row | changes]}), "utf-8")
-    return timeline.claims(path)
 
 
 def test_the_first_twenty_claims_are_there_in_order_and_each_has_a_mark():
@@ -199,8 +171,7 @@ def test_the_first_twenty_claims_are_there_in_order_and_each_has_a_mark():
         assert (WORKBOOK.parent / "src/staleproof/incidents" / (c.finding or ("mla_padding",))[0]).is_dir()
         # What could not be run says why, and no verdict stands for it.
         assert c.mark != timeline.NOT_HERE or (c.note and (c.finding or (NOT_RUN,))[-1] == NOT_RUN)
-        # What rests on lines names them; what rests on a run names its finding, or says what was timed.
-        assert c.where or c.grade != Grade.SOURCE, c.claim
+        # What rests on a run names its finding, or says what was timed.
         assert c.finding or c.grade not in (Grade.REAL, Grade.REPLICA) or "benchmarks/" in c.note, c.claim
 
 
@@ -247,27 +218,8 @@ def test_lines_that_are_cited_exist_where_the_release_is_here():
         pytest.skip("neither this FlashInfer nor a fetched release of vLLM is here")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mark": "true"}, "claim 1, mark: expected one of"),
-        ({"grade": "seen"}, "claim 1, grade of 'held': expected one of"),
-        ({"grade": None}, "claim 1, grade of 'held': expected one of"),
-        ({"mark": "could not be run here"}, "claim 1, grade of 'could not be run here': expected one of"),
-        ({"mark": "consistent with a replica"}, "grade of 'consistent with a replica': expected"),
-        ({"where": ["kernel.hpp"]}, "claim 1, where: expected package, release, file:line"),
-        ({"grade": "source"}, "claim 1, where: expected the lines that say it"),
-        ({"extra": 1}, "claim 1: expected the fields"),
-        ({"finding": ["a", "b"]}, "claim 1, finding: expected incident, question, variant"),
-    ],
-)
-def test_claims_name_the_bad_entry(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        _claims(tmp_path, **changes)
-
-
 def test_a_claims_row_carries_mark_conditions_and_what_shows_it(tmp_path):
-    line = pages.markdown([], _claims(tmp_path)).splitlines()[-1]
+    line = pages.markdown([], timeline.claims(_file(tmp_path, claims=[{}]))).splitlines()[-1]
     assert line == (
         "| 1 | [vLLM #1](https://example.org/1) | It is so. | held | real | Here. | "
         "[01](../notebooks/01_mla_padding.ipynb): `mla_padding`, `empty row`, `a`, `nan` |"

@@ -93,7 +93,9 @@ def test_a_log_leads_to_its_row_or_says_what_else_it_looks_like(name):
     assert says in known.looks_like
     for verbose in (False, True):
         text = " ".join(answer.as_text(known, found, verbose=verbose).split())
-        assert (f"nothing here fits; this looks like {known.looks_like}" if says else answer.NOTHING) in text
+        # It comes with its line.
+        like = f"nothing here fits; this looks like {known.looks_like} ({known.origin['symptom']})."
+        assert (like if says else answer.NOTHING) in text
     assert json.loads(answer.as_json(known, found))["looks_like"] == (known.looks_like or None)
 
 
@@ -105,11 +107,8 @@ def test_the_first_line_that_says_what_went_wrong_decides():
         assert logs.read(f"{line}\n{crash}").known["symptom"] == symptom
 
 
-def test_the_architecture_says_more_than_a_name():
-    config = "Initializing a V1 LLM engine (v0.20.2) with config: model='deepseek-ai/DeepSeek-V3', seed=0"
-    lines = ["Resolved architecture: LlamaForCausalLM", config]
-    for order in (lines, lines[::-1]):
-        assert logs.read("\n".join(order)).traits == {"mla": False, "moe": False, "hybrid": False}
+NAMED = "Initializing a V1 LLM engine (v0.20.2) with config: model='deepseek-ai/DeepSeek-V3', seed=0"
+LLAMA = "Resolved architecture: LlamaForCausalLM"
 
 
 def test_a_fact_says_its_line_and_the_last_line_holds():
@@ -134,9 +133,9 @@ def test_a_day_of_throughput_lines_is_read_in_seconds():
     )
     text = (LOGS / "vllm-0.18.1-oom-gb200.log").read_text()
     begin = time.process_time()
-    known = logs.read(line * 100_000 + text)
+    known = logs.read(line * 30_000 + text)
     # Without the marks it takes twenty times as long.
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < 1
     assert known.known == FROM_LOGS["vllm-0.18.1-oom-gb200"][0]
 
 
@@ -148,12 +147,6 @@ def test_an_error_before_the_server_is_ready_is_one_at_start():
     assert logs.read(f"{begun}\nApplication startup complete.\n{oom}").known["phase"] == "serving"
     # A log without its beginning does not say when.
     assert "phase" not in logs.read(oom).known
-
-
-def test_colours_do_not_hide_a_line():
-    assert logs.read("\x1b[32mINFO\x1b[0m Resolved architecture: \x1b[1mDeepseekV3ForCausalLM\x1b[0m").traits[
-        "mla"
-    ]
 
 
 def test_what_a_log_says_in_unknown_words_stays_unknown_with_a_note():
@@ -200,9 +193,13 @@ def test_models_by_name(name, there):
             "line 1",
         ),
         ("Using FLASH_ATTN attention backend out of x\nUsing Triton GDN kernels", {"hybrid": True}, "line 2"),
+        (f"{LLAMA}\nMambaSpec", {"mla": False, "moe": False, "hybrid": True}, "line 1"),
+        # The architecture says more than a name, whichever comes first; and colours hide no line.
+        (f"{LLAMA}\n{NAMED}", {"mla": False, "moe": False, "hybrid": False}, "line 1"),
+        (f"{NAMED}\n{LLAMA}", {"mla": False, "moe": False, "hybrid": False}, "line 2"),
         (
-            "Resolved architecture: LlamaForCausalLM\nMambaSpec",
-            {"mla": False, "moe": False, "hybrid": True},
+            "\x1b[32mINFO\x1b[0m Resolved architecture: \x1b[1mDeepseekV3ForCausalLM\x1b[0m",
+            {"mla": True, "moe": True, "hybrid": False},
             "line 1",
         ),
         ("Starting to load model mine", {}, None),
@@ -269,7 +266,7 @@ def test_the_three_journeys():
     assert standing(read("oom-cut-before-start")) == {"decode_buffer": judge.FITS}
     assert standing(read("vllm-0.18.1-oom-gb200"))["decode_buffer"] == judge.FITS
     found = judge.judge_all(read("vllm-0.20.2-illegal-access"))[0]
-    assert (found.status, found.signs) == (judge.FITS, ("the log names finalizeMoeRouting",))
+    assert (found.status, found.signs) == (judge.FITS, ["the log names finalizeMoeRouting"])
 
 
 @pytest.mark.parametrize(
@@ -300,7 +297,7 @@ def test_a_row_fits_its_own_words_and_each_need_can_refute_it(row):
         else:
             known.known[name] = values[0]
     found = judge.judge(row, known)
-    assert (found.unknown, found.against) == ((), ())
+    assert (found.unknown, found.against) == ([], [])
     assert found.status == (judge.ONLY_IF if row.also else judge.FITS)
     for name in row.needs:
         other = Facts({**known.known, **({} if name == "model" else {name: "other"})}, dict(known.traits))
@@ -309,7 +306,7 @@ def test_a_row_fits_its_own_words_and_each_need_can_refute_it(row):
         assert not judge.judge(row, other).alive, name
     for name in ("symptom", "version"):
         without = Facts({k: v for k, v in known.known.items() if k != name}, dict(known.traits))
-        assert judge.judge(row, without).unknown == (name,)
+        assert judge.judge(row, without).unknown == [name]
 
 
 def test_what_was_measured_otherwise_is_never_said_to_fit():
@@ -473,17 +470,3 @@ def test_questions_end_where_no_answer_would_change_anything():
     assert judge.next_question(known, ["symptom", "version"]) == "model"
     known.learn("model", "Llama", "you")
     assert judge.next_question(known, ["symptom", "version", "model"]) is None
-
-
-def test_what_else_a_log_looks_like_comes_with_its_line():
-    other = logs.read("\nWatchdog caught collective operation timeout: WorkNCCL(SeqNum=1)")
-    said = " ".join(answer.as_text(other, judge.judge_all(other), 100).split())
-    assert f"this looks like {other.looks_like} (line 2)." in said
-
-
-def test_the_strongest_evidence_gives_a_row_its_grade():
-    row = table.rows()[0]
-    items = tuple(table.Evidence(grade, f"{grade} says", file="x") for grade in table.GRADES[::-1])
-    for number, grade in enumerate(table.GRADES[::-1], 1):
-        made = replace(row, evidence=items[:number])
-        assert (made.grade, made.rests_on) == (grade, f"{grade}: {grade} says")

@@ -6,11 +6,14 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from staleproof.cli.common import BadInputError
+
+if TYPE_CHECKING:
+    from staleproof.triage.facts import Facts
 
 
 def diagnose(
@@ -126,12 +129,11 @@ def _text(source: str) -> str:
     return text
 
 
-def _ask(facts: object) -> None:
+def _ask(facts: Facts) -> None:
     """Ask for what is not known, until no answer would change anything; Enter leaves a question open."""
     from staleproof.triage import judge
-    from staleproof.triage.facts import ASK, Facts
+    from staleproof.triage.facts import ASK
 
-    assert isinstance(facts, Facts)
     asked: list[str] = []
     while (name := judge.next_question(facts, asked)) is not None:
         asked.append(name)

@@ -42,13 +42,13 @@ def list_() -> None:
 
     The machines that were recorded come last, with their date and whether the source has changed since.
     """
-    from staleproof.report.conclusion import symptom_of
     from staleproof.report.terminal import say
+    from staleproof.triage import symptom
 
     for name, about in INCIDENTS.items():
         say(f"{about.number}  {name}: {about.title}")
         for field, said in (
-            ("symptom", symptom_of(name)),
+            ("symptom", symptom(name)),
             ("cause", about.summary),
             ("notebook", f"notebooks/{about.notebook}"),
         ):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # How a verdict is shown in a cell; a picture has the same signs, so that colour is not needed.
 SIGNS = {"holds": "+", "breaks": "X", "undefined": "u", "not run": "."}
+MEANING = "  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items())
 COLOURS = {"holds": "#bfd3e6", "breaks": "#b2182b", "undefined": "#f4a582", "not run": "#f0f0f0"}
 
 
@@ -87,7 +88,7 @@ def print_table(rows: Sequence[Finding]) -> None:
     if ran:
         signs = [[*name, *(_sign(found.get(clause)) for clause in clauses)] for name, found in ran.items()]
         typer.echo("\n".join(aligned(["package", "subject", *clauses], signs)))
-        typer.echo("  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items()))
+        typer.echo(MEANING)
         typer.echo("\n".join(f"{clause}: {CLAUSES[clause]}" for clause in clauses))
     for row in rows:
         if row.verdict in ("breaks", "undefined"):
@@ -110,13 +111,11 @@ def write_scripts(rows: Sequence[Finding], folder: Path) -> int:
 
     from staleproof.cases.finding import write_lines
 
-    count = 0
-    for row in rows:
-        if row.script:
-            name = re.sub(r"[^A-Za-z0-9.]+", "_", f"{row.release}_{row.variant}_{row.question}")
-            write_lines(folder / f"{name}.py", row.script.splitlines())
-            count += 1
-    return count
+    shown = [row for row in rows if row.script]
+    for row in shown:
+        name = re.sub(r"[^A-Za-z0-9.]+", "_", f"{row.release}_{row.variant}_{row.question}")
+        write_lines(folder / f"{name}.py", row.script.splitlines())
+    return len(shown)
 
 
 def draw(rows: Sequence[Finding], path: Path) -> None:
@@ -181,8 +180,7 @@ def heat_map(rows: Sequence[Finding]) -> Any:
                 xticklabels=clauses,
                 yticklabels=[name for name, _ in lines],
             )
-            signs = "  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items())
-            axes.set_title(f"{package}:  {signs}", fontsize=9, loc="left")
+            axes.set_title(f"{package}:  {MEANING}", fontsize=9, loc="left")
             axes.xaxis.tick_top()
             axes.tick_params(rotation=0)
     return figure

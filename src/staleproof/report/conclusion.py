@@ -72,21 +72,13 @@ def _incident(name: str, findings: Sequence[Finding], width: int) -> Iterable[st
     shown = [*unexpected[:SHOWN], *([f"and {len(unexpected) - SHOWN} more"] if unexpected[SHOWN:] else [])]
     if unexpected:
         yield from _field("wrong", "; ".join(shown), width)
-    yield from _field("symptom", symptom_of(name), width)
+    yield from _field("symptom", symptom(name), width)
     yield from _field("cause", about.summary + ("; not confirmed by this run" if unexpected else ""), width)
     yield from _field("fails", "; ".join(_failing(about, ran)), width)
     yield from _field("fixed", _fixed(ran) or "no fix was shown to hold by this run", width)
     yield from verdicts
     for number, step in enumerate(_next(name, about, bool(unexpected))):
         yield from _field("" if number else "next", step, width)
-
-
-def symptom_of(incident: str) -> str:
-    """What an operator sees, as the triage table says it; empty for what is no incident of the table."""
-    try:
-        return symptom(incident)
-    except ValueError:
-        return ""
 
 
 def _field(name: str, said: str, width: int) -> list[str]:

@@ -15,7 +15,8 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
+from operator import or_
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -122,13 +123,9 @@ def page(
         releases=[*table.probes()],
         cards=[_card(number, chapters, told) for number in INCIDENTS],
         origins=origins,
-        guided=tomllib.loads((TEMPLATES / "guided.toml").read_text())["stage"],
+        guided=guided(),
         beside=[(run, compare(findings, run.findings)) for run in machines],
-        mine={
-            "answered": sum(one.ran for one in findings),
-            "failed": sum(one.failed for one in findings),
-            "absent": sum(not one.ran for one in findings),
-        },
+        findings=findings,
         **_answers(findings, machines),
         panels=groupby(matrix.build(next(filter(None, told), [])), lambda one: one.incident),
         absent=matrix.absences(findings),
@@ -146,6 +143,11 @@ def page(
     places = {f"{one.stem}.ipynb": one.stem for one in chapters} | {"README.md": "triage"}
     places |= {name: f"doc-{name.removesuffix('.md')}" for name in documents} | {"index.md": "incidents"}
     return settle_links(made, places, known).rstrip() + "\n"
+
+
+def guided() -> list[dict[str, Any]]:
+    """The stages of the guided figure, each with the states of its rows."""
+    return [*accumulate(tomllib.loads((TEMPLATES / "guided.toml").read_text())["stage"], or_)]
 
 
 def _about(findings: Sequence[Finding]) -> str:
@@ -297,7 +299,7 @@ def code(source: str) -> Markup:
 
 def plain(text: str) -> str:
     """The words of some markdown, on one line."""
-    return " ".join(markup.unescape(re.sub(r"<[^>]+>", "", _MARKDOWN.render(text))).split())
+    return Markup(_MARKDOWN.render(text)).striptags()
 
 
 def slug(title: str) -> str:

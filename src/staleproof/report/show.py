@@ -251,19 +251,13 @@ def answers(findings: Iterable[Finding]) -> None:
     """Show a row for each variant, a column for each question, and what was not run and why."""
     found = list(findings)
     questions = list(dict.fromkeys(f.question for f in found))
-    cells = {(f.variant, f.question): f for f in found}
     variants = list(dict.fromkeys(f.variant for f in found))
-    asked = {
-        (y, x + 1): cells[variant, question]
-        for y, variant in enumerate(variants)
-        for x, question in enumerate(questions)
-        if (variant, question) in cells
-    }
-    rows = [
-        [v, *(cells[v, q].verdict if (v, q) in cells else matrix.NOT_ASKED for q in questions)]
-        for v in variants
-    ]
-    _show(Table(("", *questions), rows, {place: f.outcome for place, f in asked.items()}))
+    rows = [[variant, *(matrix.NOT_ASKED for _ in questions)] for variant in variants]
+    outcomes = {}
+    for f in found:
+        row, column = variants.index(f.variant), 1 + questions.index(f.question)
+        rows[row][column], outcomes[row, column] = f.verdict, f.outcome
+    _show(Table(("", *questions), rows, outcomes))
     for variant, note in dict.fromkeys((f.variant, f.note) for f in found if not f.ran):
         print(f"not run: {variant}: {note}")
 

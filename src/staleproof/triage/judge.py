@@ -41,11 +41,11 @@ class Judgement:
 
     row: Row
     status: str
-    because: tuple[str, ...]
-    unknown: tuple[str, ...]
-    against: tuple[str, ...]
-    measured: tuple[str, ...] = ()
-    signs: tuple[str, ...] = ()
+    because: list[str]
+    unknown: list[str]
+    against: list[str]
+    measured: list[str]
+    signs: list[str]
 
     @property
     def alive(self) -> bool:
@@ -88,7 +88,7 @@ def judge(row: Row, facts: Facts) -> Judgement:
     >>> facts = Facts(known={"symptom": "oom", "version": "0.20.2"})
     >>> row = table.of("decode_buffer")[0]
     >>> judge(row, facts).against
-    ('vLLM 0.20.2 does not have it (0.18.0 to 0.19.1 do)',)
+    ['vLLM 0.20.2 does not have it (0.18.0 to 0.19.1 do)']
     """
     because: list[str] = []
     unknown: list[str] = []
@@ -118,9 +118,7 @@ def judge(row: Row, facts: Facts) -> Judgement:
         status = ONLY_IF
     else:
         status = SO_FAR if unknown else FITS
-    return Judgement(
-        row, status, tuple(because), tuple(unknown), tuple(against), tuple(measured), tuple(signs)
-    )
+    return Judgement(row, status, because, unknown, against, measured, signs)
 
 
 def _of(said: Mapping[str, Mapping[str, str]], facts: Facts) -> list[str]:

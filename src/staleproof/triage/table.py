@@ -217,13 +217,10 @@ def of(incident: str) -> tuple[Row, ...]:
 def symptom(incident: str) -> str:
     """What an operator sees first of an incident, without Markdown's marks; empty if no row is about it.
 
-    Raises:
-        ValueError: no incident has this name.
-
     >>> symptom("decode_buffer")[:17]
     'OOM after upgrade'
     """
-    return plain(next((row.see for row in of(incident)), ""))
+    return plain(next((row.see for row in rows() if row.incident == incident), ""))
 
 
 def symptoms() -> Mapping[str, Mapping[str, Any]]:
