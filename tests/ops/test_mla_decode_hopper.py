@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.bits import assert_same_bits
 from tests.mla_shares import Share
+from tests.ops.mla_batches import E4M3, Batch, assert_close, make, poisoned
 
 from staleproof.device import interpreting
 from staleproof.evidence.canary import bits
@@ -17,11 +19,9 @@ from staleproof.ops.mla.decode import Call, mla_decode
 from staleproof.ops.mla.merge import merge_parts_kernel
 from staleproof.ops.mla.plan import Cut, aligned_parts, fits_hopper, merge_tiles
 from staleproof.ops.mla.queries import float16_queries_kernel
-from staleproof.ops.reference import mla_decode as reference
 
 SCALE = 192**-0.5
-CACHES = {"bfloat16": torch.bfloat16, "E4M3": torch.float8_e4m3fn}
-Batch = dict[str, Any]
+CACHES = {"bfloat16": torch.bfloat16, "E4M3": E4M3}
 
 
 def test_a_merge_covers_64_rows_and_512_columns() -> None:
@@ -312,46 +312,13 @@ def chosen_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def _hopper_batch(
     device: str, lens: list[int], heads: int = 128, q_len: int | None = None, cache: str = "bfloat16"
 ) -> Batch:
-    """Arguments of a call that goes to this kernel; entries of the table that belong to no token are -1."""
+    """Arguments of a call that goes to this kernel."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("a kernel for Hopper")
-    generator = torch.Generator().manual_seed(0)
-    counts = [-(-n // 64) for n in lens]
-    q = torch.randn(len(lens), q_len or 1, heads, 576, generator=generator).bfloat16()
-    kv_cache = torch.randn(sum(counts) + 3, 64, 576, generator=generator).bfloat16()
-    pages = iter(torch.randperm(len(kv_cache), generator=generator).tolist())
-    table = torch.full((len(lens), max(counts) + 2), -1, dtype=torch.int32)
-    for request, count in enumerate(counts):
-        table[request, :count] = torch.tensor([next(pages) for _ in range(count)])
-    q, kv_cache = (q if q_len else q[:, 0]).to(device), kv_cache.to(device).to(CACHES[cache])
-    assert fits_hopper(q, kv_cache, 512, q_len or 1, SCALE)
-    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    return {
-        "q": q,
-        "kv_cache": kv_cache,
-        "block_table": table.to(device),
-        "seq_lens": seq_lens,
-        "softmax_scale": SCALE,
-    }
-
-
-def _poisoned(batch: Batch, value: float) -> Batch:
-    """Tokens that belong to no request become ``value``."""
-    # Which holds every E4M3 number.
-    kept = batch["kv_cache"].bfloat16()
-    cache = torch.full_like(kept, value)
-    for request, n in enumerate(batch["seq_lens"].tolist()):
-        token = torch.arange(n, device=cache.device)
-        page = batch["block_table"][request][token // 64].long()
-        cache[page, token % 64] = kept[page, token % 64]
-    return batch | {"kv_cache": cache.to(batch["kv_cache"].dtype)}
-
-
-def _assert_close(batch: Batch, out: torch.Tensor, lse: torch.Tensor) -> None:
-    want_out, want_lse = reference.mla_decode(**batch | {"kv_cache": batch["kv_cache"].bfloat16()})
-    # bfloat16 holds 8 bits.
-    assert ((out.float() - want_out.float()).norm() / want_out.float().norm()).item() < 8e-3
-    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=2e-3)
+    shape = {"heads": heads, "q_len": q_len, "page_size": 64, "rank": 512, "rope": 64}
+    batch = make(device, lens, cache=CACHES[cache], **shape) | {"softmax_scale": SCALE}
+    assert fits_hopper(batch["q"], batch["kv_cache"], 512, q_len or 1, SCALE)
+    return batch
 
 
 LENGTHS = {
@@ -387,7 +354,7 @@ def test_values_where_requests_are_cut_at_any_tile(
     lse = torch.full(out.shape[:-1], torch.nan, device=device)
     mla_decode(**batch, out=out, lse=lse)
     if any(LENGTHS[lengths]):
-        _assert_close(batch, out, lse)
+        assert_close(batch, out, lse)
     empty = batch["seq_lens"] == 0
     assert torch.equal(bits(out[empty]), torch.zeros_like(bits(out[empty])))
     assert bool((lse[empty] == -torch.inf).all())
@@ -406,9 +373,8 @@ def test_what_neighbours_hold_changes_no_bit(device: str, cache: str, poison: fl
     want_out, want_lse = mla_decode(**batch)
     for _ in range(5):
         out, lse = torch.full_like(want_out, torch.nan), torch.full_like(want_lse, torch.nan)
-        mla_decode(**_poisoned(batch, poison), out=out, lse=lse)
-        assert torch.equal(bits(out), bits(want_out))
-        assert torch.equal(bits(lse), bits(want_lse))
+        mla_decode(**poisoned(batch, poison), out=out, lse=lse)
+        assert_same_bits((out, lse), (want_out, want_lse))
     # All of request 8, which is cut into several parts.
     pages = batch["block_table"][8, : -(-5000 // 64)].long()
     spoiled = batch["kv_cache"].bfloat16().clone()
@@ -416,8 +382,7 @@ def test_what_neighbours_hold_changes_no_bit(device: str, cache: str, poison: fl
     batch["kv_cache"] = spoiled.to(CACHES[cache])
     out, lse = mla_decode(**batch)
     others = torch.arange(len(out), device=device) != 8
-    assert torch.equal(bits(out[others]), bits(want_out[others]))
-    assert torch.equal(bits(lse[others]), bits(want_lse[others]))
+    assert_same_bits((out[others], lse[others]), (want_out[others], want_lse[others]))
 
 
 @pytest.mark.gpu
@@ -439,8 +404,7 @@ def test_a_later_query_token_changes_no_bit_of_an_earlier_one(
         # Of E4M3 448 is the largest.
         spoiled = spoiled.clamp(-448, 448) if cache == "E4M3" else spoiled
         out, lse = mla_decode(**batch | {"kv_cache": spoiled.to(CACHES[cache])})
-        assert torch.equal(bits(out[:, :earlier]), bits(want_out[:, :earlier]))
-        assert torch.equal(bits(lse[:, :earlier]), bits(want_lse[:, :earlier]))
+        assert_same_bits([x[:, :earlier] for x in (out, lse)], [x[:, :earlier] for x in (want_out, want_lse)])
         if poison != poison:
             assert bool(out[:, earlier:].isnan().all())
 
@@ -477,7 +441,7 @@ def test_graph_replays_follow_the_lengths(device: str, heads: int, cache: str) -
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
         graph.replay()
-        _assert_close(batch, out, lse)
+        assert_close(batch, out, lse)
 
 
 @pytest.mark.gpu
@@ -490,14 +454,12 @@ def test_with_splits_given_a_request_depends_on_itself_alone(
     """The same bits alone as in a batch, whatever its neighbours."""
     batch = _hopper_batch(device, LENGTHS["ragged"], heads, q_len, cache) | {"num_kv_splits": splits}
     out, lse = mla_decode(**batch)
-    _assert_close({k: v for k, v in batch.items() if k != "num_kv_splits"}, out, lse)
-    again, _ = mla_decode(**_poisoned(batch, 448.0 if cache == "E4M3" else torch.nan))
+    assert_close({k: v for k, v in batch.items() if k != "num_kv_splits"}, out, lse)
+    again, _ = mla_decode(**poisoned(batch, 448.0 if cache == "E4M3" else torch.nan))
     assert torch.equal(bits(again), bits(out))
     for i in (0, 8):
         one = {k: batch[k][i : i + 1] for k in ("q", "block_table", "seq_lens")}
-        alone, alone_lse = mla_decode(**batch | one)
-        assert torch.equal(bits(alone), bits(out[i : i + 1]))
-        assert torch.equal(bits(alone_lse), bits(lse[i : i + 1]))
+        assert_same_bits(mla_decode(**batch | one), (out[i : i + 1], lse[i : i + 1]))
 
 
 @pytest.mark.gpu
