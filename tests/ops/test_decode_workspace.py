@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 
-import staleproof
 from staleproof.evidence import plant, row_states
 from staleproof.ops.decode_workspace import DecodeWorkspace, WorkspaceLocked
 
@@ -98,10 +97,6 @@ def test_threads_of_one_key_get_one_buffer():
         thread.join()
     assert len({x.data_ptr() for x in seen}) == 1
     assert len(seen) == 8
-
-
-def test_it_is_a_public_name():
-    assert staleproof.DecodeWorkspace is DecodeWorkspace
 
 
 def filled(workspace, micro_batch=None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,14 +14,16 @@ from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.reference import fp8 as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-LIVE: dict[str, Any] = {
-    "all": lambda device: None,
-    "none": lambda device: 0,
-    "int": lambda device: 3,
-    "int, all": lambda device: 9,
-    "device tensor": lambda device: torch.tensor([4], dtype=torch.int32, device=device),
-    "mask": lambda device: torch.arange(9, device=device) % 3 == 1,
-    "mask, none": lambda device: torch.zeros(9, dtype=torch.bool, device=device),
+# Keywords that say which of 9 rows are live.
+LIVE: dict[str, Callable[[str], dict[str, Any]]] = {
+    "all": lambda device: {},
+    "none": lambda device: {"live_rows": 0},
+    "int": lambda device: {"live_rows": 3},
+    "int, all": lambda device: {"live_rows": 9},
+    "device tensor": lambda device: {"live_rows": torch.tensor([4], dtype=torch.int32, device=device)},
+    "mask": lambda device: {"live_rows": torch.arange(9, device=device) % 3 == 1},
+    "mask, none": lambda device: {"live_rows": torch.zeros(9, dtype=torch.bool, device=device)},
+    "padding": lambda device: {"is_padding": torch.arange(9, device=device) % 3 == 1},
 }
 
 
@@ -32,11 +35,13 @@ def payload(x_fp8: torch.Tensor) -> torch.Tensor:
     return x_fp8.view(torch.uint8)
 
 
-def live_index(live_rows: Any, rows: int, device: str) -> torch.Tensor:
+def live_index(keywords: dict[str, Any], device: str) -> torch.Tensor:
+    if "is_padding" in keywords:
+        return ~keywords["is_padding"]
+    live_rows = keywords.get("live_rows", 9)
     if isinstance(live_rows, torch.Tensor) and live_rows.dtype == torch.bool:
         return live_rows
-    count = rows if live_rows is None else int(live_rows)
-    return torch.arange(rows, device=device) < count
+    return torch.arange(9, device=device) < int(live_rows)
 
 
 def batch(dtype: torch.dtype, device: str, hidden: int = 300) -> torch.Tensor:
@@ -47,11 +52,12 @@ def batch(dtype: torch.dtype, device: str, hidden: int = 300) -> torch.Tensor:
 @pytest.mark.parametrize("hidden", [1, *HIDDEN, 8192 + 40])
 def test_matches_reference(device: str, live: str, hidden: int) -> None:
     for dtype in DTYPES if hidden < 8192 else DTYPES[:1]:
-        x = batch(dtype, device, hidden)
-        live_rows = LIVE[live](device)
-        got = quantize_fp8_per_tensor(x, live_rows=live_rows)
+        # Of a wider tensor.
+        x = batch(dtype, device, 2 * hidden)[:, :hidden]
+        keywords = LIVE[live](device)
+        got = quantize_fp8_per_tensor(x, **keywords)
         assert got[0].dtype == torch.float8_e4m3fn
-        assert_same_bits(got, reference.quantize_fp8_per_tensor(x, live_rows=live_rows))
+        assert_same_bits(got, reference.quantize_fp8_per_tensor(x, **keywords))
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
@@ -84,17 +90,17 @@ def test_every_rounding_case(device: str) -> None:
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 3e38])
-@pytest.mark.parametrize("live", ["int", "device tensor", "mask", "none"])
+@pytest.mark.parametrize("live", ["int", "device tensor", "mask", "none", "padding"])
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_padding_changes_no_bit_and_comes_out_zero(
     device: str, hidden: int, live: str, poison: float
 ) -> None:
     x = batch(torch.bfloat16, device, hidden)
-    live_rows = LIVE[live](device)
-    index = live_index(live_rows, 9, device)
-    want = quantize_fp8_per_tensor(x, live_rows=live_rows)
+    keywords = LIVE[live](device)
+    index = live_index(keywords, device)
+    want = quantize_fp8_per_tensor(x, **keywords)
     x[~index] = poison
-    got = quantize_fp8_per_tensor(x, live_rows=live_rows)
+    got = quantize_fp8_per_tensor(x, **keywords)
     assert_same_bits(got, want)
     assert int(payload(got[0])[~index].count_nonzero()) == 0
 
@@ -112,13 +118,8 @@ def test_the_largest_value_counts_in_the_first_and_the_last_live_tile(
 ) -> None:
     for at_end in (False, True):
         x = batch(torch.float32, device, hidden)
-        keywords = {"live_rows": LIVE[live](device)} if live in LIVE else {}
-        if live == "padding":
-            keywords = {"is_padding": torch.arange(9, device=device) % 2 == 1}
-            index = ~keywords["is_padding"]
-        else:
-            index = live_index(keywords["live_rows"], 9, device)
-        row = index.nonzero()[-1 if at_end else 0].item()
+        keywords = LIVE[live](device)
+        row = live_index(keywords, device).nonzero()[-1 if at_end else 0].item()
         x[row, column] = -4480.0
         _, scale = quantize_fp8_per_tensor(x, **keywords)
         assert scale.item() == 10.0
@@ -155,24 +156,6 @@ def test_zeros_and_tiny_values_have_a_usable_scale(
     assert scale.item() == expected
     assert bool(got.float().isfinite().all())
     assert bool((got.float() == 0).all()) == (value == 0)
-
-
-@pytest.mark.parametrize("hidden", HIDDEN)
-def test_strided_rows(device: str, hidden: int) -> None:
-    wide = batch(torch.bfloat16, device, 2 * hidden)
-    got = quantize_fp8_per_tensor(wide[:, :hidden], live_rows=5)
-    assert_same_bits(got, quantize_fp8_per_tensor(wide[:, :hidden].contiguous(), live_rows=5))
-
-
-@pytest.mark.parametrize("hidden", HIDDEN)
-def test_is_padding_is_the_mask_turned_round(device: str, hidden: int) -> None:
-    x = batch(torch.bfloat16, device, hidden)
-    padding = torch.arange(9, device=device) % 3 == 1
-    x[padding] = torch.nan
-    want = quantize_fp8_per_tensor(x, live_rows=~padding)
-    assert int(payload(want[0])[padding].count_nonzero()) == 0
-    for quantize in (quantize_fp8_per_tensor, reference.quantize_fp8_per_tensor):
-        assert_same_bits(quantize(x, is_padding=padding), want)
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)

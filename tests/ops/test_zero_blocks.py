@@ -371,23 +371,6 @@ def test_tensors_of_another_device_are_named() -> None:
         BlockZeroer([torch.zeros(4, 16)])
 
 
-def test_more_ids_than_a_grid_has_programs_are_several_launches(device: str, monkeypatch) -> None:
-    """Each launch starts at its own ids, and counts them alone."""
-    if device != "cpu":
-        pytest.skip("launches are recorded in place of Triton's")
-    launches: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(zero_kernel, "MOST", 5)
-    plan = BlockZeroer([torch.ones(9, 4)])._plan
-    ready = SimpleNamespace(on=lambda stream, grid, *arguments: launches.append((stream, grid, *arguments)))
-    plan._ready = {torch.int32: ready, torch.int64: ready}
-    for dtype, size in ((torch.int32, 4), (torch.int64, 8)):
-        launches.clear()
-        plan.launch(1000, 12, dtype, 77)
-        assert [(stream, grid[1]) for stream, grid, *_ in launches] == [(77, 5), (77, 5), (77, 2)]
-        starts = 1000, 1000 + 5 * size, 1000 + 10 * size
-        assert [(at, count) for _, _, _, at, count, *_ in launches] == [*zip(starts, (5, 5, 2), strict=True)]
-
-
 @pytest.fixture(name="gpu")
 def gpu_fixture(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A zeroer's way on a GPU, with stand-ins for its kernels; filled with their launches."""
@@ -456,6 +439,17 @@ def test_a_gpu_loads_its_kernels_at_once_and_chooses_by_where_the_ids_are(gpu, m
         with pytest.raises(ValueError, match="where the current stream is capturing"):
             plan.zero_from_host(ids, ring)
     assert not gpu
+
+
+def test_more_ids_than_a_grid_has_programs_are_several_launches(gpu, monkeypatch) -> None:
+    """Each launch starts at its own ids, and counts them alone."""
+    monkeypatch.setattr(zero_kernel, "MOST", 5)
+    plan = BlockZeroer([torch.ones(9, 4)])._plan
+    for dtype, size in ((torch.int32, 4), (torch.int64, 8)):
+        gpu.clear()
+        plan.launch(1000, 12, dtype, 77)
+        launched = [(stream, grid[1], at, count) for _, stream, grid, _, at, count, *_ in gpu]
+        assert launched == [(77, n, 1000 + first * size, n) for first, n in ((0, 5), (5, 5), (10, 2))]
 
 
 def test_a_plan_for_the_caches_of_an_operator_cannot_be_made_while_a_stream_captures(
