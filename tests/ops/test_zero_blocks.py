@@ -205,13 +205,6 @@ def test_what_caches_share_is_zeroed_once(device: str) -> None:
     assert raw.view(6, 96).eq(0).sum(1).tolist() == [0, 0, 0, 0, 96, 0]
 
 
-def test_a_neighbour_in_a_packed_layout_is_left_alone(device: str) -> None:
-    # Two layers take turns within one buffer (vLLM #50276): the stride is not the page.
-    packed = canaries(5 * 2 * 40, device).view(5, 2, 40)
-    BlockZeroer([packed[:, 0]]).zero([2])
-    assert packed.eq(0).sum(2).tolist() == [[0, 0], [0, 0], [40, 0], [0, 0], [0, 0]]
-
-
 def test_nothing_to_do(device: str) -> None:
     case = Case([plain(4, 32)], device)
     empty = torch.tensor([], dtype=torch.int32)
