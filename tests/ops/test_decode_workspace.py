@@ -108,8 +108,7 @@ def filled(workspace, micro_batch=None):
     return call
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("backend", "dynamic"), [("eager", False), ("aot_eager", True)])
 def test_compiled_code_writes_the_buffer_of_the_moment(device, backend, dynamic):
     torch._dynamo.reset()
     workspace = DecodeWorkspace()

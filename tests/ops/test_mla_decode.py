@@ -12,6 +12,7 @@ import torch
 from tests.bits import assert_same_bits
 from tests.ops.mla_batches import E4M3, HUGE, RANK, assert_close, make, poisoned
 
+from staleproof.cases import graph
 from staleproof.evidence.canary import bits
 from staleproof.ops.launching import Seen
 from staleproof.ops.mla import decode
@@ -269,16 +270,13 @@ def test_graph_replay_with_live_count_down_then_up(device: str) -> None:
     full = batch["seq_lens"].clone()
     out = torch.empty(8, 128, 512, dtype=torch.bfloat16, device=device)
     lse = torch.empty(8, 128, device=device)
-    mla_decode(**batch, out=out, lse=lse)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mla_decode(**batch, out=out, lse=lse)
+    captured = graph.capture(lambda: mla_decode(**batch, out=out, lse=lse), on=device)
     want = out.clone()
     for live in (8, 1, 3, 0, 8):
         batch["seq_lens"].copy_(torch.where(torch.arange(8, device=device) < live, full, 0))
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
-        graph.replay()
+        captured.replay()
         assert torch.equal(bits(out[:live]), bits(want[:live]))
         assert torch.equal(bits(out[live:]), torch.zeros_like(bits(out[live:])))
         assert bool((lse[live:] == -torch.inf).all())

@@ -12,6 +12,7 @@ from tests.bits import assert_same_bits
 from tests.mla_shares import Share
 from tests.ops.mla_batches import E4M3, Batch, assert_close, make, poisoned
 
+from staleproof.cases import graph
 from staleproof.device import interpreting
 from staleproof.evidence.canary import bits
 from staleproof.ops.launching import Seen
@@ -428,14 +429,12 @@ def test_graph_replays_follow_the_lengths(device: str, heads: int, cache: str) -
     """The parts are found on the device in each replay."""
     batch = _hopper_batch(device, [2000] * 16, heads, cache=cache)
     out, lse = mla_decode(**batch)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mla_decode(**batch, out=out, lse=lse)
+    captured = graph.capture(lambda: mla_decode(**batch, out=out, lse=lse), on=device)
     for lens in ([1] * 16, [2000, 0] * 8, [0] * 15 + [1999], [i * 100 for i in range(16)], [2000] * 16):
         batch["seq_lens"].copy_(torch.tensor(lens))
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
-        graph.replay()
+        captured.replay()
         assert_close(batch, out, lse)
 
 

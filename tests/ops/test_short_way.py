@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests.bits import assert_same_bits, moved
 
+from staleproof.cases import graph
 from staleproof.ops import clear_empty_rows, distinct_experts, fp8, launching, nvfp4, topk
 from staleproof.ops.launching import Seen
 from staleproof.ops.mla import decode
@@ -319,14 +320,11 @@ def test_another_alignment_stream_or_bad_argument_is_not_mistaken_for_the_last_c
 def test_a_short_call_is_captured(launches) -> None:
     clear = clear_empty_rows.clear_empty_rows
     out, lengths = torch.ones(4, 8, 512, device="cuda").bfloat16(), ints(3, 3, 3, 3).cuda()
-    clear(out, lengths)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        clear(out, lengths)
+    captured = graph.capture(lambda: clear(out, lengths), on="cuda")
     assert len(launches) == 1
     lengths.copy_(ints(3, 0, 3, 0))
     out.fill_(torch.nan)
-    graph.replay()
+    captured.replay()
     assert out.isnan().flatten(1).any(1).tolist() == [True, False, True, False]
 
 

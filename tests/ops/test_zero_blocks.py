@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from staleproof.cases import graph
 from staleproof.ops import zero_blocks as kernels
 from staleproof.ops import zero_kernel
 from staleproof.ops.reference import zero_blocks as reference
@@ -318,16 +319,13 @@ def test_freed_memory_is_an_error_before_any_store(device: str) -> None:
 def test_captured_with_ids_on_the_device(dtype: torch.dtype) -> None:
     case = Case([plain(40, 4096, kv=True), plain(40, 100)], "cuda")
     ids = torch.zeros(9, dtype=dtype, device="cuda")[1:]  # not even aligned
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        case.zeroer.zero(ids)
-    graph.replay()
+    captured = graph.capture(lambda: case.zeroer.zero(ids), on="cuda")
+    captured.replay()
     case.check()
     high = torch.iinfo(dtype).max
     for replay in ([5, 7, 0, 0, 0, 0, 0, 0], [-1, 40, 39, 1, 1, high, -high, 20], [0] * 8):
         ids.copy_(on_device(replay, "cuda", dtype))
-        graph.replay()
+        captured.replay()
         case.expect([i for i in replay if 0 < i < 40])
         case.check()
 
