@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from staleproof.evidence.canary import bits
 from staleproof.ops.reference import mla_decode as reference
 
 RANK, ROPE = 64, 16
@@ -62,6 +63,16 @@ def poisoned(batch: Batch, value: float) -> Batch:
         page = batch["block_table"][request][position // cache.shape[1]].long()
         cache[page, position % cache.shape[1]] = kept[page, position % cache.shape[1]]
     return batch | {"kv_cache": cache.to(batch["kv_cache"].dtype)}
+
+
+def spoil(batch: Batch, request: int) -> None:
+    """A number of the first page of a request becomes NaN."""
+    cache, page = batch["kv_cache"], batch["block_table"][request, 0].item()
+    # Not every device can fill E4M3 numbers.
+    if cache.dtype == E4M3:
+        bits(cache)[page, 3, 5] = 0x7F
+    else:
+        cache[page, 3, 5] = torch.nan
 
 
 def assert_close(batch: Batch, out: torch.Tensor, lse: torch.Tensor) -> None:

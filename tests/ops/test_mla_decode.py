@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.bits import assert_same_bits
-from tests.ops.mla_batches import E4M3, HUGE, RANK, assert_close, make, poisoned
+from tests.ops.mla_batches import E4M3, HUGE, RANK, assert_close, make, poisoned, spoil
 
 from staleproof.cases import graph
 from staleproof.evidence.canary import bits
@@ -204,7 +204,7 @@ def test_a_live_nan_stays_visible_and_at_home(device: str, splits: int, where: s
     if where == "q":
         batch["q"][0] = torch.nan
     else:
-        batch["kv_cache"][batch["block_table"][0, 0].item(), 3, 5] = torch.nan
+        spoil(batch, 0)
     got, lse = mla_decode(**batch, num_kv_splits=splits)
     assert bool(got[0].isnan().all())
     assert bool(lse[0].isnan().all())
@@ -258,7 +258,7 @@ def test_wide_tiles_at_deepseek_shape(
         assert_same_bits((out, lse), (want_out, want_lse))
     assert torch.equal(bits(want_out[0]), torch.zeros_like(bits(want_out[0])))
     assert bool((want_lse[0] == -torch.inf).all())
-    batch["kv_cache"][batch["block_table"][4, 0].item(), 3, 5] = torch.nan
+    spoil(batch, 4)
     out, lse = mla_decode(**batch, num_kv_splits=splits)
     assert bool(out[4].isnan().all())
     assert torch.equal(bits(out[5:]), bits(want_out[5:]))
